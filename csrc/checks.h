@@ -1,0 +1,91 @@
+// Argument checks shared by the devices. Python gives users their sentences; these keep a direct caller of
+// torch.ops.ds_sparse from reading out of bounds.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace ds_sparse {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline void check(bool condition, const std::string& sentence) {
+  if (!condition) throw std::runtime_error("ds_sparse: " + sentence);
+}
+
+inline void check_block(int64_t block) {
+  check(block >= 8 && (block & (block - 1)) == 0, "block has to be a power of two and at least 8, got " + std::to_string(block) + ".");
+}
+
+inline void check_dim(const Tensor& x, int64_t dim, const char* name) {
+  check(x.dim() == dim, std::string(name) + " has " + std::to_string(x.dim()) + " dimensions; it has to have " + std::to_string(dim) + ".");
+}
+
+inline void check_size(const Tensor& x, int64_t dim, int64_t size, const char* name) {
+  check(x.size(dim) == size, std::string(name) + " has size " + std::to_string(x.size(dim)) + " in dimension " + std::to_string(dim) +
+                                 "; it has to be " + std::to_string(size) + ".");
+}
+
+inline void check_like(const Tensor& x, const Tensor& other, const char* name) {
+  check(x.device() == other.device(), std::string(name) + " has to be on the device of the other arguments.");
+  check(x.scalar_type() == other.scalar_type(), std::string(name) + " has to have the dtype of the other operand.");
+}
+
+inline void check_contiguous(const Tensor& x, const char* name) {
+  check(x.is_contiguous(), std::string(name) + " has to be contiguous.");
+}
+
+inline void check_list(const Tensor& x, const Tensor& other, const char* name) {
+  check_dim(x, 1, name);
+  check(x.scalar_type() == ScalarType::Int, std::string(name) + " has to be int32.");
+  check(x.device() == other.device(), std::string(name) + " has to be on the device of the other arguments.");
+  check_contiguous(x, name);
+}
+
+// Lists of `lines` block rows (or columns) a layout head and their N entries, for `heads` heads.
+inline void check_lists(const Tensor& offsets, int64_t layout_heads, int64_t heads, const Tensor& other) {
+  check_list(offsets, other, "offsets");
+  check(layout_heads >= 1 && (layout_heads == 1 || layout_heads == heads),
+        "layout_heads is " + std::to_string(layout_heads) + " for " + std::to_string(heads) + " heads; it has to be 1 or as many.");
+  check(offsets.size(0) >= 1 && (offsets.size(0) - 1) % layout_heads == 0, "offsets has to have one entry a line of each layout head, and one.");
+}
+
+// Sparse values (B, V, b, b), contiguous.
+inline void check_values(const Tensor& values, int64_t block, const char* name) {
+  check_dim(values, 4, name);
+  check_size(values, 2, block, name);
+  check_size(values, 3, block, name);
+  check_contiguous(values, name);
+}
+
+// Something added to the scores, or a mask of them: (B or 1, H or 1, T or 1, S), or without the middle two.
+inline void check_bias(const Tensor& x, const Tensor& scores, int64_t heads, int64_t rows, int64_t width, const char* name) {
+  check(x.device() == scores.device(), std::string(name) + " has to be on the device of the scores.");
+  check(x.scalar_type() == ScalarType::Bool || x.scalar_type() == scores.scalar_type(), std::string(name) + " has to be bool, or of the scores' dtype.");
+  int64_t full[] = {scores.size(0), heads, rows};
+  for (int64_t dim = 0; dim < x.dim() - 1; ++dim)
+    check(x.size(dim) == 1 || x.size(dim) == full[dim], std::string(name) + " does not broadcast in dimension " + std::to_string(dim) + ".");
+  check_size(x, x.dim() - 1, width, name);
+}
+
+// The shape of a bias's gradient: (B or 1, H or 1, T or 1, S).
+inline void check_bias_shape(const std::vector<int64_t>& shape, int64_t batch, int64_t heads, int64_t rows, int64_t block) {
+  check(shape.size() == 4, "shape has to have four numbers.");
+  int64_t full[] = {batch, heads, rows};
+  for (int i = 0; i < 3; ++i) check(shape[i] == 1 || shape[i] == full[i], "shape has to be 1 or the full size in dimension " + std::to_string(i) + ".");
+  check(shape[3] % block == 0, "the columns of shape have to be a multiple of the block.");
+}
+
+// The heads whose values fill V > 0 blocks, where a layout of layout_heads heads has `live`.
+inline int64_t heads_of(int64_t num_values, int64_t live, int64_t layout_heads) {
+  check(layout_heads > 0 && live > 0 && num_values * layout_heads % live == 0, "values do not hold the live blocks of a whole number of heads.");
+  return num_values * layout_heads / live;
+}
+
+}  // namespace ds_sparse

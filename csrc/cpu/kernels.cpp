@@ -1,0 +1,19 @@
+// The kernels for the instruction set this file is compiled for; see kernels.h.
+
+#include "gemm.h"
+#include "rows.h"
+
+namespace ds_sparse::cpu::DS_SPARSE_ISA {
+
+template <class T>
+constexpr Kernels<T> table = {
+    panel_width<T>, native_width<Compute<T>>, pack_panels<T>,         pack_rows<T>,        sdd<T>,
+    dsd<T>,         store_rows<T>,            softmax_forward<T>,     softmax_backward<T>, add_block<T>,
+};
+
+extern const Kernels<float> table_float = table<float>;
+extern const Kernels<double> table_double = table<double>;
+extern const Kernels<Half> table_half = table<Half>;
+extern const Kernels<BFloat16> table_bfloat16 = table<BFloat16>;
+
+}  // namespace ds_sparse::cpu::DS_SPARSE_ISA

@@ -1,0 +1,151 @@
+// Softmax and its gradients, a token row at a time over the live blocks of its block row.
+#pragma once
+
+#include "vec.h"
+
+namespace ds_sparse::cpu::DS_SPARSE_ISA {
+
+// Adds without turning a sum of finite numbers into -inf; -inf on either side stays -inf, whatever the other is.
+template <class C, int W>
+DS_SPARSE_INLINE Vec<C, W> add_bias(Vec<C, W> x, Vec<C, W> bias) {
+  auto sum = x + bias;
+  sum = sum < lowest<C> ? broadcast<C, W>(lowest<C>) : sum;
+  sum = x == -infinity<C> ? x : sum;
+  return bias == -infinity<C> ? bias : sum;
+}
+
+// One row of a bias over the live blocks; -inf where a bool one drops.
+template <class T, int W>
+static void read_bias(const Bias& bias, int64_t token, const int32_t* columns, int64_t count, int64_t block, Compute<T>* out) {
+  using C = Compute<T>;
+  for (int64_t n = 0; n < count; ++n, out += block) {
+    int64_t offset = token * bias.row_stride + columns[n] * block * bias.column_stride;
+    if (bias.is_bool) {
+      const uint8_t* keep = static_cast<const uint8_t*>(bias.data) + offset;
+      for (int64_t c = 0; c < block; ++c) out[c] = keep[c * bias.column_stride] ? C(0) : -infinity<C>;
+    } else {
+      const T* from = static_cast<const T*>(bias.data) + offset;
+      if (bias.column_stride == 1)
+        for (int64_t c = 0; c < block; c += W) store<C, W>(out + c, load<C, W>(from + c));
+      else
+        for (int64_t c = 0; c < block; ++c) out[c] = load_one<C>(from + c * bias.column_stride);
+    }
+  }
+}
+
+template <class T, int W>
+static void softmax_forward_of(const SoftmaxRows<T>& rows, Compute<T>* scratch) {
+  using C = Compute<T>;
+  using V = Vec<C, W>;
+  int64_t block = rows.block, length = rows.count * block;
+  C* row = scratch;
+  C scale = C(rows.scale);
+  for (int64_t r = rows.begin; r < rows.end; ++r) {
+    int64_t token = rows.row * block + r;
+    for (int64_t n = 0; n < rows.count; ++n) {
+      const T* scores = rows.scores + (n * block + r) * block;
+      for (int64_t c = 0; c < block; c += W) {
+        V x = load<C, W>(scores + c), scaled = x * scale;
+        auto overflowed = (scaled < lowest<C>) & (x - x == 0);
+        store<C, W>(row + n * block + c, overflowed ? broadcast<C, W>(lowest<C>) : scaled);
+      }
+    }
+    for (int i = 0; i < rows.num_biases; ++i) {
+      C* bias = scratch + (i + 1) * length;
+      if (r == rows.begin || rows.biases[i].row_stride != 0) read_bias<T, W>(rows.biases[i], token, rows.columns, rows.count, block, bias);
+      for (int64_t c = 0; c < length; c += W) store<C, W>(row + c, add_bias<C, W>(load<C, W>(row + c), load<C, W>(bias + c)));
+    }
+    if (rows.causal) {
+      for (int64_t n = 0; n < rows.count; ++n) {
+        int64_t seen = token + 1 - rows.columns[n] * block;
+        for (int64_t c = seen < 0 ? 0 : seen; c < block; ++c) row[n * block + c] = -infinity<C>;
+      }
+    }
+    V largest = broadcast<C, W>(-infinity<C>);
+    for (int64_t c = 0; c < length; c += W) {
+      V x = load<C, W>(row + c);
+      largest = x > largest ? x : largest;
+    }
+    C top = max_lanes<C, W>(largest);
+    // With nothing left (and no NaN) every exponential, and the sum, is 0.
+    if (top == -infinity<C>) top = 0;
+    V sums{};
+    for (int64_t c = 0; c < length; c += W) {
+      V e = exp_nonpositive<C, W>(load<C, W>(row + c) - top);
+      store<C, W>(row + c, e);
+      sums += e;
+    }
+    C sum = sum_lanes<C, W>(sums);
+    C inverse = sum == 0 ? C(0) : 1 / sum;
+    for (int64_t n = 0; n < rows.count; ++n) {
+      T* probs = rows.probs + (n * block + r) * block;
+      for (int64_t c = 0; c < block; c += W) store<C, W>(probs + c, V(load<C, W>(row + n * block + c) * inverse));
+    }
+  }
+}
+
+template <class T>
+static void softmax_forward(const SoftmaxRows<T>& rows, Compute<T>* scratch) {
+  constexpr int W = native_width<Compute<T>>;
+  if (rows.block >= W)
+    softmax_forward_of<T, W>(rows, scratch);
+  else
+    softmax_forward_of<T, 8>(rows, scratch);
+}
+
+template <class T, int W>
+static void softmax_backward_of(const T* grad, const T* probs, T* out, int64_t count, int64_t block, int64_t begin, int64_t end, double factor) {
+  using C = Compute<T>;
+  using V = Vec<C, W>;
+  C scale = C(factor);
+  for (int64_t r = begin; r < end; ++r) {
+    V sums{};
+    for (int64_t n = 0; n < count; ++n) {
+      int64_t at = (n * block + r) * block;
+      for (int64_t c = at; c < at + block; c += W) sums += load<C, W>(grad + c) * load<C, W>(probs + c);
+    }
+    C sum = sum_lanes<C, W>(sums);
+    for (int64_t n = 0; n < count; ++n) {
+      int64_t at = (n * block + r) * block;
+      for (int64_t c = at; c < at + block; c += W)
+        store<C, W>(out + c, V(scale * load<C, W>(probs + c) * (load<C, W>(grad + c) - sum)));
+    }
+  }
+}
+
+template <class T>
+static void softmax_backward(const T* grad, const T* probs, T* out, int64_t count, int64_t block, int64_t begin, int64_t end, double scale) {
+  constexpr int W = native_width<Compute<T>>;
+  if (block >= W)
+    softmax_backward_of<T, W>(grad, probs, out, count, block, begin, end, scale);
+  else
+    softmax_backward_of<T, 8>(grad, probs, out, count, block, begin, end, scale);
+}
+
+template <class T, int W>
+static void add_block_of(const T* values, int64_t block, Compute<T>* out, int64_t out_stride) {
+  using C = Compute<T>;
+  for (int64_t c = 0; c < block; c += W) {
+    if (out_stride == 0) {
+      Vec<C, W> sum{};
+      for (int64_t r = 0; r < block; ++r) sum += load<C, W>(values + r * block + c);
+      store<C, W>(out + c, Vec<C, W>(load<C, W>(out + c) + sum));
+    } else {
+      for (int64_t r = 0; r < block; ++r) {
+        C* to = out + r * out_stride + c;
+        store<C, W>(to, Vec<C, W>(load<C, W>(to) + load<C, W>(values + r * block + c)));
+      }
+    }
+  }
+}
+
+template <class T>
+static void add_block(const T* values, int64_t block, Compute<T>* out, int64_t out_stride) {
+  constexpr int W = native_width<Compute<T>>;
+  if (block >= W)
+    add_block_of<T, W>(values, block, out, out_stride);
+  else
+    add_block_of<T, 8>(values, block, out, out_stride);
+}
+
+}  // namespace ds_sparse::cpu::DS_SPARSE_ISA

@@ -1,0 +1,265 @@
+// Vectors of W numbers, in the compilers' vector extension: one text for AVX-512, AVX2 and everything else.
+//
+// Included once for each instruction set, in a namespace of its own, and free of the standard library's inline functions:
+// the linker would otherwise keep one copy of a function for all, perhaps the one this machine cannot run.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#include "kernels.h"
+
+namespace ds_sparse::cpu::DS_SPARSE_ISA {
+
+#define DS_SPARSE_INLINE static inline __attribute__((always_inline))
+
+template <class C, int W>
+struct VecOf {
+  typedef C type __attribute__((vector_size(W * sizeof(C))));
+};
+
+template <class C, int W>
+using Vec = typename VecOf<C, W>::type;
+
+template <class C>
+struct Bits;
+template <>
+struct Bits<float> {
+  using Int = int32_t;
+};
+template <>
+struct Bits<double> {
+  using Int = int64_t;
+};
+
+#if defined(__AVX512F__)
+constexpr int vector_bytes = 64;
+#else
+constexpr int vector_bytes = 32;
+#endif
+
+template <class C>
+constexpr int native_width = vector_bytes / sizeof(C);
+
+template <class V, class U>
+DS_SPARSE_INLINE V bit_cast(const U& x) {
+  static_assert(sizeof(V) == sizeof(U));
+  V y;
+  memcpy(&y, &x, sizeof(V));
+  return y;
+}
+
+template <class C>
+constexpr C infinity = C(__builtin_inf());
+template <class C>
+constexpr C lowest = C(-__FLT_MAX__);
+template <>
+constexpr double lowest<double> = -__DBL_MAX__;
+
+template <class V, class U>
+DS_SPARSE_INLINE V load_raw(const U* x) {
+  V y;
+  memcpy(&y, x, sizeof(V));
+  return y;
+}
+
+template <class C, int W>
+DS_SPARSE_INLINE Vec<C, W> load(const C* x) {
+  return load_raw<Vec<C, W>>(x);
+}
+
+template <class C, int W>
+DS_SPARSE_INLINE Vec<C, W> load(const BFloat16* x) {
+  auto wide = __builtin_convertvector((load_raw<Vec<uint16_t, W>>(x)), Vec<uint32_t, W>);
+  return bit_cast<Vec<C, W>>(wide << 16);
+}
+
+template <class C, int W>
+DS_SPARSE_INLINE Vec<C, W> load(const Half* x) {
+  auto half = load_raw<Vec<uint16_t, W>>(x);
+#if defined(__F16C__)
+  if constexpr (W == 8) return bit_cast<Vec<C, W>>(_mm256_cvtph_ps(bit_cast<__m128i>(half)));
+#if defined(__AVX512F__)
+  if constexpr (W == 16) return bit_cast<Vec<C, W>>(_mm512_cvtph_ps(bit_cast<__m256i>(half)));
+#endif
+#endif
+  // The exponent is moved to fp32's by a product, which is exact for subnormal numbers as well; infinity and NaN by an or.
+  auto wide = __builtin_convertvector(half, Vec<uint32_t, W>);
+  auto scaled = bit_cast<Vec<C, W>>((wide & 0x7fff) << 13) * C(0x1p112f);
+  auto bits = bit_cast<Vec<uint32_t, W>>(scaled);
+  bits = (wide & 0x7fff) >= 0x7c00 ? bits | 0x7f800000 : bits;
+  return bit_cast<Vec<C, W>>(bits | ((wide & 0x8000) << 16));
+}
+
+template <class C, int W>
+DS_SPARSE_INLINE void store(C* to, Vec<C, W> x) {
+  memcpy(to, &x, sizeof(x));
+}
+
+// Round to nearest, ties to even.
+template <class C, int W>
+DS_SPARSE_INLINE void store(BFloat16* to, Vec<C, W> x) {
+  auto bits = bit_cast<Vec<uint32_t, W>>(x);
+  auto rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  rounded = (bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded;
+  auto narrow = __builtin_convertvector(rounded, Vec<uint16_t, W>);
+  memcpy(to, &narrow, sizeof(narrow));
+}
+
+template <class C, int W>
+DS_SPARSE_INLINE void store(Half* to, Vec<C, W> x) {
+#if defined(__F16C__)
+  if constexpr (W == 8) {
+    auto half = _mm256_cvtps_ph(bit_cast<__m256>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    memcpy(to, &half, sizeof(half));
+    return;
+  }
+#if defined(__AVX512F__)
+  if constexpr (W == 16) {
+    auto half = _mm512_cvtps_ph(bit_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    memcpy(to, &half, sizeof(half));
+    return;
+  }
+#endif
+#endif
+  auto bits = bit_cast<Vec<uint32_t, W>>(x);
+  auto magnitude = bits & 0x7fffffff;
+  auto normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  // Adding 1/2 leaves the rounded subnormal number in the low bits.
+  auto subnormal = bit_cast<Vec<uint32_t, W>>(bit_cast<Vec<float, W>>(magnitude) + 0.5f) - 0x3f000000;
+  auto half = magnitude < (113u << 23) ? subnormal : normal;
+  half = magnitude >= 0x477ff000 ? magnitude - magnitude + 0x7c00 : half;
+  half = magnitude > 0x7f800000 ? magnitude - magnitude + 0x7e00 : half;
+  auto narrow = __builtin_convertvector(half | ((bits >> 16) & 0x8000), Vec<uint16_t, W>);
+  memcpy(to, &narrow, sizeof(narrow));
+}
+
+// One number at a time, through a vector of the same code.
+template <class C, class T>
+DS_SPARSE_INLINE C load_one(const T* x) {
+  if constexpr (sizeof(T) == sizeof(C)) {
+    return *x;
+  } else {
+    T padded[8] = {*x};
+    return load<C, 8>(padded)[0];
+  }
+}
+
+template <class C, class T>
+DS_SPARSE_INLINE void store_one(T* to, C x) {
+  if constexpr (sizeof(T) == sizeof(C)) {
+    *to = x;
+  } else {
+    T padded[8];
+    store<C, 8>(padded, Vec<C, 8>{x});
+    *to = padded[0];
+  }
+}
+
+template <class C, int W>
+DS_SPARSE_INLINE Vec<C, W> broadcast(C x) {
+  return x - Vec<C, W>{};
+}
+
+template <class C, int W>
+DS_SPARSE_INLINE C sum_lanes(Vec<C, W> x) {
+  C parts[W];
+  memcpy(parts, &x, sizeof(x));
+  for (int half = W / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) parts[i] += parts[i + half];
+  return parts[0];
+}
+
+template <class C, int W>
+DS_SPARSE_INLINE C max_lanes(Vec<C, W> x) {
+  C parts[W];
+  memcpy(parts, &x, sizeof(x));
+  for (int half = W / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) parts[i] = parts[i + half] > parts[i] ? parts[i + half] : parts[i];
+  return parts[0];
+}
+
+// exp of x <= 0; results below the smallest normal fp32 are 0, NaN stays. Within 1 ulp in fp32: x = n log 2 + r and the
+// Taylor polynomial of degree 7 in r.
+template <class C, int W>
+DS_SPARSE_INLINE Vec<C, W> exp_nonpositive(Vec<C, W> x) {
+  if constexpr (sizeof(C) == 8) {
+    Vec<C, W> y;
+    for (int i = 0; i < W; ++i) y[i] = __builtin_exp(x[i]);
+    return y;
+  } else {
+    constexpr C round = 0x1.8p23f;
+    auto shifted = x * 0x1.715476p+0f + round;
+    auto n = shifted - round;
+    auto r = x - n * 0x1.62e4p-1f;
+    r = r - n * 0x1.7f7d1cp-20f;
+    auto p = r * (1.0f / 5040) + (1.0f / 720);
+    p = p * r + (1.0f / 120);
+    p = p * r + (1.0f / 24);
+    p = p * r + (1.0f / 6);
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    auto exponent = (bit_cast<Vec<int32_t, W>>(shifted) - bit_cast<int32_t>(round) + 127) << 23;
+    auto y = p * bit_cast<Vec<C, W>>(exponent);
+    return x < -0x1.5d589ep6f ? Vec<C, W>{} : y;
+  }
+}
+
+template <int... I>
+struct Lanes {};
+template <int N, int... I>
+struct MakeLanes : MakeLanes<N - 1, N - 1, I...> {};
+template <int... I>
+struct MakeLanes<0, I...> {
+  using type = Lanes<I...>;
+};
+
+// One step of a transpose: rows i and i + S of a square exchange their off-diagonal S x S halves.
+template <class C, int W, int S, int... I>
+DS_SPARSE_INLINE void exchange(Vec<C, W>& low, Vec<C, W>& high, Lanes<I...>) {
+#if defined(__clang__)
+  auto new_low = __builtin_shufflevector(low, high, ((I & S) ? W + I - S : I)...);
+  auto new_high = __builtin_shufflevector(low, high, ((I & S) ? W + I : I + S)...);
+#else
+  using Index = Vec<typename Bits<C>::Int, W>;
+  auto new_low = __builtin_shuffle(low, high, Index{((I & S) ? W + I - S : I)...});
+  auto new_high = __builtin_shuffle(low, high, Index{((I & S) ? W + I : I + S)...});
+#endif
+  low = new_low;
+  high = new_high;
+}
+
+template <class C, int W, int S = 1>
+DS_SPARSE_INLINE void transpose_square(Vec<C, W> (&rows)[W]) {
+  if constexpr (S < W) {
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i)
+      if ((i & S) == 0) exchange<C, W, S>(rows[i], rows[i + S], typename MakeLanes<W>::type{});
+    transpose_square<C, W, 2 * S>(rows);
+  }
+}
+
+// to[c * to_stride + r] = from[r * from_stride + c].
+template <class C, int W, class From, class To>
+static void transpose(const From* from, int64_t from_stride, int64_t rows, int64_t columns, To* to, int64_t to_stride) {
+  int64_t full_rows = rows / W * W, full_columns = columns / W * W;
+  for (int64_t r = 0; r < full_rows; r += W) {
+    for (int64_t c = 0; c < full_columns; c += W) {
+      Vec<C, W> square[W];
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) square[i] = load<C, W>(from + (r + i) * from_stride + c);
+      transpose_square<C, W>(square);
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) store<C, W>(to + (c + i) * to_stride + r, square[i]);
+    }
+  }
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = r < full_rows ? full_columns : 0; c < columns; ++c)
+      store_one<C>(to + c * to_stride + r, load_one<C>(from + r * from_stride + c));
+}
+
+}  // namespace ds_sparse::cpu::DS_SPARSE_ISA

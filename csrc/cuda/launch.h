@@ -1,0 +1,48 @@
+// What every CUDA operator does around its kernels: pick the tensors' device, their current stream, and check the launch.
+
+#pragma once
+
+#include <cuda_runtime.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/macros.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+
+namespace ds_sparse {
+
+using torch::stable::Tensor;
+
+// Makes a tensor's device the current one while it lives, and launches on that device's current stream.
+class Launcher {
+ public:
+  explicit Launcher(const Tensor& on) : guard_(on.get_device_index()) {
+    void* stream = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream));
+    stream_ = static_cast<cudaStream_t>(stream);
+  }
+
+  int64_t multiprocessors() const {
+    int device = 0, count = 0;
+    STD_CUDA_CHECK(cudaGetDevice(&device));
+    STD_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    return count;
+  }
+
+  // Runs `kernel` on at most 2^31 - 1 thread blocks (the limit of the x dimension): kernels stride over what is left.
+  template <class... Parameters, class... Arguments>
+  void operator()(void (*kernel)(Parameters...), int64_t blocks, dim3 threads, Arguments... arguments) const {
+    constexpr int64_t limit = INT32_MAX;
+    if (blocks == 0) {
+      return;
+    }
+    kernel<<<static_cast<unsigned>(blocks < limit ? blocks : limit), threads, 0, stream_>>>(arguments...);
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+  cudaStream_t stream_;
+};
+
+}  // namespace ds_sparse

@@ -1,0 +1,71 @@
+// Reading and writing runs of elements 16 bytes at a time, and the type that sums are kept in.
+
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace ds_sparse {
+
+// Sums and statistics are fp32, for fp64 elements fp64.
+template <class T>
+struct Accumulate {
+  using type = float;
+};
+template <>
+struct Accumulate<double> {
+  using type = double;
+};
+template <class T>
+using accumulate_t = typename Accumulate<T>::type;
+
+// Elements of T in 16 bytes.
+template <class T>
+constexpr int kRun = 16 / sizeof(T);
+
+template <class T, int Count>
+struct alignas(sizeof(T) * Count) Run {
+  T element[Count];
+};
+
+// Count elements, `stride` apart: one load where they are adjacent and aligned, else one by one.
+template <int Count, class T>
+__device__ __forceinline__ Run<T, Count> load_run(const T* from, int64_t stride = 1) {
+  Run<T, Count> run;
+  if (stride == 1 && reinterpret_cast<uintptr_t>(from) % sizeof(run) == 0) {
+    run = *reinterpret_cast<const Run<T, Count>*>(from);
+  } else {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) {
+      run.element[i] = from[i * stride];
+    }
+  }
+  return run;
+}
+
+// `to` is aligned to the run: our own outputs are, at every run of a block's row.
+template <int Count, class T>
+__device__ __forceinline__ void store_run(T* to, const Run<T, Count>& run) {
+  *reinterpret_cast<Run<T, Count>*>(to) = run;
+}
+
+// Sum and maximum over `width` neighbouring lanes, a power of two up to 32; the same bits in each of them.
+template <class A>
+__device__ __forceinline__ A sum_of_lanes(A x, int width) {
+  for (int offset = width / 2; offset > 0; offset /= 2) {
+    x += __shfl_xor_sync(0xffffffffu, x, offset);
+  }
+  return x;
+}
+
+template <class A>
+__device__ __forceinline__ A max_of_lanes(A x, int width) {
+  for (int offset = width / 2; offset > 0; offset /= 2) {
+    x = max(x, __shfl_xor_sync(0xffffffffu, x, offset));
+  }
+  return x;
+}
+
+}  // namespace ds_sparse

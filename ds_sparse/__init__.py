@@ -1,0 +1,66 @@
+"""Block-sparse attention for training: the structures, the operations, and their binding into DeepSpeed."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "BlockIndex": "index",
+    "MatMul": "ops",
+    "Softmax": "ops",
+    "SparseSelfAttention": "self_attention",
+    "BertSparseSelfAttention": "bert",
+    "SparseAttentionUtils": "patch",
+    "SparsityConfig": "sparsity",
+    "DenseSparsityConfig": "sparsity",
+    "FixedSparsityConfig": "sparsity",
+    "VariableSparsityConfig": "sparsity",
+    "BigBirdSparsityConfig": "sparsity",
+    "BSLongformerSparsityConfig": "sparsity",
+    "LocalSlidingWindowSparsityConfig": "sparsity",
+    "register_sparsity": "sparsity",
+    "SparseAttentionConfigError": "config",
+    "load_config": "config",
+    "parse_sparse_attention": "config",
+    "add_config_arguments": "integrations.deepspeed",
+    "get_sparse_attention_config": "integrations.deepspeed",
+    "init_distributed": "integrations.deepspeed",
+    "initialize": "integrations.deepspeed",
+}
+
+__all__ = sorted(_PUBLIC)
+
+if TYPE_CHECKING:
+    from .bert import BertSparseSelfAttention
+    from .config import SparseAttentionConfigError, load_config, parse_sparse_attention
+    from .index import BlockIndex
+    from .integrations.deepspeed import add_config_arguments, get_sparse_attention_config, init_distributed, initialize
+    from .ops import MatMul, Softmax
+    from .patch import SparseAttentionUtils
+    from .self_attention import SparseSelfAttention
+    from .sparsity import (
+        BigBirdSparsityConfig,
+        BSLongformerSparsityConfig,
+        DenseSparsityConfig,
+        FixedSparsityConfig,
+        LocalSlidingWindowSparsityConfig,
+        SparsityConfig,
+        VariableSparsityConfig,
+        register_sparsity,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first used: configurations need no native library, operations no DeepSpeed."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'ds_sparse' has no attribute {name!r}")
+    value = getattr(import_module(f".{_PUBLIC[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

@@ -1,0 +1,420 @@
+"""Reads a DeepSpeed JSON, takes the `sparse_attention` block out, validates it, and hands back the rest.
+
+DeepSpeed refuses the block since 0.19.7, so it never sees it. Keys, defaults and the meaning of a missing mode are
+those of DeepSpeed's own documentation of the block.
+"""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import json
+import os
+import random
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import hjson
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from .sparsity import SparsityConfig, SparsityWarning, sparsity_class, sparsity_modes
+from .sparsity._base import rule_fields
+from .sparsity._fields import build, json_fields, json_model
+from .sparsity._registry import loaded_classes
+
+Source = str | os.PathLike[str] | Mapping[str, Any]
+
+BLOCK_KEY = "sparse_attention"
+DEFAULT_MODE = "fixed"
+
+
+class SparseAttentionConfigError(ValueError):
+    """Everything that is wrong with a configuration, one sentence each in `mistakes`."""
+
+    def __init__(self, mistakes: list[str]) -> None:
+        super().__init__("\n".join(mistakes))
+        self.mistakes = mistakes
+
+
+class LoadedConfig(NamedTuple):
+    deepspeed: dict[str, Any]
+    """The configuration without the block: what DeepSpeed gets."""
+    block: dict[str, Any] | None
+    """The `sparse_attention` block, not yet validated; None when there is none."""
+
+
+def load_config(config: Source) -> LoadedConfig:
+    """Reads a configuration as DeepSpeed does: a path to an hjson file, a dict, or such a file's text in base64.
+
+    Raises:
+        SparseAttentionConfigError: the file cannot be read or parsed, has a key twice, or the block is no object.
+        TypeError: none of the three.
+    """
+    if not isinstance(config, str | os.PathLike | Mapping):
+        raise TypeError(f"A DeepSpeed config is a path, a dict or a base64 string, got {type(config).__name__}.")
+    source = _name(config)
+    content = dict(config) if isinstance(config, Mapping) else _parse(_read(config), source)
+    if BLOCK_KEY not in content:
+        for key in difflib.get_close_matches(BLOCK_KEY, [key for key in content if isinstance(key, str)], cutoff=0.8):
+            raise SparseAttentionConfigError([f'{source}: {key}: unknown key. Did you mean "{BLOCK_KEY}"?'])
+        return LoadedConfig(content, None)
+    block = content.pop(BLOCK_KEY)
+    _check_is_object(block, source)
+    return LoadedConfig(content, dict(block))
+
+
+def parse_sparse_attention(
+    block: Mapping[str, Any],
+    num_heads: int,
+    *,
+    source: Source = "the config",
+    seq_len: int | None = None,
+    notices: list[str] | None = None,
+) -> SparsityConfig:
+    """Validates a block and makes its structure.
+
+    Args:
+        block: the `sparse_attention` object. A missing mode means "fixed".
+        num_heads: attention heads of the model.
+        source: what the block was loaded from; it names the file in every message.
+        seq_len: tokens; when given, the layout must exist at this length.
+        notices: receives a sentence for each thing that is accepted but deserves a line, for rank 0 to print.
+
+    Raises:
+        SparseAttentionConfigError: with every mistake of the block.
+    """
+    name = _name(source)
+    _check_is_object(block, name)
+    reading = _Reading(f"{name}: {BLOCK_KEY}")
+    structure = reading.read(block, num_heads, seq_len)
+    if structure is None or reading.mistakes:
+        raise SparseAttentionConfigError(reading.mistakes)
+    if notices is not None:
+        notices += reading.notices
+    return structure
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema (2020-12) of a DeepSpeed file, for its `sparse_attention` block; other keys are left to DeepSpeed.
+
+    Made from the declared fields of every mode that is loaded. A key of another mode is admitted at its default, as the
+    reader does. Conditions between fields are the reader's alone.
+    """
+    fields_of = {mode: json_fields(cls) for mode, cls in loaded_classes().items()}
+    definitions = {}
+    for mode, fields in fields_of.items():
+        schema = json_model(mode, fields).model_json_schema()
+        foreign = {
+            key: {
+                "const": default,
+                "description": f"Belongs to {_list_modes(owners)}; ignored, and only at its default.",
+            }
+            for key, (owners, default) in _foreign_keys(fields, fields_of).items()
+        }
+        for entry in schema["properties"].values():
+            entry.pop("title", None)
+        definitions |= schema.pop("$defs", {})
+        definitions[mode] = {
+            **schema,
+            "description": _summary(loaded_classes()[mode]),
+            "properties": {"mode": {"const": mode}} | schema["properties"] | foreign,
+        }
+    choices = [
+        {
+            "if": {"properties": {"mode": {"const": mode}}, "required": [] if mode == DEFAULT_MODE else ["mode"]},
+            "then": {"$ref": f"#/$defs/{mode}"},
+        }
+        for mode in fields_of
+    ]
+    mode_entry = {"enum": list(fields_of), "default": DEFAULT_MODE, "description": "The sparsity structure."}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "DeepSpeed configuration with a sparse_attention block",
+        "type": "object",
+        "properties": {BLOCK_KEY: {"type": "object", "properties": {"mode": mode_entry}, "allOf": choices}},
+        "$defs": definitions,
+    }
+
+
+def _summary(cls: type[SparsityConfig]) -> str:
+    return " ".join((cls.__doc__ or cls.__name__).split("\n\n")[0].split())
+
+
+def _name(source: Source) -> str:
+    """What to call a configuration in a message."""
+    if isinstance(source, Mapping):
+        return "the config dict"
+    name = os.fspath(source)
+    return name if os.path.exists(name) or _from_base64(name) is None else "the base64 config"
+
+
+def _from_base64(text: str) -> bytes | None:
+    try:
+        decoded = base64.urlsafe_b64decode(text)
+    except ValueError:
+        return None
+    # Nearly any word decodes to something; a configuration is an object.
+    return decoded if decoded.lstrip().startswith(b"{") else None
+
+
+def _read(config: str | os.PathLike[str]) -> bytes:
+    path = os.fspath(config)
+    if not os.path.exists(path):
+        decoded = _from_base64(path)
+        if decoded is None:
+            raise SparseAttentionConfigError([f"{path}: no such file, and not a DeepSpeed config in base64 either."])
+        return decoded
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise SparseAttentionConfigError([f"{path}: cannot be read: {error.strerror}."]) from error
+
+
+def _parse(raw: bytes, source: str) -> dict[str, Any]:
+    twice: list[str] = []
+
+    def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice.extend(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        return dict(pairs)
+
+    try:
+        content = hjson.loads(raw.decode("utf-8-sig"), object_pairs_hook=collect)
+    except UnicodeDecodeError as error:
+        raise SparseAttentionConfigError(
+            [f"{source}: not UTF-8 text (byte {error.start}): save it as UTF-8."]
+        ) from error
+    except hjson.HjsonDecodeError as error:
+        raise SparseAttentionConfigError([f"{source}: not valid JSON: {error}."]) from error
+    except RecursionError as error:
+        raise SparseAttentionConfigError([f"{source}: not a DeepSpeed config: nested too deeply to read."]) from error
+    if twice:
+        raise SparseAttentionConfigError([f"{source}: {key}: given twice in one object; keep one." for key in twice])
+    if not isinstance(content, dict):
+        raise SparseAttentionConfigError([f"{source}: a DeepSpeed config is an object {{...}}, got {_show(content)}."])
+    return content
+
+
+def _check_is_object(block: Any, source: str) -> None:
+    if not isinstance(block, Mapping):
+        raise SparseAttentionConfigError(
+            [f"{source}: {BLOCK_KEY}: got {_show(block)}; wanted an object {{...}}. For dense training remove the key."]
+        )
+
+
+class _Reading:
+    """One pass over a block, gathering mistakes and notices."""
+
+    def __init__(self, at: str) -> None:
+        self.at = at
+        self.mistakes: list[str] = []
+        self.notices: list[str] = []
+
+    def read(self, block: Mapping[str, Any], num_heads: int, seq_len: int | None) -> SparsityConfig | None:
+        given = {key: self._null_for_none(key, value) for key, value in block.items()}
+        mode = given.pop("mode", DEFAULT_MODE)
+        cls = self._class_of(mode)
+        fields_of = {name: json_fields(known) for name, known in loaded_classes().items()}
+        if cls is None:
+            # The mode is a mistake of its own; the keys are still held to the first mode that has them.
+            fields = {key: field for other in reversed(fields_of.values()) for key, field in other.items()}
+        else:
+            fields = json_fields(cls)
+
+        self._check_keys(given, mode, fields, fields_of)
+        values, invalid = self._check_values(given, fields)
+        size = values.get("block")
+        if seq_len is not None and size is not None and seq_len % size:
+            self.mistakes.append(
+                f"{self.at}.block: got {size}; the sequence length {seq_len} is not a multiple of it. "
+                f"Use a length such as {-(-seq_len // size) * size}, or another block."
+            )
+            seq_len = None
+        if cls is None:
+            return None
+        consistent = self._check_rules(cls, given, values)
+        if invalid or not consistent:
+            return None
+        chosen = {key: value for key, value in values.items() if key in given or key in cls.json_defaults}
+        return self._build(cls, num_heads, chosen, seq_len)
+
+    def _null_for_none(self, key: str, value: Any) -> Any:
+        # DeepSpeed's documentation shows Python's None, which hjson reads as text, with the comma that follows it.
+        if isinstance(value, str) and value.rstrip(", ") == "None":
+            self.notices.append(f"{self.at}.{key}: None is read as null, which is how JSON spells it.")
+            return None
+        return value
+
+    def _class_of(self, mode: Any) -> type[SparsityConfig] | None:
+        modes = sparsity_modes()
+        if mode not in modes:
+            self.mistakes.append(
+                f"{self.at}.mode: got {_show(mode)}; wanted {_one_of(modes)}.{_did_you_mean(mode, modes)}"
+            )
+            return None
+        try:
+            return sparsity_class(mode)
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            self.mistakes.append(f"{self.at}.mode: got {_show(mode)}, whose entry point does not load: {error}")
+            return None
+
+    def _check_keys(
+        self,
+        given: dict[str, Any],
+        mode: Any,
+        fields: dict[str, FieldInfo],
+        fields_of: dict[str, dict[str, FieldInfo]],
+    ) -> None:
+        foreign = _foreign_keys(fields, fields_of)
+        for key, value in given.items():
+            if key in fields:
+                continue
+            if key in foreign:
+                owners, default = foreign[key]
+                if _show(value) == _show(default):
+                    self.notices.append(
+                        f"{self.at}.{key}: belongs to {_list_modes(owners)}; at its default {_show(default)} it is "
+                        "ignored."
+                    )
+                else:
+                    self.mistakes.append(
+                        f"{self.at}.{key}: got {_show(value)}, but mode {_show(mode)} has no such key; it belongs to "
+                        f"{_list_modes(owners)}. Remove it or change the mode."
+                    )
+            elif key == "num_heads":
+                self.mistakes.append(
+                    f"{self.at}.num_heads: got {_show(value)}; the model says how many heads. Remove it."
+                )
+            else:
+                known = ["mode", *fields, *foreign]
+                hint = _did_you_mean(key, known) or f" Mode {_show(mode)} knows {', '.join(['mode', *fields])}."
+                self.mistakes.append(f"{self.at}.{key}: unknown key (given {_show(value)}).{hint}")
+
+    def _check_values(self, given: dict[str, Any], fields: dict[str, FieldInfo]) -> tuple[dict[str, Any], set[str]]:
+        """Values of all valid fields, given or default, and the names of the invalid ones."""
+        model = json_model("block", fields)
+        own = {key: value for key, value in given.items() if key in fields}
+        invalid: dict[str, str] = {}
+        try:
+            valid = model.model_validate(own)
+        except ValidationError as error:
+            for detail in error.errors(include_url=False):
+                invalid.setdefault(str(detail["loc"][0]), detail["msg"])
+            defaults = {key: field.get_default(call_default_factory=True) for key, field in fields.items()}
+            values = {key: value for key, value in (defaults | own).items() if key not in invalid}
+        else:
+            values = {key: getattr(valid, key) for key in fields}
+        for key, message in invalid.items():
+            schema = json_model("block", {key: fields[key]}).model_json_schema()["properties"][key]
+            wanted = _describe(schema) or message
+            self.mistakes.append(
+                f"{self.at}.{key}: got {_show(own[key])}; wanted {wanted}."
+                if key in own
+                else f"{self.at}.{key}: missing; wanted {wanted}."
+            )
+        return values, set(invalid)
+
+    def _check_rules(self, cls: type[SparsityConfig], given: dict[str, Any], values: dict[str, Any]) -> bool:
+        broken = 0
+        for rule in (*cls.rules, *cls.json_rules):
+            names = rule_fields(rule)
+            if not all(name in values for name in names):
+                continue
+            sentence = rule(**{name: values[name] for name in names})
+            if sentence:
+                broken += 1
+                # Named after a key that is in the file, so that there is something to look at.
+                key, *others = sorted(names, key=lambda name: name not in given)
+                beside = ", ".join(f"{name} {_show(values[name])}" for name in others)
+                self.mistakes.append(f"{self.at}.{key}: got {_show(values[key])} with {beside}. {sentence}")
+        return not broken
+
+    def _build(
+        self, cls: type[SparsityConfig], num_heads: int, values: dict[str, Any], seq_len: int | None
+    ) -> SparsityConfig | None:
+        state = random.getstate()
+        try:
+            with warnings.catch_warnings():
+                # The cautions of the structure become notices.
+                warnings.simplefilter("ignore", SparsityWarning)
+                structure = build(cls, num_heads, values)
+        except ValidationError as error:
+            # A subclass with an __init__ of its own handed a wrong value on.
+            for detail in error.errors(include_url=False):
+                self.mistakes.append(f"{self.at}: {cls.__name__} set {_show(detail['input'])}; {detail['msg']}.")
+            return None
+        except (ValueError, TypeError) as error:
+            self.mistakes.append(f"{self.at}: {error}")
+            return None
+        self.notices += [f"{self.at}.{option}: {sentence}" for option, sentence in structure.cautions()]
+        if seq_len is not None:
+            try:
+                structure.make_bool_layout(seq_len)
+            except (ValueError, TypeError) as error:
+                self.mistakes.append(f"{self.at}: at a sequence length of {seq_len}: {error}")
+            finally:
+                # A trial layout must not change the one that training draws.
+                random.setstate(state)
+        return structure
+
+
+def _foreign_keys(
+    fields: dict[str, FieldInfo], fields_of: dict[str, dict[str, FieldInfo]]
+) -> dict[str, tuple[list[str], Any]]:
+    """Keys that only other modes have, with those modes and the documented default (that of the first of them)."""
+    foreign: dict[str, tuple[list[str], Any]] = {}
+    for mode, others in fields_of.items():
+        for key, field in others.items():
+            if key not in fields and not field.is_required():
+                foreign.setdefault(key, ([], field.get_default(call_default_factory=True)))[0].append(mode)
+    return foreign
+
+
+def _describe(schema: Mapping[str, Any]) -> str | None:
+    """What a value may be, in words, from its JSON schema; None for a schema that we have no words for."""
+    if "enum" in schema:
+        return _one_of(schema["enum"])
+    if "anyOf" in schema:
+        parts = [_describe(part) for part in schema["anyOf"]]
+        return " or ".join(parts) if all(parts) else None
+    match schema.get("type"):
+        case "boolean":
+            return "true or false"
+        case "null":
+            return "null"
+        case "string":
+            return "a string"
+        case "integer" | "number" as kind:
+            least = f" of at least {schema['minimum']}" if "minimum" in schema else ""
+            most = f" of at most {schema['maximum']}" if "maximum" in schema else ""
+            return f"{'an integer' if kind == 'integer' else 'a number'}{least}{' and' if least and most else ''}{most}"
+        case "array":
+            items = _describe(schema.get("items", {}))
+            size = " of at least one" if schema.get("minItems") else ""
+            return f"a list{size}, each {items}" if items else None
+    return None
+
+
+def _show(value: Any) -> str:
+    """A value as it stands in the file."""
+    return json.dumps(value, default=repr, ensure_ascii=False)
+
+
+def _one_of(choices: Iterable[Any]) -> str:
+    *first, last = (_show(choice) for choice in choices)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _list_modes(modes: list[str]) -> str:
+    *first, last = (_show(mode) for mode in modes)
+    return f"modes {', '.join(first)} and {last}" if first else f"mode {last}"
+
+
+def _did_you_mean(word: Any, known: list[str]) -> str:
+    if not isinstance(word, str) or not word:
+        return ""
+    close = difflib.get_close_matches(word.lower(), known, n=1) or [name for name in known if word.lower() in name]
+    return f' Did you mean "{close[0]}"?' if close else ""

@@ -1,0 +1,1 @@
+"""Bindings to training frameworks; nothing here is imported by `import ds_sparse`."""

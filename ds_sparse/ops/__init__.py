@@ -1,0 +1,7 @@
+"""Operations on block-sparse matrices: public classes, their checks, fake kernels and gradients."""
+
+from ._library import missing_kernels
+from .matmul import MatMul
+from .softmax import Softmax
+
+__all__ = ["MatMul", "Softmax", "missing_kernels"]

@@ -1,0 +1,43 @@
+"""Loads the native libraries and answers which devices they serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+_FOLDER = Path(__file__).resolve().parent.parent / "lib"
+CPU_LIBRARY = _FOLDER / "libds_sparse_cpu.so"
+CUDA_LIBRARY = _FOLDER / "libds_sparse_cuda.so"
+
+if not CPU_LIBRARY.exists():
+    raise ImportError(
+        f"ds_sparse's native library is not built ({CPU_LIBRARY.name} is missing); install the package with a C++ "
+        "compiler present: `pip install --no-build-isolation -e .` in its folder."
+    )
+torch.ops.load_library(CPU_LIBRARY)
+if torch.version.cuda is not None and CUDA_LIBRARY.exists():
+    torch.ops.load_library(CUDA_LIBRARY)
+
+
+OPERATORS = ("matmul_sdd", "matmul_dsd", "softmax_forward", "softmax_backward", "softmax_bias_backward")
+
+
+def missing_kernels(device_type: str) -> list[str]:
+    """The operators that have no kernel for a device type such as "cuda"; empty where everything runs."""
+    key = device_type.upper()
+    return [name for name in OPERATORS if not torch._C._dispatch_has_kernel_for_dispatch_key(f"ds_sparse::{name}", key)]
+
+
+def require_kernel(operator: str, device: torch.device) -> None:
+    """Raises RuntimeError with the way out where `ds_sparse::operator` cannot run on the device."""
+    if device.type in ("cpu", "meta") or torch.compiler.is_compiling() or operator not in missing_kernels(device.type):
+        return
+    if device.type == "cuda" and not CUDA_LIBRARY.exists():
+        raise RuntimeError(
+            f"Tensors are on {device}, and ds_sparse's CUDA library is not built; install nvcc and reinstall ds_sparse "
+            "with DS_SPARSE_CUDA=1 set, or move model and data to the CPU."
+        )
+    raise RuntimeError(
+        f"Tensors are on {device}, and {operator} has no {device.type} kernel yet; move model and data to the CPU."
+    )

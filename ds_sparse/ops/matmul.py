@@ -1,0 +1,259 @@
+"""Block-sparse matrix products: one operand, or the result, lives on the blocks of a layout."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..index import BlockIndex
+from ._library import require_kernel
+
+MODES = ("sdd", "dsd", "dds")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class MatMul:
+    """C = op(A) @ op(B), differentiable in both, with one of A, B, C block-sparse. Source: DeepSpeed's `MatMul`.
+
+    | mode | A | B | C |
+    |---|---|---|---|
+    | sdd | dense (B, H, M, K) | dense (B, H, K, N) | sparse, layout (H, M/b, N/b) |
+    | dsd | sparse, layout (H, R, C) | dense (B, H, K, N) | dense (B, H, M, N) |
+    | dds | dense (B, H, M, K) | sparse, layout (H, R, C) | dense (B, H, M, N) |
+
+    A sparse operand holds the live blocks as stored, before any transpose, as (B, V, b, b) in (head, block row, block
+    column) order, row-major inside. `trans_a` and `trans_b` transpose the last two dimensions of an operand. fp16, bf16,
+    fp32, and fp64 on the CPU; sums are kept in fp32 or wider and rounded once. Operands of 2 to 4 dimensions are taken,
+    missing leading ones are 1; batch and head dimensions of size 1 are broadcast. Under autocast both operands are cast.
+
+    Args:
+        layout: 0/1 tensor of bool or integers, (R, C) or (H or 1, R, C), one head shared by any number of heads;
+            or a `BlockIndex` built from one (for torch.compile and CUDA graphs over several layouts).
+        block: tokens on a block's side, a power of two, 8 or more.
+        mode: 'sdd', 'dsd' or 'dds'.
+        trans_a, trans_b: whether A, B are transposed first.
+        bench: accepted for old callers; times are in `ds_sparse bench matmul`.
+
+    Raises:
+        NotImplementedError: another mode.
+        ValueError: layout or block that cannot be; in the call, operands that do not fit them or each other.
+        RuntimeError: in the call, a device without the kernel.
+    """
+
+    def __init__(
+        self,
+        layout: torch.Tensor | BlockIndex,
+        block: int,
+        mode: str,
+        trans_a: bool = False,
+        trans_b: bool = False,
+        bench: bool = False,
+    ):
+        if mode not in MODES:
+            raise NotImplementedError(f"Supported modes are: sdd, dsd, dds; got {mode!r}.")
+        index = layout if isinstance(layout, BlockIndex) else BlockIndex.build(layout, block)
+        if index.block != block:
+            raise ValueError(f"block is {block}, and the index was built for blocks of {index.block}; pass that one.")
+        self.layout, self.block, self.mode, self.trans_a, self.trans_b = layout, block, mode, trans_a, trans_b
+        self._indices = {index.device: index}
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if a.device != b.device:
+            raise ValueError(
+                f"Inputs must be on the same device; got {a.device} for tensor A and {b.device} for tensor B"
+            )
+        if torch.amp.is_autocast_available(a.device.type) and torch.is_autocast_enabled(a.device.type):
+            dtype = torch.get_autocast_dtype(a.device.type)
+            a, b = a.to(dtype), b.to(dtype)
+        if a.dtype != b.dtype:
+            raise ValueError(f"Inputs must be the same dtype; got {a.dtype} for A and {b.dtype} for B")
+        check_dtype(a)
+        for name, operand in (("A", a), ("B", b)):
+            if not 2 <= operand.dim() <= 4:
+                raise ValueError(
+                    "Tensors with more than 4 dimensions are not currently supported, nor with fewer than 2; "
+                    f"tensor {name} has {operand.dim()}."
+                )
+        index = index_on(self._indices, a.device)
+        added = 4 - max(a.dim(), b.dim())
+        a, b = _four_dimensional(a), _four_dimensional(b)
+        if self.mode == "sdd":
+            result = self._sdd(a, b, index)
+        elif self.mode == "dsd":
+            result = self._dsd(a, b, index)
+        else:
+            result = self._dds(a, b, index)
+        for _ in range(added):
+            result = result.squeeze(0)
+        return result
+
+    def _sdd(self, a: torch.Tensor, b: torch.Tensor, index: BlockIndex) -> torch.Tensor:
+        a = a.transpose(-1, -2) if self.trans_a else a
+        b = b.transpose(-1, -2) if self.trans_b else b
+        if a.shape[-1] != b.shape[-2]:
+            raise ValueError(
+                f"Size of tensor A along the {-2 if self.trans_a else -1} dim ({a.shape[-1]}) must match size of tensor "
+                f"B along the {-1 if self.trans_b else -2} dim ({b.shape[-2]})"
+            )
+        for name, size, blocks in (("rows", a.shape[-2], index.rows), ("columns", b.shape[-1], index.columns)):
+            if size != blocks * index.block:
+                raise ValueError(
+                    f"The product has {size} {name}, and the layout {blocks} block {name} of {index.block}, which is "
+                    f"{blocks * index.block}; build the layout for these operands."
+                )
+        heads = _heads(max(a.shape[1], b.shape[1]), index)
+        batch = max(a.shape[0], b.shape[0])
+        a, b = _expand("A", a, batch, heads), _expand("B", b, batch, heads)
+        require_kernel("matmul_sdd", a.device)
+        return _SDD.apply(a, b, index)
+
+    def _dsd(self, a: torch.Tensor, b: torch.Tensor, index: BlockIndex) -> torch.Tensor:
+        b_dim = 3 if self.trans_b else 2
+        inner = (index.rows if self.trans_a else index.columns) * index.block
+        values, dense = self._sparse_and_dense("A", a, "B", b, b_dim, inner, index)
+        return _DSD.apply(values, dense.transpose(-1, -2) if self.trans_b else dense, index, self.trans_a, False)
+
+    def _dds(self, a: torch.Tensor, b: torch.Tensor, index: BlockIndex) -> torch.Tensor:
+        a_dim = 2 if self.trans_a else 3
+        inner = (index.columns if self.trans_b else index.rows) * index.block
+        values, dense = self._sparse_and_dense("B", b, "A", a, a_dim, inner, index)
+        dense_transposed = dense if self.trans_a else dense.transpose(-1, -2)
+        return _DSD.apply(values, dense_transposed, index, not self.trans_b, True)
+
+    def _sparse_and_dense(
+        self, sparse_name: str, values: torch.Tensor, dense_name: str, dense: torch.Tensor, dim: int, inner: int, index: BlockIndex
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if dense.shape[dim] != inner:
+            raise ValueError(f"Expected tensor {dense_name} to have size {inner} at dim {dim}, got {dense.shape[dim]}.")
+        heads = _heads(dense.shape[1], index)
+        if heads == 1 and index.num_heads == 1:
+            heads = index.heads_of(values.shape[1]) or 1
+        expected = (index.num_values(heads), index.block, index.block)
+        if tuple(values.shape[1:]) != expected:
+            raise ValueError(
+                f"Expected tensor with trailing dimensions of shape {expected} for argument {sparse_name}, "
+                f"got {tuple(values.shape[1:])}"
+            )
+        batch = max(values.shape[0], dense.shape[0])
+        if values.shape[0] not in (1, batch):
+            raise ValueError(
+                f"Tensor {sparse_name} has batch {values.shape[0]} and tensor {dense_name} {dense.shape[0]}; give both the "
+                "same, or 1."
+            )
+        require_kernel("matmul_dsd", dense.device)
+        return values.expand(batch, -1, -1, -1), _expand(dense_name, dense, batch, heads)
+
+
+def check_dtype(x: torch.Tensor) -> None:
+    """Raises ValueError for a dtype that no kernel takes."""
+    if x.dtype not in DTYPES:
+        raise ValueError(f"Tensors are {x.dtype}; they have to be float16, bfloat16, float32 or float64.")
+
+
+def index_on(indices: dict[torch.device, BlockIndex], device: torch.device) -> BlockIndex:
+    """The index on `device`, copied there and remembered in `indices` when it is first asked for."""
+    if device not in indices:
+        indices[device] = next(iter(indices.values())).to(device)
+    return indices[device]
+
+
+def _four_dimensional(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape((1,) * (4 - x.dim()) + tuple(x.shape))
+
+
+def _heads(given: int, index: BlockIndex) -> int:
+    """The number of heads of the product, from the dense operand's and the layout's."""
+    if 1 not in (given, index.num_heads) and given != index.num_heads:
+        raise ValueError(
+            f"The dense operand has {given} heads and the layout {index.num_heads}; give the layout as many heads, or one."
+        )
+    return max(given, index.num_heads)
+
+
+def _expand(name: str, x: torch.Tensor, batch: int, heads: int) -> torch.Tensor:
+    if x.shape[0] not in (1, batch) or x.shape[1] not in (1, heads):
+        raise ValueError(
+            f"Tensor {name} has batch {x.shape[0]} and {x.shape[1]} heads, the other operand or the layout batch {batch} and "
+            f"{heads} heads; give both the same, or 1."
+        )
+    return x.expand(batch, heads, -1, -1)
+
+
+def _sdd(a: torch.Tensor, b: torch.Tensor, index: BlockIndex) -> torch.Tensor:
+    return torch.ops.ds_sparse.matmul_sdd(a, b, index.row_offsets, index.row_columns, index.layout_heads, index.block)
+
+
+def _dsd(
+    values: torch.Tensor, dense: torch.Tensor, index: BlockIndex, transposed: bool, transpose_result: bool
+) -> torch.Tensor:
+    if transposed:
+        lists = (index.column_offsets, index.column_rows, index.column_slots)
+    else:
+        lists = (index.row_offsets, index.row_columns, None)
+    return torch.ops.ds_sparse.matmul_dsd(
+        values.contiguous(), dense, *lists, index.layout_heads, index.block, transpose_result
+    )
+
+
+class _SDD(torch.autograd.Function):
+    """a @ b on the live blocks."""
+
+    @staticmethod
+    def forward(ctx, a: torch.Tensor, b: torch.Tensor, index: BlockIndex) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.index = index
+        return _sdd(a, b, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        a, b = ctx.saved_tensors
+        grad_a = grad_b = None
+        if ctx.needs_input_grad[0]:
+            grad_a = _dsd(grad, b.transpose(-1, -2), ctx.index, transposed=False, transpose_result=False)
+        if ctx.needs_input_grad[1]:
+            # In b's order of memory: where b is a transposed view, so is its gradient, and nothing is copied.
+            rows_are_contiguous = b.stride(-1) == 1
+            grad_b = _dsd(grad, a, ctx.index, transposed=True, transpose_result=rows_are_contiguous)
+            if not rows_are_contiguous:
+                grad_b = grad_b.transpose(-1, -2)
+        return grad_a, grad_b, None
+
+
+class _DSD(torch.autograd.Function):
+    """S @ dense, S^T @ dense if `transposed`; the result's last two dimensions swapped if `transpose_result`."""
+
+    @staticmethod
+    def forward(
+        ctx, values: torch.Tensor, dense: torch.Tensor, index: BlockIndex, transposed: bool, transpose_result: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(values, dense)
+        ctx.index, ctx.transposed, ctx.transpose_result = index, transposed, transpose_result
+        return _dsd(values, dense, index, transposed, transpose_result)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        values, dense = ctx.saved_tensors
+        if ctx.transpose_result:
+            grad = grad.transpose(-1, -2)
+        grad_values = grad_dense = None
+        if ctx.needs_input_grad[0]:
+            left, right = (dense, grad) if ctx.transposed else (grad, dense)
+            grad_values = _sdd(left, right.transpose(-1, -2), ctx.index)
+        if ctx.needs_input_grad[1]:
+            grad_dense = _dsd(values, grad, ctx.index, not ctx.transposed, ctx.transpose_result)
+            if ctx.transpose_result:
+                grad_dense = grad_dense.transpose(-1, -2)
+        return grad_values, grad_dense, None, None, None
+
+
+@torch.library.register_fake("ds_sparse::matmul_sdd")
+def _(a, b, row_offsets, columns, layout_heads, block):
+    return a.new_empty(a.shape[0], columns.shape[0] * a.shape[1] // layout_heads, block, block)
+
+
+@torch.library.register_fake("ds_sparse::matmul_dsd")
+def _(values, dense, offsets, indices, slots, layout_heads, block, transpose_result):
+    rows, width = (offsets.shape[0] - 1) // layout_heads * block, dense.shape[3]
+    return dense.new_empty(*dense.shape[:2], *((width, rows) if transpose_result else (rows, width)))

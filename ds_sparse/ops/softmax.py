@@ -1,0 +1,179 @@
+"""Row softmax over the live blocks of a layout."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..index import BlockIndex
+from ._library import require_kernel
+from .matmul import check_dtype, index_on
+
+MASK_MODES = ("add", "mul")
+
+
+class Softmax:
+    """probs = softmax(scale * x + rpe + key_padding_mask + attn_mask) by token rows, over live blocks. Source: DeepSpeed's `Softmax`.
+
+    Differentiable in x, and in rpe and the masks where they are added. Out of place. Statistics in fp32 or wider. A row
+    with nothing left (no live block, or -inf throughout) gives zeros and zero gradient; finite large negatives such as
+    -10000 or finfo.min are ordinary arithmetic.
+
+    Args:
+        layout: 0/1 tensor of bool or integers, (R, C) or (H or 1, R, C), one head shared by any number of heads;
+            or a `BlockIndex`.
+        block: tokens on a block's side, a power of two, 8 or more.
+        bench: accepted for old callers; times are in `ds_sparse bench matmul`.
+
+    Call:
+        x: sparse values (B, V, b, b), or (V, b, b).
+        scale: factor of x alone.
+        rpe: relative position bias (B or 1, H or 1, T, S), x's dtype, added unscaled; leading dimensions may be missing.
+        key_padding_mask: (B or 1, S).
+        attn_mask: (T, S), or (B or 1, H or 1, T or 1, S).
+        key_padding_mask_mode, attn_mask_mode: 'add' adds a mask of x's dtype (a bool one as 0 and 1, as DeepSpeed did,
+            with a warning); 'mul' keeps where the mask is not zero.
+        causal: a token sees no later token, inside blocks too (JSON: "causal").
+
+    Raises:
+        ValueError: another layout, block, mask mode, shape, dtype or device.
+        RuntimeError: a device without the kernel.
+    """
+
+    def __init__(self, layout: torch.Tensor | BlockIndex, block: int, bench: bool = False):
+        index = layout if isinstance(layout, BlockIndex) else BlockIndex.build(layout, block)
+        if index.block != block:
+            raise ValueError(f"block is {block}, and the index was built for blocks of {index.block}; pass that one.")
+        self.layout, self.block = layout, block
+        self._indices = {index.device: index}
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        scale: float = 1.0,
+        rpe: torch.Tensor | None = None,
+        key_padding_mask: torch.Tensor | None = None,
+        attn_mask: torch.Tensor | None = None,
+        key_padding_mask_mode: str = "add",
+        attn_mask_mode: str = "add",
+        *,
+        causal: bool = False,
+    ) -> torch.Tensor:
+        if x.dim() == 3:
+            x, squeeze = x[None], True
+        else:
+            squeeze = False
+        check_dtype(x)
+        index = index_on(self._indices, x.device)
+        heads = index.heads_of(x.shape[1]) if x.dim() == 4 and x.shape[2:] == (self.block, self.block) else None
+        if heads is None:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}; the layout's sparse values are (batch, {index.num_values(index.num_heads)}, "
+                f"{self.block}, {self.block})" + (" times any number of heads." if index.num_heads == 1 else ".")
+            )
+        batch, tokens, keys = x.shape[0], index.rows * self.block, index.columns * self.block
+        if rpe is not None:
+            if rpe.dtype != x.dtype:
+                raise ValueError(f"relative position embedding must be {x.dtype}")
+            rpe = _broadcastable("rpe", rpe, x.device, (batch, heads, tokens, keys))
+        if attn_mask is not None:
+            attn_mask = _mask("Attention mask", attn_mask, attn_mask_mode, x)
+            if attn_mask.dim() == 3:
+                raise ValueError(
+                    f"attn_mask has shape {tuple(attn_mask.shape)}; it has to be ({tokens}, {keys}) or (batch or 1, heads "
+                    f"or 1, {tokens} or 1, {keys}): with 3 dimensions, batch and heads cannot be told apart."
+                )
+            attn_mask = _broadcastable("attn_mask", attn_mask, x.device, (batch, heads, tokens, keys))
+        if key_padding_mask is not None:
+            key_padding_mask = _mask("Key padding mask", key_padding_mask, key_padding_mask_mode, x)
+            if key_padding_mask.dim() != 2:
+                raise ValueError(
+                    f"key_padding_mask has shape {tuple(key_padding_mask.shape)}; it has to be (batch or 1, {keys})."
+                )
+            key_padding_mask = _broadcastable("key_padding_mask", key_padding_mask, x.device, (batch, keys))
+        require_kernel("softmax_forward", x.device)
+        probs = _Softmax.apply(x, rpe, key_padding_mask, attn_mask, index, heads, float(scale), causal)
+        return probs[0] if squeeze else probs
+
+
+def _mask(name: str, mask: torch.Tensor, mode: str, x: torch.Tensor) -> torch.Tensor:
+    """The mask as the operator wants it: bool to keep where true, or x's dtype to add."""
+    if mode not in MASK_MODES:
+        raise ValueError(f"{name} mode is {mode!r}; it has to be 'add' (added to the scores) or 'mul' (0 drops, else keeps).")
+    if mode == "mul":
+        return mask != 0
+    if mask.dtype == torch.bool:
+        warnings.warn(
+            f"{name} is bool in mode 'add': True adds 1 to the scores and False adds 0, as DeepSpeed did; nothing is "
+            "masked. To keep where True, use mode 'mul'.",
+            stacklevel=3,
+        )
+        return mask.to(x.dtype)
+    if mask.dtype != x.dtype:
+        raise ValueError(f"{name} must be {x.dtype}, or bool; got {mask.dtype}")
+    return mask
+
+
+def _broadcastable(name: str, x: torch.Tensor, device: torch.device, shape: tuple[int, ...]) -> torch.Tensor:
+    """x with leading dimensions of 1 added, its last dimension spelled out."""
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device} and x on {device}; move it there.")
+    given = tuple(x.shape)
+    if x.dim() <= len(shape):
+        x = x.reshape((1,) * (len(shape) - x.dim()) + given)
+        if all(size in (1, full) for size, full in zip(x.shape, shape)):
+            return x.expand(*x.shape[:-1], shape[-1])
+    raise ValueError(f"{name} has shape {given}; it has to be {shape}, where any dimension may be 1.")
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, scores, rpe, key_padding_mask, attn_mask, index: BlockIndex, heads: int, scale: float, causal: bool):
+        probs = torch.ops.ds_sparse.softmax_forward(
+            scores.contiguous(), rpe, key_padding_mask, attn_mask,
+            index.row_offsets, index.row_columns, index.layout_heads, index.block, scale, causal,
+        )  # fmt: skip
+        ctx.save_for_backward(probs)
+        ctx.index, ctx.heads, ctx.scale = index, heads, scale
+        ctx.bias_shapes = [None if bias is None else tuple(bias.shape) for bias in (rpe, key_padding_mask, attn_mask)]
+        return probs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        (probs,) = ctx.saved_tensors
+        index, scale = ctx.index, ctx.scale
+        wants_bias = any(ctx.needs_input_grad[1:4])
+        grad_sum = torch.ops.ds_sparse.softmax_backward(
+            grad.contiguous(), probs, index.row_offsets, index.layout_heads, index.block, 1.0 if wants_bias else scale
+        )
+        grads = [grad_sum * scale if wants_bias else grad_sum]
+        for wanted, shape in zip(ctx.needs_input_grad[1:4], ctx.bias_shapes):
+            grads.append(_bias_gradient(grad_sum, index, ctx.heads, shape) if wanted else None)
+        return *grads, None, None, None, None
+
+
+def _bias_gradient(grad_sum: torch.Tensor, index: BlockIndex, heads: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """The gradient of what was added to the scores, in its own shape (B or 1, S) or (B or 1, H or 1, T or 1, S)."""
+    full = shape if len(shape) == 4 else (shape[0], 1, 1, shape[1])
+    bias = torch.ops.ds_sparse.softmax_bias_backward(
+        grad_sum, index.row_offsets, index.row_columns, index.layout_heads, heads, index.block, full
+    )
+    return bias.to(grad_sum.dtype).reshape(shape)
+
+
+@torch.library.register_fake("ds_sparse::softmax_forward")
+def _(scores, rpe, key_padding_mask, attn_mask, row_offsets, columns, layout_heads, block, scale, causal):
+    return torch.empty_like(scores)
+
+
+@torch.library.register_fake("ds_sparse::softmax_backward")
+def _(grad, probs, row_offsets, layout_heads, block, scale):
+    return torch.empty_like(probs)
+
+
+@torch.library.register_fake("ds_sparse::softmax_bias_backward")
+def _(values, row_offsets, columns, layout_heads, heads, block, shape):
+    return values.new_empty(shape, dtype=torch.float64 if values.dtype == torch.float64 else torch.float32)

@@ -1,0 +1,25 @@
+"""Sparsity structures: each is a class that lays out which blocks of the attention matrix exist."""
+
+from ._base import SparsityConfig, SparsityWarning, declared
+from ._registry import register_sparsity, sparsity_class, sparsity_modes
+from .bigbird import BigBirdSparsityConfig
+from .bslongformer import BSLongformerSparsityConfig
+from .dense import DenseSparsityConfig
+from .fixed import FixedSparsityConfig
+from .local_sliding_window import LocalSlidingWindowSparsityConfig
+from .variable import VariableSparsityConfig
+
+__all__ = [
+    "BSLongformerSparsityConfig",
+    "BigBirdSparsityConfig",
+    "DenseSparsityConfig",
+    "FixedSparsityConfig",
+    "LocalSlidingWindowSparsityConfig",
+    "SparsityConfig",
+    "SparsityWarning",
+    "VariableSparsityConfig",
+    "declared",
+    "register_sparsity",
+    "sparsity_class",
+    "sparsity_modes",
+]

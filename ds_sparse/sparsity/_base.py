@@ -1,0 +1,306 @@
+"""What every sparsity structure has: declared fields, rules between them, and the way from steps to a layout."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform
+
+import torch
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError, ValidationError
+from torch import Tensor
+
+from ..layout import as_bool_layout, causal_cut, share_equal_heads
+
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+
+REACHES_AHEAD = (
+    "as in DeepSpeed, so a unidirectional layout gets blocks of later tokens. Set strict_causal to true to drop them."
+)
+
+Rule = Callable[..., str | None]
+"""A condition between fields. Its parameters are the names of the fields it reads; it returns the sentence that says
+what is wrong, or None."""
+
+_Structure = TypeVar("_Structure", bound=type)
+
+_given: set[str] = set()
+"""Cautions that this process has given already."""
+
+
+class SparsityWarning(UserWarning):
+    """A structure that does what was asked, but perhaps not what was meant."""
+
+
+def _block_size(block: int) -> int:
+    if block not in BLOCK_SIZES:
+        # pydantic's own type and wording for a choice, on an integer that stays strict (a Literal would take 16.0).
+        raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": "8, 16, 32, 64 or 128"})
+    return block
+
+
+def _attention(value: Any, handler: ValidatorFunctionWrapHandler) -> str:
+    try:
+        return handler(value)
+    except ValidationError as error:
+        raise PydanticCustomError(
+            "literal_error",
+            'only "uni/bi-directional" attentions are supported for now! Input should be {expected}',
+            {"expected": "'bidirectional' or 'unidirectional'"},
+        ) from error
+
+
+def _list_from_tuple(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+Block = Annotated[int, AfterValidator(_block_size), Field(json_schema_extra={"enum": list(BLOCK_SIZES)})]
+Attention = Annotated[Literal["bidirectional", "unidirectional"], WrapValidator(_attention)]
+Indices = Annotated[list[int], BeforeValidator(_list_from_tuple)]
+WindowSizes = Annotated[list[Annotated[int, Field(ge=1)]], BeforeValidator(_list_from_tuple), Field(min_length=1)]
+
+
+@dataclass_transform(field_specifiers=(Field,))
+def declared(cls: _Structure) -> _Structure:
+    """Class decorator: the annotated fields become the constructor, its strict validation and the JSON schema.
+
+    A pydantic dataclass, except that attributes which a subclass sets before calling `super().__init__` survive,
+    that the class's `rules` are checked (ValueError), and that its `cautions` are given once a process.
+    """
+    made = dataclass(config=ConfigDict(strict=True, extra="forbid"), eq=False)(cls)
+    validated_init = made.__init__
+    parameters = inspect.signature(made).parameters.values()
+    positional = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    keyword_only = {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+
+    @functools.wraps(validated_init)
+    def __init__(self: SparsityConfig, *args: Any, **kwargs: Any) -> None:
+        earlier = dict(vars(self))
+        if len(args) <= len(positional) and not kwargs.keys() & set(positional[: len(args)]):
+            # By name, so that an error names the field and not its position.
+            args, kwargs = (), dict(zip(positional, args, strict=False)) | kwargs
+        validated_init(self, *args, **kwargs)
+        for name, value in earlier.items():
+            # A subclass older than our keyword-only fields may use one of their names: what it set counts.
+            if name not in vars(self) or (name in keyword_only and name not in kwargs):
+                setattr(self, name, value)
+        for rule in self.rules:
+            sentence = rule(**{name: vars(self)[name] for name in rule_fields(rule)})
+            if sentence:
+                raise ValueError(sentence)
+        self.num_layout_heads = self.num_heads if self.different_layout_per_head else 1
+        for _, sentence in self.cautions():
+            if sentence not in _given:
+                _given.add(sentence)
+                warnings.warn(sentence, SparsityWarning, stacklevel=2)
+
+    made.__init__ = __init__
+    return made
+
+
+def rule_fields(rule: Rule) -> tuple[str, ...]:
+    """Names of the fields that a rule reads."""
+    return tuple(inspect.signature(rule).parameters)
+
+
+@declared
+class SparsityConfig:
+    """Base of all structures: subclass it and write `make_layout`, or `lay_out` for one head.
+
+    A subclass may have a plain `__init__` that calls `super().__init__(num_heads, block)`, or declare fields of its
+    own under `@declared`. Names, order and defaults are those of DeepSpeed's class; the keyword-only fields are ours.
+
+    Raises:
+        ValueError: a field of the wrong type or out of bounds (pydantic's ValidationError is one).
+    """
+
+    num_heads: int = Field(ge=1, description="Number of attention heads of the model.")
+    block: Block = Field(16, description="Tokens in a block: the layout decides over block x block scores at a time.")
+    different_layout_per_head: bool = Field(
+        False, description="Give each head a layout of its own, where the structure has something to vary."
+    )
+    seed: int | None = Field(
+        None,
+        ge=0,
+        kw_only=True,
+        description="Seed of the random blocks. With it they come from a generator of their own and are equal on every "
+        "rank and after resume; without it from Python's random.",
+    )
+    causal: bool = Field(
+        False,
+        kw_only=True,
+        description="Mask later tokens inside the live blocks as well (token-level causal attention).",
+    )
+    strict_causal: bool = Field(False, kw_only=True, description="Drop every block above the diagonal.")
+
+    rules: ClassVar[tuple[Rule, ...]] = ()
+    """Conditions between fields, checked by the constructor and, over the fields that are valid, by the JSON reader."""
+    json_rules: ClassVar[tuple[Rule, ...]] = ()
+    """Conditions which only the JSON reader checks early; in Python they keep DeepSpeed's later error."""
+    json_defaults: ClassVar[dict[str, Any]] = {}
+    """Defaults which differ between DeepSpeed's JSON block and its class."""
+
+    @property
+    def draws_random_blocks(self) -> bool:
+        """Whether the layout depends on the seed, as far as we can know: code of a subclass counts as if it did."""
+        return self._overrides_layout() or getattr(self, "num_random_blocks", 0) > 0
+
+    def cautions(self) -> Iterator[tuple[str, str]]:
+        """(option, sentence) for each choice that works but may surprise. Warned about once a process."""
+        if getattr(self, "attention", None) == "unidirectional" and not self.causal:
+            yield (
+                "attention",
+                (
+                    'attention "unidirectional" masks whole blocks only: inside a diagonal block a token still sees '
+                    "the later tokens of its block. Set causal to true for token-level masking, or pass a triangular "
+                    "attention mask."
+                ),
+            )
+        if self.seed is not None and not self.draws_random_blocks:
+            yield "seed", "seed changes nothing here: this structure draws no random blocks."
+
+    def lay_out(self, h: int, layout: Tensor) -> Tensor:
+        """Sets the live blocks of head `h` in place in `layout` (H, R, C) of any dtype, and returns it."""
+        raise NotImplementedError(
+            f"{type(self).__name__} lays nothing out: use one of its structures (FixedSparsityConfig, ...), "
+            "or override make_layout(seq_len) in a subclass."
+        )
+
+    def setup_layout(self, seq_len: int) -> Tensor:
+        """Zeros, int64 (num_heads, R, C) on the CPU, R = C = seq_len / block.
+
+        Raises:
+            ValueError: seq_len is not a positive multiple of the block.
+        """
+        blocks = self._blocks_in(seq_len)
+        return torch.zeros((self.num_heads, blocks, blocks), dtype=torch.int64)
+
+    def check_and_propagate_first_head_layout(self, layout: Tensor) -> Tensor:
+        """Copies head 0 to all others, in place, unless each head has a layout of its own."""
+        if not self.different_layout_per_head:
+            layout[1:] = layout[:1]
+        return layout
+
+    def make_layout(self, seq_len: int) -> Tensor:
+        """The layout as DeepSpeed gave it: int64 (num_heads, R, C), 0/1, on the CPU.
+
+        Raises:
+            ValueError: seq_len is not a positive multiple of the block, or too short for the structure.
+        """
+        layout = self._lay_out_heads(self.setup_layout(seq_len))
+        return self.check_and_propagate_first_head_layout(layout)
+
+    def make_bool_layout(self, seq_len: int) -> Tensor:
+        """The layout as the training path uses it: bool (H, R, C) on the CPU, H = 1 when all heads are equal.
+
+        Same blocks as `make_layout`, which it calls when a subclass overrides how layouts are made. The built-in
+        structures never build the int64 tensor (1.6 GB at 65,536 tokens, block 16, 12 heads).
+
+        Raises:
+            ValueError, TypeError: as `make_layout`, or what it returned is not a layout.
+        """
+        if self._overrides_layout():
+            layout = as_bool_layout(self.make_layout(seq_len))
+            if self.strict_causal:
+                layout = causal_cut(layout)
+        else:
+            blocks = self._blocks_in(seq_len)
+            layout = self._lay_out_heads(torch.zeros((self.num_layout_heads, blocks, blocks), dtype=torch.bool))
+        return share_equal_heads(layout)
+
+    def sampler(self, h: int) -> Callable[[range, int], list[int]]:
+        """`random.sample` for head `h`: Python's own without a seed, else one that starts afresh at every call."""
+        return random.sample if self.seed is None else random.Random(f"{self.seed}/{h}").sample
+
+    def _blocks_in(self, seq_len: int) -> int:
+        if seq_len < 1:
+            raise ValueError(f"A layout needs a sequence length of at least 1, got {seq_len}.")
+        if seq_len % self.block:
+            raise ValueError(f"Sequence Length, {seq_len}, needs to be dividable by Block size {self.block}!")
+        return seq_len // self.block
+
+    def _lay_out_heads(self, layout: Tensor) -> Tensor:
+        for h in range(self.num_layout_heads):
+            layout = self.lay_out(h, layout)
+        return causal_cut(layout) if self.strict_causal else layout
+
+    def _overrides_layout(self) -> bool:
+        """Whether a class outside this package replaces something of ours: it may count on int64 and num_heads."""
+        mro = type(self).__mro__
+        ours = next(place for place, cls in enumerate(mro) if cls.__module__.startswith(f"{__package__}."))
+        return any(hasattr(mro[ours], name) for cls in mro[:ours] for name in vars(cls) if not name.startswith("__"))
+
+
+def windows(sizes: Tensor, blocks: int, unidirectional: bool) -> Tensor:
+    """Consecutive square windows of `sizes` blocks, the last one cut at `blocks`: bool (blocks, blocks);
+    lower-triangular if unidirectional."""
+    window = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), sizes)[:blocks]
+    mask = window[:, None] == window[None, :]
+    return mask.tril_() if unidirectional else mask
+
+
+def sliding_window(blocks: int, width: int, unidirectional: bool) -> Tensor:
+    """Blocks at most `width // 2` from the diagonal: bool (blocks, blocks); only the lower half if unidirectional.
+
+    As in DeepSpeed, an even width gives `width + 1` blocks.
+
+    Raises:
+        ValueError: a row has fewer blocks than the window.
+    """
+    need_blocks("sliding window blocks", width, blocks)
+    reach = width // 2
+    return torch.ones(blocks, blocks, dtype=torch.bool).tril_(0 if unidirectional else reach).triu_(-reach)
+
+
+def need_blocks(what: str, wanted: int, blocks: int) -> None:
+    """Raises ValueError unless a row of `blocks` blocks can hold `wanted` of them."""
+    if blocks < wanted:
+        raise ValueError(
+            f"Number of {what}, {wanted}, must be smaller than overall number of blocks in a row, {blocks}!"
+        )
+
+
+def global_ranges(starts: list[int], ends: list[int] | None, blocks: int) -> list[tuple[int, int]]:
+    """The global blocks as [start, end) ranges inside a row of `blocks`; those that start beyond it are left out.
+
+    Raises:
+        ValueError: a negative index (counted from the end) reaches before the first block.
+    """
+    ranges = []
+    for start, end in zip(starts, ends if ends is not None else [None] * len(starts), strict=True):
+        if start >= blocks:
+            continue
+        if end is not None:
+            ranges.append((start, min(end, blocks)))
+        elif start >= -blocks:
+            ranges.append((start % blocks, start % blocks + 1))
+        else:
+            raise ValueError(f"Global block index {start} counts from the end, but a row has only {blocks} blocks!")
+    return ranges
+
+
+def horizontal_needs_bidirectional(horizontal_global_attention: bool, attention: str) -> str | None:
+    if attention != "bidirectional" and horizontal_global_attention:
+        return 'only "bi-directional" attentions can support horizontal global attention!'
+    return None
+
+
+def ranges_pair_up(global_block_end_indices: list[int] | None, global_block_indices: list[int]) -> str | None:
+    if global_block_end_indices is not None and len(global_block_end_indices) != len(global_block_indices):
+        return (
+            f"Global block start indices length, {len(global_block_indices)}, must be same as global block end indices "
+            f"length, {len(global_block_end_indices)}!"
+        )
+    return None
+
+
+def ranges_run_forward(global_block_end_indices: list[int] | None, global_block_indices: list[int]) -> str | None:
+    for start, end in zip(global_block_indices, global_block_end_indices or (), strict=False):
+        if start >= end:
+            return f"Global block start index, {start}, must be smaller than global block end index, {end}!"
+    return None

@@ -1,0 +1,81 @@
+"""From a structure's class to the fields that its JSON block takes: one declaration for Python, JSON and the schema."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, create_model
+from pydantic.fields import FieldInfo
+
+from ._base import SparsityConfig
+
+
+def json_fields(cls: type[SparsityConfig]) -> dict[str, FieldInfo]:
+    """Key to field for everything a block of this structure may hold besides `mode`.
+
+    The fields of a `@declared` class; of a plain `__init__` its parameters, with their annotations and defaults.
+    `seed`, `causal` and `strict_causal` are always among them. `num_heads` is not: it comes from the model.
+    """
+    fields = _constructor_fields(cls.__mro__)
+    fields |= {name: field for name, field in _keyword_only_fields().items() if name not in fields}
+    fields.pop("num_heads", None)
+    for name, default in cls.json_defaults.items():
+        fields[name] = _with_default(fields[name], default)
+    return fields
+
+
+def json_model(title: str, fields: dict[str, FieldInfo]) -> type[BaseModel]:
+    """A strict pydantic model of these fields: it validates the values and gives the JSON schema."""
+    config = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
+    return create_model(title, __config__=config, **{name: (field.annotation, field) for name, field in fields.items()})
+
+
+def build(cls: type[SparsityConfig], num_heads: int, values: dict[str, Any]) -> SparsityConfig:
+    """Makes the structure from validated values; ours that its own `__init__` does not take become attributes."""
+    taken = _constructor_fields(cls.__mro__)
+    structure = cls(num_heads=num_heads, **{name: value for name, value in values.items() if name in taken})
+    for name, value in values.items():
+        if name not in taken:
+            setattr(structure, name, value)
+    return structure
+
+
+def _keyword_only_fields() -> dict[str, FieldInfo]:
+    return {name: field for name, field in SparsityConfig.__pydantic_fields__.items() if field.kw_only}
+
+
+def _constructor_fields(mro: tuple[type, ...]) -> dict[str, FieldInfo]:
+    place = next(place for place, cls in enumerate(mro) if "__init__" in vars(cls))
+    owner = mro[place]
+    if owner is object:
+        return {}
+    if "__pydantic_fields__" in vars(owner):
+        return {name: field for name, field in owner.__pydantic_fields__.items() if field.init is not False}
+
+    inherited = _constructor_fields(mro[place + 1 :])
+    hints = get_type_hints(owner.__init__, include_extras=True)
+    fields: dict[str, FieldInfo] = {}
+    for name, parameter in list(inspect.signature(owner.__init__).parameters.items())[1:]:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            fields |= {name: field for name, field in inherited.items() if name not in fields}
+        elif parameter.kind is not parameter.VAR_POSITIONAL:
+            fields[name] = _parameter_field(parameter, hints.get(name), inherited.get(name))
+    return fields
+
+
+def _parameter_field(parameter: inspect.Parameter, hint: Any, inherited: FieldInfo | None) -> FieldInfo:
+    required = parameter.default is parameter.empty
+    if hint is None and inherited is not None:
+        return _with_default(inherited, ... if required else parameter.default)
+    if hint is None:
+        # Without an annotation the default says the type.
+        hint = Any if required or parameter.default is None else type(parameter.default)
+    return FieldInfo.from_annotation(hint) if required else FieldInfo.from_annotated_attribute(hint, parameter.default)
+
+
+def _with_default(field: FieldInfo, default: Any) -> FieldInfo:
+    field = copy.copy(field)
+    field.default = default
+    return field

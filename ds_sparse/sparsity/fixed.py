@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ._base import REACHES_AHEAD, Attention, SparsityConfig, declared, horizontal_needs_bidirectional, windows
+from ._registry import register_sparsity
+
+
+def windows_split_evenly(num_local_blocks: int, num_global_blocks: int) -> str | None:
+    if num_local_blocks % num_global_blocks:
+        return (
+            f"Number of blocks in a local window, {num_local_blocks}, must be dividable by number of global blocks, "
+            f"{num_global_blocks}!"
+        )
+    return None
+
+
+def patterns_need_heads(num_different_global_patterns: int, different_layout_per_head: bool) -> str | None:
+    if num_different_global_patterns > 1 and not different_layout_per_head:
+        return (
+            "Number of different layouts cannot be more than one when you have set a single layout for all heads! "
+            "Set different_layout_per_head to True."
+        )
+    return None
+
+
+def patterns_fit_in_window(
+    num_different_global_patterns: int, num_local_blocks: int, num_global_blocks: int
+) -> str | None:
+    patterns, local, glob = num_different_global_patterns, num_local_blocks, num_global_blocks
+    if patterns > local // glob:
+        return (
+            f"Number of layout versions (num_different_global_patterns), {patterns}, cannot be larger than number of "
+            f"local window blocks divided by number of global blocks, {local} / {glob} = {local // glob}!"
+        )
+    return None
+
+
+@register_sparsity("fixed")
+@declared
+class FixedSparsityConfig(SparsityConfig):
+    """Local windows of one size, and in each window some blocks that all attend to (Child et al. 2019,
+    arXiv 1904.10509; DeepSpeed mode "fixed", the default).
+
+    With `different_layout_per_head` and several patterns, head h takes pattern `h % num_different_global_patterns`:
+    the last global blocks of the window, those before, and so on. The density tends to
+    `num_global_blocks / num_local_blocks`.
+
+    Raises:
+        ValueError: a field of the wrong type or out of bounds, windows that global blocks do not divide, horizontal
+            global attention on a unidirectional layout, more patterns than heads may differ by or a window can hold.
+    """
+
+    num_local_blocks: int = Field(4, ge=1, description="Size of a local window in blocks.")
+    num_global_blocks: int = Field(
+        1, ge=1, description="Blocks of each window that are attended by all. Divides num_local_blocks."
+    )
+    attention: Attention = Field(
+        "bidirectional", description="Whether a block sees the blocks after it; unidirectional is block-level only."
+    )
+    horizontal_global_attention: bool = Field(
+        False, description="Whether global blocks also attend to all. Needs bidirectional attention."
+    )
+    num_different_global_patterns: int = Field(
+        1,
+        ge=1,
+        description="In how many ways heads choose their global blocks. More than 1 needs different_layout_per_head; "
+        "at most num_local_blocks / num_global_blocks.",
+    )
+
+    rules = (windows_split_evenly, horizontal_needs_bidirectional, patterns_need_heads, patterns_fit_in_window)
+
+    def cautions(self) -> Iterator[tuple[str, str]]:
+        yield from super().cautions()
+        reaches_ahead = self.attention == "unidirectional" and self.num_global_blocks > 1
+        if reaches_ahead and not (self.causal or self.strict_causal):
+            yield (
+                "num_global_blocks",
+                f"num_global_blocks above 1 makes stripes that start at the first global row, {REACHES_AHEAD}",
+            )
+
+    def lay_out(self, h: int, layout: Tensor) -> Tensor:
+        layout = self.set_local_layout(h, layout)
+        return self.set_global_layout(h, layout)
+
+    def set_local_layout(self, h: int, layout: Tensor) -> Tensor:
+        blocks = layout.shape[1]
+        sizes = torch.full((-(-blocks // self.num_local_blocks),), self.num_local_blocks)
+        layout[h].masked_fill_(windows(sizes, blocks, self.attention == "unidirectional"), 1)
+        return layout
+
+    def set_global_layout(self, h: int, layout: Tensor) -> Tensor:
+        blocks = layout.shape[1]
+        local, glob = self.num_local_blocks, self.num_global_blocks
+        first = local - (1 + h % self.num_different_global_patterns) * glob
+        end = blocks // local * local
+
+        place = torch.arange(blocks, dtype=torch.int32)
+        is_global = (place % local >= first) & (place % local < first + glob) & (place < end)
+        first_row = place // local * local + first if self.attention == "unidirectional" else torch.zeros_like(place)
+        layout[h].masked_fill_(is_global & (place[:, None] >= first_row), 1)
+        if self.horizontal_global_attention:
+            layout[h, is_global] = 1
+
+        if end < blocks:
+            # The short last window pulls its global blocks left to fit. In a row shorter than num_global_blocks the
+            # start is negative and counts from the end, as it did in DeepSpeed.
+            start = min(end + first, blocks - glob)
+            layout[h, (start if self.attention == "unidirectional" else 0) :, start : start + glob] = 1
+            if self.horizontal_global_attention:
+                layout[h, start : start + glob, :] = 1
+        return layout

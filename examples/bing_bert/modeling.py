@@ -1,0 +1,248 @@
+"""A pre-LayerNorm BERT in the manner of DeepSpeedExamples' bing_bert, its self-attention dense or block-sparse.
+
+Shapes: B batch, T tokens, H heads, D = hidden / H.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import ds_sparse
+from data import NOT_PREDICTED, Batch
+
+
+class BertConfig(BaseModel):
+    """The `bert_model_config` of a model JSON."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    hidden_size: int = Field(ge=1)
+    num_hidden_layers: int = Field(ge=1)
+    num_attention_heads: int = Field(ge=1)
+    intermediate_size: int = Field(ge=1)
+    hidden_act: Literal["gelu", "relu"] = "gelu"
+    hidden_dropout_prob: float = Field(0.1, ge=0, lt=1)
+    attention_probs_dropout_prob: float = Field(0.1, ge=0, lt=1)
+    initializer_range: float = Field(0.02, gt=0)
+    type_vocab_size: int = Field(2, ge=1)
+    vocab_size: int = Field(8192, ge=8, description="Tokens to train the vocabulary for; the data may need fewer.")
+    max_position_embeddings: int = Field(512, ge=1, description="Raised to the sequence length where that is longer.")
+
+
+class BertEmbeddings(nn.Module):
+    """Word, position and segment embeddings, summed: (B, T) ids -> (B, T, hidden)."""
+
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=1e-12)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, input_ids: torch.Tensor, token_type_ids: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        embeddings = self.word_embeddings(input_ids) + self.position_embeddings(positions)
+        return self.dropout(self.LayerNorm(embeddings + self.token_type_embeddings(token_type_ids)))
+
+
+class BertSelfAttention(nn.Module):
+    """Dense self-attention; `ds_sparse.BertSparseSelfAttention` takes its place in a sparse encoder."""
+
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        if config.hidden_size % config.num_attention_heads:
+            raise ValueError(
+                f"hidden_size {config.hidden_size} is not a multiple of num_attention_heads {config.num_attention_heads}; "
+                "change one of them in the model JSON."
+            )
+        self.num_attention_heads = config.num_attention_heads
+        self.query = nn.Linear(config.hidden_size, config.hidden_size)
+        self.key = nn.Linear(config.hidden_size, config.hidden_size)
+        self.value = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dropout = config.attention_probs_dropout_prob
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        query, key, value = (
+            projection(hidden_states).unflatten(-1, (self.num_attention_heads, -1)).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
+        )
+        context = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, dropout_p=self.dropout if self.training else 0.0
+        )
+        return context.transpose(1, 2).flatten(2)
+
+
+class BertSelfOutput(nn.Module):
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.dense(hidden_states))
+
+
+class BertAttention(nn.Module):
+    """`self` is what sparse encoders swap."""
+
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        self.self = BertSelfAttention(config)
+        self.output = BertSelfOutput(config)
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return self.output(self.self(hidden_states, attention_mask))
+
+
+class BertLayer(nn.Module):
+    """Pre-LayerNorm: x + attention(norm(x)), then x + feed-forward(norm(x)) (Xiong et al. 2020, arXiv 2002.04745)."""
+
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        self.PreAttentionLayerNorm = nn.LayerNorm(config.hidden_size, eps=1e-12)
+        self.attention = BertAttention(config)
+        self.PostAttentionLayerNorm = nn.LayerNorm(config.hidden_size, eps=1e-12)
+        self.intermediate = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.activation = {"gelu": F.gelu, "relu": F.relu}[config.hidden_act]
+        self.output = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        hidden_states = hidden_states + self.attention(self.PreAttentionLayerNorm(hidden_states), attention_mask)
+        feed_forward = self.output(self.activation(self.intermediate(self.PostAttentionLayerNorm(hidden_states))))
+        return hidden_states + self.dropout(feed_forward)
+
+
+class BertEncoder(nn.Module):
+    """The layers, all with one layout when `sparse_attention_config` is given.
+
+    Args:
+        config: the model.
+        args: has `max_seq_length` and `checkpoint_activations`.
+        sparse_attention_config: the structure, or None for dense attention.
+    """
+
+    def __init__(
+        self,
+        config: BertConfig,
+        args: argparse.Namespace,
+        sparse_attention_config: ds_sparse.SparsityConfig | None = None,
+    ):
+        super().__init__()
+        layer = BertLayer(config)
+        if sparse_attention_config is not None:
+            block = sparse_attention_config.block
+            with torch.random.fork_rng(devices=[]):  # dense and sparse models start from the same weights
+                layer.attention.self = ds_sparse.BertSparseSelfAttention(
+                    config,
+                    sparsity_config=sparse_attention_config,
+                    max_seq_length=math.ceil(args.max_seq_length / block) * block,
+                )
+        self.layer = nn.ModuleList(copy.deepcopy(layer) for _ in range(config.num_hidden_layers))
+        self.FinalLayerNorm = nn.LayerNorm(config.hidden_size, eps=1e-12)
+        self.checkpoint_activations = args.checkpoint_activations
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        for layer in self.layer:
+            if self.checkpoint_activations and self.training:
+                hidden_states = checkpoint(layer, hidden_states, attention_mask, use_reentrant=False)
+            else:
+                hidden_states = layer(hidden_states, attention_mask)
+        return self.FinalLayerNorm(hidden_states)
+
+
+class BertModel(nn.Module):
+    """Embeddings and encoder; pads to whole blocks inside when attention is sparse."""
+
+    def __init__(self, config: BertConfig, args: argparse.Namespace):
+        super().__init__()
+        self.pad_token_id = 0
+        self.sparse_attention_config = ds_sparse.get_sparse_attention_config(args, config.num_attention_heads)
+        self.embeddings = BertEmbeddings(config)
+        self.encoder = BertEncoder(config, args, sparse_attention_config=self.sparse_attention_config)
+        self.pooler = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(
+        self, input_ids: torch.Tensor, token_type_ids: torch.Tensor, attention_mask: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(B, T) ids, segments and mask (1 token, 0 padding) -> (B, T, hidden) states and (B, hidden) of the first token."""
+        pad_len = 0
+        if self.sparse_attention_config is not None:
+            pad_len, input_ids, attention_mask, token_type_ids, _, _ = ds_sparse.SparseAttentionUtils.pad_to_block_size(
+                block_size=self.sparse_attention_config.block,
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                token_type_ids=token_type_ids,
+                position_ids=None,
+                inputs_embeds=None,
+                pad_token_id=self.pad_token_id,
+                model_embeddings=self.embeddings.word_embeddings,
+            )
+        embedded = self.embeddings(input_ids, token_type_ids)
+        extended_mask = (1.0 - attention_mask[:, None, None, :].to(embedded.dtype)) * -10000.0
+        encoded = ds_sparse.SparseAttentionUtils.unpad_sequence_output(pad_len, self.encoder(embedded, extended_mask))
+        return encoded, torch.tanh(self.pooler(encoded[:, 0]))
+
+
+class BertForPreTrainingPreLN(nn.Module):
+    """Masked-language modelling and next-sentence prediction."""
+
+    def __init__(self, config: BertConfig, args: argparse.Namespace):
+        super().__init__()
+        config = config.model_copy(
+            update={"max_position_embeddings": max(config.max_position_embeddings, _whole_blocks(args.max_seq_length))}
+        )
+        self.config = config
+        self.bert = BertModel(config, args)
+        self.transform = nn.Linear(config.hidden_size, config.hidden_size)
+        self.transform_norm = nn.LayerNorm(config.hidden_size, eps=1e-12)
+        self.decoder_bias = nn.Parameter(torch.zeros(config.vocab_size))
+        self.seq_relationship = nn.Linear(config.hidden_size, 2)
+        self.apply(self._initialise)
+
+    def _initialise(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            module.weight.data.normal_(0.0, self.config.initializer_range)
+            if isinstance(module, nn.Linear):
+                module.bias.data.zero_()
+        if isinstance(module, BertLayer):
+            # Residual branches start small, as deep pre-LayerNorm stacks want (Radford et al. 2019).
+            scale = 1 / math.sqrt(2.0 * self.config.num_hidden_layers)
+            module.attention.output.dense.weight.data.mul_(scale)
+            module.output.weight.data.mul_(scale)
+
+    def forward(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Losses of a batch of B sequences of T tokens.
+
+        Returns:
+            loss: mlm_loss + nsp_loss; mlm_loss: mean over the predicted tokens; nsp_loss. Scalars, fp32, nats.
+        """
+        states, pooled = self.bert(batch.input_ids, batch.segment_ids, batch.input_mask)
+        predicted = batch.mlm_labels != NOT_PREDICTED
+        hidden = self.transform_norm(F.gelu(self.transform(states[predicted])))
+        logits = F.linear(hidden, self.bert.embeddings.word_embeddings.weight, self.decoder_bias)
+        mlm_loss = F.cross_entropy(logits.float(), batch.mlm_labels[predicted])
+        nsp_loss = F.cross_entropy(self.seq_relationship(pooled).float(), batch.nsp_label)
+        return {"loss": mlm_loss + nsp_loss, "mlm_loss": mlm_loss, "nsp_loss": nsp_loss}
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """All parameters, biases and LayerNorm weights without weight decay."""
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    plain = [p for p in model.parameters() if p.dim() <= 1]
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+
+
+def _whole_blocks(tokens: int, block: int = 128) -> int:
+    """Tokens rounded up to the largest block, which is how far padding inside the model can reach."""
+    return math.ceil(tokens / block) * block

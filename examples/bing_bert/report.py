@@ -1,0 +1,132 @@
+"""What a run shows: one progress bar or plain lines, metrics.jsonl, TensorBoard where installed, the loss curve."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from checkpoints import write_atomically
+
+
+def say(text: str) -> None:
+    """Prints on rank 0 only, above the progress bar if there is one."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        tqdm.write(text)
+        sys.stdout.flush()
+
+
+class Metrics:
+    """metrics.jsonl, one record a line; on resume, records after the resumed step are dropped, a half-written one too."""
+
+    def __init__(self, path: Path, step: int):
+        self.path = path
+        self.records = [record for record in read_metrics(path) if record["step"] <= step]
+        write_atomically(path, "".join(json.dumps(record) + "\n" for record in self.records))
+        self._tensorboard = _tensorboard_writer(path.parent / "tensorboard")
+
+    def add(self, **record: Any) -> None:
+        self.records.append(record)
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        if self._tensorboard is not None:
+            for name, value in record.items():
+                if name != "step":
+                    self._tensorboard.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All complete records of a metrics.jsonl; none where there is no file."""
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def _tensorboard_writer(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder))
+
+
+class Progress:
+    """Share of the run that is done, by steps or by minutes, whichever ends it first.
+
+    A bar on a terminal; elsewhere a plain line every `print_steps` steps.
+    """
+
+    def __init__(self, label: str, first_step: int, max_steps: int | None, seconds: float, print_steps: int):
+        self.label, self.max_steps, self.seconds, self.print_steps = label, max_steps, seconds, print_steps
+        self.first_step, self.started = first_step, time.monotonic()
+        self.bar = None
+        if sys.stderr.isatty():
+            self.bar = tqdm(total=1.0, desc=label, bar_format="{desc} {percentage:3.0f}%|{bar}| {postfix}", leave=True)
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.started
+
+    def show(self, step: int, loss: float, tokens_per_second: float, memory_gib: float) -> None:
+        done = min(1.0, self.elapsed / self.seconds)
+        left = self.seconds - self.elapsed
+        if self.max_steps is not None and step > self.first_step:
+            by_steps = (step - self.first_step) / (self.max_steps - self.first_step)
+            done, left = max(done, by_steps), min(left, self.elapsed * (1 / by_steps - 1))
+        minutes, seconds = divmod(max(0, int(left)), 60)
+        text = (
+            f"step {step}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {memory_gib:.2f} GiB  {minutes}:{seconds:02d} left"
+        )
+        if self.bar is not None:
+            self.bar.n = done
+            self.bar.set_postfix_str(text)
+        elif step % self.print_steps == 0:
+            print(f"{self.label}: {text}", flush=True)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def peak_memory_gib() -> float:
+    """Peak memory of this process: the GPU's where one is used, else resident memory."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def draw_loss_curve(path: Path, runs: dict[str, list[dict[str, Any]]], unigram: float) -> None:
+    """Masked-LM loss by step, training and held-out, one colour a run, beside the unigram cross-entropy. PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), dpi=120)
+    for colour, (label, records) in zip(("tab:blue", "tab:orange"), runs.items()):
+        training = [(record["step"], record["mlm_loss"]) for record in records if "mlm_loss" in record]
+        held_out = [(record["step"], record["held_out_mlm_loss"]) for record in records if "held_out_mlm_loss" in record]
+        axes.plot(*zip(*training), color=colour, alpha=0.35, linewidth=1, label=f"{label}, training")
+        axes.plot(*zip(*held_out), color=colour, marker="o", markersize=3, label=f"{label}, held out")
+    axes.axhline(unigram, color="black", linestyle="--", linewidth=1, label="unigram cross-entropy, held out")
+    axes.set_xlabel("step")
+    axes.set_ylabel("masked-LM loss (nats per token)")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    temporary = path.with_name(f".{path.name}")
+    figure.savefig(temporary, format="png")
+    pyplot.close(figure)
+    os.replace(temporary, path)

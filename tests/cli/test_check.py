@@ -1,0 +1,120 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_sparse.cli import main
+
+FIXED = Path(__file__).parents[2] / "configs" / "fixed.json"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_block(block):
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps({"train_batch_size": 8, "sparse_attention": block}))
+        return str(path)
+
+    return write_block
+
+
+def test_a_right_file_is_one_line(capsys):
+    assert main(["check", str(FIXED)]) == 0
+    out, err = capsys.readouterr()
+    assert (out, err) == (f"{FIXED}: mode fixed, block 16, density 27.3% at 2048 tokens.\n", "")
+
+
+def test_the_density_is_that_of_the_length_asked_for(capsys, write):
+    path = write({"mode": "local_sliding_window", "attention": "bidirectional"})
+    assert main(["check", path, "--seq", "64", "--heads", "2"]) == 0
+    assert capsys.readouterr().out == f"{path}: mode local_sliding_window, block 16, density 62.5% at 64 tokens.\n"
+
+
+def test_notices_follow(capsys, write):
+    path = write({"num_random_blocks": 0, "attention": "unidirectional"})
+    assert main(["check", path]) == 0
+    summary, *notices = capsys.readouterr().out.splitlines()
+    assert summary.startswith(f"{path}: mode fixed, block 16, density ")
+    assert [notice.split(": ")[1] for notice in notices] == [
+        "sparse_attention.num_random_blocks",
+        "sparse_attention.attention",
+    ]
+
+
+def test_all_mistakes_go_to_standard_error(capsys, write):
+    path = write({"blok": 16, "num_local_blocks": "4", "block": 32})
+    assert main(["check", path, "--seq", "2000"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        f'{path}: sparse_attention.blok: unknown key (given 16). Did you mean "block"?',
+        f'{path}: sparse_attention.num_local_blocks: got "4"; wanted an integer of at least 1.',
+        f"{path}: sparse_attention.block: got 32; the sequence length 2000 is not a multiple of it. "
+        "Use a length such as 2016, or another block.",
+    ]
+
+
+def test_a_structure_wider_than_the_usual_length_is_right_when_no_length_is_asked_for(capsys, write):
+    path = write({"mode": "bigbird", "block": 128, "num_sliding_window_blocks": 31})
+    assert main(["check", path]) == 0
+    assert "no layout at 2048 tokens (Number of sliding window blocks, 31" in capsys.readouterr().out
+    assert main(["check", path, "--seq", "2048"]) == 1
+
+
+def test_a_file_without_the_block_trains_dense(capsys, tmp_path):
+    path = tmp_path / "dense.json"
+    path.write_text('{"train_batch_size": 8}')
+    assert main(["check", str(path)]) == 0
+    assert "no sparse_attention block: it trains dense" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"{", b"\xff", b"[]", b'{"sparse_attention": null}', b'{"sparse_attention": 3}']
+)
+def test_whatever_the_file_holds_there_is_a_sentence(tmp_path, capsys, content):
+    path = tmp_path / "ds.json"
+    if content is not None:
+        path.write_bytes(content)
+    assert main(["check", str(path)]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"{path}: ")
+    assert err.count("\n") == 1
+
+
+def test_keys_that_the_terminal_cannot_print(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"sparse_attention": {"blöck": 16}}', encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "ds_sparse", "check", str(path)],
+        capture_output=True,
+        check=False,
+        cwd=FIXED.parents[1],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )
+    assert done.returncode == 1
+    assert b'bl?ck: unknown key (given 16). Did you mean "block"?' in done.stderr
+
+
+def test_check_needs_neither_deepspeed_nor_matplotlib():
+    code = (
+        "import sys; from ds_sparse.cli import main; main(['check', sys.argv[1]]); "
+        "print({'deepspeed', 'matplotlib', 'transformers', 'datasets'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(FIXED)], capture_output=True, text=True, check=True, cwd=FIXED.parents[1]
+    )
+    assert done.stdout.endswith("set()\n")
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["chekc"], ["check"], ["check", "a.json", "--seq", "0"], ["check", "a", "--seq", "x"]]
+)
+def test_wrong_usage_exits_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: ds_sparse" in capsys.readouterr().err

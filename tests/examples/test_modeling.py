@@ -1,0 +1,89 @@
+"""The example's BERT: sparse and dense, padded inside, checkpointed."""
+
+import argparse
+
+import pytest
+import torch
+
+import ds_sparse
+from data import NOT_PREDICTED, Batch
+from modeling import BertConfig, BertForPreTrainingPreLN, BertSelfAttention, parameter_groups
+
+CONFIG = BertConfig(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=96,
+    hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=64,
+)  # fmt: skip
+
+
+def arguments(tokens, block=None, **more):
+    config = {"train_batch_size": 2} | ({} if block is None else {"sparse_attention": block})
+    return argparse.Namespace(
+        max_seq_length=tokens, deepspeed_sparse_attention=block is not None, deepspeed_config=config,
+        **({"checkpoint_activations": False} | more),
+    )  # fmt: skip
+
+
+def make_batch(tokens, padding=0):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 96, (2, tokens), generator=generator)
+    mask = torch.ones(2, tokens, dtype=torch.long)
+    mask[1, tokens - padding :] = 0
+    labels = torch.full((2, tokens), NOT_PREDICTED)
+    labels[:, 3:9] = ids[:, 3:9]
+    return Batch(ids, mask, (torch.arange(tokens) > tokens // 2).long().expand(2, -1), torch.tensor([0, 1]), labels)
+
+
+def make_model(args):
+    torch.manual_seed(1)
+    return BertForPreTrainingPreLN(CONFIG, args)
+
+
+@pytest.mark.parametrize("tokens, padding", [(64, 0), (64, 10), (50, 0), (50, 7)])
+def test_a_dense_layout_equals_dense_attention_padded_or_not(tokens, padding):
+    batch = make_batch(tokens, padding)
+    dense, sparse = make_model(arguments(tokens)), make_model(arguments(tokens, {"mode": "dense"}))
+    sparse.load_state_dict(dense.state_dict())
+    for name, loss in dense(batch).items():
+        torch.testing.assert_close(sparse(batch)[name], loss)
+    dense(batch)["loss"].backward()
+    sparse(batch)["loss"].backward()
+    for (name, mine), theirs in zip(dense.named_parameters(), sparse.parameters()):
+        torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
+
+
+def test_every_layer_is_sparse_and_all_share_one_layout():
+    model = make_model(arguments(64, {"mode": "bigbird", "num_random_blocks": 1}))
+    layers = [module for module in model.modules() if isinstance(module, ds_sparse.BertSparseSelfAttention)]
+    assert len(layers) == CONFIG.num_hidden_layers
+    assert not any(isinstance(module, BertSelfAttention) for module in model.modules())
+    first, second = (layer.sparse_self_attention.master_layout for layer in layers)
+    assert torch.equal(first, second)
+
+
+def test_dense_and_sparse_have_the_same_weights_from_the_same_seed():
+    dense, sparse = make_model(arguments(64)), make_model(arguments(64, {"mode": "fixed"}))
+    mine, theirs = dict(dense.named_parameters()), dict(sparse.named_parameters())
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_activation_checkpointing_changes_no_gradient():
+    batch, block = make_batch(64), {"mode": "fixed"}
+    plain, saving = make_model(arguments(64, block)), make_model(arguments(64, block, checkpoint_activations=True))
+    for model in (plain, saving):
+        model(batch)["loss"].backward()
+    for mine, theirs in zip(plain.parameters(), saving.parameters()):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_a_model_json_with_a_wrong_key_is_refused():
+    with pytest.raises(ValueError, match="hiden_size"):
+        BertConfig.model_validate(CONFIG.model_dump() | {"hiden_size": 3})
+
+
+def test_biases_and_norms_have_no_weight_decay():
+    model = make_model(arguments(64))
+    decayed, plain = parameter_groups(model, 0.01)
+    assert decayed["weight_decay"] == 0.01 and plain["weight_decay"] == 0.0
+    assert all(p.dim() > 1 for p in decayed["params"]) and all(p.dim() == 1 for p in plain["params"])
+    assert len(decayed["params"]) + len(plain["params"]) == len(list(model.parameters()))

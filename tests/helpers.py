@@ -1,0 +1,152 @@
+"""Inputs, oracles and tolerances shared by the tests of layouts, indices and operations."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from ds_sparse import reference
+from ds_sparse.layout import as_bool_layout
+
+# The same examples in every run, and no clock: a slow machine is not a failure.
+EXAMPLES = settings(deadline=None, derandomize=True, database=None)
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+VIEWS = ("contiguous", "transposed", "sliced", "offset", "expanded")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout as a caller gives it, and what it stands for."""
+
+    given: torch.Tensor
+    live: torch.Tensor  # bool (H or 1, R, C)
+
+    @property
+    def heads(self) -> int:
+        return self.live.shape[0]
+
+    @property
+    def rows(self) -> int:
+        return self.live.shape[1]
+
+    @property
+    def columns(self) -> int:
+        return self.live.shape[2]
+
+    def num_values(self, heads: int) -> int:
+        return int(self.live.expand(heads, -1, -1).sum())
+
+
+def make_layout(live: torch.Tensor, dtype: torch.dtype = torch.bool) -> Layout:
+    return Layout(live.to(dtype), as_bool_layout(live))
+
+
+@st.composite
+def layouts(draw: st.DrawFn, max_side: int = 4) -> Layout:
+    """2-D and 3-D, every dtype, heads alike and different, with empty rows, columns and heads, all-empty ones too."""
+    heads = draw(st.integers(1, 3))
+    rows, columns = draw(st.integers(1, max_side)), draw(st.integers(1, max_side))
+    live = torch.rand(heads, rows, columns, generator=generator(draw)) < draw(st.sampled_from((0.5, 0.2, 0.8, 1.0, 0.0)))
+    if draw(st.booleans()):
+        live[draw(st.integers(0, heads - 1))] = False
+    if draw(st.booleans()):
+        live[:, draw(st.integers(0, rows - 1))] = False
+    if draw(st.booleans()):
+        live = live[:1].repeat(heads, 1, 1)
+    if draw(st.booleans()):
+        live = live[0]
+    return make_layout(live, draw(st.sampled_from((torch.bool, torch.int64, torch.int32, torch.uint8))))
+
+
+def generator(draw: st.DrawFn) -> torch.Generator:
+    return torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+
+
+def random(rng: torch.Generator, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape, generator=rng, dtype=torch.float64).to(dtype)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def as_view(x: torch.Tensor, view: str) -> torch.Tensor:
+    """The values of `x` behind other strides; what lies between them is NaN. 'expanded' repeats its first batch and head."""
+    if view == "transposed":
+        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if view == "sliced":
+        storage = x.new_full((*x.shape[:-1], 2 * x.shape[-1] + 3), float("nan"))
+        storage[..., 1 : 1 + 2 * x.shape[-1] : 2] = x
+        return storage[..., 1 : 1 + 2 * x.shape[-1] : 2]
+    if view == "offset":
+        storage = x.new_full((x.numel() + 1,), float("nan"))
+        storage[1:] = x.flatten()
+        return storage[1:].view(x.shape)
+    if view == "expanded":
+        return x[:1, :1].expand_as(x) if x.numel() else x
+    return x.contiguous()
+
+
+def leaf(x: torch.Tensor, device: str, requires_grad: bool = True) -> torch.Tensor:
+    """`x` on the device, strides kept, as a leaf of its own."""
+    moved = x.detach()
+    if device != "cpu":
+        moved = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+        # Overlapping strides cannot be copied into; such views are rebuilt from what they repeat.
+        if 0 in x.stride():
+            moved = x.detach()[tuple(slice(0, 1) if s == 0 else slice(None) for s in x.stride())].to(device).expand_as(x)
+        else:
+            moved.copy_(x.detach())
+    return moved.requires_grad_(requires_grad) if requires_grad else moved
+
+
+@contextmanager
+def poisoned_memory():
+    """Memory that torch hands out uninitialised holds NaN: an element that a kernel forgets shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def oracle_matmul(
+    a: torch.Tensor, b: torch.Tensor, layout: Layout, block: int, mode: str, trans_a: bool, trans_b: bool, heads: int
+) -> torch.Tensor:
+    """reference.matmul after broadcasting batch and heads, as the operation does."""
+    batch = max(a.shape[0], b.shape[0])
+    a = a.expand(batch, -1 if mode == "dsd" else heads, -1, -1)
+    b = b.expand(batch, -1 if mode == "dds" else heads, -1, -1)
+    return reference.matmul(a, b, layout.live, block, mode, trans_a, trans_b)
+
+
+def gradients(output: torch.Tensor, inputs: list[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
+    """Gradients of those inputs that want one; zeros where an empty layout cuts the graph."""
+    wanted = [x for x in inputs if x.requires_grad]
+    found = torch.autograd.grad(output, wanted, grad, allow_unused=True) if output.requires_grad else [None] * len(wanted)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found)]
+
+
+def assert_as_accurate(name: str, ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:
+    """`ours` is as near to the float64 result as plain PyTorch at the same precision is.
+
+    Twice its largest error is allowed, and a rounding of the largest value, since PyTorch may happen to be exact; four in
+    float32, which is also what sums are kept in, one after the other where PyTorch adds pairwise. In float64, where
+    PyTorch's result is the exact one, 1e-12 of the largest value.
+    """
+    ours = ours.detach().cpu()
+    assert ours.shape == exact.shape and ours.dtype == plain.dtype, f"{name}: {ours.shape} {ours.dtype}"
+    if ours.numel() == 0:
+        return
+    assert torch.isfinite(ours).all(), f"{name} is not finite"
+    size = max(exact.abs().max().item(), torch.finfo(ours.dtype).tiny)
+    rounding = {torch.float64: 1e-12, torch.float32: 4 * 2**-23}.get(ours.dtype, torch.finfo(ours.dtype).eps)
+    allowed = 2 * (plain.double() - exact).abs().max().item() + rounding * size
+    error = (ours.double() - exact).abs().max().item()
+    assert error <= allowed, f"{name}: error {error:.3g} is above {allowed:.3g}, largest value {size:.3g}"

@@ -1,0 +1,458 @@
+"""MatMul against the float64 reference: values, gradients, errors, and what torch expects of an operator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_sparse.index import BlockIndex
+from ds_sparse.ops import MatMul, missing_kernels
+from helpers import (
+    DTYPES,
+    EXAMPLES,
+    VIEWS,
+    Layout,
+    as_view,
+    assert_as_accurate,
+    generator,
+    gradients,
+    layouts,
+    leaf,
+    make_layout,
+    oracle_matmul,
+    poisoned_memory,
+    random,
+    seeded,
+)
+
+MODES = ("sdd", "dsd", "dds")
+TRANSPOSITIONS = [(False, False), (True, False), (False, True), (True, True)]
+OPERATORS = ("matmul_sdd", "matmul_dsd")
+
+DIAGONAL = make_layout(torch.eye(2, dtype=torch.bool))
+
+
+@pytest.fixture(scope="session")
+def device(device: str) -> str:
+    if set(OPERATORS) & set(missing_kernels(device)):
+        pytest.skip(f"the matrix products have no {device} kernel here")
+    return device
+
+
+@dataclass(frozen=True)
+class Case:
+    """A product: operands in float64, and how the operation is called."""
+
+    layout: Layout
+    block: int
+    mode: str
+    trans_a: bool
+    trans_b: bool
+    heads: int
+    a: torch.Tensor
+    b: torch.Tensor
+
+    def oracle(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return oracle_matmul(a, b, self.layout, self.block, self.mode, self.trans_a, self.trans_b, self.heads)
+
+    @property
+    def operation(self) -> MatMul:
+        return MatMul(self.layout.given, self.block, self.mode, self.trans_a, self.trans_b)
+
+
+def make_case(
+    layout: Layout, block: int, mode: str, trans_a: bool, trans_b: bool, rng: torch.Generator,
+    heads: int = 0, width: int = 24, batches: tuple[int, int] = (2, 2), dense_heads: int = 0,
+) -> Case:  # fmt: skip
+    """Operands that fit: `width` is the inner size of sdd, the outer one of dsd and dds; 0 heads are the layout's.
+
+    `dense_heads` are those of the dense operand, of sdd's first one.
+    """
+    heads = heads or layout.heads
+    if mode != "sdd" and dense_heads == layout.heads == 1 and not layout.live.any():
+        heads = 1  # Neither operand tells of more.
+    dense_heads = dense_heads or heads
+    rows, columns = layout.rows * block, layout.columns * block
+
+    def dense(batch: int, left: int, right: int, transposed: bool, heads: int = dense_heads) -> torch.Tensor:
+        return random(rng, batch, heads, *((right, left) if transposed else (left, right)))
+
+    def sparse(batch: int) -> torch.Tensor:
+        return random(rng, batch, layout.num_values(heads), block, block)
+
+    if mode == "sdd":
+        a, b = dense(batches[0], rows, width, trans_a), dense(batches[1], width, columns, trans_b, heads)
+    elif mode == "dsd":
+        a, b = sparse(batches[0]), dense(batches[1], rows if trans_a else columns, width, trans_b)
+    else:
+        a, b = dense(batches[0], width, columns if trans_b else rows, trans_a), sparse(batches[1])
+    return Case(layout, block, mode, trans_a, trans_b, heads, a, b)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    layout = draw(layouts(max_side=3))
+    return make_case(
+        layout,
+        block=draw(st.sampled_from((8, 16, 32, 64))),
+        mode=draw(st.sampled_from(MODES)),
+        trans_a=draw(st.booleans()),
+        trans_b=draw(st.booleans()),
+        rng=generator(draw),
+        heads=draw(st.integers(1, 3)) if layout.heads == 1 else 0,
+        width=draw(st.sampled_from((1, 3, 8, 17, 64, 65, 130))),
+        batches=draw(st.sampled_from(((1, 1), (2, 2), (3, 3), (1, 2), (3, 1)))),
+        dense_heads=draw(st.sampled_from((0, 0, 1))),
+    )
+
+
+def check(case: Case, dtype: torch.dtype, device: str, views: tuple[str, str, str], wanted: tuple[bool, bool]) -> None:
+    a, b = as_view(case.a.to(dtype), views[0]), as_view(case.b.to(dtype), views[1])
+    plain = [leaf(x, "cpu", want) for x, want in zip((a, b), wanted)]
+    exact = [leaf(x.double(), "cpu", want) for x, want in zip((a, b), wanted)]
+    ours = [leaf(x, device, want) for x, want in zip((a, b), wanted)]
+    plain_result, exact_result = case.oracle(*plain), case.oracle(*exact)
+    grad = as_view(random(seeded(), *exact_result.shape, dtype=dtype), views[2])
+    before = [x.detach().clone() for x in (*ours, grad)]
+    grad_here = leaf(grad, device, requires_grad=False)
+    with poisoned_memory():
+        result = case.operation(*ours)
+        found = gradients(result, ours, grad_here)
+    assert_as_accurate("result", result, plain_result, exact_result)
+    names = [name for name, want in zip("ab", wanted) if want]
+    for name, x, y, z in zip(names, found, gradients(plain_result, plain, grad), gradients(exact_result, exact, grad.double())):
+        assert_as_accurate(f"gradient of {name}", x, y, z)
+    for x, y in zip((*ours, grad_here), before):
+        assert torch.equal(x.cpu(), y.cpu()), "an input was overwritten"
+
+
+@EXAMPLES
+@given(
+    case=cases(),
+    dtype=st.sampled_from(DTYPES),
+    views=st.tuples(*[st.sampled_from(VIEWS)] * 3),
+    wanted=st.sampled_from(((True, True), (True, False), (False, True))),
+)
+def test_result_and_gradients(device: str, case: Case, dtype: torch.dtype, views: tuple[str, str, str], wanted: tuple[bool, bool]):
+    check(case, dtype, device, views, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("trans_a", "trans_b"), TRANSPOSITIONS)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_transposition_and_dtype(device: str, mode: str, trans_a: bool, trans_b: bool, dtype: torch.dtype):
+    """Among them what was wrong in DeepSpeed: the gradients of sdd with trans_a and of dsd with trans_b, and bf16."""
+    layout = make_layout(torch.tensor([[[1, 0, 1], [0, 0, 0]], [[0, 1, 0], [1, 1, 1]], [[0, 0, 0], [0, 0, 0]]]), torch.int64)
+    case = make_case(layout, 16, mode, trans_a, trans_b, seeded(), width=40)
+    check(case, dtype, device, ("contiguous",) * 3, (True, True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_block_128(device: str, mode: str, dtype: torch.dtype):
+    layout = make_layout(torch.tensor([[1, 0, 1], [0, 1, 0], [1, 0, 0]]))
+    check(make_case(layout, 128, mode, False, True, seeded(), heads=2, width=72), dtype, device, ("contiguous",) * 3, (True, True))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sums_longer_than_a_half_can_count(device: str, mode: str):
+    """4096 ones: a sum kept in fp16 or bf16 stops growing on the way, one kept in fp32 is exact."""
+    layout, block = torch.ones(1 if mode == "sdd" else 32, 1 if mode == "sdd" else 32, dtype=torch.bool), 128
+    for dtype in (torch.float16, torch.bfloat16):
+        one = torch.ones((), dtype=dtype, device=device)
+        if mode == "sdd":
+            result = MatMul(layout, block, mode)(one.expand(1, 1, block, 4096), one.expand(1, 1, 4096, block))
+        elif mode == "dsd":
+            result = MatMul(layout, block, mode)(one.expand(1, 1024, block, block), one.expand(1, 1, 4096, 8))
+        else:
+            result = MatMul(layout, block, mode)(one.expand(1, 1, 8, 4096), one.expand(1, 1024, block, block))
+        assert (result == 4096).all()
+
+
+@pytest.mark.parametrize("mode", ["dsd", "dds"])
+@pytest.mark.parametrize("trans", [False, True])
+def test_rows_without_blocks_are_zeros_with_zero_gradient(device: str, mode: str, trans: bool):
+    layout = make_layout(torch.tensor([[1, 0, 0], [0, 0, 0], [1, 1, 0]]))
+    case = make_case(layout, 16, mode, trans and mode == "dsd", trans and mode == "dds", seeded())
+    a, b = leaf(case.a, device), leaf(case.b, device)
+    with poisoned_memory():
+        result = case.operation(a, b)
+        grad_a, grad_b = torch.autograd.grad(result.sum(), (a, b))
+    grad_dense = (grad_b if mode == "dsd" else grad_a.mT).unflatten(2, (3, 16))
+    result = (result if mode == "dsd" else result.mT).unflatten(2, (3, 16))
+    # Of S: block row 1 and block column 2 are empty. dds multiplies by S from the right.
+    uses_columns = trans == (mode == "dsd")
+    empty_result, empty_grad = (2, 1) if uses_columns else (1, 2)
+    for x, empty in ((result, empty_result), (grad_dense, empty_grad)):
+        assert not x[:, :, empty].any()
+        assert x[:, :, 0].any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layout_without_a_live_block(device: str, mode: str):
+    case = make_case(make_layout(torch.zeros(2, 3, 2, dtype=torch.bool)), 16, mode, False, False, seeded())
+    a, b = leaf(case.a, device), leaf(case.b, device)
+    with poisoned_memory():
+        result = case.operation(a, b)
+        found = torch.autograd.grad(result.sum(), (a, b))
+    assert result.shape == case.oracle(case.a, case.b).shape
+    assert not result.any()
+    for grad, x in zip(found, (a, b)):
+        assert grad.shape == x.shape and not grad.any()
+
+
+@pytest.mark.parametrize("given_as", [torch.bool, torch.int64, torch.int32, torch.uint8, "2-D", "BlockIndex"], ids=str)
+def test_every_form_of_a_layout_gives_the_same_bits(device: str, given_as: object):
+    case = make_case(make_layout(torch.tensor([[1, 0], [1, 1]])), 16, "sdd", False, False, seeded(), heads=3)
+    live = case.layout.live
+    form = live[0] if given_as == "2-D" else BlockIndex.build(live, 16) if given_as == "BlockIndex" else live.to(given_as)
+    a, b = case.a.to(device), case.b.to(device)
+    assert torch.equal(MatMul(form, 16, "sdd")(a, b), MatMul(live.repeat(3, 1, 1), 16, "sdd")(a, b))
+
+
+@pytest.mark.parametrize(
+    ("mode", "a", "b", "expected"),
+    [
+        ("sdd", (32, 5), (5, 32), (2, 16, 16)),
+        ("sdd", (1, 32, 5), (5, 32), (2, 16, 16)),
+        ("sdd", (3, 32, 5), (5, 32), (6, 16, 16)),
+        ("sdd", (2, 3, 32, 5), (5, 32), (2, 6, 16, 16)),
+        ("sdd", (1, 1, 32, 5), (5, 32), (1, 2, 16, 16)),
+        ("dsd", (2, 16, 16), (32, 5), (32, 5)),
+        ("dsd", (6, 16, 16), (3, 32, 5), (3, 32, 5)),
+        ("dsd", (2, 2, 16, 16), (32, 5), (2, 1, 32, 5)),
+        ("dds", (5, 32), (2, 16, 16), (5, 32)),
+        ("dds", (3, 5, 32), (6, 16, 16), (3, 5, 32)),
+        ("dds", (2, 1, 5, 32), (2, 16, 16), (2, 1, 5, 32)),
+    ],
+)
+def test_operands_of_fewer_dimensions(device: str, mode: str, a: tuple[int, ...], b: tuple[int, ...], expected: tuple[int, ...]):
+    """Missing leading dimensions are 1 and are squeezed from the result where they are still 1, as DeepSpeed did."""
+    operation = MatMul(DIAGONAL.given, 16, mode)
+    rng = seeded()
+    a, b = random(rng, *a).to(device), random(rng, *b).to(device)
+    result = operation(a, b)
+    added = 4 - max(a.dim(), b.dim())
+    full = operation(a.reshape((1,) * (4 - a.dim()) + a.shape), b.reshape((1,) * (4 - b.dim()) + b.shape))
+    for _ in range(added):
+        full = full.squeeze(0)
+    assert torch.equal(result, full)
+    if mode != "sdd" and max(len(a.shape), len(b.shape)) == 3 and expected[0] not in (2, 3, 6):
+        expected = result.shape
+    assert result.shape == expected
+
+
+def test_gradcheck(device: str):
+    layout = make_layout(torch.tensor([[[1, 0], [1, 1]], [[0, 1], [0, 0]]]))
+    for mode in MODES:
+        for trans_a, trans_b in TRANSPOSITIONS:
+            case = make_case(layout, 8, mode, trans_a, trans_b, seeded(), width=3, batches=(2, 1))
+            a, b = leaf(case.a, device), leaf(case.b, device)
+            assert torch.autograd.gradcheck(case.operation, (a, b), fast_mode=True)
+
+
+def raw_arguments(device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
+    layout = make_layout(torch.tensor([[[1, 0, 1], [0, 1, 0]], [[0, 0, 0], [1, 1, 0]]]))
+    index = BlockIndex.build(layout.given, 16).to(device)
+    rng = seeded()
+    a, b = random(rng, 2, 2, 32, 8, dtype=dtype).to(device), random(rng, 2, 2, 48, 8, dtype=dtype).to(device)
+    values = random(rng, 2, layout.num_values(2), 16, 16, dtype=dtype).to(device)
+    rows = (index.row_offsets, index.row_columns, None, index.layout_heads, 16)
+    columns = (index.column_offsets, index.column_rows, index.column_slots, index.layout_heads, 16)
+    return {
+        "matmul_sdd": [(a, b.transpose(2, 3), index.row_offsets, index.row_columns, index.layout_heads, 16)],
+        "matmul_dsd": [
+            (values, dense, *lists, transpose) for dense, lists in ((b, rows), (a, columns)) for transpose in (False, True)
+        ],
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_opcheck(device: str, operator: str, dtype: torch.dtype):
+    for arguments in raw_arguments(device, dtype)[operator]:
+        torch.library.opcheck(getattr(torch.ops.ds_sparse, operator).default, arguments)
+
+
+def forward_and_backward(operation: MatMul, a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+    result = operation(a, b)
+    return [result, *torch.autograd.grad(result.square().sum(), (a, b))]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_compiles_into_one_graph(device: str, mode: str):
+    case = make_case(DIAGONAL, 16, mode, True, True, seeded(), heads=2)
+    a, b = leaf(case.a.float(), device), leaf(case.b.float(), device)
+    operation = MatMul(BlockIndex.build(case.layout.given, 16).to(device), 16, mode, True, True)
+    compiled = torch.compile(operation, fullgraph=True, backend="aot_eager")
+    result = compiled(a, b)
+    found = [result, *torch.autograd.grad(result.square().sum(), (a, b))]
+    for x, y in zip(found, forward_and_backward(operation, a, b)):
+        assert torch.equal(x, y)
+
+
+def test_compiles_with_inductor(device: str):
+    case = make_case(DIAGONAL, 16, "sdd", False, True, seeded(), heads=2)
+    a, b = leaf(case.a.float(), device), leaf(case.b.float(), device)
+    operation = MatMul(BlockIndex.build(case.layout.given, 16).to(device), 16, "sdd", False, True)
+    compiled = torch.compile(lambda a, b: operation(a, b) * 2, fullgraph=True)
+    found = torch.autograd.grad(compiled(a, b).square().sum(), (a, b))
+    expected = torch.autograd.grad((operation(a, b) * 2).square().sum(), (a, b))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_same_bits_every_time_and_with_any_number_of_threads(device: str, mode: str):
+    layout = make_layout(torch.rand(2, 6, 6, generator=seeded()) < 0.5)
+    case = make_case(layout, 32, mode, False, False, seeded(), width=72)
+    a, b = leaf(case.a.float(), device), leaf(case.b.float(), device)
+    first = forward_and_backward(case.operation, a, b)
+    threads = torch.get_num_threads()
+    try:
+        for number in (threads, 1, 2, 3):
+            torch.set_num_threads(number)
+            for x, y in zip(first, forward_and_backward(case.operation, a, b)):
+                assert torch.equal(x, y), f"{number} threads"
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_autocast_casts_both_operands(device: str, mode: str):
+    case = make_case(DIAGONAL, 16, mode, False, False, seeded())
+    a, b = leaf(case.a.float(), device), leaf(case.b.half(), device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        result = case.operation(a, b)
+    assert result.dtype == torch.bfloat16
+    assert torch.equal(result, case.operation(a.bfloat16(), b.bfloat16()))
+    grad_a, grad_b = torch.autograd.grad(result.float().square().sum(), (a, b))
+    assert (grad_a.dtype, grad_b.dtype) == (torch.float32, torch.float16)
+    assert grad_a.any() and grad_b.any()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_gives_the_same_gradients(device: str, use_reentrant: bool):
+    case = make_case(DIAGONAL, 16, "dsd", False, False, seeded())
+    a, b = leaf(case.a.float(), device), leaf(case.b.float(), device)
+    result = torch.utils.checkpoint.checkpoint(case.operation, a, b, use_reentrant=use_reentrant)
+    found = torch.autograd.grad(result.square().sum(), (a, b)) if not use_reentrant else backward(result, a, b)
+    for x, y in zip(found, forward_and_backward(case.operation, a, b)[1:]):
+        assert torch.equal(x, y)
+
+
+def backward(result: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
+    result.square().sum().backward()
+    return [x.grad for x in leaves]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_meta_tensors_give_shapes(mode: str):
+    case = make_case(make_layout(torch.tensor([[1, 0], [1, 1]])), 16, mode, False, True, seeded(), heads=2)
+    result = case.operation(case.a.to("meta"), case.b.to("meta"))
+    assert result.device.type == "meta"
+    assert result.shape == case.oracle(case.a, case.b).shape
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nan_reaches_what_depends_on_it_and_nothing_else(device: str, mode: str):
+    case = make_case(DIAGONAL, 16, mode, False, False, seeded())
+    a, b = case.a.float(), case.b.float()
+    a[0, 0, 0, 0] = float("nan")
+    nan = case.operation(a.to(device), b.to(device)).isnan().cpu()
+    expected = case.oracle(a, b).isnan()
+    if mode == "dds":
+        # Dense zeros times NaN are NaN too; blocks that do not exist are not multiplied.
+        expected[:, :, :, 16:] = False
+    assert torch.equal(nan, expected)
+
+
+def operands(mode: str = "sdd", **overrides: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    case = make_case(DIAGONAL, 16, mode, False, False, seeded())
+    return overrides.get("a", case.a), overrides.get("b", case.b)
+
+
+@pytest.mark.parametrize(
+    ("mode", "change", "sentence"),
+    [
+        ("sdd", {"b": torch.zeros(2, 1, 24, 32)}, "same dtype; got torch.float64 for A and torch.float32 for B"),
+        ("sdd", {"b": torch.zeros(2, 1, 24, 32, device="meta").double()}, "same device; got cpu for tensor A and meta"),
+        ("sdd", {"a": torch.zeros(1, 2, 1, 32, 24).double()}, "more than 4 dimensions are not currently supported"),
+        ("sdd", {"b": torch.zeros(24).double()}, "nor with fewer than 2; tensor B has 1"),
+        ("sdd", {"b": torch.zeros(2, 1, 25, 32).double()}, r"along the -1 dim \(24\) must match size of tensor B along the -2 dim \(25\)"),
+        ("sdd", {"a": torch.zeros(2, 1, 48, 24).double()}, "48 rows, and the layout 2 block rows of 16, which is 32"),
+        ("sdd", {"b": torch.zeros(2, 1, 24, 16).double()}, "16 columns, and the layout 2 block columns of 16"),
+        ("sdd", {"a": torch.zeros(3, 1, 32, 24).double()}, "Tensor B has batch 2"),
+        ("sdd", {"a": torch.zeros(2, 2, 32, 24).double(), "b": torch.zeros(2, 3, 24, 32).double()}, "Tensor A has batch 2 and 2 heads"),
+        ("dsd", {"b": torch.zeros(2, 1, 48, 5).double()}, "Expected tensor B to have size 32 at dim 2, got 48"),
+        ("dsd", {"a": torch.zeros(2, 3, 16, 16).double()}, r"shape \(2, 16, 16\) for argument A, got \(3, 16, 16\)"),
+        ("dsd", {"a": torch.zeros(2, 2, 8, 16).double()}, r"for argument A, got \(2, 8, 16\)"),
+        ("dsd", {"a": torch.zeros(3, 2, 16, 16).double()}, "batch"),
+        ("dsd", {"b": torch.zeros(3, 1, 32, 5).double()}, "Tensor A has batch 2 and tensor B 3"),
+        ("dds", {"a": torch.zeros(2, 1, 5, 48).double()}, "Expected tensor A to have size 32 at dim 3, got 48"),
+        ("dds", {"b": torch.zeros(2, 1, 16, 16).double()}, r"for argument B, got \(1, 16, 16\)"),
+        ("dds", {"a": torch.zeros(3, 1, 5, 32).double()}, "Tensor B has batch 2 and tensor A 3"),
+    ],
+)  # fmt: skip
+def test_operands_that_do_not_fit(mode: str, change: dict[str, torch.Tensor], sentence: str):
+    with pytest.raises(ValueError, match=sentence):
+        MatMul(DIAGONAL.given, 16, mode)(*operands(mode, **change))
+
+
+@pytest.mark.parametrize(
+    ("trans", "shape", "sentence"),
+    [
+        (True, (2, 1, 5, 48), "Expected tensor B to have size 32 at dim 3, got 48"),
+        (False, (2, 1, 48, 5), "Expected tensor B to have size 32 at dim 2, got 48"),
+    ],
+)
+def test_the_dimension_in_the_sentence_is_the_one_that_was_given(trans: bool, shape: tuple[int, ...], sentence: str):
+    with pytest.raises(ValueError, match=sentence):
+        MatMul(DIAGONAL.given, 16, "dsd", trans_b=trans)(torch.zeros(2, 2, 16, 16), torch.zeros(shape))
+
+
+def test_heads_other_than_the_layouts():
+    layout = torch.tensor([[[1, 0], [0, 1]], [[1, 1], [0, 1]]])
+    with pytest.raises(ValueError, match="3 heads and the layout 2"):
+        MatMul(layout, 16, "sdd")(torch.zeros(1, 3, 32, 4), torch.zeros(1, 3, 4, 32))
+    with pytest.raises(ValueError, match="3 heads and the layout 2"):
+        MatMul(layout, 16, "dsd")(torch.zeros(1, 5, 16, 16), torch.zeros(1, 3, 32, 4))
+
+
+@pytest.mark.parametrize("mode", ["ddd", "SDD", "", None])
+def test_mode_is_one_of_three(mode: object):
+    with pytest.raises(NotImplementedError, match="Supported modes are: sdd, dsd, dds"):
+        MatMul(DIAGONAL.given, 16, mode)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_dtypes_without_kernels_are_refused(mode: str, dtype: torch.dtype):
+    a, b = operands(mode)
+    with pytest.raises(ValueError, match=f"Tensors are {dtype}; they have to be float16, bfloat16, float32 or float64"):
+        MatMul(DIAGONAL.given, 16, mode)(a.to(dtype), b.to(dtype))
+
+
+def test_block_other_than_the_index():
+    with pytest.raises(ValueError, match="block is 32, and the index was built for blocks of 16"):
+        MatMul(BlockIndex.build(DIAGONAL.given, 16), 32, "sdd")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
+@pytest.mark.skipif(not set(OPERATORS) & set(missing_kernels("cuda")), reason="the matrix products have CUDA kernels")
+@pytest.mark.parametrize("mode", MODES)
+def test_cuda_tensors_without_a_kernel_are_refused_with_a_sentence(mode: str):
+    a, b = operands(mode)
+    with pytest.raises(RuntimeError, match="Tensors are on cuda:0, and .* move model and data to the CPU"):
+        MatMul(DIAGONAL.given, 16, mode)(a.cuda(), b.cuda())
+
+
+def test_second_derivatives_are_refused():
+    a, b = (x.requires_grad_() for x in operands())
+    (grad,) = torch.autograd.grad(MatMul(DIAGONAL.given, 16, "sdd")(a, b).square().sum(), a, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()

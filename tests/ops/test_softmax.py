@@ -1,0 +1,529 @@
+"""Softmax against the float64 reference: values, gradients, masks, errors, and what torch expects of an operator."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_sparse import reference
+from ds_sparse.index import BlockIndex
+from ds_sparse.ops import Softmax, missing_kernels
+from helpers import (
+    DTYPES,
+    EXAMPLES,
+    VIEWS,
+    Layout,
+    as_view,
+    assert_as_accurate,
+    generator,
+    gradients,
+    layouts,
+    leaf,
+    make_layout,
+    poisoned_memory,
+    random,
+    seeded,
+)
+
+OPERATORS = ("softmax_forward", "softmax_backward", "softmax_bias_backward")
+
+FULL = make_layout(torch.ones(2, 2, dtype=torch.bool))
+
+
+@pytest.fixture(scope="session")
+def device(device: str) -> str:
+    if set(OPERATORS) & set(missing_kernels(device)):
+        pytest.skip(f"softmax has no {device} kernel here")
+    return device
+
+
+@dataclass(frozen=True)
+class Case:
+    """A softmax: float64 inputs (masks as given), and how the operation is called."""
+
+    layout: Layout
+    block: int
+    heads: int
+    x: torch.Tensor
+    scale: float = 1.0
+    rpe: torch.Tensor | None = None
+    key_padding_mask: torch.Tensor | None = None
+    attn_mask: torch.Tensor | None = None
+    key_padding_mask_mode: str = "add"
+    attn_mask_mode: str = "add"
+    causal: bool = False
+    modes: dict[str, str] = field(init=False)
+
+    def __post_init__(self):
+        modes = {"rpe": "add", "key_padding_mask": self.key_padding_mask_mode, "attn_mask": self.attn_mask_mode}
+        object.__setattr__(self, "modes", modes)
+
+    def inputs(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Everything given, in `dtype` where it is not bool."""
+        given = {"x": self.x, "rpe": self.rpe, "key_padding_mask": self.key_padding_mask, "attn_mask": self.attn_mask}
+        return {name: x if x.dtype == torch.bool else x.to(dtype) for name, x in given.items() if x is not None}
+
+    def differentiable(self, name: str) -> bool:
+        return name == "x" or (self.modes[name] == "add" and getattr(self, name).dtype != torch.bool)
+
+    def oracle(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """reference.softmax, given bool masks for 'mul' and numbers for 'add'."""
+        tokens, keys = self.layout.rows * self.block, self.layout.columns * self.block
+        given = dict(inputs)
+        x = given.pop("x")
+        for name, mask in given.items():
+            if self.modes[name] == "mul":
+                mask = mask != 0
+            elif mask.dtype == torch.bool:
+                mask = mask.to(x.dtype)
+            given[name] = mask.expand(*mask.shape[:-1], keys)
+            if name != "key_padding_mask" and mask.dim() == 4 and mask.shape[2] == 1:
+                given[name] = given[name].expand(-1, -1, tokens, -1)
+        return reference.softmax(x, self.layout.live, self.block, self.heads, self.scale, causal=self.causal, **given)
+
+    def ours(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*is bool in mode 'add'")
+            return Softmax(self.layout.given, self.block)(
+                inputs["x"], self.scale, inputs.get("rpe"), inputs.get("key_padding_mask"), inputs.get("attn_mask"),
+                self.key_padding_mask_mode, self.attn_mask_mode, causal=self.causal,
+            )  # fmt: skip
+
+
+def make_case(layout: Layout = FULL, block: int = 16, batch: int = 2, heads: int = 0, rng: torch.Generator | None = None, **given) -> Case:
+    heads = heads or layout.heads
+    x = 3 * random(rng or seeded(), batch, layout.num_values(heads), block, block)
+    return Case(layout, block, heads, x, **given)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    layout = draw(layouts(max_side=3))
+    block = draw(st.sampled_from((8, 16, 16, 32, 64)))
+    heads = draw(st.integers(1, 3)) if layout.heads == 1 and layout.live.any() else layout.heads
+    batch = draw(st.integers(1, 3))
+    tokens, keys = layout.rows * block, layout.columns * block
+    rng = generator(draw)
+
+    def shape(ranks: tuple[int, ...]) -> tuple[int, ...]:
+        full = (batch, heads, tokens, keys)
+        sizes = [draw(st.sampled_from((size, 1))) for size in full[:3]] + [draw(st.sampled_from((keys, keys, keys, 1)))]
+        rank = draw(st.sampled_from(ranks))
+        return tuple(sizes[4 - rank :])
+
+    def mask(mode: str, *sizes: int) -> torch.Tensor:
+        kept = torch.rand(sizes, generator=rng) < 0.7
+        if draw(st.booleans()):
+            return kept
+        if mode == "mul":
+            return kept * 2.5
+        bias = random(rng, *sizes)
+        return bias.masked_fill(~kept, draw(st.sampled_from((-math.inf, -10000.0, 1.0))))
+
+    modes = draw(st.sampled_from(("add", "mul"))), draw(st.sampled_from(("add", "mul")))
+    return make_case(
+        layout, block, batch, heads, rng,
+        scale=draw(st.sampled_from((1.0, 0.125, -0.5))),
+        rpe=random(rng, *shape((2, 3, 4))) if draw(st.booleans()) else None,
+        key_padding_mask=mask(modes[0], draw(st.sampled_from((batch, 1))), keys) if draw(st.booleans()) else None,
+        attn_mask=mask(modes[1], *shape((2, 4))) if draw(st.booleans()) else None,
+        key_padding_mask_mode=modes[0],
+        attn_mask_mode=modes[1],
+        causal=draw(st.booleans()),
+    )  # fmt: skip
+
+
+def check(case: Case, dtype: torch.dtype, device: str, views: tuple[str, str], only: str | None = None) -> None:
+    """Result and gradients of all inputs, or of `only` one, and that nothing given is overwritten."""
+    given = {name: as_view(x, views[0]) if x.dim() == 4 else x for name, x in case.inputs(dtype).items()}
+    wants = {name: case.differentiable(name) and only in (None, name) for name in given}
+    plain = {name: leaf(x, "cpu", wants[name]) for name, x in given.items()}
+    exact = {name: leaf(x if x.dtype == torch.bool else x.double(), "cpu", wants[name]) for name, x in given.items()}
+    ours = {name: leaf(x, device, wants[name]) for name, x in given.items()}
+    plain_result, exact_result = case.oracle(plain), case.oracle(exact)
+    grad = as_view(random(seeded(), *exact_result.shape, dtype=dtype), views[1])
+    grad_here = leaf(grad, device, requires_grad=False)
+    with poisoned_memory():
+        result = case.ours(ours)
+        found = gradients(result, list(ours.values()), grad_here)
+    assert_as_accurate("probs", result, plain_result, exact_result)
+    names = [name for name in given if wants[name]]
+    plain_found = gradients(plain_result, list(plain.values()), grad)
+    exact_found = gradients(exact_result, list(exact.values()), grad.double())
+    for name, x, y, z in zip(names, found, plain_found, exact_found):
+        assert_as_accurate(f"gradient of {name}", x, y, z)
+    for before, after in zip((*given.values(), grad), (*ours.values(), grad_here)):
+        assert torch.equal(before.cpu(), after.detach().cpu()), "an input was overwritten"
+
+
+@EXAMPLES
+@given(
+    case=cases(),
+    dtype=st.sampled_from(DTYPES),
+    views=st.tuples(st.sampled_from(VIEWS), st.sampled_from(VIEWS)),
+    only=st.sampled_from((None, None, "x", "rpe", "attn_mask", "key_padding_mask")),
+)
+def test_result_and_gradients(device: str, case: Case, dtype: torch.dtype, views: tuple[str, str], only: str | None):
+    check(case, dtype, device, views, only)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block", [8, 16, 32, 64, 128])
+def test_every_block_and_dtype(device: str, block: int, dtype: torch.dtype):
+    layout = make_layout(torch.tensor([[[1, 0, 1], [0, 0, 0]], [[1, 1, 1], [0, 1, 0]], [[0, 0, 0], [0, 0, 0]]]), torch.int64)
+    tokens, keys = 2 * block, 3 * block
+    rng = seeded()
+    case = make_case(
+        layout, block, scale=0.3, rpe=random(rng, 1, 3, tokens, keys), attn_mask=random(rng, 2, 1, 1, keys),
+        key_padding_mask=torch.rand(2, keys, generator=rng) < 0.8, key_padding_mask_mode="mul",
+    )  # fmt: skip
+    check(case, dtype, device, ("contiguous", "contiguous"))
+
+
+@pytest.mark.parametrize(("batch", "heads", "tokens"), [(b, h, t) for b in (1, 2) for h in (1, 3) for t in (1, 32)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_gradient_of_rpe_in_every_shape(device: str, batch: int, heads: int, tokens: int, dtype: torch.dtype):
+    """On live blocks only, summed over what is broadcast."""
+    layout = make_layout(torch.tensor([[[1, 0], [1, 1]], [[0, 1], [0, 0]], [[0, 0], [0, 0]]]))
+    check(make_case(layout, rpe=random(seeded(1), batch, heads, tokens, 32)), dtype, device, ("contiguous", "contiguous"), "rpe")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_gradient_of_a_shared_bias_is_summed_in_float32(device: str, dtype: torch.dtype):
+    """4096 equal contributions to one element: a sum kept in fp16 would stop growing."""
+    case = make_case(batch=32, heads=16)
+    x = torch.zeros(case.x.shape, dtype=dtype, device=device)
+    rpe = torch.zeros(1, 1, 1, 32, dtype=dtype, device=device, requires_grad=True)
+    probs = Softmax(FULL.given, 16)(x, rpe=rpe)
+    weights = torch.zeros_like(probs)
+    weights[..., 0] = 1
+    (grad,) = torch.autograd.grad(probs, rpe, weights)
+    # Columns 0 and 16 have weight 1: each row of 32 equal probabilities gives them (1 - 1/16) / 32.
+    expected = torch.full((32,), -1 / 16 / 32, dtype=torch.float64)
+    expected[[0, 16]] += 1 / 32
+    torch.testing.assert_close(grad.double().flatten().cpu(), 32 * 16 * 32 * expected, rtol=torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_with_nothing_left_are_zeros_with_zero_gradient(device: str, dtype: torch.dtype):
+    layout = make_layout(torch.tensor([[1, 0], [1, 1]]))
+    attn_mask = torch.zeros(32, 32, dtype=torch.float64)
+    attn_mask[3], attn_mask[20, :] = -math.inf, -math.inf
+    case = make_case(layout, attn_mask=attn_mask, rpe=random(seeded(), 1, 1, 32, 32))
+    inputs = {name: leaf(x, device) for name, x in case.inputs(dtype).items()}
+    with poisoned_memory():
+        probs = case.ours(inputs)
+        found = torch.autograd.grad(probs.square().sum(), list(inputs.values()))
+    assert torch.isfinite(probs).all() and all(torch.isfinite(x).all() for x in found)
+    for x in (probs, found[0]):
+        assert not x[:, 0, 3].any() and not x[:, 1:, 4].any()
+        assert x[:, 0, 4].any() and x[:, 1:, 3].any()
+    for bias in found[1:]:
+        assert not bias[..., 3, :].any() and not bias[..., 20, :].any()
+        assert not bias[..., :16, 16:].any(), "a block that does not exist has a gradient"
+
+
+@pytest.mark.parametrize("mode", ["attn_mask", "key_padding_mask", "scores"])
+def test_everything_masked_is_zeros(device: str, mode: str):
+    case = make_case()
+    inputs = {name: leaf(x, device) for name, x in case.inputs(torch.float32).items()}
+    if mode == "scores":
+        inputs["x"] = torch.full_like(inputs["x"], -math.inf).requires_grad_()
+    else:
+        shape = (32, 32) if mode == "attn_mask" else (2, 32)
+        inputs[mode] = torch.zeros(shape, dtype=torch.bool, device=device)
+        case = replace(case, **{f"{mode}_mode": "mul"})
+    with poisoned_memory():
+        probs = case.ours(inputs)
+        (grad,) = torch.autograd.grad(probs.sum(), inputs["x"])
+    assert not probs.any() and not grad.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("value", ["finfo.min", -10000.0])
+@pytest.mark.parametrize("twice", [False, True])
+def test_large_finite_negatives_are_a_softmax(device: str, dtype: torch.dtype, value: str | float, twice: bool):
+    """Never -inf by overflow: a row of them sums to 1, and where other keys are left they get nothing."""
+    value = torch.finfo(dtype).min if value == "finfo.min" else value
+    x = -3 * torch.rand(2, 4, 16, 16, generator=seeded()).to(device, dtype)
+    mask = torch.zeros(32, 32, dtype=dtype, device=device)
+    mask[0], mask[1, 8:] = value, value
+    padding = mask[:1] if twice else None
+    probs = Softmax(FULL.given, 16)(x, 1.0, mask if twice else None, padding, mask).double()
+    sums = probs.unflatten(1, (2, 2)).sum((2, 4))
+    rounding = 32 * torch.finfo(dtype).eps
+    torch.testing.assert_close(sums, torch.ones_like(sums), rtol=rounding, atol=rounding)
+    if not twice:
+        assert not probs[:, 0, 1, 8:].any() and not probs[:, 1, 1].any()
+
+
+def test_minus_ten_thousand_everywhere_changes_nothing(device: str):
+    case = make_case()
+    x = case.x.to(device)
+    padding = torch.full((2, 32), -10000.0, dtype=torch.float64, device=device)
+    torch.testing.assert_close(Softmax(FULL.given, 16)(x, key_padding_mask=padding), Softmax(FULL.given, 16)(x), rtol=1e-10, atol=0)
+
+
+def test_scores_that_overflow_when_scaled_stay_finite(device: str):
+    x = torch.full((1, 4, 16, 16), -3e38, device=device)
+    probs = Softmax(FULL.given, 16)(x, scale=100.0)
+    assert (probs == 1 / 32).all()
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "key_padding_mask"])
+def test_bool_mask_in_add_mode_adds_one_and_warns(device: str, name: str):
+    case = make_case()
+    x = case.x.to(device)
+    mask = (torch.rand(*((32, 32) if name == "attn_mask" else (2, 32)), generator=seeded()) < 0.5).to(device)
+    with pytest.warns(UserWarning, match="is bool in mode 'add'.*use mode 'mul'") as caught:
+        probs = Softmax(FULL.given, 16)(x, **{name: mask})
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert torch.equal(probs, Softmax(FULL.given, 16)(x, **{name: mask.double()}))
+
+
+def test_mul_mask_keeps_where_not_zero(device: str):
+    x = make_case().x.to(device)
+    keep = torch.rand(32, 32, generator=seeded()).to(device) < 0.5
+    softmax = Softmax(FULL.given, 16)
+    expected = softmax(x, attn_mask=keep, attn_mask_mode="mul")
+    for mask in (keep * -0.5, keep.long() * 7, keep.double()):
+        assert torch.equal(softmax(x, attn_mask=mask, attn_mask_mode="mul"), expected)
+    added = torch.zeros(32, 32, dtype=torch.float64, device=device).masked_fill(~keep, -math.inf)
+    assert torch.equal(softmax(x, attn_mask=added), expected)
+
+
+def test_causal_is_a_mask_of_later_tokens(device: str):
+    layout = make_layout(torch.tensor([[1, 1, 1], [1, 1, 0]]))
+    x = make_case(layout).x.to(device)
+    keep = torch.ones(32, 48, dtype=torch.bool, device=device).tril()
+    softmax = Softmax(layout.given, 16)
+    assert torch.equal(softmax(x, causal=True), softmax(x, attn_mask=keep, attn_mask_mode="mul"))
+
+
+def test_nan_spoils_its_row_and_no_other(device: str):
+    x = make_case().x.float()
+    x[0, 0, 3, 5] = math.nan
+    nan = Softmax(FULL.given, 16)(x.to(device)).isnan().cpu()
+    expected = torch.zeros_like(nan)
+    expected[0, :2, 3] = True
+    assert torch.equal(nan, expected)
+
+
+def test_a_row_of_nan_is_nan(device: str):
+    x = make_case().x.float()
+    x[0, :2, 3] = math.nan
+    assert Softmax(FULL.given, 16)(x.to(device))[0, :2, 3].isnan().all()
+
+
+def test_masked_nan_does_not_leak(device: str):
+    x = make_case().x.float()
+    keep = torch.rand(2, 32, generator=seeded()) < 0.5
+    spoiled = x.unflatten(1, (2, 2)).masked_fill(~keep.reshape(2, 1, 2, 1, 16), math.nan).flatten(1, 2)
+    softmax = Softmax(FULL.given, 16)
+    arguments = {"key_padding_mask": keep.to(device), "key_padding_mask_mode": "mul"}
+    assert torch.equal(softmax(spoiled.to(device), **arguments), softmax(x.to(device), **arguments))
+
+
+@pytest.mark.parametrize("form", [torch.bool, torch.int64, torch.int32, torch.uint8, "2-D", "BlockIndex"], ids=str)
+def test_every_form_of_a_layout_gives_the_same_bits(device: str, form: object):
+    live = torch.tensor([[[1, 0], [1, 1]]], dtype=torch.bool)
+    x = random(seeded(), 2, 9, 16, 16).to(device)
+    given = live[0] if form == "2-D" else BlockIndex.build(live, 16) if form == "BlockIndex" else live.to(form)
+    assert torch.equal(Softmax(given, 16)(x), Softmax(live.repeat(3, 1, 1), 16)(x))
+
+
+def test_values_without_a_batch(device: str):
+    x = make_case().x.to(device)
+    probs = Softmax(FULL.given, 16)(x[0])
+    assert probs.shape == (4, 16, 16)
+    assert torch.equal(probs, Softmax(FULL.given, 16)(x)[0])
+
+
+def test_layout_without_a_live_block(device: str):
+    layout = make_layout(torch.zeros(2, 3, 2, dtype=torch.bool))
+    x = torch.zeros(2, 0, 16, 16, device=device, requires_grad=True)
+    rpe = torch.zeros(1, 2, 48, 32, device=device, requires_grad=True)
+    with poisoned_memory():
+        probs = Softmax(layout.given, 16)(x, rpe=rpe)
+        grads = torch.autograd.grad(probs, (x, rpe), torch.zeros_like(probs))
+    assert probs.shape == grads[0].shape == x.shape
+    assert grads[1].shape == rpe.shape and not grads[1].any()
+
+
+def test_rows_of_very_different_length(device: str):
+    """One dense row among rows of one block, longer than any tile: 16,384 keys."""
+    live = torch.eye(1024, dtype=torch.bool)
+    live[5], live[:, 0] = True, True
+    layout = make_layout(live[:8])
+    x = random(seeded(), 1, layout.num_values(1), 16, 16)
+    probs = Softmax(layout.given, 16)(x.float().to(device)).double().cpu()
+    for row in (4, 5):
+        offset = int(layout.live[0, :row].sum())
+        entries = slice(offset, offset + int(layout.live[0, row].sum()))
+        expected = x[0, entries].float().double().transpose(0, 1).flatten(1).softmax(-1)
+        torch.testing.assert_close(probs[0, entries].transpose(0, 1).flatten(1), expected, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.gpu
+def test_more_rows_than_a_grid_dimension_holds(device: str):
+    """Batch times heads times block rows is above 65535."""
+    if device == "cpu":
+        pytest.skip("a limit of CUDA grids")
+    x = torch.randn(300, 300, 8, 8, device=device)
+    probs = Softmax(torch.ones(1, 1, dtype=torch.bool), 8)(x)
+    torch.testing.assert_close(probs, x.softmax(-1))
+
+
+@pytest.mark.gpu
+def test_more_elements_than_int32_counts(device: str):
+    if device == "cpu":
+        pytest.skip("too slow on a CPU")
+    x = torch.zeros(2, 2**18 + 1, 64, 64, device=device, dtype=torch.float16)
+    x[-1, -1, -1, 0] = 1
+    probs = Softmax(torch.ones(1, 1, dtype=torch.bool), 64)(x)
+    torch.testing.assert_close(probs[-1, -1], x[-1, -1].softmax(-1))
+    assert (probs[:, :-1] == 1 / 64).all()
+
+
+def test_gradcheck(device: str):
+    layout = make_layout(torch.tensor([[[1, 0], [1, 1]], [[0, 1], [0, 0]]]))
+    rng = seeded()
+    for causal in (False, True):
+        case = make_case(
+            layout, 8, scale=0.7, causal=causal, rpe=random(rng, 1, 2, 16, 16), attn_mask=random(rng, 2, 1, 1, 16),
+            key_padding_mask=random(rng, 2, 16),
+        )  # fmt: skip
+        inputs = {name: leaf(x, device) for name, x in case.inputs(torch.float64).items()}
+        assert torch.autograd.gradcheck(lambda *xs: case.ours(dict(zip(inputs, xs))), tuple(inputs.values()), fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_opcheck(device: str, operator: str, dtype: torch.dtype):
+    layout = make_layout(torch.tensor([[[1, 0, 1], [0, 1, 0]], [[0, 0, 0], [1, 1, 0]]]))
+    index = BlockIndex.build(layout.given, 16).to(device)
+    rng = seeded()
+    x, y = (random(rng, 2, layout.num_values(2), 16, 16, dtype=dtype).to(device) for _ in range(2))
+    rpe, mask = random(rng, 1, 2, 32, 48, dtype=dtype).to(device), (torch.rand(2, 1, 1, 48, generator=rng) < 0.5).to(device)
+    lists = (index.row_offsets, index.row_columns)
+    arguments = {
+        "softmax_forward": [(x, rpe, mask[:, 0, 0], mask, *lists, 2, 16, 0.5, True), (x, None, None, None, *lists, 2, 16, 1.0, False)],
+        "softmax_backward": [(x, y, index.row_offsets, 2, 16, 0.5)],
+        "softmax_bias_backward": [(x, *lists, 2, 2, 16, shape) for shape in ([1, 2, 32, 48], [2, 1, 1, 48])],
+    }
+    for given in arguments[operator]:
+        torch.library.opcheck(getattr(torch.ops.ds_sparse, operator).default, given)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiles_into_one_graph(device: str, backend: str):
+    case = make_case(heads=2)
+    rng = seeded()
+    x, rpe = leaf(case.x.float(), device), leaf(random(rng, 1, 2, 32, 32).float(), device)
+    padding = (torch.rand(2, 32, generator=rng) < 0.8).to(device)
+    softmax = Softmax(BlockIndex.build(FULL.given, 16).to(device), 16)
+
+    def run(x: torch.Tensor, rpe: torch.Tensor) -> torch.Tensor:
+        return softmax(x, 0.5, rpe, padding, key_padding_mask_mode="mul", causal=True) * 2
+
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
+    result, expected = compiled(x, rpe), run(x, rpe)
+    torch.testing.assert_close(result, expected)
+    found, wanted = (torch.autograd.grad(y.square().sum(), (x, rpe)) for y in (result, expected))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_same_bits_every_time_and_with_any_number_of_threads(device: str):
+    layout = make_layout(torch.rand(2, 6, 6, generator=seeded()) < 0.5)
+    case = make_case(layout, 32, rpe=random(seeded(), 1, 2, 192, 192), attn_mask=random(seeded(), 1, 1, 1, 192))
+
+    def run() -> list[torch.Tensor]:
+        inputs = {name: leaf(x, device) for name, x in case.inputs(torch.float32).items()}
+        probs = case.ours(inputs)
+        return [probs, *torch.autograd.grad(probs.square().sum(), list(inputs.values()))]
+
+    first, threads = run(), torch.get_num_threads()
+    try:
+        for number in (threads, 1, 2, 3):
+            torch.set_num_threads(number)
+            for x, y in zip(first, run()):
+                assert torch.equal(x, y), f"{number} threads"
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_gives_the_same_gradients(device: str, use_reentrant: bool):
+    softmax, case = Softmax(FULL.given, 16), make_case(rpe=random(seeded(), 1, 1, 32, 32))
+    grads = []
+    for checkpointed in (False, True):
+        x, rpe = leaf(case.x, device), leaf(case.rpe, device)
+        if checkpointed:
+            probs = torch.utils.checkpoint.checkpoint(softmax, x, 0.5, rpe, use_reentrant=use_reentrant)
+        else:
+            probs = softmax(x, 0.5, rpe)
+        probs.square().sum().backward()
+        grads.append((x.grad, rpe.grad))
+    assert all(torch.equal(x, y) for x, y in zip(*grads))
+
+
+def test_autocast_leaves_the_dtype_of_x(device: str):
+    x = make_case().x.float().to(device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert torch.equal(Softmax(FULL.given, 16)(x), Softmax(FULL.given, 16)(x))
+        assert Softmax(FULL.given, 16)(x).dtype == torch.float32
+
+
+def test_meta_tensors_give_shapes():
+    probs = Softmax(FULL.given, 16)(torch.empty(2, 8, 16, 16, device="meta", dtype=torch.bfloat16), causal=True)
+    assert (probs.device.type, probs.shape, probs.dtype) == ("meta", (2, 8, 16, 16), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"x": torch.zeros(2, 4, 16, 8)}, r"x has shape \(2, 4, 16, 8\); the layout's sparse values are \(batch, 4, 16, 16\)"),
+        ({"x": torch.zeros(2, 5, 16, 16)}, "times any number of heads"),
+        ({"x": torch.zeros(16, 16)}, r"x has shape \(16, 16\)"),
+        ({"x": torch.zeros(2, 4, 16, 16, dtype=torch.int64)}, "Tensors are torch.int64"),
+        ({"rpe": torch.zeros(32, 32, dtype=torch.float64)}, "relative position embedding must be torch.float32"),
+        ({"rpe": torch.zeros(32, 31)}, r"rpe has shape \(32, 31\); it has to be \(2, 1, 32, 32\), where any dimension may be 1"),
+        ({"rpe": torch.zeros(1, 2, 1, 32, 32)}, "rpe has shape"),
+        ({"rpe": torch.zeros(1, 2, 32, 32)}, "rpe has shape"),
+        ({"attn_mask": torch.zeros(32, 32, dtype=torch.float16)}, "Attention mask must be torch.float32, or bool; got torch.float16"),
+        ({"attn_mask": torch.zeros(32, 32, dtype=torch.int64)}, "Attention mask must be torch.float32"),
+        ({"attn_mask": torch.zeros(32, 33)}, r"attn_mask has shape \(32, 33\)"),
+        ({"attn_mask": torch.zeros(3, 1, 32, 32)}, r"attn_mask has shape \(3, 1, 32, 32\)"),
+        ({"attn_mask": torch.zeros(2, 32, 32)}, r"attn_mask has shape \(2, 32, 32\)"),
+        ({"attn_mask": torch.zeros(1, 32, 32)}, r"attn_mask has shape \(1, 32, 32\)"),
+        ({"attn_mask": torch.zeros(32, 32), "attn_mask_mode": "multiply"}, "Attention mask mode is 'multiply'; it has to be 'add'"),
+        ({"key_padding_mask": torch.zeros(2, 32, dtype=torch.float64)}, "Key padding mask must be torch.float32"),
+        ({"key_padding_mask": torch.zeros(32)}, r"key_padding_mask has shape \(32,\); it has to be \(batch or 1, 32\)"),
+        ({"key_padding_mask": torch.zeros(2, 1, 1, 32)}, "key_padding_mask has shape"),
+        ({"key_padding_mask": torch.zeros(3, 32)}, r"key_padding_mask has shape \(3, 32\)"),
+        ({"key_padding_mask": torch.zeros(2, 32), "key_padding_mask_mode": ""}, "Key padding mask mode is ''"),
+        ({"rpe": torch.zeros(32, 32, device="meta")}, "rpe is on meta and x on cpu"),
+        ({"attn_mask": torch.zeros(32, 32, device="meta")}, "attn_mask is on meta and x on cpu"),
+        ({"key_padding_mask": torch.zeros(2, 32, device="meta")}, "key_padding_mask is on meta and x on cpu"),
+    ],
+)  # fmt: skip
+def test_arguments_that_do_not_fit(change: dict[str, object], sentence: str):
+    with pytest.raises(ValueError, match=sentence):
+        Softmax(FULL.given, 16)(**{"x": torch.zeros(2, 4, 16, 16), **change})
+
+
+def test_values_of_other_heads_than_the_layouts():
+    layout = torch.tensor([[[1, 0], [0, 1]], [[1, 1], [0, 1]]])
+    with pytest.raises(ValueError, match=r"\(batch, 5, 16, 16\)\."):
+        Softmax(layout, 16)(torch.zeros(1, 10, 16, 16))
+
+
+def test_block_other_than_the_index():
+    with pytest.raises(ValueError, match="block is 32, and the index was built for blocks of 16"):
+        Softmax(BlockIndex.build(FULL.given, 16), 32)

@@ -1,0 +1,423 @@
+import copy
+import inspect
+import json
+import pickle
+import random
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ds_sparse.sparsity as sparsity
+from ds_sparse.sparsity import SparsityConfig, SparsityWarning, _base, register_sparsity
+from ds_sparse.sparsity._registry import sparsity_class, sparsity_modes
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "golden_layouts.json").read_text())
+BUILT_IN = [
+    sparsity.DenseSparsityConfig,
+    sparsity.FixedSparsityConfig,
+    sparsity.VariableSparsityConfig,
+    sparsity.BigBirdSparsityConfig,
+    sparsity.BSLongformerSparsityConfig,
+    sparsity.LocalSlidingWindowSparsityConfig,
+]
+modest = settings(deadline=None, derandomize=True, max_examples=60)
+attentions = st.sampled_from(["bidirectional", "unidirectional"])
+structures = st.one_of(
+    st.builds(sparsity.DenseSparsityConfig, num_heads=st.just(2), different_layout_per_head=st.booleans()),
+    st.builds(
+        sparsity.FixedSparsityConfig,
+        num_heads=st.just(3),
+        different_layout_per_head=st.just(True),
+        num_local_blocks=st.sampled_from([4, 6, 8]),
+        num_global_blocks=st.sampled_from([1, 2]),
+        attention=attentions,
+        num_different_global_patterns=st.sampled_from([1, 2]),
+    ),
+    st.builds(
+        sparsity.VariableSparsityConfig,
+        num_heads=st.just(2),
+        different_layout_per_head=st.booleans(),
+        num_random_blocks=st.integers(0, 2),
+        local_window_blocks=st.lists(st.integers(1, 5), min_size=1, max_size=3),
+        global_block_indices=st.lists(st.integers(-3, 12), max_size=3),
+        attention=attentions,
+    ),
+    st.builds(
+        sparsity.BigBirdSparsityConfig,
+        num_heads=st.just(2),
+        different_layout_per_head=st.booleans(),
+        num_random_blocks=st.integers(0, 1),
+        num_sliding_window_blocks=st.integers(1, 5),
+        num_global_blocks=st.integers(0, 3),
+        attention=attentions,
+    ),
+    st.builds(
+        sparsity.BSLongformerSparsityConfig,
+        num_heads=st.just(2),
+        num_sliding_window_blocks=st.integers(1, 5),
+        global_block_indices=st.lists(st.integers(-3, 12), max_size=3),
+        attention=attentions,
+    ),
+    st.builds(
+        sparsity.LocalSlidingWindowSparsityConfig,
+        num_heads=st.just(2),
+        num_sliding_window_blocks=st.integers(1, 5),
+        attention=attentions,
+    ),
+)
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """Modes that a test registers go with it."""
+    from ds_sparse.sparsity import _registry
+
+    monkeypatch.setattr(_registry, "_classes", dict(_registry._classes))
+
+
+@pytest.fixture
+def no_caution_given(monkeypatch):
+    monkeypatch.setattr(_base, "_given", set())
+
+
+class Strided(SparsityConfig):
+    """As users wrote them for DeepSpeed: a plain __init__, attributes before super(), make_layout with a loop."""
+
+    def __init__(self, num_heads, block=16, stride=2):
+        self.stride = stride
+        super().__init__(num_heads, block)
+
+    def make_layout(self, seq_len):
+        layout = self.setup_layout(seq_len)
+        for h in range(self.num_layout_heads):
+            for row in range(layout.shape[1]):
+                layout[h, row, row % self.stride :: self.stride] = 1
+        return self.check_and_propagate_first_head_layout(layout)
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: f"{case['cls']}-{case['seq_len']}-{case['kwargs']}")
+@pytest.mark.parametrize("method", ["make_layout", "make_bool_layout"])
+def test_layouts_are_deepspeeds_bit_for_bit(case, method):
+    make = getattr(getattr(sparsity, case["cls"])(**case["kwargs"]), method)
+    if case["seed"] is not None:
+        random.seed(case["seed"])
+    if "error" in case:
+        with pytest.raises(ValueError) as caught:
+            make(case["seq_len"])
+        assert [type(caught.value).__name__, str(caught.value)] == case["error"]
+        return
+    layout = make(case["seq_len"])
+    expected = torch.tensor([[[int(cell) for cell in row] for row in head] for head in case["layout"]])
+    if method == "make_layout":
+        expected = expected.expand(case["kwargs"]["num_heads"], -1, -1)
+    assert layout.dtype is (torch.int64 if method == "make_layout" else torch.bool)
+    assert layout.device.type == "cpu"
+    assert torch.equal(layout.long(), expected)
+
+
+def test_the_golden_file_is_whole():
+    assert len(GOLDEN) == 82
+
+
+@modest
+@given(structures, st.integers(5, 20), st.integers(0, 9))
+def test_both_layouts_are_the_same_and_draw_alike(structure, blocks, seed):
+    random.seed(seed)
+    layout = structure.make_layout(blocks * structure.block)
+    after = random.random()
+    random.seed(seed)
+    shared = structure.make_bool_layout(blocks * structure.block)
+    assert torch.equal(shared.expand(structure.num_heads, -1, -1), layout.bool())
+    assert shared.shape[0] == 1 or not torch.equal(layout[0], layout[1]) or not torch.equal(layout[0], layout[-1])
+    assert random.random() == after
+
+
+@modest
+@given(structures, st.integers(5, 20), st.integers(0, 2**40))
+def test_a_seed_gives_one_layout_and_leaves_pythons_random_alone(structure, blocks, seed):
+    structure.seed = seed
+    before = random.getstate()
+    first = structure.make_bool_layout(blocks * structure.block)
+    assert random.getstate() == before
+    random.seed(1)
+    assert torch.equal(structure.make_bool_layout(blocks * structure.block), first)
+    assert torch.equal(
+        structure.make_layout(blocks * structure.block).bool(), first.expand(structure.num_heads, -1, -1)
+    )
+
+
+@modest
+@given(structures, st.integers(5, 20))
+def test_strict_causal_drops_exactly_the_blocks_above_the_diagonal(structure, blocks):
+    structure.seed = 3
+    plain = structure.make_bool_layout(blocks * structure.block)
+    structure.strict_causal = True
+    strict = structure.make_bool_layout(blocks * structure.block)
+    assert torch.equal(strict.expand(structure.num_heads, -1, -1), plain.tril().expand(structure.num_heads, -1, -1))
+
+
+@pytest.mark.parametrize("cls", BUILT_IN, ids=lambda cls: cls.__name__)
+def test_a_layout_of_65536_tokens_is_quick_and_never_int64(cls, monkeypatch):
+    structure = cls(12, seed=1)
+    monkeypatch.setattr(cls, "setup_layout", None)
+    start = time.perf_counter()
+    layout = structure.make_bool_layout(65536)
+    assert time.perf_counter() - start < 0.8
+    assert layout.shape == (1, 4096, 4096)
+
+
+@pytest.mark.parametrize(
+    ("cls", "names"),
+    [
+        (sparsity.SparsityConfig, "num_heads block different_layout_per_head"),
+        (sparsity.DenseSparsityConfig, "num_heads block different_layout_per_head"),
+        (
+            sparsity.FixedSparsityConfig,
+            "num_heads block different_layout_per_head num_local_blocks num_global_blocks attention "
+            "horizontal_global_attention num_different_global_patterns",
+        ),
+        (
+            sparsity.VariableSparsityConfig,
+            "num_heads block different_layout_per_head num_random_blocks local_window_blocks global_block_indices "
+            "global_block_end_indices attention horizontal_global_attention",
+        ),
+        (
+            sparsity.BigBirdSparsityConfig,
+            "num_heads block different_layout_per_head num_random_blocks num_sliding_window_blocks num_global_blocks "
+            "attention",
+        ),
+        (
+            sparsity.BSLongformerSparsityConfig,
+            "num_heads block different_layout_per_head num_sliding_window_blocks global_block_indices "
+            "global_block_end_indices attention",
+        ),
+        (sparsity.LocalSlidingWindowSparsityConfig, "num_heads block num_sliding_window_blocks attention"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_positional_order_is_deepspeeds_and_ours_are_keyword_only(cls, names):
+    parameters = inspect.signature(cls).parameters.values()
+    assert [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY] == names.split()
+    assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] == ["seed", "causal", "strict_causal"]
+
+
+@pytest.mark.parametrize(
+    ("cls", "values"),
+    [
+        (sparsity.DenseSparsityConfig, (4, 32, True)),
+        (sparsity.FixedSparsityConfig, (4, 32, True, 8, 2, "bidirectional", True, 3)),
+        (sparsity.VariableSparsityConfig, (4, 32, True, 2, [1, 2], [3], [4], "bidirectional", True)),
+        (sparsity.BigBirdSparsityConfig, (4, 32, True, 2, 5, 3, "unidirectional")),
+        (sparsity.BSLongformerSparsityConfig, (4, 32, True, 5, [3], [4], "unidirectional")),
+        (sparsity.LocalSlidingWindowSparsityConfig, (4, 32, 5, "bidirectional")),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_values_by_position_land_where_their_names_say(cls, values):
+    structure = cls(*values)
+    names = list(inspect.signature(cls).parameters)[: len(values)]
+    assert tuple(getattr(structure, name) for name in names) == values
+    assert vars(structure) == vars(cls(**dict(zip(names, values, strict=True))))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"num_heads": 0},
+        {"num_heads": "4"},
+        {"num_heads": True},
+        {"num_heads": 4, "block": 24},
+        {"num_heads": 4, "block": 16.0},
+        {"num_heads": 4, "block": "16"},
+        {"num_heads": 4, "different_layout_per_head": 1},
+        {"num_heads": 4, "seed": -1},
+        {"num_heads": 4, "causal": "yes"},
+        {"num_heads": 4, "num_local_blocks": 4},
+    ],
+)
+def test_wrong_arguments_are_value_errors(arguments):
+    with pytest.raises(ValueError):
+        SparsityConfig(**arguments)
+
+
+def test_an_error_names_the_field_also_when_it_came_by_position():
+    with pytest.raises(ValueError, match=r"num_local_blocks\n  Input should be a valid integer"):
+        sparsity.FixedSparsityConfig(4, 16, False, "4")
+    with pytest.raises(ValueError):
+        sparsity.DenseSparsityConfig(4, 16, False, 4)
+    with pytest.raises(ValueError):
+        sparsity.DenseSparsityConfig(4, 16, block=16)
+
+
+def test_num_layout_heads():
+    assert SparsityConfig(6).num_layout_heads == 1
+    assert SparsityConfig(6, 16, True).num_layout_heads == 6
+
+
+def test_the_base_says_that_it_lays_nothing_out():
+    with pytest.raises(NotImplementedError, match="override make_layout"):
+        SparsityConfig(4).make_layout(64)
+
+
+@pytest.mark.parametrize("method", ["setup_layout", "make_bool_layout"])
+def test_lengths_are_positive_multiples_of_the_block(method):
+    make = getattr(sparsity.DenseSparsityConfig(2), method)
+    with pytest.raises(ValueError, match="Sequence Length, 40, needs to be dividable by Block size 16!"):
+        make(40)
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        make(0)
+
+
+def test_instances_share_no_list_with_each_other_or_the_caller():
+    first, second = sparsity.VariableSparsityConfig(2), sparsity.VariableSparsityConfig(2)
+    first.local_window_blocks.append(9)
+    assert second.local_window_blocks == [4]
+    mine = [1, 2]
+    structure = sparsity.VariableSparsityConfig(2, global_block_indices=mine)
+    mine.append(3)
+    assert structure.global_block_indices == [1, 2]
+    assert sparsity.VariableSparsityConfig(2, global_block_indices=(1, 2)).global_block_indices == [1, 2]
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+@pytest.mark.parametrize("structure", [Strided(2, stride=3), sparsity.FixedSparsityConfig(2, 32, num_local_blocks=8)])
+def test_copies_keep_every_attribute(structure, duplicate):
+    structure.note = "later"
+    other = duplicate(structure)
+    assert vars(other) == vars(structure)
+    assert torch.equal(other.make_bool_layout(256), structure.make_bool_layout(256))
+
+
+def test_a_users_plain_subclass_works_as_it_did():
+    structure = Strided(2, 16, stride=3)
+    assert (structure.stride, structure.num_heads, structure.block, structure.num_layout_heads) == (3, 2, 16, 1)
+    assert structure.seed is None and structure.causal is False
+    expected = torch.tensor([[column % 3 == row % 3 and column >= row % 3 for column in range(6)] for row in range(6)])
+    assert torch.equal(structure.make_layout(96), expected.long().expand(2, -1, -1))
+    assert torch.equal(structure.make_bool_layout(96), expected[None])
+    structure.strict_causal = True
+    assert torch.equal(structure.make_bool_layout(96), expected[None].tril())
+
+
+def test_a_users_attribute_with_a_name_of_ours_counts():
+    class Raster(SparsityConfig):
+        def __init__(self, num_heads, causal, block=16):
+            self.causal = causal
+            self.block = 128
+            super().__init__(num_heads, block)
+
+    assert Raster(2, True).causal is True
+    assert Raster(2, True).block == 16
+    assert Raster(2, False).causal is False
+
+
+@pytest.mark.parametrize(
+    "step", ["set_local_layout", "set_global_layout", "setup_layout", "check_and_propagate_first_head_layout"]
+)
+def test_overridden_steps_are_called_for_both_layouts(step):
+    calls = []
+
+    def override(self, *arguments):
+        calls.append(arguments)
+        return getattr(super(Mine, self), step)(*arguments)
+
+    Mine = type("Mine", (sparsity.FixedSparsityConfig,), {step: override})
+    structure = Mine(2, num_local_blocks=2)
+    plain = sparsity.FixedSparsityConfig(2, num_local_blocks=2)
+    assert torch.equal(structure.make_layout(96), plain.make_layout(96))
+    assert torch.equal(structure.make_bool_layout(96), plain.make_bool_layout(96))
+    assert len(calls) == 2
+
+
+def test_an_overridden_step_changes_the_training_layout():
+    class NoGlobal(sparsity.BigBirdSparsityConfig):
+        def set_global_layout_itc(self, h, layout):
+            return layout
+
+    layout = NoGlobal(3, num_random_blocks=0).make_bool_layout(160)
+    assert layout.shape == (1, 10, 10)
+    assert not layout[0, 0, 5:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.float32])
+def test_steps_work_in_place_on_any_dtype(dtype):
+    structure = sparsity.BSLongformerSparsityConfig(2, attention="unidirectional")
+    layout = torch.zeros(2, 8, 8, dtype=dtype)
+    for h in range(2):
+        structure.set_sliding_window_layout(h, layout)
+        structure.set_global_layout(h, layout)
+    assert torch.equal(layout.long(), structure.make_layout(128))
+
+
+def test_a_users_make_layout_is_checked():
+    class Wrong(SparsityConfig):
+        def make_layout(self, seq_len):
+            return self.setup_layout(seq_len) + 2
+
+    with pytest.raises(ValueError, match="only 0 and 1"):
+        Wrong(2).make_bool_layout(64)
+
+
+@pytest.mark.usefixtures("no_caution_given")
+def test_cautions_are_given_once_a_process_where_the_structure_is_made():
+    with pytest.warns(SparsityWarning, match='"unidirectional" masks whole blocks only') as caught:
+        sparsity.LocalSlidingWindowSparsityConfig(4)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sparsity.LocalSlidingWindowSparsityConfig(4)
+        sparsity.FixedSparsityConfig(4, attention="unidirectional")
+
+
+@pytest.mark.usefixtures("no_caution_given")
+def test_no_caution_with_token_level_masking_or_when_bidirectional():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sparsity.FixedSparsityConfig(4, attention="unidirectional", num_global_blocks=2, causal=True)
+        for cls in BUILT_IN[:-1]:
+            cls(4)
+
+
+@pytest.mark.usefixtures("no_caution_given")
+def test_a_seed_without_random_blocks_is_said():
+    with pytest.warns(SparsityWarning, match="seed changes nothing"):
+        sparsity.FixedSparsityConfig(4, seed=1)
+    assert sparsity.BigBirdSparsityConfig(4).draws_random_blocks
+    assert not sparsity.BigBirdSparsityConfig(4, num_random_blocks=0).draws_random_blocks
+
+
+@pytest.mark.usefixtures("registry")
+def test_registering_makes_a_mode():
+    assert register_sparsity("strided")(Strided) is Strided
+    assert sparsity_class("strided") is Strided
+    assert "strided" in sparsity_modes()
+
+
+@pytest.mark.usefixtures("registry")
+def test_registering_refuses_what_is_no_structure_or_taken():
+    with pytest.raises(TypeError, match="subclass of SparsityConfig"):
+        register_sparsity("mine")(dict)
+    with pytest.raises(TypeError, match="lays nothing out"):
+        register_sparsity("mine")(type("Empty", (SparsityConfig,), {}))
+    with pytest.raises(ValueError, match="already ds_sparse.sparsity.fixed.FixedSparsityConfig"):
+        register_sparsity("fixed")(Strided)
+
+
+@pytest.mark.usefixtures("registry")
+def test_entry_points_are_modes(monkeypatch):
+    from importlib.metadata import EntryPoint
+
+    from ds_sparse.sparsity import _registry
+
+    point = EntryPoint("banded", "ds_sparse.sparsity:LocalSlidingWindowSparsityConfig", _registry.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(
+        _registry, "entry_points", lambda group: [point] if group == _registry.ENTRY_POINT_GROUP else []
+    )
+    assert "banded" in sparsity_modes()
+    assert sparsity_class("banded") is sparsity.LocalSlidingWindowSparsityConfig

@@ -1,0 +1,66 @@
+import pytest
+
+from ds_sparse.sparsity import BigBirdSparsityConfig
+
+
+def test_window_and_leading_global_blocks(picture):
+    structure = BigBirdSparsityConfig(1, num_random_blocks=0)
+    assert picture(structure, 5) == ["11111", "11100", "11110", "10111", "10011"]
+
+
+def test_an_even_window_is_one_block_wider(picture):
+    structure = BigBirdSparsityConfig(1, num_random_blocks=0, num_sliding_window_blocks=2, num_global_blocks=0)
+    assert picture(structure, 4) == ["1100", "1110", "0111", "0011"]
+
+
+def test_unidirectional_has_nothing_above_the_diagonal(picture):
+    structure = BigBirdSparsityConfig(1, attention="unidirectional", num_sliding_window_blocks=1, seed=0)
+    layout = structure.make_bool_layout(320)
+    assert not layout.triu(1).any()
+    assert layout[0, :, 0].all()
+
+
+def test_every_row_draws_its_random_blocks_in_every_head():
+    structure = BigBirdSparsityConfig(2, num_random_blocks=4, seed=1, different_layout_per_head=True)
+    layout = structure.setup_layout(320)
+    for h in range(2):
+        structure.set_random_layout(h, layout)
+    assert (layout.sum(-1) == 4).all()
+    assert not layout[0].equal(layout[1])
+
+
+def test_two_random_blocks_unidirectional_need_strict_causal():
+    with pytest.raises(ValueError, match="^Sample larger than population or is negative$"):
+        BigBirdSparsityConfig(1, num_random_blocks=2, attention="unidirectional").make_layout(160)
+    structure = BigBirdSparsityConfig(1, num_random_blocks=3, attention="unidirectional", strict_causal=True, seed=2)
+    layout = structure.set_random_layout(0, structure.setup_layout(160))
+    assert layout[0].sum(-1).tolist() == [1, 2, *[3] * 8]
+    assert not structure.make_bool_layout(160).triu(1).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"num_random_blocks": 3}, "random blocks, 3"),
+        ({"num_sliding_window_blocks": 4}, "sliding window blocks, 4"),
+        ({"num_sliding_window_blocks": 1, "num_global_blocks": 5}, "global blocks, 5"),
+    ],
+)
+def test_rows_too_short_are_value_errors(options, what):
+    with pytest.raises(
+        ValueError, match=f"^Number of {what}, must be smaller than overall number of blocks in a row, 2!$"
+    ):
+        BigBirdSparsityConfig(1, **options).make_layout(32)
+
+
+def test_the_class_draws_one_random_block_by_default():
+    assert BigBirdSparsityConfig(1).num_random_blocks == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"attention": "both"}, {"num_random_blocks": -1}, {"num_sliding_window_blocks": 0}, {"num_global_blocks": -1}],
+)
+def test_wrong_options_are_value_errors(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        BigBirdSparsityConfig(4, **options)

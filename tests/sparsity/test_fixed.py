@@ -1,0 +1,75 @@
+import pytest
+
+from ds_sparse.layout import density
+from ds_sparse.sparsity import FixedSparsityConfig, SparsityWarning, _base
+
+
+def test_windows_and_the_last_block_of_each_with_a_short_last_window(picture):
+    assert picture(FixedSparsityConfig(1, num_local_blocks=2), 5) == [
+        "11011",
+        "11011",
+        "01111",
+        "01111",
+        "01011",
+    ]
+
+
+def test_heads_cycle_through_the_patterns(picture):
+    structure = FixedSparsityConfig(3, 16, True, num_local_blocks=2, num_different_global_patterns=2)
+    assert picture(structure, 4, head=0) == ["1101", "1101", "0111", "0111"]
+    assert picture(structure, 4, head=1) == ["1110", "1110", "1011", "1011"]
+    assert picture(structure, 4, head=2) == picture(structure, 4, head=0)
+
+
+def test_horizontal_global_rows_are_full(picture):
+    structure = FixedSparsityConfig(1, num_local_blocks=2, horizontal_global_attention=True)
+    assert picture(structure, 4) == ["1101", "1111", "0111", "1111"]
+
+
+def test_unidirectional_stripes_start_at_the_first_global_row_and_strict_causal_cuts_them(picture):
+    options = {"num_local_blocks": 2, "num_global_blocks": 2, "attention": "unidirectional"}
+    assert picture(FixedSparsityConfig(1, **options), 4) == ["1100", "1100", "1111", "1111"]
+    assert picture(FixedSparsityConfig(1, **options, strict_causal=True), 4) == ["1000", "1100", "1110", "1111"]
+
+
+def test_density_tends_to_the_share_of_global_blocks():
+    densities = [density(FixedSparsityConfig(1).make_bool_layout(length)) for length in (128, 512, 2048, 16384)]
+    assert [round(value, 3) for value in densities] == [0.625, 0.344, 0.273, 0.253]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            {"num_local_blocks": 5, "num_global_blocks": 2},
+            "Number of blocks in a local window, 5, must be dividable by number of global blocks, 2!",
+        ),
+        ({"attention": "sideways"}, 'only "uni/bi-directional" attentions are supported for now!'),
+        (
+            {"attention": "unidirectional", "horizontal_global_attention": True},
+            'only "bi-directional" attentions can support horizontal global attention!',
+        ),
+        (
+            {"num_different_global_patterns": 2},
+            "Number of different layouts cannot be more than one when you have set a single layout for all heads! "
+            "Set different_layout_per_head to True.",
+        ),
+        (
+            {"different_layout_per_head": True, "num_different_global_patterns": 5},
+            "Number of layout versions (num_different_global_patterns), 5, cannot be larger than number of local "
+            "window blocks divided by number of global blocks, 4 / 1 = 4!",
+        ),
+        ({"num_global_blocks": 0}, "greater than or equal to 1"),
+        ({"num_local_blocks": True}, "valid integer"),
+    ],
+)
+def test_wrong_options_are_value_errors(options, sentence):
+    with pytest.raises(ValueError) as caught:
+        FixedSparsityConfig(4, **options)
+    assert sentence in str(caught.value)
+
+
+def test_stripes_above_the_diagonal_are_said(monkeypatch):
+    monkeypatch.setattr(_base, "_given", set())
+    with pytest.warns(SparsityWarning, match="num_global_blocks .* strict_causal"):
+        FixedSparsityConfig(4, num_global_blocks=2, attention="unidirectional")

@@ -1,0 +1,589 @@
+import base64
+import json
+import os
+import random
+import warnings
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from ds_sparse.config import SparseAttentionConfigError, json_schema, load_config, parse_sparse_attention
+from ds_sparse.sparsity import (
+    BigBirdSparsityConfig,
+    FixedSparsityConfig,
+    LocalSlidingWindowSparsityConfig,
+    SparsityConfig,
+    VariableSparsityConfig,
+    _base,
+    register_sparsity,
+)
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+EXAMPLES = sorted(path for path in CONFIGS.glob("*.json") if "schema" not in path.name)
+
+# The block as DeepSpeed's documentation shows it: the keys of all modes at once.
+DOCUMENTED = {
+    "mode": "fixed",
+    "block": 16,
+    "different_layout_per_head": True,
+    "num_local_blocks": 4,
+    "num_global_blocks": 1,
+    "attention": "bidirectional",
+    "horizontal_global_attention": False,
+    "num_different_global_patterns": 4,
+    "num_random_blocks": 0,
+    "local_window_blocks": [4],
+    "global_block_indices": [0],
+    "global_block_end_indices": None,
+    "num_sliding_window_blocks": 3,
+}
+
+# (block, sequence length, sentences), each sentence without the leading "ds.json: ".
+WRONG = [
+    (
+        {"num_local_block": 4},
+        None,
+        ['sparse_attention.num_local_block: unknown key (given 4). Did you mean "num_local_blocks"?'],
+    ),
+    (
+        {"mode": "bigbird", "zzz": [1]},
+        None,
+        [
+            'sparse_attention.zzz: unknown key (given [1]). Mode "bigbird" knows mode, block, '
+            "different_layout_per_head, "
+            "seed, causal, strict_causal, num_random_blocks, num_sliding_window_blocks, num_global_blocks, attention."
+        ],
+    ),
+    ({"block": "16"}, None, ['sparse_attention.block: got "16"; wanted 8, 16, 32, 64 or 128.']),
+    ({"block": 24}, None, ["sparse_attention.block: got 24; wanted 8, 16, 32, 64 or 128."]),
+    ({"num_local_blocks": 4.0}, None, ["sparse_attention.num_local_blocks: got 4.0; wanted an integer of at least 1."]),
+    ({"num_local_blocks": 0}, None, ["sparse_attention.num_local_blocks: got 0; wanted an integer of at least 1."]),
+    (
+        {"num_global_blocks": True},
+        None,
+        ["sparse_attention.num_global_blocks: got true; wanted an integer of at least 1."],
+    ),
+    (
+        {"different_layout_per_head": "yes"},
+        None,
+        ['sparse_attention.different_layout_per_head: got "yes"; wanted true or false.'],
+    ),
+    (
+        {"horizontal_global_attention": 1},
+        None,
+        ["sparse_attention.horizontal_global_attention: got 1; wanted true or false."],
+    ),
+    (
+        {"num_local_blocks": None},
+        None,
+        ["sparse_attention.num_local_blocks: got null; wanted an integer of at least 1."],
+    ),
+    (
+        {"attention": "causal"},
+        None,
+        ['sparse_attention.attention: got "causal"; wanted "bidirectional" or "unidirectional".'],
+    ),
+    (
+        {"mode": "variable", "local_window_blocks": 4},
+        None,
+        ["sparse_attention.local_window_blocks: got 4; wanted a list of at least one, each an integer of at least 1."],
+    ),
+    (
+        {"mode": "variable", "local_window_blocks": [4, "8"]},
+        None,
+        [
+            'sparse_attention.local_window_blocks: got [4, "8"]; wanted a list of at least one, each an integer of at '
+            "least 1."
+        ],
+    ),
+    (
+        {"mode": "bslongformer", "global_block_end_indices": 3},
+        None,
+        ["sparse_attention.global_block_end_indices: got 3; wanted a list, each an integer or null."],
+    ),
+    ({"seed": -1}, None, ["sparse_attention.seed: got -1; wanted an integer of at least 0 or null."]),
+    (
+        {"mode": "bigbrid"},
+        None,
+        [
+            'sparse_attention.mode: got "bigbrid"; wanted "bigbird", "bslongformer", "dense", "fixed", '
+            '"local_sliding_window" or "variable". Did you mean "bigbird"?'
+        ],
+    ),
+    (
+        {"mode": None},
+        None,
+        [
+            'sparse_attention.mode: got null; wanted "bigbird", "bslongformer", "dense", "fixed", '
+            '"local_sliding_window" or "variable".'
+        ],
+    ),
+    (
+        {"mode": "local", "blok": 16, "block": 5},
+        None,
+        [
+            'sparse_attention.mode: got "local"; wanted "bigbird", "bslongformer", "dense", "fixed", '
+            '"local_sliding_window" or "variable". Did you mean "local_sliding_window"?',
+            'sparse_attention.blok: unknown key (given 16). Did you mean "block"?',
+            "sparse_attention.block: got 5; wanted 8, 16, 32, 64 or 128.",
+        ],
+    ),
+    (
+        {"mode": "fixed", "num_random_blocks": 2},
+        None,
+        [
+            'sparse_attention.num_random_blocks: got 2, but mode "fixed" has no such key; it belongs to modes '
+            '"bigbird" and "variable". Remove it or change the mode.'
+        ],
+    ),
+    (
+        {"mode": "dense", "attention": "unidirectional"},
+        None,
+        [
+            'sparse_attention.attention: got "unidirectional", but mode "dense" has no such key; it belongs to modes '
+            '"bigbird", "bslongformer", "fixed", "local_sliding_window" and "variable". Remove it or change the mode.'
+        ],
+    ),
+    ({"num_heads": 12}, None, ["sparse_attention.num_heads: got 12; the model says how many heads. Remove it."]),
+    (
+        {"num_local_blocks": 5, "num_global_blocks": 2},
+        None,
+        [
+            "sparse_attention.num_local_blocks: got 5 with num_global_blocks 2. Number of blocks in a local window, 5, "
+            "must be dividable by number of global blocks, 2!"
+        ],
+    ),
+    (
+        {"num_different_global_patterns": 4},
+        None,
+        [
+            "sparse_attention.num_different_global_patterns: got 4 with different_layout_per_head false. Number of "
+            "different layouts cannot be more than one when you have set a single layout for all heads! Set "
+            "different_layout_per_head to True."
+        ],
+    ),
+    (
+        {"attention": "unidirectional", "horizontal_global_attention": True, "blok": 16},
+        None,
+        [
+            'sparse_attention.blok: unknown key (given 16). Did you mean "block"?',
+            'sparse_attention.horizontal_global_attention: got true with attention "unidirectional". '
+            'only "bi-directional" attentions can support horizontal global attention!',
+        ],
+    ),
+    (
+        {"mode": "variable", "global_block_indices": [0, 5], "global_block_end_indices": [1], "num_random_blocks": "2"},
+        None,
+        [
+            'sparse_attention.num_random_blocks: got "2"; wanted an integer of at least 0.',
+            "sparse_attention.global_block_end_indices: got [1] with global_block_indices [0, 5]. Global block start "
+            "indices length, 2, must be same as global block end indices length, 1!",
+        ],
+    ),
+    (
+        {"mode": "bigbird", "attention": "unidirectional", "num_random_blocks": 2},
+        None,
+        [
+            'sparse_attention.num_random_blocks: got 2 with attention "unidirectional", strict_causal false. The first '
+            "row of a unidirectional layout has one block to draw from. Set strict_causal to true, which draws as many "
+            "as a row has, or ask for at most 1 random block."
+        ],
+    ),
+    (
+        {"block": 64},
+        2000,
+        [
+            "sparse_attention.block: got 64; the sequence length 2000 is not a multiple of it. Use a length such as "
+            "2048, or another block."
+        ],
+    ),
+    (
+        {"mode": "bigbird", "num_sliding_window_blocks": 5},
+        64,
+        [
+            "sparse_attention: at a sequence length of 64: Number of sliding window blocks, 5, must be smaller than "
+            "overall number of blocks in a row, 4!"
+        ],
+    ),
+    (
+        {"mode": "variable", "global_block_indices": [-9], "local_windows": 3},
+        64,
+        [
+            'sparse_attention.local_windows: unknown key (given 3). Did you mean "local_window_blocks"?',
+            "sparse_attention: at a sequence length of 64: Global block index -9 counts from the end, but a row has "
+            "only 4 blocks!",
+        ],
+    ),
+]
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    from ds_sparse.sparsity import _registry
+
+    monkeypatch.setattr(_registry, "_classes", dict(_registry._classes))
+
+
+def mistakes_of(block, seq_len=None):
+    with pytest.raises(SparseAttentionConfigError) as caught:
+        parse_sparse_attention(block, 4, source="ds.json", seq_len=seq_len)
+    assert str(caught.value) == "\n".join(caught.value.mistakes)
+    return caught.value.mistakes
+
+
+def notices_of(block):
+    notices = []
+    structure = parse_sparse_attention(block, 4, source="ds.json", notices=notices)
+    return structure, notices
+
+
+def write(tmp_path, content):
+    path = tmp_path / "ds.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+@pytest.mark.parametrize(("block", "seq_len", "sentences"), WRONG, ids=lambda value: json.dumps(value)[:60])
+def test_every_mistake_gets_its_sentence(block, seq_len, sentences):
+    assert mistakes_of(block, seq_len) == [f"ds.json: {sentence}" for sentence in sentences]
+
+
+@pytest.mark.parametrize("block", [None, [], "fixed", 16, True])
+def test_a_block_that_is_no_object(block, tmp_path):
+    sentence = (
+        f"sparse_attention: got {json.dumps(block)}; wanted an object {{...}}. For dense training remove the key."
+    )
+    assert mistakes_of(block) == [f"ds.json: {sentence}"]
+    path = write(tmp_path, json.dumps({"sparse_attention": block}))
+    with pytest.raises(SparseAttentionConfigError) as caught:
+        load_config(path)
+    assert caught.value.mistakes == [f"{path}: {sentence}"]
+
+
+def test_defaults_are_those_of_deepspeeds_json():
+    assert isinstance(parse_sparse_attention({}, 6), FixedSparsityConfig)
+    assert parse_sparse_attention({}, 6).num_heads == 6
+    assert parse_sparse_attention({"mode": "bigbird"}, 4).num_random_blocks == 0
+    assert parse_sparse_attention({"mode": "bigbird", "num_random_blocks": 2}, 4).num_random_blocks == 2
+    local = parse_sparse_attention({"mode": "local_sliding_window"}, 4)
+    assert isinstance(local, LocalSlidingWindowSparsityConfig) and local.attention == "unidirectional"
+    assert vars(parse_sparse_attention({"mode": "variable"}, 4)) == vars(VariableSparsityConfig(4))
+
+
+def test_every_key_reaches_the_structure():
+    block = {
+        "mode": "bigbird",
+        "block": 32,
+        "different_layout_per_head": True,
+        "num_random_blocks": 2,
+        "num_sliding_window_blocks": 5,
+        "num_global_blocks": 0,
+        "attention": "unidirectional",
+        "seed": 7,
+        "causal": True,
+        "strict_causal": True,
+    }
+    mode = block.pop("mode")
+    structure, notices = notices_of({"mode": mode, **block})
+    assert vars(structure) == vars(BigBirdSparsityConfig(4, **block))
+    assert notices == []
+
+
+@pytest.mark.parametrize("mode", ["fixed", "bigbird", "bslongformer", "variable", "dense", "local_sliding_window"])
+def test_the_documented_block_is_accepted_in_every_mode_with_a_notice_a_foreign_key(mode):
+    block = DOCUMENTED | {"mode": mode}
+    if mode != "fixed":
+        block["num_different_global_patterns"] = 1
+    if mode == "local_sliding_window":
+        block["different_layout_per_head"] = False
+    _, notices = notices_of(block)
+    own = json_schema()["$defs"][mode]["properties"]
+    foreign = [key for key in block if "Belongs to" in own[key].get("description", "")]
+    assert [notice.split(":")[1].strip() for notice in notices] == [f"sparse_attention.{key}" for key in foreign]
+    assert foreign
+
+
+def test_a_notice_is_a_sentence():
+    _, notices = notices_of({"num_random_blocks": 0})
+    assert notices == [
+        'ds.json: sparse_attention.num_random_blocks: belongs to modes "bigbird" and "variable"; at its default 0 it '
+        "is ignored."
+    ]
+
+
+@pytest.mark.parametrize("value", [False, 0.0, None, "0"])
+def test_a_foreign_key_is_at_its_default_only_with_the_defaults_type(value):
+    assert "belongs to" in mistakes_of({"num_random_blocks": value})[0]
+
+
+def test_pythons_none_as_the_documentation_shows_it_is_null(tmp_path):
+    text = json.dumps(
+        {"sparse_attention": DOCUMENTED | {"mode": "bslongformer", "num_different_global_patterns": 1}}, indent=1
+    )
+    _, block = load_config(write(tmp_path, text.replace("null", "None")))
+    structure, notices = notices_of(block)
+    assert structure.global_block_end_indices is None
+    assert (
+        "ds.json: sparse_attention.global_block_end_indices: None is read as null, which is how JSON spells it."
+        in notices
+    )
+
+
+@pytest.mark.parametrize(
+    ("block", "key"),
+    [
+        ({"attention": "unidirectional"}, "attention"),
+        ({"attention": "unidirectional", "num_global_blocks": 2}, "num_global_blocks"),
+        ({"mode": "variable", "attention": "unidirectional", "num_random_blocks": 1}, "num_random_blocks"),
+        ({"seed": 3}, "seed"),
+    ],
+)
+def test_cautions_are_notices_each_time_and_no_warnings(block, key, monkeypatch):
+    monkeypatch.setattr(_base, "_given", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            assert [notice for notice in notices_of(block)[1] if notice.startswith(f"ds.json: sparse_attention.{key}:")]
+
+
+def test_trying_a_length_leaves_pythons_random_alone():
+    random.seed(3)
+    before = random.getstate()
+    parse_sparse_attention({"mode": "bigbird", "num_random_blocks": 2}, 4, seq_len=1024)
+    assert random.getstate() == before
+
+
+def test_neither_the_dict_nor_the_block_is_changed():
+    config = {"train_batch_size": 8, "sparse_attention": {"mode": "dense", "block": 16}}
+    rest, block = load_config(config)
+    parse_sparse_attention(block, 4)
+    assert rest == {"train_batch_size": 8}
+    assert block == {"mode": "dense", "block": 16}
+    assert config == {"train_batch_size": 8, "sparse_attention": {"mode": "dense", "block": 16}}
+
+
+def test_files_are_read_as_deepspeed_reads_them(tmp_path):
+    path = write(
+        tmp_path, '{ // a comment\n "train_batch_size": 8,\n # another\n sparse_attention: {mode: "dense",},\n}'
+    )
+    expected = ({"train_batch_size": 8}, {"mode": "dense"})
+    assert load_config(path) == expected
+    assert load_config(str(path)) == expected
+    text = json.dumps({"train_batch_size": 8, "sparse_attention": {"mode": "dense"}})
+    assert load_config(base64.urlsafe_b64encode(text.encode()).decode()) == expected
+    assert load_config(write(tmp_path, b"\xef\xbb\xbf" + text.encode())) == expected
+    assert load_config({"train_batch_size": 8}) == ({"train_batch_size": 8}, None)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("{", "not valid JSON: Bad key name"),
+        ('{"a": 1} x', "not valid JSON: "),
+        ("[1, 2]", "a DeepSpeed config is an object {...}, got [1, 2]."),
+        ("\xff\xfe".encode("latin-1"), "not UTF-8 text (byte 0): save it as UTF-8."),
+        ('{"a": ' + "[" * 100000, "not a DeepSpeed config: nested too deeply to read."),
+        ('{"sparse_attention": {"block": 16, "block": 32}}', "block: given twice in one object; keep one."),
+        ('{"sparse_atention": {"block": 16}}', 'sparse_atention: unknown key. Did you mean "sparse_attention"?'),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_a_file_that_is_no_config_is_one_sentence(tmp_path, content, sentence):
+    path = write(tmp_path, content)
+    with pytest.raises(SparseAttentionConfigError) as caught:
+        load_config(path)
+    assert len(caught.value.mistakes) == 1
+    assert caught.value.mistakes[0].startswith(f"{path}: {sentence}")
+
+
+def test_files_that_cannot_be_opened(tmp_path):
+    with pytest.raises(SparseAttentionConfigError, match="cannot be read: Is a directory"):
+        load_config(tmp_path)
+    missing = tmp_path / "missing.json"
+    with pytest.raises(SparseAttentionConfigError, match=f"^{missing}: no such file"):
+        load_config(missing)
+    with pytest.raises(SparseAttentionConfigError, match="^dsconfig: no such file"):
+        load_config("dsconfig")
+    with pytest.raises(TypeError, match="got int"):
+        load_config(3)
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root reads everything")
+def test_a_file_without_permission(tmp_path):
+    path = write(tmp_path, "{}")
+    path.chmod(0)
+    with pytest.raises(SparseAttentionConfigError, match="cannot be read: Permission denied"):
+        load_config(path)
+
+
+def test_messages_name_where_the_block_came_from():
+    config = {"sparse_attention": {"blok": 1}}
+    encoded = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
+    for source, name in [(config, "the config dict"), (encoded, "the base64 config"), (Path("a/b.json"), "a/b.json")]:
+        with pytest.raises(SparseAttentionConfigError, match=f"^{name}: sparse_attention.blok: "):
+            parse_sparse_attention(config["sparse_attention"], 4, source=source)
+
+
+class Strided(SparsityConfig):
+    def __init__(self, num_heads, block=16, stride: int = 2, name="x", *, scale: float):
+        self.stride, self.name, self.scale = stride, name, scale
+        if stride > 8:
+            raise ValueError(f"a stride of {stride} skips too much")
+        super().__init__(num_heads, block)
+
+    def make_layout(self, seq_len):
+        layout = self.setup_layout(seq_len)
+        layout[:, :, :: self.stride] = 1
+        return layout
+
+
+class WiderBigBird(BigBirdSparsityConfig):
+    def __init__(self, *args, extra: int = 0, **kwargs):
+        self.extra = extra
+        super().__init__(*args, **kwargs)
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_users_plain_class_is_a_strict_mode():
+    register_sparsity("strided")(Strided)
+    structure = parse_sparse_attention(
+        {"mode": "strided", "stride": 3, "scale": 0.5, "causal": True, "strict_causal": True}, 4, seq_len=96
+    )
+    assert (structure.stride, structure.name, structure.scale, structure.causal) == (3, "x", 0.5, True)
+    assert not structure.make_bool_layout(96).triu(1).any()
+    assert mistakes_of(
+        {"mode": "strided", "stride": "3", "name": 4, "block": 20, "strid": 2, "num_local_blocks": 8}
+    ) == [
+        'ds.json: sparse_attention.strid: unknown key (given 2). Did you mean "stride"?',
+        'ds.json: sparse_attention.num_local_blocks: got 8, but mode "strided" has no such key; it belongs to mode '
+        '"fixed". '
+        "Remove it or change the mode.",
+        "ds.json: sparse_attention.block: got 20; wanted 8, 16, 32, 64 or 128.",
+        'ds.json: sparse_attention.stride: got "3"; wanted an integer.',
+        "ds.json: sparse_attention.name: got 4; wanted a string.",
+        "ds.json: sparse_attention.scale: missing; wanted a number.",
+    ]
+    assert mistakes_of({"mode": "strided", "stride": 9, "scale": 1.0}) == [
+        "ds.json: sparse_attention: a stride of 9 skips too much"
+    ]
+    assert "stride" in mistakes_of({"stride": 3})[0]
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_users_class_that_hands_on_keyword_arguments_takes_its_parents_keys():
+    register_sparsity("wide")(WiderBigBird)
+    structure = parse_sparse_attention({"mode": "wide", "extra": 2, "num_global_blocks": 3, "seed": 1}, 4)
+    assert (structure.extra, structure.num_global_blocks, structure.num_random_blocks) == (2, 3, 0)
+    assert mistakes_of({"mode": "wide", "num_global_blocks": "3"}) == [
+        'ds.json: sparse_attention.num_global_blocks: got "3"; wanted an integer of at least 0.'
+    ]
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_users_class_may_have_no_key_at_all():
+    class Diagonal(SparsityConfig):
+        def __init__(self, num_heads):
+            super().__init__(num_heads, 64)
+
+        def lay_out(self, h, layout):
+            layout[h].fill_diagonal_(1)
+            return layout
+
+    register_sparsity("diagonal")(Diagonal)
+    assert parse_sparse_attention({"mode": "diagonal"}, 4, seq_len=128).make_bool_layout(128).tolist() == [
+        [[True, False], [False, True]]
+    ]
+    assert "Sequence Length, 100, needs to be dividable by Block size 64" in mistakes_of({"mode": "diagonal"}, 100)[0]
+
+
+@pytest.mark.usefixtures("registry")
+def test_an_entry_point_that_does_not_load_is_a_mistake(monkeypatch):
+    from importlib.metadata import EntryPoint
+
+    from ds_sparse.sparsity import _registry
+
+    point = EntryPoint("gone", "no_such_module_of_ours:Thing", _registry.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(_registry, "entry_points", lambda group: [point])
+    assert mistakes_of({"mode": "gone"}) == [
+        'ds.json: sparse_attention.mode: got "gone", whose entry point does not load: '
+        "No module named 'no_such_module_of_ours'"
+    ]
+
+
+@pytest.mark.usefixtures("registry")
+def test_the_schema_has_registered_modes():
+    register_sparsity("strided")(Strided)
+    stride = json_schema()["$defs"]["strided"]["properties"]["stride"]
+    assert stride == {"type": "integer", "default": 2}
+
+
+def test_the_committed_schema_is_current():
+    committed = json.loads((CONFIGS / "sparse_attention.schema.json").read_text())
+    assert committed == json_schema(), "run: ds_sparse schema > configs/sparse_attention.schema.json"
+
+
+def test_the_schema_is_a_schema_with_descriptions_and_defaults():
+    schema = json_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    for mode, definition in schema["$defs"].items():
+        for key, entry in definition["properties"].items():
+            assert key == "mode" or entry["description"], (mode, key)
+    assert schema["$defs"]["bigbird"]["properties"]["num_random_blocks"]["default"] == 0
+    assert schema["$defs"]["variable"]["properties"]["local_window_blocks"]["default"] == [4]
+    assert schema["$defs"]["fixed"]["properties"]["attention"]["enum"] == ["bidirectional", "unidirectional"]
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {},
+        DOCUMENTED,
+        {"mode": "dense"},
+        {"mode": "variable", "global_block_end_indices": [3]},
+        {"mode": "bigbird", "seed": 1},
+    ],
+    ids=str,
+)
+def test_the_schema_takes_what_the_reader_takes(block):
+    parse_sparse_attention(block, 4)
+    jsonschema.validate({"train_batch_size": 8, "sparse_attention": block}, json_schema())
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        None,
+        {"blok": 16},
+        {"block": "16"},
+        {"block": 24},
+        {"mode": "fixd"},
+        {"num_random_blocks": 2},
+        {"mode": "dense", "attention": "unidirectional"},
+        {"mode": "variable", "local_window_blocks": []},
+        {"mode": "bigbird", "num_global_blocks": -1},
+        {"attention": "both"},
+        {"num_heads": 4},
+    ],
+    ids=str,
+)
+def test_the_schema_refuses_what_the_reader_refuses(block):
+    mistakes_of(block)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"sparse_attention": block}, json_schema())
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_the_configs_of_the_repository_are_right(path):
+    deepspeed_config = pytest.importorskip("deepspeed.runtime.config")
+    rest, block = load_config(path)
+    notices = []
+    parse_sparse_attention(block, 12, source=path, seq_len=2048, notices=notices)
+    assert notices == []
+    jsonschema.validate({"sparse_attention": block}, json_schema())
+    read = deepspeed_config.DeepSpeedConfig(rest)
+    assert (read.train_batch_size, read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps) == (8, 4, 2)
+
+
+def test_there_is_a_config_for_every_mode():
+    assert {load_config(path).block["mode"] for path in EXAMPLES} == set(json_schema()["$defs"])

@@ -1,0 +1,121 @@
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_sparse import layout as lay
+
+modest = settings(deadline=None, derandomize=True, max_examples=60)
+LIVE = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 1, 1]])
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64])
+@pytest.mark.parametrize("heads", [None, 2])
+def test_every_kind_of_layout_becomes_bool_with_heads(dtype, heads):
+    given_layout = LIVE.to(dtype) if heads is None else LIVE.to(dtype).expand(heads, 3, 3)
+    result = lay.as_bool_layout(given_layout)
+    assert result.dtype is torch.bool
+    assert torch.equal(result, LIVE.bool().expand(heads or 1, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "sentence"),
+    [
+        ([[1, 0]], TypeError, "torch tensor"),
+        (torch.ones(2, 2), TypeError, "bool or integer, got torch.float32"),
+        (torch.ones(4, dtype=torch.int64), ValueError, r"got \(4,\)"),
+        (torch.ones(1, 1, 2, 2, dtype=torch.bool), ValueError, r"got \(1, 1, 2, 2\)"),
+        (torch.ones(0, 2, 2, dtype=torch.bool), ValueError, "at least one head"),
+        (torch.tensor([[0, 2]]), ValueError, "from 0 to 2"),
+        (torch.tensor([[-1, 1]]), ValueError, "from -1 to 1"),
+    ],
+)
+def test_what_is_no_layout_is_refused(wrong, error, sentence):
+    with pytest.raises(error, match=sentence):
+        lay.as_bool_layout(wrong)
+
+
+@modest
+@given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 6), st.integers(0, 99))
+def test_heads_density_cut_crop_and_expansion_agree(heads, rows, columns, seed):
+    generator = torch.Generator().manual_seed(seed)
+    kinds = torch.rand(2, rows, columns, generator=generator) < 0.5
+    layout = kinds[torch.randint(0, 2, (heads,), generator=generator)]
+
+    groups = lay.distinct_heads(layout)
+    assert sorted(head for group in groups for head in group) == list(range(heads))
+    assert all(torch.equal(layout[head], layout[group[0]]) for group in groups for head in group)
+    assert len({layout[group[0]].numpy().tobytes() for group in groups}) == len(groups)
+    shared = lay.share_equal_heads(layout)
+    assert torch.equal(shared.expand_as(layout), layout)
+    assert (shared.shape[0] == 1) == (len(groups) == 1)
+
+    assert lay.density(layout) == pytest.approx(layout.double().mean().item())
+    assert torch.equal(lay.crop(layout, rows, 1), layout[:, :, :1])
+    mask = lay.to_token_mask(layout, 3)
+    assert mask.shape == (heads, rows * 3, columns * 3) and mask.dtype is torch.bool
+    assert torch.equal(mask[:, 1::3, 2::3], layout)
+    assert mask.sum() == 9 * layout.sum()
+    assert torch.equal(lay.causal_cut(layout), layout & (torch.arange(rows)[:, None] >= torch.arange(columns)))
+
+
+def test_a_crop_beyond_the_layout_is_refused():
+    with pytest.raises(ValueError, match="3 x 3 blocks to 4 x 3"):
+        lay.crop(LIVE[None], 4, 3)
+
+
+def test_a_small_layout_is_drawn_exactly():
+    assert lay.draw(LIVE, 16).splitlines() == [
+        "all heads: 3 x 3 blocks of 16 tokens, density 55.6%",
+        "█▄",
+        " ▀▀",
+        "█ live block, blank: no block; rows are queries, columns keys",
+    ]
+
+
+def test_each_distinct_head_is_drawn_once():
+    text = lay.draw(torch.stack([LIVE, LIVE.T, LIVE]), 16)
+    assert "heads 0, 2: 3 x 3" in text
+    assert "head 1: 3 x 3" in text
+    assert text.count("density") == 2
+
+
+def test_a_large_layout_is_scaled_down_and_single_blocks_still_show():
+    layout = torch.zeros(100, 100, dtype=torch.bool)
+    layout[:50, :50] = True
+    layout[99, 99] = True
+    picture = lay.draw(layout, 64, columns=10).splitlines()
+    assert picture[1:6] == ["█████", "█████", "▒▒▒▒▒", "", "         ░"]
+    assert picture[6].startswith("one character = 20 x 10 blocks")
+    assert all(len(line) <= 10 for line in picture[1:6])
+
+
+@modest
+@given(st.integers(1, 90), st.integers(1, 90), st.integers(1, 40))
+def test_no_picture_is_wider_than_asked_for_and_dense_is_full(rows, columns, width):
+    picture = lay.draw(torch.ones(rows, columns, dtype=torch.bool), 16, columns=width).splitlines()[1:-1]
+    assert all(0 < len(line) <= width for line in picture)
+    assert set("".join(picture[:-1])) <= {"█"}
+
+
+@pytest.mark.parametrize(("name", "magic"), [("layout.png", b"\x89PNG"), ("layout.svg", b"<?xml")])
+def test_pictures_are_files_of_their_kind_and_reproducible(tmp_path, name, magic):
+    layout = torch.stack([LIVE, LIVE.T])
+    lay.save_drawing(layout, 16, tmp_path / name, "a title")
+    lay.save_drawing(layout, 16, tmp_path / f"again_{name}", "a title")
+    assert (tmp_path / name).read_bytes().startswith(magic)
+    assert (tmp_path / name).read_bytes() == (tmp_path / f"again_{name}").read_bytes()
+
+
+def test_other_endings_are_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match=".png or .svg"):
+        lay.save_drawing(LIVE, 16, tmp_path / "layout.jpg")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_matplotlib_is_a_sentence(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        lay.save_drawing(LIVE, 16, tmp_path / "layout.png")

@@ -1,0 +1,205 @@
+"""SparseSelfAttention: DeepSpeed's module, its checkpoints, its masks."""
+
+import copy
+
+import pytest
+import torch
+
+from ds_sparse import BigBirdSparsityConfig, DenseSparsityConfig, FixedSparsityConfig, SparseSelfAttention, reference
+
+HEADS, BLOCK, TOKENS = 4, 16, 128
+
+
+def make(config=None, **arguments):
+    arguments.setdefault("max_seq_length", TOKENS)
+    return SparseSelfAttention(config or FixedSparsityConfig(num_heads=HEADS, block=BLOCK), **arguments)
+
+
+def inputs(tokens=TOKENS, dtype=torch.float64, batch=2, heads=HEADS, head_dim=8):
+    generator = torch.Generator().manual_seed(tokens)
+    return [torch.randn(batch, heads, tokens, head_dim, generator=generator, dtype=dtype) for _ in range(3)]
+
+
+def expected(module, query, key, value, **arguments):
+    layout = module.get_layout(query.shape[2])
+    return reference.attention(query, key, value, layout, BLOCK, scale=query.shape[-1] ** -0.5, **arguments)
+
+
+def test_is_attention_on_the_live_blocks_with_all_gradients():
+    module = make(BigBirdSparsityConfig(num_heads=HEADS, block=BLOCK, different_layout_per_head=True, seed=1))
+    ours = [x.requires_grad_() for x in inputs()]
+    theirs = [x.detach().clone().requires_grad_() for x in ours]
+    out, truth = module(*ours), expected(module, *theirs)
+    torch.testing.assert_close(out, truth)
+    weight = torch.randn_like(out)
+    for mine, reference_gradient in zip(torch.autograd.grad((out * weight).sum(), ours), torch.autograd.grad((truth * weight).sum(), theirs)):
+        torch.testing.assert_close(mine, reference_gradient)
+
+
+def test_dense_layout_equals_torch():
+    query, key, value = inputs(dtype=torch.float32)
+    out = make(DenseSparsityConfig(num_heads=HEADS, block=BLOCK))(query, key, value)
+    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(query, key, value))
+
+
+def test_default_constructor_works():
+    query, key, value = inputs(64)
+    assert SparseSelfAttention()(query, key, value).shape == query.shape
+
+
+def test_shorter_sequences_take_the_top_left_of_the_master_layout():
+    module = make(BigBirdSparsityConfig(num_heads=HEADS, block=BLOCK, seed=3))
+    assert torch.equal(module.get_layout(64), module.master_layout[:, :4, :4])
+    assert module.get_layout(64).dtype == torch.int64
+    torch.testing.assert_close(module(*inputs(64)), expected(module, *inputs(64)))
+
+
+def test_longer_sequences_get_a_layout_of_their_own_and_leave_the_master_alone():
+    module = make()
+    before = module.master_layout.clone()
+    assert torch.equal(module.get_layout(256), module.sparsity_config.make_layout(256))
+    torch.testing.assert_close(module(*inputs(256)), expected(module, *inputs(256)))
+    assert torch.equal(module.master_layout, before)
+
+
+def test_modules_with_other_layouts_do_not_share_operations():
+    query, key, value = inputs()
+    narrow, wide = make(FixedSparsityConfig(HEADS, BLOCK, num_local_blocks=2)), make(FixedSparsityConfig(HEADS, BLOCK))
+    assert not torch.allclose(narrow(query, key, value), wide(query, key, value))
+    torch.testing.assert_close(narrow(query, key, value), expected(narrow, query, key, value))
+
+
+def test_key_may_come_transposed():
+    query, key, value = inputs()
+    module = make()
+    torch.testing.assert_close(module(query, key.transpose(-1, -2), value), module(query, key, value))
+
+
+@pytest.mark.parametrize("shape", [(2, TOKENS), (2, 1, 1, TOKENS)])
+def test_key_padding_mask_is_added_by_default(shape):
+    query, key, value = inputs()
+    mask = torch.zeros(2, TOKENS)
+    mask[1, 100:] = -10000.0
+    module = make()
+    out = module(query, key, value, key_padding_mask=mask.reshape(shape))
+    torch.testing.assert_close(out, expected(module, query, key, value, key_padding_mask=mask.double()))
+    assert not torch.allclose(out[1], module(query, key, value)[1])
+    torch.testing.assert_close(out[0], module(query, key, value)[0])
+
+
+def test_attention_mask_keeps_where_not_zero_by_default():
+    query, key, value = inputs()
+    mask = torch.ones(TOKENS, TOKENS).tril()
+    module = make()
+    truth = expected(module, query, key, value, attn_mask=mask.bool())
+    for given in (mask, mask.long(), mask.bool(), mask[None, None].double()):
+        torch.testing.assert_close(module(query, key, value, attn_mask=given), truth)
+
+
+def test_bool_mask_in_add_mode_adds_one_and_warns():
+    query, key, value = inputs()
+    module = make(attn_mask_mode="add")
+    mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+    with pytest.warns(UserWarning, match="nothing is masked"):
+        out = module(query, key, value, attn_mask=mask)
+    torch.testing.assert_close(out, expected(module, query, key, value, attn_mask=mask.double()))
+
+
+def test_finite_lowest_masks_do_not_become_infinite_in_a_smaller_dtype():
+    query, key, value = inputs(dtype=torch.bfloat16)
+    mask = torch.full((2, TOKENS), torch.finfo(torch.float32).min)
+    out = make()(query, key, value, key_padding_mask=mask)
+    assert torch.isfinite(out).all() and (out != 0).any()
+
+
+def test_causal_of_the_structure_masks_inside_blocks():
+    query, key, value = inputs()
+    module = make(FixedSparsityConfig(HEADS, BLOCK, attention="unidirectional", causal=True))
+    out = module(query, key, value)
+    torch.testing.assert_close(out, expected(module, query, key, value, causal=True))
+    torch.testing.assert_close(out[:, :, 0], value[:, :, 0])
+
+
+def test_relative_position_bias_is_trained():
+    query, key, value = inputs()
+    bias = torch.randn(1, HEADS, TOKENS, TOKENS, dtype=torch.float64, requires_grad=True)
+    module = make()
+    (ours,) = torch.autograd.grad(module(query, key, value, rpe=bias).square().sum(), bias)
+    (truth,) = torch.autograd.grad(expected(module, query, key, value, rpe=bias).square().sum(), bias)
+    torch.testing.assert_close(ours, truth)
+
+
+def test_dropout_drops_in_training_only_and_repeats_with_the_seed():
+    query, key, value = inputs()
+    module, plain = make(attention_dropout=0.5), make()
+    torch.manual_seed(0)
+    first = module(query, key, value)
+    torch.manual_seed(0)
+    assert torch.equal(first, module(query, key, value))
+    assert not torch.allclose(first, plain(query, key, value))
+    torch.testing.assert_close(module.eval()(query, key, value), plain(query, key, value))
+
+
+def test_state_dict_has_the_layout_and_loads_with_without_and_with_another_size():
+    config = BigBirdSparsityConfig(num_heads=HEADS, block=BLOCK, different_layout_per_head=True)
+    trained, fresh = make(copy.deepcopy(config)), make(copy.deepcopy(config))
+    state = trained.state_dict()
+    assert list(state) == ["master_layout"]
+    assert state["master_layout"].dtype == torch.int64 and state["master_layout"].shape == (HEADS, 8, 8)
+    assert not torch.equal(fresh.master_layout, trained.master_layout)
+    fresh(*inputs())
+    fresh.load_state_dict(state)
+    assert torch.equal(fresh.master_layout, trained.master_layout)
+    torch.testing.assert_close(fresh(*inputs()), trained(*inputs()))
+    fresh.load_state_dict({})
+    assert torch.equal(fresh.master_layout, trained.master_layout)
+    longer = make(copy.deepcopy(config), max_seq_length=256)
+    longer.load_state_dict(state)
+    assert longer.max_seq_length == TOKENS
+
+
+def test_checkpoint_of_another_number_of_heads_is_refused():
+    state = make(FixedSparsityConfig(num_heads=2, block=BLOCK)).state_dict()
+    with pytest.raises(RuntimeError, match=r"this model has 4 heads and needs \(4, R, R\)"):
+        make().load_state_dict(state)
+
+
+def test_a_shared_layout_is_stored_once():
+    layout = make().master_layout
+    assert layout.shape == (HEADS, 8, 8) and layout.untyped_storage().nbytes() == 8 * 8 * 8
+
+
+def test_any_object_with_block_num_heads_and_make_layout_is_a_structure():
+    class Diagonal:
+        block, num_heads = BLOCK, HEADS
+
+        def make_layout(self, seq_len):
+            return torch.eye(seq_len // BLOCK, dtype=torch.int64).expand(HEADS, -1, -1)
+
+    module = make(Diagonal())
+    torch.testing.assert_close(module(*inputs()), expected(module, *inputs()))
+
+
+@pytest.mark.parametrize(
+    "call, error, sentence",
+    [
+        (lambda: make(max_seq_length=100), ValueError, "Sequence Length, 100, needs to be dividable by Block size 16!"),
+        (lambda: make()(*inputs(72)), ValueError, "Sequence Length, 72, needs to be dividable by Block size 16!"),
+        (lambda: make()(*inputs(heads=8)), ValueError, "query has 8 heads and the sparsity config num_heads=4"),
+        (lambda: make(attn_mask_mode="keep"), ValueError, "attn_mask_mode is 'keep'; it has to be 'add' or 'mul'"),
+        (lambda: make()(inputs()[0], inputs()[1], inputs()[2][:, :, :64]), NotImplementedError, "only self-attention"),
+        (
+            lambda: make()(*inputs(), attn_mask=torch.ones(2, TOKENS, TOKENS)),
+            ValueError,
+            r"attn_mask has shape \(2, 128, 128\)",
+        ),
+        (
+            lambda: make()(*inputs(), key_padding_mask=torch.ones(2, HEADS, TOKENS)),
+            ValueError,
+            r"key_padding_mask has shape \(2, 4, 128\)",
+        ),
+    ],
+)
+def test_errors_say_what_is_wanted(call, error, sentence):
+    with pytest.raises(error, match=sentence):
+        call()
