@@ -21,6 +21,8 @@ _PUBLIC = {
     "BigBirdSparsityConfig": "sparsity",
     "BSLongformerSparsityConfig": "sparsity",
     "LocalSlidingWindowSparsityConfig": "sparsity",
+    "SparsityWarning": "sparsity",
+    "declared": "sparsity",
     "register_sparsity": "sparsity",
     "SparseAttentionConfigError": "config",
     "load_config": "config",
@@ -48,7 +50,9 @@ if TYPE_CHECKING:
         FixedSparsityConfig,
         LocalSlidingWindowSparsityConfig,
         SparsityConfig,
+        SparsityWarning,
         VariableSparsityConfig,
+        declared,
         register_sparsity,
     )
 

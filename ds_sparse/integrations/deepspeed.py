@@ -177,7 +177,7 @@ def _not_all_sparse(model: nn.Module, sparse: list[str], dense: list[str]) -> st
 
 def _set_common_seed(config: SparsityConfig) -> None:
     """Gives an unseeded random structure one seed, the same on all ranks."""
-    if getattr(config, "num_random_blocks", 0) == 0 or config.seed is not None:
+    if not config.draws_random_blocks or config.seed is not None:
         return
     seed = [random.SystemRandom().randrange(2**31)]
     if torch.distributed.is_initialized():

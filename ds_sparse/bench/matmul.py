@@ -1,0 +1,305 @@
+"""MatMul and Softmax, alone and as attention, beside what PyTorch offers for the same job.
+
+A case is data; `run_case` verifies it, times all competitors in turns in one process, and returns rows of numbers.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from tqdm import tqdm
+
+from .. import reference
+from ..index import BlockIndex
+from ..layout import density, draw, to_token_mask
+from ..ops import MatMul, Softmax
+from ..sparsity import BSLongformerSparsityConfig, FixedSparsityConfig, SparsityConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+LAYOUTS: dict[str, tuple[type[SparsityConfig], dict[str, Any]]] = {
+    "fixed": (FixedSparsityConfig, {}),
+    "bslongformer": (BSLongformerSparsityConfig, {}),
+    "bslongformer-1": (BSLongformerSparsityConfig, {"num_sliding_window_blocks": 1}),
+}
+"""Name to structure, all heads alike: DeepSpeed's defaults, and the sparsest layout with a global block (9 % at 2048, block 64)."""
+
+FORWARD, TRAIN = "forward", "forward+backward"
+
+VERIFIED_HEADS = 2
+"""Heads of the verification in float64, which is dense and quadratic; the heads of a layout are alike."""
+
+ERROR_ALLOWED = 4.0
+"""Our RMS error may be this many times that of plain PyTorch at the same precision: sums run in another order."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the grid. T x T scores of H heads with D numbers each, in B sequences."""
+
+    layout: str
+    block: int
+    dtype: str
+    batch: int = 1
+    heads: int = 12
+    seq_len: int = 2048
+    head_dim: int = 64
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured competitor. `dense` is the name of the competitor that does the same job densely."""
+
+    name: str
+    direction: str
+    dense: str
+    milliseconds: float
+    to_dense: float
+    to_floor: float
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Competitor:
+    """`call(*inputs)`, differentiated by all inputs in the backward; ours are verified against `meaning`."""
+
+    name: str
+    dense: str
+    call: Callable[..., Tensor]
+    inputs: tuple[Tensor, ...]
+
+
+def grid(
+    layouts: list[str], blocks: list[int], dtypes: list[str], batch: int, heads: int, seq_len: int, head_dim: int
+) -> list[Case]:
+    return [
+        Case(layout, block, dtype, batch, heads, seq_len, head_dim)
+        for dtype in dtypes
+        for layout in layouts
+        for block in blocks
+    ]
+
+
+def run_case(case: Case, device: torch.device, repeats: int, seconds: float) -> tuple[float, list[Row]]:
+    """Verifies the case, then times it: `repeats` rounds, or as many as begin within `seconds`, three at least.
+
+    Returns:
+        The layout's density, and the rows.
+
+    Raises:
+        ArithmeticError: an output or gradient is further from float64 than plain PyTorch's error allows.
+    """
+    structure, options = LAYOUTS[case.layout]
+    layout = structure(num_heads=case.heads, block=case.block, **options).make_bool_layout(case.seq_len)
+    verify(case, layout, device)
+    live = density(layout)
+    competitors = make_competitors(case, layout.to(device))
+    times: dict[tuple[str, str], list[float]] = {}
+    start = time.perf_counter()
+    for round_ in tqdm(range(-1, repeats), desc=describe(case, live), unit="round", leave=False, disable=None):
+        if round_ >= 3 and time.perf_counter() - start > seconds:
+            break
+        for competitor in competitors:
+            for direction in (FORWARD, TRAIN):
+                elapsed = timed(competitor, direction, device)
+                if round_ >= 0:
+                    times.setdefault((competitor.name, direction), []).append(elapsed)
+    medians = {key: statistics.median(samples) for key, samples in times.items()}
+    rows = []
+    for competitor in competitors:
+        for direction in (FORWARD, TRAIN):
+            mine, dense = medians[competitor.name, direction], medians[competitor.dense, direction]
+            rounds = len(times[competitor.name, direction])
+            rows.append(Row(competitor.name, direction, competitor.dense, mine, mine / dense, mine / (live * dense), rounds))
+    return live, rows
+
+
+def make_competitors(case: Case, layout: Tensor) -> list[Competitor]:
+    """Ours first, then dense PyTorch's parts and whole, masked and looping over block rows."""
+    ours = our_operations(case, layout)
+    query, key, value = inputs = dense_inputs(case, case.heads, layout.device)
+    scores = ours["sdd"](query, key).detach()
+    probs = ours["softmax"](scores).detach()
+    dense_scores = (query @ key.transpose(-1, -2)).detach()
+    dense_probs = (dense_scores * case.head_dim**-0.5).softmax(-1)
+    mask = to_token_mask(layout, case.block)[None]
+
+    def dense_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return (query @ key.transpose(-1, -2) * case.head_dim**-0.5).softmax(-1) @ value
+
+    def masked_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+    def loop(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention_by_block_rows(query, key, value, layout[0], case.block)
+
+    return [
+        Competitor("sdd", "dense q @ k^T", ours["sdd"], (query, key)),
+        Competitor("dense q @ k^T", "dense q @ k^T", lambda q, k: q @ k.transpose(-1, -2), (query, key)),
+        Competitor("softmax", "dense softmax", ours["softmax"], (scores,)),
+        Competitor("dense softmax", "dense softmax", lambda x: (x * case.head_dim**-0.5).softmax(-1), (dense_scores,)),
+        Competitor("dsd", "dense p @ v", ours["dsd"], (probs, value)),
+        Competitor("dense p @ v", "dense p @ v", torch.matmul, (dense_probs, value)),
+        Competitor("attention", "SDPA dense", ours["attention"], inputs),
+        Competitor("SDPA dense", "SDPA dense", scaled_dot_product_attention, inputs),
+        Competitor("SDPA bool mask", "SDPA dense", masked_sdpa, inputs),
+        Competitor("dense attention in parts", "SDPA dense", dense_attention, inputs),
+        Competitor("loop over block rows", "SDPA dense", loop, inputs),
+    ]
+
+
+def our_operations(case: Case, layout: Tensor) -> dict[str, Callable[..., Tensor]]:
+    index, scale = BlockIndex.build(layout, case.block), case.head_dim**-0.5
+    sdd, dsd = MatMul(index, case.block, "sdd", trans_b=True), MatMul(index, case.block, "dsd")
+    softmax = Softmax(index, case.block)
+    return {
+        "sdd": sdd,
+        "softmax": lambda scores: softmax(scores, scale=scale),
+        "dsd": dsd,
+        "attention": lambda query, key, value: dsd(softmax(sdd(query, key), scale=scale), value),
+    }
+
+
+def their_meaning(case: Case, layout: Tensor, heads: int) -> dict[str, Callable[..., Tensor]]:
+    """The same operations from `ds_sparse.reference`."""
+    block, scale = case.block, case.head_dim**-0.5
+    return {
+        "sdd": lambda query, key: reference.matmul(query, key, layout, block, "sdd", False, True),
+        "softmax": lambda scores: reference.softmax(scores, layout, block, heads, scale=scale),
+        "dsd": lambda probs, value: reference.matmul(probs, value, layout, block, "dsd", False, False),
+        "attention": lambda query, key, value: reference.attention(query, key, value, layout, block, scale=scale),
+    }
+
+
+def attention_by_block_rows(query: Tensor, key: Tensor, value: Tensor, layout: Tensor, block: int) -> Tensor:
+    """What a user writes without us: each block row against its gathered keys. layout: (R, C)."""
+    rows = []
+    for row, live in enumerate(layout):
+        tokens = live.repeat_interleave(block).nonzero().flatten()
+        keys, values = key.index_select(2, tokens), value.index_select(2, tokens)
+        scores = query[:, :, row * block : (row + 1) * block] @ keys.transpose(-1, -2) * query.shape[-1] ** -0.5
+        rows.append(scores.softmax(-1) @ values)
+    return torch.cat(rows, dim=2)
+
+
+def verify(case: Case, layout: Tensor, device: torch.device) -> None:
+    """Holds outputs and gradients of our operations to the reference in float64.
+
+    Raises:
+        ArithmeticError: an error more than `ERROR_ALLOWED` times that of the reference at the case's dtype.
+    """
+    heads = min(case.heads, VERIFIED_HEADS)
+    layout = layout[:heads].to(device)
+    query, key, value = dense_inputs(case, heads, device)
+    ours, theirs = our_operations(case, layout), their_meaning(case, layout, heads)
+    scores = ours["sdd"](query, key).detach()
+    probs = ours["softmax"](scores).detach()
+    inputs = {"sdd": (query, key), "softmax": (scores,), "dsd": (probs, value), "attention": (query, key, value)}
+    for name, arguments in inputs.items():
+        output_grad = torch.randn_like(ours[name](*arguments))
+        exact = output_and_gradients(theirs[name], [x.double() for x in arguments], output_grad.double())
+        plain = output_and_gradients(theirs[name], arguments, output_grad)
+        mine = output_and_gradients(ours[name], arguments, output_grad)
+        for i, (right, theirs_here, ours_here) in enumerate(zip(exact, plain, mine, strict=True)):
+            error, allowed = rms(ours_here - right), ERROR_ALLOWED * rms(theirs_here - right)
+            if not error <= allowed:
+                what = f"gradient {i} of {name}" if i else f"output of {name}"
+                raise ArithmeticError(f"{case}: {what} has an RMS error of {error:.2e}; plain PyTorch allows {allowed:.2e}.")
+
+
+def output_and_gradients(call: Callable[..., Tensor], inputs: list[Tensor] | tuple[Tensor, ...], grad: Tensor) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    output = call(*leaves)
+    return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
+
+
+def rms(x: Tensor) -> float:
+    return x.double().square().mean().sqrt().item()
+
+
+def dense_inputs(case: Case, heads: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (case.batch, heads, case.seq_len, case.head_dim)
+    query, key, value = (torch.randn(shape, generator=generator).to(device, DTYPES[case.dtype]) for _ in range(3))
+    return query, key, value
+
+
+def timed(competitor: Competitor, direction: str, device: torch.device) -> float:
+    """Milliseconds of one call."""
+    inputs = [x.detach().requires_grad_(direction == TRAIN) for x in competitor.inputs]
+    if direction == TRAIN:
+        with torch.no_grad():
+            grad = torch.ones_like(competitor.call(*inputs))
+    synchronize(device)
+    start = time.perf_counter()
+    output = competitor.call(*inputs)
+    if direction == TRAIN:
+        torch.autograd.grad(output, inputs, grad)
+    synchronize(device)
+    return (time.perf_counter() - start) * 1e3
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def describe(case: Case, live: float) -> str:
+    return f"{case.layout} block {case.block} {case.dtype}, density {live:.1%}"
+
+
+def conditions(device: torch.device) -> dict[str, str]:
+    """What the numbers depend on besides the case."""
+    if device.type == "cuda":
+        machine = torch.cuda.get_device_name(device)
+    else:
+        machine = f"{processor()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    return {"machine": machine, "torch": torch.__version__, "commit": commit()}
+
+
+def processor() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    return names[0] if names else platform.machine()
+
+
+def commit() -> str:
+    """The checkout's commit, marked if there are changes on top of it; 'no checkout' for an installed package."""
+    folder = Path(__file__).resolve().parent
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=folder, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "no checkout"
+    return described.stdout.strip()
+
+
+def table(case: Case, live: float, rows: list[Row]) -> Iterator[str]:
+    """Lines: milliseconds, ratio to the dense competitor, ratio to the floor (density times the dense competitor's time)."""
+    rounds = rows[0].rounds
+    yield (
+        f"{describe(case, live)}, B {case.batch}, H {case.heads}, T {case.seq_len}, D {case.head_dim}; "
+        f"medians of {rounds} rounds"
+    )
+    heading = f"{'ms':>9} {'x dense':>8} {'x floor':>8}"
+    yield f"{'':26}{FORWARD:>27}{TRAIN:>28}"
+    yield f"{'':26}{heading} {heading}"
+    for forward, train in zip(rows[::2], rows[1::2], strict=True):
+        cells = [f"{row.milliseconds:9.2f} {row.to_dense:8.2f} {row.to_floor:8.2f}" for row in (forward, train)]
+        yield f"{forward.name:26}{cells[0]} {cells[1]}"
+
+
+def record(case: Case, live: float, rows: list[Row]) -> list[dict[str, Any]]:
+    """The rows with their case, flat, as they go into the JSON."""
+    return [asdict(case) | {"density": live} | asdict(row) for row in rows]
