@@ -2,7 +2,7 @@
 
 DS_SPARSE_CUDA=1 builds the CUDA library without a GPU driver (nvcc has to be there), DS_SPARSE_CUDA=0 never builds it;
 unset, it is built when nvcc and a GPU driver are found. CXX and CUDA_HOME choose the compilers. Compilers are called
-directly: torch's CUDAExtension refuses beside a CPU-only torch, and with torch's stable ABI nothing else of it is needed.
+directly: torch's CUDAExtension refuses beside a CPU-only torch, and with the stable ABI nothing else of it is needed.
 """
 
 import ctypes
@@ -26,17 +26,18 @@ OBJECTS = ROOT / "build" / "objects"
 CPU, CUDA = "ds_sparse.lib.libds_sparse_cpu", "ds_sparse.lib.libds_sparse_cuda"
 
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"
-CPU_FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-psabi", "-Wno-maybe-uninitialized", "-ffp-contract=fast", TORCH_TARGET]
+CPU_FLAGS = (
+    "-std=c++20 -O3 -fPIC -fvisibility=hidden -Wall -Wno-psabi -Wno-maybe-uninitialized -ffp-contract=fast".split()
+)
 # The kernels are compiled once for each instruction set and chosen at run time, so that a library runs on any machine.
 KERNELS = CSRC / "cpu" / "kernels.cpp"
 INSTRUCTION_SETS = {"portable": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
-    INSTRUCTION_SETS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
-    INSTRUCTION_SETS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
-CUDA_FLAGS = [
-    "-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-DUSE_CUDA", TORCH_TARGET,
-    "-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]",
-]  # fmt: skip
+    INSTRUCTION_SETS["avx2"] = "-mavx2 -mfma -mf16c".split()
+    INSTRUCTION_SETS["avx512"] = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c".split()
+CUDA_FLAGS = "-std=c++20 -O3 --expt-relaxed-constexpr -Xcompiler -fPIC,-fvisibility=hidden -DUSE_CUDA".split()
+# Machine code for Ampere and Hopper, PTX for what comes after.
+CUDA_FLAGS += "-gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=[sm_90,compute_90]".split()
 
 
 class BuildLibraries(build_ext):
@@ -58,37 +59,35 @@ class BuildLibraries(build_ext):
 
 def build_cpu_library() -> Path:
     compiler, torch = find_cxx(), find_torch()
-    includes = [f"-I{CSRC}", f"-isystem{torch / 'include'}"]
+    base = [compiler, *CPU_FLAGS, TORCH_TARGET, f"-I{CSRC}", "-isystem", str(torch / "include")]
     steps = []
     for source in cpu_sources():
-        variants = INSTRUCTION_SETS if source == KERNELS else {"": []}
-        for name, flags in variants.items():
+        for name, flags in INSTRUCTION_SETS.items() if source == KERNELS else [("", [])]:
             define = [f"-DDS_SPARSE_ISA={name}"] if name else []
-            steps.append((source, name, [compiler, *CPU_FLAGS, *define, *flags, *includes, "-c", str(source)]))
-    link = [compiler, "-shared", f"-L{torch / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10"]
-    return build_library("libds_sparse_cpu.so", steps, link)
+            steps.append((source, name, [*base, *define, *flags, "-c", str(source)]))
+    libraries = [f"-L{torch / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10"]
+    return build_library("libds_sparse_cpu.so", steps, [compiler, "-shared"], libraries)
 
 
 def build_cuda_library() -> Path:
     compiler, nvcc, torch = find_cxx(), find_nvcc(), find_torch()
-    libraries = ["-L" + str(torch / "lib")]
-    if not (torch / "lib" / "libtorch_cuda.so").exists():
-        libraries.append("-L" + str(empty_torch_cuda(compiler)))
-    base = [nvcc, "-ccbin", compiler, *CUDA_FLAGS, f"-I{CSRC}", "-isystem", str(torch / "include")]
+    nvcc = [nvcc, "-ccbin", compiler]
+    base = [*nvcc, *CUDA_FLAGS, TORCH_TARGET, f"-I{CSRC}", "-isystem", str(torch / "include")]
     steps = [(source, "", [*base, "-c", str(source)]) for source in cuda_sources()]
-    link = [nvcc, "-ccbin", compiler, "-shared", *libraries, "-Xlinker", "--no-as-needed", "-ltorch_cpu", "-lc10", "-ltorch_cuda"]
-    return build_library("libds_sparse_cuda.so", steps, link)
+    libraries = [f"-L{torch / 'lib'}", "-Xlinker", "--no-as-needed", "-ltorch_cpu", "-lc10", "-ltorch_cuda"]
+    if not (torch / "lib" / "libtorch_cuda.so").exists():
+        libraries.insert(0, f"-L{empty_torch_cuda(compiler)}")
+    return build_library("libds_sparse_cuda.so", steps, [*nvcc, "-shared"], libraries)
 
 
-def build_library(name: str, steps: list[tuple[Path, str, list[str]]], link: list[str]) -> Path:
-    """Runs the compile steps (source, variant, command), as many at a time as there are cores, and links the objects."""
+def build_library(name: str, steps: list[tuple[Path, str, list[str]]], link: list[str], libraries: list[str]) -> Path:
+    """Runs the compile steps (source, variant, command), as many at a time as there are cores, and links."""
     headers = digest(*(path.read_bytes() for path in header_files()), importlib.metadata.version("torch").encode())
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         built = list(pool.map(lambda step: compile_object(*step, headers), steps))
     library = OBJECTS / name
-    objects = [str(path) for path, _ in built]
-    stamp = digest(*(stamp.encode() for _, stamp in built), repr(link).encode())
-    run_unless_current(link[:2] + ["-o", str(library), *objects] + link[2:], library, stamp)
+    link = [*link, "-o", str(library), *(str(path) for path, _ in built), *libraries]
+    run_unless_current(link, library, digest(*(stamp.encode() for _, stamp in built), repr(link).encode()))
     return library
 
 
@@ -110,7 +109,9 @@ def run_unless_current(command: list[str], target: Path, stamp: str) -> None:
     result = subprocess.run(command, capture_output=True, text=True)
     sys.stderr.write(result.stdout + result.stderr)
     if result.returncode:
-        raise SystemExit(f"Building {target.name} failed: the command above this line ended with status {result.returncode}.")
+        raise SystemExit(
+            f"Building {target.name} failed: the command above this line ended with status {result.returncode}."
+        )
     stamp_file.write_text(stamp)
 
 
@@ -122,18 +123,22 @@ def find_cxx() -> str:
     for name in [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++", "clang++"]:
         if shutil.which(name):
             return shutil.which(name)
-    raise SystemExit("ds_sparse needs a C++ compiler to build; install one (Debian and Ubuntu: apt install g++) or set CXX to it.")
+    raise SystemExit(
+        "ds_sparse needs a C++ compiler to build; install one (Debian and Ubuntu: apt install g++) or set CXX to it."
+    )
 
 
 def find_torch() -> Path:
     spec = importlib.util.find_spec("torch")
     if spec is None:
         raise SystemExit(
-            "ds_sparse needs torch while it builds; install torch==2.13.0 first, or leave out pip's --no-build-isolation."
+            "ds_sparse needs torch while it builds; install torch==2.13.0, or leave out --no-build-isolation."
         )
     version = importlib.metadata.version("torch")
     if tuple(map(int, version.split(".")[:2])) < (2, 11):
-        raise SystemExit(f"ds_sparse builds with torch 2.11 or later, and torch {version} is installed; install torch==2.13.0.")
+        raise SystemExit(
+            f"ds_sparse builds with torch 2.11 or later, and torch {version} is installed; install torch==2.13.0."
+        )
     return Path(spec.submodule_search_locations[0])
 
 
@@ -153,16 +158,29 @@ def has_gpu_driver() -> bool:
 def wants_cuda() -> bool:
     choice = os.environ.get("DS_SPARSE_CUDA", "")
     if choice not in ("", "0", "1"):
-        raise SystemExit(f"DS_SPARSE_CUDA is {choice!r}; set it to 1 (build the CUDA library), 0 (do not), or leave it unset.")
+        raise SystemExit(
+            f"DS_SPARSE_CUDA is {choice!r}; set it to 1 (build the CUDA library), 0 (do not), or leave it unset."
+        )
     if choice == "1" and find_nvcc() is None:
-        raise SystemExit("DS_SPARSE_CUDA is 1 and no nvcc was found; install the CUDA toolkit, set CUDA_HOME, or unset DS_SPARSE_CUDA.")
+        raise SystemExit(
+            "DS_SPARSE_CUDA is 1 and no nvcc was found; install CUDA, set CUDA_HOME, or unset DS_SPARSE_CUDA."
+        )
     return choice == "1" or (choice == "" and find_nvcc() is not None and has_gpu_driver())
 
 
 def empty_torch_cuda(compiler: str) -> Path:
     """A folder with an empty libtorch_cuda.so to link against; a torch with CUDA brings the real one at run time."""
     folder = OBJECTS / "stub"
-    command = [compiler, "-shared", "-fPIC", "-xc++", os.devnull, "-Wl,-soname,libtorch_cuda.so", "-o", str(folder / "libtorch_cuda.so")]
+    command = [
+        compiler,
+        "-shared",
+        "-fPIC",
+        "-xc++",
+        os.devnull,
+        "-Wl,-soname,libtorch_cuda.so",
+        "-o",
+        str(folder / "libtorch_cuda.so"),
+    ]
     run_unless_current(command, folder / "libtorch_cuda.so", digest(repr(command).encode()))
     return folder
 

@@ -20,16 +20,18 @@ inline void check(bool condition, const std::string& sentence) {
 }
 
 inline void check_block(int64_t block) {
-  check(block >= 8 && (block & (block - 1)) == 0, "block has to be a power of two and at least 8, got " + std::to_string(block) + ".");
+  check(block >= 8 && (block & (block - 1)) == 0,
+        "block has to be a power of two and at least 8, got " + std::to_string(block) + ".");
 }
 
 inline void check_dim(const Tensor& x, int64_t dim, const char* name) {
-  check(x.dim() == dim, std::string(name) + " has " + std::to_string(x.dim()) + " dimensions; it has to have " + std::to_string(dim) + ".");
+  check(x.dim() == dim, std::string(name) + " has " + std::to_string(x.dim()) + " dimensions; it has to have " +
+                            std::to_string(dim) + ".");
 }
 
 inline void check_size(const Tensor& x, int64_t dim, int64_t size, const char* name) {
-  check(x.size(dim) == size, std::string(name) + " has size " + std::to_string(x.size(dim)) + " in dimension " + std::to_string(dim) +
-                                 "; it has to be " + std::to_string(size) + ".");
+  check(x.size(dim) == size, std::string(name) + " has size " + std::to_string(x.size(dim)) + " in dimension " +
+                                 std::to_string(dim) + "; it has to be " + std::to_string(size) + ".");
 }
 
 inline void check_like(const Tensor& x, const Tensor& other, const char* name) {
@@ -52,8 +54,10 @@ inline void check_list(const Tensor& x, const Tensor& other, const char* name) {
 inline void check_lists(const Tensor& offsets, int64_t layout_heads, int64_t heads, const Tensor& other) {
   check_list(offsets, other, "offsets");
   check(layout_heads >= 1 && (layout_heads == 1 || layout_heads == heads),
-        "layout_heads is " + std::to_string(layout_heads) + " for " + std::to_string(heads) + " heads; it has to be 1 or as many.");
-  check(offsets.size(0) >= 1 && (offsets.size(0) - 1) % layout_heads == 0, "offsets has to have one entry a line of each layout head, and one.");
+        "layout_heads is " + std::to_string(layout_heads) + " for " + std::to_string(heads) +
+            " heads; it has to be 1 or as many.");
+  check(offsets.size(0) >= 1 && (offsets.size(0) - 1) % layout_heads == 0,
+        "offsets has to have one entry a line of each layout head, and one.");
 }
 
 // Sparse values (B, V, b, b), contiguous.
@@ -65,26 +69,33 @@ inline void check_values(const Tensor& values, int64_t block, const char* name) 
 }
 
 // Something added to the scores, or a mask of them: (B or 1, H or 1, T or 1, S), or without the middle two.
-inline void check_bias(const Tensor& x, const Tensor& scores, int64_t heads, int64_t rows, int64_t width, const char* name) {
+inline void check_bias(const Tensor& x, const Tensor& scores, int64_t heads, int64_t rows, int64_t width,
+                       const char* name) {
   check(x.device() == scores.device(), std::string(name) + " has to be on the device of the scores.");
-  check(x.scalar_type() == ScalarType::Bool || x.scalar_type() == scores.scalar_type(), std::string(name) + " has to be bool, or of the scores' dtype.");
+  check(x.scalar_type() == ScalarType::Bool || x.scalar_type() == scores.scalar_type(),
+        std::string(name) + " has to be bool, or of the scores' dtype.");
   int64_t full[] = {scores.size(0), heads, rows};
   for (int64_t dim = 0; dim < x.dim() - 1; ++dim)
-    check(x.size(dim) == 1 || x.size(dim) == full[dim], std::string(name) + " does not broadcast in dimension " + std::to_string(dim) + ".");
+    check(x.size(dim) == 1 || x.size(dim) == full[dim],
+          std::string(name) + " does not broadcast in dimension " + std::to_string(dim) + ".");
   check_size(x, x.dim() - 1, width, name);
 }
 
 // The shape of a bias's gradient: (B or 1, H or 1, T or 1, S).
-inline void check_bias_shape(const std::vector<int64_t>& shape, int64_t batch, int64_t heads, int64_t rows, int64_t block) {
+inline void check_bias_shape(const std::vector<int64_t>& shape, int64_t batch, int64_t heads, int64_t rows,
+                             int64_t block) {
   check(shape.size() == 4, "shape has to have four numbers.");
   int64_t full[] = {batch, heads, rows};
-  for (int i = 0; i < 3; ++i) check(shape[i] == 1 || shape[i] == full[i], "shape has to be 1 or the full size in dimension " + std::to_string(i) + ".");
+  for (int i = 0; i < 3; ++i)
+    check(shape[i] == 1 || shape[i] == full[i],
+          "shape has to be 1 or the full size in dimension " + std::to_string(i) + ".");
   check(shape[3] % block == 0, "the columns of shape have to be a multiple of the block.");
 }
 
 // The heads whose values fill V > 0 blocks, where a layout of layout_heads heads has `live`.
 inline int64_t heads_of(int64_t num_values, int64_t live, int64_t layout_heads) {
-  check(layout_heads > 0 && live > 0 && num_values * layout_heads % live == 0, "values do not hold the live blocks of a whole number of heads.");
+  check(layout_heads > 0 && live > 0 && num_values * layout_heads % live == 0,
+        "values do not hold the live blocks of a whole number of heads.");
   return num_values * layout_heads / live;
 }
 

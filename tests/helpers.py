@@ -51,7 +51,9 @@ def layouts(draw: st.DrawFn, max_side: int = 4) -> Layout:
     """2-D and 3-D, every dtype, heads alike and different, with empty rows, columns and heads, all-empty ones too."""
     heads = draw(st.integers(1, 3))
     rows, columns = draw(st.integers(1, max_side)), draw(st.integers(1, max_side))
-    live = torch.rand(heads, rows, columns, generator=generator(draw)) < draw(st.sampled_from((0.5, 0.2, 0.8, 1.0, 0.0)))
+    live = torch.rand(heads, rows, columns, generator=generator(draw)) < draw(
+        st.sampled_from((0.5, 0.2, 0.8, 1.0, 0.0))
+    )
     if draw(st.booleans()):
         live[draw(st.integers(0, heads - 1))] = False
     if draw(st.booleans()):
@@ -99,7 +101,9 @@ def leaf(x: torch.Tensor, device: str, requires_grad: bool = True) -> torch.Tens
         moved = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
         # Overlapping strides cannot be copied into; such views are rebuilt from what they repeat.
         if 0 in x.stride():
-            moved = x.detach()[tuple(slice(0, 1) if s == 0 else slice(None) for s in x.stride())].to(device).expand_as(x)
+            moved = (
+                x.detach()[tuple(slice(0, 1) if s == 0 else slice(None) for s in x.stride())].to(device).expand_as(x)
+            )
         else:
             moved.copy_(x.detach())
     return moved.requires_grad_(requires_grad) if requires_grad else moved
@@ -129,23 +133,28 @@ def oracle_matmul(
 def gradients(output: torch.Tensor, inputs: list[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
     """Gradients of those inputs that want one; zeros where an empty layout cuts the graph."""
     wanted = [x for x in inputs if x.requires_grad]
-    found = torch.autograd.grad(output, wanted, grad, allow_unused=True) if output.requires_grad else [None] * len(wanted)
-    return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found)]
+    found = (
+        torch.autograd.grad(output, wanted, grad, allow_unused=True) if output.requires_grad else [None] * len(wanted)
+    )
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)]
 
 
-def assert_as_accurate(name: str, ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:
+def assert_as_accurate(
+    name: str, ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, largest_term: float = 0.0
+) -> None:
     """`ours` is as near to the float64 result as plain PyTorch at the same precision is.
 
     Twice its largest error is allowed, and a rounding of the largest value, since PyTorch may happen to be exact; four in
     float32, which is also what sums are kept in, one after the other where PyTorch adds pairwise. In float64, where
-    PyTorch's result is the exact one, 1e-12 of the largest value.
+    PyTorch's result is the exact one, 1e-12 of the largest value. `largest_term` stands for the largest value where the
+    result is a sum whose terms cancel.
     """
     ours = ours.detach().cpu()
     assert ours.shape == exact.shape and ours.dtype == plain.dtype, f"{name}: {ours.shape} {ours.dtype}"
     if ours.numel() == 0:
         return
     assert torch.isfinite(ours).all(), f"{name} is not finite"
-    size = max(exact.abs().max().item(), torch.finfo(ours.dtype).tiny)
+    size = max(exact.abs().max().item(), largest_term, torch.finfo(ours.dtype).tiny)
     rounding = {torch.float64: 1e-12, torch.float32: 4 * 2**-23}.get(ours.dtype, torch.finfo(ours.dtype).eps)
     allowed = 2 * (plain.double() - exact).abs().max().item() + rounding * size
     error = (ours.double() - exact).abs().max().item()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import EXAMPLES, Layout, layouts
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_sparse.index import BlockIndex
-from helpers import EXAMPLES, Layout, layouts
 
 LISTS = ("row_offsets", "row_columns", "column_offsets", "column_rows", "column_slots")
 
@@ -18,19 +18,19 @@ def lists_by_hand(live: list[list[list[bool]]]) -> dict[str, list[int]]:
     made: dict[str, list[int]] = {name: [] for name in LISTS}
     made["row_offsets"], made["column_offsets"] = [0], [0]
     entry = {}
-    for l, head in enumerate(live):
+    for stored, head in enumerate(live):
         for i in range(rows):
             for j in range(columns):
                 if head[i][j]:
-                    entry[l, i, j] = len(made["row_columns"])
+                    entry[stored, i, j] = len(made["row_columns"])
                     made["row_columns"].append(j)
             made["row_offsets"].append(len(made["row_columns"]))
-    for l, head in enumerate(live):
+    for stored, head in enumerate(live):
         for j in range(columns):
             for i in range(rows):
                 if head[i][j]:
                     made["column_rows"].append(i)
-                    made["column_slots"].append(entry[l, i, j])
+                    made["column_slots"].append(entry[stored, i, j])
             made["column_offsets"].append(len(made["column_rows"]))
     return made
 
@@ -41,7 +41,12 @@ def test_lists_are_those_built_by_hand(layout: Layout, block: int):
     index = BlockIndex.build(layout.given, block)
     stored = layout.live.tolist()
     stored = stored[:1] if all(head == stored[0] for head in stored) else stored
-    assert (index.block, index.num_heads, index.rows, index.columns) == (block, layout.heads, layout.rows, layout.columns)
+    assert (index.block, index.num_heads, index.rows, index.columns) == (
+        block,
+        layout.heads,
+        layout.rows,
+        layout.columns,
+    )
     assert index.layout_heads == len(stored)
     for name, expected in lists_by_hand(stored).items():
         assert getattr(index, name).dtype == torch.int32

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
+from helpers import EXAMPLES, Layout, generator, layouts, make_layout, random, seeded
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_sparse import reference
-from helpers import EXAMPLES, Layout, generator, layouts, make_layout, random, seeded
 
 
 @EXAMPLES

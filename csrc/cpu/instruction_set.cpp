@@ -7,12 +7,12 @@
 
 namespace ds_sparse::cpu {
 
-#define DS_SPARSE_TABLES(isa)                     \
-  namespace isa {                                 \
-  extern const Kernels<float> table_float;        \
-  extern const Kernels<double> table_double;      \
-  extern const Kernels<Half> table_half;          \
-  extern const Kernels<BFloat16> table_bfloat16;  \
+#define DS_SPARSE_TABLES(isa)                    \
+  namespace isa {                                \
+  extern const Kernels<float> table_float;       \
+  extern const Kernels<double> table_double;     \
+  extern const Kernels<Half> table_half;         \
+  extern const Kernels<BFloat16> table_bfloat16; \
   }
 
 DS_SPARSE_TABLES(portable)
@@ -32,8 +32,8 @@ InstructionSet choose() {
   bool at_most_portable = capability && std::strcmp(capability, "default") == 0;
   bool at_most_avx2 = capability && std::strcmp(capability, "avx2") == 0;
   bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                    __builtin_cpu_supports("avx512vl");
+  bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (at_most_portable || !has_avx2) return InstructionSet::portable;
   if (!at_most_avx2 && has_avx512) return InstructionSet::avx512;
   return InstructionSet::avx2;
@@ -50,17 +50,17 @@ InstructionSet instruction_set() {
 }  // namespace
 
 #if defined(__x86_64__)
-#define DS_SPARSE_KERNELS(T, table)                                 \
-  template <>                                                       \
-  const Kernels<T>& kernels<T>() {                                  \
-    switch (instruction_set()) {                                    \
-      case InstructionSet::avx512:                                  \
-        return avx512::table;                                       \
-      case InstructionSet::avx2:                                    \
-        return avx2::table;                                         \
-      default:                                                      \
-        return portable::table;                                     \
-    }                                                               \
+#define DS_SPARSE_KERNELS(T, table) \
+  template <>                       \
+  const Kernels<T>& kernels<T>() {  \
+    switch (instruction_set()) {    \
+      case InstructionSet::avx512:  \
+        return avx512::table;       \
+      case InstructionSet::avx2:    \
+        return avx2::table;         \
+      default:                      \
+        return portable::table;     \
+    }                               \
   }
 #else
 #define DS_SPARSE_KERNELS(T, table) \

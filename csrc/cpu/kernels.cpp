@@ -7,8 +7,8 @@ namespace ds_sparse::cpu::DS_SPARSE_ISA {
 
 template <class T>
 constexpr Kernels<T> table = {
-    panel_width<T>, native_width<Compute<T>>, pack_panels<T>,         pack_rows<T>,        sdd<T>,
-    dsd<T>,         store_rows<T>,            softmax_forward<T>,     softmax_backward<T>, add_block<T>,
+    panel_width<T>, native_width<Compute<T>>, pack_panels<T>,      pack_rows<T>, sdd<T>, dsd<T>,
+    store_rows<T>,  softmax_forward<T>,       softmax_backward<T>, add_block<T>,
 };
 
 extern const Kernels<float> table_float = table<float>;

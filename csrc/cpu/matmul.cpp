@@ -16,29 +16,34 @@ const T* pointer(const Tensor& x) {
   return static_cast<const T*>(x.const_data_ptr());
 }
 
-// The right operand of sdd as panels, packed once for each (batch, head): depth x W numbers each, for the W columns that
-// one vector of the result holds.
+// The right operand of sdd as panels, packed once for each (batch, head): depth x W numbers each, for the W columns
+// that one vector of the result holds.
 template <class T>
 Buffer<Compute<T>> pack_right_operand(const Tensor& b, int64_t block) {
   const Kernels<T>& kernel = kernels<T>();
-  int64_t heads = b.size(1), depth = b.size(2), columns = b.size(3), blocks = columns / block, width = kernel.panel_width(block);
+  int64_t heads = b.size(1), depth = b.size(2), columns = b.size(3), blocks = columns / block,
+          width = kernel.panel_width(block);
   Buffer<Compute<T>> panels(b.size(0) * heads * depth * columns);
   int64_t grain = std::max<int64_t>(1, task_cost / 8 / (block * std::max<int64_t>(1, depth)));
   torch::stable::parallel_for(0, b.size(0) * heads * blocks, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       int64_t matrix = i / blocks, column = i % blocks * block;
-      const T* from = pointer<T>(b) + matrix / heads * b.stride(0) + matrix % heads * b.stride(1) + column * b.stride(3);
-      kernel.pack_panels(from, b.stride(2), b.stride(3), depth, block, width, panels.data() + (matrix * columns + column) * depth);
+      const T* from =
+          pointer<T>(b) + matrix / heads * b.stride(0) + matrix % heads * b.stride(1) + column * b.stride(3);
+      kernel.pack_panels(from, b.stride(2), b.stride(3), depth, block, width,
+                         panels.data() + (matrix * columns + column) * depth);
     }
   });
   return panels;
 }
 
 template <class T>
-void sdd(const Tensor& a, const Tensor& b, const Tensor& row_offsets, const Tensor& columns, int64_t layout_heads, int64_t block, Tensor& out) {
+void sdd(const Tensor& a, const Tensor& b, const Tensor& row_offsets, const Tensor& columns, int64_t layout_heads,
+         int64_t block, Tensor& out) {
   using C = Compute<T>;
   const Kernels<T>& kernel = kernels<T>();
-  int64_t batch = a.size(0), heads = a.size(1), depth = a.size(3), width = b.size(3), live = columns.size(0), rows = a.size(2) / block;
+  int64_t batch = a.size(0), heads = a.size(1), depth = a.size(3), width = b.size(3), live = columns.size(0),
+          rows = a.size(2) / block;
   const int32_t *offsets = pointer<int32_t>(row_offsets), *indices = pointer<int32_t>(columns);
 
   Pieces pieces;
@@ -60,8 +65,8 @@ void sdd(const Tensor& a, const Tensor& b, const Tensor& row_offsets, const Tens
         if (in_place) left = from;
       if (!in_place) kernel.pack_rows(from, a.stride(2), a.stride(3), block, depth, packed.data(), depth);
       int64_t entry = b_index * out.size(1) + (layout_heads == 1 ? head * live : 0) + piece.begin;
-      kernel.sdd(left, depth, panels.data() + (b_index * heads + head) * depth * width, indices + piece.begin, piece.end - piece.begin, block, depth,
-                 values + entry * block * block);
+      kernel.sdd(left, depth, panels.data() + (b_index * heads + head) * depth * width, indices + piece.begin,
+                 piece.end - piece.begin, block, depth, values + entry * block * block);
     };
   });
 }
@@ -76,23 +81,27 @@ Buffer<Compute<T>> pack_dense_operand(const Tensor& dense, int64_t block, int64_
   torch::stable::parallel_for(0, dense.size(0) * heads * blocks, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       int64_t matrix = i / blocks, row = i % blocks * block;
-      const T* from = pointer<T>(dense) + matrix / heads * dense.stride(0) + matrix % heads * dense.stride(1) + row * dense.stride(2);
-      kernel.pack_rows(from, dense.stride(2), dense.stride(3), block, dense.size(3), packed.data() + (matrix * rows + row) * width, width);
+      const T* from = pointer<T>(dense) + matrix / heads * dense.stride(0) + matrix % heads * dense.stride(1) +
+                      row * dense.stride(2);
+      kernel.pack_rows(from, dense.stride(2), dense.stride(3), block, dense.size(3),
+                       packed.data() + (matrix * rows + row) * width, width);
     }
   });
   return packed;
 }
 
 template <class T>
-void dsd(const Tensor& values, const Tensor& dense, const Tensor& offsets, const Tensor& indices, const std::optional<Tensor>& slots,
-         int64_t layout_heads, int64_t block, bool transpose_result, Tensor& out) {
+void dsd(const Tensor& values, const Tensor& dense, const Tensor& offsets, const Tensor& indices,
+         const std::optional<Tensor>& slots, int64_t layout_heads, int64_t block, bool transpose_result, Tensor& out) {
   using C = Compute<T>;
   constexpr bool same = std::is_same_v<T, C>;
   const Kernels<T>& kernel = kernels<T>();
-  int64_t batch = dense.size(0), heads = dense.size(1), columns = dense.size(3), live = indices.size(0), lines = (offsets.size(0) - 1) / layout_heads;
+  int64_t batch = dense.size(0), heads = dense.size(1), columns = dense.size(3), live = indices.size(0),
+          lines = (offsets.size(0) - 1) / layout_heads;
   int64_t width = (columns + kernel.lanes - 1) / kernel.lanes * kernel.lanes;
 
-  auto pieces = cut_token_rows(pointer<int32_t>(offsets), layout_heads, lines, block, [&](int64_t count) { return (count * block + 8) * width; });
+  auto pieces = cut_token_rows(pointer<int32_t>(offsets), layout_heads, lines, block,
+                               [&](int64_t count) { return (count * block + 8) * width; });
 
   bool dense_in_place = same && width == columns && dense.stride(3) == 1 && dense.stride(2) == columns;
   Buffer<C> packed = dense_in_place ? Buffer<C>(0) : pack_dense_operand<T>(dense, block, width);
@@ -100,9 +109,13 @@ void dsd(const Tensor& values, const Tensor& dense, const Tensor& offsets, const
   T* result = static_cast<T*>(out.mutable_data_ptr());
   int64_t out_stride = transpose_result ? lines * block : columns;
   run_pieces(pieces, batch, heads, layout_heads, [&] {
-    return [&, sums = Buffer<C>(sum_in_place ? 0 : block * width), scratch = Buffer<C>(same ? 0 : dsd_scratch(block, block))](int64_t b, int64_t head, const Piece& piece) {
-      int64_t line = piece.head * lines + piece.row, first = pointer<int32_t>(offsets)[line], count = pointer<int32_t>(offsets)[line + 1] - first;
-      const T* blocks = pointer<T>(values) + (b * values.size(1) + (layout_heads == 1 ? head * live : 0) + (slots ? 0 : first)) * block * block;
+    return [&, sums = Buffer<C>(sum_in_place ? 0 : block * width),
+            scratch = Buffer<C>(same ? 0 : dsd_scratch(block, block))](int64_t b, int64_t head, const Piece& piece) {
+      int64_t line = piece.head * lines + piece.row, first = pointer<int32_t>(offsets)[line],
+              count = pointer<int32_t>(offsets)[line + 1] - first;
+      const T* blocks =
+          pointer<T>(values) +
+          (b * values.size(1) + (layout_heads == 1 ? head * live : 0) + (slots ? 0 : first)) * block * block;
       const C* right = packed.data() + (b * heads + head) * dense.size(2) * width;
       int64_t row = piece.row * block + piece.begin, rows = piece.end - piece.begin;
       T* to = result + (b * heads + head) * lines * block * columns + (transpose_result ? row : row * columns);
@@ -111,8 +124,9 @@ void dsd(const Tensor& values, const Tensor& dense, const Tensor& offsets, const
         if (dense_in_place) right = pointer<T>(dense) + b * dense.stride(0) + head * dense.stride(1);
         if (sum_in_place) sum = to;
       }
-      kernel.dsd(blocks, slots ? pointer<int32_t>(*slots) + first : nullptr, right, width, pointer<int32_t>(indices) + first, count, block, piece.begin,
-                 piece.end, width, sum, width, scratch.data());
+      kernel.dsd(blocks, slots ? pointer<int32_t>(*slots) + first : nullptr, right, width,
+                 pointer<int32_t>(indices) + first, count, block, piece.begin, piece.end, width, sum, width,
+                 scratch.data());
       if (!sum_in_place) kernel.store_rows(sum, width, rows, columns, transpose_result, to, out_stride);
     };
   });
@@ -131,12 +145,14 @@ Tensor matmul_sdd(Tensor a, Tensor b, Tensor row_offsets, Tensor columns, int64_
   check_list(columns, a, "columns");
   check_size(a, 2, (row_offsets.size(0) - 1) / layout_heads * block, "a");
   Tensor out = torch::stable::new_empty(a, {a.size(0), columns.size(0) * a.size(1) / layout_heads, block, block});
-  for_dtype(a.scalar_type(), [&](auto* type) { sdd<std::remove_pointer_t<decltype(type)>>(a, b, row_offsets, columns, layout_heads, block, out); });
+  for_dtype(a.scalar_type(), [&](auto* type) {
+    sdd<std::remove_pointer_t<decltype(type)>>(a, b, row_offsets, columns, layout_heads, block, out);
+  });
   return out;
 }
 
-Tensor matmul_dsd(Tensor values, Tensor dense, Tensor offsets, Tensor indices, std::optional<Tensor> slots, int64_t layout_heads, int64_t block,
-                  bool transpose_result) {
+Tensor matmul_dsd(Tensor values, Tensor dense, Tensor offsets, Tensor indices, std::optional<Tensor> slots,
+                  int64_t layout_heads, int64_t block, bool transpose_result) {
   check_block(block);
   check_values(values, block, "values");
   check_dim(dense, 4, "dense");
@@ -151,10 +167,12 @@ Tensor matmul_dsd(Tensor values, Tensor dense, Tensor offsets, Tensor indices, s
     check_size(*slots, 0, indices.size(0), "slots");
   }
   int64_t rows = (offsets.size(0) - 1) / layout_heads * block, width = dense.size(3);
-  Tensor out = torch::stable::new_empty(dense, {dense.size(0), dense.size(1), transpose_result ? width : rows, transpose_result ? rows : width});
+  Tensor out = torch::stable::new_empty(
+      dense, {dense.size(0), dense.size(1), transpose_result ? width : rows, transpose_result ? rows : width});
   if (out.numel() == 0) return out;
   for_dtype(values.scalar_type(), [&](auto* type) {
-    dsd<std::remove_pointer_t<decltype(type)>>(values, dense, offsets, indices, slots, layout_heads, block, transpose_result, out);
+    dsd<std::remove_pointer_t<decltype(type)>>(values, dense, offsets, indices, slots, layout_heads, block,
+                                               transpose_result, out);
   });
   return out;
 }

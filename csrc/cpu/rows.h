@@ -16,7 +16,8 @@ DS_SPARSE_INLINE Vec<C, W> add_bias(Vec<C, W> x, Vec<C, W> bias) {
 
 // One row of a bias over the live blocks; -inf where a bool one drops.
 template <class T, int W>
-static void read_bias(const Bias& bias, int64_t token, const int32_t* columns, int64_t count, int64_t block, Compute<T>* out) {
+static void read_bias(const Bias& bias, int64_t token, const int32_t* columns, int64_t count, int64_t block,
+                      Compute<T>* out) {
   using C = Compute<T>;
   for (int64_t n = 0; n < count; ++n, out += block) {
     int64_t offset = token * bias.row_stride + columns[n] * block * bias.column_stride;
@@ -46,14 +47,16 @@ static void softmax_forward_of(const SoftmaxRows<T>& rows, Compute<T>* scratch) 
       const T* scores = rows.scores + (n * block + r) * block;
       for (int64_t c = 0; c < block; c += W) {
         V x = load<C, W>(scores + c), scaled = x * scale;
-        auto overflowed = (scaled < lowest<C>) & (x - x == 0);
+        auto overflowed = (scaled < lowest<C>)&(x - x == 0);
         store<C, W>(row + n * block + c, overflowed ? broadcast<C, W>(lowest<C>) : scaled);
       }
     }
     for (int i = 0; i < rows.num_biases; ++i) {
       C* bias = scratch + (i + 1) * length;
-      if (r == rows.begin || rows.biases[i].row_stride != 0) read_bias<T, W>(rows.biases[i], token, rows.columns, rows.count, block, bias);
-      for (int64_t c = 0; c < length; c += W) store<C, W>(row + c, add_bias<C, W>(load<C, W>(row + c), load<C, W>(bias + c)));
+      if (r == rows.begin || rows.biases[i].row_stride != 0)
+        read_bias<T, W>(rows.biases[i], token, rows.columns, rows.count, block, bias);
+      for (int64_t c = 0; c < length; c += W)
+        store<C, W>(row + c, add_bias<C, W>(load<C, W>(row + c), load<C, W>(bias + c)));
     }
     if (rows.causal) {
       for (int64_t n = 0; n < rows.count; ++n) {
@@ -94,7 +97,8 @@ static void softmax_forward(const SoftmaxRows<T>& rows, Compute<T>* scratch) {
 }
 
 template <class T, int W>
-static void softmax_backward_of(const T* grad, const T* probs, T* out, int64_t count, int64_t block, int64_t begin, int64_t end, double factor) {
+static void softmax_backward_of(const T* grad, const T* probs, T* out, int64_t count, int64_t block, int64_t begin,
+                                int64_t end, double factor) {
   using C = Compute<T>;
   using V = Vec<C, W>;
   C scale = C(factor);
@@ -114,7 +118,8 @@ static void softmax_backward_of(const T* grad, const T* probs, T* out, int64_t c
 }
 
 template <class T>
-static void softmax_backward(const T* grad, const T* probs, T* out, int64_t count, int64_t block, int64_t begin, int64_t end, double scale) {
+static void softmax_backward(const T* grad, const T* probs, T* out, int64_t count, int64_t block, int64_t begin,
+                             int64_t end, double scale) {
   constexpr int W = native_width<Compute<T>>;
   if (block >= W)
     softmax_backward_of<T, W>(grad, probs, out, count, block, begin, end, scale);

@@ -1,6 +1,6 @@
-// How work is cut and shared out: pieces of bounded cost, so that one dense block row does not set the time, gathered into
-// tasks of similar cost, which threads take as they become free. A piece computes its outputs alone and in a fixed order,
-// so results depend neither on the number of threads nor on who took what.
+// How work is cut and shared out: pieces of bounded cost, so that one dense block row does not set the time, gathered
+// into tasks of similar cost, which threads take as they become free. A piece computes its outputs alone and in a fixed
+// order, so results depend neither on the number of threads nor on who took what.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -55,7 +55,9 @@ class Pieces {
 
   int64_t tasks() const { return starts_.size(); }
   const Piece* begin(int64_t task) const { return pieces_.data() + starts_[task]; }
-  const Piece* end(int64_t task) const { return pieces_.data() + (task + 1 < tasks() ? starts_[task + 1] : pieces_.size()); }
+  const Piece* end(int64_t task) const {
+    return pieces_.data() + (task + 1 < tasks() ? starts_[task + 1] : pieces_.size());
+  }
 
  private:
   std::vector<Piece> pieces_;
@@ -74,9 +76,11 @@ void run_tasks(int64_t tasks, const MakeWorker& make_worker) {
   });
 }
 
-// Calls the workers with (batch, head, piece): for each batch all pieces, or for each batch and head if layout_heads is 1.
+// Calls the workers with (batch, head, piece): for each batch all pieces, or for each batch and head if layout_heads
+// is 1.
 template <class MakeWorker>
-void run_pieces(const Pieces& pieces, int64_t batch, int64_t heads, int64_t layout_heads, const MakeWorker& make_worker) {
+void run_pieces(const Pieces& pieces, int64_t batch, int64_t heads, int64_t layout_heads,
+                const MakeWorker& make_worker) {
   bool shared = layout_heads == 1;
   if (pieces.tasks() == 0) return;
   run_tasks((shared ? batch * heads : batch) * pieces.tasks(), [&] {
@@ -91,7 +95,8 @@ void run_pieces(const Pieces& pieces, int64_t batch, int64_t heads, int64_t layo
 // The token rows of each block row, cut into pieces of at most task_cost where a token row costs row_cost(live blocks);
 // of 16 rows at least, the widest vector, where the block has them.
 template <class RowCost>
-Pieces cut_token_rows(const int32_t* offsets, int64_t layout_heads, int64_t rows, int64_t block, const RowCost& row_cost) {
+Pieces cut_token_rows(const int32_t* offsets, int64_t layout_heads, int64_t rows, int64_t block,
+                      const RowCost& row_cost) {
   Pieces pieces;
   for (int64_t head = 0; head < layout_heads; ++head) {
     for (int64_t row = 0; row < rows; ++row) {

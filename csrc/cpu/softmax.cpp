@@ -25,8 +25,7 @@ struct BiasView {
   int64_t batch_stride, head_stride, row_stride, column_stride;
   bool is_bool;
 
-  BiasView(const Tensor& x)
-      : data(pointer<char>(x)), is_bool(x.scalar_type() == ScalarType::Bool) {
+  BiasView(const Tensor& x) : data(pointer<char>(x)), is_bool(x.scalar_type() == ScalarType::Bool) {
     auto stride = [&](int64_t dim) { return x.size(dim) == 1 ? 0 : x.stride(dim); };
     bool padding = x.dim() == 2;
     int64_t size = x.element_size();
@@ -36,23 +35,39 @@ struct BiasView {
     column_stride = x.stride(x.dim() - 1);
   }
 
-  Bias at(int64_t batch, int64_t head) const { return {data + batch * batch_stride + head * head_stride, row_stride, column_stride, is_bool}; }
+  Bias at(int64_t batch, int64_t head) const {
+    return {data + batch * batch_stride + head * head_stride, row_stride, column_stride, is_bool};
+  }
 };
 
 template <class T>
-void forward(const Tensor& scores, const std::vector<BiasView>& biases, const Tensor& row_offsets, const Tensor& columns, int64_t layout_heads,
-             int64_t heads, int64_t block, double scale, bool causal, Tensor& probs) {
+void forward(const Tensor& scores, const std::vector<BiasView>& biases, const Tensor& row_offsets,
+             const Tensor& columns, int64_t layout_heads, int64_t heads, int64_t block, double scale, bool causal,
+             Tensor& probs) {
   using C = Compute<T>;
   int64_t rows = (row_offsets.size(0) - 1) / layout_heads, live = columns.size(0), longest = 0;
   const int32_t* offsets = pointer<int32_t>(row_offsets);
   for (int64_t i = 0; i < layout_heads * rows; ++i) longest = std::max<int64_t>(longest, offsets[i + 1] - offsets[i]);
-  auto pieces = cut_token_rows(offsets, layout_heads, rows, block, [&](int64_t count) { return (count * block + 8) * softmax_cost; });
+  auto pieces = cut_token_rows(offsets, layout_heads, rows, block,
+                               [&](int64_t count) { return (count * block + 8) * softmax_cost; });
   run_pieces(pieces, scores.size(0), heads, layout_heads, [&] {
-    return [&, scratch = Buffer<C>((1 + biases.size()) * longest * block)](int64_t batch, int64_t head, const Piece& piece) {
-      int64_t first = offsets[piece.head * rows + piece.row], count = offsets[piece.head * rows + piece.row + 1] - first;
+    return [&, scratch = Buffer<C>((1 + biases.size()) * longest * block)](int64_t batch, int64_t head,
+                                                                           const Piece& piece) {
+      int64_t first = offsets[piece.head * rows + piece.row],
+              count = offsets[piece.head * rows + piece.row + 1] - first;
       int64_t at = (batch * scores.size(1) + (layout_heads == 1 ? head * live : 0) + first) * block * block;
-      SoftmaxRows<T> work{pointer<T>(scores) + at, static_cast<T*>(probs.mutable_data_ptr()) + at, pointer<int32_t>(columns) + first, count, block,
-                          piece.row, piece.begin, piece.end, scale, causal, {}, 0};
+      SoftmaxRows<T> work{pointer<T>(scores) + at,
+                          static_cast<T*>(probs.mutable_data_ptr()) + at,
+                          pointer<int32_t>(columns) + first,
+                          count,
+                          block,
+                          piece.row,
+                          piece.begin,
+                          piece.end,
+                          scale,
+                          causal,
+                          {},
+                          0};
       for (const BiasView& bias : biases) work.biases[work.num_biases++] = bias.at(batch, head);
       kernels<T>().softmax_forward(work, scratch.data());
     };
@@ -60,54 +75,66 @@ void forward(const Tensor& scores, const std::vector<BiasView>& biases, const Te
 }
 
 template <class T>
-void backward(const Tensor& grad, const Tensor& probs, const Tensor& row_offsets, int64_t layout_heads, int64_t heads, int64_t block, double scale,
-              Tensor& out) {
+void backward(const Tensor& grad, const Tensor& probs, const Tensor& row_offsets, int64_t layout_heads, int64_t heads,
+              int64_t block, double scale, Tensor& out) {
   int64_t rows = (row_offsets.size(0) - 1) / layout_heads;
   const int32_t* offsets = pointer<int32_t>(row_offsets);
   int64_t live = offsets[layout_heads * rows];
-  auto pieces = cut_token_rows(offsets, layout_heads, rows, block, [&](int64_t count) { return (count * block + 8) * softmax_cost / 4; });
+  auto pieces = cut_token_rows(offsets, layout_heads, rows, block,
+                               [&](int64_t count) { return (count * block + 8) * softmax_cost / 4; });
   run_pieces(pieces, probs.size(0), heads, layout_heads, [&] {
     return [&](int64_t batch, int64_t head, const Piece& piece) {
-      int64_t first = offsets[piece.head * rows + piece.row], count = offsets[piece.head * rows + piece.row + 1] - first;
+      int64_t first = offsets[piece.head * rows + piece.row],
+              count = offsets[piece.head * rows + piece.row + 1] - first;
       int64_t at = (batch * probs.size(1) + (layout_heads == 1 ? head * live : 0) + first) * block * block;
-      kernels<T>().softmax_backward(pointer<T>(grad) + at, pointer<T>(probs) + at, static_cast<T*>(out.mutable_data_ptr()) + at, count, block,
-                                    piece.begin, piece.end, scale);
+      kernels<T>().softmax_backward(pointer<T>(grad) + at, pointer<T>(probs) + at,
+                                    static_cast<T*>(out.mutable_data_ptr()) + at, count, block, piece.begin, piece.end,
+                                    scale);
     };
   });
 }
 
-// A task owns a stripe of columns of one output matrix, of one block row of it or of all summed into one row, and adds to it in
-// the order batch, head, row, column.
+// A task owns a stripe of columns of one output matrix, of one block row of it or of all summed into one row, and adds
+// to it in the order batch, head, row, column.
 template <class T>
-void bias_backward(const Tensor& values, const Tensor& row_offsets, const Tensor& columns, int64_t layout_heads, int64_t heads, int64_t block, Tensor& out) {
+void bias_backward(const Tensor& values, const Tensor& row_offsets, const Tensor& columns, int64_t layout_heads,
+                   int64_t heads, int64_t block, Tensor& out) {
   using C = Compute<T>;
   int64_t batch = values.size(0), live = columns.size(0), rows = (row_offsets.size(0) - 1) / layout_heads;
-  int64_t out_batch = out.size(0), out_heads = out.size(1), out_rows = out.size(2), width = out.size(3), blocks = width / block;
+  int64_t out_batch = out.size(0), out_heads = out.size(1), out_rows = out.size(2), width = out.size(3),
+          blocks = width / block;
   bool sum_rows = out_rows == 1;
-  int64_t stripe = sum_rows ? (blocks + 31) / 32 : blocks, stripes = (blocks + stripe - 1) / stripe, lines = sum_rows ? 1 : rows;
+  int64_t stripe = sum_rows ? (blocks + 31) / 32 : blocks, stripes = (blocks + stripe - 1) / stripe,
+          lines = sum_rows ? 1 : rows;
   const int32_t *offsets = pointer<int32_t>(row_offsets), *indices = pointer<int32_t>(columns);
   C* sums = static_cast<C*>(out.mutable_data_ptr());
   run_tasks(out_batch * out_heads * lines * stripes, [&] {
     return [&](int64_t task) {
-      int64_t part = task % stripes, line = task / stripes % lines, head = task / stripes / lines % out_heads, b = task / stripes / lines / out_heads;
+      int64_t part = task % stripes, line = task / stripes % lines, head = task / stripes / lines % out_heads,
+              b = task / stripes / lines / out_heads;
       int64_t first_column = part * stripe, last_column = std::min(first_column + stripe, blocks);
       C* to = sums + ((b * out_heads + head) * out_rows + line * (sum_rows ? 0 : block)) * width;
-      for (int64_t r = 0; r < (sum_rows ? 1 : block); ++r) std::fill(to + r * width + first_column * block, to + r * width + last_column * block, C(0));
+      for (int64_t r = 0; r < (sum_rows ? 1 : block); ++r)
+        std::fill(to + r * width + first_column * block, to + r * width + last_column * block, C(0));
       for (int64_t from_b = out_batch == 1 ? 0 : b; from_b < (out_batch == 1 ? batch : b + 1); ++from_b)
         for (int64_t h = out_heads == 1 ? 0 : head; h < (out_heads == 1 ? heads : head + 1); ++h)
           for (int64_t row = sum_rows ? 0 : line; row < (sum_rows ? rows : line + 1); ++row) {
             const int32_t* offset = offsets + (layout_heads == 1 ? 0 : h) * rows + row;
             const int32_t* last = indices + offset[1];
-            const T* head_values = pointer<T>(values) + (from_b * values.size(1) + (layout_heads == 1 ? h * live : 0)) * block * block;
-            for (const int32_t* n = std::lower_bound(indices + offset[0], last, first_column); n != last && *n < last_column; ++n)
-              kernels<T>().add_block(head_values + (n - indices) * block * block, block, to + *n * block, sum_rows ? 0 : width);
+            const T* head_values =
+                pointer<T>(values) + (from_b * values.size(1) + (layout_heads == 1 ? h * live : 0)) * block * block;
+            for (const int32_t* n = std::lower_bound(indices + offset[0], last, first_column);
+                 n != last && *n < last_column; ++n)
+              kernels<T>().add_block(head_values + (n - indices) * block * block, block, to + *n * block,
+                                     sum_rows ? 0 : width);
           }
     };
   });
 }
 
-Tensor softmax_forward(Tensor scores, std::optional<Tensor> rpe, std::optional<Tensor> key_padding_mask, std::optional<Tensor> attn_mask,
-                       Tensor row_offsets, Tensor columns, int64_t layout_heads, int64_t block, double scale, bool causal) {
+Tensor softmax_forward(Tensor scores, std::optional<Tensor> rpe, std::optional<Tensor> key_padding_mask,
+                       std::optional<Tensor> attn_mask, Tensor row_offsets, Tensor columns, int64_t layout_heads,
+                       int64_t block, double scale, bool causal) {
   check_block(block);
   check_values(scores, block, "scores");
   check_list(columns, scores, "columns");
@@ -118,7 +145,8 @@ Tensor softmax_forward(Tensor scores, std::optional<Tensor> rpe, std::optional<T
   int64_t rows = (row_offsets.size(0) - 1) / layout_heads * block;
   std::vector<BiasView> biases;
   int64_t width = -1;
-  for (auto [bias, name] : {std::pair{&rpe, "rpe"}, {&attn_mask, "attn_mask"}, {&key_padding_mask, "key_padding_mask"}}) {
+  for (auto [bias, name] :
+       {std::pair{&rpe, "rpe"}, {&attn_mask, "attn_mask"}, {&key_padding_mask, "key_padding_mask"}}) {
     if (!*bias) continue;
     check_dim(**bias, bias == &key_padding_mask ? 2 : 4, name);
     if (width < 0) width = (*bias)->size((*bias)->dim() - 1);
@@ -126,12 +154,14 @@ Tensor softmax_forward(Tensor scores, std::optional<Tensor> rpe, std::optional<T
     biases.emplace_back(**bias);
   }
   for_dtype(scores.scalar_type(), [&](auto* type) {
-    forward<std::remove_pointer_t<decltype(type)>>(scores, biases, row_offsets, columns, layout_heads, heads, block, scale, causal, probs);
+    forward<std::remove_pointer_t<decltype(type)>>(scores, biases, row_offsets, columns, layout_heads, heads, block,
+                                                   scale, causal, probs);
   });
   return probs;
 }
 
-Tensor softmax_backward(Tensor grad, Tensor probs, Tensor row_offsets, int64_t layout_heads, int64_t block, double scale) {
+Tensor softmax_backward(Tensor grad, Tensor probs, Tensor row_offsets, int64_t layout_heads, int64_t block,
+                        double scale) {
   check_block(block);
   check_values(probs, block, "probs");
   check_values(grad, block, "grad");
@@ -150,15 +180,16 @@ Tensor softmax_backward(Tensor grad, Tensor probs, Tensor row_offsets, int64_t l
   return out;
 }
 
-Tensor softmax_bias_backward(Tensor values, Tensor row_offsets, Tensor columns, int64_t layout_heads, int64_t heads, int64_t block,
-                             std::vector<int64_t> shape) {
+Tensor softmax_bias_backward(Tensor values, Tensor row_offsets, Tensor columns, int64_t layout_heads, int64_t heads,
+                             int64_t block, std::vector<int64_t> shape) {
   check_block(block);
   check_values(values, block, "values");
   check_lists(row_offsets, layout_heads, heads, values);
   check_list(columns, values, "columns");
   check_size(values, 1, columns.size(0) * heads / layout_heads, "values");
   check_bias_shape(shape, values.size(0), heads, (row_offsets.size(0) - 1) / layout_heads * block, block);
-  Tensor out = torch::stable::new_empty(values, shape, values.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float);
+  Tensor out = torch::stable::new_empty(
+      values, shape, values.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float);
   if (out.numel() == 0) return out;
   for_dtype(values.scalar_type(), [&](auto* type) {
     bias_backward<std::remove_pointer_t<decltype(type)>>(values, row_offsets, columns, layout_heads, heads, block, out);

@@ -1,7 +1,7 @@
 // Vectors of W numbers, in the compilers' vector extension: one text for AVX-512, AVX2 and everything else.
 //
-// Included once for each instruction set, in a namespace of its own, and free of the standard library's inline functions:
-// the linker would otherwise keep one copy of a function for all, perhaps the one this machine cannot run.
+// Included once for each instruction set, in a namespace of its own, and free of the standard library's inline
+// functions: the linker would otherwise keep one copy of a function for all, perhaps the one this machine cannot run.
 #pragma once
 
 #include <cstdint>
@@ -86,7 +86,8 @@ DS_SPARSE_INLINE Vec<C, W> load(const Half* x) {
   if constexpr (W == 16) return bit_cast<Vec<C, W>>(_mm512_cvtph_ps(bit_cast<__m256i>(half)));
 #endif
 #endif
-  // The exponent is moved to fp32's by a product, which is exact for subnormal numbers as well; infinity and NaN by an or.
+  // The exponent is moved to fp32's by a product, which is exact for subnormal numbers as well; infinity and NaN by an
+  // or.
   auto wide = __builtin_convertvector(half, Vec<uint32_t, W>);
   auto scaled = bit_cast<Vec<C, W>>((wide & 0x7fff) << 13) * C(0x1p112f);
   auto bits = bit_cast<Vec<uint32_t, W>>(scaled);

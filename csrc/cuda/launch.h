@@ -1,4 +1,4 @@
-// What every CUDA operator does around its kernels: pick the tensors' device, their current stream, and check the launch.
+// What every CUDA operator does around its kernels: pick the tensors' device and its current stream, check the launch.
 
 #pragma once
 

@@ -1,9 +1,9 @@
 // Row softmax over live blocks. Schemas and shapes: csrc/library.cpp; meaning: ds_sparse/reference.py.
 //
-// A token row is shared by `width` neighbouring lanes of a warp, which take its 16-byte runs in turn, whatever the size of
-// its blocks. A row costs what its own live blocks cost and may be of any length: it is read twice (maximum and sum in one
-// sweep, then the result), the second time mostly from cache. A warp holds at most 8 rows, and they are rows of one block
-// row since blocks are 8 or more: its lanes loop equally often.
+// A token row is shared by `width` neighbouring lanes of a warp, which take its 16-byte runs in turn, whatever the size
+// of its blocks. A row costs what its own live blocks cost and may be of any length: it is read twice (maximum and sum
+// in one sweep, then the result), the second time mostly from cache. A warp holds at most 8 rows, and they are rows of
+// one block row since blocks are 8 or more: its lanes loop equally often.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -95,8 +95,8 @@ struct TokenRow {
   }
 };
 
-// Something added to the scores, or a mask to keep where true, of shape (B or 1, H or 1, T or 1, S): strides are 0 where
-// the size is 1. `data` is null where there is none.
+// Something added to the scores, or a mask to keep where true, of shape (B or 1, H or 1, T or 1, S): strides are 0
+// where the size is 1. `data` is null where there is none.
 struct Bias {
   const void* data;
   bool keeps;
@@ -188,7 +188,8 @@ __global__ void __launch_bounds__(kThreads) softmax_forward_kernel(
     const TokenRow<T> row(blocks, rows, number);
     A logits[kRun<T>];
     const auto read = [&](int64_t run) {
-      logits_of<T>(load_run<kRun<T>>(scores + row.element(run)), row, row.column(run, columns), biases, scale, causal, logits);
+      const auto raw = load_run<kRun<T>>(scores + row.element(run));
+      logits_of<T>(raw, row, row.column(run, columns), biases, scale, causal, logits);
     };
 
     A largest = -infinity<A>();
@@ -269,7 +270,7 @@ struct Range {
 };
 
 // One output element a thread. Where tokens are summed, threadIdx.y shares out the block rows, and the shares are added
-// in order. A thread finds the entry of its own column in a block row by bisection: dead blocks cost no reading of values.
+// in order. A thread finds the entry of its own column in a block row by bisection: dead blocks are not read.
 template <class T>
 __global__ void softmax_bias_backward_kernel(
     const T* __restrict__ values, accumulate_t<T>* __restrict__ grad_bias, Blocks blocks,
@@ -345,11 +346,11 @@ void with_element_type(const Tensor& x, const F& f) {
 }
 
 Blocks blocks_of(const Tensor& values, const Tensor& row_offsets, int64_t layout_heads, int64_t block) {
-  return {
-      row_offsets.const_data_ptr<int32_t>(), layout_heads, (row_offsets.size(0) - 1) / layout_heads, values.size(1), block};
+  const int64_t rows = (row_offsets.size(0) - 1) / layout_heads;
+  return {row_offsets.const_data_ptr<int32_t>(), layout_heads, rows, values.size(1), block};
 }
 
-// A run a thread, and at most a few times what the device holds at once: rows longer than a warp's runs need fewer threads.
+// A run a thread, and at most a few times what the device holds at once: rows longer than a warp need fewer threads.
 int64_t thread_blocks(const Tensor& values, const Launcher& launch) {
   const int64_t runs = values.numel() * static_cast<int64_t>(values.element_size()) / 16;
   return std::min((runs + kThreads - 1) / kThreads, launch.multiprocessors() * 64);
@@ -357,7 +358,8 @@ int64_t thread_blocks(const Tensor& values, const Launcher& launch) {
 
 // `x` is (B or 1, H or 1, T or 1, S), or (B or 1, S) with 2 dimensions.
 Bias bias_of(
-    const std::optional<Tensor>& x, int64_t dimensions, const Tensor& scores, int64_t heads, int64_t tokens, const char* name) {
+    const std::optional<Tensor>& x, int64_t dimensions, const Tensor& scores, int64_t heads, int64_t tokens,
+    const char* name) {
   if (!x.has_value()) {
     return {};
   }
@@ -394,15 +396,16 @@ Tensor softmax_forward(
   with_element_type(scores, [&](auto zero) {
     using T = decltype(zero);
     launch(
-        softmax_forward_kernel<T>, thread_blocks(scores, launch), kThreads, static_cast<const T*>(scores.const_data_ptr()),
-        static_cast<T*>(probs.mutable_data_ptr()), blocks_of(scores, row_offsets, layout_heads, block),
+        softmax_forward_kernel<T>, thread_blocks(scores, launch), kThreads,
+        static_cast<const T*>(scores.const_data_ptr()), static_cast<T*>(probs.mutable_data_ptr()), blocks_of(scores, row_offsets, layout_heads, block),
         columns.const_data_ptr<int32_t>(), scores.size(0), biases, static_cast<accumulate_t<T>>(scale), causal);
   });
   return probs;
 }
 
 Tensor softmax_backward(
-    const Tensor& grad, const Tensor& probs, const Tensor& row_offsets, int64_t layout_heads, int64_t block, double scale) {
+    const Tensor& grad, const Tensor& probs, const Tensor& row_offsets, int64_t layout_heads, int64_t block,
+    double scale) {
   check_block(block);
   check_values(probs, block, "probs");
   check_values(grad, block, "grad");
@@ -415,8 +418,8 @@ Tensor softmax_backward(
   with_element_type(probs, [&](auto zero) {
     using T = decltype(zero);
     launch(
-        softmax_backward_kernel<T>, thread_blocks(probs, launch), kThreads, static_cast<const T*>(grad.const_data_ptr()),
-        static_cast<const T*>(probs.const_data_ptr()), static_cast<T*>(grad_scores.mutable_data_ptr()),
+        softmax_backward_kernel<T>, thread_blocks(probs, launch), kThreads,
+        static_cast<const T*>(grad.const_data_ptr()), static_cast<const T*>(probs.const_data_ptr()), static_cast<T*>(grad_scores.mutable_data_ptr()),
         blocks_of(probs, row_offsets, layout_heads, block), probs.size(0), static_cast<accumulate_t<T>>(scale));
   });
   return grad_scores;

@@ -35,7 +35,12 @@ template <int Count, class T>
 __device__ __forceinline__ Run<T, Count> load_run(const T* from, int64_t stride = 1) {
   Run<T, Count> run;
   if (stride == 1 && reinterpret_cast<uintptr_t>(from) % sizeof(run) == 0) {
-    run = *reinterpret_cast<const Run<T, Count>*>(from);
+    // As a uint4: the compiler splits 16 bytes of halves into two loads.
+    if constexpr (sizeof(run) == sizeof(uint4)) {
+      *reinterpret_cast<uint4*>(&run) = *reinterpret_cast<const uint4*>(from);
+    } else {
+      run = *reinterpret_cast<const Run<T, Count>*>(from);
+    }
   } else {
 #pragma unroll
     for (int i = 0; i < Count; ++i) {

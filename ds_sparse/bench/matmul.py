@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from .. import reference
 from ..index import BlockIndex
-from ..layout import density, draw, to_token_mask
+from ..layout import density, to_token_mask
 from ..ops import MatMul, Softmax
 from ..sparsity import BSLongformerSparsityConfig, FixedSparsityConfig, SparsityConfig
 
@@ -32,7 +32,7 @@ LAYOUTS: dict[str, tuple[type[SparsityConfig], dict[str, Any]]] = {
     "bslongformer": (BSLongformerSparsityConfig, {}),
     "bslongformer-1": (BSLongformerSparsityConfig, {"num_sliding_window_blocks": 1}),
 }
-"""Name to structure, all heads alike: DeepSpeed's defaults, and the sparsest layout with a global block (9 % at 2048, block 64)."""
+"""Name to structure, all heads alike: DeepSpeed's defaults, and the diagonal plus one block (9 % at 2048, block 64)."""
 
 FORWARD, TRAIN = "forward", "forward+backward"
 
@@ -58,7 +58,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """One measured competitor. `dense` is the name of the competitor that does the same job densely."""
+    """One measured competitor in one direction. A floor is density times the time of the dense one."""
 
     name: str
     direction: str
@@ -71,12 +71,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Competitor:
-    """`call(*inputs)`, differentiated by all inputs in the backward; ours are verified against `meaning`."""
+    """`call(*inputs)`, differentiated by all inputs; `dense` names the competitor that does the same job densely."""
 
     name: str
     dense: str
     call: Callable[..., Tensor]
     inputs: tuple[Tensor, ...]
+    output_grad: Tensor
+
+
+def competitor(name: str, dense: str, call: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Competitor:
+    with torch.no_grad():
+        return Competitor(name, dense, call, inputs, torch.randn_like(call(*inputs)))
 
 
 def grid(
@@ -109,18 +115,18 @@ def run_case(case: Case, device: torch.device, repeats: int, seconds: float) -> 
     for round_ in tqdm(range(-1, repeats), desc=describe(case, live), unit="round", leave=False, disable=None):
         if round_ >= 3 and time.perf_counter() - start > seconds:
             break
-        for competitor in competitors:
+        for runner in competitors:
             for direction in (FORWARD, TRAIN):
-                elapsed = timed(competitor, direction, device)
+                elapsed = timed(runner, direction, device)
                 if round_ >= 0:
-                    times.setdefault((competitor.name, direction), []).append(elapsed)
+                    times.setdefault((runner.name, direction), []).append(elapsed)
     medians = {key: statistics.median(samples) for key, samples in times.items()}
     rows = []
-    for competitor in competitors:
+    for runner in competitors:
         for direction in (FORWARD, TRAIN):
-            mine, dense = medians[competitor.name, direction], medians[competitor.dense, direction]
-            rounds = len(times[competitor.name, direction])
-            rows.append(Row(competitor.name, direction, competitor.dense, mine, mine / dense, mine / (live * dense), rounds))
+            mine, dense = medians[runner.name, direction], medians[runner.dense, direction]
+            rounds = len(times[runner.name, direction])
+            rows.append(Row(runner.name, direction, runner.dense, mine, mine / dense, mine / (live * dense), rounds))
     return live, rows
 
 
@@ -144,17 +150,17 @@ def make_competitors(case: Case, layout: Tensor) -> list[Competitor]:
         return attention_by_block_rows(query, key, value, layout[0], case.block)
 
     return [
-        Competitor("sdd", "dense q @ k^T", ours["sdd"], (query, key)),
-        Competitor("dense q @ k^T", "dense q @ k^T", lambda q, k: q @ k.transpose(-1, -2), (query, key)),
-        Competitor("softmax", "dense softmax", ours["softmax"], (scores,)),
-        Competitor("dense softmax", "dense softmax", lambda x: (x * case.head_dim**-0.5).softmax(-1), (dense_scores,)),
-        Competitor("dsd", "dense p @ v", ours["dsd"], (probs, value)),
-        Competitor("dense p @ v", "dense p @ v", torch.matmul, (dense_probs, value)),
-        Competitor("attention", "SDPA dense", ours["attention"], inputs),
-        Competitor("SDPA dense", "SDPA dense", scaled_dot_product_attention, inputs),
-        Competitor("SDPA bool mask", "SDPA dense", masked_sdpa, inputs),
-        Competitor("dense attention in parts", "SDPA dense", dense_attention, inputs),
-        Competitor("loop over block rows", "SDPA dense", loop, inputs),
+        competitor("sdd", "dense q @ k^T", ours["sdd"], (query, key)),
+        competitor("dense q @ k^T", "dense q @ k^T", lambda q, k: q @ k.transpose(-1, -2), (query, key)),
+        competitor("softmax", "dense softmax", ours["softmax"], (scores,)),
+        competitor("dense softmax", "dense softmax", lambda x: (x * case.head_dim**-0.5).softmax(-1), (dense_scores,)),
+        competitor("dsd", "dense p @ v", ours["dsd"], (probs, value)),
+        competitor("dense p @ v", "dense p @ v", torch.matmul, (dense_probs, value)),
+        competitor("attention", "SDPA dense", ours["attention"], inputs),
+        competitor("SDPA dense", "SDPA dense", scaled_dot_product_attention, inputs),
+        competitor("SDPA bool mask", "SDPA dense", masked_sdpa, inputs),
+        competitor("dense attention in parts", "SDPA dense", dense_attention, inputs),
+        competitor("loop over block rows", "SDPA dense", loop, inputs),
     ]
 
 
@@ -214,10 +220,14 @@ def verify(case: Case, layout: Tensor, device: torch.device) -> None:
             error, allowed = rms(ours_here - right), ERROR_ALLOWED * rms(theirs_here - right)
             if not error <= allowed:
                 what = f"gradient {i} of {name}" if i else f"output of {name}"
-                raise ArithmeticError(f"{case}: {what} has an RMS error of {error:.2e}; plain PyTorch allows {allowed:.2e}.")
+                raise ArithmeticError(
+                    f"{case}: {what} has an RMS error of {error:.2e}; plain PyTorch allows {allowed:.2e}."
+                )
 
 
-def output_and_gradients(call: Callable[..., Tensor], inputs: list[Tensor] | tuple[Tensor, ...], grad: Tensor) -> list[Tensor]:
+def output_and_gradients(
+    call: Callable[..., Tensor], inputs: list[Tensor] | tuple[Tensor, ...], grad: Tensor
+) -> list[Tensor]:
     leaves = [x.detach().requires_grad_() for x in inputs]
     output = call(*leaves)
     return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
@@ -234,17 +244,14 @@ def dense_inputs(case: Case, heads: int, device: torch.device) -> tuple[Tensor, 
     return query, key, value
 
 
-def timed(competitor: Competitor, direction: str, device: torch.device) -> float:
+def timed(runner: Competitor, direction: str, device: torch.device) -> float:
     """Milliseconds of one call."""
-    inputs = [x.detach().requires_grad_(direction == TRAIN) for x in competitor.inputs]
-    if direction == TRAIN:
-        with torch.no_grad():
-            grad = torch.ones_like(competitor.call(*inputs))
+    inputs = [x.detach().requires_grad_(direction == TRAIN) for x in runner.inputs]
     synchronize(device)
     start = time.perf_counter()
-    output = competitor.call(*inputs)
+    output = runner.call(*inputs)
     if direction == TRAIN:
-        torch.autograd.grad(output, inputs, grad)
+        torch.autograd.grad(output, inputs, runner.output_grad)
     synchronize(device)
     return (time.perf_counter() - start) * 1e3
 
@@ -269,7 +276,8 @@ def conditions(device: torch.device) -> dict[str, str]:
 
 def processor() -> str:
     info = Path("/proc/cpuinfo")
-    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
 
 
@@ -278,7 +286,11 @@ def commit() -> str:
     folder = Path(__file__).resolve().parent
     try:
         described = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=folder, capture_output=True, text=True, check=True
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
         )
     except (OSError, subprocess.CalledProcessError):
         return "no checkout"
@@ -286,7 +298,7 @@ def commit() -> str:
 
 
 def table(case: Case, live: float, rows: list[Row]) -> Iterator[str]:
-    """Lines: milliseconds, ratio to the dense competitor, ratio to the floor (density times the dense competitor's time)."""
+    """Lines: milliseconds, ratio to the dense competitor, ratio to the floor (density times the dense one's time)."""
     rounds = rows[0].rounds
     yield (
         f"{describe(case, live)}, B {case.batch}, H {case.heads}, T {case.seq_len}, D {case.head_dim}; "

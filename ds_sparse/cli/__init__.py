@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
+    "bench": "time the operations beside dense PyTorch, after verifying them",
     "check": "say whether the sparse_attention block of a DeepSpeed JSON is right, without training",
     "draw": "draw the layout that a DeepSpeed JSON gives, in the terminal or as a picture",
     "schema": "print the JSON schema of the sparse_attention block",

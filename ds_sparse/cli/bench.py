@@ -3,6 +3,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -12,21 +14,32 @@ from . import positive
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Verifies the operations against float64, then times them beside dense PyTorch in the same process. 'x dense' is the "
-        "ratio to the dense counterpart, 'x floor' to density times the dense counterpart's time: what perfect sparsity costs."
+        "Verifies the operations against float64, then times them beside dense PyTorch in the same process. 'x dense' "
+        "is the ratio to the dense counterpart, 'x floor' to density times its time: what perfect sparsity costs."
     )
-    parser.add_argument("operation", choices=["matmul"], help="what to measure: matmul (MatMul, Softmax, attention of both)")
+    parser.add_argument(
+        "operation", choices=["matmul"], help="what to measure: matmul (MatMul, Softmax, attention of both)"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
     parser.add_argument("--seq-len", type=positive, default=2048, help="tokens (default: 2048)")
     parser.add_argument("--heads", type=positive, default=12, help="(default: 12)")
     parser.add_argument("--batch", type=positive, default=1, help="sequences (default: 1)")
     parser.add_argument("--head-dim", type=positive, default=64, help="numbers in a head's vector (default: 64)")
     parser.add_argument("--block", type=listed(positive), default=[64, 16], help="block sizes (default: 64,16)")
-    parser.add_argument("--dtype", type=listed(one_of(matmul.DTYPES)), default=["fp32", "bf16"], help="fp32, bf16, fp16 (default: fp32,bf16)")
+    parser.add_argument(
+        "--dtype",
+        type=listed(one_of(matmul.DTYPES)),
+        default=["fp32", "bf16"],
+        help="fp32, bf16, fp16 (default: fp32,bf16)",
+    )
     layouts = list(matmul.LAYOUTS)
-    parser.add_argument("--layout", type=listed(one_of(layouts)), default=layouts, help=f"(default: {','.join(layouts)})")
+    parser.add_argument(
+        "--layout", type=listed(one_of(layouts)), default=layouts, help=f"(default: {','.join(layouts)})"
+    )
     parser.add_argument("--repeats", type=positive, default=20, help="rounds; times are their medians (default: 20)")
-    parser.add_argument("--seconds", type=positive, default=60, help="no new round of a case after this long (default: 60)")
+    parser.add_argument(
+        "--seconds", type=positive, default=60, help="no new round of a case after this long (default: 60)"
+    )
     parser.add_argument("--json", metavar="OUT", help="write the rows to this file")
 
 
@@ -54,12 +67,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def listed(parse):
+def listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     """argparse type: comma-separated values of another type."""
     return lambda text: [parse(part) for part in text.split(",")]
 
 
-def one_of(names):
+def one_of(names: Iterable[str]) -> Callable[[str], str]:
     """argparse type: one of some names."""
 
     def parse(text: str) -> str:

@@ -26,6 +26,8 @@ from pydantic import ValidationError
 
 from device import DEVICE  # sets what DeepSpeed will use, so it comes before everything that imports DeepSpeed
 
+import deepspeed
+
 import ds_sparse
 from ds_sparse.layout import draw, save_drawing
 
@@ -93,8 +95,8 @@ def read_model_config(path: str) -> BertConfig:
         raise ValueError(f"{path}: bert_model_config: {wrong}.") from error
 
 
-def adapt_optimizer(config: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """The JSON with an optimizer that runs on the device, and a sentence for each thing that was changed."""
+def adapt_to_device(config: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """The JSON with an optimizer and a precision that the device has; says a sentence for each thing that it changes."""
     optimizer = config.get("optimizer") or {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}}
     if "optimizer" not in config:
         say("The JSON has no optimizer: AdamW with lr 1e-3 and weight_decay 0.01 is used.")
@@ -107,7 +109,11 @@ def adapt_optimizer(config: dict[str, Any], device: torch.device) -> dict[str, A
     if device.type == "cpu" and kind.lower() in ("adam", "adamw") and "torch_adam" not in params:
         params["torch_adam"] = True
         say(f"{kind} runs as PyTorch's own on the CPU (torch_adam), so that DeepSpeed does not compile one.")
-    return {**config, "optimizer": {"type": kind, "params": params}}
+    adapted = {**config, "optimizer": {"type": kind, "params": params}}
+    if config.get("fp16", {}).get("enabled") and not deepspeed.get_accelerator().is_fp16_supported():
+        del adapted["fp16"]
+        say("The JSON asks for fp16, which DeepSpeed does not support on this CPU: fp32 is used.")
+    return adapted
 
 
 def learning_rate_factor(warmup_steps: int, step: int) -> float:
@@ -306,7 +312,7 @@ def main() -> int:
     if args.compare_dense and not args.deepspeed_sparse_attention:
         raise ValueError("--compare-dense compares with a sparse run; add --deepspeed_sparse_attention.")
     ds_sparse.init_distributed(verbose=False)
-    config = adapt_optimizer(config, DEVICE)
+    config = adapt_to_device(config, DEVICE)
     if block is not None:
         config["sparse_attention"] = block
 

@@ -16,19 +16,25 @@ def test_the_cpu_has_every_kernel():
 
 def test_a_device_without_kernels_is_named_with_a_way_out():
     assert missing_kernels("xpu") == list(_library.OPERATORS)
-    with pytest.raises(RuntimeError, match="Tensors are on xpu:0, and matmul_sdd has no xpu kernel yet; move model and data to the CPU"):
+    with pytest.raises(
+        RuntimeError, match="Tensors are on xpu:0, and matmul_sdd has no xpu kernel yet; move model and data to the CPU"
+    ):
         _library.require_kernel("matmul_sdd", torch.device("xpu:0"))
 
 
 def test_without_the_cuda_library_the_sentence_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch, tmp_path):
     monkeypatch.setattr(_library, "CUDA_LIBRARY", tmp_path / "absent.so")
     monkeypatch.setattr(_library, "missing_kernels", lambda device_type: list(_library.OPERATORS))
-    with pytest.raises(RuntimeError, match="CUDA library is not built; install nvcc and reinstall ds_sparse with DS_SPARSE_CUDA=1"):
+    with pytest.raises(
+        RuntimeError, match="CUDA library is not built; install nvcc and reinstall ds_sparse with DS_SPARSE_CUDA=1"
+    ):
         _library.require_kernel("softmax_forward", torch.device("cuda:0"))
 
 
 def test_every_operator_of_the_schema_is_listed():
-    registered = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("ds_sparse::")}
+    registered = {
+        name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("ds_sparse::")
+    }
     assert registered == set(_library.OPERATORS)
 
 

@@ -6,11 +6,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-
-from ds_sparse.index import BlockIndex
-from ds_sparse.ops import MatMul, missing_kernels
 from helpers import (
     DTYPES,
     EXAMPLES,
@@ -28,6 +23,11 @@ from helpers import (
     random,
     seeded,
 )
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_sparse.index import BlockIndex
+from ds_sparse.ops import MatMul, missing_kernels
 
 MODES = ("sdd", "dsd", "dds")
 TRANSPOSITIONS = [(False, False), (True, False), (False, True), (True, True)]
@@ -112,9 +112,9 @@ def cases(draw: st.DrawFn) -> Case:
 
 def check(case: Case, dtype: torch.dtype, device: str, views: tuple[str, str, str], wanted: tuple[bool, bool]) -> None:
     a, b = as_view(case.a.to(dtype), views[0]), as_view(case.b.to(dtype), views[1])
-    plain = [leaf(x, "cpu", want) for x, want in zip((a, b), wanted)]
-    exact = [leaf(x.double(), "cpu", want) for x, want in zip((a, b), wanted)]
-    ours = [leaf(x, device, want) for x, want in zip((a, b), wanted)]
+    plain = [leaf(x, "cpu", want) for x, want in zip((a, b), wanted, strict=True)]
+    exact = [leaf(x.double(), "cpu", want) for x, want in zip((a, b), wanted, strict=True)]
+    ours = [leaf(x, device, want) for x, want in zip((a, b), wanted, strict=True)]
     plain_result, exact_result = case.oracle(*plain), case.oracle(*exact)
     grad = as_view(random(seeded(), *exact_result.shape, dtype=dtype), views[2])
     before = [x.detach().clone() for x in (*ours, grad)]
@@ -123,10 +123,12 @@ def check(case: Case, dtype: torch.dtype, device: str, views: tuple[str, str, st
         result = case.operation(*ours)
         found = gradients(result, ours, grad_here)
     assert_as_accurate("result", result, plain_result, exact_result)
-    names = [name for name, want in zip("ab", wanted) if want]
-    for name, x, y, z in zip(names, found, gradients(plain_result, plain, grad), gradients(exact_result, exact, grad.double())):
+    names = [name for name, want in zip("ab", wanted, strict=True) if want]
+    for name, x, y, z in zip(
+        names, found, gradients(plain_result, plain, grad), gradients(exact_result, exact, grad.double()), strict=True
+    ):
         assert_as_accurate(f"gradient of {name}", x, y, z)
-    for x, y in zip((*ours, grad_here), before):
+    for x, y in zip((*ours, grad_here), before, strict=True):
         assert torch.equal(x.cpu(), y.cpu()), "an input was overwritten"
 
 
@@ -137,7 +139,9 @@ def check(case: Case, dtype: torch.dtype, device: str, views: tuple[str, str, st
     views=st.tuples(*[st.sampled_from(VIEWS)] * 3),
     wanted=st.sampled_from(((True, True), (True, False), (False, True))),
 )
-def test_result_and_gradients(device: str, case: Case, dtype: torch.dtype, views: tuple[str, str, str], wanted: tuple[bool, bool]):
+def test_result_and_gradients(
+    device: str, case: Case, dtype: torch.dtype, views: tuple[str, str, str], wanted: tuple[bool, bool]
+):
     check(case, dtype, device, views, wanted)
 
 
@@ -146,7 +150,9 @@ def test_result_and_gradients(device: str, case: Case, dtype: torch.dtype, views
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_transposition_and_dtype(device: str, mode: str, trans_a: bool, trans_b: bool, dtype: torch.dtype):
     """Among them what was wrong in DeepSpeed: the gradients of sdd with trans_a and of dsd with trans_b, and bf16."""
-    layout = make_layout(torch.tensor([[[1, 0, 1], [0, 0, 0]], [[0, 1, 0], [1, 1, 1]], [[0, 0, 0], [0, 0, 0]]]), torch.int64)
+    layout = make_layout(
+        torch.tensor([[[1, 0, 1], [0, 0, 0]], [[0, 1, 0], [1, 1, 1]], [[0, 0, 0], [0, 0, 0]]]), torch.int64
+    )
     case = make_case(layout, 16, mode, trans_a, trans_b, seeded(), width=40)
     check(case, dtype, device, ("contiguous",) * 3, (True, True))
 
@@ -155,7 +161,13 @@ def test_every_mode_transposition_and_dtype(device: str, mode: str, trans_a: boo
 @pytest.mark.parametrize("mode", MODES)
 def test_block_128(device: str, mode: str, dtype: torch.dtype):
     layout = make_layout(torch.tensor([[1, 0, 1], [0, 1, 0], [1, 0, 0]]))
-    check(make_case(layout, 128, mode, False, True, seeded(), heads=2, width=72), dtype, device, ("contiguous",) * 3, (True, True))
+    check(
+        make_case(layout, 128, mode, False, True, seeded(), heads=2, width=72),
+        dtype,
+        device,
+        ("contiguous",) * 3,
+        (True, True),
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -201,7 +213,7 @@ def test_layout_without_a_live_block(device: str, mode: str):
         found = torch.autograd.grad(result.sum(), (a, b))
     assert result.shape == case.oracle(case.a, case.b).shape
     assert not result.any()
-    for grad, x in zip(found, (a, b)):
+    for grad, x in zip(found, (a, b), strict=True):
         assert grad.shape == x.shape and not grad.any()
 
 
@@ -209,7 +221,9 @@ def test_layout_without_a_live_block(device: str, mode: str):
 def test_every_form_of_a_layout_gives_the_same_bits(device: str, given_as: object):
     case = make_case(make_layout(torch.tensor([[1, 0], [1, 1]])), 16, "sdd", False, False, seeded(), heads=3)
     live = case.layout.live
-    form = live[0] if given_as == "2-D" else BlockIndex.build(live, 16) if given_as == "BlockIndex" else live.to(given_as)
+    form = (
+        live[0] if given_as == "2-D" else BlockIndex.build(live, 16) if given_as == "BlockIndex" else live.to(given_as)
+    )
     a, b = case.a.to(device), case.b.to(device)
     assert torch.equal(MatMul(form, 16, "sdd")(a, b), MatMul(live.repeat(3, 1, 1), 16, "sdd")(a, b))
 
@@ -230,7 +244,9 @@ def test_every_form_of_a_layout_gives_the_same_bits(device: str, given_as: objec
         ("dds", (2, 1, 5, 32), (2, 16, 16), (2, 1, 5, 32)),
     ],
 )
-def test_operands_of_fewer_dimensions(device: str, mode: str, a: tuple[int, ...], b: tuple[int, ...], expected: tuple[int, ...]):
+def test_operands_of_fewer_dimensions(
+    device: str, mode: str, a: tuple[int, ...], b: tuple[int, ...], expected: tuple[int, ...]
+):
     """Missing leading dimensions are 1 and are squeezed from the result where they are still 1, as DeepSpeed did."""
     operation = MatMul(DIAGONAL.given, 16, mode)
     rng = seeded()
@@ -266,7 +282,9 @@ def raw_arguments(device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
     return {
         "matmul_sdd": [(a, b.transpose(2, 3), index.row_offsets, index.row_columns, index.layout_heads, 16)],
         "matmul_dsd": [
-            (values, dense, *lists, transpose) for dense, lists in ((b, rows), (a, columns)) for transpose in (False, True)
+            (values, dense, *lists, transpose)
+            for dense, lists in ((b, rows), (a, columns))
+            for transpose in (False, True)
         ],
     }
 
@@ -291,7 +309,7 @@ def test_compiles_into_one_graph(device: str, mode: str):
     compiled = torch.compile(operation, fullgraph=True, backend="aot_eager")
     result = compiled(a, b)
     found = [result, *torch.autograd.grad(result.square().sum(), (a, b))]
-    for x, y in zip(found, forward_and_backward(operation, a, b)):
+    for x, y in zip(found, forward_and_backward(operation, a, b), strict=True):
         assert torch.equal(x, y)
 
 
@@ -315,7 +333,7 @@ def test_same_bits_every_time_and_with_any_number_of_threads(device: str, mode: 
     try:
         for number in (threads, 1, 2, 3):
             torch.set_num_threads(number)
-            for x, y in zip(first, forward_and_backward(case.operation, a, b)):
+            for x, y in zip(first, forward_and_backward(case.operation, a, b), strict=True):
                 assert torch.equal(x, y), f"{number} threads"
     finally:
         torch.set_num_threads(threads)
@@ -340,7 +358,7 @@ def test_activation_checkpointing_gives_the_same_gradients(device: str, use_reen
     a, b = leaf(case.a.float(), device), leaf(case.b.float(), device)
     result = torch.utils.checkpoint.checkpoint(case.operation, a, b, use_reentrant=use_reentrant)
     found = torch.autograd.grad(result.square().sum(), (a, b)) if not use_reentrant else backward(result, a, b)
-    for x, y in zip(found, forward_and_backward(case.operation, a, b)[1:]):
+    for x, y in zip(found, forward_and_backward(case.operation, a, b)[1:], strict=True):
         assert torch.equal(x, y)
 
 
