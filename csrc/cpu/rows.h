@@ -14,6 +14,13 @@ DS_SPARSE_INLINE Vec<C, W> add_bias(Vec<C, W> x, Vec<C, W> bias) {
   return bias == -infinity<C> ? bias : sum;
 }
 
+// What W bools of a mask add to the scores.
+template <class C, int W>
+DS_SPARSE_INLINE Vec<C, W> kept(const uint8_t* keep) {
+  auto wide = __builtin_convertvector((load_raw<Vec<uint8_t, W>>(keep)), Vec<typename Bits<C>::Int, W>);
+  return wide != 0 ? Vec<C, W>{} : broadcast<C, W>(-infinity<C>);
+}
+
 // One row of a bias over the live blocks; -inf where a bool one drops.
 template <class T, int W>
 static void read_bias(const Bias& bias, int64_t token, const int32_t* columns, int64_t count, int64_t block,
@@ -23,7 +30,10 @@ static void read_bias(const Bias& bias, int64_t token, const int32_t* columns, i
     int64_t offset = token * bias.row_stride + columns[n] * block * bias.column_stride;
     if (bias.is_bool) {
       const uint8_t* keep = static_cast<const uint8_t*>(bias.data) + offset;
-      for (int64_t c = 0; c < block; ++c) out[c] = keep[c * bias.column_stride] ? C(0) : -infinity<C>;
+      if (bias.column_stride == 1)
+        for (int64_t c = 0; c < block; c += W) store<C, W>(out + c, kept<C, W>(keep + c));
+      else
+        for (int64_t c = 0; c < block; ++c) out[c] = keep[c * bias.column_stride] ? C(0) : -infinity<C>;
     } else {
       const T* from = static_cast<const T*>(bias.data) + offset;
       if (bias.column_stride == 1)

@@ -397,8 +397,9 @@ Tensor softmax_forward(
     using T = decltype(zero);
     launch(
         softmax_forward_kernel<T>, thread_blocks(scores, launch), kThreads,
-        static_cast<const T*>(scores.const_data_ptr()), static_cast<T*>(probs.mutable_data_ptr()), blocks_of(scores, row_offsets, layout_heads, block),
-        columns.const_data_ptr<int32_t>(), scores.size(0), biases, static_cast<accumulate_t<T>>(scale), causal);
+        static_cast<const T*>(scores.const_data_ptr()), static_cast<T*>(probs.mutable_data_ptr()),
+        blocks_of(scores, row_offsets, layout_heads, block), columns.const_data_ptr<int32_t>(), scores.size(0), biases,
+        static_cast<accumulate_t<T>>(scale), causal);
   });
   return probs;
 }
@@ -419,8 +420,9 @@ Tensor softmax_backward(
     using T = decltype(zero);
     launch(
         softmax_backward_kernel<T>, thread_blocks(probs, launch), kThreads,
-        static_cast<const T*>(grad.const_data_ptr()), static_cast<const T*>(probs.const_data_ptr()), static_cast<T*>(grad_scores.mutable_data_ptr()),
-        blocks_of(probs, row_offsets, layout_heads, block), probs.size(0), static_cast<accumulate_t<T>>(scale));
+        static_cast<const T*>(grad.const_data_ptr()), static_cast<const T*>(probs.const_data_ptr()),
+        static_cast<T*>(grad_scores.mutable_data_ptr()), blocks_of(probs, row_offsets, layout_heads, block),
+        probs.size(0), static_cast<accumulate_t<T>>(scale));
   });
   return grad_scores;
 }

@@ -103,7 +103,7 @@ def _mask(name: str, mask: torch.Tensor, mode: str, x: torch.Tensor) -> torch.Te
     if mode not in MASK_MODES:
         raise ValueError(f"{name} mode is {mode!r}; it has to be 'add' (added to the scores) or 'mul' (0 drops, else keeps).")
     if mode == "mul":
-        return mask != 0
+        return mask if mask.dtype == torch.bool else mask != 0
     if mask.dtype == torch.bool:
         warnings.warn(
             f"{name} is bool in mode 'add': True adds 1 to the scores and False adds 0, as DeepSpeed did; nothing is "
