@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "../checks.h"
+#include "memory.h"
 #include "schedule.h"
 
 namespace ds_sparse::cpu {
@@ -144,7 +145,8 @@ Tensor matmul_sdd(Tensor a, Tensor b, Tensor row_offsets, Tensor columns, int64_
   check_lists(row_offsets, layout_heads, a.size(1), a);
   check_list(columns, a, "columns");
   check_size(a, 2, (row_offsets.size(0) - 1) / layout_heads * block, "a");
-  Tensor out = torch::stable::new_empty(a, {a.size(0), columns.size(0) * a.size(1) / layout_heads, block, block});
+  Tensor out =
+      fresh(torch::stable::new_empty(a, {a.size(0), columns.size(0) * a.size(1) / layout_heads, block, block}));
   for_dtype(a.scalar_type(), [&](auto* type) {
     sdd<std::remove_pointer_t<decltype(type)>>(a, b, row_offsets, columns, layout_heads, block, out);
   });
@@ -167,8 +169,8 @@ Tensor matmul_dsd(Tensor values, Tensor dense, Tensor offsets, Tensor indices, s
     check_size(*slots, 0, indices.size(0), "slots");
   }
   int64_t rows = (offsets.size(0) - 1) / layout_heads * block, width = dense.size(3);
-  Tensor out = torch::stable::new_empty(
-      dense, {dense.size(0), dense.size(1), transpose_result ? width : rows, transpose_result ? rows : width});
+  Tensor out = fresh(torch::stable::new_empty(
+      dense, {dense.size(0), dense.size(1), transpose_result ? width : rows, transpose_result ? rows : width}));
   if (out.numel() == 0) return out;
   for_dtype(values.scalar_type(), [&](auto* type) {
     dsd<std::remove_pointer_t<decltype(type)>>(values, dense, offsets, indices, slots, layout_heads, block,

@@ -8,8 +8,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <memory>
-#include <new>
 #include <stdexcept>
 #include <type_traits>
 #include <vector>
@@ -20,21 +18,6 @@ namespace ds_sparse::cpu {
 
 // Cost is counted in multiply-adds or what takes as long; a task of this cost takes tens of microseconds.
 constexpr int64_t task_cost = 1 << 19;
-
-// Uninitialised memory, aligned to a cache line.
-template <class C>
-class Buffer {
- public:
-  explicit Buffer(int64_t size) : data_(static_cast<C*>(::operator new(sizeof(C) * size, alignment))) {}
-  C* data() const { return data_.get(); }
-
- private:
-  static constexpr std::align_val_t alignment{64};
-  struct Delete {
-    void operator()(C* data) const { ::operator delete(data, alignment); }
-  };
-  std::unique_ptr<C, Delete> data_;
-};
 
 struct Piece {
   int64_t head;        // layout head

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "../checks.h"
+#include "memory.h"
 #include "schedule.h"
 
 namespace ds_sparse::cpu {
@@ -138,7 +139,7 @@ Tensor softmax_forward(Tensor scores, std::optional<Tensor> rpe, std::optional<T
   check_block(block);
   check_values(scores, block, "scores");
   check_list(columns, scores, "columns");
-  Tensor probs = torch::stable::new_empty(scores, scores.sizes());
+  Tensor probs = fresh(torch::stable::new_empty(scores, scores.sizes()));
   if (probs.numel() == 0) return probs;
   int64_t heads = heads_of(scores.size(1), columns.size(0), layout_heads);
   check_lists(row_offsets, layout_heads, heads, scores);
@@ -169,7 +170,7 @@ Tensor softmax_backward(Tensor grad, Tensor probs, Tensor row_offsets, int64_t l
   check_size(grad, 0, probs.size(0), "grad");
   check_size(grad, 1, probs.size(1), "grad");
   check_list(row_offsets, probs, "row_offsets");
-  Tensor out = torch::stable::new_empty(probs, probs.sizes());
+  Tensor out = fresh(torch::stable::new_empty(probs, probs.sizes()));
   if (out.numel() == 0) return out;
   int64_t live = pointer<int32_t>(row_offsets)[row_offsets.size(0) - 1];
   int64_t heads = heads_of(probs.size(1), live, layout_heads);
@@ -188,8 +189,8 @@ Tensor softmax_bias_backward(Tensor values, Tensor row_offsets, Tensor columns, 
   check_list(columns, values, "columns");
   check_size(values, 1, columns.size(0) * heads / layout_heads, "values");
   check_bias_shape(shape, values.size(0), heads, (row_offsets.size(0) - 1) / layout_heads * block, block);
-  Tensor out = torch::stable::new_empty(
-      values, shape, values.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float);
+  Tensor out = fresh(torch::stable::new_empty(
+      values, shape, values.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float));
   if (out.numel() == 0) return out;
   for_dtype(values.scalar_type(), [&](auto* type) {
     bias_backward<std::remove_pointer_t<decltype(type)>>(values, row_offsets, columns, layout_heads, heads, block, out);
