@@ -1,5 +1,6 @@
-# Sourced by the two commands of the README with the project's folder in $root: makes $root/.venv with pinned torch, this project and its
-# native library, or says in one sentence what is missing. An argument names optional requirements of pyproject.toml, such as "test".
+# Sourced by the two commands of the README: makes $root/.venv with pinned torch, this project and its native library, or says
+# in one sentence what is missing. The caller sets root, the project's folder, and extras, optional requirements of
+# pyproject.toml such as "test".
 
 stop() {
   echo "ds_sparse: $1" >&2
@@ -26,7 +27,7 @@ find_compiler() {
 }
 
 prepare() {
-  local venv=$root/.venv stamp=$root/.venv/ds_sparse-$1.stamp python wanted
+  local venv=$root/.venv stamp=$root/.venv/ds_sparse-$extras.stamp python wanted
   find_compiler
   if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     python=$(find_python) || exit 1
@@ -42,9 +43,9 @@ prepare() {
   echo "ds_sparse: installing torch and the other requirements into .venv (once, a minute or two)"
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check torch==2.13.0 setuptools==84.2.1 wheel==0.48.0 \
     || stop "pip could not install torch; the reason is above (no network, no space, or a Python that torch 2.13 has no wheel for)."
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable "$root${1:+[$1]}" \
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable "$root${extras:+[$extras]}" \
     || stop "pip could not install ds_sparse; the reason is above."
   echo "$wanted" >"$stamp"
 }
 
-prepare "${1:-}"
+prepare

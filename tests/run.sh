@@ -5,6 +5,7 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 if command -v nvcc >/dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]; then
   export DS_SPARSE_CUDA="${DS_SPARSE_CUDA:-1}"
 fi
-. "$root/launcher/environment.sh" test
+extras=test
+. "$root/launcher/environment.sh"
 cd "$root"
 exec .venv/bin/python -m pytest "$@"
