@@ -105,13 +105,11 @@ def run_unless_current(command: list[str], target: Path, stamp: str) -> None:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     stamp_file.unlink(missing_ok=True)
-    print(" ".join(command), flush=True)
+    print(f"building {target.relative_to(OBJECTS)}", flush=True)
     result = subprocess.run(command, capture_output=True, text=True)
     sys.stderr.write(result.stdout + result.stderr)
     if result.returncode:
-        raise SystemExit(
-            f"Building {target.name} failed: the command above this line ended with status {result.returncode}."
-        )
+        raise SystemExit(f"Building {target.name} failed with status {result.returncode}: {' '.join(command)}")
     stamp_file.write_text(stamp)
 
 
