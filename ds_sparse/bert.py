@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .ops.softmax import as_additive
 from .self_attention import SparseSelfAttention
 from .sparsity import FixedSparsityConfig, SparsityConfig
 
@@ -71,8 +72,7 @@ class BertSparseSelfAttention(nn.Module):
             query, key, value = (nn.functional.pad(x, (0, 0, 0, missing)) for x in (query, key, value))
             if attention_mask is None:
                 attention_mask = query.new_zeros(query.shape[0], tokens)
-            elif not attention_mask.is_floating_point():
-                attention_mask = attention_mask.to(query.dtype)
+            attention_mask = as_additive("attention_mask", attention_mask, query.dtype)
             attention_mask = nn.functional.pad(attention_mask, (0, missing), value=float("-inf"))
         context = self.sparse_self_attention(query, key, value, key_padding_mask=attention_mask)
         return context.transpose(1, 2).flatten(2)[:, :tokens]

@@ -10,7 +10,8 @@ from torch import nn
 from .index import BlockIndex
 from .layout import as_bool_layout, crop, share_equal_heads
 from .ops import MatMul, Softmax
-from .ops.softmax import MASK_MODES
+from .ops.softmax import MASK_MODES, as_additive
+from .ranks import world_size
 from .sparsity import FixedSparsityConfig, SparsityConfig
 
 
@@ -25,15 +26,19 @@ class SparseOps(NamedTuple):
 class SparseSelfAttention(nn.Module):
     """softmax(query @ key^T / sqrt(D)) @ value on the live blocks of a layout. Source: DeepSpeed's module of this name.
 
-    The layout is built for `max_seq_length` and kept in the buffer `master_layout`, int64 (H, R, C), which is in the state
-    dict; shorter sequences use its top-left part, longer ones a layout built for their length. A checkpoint without the
-    buffer loads, one with it decides the layout. When torch.distributed is running, all ranks take rank 0's random blocks.
+    The layout is built for `max_seq_length`; shorter sequences use its top-left part, longer ones a layout built for their
+    length. It is in the state dict as `master_layout`, int64 (H, R, C), where DeepSpeed has it. A checkpoint with it decides
+    the layout, one without it loads too. Copies of a module (copy.deepcopy) share the layout and its operations until one
+    of them loads another.
+
+    Random blocks drawn without a seed differ between ranks: when torch.distributed runs, all take rank 0's, once, at
+    construction or at the first forward.
 
     Args:
         sparsity_config: the structure; `FixedSparsityConfig(num_heads=4)` by default. Any object with `block`,
             `num_heads` and `make_layout(seq_len)` will do.
-        key_padding_mask_mode, attn_mask_mode: 'add' (added to the scores; bool as 0 and 1, as DeepSpeed did) or 'mul'
-            (keeps where not zero).
+        key_padding_mask_mode, attn_mask_mode: 'add' (added to the scores; bool and integers as the numbers they are, as
+            DeepSpeed did) or 'mul' (keeps where not zero).
         max_seq_length: tokens, a multiple of the block.
         attention_dropout: probability with which attention probabilities are dropped in training.
 
@@ -58,64 +63,45 @@ class SparseSelfAttention(nn.Module):
         self.key_padding_mask_mode = key_padding_mask_mode
         self.attn_mask_mode = attn_mask_mode
         self.attention_dropout = attention_dropout
-        self.register_buffer("master_layout", self._build_layout(max_seq_length))
-        self._need_layout_synchronization = True
-        self._longer_layouts: dict[int, torch.Tensor] = {}
-        self._ops: dict[tuple[int, torch.device], SparseOps] = {}
+        self._master = self._build(max_seq_length)
+        self._longer: dict[int, _Layout] = {}
+        self._need_layout_synchronization = _may_differ_between_ranks(self.sparsity_config)
+        self._synchronize_layout()
 
-    def _build_layout(self, seq_len: int) -> torch.Tensor:
-        config = self.sparsity_config
-        if seq_len % config.block:
-            raise ValueError(f"Sequence Length, {seq_len}, needs to be dividable by Block size {config.block}!")
-        make = getattr(config, "make_bool_layout", config.make_layout)
-        return _compact(make(seq_len), config.num_heads)
+    @property
+    def master_layout(self) -> torch.Tensor:
+        """A copy of the layout for `max_seq_length` tokens, int64 (H, R, C) on the CPU; assign another to replace it."""
+        return self._master.layout.to(torch.int64).repeat(self.sparsity_config.num_heads // len(self._master.layout), 1, 1)
+
+    @master_layout.setter
+    def master_layout(self, layout: torch.Tensor) -> None:
+        replacement = _Layout(layout, self.sparsity_config.block, self.sparsity_config.num_heads)
+        if not torch.equal(replacement.layout, self._master.layout):
+            self._master, self._longer = replacement, {}
 
     @property
     def max_seq_length(self) -> int:
         """Tokens that `master_layout` covers."""
-        return self.master_layout.shape[-1] * self.sparsity_config.block
+        return self._master.blocks * self.sparsity_config.block
 
     def get_layout(self, seq_len: int) -> torch.Tensor:
         """The layout for `seq_len` tokens, int64 (H, R, C) on the CPU.
 
         Raises:
-            ValueError: `seq_len` is not a multiple of the block.
+            ValueError: as in `forward`.
         """
-        block = self.sparsity_config.block
-        if seq_len % block:
-            raise ValueError(
-                f"Sequence Length, {seq_len}, needs to be dividable by Block size {block}! "
-                "SparseAttentionUtils.pad_to_block_size pads a batch."
-            )
-        if seq_len > self.max_seq_length:
-            if seq_len not in self._longer_layouts:
-                self._longer_layouts[seq_len] = self._of_rank_0(self._build_layout(seq_len))
-            return self._longer_layouts[seq_len]
-        if self._need_layout_synchronization:
-            self.master_layout = self._of_rank_0(self.master_layout)
-            self._need_layout_synchronization = False
-        return crop(self.master_layout, seq_len // block, seq_len // block).cpu()
+        layout = self._layout_for(seq_len)
+        blocks = seq_len // self.sparsity_config.block
+        cropped = crop(layout.layout, blocks, blocks).to(torch.int64)
+        return cropped.expand(self.sparsity_config.num_heads, -1, -1)
 
     def get_ops(self, seq_len: int, device: torch.device) -> SparseOps:
-        """The operations for `seq_len` tokens on `device`; built once, they share one index."""
-        key = (seq_len, device)
-        if key not in self._ops:
-            block = self.sparsity_config.block
-            index = BlockIndex.build(self.get_layout(seq_len), block).to(device)
-            self._ops[key] = SparseOps(
-                scores=MatMul(index, block, "sdd", trans_b=True),
-                softmax=Softmax(index, block),
-                output=MatMul(index, block, "dsd"),
-            )
-        return self._ops[key]
+        """The operations for `seq_len` tokens on `device`; built once, they share one index.
 
-    def _of_rank_0(self, layout: torch.Tensor) -> torch.Tensor:
-        """Rank 0's layout on every rank: random blocks drawn without a seed differ until then (DeepSpeed PR 534)."""
-        if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-            return layout
-        shared = layout.to(self.master_layout.device).contiguous()
-        torch.distributed.broadcast(shared, src=0)
-        return _compact(shared, self.sparsity_config.num_heads)
+        Raises:
+            ValueError: as in `forward`.
+        """
+        return self._layout_for(seq_len).ops(seq_len // self.sparsity_config.block, device)
 
     def forward(
         self,
@@ -140,12 +126,15 @@ class SparseSelfAttention(nn.Module):
 
         Raises:
             NotImplementedError: shapes of query, key and value differ.
-            ValueError: another number of heads than the structure's; T not a multiple of the block; a mask of another shape.
+            ValueError: another number of heads than the structure's; T not a multiple of the block, or 0; a mask of another
+                shape; several ranks that would draw different layouts for a T above `max_seq_length`.
         """
+        if query.dim() != 4:
+            raise ValueError(f"query has shape {tuple(query.shape)}; it has to be (batch, heads, tokens, head_dim).")
         seq_len, head_dim = query.shape[-2:]
-        if key.dim() == 4 and key.shape[2] != seq_len:
+        if head_dim != seq_len and key.shape[-2:] == (head_dim, seq_len):
             key = key.transpose(-1, -2)
-        if query.dim() != 4 or query.shape != key.shape or key.shape != value.shape:
+        if query.shape != key.shape or key.shape != value.shape:
             raise NotImplementedError(
                 f"only self-attention is supported for now: query, key and value have to be (B, H, T, D) alike, got "
                 f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
@@ -155,14 +144,15 @@ class SparseSelfAttention(nn.Module):
                 f"query has {query.shape[1]} heads and the sparsity config num_heads={self.sparsity_config.num_heads}; "
                 "build the sparsity config with the number of heads that reach this module."
             )
+        self._synchronize_layout()
         ops = self.get_ops(seq_len, query.device)
         scores = ops.scores(query, key)
         probs = ops.softmax(
             scores,
             scale=head_dim**-0.5,
             rpe=None if rpe is None else rpe.to(scores.dtype),
-            key_padding_mask=_as_key_padding_mask(key_padding_mask, scores.dtype),
-            attn_mask=_as_attn_mask(attn_mask, scores.dtype),
+            key_padding_mask=_key_padding_mask(key_padding_mask, self.key_padding_mask_mode, scores.dtype),
+            attn_mask=_attn_mask(attn_mask, self.attn_mask_mode, scores.dtype),
             key_padding_mask_mode=self.key_padding_mask_mode,
             attn_mask_mode=self.attn_mask_mode,
             causal=getattr(self.sparsity_config, "causal", False),
@@ -170,41 +160,95 @@ class SparseSelfAttention(nn.Module):
         probs = nn.functional.dropout(probs, self.attention_dropout, self.training)
         return ops.output(probs, value)
 
+    def _build(self, seq_len: int) -> _Layout:
+        config = self.sparsity_config
+        if seq_len % config.block:
+            raise ValueError(f"Sequence Length, {seq_len}, needs to be dividable by Block size {config.block}!")
+        make = getattr(config, "make_bool_layout", config.make_layout)
+        return _Layout(make(seq_len), config.block, config.num_heads)
+
+    def _layout_for(self, seq_len: int) -> _Layout:
+        """The layout whose top-left part serves `seq_len` tokens."""
+        block = self.sparsity_config.block
+        if seq_len % block or seq_len == 0:
+            raise ValueError(
+                f"Sequence Length, {seq_len}, needs to be dividable by Block size {block}! "
+                "SparseAttentionUtils.pad_to_block_size pads a batch."
+            )
+        if seq_len <= self.max_seq_length:
+            return self._master
+        if seq_len not in self._longer:
+            if world_size() > 1 and _may_differ_between_ranks(self.sparsity_config):
+                raise ValueError(
+                    f"The sequence has {seq_len} tokens, the layout was made for {self.max_seq_length}, and a longer one would "
+                    f"be drawn differently by each rank; build the module with max_seq_length={seq_len}, or give the structure a seed."
+                )
+            self._longer[seq_len] = self._build(seq_len)
+        return self._longer[seq_len]
+
+    def _synchronize_layout(self) -> None:
+        """Takes rank 0's layout where ranks may have drawn different ones (DeepSpeed PR 534)."""
+        distributed = torch.distributed
+        if self._need_layout_synchronization and distributed.is_available() and distributed.is_initialized():
+            layout = [self._master.layout]
+            distributed.broadcast_object_list(layout, src=0)
+            self.master_layout = layout[0]
+            self._need_layout_synchronization = False
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "master_layout"] = self.master_layout
+
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        """Takes a layout of any size from a checkpoint, and does not miss one that is not there."""
+        """Takes a layout of any length from a checkpoint, and does not miss one that is not there."""
         layout = state_dict.pop(prefix + "master_layout", None)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
-        if prefix + "master_layout" in missing:
-            missing.remove(prefix + "master_layout")
-        if layout is None:
-            return
-        heads = self.sparsity_config.num_heads
-        if layout.dim() != 3 or layout.shape[0] != heads or layout.shape[1] != layout.shape[2]:
-            errors.append(
-                f"{prefix}master_layout has shape {tuple(layout.shape)} in the checkpoint; this model has {heads} heads "
-                f"and needs ({heads}, R, R). Build it with the sparsity config that the checkpoint was trained with."
+        if layout is not None:
+            try:
+                self.master_layout = layout.cpu()
+            except (TypeError, ValueError) as error:
+                errors.append(
+                    f"{prefix}master_layout: {error} Build the model with the sparsity config that the checkpoint was trained with."
+                )
+
+
+class _Layout:
+    """An immutable square layout, bool (1 or H, R, R), and the operations of its top-left parts. Copies of a module share it."""
+
+    def __init__(self, layout: torch.Tensor, block: int, num_heads: int):
+        layout = as_bool_layout(layout)
+        heads, rows, columns = layout.shape
+        if heads not in (1, num_heads) or rows != columns:
+            raise ValueError(
+                f"A layout of shape {tuple(layout.shape)} is given for {num_heads} heads; it has to be ({num_heads}, R, R)."
             )
-            return
-        self.master_layout = _compact(layout.to(self.master_layout.device), heads)
-        self._longer_layouts.clear()
-        self._ops.clear()
+        self.layout, self.block, self.blocks = share_equal_heads(layout), block, rows
+        self._ops: dict[tuple[int, torch.device], SparseOps] = {}
+
+    def ops(self, blocks: int, device: torch.device) -> SparseOps:
+        key = (blocks, device)
+        if key not in self._ops:
+            index = BlockIndex.build(crop(self.layout, blocks, blocks), self.block).to(device)
+            self._ops[key] = SparseOps(
+                scores=MatMul(index, self.block, "sdd", trans_b=True),
+                softmax=Softmax(index, self.block),
+                output=MatMul(index, self.block, "dsd"),
+            )
+        return self._ops[key]
+
+    def __deepcopy__(self, memo) -> _Layout:
+        return self
+
+    def __reduce__(self):
+        return _Layout, (self.layout, self.block, len(self.layout))
 
 
-def _compact(layout: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """int64 (H, R, C) that stores one head where all are equal: at 65,536 tokens and block 16, 128 MiB and not 128 MiB a head.
-
-    Raises:
-        ValueError: the layout has neither one head nor `num_heads`.
-    """
-    layout = share_equal_heads(as_bool_layout(layout))
-    if layout.shape[0] not in (1, num_heads):
-        raise ValueError(
-            f"make_layout returned {layout.shape[0]} heads for a sparsity config with num_heads={num_heads}; return as many, or one."
-        )
-    return layout.to(torch.int64).expand(num_heads, -1, -1)
+def _may_differ_between_ranks(config: SparsityConfig) -> bool:
+    """Whether each rank would draw its own blocks; code that is not ours might."""
+    return getattr(config, "seed", None) is None and getattr(config, "draws_random_blocks", True)
 
 
-def _as_key_padding_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+def _key_padding_mask(mask: torch.Tensor | None, mode: str, dtype: torch.dtype) -> torch.Tensor | None:
     if mask is None:
         return None
     if mask.dim() > 2 and all(size == 1 for size in mask.shape[1:-1]):
@@ -213,22 +257,14 @@ def _as_key_padding_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch
         raise ValueError(
             f"key_padding_mask has shape {tuple(mask.shape)}; it has to be (batch, tokens), or (batch, 1, 1, tokens)."
         )
-    return _in_dtype(mask, dtype)
+    return as_additive("key_padding_mask", mask, dtype) if mode == "add" else mask
 
 
-def _as_attn_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+def _attn_mask(mask: torch.Tensor | None, mode: str, dtype: torch.dtype) -> torch.Tensor | None:
     if mask is None:
         return None
     if mask.dim() not in (2, 4):
         raise ValueError(
             f"attn_mask has shape {tuple(mask.shape)}; it has to be (tokens, tokens), or (batch or 1, heads or 1, tokens, tokens)."
         )
-    return _in_dtype(mask, dtype)
-
-
-def _in_dtype(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The mask in the scores' dtype; bool stays. A finite value beyond the dtype becomes its largest, not infinite, which would mask."""
-    if mask.dtype in (torch.bool, dtype):
-        return mask
-    limits = torch.finfo(dtype)
-    return mask.to(dtype).clamp(limits.min, limits.max).masked_fill(mask == float("-inf"), float("-inf"))
+    return as_additive("attn_mask", mask, dtype) if mode == "add" else mask

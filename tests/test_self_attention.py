@@ -1,6 +1,9 @@
 """SparseSelfAttention: DeepSpeed's module, its checkpoints, its masks."""
 
 import copy
+import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -100,7 +103,7 @@ def test_bool_mask_in_add_mode_adds_one_and_warns():
     query, key, value = inputs()
     module = make(attn_mask_mode="add")
     mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
-    with pytest.warns(UserWarning, match="nothing is masked"):
+    with pytest.warns(UserWarning, match="nothing is masked by 0 and 1"):
         out = module(query, key, value, attn_mask=mask)
     torch.testing.assert_close(out, expected(module, query, key, value, attn_mask=mask.double()))
 
@@ -160,13 +163,81 @@ def test_state_dict_has_the_layout_and_loads_with_without_and_with_another_size(
 
 def test_checkpoint_of_another_number_of_heads_is_refused():
     state = make(FixedSparsityConfig(num_heads=2, block=BLOCK)).state_dict()
-    with pytest.raises(RuntimeError, match=r"this model has 4 heads and needs \(4, R, R\)"):
+    with pytest.raises(RuntimeError, match=r"master_layout: A layout of shape \(2, 8, 8\) is given for 4 heads"):
         make().load_state_dict(state)
 
 
-def test_a_shared_layout_is_stored_once():
-    layout = make().master_layout
-    assert layout.shape == (HEADS, 8, 8) and layout.untyped_storage().nbytes() == 8 * 8 * 8
+def test_an_assigned_layout_is_used():
+    module, query_key_value = make(), inputs()
+    module(*query_key_value)
+    module.master_layout = torch.eye(8, dtype=torch.int64).expand(HEADS, -1, -1)
+    torch.testing.assert_close(module(*query_key_value), expected(module, *query_key_value))
+    with pytest.raises(ValueError, match=r"it has to be \(4, R, R\)"):
+        module.master_layout = torch.ones(3, 8, 8)[..., :4].long()
+
+
+def test_copies_share_the_operations_until_one_takes_another_layout():
+    module = make(BigBirdSparsityConfig(num_heads=HEADS, block=BLOCK, seed=1))
+    twin = copy.deepcopy(module)
+    assert twin.get_ops(TOKENS, torch.device("cpu")) is module.get_ops(TOKENS, torch.device("cpu"))
+    before = module(*inputs())
+    twin.load_state_dict(make(BigBirdSparsityConfig(num_heads=HEADS, block=BLOCK, seed=2)).state_dict())
+    assert torch.equal(module(*inputs()), before) and not torch.equal(twin(*inputs()), before)
+
+
+def test_a_module_can_be_pickled():
+    module = make(BigBirdSparsityConfig(num_heads=HEADS, block=BLOCK, seed=1))
+    again = pickle.loads(pickle.dumps(module))
+    assert torch.equal(again(*inputs()), module(*inputs()))
+
+
+def test_long_layouts_keep_one_head_and_little_memory():
+    module = make(FixedSparsityConfig(num_heads=12, block=BLOCK), max_seq_length=32768)
+    assert module._master.layout.dtype == torch.bool and module._master.layout.shape == (1, 2048, 2048)
+
+
+RANKS = """
+import sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import ds_sparse
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+def make(**options):
+    config = ds_sparse.BigBirdSparsityConfig(num_heads=2, block=16, **options)
+    return ds_sparse.SparseSelfAttention(config, max_seq_length=64)
+def attend(module, tokens):
+    return module(*torch.ones(3, 1, 2, tokens, 8).unbind())
+seeded = make(seed=1)
+attend(seeded, 64 if rank == 0 else 128)
+if rank == 1:
+    attend(make(seed=1), 64)
+drawn = make(num_random_blocks=2)
+layouts = [None, None]
+dist.all_gather_object(layouts, drawn.master_layout)
+assert torch.equal(*layouts)
+try:
+    attend(drawn, 128)
+except ValueError as error:
+    print("rank", rank, error)
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.attention = torch.nn.Linear(8, 8), make(seed=1)
+    def forward(self, x):
+        x = self.linear(x)
+        return self.attention(x, x, x)
+DistributedDataParallel(Model())(torch.ones(1, 2, 64, 8)).sum().backward()
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_agree_on_random_layouts_and_otherwise_do_not_wait_for_each_other(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    done = subprocess.run(start, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("build the module with max_seq_length=128, or give the structure a seed") == 2
 
 
 def test_any_object_with_block_num_heads_and_make_layout_is_a_structure():

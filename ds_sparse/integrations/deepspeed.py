@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import random
 import socket
@@ -15,12 +16,15 @@ import torch
 from torch import nn
 
 from ..config import load_config, parse_sparse_attention
+from ..ranks import is_launched, rank, world_size
 from ..self_attention import SparseSelfAttention
 from ..sparsity import FixedSparsityConfig, SparsityConfig
 
 FLAG = "deepspeed_sparse_attention"
-_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_MPI_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "AZUREML_EXPERIMENT_ID", "SM_TRAINING_ENV")
+_PROJECTIONS = (
+    {"query", "key", "value"}, {"q_proj", "k_proj", "v_proj"}, {"q_lin", "k_lin", "v_lin"}, {"to_q", "to_k", "to_v"},
+    {"wq", "wk", "wv"}, {"query_key_value"}, {"c_attn"}, {"qkv"}, {"wqkv"}, {"to_qkv"}, {"qkv_proj"},
+)  # fmt: skip
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -41,11 +45,11 @@ def init_distributed(**arguments: Any) -> None:
     A process that no launcher started becomes rank 0 of 1. On CPU, DeepSpeed would compile a shared-memory all-reduce when
     it first runs; it is left out, and gloo does that work.
     """
-    if not any(name in os.environ for name in (*_LAUNCHER_VARIABLES[:3], *_MPI_VARIABLES)):
+    if not is_launched():
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        os.environ.update(dict(zip(_LAUNCHER_VARIABLES, ("0", "0", "1", "127.0.0.1", str(port)))))
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if deepspeed.get_accelerator().device_name() == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(**arguments)
@@ -82,29 +86,23 @@ def get_sparse_attention_config(args: argparse.Namespace, num_heads: int) -> Spa
     return config
 
 
-def initialize(
-    args: argparse.Namespace | None = None,
-    model: nn.Module | None = None,
-    *positional: Any,
-    config: str | dict[str, Any] | None = None,
-    config_params: str | dict[str, Any] | None = None,
-    **arguments: Any,
-):
-    """`deepspeed.initialize` for a JSON with a `"sparse_attention"` block; same arguments, same four results.
+def initialize(*positional: Any, **keywords: Any):
+    """`deepspeed.initialize` for a JSON with a `"sparse_attention"` block: the same arguments, the same four results.
 
-    DeepSpeed 0.19.7 and later refuse the block, so it is taken out first. With
-    `args.deepspeed_sparse_attention` every attention layer of the model has to be sparse already (built with
-    `get_sparse_attention_config`); without it, a block in the JSON is off, and one line says so.
+    DeepSpeed 0.19.7 and later refuse the block, so it is taken out first. With `args.deepspeed_sparse_attention` every
+    attention layer of the model has to be sparse already, with the structure of the JSON (`get_sparse_attention_config`
+    makes it); without it, a block in the JSON is off, and one line says so.
 
     Raises:
-        SparseAttentionConfigError: the JSON cannot be read.
-        ValueError: two configurations or none; the flag is on and an attention layer of the model is dense.
+        SparseAttentionConfigError: the JSON cannot be read; with the flag, its block is wrong.
+        ValueError: two configurations or none, no model; with the flag, an attention layer of the model that is dense, or
+            has another structure than the JSON's.
     """
-    sources = [
-        source
-        for source in (config, config_params, getattr(args, "deepspeed_config", None), getattr(args, "deepscale_config", None))
-        if source is not None
-    ]
+    arguments = inspect.signature(deepspeed.initialize).bind(*positional, **keywords).arguments
+    args, model = arguments.pop("args", None), arguments.pop("model", None)
+    given = [arguments.pop("config", None), arguments.pop("config_params", None)]
+    given += [getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")]
+    sources = [source for source in given if source is not None]
     if len(sources) != 1:
         raise ValueError(
             f"{len(sources)} DeepSpeed configurations are given; give exactly one, as config= or with --deepspeed_config FILE."
@@ -116,38 +114,43 @@ def initialize(
     if _flag_is_on(args):
         if dense or not sparse:
             raise ValueError(_not_all_sparse(model, sparse, dense))
+        _check_structures(model, sparse, block or {}, sources[0])
         say(f"sparse attention is on in {len(sparse)} of {len(sparse)} attention layers.")
+    elif block is not None and sparse:
+        say(f"the sparse_attention block is off (no --{FLAG}), and {len(sparse)} layers were built sparse without it.")
     elif block is not None:
-        if sparse:
-            say(f"the sparse_attention block is off (no --{FLAG}), and {len(sparse)} layers were built sparse without it.")
-        else:
-            say(f"the JSON has a sparse_attention block and it is off: training is dense. Add --{FLAG} to switch it on.")
-    init_distributed()
+        say(f"the JSON has a sparse_attention block and it is off: training is dense. Add --{FLAG} to switch it on.")
+    rendezvous = {name: arguments[name] for name in ("distributed_port", "dist_init_required") if name in arguments}
+    init_distributed(**rendezvous)
     with _without_config_argument(args):
-        return deepspeed.initialize(args, model, *positional, config=deepspeed_config, **arguments)
+        return deepspeed.initialize(args, model, config=deepspeed_config, **arguments)
 
 
 def attention_layers(model: nn.Module) -> tuple[list[str], list[str]]:
     """Names of the sparse and of the dense self-attention layers of a model.
 
-    Sparse is what holds a `SparseSelfAttention`. Dense is any other module with linear children `query`, `key` and
-    `value`, as BERT-family layers have, and `nn.MultiheadAttention`.
+    Sparse is a `SparseSelfAttention`. Dense is another module that holds projections by the names that models give them
+    (`query`, `key` and `value` of BERT, `q_proj`, `k_proj` and `v_proj`, `q_lin`, ..., `query_key_value`, `c_attn`, `qkv`),
+    and no `SparseSelfAttention`; and `nn.MultiheadAttention`.
     """
     sparse, dense = [], []
     for name, module in model.named_modules():
         if isinstance(module, SparseSelfAttention):
             sparse.append(name)
-        elif isinstance(module, nn.MultiheadAttention) or all(
-            isinstance(getattr(module, part, None), nn.Linear) for part in ("query", "key", "value")
-        ):
+        elif isinstance(module, nn.MultiheadAttention) or _has_projections(module):
             if not any(isinstance(child, SparseSelfAttention) for child in module.modules()):
                 dense.append(name)
     return sparse, dense
 
 
+def _has_projections(module: nn.Module) -> bool:
+    children = {name.lower() for name, _ in module.named_children()}
+    return any(names <= children for names in _PROJECTIONS)
+
+
 def say(sentence: str) -> None:
     """Prints one line, on rank 0 only."""
-    if int(os.environ.get("RANK", "0")) == 0:
+    if rank() == 0:
         print(f"ds_sparse: {sentence}", flush=True)
 
 
@@ -175,14 +178,35 @@ def _not_all_sparse(model: nn.Module, sparse: list[str], dense: list[str]) -> st
     )
 
 
+def _check_structures(model: nn.Module, sparse: list[str], block: dict[str, Any], source: Any) -> None:
+    """Raises ValueError unless every sparse layer has the structure of the block; a seed that the block leaves open may differ."""
+    for name in sparse:
+        config = model.get_submodule(name).sparsity_config
+        wanted = parse_sparse_attention(block, config.num_heads, source=source)
+        open_fields = {"seed"} if wanted.seed is None else set()
+        differing = sorted(
+            field
+            for field, value in vars(wanted).items()
+            if field not in open_fields and getattr(config, field, None) != value
+        )
+        if type(config) is not type(wanted) or differing:
+            what = f"{type(config).__name__} with " if type(config) is not type(wanted) else ""
+            what += ", ".join(f"{field}={getattr(config, field, None)!r}" for field in differing)
+            raise ValueError(
+                f"--{FLAG} is on, and layer {name} has {what.removesuffix(' with ')} where the JSON says "
+                f"{type(wanted).__name__} {', '.join(f'{field}={getattr(wanted, field)!r}' for field in differing)}; build the "
+                "layer with ds_sparse.get_sparse_attention_config(args, num_heads), or leave the flag away."
+            )
+
+
 def _set_common_seed(config: SparsityConfig) -> None:
-    """Gives an unseeded random structure one seed, the same on all ranks."""
-    if not config.draws_random_blocks or config.seed is not None:
+    """Gives a structure that draws blocks by its `seed`, and has none, the same one on all ranks."""
+    if getattr(config, "num_random_blocks", 0) == 0 or config.seed is not None:
         return
     seed = [random.SystemRandom().randrange(2**31)]
     if torch.distributed.is_initialized():
         torch.distributed.broadcast_object_list(seed, src=0)
-    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    elif world_size() > 1:
         raise RuntimeError(
             "The structure has random blocks and no seed, and torch.distributed is not running yet, so the ranks cannot agree "
             'on one; call ds_sparse.init_distributed() first, or set "seed" in the sparse_attention block.'

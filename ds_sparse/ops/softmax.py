@@ -98,22 +98,33 @@ class Softmax:
         return probs[0] if squeeze else probs
 
 
+def as_additive(name: str, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask that is added to scores, in their dtype.
+
+    Bool and integers are added as the numbers they are, as DeepSpeed did, with a warning. A finite value beyond the dtype
+    becomes its largest one: infinite, it would mask.
+    """
+    if not mask.is_floating_point():
+        warnings.warn(
+            f"{name} is {mask.dtype} in mode 'add': its values are added to the scores as numbers (True as 1), as DeepSpeed "
+            "did; nothing is masked by 0 and 1. To keep where not zero, use mode 'mul'.",
+            stacklevel=4,
+        )
+    if mask.dtype == dtype:
+        return mask
+    limits = torch.finfo(dtype)
+    return mask.to(dtype).clamp(limits.min, limits.max).masked_fill(mask == float("-inf"), float("-inf"))
+
+
 def _mask(name: str, mask: torch.Tensor, mode: str, x: torch.Tensor) -> torch.Tensor:
     """The mask as the operator wants it: bool to keep where true, or x's dtype to add."""
     if mode not in MASK_MODES:
         raise ValueError(f"{name} mode is {mode!r}; it has to be 'add' (added to the scores) or 'mul' (0 drops, else keeps).")
     if mode == "mul":
         return mask if mask.dtype == torch.bool else mask != 0
-    if mask.dtype == torch.bool:
-        warnings.warn(
-            f"{name} is bool in mode 'add': True adds 1 to the scores and False adds 0, as DeepSpeed did; nothing is "
-            "masked. To keep where True, use mode 'mul'.",
-            stacklevel=3,
-        )
-        return mask.to(x.dtype)
-    if mask.dtype != x.dtype:
+    if mask.dtype not in (torch.bool, x.dtype):
         raise ValueError(f"{name} must be {x.dtype}, or bool; got {mask.dtype}")
-    return mask
+    return as_additive(name, mask, x.dtype)
 
 
 def _broadcastable(name: str, x: torch.Tensor, device: torch.device, shape: tuple[int, ...]) -> torch.Tensor:

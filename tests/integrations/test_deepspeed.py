@@ -134,6 +134,36 @@ def test_the_flag_with_a_dense_layer_is_an_error(make_args):
         ds_sparse.initialize(args=make_args(), model=torch.nn.Linear(2, 2))
 
 
+def test_the_flag_with_another_structure_than_the_jsons_is_an_error(make_args):
+    with pytest.raises(ValueError, match=r"layer self.sparse_self_attention has FixedSparsityConfig .*JSON says BigBird"):
+        ds_sparse.initialize(args=make_args(), model=Layer())
+    other = ds_sparse.BigBirdSparsityConfig(num_heads=4, num_random_blocks=2)
+    with pytest.raises(ValueError, match=r"has num_random_blocks=2 where the JSON says BigBirdSparsityConfig num_random_blocks=1"):
+        ds_sparse.initialize(args=make_args(), model=Layer(other))
+    with pytest.raises(ds_sparse.SparseAttentionConfigError, match="bigbrid"):
+        ds_sparse.initialize(args=make_args(block={"mode": "bigbrid"}), model=Layer())
+
+
+@pytest.mark.parametrize("names", [("q_proj", "k_proj", "v_proj"), ("q_lin", "k_lin", "v_lin"), ("query_key_value",), ("c_attn",)])
+def test_a_dense_layer_by_other_names_is_seen(make_args, names):
+    dense = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in names})
+    model = torch.nn.ModuleDict({"sparse": Layer(ds_sparse.get_sparse_attention_config(make_args(), 4)), "other": dense})
+    with pytest.raises(ValueError, match=r"1 of the model's 2 attention layers are sparse \(dense: other\)"):
+        ds_sparse.initialize(args=make_args(), model=model)
+
+
+def test_a_structure_of_the_users_gets_no_seed(make_args, capsys):
+    @ds_sparse.register_sparsity("every_other_column")
+    class Stripes(ds_sparse.SparsityConfig):
+        def make_layout(self, seq_len):
+            layout = self.setup_layout(seq_len)
+            layout[:, :, ::2] = 1
+            return layout
+
+    config = ds_sparse.get_sparse_attention_config(make_args(block={"mode": "every_other_column"}), 4)
+    assert isinstance(config, Stripes) and config.seed is None and "seed" not in capsys.readouterr().out
+
+
 def test_two_configurations_or_none_are_an_error(make_args):
     with pytest.raises(ValueError, match="2 DeepSpeed configurations are given"):
         ds_sparse.initialize(args=make_args(), model=Layer(), config=dict(BASE))

@@ -311,7 +311,7 @@ def test_bool_mask_in_add_mode_adds_one_and_warns(device: str, name: str):
     case = make_case()
     x = case.x.to(device)
     mask = (torch.rand(*((32, 32) if name == "attn_mask" else (2, 32)), generator=seeded()) < 0.5).to(device)
-    with pytest.warns(UserWarning, match="is bool in mode 'add'.*use mode 'mul'") as caught:
+    with pytest.warns(UserWarning, match="is torch.bool in mode 'add'.*use mode 'mul'") as caught:
         probs = Softmax(FULL.given, 16)(x, **{name: mask})
     assert len(caught) == 1 and caught[0].filename == __file__
     assert torch.equal(probs, Softmax(FULL.given, 16)(x, **{name: mask.double()}))
