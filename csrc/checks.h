@@ -1,5 +1,7 @@
 // Argument checks shared by the devices. Python gives users their sentences; these keep a direct caller of
-// torch.ops.ds_sparse from reading out of bounds.
+// torch.ops.ds_sparse from reading out of bounds, as far as shapes, dtypes and devices tell. What the lists hold is
+// checked on the CPU (cpu/arguments.h); on CUDA, where reading it would wait for the device, it is trusted to be a
+// BlockIndex's, and with it that biases are as wide as the layout.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -68,9 +70,15 @@ inline void check_values(const Tensor& values, int64_t block, const char* name) 
   check_contiguous(values, name);
 }
 
+inline void check_values_like(const Tensor& values, const Tensor& other, int64_t block, const char* name) {
+  check_values(values, block, name);
+  check_like(values, other, name);
+  check_size(values, 0, other.size(0), name);
+  check_size(values, 1, other.size(1), name);
+}
+
 // Something added to the scores, or a mask of them: (B or 1, H or 1, T or 1, S), or without the middle two.
-inline void check_bias(const Tensor& x, const Tensor& scores, int64_t heads, int64_t rows, int64_t width,
-                       const char* name) {
+inline void check_bias(const Tensor& x, const Tensor& scores, int64_t heads, int64_t rows, const char* name) {
   check(x.device() == scores.device(), std::string(name) + " has to be on the device of the scores.");
   check(x.scalar_type() == ScalarType::Bool || x.scalar_type() == scores.scalar_type(),
         std::string(name) + " has to be bool, or of the scores' dtype.");
@@ -78,14 +86,19 @@ inline void check_bias(const Tensor& x, const Tensor& scores, int64_t heads, int
   for (int64_t dim = 0; dim < x.dim() - 1; ++dim)
     check(x.size(dim) == 1 || x.size(dim) == full[dim],
           std::string(name) + " does not broadcast in dimension " + std::to_string(dim) + ".");
-  check_size(x, x.dim() - 1, width, name);
 }
 
-// The shape of a bias's gradient: (B or 1, H or 1, T or 1, S).
-inline void check_bias_shape(const std::vector<int64_t>& shape, int64_t batch, int64_t heads, int64_t rows,
-                             int64_t block) {
+// Values, their lists, and the shape of a bias's gradient: (B or 1, H or 1, T or 1, S).
+inline void check_bias_backward(const Tensor& values, const Tensor& row_offsets, const Tensor& columns,
+                                int64_t layout_heads, int64_t heads, int64_t block,
+                                const std::vector<int64_t>& shape) {
+  check_block(block);
+  check_values(values, block, "values");
+  check_lists(row_offsets, layout_heads, heads, values);
+  check_list(columns, values, "columns");
+  check_size(values, 1, columns.size(0) * heads / layout_heads, "values");
   check(shape.size() == 4, "shape has to have four numbers.");
-  int64_t full[] = {batch, heads, rows};
+  int64_t full[] = {values.size(0), heads, (row_offsets.size(0) - 1) / layout_heads * block};
   for (int i = 0; i < 3; ++i)
     check(shape[i] == 1 || shape[i] == full[i],
           "shape has to be 1 or the full size in dimension " + std::to_string(i) + ".");

@@ -1,20 +1,21 @@
 // The operator schemas, the only place that has them. Each device's library registers its kernels for these names.
 //
-// Letters: B batch, H heads, T tokens, b block size, R/C block rows/columns of a layout, L layout heads (1: shared by all
-// heads, or H), N live blocks of the L layouts together, V = N * H / L live blocks of all heads.
+// Letters: B batch, H heads, T tokens, b block size, R/C block rows/columns of a layout, L layout heads (1: shared by
+// all heads, or H), N live blocks of the L layouts together, V = N * H / L live blocks of all heads.
 //
 // Sparse values are (B, V, b, b): the live blocks in (head, row, column) order, each row-major inside.
 //
 // Lists of live blocks, int32, as BlockIndex (ds_sparse/index.py) builds them:
-//   row_offsets (L*R + 1), columns (N)          block row i of layout head l owns entries row_offsets[l*R+i] .. [l*R+i+1];
-//                                               entry n is the n-th live block of the layout.
+//   row_offsets (L*R + 1), columns (N)             block row i of layout head l owns entries row_offsets[l*R+i] to
+//                                                  row_offsets[l*R+i+1]; entry n is the layout's n-th live block.
 //   column_offsets (L*C + 1), rows (N), slots (N)  the same by columns; slots[e] is the entry number in row order.
 // Head h reads layout head (L == 1 ? 0 : h), and its entry n is stored in values[:, (L == 1 ? h * N : 0) + n].
 
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(ds_sparse, m) {
-  // values[:, n] = a[h, rows of n] @ b[h, columns of n].   a (B, H, R*b, K), b (B, H, K, C*b), any strides -> (B, V, b, b)
+  // values[:, n] = a[h, rows of n] @ b[h, columns of n].   a (B, H, R*b, K), b (B, H, K, C*b), any strides
+  // -> (B, V, b, b)
   m.def(
       "matmul_sdd(Tensor a, Tensor b, Tensor row_offsets, Tensor columns, int layout_heads, int block) -> Tensor");
 
@@ -27,8 +28,8 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
 
   // Row softmax of scale * scores + rpe + masks over the live blocks.   scores (B, V, b, b) contiguous,
   // rpe and attn_mask (B or 1, H or 1, T or 1, S) any strides with T = R*b, S = C*b, key_padding_mask (B or 1, S);
-  // bool masks keep where true, others have the dtype of scores and are added; causal drops columns after the row's token.
-  // -> (B, V, b, b); rows with nothing left are zero.
+  // bool masks keep where true, others have the dtype of scores and are added; causal drops columns after the row's
+  // token. -> (B, V, b, b); rows with nothing left are zero.
   m.def(
       "softmax_forward(Tensor scores, Tensor? rpe, Tensor? key_padding_mask, Tensor? attn_mask, Tensor row_offsets, "
       "Tensor columns, int layout_heads, int block, float scale, bool causal) -> Tensor");
@@ -39,8 +40,8 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
       "-> Tensor");
 
   // Sum of values, zero outside the live blocks, over the dimensions that are 1 in shape = (B or 1, H or 1, T or 1, S);
-  // in fp32 (fp64 for fp64) in a fixed order: the gradient of what was added to the scores.
+  // added in fp64 in a fixed order, given in fp32 (fp64 for fp64): the gradient of what was added to the scores.
   m.def(
-      "softmax_bias_backward(Tensor values, Tensor row_offsets, Tensor columns, int layout_heads, int heads, int block, "
-      "SymInt[] shape) -> Tensor");
+      "softmax_bias_backward(Tensor values, Tensor row_offsets, Tensor columns, int layout_heads, int heads, "
+      "int block, SymInt[] shape) -> Tensor");
 }

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from .sparsity import SparsityConfig, SparsityWarning, sparsity_class, sparsity_modes
-from .sparsity._base import rule_fields
+from .sparsity._base import Rule, rule_fields
 from .sparsity._fields import build, json_fields, json_model
 from .sparsity._registry import loaded_classes
 
@@ -29,6 +29,22 @@ Source = str | os.PathLike[str] | Mapping[str, Any]
 
 BLOCK_KEY = "sparse_attention"
 DEFAULT_MODE = "fixed"
+
+STRUCTURE_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    NameError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+"""What the code of a user's structure may raise; the reader makes a sentence of it."""
 
 
 class SparseAttentionConfigError(ValueError):
@@ -91,7 +107,7 @@ def parse_sparse_attention(
     reading = _Reading(f"{name}: {BLOCK_KEY}")
     structure = reading.read(block, num_heads, seq_len)
     if structure is None or reading.mistakes:
-        raise SparseAttentionConfigError(reading.mistakes)
+        raise SparseAttentionConfigError(reading.mistakes) from reading.cause
     if notices is not None:
         notices += reading.notices
     return structure
@@ -187,7 +203,7 @@ def _parse(raw: bytes, source: str) -> dict[str, Any]:
         raise SparseAttentionConfigError(
             [f"{source}: not UTF-8 text (byte {error.start}): save it as UTF-8."]
         ) from error
-    except hjson.HjsonDecodeError as error:
+    except ValueError as error:
         raise SparseAttentionConfigError([f"{source}: not valid JSON: {error}."]) from error
     except RecursionError as error:
         raise SparseAttentionConfigError([f"{source}: not a DeepSpeed config: nested too deeply to read."]) from error
@@ -212,12 +228,13 @@ class _Reading:
         self.at = at
         self.mistakes: list[str] = []
         self.notices: list[str] = []
+        self.cause: Exception | None = None
 
     def read(self, block: Mapping[str, Any], num_heads: int, seq_len: int | None) -> SparsityConfig | None:
         given = {key: self._null_for_none(key, value) for key, value in block.items()}
         mode = given.pop("mode", DEFAULT_MODE)
-        cls = self._class_of(mode)
         fields_of = {name: json_fields(known) for name, known in loaded_classes().items()}
+        cls = self._class_of(mode)
         if cls is None:
             # The mode is a mistake of its own; the keys are still held to the first mode that has them.
             fields = {key: field for other in reversed(fields_of.values()) for key, field in other.items()}
@@ -235,11 +252,16 @@ class _Reading:
             seq_len = None
         if cls is None:
             return None
-        consistent = self._check_rules(cls, given, values)
-        if invalid or not consistent:
-            return None
-        chosen = {key: value for key, value in values.items() if key in given or key in cls.json_defaults}
-        return self._build(cls, num_heads, chosen, seq_len)
+        broken = self._check_rules((*cls.rules, *cls.json_rules), given, values)
+        if not invalid and not broken:
+            chosen = {key: value for key, value in values.items() if key in given or key in cls.json_defaults}
+            structure = self._build(cls, mode, num_heads, chosen)
+            if structure is not None and seq_len is not None:
+                self._try_layout(structure, mode, given, values, seq_len)
+            return structure
+        if seq_len is not None:
+            self._check_length_rules(cls, given, values, seq_len)
+        return None
 
     def _null_for_none(self, key: str, value: Any) -> Any:
         # DeepSpeed's documentation shows Python's None, which hjson reads as text, with the comma that follows it.
@@ -256,10 +278,13 @@ class _Reading:
             )
             return None
         try:
-            return sparsity_class(mode)
-        except (ImportError, AttributeError, TypeError, ValueError) as error:
-            self.mistakes.append(f"{self.at}.mode: got {_show(mode)}, whose entry point does not load: {error}")
+            cls = sparsity_class(mode)
+            json_model(mode, json_fields(cls))
+        except STRUCTURE_ERRORS as error:
+            self.cause = error
+            self.mistakes.append(f"{self.at}.mode: got {_show(mode)}, whose class does not load: {reason(error)}")
             return None
+        return cls
 
     def _check_keys(
         self,
@@ -317,48 +342,86 @@ class _Reading:
             )
         return values, set(invalid)
 
-    def _check_rules(self, cls: type[SparsityConfig], given: dict[str, Any], values: dict[str, Any]) -> bool:
-        broken = 0
-        for rule in (*cls.rules, *cls.json_rules):
+    def _check_rules(
+        self, rules: tuple[Rule, ...], given: dict[str, Any], values: dict[str, Any], length: str = ""
+    ) -> list[str]:
+        """The sentences of the broken rules, of those whose fields are all valid."""
+        broken = []
+        for rule in rules:
             names = rule_fields(rule)
             if not all(name in values for name in names):
                 continue
             sentence = rule(**{name: values[name] for name in names})
             if sentence:
-                broken += 1
+                broken.append(sentence)
                 # Named after a key that is in the file, so that there is something to look at.
-                key, *others = sorted(names, key=lambda name: name not in given)
+                key, *others = sorted((name for name in names if name != "blocks"), key=lambda name: name not in given)
                 beside = ", ".join(f"{name} {_show(values[name])}" for name in others)
-                self.mistakes.append(f"{self.at}.{key}: got {_show(values[key])} with {beside}. {sentence}")
-        return not broken
+                beside = f" with {beside}" if beside else ""
+                self.mistakes.append(f"{self.at}.{key}: got {_show(values[key])}{beside}{length}. {sentence}")
+        return broken
+
+    def _check_length_rules(
+        self, cls: type[SparsityConfig], given: dict[str, Any], values: dict[str, Any], seq_len: int
+    ) -> list[str]:
+        if "block" not in values:
+            return []
+        values = values | {"blocks": seq_len // values["block"]}
+        return self._check_rules(cls.length_rules, given, values, f" at a sequence length of {seq_len}")
 
     def _build(
-        self, cls: type[SparsityConfig], num_heads: int, values: dict[str, Any], seq_len: int | None
+        self, cls: type[SparsityConfig], mode: str, num_heads: int, values: dict[str, Any]
     ) -> SparsityConfig | None:
-        state = random.getstate()
         try:
             with warnings.catch_warnings():
                 # The cautions of the structure become notices.
                 warnings.simplefilter("ignore", SparsityWarning)
                 structure = build(cls, num_heads, values)
+            cautions = list(structure.cautions())
         except ValidationError as error:
             # A subclass with an __init__ of its own handed a wrong value on.
+            self.cause = error
             for detail in error.errors(include_url=False):
-                self.mistakes.append(f"{self.at}: {cls.__name__} set {_show(detail['input'])}; {detail['msg']}.")
+                self.mistakes.append(
+                    f"{self.at}.mode: got {_show(mode)}, whose class {cls.__name__} set {_show(detail['input'])}; "
+                    f"{detail['msg']}."
+                )
             return None
-        except (ValueError, TypeError) as error:
-            self.mistakes.append(f"{self.at}: {error}")
+        except STRUCTURE_ERRORS as error:
+            self.cause = error
+            self.mistakes.append(
+                f"{self.at}.mode: got {_show(mode)}, whose class {cls.__name__} cannot be made from this block: "
+                f"{reason(error)}"
+            )
             return None
-        self.notices += [f"{self.at}.{option}: {sentence}" for option, sentence in structure.cautions()]
-        if seq_len is not None:
-            try:
-                structure.make_bool_layout(seq_len)
-            except (ValueError, TypeError) as error:
-                self.mistakes.append(f"{self.at}: at a sequence length of {seq_len}: {error}")
-            finally:
-                # A trial layout must not change the one that training draws.
-                random.setstate(state)
+        self._note(cautions)
         return structure
+
+    def _try_layout(
+        self, structure: SparsityConfig, mode: str, given: dict[str, Any], values: dict[str, Any], seq_len: int
+    ) -> None:
+        cls = type(structure)
+        state = random.getstate()
+        try:
+            structure.make_bool_layout(seq_len)
+            cautions = list(structure.cautions_at(seq_len // structure.block))
+        except STRUCTURE_ERRORS as error:
+            self.cause = error
+            # The length rules only explain a failure: a subclass may have replaced the step that needs them.
+            if str(error) not in self._check_length_rules(cls, given, values, seq_len):
+                key, value = ("block", structure.block) if isinstance(error, MemoryError) else ("mode", mode)
+                self.mistakes.append(
+                    f"{self.at}.{key}: got {_show(value)}, but {cls.__name__} has no layout at a sequence length of "
+                    f"{seq_len}: {reason(error)}"
+                )
+        else:
+            self._note(cautions)
+        finally:
+            # A trial layout must not change the one that training draws.
+            random.setstate(state)
+
+    def _note(self, cautions: list[tuple[str, str]]) -> None:
+        self.notices += [f"{self.at}.{option}: {sentence}" for option, sentence in cautions]
 
 
 def _foreign_keys(
@@ -396,6 +459,12 @@ def _describe(schema: Mapping[str, Any]) -> str | None:
             size = " of at least one" if schema.get("minItems") else ""
             return f"a list{size}, each {items}" if items else None
     return None
+
+
+def reason(error: Exception) -> str:
+    """An error in one line, with its kind where the text alone says little."""
+    text = " ".join(str(error).split())
+    return text if text and isinstance(error, MemoryError | ValueError) else f"{type(error).__name__}: {text}"
 
 
 def _show(value: Any) -> str:

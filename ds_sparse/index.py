@@ -21,7 +21,8 @@ class BlockIndex:
         num_heads: heads of the layout as given; 1 means that any number of heads share it.
         layout_heads: L.
         rows, columns: R and C.
-        row_offsets: int32 (L*R + 1). Block row i of layout head l owns entries row_offsets[l*R+i] to row_offsets[l*R+i+1].
+        row_offsets: int32 (L*R + 1). Block row i of layout head l owns the entries from row_offsets[l*R+i] to
+            row_offsets[l*R+i+1].
         row_columns: int32 (N). The block column of each entry, ascending within a row.
         column_offsets: int32 (L*C + 1). The same by columns.
         column_rows: int32 (N). The block row of each entry in column order, ascending within a column.
@@ -100,6 +101,21 @@ class BlockIndex:
             return self.num_heads if num_values == 0 else None
         heads, rest = divmod(num_values * self.layout_heads, live)
         return heads if rest == 0 and (self.num_heads in (1, heads)) else None
+
+
+def as_index(layout: torch.Tensor | BlockIndex, block: int) -> BlockIndex:
+    """The index of a layout, or the one given. Raises ValueError where that is for another block."""
+    index = layout if isinstance(layout, BlockIndex) else BlockIndex.build(layout, block)
+    if index.block != block:
+        raise ValueError(f"block is {block}, and the index was built for blocks of {index.block}; pass that one.")
+    return index
+
+
+def index_on(indices: dict[torch.device, BlockIndex], device: torch.device) -> BlockIndex:
+    """The index on `device`, copied there and remembered in `indices` when it is first asked for."""
+    if device not in indices:
+        indices[device] = next(iter(indices.values())).to(device)
+    return indices[device]
 
 
 def check_block(block: int) -> None:

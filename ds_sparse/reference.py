@@ -1,6 +1,7 @@
-"""The meaning of every operation, in plain PyTorch. Slow on purpose: what a reader can check by eye, tests hold the kernels to.
+"""The meaning of every operation, in plain PyTorch.
 
-Everything here is differentiable by autograd; call it in float64 to judge an implementation.
+Slow on purpose: what a reader can check by eye, tests hold the kernels to. Everything here is differentiable by
+autograd; call it in float64 to judge an implementation.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     """Each device that kernels are written for; skipped with the reason where it is not there."""
     if request.param == "cuda" and not torch.cuda.is_available():

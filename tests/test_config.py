@@ -2,6 +2,7 @@ import base64
 import json
 import os
 import random
+import sys
 import warnings
 from pathlib import Path
 
@@ -202,8 +203,27 @@ WRONG = [
         {"mode": "bigbird", "num_sliding_window_blocks": 5},
         64,
         [
-            "sparse_attention: at a sequence length of 64: Number of sliding window blocks, 5, must be smaller than "
-            "overall number of blocks in a row, 4!"
+            "sparse_attention.num_sliding_window_blocks: got 5 at a sequence length of 64. Number of sliding window "
+            "blocks, 5, must be smaller than overall number of blocks in a row, 4!"
+        ],
+    ),
+    (
+        {"mode": "bigbird", "num_random_blocks": 10**30, "num_global_blocks": 5, "num_sliding_window_blocks": "3"},
+        64,
+        [
+            'sparse_attention.num_sliding_window_blocks: got "3"; wanted an integer of at least 1.',
+            f"sparse_attention.num_random_blocks: got {10**30} at a sequence length of 64. Number of random blocks, "
+            f"{10**30}, must be smaller than overall number of blocks in a row, 4!",
+            "sparse_attention.num_global_blocks: got 5 at a sequence length of 64. Number of global blocks, 5, must be "
+            "smaller than overall number of blocks in a row, 4!",
+        ],
+    ),
+    (
+        {"mode": "bslongformer"},
+        32,
+        [
+            "sparse_attention.num_sliding_window_blocks: got 3 at a sequence length of 32. Number of sliding window "
+            "blocks, 3, must be smaller than overall number of blocks in a row, 2!"
         ],
     ),
     (
@@ -211,8 +231,8 @@ WRONG = [
         64,
         [
             'sparse_attention.local_windows: unknown key (given 3). Did you mean "local_window_blocks"?',
-            "sparse_attention: at a sequence length of 64: Global block index -9 counts from the end, but a row has "
-            "only 4 blocks!",
+            "sparse_attention.global_block_indices: got [-9] with global_block_end_indices null at a sequence length "
+            "of 64. Global block index -9 counts from the end, but a row has only 4 blocks!",
         ],
     ),
 ]
@@ -232,9 +252,9 @@ def mistakes_of(block, seq_len=None):
     return caught.value.mistakes
 
 
-def notices_of(block):
+def notices_of(block, seq_len=None):
     notices = []
-    structure = parse_sparse_attention(block, 4, source="ds.json", notices=notices)
+    structure = parse_sparse_attention(block, 4, source="ds.json", seq_len=seq_len, notices=notices)
     return structure, notices
 
 
@@ -347,6 +367,31 @@ def test_cautions_are_notices_each_time_and_no_warnings(block, key, monkeypatch)
             assert [notice for notice in notices_of(block)[1] if notice.startswith(f"ds.json: sparse_attention.{key}:")]
 
 
+@pytest.mark.parametrize("mode", ["variable", "bslongformer"])
+def test_global_blocks_beyond_the_sequence_are_said_when_its_length_is_known(mode):
+    block = {"mode": mode, "global_block_indices": [0, 128, 9000]}
+    assert notices_of(block)[1] == []
+    assert notices_of(block, 2048)[1] == [
+        "ds.json: sparse_attention.global_block_indices: no block 128, 9000 in this sequence, whose last is 127: "
+        "ignored, as in DeepSpeed."
+    ]
+    assert notices_of(block, 9001 * 16)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("block", "heads", "seq_len"), [({}, 1, 10**8), ({"different_layout_per_head": True}, 10**30, 2048)], ids=str
+)
+def test_a_layout_that_cannot_fit_is_refused_before_it_is_made(block, heads, seq_len):
+    with pytest.raises(SparseAttentionConfigError) as caught:
+        parse_sparse_attention(block, heads, source="ds.json", seq_len=seq_len)
+    (mistake,) = caught.value.mistakes
+    assert mistake.startswith(
+        "ds.json: sparse_attention.block: got 16, but FixedSparsityConfig has no layout at a sequence length of "
+        f"{seq_len}: A layout of {heads} x {seq_len // 16} x {seq_len // 16} blocks takes about "
+    )
+    assert mistake.endswith("Use a larger block or a shorter sequence.")
+
+
 def test_trying_a_length_leaves_pythons_random_alone():
     random.seed(3)
     before = random.getstate()
@@ -381,6 +426,7 @@ def test_files_are_read_as_deepspeed_reads_them(tmp_path):
     [
         ("{", "not valid JSON: Bad key name"),
         ('{"a": 1} x', "not valid JSON: "),
+        ('{"a": 1' + "0" * 5000 + "}", "not valid JSON: Exceeds the limit"),
         ("[1, 2]", "a DeepSpeed config is an object {...}, got [1, 2]."),
         ("\xff\xfe".encode("latin-1"), "not UTF-8 text (byte 0): save it as UTF-8."),
         ('{"a": ' + "[" * 100000, "not a DeepSpeed config: nested too deeply to read."),
@@ -465,7 +511,8 @@ def test_a_users_plain_class_is_a_strict_mode():
         "ds.json: sparse_attention.scale: missing; wanted a number.",
     ]
     assert mistakes_of({"mode": "strided", "stride": 9, "scale": 1.0}) == [
-        "ds.json: sparse_attention: a stride of 9 skips too much"
+        'ds.json: sparse_attention.mode: got "strided", whose class Strided cannot be made from this block: a stride '
+        "of 9 skips too much"
     ]
     assert "stride" in mistakes_of({"stride": 3})[0]
 
@@ -497,17 +544,79 @@ def test_a_users_class_may_have_no_key_at_all():
     assert "Sequence Length, 100, needs to be dividable by Block size 64" in mistakes_of({"mode": "diagonal"}, 100)[0]
 
 
+class Failing(SparsityConfig):
+    """Fails as code of users does: in the constructor, or in the layout of its length."""
+
+    error: type[Exception] = IndexError
+
+    def __init__(self, num_heads, block=16, early: bool = False):
+        if early:
+            raise self.error("no such\nstride")
+        super().__init__(num_heads, block)
+
+    def make_layout(self, seq_len):
+        raise self.error("no such\nstride")
+
+
 @pytest.mark.usefixtures("registry")
-def test_an_entry_point_that_does_not_load_is_a_mistake(monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [AssertionError, IndexError, NameError, OSError, RecursionError, RuntimeError, TypeError, ZeroDivisionError],
+)
+def test_whatever_a_users_class_raises_is_a_sentence_with_its_cause(error, monkeypatch):
+    monkeypatch.setattr(Failing, "error", error)
+    register_sparsity("failing")(Failing)
+    assert mistakes_of({"mode": "failing", "early": True}) == [
+        'ds.json: sparse_attention.mode: got "failing", whose class Failing cannot be made from this block: '
+        f"{error.__name__}: no such stride"
+    ]
+    assert mistakes_of({"mode": "failing"}, 64) == [
+        'ds.json: sparse_attention.mode: got "failing", but Failing has no layout at a sequence length of 64: '
+        f"{error.__name__}: no such stride"
+    ]
+    with pytest.raises(SparseAttentionConfigError) as caught:
+        parse_sparse_attention({"mode": "failing"}, 4, seq_len=64)
+    assert type(caught.value.__cause__) is error
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_users_class_that_replaces_a_step_is_not_held_to_its_condition():
+    class NoWindow(BigBirdSparsityConfig):
+        def set_sliding_window_layout(self, h, layout):
+            return layout
+
+    register_sparsity("no_window")(NoWindow)
+    structure = parse_sparse_attention({"mode": "no_window", "num_sliding_window_blocks": 9}, 4, seq_len=64)
+    assert structure.make_bool_layout(64).sum() == 7
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import no_such_module_of_ours", "ModuleNotFoundError: No module named 'no_such_module_of_ours'"),
+        ("Thing = 3", "TypeError: Mode 'gone' needs a subclass of SparsityConfig, got 3."),
+        ("def", "SyntaxError: invalid syntax (gone_structure.py, line 1)"),
+        (
+            "from ds_sparse.sparsity import DenseSparsityConfig\nclass Thing(DenseSparsityConfig):\n"
+            "    def __init__(self, num_heads, stride: 'Stride' = 2): pass",
+            "NameError: name 'Stride' is not defined",
+        ),
+    ],
+    ids=["import", "type", "syntax", "annotation"],
+)
+def test_an_entry_point_that_does_not_load_is_a_mistake(monkeypatch, tmp_path, code, reason):
     from importlib.metadata import EntryPoint
 
     from ds_sparse.sparsity import _registry
 
-    point = EntryPoint("gone", "no_such_module_of_ours:Thing", _registry.ENTRY_POINT_GROUP)
+    (tmp_path / "gone_structure.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "gone_structure", raising=False)
+    point = EntryPoint("gone", "gone_structure:Thing", _registry.ENTRY_POINT_GROUP)
     monkeypatch.setattr(_registry, "entry_points", lambda group: [point])
     assert mistakes_of({"mode": "gone"}) == [
-        'ds.json: sparse_attention.mode: got "gone", whose entry point does not load: '
-        "No module named 'no_such_module_of_ours'"
+        f'ds.json: sparse_attention.mode: got "gone", whose class does not load: {reason}'
     ]
 
 

@@ -1,10 +1,12 @@
 // What matmul.cpp and softmax.cpp ask of an instruction set: the arithmetic of one piece of work, on one thread.
 //
 // kernels.cpp is compiled once for each instruction set, and kernels<T>() picks at run time. T is what tensors hold;
-// arithmetic is in Compute<T>: fp32, or fp64 for fp64. b is the block size throughout.
+// arithmetic is in Compute<T>. b is the block size throughout.
 #pragma once
 
 #include <cstdint>
+
+#include "../compute.h"
 
 namespace ds_sparse::cpu {
 
@@ -15,19 +17,6 @@ struct Half {
 struct BFloat16 {
   uint16_t bits;
 };
-
-template <class T>
-struct ComputeOf {
-  using type = float;
-};
-
-template <>
-struct ComputeOf<double> {
-  using type = double;
-};
-
-template <class T>
-using Compute = typename ComputeOf<T>::type;
 
 // What is added to the scores of one (batch, head): rpe, attn_mask or key_padding_mask.
 struct Bias {
@@ -93,8 +82,8 @@ struct Kernels {
   void (*softmax_backward)(const T* grad, const T* probs, T* out, int64_t count, int64_t block, int64_t begin,
                            int64_t end, double scale);
 
-  // out[r * out_stride + c] += values[r, c]; out_stride 0 sums the rows of the block.
-  void (*add_block)(const T* values, int64_t block, C* out, int64_t out_stride);
+  // sums[r * stride + c] += values[r, c]; stride 0 sums the rows of the block.
+  void (*add_block)(const T* values, int64_t block, double* sums, int64_t stride);
 };
 
 inline int64_t dsd_scratch(int64_t block, int64_t rows) {

@@ -3,19 +3,15 @@
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
+#include <type_traits>
 
-#include "../checks.h"
+#include "arguments.h"
 #include "memory.h"
 #include "schedule.h"
 
 namespace ds_sparse::cpu {
 
 namespace {
-
-template <class T>
-const T* pointer(const Tensor& x) {
-  return static_cast<const T*>(x.const_data_ptr());
-}
 
 // The right operand of sdd as panels, packed once for each (batch, head): depth x W numbers each, for the W columns
 // that one vector of the result holds.
@@ -145,6 +141,7 @@ Tensor matmul_sdd(Tensor a, Tensor b, Tensor row_offsets, Tensor columns, int64_
   check_lists(row_offsets, layout_heads, a.size(1), a);
   check_list(columns, a, "columns");
   check_size(a, 2, (row_offsets.size(0) - 1) / layout_heads * block, "a");
+  check_entries(row_offsets, columns, b.size(3) / block);
   Tensor out =
       fresh(torch::stable::new_empty(a, {a.size(0), columns.size(0) * a.size(1) / layout_heads, block, block}));
   for_dtype(a.scalar_type(), [&](auto* type) {
@@ -164,9 +161,11 @@ Tensor matmul_dsd(Tensor values, Tensor dense, Tensor offsets, Tensor indices, s
   check_lists(offsets, layout_heads, dense.size(1), values);
   check_list(indices, values, "indices");
   check_size(values, 1, indices.size(0) * dense.size(1) / layout_heads, "values");
+  check_entries(offsets, indices, dense.size(2) / block);
   if (slots) {
     check_list(*slots, values, "slots");
     check_size(*slots, 0, indices.size(0), "slots");
+    check_slots(*slots);
   }
   int64_t rows = (offsets.size(0) - 1) / layout_heads * block, width = dense.size(3);
   Tensor out = fresh(torch::stable::new_empty(

@@ -138,29 +138,26 @@ static void softmax_backward(const T* grad, const T* probs, T* out, int64_t coun
 }
 
 template <class T, int W>
-static void add_block_of(const T* values, int64_t block, Compute<T>* out, int64_t out_stride) {
+static void add_block_of(const T* values, int64_t block, double* sums, int64_t stride) {
   using C = Compute<T>;
+  auto wide = [](const T* from) { return __builtin_convertvector((load<C, W>(from)), Vec<double, W>); };
   for (int64_t c = 0; c < block; c += W) {
-    if (out_stride == 0) {
-      Vec<C, W> sum{};
-      for (int64_t r = 0; r < block; ++r) sum += load<C, W>(values + r * block + c);
-      store<C, W>(out + c, Vec<C, W>(load<C, W>(out + c) + sum));
+    if (stride == 0) {
+      Vec<double, W> sum = load_raw<Vec<double, W>>(sums + c);
+      for (int64_t r = 0; r < block; ++r) sum += wide(values + r * block + c);
+      store<double, W>(sums + c, sum);
     } else {
       for (int64_t r = 0; r < block; ++r) {
-        C* to = out + r * out_stride + c;
-        store<C, W>(to, Vec<C, W>(load<C, W>(to) + load<C, W>(values + r * block + c)));
+        double* to = sums + r * stride + c;
+        store<double, W>(to, load<double, W>(to) + wide(values + r * block + c));
       }
     }
   }
 }
 
 template <class T>
-static void add_block(const T* values, int64_t block, Compute<T>* out, int64_t out_stride) {
-  constexpr int W = native_width<Compute<T>>;
-  if (block >= W)
-    add_block_of<T, W>(values, block, out, out_stride);
-  else
-    add_block_of<T, 8>(values, block, out, out_stride);
+static void add_block(const T* values, int64_t block, double* sums, int64_t stride) {
+  add_block_of<T, 8>(values, block, sums, stride);
 }
 
 }  // namespace ds_sparse::cpu::DS_SPARSE_ISA

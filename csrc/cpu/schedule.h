@@ -8,11 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <stdexcept>
-#include <type_traits>
 #include <vector>
-
-#include "kernels.h"
 
 namespace ds_sparse::cpu {
 
@@ -93,24 +89,6 @@ Pieces cut_token_rows(const int32_t* offsets, int64_t layout_heads, int64_t rows
     }
   }
   return pieces;
-}
-
-// Calls f with a null pointer of the type that holds the dtype's numbers: use(float*), and so on.
-template <class F>
-void for_dtype(torch::headeronly::ScalarType dtype, const F& f) {
-  using torch::headeronly::ScalarType;
-  switch (dtype) {
-    case ScalarType::Float:
-      return f(static_cast<float*>(nullptr));
-    case ScalarType::Double:
-      return f(static_cast<double*>(nullptr));
-    case ScalarType::Half:
-      return f(static_cast<Half*>(nullptr));
-    case ScalarType::BFloat16:
-      return f(static_cast<BFloat16*>(nullptr));
-    default:
-      throw std::runtime_error("ds_sparse: tensors on the CPU have to be fp32, fp64, fp16 or bf16.");
-  }
 }
 
 }  // namespace ds_sparse::cpu

@@ -2,9 +2,12 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <limits>
 #include <optional>
+#include <type_traits>
+#include <vector>
 
-#include "../checks.h"
+#include "arguments.h"
 #include "memory.h"
 #include "schedule.h"
 
@@ -15,10 +18,8 @@ namespace {
 // An exponential, and what stands around it, in multiply-adds.
 constexpr int64_t softmax_cost = 16;
 
-template <class T>
-const T* pointer(const Tensor& x) {
-  return static_cast<const T*>(x.const_data_ptr());
-}
+// Numbers of a bias's gradient that a task of bias_backward sums at a time: what a core's own cache holds in fp64.
+constexpr int64_t stripe_size = 1 << 15;
 
 // A bias as a 4-D view: data, and strides that are 0 where its size is 1.
 struct BiasView {
@@ -95,8 +96,8 @@ void backward(const Tensor& grad, const Tensor& probs, const Tensor& row_offsets
   });
 }
 
-// A task owns a stripe of columns of one output matrix, of one block row of it or of all summed into one row, and adds
-// to it in the order batch, head, row, column.
+// A task owns a stripe of columns of one output matrix, of one block row of it or of all summed into one row. It adds
+// in the order batch, head, row, column, and in fp64: the terms are many, one after the other, and may cancel.
 template <class T>
 void bias_backward(const Tensor& values, const Tensor& row_offsets, const Tensor& columns, int64_t layout_heads,
                    int64_t heads, int64_t block, Tensor& out) {
@@ -105,18 +106,19 @@ void bias_backward(const Tensor& values, const Tensor& row_offsets, const Tensor
   int64_t out_batch = out.size(0), out_heads = out.size(1), out_rows = out.size(2), width = out.size(3),
           blocks = width / block;
   bool sum_rows = out_rows == 1;
-  int64_t stripe = sum_rows ? (blocks + 31) / 32 : blocks, stripes = (blocks + stripe - 1) / stripe,
-          lines = sum_rows ? 1 : rows;
+  int64_t height = sum_rows ? 1 : block, lines = sum_rows ? 1 : rows;
+  int64_t stripe = sum_rows ? (blocks + 31) / 32 : std::max<int64_t>(1, stripe_size / (block * block)),
+          stripes = (blocks + stripe - 1) / stripe;
   const int32_t *offsets = pointer<int32_t>(row_offsets), *indices = pointer<int32_t>(columns);
-  C* sums = static_cast<C*>(out.mutable_data_ptr());
+  C* result = static_cast<C*>(out.mutable_data_ptr());
   run_tasks(out_batch * out_heads * lines * stripes, [&] {
-    return [&](int64_t task) {
+    return [&, scratch = Buffer<double>(height * stripe * block)](int64_t task) {
       int64_t part = task % stripes, line = task / stripes % lines, head = task / stripes / lines % out_heads,
               b = task / stripes / lines / out_heads;
-      int64_t first_column = part * stripe, last_column = std::min(first_column + stripe, blocks);
-      C* to = sums + ((b * out_heads + head) * out_rows + line * (sum_rows ? 0 : block)) * width;
-      for (int64_t r = 0; r < (sum_rows ? 1 : block); ++r)
-        std::fill(to + r * width + first_column * block, to + r * width + last_column * block, C(0));
+      int64_t first_column = part * stripe, last_column = std::min(first_column + stripe, blocks),
+              span = (last_column - first_column) * block;
+      double* sums = scratch.data();
+      std::fill(sums, sums + height * span, 0.0);
       for (int64_t from_b = out_batch == 1 ? 0 : b; from_b < (out_batch == 1 ? batch : b + 1); ++from_b)
         for (int64_t h = out_heads == 1 ? 0 : head; h < (out_heads == 1 ? heads : head + 1); ++h)
           for (int64_t row = sum_rows ? 0 : line; row < (sum_rows ? rows : line + 1); ++row) {
@@ -126,9 +128,12 @@ void bias_backward(const Tensor& values, const Tensor& row_offsets, const Tensor
                 pointer<T>(values) + (from_b * values.size(1) + (layout_heads == 1 ? h * live : 0)) * block * block;
             for (const int32_t* n = std::lower_bound(indices + offset[0], last, first_column);
                  n != last && *n < last_column; ++n)
-              kernels<T>().add_block(head_values + (n - indices) * block * block, block, to + *n * block,
-                                     sum_rows ? 0 : width);
+              kernels<T>().add_block(head_values + (n - indices) * block * block, block,
+                                     sums + (*n - first_column) * block, sum_rows ? 0 : span);
           }
+      C* to = result + ((b * out_heads + head) * out_rows + line * height) * width + first_column * block;
+      for (int64_t r = 0; r < height; ++r)
+        for (int64_t c = 0; c < span; ++c) to[r * width + c] = static_cast<C>(sums[r * span + c]);
     };
   });
 }
@@ -145,15 +150,16 @@ Tensor softmax_forward(Tensor scores, std::optional<Tensor> rpe, std::optional<T
   check_lists(row_offsets, layout_heads, heads, scores);
   int64_t rows = (row_offsets.size(0) - 1) / layout_heads * block;
   std::vector<BiasView> biases;
-  int64_t width = -1;
+  int64_t width = std::numeric_limits<int32_t>::max();
   for (auto [bias, name] :
        {std::pair{&rpe, "rpe"}, {&attn_mask, "attn_mask"}, {&key_padding_mask, "key_padding_mask"}}) {
     if (!*bias) continue;
     check_dim(**bias, bias == &key_padding_mask ? 2 : 4, name);
-    if (width < 0) width = (*bias)->size((*bias)->dim() - 1);
-    check_bias(**bias, scores, heads, rows, width, name);
+    check_bias(**bias, scores, heads, rows, name);
+    width = std::min(width, (*bias)->size((*bias)->dim() - 1));
     biases.emplace_back(**bias);
   }
+  check_entries(row_offsets, columns, width / block);
   for_dtype(scores.scalar_type(), [&](auto* type) {
     forward<std::remove_pointer_t<decltype(type)>>(scores, biases, row_offsets, columns, layout_heads, heads, block,
                                                    scale, causal, probs);
@@ -165,16 +171,15 @@ Tensor softmax_backward(Tensor grad, Tensor probs, Tensor row_offsets, int64_t l
                         double scale) {
   check_block(block);
   check_values(probs, block, "probs");
-  check_values(grad, block, "grad");
-  check_like(grad, probs, "grad");
-  check_size(grad, 0, probs.size(0), "grad");
-  check_size(grad, 1, probs.size(1), "grad");
+  check_values_like(grad, probs, block, "grad");
   check_list(row_offsets, probs, "row_offsets");
+  check(row_offsets.size(0) >= 1, "row_offsets have to have one entry a line of each layout head, and one.");
   Tensor out = fresh(torch::stable::new_empty(probs, probs.sizes()));
   if (out.numel() == 0) return out;
   int64_t live = pointer<int32_t>(row_offsets)[row_offsets.size(0) - 1];
   int64_t heads = heads_of(probs.size(1), live, layout_heads);
   check_lists(row_offsets, layout_heads, heads, probs);
+  check_offsets(row_offsets, live);
   for_dtype(probs.scalar_type(), [&](auto* type) {
     backward<std::remove_pointer_t<decltype(type)>>(grad, probs, row_offsets, layout_heads, heads, block, scale, out);
   });
@@ -183,12 +188,8 @@ Tensor softmax_backward(Tensor grad, Tensor probs, Tensor row_offsets, int64_t l
 
 Tensor softmax_bias_backward(Tensor values, Tensor row_offsets, Tensor columns, int64_t layout_heads, int64_t heads,
                              int64_t block, std::vector<int64_t> shape) {
-  check_block(block);
-  check_values(values, block, "values");
-  check_lists(row_offsets, layout_heads, heads, values);
-  check_list(columns, values, "columns");
-  check_size(values, 1, columns.size(0) * heads / layout_heads, "values");
-  check_bias_shape(shape, values.size(0), heads, (row_offsets.size(0) - 1) / layout_heads * block, block);
+  check_bias_backward(values, row_offsets, columns, layout_heads, heads, block, shape);
+  check_entries(row_offsets, columns, shape[3] / block);
   Tensor out = fresh(torch::stable::new_empty(
       values, shape, values.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float));
   if (out.numel() == 0) return out;

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "../checks.h"
+#include "../compute.h"
 #include "launch.h"
 #include "vector.h"
 
@@ -131,9 +132,9 @@ __device__ __forceinline__ A biased(A logit, A bias) {
 // Scale, biases, masks and causality for the run that starts at `column`; dropped elements become -inf.
 template <class T>
 __device__ __forceinline__ void logits_of(
-    const Run<T, kRun<T>>& scores, const TokenRow<T>& row, int64_t column, const Biases& biases, accumulate_t<T> scale,
-    bool causal, accumulate_t<T> (&logits)[kRun<T>]) {
-  using A = accumulate_t<T>;
+    const Run<T, kRun<T>>& scores, const TokenRow<T>& row, int64_t column, const Biases& biases, Compute<T> scale,
+    bool causal, Compute<T> (&logits)[kRun<T>]) {
+  using A = Compute<T>;
 #pragma unroll
   for (int i = 0; i < kRun<T>; ++i) {
     logits[i] = scaled(static_cast<A>(scores.element[i]), scale);
@@ -181,8 +182,8 @@ __device__ __forceinline__ A exp_of_difference(A x, A reference) {
 template <class T>
 __global__ void __launch_bounds__(kThreads) softmax_forward_kernel(
     const T* __restrict__ scores, T* __restrict__ probs, Blocks blocks, const int32_t* __restrict__ columns,
-    int64_t batch, Biases biases, accumulate_t<T> scale, bool causal) {
-  using A = accumulate_t<T>;
+    int64_t batch, Biases biases, Compute<T> scale, bool causal) {
+  using A = Compute<T>;
   const TokenRows<T> rows(blocks, batch);
   for (int64_t number = rows.first(); number < rows.count; number += rows.step()) {
     const TokenRow<T> row(blocks, rows, number);
@@ -228,8 +229,8 @@ __global__ void __launch_bounds__(kThreads) softmax_forward_kernel(
 template <class T>
 __global__ void __launch_bounds__(kThreads) softmax_backward_kernel(
     const T* __restrict__ grad, const T* __restrict__ probs, T* __restrict__ grad_scores, Blocks blocks, int64_t batch,
-    accumulate_t<T> scale) {
-  using A = accumulate_t<T>;
+    Compute<T> scale) {
+  using A = Compute<T>;
   const TokenRows<T> rows(blocks, batch);
   for (int64_t number = rows.first(); number < rows.count; number += rows.step()) {
     const TokenRow<T> row(blocks, rows, number);
@@ -270,19 +271,19 @@ struct Range {
 };
 
 // One output element a thread. Where tokens are summed, threadIdx.y shares out the block rows, and the shares are added
-// in order. A thread finds the entry of its own column in a block row by bisection: dead blocks are not read.
+// in order, in fp64: the terms are many, one after the other, and may cancel. A thread finds the entry of its own
+// column in a block row by bisection: dead blocks are not read.
 template <class T>
 __global__ void softmax_bias_backward_kernel(
-    const T* __restrict__ values, accumulate_t<T>* __restrict__ grad_bias, Blocks blocks,
+    const T* __restrict__ values, Compute<T>* __restrict__ grad_bias, Blocks blocks,
     const int32_t* __restrict__ columns, int64_t batch, int64_t heads, BiasShape shape) {
-  using A = accumulate_t<T>;
-  __shared__ A shares[kThreads];
+  __shared__ double shares[kThreads];
   const bool sums_tokens = shape.tokens == 1;
   const int64_t outputs = shape.batch * shape.heads * shape.tokens * shape.columns;
   const int64_t block = blocks.block;
   for (int64_t start = blockIdx.x * int64_t{blockDim.x}; start < outputs; start += gridDim.x * int64_t{blockDim.x}) {
     const int64_t output = start + threadIdx.x;
-    A sum = 0;
+    double sum = 0;
     if (output < outputs) {
       const int64_t column = output % shape.columns;
       const int64_t token = output / shape.columns % shape.tokens;
@@ -308,7 +309,7 @@ __global__ void softmax_bias_backward_kernel(
           for (int64_t b = over_batch.first; b < over_batch.last; ++b) {
             const T* value = values + blocks.element_of(b, head, low) + column % block;
             for (int64_t t = over_tokens.first; t < over_tokens.last; ++t) {
-              sum += static_cast<A>(value[t * block]);
+              sum += static_cast<Compute<T>>(value[t * block]);
             }
           }
         }
@@ -323,7 +324,7 @@ __global__ void softmax_bias_backward_kernel(
       __syncthreads();
     }
     if (threadIdx.y == 0 && output < outputs) {
-      grad_bias[output] = sum;
+      grad_bias[output] = static_cast<Compute<T>>(sum);
     }
   }
 }
@@ -364,7 +365,7 @@ Bias bias_of(
     return {};
   }
   check_dim(*x, dimensions, name);
-  check_bias(*x, scores, heads, tokens, x->size(dimensions - 1), name);
+  check_bias(*x, scores, heads, tokens, name);
   const auto stride = [&](int64_t dim) { return x->size(dim) == 1 ? 0 : x->stride(dim); };
   const bool keeps = x->scalar_type() == ScalarType::Bool;
   if (dimensions == 2) {
@@ -399,7 +400,7 @@ Tensor softmax_forward(
         softmax_forward_kernel<T>, thread_blocks(scores, launch), kThreads,
         static_cast<const T*>(scores.const_data_ptr()), static_cast<T*>(probs.mutable_data_ptr()),
         blocks_of(scores, row_offsets, layout_heads, block), columns.const_data_ptr<int32_t>(), scores.size(0), biases,
-        static_cast<accumulate_t<T>>(scale), causal);
+        static_cast<Compute<T>>(scale), causal);
   });
   return probs;
 }
@@ -409,10 +410,7 @@ Tensor softmax_backward(
     double scale) {
   check_block(block);
   check_values(probs, block, "probs");
-  check_values(grad, block, "grad");
-  check_like(grad, probs, "grad");
-  check_size(grad, 0, probs.size(0), "grad");
-  check_size(grad, 1, probs.size(1), "grad");
+  check_values_like(grad, probs, block, "grad");
   check_lists(row_offsets, layout_heads, layout_heads, probs);
   Tensor grad_scores = torch::stable::new_empty(probs, probs.sizes());
   const Launcher launch(probs);
@@ -422,7 +420,7 @@ Tensor softmax_backward(
         softmax_backward_kernel<T>, thread_blocks(probs, launch), kThreads,
         static_cast<const T*>(grad.const_data_ptr()), static_cast<const T*>(probs.const_data_ptr()),
         static_cast<T*>(grad_scores.mutable_data_ptr()), blocks_of(probs, row_offsets, layout_heads, block),
-        probs.size(0), static_cast<accumulate_t<T>>(scale));
+        probs.size(0), static_cast<Compute<T>>(scale));
   });
   return grad_scores;
 }
@@ -430,12 +428,7 @@ Tensor softmax_backward(
 Tensor softmax_bias_backward(
     const Tensor& values, const Tensor& row_offsets, const Tensor& columns, int64_t layout_heads, int64_t heads,
     int64_t block, const std::vector<int64_t>& shape) {
-  check_block(block);
-  check_values(values, block, "values");
-  check_lists(row_offsets, layout_heads, heads, values);
-  check_list(columns, values, "columns");
-  check_size(values, 1, columns.size(0) * heads / layout_heads, "values");
-  check_bias_shape(shape, values.size(0), heads, (row_offsets.size(0) - 1) / layout_heads * block, block);
+  check_bias_backward(values, row_offsets, columns, layout_heads, heads, block, shape);
   const bool is_double = values.scalar_type() == ScalarType::Double;
   Tensor grad_bias = torch::stable::new_empty(values, shape, is_double ? ScalarType::Double : ScalarType::Float);
   const Launcher launch(values);
@@ -444,7 +437,7 @@ Tensor softmax_bias_backward(
     using T = decltype(zero);
     launch(
         softmax_bias_backward_kernel<T>, (grad_bias.numel() + threads.x - 1) / threads.x, threads,
-        static_cast<const T*>(values.const_data_ptr()), static_cast<accumulate_t<T>*>(grad_bias.mutable_data_ptr()),
+        static_cast<const T*>(values.const_data_ptr()), static_cast<Compute<T>*>(grad_bias.mutable_data_ptr()),
         blocks_of(values, row_offsets, layout_heads, block), columns.const_data_ptr<int32_t>(), values.size(0), heads,
         BiasShape{shape[0], shape[1], shape[2], shape[3]});
   });

@@ -1,4 +1,4 @@
-// Reading and writing runs of elements 16 bytes at a time, and the type that sums are kept in.
+// Reading and writing runs of elements 16 bytes at a time, and sums over lanes.
 
 #pragma once
 
@@ -8,18 +8,6 @@
 #include <cstdint>
 
 namespace ds_sparse {
-
-// Sums and statistics are fp32, for fp64 elements fp64.
-template <class T>
-struct Accumulate {
-  using type = float;
-};
-template <>
-struct Accumulate<double> {
-  using type = double;
-};
-template <class T>
-using accumulate_t = typename Accumulate<T>::type;
 
 // Elements of T in 16 bytes.
 template <class T>

@@ -3,7 +3,14 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ..config import DEFAULT_MODE, SparseAttentionConfigError, load_config, parse_sparse_attention
+from ..config import (
+    DEFAULT_MODE,
+    STRUCTURE_ERRORS,
+    SparseAttentionConfigError,
+    load_config,
+    parse_sparse_attention,
+    reason,
+)
 from ..layout import density
 from . import positive
 
@@ -34,9 +41,9 @@ def run(args: argparse.Namespace) -> int:
     seq_len = args.seq or _USUAL_LENGTH
     try:
         summary += f", density {density(structure.make_bool_layout(seq_len)):.1%} at {seq_len} tokens"
-    except (ValueError, TypeError) as error:
+    except STRUCTURE_ERRORS as error:
         # Only at the length that nobody asked for: parse_sparse_attention has tried the other.
-        summary += f", no layout at {seq_len} tokens ({error})"
+        summary += f", no layout at {seq_len} tokens ({reason(error)})"
     print(f"{args.file}: {summary}.")
     for notice in notices:
         print(notice)

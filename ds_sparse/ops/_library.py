@@ -1,4 +1,4 @@
-"""Loads the native libraries and answers which devices they serve."""
+"""Loads the native libraries and answers which devices and dtypes they serve."""
 
 from __future__ import annotations
 
@@ -19,14 +19,20 @@ torch.ops.load_library(CPU_LIBRARY)
 if torch.version.cuda is not None and CUDA_LIBRARY.exists():
     torch.ops.load_library(CUDA_LIBRARY)
 
-
 OPERATORS = ("matmul_sdd", "matmul_dsd", "softmax_forward", "softmax_backward", "softmax_bias_backward")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def missing_kernels(device_type: str) -> list[str]:
     """The operators that have no kernel for a device type such as "cuda"; empty where everything runs."""
     key = device_type.upper()
     return [name for name in OPERATORS if not torch._C._dispatch_has_kernel_for_dispatch_key(f"ds_sparse::{name}", key)]
+
+
+def check_dtype(x: torch.Tensor) -> None:
+    """Raises ValueError for a dtype that no kernel takes."""
+    if x.dtype not in DTYPES:
+        raise ValueError(f"Tensors are {x.dtype}; they have to be float16, bfloat16, float32 or float64.")
 
 
 def require_kernel(operator: str, device: torch.device) -> None:

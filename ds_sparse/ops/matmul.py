@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..index import BlockIndex
-from ._library import require_kernel
+from ..index import BlockIndex, as_index, index_on
+from ._library import check_dtype, require_kernel
 
 MODES = ("sdd", "dsd", "dds")
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class MatMul:
@@ -22,9 +21,10 @@ class MatMul:
     | dds | dense (B, H, M, K) | sparse, layout (H, R, C) | dense (B, H, M, N) |
 
     A sparse operand holds the live blocks as stored, before any transpose, as (B, V, b, b) in (head, block row, block
-    column) order, row-major inside. `trans_a` and `trans_b` transpose the last two dimensions of an operand. fp16, bf16,
-    fp32, and fp64 on the CPU; sums are kept in fp32 or wider and rounded once. Operands of 2 to 4 dimensions are taken,
-    missing leading ones are 1; batch and head dimensions of size 1 are broadcast. Under autocast both operands are cast.
+    column) order, row-major inside. `trans_a` and `trans_b` transpose the last two dimensions of an operand. fp16,
+    bf16, fp32, and fp64 on the CPU; sums are kept in fp32 or wider and rounded once. Operands of 2 to 4 dimensions are
+    taken, missing leading ones are 1; batch and head dimensions of size 1 are broadcast. Under autocast both operands
+    are cast.
 
     Args:
         layout: 0/1 tensor of bool or integers, (R, C) or (H or 1, R, C), one head shared by any number of heads;
@@ -51,9 +51,7 @@ class MatMul:
     ):
         if mode not in MODES:
             raise NotImplementedError(f"Supported modes are: sdd, dsd, dds; got {mode!r}.")
-        index = layout if isinstance(layout, BlockIndex) else BlockIndex.build(layout, block)
-        if index.block != block:
-            raise ValueError(f"block is {block}, and the index was built for blocks of {index.block}; pass that one.")
+        index = as_index(layout, block)
         self.layout, self.block, self.mode, self.trans_a, self.trans_b = layout, block, mode, trans_a, trans_b
         self._indices = {index.device: index}
 
@@ -92,8 +90,8 @@ class MatMul:
         b = b.transpose(-1, -2) if self.trans_b else b
         if a.shape[-1] != b.shape[-2]:
             raise ValueError(
-                f"Size of tensor A along the {-2 if self.trans_a else -1} dim ({a.shape[-1]}) must match size of tensor "
-                f"B along the {-1 if self.trans_b else -2} dim ({b.shape[-2]})"
+                f"Size of tensor A along the {-2 if self.trans_a else -1} dim ({a.shape[-1]}) must match size of "
+                f"tensor B along the {-1 if self.trans_b else -2} dim ({b.shape[-2]})"
             )
         for name, size, blocks in (("rows", a.shape[-2], index.rows), ("columns", b.shape[-1], index.columns)):
             if size != blocks * index.block:
@@ -121,7 +119,14 @@ class MatMul:
         return _DSD.apply(values, dense_transposed, index, not self.trans_b, True)
 
     def _sparse_and_dense(
-        self, sparse_name: str, values: torch.Tensor, dense_name: str, dense: torch.Tensor, dim: int, inner: int, index: BlockIndex
+        self,
+        sparse_name: str,
+        values: torch.Tensor,
+        dense_name: str,
+        dense: torch.Tensor,
+        dim: int,
+        inner: int,
+        index: BlockIndex,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if dense.shape[dim] != inner:
             raise ValueError(f"Expected tensor {dense_name} to have size {inner} at dim {dim}, got {dense.shape[dim]}.")
@@ -137,24 +142,11 @@ class MatMul:
         batch = max(values.shape[0], dense.shape[0])
         if values.shape[0] not in (1, batch):
             raise ValueError(
-                f"Tensor {sparse_name} has batch {values.shape[0]} and tensor {dense_name} {dense.shape[0]}; give both the "
-                "same, or 1."
+                f"Tensor {sparse_name} has batch {values.shape[0]} and tensor {dense_name} {dense.shape[0]}; give both "
+                "the same, or 1."
             )
         require_kernel("matmul_dsd", dense.device)
         return values.expand(batch, -1, -1, -1), _expand(dense_name, dense, batch, heads)
-
-
-def check_dtype(x: torch.Tensor) -> None:
-    """Raises ValueError for a dtype that no kernel takes."""
-    if x.dtype not in DTYPES:
-        raise ValueError(f"Tensors are {x.dtype}; they have to be float16, bfloat16, float32 or float64.")
-
-
-def index_on(indices: dict[torch.device, BlockIndex], device: torch.device) -> BlockIndex:
-    """The index on `device`, copied there and remembered in `indices` when it is first asked for."""
-    if device not in indices:
-        indices[device] = next(iter(indices.values())).to(device)
-    return indices[device]
 
 
 def _four_dimensional(x: torch.Tensor) -> torch.Tensor:
@@ -165,7 +157,8 @@ def _heads(given: int, index: BlockIndex) -> int:
     """The number of heads of the product, from the dense operand's and the layout's."""
     if 1 not in (given, index.num_heads) and given != index.num_heads:
         raise ValueError(
-            f"The dense operand has {given} heads and the layout {index.num_heads}; give the layout as many heads, or one."
+            f"The dense operand has {given} heads and the layout {index.num_heads}; give the layout as many heads, "
+            "or one."
         )
     return max(given, index.num_heads)
 
@@ -173,8 +166,8 @@ def _heads(given: int, index: BlockIndex) -> int:
 def _expand(name: str, x: torch.Tensor, batch: int, heads: int) -> torch.Tensor:
     if x.shape[0] not in (1, batch) or x.shape[1] not in (1, heads):
         raise ValueError(
-            f"Tensor {name} has batch {x.shape[0]} and {x.shape[1]} heads, the other operand or the layout batch {batch} and "
-            f"{heads} heads; give both the same, or 1."
+            f"Tensor {name} has batch {x.shape[0]} and {x.shape[1]} heads, the other operand or the layout batch "
+            f"{batch} and {heads} heads; give both the same, or 1."
         )
     return x.expand(batch, heads, -1, -1)
 

@@ -7,19 +7,18 @@ import warnings
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..index import BlockIndex
-from ._library import require_kernel
-from .matmul import check_dtype, index_on
+from ..index import BlockIndex, as_index, index_on
+from ._library import check_dtype, require_kernel
 
 MASK_MODES = ("add", "mul")
 
 
 class Softmax:
-    """probs = softmax(scale * x + rpe + key_padding_mask + attn_mask) by token rows, over live blocks. Source: DeepSpeed's `Softmax`.
+    """probs = softmax(scale * x + rpe + key_padding_mask + attn_mask) by token rows, over live blocks.
 
     Differentiable in x, and in rpe and the masks where they are added. Out of place. Statistics in fp32 or wider. A row
     with nothing left (no live block, or -inf throughout) gives zeros and zero gradient; finite large negatives such as
-    -10000 or finfo.min are ordinary arithmetic.
+    -10000 or finfo.min are ordinary arithmetic. Source: DeepSpeed's `Softmax`.
 
     Args:
         layout: 0/1 tensor of bool or integers, (R, C) or (H or 1, R, C), one head shared by any number of heads;
@@ -30,7 +29,8 @@ class Softmax:
     Call:
         x: sparse values (B, V, b, b), or (V, b, b).
         scale: factor of x alone.
-        rpe: relative position bias (B or 1, H or 1, T, S), x's dtype, added unscaled; leading dimensions may be missing.
+        rpe: relative position bias (B or 1, H or 1, T, S), x's dtype, added unscaled; leading dimensions may be
+            missing.
         key_padding_mask: (B or 1, S).
         attn_mask: (T, S), or (B or 1, H or 1, T or 1, S).
         key_padding_mask_mode, attn_mask_mode: 'add' adds a mask of x's dtype (a bool one as 0 and 1, as DeepSpeed did,
@@ -43,9 +43,7 @@ class Softmax:
     """
 
     def __init__(self, layout: torch.Tensor | BlockIndex, block: int, bench: bool = False):
-        index = layout if isinstance(layout, BlockIndex) else BlockIndex.build(layout, block)
-        if index.block != block:
-            raise ValueError(f"block is {block}, and the index was built for blocks of {index.block}; pass that one.")
+        index = as_index(layout, block)
         self.layout, self.block = layout, block
         self._indices = {index.device: index}
 
@@ -66,12 +64,18 @@ class Softmax:
         else:
             squeeze = False
         check_dtype(x)
+        for name, mode in (("Key padding mask", key_padding_mask_mode), ("Attention mask", attn_mask_mode)):
+            if mode not in MASK_MODES:
+                raise ValueError(
+                    f"{name} mode is {mode!r}; it has to be 'add' (added to the scores) or 'mul' (0 drops, else keeps)."
+                )
         index = index_on(self._indices, x.device)
         heads = index.heads_of(x.shape[1]) if x.dim() == 4 and x.shape[2:] == (self.block, self.block) else None
         if heads is None:
+            expected = (index.num_values(index.num_heads), self.block, self.block)
             raise ValueError(
-                f"x has shape {tuple(x.shape)}; the layout's sparse values are (batch, {index.num_values(index.num_heads)}, "
-                f"{self.block}, {self.block})" + (" times any number of heads." if index.num_heads == 1 else ".")
+                f"x has shape {tuple(x.shape)}; the layout's sparse values are (batch, {', '.join(map(str, expected))})"
+                + (" times any number of heads." if index.num_heads == 1 else ".")
             )
         batch, tokens, keys = x.shape[0], index.rows * self.block, index.columns * self.block
         if rpe is not None:
@@ -82,8 +86,8 @@ class Softmax:
             attn_mask = _mask("Attention mask", attn_mask, attn_mask_mode, x)
             if attn_mask.dim() == 3:
                 raise ValueError(
-                    f"attn_mask has shape {tuple(attn_mask.shape)}; it has to be ({tokens}, {keys}) or (batch or 1, heads "
-                    f"or 1, {tokens} or 1, {keys}): with 3 dimensions, batch and heads cannot be told apart."
+                    f"attn_mask has shape {tuple(attn_mask.shape)}; it has to be ({tokens}, {keys}) or (batch or 1, "
+                    f"heads or 1, {tokens} or 1, {keys}): with 3 dimensions, batch and heads cannot be told apart."
                 )
             attn_mask = _broadcastable("attn_mask", attn_mask, x.device, (batch, heads, tokens, keys))
         if key_padding_mask is not None:
@@ -101,13 +105,13 @@ class Softmax:
 def as_additive(name: str, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A mask that is added to scores, in their dtype.
 
-    Bool and integers are added as the numbers they are, as DeepSpeed did, with a warning. A finite value beyond the dtype
-    becomes its largest one: infinite, it would mask.
+    Bool and integers are added as the numbers they are, as DeepSpeed did, with a warning. A finite value beyond the
+    dtype becomes its largest one: infinite, it would mask.
     """
     if not mask.is_floating_point():
         warnings.warn(
-            f"{name} is {mask.dtype} in mode 'add': its values are added to the scores as numbers (True as 1), as DeepSpeed "
-            "did; nothing is masked by 0 and 1. To keep where not zero, use mode 'mul'.",
+            f"{name} is {mask.dtype} in mode 'add': its values are added to the scores as numbers (True as 1), as "
+            "DeepSpeed did; nothing is masked by 0 and 1. To keep where not zero, use mode 'mul'.",
             stacklevel=4,
         )
     if mask.dtype == dtype:
@@ -118,8 +122,6 @@ def as_additive(name: str, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tens
 
 def _mask(name: str, mask: torch.Tensor, mode: str, x: torch.Tensor) -> torch.Tensor:
     """The mask as the operator wants it: bool to keep where true, or x's dtype to add."""
-    if mode not in MASK_MODES:
-        raise ValueError(f"{name} mode is {mode!r}; it has to be 'add' (added to the scores) or 'mul' (0 drops, else keeps).")
     if mode == "mul":
         return mask if mask.dtype == torch.bool else mask != 0
     if mask.dtype not in (torch.bool, x.dtype):
@@ -141,7 +143,9 @@ def _broadcastable(name: str, x: torch.Tensor, device: torch.device, shape: tupl
 
 class _Softmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, scores, rpe, key_padding_mask, attn_mask, index: BlockIndex, heads: int, scale: float, causal: bool):
+    def forward(
+        ctx, scores, rpe, key_padding_mask, attn_mask, index: BlockIndex, heads: int, scale: float, causal: bool
+    ):
         probs = torch.ops.ds_sparse.softmax_forward(
             scores.contiguous(), rpe, key_padding_mask, attn_mask,
             index.row_offsets, index.row_columns, index.layout_heads, index.block, scale, causal,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import numbers
+import os
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -55,14 +57,37 @@ def _attention(value: Any, handler: ValidatorFunctionWrapHandler) -> str:
         ) from error
 
 
+def _plain(value: Any) -> Any:
+    """NumPy's integers, also inside a list, as those of Python, which are all that strict validation takes."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else value
+
+
 def _list_from_tuple(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
 Block = Annotated[int, AfterValidator(_block_size), Field(json_schema_extra={"enum": list(BLOCK_SIZES)})]
-Attention = Annotated[Literal["bidirectional", "unidirectional"], WrapValidator(_attention)]
 Indices = Annotated[list[int], BeforeValidator(_list_from_tuple)]
 WindowSizes = Annotated[list[Annotated[int, Field(ge=1)]], BeforeValidator(_list_from_tuple), Field(min_length=1)]
+
+Attention = Annotated[
+    Literal["bidirectional", "unidirectional"],
+    WrapValidator(_attention),
+    Field(description="Whether a block sees the blocks after it; unidirectional is block-level only."),
+]
+HorizontalGlobalAttention = Annotated[
+    bool, Field(description="Whether global blocks also attend to all. Needs bidirectional attention.")
+]
+RandomBlocks = Annotated[int, Field(ge=0, description="Blocks drawn at random in every row.")]
+WindowWidth = Annotated[
+    int, Field(ge=1, description="Width of the window in blocks, half of it on either side of the diagonal.")
+]
+GlobalBlockEndIndices = Annotated[
+    Indices | None,
+    Field(description="End (exclusive) of the range that starts at each of global_block_indices; null: single blocks."),
+]
 
 
 @dataclass_transform(field_specifiers=(Field,))
@@ -84,15 +109,13 @@ def declared(cls: _Structure) -> _Structure:
         if len(args) <= len(positional) and not kwargs.keys() & set(positional[: len(args)]):
             # By name, so that an error names the field and not its position.
             args, kwargs = (), dict(zip(positional, args, strict=False)) | kwargs
-        validated_init(self, *args, **kwargs)
+        validated_init(self, *map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
         for name, value in earlier.items():
             # A subclass older than our keyword-only fields may use one of their names: what it set counts.
             if name not in vars(self) or (name in keyword_only and name not in kwargs):
                 setattr(self, name, value)
         for rule in self.rules:
-            sentence = rule(**{name: vars(self)[name] for name in rule_fields(rule)})
-            if sentence:
-                raise ValueError(sentence)
+            require(rule(**{name: vars(self)[name] for name in rule_fields(rule)}))
         self.num_layout_heads = self.num_heads if self.different_layout_per_head else 1
         for _, sentence in self.cautions():
             if sentence not in _given:
@@ -106,6 +129,12 @@ def declared(cls: _Structure) -> _Structure:
 def rule_fields(rule: Rule) -> tuple[str, ...]:
     """Names of the fields that a rule reads."""
     return tuple(inspect.signature(rule).parameters)
+
+
+def require(broken: str | None) -> None:
+    """Raises ValueError with the sentence of a rule that is broken."""
+    if broken:
+        raise ValueError(broken)
 
 
 @declared
@@ -142,6 +171,9 @@ class SparsityConfig:
     """Conditions between fields, checked by the constructor and, over the fields that are valid, by the JSON reader."""
     json_rules: ClassVar[tuple[Rule, ...]] = ()
     """Conditions which only the JSON reader checks early; in Python they keep DeepSpeed's later error."""
+    length_rules: ClassVar[tuple[Rule, ...]] = ()
+    """Conditions between fields and `blocks`, the blocks in a row. The steps of the layout check them; the JSON reader
+    names the key by them."""
     json_defaults: ClassVar[dict[str, Any]] = {}
     """Defaults which differ between DeepSpeed's JSON block and its class."""
 
@@ -164,6 +196,10 @@ class SparsityConfig:
         if self.seed is not None and not self.draws_random_blocks:
             yield "seed", "seed changes nothing here: this structure draws no random blocks."
 
+    def cautions_at(self, blocks: int) -> Iterator[tuple[str, str]]:
+        """(option, sentence) for each choice that does nothing in rows of so many blocks, for the JSON reader."""
+        yield from ()
+
     def lay_out(self, h: int, layout: Tensor) -> Tensor:
         """Sets the live blocks of head `h` in place in `layout` (H, R, C) of any dtype, and returns it."""
         raise NotImplementedError(
@@ -176,9 +212,9 @@ class SparsityConfig:
 
         Raises:
             ValueError: seq_len is not a positive multiple of the block.
+            MemoryError: so many heads and blocks do not fit into this machine; nothing has been allocated.
         """
-        blocks = self._blocks_in(seq_len)
-        return torch.zeros((self.num_heads, blocks, blocks), dtype=torch.int64)
+        return self._no_blocks(self.num_heads, seq_len, torch.int64)
 
     def check_and_propagate_first_head_layout(self, layout: Tensor) -> Tensor:
         """Copies head 0 to all others, in place, unless each head has a layout of its own."""
@@ -191,6 +227,7 @@ class SparsityConfig:
 
         Raises:
             ValueError: seq_len is not a positive multiple of the block, or too short for the structure.
+            MemoryError: as `setup_layout`.
         """
         layout = self._lay_out_heads(self.setup_layout(seq_len))
         return self.check_and_propagate_first_head_layout(layout)
@@ -203,26 +240,29 @@ class SparsityConfig:
 
         Raises:
             ValueError, TypeError: as `make_layout`, or what it returned is not a layout.
+            MemoryError: so many blocks do not fit into this machine; nothing has been allocated.
         """
         if self._overrides_layout():
+            need_memory(1, -(-seq_len // self.block), torch.bool)
             layout = as_bool_layout(self.make_layout(seq_len))
             if self.strict_causal:
                 layout = causal_cut(layout)
         else:
-            blocks = self._blocks_in(seq_len)
-            layout = self._lay_out_heads(torch.zeros((self.num_layout_heads, blocks, blocks), dtype=torch.bool))
+            layout = self._lay_out_heads(self._no_blocks(self.num_layout_heads, seq_len, torch.bool))
         return share_equal_heads(layout)
 
     def sampler(self, h: int) -> Callable[[range, int], list[int]]:
         """`random.sample` for head `h`: Python's own without a seed, else one that starts afresh at every call."""
         return random.sample if self.seed is None else random.Random(f"{self.seed}/{h}").sample
 
-    def _blocks_in(self, seq_len: int) -> int:
+    def _no_blocks(self, heads: int, seq_len: int, dtype: torch.dtype) -> Tensor:
         if seq_len < 1:
             raise ValueError(f"A layout needs a sequence length of at least 1, got {seq_len}.")
         if seq_len % self.block:
             raise ValueError(f"Sequence Length, {seq_len}, needs to be dividable by Block size {self.block}!")
-        return seq_len // self.block
+        blocks = seq_len // self.block
+        need_memory(heads, blocks, dtype)
+        return torch.zeros((heads, blocks, blocks), dtype=dtype)
 
     def _lay_out_heads(self, layout: Tensor) -> Tensor:
         for h in range(self.num_layout_heads):
@@ -236,10 +276,24 @@ class SparsityConfig:
         return any(hasattr(mro[ours], name) for cls in mro[:ours] for name in vars(cls) if not name.startswith("__"))
 
 
-def windows(sizes: Tensor, blocks: int, unidirectional: bool) -> Tensor:
-    """Consecutive square windows of `sizes` blocks, the last one cut at `blocks`: bool (blocks, blocks);
+def need_memory(heads: int, blocks: int, dtype: torch.dtype) -> None:
+    """Raises MemoryError if making a layout (heads, blocks, blocks) would take more than half of this machine's memory:
+    the layout itself, and about three masks of its shape on the way."""
+    need = heads * blocks * blocks * (dtype.itemsize + 3)
+    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if need > have // 2:
+        raise MemoryError(
+            f"A layout of {heads} x {blocks} x {blocks} blocks takes about {need >> 30:,} GiB to make, more than half "
+            f"of this machine's {have >> 30:,} GiB. Use a larger block or a shorter sequence."
+        )
+
+
+def windows(sizes: list[int], blocks: int, unidirectional: bool) -> Tensor:
+    """Consecutive square windows of `sizes` blocks, of which the last repeats, up to `blocks`: bool (blocks, blocks);
     lower-triangular if unidirectional."""
-    window = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), sizes)[:blocks]
+    sizes = [min(size, blocks) for size in sizes[:blocks]]
+    sizes += [sizes[-1]] * (max(0, blocks - sum(sizes)) // sizes[-1] + 1)
+    window = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), torch.tensor(sizes))[:blocks]
     mask = window[:, None] == window[None, :]
     return mask.tril_() if unidirectional else mask
 
@@ -252,17 +306,9 @@ def sliding_window(blocks: int, width: int, unidirectional: bool) -> Tensor:
     Raises:
         ValueError: a row has fewer blocks than the window.
     """
-    need_blocks("sliding window blocks", width, blocks)
+    require(window_fits(width, blocks))
     reach = width // 2
     return torch.ones(blocks, blocks, dtype=torch.bool).tril_(0 if unidirectional else reach).triu_(-reach)
-
-
-def need_blocks(what: str, wanted: int, blocks: int) -> None:
-    """Raises ValueError unless a row of `blocks` blocks can hold `wanted` of them."""
-    if blocks < wanted:
-        raise ValueError(
-            f"Number of {what}, {wanted}, must be smaller than overall number of blocks in a row, {blocks}!"
-        )
 
 
 def global_ranges(starts: list[int], ends: list[int] | None, blocks: int) -> list[tuple[int, int]]:
@@ -271,17 +317,48 @@ def global_ranges(starts: list[int], ends: list[int] | None, blocks: int) -> lis
     Raises:
         ValueError: a negative index (counted from the end) reaches before the first block.
     """
-    ranges = []
-    for start, end in zip(starts, ends if ends is not None else [None] * len(starts), strict=True):
-        if start >= blocks:
-            continue
-        if end is not None:
-            ranges.append((start, min(end, blocks)))
-        elif start >= -blocks:
-            ranges.append((start % blocks, start % blocks + 1))
-        else:
-            raise ValueError(f"Global block index {start} counts from the end, but a row has only {blocks} blocks!")
-    return ranges
+    require(indices_reach_the_row(starts, ends, blocks))
+    if ends is None:
+        return [(start % blocks, start % blocks + 1) for start in starts if start < blocks]
+    pairs = [(start, end) for start, end in zip(starts, ends, strict=True) if start < blocks]
+    return [slice(start, end).indices(blocks)[:2] for start, end in pairs]
+
+
+def indices_beyond(starts: list[int], blocks: int) -> Iterator[tuple[str, str]]:
+    """The caution about global blocks that `global_ranges` leaves out."""
+    beyond = ", ".join(str(start) for start in starts if start >= blocks)
+    if beyond:
+        yield (
+            "global_block_indices",
+            f"no block {beyond} in this sequence, whose last is {blocks - 1}: ignored, as in DeepSpeed.",
+        )
+
+
+def random_blocks_fit(num_random_blocks: int, blocks: int) -> str | None:
+    return _fit("random blocks", num_random_blocks, blocks)
+
+
+def window_fits(num_sliding_window_blocks: int, blocks: int) -> str | None:
+    return _fit("sliding window blocks", num_sliding_window_blocks, blocks)
+
+
+def global_blocks_fit(num_global_blocks: int, blocks: int) -> str | None:
+    return _fit("global blocks", num_global_blocks, blocks)
+
+
+def _fit(what: str, wanted: int, blocks: int) -> str | None:
+    if blocks < wanted:
+        return f"Number of {what}, {wanted}, must be smaller than overall number of blocks in a row, {blocks}!"
+    return None
+
+
+def indices_reach_the_row(
+    global_block_indices: list[int], global_block_end_indices: list[int] | None, blocks: int
+) -> str | None:
+    for start in global_block_indices if global_block_end_indices is None else ():
+        if start < -blocks:
+            return f"Global block index {start} counts from the end, but a row has only {blocks} blocks!"
+    return None
 
 
 def horizontal_needs_bidirectional(horizontal_global_attention: bool, attention: str) -> str | None:

@@ -4,7 +4,18 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ._base import Attention, SparsityConfig, declared, need_blocks, sliding_window
+from ._base import (
+    Attention,
+    RandomBlocks,
+    SparsityConfig,
+    WindowWidth,
+    declared,
+    global_blocks_fit,
+    random_blocks_fit,
+    require,
+    sliding_window,
+    window_fits,
+)
 from ._registry import register_sparsity
 
 
@@ -30,16 +41,13 @@ class BigBirdSparsityConfig(SparsityConfig):
             or unidirectional with two or more random blocks and no `strict_causal`.
     """
 
-    num_random_blocks: int = Field(1, ge=0, description="Blocks drawn at random in every row.")
-    num_sliding_window_blocks: int = Field(
-        3, ge=1, description="Width of the window in blocks, half of it on either side of the diagonal."
-    )
+    num_random_blocks: RandomBlocks = 1
+    num_sliding_window_blocks: WindowWidth = 3
     num_global_blocks: int = Field(1, ge=0, description="Leading blocks that attend to all and are attended by all.")
-    attention: Attention = Field(
-        "bidirectional", description="Whether a block sees the blocks after it; unidirectional is block-level only."
-    )
+    attention: Attention = "bidirectional"
 
     json_rules = (first_row_has_one_candidate,)
+    length_rules = (random_blocks_fit, window_fits, global_blocks_fit)
     json_defaults = {"num_random_blocks": 0}
 
     def lay_out(self, h: int, layout: Tensor) -> Tensor:
@@ -49,7 +57,7 @@ class BigBirdSparsityConfig(SparsityConfig):
 
     def set_random_layout(self, h: int, layout: Tensor) -> Tensor:
         blocks = layout.shape[1]
-        need_blocks("random blocks", self.num_random_blocks, blocks)
+        require(random_blocks_fit(self.num_random_blocks, blocks))
         sample = self.sampler(h)
         rows: list[int] = []
         columns: list[int] = []
@@ -67,7 +75,7 @@ class BigBirdSparsityConfig(SparsityConfig):
         return layout
 
     def set_global_layout_itc(self, h: int, layout: Tensor) -> Tensor:
-        need_blocks("global blocks", self.num_global_blocks, layout.shape[1])
+        require(global_blocks_fit(self.num_global_blocks, layout.shape[1]))
         layout[h, : self.num_global_blocks, :] = 1
         layout[h, :, : self.num_global_blocks] = 1
         if self.attention == "unidirectional":

@@ -1,17 +1,24 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pydantic import Field
 from torch import Tensor
 
 from ._base import (
     Attention,
+    GlobalBlockEndIndices,
     Indices,
     SparsityConfig,
+    WindowWidth,
     declared,
     global_ranges,
+    indices_beyond,
+    indices_reach_the_row,
     ranges_pair_up,
     ranges_run_forward,
     sliding_window,
+    window_fits,
 )
 from ._registry import register_sparsity
 
@@ -27,21 +34,19 @@ class BSLongformerSparsityConfig(SparsityConfig):
             at `make_layout`, fewer blocks in a row than the window, or an index before the first block.
     """
 
-    num_sliding_window_blocks: int = Field(
-        3, ge=1, description="Width of the window in blocks, half of it on either side of the diagonal."
-    )
+    num_sliding_window_blocks: WindowWidth = 3
     global_block_indices: Indices = Field(
         [0], description="Blocks that attend to all and are attended by all; starts of ranges when ends are given."
     )
-    global_block_end_indices: Indices | None = Field(
-        None,
-        description="End (exclusive) of the range that starts at each of global_block_indices; null: single blocks.",
-    )
-    attention: Attention = Field(
-        "bidirectional", description="Whether a block sees the blocks after it; unidirectional is block-level only."
-    )
+    global_block_end_indices: GlobalBlockEndIndices = None
+    attention: Attention = "bidirectional"
 
     rules = (ranges_pair_up, ranges_run_forward)
+    length_rules = (window_fits, indices_reach_the_row)
+
+    def cautions_at(self, blocks: int) -> Iterator[tuple[str, str]]:
+        yield from super().cautions_at(blocks)
+        yield from indices_beyond(self.global_block_indices, blocks)
 
     def lay_out(self, h: int, layout: Tensor) -> Tensor:
         layout = self.set_sliding_window_layout(h, layout)

@@ -6,7 +6,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ._base import REACHES_AHEAD, Attention, SparsityConfig, declared, horizontal_needs_bidirectional, windows
+from ._base import (
+    REACHES_AHEAD,
+    Attention,
+    HorizontalGlobalAttention,
+    SparsityConfig,
+    declared,
+    horizontal_needs_bidirectional,
+    windows,
+)
 from ._registry import register_sparsity
 
 
@@ -59,12 +67,8 @@ class FixedSparsityConfig(SparsityConfig):
     num_global_blocks: int = Field(
         1, ge=1, description="Blocks of each window that are attended by all. Divides num_local_blocks."
     )
-    attention: Attention = Field(
-        "bidirectional", description="Whether a block sees the blocks after it; unidirectional is block-level only."
-    )
-    horizontal_global_attention: bool = Field(
-        False, description="Whether global blocks also attend to all. Needs bidirectional attention."
-    )
+    attention: Attention = "bidirectional"
+    horizontal_global_attention: HorizontalGlobalAttention = False
     num_different_global_patterns: int = Field(
         1,
         ge=1,
@@ -88,9 +92,8 @@ class FixedSparsityConfig(SparsityConfig):
         return self.set_global_layout(h, layout)
 
     def set_local_layout(self, h: int, layout: Tensor) -> Tensor:
-        blocks = layout.shape[1]
-        sizes = torch.full((-(-blocks // self.num_local_blocks),), self.num_local_blocks)
-        layout[h].masked_fill_(windows(sizes, blocks, self.attention == "unidirectional"), 1)
+        mask = windows([self.num_local_blocks], layout.shape[1], self.attention == "unidirectional")
+        layout[h].masked_fill_(mask, 1)
         return layout
 
     def set_global_layout(self, h: int, layout: Tensor) -> Tensor:
@@ -99,18 +102,20 @@ class FixedSparsityConfig(SparsityConfig):
         first = local - (1 + h % self.num_different_global_patterns) * glob
         end = blocks // local * local
 
-        place = torch.arange(blocks, dtype=torch.int32)
-        is_global = (place % local >= first) & (place % local < first + glob) & (place < end)
-        first_row = place // local * local + first if self.attention == "unidirectional" else torch.zeros_like(place)
-        layout[h].masked_fill_(is_global & (place[:, None] >= first_row), 1)
-        if self.horizontal_global_attention:
-            layout[h, is_global] = 1
+        if end:
+            place = torch.arange(blocks, dtype=torch.int32)
+            is_global = (place % local >= first) & (place % local < first + glob) & (place < end)
+            stripe = place // local * local + first if self.attention == "unidirectional" else torch.zeros_like(place)
+            layout[h].masked_fill_(is_global & (place[:, None] >= stripe), 1)
+            if self.horizontal_global_attention:
+                layout[h, is_global] = 1
 
         if end < blocks:
             # The short last window pulls its global blocks left to fit. In a row shorter than num_global_blocks the
             # start is negative and counts from the end, as it did in DeepSpeed.
             start = min(end + first, blocks - glob)
-            layout[h, (start if self.attention == "unidirectional" else 0) :, start : start + glob] = 1
+            start, stop, _ = slice(start, start + glob).indices(blocks)
+            layout[h, (start if self.attention == "unidirectional" else 0) :, start:stop] = 1
             if self.horizontal_global_attention:
-                layout[h, start : start + glob, :] = 1
+                layout[h, start:stop, :] = 1
         return layout

@@ -3,7 +3,7 @@ from __future__ import annotations
 from pydantic import Field
 from torch import Tensor
 
-from ._base import Attention, SparsityConfig, declared, sliding_window
+from ._base import Attention, SparsityConfig, WindowWidth, declared, sliding_window, window_fits
 from ._registry import register_sparsity
 
 
@@ -20,12 +20,10 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
     """
 
     different_layout_per_head: bool = Field(False, init=False)
-    num_sliding_window_blocks: int = Field(
-        3, ge=1, description="Width of the band in blocks, half of it on either side of the diagonal."
-    )
-    attention: Attention = Field(
-        "unidirectional", description="Whether a block sees the blocks after it; unidirectional is block-level only."
-    )
+    num_sliding_window_blocks: WindowWidth = 3
+    attention: Attention = "unidirectional"
+
+    length_rules = (window_fits,)
 
     def lay_out(self, h: int, layout: Tensor) -> Tensor:
         return self.set_sliding_window_layout(h, layout)

@@ -9,15 +9,21 @@ from torch import Tensor
 from ._base import (
     REACHES_AHEAD,
     Attention,
+    GlobalBlockEndIndices,
+    HorizontalGlobalAttention,
     Indices,
+    RandomBlocks,
     SparsityConfig,
     WindowSizes,
     declared,
     global_ranges,
     horizontal_needs_bidirectional,
-    need_blocks,
+    indices_beyond,
+    indices_reach_the_row,
+    random_blocks_fit,
     ranges_pair_up,
     ranges_run_forward,
+    require,
     windows,
 )
 from ._registry import register_sparsity
@@ -34,25 +40,19 @@ class VariableSparsityConfig(SparsityConfig):
             random blocks, or an index before the first block.
     """
 
-    num_random_blocks: int = Field(0, ge=0, description="Blocks drawn at random in every row.")
+    num_random_blocks: RandomBlocks = 0
     local_window_blocks: WindowSizes = Field(
         [4], description="Sizes in blocks of the consecutive local windows; the last one repeats to the end."
     )
     global_block_indices: Indices = Field(
         [0], description="Blocks that are attended by all; starts of ranges when ends are given."
     )
-    global_block_end_indices: Indices | None = Field(
-        None,
-        description="End (exclusive) of the range that starts at each of global_block_indices; null: single blocks.",
-    )
-    attention: Attention = Field(
-        "bidirectional", description="Whether a block sees the blocks after it; unidirectional is block-level only."
-    )
-    horizontal_global_attention: bool = Field(
-        False, description="Whether global blocks also attend to all. Needs bidirectional attention."
-    )
+    global_block_end_indices: GlobalBlockEndIndices = None
+    attention: Attention = "bidirectional"
+    horizontal_global_attention: HorizontalGlobalAttention = False
 
     rules = (ranges_pair_up, ranges_run_forward, horizontal_needs_bidirectional)
+    length_rules = (random_blocks_fit, indices_reach_the_row)
 
     def cautions(self) -> Iterator[tuple[str, str]]:
         yield from super().cautions()
@@ -66,6 +66,10 @@ class VariableSparsityConfig(SparsityConfig):
                     f"global_block_end_indices make stripes that start at the first global row, {REACHES_AHEAD}",
                 )
 
+    def cautions_at(self, blocks: int) -> Iterator[tuple[str, str]]:
+        yield from super().cautions_at(blocks)
+        yield from indices_beyond(self.global_block_indices, blocks)
+
     def lay_out(self, h: int, layout: Tensor) -> Tensor:
         layout = self.set_random_layout(h, layout)
         layout = self.set_local_layout(h, layout)
@@ -73,17 +77,14 @@ class VariableSparsityConfig(SparsityConfig):
 
     def set_random_layout(self, h: int, layout: Tensor) -> Tensor:
         blocks = layout.shape[1]
-        need_blocks("random blocks", self.num_random_blocks, blocks)
+        require(random_blocks_fit(self.num_random_blocks, blocks))
         sample = self.sampler(h)
         columns = [sample(range(blocks), self.num_random_blocks) for _ in range(blocks)]
         layout[h].scatter_(1, torch.tensor(columns, dtype=torch.int64), 1)
         return layout
 
     def set_local_layout(self, h: int, layout: Tensor) -> Tensor:
-        blocks = layout.shape[1]
-        sizes = list(self.local_window_blocks)
-        sizes += [sizes[-1]] * (max(0, blocks - sum(sizes)) // sizes[-1] + 1)
-        mask = windows(torch.tensor(sizes), blocks, self.attention == "unidirectional")
+        mask = windows(self.local_window_blocks, layout.shape[1], self.attention == "unidirectional")
         layout[h].masked_fill_(mask, 1)
         return layout
 

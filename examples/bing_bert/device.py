@@ -7,20 +7,19 @@ import os
 import torch
 
 from ds_sparse.ops import missing_kernels
-from report import say
 
 
-def choose_device() -> torch.device:
-    """A GPU where all our operations run on it, else the CPU; says which and why."""
+def choose_device() -> tuple[torch.device, str]:
+    """A GPU where all our operations run on it, else the CPU; and a sentence that says which and why."""
     if not torch.cuda.is_available():
         why = "no CUDA GPU is visible"
     elif missing_kernels("cuda"):
         why = f"a GPU is there, but ds_sparse has no CUDA kernel yet for {', '.join(missing_kernels('cuda'))}"
     else:
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        return device, f"Training on {torch.cuda.get_device_name(device)}."
     os.environ["DS_ACCELERATOR"] = "cpu"
-    say(f"Training on the CPU with {torch.get_num_threads()} threads: {why}.")
-    return torch.device("cpu")
+    return torch.device("cpu"), f"Training on the CPU with {torch.get_num_threads()} threads: {why}."
 
 
-DEVICE = choose_device()
+DEVICE, DEVICE_SENTENCE = choose_device()

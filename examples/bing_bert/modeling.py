@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import math
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ds_sparse
 from data import NOT_PREDICTED, Batch
+from report import mistakes
 
 
 class BertConfig(BaseModel):
@@ -36,6 +39,27 @@ class BertConfig(BaseModel):
     type_vocab_size: int = Field(2, ge=1)
     vocab_size: int = Field(8192, ge=8, description="Tokens to train the vocabulary for; the data may need fewer.")
     max_position_embeddings: int = Field(512, ge=1, description="Raised to the sequence length where that is longer.")
+
+    @classmethod
+    def read(cls, path: str) -> BertConfig:
+        """The model of a model JSON.
+
+        Raises:
+            ValueError: no such file, not JSON, or a wrong key, named.
+        """
+        example = Path(__file__).with_name("bert_tiny.json")
+        try:
+            content = json.loads(Path(path).read_text())
+        except OSError as error:
+            raise ValueError(f"{path}: {error.strerror}; give a model JSON such as {example}.") from error
+        except ValueError as error:
+            raise ValueError(f"{path}: not valid JSON: {error}.") from error
+        if not isinstance(content, dict) or "bert_model_config" not in content:
+            raise ValueError(f"{path}: the key 'bert_model_config' is missing; see {example}.")
+        try:
+            return cls.model_validate(content["bert_model_config"])
+        except ValidationError as error:
+            raise ValueError(f"{path}: bert_model_config: {mistakes(error)}.") from error
 
 
 class BertEmbeddings(nn.Module):
@@ -62,8 +86,8 @@ class BertSelfAttention(nn.Module):
         super().__init__()
         if config.hidden_size % config.num_attention_heads:
             raise ValueError(
-                f"hidden_size {config.hidden_size} is not a multiple of num_attention_heads {config.num_attention_heads}; "
-                "change one of them in the model JSON."
+                f"hidden_size {config.hidden_size} is not a multiple of num_attention_heads "
+                f"{config.num_attention_heads}; change one of them in the model JSON."
             )
         self.num_attention_heads = config.num_attention_heads
         self.query = nn.Linear(config.hidden_size, config.hidden_size)
@@ -175,7 +199,7 @@ class BertModel(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, token_type_ids: torch.Tensor, attention_mask: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(B, T) ids, segments and mask (1 token, 0 padding) -> (B, T, hidden) states and (B, hidden) of the first token."""
+        """(B, T) ids, segments and mask (0 is padding) -> (B, T, hidden) states and (B, hidden) of the first token."""
         pad_len = 0
         if self.sparse_attention_config is not None:
             pad_len, input_ids, attention_mask, token_type_ids, _, _ = ds_sparse.SparseAttentionUtils.pad_to_block_size(

@@ -11,26 +11,42 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from tqdm import tqdm
+
+from ds_sparse.ranks import rank
 
 from checkpoints import write_atomically
 
 
 def say(text: str) -> None:
     """Prints on rank 0 only, above the progress bar if there is one."""
-    if int(os.environ.get("RANK", "0")) == 0:
+    if rank() == 0:
         tqdm.write(text)
         sys.stdout.flush()
 
 
-class Metrics:
-    """metrics.jsonl, one record a line; on resume, records after the resumed step are dropped, a half-written one too."""
+def mistakes(error: ValidationError) -> str:
+    """What pydantic found, in one line: each key, what is wrong with it, what was given."""
+    return "; ".join(
+        f"{'.'.join(map(str, mistake['loc']))}: {mistake['msg']} (given {json.dumps(mistake['input'], default=str)})"
+        for mistake in error.errors(include_url=False)
+    )
 
-    def __init__(self, path: Path, step: int):
+
+class Metrics:
+    """metrics.jsonl, one record a line, and TensorBoard.
+
+    Args:
+        resumed_step: records after it are dropped, a half-written one too; None drops all.
+    """
+
+    def __init__(self, path: Path, resumed_step: int | None):
         self.path = path
-        self.records = [record for record in read_metrics(path) if record["step"] <= step]
+        first_step = 0 if resumed_step is None else resumed_step + 1
+        self.records = read_metrics(path, before=first_step)
         write_atomically(path, "".join(json.dumps(record) + "\n" for record in self.records))
-        self._tensorboard = _tensorboard_writer(path.parent / "tensorboard")
+        self._tensorboard = _tensorboard_writer(path.parent / "tensorboard", first_step)
 
     def add(self, **record: Any) -> None:
         self.records.append(record)
@@ -46,26 +62,28 @@ class Metrics:
             self._tensorboard.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All complete records of a metrics.jsonl; none where there is no file."""
+def read_metrics(path: Path, before: int) -> list[dict[str, Any]]:
+    """The complete records of a metrics.jsonl of steps before `before`; none where there is no file."""
     if not path.exists():
         return []
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    records = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+    return [record for record in records if record["step"] < before]
 
 
-def _tensorboard_writer(folder: Path) -> Any:
+def _tensorboard_writer(folder: Path, first_step: int) -> Any:
+    """A writer that hides what an earlier process wrote from `first_step` on; None without TensorBoard."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    return SummaryWriter(str(folder))
+    return SummaryWriter(str(folder), purge_step=first_step)
 
 
 class Progress:
     """Share of the run that is done, by steps or by minutes, whichever ends it first.
 
-    A bar on a terminal; elsewhere a plain line every `print_steps` steps.
+    A bar where standard error is a terminal. A plain line every `print_steps` steps where there is no bar, and where
+    standard output goes into a file.
     """
 
     def __init__(self, label: str, first_step: int, max_steps: int | None, seconds: float, print_steps: int):
@@ -74,26 +92,26 @@ class Progress:
         self.bar = None
         if sys.stderr.isatty():
             self.bar = tqdm(total=1.0, desc=label, bar_format="{desc} {percentage:3.0f}%|{bar}| {postfix}", leave=True)
-
-    @property
-    def elapsed(self) -> float:
-        return time.monotonic() - self.started
+        self.prints_lines = self.bar is None or not sys.stdout.isatty()
 
     def show(self, step: int, loss: float, tokens_per_second: float, memory_gib: float) -> None:
-        done = min(1.0, self.elapsed / self.seconds)
-        left = self.seconds - self.elapsed
-        if self.max_steps is not None and step > self.first_step:
+        """Shows a step that was trained, so `step` is after `first_step`."""
+        elapsed = time.monotonic() - self.started
+        left = self.seconds - elapsed
+        done = elapsed / self.seconds if left > 0 else 1.0
+        if self.max_steps is not None:
             by_steps = (step - self.first_step) / (self.max_steps - self.first_step)
-            done, left = max(done, by_steps), min(left, self.elapsed * (1 / by_steps - 1))
+            done, left = max(done, by_steps), min(left, elapsed * (1 / by_steps - 1))
         minutes, seconds = divmod(max(0, int(left)), 60)
         text = (
-            f"step {step}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {memory_gib:.2f} GiB  {minutes}:{seconds:02d} left"
+            f"step {step}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {memory_gib:.2f} GiB  "
+            f"{minutes}:{seconds:02d} left"
         )
         if self.bar is not None:
             self.bar.n = done
             self.bar.set_postfix_str(text)
-        elif step % self.print_steps == 0:
-            print(f"{self.label}: {text}", flush=True)
+        if self.prints_lines and step % self.print_steps == 0:
+            say(f"{self.label}: {text}")
 
     def close(self) -> None:
         if self.bar is not None:
@@ -117,7 +135,9 @@ def draw_loss_curve(path: Path, runs: dict[str, list[dict[str, Any]]], unigram: 
     figure, axes = pyplot.subplots(figsize=(8, 5), dpi=120)
     for colour, (label, records) in zip(("tab:blue", "tab:orange"), runs.items()):
         training = [(record["step"], record["mlm_loss"]) for record in records if "mlm_loss" in record]
-        held_out = [(record["step"], record["held_out_mlm_loss"]) for record in records if "held_out_mlm_loss" in record]
+        held_out = [
+            (record["step"], record["held_out_mlm_loss"]) for record in records if "held_out_mlm_loss" in record
+        ]
         axes.plot(*zip(*training), color=colour, alpha=0.35, linewidth=1, label=f"{label}, training")
         axes.plot(*zip(*held_out), color=colour, marker="o", markersize=3, label=f"{label}, held out")
     axes.axhline(unigram, color="black", linestyle="--", linewidth=1, label="unigram cross-entropy, held out")

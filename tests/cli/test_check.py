@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ds_sparse.cli import main
+from ds_sparse.sparsity import SparsityConfig, _registry, register_sparsity
 
 FIXED = Path(__file__).parents[2] / "configs" / "fixed.json"
 
@@ -83,6 +84,74 @@ def test_whatever_the_file_holds_there_is_a_sentence(tmp_path, capsys, content):
     assert out == ""
     assert err.startswith(f"{path}: ")
     assert err.count("\n") == 1
+
+
+def test_a_users_structure_that_fails_is_a_sentence(capsys, write, monkeypatch):
+    monkeypatch.setattr(_registry, "_classes", dict(_registry._classes))
+
+    @register_sparsity("failing")
+    class Failing(SparsityConfig):
+        def make_layout(self, seq_len):
+            return [][seq_len]
+
+    path = write({"mode": "failing"})
+    assert main(["check", path, "--seq", "64"]) == 1
+    assert capsys.readouterr() == (
+        "",
+        f'{path}: sparse_attention.mode: got "failing", but Failing has no layout at a sequence length of 64: '
+        "IndexError: list index out of range\n",
+    )
+    assert main(["check", path]) == 0
+    assert capsys.readouterr().out == (
+        f"{path}: mode failing, block 16, no layout at 2048 tokens (IndexError: list index out of range).\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--seq", "100000000"], ["--seq", str(16 * 10**30)], ["--seq", "2048", "--heads", "9" * 30]],
+    ids=["length", "longer", "heads"],
+)
+@pytest.mark.parametrize("mode", ["fixed", "variable", "bigbird", "bslongformer", "dense"])
+def test_lengths_and_heads_beyond_all_memory_are_one_sentence(capsys, write, mode, options):
+    path = write({"mode": mode, "different_layout_per_head": True})
+    assert main(["check", path, *options]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"{path}: sparse_attention.block: got 16, but ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("huge", [10**8, 10**12, 10**30])
+@pytest.mark.parametrize(
+    ("mode", "key", "fits"),
+    [
+        ("fixed", "num_local_blocks", True),
+        ("fixed", "num_global_blocks", False),
+        ("fixed", "num_different_global_patterns", False),
+        ("fixed", "seed", True),
+        ("variable", "local_window_blocks", True),
+        ("variable", "global_block_indices", True),
+        ("variable", "global_block_end_indices", True),
+        ("variable", "num_random_blocks", False),
+        ("bigbird", "num_random_blocks", False),
+        ("bigbird", "num_sliding_window_blocks", False),
+        ("bigbird", "num_global_blocks", False),
+        ("bigbird", "seed", True),
+        ("bslongformer", "num_sliding_window_blocks", False),
+        ("bslongformer", "global_block_indices", True),
+        ("bslongformer", "global_block_end_indices", True),
+        ("local_sliding_window", "num_sliding_window_blocks", False),
+        ("dense", "block", False),
+    ],
+)
+def test_numbers_beyond_all_bounds_are_fine_or_get_sentences(capsys, write, mode, key, fits, huge):
+    path = write({"mode": mode, key: huge if key.startswith("num") or key in ("seed", "block") else [huge]})
+    assert main(["check", path, "--seq", "256"]) == (0 if fits else 1)
+    out, err = capsys.readouterr()
+    start = f"{path}: mode {mode}, " if fits else f"{path}: sparse_attention.{key}: got {huge}"
+    assert (out == "") != fits and (err == "") == fits
+    assert (out or err).startswith(start)
+    assert all(line.startswith(f"{path}: ") for line in err.splitlines())
 
 
 def test_keys_that_the_terminal_cannot_print(tmp_path):

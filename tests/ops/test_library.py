@@ -1,10 +1,11 @@
-"""What the native libraries serve, and the sentence where they do not."""
+"""What the native libraries serve, the sentence where they do not, and what operators refuse from a direct caller."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from ds_sparse.index import BlockIndex
 from ds_sparse.ops import _library, missing_kernels
 
 
@@ -42,3 +43,53 @@ def test_every_operator_of_the_schema_is_listed():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
 def test_softmax_runs_on_cuda():
     assert not {"softmax_forward", "softmax_backward", "softmax_bias_backward"} & set(missing_kernels("cuda"))
+
+
+OFFSETS = ("offsets have to ascend from 0 to the 3 entries", [0, 2, 4], [1, 2, 3], [0, 4, 3])
+INDICES = ("ascend within a line, from 0 or more to below 2", [0, 2, 1], [-1, 1, 1], [1, 0, 1])
+SLOTS = ("slots have to be 0 or more and below the 3 entries", [0, 3, 1], [0, -1, 1])
+LISTS = {
+    "matmul_sdd": {"offsets": OFFSETS, "indices": INDICES},
+    "matmul_dsd": {"offsets": OFFSETS, "indices": INDICES, "slots": SLOTS},
+    "softmax_forward": {"offsets": OFFSETS, "indices": INDICES},
+    "softmax_backward": {"offsets": ("offsets have to ascend", [0, 4, 3], [1, 2, 3])},
+    "softmax_bias_backward": {"offsets": OFFSETS, "indices": INDICES},
+}
+
+
+@pytest.mark.parametrize(
+    ("operator", "name", "spoiled", "sentence"),
+    [
+        (operator, name, spoiled, sentence)
+        for operator, lists in LISTS.items()
+        for name, (sentence, *cases) in lists.items()
+        for spoiled in cases
+    ],
+)
+def test_lists_that_lead_outside_are_refused(operator: str, name: str, spoiled: list[int], sentence: str):
+    index = BlockIndex.build(torch.tensor([[1, 1], [0, 1]]), 16)
+    lists = {"offsets": index.row_offsets, "indices": index.row_columns, "slots": torch.arange(3, dtype=torch.int32)}
+    dense, values, bias = torch.zeros(1, 1, 32, 8), torch.zeros(1, 3, 16, 16), torch.zeros(1, 1, 1, 32)
+
+    def call(offsets: torch.Tensor, indices: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        arguments = {
+            "matmul_sdd": (dense, dense.mT, offsets, indices, 1, 16),
+            "matmul_dsd": (values, dense, offsets, indices, slots, 1, 16, False),
+            "softmax_forward": (values, bias, None, None, offsets, indices, 1, 16, 1.0, False),
+            "softmax_backward": (values, values, offsets, 1, 16, 1.0),
+            "softmax_bias_backward": (values, offsets, indices, 1, 1, 16, [1, 1, 32, 32]),
+        }
+        return getattr(torch.ops.ds_sparse, operator)(*arguments[operator])
+
+    call(**lists)
+    lists[name] = torch.tensor(spoiled, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=sentence):
+        call(**lists)
+
+
+def test_a_bias_narrower_than_the_layout_is_refused():
+    index = BlockIndex.build(torch.tensor([[1, 1], [0, 1]]), 16)
+    lists = (index.row_offsets, index.row_columns, 1, 16, 1.0, False)
+    for bias in ((torch.zeros(1, 1, 32, 16), None, None), (None, torch.zeros(1, 16), torch.zeros(1, 1, 1, 32))):
+        with pytest.raises(RuntimeError, match="to below 1"):
+            torch.ops.ds_sparse.softmax_forward(torch.zeros(1, 3, 16, 16), *bias, *lists)

@@ -36,13 +36,6 @@ OPERATORS = ("matmul_sdd", "matmul_dsd")
 DIAGONAL = make_layout(torch.eye(2, dtype=torch.bool))
 
 
-@pytest.fixture(scope="session")
-def device(device: str) -> str:
-    if set(OPERATORS) & set(missing_kernels(device)):
-        pytest.skip(f"the matrix products have no {device} kernel here")
-    return device
-
-
 @dataclass(frozen=True)
 class Case:
     """A product: operands in float64, and how the operation is called."""

@@ -7,6 +7,7 @@ import time
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -255,6 +256,19 @@ def test_an_error_names_the_field_also_when_it_came_by_position():
         sparsity.DenseSparsityConfig(4, 16, block=16)
 
 
+def test_numpys_integers_are_integers_and_its_bools_are_not():
+    structure = sparsity.VariableSparsityConfig(
+        np.int64(4), np.int32(32), local_window_blocks=[np.uint8(2), 4], global_block_indices=(np.int64(1),)
+    )
+    assert vars(structure) == vars(
+        sparsity.VariableSparsityConfig(4, 32, local_window_blocks=[2, 4], global_block_indices=[1])
+    )
+    assert type(structure.num_heads) is type(structure.global_block_indices[0]) is int
+    for wrong in (np.bool_(True), np.float64(4)):
+        with pytest.raises(ValueError, match="num_heads"):
+            SparsityConfig(wrong)
+
+
 def test_num_layout_heads():
     assert SparsityConfig(6).num_layout_heads == 1
     assert SparsityConfig(6, 16, True).num_layout_heads == 6
@@ -272,6 +286,14 @@ def test_lengths_are_positive_multiples_of_the_block(method):
         make(40)
     with pytest.raises(ValueError, match="at least 1, got 0"):
         make(0)
+
+
+@pytest.mark.parametrize("method", ["setup_layout", "make_layout", "make_bool_layout"])
+@pytest.mark.parametrize("cls", [sparsity.FixedSparsityConfig, Strided], ids=lambda cls: cls.__name__)
+def test_a_layout_beyond_this_machines_memory_is_refused_before_it_is_allocated(cls, method):
+    structure = cls(12)
+    with pytest.raises(MemoryError, match=r"62500000 x 62500000 blocks takes about [\d,]+ GiB .* larger block"):
+        getattr(structure, method)(10**9)
 
 
 def test_instances_share_no_list_with_each_other_or_the_caller():

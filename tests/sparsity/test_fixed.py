@@ -38,6 +38,18 @@ def test_density_tends_to_the_share_of_global_blocks():
 
 
 @pytest.mark.parametrize(
+    "options",
+    [{}, {"attention": "unidirectional"}, {"horizontal_global_attention": True}],
+    ids=["bidirectional", "unidirectional", "horizontal"],
+)
+@pytest.mark.parametrize(("local", "global_blocks"), [(10**30, 1), (10**30, 10**30), (4 * 10**12, 10**12)])
+def test_numbers_beyond_the_row_do_as_those_just_beyond_it(picture, options, local, global_blocks):
+    huge = FixedSparsityConfig(1, num_local_blocks=local, num_global_blocks=global_blocks, **options)
+    near = FixedSparsityConfig(1, num_local_blocks=80, num_global_blocks=min(global_blocks, 20), **options)
+    assert picture(huge, 6) == picture(near, 6)
+
+
+@pytest.mark.parametrize(
     ("options", "sentence"),
     [
         (

@@ -24,6 +24,19 @@ def test_global_ranges_are_cut_at_the_end(picture):
     assert picture(structure, 4) == ["1011", "0111", "0011", "0011"]
 
 
+def test_sizes_and_indices_beyond_the_row_do_as_those_just_beyond_it(picture):
+    huge, near = (
+        VariableSparsityConfig(
+            1,
+            local_window_blocks=[1, much],
+            global_block_indices=[0, 2, much, -much],
+            global_block_end_indices=[1, much, much + 1, 1],
+        )
+        for much in (10**30, 6)
+    )
+    assert picture(huge, 6) == picture(near, 6)
+
+
 def test_unidirectional_random_blocks_and_ranges_reach_ahead_unless_strict():
     options = {"num_random_blocks": 3, "attention": "unidirectional", "seed": 5, "global_block_indices": [0]}
     plain = VariableSparsityConfig(1, **options).make_bool_layout(320)

@@ -1,0 +1,98 @@
+"""What a run shows: metrics that survive a kill, and progress on terminals and in files."""
+
+import io
+import json
+import sys
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from report import Metrics, Progress, draw_loss_curve, mistakes, read_metrics, say
+
+
+class Stream(io.StringIO):
+    def __init__(self, terminal):
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self):
+        return self.terminal
+
+
+def write(path, *steps, tail=""):
+    path.write_text("".join(json.dumps({"step": step, "mlm_loss": step / 2}) + "\n" for step in steps) + tail)
+
+
+def test_a_resumed_run_drops_later_records_and_a_half_written_one(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, 0, 1, 2, 3, tail='{"step": 4, "mlm_')
+    metrics = Metrics(path, resumed_step=2)
+    metrics.add(step=3, mlm_loss=9.0)
+    metrics.close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == metrics.records
+    assert [(record["step"], record["mlm_loss"]) for record in metrics.records] == [(0, 0), (1, 0.5), (2, 1), (3, 9)]
+
+
+def test_a_run_from_the_start_drops_all_records(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, 0, 1)
+    Metrics(path, resumed_step=None).close()
+    assert path.read_text() == "" and read_metrics(path, before=10) == []
+
+
+def test_tensorboard_shows_no_step_twice_after_a_kill(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    path = tmp_path / "metrics.jsonl"
+    killed = Metrics(path, resumed_step=None)
+    for step in (1, 2, 3):
+        killed.add(step=step, mlm_loss=float(step))
+    killed.close()
+    resumed = Metrics(path, resumed_step=1)
+    resumed.add(step=2, mlm_loss=20.0)
+    resumed.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("mlm_loss")] == [(1, 1.0), (2, 20.0)]
+
+
+@pytest.mark.parametrize("out, err", [(True, True), (True, False), (False, True), (False, False)])
+def test_a_bar_on_a_terminal_and_lines_in_a_file(monkeypatch, out, err):
+    monkeypatch.setattr(sys, "stdout", Stream(out))
+    monkeypatch.setattr(sys, "stderr", Stream(err))
+    progress = Progress("sparse", first_step=4, max_steps=8, seconds=60, print_steps=2)
+    for step in (5, 6, 7, 8):
+        progress.show(step, 1.25, 1000.0, 0.5)
+        say(f"said {step}")
+    progress.close()
+    printed, bar = sys.stdout.getvalue(), sys.stderr.getvalue()
+    assert [line for line in printed.splitlines() if "said" in line] == [f"said {step}" for step in (5, 6, 7, 8)]
+    lines = [line.split("  ")[0] for line in printed.splitlines() if "loss 1.2500" in line]
+    assert lines == ([] if out and err else ["sparse: step 6", "sparse: step 8"])
+    assert ("100%" in bar and "step 8  loss 1.2500" in bar) if err else bar == ""
+
+
+def test_progress_where_the_time_is_already_up(capsys):
+    Progress("dense", first_step=0, max_steps=None, seconds=-1.0, print_steps=1).show(1, 2.0, 10.0, 0.1)
+    assert "dense: step 1  loss 2.0000" in capsys.readouterr().out
+
+
+def test_mistakes_name_the_key_and_what_was_given():
+    class Section(BaseModel):
+        type: str
+
+    class Shapes(BaseModel):
+        fp16: dict = {}
+        optimizer: Section
+
+    with pytest.raises(ValidationError) as caught:
+        Shapes.model_validate({"fp16": True, "optimizer": {"params": 1}})
+    sentence = mistakes(caught.value)
+    assert "fp16: " in sentence and "(given true)" in sentence and "optimizer.type: Field required" in sentence
+    assert "http" not in sentence and "\n" not in sentence
+
+
+def test_the_loss_curve_is_a_picture_of_all_runs(tmp_path):
+    records = [{"step": 0, "held_out_mlm_loss": 2.0}, {"step": 1, "mlm_loss": 1.5}]
+    draw_loss_curve(tmp_path / "loss.png", {"sparse": records, "dense": records}, unigram=1.0)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
