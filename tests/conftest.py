@@ -10,3 +10,11 @@ def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA GPU here")
     return request.param
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modes that a test registers are gone after it."""
+    from ds_sparse.sparsity import _registry
+
+    monkeypatch.setattr(_registry, "_classes", dict(_registry._classes))

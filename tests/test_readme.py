@@ -3,11 +3,14 @@
 import textwrap
 from pathlib import Path
 
+import pytest
+
 import ds_sparse
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
 
 
+@pytest.mark.usefixtures("registry")
 def test_a_structure_of_your_own_is_a_mode():
     start = README.index('    @ds_sparse.register_sparsity("stripes")')
     code = README[start : README.index("After that, ", start)]

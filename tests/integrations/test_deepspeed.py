@@ -152,6 +152,7 @@ def test_a_dense_layer_by_other_names_is_seen(make_args, names):
         ds_sparse.initialize(args=make_args(), model=model)
 
 
+@pytest.mark.usefixtures("registry")
 def test_a_structure_of_the_users_gets_no_seed(make_args, capsys):
     @ds_sparse.register_sparsity("every_other_column")
     class Stripes(ds_sparse.SparsityConfig):

@@ -74,14 +74,6 @@ structures = st.one_of(
 
 
 @pytest.fixture
-def registry(monkeypatch):
-    """Modes that a test registers go with it."""
-    from ds_sparse.sparsity import _registry
-
-    monkeypatch.setattr(_registry, "_classes", dict(_registry._classes))
-
-
-@pytest.fixture
 def no_caution_given(monkeypatch):
     monkeypatch.setattr(_base, "_given", set())
 
