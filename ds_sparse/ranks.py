@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _MANAGED = ("AZUREML_EXPERIMENT_ID", "SM_TRAINING_ENV")  # services that DeepSpeed knows how to ask
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
 _WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -24,7 +24,7 @@ def world_size() -> int:
 
 def is_launched() -> bool:
     """Whether a launcher, mpirun or a training service started this process."""
-    return any(name in os.environ for name in (*LAUNCHER_VARIABLES, *_WORLD_SIZES, *_MANAGED))
+    return any(name in os.environ for name in (*_LAUNCHERS, *_WORLD_SIZES, *_MANAGED))
 
 
 def _distributed():

@@ -27,7 +27,7 @@ find_compiler() {
 }
 
 prepare() {
-  local venv=$root/.venv stamp=$root/.venv/ds_sparse-$extras.stamp python wanted
+  local venv=$root/.venv stamp=$root/.venv/ds_sparse-$extras.stamp python wanted pinned
   find_compiler
   if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     python=$(find_python) || exit 1
@@ -41,7 +41,10 @@ prepare() {
     return
   fi
   echo "ds_sparse: installing torch and the other requirements into .venv (once, a minute or two)"
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check torch==2.13.0 setuptools==84.2.1 wheel==0.48.0 \
+  pinned=$("$venv/bin/python" -c 'import sys, tomllib; print(*tomllib.load(open(sys.argv[1], "rb"))["build-system"]["requires"])' \
+    "$root/pyproject.toml") || stop "pyproject.toml cannot be read; the reason is above."
+  # Unquoted: one word for each requirement.
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check $pinned \
     || stop "pip could not install torch; the reason is above (no network, no space, or a Python that torch 2.13 has no wheel for)."
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable "$root${extras:+[$extras]}" \
     || stop "pip could not install ds_sparse; the reason is above."

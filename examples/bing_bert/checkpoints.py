@@ -140,7 +140,8 @@ def _flush(path: Path) -> None:
 
 def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Steps and folders of all checkpoints, finished or not, the newest last."""
-    return sorted((_number(path.name), path) for path in folder.glob("step*"))
+    tags = [path for path in folder.glob("step*") if path.name.removeprefix("step").isdigit()]
+    return sorted((_number(path.name), path) for path in tags)
 
 
 def _number(tag: str) -> int:
