@@ -8,6 +8,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -86,6 +87,40 @@ inline void check_bias(const Tensor& x, const Tensor& scores, int64_t heads, int
   for (int64_t dim = 0; dim < x.dim() - 1; ++dim)
     check(x.size(dim) == 1 || x.size(dim) == full[dim],
           std::string(name) + " does not broadcast in dimension " + std::to_string(dim) + ".");
+}
+
+// A product of a (B, H, R*b, K) and b (B, H, K, C*b) on live blocks.
+inline void check_sdd(const Tensor& a, const Tensor& b, const Tensor& row_offsets, const Tensor& columns,
+                      int64_t layout_heads, int64_t block) {
+  check_block(block);
+  check_dim(a, 4, "a");
+  check_dim(b, 4, "b");
+  check_like(b, a, "b");
+  check_size(b, 0, a.size(0), "b");
+  check_size(b, 1, a.size(1), "b");
+  check_size(b, 2, a.size(3), "b");
+  check(b.size(3) % block == 0, "the columns of b have to be a multiple of the block.");
+  check_lists(row_offsets, layout_heads, a.size(1), a);
+  check_list(columns, a, "columns");
+  check_size(a, 2, (row_offsets.size(0) - 1) / layout_heads * block, "a");
+}
+
+// A product of sparse values, or their transpose, and dense (B, H, tokens, K).
+inline void check_dsd(const Tensor& values, const Tensor& dense, const Tensor& offsets, const Tensor& indices,
+                      const std::optional<Tensor>& slots, int64_t layout_heads, int64_t block) {
+  check_block(block);
+  check_values(values, block, "values");
+  check_dim(dense, 4, "dense");
+  check_like(dense, values, "dense");
+  check_size(dense, 0, values.size(0), "dense");
+  check(dense.size(2) % block == 0, "the rows of dense have to be a multiple of the block.");
+  check_lists(offsets, layout_heads, dense.size(1), values);
+  check_list(indices, values, "indices");
+  check_size(values, 1, indices.size(0) * dense.size(1) / layout_heads, "values");
+  if (slots) {
+    check_list(*slots, values, "slots");
+    check_size(*slots, 0, indices.size(0), "slots");
+  }
 }
 
 // Values, their lists, and the shape of a bias's gradient: (B or 1, H or 1, T or 1, S).

@@ -10,6 +10,8 @@
 //                                                  row_offsets[l*R+i+1]; entry n is the layout's n-th live block.
 //   column_offsets (L*C + 1), rows (N), slots (N)  the same by columns; slots[e] is the entry number in row order.
 // Head h reads layout head (L == 1 ? 0 : h), and its entry n is stored in values[:, (L == 1 ? h * N : 0) + n].
+//
+// allow_tf32: products of fp32 on CUDA may round their operands to TF32; without it they have fp32's precision.
 
 #include <torch/csrc/stable/library.h>
 
@@ -17,14 +19,15 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // values[:, n] = a[h, rows of n] @ b[h, columns of n].   a (B, H, R*b, K), b (B, H, K, C*b), any strides
   // -> (B, V, b, b)
   m.def(
-      "matmul_sdd(Tensor a, Tensor b, Tensor row_offsets, Tensor columns, int layout_heads, int block) -> Tensor");
+      "matmul_sdd(Tensor a, Tensor b, Tensor row_offsets, Tensor columns, int layout_heads, int block, "
+      "bool allow_tf32) -> Tensor");
 
   // S @ dense, or its transpose.   values (B, V, b, b) contiguous, dense (B, H, C*b, K) any strides
   // -> (B, H, R*b, K) contiguous, or with transpose_result (B, H, K, R*b) contiguous.
   // offsets, indices: row_offsets, columns for S; column_offsets, rows for S transposed, and then slots is given.
   m.def(
       "matmul_dsd(Tensor values, Tensor dense, Tensor offsets, Tensor indices, Tensor? slots, int layout_heads, "
-      "int block, bool transpose_result) -> Tensor");
+      "int block, bool transpose_result, bool allow_tf32) -> Tensor");
 
   // Row softmax of scale * scores + rpe + masks over the live blocks.   scores (B, V, b, b) contiguous,
   // rpe and attn_mask (B or 1, H or 1, T or 1, S) any strides with T = R*b, S = C*b, key_padding_mask (B or 1, S);

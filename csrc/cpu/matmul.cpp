@@ -129,18 +129,9 @@ void dsd(const Tensor& values, const Tensor& dense, const Tensor& offsets, const
   });
 }
 
-Tensor matmul_sdd(Tensor a, Tensor b, Tensor row_offsets, Tensor columns, int64_t layout_heads, int64_t block) {
-  check_block(block);
-  check_dim(a, 4, "a");
-  check_dim(b, 4, "b");
-  check_like(b, a, "b");
-  check_size(b, 0, a.size(0), "b");
-  check_size(b, 1, a.size(1), "b");
-  check_size(b, 2, a.size(3), "b");
-  check(b.size(3) % block == 0, "the columns of b have to be a multiple of the block.");
-  check_lists(row_offsets, layout_heads, a.size(1), a);
-  check_list(columns, a, "columns");
-  check_size(a, 2, (row_offsets.size(0) - 1) / layout_heads * block, "a");
+Tensor matmul_sdd(Tensor a, Tensor b, Tensor row_offsets, Tensor columns, int64_t layout_heads, int64_t block,
+                  bool /*allow_tf32*/) {
+  check_sdd(a, b, row_offsets, columns, layout_heads, block);
   check_entries(row_offsets, columns, b.size(3) / block);
   Tensor out =
       fresh(torch::stable::new_empty(a, {a.size(0), columns.size(0) * a.size(1) / layout_heads, block, block}));
@@ -151,22 +142,10 @@ Tensor matmul_sdd(Tensor a, Tensor b, Tensor row_offsets, Tensor columns, int64_
 }
 
 Tensor matmul_dsd(Tensor values, Tensor dense, Tensor offsets, Tensor indices, std::optional<Tensor> slots,
-                  int64_t layout_heads, int64_t block, bool transpose_result) {
-  check_block(block);
-  check_values(values, block, "values");
-  check_dim(dense, 4, "dense");
-  check_like(dense, values, "dense");
-  check_size(dense, 0, values.size(0), "dense");
-  check(dense.size(2) % block == 0, "the rows of dense have to be a multiple of the block.");
-  check_lists(offsets, layout_heads, dense.size(1), values);
-  check_list(indices, values, "indices");
-  check_size(values, 1, indices.size(0) * dense.size(1) / layout_heads, "values");
+                  int64_t layout_heads, int64_t block, bool transpose_result, bool /*allow_tf32*/) {
+  check_dsd(values, dense, offsets, indices, slots, layout_heads, block);
   check_entries(offsets, indices, dense.size(2) / block);
-  if (slots) {
-    check_list(*slots, values, "slots");
-    check_size(*slots, 0, indices.size(0), "slots");
-    check_slots(*slots);
-  }
+  if (slots) check_slots(*slots);
   int64_t rows = (offsets.size(0) - 1) / layout_heads * block, width = dense.size(3);
   Tensor out = fresh(torch::stable::new_empty(
       dense, {dense.size(0), dense.size(1), transpose_result ? width : rows, transpose_result ? rows : width}));

@@ -32,15 +32,28 @@ class Launcher {
   // Runs `kernel` on at most 2^31 - 1 thread blocks (the limit of the x dimension): kernels stride over what is left.
   template <class... Parameters, class... Arguments>
   void operator()(void (*kernel)(Parameters...), int64_t blocks, dim3 threads, Arguments... arguments) const {
+    run(kernel, blocks, threads, 0, arguments...);
+  }
+
+  // The same, with `bytes` of shared memory for each thread block.
+  template <class... Parameters, class... Arguments>
+  void with_shared_memory(
+      void (*kernel)(Parameters...), int64_t blocks, dim3 threads, size_t bytes, Arguments... arguments) const {
+    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+    run(kernel, blocks, threads, bytes, arguments...);
+  }
+
+ private:
+  template <class... Parameters, class... Arguments>
+  void run(void (*kernel)(Parameters...), int64_t blocks, dim3 threads, size_t bytes, Arguments... arguments) const {
     constexpr int64_t limit = INT32_MAX;
     if (blocks == 0) {
       return;
     }
-    kernel<<<static_cast<unsigned>(blocks < limit ? blocks : limit), threads, 0, stream_>>>(arguments...);
+    kernel<<<static_cast<unsigned>(blocks < limit ? blocks : limit), threads, bytes, stream_>>>(arguments...);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
 
- private:
   torch::stable::accelerator::DeviceGuard guard_;
   cudaStream_t stream_;
 };

@@ -22,7 +22,8 @@ class MatMul:
 
     A sparse operand holds the live blocks as stored, before any transpose, as (B, V, b, b) in (head, block row, block
     column) order, row-major inside. `trans_a` and `trans_b` transpose the last two dimensions of an operand. fp16,
-    bf16, fp32, and fp64 on the CPU; sums are kept in fp32 or wider and rounded once. Operands of 2 to 4 dimensions are
+    bf16, fp32 and fp64; sums are kept in fp32 or wider and rounded once. Products of fp32 are as precise as fp32, on
+    CUDA too unless `torch.backends.cuda.matmul.allow_tf32` is set. Operands of 2 to 4 dimensions are
     taken, missing leading ones are 1; batch and head dimensions of size 1 are broadcast. Under autocast both operands
     are cast.
 
@@ -60,7 +61,7 @@ class MatMul:
             raise ValueError(
                 f"Inputs must be on the same device; got {a.device} for tensor A and {b.device} for tensor B"
             )
-        if torch.amp.is_autocast_available(a.device.type) and torch.is_autocast_enabled(a.device.type):
+        if a.device.type != "meta" and torch.is_autocast_enabled(a.device.type):
             dtype = torch.get_autocast_dtype(a.device.type)
             a, b = a.to(dtype), b.to(dtype)
         if a.dtype != b.dtype:
@@ -173,7 +174,9 @@ def _expand(name: str, x: torch.Tensor, batch: int, heads: int) -> torch.Tensor:
 
 
 def _sdd(a: torch.Tensor, b: torch.Tensor, index: BlockIndex) -> torch.Tensor:
-    return torch.ops.ds_sparse.matmul_sdd(a, b, index.row_offsets, index.row_columns, index.layout_heads, index.block)
+    return torch.ops.ds_sparse.matmul_sdd(
+        a, b, index.row_offsets, index.row_columns, index.layout_heads, index.block, _allow_tf32()
+    )
 
 
 def _dsd(
@@ -184,8 +187,13 @@ def _dsd(
     else:
         lists = (index.row_offsets, index.row_columns, None)
     return torch.ops.ds_sparse.matmul_dsd(
-        values.contiguous(), dense, *lists, index.layout_heads, index.block, transpose_result
+        values.contiguous(), dense, *lists, index.layout_heads, index.block, transpose_result, _allow_tf32()
     )
+
+
+def _allow_tf32() -> bool:
+    """Whether fp32 products on CUDA may round their operands to TF32, as torch's own may."""
+    return torch.backends.cuda.matmul.allow_tf32
 
 
 class _SDD(torch.autograd.Function):
@@ -242,11 +250,11 @@ class _DSD(torch.autograd.Function):
 
 
 @torch.library.register_fake("ds_sparse::matmul_sdd")
-def _(a, b, row_offsets, columns, layout_heads, block):
+def _(a, b, row_offsets, columns, layout_heads, block, allow_tf32):
     return a.new_empty(a.shape[0], columns.shape[0] * a.shape[1] // layout_heads, block, block)
 
 
 @torch.library.register_fake("ds_sparse::matmul_dsd")
-def _(values, dense, offsets, indices, slots, layout_heads, block, transpose_result):
+def _(values, dense, offsets, indices, slots, layout_heads, block, transpose_result, allow_tf32):
     rows, width = (offsets.shape[0] - 1) // layout_heads * block, dense.shape[3]
     return dense.new_empty(*dense.shape[:2], *((width, rows) if transpose_result else (rows, width)))

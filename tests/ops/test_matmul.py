@@ -273,9 +273,9 @@ def raw_arguments(device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
     rows = (index.row_offsets, index.row_columns, None, index.layout_heads, 16)
     columns = (index.column_offsets, index.column_rows, index.column_slots, index.layout_heads, 16)
     return {
-        "matmul_sdd": [(a, b.transpose(2, 3), index.row_offsets, index.row_columns, index.layout_heads, 16)],
+        "matmul_sdd": [(a, b.transpose(2, 3), index.row_offsets, index.row_columns, index.layout_heads, 16, False)],
         "matmul_dsd": [
-            (values, dense, *lists, transpose)
+            (values, dense, *lists, transpose, False)
             for dense, lists in ((b, rows), (a, columns))
             for transpose in (False, True)
         ],

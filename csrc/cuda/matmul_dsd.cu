@@ -1,0 +1,302 @@
+// Sparse @ dense. Schema and shapes: csrc/library.cpp; meaning: ds_sparse/reference.py.
+//
+// A thread block takes a window of the live blocks (windows.h) and, of each line, a tile of rows times up to 128 columns.
+// The tokens that are summed over are gathered from as many live blocks as 128 bytes take. Lines that windows cut leave
+// sums of their parts, which a second kernel adds in order.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <optional>
+#include <type_traits>
+
+#include "../checks.h"
+#include "launch.h"
+#include "tiles.h"
+#include "windows.h"
+
+namespace ds_sparse {
+namespace {
+
+// The result: dense, or with its last two dimensions swapped.
+template <class T>
+struct Result {
+  T* data;
+  int64_t tokens, width;
+  bool transposed;
+
+  __device__ T* at(int64_t matrix, int64_t token, int64_t column) const {
+    return data + matrix * tokens * width + (transposed ? column * tokens + token : token * width + column);
+  }
+};
+
+// The sums of the parts of cut lines: (batch, heads or 1, windows, 2, block, width).
+template <class C>
+struct PartSums {
+  C* data;
+
+  __device__ C* at(int64_t window_of_all, Part part, int64_t block, int64_t width) const {
+    return data + (2 * window_of_all + (part == kStarted)) * block * width;
+  }
+};
+
+template <class T>
+struct Arguments {
+  const T* values_data;
+  bool values_vector;
+  Dense<T> dense;
+  Result<T> result;
+  PartSums<Compute<T>> parts;
+  Lists lists;
+  const int32_t* indices;
+  const int32_t* slots;  // null: entries are numbered as values are
+  int64_t layout_heads, heads, rows, values, batch;
+  int log_block, row_tiles, column_tiles;
+
+  __host__ __device__ int64_t heads_apart() const { return layout_heads == 1 ? heads : 1; }
+  __host__ __device__ int64_t windows_of_all() const { return batch * heads_apart() * lists.windows(); }
+};
+
+template <class T, int kM, int kN>
+struct Memory {
+  static constexpr int kValues = tile_elements<T>(kM, kChunk<T>), kDense = tile_elements<T>(kN, kChunk<T>);
+  static constexpr int kResult = tile_elements<T>(kM, kN) - kValues;
+  // The result passes through a stage.
+  struct Stage {
+    T values[kValues];
+    T dense[kDense > kResult ? kDense : kResult];
+  };
+  Stage stages[kStages];
+  int32_t listed[kMostListed], slots[kMostListed];
+};
+
+template <class T, int kM, int kN, bool kFast>
+__global__ void __launch_bounds__(kThreads, kN == 128 ? 2 : 3) matmul_dsd_kernel(const __grid_constant__ Arguments<T> p) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  using Tile = Sums<T, kM, kN, kFast>;
+  auto& memory = *reinterpret_cast<Memory<T, kM, kN>*>(shared);
+  const int block = 1 << p.log_block, windows = p.lists.windows();
+  const int64_t heads_apart = p.heads_apart();
+  const int64_t tasks = p.windows_of_all() * p.row_tiles * p.column_tiles;
+
+  for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
+    const int64_t first_column = task % p.column_tiles * kN;
+    const int first_row = task / p.column_tiles % p.row_tiles * kM;
+    const int64_t window_of_all = task / p.column_tiles / p.row_tiles;
+    const Window window(p.lists, window_of_all % windows);
+    const int64_t given_head = window_of_all / windows % heads_apart;
+    const int64_t batch = window_of_all / windows / heads_apart;
+    __syncthreads();
+    for (int i = window.first_entry + threadIdx.x; i < window.entry_after; i += kThreads) {
+      memory.listed[i - window.first_entry] = p.indices[i];
+      memory.slots[i - window.first_entry] = p.slots == nullptr ? i : p.slots[i];
+    }
+    __syncthreads();
+
+    const auto load = [&](const Walk& walk, auto& stage) {
+      const int64_t head = p.layout_heads == 1 ? given_head : walk.line / p.rows;
+      const int tokens = (walk.end - walk.begin) << p.log_block;
+      const int32_t* listed = memory.listed + (walk.begin - window.first_entry);
+      const int32_t* slots = memory.slots + (walk.begin - window.first_entry);
+      const T* values =
+          p.values_data +
+          ((batch * p.values + (p.layout_heads == 1 ? given_head * p.lists.entries : 0)) << 2 * p.log_block);
+      const auto value = [&](int row, int token) -> Source<T> {
+        row += first_row;
+        token += walk.token;
+        if (row >= block || token >= tokens) {
+          return {p.values_data, 0};
+        }
+        const int64_t slot = slots[token >> p.log_block];
+        token &= block - 1;
+        const int within = p.slots == nullptr ? (row << p.log_block) + token : (token << p.log_block) + row;
+        return {values + (slot << 2 * p.log_block) + within, kRun<T>};
+      };
+      if (p.slots == nullptr) {
+        load_tile<kM, kChunk<T>>(stage.values, p.values_vector, 1, value);
+      } else {
+        load_tile<kChunk<T>, kM>(
+            stage.values, p.values_vector, 1, [&](int token, int row) { return value(row, token); });
+      }
+      const int64_t from = batch * p.dense.batch + head * p.dense.head;
+      load_dense<kChunk<T>, kN>(stage.dense, p.dense, first_column, [&](int token) -> int64_t {
+        token += walk.token;
+        return token < tokens ? from + ((int64_t{listed[token >> p.log_block]} << p.log_block) +
+                                        (token & (block - 1))) * p.dense.token
+                              : -1;
+      });
+    };
+    const auto store_part = [&](const Walk& walk, const Tile& sums) {
+      Compute<T>* to = p.parts.at(window_of_all, walk.part, block, p.dense.width);
+      sums.for_each_pair([&](int row, int column, Compute<T> first, Compute<T> second) {
+        row += first_row + Tile::first_row();
+        const int64_t at = first_column + Tile::first_column() + column;
+        if (row < block && at < p.dense.width) {
+          to[row * p.dense.width + at] = first;
+          if (at + 1 < p.dense.width) {
+            to[row * p.dense.width + at + 1] = second;
+          }
+        }
+      });
+    };
+    // Through shared memory, so that runs of 16 bytes are written. Other warps may still read `tile`.
+    const auto store_result = [&](const Walk& walk, const Tile& sums, T* tile) {
+      const bool transposed = p.result.transposed;
+      const int pitch = pitch_of<T>(transposed ? kM : kN);
+      __syncthreads();
+      sums.for_each_pair([&](int row, int column, Compute<T> first, Compute<T> second) {
+        row += Tile::first_row();
+        column += Tile::first_column();
+        if (transposed) {
+          tile[column * pitch + row] = static_cast<T>(first);
+          tile[(column + 1) * pitch + row] = static_cast<T>(second);
+        } else {
+          *reinterpret_cast<Pair<T>*>(tile + row * pitch + column) = {static_cast<T>(first), static_cast<T>(second)};
+        }
+      });
+      __syncthreads();
+      const int64_t head = p.layout_heads == 1 ? given_head : walk.line / p.rows;
+      const int64_t first_token = walk.line % p.rows * block + first_row;
+      const int rows = min(kM, block);
+      const auto copy = [&](auto runs_, int lines) {
+        constexpr int runs = runs_;
+        for (int i = threadIdx.x; i < lines * runs; i += kThreads) {
+          const int line = i / runs, element = i % runs * kRun<T>;
+          const int row = transposed ? element : line, column = transposed ? line : element;
+          const T* from = tile + line * pitch + element;
+          T* to = p.result.at(batch * p.heads + head, first_token + row, first_column + column);
+          if (transposed ? row < rows : first_column + column + kRun<T> <= p.dense.width && p.dense.width % kRun<T> == 0) {
+            store_run(to, *reinterpret_cast<const Run<T, kRun<T>>*>(from));
+          } else if (!transposed) {
+            for (int e = 0; e < kRun<T> && first_column + column + e < p.dense.width; ++e) {
+              to[e] = from[e];
+            }
+          }
+        }
+      };
+      if (transposed) {
+        copy(std::integral_constant<int, kM / kRun<T>>{}, static_cast<int>(min(int64_t{kN}, p.dense.width - first_column)));
+      } else {
+        copy(std::integral_constant<int, kN / kRun<T>>{}, rows);
+      }
+    };
+
+    Walk ahead(p.lists, window), walk = ahead;
+    Tile sums;
+    sums.clear();
+    const auto load_next = [&](int stage) {
+      if (ahead.valid()) {
+        load(ahead, memory.stages[stage]);
+        ahead.next(p.lists, window, block, kChunk<T>, 1);
+      }
+      end_of_copies();
+    };
+    for (int stage = 0; stage < kStages - 1; ++stage) {
+      load_next(stage);
+    }
+    for (int stage = 0; walk.valid(); stage = (stage + 1) % kStages) {
+      wait_for_copies<kStages - 2>();
+      __syncthreads();
+      load_next((stage + kStages - 1) % kStages);
+      auto& tiles = memory.stages[stage];
+      sums.add(tiles.values, p.slots == nullptr, tiles.dense, p.dense.token_inner);
+      if (walk.line_ends(block, kChunk<T>, 1)) {
+        if (walk.part == kWhole) {
+          store_result(walk, sums, tiles.values);
+        } else {
+          store_part(walk, sums);
+        }
+        sums.clear();
+      }
+      walk.next(p.lists, window, block, kChunk<T>, 1);
+    }
+  }
+}
+
+// Adds the parts of the line that starts in each window and goes on after it, first part first.
+template <class T>
+__global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_constant__ Arguments<T> p) {
+  const int windows = p.lists.windows();
+  const int64_t block = int64_t{1} << p.log_block, width = p.dense.width;
+  for (int64_t window_of_all = blockIdx.x; window_of_all < p.windows_of_all(); window_of_all += gridDim.x) {
+    const Window window(p.lists, window_of_all % windows);
+    if (!window.last_is_long(p.lists)) {
+      continue;
+    }
+    const int64_t line = window.line_after - 1;
+    const int64_t more = (p.lists.offsets[line + 1] - 1) / p.lists.size - window_of_all % windows;
+    const int64_t head = p.layout_heads == 1 ? window_of_all / windows % p.heads : line / p.rows;
+    const int64_t batch = window_of_all / windows / p.heads_apart();
+    for (int64_t i = threadIdx.x; i < block * width; i += kThreads) {
+      Compute<T> sum = p.parts.at(window_of_all, kStarted, block, width)[i];
+      for (int64_t part = 1; part <= more; ++part) {
+        sum += p.parts.at(window_of_all + part, kContinued, block, width)[i];
+      }
+      *p.result.at(batch * p.heads + head, line % p.rows * block + i / width, i % width) = static_cast<T>(sum);
+    }
+  }
+}
+
+Tensor matmul_dsd(
+    const Tensor& values, const Tensor& dense, const Tensor& offsets, const Tensor& indices,
+    const std::optional<Tensor>& slots, int64_t layout_heads, int64_t block, bool transpose_result, bool allow_tf32) {
+  check_dsd(values, dense, offsets, indices, slots, layout_heads, block);
+  const int64_t batch = dense.size(0), heads = dense.size(1), width = dense.size(3);
+  const int64_t live = indices.size(0), lines = offsets.size(0) - 1, tokens = lines / layout_heads * block;
+  Tensor out = torch::stable::new_empty(
+      dense, {batch, heads, transpose_result ? width : tokens, transpose_result ? tokens : width});
+  if (out.numel() == 0) {
+    return out;
+  }
+  const Launcher launch(dense);
+  with_types(values, allow_tf32, [&](auto zero, auto fast) {
+    using T = decltype(zero);
+    constexpr bool kFast = decltype(fast)::value;
+    const auto run = [&](auto height, auto tile_width) {
+      constexpr int kM = decltype(height)::value, kN = decltype(tile_width)::value;
+      const int column_tiles = static_cast<int>((width + kN - 1) / kN);
+      const int row_tiles = static_cast<int>(block > kM ? block / kM : 1);
+      const int64_t blocks = live * batch * heads / layout_heads;
+      Arguments<T> arguments{
+          static_cast<const T*>(values.const_data_ptr()),
+          reinterpret_cast<uintptr_t>(values.const_data_ptr()) % 16 == 0,
+          Dense<T>(dense, false),
+          {static_cast<T*>(out.mutable_data_ptr()), tokens, width, transpose_result},
+          {},
+          {offsets.const_data_ptr<int32_t>(), static_cast<int>(lines), static_cast<int>(live),
+           window_size(blocks, block, row_tiles * column_tiles, launch.multiprocessors())},
+          indices.const_data_ptr<int32_t>(),
+          slots.has_value() ? slots->const_data_ptr<int32_t>() : nullptr,
+          layout_heads, heads, lines / layout_heads, values.size(1), batch, log2_of(block), row_tiles, column_tiles};
+      const int64_t windows = arguments.windows_of_all();
+      // A line has at most one entry for each block of the other dimension.
+      const bool may_cut = dense.size(2) / block > arguments.lists.size;
+      std::optional<Tensor> parts;
+      if (may_cut) {
+        constexpr auto dtype = std::is_same_v<T, double> ? ScalarType::Double : ScalarType::Float;
+        parts = torch::stable::new_empty(dense, {windows, 2, block, width}, dtype);
+        arguments.parts.data = static_cast<Compute<T>*>(parts->mutable_data_ptr());
+      }
+      launch.with_shared_memory(
+          matmul_dsd_kernel<T, kM, kN, kFast>, windows * row_tiles * column_tiles, kThreads, sizeof(Memory<T, kM, kN>),
+          arguments);
+      if (may_cut) {
+        launch(add_parts_kernel<T>, windows, kThreads, arguments);
+      }
+    };
+    with_tile_height<T>(block, [&](auto height) {
+      if constexpr (sizeof(T) == 2) {
+        if (width > 64) {
+          return run(height, std::integral_constant<int, 128>{});
+        }
+      }
+      run(height, std::integral_constant<int, 64>{});
+    });
+  });
+  return out;
+}
+
+}  // namespace
+}  // namespace ds_sparse
+
+STABLE_TORCH_LIBRARY_IMPL(ds_sparse, CUDA, m) { m.impl("matmul_dsd", TORCH_BOX(&ds_sparse::matmul_dsd)); }
