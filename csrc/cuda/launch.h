@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/macros.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
@@ -27,6 +28,18 @@ class Launcher {
     STD_CUDA_CHECK(cudaGetDevice(&device));
     STD_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
     return count;
+  }
+
+  // A contiguous tensor that begins at a multiple of 16 bytes: a copy where `x` does not.
+  Tensor aligned(const Tensor& x) const {
+    if (reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0) {
+      return x;
+    }
+    Tensor copy = torch::stable::new_empty(x, x.sizes());
+    const size_t bytes = x.numel() * x.element_size();
+    STD_CUDA_CHECK(
+        cudaMemcpyAsync(copy.mutable_data_ptr(), x.const_data_ptr(), bytes, cudaMemcpyDeviceToDevice, stream_));
+    return copy;
   }
 
   // Runs `kernel` on at most 2^31 - 1 thread blocks (the limit of the x dimension): kernels stride over what is left.

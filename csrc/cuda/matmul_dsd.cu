@@ -43,14 +43,15 @@ struct PartSums {
 template <class T>
 struct Arguments {
   const T* values_data;
-  bool values_vector;
+  Operand<T> values;  // tokens are those that are summed over, depth the lines'
   Dense<T> dense;
   Result<T> result;
   PartSums<Compute<T>> parts;
   Lists lists;
   const int32_t* indices;
   const int32_t* slots;  // null: entries are numbered as values are
-  int64_t layout_heads, heads, rows, values, batch;
+  int layout_heads, heads, rows;
+  int64_t values_of_batch, batch;
   int log_block, row_tiles, column_tiles;
 
   __host__ __device__ int64_t heads_apart() const { return layout_heads == 1 ? heads : 1; }
@@ -71,21 +72,24 @@ struct Memory {
 };
 
 template <class T, int kM, int kN, bool kFast>
-__global__ void __launch_bounds__(kThreads, kN == 128 ? 2 : 3) matmul_dsd_kernel(const __grid_constant__ Arguments<T> p) {
+__global__ void __launch_bounds__(kThreads, kN == 128 ? 3 : 4) matmul_dsd_kernel(const __grid_constant__ Arguments<T> p) {
   extern __shared__ __align__(16) unsigned char shared[];
   using Tile = Sums<T, kM, kN, kFast>;
   auto& memory = *reinterpret_cast<Memory<T, kM, kN>*>(shared);
   const int block = 1 << p.log_block, windows = p.lists.windows();
   const int64_t heads_apart = p.heads_apart();
   const int64_t tasks = p.windows_of_all() * p.row_tiles * p.column_tiles;
+  const TileLoader<T, kChunk<T>, kM> load_values(p.values);
+  const TileLoader<T, kChunk<T>, kN> load_dense(p.dense);
 
   for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
-    const int64_t first_column = task % p.column_tiles * kN;
+    const int first_column = task % p.column_tiles * kN;
     const int first_row = task / p.column_tiles % p.row_tiles * kM;
     const int64_t window_of_all = task / p.column_tiles / p.row_tiles;
     const Window window(p.lists, window_of_all % windows);
-    const int64_t given_head = window_of_all / windows % heads_apart;
+    const int given_head = window_of_all / windows % heads_apart;
     const int64_t batch = window_of_all / windows / heads_apart;
+    const int64_t first_value = p.layout_heads == 1 ? int64_t{given_head} * p.lists.entries : 0;
     __syncthreads();
     for (int i = window.first_entry + threadIdx.x; i < window.entry_after; i += kThreads) {
       memory.listed[i - window.first_entry] = p.indices[i];
@@ -93,38 +97,18 @@ __global__ void __launch_bounds__(kThreads, kN == 128 ? 2 : 3) matmul_dsd_kernel
     }
     __syncthreads();
 
+    const T* values = p.values_data + ((batch * p.values_of_batch + first_value) << 2 * p.log_block);
+    const T* dense = nullptr;  // of the head that is loaded
     const auto load = [&](const Walk& walk, auto& stage) {
-      const int64_t head = p.layout_heads == 1 ? given_head : walk.line / p.rows;
-      const int tokens = (walk.end - walk.begin) << p.log_block;
+      if (walk.line_begins()) {
+        dense = p.dense.of(batch, p.layout_heads == 1 ? given_head : walk.line / p.rows);
+      }
       const int32_t* listed = memory.listed + (walk.begin - window.first_entry);
       const int32_t* slots = memory.slots + (walk.begin - window.first_entry);
-      const T* values =
-          p.values_data +
-          ((batch * p.values + (p.layout_heads == 1 ? given_head * p.lists.entries : 0)) << 2 * p.log_block);
-      const auto value = [&](int row, int token) -> Source<T> {
-        row += first_row;
-        token += walk.token;
-        if (row >= block || token >= tokens) {
-          return {p.values_data, 0};
-        }
-        const int64_t slot = slots[token >> p.log_block];
-        token &= block - 1;
-        const int within = p.slots == nullptr ? (row << p.log_block) + token : (token << p.log_block) + row;
-        return {values + (slot << 2 * p.log_block) + within, kRun<T>};
-      };
-      if (p.slots == nullptr) {
-        load_tile<kM, kChunk<T>>(stage.values, p.values_vector, 1, value);
-      } else {
-        load_tile<kChunk<T>, kM>(
-            stage.values, p.values_vector, 1, [&](int token, int row) { return value(row, token); });
-      }
-      const int64_t from = batch * p.dense.batch + head * p.dense.head;
-      load_dense<kChunk<T>, kN>(stage.dense, p.dense, first_column, [&](int token) -> int64_t {
-        token += walk.token;
-        return token < tokens ? from + ((int64_t{listed[token >> p.log_block]} << p.log_block) +
-                                        (token & (block - 1))) * p.dense.token
-                              : -1;
-      });
+      load_values(
+          stage.values, values, walk.token, walk.tokens, first_row, [&](int entry) { return slots[entry]; });
+      load_dense(
+          stage.dense, dense, walk.token, walk.tokens, first_column, [&](int entry) { return listed[entry]; });
     };
     const auto store_part = [&](const Walk& walk, const Tile& sums) {
       Compute<T>* to = p.parts.at(window_of_all, walk.part, block, p.dense.width);
@@ -151,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, kN == 128 ? 2 : 3) matmul_dsd_kernel
           tile[column * pitch + row] = static_cast<T>(first);
           tile[(column + 1) * pitch + row] = static_cast<T>(second);
         } else {
-          *reinterpret_cast<Pair<T>*>(tile + row * pitch + column) = {static_cast<T>(first), static_cast<T>(second)};
+          store_pair(tile + row * pitch + column, first, second);
         }
       });
       __syncthreads();
@@ -181,26 +165,26 @@ __global__ void __launch_bounds__(kThreads, kN == 128 ? 2 : 3) matmul_dsd_kernel
       }
     };
 
-    Walk ahead(p.lists, window), walk = ahead;
+    Walk ahead(p.lists, window, p.log_block), walk = ahead;
     Tile sums;
     sums.clear();
     const auto load_next = [&](int stage) {
       if (ahead.valid()) {
         load(ahead, memory.stages[stage]);
-        ahead.next(p.lists, window, block, kChunk<T>, 1);
+        ahead.next(p.lists, window, p.log_block, kChunk<T>, 1);
       }
       end_of_copies();
     };
     for (int stage = 0; stage < kStages - 1; ++stage) {
       load_next(stage);
     }
-    for (int stage = 0; walk.valid(); stage = (stage + 1) % kStages) {
+    for (int stage = 0, free = kStages - 1; walk.valid(); free = stage, stage = stage + 1 < kStages ? stage + 1 : 0) {
       wait_for_copies<kStages - 2>();
       __syncthreads();
-      load_next((stage + kStages - 1) % kStages);
+      load_next(free);
       auto& tiles = memory.stages[stage];
-      sums.add(tiles.values, p.slots == nullptr, tiles.dense, p.dense.token_inner);
-      if (walk.line_ends(block, kChunk<T>, 1)) {
+      sums.add(tiles.values, p.values.token_inner, tiles.dense, p.dense.token_inner);
+      if (walk.line_ends(kChunk<T>, 1)) {
         if (walk.part == kWhole) {
           store_result(walk, sums, tiles.values);
         } else {
@@ -208,27 +192,33 @@ __global__ void __launch_bounds__(kThreads, kN == 128 ? 2 : 3) matmul_dsd_kernel
         }
         sums.clear();
       }
-      walk.next(p.lists, window, block, kChunk<T>, 1);
+      walk.next(p.lists, window, p.log_block, kChunk<T>, 1);
     }
   }
 }
+
+constexpr int kAddedAtOnce = 8 * kThreads;  // numbers that a thread block of add_parts_kernel makes
 
 // Adds the parts of the line that starts in each window and goes on after it, first part first.
 template <class T>
 __global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_constant__ Arguments<T> p) {
   const int windows = p.lists.windows();
   const int64_t block = int64_t{1} << p.log_block, width = p.dense.width;
-  for (int64_t window_of_all = blockIdx.x; window_of_all < p.windows_of_all(); window_of_all += gridDim.x) {
+  const int64_t shares = (block * width + kAddedAtOnce - 1) / kAddedAtOnce;
+  for (int64_t task = blockIdx.x; task < p.windows_of_all() * shares; task += gridDim.x) {
+    const int64_t window_of_all = task / shares, share = task % shares;
     const Window window(p.lists, window_of_all % windows);
     if (!window.last_is_long(p.lists)) {
       continue;
     }
-    const int64_t line = window.line_after - 1;
+    const int line = window.line_after - 1;
     const int64_t more = (p.lists.offsets[line + 1] - 1) / p.lists.size - window_of_all % windows;
     const int64_t head = p.layout_heads == 1 ? window_of_all / windows % p.heads : line / p.rows;
     const int64_t batch = window_of_all / windows / p.heads_apart();
-    for (int64_t i = threadIdx.x; i < block * width; i += kThreads) {
+    const int64_t end = min(block * width, (share + 1) * kAddedAtOnce);
+    for (int64_t i = share * kAddedAtOnce + threadIdx.x; i < end; i += kThreads) {
       Compute<T> sum = p.parts.at(window_of_all, kStarted, block, width)[i];
+#pragma unroll 8
       for (int64_t part = 1; part <= more; ++part) {
         sum += p.parts.at(window_of_all + part, kContinued, block, width)[i];
       }
@@ -256,18 +246,28 @@ Tensor matmul_dsd(
       constexpr int kM = decltype(height)::value, kN = decltype(tile_width)::value;
       const int column_tiles = static_cast<int>((width + kN - 1) / kN);
       const int row_tiles = static_cast<int>(block > kM ? block / kM : 1);
+      const bool transposed = slots.has_value();
       const int64_t blocks = live * batch * heads / layout_heads;
       Arguments<T> arguments{
           static_cast<const T*>(values.const_data_ptr()),
-          reinterpret_cast<uintptr_t>(values.const_data_ptr()) % 16 == 0,
-          Dense<T>(dense, false),
+          Operand<T>(
+              block, block * block, transposed ? block : 1, transposed ? 1 : block, block,
+              reinterpret_cast<uintptr_t>(values.const_data_ptr()) % 16 == 0),
+          Dense<T>(dense, block, false),
           {static_cast<T*>(out.mutable_data_ptr()), tokens, width, transpose_result},
           {},
           {offsets.const_data_ptr<int32_t>(), static_cast<int>(lines), static_cast<int>(live),
            window_size(blocks, block, row_tiles * column_tiles, launch.multiprocessors())},
           indices.const_data_ptr<int32_t>(),
           slots.has_value() ? slots->const_data_ptr<int32_t>() : nullptr,
-          layout_heads, heads, lines / layout_heads, values.size(1), batch, log2_of(block), row_tiles, column_tiles};
+          static_cast<int>(layout_heads),
+          static_cast<int>(heads),
+          static_cast<int>(lines / layout_heads),
+          values.size(1),
+          batch,
+          log2_of(block),
+          row_tiles,
+          column_tiles};
       const int64_t windows = arguments.windows_of_all();
       // A line has at most one entry for each block of the other dimension.
       const bool may_cut = dense.size(2) / block > arguments.lists.size;
@@ -281,7 +281,7 @@ Tensor matmul_dsd(
           matmul_dsd_kernel<T, kM, kN, kFast>, windows * row_tiles * column_tiles, kThreads, sizeof(Memory<T, kM, kN>),
           arguments);
       if (may_cut) {
-        launch(add_parts_kernel<T>, windows, kThreads, arguments);
+        launch(add_parts_kernel<T>, windows * ((block * width + kAddedAtOnce - 1) / kAddedAtOnce), kThreads, arguments);
       }
     };
     with_tile_height<T>(block, [&](auto height) {

@@ -25,7 +25,8 @@ struct Arguments {
   T* out;
   Lists lists;
   const int32_t* columns;
-  int64_t layout_heads, heads, rows, values, batch;
+  int layout_heads, heads, rows;
+  int64_t values, batch;
   int log_block, row_tiles, chunks;
 };
 
@@ -38,30 +39,30 @@ struct Memory {
   T columns[kStages][tile_elements<T>(kTokens, kChunk<T>)];
   T result[kThreads / 32][Tile::kRows * kPitch];
   int32_t listed[kMostListed];
-  // Followed by row_slots() times the chunks of a row tile: rows of up to two chunks stay for all their columns, and as
-  // many of them as the steps ahead may reach; longer ones come again with each chunk of the columns.
+  // Followed by row tiles. Rows of up to two chunks stay for all their columns, as many of them as the steps ahead may
+  // reach; longer ones come again with each chunk of the columns.
   __device__ RowTile* rows() { return reinterpret_cast<RowTile*>(this + 1); }
-  __host__ __device__ static int row_slots(int chunks) { return chunks == 2 ? 2 : kStages; }
-  __host__ __device__ static int row_tiles(int chunks) { return chunks == 2 ? 4 : kStages; }
+  static size_t bytes(int chunks) { return sizeof(Memory) + kStages * (chunks <= 2 ? chunks : 1) * sizeof(RowTile); }
 };
 
 template <class T, int kM, bool kFast>
-__global__ void __launch_bounds__(kThreads, 3) matmul_sdd_kernel(const __grid_constant__ Arguments<T> p) {
+__global__ void __launch_bounds__(kThreads, 4) matmul_sdd_kernel(const __grid_constant__ Arguments<T> p) {
   extern __shared__ __align__(16) unsigned char shared[];
   using Tile = Sums<T, kM, kTokens, kFast>;
   auto& memory = *reinterpret_cast<Memory<T, kM, kFast>*>(shared);
   const int block = 1 << p.log_block, chunks = p.chunks, windows = p.lists.windows();
   const bool rows_stay = chunks <= 2;
-  const int row_slots = memory.row_slots(chunks);
   const int64_t heads_apart = p.layout_heads == 1 ? p.heads : 1;
   const int64_t tasks = p.batch * heads_apart * windows * p.row_tiles;
   constexpr int pitch = Memory<T, kM, kFast>::kPitch;
   T* result = memory.result[threadIdx.x / 32];
+  const TileLoader<T, kM, kChunk<T>> load_rows(p.a);
+  const TileLoader<T, kTokens, kChunk<T>> load_columns(p.b);
 
   for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
     const int first_row = task % p.row_tiles * kM;
     const Window window(p.lists, task / p.row_tiles % windows);
-    const int64_t given_head = task / p.row_tiles / windows % heads_apart;
+    const int given_head = task / p.row_tiles / windows % heads_apart;
     const int64_t batch = task / p.row_tiles / windows / heads_apart;
     __syncthreads();
     for (int i = window.first_entry + threadIdx.x; i < window.entry_after; i += kThreads) {
@@ -70,73 +71,70 @@ __global__ void __launch_bounds__(kThreads, 3) matmul_sdd_kernel(const __grid_co
     __syncthreads();
 
     const auto row_tile = [&](const Walk& walk, int stage) -> T* {
-      return memory.rows()[rows_stay ? walk.number % row_slots * chunks + walk.chunk : stage];
+      return memory.rows()[rows_stay ? walk.number % kStages * chunks + walk.chunk : stage];
     };
+    const T *a = nullptr, *b = nullptr;  // of the head that is loaded
     const auto load = [&](const Walk& walk, int stage) {
-      const int64_t head = p.layout_heads == 1 ? given_head : walk.line / p.rows;
-      const int tokens = (walk.end - walk.begin) << p.log_block;
-      const int64_t depth = int64_t{walk.chunk} * kChunk<T>;
-      if (!rows_stay || walk.token == 0) {
-        const int64_t from = batch * p.a.batch + head * p.a.head + (walk.line % p.rows * block + first_row) * p.a.token;
-        load_dense<kM, kChunk<T>>(row_tile(walk, stage), p.a, depth, [&](int token) -> int64_t {
-          return token < block ? from + token * p.a.token : -1;
-        });
+      if (walk.line_begins()) {
+        const int head = p.layout_heads == 1 ? given_head : walk.line / p.rows;
+        a = p.a.of(batch, head);
+        b = p.b.of(batch, head);
       }
-      const int64_t from = batch * p.b.batch + head * p.b.head;
+      const int depth = walk.chunk * kChunk<T>;
+      if (!rows_stay || walk.token == 0) {
+        const int row = walk.line % p.rows;
+        load_rows(row_tile(walk, stage), a, first_row, block, depth, [&](int) { return row; });
+      }
       const int32_t* listed = memory.listed + (walk.begin - window.first_entry);
-      load_dense<kTokens, kChunk<T>>(memory.columns[stage], p.b, depth, [&](int token) -> int64_t {
-        token += walk.token;
-        return token < tokens
-                   ? from + ((int64_t{listed[token >> p.log_block]} << p.log_block) + (token & (block - 1))) * p.b.token
-                   : -1;
-      });
+      load_columns(
+          memory.columns[stage], b, walk.token, walk.tokens, depth, [&](int entry) { return listed[entry]; });
     };
     const auto store = [&](const Walk& walk, const Tile& sums) {
       sums.for_each_pair([&](int row, int column, Compute<T> first, Compute<T> second) {
-        *reinterpret_cast<Pair<T>*>(result + row * pitch + column) = {static_cast<T>(first), static_cast<T>(second)};
+        store_pair(result + row * pitch + column, first, second);
       });
       __syncwarp();
-      const int tokens = (walk.end - walk.begin) << p.log_block;
       const int64_t head = p.layout_heads == 1 ? given_head : 0;
       T* to = p.out + ((batch * p.values + head * p.lists.entries + walk.begin) << 2 * p.log_block);
       constexpr int runs = Tile::kColumns / kRun<T>;
+      const int first_line = Tile::lane() / runs, column = Tile::lane() % runs * kRun<T>;
+      const int token = walk.token + Tile::first_column() + column;
+      to += (int64_t{token >> p.log_block} << 2 * p.log_block) + (token & (block - 1));
 #pragma unroll
-      for (int i = 0; i < Tile::kRows * runs; i += 32) {
-        const int row = (i + Tile::lane()) / runs, column = (i + Tile::lane()) % runs * kRun<T>;
-        const int64_t token = walk.token + Tile::first_column() + column;
-        const int row_of_block = first_row + Tile::first_row() + row;
-        if (token < tokens && row_of_block < block) {
+      for (int i = 0; i < Tile::kRows * runs / 32; ++i) {
+        const int row = first_line + i * (32 / runs), row_of_block = first_row + Tile::first_row() + row;
+        if (token < walk.tokens && row_of_block < block) {
           store_run(
-              to + ((token >> p.log_block) << 2 * p.log_block) + (row_of_block << p.log_block) + (token & (block - 1)),
+              to + (row_of_block << p.log_block),
               *reinterpret_cast<const Run<T, kRun<T>>*>(result + row * pitch + column));
         }
       }
       __syncwarp();
     };
 
-    Walk ahead(p.lists, window), walk = ahead;
+    Walk ahead(p.lists, window, p.log_block), walk = ahead;
     Tile sums;
     sums.clear();
     const auto load_next = [&](int stage) {
       if (ahead.valid()) {
         load(ahead, stage);
-        ahead.next(p.lists, window, block, kTokens, chunks);
+        ahead.next(p.lists, window, p.log_block, kTokens, chunks);
       }
       end_of_copies();
     };
     for (int stage = 0; stage < kStages - 1; ++stage) {
       load_next(stage);
     }
-    for (int stage = 0; walk.valid(); stage = (stage + 1) % kStages) {
+    for (int stage = 0, free = kStages - 1; walk.valid(); free = stage, stage = stage + 1 < kStages ? stage + 1 : 0) {
       wait_for_copies<kStages - 2>();
       __syncthreads();
-      load_next((stage + kStages - 1) % kStages);
+      load_next(free);
       sums.add(row_tile(walk, stage), !p.a.token_inner, memory.columns[stage], !p.b.token_inner);
       if (walk.chunk + 1 == chunks) {
         store(walk, sums);
         sums.clear();
       }
-      walk.next(p.lists, window, block, kTokens, chunks);
+      walk.next(p.lists, window, p.log_block, kTokens, chunks);
     }
   }
 }
@@ -161,14 +159,14 @@ Tensor matmul_sdd(
           row_offsets.const_data_ptr<int32_t>(), static_cast<int>(row_offsets.size(0) - 1), static_cast<int>(live),
           window_size(live * batch * heads / layout_heads, block, row_tiles, launch.multiprocessors())};
       const Arguments<T> arguments{
-          Dense<T>(a, false), Dense<T>(b, true), static_cast<T*>(out.mutable_data_ptr()), lists,
-          columns.const_data_ptr<int32_t>(), layout_heads, heads, lists.lines / layout_heads, out.size(1), batch,
+          Dense<T>(a, block, false), Dense<T>(b, block, true), static_cast<T*>(out.mutable_data_ptr()), lists,
+          columns.const_data_ptr<int32_t>(), static_cast<int>(layout_heads), static_cast<int>(heads),
+          static_cast<int>(lists.lines / layout_heads), out.size(1), batch,
           log2_of(block), row_tiles, chunks};
       const int64_t tasks = batch * (layout_heads == 1 ? heads : 1) * lists.windows() * row_tiles;
       constexpr bool kFast = decltype(fast)::value;
-      using M = Memory<T, kM, kFast>;
-      const size_t bytes = sizeof(M) + M::row_tiles(chunks) * sizeof(typename M::RowTile);
-      launch.with_shared_memory(matmul_sdd_kernel<T, kM, kFast>, tasks, kThreads, bytes, arguments);
+      launch.with_shared_memory(
+          matmul_sdd_kernel<T, kM, kFast>, tasks, kThreads, Memory<T, kM, kFast>::bytes(chunks), arguments);
     });
   });
   return out;

@@ -2,7 +2,8 @@
 //
 // A product is 16 x 8 (m x n). Lane l holds of it rows l / 4 and l / 4 + 8, columns 2 * (l % 4) and the one after, in this
 // order: PTX's accumulator fragment, the same for every type. Operands are read from tiles that lie either way round:
-// `k_inner` says whether neighbours in memory are neighbours along k, the dimension that is summed.
+// `k_inner` says whether neighbours in memory are neighbours along k, the dimension that is summed; `pitch` elements lie
+// between a tile's lines.
 
 #pragma once
 
@@ -17,9 +18,10 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Four 8 x 8 matrices of 16-bit elements, whose rows lanes 8 i to 8 i + 7 point at; `transposed` as they arrive.
-__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], const void* row, bool transposed) {
-  if (transposed) {
+// Four 8 x 8 matrices of 16-bit elements, whose rows lanes 8 i to 8 i + 7 point at; transposed as they arrive, or not.
+template <bool kTransposed>
+__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], const void* row) {
+  if constexpr (kTransposed) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                  : "r"(shared_address(row)));
@@ -69,20 +71,22 @@ struct Mma {
   using FragmentA = uint32_t[4];
   using FragmentB = uint32_t[4];
 
-  // Rows m to m + 15, k to k + 15 of a tile with `pitch` elements from one line of memory to the next.
-  static __device__ __forceinline__ void read_a(
-      FragmentA& to, const T* tile, int pitch, bool k_inner, int m, int k, int lane) {
+  // Rows m to m + 15, k to k + 15.
+  template <bool k_inner, int pitch>
+  static __device__ __forceinline__ void read_a(FragmentA& to, const T* tile, int m, int k, int lane) {
     const int matrix = lane / 8, line = lane % 8;
     const int along_m = m + matrix % 2 * 8, along_k = k + matrix / 2 * 8;
-    load_matrices(to, tile + (k_inner ? (along_m + line) * pitch + along_k : (along_k + line) * pitch + along_m), !k_inner);
+    const int place = k_inner ? (along_m + line) * pitch + along_k : (along_k + line) * pitch + along_m;
+    load_matrices<!k_inner>(to, tile + place);
   }
 
   // Columns n to n + 15.
-  static __device__ __forceinline__ void read_b(
-      FragmentB& to, const T* tile, int pitch, bool k_inner, int n, int k, int lane) {
+  template <bool k_inner, int pitch>
+  static __device__ __forceinline__ void read_b(FragmentB& to, const T* tile, int n, int k, int lane) {
     const int matrix = lane / 8, line = lane % 8;
     const int along_n = n + matrix / 2 * 8, along_k = k + matrix % 2 * 8;
-    load_matrices(to, tile + (k_inner ? (along_n + line) * pitch + along_k : (along_k + line) * pitch + along_n), !k_inner);
+    const int place = k_inner ? (along_n + line) * pitch + along_k : (along_k + line) * pitch + along_n;
+    load_matrices<!k_inner>(to, tile + place);
   }
 
   template <bool kFast>
@@ -100,8 +104,8 @@ struct WideFragments {
   using FragmentA = T[4];
   using FragmentB = T[4];
 
-  static __device__ __forceinline__ void read_a(
-      FragmentA& to, const T* tile, int pitch, bool k_inner, int m, int k, int lane) {
+  template <bool k_inner, int pitch>
+  static __device__ __forceinline__ void read_a(FragmentA& to, const T* tile, int m, int k, int lane) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int along_m = m + lane / 4 + e % 2 * 8, along_k = k + lane % 4 + e / 2 * 4;
@@ -109,8 +113,8 @@ struct WideFragments {
     }
   }
 
-  static __device__ __forceinline__ void read_b(
-      FragmentB& to, const T* tile, int pitch, bool k_inner, int n, int k, int lane) {
+  template <bool k_inner, int pitch>
+  static __device__ __forceinline__ void read_b(FragmentB& to, const T* tile, int n, int k, int lane) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int along_n = n + lane / 4 + e / 2 * 8, along_k = k + lane % 4 + e % 2 * 4;

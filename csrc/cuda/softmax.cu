@@ -1,9 +1,9 @@
 // Row softmax over live blocks. Schemas and shapes: csrc/library.cpp; meaning: ds_sparse/reference.py.
 //
-// A token row is shared by `width` neighbouring lanes of a warp, which take its 16-byte runs in turn, whatever the size
-// of its blocks. A row costs what its own live blocks cost and may be of any length: it is read twice (maximum and sum
-// in one sweep, then the result), the second time mostly from cache. A warp holds at most 8 rows, and they are rows of
-// one block row since blocks are 8 or more: its lanes loop equally often.
+// A warp takes up to 8 token rows, as many as it can work on at once where rows are of average length; they are rows of
+// one block row since blocks are 8 or more. `width` neighbouring lanes share a row and take its 16-byte runs in turn,
+// whatever the size of its blocks; a lane holds up to kHeld of them. Rows that are longer get more lanes each. One that
+// the whole warp cannot hold is read twice, the second time mostly from cache.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -21,14 +21,16 @@
 namespace ds_sparse {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 constexpr int kLanes = 32;
-constexpr int kMostRowsAWarp = 8;
+constexpr int kMostRows = 8;  // of a warp
+constexpr int kHeld = 5;
 
 // The live blocks of all heads and where their values are.
 struct Blocks {
   const int32_t* row_offsets;
   int64_t layout_heads, rows, values, block;
+  int log_block;
 
   // N, the live blocks of the stored layouts. Only the device knows it without a synchronisation.
   __device__ int64_t entries() const { return row_offsets[layout_heads * rows]; }
@@ -46,53 +48,81 @@ struct Blocks {
   }
 };
 
-// All token rows of a tensor of values, and the share of a warp's lanes that each gets.
-template <class T>
-struct TokenRows {
-  int64_t count, tokens, heads;
-  int width;
+// The smallest number of lanes that hold `runs` runs, or nearly; a power of two, all of a warp at most.
+__device__ __forceinline__ int width_for(int64_t runs, int least) {
+  int width = least;
+  while (width < kLanes && width * kHeld * 9 / 8 < runs) {
+    width *= 2;
+  }
+  return width;
+}
 
-  __device__ TokenRows(const Blocks& blocks, int64_t batch) {
-    tokens = blocks.rows * blocks.block;
-    heads = blocks.heads();
-    count = batch * heads * tokens;
-    // The smallest width that holds a row of average length.
-    const int64_t runs = blocks.entries() * blocks.block / kRun<T>;
-    width = kLanes / kMostRowsAWarp;
-    while (width < kLanes && width * blocks.layout_heads * blocks.rows < runs) {
-      width *= 2;
-    }
+// How the token rows of a tensor of values are shared out: groups of `rows` rows over warps.
+template <class T>
+struct Shares {
+  int64_t groups;
+  uint32_t heads;
+  int least_width, rows;
+
+  __device__ Shares(const Blocks& blocks, int64_t batch) : heads(static_cast<uint32_t>(blocks.heads())) {
+    const int64_t lines = blocks.layout_heads * blocks.rows;
+    least_width = width_for(((blocks.entries() << blocks.log_block) / kRun<T> + lines - 1) / lines, kLanes / kMostRows);
+    rows = kLanes / least_width;
+    groups = batch * heads * blocks.rows * (blocks.block / rows);
   }
 
-  __device__ int lane() const { return threadIdx.x % width; }
-  __device__ int64_t first() const { return (blockIdx.x * int64_t{kThreads} + threadIdx.x) / width; }
-  __device__ int64_t step() const { return gridDim.x * int64_t{kThreads} / width; }
+  __device__ int64_t first_group() const { return (blockIdx.x * int64_t{kThreads} + threadIdx.x) / kLanes; }
+  __device__ int64_t step() const { return gridDim.x * int64_t{kThreads} / kLanes; }
 };
 
-// One token row: which it is, and its elements as `count` runs of 16 bytes.
+// Rows of one block row: where they are, and their elements as `count` runs of 16 bytes each.
 template <class T>
-struct TokenRow {
-  int64_t batch, head, token, block, first_element, count;
-  int first_entry, log_runs;
+struct Group {
+  static constexpr int kLogRun = log2_of(kRun<T>);
+  uint32_t batch, head, row, first_within;
+  int64_t first_element;
+  int first_entry, count, width, log_block;
 
-  __device__ TokenRow(const Blocks& blocks, const TokenRows<T>& all, int64_t number)
-      : batch(number / all.tokens / all.heads),
-        head(number / all.tokens % all.heads),
-        token(number % all.tokens),
-        block(blocks.block),
-        log_runs(__ffs(static_cast<int>(block) / kRun<T>) - 1) {
-    const int2 entries = blocks.entries_of(head, token / block);
+  __device__ Group(const Blocks& blocks, const Shares<T>& shares, int64_t number) : log_block(blocks.log_block) {
+    // Block rows of all heads and batches are fewer than 2^32.
+    const int log_groups = log_block - log2_of(shares.rows);
+    const uint32_t line = static_cast<uint32_t>(number >> log_groups), rows = static_cast<uint32_t>(blocks.rows);
+    const uint32_t matrix = line / rows;
+    row = line % rows;
+    batch = matrix / shares.heads;
+    head = matrix % shares.heads;
+    first_within = (static_cast<uint32_t>(number) & ((1u << log_groups) - 1)) * shares.rows;
+    const int2 entries = blocks.entries_of(head, row);
     first_entry = entries.x;
-    first_element = blocks.element_of(batch, head, entries.x) + token % block * block;
-    count = static_cast<int64_t>(entries.y - entries.x) << log_runs;
+    first_element = blocks.element_of(batch, head, entries.x) + (first_within << log_block);
+    count = (entries.y - entries.x) << log_runs();
+    width = width_for(count, shares.least_width);
   }
 
-  __device__ int64_t within_block(int64_t run) const { return (run & ((int64_t{1} << log_runs) - 1)) * kRun<T>; }
-  __device__ int64_t element(int64_t run) const {
-    return first_element + (run >> log_runs) * block * block + within_block(run);
+  __device__ int lane() const { return threadIdx.x & (width - 1); }
+  __device__ int first_row() const { return threadIdx.x % kLanes / width; }
+  __device__ int rows_at_once() const { return kLanes / width; }
+
+  __device__ int log_runs() const { return log_block - kLogRun; }
+  __device__ uint32_t token(int number) const { return (row << log_block) + first_within + number; }
+  __device__ int within_block(int run) const { return (run & ((1 << log_runs()) - 1)) << kLogRun; }
+  __device__ int64_t element(int number, int run) const {
+    return first_element + (int64_t{run >> log_runs()} << 2 * log_block) + ((number << log_block) + within_block(run));
   }
-  __device__ int64_t column(int64_t run, const int32_t* columns) const {
-    return columns[first_entry + (run >> log_runs)] * block + within_block(run);
+  __device__ int column(int run, const int32_t* columns) const {
+    return (columns[first_entry + (run >> log_runs())] << log_block) + within_block(run);
+  }
+
+  // Calls f(i, run) for the lane's share, i < kHeld, of the runs from `first` on.
+  template <class F>
+  __device__ __forceinline__ void for_each_run(int first, const F& f) const {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int run = first + i * width + lane();
+      if (run < count) {
+        f(i, run);
+      }
+    }
   }
 };
 
@@ -104,6 +134,7 @@ struct Bias {
   int64_t batch, head, token, column;
 };
 
+// Those that are there come first.
 struct Biases {
   Bias bias[3];
 };
@@ -129,41 +160,38 @@ __device__ __forceinline__ A biased(A logit, A bias) {
   return sum == -infinity<A>() ? std::numeric_limits<A>::lowest() : sum;
 }
 
-// Scale, biases, masks and causality for the run that starts at `column`; dropped elements become -inf.
+// x * scale for a run.
 template <class T>
-__device__ __forceinline__ void logits_of(
-    const Run<T, kRun<T>>& scores, const TokenRow<T>& row, int64_t column, const Biases& biases, Compute<T> scale,
-    bool causal, Compute<T> (&logits)[kRun<T>]) {
+__device__ __forceinline__ void scale_run(
+    const Run<T, kRun<T>>& scores, Compute<T> scale, Compute<T> (&logits)[kRun<T>]) {
   using A = Compute<T>;
+  const bool may_overflow = !(abs(scale) <= 1);
 #pragma unroll
   for (int i = 0; i < kRun<T>; ++i) {
-    logits[i] = scaled(static_cast<A>(scores.element[i]), scale);
+    const A score = static_cast<A>(scores.element[i]);
+    logits[i] = may_overflow ? scaled(score, scale) : score * scale;
   }
+}
+
+template <class T>
+__device__ __forceinline__ void add_run(const Run<T, kRun<T>>& bias, Compute<T> (&logits)[kRun<T>]) {
+  using A = Compute<T>;
+  A sums[kRun<T>];
+  bool dropped = false;  // rare; only then it matters whether a sum overflowed
 #pragma unroll
-  for (const Bias& bias : biases.bias) {
-    if (bias.data == nullptr) {
-      continue;
-    }
-    const int64_t at = row.batch * bias.batch + row.head * bias.head + row.token * bias.token + column * bias.column;
-    if (bias.keeps) {
-      const auto keep = load_run<kRun<T>>(static_cast<const uint8_t*>(bias.data) + at, bias.column);
-#pragma unroll
-      for (int i = 0; i < kRun<T>; ++i) {
-        logits[i] = keep.element[i] != 0 ? logits[i] : -infinity<A>();
-      }
-    } else {
-      const auto added = load_run<kRun<T>>(static_cast<const T*>(bias.data) + at, bias.column);
-#pragma unroll
-      for (int i = 0; i < kRun<T>; ++i) {
-        logits[i] = biased(logits[i], static_cast<A>(added.element[i]));
-      }
-    }
+  for (int i = 0; i < kRun<T>; ++i) {
+    sums[i] = logits[i] + static_cast<A>(bias.element[i]);
+    dropped |= sums[i] == -infinity<A>();
   }
-  if (causal && column + kRun<T> > row.token + 1) {
+  if (dropped) {
 #pragma unroll
     for (int i = 0; i < kRun<T>; ++i) {
-      logits[i] = column + i > row.token ? -infinity<A>() : logits[i];
+      sums[i] = biased(logits[i], static_cast<A>(bias.element[i]));
     }
+  }
+#pragma unroll
+  for (int i = 0; i < kRun<T>; ++i) {
+    logits[i] = sums[i];
   }
 }
 
@@ -174,86 +202,188 @@ __device__ __forceinline__ A finite_reference(A largest) {
 }
 
 template <class A>
-__device__ __forceinline__ A exp_of_difference(A x, A reference) {
-  constexpr A log2_e = 1.4426950408889634;
-  return exp2((x - reference) * log2_e);
+constexpr A kLog2E = 1.4426950408889634;
+
+// 2^(scale * (x - reference)).
+template <class A>
+__device__ __forceinline__ A power_of_difference(A x, A reference, A scale) {
+  if constexpr (std::is_same_v<A, float>) {
+    // exp2f brings back results below 2^-126, which is not worth its instructions here.
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"((x - reference) * scale));
+    return power;
+  } else {
+    return exp2((x - reference) * scale);
+  }
 }
 
-template <class T>
-__global__ void __launch_bounds__(kThreads) softmax_forward_kernel(
+// kPlain: scale is positive, and there is nothing else. Then it is left to the exponents, whose differences it scales.
+template <class T, bool kPlain>
+__global__ void __launch_bounds__(kThreads, kPlain ? 5 : 3) softmax_forward_kernel(
     const T* __restrict__ scores, T* __restrict__ probs, Blocks blocks, const int32_t* __restrict__ columns,
-    int64_t batch, Biases biases, Compute<T> scale, bool causal) {
+    int64_t batch, const __grid_constant__ Biases biases, Compute<T> scale, bool causal) {
   using A = Compute<T>;
-  const TokenRows<T> rows(blocks, batch);
-  for (int64_t number = rows.first(); number < rows.count; number += rows.step()) {
-    const TokenRow<T> row(blocks, rows, number);
-    A logits[kRun<T>];
-    const auto read = [&](int64_t run) {
-      const auto raw = load_run<kRun<T>>(scores + row.element(run));
-      logits_of<T>(raw, row, row.column(run, columns), biases, scale, causal, logits);
-    };
+  const Shares<T> shares(blocks, batch);
+  const A exponent_scale = kPlain ? scale * kLog2E<A> : kLog2E<A>;
+  for (int64_t number = shares.first_group(); number < shares.groups; number += shares.step()) {
+    const Group<T> group(blocks, shares, number);
+    const int held = kHeld * group.width;
+    for (int row = group.first_row(); row < shares.rows; row += group.rows_at_once()) {
+      A logits[kHeld][kRun<T>];
+      const auto read = [&](int first) {
+        Run<T, kRun<T>> runs[kHeld];
+        group.for_each_run(first, [&](int i, int run) {
+          runs[i] = load_aligned(scores + group.element(row, run));
+        });
+        if constexpr (kPlain) {
+          group.for_each_run(first, [&](int i, int) {
+#pragma unroll
+            for (int e = 0; e < kRun<T>; ++e) {
+              logits[i][e] = static_cast<A>(runs[i].element[e]);
+            }
+          });
+          return;
+        }
+        int column[kHeld];
+        group.for_each_run(first, [&](int i, int run) { column[i] = group.column(run, columns); });
+        group.for_each_run(first, [&](int i, int) { scale_run(runs[i], scale, logits[i]); });
+        const int token = group.token(row);
+        // Those that are there come first.
+#pragma unroll 1
+        for (const Bias* bias = biases.bias; bias < biases.bias + 3 && bias->data != nullptr; ++bias) {
+          const int64_t of_row = group.batch * bias->batch + group.head * bias->head + token * bias->token;
+          if (bias->keeps) {
+            const uint8_t* data = static_cast<const uint8_t*>(bias->data) + of_row;
+            group.for_each_run(first, [&](int i, int) {
+              const auto keep = load_run<kRun<T>>(data + column[i] * bias->column, bias->column);
+#pragma unroll
+              for (int e = 0; e < kRun<T>; ++e) {
+                logits[i][e] = keep.element[e] != 0 ? logits[i][e] : -infinity<A>();
+              }
+            });
+          } else {
+            const T* data = static_cast<const T*>(bias->data) + of_row;
+            group.for_each_run(first, [&](int i, int) {
+              add_run(load_run<kRun<T>>(data + column[i] * bias->column, bias->column), logits[i]);
+            });
+          }
+        }
+        if (causal) {
+          group.for_each_run(first, [&](int i, int) {
+#pragma unroll
+            for (int e = 0; e < kRun<T>; ++e) {
+              logits[i][e] = column[i] + e > token ? -infinity<A>() : logits[i][e];
+            }
+          });
+        }
+      };
+      A largest = -infinity<A>(), sum = 0;
+      const auto add = [&](int first) {
+        A larger = largest;
+        group.for_each_run(first, [&](int i, int) {
+#pragma unroll
+          for (const A logit : logits[i]) {
+            larger = max(larger, logit);
+          }
+        });
+        const A reference = finite_reference(larger);
+        sum *= power_of_difference(largest, reference, exponent_scale);
+        group.for_each_run(first, [&](int i, int) {
+#pragma unroll
+          for (A& logit : logits[i]) {
+            logit = power_of_difference(logit, reference, exponent_scale);
+            sum += logit;
+          }
+        });
+        largest = larger;
+      };
+      const auto write = [&](int first, A factor) {
+        group.for_each_run(first, [&](int i, int run) {
+          Run<T, kRun<T>> result;
+#pragma unroll
+          for (int e = 0; e < kRun<T>; ++e) {
+            result.element[e] = static_cast<T>(logits[i][e] * factor);
+          }
+          store_run(probs + group.element(row, run), result);
+        });
+      };
 
-    A largest = -infinity<A>();
-    A sum = 0;
-    for (int64_t run = rows.lane(); run < row.count; run += rows.width) {
-      read(run);
-      A larger = largest;
+      // `add` leaves powers relative to the lane's largest logit where the logits were; a row that is held needs no other
+      // sweep.
+      const bool reads_again = group.count > held;
+      const int once = (group.count + held - 1) / held * held;
+      A reference = 0, factor = 0;
+      for (int at = 0; at < (reads_again ? 2 * once : once); at += held) {
+        const int first = at < once ? at : at - once;
+        read(first);
+        if (at < once) {
+          add(first);
+        }
+        if (at + held == once) {
+          reference = finite_reference(max_of_lanes(largest, group.width));
+          const A to_reference = power_of_difference(largest, reference, exponent_scale);
+          sum = sum_of_lanes(sum * to_reference, group.width);
+          factor = sum == 0 ? A(0) : 1 / sum;
+          factor *= reads_again ? A(1) : to_reference;
+        }
+        if (at >= once) {
+          group.for_each_run(first, [&](int i, int) {
 #pragma unroll
-      for (int i = 0; i < kRun<T>; ++i) {
-        larger = max(larger, logits[i]);
+            for (A& logit : logits[i]) {
+              logit = power_of_difference(logit, reference, exponent_scale);
+            }
+          });
+        }
+        if (at >= once || !reads_again) {
+          write(first, factor);
+        }
       }
-      const A reference = finite_reference(larger);
-      sum *= exp_of_difference(largest, reference);
-#pragma unroll
-      for (int i = 0; i < kRun<T>; ++i) {
-        sum += exp_of_difference(logits[i], reference);
-      }
-      largest = larger;
-    }
-    const A reference = finite_reference(max_of_lanes(largest, rows.width));
-    sum = sum_of_lanes(sum * exp_of_difference(largest, reference), rows.width);
-    const A factor = sum == 0 ? A(0) : 1 / sum;
-
-    for (int64_t run = rows.lane(); run < row.count; run += rows.width) {
-      read(run);
-      Run<T, kRun<T>> result;
-#pragma unroll
-      for (int i = 0; i < kRun<T>; ++i) {
-        result.element[i] = static_cast<T>(exp_of_difference(logits[i], reference) * factor);
-      }
-      store_run(probs + row.element(run), result);
     }
   }
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) softmax_backward_kernel(
+__global__ void __launch_bounds__(kThreads, 5) softmax_backward_kernel(
     const T* __restrict__ grad, const T* __restrict__ probs, T* __restrict__ grad_scores, Blocks blocks, int64_t batch,
     Compute<T> scale) {
   using A = Compute<T>;
-  const TokenRows<T> rows(blocks, batch);
-  for (int64_t number = rows.first(); number < rows.count; number += rows.step()) {
-    const TokenRow<T> row(blocks, rows, number);
-    A dot = 0;
-    for (int64_t run = rows.lane(); run < row.count; run += rows.width) {
-      const auto g = load_run<kRun<T>>(grad + row.element(run));
-      const auto p = load_run<kRun<T>>(probs + row.element(run));
+  const Shares<T> shares(blocks, batch);
+  for (int64_t number = shares.first_group(); number < shares.groups; number += shares.step()) {
+    const Group<T> group(blocks, shares, number);
+    const int held = kHeld * group.width;
+    for (int row = group.first_row(); row < shares.rows; row += group.rows_at_once()) {
+      Run<T, kRun<T>> grads[kHeld], ps[kHeld];
+      const auto read = [&](int first) {
+        group.for_each_run(first, [&](int i, int run) {
+          grads[i] = load_aligned(grad + group.element(row, run));
+          ps[i] = load_aligned(probs + group.element(row, run));
+        });
+      };
+      A dot = 0;
+      for (int first = 0; first < group.count; first += held) {
+        read(first);
+        group.for_each_run(first, [&](int i, int) {
 #pragma unroll
-      for (int i = 0; i < kRun<T>; ++i) {
-        dot += static_cast<A>(g.element[i]) * static_cast<A>(p.element[i]);
+          for (int e = 0; e < kRun<T>; ++e) {
+            dot += static_cast<A>(grads[i].element[e]) * static_cast<A>(ps[i].element[e]);
+          }
+        });
       }
-    }
-    dot = sum_of_lanes(dot, rows.width);
-    for (int64_t run = rows.lane(); run < row.count; run += rows.width) {
-      const auto g = load_run<kRun<T>>(grad + row.element(run));
-      const auto p = load_run<kRun<T>>(probs + row.element(run));
-      Run<T, kRun<T>> result;
+      dot = sum_of_lanes(dot, group.width);
+      for (int first = 0; first < group.count; first += held) {
+        if (group.count > held) {
+          read(first);
+        }
+        group.for_each_run(first, [&](int i, int run) {
+          Run<T, kRun<T>> result;
 #pragma unroll
-      for (int i = 0; i < kRun<T>; ++i) {
-        result.element[i] =
-            static_cast<T>(scale * static_cast<A>(p.element[i]) * (static_cast<A>(g.element[i]) - dot));
+          for (int e = 0; e < kRun<T>; ++e) {
+            result.element[e] =
+                static_cast<T>(scale * static_cast<A>(ps[i].element[e]) * (static_cast<A>(grads[i].element[e]) - dot));
+          }
+          store_run(grad_scores + group.element(row, run), result);
+        });
       }
-      store_run(grad_scores + row.element(run), result);
     }
   }
 }
@@ -348,13 +478,13 @@ void with_element_type(const Tensor& x, const F& f) {
 
 Blocks blocks_of(const Tensor& values, const Tensor& row_offsets, int64_t layout_heads, int64_t block) {
   const int64_t rows = (row_offsets.size(0) - 1) / layout_heads;
-  return {row_offsets.const_data_ptr<int32_t>(), layout_heads, rows, values.size(1), block};
+  return {row_offsets.const_data_ptr<int32_t>(), layout_heads, rows, values.size(1), block, log2_of(block)};
 }
 
 // A run a thread, and at most a few times what the device holds at once: rows longer than a warp need fewer threads.
 int64_t thread_blocks(const Tensor& values, const Launcher& launch) {
   const int64_t runs = values.numel() * static_cast<int64_t>(values.element_size()) / 16;
-  return std::min((runs + kThreads - 1) / kThreads, launch.multiprocessors() * 64);
+  return std::min((runs + kThreads - 1) / kThreads, launch.multiprocessors() * 128);
 }
 
 // `x` is (B or 1, H or 1, T or 1, S), or (B or 1, S) with 2 dimensions.
@@ -388,17 +518,20 @@ Tensor softmax_forward(
   const int64_t heads = heads_of(scores.size(1), columns.size(0), layout_heads);
   check_lists(row_offsets, layout_heads, heads, scores);
   const int64_t tokens = (row_offsets.size(0) - 1) / layout_heads * block;
-  const Biases biases{
+  const Bias all[] = {
       bias_of(rpe, 4, scores, heads, tokens, "rpe"),
       bias_of(key_padding_mask, 2, scores, heads, tokens, "key_padding_mask"),
-      bias_of(attn_mask, 4, scores, heads, tokens, "attn_mask"),
-  };
+      bias_of(attn_mask, 4, scores, heads, tokens, "attn_mask")};
+  Biases biases{};
+  std::copy_if(std::begin(all), std::end(all), biases.bias, [](const Bias& bias) { return bias.data != nullptr; });
+  const bool plain = biases.bias[0].data == nullptr && !causal && scale > 0;
   const Launcher launch(scores);
+  const Tensor aligned_scores = launch.aligned(scores);
   with_element_type(scores, [&](auto zero) {
     using T = decltype(zero);
     launch(
-        softmax_forward_kernel<T>, thread_blocks(scores, launch), kThreads,
-        static_cast<const T*>(scores.const_data_ptr()), static_cast<T*>(probs.mutable_data_ptr()),
+        plain ? softmax_forward_kernel<T, true> : softmax_forward_kernel<T, false>, thread_blocks(scores, launch), kThreads,
+        static_cast<const T*>(aligned_scores.const_data_ptr()), static_cast<T*>(probs.mutable_data_ptr()),
         blocks_of(scores, row_offsets, layout_heads, block), columns.const_data_ptr<int32_t>(), scores.size(0), biases,
         static_cast<Compute<T>>(scale), causal);
   });
@@ -414,11 +547,12 @@ Tensor softmax_backward(
   check_lists(row_offsets, layout_heads, layout_heads, probs);
   Tensor grad_scores = torch::stable::new_empty(probs, probs.sizes());
   const Launcher launch(probs);
+  const Tensor aligned_grad = launch.aligned(grad), aligned_probs = launch.aligned(probs);
   with_element_type(probs, [&](auto zero) {
     using T = decltype(zero);
     launch(
         softmax_backward_kernel<T>, thread_blocks(probs, launch), kThreads,
-        static_cast<const T*>(grad.const_data_ptr()), static_cast<const T*>(probs.const_data_ptr()),
+        static_cast<const T*>(aligned_grad.const_data_ptr()), static_cast<const T*>(aligned_probs.const_data_ptr()),
         static_cast<T*>(grad_scores.mutable_data_ptr()), blocks_of(probs, row_offsets, layout_heads, block),
         probs.size(0), static_cast<Compute<T>>(scale));
   });

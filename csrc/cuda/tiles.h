@@ -16,7 +16,7 @@
 namespace ds_sparse {
 
 constexpr int kThreads = 128;  // of a thread block: four warps
-constexpr int kStages = 3;     // tiles in flight or in use
+constexpr int kStages = 2;     // tiles in flight or in use; more would leave room for fewer thread blocks
 
 // A tile has 128 bytes of each line along the summed dimension.
 template <class T>
@@ -34,29 +34,53 @@ constexpr int tile_elements(int outer, int inner) {
   return one > other ? one : other;
 }
 
-// A dense operand (B, H, tokens, depth) with any strides. `token_inner`: its tokens are neighbours in memory, else its
-// depth is. `vector`: neighbours are adjacent and every run of 16 bytes is aligned.
+// An operand that is made of blocks of `block` tokens, each with `width` elements along depth: a dense one (H, tokens,
+// depth) or the stored blocks of a sparse one. Strides are in elements.
 template <class T>
-struct Dense {
-  const T* data;
-  int64_t batch, head, token, depth;  // strides
-  int64_t width;                      // elements along depth
-  bool token_inner, vector;
+struct Operand {
+  int64_t block_stride, token_stride, depth_stride;
+  int64_t width;
+  int log_block;
+  bool token_inner;  // a block's tokens are neighbours in memory, else its depth is
+  bool vector;       // neighbours are adjacent, runs of 16 bytes aligned, and offsets within a block fit in 32 bits
 
-  explicit Dense(const torch::stable::Tensor& x, bool depth_first)
-      : data(static_cast<const T*>(x.const_data_ptr())),
-        batch(stride(x, 0)),
-        head(stride(x, 1)),
-        token(stride(x, depth_first ? 3 : 2)),
-        depth(stride(x, depth_first ? 2 : 3)),
-        width(x.size(depth_first ? 2 : 3)),
-        token_inner(depth != 1 && token == 1) {
-    const int64_t outer = token_inner ? depth : token, inner = token_inner ? token : depth;
-    vector = inner == 1 && reinterpret_cast<uintptr_t>(data) % 16 == 0 && outer % kRun<T> == 0 &&
-             head % kRun<T> == 0 && batch % kRun<T> == 0;
+  static constexpr int64_t kMostElements = UINT32_MAX / sizeof(T);
+
+  Operand(int64_t block, int64_t token_stride, int64_t depth_stride, int64_t width, bool aligned)
+      : Operand(block, block * token_stride, token_stride, depth_stride, width, aligned) {}
+
+  Operand(
+      int64_t block, int64_t block_stride, int64_t token_stride, int64_t depth_stride, int64_t width, bool aligned)
+      : block_stride(block_stride),
+        token_stride(token_stride),
+        depth_stride(depth_stride),
+        width(width),
+        log_block(log2_of(block)),
+        token_inner(depth_stride != 1 && token_stride == 1) {
+    const int64_t outer = token_inner ? depth_stride : token_stride, inner = token_inner ? token_stride : depth_stride;
+    vector = aligned && inner == 1 && outer % kRun<T> == 0 && (token_inner || width % kRun<T> == 0) &&
+             block_stride < kMostElements && block * token_stride + width * depth_stride < kMostElements;
   }
+};
 
-  __device__ int64_t inner_stride() const { return token_inner ? token : depth; }
+// A dense tensor (B, H, tokens, depth), or with `depth_first` (B, H, depth, tokens), any strides.
+template <class T>
+struct Dense : Operand<T> {
+  const T* data;
+  int64_t batch_stride, head_stride;
+
+  Dense(const torch::stable::Tensor& x, int64_t block, bool depth_first)
+      : Operand<T>(
+            block, stride(x, depth_first ? 3 : 2), stride(x, depth_first ? 2 : 3), x.size(depth_first ? 2 : 3),
+            reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0 && stride(x, 0) % kRun<T> == 0 &&
+                stride(x, 1) % kRun<T> == 0),
+        data(static_cast<const T*>(x.const_data_ptr())),
+        batch_stride(stride(x, 0)),
+        head_stride(stride(x, 1)) {}
+
+  __device__ const T* of(int64_t batch, int64_t head) const {
+    return data + batch * batch_stride + head * head_stride;
+  }
 
  private:
   static int64_t stride(const torch::stable::Tensor& x, int64_t dim) {
@@ -64,15 +88,9 @@ struct Dense {
   }
 };
 
-// Where a run of elements is and how many of it exist; what is missing becomes zero.
-template <class T>
-struct Source {
-  const T* from;
-  int valid;
-};
-
-__device__ __forceinline__ void copy_16_bytes(void* to, const void* from, int valid_bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid_bytes));
+// Starts a copy of 16 bytes, or writes zeros.
+__device__ __forceinline__ void copy_16_bytes(uint32_t to, const void* from, bool exists) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0));
 }
 __device__ __forceinline__ void end_of_copies() { asm volatile("cp.async.commit_group;"); }
 // Until all but the newest `kNewer` groups of this thread's copies are there.
@@ -81,55 +99,97 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kNewer));
 }
 
-// Starts copying kOuter lines of kInner elements; `source(line, element)` says where a run is. Runs whose elements are
-// `stride` apart, or not aligned, are read one by one.
-template <int kOuter, int kInner, class T, class F>
-__device__ __forceinline__ void load_tile(T* tile, bool vector, int64_t stride, const F& source) {
-  constexpr int runs = kInner / kRun<T>, count = kOuter * runs;
-  if (vector) {
+// The same number, which the compiler then keeps in a register instead of computing it again in a loop.
+__device__ __forceinline__ uint32_t keep(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// Copies tiles of kTokens x kDepth of an operand into shared memory, where they lie as they do in memory. Each begins
+// with a block or lies within one, so that a thread finds its runs at the same places in every tile: they are computed
+// once, in bytes.
+template <class T, int kTokens, int kDepth>
+class TileLoader {
+ public:
+  __device__ explicit TileLoader(const Operand<T>& x)
+      : x_(x),
+        first_token_(keep(x.token_inner ? threadIdx.x % kRunsOfTokens * kRun<T> : threadIdx.x / kRunsOfDepth)),
+        first_depth_(keep(x.token_inner ? threadIdx.x / kRunsOfTokens : threadIdx.x % kRunsOfDepth * kRun<T>)),
+        token_step_(keep(x.token_inner ? 0 : kThreads / kRunsOfDepth)),
+        depth_step_(keep(x.token_inner ? kThreads / kRunsOfTokens : 0)),
+        block_bytes_(static_cast<uint32_t>(x.block_stride) * sizeof(T)),
+        first_place_(keep(place(first_token_, first_depth_) * sizeof(T))),
+        place_step_(keep(place(token_step_, depth_step_) * sizeof(T))) {
+    const uint32_t block = 1u << x.log_block;
 #pragma unroll
-    for (int i = 0; i < count; i += kThreads) {
-      const int number = i + threadIdx.x;
-      if (count % kThreads == 0 || number < count) {
-        const int line = number / runs, element = number % runs * kRun<T>;
-        const Source<T> run = source(line, element);
-        copy_16_bytes(tile + line * pitch_of<T>(kInner) + element, run.from, run.valid * static_cast<int>(sizeof(T)));
+    for (int i = 0; i < kCopies; ++i) {
+      const uint32_t token = first_token_ + i * token_step_, depth = first_depth_ + i * depth_step_;
+      block_[i] = keep(token >> x.log_block);
+      offset_[i] = keep(
+          ((token & (block - 1)) * static_cast<uint32_t>(x.token_stride) +
+           depth * static_cast<uint32_t>(x.depth_stride)) *
+          sizeof(T));
+    }
+  }
+
+  // Starts copying tokens `token` and on, and depth `depth` and on. Tokens are numbered through the blocks that
+  // `block_of(0)`, `block_of(1)`, ... name. What is not there becomes zero: tokens from `tokens` on, and depth from the
+  // operand's width on.
+  template <class F>
+  __device__ __forceinline__ void operator()(
+      T* tile, const T* data, int token, int tokens, int depth, const F& block_of) const {
+    const int first_block = token >> x_.log_block, within = token & ((1 << x_.log_block) - 1);
+    const int tokens_left = tokens - token, depth_left = static_cast<int>(min(x_.width - depth, int64_t{kDepth}));
+    if (!x_.vector) {
+      const T* start = data + within * x_.token_stride + depth * x_.depth_stride;
+      copy_elements(tile, start, first_block, tokens_left, depth_left, block_of);
+      return;
+    }
+    const char* start = reinterpret_cast<const char*>(data) +
+                        (static_cast<uint32_t>(within) * static_cast<uint32_t>(x_.token_stride) +
+                         static_cast<uint32_t>(depth) * static_cast<uint32_t>(x_.depth_stride)) *
+                            uint32_t{sizeof(T)};
+    const uint32_t to = shared_address(tile) + first_place_;
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const bool exists = static_cast<int>(first_token_ + i * token_step_) < tokens_left &&
+                          static_cast<int>(first_depth_ + i * depth_step_) < depth_left;
+      // A block that does not exist is not read, whatever its number says.
+      const uint64_t of_block = uint64_t{static_cast<uint32_t>(block_of(first_block + block_[i]))} * block_bytes_;
+      copy_16_bytes(to + i * place_step_, start + of_block + offset_[i], exists);
+    }
+  }
+
+ private:
+  static constexpr int kRunsOfTokens = kTokens / kRun<T>, kRunsOfDepth = kDepth / kRun<T>;
+  static constexpr int kCopies = kTokens * kRunsOfDepth / kThreads;
+  static_assert(kTokens * kRunsOfDepth % kThreads == 0);
+
+  __device__ uint32_t place(uint32_t token, uint32_t depth) const {
+    return x_.token_inner ? depth * pitch_of<T>(kTokens) + token : token * pitch_of<T>(kDepth) + depth;
+  }
+
+  template <class F>
+  __device__ __forceinline__ void copy_elements(
+      T* tile, const T* start, int first_block, int tokens, int width, const F& block_of) const {
+#pragma unroll 1
+    for (int number = threadIdx.x; number < kTokens * kDepth; number += kThreads) {
+      const int token = x_.token_inner ? number % kTokens : number / kDepth;
+      const int depth = x_.token_inner ? number / kTokens : number % kDepth;
+      T value = T(0.0f);
+      if (token < tokens && depth < width) {
+        value = start[block_of(first_block + (token >> x_.log_block)) * x_.block_stride +
+                      (token & ((1 << x_.log_block) - 1)) * x_.token_stride + depth * x_.depth_stride];
       }
-    }
-    return;
-  }
-#pragma unroll 1
-  for (int number = threadIdx.x; number < count; number += kThreads) {
-    const int line = number / runs, element = number % runs * kRun<T>;
-    const Source<T> run = source(line, element);
-#pragma unroll 1
-    for (int e = 0; e < kRun<T>; ++e) {
-      tile[line * pitch_of<T>(kInner) + element + e] = e < run.valid ? run.from[e * stride] : T(0.0f);
+      tile[place(token, depth)] = value;
     }
   }
-}
 
-// The elements of a run at `position` that exist, where `size` do in all.
-template <class T>
-__device__ __forceinline__ int valid_of(int64_t position, int64_t size) {
-  return static_cast<int>(max(int64_t{0}, min(int64_t{kRun<T>}, size - position)));
-}
-
-// Loads kTokens x kDepth of a dense operand, either way round as it lies in memory. `element_of(token)` is the offset of
-// a token's first element, or negative where there is no such token; tokens of a run are neighbours.
-template <int kTokens, int kDepth, class T, class F>
-__device__ __forceinline__ void load_dense(T* tile, const Dense<T>& x, int64_t first_depth, const F& element_of) {
-  const auto at = [&](int token, int depth, bool token_inner) -> Source<T> {
-    const int64_t element = element_of(token), along = first_depth + depth;
-    const int exist = token_inner ? (along < x.width ? kRun<T> : 0) : valid_of<T>(along, x.width);
-    return element < 0 || exist == 0 ? Source<T>{x.data, 0} : Source<T>{x.data + element + along * x.depth, exist};
-  };
-  if (x.token_inner) {
-    load_tile<kDepth, kTokens>(tile, x.vector, x.token, [&](int line, int e) { return at(e, line, true); });
-  } else {
-    load_tile<kTokens, kDepth>(tile, x.vector, x.depth, [&](int line, int e) { return at(line, e, false); });
-  }
-}
+  const Operand<T>& x_;
+  // The place of the thread's first run, and from each to the next; in the operand and in the tile.
+  uint32_t first_token_, first_depth_, token_step_, depth_step_, block_bytes_, first_place_, place_step_;
+  uint32_t block_[kCopies], offset_[kCopies];
+};
 
 // kM x kN sums, shared out over the warps.
 template <class T, int kM, int kN, bool kFast>
@@ -158,19 +218,28 @@ struct Sums {
 
   // Adds a @ b over one chunk; tiles of kM x chunk and chunk x kN, k_inner as mma.h has it.
   __device__ __forceinline__ void add(const T* a, bool a_k_inner, const T* b, bool b_k_inner) {
+    if (a_k_inner) {
+      b_k_inner ? add<true, true>(a, b) : add<true, false>(a, b);
+    } else {
+      b_k_inner ? add<false, true>(a, b) : add<false, false>(a, b);
+    }
+  }
+
+  template <bool kAInner, bool kBInner>
+  __device__ __forceinline__ void add(const T* a, const T* b) {
     using M = Mma<T>;
-    const int a_pitch = pitch_of<T>(a_k_inner ? kChunk<T> : kM), b_pitch = pitch_of<T>(b_k_inner ? kChunk<T> : kN);
+    constexpr int a_pitch = pitch_of<T>(kAInner ? kChunk<T> : kM), b_pitch = pitch_of<T>(kBInner ? kChunk<T> : kN);
 #pragma unroll
     for (int k = 0; k < kChunk<T>; k += M::kDepth) {
       typename M::FragmentA of_a[kRows / 16];
       typename M::FragmentB of_b[kColumns / 16];
 #pragma unroll
       for (int i = 0; i < kRows / 16; ++i) {
-        M::read_a(of_a[i], a, a_pitch, a_k_inner, first_row() + 16 * i, k, lane());
+        M::template read_a<kAInner, a_pitch>(of_a[i], a, first_row() + 16 * i, k, lane());
       }
 #pragma unroll
       for (int j = 0; j < kColumns / 16; ++j) {
-        M::read_b(of_b[j], b, b_pitch, b_k_inner, first_column() + 16 * j, k, lane());
+        M::template read_b<kBInner, b_pitch>(of_b[j], b, first_column() + 16 * j, k, lane());
       }
 #pragma unroll
       for (int i = 0; i < kRows / 16; ++i) {
@@ -197,10 +266,17 @@ struct Sums {
   }
 };
 
+// Two neighbouring results, rounded to T.
 template <class T>
-struct alignas(2 * sizeof(T)) Pair {
-  T first, second;
-};
+__device__ __forceinline__ void store_pair(T* to, Compute<T> first, Compute<T> second) {
+  if constexpr (std::is_same_v<T, __half>) {
+    *reinterpret_cast<__half2*>(to) = __floats2half2_rn(first, second);
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(first, second);
+  } else {
+    store_run(to, Run<T, 2>{first, second});
+  }
+}
 
 // Calls f with a zero of the element type, and whether products may be rounded to TF32.
 template <class F>
@@ -233,14 +309,6 @@ void with_tile_height(int64_t block, const F& f) {
   f(std::integral_constant<int, 32>{});
 }
 
-inline int log2_of(int64_t power) {
-  int log = 0;
-  while (int64_t{1} << log < power) {
-    ++log;
-  }
-  return log;
-}
-
 // Entries in a window: tokens enough to keep a thread block busy, few enough to give every multiprocessor some windows.
 inline int window_size(int64_t entries_of_all_heads, int64_t block, int64_t tiles_an_entry, int64_t multiprocessors) {
   constexpr int64_t most = 2048, fewest = 256, windows_a_multiprocessor = 8;
@@ -251,6 +319,7 @@ inline int window_size(int64_t entries_of_all_heads, int64_t block, int64_t tile
   }
   return static_cast<int>(tokens > block ? tokens / block : 1);
 }
-constexpr int kMostListed = 2 * 2048 / 8;  // entries that a window's lines may have, with blocks of 8
+// Entries that a window's lines may have, with blocks of 8, and those that the last tile would have had room for.
+constexpr int kMostListed = 2 * 2048 / 8 + 64 / 8;
 
 }  // namespace ds_sparse

@@ -9,6 +9,14 @@
 
 namespace ds_sparse {
 
+constexpr int log2_of(int64_t power) {
+  int log = 0;
+  while (int64_t{1} << log < power) {
+    ++log;
+  }
+  return log;
+}
+
 // Elements of T in 16 bytes.
 template <class T>
 constexpr int kRun = 16 / sizeof(T);
@@ -35,6 +43,14 @@ __device__ __forceinline__ Run<T, Count> load_run(const T* from, int64_t stride 
       run.element[i] = from[i * stride];
     }
   }
+  return run;
+}
+
+// A run of 16 bytes at an aligned address.
+template <class T>
+__device__ __forceinline__ Run<T, kRun<T>> load_aligned(const T* from) {
+  Run<T, kRun<T>> run;
+  *reinterpret_cast<uint4*>(&run) = *reinterpret_cast<const uint4*>(from);
   return run;
 }
 

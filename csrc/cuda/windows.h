@@ -68,52 +68,54 @@ struct Window {
   }
 };
 
-// Walks a window in steps: the tokens of each line's entries, `tokens` at a time, and `chunks` steps for each of those.
-// A line without an entry has one step without a token.
+// Walks a window in steps: the tokens of each line's entries, `step` at a time, and `chunks` steps for each of those. A
+// line without an entry has one step without a token.
 struct Walk {
   int line, line_after;
-  int begin, end;     // entries of the line that belong to the window
-  int number = 0;     // lines so far
-  int token = 0;      // first token of the step, counted from the first token of entry `begin`
+  int begin;       // the first of the line's entries that belong to the window
+  int tokens;      // in all of those
+  int number = 0;  // lines so far
+  int token = 0;   // first token of the step, counted from the first token of entry `begin`
   int chunk = 0;
   Part part;
 
-  __device__ Walk(const Lists& lists, const Window& window)
+  __device__ Walk(const Lists& lists, const Window& window, int log_block)
       : line(window.first_line - (window.continues ? 1 : 0)), line_after(window.line_after) {
-    enter(lists, window);
+    enter(lists, window, log_block);
   }
 
   __device__ bool valid() const { return line < line_after; }
   __device__ bool line_begins() const { return token == 0 && chunk == 0; }
-  __device__ bool line_ends(int block, int tokens, int chunks) const {
-    return chunk + 1 == chunks && token + tokens >= (end - begin) * block;
-  }
+  __device__ bool line_ends(int step, int chunks) const { return chunk + 1 == chunks && token + step >= tokens; }
 
-  __device__ void next(const Lists& lists, const Window& window, int block, int tokens, int chunks) {
-    if (line_ends(block, tokens, chunks)) {
+  __device__ void next(const Lists& lists, const Window& window, int log_block, int step, int chunks) {
+    if (++chunk < chunks) {
+      return;
+    }
+    chunk = 0;
+    token += step;
+    if (token >= tokens) {
+      token = 0;
       ++line;
       ++number;
-      token = chunk = 0;
-      enter(lists, window);
-    } else if (++chunk == chunks) {
-      chunk = 0;
-      token += tokens;
+      enter(lists, window, log_block);
     }
   }
 
  private:
-  __device__ void enter(const Lists& lists, const Window& window) {
+  __device__ void enter(const Lists& lists, const Window& window, int log_block) {
     if (!valid()) {
       return;
     }
     begin = lists.offsets[line];
-    end = lists.offsets[line + 1];
+    int end = lists.offsets[line + 1];
     part = kWhole;
     if (end - begin > lists.size) {
       part = begin < window.begin ? kContinued : kStarted;
       begin = max(begin, window.begin);
       end = min(end, window.end);
     }
+    tokens = (end - begin) << log_block;
   }
 };
 
