@@ -41,8 +41,8 @@ def test_every_operator_of_the_schema_is_listed():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
-def test_softmax_runs_on_cuda():
-    assert not {"softmax_forward", "softmax_backward", "softmax_bias_backward"} & set(missing_kernels("cuda"))
+def test_cuda_has_every_kernel():
+    assert missing_kernels("cuda") == []
 
 
 OFFSETS = ("offsets have to ascend from 0 to the 3 entries", [0, 2, 4], [1, 2, 3], [0, 4, 3])
@@ -73,8 +73,8 @@ def test_lists_that_lead_outside_are_refused(operator: str, name: str, spoiled: 
 
     def call(offsets: torch.Tensor, indices: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         arguments = {
-            "matmul_sdd": (dense, dense.mT, offsets, indices, 1, 16),
-            "matmul_dsd": (values, dense, offsets, indices, slots, 1, 16, False),
+            "matmul_sdd": (dense, dense.mT, offsets, indices, 1, 16, False),
+            "matmul_dsd": (values, dense, offsets, indices, slots, 1, 16, False, False),
             "softmax_forward": (values, bias, None, None, offsets, indices, 1, 16, 1.0, False),
             "softmax_backward": (values, values, offsets, 1, 16, 1.0),
             "softmax_bias_backward": (values, offsets, indices, 1, 1, 16, [1, 1, 32, 32]),

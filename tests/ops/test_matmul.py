@@ -27,7 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_sparse.index import BlockIndex
-from ds_sparse.ops import MatMul, missing_kernels
+from ds_sparse.ops import MatMul
 
 MODES = ("sdd", "dsd", "dds")
 TRANSPOSITIONS = [(False, False), (True, False), (False, True), (True, True)]
@@ -148,6 +148,70 @@ def test_every_mode_transposition_and_dtype(device: str, mode: str, trans_a: boo
     )
     case = make_case(layout, 16, mode, trans_a, trans_b, seeded(), width=40)
     check(case, dtype, device, ("contiguous",) * 3, (True, True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("block", "rows", "columns"), [(16, 18, 21), (64, 7, 9)])
+@pytest.mark.parametrize("mode", MODES)
+def test_lines_of_every_length(device: str, mode: str, block: int, rows: int, columns: int, dtype: torch.dtype):
+    """Full, long, short and empty rows and columns, so that lists are cut within lines, between them and at their ends."""
+    heads = 2
+    live = torch.rand(heads, rows, columns, generator=seeded()) < 0.1
+    live[0, 3] = live[1, -1] = live[0, :, 2] = live[1, :, -1] = True
+    live[0, 4:6] = live[1, 0] = live[:, :, 5] = False
+    for layout in (live, live[0]):
+        case = make_case(make_layout(layout), block, mode, False, mode == "sdd", seeded(), heads=heads, width=72)
+        check(case, dtype, device, ("contiguous",) * 3, (True, True))
+
+
+def test_the_same_bits_every_time(device: str):
+    layout = torch.rand(12, 40, 40, generator=seeded()) < 0.2
+    layout[:, 0] = layout[:, :, 0] = True
+    a = torch.randn(2, 12, 2560, 64, generator=seeded()).to(device, torch.bfloat16)
+    sdd, dsd = MatMul(layout, 64, "sdd", trans_b=True), MatMul(layout, 64, "dsd", trans_a=True)
+    first = dsd(sdd(a, a), a)
+    for _ in range(5):
+        assert torch.equal(dsd(sdd(a, a), a), first)
+
+
+@pytest.mark.gpu
+def test_fp32_is_precise_unless_tf32_is_allowed(device: str, monkeypatch: pytest.MonkeyPatch):
+    if device == "cpu":
+        pytest.skip("TF32 is a format of GPUs")
+    a, b = (torch.randn(1, 1, 64, 512, generator=generator_, dtype=torch.float64) for generator_ in (seeded(1), seeded(2)))
+    product = MatMul(torch.ones(1, 1, dtype=torch.bool), 64, "sdd", trans_b=True)
+    exact = (a @ b.mT).flatten()
+
+    def error() -> float:
+        return (product(a.float().to(device), b.float().to(device)).cpu().flatten() - exact).abs().max().item()
+
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    assert error() < 4 * (a.float() @ b.float().mT - a @ b.mT).abs().max().item()
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    assert 1e-3 < error() < 0.3
+
+
+@pytest.mark.gpu
+def test_more_elements_than_int32_counts(device: str):
+    """The last blocks of sparse values, and the last rows of a dense operand, of more than 2^31 elements."""
+    if device == "cpu":
+        pytest.skip("too slow on a CPU")
+    if torch.cuda.mem_get_info()[0] < 32 * 2**30:
+        pytest.skip("needs 32 GiB of free GPU memory")
+    layout = torch.ones(1, 64, 64, dtype=torch.bool)
+    a = torch.randn(33, 1, 8192, 16, device=device, dtype=torch.float16)
+    values = MatMul(layout, 128, "sdd", trans_b=True)(a, a)
+    assert values.numel() > 2**31
+    torch.testing.assert_close(values[-1, -1], a[-1, 0, -128:] @ a[-1, 0, -128:].T)
+    result = MatMul(layout, 128, "dsd")(values, a)
+    torch.testing.assert_close(result[-1, 0, -128:], (a[-1, 0, -128:] @ a[-1, 0].T) @ a[-1, 0], rtol=1e-2, atol=1)
+    del values, result
+    wide = torch.randn(1, 1, 2**17, 2**14 + 128, device=device, dtype=torch.float16)
+    diagonal = torch.eye(2**10, dtype=torch.bool)
+    values = MatMul(diagonal, 128, "sdd", trans_b=True)(wide, wide)
+    torch.testing.assert_close(values[0, -1], wide[0, 0, -128:] @ wide[0, 0, -128:].T, rtol=1e-2, atol=1)
+    result = MatMul(diagonal, 128, "dsd")(values[:, :, :128], wide)
+    torch.testing.assert_close(result[0, 0, -128:, -64:], values[0, -1] @ wide[0, 0, -128:, -64:], rtol=1e-2, atol=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -453,16 +517,6 @@ def test_dtypes_without_kernels_are_refused(mode: str, dtype: torch.dtype):
 def test_block_other_than_the_index():
     with pytest.raises(ValueError, match="block is 32, and the index was built for blocks of 16"):
         MatMul(BlockIndex.build(DIAGONAL.given, 16), 32, "sdd")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
-@pytest.mark.skipif(not set(OPERATORS) & set(missing_kernels("cuda")), reason="the matrix products have CUDA kernels")
-@pytest.mark.parametrize("mode", MODES)
-def test_cuda_tensors_without_a_kernel_are_refused_with_a_sentence(mode: str):
-    a, b = operands(mode)
-    with pytest.raises(RuntimeError, match="Tensors are on cuda:0, and .* move model and data to the CPU"):
-        MatMul(DIAGONAL.given, 16, mode)(a.cuda(), b.cuda())
 
 
 def test_second_derivatives_are_refused():
