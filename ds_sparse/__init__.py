@@ -14,6 +14,8 @@ _PUBLIC = {
     "SparseSelfAttention": "self_attention",
     "BertSparseSelfAttention": "bert",
     "SparseAttentionUtils": "patch",
+    "SparsifyReport": "patch",
+    "sparsify": "patch",
     "SparsityConfig": "sparsity",
     "DenseSparsityConfig": "sparsity",
     "FixedSparsityConfig": "sparsity",
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from .index import BlockIndex
     from .integrations.deepspeed import add_config_arguments, get_sparse_attention_config, init_distributed, initialize
     from .ops import MatMul, Softmax
-    from .patch import SparseAttentionUtils
+    from .patch import SparseAttentionUtils, SparsifyReport, sparsify
     from .self_attention import SparseSelfAttention
     from .sparsity import (
         BigBirdSparsityConfig,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import nn
 
 from .ops.softmax import as_additive
-from .self_attention import SparseSelfAttention
+from .self_attention import SparseSelfAttention, as_key_padding_mask
 from .sparsity import FixedSparsityConfig, SparsityConfig
 
 
@@ -19,12 +20,21 @@ class BertSparseSelfAttention(nn.Module):
         config: has `hidden_size` and `num_attention_heads`, and may have `attention_probs_dropout_prob`.
         sparsity_config: the structure; by default `FixedSparsityConfig` for the model's number of heads.
         max_seq_length: tokens that the layout is built for; longer sequences get a layout of their own.
+        projections_of: a dense layer whose `query`, `key` and `value` are used, the same modules, instead of new ones.
 
     Raises:
-        ValueError: hidden_size is not a multiple of the number of heads, or the structure is for another number of heads.
+        ValueError: hidden_size is not a multiple of the number of heads, or the structure is for another number of
+            heads.
     """
 
-    def __init__(self, config: Any, sparsity_config: SparsityConfig | None = None, max_seq_length: int = 2048):
+    def __init__(
+        self,
+        config: Any,
+        sparsity_config: SparsityConfig | None = None,
+        max_seq_length: int = 2048,
+        *,
+        projections_of: nn.Module | None = None,
+    ):
         super().__init__()
         heads = config.num_attention_heads
         if config.hidden_size % heads:
@@ -40,39 +50,77 @@ class BertSparseSelfAttention(nn.Module):
         self.num_attention_heads = heads
         self.attention_head_size = config.hidden_size // heads
         self.all_head_size = config.hidden_size
-        self.query = nn.Linear(config.hidden_size, self.all_head_size)
-        self.key = nn.Linear(config.hidden_size, self.all_head_size)
-        self.value = nn.Linear(config.hidden_size, self.all_head_size)
+        for name in ("query", "key", "value"):
+            new = projections_of is None
+            projection = nn.Linear(config.hidden_size, self.all_head_size) if new else getattr(projections_of, name)
+            self.add_module(name, projection)
         self.sparse_self_attention = SparseSelfAttention(
             sparsity_config,
             max_seq_length=max_seq_length,
             attention_dropout=getattr(config, "attention_probs_dropout_prob", 0.0),
         )
 
+    def with_projections_of(self, dense: nn.Module) -> BertSparseSelfAttention:
+        """A copy that shares this layer's layout, and uses the `query`, `key` and `value` of another layer."""
+        shared = {id(getattr(self, name)): getattr(dense, name) for name in ("query", "key", "value")}
+        return copy.deepcopy(self, shared)
+
     def transpose_for_scores(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, hidden) -> (B, H, T, D), a view."""
         return x.unflatten(-1, (self.num_attention_heads, self.attention_head_size)).transpose(1, 2)
 
-    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *more: Any,
+        **named: Any,
+    ) -> torch.Tensor | tuple[torch.Tensor, None]:
         """Self-attention of hidden states (B, T, hidden), any T.
 
-        Args:
-            attention_mask: added to the scores of each key: (B, T) or (B, 1, 1, T), 0 keeps, -10000 or -inf drops.
+        With these two arguments it is DeepSpeed's layer and returns (B, T, hidden). With more, which is how
+        Transformers calls `attention.self`, it is a layer of theirs: a bool mask keeps where True, and ((B, T,
+        hidden), None) is returned.
 
-        Returns:
-            (B, T, hidden).
+        Args:
+            attention_mask: added to the scores: (B, T) or (B, 1, 1, T) for each key, (B, 1, T, T) for each pair; 0
+                keeps, -10000 or -inf drops. Bool ones are added as numbers, with a warning, except in a call of
+                Transformers.
+            more, named: what else Transformers hands over, by its names of version 5 or in the order of version 4.
+
+        Raises:
+            ValueError: a call for what this layer does not compute: cross-attention, cached keys, a head mask, causal
+                or packed attention, the attention probabilities.
         """
-        block = self.sparse_self_attention.sparsity_config.block
-        tokens = hidden_states.shape[1]
+        from_transformers = bool(more or named)
+        if from_transformers:
+            _refuse_more_than_self_attention(more, named)
+        elif attention_mask is not None and not attention_mask.is_floating_point():
+            attention_mask = as_additive("attention_mask", attention_mask, hidden_states.dtype)
         query, key, value = (
             self.transpose_for_scores(projection(hidden_states)) for projection in (self.query, self.key, self.value)
         )
-        missing = -tokens % block
-        if missing:
-            query, key, value = (nn.functional.pad(x, (0, 0, 0, missing)) for x in (query, key, value))
-            if attention_mask is None:
-                attention_mask = query.new_zeros(query.shape[0], tokens)
-            attention_mask = as_additive("attention_mask", attention_mask, query.dtype)
-            attention_mask = nn.functional.pad(attention_mask, (0, missing), value=float("-inf"))
-        context = self.sparse_self_attention(query, key, value, key_padding_mask=attention_mask)
-        return context.transpose(1, 2).flatten(2)[:, :tokens]
+        if attention_mask is not None:
+            attention_mask = as_key_padding_mask(attention_mask)
+        name = "key_padding_mask" if attention_mask is not None and attention_mask.dim() == 2 else "attn_mask"
+        context = self.sparse_self_attention.attend(query, key, value, **{name: attention_mask})
+        context = context.transpose(1, 2).flatten(2)
+        return (context, None) if from_transformers else context
+
+
+_NOT_COMPUTED = {
+    "head_mask", "encoder_hidden_states", "past_key_value", "past_key_values", "output_attentions", "is_causal",
+    "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx",
+}  # fmt: skip
+
+
+def _refuse_more_than_self_attention(more: tuple[Any, ...], named: dict[str, Any]) -> None:
+    asked = [
+        name for name, value in named.items() if name in _NOT_COMPUTED and value is not None and value is not False
+    ]
+    asked += [f"argument {place}" for place, value in enumerate(more, 3) if value is not None and value is not False]
+    if asked:
+        raise ValueError(
+            f"BertSparseSelfAttention is called with {', '.join(asked)}; it computes bidirectional self-attention and "
+            "its output alone. Leave these out, or keep this layer dense."
+        )

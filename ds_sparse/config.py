@@ -7,6 +7,7 @@ those of DeepSpeed's own documentation of the block.
 from __future__ import annotations
 
 import base64
+import copy
 import difflib
 import json
 import os
@@ -113,6 +114,33 @@ def parse_sparse_attention(
     return structure
 
 
+def sparse_attention_block(structure: SparsityConfig) -> dict[str, Any]:
+    """The block that `parse_sparse_attention` makes this structure from, every key spelled out.
+
+    Raises:
+        ValueError: a class without a mode (`register_sparsity` gives it one), or whose values are not those that it was
+            made from.
+    """
+    cls = type(structure)
+    what = f"{cls.__qualname__} cannot be written as a sparse_attention block"
+    mode = _mode_of(cls)
+    if mode is None:
+        raise ValueError(f'{what}: it has no mode; decorate it with @ds_sparse.register_sparsity("its name").')
+    keys = json_fields(cls)
+    block = {"mode": mode} | {key: copy.deepcopy(getattr(structure, key, None)) for key in keys}
+    try:
+        again = parse_sparse_attention(json.loads(json.dumps(block)), structure.num_heads, source=cls.__qualname__)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{what}: {reason(error)}") from error
+    changed = [key for key in keys if getattr(again, key, None) != block[key]]
+    if changed:
+        raise ValueError(
+            f"{what}: made again from it, it has another {', '.join(changed)}. Keep each argument of its __init__ in "
+            "an attribute of the same name."
+        )
+    return block
+
+
 def json_schema() -> dict[str, Any]:
     """JSON schema (2020-12) of a DeepSpeed file, for its `sparse_attention` block; other keys are left to DeepSpeed.
 
@@ -153,6 +181,16 @@ def json_schema() -> dict[str, Any]:
         "properties": {BLOCK_KEY: {"type": "object", "properties": {"mode": mode_entry}, "allOf": choices}},
         "$defs": definitions,
     }
+
+
+def _mode_of(cls: type[SparsityConfig]) -> str | None:
+    for mode in sparsity_modes():
+        try:
+            if sparsity_class(mode) is cls:
+                return mode
+        except STRUCTURE_ERRORS:  # an entry point that does not load names some other class
+            continue
+    return None
 
 
 def _summary(cls: type[SparsityConfig]) -> str:

@@ -1,8 +1,13 @@
-"""Which rank this process is, before and after torch.distributed runs."""
+"""Which rank this process is, before and after torch.distributed runs, and what the ranks have to agree on."""
 
 from __future__ import annotations
 
 import os
+import random
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .sparsity import SparsityConfig
 
 _LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _MANAGED = ("AZUREML_EXPERIMENT_ID", "SM_TRAINING_ENV")  # services that DeepSpeed knows how to ask
@@ -11,7 +16,8 @@ _WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORL
 
 
 def rank() -> int:
-    """This process's rank, from torch.distributed where it runs, else from what a launcher or mpirun says; 0 without either."""
+    """This process's rank, from torch.distributed where it runs, else from what a launcher or mpirun says; 0 without
+    either."""
     distributed = _distributed()
     return distributed.get_rank() if distributed else _first(_RANKS, 0)
 
@@ -25,6 +31,35 @@ def world_size() -> int:
 def is_launched() -> bool:
     """Whether a launcher, mpirun or a training service started this process."""
     return any(name in os.environ for name in (*_LAUNCHERS, *_WORLD_SIZES, *_MANAGED))
+
+
+def say(sentence: str) -> None:
+    """Prints one line, on rank 0 only."""
+    if rank() == 0:
+        print(f"ds_sparse: {sentence}", flush=True)
+
+
+def set_common_seed(structure: SparsityConfig) -> None:
+    """Gives a structure that draws blocks by its `seed`, and has none, the same one on all ranks: rank 0 draws and
+    prints it.
+
+    Raises:
+        RuntimeError: several ranks, and torch.distributed does not run yet.
+    """
+    if getattr(structure, "num_random_blocks", 0) == 0 or getattr(structure, "seed", 0) is not None:
+        return
+    seed = [random.SystemRandom().randrange(2**31)]
+    distributed = _distributed()
+    if distributed:
+        distributed.broadcast_object_list(seed, src=0)
+    elif world_size() > 1:
+        raise RuntimeError(
+            "The structure has random blocks and no seed, and torch.distributed is not running yet, so the ranks "
+            "cannot agree "
+            'on one; call ds_sparse.init_distributed() first, or set "seed" in the sparse_attention block.'
+        )
+    structure.seed = seed[0]
+    say(f'random blocks are drawn with seed {seed[0]}; set "seed" in the sparse_attention block to repeat this layout.')
 
 
 def _distributed():

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.functional import dropout, pad
 
 from .index import BlockIndex
 from .layout import as_bool_layout, crop, share_equal_heads
@@ -26,10 +27,10 @@ class SparseOps(NamedTuple):
 class SparseSelfAttention(nn.Module):
     """softmax(query @ key^T / sqrt(D)) @ value on the live blocks of a layout. Source: DeepSpeed's module of this name.
 
-    The layout is built for `max_seq_length`; shorter sequences use its top-left part, longer ones a layout built for their
-    length. It is in the state dict as `master_layout`, int64 (H, R, C), where DeepSpeed has it. A checkpoint with it decides
-    the layout, one without it loads too. Copies of a module (copy.deepcopy) share the layout and its operations until one
-    of them loads another.
+    The layout is built for `max_seq_length`; shorter sequences use its top-left part, longer ones a layout built for
+    their length. It is in the state dict as `master_layout`, int64 (H, R, C), where DeepSpeed has it. A checkpoint
+    with it decides the layout, one without it loads too. Copies of a module (copy.deepcopy) share the layout and its
+    operations until one of them loads another.
 
     Random blocks drawn without a seed differ between ranks: when torch.distributed runs, all take rank 0's, once, at
     construction or at the first forward.
@@ -43,7 +44,8 @@ class SparseSelfAttention(nn.Module):
         attention_dropout: probability with which attention probabilities are dropped in training.
 
     Raises:
-        ValueError: an unknown mask mode, `max_seq_length` that is not a multiple of the block, what the structure refuses.
+        ValueError: an unknown mask mode, `max_seq_length` that is not a multiple of the block, what the structure
+            refuses.
     """
 
     def __init__(
@@ -63,26 +65,23 @@ class SparseSelfAttention(nn.Module):
         self.key_padding_mask_mode = key_padding_mask_mode
         self.attn_mask_mode = attn_mask_mode
         self.attention_dropout = attention_dropout
-        self._master = self._build(max_seq_length)
-        self._longer: dict[int, _Layout] = {}
-        self._need_layout_synchronization = _may_differ_between_ranks(self.sparsity_config)
-        self._synchronize_layout()
+        self.attention = StructuredAttention(self.sparsity_config, max_seq_length)
 
     @property
     def master_layout(self) -> torch.Tensor:
-        """A copy of the layout for `max_seq_length` tokens, int64 (H, R, C) on the CPU; assign another to replace it."""
-        return self._master.layout.to(torch.int64).repeat(self.sparsity_config.num_heads // len(self._master.layout), 1, 1)
+        """A copy of the layout for `max_seq_length` tokens, int64 (H, R, C) on the CPU; assign another to replace
+        it."""
+        layout = self.attention.layout
+        return layout.to(torch.int64).repeat(self.sparsity_config.num_heads // len(layout), 1, 1)
 
     @master_layout.setter
     def master_layout(self, layout: torch.Tensor) -> None:
-        replacement = _Layout(layout, self.sparsity_config.block, self.sparsity_config.num_heads)
-        if not torch.equal(replacement.layout, self._master.layout):
-            self._master, self._longer = replacement, {}
+        self.attention.layout = layout
 
     @property
     def max_seq_length(self) -> int:
         """Tokens that `master_layout` covers."""
-        return self._master.blocks * self.sparsity_config.block
+        return self.attention.max_seq_length
 
     def get_layout(self, seq_len: int) -> torch.Tensor:
         """The layout for `seq_len` tokens, int64 (H, R, C) on the CPU.
@@ -90,10 +89,8 @@ class SparseSelfAttention(nn.Module):
         Raises:
             ValueError: as in `forward`.
         """
-        layout = self._layout_for(seq_len)
-        blocks = seq_len // self.sparsity_config.block
-        cropped = crop(layout.layout, blocks, blocks).to(torch.int64)
-        return cropped.expand(self.sparsity_config.num_heads, -1, -1)
+        self._check_length(seq_len)
+        return self.attention.layout_for(seq_len).to(torch.int64).expand(self.sparsity_config.num_heads, -1, -1)
 
     def get_ops(self, seq_len: int, device: torch.device) -> SparseOps:
         """The operations for `seq_len` tokens on `device`; built once, they share one index.
@@ -101,7 +98,8 @@ class SparseSelfAttention(nn.Module):
         Raises:
             ValueError: as in `forward`.
         """
-        return self._layout_for(seq_len).ops(seq_len // self.sparsity_config.block, device)
+        self._check_length(seq_len)
+        return self.attention.ops(seq_len, device)
 
     def forward(
         self,
@@ -126,74 +124,55 @@ class SparseSelfAttention(nn.Module):
 
         Raises:
             NotImplementedError: shapes of query, key and value differ.
-            ValueError: another number of heads than the structure's; T not a multiple of the block, or 0; a mask of another
-                shape; several ranks that would draw different layouts for a T above `max_seq_length`.
+            ValueError: another number of heads than the structure's; T not a multiple of the block, or 0; a mask of
+                another shape; several ranks that would draw different layouts for a T above `max_seq_length`.
         """
         if query.dim() != 4:
             raise ValueError(f"query has shape {tuple(query.shape)}; it has to be (batch, heads, tokens, head_dim).")
         seq_len, head_dim = query.shape[-2:]
         if head_dim != seq_len and key.shape[-2:] == (head_dim, seq_len):
             key = key.transpose(-1, -2)
-        if query.shape != key.shape or key.shape != value.shape:
-            raise NotImplementedError(
-                f"only self-attention is supported for now: query, key and value have to be (B, H, T, D) alike, got "
-                f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
-            )
-        if query.shape[1] != self.sparsity_config.num_heads:
-            raise ValueError(
-                f"query has {query.shape[1]} heads and the sparsity config num_heads={self.sparsity_config.num_heads}; "
-                "build the sparsity config with the number of heads that reach this module."
-            )
-        self._synchronize_layout()
-        ops = self.get_ops(seq_len, query.device)
-        scores = ops.scores(query, key)
-        probs = ops.softmax(
-            scores,
-            scale=head_dim**-0.5,
-            rpe=None if rpe is None else rpe.to(scores.dtype),
-            key_padding_mask=_key_padding_mask(key_padding_mask, self.key_padding_mask_mode, scores.dtype),
-            attn_mask=_attn_mask(attn_mask, self.attn_mask_mode, scores.dtype),
-            key_padding_mask_mode=self.key_padding_mask_mode,
-            attn_mask_mode=self.attn_mask_mode,
-            causal=getattr(self.sparsity_config, "causal", False),
+        if key_padding_mask is not None:
+            key_padding_mask = as_key_padding_mask(key_padding_mask)
+            if key_padding_mask.dim() != 2:
+                raise ValueError(
+                    f"key_padding_mask has shape {tuple(key_padding_mask.shape)}; it has to be (batch, tokens), or "
+                    "(batch, 1, 1, tokens)."
+                )
+            key_padding_mask = _in_mode("key_padding_mask", key_padding_mask, self.key_padding_mask_mode, query.dtype)
+        if attn_mask is not None:
+            attn_mask = _in_mode("attn_mask", attn_mask, self.attn_mask_mode, query.dtype)
+        self._check_length(seq_len)
+        return self.attend(query, key, value, rpe=rpe, key_padding_mask=key_padding_mask, attn_mask=attn_mask)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        rpe: torch.Tensor | None = None,
+        key_padding_mask: torch.Tensor | None = None,
+        attn_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`forward` for any T, and with masks that say by their dtype what they mean: see `StructuredAttention`."""
+        return self.attention(
+            query,
+            key,
+            value,
+            dropout_p=self.attention_dropout if self.training else 0.0,
+            rpe=rpe,
+            key_padding_mask=key_padding_mask,
+            attn_mask=attn_mask,
         )
-        probs = nn.functional.dropout(probs, self.attention_dropout, self.training)
-        return ops.output(probs, value)
 
-    def _build(self, seq_len: int) -> _Layout:
-        config = self.sparsity_config
-        if seq_len % config.block:
-            raise ValueError(f"Sequence Length, {seq_len}, needs to be dividable by Block size {config.block}!")
-        make = getattr(config, "make_bool_layout", config.make_layout)
-        return _Layout(make(seq_len), config.block, config.num_heads)
-
-    def _layout_for(self, seq_len: int) -> _Layout:
-        """The layout whose top-left part serves `seq_len` tokens."""
+    def _check_length(self, seq_len: int) -> None:
         block = self.sparsity_config.block
         if seq_len % block or seq_len == 0:
             raise ValueError(
                 f"Sequence Length, {seq_len}, needs to be dividable by Block size {block}! "
                 "SparseAttentionUtils.pad_to_block_size pads a batch."
             )
-        if seq_len <= self.max_seq_length:
-            return self._master
-        if seq_len not in self._longer:
-            if world_size() > 1 and _may_differ_between_ranks(self.sparsity_config):
-                raise ValueError(
-                    f"The sequence has {seq_len} tokens, the layout was made for {self.max_seq_length}, and a longer one would "
-                    f"be drawn differently by each rank; build the module with max_seq_length={seq_len}, or give the structure a seed."
-                )
-            self._longer[seq_len] = self._build(seq_len)
-        return self._longer[seq_len]
-
-    def _synchronize_layout(self) -> None:
-        """Takes rank 0's layout where ranks may have drawn different ones (DeepSpeed PR 534)."""
-        distributed = torch.distributed
-        if self._need_layout_synchronization and distributed.is_available() and distributed.is_initialized():
-            layout = [self._master.layout]
-            distributed.broadcast_object_list(layout, src=0)
-            self.master_layout = layout[0]
-            self._need_layout_synchronization = False
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -208,19 +187,170 @@ class SparseSelfAttention(nn.Module):
                 self.master_layout = layout.cpu()
             except (TypeError, ValueError) as error:
                 errors.append(
-                    f"{prefix}master_layout: {error} Build the model with the sparsity config that the checkpoint was trained with."
+                    f"{prefix}master_layout: {error} Build the model with the sparsity config that the checkpoint was "
+                    "trained with."
                 )
 
 
+class StructuredAttention:
+    """Attention on the live blocks of a structure, for sequences of any length: what all attention layers are made of.
+
+    Layers that hold the same object share its layouts and their operations.
+
+    Args:
+        sparsity_config, max_seq_length: as `SparseSelfAttention` has them, and so are the layouts for other lengths and
+            what ranks do about random blocks.
+
+    Call:
+        query, key, value: (B, H, T, D), any strides, any T above 0; padded to whole blocks inside.
+        scale: factor of the scores, 1 / sqrt(D) by default.
+        dropout_p: probability with which attention probabilities are dropped.
+        rpe: relative position bias (B or 1, H or 1, T, T), added after scaling.
+        key_padding_mask: (B or 1, T); attn_mask: (T, T), or (B or 1, H or 1, T or 1, T). Bool keeps where True, a
+            float is added.
+        Returns (B, H, T, D); rows with nothing left are zeros.
+
+    Raises:
+        ValueError: as `SparseSelfAttention`; in the call, a mask that is neither bool nor floating.
+        NotImplementedError: in the call, shapes of query, key and value differ.
+    """
+
+    def __init__(self, sparsity_config: SparsityConfig, max_seq_length: int):
+        self.sparsity_config = sparsity_config
+        self._master = self._build(max_seq_length)
+        self._longer: dict[int, _Layout] = {}
+        self._awaits_other_ranks = _may_differ_between_ranks(sparsity_config)
+        self._synchronize_layout()
+
+    @property
+    def layout(self) -> torch.Tensor:
+        """The layout for `max_seq_length` tokens: bool (H, R, R), H = 1 when all heads are equal; assign to replace
+        it."""
+        return self._master.layout
+
+    @layout.setter
+    def layout(self, layout: torch.Tensor) -> None:
+        replacement = _Layout(layout, self.sparsity_config.block, self.sparsity_config.num_heads)
+        if not torch.equal(replacement.layout, self._master.layout):
+            self._master, self._longer = replacement, {}
+
+    @property
+    def max_seq_length(self) -> int:
+        """Tokens that `layout` covers."""
+        return self._master.blocks * self.sparsity_config.block
+
+    def layout_for(self, seq_len: int) -> torch.Tensor:
+        """The layout for `seq_len` tokens: bool (1 or H, R, R), the last block perhaps short."""
+        blocks = -(-seq_len // self.sparsity_config.block)
+        return crop(self._covering(blocks).layout, blocks, blocks)
+
+    def ops(self, seq_len: int, device: torch.device) -> SparseOps:
+        """The operations for `seq_len` tokens, rounded up to whole blocks; built once, they share one index."""
+        blocks = -(-seq_len // self.sparsity_config.block)
+        return self._covering(blocks).ops(blocks, device)
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+        rpe: torch.Tensor | None = None,
+        key_padding_mask: torch.Tensor | None = None,
+        attn_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        self._check(query, key, value, key_padding_mask, attn_mask)
+        self._synchronize_layout()
+        tokens, head_dim = query.shape[-2:]
+        missing = -tokens % self.sparsity_config.block
+        if missing:
+            query, key, value = (pad(x, (0, 0, 0, missing)) for x in (query, key, value))
+            rpe, attn_mask = _pad_pairs(rpe, missing), _pad_pairs(attn_mask, missing)
+            key_padding_mask = _pad_keys(key_padding_mask, tokens, missing, query.device)
+        ops = self.ops(tokens, query.device)
+        scores = ops.scores(query, key)
+        probs = ops.softmax(
+            scores,
+            scale=head_dim**-0.5 if scale is None else scale,
+            rpe=None if rpe is None else rpe.to(scores.dtype),
+            causal=getattr(self.sparsity_config, "causal", False),
+            **_softmax_mask("key_padding_mask", key_padding_mask, scores.dtype),
+            **_softmax_mask("attn_mask", attn_mask, scores.dtype),
+        )
+        if dropout_p:
+            probs = dropout(probs, dropout_p)
+        output = ops.output(probs, value)
+        return output[:, :, :tokens] if missing else output
+
+    def _check(self, query, key, value, key_padding_mask, attn_mask) -> None:
+        if query.shape != key.shape or key.shape != value.shape:
+            raise NotImplementedError(
+                f"only self-attention is supported for now: query, key and value have to be (B, H, T, D) alike, got "
+                f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+            )
+        if query.shape[1] != self.sparsity_config.num_heads:
+            raise ValueError(
+                f"query has {query.shape[1]} heads and the sparsity config num_heads={self.sparsity_config.num_heads}; "
+                "build the sparsity config with the number of heads that reach this module."
+            )
+        if query.shape[2] == 0:
+            raise ValueError(f"query has shape {tuple(query.shape)}, without a token; give at least one.")
+        for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+            if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+                raise ValueError(
+                    f"{name} is {mask.dtype}; it has to be bool (keeps where True) or floating (added to the scores)."
+                )
+        if attn_mask is not None and attn_mask.dim() not in (2, 4):
+            raise ValueError(
+                f"attn_mask has shape {tuple(attn_mask.shape)}; it has to be (tokens, tokens), or (batch or 1, heads "
+                "or 1, tokens, tokens)."
+            )
+
+    def _build(self, seq_len: int) -> _Layout:
+        config = self.sparsity_config
+        if seq_len % config.block:
+            raise ValueError(f"Sequence Length, {seq_len}, needs to be dividable by Block size {config.block}!")
+        make = getattr(config, "make_bool_layout", config.make_layout)
+        return _Layout(make(seq_len), config.block, config.num_heads)
+
+    def _covering(self, blocks: int) -> _Layout:
+        """The layout whose top-left part serves a row of `blocks`."""
+        if blocks <= self._master.blocks:
+            return self._master
+        if blocks not in self._longer:
+            seq_len = blocks * self.sparsity_config.block
+            if world_size() > 1 and _may_differ_between_ranks(self.sparsity_config):
+                raise ValueError(
+                    f"The sequence has {seq_len} tokens, the layout was made for {self.max_seq_length}, and a longer "
+                    f"one would be drawn differently by each rank; build the module with max_seq_length={seq_len}, or "
+                    "give the structure a seed."
+                )
+            self._longer[blocks] = self._build(seq_len)
+        return self._longer[blocks]
+
+    def _synchronize_layout(self) -> None:
+        """Takes rank 0's layout where ranks may have drawn different ones (DeepSpeed PR 534)."""
+        distributed = torch.distributed
+        if self._awaits_other_ranks and distributed.is_available() and distributed.is_initialized():
+            layout = [self._master.layout]
+            distributed.broadcast_object_list(layout, src=0)
+            self.layout = layout[0]
+            self._awaits_other_ranks = False
+
+
 class _Layout:
-    """An immutable square layout, bool (1 or H, R, R), and the operations of its top-left parts. Copies of a module share it."""
+    """An immutable square layout, bool (1 or H, R, R), and the operations of its top-left parts. Copies of a module
+    share it."""
 
     def __init__(self, layout: torch.Tensor, block: int, num_heads: int):
         layout = as_bool_layout(layout)
         heads, rows, columns = layout.shape
         if heads not in (1, num_heads) or rows != columns:
             raise ValueError(
-                f"A layout of shape {tuple(layout.shape)} is given for {num_heads} heads; it has to be ({num_heads}, R, R)."
+                f"A layout of shape {tuple(layout.shape)} is given for {num_heads} heads; it has to be ({num_heads}, "
+                "R, R)."
             )
         self.layout, self.block, self.blocks = share_equal_heads(layout), block, rows
         self._ops: dict[tuple[int, torch.device], SparseOps] = {}
@@ -243,28 +373,46 @@ class _Layout:
         return _Layout, (self.layout, self.block, len(self.layout))
 
 
+def whole_blocks(tokens: int, block: int) -> int:
+    """Tokens rounded up to a multiple of the block."""
+    return -(-tokens // block) * block
+
+
+def as_key_padding_mask(mask: torch.Tensor) -> torch.Tensor:
+    """(B, T) from (B, 1, ..., 1, T); any other mask as it is."""
+    if mask.dim() > 2 and all(size == 1 for size in mask.shape[1:-1]):
+        return mask.reshape(mask.shape[0], mask.shape[-1])
+    return mask
+
+
 def _may_differ_between_ranks(config: SparsityConfig) -> bool:
     """Whether each rank would draw its own blocks; code that is not ours might."""
     return getattr(config, "seed", None) is None and getattr(config, "draws_random_blocks", True)
 
 
-def _key_padding_mask(mask: torch.Tensor | None, mode: str, dtype: torch.dtype) -> torch.Tensor | None:
-    if mask is None:
-        return None
-    if mask.dim() > 2 and all(size == 1 for size in mask.shape[1:-1]):
-        mask = mask.reshape(mask.shape[0], mask.shape[-1])
-    if mask.dim() != 2:
-        raise ValueError(
-            f"key_padding_mask has shape {tuple(mask.shape)}; it has to be (batch, tokens), or (batch, 1, 1, tokens)."
-        )
-    return as_additive("key_padding_mask", mask, dtype) if mode == "add" else mask
+def _in_mode(name: str, mask: torch.Tensor, mode: str, dtype: torch.dtype) -> torch.Tensor:
+    """A mask in mode 'add' or 'mul' as one that is added where floating, and keeps where True where bool."""
+    if mode == "mul":
+        return mask if mask.dtype == torch.bool else mask != 0
+    return mask if mask.is_floating_point() else as_additive(name, mask, dtype)
 
 
-def _attn_mask(mask: torch.Tensor | None, mode: str, dtype: torch.dtype) -> torch.Tensor | None:
+def _softmax_mask(name: str, mask: torch.Tensor | None, dtype: torch.dtype) -> dict[str, torch.Tensor | str]:
+    """The arguments of Softmax for a mask that keeps where True, or is added."""
     if mask is None:
-        return None
-    if mask.dim() not in (2, 4):
-        raise ValueError(
-            f"attn_mask has shape {tuple(mask.shape)}; it has to be (tokens, tokens), or (batch or 1, heads or 1, tokens, tokens)."
-        )
-    return as_additive("attn_mask", mask, dtype) if mode == "add" else mask
+        return {}
+    if mask.dtype == torch.bool:
+        return {name: mask, f"{name}_mode": "mul"}
+    return {name: as_additive(name, mask, dtype), f"{name}_mode": "add"}
+
+
+def _pad_pairs(mask: torch.Tensor | None, missing: int) -> torch.Tensor | None:
+    """Pads what is added to or masks pairs of tokens, (..., T or 1, T); what it says about padding does not matter."""
+    return None if mask is None else pad(mask, (0, missing, 0, missing if mask.shape[-2] > 1 else 0))
+
+
+def _pad_keys(mask: torch.Tensor | None, tokens: int, missing: int, device: torch.device) -> torch.Tensor:
+    """A key padding mask (B or 1, T) that also masks the keys that were added, (B or 1, T + missing)."""
+    if mask is None:
+        mask = torch.ones(1, tokens, dtype=torch.bool, device=device)
+    return pad(mask, (0, missing), value=False if mask.dtype == torch.bool else float("-inf"))

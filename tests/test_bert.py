@@ -13,7 +13,9 @@ def config(heads=4, hidden=32, dropout=0.0):
 
 
 def dense_attention(layer, hidden_states, mask=None):
-    query, key, value = (layer.transpose_for_scores(linear(hidden_states)) for linear in (layer.query, layer.key, layer.value))
+    query, key, value = (
+        layer.transpose_for_scores(linear(hidden_states)) for linear in (layer.query, layer.key, layer.value)
+    )
     out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     return out.transpose(1, 2).flatten(2)
 
@@ -59,7 +61,67 @@ def test_attention_dropout_of_the_model_is_applied():
 
 
 def test_heads_that_do_not_fit_are_named():
-    with pytest.raises(ValueError, match=r"The hidden size \(30\) is not a multiple of the number of attention heads \(4\)"):
+    with pytest.raises(
+        ValueError, match=r"The hidden size \(30\) is not a multiple of the number of attention heads \(4\)"
+    ):
         BertSparseSelfAttention(config(hidden=30))
     with pytest.raises(ValueError, match="4 attention heads and the sparsity config num_heads=12"):
         BertSparseSelfAttention(config(), FixedSparsityConfig(num_heads=12))
+
+
+def test_a_call_of_transformers_gets_its_tuple_and_its_masks():
+    layer = BertSparseSelfAttention(config(), FixedSparsityConfig(4, num_local_blocks=2), max_seq_length=64)
+    hidden_states = torch.randn(2, 50, 32)
+    keep = torch.arange(50) < torch.tensor([[50], [30]])
+    added = torch.where(keep, 0.0, torch.finfo(torch.float32).min)
+    truth = layer(hidden_states, added)
+    assert isinstance(truth, torch.Tensor)
+    pairs = keep[:, None, None].expand(2, 1, 50, 50)
+    for mask in (
+        keep,
+        keep[:, None, None],
+        pairs,
+        added,
+        added[:, None, None],
+        added[:, None, None].expand(2, 1, 50, 50),
+    ):
+        context, weights = layer(hidden_states, attention_mask=mask, past_key_values=None, position_ids=None)
+        torch.testing.assert_close(context, truth)
+        assert weights is None
+    context, _ = layer(hidden_states, added[:, None, None], None, None, None, None, False)
+    torch.testing.assert_close(context, truth)
+    assert torch.equal(layer(hidden_states, encoder_hidden_states=None)[0], layer(hidden_states))
+
+
+def test_a_bool_mask_in_the_old_call_is_added_and_warned_about():
+    layer = BertSparseSelfAttention(config(), DenseSparsityConfig(num_heads=4), max_seq_length=64)
+    hidden_states, mask = torch.randn(2, 64, 32), torch.rand(2, 64) < 0.5
+    with pytest.warns(UserWarning, match="nothing is masked by 0 and 1"):
+        out = layer(hidden_states, mask)
+    torch.testing.assert_close(out, layer(hidden_states, mask.float()))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    ["head_mask", "encoder_hidden_states", "past_key_values", "output_attentions", "is_causal", "cu_seq_lens_q"],
+)
+def test_what_the_layer_does_not_compute_is_an_error(asked):
+    layer, hidden_states = BertSparseSelfAttention(config(), max_seq_length=64), torch.randn(1, 16, 32)
+    with pytest.raises(ValueError, match=f"called with {asked}; it computes bidirectional self-attention"):
+        layer(hidden_states, **{asked: True})
+    with pytest.raises(ValueError, match="called with argument 4"):
+        layer(hidden_states, None, None, hidden_states)
+
+
+def test_projections_of_another_layer_are_the_same_modules():
+    dense = torch.nn.ModuleDict({name: torch.nn.Linear(32, 32) for name in ("query", "key", "value")})
+    other = torch.nn.ModuleDict({name: torch.nn.Linear(32, 32) for name in ("query", "key", "value")})
+    state = torch.random.get_rng_state()
+    layer = BertSparseSelfAttention(config(), max_seq_length=64, projections_of=dense)
+    twin = layer.with_projections_of(other)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    for name in ("query", "key", "value"):
+        assert getattr(layer, name) is dense[name] and getattr(twin, name) is other[name]
+    cpu = torch.device("cpu")
+    assert twin.sparse_self_attention.get_ops(64, cpu) is layer.sparse_self_attention.get_ops(64, cpu)
+    assert twin.state_dict().keys() == layer.state_dict().keys()

@@ -9,7 +9,13 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from ds_sparse.config import SparseAttentionConfigError, json_schema, load_config, parse_sparse_attention
+from ds_sparse.config import (
+    SparseAttentionConfigError,
+    json_schema,
+    load_config,
+    parse_sparse_attention,
+    sparse_attention_block,
+)
 from ds_sparse.sparsity import (
     BigBirdSparsityConfig,
     FixedSparsityConfig,
@@ -696,3 +702,53 @@ def test_the_configs_of_the_repository_are_right(path):
 
 def test_there_is_a_config_for_every_mode():
     assert {load_config(path).block["mode"] for path in EXAMPLES} == set(json_schema()["$defs"])
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        FixedSparsityConfig(4, 32, attention="unidirectional", causal=True),
+        VariableSparsityConfig(
+            4, local_window_blocks=(2, 3), global_block_indices=(0, 5), global_block_end_indices=(1, 7)
+        ),
+        BigBirdSparsityConfig(4, different_layout_per_head=True, seed=7),
+        LocalSlidingWindowSparsityConfig(4, attention="bidirectional"),
+    ],
+    ids=lambda structure: type(structure).__name__,
+)
+def test_a_structure_is_written_as_the_block_that_it_is_read_from(structure):
+    block = sparse_attention_block(structure)
+    again = parse_sparse_attention(json.loads(json.dumps(block)), 4)
+    assert type(again) is type(structure) and vars(again) == vars(structure)
+    assert sparse_attention_block(again) == block
+    for key, value in block.items():
+        if isinstance(value, list):
+            value.append(99)
+            assert 99 not in getattr(structure, key)
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_structure_that_no_block_stands_for_is_an_error():
+    class Nameless(FixedSparsityConfig):
+        pass
+
+    with pytest.raises(ValueError, match="Nameless cannot be written as a sparse_attention block: it has no mode"):
+        sparse_attention_block(Nameless(4))
+
+    @register_sparsity("doubled")
+    class Doubled(SparsityConfig):
+        def __init__(self, num_heads: int, block: int = 16, every: int = 1):
+            super().__init__(num_heads, block)
+            self.every = 2 * every
+
+        def make_layout(self, seq_len):
+            return self.setup_layout(seq_len)
+
+    with pytest.raises(
+        ValueError, match="Doubled cannot .* has another every. Keep each argument of its __init__ in an"
+    ):
+        sparse_attention_block(Doubled(4))
+    unwritable = FixedSparsityConfig(4)
+    unwritable.num_local_blocks = object()
+    with pytest.raises(ValueError, match="cannot be written .* not JSON serializable"):
+        sparse_attention_block(unwritable)

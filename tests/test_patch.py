@@ -1,9 +1,15 @@
-"""SparseAttentionUtils: padding to whole blocks and back."""
+"""SparseAttentionUtils, and sparsify on models in the bing_bert manner."""
+
+import subprocess
+import sys
 
 import pytest
 import torch
+import transformers
+from torch import nn
 
-from ds_sparse import SparseAttentionUtils
+import ds_sparse
+from ds_sparse import BertSparseSelfAttention, DenseSparsityConfig, FixedSparsityConfig, SparseAttentionUtils
 
 pad = SparseAttentionUtils.pad_to_block_size
 
@@ -42,7 +48,304 @@ def test_embeddings_alone_are_enough_and_nothing_is_an_error():
         pad(16, None, None, None, None, None, 0, None)
 
 
+def test_the_embeddings_go_by_both_names():
+    embeddings = torch.nn.Embedding(10, 4)
+    arguments = (16, None, None, None, None, torch.zeros(2, 17, 4), 3)
+    for name in ("model_embeddings", "model_mbeddings"):
+        *_, embeds = pad(*arguments, **{name: embeddings})
+        assert torch.equal(embeds[:, 17:], embeddings(torch.full((2, 15), 3)))
+    with pytest.raises(ValueError, match="model_embeddings and model_mbeddings are both given"):
+        pad(*arguments, model_embeddings=embeddings, model_mbeddings=embeddings)
+
+
 @pytest.mark.parametrize("pad_len", [0, 5])
 def test_unpad_takes_off_what_was_added(pad_len):
     states = torch.randn(2, 16 + pad_len, 3)
     assert torch.equal(SparseAttentionUtils.unpad_sequence_output(pad_len, states), states[:, :16])
+
+
+HEADS, BLOCK = 4, 16
+SIZES = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 64,
+}
+BERT = (transformers.BertForMaskedLM, "bert", 64, 0)
+ROBERTA = (transformers.RobertaForMaskedLM, "roberta", 66, 2)
+both = pytest.mark.parametrize("family", [BERT, ROBERTA], ids=["bert", "roberta"])
+
+
+def make(family, implementation="sdpa"):
+    cls, _, rows, _ = family
+    torch.manual_seed(0)
+    config = cls.config_class(**SIZES, max_position_embeddings=rows)
+    return cls._from_config(config, attn_implementation=implementation).eval()
+
+
+def make_batch(tokens=50):
+    mask = torch.ones(2, tokens, dtype=torch.long)
+    mask[1, tokens // 3 :] = 0
+    return {"input_ids": torch.randint(5, 99, (2, tokens)).masked_fill(mask == 0, 1), "attention_mask": mask}
+
+
+@both
+@pytest.mark.parametrize("target", [65, 100, 128, 200])
+def test_positions_are_extended_to_exactly_the_target(family, target, tmp_path):
+    cls, prefix, _, reserved = family
+    model = make(family)
+    embeddings = getattr(model, prefix).embeddings
+    before = embeddings.position_embeddings.weight.detach().clone()
+    embeddings.position_embeddings.weight.requires_grad_(False)
+    padding = embeddings.position_embeddings.padding_idx
+    assert SparseAttentionUtils.extend_position_embedding(model, target) is model
+    table = embeddings.position_embeddings
+    assert torch.equal(table.weight[:reserved], before[:reserved])
+    assert all(torch.equal(table.weight[reserved + p], before[reserved + p % 64]) for p in range(target))
+    assert len(table.weight) == table.num_embeddings == model.config.max_position_embeddings == target + reserved
+    assert isinstance(table.weight, nn.Parameter) and not table.weight.requires_grad and table.padding_idx == padding
+    assert torch.equal(embeddings.position_ids, torch.arange(target + reserved)[None])
+    assert torch.equal(embeddings.token_type_ids, torch.zeros(1, target + reserved, dtype=torch.long))
+    batch = make_batch(target)
+    output = model(**batch).logits
+    model.save_pretrained(tmp_path)
+    assert torch.equal(cls.from_pretrained(tmp_path).eval()(**batch).logits, output)
+
+
+@both
+def test_extending_keeps_the_dtype_and_short_sequences_as_they_were(family):
+    model, batch = make(family).bfloat16(), make_batch()
+    before = model(**batch).logits
+    SparseAttentionUtils.extend_position_embedding(model, 100)
+    assert torch.equal(model(**batch).logits, before) and before.dtype == torch.bfloat16
+
+
+def test_a_base_model_is_extended_too_and_the_same_length_changes_nothing():
+    model = make(BERT).bert
+    parameter = model.embeddings.position_embeddings.weight
+    SparseAttentionUtils.extend_position_embedding(model, 64)
+    assert model.embeddings.position_embeddings.weight is parameter
+    SparseAttentionUtils.extend_position_embedding(model, 80)
+    assert len(model.embeddings.position_embeddings.weight) == 80
+
+
+def test_what_cannot_be_extended_is_an_error():
+    with pytest.raises(ValueError, match="max_position is 63, and there are 64 positions"):
+        SparseAttentionUtils.extend_position_embedding(make(ROBERTA), 63)
+    with pytest.raises(ValueError, match='It currently only supports "bert" & "roberta"! Linear has no'):
+        SparseAttentionUtils.extend_position_embedding(nn.Linear(2, 2), 100)
+    partitioned = make(BERT)
+    partitioned.bert.embeddings.position_embeddings.weight.data = torch.empty(0)
+    with pytest.raises(ValueError, match=r"partitioned \(here \(0,\), 64 rows in all\)"):
+        SparseAttentionUtils.extend_position_embedding(partitioned, 100)
+
+
+def test_the_tokenizers_length_is_updated_also_where_it_is_saved(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")), model_max_length=512
+    )
+    assert SparseAttentionUtils.update_tokenizer_model_max_length(tokenizer, 4096) is tokenizer
+    tokenizer.save_pretrained(tmp_path)
+    loaded = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert tokenizer.model_max_length == loaded.model_max_length == 4096
+
+
+@both
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("whole_model", [True, False])
+def test_replaced_layers_compute_what_the_untouched_model_does(family, implementation, whole_model):
+    model, batch = make(family, implementation), make_batch()
+    keep = batch["attention_mask"] != 0
+    before = model(**batch).logits[keep]
+    parameters = list(model.parameters())
+    layers, structure = getattr(model, family[1]).encoder.layer, DenseSparsityConfig(HEADS, BLOCK)
+    if whole_model:
+        replace = SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention
+        assert replace(model, 64, structure) is model
+    else:
+        replace = SparseAttentionUtils.replace_self_attention_layer_with_sparse_self_attention_layer
+        assert replace(model.config, layers, structure) is layers
+    assert all(isinstance(layer.attention.self, BertSparseSelfAttention) for layer in layers)
+    assert {id(p) for p in model.parameters()} == {id(p) for p in parameters}
+    torch.testing.assert_close(model(**batch).logits[keep], before, rtol=1e-4, atol=1e-5)
+    model.train()
+    model(**batch, labels=batch["input_ids"]).loss.backward()
+    assert all(p.grad is not None for name, p in model.named_parameters() if "query" in name)
+
+
+def test_replaced_layers_share_one_layout_of_the_length_asked_for_and_the_mode_of_the_model():
+    model = make(BERT)
+    structure = ds_sparse.BigBirdSparsityConfig(HEADS, BLOCK)
+    SparseAttentionUtils.extend_position_embedding(model, 100)
+    SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention(model, 100, structure)
+    first, second = (layer.attention.self for layer in model.bert.encoder.layer)
+    assert first.sparse_self_attention.max_seq_length == 112 and not first.training and not second.training
+    assert torch.equal(first.sparse_self_attention.master_layout, second.sparse_self_attention.master_layout)
+    assert torch.isfinite(model(**make_batch(100)).logits).all()
+
+
+def test_a_replaced_model_makes_no_mask_of_tokens_by_tokens():
+    model = make(BERT)
+    SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention(model, 64)
+    seen = []
+    layer = model.bert.encoder.layer[0].attention.self
+    layer.register_forward_pre_hook(lambda _, args, named: seen.append(named["attention_mask"].shape), with_kwargs=True)
+    model(**make_batch())
+    assert seen == [(2, 50)]
+
+
+def test_what_cannot_be_replaced_is_an_error():
+    replace = SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention
+    with pytest.raises(ValueError, match='It currently only supports "bert" & "roberta"! Linear has no encoder.layer'):
+        replace(nn.Linear(2, 2), 64)
+    with pytest.raises(
+        ValueError, match="max_position is 100, and the model has 64 positions; extend_position_embedding"
+    ):
+        replace(make(ROBERTA), 100)
+    with pytest.raises(ValueError, match="4 attention heads and the sparsity config num_heads=12"):
+        replace(make(BERT), 64, FixedSparsityConfig(12))
+    decoder = transformers.BertLMHeadModel(transformers.BertConfig(**SIZES, is_decoder=True))
+    with pytest.raises(ValueError, match="this BertConfig is a decoder's"):
+        replace(decoder, 64)
+
+
+class Attention(nn.Module):
+    def __init__(self, hidden=32, **more):
+        super().__init__()
+        self.num_attention_heads, self.dropout = HEADS, nn.Dropout(0.0)
+        self.query, self.key, self.value = (nn.Linear(hidden, hidden) for _ in range(3))
+        for name, module in more.items():
+            setattr(self, name, module)
+
+    def forward(self, hidden_states, attention_mask):
+        query, key, value = (
+            linear(hidden_states).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for linear in (self.query, self.key, self.value)
+        )
+        out = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask)
+        return out.transpose(1, 2).flatten(2)
+
+
+class Layer(nn.Module):
+    def __init__(self, attention):
+        super().__init__()
+        self.self = attention
+
+    def forward(self, hidden_states, attention_mask):
+        return hidden_states + self.self(hidden_states, attention_mask)
+
+
+class Encoder(nn.Module):
+    """In the manner of bing_bert; the last layer shares its attention with the first."""
+
+    def __init__(self):
+        super().__init__()
+        first = Attention()
+        self.layers = nn.ModuleList([Layer(first), Layer(Attention()), Layer(first)])
+
+    def forward(self, hidden_states, attention_mask):
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, attention_mask)
+        return hidden_states
+
+
+def make_states(tokens=50):
+    mask = torch.zeros(2, 1, 1, tokens)
+    mask[1, ..., tokens // 3 :] = -10000.0
+    return torch.randn(2, tokens, 32), mask
+
+
+def test_sparsify_replaces_layers_in_the_bing_bert_manner_and_undo_puts_them_back():
+    model, inputs = Encoder(), make_states()
+    before, modules = model(*inputs), list(model.modules())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parameters = {id(p) for p in model.parameters()}
+    report = ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK}, max_seq_length=60)
+    assert report.replaced == [(f"layers.{n}.self", "Attention", "BertSparseSelfAttention") for n in range(2)]
+    assert "DenseSparsityConfig, block 16, density 100.0% at 64 tokens" in str(report)
+    assert {id(p) for p in model.parameters()} == parameters
+    assert model.layers[0].self is model.layers[2].self and isinstance(model.layers[0].self, BertSparseSelfAttention)
+    torch.testing.assert_close(model(*inputs), before)
+    model.eval()
+    for _ in range(2):
+        report.undo()
+        assert list(model.modules()) == modules and not model.layers[0].self.training
+        assert torch.equal(model(*inputs), before)
+    assert "dense again" in str(report)
+    ds_sparse.sparsify(model, FixedSparsityConfig(HEADS, BLOCK, num_local_blocks=1))
+    changed = model(*inputs)
+    assert not torch.allclose(changed, before)
+    changed.square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(model(*inputs), changed)
+
+
+def test_sparsify_takes_dropout_and_length_from_the_model():
+    model = Encoder()
+    model.config = transformers.BertConfig(max_position_embeddings=100)
+    model.layers[0].self.dropout.p = 0.25
+    report = ds_sparse.sparsify(model, {"block": 32})
+    assert model.layers[0].self.sparse_self_attention.attention_dropout == 0.25
+    assert model.layers[1].self.sparse_self_attention.attention_dropout == 0.0
+    assert str(report).count("at 128 tokens") == 2
+
+
+def test_a_dict_and_random_blocks_give_all_layers_one_seed(capsys):
+    model = Encoder()
+    ds_sparse.sparsify(model, {"mode": "bigbird", "num_random_blocks": 1}, max_seq_length=256)
+    first, second = (model.layers[n].self.sparse_self_attention for n in range(2))
+    assert first.sparsity_config.seed is not None and capsys.readouterr().out.count("drawn with seed") == 1
+    assert torch.equal(first.master_layout, second.master_layout)
+
+
+class CrossAttention(Attention):
+    def forward(self, hidden_states, context):
+        return super().forward(hidden_states, None) + context
+
+
+class WithoutHeads(Attention):
+    def __init__(self):
+        super().__init__()
+        del self.num_attention_heads
+
+
+@pytest.mark.parametrize(
+    "layer, sentence",
+    [
+        (
+            Attention(relative=nn.Embedding(8, 4)),
+            r"attention layer 0 \(Attention\) would stay dense: .*relative.weight",
+        ),
+        (CrossAttention(), r"is called with \(hidden_states, context\)"),
+        (
+            nn.MultiheadAttention(32, 4),
+            r"attention layer 0 \(MultiheadAttention\) would stay dense: sparsify replaces layers",
+        ),
+        (
+            nn.ModuleDict({name: nn.Linear(2, 2) for name in ("q_proj", "k_proj", "v_proj")}),
+            "Linear modules query, key and value",
+        ),
+        (WithoutHeads(), r"does not say its number of heads \(num_attention_heads\)"),
+        (nn.Linear(2, 2), "ModuleList has no attention layer that ds_sparse knows"),
+    ],
+)
+def test_layers_that_cannot_be_replaced_are_named_before_anything_changes(layer, sentence):
+    model = nn.ModuleList([layer, Layer(Attention())] if not isinstance(layer, nn.Linear) else [layer])
+    modules = list(model.modules())
+    with pytest.raises(ValueError, match=sentence):
+        ds_sparse.sparsify(model, {"mode": "fixed"}, max_seq_length=64)
+    assert list(model.modules()) == modules
+
+
+def test_an_attention_layer_alone_cannot_be_replaced():
+    with pytest.raises(ValueError, match="pass the module that holds it"):
+        ds_sparse.sparsify(Attention())
+
+
+def test_importing_patch_does_not_import_transformers():
+    code = "import sys, ds_sparse.patch; print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

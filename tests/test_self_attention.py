@@ -35,7 +35,9 @@ def test_is_attention_on_the_live_blocks_with_all_gradients():
     out, truth = module(*ours), expected(module, *theirs)
     torch.testing.assert_close(out, truth)
     weight = torch.randn_like(out)
-    for mine, reference_gradient in zip(torch.autograd.grad((out * weight).sum(), ours), torch.autograd.grad((truth * weight).sum(), theirs)):
+    for mine, reference_gradient in zip(
+        torch.autograd.grad((out * weight).sum(), ours), torch.autograd.grad((truth * weight).sum(), theirs)
+    ):
         torch.testing.assert_close(mine, reference_gradient)
 
 
@@ -193,7 +195,55 @@ def test_a_module_can_be_pickled():
 
 def test_long_layouts_keep_one_head_and_little_memory():
     module = make(FixedSparsityConfig(num_heads=12, block=BLOCK), max_seq_length=32768)
-    assert module._master.layout.dtype == torch.bool and module._master.layout.shape == (1, 2048, 2048)
+    assert module.attention.layout.dtype == torch.bool and module.attention.layout.shape == (1, 2048, 2048)
+
+
+@pytest.mark.parametrize("tokens", [1, 50, 112, 130])
+@pytest.mark.parametrize("kind", ["none", "bool", "float"])
+def test_attend_takes_any_length(tokens, kind):
+    module = make(
+        BigBirdSparsityConfig(num_heads=HEADS, block=BLOCK, different_layout_per_head=True, seed=1, causal=True)
+    )
+    whole = -(-tokens // BLOCK) * BLOCK
+    ours = [x.requires_grad_() for x in inputs(tokens)]
+    theirs = [torch.nn.functional.pad(x.detach(), (0, 0, 0, whole - tokens)).requires_grad_() for x in ours]
+    keep = torch.arange(tokens) < torch.tensor([[tokens], [max(1, tokens - 7)]])
+    bias = torch.randn(1, HEADS, tokens, tokens, dtype=torch.float64, requires_grad=True)
+    pairs = torch.rand(2, 1, tokens, tokens) < 0.8
+    masks = {
+        "none": {},
+        "bool": {"key_padding_mask": keep, "attn_mask": pairs},
+        "float": {"key_padding_mask": torch.where(keep, 0.0, -9.0), "attn_mask": torch.where(pairs, 0.5, -torch.inf)},
+    }[kind]
+    out = module.attend(*ours, rpe=bias, **masks)
+    missing = whole - tokens
+    in_whole_blocks = {
+        "rpe": torch.nn.functional.pad(bias, (0, missing, 0, missing)),
+        "key_padding_mask": torch.nn.functional.pad(torch.ones(2, tokens, dtype=torch.bool), (0, missing)),
+    }
+    if kind == "bool":
+        in_whole_blocks["key_padding_mask"] = torch.nn.functional.pad(keep, (0, missing))
+        in_whole_blocks["attn_mask"] = torch.nn.functional.pad(pairs, (0, missing, 0, missing))
+    if kind == "float":
+        added = masks["attn_mask"] + masks["key_padding_mask"][:, None, None]
+        in_whole_blocks["attn_mask"] = torch.nn.functional.pad(added, (0, missing, 0, missing))
+    truth = expected(module, *theirs, causal=True, **in_whole_blocks)[:, :, :tokens]
+    torch.testing.assert_close(out, truth)
+    weight = torch.randn_like(out)
+    gradients = torch.autograd.grad((out * weight).sum(), [*ours, bias], retain_graph=True)
+    truths = torch.autograd.grad((truth * weight).sum(), [*theirs, bias])
+    for mine, other in zip(gradients, truths, strict=True):
+        torch.testing.assert_close(mine, other[..., :tokens, :])
+
+
+def test_attend_scales_as_it_is_told_and_refuses_what_it_cannot_read():
+    attention, (query, key, value) = make().attention, inputs(64)
+    truth = reference.attention(query, key, value, attention.layout_for(64), BLOCK, scale=0.5)
+    torch.testing.assert_close(attention(query, key, value, scale=0.5), truth)
+    with pytest.raises(ValueError, match="key_padding_mask is torch.int64; it has to be bool"):
+        attention(query, key, value, key_padding_mask=torch.ones(2, 64, dtype=torch.int64))
+    with pytest.raises(ValueError, match="without a token; give at least one"):
+        attention(query[:, :, :0], key[:, :, :0], value[:, :, :0])
 
 
 RANKS = """

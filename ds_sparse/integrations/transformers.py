@@ -1,0 +1,328 @@
+"""Transformers: `attn_implementation="ds_sparse"`, through its attention interface and its mask interface.
+
+Importing this module registers both; with the first alone Transformers would drop the padding mask. The structure of a
+model is its `config.sparse_attention`, a dict with the keys of the JSON block, which is saved and loaded with the
+config. No module and no key of the state dict differs from the dense model's.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from ..attention_layers import TRANSFORMERS_NAME as NAME
+from ..attention_layers import through_interface
+from ..config import BLOCK_KEY, parse_sparse_attention, sparse_attention_block
+from ..self_attention import StructuredAttention, whole_blocks
+from ..sparsity import SparsityConfig
+
+MAX_SEQ_LENGTH_KEY = f"{BLOCK_KEY}_max_seq_length"
+
+if int(transformers.__version__.split(".")[0]) < 5:
+    raise ImportError(
+        f"transformers {transformers.__version__} is installed, and its encoders take no attention from outside before "
+        "5.0; install transformers>=5."
+    )
+
+from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import bidirectional_mask_function
+
+_NOT_COMPUTED = (
+    "output_attentions", "sliding_window", "softcap", "s_aux", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k",
+    "seq_idx",
+)  # fmt: skip
+
+
+def attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **more: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function: sparse self-attention of an encoder's layer.
+
+    Args:
+        module: the layer; its `config.sparse_attention` says the structure.
+        query: (B, H, T, D), any strides, any T; key, value: alike, or with fewer heads that divide H.
+        attention_mask: (B, T) bool, True keeps; or (B, 1 or H, 1 or T, T), where bool keeps and a float is added.
+        scaling: factor of the scores, 1 / sqrt(D) by default.
+        dropout: probability with which attention probabilities are dropped.
+
+    Returns:
+        (B, T, H, D), contiguous, and None: there is no matrix of attention probabilities.
+
+    Raises:
+        ValueError: a call for what is not computed (the probabilities, causal or cross-attention, ...), no structure,
+            a mask of another kind.
+        SparseAttentionConfigError: the structure in the config is wrong.
+    """
+    asked = [name for name in _NOT_COMPUTED if more.get(name) is not None and more[name] is not False]
+    asked += ["output_attentions"] if getattr(module.config, "output_attentions", False) else []
+    if asked:
+        raise ValueError(
+            f"{type(module).__name__} asks the attention for {', '.join(asked)}, which {NAME} does not compute; leave "
+            'that out, or use attn_implementation="sdpa" or "eager".'
+        )
+    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    if causal or query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"{type(module).__name__} is {'causal' if causal else 'cross-attention, or has cached keys'}, and {NAME} "
+            'serves the bidirectional self-attention of encoders; use attn_implementation="sdpa".'
+        )
+    if key.shape[1] != query.shape[1]:
+        key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+    mask = "key_padding_mask" if attention_mask is not None and attention_mask.dim() == 2 else "attn_mask"
+    attached = _attached_to(module)
+    attached.used = True
+    output = attached.attention(query, key, value, scale=scaling, dropout_p=dropout, **{mask: attention_mask})
+    return output.transpose(1, 2).contiguous(), None
+
+
+def key_padding_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_bidirectional_skip: bool = True,
+    config: transformers.PreTrainedConfig | None = None,
+    **_: Any,
+) -> torch.Tensor | None:
+    """The mask function: the padding mask (B, T), True keeps, as it is, so that nothing of size T x T exists.
+
+    Raises:
+        ValueError: a model asks for another mask than that of bidirectional self-attention, or would not use
+            `attention`.
+    """
+    model = "This model" if config is None else f"A model with {type(config).__name__}"
+    if config is not None and _ignores_the_interface(type(config)):
+        raise ValueError(
+            f"{model} computes its attention itself and ignores attn_implementation={NAME!r}; {_WHAT_TO_USE}"
+        )
+    plain = mask_function is bidirectional_mask_function and allow_is_bidirectional_skip and q_length == kv_length
+    if not plain or (attention_mask is not None and attention_mask.dim() != 2):
+        raise ValueError(
+            f"{model} asks for a mask that is causal, windowed, packed or for cross-attention, and {NAME} serves the "
+            'bidirectional self-attention of encoders; use attn_implementation="sdpa".'
+        )
+    return attention_mask
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, key_padding_mask)
+
+
+def why_not(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> str | None:
+    """The sentence that says why attention layers of a model cannot be switched; None where they can.
+
+    Args:
+        model: the innermost PreTrainedModel around the layers.
+        layers: by name.
+    """
+    name, config = type(model).__name__, model.config
+    if not through_interface(model):
+        return f"{name} computes its attention itself and would stay dense; {_WHAT_TO_USE}"
+    if not layers:
+        return f"{name} has no attention layer that ds_sparse knows by its projections, and would stay dense."
+    causal = [layer for layer, module in layers.items() if getattr(module, "is_causal", False)]
+    if causal or any(getattr(config, key, False) for key in _DECODER_KEYS):
+        what = f"layer {causal[0]} is causal" if causal else "its config has a decoder"
+        return f"{name} is no encoder ({what}), and {NAME} serves bidirectional self-attention alone; train it dense."
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if kinds:
+        return f"{name} has layers of {', '.join(sorted(kinds))}, a sparse structure of its own; train it as it is."
+    if any(getattr(module, "config", None) is not config for module in layers.values()):
+        return (
+            f"{name} and its attention layers do not share one config, where the structure would stand; train it dense."
+        )
+    if getattr(config, "output_attentions", False):
+        return f"{name} has config.output_attentions, and {NAME} computes no attention probabilities; set it to False."
+    return None
+
+
+class Switch:
+    """A Transformers model that `on` makes sparse and `off` dense again.
+
+    Args:
+        model: the innermost PreTrainedModel around the layers.
+        layers: its attention layers by name.
+        structure: for the model's number of heads, with a seed where it draws blocks.
+        max_seq_length: tokens that the layout is built for; by default those of the config.
+
+    Raises:
+        ValueError: the structure has no layout of that length, or no length is known.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: Mapping[str, nn.Module],
+        structure: SparsityConfig,
+        max_seq_length: int | None = None,
+    ):
+        self.model, self.layers = model, layers
+        self._implementation = model.config._attn_implementation
+        self.was = [f"{type(layer).__name__}, {self._implementation}" for layer in layers.values()]
+        self.now = [f"{type(layer).__name__}, {NAME}" for layer in layers.values()]
+        tokens = _max_position(model.config) if max_seq_length is None else max_seq_length
+        self.attention = StructuredAttention(structure, whole_blocks(tokens, structure.block))
+        self._entries: dict[str, Any] = {} if max_seq_length is None else {MAX_SEQ_LENGTH_KEY: max_seq_length}
+        self.not_saved: str | None = None
+        """Why the structure cannot be saved with the model; None where it can."""
+        try:
+            self._entries[BLOCK_KEY] = _reproducible_block(self.attention)
+        except ValueError as error:
+            self.not_saved = str(error)
+
+    def on(self) -> None:
+        config = self.model.config
+        self._before = {key: vars(config)[key] for key in _CONFIG_KEYS if key in vars(config)}
+        _set_config(config, self._entries)
+        self.model.set_attn_implementation(NAME)
+        block, tokens = getattr(config, BLOCK_KEY, None), _tokens(config)
+        self._hooks = []
+        for name, layer in self.layers.items():
+            layer._ds_sparse = _Attached(block, tokens, self.attention, name)
+            self._hooks.append(layer.register_forward_hook(_check_was_used))
+
+    def off(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for layer in self.layers.values():
+            del layer._ds_sparse
+        _set_config(self.model.config, self._before)
+        self.model.set_attn_implementation(self._implementation)
+
+
+def structure_of(layer: nn.Module) -> SparsityConfig:
+    """The structure of a layer whose config has `attn_implementation="ds_sparse"`."""
+    return _attached_to(layer).attention.sparsity_config
+
+
+_CONFIG_KEYS = (BLOCK_KEY, MAX_SEQ_LENGTH_KEY)
+_DECODER_KEYS = ("is_decoder", "add_cross_attention", "is_encoder_decoder")
+_WHAT_TO_USE = (
+    "use BERT, RoBERTa, XLM-RoBERTa, ELECTRA, DistilBERT, ALBERT or another encoder on Transformers' attention "
+    "interface. For BERT code of your own there is "
+    "SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention."
+)
+
+
+@dataclass
+class _Attached:
+    """What the attention function keeps on a layer."""
+
+    block: dict[str, Any] | None  # what the config said when `attention` was made; None: a structure that has no block
+    tokens: int
+    attention: StructuredAttention
+    name: str = ""
+    used: bool = False
+
+    def __post_init__(self):
+        self.block = copy.deepcopy(self.block)  # the config's own may be edited in place
+
+
+_made: weakref.WeakValueDictionary[tuple, StructuredAttention] = weakref.WeakValueDictionary()
+"""What layers that say the same share."""
+
+
+def _attached_to(layer: nn.Module) -> _Attached:
+    """What is on a layer, made from its config when it is first used or the config has changed since."""
+    config, attached = layer.config, vars(layer).get("_ds_sparse")
+    block = getattr(config, BLOCK_KEY, None)
+    if attached is not None and attached.block == block and (block is None or attached.tokens == _tokens(config)):
+        return attached
+    layer._ds_sparse = _Attached(block, _tokens(config), _attention_for(config, block))
+    return layer._ds_sparse
+
+
+def _attention_for(config: transformers.PreTrainedConfig, block: dict[str, Any] | None) -> StructuredAttention:
+    if block is None:
+        raise ValueError(
+            f"{type(config).__name__} has no {BLOCK_KEY}; set it before the model runs, as in config.{BLOCK_KEY} = "
+            f'{{"mode": "fixed", "block": 16}}, or call ds_sparse.sparsify(model, ...), which does.'
+        )
+    structure = parse_sparse_attention(block, config.num_attention_heads, source=type(config).__name__)
+    if getattr(structure, "num_random_blocks", 0) and structure.seed is None:
+        raise ValueError(
+            f"config.{BLOCK_KEY} has random blocks and no seed, so they would differ between ranks and after loading; "
+            'add one, such as "seed": 0.'
+        )
+    tokens = whole_blocks(_tokens(config), structure.block)
+    key = (type(structure), json.dumps(block, sort_keys=True), structure.num_heads, tokens)
+    attention = _made.get(key)
+    if attention is None:
+        attention = _made[key] = StructuredAttention(structure, tokens)
+    return attention
+
+
+def _tokens(config: transformers.PreTrainedConfig) -> int:
+    """Tokens that the layout of a model is built for, not yet in whole blocks."""
+    return getattr(config, MAX_SEQ_LENGTH_KEY, None) or _max_position(config)
+
+
+def _max_position(config: transformers.PreTrainedConfig) -> int:
+    tokens = getattr(config, "max_position_embeddings", None)
+    if tokens is None:
+        raise ValueError(
+            f"{type(config).__name__} has no max_position_embeddings, so the length that the layout is to be built for "
+            f"is not known; pass max_seq_length to ds_sparse.sparsify, or set config.{MAX_SEQ_LENGTH_KEY}."
+        )
+    return tokens
+
+
+def _reproducible_block(attention: StructuredAttention) -> dict[str, Any]:
+    """The block that makes this layout again. Raises ValueError where there is none."""
+    structure, layout = attention.sparsity_config, attention.layout
+    block = sparse_attention_block(structure)
+    drawn = structure.draws_random_blocks and structure.seed is None
+    if drawn and not torch.equal(structure.make_bool_layout(attention.max_seq_length), layout):
+        raise ValueError(
+            f"{type(structure).__name__} draws other blocks each time; draw them with self.sampler(h) in its layout "
+            "and give it a seed."
+        )
+    return block
+
+
+def _set_config(config: transformers.PreTrainedConfig, entries: dict[str, Any]) -> None:
+    for key in _CONFIG_KEYS:
+        if key in entries:
+            setattr(config, key, entries[key])
+        elif key in vars(config):
+            delattr(config, key)
+
+
+def _check_was_used(layer: nn.Module, arguments: tuple, output: Any) -> None:
+    """Forward hook: a layer that was switched and has run must have called `attention`."""
+    attached = vars(layer).get("_ds_sparse")
+    if attached is not None and not attached.used:
+        raise RuntimeError(
+            f"layer {attached.name} ({type(layer).__name__}) ran without {NAME}: its attention implementation is "
+            f"{layer.config._attn_implementation!r}, or it computes its attention itself. The model is not sparse; "
+            "call undo() of what ds_sparse.sparsify returned to train it dense."
+        )
+
+
+_ignoring: dict[type, bool] = {}
+"""Config class to whether the model that belongs to it is known, and computes its attention itself."""
+
+
+def _ignores_the_interface(config_class: type) -> bool:
+    if config_class not in _ignoring:
+        models = MODEL_MAPPING.get(config_class, ())
+        models = models if isinstance(models, tuple | list) else (models,)
+        _ignoring[config_class] = any(not model._can_set_attn_implementation() for model in models)
+    return _ignoring[config_class]

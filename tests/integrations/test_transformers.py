@@ -1,0 +1,551 @@
+"""Transformers: attn_implementation="ds_sparse" on real, tiny models."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import transformers
+from helpers import assert_as_accurate
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.masking_utils import causal_mask_function
+
+import ds_sparse
+from ds_sparse.integrations import transformers as interface
+from ds_sparse.layout import to_token_mask
+
+HEADS, BLOCK, VOCABULARY = 4, 16, 99
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+RESERVING = SIZES | {"max_position_embeddings": 66}
+DISTILBERT = {
+    "vocab_size": VOCABULARY,
+    "dim": 32,
+    "hidden_dim": 64,
+    "n_heads": HEADS,
+    "n_layers": 2,
+    "max_position_embeddings": 64,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+FAMILIES = {
+    "bert": (transformers.BertForMaskedLM, SIZES),
+    "roberta": (transformers.RobertaForMaskedLM, RESERVING),
+    "xlm_roberta": (transformers.XLMRobertaForMaskedLM, RESERVING),
+    "electra": (transformers.ElectraForMaskedLM, SIZES | {"embedding_size": 16}),
+    "distilbert": (transformers.DistilBertForMaskedLM, DISTILBERT),
+    "albert": (transformers.AlbertForMaskedLM, SIZES | {"embedding_size": 16}),
+}
+RANDOM = {
+    "mode": "bigbird",
+    "num_random_blocks": 1,
+    "num_sliding_window_blocks": 1,
+    "different_layout_per_head": True,
+    "seed": 3,
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return FAMILIES[request.param]
+
+
+def make(family=FAMILIES["bert"], **changes):
+    cls, sizes = family
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return cls(cls.config_class(**sizes | changes))
+
+
+def make_batch(tokens=50, device="cpu", padded=True):
+    """Two sequences, the second of them padded from a third on."""
+    generator = torch.Generator().manual_seed(tokens)
+    mask = torch.ones(2, tokens, dtype=torch.long)
+    mask[1, tokens // 3 if padded else tokens :] = 0
+    ids = torch.randint(5, VOCABULARY, (2, tokens), generator=generator)
+    labels = ids.masked_fill(mask == 0, -100)
+    ids = ids.masked_fill(mask == 0, 0)
+    return {name: x.to(device) for name, x in (("input_ids", ids), ("attention_mask", mask), ("labels", labels))}
+
+
+def run(model, batch, mask=None):
+    """Logits of the tokens that are no padding, and the gradients of all parameters."""
+    model.zero_grad()
+    output = model(**batch if mask is None else batch | {"attention_mask": mask})
+    output.loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return output.logits[batch["attention_mask"] != 0].detach(), gradients
+
+
+def assert_close(ours, truth):
+    torch.testing.assert_close(ours[0], truth[0], rtol=1e-4, atol=1e-5)
+    assert ours[1].keys() == truth[1].keys() and ours[1]
+    for name, gradient in ours[1].items():
+        torch.testing.assert_close(gradient, truth[1][name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("tokens", [50, 64])
+def test_a_dense_layout_gives_what_the_untouched_model_gives(family, tokens, device):
+    model, batch = make(family).to(device), make_batch(tokens, device)
+    truth = run(model, batch)
+    ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK})
+    assert_close(run(model, batch), truth)
+
+
+def test_a_sparse_layout_gives_what_the_untouched_model_gives_under_its_mask(family, device):
+    model, batch = make(family).to(device), make_batch(50, device)
+    whole_blocks = -(-model.config.max_position_embeddings // BLOCK) * BLOCK
+    layout = ds_sparse.parse_sparse_attention(RANDOM, HEADS).make_bool_layout(whole_blocks)
+    live = to_token_mask(layout, BLOCK)[None, :, :50, :50].to(device)
+    dense = run(model, batch)
+    truth = run(model, batch, mask=live & batch["attention_mask"][:, None, None, :].bool())
+    ds_sparse.sparsify(model, RANDOM)
+    ours = run(model, batch)
+    assert_close(ours, truth)
+    assert not torch.allclose(ours[0], dense[0], atol=1e-4)
+
+
+def test_parameters_and_checkpoint_keys_stay_and_undo_puts_everything_back(family):
+    model, batch = make(family).eval(), make_batch()
+    before, parameters, modules = model(**batch).logits, list(model.parameters()), list(model.modules())
+    keys, config = list(model.state_dict()), model.config.to_dict()
+    report = ds_sparse.sparsify(model, RANDOM)
+    assert all(now is then for now, then in zip(model.parameters(), parameters, strict=True))
+    assert list(model.modules()) == modules and list(model.state_dict()) == keys
+    assert not torch.equal(model(**batch).logits, before)
+    for _ in range(2):
+        report.undo()
+        assert torch.equal(model(**batch).logits, before)
+        assert model.config._attn_implementation == "sdpa" and model.config.to_dict() == config
+    assert not any(module._forward_hooks for module in model.modules())
+    ds_sparse.sparsify(model, RANDOM)
+
+
+def test_the_report_names_every_layer():
+    report = ds_sparse.sparsify(make(), {"mode": "fixed", "block": BLOCK, "num_local_blocks": 2})
+    names = [f"bert.encoder.layer.{layer}.attention.self" for layer in range(2)]
+    assert report.replaced == [(name, "BertSelfAttention, sdpa", "BertSelfAttention, ds_sparse") for name in names]
+    assert str(report).startswith(
+        "2 attention layers made sparse: FixedSparsityConfig, block 16, density 75.0% at 64 tokens"
+    )
+    assert all(name in str(report) for name in names)
+
+
+@pytest.mark.parametrize("block", [{key: RANDOM[key] for key in RANDOM if key != "seed"}, RANDOM, {"mode": "fixed"}])
+def test_a_saved_model_is_loaded_with_its_structure(family, block, tmp_path):
+    model, batch = make(family).eval(), make_batch()
+    dense = model(**batch).logits
+    ds_sparse.sparsify(model, block)
+    model.save_pretrained(tmp_path)
+    loaded = family[0].from_pretrained(tmp_path, attn_implementation="ds_sparse").eval()
+    assert torch.equal(loaded(**batch).logits, model(**batch).logits)
+    assert loaded.config.sparse_attention == model.config.sparse_attention
+    assert torch.equal(family[0].from_pretrained(tmp_path).eval()(**batch).logits, dense)
+
+
+def test_a_dense_model_loaded_from_a_sparse_one_becomes_sparse_again_by_its_config(tmp_path):
+    model, batch = make().eval(), make_batch()
+    ds_sparse.sparsify(model, RANDOM, max_seq_length=128)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.BertForMaskedLM.from_pretrained(tmp_path).eval()
+    ds_sparse.sparsify(loaded)
+    assert torch.equal(loaded(**batch).logits, model(**batch).logits)
+    for key in ("sparse_attention", "sparse_attention_max_seq_length"):
+        assert getattr(loaded.config, key) == getattr(model.config, key)
+
+
+def test_the_length_of_the_layout_can_be_given():
+    model = make()
+    report = ds_sparse.sparsify(model, RANDOM, max_seq_length=40)
+    assert "at 48 tokens" in str(report) and model.config.sparse_attention_max_seq_length == 40
+    for tokens in (40, 64):
+        assert torch.isfinite(model(**make_batch(tokens)).loss)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(reentrant):
+    model, batch = make(attention_probs_dropout_prob=0.3, hidden_dropout_prob=0.1).train(), make_batch()
+    ds_sparse.sparsify(model, RANDOM)
+    torch.manual_seed(1)
+    plain = run(model, batch)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    torch.manual_seed(1)
+    again = run(model, batch)
+    assert torch.equal(again[0], plain[0])
+    assert all(torch.equal(again[1][name], gradient) for name, gradient in plain[1].items())
+
+
+def test_dropout_drops_attention_in_training_only():
+    model, batch = make(attention_probs_dropout_prob=0.5), make_batch()
+    ds_sparse.sparsify(model, RANDOM)
+    model.train()
+    assert not torch.equal(model(**batch).logits, model(**batch).logits)
+    model.eval()
+    assert torch.equal(model(**batch).logits, model(**batch).logits)
+
+
+@pytest.mark.parametrize("head_dim", [32, 7, 1])
+def test_any_head_dim(head_dim):
+    model, batch = make(hidden_size=HEADS * head_dim), make_batch()
+    truth = run(model, batch)
+    ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK})
+    assert_close(run(model, batch), truth)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_low_precision_is_as_accurate_as_the_untouched_model(dtype, autocast, device):
+    batch = make_batch(device=device)
+
+    def logits(model):
+        model = model if autocast else model.to(dtype)
+        with torch.no_grad(), torch.autocast(device, dtype, enabled=autocast):
+            return model(**batch).logits[batch["attention_mask"] != 0].cpu()
+
+    exact = make().eval().double().to(device)(**batch).logits[batch["attention_mask"] != 0].detach().cpu()
+    plain = logits(make().eval().to(device))
+    model = make().eval().to(device)
+    ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK})
+    assert_as_accurate("logits", logits(model), plain, exact)
+
+
+def test_masks_of_every_form_mean_the_same():
+    model, batch = make().eval(), make_batch()
+    ds_sparse.sparsify(model, RANDOM)
+    truth = model(**batch).logits
+    keep = batch["attention_mask"].bool()
+    added = torch.zeros(keep.shape).masked_fill(~keep, float("-inf"))
+    pairs = keep[:, None, None, :].expand(2, 1, 50, 50)
+    for mask in (
+        keep,
+        batch["attention_mask"].float(),
+        keep[:, None, None],
+        added[:, None, None],
+        pairs,
+        added[:, None, None].expand(2, 1, 50, 50),
+    ):
+        torch.testing.assert_close(model(**batch | {"attention_mask": mask}).logits, truth)
+    without = make_batch(padded=False)
+    assert torch.equal(model(**without).logits, model(**without | {"attention_mask": None}).logits)
+
+
+def test_copies_and_pickles_are_sparse_too():
+    model, batch = make().eval(), make_batch()
+    report = ds_sparse.sparsify(model, RANDOM)
+    sparse, copied = model(**batch).logits, copy.deepcopy(model)
+    pickled = pickle.loads(pickle.dumps(model))
+    report.undo()
+    assert torch.equal(copied(**batch).logits, sparse) and torch.equal(pickled(**batch).logits, sparse)
+
+
+def test_layers_share_one_layout():
+    model = make()
+    ds_sparse.sparsify(model, RANDOM)
+    first, second = (layer.attention.self for layer in model.bert.encoder.layer)
+    assert interface.structure_of(first) is interface.structure_of(second)
+    named = make(sparse_attention=RANDOM)
+    named.set_attn_implementation("ds_sparse")
+    named(**make_batch())
+    first, second = (layer.attention.self for layer in named.bert.encoder.layer)
+    assert interface.structure_of(first) is interface.structure_of(second)
+
+
+def test_a_config_that_changes_is_followed():
+    model, batch = make(sparse_attention={"mode": "dense"}).eval(), make_batch()
+    model.set_attn_implementation("ds_sparse")
+    dense = model(**batch).logits
+    model.config.sparse_attention.update(RANDOM)
+    changed = model(**batch).logits
+    ds_sparse.sparsify(untouched := make().eval(), RANDOM)
+    assert not torch.equal(changed, dense) and torch.equal(changed, untouched(**batch).logits)
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_structure_of_the_users_is_saved_by_its_name(tmp_path):
+    @ds_sparse.register_sparsity("stripes")
+    class Stripes(ds_sparse.SparsityConfig):
+        def __init__(self, num_heads: int, block: int = 16, every: int = 4):
+            super().__init__(num_heads, block)
+            self.every = every
+
+        def make_layout(self, seq_len):
+            layout = self.setup_layout(seq_len)
+            layout[:, :, :: self.every] = 1
+            return layout
+
+    model, batch = make().eval(), make_batch()
+    ds_sparse.sparsify(model, Stripes(HEADS, every=3))
+    model.save_pretrained(tmp_path)
+    loaded = transformers.BertForMaskedLM.from_pretrained(tmp_path, attn_implementation="ds_sparse").eval()
+    assert loaded.config.sparse_attention["mode"] == "stripes" and loaded.config.sparse_attention["every"] == 3
+    assert torch.equal(loaded(**batch).logits, model(**batch).logits)
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_structure_that_cannot_be_saved_works_and_says_so():
+    class Nameless(ds_sparse.SparsityConfig):
+        def make_layout(self, seq_len):
+            return self.setup_layout(seq_len) + torch.eye(seq_len // self.block, dtype=torch.int64)
+
+    @ds_sparse.register_sparsity("drawn_anew")
+    class DrawnAnew(ds_sparse.SparsityConfig):
+        def make_layout(self, seq_len):
+            return (torch.rand(self.setup_layout(seq_len).shape) < 0.5).long()
+
+    for structure, sentence in (
+        (Nameless(HEADS), "it has no mode"),
+        (DrawnAnew(HEADS), "draws other blocks each time"),
+    ):
+        model, batch = make().eval(), make_batch()
+        with pytest.warns(ds_sparse.SparsityWarning, match=f"The structure is not saved with the model: .*{sentence}"):
+            report = ds_sparse.sparsify(model, structure)
+        assert not hasattr(model.config, "sparse_attention")
+        first = model(**batch).logits
+        assert torch.equal(model(**batch).logits, first)
+        ds_sparse.SparseAttentionUtils.extend_position_embedding(model, 128)
+        assert torch.equal(model(**batch).logits, first)
+        report.undo()
+        assert not torch.equal(model(**batch).logits, first)
+
+
+def test_the_callers_structure_is_left_alone_and_its_random_blocks_get_a_seed(capsys):
+    structure = ds_sparse.BigBirdSparsityConfig(num_heads=HEADS)
+    model = make()
+    ds_sparse.sparsify(model, structure)
+    assert structure.seed is None
+    assert f"seed {model.config.sparse_attention['seed']}" in capsys.readouterr().out
+
+
+def test_grouped_keys_are_shared_by_their_queries():
+    sizes = {key: SIZES[key] for key in SIZES if "prob" not in key}
+    config = transformers.EuroBertConfig(**sizes, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    model = transformers.EuroBertModel(config).eval()
+    batch = make_batch()
+    del batch["labels"]
+    truth = model(**batch).last_hidden_state
+    ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK})
+    keep = batch["attention_mask"] != 0
+    torch.testing.assert_close(model(**batch).last_hidden_state[keep], truth[keep], rtol=1e-4, atol=1e-5)
+
+
+SMALL = {key: SIZES[key] for key in SIZES if "prob" not in key}
+ITSELF = "computes its attention itself and would stay dense; use BERT, RoBERTa"
+REFUSED = {
+    "deberta": (transformers.DebertaForMaskedLM, SMALL, ITSELF),
+    "deberta_v2": (transformers.DebertaV2Model, SMALL, ITSELF),
+    "longformer": (
+        transformers.LongformerModel,
+        SMALL | {"attention_window": 16},
+        ITSELF,
+    ),
+    "big_bird": (transformers.BigBirdModel, SMALL, ITSELF),
+    "mpnet": (transformers.MPNetModel, SMALL, ITSELF),
+    "megatron_bert": (transformers.MegatronBertModel, SMALL, ITSELF),
+    "decoder": (
+        transformers.BertLMHeadModel,
+        SMALL | {"is_decoder": True},
+        "layer bert.encoder.layer.0.attention.self is causal",
+    ),
+    "gpt2": (
+        transformers.GPT2Model,
+        {"n_embd": 32, "n_layer": 1, "n_head": 4},
+        r"is no encoder \(layer h.0.attn is causal\)",
+    ),
+    "t5": (
+        transformers.T5EncoderModel,
+        {"d_model": 32, "num_layers": 1, "num_heads": 4},
+        "T5Stack has no attention layer that ds_sparse knows",
+    ),
+    "modernbert": (
+        transformers.ModernBertModel,
+        SMALL | {"pad_token_id": 0},
+        "has layers of sliding_attention",
+    ),
+    "output_attentions": (
+        transformers.BertModel,
+        SMALL | {"output_attentions": True},
+        "set it to False",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_cannot_be_sparse_are_refused_before_anything_changes(name):
+    cls, sizes, sentence = REFUSED[name]
+    model = cls(cls.config_class(**sizes))
+    before = model.config.to_dict(), model.config._attn_implementation
+    with pytest.raises(ValueError, match=sentence):
+        ds_sparse.sparsify(model, {"mode": "fixed"})
+    assert (model.config.to_dict(), model.config._attn_implementation) == before
+
+
+@pytest.mark.parametrize(
+    "arguments, error, sentence",
+    [
+        ({"sparsity_config": {"mode": "bigbrid"}}, ValueError, 'Did you mean "bigbird"'),
+        (
+            {"sparsity_config": ds_sparse.FixedSparsityConfig(num_heads=12)},
+            ValueError,
+            "4 attention heads and the sparsity config num_heads=12",
+        ),
+        ({"sparsity_config": "ds.json"}, TypeError, "sparsity_config is str; it has to be a sparsity config"),
+        ({"sparsity_config": ds_sparse.FixedSparsityConfig}, TypeError, "it has to be a sparsity config"),
+        (
+            {"sparsity_config": {"mode": "bigbird", "num_sliding_window_blocks": 9}},
+            ValueError,
+            "Number of sliding window blocks, 9, must be smaller",
+        ),
+        ({"max_seq_length": 0}, ValueError, "at least 1, got 0"),
+    ],
+)
+def test_a_wrong_structure_is_refused_before_anything_changes(arguments, error, sentence):
+    model = make()
+    with pytest.raises(error, match=sentence):
+        ds_sparse.sparsify(model, **arguments)
+    assert model.config._attn_implementation == "sdpa" and not hasattr(model.config, "sparse_attention")
+
+
+def test_a_sparse_model_is_not_made_sparse_again():
+    model = make()
+    ds_sparse.sparsify(model, RANDOM)
+    with pytest.raises(ValueError, match="bert.encoder.layer.0.attention.self of BertForMaskedLM is sparse already"):
+        ds_sparse.sparsify(model, RANDOM)
+
+
+def test_a_layer_that_runs_without_its_sparse_attention_is_named():
+    model = make()
+    ds_sparse.sparsify(model, RANDOM)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(
+        RuntimeError, match=r"layer bert.encoder.layer.0.attention.self \(BertSelfAttention\) ran without"
+    ):
+        model(**make_batch())
+
+
+@pytest.mark.parametrize(
+    "cls, changes, sentence",
+    [
+        (transformers.BertModel, {}, "BertConfig has no sparse_attention; set it before the model runs"),
+        (
+            transformers.BertModel,
+            {"sparse_attention": {"mode": "bigbrid"}},
+            'BertConfig: sparse_attention.mode: got "bigbrid"',
+        ),
+        (transformers.BertModel, {"sparse_attention": ["fixed"]}, "wanted an object"),
+        (
+            transformers.BertModel,
+            {"sparse_attention": {"mode": "bigbird", "num_random_blocks": 1}},
+            "random blocks and no seed",
+        ),
+        (transformers.BertLMHeadModel, {"sparse_attention": {}, "is_decoder": True}, "asks for a mask that is causal"),
+        (
+            transformers.BigBirdModel,
+            {"sparse_attention": {}},
+            "BigBirdConfig computes its attention itself and ignores",
+        ),
+        (
+            transformers.LongformerModel,
+            {"sparse_attention": {}, "attention_window": 16},
+            "LongformerConfig computes its attention itself",
+        ),
+        (transformers.MegatronBertModel, {"sparse_attention": {}}, "MegatronBertConfig computes its attention itself"),
+    ],
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_name_alone_is_refused_where_it_cannot_work(cls, changes, sentence, padded):
+    model = cls._from_config(cls.config_class(**SMALL | changes), attn_implementation="ds_sparse")
+    batch = make_batch(padded=padded)
+    del batch["labels"]
+    with pytest.raises(ValueError, match=sentence):
+        model(**batch)
+
+
+def test_what_the_attention_function_does_not_compute_is_an_error():
+    model, batch = make(), make_batch()
+    ds_sparse.sparsify(model, RANDOM)
+    layer, query = model.bert.encoder.layer[0].attention.self, torch.randn(1, HEADS, 20, 8)
+    with pytest.raises(ValueError, match="BertSelfAttention asks the attention for output_attentions"):
+        model(**batch, output_attentions=True)
+    for asked in ({"sliding_window": 4}, {"cu_seq_lens_q": torch.tensor([0, 20])}, {"position_bias": torch.zeros(1)}):
+        with pytest.raises(ValueError, match=f"asks the attention for {next(iter(asked))}"):
+            interface.attention(layer, query, query, query, None, **asked)
+    with pytest.raises(ValueError, match="BertSelfAttention is causal"):
+        interface.attention(layer, query, query, query, None, is_causal=True)
+    with pytest.raises(ValueError, match="is cross-attention, or has cached keys"):
+        interface.attention(layer, query, query[:, :, :16], query[:, :, :16], None)
+    with pytest.raises(ValueError, match="attn_mask is torch.int64; it has to be bool"):
+        model(**batch | {"attention_mask": batch["attention_mask"][:, None, None, :]})
+
+
+def test_masks_that_are_no_padding_are_an_error():
+    lengths = {"q_length": 20, "kv_length": 20, "config": transformers.BertConfig(**SMALL)}
+    bidirectional = interface.bidirectional_mask_function
+    for wrong in (
+        {"mask_function": causal_mask_function},
+        {"mask_function": bidirectional, "kv_length": 30},
+        {"mask_function": bidirectional, "attention_mask": torch.ones(2, 20, 20, dtype=torch.bool)},
+        {"mask_function": bidirectional, "allow_is_bidirectional_skip": False},
+    ):
+        with pytest.raises(ValueError, match="causal, windowed, packed or for cross-attention"):
+            interface.key_padding_mask(**lengths | wrong)
+    assert interface.key_padding_mask(**lengths, mask_function=bidirectional) is None
+
+
+def test_the_attention_function_scales_as_it_is_told():
+    model = make()
+    ds_sparse.sparsify(model, {"mode": "dense"})
+    layer = model.bert.encoder.layer[0].attention.self
+    query, key, value = torch.randn(3, 2, HEADS, 20, 8)
+    for scaling in (0.1, None):
+        output, _ = interface.attention(layer, query, key, value, None, scaling=scaling)
+        truth = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scaling)
+        torch.testing.assert_close(output, truth.transpose(1, 2))
+
+
+class Calls(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **kwargs or {})
+
+
+def test_strided_inputs_are_not_copied():
+    model = make()
+    ds_sparse.sparsify(model, RANDOM)
+    layer = model.bert.encoder.layer[0].attention.self
+    query, key, value = (torch.randn(2, 64, HEADS, 8).transpose(1, 2) for _ in range(3))
+    mask = torch.ones(2, 64, dtype=torch.bool)
+    interface.attention(layer, query, key, value, mask)
+    with Calls() as calls, torch.no_grad():
+        output, weights = interface.attention(layer, query, key, value, mask)
+    copies = [name for name in calls.names if "clone" in name or "copy" in name or "contiguous" in name]
+    assert len(copies) == 1  # the output, which has to be contiguous
+    assert output.shape == (2, 64, HEADS, 8) and output.is_contiguous() and weights is None
+
+
+def test_a_module_around_a_transformers_model_is_made_sparse():
+    class Classifier(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.head = make().bert, torch.nn.Linear(32, 2)
+
+        def forward(self, **batch):
+            return self.head(self.encoder(**batch).last_hidden_state[:, 0])
+
+    model, batch = Classifier().eval(), make_batch()
+    del batch["labels"]
+    dense = model(**batch)
+    report = ds_sparse.sparsify(model, RANDOM)
+    assert [entry.name for entry in report.replaced] == [f"encoder.encoder.layer.{n}.attention.self" for n in range(2)]
+    assert not torch.equal(model(**batch), dense)
