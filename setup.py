@@ -17,7 +17,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -201,6 +201,8 @@ def extension(name: str, sources: list[Path]) -> Extension:
 
 
 setup(
+    packages=[*find_packages(include=["ds_sparse*"]), "ds_sparse.launcher", "ds_sparse.launcher.startup"],
+    package_dir={"ds_sparse.launcher": "launcher"},
     ext_modules=[extension(CPU, cpu_sources())] + ([extension(CUDA, cuda_sources())] if wants_cuda() else []),
     cmdclass={"build_ext": BuildLibraries},
 )

@@ -11,6 +11,7 @@ COMMANDS = {
     "bench": "time the operations beside dense PyTorch, after verifying them",
     "check": "say whether the sparse_attention block of a DeepSpeed JSON is right, without training",
     "draw": "draw the layout that a DeepSpeed JSON gives, in the terminal or as a picture",
+    "run": "start a training script that knows nothing of ds_sparse, through DeepSpeed's launcher",
     "schema": "print the JSON schema of the sparse_attention block",
 }
 """Subcommand to its line of help; the module of the same name is imported only when it is called."""

@@ -5,26 +5,24 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
-import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
-import torch
 from torch import nn
 
-from ..config import load_config, parse_sparse_attention
-from ..ranks import is_launched, rank, world_size
+from ..attention_layers import attention_layers
+from ..config import Source, load_config, parse_sparse_attention
+from ..notices import say_notices
+from ..patch import sparsify
+from ..ranks import is_launched, say, set_common_seed
 from ..self_attention import SparseSelfAttention
 from ..sparsity import FixedSparsityConfig, SparsityConfig
+from .flag import FLAG, is_on
 
-FLAG = "deepspeed_sparse_attention"
-_PROJECTIONS = (
-    {"query", "key", "value"}, {"q_proj", "k_proj", "v_proj"}, {"q_lin", "k_lin", "v_lin"}, {"to_q", "to_k", "to_v"},
-    {"wq", "wk", "wv"}, {"query_key_value"}, {"c_attn"}, {"qkv"}, {"wqkv"}, {"to_qkv"}, {"qkv_proj"},
-)  # fmt: skip
+NO_BLOCK = "deepspeed sparse attention is not set; Fixed sparsity is used as default."
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -34,6 +32,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument(
         f"--{FLAG}",
         action="store_true",
+        default=is_on(),
         help='make attention block-sparse as the "sparse_attention" block of the DeepSpeed JSON says',
     )
     return parser
@@ -42,8 +41,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 def init_distributed(**arguments: Any) -> None:
     """`deepspeed.init_distributed`, which also works without a launcher, a compiler, ninja or mpi4py.
 
-    A process that no launcher started becomes rank 0 of 1. On CPU, DeepSpeed would compile a shared-memory all-reduce when
-    it first runs; it is left out, and gloo does that work.
+    A process that no launcher started becomes rank 0 of 1. On CPU, DeepSpeed would compile a shared-memory all-reduce
+    when it first runs; it is left out, and gloo does that work.
     """
     if not is_launched():
         with socket.socket() as probe:
@@ -61,7 +60,7 @@ def get_sparse_attention_config(args: argparse.Namespace, num_heads: int) -> Spa
     A structure with random blocks and no `seed` gets one: rank 0 draws it and prints it, all ranks use it.
 
     Args:
-        args: has `deepspeed_sparse_attention` and `deepspeed_config`.
+        args: has `deepspeed_config`, and `deepspeed_sparse_attention`; without that the flag of `ds_sparse run` counts.
         num_heads: attention heads of the model.
 
     Raises:
@@ -69,35 +68,45 @@ def get_sparse_attention_config(args: argparse.Namespace, num_heads: int) -> Spa
         ValueError: the flag is on without a JSON, or together with `--deepspeed_transformer_kernel`.
         RuntimeError: several ranks would draw a seed before torch.distributed runs.
     """
-    if not _flag_is_on(args):
+    if not is_on(args):
         return None
     source = getattr(args, "deepspeed_config", None)
     if source is None:
         raise ValueError(f"--{FLAG} is on and no DeepSpeed JSON is given; add --deepspeed_config FILE.")
     _, block = load_config(source)
     if block is None:
-        say("deepspeed sparse attention is not set; Fixed sparsity is used as default.")
+        say(NO_BLOCK)
         return FixedSparsityConfig(num_heads=num_heads)
     notices: list[str] = []
     config = parse_sparse_attention(block, num_heads, source=source, notices=notices)
-    for notice in notices:
-        say(notice)
-    _set_common_seed(config)
+    say_notices(notices)
+    set_common_seed(config)
     return config
 
 
 def initialize(*positional: Any, **keywords: Any):
     """`deepspeed.initialize` for a JSON with a `"sparse_attention"` block: the same arguments, the same four results.
 
-    DeepSpeed 0.19.7 and later refuse the block, so it is taken out first. With `args.deepspeed_sparse_attention` every
-    attention layer of the model has to be sparse already, with the structure of the JSON (`get_sparse_attention_config`
-    makes it); without it, a block in the JSON is off, and one line says so.
+    DeepSpeed 0.19.7 and later refuse the block, so it is taken out first. With `args.deepspeed_sparse_attention` (where
+    `args` has no such attribute, with the flag of `ds_sparse run`) a dense model is made sparse as the block says, by
+    `ds_sparse.sparsify`, and a model whose attention layers are all sparse has to have the structure of the block.
+    Without the flag a block in the JSON is off. One line says what is the case.
 
     Raises:
         SparseAttentionConfigError: the JSON cannot be read; with the flag, its block is wrong.
-        ValueError: two configurations or none, no model; with the flag, an attention layer of the model that is dense, or
-            has another structure than the JSON's.
+        ValueError: two configurations or none, no model; with the flag, a model that cannot be made sparse, that is
+            sparse in part, or that is sparse in another way than the JSON says.
     """
+    return _initialize(positional, keywords, launcher_decides=False)
+
+
+def initialize_unchanged_program(*positional: Any, **keywords: Any):
+    """`deepspeed.initialize` of a program that `ds_sparse run` started: as `initialize`, and the launcher's flag counts
+    also where the program's own parser knows the flag and did not get it."""
+    return _initialize(positional, keywords, launcher_decides=True)
+
+
+def _initialize(positional: tuple[Any, ...], keywords: dict[str, Any], launcher_decides: bool):
     arguments = inspect.signature(deepspeed.initialize).bind(*positional, **keywords).arguments
     args, model = arguments.pop("args", None), arguments.pop("model", None)
     given = [arguments.pop("config", None), arguments.pop("config_params", None)]
@@ -105,114 +114,92 @@ def initialize(*positional: Any, **keywords: Any):
     sources = [source for source in given if source is not None]
     if len(sources) != 1:
         raise ValueError(
-            f"{len(sources)} DeepSpeed configurations are given; give exactly one, as config= or with --deepspeed_config FILE."
+            f"{len(sources)} DeepSpeed configurations are given; give exactly one, as config= or with "
+            "--deepspeed_config FILE."
         )
     if model is None:
         raise ValueError("model is None; pass the torch.nn.Module to train as model=.")
     deepspeed_config, block = load_config(sources[0])
     sparse, dense = attention_layers(model)
-    if _flag_is_on(args):
-        if dense or not sparse:
-            raise ValueError(_not_all_sparse(model, sparse, dense))
-        _check_structures(model, sparse, block or {}, sources[0])
-        say(f"sparse attention is on in {len(sparse)} of {len(sparse)} attention layers.")
+    on = is_on(args, launcher_decides=launcher_decides)
+    if on:
+        _check_block(block, sources[0])
+        _check_layers(model, sparse, dense, block or {}, sources[0])
+    rendezvous = {name: arguments[name] for name in ("distributed_port", "dist_init_required") if name in arguments}
+    init_distributed(**rendezvous)
+    if on and dense:
+        report = sparsify(model, block or {})  # ranks that draw blocks have to be able to talk
+        say(str(report).partition("\n")[0] + ".")
+    if on:
+        total = len(sparse) + len(dense)
+        say(f"sparse attention is on in {total} of {total} attention layers.")
     elif block is not None and sparse:
         say(f"the sparse_attention block is off (no --{FLAG}), and {len(sparse)} layers were built sparse without it.")
     elif block is not None:
         say(f"the JSON has a sparse_attention block and it is off: training is dense. Add --{FLAG} to switch it on.")
-    rendezvous = {name: arguments[name] for name in ("distributed_port", "dist_init_required") if name in arguments}
-    init_distributed(**rendezvous)
+    # The attribute leads beneath ourselves, where `ds_sparse run` has put us in the place of DeepSpeed's function.
+    below = getattr(deepspeed.initialize, "below", deepspeed.initialize)
     with _without_config_argument(args):
-        return deepspeed.initialize(args, model, config=deepspeed_config, **arguments)
+        return below(args, model, config=deepspeed_config, **arguments)
 
 
-def attention_layers(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Names of the sparse and of the dense self-attention layers of a model.
-
-    Sparse is a `SparseSelfAttention`. Dense is another module that holds projections by the names that models give them
-    (`query`, `key` and `value` of BERT, `q_proj`, `k_proj` and `v_proj`, `q_lin`, ..., `query_key_value`, `c_attn`, `qkv`),
-    and no `SparseSelfAttention`; and `nn.MultiheadAttention`.
-    """
-    sparse, dense = [], []
-    for name, module in model.named_modules():
-        if isinstance(module, SparseSelfAttention):
-            sparse.append(name)
-        elif isinstance(module, nn.MultiheadAttention) or _has_projections(module):
-            if not any(isinstance(child, SparseSelfAttention) for child in module.modules()):
-                dense.append(name)
-    return sparse, dense
+def _check_block(block: Mapping[str, Any] | None, source: Source) -> None:
+    if block is None:
+        say(NO_BLOCK)
+    else:
+        notices: list[str] = []
+        parse_sparse_attention(block, 12, source=source, notices=notices)  # no key depends on the number of heads
+        say_notices(notices)
 
 
-def _has_projections(module: nn.Module) -> bool:
-    children = {name.lower() for name, _ in module.named_children()}
-    return any(names <= children for names in _PROJECTIONS)
-
-
-def say(sentence: str) -> None:
-    """Prints one line, on rank 0 only."""
-    if rank() == 0:
-        print(f"ds_sparse: {sentence}", flush=True)
-
-
-def _flag_is_on(args: argparse.Namespace | None) -> bool:
-    if not getattr(args, FLAG, False):
-        return False
-    if getattr(args, "deepspeed_transformer_kernel", False):
-        raise ValueError(
-            f"--{FLAG} and --deepspeed_transformer_kernel are both on; DeepSpeed's transformer kernel has its own dense "
-            "attention. Leave one of them away."
-        )
-    return True
-
-
-def _not_all_sparse(model: nn.Module, sparse: list[str], dense: list[str]) -> str:
+def _check_layers(
+    model: nn.Module,
+    sparse: Mapping[str, nn.Module],
+    dense: Mapping[str, nn.Module],
+    block: Mapping[str, Any],
+    source: Source,
+) -> None:
+    """Raises ValueError for a model that the flag can neither make sparse nor leave as it is."""
     if not sparse and not dense:
-        return (
+        raise ValueError(
             f"--{FLAG} is on and {type(model).__name__} has no self-attention layer that ds_sparse knows; use "
             "ds_sparse.SparseSelfAttention or ds_sparse.BertSparseSelfAttention in it, or leave the flag away."
         )
-    return (
-        f"--{FLAG} is on and {len(sparse)} of the model's {len(sparse) + len(dense)} attention layers are sparse (dense: "
-        f"{', '.join(dense[:3])}{', ...' if len(dense) > 3 else ''}); put ds_sparse.BertSparseSelfAttention with "
-        "ds_sparse.get_sparse_attention_config(args, num_heads) in their place, or leave the flag away."
-    )
-
-
-def _check_structures(model: nn.Module, sparse: list[str], block: dict[str, Any], source: Any) -> None:
-    """Raises ValueError unless every sparse layer has the structure of the block; a seed that the block leaves open may differ."""
-    for name in sparse:
-        config = model.get_submodule(name).sparsity_config
-        wanted = parse_sparse_attention(block, config.num_heads, source=source)
-        open_fields = {"seed"} if wanted.seed is None else set()
-        differing = sorted(
-            field
-            for field, value in vars(wanted).items()
-            if field not in open_fields and getattr(config, field, None) != value
+    if sparse and dense:
+        raise ValueError(
+            f"--{FLAG} is on and {len(sparse)} of the model's {len(sparse) + len(dense)} attention layers are sparse "
+            f"(dense: {', '.join(list(dense)[:3])}{', ...' if len(dense) > 3 else ''}); build all of them sparse, with "
+            "ds_sparse.get_sparse_attention_config(args, num_heads), or none, and the flag makes them so. Without the "
+            "flag the model trains as it is."
         )
+    _check_structures(sparse, block, source)
+
+
+def _check_structures(layers: Mapping[str, nn.Module], block: Mapping[str, Any], source: Source) -> None:
+    """Raises ValueError unless each layer has the structure of the block; a seed may differ that is not in it."""
+    for name, layer in layers.items():
+        config = _structure_of(layer)
+        wanted = parse_sparse_attention(block, config.num_heads, source=source)
+        fields = [field for field in vars(wanted) if field != "seed" or wanted.seed is not None]
+        differing = sorted(field for field in fields if getattr(config, field, None) != getattr(wanted, field))
         if type(config) is not type(wanted) or differing:
-            what = f"{type(config).__name__} with " if type(config) is not type(wanted) else ""
-            what += ", ".join(f"{field}={getattr(config, field, None)!r}" for field in differing)
             raise ValueError(
-                f"--{FLAG} is on, and layer {name} has {what.removesuffix(' with ')} where the JSON says "
-                f"{type(wanted).__name__} {', '.join(f'{field}={getattr(wanted, field)!r}' for field in differing)}; build the "
-                "layer with ds_sparse.get_sparse_attention_config(args, num_heads), or leave the flag away."
+                f"--{FLAG} is on, and layer {name} has {_show(config, differing)} where the JSON says "
+                f"{_show(wanted, differing)}; build it with ds_sparse.get_sparse_attention_config(args, num_heads), or "
+                "leave the flag away."
             )
 
 
-def _set_common_seed(config: SparsityConfig) -> None:
-    """Gives a structure that draws blocks by its `seed`, and has none, the same one on all ranks."""
-    if getattr(config, "num_random_blocks", 0) == 0 or config.seed is not None:
-        return
-    seed = [random.SystemRandom().randrange(2**31)]
-    if torch.distributed.is_initialized():
-        torch.distributed.broadcast_object_list(seed, src=0)
-    elif world_size() > 1:
-        raise RuntimeError(
-            "The structure has random blocks and no seed, and torch.distributed is not running yet, so the ranks cannot agree "
-            'on one; call ds_sparse.init_distributed() first, or set "seed" in the sparse_attention block.'
-        )
-    config.seed = seed[0]
-    say(f'random blocks are drawn with seed {config.seed}; set "seed" in the sparse_attention block to repeat this layout.')
+def _show(config: SparsityConfig, fields: list[str]) -> str:
+    return f"{type(config).__name__}({', '.join(f'{field}={getattr(config, field, None)!r}' for field in fields)})"
+
+
+def _structure_of(layer: nn.Module) -> SparsityConfig:
+    if isinstance(layer, SparseSelfAttention):
+        return layer.sparsity_config
+    from .transformers import structure_of
+
+    return structure_of(layer)
 
 
 @contextmanager

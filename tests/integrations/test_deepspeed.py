@@ -4,12 +4,14 @@ import argparse
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import ds_sparse
+from ds_sparse import notices
 
 BASE = {
     "train_batch_size": 2,
@@ -82,6 +84,7 @@ def test_random_blocks_without_a_seed_get_one_that_repeats_the_layout(make_args,
 
 def test_several_ranks_cannot_draw_a_seed_before_they_can_talk(make_args, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     with pytest.raises(RuntimeError, match=r"call ds_sparse.init_distributed\(\) first"):
         ds_sparse.get_sparse_attention_config(make_args(), 4)
 
@@ -106,7 +109,7 @@ def test_initialize_trains_sparse_and_hands_over_the_rest(make_args, capsys):
     assert "sparse attention is on in 1 of 1 attention layers" in capsys.readouterr().out
     assert args.deepspeed_config.endswith("ds.json")
     before = model.self.query.weight.detach().clone()
-    engine.backward(engine(torch.randn(2, 64, 32)))
+    engine.backward(engine(torch.randn(2, 64, 32).to(engine.device)))
     engine.step()
     assert optimizer is not None and not torch.equal(before, model.self.query.weight)
 
@@ -120,34 +123,148 @@ def test_initialize_without_the_flag_trains_dense_from_the_same_json_and_says_so
     model = DenseLayer()
     engine, *_ = ds_sparse.initialize(args=args, model=model, config=config, model_parameters=model.parameters())
     assert "has a sparse_attention block and it is off: training is dense" in capsys.readouterr().out
-    engine.backward(engine(torch.randn(2, 64, 32)))
+    engine.backward(engine(torch.randn(2, 64, 32).to(engine.device)))
     engine.step()
     if as_dict:
         assert "sparse_attention" in config
 
 
-def test_the_flag_with_a_dense_layer_is_an_error(make_args):
-    model = torch.nn.ModuleList([Layer(), DenseLayer(), torch.nn.MultiheadAttention(32, 4)])
-    with pytest.raises(ValueError, match=r"1 of the model's 3 attention layers are sparse \(dense: 1, 2\)"):
+class DenseModel(torch.nn.Module):
+    """Two layers whose `attention` can be replaced: it is called with hidden states and a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.ModuleList(DenseAttention() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layer:
+            x = x + layer(x, None)
+        return x.square().mean()
+
+
+class DenseAttention(torch.nn.Module):
+    num_attention_heads = 4
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = (torch.nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x, attention_mask):
+        query, key, value = (f(x).unflatten(-1, (4, 8)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+
+
+def test_the_flag_makes_a_dense_model_sparse(make_args, capsys):
+    model = DenseModel()
+    parameters = list(model.parameters())
+    x = torch.randn(2, 64, 32)
+    dense_loss = model(x).item()
+    engine, *_ = ds_sparse.initialize(args=make_args(), model=model, model_parameters=parameters)
+    said = capsys.readouterr().out
+    assert "2 attention layers made sparse: BigBirdSparsityConfig, block 16" in said
+    assert said.count("sparse attention is on in 2 of 2 attention layers.") == 1
+    assert all(isinstance(layer, ds_sparse.BertSparseSelfAttention) for layer in model.layer)
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    x = x.to(engine.device)
+    first = engine(x)
+    assert first.item() != dense_loss
+    engine.backward(first)
+    engine.step()
+    assert engine(x) < first
+
+
+def test_a_model_that_the_flag_made_sparse_can_be_initialized_again(make_args, capsys):
+    args = make_args(block=BLOCK | {"seed": 1})
+    model = DenseModel()
+    for _ in range(2):
+        ds_sparse.initialize(args=args, model=model, model_parameters=model.parameters())
+    assert capsys.readouterr().out.count("sparse attention is on in 2 of 2 attention layers.") == 2
+    with pytest.raises(
+        ValueError, match="layer layer.0.sparse_self_attention has BigBirdSparsityConfig.*JSON says Fixed"
+    ):
+        ds_sparse.initialize(args=make_args(block={"mode": "fixed"}), model=model)
+
+
+def test_a_transformers_model_is_made_sparse_and_held_to_the_json(make_args, capsys):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=20,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=32,
+        max_position_embeddings=64,
+    )
+    model = transformers.BertModel(config)
+    keys = list(model.state_dict())
+    ds_sparse.initialize(args=make_args(), model=model, model_parameters=model.parameters())
+    assert model.config._attn_implementation == "ds_sparse" and list(model.state_dict()) == keys
+    ds_sparse.initialize(args=make_args(), model=model, model_parameters=model.parameters())
+    assert capsys.readouterr().out.count("sparse attention is on in 2 of 2 attention layers.") == 2
+    with pytest.raises(
+        ValueError, match=r"layer encoder.layer.0.attention.self has BigBirdSparsityConfig\(num_random_blocks=1\)"
+    ):
+        ds_sparse.initialize(args=make_args(block=BLOCK | {"num_random_blocks": 2}), model=model)
+
+
+def test_the_flag_without_a_block_makes_it_fixed_and_says_so(make_args, capsys):
+    model = DenseModel()
+    ds_sparse.initialize(args=make_args(block=None), model=model, model_parameters=model.parameters())
+    said = capsys.readouterr().out
+    assert "Fixed sparsity is used as default" in said and "made sparse: FixedSparsityConfig" in said
+
+
+def test_a_notice_is_given_once_a_process(make_args, capsys, monkeypatch):
+    monkeypatch.setattr(notices, "_said", set())
+    args = make_args(block=BLOCK | {"local_window_blocks": [4]})
+    for _ in range(2):
+        ds_sparse.get_sparse_attention_config(args, 4)
+    args.deepspeed_config = json.loads(Path(args.deepspeed_config).read_text())
+    ds_sparse.get_sparse_attention_config(args, 4)
+    ds_sparse.initialize(args=args, model=DenseModel())
+    said = capsys.readouterr().out
+    assert (
+        said.count("sparse_attention.local_window_blocks: belongs to mode") == 1 and "ds.json: sparse_attention" in said
+    )
+
+
+def test_the_flag_with_a_model_that_it_cannot_serve_is_an_error(make_args, monkeypatch):
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group", lambda *_, **__: pytest.fail("nothing is to be started")
+    )
+    model = torch.nn.ModuleList([Layer(ds_sparse.get_sparse_attention_config(make_args(), 4)), DenseLayer()])
+    with pytest.raises(
+        ValueError, match=r"1 of the model's 2 attention layers are sparse \(dense: 1\); build all of them"
+    ):
         ds_sparse.initialize(args=make_args(), model=model)
     with pytest.raises(ValueError, match="Linear has no self-attention layer"):
         ds_sparse.initialize(args=make_args(), model=torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="MultiheadAttention"):
+        ds_sparse.initialize(args=make_args(), model=torch.nn.ModuleList([torch.nn.MultiheadAttention(32, 4)]))
 
 
 def test_the_flag_with_another_structure_than_the_jsons_is_an_error(make_args):
-    with pytest.raises(ValueError, match=r"layer self.sparse_self_attention has FixedSparsityConfig .*JSON says BigBird"):
+    with pytest.raises(
+        ValueError, match=r"layer self.sparse_self_attention has FixedSparsityConfig.*JSON says BigBird"
+    ):
         ds_sparse.initialize(args=make_args(), model=Layer())
     other = ds_sparse.BigBirdSparsityConfig(num_heads=4, num_random_blocks=2)
-    with pytest.raises(ValueError, match=r"has num_random_blocks=2 where the JSON says BigBirdSparsityConfig num_random_blocks=1"):
+    with pytest.raises(
+        ValueError, match=r"BigBirdSparsityConfig\(num_random_blocks=2\) where the JSON says .*num_random_blocks=1"
+    ):
         ds_sparse.initialize(args=make_args(), model=Layer(other))
     with pytest.raises(ds_sparse.SparseAttentionConfigError, match="bigbrid"):
         ds_sparse.initialize(args=make_args(block={"mode": "bigbrid"}), model=Layer())
 
 
-@pytest.mark.parametrize("names", [("q_proj", "k_proj", "v_proj"), ("q_lin", "k_lin", "v_lin"), ("query_key_value",), ("c_attn",)])
+@pytest.mark.parametrize(
+    "names", [("q_proj", "k_proj", "v_proj"), ("q_lin", "k_lin", "v_lin"), ("query_key_value",), ("c_attn",)]
+)
 def test_a_dense_layer_by_other_names_is_seen(make_args, names):
     dense = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in names})
-    model = torch.nn.ModuleDict({"sparse": Layer(ds_sparse.get_sparse_attention_config(make_args(), 4)), "other": dense})
+    model = torch.nn.ModuleDict(
+        {"sparse": Layer(ds_sparse.get_sparse_attention_config(make_args(), 4)), "other": dense}
+    )
     with pytest.raises(ValueError, match=r"1 of the model's 2 attention layers are sparse \(dense: other\)"):
         ds_sparse.initialize(args=make_args(), model=model)
 
@@ -173,5 +290,8 @@ def test_two_configurations_or_none_are_an_error(make_args):
 
 
 def test_importing_ds_sparse_brings_in_neither_deepspeed_nor_torch():
-    code = "import sys, ds_sparse; print(sorted({'torch', 'deepspeed', 'transformers', 'matplotlib', 'datasets'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    names = {"torch", "deepspeed", "transformers", "matplotlib", "datasets"}
+    code = f"import sys, ds_sparse; print(sorted({names} & set(sys.modules)))"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )

@@ -1,0 +1,131 @@
+"""The `ds_sparse run` command: DeepSpeed's own launcher, with each worker started through `child`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import psutil
+from deepspeed.launcher import runner
+
+from ds_sparse.config import load_config, parse_sparse_attention
+from ds_sparse.integrations.flag import FLAG, KERNEL_EXCLUDED, TRANSFORMER_KERNEL
+from ds_sparse.sparsity import sparsity_modes
+
+from . import child
+
+CONFIG_OPTIONS = ("--deepspeed_config", "--deepspeed_config_file", "--deepscale_config", "--deepspeed")
+"""How scripts spell the path of their DeepSpeed JSON; the last is that of Transformers, elsewhere a switch."""
+
+
+class Invocation(NamedTuple):
+    """What a user asks for with `ds_sparse run`."""
+
+    options: list[str]
+    """DeepSpeed's own, without --module, --no_python and our flag."""
+    kind: str
+    """"script", or "module" (--module), or "program" (--no_python)."""
+    sparse: bool
+    """Whether the flag stands before the program or after it."""
+    program: str
+    arguments: list[str]
+
+
+def read(words: Sequence[str]) -> Invocation | None:
+    """Tells DeepSpeed's options from the program and its arguments; None where they ask for help instead.
+
+    Raises:
+        ValueError: there is no program, or an option that DeepSpeed's launcher does not know.
+    """
+    flag = f"--{FLAG}"
+    for place, word in enumerate(words):
+        if word in ("-h", "--help"):
+            return None
+        options = [earlier for earlier in words[:place] if earlier != flag]
+        # DeepSpeed's parser says where the program stands: it is content with the first words that hold one.
+        given, _ = _parsed([*options, word])
+        if word != flag and given is not None:
+            rest = list(words[place + 1 :])
+            plain = [option for option in options if not _says_what_the_program_is(option)]
+            if given.module and given.no_python:
+                raise ValueError("--module and --no_python are both given; a program is started by one of them.")
+            kind = "module" if given.module else "program" if given.no_python else "script"
+            return Invocation(plain, kind, flag in (*words[:place], *rest), word, rest)
+    _, complaint = _parsed([word for word in words if word != flag])
+    if complaint.startswith("the following arguments are required"):
+        complaint = "no training script is given"
+    raise ValueError(f"{complaint}; see ds_sparse run --help.")
+
+
+def check(asked: Invocation) -> None:
+    """Raises ValueError for what would fail on every rank, as far as it shows before they start."""
+    if asked.kind == "program" and shutil.which(asked.program) is None:
+        raise ValueError(f"{asked.program}: no such program, or not executable.")
+    if asked.kind == "script" and not os.path.exists(asked.program):
+        raise ValueError(f"{asked.program}: no such script; give its path, or --module and the name of a module.")
+    if asked.sparse and f"--{TRANSFORMER_KERNEL}" in asked.arguments:
+        raise ValueError(KERNEL_EXCLUDED)
+    for path in _config_paths(asked.arguments):
+        _, block = load_config(path)
+        # A mode that the program registers is known there alone.
+        if asked.sparse and block is not None and block.get("mode", "fixed") in sparsity_modes():
+            parse_sparse_attention(block, num_heads=12, source=path)
+
+
+def start(asked: Invocation) -> None:
+    """Runs the program on all ranks and waits; leaves by SystemExit where a rank fails, as `deepspeed` does."""
+    program = child.arguments(asked.kind, asked.sparse, [asked.program, *asked.arguments])
+    signal.signal(signal.SIGTERM, _end_workers)
+    runner.main([*asked.options, "--module", child.__name__, *program])
+
+
+def describe_options() -> str:
+    """The options of DeepSpeed's launcher, in its own words."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        runner.parse_args(["--help"])
+    return "deepspeed launcher options:" + said.getvalue().partition("\noptions:")[2]
+
+
+def _parsed(words: list[str]):
+    """What DeepSpeed's parser makes of the words, or None and its complaint."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        try:
+            return runner.parse_args(words), ""
+        except SystemExit:
+            return None, said.getvalue().strip().rpartition("error: ")[2]
+
+
+def _says_what_the_program_is(option: str) -> bool:
+    """--module and --no_python, which DeepSpeed's parser also takes shortened, and a -- before the program."""
+    return option == "--" or (len(option) > 3 and any(name.startswith(option) for name in ("--module", "--no_python")))
+
+
+def _config_paths(arguments: Sequence[str]) -> list[str]:
+    paths = []
+    for word, following in zip(arguments, [*arguments[1:], "-"], strict=False):
+        option, equals, value = word.partition("=")
+        value = value if equals else following
+        if (
+            option in CONFIG_OPTIONS
+            and not value.startswith("-")
+            and (option != "--deepspeed" or value.endswith(".json"))
+        ):
+            paths.append(value)
+    return paths
+
+
+def _end_workers(number: int, frame: object) -> None:
+    """Hands SIGTERM on to what DeepSpeed's runner started, which ends the workers; the runner would leave them."""
+    started = psutil.Process().children()
+    for process in started:
+        process.terminate()
+    if not started:
+        sys.exit(128 + number)

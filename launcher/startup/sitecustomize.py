@@ -1,0 +1,44 @@
+"""Imported by each Python that `ds_sparse run` starts: makes DeepSpeed ours when the program imports it, if it does.
+
+Standard library alone, so that it costs nothing in the other Pythons of a shell script, which may have no ds_sparse.
+"""
+
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+from os.path import dirname, realpath
+
+
+class AfterDeepSpeed(MetaPathFinder):
+    """Finds `deepspeed` where the others do, and has `ds_sparse.launcher.hook` run after it."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "deepspeed":
+            return None
+        finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_hook(module):
+                execute(module)
+                from ds_sparse.launcher import hook
+
+                hook.install(module)
+
+            spec.loader.exec_module = execute_and_hook
+        return spec
+
+
+def import_the_next() -> None:
+    """Runs the sitecustomize that this one stands before, if there is one."""
+    spec = PathFinder.find_spec("sitecustomize", sys.path)
+    if spec is not None and spec.loader is not None:
+        sys.modules["sitecustomize"] = module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
+sys.meta_path.insert(0, AfterDeepSpeed())
+sys.path[:] = [folder for folder in sys.path if realpath(folder) != dirname(realpath(__file__))]
+import_the_next()

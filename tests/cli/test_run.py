@@ -1,0 +1,148 @@
+"""The `ds_sparse run` command as its users type it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from ds_sparse.cli import main
+
+PROGRAMS = Path(__file__).parents[1] / "launcher" / "programs"
+WORKER = str(PROGRAMS / "worker.py")
+FLAG = "--deepspeed_sparse_attention"
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "sparse_attention": {"mode": "bigbird", "block": 16, "num_random_blocks": 1, "num_sliding_window_blocks": 1},
+}
+# What DeepSpeed's runner reaches other nodes with; here a node is a shell on this machine, in an empty environment.
+PDSH = """#!/usr/bin/env bash
+shift 5
+words="$*"
+exec env -i PATH="$PATH" HOME="$HOME" DS_ACCELERATOR=cpu bash -c "${words//%n/0}"
+"""
+
+
+class Run:
+    """`ds_sparse run` in a process of its own."""
+
+    def __init__(self, out: Path, words: list[str], device: str, **environment: str):
+        self.out = out
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ds_sparse", "run", f"--master_port={port}", *words],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": device} | environment,
+        )  # fmt: skip
+
+    def finish(self) -> tuple[int, str]:
+        printed, _ = self.process.communicate(timeout=180)
+        return self.process.returncode, printed
+
+    def seen(self, rank: int) -> dict:
+        """What a rank wrote; waits for it."""
+        path = Path(f"{self.out}.{rank}")
+        until = time.monotonic() + 120
+        while not (path.exists() and path.read_text().endswith("}")) and time.monotonic() < until:
+            assert self.process.poll() is None or path.exists(), self.process.communicate()[0]
+            time.sleep(0.05)
+        return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, device):
+    """Started together, since most of each is the start of Python with torch."""
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("run")
+    ranks = 2 if device == "cpu" else min(2, torch.cuda.device_count())
+    training = ["--num_gpus", str(ranks), FLAG, str(PROGRAMS / "plain.py"), "--h", "3", "--out", str(folder / "out")]
+    (folder / "ds.json").write_text(json.dumps(CONFIG))
+    started = {"training": Run(folder / "out", [*training, "--deepspeed_config", str(folder / "ds.json")], device)}
+    if device == "cpu":
+        (folder / "pdsh").write_text(PDSH)
+        (folder / "pdsh").chmod(0o755)
+        (folder / "hosts").write_text("worker-0 slots=2\n")
+        path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+        node = ["--hostfile", str(folder / "hosts"), "--force_multi", "--master_addr=127.0.0.1", "--no_ssh_check", FLAG]
+        words = [*node, WORKER, "--h", "128", "two words", str(folder / "node"), "fail"]
+        started["node"] = Run(folder / "node", words, device, PATH=path)
+        words = ["--num_gpus", "2", "--no_local_rank", WORKER, str(folder / "waiting"), "wait"]
+        started["waiting"] = Run(folder / "waiting", words, device)
+    yield started
+    for run in started.values():
+        run.process.terminate()
+
+
+def test_a_script_that_only_knows_deepspeed_initialize_trains_sparse_on_all_ranks(runs):
+    run = runs["training"]
+    status, printed = run.finish()
+    assert status == 0, printed
+    count = run.seen(0)["ranks"][1]
+    for number, rank in enumerate(map(run.seen, range(count))):
+        assert rank["ranks"] == [number, count] and rank["attention"] == "ds_sparse"
+        assert rank["block"]["mode"] == "bigbird" and rank["block"]["seed"] == run.seen(0)["block"]["seed"] is not None
+        assert rank["losses"][1] < rank["losses"][0]
+        assert rank["config"]["num_random_blocks"] == 1 and rank["class"].startswith("ds_sparse.")
+    assert printed.count("ds_sparse: sparse attention is on in 2 of 2 attention layers.") == 1
+
+
+@pytest.fixture
+def on_cpu(runs):
+    if "node" not in runs:
+        pytest.skip("starts no training, so it is the same as on the CPU")
+    return runs
+
+
+def test_a_node_is_told_in_arguments_and_the_status_of_a_rank_that_fails_comes_back(on_cpu):
+    run = on_cpu["node"]
+    ranks = [run.seen(0), run.seen(1)]
+    for number, rank in enumerate(ranks):
+        assert (rank["RANK"], rank["WORLD_SIZE"], rank["DS_SPARSE_RUN"]) == (str(number), "2", "sparse")
+        assert rank["argv"][1:] == [f"--local_rank={number}", "--h", "128", "two words", str(run.out), "fail"]
+    status, printed = run.finish()
+    assert status == 3, printed
+    assert not psutil.pid_exists(ranks[0]["pid"])
+
+
+def test_sigterm_ends_the_ranks(on_cpu):
+    run = on_cpu["waiting"]
+    ranks = [run.seen(0), run.seen(1)]
+    assert ranks[1]["argv"] == [WORKER, str(run.out), "wait"] and ranks[1]["DS_SPARSE_RUN"] == "dense"
+    run.process.send_signal(signal.SIGTERM)
+    status, printed = run.finish()
+    assert status == 1, printed
+    assert not any(psutil.pid_exists(rank["pid"]) for rank in ranks)
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        ([], "no training script is given; see ds_sparse run --help."),
+        (["--num_gpus", "2", FLAG], "no training script is given"),
+        (["--num_gpu"], "--num_gpus/--num_accelerators: expected one argument"),
+        (["--nonsense", "train.py"], "unrecognized arguments: --nonsense"),
+        (["no_train.py"], "no_train.py: no such script"),
+    ],
+)
+def test_what_is_wrong_is_one_line(capsys, words, sentence):
+    assert main(["run", *words]) == 2
+    printed = capsys.readouterr().err
+    assert sentence in printed and printed.startswith("ds_sparse run: ") and printed.count("\n") == 1
+
+
+def test_help_has_our_flag_and_deepspeeds_options(capsys):
+    assert main(["run", "--num_gpus", "2", "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert FLAG in printed and "--hostfile" in printed and "--no_python" in printed

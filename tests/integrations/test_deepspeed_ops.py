@@ -1,0 +1,235 @@
+"""`deepspeed.ops.sparse_attention` and DeepSpeed's configuration as programs written for 0.3 to 0.19.6 use them."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import pickle
+import random
+import sys
+import types
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.runtime import config as runtime_config
+
+import ds_sparse
+from ds_sparse.integrations import deepspeed_ops
+
+NAMES = {
+    "matmul": ["MatMul"],
+    "softmax": ["Softmax"],
+    "sparsity_config": [
+        "SparsityConfig", "DenseSparsityConfig", "FixedSparsityConfig", "VariableSparsityConfig",
+        "BigBirdSparsityConfig", "BSLongformerSparsityConfig", "LocalSlidingWindowSparsityConfig",
+    ],
+    "sparse_self_attention": ["SparseSelfAttention"],
+    "bert_sparse_self_attention": ["BertSparseSelfAttention"],
+    "sparse_attention_utils": ["SparseAttentionUtils"],
+}  # fmt: skip
+TWELVE = [name for names in NAMES.values() for name in names]
+
+FIXED = {
+    "mode": "fixed", "block": 16, "different_layout_per_head": False, "num_local_blocks": 4, "num_global_blocks": 1,
+    "attention": "bidirectional", "horizontal_global_attention": False, "num_different_global_patterns": 1,
+}  # fmt: skip
+# What DeepSpeed 0.19.6 returned for these blocks.
+RETURNED = [
+    ({}, FIXED),
+    ({"mode": "fixed", "num_local_blocks": 8, "attention": "bidirectional"}, FIXED | {"num_local_blocks": 8}),
+    ({"mode": "dense", "block": 32, "different_layout_per_head": True}, {"mode": "dense", "block": 32}),
+    ({"mode": "dense", "attention": "bidirectional"}, {"mode": "dense", "block": 16}),
+    (
+        {"mode": "variable", "local_window_blocks": [1, 2], "horizontal_global_attention": True},
+        {
+            "mode": "variable", "block": 16, "different_layout_per_head": False, "num_random_blocks": 0,
+            "local_window_blocks": [1, 2], "global_block_indices": [0], "global_block_end_indices": None,
+            "attention": "bidirectional", "horizontal_global_attention": True,
+        },
+    ),
+    (
+        {"mode": "bigbird", "different_layout_per_head": True, "num_global_blocks": 2, "attention": "bidirectional"},
+        {
+            "mode": "bigbird", "block": 16, "different_layout_per_head": True, "num_random_blocks": 0,
+            "num_sliding_window_blocks": 3, "num_global_blocks": 2,
+        },
+    ),
+    (
+        {"mode": "bslongformer", "global_block_indices": [0, 4], "global_block_end_indices": [2, 5]},
+        {
+            "mode": "bslongformer", "block": 16, "different_layout_per_head": False, "num_sliding_window_blocks": 3,
+            "global_block_indices": [0, 4], "global_block_end_indices": [2, 5],
+        },
+    ),
+]  # fmt: skip
+
+
+def test_all_names_at_the_root_and_in_their_submodules():
+    package = importlib.import_module("deepspeed.ops.sparse_attention")
+    assert deepspeed.ops.sparse_attention is package and package.__name__ == "deepspeed.ops.sparse_attention"
+    assert len(TWELVE) == 12
+    for submodule, names in NAMES.items():
+        module = importlib.import_module(f"deepspeed.ops.sparse_attention.{submodule}")
+        assert isinstance(module, types.ModuleType) and module.__name__ == f"deepspeed.ops.sparse_attention.{submodule}"
+        assert getattr(package, submodule) is module and module.__spec__.name == module.__name__
+        for name in names:
+            cls = getattr(ds_sparse, name)
+            assert getattr(module, name) is getattr(package, name) and issubclass(getattr(module, name), cls)
+    with pytest.raises(ModuleNotFoundError, match="deepspeed.ops.sparse_attention.trsrc"):
+        importlib.import_module("deepspeed.ops.sparse_attention.trsrc")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import deepspeed.ops.sparse_attention.matmul as m; m.MatMul",
+        "from deepspeed.ops.sparse_attention import SparsityConfig, MatMul, Softmax",
+        "from deepspeed.ops import sparse_attention; sparse_attention.SparseSelfAttention",
+        "from deepspeed.ops.sparse_attention.sparsity_config import *; LocalSlidingWindowSparsityConfig",
+    ],
+)
+def test_the_ways_to_import(line):
+    exec(line, {})
+
+
+@pytest.fixture
+def real_package(tmp_path, monkeypatch):
+    """A DeepSpeed that still has the package and the functions."""
+    folder = tmp_path / "sparse_attention"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("REAL = True\n")
+    (folder / "matmul.py").write_text("class MatMul: pass\n")
+    for name in [name for name in sys.modules if name.startswith("deepspeed.ops.sparse_attention")]:
+        monkeypatch.delitem(sys.modules, name)
+    for owner, name in (
+        (deepspeed.ops, "sparse_attention"), (runtime_config, "get_sparse_attention"),
+        (runtime_config.DeepSpeedConfig, "__init__"),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setattr(deepspeed.ops, "__path__", [*deepspeed.ops.__path__, str(tmp_path)])
+    monkeypatch.setattr(runtime_config, "get_sparse_attention", lambda param_dict: "theirs")
+    yield
+    for name in [name for name in sys.modules if name.startswith("deepspeed.ops.sparse_attention")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.usefixtures("real_package")
+def test_a_deepspeed_that_has_the_package_keeps_it_unless_asked():
+    deepspeed_ops.register()
+    theirs = importlib.import_module("deepspeed.ops.sparse_attention")
+    assert theirs.REAL and runtime_config.get_sparse_attention({}) == "theirs"
+    deepspeed_ops.register(replace=True)
+    ours = importlib.import_module("deepspeed.ops.sparse_attention.matmul")
+    assert ours.MatMul is ds_sparse.MatMul and runtime_config.get_sparse_attention({}) is None
+    assert not hasattr(importlib.import_module("deepspeed.ops.sparse_attention"), "REAL")
+
+
+def test_registering_again_changes_nothing():
+    before = runtime_config.DeepSpeedConfig.__init__, sys.modules["deepspeed.ops.sparse_attention"]
+    deepspeed_ops.register()
+    assert before == (runtime_config.DeepSpeedConfig.__init__, sys.modules["deepspeed.ops.sparse_attention"])
+
+
+def test_mpu_is_accepted_and_not_needed():
+    from deepspeed.ops.sparse_attention import FixedSparsityConfig, SparseSelfAttention
+
+    structure = FixedSparsityConfig(num_heads=2)
+    attention = SparseSelfAttention(structure, "add", "add", 64, object())
+    other = SparseSelfAttention(sparsity_config=structure, max_seq_length=64, attn_mask_mode="add", mpu=None)
+    x = torch.randn(1, 2, 64, 8)
+    assert attention.attn_mask_mode == "add" and torch.equal(attention(x, x, x), other(x, x, x))
+
+
+@pytest.mark.parametrize("spelling", ["model_embeddings", "model_mbeddings"])
+def test_padding_takes_both_spellings_of_the_embeddings(spelling):
+    from deepspeed.ops.sparse_attention import SparseAttentionUtils
+
+    embeddings = torch.nn.Embedding(5, 3)
+    padded = SparseAttentionUtils.pad_to_block_size(
+        block_size=16, input_ids=None, attention_mask=None, token_type_ids=None, position_ids=None,
+        inputs_embeds=torch.randn(1, 10, 3), pad_token_id=2, **{spelling: embeddings},
+    )  # fmt: skip
+    assert padded[0] == 6 and torch.equal(padded[5][0, 10:], embeddings.weight[2].expand(6, 3))
+
+
+STRUCTURES = [name for name in NAMES["sparsity_config"] if name != "SparsityConfig"]
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.filterwarnings("ignore::ds_sparse.SparsityWarning")
+def test_structures_can_be_pickled_and_old_pickles_load(name):
+    structure = getattr(deepspeed.ops.sparse_attention, name)(num_heads=2)
+    assert vars(pickle.loads(pickle.dumps(structure))) == vars(structure)
+    # As DeepSpeed's class was pickled: under its old name, without the attributes that are ours.
+    state = {key: value for key, value in vars(structure).items() if key not in ("seed", "causal", "strict_causal")}
+    old = f"cdeepspeed.ops.sparse_attention.sparsity_config\n{name}\n".encode()
+    old += b")\x81" + pickle.dumps(state, 0)[:-1] + b"b."
+    loaded = pickle.loads(old)
+    assert type(loaded) is type(structure)
+    random.seed(0)
+    layout = structure.make_layout(256)
+    random.seed(0)
+    assert torch.equal(loaded.make_layout(256), layout)
+
+
+def test_modules_can_be_pickled_and_copied():
+    from deepspeed.ops.sparse_attention import FixedSparsityConfig, SparseSelfAttention
+
+    attention = SparseSelfAttention(FixedSparsityConfig(num_heads=2), max_seq_length=64, mpu=None)
+    x = torch.randn(1, 2, 64, 8)
+    for again in (pickle.loads(pickle.dumps(attention)), copy.deepcopy(attention)):
+        assert type(again) is SparseSelfAttention and torch.equal(again(x, x, x), attention(x, x, x))
+
+
+@pytest.mark.parametrize("block, returned", RETURNED, ids=lambda value: value.get("mode", "no mode"))
+def test_the_configuration_shows_the_block_as_deepspeed_did(block, returned, tmp_path):
+    content = {"train_batch_size": 1, "sparse_attention": block}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(content))
+    assert deepspeed.DeepSpeedConfig(content).sparse_attention == returned
+    assert deepspeed.DeepSpeedConfig(str(path)).sparse_attention == returned
+    assert runtime_config.get_sparse_attention(content) == returned
+    assert getattr(runtime_config, f"get_sparse_{returned['mode']}_config")(block) == returned
+    assert runtime_config.get_sparse_attention_mode(block) == returned["mode"]
+    assert runtime_config.get_sparse_attention_type(block) == block.get("attention", "bidirectional")
+    assert content["sparse_attention"] == block
+
+
+def test_what_is_returned_builds_the_structure_and_belongs_to_the_caller():
+    content = {"train_batch_size": 1, "sparse_attention": {"mode": "variable"}}
+    for _ in range(2):
+        config = deepspeed.DeepSpeedConfig(content)
+        assert config.sparse_attention.pop("mode") == "variable"
+        config.sparse_attention["global_block_indices"].append(3)
+        structure = ds_sparse.VariableSparsityConfig(num_heads=2, **config.sparse_attention)
+        assert structure.global_block_indices == [0, 3]
+
+
+def test_without_a_block_it_is_none():
+    assert deepspeed.DeepSpeedConfig({"train_batch_size": 1}).sparse_attention is None
+    assert runtime_config.get_sparse_attention({}) is None
+
+
+def test_keys_that_deepspeed_dropped_are_kept_where_they_change_something():
+    block = {"mode": "bigbird", "attention": "unidirectional", "seed": 3, "causal": False}
+    kept = runtime_config.get_sparse_attention({"sparse_attention": block})
+    assert {key: kept.get(key) for key in block} == block | {"causal": None}
+    local = runtime_config.get_sparse_attention({"sparse_attention": {"mode": "local_sliding_window", "block": 32}})
+    assert local == {"mode": "local_sliding_window", "block": 32}
+
+
+@pytest.mark.parametrize(
+    "block, sentence", [({"mode": "bigbrid"}, 'Did you mean "bigbird"'), (None, "wanted an object")]
+)
+def test_a_wrong_block_is_an_error_that_names_the_file(block, sentence, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"train_batch_size": 1, "sparse_attention": block}))
+    with pytest.raises(ds_sparse.SparseAttentionConfigError, match=f"ds.json.*{sentence}"):
+        deepspeed.DeepSpeedConfig(str(path))
+
+
+def test_what_deepspeed_itself_refuses_stays_refused():
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match="Apex"):
+        deepspeed.DeepSpeedConfig({"train_batch_size": 1, "amp": {}, "sparse_attention": {}})

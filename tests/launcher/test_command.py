@@ -1,0 +1,102 @@
+"""What `ds_sparse run` makes of its words before anything is started."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ds_sparse.launcher import command
+from ds_sparse.launcher.command import Invocation, read
+
+FLAG = "--deepspeed_sparse_attention"
+
+
+@pytest.mark.parametrize(
+    "words, options, kind, sparse, program, arguments",
+    [
+        ("train.py", [], "script", False, "train.py", []),
+        (f"{FLAG} train.py --lr 1", [], "script", True, "train.py", ["--lr", "1"]),
+        (f"train.py --x {FLAG}", [], "script", True, "train.py", ["--x", FLAG]),
+        (f"--num_gpus 2 {FLAG} train.py {FLAG}", ["--num_gpus", "2"], "script", True, "train.py", [FLAG]),
+        ("--num_gpus=2 -H hosts train.py", ["--num_gpus=2", "-H", "hosts"], "script", False, "train.py", []),
+        ("--module --no_local_rank a.b --h 1", ["--no_local_rank"], "module", False, "a.b", ["--h", "1"]),
+        ("--num_gpus 2 --no_python ./job.sh -x", ["--num_gpus", "2"], "program", False, "./job.sh", ["-x"]),
+        ("--mod a.b --module", [], "module", False, "a.b", ["--module"]),
+        ("--no_py job", [], "program", False, "job", []),
+        ("-q -- train.py -- x", ["-q"], "script", False, "train.py", ["--", "x"]),
+        ("-i localhost:0 train.py --num_gpus", ["-i", "localhost:0"], "script", False, "train.py", ["--num_gpus"]),
+    ],
+)  # fmt: skip
+def test_options_program_and_arguments(words, options, kind, sparse, program, arguments):
+    assert read(words.split()) == Invocation(options, kind, sparse, program, arguments)
+
+
+def test_an_empty_option_stays():
+    assert read(["--launcher_args", "", "train.py"]).options == ["--launcher_args", ""]
+
+
+def test_help_before_the_program_is_ours_and_after_it_the_programs():
+    assert read(["--num_gpus", "1", "-h"]) is None
+    assert read(["train.py", "--help"]).arguments == ["--help"]
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Checks and starts words in tmp_path; returns what DeepSpeed's launcher is called with."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "job.sh").write_text("")
+    calls = []
+    monkeypatch.setattr(command.runner, "main", calls.append)
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+
+    def start(words):
+        asked = read(words.split())
+        command.check(asked)
+        command.start(asked)
+        return calls.pop()
+
+    return start
+
+
+def test_each_worker_is_a_child(start):
+    words = start(f"--num_gpus 2 --module --no_local_rank {FLAG} a.b --h 1")
+    child = ["--module", "ds_sparse.launcher.child", FLAG, "module", "--", "a.b", "--h", "1"]
+    assert words == ["--num_gpus", "2", "--no_local_rank", *child]
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        ("no_train.py", r"no_train.py: no such script; give its path, or --module"),
+        ("--no_python ./job.sh", r"\./job.sh: no such program, or not executable"),
+        ("--no_python --module x", "--module and --no_python are both given"),
+        (f"{FLAG} train.py --deepspeed_transformer_kernel", "--deepspeed_transformer_kernel are both on"),
+        (f"train.py {FLAG} --deepspeed_transformer_kernel", "--deepspeed_transformer_kernel are both on"),
+        ("train.py --deepspeed_config no.json", "no.json: no such file"),
+        ("train.py --deepspeed --deepspeed_config=no.json", "no.json: no such file"),
+        ("train.py --deepspeed no.json", "no.json: no such file"),
+    ],
+)
+def test_what_would_fail_on_every_rank_fails_before_one_is_started(start, words, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        start(words)
+
+
+def test_a_wrong_block_fails_there_too_if_it_is_to_be_used(start, tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps({"sparse_attention": {"mode": "fixed", "num_local_block": 8}}))
+    with pytest.raises(ValueError, match=r"ds\.json: sparse_attention\.num_local_block: unknown key"):
+        start(f"{FLAG} train.py --deepspeed_config ds.json")
+    assert start("train.py --deepspeed_config ds.json")[-1] == "ds.json"
+
+
+def test_a_mode_that_the_program_registers_is_left_to_it(start, tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps({"sparse_attention": {"mode": "stripes", "every": 4}}))
+    assert start(f"{FLAG} train.py --deepspeed --deepspeed_config ds.json")
+
+
+def test_arguments_that_are_no_configuration_are_left_alone(start):
+    assert start("train.py")
+    assert start(f"{FLAG} train.py --deepspeed --lr 1e-3 --deepspeed_config")
+    assert start(f"{FLAG} train.py --deepspeed checkpoint --x=--deepspeed_config")

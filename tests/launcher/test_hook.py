@@ -1,0 +1,119 @@
+"""What a program under `ds_sparse run` finds in DeepSpeed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from types import SimpleNamespace
+
+import deepspeed
+import pytest
+import torch
+
+import ds_sparse
+from ds_sparse.launcher import hook
+
+CONFIG = {
+    "train_batch_size": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "sparse_attention": {"mode": "bslongformer", "num_sliding_window_blocks": 1},
+}
+
+
+class Attention(torch.nn.Module):
+    num_attention_heads = 2
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = (torch.nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x, attention_mask=None):
+        q, k, v = (f(x).unflatten(-1, (2, 8)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = Attention()
+
+    def forward(self, x):
+        return self.layer(x, None).square().mean()
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """DeepSpeed as a program imports it there; `deepspeed.initialize` is put back."""
+    monkeypatch.setattr(deepspeed, "initialize", deepspeed.initialize)
+    hook.install(deepspeed)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("flag", ["sparse", "dense"])
+def test_initialize_follows_the_flag_of_the_launcher(flag, monkeypatch, capsys):
+    monkeypatch.setenv("DS_SPARSE_RUN", flag)
+    model = Model()
+    parameters = list(model.parameters())
+    engine, *rest = deepspeed.initialize(model=model, model_parameters=parameters, config_params=dict(CONFIG))
+    assert len(rest) == 3 and all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ds_sparse:")]
+    if flag == "sparse":
+        assert isinstance(model.layer, ds_sparse.BertSparseSelfAttention)
+        assert said[-1] == "ds_sparse: sparse attention is on in 1 of 1 attention layers."
+    else:
+        assert isinstance(model.layer, Attention)
+        assert len(said) == 1 and "it is off: training is dense" in said[0]
+    engine.backward(engine(torch.randn(2, 64, 16).to(engine.device)))
+    engine.step()
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("flag", ["sparse", "dense"])
+def test_the_launchers_flag_counts_beside_that_of_the_programs_own_parser(flag, monkeypatch):
+    """bing_bert's own parser knows the flag; given before the script, it does not get it."""
+    monkeypatch.setenv("DS_SPARSE_RUN", flag)
+    model = Model()
+    args = SimpleNamespace(deepspeed_sparse_attention=False)
+    deepspeed.initialize(args, model, model_parameters=model.parameters(), config=dict(CONFIG))
+    assert isinstance(model.layer, ds_sparse.BertSparseSelfAttention if flag == "sparse" else Attention)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_program_that_uses_ds_sparse_itself_gets_the_flag_and_may_switch_it_off(monkeypatch, tmp_path):
+    monkeypatch.setenv("DS_SPARSE_RUN", "sparse")
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    parser = ds_sparse.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed_config", str(tmp_path / "ds.json")])
+    structure = ds_sparse.get_sparse_attention_config(args, num_heads=2)
+    assert isinstance(structure, ds_sparse.BSLongformerSparsityConfig)
+    model = Model()
+    config = SimpleNamespace(hidden_size=16, num_attention_heads=2)
+    model.layer = ds_sparse.BertSparseSelfAttention(config, structure, max_seq_length=64)
+    engine, *_ = ds_sparse.initialize(args=args, model=model, model_parameters=model.parameters())
+    engine.backward(engine(torch.randn(2, 64, 16).to(engine.device)))
+
+    args.deepspeed_sparse_attention = False
+    assert ds_sparse.get_sparse_attention_config(args, num_heads=2) is None
+    dense = Model()
+    ds_sparse.initialize(args=args, model=dense, model_parameters=dense.parameters())
+    assert isinstance(dense.layer, Attention)
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_transformer_kernel_is_refused(monkeypatch):
+    monkeypatch.setenv("DS_SPARSE_RUN", "sparse")
+    with pytest.raises(ValueError, match="--deepspeed_transformer_kernel are both on"):
+        deepspeed.initialize(SimpleNamespace(deepspeed_transformer_kernel=True), Model(), config=dict(CONFIG))
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_json_with_the_block_is_taken_everywhere(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(CONFIG | {"zero_optimization": {"stage": 3}}))
+    assert deepspeed.DeepSpeedConfig(str(path)).sparse_attention["mode"] == "bslongformer"
+    ds_sparse.init_distributed()
+    for config in (str(path), json.loads(path.read_text())):
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            layer = torch.nn.Linear(4, 4)
+        assert layer.weight.ds_shape == (4, 4)
+    assert deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] is False or torch.cuda.is_available()
