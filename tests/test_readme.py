@@ -1,21 +1,51 @@
 """The README's own code does what the README says."""
 
+import json
+import re
 import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 import ds_sparse
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
 
 
+def section(title):
+    return README.split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def blocks(text):
+    """The indented code blocks of a section."""
+    return [textwrap.dedent(code) for code in re.findall(r"(?:^(?: {4}.*)?\n)+", text, re.MULTILINE) if code.strip()]
+
+
 @pytest.mark.usefixtures("registry")
-def test_a_structure_of_your_own_is_a_mode():
-    start = README.index('    @ds_sparse.register_sparsity("stripes")')
-    code = README[start : README.index("After that, ", start)]
-    exec(textwrap.dedent(code), {"ds_sparse": ds_sparse})
-    structure = ds_sparse.parse_sparse_attention({"mode": "stripes", "every": 8}, num_heads=2)
-    layout = structure.make_layout(256)
+def test_write_your_own_structure():
+    code, block = blocks(section("Write your own structure"))
+    exec(code, {"ds_sparse": ds_sparse})
+    block = json.loads("{" + block + "}")["sparse_attention"]
+    layout = ds_sparse.parse_sparse_attention(block, num_heads=2).make_layout(512)
     assert layout.shape == (2, 16, 16)
     assert (layout[:, :, ::8] == 1).all() and layout.sum() == 2 * 16 * 2
+    with pytest.raises(ValueError, match='Did you mean "every"'):
+        ds_sparse.parse_sparse_attention(block | {"evry": 4}, num_heads=2)
+
+
+def test_transformers_models(tmp_path, capsys):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    config = transformers.RobertaConfig(vocab_size=99, max_position_embeddings=130, **sizes)
+    transformers.RobertaForMaskedLM(config).save_pretrained(tmp_path)
+    first, second = blocks(section("Transformers models"))
+    names = {"transformers": transformers, "ds_sparse": ds_sparse}
+    exec(first.replace("roberta-base", str(tmp_path)), names)
+    assert "RobertaSelfAttention, ds_sparse" in capsys.readouterr().out
+    assert names["model"].config._attn_implementation == "sdpa"
+    ds_sparse.sparsify(names["model"], {"mode": "bslongformer", "block": 32})
+    names["model"].save_pretrained(tmp_path)
+    sparse, ids = names["model"].eval(), torch.arange(100)[None] % 99
+    exec(second, names | {"folder": tmp_path}, names)
+    assert names["model"] is not sparse and torch.equal(names["model"].eval()(ids).logits, sparse(ids).logits)

@@ -5,13 +5,10 @@ A case is data; `run_case` verifies it, times all competitors in turns in one pr
 
 from __future__ import annotations
 
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +20,8 @@ from .. import reference
 from ..index import BlockIndex
 from ..layout import density, to_token_mask
 from ..ops import MatMul, Softmax
-from ..sparsity import BSLongformerSparsityConfig, FixedSparsityConfig, SparsityConfig
+from ..sparsity import BigBirdSparsityConfig, BSLongformerSparsityConfig, FixedSparsityConfig, SparsityConfig
+from .machine import Ceilings, timed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -31,8 +29,10 @@ LAYOUTS: dict[str, tuple[type[SparsityConfig], dict[str, Any]]] = {
     "fixed": (FixedSparsityConfig, {}),
     "bslongformer": (BSLongformerSparsityConfig, {}),
     "bslongformer-1": (BSLongformerSparsityConfig, {"num_sliding_window_blocks": 1}),
+    "bslongformer-9": (BSLongformerSparsityConfig, {"num_sliding_window_blocks": 9}),
+    "bigbird-3": (BigBirdSparsityConfig, {"num_random_blocks": 3, "num_global_blocks": 2, "seed": 0}),
 }
-"""Name to structure, all heads alike: DeepSpeed's defaults, and the diagonal plus one block (9 % at 2048, block 64)."""
+"""Name to structure, all heads alike: DeepSpeed's defaults, narrow and wide windows, and random blocks."""
 
 FORWARD, TRAIN = "forward", "forward+backward"
 
@@ -58,7 +58,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """One measured competitor in one direction. A floor is density times the time of the dense one."""
+    """One measured competitor in one direction.
+
+    The floor of a GPU is what its `Ceilings` allow for the bytes and FLOPs of live blocks alone, that of a CPU density times
+    the time of the dense competitor.
+    """
 
     name: str
     direction: str
@@ -109,6 +113,7 @@ def run_case(case: Case, device: torch.device, repeats: int, seconds: float) -> 
     layout = structure(num_heads=case.heads, block=case.block, **options).make_bool_layout(case.seq_len)
     verify(case, layout, device)
     live = density(layout)
+    ceilings = Ceilings.measure(device, DTYPES[case.dtype]) if device.type == "cuda" else None
     competitors = make_competitors(case, layout.to(device))
     times: dict[tuple[str, str], list[float]] = {}
     start = time.perf_counter()
@@ -117,7 +122,7 @@ def run_case(case: Case, device: torch.device, repeats: int, seconds: float) -> 
             break
         for runner in competitors:
             for direction in (FORWARD, TRAIN):
-                elapsed = timed(runner, direction, device)
+                elapsed = time_of(runner, direction, device)
                 if round_ >= 0:
                     times.setdefault((runner.name, direction), []).append(elapsed)
     medians = {key: statistics.median(samples) for key, samples in times.items()}
@@ -126,7 +131,8 @@ def run_case(case: Case, device: torch.device, repeats: int, seconds: float) -> 
         for direction in (FORWARD, TRAIN):
             mine, dense = medians[runner.name, direction], medians[runner.dense, direction]
             rounds = len(times[runner.name, direction])
-            rows.append(Row(runner.name, direction, runner.dense, mine, mine / dense, mine / (live * dense), rounds))
+            floor = live * dense if ceilings is None else floor_on(ceilings, case, live, runner.dense, direction)
+            rows.append(Row(runner.name, direction, runner.dense, mine, mine / dense, mine / floor, rounds))
     return live, rows
 
 
@@ -156,6 +162,8 @@ def make_competitors(case: Case, layout: Tensor) -> list[Competitor]:
         competitor("dense softmax", "dense softmax", lambda x: (x * case.head_dim**-0.5).softmax(-1), (dense_scores,)),
         competitor("dsd", "dense p @ v", ours["dsd"], (probs, value)),
         competitor("dense p @ v", "dense p @ v", torch.matmul, (dense_probs, value)),
+        competitor("dds", "dense v^T @ p^T", ours["dds"], (value.mT, probs)),
+        competitor("dense v^T @ p^T", "dense v^T @ p^T", lambda v, p: v @ p.mT, (value.mT, dense_probs)),
         competitor("attention", "SDPA dense", ours["attention"], inputs),
         competitor("SDPA dense", "SDPA dense", scaled_dot_product_attention, inputs),
         competitor("SDPA bool mask", "SDPA dense", masked_sdpa, inputs),
@@ -172,6 +180,7 @@ def our_operations(case: Case, layout: Tensor) -> dict[str, Callable[..., Tensor
         "sdd": sdd,
         "softmax": lambda scores: softmax(scores, scale=scale),
         "dsd": dsd,
+        "dds": MatMul(index, case.block, "dds", trans_b=True),
         "attention": lambda query, key, value: dsd(softmax(sdd(query, key), scale=scale), value),
     }
 
@@ -183,6 +192,7 @@ def their_meaning(case: Case, layout: Tensor, heads: int) -> dict[str, Callable[
         "sdd": lambda query, key: reference.matmul(query, key, layout, block, "sdd", False, True),
         "softmax": lambda scores: reference.softmax(scores, layout, block, heads, scale=scale),
         "dsd": lambda probs, value: reference.matmul(probs, value, layout, block, "dsd", False, False),
+        "dds": lambda value, probs: reference.matmul(value, probs, layout, block, "dds", False, True),
         "attention": lambda query, key, value: reference.attention(query, key, value, layout, block, scale=scale),
     }
 
@@ -210,7 +220,13 @@ def verify(case: Case, layout: Tensor, device: torch.device) -> None:
     ours, theirs = our_operations(case, layout), their_meaning(case, layout, heads)
     scores = ours["sdd"](query, key).detach()
     probs = ours["softmax"](scores).detach()
-    inputs = {"sdd": (query, key), "softmax": (scores,), "dsd": (probs, value), "attention": (query, key, value)}
+    inputs = {
+        "sdd": (query, key),
+        "softmax": (scores,),
+        "dsd": (probs, value),
+        "dds": (value.mT, probs),
+        "attention": (query, key, value),
+    }
     for name, arguments in inputs.items():
         output_grad = torch.randn_like(ours[name](*arguments))
         exact = output_and_gradients(theirs[name], [x.double() for x in arguments], output_grad.double())
@@ -244,61 +260,41 @@ def dense_inputs(case: Case, heads: int, device: torch.device) -> tuple[Tensor, 
     return query, key, value
 
 
-def timed(runner: Competitor, direction: str, device: torch.device) -> float:
+def time_of(runner: Competitor, direction: str, device: torch.device) -> float:
     """Milliseconds of one call."""
     inputs = [x.detach().requires_grad_(direction == TRAIN) for x in runner.inputs]
-    synchronize(device)
-    start = time.perf_counter()
-    output = runner.call(*inputs)
-    if direction == TRAIN:
-        torch.autograd.grad(output, inputs, runner.output_grad)
-    synchronize(device)
-    return (time.perf_counter() - start) * 1e3
+
+    def call() -> None:
+        output = runner.call(*inputs)
+        if direction == TRAIN:
+            torch.autograd.grad(output, inputs, runner.output_grad)
+
+    return timed(call, device)
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def floor_on(ceilings: Ceilings, case: Case, live: float, job: str, direction: str) -> float:
+    """Milliseconds of the kernels of a job, by its dense competitor's name; each reads and writes every tensor once."""
+    size = DTYPES[case.dtype].itemsize
+    dense = case.batch * case.heads * case.seq_len * case.head_dim * size
+    scores = case.batch * case.heads * case.seq_len**2 * live
+    flops, sparse = 2 * scores * case.head_dim, scores * size
+    if job == "dense softmax":
+        forward, backward = ceilings.floor(2 * sparse, 0), ceilings.floor(3 * sparse, 0)
+    elif job == "SDPA dense":
+        # In one kernel each: query, key, value and output; those, their gradients, and five products instead of two.
+        forward, backward = ceilings.floor(4 * dense, 2 * flops), ceilings.floor(8 * dense, 5 * flops)
+    else:
+        forward = ceilings.floor(2 * dense + sparse, flops)
+        backward = 2 * forward
+    return forward if direction == FORWARD else forward + backward
 
 
 def describe(case: Case, live: float) -> str:
     return f"{case.layout} block {case.block} {case.dtype}, density {live:.1%}"
 
 
-def conditions(device: torch.device) -> dict[str, str]:
-    """What the numbers depend on besides the case."""
-    if device.type == "cuda":
-        machine = torch.cuda.get_device_name(device)
-    else:
-        machine = f"{processor()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
-    return {"machine": machine, "torch": torch.__version__, "commit": commit()}
-
-
-def processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def commit() -> str:
-    """The checkout's commit, marked if there are changes on top of it; 'no checkout' for an installed package."""
-    folder = Path(__file__).resolve().parent
-    try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "no checkout"
-    return described.stdout.strip()
-
-
 def table(case: Case, live: float, rows: list[Row]) -> Iterator[str]:
-    """Lines: milliseconds, ratio to the dense competitor, ratio to the floor (density times the dense one's time)."""
+    """Lines: milliseconds, ratio to the dense competitor, ratio to the floor."""
     rounds = rows[0].rounds
     yield (
         f"{describe(case, live)}, B {case.batch}, H {case.heads}, T {case.seq_len}, D {case.head_dim}; "

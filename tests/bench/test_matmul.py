@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ds_sparse.bench import matmul
+from ds_sparse.bench.machine import Ceilings
 from ds_sparse.cli import main
 
 CASE = matmul.Case("bslongformer", block=16, dtype="fp32", heads=2, seq_len=128, head_dim=16)
@@ -13,12 +14,30 @@ CPU = torch.device("cpu")
 def test_floor_is_density_times_the_dense_time():
     live, rows = matmul.run_case(CASE, CPU, repeats=3, seconds=60)
     times = {(row.name, row.direction): row.milliseconds for row in rows}
-    assert {"sdd", "softmax", "dsd", "attention", "loop over block rows"} <= {row.name for row in rows}
+    assert {"sdd", "softmax", "dsd", "dds", "attention", "loop over block rows"} <= {row.name for row in rows}
     for row in rows:
         dense = times[row.dense, row.direction]
         assert row.rounds == 3
         assert row.to_dense == pytest.approx(row.milliseconds / dense)
         assert row.to_floor == pytest.approx(row.milliseconds / (live * dense))
+
+
+def test_floors_of_a_gpu_are_the_bytes_and_flops_of_live_blocks():
+    """By hand: one head of 128 tokens with 16 numbers in fp32, a quarter live; 1 byte and 1000 FLOPs a millisecond."""
+    case = matmul.Case("bslongformer", block=16, dtype="fp32", heads=1, seq_len=128, head_dim=16)
+    by_bytes = Ceilings(bytes_per_ms=1, flops_per_ms=1e9)
+    dense, sparse = 128 * 16 * 4, 128 * 128 // 4 * 4
+
+    def floor(job: str, direction: str, ceilings: Ceilings = by_bytes) -> float:
+        return matmul.floor_on(ceilings, case, 0.25, job, direction)
+
+    assert floor("dense q @ k^T", matmul.FORWARD) == 2 * dense + sparse
+    assert floor("dense p @ v", matmul.TRAIN) == 3 * (2 * dense + sparse)
+    assert floor("dense softmax", matmul.TRAIN) == 5 * sparse
+    assert floor("SDPA dense", matmul.TRAIN) == 12 * dense
+    flops = 2 * 128 * 128 / 4 * 16
+    by_flops = Ceilings(bytes_per_ms=1e12, flops_per_ms=1000)
+    assert floor("SDPA dense", matmul.FORWARD, by_flops) == pytest.approx(2 * flops / 1000)
 
 
 def test_all_competitors_for_attention_agree():
@@ -30,7 +49,7 @@ def test_all_competitors_for_attention_agree():
     torch.testing.assert_close(outputs["SDPA dense"], outputs["dense attention in parts"])
 
 
-@pytest.mark.parametrize("name", ["sdd", "softmax", "dsd", "attention"])
+@pytest.mark.parametrize("name", ["sdd", "softmax", "dsd", "dds", "attention"])
 def test_a_wrong_result_is_not_timed(monkeypatch, capsys, name):
     right = matmul.our_operations
 
