@@ -155,7 +155,7 @@ def _remove(folders: Iterable[Path]) -> None:
 
 def _random_states() -> dict[str, Any]:
     states = {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     return states
 

@@ -294,11 +294,15 @@ def pack(offsets: np.ndarray, documents: np.ndarray, sequence_length: int) -> Pa
 
 
 class Batch(NamedTuple):
-    """What the model is given after the batch type, in bing_bert's order. All int64; B samples of T tokens.
+    """What the model is given: B samples of T tokens. Tensors are int64, the first five in bing_bert's order.
 
     input_ids (B, T); input_mask (B, T), 1 for a token and 0 for padding; segment_ids (B, T), 0 for the first segment
     and for padding, 1 for the second; nsp_label (B,), 0 if the second segment continues the first and 1 if it is from
     another document; mlm_labels (B, T), the token to predict, or -1 where nothing is predicted.
+
+    The last two say what is in the others, so that nobody has to wait for a device to learn it: mlm_positions (P,),
+    where something is predicted, counted through all B x T positions; lengths, how many tokens of each sample are no
+    padding.
     """
 
     input_ids: torch.Tensor
@@ -306,6 +310,26 @@ class Batch(NamedTuple):
     segment_ids: torch.Tensor
     nsp_label: torch.Tensor
     mlm_labels: torch.Tensor
+    mlm_positions: torch.Tensor
+    lengths: list[int]
+
+    @classmethod
+    def of(cls, input_ids: torch.Tensor, input_mask: torch.Tensor, segment_ids: torch.Tensor, nsp_label: torch.Tensor,
+           mlm_labels: torch.Tensor) -> Batch:
+        """The batch of these samples, on the CPU."""
+        positions = (mlm_labels.flatten() != NOT_PREDICTED).nonzero().flatten()
+        lengths = input_mask.sum(1).tolist()
+        return cls(input_ids, input_mask, segment_ids, nsp_label, mlm_labels, positions, lengths)
+
+    def without_predictions(self) -> Batch:
+        return Batch.of(*self[:4], torch.full_like(self.mlm_labels, NOT_PREDICTED))
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on another device. A copy to a GPU is only started here; its later work waits for it by itself."""
+        *tensors, lengths = self
+        if device.type == "cuda":
+            tensors = [tensor.pin_memory() for tensor in tensors]
+        return Batch(*(tensor.to(device, non_blocking=True) for tensor in tensors), lengths)
 
 
 class PretrainingData:
@@ -393,13 +417,19 @@ class PretrainingData:
             start += micro_batch * world_size
 
     def held_out_batches(self, micro_batch: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
-        """This rank's share of the held-out sequences, each once; the last batch may be smaller, and a share empty."""
+        """This rank's share of the held-out sequences, each once; the last batch may be smaller.
+
+        Every rank gets the same number of batches, because ZeRO 3 gathers weights from all ranks in each forward. A
+        rank whose share is used up gets one with nothing to predict.
+        """
         share = self.eval_order[rank::world_size].tolist()
-        for start in range(0, len(share), micro_batch):
-            yield _stack([
+        for start in range(0, len(self.eval_order[::world_size]), micro_batch):
+            sequences = share[start:start + micro_batch]
+            batch = _stack([
                 self._sample(self.held_out, sequence, np.random.default_rng([HELD_OUT, sequence]),
-                             self.eval_predictions_per_seq, 0.0) for sequence in share[start:start + micro_batch]
+                             self.eval_predictions_per_seq, 0.0) for sequence in sequences or [self.eval_order[0]]
             ])
+            yield batch if sequences else batch.without_predictions()
 
     def _sample(self, packing: Packing, sequence: int, generator: np.random.Generator, predictions: int,
                 other_document: float) -> tuple[np.ndarray, ...]:
@@ -510,4 +540,4 @@ class PretrainingData:
 
 
 def _stack(rows: list[tuple[np.ndarray, ...]]) -> Batch:
-    return Batch(*(torch.from_numpy(np.stack(column)) for column in zip(*rows)))
+    return Batch.of(*(torch.from_numpy(np.stack(column)) for column in zip(*rows)))

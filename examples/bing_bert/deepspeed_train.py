@@ -13,19 +13,17 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from device import DEVICE, DEVICE_SENTENCE  # sets what DeepSpeed will use, so it comes before imports of DeepSpeed
-
-import deepspeed
-from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig, DeepSpeedConfigError
 
 import ds_sparse
 from ds_sparse.layout import draw, save_drawing
@@ -33,8 +31,9 @@ from ds_sparse.ranks import rank
 
 import checkpoints
 from data import Batch, PretrainingData, open_corpus
+from deepspeed_json import adapt_to_device, check_for_deepspeed, load_kernels, read_deepspeed_config
 from modeling import BertConfig, BertForPreTrainingPreLN, parameter_groups
-from report import Metrics, Progress, draw_loss_curve, mistakes, peak_memory_gib, read_metrics, say
+from report import Metrics, Progress, draw_loss_curve, forget_peak_memory, peak_memory_gib, read_metrics, say
 
 STARTED = time.monotonic()
 HERE = Path(__file__).resolve().parent
@@ -93,6 +92,12 @@ def parse_arguments() -> argparse.Namespace:
         help="steps of linear warm-up, then inverse square root, where the JSON has no scheduler (default: 50)",
     )
     option("checkpoint-activations", action="store_true", help="recompute activations in backward to save memory")
+    option(
+        "nondeterministic",
+        action="store_true",
+        help="let PyTorch take kernels whose sums differ a little from run to run, where they are faster: on GPUs, the "
+        "backward of dense attention",
+    )
 
     group = parser.add_argument_group("output and checkpoints")
     runs = "runs/bing_bert"
@@ -122,110 +127,9 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def read_deepspeed_config(args: argparse.Namespace, num_heads: int) -> dict[str, Any]:
-    """The DeepSpeed JSON, its `sparse_attention` block checked for this model and length; prints what deserves a line.
-
-    Raises:
-        ValueError: everything that is wrong with the block, or with what this script reads of the rest.
-    """
-    config, block = ds_sparse.load_config(args.deepspeed_config)
-    if block is not None:
-        size = block.get("block", 16)
-        valid = isinstance(size, int) and size > 0
-        notices: list[str] = []
-        ds_sparse.parse_sparse_attention(
-            block,
-            num_heads,
-            source=args.deepspeed_config,
-            seq_len=math.ceil(args.max_seq_length / size) * size if valid else None,
-            notices=notices,
-        )
-        for notice in notices:
-            say(notice)
-    try:
-        Shapes.model_validate(config)
-    except ValidationError as error:
-        raise ValueError(f"{args.deepspeed_config}: {mistakes(error)}.") from error
-    return config if block is None else {**config, "sparse_attention": block}
-
-
-class Component(BaseModel):
-    """An optimizer or a scheduler of the DeepSpeed JSON."""
-
-    model_config = ConfigDict(strict=True)
-
-    type: str
-    params: dict[str, Any] = {}
-
-
-class Shapes(BaseModel):
-    """The shapes of a DeepSpeed JSON that DeepSpeed takes for granted."""
-
-    model_config = ConfigDict(strict=True)
-
-    train_batch_size: PositiveInt | None = None
-    train_micro_batch_size_per_gpu: PositiveInt | None = None
-    gradient_accumulation_steps: PositiveInt | None = None
-    gradient_clipping: float = Field(0.0, ge=0)
-    optimizer: Component | None = None
-    scheduler: Component | None = None
-    fp16: dict[str, Any] = {}
-    bf16: dict[str, Any] = {}
-    activation_checkpointing: dict[str, Any] = {}
-
-
-def adapt_to_device(config: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """The JSON with an optimizer and a precision that the device has; says a sentence for each change."""
-    optimizer = config.get("optimizer") or {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}}
-    if not config.get("optimizer"):
-        say("The JSON has no optimizer: AdamW with lr 1e-3 and weight_decay 0.01 is used.")
-    kind, params = optimizer["type"], dict(optimizer.get("params", {}))
-    if device.type == "cpu" and kind.lower() == "lamb":
-        params = {name: params[name] for name in ("weight_decay", "betas", "eps") if name in params} | {"lr": 1e-3}
-        kind = "AdamW"
-        say("The JSON asks for Lamb, which DeepSpeed has on GPUs only: AdamW with lr 1e-3 is used on the CPU.")
-    if device.type == "cpu" and kind.lower() in ("adam", "adamw") and "torch_adam" not in params:
-        params["torch_adam"] = True
-        say(f"{kind} runs as PyTorch's own on the CPU (torch_adam), so that DeepSpeed does not compile one.")
-    adapted = {**config, "optimizer": {"type": kind, "params": params}}
-    if config.get("fp16", {}).get("enabled") and not deepspeed.get_accelerator().is_fp16_supported():
-        del adapted["fp16"]
-        say("The JSON asks for fp16, which DeepSpeed does not support on this CPU: fp32 is used.")
-    return adapted
-
-
 def learning_rate_factor(warmup_steps: int, step: int) -> float:
     """Linear warm-up, then inverse square root: needs no end that is known beforehand."""
     return min((step + 1) / warmup_steps, math.sqrt(warmup_steps / (step + 1)))
-
-
-def check_for_deepspeed(config: dict[str, Any], source: str) -> None:
-    """Lets DeepSpeed read the JSON once, for this number of ranks, so that what it refuses ends in a sentence.
-
-    Raises:
-        ValueError: DeepSpeed refuses the JSON.
-    """
-    kind, ranks = config["optimizer"]["type"], dist.get_world_size()
-    if kind.lower() not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, kind):
-        raise ValueError(
-            f"{source}: optimizer.type: DeepSpeed and torch.optim have no {kind}; AdamW and Lamb are usual."
-        )
-    micro_batch = config.get("train_micro_batch_size_per_gpu") or 1
-    accumulation = config.get("gradient_accumulation_steps") or 1
-    at_once = micro_batch * accumulation * ranks
-    if (config.get("train_batch_size") or at_once) % at_once:
-        raise ValueError(
-            f"{source}: train_batch_size is {config['train_batch_size']}; it has to be a multiple of {at_once}: "
-            f"{ranks} ranks x train_micro_batch_size_per_gpu {micro_batch} x gradient_accumulation_steps "
-            f"{accumulation}."
-        )
-    try:
-        DeepSpeedConfig(copy.deepcopy({key: value for key, value in config.items() if key != "sparse_attention"}))
-    except ValidationError as error:
-        raise ValueError(f"{source}: DeepSpeed refuses it: {mistakes(error)}, in {error.title}.") from error
-    except (DeepSpeedConfigError, AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
-        # DeepSpeed asserts relations between keys, and trips over a value of another shape than it expects.
-        raise ValueError(f"{source}: DeepSpeed refuses it: {type(error).__name__}: {error}") from error
 
 
 @dataclass
@@ -236,6 +140,8 @@ class Position:
     held_out_loss: float = math.nan
     held_out_step: int = -1
     """The step that `held_out_loss` was computed after."""
+    skipped_steps: int = 0
+    """Steps of fp16 whose gradients overflowed: the weights stayed as they were, and the loss scale was lowered."""
     evaluation_seconds: float = 0.0
     layout_seed: int | None = None
     finished: bool = False
@@ -290,6 +196,7 @@ def pretrain(
 
     It ends after `max_steps`, or before a step that could pass `deadline` (seconds of time.monotonic).
     """
+    forget_peak_memory()
     resumed = position is not None
     position = position or Position()
     engine, position.layout_seed = build_engine(args, terms, model_config, folder, position.layout_seed)
@@ -325,12 +232,16 @@ def pretrain(
     while not position.finished and not stopped_by:
         started = time.monotonic()
         mlm_loss, nsp_loss = train_step(engine, batches)
-        if not math.isfinite(mlm_loss):
+        skipped = engine.fp16_enabled() and not engine.was_step_applied()
+        if not math.isfinite(mlm_loss) and not skipped:
+            raise ValueError(f"The loss is {mlm_loss} after step {position.step}; lower the learning rate in the JSON.")
+        if skipped and engine.dynamic_loss_scale() and engine.optimizer.loss_scale <= 1:
             raise ValueError(
-                f"The loss is {mlm_loss} after step {position.step}; lower the learning rate in the JSON, or use bf16 "
-                "for fp16."
+                f"fp16 overflows after step {position.step}, however low the loss scale; lower the learning rate in "
+                "the JSON, or use bf16."
             )
         position.step += 1
+        position.skipped_steps += skipped
         step_seconds = time.monotonic() - started
         slowest_step = max(slowest_step, step_seconds)
         if metrics is not None:
@@ -338,6 +249,7 @@ def pretrain(
             metrics.add(
                 step=position.step, mlm_loss=mlm_loss, nsp_loss=nsp_loss, learning_rate=engine.get_lr()[0],
                 tokens_per_second=round(tokens_per_second, 1), memory_gib=round(memory, 3),
+                **({"skipped_steps": position.skipped_steps} if engine.fp16_enabled() else {}),
             )  # fmt: skip
             progress.show(position.step, mlm_loss, tokens_per_second, memory)
         out_of_time = time.monotonic() + 2 * slowest_step + position.evaluation_seconds > deadline
@@ -363,6 +275,8 @@ def build_engine(
     deepspeed_config = copy.deepcopy(terms["deepspeed_config"])
     if layout_seed is not None:
         deepspeed_config["sparse_attention"]["seed"] = layout_seed
+    if args.compare_dense and not terms["sparse"]:
+        deepspeed_config.pop("sparse_attention", None)  # the block is off by design: nobody needs a line about it
     args = argparse.Namespace(**vars(args))
     args.deepspeed_config, args.deepspeed_sparse_attention = deepspeed_config, terms["sparse"]
 
@@ -391,8 +305,13 @@ def train_step(engine: Any, batches: Iterator[Batch]) -> tuple[float, float]:
     losses = torch.zeros(2, device=DEVICE)
     accumulation = engine.gradient_accumulation_steps()
     engine.train()
+    # In fp16 without ZeRO, DeepSpeed takes the loss scale off gradients that never had it (its pull request 8393).
+    lacks_scale = engine.fp16_enabled() and engine.zero_optimization_stage() == 0
     for _ in range(accumulation):
-        result = engine(to_device(next(batches)))
+        result = engine(next(batches).to(DEVICE))
+        if lacks_scale:
+            gradient = engine.optimizer.loss_scale / accumulation
+            result["loss"].register_hook(partial(torch.full_like, fill_value=gradient))
         engine.backward(result["loss"])
         engine.step()
         losses += torch.stack([result["mlm_loss"].detach(), result["nsp_loss"].detach()]).float() / accumulation
@@ -402,21 +321,17 @@ def train_step(engine: Any, batches: Iterator[Batch]) -> tuple[float, float]:
 
 
 def held_out_loss(engine: Any, data: PretrainingData) -> float:
-    """Mean masked-LM loss over all predicted positions of the held-out sequences, in nats; a rank may have none."""
+    """Mean masked-LM loss over all predicted positions of the held-out sequences, in nats."""
     micro_batch = engine.train_micro_batch_size_per_gpu()
     total = torch.zeros(2, dtype=torch.float64, device=DEVICE)
     engine.eval()
     with torch.no_grad():
         for batch in data.held_out_batches(micro_batch, dist.get_rank(), dist.get_world_size()):
-            predictions = len(batch.input_ids) * data.eval_predictions_per_seq
-            mean = engine(to_device(batch))["mlm_loss"].double()
-            total += torch.stack([mean * predictions, mean.new_tensor(predictions)])
+            mean, predictions = engine(batch.to(DEVICE))["mlm_loss"].double(), len(batch.mlm_positions)
+            if predictions:
+                total += torch.stack([mean * predictions, torch.full_like(mean, predictions)])
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
-
-
-def to_device(batch: Batch) -> Batch:
-    return Batch(*(tensor.to(DEVICE) for tensor in batch))
 
 
 def show_layout(model: BertForPreTrainingPreLN, max_seq_length: int, folder: Path) -> None:
@@ -499,7 +414,7 @@ def main() -> int:
     config = read_deepspeed_config(args, model_config.num_attention_heads)
     ds_sparse.init_distributed(verbose=False)
     config = adapt_to_device(config, DEVICE)
-    check_for_deepspeed(config, args.deepspeed_config)
+    load_kernels(check_for_deepspeed(config, args.deepspeed_config), args.deepspeed_config)
 
     corpus = open_corpus(args.corpus, model_config.vocab_size, args.text_column)
     data = PretrainingData(corpus, args.max_seq_length, args.seed, args.max_predictions_per_seq, args.eval_sequences)
@@ -521,7 +436,7 @@ def main() -> int:
         data.write_manifest(folder)
 
     remember_signals()
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(not args.nondeterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False
     outcomes: dict[str, Outcome] = {}
     for number, name in enumerate(names):
@@ -539,7 +454,6 @@ def main() -> int:
         outcomes[name] = outcome
     show_results(outcomes, data.held_out_unigram_cross_entropy, folder)
     dist.barrier()
-    dist.destroy_process_group()
     return 0
 
 
@@ -551,6 +465,8 @@ def show_results(outcomes: dict[str, Outcome], unigram: float, folder: Path) -> 
             f"{name}: held-out masked-LM loss {position.held_out_loss:.4f} nats after {position.step} steps, {beside} "
             f"the unigram cross-entropy {unigram:.4f} of the same positions"
         )
+        if position.skipped_steps:
+            say(f"{name}: {position.skipped_steps} of the steps overflowed in fp16 and were skipped.")
     steps = [outcome.position.step for outcome in outcomes.values()]
     if steps[-1] < steps[0]:
         say(f"dense trained {steps[-1]} of the {steps[0]} steps of sparse in its time; --resume trains the rest.")
@@ -561,7 +477,11 @@ def show_results(outcomes: dict[str, Outcome], unigram: float, folder: Path) -> 
 
 if __name__ == "__main__":
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed calls collectives by names that torch is about to rename, in every step.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     try:
-        sys.exit(main())
+        code = main()
     except ValueError as error:
         sys.exit(f"deepspeed_train.py{f' (rank {rank()})' if rank() else ''}: {error}")
+    dist.destroy_process_group()
+    sys.exit(code)

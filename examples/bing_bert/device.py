@@ -10,13 +10,19 @@ from ds_sparse.ops import missing_kernels
 
 
 def choose_device() -> tuple[torch.device, str]:
-    """A GPU where all our operations run on it, else the CPU; and a sentence that says which and why."""
+    """A GPU where all our operations run on it, else the CPU; and a sentence that says which and why.
+
+    The GPU is this rank's, and from here on the current one: collectives that run before DeepSpeed's engine is there
+    need that. cuBLAS repeats its sums exactly only with a workspace of fixed size, named before it starts.
+    """
     if not torch.cuda.is_available():
         why = "no CUDA GPU is visible"
     elif missing_kernels("cuda"):
         why = f"a GPU is there, but ds_sparse has no CUDA kernel yet for {', '.join(missing_kernels('cuda'))}"
     else:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
         return device, f"Training on {torch.cuda.get_device_name(device)}."
     os.environ["DS_ACCELERATOR"] = "cpu"
     return torch.device("cpu"), f"Training on the CPU with {torch.get_num_threads()} threads: {why}."

@@ -9,6 +9,7 @@ import argparse
 import copy
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ds_sparse
-from data import NOT_PREDICTED, Batch
+from data import Batch
 from report import mistakes
 
 
@@ -62,6 +63,11 @@ class BertConfig(BaseModel):
             raise ValueError(f"{path}: bert_model_config: {mistakes(error)}.") from error
 
 
+Padding = torch.Tensor | list[int]
+"""What is padding, in the form that a layer's attention takes: sparse, a mask (B, 1, 1, T) that is added to the scores;
+dense, the number of tokens of each sequence."""
+
+
 class BertEmbeddings(nn.Module):
     """Word, position and segment embeddings, summed: (B, T) ids -> (B, T, hidden)."""
 
@@ -80,7 +86,11 @@ class BertEmbeddings(nn.Module):
 
 
 class BertSelfAttention(nn.Module):
-    """Dense self-attention; `ds_sparse.BertSparseSelfAttention` takes its place in a sparse encoder."""
+    """Dense self-attention; `ds_sparse.BertSparseSelfAttention` takes its place in a sparse encoder.
+
+    Where something is padded, each sequence attends by itself, to as many keys as it has tokens. A mask would do that
+    in one call, but without the kernel that makes dense attention fast on GPUs: FlashAttention takes no mask.
+    """
 
     def __init__(self, config: BertConfig):
         super().__init__()
@@ -95,14 +105,18 @@ class BertSelfAttention(nn.Module):
         self.value = nn.Linear(config.hidden_size, config.hidden_size)
         self.dropout = config.attention_probs_dropout_prob
 
-    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        """(B, T, hidden) -> (B, T, hidden); keys after the first `lengths[b]` of sequence b are padding."""
         query, key, value = (
             projection(hidden_states).unflatten(-1, (self.num_attention_heads, -1)).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
         )
-        context = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=attention_mask, dropout_p=self.dropout if self.training else 0.0
-        )
+        attend = partial(F.scaled_dot_product_attention, dropout_p=self.dropout if self.training else 0.0)
+        if min(lengths) == hidden_states.shape[1]:
+            context = attend(query, key, value)
+        else:
+            sequences = zip(query.split(1), key.split(1), value.split(1), lengths)
+            context = torch.cat([attend(q, k[:, :, :tokens], v[:, :, :tokens]) for q, k, v, tokens in sequences])
         return context.transpose(1, 2).flatten(2)
 
 
@@ -124,8 +138,8 @@ class BertAttention(nn.Module):
         self.self = BertSelfAttention(config)
         self.output = BertSelfOutput(config)
 
-    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        return self.output(self.self(hidden_states, attention_mask))
+    def forward(self, hidden_states: torch.Tensor, padding: Padding) -> torch.Tensor:
+        return self.output(self.self(hidden_states, padding))
 
 
 class BertLayer(nn.Module):
@@ -141,8 +155,8 @@ class BertLayer(nn.Module):
         self.output = nn.Linear(config.intermediate_size, config.hidden_size)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        hidden_states = hidden_states + self.attention(self.PreAttentionLayerNorm(hidden_states), attention_mask)
+    def forward(self, hidden_states: torch.Tensor, padding: Padding) -> torch.Tensor:
+        hidden_states = hidden_states + self.attention(self.PreAttentionLayerNorm(hidden_states), padding)
         feed_forward = self.output(self.activation(self.intermediate(self.PostAttentionLayerNorm(hidden_states))))
         return hidden_states + self.dropout(feed_forward)
 
@@ -176,12 +190,12 @@ class BertEncoder(nn.Module):
         self.FinalLayerNorm = nn.LayerNorm(config.hidden_size, eps=1e-12)
         self.checkpoint_activations = args.checkpoint_activations
 
-    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, padding: Padding) -> torch.Tensor:
         for layer in self.layer:
             if self.checkpoint_activations and self.training:
-                hidden_states = checkpoint(layer, hidden_states, attention_mask, use_reentrant=False)
+                hidden_states = checkpoint(layer, hidden_states, padding, use_reentrant=False)
             else:
-                hidden_states = layer(hidden_states, attention_mask)
+                hidden_states = layer(hidden_states, padding)
         return self.FinalLayerNorm(hidden_states)
 
 
@@ -197,11 +211,17 @@ class BertModel(nn.Module):
         self.pooler = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(
-        self, input_ids: torch.Tensor, token_type_ids: torch.Tensor, attention_mask: torch.Tensor
+        self, input_ids: torch.Tensor, token_type_ids: torch.Tensor, attention_mask: torch.Tensor, lengths: list[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(B, T) ids, segments and mask (0 is padding) -> (B, T, hidden) states and (B, hidden) of the first token."""
-        pad_len = 0
-        if self.sparse_attention_config is not None:
+        """(B, T) ids and segments -> (B, T, hidden) states, and (B, hidden) of the first token.
+
+        Args:
+            attention_mask: (B, T), 0 is padding.
+            lengths: the same, as the number of tokens of each sequence.
+        """
+        if self.sparse_attention_config is None:
+            encoded = self.encoder(self.embeddings(input_ids, token_type_ids), lengths)
+        else:
             pad_len, input_ids, attention_mask, token_type_ids, _, _ = ds_sparse.SparseAttentionUtils.pad_to_block_size(
                 block_size=self.sparse_attention_config.block,
                 input_ids=input_ids,
@@ -212,9 +232,10 @@ class BertModel(nn.Module):
                 pad_token_id=self.pad_token_id,
                 model_embeddings=self.embeddings.word_embeddings,
             )
-        embedded = self.embeddings(input_ids, token_type_ids)
-        extended_mask = (1.0 - attention_mask[:, None, None, :].to(embedded.dtype)) * -10000.0
-        encoded = ds_sparse.SparseAttentionUtils.unpad_sequence_output(pad_len, self.encoder(embedded, extended_mask))
+            embedded = self.embeddings(input_ids, token_type_ids)
+            extended_mask = (1.0 - attention_mask[:, None, None, :].to(embedded.dtype)) * -10000.0
+            encoded = self.encoder(embedded, extended_mask)
+            encoded = ds_sparse.SparseAttentionUtils.unpad_sequence_output(pad_len, encoded)
         return encoded, torch.tanh(self.pooler(encoded[:, 0]))
 
 
@@ -251,11 +272,11 @@ class BertForPreTrainingPreLN(nn.Module):
         Returns:
             loss: mlm_loss + nsp_loss; mlm_loss: mean over the predicted tokens; nsp_loss. Scalars, fp32, nats.
         """
-        states, pooled = self.bert(batch.input_ids, batch.segment_ids, batch.input_mask)
-        predicted = batch.mlm_labels != NOT_PREDICTED
-        hidden = self.transform_norm(F.gelu(self.transform(states[predicted])))
+        states, pooled = self.bert(batch.input_ids, batch.segment_ids, batch.input_mask, batch.lengths)
+        predicted = states.flatten(0, 1)[batch.mlm_positions]
+        hidden = self.transform_norm(F.gelu(self.transform(predicted)))
         logits = F.linear(hidden, self.bert.embeddings.word_embeddings.weight, self.decoder_bias)
-        mlm_loss = F.cross_entropy(logits.float(), batch.mlm_labels[predicted])
+        mlm_loss = F.cross_entropy(logits.float(), batch.mlm_labels.flatten()[batch.mlm_positions])
         nsp_loss = F.cross_entropy(self.seq_relationship(pooled).float(), batch.nsp_label)
         return {"loss": mlm_loss + nsp_loss, "mlm_loss": mlm_loss, "nsp_loss": nsp_loss}
 

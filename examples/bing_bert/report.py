@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -118,9 +119,17 @@ class Progress:
             self.bar.close()
 
 
+def forget_peak_memory() -> None:
+    """Frees what an earlier run in this process left on the GPU, and measures its peak from here on."""
+    if torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
 def peak_memory_gib() -> float:
     """Peak memory of this process: the GPU's where one is used, else resident memory."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 

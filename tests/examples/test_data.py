@@ -85,7 +85,7 @@ def take(batches, count):
 
 def samples(batches):
     """Every row of some batches as something that can be compared."""
-    return [tuple(row.numpy().tobytes() for row in rows) for batch in batches for rows in zip(*batch)]
+    return [tuple(row.numpy().tobytes() for row in rows) for batch in batches for rows in zip(*batch[:5])]
 
 
 # Corpora
@@ -395,9 +395,25 @@ def test_most_of_what_is_packed_is_text(data):
 
 def test_a_batch_has_bing_berts_fields(data):
     batch = next(data.batches(4, 2))
-    assert batch._fields == ("input_ids", "input_mask", "segment_ids", "nsp_label", "mlm_labels")
-    assert [tuple(tensor.shape) for tensor in batch] == [(2, T), (2, T), (2, T), (2,), (2, T)]
-    assert all(tensor.dtype == torch.int64 for tensor in batch)
+    assert batch._fields[:5] == ("input_ids", "input_mask", "segment_ids", "nsp_label", "mlm_labels")
+    assert [tuple(tensor.shape) for tensor in batch[:5]] == [(2, T), (2, T), (2, T), (2,), (2, T)]
+    assert all(tensor.dtype == torch.int64 for tensor in batch[:6])
+
+
+def test_a_batch_knows_where_tokens_and_predictions_are(data):
+    for batch in take(data.batches(4, 4), 5):
+        assert batch.lengths == batch.input_mask.sum(1).tolist()
+        predicted = torch.zeros(4 * T, dtype=torch.bool)
+        predicted[batch.mlm_positions] = True
+        assert torch.equal(predicted.view(4, T), batch.mlm_labels != NOT_PREDICTED)
+
+
+def test_a_batch_reaches_the_device_as_it_is(data, device):
+    batch = next(data.batches(2, 2))
+    moved = batch.to(torch.device(device))
+    assert moved.lengths == batch.lengths
+    for tensor, original in zip(moved[:-1], batch[:-1]):
+        assert tensor.device.type == device and torch.equal(tensor.cpu(), original)
 
 
 @pytest.mark.parametrize("predictions", [None, 1, 20, (T - 2) // 2])
@@ -546,8 +562,17 @@ def test_held_out_sequences_are_fixed_true_and_only_from_held_out_documents(toke
     assert all((batch.nsp_label == 0).all() for batch in batches)
     assert tokenized.held_out[data.held_out.documents].all()
     assert not tokenized.held_out[data.training.documents].any()
-    ranks = [samples(data.held_out_batches(3, rank, 3)) for rank in range(3)]
-    assert sorted(sum(ranks, [])) == sorted(samples(batches))
+
+
+@pytest.mark.parametrize("micro_batch, ranks, used_up", [(1, 3, 2), (3, 3, 0), (2, 4, 0), (2, 5, 1)])
+def test_ranks_share_the_held_out_sequences_and_get_as_many_batches_each(data, micro_batch, ranks, used_up):
+    shares = [list(data.held_out_batches(micro_batch, rank, ranks)) for rank in range(ranks)]
+    assert len({len(share) for share in shares}) == 1
+    shared = [batch for share in shares for batch in share if len(batch.mlm_positions)]
+    assert sorted(samples(shared)) == sorted(samples(data.held_out_batches(1)))
+    others = [batch for share in shares for batch in share if not len(batch.mlm_positions)]
+    assert len(others) == used_up
+    assert all(len(batch.input_ids) and (batch.mlm_labels == NOT_PREDICTED).all() for batch in others)
 
 
 def test_unigram_cross_entropy_by_hand(data, tokenized):

@@ -4,9 +4,12 @@ import argparse
 
 import pytest
 import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ds_sparse
 from data import NOT_PREDICTED, Batch
+from ds_sparse.ops import missing_kernels
 from modeling import BertConfig, BertForPreTrainingPreLN, BertSelfAttention, parameter_groups
 
 CONFIG = BertConfig(
@@ -23,6 +26,15 @@ def arguments(tokens, block=None, **more):
     )  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch):
+    """As the pretraining script."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def make_batch(tokens, padding=0):
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 96, (2, tokens), generator=generator)
@@ -30,18 +42,26 @@ def make_batch(tokens, padding=0):
     mask[1, tokens - padding :] = 0
     labels = torch.full((2, tokens), NOT_PREDICTED)
     labels[:, 3:9] = ids[:, 3:9]
-    return Batch(ids, mask, (torch.arange(tokens) > tokens // 2).long().expand(2, -1), torch.tensor([0, 1]), labels)
+    return Batch.of(ids, mask, (torch.arange(tokens) > tokens // 2).long().expand(2, -1), torch.tensor([0, 1]), labels)
 
 
-def make_model(args):
+def make_model(args, **changes):
     torch.manual_seed(1)
-    return BertForPreTrainingPreLN(CONFIG, args)
+    return BertForPreTrainingPreLN(CONFIG.model_copy(update=changes), args)
+
+
+def need_kernels(device):
+    missing = missing_kernels(device)
+    if missing:
+        pytest.skip(f"no {device} kernel for {', '.join(missing)}")
 
 
 @pytest.mark.parametrize("tokens, padding", [(64, 0), (64, 10), (50, 0), (50, 7)])
-def test_a_dense_layout_equals_dense_attention_padded_or_not(tokens, padding):
-    batch = make_batch(tokens, padding)
-    dense, sparse = make_model(arguments(tokens)), make_model(arguments(tokens, {"mode": "dense"}))
+def test_a_dense_layout_equals_dense_attention_padded_or_not(device, tokens, padding):
+    need_kernels(device)
+    batch = make_batch(tokens, padding).to(torch.device(device))
+    dense = make_model(arguments(tokens)).to(device)
+    sparse = make_model(arguments(tokens, {"mode": "dense"})).to(device)
     sparse.load_state_dict(dense.state_dict())
     for name, loss in dense(batch).items():
         torch.testing.assert_close(sparse(batch)[name], loss)
@@ -49,6 +69,40 @@ def test_a_dense_layout_equals_dense_attention_padded_or_not(tokens, padding):
     sparse(batch)["loss"].backward()
     for (name, mine), theirs in zip(dense.named_parameters(), sparse.parameters()):
         torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", [None, {"mode": "fixed"}], ids=["dense", "fixed"])
+def test_the_same_seed_repeats_losses_and_gradients_bit_for_bit(device, block, dtype):
+    """With dropout, padding and predictions; where an operation could not, PyTorch would refuse it here."""
+    need_kernels(device)
+    batch, found = make_batch(64, 10).to(torch.device(device)), []
+    for _ in range(2):
+        dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+        model = make_model(arguments(64, block), **dropout).to(device, dtype)
+        torch.manual_seed(2)
+        loss = model(batch)["loss"]
+        loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    assert all(torch.equal(first, second) for first, second in zip(*found))
+
+
+def test_dense_attention_takes_no_mask(monkeypatch):
+    """FlashAttention, which makes it fast on GPUs, has none."""
+    calls, original = [], F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: calls.append((a, k)) or original(*a, **k))
+    make_model(arguments(64))(make_batch(64, 10))
+    assert {call[0][1].shape[2] for call in calls} == {64, 54}
+    assert all(len(given) == 3 and "attn_mask" not in named for given, named in calls)
+
+
+@pytest.mark.gpu
+def test_flash_attention_serves_padded_batches():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU here")
+    model, batch = make_model(arguments(64)).to("cuda", torch.bfloat16), make_batch(64, 10).to(torch.device("cuda"))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # an error where it cannot be used
+        model(batch)["loss"].backward()
 
 
 def test_every_layer_is_sparse_and_all_share_one_layout():
