@@ -52,8 +52,12 @@ def assert_equal_to_dense(program: nn.Module, make_dense: Callable[[nn.Module], 
     results = [_run(program, inputs), _run(twin, inputs), _run(twin.double(), inputs, torch.float64)]
     names = ["output", *(name for name, _ in program.named_parameters())]
     names += [f"input {number}" for number in range(len(results[0]) - len(names))]
+    largest = 0.0
     for name, ours, plain, exact in zip(names, *results, strict=True):
-        largest = exact.abs().max().item()
+        if not name.endswith("key.bias"):
+            # That of a key's bias is zero but for rounding, since softmax does not see what is added to a whole row: it is
+            # held to the size of its weight's, which comes before.
+            largest = exact.abs().max().item()
         assert largest > 0, f"{name}: nothing to compare"
         # Gradients of weights and biases are sums over all tokens, whose terms cancel.
         assert_as_accurate(name, ours, plain.cpu(), exact.cpu(), largest_term=4 * largest)

@@ -42,7 +42,8 @@ def make_batch(tokens, padding=0):
     mask[1, tokens - padding :] = 0
     labels = torch.full((2, tokens), NOT_PREDICTED)
     labels[:, 3:9] = ids[:, 3:9]
-    return Batch.of(ids, mask, (torch.arange(tokens) > tokens // 2).long().expand(2, -1), torch.tensor([0, 1]), labels)
+    segments = (torch.arange(tokens) > tokens // 2).long().repeat(2, 1)
+    return Batch.of(ids, mask, segments, torch.tensor([0, 1]), labels)
 
 
 def make_model(args, **changes):
