@@ -108,10 +108,15 @@ class BertSparseSelfAttention(nn.Module):
         return (context, None) if from_transformers else context
 
 
-_NOT_COMPUTED = {
-    "head_mask", "encoder_hidden_states", "past_key_value", "past_key_values", "output_attentions", "is_causal",
-    "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx",
-}  # fmt: skip
+VARIANTS = (
+    "output_attentions", "sliding_window", "softcap", "s_aux", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k",
+    "seq_idx",
+)  # fmt: skip
+"""What Transformers may ask an attention for beyond self-attention under a mask, by its names; not computed here."""
+
+_NOT_COMPUTED = (
+    *VARIANTS, "head_mask", "encoder_hidden_states", "past_key_value", "past_key_values", "is_causal",
+)  # fmt: skip
 
 
 def _refuse_more_than_self_attention(more: tuple[Any, ...], named: dict[str, Any]) -> None:

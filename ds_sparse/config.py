@@ -31,6 +31,9 @@ Source = str | os.PathLike[str] | Mapping[str, Any]
 BLOCK_KEY = "sparse_attention"
 DEFAULT_MODE = "fixed"
 
+ANY_NUM_HEADS = 12
+"""For a check of a block where no model is known: no key depends on the number of heads."""
+
 STRUCTURE_ERRORS = (
     ArithmeticError,
     AssertionError,

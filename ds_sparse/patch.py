@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _QUERY_KEY_VALUE = ("query", "key", "value")
+_DROPOUTS = (
+    "dropout", "dropout_p", "dropout_prob", "attn_dropout", "attention_dropout", "attention_probs_dropout_prob",
+)  # fmt: skip
 
 
 def sparsify(
@@ -37,14 +40,17 @@ def sparsify(
     """Makes every attention layer of a model block-sparse. The parameters stay the same objects.
 
     A Transformers encoder is switched through its attention interface: no module changes, nor a key of the state dict,
-    and the structure is written to `config.sparse_attention`, which is saved with the model. In other models each layer
-    that holds `query`, `key` and `value` and is called with (hidden_states, attention_mask), as bing_bert's
-    `attention.self` is, gives its place to a `BertSparseSelfAttention` around the same three.
+    and the structure is written to `model.config.sparse_attention`, which is saved with the model. That config becomes
+    a copy, since other models may hold the one that it was made with; so give the whole model, not a base model inside
+    it. In other models each layer that holds `query`, `key` and `value`, is called with (hidden_states, attention_mask)
+    and returns a tensor, as bing_bert's `attention.self` does, gives its place to a `BertSparseSelfAttention` around
+    the same three.
 
     Args:
         model: a Transformers model, a model in the bing_bert manner, or a module that holds such.
         sparsity_config: the structure, or a dict with the keys of the JSON block; by default what the Transformers
-            model's config says, else `FixedSparsityConfig`. Random blocks without a seed get one, which rank 0 draws.
+            model's config says, else `FixedSparsityConfig`. Random blocks without a seed get that of the model's config,
+            else one that rank 0 draws.
         max_seq_length: tokens that the layout is built for, rounded up to whole blocks; by default
             `config.max_position_embeddings`, and 2048 where a model that is not of Transformers has none.
 
@@ -53,15 +59,11 @@ def sparsify(
         ValueError: a model with a sparse layer, without an attention layer, or with one that would stay dense; a
             structure for another number of heads, or without a layout of this length. Nothing has been changed then.
         TypeError: neither a structure nor a dict.
-        RuntimeError: several ranks would draw a seed before torch.distributed runs; later, in the first forward, a
-            layer that ran without its sparse attention.
+        RuntimeError: several ranks would draw a seed before torch.distributed runs; later, in a forward, a layer
+            that ran without its sparse attention.
     """
     sparse, dense = attention_layers(model)
-    if sparse:
-        raise ValueError(
-            f"{next(iter(sparse))} of {type(model).__name__} is sparse already; give sparsify the dense model (undo() "
-            "of its report makes it dense again)."
-        )
+    _refuse_sparse(model, sparse)
     structures = _Structures(sparsity_config)
     changes = [*_switches(model, dense, structures, max_seq_length), *_swaps(model, dense, structures, max_seq_length)]
     if not changes:
@@ -69,6 +71,8 @@ def sparsify(
             f"{type(model).__name__} has no attention layer that ds_sparse knows; put ds_sparse.SparseSelfAttention or "
             "ds_sparse.BertSparseSelfAttention in it."
         )
+    if pretrained_model_around(model):
+        _transformers().give_own_configs(model)
     for change in changes:
         change.on()
     return SparsifyReport(changes)
@@ -99,7 +103,7 @@ class SparsifyReport:
     def undo(self) -> None:
         """Puts modules, config and attention implementation back. A second call changes nothing."""
         if self._on:
-            for change in self._changes:
+            for change in reversed(self._changes):
                 change.off()
         self._on = False
 
@@ -150,7 +154,7 @@ class SparseAttentionUtils:
                 f'supports "bert" & "roberta"! {type(model).__name__} has no embeddings.position_embeddings.'
             )
         weight, reserved = table.weight, _reserved_rows(table)
-        if len(weight) != table.num_embeddings:
+        if len(weight) != table.num_embeddings or hasattr(weight, "ds_id"):  # which ZeRO 3 gives its parameters
             raise ValueError(
                 f"the table of positions is partitioned (here {tuple(weight.shape)}, {table.num_embeddings} rows in "
                 "all); extend it before deepspeed.zero.Init or deepspeed.initialize."
@@ -202,8 +206,9 @@ class SparseAttentionUtils:
             The model.
 
         Raises:
-            ValueError: another kind of model, a decoder, a structure for another number of heads, or a table of
-                positions for fewer tokens than `max_position`.
+            ValueError: another kind of model, a decoder, one that is sparse already, one whose config asks for
+                attention probabilities, a structure for another number of heads, or a table of positions for fewer
+                tokens than `max_position`.
         """
         base = _base(model)
         layers = getattr(getattr(base, "encoder", None), "layer", None)
@@ -218,9 +223,11 @@ class SparseAttentionUtils:
                 f"max_position is {max_position}, and the model has {table.num_embeddings - _reserved_rows(table)} "
                 "positions; extend_position_embedding(model, max_position) makes room for them first."
             )
+        _refuse_sparse(model, attention_layers(model)[0])
         _replace_layers(model.config, layers, sparsity_config, max_position)
         if base in pretrained_model_around(model) and through_interface(base):
             # Its mask is then (batch, tokens), not a matrix of tokens x tokens.
+            _transformers().give_own_configs(model)
             base.set_attn_implementation(_transformers().NAME)
         return model
 
@@ -240,7 +247,8 @@ class SparseAttentionUtils:
             The layers.
 
         Raises:
-            ValueError: a decoder, a structure for another number of heads.
+            ValueError: a decoder, a config that asks for attention probabilities, a structure for another number of
+                heads.
         """
         return _replace_layers(config, layers, sparsity_config, _max_position(config))
 
@@ -308,18 +316,22 @@ class _Structures:
 
     def __init__(self, wanted: SparsityConfig | Mapping[str, Any] | None):
         self.wanted = wanted
-        self._made: dict[tuple[int, int], SparsityConfig] = {}
+        self._made: dict[tuple[int, int, int | None], SparsityConfig] = {}
 
-    def make(self, num_heads: int, otherwise: Mapping[str, Any] | None = None) -> SparsityConfig:
-        """The structure for so many heads; of the block `otherwise` where none was asked for."""
-        wanted = otherwise if self.wanted is None else self.wanted
-        key = (id(wanted), num_heads)
+    def make(self, num_heads: int, saved: Mapping[str, Any] | None = None) -> SparsityConfig:
+        """The structure for so many heads; where none was asked for, that of the block that was saved with the model,
+        and where it has no seed, with the seed of that block."""
+        wanted = saved if self.wanted is None else self.wanted
+        seed = saved.get("seed") if isinstance(saved, Mapping) else None
+        key = (id(wanted), num_heads, seed)
         if key not in self._made:
-            self._made[key] = _structure(wanted, num_heads)
+            self._made[key] = _structure(wanted, num_heads, seed)
         return self._made[key]
 
 
-def _structure(wanted: SparsityConfig | Mapping[str, Any] | None, num_heads: int) -> SparsityConfig:
+def _structure(
+    wanted: SparsityConfig | Mapping[str, Any] | None, num_heads: int, seed: int | None = None
+) -> SparsityConfig:
     if wanted is None:
         return FixedSparsityConfig(num_heads=num_heads)
     if isinstance(wanted, Mapping):
@@ -338,7 +350,7 @@ def _structure(wanted: SparsityConfig | Mapping[str, Any] | None, num_heads: int
             f"The model has {num_heads} attention heads and the sparsity config num_heads={structure.num_heads}; build "
             f"it with num_heads={num_heads}."
         )
-    set_common_seed(structure)
+    set_common_seed(structure, seed)
     return structure
 
 
@@ -399,7 +411,7 @@ def _swaps(
     for name, layer in dense.items():
         if layer not in owners:
             _check_replaceable(name, layer)
-            kind = (_heads(name, layer, structures.wanted), layer.query.out_features, _dropout(layer))
+            kind = (_heads(name, layer, structures.wanted), layer.query.out_features, _dropout(name, layer))
             alike.setdefault(kind, {})[name] = layer
     tokens = _max_position(getattr(model, "config", None)) if max_seq_length is None else max_seq_length
     swaps = []
@@ -408,6 +420,14 @@ def _swaps(
         replacements = _around(list(layers.values()), config, structures.make(heads), tokens)
         swaps.append(_Swap(model, layers, replacements))
     return swaps
+
+
+def _refuse_sparse(model: nn.Module, sparse: Mapping[str, nn.Module]) -> None:
+    if sparse:
+        raise ValueError(
+            f"{next(iter(sparse))} of {type(model).__name__} is sparse already; give the dense model (undo() of what "
+            "sparsify returned makes it dense again)."
+        )
 
 
 def _check_replaceable(name: str, layer: nn.Module) -> None:
@@ -448,11 +468,17 @@ def _heads(name: str, layer: nn.Module, wanted: Any) -> int:
     return heads
 
 
-def _dropout(layer: nn.Module) -> float:
-    """The probability with which a dense layer drops attention probabilities: its `dropout`, or its only Dropout."""
-    candidates = [getattr(layer, "dropout", None), *layer.children()]
-    found = [x.p if isinstance(x, nn.Dropout) else x for x in candidates if isinstance(x, nn.Dropout | float | int)]
-    return float(found[0]) if found else 0.0
+def _dropout(name: str, layer: nn.Module) -> float:
+    """The probability with which a dense layer drops attention probabilities: its only Dropout, or a number by one of
+    the usual names."""
+    modules = [module.p for module in layer.modules() if isinstance(module, nn.Dropout)]
+    numbers = [x for x in (getattr(layer, attribute, None) for attribute in _DROPOUTS) if isinstance(x, int | float)]
+    if len(modules) > 1:
+        raise ValueError(
+            f"attention layer {name} ({type(layer).__name__}) would stay dense: it has {len(modules)} Dropout modules, "
+            "of which one at most can be that of the attention; put ds_sparse.SparseSelfAttention into it."
+        )
+    return float((modules or numbers or [0.0])[0])
 
 
 def _replace_layers(
@@ -462,6 +488,11 @@ def _replace_layers(
         raise ValueError(
             f"this {type(config).__name__} is a decoder's, and BertSparseSelfAttention serves the bidirectional "
             "self-attention of encoders; leave its layers dense."
+        )
+    if getattr(config, "output_attentions", False):
+        raise ValueError(
+            f"this {type(config).__name__} has output_attentions, and BertSparseSelfAttention computes no attention "
+            "probabilities; set it to False."
         )
     structure = _structure(sparsity_config, config.num_attention_heads)
     replacements = _around([layer.attention.self for layer in layers], config, structure, max_position)

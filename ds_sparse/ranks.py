@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .sparsity import SparsityConfig
@@ -39,27 +39,35 @@ def say(sentence: str) -> None:
         print(f"ds_sparse: {sentence}", flush=True)
 
 
-def set_common_seed(structure: SparsityConfig) -> None:
-    """Gives a structure that draws blocks by its `seed`, and has none, the same one on all ranks: rank 0 draws and
-    prints it.
+def from_rank_0(value: Any) -> Any:
+    """Rank 0's value on all ranks, which all have to ask for it; the value itself where torch.distributed does not
+    run."""
+    values, distributed = [value], _distributed()
+    if distributed:
+        # DeepSpeed binds the group to the rank's GPU, and makes that the current one only when it makes its engine.
+        distributed.broadcast_object_list(values, src=0, device=distributed.group.WORLD.bound_device_id)
+    return values[0]
+
+
+def set_common_seed(structure: SparsityConfig, seed: int | None = None) -> None:
+    """Gives a structure that draws blocks by its `seed`, and has none, the same one on all ranks: `seed`, else one that
+    rank 0 draws and prints.
 
     Raises:
         RuntimeError: several ranks, and torch.distributed does not run yet.
     """
     if getattr(structure, "num_random_blocks", 0) == 0 or getattr(structure, "seed", 0) is not None:
         return
-    seed = [random.SystemRandom().randrange(2**31)]
-    distributed = _distributed()
-    if distributed:
-        distributed.broadcast_object_list(seed, src=0)
-    elif world_size() > 1:
+    if seed is not None:
+        structure.seed = seed
+        return
+    if world_size() > 1 and not _distributed():
         raise RuntimeError(
             "The structure has random blocks and no seed, and torch.distributed is not running yet, so the ranks "
-            "cannot agree "
-            'on one; call ds_sparse.init_distributed() first, or set "seed" in the sparse_attention block.'
+            'cannot agree on one; call ds_sparse.init_distributed() first, or set "seed" in the sparse_attention block.'
         )
-    structure.seed = seed[0]
-    say(f'random blocks are drawn with seed {seed[0]}; set "seed" in the sparse_attention block to repeat this layout.')
+    structure.seed = seed = from_rank_0(random.SystemRandom().randrange(2**31))
+    say(f'random blocks are drawn with seed {seed}; set "seed" in the sparse_attention block to repeat this layout.')
 
 
 def _distributed():

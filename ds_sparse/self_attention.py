@@ -12,7 +12,7 @@ from .index import BlockIndex
 from .layout import as_bool_layout, crop, share_equal_heads
 from .ops import MatMul, Softmax
 from .ops.softmax import MASK_MODES, as_additive
-from .ranks import world_size
+from .ranks import from_rank_0, world_size
 from .sparsity import FixedSparsityConfig, SparsityConfig
 
 
@@ -218,7 +218,6 @@ class StructuredAttention:
     def __init__(self, sparsity_config: SparsityConfig, max_seq_length: int):
         self.sparsity_config = sparsity_config
         self._master = self._build(max_seq_length)
-        self._longer: dict[int, _Layout] = {}
         self._awaits_other_ranks = _may_differ_between_ranks(sparsity_config)
         self._synchronize_layout()
 
@@ -232,7 +231,7 @@ class StructuredAttention:
     def layout(self, layout: torch.Tensor) -> None:
         replacement = _Layout(layout, self.sparsity_config.block, self.sparsity_config.num_heads)
         if not torch.equal(replacement.layout, self._master.layout):
-            self._master, self._longer = replacement, {}
+            self._master = replacement
 
     @property
     def max_seq_length(self) -> int:
@@ -261,7 +260,7 @@ class StructuredAttention:
         key_padding_mask: torch.Tensor | None = None,
         attn_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        self._check(query, key, value, key_padding_mask, attn_mask)
+        self._check(query, key, value, rpe, key_padding_mask, attn_mask)
         self._synchronize_layout()
         tokens, head_dim = query.shape[-2:]
         missing = -tokens % self.sparsity_config.block
@@ -284,7 +283,7 @@ class StructuredAttention:
         output = ops.output(probs, value)
         return output[:, :, :tokens] if missing else output
 
-    def _check(self, query, key, value, key_padding_mask, attn_mask) -> None:
+    def _check(self, query, key, value, rpe, key_padding_mask, attn_mask) -> None:
         if query.shape != key.shape or key.shape != value.shape:
             raise NotImplementedError(
                 f"only self-attention is supported for now: query, key and value have to be (B, H, T, D) alike, got "
@@ -302,11 +301,10 @@ class StructuredAttention:
                 raise ValueError(
                     f"{name} is {mask.dtype}; it has to be bool (keeps where True) or floating (added to the scores)."
                 )
-        if attn_mask is not None and attn_mask.dim() not in (2, 4):
-            raise ValueError(
-                f"attn_mask has shape {tuple(attn_mask.shape)}; it has to be (tokens, tokens), or (batch or 1, heads "
-                "or 1, tokens, tokens)."
-            )
+        batch, heads, tokens, _ = query.shape
+        _check_broadcasts("rpe", rpe, (batch, heads, tokens, tokens))
+        _check_broadcasts("key_padding_mask", key_padding_mask, (batch, tokens))
+        _check_broadcasts("attn_mask", attn_mask, (batch, heads, tokens, tokens))
 
     def _build(self, seq_len: int) -> _Layout:
         config = self.sparsity_config
@@ -319,7 +317,8 @@ class StructuredAttention:
         """The layout whose top-left part serves a row of `blocks`."""
         if blocks <= self._master.blocks:
             return self._master
-        if blocks not in self._longer:
+        longer = self._master.longer
+        if blocks not in longer:
             seq_len = blocks * self.sparsity_config.block
             if world_size() > 1 and _may_differ_between_ranks(self.sparsity_config):
                 raise ValueError(
@@ -327,22 +326,20 @@ class StructuredAttention:
                     f"one would be drawn differently by each rank; build the module with max_seq_length={seq_len}, or "
                     "give the structure a seed."
                 )
-            self._longer[blocks] = self._build(seq_len)
-        return self._longer[blocks]
+            longer[blocks] = self._build(seq_len)
+        return longer[blocks]
 
     def _synchronize_layout(self) -> None:
         """Takes rank 0's layout where ranks may have drawn different ones (DeepSpeed PR 534)."""
         distributed = torch.distributed
         if self._awaits_other_ranks and distributed.is_available() and distributed.is_initialized():
-            layout = [self._master.layout]
-            distributed.broadcast_object_list(layout, src=0)
-            self.layout = layout[0]
+            self.layout = from_rank_0(self._master.layout)
             self._awaits_other_ranks = False
 
 
 class _Layout:
-    """An immutable square layout, bool (1 or H, R, R), and the operations of its top-left parts. Copies of a module
-    share it."""
+    """An immutable square layout, bool (1 or H, R, R), with the operations of its top-left parts and the layouts of
+    longer sequences, by their blocks. Copies of a module share it."""
 
     def __init__(self, layout: torch.Tensor, block: int, num_heads: int):
         layout = as_bool_layout(layout)
@@ -353,6 +350,7 @@ class _Layout:
                 "R, R)."
             )
         self.layout, self.block, self.blocks = share_equal_heads(layout), block, rows
+        self.longer: dict[int, _Layout] = {}
         self._ops: dict[tuple[int, torch.device], SparseOps] = {}
 
     def ops(self, blocks: int, device: torch.device) -> SparseOps:
@@ -370,7 +368,7 @@ class _Layout:
         return self
 
     def __reduce__(self):
-        return _Layout, (self.layout, self.block, len(self.layout))
+        return _Layout, (self.layout, self.block, len(self.layout)), {"longer": self.longer}
 
 
 def whole_blocks(tokens: int, block: int) -> int:
@@ -404,6 +402,18 @@ def _softmax_mask(name: str, mask: torch.Tensor | None, dtype: torch.dtype) -> d
     if mask.dtype == torch.bool:
         return {name: mask, f"{name}_mode": "mul"}
     return {name: as_additive(name, mask, dtype), f"{name}_mode": "add"}
+
+
+def _check_broadcasts(name: str, given: torch.Tensor | None, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless `given` has this shape or its last two dimensions, of which all but the last may be
+    1."""
+    if given is None:
+        return
+    sizes = tuple(given.shape)
+    fits = len(sizes) in (2, len(shape)) and sizes[-1] == shape[-1]
+    if not fits or any(size not in (1, full) for size, full in zip(sizes, shape[-len(sizes) :], strict=True)):
+        shorter = f", or {shape[2:]}" if len(shape) > 2 else ""
+        raise ValueError(f"{name} has shape {sizes}; it has to be {shape}, where all but the last may be 1{shorter}.")
 
 
 def _pad_pairs(mask: torch.Tensor | None, missing: int) -> torch.Tensor | None:

@@ -1,6 +1,6 @@
 """What DeepSpeed's launcher starts as each worker: it becomes the user's program, as that would run by itself.
 
-    python -m ds_sparse.launcher.child [--local_rank=N] [--deepspeed_sparse_attention] {script,module,program} -- WORDS
+    python child.py [--local_rank=N] [--deepspeed_sparse_attention] {script,module,program} -- WORDS
 
 The arguments carry everything, since the workers of other nodes do not inherit the environment. Below this process the
 environment does, so that shell scripts and launchers inside the program pass it on.
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_sparse.integrations.flag import FLAG, RUN_VARIABLE
+from ds_sparse.integrations.flag import FLAG, RUN_VARIABLE, WORKER_VARIABLE
 
 STARTUP = Path(__file__).with_name("startup")
 
@@ -23,7 +23,7 @@ INTERPRETERS = {"script": [sys.executable, "-u"], "module": [sys.executable, "-u
 
 
 def arguments(kind: str, sparse: bool, program: Sequence[str]) -> list[str]:
-    """The words after `ds_sparse.launcher.child`. DeepSpeed's launcher puts `--local_rank=N` before them.
+    """The words after the child's own name. DeepSpeed's launcher puts `--local_rank=N` before them.
 
     The -- keeps its parsers from taking options of the program for theirs. Right after the child they would drop it.
     """
@@ -33,7 +33,7 @@ def arguments(kind: str, sparse: bool, program: Sequence[str]) -> list[str]:
 def command(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """The program's command line and environment."""
     end = argv.index("--")
-    parser = argparse.ArgumentParser(prog="ds_sparse.launcher.child")
+    parser = argparse.ArgumentParser(prog="ds_sparse run")
     parser.add_argument("--local_rank")
     parser.add_argument(f"--{FLAG}", action="store_true")
     parser.add_argument("kind", choices=INTERPRETERS)
@@ -45,6 +45,7 @@ def command(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     environment = os.environ | {
         "PYTHONPATH": f"{STARTUP}{os.pathsep}{inherited}" if inherited else str(STARTUP),
         RUN_VARIABLE: "sparse" if getattr(args, FLAG) else "dense",
+        WORKER_VARIABLE: str(os.getpid()),
     }
     return [*INTERPRETERS[args.kind], program, *local_rank, *rest], environment
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import psutil
 from deepspeed.launcher import runner
 
-from ds_sparse.config import load_config, parse_sparse_attention
+from ds_sparse.config import ANY_NUM_HEADS, DEFAULT_MODE, load_config, parse_sparse_attention
 from ds_sparse.integrations.flag import FLAG, KERNEL_EXCLUDED, TRANSFORMER_KERNEL
 from ds_sparse.sparsity import sparsity_modes
 
@@ -72,17 +72,24 @@ def check(asked: Invocation) -> None:
     if asked.sparse and f"--{TRANSFORMER_KERNEL}" in asked.arguments:
         raise ValueError(KERNEL_EXCLUDED)
     for path in _config_paths(asked.arguments):
+        if asked.kind == "program" and not os.path.exists(path):
+            continue  # it may change folders first
         _, block = load_config(path)
         # A mode that the program registers is known there alone.
-        if asked.sparse and block is not None and block.get("mode", "fixed") in sparsity_modes():
-            parse_sparse_attention(block, num_heads=12, source=path)
+        if asked.sparse and block is not None and block.get("mode", DEFAULT_MODE) in sparsity_modes():
+            parse_sparse_attention(block, ANY_NUM_HEADS, source=path)
 
 
 def start(asked: Invocation) -> None:
     """Runs the program on all ranks and waits; leaves by SystemExit where a rank fails, as `deepspeed` does."""
     program = child.arguments(asked.kind, asked.sparse, [asked.program, *asked.arguments])
-    signal.signal(signal.SIGTERM, _end_workers)
-    runner.main([*asked.options, "--module", child.__name__, *program])
+    terminated = []
+    signal.signal(signal.SIGTERM, lambda *_: terminated.append(_end_workers()))
+    # The child as a script, since DeepSpeed's --module goes neither with --launcher mpich nor with --autotuning.
+    runner.main([*asked.options, child.__file__, *program])
+    if terminated:
+        # The runner takes it for success if what it had started was ended by the signal, before it started workers.
+        sys.exit(128 + signal.SIGTERM)
 
 
 def describe_options() -> str:
@@ -122,10 +129,10 @@ def _config_paths(arguments: Sequence[str]) -> list[str]:
     return paths
 
 
-def _end_workers(number: int, frame: object) -> None:
+def _end_workers() -> None:
     """Hands SIGTERM on to what DeepSpeed's runner started, which ends the workers; the runner would leave them."""
     started = psutil.Process().children()
     for process in started:
         process.terminate()
     if not started:
-        sys.exit(128 + number)
+        sys.exit(128 + signal.SIGTERM)

@@ -103,7 +103,7 @@ def test_a_bool_mask_in_the_old_call_is_added_and_warned_about():
 
 @pytest.mark.parametrize(
     "asked",
-    ["head_mask", "encoder_hidden_states", "past_key_values", "output_attentions", "is_causal", "cu_seq_lens_q"],
+    ["head_mask", "encoder_hidden_states", "past_key_values", "output_attentions", "is_causal", "position_bias"],
 )
 def test_what_the_layer_does_not_compute_is_an_error(asked):
     layer, hidden_states = BertSparseSelfAttention(config(), max_seq_length=64), torch.randn(1, 16, 32)

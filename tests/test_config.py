@@ -697,7 +697,8 @@ def test_the_configs_of_the_repository_are_right(path):
     assert notices == []
     jsonschema.validate({"sparse_attention": block}, json_schema())
     read = deepspeed_config.DeepSpeedConfig(rest)
-    assert (read.train_batch_size, read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps) == (8, 4, 2)
+    assert read.train_batch_size == rest["train_batch_size"]
+    assert read.train_micro_batch_size_per_gpu * read.gradient_accumulation_steps == read.train_batch_size
 
 
 def test_there_is_a_config_for_every_mode():

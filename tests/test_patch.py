@@ -135,10 +135,12 @@ def test_what_cannot_be_extended_is_an_error():
         SparseAttentionUtils.extend_position_embedding(make(ROBERTA), 63)
     with pytest.raises(ValueError, match='It currently only supports "bert" & "roberta"! Linear has no'):
         SparseAttentionUtils.extend_position_embedding(nn.Linear(2, 2), 100)
-    partitioned = make(BERT)
+    partitioned, gathered = make(BERT), make(BERT)
     partitioned.bert.embeddings.position_embeddings.weight.data = torch.empty(0)
-    with pytest.raises(ValueError, match=r"partitioned \(here \(0,\), 64 rows in all\)"):
-        SparseAttentionUtils.extend_position_embedding(partitioned, 100)
+    gathered.bert.embeddings.position_embeddings.weight.ds_id = 3  # ZeRO 3 keeps small parameters whole
+    for model, shape in ((partitioned, r"\(0,\)"), (gathered, r"\(64, 32\)")):
+        with pytest.raises(ValueError, match=rf"partitioned \(here {shape}, 64 rows in all\)"):
+            SparseAttentionUtils.extend_position_embedding(model, 100)
 
 
 def test_the_tokenizers_length_is_updated_also_where_it_is_saved(tmp_path):
@@ -210,6 +212,23 @@ def test_what_cannot_be_replaced_is_an_error():
     decoder = transformers.BertLMHeadModel(transformers.BertConfig(**SIZES, is_decoder=True))
     with pytest.raises(ValueError, match="this BertConfig is a decoder's"):
         replace(decoder, 64)
+    asking = make(BERT, "eager")
+    asking.config.output_attentions = True
+    with pytest.raises(ValueError, match="this BertConfig has output_attentions"):
+        replace(asking, 64)
+    sparse = make(BERT)
+    ds_sparse.sparsify(sparse, {"mode": "fixed"})
+    with pytest.raises(ValueError, match="bert.encoder.layer.0.attention.self of BertForMaskedLM is sparse already"):
+        replace(sparse, 64)
+
+
+def test_replacing_leaves_another_model_with_the_same_config_alone():
+    config = transformers.BertConfig(**SIZES, max_position_embeddings=64)
+    model, other = transformers.BertModel(config).eval(), transformers.BertModel(config).eval()
+    batch = make_batch()
+    before = other(**batch).last_hidden_state
+    SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention(model, 64)
+    assert torch.equal(other(**batch).last_hidden_state, before)
 
 
 class Attention(nn.Module):
@@ -287,9 +306,11 @@ def test_sparsify_takes_dropout_and_length_from_the_model():
     model = Encoder()
     model.config = transformers.BertConfig(max_position_embeddings=100)
     model.layers[0].self.dropout.p = 0.25
+    del model.layers[1].self.dropout
+    model.layers[1].self.dropout_p = 0.5
     report = ds_sparse.sparsify(model, {"block": 32})
     assert model.layers[0].self.sparse_self_attention.attention_dropout == 0.25
-    assert model.layers[1].self.sparse_self_attention.attention_dropout == 0.0
+    assert model.layers[1].self.sparse_self_attention.attention_dropout == 0.5
     assert str(report).count("at 128 tokens") == 2
 
 
@@ -327,6 +348,10 @@ class WithoutHeads(Attention):
         (
             nn.ModuleDict({name: nn.Linear(2, 2) for name in ("q_proj", "k_proj", "v_proj")}),
             "Linear modules query, key and value",
+        ),
+        (
+            Attention(residual_dropout=nn.Dropout(0.1)),
+            r"attention layer 0 \(Attention\) would stay dense: it has 2 Dropout modules",
         ),
         (WithoutHeads(), r"does not say its number of heads \(num_attention_heads\)"),
         (nn.Linear(2, 2), "ModuleList has no attention layer that ds_sparse knows"),

@@ -67,6 +67,15 @@ def test_longer_sequences_get_a_layout_of_their_own_and_leave_the_master_alone()
     assert torch.equal(module.master_layout, before)
 
 
+def test_copies_share_the_layouts_of_longer_sequences():
+    module = make(BigBirdSparsityConfig(num_heads=HEADS, block=BLOCK))
+    twin = copy.deepcopy(module)
+    layout = module.get_layout(256)
+    for again in (twin, pickle.loads(pickle.dumps(module))):
+        assert torch.equal(again.get_layout(256), layout)
+    assert twin.get_ops(256, torch.device("cpu")) is module.get_ops(256, torch.device("cpu"))
+
+
 def test_modules_with_other_layouts_do_not_share_operations():
     query, key, value = inputs()
     narrow, wide = make(FixedSparsityConfig(HEADS, BLOCK, num_local_blocks=2)), make(FixedSparsityConfig(HEADS, BLOCK))
@@ -242,6 +251,16 @@ def test_attend_scales_as_it_is_told_and_refuses_what_it_cannot_read():
     torch.testing.assert_close(attention(query, key, value, scale=0.5), truth)
     with pytest.raises(ValueError, match="key_padding_mask is torch.int64; it has to be bool"):
         attention(query, key, value, key_padding_mask=torch.ones(2, 64, dtype=torch.int64))
+    query, key, value = inputs(50)
+    keep = torch.ones(2, 50, dtype=torch.bool)
+    for name, mask, shape in (
+        ("key_padding_mask", keep[:, :40], r"\(2, 40\); it has to be \(2, 50\), where all but the last may be 1\."),
+        ("attn_mask", keep[:, None, None, :1], r"\(2, 1, 1, 1\); it has to be \(2, 4, 50, 50\)"),
+        ("rpe", torch.ones(4, 50, 50), r"\(4, 50, 50\); it has to be \(2, 4, 50, 50\), .* or \(50, 50\)"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} has shape {shape}"):
+            attention(query, key, value, **{name: mask})
+    query, key, value = inputs(64)
     with pytest.raises(ValueError, match="without a token; give at least one"):
         attention(query[:, :, :0], key[:, :, :0], value[:, :, :0])
 

@@ -35,7 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     layouts = list(matmul.LAYOUTS)
     parser.add_argument(
-        "--layout", type=listed(one_of(layouts)), default=layouts[:3], help=f"{', '.join(layouts)} (default: {','.join(layouts[:3])})"
+        "--layout",
+        type=listed(one_of(layouts)),
+        default=layouts[:3],
+        help=f"{', '.join(layouts)} (default: {','.join(layouts[:3])})",
     )
     parser.add_argument("--repeats", type=positive, default=20, help="rounds; times are their medians (default: 20)")
     parser.add_argument(

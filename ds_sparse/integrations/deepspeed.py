@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import os
 import socket
@@ -13,8 +14,8 @@ from typing import Any
 import deepspeed
 from torch import nn
 
-from ..attention_layers import attention_layers
-from ..config import Source, load_config, parse_sparse_attention
+from ..attention_layers import attention_layers, innermost_pretrained_models, pretrained_model_around
+from ..config import ANY_NUM_HEADS, BLOCK_KEY, Source, load_config, parse_sparse_attention
 from ..notices import say_notices
 from ..patch import sparsify
 from ..ranks import is_launched, say, set_common_seed
@@ -22,6 +23,7 @@ from ..self_attention import SparseSelfAttention
 from ..sparsity import FixedSparsityConfig, SparsityConfig
 from .flag import FLAG, is_on
 
+_SEEDS_KEY = "ds_sparse_seeds"
 NO_BLOCK = "deepspeed sparse attention is not set; Fixed sparsity is used as default."
 
 
@@ -90,7 +92,8 @@ def initialize(*positional: Any, **keywords: Any):
     DeepSpeed 0.19.7 and later refuse the block, so it is taken out first. With `args.deepspeed_sparse_attention` (where
     `args` has no such attribute, with the flag of `ds_sparse run`) a dense model is made sparse as the block says, by
     `ds_sparse.sparsify`, and a model whose attention layers are all sparse has to have the structure of the block.
-    Without the flag a block in the JSON is off. One line says what is the case.
+    Without the flag a block in the JSON is off. One line says what is the case. The engine's checkpoints keep the seed
+    that random blocks of a Transformers model were drawn with, and restore it where the JSON has none.
 
     Raises:
         SparseAttentionConfigError: the JSON cannot be read; with the flag, its block is wrong.
@@ -140,7 +143,10 @@ def _initialize(positional: tuple[Any, ...], keywords: dict[str, Any], launcher_
     # The attribute leads beneath ourselves, where `ds_sparse run` has put us in the place of DeepSpeed's function.
     below = getattr(deepspeed.initialize, "below", deepspeed.initialize)
     with _without_config_argument(args):
-        return below(args, model, config=deepspeed_config, **arguments)
+        engine, *rest = below(args, model, config=deepspeed_config, **arguments)
+    if on and (block or {}).get("seed") is None:
+        _keep_seeds(engine, model)
+    return engine, *rest
 
 
 def _check_block(block: Mapping[str, Any] | None, source: Source) -> None:
@@ -148,7 +154,7 @@ def _check_block(block: Mapping[str, Any] | None, source: Source) -> None:
         say(NO_BLOCK)
     else:
         notices: list[str] = []
-        parse_sparse_attention(block, 12, source=source, notices=notices)  # no key depends on the number of heads
+        parse_sparse_attention(block, ANY_NUM_HEADS, source=source, notices=notices)
         say_notices(notices)
 
 
@@ -200,6 +206,33 @@ def _structure_of(layer: nn.Module) -> SparsityConfig:
     from .transformers import structure_of
 
     return structure_of(layer)
+
+
+def _keep_seeds(engine: Any, model: nn.Module) -> None:
+    """Has the engine's checkpoints keep the seeds of Transformers models, whose state dicts have no layout."""
+    owners = innermost_pretrained_models(pretrained_model_around(model))
+    configs = [
+        owner.config for owner in owners if (getattr(owner.config, BLOCK_KEY, None) or {}).get("seed") is not None
+    ]
+    if not configs:
+        return
+    save, load = engine.save_checkpoint, engine.load_checkpoint
+
+    @functools.wraps(save)
+    def save_checkpoint(*positional: Any, **keywords: Any):
+        call = inspect.signature(save).bind(*positional, **keywords)
+        seeds = [getattr(config, BLOCK_KEY)["seed"] for config in configs]
+        call.arguments["client_state"] = {**(call.arguments.get("client_state") or {}), _SEEDS_KEY: seeds}
+        return save(*call.args, **call.kwargs)
+
+    @functools.wraps(load)
+    def load_checkpoint(*positional: Any, **keywords: Any):
+        path, client_state = load(*positional, **keywords)
+        for config, seed in zip(configs, (client_state or {}).pop(_SEEDS_KEY, []), strict=False):
+            setattr(config, BLOCK_KEY, {**getattr(config, BLOCK_KEY), "seed": seed})
+        return path, client_state
+
+    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import Any
 import deepspeed
 
 from ..bert import BertSparseSelfAttention
-from ..config import BLOCK_KEY, DEFAULT_MODE, load_config, parse_sparse_attention
+from ..config import ANY_NUM_HEADS, BLOCK_KEY, DEFAULT_MODE, load_config, parse_sparse_attention
 from ..ops import MatMul, Softmax
 from ..patch import SparseAttentionUtils
 from ..self_attention import SparseSelfAttention as _SparseSelfAttention
@@ -34,8 +34,6 @@ from ..sparsity import (
 )
 
 PACKAGE = "deepspeed.ops.sparse_attention"
-
-_NUM_HEADS = 12  # a structure wants a number; no key of a block depends on it
 
 _COMMON = ("block", "different_layout_per_head")
 _GLOBAL_INDICES = ("global_block_indices", "global_block_end_indices")
@@ -127,10 +125,10 @@ def get_sparse_attention_type(sparsity: Mapping[str, Any]) -> str:
 
 
 def _complete(block: Any, source: Any = "the config dict") -> dict[str, Any]:
-    structure = parse_sparse_attention(block, _NUM_HEADS, source=source)
+    structure = parse_sparse_attention(block, ANY_NUM_HEADS, source=source)
     mode = get_sparse_attention_mode(block)
     if mode in _ALWAYS:
-        plain = parse_sparse_attention({"mode": mode}, _NUM_HEADS)
+        plain = parse_sparse_attention({"mode": mode}, ANY_NUM_HEADS)
         given = [key for key in _WHERE_GIVEN if getattr(structure, key, None) != getattr(plain, key, None)]
         keys = [*_ALWAYS[mode], *(key for key in given if key not in _ALWAYS[mode])]
     else:

@@ -10,6 +10,9 @@ FLAG = "deepspeed_sparse_attention"
 RUN_VARIABLE = "DS_SPARSE_RUN"
 """Set in what `ds_sparse run` starts on a node, to "sparse" or "dense": whether it was given the flag."""
 
+WORKER_VARIABLE = "DS_SPARSE_WORKER"
+"""Set there, too: the id of the process that is the worker, which its subprocesses are not."""
+
 TRANSFORMER_KERNEL = "deepspeed_transformer_kernel"
 KERNEL_EXCLUDED = (
     f"--{FLAG} and --{TRANSFORMER_KERNEL} are both on; DeepSpeed's transformer kernel has its own dense attention. "

@@ -8,6 +8,7 @@ config. No module and no key of the state dict differs from the dense model's.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import weakref
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from torch import nn
 
 from ..attention_layers import TRANSFORMERS_NAME as NAME
 from ..attention_layers import through_interface
+from ..bert import VARIANTS
 from ..config import BLOCK_KEY, parse_sparse_attention, sparse_attention_block
 from ..self_attention import StructuredAttention, whole_blocks
 from ..sparsity import SparsityConfig
@@ -32,13 +34,8 @@ if int(transformers.__version__.split(".")[0]) < 5:
         "5.0; install transformers>=5."
     )
 
-from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function
-
-_NOT_COMPUTED = (
-    "output_attentions", "sliding_window", "softcap", "s_aux", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k",
-    "seq_idx",
-)  # fmt: skip
 
 
 def attention(
@@ -69,7 +66,7 @@ def attention(
             a mask of another kind.
         SparseAttentionConfigError: the structure in the config is wrong.
     """
-    asked = [name for name in _NOT_COMPUTED if more.get(name) is not None and more[name] is not False]
+    asked = [name for name in VARIANTS if more.get(name) is not None and more[name] is not False]
     asked += ["output_attentions"] if getattr(module.config, "output_attentions", False) else []
     if asked:
         raise ValueError(
@@ -98,22 +95,17 @@ def key_padding_mask(
     mask_function: Callable,
     attention_mask: torch.Tensor | None = None,
     allow_is_bidirectional_skip: bool = True,
-    config: transformers.PreTrainedConfig | None = None,
+    config: PreTrainedConfig | None = None,
     **_: Any,
 ) -> torch.Tensor | None:
     """The mask function: the padding mask (B, T), True keeps, as it is, so that nothing of size T x T exists.
 
     Raises:
-        ValueError: a model asks for another mask than that of bidirectional self-attention, or would not use
-            `attention`.
+        ValueError: a model asks for another mask than that of bidirectional self-attention.
     """
-    model = "This model" if config is None else f"A model with {type(config).__name__}"
-    if config is not None and _ignores_the_interface(type(config)):
-        raise ValueError(
-            f"{model} computes its attention itself and ignores attn_implementation={NAME!r}; {_WHAT_TO_USE}"
-        )
     plain = mask_function is bidirectional_mask_function and allow_is_bidirectional_skip and q_length == kv_length
     if not plain or (attention_mask is not None and attention_mask.dim() != 2):
+        model = "This model" if config is None else f"A model with {type(config).__name__}"
         raise ValueError(
             f"{model} asks for a mask that is causal, windowed, packed or for cross-attention, and {NAME} serves the "
             'bidirectional self-attention of encoders; use attn_implementation="sdpa".'
@@ -123,6 +115,22 @@ def key_padding_mask(
 
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, key_padding_mask)
+
+_accepted = PreTrainedModel.get_correct_attn_implementation
+
+
+@functools.wraps(_accepted)
+def _accepted_where_used(self: PreTrainedModel, requested_attention: str | None, *more: Any, **named: Any) -> str:
+    if requested_attention == NAME and _ignores_the_interface(type(self.config)):
+        raise ValueError(
+            f"{type(self).__name__} computes its attention itself and ignores attn_implementation={NAME!r}; "
+            f"{_WHAT_TO_USE}"
+        )
+    return _accepted(self, requested_attention, *more, **named)
+
+
+# A registered name is accepted for every model, also those that never call the function.
+PreTrainedModel.get_correct_attn_implementation = _accepted_where_used
 
 
 def why_not(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> str | None:
@@ -151,6 +159,14 @@ def why_not(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> str | No
     if getattr(config, "output_attentions", False):
         return f"{name} has config.output_attentions, and {NAME} computes no attention probabilities; set it to False."
     return None
+
+
+def give_own_configs(model: nn.Module) -> None:
+    """Puts copies in the place of the configs in a model: one made by `BertModel(config)` holds its caller's, which
+    other models may hold too. What is one config in the model stays one."""
+    holders = [module for module in model.modules() if isinstance(vars(module).get("config"), PreTrainedConfig)]
+    for module, config in zip(holders, copy.deepcopy([module.config for module in holders]), strict=True):
+        module.config = config
 
 
 class Switch:
@@ -249,7 +265,7 @@ def _attached_to(layer: nn.Module) -> _Attached:
     return layer._ds_sparse
 
 
-def _attention_for(config: transformers.PreTrainedConfig, block: dict[str, Any] | None) -> StructuredAttention:
+def _attention_for(config: PreTrainedConfig, block: dict[str, Any] | None) -> StructuredAttention:
     if block is None:
         raise ValueError(
             f"{type(config).__name__} has no {BLOCK_KEY}; set it before the model runs, as in config.{BLOCK_KEY} = "
@@ -269,12 +285,12 @@ def _attention_for(config: transformers.PreTrainedConfig, block: dict[str, Any] 
     return attention
 
 
-def _tokens(config: transformers.PreTrainedConfig) -> int:
+def _tokens(config: PreTrainedConfig) -> int:
     """Tokens that the layout of a model is built for, not yet in whole blocks."""
     return getattr(config, MAX_SEQ_LENGTH_KEY, None) or _max_position(config)
 
 
-def _max_position(config: transformers.PreTrainedConfig) -> int:
+def _max_position(config: PreTrainedConfig) -> int:
     tokens = getattr(config, "max_position_embeddings", None)
     if tokens is None:
         raise ValueError(
@@ -297,7 +313,7 @@ def _reproducible_block(attention: StructuredAttention) -> dict[str, Any]:
     return block
 
 
-def _set_config(config: transformers.PreTrainedConfig, entries: dict[str, Any]) -> None:
+def _set_config(config: PreTrainedConfig, entries: dict[str, Any]) -> None:
     for key in _CONFIG_KEYS:
         if key in entries:
             setattr(config, key, entries[key])
@@ -307,12 +323,12 @@ def _set_config(config: transformers.PreTrainedConfig, entries: dict[str, Any]) 
 
 def _check_was_used(layer: nn.Module, arguments: tuple, output: Any) -> None:
     """Forward hook: a layer that was switched and has run must have called `attention`."""
-    attached = vars(layer).get("_ds_sparse")
-    if attached is not None and not attached.used:
+    attached, implementation = vars(layer).get("_ds_sparse"), layer.config._attn_implementation
+    if attached is not None and not (attached.used and implementation == NAME):
         raise RuntimeError(
             f"layer {attached.name} ({type(layer).__name__}) ran without {NAME}: its attention implementation is "
-            f"{layer.config._attn_implementation!r}, or it computes its attention itself. The model is not sparse; "
-            "call undo() of what ds_sparse.sparsify returned to train it dense."
+            f"{implementation!r}, or it computes its attention itself. The model is not sparse; call undo() of what "
+            "ds_sparse.sparsify returned to train it dense."
         )
 
 

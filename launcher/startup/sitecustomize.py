@@ -3,6 +3,8 @@
 Standard library alone, so that it costs nothing in the other Pythons of a shell script, which may have no ds_sparse.
 """
 
+import atexit
+import os
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder
@@ -23,12 +25,27 @@ class AfterDeepSpeed(MetaPathFinder):
 
             def execute_and_hook(module):
                 execute(module)
-                from ds_sparse.launcher import hook
+                try:
+                    from ds_sparse.launcher import hook
 
-                hook.install(module)
+                    hook.install(module)
+                except ImportError as error:
+                    # Programs go on without DeepSpeed where its import fails by an ImportError.
+                    raise RuntimeError(f"ds_sparse run: {sys.executable} cannot import ds_sparse: {error}") from error
 
             spec.loader.exec_module = execute_and_hook
         return spec
+
+
+def say_if_the_flag_had_no_effect() -> None:
+    """One line of the first worker, where the program was to be sparse and has not come to what makes it so."""
+    seen = [os.environ.get(name) for name in ("DS_SPARSE_RUN", "DS_SPARSE_WORKER", "RANK")]
+    if seen == ["sparse", str(os.getpid()), "0"] and "ds_sparse.integrations.deepspeed" not in sys.modules:
+        print(
+            "ds_sparse: --deepspeed_sparse_attention has had no effect: the program ended without "
+            "deepspeed.initialize.",
+            flush=True,
+        )
 
 
 def import_the_next() -> None:
@@ -40,5 +57,6 @@ def import_the_next() -> None:
 
 
 sys.meta_path.insert(0, AfterDeepSpeed())
+atexit.register(say_if_the_flag_had_no_effect)
 sys.path[:] = [folder for folder in sys.path if realpath(folder) != dirname(realpath(__file__))]
 import_the_next()

@@ -464,7 +464,7 @@ def test_labels_tell_true_continuations_from_other_documents(data):
         ids, segments = restored(batch)[0], batch.segment_ids[0]
         boundary = int(segments.nonzero()[0])
         second = ids[segments == 1][:-1].tolist()
-        first = ids[:boundary - 1].tolist()
+        first = ids[: boundary - 1].tolist()
         first = first[max(place for place, token in enumerate(first) if token in (CLS, SEP)) + 1 :]
         joined = " ".join(map(str, first + second)) + " "
         continues = any(joined in document for document in documents)

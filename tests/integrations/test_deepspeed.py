@@ -19,6 +19,10 @@ BASE = {
     "steps_per_print": 1000000,
 }
 BLOCK = {"mode": "bigbird", "block": 16, "num_random_blocks": 1}
+BERT = {
+    "vocab_size": 20, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32,
+    "max_position_embeddings": 512, "initializer_range": 0.3,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -187,15 +191,7 @@ def test_a_model_that_the_flag_made_sparse_can_be_initialized_again(make_args, c
 
 def test_a_transformers_model_is_made_sparse_and_held_to_the_json(make_args, capsys):
     transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        vocab_size=20,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=32,
-        max_position_embeddings=64,
-    )
-    model = transformers.BertModel(config)
+    model = transformers.BertModel(transformers.BertConfig(**BERT))
     keys = list(model.state_dict())
     ds_sparse.initialize(args=make_args(), model=model, model_parameters=model.parameters())
     assert model.config._attn_implementation == "ds_sparse" and list(model.state_dict()) == keys
@@ -205,6 +201,27 @@ def test_a_transformers_model_is_made_sparse_and_held_to_the_json(make_args, cap
         ValueError, match=r"layer encoder.layer.0.attention.self has BigBirdSparsityConfig\(num_random_blocks=1\)"
     ):
         ds_sparse.initialize(args=make_args(block=BLOCK | {"num_random_blocks": 2}), model=model)
+
+
+@pytest.mark.parametrize("make_model", ["DenseModel", "BertModel"])
+def test_a_checkpoint_keeps_random_blocks_that_were_drawn(make_args, make_model, tmp_path):
+    transformers = pytest.importorskip("transformers")
+
+    def start():
+        torch.manual_seed(0)
+        hf = make_model == "BertModel"
+        model = transformers.BertModel(transformers.BertConfig(**BERT)).eval() if hf else DenseModel()
+        engine, *_ = ds_sparse.initialize(args=make_args(), model=model, model_parameters=model.parameters())
+        x = torch.arange(512)[None] % 20 if hf else torch.linspace(-1, 1, 512 * 32).view(1, 512, 32)
+        return engine, lambda: engine(x.to(engine.device))[0].detach() if hf else engine(x.to(engine.device)).detach()
+
+    first, run_first = start()
+    first.save_checkpoint(str(tmp_path), "a", client_state={"step": 7})
+    second, run_second = start()
+    assert not torch.equal(run_second(), run_first())
+    _, client_state = second.load_checkpoint(str(tmp_path))
+    assert client_state["step"] == 7 and not any("ds_sparse" in key for key in client_state)
+    assert torch.equal(run_second(), run_first())
 
 
 def test_the_flag_without_a_block_makes_it_fixed_and_says_so(make_args, capsys):

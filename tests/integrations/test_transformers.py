@@ -162,6 +162,20 @@ def test_a_dense_model_loaded_from_a_sparse_one_becomes_sparse_again_by_its_conf
         assert getattr(loaded.config, key) == getattr(model.config, key)
 
 
+def test_random_blocks_follow_the_seed_that_was_saved(tmp_path, capsys):
+    model, batch = make().eval(), make_batch()
+    block = {key: RANDOM[key] for key in RANDOM if key != "seed"}
+    ds_sparse.sparsify(model, block)
+    model.save_pretrained(tmp_path)
+    capsys.readouterr()
+    loaded = transformers.BertForMaskedLM.from_pretrained(tmp_path).eval()
+    ds_sparse.sparsify(loaded, block)
+    assert torch.equal(loaded(**batch).logits, model(**batch).logits) and "seed" not in capsys.readouterr().out
+    loaded = transformers.BertForMaskedLM.from_pretrained(tmp_path).eval()
+    ds_sparse.sparsify(loaded, block | {"seed": model.config.sparse_attention["seed"] + 1})
+    assert not torch.equal(loaded(**batch).logits, model(**batch).logits)
+
+
 def test_the_length_of_the_layout_can_be_given():
     model = make()
     report = ds_sparse.sparsify(model, RANDOM, max_seq_length=40)
@@ -421,13 +435,16 @@ def test_a_sparse_model_is_not_made_sparse_again():
 
 
 def test_a_layer_that_runs_without_its_sparse_attention_is_named():
-    model = make()
-    ds_sparse.sparsify(model, RANDOM)
-    model.set_attn_implementation("sdpa")
-    with pytest.raises(
-        RuntimeError, match=r"layer bert.encoder.layer.0.attention.self \(BertSelfAttention\) ran without"
-    ):
-        model(**make_batch())
+    for forwards in range(2):
+        model = make()
+        ds_sparse.sparsify(model, RANDOM)
+        for _ in range(forwards):
+            model(**make_batch())
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(
+            RuntimeError, match=r"layer bert.encoder.layer.0.attention.self \(BertSelfAttention\) ran without"
+        ):
+            model(**make_batch())
 
 
 @pytest.mark.parametrize(
@@ -446,17 +463,6 @@ def test_a_layer_that_runs_without_its_sparse_attention_is_named():
             "random blocks and no seed",
         ),
         (transformers.BertLMHeadModel, {"sparse_attention": {}, "is_decoder": True}, "asks for a mask that is causal"),
-        (
-            transformers.BigBirdModel,
-            {"sparse_attention": {}},
-            "BigBirdConfig computes its attention itself and ignores",
-        ),
-        (
-            transformers.LongformerModel,
-            {"sparse_attention": {}, "attention_window": 16},
-            "LongformerConfig computes its attention itself",
-        ),
-        (transformers.MegatronBertModel, {"sparse_attention": {}}, "MegatronBertConfig computes its attention itself"),
     ],
 )
 @pytest.mark.parametrize("padded", [False, True])
@@ -466,6 +472,32 @@ def test_the_name_alone_is_refused_where_it_cannot_work(cls, changes, sentence, 
     del batch["labels"]
     with pytest.raises(ValueError, match=sentence):
         model(**batch)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, _, sentence) in REFUSED.items() if sentence is ITSELF])
+def test_the_name_alone_is_refused_where_it_would_be_ignored(name, tmp_path):
+    cls, sizes, _ = REFUSED[name]
+    sizes = sizes | {"sparse_attention": {"mode": "fixed"}}
+    sentence = f"{cls.__name__} computes its attention itself and ignores attn_implementation='ds_sparse'"
+    with pytest.raises(ValueError, match=sentence):
+        cls._from_config(cls.config_class(**sizes), attn_implementation="ds_sparse")
+    cls(cls.config_class(**sizes)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=sentence):
+        cls.from_pretrained(tmp_path, attn_implementation="ds_sparse")
+
+
+def test_another_model_made_with_the_same_config_stays_dense():
+    config = transformers.BertConfig(**SIZES)
+    first, second, other = (transformers.BertForMaskedLM(config).eval() for _ in range(3))
+    batch = make_batch()
+    before = [model(**batch).logits for model in (first, second, other)]
+    report = ds_sparse.sparsify(torch.nn.ModuleList([first, second]), RANDOM)
+    assert not torch.equal(first(**batch).logits, before[0]) and not torch.equal(second(**batch).logits, before[1])
+    assert torch.equal(other(**batch).logits, before[2]) and other.config is config
+    assert first.config is first.bert.config and first.config.sparse_attention == second.config.sparse_attention
+    report.undo()
+    assert torch.equal(first(**batch).logits, before[0]) and torch.equal(second(**batch).logits, before[1])
+    assert first.config.to_dict() == second.config.to_dict() == config.to_dict()
 
 
 def test_what_the_attention_function_does_not_compute_is_an_error():

@@ -29,7 +29,7 @@ def folder(tmp_path):
 
 
 def as_child(kind, words, *options, **more):
-    command = [sys.executable, "-m", "ds_sparse.launcher.child", *options, kind, "--", *words]
+    command = [sys.executable, child.__file__, *options, kind, "--", *words]
     return subprocess.run(command, capture_output=True, text=True, **more)
 
 
@@ -74,6 +74,26 @@ def test_a_program_that_is_not_there_is_one_sentence():
         run.returncode == 1
         and run.stderr == "ds_sparse run: /no/such/program cannot be started: No such file or directory.\n"
     )
+
+
+def test_a_python_that_cannot_import_ds_sparse_does_not_go_on_without_deepspeed(folder):
+    (folder / "deepspeed.py").write_text("")
+    (folder / "ds_sparse.py").write_text("raise ImportError('it is not built')\n")
+    (folder / "tries.py").write_text("try:\n    import deepspeed\nexcept ImportError:\n    print('without')\n")
+    run = as_child("script", ["tries.py"], cwd=folder)
+    assert run.returncode == 1 and run.stdout == ""
+    assert run.stderr.endswith(
+        f"RuntimeError: ds_sparse run: {sys.executable} cannot import ds_sparse: it is not built\n"
+    )
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_flag_without_effect_is_said_once(folder, rank):
+    (folder / "helper.py").write_text("")
+    (folder / "no_deepspeed.py").write_text("import subprocess, sys\nsubprocess.run([sys.executable, 'helper.py'])\n")
+    environment = os.environ | {"RANK": rank}
+    run = as_child("script", ["no_deepspeed.py"], "--deepspeed_sparse_attention", cwd=folder, env=environment)
+    assert run.stdout.count("--deepspeed_sparse_attention has had no effect") == run.stdout.count("\n") == (rank == "0")
 
 
 def test_the_words_that_deepspeeds_parsers_pass_on():

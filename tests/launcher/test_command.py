@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 
-from ds_sparse.launcher import command
+from ds_sparse.launcher import child, command
 from ds_sparse.launcher.command import Invocation, read
 
 FLAG = "--deepspeed_sparse_attention"
@@ -62,8 +67,28 @@ def start(tmp_path, monkeypatch):
 
 def test_each_worker_is_a_child(start):
     words = start(f"--num_gpus 2 --module --no_local_rank {FLAG} a.b --h 1")
-    child = ["--module", "ds_sparse.launcher.child", FLAG, "module", "--", "a.b", "--h", "1"]
-    assert words == ["--num_gpus", "2", "--no_local_rank", *child]
+    assert words == ["--num_gpus", "2", "--no_local_rank", child.__file__, FLAG, "module", "--", "a.b", "--h", "1"]
+    assert os.path.isabs(child.__file__)
+
+
+def test_sigterm_before_there_are_workers_is_no_success(monkeypatch):
+    """DeepSpeed's runner returns as after a success where what it started was ended by a signal."""
+
+    def main(words):
+        started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        itself = SimpleNamespace(children=lambda: [started])
+        monkeypatch.setattr(command.psutil, "Process", lambda: itself)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert started.wait() == -signal.SIGTERM
+
+    monkeypatch.setattr(command.runner, "main", main)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as left:
+            command.start(read(["train.py"]))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert left.value.code == 143
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import ds_sparse
+from ds_sparse.launcher import child
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -51,9 +52,9 @@ def started(tmp_path_factory, device):
             "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": device, "PATH": "/no/compiler",
         }  # fmt: skip
-        child = [sys.executable, "-m", "ds_sparse.launcher.child", "--deepspeed_sparse_attention", "script", "--"]
+        start = [sys.executable, child.__file__, "--deepspeed_sparse_attention", "script", "--"]
         process = subprocess.Popen(
-            [*child, str(PROGRAMS / f"{name}.py"), *arguments],
+            [*start, str(PROGRAMS / f"{name}.py"), *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
         )  # fmt: skip
         runs[name] = process, folder / f"{name}.out"
@@ -86,3 +87,4 @@ def test_it_trains_sparse(started, expected, name):
     assert seen["losses"][0] == pytest.approx(expected["sparse"], abs=2e-5)
     assert seen["attention"] == "ds_sparse"
     assert printed.count("ds_sparse: sparse attention is on in 2 of 2 attention layers.") == 1
+    assert "no effect" not in printed

@@ -178,7 +178,9 @@ def test_the_same_bits_every_time(device: str):
 def test_fp32_is_precise_unless_tf32_is_allowed(device: str, monkeypatch: pytest.MonkeyPatch):
     if device == "cpu":
         pytest.skip("TF32 is a format of GPUs")
-    a, b = (torch.randn(1, 1, 64, 512, generator=generator_, dtype=torch.float64) for generator_ in (seeded(1), seeded(2)))
+    a, b = (
+        torch.randn(1, 1, 64, 512, generator=generator_, dtype=torch.float64) for generator_ in (seeded(1), seeded(2))
+    )
     product = MatMul(torch.ones(1, 1, dtype=torch.bool), 64, "sdd", trans_b=True)
     exact = (a @ b.mT).flatten()
 
