@@ -49,8 +49,8 @@ def sparsify(
     Args:
         model: a Transformers model, a model in the bing_bert manner, or a module that holds such.
         sparsity_config: the structure, or a dict with the keys of the JSON block; by default what the Transformers
-            model's config says, else `FixedSparsityConfig`. Random blocks without a seed get that of the model's config,
-            else one that rank 0 draws.
+            model's config says, else `FixedSparsityConfig`. Random blocks without a seed get that of the model's
+            config, else one that rank 0 draws.
         max_seq_length: tokens that the layout is built for, rounded up to whole blocks; by default
             `config.max_position_embeddings`, and 2048 where a model that is not of Transformers has none.
 

@@ -60,8 +60,8 @@ class Case:
 class Row:
     """One measured competitor in one direction.
 
-    The floor of a GPU is what its `Ceilings` allow for the bytes and FLOPs of live blocks alone, that of a CPU density times
-    the time of the dense competitor.
+    The floor of a GPU is what its `Ceilings` allow for the bytes and FLOPs of live blocks alone, that of a CPU density
+    times the time of the dense competitor.
     """
 
     name: str

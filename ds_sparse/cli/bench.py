@@ -15,8 +15,9 @@ from . import positive
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Verifies the operations against float64, then times them beside dense PyTorch in the same process. 'x dense' "
-        "is the ratio to the dense counterpart, 'x floor' that to what perfect sparsity costs: on a GPU the bytes and FLOPs of "
-        "the live blocks at the rates of a copy and of a matrix product measured here, on a CPU density times the dense time."
+        "is the ratio to the dense counterpart, 'x floor' that to what perfect sparsity costs: on a GPU the bytes and "
+        "FLOPs of the live blocks at the rates of a copy and of a matrix product measured here, on a CPU density times "
+        "the dense time."
     )
     parser.add_argument(
         "operation", choices=["matmul"], help="what to measure: matmul (MatMul, Softmax, attention of both)"

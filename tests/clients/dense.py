@@ -55,8 +55,8 @@ def assert_equal_to_dense(program: nn.Module, make_dense: Callable[[nn.Module], 
     largest = 0.0
     for name, ours, plain, exact in zip(names, *results, strict=True):
         if not name.endswith("key.bias"):
-            # That of a key's bias is zero but for rounding, since softmax does not see what is added to a whole row: it is
-            # held to the size of its weight's, which comes before.
+            # That of a key's bias is zero but for rounding, since softmax does not see what is added to a whole row: it
+            # is held to the size of its weight's, which comes before.
             largest = exact.abs().max().item()
         assert largest > 0, f"{name}: nothing to compare"
         # Gradients of weights and biases are sums over all tokens, whose terms cancel.

@@ -154,7 +154,7 @@ def test_every_mode_transposition_and_dtype(device: str, mode: str, trans_a: boo
 @pytest.mark.parametrize(("block", "rows", "columns"), [(16, 18, 21), (64, 7, 9)])
 @pytest.mark.parametrize("mode", MODES)
 def test_lines_of_every_length(device: str, mode: str, block: int, rows: int, columns: int, dtype: torch.dtype):
-    """Full, long, short and empty rows and columns, so that lists are cut within lines, between them and at their ends."""
+    """Full, long, short and empty rows and columns: lists are cut within lines, between them and at their ends."""
     heads = 2
     live = torch.rand(heads, rows, columns, generator=seeded()) < 0.1
     live[0, 3] = live[1, -1] = live[0, :, 2] = live[1, :, -1] = True
