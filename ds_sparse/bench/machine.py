@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import statistics
 import subprocess
@@ -40,6 +41,7 @@ class Ceilings:
     flops_per_ms: float
 
     @classmethod
+    @functools.cache  # once a process: the cases of a grid are held to the same rates
     def measure(cls, device: torch.device, dtype: torch.dtype) -> Ceilings:
         copied = torch.empty(2**31, dtype=torch.uint8, device=device)
         target = torch.empty_like(copied)
@@ -52,9 +54,6 @@ class Ceilings:
     def floor(self, nbytes: float, flops: float) -> float:
         """Milliseconds that one kernel needs at least."""
         return max(nbytes / self.bytes_per_ms, flops / self.flops_per_ms)
-
-    def __str__(self) -> str:
-        return f"copy {self.bytes_per_ms / 1e9:.2f} TB/s, matrix product {self.flops_per_ms / 1e9:.0f} TFLOP/s"
 
 
 def conditions(device: torch.device) -> dict[str, str]:
