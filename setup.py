@@ -36,8 +36,9 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     INSTRUCTION_SETS["avx2"] = "-mavx2 -mfma -mf16c".split()
     INSTRUCTION_SETS["avx512"] = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c".split()
 CUDA_FLAGS = "-std=c++20 -O3 --expt-relaxed-constexpr -Xcompiler -fPIC,-fvisibility=hidden -DUSE_CUDA".split()
-# Machine code for Ampere and Hopper, PTX for what comes after.
-CUDA_FLAGS += "-gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=[sm_90,compute_90]".split()
+# Machine code for Ampere and Hopper, PTX for what comes after; sources named *_sm90.cu use what only Hopper has.
+PORTABLE_TARGETS = "-gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=[sm_90,compute_90]".split()
+HOPPER_TARGETS = ["-gencode=arch=compute_90a,code=sm_90a"]
 
 
 class BuildLibraries(build_ext):
@@ -73,7 +74,10 @@ def build_cuda_library() -> Path:
     compiler, nvcc, torch = find_cxx(), find_nvcc(), find_torch()
     nvcc = [nvcc, "-ccbin", compiler]
     base = [*nvcc, *CUDA_FLAGS, TORCH_TARGET, f"-I{CSRC}", "-isystem", str(torch / "include")]
-    steps = [(source, "", [*base, "-c", str(source)]) for source in cuda_sources()]
+    steps = []
+    for source in cuda_sources():
+        targets = HOPPER_TARGETS if source.stem.endswith("_sm90") else PORTABLE_TARGETS
+        steps.append((source, "", [*base, *targets, "-c", str(source)]))
     libraries = [f"-L{torch / 'lib'}", "-Xlinker", "--no-as-needed", "-ltorch_cpu", "-lc10", "-ltorch_cuda"]
     if not (torch / "lib" / "libtorch_cuda.so").exists():
         libraries.insert(0, f"-L{empty_torch_cuda(compiler)}")

@@ -7,10 +7,13 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 namespace ds_sparse {
@@ -40,6 +43,11 @@ inline void check_size(const Tensor& x, int64_t dim, int64_t size, const char* n
 inline void check_like(const Tensor& x, const Tensor& other, const char* name) {
   check(x.device() == other.device(), std::string(name) + " has to be on the device of the other arguments.");
   check(x.scalar_type() == other.scalar_type(), std::string(name) + " has to have the dtype of the other operand.");
+}
+
+// What statistics are kept in: fp32, or fp64 for fp64.
+inline ScalarType lse_type(const Tensor& x) {
+  return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
 inline void check_contiguous(const Tensor& x, const char* name) {
@@ -138,6 +146,105 @@ inline void check_bias_backward(const Tensor& values, const Tensor& row_offsets,
     check(shape[i] == 1 || shape[i] == full[i],
           "shape has to be 1 or the full size in dimension " + std::to_string(i) + ".");
   check(shape[3] % block == 0, "the columns of shape have to be a multiple of the block.");
+}
+
+// Something added to attention's scores, or a mask of them: `full` sizes, or 1 in the dimensions `may_repeat` names.
+inline void check_attention_bias(const std::optional<Tensor>& x, const Tensor& query, const std::vector<int64_t>& full,
+                                 const std::vector<int64_t>& may_repeat, bool may_be_bool, const char* name) {
+  if (!x) return;
+  const std::string given(name);
+  check_dim(*x, static_cast<int64_t>(full.size()), name);
+  for (int64_t dim = 0; dim < x->dim(); ++dim)
+    check(x->size(dim) == full[dim] ||
+              (x->size(dim) == 1 && std::find(may_repeat.begin(), may_repeat.end(), dim) != may_repeat.end()),
+          given + " has size " + std::to_string(x->size(dim)) + " in dimension " + std::to_string(dim) +
+              ", where the scores have " + std::to_string(full[dim]) + ".");
+  check(x->device() == query.device(), given + " has to be on the device of the other arguments.");
+  check(x->scalar_type() == lse_type(query) || (full.size() == 4 && x->scalar_type() == query.scalar_type()) ||
+            (may_be_bool && x->scalar_type() == ScalarType::Bool),
+        given + " has a dtype that cannot be added to these scores.");
+}
+
+// What the operators of fused attention share, but for their lists.
+inline void check_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                            const std::optional<Tensor>& rpe, const std::optional<Tensor>& key_bias,
+                            const std::optional<Tensor>& attn_mask, const std::optional<Tensor>& dropout_seed,
+                            double dropout_p, int64_t layout_heads, int64_t block, int64_t tile) {
+  check_block(block);
+  check(tile >= 8 && (tile & (tile - 1)) == 0 && tile <= 8 * block,
+        "tile has to be a power of two, at least 8 and at most 8 blocks, got " + std::to_string(tile) + ".");
+  for (auto [x, name] : {std::pair{&query, "query"}, {&key, "key"}, {&value, "value"}}) {
+    check_dim(*x, 4, name);
+    check_like(*x, query, name);
+    check_size(*x, 0, query.size(0), name);
+    check_size(*x, 3, query.size(3), name);
+    check(x->stride(3) == 1 || x->size(3) == 1 || x->numel() == 0,
+          std::string(name) + " has to have the numbers of a token adjacent in memory.");
+  }
+  check_size(value, 1, key.size(1), "value");
+  check_size(value, 2, key.size(2), "value");
+  const int64_t batch = query.size(0), heads = query.size(1), tokens = query.size(2), keys = key.size(2);
+  check(query.size(3) % 8 == 0, "the numbers of a token have to be a multiple of 8, got " +
+                                    std::to_string(query.size(3)) + ".");
+  check(key.size(1) > 0 ? heads % key.size(1) == 0 : heads == 0,
+        "query has " + std::to_string(heads) + " heads; they have to be a multiple of key's " +
+            std::to_string(key.size(1)) + ".");
+  check(layout_heads == 1 || (layout_heads > 1 && layout_heads == heads),
+        "layout_heads is " + std::to_string(layout_heads) + " for " + std::to_string(heads) +
+            " heads; it has to be 1 or as many.");
+  check_attention_bias(rpe, query, {batch, heads, tokens, keys}, {0, 1}, false, "rpe");
+  check_attention_bias(attn_mask, query, {batch, heads, tokens, keys}, {0, 1, 2}, true, "attn_mask");
+  check_attention_bias(key_bias, query, {batch, keys}, {0}, false, "key_bias");
+  check(!key_bias || key_bias->stride(1) == 1 || keys <= 1, "key_bias has to have its keys adjacent in memory.");
+  check(dropout_p >= 0 && dropout_p <= 1, "dropout_p has to be between 0 and 1.");
+  check(dropout_p == 0 || dropout_seed, "dropout_p is more than 0 and needs a dropout_seed.");
+  if (dropout_seed) {
+    check_dim(*dropout_seed, 1, "dropout_seed");
+    check_size(*dropout_seed, 0, 2, "dropout_seed");
+    check_contiguous(*dropout_seed, "dropout_seed");
+    check(dropout_seed->scalar_type() == ScalarType::Long, "dropout_seed has to be int64.");
+    check(dropout_seed->device() == query.device(), "dropout_seed has to be on the device of the other arguments.");
+  }
+}
+
+// What came out of the forward pass, and the gradients of it.
+inline void check_attention_backward(const Tensor& grad_output, const std::optional<Tensor>& grad_lse,
+                                     const Tensor& query, const Tensor& output, const Tensor& lse) {
+  for (auto [x, name] : {std::pair{&grad_output, "grad_output"}, {&output, "output"}}) {
+    check_dim(*x, 4, name);
+    check_like(*x, query, name);
+    for (int64_t dim = 0; dim < 4; ++dim) check_size(*x, dim, query.size(dim), name);
+  }
+  for (auto [x, name] : {std::pair{&lse, "lse"}, {grad_lse ? &*grad_lse : &lse, "grad_lse"}}) {
+    check_dim(*x, 3, name);
+    for (int64_t dim = 0; dim < 3; ++dim) check_size(*x, dim, query.size(dim), name);
+    check(x->scalar_type() == lse_type(query), std::string(name) + " has to be fp32, or fp64 for fp64.");
+    check(x->device() == query.device(), std::string(name) + " has to be on the device of the other arguments.");
+  }
+  check_contiguous(lse, "lse");
+}
+
+// Tiles of the block lines of `tokens` tokens: block rows of the queries, or block columns of the keys.
+inline void check_tiles(const Tensor& lines, const Tensor& entries, const Tensor& units, const Tensor& cuts,
+                        int64_t tokens, const Tensor& query, int64_t layout_heads, int64_t block, int64_t tile) {
+  check_list(lines, query, "lines");
+  check_list(entries, query, "entries");
+  for (auto [x, width, name] : {std::tuple{&units, int64_t{4}, "units"}, {&cuts, int64_t{3}, "cuts"}}) {
+    check_dim(*x, 2, name);
+    check_size(*x, 1, width, name);
+    check(x->scalar_type() == ScalarType::Int, std::string(name) + " has to be int32.");
+    check(x->device() == query.device(), std::string(name) + " has to be on the device of the other arguments.");
+    check_contiguous(*x, name);
+  }
+  const int64_t per_tile = std::max<int64_t>(1, tile / block), blocks = (tokens + block - 1) / block;
+  check_size(lines, 0, layout_heads * ((blocks + per_tile - 1) / per_tile) * per_tile, "lines");
+}
+
+// The shape of the gradient of what was added to the scores: (B or 1, H or 1, T, S).
+inline void check_attention_bias_shape(const std::vector<int64_t>& shape, const Tensor& query, const Tensor& key) {
+  check(shape.size() == 4 && (shape[0] == 1 || shape[0] == query.size(0)) &&
+            (shape[1] == 1 || shape[1] == query.size(1)) && shape[2] == query.size(2) && shape[3] == key.size(2),
+        "shape has to be (batch or 1, heads or 1, queries, keys).");
 }
 
 // The heads whose values fill V > 0 blocks, where a layout of layout_heads heads has `live`.

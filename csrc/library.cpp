@@ -11,6 +11,14 @@
 //   column_offsets (L*C + 1), rows (N), slots (N)  the same by columns; slots[e] is the entry number in row order.
 // Head h reads layout head (L == 1 ? 0 : h), and its entry n is stored in values[:, (L == 1 ? h * N : 0) + n].
 //
+// Lists of live blocks in tiles, int32, as Tiles (ds_sparse/index.py) has them, for attention. Lines are block rows (of
+// row tiles) or block columns (of column tiles); r = max(1, tile / block) of them make a tile of `tile` tokens:
+//   lines (tiles * r)   the tile's lines within their layout head, -1 where it is not filled; tiles are numbered
+//                       through the layout heads, and each line of a head is in one tile
+//   entries (E)         low 24 bits: a block on the other side; high 8 bits: which of the tile's lines are live there
+//   units (U, 4)        a thread block's work: tile, first entry, number of entries, part (-1: the whole tile)
+//   cuts (K, 3)         tiles that units cut: tile, first part, number of parts
+//
 // allow_tf32: products of fp32 on CUDA may round their operands to TF32; without it they have fp32's precision.
 
 #include <torch/csrc/stable/library.h>
@@ -47,4 +55,32 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   m.def(
       "softmax_bias_backward(Tensor values, Tensor row_offsets, Tensor columns, int layout_heads, int heads, "
       "int block, SymInt[] shape) -> Tensor");
+
+  // softmax(scale * query @ key^T + rpe + attn_mask + key_bias) @ value on the live blocks, and the log of each row's
+  // sum of exponentials.   query (B, H, T, D), key and value (B, Hkv, S, D), H a multiple of Hkv, D a multiple of 8 and
+  // adjacent in memory; rpe and attn_mask (B or 1, H or 1, T or 1, S), of query's dtype or lse's, attn_mask also bool
+  // (keeps where true); key_bias (B or 1, S) of lse's dtype; causal drops keys after the row's token; dropout_seed int64
+  // (2): seed and offset for dropout.h -> output (B, H, T, D) in query's order of memory, lse (B, H, T) in fp32 (fp64 for
+  // fp64). A row with nothing left is zeros, its lse -inf.
+  m.def(
+      "block_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? rpe, Tensor? key_bias, "
+      "Tensor? attn_mask, Tensor? dropout_seed, Tensor row_lines, Tensor row_entries, Tensor row_units, "
+      "Tensor row_cuts, int layout_heads, int block, int tile, float scale, bool causal, float dropout_p) "
+      "-> (Tensor output, Tensor lse)");
+
+  // Gradients for query, key and value, in their orders of memory, from those of output and, perhaps, of lse.
+  m.def(
+      "block_attention_backward(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
+      "Tensor output, Tensor lse, Tensor? rpe, Tensor? key_bias, Tensor? attn_mask, Tensor? dropout_seed, "
+      "Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts, Tensor column_lines, "
+      "Tensor column_entries, Tensor column_units, Tensor column_cuts, int layout_heads, int block, int tile, "
+      "float scale, bool causal, float dropout_p) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
+
+  // The gradient of what was added to the scores, zero where nothing is live, summed over the dimensions that are 1 in
+  // shape = (B or 1, H or 1, T, S) in a fixed order; in fp32 (fp64 for fp64).
+  m.def(
+      "block_attention_bias_backward(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
+      "Tensor output, Tensor lse, Tensor? rpe, Tensor? key_bias, Tensor? attn_mask, Tensor? dropout_seed, "
+      "Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts, int layout_heads, int block, int tile, "
+      "float scale, bool causal, float dropout_p, SymInt[] shape) -> Tensor");
 }

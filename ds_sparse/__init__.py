@@ -11,6 +11,7 @@ _PUBLIC = {
     "BlockIndex": "index",
     "MatMul": "ops",
     "Softmax": "ops",
+    "block_sparse_attention": "ops",
     "SparseSelfAttention": "self_attention",
     "BertSparseSelfAttention": "bert",
     "SparseAttentionUtils": "patch",
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from .config import SparseAttentionConfigError, load_config, parse_sparse_attention
     from .index import BlockIndex
     from .integrations.deepspeed import add_config_arguments, get_sparse_attention_config, init_distributed, initialize
-    from .ops import MatMul, Softmax
+    from .ops import MatMul, Softmax, block_sparse_attention
     from .patch import SparseAttentionUtils, SparsifyReport, sparsify
     from .self_attention import SparseSelfAttention
     from .sparsity import (

@@ -1,17 +1,67 @@
-"""Layout -> BlockIndex: the sorted lists of live blocks that every operation walks."""
+"""Layout -> BlockIndex: the live blocks of a layout, in the forms that operations walk."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from .layout import as_bool_layout, share_equal_heads
+from .layout import causal_cut, check_values, count_live, pack_bits, unpack_bits, with_heads
+from .tiles import HOPPER_TILE, MAX_BLOCKS, MAX_LINES, TILE, TilePlan, Tiles
+
+SIDES = ("rows", "columns")
+
+MOST_WASTE = 1.6
+"""Walking the lists of a tile's lines as one costs this much at most where Hopper's kernels are to be faster than those
+that leave out what is dead strip by strip."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """The live blocks by rows and by columns; all tensors are int32. See `BlockIndex` for the letters.
+
+    Attributes:
+        row_offsets: (L*R + 1). Block row i of layout head l owns the entries from row_offsets[l*R+i] to
+            row_offsets[l*R+i+1].
+        row_columns: (N). The block column of each entry, ascending within a row.
+        column_offsets: (L*C + 1). The same by columns.
+        column_rows: (N). The block row of each entry in column order, ascending within a column.
+        column_slots: (N). The entry's number in row order, which is where sparse values store it.
+    """
+
+    row_offsets: torch.Tensor
+    row_columns: torch.Tensor
+    column_offsets: torch.Tensor
+    column_rows: torch.Tensor
+    column_slots: torch.Tensor
+
+    @classmethod
+    def make(cls, live: torch.Tensor, live_blocks: int) -> Lists:
+        """The lists of `live`, bool (L, R, C), which holds so many live blocks."""
+        rows, columns = live.shape[1:]
+        place = live.flatten().nonzero_static(size=live_blocks).squeeze(1)
+        row, column = place // columns, place % columns
+        head, row = row // rows, row % rows
+        by_column = torch.argsort((head * columns + column) * rows + row)
+        return cls(
+            row_offsets=_offsets(count_live(live)),
+            row_columns=column.int(),
+            column_offsets=_offsets(count_live(live.transpose(1, 2))),
+            column_rows=row[by_column].int(),
+            column_slots=by_column.int(),
+        )
+
+    def to(self, device: torch.device | str) -> Lists:
+        """The same lists on another device."""
+        return Lists(**{name: x.to(device) for name, x in vars(self).items()})
 
 
 @dataclass(frozen=True, eq=False)
 class BlockIndex:
-    """The live blocks of a layout by rows and by columns. Built once, immutable, shared by every operation.
+    """The live blocks of a layout, in tiles and one by one. Built once, immutable, shared by every operation.
+
+    The tiles are what attention walks. The rest is made from the layout's bits when it is first asked for, and kept:
+    the `Lists` of MatMul and Softmax, tiles of another height, the index cut for causal attention.
 
     Letters: L stored layout heads (1 when all heads are equal, else `num_heads`), R/C block rows and columns,
     N live blocks of the L stored heads together.
@@ -21,12 +71,12 @@ class BlockIndex:
         num_heads: heads of the layout as given; 1 means that any number of heads share it.
         layout_heads: L.
         rows, columns: R and C.
-        row_offsets: int32 (L*R + 1). Block row i of layout head l owns the entries from row_offsets[l*R+i] to
-            row_offsets[l*R+i+1].
-        row_columns: int32 (N). The block column of each entry, ascending within a row.
-        column_offsets: int32 (L*C + 1). The same by columns.
-        column_rows: int32 (N). The block row of each entry in column order, ascending within a column.
-        column_slots: int32 (N). The entry's number in row order, which is where sparse values store it.
+        live_blocks: N.
+        reaches_ahead: whether a block above the diagonal is live.
+        bits: uint8 (L, R, ceil(C / 8)). The layout, as `layout.pack_bits` packs it.
+        row_tiles: block rows in tiles of `TILE` tokens, which list block columns.
+        column_tiles: block columns in tiles of `TILE` tokens, which list block rows.
+        row_offsets, row_columns, column_offsets, column_rows, column_slots: those of `lists`.
     """
 
     block: int
@@ -34,73 +84,183 @@ class BlockIndex:
     layout_heads: int
     rows: int
     columns: int
-    row_offsets: torch.Tensor
-    row_columns: torch.Tensor
-    column_offsets: torch.Tensor
-    column_rows: torch.Tensor
-    column_slots: torch.Tensor
+    live_blocks: int
+    reaches_ahead: bool
+    bits: torch.Tensor
+    row_tiles: Tiles
+    column_tiles: Tiles
+    _made: dict[str | tuple[str, int], Lists | Tiles | BlockIndex] = field(default_factory=dict)
 
     @classmethod
     def build(cls, layout: torch.Tensor, block: int) -> BlockIndex:
-        """Builds the lists on the layout's device; synchronises with it once.
+        """Builds the index on the layout's device; synchronises with it once, and on a Hopper GPU once more for each
+        side's taller tiles.
 
         Args:
             layout: bool or integer 0/1, (R, C) or (H or 1, R, C).
             block: a power of two, 8 or more.
 
         Raises:
-            TypeError, ValueError: a layout of another type, dtype, shape or value; another block.
+            TypeError, ValueError: a layout of another type, dtype, shape or value; another block; 2**31 live blocks or
+                more; above 2**24 rows or columns.
         """
         check_block(block)
-        layout = as_bool_layout(layout)
-        num_heads, rows, columns = layout.shape
-        layout = share_equal_heads(layout)
-        layout_heads = layout.shape[0]
-        head, row, column = layout.nonzero(as_tuple=True)
-        if head.numel() >= 2**31:
+        layout = with_heads(layout)
+        return cls._of(layout, block, len(layout))
+
+    @classmethod
+    @torch.inference_mode(False)
+    def _of(cls, layout: torch.Tensor, block: int, num_heads: int) -> BlockIndex:
+        heads, rows, columns = layout.shape
+        if max(rows, columns) > MAX_BLOCKS:
             raise ValueError(
-                f"The layout has {head.numel()} live blocks; the index holds fewer than 2**31. Use a larger block."
+                f"The layout has {rows} x {columns} blocks; the index holds up to 2**24 a side. Use a larger block."
             )
-        by_column = torch.argsort((head * columns + column) * rows + row)
-        return cls(
+        live = layout.bool()
+        plans = [TilePlan.make(_lines(live, side), block, TILE) for side in SIDES]
+        # All that the host has to know comes in one transfer, for each head since equal ones are not known before.
+        facts = [(layout == live).all((1, 2)), (live == live[:1]).all((1, 2)), live.triu(1).any((1, 2))]
+        sizes = [count_live(live).sum(1, keepdim=True).T, *(plan.sizes() for plan in plans)]
+        is_0_or_1, is_first, ahead, *sizes = torch.cat([torch.stack(facts), *sizes]).tolist()
+        if not all(is_0_or_1):
+            check_values(layout)
+        layout_heads = 1 if all(is_first) else heads
+        live_blocks, *sizes = (sum(size[:layout_heads]) for size in sizes)
+        if live_blocks >= 2**31:
+            raise ValueError(
+                f"The layout has {live_blocks} live blocks; the index holds fewer than 2**31. Use a larger block."
+            )
+        row_tiles, column_tiles = (
+            plan.of_heads(layout_heads).pack(*size) for plan, size in zip(plans, (sizes[:3], sizes[3:]), strict=True)
+        )
+        index = cls(
             block=block,
             num_heads=num_heads,
             layout_heads=layout_heads,
             rows=rows,
             columns=columns,
-            row_offsets=_offsets(layout.sum(2)),
-            row_columns=column.int(),
-            column_offsets=_offsets(layout.sum(1)),
-            column_rows=row[by_column].int(),
-            column_slots=by_column.int(),
+            live_blocks=live_blocks,
+            reaches_ahead=any(ahead),
+            bits=pack_bits(live[:layout_heads]),
+            row_tiles=row_tiles,
+            column_tiles=column_tiles,
         )
-
-    def to(self, device: torch.device | str) -> BlockIndex:
-        """The same index on another device; itself if it is there already."""
-        device = torch.device(device)
-        if self.row_offsets.device == device:
-            return self
-        names = ("row_offsets", "row_columns", "column_offsets", "column_rows", "column_slots")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        if _is_hopper(live.device) and block >= HOPPER_TILE // MAX_LINES and index.waste <= MOST_WASTE:
+            for side in SIDES:
+                index.tiles(side, HOPPER_TILE)
+        return index
 
     @property
     def device(self) -> torch.device:
-        return self.row_offsets.device
+        return self.bits.device
+
+    @property
+    def waste(self) -> float:
+        """Blocks that the lines of each tile walk together, to those that are live: 1 where they have the same."""
+        tiles = (self.row_tiles, self.column_tiles)
+        walked = max(max(1, x.tile // self.block) * x.entries.numel() for x in tiles)
+        return walked / max(1, self.live_blocks)
+
+    def has_tiles(self, tile: int) -> bool:
+        """Whether the tiles of this height are there, of both sides: on a Hopper GPU those of `HOPPER_TILE` are made with
+        the index where they pay."""
+        return tile == TILE or all((side, tile) in self._made for side in SIDES)
+
+    @property
+    def lists(self) -> Lists:
+        """The live blocks one by one."""
+        if "lists" not in self._made:
+            self._made["lists"] = self._make_lists()
+        return self._made["lists"]
+
+    @property
+    def row_offsets(self) -> torch.Tensor:
+        return self.lists.row_offsets
+
+    @property
+    def row_columns(self) -> torch.Tensor:
+        return self.lists.row_columns
+
+    @property
+    def column_offsets(self) -> torch.Tensor:
+        return self.lists.column_offsets
+
+    @property
+    def column_rows(self) -> torch.Tensor:
+        return self.lists.column_rows
+
+    @property
+    def column_slots(self) -> torch.Tensor:
+        return self.lists.column_slots
+
+    def with_lists(self) -> BlockIndex:
+        """The index itself, its lists made: what is compiled or captured later cannot make them."""
+        _ = self.lists
+        return self
+
+    def tiles(self, side: str, tile: int = TILE) -> Tiles:
+        """The tiles of a side, 'rows' or 'columns', of a height of `tile` tokens. Those of another height than `TILE`
+        are made at the first call, which synchronises once.
+
+        Raises:
+            ValueError: another side; a height that is not a power of two, or above 8 blocks.
+        """
+        if side not in SIDES:
+            raise ValueError(f"side is {side!r}; it has to be 'rows' or 'columns'.")
+        if tile == TILE:
+            return self.row_tiles if side == "rows" else self.column_tiles
+        if (side, tile) not in self._made:
+            self._made[side, tile] = self._make_tiles(side, tile)
+        return self._made[side, tile]
+
+    def causal(self) -> BlockIndex:
+        """The index without the blocks above the diagonal; itself where there are none. Built at the first call, which
+        synchronises once."""
+        if not self.reaches_ahead:
+            return self
+        if "causal" not in self._made:
+            self._made["causal"] = self._of(causal_cut(self.layout()), self.block, self.num_heads)
+        return self._made["causal"]
+
+    def layout(self) -> torch.Tensor:
+        """The layout, bool (L, R, C), unpacked at each call."""
+        return unpack_bits(self.bits, self.columns)
+
+    def to(self, device: torch.device | str) -> BlockIndex:
+        """The same index on another device, with all that has been made of it; itself if it is there already."""
+        device = torch.device(device)
+        if self.device == device:
+            return self
+        return replace(
+            self,
+            bits=self.bits.to(device),
+            row_tiles=self.row_tiles.to(device),
+            column_tiles=self.column_tiles.to(device),
+            _made={name: made.to(device) for name, made in self._made.items()},
+        )
 
     def num_values(self, heads: int) -> int:
         """V, the live blocks of `heads` heads: the size of dimension 1 of sparse values."""
-        return self.row_columns.numel() * heads // self.layout_heads
+        return self.live_blocks * heads // self.layout_heads
 
     def heads_of(self, num_values: int) -> int | None:
         """The number of heads whose sparse values have `num_values` blocks; None where there is none.
 
         A layout without a live block says nothing about heads: its own number is taken.
         """
-        live = self.row_columns.numel()
-        if live == 0:
+        if self.live_blocks == 0:
             return self.num_heads if num_values == 0 else None
-        heads, rest = divmod(num_values * self.layout_heads, live)
+        heads, rest = divmod(num_values * self.layout_heads, self.live_blocks)
         return heads if rest == 0 and (self.num_heads in (1, heads)) else None
+
+    @torch.inference_mode(False)
+    def _make_lists(self) -> Lists:
+        return Lists.make(self.layout(), self.live_blocks)
+
+    @torch.inference_mode(False)
+    def _make_tiles(self, side: str, tile: int) -> Tiles:
+        plan = TilePlan.make(_lines(self.layout(), side), self.block, tile)
+        return plan.pack(*plan.sizes().sum(1).tolist())
 
 
 def as_index(layout: torch.Tensor | BlockIndex, block: int) -> BlockIndex:
@@ -122,6 +282,15 @@ def check_block(block: int) -> None:
     """Raises ValueError unless `block` is a power of two and at least 8."""
     if not isinstance(block, int) or isinstance(block, bool) or block < 8 or block & (block - 1):
         raise ValueError(f"block is {block!r}; it has to be a power of two and at least 8, such as 16, 32, 64 or 128.")
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _lines(live: torch.Tensor, side: str) -> torch.Tensor:
+    """The layout with the lines of a side in dimension 1: (L, lines, other side)."""
+    return live if side == "rows" else live.transpose(1, 2)
 
 
 def _offsets(counts: torch.Tensor) -> torch.Tensor:

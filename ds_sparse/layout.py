@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,6 +32,13 @@ def as_bool_layout(layout: Tensor) -> Tensor:
         TypeError: not a tensor, or neither bool nor integer.
         ValueError: not 2-D or 3-D, an empty dimension, or a value other than 0 and 1.
     """
+    layout = with_heads(layout)
+    check_values(layout)
+    return layout.bool()
+
+
+def with_heads(layout: Tensor) -> Tensor:
+    """`as_bool_layout` without a look at the values, which would wait for the device: (H, R, C) of the given dtype."""
     if not isinstance(layout, Tensor):
         raise TypeError(f"A layout is a torch tensor of 0s and 1s, got {type(layout).__name__}.")
     if layout.dtype is not torch.bool and layout.dtype not in _INTEGERS:
@@ -42,14 +50,16 @@ def as_bool_layout(layout: Tensor) -> Tensor:
         )
     if 0 in layout.shape:
         raise ValueError(f"A layout needs at least one head, row and column, got {tuple(layout.shape)}.")
-    if layout.dim() == 2:
-        layout = layout.unsqueeze(0)
+    return layout if layout.dim() == 3 else layout.unsqueeze(0)
+
+
+def check_values(layout: Tensor) -> None:
+    """Raises ValueError where an integer layout holds anything but 0 and 1."""
     if layout.dtype is torch.bool:
-        return layout
+        return
     low, high = (int(bound) for bound in torch.aminmax(layout))
     if low < 0 or high > 1:
         raise ValueError(f"A layout holds only 0 and 1, got values from {low} to {high}; convert it with layout != 0.")
-    return layout.bool()
 
 
 def share_equal_heads(layout: Tensor) -> Tensor:
@@ -95,6 +105,22 @@ def crop(layout: Tensor, rows: int, columns: int) -> Tensor:
             "build it for the longer length."
         )
     return layout[..., :rows, :columns]
+
+
+def count_live(live: Tensor) -> Tensor:
+    """True elements along the last dimension, int64. `sum` alone would copy them to int64 first."""
+    return _grouped(live, 128).sum(-1, dtype=torch.uint8).sum(-1)
+
+
+def pack_bits(live: Tensor) -> Tensor:
+    """(..., C) bool -> (..., ceil(C / 8)) uint8. Bit k of byte j is element 8 * j + k."""
+    return (_grouped(live, 8) << _bit_numbers(live.device)).sum(-1, dtype=torch.uint8)
+
+
+def unpack_bits(bits: Tensor, length: int) -> Tensor:
+    """The (..., length) bool of which `pack_bits` made these."""
+    live = (bits.unsqueeze(-1) >> _bit_numbers(bits.device)).bitwise_and_(1)
+    return live.view(torch.bool).flatten(-2)[..., :length]
 
 
 def to_token_mask(layout: Tensor, block: int) -> Tensor:
@@ -152,6 +178,16 @@ def save_drawing(layout: Tensor, block: int, path: str | os.PathLike[str], title
     with matplotlib.rc_context({"svg.hashsalt": "ds_sparse"}):
         # A fixed salt and no date: the same layout gives the same file.
         figure.savefig(path, dpi=150, metadata={"Date": None} if os.fspath(path).lower().endswith(".svg") else None)
+
+
+def _grouped(live: Tensor, size: int) -> Tensor:
+    """(..., C) bool -> (..., ceil(C / size), size) uint8 of 0 and 1."""
+    missing = -live.shape[-1] % size
+    return (pad(live, (0, missing)) if missing else live).view(torch.uint8).unflatten(-1, (-1, size))
+
+
+def _bit_numbers(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)
 
 
 def _figure(layout: Tensor, block: int, title: str) -> Figure:

@@ -68,10 +68,97 @@ def softmax(
         (B, V, b, b); a row with nothing left is zeros.
     """
     dense = to_dense(scores, layout, block, heads) * scale
-    tokens, keys = dense.shape[-2:]
-    live = to_token_mask(as_bool_layout(layout), block).expand(heads, -1, -1) & (dense != float("-inf"))
+    live = to_token_mask(as_bool_layout(layout), block).expand(heads, -1, -1)
+    dense, alive = _masked(dense, live, rpe, key_padding_mask, attn_mask, causal)
+    return to_sparse(_probabilities(dense, alive), layout, block)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: torch.Tensor,
+    block: int,
+    scale: float | None = None,
+    rpe: torch.Tensor | None = None,
+    key_padding_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | None = None,
+    causal: bool = False,
+    dropout_p: float = 0.0,
+    dropout_seed: tuple[int, int] = (0, 0),
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale * query @ key^T + rpe + masks) @ value over the live blocks, with dropout after the softmax.
+
+    Args:
+        query: (B, H, T, D).
+        key, value: (B, Hkv, S, D); query head h reads head h // (H / Hkv).
+        layout: (R, C) or (H or 1, R, C), enough blocks for T and S tokens; the last ones may be short.
+        scale: 1 / sqrt(D) if it is not given.
+        rpe, key_padding_mask, attn_mask, causal: as in `softmax`.
+        dropout_p, dropout_seed: what `dropout_keep` is asked; the seed and the offset.
+
+    Returns:
+        (B, H, T, D); with `return_lse` also (B, H, T), the log of each row's sum of exponentials before dropout, in
+        fp32 or wider. A row with nothing left is zeros, its lse -inf.
+    """
+    batch, heads, tokens, head_dim = query.shape
+    keys, shared_by = key.shape[2], heads // key.shape[1]
+    key, value = key.repeat_interleave(shared_by, dim=1), value.repeat_interleave(shared_by, dim=1)
+    scores = query @ key.transpose(-1, -2) * (head_dim**-0.5 if scale is None else scale)
+    live = to_token_mask(as_bool_layout(layout), block)[:, :tokens, :keys]
+    scores, alive = _masked(scores, live, rpe, key_padding_mask, attn_mask, causal)
+    probs = _probabilities(scores, alive)
+    if dropout_p > 0:
+        keep = dropout_keep(*dropout_seed, batch, heads, tokens, keys, dropout_p).to(probs.device)
+        probs = probs * keep * (65536 / (65536 - _dropout_threshold(dropout_p)))
+    output = probs.to(value.dtype) @ value
+    if not return_lse:
+        return output
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(~alive, 0)
+    return output, torch.logsumexp(wide, dim=-1).masked_fill(~alive[..., 0], float("-inf"))
+
+
+def dropout_keep(
+    seed: int, offset: int, batch: int, heads: int, tokens: int, keys: int, dropout_p: float
+) -> torch.Tensor:
+    """Which probabilities dropout keeps, bool (B, H, T, S): those whose 16-bit random number reaches the threshold.
+
+    The numbers are a function of the seed, the offset and the element's place: eight elements of a 16 x 16 square share
+    the 128 bits of a Philox4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+    """
+    low = 0xFFFFFFFF
+    i, j, matrix = torch.arange(tokens)[:, None], torch.arange(keys), torch.arange(batch * heads)[:, None, None]
+    counter = (j // 16 * 4 + j % 8 // 2, i // 16 * 8 + i % 8, matrix, torch.tensor(offset & low))
+    words = torch.broadcast_tensors(*counter)
+    key = [seed & low, (seed >> 32) & low]
+    for _ in range(7):
+        # Products wrap around int64, which leaves the 64 bits of the unsigned product.
+        a, b = 0xD2511F53 * words[0], 0xCD9E8D57 * words[2]
+        words = ((b >> 32) & low ^ words[1] ^ key[0], b & low, (a >> 32) & low ^ words[3] ^ key[1], a & low)
+        key = [(key[0] + 0x9E3779B9) & low, (key[1] + 0xBB67AE85) & low]
+    element = i % 16 // 8 + 2 * (j % 2) + 4 * (j % 16 // 8)
+    word = torch.stack(words).gather(0, (element // 2).expand_as(words[0])[None])[0]
+    number = (word >> (16 * (element % 2))) & 0xFFFF
+    return (number >= _dropout_threshold(dropout_p)).reshape(batch, heads, tokens, keys)
+
+
+def _dropout_threshold(dropout_p: float) -> int:
+    return min(int(dropout_p * 65536 + 0.5), 65535)
+
+
+def _masked(
+    scores: torch.Tensor,
+    live: torch.Tensor,
+    rpe: torch.Tensor | None,
+    key_padding_mask: torch.Tensor | None,
+    attn_mask: torch.Tensor | None,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores with everything added, -inf where masked, and which rows have something left, (..., T, 1)."""
+    live = live & (scores != float("-inf"))
     if causal:
-        live = live & torch.ones(tokens, keys, dtype=torch.bool, device=dense.device).tril()
+        live = live & torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     masks = [rpe, attn_mask, None if key_padding_mask is None else key_padding_mask[:, None, None, :]]
     for mask in masks:
         if mask is None:
@@ -80,18 +167,9 @@ def softmax(
             live = live & mask
         else:
             live = live & (mask != float("-inf"))
-            dense = dense + mask.masked_fill(mask == float("-inf"), 0)
-    dense = dense.masked_fill(~live, float("-inf"))
-    alive = live.any(-1, keepdim=True)
-    probs = torch.softmax(dense.masked_fill(~alive, 0), dim=-1) * alive
-    return to_sparse(probs, layout, block)
+            scores = scores + mask.masked_fill(mask == float("-inf"), 0)
+    return scores.masked_fill(~live, float("-inf")), live.any(-1, keepdim=True)
 
 
-def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: torch.Tensor, block: int, **softmax_arguments
-) -> torch.Tensor:
-    """softmax(query @ key^T) @ value on the live blocks; (B, H, T, D) each; arguments of `softmax` by name."""
-    heads = query.shape[1]
-    scores = matmul(query, key, layout, block, "sdd", False, True)
-    probs = softmax(scores, layout, block, heads, **softmax_arguments)
-    return matmul(probs, value, layout, block, "dsd", False, False)
+def _probabilities(scores: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(scores.masked_fill(~alive, 0), dim=-1) * alive

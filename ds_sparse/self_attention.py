@@ -1,8 +1,10 @@
-"""SparseSelfAttention: attention on the live blocks of a structure, out of MatMul and Softmax."""
+"""SparseSelfAttention: attention on the live blocks of a structure, in one operation or out of MatMul and Softmax."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -10,14 +12,22 @@ from torch.nn.functional import dropout, pad
 
 from .index import BlockIndex
 from .layout import as_bool_layout, crop, share_equal_heads
-from .ops import MatMul, Softmax
+from .ops import MatMul, Softmax, block_sparse_attention
 from .ops.softmax import MASK_MODES, as_additive
 from .ranks import from_rank_0, world_size
 from .sparsity import FixedSparsityConfig, SparsityConfig
 
 
+Key, Kept = TypeVar("Key"), TypeVar("Kept")
+
+IMPLEMENTATIONS = ("fused", "separate")
+
+KEPT_INDICES = 16
+"""Indices of a layout's parts for other lengths and devices that are kept, the last that were used."""
+
+
 class SparseOps(NamedTuple):
-    """The three operations of one layout."""
+    """The three operations of one layout, which store scores and probabilities."""
 
     scores: MatMul
     softmax: Softmax
@@ -42,10 +52,13 @@ class SparseSelfAttention(nn.Module):
             DeepSpeed did) or 'mul' (keeps where not zero).
         max_seq_length: tokens, a multiple of the block.
         attention_dropout: probability with which attention probabilities are dropped in training.
+        implementation: 'fused' (`block_sparse_attention`, memory linear in tokens) or 'separate' (MatMul, Softmax and
+            MatMul, which store scores and probabilities: slower, and the way to check the other; also for fp64 on CUDA,
+            and for gradients of masks).
 
     Raises:
-        ValueError: an unknown mask mode, `max_seq_length` that is not a multiple of the block, what the structure
-            refuses.
+        ValueError: an unknown mask mode or implementation, `max_seq_length` that is not a multiple of the block, what the
+            structure refuses.
     """
 
     def __init__(
@@ -56,6 +69,7 @@ class SparseSelfAttention(nn.Module):
         max_seq_length: int = 2048,
         *,
         attention_dropout: float = 0.0,
+        implementation: str = "fused",
     ):
         super().__init__()
         for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
@@ -65,7 +79,7 @@ class SparseSelfAttention(nn.Module):
         self.key_padding_mask_mode = key_padding_mask_mode
         self.attn_mask_mode = attn_mask_mode
         self.attention_dropout = attention_dropout
-        self.attention = StructuredAttention(self.sparsity_config, max_seq_length)
+        self.attention = StructuredAttention(self.sparsity_config, max_seq_length, implementation)
 
     @property
     def master_layout(self) -> torch.Tensor:
@@ -93,7 +107,7 @@ class SparseSelfAttention(nn.Module):
         return self.attention.layout_for(seq_len).to(torch.int64).expand(self.sparsity_config.num_heads, -1, -1)
 
     def get_ops(self, seq_len: int, device: torch.device) -> SparseOps:
-        """The operations for `seq_len` tokens on `device`; built once, they share one index.
+        """The separate operations for `seq_len` tokens on `device`; they share one index.
 
         Raises:
             ValueError: as in `forward`.
@@ -195,14 +209,14 @@ class SparseSelfAttention(nn.Module):
 class StructuredAttention:
     """Attention on the live blocks of a structure, for sequences of any length: what all attention layers are made of.
 
-    Layers that hold the same object share its layouts and their operations.
+    Layers that hold the same object share its layouts and their indices.
 
     Args:
-        sparsity_config, max_seq_length: as `SparseSelfAttention` has them, and so are the layouts for other lengths and
-            what ranks do about random blocks.
+        sparsity_config, max_seq_length, implementation: as `SparseSelfAttention` has them, and so are the layouts for
+            other lengths and what ranks do about random blocks.
 
     Call:
-        query, key, value: (B, H, T, D), any strides, any T above 0; padded to whole blocks inside.
+        query, key, value: (B, H, T, D), any strides, any T above 0.
         scale: factor of the scores, 1 / sqrt(D) by default.
         dropout_p: probability with which attention probabilities are dropped.
         rpe: relative position bias (B or 1, H or 1, T, T), added after scaling.
@@ -215,8 +229,11 @@ class StructuredAttention:
         NotImplementedError: in the call, shapes of query, key and value differ.
     """
 
-    def __init__(self, sparsity_config: SparsityConfig, max_seq_length: int):
+    def __init__(self, sparsity_config: SparsityConfig, max_seq_length: int, implementation: str = "fused"):
+        if implementation not in IMPLEMENTATIONS:
+            raise ValueError(f"implementation is {implementation!r}; it has to be 'fused' or 'separate'.")
         self.sparsity_config = sparsity_config
+        self.implementation = implementation
         self._master = self._build(max_seq_length)
         self._awaits_other_ranks = _may_differ_between_ranks(sparsity_config)
         self._synchronize_layout()
@@ -243,8 +260,13 @@ class StructuredAttention:
         blocks = -(-seq_len // self.sparsity_config.block)
         return crop(self._covering(blocks).layout, blocks, blocks)
 
+    def index(self, seq_len: int, device: torch.device) -> BlockIndex:
+        """The index for `seq_len` tokens, rounded up to whole blocks."""
+        blocks = -(-seq_len // self.sparsity_config.block)
+        return self._covering(blocks).index(blocks, device)
+
     def ops(self, seq_len: int, device: torch.device) -> SparseOps:
-        """The operations for `seq_len` tokens, rounded up to whole blocks; built once, they share one index."""
+        """The separate operations for `seq_len` tokens, rounded up to whole blocks; they share one index."""
         blocks = -(-seq_len // self.sparsity_config.block)
         return self._covering(blocks).ops(blocks, device)
 
@@ -262,7 +284,20 @@ class StructuredAttention:
     ) -> torch.Tensor:
         self._check(query, key, value, rpe, key_padding_mask, attn_mask)
         self._synchronize_layout()
-        tokens, head_dim = query.shape[-2:]
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        causal = getattr(self.sparsity_config, "causal", False)
+        masks = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+        if self.implementation == "separate":
+            return self._attend_separately(query, key, value, scale, causal, dropout_p, **masks)
+        index = self.index(query.shape[2], query.device)
+        return block_sparse_attention(
+            query, key, value, index, scale=scale, causal=causal, dropout_p=dropout_p, **masks
+        )
+
+    def _attend_separately(
+        self, query, key, value, scale, causal, dropout_p, *, rpe, key_padding_mask, attn_mask
+    ) -> torch.Tensor:
+        tokens = query.shape[2]
         missing = -tokens % self.sparsity_config.block
         if missing:
             query, key, value = (pad(x, (0, 0, 0, missing)) for x in (query, key, value))
@@ -272,9 +307,9 @@ class StructuredAttention:
         scores = ops.scores(query, key)
         probs = ops.softmax(
             scores,
-            scale=head_dim**-0.5 if scale is None else scale,
+            scale=scale,
             rpe=None if rpe is None else rpe.to(scores.dtype),
-            causal=getattr(self.sparsity_config, "causal", False),
+            causal=causal,
             **_softmax_mask("key_padding_mask", key_padding_mask, scores.dtype),
             **_softmax_mask("attn_mask", attn_mask, scores.dtype),
         )
@@ -338,8 +373,8 @@ class StructuredAttention:
 
 
 class _Layout:
-    """An immutable square layout, bool (1 or H, R, R), with the operations of its top-left parts and the layouts of
-    longer sequences, by their blocks. Copies of a module share it."""
+    """An immutable square layout, bool (1 or H, R, R), with the indices of its top-left parts and the layouts of longer
+    sequences, by their blocks. Copies of a module share it."""
 
     def __init__(self, layout: torch.Tensor, block: int, num_heads: int):
         layout = as_bool_layout(layout)
@@ -351,24 +386,42 @@ class _Layout:
             )
         self.layout, self.block, self.blocks = share_equal_heads(layout), block, rows
         self.longer: dict[int, _Layout] = {}
-        self._ops: dict[tuple[int, torch.device], SparseOps] = {}
+        self._indices: OrderedDict[tuple[int, torch.device], BlockIndex] = OrderedDict()
+        self._ops: OrderedDict[tuple[int, torch.device], SparseOps] = OrderedDict()
+
+    def index(self, blocks: int, device: torch.device) -> BlockIndex:
+        def build() -> BlockIndex:
+            part = crop(self.layout, blocks, blocks)
+            return BlockIndex.build(part if device.type == "meta" else part.to(device), self.block).to(device)
+
+        return _kept(self._indices, (blocks, device), build)
 
     def ops(self, blocks: int, device: torch.device) -> SparseOps:
-        key = (blocks, device)
-        if key not in self._ops:
-            index = BlockIndex.build(crop(self.layout, blocks, blocks), self.block).to(device)
-            self._ops[key] = SparseOps(
+        def build() -> SparseOps:
+            index = self.index(blocks, device)
+            return SparseOps(
                 scores=MatMul(index, self.block, "sdd", trans_b=True),
                 softmax=Softmax(index, self.block),
                 output=MatMul(index, self.block, "dsd"),
             )
-        return self._ops[key]
+
+        return _kept(self._ops, (blocks, device), build)
 
     def __deepcopy__(self, memo) -> _Layout:
         return self
 
     def __reduce__(self):
         return _Layout, (self.layout, self.block, len(self.layout)), {"longer": self.longer}
+
+
+def _kept(cache: OrderedDict[Key, Kept], key: Key, build: Callable[[], Kept]) -> Kept:
+    """What is in the cache for the key, built when it is first asked for; the cache keeps the last `KEPT_INDICES`."""
+    if key not in cache:
+        cache[key] = build()
+        if len(cache) > KEPT_INDICES:
+            cache.popitem(last=False)
+    cache.move_to_end(key)
+    return cache[key]
 
 
 def whole_blocks(tokens: int, block: int) -> int:

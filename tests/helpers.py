@@ -79,6 +79,8 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 def as_view(x: torch.Tensor, view: str) -> torch.Tensor:
     """The values of `x` behind other strides, NaN between them; 'expanded' repeats its first batch and head."""
+    if view == "tokens_first":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
     if view == "transposed":
         return x.transpose(-1, -2).contiguous().transpose(-1, -2)
     if view == "sliced":
@@ -140,14 +142,19 @@ def gradients(output: torch.Tensor, inputs: list[torch.Tensor], grad: torch.Tens
 
 
 def assert_as_accurate(
-    name: str, ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, largest_term: float = 0.0
+    name: str,
+    ours: torch.Tensor,
+    plain: torch.Tensor,
+    exact: torch.Tensor,
+    largest_term: float = 0.0,
+    allowance: float = 0.0,
 ) -> None:
     """`ours` is as near to the float64 result as plain PyTorch at the same precision is.
 
     Twice its largest error is allowed, and a rounding of the largest value, since PyTorch may happen to be exact; four
     in float32, which is also what sums are kept in, one after the other where PyTorch adds pairwise. In float64, where
     PyTorch's result is the exact one, 1e-12 of the largest value. `largest_term` stands for the largest value where
-    the result is a sum whose terms cancel.
+    the result is a sum whose terms cancel; `allowance` is an error that comes on top.
     """
     ours = ours.detach().cpu()
     assert ours.shape == exact.shape and ours.dtype == plain.dtype, f"{name}: {ours.shape} {ours.dtype}"
@@ -155,7 +162,11 @@ def assert_as_accurate(
         return
     assert torch.isfinite(ours).all(), f"{name} is not finite"
     size = max(exact.abs().max().item(), largest_term, torch.finfo(ours.dtype).tiny)
-    rounding = {torch.float64: 1e-12, torch.float32: 4 * 2**-23}.get(ours.dtype, torch.finfo(ours.dtype).eps)
-    allowed = 2 * (plain.double() - exact).abs().max().item() + rounding * size
+    allowed = 2 * (plain.double() - exact).abs().max().item() + rounding(ours.dtype) * size + allowance
     error = (ours.double() - exact).abs().max().item()
     assert error <= allowed, f"{name}: error {error:.3g} is above {allowed:.3g}, largest value {size:.3g}"
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """The error, relative to the largest value, that `assert_as_accurate` allows where PyTorch is exact."""
+    return {torch.float64: 1e-12, torch.float32: 4 * 2**-23}.get(dtype, torch.finfo(dtype).eps)

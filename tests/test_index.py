@@ -1,14 +1,23 @@
-"""BlockIndex against lists built by hand, and its errors."""
+"""BlockIndex against lists built by hand, what it keeps and what it costs, and its errors."""
 
 from __future__ import annotations
 
+import copy
+import pickle
+import warnings
+from collections.abc import Iterator
+
 import pytest
 import torch
-from helpers import EXAMPLES, Layout, layouts
+from helpers import EXAMPLES, Layout, layouts, seeded
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_sparse import FixedSparsityConfig
 from ds_sparse.index import BlockIndex
+from ds_sparse.tiles import TilePlan, Tiles
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
 
 LISTS = ("row_offsets", "row_columns", "column_offsets", "column_rows", "column_slots")
 
@@ -53,6 +62,44 @@ def test_lists_are_those_built_by_hand(layout: Layout, block: int):
         assert getattr(index, name).tolist() == expected, name
 
 
+def assert_equal_tiles(found: Tiles, expected: Tiles) -> None:
+    assert found.tile == expected.tile
+    for name in ("lines", "entries", "units", "cuts"):
+        assert torch.equal(getattr(found, name).cpu(), getattr(expected, name).cpu()), name
+
+
+@EXAMPLES
+@given(layout=layouts(max_side=20), block=st.sampled_from((16, 32, 128)))
+def test_tiles_are_those_of_the_stored_heads(layout: Layout, block: int):
+    index = BlockIndex.build(layout.given, block)
+    live = layout.live[: index.layout_heads]
+    assert torch.equal(index.layout(), live)
+    for tile in (64, 128):
+        for side, lines in (("rows", live), ("columns", live.transpose(1, 2))):
+            plan = TilePlan.make(lines, block, tile)
+            assert_equal_tiles(index.tiles(side, tile), plan.pack(*plan.sizes().sum(1).tolist()))
+            assert index.tiles(side, tile) is index.tiles(side, tile)
+    assert index.tiles("rows") is index.row_tiles and index.tiles("columns") is index.column_tiles
+
+
+def test_there_are_two_sides():
+    with pytest.raises(ValueError, match="'rows' or 'columns'"):
+        BlockIndex.build(torch.ones(2, 2, dtype=torch.bool), 16).tiles("heads")
+
+
+@EXAMPLES
+@given(layout=layouts(max_side=8))
+def test_causal_drops_the_blocks_above_the_diagonal(layout: Layout):
+    index = BlockIndex.build(layout.given, 16)
+    causal, expected = index.causal(), BlockIndex.build(layout.live.tril(), 16)
+    assert (causal is index) == (not layout.live.triu(1).any())
+    assert causal is index.causal() and causal is causal.causal()
+    assert (causal.num_heads, causal.layout_heads) == (layout.heads, expected.layout_heads)
+    assert torch.equal(causal.layout(), expected.layout())
+    assert_equal_tiles(causal.row_tiles, expected.row_tiles)
+    assert_equal_tiles(causal.column_tiles, expected.column_tiles)
+
+
 @EXAMPLES
 @given(layout=layouts(), heads=st.integers(1, 5))
 def test_number_of_values_and_heads(layout: Layout, heads: int):
@@ -85,14 +132,111 @@ def test_to_another_device_moves_every_list():
     assert (moved.block, moved.num_heads, moved.layout_heads, moved.rows, moved.columns) == (8, 1, 1, 3, 3)
 
 
+def test_copies_and_pickles_hold_what_has_been_made():
+    index = BlockIndex.build(torch.rand(2, 9, 9, generator=seeded()) < 0.4, 16).with_lists()
+    index.causal().tiles("rows", 128)
+    for other in (copy.deepcopy(index), pickle.loads(pickle.dumps(index)), index.to("meta")):
+        assert sum(x.nbytes for x in tensors_of(other)) == sum(x.nbytes for x in tensors_of(index))
+        assert other.causal().live_blocks == index.causal().live_blocks
+    for other in (copy.deepcopy(index), pickle.loads(pickle.dumps(index))):
+        assert torch.equal(other.row_columns, index.row_columns)
+        assert_equal_tiles(other.causal().tiles("rows", 128), index.causal().tiles("rows", 128))
+
+
+def tensors_of(made: object) -> Iterator[torch.Tensor]:
+    """Every tensor that an index holds, without asking it for any."""
+    if isinstance(made, torch.Tensor):
+        yield made
+    elif isinstance(made, dict) or hasattr(made, "__dict__"):
+        for value in (made if isinstance(made, dict) else vars(made)).values():
+            yield from tensors_of(value)
+
+
+def test_the_index_of_a_long_sequence_is_small():
+    layout = FixedSparsityConfig(num_heads=12, block=16).make_bool_layout(131072)
+    index = BlockIndex.build(layout, 16)
+    assert layout.shape == (1, 8192, 8192) and index.live_blocks == 16_801_792
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors_of(index)}
+    assert sum(storages.values()) < 48 * 2**20
+
+
+def test_an_index_of_inference_serves_training():
+    with torch.inference_mode():
+        index = BlockIndex.build(torch.rand(4, 4, generator=seeded()) < 0.5, 16).with_lists()
+        index.causal().tiles("rows", 128)
+    assert not any(x.is_inference() for x in tensors_of(index))
+
+
+def test_reading_it_compiles_into_one_graph():
+    index = BlockIndex.build(torch.rand(2, 9, 9, generator=seeded()) < 0.4, 16).with_lists()
+    index.tiles("rows", 128)
+    index.causal()
+
+    def read(x: torch.Tensor, given: BlockIndex) -> torch.Tensor:
+        for tiles in (index.row_tiles, given.column_tiles, given.causal().row_tiles, index.tiles("rows", 128)):
+            x = x * tiles.tile + tiles.entries.sum() * tiles.units.shape[0]
+        return x + given.num_values(2) + index.row_columns.sum() * index.column_slots.shape[0]
+
+    x = torch.ones(3, dtype=torch.float64)
+    assert torch.equal(torch.compile(read, fullgraph=True, backend="aot_eager")(x, index), read(x, index))
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
-def test_built_on_the_gpu_it_equals_the_one_built_on_the_cpu():
-    layout = torch.rand(3, 7, 5, generator=torch.Generator().manual_seed(0)) < 0.4
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64], ids=str)
+def test_built_on_the_gpu_it_equals_the_one_built_on_the_cpu(dtype: torch.dtype):
+    layout = (torch.rand(3, 37, 50, generator=seeded()) < 0.4).to(dtype)
     here, there = BlockIndex.build(layout, 16), BlockIndex.build(layout.cuda(), 16)
-    assert there.device.type == "cuda"
-    for name in LISTS:
-        assert torch.equal(getattr(here, name), getattr(there, name).cpu()), name
+    for ours, theirs in ((here, there), (here.causal(), there.causal())):
+        assert theirs.device.type == "cuda" and ours.reaches_ahead == theirs.reaches_ahead
+        assert torch.equal(ours.bits, theirs.bits.cpu())
+        assert_equal_tiles(theirs.row_tiles, ours.row_tiles)
+        assert_equal_tiles(theirs.column_tiles, ours.column_tiles)
+        for name in LISTS:
+            assert torch.equal(getattr(ours, name), getattr(theirs, name).cpu()), name
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64], ids=str)
+@pytest.mark.parametrize("heads", ["shared", "equal", "different"])
+def test_it_waits_for_the_gpu_once(dtype: torch.dtype, block: int, heads: str):
+    layout = torch.rand(1 if heads == "shared" else 3, 40, 40, generator=seeded()) < 0.3
+    layout = (layout[:1].repeat(3, 1, 1) if heads == "equal" else layout).to(dtype).cuda()
+    made: list[BlockIndex] = []
+    steps = {
+        "build": (lambda: made.append(BlockIndex.build(layout, block)), 1),
+        "lists": (lambda: made[-1].lists, 0),
+        "causal": (lambda: made[-1].causal(), 1),
+        "causal again": (lambda: made[-1].causal().row_tiles, 0),
+        "another height": (lambda: made[-1].tiles("rows", 128), 1),
+    }
+    for step, (run, expected) in steps.items():
+        assert waits(run) == expected, step
+
+
+def waits(run) -> int:
+    """How often a function waits for the GPU."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return sum("synchronizing CUDA operation" in str(warning.message) for warning in given)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_building_takes_a_few_times_the_memory_of_the_layout():
+    layout = FixedSparsityConfig(num_heads=12, block=16).make_bool_layout(131072).cuda()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    BlockIndex.build(layout, 16)
+    assert torch.cuda.max_memory_allocated() - before < 5 * layout.nbytes
 
 
 @pytest.mark.parametrize("block", [0, 4, 7, 12, 48, -16, 16.0, True, "16"])

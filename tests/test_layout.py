@@ -61,6 +61,18 @@ def test_heads_density_cut_crop_and_expansion_agree(heads, rows, columns, seed):
     assert torch.equal(lay.causal_cut(layout), layout & (torch.arange(rows)[:, None] >= torch.arange(columns)))
 
 
+@modest
+@given(st.integers(1, 3), st.integers(1, 5), st.integers(1, 400), st.sampled_from((0.0, 0.4, 1.0)), st.integers(0, 99))
+def test_bits_hold_the_layout_and_live_blocks_are_counted(heads, rows, columns, chance, seed):
+    layout = torch.rand(heads, rows, columns, generator=torch.Generator().manual_seed(seed)) < chance
+    for live in (layout, layout.mT):
+        bits = lay.pack_bits(live)
+        assert bits.dtype is torch.uint8 and bits.shape == (*live.shape[:2], -(-live.shape[2] // 8))
+        assert [int(bits[0, 0, 0]) >> k & 1 for k in range(min(8, live.shape[2]))] == live[0, 0, :8].long().tolist()
+        assert torch.equal(lay.unpack_bits(bits, live.shape[2]), live)
+        assert torch.equal(lay.count_live(live), live.sum(2))
+
+
 def test_a_crop_beyond_the_layout_is_refused():
     with pytest.raises(ValueError, match="3 x 3 blocks to 4 x 3"):
         lay.crop(LIVE[None], 4, 3)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
+import pytest
 import torch
 from helpers import EXAMPLES, Layout, generator, layouts, make_layout, random, seeded
 from hypothesis import given
@@ -82,3 +84,99 @@ def test_attention_on_a_full_layout_is_dense_attention():
     ours = reference.attention(query, key, value, torch.ones(2, 2, dtype=torch.bool), 8, scale=0.5, causal=True)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_attention_by_hand():
+    """Short last blocks, heads that share keys, another layout for each head: token by token."""
+    rng, block, tokens, keys = seeded(), 8, 13, 19
+    query, key, value = random(rng, 2, 4, tokens, 3), random(rng, 2, 2, keys, 3), random(rng, 2, 2, keys, 3)
+    layout = torch.rand(4, 2, 3, generator=rng) < 0.5
+    bias, keep = random(rng, 1, 4, tokens, keys), torch.rand(2, keys, generator=rng) < 0.7
+    output, lse = reference.attention(
+        query, key, value, layout, block, rpe=bias, key_padding_mask=keep, causal=True, return_lse=True
+    )
+    for b, h, i in itertools.product(range(2), range(4), range(tokens)):
+        seen = [j for j in range(keys) if j <= i and keep[b, j] and layout[h, i // block, j // block]]
+        scores = [(query[b, h, i] @ key[b, h // 2, j] / math.sqrt(3) + bias[0, h, i, j]).item() for j in seen]
+        total = math.fsum(map(math.exp, scores))
+        expected = sum((math.exp(s) / total * value[b, h // 2, j] for s, j in zip(scores, seen)), torch.zeros(3))
+        torch.testing.assert_close(output[b, h, i], expected.double(), rtol=1e-12, atol=1e-14)
+        assert lse[b, h, i].item() == pytest.approx(math.log(total) if seen else -math.inf, rel=1e-12)
+
+
+def test_attention_of_rows_with_nothing_left_has_zero_gradients():
+    query, key, value = (random(seeded(n), 1, 1, 16, 4).requires_grad_() for n in range(3))
+    layout = torch.tensor([[1, 0], [0, 0]], dtype=torch.bool)
+    output, lse = reference.attention(query, key, value, layout, 8, return_lse=True)
+    assert not output[:, :, 8:].any() and (lse[:, :, 8:] == -math.inf).all()
+    for x in torch.autograd.grad((output.sum(), lse.sum()), (query, key, value)):
+        assert torch.isfinite(x).all() and x[:, :, :8].any() and not x[:, :, 8:].any()
+
+
+def test_lse_is_in_float32_or_wider():
+    query = random(seeded(), 1, 1, 8, 4)
+    for dtype, wide in (
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ):
+        x = query.to(dtype)
+        output, lse = reference.attention(x, x, x, torch.ones(1, 1, dtype=torch.bool), 8, return_lse=True)
+        assert (output.dtype, lse.dtype) == (dtype, wide)
+
+
+def philox(seed: int, counter: list[int]) -> list[int]:
+    """Philox4x32 with 7 rounds in Python's integers."""
+    low, key = 2**32 - 1, [seed % 2**32, seed >> 32]
+    for _ in range(7):
+        a, b = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+        counter = [(b >> 32) ^ counter[1] ^ key[0], b & low, (a >> 32) ^ counter[3] ^ key[1], a & low]
+        key = [(key[0] + 0x9E3779B9) & low, (key[1] + 0xBB67AE85) & low]
+    return counter
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.25, 0.7, 1 - 2**-17])
+@pytest.mark.parametrize(("seed", "offset"), [(0, 0), (0x0123456789ABCDEF, 2**61 + 5), (2**62 - 1, 2**32 - 1)])
+def test_dropout_keeps_what_philox_says(seed: int, offset: int, dropout_p: float):
+    batch, heads, tokens, keys = 2, 3, 19, 37
+    keep = reference.dropout_keep(seed, offset, batch, heads, tokens, keys, dropout_p)
+    assert keep.shape == (batch, heads, tokens, keys) and keep.dtype == torch.bool
+    threshold = min(int(dropout_p * 65536 + 0.5), 65535)
+    for b, h, i, j in itertools.product(range(batch), range(heads), range(0, tokens, 3), range(0, keys, 2)):
+        counter = [j // 16 * 4 + j % 8 // 2, i // 16 * 8 + i % 8, b * heads + h, offset % 2**32]
+        element = i % 16 // 8 + 2 * (j % 2) + 4 * (j % 16 // 8)
+        number = philox(seed, counter)[element // 2] >> 16 * (element % 2) & 0xFFFF
+        assert keep[b, h, i, j] == (number >= threshold)
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.9])
+def test_dropout_is_even_and_independent(dropout_p: float):
+    """Rates of whole, rows, columns and places in a 16 x 16 square; and no pair of neighbours, heads, calls agrees more
+    often than chance has it."""
+    masks = torch.stack([reference.dropout_keep(12345, call, 2, 3, 256, 256, dropout_p) for call in (0, 1)]).double()
+    deviation = (masks - (1 - dropout_p)) / math.sqrt(dropout_p * (1 - dropout_p))
+
+    def within(x: torch.Tensor, averaged: int) -> None:
+        assert x.abs().max() * math.sqrt(averaged) < 5
+
+    within(deviation.mean(), deviation.numel())
+    for dim in (3, 4):
+        within(deviation.mean(dim), 256)
+    squares = deviation.unflatten(4, (16, 16)).unflatten(3, (16, 16))
+    within(squares.mean((0, 1, 2, 3, 5)), 2 * 6 * 256)
+    for dim, shifts in ((0, (1,)), (1, (1,)), (2, (1,)), (3, (1, 2, 8, 16)), (4, (1, 2, 8, 16))):
+        for shift in shifts:
+            size = deviation.shape[dim] - shift
+            products = deviation.narrow(dim, 0, size) * deviation.narrow(dim, shift, size)
+            within(products.mean(), products.numel())
+
+
+def test_attention_drops_after_the_softmax():
+    query, key, value = (random(seeded(n), 2, 2, 24, 4) for n in range(3))
+    layout = torch.ones(3, 3, dtype=torch.bool)
+    everything = torch.eye(24, dtype=torch.float64).expand(2, 2, -1, -1)
+    probs = reference.attention(query, key, everything, layout, 8)
+    keep = reference.dropout_keep(3, 4, 2, 2, 24, 24, 0.5)
+    output, lse = reference.attention(query, key, value, layout, 8, dropout_p=0.5, dropout_seed=(3, 4), return_lse=True)
+    torch.testing.assert_close(output, (probs * keep * 2) @ value)
+    assert torch.equal(lse, reference.attention(query, key, value, layout, 8, return_lse=True)[1])

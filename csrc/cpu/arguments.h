@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "../checks.h"
 #include "kernels.h"
@@ -47,6 +48,112 @@ inline void check_slots(const Tensor& slots) {
   for (int64_t n = 0; n < slots.size(0); ++n) fits &= slot[n] >= 0 && slot[n] < slots.size(0);
   check(fits, "slots have to be 0 or more and below the " + std::to_string(slots.size(0)) + " entries.");
 }
+
+// The lists of one side of attention's tiles by lines: line i of layout head l owns the blocks from
+// offsets[l * lines + i] to offsets[l * lines + i + 1].
+struct LineLists {
+  int64_t layout_heads, lines;
+  std::vector<int64_t> offsets;
+  std::vector<int32_t> blocks;
+
+  const int32_t* begin(int64_t head, int64_t line) const {
+    return blocks.data() + offsets[head_of(head) * lines + line];
+  }
+  int64_t count(int64_t head, int64_t line) const {
+    int64_t at = head_of(head) * lines + line;
+    return offsets[at + 1] - offsets[at];
+  }
+
+ private:
+  int64_t head_of(int64_t head) const { return layout_heads == 1 ? 0 : head; }
+};
+
+// Checks what the lists of tiles hold, for `lines` lines a head and `others` blocks on the other side, and sorts it by
+// lines: the CPU does a line whole, whatever units its tile is cut into.
+inline LineLists lists_by_line(const Tensor& tile_lines, const Tensor& entries, const Tensor& units,
+                               int64_t layout_heads, int64_t lines, int64_t others, int64_t block, int64_t tile) {
+  int64_t per_tile = std::max<int64_t>(1, tile / block), tiles = tile_lines.size(0) / per_tile,
+          tiles_of_head = tiles / layout_heads, num_entries = entries.size(0);
+  const int32_t *line = pointer<int32_t>(tile_lines), *unit = pointer<int32_t>(units);
+  const uint32_t* entry = pointer<uint32_t>(entries);
+
+  std::vector<int64_t> first(tiles, num_entries), end(tiles, 0), covered(tiles, 0);
+  for (int64_t n = 0; n < units.size(0); ++n, unit += 4) {
+    check(unit[0] >= 0 && unit[0] < tiles && unit[1] >= 0 && unit[2] >= 0 && unit[1] + int64_t{unit[2]} <= num_entries,
+          "units have to be ranges of the " + std::to_string(num_entries) + " entries, of tiles below " +
+              std::to_string(tiles) + ".");
+    first[unit[0]] = std::min<int64_t>(first[unit[0]], unit[1]);
+    end[unit[0]] = std::max<int64_t>(end[unit[0]], unit[1] + unit[2]);
+    covered[unit[0]] += unit[2];
+  }
+
+  LineLists lists{layout_heads, lines, std::vector<int64_t>(layout_heads * lines + 1), {}};
+  std::vector<char> seen(layout_heads * lines);
+  std::vector<int64_t> tile_of(others, -1);
+  int64_t* count = lists.offsets.data() + 1;
+  for (int64_t t = 0; t < tiles; ++t, line += per_tile) {
+    check(covered[t] == std::max<int64_t>(0, end[t] - first[t]),
+          "the units of a tile have to cut one range of entries.");
+    for (int64_t k = 0; k < per_tile; ++k) {
+      if (line[k] == -1) continue;
+      int64_t at = t / tiles_of_head * lines + line[k];
+      check(line[k] >= 0 && line[k] < lines && !seen[at],
+            "lines have to name each of the " + std::to_string(lines) + " block rows or columns of a head once.");
+      seen[at] = true;
+    }
+    for (int64_t n = first[t]; n < end[t]; ++n) {
+      uint32_t owners = entry[n] >> 24;
+      int64_t other = entry[n] & 0xffffff;
+      check(other < others && tile_of[other] != t && owners >> per_tile == 0,
+            "entries have to be blocks below " + std::to_string(others) +
+                ", once in a tile, with the bits of its lines.");
+      tile_of[other] = t;
+      for (int64_t k = 0; k < per_tile; ++k) {
+        if ((owners >> k & 1) == 0) continue;
+        check(line[k] >= 0, "entries have to belong to lines that there are.");
+        ++count[t / tiles_of_head * lines + line[k]];
+      }
+    }
+  }
+  check(std::find(seen.begin(), seen.end(), false) == seen.end(),
+        "lines have to name each of the " + std::to_string(lines) + " block rows or columns of a head once.");
+
+  for (int64_t i = 0; i < layout_heads * lines; ++i) lists.offsets[i + 1] += lists.offsets[i];
+  lists.blocks.resize(lists.offsets.back());
+  std::vector<int64_t> next(lists.offsets.begin(), lists.offsets.end() - 1);
+  line = pointer<int32_t>(tile_lines);
+  for (int64_t t = 0; t < tiles; ++t, line += per_tile)
+    for (int64_t n = first[t]; n < end[t]; ++n)
+      for (int64_t k = 0; k < per_tile; ++k)
+        if (entry[n] >> 24 >> k & 1)
+          lists.blocks[next[t / tiles_of_head * lines + line[k]]++] = static_cast<int32_t>(entry[n] & 0xffffff);
+  return lists;
+}
+
+// A bias as a 4-D view: data, and strides that are 0 where its size is 1.
+struct BiasView {
+  const char* data;
+  int64_t batch_stride, head_stride, row_stride, column_stride;
+  bool is_bool, is_wide;
+
+  // dtype: of the other operands.
+  BiasView(const Tensor& x, ScalarType dtype)
+      : data(pointer<char>(x)),
+        is_bool(x.scalar_type() == ScalarType::Bool),
+        is_wide(!is_bool && x.scalar_type() != dtype) {
+    auto stride = [&](int64_t dim) { return x.size(dim) == 1 ? 0 : x.stride(dim); };
+    bool padding = x.dim() == 2;
+    int64_t size = x.element_size();
+    batch_stride = stride(0) * size;
+    head_stride = padding ? 0 : stride(1) * size;
+    row_stride = padding ? 0 : stride(2);
+    column_stride = x.stride(x.dim() - 1);
+  }
+
+  Bias at(int64_t batch, int64_t head) const {
+    return {data + batch * batch_stride + head * head_stride, row_stride, column_stride, is_bool, is_wide};
+  }
+};
 
 // Calls f with a null pointer of the type that holds the dtype's numbers: use(float*), and so on.
 template <class F>

@@ -60,10 +60,9 @@ static void pack_panels(const T* b, int64_t k_stride, int64_t n_stride, int64_t 
     pack_panels_of<T, 8>(b, k_stride, n_stride, depth, columns, panels);
 }
 
-template <class T>
-static void pack_rows(const T* x, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns,
-                      Compute<T>* out, int64_t out_stride) {
-  using C = Compute<T>;
+template <class T, class C = Compute<T>>
+static void pack_rows(const T* x, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns, C* out,
+                      int64_t out_stride) {
   constexpr int W = native_width<C>;
   if (row_stride == 1 && column_stride != 1) {
     transpose<C, W>(x, column_stride, columns, rows, out, out_stride);
@@ -82,10 +81,10 @@ static void pack_rows(const T* x, int64_t row_stride, int64_t column_stride, int
 
 // V panels, which may belong to different blocks: panel v is at b[v], its columns of the result at out[v].
 template <class T, int W, int V>
-static void sdd_panels(const Compute<T>* a, int64_t a_stride, const Compute<T>* const (&b)[V], T* const (&out)[V],
-                       int64_t block, int64_t depth) {
+static void sdd_panels(const Compute<T>* a, int64_t a_stride, int64_t rows, const Compute<T>* const (&b)[V],
+                       T* const (&out)[V], int64_t block, int64_t depth) {
   using C = Compute<T>;
-  for (int64_t m = 0; m < block; m += tile_rows) {
+  for (int64_t m = 0; m < rows; m += tile_rows) {
     Vec<C, W> tile[tile_rows][V] = {};
     multiply<C, W, V>(tile, a + m * a_stride, a_stride, 1, b, W, depth);
     for (int i = 0; i < tile_rows; ++i)
@@ -94,8 +93,8 @@ static void sdd_panels(const Compute<T>* a, int64_t a_stride, const Compute<T>* 
 }
 
 template <class T, int W, int V>
-static void sdd_of(const Compute<T>* a, int64_t a_stride, const Compute<T>* panels, const int32_t* columns,
-                   int64_t first, int64_t last, int64_t block, int64_t depth, T* out) {
+static void sdd_of(const Compute<T>* a, int64_t a_stride, int64_t rows, const Compute<T>* panels,
+                   const int32_t* columns, int64_t first, int64_t last, int64_t block, int64_t depth, T* out) {
   using C = Compute<T>;
   int64_t per_block = block / W, p = first;
   for (; p + V <= last; p += V) {
@@ -104,21 +103,21 @@ static void sdd_of(const Compute<T>* a, int64_t a_stride, const Compute<T>* pane
     for (int v = 0; v < V; ++v) {
       int64_t n = (p + v) / per_block, part = (p + v) % per_block;
       b[v] = panels + (columns[n] * per_block + part) * depth * W;
-      to[v] = out + n * block * block + part * W;
+      to[v] = out + n * rows * block + part * W;
     }
-    sdd_panels<T, W, V>(a, a_stride, b, to, block, depth);
+    sdd_panels<T, W, V>(a, a_stride, rows, b, to, block, depth);
   }
-  if constexpr (V > 1) sdd_of<T, W, V - 1>(a, a_stride, panels, columns, p, last, block, depth, out);
+  if constexpr (V > 1) sdd_of<T, W, V - 1>(a, a_stride, rows, panels, columns, p, last, block, depth, out);
 }
 
 template <class T>
-static void sdd(const Compute<T>* a, int64_t a_stride, const Compute<T>* panels, const int32_t* columns, int64_t count,
-                int64_t block, int64_t depth, T* out) {
+static void sdd(const Compute<T>* a, int64_t a_stride, int64_t rows, const Compute<T>* panels, const int32_t* columns,
+                int64_t count, int64_t block, int64_t depth, T* out) {
   constexpr int W = native_width<Compute<T>>;
   if (block >= W)
-    sdd_of<T, W, tile_vectors>(a, a_stride, panels, columns, 0, count * (block / W), block, depth, out);
+    sdd_of<T, W, tile_vectors>(a, a_stride, rows, panels, columns, 0, count * (block / W), block, depth, out);
   else
-    sdd_of<T, 8, tile_vectors>(a, a_stride, panels, columns, 0, count * (block / 8), block, depth, out);
+    sdd_of<T, 8, tile_vectors>(a, a_stride, rows, panels, columns, 0, count * (block / 8), block, depth, out);
 }
 
 // Blocks as the product reads them: element (m, k) of block n at a[n * block_stride + m * m_stride + k * k_stride].

@@ -1,5 +1,6 @@
 // The kernels for the instruction set this file is compiled for; see kernels.h.
 
+#include "attention.h"
 #include "gemm.h"
 #include "rows.h"
 
@@ -7,8 +8,20 @@ namespace ds_sparse::cpu::DS_SPARSE_ISA {
 
 template <class T>
 constexpr Kernels<T> table = {
-    panel_width<T>, native_width<Compute<T>>, pack_panels<T>,      pack_rows<T>, sdd<T>, dsd<T>,
-    store_rows<T>,  softmax_forward<T>,       softmax_backward<T>, add_block<T>,
+    panel_width<T>,
+    native_width<Compute<T>>,
+    pack_panels<T>,
+    pack_rows<T>,
+    sdd<T>,
+    dsd<T>,
+    store_rows<T>,
+    softmax_forward<T>,
+    softmax_backward<T>,
+    add_block<T>,
+    row_dots<T>,
+    attention_forward<T>,
+    attention_backward<T>,
+    attention_bias_backward<T>,
 };
 
 extern const Kernels<float> table_float = table<float>;

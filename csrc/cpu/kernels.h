@@ -1,4 +1,5 @@
-// What matmul.cpp and softmax.cpp ask of an instruction set: the arithmetic of one piece of work, on one thread.
+// What matmul.cpp, softmax.cpp and attention.cpp ask of an instruction set: the arithmetic of one piece of work, on one
+// thread.
 //
 // kernels.cpp is compiled once for each instruction set, and kernels<T>() picks at run time. T is what tensors hold;
 // arithmetic is in Compute<T>. b is the block size throughout.
@@ -7,6 +8,12 @@
 #include <cstdint>
 
 #include "../compute.h"
+
+namespace ds_sparse {
+
+struct Dropout;
+
+}  // namespace ds_sparse
 
 namespace ds_sparse::cpu {
 
@@ -18,12 +25,18 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// What is added to the scores of one (batch, head): rpe, attn_mask or key_padding_mask.
+// A byte of a bool mask: what is not zero is kept.
+struct Keep {
+  uint8_t byte;
+};
+
+// What is added to the scores of one (batch, head): rpe, attn_mask or a mask of keys.
 struct Bias {
-  const void* data;    // (T, S); T, or bool bytes that keep where not zero
+  const void* data;    // (T, S); T, Compute<T> or Keep
   int64_t row_stride;  // 0: the same for all token rows
   int64_t column_stride;
   bool is_bool;
+  bool is_wide;  // holds Compute<T>
 };
 
 constexpr int max_biases = 3;
@@ -43,6 +56,65 @@ struct SoftmaxRows {
   int num_biases;
 };
 
+// Tokens of one block line of attention's scores, of one batch and head: some queries of a block row; or transposed,
+// some keys of a block column, and then the rows of its scores are keys and the columns queries.
+struct AttentionLine {
+  bool transposed;
+  int64_t block;
+  int64_t depth;                // numbers of a query
+  int64_t first, rows;          // the first token, and how many; a multiple of 8, perhaps beyond the last
+  int64_t row_end, column_end;  // tokens that there are
+  double scale;
+  bool causal;
+  Bias biases[max_biases];  // strides by the rows and columns here
+  int num_biases;
+  const Dropout* dropout;  // null: none
+  uint32_t matrix;         // dropout's number of the batch and head
+};
+
+// Statistics of queries, in the order of the line's rows or, transposed, of the other side's slots:
+// probability = exp(score - top) * inverse, and delta is what its gradient has subtracted.
+template <class C>
+struct AttentionStatistics {
+  const C *top, *inverse, *delta;
+};
+
+// What a block column needs for its gradients. The other side's blocks lie in slots, each of `block` tokens: as rows of
+// `width` numbers, zero beyond the depth, and as panels of the depth alone.
+template <class C>
+struct AttentionColumn {
+  const C *key, *value;  // the line's own, rows of `width`
+  const C *query, *grad_output;
+  const C *query_panels, *grad_output_panels;
+  AttentionStatistics<C> statistics;
+  int64_t width;
+  const int32_t *blocks, *slots;  // the line's live blocks, and where they lie
+  int64_t count;
+  C *grad_key, *grad_value;  // the line's own, added to
+  C* grad_query;             // by slots, added to
+};
+
+// Scores of a line that kernels of attention hold at a time, where its blocks are not larger.
+constexpr int64_t attention_tile = 8192;
+
+// Tokens of a block that make a line.
+constexpr int64_t attention_rows(int64_t block) {
+  int64_t rows = block;
+  while (rows > 16 && rows * block > attention_tile) rows /= 2;
+  return rows;
+}
+
+constexpr int64_t attention_scratch(int64_t block) {
+  int64_t rows = attention_rows(block);
+  return 4 * (rows * block > attention_tile ? rows * block : attention_tile);
+}
+
+// What dropout multiplies probabilities by, 0 or more than 1: of queries x keys from (query, key) on, to
+// out[i * query_stride + j * key_stride]. In attention.cpp, for all instruction sets.
+template <class C>
+void dropout_factors(const Dropout& dropout, uint32_t matrix, int64_t query, int64_t key, int64_t queries, int64_t keys,
+                     C* out, int64_t query_stride, int64_t key_stride);
+
 template <class T>
 struct Kernels {
   using C = Compute<T>;
@@ -59,9 +131,9 @@ struct Kernels {
   void (*pack_rows)(const T* x, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns, C* out,
                     int64_t out_stride);
 
-  // out[n] = a @ panels of columns[n], n < count; a (b, depth) with unit column stride.
-  void (*sdd)(const C* a, int64_t a_stride, const C* panels, const int32_t* columns, int64_t count, int64_t block,
-              int64_t depth, T* out);
+  // out[n] = a @ panels of columns[n], n < count; a (rows, depth) with unit column stride, out[n] (rows, b).
+  void (*sdd)(const C* a, int64_t a_stride, int64_t rows, const C* panels, const int32_t* columns, int64_t count,
+              int64_t block, int64_t depth, T* out);
 
   // sum[r - begin, :] = sum over n < count of row r of block n (of its transpose, if slots) times dense rows of block
   // indices[n]; block n is values[slots ? slots[n] : n]. dense and sum have `width` columns, a multiple of lanes.
@@ -84,6 +156,23 @@ struct Kernels {
 
   // sums[r * stride + c] += values[r, c]; stride 0 sums the rows of the block.
   void (*add_block)(const T* values, int64_t block, double* sums, int64_t stride);
+
+  // out[r] = a[r] . b[r], rows of `columns` numbers.
+  void (*row_dots)(const T* a, int64_t a_stride, int64_t a_column_stride, const T* b, int64_t b_stride,
+                   int64_t b_column_stride, int64_t rows, int64_t columns, C* out);
+
+  // The line's largest scores and sums of exponentials over `count` live blocks; and, unless sum is null, its softmax
+  // times value. query (rows, depth), key_panels and value (columns, width) whole, sum (rows, width).
+  // scratch, here and below: attention_scratch of C.
+  void (*attention_forward)(const AttentionLine& line, const C* query, const C* key_panels, const C* value,
+                            int64_t width, const int32_t* blocks, int64_t count, C* sum, C* top, C* total, C* scratch);
+
+  void (*attention_backward)(const AttentionLine& line, const AttentionColumn<C>& column, C* scratch);
+
+  // out[r * out_stride + j] += the gradient of what was added to the score of row r and key j.
+  void (*attention_bias_backward)(const AttentionLine& line, const C* query, const C* grad_output, const C* key_panels,
+                                  const C* value_panels, const AttentionStatistics<C>& statistics,
+                                  const int32_t* blocks, int64_t count, C* out, int64_t out_stride, C* scratch);
 };
 
 inline int64_t dsd_scratch(int64_t block, int64_t rows) {

@@ -62,7 +62,7 @@ void sdd(const Tensor& a, const Tensor& b, const Tensor& row_offsets, const Tens
         if (in_place) left = from;
       if (!in_place) kernel.pack_rows(from, a.stride(2), a.stride(3), block, depth, packed.data(), depth);
       int64_t entry = b_index * out.size(1) + (layout_heads == 1 ? head * live : 0) + piece.begin;
-      kernel.sdd(left, depth, panels.data() + (b_index * heads + head) * depth * width, indices + piece.begin,
+      kernel.sdd(left, depth, block, panels.data() + (b_index * heads + head) * depth * width, indices + piece.begin,
                  piece.end - piece.begin, block, depth, values + entry * block * block);
     };
   });

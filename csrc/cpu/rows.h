@@ -14,13 +14,6 @@ DS_SPARSE_INLINE Vec<C, W> add_bias(Vec<C, W> x, Vec<C, W> bias) {
   return bias == -infinity<C> ? bias : sum;
 }
 
-// What W bools of a mask add to the scores.
-template <class C, int W>
-DS_SPARSE_INLINE Vec<C, W> kept(const uint8_t* keep) {
-  auto wide = __builtin_convertvector((load_raw<Vec<uint8_t, W>>(keep)), Vec<typename Bits<C>::Int, W>);
-  return wide != 0 ? Vec<C, W>{} : broadcast<C, W>(-infinity<C>);
-}
-
 // One row of a bias over the live blocks; -inf where a bool one drops.
 template <class T, int W>
 static void read_bias(const Bias& bias, int64_t token, const int32_t* columns, int64_t count, int64_t block,
@@ -29,11 +22,11 @@ static void read_bias(const Bias& bias, int64_t token, const int32_t* columns, i
   for (int64_t n = 0; n < count; ++n, out += block) {
     int64_t offset = token * bias.row_stride + columns[n] * block * bias.column_stride;
     if (bias.is_bool) {
-      const uint8_t* keep = static_cast<const uint8_t*>(bias.data) + offset;
+      const Keep* keep = static_cast<const Keep*>(bias.data) + offset;
       if (bias.column_stride == 1)
-        for (int64_t c = 0; c < block; c += W) store<C, W>(out + c, kept<C, W>(keep + c));
+        for (int64_t c = 0; c < block; c += W) store<C, W>(out + c, load<C, W>(keep + c));
       else
-        for (int64_t c = 0; c < block; ++c) out[c] = keep[c * bias.column_stride] ? C(0) : -infinity<C>;
+        for (int64_t c = 0; c < block; ++c) out[c] = keep[c * bias.column_stride].byte ? C(0) : -infinity<C>;
     } else {
       const T* from = static_cast<const T*>(bias.data) + offset;
       if (bias.column_stride == 1)
@@ -158,6 +151,22 @@ static void add_block_of(const T* values, int64_t block, double* sums, int64_t s
 template <class T>
 static void add_block(const T* values, int64_t block, double* sums, int64_t stride) {
   add_block_of<T, 8>(values, block, sums, stride);
+}
+
+template <class T>
+static void row_dots(const T* a, int64_t a_stride, int64_t a_column_stride, const T* b, int64_t b_stride,
+                     int64_t b_column_stride, int64_t rows, int64_t columns, Compute<T>* out) {
+  using C = Compute<T>;
+  constexpr int W = native_width<C>;
+  for (int64_t r = 0; r < rows; ++r, a += a_stride, b += b_stride) {
+    Vec<C, W> sums{};
+    int64_t c = 0;
+    if (a_column_stride == 1 && b_column_stride == 1)
+      for (; c + W <= columns; c += W) sums += load<C, W>(a + c) * load<C, W>(b + c);
+    C rest = 0;
+    for (; c < columns; ++c) rest += load_one<C>(a + c * a_column_stride) * load_one<C>(b + c * b_column_stride);
+    out[r] = sum_lanes<C, W>(sums) + rest;
+  }
 }
 
 }  // namespace ds_sparse::cpu::DS_SPARSE_ISA

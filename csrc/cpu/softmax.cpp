@@ -21,27 +21,6 @@ constexpr int64_t softmax_cost = 16;
 // Numbers of a bias's gradient that a task of bias_backward sums at a time: what a core's own cache holds in fp64.
 constexpr int64_t stripe_size = 1 << 15;
 
-// A bias as a 4-D view: data, and strides that are 0 where its size is 1.
-struct BiasView {
-  const char* data;
-  int64_t batch_stride, head_stride, row_stride, column_stride;
-  bool is_bool;
-
-  BiasView(const Tensor& x) : data(pointer<char>(x)), is_bool(x.scalar_type() == ScalarType::Bool) {
-    auto stride = [&](int64_t dim) { return x.size(dim) == 1 ? 0 : x.stride(dim); };
-    bool padding = x.dim() == 2;
-    int64_t size = x.element_size();
-    batch_stride = stride(0) * size;
-    head_stride = padding ? 0 : stride(1) * size;
-    row_stride = padding ? 0 : stride(2);
-    column_stride = x.stride(x.dim() - 1);
-  }
-
-  Bias at(int64_t batch, int64_t head) const {
-    return {data + batch * batch_stride + head * head_stride, row_stride, column_stride, is_bool};
-  }
-};
-
 template <class T>
 void forward(const Tensor& scores, const std::vector<BiasView>& biases, const Tensor& row_offsets,
              const Tensor& columns, int64_t layout_heads, int64_t heads, int64_t block, double scale, bool causal,
@@ -157,7 +136,7 @@ Tensor softmax_forward(Tensor scores, std::optional<Tensor> rpe, std::optional<T
     check_dim(**bias, bias == &key_padding_mask ? 2 : 4, name);
     check_bias(**bias, scores, heads, rows, name);
     width = std::min(width, (*bias)->size((*bias)->dim() - 1));
-    biases.emplace_back(**bias);
+    biases.emplace_back(**bias, scores.scalar_type());
   }
   check_entries(row_offsets, columns, width / block);
   for_dtype(scores.scalar_type(), [&](auto* type) {

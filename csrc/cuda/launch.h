@@ -23,12 +23,8 @@ class Launcher {
     stream_ = static_cast<cudaStream_t>(stream);
   }
 
-  int64_t multiprocessors() const {
-    int device = 0, count = 0;
-    STD_CUDA_CHECK(cudaGetDevice(&device));
-    STD_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-    return count;
-  }
+  int64_t multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
+  bool is_hopper() const { return attribute(cudaDevAttrComputeCapabilityMajor) == 9; }
 
   // A contiguous tensor that begins at a multiple of 16 bytes: a copy where `x` does not.
   Tensor aligned(const Tensor& x) const {
@@ -57,6 +53,13 @@ class Launcher {
   }
 
  private:
+  static int attribute(cudaDeviceAttr name) {
+    int device = 0, value = 0;
+    STD_CUDA_CHECK(cudaGetDevice(&device));
+    STD_CUDA_CHECK(cudaDeviceGetAttribute(&value, name, device));
+    return value;
+  }
+
   template <class... Parameters, class... Arguments>
   void run(void (*kernel)(Parameters...), int64_t blocks, dim3 threads, size_t bytes, Arguments... arguments) const {
     constexpr int64_t limit = INT32_MAX;

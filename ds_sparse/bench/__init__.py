@@ -1,1 +1,1 @@
-"""`ds_sparse bench`: what an operation costs beside dense attention. Outputs are verified before anything is timed."""
+"""`ds_sparse bench`: what an operation costs beside its peers. Outputs are verified before anything is timed."""

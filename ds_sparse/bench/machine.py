@@ -1,68 +1,90 @@
-"""What every benchmark needs of the machine: the time of a call, the rates it cannot pass, what to say of it."""
+"""What every benchmark needs of the machine: the time of a call, and what to say of it."""
 
 from __future__ import annotations
 
-import functools
 import platform
-import statistics
 import subprocess
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from tqdm import tqdm
+
+Key = TypeVar("Key", bound=Hashable)
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+FORWARD, BACKWARD, TRAIN = "forward", "backward", "forward+backward"
 
 CALLS_ON_CUDA = 8
-"""Calls between two events: so many that the device never waits for Python."""
+"""Calls between two events."""
+
+CYCLES_PER_MS = 2_000_000
+LONGEST_WAIT_MS = 100
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds of one call."""
+    """Milliseconds of one call.
+
+    On CUDA those of the device alone, mean of several calls in a row: it is kept waiting until Python has issued them
+    all. What they work on is in L2 as far as the call before left it there.
+    """
+    start = time.perf_counter()
+    call()
     if device.type == "cuda":
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        call()
-        start.record()
+        issued_ms = (time.perf_counter() - start) * 1e3
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(int(min(2 * CALLS_ON_CUDA * issued_ms, LONGEST_WAIT_MS) * CYCLES_PER_MS))
+        begin.record()
         for _ in range(CALLS_ON_CUDA):
             call()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / CALLS_ON_CUDA
+        return begin.elapsed_time(end) / CALLS_ON_CUDA
     start = time.perf_counter()
     call()
     return (time.perf_counter() - start) * 1e3
 
 
-@dataclass(frozen=True)
-class Ceilings:
-    """Rates that a kernel cannot pass: those of a large copy and of a large matrix product, measured here."""
+def in_turns(
+    runs: Mapping[Key, Callable[[], float]], repeats: int, seconds: float, title: str
+) -> dict[Key, list[float]]:
+    """What each run gives in each round, the runs of a round one after the other: all meet the same machine.
 
-    bytes_per_ms: float
-    flops_per_ms: float
-
-    @classmethod
-    @functools.cache  # once a process: the cases of a grid are held to the same rates
-    def measure(cls, device: torch.device, dtype: torch.dtype) -> Ceilings:
-        copied = torch.empty(2**31, dtype=torch.uint8, device=device)
-        target = torch.empty_like(copied)
-        copy_ms = statistics.median(timed(lambda: target.copy_(copied), device) for _ in range(5))
-        side = 8192
-        a = torch.randn(side, side, device=device, dtype=dtype)
-        product_ms = statistics.median(timed(lambda: a @ a, device) for _ in range(5))
-        return cls(2 * copied.numel() / copy_ms, 2 * side**3 / product_ms)
-
-    def floor(self, nbytes: float, flops: float) -> float:
-        """Milliseconds that one kernel needs at least."""
-        return max(nbytes / self.bytes_per_ms, flops / self.flops_per_ms)
+    `repeats` rounds after one that does not count, or as many as begin within `seconds`, three at least.
+    """
+    times: dict[Key, list[float]] = {key: [] for key in runs}
+    start = time.perf_counter()
+    for round_ in tqdm(range(-1, repeats), desc=title, unit="round", leave=False, disable=None):
+        if round_ >= 3 and time.perf_counter() - start > seconds:
+            break
+        for key, run in runs.items():
+            elapsed = run()
+            if round_ >= 0:
+                times[key].append(elapsed)
+    return times
 
 
 def conditions(device: torch.device) -> dict[str, str]:
     """What the numbers depend on besides the case."""
     if device.type == "cuda":
-        machine = torch.cuda.get_device_name(device)
+        described = {"machine": torch.cuda.get_device_name(device), "driver": driver()}
     else:
-        machine = f"{processor()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
-    return {"machine": machine, "torch": torch.__version__, "commit": commit()}
+        threads = torch.get_num_threads()
+        described = {"machine": f"{processor()}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads"}
+    return described | {"torch": torch.__version__, "commit": commit()}
+
+
+def driver() -> str:
+    """The version of NVIDIA's driver; 'unknown' where its own program does not say."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return printed.splitlines()[0].strip()
 
 
 def processor() -> str:

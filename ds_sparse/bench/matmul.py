@@ -6,24 +6,23 @@ A case is data; `run_case` verifies it, times all competitors in turns in one pr
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from tqdm import tqdm
 
 from .. import reference
 from ..index import BlockIndex
 from ..layout import density, to_token_mask
 from ..ops import MatMul, Softmax
 from ..sparsity import BigBirdSparsityConfig, BSLongformerSparsityConfig, FixedSparsityConfig, SparsityConfig
-from .machine import Ceilings, timed
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from .floors import Ceilings, Size, operation_floor
+from .machine import DTYPES, FORWARD, TRAIN, in_turns, timed
+from .verification import output_and_gradients, random_tensors, require_as_accurate
 
 LAYOUTS: dict[str, tuple[type[SparsityConfig], dict[str, Any]]] = {
     "fixed": (FixedSparsityConfig, {}),
@@ -34,13 +33,8 @@ LAYOUTS: dict[str, tuple[type[SparsityConfig], dict[str, Any]]] = {
 }
 """Name to structure, all heads alike: DeepSpeed's defaults, narrow and wide windows, and random blocks."""
 
-FORWARD, TRAIN = "forward", "forward+backward"
-
 VERIFIED_HEADS = 2
 """Heads of the verification in float64, which is dense and quadratic; the heads of a layout are alike."""
-
-ERROR_ALLOWED = 4.0
-"""Our RMS error may be this many times that of plain PyTorch at the same precision: sums run in another order."""
 
 
 @dataclass(frozen=True)
@@ -114,32 +108,29 @@ def run_case(case: Case, device: torch.device, repeats: int, seconds: float) -> 
     verify(case, layout, device)
     live = density(layout)
     ceilings = Ceilings.measure(device, DTYPES[case.dtype]) if device.type == "cuda" else None
+    size = Size(case.batch, case.heads, case.seq_len, case.head_dim, live, DTYPES[case.dtype].itemsize)
     competitors = make_competitors(case, layout.to(device))
-    times: dict[tuple[str, str], list[float]] = {}
-    start = time.perf_counter()
-    for round_ in tqdm(range(-1, repeats), desc=describe(case, live), unit="round", leave=False, disable=None):
-        if round_ >= 3 and time.perf_counter() - start > seconds:
-            break
-        for runner in competitors:
-            for direction in (FORWARD, TRAIN):
-                elapsed = time_of(runner, direction, device)
-                if round_ >= 0:
-                    times.setdefault((runner.name, direction), []).append(elapsed)
+    runs = {
+        (runner.name, direction): partial(time_of, runner, direction, device)
+        for runner in competitors
+        for direction in (FORWARD, TRAIN)
+    }
+    times = in_turns(runs, repeats, seconds, describe(case, live))
     medians = {key: statistics.median(samples) for key, samples in times.items()}
     rows = []
     for runner in competitors:
         for direction in (FORWARD, TRAIN):
             mine, dense = medians[runner.name, direction], medians[runner.dense, direction]
             rounds = len(times[runner.name, direction])
-            floor = live * dense if ceilings is None else floor_on(ceilings, case, live, runner.dense, direction)
+            floor = live * dense if ceilings is None else operation_floor(ceilings, size, runner.dense, direction)
             rows.append(Row(runner.name, direction, runner.dense, mine, mine / dense, mine / floor, rounds))
     return live, rows
 
 
 def make_competitors(case: Case, layout: Tensor) -> list[Competitor]:
     """Ours first, then dense PyTorch's parts and whole, masked and looping over block rows."""
-    ours = our_operations(case, layout)
-    query, key, value = inputs = dense_inputs(case, case.heads, layout.device)
+    ours = our_operations(layout, case.block, case.head_dim)
+    query, key, value = inputs = tuple(dense_inputs(case, case.heads, layout.device))
     scores = ours["sdd"](query, key).detach()
     probs = ours["softmax"](scores).detach()
     dense_scores = (query @ key.transpose(-1, -2)).detach()
@@ -172,15 +163,15 @@ def make_competitors(case: Case, layout: Tensor) -> list[Competitor]:
     ]
 
 
-def our_operations(case: Case, layout: Tensor) -> dict[str, Callable[..., Tensor]]:
-    index, scale = BlockIndex.build(layout, case.block), case.head_dim**-0.5
-    sdd, dsd = MatMul(index, case.block, "sdd", trans_b=True), MatMul(index, case.block, "dsd")
-    softmax = Softmax(index, case.block)
+def our_operations(layout: Tensor, block: int, head_dim: int) -> dict[str, Callable[..., Tensor]]:
+    index, scale = BlockIndex.build(layout, block), head_dim**-0.5
+    sdd, dsd = MatMul(index, block, "sdd", trans_b=True), MatMul(index, block, "dsd")
+    softmax = Softmax(index, block)
     return {
         "sdd": sdd,
         "softmax": lambda scores: softmax(scores, scale=scale),
         "dsd": dsd,
-        "dds": MatMul(index, case.block, "dds", trans_b=True),
+        "dds": MatMul(index, block, "dds", trans_b=True),
         "attention": lambda query, key, value: dsd(softmax(sdd(query, key), scale=scale), value),
     }
 
@@ -212,12 +203,12 @@ def verify(case: Case, layout: Tensor, device: torch.device) -> None:
     """Holds outputs and gradients of our operations to the reference in float64.
 
     Raises:
-        ArithmeticError: an error more than `ERROR_ALLOWED` times that of the reference at the case's dtype.
+        ArithmeticError: an error larger than `require_as_accurate` allows.
     """
     heads = min(case.heads, VERIFIED_HEADS)
     layout = layout[:heads].to(device)
     query, key, value = dense_inputs(case, heads, device)
-    ours, theirs = our_operations(case, layout), their_meaning(case, layout, heads)
+    ours, theirs = our_operations(layout, case.block, case.head_dim), their_meaning(case, layout, heads)
     scores = ours["sdd"](query, key).detach()
     probs = ours["softmax"](scores).detach()
     inputs = {
@@ -233,31 +224,13 @@ def verify(case: Case, layout: Tensor, device: torch.device) -> None:
         plain = output_and_gradients(theirs[name], arguments, output_grad)
         mine = output_and_gradients(ours[name], arguments, output_grad)
         for i, (right, theirs_here, ours_here) in enumerate(zip(exact, plain, mine, strict=True)):
-            error, allowed = rms(ours_here - right), ERROR_ALLOWED * rms(theirs_here - right)
-            if not error <= allowed:
-                what = f"gradient {i} of {name}" if i else f"output of {name}"
-                raise ArithmeticError(
-                    f"{case}: {what} has an RMS error of {error:.2e}; plain PyTorch allows {allowed:.2e}."
-                )
+            what = f"gradient {i}" if i else "output"
+            require_as_accurate(f"{case}: {what} of {name}", ours_here, theirs_here, right)
 
 
-def output_and_gradients(
-    call: Callable[..., Tensor], inputs: list[Tensor] | tuple[Tensor, ...], grad: Tensor
-) -> list[Tensor]:
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    output = call(*leaves)
-    return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
-
-
-def rms(x: Tensor) -> float:
-    return x.double().square().mean().sqrt().item()
-
-
-def dense_inputs(case: Case, heads: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shape = (case.batch, heads, case.seq_len, case.head_dim)
-    query, key, value = (torch.randn(shape, generator=generator).to(device, DTYPES[case.dtype]) for _ in range(3))
-    return query, key, value
+def dense_inputs(case: Case, heads: int, device: torch.device) -> list[Tensor]:
+    """Query, key and value."""
+    return random_tensors(3, (case.batch, heads, case.seq_len, case.head_dim), DTYPES[case.dtype], device)
 
 
 def time_of(runner: Competitor, direction: str, device: torch.device) -> float:
@@ -270,23 +243,6 @@ def time_of(runner: Competitor, direction: str, device: torch.device) -> float:
             torch.autograd.grad(output, inputs, runner.output_grad)
 
     return timed(call, device)
-
-
-def floor_on(ceilings: Ceilings, case: Case, live: float, job: str, direction: str) -> float:
-    """Milliseconds of the kernels of a job, by its dense competitor's name; each reads and writes every tensor once."""
-    size = DTYPES[case.dtype].itemsize
-    dense = case.batch * case.heads * case.seq_len * case.head_dim * size
-    scores = case.batch * case.heads * case.seq_len**2 * live
-    flops, sparse = 2 * scores * case.head_dim, scores * size
-    if job == "dense softmax":
-        forward, backward = ceilings.floor(2 * sparse, 0), ceilings.floor(3 * sparse, 0)
-    elif job == "SDPA dense":
-        # In one kernel each: query, key, value and output; those, their gradients, and five products instead of two.
-        forward, backward = ceilings.floor(4 * dense, 2 * flops), ceilings.floor(8 * dense, 5 * flops)
-    else:
-        forward = ceilings.floor(2 * dense + sparse, flops)
-        backward = 2 * forward
-    return forward if direction == FORWARD else forward + backward
 
 
 def describe(case: Case, live: float) -> str:

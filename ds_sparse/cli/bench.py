@@ -4,25 +4,40 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from fnmatch import fnmatch
 from typing import Any
 
 import torch
 
-from ..bench import machine, matmul
+from ..bench import attention, cases, floors, machine, matmul, peers
 from . import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Verifies an operation against float64, then times it beside its peers in the same process."
+    operations = parser.add_subparsers(dest="operation", required=True, metavar="operation")
+    add_matmul(operations.add_parser("matmul", help="MatMul, Softmax, and attention of both"))
+    add_attention(operations.add_parser("attention", help="fused attention on live blocks"))
+
+
+def add_shared(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
+    parser.add_argument("--repeats", type=positive, default=20, help="rounds; times are their medians (default: 20)")
+    parser.add_argument(
+        "--seconds", type=positive, default=60, help="no new round of a case after this long (default: 60)"
+    )
+    parser.add_argument("--json", metavar="OUT", help="write the rows to this file")
+
+
+def add_matmul(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Verifies the operations against float64, then times them beside dense PyTorch in the same process. 'x dense' "
         "is the ratio to the dense counterpart, 'x floor' that to what perfect sparsity costs: on a GPU the bytes and "
         "FLOPs of the live blocks at the rates of a copy and of a matrix product measured here, on a CPU density times "
         "the dense time."
     )
-    parser.add_argument(
-        "operation", choices=["matmul"], help="what to measure: matmul (MatMul, Softmax, attention of both)"
-    )
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
+    add_shared(parser)
     parser.add_argument("--seq-len", type=positive, default=2048, help="tokens (default: 2048)")
     parser.add_argument("--heads", type=positive, default=12, help="(default: 12)")
     parser.add_argument("--batch", type=positive, default=1, help="sequences (default: 1)")
@@ -30,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--block", type=listed(positive), default=[64, 16], help="block sizes (default: 64,16)")
     parser.add_argument(
         "--dtype",
-        type=listed(one_of(matmul.DTYPES)),
+        type=listed(one_of(machine.DTYPES)),
         default=["fp32", "bf16"],
         help="fp32, bf16, fp16 (default: fp32,bf16)",
     )
@@ -41,23 +56,63 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=layouts[:3],
         help=f"{', '.join(layouts)} (default: {','.join(layouts[:3])})",
     )
-    parser.add_argument("--repeats", type=positive, default=20, help="rounds; times are their medians (default: 20)")
-    parser.add_argument(
-        "--seconds", type=positive, default=60, help="no new round of a case after this long (default: 60)"
+    parser.set_defaults(measure=run_matmul)
+
+
+def add_attention(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Verifies fused attention and its peers against float64, outputs and gradients, then times them in turns. A peer "
+        "that does not take a case is named with the reason. TFLOP/s count live blocks alone. 'x floor' is the ratio to "
+        "the larger of those FLOPs at the best dense attention's rate and of the bytes of all operands at a copy's rate, "
+        "on a CPU to density times the dense time; 'x ours' to ds_sparse's time. On a CPU the cases are cut to one "
+        "sequence, four heads and 2,048 tokens, those of --growth to one head."
     )
-    parser.add_argument("--json", metavar="OUT", help="write the rows to this file")
+    add_shared(parser)
+    grids = parser.add_mutually_exclusive_group()
+    grids.add_argument(
+        "--break-even",
+        action="store_true",
+        help="random blocks at densities of 10 to 90 %% in place of the table: from which on is dense faster?",
+    )
+    grids.add_argument(
+        "--growth",
+        action="store_true",
+        help="a window and one global block over 8k to 128k tokens, and one head of 1M, in place of the table",
+    )
+    parser.add_argument(
+        "--cases",
+        metavar="NAMES",
+        type=lambda text: text.split(","),
+        default=["*"],
+        help=f"patterns, such as fixed-*,random-64: {', '.join(case.name for case in cases.TABLE)} (default: all)",
+    )
+    parser.add_argument(
+        "--peers",
+        type=listed(one_of(peers.PEERS)),
+        help=f"{', '.join(peers.PEERS)} (default: on a CPU {','.join(peers.ON_CPU)}; on a GPU {','.join(peers.ON_CUDA)}, "
+        "for --break-even ds_sparse,cudnn, for --growth ds_sparse; flex-max and flex-blocks are autotuned for a minute "
+        "a case)",
+    )
+    parser.add_argument("--dtype", choices=list(machine.DTYPES), help="(default: bf16 on a GPU, fp32 on a CPU)")
+    parser.add_argument(
+        "--quick", action="store_true", help="a first look: at most 3 rounds, and no peer that has to be compiled"
+    )
+    parser.set_defaults(measure=run_attention)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("--device cuda: torch finds no CUDA GPU; leave it out to measure the CPU.", file=sys.stderr)
         return 1
-    device = torch.device(args.device)
+    return args.measure(args, torch.device(args.device))
+
+
+def run_matmul(args: argparse.Namespace, device: torch.device) -> int:
     conditions = machine.conditions(device)
-    print(", ".join(f"{name} {value}" for name, value in conditions.items()), flush=True)
+    print(in_words(conditions), flush=True)
     records = []
-    cases = matmul.grid(args.layout, args.block, args.dtype, args.batch, args.heads, args.seq_len, args.head_dim)
-    for case in cases:
+    grid = matmul.grid(args.layout, args.block, args.dtype, args.batch, args.heads, args.seq_len, args.head_dim)
+    for case in grid:
         try:
             live, rows = matmul.run_case(case, device, args.repeats, args.seconds)
         except (ValueError, ArithmeticError, RuntimeError) as error:
@@ -65,11 +120,80 @@ def run(args: argparse.Namespace) -> int:
             return 1
         print("", *matmul.table(case, live, rows), sep="\n", flush=True)
         records += matmul.record(case, live, rows)
-    if args.json is not None:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({**conditions, "rows": records}, file, indent=1)
-        print(f"\nRows written to {args.json}.")
+        write(args.json, conditions, records)
     return 0
+
+
+def run_attention(args: argparse.Namespace, device: torch.device) -> int:
+    on_cuda = args.device == "cuda"
+    dtype = args.dtype or ("bf16" if on_cuda else "fp32")
+    if on_cuda and dtype == "fp32":
+        print("--dtype fp32: on a GPU the peers and the floors are those of bf16 and fp16.", file=sys.stderr)
+        return 1
+    grid = cases.BREAK_EVEN if args.break_even else cases.GROWTH if args.growth else cases.TABLE
+    for pattern in args.cases:
+        if not any(fnmatch(case.name, pattern) for case in grid):
+            print(f"--cases {pattern}: none of {', '.join(case.name for case in grid)}.", file=sys.stderr)
+            return 1
+    chosen = [case for case in grid if any(fnmatch(case.name, pattern) for pattern in args.cases)]
+    if not on_cuda:
+        chosen = [case.small(heads=1, seq_len=case.seq_len) if args.growth else case.small() for case in chosen]
+    names = args.peers or default_peers(args)
+    conditions = machine.conditions(device) | attention.versions()
+    print(in_words(conditions))
+    if on_cuda:
+        ceilings = asdict(floors.Ceilings.measure(device, machine.DTYPES[dtype]))
+        conditions |= {"ceilings": ceilings}
+        print(f"measured here: {rates(ceilings)}", flush=True)
+
+    results: list[attention.Result] = []
+    status = 0
+    for case in chosen:
+        result = attention.run_case(
+            case, names, device, dtype, min(args.repeats, 3) if args.quick else args.repeats, args.seconds
+        )
+        results.append(result)
+        print("", *attention.table(result), sep="\n", flush=True)
+        write(args.json, conditions, [row for result in results for row in attention.record(result)])
+        if peers.OURS in names and result.row(peers.OURS, machine.TRAIN) is None:
+            status = 1
+    print("", *attention.summary(results), sep="\n")
+    if args.break_even:
+        print("", *attention.break_even(results, peers.DENSE[args.device]), sep="\n")
+    if args.growth:
+        print("", *attention.growth(results), sep="\n")
+    if status:
+        print("ds_sparse itself was wrong or failed in a case; its line says how.", file=sys.stderr)
+    return status
+
+
+def default_peers(args: argparse.Namespace) -> list[str]:
+    if args.growth:
+        return [peers.OURS]
+    if args.break_even:
+        return [peers.OURS, peers.DENSE[args.device]]
+    if args.device == "cpu":
+        return peers.ON_CPU
+    return [peers.OURS, "composition", "cudnn", "flash"] if args.quick else peers.ON_CUDA
+
+
+def rates(ceilings: dict[str, float | None]) -> str:
+    l2 = ceilings["l2_bytes_per_ms"]
+    return (
+        f"copy {ceilings['bytes_per_ms'] / 1e9:.2f} TB/s, matrix product {ceilings['flops_per_ms'] / 1e9:.0f} TFLOP/s, "
+        + (f"L2 to SMs {l2 / 1e9:.2f} TB/s" if l2 else "L2 to SMs not measured, which takes Triton")
+    )
+
+
+def in_words(conditions: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in conditions.items())
+
+
+def write(path: str | None, conditions: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """After every case, so that what was measured outlives what interrupts the rest."""
+    if path is not None:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({**conditions, "rows": rows}, file, indent=1)
 
 
 def listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:

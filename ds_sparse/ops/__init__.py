@@ -1,7 +1,8 @@
 """Operations on block-sparse matrices: public classes, their checks, fake kernels and gradients."""
 
 from ._library import missing_kernels
+from .attention import block_sparse_attention
 from .matmul import MatMul
 from .softmax import Softmax
 
-__all__ = ["MatMul", "Softmax", "missing_kernels"]
+__all__ = ["MatMul", "Softmax", "block_sparse_attention", "missing_kernels"]

@@ -19,7 +19,16 @@ torch.ops.load_library(CPU_LIBRARY)
 if torch.version.cuda is not None and CUDA_LIBRARY.exists():
     torch.ops.load_library(CUDA_LIBRARY)
 
-OPERATORS = ("matmul_sdd", "matmul_dsd", "softmax_forward", "softmax_backward", "softmax_bias_backward")
+OPERATORS = (
+    "matmul_sdd",
+    "matmul_dsd",
+    "softmax_forward",
+    "softmax_backward",
+    "softmax_bias_backward",
+    "block_attention_forward",
+    "block_attention_backward",
+    "block_attention_bias_backward",
+)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

@@ -52,7 +52,7 @@ class MatMul:
     ):
         if mode not in MODES:
             raise NotImplementedError(f"Supported modes are: sdd, dsd, dds; got {mode!r}.")
-        index = as_index(layout, block)
+        index = as_index(layout, block).with_lists()
         self.layout, self.block, self.mode, self.trans_a, self.trans_b = layout, block, mode, trans_a, trans_b
         self._indices = {index.device: index}
 

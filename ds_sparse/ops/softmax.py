@@ -43,7 +43,7 @@ class Softmax:
     """
 
     def __init__(self, layout: torch.Tensor | BlockIndex, block: int, bench: bool = False):
-        index = as_index(layout, block)
+        index = as_index(layout, block).with_lists()
         self.layout, self.block = layout, block
         self._indices = {index.device: index}
 

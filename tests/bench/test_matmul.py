@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from ds_sparse.bench import matmul
-from ds_sparse.bench.machine import Ceilings
 from ds_sparse.cli import main
 
 CASE = matmul.Case("bslongformer", block=16, dtype="fp32", heads=2, seq_len=128, head_dim=16)
@@ -22,24 +21,6 @@ def test_floor_is_density_times_the_dense_time():
         assert row.to_floor == pytest.approx(row.milliseconds / (live * dense))
 
 
-def test_floors_of_a_gpu_are_the_bytes_and_flops_of_live_blocks():
-    """By hand: one head of 128 tokens with 16 numbers in fp32, a quarter live; 1 byte and 1000 FLOPs a millisecond."""
-    case = matmul.Case("bslongformer", block=16, dtype="fp32", heads=1, seq_len=128, head_dim=16)
-    by_bytes = Ceilings(bytes_per_ms=1, flops_per_ms=1e9)
-    dense, sparse = 128 * 16 * 4, 128 * 128 // 4 * 4
-
-    def floor(job: str, direction: str, ceilings: Ceilings = by_bytes) -> float:
-        return matmul.floor_on(ceilings, case, 0.25, job, direction)
-
-    assert floor("dense q @ k^T", matmul.FORWARD) == 2 * dense + sparse
-    assert floor("dense p @ v", matmul.TRAIN) == 3 * (2 * dense + sparse)
-    assert floor("dense softmax", matmul.TRAIN) == 5 * sparse
-    assert floor("SDPA dense", matmul.TRAIN) == 12 * dense
-    flops = 2 * 128 * 128 / 4 * 16
-    by_flops = Ceilings(bytes_per_ms=1e12, flops_per_ms=1000)
-    assert floor("SDPA dense", matmul.FORWARD, by_flops) == pytest.approx(2 * flops / 1000)
-
-
 def test_all_competitors_for_attention_agree():
     layout = torch.rand(1, 8, 8, generator=torch.Generator().manual_seed(0)) < 0.4
     layout |= torch.eye(8, dtype=torch.bool)
@@ -53,8 +34,8 @@ def test_all_competitors_for_attention_agree():
 def test_a_wrong_result_is_not_timed(monkeypatch, capsys, name):
     right = matmul.our_operations
 
-    def spoiled(case, layout):
-        operations = right(case, layout)
+    def spoiled(*arguments):
+        operations = right(*arguments)
         operation = operations[name]
         return operations | {name: lambda *inputs: operation(*inputs) * 1.001}
 

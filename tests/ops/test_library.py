@@ -93,3 +93,144 @@ def test_a_bias_narrower_than_the_layout_is_refused():
     for bias in ((torch.zeros(1, 1, 32, 16), None, None), (None, torch.zeros(1, 16), torch.zeros(1, 1, 1, 32))):
         with pytest.raises(RuntimeError, match="to below 1"):
             torch.ops.ds_sparse.softmax_forward(torch.zeros(1, 3, 16, 16), *bias, *lists)
+
+
+ATTENTION = ("block_attention_forward", "block_attention_backward", "block_attention_bias_backward")
+
+
+def attention_arguments(operator: str) -> dict[str, object]:
+    """What an operator of attention takes, by name: two block rows and columns of 16, four heads on two of keys."""
+    index = BlockIndex.build(torch.tensor([[1, 1], [0, 1]]), 16)
+    names = ("lines", "entries", "units", "cuts")
+    arguments = {
+        "query": torch.zeros(1, 4, 32, 8),
+        "key": torch.zeros(1, 2, 30, 8),
+        "value": torch.zeros(1, 2, 30, 8),
+        **dict.fromkeys(("rpe", "key_bias", "attn_mask", "dropout_seed")),
+        **{f"row_{name}": getattr(index.row_tiles, name) for name in names},
+        "layout_heads": 1,
+        "block": 16,
+        "tile": 64,
+        "scale": 1.0,
+        "causal": False,
+        "dropout_p": 0.0,
+    }
+    if operator != "block_attention_forward":
+        arguments |= {"grad_output": torch.zeros(1, 4, 32, 8), "output": torch.zeros(1, 4, 32, 8)}
+        arguments |= {"grad_lse": None, "lse": torch.zeros(1, 4, 32)}
+    if operator == "block_attention_backward":
+        arguments |= {f"column_{name}": getattr(index.column_tiles, name) for name in names}
+    if operator == "block_attention_bias_backward":
+        arguments |= {"shape": [1, 4, 32, 30]}
+    return arguments
+
+
+def call_attention(operator: str, **changed: object) -> None:
+    getattr(torch.ops.ds_sparse, operator)(**(attention_arguments(operator) | changed))
+
+
+@pytest.mark.parametrize("operator", ATTENTION)
+def test_attention_takes_what_the_tests_below_spoil(operator: str):
+    seed = torch.tensor([1, 2])
+    call_attention(operator)
+    call_attention(operator, dropout_p=0.5, dropout_seed=seed, key_bias=torch.zeros(1, 30))
+    call_attention(operator, rpe=torch.zeros(1, 1, 32, 30), attn_mask=torch.ones(1, 4, 1, 30, dtype=torch.bool))
+
+
+ONE, BOTH = 1 << 24, 3 << 24
+TILES = {
+    "lines": (
+        "lines have to name each of the 2 block rows or columns of a head once",
+        [[0, 0, -1, -1], [0, 2, -1, -1], [0, -2, 1, -1]],
+    ),
+    "lines without a line of the entries": ("entries have to belong to lines that there are", [[0, -1, -1, -1]]),
+    "entries": (
+        "entries have to be blocks below 2, once in a tile, with the bits of its lines",
+        [[BOTH, ONE | 2], [BOTH, ONE], [BOTH, ONE << 4 | 1], [BOTH | 2**23, ONE]],
+    ),
+    "entries of no line": ("entries have to belong to lines that there are", [[BOTH, ONE << 2 | 1]]),
+    "units": (
+        "units have to be ranges of the 2 entries, of tiles below 1",
+        [[[1, 0, 2, -1]], [[-1, 0, 2, -1]], [[0, 0, 3, -1]], [[0, -1, 2, -1]], [[0, 1, -1, -1]]],
+    ),
+    "units with a gap": (
+        "the units of a tile have to cut one range of entries",
+        [[[0, 0, 1, 0], [0, 0, 1, 1], [0, 0, 2, 2]], [[0, 0, 0, 0], [0, 1, 0, 1], [0, 0, 2, 2], [0, 1, 1, 3]]],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("operator", "name", "spoiled", "sentence"),
+    [
+        (operator, f"{side}_{name.split()[0]}", spoiled, sentence)
+        for operator in ATTENTION
+        for side in (("row", "column") if operator == "block_attention_backward" else ("row",))
+        for name, (sentence, cases) in TILES.items()
+        for spoiled in cases
+    ],
+)
+def test_tiles_that_lead_outside_are_refused(operator: str, name: str, spoiled: list, sentence: str):
+    with pytest.raises(RuntimeError, match=sentence):
+        call_attention(operator, **{name: torch.tensor(spoiled, dtype=torch.int32)})
+
+
+OPERANDS = [
+    ("query has 3 dimensions", {"query": torch.zeros(4, 32, 8)}),
+    ("key has to have the dtype", {"key": torch.zeros(1, 2, 30, 8, dtype=torch.float16)}),
+    ("key has size 16 in dimension 3; it has to be 8", {"key": torch.zeros(1, 2, 30, 16)}),
+    ("key has size 2 in dimension 0; it has to be 1", {"key": torch.zeros(2, 2, 30, 8)}),
+    ("value has size 29 in dimension 2; it has to be 30", {"value": torch.zeros(1, 2, 29, 8)}),
+    ("value has size 1 in dimension 1; it has to be 2", {"value": torch.zeros(1, 1, 30, 8)}),
+    ("have to be a multiple of key's 3", dict.fromkeys(("key", "value"), torch.zeros(1, 3, 30, 8))),
+    ("value has to have the numbers of a token adjacent", {"value": torch.zeros(1, 2, 8, 30).mT}),
+    ("a multiple of 8, got 4", dict.fromkeys(("query", "key", "value"), torch.zeros(1, 2, 30, 4))),
+    ("rpe has size 16 in dimension 3, where the scores have 30", {"rpe": torch.zeros(1, 4, 32, 16)}),
+    ("rpe has size 1 in dimension 2, where the scores have 32", {"rpe": torch.zeros(1, 4, 1, 30)}),
+    ("rpe has a dtype", {"rpe": torch.zeros(1, 4, 32, 30, dtype=torch.bool)}),
+    ("attn_mask has size 2 in dimension 1, where the scores have 4", {"attn_mask": torch.zeros(1, 2, 32, 30)}),
+    ("attn_mask has a dtype", {"attn_mask": torch.zeros(1, 4, 32, 30, dtype=torch.float16)}),
+    ("key_bias has 4 dimensions", {"key_bias": torch.zeros(1, 1, 1, 30)}),
+    ("key_bias has a dtype", {"key_bias": torch.ones(1, 30, dtype=torch.bool)}),
+    ("key_bias has size 32 in dimension 1", {"key_bias": torch.zeros(1, 32)}),
+    ("key_bias has to have its keys adjacent", {"key_bias": torch.zeros(1, 60)[:, ::2]}),
+    ("needs a dropout_seed", {"dropout_p": 0.1}),
+    ("dropout_p has to be between 0 and 1", {"dropout_p": 1.5}),
+    ("dropout_seed has size 1", {"dropout_seed": torch.zeros(1, dtype=torch.int64)}),
+    ("dropout_seed has to be int64", {"dropout_seed": torch.zeros(2, dtype=torch.int32)}),
+    ("layout_heads is 2 for 4 heads", {"layout_heads": 2}),
+    ("block has to be a power of two", {"block": 12}),
+    ("tile has to be a power of two, at least 8 and at most 8 blocks, got 256", {"tile": 256}),
+    ("lines has size 4 in dimension 0; it has to be 8", {"tile": 128}),
+    ("lines has size 3", {"row_lines": torch.zeros(3, dtype=torch.int32)}),
+    ("entries has to be int32", {"row_entries": torch.zeros(2, dtype=torch.int64)}),
+    ("units has size 3 in dimension 1", {"row_units": torch.zeros(1, 3, dtype=torch.int32)}),
+    ("cuts has 1 dimensions", {"row_cuts": torch.zeros(0, dtype=torch.int32)}),
+]
+GRADIENTS = [
+    ("grad_output has size 31 in dimension 2", {"grad_output": torch.zeros(1, 4, 31, 8)}),
+    ("output has to have the dtype", {"output": torch.zeros(1, 4, 32, 8, dtype=torch.float64)}),
+    ("lse has size 2 in dimension 1", {"lse": torch.zeros(1, 2, 32)}),
+    ("lse has to be fp32, or fp64 for fp64", {"lse": torch.zeros(1, 4, 32, dtype=torch.float16)}),
+    ("lse has to be contiguous", {"lse": torch.zeros(1, 32, 4).mT}),
+    ("grad_lse has 2 dimensions", {"grad_lse": torch.zeros(4, 32)}),
+]
+SHAPES = [("shape has to be", {"shape": shape}) for shape in ([1, 2, 32, 30], [1, 1, 1, 30], [1, 1, 32, 32], [32, 30])]
+
+
+@pytest.mark.parametrize(
+    ("operator", "sentence", "changed"),
+    [("block_attention_forward", *case) for case in OPERANDS]
+    + [(operator, *case) for operator in ATTENTION[1:] for case in [*OPERANDS, *GRADIENTS]]
+    + [("block_attention_bias_backward", *case) for case in SHAPES],
+)
+def test_attention_refuses_operands_that_do_not_fit(operator: str, sentence: str, changed: dict[str, object]):
+    with pytest.raises(RuntimeError, match=sentence):
+        call_attention(operator, **changed)
+
+
+def test_attention_in_a_dtype_without_arithmetic_is_refused():
+    arguments = attention_arguments("block_attention_forward")
+    integers = {name: arguments[name].long() for name in ("query", "key", "value")}
+    with pytest.raises(RuntimeError, match="fp32, fp64, fp16 or bf16"):
+        call_attention("block_attention_forward", **integers)

@@ -1,0 +1,565 @@
+// block_attention_forward, block_attention_backward and block_attention_bias_backward on the CPU; schemas and letters
+// in ../library.cpp.
+//
+// Work is by block lines, and takes from the tiles only their lists. Scores of a line are made a few blocks at a time
+// and never stored. Backward goes once over the block columns, so that it makes them once: a task has neighbouring ones
+// of a head, whose gradients of key and value it completes, and adds up gradients of query for the queries that see
+// them, which are summed over tasks in the end. Tasks, and with them the orders of all sums, depend on sizes and lists
+// alone.
+
+#include <torch/csrc/stable/library.h>
+
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <tuple>
+#include <type_traits>
+#include <vector>
+
+#include "../dropout.h"
+#include "arguments.h"
+#include "memory.h"
+#include "schedule.h"
+
+namespace ds_sparse::cpu {
+
+template <class C>
+void dropout_factors(const Dropout& dropout, uint32_t matrix, int64_t query, int64_t key, int64_t queries, int64_t keys,
+                     C* out, int64_t query_stride, int64_t key_stride) {
+  const C factor = C(65536) / C(65536 - dropout.threshold);
+  // A square of 16 at a time, of which a block of 8 has a quarter; a result has eight of it, in the order of
+  // Dropout::element.
+  for (int64_t i0 = query / 16 * 16; i0 < query + queries; i0 += 16) {
+    for (int64_t j0 = key / 16 * 16; j0 < key + keys; j0 += 16) {
+      C square[16][16];
+      for (int i = 0; i < 8; ++i) {
+        for (int j = 0; j < 8; j += 2) {
+          const Philox numbers = dropout.numbers(matrix, i0 + i, j0 + j);
+          for (int word = 0; word < 4; ++word) {
+            const int column = j + word % 2 + word / 2 * 8;
+            square[i][column] = numbers.number(2 * word) >= dropout.threshold ? factor : C(0);
+            square[i + 8][column] = numbers.number(2 * word + 1) >= dropout.threshold ? factor : C(0);
+          }
+        }
+      }
+      for (int64_t i = std::max(i0, query); i < std::min(i0 + 16, query + queries); ++i)
+        for (int64_t j = std::max(j0, key); j < std::min(j0 + 16, key + keys); ++j)
+          out[(i - query) * query_stride + (j - key) * key_stride] = square[i - i0][j - j0];
+    }
+  }
+}
+
+template void dropout_factors(const Dropout&, uint32_t, int64_t, int64_t, int64_t, int64_t, float*, int64_t, int64_t);
+template void dropout_factors(const Dropout&, uint32_t, int64_t, int64_t, int64_t, int64_t, double*, int64_t, int64_t);
+
+namespace {
+
+// A task of attention's backward costs a part of all, so that there are enough of them for any number of threads ...
+constexpr int64_t backward_tasks = 64;
+// ... but no less than this, as each has its own packed queries and sums.
+constexpr int64_t backward_cost = 128 * task_cost;
+
+int64_t blocks_of(int64_t tokens, int64_t block) { return (tokens + block - 1) / block; }
+
+// What the three operators share.
+struct Attention {
+  const Tensor &query, &key, &value;
+  std::vector<BiasView> biases;
+  std::optional<Dropout> dropout;
+  int64_t block;
+  double scale;
+  bool causal;
+
+  int64_t batch = query.size(0), heads = query.size(1), tokens = query.size(2), depth = query.size(3),
+          key_heads = key.size(1), keys = key.size(2);
+  int64_t rows = blocks_of(tokens, block), columns = blocks_of(keys, block);
+  int64_t line_rows = attention_rows(block);
+
+  Attention(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& rpe,
+            const std::optional<Tensor>& key_bias, const std::optional<Tensor>& attn_mask,
+            const std::optional<Tensor>& dropout_seed, int64_t block, double scale, bool causal, double dropout_p)
+      : query(query), key(key), value(value), block(block), scale(scale), causal(causal) {
+    for (const auto* bias : {&rpe, &attn_mask, &key_bias})
+      if (*bias) biases.emplace_back(**bias, query.scalar_type());
+    uint32_t threshold = Dropout::threshold_of(dropout_p);
+    if (threshold > 0) {
+      const int64_t* seed = pointer<int64_t>(*dropout_seed);
+      dropout = Dropout{static_cast<uint64_t>(seed[0]), static_cast<uint32_t>(seed[1]), threshold};
+    }
+  }
+
+  int64_t group() const { return heads / key_heads; }
+
+  AttentionLine line(int64_t b, int64_t head, int64_t first, bool transposed) const {
+    AttentionLine line{transposed,
+                       block,
+                       depth,
+                       first,
+                       line_rows,
+                       transposed ? keys : tokens,
+                       transposed ? tokens : keys,
+                       scale,
+                       causal,
+                       {},
+                       0,
+                       dropout ? &*dropout : nullptr,
+                       static_cast<uint32_t>(b * heads + head)};
+    for (const BiasView& view : biases) {
+      Bias bias = view.at(b, head);
+      if (transposed) std::swap(bias.row_stride, bias.column_stride);
+      line.biases[line.num_biases++] = bias;
+    }
+    return line;
+  }
+};
+
+// A token's numbers for the width of `kernel.lanes`.
+template <class T>
+int64_t padded_width(int64_t depth) {
+  int64_t lanes = kernels<T>().lanes;
+  return (depth + lanes - 1) / lanes * lanes;
+}
+
+// `rows` tokens of x[b, head] from `first` on as rows of `width` numbers, zero beyond the tokens and numbers there are.
+template <class T>
+void pack_tokens(const Tensor& x, int64_t b, int64_t head, int64_t first, int64_t rows, int64_t width,
+                 Compute<T>* out) {
+  int64_t there = std::clamp<int64_t>(x.size(2) - first, 0, rows);
+  const T* from = pointer<T>(x) + b * x.stride(0) + head * x.stride(1) + first * x.stride(2);
+  kernels<T>().pack_rows(from, x.stride(2), x.stride(3), there, x.size(3), out, width);
+  std::fill(out + there * width, out + rows * width, Compute<T>(0));
+}
+
+// A block of packed tokens as panels of `depth` of their numbers.
+template <class C>
+void pack_block_panels(const C* rows, int64_t width, int64_t block, int64_t depth, C* panels) {
+  const Kernels<C>& kernel = kernels<C>();
+  kernel.pack_panels(rows, 1, width, depth, block, kernel.panel_width(block), panels);
+}
+
+// All blocks of x (B, H, tokens, depth), as rows or as panels, the heads one after another.
+template <class T>
+Buffer<Compute<T>> pack_all(const Tensor& x, int64_t block, int64_t width, bool panels) {
+  using C = Compute<T>;
+  int64_t heads = x.size(1), depth = x.size(3), blocks = blocks_of(x.size(2), block),
+          size = block * (panels ? depth : width);
+  Buffer<C> packed(x.size(0) * heads * blocks * size);
+  int64_t grain = std::max<int64_t>(1, task_cost / 8 / (block * std::max<int64_t>(1, width)));
+  torch::stable::parallel_for(0, x.size(0) * heads * blocks, grain, [&](int64_t begin, int64_t end) {
+    Buffer<C> rows(panels ? block * width : 0);
+    for (int64_t i = begin; i < end; ++i) {
+      int64_t matrix = i / blocks;
+      C* to = packed.data() + i * size;
+      pack_tokens<T>(x, matrix / heads, matrix % heads, i % blocks * block, block, width, panels ? rows.data() : to);
+      if (panels) pack_block_panels(rows.data(), width, block, depth, to);
+    }
+  });
+  return packed;
+}
+
+// An uninitialised tensor of x's sizes and order of memory: heads within tokens, or tokens within heads.
+Tensor empty_in_order_of(const Tensor& x) {
+  bool heads_inside = x.stride(1) < x.stride(2);
+  Tensor out = fresh(torch::stable::new_empty(
+      x, {x.size(0), x.size(heads_inside ? 2 : 1), x.size(heads_inside ? 1 : 2), x.size(3)}));
+  return heads_inside ? torch::stable::transpose(out, 1, 2) : out;
+}
+
+// Rows of `width` numbers to the tokens that there are of out[b, head], from `first` on.
+template <class T>
+void store_tokens(const Compute<T>* rows, int64_t width, int64_t b, int64_t head, int64_t first, int64_t count,
+                  const Tensor& out) {
+  T* to = static_cast<T*>(out.mutable_data_ptr()) + b * out.stride(0) + head * out.stride(1) + first * out.stride(2);
+  int64_t there = std::clamp<int64_t>(out.size(2) - first, 0, count);
+  kernels<T>().store_rows(rows, width, there, out.size(3), false, to, out.stride(2));
+}
+
+// The block rows as pieces of line_rows tokens, where a score costs `cost`.
+Pieces cut_lines(const Attention& attention, const LineLists& lists, int64_t cost) {
+  Pieces pieces;
+  for (int64_t head = 0; head < lists.layout_heads; ++head)
+    for (int64_t row = 0; row < lists.lines; ++row)
+      for (int64_t begin = 0; begin < attention.block; begin += attention.line_rows)
+        pieces.add({head, row, begin, begin + attention.line_rows},
+                   (lists.count(head, row) * attention.block + 8) * attention.line_rows * cost);
+  return pieces;
+}
+
+template <class T>
+void forward(const Attention& attention, const LineLists& lists, const Tensor& output, const Tensor& lse) {
+  using C = Compute<T>;
+  int64_t block = attention.block, depth = attention.depth, rows = attention.line_rows, width = padded_width<T>(depth),
+          keys = attention.columns * block;
+  auto panels = pack_all<T>(attention.key, block, width, true);
+  auto values = pack_all<T>(attention.value, block, width, false);
+  auto pieces = cut_lines(attention, lists, 2 * width);
+  run_pieces(pieces, attention.batch, attention.heads, lists.layout_heads, [&] {
+    return [&, query = Buffer<C>(rows * depth), sum = Buffer<C>(rows * width), top = Buffer<C>(rows),
+            total = Buffer<C>(rows), scratch = Buffer<C>(attention_scratch(block))](int64_t b, int64_t head,
+                                                                                    const Piece& piece) {
+      int64_t first = piece.row * block + piece.begin, count = lists.count(head, piece.row),
+              matrix = b * attention.key_heads + head / attention.group();
+      pack_tokens<T>(attention.query, b, head, first, rows, depth, query.data());
+      kernels<T>().attention_forward(attention.line(b, head, first, false), query.data(),
+                                     panels.data() + matrix * keys * depth, values.data() + matrix * keys * width,
+                                     width, lists.begin(head, piece.row), count, sum.data(), top.data(), total.data(),
+                                     scratch.data());
+      store_tokens<T>(sum.data(), width, b, head, first, rows, output);
+      C* to = static_cast<C*>(lse.mutable_data_ptr()) + (b * attention.heads + head) * attention.tokens;
+      for (int64_t r = 0; r < rows && first + r < attention.tokens; ++r)
+        to[first + r] = total.data()[r] == 0 ? -std::numeric_limits<C>::infinity()
+                                             : top.data()[r] + std::log(total.data()[r]);
+    };
+  });
+}
+
+// The gradients of output and lse, and what else backward passes have of the forward one.
+struct Gradients {
+  const Tensor &grad_output, &output, &lse;
+  const std::optional<Tensor>& grad_lse;
+};
+
+// AttentionStatistics of all queries, (B, H, rows * b); those that do not exist have probabilities of 0.
+template <class C>
+struct AllStatistics {
+  Buffer<C> top, inverse, delta;
+
+  explicit AllStatistics(int64_t size) : top(size), inverse(size), delta(size) {}
+  AttentionStatistics<C> from(int64_t at) const { return {top.data() + at, inverse.data() + at, delta.data() + at}; }
+};
+
+template <class T>
+AllStatistics<Compute<T>> statistics_of(const Attention& attention, const Gradients& gradients,
+                                        const LineLists& row_lists) {
+  using C = Compute<T>;
+  constexpr C infinity = std::numeric_limits<C>::infinity();
+  int64_t block = attention.block, depth = attention.depth, rows = attention.line_rows, heads = attention.heads,
+          tokens = attention.tokens, padded = attention.rows * block, width = padded_width<T>(depth);
+  AllStatistics<C> statistics(attention.batch * heads * padded);
+
+  // lse = top + log(sum) has lost the log where scores are this far from 0; there both are computed again.
+  constexpr C far = 1 / (std::numeric_limits<C>::epsilon() * 4096);
+  std::atomic<bool> any_far = false;
+  int64_t blocks = attention.batch * heads * attention.rows;
+  int64_t grain = std::max<int64_t>(1, task_cost / 8 / (block * std::max<int64_t>(1, width)));
+  torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      int64_t matrix = i / attention.rows, b = matrix / heads, head = matrix % heads,
+              first = i % attention.rows * block, there = std::min(block, tokens - first),
+              at = matrix * padded + first;
+      auto from = [&](const Tensor& x) {
+        return pointer<T>(x) + b * x.stride(0) + head * x.stride(1) + first * x.stride(2);
+      };
+      const Tensor &output = gradients.output, &grad = gradients.grad_output;
+      C *top = statistics.top.data() + at, *inverse = statistics.inverse.data() + at,
+        *delta = statistics.delta.data() + at;
+      std::fill(top, top + block, infinity);
+      std::fill(inverse, inverse + block, C(1));
+      std::fill(delta, delta + block, C(0));
+      kernels<T>().row_dots(from(output), output.stride(2), output.stride(3), from(grad), grad.stride(2),
+                            grad.stride(3), there, depth, delta);
+      const C* lse = pointer<C>(gradients.lse) + matrix * tokens + first;
+      for (int64_t r = 0; r < there; ++r) {
+        if (lse[r] != -infinity) top[r] = lse[r];
+        if (lse[r] != -infinity && std::abs(lse[r]) > far) any_far = true;
+        if (gradients.grad_lse) {
+          const Tensor& x = *gradients.grad_lse;
+          delta[r] -= pointer<C>(x)[b * x.stride(0) + head * x.stride(1) + (first + r) * x.stride(2)];
+        }
+      }
+    }
+  });
+  if (!any_far) return statistics;
+
+  auto panels = pack_all<T>(attention.key, block, width, true);
+  run_tasks(blocks * (block / rows), [&] {
+    return [&, query = Buffer<C>(rows * depth), total = Buffer<C>(rows), top = Buffer<C>(rows),
+            scratch = Buffer<C>(attention_scratch(block))](int64_t task) {
+      int64_t lines = padded / rows, matrix = task / lines, head = matrix % heads, b = matrix / heads,
+              first = task % lines * rows, row = first / block;
+      C* tops = statistics.top.data() + matrix * padded + first;
+      if (std::none_of(tops, tops + rows, [&](C x) { return std::abs(x) > far && x != infinity; })) return;
+      pack_tokens<T>(attention.query, b, head, first, rows, depth, query.data());
+      kernels<T>().attention_forward(
+          attention.line(b, head, first, false), query.data(),
+          panels.data() + (b * attention.key_heads + head / attention.group()) * attention.columns * block * depth,
+          nullptr, width, row_lists.begin(head, row), row_lists.count(head, row), nullptr, top.data(), total.data(),
+          scratch.data());
+      for (int64_t r = 0; r < rows; ++r) {
+        if (total.data()[r] == 0) continue;
+        tops[r] = top.data()[r];
+        statistics.inverse.data()[matrix * padded + first + r] = 1 / total.data()[r];
+      }
+    };
+  });
+  return statistics;
+}
+
+// Neighbouring block columns of a key head, for one task, and the block rows of its query heads that are live there;
+// all block rows if it has the whole head.
+struct ColumnGroup {
+  int64_t key_head;    // 0 for a shared layout
+  int64_t begin, end;  // block columns
+  bool whole;
+  std::vector<int32_t> blocks;
+  std::vector<int32_t> slots;  // block row -> its place in blocks, or -1
+};
+
+std::vector<ColumnGroup> group_columns(const Attention& attention, const LineLists& lists) {
+  int64_t group = attention.group(), key_heads = lists.layout_heads == 1 ? 1 : attention.key_heads,
+          repeats = attention.batch * attention.key_heads / key_heads;
+  auto cost_of = [&](int64_t key_head, int64_t column) {
+    int64_t count = 1;
+    for (int64_t h = 0; h < group; ++h) count += lists.count(key_head * group + h, column);
+    return 5 * count * attention.block * attention.block * std::max<int64_t>(8, attention.depth);
+  };
+  int64_t total = 0;
+  for (int64_t key_head = 0; key_head < key_heads; ++key_head)
+    for (int64_t column = 0; column < lists.lines; ++column) total += cost_of(key_head, column);
+  int64_t limit = std::max(total * repeats / backward_tasks, backward_cost);
+
+  std::vector<ColumnGroup> groups;
+  for (int64_t key_head = 0; key_head < key_heads; ++key_head) {
+    int64_t cost = limit;
+    for (int64_t column = 0; column < lists.lines; ++column) {
+      if (cost + cost_of(key_head, column) > limit) {
+        groups.push_back({key_head, column, column, false, {}, std::vector<int32_t>(attention.rows, -1)});
+        cost = 0;
+      }
+      cost += cost_of(key_head, column);
+      ColumnGroup& last = groups.back();
+      last.end = column + 1;
+      for (int64_t h = key_head * group; h < (key_head + 1) * group; ++h) {
+        const int32_t* block = lists.begin(h, column);
+        for (int64_t n = 0; n < lists.count(h, column); ++n) last.slots[block[n]] = 0;
+      }
+    }
+  }
+  for (ColumnGroup& columns : groups) {
+    columns.whole = columns.end - columns.begin == lists.lines;
+    for (int64_t row = 0; row < attention.rows; ++row) {
+      if (columns.slots[row] < 0 && !columns.whole) continue;
+      columns.slots[row] = static_cast<int32_t>(columns.blocks.size());
+      columns.blocks.push_back(static_cast<int32_t>(row));
+    }
+  }
+  return groups;
+}
+
+template <class T>
+void backward(const Attention& attention, const Gradients& gradients, const LineLists& row_lists,
+              const LineLists& column_lists, const Tensor& grad_query, const Tensor& grad_key,
+              const Tensor& grad_value) {
+  using C = Compute<T>;
+  int64_t block = attention.block, depth = attention.depth, rows = attention.line_rows, width = padded_width<T>(depth),
+          heads = attention.heads, key_heads = attention.key_heads, group = attention.group(),
+          padded = attention.rows * block;
+  auto statistics = statistics_of<T>(attention, gradients, row_lists);
+  auto groups = group_columns(attention, column_lists);
+  int64_t num_groups = groups.size(), repeats = column_lists.layout_heads == 1 ? key_heads : 1;
+
+  // Gradients of query that are not of whole heads: for each batch, repeat and group (query head, slot, token, width).
+  std::vector<int64_t> place(num_groups + 1, 0);
+  int64_t most_slots = 0, most_whole = 0;
+  for (int64_t g = 0; g < num_groups; ++g) {
+    int64_t slots = groups[g].blocks.size();
+    place[g + 1] = place[g] + (groups[g].whole ? 0 : group * slots * block * width);
+    most_slots = std::max(most_slots, slots);
+    if (groups[g].whole) most_whole = slots;
+  }
+  Buffer<C> sums(attention.batch * repeats * place[num_groups]);
+
+  run_tasks(attention.batch * repeats * num_groups, [&] {
+    int64_t tokens = most_slots * group * block;
+    return [&, query = Buffer<C>(tokens * width), grad_output = Buffer<C>(tokens * width),
+            query_panels = Buffer<C>(tokens * depth), grad_output_panels = Buffer<C>(tokens * depth),
+            top = Buffer<C>(tokens), inverse = Buffer<C>(tokens), delta = Buffer<C>(tokens),
+            key = Buffer<C>(rows * width), value = Buffer<C>(rows * width), key_sum = Buffer<C>(rows * width),
+            value_sum = Buffer<C>(rows * width), whole_query_sum = Buffer<C>(most_whole * group * block * width),
+            scratch = Buffer<C>(attention_scratch(block)),
+            slots = std::vector<int32_t>(attention.rows)](int64_t task) mutable {
+      const ColumnGroup& columns = groups[task % num_groups];
+      int64_t repeat = task / num_groups, b = repeat / repeats, key_head = columns.key_head + repeat % repeats,
+              num_slots = columns.blocks.size();
+      C* query_sum = columns.whole ? whole_query_sum.data()
+                                   : sums.data() + repeat * place[num_groups] + place[task % num_groups];
+      std::fill(query_sum, query_sum + group * num_slots * block * width, C(0));
+      for (int64_t i = 0; i < group * num_slots; ++i) {
+        int64_t head = key_head * group + i / num_slots, first = columns.blocks[i % num_slots] * block, at = i * block;
+        pack_tokens<T>(attention.query, b, head, first, block, width, query.data() + at * width);
+        pack_tokens<T>(gradients.grad_output, b, head, first, block, width, grad_output.data() + at * width);
+        pack_block_panels(query.data() + at * width, width, block, depth, query_panels.data() + at * depth);
+        pack_block_panels(grad_output.data() + at * width, width, block, depth,
+                          grad_output_panels.data() + at * depth);
+        auto from = statistics.from((b * heads + head) * padded + first);
+        std::copy(from.top, from.top + block, top.data() + at);
+        std::copy(from.inverse, from.inverse + block, inverse.data() + at);
+        std::copy(from.delta, from.delta + block, delta.data() + at);
+      }
+      for (int64_t first = columns.begin * block; first < columns.end * block; first += rows) {
+        int64_t column = first / block;
+        pack_tokens<T>(attention.key, b, key_head, first, rows, width, key.data());
+        pack_tokens<T>(attention.value, b, key_head, first, rows, width, value.data());
+        std::fill(key_sum.data(), key_sum.data() + rows * width, C(0));
+        std::fill(value_sum.data(), value_sum.data() + rows * width, C(0));
+        for (int64_t h = 0; h < group; ++h) {
+          int64_t head = key_head * group + h, count = column_lists.count(head, column),
+                  at = h * num_slots * block;
+          const int32_t* blocks = column_lists.begin(head, column);
+          for (int64_t n = 0; n < count; ++n) slots[n] = columns.slots[blocks[n]];
+          AttentionColumn<C> work{key.data(),
+                                  value.data(),
+                                  query.data() + at * width,
+                                  grad_output.data() + at * width,
+                                  query_panels.data() + at * depth,
+                                  grad_output_panels.data() + at * depth,
+                                  {top.data() + at, inverse.data() + at, delta.data() + at},
+                                  width,
+                                  blocks,
+                                  slots.data(),
+                                  count,
+                                  key_sum.data(),
+                                  value_sum.data(),
+                                  query_sum + at * width};
+          kernels<T>().attention_backward(attention.line(b, head, first, true), work, scratch.data());
+        }
+        store_tokens<T>(key_sum.data(), width, b, key_head, first, rows, grad_key);
+        store_tokens<T>(value_sum.data(), width, b, key_head, first, rows, grad_value);
+      }
+      for (int64_t h = 0; columns.whole && h < group; ++h)
+        store_tokens<T>(query_sum + h * padded * width, width, b, key_head * group + h, 0, padded, grad_query);
+    };
+  });
+
+  int64_t grain = std::max<int64_t>(1, task_cost / 8 / (block * std::max<int64_t>(1, width)));
+  torch::stable::parallel_for(0, attention.batch * heads * attention.rows, grain, [&](int64_t begin, int64_t end) {
+    Buffer<C> sum(block * width);
+    for (int64_t i = begin; i < end; ++i) {
+      int64_t row = i % attention.rows, head = i / attention.rows % heads, b = i / attention.rows / heads,
+              key_head = head / group;
+      bool whole = false;
+      std::fill(sum.data(), sum.data() + block * width, C(0));
+      for (int64_t g = 0; g < num_groups; ++g) {
+        if (repeats == 1 && groups[g].key_head != key_head) continue;
+        int64_t slot = groups[g].slots[row];
+        whole |= groups[g].whole;
+        if (slot < 0 || whole) continue;
+        const C* from = sums.data() + (b * repeats + (repeats == 1 ? 0 : key_head)) * place[num_groups] + place[g] +
+                        (head % group * groups[g].blocks.size() + slot) * block * width;
+        for (int64_t n = 0; n < block * width; ++n) sum.data()[n] += from[n];
+      }
+      if (!whole) store_tokens<T>(sum.data(), width, b, head, row * block, block, grad_query);
+    }
+  });
+}
+
+// A task owns the rows of one line in one output matrix, and adds in the order batch, head.
+template <class T>
+void bias_backward(const Attention& attention, const Gradients& gradients, const LineLists& lists, const Tensor& out) {
+  using C = Compute<T>;
+  int64_t block = attention.block, depth = attention.depth, rows = attention.line_rows, width = padded_width<T>(depth),
+          keys = attention.columns * block, heads = attention.heads, padded = attention.rows * block,
+          lines = padded / rows, out_batch = out.size(0), out_heads = out.size(1);
+  auto statistics = statistics_of<T>(attention, gradients, lists);
+  auto key_panels = pack_all<T>(attention.key, block, width, true);
+  auto value_panels = pack_all<T>(attention.value, block, width, true);
+  run_tasks(out_batch * out_heads * lines, [&] {
+    return [&, query = Buffer<C>(rows * depth), grad_output = Buffer<C>(rows * depth),
+            scratch = Buffer<C>(attention_scratch(block))](int64_t task) {
+      int64_t first = task % lines * rows, row = first / block, out_head = task / lines % out_heads,
+              out_b = task / lines / out_heads, there = std::min(rows, attention.tokens - first);
+      if (there <= 0) return;
+      C* to = static_cast<C*>(out.mutable_data_ptr()) + (task / lines * attention.tokens + first) * attention.keys;
+      std::fill(to, to + there * attention.keys, C(0));
+      for (int64_t b = out_batch == 1 ? 0 : out_b; b < (out_batch == 1 ? attention.batch : out_b + 1); ++b) {
+        for (int64_t head = out_heads == 1 ? 0 : out_head; head < (out_heads == 1 ? heads : out_head + 1); ++head) {
+          int64_t matrix = (b * attention.key_heads + head / attention.group()) * keys * depth;
+          pack_tokens<T>(attention.query, b, head, first, rows, depth, query.data());
+          pack_tokens<T>(gradients.grad_output, b, head, first, rows, depth, grad_output.data());
+          kernels<T>().attention_bias_backward(
+              attention.line(b, head, first, false), query.data(), grad_output.data(), key_panels.data() + matrix,
+              value_panels.data() + matrix, statistics.from((b * heads + head) * padded + first),
+              lists.begin(head, row), lists.count(head, row), to, attention.keys, scratch.data());
+        }
+      }
+    };
+  });
+}
+
+std::tuple<Tensor, Tensor> block_attention_forward(
+    Tensor query, Tensor key, Tensor value, std::optional<Tensor> rpe, std::optional<Tensor> key_bias,
+    std::optional<Tensor> attn_mask, std::optional<Tensor> dropout_seed, Tensor row_lines, Tensor row_entries,
+    Tensor row_units, Tensor row_cuts, int64_t layout_heads, int64_t block, int64_t tile, double scale, bool causal,
+    double dropout_p) {
+  check_attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, dropout_p, layout_heads, block, tile);
+  check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);
+  Attention attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, block, scale, causal, dropout_p);
+  auto lists = lists_by_line(row_lines, row_entries, row_units, layout_heads, attention.rows, attention.columns, block,
+                             tile);
+  Tensor output = empty_in_order_of(query);
+  Tensor lse = torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2)}, lse_type(query));
+  if (lse.numel() == 0) return {output, lse};
+  for_dtype(query.scalar_type(),
+            [&](auto* type) { forward<std::remove_pointer_t<decltype(type)>>(attention, lists, output, lse); });
+  return {output, lse};
+}
+
+std::tuple<Tensor, Tensor, Tensor> block_attention_backward(
+    Tensor grad_output, std::optional<Tensor> grad_lse, Tensor query, Tensor key, Tensor value, Tensor output,
+    Tensor lse, std::optional<Tensor> rpe, std::optional<Tensor> key_bias, std::optional<Tensor> attn_mask,
+    std::optional<Tensor> dropout_seed, Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts,
+    Tensor column_lines, Tensor column_entries, Tensor column_units, Tensor column_cuts, int64_t layout_heads,
+    int64_t block, int64_t tile, double scale, bool causal, double dropout_p) {
+  check_attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, dropout_p, layout_heads, block, tile);
+  check_attention_backward(grad_output, grad_lse, query, output, lse);
+  check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);
+  check_tiles(column_lines, column_entries, column_units, column_cuts, key.size(2), query, layout_heads, block, tile);
+  Attention attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, block, scale, causal, dropout_p);
+  auto row_lists = lists_by_line(row_lines, row_entries, row_units, layout_heads, attention.rows, attention.columns,
+                                 block, tile);
+  auto column_lists = lists_by_line(column_lines, column_entries, column_units, layout_heads, attention.columns,
+                                    attention.rows, block, tile);
+  Tensor grad_query = empty_in_order_of(query), grad_key = empty_in_order_of(key),
+         grad_value = empty_in_order_of(value);
+  if (attention.batch * attention.heads > 0) {
+    for_dtype(query.scalar_type(), [&](auto* type) {
+      backward<std::remove_pointer_t<decltype(type)>>(attention, {grad_output, output, lse, grad_lse}, row_lists,
+                                                      column_lists, grad_query, grad_key, grad_value);
+    });
+  } else {
+    for (Tensor* grad : {&grad_key, &grad_value}) torch::stable::zero_(*grad);
+  }
+  return {grad_query, grad_key, grad_value};
+}
+
+Tensor block_attention_bias_backward(
+    Tensor grad_output, std::optional<Tensor> grad_lse, Tensor query, Tensor key, Tensor value, Tensor output,
+    Tensor lse, std::optional<Tensor> rpe, std::optional<Tensor> key_bias, std::optional<Tensor> attn_mask,
+    std::optional<Tensor> dropout_seed, Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts,
+    int64_t layout_heads, int64_t block, int64_t tile, double scale, bool causal, double dropout_p,
+    std::vector<int64_t> shape) {
+  check_attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, dropout_p, layout_heads, block, tile);
+  check_attention_backward(grad_output, grad_lse, query, output, lse);
+  check_attention_bias_shape(shape, query, key);
+  check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);
+  Attention attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, block, scale, causal, dropout_p);
+  auto lists = lists_by_line(row_lines, row_entries, row_units, layout_heads, attention.rows, attention.columns, block,
+                             tile);
+  Tensor out = fresh(torch::stable::new_empty(query, shape, lse_type(query)));
+  if (out.numel() == 0) return out;
+  if (attention.batch * attention.heads == 0) return torch::stable::zero_(out);
+  for_dtype(query.scalar_type(), [&](auto* type) {
+    bias_backward<std::remove_pointer_t<decltype(type)>>(attention, {grad_output, output, lse, grad_lse}, lists, out);
+  });
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(ds_sparse, CPU, m) {
+  m.impl("block_attention_forward", TORCH_BOX(&block_attention_forward));
+  m.impl("block_attention_backward", TORCH_BOX(&block_attention_backward));
+  m.impl("block_attention_bias_backward", TORCH_BOX(&block_attention_bias_backward));
+}
+
+}  // namespace ds_sparse::cpu

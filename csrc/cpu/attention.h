@@ -1,0 +1,274 @@
+// Fused attention of one block line. Scores exist for a few blocks at a time: forward keeps each row's largest score
+// and sum of exponentials as blocks pass, the gradients compute probabilities again from those.
+#pragma once
+
+#include "gemm.h"
+#include "rows.h"
+
+namespace ds_sparse::cpu::DS_SPARSE_ISA {
+
+// Finite biases are no lower, so that sums of several stay finite.
+template <class C>
+constexpr C lowest_bias = C(-1e30);
+
+DS_SPARSE_INLINE int64_t blocks_at_a_time(const AttentionLine& line) {
+  int64_t count = attention_tile / (line.rows * line.block);
+  return count > 0 ? count : 1;
+}
+
+DS_SPARSE_INLINE int64_t at_most(int64_t x, int64_t limit) { return x < limit ? x : limit; }
+
+// Adds a bias to the rows x columns that there are of one block of scores, (rows, b); from is where they begin in it.
+template <class T, class C, int W>
+static void add_bias_block(const T* from, const Bias& bias, int64_t rows, int64_t columns, int64_t block, C* scores,
+                           C* scratch) {
+  pack_rows<T, C>(from, bias.row_stride, bias.column_stride, rows, columns, scratch, block);
+  for (int64_t i = 0; i < rows * block; i += W) {
+    auto x = load<C, W>(scratch + i);
+    x = (x < lowest_bias<C>)&(x != -infinity<C>) ? broadcast<C, W>(lowest_bias<C>) : x;
+    store<C, W>(scores + i, add_bias<C, W>(load<C, W>(scores + i), x));
+  }
+}
+
+template <class T, int W>
+static void add_biases(const AttentionLine& line, int64_t column, int64_t rows, int64_t columns, Compute<T>* scores,
+                       Compute<T>* scratch) {
+  using C = Compute<T>;
+  for (int i = 0; i < line.num_biases; ++i) {
+    const Bias& bias = line.biases[i];
+    int64_t offset = line.first * bias.row_stride + column * bias.column_stride;
+    if (bias.is_bool)
+      add_bias_block<Keep, C, W>(static_cast<const Keep*>(bias.data) + offset, bias, rows, columns, line.block, scores,
+                                 scratch);
+    else if (bias.is_wide)
+      add_bias_block<C, C, W>(static_cast<const C*>(bias.data) + offset, bias, rows, columns, line.block, scores,
+                              scratch);
+    else
+      add_bias_block<T, C, W>(static_cast<const T*>(bias.data) + offset, bias, rows, columns, line.block, scores,
+                              scratch);
+  }
+}
+
+// The scores of the line's rows and `count` blocks, each (rows, b), -inf where masked and where there are no tokens.
+template <class T, int W>
+static void attention_scores(const AttentionLine& line, const Compute<T>* left, int64_t left_stride,
+                             const Compute<T>* panels, const int32_t* slots, const int32_t* blocks, int64_t count,
+                             Compute<T>* scores, Compute<T>* scratch) {
+  using C = Compute<T>;
+  int64_t block = line.block, size = line.rows * block;
+  sdd<C>(left, left_stride, line.rows, panels, slots, count, block, line.depth, scores);
+  C scale = C(line.scale);
+  int64_t rows = at_most(line.rows, line.row_end - line.first);
+  for (int64_t n = 0; n < count; ++n, scores += size) {
+    for (int64_t i = 0; i < size; i += W) {
+      auto x = load<C, W>(scores + i) * scale;
+      store<C, W>(scores + i, x < lowest<C> ? broadcast<C, W>(lowest<C>) : x);
+    }
+    int64_t column = blocks[n] * block, columns = at_most(block, line.column_end - column);
+    add_biases<T, W>(line, column, rows, columns, scores, scratch);
+    // From begin to end a row has scores.
+    for (int64_t r = 0; r < line.rows; ++r) {
+      int64_t begin = 0, end = r < rows ? columns : 0, past = line.first + r - column;
+      if (line.causal && line.transposed && past > 0) begin = at_most(past, block);
+      if (line.causal && !line.transposed && past < end) end = past + 1 > 0 ? past + 1 : 0;
+      for (int64_t c = 0; c < begin; ++c) scores[r * block + c] = -infinity<C>;
+      for (int64_t c = end; c < block; ++c) scores[r * block + c] = -infinity<C>;
+    }
+  }
+}
+
+// What dropout multiplies the probabilities of `count` blocks by, each (rows, b).
+template <class C>
+static void dropout_blocks(const AttentionLine& line, const int32_t* blocks, int64_t count, C* factors) {
+  int64_t block = line.block;
+  for (int64_t n = 0; n < count; ++n, factors += line.rows * block) {
+    if (line.transposed)
+      dropout_factors<C>(*line.dropout, line.matrix, blocks[n] * block, line.first, block, line.rows, factors, 1,
+                         block);
+    else
+      dropout_factors<C>(*line.dropout, line.matrix, line.first, blocks[n] * block, line.rows, block, factors, block,
+                         1);
+  }
+}
+
+template <class T, int W>
+static void attention_forward_of(const AttentionLine& line, const Compute<T>* query, const Compute<T>* key_panels,
+                                 const Compute<T>* value, int64_t width, const int32_t* blocks, int64_t count,
+                                 Compute<T>* sum, Compute<T>* top, Compute<T>* total, Compute<T>* scratch) {
+  using C = Compute<T>;
+  using V = Vec<C, W>;
+  constexpr int N = native_width<C>;
+  int64_t block = line.block, rows = line.rows, size = rows * block, step = blocks_at_a_time(line);
+  C *scores = scratch, *extra = scratch + step * size;
+  for (int64_t r = 0; r < rows; ++r) {
+    top[r] = -infinity<C>;
+    total[r] = 0;
+  }
+  for (int64_t i = 0; sum && count == 0 && i < rows * width; ++i) sum[i] = 0;
+  for (int64_t done = 0; done < count; done += step) {
+    int64_t here = at_most(step, count - done);
+    attention_scores<T, W>(line, query, line.depth, key_panels, blocks + done, blocks + done, here, scores, extra);
+    for (int64_t r = 0; r < rows; ++r) {
+      V largest = broadcast<C, W>(top[r]);
+      for (int64_t n = 0; n < here; ++n) {
+        for (int64_t c = 0; c < block; c += W) {
+          V x = load<C, W>(scores + n * size + r * block + c);
+          largest = x > largest ? x : largest;
+        }
+      }
+      C now = max_lanes<C, W>(largest);
+      // With nothing left (and no NaN) every exponential, and the sum, is 0.
+      C shift = now == -infinity<C> ? C(0) : now;
+      V sums{};
+      for (int64_t n = 0; n < here; ++n) {
+        for (int64_t c = 0; c < block; c += W) {
+          C* x = scores + n * size + r * block + c;
+          V e = exp_nonpositive<C, W>(load<C, W>(x) - shift);
+          store<C, W>(x, e);
+          sums += e;
+        }
+      }
+      if (done > 0 && now > top[r]) {
+        C rest = exp_nonpositive<C, W>(broadcast<C, W>(top[r] - shift))[0];
+        total[r] *= rest;
+        for (int64_t c = 0; sum && c < width; c += N)
+          store<C, N>(sum + r * width + c, Vec<C, N>(load<C, N>(sum + r * width + c) * rest));
+      }
+      total[r] += sum_lanes<C, W>(sums);
+      top[r] = now;
+    }
+    if (!sum) continue;
+    if (line.dropout) {
+      dropout_blocks<C>(line, blocks + done, here, extra);
+      for (int64_t i = 0; i < here * size; i += W)
+        store<C, W>(scores + i, V(load<C, W>(scores + i) * load<C, W>(extra + i)));
+    }
+    Blocks<C> probs{scores, nullptr, size, block, 1};
+    dsd_columns<C, tile_vectors>(probs, value, width, blocks + done, here, block, rows, 0, width, done > 0, sum, width);
+  }
+  for (int64_t r = 0; sum && r < rows; ++r) {
+    C inverse = total[r] == 0 ? C(0) : 1 / total[r];
+    for (int64_t c = 0; c < width; c += N)
+      store<C, N>(sum + r * width + c, Vec<C, N>(load<C, N>(sum + r * width + c) * inverse));
+  }
+}
+
+template <class T>
+static void attention_forward(const AttentionLine& line, const Compute<T>* query, const Compute<T>* key_panels,
+                              const Compute<T>* value, int64_t width, const int32_t* blocks, int64_t count,
+                              Compute<T>* sum, Compute<T>* top, Compute<T>* total, Compute<T>* scratch) {
+  constexpr int W = native_width<Compute<T>>;
+  if (line.block >= W)
+    attention_forward_of<T, W>(line, query, key_panels, value, width, blocks, count, sum, top, total, scratch);
+  else
+    attention_forward_of<T, 8>(line, query, key_panels, value, width, blocks, count, sum, top, total, scratch);
+}
+
+template <class T, int W>
+static void attention_backward_of(const AttentionLine& line, const AttentionColumn<Compute<T>>& column,
+                                  Compute<T>* scratch) {
+  using C = Compute<T>;
+  using V = Vec<C, W>;
+  int64_t block = line.block, rows = line.rows, size = rows * block, step = blocks_at_a_time(line),
+          width = column.width;
+  C scale = C(line.scale);
+  C *probs = scratch, *grads = scratch + step * size, *factors = grads + step * size, *extra = factors + step * size;
+  const int32_t own = 0;
+  for (int64_t done = 0; done < column.count; done += step) {
+    int64_t here = at_most(step, column.count - done);
+    const int32_t *blocks = column.blocks + done, *slots = column.slots + done;
+    attention_scores<T, W>(line, column.key, width, column.query_panels, slots, blocks, here, probs, extra);
+    sdd<C>(column.value, width, rows, column.grad_output_panels, slots, here, block, line.depth, grads);
+    if (line.dropout) dropout_blocks<C>(line, blocks, here, factors);
+    for (int64_t n = 0; n < here; ++n) {
+      for (int64_t c = 0; c < block; c += W) {
+        int64_t query = slots[n] * block + c;
+        V top = load<C, W>(column.statistics.top + query), inverse = load<C, W>(column.statistics.inverse + query),
+          delta = load<C, W>(column.statistics.delta + query);
+        for (int64_t r = 0; r < rows; ++r) {
+          int64_t at = n * size + r * block + c;
+          V prob = exp_nonpositive<C, W>(load<C, W>(probs + at) - top) * inverse, grad = load<C, W>(grads + at),
+            kept = prob;
+          if (line.dropout) {
+            V factor = load<C, W>(factors + at);
+            kept = prob * factor;
+            grad = grad * factor;
+          }
+          store<C, W>(probs + at, kept);
+          store<C, W>(grads + at, V(prob * (grad - delta) * scale));
+        }
+      }
+    }
+    dsd_columns<C, tile_vectors>({probs, nullptr, size, block, 1}, column.grad_output, width, slots, here, block, rows,
+                                 0, width, true, column.grad_value, width);
+    dsd_columns<C, tile_vectors>({grads, nullptr, size, block, 1}, column.query, width, slots, here, block, rows, 0,
+                                 width, true, column.grad_key, width);
+    for (int64_t n = 0; n < here; ++n)
+      dsd_columns<C, tile_vectors>({grads + n * size, nullptr, 0, 1, block}, column.key, width, &own, 1, rows, block, 0,
+                                   width, true, column.grad_query + slots[n] * block * width, width);
+  }
+}
+
+template <class T>
+static void attention_backward(const AttentionLine& line, const AttentionColumn<Compute<T>>& column,
+                               Compute<T>* scratch) {
+  constexpr int W = native_width<Compute<T>>;
+  if (line.block >= W)
+    attention_backward_of<T, W>(line, column, scratch);
+  else
+    attention_backward_of<T, 8>(line, column, scratch);
+}
+
+template <class T, int W>
+static void attention_bias_backward_of(const AttentionLine& line, const Compute<T>* query,
+                                       const Compute<T>* grad_output, const Compute<T>* key_panels,
+                                       const Compute<T>* value_panels,
+                                       const AttentionStatistics<Compute<T>>& statistics, const int32_t* blocks,
+                                       int64_t count, Compute<T>* out, int64_t out_stride, Compute<T>* scratch) {
+  using C = Compute<T>;
+  using V = Vec<C, W>;
+  int64_t block = line.block, rows = line.rows, size = rows * block, step = blocks_at_a_time(line);
+  C *probs = scratch, *grads = scratch + step * size, *factors = grads + step * size, *extra = factors + step * size;
+  for (int64_t done = 0; done < count; done += step) {
+    int64_t here = at_most(step, count - done);
+    attention_scores<T, W>(line, query, line.depth, key_panels, blocks + done, blocks + done, here, probs, extra);
+    sdd<C>(grad_output, line.depth, rows, value_panels, blocks + done, here, block, line.depth, grads);
+    if (line.dropout) {
+      dropout_blocks<C>(line, blocks + done, here, factors);
+      for (int64_t i = 0; i < here * size; i += W)
+        store<C, W>(grads + i, V(load<C, W>(grads + i) * load<C, W>(factors + i)));
+    }
+    for (int64_t n = 0; n < here; ++n) {
+      int64_t column = blocks[done + n] * block, columns = at_most(block, line.column_end - column);
+      for (int64_t r = 0; r < at_most(rows, line.row_end - line.first); ++r) {
+        C* to = out + r * out_stride + column;
+        for (int64_t c = 0; c < block; c += W) {
+          int64_t at = n * size + r * block + c;
+          V prob =
+              exp_nonpositive<C, W>(load<C, W>(probs + at) - statistics.top[r]) * statistics.inverse[r];
+          V grad = prob * (load<C, W>(grads + at) - statistics.delta[r]);
+          if (c + W <= columns)
+            store<C, W>(to + c, V(load<C, W>(to + c) + grad));
+          else
+            for (int i = 0; i < columns - c; ++i) to[c + i] += grad[i];
+        }
+      }
+    }
+  }
+}
+
+template <class T>
+static void attention_bias_backward(const AttentionLine& line, const Compute<T>* query, const Compute<T>* grad_output,
+                                    const Compute<T>* key_panels, const Compute<T>* value_panels,
+                                    const AttentionStatistics<Compute<T>>& statistics, const int32_t* blocks,
+                                    int64_t count, Compute<T>* out, int64_t out_stride, Compute<T>* scratch) {
+  constexpr int W = native_width<Compute<T>>;
+  if (line.block >= W)
+    attention_bias_backward_of<T, W>(line, query, grad_output, key_panels, value_panels, statistics, blocks, count,
+                                     out, out_stride, scratch);
+  else
+    attention_bias_backward_of<T, 8>(line, query, grad_output, key_panels, value_panels, statistics, blocks, count,
+                                     out, out_stride, scratch);
+}
+
+}  // namespace ds_sparse::cpu::DS_SPARSE_ISA

@@ -1,0 +1,352 @@
+// Fused attention, backward: two sweeps, each with its own tile of sums and in a fixed order. Scores are computed again
+// from query, key and the forward pass's log-sum-exp.
+//
+// By rows, for the gradient of queries: a thread block holds 64 queries and walks keys. By columns, for those of keys and
+// values: it holds 64 keys and walks queries; its products are transposed, so that probabilities are already the left
+// operand of the next product.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <tuple>
+
+#include "attention.h"
+#include "attention_arguments.h"
+#include "attention_backward.h"
+#include "attention_rows.h"
+
+namespace ds_sparse::attention {
+namespace {
+
+// By columns, `own` are keys and values, `other` queries and gradients of outputs; by rows the other way round.
+template <class T, int kD>
+struct BackwardMemory {
+  struct Stage {
+    Tile<T, kD, kStep<T, kD>> first, second;
+    Octet octets[8];
+    Row rows[kStep<T, kD>];
+  };
+  Tile<T, kD, kTile> first, second;
+  Stage stages[kStages];
+  int tokens[kTile];
+};
+
+template <class T, int kD, bool kByColumns, bool kPlain>
+__global__ void __launch_bounds__(kThreads)
+    backward_kernel(const __grid_constant__ Backward<T> p, const __grid_constant__ Sweep<T> sweep) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  constexpr int kN = kStep<T, kD>, kOut = kOutputs<kD>, pitch = kPitch<T, kD>;
+  auto& memory = *reinterpret_cast<BackwardMemory<T, kD>*>(shared);
+  const Lists& lists = sweep.lists;
+  const int lane = threadIdx.x % 32, strip = threadIdx.x / 32;
+  const Work work(lists, blockIdx.x, p.heads, p.layout_heads, kD / kOut);
+  const int kv_head = work.head / p.heads_of_group, first_column = work.share * kOut;
+  const int own_length = kByColumns ? p.scoring.keys : p.scoring.queries;
+  const int other_length = kByColumns ? p.scoring.queries : p.scoring.keys;
+  const Other<kN> other{lists.entries + work.first_entry, work.num_entries, lists.log_block, other_length};
+  const T* query = p.query.of(work.batch, work.head);
+  const T* grad_output = p.grad_output.of(work.batch, work.head);
+  const T* key = p.key.of(work.batch, kv_head);
+  const T* value = p.value.of(work.batch, kv_head);
+  const Row* rows = p.rows.of(work.matrix);
+  constexpr Row no_row{kInfinity, 0.0f};
+
+  const auto load = [&](int step) {
+    auto& stage = memory.stages[step % kStages];
+    if (threadIdx.x < kN / 8) {
+      stage.octets[threadIdx.x] = other.octet(step, threadIdx.x);
+    }
+    if (kByColumns && threadIdx.x < kN) {
+      const int token = other.token(step, threadIdx.x);
+      stage.rows[threadIdx.x] = token < 0 ? no_row : rows[token];
+    }
+    const auto token_of = [&](int line) { return other.token(step, line); };
+    load_tile<kD, kN>(
+        stage.first, kByColumns ? query : key, kByColumns ? p.query.token_stride : p.key.token_stride, p.width, token_of);
+    load_tile<kD, kN>(
+        stage.second, kByColumns ? grad_output : value,
+        kByColumns ? p.grad_output.token_stride : p.value.token_stride, p.width, token_of);
+    end_of_copies();
+  };
+
+  const int steps = other.steps();
+  if (threadIdx.x < kTile) {
+    const int token = lists.token(work.tile, work.sub_tile, threadIdx.x);
+    memory.tokens[threadIdx.x] = token < own_length ? token : -1;
+  }
+  __syncthreads();
+  const auto own_token = [&](int line) { return memory.tokens[line]; };
+  load_tile<kD, kTile>(
+      memory.first, kByColumns ? key : query, kByColumns ? p.key.token_stride : p.query.token_stride, p.width, own_token);
+  load_tile<kD, kTile>(
+      memory.second, kByColumns ? value : grad_output,
+      kByColumns ? p.value.token_stride : p.grad_output.token_stride, p.width, own_token);
+  if (steps > 0) {
+    load(0);
+  } else {
+    end_of_copies();
+  }
+
+  const T* first = memory.first + strip * 16 * pitch;
+  const T* second = memory.second + strip * 16 * pitch;
+  const int line0 = strip * 16 + lane / 4;
+  const int token0 = memory.tokens[line0], token8 = memory.tokens[line0 + 8];
+  // For causal attention: by rows no key of an octet comes after the strip's first query, by columns no query before its
+  // last key. A strip has 16 neighbours, or two blocks of 8.
+  const int* of_strip = memory.tokens + strip * 16;
+  const uint32_t first_token = min(static_cast<uint32_t>(of_strip[0]), static_cast<uint32_t>(of_strip[8]));
+  const int last_token = max(of_strip[7], of_strip[15]);
+  const auto whole = [&](const Octet& octet) {
+    const bool in_order = kByColumns ? octet.token >= last_token : static_cast<uint32_t>(octet.token + 7) <= first_token;
+    return octet.token + 8 <= other_length && (in_order || !p.scoring.causal);
+  };
+  const Row row0 = kByColumns || token0 < 0 ? no_row : rows[token0], row8 = kByColumns || token8 < 0 ? no_row : rows[token8];
+  const float unit = kPlain ? p.scoring.scale * kLog2E : 1.0f;
+  float sums_first[kOut / 8][4] = {};
+  float sums_second[kByColumns ? kOut / 8 : 1][4] = {};
+
+  for (int step = 0; step < steps; ++step) {
+    wait_for_copies<0>();
+    __syncthreads();
+    if (step + 1 < steps) {
+      load(step + 1);
+    }
+    const auto& stage = memory.stages[step % kStages];
+    const Live<kN> live(stage.octets, lists.log_block, whole);
+    const auto row_of = [&](int octet, int e) {
+      return kByColumns ? stage.rows[8 * octet + lane % 4 * 2 + e % 2] : e < 2 ? row0 : row8;
+    };
+#pragma unroll
+    for (int j = 0; j < kN / 16; ++j) {
+      if (!live.group(j)) {
+        continue;
+      }
+      float probs[2][4], grads[2][4];
+      products<kD>(probs, first, stage.first, 16 * j, lane);
+      products<kD>(grads, second, stage.second, 16 * j, lane);
+      const bool all = (live.bits >> 2 * j & 0x303u) == 0x303u && (live.ragged >> 2 * j & 3u) == 0;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int octet = 2 * j + half, token = stage.octets[octet].token + lane % 4 * 2;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& score = probs[half][e];
+          const int own = e < 2 ? token0 : token8, its = token + e % 2;
+          bool counts = true;
+          if (!all) {
+            counts = live.bits >> (octet + e / 2 * 8) & 1;
+            if (live.ragged >> octet & 1) {
+              counts = counts && its < other_length && !(p.scoring.causal && (kByColumns ? own > its : its > own));
+            }
+          }
+          const float row_lse = row_of(octet, e).lse;
+          float exponent = score * unit;
+          if constexpr (!kPlain) {
+            counts = counts && own >= 0;
+            exponent = counts ? p.scoring.template exponent<T>(
+                                    score, work.batch, work.head, kByColumns ? its : own, kByColumns ? own : its)
+                              : -kInfinity;
+          }
+          score = counts ? exp2_of(exponent - row_lse) : 0.0f;
+        }
+      }
+      float dropped[2][4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        dropped[0][e] = probs[0][e];
+        dropped[1][e] = probs[1][e];
+      }
+      if constexpr (!kPlain) {
+        if (p.scoring.dropout_seed != nullptr) {
+          const Kept<kByColumns> kept(
+              p.scoring.dropout(), work.matrix, token0, token8, stage.octets[2 * j].token + lane % 4 * 2,
+              stage.octets[2 * j + 1].token + lane % 4 * 2);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            grads[0][e] *= kept.low[e];
+            grads[1][e] *= kept.high[e];
+            dropped[0][e] *= kept.low[e];
+            dropped[1][e] *= kept.high[e];
+          }
+        }
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          grads[half][e] = probs[half][e] * (grads[half][e] - row_of(2 * j + half, e).delta);
+        }
+      }
+      if constexpr (kByColumns) {
+        LeftOfSums<T>(dropped[0], dropped[1])
+            .template multiply_add_to<kOut, pitch>(sums_second, stage.second + first_column, 16 * j, lane);
+      }
+      LeftOfSums<T>(grads[0], grads[1])
+          .template multiply_add_to<kOut, pitch>(sums_first, stage.first + first_column, 16 * j, lane);
+    }
+  }
+
+  wait_for_copies<0>();
+  const int width = p.width - first_column;
+  const auto store = [&](const auto& sums, float factor, const T* own, const Matrices<T>& grad, const Parts& parts,
+                         float* shares) {
+    T* space = const_cast<T*>(own);
+    if (work.part >= 0) {
+      const int64_t place = parts.line(lists, work.copy, work.part, work.sub_tile) + strip * 16;
+      store_sums<kOut>(sums, factor, factor, width, [&](int line) {
+        return parts.data + (place + line) * parts.width + first_column;
+      });
+    } else if (shares != nullptr) {
+      store_sums<kOut>(sums, factor, factor, width, [&](int line) -> float* {
+        const int token = memory.tokens[strip * 16 + line];
+        return token < 0 ? nullptr : shares + (work.matrix * own_length + token) * p.width + first_column;
+      });
+    } else {
+      T* to = grad.of(work.batch, work.head) + first_column;
+      store_strip<kOut, pitch>(sums, factor, factor, space, width, [&](int line) -> T* {
+        const int token = memory.tokens[strip * 16 + line];
+        return token < 0 ? nullptr : to + token * grad.token_stride;
+      });
+    }
+  };
+  store(sums_first, p.scoring.scale, first, sweep.grad_first, sweep.first_parts, sweep.first_shares);
+  if constexpr (kByColumns) {
+    store(sums_second, 1.0f, second, sweep.grad_second, sweep.second_parts, sweep.second_shares);
+  }
+}
+
+// A thread block adds the parts of one line of a cut tile.
+template <class T>
+__global__ void add_parts_kernel(
+    Lists lists, const int32_t* cuts, int num_cuts, int heads, int layout_heads, int length, Parts parts, Matrices<T> grad,
+    float* shares) {
+  const CutLine cut(lists, cuts, num_cuts, heads, layout_heads);
+  if (cut.token < 0 || cut.token >= length) {
+    return;
+  }
+  for (int column = threadIdx.x; column < parts.width; column += blockDim.x) {
+    float sum = 0;
+    for (int part = 0; part < cut.num_parts; ++part) {
+      const int64_t line = parts.line(lists, cut.copy, cut.first_part + part, cut.sub_tile) + cut.line;
+      sum += parts.data[line * parts.width + column];
+    }
+    if (shares != nullptr) {
+      shares[(cut.matrix * length + cut.token) * parts.width + column] = sum;
+    } else {
+      grad.of(cut.batch, cut.head)[cut.token * grad.token_stride + column] = T(sum);
+    }
+  }
+}
+
+// Adds the shares of the query heads of a group, (B, H, S, D), in the order of heads.
+template <class T>
+__global__ void add_shares_kernel(
+    const float* shares, Matrices<T> grad, int64_t elements, int key_heads, int heads_of_group, int length, int width) {
+  for (int64_t number = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; number < elements;
+       number += int64_t{gridDim.x} * blockDim.x) {
+    const int column = number % width;
+    const int token = number / width % length;
+    const int64_t matrix = number / width / length;  // batch * key_heads + key head
+    float sum = 0;
+    for (int head = 0; head < heads_of_group; ++head) {
+      sum += shares[((matrix * heads_of_group + head) * length + token) * width + column];
+    }
+    grad.of(matrix / key_heads, matrix % key_heads)[token * grad.token_stride + column] = T(sum);
+  }
+}
+
+std::tuple<Tensor, Tensor, Tensor> block_attention_backward(
+    const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key,
+    const Tensor& value, const Tensor& output, const Tensor& lse, const std::optional<Tensor>& rpe,
+    const std::optional<Tensor>& key_bias, const std::optional<Tensor>& attn_mask,
+    const std::optional<Tensor>& dropout_seed, const Tensor& row_lines, const Tensor& row_entries,
+    const Tensor& row_units, const Tensor& row_cuts, const Tensor& column_lines, const Tensor& column_entries,
+    const Tensor& column_units, const Tensor& column_cuts, int64_t layout_heads, int64_t block, int64_t tile,
+    double scale, bool causal, double dropout_p) {
+  check_attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, dropout_p, layout_heads, block, tile);
+  check_attention_backward(grad_output, grad_lse, query, output, lse);
+  check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);
+  check_tiles(
+      column_lines, column_entries, column_units, column_cuts, key.size(2), query, layout_heads, block, tile);
+  Tensor grad_query = empty_in_order_of(query, query.size(3), query.scalar_type());
+  Tensor grad_key = empty_in_order_of(key, key.size(3), key.scalar_type());
+  Tensor grad_value = empty_in_order_of(value, value.size(3), value.scalar_type());
+  if (query.numel() == 0) {
+    return {grad_query, grad_key, grad_value};
+  }
+  const int64_t batch = query.size(0), heads = query.size(1), key_heads = key.size(1), width = query.size(3);
+  const int64_t copies = layout_heads == 1 ? batch * heads : batch;
+  const Launcher launch(query);
+  const Scoring scoring =
+      scoring_of(query, key, rpe, key_bias, attn_mask, dropout_seed, scale, causal, dropout_p);
+  check_tile(launch, query, scoring, block, tile);
+  const auto [rows_data, rows] = make_rows(launch, grad_output, grad_lse, output, lse);
+  const auto new_floats = [&](int64_t count) {
+    return torch::stable::new_empty(query, {count}, ScalarType::Float);
+  };
+  with_width(query, [&](auto zero, auto padded) {
+    using T = decltype(zero);
+    constexpr int kD = decltype(padded)::value;
+    const Backward<T> p{
+        matrices_of<const T>(query), matrices_of<const T>(key), matrices_of<const T>(value),
+        matrices_of<const T>(grad_output), rows, scoring,
+        static_cast<int>(heads), static_cast<int>(layout_heads), static_cast<int>(heads / key_heads),
+        static_cast<int>(width)};
+    const auto sweep = [&](auto by_columns, const Lists& lists, const Tensor& lines, const Tensor& units,
+                           const Tensor& cuts, const Tensor& grad_first, const Tensor& grad_second, bool grouped) {
+      constexpr bool kByColumns = decltype(by_columns)::value;
+      const int64_t length = grad_first.size(2), parts = num_parts(lines, units, cuts, lists);
+      const int64_t part_size = copies * parts * lists.sub_tiles * tile * width;
+      const int64_t share_size = grouped ? batch * heads * length * width : 0;
+      Tensor first_parts = new_floats(part_size), second_parts = new_floats(kByColumns ? part_size : 0);
+      Tensor first_shares = new_floats(share_size), second_shares = new_floats(share_size);
+      const auto parts_in = [&](Tensor& space) {
+        return Parts{space.mutable_data_ptr<float>(), static_cast<int>(parts), static_cast<int>(width)};
+      };
+      const auto shares_in = [&](Tensor& space) { return grouped ? space.mutable_data_ptr<float>() : nullptr; };
+      const Sweep<T> s{lists, matrices_of<T>(grad_first), matrices_of<T>(grad_second), parts_in(first_parts),
+                       parts_in(second_parts), shares_in(first_shares), shares_in(second_shares)};
+      if (tile == kHopperTile) {
+        if constexpr (sizeof(T) == 2 && kD <= 128) {
+          sweep_on_hopper<T, kByColumns>(launch, p, s, query, key, value, grad_output, copies);
+        }
+      } else {
+        const int64_t blocks = copies * lists.num_units * lists.sub_tiles * (kD / kOutputs<kD>);
+        with_plain<T, kD>(p.scoring, [&](auto plain) {
+          launch.with_shared_memory(
+              backward_kernel<T, kD, kByColumns, decltype(plain)::value>, blocks, kThreads,
+              sizeof(BackwardMemory<T, kD>), p, s);
+        });
+      }
+      const auto finish = [&](const Parts& parts_of, const Matrices<T>& grad, const Tensor& like, float* shares) {
+        launch(
+            add_parts_kernel<T>, copies * cuts.size(0) * lists.sub_tiles * tile, 64, lists,
+            cuts.const_data_ptr<int32_t>(), static_cast<int>(cuts.size(0)), p.heads, p.layout_heads,
+            static_cast<int>(length), parts_of, grad, shares);
+        if (grouped) {
+          launch(
+              add_shares_kernel<T>, std::min<int64_t>((like.numel() + 255) / 256, 1 << 16), 256, shares, grad,
+              like.numel(), static_cast<int>(key_heads), p.heads_of_group, static_cast<int>(length), p.width);
+        }
+      };
+      finish(s.first_parts, s.grad_first, grad_first, s.first_shares);
+      if (kByColumns) {
+        finish(s.second_parts, s.grad_second, grad_second, s.second_shares);
+      }
+    };
+    sweep(
+        std::false_type{}, lists_of(row_lines, row_entries, row_units, layout_heads, block, tile), row_lines, row_units,
+        row_cuts, grad_query, grad_query, false);
+    sweep(
+        std::true_type{}, lists_of(column_lines, column_entries, column_units, layout_heads, block, tile), column_lines,
+        column_units, column_cuts, grad_key, grad_value, heads != key_heads);
+  });
+  return {grad_query, grad_key, grad_value};
+}
+
+}  // namespace
+}  // namespace ds_sparse::attention
+
+STABLE_TORCH_LIBRARY_IMPL(ds_sparse, CUDA, m) {
+  m.impl("block_attention_backward", TORCH_BOX(&ds_sparse::attention::block_attention_backward));
+}

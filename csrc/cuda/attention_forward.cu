@@ -1,0 +1,296 @@
+// Fused attention, forward. A thread block takes a unit: 64 queries of one head against the keys and values of its list,
+// 64 at a time. Scores stay in registers; each row keeps its maximum and sum as keys pass (online softmax). Tiles that
+// units cut leave their parts in fp32, which a second kernel combines in order.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <tuple>
+
+#include "attention.h"
+#include "attention_arguments.h"
+#include "attention_forward.h"
+
+namespace ds_sparse::attention {
+namespace {
+
+template <class T, int kD>
+struct ForwardMemory {
+  struct Stage {
+    Tile<T, kD, kStep<T, kD>> keys;
+    Tile<T, kOutputs<kD>, kStep<T, kD>> values;
+    Octet octets[8];
+  };
+  Tile<T, kD, kTile> queries;
+  Stage stages[kStages];
+  int tokens[kTile];
+};
+
+template <class T, int kD, bool kPlain>
+__global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant__ Forward<T> p) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  constexpr int kN = kStep<T, kD>, kOut = kOutputs<kD>, kPitchQ = kPitch<T, kD>, kPitchV = kPitch<T, kOut>;
+  auto& memory = *reinterpret_cast<ForwardMemory<T, kD>*>(shared);
+  const int lane = threadIdx.x % 32, strip = threadIdx.x / 32;
+  const Work work(p.lists, blockIdx.x, p.heads, p.layout_heads, kD / kOut);
+  const int kv_head = work.head / p.heads_of_group, first_column = work.share * kOut;
+  const T* key = p.key.of(work.batch, kv_head);
+  const T* value = p.value.of(work.batch, kv_head) + first_column;
+  const Other<kN> other{p.lists.entries + work.first_entry, work.num_entries, p.lists.log_block, p.scoring.keys};
+
+  const auto load = [&](int step) {
+    auto& stage = memory.stages[step % kStages];
+    if (threadIdx.x < kN / 8) {
+      stage.octets[threadIdx.x] = other.octet(step, threadIdx.x);
+    }
+    const auto token_of = [&](int line) { return other.token(step, line); };
+    load_tile<kD, kN>(stage.keys, key, p.key.token_stride, p.width, token_of);
+    load_tile<kOut, kN>(stage.values, value, p.value.token_stride, p.width - first_column, token_of);
+    end_of_copies();
+  };
+
+  const int steps = other.steps();
+  if (threadIdx.x < kTile) {
+    const int token = p.lists.token(work.tile, work.sub_tile, threadIdx.x);
+    memory.tokens[threadIdx.x] = token < p.scoring.queries ? token : -1;
+  }
+  __syncthreads();
+  load_tile<kD, kTile>(
+      memory.queries, p.query.of(work.batch, work.head), p.query.token_stride, p.width,
+      [&](int line) { return memory.tokens[line]; });
+  if (steps > 0) {
+    load(0);
+  } else {
+    end_of_copies();
+  }
+
+  const T* queries = memory.queries + strip * 16 * kPitchQ;
+  const int line0 = strip * 16 + lane / 4;
+  const int token0 = memory.tokens[line0], token8 = memory.tokens[line0 + 8];
+  // A strip has 16 neighbours, or two blocks of 8; none is the latest.
+  const uint32_t first_token = min(
+      static_cast<uint32_t>(memory.tokens[strip * 16]), static_cast<uint32_t>(memory.tokens[strip * 16 + 8]));
+  // Scores are in units of their exponents to the base 2, but for a factor where they are plain.
+  const float unit = kPlain ? p.scoring.scale * kLog2E : 1.0f;
+  float output[kOut / 8][4] = {};
+  float max0 = -kInfinity, max8 = -kInfinity, sum0 = 0, sum8 = 0;
+
+  for (int step = 0; step < steps; ++step) {
+    wait_for_copies<0>();
+    __syncthreads();
+    if (step + 1 < steps) {
+      load(step + 1);
+    }
+    const auto& stage = memory.stages[step % kStages];
+    const Live<kN> live(stage.octets, p.lists.log_block, [&](const Octet& octet) {
+      return octet.token + 8 <= p.scoring.keys && !(p.scoring.causal && static_cast<uint32_t>(octet.token + 7) > first_token);
+    });
+    if (live.none()) {
+      continue;
+    }
+    float scores[kN / 16][2][4];
+#pragma unroll
+    for (int j = 0; j < kN / 16; ++j) {
+      if (live.group(j)) {
+        products<kD>(scores[j], queries, stage.keys, 16 * j, lane);
+      }
+    }
+    if (!kPlain || !live.all()) {
+#pragma unroll
+      for (int n = 0; n < kN / 8; ++n) {
+        const int first = stage.octets[n].token + lane % 4 * 2;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& score = scores[n / 2][n % 2][e];
+          const int i = e < 2 ? token0 : token8, j = first + e % 2;
+          bool counts = live.bits >> (n + e / 2 * 8) & 1;
+          if (live.ragged >> n & 1) {
+            counts = counts && j < p.scoring.keys && !(p.scoring.causal && j > i);
+          }
+          if constexpr (!kPlain) {
+            score = counts && i >= 0 ? p.scoring.template exponent<T>(score, work.batch, work.head, i, j) : -kInfinity;
+          } else if (!counts) {
+            score = -kInfinity;
+          }
+        }
+      }
+    }
+
+    float new0 = max0, new8 = max8;
+#pragma unroll
+    for (const auto& group : scores) {
+#pragma unroll
+      for (const auto& tile : group) {
+        new0 = fmaxf(new0, fmaxf(tile[0], tile[1]));
+        new8 = fmaxf(new8, fmaxf(tile[2], tile[3]));
+      }
+    }
+    new0 = max_of_four(new0);
+    new8 = max_of_four(new8);
+    // A row of which nothing is left yet has a maximum of -inf: subtract 0 then, so that its exponentials are 0.
+    const float origin0 = new0 == -kInfinity ? 0.0f : new0 * unit, origin8 = new8 == -kInfinity ? 0.0f : new8 * unit;
+    const float decay0 = exp2_of(max0 * unit - origin0), decay8 = exp2_of(max8 * unit - origin8);
+    max0 = new0;
+    max8 = new8;
+    sum0 *= decay0;
+    sum8 *= decay8;
+#pragma unroll
+    for (auto& tile : output) {
+      tile[0] *= decay0;
+      tile[1] *= decay0;
+      tile[2] *= decay8;
+      tile[3] *= decay8;
+    }
+#pragma unroll
+    for (int j = 0; j < kN / 16; ++j) {
+      if (!live.group(j)) {
+        continue;
+      }
+#pragma unroll
+      for (auto& tile : scores[j]) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          tile[e] = exp2_of(tile[e] * unit - (e < 2 ? origin0 : origin8));
+        }
+        sum0 += tile[0] + tile[1];
+        sum8 += tile[2] + tile[3];
+      }
+      if constexpr (!kPlain) {
+        if (p.scoring.dropout_seed != nullptr) {
+          const Kept<false> kept(
+              p.scoring.dropout(), work.matrix, token0, token8, stage.octets[2 * j].token + lane % 4 * 2,
+              stage.octets[2 * j + 1].token + lane % 4 * 2);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            scores[j][0][e] *= kept.low[e];
+            scores[j][1][e] *= kept.high[e];
+          }
+        }
+      }
+      LeftOfSums<T>(scores[j][0], scores[j][1]).template multiply_add_to<kOut, kPitchV>(output, stage.values, 16 * j, lane);
+    }
+  }
+
+  sum0 = sum_of_four(sum0);
+  sum8 = sum_of_four(sum8);
+  const float factor0 = sum0 > 0 ? 1 / sum0 : 0.0f, factor8 = sum8 > 0 ? 1 / sum8 : 0.0f;
+  const auto lse_of = [&](float max, float sum) { return sum > 0 ? max * unit * kLn2 + logf(sum) : -kInfinity; };
+  // Before the queries' memory serves another purpose, everybody is through with it: each warp has its own strip.
+  wait_for_copies<0>();
+  if (work.part >= 0) {
+    const int64_t place = p.part_outputs.line(p.lists, work.copy, work.part, work.sub_tile) + strip * 16;
+    store_sums<kOut>(output, factor0, factor8, p.width - first_column, [&](int line) {
+      return p.part_outputs.data + (place + line) * p.width + first_column;
+    });
+    if (lane % 4 == 0 && work.share == 0) {
+      p.part_lse[place + lane / 4] = lse_of(max0, sum0);
+      p.part_lse[place + lane / 4 + 8] = lse_of(max8, sum8);
+    }
+    return;
+  }
+  T* to = p.output.of(work.batch, work.head) + first_column;
+  store_strip<kOut, kPitchQ>(
+      output, factor0, factor8, memory.queries + strip * 16 * kPitchQ, p.width - first_column, [&](int line) -> T* {
+        const int token = memory.tokens[strip * 16 + line];
+        return token < 0 ? nullptr : to + token * p.output.token_stride;
+      });
+  if (lane % 4 == 0 && work.share == 0) {
+    float* lse = p.lse + work.matrix * p.scoring.queries;
+    if (token0 >= 0) {
+      lse[token0] = lse_of(max0, sum0);
+    }
+    if (token8 >= 0) {
+      lse[token8] = lse_of(max8, sum8);
+    }
+  }
+}
+
+// A thread block combines the parts of one line of a cut tile.
+template <class T>
+__global__ void combine_kernel(const __grid_constant__ Forward<T> p, const int32_t* cuts, int num_cuts) {
+  const CutLine cut(p.lists, cuts, num_cuts, p.heads, p.layout_heads);
+  if (cut.token < 0 || cut.token >= p.scoring.queries) {
+    return;
+  }
+  const auto place = [&](int part) {
+    return p.part_outputs.line(p.lists, cut.copy, cut.first_part + part, cut.sub_tile) + cut.line;
+  };
+  float max = -kInfinity, sum = 0;
+  for (int part = 0; part < cut.num_parts; ++part) {
+    max = fmaxf(max, p.part_lse[place(part)]);
+  }
+  const float origin = max == -kInfinity ? 0.0f : max;
+  for (int part = 0; part < cut.num_parts; ++part) {
+    sum += expf(p.part_lse[place(part)] - origin);
+  }
+  const float factor = sum > 0 ? 1 / sum : 0.0f;
+  T* output = p.output.of(cut.batch, cut.head) + cut.token * p.output.token_stride;
+  for (int column = threadIdx.x; column < p.width; column += blockDim.x) {
+    float value = 0;
+    for (int part = 0; part < cut.num_parts; ++part) {
+      value += expf(p.part_lse[place(part)] - origin) * p.part_outputs.data[place(part) * p.width + column];
+    }
+    output[column] = T(value * factor);
+  }
+  if (threadIdx.x == 0) {
+    p.lse[cut.matrix * p.scoring.queries + cut.token] = sum > 0 ? origin + logf(sum) : -kInfinity;
+  }
+}
+
+std::tuple<Tensor, Tensor> block_attention_forward(
+    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& rpe,
+    const std::optional<Tensor>& key_bias, const std::optional<Tensor>& attn_mask,
+    const std::optional<Tensor>& dropout_seed, const Tensor& row_lines, const Tensor& row_entries,
+    const Tensor& row_units, const Tensor& row_cuts, int64_t layout_heads, int64_t block, int64_t tile, double scale,
+    bool causal, double dropout_p) {
+  check_attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, dropout_p, layout_heads, block, tile);
+  check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);
+  Tensor output = empty_in_order_of(query, query.size(3), query.scalar_type());
+  const int64_t batch = query.size(0), heads = query.size(1), width = query.size(3);
+  Tensor lse = torch::stable::new_empty(query, {batch, heads, query.size(2)}, ScalarType::Float);
+  if (output.numel() == 0) {
+    return {output, lse};
+  }
+  const Launcher launch(query);
+  const Lists lists = lists_of(row_lines, row_entries, row_units, layout_heads, block, tile);
+  const Scoring scoring =
+      scoring_of(query, key, rpe, key_bias, attn_mask, dropout_seed, scale, causal, dropout_p);
+  check_tile(launch, query, scoring, block, tile);
+  const int64_t copies = layout_heads == 1 ? batch * heads : batch;
+  const int64_t num_cuts = row_cuts.size(0), parts = num_parts(row_lines, row_units, row_cuts, lists);
+  const int64_t part_lines = copies * parts * lists.sub_tiles * tile;
+  Tensor part_outputs = torch::stable::new_empty(query, {part_lines * width}, ScalarType::Float);
+  Tensor part_lse = torch::stable::new_empty(query, {part_lines}, ScalarType::Float);
+  with_width(query, [&](auto zero, auto padded) {
+    using T = decltype(zero);
+    constexpr int kD = decltype(padded)::value;
+    const Forward<T> p{
+        matrices_of<const T>(query), matrices_of<const T>(key), matrices_of<const T>(value), matrices_of<T>(output),
+        lse.mutable_data_ptr<float>(), lists, scoring, static_cast<int>(heads), static_cast<int>(layout_heads),
+        static_cast<int>(heads / key.size(1)), static_cast<int>(width),
+        Parts{part_outputs.mutable_data_ptr<float>(), static_cast<int>(parts), static_cast<int>(width)},
+        part_lse.mutable_data_ptr<float>()};
+    if (tile == kHopperTile) {
+      if constexpr (sizeof(T) == 2 && kD <= 128) {
+        forward_on_hopper(launch, p, query, key, value, copies);
+      }
+    } else {
+      const int64_t blocks = copies * lists.num_units * lists.sub_tiles * (kD / kOutputs<kD>);
+      with_plain<T, kD>(scoring, [&](auto plain) {
+        launch.with_shared_memory(
+            forward_kernel<T, kD, decltype(plain)::value>, blocks, kThreads, sizeof(ForwardMemory<T, kD>), p);
+      });
+    }
+    launch(
+        combine_kernel<T>, copies * num_cuts * lists.sub_tiles * tile, 64, p, row_cuts.const_data_ptr<int32_t>(),
+        static_cast<int>(num_cuts));
+  });
+  return {output, lse};
+}
+
+}  // namespace
+}  // namespace ds_sparse::attention
+
+STABLE_TORCH_LIBRARY_IMPL(ds_sparse, CUDA, m) {
+  m.impl("block_attention_forward", TORCH_BOX(&ds_sparse::attention::block_attention_forward));
+}

@@ -1,0 +1,28 @@
+// What the forward pass of fused attention takes, on every GPU; and its way on Hopper.
+
+#pragma once
+
+#include "attention.h"
+#include "launch.h"
+
+namespace ds_sparse::attention {
+
+template <class T>
+struct Forward {
+  Matrices<const T> query, key, value;
+  Matrices<T> output;
+  float* lse;
+  Lists lists;
+  Scoring scoring;
+  int heads, layout_heads, heads_of_group, width;
+  Parts part_outputs;
+  float* part_lse;  // (copies, parts, sub-tiles, kTile)
+};
+
+// attention_forward_sm90.cu
+template <class T>
+void forward_on_hopper(
+    const Launcher& launch, const Forward<T>& p, const Tensor& query, const Tensor& key, const Tensor& value,
+    int64_t copies);
+
+}  // namespace ds_sparse::attention

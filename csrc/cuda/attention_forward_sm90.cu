@@ -1,0 +1,336 @@
+// Fused attention, forward, on Hopper (attention_sm90.h). A unit is 128 queries of one head against the keys and values of
+// its list, kN at a time. A warpgroup multiplies the next queries and keys while it still multiplies probabilities and
+// values, and does the softmax of one while the other's products run.
+
+#include "attention_arguments.h"
+#include "attention_forward.h"
+#include "attention_sm90.h"
+
+namespace ds_sparse::attention {
+namespace {
+
+template <class T, int kD, int kN>
+struct Memory {
+  static constexpr int kStages = 256 * 128 / (kD * kN) + (kD == 64), kSlots = 2;
+  struct Stage {
+    Panels<T, kD, kN> keys, values;
+  };
+  Panels<T, kD, kHopperTile> queries[kSlots];
+  Stage stages[kStages];
+  Octet groups[kStages][kN / 16];
+  Task tasks[kSlots];
+  Barrier task_there[kSlots], task_free[kSlots];
+  Barrier keys_there[kStages], keys_free[kStages], values_there[kStages], values_free[kStages];
+};
+
+template <class T, int kD, int kN>
+__device__ __forceinline__ void copy_all(
+    const Forward<T>& p, Memory<T, kD, kN>& memory, const CUtensorMap* query_map, const CUtensorMap* key_map,
+    const CUtensorMap* value_map, int64_t num_work) {
+  const int lane = threadIdx.x % 32;
+  const Boxes<T, kD, kHopperTile> own_boxes(p.lists.log_block);
+  const Boxes<T, kD, kN> boxes(p.lists.log_block);
+  Ring<Memory<T, kD, kN>::kStages> ring;
+  Ring<Memory<T, kD, kN>::kSlots> slot;
+  for (int64_t number = blockIdx.x; number < num_work; number += gridDim.x, slot.next()) {
+    const Work work(p.lists, number, p.heads, p.layout_heads, 1);
+    const int kv_head = work.head / p.heads_of_group;
+    const Other<kN> other{p.lists.entries + work.first_entry, work.num_entries, p.lists.log_block, p.scoring.keys};
+    const int steps = other.steps();
+    Task& task = memory.tasks[slot.stage];
+    Barrier& there = memory.task_there[slot.stage];
+    memory.task_free[slot.stage].wait(slot.parity ^ 1);
+    task.set(work, steps, p.lists, p.scoring.queries);
+    // What does not exist is not copied, and nobody looks at what is in its place.
+    const int token = own_boxes.any && steps > 0 ? task.tokens[own_boxes.line] : -1;
+    const int copies = __popc(__ballot_sync(0xffffffffu, token >= 0));
+    if (lane == 0) {
+      there.arrive_and_expect(copies * own_boxes.bytes());
+    }
+    if (token >= 0) {
+      own_boxes.copy(memory.queries[slot.stage], query_map, &there, token, work.head, work.batch);
+    }
+    if (steps == 0) {
+      continue;
+    }
+    Gathered<kN> next(other, boxes, 0);
+    for (int step = 0; step < steps; ++step, ring.next()) {
+      auto& stage = memory.stages[ring.stage];
+      const Gathered<kN> here = next;
+      if (step + 1 < steps) {
+        next = Gathered<kN>(other, boxes, step + 1);
+      }
+      memory.keys_free[ring.stage].wait(ring.parity ^ 1);
+      if (lane < kN / 16) {
+        memory.groups[ring.stage][lane] = here.group;
+      }
+      __syncwarp();
+      if (lane == 0) {
+        memory.keys_there[ring.stage].arrive_and_expect(sizeof(stage.keys));
+      }
+      if (boxes.any) {
+        boxes.copy(stage.keys, key_map, &memory.keys_there[ring.stage], here.token, kv_head, work.batch);
+      }
+      memory.values_free[ring.stage].wait(ring.parity ^ 1);
+      if (lane == 0) {
+        memory.values_there[ring.stage].arrive_and_expect(sizeof(stage.values));
+      }
+      if (boxes.any) {
+        boxes.copy(stage.values, value_map, &memory.values_there[ring.stage], here.token, kv_head, work.batch);
+      }
+    }
+  }
+}
+
+template <class T, int kD, int kN>
+__device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, kN>& memory, int64_t num_work) {
+  const int lane = threadIdx.x % 32, warpgroup = threadIdx.x / 128 - 1;
+  const int line0 = (threadIdx.x / 32 - 4) * 16 + lane / 4;
+  const float unit = p.scoring.scale * kLog2E;
+  // Exponents may be this much above 0: a factor of 256 for probabilities and their sums.
+  const float tolerance = 8 / unit;
+  const Lines lines(p.lists);
+  Ring<Memory<T, kD, kN>::kStages> ring;
+  Ring<Memory<T, kD, kN>::kSlots> slot;
+
+  for (int64_t number = blockIdx.x; number < num_work; number += gridDim.x, slot.next()) {
+    memory.task_there[slot.stage].wait(slot.parity);
+    const Task& task = memory.tasks[slot.stage];
+    const auto& queries = memory.queries[slot.stage];
+    const Work work = task.work;
+    const int steps = task.steps, token0 = task.tokens[line0], token8 = task.tokens[line0 + 8];
+    const uint32_t first_token = __shfl_sync(0xffffffffu, token0, 0);
+
+    float output[kD / 2] = {};
+    float scores[kN / 2];
+    uint32_t probs[kN / 16][4];
+    float max0 = -kInfinity, max8 = -kInfinity, sum0 = 0, sum8 = 0;
+    LiveGroups live;
+
+    const auto look = [&]() {
+      memory.keys_there[ring.stage].wait(ring.parity);
+      live = LiveGroups(memory.groups[ring.stage], kN / 16, lines, [&](int token) {
+        return token + 16 <= p.scoring.keys &&
+               !(p.scoring.causal && static_cast<uint32_t>(token + 15) > first_token);
+      });
+    };
+    // Masks; leaves probabilities in scores. Returns whether what was summed before has to decay, and by what: where a
+    // row's maximum has grown too much to serve as the origin of its exponents any longer.
+    const auto softmax = [&](float& decay0, float& decay8) -> bool {
+      constexpr uint32_t all = (1u << kN / 16) - 1;
+      if (live.strip != all || live.ragged != 0) {
+#pragma unroll
+        for (int g = 0; g < kN / 16; ++g) {
+          if (!(live.strip >> g & 1)) {
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+              scores[8 * g + e] = -kInfinity;
+            }
+          } else if (live.ragged >> g & 1) {
+            const int first = memory.groups[ring.stage][g].token + lane % 4 * 2;
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+              const int i = e % 4 < 2 ? token0 : token8, j = first + e / 4 * 8 + e % 2;
+              if (j >= p.scoring.keys || (p.scoring.causal && j > i)) {
+                scores[8 * g + e] = -kInfinity;
+              }
+            }
+          }
+        }
+      }
+      __syncwarp();
+      arrive_once(memory.keys_free[ring.stage]);
+      float new0 = max0, new8 = max8;
+#pragma unroll
+      for (int i = 0; i < kN / 2; i += 4) {
+        new0 = fmaxf(new0, fmaxf(scores[i], scores[i + 1]));
+        new8 = fmaxf(new8, fmaxf(scores[i + 2], scores[i + 3]));
+      }
+      new0 = max_of_four(new0);
+      new8 = max_of_four(new8);
+      const bool grows = __any_sync(0xffffffffu, new0 > max0 + tolerance || new8 > max8 + tolerance);
+      if (grows) {
+        decay0 = exp2_of((max0 - (new0 == -kInfinity ? 0.0f : new0)) * unit);
+        decay8 = exp2_of((max8 - (new8 == -kInfinity ? 0.0f : new8)) * unit);
+        max0 = new0;
+        max8 = new8;
+        sum0 *= decay0;
+        sum8 *= decay8;
+      }
+      const float origin0 = max0 == -kInfinity ? 0.0f : max0 * unit, origin8 = max8 == -kInfinity ? 0.0f : max8 * unit;
+#pragma unroll
+      for (int i = 0; i < kN / 2; i += 4) {
+        scores[i] = exp2_of(scores[i] * unit - origin0);
+        scores[i + 1] = exp2_of(scores[i + 1] * unit - origin0);
+        scores[i + 2] = exp2_of(scores[i + 2] * unit - origin8);
+        scores[i + 3] = exp2_of(scores[i + 3] * unit - origin8);
+        sum0 += scores[i] + scores[i + 1];
+        sum8 += scores[i + 2] + scores[i + 3];
+      }
+      return grows;
+    };
+    const auto decay = [&](float decay0, float decay8) {
+#pragma unroll
+      for (int i = 0; i < kD / 2; i += 4) {
+        output[i] *= decay0;
+        output[i + 1] *= decay0;
+        output[i + 2] *= decay8;
+        output[i + 3] *= decay8;
+      }
+    };
+
+    // Runs of steps that the warpgroup has a part in. Between them nothing is left undone: values that wait for their
+    // product would keep the ring from turning.
+    for (int step = 0; step < steps;) {
+      look();
+      if (live.warpgroup == 0) {
+        memory.values_there[ring.stage].wait(ring.parity);
+        __syncwarp();
+        arrive_once(memory.keys_free[ring.stage]);
+        arrive_once(memory.values_free[ring.stage]);
+        ring.next();
+        ++step;
+        continue;
+      }
+      float decay0 = 1, decay8 = 1;
+      begin_products();
+      multiply_lines<kD, kN>(scores, queries, warpgroup, memory.stages[ring.stage].keys);
+      end_products();
+      wait_for_products<0>();
+      sums_are_there(scores);
+      if (softmax(decay0, decay8)) {
+        decay(decay0, decay8);
+      }
+      round_sums<T, kN>(probs, scores);
+      auto last = ring;
+      ring.next();
+      for (++step; step < steps; ++step, ring.next()) {
+        look();
+        if (live.warpgroup == 0) {
+          break;
+        }
+        begin_products();
+        multiply_lines<kD, kN>(scores, queries, warpgroup, memory.stages[ring.stage].keys);
+        end_products();
+        memory.values_there[last.stage].wait(last.parity);
+        multiply_columns<kD, kN>(output, probs, memory.stages[last.stage].values);
+        end_products();
+        wait_for_products<1>();
+        sums_are_there(scores);
+        const bool grows = softmax(decay0, decay8);
+        wait_for_products<0>();
+        sums_are_there(output);
+        arrive_once(memory.values_free[last.stage]);
+        if (grows) {
+          decay(decay0, decay8);
+        }
+        round_sums<T, kN>(probs, scores);
+        last = ring;
+      }
+      memory.values_there[last.stage].wait(last.parity);
+      begin_products();
+      multiply_columns<kD, kN>(output, probs, memory.stages[last.stage].values);
+      end_products();
+      wait_for_products<0>();
+      sums_are_there(output);
+      arrive_once(memory.values_free[last.stage]);
+    }
+    __syncwarp();
+    arrive_once(memory.task_free[slot.stage]);
+
+    sum0 = sum_of_four(sum0);
+    sum8 = sum_of_four(sum8);
+    const float factor0 = sum0 > 0 ? 1 / sum0 : 0.0f, factor8 = sum8 > 0 ? 1 / sum8 : 0.0f;
+    const auto lse_of = [&](float max, float sum) { return sum > 0 ? max * unit * kLn2 + logf(sum) : -kInfinity; };
+    if (work.part >= 0) {
+      const int64_t place = p.part_outputs.line(p.lists, work.copy, work.part, work.sub_tile) + line0;
+      store_lines<kD, float>(output, factor0, factor8, p.width, [&](int half) {
+        return p.part_outputs.data + (place + 8 * half) * p.width;
+      });
+      if (lane % 4 == 0) {
+        p.part_lse[place] = lse_of(max0, sum0);
+        p.part_lse[place + 8] = lse_of(max8, sum8);
+      }
+      continue;
+    }
+    T* to = p.output.of(work.batch, work.head);
+    store_lines<kD, T>(output, factor0, factor8, p.width, [&](int half) -> T* {
+      const int token = half ? token8 : token0;
+      return token < 0 ? nullptr : to + token * p.output.token_stride;
+    });
+    if (lane % 4 == 0) {
+      float* lse = p.lse + work.matrix * p.scoring.queries;
+      if (token0 >= 0) {
+        lse[token0] = lse_of(max0, sum0);
+      }
+      if (token8 >= 0) {
+        lse[token8] = lse_of(max8, sum8);
+      }
+    }
+  }
+}
+
+template <class T, int kD, int kN>
+__global__ void __launch_bounds__(kHopperThreads, 1) forward_on_hopper_kernel(
+    const __grid_constant__ Forward<T> p, const __grid_constant__ CUtensorMap query_map,
+    const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map, int64_t num_work) {
+  extern __shared__ unsigned char shared[];
+  using M = Memory<T, kD, kN>;
+  auto& memory = *reinterpret_cast<M*>(align_panels(shared));
+  if (threadIdx.x == 0) {
+    for (int slot = 0; slot < M::kSlots; ++slot) {
+      memory.task_there[slot].init(1);
+      memory.task_free[slot].init(4 * kConsumers);
+    }
+    for (int stage = 0; stage < M::kStages; ++stage) {
+      memory.keys_there[stage].init(1);
+      memory.values_there[stage].init(1);
+      memory.keys_free[stage].init(4 * kConsumers);
+      memory.values_free[stage].init(4 * kConsumers);
+    }
+    fence_barriers();
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    give_registers<kFewRegisters>();
+    if (threadIdx.x < 32) {
+      copy_all(p, memory, &query_map, &key_map, &value_map, num_work);
+    }
+  } else {
+    take_registers<kManyRegisters>();
+    multiply_all(p, memory, num_work);
+  }
+}
+
+}  // namespace
+
+template <class T>
+void forward_on_hopper(
+    const Launcher& launch, const Forward<T>& p, const Tensor& query, const Tensor& key, const Tensor& value,
+    int64_t copies) {
+  const auto run = [&](auto width, auto keys) {
+    constexpr int kD = decltype(width)::value, kN = decltype(keys)::value;
+    const int64_t num_work = copies * p.lists.num_units * p.lists.sub_tiles;
+    const int block = 1 << p.lists.log_block;
+    const CUtensorMap query_map = tensor_map(query, std::min(block, kHopperTile));
+    const CUtensorMap key_map = tensor_map(key, std::min(block, kN)), value_map = tensor_map(value, std::min(block, kN));
+    launch.with_shared_memory(
+        forward_on_hopper_kernel<T, kD, kN>, std::min(num_work, launch.multiprocessors()), kHopperThreads,
+        sizeof(Memory<T, kD, kN>) + kPanelAlignment, p, query_map, key_map, value_map, num_work);
+  };
+  const bool wide = true;
+  if (p.width <= 64) {
+    wide ? run(std::integral_constant<int, 64>{}, std::integral_constant<int, 128>{})
+         : run(std::integral_constant<int, 64>{}, std::integral_constant<int, 64>{});
+  } else {
+    wide ? run(std::integral_constant<int, 128>{}, std::integral_constant<int, 128>{})
+         : run(std::integral_constant<int, 128>{}, std::integral_constant<int, 64>{});
+  }
+}
+
+template void forward_on_hopper(
+    const Launcher&, const Forward<__half>&, const Tensor&, const Tensor&, const Tensor&, int64_t);
+template void forward_on_hopper(
+    const Launcher&, const Forward<__nv_bfloat16>&, const Tensor&, const Tensor&, const Tensor&, int64_t);
+
+}  // namespace ds_sparse::attention

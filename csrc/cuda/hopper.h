@@ -1,0 +1,199 @@
+// What Hopper has and earlier GPUs have not, one instruction a function: products of warpgroups (wgmma) on tiles that the
+// copy engine (TMA) brings, and the barriers between the two. PTX ISA chapters "Asynchronous warpgroup level matrix
+// instructions", "cp.async.bulk.tensor" and "mbarrier".
+//
+// A tile in shared memory is made of panels: lines of 64 16-bit elements, 128 bytes, in the copy engine's 128-byte
+// swizzle, which repeats every 8 lines.
+
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "mma.h"
+
+namespace ds_sparse::hopper {
+
+constexpr int kPanel = 64;             // elements of a panel's line
+constexpr int kPanelAlignment = 1024;  // bytes; dynamic shared memory is asked for that much more
+
+// The first place in dynamic shared memory where a panel may begin.
+__device__ __forceinline__ unsigned char* align_panels(unsigned char* shared) {
+  return shared + (-shared_address(shared) & (kPanelAlignment - 1));
+}
+
+// A barrier counts arrivals, and bytes of copies that it was told to expect; each time both are there it enters its next
+// phase. `parity` of a phase: its number's last bit.
+struct Barrier {
+  uint64_t state;
+
+  __device__ __forceinline__ void init(int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(this)), "r"(arrivals));
+  }
+  __device__ __forceinline__ void arrive() {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(this)) : "memory");
+  }
+  __device__ __forceinline__ void arrive_and_expect(uint32_t bytes) {
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)), "r"(bytes) : "memory");
+  }
+  // Until the phase of this parity is over.
+  __device__ __forceinline__ void wait(uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra over;\n"
+        "bra again;\n"
+        "over:\n"
+        "}" ::"r"(shared_address(this)),
+        "r"(parity)
+        : "memory");
+  }
+};
+
+// Makes initialised barriers visible to the copy engine.
+__device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// Makes this thread's stores to shared memory visible to the copy engine and to wgmma.
+__device__ __forceinline__ void fence_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Starts a copy of a box of a tensor (batch, head, token, column) into a panel; `barrier` receives its bytes.
+__device__ __forceinline__ void copy_box(
+    void* to, const CUtensorMap* map, Barrier* barrier, int column, int token, int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
+          shared_address(to)),
+      "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(token), "r"(head), "r"(batch)
+      : "memory");
+}
+
+// Starts a copy of adjacent bytes, a multiple of 16 from and to multiples of 16.
+__device__ __forceinline__ void copy_bytes(void* to, const void* from, int bytes, Barrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Until all but the newest kNewer groups of products are done.
+template <int kNewer>
+__device__ __forceinline__ void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kNewer) : "memory");
+}
+
+// A panel of a tile as an operand. `groups_apart`: bytes between groups of 8 lines; `panels_apart`: between panels, where
+// an operand's lines run along the product's n.
+__device__ __forceinline__ uint64_t descriptor(const void* panel, uint32_t panels_apart, uint32_t groups_apart = 1024) {
+  constexpr uint64_t swizzle_128_bytes = uint64_t{1} << 62;
+  return swizzle_128_bytes | uint64_t{groups_apart >> 4} << 32 | uint64_t{panels_apart >> 4} << 16 |
+         (shared_address(panel) & 0x3ffff) >> 4;
+}
+
+// Sums d (64 x kN of a warpgroup) = or += a @ b over 16. b's descriptor; b's lines run along k (kAlongK) or along n.
+// Lane l of warp w holds rows 16 w + l / 4 and that + 8, columns 8 i + 2 (l % 4) and the next of each i, as d[4 i .. 4 i + 3].
+#define DS_SPARSE_SUMS_8(d, i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define DS_SPARSE_SUMS_32(d, i) \
+  DS_SPARSE_SUMS_8(d, i), DS_SPARSE_SUMS_8(d, i + 8), DS_SPARSE_SUMS_8(d, i + 16), DS_SPARSE_SUMS_8(d, i + 24)
+#define DS_SPARSE_NAMES_32                                                                                        \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+  "%24, %25, %26, %27, %28, %29, %30, %31"
+#define DS_SPARSE_NAMES_64                                                                                           \
+  DS_SPARSE_NAMES_32                                                                                                 \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, " \
+  "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+template <class T>
+struct Products {
+  // a from shared memory, its lines along k.
+  template <int kN, bool kAlongK>
+  static __device__ __forceinline__ void from_shared(float (&d)[kN / 2], uint64_t a, uint64_t b, bool add) {
+    static_assert(kN == 64 || kN == 128);
+    if constexpr (kN == 64) {
+#define DS_SPARSE_PRODUCT(type)                                                                            \
+  asm volatile(                                                                                            \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"                                                     \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" DS_SPARSE_NAMES_32                  \
+      "}, %32, %33, add, 1, 1, 0, %35;\n}"                                                                 \
+      : DS_SPARSE_SUMS_32(d, 0)                                                                            \
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kAlongK ? 0 : 1))
+      if constexpr (std::is_same_v<T, __half>) {
+        DS_SPARSE_PRODUCT("f16");
+      } else {
+        DS_SPARSE_PRODUCT("bf16");
+      }
+#undef DS_SPARSE_PRODUCT
+    } else {
+#define DS_SPARSE_PRODUCT(type)                                                                            \
+  asm volatile(                                                                                            \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"                                                     \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" DS_SPARSE_NAMES_64                 \
+      "}, %64, %65, add, 1, 1, 0, %67;\n}"                                                                 \
+      : DS_SPARSE_SUMS_32(d, 0), DS_SPARSE_SUMS_32(d, 32)                                                  \
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kAlongK ? 0 : 1))
+      if constexpr (std::is_same_v<T, __half>) {
+        DS_SPARSE_PRODUCT("f16");
+      } else {
+        DS_SPARSE_PRODUCT("bf16");
+      }
+#undef DS_SPARSE_PRODUCT
+    }
+  }
+
+  // a from registers: the fragment of four, as sums of 16 columns become it.
+  template <int kN, bool kAlongK>
+  static __device__ __forceinline__ void from_registers(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b) {
+    static_assert(kN == 64 || kN == 128);
+    if constexpr (kN == 64) {
+#define DS_SPARSE_PRODUCT(type)                                                                  \
+  asm volatile(                                                                                  \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" DS_SPARSE_NAMES_32        \
+      "}, {%32, %33, %34, %35}, %36, 1, 1, 1, %37;"                                              \
+      : DS_SPARSE_SUMS_32(d, 0)                                                                  \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAlongK ? 0 : 1))
+      if constexpr (std::is_same_v<T, __half>) {
+        DS_SPARSE_PRODUCT("f16");
+      } else {
+        DS_SPARSE_PRODUCT("bf16");
+      }
+#undef DS_SPARSE_PRODUCT
+    } else {
+#define DS_SPARSE_PRODUCT(type)                                                                  \
+  asm volatile(                                                                                  \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" DS_SPARSE_NAMES_64       \
+      "}, {%64, %65, %66, %67}, %68, 1, 1, 1, %69;"                                              \
+      : DS_SPARSE_SUMS_32(d, 0), DS_SPARSE_SUMS_32(d, 32)                                        \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAlongK ? 0 : 1))
+      if constexpr (std::is_same_v<T, __half>) {
+        DS_SPARSE_PRODUCT("f16");
+      } else {
+        DS_SPARSE_PRODUCT("bf16");
+      }
+#undef DS_SPARSE_PRODUCT
+    }
+  }
+};
+
+#undef DS_SPARSE_SUMS_8
+#undef DS_SPARSE_SUMS_32
+#undef DS_SPARSE_NAMES_32
+#undef DS_SPARSE_NAMES_64
+
+}  // namespace ds_sparse::hopper

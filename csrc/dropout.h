@@ -1,0 +1,67 @@
+// Which attention probabilities dropout keeps: a function of the seed and of the element's place alone, so that backward
+// passes and recomputed forward passes find the same, in whatever order and shape of tiles they go. Philox4x32 with 7
+// rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define DS_SPARSE_ANYWHERE __host__ __device__ __forceinline__
+#else
+#define DS_SPARSE_ANYWHERE inline
+#endif
+
+namespace ds_sparse {
+
+struct Philox {
+  uint32_t word[4];
+
+  DS_SPARSE_ANYWHERE Philox(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) : word{c0, c1, c2, c3} {
+    uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
+#ifdef __CUDACC__
+#pragma unroll
+#endif
+    for (int round = 0; round < 7; ++round) {
+      const uint64_t a = uint64_t{0xD2511F53u} * word[0], b = uint64_t{0xCD9E8D57u} * word[2];
+      word[0] = static_cast<uint32_t>(b >> 32) ^ word[1] ^ key0;
+      word[1] = static_cast<uint32_t>(b);
+      word[2] = static_cast<uint32_t>(a >> 32) ^ word[3] ^ key1;
+      word[3] = static_cast<uint32_t>(a);
+      key0 += 0x9E3779B9u;
+      key1 += 0xBB67AE85u;
+    }
+  }
+
+  // The e-th of eight 16-bit numbers.
+  DS_SPARSE_ANYWHERE uint32_t number(int e) const { return word[e / 2] >> (e % 2 * 16) & 0xffffu; }
+};
+
+// Dropout of one call. Eight elements of a 16 x 16 square of (query token i, key token j) share a Philox result: those
+// at rows r and r + 8 and columns c, c + 1, c + 8 and c + 9, which is what a lane of a warp holds of a tensor core's
+// product.
+struct Dropout {
+  uint64_t seed;
+  uint32_t offset;
+  uint32_t threshold;  // of 16-bit numbers: those below are dropped; 0: none
+
+  static uint32_t threshold_of(double p) {
+    const double scaled = p * 65536 + 0.5;
+    return scaled < 65535 ? static_cast<uint32_t>(scaled) : 65535u;
+  }
+
+  // What kept elements are multiplied by.
+  DS_SPARSE_ANYWHERE float factor() const { return 65536.0f / (65536u - threshold); }
+
+  // matrix = batch * heads + head.
+  DS_SPARSE_ANYWHERE Philox numbers(uint32_t matrix, uint32_t i, uint32_t j) const {
+    return {seed, j / 16 * 4 + j % 8 / 2, i / 16 * 8 + i % 8, matrix, offset};
+  }
+
+  DS_SPARSE_ANYWHERE static int element(uint32_t i, uint32_t j) { return i % 16 / 8 + 2 * (j % 2) + 4 * (j % 16 / 8); }
+
+  DS_SPARSE_ANYWHERE bool keeps(uint32_t matrix, uint32_t i, uint32_t j) const {
+    return numbers(matrix, i, j).number(element(i, j)) >= threshold;
+  }
+};
+
+}  // namespace ds_sparse

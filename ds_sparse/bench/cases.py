@@ -1,0 +1,105 @@
+"""The grid of `ds_sparse bench attention`, as data: shapes, layouts and goals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..sparsity import BigBirdSparsityConfig, BSLongformerSparsityConfig, FixedSparsityConfig
+
+STRUCTURES = {"fixed": FixedSparsityConfig, "longformer": BSLongformerSparsityConfig, "bigbird": BigBirdSparsityConfig}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the grid.
+
+    Attributes:
+        structure: of `STRUCTURES`, all heads alike; or "random", where each head has a layout of its own.
+        options: of the structure's configuration; for "random" the density.
+        forward_goal, backward_goal: TFLOP/s on live blocks, on an H200 in bf16.
+        floor_goal: the ratio to the floor that is to be reached both ways, where there are no such goals.
+    """
+
+    name: str
+    structure: str
+    block: int
+    batch: int
+    heads: int
+    seq_len: int
+    head_dim: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    forward_goal: float | None = None
+    backward_goal: float | None = None
+    floor_goal: float | None = None
+
+    def layout(self) -> Tensor:
+        """bool (H or 1, R, C) on the CPU, the same at every call."""
+        if self.structure == "random":
+            blocks = self.seq_len // self.block
+            draws = torch.rand(self.heads, blocks, blocks, generator=torch.Generator().manual_seed(0))
+            return draws < self.options["density"]
+        config = STRUCTURES[self.structure](num_heads=self.heads, block=self.block, **self.options)
+        return config.make_bool_layout(self.seq_len)
+
+    def small(self, heads: int = 4, seq_len: int = 2048) -> Case:
+        """The case cut to one sequence, so many heads and tokens, without goals: for a CPU."""
+        return replace(
+            self,
+            batch=1,
+            heads=min(self.heads, heads),
+            seq_len=min(self.seq_len, seq_len),
+            forward_goal=None,
+            backward_goal=None,
+            floor_goal=None,
+        )
+
+
+FIXED = {"num_local_blocks": 4, "num_global_blocks": 1}
+WINDOW = {"num_sliding_window_blocks": 9, "global_block_indices": [0]}
+BIGBIRD = {"num_sliding_window_blocks": 3, "num_random_blocks": 3, "num_global_blocks": 2, "seed": 0}
+SMALL_BIGBIRD = {"num_sliding_window_blocks": 3, "num_random_blocks": 1, "num_global_blocks": 1, "seed": 0}
+QUARTER = {"density": 0.25}
+
+# fmt: off
+TABLE = [
+    #    name                   structure    block B  H   T      D    options        forward backward x floor
+    Case("fixed-16",            "fixed",      16, 8, 16,  4096,  64, FIXED,         420, 380),
+    Case("fixed-16-16k",        "fixed",      16, 2, 16, 16384,  64, FIXED,         floor_goal=1.4),
+    Case("fixed-16-d128",       "fixed",      16, 8, 16,  4096, 128, FIXED,         floor_goal=1.4),
+    Case("fixed-32",            "fixed",      32, 8, 16,  4096,  64, FIXED,         floor_goal=1.4),
+    Case("fixed-32-d128",       "fixed",      32, 8, 16,  4096, 128, FIXED,         floor_goal=1.4),
+    Case("longformer-16",       "longformer", 16, 8, 16,  4096,  64, WINDOW,        floor_goal=1.4),
+    Case("longformer-32",       "longformer", 32, 8, 16,  4096,  64, WINDOW,        floor_goal=1.4),
+    Case("bigbird-16",          "bigbird",    16, 8, 16,  4096,  64, SMALL_BIGBIRD, floor_goal=3.0),
+    Case("bigbird-16-d128",     "bigbird",    16, 8, 16,  4096, 128, SMALL_BIGBIRD, floor_goal=3.0),
+    Case("bigbird-32",          "bigbird",    32, 8, 16,  4096,  64, SMALL_BIGBIRD, floor_goal=1.4),
+    Case("bigbird-64",          "bigbird",    64, 8, 16,  4096,  64, BIGBIRD,       430, 410),
+    Case("bigbird-64-16k",      "bigbird",    64, 2, 16, 16384,  64, BIGBIRD,       430, 410),
+    Case("bigbird-64-d128",     "bigbird",    64, 2, 16, 16384, 128, BIGBIRD,       520, 460),
+    Case("longformer-64",       "longformer", 64, 4, 16,  8192,  64, WINDOW,        450, 430),
+    Case("longformer-64-d128",  "longformer", 64, 4, 16,  8192, 128, WINDOW,        560, 500),
+    Case("longformer-128",      "longformer", 128, 2, 16, 16384,  64, WINDOW,       490, 470),
+    Case("longformer-128-d128", "longformer", 128, 2, 16, 16384, 128, WINDOW,       620, 560),
+    Case("random-64",           "random",     64, 4, 16,  8192,  64, QUARTER,       460, 430),
+    Case("random-128-d128",     "random",     128, 4, 16, 8192, 128, QUARTER,       640, 580),
+]
+"""What is measured by default: the structures that people configure, and random blocks."""
+# fmt: on
+
+BREAK_EVEN = [
+    Case(f"random-{block}-{tenths * 10}%", "random", block, 4, 16, 4096, 64, {"density": tenths / 10})
+    for block in (16, 32, 64, 128)
+    for tenths in range(1, 10)
+]
+"""From which density on dense attention is faster, at each block size."""
+
+GROWTH = [
+    *(Case(f"{2**k // 1024}k", "longformer", 64, 4, 16, 2**k, 64, WINDOW) for k in range(13, 18)),
+    Case("1M, one head", "longformer", 64, 1, 1, 2**20, 64, WINDOW),
+]
+"""Time over tokens where a window and one global block are all that a token sees."""

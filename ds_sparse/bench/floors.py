@@ -1,0 +1,146 @@
+"""What a job costs at least: its bytes and FLOPs over rates that no kernel of this machine passes.
+
+The rates of a copy, of a matrix product and of reads from L2 are measured; those of dense attention are the best known.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .machine import BACKWARD, FORWARD, TRAIN, timed
+
+FLASH_ATTENTION_4 = {64: {FORWARD: 546e9, BACKWARD: 536e9}, 128: {FORWARD: 684e9, BACKWARD: 624e9}}
+"""FLOPs per millisecond of FlashAttention-4's dense attention in bf16 on an H200, by head size: 4 D a score forward, 10 D
+backward."""
+
+MATRIX_PRODUCT_OF_AN_H200 = 790e9
+"""FLOPs per millisecond beside those, bf16, on random numbers."""
+
+LARGEST_TILE = 128
+"""Neighbouring rows that can share what one of them loads from L2, in tokens."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a job cannot do without: bytes from and to memory, and FLOPs."""
+
+    nbytes: float
+    flops: float
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Rates that a kernel cannot pass.
+
+    Attributes:
+        bytes_per_ms: of a large copy, read and written.
+        flops_per_ms: of a large matrix product.
+        l2_bytes_per_ms: from L2 to all SMs (see `l2`); None where Triton is missing, which measures it.
+        hopper: whether this is an H100 or H200, for which the rates of dense attention are known.
+    """
+
+    bytes_per_ms: float
+    flops_per_ms: float
+    l2_bytes_per_ms: float | None = None
+    hopper: bool = False
+
+    @classmethod
+    @functools.cache  # once a process: the cases of a grid are held to the same rates
+    def measure(cls, device: torch.device, dtype: torch.dtype) -> Ceilings:
+        copied = torch.empty(2**31, dtype=torch.uint8, device=device)
+        target = torch.empty_like(copied)
+        copy_ms = statistics.median(timed(lambda: target.copy_(copied), device) for _ in range(5))
+        side = 8192
+        a = torch.randn(side, side, device=device, dtype=dtype)
+        product_ms = statistics.median(timed(lambda: a @ a, device) for _ in range(5))
+        name = torch.cuda.get_device_name(device)
+        return cls(
+            bytes_per_ms=2 * copied.numel() / copy_ms,
+            flops_per_ms=2 * side**3 / product_ms,
+            l2_bytes_per_ms=l2_read_rate(device),
+            hopper="H100" in name or "H200" in name,
+        )
+
+    def floor(self, work: Work) -> float:
+        """Milliseconds that one kernel needs at least."""
+        return max(work.nbytes / self.bytes_per_ms, work.flops / self.flops_per_ms)
+
+    def attention_floor(self, work: Work, head_dim: int, direction: str) -> float:
+        """The same for attention on live blocks, which cannot be faster a FLOP than the best dense attention.
+
+        On other GPUs than the H100 and H200 that takes the share of a matrix product's rate that it takes there.
+        """
+        rate = FLASH_ATTENTION_4[128 if head_dim > 64 else 64][direction]
+        if not self.hopper:
+            rate *= self.flops_per_ms / MATRIX_PRODUCT_OF_AN_H200
+        return max(work.nbytes / self.bytes_per_ms, work.flops / rate)
+
+
+def l2_read_rate(device: torch.device) -> float | None:
+    """Bytes per millisecond from L2; None without Triton."""
+    try:
+        from .l2 import read_rate
+    except ImportError:
+        return None
+    return read_rate(device)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Attention over the `density` part of T x T scores, of H heads with D numbers each, in B sequences."""
+
+    batch: int
+    heads: int
+    seq_len: int
+    head_dim: int
+    density: float
+    itemsize: int
+
+    @property
+    def scores(self) -> float:
+        return self.batch * self.heads * self.seq_len**2 * self.density
+
+    @property
+    def operand_bytes(self) -> int:
+        """Of query, key, value or output."""
+        return self.batch * self.heads * self.seq_len * self.head_dim * self.itemsize
+
+    def attention(self, direction: str) -> Work:
+        """One kernel each way: query, key, value and output; those, their gradients, and five products for two."""
+        if direction == FORWARD:
+            return Work(4 * self.operand_bytes, 4 * self.head_dim * self.scores)
+        return Work(8 * self.operand_bytes, 10 * self.head_dim * self.scores)
+
+
+def operation_floor(ceilings: Ceilings, size: Size, job: str, direction: str) -> float:
+    """Milliseconds of the kernels of a job, by its dense competitor's name; each reads and writes every tensor once."""
+    sparse = size.scores * size.itemsize
+    if job == "dense softmax":
+        forward, backward = ceilings.floor(Work(2 * sparse, 0)), ceilings.floor(Work(3 * sparse, 0))
+    elif job == "SDPA dense":
+        forward, backward = (ceilings.floor(size.attention(direction)) for direction in (FORWARD, BACKWARD))
+    else:
+        forward = ceilings.floor(Work(2 * size.operand_bytes + sparse, 2 * size.head_dim * size.scores))
+        backward = 2 * forward
+    return {FORWARD: forward, BACKWARD: backward, TRAIN: forward + backward}[direction]
+
+
+def bytes_from_l2(layout: Tensor, block: int, size: Size, direction: str) -> float:
+    """Bytes that attention has to bring from L2 to the SMs where `LARGEST_TILE` neighbouring rows share what they load.
+
+    Forward a tile of query rows loads the key and value rows of every block that one of its rows wants: r live rows of
+    the tile that want a key get 4 D r FLOPs of its 4 D bytes. Backward the same with keys and values at rest, and query
+    and output gradient loaded. layout: bool (H or 1, R, C) of blocks up to `LARGEST_TILE`.
+    """
+    layout = layout if direction == FORWARD else layout.transpose(1, 2)
+    heads, rows, columns = layout.shape
+    in_tile = LARGEST_TILE // block
+    tiles = pad(layout, (0, 0, 0, -rows % in_tile)).view(heads, -1, in_tile, columns).any(2)
+    loaded = tiles.sum().item() * block * size.heads / heads
+    return size.batch * loaded * 2 * size.head_dim * size.itemsize

@@ -1,0 +1,87 @@
+"""What has to hold before anything is timed: outputs and gradients as near to float64 as plain PyTorch's are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+ERROR_ALLOWED = 4.0
+"""Our RMS error may be this many times that of plain PyTorch at the same precision: sums run in another order."""
+
+
+def random_tensors(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """The same numbers at every call on a device."""
+    generator = torch.Generator(device).manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=dtype, device=device) for _ in range(count)]
+
+
+def output_and_gradients(call: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    output = call(*leaves)
+    return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
+
+
+def require_as_accurate(
+    what: str, ours: Tensor, plain: Tensor, exact: Tensor, parts: int = 1, terms: Tensor | None = None
+) -> None:
+    """Compares RMS errors, each of `parts` equal parts along the first dimension by itself: a mistake in one block is
+    not lost among the others.
+
+    Besides, half a rounding of the exact values is allowed, since plain PyTorch may be exact, and of fp32 numbers as
+    large as `terms`, the sums of the absolute terms, since what is summed up one after the other may cancel.
+
+    Raises:
+        ArithmeticError: an error more than `ERROR_ALLOWED` times that of plain PyTorch at ours' dtype.
+    """
+
+    def rms(x: Tensor) -> Tensor:
+        return x.double().reshape(parts, -1).square().mean(1).sqrt()
+
+    error = rms(ours - exact)
+    allowed = ERROR_ALLOWED * rms(plain - exact) + torch.finfo(ours.dtype).eps / 2 * rms(exact)
+    if terms is not None:
+        allowed += torch.finfo(torch.float32).eps / 2 * rms(terms)
+    if not bool((error <= allowed).all()):
+        worst = int((error - allowed).nan_to_num(float("inf")).argmax())
+        where = f", part {worst + 1} of {parts}," if parts > 1 else ""
+        raise ArithmeticError(
+            f"{what}{where} has an RMS error of {error[worst]:.2e}; plain PyTorch allows {allowed[worst]:.2e}."
+        )
+
+
+def attention_by_block_rows(
+    query: Tensor, key: Tensor, value: Tensor, grad: Tensor, layout: Tensor, block: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Output of one head's attention on live blocks, and the gradients of query, key and value; (T, D) each.
+
+    Every block row against its gathered keys, so that memory and time are those of the live blocks. It computes at the
+    inputs' precision; what is added up from row to row, in fp32 or wider. layout: bool (R, C) on the CPU.
+
+    Returns:
+        Those four, and for each the sums of the absolute values of its terms.
+    """
+    scale = query.shape[1] ** -0.5
+    wide = torch.promote_types(query.dtype, torch.float32)
+    sums = [torch.zeros_like(x, dtype=wide) for x in (query, query, key, value)]
+    terms = [torch.zeros_like(x) for x in sums]
+    for row, live in enumerate(layout):
+        tokens = (live.nonzero() * block + torch.arange(block)).flatten().to(key.device)
+        if not len(tokens):
+            continue
+        mine = slice(row * block, (row + 1) * block)
+        keys, values = key[tokens], value[tokens]
+        probs = (query[mine] @ keys.mT * scale).softmax(-1)
+        grad_probs = grad[mine] @ values.mT
+        grad_scores = probs * (grad_probs - (grad_probs * probs).sum(-1, keepdim=True)) * scale
+        products = (
+            (mine, probs, values),
+            (mine, grad_scores, keys),
+            (tokens, grad_scores.mT, query[mine]),
+            (tokens, probs.mT, grad[mine]),
+        )
+        for total, size, (place, a, b) in zip(sums, terms, products, strict=True):
+            total[place] += a @ b
+            size[place] += a.abs() @ b.abs()
+    return sums, terms

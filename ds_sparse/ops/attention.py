@@ -1,0 +1,367 @@
+"""Attention on the live blocks of a layout in one operation: scores and probabilities are never stored."""
+
+from __future__ import annotations
+
+import math
+from weakref import WeakKeyDictionary
+
+import torch
+from torch._subclasses import FakeTensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..index import BlockIndex, as_index
+from ..layout import with_heads
+from ..tiles import HOPPER_TILE, TILE
+from ._library import DTYPES, check_dtype, require_kernel
+
+BLOCKS = (8, 16, 32, 64, 128)
+MAX_HEAD_DIM = 256
+
+# Biases below are counted as this: the sum of several, times log2(e), must not reach -inf, which masks.
+LOWEST_BIAS = -1e30
+
+
+def block_sparse_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: torch.Tensor | BlockIndex,
+    *,
+    block: int | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    key_padding_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | None = None,
+    rpe: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale * query @ key^T + rpe + masks) @ value on the live blocks.
+
+    Differentiable in query, key, value and rpe. Memory is linear in tokens: backward recomputes the scores from the
+    saved log-sum-exp. Statistics and sums are in fp32 or wider, sums in a fixed order: the same input gives the same
+    bits, forward and backward. A bool mask keeps where True, a float one is added; only -inf, False and absent blocks
+    mask, while finite large negatives such as -10000 or finfo.min are ordinary arithmetic (those below -1e30 count as
+    -1e30). A row with nothing left is zeros, its lse -inf, its gradients zero. Under autocast query, key and value are
+    cast.
+
+    Sources: Dao et al., "FlashAttention", 2022 (softmax in one sweep, recomputed backwards); Child et al., "Generating
+    long sequences with sparse transformers", 2019 (block layouts); DeepSpeed's sparse attention (the options).
+
+    Args:
+        query: (B, H, T, D), fp16, bf16 or fp32, on the CPU also fp64; D up to 256. Any strides; what is adjacent along
+            D, such as a transposed (B, T, H, D) or a part of a packed projection, is read in place where D, offsets and
+            other strides are multiples of 8 elements.
+        key, value: (B, Hkv, S, D), H a multiple of Hkv: query head h reads head h // (H / Hkv).
+        layout: 0/1 tensor of bool or integers, (R, C) or (H or 1, R, C) with R = ceil(T / block), C = ceil(S / block),
+            whose index is built at first use and kept as long as the tensor is not changed; or a `BlockIndex` built
+            from one, on query's device, as torch.compile and CUDA graphs want (with `causal`, that index's `causal()`).
+        block: 8, 16, 32, 64 or 128 tokens on a block's side; found from the shapes if it is not given.
+        scale: factor of the scores; 1 / sqrt(D) if it is not given.
+        causal: query token i sees key tokens j <= i only, inside blocks too.
+        key_padding_mask: (B or 1, S).
+        attn_mask: (T, S), or (B or 1, H or 1, T or 1, S).
+        rpe: relative position bias (T, S), (H, T, S) or (B or 1, H or 1, T, S), added unscaled.
+        dropout_p: share of the probabilities that are dropped after the softmax, 0 to below 1, in steps of 1/65536;
+            random numbers are drawn from torch's generator of the device.
+        return_lse: whether to return each row's log of its sum of exponentials as well, before dropout.
+
+    Returns:
+        (B, H, T, D) in query's dtype; with `return_lse` also (B, H, T) in fp32 (fp64 for fp64), differentiable.
+
+    Raises:
+        TypeError: a layout that is no tensor, or neither bool nor integer.
+        ValueError: shapes, dtypes, devices, a layout, block or number that do not fit; a mask that requires a gradient.
+        RuntimeError: a device without the kernel; a layout in place of its index under torch.compile or in the capture
+            of a CUDA graph.
+    """
+    if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    _check_operands(query, key, value)
+    batch, heads, tokens, head_dim = query.shape
+    keys = key.shape[2]
+    if scale is None:
+        scale = head_dim**-0.5
+    elif not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}; it has to be finite.")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p is {dropout_p}; it has to be 0 or more and below 1.")
+    index = _index(layout, block, query.device, tokens, keys, causal)
+    if index.num_heads not in (1, heads):
+        raise ValueError(
+            f"query has {heads} heads and the layout {index.num_heads}; give the layout as many heads, or one."
+        )
+    _check_bias("rpe", rpe, query, (batch, heads, tokens, keys), (2, 3, 4))
+    _check_bias("attn_mask", attn_mask, query, (batch, heads, tokens, keys), (2, 4))
+    _check_bias("key_padding_mask", key_padding_mask, query, (batch, keys), (2,))
+    require_kernel("block_attention_forward", query.device)
+
+    rpe = None if rpe is None else _matrices(rpe, query.dtype, keys).expand(-1, -1, tokens, -1)
+    attn_mask = None if attn_mask is None else _matrices(attn_mask, query.dtype, keys)
+    key_bias = None if key_padding_mask is None else _key_bias(key_padding_mask, _wide(query.dtype), keys)
+    if query.numel() == 0:
+        # No batch or no heads. Sums of nothing keep what was given in the graph.
+        output = query + key.sum() + value.sum() + (0 if rpe is None else rpe.sum())
+        lse = output.to(_wide(query.dtype)).sum(-1)
+    else:
+        seed = dropout_seed(query.device) if dropout_p > 0 else None
+        output, lse = _Attention.apply(
+            _readable(query), _readable(key), _readable(value), rpe, key_bias, attn_mask, seed,
+            index, float(scale), causal, float(dropout_p),
+        )  # fmt: skip
+        output = output[..., :head_dim] if head_dim % 8 else output
+    return (output, lse) if return_lse else output
+
+
+def dropout_seed(device: torch.device) -> torch.Tensor:
+    """Seed and offset of a call's dropout, drawn on the device from torch's generator: replayed where that is."""
+    return torch.randint(2**62, (2,), device=device)
+
+
+def _check_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    if query.dim() != 4 or key.dim() != 4 or value.shape != key.shape:
+        raise ValueError(
+            f"Shapes are {shapes}; they have to be (batch, heads, tokens, head size), those of key and value equal."
+        )
+    if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+        raise ValueError(f"Shapes are {shapes}; batch and head size, the first and the last, have to be equal.")
+    heads, key_heads = query.shape[1], key.shape[1]
+    if heads % key_heads if key_heads else heads:
+        raise ValueError(f"query has {heads} heads and key {key_heads}; they have to be a multiple of key's.")
+    if not 1 <= query.shape[3] <= MAX_HEAD_DIM:
+        raise ValueError(f"Head size is {query.shape[3]}; it has to be from 1 to {MAX_HEAD_DIM}.")
+    if 0 in (query.shape[2], key.shape[2]):
+        raise ValueError(f"Shapes are {shapes}; there has to be at least one token.")
+    for name, x in (("key", key), ("value", value)):
+        if x.device != query.device:
+            raise ValueError(f"{name} is on {x.device} and query on {query.device}; move it there.")
+        if x.dtype != query.dtype:
+            raise ValueError(f"{name} is {x.dtype} and query {query.dtype}; give all the same dtype.")
+    check_dtype(query)
+    if query.dtype == torch.float64 and query.device.type == "cuda":
+        raise ValueError(
+            "Tensors are float64 on CUDA, where this operation takes float16, bfloat16 and float32; use MatMul and "
+            "Softmax, which take float64, or the CPU."
+        )
+
+
+def _check_bias(
+    name: str, x: torch.Tensor | None, query: torch.Tensor, full: tuple[int, ...], dims: tuple[int, ...]
+) -> None:
+    if x is None:
+        return
+    is_mask = name != "rpe"
+    if x.device != query.device:
+        raise ValueError(f"{name} is on {x.device} and query on {query.device}; move it there.")
+    if x.dtype not in DTYPES and not (is_mask and x.dtype == torch.bool):
+        raise ValueError(
+            f"{name} is {x.dtype}; it has to be float16, bfloat16, float32 or float64, which is added"
+            + (", or bool, which keeps where True." if is_mask else ".")
+        )
+    if is_mask and x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} requires a gradient, and masks have none here; detach it, or "
+            + ("give it as rpe, which has one." if name == "attn_mask" else "use MatMul and Softmax, where it has one.")
+        )
+    if x.dim() not in dims or any(size not in (1, wanted) for size, wanted in zip(x.shape[::-1], full[::-1])):
+        shapes = " or ".join(str(full[-n:]) for n in dims)
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; it has to be {shapes}, where any dimension may be 1.")
+
+
+def _index(
+    layout: torch.Tensor | BlockIndex, block: int | None, device: torch.device, tokens: int, keys: int, causal: bool
+) -> BlockIndex:
+    """The layout's index on the device, without what causality leaves dead, after a check that it fits the lengths."""
+    if isinstance(layout, BlockIndex):
+        index = as_index(layout, layout.block if block is None else block)
+        _fitting_block((index.rows, index.columns), index.block, tokens, keys)
+    else:
+        _, rows, columns = with_heads(layout).shape
+        index = _built(layout, _fitting_block((rows, columns), block, tokens, keys), device)
+    if causal and index.reaches_ahead:
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "The layout has blocks above the diagonal, and under torch.compile its index cannot be cut for causal "
+                "attention; pass index.causal()."
+            )
+        index = index.causal()
+    return index if index.device == device else _copied(index, device)
+
+
+def _fitting_block(shape: tuple[int, int], block: int | None, tokens: int, keys: int) -> int:
+    """The smallest block with which a layout of the shape just covers the tokens: the only one, but for 1 x 1."""
+    if block is not None and block not in BLOCKS:
+        raise ValueError(f"block is {block!r}; attention takes 8, 16, 32, 64 and 128.")
+    shapes = {b: (-(-tokens // b), -(-keys // b)) for b in (BLOCKS if block is None else (block,))}
+    for b, wanted in shapes.items():
+        if wanted == shape:
+            return b
+    raise ValueError(
+        f"The layout has {shape[0]} x {shape[1]} blocks; for {tokens} query and {keys} key tokens it has to have "
+        + " or ".join(f"{rows} x {columns} of {b}" for b, (rows, columns) in shapes.items())
+        + "; build it for these lengths, or crop it."
+    )
+
+
+_indices = WeakTensorKeyDictionary()  # layout: its version, and its indices by block and device
+_copies = WeakKeyDictionary()  # index: its copies by device
+
+
+def _built(layout: torch.Tensor, block: int, device: torch.device) -> BlockIndex:
+    """The index of a layout, built on the device at first use and after a change in place."""
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "The index of a layout cannot be built under torch.compile; pass BlockIndex.build(layout, block) as the "
+            "layout, on the device of query."
+        )
+    on = layout.device if device.type == "meta" else device
+    if layout.is_inference():
+        # Made in inference mode, it has no version that would tell of a change.
+        return BlockIndex.build(layout.to(on), block)
+    version, indices = _indices.get(layout, (None, {}))
+    if version != layout._version:
+        indices = {}
+        _indices[layout] = layout._version, indices
+    if (block, on) not in indices:
+        if on.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "The index of a layout cannot be built while a CUDA graph is captured; pass "
+                "BlockIndex.build(layout, block) as the layout, or call once before the capture."
+            )
+        indices[block, on] = BlockIndex.build(layout.to(on), block)
+    return indices[block, on]
+
+
+def _copied(index: BlockIndex, device: torch.device) -> BlockIndex:
+    """The index on another device, copied there at first use."""
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"The BlockIndex is on {index.device} and query on {device}, and under torch.compile it cannot be copied; "
+            f"pass index.to({str(device)!r})."
+        )
+    copies = _copies.setdefault(index, {})
+    if device not in copies:
+        copies[device] = index.to(device)
+    return copies[device]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of statistics, and of what is added to scores where it has not the inputs' own."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _added(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to scores in `dtype`: -inf stays, and no finite value becomes it."""
+    shape = x.shape
+    # What an expanded view repeats is converted once.
+    x = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
+    x = x.to(torch.promote_types(x.dtype, dtype))
+    return torch.where(x == float("-inf"), x, x.clamp(min=LOWEST_BIAS)).to(dtype).expand(shape)
+
+
+def _matrices(x: torch.Tensor, dtype: torch.dtype, keys: int) -> torch.Tensor:
+    """rpe or attn_mask as kernels take it, (B or 1, H or 1, T or 1, S) in a dtype of theirs, nothing repeated."""
+    if x.dtype not in (torch.bool, dtype, _wide(dtype)):
+        x = _added(x, _wide(dtype))
+    return x.reshape((1,) * (4 - x.dim()) + x.shape).expand(-1, -1, -1, keys)
+
+
+def _key_bias(mask: torch.Tensor, dtype: torch.dtype, keys: int) -> torch.Tensor:
+    # The logarithm of 1 and 0 is 0 and -inf: a bool mask as something added.
+    bias = mask.to(dtype).log() if mask.dtype == torch.bool else _added(mask, dtype)
+    return bias.expand(-1, keys).contiguous()
+
+
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    """x (B, H, T, D), or a copy with D padded to a multiple of 8 by zeros and laid out as kernels read it."""
+    if x.shape[-1] % 8:
+        x = pad(x, (0, -x.shape[-1] % 8))
+    *strides, last = x.stride()
+    # Traced tensors have no address; kernels look at theirs when the graph runs.
+    traced = torch.compiler.is_compiling() or isinstance(x, FakeTensor)
+    if last == 1 and all(stride % 8 == 0 for stride in strides) and (traced or x.data_ptr() % 16 == 0):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, query, key, value, rpe, key_bias, attn_mask, seed, index: BlockIndex, scale: float, causal: bool,
+        dropout_p: float,
+    ):  # fmt: skip
+        ctx.tile = _tile(index, query, rpe, key_bias, attn_mask, seed, scale)
+        rows = index.tiles("rows", ctx.tile)
+        output, lse = torch.ops.ds_sparse.block_attention_forward(
+            query, key, value, rpe, key_bias, attn_mask, seed, rows.lines, rows.entries, rows.units, rows.cuts,
+            index.layout_heads, index.block, rows.tile, scale, causal, dropout_p,
+        )  # fmt: skip
+        ctx.save_for_backward(query, key, value, output, lse, rpe, key_bias, attn_mask, seed)
+        ctx.index, ctx.scale, ctx.causal, ctx.dropout_p = index, scale, causal, dropout_p
+        ctx.set_materialize_grads(False)
+        return output, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output: torch.Tensor | None, grad_lse: torch.Tensor | None):
+        query, key, value, output, lse, rpe, key_bias, attn_mask, seed = ctx.saved_tensors
+        grad_output = torch.zeros_like(output) if grad_output is None else _readable(grad_output)
+        grad_lse = None if grad_lse is None else grad_lse.contiguous()
+        index = ctx.index
+        rows, columns = (index.tiles(side, ctx.tile) for side in ("rows", "columns"))
+        saved = (grad_output, grad_lse, query, key, value, output, lse, rpe, key_bias, attn_mask, seed)
+        row_lists = (rows.lines, rows.entries, rows.units, rows.cuts)
+        column_lists = (columns.lines, columns.entries, columns.units, columns.cuts)
+        numbers = (index.layout_heads, index.block, rows.tile, ctx.scale, ctx.causal, ctx.dropout_p)
+        grads, grad_rpe = (None, None, None), None
+        if any(ctx.needs_input_grad[:3]):
+            grads = torch.ops.ds_sparse.block_attention_backward(*saved, *row_lists, *column_lists, *numbers)
+        if ctx.needs_input_grad[3]:
+            grad_rpe = torch.ops.ds_sparse.block_attention_bias_backward(*saved, *row_lists, *numbers, rpe.shape)
+            grad_rpe = grad_rpe.to(rpe.dtype)
+        return *grads, grad_rpe, *(None,) * 7
+
+
+def _tile(index: BlockIndex, query: torch.Tensor, *options_and_scale) -> int:
+    """The height of the tiles whose kernels serve a call best: Hopper's own take no options."""
+    *options, scale = options_and_scale
+    plain = scale > 0 and all(option is None for option in options)
+    small = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 128
+    return HOPPER_TILE if plain and small and index.has_tiles(HOPPER_TILE) else TILE
+
+
+def _empty_as(x: torch.Tensor) -> torch.Tensor:
+    """What a kernel returns beside x: heads inside tokens in memory where x has them so."""
+    batch, heads, tokens, head_dim = x.shape
+    if x.stride(1) < x.stride(2):
+        return x.new_empty(batch, tokens, heads, head_dim).transpose(1, 2)
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("ds_sparse::block_attention_forward")
+def _(
+    query, key, value, rpe, key_bias, attn_mask, dropout_seed, row_lines, row_entries, row_units, row_cuts,
+    layout_heads, block, tile, scale, causal, dropout_p,
+):  # fmt: skip
+    return _empty_as(query), query.new_empty(query.shape[:3], dtype=_wide(query.dtype))
+
+
+@torch.library.register_fake("ds_sparse::block_attention_backward")
+def _(
+    grad_output, grad_lse, query, key, value, output, lse, rpe, key_bias, attn_mask, dropout_seed,
+    row_lines, row_entries, row_units, row_cuts, column_lines, column_entries, column_units, column_cuts,
+    layout_heads, block, tile, scale, causal, dropout_p,
+):  # fmt: skip
+    return _empty_as(query), _empty_as(key), _empty_as(value)
+
+
+@torch.library.register_fake("ds_sparse::block_attention_bias_backward")
+def _(
+    grad_output, grad_lse, query, key, value, output, lse, rpe, key_bias, attn_mask, dropout_seed,
+    row_lines, row_entries, row_units, row_cuts, layout_heads, block, tile, scale, causal, dropout_p, shape,
+):  # fmt: skip
+    return query.new_empty(shape, dtype=_wide(query.dtype))

@@ -1,0 +1,62 @@
+import pytest
+
+from ds_sparse.bench.cases import BREAK_EVEN, GROWTH, TABLE
+from ds_sparse.bench.floors import Ceilings, Size
+from ds_sparse.bench.machine import BACKWARD, FORWARD
+from ds_sparse.layout import density
+
+CASES = {case.name: case for case in TABLE}
+
+# name: density, and floors forward and forward+backward in milliseconds, published for an H200.
+PUBLISHED = {
+    "fixed-16": (0.262, 0.26, 0.94),
+    "fixed-16-16k": (0.253, 1.02, 3.6),
+    "bigbird-16": (0.023, 0.06, 0.19),
+    "bigbird-64": (0.150, 0.15, 0.54),
+    "bigbird-64-16k": (0.0385, 0.16, 0.55),
+    "longformer-64": (0.084, 0.17, 0.60),
+    "longformer-128-d128": (0.084, 0.54, 2.0),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_densities_and_floors_are_the_published_ones(name):
+    case = CASES[name]
+    live, forward, both = PUBLISHED[name]
+    found = density(case.layout())
+    assert found == pytest.approx(live, rel=0.02)
+    h200 = Ceilings(bytes_per_ms=4.3e9, flops_per_ms=790e9, hopper=True)
+    size = Size(case.batch, case.heads, case.seq_len, case.head_dim, found, itemsize=2)
+    floors = [h200.attention_floor(size.attention(way), case.head_dim, way) for way in (FORWARD, BACKWARD)]
+    assert floors[0] == pytest.approx(forward, abs=0.006)
+    assert sum(floors) == pytest.approx(both, abs=0.06 if both >= 2 else 0.012)
+
+
+def test_random_layouts_have_their_density_and_are_the_same_again():
+    for case in (CASES["random-64"], CASES["random-128-d128"], *BREAK_EVEN[9:36]):
+        assert density(case.layout()) == pytest.approx(case.options["density"], abs=0.01)
+    layout = CASES["random-64"].layout()
+    assert layout.shape == (16, 128, 128)
+    assert (layout == CASES["random-64"].layout()).all()
+    assert (layout[0] != layout[1]).any()
+
+
+def test_every_case_has_one_goal_and_a_name_of_its_own():
+    assert len(CASES) == len(TABLE)
+    for case in TABLE:
+        rates = case.forward_goal is not None and case.backward_goal is not None
+        assert rates != (case.floor_goal is not None)
+
+
+def test_growth_doubles_the_tokens_at_the_same_live_blocks_a_row():
+    lengths = [case.seq_len for case in GROWTH]
+    assert lengths == [2**k for k in (13, 14, 15, 16, 17, 20)]
+    first, second = (case.layout() for case in GROWTH[:2])
+    assert second.sum().item() == pytest.approx(2 * first.sum().item(), rel=0.02)
+
+
+def test_break_even_has_nine_densities_for_each_block():
+    assert {case.block for case in BREAK_EVEN} == {16, 32, 64, 128}
+    for block in (16, 32, 64, 128):
+        tenths = [round(10 * case.options["density"]) for case in BREAK_EVEN if case.block == block]
+        assert tenths == list(range(1, 10))

@@ -1,0 +1,40 @@
+import pytest
+import torch
+
+from ds_sparse.bench import machine
+
+
+def test_rounds_are_in_turns_and_the_first_does_not_count():
+    order = []
+
+    def run(name):
+        order.append(name)
+        return len(order)
+
+    times = machine.in_turns({"a": lambda: run("a"), "b": lambda: run("b")}, repeats=2, seconds=60, title="")
+    assert order == ["a", "b"] * 3
+    assert times == {"a": [3, 5], "b": [4, 6]}
+
+
+@pytest.mark.parametrize(("repeats", "rounds"), [(2, 2), (9, 3)])
+def test_out_of_time_there_are_three_rounds_at_least(repeats, rounds):
+    times = machine.in_turns({"a": lambda: 1.0}, repeats=repeats, seconds=0, title="")
+    assert times == {"a": [1.0] * rounds}
+
+
+def test_conditions_name_the_machine():
+    conditions = machine.conditions(torch.device("cpu"))
+    assert set(conditions) == {"machine", "torch", "commit"}
+    assert f"{torch.get_num_threads()} threads" in conditions["machine"]
+
+
+def test_without_nvidias_program_the_driver_is_unknown(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert machine.driver() == "unknown"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
+def test_time_of_a_short_kernel_is_the_devices_not_pythons():
+    x = torch.zeros(16, device="cuda")
+    assert machine.timed(lambda: [x.add_(1) for _ in range(4)], torch.device("cuda")) < 4 * 0.005
