@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -86,20 +87,31 @@ def build_cuda_library() -> Path:
 
 def build_library(name: str, steps: list[tuple[Path, str, list[str]]], link: list[str], libraries: list[str]) -> Path:
     """Runs the compile steps (source, variant, command), as many at a time as there are cores, and links."""
-    headers = digest(*(path.read_bytes() for path in header_files()), importlib.metadata.version("torch").encode())
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        built = list(pool.map(lambda step: compile_object(*step, headers), steps))
+        built = list(pool.map(lambda step: compile_object(*step), steps))
     library = OBJECTS / name
     link = [*link, "-o", str(library), *(str(path) for path, _ in built), *libraries]
     run_unless_current(link, library, digest(*(stamp.encode() for _, stamp in built), repr(link).encode()))
     return library
 
 
-def compile_object(source: Path, variant: str, command: list[str], headers: str) -> tuple[Path, str]:
+def compile_object(source: Path, variant: str, command: list[str]) -> tuple[Path, str]:
     target = OBJECTS / source.relative_to(CSRC).with_suffix(f".{variant}.o" if variant else ".o")
-    stamp = digest(source.read_bytes(), repr(command).encode(), headers.encode())
+    files = (path.read_bytes() for path in sorted(included_by(source)))
+    stamp = digest(*files, repr(command).encode(), importlib.metadata.version("torch").encode())
     run_unless_current([*command, "-o", str(target)], target, stamp)
     return target, stamp
+
+
+def included_by(source: Path) -> set[Path]:
+    """The source and the headers of ours that it includes, directly or not."""
+    found, new = set(), {source.resolve()}
+    while new:
+        path = new.pop()
+        found.add(path)
+        names = re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)
+        new |= {(path.parent / name).resolve() for name in names} - found
+    return found
 
 
 def run_unless_current(command: list[str], target: Path, stamp: str) -> None:

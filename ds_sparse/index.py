@@ -93,8 +93,7 @@ class BlockIndex:
 
     @classmethod
     def build(cls, layout: torch.Tensor, block: int) -> BlockIndex:
-        """Builds the index on the layout's device; synchronises with it once, and on a Hopper GPU once more for each
-        side's taller tiles.
+        """Builds the index on the layout's device; synchronises with it once.
 
         Args:
             layout: bool or integer 0/1, (R, C) or (H or 1, R, C).
@@ -117,10 +116,11 @@ class BlockIndex:
                 f"The layout has {rows} x {columns} blocks; the index holds up to 2**24 a side. Use a larger block."
             )
         live = layout.bool()
-        plans = [TilePlan.make(_lines(live, side), block, TILE) for side in SIDES]
+        heights = (TILE, HOPPER_TILE) if _is_hopper(live.device) and block * MAX_LINES >= HOPPER_TILE else (TILE,)
+        plans = {(side, tile): TilePlan.make(_lines(live, side), block, tile) for tile in heights for side in SIDES}
         # All that the host has to know comes in one transfer, for each head since equal ones are not known before.
         facts = [(layout == live).all((1, 2)), (live == live[:1]).all((1, 2)), live.triu(1).any((1, 2))]
-        sizes = [count_live(live).sum(1, keepdim=True).T, *(plan.sizes() for plan in plans)]
+        sizes = [count_live(live).sum(1, keepdim=True).T, *(plan.sizes() for plan in plans.values())]
         is_0_or_1, is_first, ahead, *sizes = torch.cat([torch.stack(facts), *sizes]).tolist()
         if not all(is_0_or_1):
             check_values(layout)
@@ -130,10 +130,15 @@ class BlockIndex:
             raise ValueError(
                 f"The layout has {live_blocks} live blocks; the index holds fewer than 2**31. Use a larger block."
             )
-        row_tiles, column_tiles = (
-            plan.of_heads(layout_heads).pack(*size) for plan, size in zip(plans, (sizes[:3], sizes[3:]), strict=True)
-        )
-        index = cls(
+        # Taller tiles are for where walking them as one wastes little.
+        walked = max(max(1, TILE // block) * size for size in (sizes[0], sizes[3]))
+        if walked > MOST_WASTE * live_blocks:
+            plans = {key: plan for key, plan in plans.items() if key[1] == TILE}
+        tiles = {
+            key: plan.of_heads(layout_heads).pack(*sizes[3 * i : 3 * i + 3])
+            for i, (key, plan) in enumerate(plans.items())
+        }
+        return cls(
             block=block,
             num_heads=num_heads,
             layout_heads=layout_heads,
@@ -142,24 +147,14 @@ class BlockIndex:
             live_blocks=live_blocks,
             reaches_ahead=any(ahead),
             bits=pack_bits(live[:layout_heads]),
-            row_tiles=row_tiles,
-            column_tiles=column_tiles,
+            row_tiles=tiles.pop(("rows", TILE)),
+            column_tiles=tiles.pop(("columns", TILE)),
+            _made=tiles,
         )
-        if _is_hopper(live.device) and block >= HOPPER_TILE // MAX_LINES and index.waste <= MOST_WASTE:
-            for side in SIDES:
-                index.tiles(side, HOPPER_TILE)
-        return index
 
     @property
     def device(self) -> torch.device:
         return self.bits.device
-
-    @property
-    def waste(self) -> float:
-        """Blocks that the lines of each tile walk together, to those that are live: 1 where they have the same."""
-        tiles = (self.row_tiles, self.column_tiles)
-        walked = max(max(1, x.tile // self.block) * x.entries.numel() for x in tiles)
-        return walked / max(1, self.live_blocks)
 
     def has_tiles(self, tile: int) -> bool:
         """Whether the tiles of this height are there, of both sides: on a Hopper GPU those of `HOPPER_TILE` are made with

@@ -41,6 +41,28 @@ def test_is_attention_on_the_live_blocks_with_all_gradients():
         torch.testing.assert_close(mine, reference_gradient)
 
 
+@pytest.mark.parametrize("tokens", [TOKENS, 50])
+def test_separate_operations_give_the_same(tokens):
+    structure = BigBirdSparsityConfig(num_heads=HEADS, block=BLOCK, different_layout_per_head=True, seed=1)
+    fused, separate = (make(structure, implementation=name) for name in ("fused", "separate"))
+    ours, theirs = ([x.requires_grad_() for x in inputs(tokens)] for _ in range(2))
+    keep = torch.arange(tokens) < torch.tensor([[tokens], [tokens - 7]])
+    out, other = (module.attend(*x, key_padding_mask=keep) for module, x in ((fused, ours), (separate, theirs)))
+    torch.testing.assert_close(out, other)
+    for mine, its in zip(torch.autograd.grad(out.sum(), ours), torch.autograd.grad(other.sum(), theirs), strict=True):
+        torch.testing.assert_close(mine, its)
+
+
+def test_a_module_keeps_few_indices_however_many_lengths_it_meets():
+    attention = make(max_seq_length=40 * BLOCK).attention
+    first = attention.index(BLOCK, torch.device("cpu"))
+    assert attention.index(BLOCK, torch.device("cpu")) is first
+    for blocks in range(2, 40):
+        attention.index(blocks * BLOCK, torch.device("cpu"))
+    assert len(attention._covering(1)._indices) <= 16
+    assert attention.index(BLOCK, torch.device("cpu")) is not first
+
+
 def test_dense_layout_equals_torch():
     query, key, value = inputs(dtype=torch.float32)
     out = make(DenseSparsityConfig(num_heads=HEADS, block=BLOCK))(query, key, value)
@@ -326,6 +348,11 @@ def test_any_object_with_block_num_heads_and_make_layout_is_a_structure():
         (lambda: make(max_seq_length=100), ValueError, "Sequence Length, 100, needs to be dividable by Block size 16!"),
         (lambda: make()(*inputs(72)), ValueError, "Sequence Length, 72, needs to be dividable by Block size 16!"),
         (lambda: make()(*inputs(heads=8)), ValueError, "query has 8 heads and the sparsity config num_heads=4"),
+        (
+            lambda: make(implementation="fast"),
+            ValueError,
+            "implementation is 'fast'; it has to be 'fused' or 'separate'",
+        ),
         (lambda: make(attn_mask_mode="keep"), ValueError, "attn_mask_mode is 'keep'; it has to be 'add' or 'mul'"),
         (lambda: make()(inputs()[0], inputs()[1], inputs()[2][:, :, :64]), NotImplementedError, "only self-attention"),
         (

@@ -52,10 +52,25 @@ inline Bias bias_of(const std::optional<Tensor>& x, const Tensor& query) {
   return {x->const_data_ptr(), kind, stride(0), stride(1), stride(2), stride(3)};
 }
 
+// Kernels read 16 bytes at a time.
+inline void check_alignment(const Tensor& x, const char* name) {
+  const int64_t run = 16 / x.element_size();
+  bool aligned = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
+  for (int dim = 0; dim < 3; ++dim) {
+    aligned = aligned && (x.size(dim) == 1 || x.stride(dim) % run == 0);
+  }
+  check(
+      aligned,
+      std::string(name) + " has to begin at a multiple of 16 bytes, and its strides have to be such; make it contiguous.");
+}
+
 inline Scoring scoring_of(
-    const Tensor& query, const Tensor& key, const std::optional<Tensor>& rpe, const std::optional<Tensor>& key_bias,
+    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& rpe, const std::optional<Tensor>& key_bias,
     const std::optional<Tensor>& attn_mask, const std::optional<Tensor>& dropout_seed, double scale, bool causal,
     double dropout_p) {
+  check_alignment(query, "query");
+  check_alignment(key, "key");
+  check_alignment(value, "value");
   Scoring scoring{
       static_cast<float>(scale), static_cast<int>(query.size(2)), static_cast<int>(key.size(2)), causal,
       bias_of(rpe, query), bias_of(attn_mask, query), nullptr, 0, nullptr, Dropout::threshold_of(dropout_p)};
@@ -110,12 +125,12 @@ void with_plain(const Scoring& scoring, const F& f) {
 }
 
 // The tiles that the kernels of a call take.
-inline void check_tile(const Launcher& launch, const Tensor& query, const Scoring& scoring, int64_t block, int64_t tile) {
-  const bool serves_hopper = query.element_size() == 2 && query.size(3) <= 128 && block >= 16 && scoring.plain();
+inline void check_tile(const Launcher& launch, const Tensor& query, int64_t block, int64_t tile) {
+  const bool serves_hopper = query.element_size() == 2 && query.size(3) <= 128 && block >= 16;
   check(
       tile == kTile || (tile == kHopperTile && serves_hopper && launch.is_hopper()),
-      "tile has to be 64; or 128 on a Hopper GPU, in fp16 or bf16, with up to 128 numbers a token, blocks of 16 or more, "
-      "a positive scale, and neither bias, mask nor dropout; got " + std::to_string(tile) + ".");
+      "tile has to be 64; or 128 on a Hopper GPU, in fp16 or bf16, with up to 128 numbers a token and blocks of 16 or "
+      "more; got " + std::to_string(tile) + ".");
 }
 
 }  // namespace ds_sparse::attention

@@ -92,10 +92,10 @@ __global__ void __launch_bounds__(kThreads)
   const int line0 = strip * 16 + lane / 4;
   const int token0 = memory.tokens[line0], token8 = memory.tokens[line0 + 8];
   // For causal attention: by rows no key of an octet comes after the strip's first query, by columns no query before its
-  // last key. A strip has 16 neighbours, or two blocks of 8.
-  const int* of_strip = memory.tokens + strip * 16;
-  const uint32_t first_token = min(static_cast<uint32_t>(of_strip[0]), static_cast<uint32_t>(of_strip[8]));
-  const int last_token = max(of_strip[7], of_strip[15]);
+  // last key. Those that do not exist are -1.
+  const int of_strip = memory.tokens[strip * 16 + lane % 16];
+  const uint32_t first_token = __reduce_min_sync(0xffffffffu, static_cast<uint32_t>(of_strip));
+  const int last_token = __reduce_max_sync(0xffffffffu, of_strip);
   const auto whole = [&](const Octet& octet) {
     const bool in_order = kByColumns ? octet.token >= last_token : static_cast<uint32_t>(octet.token + 7) <= first_token;
     return octet.token + 8 <= other_length && (in_order || !p.scoring.causal);
@@ -265,6 +265,8 @@ std::tuple<Tensor, Tensor, Tensor> block_attention_backward(
     double scale, bool causal, double dropout_p) {
   check_attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, dropout_p, layout_heads, block, tile);
   check_attention_backward(grad_output, grad_lse, query, output, lse);
+  check_alignment(grad_output, "grad_output");
+  check_alignment(output, "output");
   check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);
   check_tiles(
       column_lines, column_entries, column_units, column_cuts, key.size(2), query, layout_heads, block, tile);
@@ -278,8 +280,8 @@ std::tuple<Tensor, Tensor, Tensor> block_attention_backward(
   const int64_t copies = layout_heads == 1 ? batch * heads : batch;
   const Launcher launch(query);
   const Scoring scoring =
-      scoring_of(query, key, rpe, key_bias, attn_mask, dropout_seed, scale, causal, dropout_p);
-  check_tile(launch, query, scoring, block, tile);
+      scoring_of(query, key, value, rpe, key_bias, attn_mask, dropout_seed, scale, causal, dropout_p);
+  check_tile(launch, query, block, tile);
   const auto [rows_data, rows] = make_rows(launch, grad_output, grad_lse, output, lse);
   const auto new_floats = [&](int64_t count) {
     return torch::stable::new_empty(query, {count}, ScalarType::Float);

@@ -95,15 +95,16 @@ __device__ __forceinline__ void copy_all(
   }
 }
 
-template <class T, int kD, bool kByColumns>
+template <class T, int kD, bool kByColumns, bool kPlain>
 __device__ __forceinline__ void multiply_all(
     const Backward<T>& p, const Sweep<T>& sweep, Memory<T, kD>& memory, int64_t num_work) {
   const int lane = threadIdx.x % 32, warpgroup = threadIdx.x / 128 - 1;
   const int line0 = (threadIdx.x / 32 - 4) * 16 + lane / 4;
-  const float unit = p.scoring.scale * kLog2E;
+  const float unit = kPlain ? p.scoring.scale * kLog2E : 1.0f;
   const Lists& lists = sweep.lists;
   const int own_length = kByColumns ? p.scoring.keys : p.scoring.queries;
   const int other_length = kByColumns ? p.scoring.queries : p.scoring.keys;
+  const float of_dropout = kPlain || p.scoring.dropout_seed == nullptr ? 1.0f : p.scoring.dropout().factor();
   const Lines lines(lists);
   constexpr Row no_row{kInfinity, 0.0f};
   // Two tiles of sums leave registers for one step at a time, and the warpgroups' steps overlap each other.
@@ -128,6 +129,7 @@ __device__ __forceinline__ void multiply_all(
     float probs[kN / 2], grads[kN / 2];
     uint32_t left_probs[kByColumns ? kN / 16 : 1][4], left_grads[kN / 16][4];
     LiveGroups live;
+    uint32_t kept = ~0u;  // by dropout: a bit for each probability
 
     const auto look = [&]() {
       memory.there[ring.stage].wait(ring.parity);
@@ -168,21 +170,32 @@ __device__ __forceinline__ void multiply_all(
     const auto exponentiate = [&]() {
       sums_are_there(probs);
       constexpr uint32_t all = (1u << kN / 16) - 1;
-      if (live.strip != all || live.ragged != 0) {
+      const Octet* groups = memory.groups[ring.stage];
+      if (!kPlain || live.strip != all || live.ragged != 0) {
 #pragma unroll
         for (int g = 0; g < kN / 16; ++g) {
-          const int first = memory.groups[ring.stage][g].token + lane % 4 * 2;
+          const int first = groups[g].token + lane % 4 * 2;
 #pragma unroll
           for (int e = 0; e < 8; ++e) {
+            float& score = probs[8 * g + e];
             const int mine = e % 4 < 2 ? token0 : token8, its = first + e / 4 * 8 + e % 2;
+            const int i = kByColumns ? its : mine, j = kByColumns ? mine : its;
             bool counts = live.strip >> g & 1;
             if (live.ragged >> g & 1) {
-              counts = counts && its < other_length && !(p.scoring.causal && (kByColumns ? mine > its : its > mine));
+              counts = counts && its < other_length && !(p.scoring.causal && j > i);
             }
-            if (!counts) {
-              probs[8 * g + e] = -kInfinity;
+            if constexpr (!kPlain) {
+              counts = counts && mine >= 0;
+              score = counts ? p.scoring.template exponent<T>(score, work.batch, work.head, i, j) : -kInfinity;
+            } else if (!counts) {
+              score = -kInfinity;
             }
           }
+        }
+      }
+      if constexpr (!kPlain) {
+        if (p.scoring.dropout_seed != nullptr) {
+          kept = kept_by<kN, kByColumns>(p.scoring.dropout(), work.matrix, token0, groups);
         }
       }
 #pragma unroll
@@ -203,13 +216,23 @@ __device__ __forceinline__ void multiply_all(
         rows_of(n, row);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
+          if constexpr (!kPlain) {
+            grads[4 * n + e] = kept >> (4 * n + e) & 1 ? grads[4 * n + e] * of_dropout : 0.0f;
+          }
           grads[4 * n + e] = probs[4 * n + e] * (grads[4 * n + e] - row[kByColumns ? e % 2 : e / 2].delta);
         }
       }
     };
     const auto round_probs = [&]() {
-      if constexpr (kByColumns) {
+      if constexpr (kByColumns && kPlain) {
         round_sums<T, kN>(left_probs, probs);
+      } else if constexpr (kByColumns) {
+        float dropped[kN / 2];
+#pragma unroll
+        for (int i = 0; i < kN / 2; ++i) {
+          dropped[i] = kept >> i & 1 ? probs[i] * of_dropout : 0.0f;
+        }
+        round_sums<T, kN>(left_probs, dropped);
       }
     };
     const auto added = [&](int stage) {
@@ -308,7 +331,7 @@ __device__ __forceinline__ void multiply_all(
   }
 }
 
-template <class T, int kD, bool kByColumns>
+template <class T, int kD, bool kByColumns, bool kPlain>
 __global__ void __launch_bounds__(kHopperThreads, 1) sweep_on_hopper_kernel(
     const __grid_constant__ Backward<T> p, const __grid_constant__ Sweep<T> sweep, const __grid_constant__ Maps maps,
     int64_t num_work) {
@@ -334,7 +357,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) sweep_on_hopper_kernel(
     }
   } else {
     take_registers<kManyRegisters>();
-    multiply_all<T, kD, kByColumns>(p, sweep, memory, num_work);
+    multiply_all<T, kD, kByColumns, kPlain>(p, sweep, memory, num_work);
   }
 }
 
@@ -344,7 +367,7 @@ template <class T, bool kByColumns>
 void sweep_on_hopper(
     const Launcher& launch, const Backward<T>& p, const Sweep<T>& sweep, const Tensor& query, const Tensor& key,
     const Tensor& value, const Tensor& grad_output, int64_t copies) {
-  const auto run = [&](auto width) {
+  const auto run = [&](auto width, auto plain) {
     constexpr int kD = decltype(width)::value;
     const int64_t num_work = copies * sweep.lists.num_units * sweep.lists.sub_tiles;
     const int block = 1 << sweep.lists.log_block, own_box = std::min(block, kHopperTile), box = std::min(block, kN);
@@ -354,10 +377,13 @@ void sweep_on_hopper(
         tensor_map(first, own_box), tensor_map(second, own_box), tensor_map(other_first, box),
         tensor_map(other_second, box)};
     launch.with_shared_memory(
-        sweep_on_hopper_kernel<T, kD, kByColumns>, std::min(num_work, launch.multiprocessors()), kHopperThreads,
+        sweep_on_hopper_kernel<T, kD, kByColumns, decltype(plain)::value>, std::min(num_work, launch.multiprocessors()), kHopperThreads,
         sizeof(Memory<T, kD>) + kPanelAlignment, p, sweep, maps, num_work);
   };
-  p.width <= 64 ? run(std::integral_constant<int, 64>{}) : run(std::integral_constant<int, 128>{});
+  const auto with_options = [&](auto width) {
+    p.scoring.plain() ? run(width, std::true_type{}) : run(width, std::false_type{});
+  };
+  p.width <= 64 ? with_options(std::integral_constant<int, 64>{}) : with_options(std::integral_constant<int, 128>{});
 }
 
 #define DS_SPARSE_SWEEP(T, by_columns)                                                                              \

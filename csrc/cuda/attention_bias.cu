@@ -152,6 +152,8 @@ Tensor block_attention_bias_backward(
     bool causal, double dropout_p, const std::vector<int64_t>& shape) {
   check_attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, dropout_p, layout_heads, block, tile);
   check_attention_backward(grad_output, grad_lse, query, output, lse);
+  check_alignment(grad_output, "grad_output");
+  check_alignment(output, "output");
   check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);
   check_attention_bias_shape(shape, query, key);
   Tensor grad = torch::stable::new_zeros(query, shape, ScalarType::Float);
@@ -169,7 +171,7 @@ Tensor block_attention_bias_backward(
     BiasBackward<T> p{
         matrices_of<const T>(query), matrices_of<const T>(key), matrices_of<const T>(value),
         matrices_of<const T>(grad_output), rows, lists,
-        scoring_of(query, key, rpe, key_bias, attn_mask, dropout_seed, scale, causal, dropout_p),
+        scoring_of(query, key, value, rpe, key_bias, attn_mask, dropout_seed, scale, causal, dropout_p),
         static_cast<int>(query.size(0)), static_cast<int>(heads), static_cast<int>(layout_heads),
         static_cast<int>(heads / key.size(1)), static_cast<int>(query.size(3)), grad.mutable_data_ptr<float>(),
         static_cast<int>(shape[0]), static_cast<int>(shape[1]), -1};

@@ -67,9 +67,9 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
   const T* queries = memory.queries + strip * 16 * kPitchQ;
   const int line0 = strip * 16 + lane / 4;
   const int token0 = memory.tokens[line0], token8 = memory.tokens[line0 + 8];
-  // A strip has 16 neighbours, or two blocks of 8; none is the latest.
-  const uint32_t first_token = min(
-      static_cast<uint32_t>(memory.tokens[strip * 16]), static_cast<uint32_t>(memory.tokens[strip * 16 + 8]));
+  // Of those that exist; -1 is the latest.
+  const uint32_t first_token =
+      __reduce_min_sync(0xffffffffu, static_cast<uint32_t>(memory.tokens[strip * 16 + lane % 16]));
   // Scores are in units of their exponents to the base 2, but for a factor where they are plain.
   const float unit = kPlain ? p.scoring.scale * kLog2E : 1.0f;
   float output[kOut / 8][4] = {};
@@ -254,8 +254,8 @@ std::tuple<Tensor, Tensor> block_attention_forward(
   const Launcher launch(query);
   const Lists lists = lists_of(row_lines, row_entries, row_units, layout_heads, block, tile);
   const Scoring scoring =
-      scoring_of(query, key, rpe, key_bias, attn_mask, dropout_seed, scale, causal, dropout_p);
-  check_tile(launch, query, scoring, block, tile);
+      scoring_of(query, key, value, rpe, key_bias, attn_mask, dropout_seed, scale, causal, dropout_p);
+  check_tile(launch, query, block, tile);
   const int64_t copies = layout_heads == 1 ? batch * heads : batch;
   const int64_t num_cuts = row_cuts.size(0), parts = num_parts(row_lines, row_units, row_cuts, lists);
   const int64_t part_lines = copies * parts * lists.sub_tiles * tile;

@@ -1,5 +1,5 @@
 // Fused attention, forward, on Hopper (attention_sm90.h). A unit is 128 queries of one head against the keys and values of
-// its list, kN at a time. A warpgroup multiplies the next queries and keys while it still multiplies probabilities and
+// its list, 128 at a time, or 64. A warpgroup multiplies the next queries and keys while it still multiplies probabilities and
 // values, and does the softmax of one while the other's products run.
 
 #include "attention_arguments.h"
@@ -82,11 +82,11 @@ __device__ __forceinline__ void copy_all(
   }
 }
 
-template <class T, int kD, int kN>
+template <class T, int kD, int kN, bool kPlain>
 __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, kN>& memory, int64_t num_work) {
   const int lane = threadIdx.x % 32, warpgroup = threadIdx.x / 128 - 1;
   const int line0 = (threadIdx.x / 32 - 4) * 16 + lane / 4;
-  const float unit = p.scoring.scale * kLog2E;
+  const float unit = kPlain ? p.scoring.scale * kLog2E : 1.0f;
   // Exponents may be this much above 0: a factor of 256 for probabilities and their sums.
   const float tolerance = 8 / unit;
   const Lines lines(p.lists);
@@ -118,24 +118,31 @@ __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, 
     // row's maximum has grown too much to serve as the origin of its exponents any longer.
     const auto softmax = [&](float& decay0, float& decay8) -> bool {
       constexpr uint32_t all = (1u << kN / 16) - 1;
-      if (live.strip != all || live.ragged != 0) {
+      const Octet* groups = memory.groups[ring.stage];
+      if (!kPlain || live.strip != all || live.ragged != 0) {
 #pragma unroll
         for (int g = 0; g < kN / 16; ++g) {
-          if (!(live.strip >> g & 1)) {
+          const int first = groups[g].token + lane % 4 * 2;
 #pragma unroll
-            for (int e = 0; e < 8; ++e) {
-              scores[8 * g + e] = -kInfinity;
+          for (int e = 0; e < 8; ++e) {
+            float& score = scores[8 * g + e];
+            const int i = e % 4 < 2 ? token0 : token8, j = first + e / 4 * 8 + e % 2;
+            bool counts = live.strip >> g & 1;
+            if (live.ragged >> g & 1) {
+              counts = counts && j < p.scoring.keys && !(p.scoring.causal && j > i);
             }
-          } else if (live.ragged >> g & 1) {
-            const int first = memory.groups[ring.stage][g].token + lane % 4 * 2;
-#pragma unroll
-            for (int e = 0; e < 8; ++e) {
-              const int i = e % 4 < 2 ? token0 : token8, j = first + e / 4 * 8 + e % 2;
-              if (j >= p.scoring.keys || (p.scoring.causal && j > i)) {
-                scores[8 * g + e] = -kInfinity;
-              }
+            if constexpr (!kPlain) {
+              score = counts && i >= 0 ? p.scoring.template exponent<T>(score, work.batch, work.head, i, j) : -kInfinity;
+            } else if (!counts) {
+              score = -kInfinity;
             }
           }
+        }
+      }
+      uint32_t kept = ~0u;
+      if constexpr (!kPlain) {
+        if (p.scoring.dropout_seed != nullptr) {
+          kept = kept_by<kN, false>(p.scoring.dropout(), work.matrix, token0, groups);
         }
       }
       __syncwarp();
@@ -166,6 +173,12 @@ __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, 
         scores[i + 3] = exp2_of(scores[i + 3] * unit - origin8);
         sum0 += scores[i] + scores[i + 1];
         sum8 += scores[i + 2] + scores[i + 3];
+      }
+      if constexpr (!kPlain) {
+#pragma unroll
+        for (int i = 0; i < kN / 2; ++i) {
+          scores[i] = kept >> i & 1 ? scores[i] : 0.0f;
+        }
       }
       return grows;
     };
@@ -240,7 +253,8 @@ __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, 
 
     sum0 = sum_of_four(sum0);
     sum8 = sum_of_four(sum8);
-    const float factor0 = sum0 > 0 ? 1 / sum0 : 0.0f, factor8 = sum8 > 0 ? 1 / sum8 : 0.0f;
+    const float of_dropout = kPlain || p.scoring.dropout_seed == nullptr ? 1.0f : p.scoring.dropout().factor();
+    const float factor0 = sum0 > 0 ? of_dropout / sum0 : 0.0f, factor8 = sum8 > 0 ? of_dropout / sum8 : 0.0f;
     const auto lse_of = [&](float max, float sum) { return sum > 0 ? max * unit * kLn2 + logf(sum) : -kInfinity; };
     if (work.part >= 0) {
       const int64_t place = p.part_outputs.line(p.lists, work.copy, work.part, work.sub_tile) + line0;
@@ -270,7 +284,7 @@ __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, 
   }
 }
 
-template <class T, int kD, int kN>
+template <class T, int kD, int kN, bool kPlain>
 __global__ void __launch_bounds__(kHopperThreads, 1) forward_on_hopper_kernel(
     const __grid_constant__ Forward<T> p, const __grid_constant__ CUtensorMap query_map,
     const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map, int64_t num_work) {
@@ -298,7 +312,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) forward_on_hopper_kernel(
     }
   } else {
     take_registers<kManyRegisters>();
-    multiply_all(p, memory, num_work);
+    multiply_all<T, kD, kN, kPlain>(p, memory, num_work);
   }
 }
 
@@ -308,24 +322,25 @@ template <class T>
 void forward_on_hopper(
     const Launcher& launch, const Forward<T>& p, const Tensor& query, const Tensor& key, const Tensor& value,
     int64_t copies) {
-  const auto run = [&](auto width, auto keys) {
+  const auto run = [&](auto width, auto keys, auto plain) {
     constexpr int kD = decltype(width)::value, kN = decltype(keys)::value;
     const int64_t num_work = copies * p.lists.num_units * p.lists.sub_tiles;
     const int block = 1 << p.lists.log_block;
     const CUtensorMap query_map = tensor_map(query, std::min(block, kHopperTile));
     const CUtensorMap key_map = tensor_map(key, std::min(block, kN)), value_map = tensor_map(value, std::min(block, kN));
     launch.with_shared_memory(
-        forward_on_hopper_kernel<T, kD, kN>, std::min(num_work, launch.multiprocessors()), kHopperThreads,
-        sizeof(Memory<T, kD, kN>) + kPanelAlignment, p, query_map, key_map, value_map, num_work);
+        forward_on_hopper_kernel<T, kD, kN, decltype(plain)::value>, std::min(num_work, launch.multiprocessors()),
+        kHopperThreads, sizeof(Memory<T, kD, kN>) + kPanelAlignment, p, query_map, key_map, value_map, num_work);
   };
-  const bool wide = true;
-  if (p.width <= 64) {
-    wide ? run(std::integral_constant<int, 64>{}, std::integral_constant<int, 128>{})
-         : run(std::integral_constant<int, 64>{}, std::integral_constant<int, 64>{});
-  } else {
-    wide ? run(std::integral_constant<int, 128>{}, std::integral_constant<int, 128>{})
-         : run(std::integral_constant<int, 128>{}, std::integral_constant<int, 64>{});
-  }
+  // Options take registers, which half as many keys at a time leave free.
+  const auto with_options = [&](auto width) {
+    if (p.scoring.plain()) {
+      run(width, std::integral_constant<int, 128>{}, std::true_type{});
+    } else {
+      run(width, std::integral_constant<int, 64>{}, std::false_type{});
+    }
+  };
+  p.width <= 64 ? with_options(std::integral_constant<int, 64>{}) : with_options(std::integral_constant<int, 128>{});
 }
 
 template void forward_on_hopper(

@@ -144,6 +144,25 @@ struct LiveGroups {
   }
 };
 
+// Which of a lane's probabilities (64 x kN) dropout keeps, a bit for each; by rows or, transposed, by columns. A strip's
+// lines are neighbours, and begin at a multiple of 16.
+template <int kN, bool kTransposed>
+__device__ __forceinline__ uint32_t kept_by(
+    const Dropout& dropout, uint32_t matrix, int token0, const Octet* groups) {
+  static_assert(kN == 64);
+  uint32_t bits = 0;
+#pragma unroll
+  for (int g = 0; g < kN / 16; ++g) {
+    const int first = groups[g].token + threadIdx.x % 4 * 2;
+    const Kept<kTransposed> kept(dropout, matrix, token0, token0 + 8, first, first + 8);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      bits |= (kept.low[e] != 0 ? 1u : 0u) << (8 * g + e) | (kept.high[e] != 0 ? 1u : 0u) << (8 * g + 4 + e);
+    }
+  }
+  return bits;
+}
+
 // Keeps the compiler from using sums before they are there.
 template <int kCount>
 __device__ __forceinline__ void sums_are_there(float (&sums)[kCount]) {

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..index import BlockIndex, as_index
 from ..layout import with_heads
-from ..tiles import HOPPER_TILE, TILE
+from ..tiles import HOPPER_TILE, TILE, Tiles
 from ._library import DTYPES, check_dtype, require_kernel
 
 BLOCKS = (8, 16, 32, 64, 128)
@@ -294,10 +294,9 @@ class _Attention(torch.autograd.Function):
         ctx, query, key, value, rpe, key_bias, attn_mask, seed, index: BlockIndex, scale: float, causal: bool,
         dropout_p: float,
     ):  # fmt: skip
-        ctx.tile = _tile(index, query, rpe, key_bias, attn_mask, seed, scale)
-        rows = index.tiles("rows", ctx.tile)
+        rows = index.tiles("rows", _tile(index, query))
         output, lse = torch.ops.ds_sparse.block_attention_forward(
-            query, key, value, rpe, key_bias, attn_mask, seed, rows.lines, rows.entries, rows.units, rows.cuts,
+            query, key, value, rpe, key_bias, attn_mask, seed, *_lists(rows),
             index.layout_heads, index.block, rows.tile, scale, causal, dropout_p,
         )  # fmt: skip
         ctx.save_for_backward(query, key, value, output, lse, rpe, key_bias, attn_mask, seed)
@@ -311,27 +310,31 @@ class _Attention(torch.autograd.Function):
         query, key, value, output, lse, rpe, key_bias, attn_mask, seed = ctx.saved_tensors
         grad_output = torch.zeros_like(output) if grad_output is None else _readable(grad_output)
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
-        index = ctx.index
-        rows, columns = (index.tiles(side, ctx.tile) for side in ("rows", "columns"))
+        index, tile = ctx.index, _tile(ctx.index, query)
         saved = (grad_output, grad_lse, query, key, value, output, lse, rpe, key_bias, attn_mask, seed)
-        row_lists = (rows.lines, rows.entries, rows.units, rows.cuts)
-        column_lists = (columns.lines, columns.entries, columns.units, columns.cuts)
-        numbers = (index.layout_heads, index.block, rows.tile, ctx.scale, ctx.causal, ctx.dropout_p)
+        numbers = (ctx.scale, ctx.causal, ctx.dropout_p)
         grads, grad_rpe = (None, None, None), None
         if any(ctx.needs_input_grad[:3]):
-            grads = torch.ops.ds_sparse.block_attention_backward(*saved, *row_lists, *column_lists, *numbers)
+            lists = (*_lists(index.tiles("rows", tile)), *_lists(index.tiles("columns", tile)))
+            grads = torch.ops.ds_sparse.block_attention_backward(
+                *saved, *lists, index.layout_heads, index.block, tile, *numbers
+            )
         if ctx.needs_input_grad[3]:
-            grad_rpe = torch.ops.ds_sparse.block_attention_bias_backward(*saved, *row_lists, *numbers, rpe.shape)
+            grad_rpe = torch.ops.ds_sparse.block_attention_bias_backward(
+                *saved, *_lists(index.row_tiles), index.layout_heads, index.block, TILE, *numbers, rpe.shape
+            )
             grad_rpe = grad_rpe.to(rpe.dtype)
         return *grads, grad_rpe, *(None,) * 7
 
 
-def _tile(index: BlockIndex, query: torch.Tensor, *options_and_scale) -> int:
-    """The height of the tiles whose kernels serve a call best: Hopper's own take no options."""
-    *options, scale = options_and_scale
-    plain = scale > 0 and all(option is None for option in options)
-    small = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 128
-    return HOPPER_TILE if plain and small and index.has_tiles(HOPPER_TILE) else TILE
+def _lists(tiles: Tiles) -> tuple[torch.Tensor, ...]:
+    return tiles.lines, tiles.entries, tiles.units, tiles.cuts
+
+
+def _tile(index: BlockIndex, query: torch.Tensor) -> int:
+    """The height of the tiles whose kernels serve a call best: Hopper's own are for 16 bits and common head sizes."""
+    serves = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 128
+    return HOPPER_TILE if serves and index.has_tiles(HOPPER_TILE) else TILE
 
 
 def _empty_as(x: torch.Tensor) -> torch.Tensor:

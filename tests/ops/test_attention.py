@@ -983,10 +983,11 @@ def test_captured_in_a_cuda_graph(device: str, dropout_p: float):
 def test_while_a_cuda_graph_is_captured_a_new_layout_is_refused(device: str):
     on_a_gpu(device)
     x, layout = torch.zeros(1, 1, 32, 16, device=device), FULL.given.to(device)
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="cannot be built while a CUDA graph is captured"), torch.cuda.graph(graph):
+    refused = torch.cuda.graph(torch.cuda.CUDAGraph())
+    with pytest.raises(RuntimeError, match="cannot be built while a CUDA graph is captured"), refused:
         block_sparse_attention(x, x, x, layout)
     expected = block_sparse_attention(x, x, x, layout)
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = block_sparse_attention(x, x, x, layout)
     graph.replay()
