@@ -209,19 +209,22 @@ inline void check_attention(const Tensor& query, const Tensor& key, const Tensor
 
 // What came out of the forward pass, and the gradients of it.
 inline void check_attention_backward(const Tensor& grad_output, const std::optional<Tensor>& grad_lse,
-                                     const Tensor& query, const Tensor& output, const Tensor& lse) {
+                                     const Tensor& query, const Tensor& output, const Tensor& rows) {
   for (auto [x, name] : {std::pair{&grad_output, "grad_output"}, {&output, "output"}}) {
     check_dim(*x, 4, name);
     check_like(*x, query, name);
     for (int64_t dim = 0; dim < 4; ++dim) check_size(*x, dim, query.size(dim), name);
   }
-  for (auto [x, name] : {std::pair{&lse, "lse"}, {grad_lse ? &*grad_lse : &lse, "grad_lse"}}) {
-    check_dim(*x, 3, name);
-    for (int64_t dim = 0; dim < 3; ++dim) check_size(*x, dim, query.size(dim), name);
-    check(x->scalar_type() == lse_type(query), std::string(name) + " has to be fp32, or fp64 for fp64.");
-    check(x->device() == query.device(), std::string(name) + " has to be on the device of the other arguments.");
-  }
-  check_contiguous(lse, "lse");
+  auto check_statistics = [&](const Tensor& x, int64_t dims, const char* name) {
+    check_dim(x, dims, name);
+    for (int64_t dim = 0; dim < 3; ++dim) check_size(x, dim, query.size(dim), name);
+    check(x.scalar_type() == lse_type(query), std::string(name) + " has to be fp32, or fp64 for fp64.");
+    check(x.device() == query.device(), std::string(name) + " has to be on the device of the other arguments.");
+  };
+  check_statistics(rows, 4, "rows");
+  check_size(rows, 3, 2, "rows");
+  check_contiguous(rows, "rows");
+  if (grad_lse) check_statistics(*grad_lse, 3, "grad_lse");
 }
 
 // Tiles of the block lines of `tokens` tokens: block rows of the queries, or block columns of the keys.

@@ -56,22 +56,26 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
       "softmax_bias_backward(Tensor values, Tensor row_offsets, Tensor columns, int layout_heads, int heads, "
       "int block, SymInt[] shape) -> Tensor");
 
-  // softmax(scale * query @ key^T + rpe + attn_mask + key_bias) @ value on the live blocks, and the log of each row's
-  // sum of exponentials.   query (B, H, T, D), key and value (B, Hkv, S, D), H a multiple of Hkv, D a multiple of 8 and
-  // adjacent in memory; rpe and attn_mask (B or 1, H or 1, T or 1, S), of query's dtype or lse's, attn_mask also bool
-  // (keeps where true); key_bias (B or 1, S) of lse's dtype; causal drops keys after the row's token; dropout_seed int64
-  // (2): seed and offset for dropout.h -> output (B, H, T, D) in query's order of memory, lse (B, H, T) in fp32 (fp64 for
-  // fp64). A row with nothing left is zeros, its lse -inf.
+  // softmax(scale * query @ key^T + rpe + attn_mask + key_bias) @ value on the live blocks, the log of each row's sum
+  // of exponentials, and what gives its probabilities again.   query (B, H, T, D), key and value (B, Hkv, S, D), H a
+  // multiple of Hkv, D a multiple of 8 and adjacent in memory; rpe and attn_mask (B or 1, H or 1, T or 1, S), of
+  // query's dtype or lse's, attn_mask also bool (keeps where true); key_bias (B or 1, S) of lse's dtype; causal drops
+  // keys after the row's token; dropout_seed int64 (2): seed and offset for dropout.h
+  // -> output (B, H, T, D) in query's order of memory; lse (B, H, T) in fp32 (fp64 for fp64); rows (B, H, T, 2) like
+  // it, contiguous: the origin of a row's exponents, near or at the largest of them, and the log of the sum of
+  // exp(exponent - origin). lse is their sum, in which an origin such as -10000 or -1e30 leaves little of the log. A
+  // row with nothing left is zeros, its lse and rows -inf.
   m.def(
       "block_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? rpe, Tensor? key_bias, "
       "Tensor? attn_mask, Tensor? dropout_seed, Tensor row_lines, Tensor row_entries, Tensor row_units, "
       "Tensor row_cuts, int layout_heads, int block, int tile, float scale, bool causal, float dropout_p) "
-      "-> (Tensor output, Tensor lse)");
+      "-> (Tensor output, Tensor lse, Tensor rows)");
 
   // Gradients for query, key and value, in their orders of memory, from those of output and, perhaps, of lse.
+  // Probabilities are exp((exponent - origin) - log) by the row's two numbers.
   m.def(
       "block_attention_backward(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
-      "Tensor output, Tensor lse, Tensor? rpe, Tensor? key_bias, Tensor? attn_mask, Tensor? dropout_seed, "
+      "Tensor output, Tensor rows, Tensor? rpe, Tensor? key_bias, Tensor? attn_mask, Tensor? dropout_seed, "
       "Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts, Tensor column_lines, "
       "Tensor column_entries, Tensor column_units, Tensor column_cuts, int layout_heads, int block, int tile, "
       "float scale, bool causal, float dropout_p) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
@@ -80,7 +84,7 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // shape = (B or 1, H or 1, T, S) in a fixed order; in fp32 (fp64 for fp64).
   m.def(
       "block_attention_bias_backward(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
-      "Tensor output, Tensor lse, Tensor? rpe, Tensor? key_bias, Tensor? attn_mask, Tensor? dropout_seed, "
+      "Tensor output, Tensor rows, Tensor? rpe, Tensor? key_bias, Tensor? attn_mask, Tensor? dropout_seed, "
       "Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts, int layout_heads, int block, int tile, "
       "float scale, bool causal, float dropout_p, SymInt[] shape) -> Tensor");
 }

@@ -186,7 +186,8 @@ Pieces cut_lines(const Attention& attention, const LineLists& lists, int64_t cos
 }
 
 template <class T>
-void forward(const Attention& attention, const LineLists& lists, const Tensor& output, const Tensor& lse) {
+void forward(const Attention& attention, const LineLists& lists, const Tensor& output, const Tensor& lse,
+             const Tensor& statistics) {
   using C = Compute<T>;
   int64_t block = attention.block, depth = attention.depth, rows = attention.line_rows, width = padded_width<T>(depth),
           keys = attention.columns * block;
@@ -205,44 +206,45 @@ void forward(const Attention& attention, const LineLists& lists, const Tensor& o
                                      width, lists.begin(head, piece.row), count, sum.data(), top.data(), total.data(),
                                      scratch.data());
       store_tokens<T>(sum.data(), width, b, head, first, rows, output);
-      C* to = static_cast<C*>(lse.mutable_data_ptr()) + (b * attention.heads + head) * attention.tokens;
-      for (int64_t r = 0; r < rows && first + r < attention.tokens; ++r)
-        to[first + r] = total.data()[r] == 0 ? -std::numeric_limits<C>::infinity()
-                                             : top.data()[r] + std::log(total.data()[r]);
+      int64_t at = (b * attention.heads + head) * attention.tokens + first;
+      C *lse_to = static_cast<C*>(lse.mutable_data_ptr()) + at,
+        *to = static_cast<C*>(statistics.mutable_data_ptr()) + 2 * at;
+      // With nothing left the largest score and the log of the sum, 0, are -inf.
+      for (int64_t r = 0; r < std::min(rows, attention.tokens - first); ++r) {
+        to[2 * r] = top.data()[r];
+        to[2 * r + 1] = std::log(total.data()[r]);
+        lse_to[r] = to[2 * r] + to[2 * r + 1];
+      }
     };
   });
 }
 
 // The gradients of output and lse, and what else backward passes have of the forward one.
 struct Gradients {
-  const Tensor &grad_output, &output, &lse;
+  const Tensor &grad_output, &output, &rows;
   const std::optional<Tensor>& grad_lse;
 };
 
-// AttentionStatistics of all queries, (B, H, rows * b); those that do not exist have probabilities of 0.
+// AttentionStatistics of all queries, (B, H, rows * b); where nothing is left, or no query is, probabilities are 0.
 template <class C>
 struct AllStatistics {
-  Buffer<C> top, inverse, delta;
+  Buffer<C> origin, log_sum, delta;
 
-  explicit AllStatistics(int64_t size) : top(size), inverse(size), delta(size) {}
-  AttentionStatistics<C> from(int64_t at) const { return {top.data() + at, inverse.data() + at, delta.data() + at}; }
+  explicit AllStatistics(int64_t size) : origin(size), log_sum(size), delta(size) {}
+  AttentionStatistics<C> from(int64_t at) const {
+    return {origin.data() + at, log_sum.data() + at, delta.data() + at};
+  }
 };
 
 template <class T>
-AllStatistics<Compute<T>> statistics_of(const Attention& attention, const Gradients& gradients,
-                                        const LineLists& row_lists) {
+AllStatistics<Compute<T>> statistics_of(const Attention& attention, const Gradients& gradients) {
   using C = Compute<T>;
   constexpr C infinity = std::numeric_limits<C>::infinity();
-  int64_t block = attention.block, depth = attention.depth, rows = attention.line_rows, heads = attention.heads,
-          tokens = attention.tokens, padded = attention.rows * block, width = padded_width<T>(depth);
+  int64_t block = attention.block, depth = attention.depth, heads = attention.heads, tokens = attention.tokens,
+          padded = attention.rows * block;
   AllStatistics<C> statistics(attention.batch * heads * padded);
-
-  // lse = top + log(sum) has lost the log where scores are this far from 0; there both are computed again.
-  constexpr C far = 1 / (std::numeric_limits<C>::epsilon() * 4096);
-  std::atomic<bool> any_far = false;
-  int64_t blocks = attention.batch * heads * attention.rows;
-  int64_t grain = std::max<int64_t>(1, task_cost / 8 / (block * std::max<int64_t>(1, width)));
-  torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
+  int64_t grain = std::max<int64_t>(1, task_cost / 8 / (block * std::max<int64_t>(1, depth)));
+  torch::stable::parallel_for(0, attention.batch * heads * attention.rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       int64_t matrix = i / attention.rows, b = matrix / heads, head = matrix % heads,
               first = i % attention.rows * block, there = std::min(block, tokens - first),
@@ -251,46 +253,25 @@ AllStatistics<Compute<T>> statistics_of(const Attention& attention, const Gradie
         return pointer<T>(x) + b * x.stride(0) + head * x.stride(1) + first * x.stride(2);
       };
       const Tensor &output = gradients.output, &grad = gradients.grad_output;
-      C *top = statistics.top.data() + at, *inverse = statistics.inverse.data() + at,
+      C *origin = statistics.origin.data() + at, *log_sum = statistics.log_sum.data() + at,
         *delta = statistics.delta.data() + at;
-      std::fill(top, top + block, infinity);
-      std::fill(inverse, inverse + block, C(1));
+      std::fill(origin, origin + block, infinity);
+      std::fill(log_sum, log_sum + block, C(0));
       std::fill(delta, delta + block, C(0));
       kernels<T>().row_dots(from(output), output.stride(2), output.stride(3), from(grad), grad.stride(2),
                             grad.stride(3), there, depth, delta);
-      const C* lse = pointer<C>(gradients.lse) + matrix * tokens + first;
+      const C* rows = pointer<C>(gradients.rows) + 2 * (matrix * tokens + first);
       for (int64_t r = 0; r < there; ++r) {
-        if (lse[r] != -infinity) top[r] = lse[r];
-        if (lse[r] != -infinity && std::abs(lse[r]) > far) any_far = true;
+        if (rows[2 * r + 1] != -infinity) {
+          origin[r] = rows[2 * r];
+          log_sum[r] = rows[2 * r + 1];
+        }
         if (gradients.grad_lse) {
           const Tensor& x = *gradients.grad_lse;
           delta[r] -= pointer<C>(x)[b * x.stride(0) + head * x.stride(1) + (first + r) * x.stride(2)];
         }
       }
     }
-  });
-  if (!any_far) return statistics;
-
-  auto panels = pack_all<T>(attention.key, block, width, true);
-  run_tasks(blocks * (block / rows), [&] {
-    return [&, query = Buffer<C>(rows * depth), total = Buffer<C>(rows), top = Buffer<C>(rows),
-            scratch = Buffer<C>(attention_scratch(block))](int64_t task) {
-      int64_t lines = padded / rows, matrix = task / lines, head = matrix % heads, b = matrix / heads,
-              first = task % lines * rows, row = first / block;
-      C* tops = statistics.top.data() + matrix * padded + first;
-      if (std::none_of(tops, tops + rows, [&](C x) { return std::abs(x) > far && x != infinity; })) return;
-      pack_tokens<T>(attention.query, b, head, first, rows, depth, query.data());
-      kernels<T>().attention_forward(
-          attention.line(b, head, first, false), query.data(),
-          panels.data() + (b * attention.key_heads + head / attention.group()) * attention.columns * block * depth,
-          nullptr, width, row_lists.begin(head, row), row_lists.count(head, row), nullptr, top.data(), total.data(),
-          scratch.data());
-      for (int64_t r = 0; r < rows; ++r) {
-        if (total.data()[r] == 0) continue;
-        tops[r] = top.data()[r];
-        statistics.inverse.data()[matrix * padded + first + r] = 1 / total.data()[r];
-      }
-    };
   });
   return statistics;
 }
@@ -347,16 +328,15 @@ std::vector<ColumnGroup> group_columns(const Attention& attention, const LineLis
 }
 
 template <class T>
-void backward(const Attention& attention, const Gradients& gradients, const LineLists& row_lists,
-              const LineLists& column_lists, const Tensor& grad_query, const Tensor& grad_key,
-              const Tensor& grad_value) {
+void backward(const Attention& attention, const Gradients& gradients, const LineLists& lists, const Tensor& grad_query,
+              const Tensor& grad_key, const Tensor& grad_value) {
   using C = Compute<T>;
   int64_t block = attention.block, depth = attention.depth, rows = attention.line_rows, width = padded_width<T>(depth),
           heads = attention.heads, key_heads = attention.key_heads, group = attention.group(),
           padded = attention.rows * block;
-  auto statistics = statistics_of<T>(attention, gradients, row_lists);
-  auto groups = group_columns(attention, column_lists);
-  int64_t num_groups = groups.size(), repeats = column_lists.layout_heads == 1 ? key_heads : 1;
+  auto statistics = statistics_of<T>(attention, gradients);
+  auto groups = group_columns(attention, lists);
+  int64_t num_groups = groups.size(), repeats = lists.layout_heads == 1 ? key_heads : 1;
 
   // Gradients of query that are not of whole heads: for each batch, repeat and group (query head, slot, token, width).
   std::vector<int64_t> place(num_groups + 1, 0);
@@ -373,7 +353,7 @@ void backward(const Attention& attention, const Gradients& gradients, const Line
     int64_t tokens = most_slots * group * block;
     return [&, query = Buffer<C>(tokens * width), grad_output = Buffer<C>(tokens * width),
             query_panels = Buffer<C>(tokens * depth), grad_output_panels = Buffer<C>(tokens * depth),
-            top = Buffer<C>(tokens), inverse = Buffer<C>(tokens), delta = Buffer<C>(tokens),
+            origin = Buffer<C>(tokens), log_sum = Buffer<C>(tokens), delta = Buffer<C>(tokens),
             key = Buffer<C>(rows * width), value = Buffer<C>(rows * width), key_sum = Buffer<C>(rows * width),
             value_sum = Buffer<C>(rows * width), whole_query_sum = Buffer<C>(most_whole * group * block * width),
             scratch = Buffer<C>(attention_scratch(block)),
@@ -392,8 +372,8 @@ void backward(const Attention& attention, const Gradients& gradients, const Line
         pack_block_panels(grad_output.data() + at * width, width, block, depth,
                           grad_output_panels.data() + at * depth);
         auto from = statistics.from((b * heads + head) * padded + first);
-        std::copy(from.top, from.top + block, top.data() + at);
-        std::copy(from.inverse, from.inverse + block, inverse.data() + at);
+        std::copy(from.origin, from.origin + block, origin.data() + at);
+        std::copy(from.log_sum, from.log_sum + block, log_sum.data() + at);
         std::copy(from.delta, from.delta + block, delta.data() + at);
       }
       for (int64_t first = columns.begin * block; first < columns.end * block; first += rows) {
@@ -403,9 +383,8 @@ void backward(const Attention& attention, const Gradients& gradients, const Line
         std::fill(key_sum.data(), key_sum.data() + rows * width, C(0));
         std::fill(value_sum.data(), value_sum.data() + rows * width, C(0));
         for (int64_t h = 0; h < group; ++h) {
-          int64_t head = key_head * group + h, count = column_lists.count(head, column),
-                  at = h * num_slots * block;
-          const int32_t* blocks = column_lists.begin(head, column);
+          int64_t head = key_head * group + h, count = lists.count(head, column), at = h * num_slots * block;
+          const int32_t* blocks = lists.begin(head, column);
           for (int64_t n = 0; n < count; ++n) slots[n] = columns.slots[blocks[n]];
           AttentionColumn<C> work{key.data(),
                                   value.data(),
@@ -413,7 +392,7 @@ void backward(const Attention& attention, const Gradients& gradients, const Line
                                   grad_output.data() + at * width,
                                   query_panels.data() + at * depth,
                                   grad_output_panels.data() + at * depth,
-                                  {top.data() + at, inverse.data() + at, delta.data() + at},
+                                  {origin.data() + at, log_sum.data() + at, delta.data() + at},
                                   width,
                                   blocks,
                                   slots.data(),
@@ -460,7 +439,7 @@ void bias_backward(const Attention& attention, const Gradients& gradients, const
   int64_t block = attention.block, depth = attention.depth, rows = attention.line_rows, width = padded_width<T>(depth),
           keys = attention.columns * block, heads = attention.heads, padded = attention.rows * block,
           lines = padded / rows, out_batch = out.size(0), out_heads = out.size(1);
-  auto statistics = statistics_of<T>(attention, gradients, lists);
+  auto statistics = statistics_of<T>(attention, gradients);
   auto key_panels = pack_all<T>(attention.key, block, width, true);
   auto value_panels = pack_all<T>(attention.value, block, width, true);
   run_tasks(out_batch * out_heads * lines, [&] {
@@ -486,7 +465,7 @@ void bias_backward(const Attention& attention, const Gradients& gradients, const
   });
 }
 
-std::tuple<Tensor, Tensor> block_attention_forward(
+std::tuple<Tensor, Tensor, Tensor> block_attention_forward(
     Tensor query, Tensor key, Tensor value, std::optional<Tensor> rpe, std::optional<Tensor> key_bias,
     std::optional<Tensor> attn_mask, std::optional<Tensor> dropout_seed, Tensor row_lines, Tensor row_entries,
     Tensor row_units, Tensor row_cuts, int64_t layout_heads, int64_t block, int64_t tile, double scale, bool causal,
@@ -498,33 +477,32 @@ std::tuple<Tensor, Tensor> block_attention_forward(
                              tile);
   Tensor output = empty_in_order_of(query);
   Tensor lse = torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2)}, lse_type(query));
-  if (lse.numel() == 0) return {output, lse};
+  Tensor rows = torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2), 2}, lse_type(query));
+  if (lse.numel() == 0) return {output, lse, rows};
   for_dtype(query.scalar_type(),
-            [&](auto* type) { forward<std::remove_pointer_t<decltype(type)>>(attention, lists, output, lse); });
-  return {output, lse};
+            [&](auto* type) { forward<std::remove_pointer_t<decltype(type)>>(attention, lists, output, lse, rows); });
+  return {output, lse, rows};
 }
 
 std::tuple<Tensor, Tensor, Tensor> block_attention_backward(
     Tensor grad_output, std::optional<Tensor> grad_lse, Tensor query, Tensor key, Tensor value, Tensor output,
-    Tensor lse, std::optional<Tensor> rpe, std::optional<Tensor> key_bias, std::optional<Tensor> attn_mask,
+    Tensor rows, std::optional<Tensor> rpe, std::optional<Tensor> key_bias, std::optional<Tensor> attn_mask,
     std::optional<Tensor> dropout_seed, Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts,
     Tensor column_lines, Tensor column_entries, Tensor column_units, Tensor column_cuts, int64_t layout_heads,
     int64_t block, int64_t tile, double scale, bool causal, double dropout_p) {
   check_attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, dropout_p, layout_heads, block, tile);
-  check_attention_backward(grad_output, grad_lse, query, output, lse);
+  check_attention_backward(grad_output, grad_lse, query, output, rows);
   check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);
   check_tiles(column_lines, column_entries, column_units, column_cuts, key.size(2), query, layout_heads, block, tile);
   Attention attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, block, scale, causal, dropout_p);
-  auto row_lists = lists_by_line(row_lines, row_entries, row_units, layout_heads, attention.rows, attention.columns,
-                                 block, tile);
-  auto column_lists = lists_by_line(column_lines, column_entries, column_units, layout_heads, attention.columns,
-                                    attention.rows, block, tile);
+  auto lists = lists_by_line(column_lines, column_entries, column_units, layout_heads, attention.columns,
+                             attention.rows, block, tile);
   Tensor grad_query = empty_in_order_of(query), grad_key = empty_in_order_of(key),
          grad_value = empty_in_order_of(value);
   if (attention.batch * attention.heads > 0) {
     for_dtype(query.scalar_type(), [&](auto* type) {
-      backward<std::remove_pointer_t<decltype(type)>>(attention, {grad_output, output, lse, grad_lse}, row_lists,
-                                                      column_lists, grad_query, grad_key, grad_value);
+      backward<std::remove_pointer_t<decltype(type)>>(attention, {grad_output, output, rows, grad_lse}, lists,
+                                                      grad_query, grad_key, grad_value);
     });
   } else {
     for (Tensor* grad : {&grad_key, &grad_value}) torch::stable::zero_(*grad);
@@ -534,12 +512,12 @@ std::tuple<Tensor, Tensor, Tensor> block_attention_backward(
 
 Tensor block_attention_bias_backward(
     Tensor grad_output, std::optional<Tensor> grad_lse, Tensor query, Tensor key, Tensor value, Tensor output,
-    Tensor lse, std::optional<Tensor> rpe, std::optional<Tensor> key_bias, std::optional<Tensor> attn_mask,
+    Tensor rows, std::optional<Tensor> rpe, std::optional<Tensor> key_bias, std::optional<Tensor> attn_mask,
     std::optional<Tensor> dropout_seed, Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts,
     int64_t layout_heads, int64_t block, int64_t tile, double scale, bool causal, double dropout_p,
     std::vector<int64_t> shape) {
   check_attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, dropout_p, layout_heads, block, tile);
-  check_attention_backward(grad_output, grad_lse, query, output, lse);
+  check_attention_backward(grad_output, grad_lse, query, output, rows);
   check_attention_bias_shape(shape, query, key);
   check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);
   Attention attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, block, scale, causal, dropout_p);
@@ -549,7 +527,7 @@ Tensor block_attention_bias_backward(
   if (out.numel() == 0) return out;
   if (attention.batch * attention.heads == 0) return torch::stable::zero_(out);
   for_dtype(query.scalar_type(), [&](auto* type) {
-    bias_backward<std::remove_pointer_t<decltype(type)>>(attention, {grad_output, output, lse, grad_lse}, lists, out);
+    bias_backward<std::remove_pointer_t<decltype(type)>>(attention, {grad_output, output, rows, grad_lse}, lists, out);
   });
   return out;
 }

@@ -104,7 +104,7 @@ static void attention_forward_of(const AttentionLine& line, const Compute<T>* qu
     top[r] = -infinity<C>;
     total[r] = 0;
   }
-  for (int64_t i = 0; sum && count == 0 && i < rows * width; ++i) sum[i] = 0;
+  for (int64_t i = 0; count == 0 && i < rows * width; ++i) sum[i] = 0;
   for (int64_t done = 0; done < count; done += step) {
     int64_t here = at_most(step, count - done);
     attention_scores<T, W>(line, query, line.depth, key_panels, blocks + done, blocks + done, here, scores, extra);
@@ -131,13 +131,12 @@ static void attention_forward_of(const AttentionLine& line, const Compute<T>* qu
       if (done > 0 && now > top[r]) {
         C rest = exp_nonpositive<C, W>(broadcast<C, W>(top[r] - shift))[0];
         total[r] *= rest;
-        for (int64_t c = 0; sum && c < width; c += N)
+        for (int64_t c = 0; c < width; c += N)
           store<C, N>(sum + r * width + c, Vec<C, N>(load<C, N>(sum + r * width + c) * rest));
       }
       total[r] += sum_lanes<C, W>(sums);
       top[r] = now;
     }
-    if (!sum) continue;
     if (line.dropout) {
       dropout_blocks<C>(line, blocks + done, here, extra);
       for (int64_t i = 0; i < here * size; i += W)
@@ -146,7 +145,7 @@ static void attention_forward_of(const AttentionLine& line, const Compute<T>* qu
     Blocks<C> probs{scores, nullptr, size, block, 1};
     dsd_columns<C, tile_vectors>(probs, value, width, blocks + done, here, block, rows, 0, width, done > 0, sum, width);
   }
-  for (int64_t r = 0; sum && r < rows; ++r) {
+  for (int64_t r = 0; r < rows; ++r) {
     C inverse = total[r] == 0 ? C(0) : 1 / total[r];
     for (int64_t c = 0; c < width; c += N)
       store<C, N>(sum + r * width + c, Vec<C, N>(load<C, N>(sum + r * width + c) * inverse));
@@ -183,11 +182,11 @@ static void attention_backward_of(const AttentionLine& line, const AttentionColu
     for (int64_t n = 0; n < here; ++n) {
       for (int64_t c = 0; c < block; c += W) {
         int64_t query = slots[n] * block + c;
-        V top = load<C, W>(column.statistics.top + query), inverse = load<C, W>(column.statistics.inverse + query),
-          delta = load<C, W>(column.statistics.delta + query);
+        V origin = load<C, W>(column.statistics.origin + query),
+          log_sum = load<C, W>(column.statistics.log_sum + query), delta = load<C, W>(column.statistics.delta + query);
         for (int64_t r = 0; r < rows; ++r) {
           int64_t at = n * size + r * block + c;
-          V prob = exp_nonpositive<C, W>(load<C, W>(probs + at) - top) * inverse, grad = load<C, W>(grads + at),
+          V prob = exp_nonpositive<C, W>((load<C, W>(probs + at) - origin) - log_sum), grad = load<C, W>(grads + at),
             kept = prob;
           if (line.dropout) {
             V factor = load<C, W>(factors + at);
@@ -244,8 +243,7 @@ static void attention_bias_backward_of(const AttentionLine& line, const Compute<
         C* to = out + r * out_stride + column;
         for (int64_t c = 0; c < block; c += W) {
           int64_t at = n * size + r * block + c;
-          V prob =
-              exp_nonpositive<C, W>(load<C, W>(probs + at) - statistics.top[r]) * statistics.inverse[r];
+          V prob = exp_nonpositive<C, W>((load<C, W>(probs + at) - statistics.origin[r]) - statistics.log_sum[r]);
           V grad = prob * (load<C, W>(grads + at) - statistics.delta[r]);
           if (c + W <= columns)
             store<C, W>(to + c, V(load<C, W>(to + c) + grad));

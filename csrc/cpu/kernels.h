@@ -73,10 +73,10 @@ struct AttentionLine {
 };
 
 // Statistics of queries, in the order of the line's rows or, transposed, of the other side's slots:
-// probability = exp(score - top) * inverse, and delta is what its gradient has subtracted.
+// probability = exp((score - origin) - log_sum), and delta is what its gradient has subtracted.
 template <class C>
 struct AttentionStatistics {
-  const C *top, *inverse, *delta;
+  const C *origin, *log_sum, *delta;
 };
 
 // What a block column needs for its gradients. The other side's blocks lie in slots, each of `block` tokens: as rows of
@@ -161,8 +161,8 @@ struct Kernels {
   void (*row_dots)(const T* a, int64_t a_stride, int64_t a_column_stride, const T* b, int64_t b_stride,
                    int64_t b_column_stride, int64_t rows, int64_t columns, C* out);
 
-  // The line's largest scores and sums of exponentials over `count` live blocks; and, unless sum is null, its softmax
-  // times value. query (rows, depth), key_panels and value (columns, width) whole, sum (rows, width).
+  // The line's softmax over `count` live blocks times value, its largest scores and sums of exponentials.
+  // query (rows, depth), key_panels and value (columns, width) whole, sum (rows, width).
   // scratch, here and below: attention_scratch of C.
   void (*attention_forward)(const AttentionLine& line, const C* query, const C* key_panels, const C* value,
                             int64_t width, const int32_t* blocks, int64_t count, C* sum, C* top, C* total, C* scratch);

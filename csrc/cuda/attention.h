@@ -107,7 +107,7 @@ struct Bias {
     } else {
       value = static_cast<const float*>(data)[place];
     }
-    // Finite ones are arithmetic, however large: three of them, and their factor log2(e), must not reach infinity.
+    // Finite ones are arithmetic, however large: three of them, and a factor log2(e), must not reach infinity.
     return value == -kInfinity ? value : fmaxf(value, -1e30f);
   }
 };
@@ -128,9 +128,9 @@ struct Scoring {
            dropout_seed == nullptr;
   }
 
-  // The exponent, in powers of two, of a product of query i and key j, both of which exist.
+  // The score, with what is added to it, of a product of query i and key j, both of which exist.
   template <class T>
-  __device__ __forceinline__ float exponent(float product, int batch, int head, int i, int j) const {
+  __device__ __forceinline__ float score(float product, int batch, int head, int i, int j) const {
     float x = product * scale;
     if (rpe.kind != Bias::kNone) {
       x += rpe.at<T>(batch, head, i, j);
@@ -141,7 +141,7 @@ struct Scoring {
     if (key_bias != nullptr) {
       x += key_bias[batch * key_bias_stride + j];
     }
-    return x * kLog2E;
+    return x;
   }
 
   __device__ __forceinline__ Dropout dropout() const {
@@ -379,6 +379,18 @@ struct Kept {
     }
   }
 };
+
+// A row's exponents, of e, have an origin near the largest of them: where that is large, their sum's logarithm would be
+// lost in one number with it. {-inf, -inf} where there are none.
+struct RowSum {
+  float origin, log_sum;
+
+  __device__ float lse() const { return log_sum == -kInfinity ? -kInfinity : origin + log_sum; }
+};
+
+__device__ __forceinline__ RowSum row_sum(float origin, float sum) {
+  return sum > 0 ? RowSum{origin, logf(sum)} : RowSum{-kInfinity, -kInfinity};
+}
 
 // The fp32 results of the parts that units cut tiles into: (copies, parts, sub-tiles, tile, width).
 struct Parts {

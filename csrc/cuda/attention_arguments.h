@@ -26,6 +26,8 @@ Matrices<T> matrices_of(const Tensor& x) {
   return {static_cast<T*>(const_cast<void*>(x.const_data_ptr())), stride(0), stride(1), stride(2)};
 }
 
+inline RowSum* row_sums_in(Tensor& x) { return reinterpret_cast<RowSum*>(x.mutable_data_ptr<float>()); }
+
 inline Lists lists_of(
     const Tensor& lines, const Tensor& entries, const Tensor& units, int64_t layout_heads, int64_t block, int64_t tile) {
   const int64_t lines_per_tile = std::max<int64_t>(1, tile / block);

@@ -49,7 +49,6 @@ __global__ void __launch_bounds__(kThreads)
   const T* key = p.key.of(work.batch, kv_head);
   const T* value = p.value.of(work.batch, kv_head);
   const Row* rows = p.rows.of(work.matrix);
-  constexpr Row no_row{kInfinity, 0.0f};
 
   const auto load = [&](int step) {
     auto& stage = memory.stages[step % kStages];
@@ -58,7 +57,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (kByColumns && threadIdx.x < kN) {
       const int token = other.token(step, threadIdx.x);
-      stage.rows[threadIdx.x] = token < 0 ? no_row : rows[token];
+      stage.rows[threadIdx.x] = token < 0 ? no_row() : rows[token];
     }
     const auto token_of = [&](int line) { return other.token(step, line); };
     load_tile<kD, kN>(
@@ -100,8 +99,8 @@ __global__ void __launch_bounds__(kThreads)
     const bool in_order = kByColumns ? octet.token >= last_token : static_cast<uint32_t>(octet.token + 7) <= first_token;
     return octet.token + 8 <= other_length && (in_order || !p.scoring.causal);
   };
-  const Row row0 = kByColumns || token0 < 0 ? no_row : rows[token0], row8 = kByColumns || token8 < 0 ? no_row : rows[token8];
-  const float unit = kPlain ? p.scoring.scale * kLog2E : 1.0f;
+  const Row row0 = kByColumns || token0 < 0 ? no_row() : rows[token0], row8 = kByColumns || token8 < 0 ? no_row() : rows[token8];
+  const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
   float sums_first[kOut / 8][4] = {};
   float sums_second[kByColumns ? kOut / 8 : 1][4] = {};
 
@@ -139,15 +138,16 @@ __global__ void __launch_bounds__(kThreads)
               counts = counts && its < other_length && !(p.scoring.causal && (kByColumns ? own > its : its > own));
             }
           }
-          const float row_lse = row_of(octet, e).lse;
-          float exponent = score * unit;
-          if constexpr (!kPlain) {
-            counts = counts && own >= 0;
-            exponent = counts ? p.scoring.template exponent<T>(
-                                    score, work.batch, work.head, kByColumns ? its : own, kByColumns ? own : its)
-                              : -kInfinity;
+          const Row row = row_of(octet, e);
+          if constexpr (kPlain) {
+            score = counts ? exp2_of(score * unit - row.lse) : 0.0f;
+          } else if (counts && own >= 0) {
+            score = p.scoring.template score<T>(
+                score, work.batch, work.head, kByColumns ? its : own, kByColumns ? own : its);
+            score = exp2_of(score * unit - row.origin - row.log_sum);
+          } else {
+            score = 0.0f;
           }
-          score = counts ? exp2_of(exponent - row_lse) : 0.0f;
         }
       }
       float dropped[2][4];
@@ -257,14 +257,14 @@ __global__ void add_shares_kernel(
 
 std::tuple<Tensor, Tensor, Tensor> block_attention_backward(
     const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key,
-    const Tensor& value, const Tensor& output, const Tensor& lse, const std::optional<Tensor>& rpe,
+    const Tensor& value, const Tensor& output, const Tensor& row_sums, const std::optional<Tensor>& rpe,
     const std::optional<Tensor>& key_bias, const std::optional<Tensor>& attn_mask,
     const std::optional<Tensor>& dropout_seed, const Tensor& row_lines, const Tensor& row_entries,
     const Tensor& row_units, const Tensor& row_cuts, const Tensor& column_lines, const Tensor& column_entries,
     const Tensor& column_units, const Tensor& column_cuts, int64_t layout_heads, int64_t block, int64_t tile,
     double scale, bool causal, double dropout_p) {
   check_attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, dropout_p, layout_heads, block, tile);
-  check_attention_backward(grad_output, grad_lse, query, output, lse);
+  check_attention_backward(grad_output, grad_lse, query, output, row_sums);
   check_alignment(grad_output, "grad_output");
   check_alignment(output, "output");
   check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);
@@ -282,7 +282,7 @@ std::tuple<Tensor, Tensor, Tensor> block_attention_backward(
   const Scoring scoring =
       scoring_of(query, key, value, rpe, key_bias, attn_mask, dropout_seed, scale, causal, dropout_p);
   check_tile(launch, query, block, tile);
-  const auto [rows_data, rows] = make_rows(launch, grad_output, grad_lse, output, lse);
+  const auto [rows_data, rows] = make_rows(launch, grad_output, grad_lse, output, row_sums);
   const auto new_floats = [&](int64_t count) {
     return torch::stable::new_empty(query, {count}, ScalarType::Float);
   };

@@ -100,13 +100,12 @@ __device__ __forceinline__ void multiply_all(
     const Backward<T>& p, const Sweep<T>& sweep, Memory<T, kD>& memory, int64_t num_work) {
   const int lane = threadIdx.x % 32, warpgroup = threadIdx.x / 128 - 1;
   const int line0 = (threadIdx.x / 32 - 4) * 16 + lane / 4;
-  const float unit = kPlain ? p.scoring.scale * kLog2E : 1.0f;
+  const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
   const Lists& lists = sweep.lists;
   const int own_length = kByColumns ? p.scoring.keys : p.scoring.queries;
   const int other_length = kByColumns ? p.scoring.queries : p.scoring.keys;
   const float of_dropout = kPlain || p.scoring.dropout_seed == nullptr ? 1.0f : p.scoring.dropout().factor();
   const Lines lines(lists);
-  constexpr Row no_row{kInfinity, 0.0f};
   // Two tiles of sums leave registers for one step at a time, and the warpgroups' steps overlap each other.
   constexpr bool kOverlaps = !(kByColumns && kD == 128);
   Ring<Memory<T, kD>::kStages> ring;
@@ -120,8 +119,8 @@ __device__ __forceinline__ void multiply_all(
     const int steps = task.steps, token0 = task.tokens[line0], token8 = task.tokens[line0 + 8];
     const int first_token = __shfl_sync(0xffffffffu, token0, 0);
     const Row* rows = p.rows.of(work.matrix);
-    const Row row0 = kByColumns || token0 < 0 ? no_row : rows[token0];
-    const Row row8 = kByColumns || token8 < 0 ? no_row : rows[token8];
+    const Row row0 = kByColumns || token0 < 0 ? no_row() : rows[token0];
+    const Row row8 = kByColumns || token8 < 0 ? no_row() : rows[token8];
 
     // Of the first operand of the own side; and of values.
     float sums_first[kD / 2] = {};
@@ -158,9 +157,8 @@ __device__ __forceinline__ void multiply_all(
     // A lane's two rows of every eight queries, by columns; by rows its own two.
     const auto rows_of = [&](int n, Row(&to)[2]) {
       if constexpr (kByColumns) {
-        const float4 pair = *reinterpret_cast<const float4*>(memory.rows[ring.stage] + 8 * n + lane % 4 * 2);
-        to[0] = {pair.x, pair.y};
-        to[1] = {pair.z, pair.w};
+        to[0] = memory.rows[ring.stage][8 * n + lane % 4 * 2];
+        to[1] = memory.rows[ring.stage][8 * n + lane % 4 * 2 + 1];
       } else {
         to[0] = row0;
         to[1] = row8;
@@ -186,7 +184,7 @@ __device__ __forceinline__ void multiply_all(
             }
             if constexpr (!kPlain) {
               counts = counts && mine >= 0;
-              score = counts ? p.scoring.template exponent<T>(score, work.batch, work.head, i, j) : -kInfinity;
+              score = counts ? p.scoring.template score<T>(score, work.batch, work.head, i, j) : -kInfinity;
             } else if (!counts) {
               score = -kInfinity;
             }
@@ -204,7 +202,10 @@ __device__ __forceinline__ void multiply_all(
         rows_of(n, row);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          probs[4 * n + e] = exp2_of(probs[4 * n + e] * unit - row[kByColumns ? e % 2 : e / 2].lse);
+          const Row& of_row = row[kByColumns ? e % 2 : e / 2];
+          const float exponent =
+              kPlain ? probs[4 * n + e] * unit - of_row.lse : probs[4 * n + e] * unit - of_row.origin - of_row.log_sum;
+          probs[4 * n + e] = exp2_of(exponent);
         }
       }
     };

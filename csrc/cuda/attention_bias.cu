@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kThreads) bias_backward_kernel(const __grid_co
         const int64_t matrix = int64_t{batch} * p.heads + head;
         const Row* rows = p.rows.of(matrix);
         const Row row[2] = {
-            token0 < 0 ? Row{kInfinity, 0.0f} : rows[token0], token8 < 0 ? Row{kInfinity, 0.0f} : rows[token8]};
+            token0 < 0 ? no_row() : rows[token0], token8 < 0 ? no_row() : rows[token8]};
 #pragma unroll
         for (int j = 0; j < kN / 16; ++j) {
           if (!live.group(j)) {
@@ -118,8 +118,10 @@ __global__ void __launch_bounds__(kThreads) bias_backward_kernel(const __grid_co
               const bool counts = (live.bits >> (octet + e / 2 * 8) & 1) && i >= 0 && key < p.scoring.keys &&
                                   !(p.scoring.causal && key > i);
               if (counts) {
-                const float exponent = p.scoring.template exponent<T>(probs[half][e], batch, head, i, key);
-                sums[octet][e] += exp2_of(exponent - row[e / 2].lse) * (grads[half][e] - row[e / 2].delta);
+                const Row& of_row = row[e / 2];
+                const float score = p.scoring.template score<T>(probs[half][e], batch, head, i, key);
+                const float prob = exp2_of(score * kLog2E - of_row.origin - of_row.log_sum);
+                sums[octet][e] += prob * (grads[half][e] - of_row.delta);
               }
             }
           }
@@ -145,13 +147,13 @@ __global__ void __launch_bounds__(kThreads) bias_backward_kernel(const __grid_co
 
 Tensor block_attention_bias_backward(
     const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key,
-    const Tensor& value, const Tensor& output, const Tensor& lse, const std::optional<Tensor>& rpe,
+    const Tensor& value, const Tensor& output, const Tensor& row_sums, const std::optional<Tensor>& rpe,
     const std::optional<Tensor>& key_bias, const std::optional<Tensor>& attn_mask,
     const std::optional<Tensor>& dropout_seed, const Tensor& row_lines, const Tensor& row_entries,
     const Tensor& row_units, const Tensor& row_cuts, int64_t layout_heads, int64_t block, int64_t tile, double scale,
     bool causal, double dropout_p, const std::vector<int64_t>& shape) {
   check_attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, dropout_p, layout_heads, block, tile);
-  check_attention_backward(grad_output, grad_lse, query, output, lse);
+  check_attention_backward(grad_output, grad_lse, query, output, row_sums);
   check_alignment(grad_output, "grad_output");
   check_alignment(output, "output");
   check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);
@@ -163,7 +165,7 @@ Tensor block_attention_bias_backward(
   const int64_t heads = query.size(1);
   const Launcher launch(query);
   check(tile == kTile, "tile has to be 64, got " + std::to_string(tile) + ".");
-  const auto [rows_data, rows] = make_rows(launch, grad_output, grad_lse, output, lse);
+  const auto [rows_data, rows] = make_rows(launch, grad_output, grad_lse, output, row_sums);
   const Lists lists = lists_of(row_lines, row_entries, row_units, layout_heads, block, tile);
   with_width(query, [&](auto zero, auto padded) {
     using T = decltype(zero);

@@ -70,8 +70,8 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
   // Of those that exist; -1 is the latest.
   const uint32_t first_token =
       __reduce_min_sync(0xffffffffu, static_cast<uint32_t>(memory.tokens[strip * 16 + lane % 16]));
-  // Scores are in units of their exponents to the base 2, but for a factor where they are plain.
-  const float unit = kPlain ? p.scoring.scale * kLog2E : 1.0f;
+  // From scores to exponents of 2; plain ones are products still.
+  const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
   float output[kOut / 8][4] = {};
   float max0 = -kInfinity, max8 = -kInfinity, sum0 = 0, sum8 = 0;
 
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
             counts = counts && j < p.scoring.keys && !(p.scoring.causal && j > i);
           }
           if constexpr (!kPlain) {
-            score = counts && i >= 0 ? p.scoring.template exponent<T>(score, work.batch, work.head, i, j) : -kInfinity;
+            score = counts && i >= 0 ? p.scoring.template score<T>(score, work.batch, work.head, i, j) : -kInfinity;
           } else if (!counts) {
             score = -kInfinity;
           }
@@ -174,7 +174,8 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
   sum0 = sum_of_four(sum0);
   sum8 = sum_of_four(sum8);
   const float factor0 = sum0 > 0 ? 1 / sum0 : 0.0f, factor8 = sum8 > 0 ? 1 / sum8 : 0.0f;
-  const auto lse_of = [&](float max, float sum) { return sum > 0 ? max * unit * kLn2 + logf(sum) : -kInfinity; };
+  const float to_origin = kPlain ? p.scoring.scale : 1.0f;
+  const RowSum row0 = row_sum(max0 * to_origin, sum0), row8 = row_sum(max8 * to_origin, sum8);
   // Before the queries' memory serves another purpose, everybody is through with it: each warp has its own strip.
   wait_for_copies<0>();
   if (work.part >= 0) {
@@ -183,8 +184,8 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
       return p.part_outputs.data + (place + line) * p.width + first_column;
     });
     if (lane % 4 == 0 && work.share == 0) {
-      p.part_lse[place + lane / 4] = lse_of(max0, sum0);
-      p.part_lse[place + lane / 4 + 8] = lse_of(max8, sum8);
+      p.part_rows[place + lane / 4] = row0;
+      p.part_rows[place + lane / 4 + 8] = row8;
     }
     return;
   }
@@ -195,12 +196,14 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
         return token < 0 ? nullptr : to + token * p.output.token_stride;
       });
   if (lane % 4 == 0 && work.share == 0) {
-    float* lse = p.lse + work.matrix * p.scoring.queries;
+    const int64_t first = work.matrix * p.scoring.queries;
     if (token0 >= 0) {
-      lse[token0] = lse_of(max0, sum0);
+      p.rows[first + token0] = row0;
+      p.lse[first + token0] = row0.lse();
     }
     if (token8 >= 0) {
-      lse[token8] = lse_of(max8, sum8);
+      p.rows[first + token8] = row8;
+      p.lse[first + token8] = row8.lse();
     }
   }
 }
@@ -217,27 +220,33 @@ __global__ void combine_kernel(const __grid_constant__ Forward<T> p, const int32
   };
   float max = -kInfinity, sum = 0;
   for (int part = 0; part < cut.num_parts; ++part) {
-    max = fmaxf(max, p.part_lse[place(part)]);
+    max = fmaxf(max, p.part_rows[place(part)].origin);
   }
   const float origin = max == -kInfinity ? 0.0f : max;
+  const auto weight = [&](int part) {
+    const RowSum row = p.part_rows[place(part)];
+    return expf(row.origin - origin + row.log_sum);
+  };
   for (int part = 0; part < cut.num_parts; ++part) {
-    sum += expf(p.part_lse[place(part)] - origin);
+    sum += weight(part);
   }
   const float factor = sum > 0 ? 1 / sum : 0.0f;
   T* output = p.output.of(cut.batch, cut.head) + cut.token * p.output.token_stride;
   for (int column = threadIdx.x; column < p.width; column += blockDim.x) {
     float value = 0;
     for (int part = 0; part < cut.num_parts; ++part) {
-      value += expf(p.part_lse[place(part)] - origin) * p.part_outputs.data[place(part) * p.width + column];
+      value += weight(part) * p.part_outputs.data[place(part) * p.width + column];
     }
     output[column] = T(value * factor);
   }
   if (threadIdx.x == 0) {
-    p.lse[cut.matrix * p.scoring.queries + cut.token] = sum > 0 ? origin + logf(sum) : -kInfinity;
+    const RowSum row = row_sum(origin, sum);
+    p.rows[cut.matrix * p.scoring.queries + cut.token] = row;
+    p.lse[cut.matrix * p.scoring.queries + cut.token] = row.lse();
   }
 }
 
-std::tuple<Tensor, Tensor> block_attention_forward(
+std::tuple<Tensor, Tensor, Tensor> block_attention_forward(
     const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& rpe,
     const std::optional<Tensor>& key_bias, const std::optional<Tensor>& attn_mask,
     const std::optional<Tensor>& dropout_seed, const Tensor& row_lines, const Tensor& row_entries,
@@ -248,8 +257,9 @@ std::tuple<Tensor, Tensor> block_attention_forward(
   Tensor output = empty_in_order_of(query, query.size(3), query.scalar_type());
   const int64_t batch = query.size(0), heads = query.size(1), width = query.size(3);
   Tensor lse = torch::stable::new_empty(query, {batch, heads, query.size(2)}, ScalarType::Float);
+  Tensor rows = torch::stable::new_empty(query, {batch, heads, query.size(2), 2}, ScalarType::Float);
   if (output.numel() == 0) {
-    return {output, lse};
+    return {output, lse, rows};
   }
   const Launcher launch(query);
   const Lists lists = lists_of(row_lines, row_entries, row_units, layout_heads, block, tile);
@@ -260,16 +270,16 @@ std::tuple<Tensor, Tensor> block_attention_forward(
   const int64_t num_cuts = row_cuts.size(0), parts = num_parts(row_lines, row_units, row_cuts, lists);
   const int64_t part_lines = copies * parts * lists.sub_tiles * tile;
   Tensor part_outputs = torch::stable::new_empty(query, {part_lines * width}, ScalarType::Float);
-  Tensor part_lse = torch::stable::new_empty(query, {part_lines}, ScalarType::Float);
+  Tensor part_rows = torch::stable::new_empty(query, {part_lines, 2}, ScalarType::Float);
   with_width(query, [&](auto zero, auto padded) {
     using T = decltype(zero);
     constexpr int kD = decltype(padded)::value;
     const Forward<T> p{
         matrices_of<const T>(query), matrices_of<const T>(key), matrices_of<const T>(value), matrices_of<T>(output),
-        lse.mutable_data_ptr<float>(), lists, scoring, static_cast<int>(heads), static_cast<int>(layout_heads),
+        lse.mutable_data_ptr<float>(), row_sums_in(rows), lists, scoring, static_cast<int>(heads), static_cast<int>(layout_heads),
         static_cast<int>(heads / key.size(1)), static_cast<int>(width),
         Parts{part_outputs.mutable_data_ptr<float>(), static_cast<int>(parts), static_cast<int>(width)},
-        part_lse.mutable_data_ptr<float>()};
+        row_sums_in(part_rows)};
     if (tile == kHopperTile) {
       if constexpr (sizeof(T) == 2 && kD <= 128) {
         forward_on_hopper(launch, p, query, key, value, copies);
@@ -285,7 +295,7 @@ std::tuple<Tensor, Tensor> block_attention_forward(
         combine_kernel<T>, copies * num_cuts * lists.sub_tiles * tile, 64, p, row_cuts.const_data_ptr<int32_t>(),
         static_cast<int>(num_cuts));
   });
-  return {output, lse};
+  return {output, lse, rows};
 }
 
 }  // namespace

@@ -12,11 +12,12 @@ struct Forward {
   Matrices<const T> query, key, value;
   Matrices<T> output;
   float* lse;
+  RowSum* rows;  // (B, H, T)
   Lists lists;
   Scoring scoring;
   int heads, layout_heads, heads_of_group, width;
   Parts part_outputs;
-  float* part_lse;  // (copies, parts, sub-tiles, kTile)
+  RowSum* part_rows;  // (copies, parts, sub-tiles, tile)
 };
 
 // attention_forward_sm90.cu

@@ -86,7 +86,7 @@ template <class T, int kD, int kN, bool kPlain>
 __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, kN>& memory, int64_t num_work) {
   const int lane = threadIdx.x % 32, warpgroup = threadIdx.x / 128 - 1;
   const int line0 = (threadIdx.x / 32 - 4) * 16 + lane / 4;
-  const float unit = kPlain ? p.scoring.scale * kLog2E : 1.0f;
+  const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
   // Exponents may be this much above 0: a factor of 256 for probabilities and their sums.
   const float tolerance = 8 / unit;
   const Lines lines(p.lists);
@@ -132,7 +132,7 @@ __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, 
               counts = counts && j < p.scoring.keys && !(p.scoring.causal && j > i);
             }
             if constexpr (!kPlain) {
-              score = counts && i >= 0 ? p.scoring.template exponent<T>(score, work.batch, work.head, i, j) : -kInfinity;
+              score = counts && i >= 0 ? p.scoring.template score<T>(score, work.batch, work.head, i, j) : -kInfinity;
             } else if (!counts) {
               score = -kInfinity;
             }
@@ -255,15 +255,16 @@ __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, 
     sum8 = sum_of_four(sum8);
     const float of_dropout = kPlain || p.scoring.dropout_seed == nullptr ? 1.0f : p.scoring.dropout().factor();
     const float factor0 = sum0 > 0 ? of_dropout / sum0 : 0.0f, factor8 = sum8 > 0 ? of_dropout / sum8 : 0.0f;
-    const auto lse_of = [&](float max, float sum) { return sum > 0 ? max * unit * kLn2 + logf(sum) : -kInfinity; };
+    const float to_origin = kPlain ? p.scoring.scale : 1.0f;
+    const RowSum row0 = row_sum(max0 * to_origin, sum0), row8 = row_sum(max8 * to_origin, sum8);
     if (work.part >= 0) {
       const int64_t place = p.part_outputs.line(p.lists, work.copy, work.part, work.sub_tile) + line0;
       store_lines<kD, float>(output, factor0, factor8, p.width, [&](int half) {
         return p.part_outputs.data + (place + 8 * half) * p.width;
       });
       if (lane % 4 == 0) {
-        p.part_lse[place] = lse_of(max0, sum0);
-        p.part_lse[place + 8] = lse_of(max8, sum8);
+        p.part_rows[place] = row0;
+        p.part_rows[place + 8] = row8;
       }
       continue;
     }
@@ -273,12 +274,14 @@ __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, 
       return token < 0 ? nullptr : to + token * p.output.token_stride;
     });
     if (lane % 4 == 0) {
-      float* lse = p.lse + work.matrix * p.scoring.queries;
+      const int64_t first = work.matrix * p.scoring.queries;
       if (token0 >= 0) {
-        lse[token0] = lse_of(max0, sum0);
+        p.rows[first + token0] = row0;
+        p.lse[first + token0] = row0.lse();
       }
       if (token8 >= 0) {
-        lse[token8] = lse_of(max8, sum8);
+        p.rows[first + token8] = row8;
+        p.lse[first + token8] = row8.lse();
       }
     }
   }

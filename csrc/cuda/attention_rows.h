@@ -10,11 +10,14 @@
 
 namespace ds_sparse::attention {
 
-// Of a row of scores: the log-sum-exp, in powers of two, and what is taken off the gradients of its probabilities, the
-// sum of grad_output * output less the gradient of lse. A row that has no probabilities, or does not exist, is {inf, 0}.
-struct Row {
-  float lse, delta;
+// Of a row of scores, in powers of two: the log-sum-exp, and its two parts as forward found them; and what is taken off the
+// gradients of its probabilities, the sum of grad_output * output less the gradient of lse.
+struct __align__(16) Row {
+  float lse, delta, origin, log_sum;
 };
+
+// One that has no probabilities, or does not exist.
+__host__ __device__ constexpr Row no_row() { return {kInfinity, 0.0f, 0.0f, kInfinity}; }
 
 // Rows (B, H, padded T): the copy engine may read a whole block where tokens end within it.
 struct Rows {
@@ -27,6 +30,6 @@ struct Rows {
 // The tensor that holds the rows, and how kernels read it. attention_rows.cu
 std::pair<Tensor, Rows> make_rows(
     const Launcher& launch, const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& output,
-    const Tensor& lse);
+    const Tensor& row_sums);
 
 }  // namespace ds_sparse::attention

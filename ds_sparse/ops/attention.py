@@ -40,12 +40,12 @@ def block_sparse_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * query @ key^T + rpe + masks) @ value on the live blocks.
 
-    Differentiable in query, key, value and rpe. Memory is linear in tokens: backward recomputes the scores from the
-    saved log-sum-exp. Statistics and sums are in fp32 or wider, sums in a fixed order: the same input gives the same
-    bits, forward and backward. A bool mask keeps where True, a float one is added; only -inf, False and absent blocks
-    mask, while finite large negatives such as -10000 or finfo.min are ordinary arithmetic (those below -1e30 count as
-    -1e30). A row with nothing left is zeros, its lse -inf, its gradients zero. Under autocast query, key and value are
-    cast.
+    Differentiable in query, key, value and rpe. Memory is linear in tokens: backward recomputes the probabilities from
+    two numbers saved for each row. Statistics and sums are in fp32 or wider, sums in a fixed order: the same input
+    gives the same bits, forward and backward. A bool mask keeps where True, a float one is added; only -inf, False and
+    absent blocks mask, while finite large negatives such as -10000 or finfo.min are ordinary arithmetic (those below
+    -1e30 count as -1e30). A row with nothing left is zeros, its lse -inf, its gradients zero. Under autocast query, key
+    and value are cast.
 
     Sources: Dao et al., "FlashAttention", 2022 (softmax in one sweep, recomputed backwards); Child et al., "Generating
     long sequences with sparse transformers", 2019 (block layouts); DeepSpeed's sparse attention (the options).
@@ -294,12 +294,12 @@ class _Attention(torch.autograd.Function):
         ctx, query, key, value, rpe, key_bias, attn_mask, seed, index: BlockIndex, scale: float, causal: bool,
         dropout_p: float,
     ):  # fmt: skip
-        rows = index.tiles("rows", _tile(index, query))
-        output, lse = torch.ops.ds_sparse.block_attention_forward(
-            query, key, value, rpe, key_bias, attn_mask, seed, *_lists(rows),
-            index.layout_heads, index.block, rows.tile, scale, causal, dropout_p,
+        tiles = index.tiles("rows", _tile(index, query))
+        output, lse, rows = torch.ops.ds_sparse.block_attention_forward(
+            query, key, value, rpe, key_bias, attn_mask, seed, *_lists(tiles),
+            index.layout_heads, index.block, tiles.tile, scale, causal, dropout_p,
         )  # fmt: skip
-        ctx.save_for_backward(query, key, value, output, lse, rpe, key_bias, attn_mask, seed)
+        ctx.save_for_backward(query, key, value, output, rows, rpe, key_bias, attn_mask, seed)
         ctx.index, ctx.scale, ctx.causal, ctx.dropout_p = index, scale, causal, dropout_p
         ctx.set_materialize_grads(False)
         return output, lse
@@ -307,11 +307,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output: torch.Tensor | None, grad_lse: torch.Tensor | None):
-        query, key, value, output, lse, rpe, key_bias, attn_mask, seed = ctx.saved_tensors
+        query, key, value, output, rows, rpe, key_bias, attn_mask, seed = ctx.saved_tensors
         grad_output = torch.zeros_like(output) if grad_output is None else _readable(grad_output)
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         index, tile = ctx.index, _tile(ctx.index, query)
-        saved = (grad_output, grad_lse, query, key, value, output, lse, rpe, key_bias, attn_mask, seed)
+        saved = (grad_output, grad_lse, query, key, value, output, rows, rpe, key_bias, attn_mask, seed)
         numbers = (ctx.scale, ctx.causal, ctx.dropout_p)
         grads, grad_rpe = (None, None, None), None
         if any(ctx.needs_input_grad[:3]):
@@ -350,12 +350,13 @@ def _(
     query, key, value, rpe, key_bias, attn_mask, dropout_seed, row_lines, row_entries, row_units, row_cuts,
     layout_heads, block, tile, scale, causal, dropout_p,
 ):  # fmt: skip
-    return _empty_as(query), query.new_empty(query.shape[:3], dtype=_wide(query.dtype))
+    shape, wide = query.shape[:3], _wide(query.dtype)
+    return _empty_as(query), query.new_empty(shape, dtype=wide), query.new_empty((*shape, 2), dtype=wide)
 
 
 @torch.library.register_fake("ds_sparse::block_attention_backward")
 def _(
-    grad_output, grad_lse, query, key, value, output, lse, rpe, key_bias, attn_mask, dropout_seed,
+    grad_output, grad_lse, query, key, value, output, rows, rpe, key_bias, attn_mask, dropout_seed,
     row_lines, row_entries, row_units, row_cuts, column_lines, column_entries, column_units, column_cuts,
     layout_heads, block, tile, scale, causal, dropout_p,
 ):  # fmt: skip
@@ -364,7 +365,7 @@ def _(
 
 @torch.library.register_fake("ds_sparse::block_attention_bias_backward")
 def _(
-    grad_output, grad_lse, query, key, value, output, lse, rpe, key_bias, attn_mask, dropout_seed,
+    grad_output, grad_lse, query, key, value, output, rows, rpe, key_bias, attn_mask, dropout_seed,
     row_lines, row_entries, row_units, row_cuts, layout_heads, block, tile, scale, causal, dropout_p, shape,
 ):  # fmt: skip
     return query.new_empty(shape, dtype=_wide(query.dtype))

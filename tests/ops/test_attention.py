@@ -147,7 +147,7 @@ def cases(draw: st.DrawFn) -> Case:
 def allowances(
     case: Case, dtype: torch.dtype, exact: dict[str, torch.Tensor], output_grad: torch.Tensor, lse_grad: torch.Tensor
 ) -> dict[str, float]:
-    """Errors of the gradients, beyond those of plain PyTorch, that recomputing the scores from lse brings.
+    """Errors of the gradients, beyond those of plain PyTorch, that recomputing the probabilities brings.
 
     The scores' gradient is probs * (grad_probs - delta + lse_grad), with delta the row sum of output_grad * output: of
     the rounded output. Sums are kept in float32, and their terms may cancel.
@@ -431,6 +431,48 @@ def test_large_finite_negatives_are_a_softmax(device: str, dtype: torch.dtype, v
             for x in (partly, kept)
         )
         assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize("mask", ["attn_mask", "key_padding_mask"])
+@pytest.mark.parametrize("value", ["finfo.min", -10000.0])
+def test_gradients_of_rows_that_have_large_negatives_only(
+    device: str, value: str | float, mask: str, block: int, dtype: torch.dtype
+):
+    """They are those of a softmax, though float32 keeps little or nothing of the log of a sum beside such scores.
+
+    Scores are multiples of 1/8, to which -10000 is added without a rounding: what is rounded is found out.
+    """
+    value = torch.finfo(dtype).min if value == "finfo.min" else value
+    rng, tokens = seeded(), 3 * block
+    case = make_case(MIXED, block, head_dim=64, rng=rng, scale=0.125, wide_biases=True)
+    query, key = (torch.randint(-1, 2, x.shape, generator=rng).double() for x in (case.query, case.key))
+    rpe = torch.randint(-8, 9, (1, 2, tokens, tokens), generator=rng).double() / 8
+    added = torch.zeros(2, 1, tokens, tokens, dtype=torch.float64)
+    added[0, :, 5:] = added[1] = value
+    case = replace(case, query=query, key=key, rpe=rpe, **{mask: added if mask == "attn_mask" else added[:, 0, 0]})
+    output_grad, lse_grad = random(rng, *query.shape, dtype=dtype), random(rng, *query.shape[:3], dtype=torch.float32)
+    names = case.differentiable()
+
+    def expected(given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """By hand for lse, as the gradient of torch.logsumexp subtracts its result again."""
+        inputs = {name: leaf(x, "cpu", name in names) for name, x in given.items()}
+        output, lse = case.oracle(inputs)
+        everything = torch.eye(tokens, dtype=lse.dtype).expand(*key.shape[:2], -1, -1)
+        probs = case.oracle({**inputs, "value": everything})[0].detach()
+        scores = inputs["query"] @ inputs["key"].mT * case.scale + inputs["rpe"]
+        lse_term = (lse_grad.to(lse.dtype).unsqueeze(-1) * probs * scores).sum()
+        return torch.autograd.grad((output, lse_term), [inputs[name] for name in names], (output_grad.to(output), None))
+
+    given = case.inputs(dtype)
+    exact = {name: x.double() for name, x in given.items()}
+    ours = {name: leaf(x, device, name in names) for name, x in given.items()}
+    grads = output_grad.to(device), lse_grad.to(device)
+    found = torch.autograd.grad(case.ours(ours), [ours[name] for name in names], grads)
+    allowed = allowances(case, dtype, exact, output_grad.double(), lse_grad.double())
+    for name, x, y, z in zip(names, found, expected(given), expected(exact), strict=True):
+        assert_as_accurate(f"gradient of {name}", x, y, z, allowance=allowed[name])
 
 
 def test_a_float64_mask_beyond_float32_stays_finite(device: str):
@@ -803,8 +845,9 @@ def test_opcheck(device: str, operator: str, dtype: torch.dtype, view: str):
     for options, causal, dropout_p in ((biases, True, 0.1), ((rpe.to(device), None, None, None), False, 0.0)):
         numbers = (2, 16, rows.tile, 0.25, causal, dropout_p)
         forward = (query, key, value, *options, *row_lists, *numbers)
-        output, lse = torch.ops.ds_sparse.block_attention_forward(*forward)
-        saved = (grad, None if causal else lse.clone().nan_to_num(0, 0, 0), query, key, value, output, lse, *options)
+        output, lse, statistics = torch.ops.ds_sparse.block_attention_forward(*forward)
+        grad_lse = None if causal else lse.nan_to_num(0, 0, 0)
+        saved = (grad, grad_lse, query, key, value, output, statistics, *options)
         arguments = {
             "block_attention_forward": forward,
             "block_attention_backward": (*saved, *row_lists, *column_lists, *numbers),

@@ -117,7 +117,7 @@ def attention_arguments(operator: str) -> dict[str, object]:
     }
     if operator != "block_attention_forward":
         arguments |= {"grad_output": torch.zeros(1, 4, 32, 8), "output": torch.zeros(1, 4, 32, 8)}
-        arguments |= {"grad_lse": None, "lse": torch.zeros(1, 4, 32)}
+        arguments |= {"grad_lse": None, "rows": torch.zeros(1, 4, 32, 2)}
     if operator == "block_attention_backward":
         arguments |= {f"column_{name}": getattr(index.column_tiles, name) for name in names}
     if operator == "block_attention_bias_backward":
@@ -165,7 +165,7 @@ TILES = {
     [
         (operator, f"{side}_{name.split()[0]}", spoiled, sentence)
         for operator in ATTENTION
-        for side in (("row", "column") if operator == "block_attention_backward" else ("row",))
+        for side in ("column" if operator == "block_attention_backward" else "row",)
         for name, (sentence, cases) in TILES.items()
         for spoiled in cases
     ],
@@ -210,10 +210,14 @@ OPERANDS = [
 GRADIENTS = [
     ("grad_output has size 31 in dimension 2", {"grad_output": torch.zeros(1, 4, 31, 8)}),
     ("output has to have the dtype", {"output": torch.zeros(1, 4, 32, 8, dtype=torch.float64)}),
-    ("lse has size 2 in dimension 1", {"lse": torch.zeros(1, 2, 32)}),
-    ("lse has to be fp32, or fp64 for fp64", {"lse": torch.zeros(1, 4, 32, dtype=torch.float16)}),
-    ("lse has to be contiguous", {"lse": torch.zeros(1, 32, 4).mT}),
+    ("rows has 3 dimensions", {"rows": torch.zeros(1, 4, 32)}),
+    ("rows has size 2 in dimension 1", {"rows": torch.zeros(1, 2, 32, 2)}),
+    ("rows has size 1 in dimension 3; it has to be 2", {"rows": torch.zeros(1, 4, 32, 1)}),
+    ("rows has to be fp32, or fp64 for fp64", {"rows": torch.zeros(1, 4, 32, 2, dtype=torch.float16)}),
+    ("rows has to be contiguous", {"rows": torch.zeros(1, 4, 2, 32).mT}),
     ("grad_lse has 2 dimensions", {"grad_lse": torch.zeros(4, 32)}),
+    ("grad_lse has size 31 in dimension 2", {"grad_lse": torch.zeros(1, 4, 31)}),
+    ("grad_lse has to be fp32, or fp64 for fp64", {"grad_lse": torch.zeros(1, 4, 32, dtype=torch.float64)}),
 ]
 SHAPES = [("shape has to be", {"shape": shape}) for shape in ([1, 2, 32, 30], [1, 1, 1, 30], [1, 1, 32, 32], [32, 30])]
 
