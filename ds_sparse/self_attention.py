@@ -53,8 +53,9 @@ class SparseSelfAttention(nn.Module):
         max_seq_length: tokens, a multiple of the block.
         attention_dropout: probability with which attention probabilities are dropped in training.
         implementation: 'fused' (`block_sparse_attention`, memory linear in tokens) or 'separate' (MatMul, Softmax and
-            MatMul, which store scores and probabilities: slower, and the way to check the other; also for fp64 on CUDA,
-            and for gradients of masks).
+            MatMul, which store scores and probabilities: the way to check the other; also for fp64 on CUDA, and for
+            gradients of masks). On CUDA, where masks, bias and dropout still make the one operation slower than the
+            three, calls with any of them run the three either way.
 
     Raises:
         ValueError: an unknown mask mode or implementation, `max_seq_length` that is not a multiple of the block, what the
@@ -287,7 +288,8 @@ class StructuredAttention:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         causal = getattr(self.sparsity_config, "causal", False)
         masks = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
-        if self.implementation == "separate":
+        has_options = dropout_p > 0 or any(option is not None for option in masks.values())
+        if self.implementation == "separate" or (query.is_cuda and has_options):
             return self._attend_separately(query, key, value, scale, causal, dropout_p, **masks)
         index = self.index(query.shape[2], query.device)
         return block_sparse_attention(
