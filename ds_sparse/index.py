@@ -222,7 +222,8 @@ class BlockIndex:
         return unpack_bits(self.bits, self.columns)
 
     def to(self, device: torch.device | str) -> BlockIndex:
-        """The same index on another device, with all that has been made of it; itself if it is there already."""
+        """The same index on another device, with all that has been made of it; itself if it is there already. One that
+        is moved to a Hopper GPU has no tiles for the kernels of its own: build it from a layout that is there."""
         device = torch.device(device)
         if self.device == device:
             return self
