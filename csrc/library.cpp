@@ -62,9 +62,9 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // query's dtype or lse's, attn_mask also bool (keeps where true); key_bias (B or 1, S) of lse's dtype; causal drops
   // keys after the row's token; dropout_seed int64 (2): seed and offset for dropout.h
   // -> output (B, H, T, D) in query's order of memory; lse (B, H, T) in fp32 (fp64 for fp64); rows (B, H, T, 2) like
-  // it, contiguous: the origin of a row's exponents, near or at the largest of them, and the log of the sum of
-  // exp(exponent - origin). lse is their sum, in which an origin such as -10000 or -1e30 leaves little of the log. A
-  // row with nothing left is zeros, its lse and rows -inf.
+  // it, contiguous: the origin of a row's exponents, near or at the largest of them, and the sum of
+  // exp(exponent - origin) on the CPU, its log on CUDA: the device's own backward passes read them. In lse, of both, an
+  // origin such as -10000 or -1e30 leaves little of the sum. A row with nothing left is zeros, its lse and origin -inf.
   m.def(
       "block_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? rpe, Tensor? key_bias, "
       "Tensor? attn_mask, Tensor? dropout_seed, Tensor row_lines, Tensor row_entries, Tensor row_units, "
@@ -72,7 +72,7 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
       "-> (Tensor output, Tensor lse, Tensor rows)");
 
   // Gradients for query, key and value, in their orders of memory, from those of output and, perhaps, of lse.
-  // Probabilities are exp((exponent - origin) - log) by the row's two numbers.
+  // Probabilities are exp(exponent - origin) over the sum, by the row's two numbers.
   m.def(
       "block_attention_backward(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
       "Tensor output, Tensor rows, Tensor? rpe, Tensor? key_bias, Tensor? attn_mask, Tensor? dropout_seed, "

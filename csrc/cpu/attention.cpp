@@ -209,11 +209,11 @@ void forward(const Attention& attention, const LineLists& lists, const Tensor& o
       int64_t at = (b * attention.heads + head) * attention.tokens + first;
       C *lse_to = static_cast<C*>(lse.mutable_data_ptr()) + at,
         *to = static_cast<C*>(statistics.mutable_data_ptr()) + 2 * at;
-      // With nothing left the largest score and the log of the sum, 0, are -inf.
+      // With nothing left the largest score is -inf and the sum 0.
       for (int64_t r = 0; r < std::min(rows, attention.tokens - first); ++r) {
         to[2 * r] = top.data()[r];
-        to[2 * r + 1] = std::log(total.data()[r]);
-        lse_to[r] = to[2 * r] + to[2 * r + 1];
+        to[2 * r + 1] = total.data()[r];
+        lse_to[r] = top.data()[r] + std::log(total.data()[r]);
       }
     };
   });
@@ -228,11 +228,11 @@ struct Gradients {
 // AttentionStatistics of all queries, (B, H, rows * b); where nothing is left, or no query is, probabilities are 0.
 template <class C>
 struct AllStatistics {
-  Buffer<C> origin, log_sum, delta;
+  Buffer<C> origin, inverse_sum, delta;
 
-  explicit AllStatistics(int64_t size) : origin(size), log_sum(size), delta(size) {}
+  explicit AllStatistics(int64_t size) : origin(size), inverse_sum(size), delta(size) {}
   AttentionStatistics<C> from(int64_t at) const {
-    return {origin.data() + at, log_sum.data() + at, delta.data() + at};
+    return {origin.data() + at, inverse_sum.data() + at, delta.data() + at};
   }
 };
 
@@ -253,18 +253,18 @@ AllStatistics<Compute<T>> statistics_of(const Attention& attention, const Gradie
         return pointer<T>(x) + b * x.stride(0) + head * x.stride(1) + first * x.stride(2);
       };
       const Tensor &output = gradients.output, &grad = gradients.grad_output;
-      C *origin = statistics.origin.data() + at, *log_sum = statistics.log_sum.data() + at,
+      C *origin = statistics.origin.data() + at, *inverse_sum = statistics.inverse_sum.data() + at,
         *delta = statistics.delta.data() + at;
       std::fill(origin, origin + block, infinity);
-      std::fill(log_sum, log_sum + block, C(0));
+      std::fill(inverse_sum, inverse_sum + block, C(0));
       std::fill(delta, delta + block, C(0));
       kernels<T>().row_dots(from(output), output.stride(2), output.stride(3), from(grad), grad.stride(2),
                             grad.stride(3), there, depth, delta);
       const C* rows = pointer<C>(gradients.rows) + 2 * (matrix * tokens + first);
       for (int64_t r = 0; r < there; ++r) {
-        if (rows[2 * r + 1] != -infinity) {
+        if (rows[2 * r + 1] > 0) {
           origin[r] = rows[2 * r];
-          log_sum[r] = rows[2 * r + 1];
+          inverse_sum[r] = 1 / rows[2 * r + 1];
         }
         if (gradients.grad_lse) {
           const Tensor& x = *gradients.grad_lse;
@@ -353,7 +353,7 @@ void backward(const Attention& attention, const Gradients& gradients, const Line
     int64_t tokens = most_slots * group * block;
     return [&, query = Buffer<C>(tokens * width), grad_output = Buffer<C>(tokens * width),
             query_panels = Buffer<C>(tokens * depth), grad_output_panels = Buffer<C>(tokens * depth),
-            origin = Buffer<C>(tokens), log_sum = Buffer<C>(tokens), delta = Buffer<C>(tokens),
+            origin = Buffer<C>(tokens), inverse_sum = Buffer<C>(tokens), delta = Buffer<C>(tokens),
             key = Buffer<C>(rows * width), value = Buffer<C>(rows * width), key_sum = Buffer<C>(rows * width),
             value_sum = Buffer<C>(rows * width), whole_query_sum = Buffer<C>(most_whole * group * block * width),
             scratch = Buffer<C>(attention_scratch(block)),
@@ -373,7 +373,7 @@ void backward(const Attention& attention, const Gradients& gradients, const Line
                           grad_output_panels.data() + at * depth);
         auto from = statistics.from((b * heads + head) * padded + first);
         std::copy(from.origin, from.origin + block, origin.data() + at);
-        std::copy(from.log_sum, from.log_sum + block, log_sum.data() + at);
+        std::copy(from.inverse_sum, from.inverse_sum + block, inverse_sum.data() + at);
         std::copy(from.delta, from.delta + block, delta.data() + at);
       }
       for (int64_t first = columns.begin * block; first < columns.end * block; first += rows) {
@@ -392,7 +392,7 @@ void backward(const Attention& attention, const Gradients& gradients, const Line
                                   grad_output.data() + at * width,
                                   query_panels.data() + at * depth,
                                   grad_output_panels.data() + at * depth,
-                                  {origin.data() + at, log_sum.data() + at, delta.data() + at},
+                                  {origin.data() + at, inverse_sum.data() + at, delta.data() + at},
                                   width,
                                   blocks,
                                   slots.data(),

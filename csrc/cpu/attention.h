@@ -183,11 +183,12 @@ static void attention_backward_of(const AttentionLine& line, const AttentionColu
       for (int64_t c = 0; c < block; c += W) {
         int64_t query = slots[n] * block + c;
         V origin = load<C, W>(column.statistics.origin + query),
-          log_sum = load<C, W>(column.statistics.log_sum + query), delta = load<C, W>(column.statistics.delta + query);
+          inverse_sum = load<C, W>(column.statistics.inverse_sum + query),
+          delta = load<C, W>(column.statistics.delta + query);
         for (int64_t r = 0; r < rows; ++r) {
           int64_t at = n * size + r * block + c;
-          V prob = exp_nonpositive<C, W>((load<C, W>(probs + at) - origin) - log_sum), grad = load<C, W>(grads + at),
-            kept = prob;
+          V prob = exp_nonpositive<C, W>(load<C, W>(probs + at) - origin) * inverse_sum,
+            grad = load<C, W>(grads + at), kept = prob;
           if (line.dropout) {
             V factor = load<C, W>(factors + at);
             kept = prob * factor;
@@ -243,7 +244,7 @@ static void attention_bias_backward_of(const AttentionLine& line, const Compute<
         C* to = out + r * out_stride + column;
         for (int64_t c = 0; c < block; c += W) {
           int64_t at = n * size + r * block + c;
-          V prob = exp_nonpositive<C, W>((load<C, W>(probs + at) - statistics.origin[r]) - statistics.log_sum[r]);
+          V prob = exp_nonpositive<C, W>(load<C, W>(probs + at) - statistics.origin[r]) * statistics.inverse_sum[r];
           V grad = prob * (load<C, W>(grads + at) - statistics.delta[r]);
           if (c + W <= columns)
             store<C, W>(to + c, V(load<C, W>(to + c) + grad));

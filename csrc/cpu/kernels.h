@@ -73,10 +73,10 @@ struct AttentionLine {
 };
 
 // Statistics of queries, in the order of the line's rows or, transposed, of the other side's slots:
-// probability = exp((score - origin) - log_sum), and delta is what its gradient has subtracted.
+// probability = exp(score - origin) * inverse_sum, and delta is what its gradient has subtracted.
 template <class C>
 struct AttentionStatistics {
-  const C *origin, *log_sum, *delta;
+  const C *origin, *inverse_sum, *delta;
 };
 
 // What a block column needs for its gradients. The other side's blocks lie in slots, each of `block` tokens: as rows of
