@@ -59,6 +59,10 @@ struct Dropout {
 
   DS_SPARSE_ANYWHERE static int element(uint32_t i, uint32_t j) { return i % 16 / 8 + 2 * (j % 2) + 4 * (j % 16 / 8); }
 
+  // By the number in a word's lower, or upper, half.
+  DS_SPARSE_ANYWHERE bool keeps_low(uint32_t word) const { return word << 16 >= threshold << 16; }
+  DS_SPARSE_ANYWHERE bool keeps_high(uint32_t word) const { return word >= threshold << 16; }
+
   DS_SPARSE_ANYWHERE bool keeps(uint32_t matrix, uint32_t i, uint32_t j) const {
     return numbers(matrix, i, j).number(element(i, j)) >= threshold;
   }

@@ -63,8 +63,8 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // keys after the row's token; dropout_seed int64 (2): seed and offset for dropout.h
   // -> output (B, H, T, D) in query's order of memory; lse (B, H, T) in fp32 (fp64 for fp64); rows (B, H, T, 2) like
   // it, contiguous: the origin of a row's exponents, near or at the largest of them, and the sum of
-  // exp(exponent - origin) on the CPU, its log on CUDA: the device's own backward passes read them. In lse, of both, an
-  // origin such as -10000 or -1e30 leaves little of the sum. A row with nothing left is zeros, its lse and origin -inf.
+  // exp(exponent - origin), of which the backward passes make its probabilities: in lse, of both, an origin such as
+  // -10000 or -1e30 leaves little of the sum. A row with nothing left is zeros, its lse and origin -inf.
   m.def(
       "block_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? rpe, Tensor? key_bias, "
       "Tensor? attn_mask, Tensor? dropout_seed, Tensor row_lines, Tensor row_entries, Tensor row_units, "
@@ -72,13 +72,15 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
       "-> (Tensor output, Tensor lse, Tensor rows)");
 
   // Gradients for query, key and value, in their orders of memory, from those of output and, perhaps, of lse.
-  // Probabilities are exp(exponent - origin) over the sum, by the row's two numbers.
+  // Probabilities are exp(exponent - origin) over the sum, by the row's two numbers. With deterministic all sums are in a
+  // fixed order, as they always are on the CPU; without, those of grad_query may be in any.
   m.def(
       "block_attention_backward(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
       "Tensor output, Tensor rows, Tensor? rpe, Tensor? key_bias, Tensor? attn_mask, Tensor? dropout_seed, "
       "Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts, Tensor column_lines, "
       "Tensor column_entries, Tensor column_units, Tensor column_cuts, int layout_heads, int block, int tile, "
-      "float scale, bool causal, float dropout_p) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
+      "float scale, bool causal, float dropout_p, bool deterministic) "
+      "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
 
   // The gradient of what was added to the scores, zero where nothing is live, summed over the dimensions that are 1 in
   // shape = (B or 1, H or 1, T, S) in a fixed order; in fp32 (fp64 for fp64).

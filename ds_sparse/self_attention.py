@@ -54,8 +54,7 @@ class SparseSelfAttention(nn.Module):
         attention_dropout: probability with which attention probabilities are dropped in training.
         implementation: 'fused' (`block_sparse_attention`, memory linear in tokens) or 'separate' (MatMul, Softmax and
             MatMul, which store scores and probabilities: the way to check the other; also for fp64 on CUDA, and for
-            gradients of masks). On CUDA, where masks, bias and dropout still make the one operation slower than the
-            three, calls with any of them run the three either way.
+            gradients of masks).
 
     Raises:
         ValueError: an unknown mask mode or implementation, `max_seq_length` that is not a multiple of the block, what the
@@ -288,8 +287,7 @@ class StructuredAttention:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         causal = getattr(self.sparsity_config, "causal", False)
         masks = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
-        has_options = dropout_p > 0 or any(option is not None for option in masks.values())
-        if self.implementation == "separate" or (query.is_cuda and has_options):
+        if self.implementation == "separate":
             return self._attend_separately(query, key, value, scale, causal, dropout_p, **masks)
         index = self.index(query.shape[2], query.device)
         return block_sparse_attention(

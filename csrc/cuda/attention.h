@@ -26,7 +26,7 @@ namespace ds_sparse::attention {
 constexpr int kTile = 64;         // tokens of a tile
 constexpr int kHopperTile = 128;  // and of one on Hopper
 constexpr int kThreads = 2 * kTile;  // a warp for each 16 tokens
-constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kInfinity = __builtin_huge_valf();
 
 // Columns of an output that a thread block makes: wider ones are split over thread blocks that share the rest.
@@ -96,19 +96,31 @@ struct Bias {
   Kind kind;
   int64_t batch_stride, head_stride, row_stride, column_stride;
 
-  template <class T>
-  __device__ __forceinline__ float at(int batch, int head, int i, int j) const {
-    const int64_t place = batch * batch_stride + head * head_stride + i * row_stride + j * column_stride;
-    float value;
-    if (kind == kBool) {
-      return static_cast<const bool*>(data)[place] ? 0.0f : -kInfinity;
-    } else if (kind == kSame) {
-      value = static_cast<float>(static_cast<const T*>(data)[place]);
-    } else {
-      value = static_cast<const float*>(data)[place];
-    }
+  // place(e): query and key of element e, both of which exist. What there is to add is asked once, and then loaded
+  // together.
+  template <class T, int kCount, class F>
+  __device__ __forceinline__ void add_to(float (&scores)[kCount], int batch, int head, const F& place) const {
+    const int64_t start = batch * batch_stride + head * head_stride;
+    const auto add = [&](const auto* from, const auto& value_of) {
+      from += start;
+#pragma unroll
+      for (int e = 0; e < kCount; ++e) {
+        const int2 at = place(e);
+        scores[e] += value_of(from[at.x * row_stride + at.y * column_stride]);
+      }
+    };
     // Finite ones are arithmetic, however large: three of them, and a factor log2(e), must not reach infinity.
-    return value == -kInfinity ? value : fmaxf(value, -1e30f);
+    const auto finite = [](auto x) {
+      const float value = static_cast<float>(x);
+      return value == -kInfinity ? value : fmaxf(value, -1e30f);
+    };
+    if (kind == kBool) {
+      add(static_cast<const bool*>(data), [](bool keeps) { return keeps ? 0.0f : -kInfinity; });
+    } else if (kind == kSame) {
+      add(static_cast<const T*>(data), finite);
+    } else if (kind == kFloat) {
+      add(static_cast<const float*>(data), finite);
+    }
   }
 };
 
@@ -118,30 +130,35 @@ struct Scoring {
   int queries, keys;
   bool causal;
   Bias rpe, attn_mask;
-  const float* key_bias;  // null: none
-  int64_t key_bias_stride;
+  const float* key_bias;       // null: none
+  const uint8_t* key_states;   // of every eight keys, a KeyState
+  int64_t key_bias_stride, key_states_stride;
   const int64_t* dropout_seed;  // null: none
   uint32_t dropout_threshold;
 
+  // Whether scores are products times a positive number, which exponents can take with them, where no key has a bias; and
+  // all probabilities count.
   bool plain() const {
-    return scale > 0 && rpe.kind == Bias::kNone && attn_mask.kind == Bias::kNone && key_bias == nullptr &&
-           dropout_seed == nullptr;
+    return scale > 1e-6f && rpe.kind == Bias::kNone && attn_mask.kind == Bias::kNone && dropout_seed == nullptr;
   }
 
-  // The score, with what is added to it, of a product of query i and key j, both of which exist.
-  template <class T>
-  __device__ __forceinline__ float score(float product, int batch, int head, int i, int j) const {
-    float x = product * scale;
-    if (rpe.kind != Bias::kNone) {
-      x += rpe.at<T>(batch, head, i, j);
+  // Of a batch; null: none.
+  __device__ const float* key_bias_of(int batch) const {
+    return key_bias == nullptr ? nullptr : key_bias + batch * key_bias_stride;
+  }
+  __device__ const uint8_t* key_states_of(int batch) const {
+    return key_bias == nullptr ? nullptr : key_states + batch * key_states_stride;
+  }
+
+  // From products to scores, but for the bias of keys; place(e): query and key of element e, both of which exist.
+  template <class T, int kCount, class F>
+  __device__ __forceinline__ void finish(float (&products)[kCount], int batch, int head, const F& place) const {
+#pragma unroll
+    for (float& product : products) {
+      product *= scale;
     }
-    if (attn_mask.kind != Bias::kNone) {
-      x += attn_mask.at<T>(batch, head, i, j);
-    }
-    if (key_bias != nullptr) {
-      x += key_bias[batch * key_bias_stride + j];
-    }
-    return x;
+    rpe.add_to<T>(products, batch, head, place);
+    attn_mask.add_to<T>(products, batch, head, place);
   }
 
   __device__ __forceinline__ Dropout dropout() const {
@@ -186,10 +203,18 @@ __device__ __forceinline__ void load_tile(
   }
 }
 
+// What is added to the scores of eight neighbouring keys: nothing, -inf to all of them, or anything else.
+enum KeyState : uint8_t { kNoBias, kAllMasked, kSomeBias };
+
 // Eight neighbouring tokens of the other side: the first, and the lines of the tile that see them. None: 0 owners.
 struct Octet {
+  static constexpr uint32_t kBiased = 1 << 8;  // beside the owners: some of them have a bias
   int token;
   uint32_t owners;
+
+  __device__ void apply(KeyState state) {
+    owners = state == kAllMasked ? 0 : state == kSomeBias && owners != 0 ? owners | kBiased : owners;
+  }
 };
 
 // The tokens of the other side that a unit walks, kTokens in a step.
@@ -197,17 +222,13 @@ template <int kTokens>
 struct Other {
   const uint32_t* entries;
   int num_entries, log_block, length;  // tokens that exist
+  const uint8_t* states;               // of keys; null: nothing is added to any, or they are no keys
 
   __device__ int steps() const { return ((num_entries << log_block) + kTokens - 1) / kTokens; }
 
-  __device__ Octet octet(int step, int number) const {
-    const int place = step * kTokens + number * 8, entry = place >> log_block;
-    if (entry >= num_entries) {
-      return {0, 0};
-    }
-    const uint32_t word = entries[entry];
-    return {static_cast<int>((word & 0xffffffu) << log_block) + (place & ((1 << log_block) - 1)), word >> 24};
-  }
+  __device__ Octet octet(int step, int number) const { return octets(step, number, 1); }
+  // Sixteen neighbouring tokens, of blocks of 16 or more, as their first eight.
+  __device__ Octet group(int step, int number) const { return octets(step, 2 * number, 2); }
 
   // The token at `line` of a step, or -1.
   __device__ __forceinline__ int token(int step, int line) const {
@@ -219,10 +240,26 @@ struct Other {
         static_cast<int>((entries[entry] & 0xffffffu) << log_block) + (place & ((1 << log_block) - 1));
     return token < length ? token : -1;
   }
+
+ private:
+  __device__ __forceinline__ Octet octets(int step, int number, int count) const {
+    const int place = step * kTokens + number * 8, entry = place >> log_block;
+    if (entry >= num_entries) {
+      return {0, 0};
+    }
+    const uint32_t word = entries[entry];
+    Octet octet{static_cast<int>((word & 0xffffffu) << log_block) + (place & ((1 << log_block) - 1)), word >> 24};
+    if (states != nullptr && octet.token < length) {
+      const uint8_t* state = states + octet.token / 8;
+      const bool alike = count == 1 || octet.token + 8 >= length || state[0] == state[1];
+      octet.apply(alike ? static_cast<KeyState>(*state) : kSomeBias);
+    }
+    return octet;
+  }
 };
 
 // Which of a strip's scores with kTokens tokens are live. Bit n: lines l of the strip, and bit 8 + n lines l + 8, with
-// octet n; `ragged`: some elements of that octet are dropped one by one, as they do not exist or come after.
+// octet n; `ragged`: elements of that octet are looked at one by one, as some do not exist, come after or have a bias.
 template <int kTokens>
 struct Live {
   static constexpr int kOctets = kTokens / 8;
@@ -243,7 +280,7 @@ struct Live {
         const int line = min((strip * 16 + lane / 8 * 8) >> log_block, 7);
         flag = octet.owners >> (log_block >= 6 ? 0 : line) & 1;
       } else if (lane < 24) {
-        flag = octet.owners != 0 && !whole(octet);
+        flag = octet.owners != 0 && ((octet.owners & Octet::kBiased) != 0 || !whole(octet));
       }
     }
     const uint32_t votes = __ballot_sync(0xffffffffu, flag);
@@ -337,60 +374,82 @@ __device__ __forceinline__ void products(float (&sums)[2][4], const T* own, cons
   }
 }
 
-// What dropout multiplies a lane's 16 x 16 probabilities by: 0, or one factor. line0 and line8 are the tokens of its lines:
-// queries, or with kTransposed keys.
+// Which of a lane's 16 x 16 probabilities dropout keeps, a bit for each: 0 to 3 those of columns 0 to 7, then those of 8
+// to 15. Lines are queries, or with kTransposed keys.
 template <bool kTransposed>
 struct Kept {
-  float low[4], high[4];
+  uint32_t bits = 0;
 
-  __device__ __forceinline__ Kept(
-      const Dropout& dropout, uint32_t matrix, int line0, int line8, int low_token, int high_token) {
-    const float factor = dropout.factor();
-    const auto keep = [&](uint32_t number) { return number >= dropout.threshold ? factor : 0.0f; };
-    if (line8 != line0 + 8 || line0 % 16 >= 8 || high_token != low_token + 8 || low_token % 16 >= 8) {
-      // Not a square of tokens that shares numbers: blocks of 8.
-      const auto keep_one = [&](int line, int token) {
-        const int i = kTransposed ? token : line, j = kTransposed ? line : token;
-        return keep(dropout.numbers(matrix, i, j).number(Dropout::element(i, j)));
-      };
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        low[e] = keep_one(e < 2 ? line0 : line8, low_token + e % 2);
-        high[e] = keep_one(e < 2 ? line0 : line8, high_token + e % 2);
-      }
-    } else if constexpr (kTransposed) {
+  // Of a square of neighbouring tokens on both sides, which begin at multiples of 16; by a whole warp.
+  static __device__ __forceinline__ Kept of_square(const Dropout& dropout, uint32_t matrix, int first_line, int first_token) {
+    const int lane = threadIdx.x % 32, line = first_line + lane / 4, token = first_token + lane % 4 * 2;
+    Kept kept;
+    if constexpr (kTransposed) {
+      // Lanes of two neighbouring keys need halves of the same two results: each makes one of them.
+      const int odd = lane / 4 % 2;
+      const Philox numbers = dropout.numbers(matrix, token + odd, line);
+      const uint32_t low = __shfl_xor_sync(0xffffffffu, odd ? numbers.word[0] : numbers.word[1], 4);
+      const uint32_t high = __shfl_xor_sync(0xffffffffu, odd ? numbers.word[2] : numbers.word[3], 4);
+      const uint32_t own_low = odd ? numbers.word[1] : numbers.word[0], own_high = odd ? numbers.word[3] : numbers.word[2];
+      const uint32_t of_line0[2] = {odd ? low : own_low, odd ? own_low : low};
+      const uint32_t of_line8[2] = {odd ? high : own_high, odd ? own_high : high};
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const Philox numbers = dropout.numbers(matrix, low_token + e, line0);
-        const uint32_t of_line0 = line0 % 2 ? numbers.word[1] : numbers.word[0];
-        const uint32_t of_line8 = line0 % 2 ? numbers.word[3] : numbers.word[2];
-        low[e] = keep(of_line0 & 0xffffu);
-        high[e] = keep(of_line0 >> 16);
-        low[2 + e] = keep(of_line8 & 0xffffu);
-        high[2 + e] = keep(of_line8 >> 16);
+        kept.set(e, dropout.keeps_low(of_line0[e]));
+        kept.set(4 + e, dropout.keeps_high(of_line0[e]));
+        kept.set(2 + e, dropout.keeps_low(of_line8[e]));
+        kept.set(6 + e, dropout.keeps_high(of_line8[e]));
       }
     } else {
-      const Philox numbers = dropout.numbers(matrix, line0, low_token);
+      const Philox numbers = dropout.numbers(matrix, line, token);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        low[e] = keep(numbers.number(e / 2 + 2 * (e % 2)));
-        high[e] = keep(numbers.number(e / 2 + 2 * (e % 2) + 4));
+        const uint32_t low = numbers.word[e % 2], high = numbers.word[2 + e % 2];
+        kept.set(e, e < 2 ? dropout.keeps_low(low) : dropout.keeps_high(low));
+        kept.set(4 + e, e < 2 ? dropout.keeps_low(high) : dropout.keeps_high(high));
       }
     }
+    return kept;
   }
+
+  // Of any tokens: a lane's two lines, and two neighbouring tokens from each of two.
+  static __device__ __forceinline__ Kept of_tokens(
+      const Dropout& dropout, uint32_t matrix, int line0, int line8, int low_token, int high_token) {
+    Kept kept;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      const int line = e % 4 < 2 ? line0 : line8, token = (e < 4 ? low_token : high_token) + e % 2;
+      kept.set(e, kTransposed ? dropout.keeps(matrix, token, line) : dropout.keeps(matrix, line, token));
+    }
+    return kept;
+  }
+
+  __device__ bool operator[](int e) const { return bits >> e & 1; }
+
+ private:
+  __device__ void set(int e, bool keeps) { bits |= (keeps ? 1u : 0u) << e; }
 };
 
-// A row's exponents, of e, have an origin near the largest of them: where that is large, their sum's logarithm would be
-// lost in one number with it. {-inf, -inf} where there are none.
-struct RowSum {
-  float origin, log_sum;
-
-  __device__ float lse() const { return log_sum == -kInfinity ? -kInfinity : origin + log_sum; }
-};
-
-__device__ __forceinline__ RowSum row_sum(float origin, float sum) {
-  return sum > 0 ? RowSum{origin, logf(sum)} : RowSum{-kInfinity, -kInfinity};
+// The same of a strip and two octets, for any block.
+template <bool kTransposed>
+__device__ __forceinline__ Kept<kTransposed> kept_by(
+    const Dropout& dropout, uint32_t matrix, int log_block, int token0, int token8, const Octet* octets) {
+  if (log_block >= 4) {
+    return Kept<kTransposed>::of_square(dropout, matrix, __shfl_sync(0xffffffffu, token0, 0), octets[0].token);
+  }
+  const int column = threadIdx.x % 4 * 2;
+  return Kept<kTransposed>::of_tokens(
+      dropout, matrix, token0, token8, octets[0].token + column, octets[1].token + column);
 }
+
+// A row's exponents, of e, have an origin near the largest of them; the sum of those exponentials. In the logarithm of
+// all, a large origin would leave little of the sum. {-inf, 0} where there are none.
+struct RowSum {
+  float origin, sum;
+
+  __device__ RowSum(float largest, float sum) : origin(sum > 0 ? largest : -kInfinity), sum(sum) {}
+  __device__ float lse() const { return origin == -kInfinity ? -kInfinity : origin + logf(sum); }
+};
 
 // The fp32 results of the parts that units cut tiles into: (copies, parts, sub-tiles, tile, width).
 struct Parts {

@@ -67,7 +67,7 @@ inline void check_alignment(const Tensor& x, const char* name) {
 }
 
 inline Scoring scoring_of(
-    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& rpe, const std::optional<Tensor>& key_bias,
+    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& rpe,
     const std::optional<Tensor>& attn_mask, const std::optional<Tensor>& dropout_seed, double scale, bool causal,
     double dropout_p) {
   check_alignment(query, "query");
@@ -75,11 +75,7 @@ inline Scoring scoring_of(
   check_alignment(value, "value");
   Scoring scoring{
       static_cast<float>(scale), static_cast<int>(query.size(2)), static_cast<int>(key.size(2)), causal,
-      bias_of(rpe, query), bias_of(attn_mask, query), nullptr, 0, nullptr, Dropout::threshold_of(dropout_p)};
-  if (key_bias) {
-    scoring.key_bias = key_bias->const_data_ptr<float>();
-    scoring.key_bias_stride = key_bias->size(0) == 1 ? 0 : key_bias->stride(0);
-  }
+      bias_of(rpe, query), bias_of(attn_mask, query), nullptr, nullptr, 0, 0, nullptr, Dropout::threshold_of(dropout_p)};
   if (dropout_seed && scoring.dropout_threshold > 0) {
     scoring.dropout_seed = dropout_seed->const_data_ptr<int64_t>();
   }

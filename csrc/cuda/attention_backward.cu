@@ -13,6 +13,7 @@
 #include "attention.h"
 #include "attention_arguments.h"
 #include "attention_backward.h"
+#include "attention_keys.h"
 #include "attention_rows.h"
 
 namespace ds_sparse::attention {
@@ -43,12 +44,12 @@ __global__ void __launch_bounds__(kThreads)
   const int kv_head = work.head / p.heads_of_group, first_column = work.share * kOut;
   const int own_length = kByColumns ? p.scoring.keys : p.scoring.queries;
   const int other_length = kByColumns ? p.scoring.queries : p.scoring.keys;
-  const Other<kN> other{lists.entries + work.first_entry, work.num_entries, lists.log_block, other_length};
+  const Other<kN> other{lists.entries + work.first_entry, work.num_entries, lists.log_block, other_length,
+                        kByColumns ? nullptr : p.scoring.key_states_of(work.batch)};
   const T* query = p.query.of(work.batch, work.head);
   const T* grad_output = p.grad_output.of(work.batch, work.head);
   const T* key = p.key.of(work.batch, kv_head);
   const T* value = p.value.of(work.batch, kv_head);
-  const Row* rows = p.rows.of(work.matrix);
 
   const auto load = [&](int step) {
     auto& stage = memory.stages[step % kStages];
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (kByColumns && threadIdx.x < kN) {
       const int token = other.token(step, threadIdx.x);
-      stage.rows[threadIdx.x] = token < 0 ? no_row() : rows[token];
+      stage.rows[threadIdx.x] = token < 0 ? no_row() : p.rows.at(work.matrix, token);
     }
     const auto token_of = [&](int line) { return other.token(step, line); };
     load_tile<kD, kN>(
@@ -99,8 +100,16 @@ __global__ void __launch_bounds__(kThreads)
     const bool in_order = kByColumns ? octet.token >= last_token : static_cast<uint32_t>(octet.token + 7) <= first_token;
     return octet.token + 8 <= other_length && (in_order || !p.scoring.causal);
   };
-  const Row row0 = kByColumns || token0 < 0 ? no_row() : rows[token0], row8 = kByColumns || token8 < 0 ? no_row() : rows[token8];
+  const Row row0 = kByColumns || token0 < 0 ? no_row() : p.rows.at(work.matrix, token0);
+  const Row row8 = kByColumns || token8 < 0 ? no_row() : p.rows.at(work.matrix, token8);
   const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
+  const float* key_bias = p.scoring.key_bias_of(work.batch);
+  const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
+  const float of_dropout = kPlain || p.scoring.dropout_seed == nullptr ? 1.0f : p.scoring.dropout().factor();
+  const auto own_bias = [&](int token) {
+    return kByColumns && key_bias != nullptr && token >= 0 ? key_bias[token] * bias_factor : 0.0f;
+  };
+  const float bias0 = own_bias(token0), bias8 = own_bias(token8);
   float sums_first[kOut / 8][4] = {};
   float sums_second[kByColumns ? kOut / 8 : 1][4] = {};
 
@@ -123,31 +132,51 @@ __global__ void __launch_bounds__(kThreads)
       float probs[2][4], grads[2][4];
       products<kD>(probs, first, stage.first, 16 * j, lane);
       products<kD>(grads, second, stage.second, 16 * j, lane);
-      const bool all = (live.bits >> 2 * j & 0x303u) == 0x303u && (live.ragged >> 2 * j & 3u) == 0;
+      int first_token_of[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int octet = 2 * j + half, token = stage.octets[octet].token + lane % 4 * 2;
+        first_token_of[half] = stage.octets[2 * j + half].token + lane % 4 * 2;
+      }
+      if constexpr (!kPlain) {
+        p.scoring.template finish<T>(reinterpret_cast<float(&)[8]>(probs), work.batch, work.head, [&](int e) {
+          const int mine = max(e % 4 < 2 ? token0 : token8, 0);
+          const int its = min(first_token_of[e / 4] + e % 2, other_length - 1);
+          return kByColumns ? make_int2(its, mine) : make_int2(mine, its);
+        });
+      }
+      if (kByColumns && key_bias != nullptr) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float& score = probs[half][e];
-          const int own = e < 2 ? token0 : token8, its = token + e % 2;
-          bool counts = true;
-          if (!all) {
-            counts = live.bits >> (octet + e / 2 * 8) & 1;
+        for (int e = 0; e < 8; ++e) {
+          probs[e / 4][e % 4] += e % 4 < 2 ? bias0 : bias8;
+        }
+      }
+      if ((live.bits >> 2 * j & 0x303u) != 0x303u || (live.ragged >> 2 * j & 3u) != 0) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int octet = 2 * j + half;
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const int own = e < 2 ? token0 : token8, its = first_token_of[half] + e % 2;
+            bool counts = live.bits >> (octet + e / 2 * 8) & 1;
             if (live.ragged >> octet & 1) {
               counts = counts && its < other_length && !(p.scoring.causal && (kByColumns ? own > its : its > own));
+              if (!kByColumns && counts && key_bias != nullptr) {
+                probs[half][e] += key_bias[its] * bias_factor;
+              }
+            }
+            if (!counts) {
+              probs[half][e] = -kInfinity;
             }
           }
-          const Row row = row_of(octet, e);
-          if constexpr (kPlain) {
-            score = counts ? exp2_of(score * unit - row.lse) : 0.0f;
-          } else if (counts && own >= 0) {
-            score = p.scoring.template score<T>(
-                score, work.batch, work.head, kByColumns ? its : own, kByColumns ? own : its);
-            score = exp2_of(score * unit - row.origin - row.log_sum);
-          } else {
-            score = 0.0f;
-          }
+        }
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const Row row = row_of(2 * j + half, e);
+          const float exponent = probs[half][e] * unit;
+          probs[half][e] = kPlain ? exp2_of(exponent - row.lse) : exp2_of(exponent - row.origin) * row.inverse;
         }
       }
       float dropped[2][4];
@@ -158,15 +187,13 @@ __global__ void __launch_bounds__(kThreads)
       }
       if constexpr (!kPlain) {
         if (p.scoring.dropout_seed != nullptr) {
-          const Kept<kByColumns> kept(
-              p.scoring.dropout(), work.matrix, token0, token8, stage.octets[2 * j].token + lane % 4 * 2,
-              stage.octets[2 * j + 1].token + lane % 4 * 2);
+          const auto kept =
+              kept_by<kByColumns>(p.scoring.dropout(), work.matrix, lists.log_block, token0, token8, stage.octets + 2 * j);
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            grads[0][e] *= kept.low[e];
-            grads[1][e] *= kept.high[e];
-            dropped[0][e] *= kept.low[e];
-            dropped[1][e] *= kept.high[e];
+          for (int e = 0; e < 8; ++e) {
+            const float factor = kept[e] ? of_dropout : 0.0f;
+            grads[e / 4][e % 4] *= factor;
+            dropped[e / 4][e % 4] *= factor;
           }
         }
       }
@@ -262,7 +289,7 @@ std::tuple<Tensor, Tensor, Tensor> block_attention_backward(
     const std::optional<Tensor>& dropout_seed, const Tensor& row_lines, const Tensor& row_entries,
     const Tensor& row_units, const Tensor& row_cuts, const Tensor& column_lines, const Tensor& column_entries,
     const Tensor& column_units, const Tensor& column_cuts, int64_t layout_heads, int64_t block, int64_t tile,
-    double scale, bool causal, double dropout_p) {
+    double scale, bool causal, double dropout_p, bool deterministic) {
   check_attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, dropout_p, layout_heads, block, tile);
   check_attention_backward(grad_output, grad_lse, query, output, row_sums);
   check_alignment(grad_output, "grad_output");
@@ -279,13 +306,19 @@ std::tuple<Tensor, Tensor, Tensor> block_attention_backward(
   const int64_t batch = query.size(0), heads = query.size(1), key_heads = key.size(1), width = query.size(3);
   const int64_t copies = layout_heads == 1 ? batch * heads : batch;
   const Launcher launch(query);
-  const Scoring scoring =
-      scoring_of(query, key, value, rpe, key_bias, attn_mask, dropout_seed, scale, causal, dropout_p);
+  Scoring scoring = scoring_of(query, key, value, rpe, attn_mask, dropout_seed, scale, causal, dropout_p);
+  const auto key_states = add_key_bias(launch, key_bias, scoring);
   check_tile(launch, query, block, tile);
   const auto [rows_data, rows] = make_rows(launch, grad_output, grad_lse, output, row_sums);
   const auto new_floats = [&](int64_t count) {
     return torch::stable::new_empty(query, {count}, ScalarType::Float);
   };
+  const bool in_one_sweep = tile == kHopperTile && !deterministic;
+  const int64_t padded_queries = (query.size(2) + 15) / 16 * 16, columns = width <= 64 ? 64 : 128;
+  Tensor sums = torch::stable::new_zeros(
+      query, {in_one_sweep ? batch * heads * padded_queries * columns : 0}, ScalarType::Float);
+  const GradQuerySums grad_query_sums{
+      in_one_sweep ? sums.mutable_data_ptr<float>() : nullptr, padded_queries, static_cast<int>(columns)};
   with_width(query, [&](auto zero, auto padded) {
     using T = decltype(zero);
     constexpr int kD = decltype(padded)::value;
@@ -293,7 +326,7 @@ std::tuple<Tensor, Tensor, Tensor> block_attention_backward(
         matrices_of<const T>(query), matrices_of<const T>(key), matrices_of<const T>(value),
         matrices_of<const T>(grad_output), rows, scoring,
         static_cast<int>(heads), static_cast<int>(layout_heads), static_cast<int>(heads / key_heads),
-        static_cast<int>(width)};
+        static_cast<int>(width), grad_query_sums};
     const auto sweep = [&](auto by_columns, const Lists& lists, const Tensor& lines, const Tensor& units,
                            const Tensor& cuts, const Tensor& grad_first, const Tensor& grad_second, bool grouped) {
       constexpr bool kByColumns = decltype(by_columns)::value;
@@ -310,7 +343,11 @@ std::tuple<Tensor, Tensor, Tensor> block_attention_backward(
                        parts_in(second_parts), shares_in(first_shares), shares_in(second_shares)};
       if (tile == kHopperTile) {
         if constexpr (sizeof(T) == 2 && kD <= 128) {
-          sweep_on_hopper<T, kByColumns>(launch, p, s, query, key, value, grad_output, copies);
+          if constexpr (kByColumns) {
+            columns_on_hopper(launch, p, s, query, key, value, grad_output, copies);
+          } else {
+            rows_on_hopper(launch, p, s, query, key, value, grad_output, copies);
+          }
         }
       } else {
         const int64_t blocks = copies * lists.num_units * lists.sub_tiles * (kD / kOutputs<kD>);
@@ -336,12 +373,19 @@ std::tuple<Tensor, Tensor, Tensor> block_attention_backward(
         finish(s.second_parts, s.grad_second, grad_second, s.second_shares);
       }
     };
-    sweep(
+    if (!in_one_sweep) {
+      sweep(
         std::false_type{}, lists_of(row_lines, row_entries, row_units, layout_heads, block, tile), row_lines, row_units,
         row_cuts, grad_query, grad_query, false);
+    }
     sweep(
         std::true_type{}, lists_of(column_lines, column_entries, column_units, layout_heads, block, tile), column_lines,
         column_units, column_cuts, grad_key, grad_value, heads != key_heads);
+    if (in_one_sweep) {
+      if constexpr (sizeof(T) == 2 && kD <= 128) {
+        round_grad_query(launch, p, matrices_of<T>(grad_query), batch);
+      }
+    }
   });
   return {grad_query, grad_key, grad_value};
 }

@@ -8,6 +8,7 @@
 
 #include "attention.h"
 #include "attention_arguments.h"
+#include "attention_keys.h"
 #include "attention_rows.h"
 
 namespace ds_sparse::attention {
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(kThreads) bias_backward_kernel(const __grid_co
   const int head_after = all_heads ? p.heads : first_head + 1;
   const int first_batch = p.batches == 1 ? 0 : grad_batch, batch_after = p.batches == 1 ? p.batch : grad_batch + 1;
 
-  const Other<kN> other{p.lists.entries + unit.y, unit.z, p.lists.log_block, p.scoring.keys};
+  const Other<kN> other{p.lists.entries + unit.y, unit.z, p.lists.log_block, p.scoring.keys, nullptr};
   if (threadIdx.x < kTile) {
     const int token = p.lists.token(unit.x, sub_tile, threadIdx.x);
     memory.tokens[threadIdx.x] = token < p.scoring.queries ? token : -1;
@@ -88,9 +89,9 @@ __global__ void __launch_bounds__(kThreads) bias_backward_kernel(const __grid_co
         __syncthreads();
         live = Live<kN>(memory.octets, p.lists.log_block, [&](const Octet&) { return false; });
         const int64_t matrix = int64_t{batch} * p.heads + head;
-        const Row* rows = p.rows.of(matrix);
+        const float* key_bias = p.scoring.key_bias_of(batch);
         const Row row[2] = {
-            token0 < 0 ? no_row() : rows[token0], token8 < 0 ? no_row() : rows[token8]};
+            token0 < 0 ? no_row() : p.rows.at(matrix, token0), token8 < 0 ? no_row() : p.rows.at(matrix, token8)};
 #pragma unroll
         for (int j = 0; j < kN / 16; ++j) {
           if (!live.group(j)) {
@@ -100,29 +101,31 @@ __global__ void __launch_bounds__(kThreads) bias_backward_kernel(const __grid_co
           products<kD>(probs, query_strip, memory.key, 16 * j, lane);
           products<kD>(grads, grad_strip, memory.value, 16 * j, lane);
           if (p.scoring.dropout_seed != nullptr) {
-            const Kept<false> kept(
-                p.scoring.dropout(), matrix, token0, token8, memory.octets[2 * j].token + lane % 4 * 2,
-                memory.octets[2 * j + 1].token + lane % 4 * 2);
+            const auto kept = kept_by<false>(
+                p.scoring.dropout(), matrix, p.lists.log_block, token0, token8, memory.octets + 2 * j);
+            const float factor = p.scoring.dropout().factor();
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              grads[0][e] *= kept.low[e];
-              grads[1][e] *= kept.high[e];
+            for (int e = 0; e < 8; ++e) {
+              grads[e / 4][e % 4] *= kept[e] ? factor : 0.0f;
             }
           }
+          const int first[2] = {
+              memory.octets[2 * j].token + lane % 4 * 2, memory.octets[2 * j + 1].token + lane % 4 * 2};
+          p.scoring.template finish<T>(reinterpret_cast<float(&)[8]>(probs), batch, head, [&](int e) {
+            return make_int2(max(e % 4 < 2 ? token0 : token8, 0), min(first[e / 4] + e % 2, p.scoring.keys - 1));
+          });
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const int octet = 2 * j + half, first = memory.octets[octet].token + lane % 4 * 2;
+            const int octet = 2 * j + half;
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-              const int i = e < 2 ? token0 : token8, key = first + e % 2;
+              const int i = e < 2 ? token0 : token8, key = first[half] + e % 2;
               const bool counts = (live.bits >> (octet + e / 2 * 8) & 1) && i >= 0 && key < p.scoring.keys &&
                                   !(p.scoring.causal && key > i);
-              if (counts) {
-                const Row& of_row = row[e / 2];
-                const float score = p.scoring.template score<T>(probs[half][e], batch, head, i, key);
-                const float prob = exp2_of(score * kLog2E - of_row.origin - of_row.log_sum);
-                sums[octet][e] += prob * (grads[half][e] - of_row.delta);
-              }
+              const Row& of_row = row[e / 2];
+              const float score = probs[half][e] + (counts && key_bias != nullptr ? key_bias[key] : 0.0f);
+              const float prob = exp2_of(score * kLog2E - of_row.origin) * of_row.inverse;
+              sums[octet][e] += counts ? prob * (grads[half][e] - of_row.delta) : 0.0f;
             }
           }
         }
@@ -167,13 +170,15 @@ Tensor block_attention_bias_backward(
   check(tile == kTile, "tile has to be 64, got " + std::to_string(tile) + ".");
   const auto [rows_data, rows] = make_rows(launch, grad_output, grad_lse, output, row_sums);
   const Lists lists = lists_of(row_lines, row_entries, row_units, layout_heads, block, tile);
+  Scoring scoring = scoring_of(query, key, value, rpe, attn_mask, dropout_seed, scale, causal, dropout_p);
+  const auto key_states = add_key_bias(launch, key_bias, scoring);
   with_width(query, [&](auto zero, auto padded) {
     using T = decltype(zero);
     constexpr int kD = decltype(padded)::value;
     BiasBackward<T> p{
         matrices_of<const T>(query), matrices_of<const T>(key), matrices_of<const T>(value),
         matrices_of<const T>(grad_output), rows, lists,
-        scoring_of(query, key, value, rpe, key_bias, attn_mask, dropout_seed, scale, causal, dropout_p),
+        scoring,
         static_cast<int>(query.size(0)), static_cast<int>(heads), static_cast<int>(layout_heads),
         static_cast<int>(heads / key.size(1)), static_cast<int>(query.size(3)), grad.mutable_data_ptr<float>(),
         static_cast<int>(shape[0]), static_cast<int>(shape[1]), -1};

@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "attention_arguments.h"
 #include "attention_forward.h"
+#include "attention_keys.h"
 
 namespace ds_sparse::attention {
 namespace {
@@ -36,7 +37,8 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
   const int kv_head = work.head / p.heads_of_group, first_column = work.share * kOut;
   const T* key = p.key.of(work.batch, kv_head);
   const T* value = p.value.of(work.batch, kv_head) + first_column;
-  const Other<kN> other{p.lists.entries + work.first_entry, work.num_entries, p.lists.log_block, p.scoring.keys};
+  const Other<kN> other{p.lists.entries + work.first_entry, work.num_entries, p.lists.log_block, p.scoring.keys,
+                        p.scoring.key_states_of(work.batch)};
 
   const auto load = [&](int step) {
     auto& stage = memory.stages[step % kStages];
@@ -72,6 +74,8 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
       __reduce_min_sync(0xffffffffu, static_cast<uint32_t>(memory.tokens[strip * 16 + lane % 16]));
   // From scores to exponents of 2; plain ones are products still.
   const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
+  const float* key_bias = p.scoring.key_bias_of(work.batch);
+  const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
   float output[kOut / 8][4] = {};
   float max0 = -kInfinity, max8 = -kInfinity, sum0 = 0, sum8 = 0;
 
@@ -88,14 +92,25 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
     if (live.none()) {
       continue;
     }
-    float scores[kN / 16][2][4];
+    float scores[kN / 16][2][4] = {};
 #pragma unroll
     for (int j = 0; j < kN / 16; ++j) {
       if (live.group(j)) {
         products<kD>(scores[j], queries, stage.keys, 16 * j, lane);
       }
     }
-    if (!kPlain || !live.all()) {
+    if constexpr (!kPlain) {
+      int first[kN / 8];
+#pragma unroll
+      for (int n = 0; n < kN / 8; ++n) {
+        first[n] = stage.octets[n].token + lane % 4 * 2;
+      }
+      p.scoring.template finish<T>(
+          reinterpret_cast<float(&)[kN / 2]>(scores), work.batch, work.head, [&](int e) {
+            return make_int2(max(e % 4 < 2 ? token0 : token8, 0), min(first[e / 4] + e % 2, p.scoring.keys - 1));
+          });
+    }
+    if (!live.all()) {
 #pragma unroll
       for (int n = 0; n < kN / 8; ++n) {
         const int first = stage.octets[n].token + lane % 4 * 2;
@@ -106,10 +121,11 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
           bool counts = live.bits >> (n + e / 2 * 8) & 1;
           if (live.ragged >> n & 1) {
             counts = counts && j < p.scoring.keys && !(p.scoring.causal && j > i);
+            if (counts && key_bias != nullptr) {
+              score += key_bias[j] * bias_factor;
+            }
           }
-          if constexpr (!kPlain) {
-            score = counts && i >= 0 ? p.scoring.template score<T>(score, work.batch, work.head, i, j) : -kInfinity;
-          } else if (!counts) {
+          if (!counts) {
             score = -kInfinity;
           }
         }
@@ -157,13 +173,11 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
       }
       if constexpr (!kPlain) {
         if (p.scoring.dropout_seed != nullptr) {
-          const Kept<false> kept(
-              p.scoring.dropout(), work.matrix, token0, token8, stage.octets[2 * j].token + lane % 4 * 2,
-              stage.octets[2 * j + 1].token + lane % 4 * 2);
+          const auto kept = kept_by<false>(p.scoring.dropout(), work.matrix, p.lists.log_block, token0, token8, stage.octets + 2 * j);
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            scores[j][0][e] *= kept.low[e];
-            scores[j][1][e] *= kept.high[e];
+          for (int e = 0; e < 8; ++e) {
+            float& prob = scores[j][e / 4][e % 4];
+            prob = kept[e] ? prob : 0.0f;
           }
         }
       }
@@ -173,9 +187,10 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
 
   sum0 = sum_of_four(sum0);
   sum8 = sum_of_four(sum8);
-  const float factor0 = sum0 > 0 ? 1 / sum0 : 0.0f, factor8 = sum8 > 0 ? 1 / sum8 : 0.0f;
+  const float of_dropout = kPlain || p.scoring.dropout_seed == nullptr ? 1.0f : p.scoring.dropout().factor();
+  const float factor0 = sum0 > 0 ? of_dropout / sum0 : 0.0f, factor8 = sum8 > 0 ? of_dropout / sum8 : 0.0f;
   const float to_origin = kPlain ? p.scoring.scale : 1.0f;
-  const RowSum row0 = row_sum(max0 * to_origin, sum0), row8 = row_sum(max8 * to_origin, sum8);
+  const RowSum row0(max0 * to_origin, sum0), row8(max8 * to_origin, sum8);
   // Before the queries' memory serves another purpose, everybody is through with it: each warp has its own strip.
   wait_for_copies<0>();
   if (work.part >= 0) {
@@ -225,7 +240,7 @@ __global__ void combine_kernel(const __grid_constant__ Forward<T> p, const int32
   const float origin = max == -kInfinity ? 0.0f : max;
   const auto weight = [&](int part) {
     const RowSum row = p.part_rows[place(part)];
-    return expf(row.origin - origin + row.log_sum);
+    return expf(row.origin - origin) * row.sum;
   };
   for (int part = 0; part < cut.num_parts; ++part) {
     sum += weight(part);
@@ -240,7 +255,7 @@ __global__ void combine_kernel(const __grid_constant__ Forward<T> p, const int32
     output[column] = T(value * factor);
   }
   if (threadIdx.x == 0) {
-    const RowSum row = row_sum(origin, sum);
+    const RowSum row(origin, sum);
     p.rows[cut.matrix * p.scoring.queries + cut.token] = row;
     p.lse[cut.matrix * p.scoring.queries + cut.token] = row.lse();
   }
@@ -263,8 +278,8 @@ std::tuple<Tensor, Tensor, Tensor> block_attention_forward(
   }
   const Launcher launch(query);
   const Lists lists = lists_of(row_lines, row_entries, row_units, layout_heads, block, tile);
-  const Scoring scoring =
-      scoring_of(query, key, value, rpe, key_bias, attn_mask, dropout_seed, scale, causal, dropout_p);
+  Scoring scoring = scoring_of(query, key, value, rpe, attn_mask, dropout_seed, scale, causal, dropout_p);
+  const auto key_states = add_key_bias(launch, key_bias, scoring);
   check_tile(launch, query, block, tile);
   const int64_t copies = layout_heads == 1 ? batch * heads : batch;
   const int64_t num_cuts = row_cuts.size(0), parts = num_parts(row_lines, row_units, row_cuts, lists);

@@ -35,7 +35,8 @@ __device__ __forceinline__ void copy_all(
   for (int64_t number = blockIdx.x; number < num_work; number += gridDim.x, slot.next()) {
     const Work work(p.lists, number, p.heads, p.layout_heads, 1);
     const int kv_head = work.head / p.heads_of_group;
-    const Other<kN> other{p.lists.entries + work.first_entry, work.num_entries, p.lists.log_block, p.scoring.keys};
+    const Other<kN> other{p.lists.entries + work.first_entry, work.num_entries, p.lists.log_block, p.scoring.keys,
+                          p.scoring.key_states_of(work.batch)};
     const int steps = other.steps();
     Task& task = memory.tasks[slot.stage];
     Barrier& there = memory.task_there[slot.stage];
@@ -89,7 +90,10 @@ __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, 
   const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
   // Exponents may be this much above 0: a factor of 256 for probabilities and their sums.
   const float tolerance = 8 / unit;
+  const bool drops = !kPlain && p.scoring.dropout_seed != nullptr;
+  const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
   const Lines lines(p.lists);
+  const Turns turns(warpgroup);
   Ring<Memory<T, kD, kN>::kStages> ring;
   Ring<Memory<T, kD, kN>::kSlots> slot;
 
@@ -100,6 +104,7 @@ __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, 
     const Work work = task.work;
     const int steps = task.steps, token0 = task.tokens[line0], token8 = task.tokens[line0 + 8];
     const uint32_t first_token = __shfl_sync(0xffffffffu, token0, 0);
+    const float* key_bias = p.scoring.key_bias_of(work.batch);
 
     float output[kD / 2] = {};
     float scores[kN / 2];
@@ -117,32 +122,21 @@ __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, 
     // Masks; leaves probabilities in scores. Returns whether what was summed before has to decay, and by what: where a
     // row's maximum has grown too much to serve as the origin of its exponents any longer.
     const auto softmax = [&](float& decay0, float& decay8) -> bool {
-      constexpr uint32_t all = (1u << kN / 16) - 1;
       const Octet* groups = memory.groups[ring.stage];
-      if (!kPlain || live.strip != all || live.ragged != 0) {
-#pragma unroll
-        for (int g = 0; g < kN / 16; ++g) {
-          const int first = groups[g].token + lane % 4 * 2;
-#pragma unroll
-          for (int e = 0; e < 8; ++e) {
-            float& score = scores[8 * g + e];
-            const int i = e % 4 < 2 ? token0 : token8, j = first + e / 4 * 8 + e % 2;
-            bool counts = live.strip >> g & 1;
-            if (live.ragged >> g & 1) {
-              counts = counts && j < p.scoring.keys && !(p.scoring.causal && j > i);
-            }
-            if constexpr (!kPlain) {
-              score = counts && i >= 0 ? p.scoring.template score<T>(score, work.batch, work.head, i, j) : -kInfinity;
-            } else if (!counts) {
-              score = -kInfinity;
-            }
-          }
+      finish_scores<T, kN, kPlain>(scores, p.scoring, work, groups, token0, token8);
+      mask_scores<kN>(scores, live, groups, token0, token8, [&](int i, int j, float& score) {
+        if (j >= p.scoring.keys || (p.scoring.causal && j > i)) {
+          return false;
         }
-      }
-      uint32_t kept = ~0u;
+        if (key_bias != nullptr) {
+          score += key_bias[j] * bias_factor;
+        }
+        return true;
+      });
+      uint32_t kept[kN / 64] = {};
       if constexpr (!kPlain) {
-        if (p.scoring.dropout_seed != nullptr) {
-          kept = kept_by<kN, false>(p.scoring.dropout(), work.matrix, token0, groups);
+        if (drops) {
+          kept_by<kN, false>(kept, p.scoring.dropout(), work.matrix, first_token, groups);
         }
       }
       __syncwarp();
@@ -175,9 +169,11 @@ __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, 
         sum8 += scores[i + 2] + scores[i + 3];
       }
       if constexpr (!kPlain) {
+        if (drops) {
 #pragma unroll
-        for (int i = 0; i < kN / 2; ++i) {
-          scores[i] = kept >> i & 1 ? scores[i] : 0.0f;
+          for (int i = 0; i < kN / 2; ++i) {
+            scores[i] = kept[i / 32] >> i % 32 & 1 ? scores[i] : 0.0f;
+          }
         }
       }
       return grows;
@@ -201,14 +197,18 @@ __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, 
         __syncwarp();
         arrive_once(memory.keys_free[ring.stage]);
         arrive_once(memory.values_free[ring.stage]);
+        turns.wait();
+        turns.pass_on();
         ring.next();
         ++step;
         continue;
       }
       float decay0 = 1, decay8 = 1;
+      turns.wait();
       begin_products();
       multiply_lines<kD, kN>(scores, queries, warpgroup, memory.stages[ring.stage].keys);
       end_products();
+      turns.pass_on();
       wait_for_products<0>();
       sums_are_there(scores);
       if (softmax(decay0, decay8)) {
@@ -222,12 +222,14 @@ __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, 
         if (live.warpgroup == 0) {
           break;
         }
+        turns.wait();
         begin_products();
         multiply_lines<kD, kN>(scores, queries, warpgroup, memory.stages[ring.stage].keys);
         end_products();
         memory.values_there[last.stage].wait(last.parity);
         multiply_columns<kD, kN>(output, probs, memory.stages[last.stage].values);
         end_products();
+        turns.pass_on();
         wait_for_products<1>();
         sums_are_there(scores);
         const bool grows = softmax(decay0, decay8);
@@ -253,10 +255,10 @@ __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, 
 
     sum0 = sum_of_four(sum0);
     sum8 = sum_of_four(sum8);
-    const float of_dropout = kPlain || p.scoring.dropout_seed == nullptr ? 1.0f : p.scoring.dropout().factor();
+    const float of_dropout = drops ? p.scoring.dropout().factor() : 1.0f;
     const float factor0 = sum0 > 0 ? of_dropout / sum0 : 0.0f, factor8 = sum8 > 0 ? of_dropout / sum8 : 0.0f;
     const float to_origin = kPlain ? p.scoring.scale : 1.0f;
-    const RowSum row0 = row_sum(max0 * to_origin, sum0), row8 = row_sum(max8 * to_origin, sum8);
+    const RowSum row0(max0 * to_origin, sum0), row8(max8 * to_origin, sum8);
     if (work.part >= 0) {
       const int64_t place = p.part_outputs.line(p.lists, work.copy, work.part, work.sub_tile) + line0;
       store_lines<kD, float>(output, factor0, factor8, p.width, [&](int half) {
@@ -325,8 +327,9 @@ template <class T>
 void forward_on_hopper(
     const Launcher& launch, const Forward<T>& p, const Tensor& query, const Tensor& key, const Tensor& value,
     int64_t copies) {
-  const auto run = [&](auto width, auto keys, auto plain) {
-    constexpr int kD = decltype(width)::value, kN = decltype(keys)::value;
+  with_hopper_kernel(p.scoring, p.width, [&](auto width, auto plain) {
+    // Options take registers, which half as many keys at a time leave free.
+    constexpr int kD = decltype(width)::value, kN = decltype(plain)::value ? 128 : 64;
     const int64_t num_work = copies * p.lists.num_units * p.lists.sub_tiles;
     const int block = 1 << p.lists.log_block;
     const CUtensorMap query_map = tensor_map(query, std::min(block, kHopperTile));
@@ -334,16 +337,7 @@ void forward_on_hopper(
     launch.with_shared_memory(
         forward_on_hopper_kernel<T, kD, kN, decltype(plain)::value>, std::min(num_work, launch.multiprocessors()),
         kHopperThreads, sizeof(Memory<T, kD, kN>) + kPanelAlignment, p, query_map, key_map, value_map, num_work);
-  };
-  // Options take registers, which half as many keys at a time leave free.
-  const auto with_options = [&](auto width) {
-    if (p.scoring.plain()) {
-      run(width, std::integral_constant<int, 128>{}, std::true_type{});
-    } else {
-      run(width, std::integral_constant<int, 64>{}, std::false_type{});
-    }
-  };
-  p.width <= 64 ? with_options(std::integral_constant<int, 64>{}) : with_options(std::integral_constant<int, 128>{});
+  });
 }
 
 template void forward_on_hopper(

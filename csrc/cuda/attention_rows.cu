@@ -13,7 +13,7 @@ namespace {
 // Eight threads a row.
 template <class T>
 __global__ void rows_kernel(
-    Matrices<const T> grad_output, Matrices<const T> output, const RowSum* row_sums, const float* grad_lse, Row* to,
+    Matrices<const T> grad_output, Matrices<const T> output, const float2* row_sums, const float* grad_lse, float* to,
     int64_t rows, int64_t padded, int heads, int queries, int width) {
   const int lane = threadIdx.x % 8;
   // Whole warps go on together, as lanes add across each other.
@@ -37,11 +37,17 @@ __global__ void rows_kernel(
     sum = sum_of_lanes(sum, 8);
     if (lane == 0 && row < rows) {
       const int64_t place = matrix * queries + token;
-      const RowSum of_row = exists ? row_sums[place] : RowSum{-kInfinity, -kInfinity};
-      const float delta = sum - (exists && grad_lse != nullptr ? grad_lse[place] : 0.0f);
-      to[row] = of_row.log_sum == -kInfinity
-                    ? no_row()
-                    : Row{of_row.lse() * kLog2E, delta, of_row.origin * kLog2E, of_row.log_sum * kLog2E};
+      const float2 of_row = exists ? row_sums[place] : make_float2(-kInfinity, 0);  // origin and sum
+      Row result = no_row();
+      if (of_row.y > 0) {
+        const float origin = of_row.x * kLog2E;
+        result = {origin + log2f(of_row.y), sum - (grad_lse != nullptr ? grad_lse[place] : 0.0f), origin, 1 / of_row.y};
+      }
+      float* first = to + matrix * 4 * padded + token;
+      first[0] = result.lse;
+      first[padded] = result.delta;
+      first[2 * padded] = result.origin;
+      first[3 * padded] = result.inverse;
     }
   }
 }
@@ -53,13 +59,13 @@ std::pair<Tensor, Rows> make_rows(
     const Tensor& row_sums) {
   const int64_t batch = output.size(0), heads = output.size(1), queries = output.size(2);
   const int64_t padded = (queries + kHopperTile - 1) / kHopperTile * kHopperTile, rows = batch * heads * padded;
-  Tensor data = torch::stable::new_empty(output, {rows, 4}, ScalarType::Float);
-  Row* to = reinterpret_cast<Row*>(data.mutable_data_ptr<float>());
+  Tensor data = torch::stable::new_empty(output, {4 * rows}, ScalarType::Float);
+  float* to = data.mutable_data_ptr<float>();
   with_element(output, [&](auto zero) {
     using T = decltype(zero);
     launch(
         rows_kernel<T>, std::min<int64_t>((rows + 15) / 16, 1 << 20), 128, matrices_of<const T>(grad_output),
-        matrices_of<const T>(output), reinterpret_cast<const RowSum*>(row_sums.const_data_ptr<float>()),
+        matrices_of<const T>(output), reinterpret_cast<const float2*>(row_sums.const_data_ptr<float>()),
         grad_lse ? grad_lse->const_data_ptr<float>() : nullptr, to, rows, padded, static_cast<int>(heads),
         static_cast<int>(queries), static_cast<int>(output.size(3)));
   });

@@ -10,21 +10,27 @@
 
 namespace ds_sparse::attention {
 
-// Of a row of scores, in powers of two: the log-sum-exp, and its two parts as forward found them; and what is taken off the
-// gradients of its probabilities, the sum of grad_output * output less the gradient of lse.
-struct __align__(16) Row {
-  float lse, delta, origin, log_sum;
+// Of a row of scores: the log-sum-exp of its exponents, of two; what is taken off the gradients of its probabilities, the
+// sum of grad_output * output less the gradient of lse; the origin of its exponents, of two, and 1 over their sum, which
+// give its probabilities where the origin is too large for the first.
+struct Row {
+  float lse, delta, origin, inverse;
 };
 
 // One that has no probabilities, or does not exist.
-__host__ __device__ constexpr Row no_row() { return {kInfinity, 0.0f, 0.0f, kInfinity}; }
+__host__ __device__ constexpr Row no_row() { return {kInfinity, 0.0f, kInfinity, 0.0f}; }
 
-// Rows (B, H, padded T): the copy engine may read a whole block where tokens end within it.
+// Rows (B, H, 4, padded T), each member in a plane of its own: the copy engine brings whole blocks, past the last token
+// too.
 struct Rows {
-  const Row* data;
+  const float* data;
   int64_t padded;
 
-  __device__ const Row* of(int64_t matrix) const { return data + matrix * padded; }
+  __device__ const float* plane(int64_t matrix, int member) const { return data + (matrix * 4 + member) * padded; }
+  __device__ Row at(int64_t matrix, int token) const {
+    const float* first = plane(matrix, 0) + token;
+    return {first[0], first[padded], first[2 * padded], first[3 * padded]};
+  }
 };
 
 // The tensor that holds the rows, and how kernels read it. attention_rows.cu

@@ -6,7 +6,7 @@
 
 #pragma once
 
-#include "attention.h"
+#include "attention_backward.h"
 #include "hopper.h"
 #include "tensor_map.h"
 
@@ -70,7 +70,7 @@ struct Boxes {
 template <int kTokens>
 struct Gathered {
   int token;
-  Octet group;
+  Octet group;  // the first eight of it stand for all
 
   // The last step may lack tokens: others take their place, which nobody sees.
   template <class B>
@@ -78,7 +78,7 @@ struct Gathered {
     const int place = step * kTokens + boxes.line, lane = threadIdx.x % 32;
     const int entry = min(place >> other.log_block, other.num_entries - 1);
     token = static_cast<int>((other.entries[entry] & 0xffffffu) << other.log_block) + (place & ((1 << other.log_block) - 1));
-    group = lane < kTokens / 16 ? other.octet(step, 2 * lane) : Octet{0, 0};
+    group = lane < kTokens / 16 ? other.group(step, lane) : Octet{0, 0};
   }
 };
 
@@ -135,7 +135,7 @@ struct LiveGroups {
       const Octet group = groups[lane % 8];
       flag = lane < 8    ? group.owners >> lines.strip & 1
              : lane < 16 ? (group.owners & lines.warpgroup) != 0
-                         : group.owners != 0 && !whole(group.token);
+                         : group.owners != 0 && ((group.owners & Octet::kBiased) != 0 || !whole(group.token));
     }
     const uint32_t votes = __ballot_sync(0xffffffffu, flag);
     strip = votes & 0xffu;
@@ -147,21 +147,74 @@ struct LiveGroups {
 // Which of a lane's probabilities (64 x kN) dropout keeps, a bit for each; by rows or, transposed, by columns. A strip's
 // lines are neighbours, and begin at a multiple of 16.
 template <int kN, bool kTransposed>
-__device__ __forceinline__ uint32_t kept_by(
-    const Dropout& dropout, uint32_t matrix, int token0, const Octet* groups) {
-  static_assert(kN == 64);
-  uint32_t bits = 0;
+__device__ __forceinline__ void kept_by(
+    uint32_t (&bits)[kN / 64], const Dropout& dropout, uint32_t matrix, int first_token, const Octet* groups) {
+#pragma unroll
+  for (int half = 0; half < kN / 64; ++half) {
+    bits[half] = 0;
+#pragma unroll
+    for (int g = 0; g < 4; ++g) {
+      bits[half] |= Kept<kTransposed>::of_square(dropout, matrix, first_token, groups[4 * half + g].token).bits << 8 * g;
+    }
+  }
+}
+
+// From a lane's products to scores, but for the bias of keys. Lines are queries, or with kTransposed keys.
+template <class T, int kN, bool kPlain, bool kTransposed = false>
+__device__ __forceinline__ void finish_scores(
+    float (&scores)[kN / 2], const Scoring& scoring, const Work& work, const Octet* groups, int token0, int token8) {
+  if constexpr (!kPlain) {
+    const int length = kTransposed ? scoring.queries : scoring.keys;
+    int first[kN / 16];
+#pragma unroll
+    for (int g = 0; g < kN / 16; ++g) {
+      first[g] = groups[g].token + threadIdx.x % 4 * 2;
+    }
+    scoring.template finish<T>(scores, work.batch, work.head, [&](int e) {
+      const int mine = max(e % 4 < 2 ? token0 : token8, 0), its = min(first[e / 8] + e % 8 / 4 * 8 + e % 2, length - 1);
+      return kTransposed ? make_int2(its, mine) : make_int2(mine, its);
+    });
+  }
+}
+
+// Leaves -inf where scores do not count. counts(token of the line, of the other side, score) says so where groups are ragged.
+template <int kN, class F>
+__device__ __forceinline__ void mask_scores(
+    float (&scores)[kN / 2], const LiveGroups& live, const Octet* groups, int token0, int token8, const F& counts) {
+  constexpr uint32_t all = (1u << kN / 16) - 1;
+  if (live.strip == all && live.ragged == 0) {
+    return;
+  }
 #pragma unroll
   for (int g = 0; g < kN / 16; ++g) {
     const int first = groups[g].token + threadIdx.x % 4 * 2;
-    const Kept<kTransposed> kept(dropout, matrix, token0, token0 + 8, first, first + 8);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      bits |= (kept.low[e] != 0 ? 1u : 0u) << (8 * g + e) | (kept.high[e] != 0 ? 1u : 0u) << (8 * g + 4 + e);
+    for (int e = 0; e < 8; ++e) {
+      float& score = scores[8 * g + e];
+      bool stays = live.strip >> g & 1;
+      if (live.ragged >> g & 1) {
+        stays = stays && counts(e % 4 < 2 ? token0 : token8, first + e / 4 * 8 + e % 2, score);
+      }
+      if (!stays) {
+        score = -kInfinity;
+      }
     }
   }
-  return bits;
 }
+
+// The two warpgroups start a step's products in turns, so that one exponentiates while the other multiplies. Each takes
+// as many turns.
+struct Turns {
+  int warpgroup;
+
+  __device__ explicit Turns(int warpgroup) : warpgroup(warpgroup) {
+    if (warpgroup == 1) {
+      pass_on();
+    }
+  }
+  __device__ __forceinline__ void wait() const { wait_at<2 * 128>(1 + warpgroup); }
+  __device__ __forceinline__ void pass_on() const { arrive_at<2 * 128>(2 - warpgroup); }
+};
 
 // Keeps the compiler from using sums before they are there.
 template <int kCount>
@@ -172,25 +225,27 @@ __device__ __forceinline__ void sums_are_there(float (&sums)[kCount]) {
   }
 }
 
-// Sums (64 x kN) of a warpgroup: its lines of `own` times all of `other`, over kD columns.
-template <int kD, int kN, class T>
+// Sums (64 x kN) of a warpgroup: its lines of `own` times kN lines of `other`, over kD columns.
+template <int kD, int kN, class T, int kTokens>
 __device__ __forceinline__ void multiply_lines(
-    float (&sums)[kN / 2], const Panels<T, kD, kHopperTile>& own, int warpgroup, const Panels<T, kD, kN>& other) {
+    float (&sums)[kN / 2], const Panels<T, kD, kHopperTile>& own, int warpgroup, const T (&other)[kD / kPanel][kTokens],
+    int first_line = 0) {
 #pragma unroll
   for (int k = 0; k < kD / 16; ++k) {
     const uint64_t a = descriptor(own[k / 4] + 64 * warpgroup * kPanel, 0) + k % 4 * 2;
-    const uint64_t b = descriptor(other[k / 4], 0) + k % 4 * 2;
+    const uint64_t b = descriptor(other[k / 4] + first_line * kPanel, 0) + k % 4 * 2;
     Products<T>::template from_shared<kN, true>(sums, a, b, k > 0);
   }
 }
 
-// sums (64 x kD) += left (64 x kN, in registers) @ lines.
-template <int kD, int kN, class T>
+// sums (64 x kD) += left (64 x kN, in registers) @ kN lines.
+template <int kD, int kN, class T, int kTokens>
 __device__ __forceinline__ void multiply_columns(
-    float (&sums)[kD / 2], const uint32_t (&left)[kN / 16][4], const Panels<T, kD, kN>& lines) {
+    float (&sums)[kD / 2], const uint32_t (&left)[kN / 16][4], const T (&lines)[kD / kPanel][kTokens],
+    int first_line = 0) {
 #pragma unroll
   for (int j = 0; j < kN / 16; ++j) {
-    const uint64_t b = descriptor(lines[0], sizeof(lines[0])) + j * (16 * kPanel * sizeof(T) >> 4);
+    const uint64_t b = descriptor(lines[0] + first_line * kPanel, sizeof(lines[0])) + j * (16 * kPanel * sizeof(T) >> 4);
     Products<T>::template from_registers<kD, false>(sums, left[j], b);
   }
 }
@@ -204,6 +259,18 @@ __device__ __forceinline__ void round_sums(uint32_t (&to)[kN / 16][4], const flo
     for (int e = 0; e < 4; ++e) {
       to[j][e] = LeftOfSums<T>::pack(sums[8 * j + 2 * e], sums[8 * j + 2 * e + 1]);
     }
+  }
+}
+
+// Writes a strip's rounded sums (16 x 64) to its lines of a panel, which begin at `line`.
+template <class T>
+__device__ __forceinline__ void store_lines_to_panel(T* panel, int line, const uint32_t (&rounded)[4][4]) {
+  const int lane = threadIdx.x % 32, own = line + lane % 16;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    // Runs of 8 elements are swapped within a line, differently in each of eight lines: the swizzle.
+    const int run = (2 * j + lane / 16) ^ own % 8;
+    store_matrices(panel + own * kPanel + run * 8, rounded[j]);
   }
 }
 
@@ -231,6 +298,38 @@ __device__ __forceinline__ void store_lines(
       }
     }
   }
+}
+
+// Writes what a unit of a sweep has summed for its own tokens: to a part, to a head's share, or to the gradient.
+template <int kD, class T>
+__device__ __forceinline__ void store_sums_of_unit(
+    const float (&sums)[kD / 2], float factor, const Backward<T>& p, const Sweep<T>& sweep, const Work& work, int line0,
+    int token0, int token8, const Matrices<T>& grad, const Parts& parts, float* shares) {
+  if (work.part >= 0) {
+    const int64_t place = parts.line(sweep.lists, work.copy, work.part, work.sub_tile) + line0;
+    store_lines<kD, float>(
+        sums, factor, factor, p.width, [&](int half) { return parts.data + (place + 8 * half) * parts.width; });
+  } else if (shares != nullptr) {
+    store_lines<kD, float>(sums, factor, factor, p.width, [&](int half) -> float* {
+      const int token = half ? token8 : token0;
+      return token < 0 ? nullptr : shares + (work.matrix * p.scoring.keys + token) * p.width;
+    });
+  } else {
+    T* to = grad.of(work.batch, work.head);
+    store_lines<kD, T>(sums, factor, factor, p.width, [&](int half) -> T* {
+      const int token = half ? token8 : token0;
+      return token < 0 ? nullptr : to + token * grad.token_stride;
+    });
+  }
+}
+
+// Calls f with the head size, padded, and whether scores are plain.
+template <class F>
+void with_hopper_kernel(const Scoring& scoring, int width, const F& f) {
+  const auto with_options = [&](auto padded) {
+    scoring.plain() ? f(padded, std::true_type{}) : f(padded, std::false_type{});
+  };
+  width <= 64 ? with_options(std::integral_constant<int, 64>{}) : with_options(std::integral_constant<int, 128>{});
 }
 
 }  // namespace ds_sparse::attention

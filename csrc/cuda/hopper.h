@@ -81,6 +81,16 @@ __device__ __forceinline__ void copy_bytes(void* to, const void* from, int bytes
       : "memory");
 }
 
+// Barriers of a thread block by number, 1 to 15, for so many threads: until all are there; or only counting as there.
+template <int kThreadsOfBoth>
+__device__ __forceinline__ void wait_at(int number) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(kThreadsOfBoth) : "memory");
+}
+template <int kThreadsOfBoth>
+__device__ __forceinline__ void arrive_at(int number) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(kThreadsOfBoth) : "memory");
+}
+
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -106,6 +116,19 @@ __device__ __forceinline__ uint64_t descriptor(const void* panel, uint32_t panel
          (shared_address(panel) & 0x3ffff) >> 4;
 }
 
+// Four 8 x 8 matrices of 16-bit elements, as a product's lanes hold them, to rows that lanes 8 i to 8 i + 7 point at.
+__device__ __forceinline__ void store_matrices(void* row, const uint32_t (&from)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
+               "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
+               : "memory");
+}
+
+// Adds four neighbours to what is in memory, in whatever order this and others' additions arrive.
+__device__ __forceinline__ void add_to_memory(float* to, float a, float b, float c, float d) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+
 // Sums d (64 x kN of a warpgroup) = or += a @ b over 16. b's descriptor; b's lines run along k (kAlongK) or along n.
 // Lane l of warp w holds rows 16 w + l / 4 and that + 8, columns 8 i + 2 (l % 4) and the next of each i, as d[4 i .. 4 i + 3].
 #define DS_SPARSE_SUMS_8(d, i) \
@@ -122,8 +145,8 @@ __device__ __forceinline__ uint64_t descriptor(const void* panel, uint32_t panel
 
 template <class T>
 struct Products {
-  // a from shared memory, its lines along k.
-  template <int kN, bool kAlongK>
+  // a from shared memory, its lines along k, or (kTransposed) along the rows of d.
+  template <int kN, bool kAlongK, bool kTransposed = false>
   static __device__ __forceinline__ void from_shared(float (&d)[kN / 2], uint64_t a, uint64_t b, bool add) {
     static_assert(kN == 64 || kN == 128);
     if constexpr (kN == 64) {
@@ -131,9 +154,9 @@ struct Products {
   asm volatile(                                                                                            \
       "{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"                                                     \
       "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" DS_SPARSE_NAMES_32                  \
-      "}, %32, %33, add, 1, 1, 0, %35;\n}"                                                                 \
+      "}, %32, %33, add, 1, 1, %36, %35;\n}"                                                                 \
       : DS_SPARSE_SUMS_32(d, 0)                                                                            \
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kAlongK ? 0 : 1))
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kAlongK ? 0 : 1), "n"(kTransposed ? 1 : 0))
       if constexpr (std::is_same_v<T, __half>) {
         DS_SPARSE_PRODUCT("f16");
       } else {
@@ -145,9 +168,9 @@ struct Products {
   asm volatile(                                                                                            \
       "{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"                                                     \
       "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" DS_SPARSE_NAMES_64                 \
-      "}, %64, %65, add, 1, 1, 0, %67;\n}"                                                                 \
+      "}, %64, %65, add, 1, 1, %68, %67;\n}"                                                                 \
       : DS_SPARSE_SUMS_32(d, 0), DS_SPARSE_SUMS_32(d, 32)                                                  \
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kAlongK ? 0 : 1))
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kAlongK ? 0 : 1), "n"(kTransposed ? 1 : 0))
       if constexpr (std::is_same_v<T, __half>) {
         DS_SPARSE_PRODUCT("f16");
       } else {

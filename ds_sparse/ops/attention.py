@@ -41,11 +41,12 @@ def block_sparse_attention(
     """softmax(scale * query @ key^T + rpe + masks) @ value on the live blocks.
 
     Differentiable in query, key, value and rpe. Memory is linear in tokens: backward recomputes the probabilities from
-    two numbers saved for each row. Statistics and sums are in fp32 or wider, sums in a fixed order: the same input
-    gives the same bits, forward and backward. A bool mask keeps where True, a float one is added; only -inf, False and
-    absent blocks mask, while finite large negatives such as -10000 or finfo.min are ordinary arithmetic (those below
-    -1e30 count as -1e30). A row with nothing left is zeros, its lse -inf, its gradients zero. Under autocast query, key
-    and value are cast.
+    two numbers saved for each row. Statistics and sums are in fp32 or wider. The same input gives the same bits, forward
+    and backward, but for the gradient of query on a Hopper GPU: there its sums are added in memory as they come, in one
+    sweep with the others, unless `torch.use_deterministic_algorithms(True)` is set, which costs a sweep more. A bool
+    mask keeps where True, a float one is added; only -inf, False and absent blocks mask, while finite large negatives
+    such as -10000 or finfo.min are ordinary arithmetic (those below -1e30 count as -1e30). A row with nothing left is
+    zeros, its lse -inf, its gradients zero. Under autocast query, key and value are cast.
 
     Sources: Dao et al., "FlashAttention", 2022 (softmax in one sweep, recomputed backwards); Child et al., "Generating
     long sequences with sparse transformers", 2019 (block layouts); DeepSpeed's sparse attention (the options).
@@ -317,8 +318,9 @@ class _Attention(torch.autograd.Function):
         if any(ctx.needs_input_grad[:3]):
             lists = (*_lists(index.tiles("rows", tile)), *_lists(index.tiles("columns", tile)))
             grads = torch.ops.ds_sparse.block_attention_backward(
-                *saved, *lists, index.layout_heads, index.block, tile, *numbers
-            )
+                *saved, *lists, index.layout_heads, index.block, tile, *numbers,
+                torch.are_deterministic_algorithms_enabled(),
+            )  # fmt: skip
         if ctx.needs_input_grad[3]:
             grad_rpe = torch.ops.ds_sparse.block_attention_bias_backward(
                 *saved, *_lists(index.row_tiles), index.layout_heads, index.block, TILE, *numbers, rpe.shape
@@ -358,7 +360,7 @@ def _(
 def _(
     grad_output, grad_lse, query, key, value, output, rows, rpe, key_bias, attn_mask, dropout_seed,
     row_lines, row_entries, row_units, row_cuts, column_lines, column_entries, column_units, column_cuts,
-    layout_heads, block, tile, scale, causal, dropout_p,
+    layout_heads, block, tile, scale, causal, dropout_p, deterministic,
 ):  # fmt: skip
     return _empty_as(query), _empty_as(key), _empty_as(value)
 

@@ -850,7 +850,7 @@ def test_opcheck(device: str, operator: str, dtype: torch.dtype, view: str):
         saved = (grad, grad_lse, query, key, value, output, statistics, *options)
         arguments = {
             "block_attention_forward": forward,
-            "block_attention_backward": (*saved, *row_lists, *column_lists, *numbers),
+            "block_attention_backward": (*saved, *row_lists, *column_lists, *numbers, False),
             "block_attention_bias_backward": (*saved, *row_lists, *numbers, [1, 2, 41, 43]),
         }
         torch.library.opcheck(getattr(torch.ops.ds_sparse, operator).default, arguments[operator])

@@ -120,6 +120,7 @@ def attention_arguments(operator: str) -> dict[str, object]:
         arguments |= {"grad_lse": None, "rows": torch.zeros(1, 4, 32, 2)}
     if operator == "block_attention_backward":
         arguments |= {f"column_{name}": getattr(index.column_tiles, name) for name in names}
+        arguments |= {"deterministic": False}
     if operator == "block_attention_bias_backward":
         arguments |= {"shape": [1, 4, 32, 30]}
     return arguments

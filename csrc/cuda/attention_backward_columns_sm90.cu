@@ -1,0 +1,384 @@
+// Fused attention, backward by columns, on Hopper (attention_sm90.h): a unit is 128 keys and values of one head against the
+// queries, and gradients of outputs, of its list. Products are transposed (keys are the lines), so that probabilities
+// are the left operand of the next product as they are. Gradients of queries, where they are asked for, are added to
+// memory as they come, in an order that is not fixed: five products where two sweeps do seven.
+
+#include "attention_arguments.h"
+#include "attention_backward.h"
+#include "attention_sm90.h"
+
+namespace ds_sparse::attention {
+namespace {
+
+// Queries in a step.
+template <int kD>
+constexpr int kQueries = kD == 64 ? 128 : 64;
+
+template <class T, int kD>
+struct Memory {
+  static constexpr int kN = kQueries<kD>, kStages = kD == 64 ? 2 : 3, kSlots = kD == 64 ? 2 : 1;
+  struct Stage {
+    Panels<T, kD, kN> queries, grads;
+  };
+  struct Own {
+    Panels<T, kD, kHopperTile> keys, values;
+  };
+  Own own[kSlots];
+  Stage stages[kStages];
+  Panels<T, kN, kHopperTile> grad_scores[2];  // a line for each key
+  float rows[kStages][4][kN];                  // members of Row
+  Octet groups[kStages][kN / 16];
+  Task tasks[kSlots];
+  Barrier task_there[kSlots], task_free[kSlots], there[kStages], free[kStages];
+};
+
+struct Maps {
+  CUtensorMap key, value, query, grad_output;
+};
+
+template <class T, int kD, bool kPlain>
+__device__ __forceinline__ void copy_all(
+    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kD>& memory, int64_t num_work) {
+  constexpr int kN = kQueries<kD>;
+  const int lane = threadIdx.x % 32;
+  const Lists& lists = sweep.lists;
+  const Boxes<T, kD, kHopperTile> own_boxes(lists.log_block);
+  const Boxes<T, kD, kN> boxes(lists.log_block);
+  Ring<Memory<T, kD>::kStages> ring;
+  Ring<Memory<T, kD>::kSlots> slot;
+  for (int64_t number = blockIdx.x; number < num_work; number += gridDim.x, slot.next()) {
+    const Work work(lists, number, p.heads, p.layout_heads, 1);
+    const int kv_head = work.head / p.heads_of_group;
+    const Other<kN> other{lists.entries + work.first_entry, work.num_entries, lists.log_block, p.scoring.queries, nullptr};
+    Task& task = memory.tasks[slot.stage];
+    auto& own = memory.own[slot.stage];
+    Barrier& task_there = memory.task_there[slot.stage];
+    memory.task_free[slot.stage].wait(slot.parity ^ 1);
+    task.set(work, other.steps(), lists, p.scoring.keys);
+    // Keys that are all masked have nothing to do.
+    const uint8_t* states = p.scoring.key_states_of(work.batch);
+    bool any = states == nullptr;
+    for (int line = lane; line < kHopperTile && !any; line += 32) {
+      any = task.tokens[line] >= 0 && states[task.tokens[line] / 8] != kAllMasked;
+    }
+    const int steps = __any_sync(0xffffffffu, any) ? other.steps() : 0;
+    if (lane == 0) {
+      task.steps = steps;
+      task_there.arrive_and_expect(steps > 0 ? sizeof(own) : 0);
+    }
+    if (steps == 0) {
+      continue;
+    }
+    if (own_boxes.any) {
+      // Where there are no keys, the copy engine brings zeros.
+      const int token = task.tokens[own_boxes.line] < 0 ? p.scoring.keys : task.tokens[own_boxes.line];
+      own_boxes.copy(own.keys, &maps.key, &task_there, token, kv_head, work.batch);
+      own_boxes.copy(own.values, &maps.value, &task_there, token, kv_head, work.batch);
+    }
+    Gathered<kN> next(other, boxes, 0);
+    for (int step = 0; step < steps; ++step, ring.next()) {
+      auto& stage = memory.stages[ring.stage];
+      Barrier& there = memory.there[ring.stage];
+      const Gathered<kN> here = next;
+      if (step + 1 < steps) {
+        next = Gathered<kN>(other, boxes, step + 1);
+      }
+      memory.free[ring.stage].wait(ring.parity ^ 1);
+      if (lane < kN / 16) {
+        memory.groups[ring.stage][lane] = here.group;
+      }
+      __syncwarp();
+      constexpr int members = kPlain ? 2 : 4;
+      if (lane == 0) {
+        there.arrive_and_expect(sizeof(stage) + members * sizeof(memory.rows[0][0]));
+      }
+      if (boxes.any) {
+        boxes.copy(stage.queries, &maps.query, &there, here.token, work.head, work.batch);
+        boxes.copy(stage.grads, &maps.grad_output, &there, here.token, work.head, work.batch);
+        for (int member = boxes.panel; member < members; member += kD / kPanel) {
+          copy_bytes(
+              memory.rows[ring.stage][member] + boxes.line, p.rows.plane(work.matrix, member) + here.token,
+              int{sizeof(float)} << boxes.log_tokens, &there);
+        }
+      }
+    }
+  }
+}
+
+template <class T, int kD, bool kPlain, bool kWithQueries>
+__device__ __forceinline__ void multiply_all(
+    const Backward<T>& p, const Sweep<T>& sweep, Memory<T, kD>& memory, int64_t num_work) {
+  constexpr int kN = 64, kParts = kQueries<kD> / kN;  // of a step's queries
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, warpgroup = threadIdx.x / 128 - 1;
+  const int line0 = (threadIdx.x / 32 - 4) * 16 + lane / 4;
+  const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
+  const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
+  const bool drops = !kPlain && p.scoring.dropout_seed != nullptr;
+  const float of_dropout = drops ? p.scoring.dropout().factor() : 1.0f;
+  const Lists& lists = sweep.lists;
+  const Lines lines(lists);
+  Ring<Memory<T, kD>::kStages> ring;
+  Ring<Memory<T, kD>::kSlots> slot;
+  int buffer = 0;
+
+  for (int64_t number = blockIdx.x; number < num_work; number += gridDim.x, slot.next()) {
+    memory.task_there[slot.stage].wait(slot.parity);
+    const Task& task = memory.tasks[slot.stage];
+    const auto& own = memory.own[slot.stage];
+    const Work work = task.work;
+    const int steps = task.steps, token0 = task.tokens[line0], token8 = task.tokens[line0 + 8];
+    const int first_token = __shfl_sync(0xffffffffu, token0, 0);
+    // Keys that do not exist must not add to the gradients of queries.
+    const float* key_bias = p.scoring.key_bias_of(work.batch);
+    const auto bias_of = [&](int token) {
+      return token < 0 ? -kInfinity : key_bias != nullptr ? key_bias[token] * bias_factor : 0.0f;
+    };
+    const float bias0 = bias_of(token0), bias8 = bias_of(token8);
+    const bool biased = __any_sync(0xffffffffu, bias0 != 0 || bias8 != 0);
+
+    float grad_key[kD / 2] = {}, grad_value[kD / 2] = {};
+    float probs[kN / 2], grads[kN / 2];
+    uint32_t left_probs[kN / 16][4], left_grads[kN / 16][4], kept[1] = {};
+    int last = -1;  // the stage whose products are still under way
+
+    const auto are_added = [&]() {
+      sums_are_there(grad_key);
+      sums_are_there(grad_value);
+      if (last >= 0) {
+        arrive_once(memory.free[last]);
+        last = -1;
+      }
+    };
+
+    for (int step = 0; step < steps; ++step, ring.next()) {
+      memory.there[ring.stage].wait(ring.parity);
+      const auto& stage = memory.stages[ring.stage];
+      auto& grad_scores = memory.grad_scores[buffer];
+      buffer ^= 1;
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const Octet* groups = memory.groups[ring.stage] + 4 * part;
+        const LiveGroups live(groups, kN / 16, lines, [&](int token) {
+          return token + 16 <= p.scoring.queries && !(p.scoring.causal && token < first_token + 15);
+        });
+        const auto of_rows = [&](int member, int n) {
+          return *reinterpret_cast<const float2*>(memory.rows[ring.stage][member] + 64 * part + 8 * n + lane % 4 * 2);
+        };
+        if (live.warpgroup == 0) {
+          wait_for_products<0>();
+          are_added();
+          if constexpr (kWithQueries) {
+            const uint32_t zeros[4][4] = {};
+            store_lines_to_panel(grad_scores[part], 64 * warpgroup + 16 * warp, zeros);
+          }
+          continue;
+        }
+        begin_products();
+        multiply_lines<kD, kN>(probs, own.keys, warpgroup, stage.queries, 64 * part);
+        end_products();
+        multiply_lines<kD, kN>(grads, own.values, warpgroup, stage.grads, 64 * part);
+        end_products();
+        wait_for_products<1>();
+        are_added();
+        sums_are_there(probs);
+        finish_scores<T, kN, kPlain, true>(probs, p.scoring, work, groups, token0, token8);
+        if (biased) {
+#pragma unroll
+          for (int i = 0; i < kN / 2; ++i) {
+            probs[i] += i % 4 < 2 ? bias0 : bias8;
+          }
+        }
+        mask_scores<kN>(probs, live, groups, token0, token8, [&](int j, int i, float&) {
+          return i < p.scoring.queries && !(p.scoring.causal && j > i);
+        });
+        if constexpr (!kPlain) {
+          if (drops) {
+            kept_by<kN, true>(kept, p.scoring.dropout(), work.matrix, first_token, groups);
+          }
+        }
+#pragma unroll
+        for (int n = 0; n < kN / 8; ++n) {
+          const float2 origin = of_rows(kPlain ? 0 : 2, n), inverse = kPlain ? make_float2(1, 1) : of_rows(3, n);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            float& prob = probs[4 * n + e];
+            prob = exp2_of(prob * unit - (e % 2 ? origin.y : origin.x));
+            if constexpr (!kPlain) {
+              prob *= e % 2 ? inverse.y : inverse.x;
+            }
+          }
+        }
+        if (drops) {
+          float dropped[kN / 2];
+#pragma unroll
+          for (int i = 0; i < kN / 2; ++i) {
+            dropped[i] = kept[0] >> i & 1 ? probs[i] * of_dropout : 0.0f;
+          }
+          round_sums<T, kN>(left_probs, dropped);
+        } else {
+          round_sums<T, kN>(left_probs, probs);
+        }
+        begin_products();
+        multiply_columns<kD, kN>(grad_value, left_probs, stage.grads, 64 * part);
+        end_products();
+        wait_for_products<1>();
+        sums_are_there(grads);
+#pragma unroll
+        for (int n = 0; n < kN / 8; ++n) {
+          const float2 delta = of_rows(1, n);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            float& grad = grads[4 * n + e];
+            if (drops) {
+              grad = kept[0] >> (4 * n + e) & 1 ? grad * of_dropout : 0.0f;
+            }
+            grad = probs[4 * n + e] * (grad - (e % 2 ? delta.y : delta.x));
+          }
+        }
+        round_sums<T, kN>(left_grads, grads);
+        if constexpr (kWithQueries) {
+          store_lines_to_panel(grad_scores[part], 64 * warpgroup + 16 * warp, left_grads);
+        }
+        begin_products();
+        multiply_columns<kD, kN>(grad_key, left_grads, stage.queries, 64 * part);
+        end_products();
+      }
+      if constexpr (kWithQueries) {
+        // What the keys of both warpgroups give to the queries' gradients: each makes 64 x 64 of it.
+        fence_stores();
+        wait_at<128 * kConsumers>(1);
+        const T* left = grad_scores[kParts == 2 ? warpgroup : 0];
+        const T* right = own.keys[kParts == 2 ? 0 : warpgroup];
+        float sums[32];
+        begin_products();
+#pragma unroll
+        for (int k = 0; k < kHopperTile / 16; ++k) {
+          Products<T>::template from_shared<64, false, true>(
+              sums, descriptor(left + k * 16 * kPanel, 0), descriptor(right + k * 16 * kPanel, 0), k > 0);
+        }
+        end_products();
+        wait_for_products<0>();
+        sums_are_there(sums);
+        const Octet group = memory.groups[ring.stage][warp + (kParts == 2 ? 4 * warpgroup : 0)];
+        if (group.owners != 0) {
+          float* to = p.grad_query_sums.strip(work.matrix, group.token) + (kParts == 2 ? 0 : warpgroup) * 1024 + lane * 4;
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            add_to_memory(to + i * 128, sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
+          }
+        }
+        __syncwarp();
+      } else if constexpr (kD == 128) {
+        wait_for_products<0>();  // registers do not reach to the next step
+      }
+      last = ring.stage;
+    }
+    wait_for_products<0>();
+    are_added();
+    __syncwarp();
+    arrive_once(memory.task_free[slot.stage]);
+    store_sums_of_unit<kD>(
+        grad_key, p.scoring.scale, p, sweep, work, line0, token0, token8, sweep.grad_first, sweep.first_parts,
+        sweep.first_shares);
+    store_sums_of_unit<kD>(
+        grad_value, 1.0f, p, sweep, work, line0, token0, token8, sweep.grad_second, sweep.second_parts,
+        sweep.second_shares);
+  }
+}
+
+template <class T, int kD, bool kPlain, bool kWithQueries>
+__global__ void __launch_bounds__(kHopperThreads, 1) columns_on_hopper_kernel(
+    const __grid_constant__ Backward<T> p, const __grid_constant__ Sweep<T> sweep, const __grid_constant__ Maps maps,
+    int64_t num_work) {
+  extern __shared__ unsigned char shared[];
+  using M = Memory<T, kD>;
+  auto& memory = *reinterpret_cast<M*>(align_panels(shared));
+  if (threadIdx.x == 0) {
+    for (int slot = 0; slot < M::kSlots; ++slot) {
+      memory.task_there[slot].init(1);
+      memory.task_free[slot].init(4 * kConsumers);
+    }
+    for (int stage = 0; stage < M::kStages; ++stage) {
+      memory.there[stage].init(1);
+      memory.free[stage].init(4 * kConsumers);
+    }
+    fence_barriers();
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    give_registers<kFewRegisters>();
+    if (threadIdx.x < 32) {
+      copy_all<T, kD, kPlain>(p, sweep, maps, memory, num_work);
+    }
+  } else {
+    take_registers<kManyRegisters>();
+    multiply_all<T, kD, kPlain, kWithQueries>(p, sweep, memory, num_work);
+  }
+}
+
+// Rounds the sums of a strip of 16 queries and 64 columns, as a warp's lanes hold them, and writes the queries' gradients.
+template <class T>
+__global__ void round_grad_query_kernel(GradQuerySums sums, Matrices<T> grad, int heads, int queries, int width, float scale) {
+  const int64_t strips = sums.padded / 16, number = blockIdx.x;
+  const int64_t matrix = number / strips;
+  const int strip = number % strips;
+  T* to = grad.of(matrix / heads, matrix % heads);
+  for (int place = threadIdx.x; place < 2 * width; place += blockDim.x) {
+    const int line = place % 16, run = place / 16, token = 16 * strip + line;
+    if (token >= queries) {
+      continue;
+    }
+    // Four lanes hold two of the run's eight columns each.
+    const float* from = sums.strip(matrix, 16 * strip) + run * 128 + line % 8 * 16 + line / 8 * 2;
+    uint4 rounded;
+    uint32_t* pair = &rounded.x;
+#pragma unroll
+    for (int lane = 0; lane < 4; ++lane) {
+      pair[lane] = LeftOfSums<T>::pack(from[4 * lane] * scale, from[4 * lane + 1] * scale);
+    }
+    *reinterpret_cast<uint4*>(to + token * grad.token_stride + 8 * run) = rounded;
+  }
+}
+
+}  // namespace
+
+template <class T>
+void columns_on_hopper(
+    const Launcher& launch, const Backward<T>& p, const Sweep<T>& sweep, const Tensor& query, const Tensor& key,
+    const Tensor& value, const Tensor& grad_output, int64_t copies) {
+  with_hopper_kernel(p.scoring, p.width, [&](auto width, auto plain) {
+    constexpr int kD = decltype(width)::value;
+    const int64_t num_work = copies * sweep.lists.num_units * sweep.lists.sub_tiles;
+    const int block = 1 << sweep.lists.log_block, own_box = std::min(block, kHopperTile), box = std::min(block, kQueries<kD>);
+    const Maps maps{
+        tensor_map(key, own_box), tensor_map(value, own_box), tensor_map(query, box), tensor_map(grad_output, box)};
+    const auto run = [&](auto kernel) {
+      launch.with_shared_memory(
+          kernel, std::min(num_work, launch.multiprocessors()), kHopperThreads,
+          sizeof(Memory<T, kD>) + kPanelAlignment, p, sweep, maps, num_work);
+    };
+    if (p.grad_query_sums.data == nullptr) {
+      run(columns_on_hopper_kernel<T, kD, decltype(plain)::value, false>);
+    } else {
+      run(columns_on_hopper_kernel<T, kD, decltype(plain)::value, true>);
+    }
+  });
+}
+
+template <class T>
+void round_grad_query(const Launcher& launch, const Backward<T>& p, const Matrices<T>& grad_query, int64_t batch) {
+  launch(
+      round_grad_query_kernel<T>, batch * p.heads * p.grad_query_sums.padded / 16, p.width <= 64 ? 128 : 256,
+      p.grad_query_sums, grad_query, p.heads, p.scoring.queries, p.width, p.scoring.scale);
+}
+
+#define DS_SPARSE_COLUMNS(T)                                                                                            \
+  template void columns_on_hopper(                                                                                      \
+      const Launcher&, const Backward<T>&, const Sweep<T>&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, \
+      int64_t);                                                                                                         \
+  template void round_grad_query(const Launcher&, const Backward<T>&, const Matrices<T>&, int64_t);
+DS_SPARSE_COLUMNS(__half)
+DS_SPARSE_COLUMNS(__nv_bfloat16)
+#undef DS_SPARSE_COLUMNS
+
+}  // namespace ds_sparse::attention

@@ -1,0 +1,279 @@
+// Fused attention, backward by rows, on Hopper (attention_sm90.h): the gradient of queries alone, in a fixed order. A
+// warpgroup multiplies the next scores, and gradients of probabilities, while it still adds the last to its sums.
+
+#include "attention_arguments.h"
+#include "attention_backward.h"
+#include "attention_sm90.h"
+
+namespace ds_sparse::attention {
+namespace {
+
+constexpr int kN = 64;  // keys in a step
+
+template <class T, int kD>
+struct Memory {
+  static constexpr int kStages = 4, kSlots = kD == 64 ? 2 : 1;
+  struct Stage {
+    Panels<T, kD, kN> keys, values;
+  };
+  struct Own {
+    Panels<T, kD, kHopperTile> queries, grads;
+  };
+  Own own[kSlots];
+  Stage stages[kStages];
+  Octet groups[kStages][kN / 16];
+  Task tasks[kSlots];
+  Barrier task_there[kSlots], task_free[kSlots], there[kStages], free[kStages];
+};
+
+struct Maps {
+  CUtensorMap query, grad_output, key, value;
+};
+
+template <class T, int kD>
+__device__ __forceinline__ void copy_all(
+    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kD>& memory, int64_t num_work) {
+  const int lane = threadIdx.x % 32;
+  const Lists& lists = sweep.lists;
+  const Boxes<T, kD, kHopperTile> own_boxes(lists.log_block);
+  const Boxes<T, kD, kN> boxes(lists.log_block);
+  Ring<Memory<T, kD>::kStages> ring;
+  Ring<Memory<T, kD>::kSlots> slot;
+  for (int64_t number = blockIdx.x; number < num_work; number += gridDim.x, slot.next()) {
+    const Work work(lists, number, p.heads, p.layout_heads, 1);
+    const int kv_head = work.head / p.heads_of_group;
+    const Other<kN> other{lists.entries + work.first_entry, work.num_entries, lists.log_block, p.scoring.keys,
+                          p.scoring.key_states_of(work.batch)};
+    const int steps = other.steps();
+    Task& task = memory.tasks[slot.stage];
+    auto& own = memory.own[slot.stage];
+    Barrier& task_there = memory.task_there[slot.stage];
+    memory.task_free[slot.stage].wait(slot.parity ^ 1);
+    task.set(work, steps, lists, p.scoring.queries);
+    const int token = own_boxes.any && steps > 0 ? task.tokens[own_boxes.line] : -1;
+    const int copies = __popc(__ballot_sync(0xffffffffu, token >= 0));
+    if (lane == 0) {
+      task_there.arrive_and_expect(2 * copies * own_boxes.bytes());
+    }
+    if (token >= 0) {
+      own_boxes.copy(own.queries, &maps.query, &task_there, token, work.head, work.batch);
+      own_boxes.copy(own.grads, &maps.grad_output, &task_there, token, work.head, work.batch);
+    }
+    if (steps == 0) {
+      continue;
+    }
+    Gathered<kN> next(other, boxes, 0);
+    for (int step = 0; step < steps; ++step, ring.next()) {
+      auto& stage = memory.stages[ring.stage];
+      Barrier& there = memory.there[ring.stage];
+      const Gathered<kN> here = next;
+      if (step + 1 < steps) {
+        next = Gathered<kN>(other, boxes, step + 1);
+      }
+      memory.free[ring.stage].wait(ring.parity ^ 1);
+      if (lane < kN / 16) {
+        memory.groups[ring.stage][lane] = here.group;
+      }
+      __syncwarp();
+      if (lane == 0) {
+        there.arrive_and_expect(sizeof(stage));
+      }
+      if (boxes.any) {
+        boxes.copy(stage.keys, &maps.key, &there, here.token, kv_head, work.batch);
+        boxes.copy(stage.values, &maps.value, &there, here.token, kv_head, work.batch);
+      }
+    }
+  }
+}
+
+template <class T, int kD, bool kPlain>
+__device__ __forceinline__ void multiply_all(
+    const Backward<T>& p, const Sweep<T>& sweep, Memory<T, kD>& memory, int64_t num_work) {
+  const int lane = threadIdx.x % 32, warpgroup = threadIdx.x / 128 - 1;
+  const int line0 = (threadIdx.x / 32 - 4) * 16 + lane / 4;
+  const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
+  const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
+  const bool drops = !kPlain && p.scoring.dropout_seed != nullptr;
+  const float of_dropout = drops ? p.scoring.dropout().factor() : 1.0f;
+  const Lists& lists = sweep.lists;
+  const Lines lines(lists);
+  Ring<Memory<T, kD>::kStages> ring;
+  Ring<Memory<T, kD>::kSlots> slot;
+
+  for (int64_t number = blockIdx.x; number < num_work; number += gridDim.x, slot.next()) {
+    memory.task_there[slot.stage].wait(slot.parity);
+    const Task& task = memory.tasks[slot.stage];
+    const auto& own = memory.own[slot.stage];
+    const Work work = task.work;
+    const int steps = task.steps, token0 = task.tokens[line0], token8 = task.tokens[line0 + 8];
+    const uint32_t first_token = __shfl_sync(0xffffffffu, token0, 0);
+    const Row row0 = token0 < 0 ? no_row() : p.rows.at(work.matrix, token0);
+    const Row row8 = token8 < 0 ? no_row() : p.rows.at(work.matrix, token8);
+    const float* key_bias = p.scoring.key_bias_of(work.batch);
+
+    float sums[kD / 2] = {};
+    float probs[kN / 2], grads[kN / 2];
+    uint32_t left[kN / 16][4];
+    LiveGroups live;
+    uint32_t kept[kN / 64] = {};
+
+    const auto look = [&]() {
+      memory.there[ring.stage].wait(ring.parity);
+      live = LiveGroups(memory.groups[ring.stage], kN / 16, lines, [&](int token) {
+        return token + 16 <= p.scoring.keys &&
+               !(p.scoring.causal && static_cast<uint32_t>(token + 15) > first_token);
+      });
+    };
+    const auto multiply_scores = [&]() {
+      multiply_lines<kD, kN>(probs, own.queries, warpgroup, memory.stages[ring.stage].keys);
+      end_products();
+      multiply_lines<kD, kN>(grads, own.grads, warpgroup, memory.stages[ring.stage].values);
+      end_products();
+    };
+    const auto add_grads = [&](int stage) {
+      multiply_columns<kD, kN>(sums, left, memory.stages[stage].keys);
+      end_products();
+    };
+    // Scores become probabilities, and the gradients of those the gradients of scores.
+    const auto exponentiate = [&]() {
+      sums_are_there(probs);
+      const Octet* groups = memory.groups[ring.stage];
+      finish_scores<T, kN, kPlain>(probs, p.scoring, work, groups, token0, token8);
+      mask_scores<kN>(probs, live, groups, token0, token8, [&](int i, int j, float& score) {
+        if (j >= p.scoring.keys || (p.scoring.causal && j > i)) {
+          return false;
+        }
+        if (key_bias != nullptr) {
+          score += key_bias[j] * bias_factor;
+        }
+        return true;
+      });
+      if constexpr (!kPlain) {
+        if (drops) {
+          kept_by<kN, false>(kept, p.scoring.dropout(), work.matrix, first_token, groups);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kN / 2; ++i) {
+        const Row& row = i % 4 < 2 ? row0 : row8;
+        probs[i] = kPlain ? exp2_of(probs[i] * unit - row.lse) : exp2_of(probs[i] * unit - row.origin) * row.inverse;
+      }
+    };
+    const auto differentiate = [&]() {
+      sums_are_there(grads);
+#pragma unroll
+      for (int i = 0; i < kN / 2; ++i) {
+        if (drops) {
+          grads[i] = kept[i / 32] >> i % 32 & 1 ? grads[i] * of_dropout : 0.0f;
+        }
+        grads[i] = probs[i] * (grads[i] - (i % 4 < 2 ? row0 : row8).delta);
+      }
+    };
+    const auto added = [&](int stage) {
+      wait_for_products<0>();
+      sums_are_there(sums);
+      arrive_once(memory.free[stage]);
+    };
+
+    // Runs of steps that the warpgroup has a part in, as in the forward pass.
+    for (int step = 0; step < steps;) {
+      look();
+      if (live.warpgroup == 0) {
+        __syncwarp();
+        arrive_once(memory.free[ring.stage]);
+        ring.next();
+        ++step;
+        continue;
+      }
+      begin_products();
+      multiply_scores();
+      wait_for_products<0>();
+      exponentiate();
+      differentiate();
+      round_sums<T, kN>(left, grads);
+      int last = ring.stage;
+      ring.next();
+      for (++step; step < steps; ++step, ring.next()) {
+        look();
+        if (live.warpgroup == 0) {
+          break;
+        }
+        begin_products();
+        multiply_scores();
+        add_grads(last);
+        wait_for_products<2>();
+        exponentiate();
+        wait_for_products<1>();
+        differentiate();
+        added(last);
+        round_sums<T, kN>(left, grads);
+        last = ring.stage;
+      }
+      begin_products();
+      add_grads(last);
+      added(last);
+    }
+    __syncwarp();
+    arrive_once(memory.task_free[slot.stage]);
+    store_sums_of_unit<kD>(
+        sums, p.scoring.scale, p, sweep, work, line0, token0, token8, sweep.grad_first, sweep.first_parts,
+        sweep.first_shares);
+  }
+}
+
+template <class T, int kD, bool kPlain>
+__global__ void __launch_bounds__(kHopperThreads, 1) rows_on_hopper_kernel(
+    const __grid_constant__ Backward<T> p, const __grid_constant__ Sweep<T> sweep, const __grid_constant__ Maps maps,
+    int64_t num_work) {
+  extern __shared__ unsigned char shared[];
+  using M = Memory<T, kD>;
+  auto& memory = *reinterpret_cast<M*>(align_panels(shared));
+  if (threadIdx.x == 0) {
+    for (int slot = 0; slot < M::kSlots; ++slot) {
+      memory.task_there[slot].init(1);
+      memory.task_free[slot].init(4 * kConsumers);
+    }
+    for (int stage = 0; stage < M::kStages; ++stage) {
+      memory.there[stage].init(1);
+      memory.free[stage].init(4 * kConsumers);
+    }
+    fence_barriers();
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    give_registers<kFewRegisters>();
+    if (threadIdx.x < 32) {
+      copy_all<T, kD>(p, sweep, maps, memory, num_work);
+    }
+  } else {
+    take_registers<kManyRegisters>();
+    multiply_all<T, kD, kPlain>(p, sweep, memory, num_work);
+  }
+}
+
+}  // namespace
+
+template <class T>
+void rows_on_hopper(
+    const Launcher& launch, const Backward<T>& p, const Sweep<T>& sweep, const Tensor& query, const Tensor& key,
+    const Tensor& value, const Tensor& grad_output, int64_t copies) {
+  with_hopper_kernel(p.scoring, p.width, [&](auto width, auto plain) {
+    constexpr int kD = decltype(width)::value;
+    const int64_t num_work = copies * sweep.lists.num_units * sweep.lists.sub_tiles;
+    const int block = 1 << sweep.lists.log_block, own_box = std::min(block, kHopperTile), box = std::min(block, kN);
+    const Maps maps{
+        tensor_map(query, own_box), tensor_map(grad_output, own_box), tensor_map(key, box), tensor_map(value, box)};
+    launch.with_shared_memory(
+        rows_on_hopper_kernel<T, kD, decltype(plain)::value>, std::min(num_work, launch.multiprocessors()),
+        kHopperThreads, sizeof(Memory<T, kD>) + kPanelAlignment, p, sweep, maps, num_work);
+  });
+}
+
+template void rows_on_hopper(
+    const Launcher&, const Backward<__half>&, const Sweep<__half>&, const Tensor&, const Tensor&, const Tensor&,
+    const Tensor&, int64_t);
+template void rows_on_hopper(
+    const Launcher&, const Backward<__nv_bfloat16>&, const Sweep<__nv_bfloat16>&, const Tensor&, const Tensor&,
+    const Tensor&, const Tensor&, int64_t);
+
+}  // namespace ds_sparse::attention
