@@ -38,7 +38,7 @@ struct Maps {
 
 template <class T, int kD, bool kPlain>
 __device__ __forceinline__ void copy_all(
-    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kD>& memory, int64_t num_work) {
+    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kD>& memory, Queue queue) {
   constexpr int kN = kQueries<kD>;
   const int lane = threadIdx.x % 32;
   const Lists& lists = sweep.lists;
@@ -46,7 +46,8 @@ __device__ __forceinline__ void copy_all(
   const Boxes<T, kD, kN> boxes(lists.log_block);
   Ring<Memory<T, kD>::kStages> ring;
   Ring<Memory<T, kD>::kSlots> slot;
-  for (int64_t number = blockIdx.x; number < num_work; number += gridDim.x, slot.next()) {
+  for (int number = blockIdx.x, following; number < queue.count; number = following, slot.next()) {
+    following = queue.take();
     const Work work(lists, number, p.heads, p.layout_heads, 1);
     const int kv_head = work.head / p.heads_of_group;
     const Other<kN> other{lists.entries + work.first_entry, work.num_entries, lists.log_block, p.scoring.queries, nullptr};
@@ -103,14 +104,19 @@ __device__ __forceinline__ void copy_all(
       }
     }
   }
+  memory.task_free[slot.stage].wait(slot.parity ^ 1);
+  if (lane == 0) {
+    memory.tasks[slot.stage].steps = -1;
+    memory.task_there[slot.stage].arrive();
+  }
 }
 
 template <class T, int kD, bool kPlain, bool kWithQueries>
 __device__ __forceinline__ void multiply_all(
-    const Backward<T>& p, const Sweep<T>& sweep, Memory<T, kD>& memory, int64_t num_work) {
+    const Backward<T>& p, const Sweep<T>& sweep, Memory<T, kD>& memory, Queue queue) {
   constexpr int kN = 64, kParts = kQueries<kD> / kN;  // of a step's queries
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, warpgroup = threadIdx.x / 128 - 1;
-  const int line0 = (threadIdx.x / 32 - 4) * 16 + lane / 4;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, warpgroup = threadIdx.x / 128;
+  const int line0 = own_line();
   const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
   const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
   const bool drops = !kPlain && p.scoring.dropout_seed != nullptr;
@@ -121,9 +127,12 @@ __device__ __forceinline__ void multiply_all(
   Ring<Memory<T, kD>::kSlots> slot;
   int buffer = 0;
 
-  for (int64_t number = blockIdx.x; number < num_work; number += gridDim.x, slot.next()) {
+  for (;; slot.next()) {
     memory.task_there[slot.stage].wait(slot.parity);
     const Task& task = memory.tasks[slot.stage];
+    if (task.steps < 0) {
+      break;
+    }
     const auto& own = memory.own[slot.stage];
     const Work work = task.work;
     const int steps = task.steps, token0 = task.tokens[line0], token8 = task.tokens[line0 + 8];
@@ -181,15 +190,15 @@ __device__ __forceinline__ void multiply_all(
         wait_for_products<1>();
         are_added();
         sums_are_there(probs);
-        finish_scores<T, kN, kPlain, true>(probs, p.scoring, work, groups, token0, token8);
+        finish_scores<T, kN, kPlain, true>(probs, p.scoring, task, groups);
         if (biased) {
 #pragma unroll
           for (int i = 0; i < kN / 2; ++i) {
             probs[i] += i % 4 < 2 ? bias0 : bias8;
           }
         }
-        mask_scores<kN>(probs, live, groups, token0, token8, [&](int j, int i, float&) {
-          return i < p.scoring.queries && !(p.scoring.causal && j > i);
+        mask_scores<kN>(probs, live, groups, task, [&](int j, int i) {
+          return (i < p.scoring.queries) & (!p.scoring.causal | (j <= i));
         });
         if constexpr (!kPlain) {
           if (drops) {
@@ -247,14 +256,13 @@ __device__ __forceinline__ void multiply_all(
         // What the keys of both warpgroups give to the queries' gradients: each makes 64 x 64 of it.
         fence_stores();
         wait_at<128 * kConsumers>(1);
-        const T* left = grad_scores[kParts == 2 ? warpgroup : 0];
-        const T* right = own.keys[kParts == 2 ? 0 : warpgroup];
+        const Operand left(grad_scores[kParts == 2 ? warpgroup : 0]), right(own.keys[kParts == 2 ? 0 : warpgroup]);
         float sums[32];
         begin_products();
 #pragma unroll
         for (int k = 0; k < kHopperTile / 16; ++k) {
           Products<T>::template from_shared<64, false, true>(
-              sums, descriptor(left + k * 16 * kPanel, 0), descriptor(right + k * 16 * kPanel, 0), k > 0);
+              sums, left.from(k * 16 * kPanel * sizeof(T)), right.from(k * 16 * kPanel * sizeof(T)), k > 0);
         }
         end_products();
         wait_for_products<0>();
@@ -275,21 +283,21 @@ __device__ __forceinline__ void multiply_all(
     }
     wait_for_products<0>();
     are_added();
+    // Nobody reads the next step's gradients of scores yet.
+    T* space = memory.grad_scores[buffer][0];
+    store_sums_of_unit<kD>(
+        grad_key, p.scoring.scale, p, sweep, task, space, sweep.grad_first, sweep.first_parts, sweep.first_shares);
+    store_sums_of_unit<kD>(
+        grad_value, 1.0f, p, sweep, task, space, sweep.grad_second, sweep.second_parts, sweep.second_shares);
     __syncwarp();
     arrive_once(memory.task_free[slot.stage]);
-    store_sums_of_unit<kD>(
-        grad_key, p.scoring.scale, p, sweep, work, line0, token0, token8, sweep.grad_first, sweep.first_parts,
-        sweep.first_shares);
-    store_sums_of_unit<kD>(
-        grad_value, 1.0f, p, sweep, work, line0, token0, token8, sweep.grad_second, sweep.second_parts,
-        sweep.second_shares);
   }
 }
 
 template <class T, int kD, bool kPlain, bool kWithQueries>
-__global__ void __launch_bounds__(kHopperThreads, 1) columns_on_hopper_kernel(
+__global__ void __launch_bounds__(kHopperThreads<1>, 1) columns_on_hopper_kernel(
     const __grid_constant__ Backward<T> p, const __grid_constant__ Sweep<T> sweep, const __grid_constant__ Maps maps,
-    int64_t num_work) {
+    Queue queue) {
   extern __shared__ unsigned char shared[];
   using M = Memory<T, kD>;
   auto& memory = *reinterpret_cast<M*>(align_panels(shared));
@@ -305,15 +313,9 @@ __global__ void __launch_bounds__(kHopperThreads, 1) columns_on_hopper_kernel(
     fence_barriers();
   }
   __syncthreads();
-  if (threadIdx.x < 128) {
-    give_registers<kFewRegisters>();
-    if (threadIdx.x < 32) {
-      copy_all<T, kD, kPlain>(p, sweep, maps, memory, num_work);
-    }
-  } else {
-    take_registers<kManyRegisters>();
-    multiply_all<T, kD, kPlain, kWithQueries>(p, sweep, memory, num_work);
-  }
+  share_work<1>(
+      [&] { copy_all<T, kD, kPlain>(p, sweep, maps, memory, queue); },
+      [&] { multiply_all<T, kD, kPlain, kWithQueries>(p, sweep, memory, queue); });
 }
 
 // Rounds the sums of a strip of 16 queries and 64 columns, as a warp's lanes hold them, and writes the queries' gradients.
@@ -348,14 +350,16 @@ void columns_on_hopper(
     const Tensor& value, const Tensor& grad_output, int64_t copies) {
   with_hopper_kernel(p.scoring, p.width, [&](auto width, auto plain) {
     constexpr int kD = decltype(width)::value;
-    const int64_t num_work = copies * sweep.lists.num_units * sweep.lists.sub_tiles;
+    const int64_t count = copies * sweep.lists.num_units * sweep.lists.sub_tiles;
     const int block = 1 << sweep.lists.log_block, own_box = std::min(block, kHopperTile), box = std::min(block, kQueries<kD>);
     const Maps maps{
         tensor_map(key, own_box), tensor_map(value, own_box), tensor_map(query, box), tensor_map(grad_output, box)};
     const auto run = [&](auto kernel) {
-      launch.with_shared_memory(
-          kernel, std::min(num_work, launch.multiprocessors()), kHopperThreads,
-          sizeof(Memory<T, kD>) + kPanelAlignment, p, sweep, maps, num_work);
+      with_queue(query, count, [&](const Queue& queue) {
+        launch.with_shared_memory(
+            kernel, std::min(count, launch.multiprocessors()), kHopperThreads<1>, sizeof(Memory<T, kD>) + kPanelAlignment, p,
+            sweep, maps, queue);
+      });
     };
     if (p.grad_query_sums.data == nullptr) {
       run(columns_on_hopper_kernel<T, kD, decltype(plain)::value, false>);

@@ -32,14 +32,15 @@ struct Maps {
 
 template <class T, int kD>
 __device__ __forceinline__ void copy_all(
-    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kD>& memory, int64_t num_work) {
+    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kD>& memory, Queue queue) {
   const int lane = threadIdx.x % 32;
   const Lists& lists = sweep.lists;
   const Boxes<T, kD, kHopperTile> own_boxes(lists.log_block);
   const Boxes<T, kD, kN> boxes(lists.log_block);
   Ring<Memory<T, kD>::kStages> ring;
   Ring<Memory<T, kD>::kSlots> slot;
-  for (int64_t number = blockIdx.x; number < num_work; number += gridDim.x, slot.next()) {
+  for (int number = blockIdx.x, following; number < queue.count; number = following, slot.next()) {
+    following = queue.take();
     const Work work(lists, number, p.heads, p.layout_heads, 1);
     const int kv_head = work.head / p.heads_of_group;
     const Other<kN> other{lists.entries + work.first_entry, work.num_entries, lists.log_block, p.scoring.keys,
@@ -84,13 +85,18 @@ __device__ __forceinline__ void copy_all(
       }
     }
   }
+  memory.task_free[slot.stage].wait(slot.parity ^ 1);
+  if (lane == 0) {
+    memory.tasks[slot.stage].steps = -1;
+    memory.task_there[slot.stage].arrive();
+  }
 }
 
 template <class T, int kD, bool kPlain>
 __device__ __forceinline__ void multiply_all(
-    const Backward<T>& p, const Sweep<T>& sweep, Memory<T, kD>& memory, int64_t num_work) {
-  const int lane = threadIdx.x % 32, warpgroup = threadIdx.x / 128 - 1;
-  const int line0 = (threadIdx.x / 32 - 4) * 16 + lane / 4;
+    const Backward<T>& p, const Sweep<T>& sweep, Memory<T, kD>& memory, Queue queue) {
+  const int lane = threadIdx.x % 32, warpgroup = threadIdx.x / 128;
+  const int line0 = own_line();
   const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
   const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
   const bool drops = !kPlain && p.scoring.dropout_seed != nullptr;
@@ -100,16 +106,18 @@ __device__ __forceinline__ void multiply_all(
   Ring<Memory<T, kD>::kStages> ring;
   Ring<Memory<T, kD>::kSlots> slot;
 
-  for (int64_t number = blockIdx.x; number < num_work; number += gridDim.x, slot.next()) {
+  for (;; slot.next()) {
     memory.task_there[slot.stage].wait(slot.parity);
     const Task& task = memory.tasks[slot.stage];
+    if (task.steps < 0) {
+      break;
+    }
     const auto& own = memory.own[slot.stage];
     const Work work = task.work;
     const int steps = task.steps, token0 = task.tokens[line0], token8 = task.tokens[line0 + 8];
-    const uint32_t first_token = __shfl_sync(0xffffffffu, token0, 0);
+    const uint32_t first_token = task.tokens[threadIdx.x / 32 * 16];
     const Row row0 = token0 < 0 ? no_row() : p.rows.at(work.matrix, token0);
     const Row row8 = token8 < 0 ? no_row() : p.rows.at(work.matrix, token8);
-    const float* key_bias = p.scoring.key_bias_of(work.batch);
 
     float sums[kD / 2] = {};
     float probs[kN / 2], grads[kN / 2];
@@ -138,15 +146,10 @@ __device__ __forceinline__ void multiply_all(
     const auto exponentiate = [&]() {
       sums_are_there(probs);
       const Octet* groups = memory.groups[ring.stage];
-      finish_scores<T, kN, kPlain>(probs, p.scoring, work, groups, token0, token8);
-      mask_scores<kN>(probs, live, groups, token0, token8, [&](int i, int j, float& score) {
-        if (j >= p.scoring.keys || (p.scoring.causal && j > i)) {
-          return false;
-        }
-        if (key_bias != nullptr) {
-          score += key_bias[j] * bias_factor;
-        }
-        return true;
+      finish_scores<T, kN, kPlain>(probs, p.scoring, task, groups);
+      add_key_bias<kN>(probs, live, groups, p.scoring, work.batch, bias_factor);
+      mask_scores<kN>(probs, live, groups, task, [&](int i, int j) {
+        return (j < p.scoring.keys) & (!p.scoring.causal | (j <= i));
       });
       if constexpr (!kPlain) {
         if (drops) {
@@ -213,18 +216,20 @@ __device__ __forceinline__ void multiply_all(
       add_grads(last);
       added(last);
     }
+    wait_at<128>(1 + warpgroup);  // until the warpgroup is done with its queries, whose space serves now
+    store_sums_of_unit<kD>(
+        sums, p.scoring.scale, p, sweep, task, memory.own[slot.stage].queries[0], sweep.grad_first, sweep.first_parts,
+        sweep.first_shares);
+    fence_stores();
     __syncwarp();
     arrive_once(memory.task_free[slot.stage]);
-    store_sums_of_unit<kD>(
-        sums, p.scoring.scale, p, sweep, work, line0, token0, token8, sweep.grad_first, sweep.first_parts,
-        sweep.first_shares);
   }
 }
 
 template <class T, int kD, bool kPlain>
-__global__ void __launch_bounds__(kHopperThreads, 1) rows_on_hopper_kernel(
+__global__ void __launch_bounds__(kHopperThreads<1>, 1) rows_on_hopper_kernel(
     const __grid_constant__ Backward<T> p, const __grid_constant__ Sweep<T> sweep, const __grid_constant__ Maps maps,
-    int64_t num_work) {
+    Queue queue) {
   extern __shared__ unsigned char shared[];
   using M = Memory<T, kD>;
   auto& memory = *reinterpret_cast<M*>(align_panels(shared));
@@ -240,15 +245,9 @@ __global__ void __launch_bounds__(kHopperThreads, 1) rows_on_hopper_kernel(
     fence_barriers();
   }
   __syncthreads();
-  if (threadIdx.x < 128) {
-    give_registers<kFewRegisters>();
-    if (threadIdx.x < 32) {
-      copy_all<T, kD>(p, sweep, maps, memory, num_work);
-    }
-  } else {
-    take_registers<kManyRegisters>();
-    multiply_all<T, kD, kPlain>(p, sweep, memory, num_work);
-  }
+  share_work<1>(
+      [&] { copy_all<T, kD>(p, sweep, maps, memory, queue); },
+      [&] { multiply_all<T, kD, kPlain>(p, sweep, memory, queue); });
 }
 
 }  // namespace
@@ -259,13 +258,15 @@ void rows_on_hopper(
     const Tensor& value, const Tensor& grad_output, int64_t copies) {
   with_hopper_kernel(p.scoring, p.width, [&](auto width, auto plain) {
     constexpr int kD = decltype(width)::value;
-    const int64_t num_work = copies * sweep.lists.num_units * sweep.lists.sub_tiles;
+    const int64_t count = copies * sweep.lists.num_units * sweep.lists.sub_tiles;
     const int block = 1 << sweep.lists.log_block, own_box = std::min(block, kHopperTile), box = std::min(block, kN);
     const Maps maps{
         tensor_map(query, own_box), tensor_map(grad_output, own_box), tensor_map(key, box), tensor_map(value, box)};
-    launch.with_shared_memory(
-        rows_on_hopper_kernel<T, kD, decltype(plain)::value>, std::min(num_work, launch.multiprocessors()),
-        kHopperThreads, sizeof(Memory<T, kD>) + kPanelAlignment, p, sweep, maps, num_work);
+    with_queue(query, count, [&](const Queue& queue) {
+      launch.with_shared_memory(
+          rows_on_hopper_kernel<T, kD, decltype(plain)::value>, std::min(count, launch.multiprocessors()), kHopperThreads<1>,
+          sizeof(Memory<T, kD>) + kPanelAlignment, p, sweep, maps, queue);
+    });
   });
 }
 

@@ -9,9 +9,10 @@
 namespace ds_sparse::attention {
 namespace {
 
-template <class T, int kD, int kN>
+// kBlocks: thread blocks on a multiprocessor.
+template <class T, int kD, int kN, int kBlocks>
 struct Memory {
-  static constexpr int kStages = 256 * 128 / (kD * kN) + (kD == 64), kSlots = 2;
+  static constexpr int kStages = kBlocks == 2 ? 4 : 256 * 128 / (kD * kN), kSlots = 2;
   struct Stage {
     Panels<T, kD, kN> keys, values;
   };
@@ -23,16 +24,17 @@ struct Memory {
   Barrier keys_there[kStages], keys_free[kStages], values_there[kStages], values_free[kStages];
 };
 
-template <class T, int kD, int kN>
+template <class T, int kD, int kN, int kBlocks>
 __device__ __forceinline__ void copy_all(
-    const Forward<T>& p, Memory<T, kD, kN>& memory, const CUtensorMap* query_map, const CUtensorMap* key_map,
-    const CUtensorMap* value_map, int64_t num_work) {
+    const Forward<T>& p, Memory<T, kD, kN, kBlocks>& memory, const CUtensorMap* query_map, const CUtensorMap* key_map,
+    const CUtensorMap* value_map, Queue queue) {
   const int lane = threadIdx.x % 32;
   const Boxes<T, kD, kHopperTile> own_boxes(p.lists.log_block);
   const Boxes<T, kD, kN> boxes(p.lists.log_block);
-  Ring<Memory<T, kD, kN>::kStages> ring;
-  Ring<Memory<T, kD, kN>::kSlots> slot;
-  for (int64_t number = blockIdx.x; number < num_work; number += gridDim.x, slot.next()) {
+  Ring<Memory<T, kD, kN, kBlocks>::kStages> ring;
+  Ring<Memory<T, kD, kN, kBlocks>::kSlots> slot;
+  for (int number = blockIdx.x, following; number < queue.count; number = following, slot.next()) {
+    following = queue.take();
     const Work work(p.lists, number, p.heads, p.layout_heads, 1);
     const int kv_head = work.head / p.heads_of_group;
     const Other<kN> other{p.lists.entries + work.first_entry, work.num_entries, p.lists.log_block, p.scoring.keys,
@@ -81,57 +83,146 @@ __device__ __forceinline__ void copy_all(
       }
     }
   }
+  memory.task_free[slot.stage].wait(slot.parity ^ 1);
+  if (lane == 0) {
+    memory.tasks[slot.stage].steps = -1;
+    memory.task_there[slot.stage].arrive();
+  }
 }
 
-template <class T, int kD, int kN, bool kPlain>
-__device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, kN>& memory, int64_t num_work) {
-  const int lane = threadIdx.x % 32, warpgroup = threadIdx.x / 128 - 1;
-  const int line0 = (threadIdx.x / 32 - 4) * 16 + lane / 4;
+template <class T, int kD, int kN, int kBlocks, bool kPlain>
+__device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, kN, kBlocks>& memory, Queue queue) {
+  const int lane = threadIdx.x % 32, warpgroup = threadIdx.x / 128;
+  const int strip = threadIdx.x / 32 * 16, line0 = own_line();
   const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
   // Exponents may be this much above 0: a factor of 256 for probabilities and their sums.
   const float tolerance = 8 / unit;
   const bool drops = !kPlain && p.scoring.dropout_seed != nullptr;
+  const float of_dropout = drops ? p.scoring.dropout().factor() : 1.0f;
   const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
   const Lines lines(p.lists);
-  const Turns turns(warpgroup);
-  Ring<Memory<T, kD, kN>::kStages> ring;
-  Ring<Memory<T, kD, kN>::kSlots> slot;
+  const Turns<kBlocks == 1> turns(warpgroup);
+  using StageRing = Ring<Memory<T, kD, kN, kBlocks>::kStages>;
+  StageRing ring;
+  Ring<Memory<T, kD, kN, kBlocks>::kSlots> slot;
 
-  for (int64_t number = blockIdx.x; number < num_work; number += gridDim.x, slot.next()) {
+  // What the unit in `slot_of_sums` has summed; where `owes`, the product of `probs` with the values of stage `last` is
+  // still to be added. It is added together with the next step's scores, be they the next unit's.
+  float output[kD / 2];
+  float scores[kN / 2];
+  uint32_t probs[kN / 16][4];
+  float max0 = -kInfinity, max8 = -kInfinity, sum0 = 0, sum8 = 0;
+  bool owes = false;
+  StageRing last;
+  int slot_of_sums = -1;
+
+  const auto multiply_values = [&]() {
+    memory.values_there[last.stage].wait(last.parity);
+    begin_products();
+    multiply_columns<kD, kN>(output, probs, memory.stages[last.stage].values);
+    end_products();
+  };
+  const auto are_added = [&]() {
+    sums_are_there(output);
+    arrive_once(memory.values_free[last.stage]);
+    owes = false;
+  };
+  // Writes the results of a unit, and frees its slot.
+  const auto finish = [&]() {
+    const Task& task = memory.tasks[slot_of_sums];
+    const Work& work = task.work;
+    sum0 = sum_of_four(sum0);
+    sum8 = sum_of_four(sum8);
+    const float factor0 = sum0 > 0 ? of_dropout / sum0 : 0.0f, factor8 = sum8 > 0 ? of_dropout / sum8 : 0.0f;
+    const float to_origin = kPlain ? p.scoring.scale : 1.0f;
+    const RowSum row0(max0 * to_origin, sum0), row8(max8 * to_origin, sum8);
+    if (work.part >= 0) {
+      const int64_t place = p.part_outputs.line(p.lists, work.copy, work.part, work.sub_tile) + line0;
+      store_sums<kD>(output, factor0, factor8, p.width, [&](int half) {
+        return p.part_outputs.data + (place + 8 * half) * p.width;
+      });
+      if (lane % 4 == 0) {
+        p.part_rows[place] = row0;
+        p.part_rows[place + 8] = row8;
+      }
+    } else {
+      wait_at<128>(3 + warpgroup);  // until the warpgroup is done with its queries, whose space serves now
+      T* to = p.output.of(work.batch, work.head);
+      store_strip<kD>(output, factor0, factor8, memory.queries[slot_of_sums][0], strip, p.width, [&](int line) -> T* {
+        const int token = task.tokens[strip + line];
+        return token < 0 ? nullptr : to + token * p.output.token_stride;
+      });
+      fence_stores();
+      if (lane % 4 == 0) {
+        const int64_t first = work.matrix * p.scoring.queries;
+        const int token0 = task.tokens[line0], token8 = task.tokens[line0 + 8];
+        if (token0 >= 0) {
+          p.rows[first + token0] = row0;
+          p.lse[first + token0] = row0.lse();
+        }
+        if (token8 >= 0) {
+          p.rows[first + token8] = row8;
+          p.lse[first + token8] = row8.lse();
+        }
+      }
+    }
+    __syncwarp();
+    arrive_once(memory.task_free[slot_of_sums]);
+  };
+  const auto begin = [&](int of_slot) {
+    if (slot_of_sums >= 0) {
+      finish();
+    }
+    slot_of_sums = of_slot;
+    max0 = max8 = -kInfinity;
+    sum0 = sum8 = 0;
+#pragma unroll
+    for (float& sum : output) {
+      sum = 0;
+    }
+  };
+  const auto decay = [&](float decay0, float decay8) {
+#pragma unroll
+    for (int i = 0; i < kD / 2; i += 4) {
+      output[i] *= decay0;
+      output[i + 1] *= decay0;
+      output[i + 2] *= decay8;
+      output[i + 3] *= decay8;
+    }
+  };
+  const auto settle = [&]() {
+    if (owes) {
+      multiply_values();
+      wait_for_products<0>();
+      are_added();
+    }
+  };
+
+  for (;; slot.next()) {
     memory.task_there[slot.stage].wait(slot.parity);
     const Task& task = memory.tasks[slot.stage];
+    if (task.steps < 0) {
+      break;
+    }
     const auto& queries = memory.queries[slot.stage];
-    const Work work = task.work;
-    const int steps = task.steps, token0 = task.tokens[line0], token8 = task.tokens[line0 + 8];
-    const uint32_t first_token = __shfl_sync(0xffffffffu, token0, 0);
-    const float* key_bias = p.scoring.key_bias_of(work.batch);
-
-    float output[kD / 2] = {};
-    float scores[kN / 2];
-    uint32_t probs[kN / 16][4];
-    float max0 = -kInfinity, max8 = -kInfinity, sum0 = 0, sum8 = 0;
+    const Work& work = task.work;
+    const int steps = task.steps;
+    const uint32_t first_token = task.tokens[strip];
+    bool begins = true;
+    if constexpr (kBlocks == 2) {
+      begin(slot.stage);
+      begins = false;
+    }
     LiveGroups live;
 
-    const auto look = [&]() {
-      memory.keys_there[ring.stage].wait(ring.parity);
-      live = LiveGroups(memory.groups[ring.stage], kN / 16, lines, [&](int token) {
-        return token + 16 <= p.scoring.keys &&
-               !(p.scoring.causal && static_cast<uint32_t>(token + 15) > first_token);
-      });
-    };
     // Masks; leaves probabilities in scores. Returns whether what was summed before has to decay, and by what: where a
     // row's maximum has grown too much to serve as the origin of its exponents any longer.
     const auto softmax = [&](float& decay0, float& decay8) -> bool {
       const Octet* groups = memory.groups[ring.stage];
-      finish_scores<T, kN, kPlain>(scores, p.scoring, work, groups, token0, token8);
-      mask_scores<kN>(scores, live, groups, token0, token8, [&](int i, int j, float& score) {
-        if (j >= p.scoring.keys || (p.scoring.causal && j > i)) {
-          return false;
-        }
-        if (key_bias != nullptr) {
-          score += key_bias[j] * bias_factor;
-        }
-        return true;
+      finish_scores<T, kN, kPlain>(scores, p.scoring, task, groups);
+      add_key_bias<kN>(scores, live, groups, p.scoring, work.batch, bias_factor);
+      mask_scores<kN>(scores, live, groups, task, [&](int i, int j) {
+        return (j < p.scoring.keys) & (!p.scoring.causal | (j <= i));
       });
       uint32_t kept[kN / 64] = {};
       if constexpr (!kPlain) {
@@ -178,123 +269,104 @@ __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, 
       }
       return grows;
     };
-    const auto decay = [&](float decay0, float decay8) {
-#pragma unroll
-      for (int i = 0; i < kD / 2; i += 4) {
-        output[i] *= decay0;
-        output[i + 1] *= decay0;
-        output[i + 2] *= decay8;
-        output[i + 3] *= decay8;
-      }
+
+    const auto multiply_scores = [&]() {
+      begin_products();
+      multiply_lines<kD, kN>(scores, queries, warpgroup, memory.stages[ring.stage].keys);
+      end_products();
     };
 
-    // Runs of steps that the warpgroup has a part in. Between them nothing is left undone: values that wait for their
-    // product would keep the ring from turning.
-    for (int step = 0; step < steps;) {
-      look();
+    for (int step = 0; step < steps; ++step, ring.next()) {
+      memory.keys_there[ring.stage].wait(ring.parity);
+      live = LiveGroups(memory.groups[ring.stage], kN / 16, lines, [&](int token) {
+        return token + 16 <= p.scoring.keys &&
+               !(p.scoring.causal && static_cast<uint32_t>(token + 15) > first_token);
+      });
+      turns.wait();
       if (live.warpgroup == 0) {
+        // Values that wait for their product would keep the ring from turning.
+        turns.pass_on();
+        settle();
         memory.values_there[ring.stage].wait(ring.parity);
         __syncwarp();
         arrive_once(memory.keys_free[ring.stage]);
         arrive_once(memory.values_free[ring.stage]);
-        turns.wait();
-        turns.pass_on();
-        ring.next();
-        ++step;
         continue;
       }
       float decay0 = 1, decay8 = 1;
-      turns.wait();
-      begin_products();
-      multiply_lines<kD, kN>(scores, queries, warpgroup, memory.stages[ring.stage].keys);
-      end_products();
-      turns.pass_on();
-      wait_for_products<0>();
-      sums_are_there(scores);
-      if (softmax(decay0, decay8)) {
-        decay(decay0, decay8);
-      }
-      round_sums<T, kN>(probs, scores);
-      auto last = ring;
-      ring.next();
-      for (++step; step < steps; ++step, ring.next()) {
-        look();
-        if (live.warpgroup == 0) {
-          break;
-        }
-        turns.wait();
-        begin_products();
-        multiply_lines<kD, kN>(scores, queries, warpgroup, memory.stages[ring.stage].keys);
-        end_products();
-        memory.values_there[last.stage].wait(last.parity);
-        multiply_columns<kD, kN>(output, probs, memory.stages[last.stage].values);
-        end_products();
-        turns.pass_on();
-        wait_for_products<1>();
-        sums_are_there(scores);
-        const bool grows = softmax(decay0, decay8);
+      if constexpr (kBlocks == 2) {
+        multiply_scores();
         wait_for_products<0>();
-        sums_are_there(output);
-        arrive_once(memory.values_free[last.stage]);
-        if (grows) {
+        sums_are_there(scores);
+        if (softmax(decay0, decay8)) {
           decay(decay0, decay8);
         }
         round_sums<T, kN>(probs, scores);
         last = ring;
+        multiply_values();
+        wait_for_products<0>();
+        are_added();
+        continue;
       }
-      memory.values_there[last.stage].wait(last.parity);
-      begin_products();
-      multiply_columns<kD, kN>(output, probs, memory.stages[last.stage].values);
-      end_products();
-      wait_for_products<0>();
-      sums_are_there(output);
-      arrive_once(memory.values_free[last.stage]);
+      if (owes && !begins) {
+        multiply_scores();
+        multiply_values();
+        turns.pass_on();
+        wait_for_products<1>();
+        sums_are_there(scores);
+        const bool grows = softmax(decay0, decay8);
+        not_before(sum0 + sum8);
+        wait_for_products<0>();
+        are_added();
+        if (grows) {
+          decay(decay0, decay8);
+        }
+      } else {
+        if (owes) {
+          multiply_scores();
+          multiply_values();
+          turns.pass_on();
+          wait_for_products<0>();
+          sums_are_there(scores);
+          are_added();
+        } else {
+          multiply_scores();
+          turns.pass_on();
+          wait_for_products<0>();
+          sums_are_there(scores);
+        }
+        if (begins) {
+          begin(slot.stage);
+          begins = false;
+        }
+        if (softmax(decay0, decay8)) {
+          decay(decay0, decay8);
+        }
+      }
+      round_sums<T, kN>(probs, scores);
+      last = ring;
+      owes = true;
     }
-    __syncwarp();
-    arrive_once(memory.task_free[slot.stage]);
-
-    sum0 = sum_of_four(sum0);
-    sum8 = sum_of_four(sum8);
-    const float of_dropout = drops ? p.scoring.dropout().factor() : 1.0f;
-    const float factor0 = sum0 > 0 ? of_dropout / sum0 : 0.0f, factor8 = sum8 > 0 ? of_dropout / sum8 : 0.0f;
-    const float to_origin = kPlain ? p.scoring.scale : 1.0f;
-    const RowSum row0(max0 * to_origin, sum0), row8(max8 * to_origin, sum8);
-    if (work.part >= 0) {
-      const int64_t place = p.part_outputs.line(p.lists, work.copy, work.part, work.sub_tile) + line0;
-      store_lines<kD, float>(output, factor0, factor8, p.width, [&](int half) {
-        return p.part_outputs.data + (place + 8 * half) * p.width;
-      });
-      if (lane % 4 == 0) {
-        p.part_rows[place] = row0;
-        p.part_rows[place + 8] = row8;
-      }
-      continue;
+    if constexpr (kBlocks == 2) {
+      finish();
+      slot_of_sums = -1;
+    } else if (begins) {
+      settle();
+      begin(slot.stage);
     }
-    T* to = p.output.of(work.batch, work.head);
-    store_lines<kD, T>(output, factor0, factor8, p.width, [&](int half) -> T* {
-      const int token = half ? token8 : token0;
-      return token < 0 ? nullptr : to + token * p.output.token_stride;
-    });
-    if (lane % 4 == 0) {
-      const int64_t first = work.matrix * p.scoring.queries;
-      if (token0 >= 0) {
-        p.rows[first + token0] = row0;
-        p.lse[first + token0] = row0.lse();
-      }
-      if (token8 >= 0) {
-        p.rows[first + token8] = row8;
-        p.lse[first + token8] = row8.lse();
-      }
-    }
+  }
+  settle();
+  if (slot_of_sums >= 0) {
+    finish();
   }
 }
 
-template <class T, int kD, int kN, bool kPlain>
-__global__ void __launch_bounds__(kHopperThreads, 1) forward_on_hopper_kernel(
+template <class T, int kD, int kN, int kBlocks, bool kPlain>
+__global__ void __launch_bounds__(kHopperThreads<kBlocks>, kBlocks) forward_on_hopper_kernel(
     const __grid_constant__ Forward<T> p, const __grid_constant__ CUtensorMap query_map,
-    const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map, int64_t num_work) {
+    const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map, Queue queue) {
   extern __shared__ unsigned char shared[];
-  using M = Memory<T, kD, kN>;
+  using M = Memory<T, kD, kN, kBlocks>;
   auto& memory = *reinterpret_cast<M*>(align_panels(shared));
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < M::kSlots; ++slot) {
@@ -310,15 +382,9 @@ __global__ void __launch_bounds__(kHopperThreads, 1) forward_on_hopper_kernel(
     fence_barriers();
   }
   __syncthreads();
-  if (threadIdx.x < 128) {
-    give_registers<kFewRegisters>();
-    if (threadIdx.x < 32) {
-      copy_all(p, memory, &query_map, &key_map, &value_map, num_work);
-    }
-  } else {
-    take_registers<kManyRegisters>();
-    multiply_all<T, kD, kN, kPlain>(p, memory, num_work);
-  }
+  share_work<kBlocks>(
+      [&] { copy_all(p, memory, &query_map, &key_map, &value_map, queue); },
+      [&] { multiply_all<T, kD, kN, kBlocks, kPlain>(p, memory, queue); });
 }
 
 }  // namespace
@@ -328,15 +394,19 @@ void forward_on_hopper(
     const Launcher& launch, const Forward<T>& p, const Tensor& query, const Tensor& key, const Tensor& value,
     int64_t copies) {
   with_hopper_kernel(p.scoring, p.width, [&](auto width, auto plain) {
-    // Options take registers, which half as many keys at a time leave free.
-    constexpr int kD = decltype(width)::value, kN = decltype(plain)::value ? 128 : 64;
-    const int64_t num_work = copies * p.lists.num_units * p.lists.sub_tiles;
+    constexpr bool kPlain = decltype(plain)::value;
+    // Short lines leave room for a second thread block; half as many keys at a time leave registers for it, or for options.
+    constexpr int kD = decltype(width)::value, kBlocks = kD == 64 && kPlain ? 2 : 1, kN = kD == 128 && kPlain ? 128 : 64;
+    const int64_t count = copies * p.lists.num_units * p.lists.sub_tiles;
     const int block = 1 << p.lists.log_block;
     const CUtensorMap query_map = tensor_map(query, std::min(block, kHopperTile));
     const CUtensorMap key_map = tensor_map(key, std::min(block, kN)), value_map = tensor_map(value, std::min(block, kN));
-    launch.with_shared_memory(
-        forward_on_hopper_kernel<T, kD, kN, decltype(plain)::value>, std::min(num_work, launch.multiprocessors()),
-        kHopperThreads, sizeof(Memory<T, kD, kN>) + kPanelAlignment, p, query_map, key_map, value_map, num_work);
+    with_queue(query, count, [&](const Queue& queue) {
+      launch.with_shared_memory(
+          forward_on_hopper_kernel<T, kD, kN, kBlocks, kPlain>,
+          std::min(count, launch.multiprocessors() * kBlocks), kHopperThreads<kBlocks>,
+          sizeof(Memory<T, kD, kN, kBlocks>) + kPanelAlignment, p, query_map, key_map, value_map, queue);
+    });
   });
 }
 

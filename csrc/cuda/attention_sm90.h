@@ -1,8 +1,8 @@
 // What the passes of fused attention share on Hopper: how tokens are gathered by the copy engine, and which of them a
 // strip and a warpgroup see.
 //
-// A thread block stays on its multiprocessor and takes unit after unit. One warp keeps copies going, through a ring of
-// stages in shared memory; two warpgroups have 64 lines of the unit's tile each, a strip of 16 for each warp.
+// A thread block stays on its multiprocessor and takes unit after unit. Two warpgroups have 64 lines of the unit's tile
+// each, a strip of 16 for each warp; the warp after them keeps copies going, through a ring of stages in shared memory.
 
 #pragma once
 
@@ -15,9 +15,28 @@ namespace ds_sparse::attention {
 using namespace hopper;
 
 constexpr int kConsumers = 2;  // warpgroups with kHopperTile / kConsumers lines each
-constexpr int kHopperThreads = 128 * (1 + kConsumers);
-// Registers of a thread that copies, and of one that multiplies.
-constexpr int kFewRegisters = 24, kManyRegisters = 240;
+// Threads of a thread block, of so many on a multiprocessor. Registers go from one warpgroup to others, but where two
+// thread blocks share them there are none to spare.
+template <int kBlocks>
+constexpr int kHopperThreads = 128 * kConsumers + (kBlocks == 1 ? 128 : 32);
+
+// What the threads do: multiply(), or the one warp copy().
+template <int kBlocks, class C, class M>
+__device__ __forceinline__ void share_work(const C& copy, const M& multiply) {
+  if (threadIdx.x < 128 * kConsumers) {
+    if constexpr (kBlocks == 1) {
+      take_registers<240>();
+    }
+    multiply();
+  } else {
+    if constexpr (kBlocks == 1) {
+      give_registers<24>();
+    }
+    if (threadIdx.x < 128 * kConsumers + 32) {
+      copy();
+    }
+  }
+}
 
 // Lines of kD elements as panels.
 template <class T, int kD, int kTokens>
@@ -82,10 +101,25 @@ struct Gathered {
   }
 };
 
+// Units in their order, to whichever thread block is free.
+struct Queue {
+  int* taken;  // 0 before the kernel
+  int count;
+
+  // The number of a unit, or count or more. By a whole warp.
+  __device__ __forceinline__ int take() const {
+    int number = 0;
+    if (threadIdx.x % 32 == 0) {
+      number = gridDim.x + atomicAdd(taken, 1);
+    }
+    return __shfl_sync(0xffffffffu, number, 0);
+  }
+};
+
 // What a thread block does next: the copying warp looks it up, and finds the tokens, while the others are at work.
 struct Task {
   Work work;
-  int steps;
+  int steps;                // -1: there is nothing left to do
   int tokens[kHopperTile];  // of the tile; -1 where there is none
 
   // By the copying warp.
@@ -102,13 +136,16 @@ struct Task {
   }
 };
 
+// The first of a lane's two lines of the tile; the other is 8 below.
+__device__ __forceinline__ int own_line() { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4; }
+
 // The lines of a tile that a strip has, and those of its warpgroup; bits as in the entries' owners.
 struct Lines {
   int strip;
   uint32_t warpgroup;
 
   __device__ explicit Lines(const Lists& lists) : warpgroup(0) {
-    const int number = threadIdx.x / 32 - 4;
+    const int number = threadIdx.x / 32;
     strip = line_of(lists, 16 * number);
     for (int row = number / 4 * 64; row < number / 4 * 64 + 64; row += 16) {
       warpgroup |= 1u << line_of(lists, row);
@@ -162,41 +199,68 @@ __device__ __forceinline__ void kept_by(
 // From a lane's products to scores, but for the bias of keys. Lines are queries, or with kTransposed keys.
 template <class T, int kN, bool kPlain, bool kTransposed = false>
 __device__ __forceinline__ void finish_scores(
-    float (&scores)[kN / 2], const Scoring& scoring, const Work& work, const Octet* groups, int token0, int token8) {
+    float (&scores)[kN / 2], const Scoring& scoring, const Task& task, const Octet* groups) {
   if constexpr (!kPlain) {
+    const int token0 = task.tokens[own_line()], token8 = task.tokens[own_line() + 8];
     const int length = kTransposed ? scoring.queries : scoring.keys;
     int first[kN / 16];
 #pragma unroll
     for (int g = 0; g < kN / 16; ++g) {
       first[g] = groups[g].token + threadIdx.x % 4 * 2;
     }
-    scoring.template finish<T>(scores, work.batch, work.head, [&](int e) {
+    scoring.template finish<T>(scores, task.work.batch, task.work.head, [&](int e) {
       const int mine = max(e % 4 < 2 ? token0 : token8, 0), its = min(first[e / 8] + e % 8 / 4 * 8 + e % 2, length - 1);
       return kTransposed ? make_int2(its, mine) : make_int2(mine, its);
     });
   }
 }
 
-// Leaves -inf where scores do not count. counts(token of the line, of the other side, score) says so where groups are ragged.
+// Leaves -inf where scores do not count: groups that are not the strip's, and of ragged ones what counts(token of the line,
+// of the other side) denies. Without branches within a group, as all lanes go through it anyway.
 template <int kN, class F>
 __device__ __forceinline__ void mask_scores(
-    float (&scores)[kN / 2], const LiveGroups& live, const Octet* groups, int token0, int token8, const F& counts) {
+    float (&scores)[kN / 2], const LiveGroups& live, const Octet* groups, const Task& task, const F& counts) {
   constexpr uint32_t all = (1u << kN / 16) - 1;
-  if (live.strip == all && live.ragged == 0) {
-    return;
+  if (live.strip != all) {
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i) {
+      scores[i] = live.strip >> i / 8 & 1 ? scores[i] : -kInfinity;
+    }
   }
+  if (live.ragged != 0) {
+    const int token0 = task.tokens[own_line()], token8 = task.tokens[own_line() + 8];
 #pragma unroll
-  for (int g = 0; g < kN / 16; ++g) {
-    const int first = groups[g].token + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      float& score = scores[8 * g + e];
-      bool stays = live.strip >> g & 1;
+    for (int g = 0; g < kN / 16; ++g) {
       if (live.ragged >> g & 1) {
-        stays = stays && counts(e % 4 < 2 ? token0 : token8, first + e / 4 * 8 + e % 2, score);
+        const int first = groups[g].token + threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          float& score = scores[8 * g + e];
+          score = counts(e % 4 < 2 ? token0 : token8, first + e / 4 * 8 + e % 2) ? score : -kInfinity;
+        }
       }
-      if (!stays) {
-        score = -kInfinity;
+    }
+  }
+}
+
+// Adds the bias of keys, which is not 0 in ragged groups only, where these are the other side.
+template <int kN>
+__device__ __forceinline__ void add_key_bias(
+    float (&scores)[kN / 2], const LiveGroups& live, const Octet* groups, const Scoring& scoring, int batch, float factor) {
+  if (scoring.key_bias != nullptr && live.ragged != 0) {
+    const float* key_bias = scoring.key_bias_of(batch);
+#pragma unroll
+    for (int g = 0; g < kN / 16; ++g) {
+      if (live.ragged >> g & 1) {
+        const int first = groups[g].token + threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          if (e % 4 < 2) {
+            const float bias = key_bias[min(first + e / 4 * 8 + e % 2, scoring.keys - 1)] * factor;
+            scores[8 * g + e] += bias;
+            scores[8 * g + e + 2] += bias;
+          }
+        }
       }
     }
   }
@@ -204,6 +268,7 @@ __device__ __forceinline__ void mask_scores(
 
 // The two warpgroups start a step's products in turns, so that one exponentiates while the other multiplies. Each takes
 // as many turns.
+template <bool kTakes>
 struct Turns {
   int warpgroup;
 
@@ -212,8 +277,16 @@ struct Turns {
       pass_on();
     }
   }
-  __device__ __forceinline__ void wait() const { wait_at<2 * 128>(1 + warpgroup); }
-  __device__ __forceinline__ void pass_on() const { arrive_at<2 * 128>(2 - warpgroup); }
+  __device__ __forceinline__ void wait() const {
+    if constexpr (kTakes) {
+      wait_at<2 * 128>(1 + warpgroup);
+    }
+  }
+  __device__ __forceinline__ void pass_on() const {
+    if constexpr (kTakes) {
+      arrive_at<2 * 128>(2 - warpgroup);
+    }
+  }
 };
 
 // Keeps the compiler from using sums before they are there.
@@ -230,10 +303,12 @@ template <int kD, int kN, class T, int kTokens>
 __device__ __forceinline__ void multiply_lines(
     float (&sums)[kN / 2], const Panels<T, kD, kHopperTile>& own, int warpgroup, const T (&other)[kD / kPanel][kTokens],
     int first_line = 0) {
+  const Operand left(own[0] + 64 * warpgroup * kPanel), right(other[0] + first_line * kPanel);
 #pragma unroll
   for (int k = 0; k < kD / 16; ++k) {
-    const uint64_t a = descriptor(own[k / 4] + 64 * warpgroup * kPanel, 0) + k % 4 * 2;
-    const uint64_t b = descriptor(other[k / 4] + first_line * kPanel, 0) + k % 4 * 2;
+    // Panels of 64 columns, and 16 columns within them.
+    const uint64_t a = left.from(k / 4 * sizeof(own[0]) + k % 4 * 32);
+    const uint64_t b = right.from(k / 4 * sizeof(other[0]) + k % 4 * 32);
     Products<T>::template from_shared<kN, true>(sums, a, b, k > 0);
   }
 }
@@ -243,10 +318,10 @@ template <int kD, int kN, class T, int kTokens>
 __device__ __forceinline__ void multiply_columns(
     float (&sums)[kD / 2], const uint32_t (&left)[kN / 16][4], const T (&lines)[kD / kPanel][kTokens],
     int first_line = 0) {
+  const Operand right(lines[0] + first_line * kPanel, sizeof(lines[0]));
 #pragma unroll
   for (int j = 0; j < kN / 16; ++j) {
-    const uint64_t b = descriptor(lines[0] + first_line * kPanel, sizeof(lines[0])) + j * (16 * kPanel * sizeof(T) >> 4);
-    Products<T>::template from_registers<kD, false>(sums, left[j], b);
+    Products<T>::template from_registers<kD, false>(sums, left[j], right.from(j * 16 * kPanel * sizeof(T)));
   }
 }
 
@@ -274,53 +349,91 @@ __device__ __forceinline__ void store_lines_to_panel(T* panel, int line, const u
   }
 }
 
-// Writes a lane's sums of two lines, in T or fp32; row_of(half) is where they go, or null.
+// Rounds a strip's sums (16 x kD) and writes them in runs of 16 bytes, by way of its lines of a panel, which begin at
+// `line`; row_of(line of the strip) is where one goes, or null.
 template <int kD, class T, class F>
-__device__ __forceinline__ void store_lines(
+__device__ __forceinline__ void store_strip(
+    const float (&sums)[kD / 2], float factor0, float factor8, T* panel, int line, int width, const F& row_of) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int column = 0; column < kD; column += kPanel) {
+    uint32_t rounded[4][4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float factor = e % 2 ? factor8 : factor0, *pair = sums + column / 2 + 8 * j + 2 * e;
+        rounded[j][e] = LeftOfSums<T>::pack(pair[0] * factor, pair[1] * factor);
+      }
+    }
+    __syncwarp();
+    store_lines_to_panel(panel, line, rounded);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int of_strip = lane / 8 + 4 * i, own = line + of_strip, run = lane % 8;
+      T* row = row_of(of_strip);
+      if (row != nullptr && column + 8 * run < width) {
+        *reinterpret_cast<uint4*>(row + column + 8 * run) =
+            *reinterpret_cast<const uint4*>(panel + own * kPanel + (run ^ own % 8) * 8);
+      }
+    }
+  }
+}
+
+// Writes a lane's sums of two lines in fp32; row_of(half) is where they go, or null.
+template <int kD, class F>
+__device__ __forceinline__ void store_sums(
     const float (&sums)[kD / 2], float factor0, float factor8, int width, const F& row_of) {
   const int column = threadIdx.x % 4 * 2;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    T* row = row_of(half);
+    float* row = row_of(half);
     const float factor = half ? factor8 : factor0;
     if (row == nullptr) {
       continue;
     }
 #pragma unroll
     for (int n = 0; n < kD / 8; ++n) {
-      const float first = sums[4 * n + 2 * half] * factor, second = sums[4 * n + 2 * half + 1] * factor;
       if (8 * n < width) {
-        if constexpr (sizeof(T) == 4) {
-          *reinterpret_cast<float2*>(row + 8 * n + column) = make_float2(first, second);
-        } else {
-          *reinterpret_cast<uint32_t*>(row + 8 * n + column) = LeftOfSums<T>::pack(first, second);
-        }
+        *reinterpret_cast<float2*>(row + 8 * n + column) =
+            make_float2(sums[4 * n + 2 * half] * factor, sums[4 * n + 2 * half + 1] * factor);
       }
     }
   }
 }
 
-// Writes what a unit of a sweep has summed for its own tokens: to a part, to a head's share, or to the gradient.
+// Writes what a unit of a sweep has summed for its own tokens: to a part, to a head's share, or to the gradient, by way of
+// the strip's lines of a panel.
 template <int kD, class T>
 __device__ __forceinline__ void store_sums_of_unit(
-    const float (&sums)[kD / 2], float factor, const Backward<T>& p, const Sweep<T>& sweep, const Work& work, int line0,
-    int token0, int token8, const Matrices<T>& grad, const Parts& parts, float* shares) {
+    const float (&sums)[kD / 2], float factor, const Backward<T>& p, const Sweep<T>& sweep, const Task& task, T* panel,
+    const Matrices<T>& grad, const Parts& parts, float* shares) {
+  const Work& work = task.work;
+  const int strip = threadIdx.x / 32 * 16, line0 = own_line();
   if (work.part >= 0) {
     const int64_t place = parts.line(sweep.lists, work.copy, work.part, work.sub_tile) + line0;
-    store_lines<kD, float>(
+    store_sums<kD>(
         sums, factor, factor, p.width, [&](int half) { return parts.data + (place + 8 * half) * parts.width; });
   } else if (shares != nullptr) {
-    store_lines<kD, float>(sums, factor, factor, p.width, [&](int half) -> float* {
-      const int token = half ? token8 : token0;
+    store_sums<kD>(sums, factor, factor, p.width, [&](int half) -> float* {
+      const int token = task.tokens[line0 + 8 * half];
       return token < 0 ? nullptr : shares + (work.matrix * p.scoring.keys + token) * p.width;
     });
   } else {
     T* to = grad.of(work.batch, work.head);
-    store_lines<kD, T>(sums, factor, factor, p.width, [&](int half) -> T* {
-      const int token = half ? token8 : token0;
+    store_strip<kD>(sums, factor, factor, panel, strip, p.width, [&](int line) -> T* {
+      const int token = task.tokens[strip + line];
       return token < 0 ? nullptr : to + token * grad.token_stride;
     });
   }
+}
+
+// Calls f with a queue, for as long as that takes, of so many units.
+template <class F>
+void with_queue(const Tensor& on, int64_t count, const F& f) {
+  Tensor taken = torch::stable::new_zeros(on, {1}, ScalarType::Int);
+  f(Queue{taken.mutable_data_ptr<int32_t>(), static_cast<int>(count)});
 }
 
 // Calls f with the head size, padded, and whether scores are plain.

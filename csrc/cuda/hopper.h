@@ -108,12 +108,28 @@ __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kNewer) : "memory");
 }
 
-// A panel of a tile as an operand. `groups_apart`: bytes between groups of 8 lines; `panels_apart`: between panels, where
+// A panel of a tile as an operand, 128-byte swizzle. `groups_apart`: bytes between groups of 8 lines; `panels_apart`: between panels, where
 // an operand's lines run along the product's n.
-__device__ __forceinline__ uint64_t descriptor(const void* panel, uint32_t panels_apart, uint32_t groups_apart = 1024) {
-  constexpr uint64_t swizzle_128_bytes = uint64_t{1} << 62;
-  return swizzle_128_bytes | uint64_t{groups_apart >> 4} << 32 | uint64_t{panels_apart >> 4} << 16 |
-         (shared_address(panel) & 0x3ffff) >> 4;
+struct Operand {
+  uint32_t low, high;
+
+  __device__ __forceinline__ explicit Operand(const void* panel, uint32_t panels_apart = 0, uint32_t groups_apart = 1024)
+      : low((panels_apart >> 4) << 16 | (shared_address(panel) & 0x3ffff) >> 4), high(1u << 30 | groups_apart >> 4) {}
+
+  // Its descriptor from so many bytes on. In the lower word alone: there is no carry.
+  __device__ __forceinline__ uint64_t from(uint32_t bytes) const {
+    uint64_t descriptor;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(low + (bytes >> 4)), "r"(high));
+    return descriptor;
+  }
+};
+
+// Keeps what follows from being scheduled ahead of what x, which is never negative, is made of: the compiler takes the
+// wait for products up before arithmetic that is meant to run beside them.
+__device__ __forceinline__ void not_before(float x) {
+  if (x == -1.0f) {
+    asm volatile("nanosleep.u32 1;");
+  }
 }
 
 // Four 8 x 8 matrices of 16-bit elements, as a product's lanes hold them, to rows that lanes 8 i to 8 i + 7 point at.
