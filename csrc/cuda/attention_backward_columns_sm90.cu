@@ -28,6 +28,7 @@ struct Memory {
   Panels<T, kN, kHopperTile> grad_scores[2];  // a line for each key
   float rows[kStages][4][kN];                  // members of Row
   Octet groups[kStages][kN / 16];
+  LiveGroups live[kStages][Finder::kStrips];
   Task tasks[kSlots];
   Barrier task_there[kSlots], task_free[kSlots], there[kStages], free[kStages];
 };
@@ -44,6 +45,7 @@ __device__ __forceinline__ void copy_all(
   const Lists& lists = sweep.lists;
   const Boxes<T, kD, kHopperTile> own_boxes(lists.log_block);
   const Boxes<T, kD, kN> boxes(lists.log_block);
+  const Finder finder(lists);
   Ring<Memory<T, kD>::kStages> ring;
   Ring<Memory<T, kD>::kSlots> slot;
   for (int number = blockIdx.x, following; number < queue.count; number = following, slot.next()) {
@@ -76,6 +78,7 @@ __device__ __forceinline__ void copy_all(
       own_boxes.copy(own.keys, &maps.key, &task_there, token, kv_head, work.batch);
       own_boxes.copy(own.values, &maps.value, &task_there, token, kv_head, work.batch);
     }
+    const int first_token = task.tokens[lane % Finder::kStrips * 16];  // the strip's
     Gathered<kN> next(other, boxes, 0);
     for (int step = 0; step < steps; ++step, ring.next()) {
       auto& stage = memory.stages[ring.stage];
@@ -84,9 +87,15 @@ __device__ __forceinline__ void copy_all(
       if (step + 1 < steps) {
         next = Gathered<kN>(other, boxes, step + 1);
       }
+      const LiveGroups live = finder.template find<kN / 16>(here.group, [&](int token) {
+        return token + 16 <= p.scoring.queries && !(p.scoring.causal && token < first_token + 15);
+      });
       memory.free[ring.stage].wait(ring.parity ^ 1);
       if (lane < kN / 16) {
         memory.groups[ring.stage][lane] = here.group;
+      }
+      if (lane < Finder::kStrips) {
+        memory.live[ring.stage][lane] = live;
       }
       __syncwarp();
       constexpr int members = kPlain ? 2 : 4;
@@ -115,17 +124,20 @@ template <class T, int kD, bool kPlain, bool kWithQueries>
 __device__ __forceinline__ void multiply_all(
     const Backward<T>& p, const Sweep<T>& sweep, Memory<T, kD>& memory, Queue queue) {
   constexpr int kN = 64, kParts = kQueries<kD> / kN;  // of a step's queries
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, warpgroup = threadIdx.x / 128;
-  const int line0 = own_line();
+  const int thread = this_thread(), lane = thread % 32, warpgroup = thread / 128, strip = thread / 32 * 16;
+  const int line0 = strip + lane / 4;
   const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
   const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
   const bool drops = !kPlain && p.scoring.dropout_seed != nullptr;
   const float of_dropout = drops ? p.scoring.dropout().factor() : 1.0f;
   const Lists& lists = sweep.lists;
-  const Lines lines(lists);
   Ring<Memory<T, kD>::kStages> ring;
   Ring<Memory<T, kD>::kSlots> slot;
   int buffer = 0;
+  const auto& first_stage = memory.stages[0];
+  const Operand queries(first_stage.queries), output_grads(first_stage.grads);
+  const Operand query_columns(first_stage.queries, sizeof(first_stage.queries[0]));
+  const Operand output_grad_columns(first_stage.grads, sizeof(first_stage.grads[0]));
 
   for (;; slot.next()) {
     memory.task_there[slot.stage].wait(slot.parity);
@@ -134,9 +146,10 @@ __device__ __forceinline__ void multiply_all(
       break;
     }
     const auto& own = memory.own[slot.stage];
+    const Operand keys(own.keys[0] + 64 * warpgroup * kPanel), values(own.values[0] + 64 * warpgroup * kPanel);
+    const Operand all_keys(own.keys[kParts == 2 ? 0 : warpgroup]);
     const Work work = task.work;
     const int steps = task.steps, token0 = task.tokens[line0], token8 = task.tokens[line0 + 8];
-    const int first_token = __shfl_sync(0xffffffffu, token0, 0);
     // Keys that do not exist must not add to the gradients of queries.
     const float* key_bias = p.scoring.key_bias_of(work.batch);
     const auto bias_of = [&](int token) {
@@ -154,38 +167,36 @@ __device__ __forceinline__ void multiply_all(
       sums_are_there(grad_key);
       sums_are_there(grad_value);
       if (last >= 0) {
-        arrive_once(memory.free[last]);
+        arrive_once(memory.free[last], lane);
         last = -1;
       }
     };
 
     for (int step = 0; step < steps; ++step, ring.next()) {
       memory.there[ring.stage].wait(ring.parity);
-      const auto& stage = memory.stages[ring.stage];
       auto& grad_scores = memory.grad_scores[buffer];
       buffer ^= 1;
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         const Octet* groups = memory.groups[ring.stage] + 4 * part;
-        const LiveGroups live(groups, kN / 16, lines, [&](int token) {
-          return token + 16 <= p.scoring.queries && !(p.scoring.causal && token < first_token + 15);
-        });
+        const LiveGroups live = memory.live[ring.stage][strip / 16].part(part);
         const auto of_rows = [&](int member, int n) {
           return *reinterpret_cast<const float2*>(memory.rows[ring.stage][member] + 64 * part + 8 * n + lane % 4 * 2);
         };
-        if (live.warpgroup == 0) {
+        if (live.warpgroup() == 0) {
           wait_for_products<0>();
           are_added();
           if constexpr (kWithQueries) {
             const uint32_t zeros[4][4] = {};
-            store_lines_to_panel(grad_scores[part], 64 * warpgroup + 16 * warp, zeros);
+            store_lines_to_panel(grad_scores[part], strip, zeros);
           }
           continue;
         }
         begin_products();
-        multiply_lines<kD, kN>(probs, own.keys, warpgroup, stage.queries, 64 * part);
+        const uint32_t here = ring.stage * sizeof(first_stage) + part * (64 * kPanel * sizeof(T));
+        multiply_lines<T, kD, kN, kQueries<kD>>(probs, keys, queries + here);
         end_products();
-        multiply_lines<kD, kN>(grads, own.values, warpgroup, stage.grads, 64 * part);
+        multiply_lines<T, kD, kN, kQueries<kD>>(grads, values, output_grads + here);
         end_products();
         wait_for_products<1>();
         are_added();
@@ -202,7 +213,7 @@ __device__ __forceinline__ void multiply_all(
         });
         if constexpr (!kPlain) {
           if (drops) {
-            kept_by<kN, true>(kept, p.scoring.dropout(), work.matrix, first_token, groups);
+            kept_by<kN, true>(kept, p.scoring.dropout(), work.matrix, task.tokens[strip], groups);
           }
         }
 #pragma unroll
@@ -228,7 +239,7 @@ __device__ __forceinline__ void multiply_all(
           round_sums<T, kN>(left_probs, probs);
         }
         begin_products();
-        multiply_columns<kD, kN>(grad_value, left_probs, stage.grads, 64 * part);
+        multiply_columns<T, kD, kN>(grad_value, left_probs, output_grad_columns + here);
         end_products();
         wait_for_products<1>();
         sums_are_there(grads);
@@ -246,28 +257,28 @@ __device__ __forceinline__ void multiply_all(
         }
         round_sums<T, kN>(left_grads, grads);
         if constexpr (kWithQueries) {
-          store_lines_to_panel(grad_scores[part], 64 * warpgroup + 16 * warp, left_grads);
+          store_lines_to_panel(grad_scores[part], strip, left_grads);
         }
         begin_products();
-        multiply_columns<kD, kN>(grad_key, left_grads, stage.queries, 64 * part);
+        multiply_columns<T, kD, kN>(grad_key, left_grads, query_columns + here);
         end_products();
       }
       if constexpr (kWithQueries) {
         // What the keys of both warpgroups give to the queries' gradients: each makes 64 x 64 of it.
         fence_stores();
         wait_at<128 * kConsumers>(1);
-        const Operand left(grad_scores[kParts == 2 ? warpgroup : 0]), right(own.keys[kParts == 2 ? 0 : warpgroup]);
+        const Operand left(grad_scores[kParts == 2 ? warpgroup : 0]);
         float sums[32];
         begin_products();
 #pragma unroll
         for (int k = 0; k < kHopperTile / 16; ++k) {
           Products<T>::template from_shared<64, false, true>(
-              sums, left.from(k * 16 * kPanel * sizeof(T)), right.from(k * 16 * kPanel * sizeof(T)), k > 0);
+              sums, left.from(k * 16 * kPanel * sizeof(T)), all_keys.from(k * 16 * kPanel * sizeof(T)), k > 0);
         }
         end_products();
         wait_for_products<0>();
         sums_are_there(sums);
-        const Octet group = memory.groups[ring.stage][warp + (kParts == 2 ? 4 * warpgroup : 0)];
+        const Octet group = memory.groups[ring.stage][kParts == 2 ? strip / 16 : strip / 16 % 4];
         if (group.owners != 0) {
           float* to = p.grad_query_sums.strip(work.matrix, group.token) + (kParts == 2 ? 0 : warpgroup) * 1024 + lane * 4;
 #pragma unroll
@@ -289,8 +300,7 @@ __device__ __forceinline__ void multiply_all(
         grad_key, p.scoring.scale, p, sweep, task, space, sweep.grad_first, sweep.first_parts, sweep.first_shares);
     store_sums_of_unit<kD>(
         grad_value, 1.0f, p, sweep, task, space, sweep.grad_second, sweep.second_parts, sweep.second_shares);
-    __syncwarp();
-    arrive_once(memory.task_free[slot.stage]);
+    arrive_once(memory.task_free[slot.stage], lane);
   }
 }
 

@@ -22,6 +22,7 @@ struct Memory {
   Own own[kSlots];
   Stage stages[kStages];
   Octet groups[kStages][kN / 16];
+  LiveGroups live[kStages][Finder::kStrips];
   Task tasks[kSlots];
   Barrier task_there[kSlots], task_free[kSlots], there[kStages], free[kStages];
 };
@@ -37,6 +38,7 @@ __device__ __forceinline__ void copy_all(
   const Lists& lists = sweep.lists;
   const Boxes<T, kD, kHopperTile> own_boxes(lists.log_block);
   const Boxes<T, kD, kN> boxes(lists.log_block);
+  const Finder finder(lists);
   Ring<Memory<T, kD>::kStages> ring;
   Ring<Memory<T, kD>::kSlots> slot;
   for (int number = blockIdx.x, following; number < queue.count; number = following, slot.next()) {
@@ -63,6 +65,7 @@ __device__ __forceinline__ void copy_all(
     if (steps == 0) {
       continue;
     }
+    const uint32_t first_token = task.tokens[lane % Finder::kStrips * 16];  // the strip's; -1 is the latest
     Gathered<kN> next(other, boxes, 0);
     for (int step = 0; step < steps; ++step, ring.next()) {
       auto& stage = memory.stages[ring.stage];
@@ -71,9 +74,16 @@ __device__ __forceinline__ void copy_all(
       if (step + 1 < steps) {
         next = Gathered<kN>(other, boxes, step + 1);
       }
+      const LiveGroups live = finder.template find<kN / 16>(here.group, [&](int token) {
+        return token + 16 <= p.scoring.keys &&
+               !(p.scoring.causal && static_cast<uint32_t>(token + 15) > first_token);
+      });
       memory.free[ring.stage].wait(ring.parity ^ 1);
       if (lane < kN / 16) {
         memory.groups[ring.stage][lane] = here.group;
+      }
+      if (lane < Finder::kStrips) {
+        memory.live[ring.stage][lane] = live;
       }
       __syncwarp();
       if (lane == 0) {
@@ -95,16 +105,17 @@ __device__ __forceinline__ void copy_all(
 template <class T, int kD, bool kPlain>
 __device__ __forceinline__ void multiply_all(
     const Backward<T>& p, const Sweep<T>& sweep, Memory<T, kD>& memory, Queue queue) {
-  const int lane = threadIdx.x % 32, warpgroup = threadIdx.x / 128;
-  const int line0 = own_line();
+  const int thread = this_thread(), lane = thread % 32, warpgroup = thread / 128, strip = thread / 32 * 16;
+  const int line0 = strip + lane / 4;
   const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
   const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
   const bool drops = !kPlain && p.scoring.dropout_seed != nullptr;
   const float of_dropout = drops ? p.scoring.dropout().factor() : 1.0f;
   const Lists& lists = sweep.lists;
-  const Lines lines(lists);
   Ring<Memory<T, kD>::kStages> ring;
   Ring<Memory<T, kD>::kSlots> slot;
+  const auto& first_stage = memory.stages[0];
+  const Operand keys(first_stage.keys), values(first_stage.values), key_columns(first_stage.keys, sizeof(first_stage.keys[0]));
 
   for (;; slot.next()) {
     memory.task_there[slot.stage].wait(slot.parity);
@@ -112,34 +123,32 @@ __device__ __forceinline__ void multiply_all(
     if (task.steps < 0) {
       break;
     }
-    const auto& own = memory.own[slot.stage];
+    const Operand queries(memory.own[slot.stage].queries[0] + 64 * warpgroup * kPanel);
+    const Operand output_grads(memory.own[slot.stage].grads[0] + 64 * warpgroup * kPanel);
     const Work work = task.work;
     const int steps = task.steps, token0 = task.tokens[line0], token8 = task.tokens[line0 + 8];
-    const uint32_t first_token = task.tokens[threadIdx.x / 32 * 16];
     const Row row0 = token0 < 0 ? no_row() : p.rows.at(work.matrix, token0);
     const Row row8 = token8 < 0 ? no_row() : p.rows.at(work.matrix, token8);
 
     float sums[kD / 2] = {};
     float probs[kN / 2], grads[kN / 2];
     uint32_t left[kN / 16][4];
-    LiveGroups live;
+    LiveGroups live{0};
     uint32_t kept[kN / 64] = {};
 
     const auto look = [&]() {
       memory.there[ring.stage].wait(ring.parity);
-      live = LiveGroups(memory.groups[ring.stage], kN / 16, lines, [&](int token) {
-        return token + 16 <= p.scoring.keys &&
-               !(p.scoring.causal && static_cast<uint32_t>(token + 15) > first_token);
-      });
+      live = memory.live[ring.stage][strip / 16];
     };
     const auto multiply_scores = [&]() {
-      multiply_lines<kD, kN>(probs, own.queries, warpgroup, memory.stages[ring.stage].keys);
+      const uint32_t stage = ring.stage * sizeof(memory.stages[0]);
+      multiply_lines<T, kD, kN, kN>(probs, queries, keys + stage);
       end_products();
-      multiply_lines<kD, kN>(grads, own.grads, warpgroup, memory.stages[ring.stage].values);
+      multiply_lines<T, kD, kN, kN>(grads, output_grads, values + stage);
       end_products();
     };
     const auto add_grads = [&](int stage) {
-      multiply_columns<kD, kN>(sums, left, memory.stages[stage].keys);
+      multiply_columns<T, kD, kN>(sums, left, key_columns + stage * sizeof(memory.stages[0]));
       end_products();
     };
     // Scores become probabilities, and the gradients of those the gradients of scores.
@@ -153,7 +162,7 @@ __device__ __forceinline__ void multiply_all(
       });
       if constexpr (!kPlain) {
         if (drops) {
-          kept_by<kN, false>(kept, p.scoring.dropout(), work.matrix, first_token, groups);
+          kept_by<kN, false>(kept, p.scoring.dropout(), work.matrix, task.tokens[strip], groups);
         }
       }
 #pragma unroll
@@ -175,15 +184,14 @@ __device__ __forceinline__ void multiply_all(
     const auto added = [&](int stage) {
       wait_for_products<0>();
       sums_are_there(sums);
-      arrive_once(memory.free[stage]);
+      arrive_once(memory.free[stage], lane);
     };
 
     // Runs of steps that the warpgroup has a part in, as in the forward pass.
     for (int step = 0; step < steps;) {
       look();
-      if (live.warpgroup == 0) {
-        __syncwarp();
-        arrive_once(memory.free[ring.stage]);
+      if (live.warpgroup() == 0) {
+        arrive_once(memory.free[ring.stage], lane);
         ring.next();
         ++step;
         continue;
@@ -198,7 +206,7 @@ __device__ __forceinline__ void multiply_all(
       ring.next();
       for (++step; step < steps; ++step, ring.next()) {
         look();
-        if (live.warpgroup == 0) {
+        if (live.warpgroup() == 0) {
           break;
         }
         begin_products();
@@ -221,8 +229,7 @@ __device__ __forceinline__ void multiply_all(
         sums, p.scoring.scale, p, sweep, task, memory.own[slot.stage].queries[0], sweep.grad_first, sweep.first_parts,
         sweep.first_shares);
     fence_stores();
-    __syncwarp();
-    arrive_once(memory.task_free[slot.stage]);
+    arrive_once(memory.task_free[slot.stage], lane);
   }
 }
 

@@ -19,6 +19,7 @@ struct Memory {
   Panels<T, kD, kHopperTile> queries[kSlots];
   Stage stages[kStages];
   Octet groups[kStages][kN / 16];
+  LiveGroups live[kStages][Finder::kStrips];
   Task tasks[kSlots];
   Barrier task_there[kSlots], task_free[kSlots];
   Barrier keys_there[kStages], keys_free[kStages], values_there[kStages], values_free[kStages];
@@ -31,6 +32,7 @@ __device__ __forceinline__ void copy_all(
   const int lane = threadIdx.x % 32;
   const Boxes<T, kD, kHopperTile> own_boxes(p.lists.log_block);
   const Boxes<T, kD, kN> boxes(p.lists.log_block);
+  const Finder finder(p.lists);
   Ring<Memory<T, kD, kN, kBlocks>::kStages> ring;
   Ring<Memory<T, kD, kN, kBlocks>::kSlots> slot;
   for (int number = blockIdx.x, following; number < queue.count; number = following, slot.next()) {
@@ -56,6 +58,7 @@ __device__ __forceinline__ void copy_all(
     if (steps == 0) {
       continue;
     }
+    const uint32_t first_token = task.tokens[lane % Finder::kStrips * 16];  // the strip's; -1 is the latest
     Gathered<kN> next(other, boxes, 0);
     for (int step = 0; step < steps; ++step, ring.next()) {
       auto& stage = memory.stages[ring.stage];
@@ -63,9 +66,16 @@ __device__ __forceinline__ void copy_all(
       if (step + 1 < steps) {
         next = Gathered<kN>(other, boxes, step + 1);
       }
+      const LiveGroups live = finder.template find<kN / 16>(here.group, [&](int token) {
+        return token + 16 <= p.scoring.keys &&
+               !(p.scoring.causal && static_cast<uint32_t>(token + 15) > first_token);
+      });
       memory.keys_free[ring.stage].wait(ring.parity ^ 1);
       if (lane < kN / 16) {
         memory.groups[ring.stage][lane] = here.group;
+      }
+      if (lane < Finder::kStrips) {
+        memory.live[ring.stage][lane] = live;
       }
       __syncwarp();
       if (lane == 0) {
@@ -92,15 +102,14 @@ __device__ __forceinline__ void copy_all(
 
 template <class T, int kD, int kN, int kBlocks, bool kPlain>
 __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, kN, kBlocks>& memory, Queue queue) {
-  const int lane = threadIdx.x % 32, warpgroup = threadIdx.x / 128;
-  const int strip = threadIdx.x / 32 * 16, line0 = own_line();
+  const int thread = this_thread(), lane = thread % 32, warpgroup = thread / 128, strip = thread / 32 * 16;
+  const int line0 = strip + lane / 4;
   const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
   // Exponents may be this much above 0: a factor of 256 for probabilities and their sums.
   const float tolerance = 8 / unit;
   const bool drops = !kPlain && p.scoring.dropout_seed != nullptr;
   const float of_dropout = drops ? p.scoring.dropout().factor() : 1.0f;
   const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
-  const Lines lines(p.lists);
   const Turns<kBlocks == 1> turns(warpgroup);
   using StageRing = Ring<Memory<T, kD, kN, kBlocks>::kStages>;
   StageRing ring;
@@ -115,16 +124,17 @@ __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, 
   bool owes = false;
   StageRing last;
   int slot_of_sums = -1;
+  const Operand keys(memory.stages[0].keys), values(memory.stages[0].values, sizeof(memory.stages[0].values[0]));
 
   const auto multiply_values = [&]() {
     memory.values_there[last.stage].wait(last.parity);
     begin_products();
-    multiply_columns<kD, kN>(output, probs, memory.stages[last.stage].values);
+    multiply_columns<T, kD, kN>(output, probs, values + last.stage * sizeof(memory.stages[0]));
     end_products();
   };
   const auto are_added = [&]() {
     sums_are_there(output);
-    arrive_once(memory.values_free[last.stage]);
+    arrive_once(memory.values_free[last.stage], lane);
     owes = false;
   };
   // Writes the results of a unit, and frees its slot.
@@ -166,8 +176,7 @@ __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, 
         }
       }
     }
-    __syncwarp();
-    arrive_once(memory.task_free[slot_of_sums]);
+    arrive_once(memory.task_free[slot_of_sums], lane);
   };
   const auto begin = [&](int of_slot) {
     if (slot_of_sums >= 0) {
@@ -204,16 +213,15 @@ __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, 
     if (task.steps < 0) {
       break;
     }
-    const auto& queries = memory.queries[slot.stage];
+    const Operand queries(memory.queries[slot.stage][0] + 64 * warpgroup * kPanel);
     const Work& work = task.work;
     const int steps = task.steps;
-    const uint32_t first_token = task.tokens[strip];
     bool begins = true;
     if constexpr (kBlocks == 2) {
       begin(slot.stage);
       begins = false;
     }
-    LiveGroups live;
+    LiveGroups live{0};
 
     // Masks; leaves probabilities in scores. Returns whether what was summed before has to decay, and by what: where a
     // row's maximum has grown too much to serve as the origin of its exponents any longer.
@@ -227,11 +235,10 @@ __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, 
       uint32_t kept[kN / 64] = {};
       if constexpr (!kPlain) {
         if (drops) {
-          kept_by<kN, false>(kept, p.scoring.dropout(), work.matrix, first_token, groups);
+          kept_by<kN, false>(kept, p.scoring.dropout(), work.matrix, task.tokens[strip], groups);
         }
       }
-      __syncwarp();
-      arrive_once(memory.keys_free[ring.stage]);
+      arrive_once(memory.keys_free[ring.stage], lane);
       float new0 = max0, new8 = max8;
 #pragma unroll
       for (int i = 0; i < kN / 2; i += 4) {
@@ -272,25 +279,21 @@ __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, 
 
     const auto multiply_scores = [&]() {
       begin_products();
-      multiply_lines<kD, kN>(scores, queries, warpgroup, memory.stages[ring.stage].keys);
+      multiply_lines<T, kD, kN, kN>(scores, queries, keys + ring.stage * sizeof(memory.stages[0]));
       end_products();
     };
 
     for (int step = 0; step < steps; ++step, ring.next()) {
       memory.keys_there[ring.stage].wait(ring.parity);
-      live = LiveGroups(memory.groups[ring.stage], kN / 16, lines, [&](int token) {
-        return token + 16 <= p.scoring.keys &&
-               !(p.scoring.causal && static_cast<uint32_t>(token + 15) > first_token);
-      });
+      live = memory.live[ring.stage][strip / 16];
       turns.wait();
-      if (live.warpgroup == 0) {
+      if (live.warpgroup() == 0) {
         // Values that wait for their product would keep the ring from turning.
         turns.pass_on();
         settle();
         memory.values_there[ring.stage].wait(ring.parity);
-        __syncwarp();
-        arrive_once(memory.keys_free[ring.stage]);
-        arrive_once(memory.values_free[ring.stage]);
+        arrive_once(memory.keys_free[ring.stage], lane);
+        arrive_once(memory.values_free[ring.stage], lane);
         continue;
       }
       float decay0 = 1, decay8 = 1;

@@ -56,8 +56,17 @@ struct Ring {
   }
 };
 
-__device__ __forceinline__ void arrive_once(Barrier& barrier) {
-  if (threadIdx.x % 32 == 0) {
+// The thread's number, which the compiler does not ask for again at every use.
+__device__ __forceinline__ int this_thread() {
+  int number;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
+  return number;
+}
+
+// For a warp, once all of it is there.
+__device__ __forceinline__ void arrive_once(Barrier& barrier, int lane) {
+  __syncwarp();
+  if (lane == 0) {
     barrier.arrive();
   }
 }
@@ -136,50 +145,55 @@ struct Task {
   }
 };
 
-// The first of a lane's two lines of the tile; the other is 8 below.
-__device__ __forceinline__ int own_line() { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4; }
+// What a strip sees of a step's groups of 16 tokens. Bit g of each: the group counts for the strip; for any strip of its
+// warpgroup; has elements to look at one by one.
+struct LiveGroups {
+  uint32_t bits;
 
-// The lines of a tile that a strip has, and those of its warpgroup; bits as in the entries' owners.
-struct Lines {
-  int strip;
-  uint32_t warpgroup;
+  __device__ uint32_t strip() const { return bits & 0xffu; }
+  __device__ uint32_t warpgroup() const { return bits >> 8 & 0xffu; }
+  __device__ uint32_t ragged() const { return bits >> 16; }
+  // Of four of the groups.
+  __device__ LiveGroups part(int number) const { return {bits >> 4 * number & 0x0f0f0fu}; }
+};
 
-  __device__ explicit Lines(const Lists& lists) : warpgroup(0) {
-    const int number = threadIdx.x / 32;
-    strip = line_of(lists, 16 * number);
-    for (int row = number / 4 * 64; row < number / 4 * 64 + 64; row += 16) {
-      warpgroup |= 1u << line_of(lists, row);
+// Finds them, by the copying warp: a strip in each of its first lanes.
+struct Finder {
+  static constexpr int kStrips = kHopperTile / 16;
+  int line;            // of the tile, as the bits of owners count them
+  uint32_t warpgroup;  // all lines of the strip's warpgroup
+
+  __device__ explicit Finder(const Lists& lists) : warpgroup(0) {
+    const int strip = threadIdx.x % kStrips;
+    line = line_of(lists, strip);
+    for (int other = strip / 4 * 4; other < strip / 4 * 4 + 4; ++other) {
+      warpgroup |= 1u << line_of(lists, other);
     }
+  }
+
+  // `group`: in lane g the g-th; whole(token): none of its elements has to be looked at, but for biases of keys.
+  template <int kGroups, class F>
+  __device__ __forceinline__ LiveGroups find(const Octet& group, const F& whole) const {
+    LiveGroups live{0};
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const int token = __shfl_sync(0xffffffffu, group.token, g);
+      const uint32_t owners = __shfl_sync(0xffffffffu, group.owners, g);
+      const bool ragged = (owners & Octet::kBiased) != 0 || !whole(token);
+      live.bits |= (owners >> line & 1) << g | ((owners & warpgroup) != 0 ? 1u : 0u) << (8 + g) |
+                   (owners != 0 && ragged ? 1u : 0u) << (16 + g);
+    }
+    return live;
   }
 
  private:
-  static __device__ int line_of(const Lists& lists, int row) {
-    return min(row >> lists.log_block, lists.lines_per_tile - 1);
+  static __device__ int line_of(const Lists& lists, int strip) {
+    return min(16 * strip >> lists.log_block, lists.lines_per_tile - 1);
   }
 };
 
-// Bit g of each: group g of a step counts for the strip; for any of the warpgroup; has elements to look at one by one.
-struct LiveGroups {
-  uint32_t strip = 0, warpgroup = 0, ragged = 0;
-
-  LiveGroups() = default;
-
-  template <class F>
-  __device__ __forceinline__ LiveGroups(const Octet* groups, int count, const Lines& lines, const F& whole) {
-    const int lane = threadIdx.x % 32;
-    bool flag = false;
-    if (lane % 8 < count && lane < 24) {
-      const Octet group = groups[lane % 8];
-      flag = lane < 8    ? group.owners >> lines.strip & 1
-             : lane < 16 ? (group.owners & lines.warpgroup) != 0
-                         : group.owners != 0 && ((group.owners & Octet::kBiased) != 0 || !whole(group.token));
-    }
-    const uint32_t votes = __ballot_sync(0xffffffffu, flag);
-    strip = votes & 0xffu;
-    warpgroup = votes >> 8 & 0xffu;
-    ragged = votes >> 16 & 0xffu;
-  }
-};
+// The first of a lane's two lines of the tile; the other is 8 below.
+__device__ __forceinline__ int own_line() { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4; }
 
 // Which of a lane's probabilities (64 x kN) dropout keeps, a bit for each; by rows or, transposed, by columns. A strip's
 // lines are neighbours, and begin at a multiple of 16.
@@ -221,17 +235,17 @@ template <int kN, class F>
 __device__ __forceinline__ void mask_scores(
     float (&scores)[kN / 2], const LiveGroups& live, const Octet* groups, const Task& task, const F& counts) {
   constexpr uint32_t all = (1u << kN / 16) - 1;
-  if (live.strip != all) {
+  if (live.strip() != all) {
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) {
-      scores[i] = live.strip >> i / 8 & 1 ? scores[i] : -kInfinity;
+      scores[i] = live.strip() >> i / 8 & 1 ? scores[i] : -kInfinity;
     }
   }
-  if (live.ragged != 0) {
+  if (live.ragged() != 0) {
     const int token0 = task.tokens[own_line()], token8 = task.tokens[own_line() + 8];
 #pragma unroll
     for (int g = 0; g < kN / 16; ++g) {
-      if (live.ragged >> g & 1) {
+      if (live.ragged() >> g & 1) {
         const int first = groups[g].token + threadIdx.x % 4 * 2;
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
@@ -247,11 +261,11 @@ __device__ __forceinline__ void mask_scores(
 template <int kN>
 __device__ __forceinline__ void add_key_bias(
     float (&scores)[kN / 2], const LiveGroups& live, const Octet* groups, const Scoring& scoring, int batch, float factor) {
-  if (scoring.key_bias != nullptr && live.ragged != 0) {
+  if (scoring.key_bias != nullptr && live.ragged() != 0) {
     const float* key_bias = scoring.key_bias_of(batch);
 #pragma unroll
     for (int g = 0; g < kN / 16; ++g) {
-      if (live.ragged >> g & 1) {
+      if (live.ragged() >> g & 1) {
         const int first = groups[g].token + threadIdx.x % 4 * 2;
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
@@ -298,27 +312,22 @@ __device__ __forceinline__ void sums_are_there(float (&sums)[kCount]) {
   }
 }
 
-// Sums (64 x kN) of a warpgroup: its lines of `own` times kN lines of `other`, over kD columns.
-template <int kD, int kN, class T, int kTokens>
-__device__ __forceinline__ void multiply_lines(
-    float (&sums)[kN / 2], const Panels<T, kD, kHopperTile>& own, int warpgroup, const T (&other)[kD / kPanel][kTokens],
-    int first_line = 0) {
-  const Operand left(own[0] + 64 * warpgroup * kPanel), right(other[0] + first_line * kPanel);
+// Sums (64 x kN) of a warpgroup: 64 of its tile's lines times kN lines, in panels of kTokens, over kD columns.
+template <class T, int kD, int kN, int kTokens>
+__device__ __forceinline__ void multiply_lines(float (&sums)[kN / 2], const Operand& left, const Operand& right) {
+  constexpr int line = kPanel * sizeof(T);
 #pragma unroll
   for (int k = 0; k < kD / 16; ++k) {
     // Panels of 64 columns, and 16 columns within them.
-    const uint64_t a = left.from(k / 4 * sizeof(own[0]) + k % 4 * 32);
-    const uint64_t b = right.from(k / 4 * sizeof(other[0]) + k % 4 * 32);
-    Products<T>::template from_shared<kN, true>(sums, a, b, k > 0);
+    Products<T>::template from_shared<kN, true>(
+        sums, left.from(k / 4 * kHopperTile * line + k % 4 * 32), right.from(k / 4 * kTokens * line + k % 4 * 32), k > 0);
   }
 }
 
-// sums (64 x kD) += left (64 x kN, in registers) @ kN lines.
-template <int kD, int kN, class T, int kTokens>
+// sums (64 x kD) += left (64 x kN, in registers) @ kN lines, which lie along the sum; `right` knows how far apart panels are.
+template <class T, int kD, int kN>
 __device__ __forceinline__ void multiply_columns(
-    float (&sums)[kD / 2], const uint32_t (&left)[kN / 16][4], const T (&lines)[kD / kPanel][kTokens],
-    int first_line = 0) {
-  const Operand right(lines[0] + first_line * kPanel, sizeof(lines[0]));
+    float (&sums)[kD / 2], const uint32_t (&left)[kN / 16][4], const Operand& right) {
 #pragma unroll
   for (int j = 0; j < kN / 16; ++j) {
     Products<T>::template from_registers<kD, false>(sums, left[j], right.from(j * 16 * kPanel * sizeof(T)));

@@ -114,7 +114,14 @@ struct Operand {
   uint32_t low, high;
 
   __device__ __forceinline__ explicit Operand(const void* panel, uint32_t panels_apart = 0, uint32_t groups_apart = 1024)
-      : low((panels_apart >> 4) << 16 | (shared_address(panel) & 0x3ffff) >> 4), high(1u << 30 | groups_apart >> 4) {}
+      : low((panels_apart >> 4) << 16 | shared_address(panel) >> 4), high(1u << 30 | groups_apart >> 4) {}
+
+  // So many bytes on.
+  __device__ __forceinline__ Operand operator+(uint32_t bytes) const {
+    Operand sum = *this;
+    sum.low += bytes >> 4;
+    return sum;
+  }
 
   // Its descriptor from so many bytes on. In the lower word alone: there is no carry.
   __device__ __forceinline__ uint64_t from(uint32_t bytes) const {
