@@ -25,7 +25,8 @@ struct Memory {
   };
   Own own[kSlots];
   Stage stages[kStages];
-  Panels<T, kN, kHopperTile> grad_scores[2];  // a line for each key
+  Panels<T, kN, kHopperTile> grad_scores;  // a line for each key
+  float4 grad_query[kHopperTile / 16][8][32];  // for each warp, eight runs of 16 x 8 sums
   float rows[kStages][4][kN];                  // members of Row
   Octet groups[kStages][kN / 16];
   LiveGroups live[kStages][Finder::kStrips];
@@ -48,8 +49,8 @@ __device__ __forceinline__ void copy_all(
   const Finder finder(lists);
   Ring<Memory<T, kD>::kStages> ring;
   Ring<Memory<T, kD>::kSlots> slot;
-  for (int number = blockIdx.x, following; number < queue.count; number = following, slot.next()) {
-    following = queue.take();
+  for (int number = blockIdx.x, ticket; number < queue.count; number = Queue::unit_of(ticket), slot.next()) {
+    ticket = queue.draw();
     const Work work(lists, number, p.heads, p.layout_heads, 1);
     const int kv_head = work.head / p.heads_of_group;
     const Other<kN> other{lists.entries + work.first_entry, work.num_entries, lists.log_block, p.scoring.queries, nullptr};
@@ -133,12 +134,16 @@ __device__ __forceinline__ void multiply_all(
   const Lists& lists = sweep.lists;
   Ring<Memory<T, kD>::kStages> ring;
   Ring<Memory<T, kD>::kSlots> slot;
-  int buffer = 0;
   const auto& first_stage = memory.stages[0];
   const Operand queries(first_stage.queries), output_grads(first_stage.grads);
   const Operand query_columns(first_stage.queries, sizeof(first_stage.queries[0]));
   const Operand output_grad_columns(first_stage.grads, sizeof(first_stage.grads[0]));
 
+  // Gradients of scores are written once the other warpgroup has multiplied with the last: it says so at barrier 2 + its
+  // number. Both have written at barrier 1.
+  if constexpr (kWithQueries) {
+    arrive_at<256>(2 + warpgroup);
+  }
   for (;; slot.next()) {
     memory.task_there[slot.stage].wait(slot.parity);
     const Task& task = memory.tasks[slot.stage];
@@ -174,8 +179,6 @@ __device__ __forceinline__ void multiply_all(
 
     for (int step = 0; step < steps; ++step, ring.next()) {
       memory.there[ring.stage].wait(ring.parity);
-      auto& grad_scores = memory.grad_scores[buffer];
-      buffer ^= 1;
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         const Octet* groups = memory.groups[ring.stage] + 4 * part;
@@ -187,8 +190,11 @@ __device__ __forceinline__ void multiply_all(
           wait_for_products<0>();
           are_added();
           if constexpr (kWithQueries) {
+            if (part == 0) {
+              wait_at<256>(3 - warpgroup);
+            }
             const uint32_t zeros[4][4] = {};
-            store_lines_to_panel(grad_scores[part], strip, zeros);
+            store_lines_to_panel(memory.grad_scores[part], strip, zeros);
           }
           continue;
         }
@@ -198,6 +204,12 @@ __device__ __forceinline__ void multiply_all(
         end_products();
         multiply_lines<T, kD, kN, kQueries<kD>>(grads, values, output_grads + here);
         end_products();
+        // Read while products run: shared memory answers late under their load.
+        float2 origins[kN / 8];
+#pragma unroll
+        for (int n = 0; n < kN / 8; ++n) {
+          origins[n] = of_rows(kPlain ? 0 : 2, n);
+        }
         wait_for_products<1>();
         are_added();
         sums_are_there(probs);
@@ -218,7 +230,7 @@ __device__ __forceinline__ void multiply_all(
         }
 #pragma unroll
         for (int n = 0; n < kN / 8; ++n) {
-          const float2 origin = of_rows(kPlain ? 0 : 2, n), inverse = kPlain ? make_float2(1, 1) : of_rows(3, n);
+          const float2 origin = origins[n], inverse = kPlain ? make_float2(1, 1) : of_rows(3, n);
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             float& prob = probs[4 * n + e];
@@ -257,7 +269,10 @@ __device__ __forceinline__ void multiply_all(
         }
         round_sums<T, kN>(left_grads, grads);
         if constexpr (kWithQueries) {
-          store_lines_to_panel(grad_scores[part], strip, left_grads);
+          if (part == 0) {
+            wait_at<256>(3 - warpgroup);
+          }
+          store_lines_to_panel(memory.grad_scores[part], strip, left_grads);
         }
         begin_products();
         multiply_columns<T, kD, kN>(grad_key, left_grads, query_columns + here);
@@ -266,8 +281,8 @@ __device__ __forceinline__ void multiply_all(
       if constexpr (kWithQueries) {
         // What the keys of both warpgroups give to the queries' gradients: each makes 64 x 64 of it.
         fence_stores();
-        wait_at<128 * kConsumers>(1);
-        const Operand left(grad_scores[kParts == 2 ? warpgroup : 0]);
+        wait_at<256>(1);
+        const Operand left(memory.grad_scores[kParts == 2 ? warpgroup : 0]);
         float sums[32];
         begin_products();
 #pragma unroll
@@ -278,15 +293,23 @@ __device__ __forceinline__ void multiply_all(
         end_products();
         wait_for_products<0>();
         sums_are_there(sums);
+        arrive_at<256>(2 + warpgroup);
         const Octet group = memory.groups[ring.stage][kParts == 2 ? strip / 16 : strip / 16 % 4];
-        if (group.owners != 0) {
-          float* to = p.grad_query_sums.strip(work.matrix, group.token) + (kParts == 2 ? 0 : warpgroup) * 1024 + lane * 4;
-#pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            add_to_memory(to + i * 128, sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
-          }
+        if (lane == 0) {
+          wait_for_additions();
         }
         __syncwarp();
+        auto& space = memory.grad_query[strip / 16];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          space[i][lane] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
+        }
+        fence_stores();
+        __syncwarp();
+        if (lane == 0 && group.owners != 0) {
+          float* to = p.grad_query_sums.strip(work.matrix, group.token) + (kParts == 2 ? 0 : warpgroup) * 1024;
+          add_to_memory(to, &space[0][0].x, sizeof(space));
+        }
       } else if constexpr (kD == 128) {
         wait_for_products<0>();  // registers do not reach to the next step
       }
@@ -294,13 +317,18 @@ __device__ __forceinline__ void multiply_all(
     }
     wait_for_products<0>();
     are_added();
-    // Nobody reads the next step's gradients of scores yet.
-    T* space = memory.grad_scores[buffer][0];
+    if constexpr (kWithQueries) {
+      wait_at<256>(1);  // nobody reads gradients of scores any more, whose space serves now
+    }
+    T* space = memory.grad_scores[0];
     store_sums_of_unit<kD>(
         grad_key, p.scoring.scale, p, sweep, task, space, sweep.grad_first, sweep.first_parts, sweep.first_shares);
     store_sums_of_unit<kD>(
         grad_value, 1.0f, p, sweep, task, space, sweep.grad_second, sweep.second_parts, sweep.second_shares);
     arrive_once(memory.task_free[slot.stage], lane);
+  }
+  if (kWithQueries && lane == 0) {
+    wait_for_additions();  // shared memory has to outlast them
   }
 }
 

@@ -41,8 +41,8 @@ __device__ __forceinline__ void copy_all(
   const Finder finder(lists);
   Ring<Memory<T, kD>::kStages> ring;
   Ring<Memory<T, kD>::kSlots> slot;
-  for (int number = blockIdx.x, following; number < queue.count; number = following, slot.next()) {
-    following = queue.take();
+  for (int number = blockIdx.x, ticket; number < queue.count; number = Queue::unit_of(ticket), slot.next()) {
+    ticket = queue.draw();
     const Work work(lists, number, p.heads, p.layout_heads, 1);
     const int kv_head = work.head / p.heads_of_group;
     const Other<kN> other{lists.entries + work.first_entry, work.num_entries, lists.log_block, p.scoring.keys,

@@ -35,8 +35,8 @@ __device__ __forceinline__ void copy_all(
   const Finder finder(p.lists);
   Ring<Memory<T, kD, kN, kBlocks>::kStages> ring;
   Ring<Memory<T, kD, kN, kBlocks>::kSlots> slot;
-  for (int number = blockIdx.x, following; number < queue.count; number = following, slot.next()) {
-    following = queue.take();
+  for (int number = blockIdx.x, ticket; number < queue.count; number = Queue::unit_of(ticket), slot.next()) {
+    ticket = queue.draw();
     const Work work(p.lists, number, p.heads, p.layout_heads, 1);
     const int kv_head = work.head / p.heads_of_group;
     const Other<kN> other{p.lists.entries + work.first_entry, work.num_entries, p.lists.log_block, p.scoring.keys,
@@ -239,14 +239,18 @@ __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, 
         }
       }
       arrive_once(memory.keys_free[ring.stage], lane);
-      float new0 = max0, new8 = max8;
+      // Four chains for each line: one would be bound by its latency.
+      float largest[16];
 #pragma unroll
-      for (int i = 0; i < kN / 2; i += 4) {
-        new0 = fmaxf(new0, fmaxf(scores[i], scores[i + 1]));
-        new8 = fmaxf(new8, fmaxf(scores[i + 2], scores[i + 3]));
+      for (int i = 0; i < kN / 2; ++i) {
+        largest[i % 16] = i < 16 ? scores[i] : fmaxf(largest[i % 16], scores[i]);
       }
-      new0 = max_of_four(new0);
-      new8 = max_of_four(new8);
+#pragma unroll
+      for (int i = 4; i < 16; ++i) {
+        largest[i % 4] = fmaxf(largest[i % 4], largest[i]);
+      }
+      const float new0 = fmaxf(max0, max_of_four(fmaxf(largest[0], largest[1])));
+      const float new8 = fmaxf(max8, max_of_four(fmaxf(largest[2], largest[3])));
       const bool grows = __any_sync(0xffffffffu, new0 > max0 + tolerance || new8 > max8 + tolerance);
       if (grows) {
         decay0 = exp2_of((max0 - (new0 == -kInfinity ? 0.0f : new0)) * unit);

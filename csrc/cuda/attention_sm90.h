@@ -115,14 +115,16 @@ struct Queue {
   int* taken;  // 0 before the kernel
   int count;
 
-  // The number of a unit, or count or more. By a whole warp.
-  __device__ __forceinline__ int take() const {
-    int number = 0;
+  // A number in the first lane of a warp, which nobody waits for yet.
+  __device__ __forceinline__ int draw() const {
+    int ticket = 0;
     if (threadIdx.x % 32 == 0) {
-      number = gridDim.x + atomicAdd(taken, 1);
+      ticket = gridDim.x + atomicAdd(taken, 1);
     }
-    return __shfl_sync(0xffffffffu, number, 0);
+    return ticket;
   }
+  // The unit of that number; count or more where there is none.
+  static __device__ __forceinline__ int unit_of(int ticket) { return __shfl_sync(0xffffffffu, ticket, 0); }
 };
 
 // What a thread block does next: the copying warp looks it up, and finds the tokens, while the others are at work.
