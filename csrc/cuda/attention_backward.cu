@@ -154,19 +154,20 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int octet = 2 * j + half;
+          if (live.ragged >> octet & 1) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              const int own = e < 2 ? token0 : token8, its = first_token_of[half] + e % 2;
+              const bool in_order = kByColumns ? own <= its : its <= own;
+              const bool counts = (its < other_length) & (!p.scoring.causal | in_order);
+              const float bias =
+                  kByColumns || key_bias == nullptr ? 0.0f : key_bias[min(its, other_length - 1)] * bias_factor;
+              probs[half][e] = counts ? probs[half][e] + bias : -kInfinity;
+            }
+          }
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            const int own = e < 2 ? token0 : token8, its = first_token_of[half] + e % 2;
-            bool counts = live.bits >> (octet + e / 2 * 8) & 1;
-            if (live.ragged >> octet & 1) {
-              counts = counts && its < other_length && !(p.scoring.causal && (kByColumns ? own > its : its > own));
-              if (!kByColumns && counts && key_bias != nullptr) {
-                probs[half][e] += key_bias[its] * bias_factor;
-              }
-            }
-            if (!counts) {
-              probs[half][e] = -kInfinity;
-            }
+            probs[half][e] = live.bits >> (octet + e / 2 * 8) & 1 ? probs[half][e] : -kInfinity;
           }
         }
       }

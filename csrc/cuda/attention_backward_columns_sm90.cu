@@ -351,7 +351,7 @@ __global__ void __launch_bounds__(kHopperThreads<1>, 1) columns_on_hopper_kernel
     fence_barriers();
   }
   __syncthreads();
-  share_work<1>(
+  share_work<1, 24, 240>(
       [&] { copy_all<T, kD, kPlain>(p, sweep, maps, memory, queue); },
       [&] { multiply_all<T, kD, kPlain, kWithQueries>(p, sweep, memory, queue); });
 }

@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(kHopperThreads<1>, 1) rows_on_hopper_kernel(
     fence_barriers();
   }
   __syncthreads();
-  share_work<1>(
+  share_work<1, 24, 240>(
       [&] { copy_all<T, kD>(p, sweep, maps, memory, queue); },
       [&] { multiply_all<T, kD, kPlain>(p, sweep, memory, queue); });
 }

@@ -113,21 +113,20 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
     if (!live.all()) {
 #pragma unroll
       for (int n = 0; n < kN / 8; ++n) {
-        const int first = stage.octets[n].token + lane % 4 * 2;
+        auto& of_octet = scores[n / 2][n % 2];
+        if (live.ragged >> n & 1) {
+          const int first = stage.octets[n].token + lane % 4 * 2;
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const int i = e < 2 ? token0 : token8, j = first + e % 2;
+            const float bias = key_bias == nullptr ? 0.0f : key_bias[min(j, p.scoring.keys - 1)] * bias_factor;
+            const bool counts = (j < p.scoring.keys) & (!p.scoring.causal | (j <= i));
+            of_octet[e] = counts ? of_octet[e] + bias : -kInfinity;
+          }
+        }
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          float& score = scores[n / 2][n % 2][e];
-          const int i = e < 2 ? token0 : token8, j = first + e % 2;
-          bool counts = live.bits >> (n + e / 2 * 8) & 1;
-          if (live.ragged >> n & 1) {
-            counts = counts && j < p.scoring.keys && !(p.scoring.causal && j > i);
-            if (counts && key_bias != nullptr) {
-              score += key_bias[j] * bias_factor;
-            }
-          }
-          if (!counts) {
-            score = -kInfinity;
-          }
+          of_octet[e] = live.bits >> (n + e / 2 * 8) & 1 ? of_octet[e] : -kInfinity;
         }
       }
     }

@@ -35,16 +35,20 @@ __device__ __forceinline__ void copy_all(
   const Finder finder(p.lists);
   Ring<Memory<T, kD, kN, kBlocks>::kStages> ring;
   Ring<Memory<T, kD, kN, kBlocks>::kSlots> slot;
-  for (int number = blockIdx.x, ticket; number < queue.count; number = Queue::unit_of(ticket), slot.next()) {
-    ticket = queue.draw();
+
+  // Tells what a unit is and starts the copies of its queries, or that there is none.
+  const auto prepare = [&](int number, const auto& to) {
+    Task& task = memory.tasks[to.stage];
+    Barrier& there = memory.task_there[to.stage];
+    if (number >= queue.count) {
+      if (lane == 0) {
+        task.steps = -1;
+        there.arrive();
+      }
+      return;
+    }
     const Work work(p.lists, number, p.heads, p.layout_heads, 1);
-    const int kv_head = work.head / p.heads_of_group;
-    const Other<kN> other{p.lists.entries + work.first_entry, work.num_entries, p.lists.log_block, p.scoring.keys,
-                          p.scoring.key_states_of(work.batch)};
-    const int steps = other.steps();
-    Task& task = memory.tasks[slot.stage];
-    Barrier& there = memory.task_there[slot.stage];
-    memory.task_free[slot.stage].wait(slot.parity ^ 1);
+    const int steps = Other<kN>{nullptr, work.num_entries, p.lists.log_block}.steps();
     task.set(work, steps, p.lists, p.scoring.queries);
     // What does not exist is not copied, and nobody looks at what is in its place.
     const int token = own_boxes.any && steps > 0 ? task.tokens[own_boxes.line] : -1;
@@ -53,50 +57,80 @@ __device__ __forceinline__ void copy_all(
       there.arrive_and_expect(copies * own_boxes.bytes());
     }
     if (token >= 0) {
-      own_boxes.copy(memory.queries[slot.stage], query_map, &there, token, work.head, work.batch);
+      own_boxes.copy(memory.queries[to.stage], query_map, &there, token, work.head, work.batch);
     }
-    if (steps == 0) {
-      continue;
-    }
+  };
+
+  int number = blockIdx.x, ticket = queue.draw();
+  prepare(number, slot);
+  while (number < queue.count) {
+    number = Queue::unit_of(ticket);
+    ticket = queue.draw();
+    const Task& task = memory.tasks[slot.stage];
+    const int head = task.work.head / p.heads_of_group, batch = task.work.batch, steps = task.steps;
+    const Other<kN> other{p.lists.entries + task.work.first_entry, task.work.num_entries, p.lists.log_block,
+                          p.scoring.keys, p.scoring.key_states_of(batch)};
     const uint32_t first_token = task.tokens[lane % Finder::kStrips * 16];  // the strip's; -1 is the latest
-    Gathered<kN> next(other, boxes, 0);
-    for (int step = 0; step < steps; ++step, ring.next()) {
-      auto& stage = memory.stages[ring.stage];
-      const Gathered<kN> here = next;
-      if (step + 1 < steps) {
-        next = Gathered<kN>(other, boxes, step + 1);
-      }
-      const LiveGroups live = finder.template find<kN / 16>(here.group, [&](int token) {
-        return token + 16 <= p.scoring.keys &&
-               !(p.scoring.causal && static_cast<uint32_t>(token + 15) > first_token);
-      });
-      memory.keys_free[ring.stage].wait(ring.parity ^ 1);
-      if (lane < kN / 16) {
-        memory.groups[ring.stage][lane] = here.group;
-      }
-      if (lane < Finder::kStrips) {
-        memory.live[ring.stage][lane] = live;
-      }
-      __syncwarp();
+    slot.next();
+    bool prepared = false;
+
+    // Values come after the next step's keys: these are needed sooner, and their space is free sooner.
+    auto last = ring;
+    int last_token = 0;
+    const auto copy_values = [&]() {
+      Barrier& there = memory.values_there[last.stage];
+      memory.values_free[last.stage].wait(last.parity ^ 1);
       if (lane == 0) {
-        memory.keys_there[ring.stage].arrive_and_expect(sizeof(stage.keys));
+        there.arrive_and_expect(sizeof(memory.stages[0].values));
       }
       if (boxes.any) {
-        boxes.copy(stage.keys, key_map, &memory.keys_there[ring.stage], here.token, kv_head, work.batch);
+        boxes.copy(memory.stages[last.stage].values, value_map, &there, last_token, head, batch);
       }
-      memory.values_free[ring.stage].wait(ring.parity ^ 1);
-      if (lane == 0) {
-        memory.values_there[ring.stage].arrive_and_expect(sizeof(stage.values));
+    };
+
+    if (steps > 0) {
+      Gathered<kN> next(other, boxes, 0);
+      for (int step = 0; step < steps; ++step, ring.next()) {
+        const Gathered<kN> here = next;
+        if (step + 1 < steps) {
+          next = Gathered<kN>(other, boxes, step + 1);
+        }
+        const LiveGroups live = finder.template find<kN / 16>(here.group, [&](int token) {
+          return token + 16 <= p.scoring.keys &&
+                 !(p.scoring.causal && static_cast<uint32_t>(token + 15) > first_token);
+        });
+        Barrier& there = memory.keys_there[ring.stage];
+        memory.keys_free[ring.stage].wait(ring.parity ^ 1);
+        if (lane < kN / 16) {
+          memory.groups[ring.stage][lane] = here.group;
+        }
+        if (lane < Finder::kStrips) {
+          memory.live[ring.stage][lane] = live;
+        }
+        __syncwarp();
+        if (lane == 0) {
+          there.arrive_and_expect(sizeof(memory.stages[0].keys));
+        }
+        if (boxes.any) {
+          boxes.copy(memory.stages[ring.stage].keys, key_map, &there, here.token, head, batch);
+        }
+        if (step > 0) {
+          copy_values();
+        }
+        last = ring;
+        last_token = here.token;
+        // The next unit is looked up ahead, as soon as there is space to tell of it.
+        if (!prepared && __all_sync(0xffffffffu, memory.task_free[slot.stage].is_over(slot.parity ^ 1))) {
+          prepare(number, slot);
+          prepared = true;
+        }
       }
-      if (boxes.any) {
-        boxes.copy(stage.values, value_map, &memory.values_there[ring.stage], here.token, kv_head, work.batch);
-      }
+      copy_values();
     }
-  }
-  memory.task_free[slot.stage].wait(slot.parity ^ 1);
-  if (lane == 0) {
-    memory.tasks[slot.stage].steps = -1;
-    memory.task_there[slot.stage].arrive();
+    if (!prepared) {
+      memory.task_free[slot.stage].wait(slot.parity ^ 1);
+      prepare(number, slot);
+    }
   }
 }
 
@@ -389,7 +423,7 @@ __global__ void __launch_bounds__(kHopperThreads<kBlocks>, kBlocks) forward_on_h
     fence_barriers();
   }
   __syncthreads();
-  share_work<kBlocks>(
+  share_work<kBlocks, 40, 232>(
       [&] { copy_all(p, memory, &query_map, &key_map, &value_map, queue); },
       [&] { multiply_all<T, kD, kN, kBlocks, kPlain>(p, memory, queue); });
 }

@@ -20,17 +20,17 @@ constexpr int kConsumers = 2;  // warpgroups with kHopperTile / kConsumers lines
 template <int kBlocks>
 constexpr int kHopperThreads = 128 * kConsumers + (kBlocks == 1 ? 128 : 32);
 
-// What the threads do: multiply(), or the one warp copy().
-template <int kBlocks, class C, class M>
+// What the threads do: multiply(), with so many registers, or the one warp copy(), with a few.
+template <int kBlocks, int kFew, int kMany, class C, class M>
 __device__ __forceinline__ void share_work(const C& copy, const M& multiply) {
   if (threadIdx.x < 128 * kConsumers) {
     if constexpr (kBlocks == 1) {
-      take_registers<240>();
+      take_registers<kMany>();
     }
     multiply();
   } else {
     if constexpr (kBlocks == 1) {
-      give_registers<24>();
+      give_registers<kFew>();
     }
     if (threadIdx.x < 128 * kConsumers + 32) {
       copy();
