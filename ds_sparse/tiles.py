@@ -179,9 +179,9 @@ def _hashes(live: torch.Tensor) -> torch.Tensor:
     """A number for the list of each line, int64 (L, lines). Different lists with the same number would be put together
     in vain, and no more."""
     bits = pack_bits(live)
-    # A Weyl sequence times its own high part: weights that sums of a few do not repeat. Integers wrap around.
-    weyl = torch.arange(1, bits.shape[-1] + 1, device=live.device) * -0x61C8864680B583EB
-    return (bits * (weyl * (weyl >> 29))).sum(-1)
+    # High powers of odd numbers, which wrap around: weights that sums of a few do not repeat.
+    weights = torch.arange(1, 2 * bits.shape[-1], 2, device=live.device) ** 17
+    return (bits * weights).sum(-1)
 
 
 def _parts(lengths: torch.Tensor, block: int) -> torch.Tensor:

@@ -186,6 +186,13 @@ def test_random_blocks_do_not_scatter_windows():
         assert moved.max() <= 4
 
 
+@pytest.mark.parametrize("width", [1, 3, 8, 64])
+def test_different_windows_are_told_apart(width: int):
+    position = torch.arange(2048)
+    live = ((position - position[:, None]) % 2048 < width)[None]
+    assert make_tiles(live, 16).lines.tolist() == position.tolist()
+
+
 def test_lines_with_the_same_list_share_a_tile_wherever_they_are():
     position = torch.arange(64)
     strided = ((position[:, None] - position) % 16 == 0)[None]
