@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from .layout import causal_cut, check_values, count_live, pack_bits, unpack_bits, with_heads
+from .layout import causal_cut, check_values, count_live, unpack_bits, with_heads
 from .tiles import HOPPER_TILE, MAX_BLOCKS, MAX_LINES, TILE, TilePlan, Tiles
 
 SIDES = ("rows", "columns")
@@ -116,28 +116,36 @@ class BlockIndex:
                 f"The layout has {rows} x {columns} blocks; the index holds up to 2**24 a side. Use a larger block."
             )
         live = layout.bool()
-        heights = (TILE, HOPPER_TILE) if _is_hopper(live.device) and block * MAX_LINES >= HOPPER_TILE else (TILE,)
-        plans = {(side, tile): TilePlan.make(_lines(live, side), block, tile) for tile in heights for side in SIDES}
-        # All that the host has to know comes in one transfer, for each head since equal ones are not known before.
-        facts = [(layout == live).all((1, 2)), (live == live[:1]).all((1, 2)), live.triu(1).any((1, 2))]
-        sizes = [count_live(live).sum(1, keepdim=True).T, *(plan.sizes() for plan in plans.values())]
-        is_0_or_1, is_first, ahead, *sizes = torch.cat([torch.stack(facts), *sizes]).tolist()
-        if not all(is_0_or_1):
+        for_hopper = _is_hopper(live.device) and block * MAX_LINES >= HOPPER_TILE
+        plans = _plans(live, block, (TILE, HOPPER_TILE) if for_hopper and block < HOPPER_TILE else (TILE,))
+        asked = {"ahead": live.triu(1).any()}
+        if heads > 1:
+            asked["is_first"] = (live == live[:1]).all()
+        if layout.dtype != torch.bool:
+            asked["is_0_or_1"] = (layout == live).all()
+        # All that the host has to know comes in one transfer, of each head since equal ones are not known before.
+        answers, live_blocks, *lengths = _on_host(
+            torch.stack(list(asked.values())), plans[0].live_blocks, *(plan.lengths for plan in plans)
+        )
+        facts = dict(zip(asked, answers))
+        if not facts.get("is_0_or_1", True):
             check_values(layout)
-        layout_heads = 1 if all(is_first) else heads
-        live_blocks, *sizes = (sum(size[:layout_heads]) for size in sizes)
+        layout_heads = 1 if facts.get("is_first", True) else heads
+        of_rows = slice(0, layout_heads * len(plans[0].sides), len(plans[0].sides))
+        live_blocks = sum(live_blocks[of_rows])
         if live_blocks >= 2**31:
             raise ValueError(
                 f"The layout has {live_blocks} live blocks; the index holds fewer than 2**31. Use a larger block."
             )
+        lengths = [plan.split(of_plan, layout_heads) for plan, of_plan in zip(plans, lengths)]
+        low = [{key: of_heads for key, of_heads in of_plan.items() if key[1] == TILE} for of_plan in lengths]
         # Taller tiles are for where walking them as one wastes little.
-        walked = max(max(1, TILE // block) * size for size in (sizes[0], sizes[3]))
-        if walked > MOST_WASTE * live_blocks:
-            plans = {key: plan for key, plan in plans.items() if key[1] == TILE}
-        tiles = {
-            key: plan.of_heads(layout_heads).pack(*sizes[3 * i : 3 * i + 3])
-            for i, (key, plan) in enumerate(plans.items())
-        }
+        entries = max(sum(map(sum, of_heads)) for of_plan in low for of_heads in of_plan.values())
+        if entries * max(1, TILE // block) > MOST_WASTE * live_blocks:
+            lengths = low
+        tiles = {key: made for plan, of_plan in zip(plans, lengths) for key, made in plan.pack(of_plan).items()}
+        if for_hopper and block >= HOPPER_TILE:
+            tiles |= {(side, HOPPER_TILE): replace(tiles[side, TILE], tile=HOPPER_TILE) for side in SIDES}
         return cls(
             block=block,
             num_heads=num_heads,
@@ -145,8 +153,8 @@ class BlockIndex:
             rows=rows,
             columns=columns,
             live_blocks=live_blocks,
-            reaches_ahead=any(ahead),
-            bits=pack_bits(live[:layout_heads]),
+            reaches_ahead=bool(facts["ahead"]),
+            bits=plans[0].bits[of_rows].clone(),
             row_tiles=tiles.pop(("rows", TILE)),
             column_tiles=tiles.pop(("columns", TILE)),
             _made=tiles,
@@ -255,8 +263,8 @@ class BlockIndex:
 
     @torch.inference_mode(False)
     def _make_tiles(self, side: str, tile: int) -> Tiles:
-        plan = TilePlan.make(_lines(self.layout(), side), self.block, tile)
-        return plan.pack(*plan.sizes().sum(1).tolist())
+        plan = TilePlan.make({side: _lines(self.layout(), side)}, self.block, tile)
+        return plan.pack(plan.split(*_on_host(plan.lengths), self.layout_heads))[side, tile]
 
 
 def as_index(layout: torch.Tensor | BlockIndex, block: int) -> BlockIndex:
@@ -284,9 +292,23 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
+def _plans(live: torch.Tensor, block: int, tiles: tuple[int, ...]) -> list[TilePlan]:
+    """The plans of rows and columns: one where the layout is square."""
+    sides = {side: _lines(live, side) for side in SIDES}
+    if live.shape[1] == live.shape[2]:
+        return [TilePlan.make(sides, block, *tiles)]
+    return [TilePlan.make({side: lines}, block, *tiles) for side, lines in sides.items()]
+
+
 def _lines(live: torch.Tensor, side: str) -> torch.Tensor:
     """The layout with the lines of a side in dimension 1: (L, lines, other side)."""
     return live if side == "rows" else live.transpose(1, 2)
+
+
+def _on_host(*tensors: torch.Tensor) -> list[list[int]]:
+    """The numbers of each tensor, in one transfer."""
+    flat = [x.flatten() for x in tensors]
+    return [x.tolist() for x in torch.cat(flat).cpu().split([len(x) for x in flat])]
 
 
 def _offsets(counts: torch.Tensor) -> torch.Tensor:

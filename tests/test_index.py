@@ -6,15 +6,17 @@ import copy
 import pickle
 import warnings
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
 from helpers import EXAMPLES, Layout, layouts, seeded
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_sparse import FixedSparsityConfig
-from ds_sparse.index import BlockIndex
+from ds_sparse import BSLongformerSparsityConfig, FixedSparsityConfig
+from ds_sparse.index import MOST_WASTE, BlockIndex
 from ds_sparse.tiles import TilePlan, Tiles
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
@@ -76,10 +78,48 @@ def test_tiles_are_those_of_the_stored_heads(layout: Layout, block: int):
     assert torch.equal(index.layout(), live)
     for tile in (64, 128):
         for side, lines in (("rows", live), ("columns", live.transpose(1, 2))):
-            plan = TilePlan.make(lines, block, tile)
-            assert_equal_tiles(index.tiles(side, tile), plan.pack(*plan.sizes().sum(1).tolist()))
+            plan = TilePlan.make({side: lines}, block, tile)
+            lengths = plan.split(plan.lengths.flatten().tolist(), len(live))
+            assert_equal_tiles(index.tiles(side, tile), plan.pack(lengths)[side, tile])
             assert index.tiles(side, tile) is index.tiles(side, tile)
     assert index.tiles("rows") is index.row_tiles and index.tiles("columns") is index.column_tiles
+
+
+@EXAMPLES
+@given(layout=layouts(max_side=20), block=st.sampled_from((8, 16, 64, 128, 256)))
+def test_for_hopper_tall_tiles_come_with_it_where_they_waste_little(layout: Layout, block: int):
+    plain, index = BlockIndex.build(layout.given, block), build_for_hopper(layout.given, block)
+    walked = max(len(tiles.entries) for tiles in (plain.row_tiles, plain.column_tiles)) * max(1, 64 // block)
+    assert not plain.has_tiles(128) and plain.has_tiles(64)
+    assert index.has_tiles(128) == (block > 8 and walked <= MOST_WASTE * index.live_blocks)
+    assert torch.equal(index.layout(), plain.layout())
+    for tile in (64, 128) if index.has_tiles(128) else (64,):
+        for side in ("rows", "columns"):
+            assert_equal_tiles(index.tiles(side, tile), plain.tiles(side, tile))
+
+
+def build_for_hopper(layout: torch.Tensor, block: int) -> BlockIndex:
+    """The index as it is built on a Hopper GPU, here."""
+    with mock.patch("ds_sparse.index._is_hopper", return_value=True):
+        return BlockIndex.build(layout, block)
+
+
+@pytest.mark.parametrize("block", [16, 64, 128])
+def test_building_takes_few_operations(block: int):
+    # On a GPU each takes 10 us or more of the host's time, and one call of attention a millisecond.
+    layout = BSLongformerSparsityConfig(num_heads=1, block=block, num_sliding_window_blocks=9).make_bool_layout(4096)
+    with CountOperations() as counted:
+        index = build_for_hopper(layout, block)
+    assert index.has_tiles(128)
+    assert counted.number <= 75
+
+
+class CountOperations(TorchDispatchMode):
+    number = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.number += 1
+        return operation(*args, **(kwargs or {}))
 
 
 def test_there_are_two_sides():
