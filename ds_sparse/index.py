@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -56,9 +57,47 @@ class Lists:
         return Lists(**{name: x.to(device) for name, x in vars(self).items()})
 
 
+class Making:
+    """The end of the work on a CUDA stream that made an index, behind which other streams queue what they do with it.
+
+    The host does not wait for that work, and streams do not wait for each other. So each stream waits for the event
+    once, when it first uses the index; from then on the memory is kept from others until that stream is done, even if
+    the index is dropped before. In the capture of a CUDA graph a stream cannot wait for what is not captured, and need
+    not: `torch.cuda.graph` synchronises before it captures. What torch.compile makes of a function reads the tensors
+    without asking the index: synchronise between building it on one stream and running that on another.
+
+    Does nothing on other devices. A copy, also by pickle, stands for the work of copying.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.ends()
+
+    def ends(self) -> None:
+        """Marks the place that the current stream has come to as the end."""
+        if self.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.device)
+            self._event, self._behind = stream.record_event(), {stream}
+
+    def wait(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """Puts what the current stream does next behind the end; `tensors` gives all that has been made."""
+        if torch.compiler.is_compiling() or self.device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if stream not in self._behind and not torch.cuda.is_current_stream_capturing():
+            stream.wait_event(self._event)
+            for x in tensors():
+                x.record_stream(stream)
+            self._behind.add(stream)
+
+    def __reduce__(self):
+        return Making, (self.device,)
+
+
 @dataclass(frozen=True, eq=False)
 class BlockIndex:
-    """The live blocks of a layout, in tiles and one by one. Built once, immutable, shared by every operation.
+    """The live blocks of a layout, in tiles and one by one. Built once, immutable, shared by every operation, on any
+    stream (see `Making`).
 
     The tiles are what attention walks. The rest is made from the layout's bits when it is first asked for, and kept:
     the `Lists` of MatMul and Softmax, tiles of another height, the index cut for causal attention.
@@ -87,9 +126,11 @@ class BlockIndex:
     live_blocks: int
     reaches_ahead: bool
     bits: torch.Tensor
-    row_tiles: Tiles
-    column_tiles: Tiles
-    _made: dict[str | tuple[str, int], Lists | Tiles | BlockIndex] = field(default_factory=dict)
+    _made: dict[str | tuple[str, int], Lists | Tiles | BlockIndex]
+    _making: Making = field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "_making", Making(self.device))
 
     @classmethod
     def build(cls, layout: torch.Tensor, block: int) -> BlockIndex:
@@ -155,8 +196,6 @@ class BlockIndex:
             live_blocks=live_blocks,
             reaches_ahead=bool(facts["ahead"]),
             bits=plans[0].bits[of_rows].clone(),
-            row_tiles=tiles.pop(("rows", TILE)),
-            column_tiles=tiles.pop(("columns", TILE)),
             _made=tiles,
         )
 
@@ -167,14 +206,24 @@ class BlockIndex:
     def has_tiles(self, tile: int) -> bool:
         """Whether the tiles of this height are there, of both sides: on a Hopper GPU those of `HOPPER_TILE` are made with
         the index where they pay."""
-        return tile == TILE or all((side, tile) in self._made for side in SIDES)
+        return all((side, tile) in self._made for side in SIDES)
 
     @property
     def lists(self) -> Lists:
         """The live blocks one by one."""
         if "lists" not in self._made:
             self._made["lists"] = self._make_lists()
+            self._making.ends()
+        self._making.wait(self._tensors)
         return self._made["lists"]
+
+    @property
+    def row_tiles(self) -> Tiles:
+        return self.tiles("rows")
+
+    @property
+    def column_tiles(self) -> Tiles:
+        return self.tiles("columns")
 
     @property
     def row_offsets(self) -> torch.Tensor:
@@ -210,10 +259,10 @@ class BlockIndex:
         """
         if side not in SIDES:
             raise ValueError(f"side is {side!r}; it has to be 'rows' or 'columns'.")
-        if tile == TILE:
-            return self.row_tiles if side == "rows" else self.column_tiles
         if (side, tile) not in self._made:
             self._made[side, tile] = self._make_tiles(side, tile)
+            self._making.ends()
+        self._making.wait(self._tensors)
         return self._made[side, tile]
 
     def causal(self) -> BlockIndex:
@@ -227,6 +276,7 @@ class BlockIndex:
 
     def layout(self) -> torch.Tensor:
         """The layout, bool (L, R, C), unpacked at each call."""
+        self._making.wait(self._tensors)
         return unpack_bits(self.bits, self.columns)
 
     def to(self, device: torch.device | str) -> BlockIndex:
@@ -235,11 +285,10 @@ class BlockIndex:
         device = torch.device(device)
         if self.device == device:
             return self
+        self._making.wait(self._tensors)
         return replace(
             self,
             bits=self.bits.to(device),
-            row_tiles=self.row_tiles.to(device),
-            column_tiles=self.column_tiles.to(device),
             _made={name: made.to(device) for name, made in self._made.items()},
         )
 
@@ -256,6 +305,16 @@ class BlockIndex:
             return self.num_heads if num_values == 0 else None
         heads, rest = divmod(num_values * self.layout_heads, self.live_blocks)
         return heads if rest == 0 and (self.num_heads in (1, heads)) else None
+
+    def __getstate__(self) -> dict[str, object]:
+        self._making.wait(self._tensors)
+        return vars(self)
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        yield self.bits
+        for made in self._made.values():
+            if not isinstance(made, BlockIndex):
+                yield from (x for x in vars(made).values() if isinstance(x, torch.Tensor))
 
     @torch.inference_mode(False)
     def _make_lists(self) -> Lists:

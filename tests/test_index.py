@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sparse import BSLongformerSparsityConfig, FixedSparsityConfig
+from ds_sparse import index as index_module
 from ds_sparse.index import MOST_WASTE, BlockIndex
 from ds_sparse.tiles import TilePlan, Tiles
 
@@ -254,6 +255,69 @@ def test_it_waits_for_the_gpu_once(dtype: torch.dtype, block: int, heads: str):
     }
     for step, (run, expected) in steps.items():
         assert waits(run) == expected, step
+
+
+PARTS = {
+    "tiles": lambda index: index.row_tiles.entries,
+    "units": lambda index: index.column_tiles.units,
+    "other tiles": lambda index: index.tiles("rows", 32).entries,
+    "lists": lambda index: index.column_slots,
+    "causal": lambda index: index.causal().row_tiles.entries,
+    "layout": lambda index: index.layout(),
+    "copy": lambda index: copy.deepcopy(index).row_tiles.entries,
+}
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("part", PARTS)
+def test_another_stream_waits_for_the_one_that_made_it(part: str, monkeypatch: pytest.MonkeyPatch):
+    layout, fetch = torch.rand(2, 200, 200, generator=seeded()) < 0.1, index_module._on_host
+
+    def fetch_and_sleep(*tensors: torch.Tensor) -> list[list[int]]:
+        numbers = fetch(*tensors)
+        torch.cuda._sleep(10**8)
+        return numbers
+
+    expected, given = PARTS[part](BlockIndex.build(layout, 16)), layout.cuda()
+    torch.cuda.synchronize()
+    monkeypatch.setattr(index_module, "_on_host", fetch_and_sleep)
+    maker, user = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(maker):
+        index = BlockIndex.build(given, 16)
+        if part != "copy":
+            PARTS[part](index)
+        assert not maker.query(), "the work is over before it is used"
+    with torch.cuda.stream(user):
+        found = [PARTS[part](index).clone() for _ in range(2)]
+    user.synchronize()
+    assert all(torch.equal(x.cpu(), expected) for x in found)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_stream_waits_once_and_in_a_capture_not_at_all():
+    index = BlockIndex.build(torch.ones(3, 3, dtype=torch.bool, device="cuda"), 16)
+
+    def use() -> None:
+        _ = index.row_tiles, index.column_tiles, index.layout()
+
+    with mock.patch.object(torch.cuda.Stream, "wait_event") as wait:
+        use()
+        assert wait.call_count == 0
+        with torch.cuda.stream(torch.cuda.Stream()):
+            use()
+            use()
+            assert wait.call_count == 1
+            index.with_lists()
+        use()
+        use()
+        assert wait.call_count == 2
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        entries = index.row_tiles.entries + index.column_tiles.entries
+    graph.replay()
+    assert torch.equal(entries, index.row_tiles.entries + index.column_tiles.entries)
 
 
 def waits(run) -> int:
