@@ -280,17 +280,23 @@ class BlockIndex:
         return unpack_bits(self.bits, self.columns)
 
     def to(self, device: torch.device | str) -> BlockIndex:
-        """The same index on another device, with all that has been made of it; itself if it is there already. One that
-        is moved to a Hopper GPU has no tiles for the kernels of its own: build it from a layout that is there."""
+        """The same index on another device, with its lists and its causal part if they have been made; itself if it is
+        there already. On a GPU it is built from the bits, as there the tiles depend on the device."""
         device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         if self.device == device:
             return self
         self._making.wait(self._tensors)
-        return replace(
-            self,
-            bits=self.bits.to(device),
-            _made={name: made.to(device) for name, made in self._made.items()},
-        )
+        bits = self.bits.to(device)
+        if device.type == "cuda":
+            moved = self._of(unpack_bits(bits, self.columns), self.block, self.num_heads)
+        else:
+            tiles = {key: made.to(device) for key, made in self._made.items() if isinstance(made, Tiles)}
+            moved = replace(self, bits=bits, _made=tiles)
+        moved._made.update({key: self._made[key].to(device) for key in ("lists", "causal") if key in self._made})
+        moved._making.ends()
+        return moved
 
     def num_values(self, heads: int) -> int:
         """V, the live blocks of `heads` heads: the size of dimension 1 of sparse values."""

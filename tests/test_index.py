@@ -240,6 +240,30 @@ def test_built_on_the_gpu_it_equals_the_one_built_on_the_cpu(dtype: torch.dtype)
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize("chance", [0.01, 0.9], ids=["wasteful", "dense"])
+def test_moved_to_the_gpu_it_equals_the_one_built_there(block: int, chance: float):
+    layout = torch.rand(3, 64, 64, generator=seeded()) < chance
+    here = BlockIndex.build(layout, block).with_lists()
+    here.causal()
+    moved, built = here.to("cuda"), BlockIndex.build(layout.cuda(), block)
+    assert moved is not here and moved.to("cuda") is moved and moved.to(built.device) is moved
+    for found, expected in ((moved, built), (moved.causal(), built.causal())):
+        assert found.device == expected.device and torch.equal(found.bits, expected.bits)
+        assert found.has_tiles(128) == expected.has_tiles(128)
+        for tile in (64, 128) if expected.has_tiles(128) else (64,):
+            for side in ("rows", "columns"):
+                assert_equal_tiles(found.tiles(side, tile), expected.tiles(side, tile))
+    for name in LISTS:
+        assert torch.equal(getattr(moved, name), getattr(built, name)), name
+    assert waits(lambda: (moved.lists, moved.causal())) == 0
+    back = moved.to("cpu")
+    assert back.device.type == "cpu" and torch.equal(back.row_columns, here.row_columns)
+    assert_equal_tiles(back.row_tiles, here.row_tiles)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64], ids=str)
 @pytest.mark.parametrize("heads", ["shared", "equal", "different"])
 def test_it_waits_for_the_gpu_once(dtype: torch.dtype, block: int, heads: str):
