@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from .layout import causal_cut, check_values, count_live, pack_bits, unpack_bits, with_heads
+from .layout import causal_cut, check_values, count_live, unpack_bits, with_heads
 from .tiles import HOPPER_TILE, MAX_BLOCKS, MAX_LINES, TILE, TilePlan, Tiles
 
 SIDES = ("rows", "columns")
@@ -56,9 +57,47 @@ class Lists:
         return Lists(**{name: x.to(device) for name, x in vars(self).items()})
 
 
+class Making:
+    """The end of the work on a CUDA stream that made an index, behind which other streams queue what they do with it.
+
+    The host does not wait for that work, and streams do not wait for each other. So each stream waits for the event
+    once, when it first uses the index; from then on the memory is kept from others until that stream is done, even if
+    the index is dropped before. In the capture of a CUDA graph a stream cannot wait for what is not captured, and need
+    not: `torch.cuda.graph` synchronises before it captures. What torch.compile makes of a function reads the tensors
+    without asking the index: synchronise between building it on one stream and running that on another.
+
+    Does nothing on other devices. A copy, also by pickle, stands for the work of copying.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.ends()
+
+    def ends(self) -> None:
+        """Marks the place that the current stream has come to as the end."""
+        if self.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.device)
+            self._event, self._behind = stream.record_event(), {stream}
+
+    def wait(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """Puts what the current stream does next behind the end; `tensors` gives all that has been made."""
+        if torch.compiler.is_compiling() or self.device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if stream not in self._behind and not torch.cuda.is_current_stream_capturing():
+            stream.wait_event(self._event)
+            for x in tensors():
+                x.record_stream(stream)
+            self._behind.add(stream)
+
+    def __reduce__(self):
+        return Making, (self.device,)
+
+
 @dataclass(frozen=True, eq=False)
 class BlockIndex:
-    """The live blocks of a layout, in tiles and one by one. Built once, immutable, shared by every operation.
+    """The live blocks of a layout, in tiles and one by one. Built once, immutable, shared by every operation, on any
+    stream (see `Making`).
 
     The tiles are what attention walks. The rest is made from the layout's bits when it is first asked for, and kept:
     the `Lists` of MatMul and Softmax, tiles of another height, the index cut for causal attention.
@@ -87,9 +126,11 @@ class BlockIndex:
     live_blocks: int
     reaches_ahead: bool
     bits: torch.Tensor
-    row_tiles: Tiles
-    column_tiles: Tiles
-    _made: dict[str | tuple[str, int], Lists | Tiles | BlockIndex] = field(default_factory=dict)
+    _made: dict[str | tuple[str, int], Lists | Tiles | BlockIndex]
+    _making: Making = field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "_making", Making(self.device))
 
     @classmethod
     def build(cls, layout: torch.Tensor, block: int) -> BlockIndex:
@@ -116,28 +157,36 @@ class BlockIndex:
                 f"The layout has {rows} x {columns} blocks; the index holds up to 2**24 a side. Use a larger block."
             )
         live = layout.bool()
-        heights = (TILE, HOPPER_TILE) if _is_hopper(live.device) and block * MAX_LINES >= HOPPER_TILE else (TILE,)
-        plans = {(side, tile): TilePlan.make(_lines(live, side), block, tile) for tile in heights for side in SIDES}
-        # All that the host has to know comes in one transfer, for each head since equal ones are not known before.
-        facts = [(layout == live).all((1, 2)), (live == live[:1]).all((1, 2)), live.triu(1).any((1, 2))]
-        sizes = [count_live(live).sum(1, keepdim=True).T, *(plan.sizes() for plan in plans.values())]
-        is_0_or_1, is_first, ahead, *sizes = torch.cat([torch.stack(facts), *sizes]).tolist()
-        if not all(is_0_or_1):
+        for_hopper = _is_hopper(live.device) and block * MAX_LINES >= HOPPER_TILE
+        plans = _plans(live, block, (TILE, HOPPER_TILE) if for_hopper and block < HOPPER_TILE else (TILE,))
+        asked = {"ahead": live.triu(1).any()}
+        if heads > 1:
+            asked["is_first"] = (live == live[:1]).all()
+        if layout.dtype != torch.bool:
+            asked["is_0_or_1"] = (layout == live).all()
+        # All that the host has to know comes in one transfer, of each head since equal ones are not known before.
+        answers, live_blocks, *lengths = _on_host(
+            torch.stack(list(asked.values())), plans[0].live_blocks, *(plan.lengths for plan in plans)
+        )
+        facts = dict(zip(asked, answers))
+        if not facts.get("is_0_or_1", True):
             check_values(layout)
-        layout_heads = 1 if all(is_first) else heads
-        live_blocks, *sizes = (sum(size[:layout_heads]) for size in sizes)
+        layout_heads = 1 if facts.get("is_first", True) else heads
+        of_rows = slice(0, layout_heads * len(plans[0].sides), len(plans[0].sides))
+        live_blocks = sum(live_blocks[of_rows])
         if live_blocks >= 2**31:
             raise ValueError(
                 f"The layout has {live_blocks} live blocks; the index holds fewer than 2**31. Use a larger block."
             )
+        lengths = [plan.split(of_plan, layout_heads) for plan, of_plan in zip(plans, lengths)]
+        low = [{key: of_heads for key, of_heads in of_plan.items() if key[1] == TILE} for of_plan in lengths]
         # Taller tiles are for where walking them as one wastes little.
-        walked = max(max(1, TILE // block) * size for size in (sizes[0], sizes[3]))
-        if walked > MOST_WASTE * live_blocks:
-            plans = {key: plan for key, plan in plans.items() if key[1] == TILE}
-        tiles = {
-            key: plan.of_heads(layout_heads).pack(*sizes[3 * i : 3 * i + 3])
-            for i, (key, plan) in enumerate(plans.items())
-        }
+        entries = max(sum(map(sum, of_heads)) for of_plan in low for of_heads in of_plan.values())
+        if entries * max(1, TILE // block) > MOST_WASTE * live_blocks:
+            lengths = low
+        tiles = {key: made for plan, of_plan in zip(plans, lengths) for key, made in plan.pack(of_plan).items()}
+        if for_hopper and block >= HOPPER_TILE:
+            tiles |= {(side, HOPPER_TILE): replace(tiles[side, TILE], tile=HOPPER_TILE) for side in SIDES}
         return cls(
             block=block,
             num_heads=num_heads,
@@ -145,10 +194,8 @@ class BlockIndex:
             rows=rows,
             columns=columns,
             live_blocks=live_blocks,
-            reaches_ahead=any(ahead),
-            bits=pack_bits(live[:layout_heads]),
-            row_tiles=tiles.pop(("rows", TILE)),
-            column_tiles=tiles.pop(("columns", TILE)),
+            reaches_ahead=bool(facts["ahead"]),
+            bits=plans[0].bits[of_rows].clone(),
             _made=tiles,
         )
 
@@ -159,14 +206,24 @@ class BlockIndex:
     def has_tiles(self, tile: int) -> bool:
         """Whether the tiles of this height are there, of both sides: on a Hopper GPU those of `HOPPER_TILE` are made with
         the index where they pay."""
-        return tile == TILE or all((side, tile) in self._made for side in SIDES)
+        return all((side, tile) in self._made for side in SIDES)
 
     @property
     def lists(self) -> Lists:
         """The live blocks one by one."""
         if "lists" not in self._made:
             self._made["lists"] = self._make_lists()
+            self._making.ends()
+        self._making.wait(self._tensors)
         return self._made["lists"]
+
+    @property
+    def row_tiles(self) -> Tiles:
+        return self.tiles("rows")
+
+    @property
+    def column_tiles(self) -> Tiles:
+        return self.tiles("columns")
 
     @property
     def row_offsets(self) -> torch.Tensor:
@@ -202,10 +259,10 @@ class BlockIndex:
         """
         if side not in SIDES:
             raise ValueError(f"side is {side!r}; it has to be 'rows' or 'columns'.")
-        if tile == TILE:
-            return self.row_tiles if side == "rows" else self.column_tiles
         if (side, tile) not in self._made:
             self._made[side, tile] = self._make_tiles(side, tile)
+            self._making.ends()
+        self._making.wait(self._tensors)
         return self._made[side, tile]
 
     def causal(self) -> BlockIndex:
@@ -219,21 +276,27 @@ class BlockIndex:
 
     def layout(self) -> torch.Tensor:
         """The layout, bool (L, R, C), unpacked at each call."""
+        self._making.wait(self._tensors)
         return unpack_bits(self.bits, self.columns)
 
     def to(self, device: torch.device | str) -> BlockIndex:
-        """The same index on another device, with all that has been made of it; itself if it is there already. One that
-        is moved to a Hopper GPU has no tiles for the kernels of its own: build it from a layout that is there."""
+        """The same index on another device, with its lists and its causal part if they have been made; itself if it is
+        there already. On a GPU it is built from the bits, as there the tiles depend on the device."""
         device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         if self.device == device:
             return self
-        return replace(
-            self,
-            bits=self.bits.to(device),
-            row_tiles=self.row_tiles.to(device),
-            column_tiles=self.column_tiles.to(device),
-            _made={name: made.to(device) for name, made in self._made.items()},
-        )
+        self._making.wait(self._tensors)
+        bits = self.bits.to(device)
+        if device.type == "cuda":
+            moved = self._of(unpack_bits(bits, self.columns), self.block, self.num_heads)
+        else:
+            tiles = {key: made.to(device) for key, made in self._made.items() if isinstance(made, Tiles)}
+            moved = replace(self, bits=bits, _made=tiles)
+        moved._made.update({key: self._made[key].to(device) for key in ("lists", "causal") if key in self._made})
+        moved._making.ends()
+        return moved
 
     def num_values(self, heads: int) -> int:
         """V, the live blocks of `heads` heads: the size of dimension 1 of sparse values."""
@@ -249,14 +312,24 @@ class BlockIndex:
         heads, rest = divmod(num_values * self.layout_heads, self.live_blocks)
         return heads if rest == 0 and (self.num_heads in (1, heads)) else None
 
+    def __getstate__(self) -> dict[str, object]:
+        self._making.wait(self._tensors)
+        return vars(self)
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        yield self.bits
+        for made in self._made.values():
+            if not isinstance(made, BlockIndex):
+                yield from (x for x in vars(made).values() if isinstance(x, torch.Tensor))
+
     @torch.inference_mode(False)
     def _make_lists(self) -> Lists:
         return Lists.make(self.layout(), self.live_blocks)
 
     @torch.inference_mode(False)
     def _make_tiles(self, side: str, tile: int) -> Tiles:
-        plan = TilePlan.make(_lines(self.layout(), side), self.block, tile)
-        return plan.pack(*plan.sizes().sum(1).tolist())
+        plan = TilePlan.make({side: _lines(self.layout(), side)}, self.block, tile)
+        return plan.pack(plan.split(*_on_host(plan.lengths), self.layout_heads))[side, tile]
 
 
 def as_index(layout: torch.Tensor | BlockIndex, block: int) -> BlockIndex:
@@ -284,9 +357,23 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
+def _plans(live: torch.Tensor, block: int, tiles: tuple[int, ...]) -> list[TilePlan]:
+    """The plans of rows and columns: one where the layout is square."""
+    sides = {side: _lines(live, side) for side in SIDES}
+    if live.shape[1] == live.shape[2]:
+        return [TilePlan.make(sides, block, *tiles)]
+    return [TilePlan.make({side: lines}, block, *tiles) for side, lines in sides.items()]
+
+
 def _lines(live: torch.Tensor, side: str) -> torch.Tensor:
     """The layout with the lines of a side in dimension 1: (L, lines, other side)."""
     return live if side == "rows" else live.transpose(1, 2)
+
+
+def _on_host(*tensors: torch.Tensor) -> list[list[int]]:
+    """The numbers of each tensor, in one transfer."""
+    flat = [x.flatten() for x in tensors]
+    return [x.tolist() for x in torch.cat(flat).cpu().split([len(x) for x in flat])]
 
 
 def _offsets(counts: torch.Tensor) -> torch.Tensor:

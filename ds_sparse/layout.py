@@ -8,6 +8,7 @@ tensor with one copy a head.
 
 from __future__ import annotations
 
+import math
 import os
 from typing import TYPE_CHECKING
 
@@ -108,12 +109,13 @@ def crop(layout: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def count_live(live: Tensor) -> Tensor:
-    """True elements along the last dimension, int64. `sum` alone would copy them to int64 first."""
-    return _grouped(live, 128).sum(-1, dtype=torch.uint8).sum(-1)
+    """True elements, or ones of uint8, along the last dimension: int64. `sum` alone would copy them to int64 first."""
+    size = max(8, math.gcd(live.shape[-1], 128))
+    return _grouped(live, size).sum(-1, dtype=torch.uint8).sum(-1)
 
 
 def pack_bits(live: Tensor) -> Tensor:
-    """(..., C) bool -> (..., ceil(C / 8)) uint8. Bit k of byte j is element 8 * j + k."""
+    """(..., C) bool, or 0 and 1 in uint8 -> (..., ceil(C / 8)) uint8. Bit k of byte j is element 8 * j + k."""
     return (_grouped(live, 8) << _bit_numbers(live.device)).sum(-1, dtype=torch.uint8)
 
 
@@ -181,9 +183,10 @@ def save_drawing(layout: Tensor, block: int, path: str | os.PathLike[str], title
 
 
 def _grouped(live: Tensor, size: int) -> Tensor:
-    """(..., C) bool -> (..., ceil(C / size), size) uint8 of 0 and 1."""
+    """(..., C) bool or uint8 -> (..., ceil(C / size), size) uint8 of 0 and 1."""
     missing = -live.shape[-1] % size
-    return (pad(live, (0, missing)) if missing else live).view(torch.uint8).unflatten(-1, (-1, size))
+    live = pad(live, (0, missing)) if missing else live
+    return (live if live.dtype == torch.uint8 else live.view(torch.uint8)).unflatten(-1, (-1, size))
 
 
 def _bit_numbers(device: torch.device) -> Tensor:

@@ -128,7 +128,8 @@ class SparseSelfAttention(nn.Module):
 
         Args:
             query, value: (B, H, T, D), T a multiple of the block.
-            key: (B, H, T, D), or (B, H, D, T) where D differs from T.
+            key: (B, H, T, D), or (B, H, D, T) where D differs from T. It may have fewer heads, with value, as in the
+                call of `StructuredAttention`.
             rpe: relative position bias (B or 1, H or 1, T, T), added after scaling.
             key_padding_mask: (B, T), or with dimensions of 1 between, such as (B, 1, 1, T).
             attn_mask: (T, T), or (B or 1, H or 1, T, T).
@@ -137,7 +138,7 @@ class SparseSelfAttention(nn.Module):
             (B, H, T, D); rows with nothing left are zeros.
 
         Raises:
-            NotImplementedError: shapes of query, key and value differ.
+            NotImplementedError: shapes of query, key and value differ in more than the number of heads.
             ValueError: another number of heads than the structure's; T not a multiple of the block, or 0; a mask of
                 another shape; several ranks that would draw different layouts for a T above `max_seq_length`.
         """
@@ -216,7 +217,8 @@ class StructuredAttention:
             other lengths and what ranks do about random blocks.
 
     Call:
-        query, key, value: (B, H, T, D), any strides, any T above 0.
+        query: (B, H, T, D), any strides, any T above 0.
+        key, value: alike, or with fewer heads, which divide H: query head h reads head h // (H / their number).
         scale: factor of the scores, 1 / sqrt(D) by default.
         dropout_p: probability with which attention probabilities are dropped.
         rpe: relative position bias (B or 1, H or 1, T, T), added after scaling.
@@ -226,7 +228,7 @@ class StructuredAttention:
 
     Raises:
         ValueError: as `SparseSelfAttention`; in the call, a mask that is neither bool nor floating.
-        NotImplementedError: in the call, shapes of query, key and value differ.
+        NotImplementedError: in the call, shapes of query, key and value differ in more than that.
     """
 
     def __init__(self, sparsity_config: SparsityConfig, max_seq_length: int, implementation: str = "fused"):
@@ -297,7 +299,9 @@ class StructuredAttention:
     def _attend_separately(
         self, query, key, value, scale, causal, dropout_p, *, rpe, key_padding_mask, attn_mask
     ) -> torch.Tensor:
-        tokens = query.shape[2]
+        heads, tokens = query.shape[1:3]
+        if key.shape[1] != heads:
+            key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
         missing = -tokens % self.sparsity_config.block
         if missing:
             query, key, value = (pad(x, (0, 0, 0, missing)) for x in (query, key, value))
@@ -319,10 +323,12 @@ class StructuredAttention:
         return output[:, :, :tokens] if missing else output
 
     def _check(self, query, key, value, rpe, key_padding_mask, attn_mask) -> None:
-        if query.shape != key.shape or key.shape != value.shape:
+        alike = key.shape == value.shape and key.shape[:1] + key.shape[2:] == query.shape[:1] + query.shape[2:]
+        if not alike or not key.shape[1] or query.shape[1] % key.shape[1]:
             raise NotImplementedError(
-                f"only self-attention is supported for now: query, key and value have to be (B, H, T, D) alike, got "
-                f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+                f"only self-attention is supported for now: query, key and value have to be (B, H, T, D) alike, where "
+                f"key and value may have fewer heads that divide H; got {tuple(query.shape)}, {tuple(key.shape)} and "
+                f"{tuple(value.shape)}"
             )
         if query.shape[1] != self.sparsity_config.num_heads:
             raise ValueError(

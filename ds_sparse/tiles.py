@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, islice, pairwise
+from operator import itemgetter
 
 import torch
 from torch.nn.functional import pad
@@ -27,6 +31,10 @@ MAX_LINES = 8
 
 MAX_BLOCKS = 2**24
 """Blocks on a side of the layout, as an entry has 24 bits for their numbers."""
+
+
+Lengths = dict[tuple[str, int], list[list[int]]]
+"""By side and height of tiles, for each head: the entries of each tile."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,129 +77,208 @@ class Tiles:
 
 @dataclass(frozen=True, eq=False)
 class TilePlan:
-    """Which lines share a tile and how its list is cut. The sizes of a plan follow from the layout's, so that it is made
-    without waiting for the device; those of `Tiles` follow from the plan.
+    """Which lines share a tile. Its sizes follow from the layout's, so that it is made without waiting for the device;
+    those of `Tiles` follow from `lengths`, which the host has to fetch. On a GPU the time goes into the number of
+    operations: sides of the same shape and several heights are planned, and packed, together.
+
+    Letters: G the sides of the first head, then those of the second, and so on; T the tiles of a head from one side,
+    all of the first height, then all of the next.
 
     Attributes:
-        tile, block: tokens of a tile's height and of a block's side.
-        lines: int32 (L, n, r), as in `Tiles`.
-        all_bits: uint8 (L, n). Bit k: the tile has a line k.
-        owners: uint8 (L, n, other side). Bit k: line k of the tile is live at the block.
-        lengths: int64 (L, n), entries of each tile.
-        parts: int64 (L, n), units of each tile.
+        block: tokens on a block's side.
+        sides: their names.
+        tiles: the heights in tokens, ascending.
+        lines: for each height int32 (G, n * r), as in `Tiles`.
+        owners: uint8 (G, T, other side). Bit k: line k of the tile is live at the block.
+        lengths: int64 (G, T), entries of each tile.
+        bits: uint8 (G, lines, ceil(other side / 8)). The layout, as `layout.pack_bits` packs it.
+        live_blocks: int64 (G).
     """
 
-    tile: int
     block: int
-    lines: torch.Tensor
-    all_bits: torch.Tensor
+    sides: tuple[str, ...]
+    tiles: tuple[int, ...]
+    lines: tuple[torch.Tensor, ...]
     owners: torch.Tensor
     lengths: torch.Tensor
-    parts: torch.Tensor
+    bits: torch.Tensor
+    live_blocks: torch.Tensor
 
     @classmethod
-    def make(cls, live: torch.Tensor, block: int, tile: int) -> TilePlan:
-        """Plans the tiles of `live`, bool (L, lines, other side).
+    def make(cls, sides: dict[str, torch.Tensor], block: int, *tiles: int) -> TilePlan:
+        """Plans the tiles of some heights.
+
+        Args:
+            sides: by name, bool (L, lines, other side), all of one shape.
+            tiles: heights in tokens, each twice the one before; at most the first is of a single line.
 
         Raises:
-            ValueError: a tile that is not a power of two, or has more lines than an entry has bits for.
+            ValueError: a tile that is not a power of two, or has more lines than an entry has bits for; other heights
+                together.
         """
-        if tile < 1 or tile & (tile - 1) or tile > MAX_LINES * block:
-            raise ValueError(
-                f"tile is {tile}; it has to be a power of two and at most {MAX_LINES} blocks of {block} tokens."
-            )
-        count = max(1, tile // block)
-        lines = _similar_lines_together(live) if count > 1 else _in_order(live)
-        lines = pad(lines, (0, -lines.shape[1] % count), value=-1).unflatten(1, (-1, count))
-        bits = (lines >= 0).to(torch.uint8) << torch.arange(count, dtype=torch.uint8, device=live.device)
-        head = torch.arange(len(live), device=live.device)[:, None, None]
-        # The indexing copies. Where there is no line, -1 takes the last one, which has no bit.
-        owners = live.view(torch.uint8)[head, lines].mul_(bits.unsqueeze(-1)).sum(2, dtype=torch.uint8)
-        lengths = count_live(owners != 0)
-        all_bits = bits.sum(2, dtype=torch.uint8)
-        return cls(tile, block, lines.int(), all_bits, owners, lengths, _parts(lengths, block))
+        if any(taller != 2 * tile for tile, taller in pairwise(tiles)):
+            raise ValueError(f"tiles are {tiles}; each has to be twice the one before.")
+        for tile in tiles:
+            if tile < 1 or tile & (tile - 1) or tile > MAX_LINES * block:
+                raise ValueError(
+                    f"tile is {tile}; it has to be a power of two and at most {MAX_LINES} blocks of {block} tokens."
+                )
+        live = torch.stack(list(sides.values()), 1).flatten(0, 1).view(torch.uint8)
+        bits, count = pack_bits(live), count_live(live)
+        lines, owners = [], []
+        for height in (_height(tile, block) for tile in reversed(tiles)):
+            number = -(-live.shape[1] // height)
+            if height == 1:
+                lines.append(torch.arange(number, dtype=torch.int32, device=live.device).expand(len(live), -1))
+                owners.append(live)
+            elif not lines:
+                order = _similar_lines_together(bits, count)
+                missing = number * height - live.shape[1]
+                order = pad(order, (0, missing), value=-1) if missing else order
+                lines.append(order.int())
+                owners.append(_owners(live, order, height))
+            else:
+                # The halves of a tile, the last of which may be without a line.
+                halves = torch.stack([owners[-1] & (1 << height) - 1, owners[-1] >> height], 2)
+                lines.append(lines[-1][:, : number * height])
+                owners.append(halves.flatten(1, 2)[:, :number])
+        every = torch.cat(owners[::-1], 1) if len(owners) > 1 else owners[0]
+        lengths = count_live(every.clamp(max=1))
+        return cls(block, tuple(sides), tiles, tuple(lines[::-1]), every, lengths, bits, count.sum(1))
 
-    def sizes(self) -> torch.Tensor:
-        """The entries, units and cuts of each head: int64 (3, L), on the device."""
-        return torch.stack([self.lengths, self.parts, self.parts > 1]).sum(2)
+    def split(self, lengths: list[int], heads: int) -> Lengths:
+        """Splits `lengths`, fetched and flat, and keeps those of the first heads."""
+        left = iter(lengths)
+        found: Lengths = {(side, tile): [] for side in self.sides for tile in self.tiles}
+        for _ in range(heads):
+            for side in self.sides:
+                for tile, lines in zip(self.tiles, self.lines):
+                    found[side, tile].append(list(islice(left, lines.shape[1] // _height(tile, self.block))))
+        return found
 
-    def of_heads(self, heads: int) -> TilePlan:
-        """The plan of the first heads."""
-        tensors = (self.lines, self.all_bits, self.owners, self.lengths, self.parts)
-        return TilePlan(self.tile, self.block, *(x[:heads] for x in tensors))
+    def pack(self, lengths: Lengths) -> dict[tuple[str, int], Tiles]:
+        """Makes the tiles of what `split` returned, from which the greatest heights may have been taken out."""
+        device, heads = self.owners.device, len(next(iter(lengths.values())))
+        all_bits = bytearray(b"".join(self._all_bits(tile) for side, tile in lengths if side == self.sides[0]))
+        owners = self.owners[: heads * len(self.sides), : len(all_bits)]
+        sizes = [sum(of_heads[head]) for head in range(heads) for of_heads in lengths.values()]
+        entries = _entries(owners, _on_device(all_bits, torch.uint8, device).unsqueeze(1), sum(sizes)).split(sizes)
+        units, cuts = zip(*(_cut(of_heads, self.block) for of_heads in lengths.values()))
+        units, cuts = _rows(units, 4, device), _rows(cuts, 3, device)
+        lines = {tile: lines.unbind() for tile, lines in zip(self.tiles, self.lines)}
+        made = {}
+        for i, (side, tile) in enumerate(lengths):
+            of_side = lines[tile][self.sides.index(side) :: len(self.sides)]
+            of_heads = _joined(of_side[:heads]), _joined(entries[i :: len(lengths)])
+            made[side, tile] = Tiles(tile, *of_heads, units[i], cuts[i])
+        return made
 
-    def pack(self, entries: int, units: int, cuts: int) -> Tiles:
-        """Makes the tiles. The arguments are `sizes().sum(1)`, on the host."""
-        return Tiles(self.tile, self.lines.flatten(), self._entries(entries), *self._cut(units, cuts))
-
-    def _entries(self, count: int) -> torch.Tensor:
-        in_some, in_all = self.owners != 0, self.owners == self.all_bits.unsqueeze(-1)
-        groups = torch.stack([in_all, in_some ^ in_all], 2)
-        place = groups.flatten().nonzero_static(size=count).squeeze(1)
-        blocks = self.owners.shape[2]
-        tile, block = place // (2 * blocks), place % blocks
-        return self.owners.flatten(0, 1)[tile, block].int() << 24 | block.int()
-
-    def _cut(self, num_units: int, num_cuts: int) -> tuple[torch.Tensor, torch.Tensor]:
-        step, tiles_of_head = max(1, STEP // self.block), self.lengths.shape[1]
-        lengths, parts = self.lengths.flatten(), self.parts.flatten()
-        is_cut = parts > 1
-        numbers = torch.stack([lengths, parts, parts * is_cut])
-        first_entry, first_unit, first_part = (numbers.cumsum(1) - numbers).unbind()
-
-        unit, cut = (torch.arange(number, device=parts.device) for number in (num_units, num_cuts))
-        tile = torch.searchsorted(first_unit, unit, right=True) - 1
-        tiles = torch.stack([lengths, first_entry, first_unit, first_part, parts], 1)
-        length, first_entry, first_unit, first_part, parts = tiles[tile].unbind(1)
-        part = unit - first_unit
-        steps = _ceil_div(length, step)
-        begin, end = (torch.minimum(steps * edge // parts * step, length) for edge in (part, part + 1))
-        part = torch.where(parts > 1, first_part + part, -1)
-        length = end - begin
-        longest_first = (tile // tiles_of_head * (self.owners.shape[2] + 1) - length).argsort(stable=True)
-        units = torch.stack([tile, first_entry + begin, length, part], 1)[longest_first]
-
-        tile = torch.searchsorted(is_cut.cumsum(0), cut, right=True)
-        cuts = torch.cat([tile.unsqueeze(1), tiles[tile, 3:]], 1)
-        return units.int(), cuts.int()
+    def _all_bits(self, tile: int) -> bytes:
+        """For each tile of a head the bits of all lines that it has."""
+        height, lines = _height(tile, self.block), self.bits.shape[1]
+        return bytes((1 << min(height, lines - first)) - 1 for first in range(0, lines, height))
 
 
-def _similar_lines_together(live: torch.Tensor) -> torch.Tensor:
-    """The lines of each head, (L, lines), in an order in which neighbours have similar lists.
+def _height(tile: int, block: int) -> int:
+    """Lines of a tile."""
+    return max(1, tile // block)
+
+
+def _entries(owners: torch.Tensor, all_bits: torch.Tensor, count: int) -> torch.Tensor:
+    """The entries of tiles, as many as `count`, one after the other.
+
+    Args:
+        owners: uint8 (G, T, other side), as in the plan.
+        all_bits: uint8 (T, 1). The bits of all lines that a tile has.
+    """
+    bits = owners * (owners == all_bits)
+    bits = torch.stack([bits, owners - bits], 2).flatten()
+    place = bits.nonzero_static(size=count).flatten()
+    bits = bits[place]
+    # In place, as it is here that most memory is taken. What is above 2**31 becomes negative, with the same bits.
+    return place.remainder_(owners.shape[2]).add_(bits, alpha=1 << 24).int()
+
+
+def _cut(lengths: list[list[int]], block: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """The units and cuts of a side's tiles, whose lengths are given for each head. A unit has at most twice the mean of
+    its head's, in whole steps, or LEAST_CUT tokens where that is more."""
+    step = max(1, STEP // block)
+    units, cuts = [], []
+    tile = first = part = 0
+    for of_head in lengths:
+        twice_the_mean = _ceil_div(2 * sum(of_head), len(of_head) * step)
+        longest = step * max(1, LEAST_CUT // (step * block), twice_the_mean)
+        of_tiles = []
+        for length in of_head:
+            if length <= longest:
+                of_tiles.append((tile, first, length, -1))
+            else:
+                steps, parts = _ceil_div(length, step), _ceil_div(length, longest)
+                edges = [min(steps * i // parts * step, length) for i in range(parts + 1)]
+                of_tiles += [(tile, first + a, b - a, part + i) for i, (a, b) in enumerate(pairwise(edges))]
+                cuts.append((tile, part, parts))
+                part += parts
+            tile, first = tile + 1, first + length
+        units += sorted(of_tiles, key=itemgetter(2), reverse=True)
+    return units, cuts
+
+
+def _rows(rows: Sequence[list[tuple[int, ...]]], width: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Each list of rows of numbers as int32 (rows, width)."""
+    numbers = array("i", chain.from_iterable(chain.from_iterable(rows)))
+    return _on_device(numbers, torch.int32, device).view(-1, width).split([len(of_one) for of_one in rows])
+
+
+def _on_device(numbers: array | bytearray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    # What is not pinned has been read when the call returns, which does not wait for the device.
+    on_host = torch.frombuffer(numbers, dtype=dtype) if numbers else torch.empty(0, dtype=dtype)
+    return on_host.to(device, non_blocking=True)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _owners(live: torch.Tensor, order: torch.Tensor, height: int) -> torch.Tensor:
+    """Which of a tile's lines are live at each block, as bits: uint8 (G, tiles, other side).
+
+    Args:
+        live: uint8 (G, lines, other side).
+        order: (G, tiles * height). The lines, tile by tile; -1 for none.
+    """
+    if order.shape[1] > live.shape[1]:
+        live = pad(live, (0, 0, 0, 1))  # -1 takes the last line, one that is live nowhere
+    head = torch.arange(len(live), device=live.device).unsqueeze(1)
+    of_tiles = live[head, order].unflatten(1, (-1, height))  # a copy
+    bit = torch.arange(height, dtype=torch.uint8, device=live.device).unsqueeze(1)
+    return of_tiles.bitwise_left_shift_(bit).sum(2, dtype=torch.uint8)
+
+
+def _similar_lines_together(bits: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """The lines of each head, (G, lines), in an order in which neighbours have similar lists.
 
     Long lists (above twice the median) come first: a global line in a tile of others makes the tile walk all blocks
     for the sake of one line. Then lines stay where they are, which keeps windows together; but those with the very list
     of an earlier line follow that one, as with strides.
+
+    Args:
+        bits, count: each line's live blocks as `pack_bits` and `count_live` have them.
     """
-    count, number = count_live(live), live.shape[1]
-    median = count.sort(1).values[:, (number - 1) // 2, None]
-    hashes, line = _hashes(live).sort(dim=1, stable=True)
-    first_alike = line.gather(1, torch.searchsorted(hashes, hashes))
-    place = (count <= 2 * median).gather(1, line) * number + first_alike
-    return line.gather(1, place.argsort(dim=1, stable=True))
+    number = count.shape[1]
+    median = count.sort(1).values.narrow(1, (number - 1) // 2, 1)
+    hashes = _hashes(bits)
+    ascending, line = hashes.sort(dim=1, stable=True)
+    first_alike = line.gather(1, torch.searchsorted(ascending, hashes))
+    return torch.add(first_alike, count <= 2 * median, alpha=number).argsort(dim=1, stable=True)
 
 
-def _in_order(live: torch.Tensor) -> torch.Tensor:
-    return torch.arange(live.shape[1], device=live.device).expand(live.shape[:2])
-
-
-def _hashes(live: torch.Tensor) -> torch.Tensor:
-    """A number for the list of each line, int64 (L, lines). Different lists with the same number would be put together
+def _hashes(bits: torch.Tensor) -> torch.Tensor:
+    """A number for the list of each line, int64 (G, lines). Different lists with the same number would be put together
     in vain, and no more."""
-    bits = pack_bits(live)
-    # A Weyl sequence times its own high part: weights that sums of a few do not repeat. Integers wrap around.
-    weyl = torch.arange(1, bits.shape[-1] + 1, device=live.device) * -0x61C8864680B583EB
-    return (bits * (weyl * (weyl >> 29))).sum(-1)
+    # High powers of odd numbers, which wrap around: weights that sums of a few do not repeat.
+    weights = torch.arange(1, 2 * bits.shape[-1], 2, device=bits.device) ** 17
+    return (bits * weights).sum(-1)
 
 
-def _parts(lengths: torch.Tensor, block: int) -> torch.Tensor:
-    """Into how many units each tile is cut: a unit has at most twice the mean length of its head's tiles, in whole
-    steps, or LEAST_CUT tokens where that is more."""
-    step = max(1, STEP // block)
-    twice_the_mean = _ceil_div(2 * lengths.sum(1, keepdim=True), lengths.shape[1] * step)
-    longest = twice_the_mean.clamp(min=max(1, LEAST_CUT // (step * block)))
-    return (lengths - 1).clamp(min=0) // step // longest + 1
-
-
-def _ceil_div(x: torch.Tensor, y: int) -> torch.Tensor:
-    return (x + (y - 1)) // y
+def _ceil_div(x: int, y: int) -> int:
+    return -(-x // y)

@@ -6,15 +6,18 @@ import copy
 import pickle
 import warnings
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
 from helpers import EXAMPLES, Layout, layouts, seeded
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_sparse import FixedSparsityConfig
-from ds_sparse.index import BlockIndex
+from ds_sparse import BSLongformerSparsityConfig, FixedSparsityConfig
+from ds_sparse import index as index_module
+from ds_sparse.index import MOST_WASTE, BlockIndex
 from ds_sparse.tiles import TilePlan, Tiles
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
@@ -76,10 +79,48 @@ def test_tiles_are_those_of_the_stored_heads(layout: Layout, block: int):
     assert torch.equal(index.layout(), live)
     for tile in (64, 128):
         for side, lines in (("rows", live), ("columns", live.transpose(1, 2))):
-            plan = TilePlan.make(lines, block, tile)
-            assert_equal_tiles(index.tiles(side, tile), plan.pack(*plan.sizes().sum(1).tolist()))
+            plan = TilePlan.make({side: lines}, block, tile)
+            lengths = plan.split(plan.lengths.flatten().tolist(), len(live))
+            assert_equal_tiles(index.tiles(side, tile), plan.pack(lengths)[side, tile])
             assert index.tiles(side, tile) is index.tiles(side, tile)
     assert index.tiles("rows") is index.row_tiles and index.tiles("columns") is index.column_tiles
+
+
+@EXAMPLES
+@given(layout=layouts(max_side=20), block=st.sampled_from((8, 16, 64, 128, 256)))
+def test_for_hopper_tall_tiles_come_with_it_where_they_waste_little(layout: Layout, block: int):
+    plain, index = BlockIndex.build(layout.given, block), build_for_hopper(layout.given, block)
+    walked = max(len(tiles.entries) for tiles in (plain.row_tiles, plain.column_tiles)) * max(1, 64 // block)
+    assert not plain.has_tiles(128) and plain.has_tiles(64)
+    assert index.has_tiles(128) == (block > 8 and walked <= MOST_WASTE * index.live_blocks)
+    assert torch.equal(index.layout(), plain.layout())
+    for tile in (64, 128) if index.has_tiles(128) else (64,):
+        for side in ("rows", "columns"):
+            assert_equal_tiles(index.tiles(side, tile), plain.tiles(side, tile))
+
+
+def build_for_hopper(layout: torch.Tensor, block: int) -> BlockIndex:
+    """The index as it is built on a Hopper GPU, here."""
+    with mock.patch("ds_sparse.index._is_hopper", return_value=True):
+        return BlockIndex.build(layout, block)
+
+
+@pytest.mark.parametrize("block", [16, 64, 128])
+def test_building_takes_few_operations(block: int):
+    # On a GPU each takes 10 us or more of the host's time, and one call of attention a millisecond.
+    layout = BSLongformerSparsityConfig(num_heads=1, block=block, num_sliding_window_blocks=9).make_bool_layout(4096)
+    with CountOperations() as counted:
+        index = build_for_hopper(layout, block)
+    assert index.has_tiles(128)
+    assert counted.number <= 75
+
+
+class CountOperations(TorchDispatchMode):
+    number = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.number += 1
+        return operation(*args, **(kwargs or {}))
 
 
 def test_there_are_two_sides():
@@ -199,6 +240,30 @@ def test_built_on_the_gpu_it_equals_the_one_built_on_the_cpu(dtype: torch.dtype)
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize("chance", [0.01, 0.9], ids=["wasteful", "dense"])
+def test_moved_to_the_gpu_it_equals_the_one_built_there(block: int, chance: float):
+    layout = torch.rand(3, 64, 64, generator=seeded()) < chance
+    here = BlockIndex.build(layout, block).with_lists()
+    here.causal()
+    moved, built = here.to("cuda"), BlockIndex.build(layout.cuda(), block)
+    assert moved is not here and moved.to("cuda") is moved and moved.to(built.device) is moved
+    for found, expected in ((moved, built), (moved.causal(), built.causal())):
+        assert found.device == expected.device and torch.equal(found.bits, expected.bits)
+        assert found.has_tiles(128) == expected.has_tiles(128)
+        for tile in (64, 128) if expected.has_tiles(128) else (64,):
+            for side in ("rows", "columns"):
+                assert_equal_tiles(found.tiles(side, tile), expected.tiles(side, tile))
+    for name in LISTS:
+        assert torch.equal(getattr(moved, name), getattr(built, name)), name
+    assert waits(lambda: (moved.lists, moved.causal())) == 0
+    back = moved.to("cpu")
+    assert back.device.type == "cpu" and torch.equal(back.row_columns, here.row_columns)
+    assert_equal_tiles(back.row_tiles, here.row_tiles)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64], ids=str)
 @pytest.mark.parametrize("heads", ["shared", "equal", "different"])
 def test_it_waits_for_the_gpu_once(dtype: torch.dtype, block: int, heads: str):
@@ -214,6 +279,69 @@ def test_it_waits_for_the_gpu_once(dtype: torch.dtype, block: int, heads: str):
     }
     for step, (run, expected) in steps.items():
         assert waits(run) == expected, step
+
+
+PARTS = {
+    "tiles": lambda index: index.row_tiles.entries,
+    "units": lambda index: index.column_tiles.units,
+    "other tiles": lambda index: index.tiles("rows", 32).entries,
+    "lists": lambda index: index.column_slots,
+    "causal": lambda index: index.causal().row_tiles.entries,
+    "layout": lambda index: index.layout(),
+    "copy": lambda index: copy.deepcopy(index).row_tiles.entries,
+}
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("part", PARTS)
+def test_another_stream_waits_for_the_one_that_made_it(part: str, monkeypatch: pytest.MonkeyPatch):
+    layout, fetch = torch.rand(2, 200, 200, generator=seeded()) < 0.1, index_module._on_host
+
+    def fetch_and_sleep(*tensors: torch.Tensor) -> list[list[int]]:
+        numbers = fetch(*tensors)
+        torch.cuda._sleep(10**8)
+        return numbers
+
+    expected, given = PARTS[part](BlockIndex.build(layout, 16)), layout.cuda()
+    torch.cuda.synchronize()
+    monkeypatch.setattr(index_module, "_on_host", fetch_and_sleep)
+    maker, user = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(maker):
+        index = BlockIndex.build(given, 16)
+        if part != "copy":
+            PARTS[part](index)
+        assert not maker.query(), "the work is over before it is used"
+    with torch.cuda.stream(user):
+        found = [PARTS[part](index).clone() for _ in range(2)]
+    user.synchronize()
+    assert all(torch.equal(x.cpu(), expected) for x in found)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_stream_waits_once_and_in_a_capture_not_at_all():
+    index = BlockIndex.build(torch.ones(3, 3, dtype=torch.bool, device="cuda"), 16)
+
+    def use() -> None:
+        _ = index.row_tiles, index.column_tiles, index.layout()
+
+    with mock.patch.object(torch.cuda.Stream, "wait_event") as wait:
+        use()
+        assert wait.call_count == 0
+        with torch.cuda.stream(torch.cuda.Stream()):
+            use()
+            use()
+            assert wait.call_count == 1
+            index.with_lists()
+        use()
+        use()
+        assert wait.call_count == 2
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        entries = index.row_tiles.entries + index.column_tiles.entries
+    graph.replay()
+    assert torch.equal(entries, index.row_tiles.entries + index.column_tiles.entries)
 
 
 def waits(run) -> int:

@@ -53,6 +53,26 @@ def test_separate_operations_give_the_same(tokens):
         torch.testing.assert_close(mine, its)
 
 
+@pytest.mark.parametrize("implementation", ["fused", "separate"])
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_key_and_value_may_have_fewer_heads(implementation, key_heads):
+    module = make(
+        BigBirdSparsityConfig(num_heads=HEADS, block=BLOCK, different_layout_per_head=True, seed=1),
+        implementation=implementation,
+    )
+    query, key, value = inputs()
+    ours = [x.requires_grad_() for x in (query, key[:, :key_heads].clone(), value[:, :key_heads].clone())]
+    repeated = [x.repeat_interleave(HEADS // x.shape[1], dim=1) for x in ours]
+    keep = torch.arange(TOKENS) < torch.tensor([[TOKENS], [TOKENS - 20]])
+    out, truth = module.attend(*ours, key_padding_mask=keep), expected(module, *repeated, key_padding_mask=keep)
+    torch.testing.assert_close(out, truth)
+    weight = torch.randn_like(out)
+    for mine, other in zip(
+        torch.autograd.grad((out * weight).sum(), ours), torch.autograd.grad((truth * weight).sum(), ours), strict=True
+    ):
+        torch.testing.assert_close(mine, other)
+
+
 def test_a_module_keeps_few_indices_however_many_lengths_it_meets():
     attention = make(max_seq_length=40 * BLOCK).attention
     first = attention.index(BLOCK, torch.device("cpu"))
@@ -355,6 +375,9 @@ def test_any_object_with_block_num_heads_and_make_layout_is_a_structure():
         ),
         (lambda: make(attn_mask_mode="keep"), ValueError, "attn_mask_mode is 'keep'; it has to be 'add' or 'mul'"),
         (lambda: make()(inputs()[0], inputs()[1], inputs()[2][:, :, :64]), NotImplementedError, "only self-attention"),
+        (lambda: make()(inputs()[0], *inputs(heads=3)[1:]), NotImplementedError, "fewer heads that divide H"),
+        (lambda: make()(inputs()[0], *inputs(heads=0)[1:]), NotImplementedError, "fewer heads that divide H"),
+        (lambda: make()(inputs()[0], *inputs(batch=1)[1:]), NotImplementedError, "only self-attention"),
         (
             lambda: make()(*inputs(), attn_mask=torch.ones(2, TOKENS, TOKENS)),
             ValueError,

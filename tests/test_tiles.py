@@ -17,8 +17,12 @@ TENSORS = ("lines", "entries", "units", "cuts")
 
 
 def make_tiles(live: torch.Tensor, block: int, tile: int = 64) -> Tiles:
-    plan = TilePlan.make(live, block, tile)
-    return plan.pack(*plan.sizes().sum(1).tolist())
+    return plan_and_pack({"rows": live}, block, tile)["rows", tile]
+
+
+def plan_and_pack(sides: dict[str, torch.Tensor], block: int, *tiles: int) -> dict[tuple[str, int], Tiles]:
+    plan = TilePlan.make(sides, block, *tiles)
+    return plan.pack(plan.split(plan.lengths.flatten().tolist(), len(next(iter(sides.values())))))
 
 
 def decoded(tiles: Tiles, live: torch.Tensor, block: int) -> torch.Tensor:
@@ -186,6 +190,13 @@ def test_random_blocks_do_not_scatter_windows():
         assert moved.max() <= 4
 
 
+@pytest.mark.parametrize("width", [1, 3, 8, 64])
+def test_different_windows_are_told_apart(width: int):
+    position = torch.arange(2048)
+    live = ((position - position[:, None]) % 2048 < width)[None]
+    assert make_tiles(live, 16).lines.tolist() == position.tolist()
+
+
 def test_lines_with_the_same_list_share_a_tile_wherever_they_are():
     position = torch.arange(64)
     strided = ((position[:, None] - position) % 16 == 0)[None]
@@ -199,11 +210,33 @@ def test_lines_with_the_same_list_share_a_tile_wherever_they_are():
 def test_heads_do_not_depend_on_each_other():
     live = torch.rand(3, 50, 70, generator=seeded()) < 0.1
     live[1, 5] = True
-    together = TilePlan.make(live, 16, 64)
+    together = TilePlan.make({"rows": live}, 16, 64)
     for head in range(3):
-        alone = TilePlan.make(live[head : head + 1], 16, 64)
-        for name in ("lines", "owners", "lengths", "parts"):
+        alone = TilePlan.make({"rows": live[head : head + 1]}, 16, 64)
+        assert torch.equal(together.lines[0][head], alone.lines[0][0])
+        for name in ("owners", "lengths", "bits", "live_blocks"):
             assert torch.equal(getattr(together, name)[head], getattr(alone, name)[0]), name
+
+
+@EXAMPLES
+@given(live=lives(), block=st.sampled_from((16, 32, 64)))
+def test_sides_and_heights_do_not_depend_on_each_other(live: torch.Tensor, block: int):
+    side = min(live.shape[1:])
+    live = live[:, :side, :side]
+    sides = {"rows": live, "columns": live.mT}
+    together = plan_and_pack(sides, block, 64, 128)
+    assert list(together) == [("rows", 64), ("rows", 128), ("columns", 64), ("columns", 128)]
+    for (side, tile), tiles in together.items():
+        alone = make_tiles(sides[side], block, tile)
+        assert tiles.tile == alone.tile == tile
+        for name in TENSORS:
+            assert getattr(tiles, name).is_contiguous()
+            assert torch.equal(getattr(tiles, name), getattr(alone, name)), name
+
+
+def test_heights_together_double():
+    with pytest.raises(ValueError, match=r"tiles are \(32, 128\); each has to be twice"):
+        TilePlan.make({"rows": torch.ones(1, 2, 2, dtype=torch.bool)}, 16, 32, 128)
 
 
 @pytest.mark.parametrize("tile", [0, 48, -64, 256])

@@ -79,8 +79,6 @@ def attention(
             f"{type(module).__name__} is {'causal' if causal else 'cross-attention, or has cached keys'}, and {NAME} "
             'serves the bidirectional self-attention of encoders; use attn_implementation="sdpa".'
         )
-    if key.shape[1] != query.shape[1]:
-        key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
     mask = "key_padding_mask" if attention_mask is not None and attention_mask.dim() == 2 else "attn_mask"
     attached = _attached_to(module)
     attached.used = True

@@ -63,9 +63,9 @@ class BertConfig(BaseModel):
             raise ValueError(f"{path}: bert_model_config: {mistakes(error)}.") from error
 
 
-Padding = torch.Tensor | list[int]
-"""What is padding, in the form that a layer's attention takes: sparse, a mask (B, 1, 1, T) that is added to the scores;
-dense, the number of tokens of each sequence."""
+Padding = torch.Tensor | list[int] | None
+"""What is padding, in the form that a layer's attention takes: sparse, a mask (B, 1, 1, T) that is added to the scores,
+or None where nothing is; dense, the number of tokens of each sequence."""
 
 
 class BertEmbeddings(nn.Module):
@@ -233,7 +233,9 @@ class BertModel(nn.Module):
                 model_embeddings=self.embeddings.word_embeddings,
             )
             embedded = self.embeddings(input_ids, token_type_ids)
-            extended_mask = (1.0 - attention_mask[:, None, None, :].to(embedded.dtype)) * -10000.0
+            extended_mask = None
+            if pad_len or min(lengths) < input_ids.shape[1]:  # attention is faster without a mask
+                extended_mask = (1.0 - attention_mask[:, None, None, :].to(embedded.dtype)) * -10000.0
             encoded = self.encoder(embedded, extended_mask)
             encoded = ds_sparse.SparseAttentionUtils.unpad_sequence_output(pad_len, encoded)
         return encoded, torch.tanh(self.pooler(encoded[:, 0]))

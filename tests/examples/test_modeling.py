@@ -97,6 +97,32 @@ def test_dense_attention_takes_no_mask(monkeypatch):
     assert all(len(given) == 3 and "attn_mask" not in named for given, named in calls)
 
 
+@pytest.mark.parametrize("tokens, padding, is_masked", [(64, 0, False), (64, 1, True), (50, 0, True), (50, 7, True)])
+def test_sparse_attention_takes_a_mask_where_something_is_padded_only(tokens, padding, is_masked, monkeypatch):
+    masks, original = [], ds_sparse.BertSparseSelfAttention.forward
+    monkeypatch.setattr(
+        ds_sparse.BertSparseSelfAttention,
+        "forward",
+        lambda layer, states, mask: masks.append(mask) or original(layer, states, mask),
+    )
+    batch = make_batch(tokens, padding)
+    make_model(arguments(tokens, {"mode": "fixed"}))(batch)
+    assert len(masks) == CONFIG.num_hidden_layers
+    if not is_masked:
+        assert masks == [None] * len(masks)
+        return
+    keeps = F.pad(batch.input_mask, (0, -tokens % 16))
+    assert all(torch.equal(mask[:, 0, 0] == 0, keeps == 1) for mask in masks)
+
+
+@pytest.mark.parametrize("padding", [0, 10])
+def test_a_sparse_encoder_reads_nothing_back_from_the_device(padding):
+    model, batch = make_model(arguments(64, {"mode": "fixed"})), make_batch(64, padding).to(torch.device("meta"))
+    # Where there are no numbers, none can be waited for.
+    states, _ = model.bert.to("meta")(batch.input_ids, batch.segment_ids, batch.input_mask, batch.lengths)
+    assert states.shape == (2, 64, CONFIG.hidden_size)
+
+
 @pytest.mark.gpu
 def test_flash_attention_serves_padded_batches():
     if not torch.cuda.is_available():

@@ -552,11 +552,12 @@ class Calls(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-def test_strided_inputs_are_not_copied():
+@pytest.mark.parametrize("key_heads", [HEADS, 2])
+def test_strided_inputs_and_those_of_fewer_heads_are_not_copied(key_heads):
     model = make()
     ds_sparse.sparsify(model, RANDOM)
     layer = model.bert.encoder.layer[0].attention.self
-    query, key, value = (torch.randn(2, 64, HEADS, 8).transpose(1, 2) for _ in range(3))
+    query, key, value = (torch.randn(2, 64, heads, 8).transpose(1, 2) for heads in (HEADS, key_heads, key_heads))
     mask = torch.ones(2, 64, dtype=torch.bool)
     interface.attention(layer, query, key, value, mask)
     with Calls() as calls, torch.no_grad():
