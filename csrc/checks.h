@@ -194,7 +194,7 @@ inline void check_attention(const Tensor& query, const Tensor& key, const Tensor
             " heads; it has to be 1 or as many.");
   check_attention_bias(rpe, query, {batch, heads, tokens, keys}, {0, 1}, false, "rpe");
   check_attention_bias(attn_mask, query, {batch, heads, tokens, keys}, {0, 1, 2}, true, "attn_mask");
-  check_attention_bias(key_bias, query, {batch, keys}, {0}, false, "key_bias");
+  check_attention_bias(key_bias, query, {batch, keys}, {0}, query.is_cuda(), "key_bias");
   check(!key_bias || key_bias->stride(1) == 1 || keys <= 1, "key_bias has to have its keys adjacent in memory.");
   check(dropout_p >= 0 && dropout_p <= 1, "dropout_p has to be between 0 and 1.");
   check(dropout_p == 0 || dropout_seed, "dropout_p is more than 0 and needs a dropout_seed.");

@@ -112,14 +112,19 @@ def leaf(x: torch.Tensor, device: str, requires_grad: bool = True) -> torch.Tens
 
 
 @contextmanager
-def poisoned_memory():
-    """Memory that torch hands out uninitialised holds NaN: an element that a kernel forgets shows."""
+def deterministic_algorithms():
+    """Sums are in a fixed order, where operations have one."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def poisoned_memory():
+    """Memory that torch hands out uninitialised holds NaN, as it does in this mode: an element that a kernel forgets shows."""
+    return deterministic_algorithms()
 
 
 def oracle_matmul(

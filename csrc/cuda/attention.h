@@ -133,13 +133,15 @@ struct Scoring {
   const float* key_bias;       // null: none
   const uint8_t* key_states;   // of every eight keys, a KeyState
   int64_t key_bias_stride, key_states_stride;
+  bool only_masks_keys;  // every bias is 0 or -inf
   const int64_t* dropout_seed;  // null: none
   uint32_t dropout_threshold;
 
-  // Whether scores are products times a positive number, which exponents can take with them, where no key has a bias; and
-  // all probabilities count.
+  // Whether scores are products times a positive number, which exponents can take with them, or masked; and all
+  // probabilities count. Exponents of others, which may be large, are differences first.
   bool plain() const {
-    return scale > 1e-6f && rpe.kind == Bias::kNone && attn_mask.kind == Bias::kNone && dropout_seed == nullptr;
+    return scale > 1e-6f && rpe.kind == Bias::kNone && attn_mask.kind == Bias::kNone &&
+           (key_bias == nullptr || only_masks_keys) && dropout_seed == nullptr;
   }
 
   // Of a batch; null: none.

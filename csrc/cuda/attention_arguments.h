@@ -75,7 +75,7 @@ inline Scoring scoring_of(
   check_alignment(value, "value");
   Scoring scoring{
       static_cast<float>(scale), static_cast<int>(query.size(2)), static_cast<int>(key.size(2)), causal,
-      bias_of(rpe, query), bias_of(attn_mask, query), nullptr, nullptr, 0, 0, nullptr, Dropout::threshold_of(dropout_p)};
+      bias_of(rpe, query), bias_of(attn_mask, query), nullptr, nullptr, 0, 0, false, nullptr, Dropout::threshold_of(dropout_p)};
   if (dropout_seed && scoring.dropout_threshold > 0) {
     scoring.dropout_seed = dropout_seed->const_data_ptr<int64_t>();
   }

@@ -176,8 +176,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const Row row = row_of(2 * j + half, e);
-          const float exponent = probs[half][e] * unit;
-          probs[half][e] = kPlain ? exp2_of(exponent - row.lse) : exp2_of(exponent - row.origin) * row.inverse;
+          probs[half][e] = kPlain ? exp2_of(probs[half][e] * unit - row.lse)
+                                  : exp2_of((probs[half][e] - row.origin) * unit) * row.inverse;
         }
       }
       float dropped[2][4];
@@ -308,7 +308,7 @@ std::tuple<Tensor, Tensor, Tensor> block_attention_backward(
   const int64_t copies = layout_heads == 1 ? batch * heads : batch;
   const Launcher launch(query);
   Scoring scoring = scoring_of(query, key, value, rpe, attn_mask, dropout_seed, scale, causal, dropout_p);
-  const auto key_states = add_key_bias(launch, key_bias, scoring);
+  const KeyBias of_keys = add_key_bias(launch, key_bias, scoring);
   check_tile(launch, query, block, tile);
   const auto [rows_data, rows] = make_rows(launch, grad_output, grad_lse, output, row_sums);
   const auto new_floats = [&](int64_t count) {

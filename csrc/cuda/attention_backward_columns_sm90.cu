@@ -234,10 +234,8 @@ __device__ __forceinline__ void multiply_all(
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             float& prob = probs[4 * n + e];
-            prob = exp2_of(prob * unit - (e % 2 ? origin.y : origin.x));
-            if constexpr (!kPlain) {
-              prob *= e % 2 ? inverse.y : inverse.x;
-            }
+            const float of_row = e % 2 ? origin.y : origin.x;
+            prob = kPlain ? exp2_of(prob * unit - of_row) : exp2_of((prob - of_row) * unit) * (e % 2 ? inverse.y : inverse.x);
           }
         }
         if (drops) {

@@ -168,7 +168,7 @@ __device__ __forceinline__ void multiply_all(
 #pragma unroll
       for (int i = 0; i < kN / 2; ++i) {
         const Row& row = i % 4 < 2 ? row0 : row8;
-        probs[i] = kPlain ? exp2_of(probs[i] * unit - row.lse) : exp2_of(probs[i] * unit - row.origin) * row.inverse;
+        probs[i] = kPlain ? exp2_of(probs[i] * unit - row.lse) : exp2_of((probs[i] - row.origin) * unit) * row.inverse;
       }
     };
     const auto differentiate = [&]() {

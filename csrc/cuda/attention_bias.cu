@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kThreads) bias_backward_kernel(const __grid_co
                                   !(p.scoring.causal && key > i);
               const Row& of_row = row[e / 2];
               const float score = probs[half][e] + (counts && key_bias != nullptr ? key_bias[key] : 0.0f);
-              const float prob = exp2_of(score * kLog2E - of_row.origin) * of_row.inverse;
+              const float prob = exp2_of((score - of_row.origin) * kLog2E) * of_row.inverse;
               sums[octet][e] += counts ? prob * (grads[half][e] - of_row.delta) : 0.0f;
             }
           }
@@ -171,7 +171,7 @@ Tensor block_attention_bias_backward(
   const auto [rows_data, rows] = make_rows(launch, grad_output, grad_lse, output, row_sums);
   const Lists lists = lists_of(row_lines, row_entries, row_units, layout_heads, block, tile);
   Scoring scoring = scoring_of(query, key, value, rpe, attn_mask, dropout_seed, scale, causal, dropout_p);
-  const auto key_states = add_key_bias(launch, key_bias, scoring);
+  const KeyBias of_keys = add_key_bias(launch, key_bias, scoring);
   with_width(query, [&](auto zero, auto padded) {
     using T = decltype(zero);
     constexpr int kD = decltype(padded)::value;

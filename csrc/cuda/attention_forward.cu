@@ -143,8 +143,9 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
     new0 = max_of_four(new0);
     new8 = max_of_four(new8);
     // A row of which nothing is left yet has a maximum of -inf: subtract 0 then, so that its exponentials are 0.
-    const float origin0 = new0 == -kInfinity ? 0.0f : new0 * unit, origin8 = new8 == -kInfinity ? 0.0f : new8 * unit;
-    const float decay0 = exp2_of(max0 * unit - origin0), decay8 = exp2_of(max8 * unit - origin8);
+    const float base0 = new0 == -kInfinity ? 0.0f : new0, base8 = new8 == -kInfinity ? 0.0f : new8;
+    const float origin0 = base0 * unit, origin8 = base8 * unit;
+    const float decay0 = exp2_of((max0 - base0) * unit), decay8 = exp2_of((max8 - base8) * unit);
     max0 = new0;
     max8 = new8;
     sum0 *= decay0;
@@ -165,7 +166,8 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
       for (auto& tile : scores[j]) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          tile[e] = exp2_of(tile[e] * unit - (e < 2 ? origin0 : origin8));
+          tile[e] = kPlain ? exp2_of(tile[e] * unit - (e < 2 ? origin0 : origin8))
+                           : exp2_of((tile[e] - (e < 2 ? base0 : base8)) * unit);
         }
         sum0 += tile[0] + tile[1];
         sum8 += tile[2] + tile[3];
@@ -278,7 +280,7 @@ std::tuple<Tensor, Tensor, Tensor> block_attention_forward(
   const Launcher launch(query);
   const Lists lists = lists_of(row_lines, row_entries, row_units, layout_heads, block, tile);
   Scoring scoring = scoring_of(query, key, value, rpe, attn_mask, dropout_seed, scale, causal, dropout_p);
-  const auto key_states = add_key_bias(launch, key_bias, scoring);
+  const KeyBias of_keys = add_key_bias(launch, key_bias, scoring);
   check_tile(launch, query, block, tile);
   const int64_t copies = layout_heads == 1 ? batch * heads : batch;
   const int64_t num_cuts = row_cuts.size(0), parts = num_parts(row_lines, row_units, row_cuts, lists);

@@ -294,13 +294,15 @@ __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, 
         sum0 *= decay0;
         sum8 *= decay8;
       }
-      const float origin0 = max0 == -kInfinity ? 0.0f : max0 * unit, origin8 = max8 == -kInfinity ? 0.0f : max8 * unit;
+      const float base0 = max0 == -kInfinity ? 0.0f : max0, base8 = max8 == -kInfinity ? 0.0f : max8;
+      const float origin0 = base0 * unit, origin8 = base8 * unit;
 #pragma unroll
       for (int i = 0; i < kN / 2; i += 4) {
-        scores[i] = exp2_of(scores[i] * unit - origin0);
-        scores[i + 1] = exp2_of(scores[i + 1] * unit - origin0);
-        scores[i + 2] = exp2_of(scores[i + 2] * unit - origin8);
-        scores[i + 3] = exp2_of(scores[i + 3] * unit - origin8);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          scores[i + e] = kPlain ? exp2_of(scores[i + e] * unit - (e < 2 ? origin0 : origin8))
+                                 : exp2_of((scores[i + e] - (e < 2 ? base0 : base8)) * unit);
+        }
         sum0 += scores[i] + scores[i + 1];
         sum8 += scores[i + 2] + scores[i + 3];
       }

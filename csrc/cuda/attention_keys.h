@@ -9,7 +9,12 @@
 
 namespace ds_sparse::attention {
 
-// Writes key_bias into `scoring`, with a KeyState for every eight keys. Returns the tensor that holds these. attention_keys.cu
-std::optional<Tensor> add_key_bias(const Launcher& launch, const std::optional<Tensor>& key_bias, Scoring& scoring);
+// What holds the numbers that `scoring` points at.
+struct KeyBias {
+  std::optional<Tensor> biases, states;
+};
+
+// Writes key_bias, fp32 or bool (keeps where true), into `scoring`, with a KeyState for every eight keys. attention_keys.cu
+KeyBias add_key_bias(const Launcher& launch, const std::optional<Tensor>& key_bias, Scoring& scoring);
 
 }  // namespace ds_sparse::attention

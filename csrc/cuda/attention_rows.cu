@@ -40,8 +40,8 @@ __global__ void rows_kernel(
       const float2 of_row = exists ? row_sums[place] : make_float2(-kInfinity, 0);  // origin and sum
       Row result = no_row();
       if (of_row.y > 0) {
-        const float origin = of_row.x * kLog2E;
-        result = {origin + log2f(of_row.y), sum - (grad_lse != nullptr ? grad_lse[place] : 0.0f), origin, 1 / of_row.y};
+        const float delta = sum - (grad_lse != nullptr ? grad_lse[place] : 0.0f);
+        result = {of_row.x * kLog2E + log2f(of_row.y), delta, of_row.x, 1 / of_row.y};
       }
       float* first = to + matrix * 4 * padded + token;
       first[0] = result.lse;

@@ -11,7 +11,7 @@
 namespace ds_sparse::attention {
 
 // Of a row of scores: the log-sum-exp of its exponents, of two; what is taken off the gradients of its probabilities, the
-// sum of grad_output * output less the gradient of lse; the origin of its exponents, of two, and 1 over their sum, which
+// sum of grad_output * output less the gradient of lse; the origin of its exponents, of e, and 1 over their sum, which
 // give its probabilities where the origin is too large for the first.
 struct Row {
   float lse, delta, origin, inverse;

@@ -272,9 +272,13 @@ def _matrices(x: torch.Tensor, dtype: torch.dtype, keys: int) -> torch.Tensor:
 
 
 def _key_bias(mask: torch.Tensor, dtype: torch.dtype, keys: int) -> torch.Tensor:
-    # The logarithm of 1 and 0 is 0 and -inf: a bool mask as something added.
-    bias = mask.to(dtype).log() if mask.dtype == torch.bool else _added(mask, dtype)
-    return bias.expand(-1, keys).contiguous()
+    if mask.dtype != torch.bool:
+        mask = _added(mask, dtype)
+    elif not mask.is_cuda:
+        # CUDA's kernels are faster where they know that keys are only masked. Else it is something added: the logarithm
+        # of 1 and 0 is 0 and -inf.
+        mask = mask.to(dtype).log()
+    return mask.expand(-1, keys).contiguous()
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
