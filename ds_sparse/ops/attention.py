@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..index import BlockIndex, as_index
 from ..layout import with_heads
 from ..tiles import HOPPER_TILE, TILE, Tiles
-from ._library import DTYPES, check_dtype, require_kernel
+from ._library import DTYPES, check_dtype, require_kernel, under_autocast
 
 BLOCKS = (8, 16, 32, 64, 128)
 MAX_HEAD_DIM = 256
@@ -77,9 +77,7 @@ def block_sparse_attention(
         RuntimeError: a device without the kernel; a layout in place of its index under torch.compile or in the capture
             of a CUDA graph.
     """
-    if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value = under_autocast(query, key, value)
     _check_operands(query, key, value)
     batch, heads, tokens, head_dim = query.shape
     keys = key.shape[2]
