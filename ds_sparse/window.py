@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from numbers import Integral
 
 import torch
 from torch.nn.functional import pad
 
 from .index import BlockIndex
+
+MAX_ROWS = 2048
+"""Block rows that an index of short windows has, where larger blocks can cover the tokens with fewer."""
 
 Numbers = int | Sequence[int] | torch.Tensor
 """One integer or several; a tensor of them is read, which waits for its device."""
@@ -28,7 +32,7 @@ def integers(name: str, given: Numbers, least: int) -> tuple[int, ...]:
         given = given.tolist()
     numbers = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
     for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, int | torch.SymInt):
+        if isinstance(number, bool) or not isinstance(number, Integral | torch.SymInt):
             raise TypeError(f"{name} is {given!r}; it has to be an integer, or a sequence of integers.")
         if number < least:
             raise ValueError(f"{name} is {given!r}; it has to be {least} or more.")
@@ -127,7 +131,7 @@ class WindowIndex:
             )
         global_tokens = global_numbers(global_tokens, tokens)
         if block is None:
-            block = fitting_block(max(windows))
+            block = fitting_block(tokens, max(windows))
         window, dilation = (
             # No window reaches further than the sequence, and no product overflows.
             torch.tensor([min(n, tokens) for n in numbers], device=device).expand(num_heads)[:, None]
@@ -175,9 +179,13 @@ class WindowIndex:
         return replace(self, **{name: x.to(device) for name, x in lists.items()})
 
 
-def fitting_block(window: int) -> int:
-    """The side of the blocks that cover a window in the least time, as measured on a CPU with AVX-512."""
-    return 16 if window < 24 else 32 if window < 192 else 64
+def fitting_block(tokens: int, window: int) -> int:
+    """The side of the blocks that cover a window in the least time, as measured on a CPU with AVX-512; larger ones for
+    long sequences, as the index is built from all of tokens / block squared."""
+    block = 16 if window < 192 else 32
+    while tokens > MAX_ROWS * block and block < 128:
+        block *= 2
+    return block
 
 
 def _live_blocks(limits: torch.Tensor, places: torch.Tensor, num_global: int, causal: bool, block: int) -> torch.Tensor:
@@ -206,4 +214,9 @@ def built(
     device: torch.device,
 ) -> WindowIndex:
     """The index of arguments that have been seen before, or a new one."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "The index of a window cannot be built while a CUDA graph is captured; pass WindowIndex.build(tokens, "
+            "window_size, ...) as window_size, or call once before the capture."
+        )
     return WindowIndex.build(tokens, windows, causal, global_tokens, dilations, device=device)
