@@ -276,7 +276,8 @@ inline void check_window_softmax(const Tensor& band, const std::optional<Tensor>
   check_band(band, "band");
   check_contiguous(band, "band");
   check_attention_bias(key_bias, band, {band.size(0), band.size(2)}, {0}, false, "key_bias");
-  check(!key_bias || key_bias->stride(1) == 1 || band.size(2) <= 1, "key_bias has to have its keys adjacent in memory.");
+  check(!key_bias || key_bias->stride(1) == 1 || band.size(2) <= 1,
+        "key_bias has to have its keys adjacent in memory.");
   check(windows.size() == 1 || static_cast<int64_t>(windows.size()) == band.size(1),
         "windows has to have one number, or one a head.");
   for (int64_t window : windows)

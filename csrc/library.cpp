@@ -100,9 +100,9 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // band (B, H, T, 2w + 1) and dense (B, H, T, D), any strides -> (B, H, T, D) contiguous
   m.def("unwindow_matmul(Tensor band, Tensor dense, bool transposed) -> Tensor");
 
-  // Row softmax of scale * band + key_bias over the tokens that there are, at most windows[h] <= w away, and with causal
-  // none after the row's; 0 elsewhere.   band contiguous, windows of 1 or H numbers, key_bias (B or 1, T) of
-  // fp32 (fp64 for fp64), its keys adjacent -> like band; rows with nothing left are zero.
+  // Row softmax of scale * band + key_bias over the tokens that there are, at most windows[h] <= w away, with causal
+  // none after the row's; 0 elsewhere.   band contiguous, windows of 1 or H numbers, key_bias (B or 1, T) of lse's
+  // dtype, its keys adjacent -> like band; rows with nothing left are zero.
   m.def("window_softmax_forward(Tensor band, Tensor? key_bias, int[] windows, float scale, bool causal) -> Tensor");
 
   // scale * probs * (grad - sum of grad * probs over the row).   grad and probs like band, contiguous -> like band

@@ -175,8 +175,8 @@ def window_mask(
     global_tokens: tuple[int, ...] = (),
     dilations: tuple[int, ...] = (1,),
 ) -> torch.Tensor:
-    """Who sees whom in windowed attention, bool (1 or H, T, T): tokens a multiple of the dilation apart, at most `window`
-    times; global tokens all, and all see them; with causal none what comes later.
+    """Who sees whom in windowed attention, bool (1 or H, T, T): tokens a multiple of the dilation apart, at most
+    `window` times; global tokens all, and all see them; with causal none what comes later.
 
     Source: Beltagy et al., "Longformer", 2020.
     """

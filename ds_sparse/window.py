@@ -69,9 +69,9 @@ def global_numbers(given: Sequence[int] | torch.Tensor | None, tokens: int) -> t
 class WindowIndex:
     """What `window_attention` walks: built once for a length and a window, immutable.
 
-    Kernels see tokens in an order of their own: first the global ones, then those whose dilated windows belong together,
-    each in the order of the sequence. What a token sees are then the global tokens and one range of others. Without
-    dilation, and with global tokens at the beginning or none, it is the sequence's own order.
+    Kernels see tokens in an order of their own: first the global ones, then those whose dilated windows belong
+    together, each in the order of the sequence. What a token sees are then the global tokens and one range of others.
+    Without dilation, and with global tokens at the beginning or none, it is the sequence's own order.
 
     Letters: T tokens; L heads, 1 when all have the same window, else as many as were given.
 
@@ -81,7 +81,7 @@ class WindowIndex:
         num_heads: heads the windows were given for; 1 means that any number of heads share them.
         num_global: global tokens.
         blocks: the blocks with something live, of tokens in the kernels' order.
-        limits: int32 (L, T, 2). The first token, and the one after the last, of each token's range; all for global ones.
+        limits: int32 (L, T, 2). The first token, and the one after the last, of each token's range; all for global.
         order: int64 (L, T). The kernels' tokens as places in the sequence; None where that is their order.
         inverse: int64 (L, T). The sequence's tokens as places among the kernels'; None likewise.
         places: int32 (L, T). The order again, for causality to go by; None where it goes by the kernels' order.
@@ -115,8 +115,8 @@ class WindowIndex:
         Args:
             tokens: T, 1 or more.
             window_size, causal, global_tokens, dilation: as in `window_attention`.
-            block: 8, 16, 32, 64 or 128 tokens on the side of the blocks that kernels walk; chosen by the window if it is
-                not given.
+            block: 8, 16, 32, 64 or 128 tokens on the side of the blocks that kernels walk; chosen by the window if it
+                is not given.
             device: where the index is to be.
 
         Raises:
@@ -140,8 +140,8 @@ class WindowIndex:
         if len(set(windows)) == len(set(dilations)) == 1:
             window, dilation = window[:1], dilation[:1]
 
-        # Ascending by these numbers, tokens are in the kernels' order: the sequence's among global ones, and among those
-        # whose places leave the same rest.
+        # Ascending by these numbers, tokens are in the kernels' order: the sequence's among global ones, and among
+        # those whose places leave the same rest.
         place = torch.arange(tokens, device=device)
         is_global = torch.zeros(tokens, dtype=torch.bool, device=device)
         is_global[list(global_tokens)] = True

@@ -1,5 +1,5 @@
-// What matmul.cpp, softmax.cpp, attention.cpp and window.cpp ask of an instruction set: the arithmetic of one piece of work, on one
-// thread.
+// What matmul.cpp, softmax.cpp, attention.cpp and window.cpp ask of an instruction set: the arithmetic of one piece of
+// work, on one thread.
 //
 // kernels.cpp is compiled once for each instruction set, and kernels<T>() picks at run time. T is what tensors hold;
 // arithmetic is in Compute<T>. b is the block size throughout.
@@ -124,7 +124,7 @@ struct WindowRows {
   }
 };
 
-// A band as a product reads it: what belongs to row r and token t lies at a[offset + r * row_stride + t * token_stride].
+// A band as a product reads it: what row r and token t have lies at a[offset + r * row_stride + t * token_stride].
 template <class C>
 struct Band {
   const C* a;
@@ -196,7 +196,7 @@ struct Kernels {
                                   const C* value_panels, const AttentionStatistics<C>& statistics,
                                   const int32_t* blocks, int64_t count, C* out, int64_t out_stride, C* scratch);
 
-  // The rows' band, 2 * window + 1 numbers each: a (rows, depth) by those tokens, of which all are in panels of `lanes`.
+  // The rows' band, 2 * window + 1 numbers each: a (rows, depth) by tokens, of which all are in panels of `lanes`.
   void (*window_matmul)(const WindowRows& rows, const C* a, const C* panels, int64_t depth, T* band);
 
   // sum[r] = sum over tokens t of the row's window of band(r, t) * dense[t]; dense and sum have `width` columns, a

@@ -22,8 +22,8 @@ from .matmul import Competitor, Row, competitor, measure
 from .verification import output_and_gradients, random_tensors, require_as_accurate
 
 VERIFIED_TOKENS, VERIFIED_HEADS = 1024, 2
-"""What outputs and gradients of our operations are verified on, since the reference is dense and in float64; windows are
-the same all along the sequence."""
+"""What outputs and gradients of our operations are verified on, since the reference is dense and in float64; windows
+are the same all along the sequence."""
 
 VERIFIED_ROWS = 128
 """Neighbouring rows at the beginning, in the middle and at the end that all attention is verified on at full length."""

@@ -103,10 +103,10 @@ def add_attention(parser: argparse.ArgumentParser) -> None:
 
 def add_window(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Verifies the operations of windows against float64, then times them in turns beside dense PyTorch and other ways "
-        "to windowed attention. 'x dense' is the ratio to the dense counterpart, 'x floor' that to what perfect sparsity "
-        "costs: on a GPU bytes and FLOPs of the windows at the rates of a copy and of a matrix product measured here, on "
-        "a CPU density times the dense time."
+        "Verifies the operations of windows against float64, then times them in turns beside dense PyTorch and other "
+        "ways to windowed attention. 'x dense' is the ratio to the dense counterpart, 'x floor' that to what perfect "
+        "sparsity costs: on a GPU bytes and FLOPs of the windows at the rates of a copy and of a matrix product measured "
+        "here, on a CPU density times the dense time."
     )
     add_shared(parser)
     parser.add_argument("--seq-len", type=listed(positive), default=[1024, 4096], help="tokens (default: 1024,4096)")

@@ -148,13 +148,18 @@ def _check_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
 
 
 def _check_bias(
-    name: str, x: torch.Tensor | None, query: torch.Tensor, full: tuple[int, ...], dims: tuple[int, ...]
+    name: str,
+    x: torch.Tensor | None,
+    query: torch.Tensor,
+    full: tuple[int, ...],
+    dims: tuple[int, ...],
+    query_name: str = "query",
 ) -> None:
     if x is None:
         return
     is_mask = name != "rpe"
     if x.device != query.device:
-        raise ValueError(f"{name} is on {x.device} and query on {query.device}; move it there.")
+        raise ValueError(f"{name} is on {x.device} and {query_name} on {query.device}; move it there.")
     if x.dtype not in DTYPES and not (is_mask and x.dtype == torch.bool):
         raise ValueError(
             f"{name} is {x.dtype}; it has to be float16, bfloat16, float32 or float64, which is added"

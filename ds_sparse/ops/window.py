@@ -16,7 +16,7 @@ def window_matmul(a: torch.Tensor, b: torch.Tensor, window_size: int) -> torch.T
     Where there is no such column the result is 0: a softmax over it has to leave these out, as `window_softmax` does.
     Differentiable in a and b; nothing outside the windows is computed or stored. Under autocast a and b are cast.
 
-    Source: `window_matmul` of pytorch-window-matmul (F. Schlatt, 2023); the idea is Longformer's (Beltagy et al., 2020).
+    Source: `window_matmul` of pytorch-window-matmul (F. Schlatt, 2023); the idea: Beltagy et al., "Longformer", 2020.
 
     Args:
         a: (..., T, D), fp16, bf16 or fp32, on the CPU also fp64. Any strides.
@@ -124,7 +124,7 @@ def window_softmax(
     band = _with_heads(scores, scores.shape[:-2])
     batch, heads, tokens, _ = band.shape
     windows = of_heads("window_size", windows, 0, heads)
-    _check_bias("key_padding_mask", key_padding_mask, band, (batch, tokens), (2,))
+    _check_bias("key_padding_mask", key_padding_mask, band, (batch, tokens), (2,), "scores")
     require_kernel("window_softmax_forward", scores.device)
     key_bias = None if key_padding_mask is None else _key_bias(key_padding_mask, _wide(scores.dtype), tokens)
     return _WindowSoftmax.apply(band, key_bias, windows, float(scale), causal).reshape(scores.shape)
@@ -151,8 +151,8 @@ def _leading(x: torch.Tensor, y: torch.Tensor, names: tuple[str, str]) -> torch.
         return torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
     except RuntimeError:
         raise ValueError(
-            f"Shapes are {names[0]} {tuple(x.shape)}, {names[1]} {tuple(y.shape)}; all but the last two dimensions have "
-            "to broadcast."
+            f"Shapes are {names[0]} {tuple(x.shape)}, {names[1]} {tuple(y.shape)}; all but the last two dimensions "
+            "have to broadcast."
         ) from None
 
 

@@ -28,8 +28,8 @@ def window_attention(
     """softmax(scale * query @ key^T) @ value, where token i sees tokens i + k * dilation for |k| <= window_size.
 
     Differentiable in query, key and value; memory is linear in tokens, whatever the window. Statistics and sums are in
-    fp32 or wider, sums in a fixed order: the same input gives the same bits. A row with nothing left is zeros, with zero
-    gradient. Under autocast query, key and value are cast.
+    fp32 or wider, sums in a fixed order: the same input gives the same bits. A row with nothing left is zeros, with
+    zero gradient. Under autocast query, key and value are cast.
 
     Source: Beltagy et al., "Longformer", 2020: windows, dilation a head, global tokens.
 
@@ -37,8 +37,8 @@ def window_attention(
         query: (B, H, T, D), fp16, bf16 or fp32, on the CPU also fp64; D up to 256. Any strides.
         key, value: (B, Hkv, T, D), H a multiple of Hkv: query head h reads head h // (H / Hkv).
         window_size: tokens on each side, 0 or more; or one number a head, H integers. Or a `WindowIndex`, on query's
-            device, which has causal, global_tokens and dilation in it: torch.compile wants that. What is built of numbers
-            is kept for the next call with the same; a tensor is read at each call, which waits for its device.
+            device, which has causal, global_tokens and dilation in it: torch.compile wants that. What is built of
+            numbers is kept for the next call with the same; a tensor is read at each call, which waits for its device.
         causal: tokens see none after them; nor do global ones.
         key_padding_mask: (B or 1, T); bool keeps where True, float is added.
         global_tokens: numbers of tokens that see all tokens and are seen by all, in all sequences and heads.
@@ -51,8 +51,8 @@ def window_attention(
     Raises:
         TypeError: a window_size, global_tokens or dilation that holds other than integers.
         ValueError: shapes, dtypes, devices or numbers that do not fit; a mask that requires a gradient.
-        RuntimeError: a device without the kernel; numbers in place of their index under torch.compile, or at their first
-            use in the capture of a CUDA graph.
+        RuntimeError: a device without the kernel; numbers in place of their index under torch.compile, or at their
+            first use in the capture of a CUDA graph.
     """
     query, key, value = under_autocast(query, key, value)
     _check_operands(query, key, value)
@@ -100,8 +100,8 @@ def _index(
     if not isinstance(given, WindowIndex):
         if torch.compiler.is_compiling():
             raise RuntimeError(
-                "The index of a window cannot be built under torch.compile; pass WindowIndex.build(tokens, window_size, "
-                "...) as window_size, on the device of query."
+                "The index of a window cannot be built under torch.compile; pass WindowIndex.build(tokens, "
+                "window_size, ...) as window_size, on the device of query."
             )
         windows, dilations = of_heads("window_size", given, 0, heads), of_heads("dilation", dilation, 1, heads)
         return built(tokens, windows, bool(causal), global_numbers(global_tokens, tokens), dilations, device)
@@ -109,8 +109,8 @@ def _index(
         raise ValueError("A WindowIndex is given, and causal, global_tokens or dilation besides; build it with them.")
     if given.tokens != tokens or given.num_heads not in (1, heads):
         raise ValueError(
-            f"The WindowIndex is for {given.tokens} tokens and {given.num_heads} heads (1: any), and query has {tokens} "
-            f"tokens and {heads} heads; build it for these."
+            f"The WindowIndex is for {given.tokens} tokens and {given.num_heads} heads (1: any), and query has "
+            f"{tokens} tokens and {heads} heads; build it for these."
         )
     if given.device != device:
         raise ValueError(f"The WindowIndex is on {given.device} and query on {device}; pass index.to({str(device)!r}).")

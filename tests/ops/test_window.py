@@ -139,6 +139,29 @@ def test_numbers_beside_the_sequence_do_not_count(device: str, dtype: torch.dtyp
     assert not grad[:, :, beside.to(device)].any() and torch.isfinite(grad[:, :, far]).all()
 
 
+def test_bands_whose_rows_are_one_row(device: str):
+    band, v = random(seeded(), 1, 9).to(device, torch.float32), random(seeded(1), 40, 8).to(device, torch.float32)
+    for rows in (band.expand(40, 9), band[:, :1].expand(40, 9)):
+        found, expected = [], []
+        for p, results in ((rows, found), (rows.contiguous(), expected)):
+            v_leaf = v.clone().requires_grad_()
+            output = unwindow_matmul(p, v_leaf, 4)
+            results += [output, *torch.autograd.grad(output.square().sum(), v_leaf)]
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_no_tokens_or_no_numbers(device: str):
+    for tokens, depth in ((0, 4), (5, 0), (0, 0)):
+        a, b = torch.zeros(2, tokens, depth, device=device), torch.zeros(2, depth, tokens, device=device)
+        leaves = [x.requires_grad_() for x in (a, b)]
+        scores = window_matmul(*leaves, 2)
+        assert scores.shape == (2, tokens, 5) and not scores.any()
+        output = unwindow_matmul(window_softmax(scores, 2), a, 2)
+        assert output.shape == a.shape
+        for grad, x in zip(torch.autograd.grad(output.sum() + scores.sum(), leaves), leaves):
+            assert grad.shape == x.shape
+
+
 def test_leading_dimensions_broadcast(device: str):
     rng = seeded()
     a, b = random(rng, 3, 1, 20, 8).to(device, torch.float32), random(rng, 2, 8, 20).to(device, torch.float32)
@@ -375,6 +398,10 @@ def test_windows_of_another_type(window_size: object):
         (
             lambda x: window_softmax(torch.zeros(2, 3, 8, 5), 2, key_padding_mask=torch.ones(2, 8, requires_grad=True)),
             "key_padding_mask requires a gradient",
+        ),
+        (
+            lambda x: window_softmax(torch.zeros(2, 3, 8, 5), 2, key_padding_mask=torch.ones(2, 8, device="meta")),
+            "key_padding_mask is on meta and scores on cpu",
         ),
         (lambda x: window_softmax(torch.zeros(8, 5).long(), 2), "Tensors are torch.int64"),
     ],

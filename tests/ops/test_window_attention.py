@@ -22,6 +22,8 @@ from helpers import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sparse import WindowIndex, reference, window_attention, window_matmul, window_softmax
 from ds_sparse.ops import unwindow_matmul
@@ -104,7 +106,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 def allowances(case: Case, dtype: torch.dtype, exact: list[torch.Tensor], grad: torch.Tensor) -> list[float]:
     """Errors of the gradients, beyond those of plain PyTorch, that recomputing the probabilities brings: the scores'
-    gradient is probs * (grad_probs - delta), delta the row sum of grad * output, of the rounded output; terms cancel."""
+    gradient is probs * (grad_probs - delta), delta the row sum of grad * the rounded output; terms cancel."""
     query, key, value = (x.detach() for x in exact)
     heads, key_heads, tokens = query.shape[1], key.shape[1], query.shape[2]
     group = heads // key_heads
@@ -365,6 +367,33 @@ def test_meta_tensors_give_shapes():
         output = window_attention(x, x, x, window)
         assert (output.device.type, output.shape, output.dtype) == ("meta", x.shape, torch.bfloat16)
     assert window_attention(x, x, x, 5, global_tokens=[7]).shape == x.shape
+
+
+def test_tensors_without_memory_have_no_address():
+    index = WindowIndex.build(48, 5, True, (9,), 2)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(2, 2, 48, 16, requires_grad=True)
+        output = window_attention(x, x, x, index)
+        (grad,) = torch.autograd.grad(output.sum(), x)
+    assert isinstance(output, FakeTensor) and output.shape == grad.shape == x.shape
+
+
+def test_memory_is_that_of_the_tensors(device: str):
+    """Nothing of the size of the band, or of tokens squared, is a tensor."""
+    x = random(seeded(), 1, 1, 4096, 16, dtype=torch.float32).to(device).requires_grad_()
+    index = WindowIndex.build(4096, 500, global_tokens=[77], device=device)
+    sizes = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            results = result if isinstance(result, tuple) else (result,)
+            sizes.extend(x.numel() for x in results)
+            return result
+
+    with Sizes():
+        torch.autograd.grad(window_attention(x, x, x, index).sum(), x)
+    assert max(sizes) == x.numel()
 
 
 @dataclass(frozen=True)
