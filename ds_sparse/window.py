@@ -15,6 +15,8 @@ from .index import BlockIndex
 MAX_ROWS = 2048
 """Block rows that an index of short windows has, where larger blocks can cover the tokens with fewer."""
 
+BLOCKS = (8, 16, 32, 64, 128)
+
 Numbers = int | Sequence[int] | torch.Tensor
 """One integer or several; a tensor of them is read, which waits for its device."""
 
@@ -129,6 +131,10 @@ class WindowIndex:
                 f"window_size has {len(windows)} numbers and dilation {len(dilations)}; give each one number, or one a "
                 "head."
             )
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+            raise ValueError(f"tokens is {tokens!r}; it has to be an integer of 1 or more, the length of the sequence.")
+        if block not in (None, *BLOCKS):
+            raise ValueError(f"block is {block!r}; windows take 8, 16, 32, 64 and 128.")
         global_tokens = global_numbers(global_tokens, tokens)
         if block is None:
             block = fitting_block(tokens, max(windows))
@@ -182,10 +188,8 @@ class WindowIndex:
 def fitting_block(tokens: int, window: int) -> int:
     """The side of the blocks that cover a window in the least time, as measured on a CPU with AVX-512; larger ones for
     long sequences, as the index is built from all of tokens / block squared."""
-    block = 16 if window < 192 else 32
-    while tokens > MAX_ROWS * block and block < 128:
-        block *= 2
-    return block
+    least = 16 if window < 192 else 32
+    return next((block for block in BLOCKS if block >= least and tokens <= MAX_ROWS * block), BLOCKS[-1])
 
 
 def _live_blocks(limits: torch.Tensor, places: torch.Tensor, num_global: int, causal: bool, block: int) -> torch.Tensor:

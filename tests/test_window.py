@@ -91,6 +91,20 @@ def test_on_another_device():
     assert (moved.tokens, moved.num_global) == (40, 1)
 
 
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"tokens": 0}, "tokens is 0; it has to be an integer of 1 or more"),
+        ({"tokens": 40.0}, "tokens is 40.0"),
+        ({"block": 256}, "block is 256; windows take 8, 16, 32, 64 and 128"),
+        ({"block": 12}, "block is 12"),
+    ],
+)
+def test_arguments_that_do_not_fit(change, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        WindowIndex.build(**{"tokens": 40, "window_size": 3, **change})
+
+
 def test_numbers_for_different_heads_are_refused():
     with pytest.raises(
         ValueError, match="window_size has 3 numbers and dilation 2; give each one number, or one a head"
