@@ -168,6 +168,8 @@ def flex_attention(case: Case, device: torch.device) -> Callable[..., Tensor]:
     def near(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q - k).abs() <= case.window
 
+    # After a few compilations of one function, those of the cases before, it would run uncompiled.
+    torch._dynamo.reset()
     mask = flex.create_block_mask(near, None, None, case.seq_len, case.seq_len, device=device)
     compiled = torch.compile(flex.flex_attention, dynamic=False)
     return lambda query, key, value: compiled(query, key, value, block_mask=mask)
