@@ -89,4 +89,40 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
       "Tensor output, Tensor rows, Tensor? rpe, Tensor? key_bias, Tensor? attn_mask, Tensor? dropout_seed, "
       "Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts, int layout_heads, int block, int tile, "
       "float scale, bool causal, float dropout_p, SymInt[] shape) -> Tensor");
+
+  // Windows: token t with the tokens t - w to t + w, w = window; bands (B, H, T, 2w + 1) hold what belongs to token
+  // t - w + j in [..., t, j], and nothing where there is no such token.
+
+  // band[t, j] = a[t] . b[t - w + j], 0 where there is no such token.   a and b (B, H, T, D), any strides
+  // -> (B, H, T, 2w + 1) contiguous
+  m.def("window_matmul(Tensor a, Tensor b, int window) -> Tensor");
+
+  // out[t] = sum over j of band[t, j] * dense[t - w + j]; transposed: sum over j of band[t - w + j, 2w - j] *
+  // dense[t - w + j]. What the band has for tokens that there are not is not read.
+  // band (B, H, T, 2w + 1) and dense (B, H, T, D), any strides -> (B, H, T, D) contiguous
+  m.def("unwindow_matmul(Tensor band, Tensor dense, bool transposed) -> Tensor");
+
+  // Row softmax of scale * band + key_bias over the tokens that there are, at most windows[h] <= w away, with causal
+  // none after the row's; 0 elsewhere.   band contiguous, windows of 1 or H numbers, key_bias (B or 1, T) of lse's
+  // dtype, its keys adjacent -> like band; rows with nothing left are zero.
+  m.def("window_softmax_forward(Tensor band, Tensor? key_bias, int[] windows, float scale, bool causal) -> Tensor");
+
+  // scale * probs * (grad - sum of grad * probs over the row).   grad and probs like band, contiguous -> like band
+  m.def("window_softmax_backward(Tensor grad, Tensor probs, float scale) -> Tensor");
+
+  // block_attention_forward where live blocks are limited token by token, T = S: token t sees tokens limits[t][0] to
+  // limits[t][1] - 1, the first num_global tokens see all and are seen by all, and with causal none sees one with a
+  // larger place. All of it is symmetric but for causal.   limits int32 (1 or H, T, 2); places int32 (1 or H, T), none:
+  // the order of tokens; key_bias (B or 1, H or 1, 1, T) of lse's dtype
+  m.def(
+      "window_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? key_bias, Tensor limits, "
+      "Tensor? places, Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts, int layout_heads, "
+      "int block, int tile, int num_global, float scale, bool causal) -> (Tensor output, Tensor lse, Tensor rows)");
+
+  m.def(
+      "window_attention_backward(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor output, "
+      "Tensor rows, Tensor? key_bias, Tensor limits, Tensor? places, Tensor row_lines, Tensor row_entries, "
+      "Tensor row_units, Tensor row_cuts, Tensor column_lines, Tensor column_entries, Tensor column_units, "
+      "Tensor column_cuts, int layout_heads, int block, int tile, int num_global, float scale, bool causal) "
+      "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
 }

@@ -12,6 +12,11 @@ _PUBLIC = {
     "MatMul": "ops",
     "Softmax": "ops",
     "block_sparse_attention": "ops",
+    "WindowIndex": "window",
+    "window_matmul": "ops",
+    "unwindow_matmul": "ops",
+    "window_softmax": "ops",
+    "window_attention": "ops",
     "SparseSelfAttention": "self_attention",
     "BertSparseSelfAttention": "bert",
     "SparseAttentionUtils": "patch",
@@ -43,7 +48,15 @@ if TYPE_CHECKING:
     from .config import SparseAttentionConfigError, load_config, parse_sparse_attention
     from .index import BlockIndex
     from .integrations.deepspeed import add_config_arguments, get_sparse_attention_config, init_distributed, initialize
-    from .ops import MatMul, Softmax, block_sparse_attention
+    from .ops import (
+        MatMul,
+        Softmax,
+        block_sparse_attention,
+        unwindow_matmul,
+        window_attention,
+        window_matmul,
+        window_softmax,
+    )
     from .patch import SparseAttentionUtils, SparsifyReport, sparsify
     from .self_attention import SparseSelfAttention
     from .sparsity import (
@@ -58,6 +71,7 @@ if TYPE_CHECKING:
         declared,
         register_sparsity,
     )
+    from .window import WindowIndex
 
 
 def __getattr__(name: str) -> Any:

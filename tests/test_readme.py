@@ -49,3 +49,20 @@ def test_transformers_models(tmp_path, capsys):
     sparse, ids = names["model"].eval(), torch.arange(100)[None] % 99
     exec(second, names | {"folder": tmp_path}, names)
     assert names["model"] is not sparse and torch.equal(names["model"].eval()(ids).logits, sparse(ids).logits)
+
+
+def test_windows():
+    attention, parts = blocks(section("Windows"))
+    names = {name: torch.randn(2, 3, 300, 16) for name in ("query", "key", "value")}
+    names |= {"ds_sparse": ds_sparse, "head_dim": 16}
+    exec(attention, names)
+    in_one = names["out"]
+    exec(parts, names)
+    assert names["scores"].shape == names["probs"].shape == (2, 3, 300, 257)
+    assert in_one.shape == names["out"].shape == (2, 3, 300, 16)
+    # The global token is what the parts do not have: beyond its window nothing else differs.
+    tokens, mask = torch.arange(300), torch.ones(300, 300).tril(128).triu(-128).bool()
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    operands = names["query"], names["key"], names["value"]
+    torch.testing.assert_close(names["out"], sdpa(*operands, attn_mask=mask))
+    torch.testing.assert_close(in_one, sdpa(*operands, attn_mask=mask | (tokens == 0) | (tokens == 0)[:, None]))

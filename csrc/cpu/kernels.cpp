@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "gemm.h"
 #include "rows.h"
+#include "window.h"
 
 namespace ds_sparse::cpu::DS_SPARSE_ISA {
 
@@ -22,6 +23,10 @@ constexpr Kernels<T> table = {
     attention_forward<T>,
     attention_backward<T>,
     attention_bias_backward<T>,
+    window_matmul<T>,
+    unwindow_matmul<T>,
+    window_softmax_forward<T>,
+    window_softmax_backward<T>,
 };
 
 extern const Kernels<float> table_float = table<float>;

@@ -6,7 +6,7 @@ A case is data; `run_case` verifies it, times all competitors in turns in one pr
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -69,18 +69,22 @@ class Row:
 
 @dataclass(frozen=True)
 class Competitor:
-    """`call(*inputs)`, differentiated by all inputs; `dense` names the competitor that does the same job densely."""
+    """`call(*inputs)`, differentiated by all inputs unless it is `forward_only`; `dense` names the competitor that does
+    the same job densely."""
 
     name: str
     dense: str
     call: Callable[..., Tensor]
     inputs: tuple[Tensor, ...]
     output_grad: Tensor
+    forward_only: bool = False
 
 
-def competitor(name: str, dense: str, call: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Competitor:
+def competitor(
+    name: str, dense: str, call: Callable[..., Tensor], inputs: Sequence[Tensor], forward_only: bool = False
+) -> Competitor:
     with torch.no_grad():
-        return Competitor(name, dense, call, inputs, torch.randn_like(call(*inputs)))
+        return Competitor(name, dense, call, tuple(inputs), torch.randn_like(call(*inputs)), forward_only)
 
 
 def grid(
@@ -106,25 +110,39 @@ def run_case(case: Case, device: torch.device, repeats: int, seconds: float) -> 
     structure, options = LAYOUTS[case.layout]
     layout = structure(num_heads=case.heads, block=case.block, **options).make_bool_layout(case.seq_len)
     verify(case, layout, device)
-    live = density(layout)
-    ceilings = Ceilings.measure(device, DTYPES[case.dtype]) if device.type == "cuda" else None
-    size = Size(case.batch, case.heads, case.seq_len, case.head_dim, live, DTYPES[case.dtype].itemsize)
+    live, dtype = density(layout), DTYPES[case.dtype]
+    size = Size(case.batch, case.heads, case.seq_len, case.head_dim, live, dtype.itemsize)
     competitors = make_competitors(case, layout.to(device))
+    return live, measure(competitors, size, dtype, device, repeats, seconds, describe(case, live))
+
+
+def measure(
+    competitors: list[Competitor],
+    size: Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    repeats: int,
+    seconds: float,
+    title: str,
+) -> list[Row]:
+    """Times the competitors in turns, each in both directions unless it has one."""
+    ceilings = Ceilings.measure(device, dtype) if device.type == "cuda" else None
     runs = {
         (runner.name, direction): partial(time_of, runner, direction, device)
         for runner in competitors
-        for direction in (FORWARD, TRAIN)
+        for direction in ((FORWARD,) if runner.forward_only else (FORWARD, TRAIN))
     }
-    times = in_turns(runs, repeats, seconds, describe(case, live))
+    times = in_turns(runs, repeats, seconds, title)
     medians = {key: statistics.median(samples) for key, samples in times.items()}
+    dense_names = {runner.name: runner.dense for runner in competitors}
     rows = []
-    for runner in competitors:
-        for direction in (FORWARD, TRAIN):
-            mine, dense = medians[runner.name, direction], medians[runner.dense, direction]
-            rounds = len(times[runner.name, direction])
-            floor = live * dense if ceilings is None else operation_floor(ceilings, size, runner.dense, direction)
-            rows.append(Row(runner.name, direction, runner.dense, mine, mine / dense, mine / floor, rounds))
-    return live, rows
+    for (name, direction), mine in medians.items():
+        dense_name = dense_names[name]
+        dense = medians[dense_name, direction]
+        floor = size.density * dense if ceilings is None else operation_floor(ceilings, size, dense_name, direction)
+        rounds = len(times[name, direction])
+        rows.append(Row(name, direction, dense_name, mine, mine / dense, mine / floor, rounds))
+    return rows
 
 
 def make_competitors(case: Case, layout: Tensor) -> list[Competitor]:

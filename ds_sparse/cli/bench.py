@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..bench import attention, cases, floors, machine, matmul, peers
+from ..bench import attention, cases, floors, machine, matmul, peers, window
 from . import positive
 
 
@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     operations = parser.add_subparsers(dest="operation", required=True, metavar="operation")
     add_matmul(operations.add_parser("matmul", help="MatMul, Softmax, and attention of both"))
     add_attention(operations.add_parser("attention", help="fused attention on live blocks"))
+    add_window(operations.add_parser("window", help="products, softmax and attention of windows"))
 
 
 def add_shared(parser: argparse.ArgumentParser) -> None:
@@ -100,6 +101,36 @@ def add_attention(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(measure=run_attention)
 
 
+def add_window(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Verifies the operations of windows against float64, then times them in turns beside dense PyTorch and other "
+        "ways to windowed attention. 'x dense' is the ratio to the dense counterpart, 'x floor' that to what perfect "
+        "sparsity costs: on a GPU bytes and FLOPs of the windows at the rates of a copy and of a matrix product measured "
+        "here, on a CPU density times the dense time."
+    )
+    add_shared(parser)
+    parser.add_argument("--seq-len", type=listed(positive), default=[1024, 4096], help="tokens (default: 1024,4096)")
+    parser.add_argument(
+        "--window", type=listed(positive), default=[64, 256], help="tokens seen on each side (default: 64,256)"
+    )
+    parser.add_argument("--heads", type=positive, default=4, help="(default: 4)")
+    parser.add_argument("--batch", type=positive, default=1, help="sequences (default: 1)")
+    parser.add_argument("--head-dim", type=positive, default=64, help="numbers in a head's vector (default: 64)")
+    parser.add_argument(
+        "--dtype",
+        type=listed(one_of(machine.DTYPES)),
+        default=["fp32", "bf16"],
+        help="fp32, bf16, fp16 (default: fp32,bf16)",
+    )
+    parser.add_argument(
+        "--peers",
+        type=listed(one_of(window.PEERS)),
+        default=list(window.PEERS),
+        help=f"{', '.join(window.PEERS)}; flex is compiled for each case (default: all)",
+    )
+    parser.set_defaults(measure=run_window)
+
+
 def run(args: argparse.Namespace) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("--device cuda: torch finds no CUDA GPU; leave it out to measure the CPU.", file=sys.stderr)
@@ -120,6 +151,22 @@ def run_matmul(args: argparse.Namespace, device: torch.device) -> int:
             return 1
         print("", *matmul.table(case, live, rows), sep="\n", flush=True)
         records += matmul.record(case, live, rows)
+        write(args.json, conditions, records)
+    return 0
+
+
+def run_window(args: argparse.Namespace, device: torch.device) -> int:
+    conditions = machine.conditions(device)
+    print(in_words(conditions), flush=True)
+    records = []
+    for case in window.grid(args.seq_len, args.window, args.dtype, args.batch, args.heads, args.head_dim):
+        try:
+            rows = window.run_case(case, args.peers, device, args.repeats, args.seconds)
+        except (ValueError, ArithmeticError, RuntimeError) as error:
+            print(error, file=sys.stderr)
+            return 1
+        print("", *window.table(case, rows), sep="\n", flush=True)
+        records += window.record(case, rows)
         write(args.json, conditions, records)
     return 0
 

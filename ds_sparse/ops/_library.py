@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ torch.ops.load_library(CPU_LIBRARY)
 if torch.version.cuda is not None and CUDA_LIBRARY.exists():
     torch.ops.load_library(CUDA_LIBRARY)
 
-OPERATORS = (
+BLOCK_OPERATORS = (
     "matmul_sdd",
     "matmul_dsd",
     "softmax_forward",
@@ -29,13 +30,30 @@ OPERATORS = (
     "block_attention_backward",
     "block_attention_bias_backward",
 )
+WINDOW_OPERATORS = (
+    "window_matmul",
+    "unwindow_matmul",
+    "window_softmax_forward",
+    "window_softmax_backward",
+    "window_attention_forward",
+    "window_attention_backward",
+)
+OPERATORS = BLOCK_OPERATORS + WINDOW_OPERATORS
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def missing_kernels(device_type: str) -> list[str]:
-    """The operators that have no kernel for a device type such as "cuda"; empty where everything runs."""
+def missing_kernels(device_type: str, operators: Sequence[str] = OPERATORS) -> list[str]:
+    """Those of the operators that have no kernel for a device type such as "cuda"; empty where all of them run."""
     key = device_type.upper()
-    return [name for name in OPERATORS if not torch._C._dispatch_has_kernel_for_dispatch_key(f"ds_sparse::{name}", key)]
+    return [name for name in operators if not torch._C._dispatch_has_kernel_for_dispatch_key(f"ds_sparse::{name}", key)]
+
+
+def under_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The operands of an operation that autocast casts, where it is on."""
+    device_type = tensors[0].device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(device_type)) for x in tensors)
 
 
 def check_dtype(x: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..index import BlockIndex, as_index
 from ..layout import with_heads
 from ..tiles import HOPPER_TILE, TILE, Tiles
-from ._library import DTYPES, check_dtype, require_kernel
+from ._library import DTYPES, check_dtype, require_kernel, under_autocast
 
 BLOCKS = (8, 16, 32, 64, 128)
 MAX_HEAD_DIM = 256
@@ -78,9 +78,7 @@ def block_sparse_attention(
         RuntimeError: a device without the kernel; a layout in place of its index under torch.compile or in the capture
             of a CUDA graph.
     """
-    if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value = under_autocast(query, key, value)
     _check_operands(query, key, value)
     batch, heads, tokens, head_dim = query.shape
     keys = key.shape[2]
@@ -151,13 +149,18 @@ def _check_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
 
 
 def _check_bias(
-    name: str, x: torch.Tensor | None, query: torch.Tensor, full: tuple[int, ...], dims: tuple[int, ...]
+    name: str,
+    x: torch.Tensor | None,
+    query: torch.Tensor,
+    full: tuple[int, ...],
+    dims: tuple[int, ...],
+    query_name: str = "query",
 ) -> None:
     if x is None:
         return
     is_mask = name != "rpe"
     if x.device != query.device:
-        raise ValueError(f"{name} is on {x.device} and query on {query.device}; move it there.")
+        raise ValueError(f"{name} is on {x.device} and {query_name} on {query.device}; move it there.")
     if x.dtype not in DTYPES and not (is_mask and x.dtype == torch.bool):
         raise ValueError(
             f"{name} is {x.dtype}; it has to be float16, bfloat16, float32 or float64, which is added"
