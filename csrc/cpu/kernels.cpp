@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "gemm.h"
 #include "rows.h"
+#include "token.h"
 
 namespace ds_sparse::cpu::DS_SPARSE_ISA {
 
@@ -22,6 +23,11 @@ constexpr Kernels<T> table = {
     attention_forward<T>,
     attention_backward<T>,
     attention_bias_backward<T>,
+    token_dots<Compute<T>>,
+    token_sum<Compute<T>>,
+    are_below<T>,
+    token_attention_forward<Compute<T>>,
+    token_attention_backward<Compute<T>>,
 };
 
 extern const Kernels<float> table_float = table<float>;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -29,13 +30,20 @@ OPERATORS = (
     "block_attention_backward",
     "block_attention_bias_backward",
 )
+TOKEN_OPERATORS = (
+    "token_matmul_sdd",
+    "token_matmul_dsd",
+    "token_attention_forward",
+    "token_attention_backward",
+)
+"""These run on the CPU so far; models do not need them."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def missing_kernels(device_type: str) -> list[str]:
-    """The operators that have no kernel for a device type such as "cuda"; empty where everything runs."""
+def missing_kernels(device_type: str, operators: Sequence[str] = OPERATORS) -> list[str]:
+    """Those of the operators, by default of all that models use, that have no kernel for a device type such as "cuda"."""
     key = device_type.upper()
-    return [name for name in OPERATORS if not torch._C._dispatch_has_kernel_for_dispatch_key(f"ds_sparse::{name}", key)]
+    return [name for name in operators if not torch._C._dispatch_has_kernel_for_dispatch_key(f"ds_sparse::{name}", key)]
 
 
 def check_dtype(x: torch.Tensor) -> None:
@@ -46,8 +54,13 @@ def check_dtype(x: torch.Tensor) -> None:
 
 def require_kernel(operator: str, device: torch.device) -> None:
     """Raises RuntimeError with the way out where `ds_sparse::operator` cannot run on the device."""
-    if device.type in ("cpu", "meta") or torch.compiler.is_compiling() or operator not in missing_kernels(device.type):
+    if device.type in ("cpu", "meta") or torch.compiler.is_compiling() or not missing_kernels(device.type, [operator]):
         return
+    if operator in TOKEN_OPERATORS:
+        raise RuntimeError(
+            f"Tensors are on {device}, and native token operations run on the CPU so far; move q, k and v there, or use "
+            f"gather_attention, jagged_attention or torch_sparse_attention, which run on {device.type}."
+        )
     if device.type == "cuda" and not CUDA_LIBRARY.exists():
         raise RuntimeError(
             f"Tensors are on {device}, and ds_sparse's CUDA library is not built; install nvcc and reinstall ds_sparse "

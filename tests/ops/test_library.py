@@ -11,7 +11,8 @@ from ds_sparse.ops import _library, missing_kernels
 
 def test_the_cpu_has_every_kernel():
     assert missing_kernels("cpu") == []
-    for operator in _library.OPERATORS:
+    assert missing_kernels("cpu", _library.TOKEN_OPERATORS) == []
+    for operator in (*_library.OPERATORS, *_library.TOKEN_OPERATORS):
         _library.require_kernel(operator, torch.device("cpu"))
 
 
@@ -25,7 +26,7 @@ def test_a_device_without_kernels_is_named_with_a_way_out():
 
 def test_without_the_cuda_library_the_sentence_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch, tmp_path):
     monkeypatch.setattr(_library, "CUDA_LIBRARY", tmp_path / "absent.so")
-    monkeypatch.setattr(_library, "missing_kernels", lambda device_type: list(_library.OPERATORS))
+    monkeypatch.setattr(_library, "missing_kernels", lambda device_type, operators: list(operators))
     with pytest.raises(
         RuntimeError, match="CUDA library is not built; install nvcc and reinstall ds_sparse with DS_SPARSE_CUDA=1"
     ):
@@ -36,7 +37,7 @@ def test_every_operator_of_the_schema_is_listed():
     registered = {
         name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("ds_sparse::")
     }
-    assert registered == set(_library.OPERATORS)
+    assert registered == {*_library.OPERATORS, *_library.TOKEN_OPERATORS}
 
 
 @pytest.mark.gpu

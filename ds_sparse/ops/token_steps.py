@@ -1,0 +1,166 @@
+"""The steps from dense attention to `sparse_attn` in plain PyTorch, to learn from and to compare with; on any device.
+
+Each computes softmax(scale * q @ k^T) @ v over the same pairs, and is differentiable. A row without a key is zeros. What
+one gains over the step before, and what it costs, `ds_sparse bench tokens` prints. Source of the ladder: the learning
+project lrn-sparseatt (2026).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..tokens import TokenIndex
+from .token import as_4d, check_operands, factor, token_index
+
+_Lists = Tensor | Sequence | TokenIndex
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
+    """The dense baseline: all scores, those outside the mask set to -inf.
+
+    Args:
+        q, k, v: (..., H, T, D), (..., H, S, D), (..., H, S, E), floating point.
+        mask: bool, True where a query sees a key; broadcasts to (..., H, T, S).
+        scale: 1 / sqrt(D) if it is not given.
+
+    Returns:
+        (..., H, T, E).
+
+    Raises:
+        TypeError: a mask that is not bool.
+    """
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask is {mask.dtype}; it has to be bool, True where a query sees a key.")
+    scores = (q @ k.mT) * factor(scale, q)
+    # A row of -inf would become NaN; 0 in its place becomes 0 again after the softmax.
+    seen = mask.any(-1, keepdim=True)
+    probs = scores.masked_fill(~mask, float("-inf")).masked_fill(~seen, 0).softmax(-1)
+    return probs.masked_fill(~seen, 0) @ v
+
+
+def gather_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    values: _Lists,
+    offsets: Tensor | Sequence | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """`index_select` of a query, key and value for each pair, `index_add` of exponentials and of weighted values.
+
+    Work is that of the pairs alone, but every pair's numbers go through memory several times. Arguments, results and
+    errors as `sparse_attn`; sums in fp32 or wider.
+    """
+    index, scale, lead = _start(q, k, v, values, offsets, scale)
+    rows, columns = index.places
+    wide = torch.promote_types(q.dtype, torch.float32)
+    queries, keys, weighted = (index.fold(as_4d(x)) for x in (q, k, v))
+    scores = (queries.index_select(1, rows) * keys.index_select(1, columns)).sum(-1).to(wide) * scale
+    shape = queries.shape[:2]
+    largest = (
+        scores.detach()
+        .new_zeros(shape)
+        .scatter_reduce(1, rows.expand_as(scores), scores.detach(), "amax", include_self=False)
+    )
+    exps = (scores - largest.index_select(1, rows)).exp()
+    totals = exps.new_zeros(shape).index_add(1, rows, exps)
+    terms = exps.unsqueeze(-1) * weighted.index_select(1, columns)
+    sums = exps.new_zeros(*shape, v.shape[-1]).index_add(1, rows, terms)
+    return _finish(index, sums, totals, q, lead)
+
+
+def jagged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    values: _Lists,
+    offsets: Tensor | Sequence | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Nested tensors of jagged layout: every query has a matrix of its keys, and one of its values, of its own length.
+
+    Arguments, results and errors as `sparse_attn`. The softmax is written out: that of jagged tensors has wrong gradients
+    in PyTorch 2.13, and their sum has none. A column of ones beside the values sums the exponentials.
+    """
+    index, scale, lead = _start(q, k, v, values, offsets, scale)
+    _, columns = index.places
+    queries, keys, weighted = (index.fold(as_4d(x)) for x in (q, k, pad(v, (0, 1), value=1.0)))
+    repeats, lines = queries.shape[:2]
+    if repeats * index.num_pairs == 0:
+        return _nothing(q, k, v, lead)
+    starts = index.row_offsets[:-1].long()
+    offsets = (starts + index.num_pairs * torch.arange(repeats, device=q.device)[:, None]).flatten()
+    offsets = pad(offsets, (0, 1), value=repeats * index.num_pairs)
+
+    def jagged(x: Tensor) -> Tensor:
+        return torch.nested.nested_tensor_from_jagged(x.index_select(1, columns).flatten(0, 1), offsets)
+
+    scores = jagged(keys) @ queries.flatten(0, 1).unsqueeze(-1) * scale
+    exps = (scores - scores.detach().amax(1, keepdim=True)).exp()
+    sums = (jagged(weighted).transpose(1, 2) @ exps).view(repeats, lines, -1)
+    return _finish(index, sums[..., :-1], sums[..., -1], q, lead)
+
+
+def torch_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    values: _Lists,
+    offsets: Tensor | Sequence | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """torch.sparse: `sampled_addmm` for the scores, their softmax in CSR's values, and a sparse matrix product.
+
+    One head after another: these operations take matrices. fp32 and fp64. Other arguments, results and errors as
+    `sparse_attn`; besides:
+
+    Raises:
+        ValueError: another dtype; a pair that is listed twice, which a CSR tensor cannot say.
+    """
+    index, scale, lead = _start(q, k, v, values, offsets, scale)
+    if q.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"Tensors are {q.dtype}, and torch.sparse takes float32 and float64; convert them.")
+    index.refuse_repeated("a sparse CSR tensor")
+    queries, keys, weighted = (index.fold(as_4d(x)) for x in (q, k, v))
+    if queries.shape[0] * index.num_pairs == 0:
+        return _nothing(q, k, v, lead)
+    outputs = [_torch_sparse(*parts, index, scale) for parts in zip(queries, keys, weighted, strict=True)]
+    return index.unfold(torch.stack(outputs), *as_4d(q).shape[:2]).reshape(*lead, q.shape[-2], v.shape[-1])
+
+
+def _torch_sparse(q: Tensor, k: Tensor, v: Tensor, index: TokenIndex, scale: float) -> Tensor:
+    rows, columns = index.places
+    pointer = index.row_offsets.long()
+
+    def csr(x: Tensor) -> Tensor:
+        return torch.sparse_csr_tensor(pointer, columns, x, size=(len(q), len(k)))
+
+    scores = torch.sparse.sampled_addmm(csr(q.new_zeros(len(rows))), q, k.mT, beta=0.0, alpha=scale).values()
+    largest = scores.detach().new_zeros(len(q)).scatter_reduce(0, rows, scores.detach(), "amax", include_self=False)
+    exps = (scores - largest[rows]).exp()
+    totals = exps.new_zeros(len(q)).index_add(0, rows, exps)
+    return csr(exps / totals[rows]) @ v
+
+
+def _start(
+    q: Tensor, k: Tensor, v: Tensor, values: _Lists, offsets: Tensor | Sequence | None, scale: float | None
+) -> tuple[TokenIndex, float, torch.Size]:
+    index = token_index(values, offsets, q, k)
+    check_operands(index, q, k, v)
+    return index, factor(scale, q), q.shape[:-2]
+
+
+def _finish(index: TokenIndex, sums: Tensor, totals: Tensor, q: Tensor, lead: torch.Size) -> Tensor:
+    """Sums of weighted values over those of the weights, as the caller wants them."""
+    output = sums / totals.masked_fill(totals == 0, 1).unsqueeze(-1)
+    output = index.unfold(output, *as_4d(q).shape[:2]).to(q.dtype)
+    return output.reshape(*lead, *output.shape[2:])
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor, lead: torch.Size) -> Tensor:
+    """Zeros, where no query sees a key. Sums of nothing keep what was given in the graph."""
+    return q.new_zeros(*lead, q.shape[-2], v.shape[-1]) + sum(x.flatten()[:0].sum() for x in (q, k, v))
