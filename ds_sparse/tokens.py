@@ -97,11 +97,13 @@ class TokenIndex:
             if padded:
                 real = (one != -1).any(1).nonzero()
                 one = one[: int(real[-1]) + 1 if len(real) else 0]
-            for side, limit, name in ((0, queries, "query"), (1, keys, "key")):
-                _check_range(
-                    one[:, side], limit, lambda n, one=one, p=p, name=name, limit=limit:
-                    f"indices{_in_list(p, lists)}[{n}] is {tuple(one[n].tolist())}; {name} tokens are 0 to {limit - 1}."
-                )  # fmt: skip
+            wrong = (one < 0) | (one >= torch.tensor([queries, keys], device=one.device))
+            if bool(wrong.any()):
+                n, side = wrong.nonzero()[0].tolist()
+                raise ValueError(
+                    f"indices{_in_list(p, lists)}[{n}] is {tuple(one[n].tolist())}; "
+                    f"{('query', 'key')[side]} tokens are 0 to {(queries, keys)[side] - 1}."
+                )
             rows.append(one[:, 0].long())
             columns.append(one[:, 1].long())
         return cls._build(rows, columns, batch, heads, queries, keys)
@@ -140,10 +142,12 @@ class TokenIndex:
             one = one[:last].long()
             counts = ends.diff(prepend=ends.new_zeros(1))
             row = torch.arange(queries, device=one.device).repeat_interleave(counts.to(one.device))
-            _check_range(
-                one, keys, lambda n, one=one, row=row, where=where:
-                f"values{where}[{n}], in row {int(row[n])}, is {int(one[n])}; key tokens are 0 to {keys - 1}."
-            )  # fmt: skip
+            wrong = (one < 0) | (one >= keys)
+            if bool(wrong.any()):
+                n = int(wrong.nonzero()[0])
+                raise ValueError(
+                    f"values{where}[{n}], in row {int(row[n])}, is {int(one[n])}; key tokens are 0 to {keys - 1}."
+                )
             rows.append(row)
             columns.append(one)
         return cls._build(rows, columns, batch, heads, queries, keys)
@@ -212,6 +216,12 @@ class TokenIndex:
         """int64 (N) each: of every pair the row, p*T + i, and the column, p*S + j. Made at the first call."""
         return self._once("places", self._make_places)
 
+    @property
+    def listed(self) -> Tensor:
+        """int64 (N), the number of each pair here, in the order in which the caller listed them, where that is another.
+        Made at the first call."""
+        return self._once("listed", self._make_listed)
+
     def to(self, device: torch.device | str) -> TokenIndex:
         """The same index on another device, copied there once; itself if it is there already."""
         device = torch.device(device)
@@ -225,9 +235,12 @@ class TokenIndex:
             ),
         )  # fmt: skip
 
-    def with_gradients(self) -> TokenIndex:
-        """The index itself, with all made that backward passes need: what is compiled later cannot make it."""
+    def prepared(self) -> TokenIndex:
+        """The index itself, with all made that operations and their gradients need: what is compiled later cannot make
+        it."""
         _ = self.by_key
+        if self.order is not None:
+            _ = self.listed
         return self
 
     def refuse_repeated(self, form: str) -> None:
@@ -306,7 +319,7 @@ class TokenIndex:
             tensors.append(
                 torch.sparse_csr_tensor(
                     pointer.expand(*lead, -1).contiguous(), columns.expand(*lead, -1).contiguous(), x.contiguous(),
-                    size=(*lead, self.queries, self.keys),
+                    size=(*lead, self.queries, self.keys), check_invariants=False,
                 )
             )  # fmt: skip
         return self._nested(tensors)
@@ -332,7 +345,7 @@ class TokenIndex:
         shared lists (..., N) with the leading dimensions (..., H) of the operands; otherwise by lists, each with the
         dimensions that share it."""
         if self.order is not None:
-            flat = flat.index_select(1, self._once("listed", self._make_listed))
+            flat = flat.index_select(1, self.listed)
         if self.num_lists == 1:
             return flat.reshape(*lead, self.num_pairs)
         shared = lead[:-1] if self.batch == 1 else lead[-1:] if self.heads == 1 else ()
@@ -357,7 +370,7 @@ class TokenIndex:
             if torch.compiler.is_compiling():
                 raise RuntimeError(
                     "What is missing of a TokenIndex cannot be made under torch.compile; pass "
-                    "index.with_gradients(), on the device of the operands."
+                    "index.prepared(), on the device of the operands."
                 )
             with torch.inference_mode(False):
                 self._made[name] = make()
@@ -369,7 +382,6 @@ class TokenIndex:
         return rows, rows // max(1, self.queries) * self.keys + self.columns
 
     def _make_listed(self) -> Tensor:
-        """The number here of each pair in the order in which pairs were listed."""
         starts, ends = torch.tensor([[0, *self.ends[:-1]], self.ends], device=self.device)
         listed = torch.empty_like(self.order)
         listed[self.order + starts.repeat_interleave(ends - starts)] = torch.arange(self.num_pairs, device=self.device)
@@ -401,7 +413,7 @@ def index_of(build: Callable[[], TokenIndex], given: Sequence[Tensor], *numbers:
     if torch.compiler.is_compiling():
         raise RuntimeError(
             "The index of token pairs cannot be built under torch.compile; build a TokenIndex before, and pass "
-            "index.with_gradients()."
+            "index.prepared()."
         )
     if not given or any(x.is_inference() for x in given):
         # Made in inference mode, a tensor has no version that would tell of a change.
@@ -453,12 +465,6 @@ def _depth(x: Tensor | Sequence, dims: int) -> int:
 def _in_list(p: int, lists: list[Tensor]) -> str:
     """How a message names one of several lists."""
     return f" of list {p}" if len(lists) > 1 else ""
-
-
-def _check_range(x: Tensor, limit: int, sentence: Callable[[int], str]) -> None:
-    wrong = (x < 0) | (x >= limit)
-    if bool(wrong.any()):
-        raise ValueError(sentence(int(wrong.nonzero()[0])))
 
 
 def _row_ends(offsets: Tensor, queries: int, where: str) -> Tensor:
