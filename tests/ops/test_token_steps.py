@@ -20,6 +20,8 @@ from ds_sparse import (
     torch_sparse_attention,
 )
 
+OPERATORS = ()  # plain PyTorch, on any device
+
 STEPS = {
     "gather": gather_attention,
     "jagged": jagged_attention,
