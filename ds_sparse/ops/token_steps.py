@@ -57,20 +57,21 @@ def gather_attention(
     """
     index, scale, lead = _start(q, k, v, values, offsets, scale)
     rows, columns = index.places
-    wide = torch.promote_types(q.dtype, torch.float32)
     queries, keys, weighted = (index.fold(as_4d(x)) for x in (q, k, v))
-    scores = (queries.index_select(1, rows) * keys.index_select(1, columns)).sum(-1).to(wide) * scale
-    shape = queries.shape[:2]
-    largest = (
-        scores.detach()
-        .new_zeros(shape)
-        .scatter_reduce(1, rows.expand_as(scores), scores.detach(), "amax", include_self=False)
-    )
+    scores = (queries.index_select(1, rows) * keys.index_select(1, columns)).sum(-1) * scale
+    return _finish(index, *weighted_sums(index, scores, weighted), q, lead)
+
+
+def weighted_sums(index: TokenIndex, scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The exponentials of the pairs' scores (R, N) times values (R, P*S, E) summed up by rows, (R, P*T, E), and their own
+    sums, (R, P*T); both in fp32 or wider, the largest score of a row taken off before."""
+    rows, columns = index.places
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    zeros = scores.new_zeros(len(scores), index.num_lists * index.queries)
+    largest = zeros.scatter_reduce(1, rows.expand_as(scores), scores.detach(), "amax", include_self=False)
     exps = (scores - largest.index_select(1, rows)).exp()
-    totals = exps.new_zeros(shape).index_add(1, rows, exps)
-    terms = exps.unsqueeze(-1) * weighted.index_select(1, columns)
-    sums = exps.new_zeros(*shape, v.shape[-1]).index_add(1, rows, terms)
-    return _finish(index, sums, totals, q, lead)
+    terms = exps.unsqueeze(-1) * values.index_select(1, columns)
+    return zeros.unsqueeze(-1).repeat(1, 1, values.shape[-1]).index_add(1, rows, terms), zeros.index_add(1, rows, exps)
 
 
 def jagged_attention(
@@ -81,27 +82,31 @@ def jagged_attention(
     offsets: Tensor | Sequence | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Nested tensors of jagged layout: every query has a matrix of its keys, and one of its values, of its own length.
+    """Nested tensors of jagged layout: every query has a matrix of its keys and one of its values, of their own length.
 
-    Arguments, results and errors as `sparse_attn`. The softmax is written out: that of jagged tensors has wrong gradients
-    in PyTorch 2.13, and their sum has none. A column of ones beside the values sums the exponentials.
+    Arguments, results and errors as `sparse_attn`; sums in fp32 or wider. What PyTorch 2.13 has of jagged tensors serves
+    forward alone: the gradients of their softmax are wrong, a sum has none, a product with a dense tensor takes memory
+    quadratic in tokens. So each row's largest score, and its sums, are `segment_reduce` over the jagged values; a column
+    of ones beside the value sums the exponentials.
     """
     index, scale, lead = _start(q, k, v, values, offsets, scale)
-    _, columns = index.places
     queries, keys, weighted = (index.fold(as_4d(x)) for x in (q, k, pad(v, (0, 1), value=1.0)))
     repeats, lines = queries.shape[:2]
     if repeats * index.num_pairs == 0:
         return _nothing(q, k, v, lead)
-    starts = index.row_offsets[:-1].long()
-    offsets = (starts + index.num_pairs * torch.arange(repeats, device=q.device)[:, None]).flatten()
-    offsets = pad(offsets, (0, 1), value=repeats * index.num_pairs)
+    rows, columns = index.places
+    starts = index.row_offsets[:-1].long() + index.num_pairs * torch.arange(repeats, device=q.device)[:, None]
+    ends = pad(starts.flatten(), (0, 1), value=repeats * index.num_pairs)
 
-    def jagged(x: Tensor) -> Tensor:
-        return torch.nested.nested_tensor_from_jagged(x.index_select(1, columns).flatten(0, 1), offsets)
+    def jagged(x: Tensor, places: Tensor) -> Tensor:
+        return torch.nested.nested_tensor_from_jagged(x.index_select(1, places).flatten(0, 1), ends)
 
-    scores = jagged(keys) @ queries.flatten(0, 1).unsqueeze(-1) * scale
-    exps = (scores - scores.detach().amax(1, keepdim=True)).exp()
-    sums = (jagged(weighted).transpose(1, 2) @ exps).view(repeats, lines, -1)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = (jagged(queries, rows) * jagged(keys, columns)).values().sum(-1).to(wide) * scale
+    largest = torch.segment_reduce(scores.detach(), "max", offsets=ends)
+    exps = (scores - largest.repeat_interleave(ends.diff())).exp().unsqueeze(-1)
+    terms = jagged(weighted.to(wide), columns) * torch.nested.nested_tensor_from_jagged(exps, ends)
+    sums = torch.segment_reduce(terms.values(), "sum", offsets=ends, axis=0).view(repeats, lines, -1)
     return _finish(index, sums[..., :-1], sums[..., -1], q, lead)
 
 

@@ -52,9 +52,7 @@ class Case:
 
     @property
     def index(self) -> TokenIndex:
-        return TokenIndex.from_pairs(
-            self.pairs.nested(list(self.pairs.lists)), self.pairs.queries, self.pairs.keys
-        )
+        return TokenIndex.from_pairs(self.pairs.nested(list(self.pairs.lists)), self.pairs.queries, self.pairs.keys)
 
 
 def make_case(
@@ -106,7 +104,11 @@ def allowances(
 
 
 def check_attention(
-    case: Case, dtype: torch.dtype, device: str, views: tuple[str, str] = ("contiguous", "contiguous"), only: str = "qkv"
+    case: Case,
+    dtype: torch.dtype,
+    device: str,
+    views: tuple[str, str] = ("contiguous", "contiguous"),
+    only: str = "qkv",
 ) -> None:
     """Output, lse and gradients, and that nothing given is overwritten."""
     given = [as_view(x.to(dtype), views[0]) for x in (case.q, case.k, case.v)]
