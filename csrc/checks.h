@@ -255,7 +255,8 @@ inline void check_token_lists(const Tensor& offsets, const Tensor& entries, int6
                               int64_t lines, const Tensor& x) {
   check_list(offsets, x, "offsets");
   check_list(entries, x, "entries");
-  for (auto [given, size, name] : {std::tuple{list_batch, x.size(0), "list_batch"}, {list_heads, x.size(1), "list_heads"}})
+  for (auto [given, size, name] :
+       {std::tuple{list_batch, x.size(0), "list_batch"}, {list_heads, x.size(1), "list_heads"}})
     check(given == 1 || (given > 1 && given == size), std::string(name) + " is " + std::to_string(given) + " for " +
                                                           std::to_string(size) + "; it has to be 1 or as many.");
   check_size(offsets, 0, list_batch * list_heads * lines + 1, "offsets");

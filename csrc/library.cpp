@@ -20,8 +20,8 @@
 //   cuts (K, 3)         tiles that units cut: tile, first part, number of parts
 //
 // Lists of token pairs, int32, as TokenIndex (ds_sparse/tokens.py) builds them, for query tokens T and key tokens S.
-// There are P = list_batch * list_heads of them in (batch, head) order, list_batch 1 or B, list_heads 1 or H; sequence b
-// and head h have list (list_batch == 1 ? 0 : b) * list_heads + (list_heads == 1 ? 0 : h). A pair may be listed twice.
+// There are P = list_batch * list_heads of them in (batch, head) order, list_batch 1 or B, list_heads 1 or H; sequence
+// b and head h have list (list_batch == 1 ? 0 : b) * list_heads + (list_heads == 1 ? 0 : h). A pair may be listed twice.
 //   row_offsets (P*T + 1), columns (N)             query i of list p sees the keys at row_offsets[p*T+i] to
 //                                                  row_offsets[p*T+i+1]
 //   column_offsets (P*S + 1), rows (N), slots (N)  the same by keys; slots[e] is the entry number in row order
@@ -121,5 +121,6 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   m.def(
       "token_attention_backward(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
       "Tensor output, Tensor rows, Tensor row_offsets, Tensor columns, Tensor column_offsets, Tensor column_rows, "
-      "Tensor slots, int list_batch, int list_heads, float scale) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
+      "Tensor slots, int list_batch, int list_heads, float scale) "
+      "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
 }

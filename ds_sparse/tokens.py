@@ -1,9 +1,9 @@
-"""Which keys a query sees, token by token: every form that such a list can have, and `TokenIndex`, the one between them.
+"""Which keys a query sees, token by token: the forms that such a list can have, and `TokenIndex`, the one between them.
 
-A pair (i, j) says that query token i sees key token j. The forms are a bool mask, a list of pairs, values + offsets (the
-key of each pair in row order, and where each row ends: CSR), a jagged nested tensor, a sparse CSR tensor of scores, and
-the blocks of a `BlockIndex`. A pair that is listed twice counts twice; the forms that cannot say so (mask, sparse CSR
-tensor, blocks) refuse it.
+A pair (i, j) says that query token i sees key token j. The forms are a bool mask, a list of pairs, values + offsets
+(the key of each pair in row order, and where each row ends: CSR), a jagged nested tensor, a sparse CSR tensor of scores,
+and the blocks of a `BlockIndex`. A pair that is listed twice counts twice; the mask and the sparse CSR tensor, which
+cannot say so, refuse it.
 """
 
 from __future__ import annotations
@@ -113,15 +113,15 @@ class TokenIndex:
         """From the key of each pair in row order, and the end of each row.
 
         Args:
-            values: int32 or int64 (N,), for all heads; or a list of such, one a head; or, padded at the end by anything,
-                (H or 1, N) or (B or 1, H or 1, N). Keys of a row may stand in any order.
+            values: int32 or int64 (N,), for all heads; or a list of such, one a head; or, padded at the end by
+                anything, (H or 1, N) or (B or 1, H or 1, N). Keys of a row may stand in any order.
             offsets: int32 or int64 (T,), the end of each row; or (T + 1,), a CSR row pointer, which begins with 0;
                 of each head where `values` are, a list or stacked.
 
         Raises:
             TypeError: another type or dtype.
-            ValueError: another shape; offsets that do not ascend or end elsewhere, a key that does not exist, each named
-                by its place.
+            ValueError: another shape; offsets that fall or end elsewhere, a key that does not exist, each named by its
+                place.
         """
         lists, batch, heads = _as_lists(values, 1, "values")
         all_offsets, *of_offsets = _as_lists(offsets, 1, "offsets")
@@ -137,7 +137,8 @@ class TokenIndex:
             last = int(ends[-1]) if len(ends) else 0
             if last != len(one) and not (padded and last < len(one)):
                 raise ValueError(
-                    f"offsets{where} end at {last} and values{where} has {len(one)} pairs; the last row has to end there."
+                    f"offsets{where} end at {last} and values{where} has {len(one)} pairs; the last row has to end "
+                    "there."
                 )
             one = one[:last].long()
             counts = ends.diff(prepend=ends.new_zeros(1))
@@ -325,8 +326,8 @@ class TokenIndex:
         return self._nested(tensors)
 
     def fold(self, x: Tensor) -> Tensor:
-        """(B, H, tokens, D) -> (R, P*tokens, D): the R of the sequences and heads that share lists, and the tokens of all
-        lists as `places` numbers them."""
+        """(B, H, tokens, D) -> (R, P*tokens, D): the R of the sequences and heads that share lists, and the tokens of
+        all lists as `places` numbers them."""
         batch, heads, tokens, depth = x.shape
         if self.batch > 1 and self.heads == 1:
             # Here the heads share lists.
@@ -408,8 +409,8 @@ _indices = WeakTensorKeyDictionary()  # the first of the tensors given: what els
 
 
 def index_of(build: Callable[[], TokenIndex], given: Sequence[Tensor], *numbers: int) -> TokenIndex:
-    """What `build` makes of tensors and numbers, kept as long as the first tensor lives, until it is asked for with others
-    or after a change in place."""
+    """What `build` makes of tensors and numbers, kept as long as the first tensor lives, until it is asked for with
+    others or after a change in place."""
     if torch.compiler.is_compiling():
         raise RuntimeError(
             "The index of token pairs cannot be built under torch.compile; build a TokenIndex before, and pass "
@@ -433,7 +434,7 @@ def tensors_in(x: Tensor | Sequence) -> list[Tensor]:
 
 
 def _as_lists(x: Tensor | Sequence, dims: int, name: str) -> tuple[list[Tensor], int, int]:
-    """Tensors of so many dimensions, one a list in (batch, head) order, and how many sequences and heads have theirs."""
+    """Tensors of so many dimensions, one a list in (batch, head) order; how many sequences and heads have theirs."""
     if isinstance(x, Tensor):
         if x.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name} are {x.dtype}; they have to be int32 or int64, such as {name}.long().")
@@ -471,8 +472,8 @@ def _row_ends(offsets: Tensor, queries: int, where: str) -> Tensor:
     """(T,), the end of each row."""
     if len(offsets) not in (queries, queries + 1):
         raise ValueError(
-            f"offsets{where} has {len(offsets)} entries for {queries} query tokens; it has to have the end of each row, "
-            f"{queries}, or a CSR row pointer, {queries + 1}."
+            f"offsets{where} has {len(offsets)} entries for {queries} query tokens; it has to have the end of each "
+            f"row, {queries}, or a CSR row pointer, {queries + 1}."
         )
     pointer = offsets.long() if len(offsets) == queries + 1 else pad(offsets.long(), (1, 0))
     if int(pointer[0]) != 0:
@@ -483,6 +484,7 @@ def _row_ends(offsets: Tensor, queries: int, where: str) -> Tensor:
         row = int(falling[0])
         at = row + len(offsets) - queries
         raise ValueError(
-            f"offsets{where}[{at}] is {int(pointer[row + 1])} after {int(pointer[row])}; the ends of rows must not fall."
+            f"offsets{where}[{at}] is {int(pointer[row + 1])} after {int(pointer[row])}; the ends of rows must not "
+            "fall."
         )
     return pointer[1:]

@@ -1,5 +1,5 @@
-// What matmul.cpp, softmax.cpp, attention.cpp and token.cpp ask of an instruction set: the arithmetic of one piece of work, on one
-// thread.
+// What matmul.cpp, softmax.cpp, attention.cpp and token.cpp ask of an instruction set: the arithmetic of one piece of
+// work, on one thread.
 //
 // kernels.cpp is compiled once for each instruction set, and kernels<T>() picks at run time. T is what tensors hold;
 // arithmetic is in Compute<T>. b is the block size throughout.

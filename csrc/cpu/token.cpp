@@ -22,8 +22,8 @@ namespace ds_sparse::cpu {
 
 namespace {
 
-// Pairs of which backward keeps two numbers at a time, or those of one sequence and head.
-constexpr int64_t kept_pairs = int64_t{1} << 20;
+// Pairs of which backward keeps two numbers at a time, so that they stay in a cache; or those of one sequence and head.
+constexpr int64_t kept_pairs = int64_t{1} << 16;
 
 // Lists by one side's tokens, the lines, of the other side's.
 struct TokenLists {
@@ -79,7 +79,8 @@ struct Line {
 // Calls the workers with each line of each sequence and head, of those of `first` to `last` among the repeats.
 template <class MakeWorker>
 void run_lines(const TokenLists& lists, int64_t first, int64_t last, const MakeWorker& make_worker) {
-  int64_t parts = static_cast<int64_t>(lists.tasks.size()) - 1, shared_by_heads = lists.list_heads == 1 ? lists.heads : 1;
+  int64_t parts = static_cast<int64_t>(lists.tasks.size()) - 1,
+          shared_by_heads = lists.list_heads == 1 ? lists.heads : 1;
   std::atomic<bool> fits{true};
   run_tasks((last - first) * parts, [&] {
     return [&, worker = make_worker()](int64_t task) mutable {
@@ -129,8 +130,8 @@ class Rows {
     }
     packed_ = Buffer<C>(matrices * head_stride_);
     data_ = packed_.data();
-    int64_t step = 64, steps = (tokens_ + step - 1) / step;
-    torch::stable::parallel_for(0, matrices * steps, task_cost / 8 / (step * width_) + 1, [&](int64_t begin, int64_t end) {
+    int64_t step = 64, steps = (tokens_ + step - 1) / step, grain = task_cost / 8 / (step * width_) + 1;
+    torch::stable::parallel_for(0, matrices * steps, grain, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         int64_t matrix = i / steps, token = i % steps * step;
         const T* from =
@@ -152,13 +153,20 @@ class Rows {
   const C* data_;
 };
 
-// A row of C to a row of a contiguous (B, H, tokens, D).
+// A contiguous (B, H, tokens, D), about to be written by rows.
 template <class T>
-void store_token(const Compute<T>* row, const Tensor& out, int64_t matrix, int64_t token) {
-  int64_t depth = out.size(3);
-  T* to = static_cast<T*>(out.mutable_data_ptr()) + (matrix * out.size(2) + token) * depth;
-  kernels<T>().store_rows(row, 0, 1, depth, false, to, 0);
-}
+class Result {
+ public:
+  explicit Result(Tensor& x) : data_(static_cast<T*>(x.mutable_data_ptr())), tokens_(x.size(2)), depth_(x.size(3)) {}
+
+  void store(const Line& line, const Compute<T>* row) const {
+    kernels<T>().store_rows(row, 0, 1, depth_, false, data_ + (line.matrix * tokens_ + line.token) * depth_, 0);
+  }
+
+ private:
+  T* data_;
+  int64_t tokens_, depth_;
+};
 
 template <class T>
 void sdd(const Tensor& query, const Tensor& key, const TokenLists& lists, Tensor& out) {
@@ -180,10 +188,12 @@ void dsd(const Tensor& values, const Tensor& dense, const TokenLists& lists, Ten
   using C = Compute<T>;
   constexpr bool same = std::is_same_v<T, C>;
   Rows<T> rows(dense);
+  Result<T> result(out);
+  const T* all_values = pointer<T>(values);
   run_lines(lists, 0, lists.repeats(), [&] {
     return [&, gathered = Buffer<T>(same ? 0 : lists.longest), weights = Buffer<C>(same ? 0 : lists.longest),
             sum = Buffer<C>(rows.width())](const Line& line) {
-      const T* of_list = pointer<T>(values) + line.repeat * lists.num_entries;
+      const T* of_list = all_values + line.repeat * lists.num_entries;
       const int32_t* slots = line.slots;
       const C* from = weights.data();
       if constexpr (same) {
@@ -195,7 +205,7 @@ void dsd(const Tensor& values, const Tensor& dense, const TokenLists& lists, Ten
         slots = nullptr;
       }
       kernels<T>().token_sum(from, slots, 1, rows.of(line.matrix), rows.width(), line.list, line.count, sum.data());
-      store_token<T>(sum.data(), out, line.matrix, line.token);
+      result.store(line, sum.data());
     };
   });
 }
@@ -205,6 +215,7 @@ void forward(const Tensor& query, const Tensor& key, const Tensor& value, const 
              Tensor& output, Tensor& lse, Tensor& rows) {
   using C = Compute<T>;
   Rows<T> queries(query), keys(key), values(value);
+  Result<T> result(output);
   C *lse_to = static_cast<C*>(lse.mutable_data_ptr()), *statistics = static_cast<C*>(rows.mutable_data_ptr());
   run_lines(lists, 0, lists.repeats(), [&] {
     return [&, sum = Buffer<C>(values.width()),
@@ -216,66 +227,61 @@ void forward(const Tensor& query, const Tensor& key, const Tensor& value, const 
                                             C(scale), sum.data(), row, scratch.data()});
       // Without a key the largest score is -inf and the sum 0.
       lse_to[at] = row[0] + std::log(row[1]);
-      store_token<T>(sum.data(), output, line.matrix, line.token);
+      result.store(line, sum.data());
     };
   });
 }
 
-// The gradients of output and lse, and what else backward has of the forward pass.
-struct Gradients {
-  const Tensor &grad_output, &output, &rows;
-  const std::optional<Tensor>& grad_lse;
+// What backward has of a query besides its lists.
+template <class T>
+struct Backward {
+  using C = Compute<T>;
+
+  Rows<T> queries, keys, values, grad_outputs, outputs;
+  const C *rows, *grad_lse;  // (B, H, T, 2), and (B, H, T) or null
+  int64_t tokens;
+  C scale;
+
+  // Its gradient, and the two numbers of each of its pairs.
+  void of_query(const Line& line, C* grad_query, C* pairs) const {
+    int64_t at = line.matrix * tokens + line.token;
+    const C *row = rows + 2 * at, *grad_output = grad_outputs.of(line.matrix, line.token);
+    C delta;
+    kernels<C>().row_dots(outputs.of(line.matrix, line.token), 0, 1, grad_output, 0, 1, 1, values.width(), &delta);
+    if (grad_lse) delta -= grad_lse[at];
+    kernels<T>().token_attention_backward({queries.of(line.matrix, line.token), grad_output, keys.of(line.matrix),
+                                           values.of(line.matrix), keys.width(), values.width(), line.list, line.count,
+                                           scale, row[0], row[1] > 0 ? 1 / row[1] : C(0), delta, grad_query, pairs});
+  }
 };
 
-// A query's gradient, and the two numbers of each of its pairs.
 template <class T>
-void backward_of_query(const Line& line, const Rows<T>& queries, const Rows<T>& keys, const Rows<T>& values,
-                       const Rows<T>& grad_outputs, const Rows<T>& outputs, const Gradients& gradients, double scale,
-                       Compute<T>* grad_query, Compute<T>* pairs) {
+void backward(const Backward<T>& all, const TokenLists& by_query, const TokenLists& by_key, Tensor& grad_query,
+              Tensor& grad_key, Tensor& grad_value) {
   using C = Compute<T>;
-  int64_t heads = gradients.output.size(1), tokens = gradients.output.size(2);
-  const C *row = pointer<C>(gradients.rows) + 2 * (line.matrix * tokens + line.token),
-          *grad_output = grad_outputs.of(line.matrix, line.token);
-  C delta;
-  kernels<C>().row_dots(outputs.of(line.matrix, line.token), 0, 1, grad_output, 0, 1, 1, values.width(), &delta);
-  if (gradients.grad_lse) {
-    const Tensor& x = *gradients.grad_lse;
-    delta -= pointer<C>(x)[line.matrix / heads * x.stride(0) + line.matrix % heads * x.stride(1) +
-                           line.token * x.stride(2)];
-  }
-  kernels<T>().token_attention_backward({queries.of(line.matrix, line.token), grad_output, keys.of(line.matrix),
-                                         values.of(line.matrix), keys.width(), values.width(), line.list, line.count,
-                                         C(scale), row[0], row[1] > 0 ? 1 / row[1] : C(0), delta, grad_query, pairs});
-}
-
-template <class T>
-void backward(const Tensor& query, const Tensor& key, const Tensor& value, const Gradients& gradients,
-              const TokenLists& by_query, const TokenLists& by_key, double scale, Tensor& grad_query, Tensor& grad_key,
-              Tensor& grad_value) {
-  using C = Compute<T>;
-  Rows<T> queries(query), keys(key), values(value), grad_outputs(gradients.grad_output), outputs(gradients.output);
+  Result<T> of_query(grad_query), of_key(grad_key), of_value(grad_value);
   int64_t repeats = by_query.repeats(), size = by_query.num_entries,
+          widest = std::max(all.keys.width(), all.values.width()),
           step = std::clamp<int64_t>(kept_pairs / std::max<int64_t>(1, size), 1, repeats);
   Buffer<C> kept(2 * step * size);
   for (int64_t first = 0; first < repeats; first += step) {
     int64_t last = std::min(first + step, repeats);
     auto kept_of = [&](const Line& line) { return kept.data() + 2 * (line.repeat - first) * size; };
     run_lines(by_query, first, last, [&] {
-      return [&, grad = Buffer<C>(keys.width())](const Line& line) {
-        backward_of_query<T>(line, queries, keys, values, grad_outputs, outputs, gradients, scale, grad.data(),
-                             kept_of(line) + 2 * line.first);
-        store_token<T>(grad.data(), grad_query, line.matrix, line.token);
+      return [&, grad = Buffer<C>(widest)](const Line& line) {
+        all.of_query(line, grad.data(), kept_of(line) + 2 * line.first);
+        of_query.store(line, grad.data());
       };
     });
     run_lines(by_key, first, last, [&] {
-      return [&, sum = Buffer<C>(std::max(keys.width(), values.width()))](const Line& line) {
+      return [&, grad = Buffer<C>(widest)](const Line& line) {
         const C* pairs = kept_of(line);
-        kernels<T>().token_sum(pairs + 1, line.slots, 2, queries.of(line.matrix), keys.width(), line.list, line.count,
-                               sum.data());
-        store_token<T>(sum.data(), grad_key, line.matrix, line.token);
-        kernels<T>().token_sum(pairs, line.slots, 2, grad_outputs.of(line.matrix), values.width(), line.list,
-                               line.count, sum.data());
-        store_token<T>(sum.data(), grad_value, line.matrix, line.token);
+        kernels<T>().token_sum(pairs + 1, line.slots, 2, all.queries.of(line.matrix), all.keys.width(), line.list,
+                               line.count, grad.data());
+        of_key.store(line, grad.data());
+        kernels<T>().token_sum(pairs, line.slots, 2, all.grad_outputs.of(line.matrix), all.values.width(), line.list,
+                               line.count, grad.data());
+        of_value.store(line, grad.data());
       };
     });
   }
@@ -285,10 +291,12 @@ Tensor token_matmul_sdd(Tensor query, Tensor key, Tensor row_offsets, Tensor col
                         int64_t list_heads) {
   check_token_operands({{&query, "query"}, {&key, "key"}});
   check_size(key, 3, query.size(3), "key");
-  TokenLists lists(row_offsets, columns, std::nullopt, list_batch, list_heads, query, query.size(2), key.size(2), query.size(3));
+  TokenLists lists(row_offsets, columns, std::nullopt, list_batch, list_heads, query, query.size(2), key.size(2),
+                   query.size(3));
   Tensor out = fresh(torch::stable::new_empty(query, {lists.repeats(), columns.size(0)}));
   if (out.numel() == 0) return out;
-  for_dtype(query.scalar_type(), [&](auto* type) { sdd<std::remove_pointer_t<decltype(type)>>(query, key, lists, out); });
+  for_dtype(query.scalar_type(),
+            [&](auto* type) { sdd<std::remove_pointer_t<decltype(type)>>(query, key, lists, out); });
   return out;
 }
 
@@ -346,8 +354,10 @@ std::tuple<Tensor, Tensor, Tensor> token_attention_backward(Tensor grad_output, 
   check_size(output, 2, query.size(2), "output");
   check_size(output, 3, value.size(3), "output");
   check_attention_backward(grad_output, grad_lse, output, output, rows);
+  if (grad_lse) check_contiguous(*grad_lse, "grad_lse");
   int64_t pair_cost = 2 * (query.size(3) + value.size(3));
-  TokenLists by_query(row_offsets, columns, std::nullopt, list_batch, list_heads, query, query.size(2), key.size(2), pair_cost),
+  TokenLists by_query(row_offsets, columns, std::nullopt, list_batch, list_heads, query, query.size(2), key.size(2),
+                      pair_cost),
       by_key(column_offsets, column_rows, slots, list_batch, list_heads, query, key.size(2), query.size(2), pair_cost);
   check_size(column_rows, 0, by_query.num_entries, "column_rows");
   auto gradient = [](const Tensor& x) {
@@ -356,9 +366,11 @@ std::tuple<Tensor, Tensor, Tensor> token_attention_backward(Tensor grad_output, 
   Tensor grad_query = gradient(query), grad_key = gradient(key), grad_value = gradient(value);
   if (query.size(0) * query.size(1) > 0) {
     for_dtype(query.scalar_type(), [&](auto* type) {
-      backward<std::remove_pointer_t<decltype(type)>>(query, key, value, {grad_output, output, rows, grad_lse}, by_query,
-                                                      by_key, scale, grad_query, grad_key,
-                                                      grad_value);
+      using T = std::remove_pointer_t<decltype(type)>;
+      using C = Compute<T>;
+      Backward<T> all{Rows<T>(query), Rows<T>(key), Rows<T>(value), Rows<T>(grad_output), Rows<T>(output),
+                      pointer<C>(rows), grad_lse ? pointer<C>(*grad_lse) : nullptr, query.size(2), C(scale)};
+      backward(all, by_query, by_key, grad_query, grad_key, grad_value);
     });
   }
   return {grad_query, grad_key, grad_value};

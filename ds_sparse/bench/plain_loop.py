@@ -48,7 +48,7 @@ extern "C" void attention(const float* q, const float* k, const float* v, const 
 
 
 def plain_loop(index: TokenIndex) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Attention of query, key and value (B, H, T, D), contiguous, over lists that all heads share, one head after another.
+    """Attention of contiguous query, key and value (B, H, T, D) over lists that all heads share, head after head.
 
     Raises:
         Unsupported: no compiler; when called, another device or dtype.

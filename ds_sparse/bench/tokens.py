@@ -1,7 +1,7 @@
 """The steps from dense attention to `sparse_attn` side by side, over lists of token pairs that all heads share.
 
-A step's output and gradients are verified before it is timed, in turns in one process; one that does not take a case, or
-is wrong, is named with the reason.
+A step's output and gradients are verified before it is timed, in turns in one process; one that does not take a case,
+or is wrong, is named with the reason.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ STEPS: dict[str, Step] = {
     ),
     LOOP: Step(lambda problem: plain_loop(problem.index), no_backward="forward only"),
 }
-"""The ladder (sparse_matmul: of the native operations only the scores), and beside it PyTorch's dense attention, that with a mask, and the loop a learner writes in C++."""
+"""The ladder (sparse_matmul: of the native operations the scores alone), and beside it PyTorch's dense attention, that
+with a mask, and the loop a learner writes in C++."""
 
 
 @dataclass(frozen=True)
@@ -226,8 +227,8 @@ def refuse_too_large(step: Step, problem: Problem) -> None:
 
 
 class References:
-    """Output and gradients of the last head, in float64 and by plain PyTorch at the inputs' precision, (T, D) each; with
-    the mask and dense, each computed when it is first needed."""
+    """Output and gradients of the last head, in float64 and by plain PyTorch at the inputs' precision, (T, D) each;
+    with the mask and dense, each computed when it is first needed."""
 
     def __init__(self, mask: Tensor, inputs: list[Tensor], grad: Tensor) -> None:
         self.mask = mask

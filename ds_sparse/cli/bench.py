@@ -104,9 +104,9 @@ def add_attention(parser: argparse.ArgumentParser) -> None:
 
 def add_tokens(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "The steps from dense attention to sparse_attn over token pairs, which all heads share: each is verified against "
-        "float64, output and gradients, then all are timed in turns. Says from which sparsity on a step beats dense "
-        "attention. A step that does not take a case is named with the reason."
+        "The steps from dense attention to sparse_attn over token pairs, which all heads share: each is verified "
+        "against float64, output and gradients, then all are timed in turns. Says from which sparsity on a step beats "
+        "dense attention. A step that does not take a case is named with the reason."
     )
     add_shared(parser)
     parser.add_argument(

@@ -41,7 +41,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def missing_kernels(device_type: str, operators: Sequence[str] = OPERATORS) -> list[str]:
-    """Those of the operators, by default of all that models use, that have no kernel for a device type such as "cuda"."""
+    """Those of the operators, by default of all that models use, that have no kernel for a device type like "cuda"."""
     key = device_type.upper()
     return [name for name in operators if not torch._C._dispatch_has_kernel_for_dispatch_key(f"ds_sparse::{name}", key)]
 
@@ -58,8 +58,8 @@ def require_kernel(operator: str, device: torch.device) -> None:
         return
     if operator in TOKEN_OPERATORS:
         raise RuntimeError(
-            f"Tensors are on {device}, and native token operations run on the CPU so far; move q, k and v there, or use "
-            f"gather_attention, jagged_attention or torch_sparse_attention, which run on {device.type}."
+            f"Tensors are on {device}, and native token operations run on the CPU so far; move q, k and v there, or "
+            f"use gather_attention, jagged_attention or torch_sparse_attention, which run on {device.type}."
         )
     if device.type == "cuda" and not CUDA_LIBRARY.exists():
         raise RuntimeError(

@@ -91,8 +91,8 @@ def sparse_attn(
             list of such, one a head; or, padded at the end by anything, (H or 1, N) or (B or 1, H or 1, N), B the
             product of what stands before H; or a `TokenIndex`, and then no offsets.
             The index of tensors is built at first use and kept as long as they are not changed.
-        offsets: int32 or int64 (T,), the end of each row in `values`, or a CSR row pointer (T + 1,), which begins with 0;
-            of each head where `values` are.
+        offsets: int32 or int64 (T,), the end of each row in `values`, or a CSR row pointer (T + 1,), which begins with
+            0; of each head where `values` are.
         scale: factor of the scores; 1 / sqrt(D) if it is not given.
         return_lse: whether to return each row's log of its sum of exponentials as well.
 
@@ -269,6 +269,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, output, rows = ctx.saved_tensors
         index = ctx.index
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
+        grad_lse = None if grad_lse is None else grad_lse.contiguous()
         grads = torch.ops.ds_sparse.token_attention_backward(
             grad_output, grad_lse, q, k, v, output, rows, index.row_offsets, index.columns, *index.by_key,
             index.batch, index.heads, ctx.scale,

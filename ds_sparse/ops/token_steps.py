@@ -1,8 +1,8 @@
 """The steps from dense attention to `sparse_attn` in plain PyTorch, to learn from and to compare with; on any device.
 
 Each computes softmax(scale * q @ k^T) @ v over the same pairs, and is differentiable. A row without a key is zeros. What
-one gains over the step before, and what it costs, `ds_sparse bench tokens` prints. Source of the ladder: the learning
-project lrn-sparseatt (2026).
+a step takes beside the others, `ds_sparse bench tokens` prints. Source of the ladder: the learning project lrn-sparseatt
+(2026).
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def gather_attention(
 
 
 def weighted_sums(index: TokenIndex, scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """The exponentials of the pairs' scores (R, N) times values (R, P*S, E) summed up by rows, (R, P*T, E), and their own
-    sums, (R, P*T); both in fp32 or wider, the largest score of a row taken off before."""
+    """The exponentials of the pairs' scores (R, N) times values (R, P*S, E) summed up by rows, (R, P*T, E), and their
+    own sums, (R, P*T); both in fp32 or wider, the largest score of a row taken off before."""
     rows, columns = index.places
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     zeros = scores.new_zeros(len(scores), index.num_lists * index.queries)
@@ -84,10 +84,10 @@ def jagged_attention(
 ) -> Tensor:
     """Nested tensors of jagged layout: every query has a matrix of its keys and one of its values, of their own length.
 
-    Arguments, results and errors as `sparse_attn`; sums in fp32 or wider. What PyTorch 2.13 has of jagged tensors serves
-    forward alone: the gradients of their softmax are wrong, a sum has none, a product with a dense tensor takes memory
-    quadratic in tokens. So each row's largest score, and its sums, are `segment_reduce` over the jagged values; a column
-    of ones beside the value sums the exponentials.
+    Arguments, results and errors as `sparse_attn`; sums in fp32 or wider. Of jagged tensors PyTorch 2.13 has products
+    that train, while gradients of their softmax are wrong, a sum has none, and those of a product with a dense tensor
+    take memory that grows with the square of the tokens. So each row's largest score, and its sums, come from
+    `segment_reduce` over the jagged values; a column of ones beside the value sums the exponentials.
     """
     index, scale, lead = _start(q, k, v, values, offsets, scale)
     queries, keys, weighted = (index.fold(as_4d(x)) for x in (q, k, pad(v, (0, 1), value=1.0)))
