@@ -59,8 +59,8 @@ def test_pairs_and_csr_in_every_form_give_the_same_index(pairs: Pairs):
         assert torch.equal(counts_of(index), pairs.counts), name
         assert index.ends == tuple(torch.tensor([len(x) for x in pairs.lists]).cumsum(0).tolist()), name
         listed = [x[order] for x, order in zip(pairs.lists, orders(index), strict=True)] if "pairs" in name else []
-        for one, given in zip(tensors_in(index.pairs()), listed):
-            assert torch.equal(one, given), f"order of {name}"
+        for mine, wanted in zip(tensors_in(index.pairs()), listed):
+            assert torch.equal(mine, wanted), f"order of {name}"
 
 
 def orders(index: TokenIndex) -> list[torch.Tensor]:

@@ -78,7 +78,7 @@ def _compiled() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "plain_loop.so"
         command = [compiler, "-xc++", "-", "-O3", "-shared", "-fPIC", "-o", str(library)]
-        done = subprocess.run(command, input=SOURCE, capture_output=True, text=True)
+        done = subprocess.run(command, input=SOURCE, capture_output=True, text=True, check=False)
         if done.returncode:
             raise Unsupported(f"{compiler} does not compile it")
         return ctypes.CDLL(str(library))
