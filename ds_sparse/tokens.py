@@ -408,24 +408,30 @@ class TokenIndex:
 _indices = WeakTensorKeyDictionary()  # the first of the tensors given: what else was given, and the index
 
 
-def index_of(build: Callable[[], TokenIndex], given: Sequence[Tensor], *numbers: int) -> TokenIndex:
-    """What `build` makes of tensors and numbers, kept as long as the first tensor lives, until it is asked for with
-    others or after a change in place."""
+def index_of(build: Callable[[], TokenIndex], given: Sequence, queries: int, keys: int) -> TokenIndex:
+    """What `build` makes of what is given, tensors and nested lists of them, and of the lengths; kept as long as the
+    first tensor lives, until it is asked for with others or after a change in place."""
     if torch.compiler.is_compiling():
         raise RuntimeError(
             "The index of token pairs cannot be built under torch.compile; build a TokenIndex before, and pass "
             "index.prepared()."
         )
-    if not given or any(x.is_inference() for x in given):
+    tensors = tensors_in(given)
+    if not tensors or any(x.is_inference() for x in tensors):
         # Made in inference mode, a tensor has no version that would tell of a change.
         return build()
-    first, *others = given
-    key = (*numbers, *(x._version for x in given))
+    first, *others = tensors
+    key = (queries, keys, _nesting(given), *(x._version for x in tensors))
     known, refs, index = _indices.get(first, (None, (), None))
-    if known != key or len(refs) != len(others) or any(ref() is not x for ref, x in zip(refs, others)):
+    if known != key or any(ref() is not x for ref, x in zip(refs, others, strict=True)):
         index = build()
         _indices[first] = key, [weakref.ref(x) for x in others], index
     return index
+
+
+def _nesting(x: Tensor | Sequence) -> tuple | None:
+    """How lists lie in one another."""
+    return None if isinstance(x, Tensor) else tuple(map(_nesting, x))
 
 
 def tensors_in(x: Tensor | Sequence) -> list[Tensor]:

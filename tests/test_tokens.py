@@ -11,7 +11,7 @@ from helpers import EXAMPLES, Pairs, generator, random_pairs, seeded
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_sparse import BlockIndex, TokenIndex
+from ds_sparse import BlockIndex, TokenIndex, sparse_matmul
 from ds_sparse.tokens import index_of, tensors_in
 
 
@@ -245,6 +245,14 @@ def test_an_index_is_kept_until_its_tensors_change_or_go():
     del values
     gc.collect()
     assert kept() is None
+
+
+def test_lists_of_heads_and_of_sequences_are_told_apart():
+    x, a, b = torch.randn(2, 2, 2, 4), torch.tensor([[0, 0]]), torch.tensor([[0, 1], [1, 1]])
+    heads, sequences = sparse_matmul(x, x, [a, b]), sparse_matmul(x, x, [[a], [b]])
+    assert [one.shape for one in heads] == [(2, 1), (2, 2)]
+    torch.testing.assert_close(heads[1][:, 1], (x[:, 1, 1] * x[:, 1, 1]).sum(-1))
+    torch.testing.assert_close(sequences[1][0][:, 1], (x[1, :, 1] * x[1, :, 1]).sum(-1))
 
 
 def test_tensors_made_in_inference_mode_are_read_each_time():

@@ -128,8 +128,8 @@ def token_index(
     if offsets is None:
         raise ValueError("offsets is not given; values need the end of each row, or give a TokenIndex as values.")
     lengths = q.shape[-2], k.shape[-2]
-    tensors = [*_tensors(values, "values"), *_tensors(offsets, "offsets")]
-    return _fitting(index_of(lambda: TokenIndex.from_csr(values, offsets, *lengths), tensors, *lengths), q, k)
+    given = _lists(values, "values"), _lists(offsets, "offsets")
+    return _fitting(index_of(lambda: TokenIndex.from_csr(*given, *lengths), given, *lengths), q, k)
 
 
 def check_operands(index: TokenIndex, q: Tensor, k: Tensor, *v: Tensor) -> None:
@@ -164,10 +164,11 @@ def _check_shapes(q: Tensor, k: Tensor, *v: Tensor) -> None:
         raise ValueError(f"Shapes are {shapes}; head sizes have to be 1 or more.")
 
 
-def _tensors(x: Tensor | Sequence, name: str) -> list[Tensor]:
+def _lists(x: Tensor | Sequence, name: str) -> Tensor | Sequence:
+    """x, where it is a tensor or nested lists of tensors."""
     if not isinstance(x, (Tensor, list, tuple)):
         raise TypeError(f"{name} are a {type(x).__name__}; they have to be a tensor, or a list of one for each head.")
-    return tensors_in(x)
+    return x if isinstance(x, Tensor) else [_lists(part, name) for part in x]
 
 
 def _index_of_pairs(indices: Tensor | Sequence | TokenIndex, q: Tensor, k: Tensor) -> TokenIndex:
@@ -175,8 +176,8 @@ def _index_of_pairs(indices: Tensor | Sequence | TokenIndex, q: Tensor, k: Tenso
     if isinstance(indices, TokenIndex):
         return _fitting(indices, q, k)
     lengths = q.shape[-2], k.shape[-2]
-    tensors = _tensors(indices, "indices")
-    return _fitting(index_of(lambda: TokenIndex.from_pairs(indices, *lengths), tensors, *lengths), q, k)
+    given = _lists(indices, "indices")
+    return _fitting(index_of(lambda: TokenIndex.from_pairs(given, *lengths), (given,), *lengths), q, k)
 
 
 def _fitting(index: TokenIndex, q: Tensor, k: Tensor) -> TokenIndex:
