@@ -21,7 +21,7 @@
 //
 // Lists of token pairs, int32, as TokenIndex (ds_sparse/tokens.py) builds them, for query tokens T and key tokens S.
 // There are P = list_batch * list_heads of them in (batch, head) order, list_batch 1 or B, list_heads 1 or H; sequence
-// b and head h have list (list_batch == 1 ? 0 : b) * list_heads + (list_heads == 1 ? 0 : h). A pair may be listed twice.
+// b and head h have list (list_batch == 1 ? 0 : b) * list_heads + (list_heads == 1 ? 0 : h). A pair may be there twice.
 //   row_offsets (P*T + 1), columns (N)             query i of list p sees the keys at row_offsets[p*T+i] to
 //                                                  row_offsets[p*T+i+1]
 //   column_offsets (P*S + 1), rows (N), slots (N)  the same by keys; slots[e] is the entry number in row order

@@ -142,8 +142,8 @@ def token_attention(
         scale: 1 / sqrt(D) if it is not given.
 
     Returns:
-        (B, H, T, E); with `return_lse` also (B, H, T), the log of each row's sum of exponentials, in fp32 or wider. A row
-        without a pair is zeros, its lse -inf.
+        (B, H, T, E); with `return_lse` also (B, H, T), the log of each row's sum of exponentials, in fp32 or wider. A
+        row without a pair is zeros, its lse -inf.
     """
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
     live = counts > 0

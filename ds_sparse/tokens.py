@@ -1,8 +1,8 @@
 """Which keys a query sees, token by token: the forms that such a list can have, and `TokenIndex`, the one between them.
 
 A pair (i, j) says that query token i sees key token j. The forms are a bool mask, a list of pairs, values + offsets
-(the key of each pair in row order, and where each row ends: CSR), a jagged nested tensor, a sparse CSR tensor of scores,
-and the blocks of a `BlockIndex`. A pair that is listed twice counts twice; the mask and the sparse CSR tensor, which
+(the key of each pair in row order, and where each row ends: CSR), a jagged nested tensor, a sparse CSR tensor of
+scores, and the blocks of a `BlockIndex`. A pair that is listed twice counts twice; the mask and the sparse CSR tensor, which
 cannot say so, refuse it.
 """
 

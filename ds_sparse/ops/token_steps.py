@@ -1,8 +1,8 @@
 """The steps from dense attention to `sparse_attn` in plain PyTorch, to learn from and to compare with; on any device.
 
-Each computes softmax(scale * q @ k^T) @ v over the same pairs, and is differentiable. A row without a key is zeros. What
-a step takes beside the others, `ds_sparse bench tokens` prints. Source of the ladder: the learning project lrn-sparseatt
-(2026).
+Each computes softmax(scale * q @ k^T) @ v over the same pairs, and is differentiable. A row without a key is zeros.
+What a step takes beside the others, `ds_sparse bench tokens` prints. Source of the ladder: the learning project
+lrn-sparseatt (2026).
 """
 
 from __future__ import annotations
