@@ -306,6 +306,30 @@ inline void check_window_attention(const Tensor& query, const Tensor& key, const
   check(num_global >= 0 && num_global <= tokens, "num_global has to be between 0 and the tokens that there are.");
 }
 
+// Lists of `lines` tokens' pairs, and their entries.
+inline void check_token_lists(const Tensor& offsets, const Tensor& entries, int64_t list_batch, int64_t list_heads,
+                              int64_t lines, const Tensor& x) {
+  check_list(offsets, x, "offsets");
+  check_list(entries, x, "entries");
+  for (auto [given, size, name] :
+       {std::tuple{list_batch, x.size(0), "list_batch"}, {list_heads, x.size(1), "list_heads"}})
+    check(given == 1 || (given > 1 && given == size), std::string(name) + " is " + std::to_string(given) + " for " +
+                                                          std::to_string(size) + "; it has to be 1 or as many.");
+  check_size(offsets, 0, list_batch * list_heads * lines + 1, "offsets");
+}
+
+// Tensors (B, H, tokens, D) of the same batch and heads.
+inline void check_token_operands(const std::vector<std::pair<const Tensor*, const char*>>& tensors) {
+  const Tensor& first = *tensors.front().first;
+  for (auto [x, name] : tensors) {
+    check_dim(*x, 4, name);
+    check_like(*x, first, name);
+    check_size(*x, 0, first.size(0), name);
+    check_size(*x, 1, first.size(1), name);
+    check(x->size(3) > 0, std::string(name) + " has to have numbers.");
+  }
+}
+
 // The heads whose values fill V > 0 blocks, where a layout of layout_heads heads has `live`.
 inline int64_t heads_of(int64_t num_values, int64_t live, int64_t layout_heads) {
   check(layout_heads > 0 && live > 0 && num_values * layout_heads % live == 0,

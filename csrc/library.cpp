@@ -19,6 +19,15 @@
 //   units (U, 4)        a thread block's work: tile, first entry, number of entries, part (-1: the whole tile)
 //   cuts (K, 3)         tiles that units cut: tile, first part, number of parts
 //
+// Lists of token pairs, int32, as TokenIndex (ds_sparse/tokens.py) builds them, for query tokens T and key tokens S.
+// There are P = list_batch * list_heads of them in (batch, head) order, list_batch 1 or B, list_heads 1 or H; sequence
+// b and head h have list (list_batch == 1 ? 0 : b) * list_heads + (list_heads == 1 ? 0 : h). A pair may be there twice.
+//   row_offsets (P*T + 1), columns (N)             query i of list p sees the keys at row_offsets[p*T+i] to
+//                                                  row_offsets[p*T+i+1]
+//   column_offsets (P*S + 1), rows (N), slots (N)  the same by keys; slots[e] is the entry number in row order
+// A number for each pair is (R, N) with R = B*H / P: those of the r-th of the sequences and heads, in (batch, head)
+// order, that share a list.
+//
 // allow_tf32: products of fp32 on CUDA may round their operands to TF32; without it they have fp32's precision.
 
 #include <torch/csrc/stable/library.h>
@@ -124,5 +133,32 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
       "Tensor rows, Tensor? key_bias, Tensor limits, Tensor? places, Tensor row_lines, Tensor row_entries, "
       "Tensor row_units, Tensor row_cuts, Tensor column_lines, Tensor column_entries, Tensor column_units, "
       "Tensor column_cuts, int layout_heads, int block, int tile, int num_global, float scale, bool causal) "
+      "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
+
+  // values[r, n] = query[row of n] . key[column of n].   query (B, H, T, D), key (B, H, S, D), any strides -> (R, N)
+  m.def(
+      "token_matmul_sdd(Tensor query, Tensor key, Tensor row_offsets, Tensor columns, int list_batch, int list_heads) "
+      "-> Tensor");
+
+  // out[i] = the sum over line i's entries n of values[slot of n] * dense[index of n].   values (R, N), dense
+  // (B, H, tokens, D), any strides -> (B, H, lines, D) contiguous. offsets, indices: row_offsets, columns; or
+  // column_offsets, rows, and then slots is given.
+  m.def(
+      "token_matmul_dsd(Tensor values, Tensor dense, Tensor offsets, Tensor indices, Tensor? slots, int list_batch, "
+      "int list_heads) -> Tensor");
+
+  // softmax(scale * query @ key^T) @ value over the pairs, the log of each row's sum of exponentials, and what gives
+  // its probabilities again.   query (B, H, T, D), key (B, H, S, D), value (B, H, S, E), any strides
+  // -> output (B, H, T, E) contiguous; lse (B, H, T) in fp32 (fp64 for fp64); rows (B, H, T, 2) like it: the origin of
+  // a row's exponents and the sum of exp(exponent - origin). A row without a pair is zeros, its lse and origin -inf.
+  m.def(
+      "token_attention_forward(Tensor query, Tensor key, Tensor value, Tensor row_offsets, Tensor columns, "
+      "int list_batch, int list_heads, float scale) -> (Tensor output, Tensor lse, Tensor rows)");
+
+  // Gradients for query, key and value, contiguous, from those of output and, perhaps, of lse.
+  m.def(
+      "token_attention_backward(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
+      "Tensor output, Tensor rows, Tensor row_offsets, Tensor columns, Tensor column_offsets, Tensor column_rows, "
+      "Tensor slots, int list_batch, int list_heads, float scale) "
       "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
 }

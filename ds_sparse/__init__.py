@@ -17,6 +17,14 @@ _PUBLIC = {
     "unwindow_matmul": "ops",
     "window_softmax": "ops",
     "window_attention": "ops",
+    "TokenIndex": "tokens",
+    "sparse_attn": "ops",
+    "sparse_matmul": "ops",
+    "sparse_matmul_vo": "ops",
+    "masked_attention": "ops",
+    "gather_attention": "ops",
+    "jagged_attention": "ops",
+    "torch_sparse_attention": "ops",
     "SparseSelfAttention": "self_attention",
     "BertSparseSelfAttention": "bert",
     "SparseAttentionUtils": "patch",
@@ -52,6 +60,13 @@ if TYPE_CHECKING:
         MatMul,
         Softmax,
         block_sparse_attention,
+        gather_attention,
+        jagged_attention,
+        masked_attention,
+        sparse_attn,
+        sparse_matmul,
+        sparse_matmul_vo,
+        torch_sparse_attention,
         unwindow_matmul,
         window_attention,
         window_matmul,
@@ -71,6 +86,7 @@ if TYPE_CHECKING:
         declared,
         register_sparsity,
     )
+    from .tokens import TokenIndex
     from .window import WindowIndex
 
 

@@ -210,6 +210,44 @@ def window_attention(
     )
 
 
+def token_scores(query: torch.Tensor, key: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """query[..., i, :] . key[..., j, :] for each pair (i, j) of (M, 2) -> (..., M)."""
+    return (query[..., pairs[:, 0], :] * key[..., pairs[:, 1], :]).sum(-1)
+
+
+def token_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    counts: torch.Tensor,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale * query @ key^T) @ value over token pairs, each as often as it is listed.
+
+    Args:
+        query: (B, H, T, D).
+        key: (B, H, S, D).
+        value: (B, H, S, E).
+        counts: integers (B or 1, H or 1, T, S), how often the pair is listed; 0: never.
+        scale: 1 / sqrt(D) if it is not given.
+
+    Returns:
+        (B, H, T, E); with `return_lse` also (B, H, T), the log of each row's sum of exponentials, in fp32 or wider. A
+        row without a pair is zeros, its lse -inf.
+    """
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    live = counts > 0
+    alive = live.any(-1, keepdim=True)
+    # n times the exponential is the exponential of a score that is log n larger.
+    scores = (scores + counts.clamp(min=1).to(scores.dtype).log()).masked_fill(~live, float("-inf"))
+    output = _probabilities(scores, alive) @ value
+    if not return_lse:
+        return output
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(~alive, 0)
+    return output, torch.logsumexp(wide, dim=-1).masked_fill(~alive[..., 0], float("-inf"))
+
+
 def dropout_keep(
     seed: int, offset: int, batch: int, heads: int, tokens: int, keys: int, dropout_p: float
 ) -> torch.Tensor:

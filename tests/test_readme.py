@@ -35,6 +35,20 @@ def test_write_your_own_structure():
         ds_sparse.parse_sparse_attention(block | {"evry": 4}, num_heads=2)
 
 
+def test_attention_over_token_pairs():
+    names = {"torch": torch, "ds_sparse": ds_sparse}
+    (code,) = blocks(section("Attention over token pairs"))
+    exec(code, names)
+    operands = [names[name] for name in ("query", "key", "value")]
+    expected = ds_sparse.masked_attention(*operands, names["mask"])
+    torch.testing.assert_close(names["out"], expected)
+    assert torch.equal(names["same"], names["out"])
+    for found, right in zip((x.grad for x in operands), torch.autograd.grad(expected.sum(), operands), strict=True):
+        torch.testing.assert_close(found, right)
+    scores = (operands[0] @ operands[1].mT).masked_fill(~names["mask"], 0)
+    torch.testing.assert_close(names["matrices"].to_dense(), scores)
+
+
 def test_transformers_models(tmp_path, capsys):
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     config = transformers.RobertaConfig(vocab_size=99, max_position_embeddings=130, **sizes)

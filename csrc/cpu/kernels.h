@@ -1,5 +1,5 @@
-// What matmul.cpp, softmax.cpp, attention.cpp and window.cpp ask of an instruction set: the arithmetic of one piece of
-// work, on one thread.
+// What matmul.cpp, softmax.cpp, attention.cpp, window.cpp and token.cpp ask of an instruction set: the arithmetic of
+// one piece of work, on one thread.
 //
 // kernels.cpp is compiled once for each instruction set, and kernels<T>() picks at run time. T is what tensors hold;
 // arithmetic is in Compute<T>. b is the block size throughout.
@@ -96,6 +96,32 @@ struct AttentionColumn {
   int64_t count;
   C *grad_key, *grad_value;  // the line's own, added to
   C* grad_query;             // by slots, added to
+};
+
+// A query and the keys that it sees. Rows here and below have a multiple of `lanes` numbers, zero where there are none.
+template <class C>
+struct TokenForward {
+  const C *query, *keys, *values;  // values: what is weighted
+  int64_t key_width, value_width;
+  const int32_t* list;  // rows of keys and values
+  int64_t count;
+  C scale;
+  C* sum;         // (value_width)
+  C* statistics;  // the largest score, -inf without a key, and the sum of exponentials
+  C* scratch;     // count, and up to a multiple of lanes
+};
+
+// The same query's gradient, and what the keys and values take theirs from.
+template <class C>
+struct TokenBackward {
+  const C *query, *grad_output, *keys, *values;
+  int64_t key_width, value_width;
+  const int32_t* list;
+  int64_t count;
+  C scale;
+  C origin, inverse_sum, delta;  // as in AttentionStatistics
+  C* grad_query;                 // (key_width)
+  C* pairs;                      // (count, 2): their probabilities, and the gradients of query . key
 };
 
 // Scores of a line that kernels of attention hold at a time, where its blocks are not larger.
@@ -210,6 +236,20 @@ struct Kernels {
 
   // out = scale * probs * (grad - sum of grad * probs over the row), of `count` rows of `width` numbers.
   void (*window_softmax_backward)(const T* grad, const T* probs, int64_t count, int64_t width, double scale, T* out);
+
+  // out[n] = own . row list[n] of rows, n < count; out has room up to a multiple of lanes.
+  void (*token_dots)(const C* own, const C* rows, int64_t width, const int32_t* list, int64_t count, C* out);
+
+  // sum = the sum over n < count of weights[n], or weights[slots[n] * slot_stride], times row list[n] of rows.
+  void (*token_sum)(const C* weights, const int32_t* slots, int64_t slot_stride, const C* rows, int64_t width,
+                    const int32_t* list, int64_t count, C* sum);
+
+  // Whether x[n] is 0 or more and below limit, for all n < count.
+  bool (*are_below)(const int32_t* x, int64_t count, int32_t limit);
+
+  void (*token_attention_forward)(const TokenForward<C>& line);
+
+  void (*token_attention_backward)(const TokenBackward<C>& line);
 };
 
 inline int64_t dsd_scratch(int64_t block, int64_t rows) {
