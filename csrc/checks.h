@@ -250,12 +250,14 @@ inline void check_attention_bias_shape(const std::vector<int64_t>& shape, const 
         "shape has to be (batch or 1, heads or 1, queries, keys).");
 }
 
-// Two operands of windows, (B, H, T, x) each.
-inline void check_window_operands(const Tensor& a, const Tensor& b, const char* a_name, const char* b_name) {
-  check_dim(a, 4, a_name);
-  check_dim(b, 4, b_name);
-  check_like(b, a, b_name);
-  for (int64_t dim = 0; dim < 3; ++dim) check_size(b, dim, a.size(dim), b_name);
+// Tensors of 4 dimensions, the first `equal` of them the same, and of one dtype and device.
+inline void check_operands(const std::vector<std::pair<const Tensor*, const char*>>& tensors, int64_t equal) {
+  const Tensor& first = *tensors.front().first;
+  for (auto [x, name] : tensors) {
+    check_dim(*x, 4, name);
+    check_like(*x, first, name);
+    for (int64_t dim = 0; dim < equal; ++dim) check_size(*x, dim, first.size(dim), name);
+  }
 }
 
 inline void check_window(int64_t window) {
@@ -320,14 +322,8 @@ inline void check_token_lists(const Tensor& offsets, const Tensor& entries, int6
 
 // Tensors (B, H, tokens, D) of the same batch and heads.
 inline void check_token_operands(const std::vector<std::pair<const Tensor*, const char*>>& tensors) {
-  const Tensor& first = *tensors.front().first;
-  for (auto [x, name] : tensors) {
-    check_dim(*x, 4, name);
-    check_like(*x, first, name);
-    check_size(*x, 0, first.size(0), name);
-    check_size(*x, 1, first.size(1), name);
-    check(x->size(3) > 0, std::string(name) + " has to have numbers.");
-  }
+  check_operands(tensors, 2);
+  for (auto [x, name] : tensors) check(x->size(3) > 0, std::string(name) + " has to have numbers.");
 }
 
 // The heads whose values fill V > 0 blocks, where a layout of layout_heads heads has `live`.

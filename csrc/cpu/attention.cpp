@@ -82,7 +82,7 @@ template <class T>
 void forward(const Attention& attention, const LineLists& lists, const Tensor& output, const Tensor& lse,
              const Tensor& statistics) {
   using C = Compute<T>;
-  int64_t block = attention.block, depth = attention.depth, rows = attention.line_rows, width = padded_width<T>(depth),
+  int64_t block = attention.block, depth = attention.depth, rows = attention.line_rows, width = padded<T>(depth),
           keys = attention.columns * block;
   auto panels = pack_all<T>(attention.key, block, width, true);
   auto values = pack_all<T>(attention.value, block, width, false);
@@ -218,7 +218,7 @@ template <class T>
 void backward(const Attention& attention, const Gradients& gradients, const LineLists& lists, const Tensor& grad_query,
               const Tensor& grad_key, const Tensor& grad_value) {
   using C = Compute<T>;
-  int64_t block = attention.block, depth = attention.depth, rows = attention.line_rows, width = padded_width<T>(depth),
+  int64_t block = attention.block, depth = attention.depth, rows = attention.line_rows, width = padded<T>(depth),
           heads = attention.heads, key_heads = attention.key_heads, group = attention.group(),
           padded = attention.rows * block;
   auto statistics = statistics_of<T>(attention, gradients);
@@ -352,7 +352,7 @@ namespace {
 template <class T>
 void bias_backward(const Attention& attention, const Gradients& gradients, const LineLists& lists, const Tensor& out) {
   using C = Compute<T>;
-  int64_t block = attention.block, depth = attention.depth, rows = attention.line_rows, width = padded_width<T>(depth),
+  int64_t block = attention.block, depth = attention.depth, rows = attention.line_rows, width = padded<T>(depth),
           keys = attention.columns * block, heads = attention.heads, padded = attention.rows * block,
           lines = padded / rows, out_batch = out.size(0), out_heads = out.size(1);
   auto statistics = statistics_of<T>(attention, gradients);

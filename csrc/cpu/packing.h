@@ -11,11 +11,11 @@ namespace ds_sparse::cpu {
 
 inline int64_t blocks_of(int64_t tokens, int64_t block) { return (tokens + block - 1) / block; }
 
-// A token's numbers for the width of `kernel.lanes`.
+// `count` up to a multiple of `kernel.lanes`.
 template <class T>
-int64_t padded_width(int64_t depth) {
+int64_t padded(int64_t count) {
   int64_t lanes = kernels<T>().lanes;
-  return (depth + lanes - 1) / lanes * lanes;
+  return blocks_of(count, lanes) * lanes;
 }
 
 // `rows` tokens of x[b, head] from `first` on as rows of `width` numbers, zero beyond the tokens and numbers there are.

@@ -16,6 +16,7 @@
 
 #include "arguments.h"
 #include "memory.h"
+#include "packing.h"
 #include "schedule.h"
 
 namespace ds_sparse::cpu {
@@ -104,12 +105,6 @@ void run_lines(const TokenLists& lists, int64_t first, int64_t last, const MakeW
                   ", and slots below the " + std::to_string(lists.num_entries) + " entries.");
 }
 
-template <class C>
-int64_t padded(int64_t count) {
-  int64_t lanes = kernels<C>().lanes;
-  return (count + lanes - 1) / lanes * lanes;
-}
-
 // Tensors (B, H, tokens, D) as rows that a gather reads: of `width` numbers of C one after another from the start of a
 // cache line, zero beyond their own. In place where they lie so.
 template <class T>
@@ -117,29 +112,19 @@ class Rows {
  public:
   using C = Compute<T>;
 
-  explicit Rows(const Tensor& x)
-      : tokens_(x.size(2)), width_(padded<C>(x.size(3))), packed_(0), head_stride_(tokens_ * width_) {
-    int64_t matrices = x.size(0) * x.size(1), heads = x.size(1);
+  explicit Rows(const Tensor& x) : width_(padded<C>(x.size(3))), packed_(0) {
     if constexpr (std::is_same_v<T, C>) {
       bool in_place = x.is_contiguous() && x.size(3) == width_ &&
                       reinterpret_cast<uintptr_t>(pointer<T>(x)) % 64 == 0;
       if (in_place) {
+        head_stride_ = x.size(2) * width_;
         data_ = pointer<T>(x);
         return;
       }
     }
-    packed_ = Buffer<C>(matrices * head_stride_);
+    head_stride_ = padded<C>(x.size(2)) * width_;
+    packed_ = pack_all<T>(x, kernels<T>().lanes, width_, false);
     data_ = packed_.data();
-    int64_t step = 64, steps = (tokens_ + step - 1) / step, grain = task_cost / 8 / (step * width_) + 1;
-    torch::stable::parallel_for(0, matrices * steps, grain, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        int64_t matrix = i / steps, token = i % steps * step;
-        const T* from =
-            pointer<T>(x) + matrix / heads * x.stride(0) + matrix % heads * x.stride(1) + token * x.stride(2);
-        kernels<T>().pack_rows(from, x.stride(2), x.stride(3), std::min(step, tokens_ - token), x.size(3),
-                               packed_.data() + matrix * head_stride_ + token * width_, width_);
-      }
-    });
   }
 
   int64_t width() const { return width_; }
@@ -147,9 +132,8 @@ class Rows {
   const C* of(int64_t matrix, int64_t token) const { return of(matrix) + token * width_; }
 
  private:
-  int64_t tokens_, width_;
+  int64_t width_, head_stride_;
   Buffer<C> packed_;
-  int64_t head_stride_;
   const C* data_;
 };
 
@@ -360,9 +344,7 @@ std::tuple<Tensor, Tensor, Tensor> token_attention_backward(Tensor grad_output, 
                       pair_cost),
       by_key(column_offsets, column_rows, slots, list_batch, list_heads, query, key.size(2), query.size(2), pair_cost);
   check_size(column_rows, 0, by_query.num_entries, "column_rows");
-  auto gradient = [](const Tensor& x) {
-    return fresh(torch::stable::new_empty(x, {x.size(0), x.size(1), x.size(2), x.size(3)}));
-  };
+  auto gradient = [](const Tensor& x) { return fresh(torch::stable::new_empty(x, x.sizes())); };
   Tensor grad_query = gradient(query), grad_key = gradient(key), grad_value = gradient(value);
   if (query.size(0) * query.size(1) > 0) {
     for_dtype(query.scalar_type(), [&](auto* type) {

@@ -41,15 +41,15 @@ template <class T>
 void multiply(const Tensor& a, const Tensor& b, int64_t window, Tensor& out) {
   using C = Compute<T>;
   int64_t heads = a.size(1), tokens = a.size(2), depth = a.size(3), lanes = kernels<T>().lanes,
-          padded = blocks_of(tokens, lanes) * lanes, width = 2 * window + 1;
-  auto panels = pack_all<T>(b, lanes, padded_width<T>(depth), true);
+          panels_size = padded<T>(tokens) * depth, width = 2 * window + 1;
+  auto panels = pack_all<T>(b, lanes, padded<T>(depth), true);
   T* bands = static_cast<T*>(out.mutable_data_ptr());
   int64_t step = task_rows(tokens, window, depth);
   run_rows(a, window, step, [&] {
     return [&, left = Buffer<C>(step * depth)](int64_t batch, int64_t head, const WindowRows& rows) {
       int64_t matrix = batch * heads + head;
       pack_tokens<T>(a, batch, head, rows.first, step, depth, left.data());
-      kernels<T>().window_matmul(rows, left.data(), panels.data() + matrix * padded * depth, depth,
+      kernels<T>().window_matmul(rows, left.data(), panels.data() + matrix * panels_size, depth,
                                  bands + (matrix * tokens + rows.first) * width);
     };
   });
@@ -88,11 +88,11 @@ template <class T>
 void unwindow(const Tensor& band, const Tensor& dense, bool transposed, Tensor& out) {
   using C = Compute<T>;
   constexpr bool same = std::is_same_v<T, C>;
-  int64_t heads = dense.size(1), tokens = dense.size(2), depth = dense.size(3), width = padded_width<T>(depth),
+  int64_t heads = dense.size(1), tokens = dense.size(2), depth = dense.size(3), width = padded<T>(depth),
           window = band.size(3) / 2;
   bool band_in_place = same && band.stride(3) == 1;
   bool dense_in_place = same && width == depth && dense.stride(3) == 1 && dense.stride(2) == depth;
-  int64_t lanes = kernels<T>().lanes, packed_size = blocks_of(tokens, lanes) * lanes * width;
+  int64_t lanes = kernels<T>().lanes, packed_size = padded<T>(tokens) * width;
   auto packed = dense_in_place ? Buffer<C>(0) : pack_all<T>(dense, lanes, width, false);
   int64_t step = task_rows(tokens, window, depth);
   run_rows(dense, window, step, [&] {
@@ -118,7 +118,7 @@ void unwindow(const Tensor& band, const Tensor& dense, bool transposed, Tensor& 
 }
 
 Tensor window_matmul(Tensor a, Tensor b, int64_t window) {
-  check_window_operands(a, b, "a", "b");
+  check_operands({{&a, "a"}, {&b, "b"}}, 3);
   check_size(b, 3, a.size(3), "b");
   check_window(window);
   Tensor out = fresh(torch::stable::new_empty(a, {a.size(0), a.size(1), a.size(2), 2 * window + 1}));
@@ -128,9 +128,9 @@ Tensor window_matmul(Tensor a, Tensor b, int64_t window) {
 }
 
 Tensor unwindow_matmul(Tensor band, Tensor dense, bool transposed) {
-  check_window_operands(dense, band, "dense", "band");
+  check_operands({{&dense, "dense"}, {&band, "band"}}, 3);
   check_band(band, "band");
-  Tensor out = fresh(torch::stable::new_empty(dense, {dense.size(0), dense.size(1), dense.size(2), dense.size(3)}));
+  Tensor out = fresh(torch::stable::new_empty(dense, dense.sizes()));
   if (out.numel() == 0) return out;
   for_dtype(dense.scalar_type(),
             [&](auto* type) { unwindow<std::remove_pointer_t<decltype(type)>>(band, dense, transposed, out); });
@@ -140,15 +140,14 @@ Tensor unwindow_matmul(Tensor band, Tensor dense, bool transposed) {
 Tensor window_softmax_forward(Tensor band, std::optional<Tensor> key_bias, std::vector<int64_t> windows, double scale,
                               bool causal) {
   check_window_softmax(band, key_bias, windows);
-  Tensor out = fresh(torch::stable::new_empty(band, {band.size(0), band.size(1), band.size(2), band.size(3)}));
+  Tensor out = fresh(torch::stable::new_empty(band, band.sizes()));
   if (out.numel() == 0) return out;
   for_dtype(band.scalar_type(), [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     using C = Compute<T>;
     int64_t heads = band.size(1), tokens = band.size(2), width = band.size(3), window = width / 2;
     run_rows(band, window, task_rows(tokens, window, 8), [&] {
-      return [&, scratch = Buffer<C>(blocks_of(width, kernels<T>().lanes) * kernels<T>().lanes)](
-                 int64_t batch, int64_t head, const WindowRows& rows) {
+      return [&, scratch = Buffer<C>(padded<T>(width))](int64_t batch, int64_t head, const WindowRows& rows) {
         int64_t at = ((batch * heads + head) * tokens + rows.first) * width;
         const C* bias =
             key_bias ? pointer<C>(*key_bias) + (key_bias->size(0) == 1 ? 0 : batch) * key_bias->stride(0) : nullptr;
@@ -162,13 +161,13 @@ Tensor window_softmax_forward(Tensor band, std::optional<Tensor> key_bias, std::
 }
 
 Tensor window_softmax_backward(Tensor grad, Tensor probs, double scale) {
-  check_window_operands(grad, probs, "grad", "probs");
+  check_operands({{&grad, "grad"}, {&probs, "probs"}}, 3);
   check_size(probs, 3, grad.size(3), "probs");
   for (auto [x, name] : {std::pair{&grad, "grad"}, {&probs, "probs"}}) {
     check_band(*x, name);
     check_contiguous(*x, name);
   }
-  Tensor out = fresh(torch::stable::new_empty(grad, {grad.size(0), grad.size(1), grad.size(2), grad.size(3)}));
+  Tensor out = fresh(torch::stable::new_empty(grad, grad.sizes()));
   if (out.numel() == 0) return out;
   for_dtype(grad.scalar_type(), [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;

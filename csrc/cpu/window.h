@@ -126,9 +126,7 @@ static void window_softmax_forward(const WindowRows& rows, const T* band, const 
             count = end - begin, padded = (count + W - 1) / W * W;
     pack_rows<T, C>(band + begin + shift, 0, 1, 1, count, row, padded);
     for (int64_t c = 0; c < padded; c += W) {
-      V x = load<C, W>(row + c), scaled = x * scale;
-      auto overflowed = (scaled < lowest<C>)&(x - x == 0);
-      scaled = overflowed ? broadcast<C, W>(lowest<C>) : scaled;
+      V scaled = scaled_scores<C, W>(load<C, W>(row + c), scale);
       if (key_bias && c + W <= count) {
         scaled = add_bias<C, W>(scaled, load<C, W>(key_bias + begin + c));
       } else if (key_bias) {
@@ -139,21 +137,7 @@ static void window_softmax_forward(const WindowRows& rows, const T* band, const 
       store<C, W>(row + c, scaled);
     }
     for (int64_t c = count; c < padded; ++c) row[c] = -infinity<C>;
-    V largest = broadcast<C, W>(-infinity<C>);
-    for (int64_t c = 0; c < padded; c += W) {
-      V x = load<C, W>(row + c);
-      largest = x > largest ? x : largest;
-    }
-    C top = max_lanes<C, W>(largest);
-    // With nothing left (and no NaN) every exponential, and the sum, is 0.
-    if (top == -infinity<C>) top = 0;
-    V sums{};
-    for (int64_t c = 0; c < padded; c += W) {
-      V e = exp_nonpositive<C, W>(load<C, W>(row + c) - top);
-      store<C, W>(row + c, e);
-      sums += e;
-    }
-    C sum = sum_lanes<C, W>(sums), inverse = sum == 0 ? C(0) : 1 / sum;
+    C inverse = softmax_in_place<C, W>(row, padded);
     for (int64_t c = 0; c < padded; c += W) store<C, W>(row + c, V(load<C, W>(row + c) * inverse));
     zero(probs, 0, begin + shift);
     store_rows<T>(row, padded, 1, count, false, probs + begin + shift, count);
