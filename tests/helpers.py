@@ -134,6 +134,11 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def as_view(x: torch.Tensor, view: str) -> torch.Tensor:
     """The values of `x` behind other strides, NaN between them; 'expanded' repeats its first batch and head."""
     if view == "tokens_first":

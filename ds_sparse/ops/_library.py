@@ -68,6 +68,17 @@ def check_dtype(x: torch.Tensor) -> None:
         raise ValueError(f"Tensors are {x.dtype}; they have to be float16, bfloat16, float32 or float64.")
 
 
+def check_alike(**tensors: torch.Tensor) -> None:
+    """Raises ValueError unless the operands, by name, have the first one's device and dtype, and kernels take it."""
+    (first_name, first), *others = tensors.items()
+    for name, x in others:
+        if x.device != first.device:
+            raise ValueError(f"{name} is on {x.device} and {first_name} on {first.device}; move it there.")
+        if x.dtype != first.dtype:
+            raise ValueError(f"{name} is {x.dtype} and {first_name} {first.dtype}; give all the same dtype.")
+    check_dtype(first)
+
+
 def require_kernel(operator: str, device: torch.device) -> None:
     """Raises RuntimeError with the way out where `ds_sparse::operator` cannot run on the device."""
     if device.type in ("cpu", "meta") or torch.compiler.is_compiling() or not missing_kernels(device.type, [operator]):
@@ -77,7 +88,7 @@ def require_kernel(operator: str, device: torch.device) -> None:
             f"Tensors are on {device}, and native token operations run on the CPU so far; move q, k and v there, or "
             f"use gather_attention, jagged_attention or torch_sparse_attention, which run on {device.type}."
         )
-    if device.type == "cuda" and not CUDA_LIBRARY.exists():
+    if device.type == "cuda" and operator in BLOCK_OPERATORS and not CUDA_LIBRARY.exists():
         raise RuntimeError(
             f"Tensors are on {device}, and ds_sparse's CUDA library is not built; install nvcc and reinstall ds_sparse "
             "with DS_SPARSE_CUDA=1 set, or move model and data to the CPU."

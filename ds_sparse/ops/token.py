@@ -11,7 +11,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from ..tokens import Nested, TokenIndex, index_of, tensors_in
-from ._library import check_dtype, require_kernel
+from ._library import check_alike, require_kernel, under_autocast
+from .attention import _factor, _wide
 
 
 def sparse_matmul(q: Tensor, k: Tensor, indices: Tensor | Sequence | TokenIndex) -> Nested:
@@ -105,10 +106,10 @@ def sparse_attn(
             end elsewhere, each named by its place.
         RuntimeError: tensors that are not on the CPU; lists in place of their index under torch.compile.
     """
-    q, k, v = _cast(q, k, v)
+    q, k, v = under_autocast(q, k, v)
     index = token_index(values, offsets, q, k)
-    check_operands(index, q, k, v)
-    scale = factor(scale, q)
+    check_operands(q, k, v)
+    scale = _factor(scale, q.shape[-1])
     require_kernel("token_attention_forward", q.device)
     lead = q.shape[:-2]
     output, lse = _Attention.apply(*(as_4d(x) for x in (q, k, v)), index, scale)
@@ -132,24 +133,10 @@ def token_index(
     return _fitting(index_of(lambda: TokenIndex.from_csr(*given, *lengths), given, *lengths), q, k)
 
 
-def check_operands(index: TokenIndex, q: Tensor, k: Tensor, *v: Tensor) -> None:
+def check_operands(q: Tensor, k: Tensor, *v: Tensor) -> None:
     """Raises ValueError unless q, k and, if it is given, v belong together."""
     _check_shapes(q, k, *v)
-    for name, x in zip(("k", "v"), (k, *v)):
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device} and q on {q.device}; move it there.")
-        if x.dtype != q.dtype:
-            raise ValueError(f"{name} is {x.dtype} and q {q.dtype}; give all the same dtype.")
-    check_dtype(q)
-
-
-def factor(scale: float | None, q: Tensor) -> float:
-    """The scale of the scores."""
-    if scale is None:
-        return q.shape[-1] ** -0.5
-    if not math.isfinite(scale):
-        raise ValueError(f"scale is {scale}; it has to be finite.")
-    return float(scale)
+    check_alike(**dict(zip("qkv", (q, k, *v))))
 
 
 def _check_shapes(q: Tensor, k: Tensor, *v: Tensor) -> None:
@@ -204,16 +191,9 @@ def as_4d(x: Tensor) -> Tensor:
     return x.reshape(*_batch_and_heads(x), *x.shape[-2:])
 
 
-def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    device = tensors[0].device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
-    return tensors
-
-
 def _scores(q: Tensor, k: Tensor, index: TokenIndex) -> Nested:
-    q, k = _cast(q, k)
-    check_operands(index, q, k)
+    q, k = under_autocast(q, k)
+    check_operands(q, k)
     require_kernel("token_matmul_sdd", q.device)
     flat = _Matmul.apply(as_4d(q), as_4d(k), index)
     return index.scores_of(flat, tuple(q.shape[:-2]))
@@ -276,11 +256,6 @@ class _Attention(torch.autograd.Function):
             index.batch, index.heads, ctx.scale,
         )  # fmt: skip
         return *grads, None, None
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of statistics."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @torch.library.register_fake("ds_sparse::token_matmul_sdd")

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..tokens import TokenIndex
-from .token import as_4d, check_operands, factor, token_index
+from .attention import _factor
+from .token import as_4d, check_operands, token_index
 
 _Lists = Tensor | Sequence | TokenIndex
 
@@ -35,7 +36,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
     """
     if mask.dtype != torch.bool:
         raise TypeError(f"mask is {mask.dtype}; it has to be bool, True where a query sees a key.")
-    scores = (q @ k.mT) * factor(scale, q)
+    scores = (q @ k.mT) * _factor(scale, q.shape[-1])
     # A row of -inf would become NaN; 0 in its place becomes 0 again after the softmax.
     seen = mask.any(-1, keepdim=True)
     probs = scores.masked_fill(~mask, float("-inf")).masked_fill(~seen, 0).softmax(-1)
@@ -155,8 +156,8 @@ def _start(
     q: Tensor, k: Tensor, v: Tensor, values: _Lists, offsets: Tensor | Sequence | None, scale: float | None
 ) -> tuple[TokenIndex, float, torch.Size]:
     index = token_index(values, offsets, q, k)
-    check_operands(index, q, k, v)
-    return index, factor(scale, q), q.shape[:-2]
+    check_operands(q, k, v)
+    return index, _factor(scale, q.shape[-1]), q.shape[:-2]
 
 
 def _finish(index: TokenIndex, sums: Tensor, totals: Tensor, q: Tensor, lead: torch.Size) -> Tensor:

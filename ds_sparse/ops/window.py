@@ -6,7 +6,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..window import Numbers, of_heads
-from ._library import check_dtype, require_kernel, under_autocast
+from ._library import check_alike, check_dtype, require_kernel, under_autocast
 from .attention import _check_bias, _key_bias, _wide
 
 
@@ -39,7 +39,7 @@ def window_matmul(a: torch.Tensor, b: torch.Tensor, window_size: int) -> torch.T
             f"Shapes are a {tuple(a.shape)}, b {tuple(b.shape)}; they have to be (..., T, D) and (..., D, T), with the "
             "same T and D."
         )
-    leading = _leading(a, b, ("a", "b"))
+    leading = _leading(a=a, b=b)
     require_kernel("window_matmul", a.device)
     band = _WindowMatmul.apply(_with_heads(a, leading), _with_heads(b.transpose(-1, -2), leading), window)
     return band.reshape(*leading, *band.shape[2:])
@@ -74,7 +74,7 @@ def unwindow_matmul(p: torch.Tensor, v: torch.Tensor, window_size: int) -> torch
             f"Shapes are p {tuple(p.shape)}, v {tuple(v.shape)}; with window_size {window} they have to be "
             f"(..., T, {2 * window + 1}) and (..., T, D), with the same T."
         )
-    leading = _leading(p, v, ("p", "v"))
+    leading = _leading(p=p, v=v)
     require_kernel("unwindow_matmul", p.device)
     output = _UnwindowMatmul.apply(_with_heads(p, leading), _with_heads(v, leading))
     return output.reshape(*leading, *output.shape[2:])
@@ -140,20 +140,14 @@ def _one_window(window_size: int) -> int:
     return windows[0]
 
 
-def _leading(x: torch.Tensor, y: torch.Tensor, names: tuple[str, str]) -> torch.Size:
+def _leading(**operands: torch.Tensor) -> torch.Size:
     """The leading dimensions of a product, after a check of what the operands have to have in common."""
-    check_dtype(x)
-    if x.device != y.device:
-        raise ValueError(f"{names[0]} is on {x.device} and {names[1]} on {y.device}; give both on one device.")
-    if x.dtype != y.dtype:
-        raise ValueError(f"{names[0]} is {x.dtype} and {names[1]} {y.dtype}; give both the same dtype.")
+    check_alike(**operands)
     try:
-        return torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+        return torch.broadcast_shapes(*(x.shape[:-2] for x in operands.values()))
     except RuntimeError:
-        raise ValueError(
-            f"Shapes are {names[0]} {tuple(x.shape)}, {names[1]} {tuple(y.shape)}; all but the last two dimensions "
-            "have to broadcast."
-        ) from None
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in operands.items())
+        raise ValueError(f"Shapes are {shapes}; all but the last two dimensions have to broadcast.") from None
 
 
 def _with_heads(x: torch.Tensor, leading: torch.Size) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from ..window import Numbers, WindowIndex, built, global_numbers, of_heads
 from ._library import require_kernel, under_autocast
-from .attention import _check_bias, _check_operands, _empty_as, _key_bias, _lists, _readable, _tile, _wide
+from .attention import _check_bias, _check_operands, _empty_as, _factor, _key_bias, _lists, _readable, _tile, _wide
 
 
 def window_attention(
@@ -59,10 +58,7 @@ def window_attention(
     batch, heads, tokens, head_dim = query.shape
     if key.shape[2] != tokens:
         raise ValueError(f"query has {tokens} tokens and key {key.shape[2]}; in a window they are the same tokens.")
-    if scale is None:
-        scale = head_dim**-0.5
-    elif not math.isfinite(scale):
-        raise ValueError(f"scale is {scale}; it has to be finite.")
+    scale = _factor(scale, head_dim)
     _check_bias("key_padding_mask", key_padding_mask, query, (batch, tokens), (2,))
     require_kernel("window_attention_forward", query.device)
     index = _index(window_size, causal, global_tokens, dilation, query)
@@ -81,7 +77,7 @@ def window_attention(
             key_bias = _ordered(key_bias.expand(-1, len(index.order), -1).unsqueeze(3), index.order).squeeze(3)
     output = _WindowAttention.apply(
         _readable(query), _readable(key), _readable(value),
-        None if key_bias is None else key_bias.unsqueeze(2), index, float(scale),
+        None if key_bias is None else key_bias.unsqueeze(2), index, scale,
     )  # fmt: skip
     output = output[..., :head_dim] if head_dim % 8 else output
     return output if index.order is None else _Ordered.apply(output, index.inverse, index.order)

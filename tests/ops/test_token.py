@@ -24,6 +24,7 @@ from helpers import (
     random_pairs,
     rounding,
     seeded,
+    wide,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,11 +34,6 @@ from ds_sparse.tokens import tensors_in
 
 OPERATORS = ("token_matmul_sdd", "token_matmul_dsd", "token_attention_forward", "token_attention_backward")
 OPERAND_VIEWS = (*VIEWS, "tokens_first")
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums are kept in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)
