@@ -21,8 +21,8 @@ from ..layout import density, to_token_mask
 from ..ops import MatMul, Softmax
 from ..sparsity import BigBirdSparsityConfig, BSLongformerSparsityConfig, FixedSparsityConfig, SparsityConfig
 from .floors import Ceilings, Size, operation_floor
-from .machine import DTYPES, FORWARD, TRAIN, in_turns, timed
-from .verification import output_and_gradients, random_tensors, require_as_accurate
+from .machine import DTYPES, FORWARD, TRAIN, in_turns, time_of
+from .verification import random_tensors, require_same_meaning
 
 LAYOUTS: dict[str, tuple[type[SparsityConfig], dict[str, Any]]] = {
     "fixed": (FixedSparsityConfig, {}),
@@ -128,7 +128,7 @@ def measure(
     """Times the competitors in turns, each in both directions unless it has one."""
     ceilings = Ceilings.measure(device, dtype) if device.type == "cuda" else None
     runs = {
-        (runner.name, direction): partial(time_of, runner, direction, device)
+        (runner.name, direction): partial(time_of, runner.call, runner.inputs, runner.output_grad, direction, device)
         for runner in competitors
         for direction in ((FORWARD,) if runner.forward_only else (FORWARD, TRAIN))
     }
@@ -236,31 +236,12 @@ def verify(case: Case, layout: Tensor, device: torch.device) -> None:
         "dds": (value.mT, probs),
         "attention": (query, key, value),
     }
-    for name, arguments in inputs.items():
-        output_grad = torch.randn_like(ours[name](*arguments))
-        exact = output_and_gradients(theirs[name], [x.double() for x in arguments], output_grad.double())
-        plain = output_and_gradients(theirs[name], arguments, output_grad)
-        mine = output_and_gradients(ours[name], arguments, output_grad)
-        for i, (right, theirs_here, ours_here) in enumerate(zip(exact, plain, mine, strict=True)):
-            what = f"gradient {i}" if i else "output"
-            require_as_accurate(f"{case}: {what} of {name}", ours_here, theirs_here, right)
+    require_same_meaning(str(case), ours, theirs, inputs, device)
 
 
 def dense_inputs(case: Case, heads: int, device: torch.device) -> list[Tensor]:
     """Query, key and value."""
     return random_tensors(3, (case.batch, heads, case.seq_len, case.head_dim), DTYPES[case.dtype], device)
-
-
-def time_of(runner: Competitor, direction: str, device: torch.device) -> float:
-    """Milliseconds of one call."""
-    inputs = [x.detach().requires_grad_(direction == TRAIN) for x in runner.inputs]
-
-    def call() -> None:
-        output = runner.call(*inputs)
-        if direction == TRAIN:
-            torch.autograd.grad(output, inputs, runner.output_grad)
-
-    return timed(call, device)
 
 
 def describe(case: Case, live: float) -> str:

@@ -27,7 +27,7 @@ from ..ops import (
 )
 from ..ops.token_steps import weighted_sums
 from ..tokens import TokenIndex
-from .machine import DTYPES, FORWARD, TRAIN, in_turns, timed
+from .machine import DTYPES, FORWARD, TRAIN, in_turns, time_of
 from .peers import Unsupported
 from .plain_loop import plain_loop
 from .verification import attention_by_block_rows, output_and_gradients, random_tensors, require_as_accurate
@@ -255,16 +255,6 @@ def verify(call: Callable[..., Tensor], step: Step, inputs: list[Tensor], grad: 
     what = ("output", "gradient of query", "gradient of key", "gradient of value")
     for name, mine, plain, exact, terms in zip(what, results, *references.of(step.dense), strict=False):
         require_as_accurate(name, mine[-1, -1], plain, exact, 1, terms)
-
-
-def time_of(
-    call: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor, direction: str, device: torch.device
-) -> float:
-    """Milliseconds of one call."""
-    if direction == FORWARD:
-        return timed(lambda: call(*inputs), device)
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    return timed(lambda: torch.autograd.grad(call(*leaves), leaves, grad), device)
 
 
 def top_operators(call: Callable[..., Tensor], step: Step, inputs: list[Tensor], grad: Tensor, top: int) -> list[str]:

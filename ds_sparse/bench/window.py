@@ -19,7 +19,7 @@ from ..window import WindowIndex
 from .floors import Size
 from .machine import DTYPES, FORWARD, TRAIN
 from .matmul import Competitor, Row, competitor, measure
-from .verification import output_and_gradients, random_tensors, require_as_accurate
+from .verification import random_tensors, require_as_accurate, require_same_meaning
 
 VERIFIED_TOKENS, VERIFIED_HEADS = 1024, 2
 """What outputs and gradients of our operations are verified on, since the reference is dense and in float64; windows
@@ -201,15 +201,7 @@ def verify_operations(case: Case, device: torch.device) -> None:
         "window_attention": (query, key, value),
         "attention in parts": (query, key, value),
     }
-    for name, arguments in inputs.items():
-        on_cpu = [x.cpu() for x in arguments]
-        grad = torch.randn_like(ours[name](*arguments))
-        exact = output_and_gradients(theirs[name], [x.double() for x in on_cpu], grad.double().cpu())
-        plain = output_and_gradients(theirs[name], on_cpu, grad.cpu())
-        mine = output_and_gradients(ours[name], arguments, grad)
-        for i, (right, theirs_here, ours_here) in enumerate(zip(exact, plain, mine, strict=True)):
-            what = f"gradient {i}" if i else "output"
-            require_as_accurate(f"{case}: {what} of {name}", ours_here.cpu(), theirs_here, right)
+    require_same_meaning(str(case), ours, theirs, inputs, torch.device("cpu"))
 
 
 def verify_attention(case: Case, runner: Competitor) -> None:

@@ -7,12 +7,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from fnmatch import fnmatch
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ..bench import attention, cases, floors, machine, matmul, peers, tokens, window
 from . import positive
+
+Case = TypeVar("Case")
+Measured = tuple[Iterable[str], list[dict[str, Any]]]
+"""A case's table, and its rows for the JSON."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +37,18 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="OUT", help="write the rows to this file")
 
 
+def add_sizes(parser: argparse.ArgumentParser, heads: int) -> None:
+    parser.add_argument("--heads", type=positive, default=heads, help=f"(default: {heads})")
+    parser.add_argument("--batch", type=positive, default=1, help="sequences (default: 1)")
+    parser.add_argument("--head-dim", type=positive, default=64, help="numbers in a head's vector (default: 64)")
+    parser.add_argument(
+        "--dtype",
+        type=listed(one_of(machine.DTYPES)),
+        default=["fp32", "bf16"],
+        help="fp32, bf16, fp16 (default: fp32,bf16)",
+    )
+
+
 def add_matmul(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Verifies the operations against float64, then times them beside dense PyTorch in the same process. 'x dense' "
@@ -42,16 +58,8 @@ def add_matmul(parser: argparse.ArgumentParser) -> None:
     )
     add_shared(parser)
     parser.add_argument("--seq-len", type=positive, default=2048, help="tokens (default: 2048)")
-    parser.add_argument("--heads", type=positive, default=12, help="(default: 12)")
-    parser.add_argument("--batch", type=positive, default=1, help="sequences (default: 1)")
-    parser.add_argument("--head-dim", type=positive, default=64, help="numbers in a head's vector (default: 64)")
+    add_sizes(parser, heads=12)
     parser.add_argument("--block", type=listed(positive), default=[64, 16], help="block sizes (default: 64,16)")
-    parser.add_argument(
-        "--dtype",
-        type=listed(one_of(machine.DTYPES)),
-        default=["fp32", "bf16"],
-        help="fp32, bf16, fp16 (default: fp32,bf16)",
-    )
     layouts = list(matmul.LAYOUTS)
     parser.add_argument(
         "--layout",
@@ -115,15 +123,7 @@ def add_window(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--window", type=listed(positive), default=[64, 256], help="tokens seen on each side (default: 64,256)"
     )
-    parser.add_argument("--heads", type=positive, default=4, help="(default: 4)")
-    parser.add_argument("--batch", type=positive, default=1, help="sequences (default: 1)")
-    parser.add_argument("--head-dim", type=positive, default=64, help="numbers in a head's vector (default: 64)")
-    parser.add_argument(
-        "--dtype",
-        type=listed(one_of(machine.DTYPES)),
-        default=["fp32", "bf16"],
-        help="fp32, bf16, fp16 (default: fp32,bf16)",
-    )
+    add_sizes(parser, heads=4)
     parser.add_argument(
         "--peers",
         type=listed(one_of(window.PEERS)),
@@ -183,34 +183,38 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_matmul(args: argparse.Namespace, device: torch.device) -> int:
-    conditions = machine.conditions(device)
-    print(in_words(conditions), flush=True)
-    records = []
+    def measured(case: matmul.Case) -> Measured:
+        live, rows = matmul.run_case(case, device, args.repeats, args.seconds)
+        return matmul.table(case, live, rows), matmul.record(case, live, rows)
+
     grid = matmul.grid(args.layout, args.block, args.dtype, args.batch, args.heads, args.seq_len, args.head_dim)
-    for case in grid:
-        try:
-            live, rows = matmul.run_case(case, device, args.repeats, args.seconds)
-        except (ValueError, ArithmeticError, RuntimeError) as error:
-            print(error, file=sys.stderr)
-            return 1
-        print("", *matmul.table(case, live, rows), sep="\n", flush=True)
-        records += matmul.record(case, live, rows)
-        write(args.json, conditions, records)
-    return 0
+    return run_grid(args, device, grid, measured)
 
 
 def run_window(args: argparse.Namespace, device: torch.device) -> int:
+    def measured(case: window.Case) -> Measured:
+        rows = window.run_case(case, args.peers, device, args.repeats, args.seconds)
+        return window.table(case, rows), window.record(case, rows)
+
+    grid = window.grid(args.seq_len, args.window, args.dtype, args.batch, args.heads, args.head_dim)
+    return run_grid(args, device, grid, measured)
+
+
+def run_grid(
+    args: argparse.Namespace, device: torch.device, grid: Iterable[Case], measured: Callable[[Case], Measured]
+) -> int:
+    """Prints and writes case after case; one that is wrong or fails is the last."""
     conditions = machine.conditions(device)
     print(in_words(conditions), flush=True)
-    records = []
-    for case in window.grid(args.seq_len, args.window, args.dtype, args.batch, args.heads, args.head_dim):
+    records: list[dict[str, Any]] = []
+    for case in grid:
         try:
-            rows = window.run_case(case, args.peers, device, args.repeats, args.seconds)
+            lines, rows = measured(case)
         except (ValueError, ArithmeticError, RuntimeError) as error:
             print(error, file=sys.stderr)
             return 1
-        print("", *window.table(case, rows), sep="\n", flush=True)
-        records += window.record(case, rows)
+        print("", *lines, sep="\n", flush=True)
+        records += rows
         write(args.json, conditions, records)
     return 0
 
