@@ -250,6 +250,82 @@ inline void check_attention_bias_shape(const std::vector<int64_t>& shape, const 
         "shape has to be (batch or 1, heads or 1, queries, keys).");
 }
 
+// Tensors of 4 dimensions, the first `equal` of them the same, and of one dtype and device.
+inline void check_operands(const std::vector<std::pair<const Tensor*, const char*>>& tensors, int64_t equal) {
+  const Tensor& first = *tensors.front().first;
+  for (auto [x, name] : tensors) {
+    check_dim(*x, 4, name);
+    check_like(*x, first, name);
+    for (int64_t dim = 0; dim < equal; ++dim) check_size(*x, dim, first.size(dim), name);
+  }
+}
+
+inline void check_window(int64_t window) {
+  // 2w + 1 numbers for each token have to be countable.
+  check(window >= 0 && window < int64_t{1} << 31,
+        "window has to be 0 or more and below 2**31, got " + std::to_string(window) + ".");
+}
+
+// A band, (B, H, T, 2w + 1).
+inline void check_band(const Tensor& band, const char* name) {
+  check_dim(band, 4, name);
+  check(band.size(3) % 2 == 1, std::string(name) + " has to have 2 * window + 1 numbers in the last dimension, got " +
+                                   std::to_string(band.size(3)) + ".");
+}
+
+inline void check_window_softmax(const Tensor& band, const std::optional<Tensor>& key_bias,
+                                 const std::vector<int64_t>& windows) {
+  check_band(band, "band");
+  check_contiguous(band, "band");
+  check_attention_bias(key_bias, band, {band.size(0), band.size(2)}, {0}, false, "key_bias");
+  check(!key_bias || key_bias->stride(1) == 1 || band.size(2) <= 1,
+        "key_bias has to have its keys adjacent in memory.");
+  check(windows.size() == 1 || static_cast<int64_t>(windows.size()) == band.size(1),
+        "windows has to have one number, or one a head.");
+  for (int64_t window : windows)
+    check(window >= 0 && window <= band.size(3) / 2, "windows have to be 0 or more and at most the band's " +
+                                                         std::to_string(band.size(3) / 2) + ".");
+}
+
+// What windowed attention has besides what check_attention sees.
+inline void check_window_attention(const Tensor& query, const Tensor& key, const std::optional<Tensor>& key_bias,
+                                   const Tensor& limits, const std::optional<Tensor>& places, int64_t num_global) {
+  const int64_t tokens = query.size(2);
+  check_size(key, 2, tokens, "key");
+  check_attention_bias(key_bias, query, {query.size(0), query.size(1), 1, tokens}, {0, 1}, false, "key_bias");
+  check(!key_bias || key_bias->scalar_type() == lse_type(query), "key_bias has to be fp32, or fp64 for fp64.");
+  auto check_numbers = [&](const Tensor& x, int64_t dim, const char* name) {
+    check_dim(x, dim, name);
+    check(x.size(0) == 1 || x.size(0) == query.size(1), std::string(name) + " has to be of one head, or of all.");
+    check_size(x, 1, tokens, name);
+    check(x.scalar_type() == ScalarType::Int, std::string(name) + " has to be int32.");
+    check(x.device() == query.device(), std::string(name) + " has to be on the device of the other arguments.");
+    check_contiguous(x, name);
+  };
+  check_numbers(limits, 3, "limits");
+  check_size(limits, 2, 2, "limits");
+  if (places) check_numbers(*places, 2, "places");
+  check(num_global >= 0 && num_global <= tokens, "num_global has to be between 0 and the tokens that there are.");
+}
+
+// Lists of `lines` tokens' pairs, and their entries.
+inline void check_token_lists(const Tensor& offsets, const Tensor& entries, int64_t list_batch, int64_t list_heads,
+                              int64_t lines, const Tensor& x) {
+  check_list(offsets, x, "offsets");
+  check_list(entries, x, "entries");
+  for (auto [given, size, name] :
+       {std::tuple{list_batch, x.size(0), "list_batch"}, {list_heads, x.size(1), "list_heads"}})
+    check(given == 1 || (given > 1 && given == size), std::string(name) + " is " + std::to_string(given) + " for " +
+                                                          std::to_string(size) + "; it has to be 1 or as many.");
+  check_size(offsets, 0, list_batch * list_heads * lines + 1, "offsets");
+}
+
+// Tensors (B, H, tokens, D) of the same batch and heads.
+inline void check_token_operands(const std::vector<std::pair<const Tensor*, const char*>>& tensors) {
+  check_operands(tensors, 2);
+  for (auto [x, name] : tensors) check(x->size(3) > 0, std::string(name) + " has to have numbers.");
+}
+
 // The heads whose values fill V > 0 blocks, where a layout of layout_heads heads has `live`.
 inline int64_t heads_of(int64_t num_values, int64_t live, int64_t layout_heads) {
   check(layout_heads > 0 && live > 0 && num_values * layout_heads % live == 0,

@@ -19,6 +19,15 @@
 //   units (U, 4)        a thread block's work: tile, first entry, number of entries, part (-1: the whole tile)
 //   cuts (K, 3)         tiles that units cut: tile, first part, number of parts
 //
+// Lists of token pairs, int32, as TokenIndex (ds_sparse/tokens.py) builds them, for query tokens T and key tokens S.
+// There are P = list_batch * list_heads of them in (batch, head) order, list_batch 1 or B, list_heads 1 or H; sequence
+// b and head h have list (list_batch == 1 ? 0 : b) * list_heads + (list_heads == 1 ? 0 : h). A pair may be there twice.
+//   row_offsets (P*T + 1), columns (N)             query i of list p sees the keys at row_offsets[p*T+i] to
+//                                                  row_offsets[p*T+i+1]
+//   column_offsets (P*S + 1), rows (N), slots (N)  the same by keys; slots[e] is the entry number in row order
+// A number for each pair is (R, N) with R = B*H / P: those of the r-th of the sequences and heads, in (batch, head)
+// order, that share a list.
+//
 // allow_tf32: products of fp32 on CUDA may round their operands to TF32; without it they have fp32's precision.
 
 #include <torch/csrc/stable/library.h>
@@ -89,4 +98,67 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
       "Tensor output, Tensor rows, Tensor? rpe, Tensor? key_bias, Tensor? attn_mask, Tensor? dropout_seed, "
       "Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts, int layout_heads, int block, int tile, "
       "float scale, bool causal, float dropout_p, SymInt[] shape) -> Tensor");
+
+  // Windows: token t with the tokens t - w to t + w, w = window; bands (B, H, T, 2w + 1) hold what belongs to token
+  // t - w + j in [..., t, j], and nothing where there is no such token.
+
+  // band[t, j] = a[t] . b[t - w + j], 0 where there is no such token.   a and b (B, H, T, D), any strides
+  // -> (B, H, T, 2w + 1) contiguous
+  m.def("window_matmul(Tensor a, Tensor b, int window) -> Tensor");
+
+  // out[t] = sum over j of band[t, j] * dense[t - w + j]; transposed: sum over j of band[t - w + j, 2w - j] *
+  // dense[t - w + j]. What the band has for tokens that there are not is not read.
+  // band (B, H, T, 2w + 1) and dense (B, H, T, D), any strides -> (B, H, T, D) contiguous
+  m.def("unwindow_matmul(Tensor band, Tensor dense, bool transposed) -> Tensor");
+
+  // Row softmax of scale * band + key_bias over the tokens that there are, at most windows[h] <= w away, with causal
+  // none after the row's; 0 elsewhere.   band contiguous, windows of 1 or H numbers, key_bias (B or 1, T) of lse's
+  // dtype, its keys adjacent -> like band; rows with nothing left are zero.
+  m.def("window_softmax_forward(Tensor band, Tensor? key_bias, int[] windows, float scale, bool causal) -> Tensor");
+
+  // scale * probs * (grad - sum of grad * probs over the row).   grad and probs like band, contiguous -> like band
+  m.def("window_softmax_backward(Tensor grad, Tensor probs, float scale) -> Tensor");
+
+  // block_attention_forward where live blocks are limited token by token, T = S: token t sees tokens limits[t][0] to
+  // limits[t][1] - 1, the first num_global tokens see all and are seen by all, and with causal none sees one with a
+  // larger place. All of it is symmetric but for causal.   limits int32 (1 or H, T, 2); places int32 (1 or H, T), none:
+  // the order of tokens; key_bias (B or 1, H or 1, 1, T) of lse's dtype
+  m.def(
+      "window_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? key_bias, Tensor limits, "
+      "Tensor? places, Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts, int layout_heads, "
+      "int block, int tile, int num_global, float scale, bool causal) -> (Tensor output, Tensor lse, Tensor rows)");
+
+  m.def(
+      "window_attention_backward(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor output, "
+      "Tensor rows, Tensor? key_bias, Tensor limits, Tensor? places, Tensor row_lines, Tensor row_entries, "
+      "Tensor row_units, Tensor row_cuts, Tensor column_lines, Tensor column_entries, Tensor column_units, "
+      "Tensor column_cuts, int layout_heads, int block, int tile, int num_global, float scale, bool causal) "
+      "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
+
+  // values[r, n] = query[row of n] . key[column of n].   query (B, H, T, D), key (B, H, S, D), any strides -> (R, N)
+  m.def(
+      "token_matmul_sdd(Tensor query, Tensor key, Tensor row_offsets, Tensor columns, int list_batch, int list_heads) "
+      "-> Tensor");
+
+  // out[i] = the sum over line i's entries n of values[slot of n] * dense[index of n].   values (R, N), dense
+  // (B, H, tokens, D), any strides -> (B, H, lines, D) contiguous. offsets, indices: row_offsets, columns; or
+  // column_offsets, rows, and then slots is given.
+  m.def(
+      "token_matmul_dsd(Tensor values, Tensor dense, Tensor offsets, Tensor indices, Tensor? slots, int list_batch, "
+      "int list_heads) -> Tensor");
+
+  // softmax(scale * query @ key^T) @ value over the pairs, the log of each row's sum of exponentials, and what gives
+  // its probabilities again.   query (B, H, T, D), key (B, H, S, D), value (B, H, S, E), any strides
+  // -> output (B, H, T, E) contiguous; lse (B, H, T) in fp32 (fp64 for fp64); rows (B, H, T, 2) like it: the origin of
+  // a row's exponents and the sum of exp(exponent - origin). A row without a pair is zeros, its lse and origin -inf.
+  m.def(
+      "token_attention_forward(Tensor query, Tensor key, Tensor value, Tensor row_offsets, Tensor columns, "
+      "int list_batch, int list_heads, float scale) -> (Tensor output, Tensor lse, Tensor rows)");
+
+  // Gradients for query, key and value, contiguous, from those of output and, perhaps, of lse.
+  m.def(
+      "token_attention_backward(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
+      "Tensor output, Tensor rows, Tensor row_offsets, Tensor columns, Tensor column_offsets, Tensor column_rows, "
+      "Tensor slots, int list_batch, int list_heads, float scale) "
+      "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
 }

@@ -12,6 +12,19 @@ _PUBLIC = {
     "MatMul": "ops",
     "Softmax": "ops",
     "block_sparse_attention": "ops",
+    "WindowIndex": "window",
+    "window_matmul": "ops",
+    "unwindow_matmul": "ops",
+    "window_softmax": "ops",
+    "window_attention": "ops",
+    "TokenIndex": "tokens",
+    "sparse_attn": "ops",
+    "sparse_matmul": "ops",
+    "sparse_matmul_vo": "ops",
+    "masked_attention": "ops",
+    "gather_attention": "ops",
+    "jagged_attention": "ops",
+    "torch_sparse_attention": "ops",
     "SparseSelfAttention": "self_attention",
     "BertSparseSelfAttention": "bert",
     "SparseAttentionUtils": "patch",
@@ -43,7 +56,22 @@ if TYPE_CHECKING:
     from .config import SparseAttentionConfigError, load_config, parse_sparse_attention
     from .index import BlockIndex
     from .integrations.deepspeed import add_config_arguments, get_sparse_attention_config, init_distributed, initialize
-    from .ops import MatMul, Softmax, block_sparse_attention
+    from .ops import (
+        MatMul,
+        Softmax,
+        block_sparse_attention,
+        gather_attention,
+        jagged_attention,
+        masked_attention,
+        sparse_attn,
+        sparse_matmul,
+        sparse_matmul_vo,
+        torch_sparse_attention,
+        unwindow_matmul,
+        window_attention,
+        window_matmul,
+        window_softmax,
+    )
     from .patch import SparseAttentionUtils, SparsifyReport, sparsify
     from .self_attention import SparseSelfAttention
     from .sparsity import (
@@ -58,6 +86,8 @@ if TYPE_CHECKING:
         declared,
         register_sparsity,
     )
+    from .tokens import TokenIndex
+    from .window import WindowIndex
 
 
 def __getattr__(name: str) -> Any:

@@ -119,6 +119,135 @@ def attention(
     return output, torch.logsumexp(wide, dim=-1).masked_fill(~alive[..., 0], float("-inf"))
 
 
+def window_matmul(a: torch.Tensor, b: torch.Tensor, window: int) -> torch.Tensor:
+    """a (..., T, D) @ b (..., D, T) near the diagonal: (..., T, 2 * window + 1), 0 where there is no such column.
+
+    Source: pytorch-window-matmul.
+    """
+    column, is_there = _columns_of_band(a.shape[-2], window)
+    product = a @ b
+    return product.gather(-1, column.clamp(0, a.shape[-2] - 1).expand(*product.shape[:-2], -1, -1)) * is_there
+
+
+def unwindow_matmul(p: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
+    """The band p (..., T, 2 * window + 1), as a matrix that is zero beside it, times v (..., T, D).
+
+    Source: pytorch-window-matmul.
+    """
+    row, column = torch.arange(p.shape[-2])[:, None], torch.arange(p.shape[-2])
+    place = column - row + window
+    matrix = p.gather(-1, place.clamp(0, 2 * window).expand(*p.shape[:-2], -1, -1))
+    return matrix.masked_fill((column - row).abs() > window, 0) @ v
+
+
+def window_softmax(
+    scores: torch.Tensor,
+    windows: tuple[int, ...],
+    scale: float = 1.0,
+    causal: bool = False,
+    key_padding_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Row softmax of scale * scores + key_padding_mask over each token's window, 0 elsewhere.
+
+    Args:
+        scores: (B, H, T, 2 * w + 1), w the largest of the windows.
+        windows: one for all heads, or one a head.
+        key_padding_mask: (B or 1, T); bool keeps where True, float is added.
+
+    Returns:
+        like scores; a row with nothing left is zeros.
+    """
+    tokens, widest = scores.shape[-2], scores.shape[-1] // 2
+    column, live = _columns_of_band(tokens, widest)
+    away = torch.arange(-widest, widest + 1)
+    live = live & (away.abs() <= torch.tensor(windows)[:, None, None])
+    if causal:
+        live = live & (away <= 0)
+    mask = None if key_padding_mask is None else key_padding_mask[:, column.clamp(0, tokens - 1)][:, None]
+    scores, alive = _masked(scores * scale, live, None, None, mask, causal=False)
+    return _probabilities(scores, alive)
+
+
+def window_mask(
+    tokens: int,
+    windows: tuple[int, ...],
+    causal: bool = False,
+    global_tokens: tuple[int, ...] = (),
+    dilations: tuple[int, ...] = (1,),
+) -> torch.Tensor:
+    """Who sees whom in windowed attention, bool (1 or H, T, T): tokens a multiple of the dilation apart, at most
+    `window` times; global tokens all, and all see them; with causal none what comes later.
+
+    Source: Beltagy et al., "Longformer", 2020.
+    """
+    window, dilation = (torch.tensor(numbers)[:, None, None] for numbers in (windows, dilations))
+    row, column = torch.arange(tokens)[:, None], torch.arange(tokens)
+    away = (row - column).abs()
+    live = (away % dilation == 0) & (away <= window * dilation)
+    is_global = torch.zeros(tokens, dtype=torch.bool)
+    is_global[list(global_tokens)] = True
+    live = live | is_global | is_global[:, None]
+    return live & (column <= row) if causal else live
+
+
+def window_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    windows: tuple[int, ...],
+    causal: bool = False,
+    key_padding_mask: torch.Tensor | None = None,
+    global_tokens: tuple[int, ...] = (),
+    dilations: tuple[int, ...] = (1,),
+    scale: float | None = None,
+) -> torch.Tensor:
+    """softmax(scale * query @ key^T) @ value over what `window_mask` keeps; shapes as in `attention`, T = S."""
+    tokens = query.shape[2]
+    mask = window_mask(tokens, windows, causal, global_tokens, dilations)
+    everything = torch.ones(1, 1, dtype=torch.bool)
+    return attention(
+        query, key, value, everything, tokens, scale, key_padding_mask=key_padding_mask, attn_mask=mask[None]
+    )
+
+
+def token_scores(query: torch.Tensor, key: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """query[..., i, :] . key[..., j, :] for each pair (i, j) of (M, 2) -> (..., M)."""
+    return (query[..., pairs[:, 0], :] * key[..., pairs[:, 1], :]).sum(-1)
+
+
+def token_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    counts: torch.Tensor,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale * query @ key^T) @ value over token pairs, each as often as it is listed.
+
+    Args:
+        query: (B, H, T, D).
+        key: (B, H, S, D).
+        value: (B, H, S, E).
+        counts: integers (B or 1, H or 1, T, S), how often the pair is listed; 0: never.
+        scale: 1 / sqrt(D) if it is not given.
+
+    Returns:
+        (B, H, T, E); with `return_lse` also (B, H, T), the log of each row's sum of exponentials, in fp32 or wider. A
+        row without a pair is zeros, its lse -inf.
+    """
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    live = counts > 0
+    alive = live.any(-1, keepdim=True)
+    # n times the exponential is the exponential of a score that is log n larger.
+    scores = (scores + counts.clamp(min=1).to(scores.dtype).log()).masked_fill(~live, float("-inf"))
+    output = _probabilities(scores, alive) @ value
+    if not return_lse:
+        return output
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(~alive, 0)
+    return output, torch.logsumexp(wide, dim=-1).masked_fill(~alive[..., 0], float("-inf"))
+
+
 def dropout_keep(
     seed: int, offset: int, batch: int, heads: int, tokens: int, keys: int, dropout_p: float
 ) -> torch.Tensor:
@@ -145,6 +274,12 @@ def dropout_keep(
 
 def _dropout_threshold(dropout_p: float) -> int:
     return min(int(dropout_p * 65536 + 0.5), 65535)
+
+
+def _columns_of_band(tokens: int, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The column that each number of a band belongs to, (T, 2 * window + 1), and whether there is such a column."""
+    column = torch.arange(tokens)[:, None] + torch.arange(-window, window + 1)
+    return column, (column >= 0) & (column < tokens)
 
 
 def _masked(

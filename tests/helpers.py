@@ -65,6 +65,63 @@ def layouts(draw: st.DrawFn, max_side: int = 4) -> Layout:
     return make_layout(live, draw(st.sampled_from((torch.bool, torch.int64, torch.int32, torch.uint8))))
 
 
+@dataclass(frozen=True)
+class Pairs:
+    """Lists of token pairs, int64 (M, 2) each, in (batch, head) order; any order, perhaps some twice."""
+
+    lists: tuple[torch.Tensor, ...]
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """(batch, heads, T, S), how often each pair is listed."""
+        counts = torch.zeros(len(self.lists), self.queries, self.keys, dtype=torch.int64)
+        for count, pairs in zip(counts, self.lists, strict=True):
+            count.index_put_((pairs[:, 0], pairs[:, 1]), torch.tensor(1), accumulate=True)
+        return counts.view(self.batch, self.heads, self.queries, self.keys)
+
+    def nested(self, lists: list) -> object:
+        """Something of each list as callers give and get it: alone, a list of heads, or a list of such."""
+        if len(lists) == 1:
+            return lists[0]
+        return [lists[b * self.heads :][: self.heads] for b in range(self.batch)] if self.batch > 1 else lists
+
+    def stacked(self, lists: list[torch.Tensor], padding: int) -> torch.Tensor:
+        """The same in one padded tensor, with the dimensions that are needed."""
+        if len(lists) == 1:
+            return lists[0]
+        longest = max(map(len, lists)) + 2
+        padded = [torch.cat((x, x.new_full((longest - len(x), *x.shape[1:]), padding))) for x in lists]
+        return torch.stack(padded).view(*((self.batch,) if self.batch > 1 else ()), self.heads, *padded[0].shape)
+
+    def csr(self, pointer: bool = False) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Values and offsets of each list: its pairs by rows, and otherwise in their order."""
+        rows = [pairs[torch.argsort(pairs[:, 0], stable=True)] for pairs in self.lists]
+        ends = [torch.bincount(pairs[:, 0], minlength=self.queries).cumsum(0) for pairs in rows]
+        if pointer:
+            ends = [torch.cat((end.new_zeros(1), end)) for end in ends]
+        return [pairs[:, 1] for pairs in rows], ends
+
+
+def random_pairs(
+    rng: torch.Generator, queries: int, keys: int, batch: int = 1, heads: int = 1, density: float = 0.4, repeated=False
+) -> Pairs:
+    """Unsorted, with rows and columns without a pair."""
+    lists = []
+    for _ in range(batch * heads):
+        live = torch.rand(queries, keys, generator=rng) < density
+        live[torch.randint(queries, (1 + queries // 8,), generator=rng)] = False
+        live[:, torch.randint(keys, (1 + keys // 8,), generator=rng)] = queries == 1 or keys == 1
+        pairs = live.nonzero()
+        if repeated and len(pairs):
+            pairs = torch.cat((pairs, pairs[torch.randint(len(pairs), (1 + len(pairs) // 4,), generator=rng)]))
+        lists.append(pairs[torch.randperm(len(pairs), generator=rng)])
+    return Pairs(tuple(lists), batch, heads, queries, keys)
+
+
 def generator(draw: st.DrawFn) -> torch.Generator:
     return torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
 
@@ -75,6 +132,11 @@ def random(rng: torch.Generator, *shape: int, dtype: torch.dtype = torch.float64
 
 def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def as_view(x: torch.Tensor, view: str) -> torch.Tensor:

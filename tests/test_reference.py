@@ -125,6 +125,54 @@ def test_lse_is_in_float32_or_wider():
         assert (output.dtype, lse.dtype) == (dtype, wide)
 
 
+def test_window_products_by_hand():
+    rng, tokens = seeded(), 7
+    for window in (0, 2, 9):
+        a, b = random(rng, 2, tokens, 3), random(rng, 2, 3, tokens)
+        p, v = random(rng, 2, tokens, 2 * window + 1), random(rng, 2, tokens, 3)
+        scores, output = torch.zeros_like(p), torch.zeros_like(v)
+        for n, i, j in itertools.product(range(2), range(tokens), range(2 * window + 1)):
+            column = i + j - window
+            if 0 <= column < tokens:
+                scores[n, i, j] = a[n, i] @ b[n, :, column]
+                output[n, i] += p[n, i, j] * v[n, column]
+        torch.testing.assert_close(reference.window_matmul(a, b, window), scores, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(reference.unwindow_matmul(p, v, window), output, rtol=1e-12, atol=1e-14)
+
+
+def test_window_softmax_by_hand():
+    rng, tokens, windows = seeded(), 7, (1, 3)
+    scores, keep = random(rng, 2, 2, tokens, 7), torch.rand(2, tokens, generator=rng) < 0.6
+    for causal, mask in itertools.product((False, True), (keep, random(rng, 1, tokens))):
+        probs = reference.window_softmax(scores, windows, 0.5, causal, mask)
+        for b, h, i in itertools.product(range(2), range(2), range(tokens)):
+            weights = torch.zeros(7, dtype=torch.float64)
+            for j in range(-windows[h], (0 if causal else windows[h]) + 1):
+                if 0 <= i + j < tokens and (mask.dtype != torch.bool or mask[b, i + j]):
+                    added = 0 if mask.dtype == torch.bool else mask[0, i + j]
+                    weights[j + 3] = math.exp(0.5 * scores[b, h, i, j + 3] + added)
+            expected = weights / weights.sum() if weights.any() else weights
+            torch.testing.assert_close(probs[b, h, i], expected, rtol=1e-12, atol=1e-14)
+
+
+def test_window_mask_by_hand():
+    tokens, windows, dilations, global_tokens = 9, (1, 2), (3, 2), (4, 0)
+    for causal in (False, True):
+        mask = reference.window_mask(tokens, windows, causal, global_tokens, dilations)
+        for h, i in itertools.product(range(2), range(tokens)):
+            seen = {i + k * dilations[h] for k in range(-windows[h], windows[h] + 1)} | set(global_tokens)
+            seen = set(range(tokens)) if i in global_tokens else seen & set(range(tokens))
+            assert set(mask[h, i].nonzero().flatten().tolist()) == {j for j in seen if j <= i or not causal}
+
+
+def test_window_attention_is_attention_with_its_mask():
+    query, key, value = (random(seeded(n), 2, 2, 20, 4) for n in range(3))
+    mask = reference.window_mask(20, (3, 5), True, (7,), (1, 2))
+    ours = reference.window_attention(query, key, value, (3, 5), True, None, (7,), (1, 2), scale=0.3)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3)
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
 def philox(seed: int, counter: list[int]) -> list[int]:
     """Philox4x32 with 7 rounds in Python's integers."""
     low, key = 2**32 - 1, [seed % 2**32, seed >> 32]

@@ -44,9 +44,10 @@ inline void check_entries(const Tensor& offsets, const Tensor& indices, int64_t 
 // Places of the entries among the stored blocks.
 inline void check_slots(const Tensor& slots) {
   const int32_t* slot = pointer<int32_t>(slots);
+  const int64_t count = slots.size(0);
   bool fits = true;
-  for (int64_t n = 0; n < slots.size(0); ++n) fits &= slot[n] >= 0 && slot[n] < slots.size(0);
-  check(fits, "slots have to be 0 or more and below the " + std::to_string(slots.size(0)) + " entries.");
+  for (int64_t n = 0; n < count; ++n) fits &= slot[n] >= 0 && slot[n] < count;
+  check(fits, "slots have to be 0 or more and below the " + std::to_string(count) + " entries.");
 }
 
 // The lists of one side of attention's tiles by lines: line i of layout head l owns the blocks from

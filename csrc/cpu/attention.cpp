@@ -16,9 +16,9 @@
 #include <type_traits>
 #include <vector>
 
-#include "../dropout.h"
-#include "arguments.h"
+#include "attention_passes.h"
 #include "memory.h"
+#include "packing.h"
 #include "schedule.h"
 
 namespace ds_sparse::cpu {
@@ -59,119 +59,12 @@ constexpr int64_t backward_tasks = 64;
 // ... but no less than this, as each has its own packed queries and sums.
 constexpr int64_t backward_cost = 128 * task_cost;
 
-int64_t blocks_of(int64_t tokens, int64_t block) { return (tokens + block - 1) / block; }
-
-// What the three operators share.
-struct Attention {
-  const Tensor &query, &key, &value;
-  std::vector<BiasView> biases;
-  std::optional<Dropout> dropout;
-  int64_t block;
-  double scale;
-  bool causal;
-
-  int64_t batch = query.size(0), heads = query.size(1), tokens = query.size(2), depth = query.size(3),
-          key_heads = key.size(1), keys = key.size(2);
-  int64_t rows = blocks_of(tokens, block), columns = blocks_of(keys, block);
-  int64_t line_rows = attention_rows(block);
-
-  Attention(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& rpe,
-            const std::optional<Tensor>& key_bias, const std::optional<Tensor>& attn_mask,
-            const std::optional<Tensor>& dropout_seed, int64_t block, double scale, bool causal, double dropout_p)
-      : query(query), key(key), value(value), block(block), scale(scale), causal(causal) {
-    for (const auto* bias : {&rpe, &attn_mask, &key_bias})
-      if (*bias) biases.emplace_back(**bias, query.scalar_type());
-    uint32_t threshold = Dropout::threshold_of(dropout_p);
-    if (threshold > 0) {
-      const int64_t* seed = pointer<int64_t>(*dropout_seed);
-      dropout = Dropout{static_cast<uint64_t>(seed[0]), static_cast<uint32_t>(seed[1]), threshold};
-    }
-  }
-
-  int64_t group() const { return heads / key_heads; }
-
-  AttentionLine line(int64_t b, int64_t head, int64_t first, bool transposed) const {
-    AttentionLine line{transposed,
-                       block,
-                       depth,
-                       first,
-                       line_rows,
-                       transposed ? keys : tokens,
-                       transposed ? tokens : keys,
-                       scale,
-                       causal,
-                       {},
-                       0,
-                       dropout ? &*dropout : nullptr,
-                       static_cast<uint32_t>(b * heads + head)};
-    for (const BiasView& view : biases) {
-      Bias bias = view.at(b, head);
-      if (transposed) std::swap(bias.row_stride, bias.column_stride);
-      line.biases[line.num_biases++] = bias;
-    }
-    return line;
-  }
-};
-
-// A token's numbers for the width of `kernel.lanes`.
-template <class T>
-int64_t padded_width(int64_t depth) {
-  int64_t lanes = kernels<T>().lanes;
-  return (depth + lanes - 1) / lanes * lanes;
-}
-
-// `rows` tokens of x[b, head] from `first` on as rows of `width` numbers, zero beyond the tokens and numbers there are.
-template <class T>
-void pack_tokens(const Tensor& x, int64_t b, int64_t head, int64_t first, int64_t rows, int64_t width,
-                 Compute<T>* out) {
-  int64_t there = std::clamp<int64_t>(x.size(2) - first, 0, rows);
-  const T* from = pointer<T>(x) + b * x.stride(0) + head * x.stride(1) + first * x.stride(2);
-  kernels<T>().pack_rows(from, x.stride(2), x.stride(3), there, x.size(3), out, width);
-  std::fill(out + there * width, out + rows * width, Compute<T>(0));
-}
-
-// A block of packed tokens as panels of `depth` of their numbers.
-template <class C>
-void pack_block_panels(const C* rows, int64_t width, int64_t block, int64_t depth, C* panels) {
-  const Kernels<C>& kernel = kernels<C>();
-  kernel.pack_panels(rows, 1, width, depth, block, kernel.panel_width(block), panels);
-}
-
-// All blocks of x (B, H, tokens, depth), as rows or as panels, the heads one after another.
-template <class T>
-Buffer<Compute<T>> pack_all(const Tensor& x, int64_t block, int64_t width, bool panels) {
-  using C = Compute<T>;
-  int64_t heads = x.size(1), depth = x.size(3), blocks = blocks_of(x.size(2), block),
-          size = block * (panels ? depth : width);
-  Buffer<C> packed(x.size(0) * heads * blocks * size);
-  int64_t grain = std::max<int64_t>(1, task_cost / 8 / (block * std::max<int64_t>(1, width)));
-  torch::stable::parallel_for(0, x.size(0) * heads * blocks, grain, [&](int64_t begin, int64_t end) {
-    Buffer<C> rows(panels ? block * width : 0);
-    for (int64_t i = begin; i < end; ++i) {
-      int64_t matrix = i / blocks;
-      C* to = packed.data() + i * size;
-      pack_tokens<T>(x, matrix / heads, matrix % heads, i % blocks * block, block, width, panels ? rows.data() : to);
-      if (panels) pack_block_panels(rows.data(), width, block, depth, to);
-    }
-  });
-  return packed;
-}
-
 // An uninitialised tensor of x's sizes and order of memory: heads within tokens, or tokens within heads.
 Tensor empty_in_order_of(const Tensor& x) {
   bool heads_inside = x.stride(1) < x.stride(2);
   Tensor out = fresh(torch::stable::new_empty(
       x, {x.size(0), x.size(heads_inside ? 2 : 1), x.size(heads_inside ? 1 : 2), x.size(3)}));
   return heads_inside ? torch::stable::transpose(out, 1, 2) : out;
-}
-
-// Rows of `width` numbers to the tokens that there are of out[b, head], from `first` on.
-template <class T>
-void store_tokens(const Compute<T>* rows, int64_t width, int64_t b, int64_t head, int64_t first, int64_t count,
-                  const Tensor& out) {
-  T* to = static_cast<T*>(out.mutable_data_ptr()) + b * out.stride(0) + head * out.stride(1) + first * out.stride(2);
-  int64_t there = std::clamp<int64_t>(out.size(2) - first, 0, count);
-  kernels<T>().store_rows(rows, width, there, out.size(3), false, to, out.stride(2));
 }
 
 // The block rows as pieces of line_rows tokens, where a score costs `cost`.
@@ -189,7 +82,7 @@ template <class T>
 void forward(const Attention& attention, const LineLists& lists, const Tensor& output, const Tensor& lse,
              const Tensor& statistics) {
   using C = Compute<T>;
-  int64_t block = attention.block, depth = attention.depth, rows = attention.line_rows, width = padded_width<T>(depth),
+  int64_t block = attention.block, depth = attention.depth, rows = attention.line_rows, width = padded<T>(depth),
           keys = attention.columns * block;
   auto panels = pack_all<T>(attention.key, block, width, true);
   auto values = pack_all<T>(attention.value, block, width, false);
@@ -218,12 +111,6 @@ void forward(const Attention& attention, const LineLists& lists, const Tensor& o
     };
   });
 }
-
-// The gradients of output and lse, and what else backward passes have of the forward one.
-struct Gradients {
-  const Tensor &grad_output, &output, &rows;
-  const std::optional<Tensor>& grad_lse;
-};
 
 // AttentionStatistics of all queries, (B, H, rows * b); where nothing is left, or no query is, probabilities are 0.
 template <class C>
@@ -331,7 +218,7 @@ template <class T>
 void backward(const Attention& attention, const Gradients& gradients, const LineLists& lists, const Tensor& grad_query,
               const Tensor& grad_key, const Tensor& grad_value) {
   using C = Compute<T>;
-  int64_t block = attention.block, depth = attention.depth, rows = attention.line_rows, width = padded_width<T>(depth),
+  int64_t block = attention.block, depth = attention.depth, rows = attention.line_rows, width = padded<T>(depth),
           heads = attention.heads, key_heads = attention.key_heads, group = attention.group(),
           padded = attention.rows * block;
   auto statistics = statistics_of<T>(attention, gradients);
@@ -432,11 +319,40 @@ void backward(const Attention& attention, const Gradients& gradients, const Line
   });
 }
 
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> attention_forward(const Attention& attention, const LineLists& lists) {
+  const Tensor& query = attention.query;
+  Tensor output = empty_in_order_of(query);
+  Tensor lse = torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2)}, lse_type(query));
+  Tensor rows = torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2), 2}, lse_type(query));
+  if (lse.numel() == 0) return {output, lse, rows};
+  for_dtype(query.scalar_type(),
+            [&](auto* type) { forward<std::remove_pointer_t<decltype(type)>>(attention, lists, output, lse, rows); });
+  return {output, lse, rows};
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention_backward(const Attention& attention, const Gradients& gradients,
+                                                      const LineLists& lists) {
+  Tensor grad_query = empty_in_order_of(attention.query), grad_key = empty_in_order_of(attention.key),
+         grad_value = empty_in_order_of(attention.value);
+  if (attention.batch * attention.heads > 0) {
+    for_dtype(attention.query.scalar_type(), [&](auto* type) {
+      backward<std::remove_pointer_t<decltype(type)>>(attention, gradients, lists, grad_query, grad_key, grad_value);
+    });
+  } else {
+    for (Tensor* grad : {&grad_key, &grad_value}) torch::stable::zero_(*grad);
+  }
+  return {grad_query, grad_key, grad_value};
+}
+
+namespace {
+
 // A task owns the rows of one line in one output matrix, and adds in the order batch, head.
 template <class T>
 void bias_backward(const Attention& attention, const Gradients& gradients, const LineLists& lists, const Tensor& out) {
   using C = Compute<T>;
-  int64_t block = attention.block, depth = attention.depth, rows = attention.line_rows, width = padded_width<T>(depth),
+  int64_t block = attention.block, depth = attention.depth, rows = attention.line_rows, width = padded<T>(depth),
           keys = attention.columns * block, heads = attention.heads, padded = attention.rows * block,
           lines = padded / rows, out_batch = out.size(0), out_heads = out.size(1);
   auto statistics = statistics_of<T>(attention, gradients);
@@ -472,16 +388,11 @@ std::tuple<Tensor, Tensor, Tensor> block_attention_forward(
     double dropout_p) {
   check_attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, dropout_p, layout_heads, block, tile);
   check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);
-  Attention attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, block, scale, causal, dropout_p);
+  Attention attention(query, key, value, {&rpe, &attn_mask, &key_bias}, block, scale, causal);
+  attention.drop(dropout_seed, dropout_p);
   auto lists = lists_by_line(row_lines, row_entries, row_units, layout_heads, attention.rows, attention.columns, block,
                              tile);
-  Tensor output = empty_in_order_of(query);
-  Tensor lse = torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2)}, lse_type(query));
-  Tensor rows = torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2), 2}, lse_type(query));
-  if (lse.numel() == 0) return {output, lse, rows};
-  for_dtype(query.scalar_type(),
-            [&](auto* type) { forward<std::remove_pointer_t<decltype(type)>>(attention, lists, output, lse, rows); });
-  return {output, lse, rows};
+  return attention_forward(attention, lists);
 }
 
 std::tuple<Tensor, Tensor, Tensor> block_attention_backward(
@@ -494,20 +405,11 @@ std::tuple<Tensor, Tensor, Tensor> block_attention_backward(
   check_attention_backward(grad_output, grad_lse, query, output, rows);
   check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);
   check_tiles(column_lines, column_entries, column_units, column_cuts, key.size(2), query, layout_heads, block, tile);
-  Attention attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, block, scale, causal, dropout_p);
+  Attention attention(query, key, value, {&rpe, &attn_mask, &key_bias}, block, scale, causal);
+  attention.drop(dropout_seed, dropout_p);
   auto lists = lists_by_line(column_lines, column_entries, column_units, layout_heads, attention.columns,
                              attention.rows, block, tile);
-  Tensor grad_query = empty_in_order_of(query), grad_key = empty_in_order_of(key),
-         grad_value = empty_in_order_of(value);
-  if (attention.batch * attention.heads > 0) {
-    for_dtype(query.scalar_type(), [&](auto* type) {
-      backward<std::remove_pointer_t<decltype(type)>>(attention, {grad_output, output, rows, grad_lse}, lists,
-                                                      grad_query, grad_key, grad_value);
-    });
-  } else {
-    for (Tensor* grad : {&grad_key, &grad_value}) torch::stable::zero_(*grad);
-  }
-  return {grad_query, grad_key, grad_value};
+  return attention_backward(attention, {grad_output, output, rows, grad_lse}, lists);
 }
 
 Tensor block_attention_bias_backward(
@@ -520,7 +422,8 @@ Tensor block_attention_bias_backward(
   check_attention_backward(grad_output, grad_lse, query, output, rows);
   check_attention_bias_shape(shape, query, key);
   check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);
-  Attention attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, block, scale, causal, dropout_p);
+  Attention attention(query, key, value, {&rpe, &attn_mask, &key_bias}, block, scale, causal);
+  attention.drop(dropout_seed, dropout_p);
   auto lists = lists_by_line(row_lines, row_entries, row_units, layout_heads, attention.rows, attention.columns, block,
                              tile);
   Tensor out = fresh(torch::stable::new_empty(query, shape, lse_type(query)));

@@ -49,6 +49,43 @@ static void add_biases(const AttentionLine& line, int64_t column, int64_t rows, 
   }
 }
 
+// -inf to scores from `begin` to `end`.
+template <class C>
+DS_SPARSE_INLINE void mask(C* scores, int64_t begin, int64_t end) {
+  for (int64_t c = begin; c < end; ++c) scores[c] = -infinity<C>;
+}
+
+// -inf to those of the line's scores with one block, (rows, b), that are masked or of tokens that there are not.
+template <class C>
+static void mask_block(const AttentionLine& line, int64_t column, int64_t rows, int64_t columns, C* scores) {
+  int64_t block = line.block;
+  auto within = [&](int64_t token) { return token < column ? 0 : at_most(token - column, block); };
+  for (int64_t r = 0; r < line.rows; ++r, scores += block) {
+    int64_t token = line.first + r, begin = 0, end = r < rows ? columns : 0;
+    if (line.causal && !line.places) {
+      if (line.transposed)
+        begin = within(token);
+      else
+        end = at_most(end, within(token + 1));
+    }
+    mask(scores, 0, begin);
+    mask(scores, end, block);
+    if (r >= rows) continue;
+    if (line.limits && token >= line.num_global) {
+      int64_t global = within(line.num_global), low = within(line.limits[2 * token]),
+              high = within(line.limits[2 * token + 1]);
+      mask(scores, global, low);
+      mask(scores, high > global ? high : global, block);
+    }
+    if (line.causal && line.places) {
+      const int32_t* places = line.places + column;
+      int32_t place = line.places[token];
+      for (int64_t c = 0; c < columns; ++c)
+        scores[c] = (line.transposed ? place > places[c] : place < places[c]) ? -infinity<C> : scores[c];
+    }
+  }
+}
+
 // The scores of the line's rows and `count` blocks, each (rows, b), -inf where masked and where there are no tokens.
 template <class T, int W>
 static void attention_scores(const AttentionLine& line, const Compute<T>* left, int64_t left_stride,
@@ -66,14 +103,7 @@ static void attention_scores(const AttentionLine& line, const Compute<T>* left, 
     }
     int64_t column = blocks[n] * block, columns = at_most(block, line.column_end - column);
     add_biases<T, W>(line, column, rows, columns, scores, scratch);
-    // From begin to end a row has scores.
-    for (int64_t r = 0; r < line.rows; ++r) {
-      int64_t begin = 0, end = r < rows ? columns : 0, past = line.first + r - column;
-      if (line.causal && line.transposed && past > 0) begin = at_most(past, block);
-      if (line.causal && !line.transposed && past < end) end = past + 1 > 0 ? past + 1 : 0;
-      for (int64_t c = 0; c < begin; ++c) scores[r * block + c] = -infinity<C>;
-      for (int64_t c = end; c < block; ++c) scores[r * block + c] = -infinity<C>;
-    }
+    mask_block<C>(line, column, rows, columns, scores);
   }
 }
 

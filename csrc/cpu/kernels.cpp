@@ -3,6 +3,8 @@
 #include "attention.h"
 #include "gemm.h"
 #include "rows.h"
+#include "token.h"
+#include "window.h"
 
 namespace ds_sparse::cpu::DS_SPARSE_ISA {
 
@@ -22,6 +24,15 @@ constexpr Kernels<T> table = {
     attention_forward<T>,
     attention_backward<T>,
     attention_bias_backward<T>,
+    window_matmul<T>,
+    unwindow_matmul<T>,
+    window_softmax_forward<T>,
+    window_softmax_backward<T>,
+    token_dots<Compute<T>>,
+    token_sum<Compute<T>>,
+    are_below<T>,
+    token_attention_forward<Compute<T>>,
+    token_attention_backward<Compute<T>>,
 };
 
 extern const Kernels<float> table_float = table<float>;

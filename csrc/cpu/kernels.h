@@ -1,5 +1,5 @@
-// What matmul.cpp, softmax.cpp and attention.cpp ask of an instruction set: the arithmetic of one piece of work, on one
-// thread.
+// What matmul.cpp, softmax.cpp, attention.cpp, window.cpp and token.cpp ask of an instruction set: the arithmetic of
+// one piece of work, on one thread.
 //
 // kernels.cpp is compiled once for each instruction set, and kernels<T>() picks at run time. T is what tensors hold;
 // arithmetic is in Compute<T>. b is the block size throughout.
@@ -66,6 +66,10 @@ struct AttentionLine {
   int64_t row_end, column_end;  // tokens that there are
   double scale;
   bool causal;
+  // Token t sees tokens limits[2 * t] to limits[2 * t + 1] - 1, the first num_global ones see all and are seen by all,
+  // and causality goes by the tokens' places; the same for rows and columns. Null: everything, and the tokens' order.
+  const int32_t *limits, *places;
+  int64_t num_global;
   Bias biases[max_biases];  // strides by the rows and columns here
   int num_biases;
   const Dropout* dropout;  // null: none
@@ -94,6 +98,32 @@ struct AttentionColumn {
   C* grad_query;             // by slots, added to
 };
 
+// A query and the keys that it sees. Rows here and below have a multiple of `lanes` numbers, zero where there are none.
+template <class C>
+struct TokenForward {
+  const C *query, *keys, *values;  // values: what is weighted
+  int64_t key_width, value_width;
+  const int32_t* list;  // rows of keys and values
+  int64_t count;
+  C scale;
+  C* sum;         // (value_width)
+  C* statistics;  // the largest score, -inf without a key, and the sum of exponentials
+  C* scratch;     // count, and up to a multiple of lanes
+};
+
+// The same query's gradient, and what the keys and values take theirs from.
+template <class C>
+struct TokenBackward {
+  const C *query, *grad_output, *keys, *values;
+  int64_t key_width, value_width;
+  const int32_t* list;
+  int64_t count;
+  C scale;
+  C origin, inverse_sum, delta;  // as in AttentionStatistics
+  C* grad_query;                 // (key_width)
+  C* pairs;                      // (count, 2): their probabilities, and the gradients of query . key
+};
+
 // Scores of a line that kernels of attention hold at a time, where its blocks are not larger.
 constexpr int64_t attention_tile = 8192;
 
@@ -108,6 +138,24 @@ constexpr int64_t attention_scratch(int64_t block) {
   int64_t rows = attention_rows(block);
   return 4 * (rows * block > attention_tile ? rows * block : attention_tile);
 }
+
+// Tokens `first` to first + rows - 1 of `tokens`, each with those at most `window` away.
+struct WindowRows {
+  int64_t tokens, window, first, rows;
+
+  // The tokens that token t is with: begin to end - 1. Inline always, as code of several instruction sets has them.
+  __attribute__((always_inline)) int64_t begin(int64_t t) const { return t > window ? t - window : 0; }
+  __attribute__((always_inline)) int64_t end(int64_t t) const {
+    return tokens - t > window ? t + window + 1 : tokens;
+  }
+};
+
+// A band as a product reads it: what row r and token t have lies at a[offset + r * row_stride + t * token_stride].
+template <class C>
+struct Band {
+  const C* a;
+  int64_t offset, row_stride, token_stride;
+};
 
 // What dropout multiplies probabilities by, 0 or more than 1: of queries x keys from (query, key) on, to
 // out[i * query_stride + j * key_stride]. In attention.cpp, for all instruction sets.
@@ -173,6 +221,35 @@ struct Kernels {
   void (*attention_bias_backward)(const AttentionLine& line, const C* query, const C* grad_output, const C* key_panels,
                                   const C* value_panels, const AttentionStatistics<C>& statistics,
                                   const int32_t* blocks, int64_t count, C* out, int64_t out_stride, C* scratch);
+
+  // The rows' band, 2 * window + 1 numbers each: a (rows, depth) by tokens, of which all are in panels of `lanes`.
+  void (*window_matmul)(const WindowRows& rows, const C* a, const C* panels, int64_t depth, T* band);
+
+  // sum[r] = sum over tokens t of the row's window of band(r, t) * dense[t]; dense and sum have `width` columns, a
+  // multiple of lanes.
+  void (*unwindow_matmul)(const WindowRows& rows, const Band<C>& band, const C* dense, int64_t width, C* sum);
+
+  // Of each row of the band, the softmax over the tokens at most `window` away, with causal none after the row's.
+  // key_bias: null, or of all tokens. scratch: 2 * window + 1 of C, to a multiple of lanes.
+  void (*window_softmax_forward)(const WindowRows& rows, const T* band, const C* key_bias, int64_t window, double scale,
+                                 bool causal, T* probs, C* scratch);
+
+  // out = scale * probs * (grad - sum of grad * probs over the row), of `count` rows of `width` numbers.
+  void (*window_softmax_backward)(const T* grad, const T* probs, int64_t count, int64_t width, double scale, T* out);
+
+  // out[n] = own . row list[n] of rows, n < count; out has room up to a multiple of lanes.
+  void (*token_dots)(const C* own, const C* rows, int64_t width, const int32_t* list, int64_t count, C* out);
+
+  // sum = the sum over n < count of weights[n], or weights[slots[n] * slot_stride], times row list[n] of rows.
+  void (*token_sum)(const C* weights, const int32_t* slots, int64_t slot_stride, const C* rows, int64_t width,
+                    const int32_t* list, int64_t count, C* sum);
+
+  // Whether x[n] is 0 or more and below limit, for all n < count.
+  bool (*are_below)(const int32_t* x, int64_t count, int32_t limit);
+
+  void (*token_attention_forward)(const TokenForward<C>& line);
+
+  void (*token_attention_backward)(const TokenBackward<C>& line);
 };
 
 inline int64_t dsd_scratch(int64_t block, int64_t rows) {

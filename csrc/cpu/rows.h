@@ -14,6 +14,36 @@ DS_SPARSE_INLINE Vec<C, W> add_bias(Vec<C, W> x, Vec<C, W> bias) {
   return bias == -infinity<C> ? bias : sum;
 }
 
+// scale * x, where no finite number becomes -inf.
+template <class C, int W>
+DS_SPARSE_INLINE Vec<C, W> scaled_scores(Vec<C, W> x, C scale) {
+  Vec<C, W> scaled = x * scale;
+  auto overflowed = (scaled < lowest<C>)&(x - x == 0);
+  return overflowed ? broadcast<C, W>(lowest<C>) : scaled;
+}
+
+// Exponentials in place of a row's scores, a multiple of W of them, and 1 over their sum: 0 where nothing is left.
+template <class C, int W>
+DS_SPARSE_INLINE C softmax_in_place(C* row, int64_t length) {
+  using V = Vec<C, W>;
+  V largest = broadcast<C, W>(-infinity<C>);
+  for (int64_t c = 0; c < length; c += W) {
+    V x = load<C, W>(row + c);
+    largest = x > largest ? x : largest;
+  }
+  C top = max_lanes<C, W>(largest);
+  // With nothing left (and no NaN) every exponential, and the sum, is 0.
+  if (top == -infinity<C>) top = 0;
+  V sums{};
+  for (int64_t c = 0; c < length; c += W) {
+    V e = exp_nonpositive<C, W>(load<C, W>(row + c) - top);
+    store<C, W>(row + c, e);
+    sums += e;
+  }
+  C sum = sum_lanes<C, W>(sums);
+  return sum == 0 ? C(0) : 1 / sum;
+}
+
 // One row of a bias over the live blocks; -inf where a bool one drops.
 template <class T, int W>
 static void read_bias(const Bias& bias, int64_t token, const int32_t* columns, int64_t count, int64_t block,
@@ -48,11 +78,8 @@ static void softmax_forward_of(const SoftmaxRows<T>& rows, Compute<T>* scratch) 
     int64_t token = rows.row * block + r;
     for (int64_t n = 0; n < rows.count; ++n) {
       const T* scores = rows.scores + (n * block + r) * block;
-      for (int64_t c = 0; c < block; c += W) {
-        V x = load<C, W>(scores + c), scaled = x * scale;
-        auto overflowed = (scaled < lowest<C>)&(x - x == 0);
-        store<C, W>(row + n * block + c, overflowed ? broadcast<C, W>(lowest<C>) : scaled);
-      }
+      for (int64_t c = 0; c < block; c += W)
+        store<C, W>(row + n * block + c, scaled_scores<C, W>(load<C, W>(scores + c), scale));
     }
     for (int i = 0; i < rows.num_biases; ++i) {
       C* bias = scratch + (i + 1) * length;
@@ -67,22 +94,7 @@ static void softmax_forward_of(const SoftmaxRows<T>& rows, Compute<T>* scratch) 
         for (int64_t c = seen < 0 ? 0 : seen; c < block; ++c) row[n * block + c] = -infinity<C>;
       }
     }
-    V largest = broadcast<C, W>(-infinity<C>);
-    for (int64_t c = 0; c < length; c += W) {
-      V x = load<C, W>(row + c);
-      largest = x > largest ? x : largest;
-    }
-    C top = max_lanes<C, W>(largest);
-    // With nothing left (and no NaN) every exponential, and the sum, is 0.
-    if (top == -infinity<C>) top = 0;
-    V sums{};
-    for (int64_t c = 0; c < length; c += W) {
-      V e = exp_nonpositive<C, W>(load<C, W>(row + c) - top);
-      store<C, W>(row + c, e);
-      sums += e;
-    }
-    C sum = sum_lanes<C, W>(sums);
-    C inverse = sum == 0 ? C(0) : 1 / sum;
+    C inverse = softmax_in_place<C, W>(row, length);
     for (int64_t n = 0; n < rows.count; ++n) {
       T* probs = rows.probs + (n * block + r) * block;
       for (int64_t c = 0; c < block; c += W) store<C, W>(probs + c, V(load<C, W>(row + n * block + c) * inverse));

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -46,6 +46,20 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
     start = time.perf_counter()
     call()
     return (time.perf_counter() - start) * 1e3
+
+
+def time_of(
+    call: Callable[..., torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    grad: torch.Tensor,
+    direction: str,
+    device: torch.device,
+) -> float:
+    """Milliseconds of one call; with TRAIN of that and of the gradients of all inputs."""
+    leaves = [x.detach().requires_grad_(direction == TRAIN) for x in inputs]
+    if direction == TRAIN:
+        return timed(lambda: torch.autograd.grad(call(*leaves), leaves, grad), device)
+    return timed(lambda: call(*leaves), device)
 
 
 def in_turns(

@@ -6,7 +6,7 @@ A case is data; `run_case` verifies it, times all competitors in turns in one pr
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -21,8 +21,8 @@ from ..layout import density, to_token_mask
 from ..ops import MatMul, Softmax
 from ..sparsity import BigBirdSparsityConfig, BSLongformerSparsityConfig, FixedSparsityConfig, SparsityConfig
 from .floors import Ceilings, Size, operation_floor
-from .machine import DTYPES, FORWARD, TRAIN, in_turns, timed
-from .verification import output_and_gradients, random_tensors, require_as_accurate
+from .machine import DTYPES, FORWARD, TRAIN, in_turns, time_of
+from .verification import random_tensors, require_same_meaning
 
 LAYOUTS: dict[str, tuple[type[SparsityConfig], dict[str, Any]]] = {
     "fixed": (FixedSparsityConfig, {}),
@@ -69,18 +69,22 @@ class Row:
 
 @dataclass(frozen=True)
 class Competitor:
-    """`call(*inputs)`, differentiated by all inputs; `dense` names the competitor that does the same job densely."""
+    """`call(*inputs)`, differentiated by all inputs unless it is `forward_only`; `dense` names the competitor that does
+    the same job densely."""
 
     name: str
     dense: str
     call: Callable[..., Tensor]
     inputs: tuple[Tensor, ...]
     output_grad: Tensor
+    forward_only: bool = False
 
 
-def competitor(name: str, dense: str, call: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Competitor:
+def competitor(
+    name: str, dense: str, call: Callable[..., Tensor], inputs: Sequence[Tensor], forward_only: bool = False
+) -> Competitor:
     with torch.no_grad():
-        return Competitor(name, dense, call, inputs, torch.randn_like(call(*inputs)))
+        return Competitor(name, dense, call, tuple(inputs), torch.randn_like(call(*inputs)), forward_only)
 
 
 def grid(
@@ -106,25 +110,39 @@ def run_case(case: Case, device: torch.device, repeats: int, seconds: float) -> 
     structure, options = LAYOUTS[case.layout]
     layout = structure(num_heads=case.heads, block=case.block, **options).make_bool_layout(case.seq_len)
     verify(case, layout, device)
-    live = density(layout)
-    ceilings = Ceilings.measure(device, DTYPES[case.dtype]) if device.type == "cuda" else None
-    size = Size(case.batch, case.heads, case.seq_len, case.head_dim, live, DTYPES[case.dtype].itemsize)
+    live, dtype = density(layout), DTYPES[case.dtype]
+    size = Size(case.batch, case.heads, case.seq_len, case.head_dim, live, dtype.itemsize)
     competitors = make_competitors(case, layout.to(device))
+    return live, measure(competitors, size, dtype, device, repeats, seconds, describe(case, live))
+
+
+def measure(
+    competitors: list[Competitor],
+    size: Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    repeats: int,
+    seconds: float,
+    title: str,
+) -> list[Row]:
+    """Times the competitors in turns, each in both directions unless it has one."""
+    ceilings = Ceilings.measure(device, dtype) if device.type == "cuda" else None
     runs = {
-        (runner.name, direction): partial(time_of, runner, direction, device)
+        (runner.name, direction): partial(time_of, runner.call, runner.inputs, runner.output_grad, direction, device)
         for runner in competitors
-        for direction in (FORWARD, TRAIN)
+        for direction in ((FORWARD,) if runner.forward_only else (FORWARD, TRAIN))
     }
-    times = in_turns(runs, repeats, seconds, describe(case, live))
+    times = in_turns(runs, repeats, seconds, title)
     medians = {key: statistics.median(samples) for key, samples in times.items()}
+    dense_names = {runner.name: runner.dense for runner in competitors}
     rows = []
-    for runner in competitors:
-        for direction in (FORWARD, TRAIN):
-            mine, dense = medians[runner.name, direction], medians[runner.dense, direction]
-            rounds = len(times[runner.name, direction])
-            floor = live * dense if ceilings is None else operation_floor(ceilings, size, runner.dense, direction)
-            rows.append(Row(runner.name, direction, runner.dense, mine, mine / dense, mine / floor, rounds))
-    return live, rows
+    for (name, direction), mine in medians.items():
+        dense_name = dense_names[name]
+        dense = medians[dense_name, direction]
+        floor = size.density * dense if ceilings is None else operation_floor(ceilings, size, dense_name, direction)
+        rounds = len(times[name, direction])
+        rows.append(Row(name, direction, dense_name, mine, mine / dense, mine / floor, rounds))
+    return rows
 
 
 def make_competitors(case: Case, layout: Tensor) -> list[Competitor]:
@@ -218,31 +236,12 @@ def verify(case: Case, layout: Tensor, device: torch.device) -> None:
         "dds": (value.mT, probs),
         "attention": (query, key, value),
     }
-    for name, arguments in inputs.items():
-        output_grad = torch.randn_like(ours[name](*arguments))
-        exact = output_and_gradients(theirs[name], [x.double() for x in arguments], output_grad.double())
-        plain = output_and_gradients(theirs[name], arguments, output_grad)
-        mine = output_and_gradients(ours[name], arguments, output_grad)
-        for i, (right, theirs_here, ours_here) in enumerate(zip(exact, plain, mine, strict=True)):
-            what = f"gradient {i}" if i else "output"
-            require_as_accurate(f"{case}: {what} of {name}", ours_here, theirs_here, right)
+    require_same_meaning(str(case), ours, theirs, inputs, device)
 
 
 def dense_inputs(case: Case, heads: int, device: torch.device) -> list[Tensor]:
     """Query, key and value."""
     return random_tensors(3, (case.batch, heads, case.seq_len, case.head_dim), DTYPES[case.dtype], device)
-
-
-def time_of(runner: Competitor, direction: str, device: torch.device) -> float:
-    """Milliseconds of one call."""
-    inputs = [x.detach().requires_grad_(direction == TRAIN) for x in runner.inputs]
-
-    def call() -> None:
-        output = runner.call(*inputs)
-        if direction == TRAIN:
-            torch.autograd.grad(output, inputs, runner.output_grad)
-
-    return timed(call, device)
 
 
 def describe(case: Case, live: float) -> str:

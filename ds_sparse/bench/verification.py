@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -49,6 +49,30 @@ def require_as_accurate(
         raise ArithmeticError(
             f"{what}{where} has an RMS error of {error[worst]:.2e}; plain PyTorch allows {allowed[worst]:.2e}."
         )
+
+
+def require_same_meaning(
+    what: str,
+    ours: Mapping[str, Callable[..., Tensor]],
+    theirs: Mapping[str, Callable[..., Tensor]],
+    inputs: Mapping[str, Sequence[Tensor]],
+    device: torch.device,
+) -> None:
+    """Holds outputs and gradients of operations, by name, to those of their meaning, which is computed on `device` in
+    float64 and at the precision of the inputs.
+
+    Raises:
+        ArithmeticError: an error larger than `require_as_accurate` allows.
+    """
+    for name, arguments in inputs.items():
+        grad = torch.randn_like(ours[name](*arguments))
+        mine = output_and_gradients(ours[name], arguments, grad)
+        there, grad = [x.to(device) for x in arguments], grad.to(device)
+        exact = output_and_gradients(theirs[name], [x.double() for x in there], grad.double())
+        plain = output_and_gradients(theirs[name], there, grad)
+        for i, results in enumerate(zip(mine, plain, exact, strict=True)):
+            part = f"gradient {i}" if i else "output"
+            require_as_accurate(f"{what}: {part} of {name}", *(x.to(device) for x in results))
 
 
 def attention_by_block_rows(

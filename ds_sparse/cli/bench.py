@@ -6,12 +6,17 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from fnmatch import fnmatch
-from typing import Any
+from itertools import product
+from typing import Any, TypeVar
 
 import torch
 
-from ..bench import attention, cases, floors, machine, matmul, peers
+from ..bench import attention, cases, floors, machine, matmul, peers, tokens, window
 from . import positive
+
+Case = TypeVar("Case")
+Measured = tuple[Iterable[str], list[dict[str, Any]]]
+"""A case's table, and its rows for the JSON."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     operations = parser.add_subparsers(dest="operation", required=True, metavar="operation")
     add_matmul(operations.add_parser("matmul", help="MatMul, Softmax, and attention of both"))
     add_attention(operations.add_parser("attention", help="fused attention on live blocks"))
+    add_window(operations.add_parser("window", help="products, softmax and attention of windows"))
+    add_tokens(operations.add_parser("tokens", help="attention over token pairs, step by step"))
 
 
 def add_shared(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +37,18 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="OUT", help="write the rows to this file")
 
 
+def add_sizes(parser: argparse.ArgumentParser, heads: int) -> None:
+    parser.add_argument("--heads", type=positive, default=heads, help=f"(default: {heads})")
+    parser.add_argument("--batch", type=positive, default=1, help="sequences (default: 1)")
+    parser.add_argument("--head-dim", type=positive, default=64, help="numbers in a head's vector (default: 64)")
+    parser.add_argument(
+        "--dtype",
+        type=listed(one_of(machine.DTYPES)),
+        default=["fp32", "bf16"],
+        help="fp32, bf16, fp16 (default: fp32,bf16)",
+    )
+
+
 def add_matmul(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Verifies the operations against float64, then times them beside dense PyTorch in the same process. 'x dense' "
@@ -39,16 +58,8 @@ def add_matmul(parser: argparse.ArgumentParser) -> None:
     )
     add_shared(parser)
     parser.add_argument("--seq-len", type=positive, default=2048, help="tokens (default: 2048)")
-    parser.add_argument("--heads", type=positive, default=12, help="(default: 12)")
-    parser.add_argument("--batch", type=positive, default=1, help="sequences (default: 1)")
-    parser.add_argument("--head-dim", type=positive, default=64, help="numbers in a head's vector (default: 64)")
+    add_sizes(parser, heads=12)
     parser.add_argument("--block", type=listed(positive), default=[64, 16], help="block sizes (default: 64,16)")
-    parser.add_argument(
-        "--dtype",
-        type=listed(one_of(machine.DTYPES)),
-        default=["fp32", "bf16"],
-        help="fp32, bf16, fp16 (default: fp32,bf16)",
-    )
     layouts = list(matmul.LAYOUTS)
     parser.add_argument(
         "--layout",
@@ -100,6 +111,70 @@ def add_attention(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(measure=run_attention)
 
 
+def add_window(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Verifies the operations of windows against float64, then times them in turns beside dense PyTorch and other "
+        "ways to windowed attention. 'x dense' is the ratio to the dense counterpart, 'x floor' that to what perfect "
+        "sparsity costs: on a GPU bytes and FLOPs of the windows at the rates of a copy and of a matrix product measured "
+        "here, on a CPU density times the dense time."
+    )
+    add_shared(parser)
+    parser.add_argument("--seq-len", type=listed(positive), default=[1024, 4096], help="tokens (default: 1024,4096)")
+    parser.add_argument(
+        "--window", type=listed(positive), default=[64, 256], help="tokens seen on each side (default: 64,256)"
+    )
+    add_sizes(parser, heads=4)
+    parser.add_argument(
+        "--peers",
+        type=listed(one_of(window.PEERS)),
+        default=list(window.PEERS),
+        help=f"{', '.join(window.PEERS)}; flex is compiled for each case (default: all)",
+    )
+    parser.set_defaults(measure=run_window)
+
+
+def add_tokens(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "The steps from dense attention to sparse_attn over token pairs, which all heads share: each is verified "
+        "against float64, output and gradients, then all are timed in turns. Says from which sparsity on a step beats "
+        "dense attention. A step that does not take a case is named with the reason."
+    )
+    add_shared(parser)
+    parser.add_argument(
+        "--seq-len", type=listed(positive), default=[512, 1024, 2048], help="tokens (default: 512,1024,2048)"
+    )
+    parser.add_argument(
+        "--models",
+        type=listed(model),
+        default=[(64, 1), (768, 12)],
+        metavar="D_MODELxHEADS",
+        help="d_model and its number of heads (default: 64x1,768x12)",
+    )
+    parser.add_argument(
+        "--sparsity",
+        type=listed(percent),
+        default=[0.5, 0.75, 0.9, 0.95, 0.99],
+        help="percent of the scores that are not computed (default: 50,75,90,95,99)",
+    )
+    parser.add_argument(
+        "--pairs",
+        type=listed(one_of(tokens.PATTERNS)),
+        default=["random"],
+        help=f"{', '.join(tokens.PATTERNS)}: how they lie (default: random)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=listed(one_of(tokens.STEPS)),
+        default=list(tokens.STEPS),
+        help=f"{', '.join(tokens.STEPS)} (default: all)",
+    )
+    parser.add_argument("--dtype", choices=list(machine.DTYPES), default="fp32", help="(default: fp32)")
+    parser.add_argument(
+        "--profile", type=positive, default=0, metavar="N", help="also name the N operators that take a step's time"
+    )
+    parser.set_defaults(measure=run_tokens)
+
+
 def run(args: argparse.Namespace) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("--device cuda: torch finds no CUDA GPU; leave it out to measure the CPU.", file=sys.stderr)
@@ -108,18 +183,38 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_matmul(args: argparse.Namespace, device: torch.device) -> int:
+    def measured(case: matmul.Case) -> Measured:
+        live, rows = matmul.run_case(case, device, args.repeats, args.seconds)
+        return matmul.table(case, live, rows), matmul.record(case, live, rows)
+
+    grid = matmul.grid(args.layout, args.block, args.dtype, args.batch, args.heads, args.seq_len, args.head_dim)
+    return run_grid(args, device, grid, measured)
+
+
+def run_window(args: argparse.Namespace, device: torch.device) -> int:
+    def measured(case: window.Case) -> Measured:
+        rows = window.run_case(case, args.peers, device, args.repeats, args.seconds)
+        return window.table(case, rows), window.record(case, rows)
+
+    grid = window.grid(args.seq_len, args.window, args.dtype, args.batch, args.heads, args.head_dim)
+    return run_grid(args, device, grid, measured)
+
+
+def run_grid(
+    args: argparse.Namespace, device: torch.device, grid: Iterable[Case], measured: Callable[[Case], Measured]
+) -> int:
+    """Prints and writes case after case; one that is wrong or fails is the last."""
     conditions = machine.conditions(device)
     print(in_words(conditions), flush=True)
-    records = []
-    grid = matmul.grid(args.layout, args.block, args.dtype, args.batch, args.heads, args.seq_len, args.head_dim)
+    records: list[dict[str, Any]] = []
     for case in grid:
         try:
-            live, rows = matmul.run_case(case, device, args.repeats, args.seconds)
+            lines, rows = measured(case)
         except (ValueError, ArithmeticError, RuntimeError) as error:
             print(error, file=sys.stderr)
             return 1
-        print("", *matmul.table(case, live, rows), sep="\n", flush=True)
-        records += matmul.record(case, live, rows)
+        print("", *lines, sep="\n", flush=True)
+        records += rows
         write(args.json, conditions, records)
     return 0
 
@@ -167,6 +262,27 @@ def run_attention(args: argparse.Namespace, device: torch.device) -> int:
     return status
 
 
+def run_tokens(args: argparse.Namespace, device: torch.device) -> int:
+    conditions = machine.conditions(device)
+    print(in_words(conditions), flush=True)
+    results: list[tokens.Result] = []
+    for pattern, seq_len, (d_model, heads) in product(args.pairs, args.seq_len, args.models):
+        of_shape = []
+        for sparsity in args.sparsity:
+            case = tokens.Case(seq_len, d_model, heads, sparsity, pattern, args.dtype)
+            of_shape.append(tokens.run_case(case, args.steps, device, args.repeats, args.seconds, args.profile))
+            rows = [row for result in (*results, *of_shape) for row in tokens.record(result)]
+            write(args.json, conditions, rows)
+        print("", *tokens.table(of_shape), sep="\n", flush=True)
+        results += of_shape
+    if args.device == "cpu":
+        print("", *tokens.goals(results), sep="\n")
+        if tokens.OURS in args.steps and any(result.row(tokens.OURS, machine.TRAIN) is None for result in results):
+            print(f"{tokens.OURS} itself was wrong or failed in a case; its line says how.", file=sys.stderr)
+            return 1
+    return 0
+
+
 def default_peers(args: argparse.Namespace) -> list[str]:
     if args.growth:
         return [peers.OURS]
@@ -199,6 +315,29 @@ def write(path: str | None, conditions: dict[str, Any], rows: list[dict[str, Any
 def listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     """argparse type: comma-separated values of another type."""
     return lambda text: [parse(part) for part in text.split(",")]
+
+
+def model(text: str) -> tuple[int, int]:
+    """argparse type: d_model and heads, such as 768x12."""
+    d_model, _, heads = text.partition("x")
+    try:
+        sizes = positive(d_model), positive(heads)
+    except (argparse.ArgumentTypeError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a d_model and a number of heads, such as 768x12") from None
+    if sizes[0] % sizes[1]:
+        raise argparse.ArgumentTypeError(f"{text!r}: {sizes[1]} heads do not divide a d_model of {sizes[0]}")
+    return sizes
+
+
+def percent(text: str) -> float:
+    """argparse type: a part of 1, from 0 to below 100 %."""
+    try:
+        part = float(text) / 100
+    except ValueError:
+        part = -1
+    if not 0 <= part < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a percentage from 0 to below 100")
+    return part
 
 
 def one_of(names: Iterable[str]) -> Callable[[str], str]:

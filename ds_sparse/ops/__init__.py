@@ -1,8 +1,29 @@
-"""Operations on block-sparse matrices: public classes, their checks, fake kernels and gradients."""
+"""Operations on blocks, windows and lists of token pairs: public functions, their checks, fake kernels, gradients."""
 
-from ._library import missing_kernels
+from ._library import BLOCK_OPERATORS, missing_kernels
 from .attention import block_sparse_attention
 from .matmul import MatMul
 from .softmax import Softmax
+from .token import sparse_attn, sparse_matmul, sparse_matmul_vo
+from .token_steps import gather_attention, jagged_attention, masked_attention, torch_sparse_attention
+from .window import unwindow_matmul, window_matmul, window_softmax
+from .window_attention import window_attention
 
-__all__ = ["MatMul", "Softmax", "block_sparse_attention", "missing_kernels"]
+__all__ = [
+    "BLOCK_OPERATORS",
+    "MatMul",
+    "Softmax",
+    "block_sparse_attention",
+    "gather_attention",
+    "jagged_attention",
+    "masked_attention",
+    "missing_kernels",
+    "sparse_attn",
+    "sparse_matmul",
+    "sparse_matmul_vo",
+    "torch_sparse_attention",
+    "unwindow_matmul",
+    "window_attention",
+    "window_matmul",
+    "window_softmax",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ torch.ops.load_library(CPU_LIBRARY)
 if torch.version.cuda is not None and CUDA_LIBRARY.exists():
     torch.ops.load_library(CUDA_LIBRARY)
 
-OPERATORS = (
+BLOCK_OPERATORS = (
     "matmul_sdd",
     "matmul_dsd",
     "softmax_forward",
@@ -29,13 +30,36 @@ OPERATORS = (
     "block_attention_backward",
     "block_attention_bias_backward",
 )
+WINDOW_OPERATORS = (
+    "window_matmul",
+    "unwindow_matmul",
+    "window_softmax_forward",
+    "window_softmax_backward",
+    "window_attention_forward",
+    "window_attention_backward",
+)
+TOKEN_OPERATORS = (
+    "token_matmul_sdd",
+    "token_matmul_dsd",
+    "token_attention_forward",
+    "token_attention_backward",
+)
+OPERATORS = BLOCK_OPERATORS + WINDOW_OPERATORS + TOKEN_OPERATORS
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def missing_kernels(device_type: str) -> list[str]:
-    """The operators that have no kernel for a device type such as "cuda"; empty where everything runs."""
+def missing_kernels(device_type: str, operators: Sequence[str] = OPERATORS) -> list[str]:
+    """Those of the operators that have no kernel for a device type such as "cuda"; empty where all of them run."""
     key = device_type.upper()
-    return [name for name in OPERATORS if not torch._C._dispatch_has_kernel_for_dispatch_key(f"ds_sparse::{name}", key)]
+    return [name for name in operators if not torch._C._dispatch_has_kernel_for_dispatch_key(f"ds_sparse::{name}", key)]
+
+
+def under_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The operands of an operation that autocast casts, where it is on."""
+    device_type = tensors[0].device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(device_type)) for x in tensors)
 
 
 def check_dtype(x: torch.Tensor) -> None:
@@ -44,11 +68,27 @@ def check_dtype(x: torch.Tensor) -> None:
         raise ValueError(f"Tensors are {x.dtype}; they have to be float16, bfloat16, float32 or float64.")
 
 
+def check_alike(**tensors: torch.Tensor) -> None:
+    """Raises ValueError unless the operands, by name, have the first one's device and dtype, and kernels take it."""
+    (first_name, first), *others = tensors.items()
+    for name, x in others:
+        if x.device != first.device:
+            raise ValueError(f"{name} is on {x.device} and {first_name} on {first.device}; move it there.")
+        if x.dtype != first.dtype:
+            raise ValueError(f"{name} is {x.dtype} and {first_name} {first.dtype}; give all the same dtype.")
+    check_dtype(first)
+
+
 def require_kernel(operator: str, device: torch.device) -> None:
     """Raises RuntimeError with the way out where `ds_sparse::operator` cannot run on the device."""
-    if device.type in ("cpu", "meta") or torch.compiler.is_compiling() or operator not in missing_kernels(device.type):
+    if device.type in ("cpu", "meta") or torch.compiler.is_compiling() or not missing_kernels(device.type, [operator]):
         return
-    if device.type == "cuda" and not CUDA_LIBRARY.exists():
+    if operator in TOKEN_OPERATORS:
+        raise RuntimeError(
+            f"Tensors are on {device}, and native token operations run on the CPU so far; move q, k and v there, or "
+            f"use gather_attention, jagged_attention or torch_sparse_attention, which run on {device.type}."
+        )
+    if device.type == "cuda" and operator in BLOCK_OPERATORS and not CUDA_LIBRARY.exists():
         raise RuntimeError(
             f"Tensors are on {device}, and ds_sparse's CUDA library is not built; install nvcc and reinstall ds_sparse "
             "with DS_SPARSE_CUDA=1 set, or move model and data to the CPU."

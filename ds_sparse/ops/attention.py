@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..index import BlockIndex, as_index
 from ..layout import with_heads
 from ..tiles import HOPPER_TILE, TILE, Tiles
-from ._library import DTYPES, check_dtype, require_kernel
+from ._library import DTYPES, check_alike, require_kernel, under_autocast
 
 BLOCKS = (8, 16, 32, 64, 128)
 MAX_HEAD_DIM = 256
@@ -78,16 +78,11 @@ def block_sparse_attention(
         RuntimeError: a device without the kernel; a layout in place of its index under torch.compile or in the capture
             of a CUDA graph.
     """
-    if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value = under_autocast(query, key, value)
     _check_operands(query, key, value)
     batch, heads, tokens, head_dim = query.shape
     keys = key.shape[2]
-    if scale is None:
-        scale = head_dim**-0.5
-    elif not math.isfinite(scale):
-        raise ValueError(f"scale is {scale}; it has to be finite.")
+    scale = _factor(scale, head_dim)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p is {dropout_p}; it has to be 0 or more and below 1.")
     index = _index(layout, block, query.device, tokens, keys, causal)
@@ -111,7 +106,7 @@ def block_sparse_attention(
         seed = dropout_seed(query.device) if dropout_p > 0 else None
         output, lse = _Attention.apply(
             _readable(query), _readable(key), _readable(value), rpe, key_bias, attn_mask, seed,
-            index, float(scale), causal, float(dropout_p),
+            index, scale, causal, float(dropout_p),
         )  # fmt: skip
         output = output[..., :head_dim] if head_dim % 8 else output
     return (output, lse) if return_lse else output
@@ -137,12 +132,7 @@ def _check_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
         raise ValueError(f"Head size is {query.shape[3]}; it has to be from 1 to {MAX_HEAD_DIM}.")
     if 0 in (query.shape[2], key.shape[2]):
         raise ValueError(f"Shapes are {shapes}; there has to be at least one token.")
-    for name, x in (("key", key), ("value", value)):
-        if x.device != query.device:
-            raise ValueError(f"{name} is on {x.device} and query on {query.device}; move it there.")
-        if x.dtype != query.dtype:
-            raise ValueError(f"{name} is {x.dtype} and query {query.dtype}; give all the same dtype.")
-    check_dtype(query)
+    check_alike(query=query, key=key, value=value)
     if query.dtype == torch.float64 and query.device.type == "cuda":
         raise ValueError(
             "Tensors are float64 on CUDA, where this operation takes float16, bfloat16 and float32; use MatMul and "
@@ -150,14 +140,28 @@ def _check_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
         )
 
 
+def _factor(scale: float | None, head_dim: int) -> float:
+    """The factor of the scores."""
+    if scale is None:
+        return head_dim**-0.5
+    if not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}; it has to be finite.")
+    return float(scale)
+
+
 def _check_bias(
-    name: str, x: torch.Tensor | None, query: torch.Tensor, full: tuple[int, ...], dims: tuple[int, ...]
+    name: str,
+    x: torch.Tensor | None,
+    query: torch.Tensor,
+    full: tuple[int, ...],
+    dims: tuple[int, ...],
+    query_name: str = "query",
 ) -> None:
     if x is None:
         return
     is_mask = name != "rpe"
     if x.device != query.device:
-        raise ValueError(f"{name} is on {x.device} and query on {query.device}; move it there.")
+        raise ValueError(f"{name} is on {x.device} and {query_name} on {query.device}; move it there.")
     if x.dtype not in DTYPES and not (is_mask and x.dtype == torch.bool):
         raise ValueError(
             f"{name} is {x.dtype}; it has to be float16, bfloat16, float32 or float64, which is added"

@@ -6,7 +6,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..index import BlockIndex, as_index, index_on
-from ._library import check_dtype, require_kernel
+from ._library import check_dtype, require_kernel, under_autocast
 
 MODES = ("sdd", "dsd", "dds")
 
@@ -61,9 +61,7 @@ class MatMul:
             raise ValueError(
                 f"Inputs must be on the same device; got {a.device} for tensor A and {b.device} for tensor B"
             )
-        if a.device.type != "meta" and torch.is_autocast_enabled(a.device.type):
-            dtype = torch.get_autocast_dtype(a.device.type)
-            a, b = a.to(dtype), b.to(dtype)
+        a, b = under_autocast(a, b)
         if a.dtype != b.dtype:
             raise ValueError(f"Inputs must be the same dtype; got {a.dtype} for A and {b.dtype} for B")
         check_dtype(a)

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from ds_sparse.ops import missing_kernels
+from ds_sparse.ops import BLOCK_OPERATORS, missing_kernels
 
 
 def choose_device() -> tuple[torch.device, str]:
@@ -17,8 +17,8 @@ def choose_device() -> tuple[torch.device, str]:
     """
     if not torch.cuda.is_available():
         why = "no CUDA GPU is visible"
-    elif missing_kernels("cuda"):
-        why = f"a GPU is there, but ds_sparse has no CUDA kernel yet for {', '.join(missing_kernels('cuda'))}"
+    elif missing := missing_kernels("cuda", BLOCK_OPERATORS):
+        why = f"a GPU is there, but ds_sparse has no CUDA kernel yet for {', '.join(missing)}"
     else:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

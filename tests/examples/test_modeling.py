@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ds_sparse
 from data import NOT_PREDICTED, Batch
-from ds_sparse.ops import missing_kernels
+from ds_sparse.ops import BLOCK_OPERATORS, missing_kernels
 from modeling import BertConfig, BertForPreTrainingPreLN, BertSelfAttention, parameter_groups
 
 CONFIG = BertConfig(
@@ -52,7 +52,7 @@ def make_model(args, **changes):
 
 
 def need_kernels(device):
-    missing = missing_kernels(device)
+    missing = missing_kernels(device, BLOCK_OPERATORS)
     if missing:
         pytest.skip(f"no {device} kernel for {', '.join(missing)}")
 

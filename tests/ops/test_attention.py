@@ -27,6 +27,7 @@ from helpers import (
     random,
     rounding,
     seeded,
+    wide,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,11 +44,6 @@ OPERAND_VIEWS = (*VIEWS, "tokens_first")
 
 FULL = make_layout(torch.ones(2, 2, dtype=torch.bool))
 MIXED = make_layout(torch.tensor([[[1, 0, 1], [0, 0, 0], [0, 1, 1]], [[1, 1, 1], [0, 1, 0], [1, 0, 0]]]))
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums are kept in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import torch
 
 from ds_sparse.index import BlockIndex
 from ds_sparse.ops import _library, missing_kernels
+from ds_sparse.window import WindowIndex
 
 
 def test_the_cpu_has_every_kernel():
@@ -25,11 +26,18 @@ def test_a_device_without_kernels_is_named_with_a_way_out():
 
 def test_without_the_cuda_library_the_sentence_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch, tmp_path):
     monkeypatch.setattr(_library, "CUDA_LIBRARY", tmp_path / "absent.so")
-    monkeypatch.setattr(_library, "missing_kernels", lambda device_type: list(_library.OPERATORS))
+    monkeypatch.setattr(_library, "missing_kernels", lambda device_type, operators: list(operators))
     with pytest.raises(
         RuntimeError, match="CUDA library is not built; install nvcc and reinstall ds_sparse with DS_SPARSE_CUDA=1"
     ):
         _library.require_kernel("softmax_forward", torch.device("cuda:0"))
+
+
+@pytest.mark.parametrize("operator", _library.WINDOW_OPERATORS)
+def test_windows_run_on_the_cpu_so_far(operator: str):
+    """On a GPU machine a call ends at the door, in a sentence, and not in the advice to build a library without them."""
+    with pytest.raises(RuntimeError, match=f"{operator} has no cuda kernel yet; move model and data to the CPU"):
+        _library.require_kernel(operator, torch.device("cuda:0"))
 
 
 def test_every_operator_of_the_schema_is_listed():
@@ -41,8 +49,8 @@ def test_every_operator_of_the_schema_is_listed():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
-def test_cuda_has_every_kernel():
-    assert missing_kernels("cuda") == []
+def test_cuda_has_every_kernel_of_blocks():
+    assert missing_kernels("cuda", _library.BLOCK_OPERATORS) == []
 
 
 OFFSETS = ("offsets have to ascend from 0 to the 3 entries", [0, 2, 4], [1, 2, 3], [0, 4, 3])
@@ -239,3 +247,116 @@ def test_attention_in_a_dtype_without_arithmetic_is_refused():
     integers = {name: arguments[name].long() for name in ("query", "key", "value")}
     with pytest.raises(RuntimeError, match="fp32, fp64, fp16 or bf16"):
         call_attention("block_attention_forward", **integers)
+
+
+def window_arguments(operator: str) -> dict[str, object]:
+    """What an operator of windows takes, by name: three heads, 20 tokens, a window of 2."""
+    index = WindowIndex.build(20, 2)
+    names = ("lines", "entries", "units", "cuts")
+    x, band = torch.zeros(2, 3, 20, 8), torch.zeros(2, 3, 20, 5)
+    attention = {
+        **dict.fromkeys(("query", "key", "value"), x),
+        **dict.fromkeys(("key_bias", "places")),
+        "limits": index.limits,
+        **{f"row_{name}": getattr(index.blocks.row_tiles, name) for name in names},
+        "layout_heads": 1,
+        "block": index.blocks.block,
+        "tile": 64,
+        "num_global": 0,
+        "scale": 1.0,
+        "causal": False,
+    }
+    columns = {f"column_{name}": getattr(index.blocks.column_tiles, name) for name in names}
+    forward = {"grad_output": x, "output": x, "rows": torch.zeros(2, 3, 20, 2)}
+    return {
+        "window_matmul": {"a": x, "b": x, "window": 2},
+        "unwindow_matmul": {"band": band, "dense": x, "transposed": False},
+        "window_softmax_forward": {"band": band, "key_bias": None, "windows": [2], "scale": 1.0, "causal": False},
+        "window_softmax_backward": {"grad": band, "probs": band, "scale": 1.0},
+        "window_attention_forward": attention,
+        "window_attention_backward": attention | columns | forward,
+    }[operator]
+
+
+WINDOW_ATTENTION = [
+    ("key has size 19 in dimension 2; it has to be 20", dict.fromkeys(("key", "value"), torch.zeros(2, 3, 19, 8))),
+    ("limits has to be of one head, or of all", {"limits": torch.zeros(2, 20, 2, dtype=torch.int32)}),
+    ("limits has size 19 in dimension 1", {"limits": torch.zeros(1, 19, 2, dtype=torch.int32)}),
+    ("limits has size 3 in dimension 2", {"limits": torch.zeros(1, 20, 3, dtype=torch.int32)}),
+    ("limits has to be int32", {"limits": torch.zeros(1, 20, 2)}),
+    ("limits has to be contiguous", {"limits": torch.zeros(1, 2, 20, dtype=torch.int32).mT}),
+    ("places has 1 dimensions", {"places": torch.zeros(20, dtype=torch.int32)}),
+    ("places has to be int32", {"places": torch.zeros(1, 20, dtype=torch.int64)}),
+    ("key_bias has 2 dimensions", {"key_bias": torch.zeros(2, 20)}),
+    ("key_bias has size 20 in dimension 2", {"key_bias": torch.zeros(2, 3, 20, 20)}),
+    ("key_bias has a dtype", {"key_bias": torch.zeros(2, 1, 1, 20, dtype=torch.bool)}),
+    ("num_global has to be between 0 and the tokens", {"num_global": 21}),
+    ("num_global has to be between 0 and the tokens", {"num_global": -1}),
+    ("lines has size 3", {"row_lines": torch.zeros(3, dtype=torch.int32)}),
+]
+WINDOWS = {
+    "window_matmul": [
+        ("b has size 19 in dimension 2", {"b": torch.zeros(2, 3, 19, 8)}),
+        ("b has size 9 in dimension 3", {"b": torch.zeros(2, 3, 20, 9)}),
+        ("b has size 1 in dimension 0", {"b": torch.zeros(1, 3, 20, 8)}),
+        ("b has to have the dtype", {"b": torch.zeros(2, 3, 20, 8, dtype=torch.float16)}),
+        ("a has 3 dimensions", {"a": torch.zeros(3, 20, 8)}),
+        ("window has to be 0 or more", {"window": -1}),
+        ("fp32, fp64, fp16 or bf16", dict.fromkeys(("a", "b"), torch.zeros(2, 3, 20, 8, dtype=torch.int32))),
+    ],
+    "unwindow_matmul": [
+        (r"2 \* window \+ 1 numbers in the last dimension, got 4", {"band": torch.zeros(2, 3, 20, 4)}),
+        ("band has size 19 in dimension 2", {"band": torch.zeros(2, 3, 19, 5)}),
+        ("band has to have the dtype", {"band": torch.zeros(2, 3, 20, 5, dtype=torch.float64)}),
+    ],
+    "window_softmax_forward": [
+        ("numbers in the last dimension, got 4", {"band": torch.zeros(2, 3, 20, 4)}),
+        ("band has to be contiguous", {"band": torch.zeros(2, 3, 5, 20).mT}),
+        ("windows has to have one number, or one a head", {"windows": [2, 2]}),
+        ("windows has to have one number, or one a head", {"windows": []}),
+        ("at most the band's 2", {"windows": [3]}),
+        ("at most the band's 2", {"windows": [2, -1, 2]}),
+        ("key_bias has size 19 in dimension 1", {"key_bias": torch.zeros(2, 19)}),
+        ("key_bias has a dtype", {"key_bias": torch.zeros(2, 20, dtype=torch.float64)}),
+        ("key_bias has to have its keys adjacent", {"key_bias": torch.zeros(2, 40)[:, ::2]}),
+    ],
+    "window_softmax_backward": [
+        ("probs has size 3 in dimension 3", {"probs": torch.zeros(2, 3, 20, 3)}),
+        ("grad has to be contiguous", {"grad": torch.zeros(2, 3, 5, 20).mT}),
+    ],
+    "window_attention_forward": [
+        *WINDOW_ATTENTION,
+        (
+            "key_bias has to be fp32, or fp64 for fp64",
+            dict.fromkeys(("query", "key", "value"), torch.zeros(2, 3, 20, 8).half())
+            | {"key_bias": torch.zeros(2, 1, 1, 20).half()},
+        ),
+    ],
+    "window_attention_backward": [
+        *WINDOW_ATTENTION,
+        ("rows has size 3 in dimension 3", {"rows": torch.zeros(2, 3, 20, 3)}),
+        ("grad_output has size 19", {"grad_output": torch.zeros(2, 3, 19, 8)}),
+        ("lines has size 3", {"column_lines": torch.zeros(3, dtype=torch.int32)}),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("operator", "sentence", "changed"),
+    [(operator, *case) for operator, cases in WINDOWS.items() for case in cases],
+)
+def test_windows_refuse_operands_that_do_not_fit(operator: str, sentence: str, changed: dict[str, object]):
+    call, arguments = getattr(torch.ops.ds_sparse, operator), window_arguments(operator)
+    call(**arguments)
+    with pytest.raises(RuntimeError, match=sentence):
+        call(**(arguments | changed))
+
+
+@pytest.mark.parametrize("limits", [[-100, 100], [2**31 - 1, -(2**31)], [5, 5]])
+def test_limits_that_lead_outside_are_ranges_of_the_tokens_that_there_are(limits: list[int]):
+    arguments = window_arguments("window_attention_forward")
+    changed = {"limits": torch.tensor(limits, dtype=torch.int32).expand(1, 20, 2).contiguous()}
+    output, *_ = torch.ops.ds_sparse.window_attention_forward(
+        **(arguments | changed | {"value": torch.ones(2, 3, 20, 8)})
+    )
+    torch.testing.assert_close(output, torch.full_like(output, limits == [-100, 100]))

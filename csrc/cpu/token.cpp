@@ -1,0 +1,370 @@
+// token_matmul_sdd, token_matmul_dsd, token_attention_forward and token_attention_backward on the CPU; schemas and
+// letters in ../library.cpp.
+//
+// Work is by lines, each done by one thread: a query gathers the rows of its keys, and for the gradients of keys and
+// values a key gathers the rows of its queries. Loads of these rows are what takes the time. Backward goes over the
+// queries first, and keeps for each pair what its key needs; of as many sequences and heads at a time as fit
+// `kept_pairs`. Nothing is added up between threads: the order of every sum is that of a list.
+
+#include <torch/csrc/stable/library.h>
+
+#include <cmath>
+#include <optional>
+#include <tuple>
+#include <type_traits>
+#include <vector>
+
+#include "arguments.h"
+#include "memory.h"
+#include "packing.h"
+#include "schedule.h"
+
+namespace ds_sparse::cpu {
+
+namespace {
+
+// Pairs of which backward keeps two numbers at a time, so that they stay in a cache; or those of one sequence and head.
+constexpr int64_t kept_pairs = int64_t{1} << 16;
+
+// Lists by one side's tokens, the lines, of the other side's.
+struct TokenLists {
+  const int32_t *offsets, *entries, *slots;
+  int64_t num_entries, lists, list_batch, list_heads, batch, heads, lines, others, longest = 0;
+  std::vector<int64_t> tasks;  // where each begins in the lines of all lists one after another, and their end
+
+  // pair_cost: multiply-adds of a pair.
+  TokenLists(const Tensor& offsets, const Tensor& entries, const std::optional<Tensor>& slots, int64_t list_batch,
+             int64_t list_heads, const Tensor& x, int64_t lines, int64_t others, int64_t pair_cost)
+      : offsets(pointer<int32_t>(offsets)),
+        entries(pointer<int32_t>(entries)),
+        slots(slots ? pointer<int32_t>(*slots) : nullptr),
+        num_entries(entries.size(0)),
+        lists(list_batch * list_heads),
+        list_batch(list_batch),
+        list_heads(list_heads),
+        batch(x.size(0)),
+        heads(x.size(1)),
+        lines(lines),
+        others(others) {
+    check_token_lists(offsets, entries, list_batch, list_heads, lines, x);
+    check_offsets(offsets, num_entries);
+    if (slots) {
+      check_list(*slots, x, "slots");
+      check_size(*slots, 0, num_entries, "slots");
+    }
+    int64_t cost = task_cost;
+    for (int64_t line = 0; line < lists * lines; ++line) {
+      int64_t count = this->offsets[line + 1] - this->offsets[line];
+      if (cost >= task_cost) {
+        tasks.push_back(line);
+        cost = 0;
+      }
+      cost += (count + 4) * pair_cost;
+      longest = std::max(longest, count);
+    }
+    tasks.push_back(lists * lines);
+  }
+
+  int64_t repeats() const { return batch * heads / lists; }
+};
+
+// One line of one sequence and head.
+struct Line {
+  int64_t matrix;  // b * heads + head
+  int64_t repeat;  // number among those that share the list
+  int64_t token;
+  int64_t first, count;  // its entries
+  const int32_t *list, *slots;
+};
+
+// Calls the workers with each line of each sequence and head, of those of `first` to `last` among the repeats.
+template <class MakeWorker>
+void run_lines(const TokenLists& lists, int64_t first, int64_t last, const MakeWorker& make_worker) {
+  int64_t parts = static_cast<int64_t>(lists.tasks.size()) - 1,
+          shared_by_heads = lists.list_heads == 1 ? lists.heads : 1;
+  std::atomic<bool> fits{true};
+  run_tasks((last - first) * parts, [&] {
+    return [&, worker = make_worker()](int64_t task) mutable {
+      int64_t repeat = first + task / parts;
+      for (int64_t at = lists.tasks[task % parts]; at < lists.tasks[task % parts + 1]; ++at) {
+        int64_t list = at / lists.lines;
+        int64_t b = lists.list_batch == 1 ? repeat / shared_by_heads : list / lists.list_heads,
+                head = lists.list_heads == 1 ? repeat % lists.heads : list % lists.list_heads;
+        int64_t begin = lists.offsets[at], count = lists.offsets[at + 1] - begin;
+        Line line{b * lists.heads + head, repeat, at % lists.lines, begin, count, lists.entries + begin,
+                  lists.slots ? lists.slots + begin : nullptr};
+        if (kernels<float>().are_below(line.list, count, lists.others) &&
+            (!line.slots || kernels<float>().are_below(line.slots, count, lists.num_entries)))
+          worker(line);
+        else
+          fits = false;
+      }
+    };
+  });
+  check(fits, "the lists have to hold tokens of 0 or more and below " + std::to_string(lists.others) +
+                  ", and slots below the " + std::to_string(lists.num_entries) + " entries.");
+}
+
+// Tensors (B, H, tokens, D) as rows that a gather reads: of `width` numbers of C one after another from the start of a
+// cache line, zero beyond their own. In place where they lie so.
+template <class T>
+class Rows {
+ public:
+  using C = Compute<T>;
+
+  explicit Rows(const Tensor& x) : width_(padded<C>(x.size(3))), packed_(0) {
+    if constexpr (std::is_same_v<T, C>) {
+      bool in_place = x.is_contiguous() && x.size(3) == width_ &&
+                      reinterpret_cast<uintptr_t>(pointer<T>(x)) % 64 == 0;
+      if (in_place) {
+        head_stride_ = x.size(2) * width_;
+        data_ = pointer<T>(x);
+        return;
+      }
+    }
+    head_stride_ = padded<C>(x.size(2)) * width_;
+    packed_ = pack_all<T>(x, kernels<T>().lanes, width_, false);
+    data_ = packed_.data();
+  }
+
+  int64_t width() const { return width_; }
+  const C* of(int64_t matrix) const { return data_ + matrix * head_stride_; }
+  const C* of(int64_t matrix, int64_t token) const { return of(matrix) + token * width_; }
+
+ private:
+  int64_t width_, head_stride_;
+  Buffer<C> packed_;
+  const C* data_;
+};
+
+// A contiguous (B, H, tokens, D), about to be written by rows.
+template <class T>
+class Result {
+ public:
+  explicit Result(Tensor& x) : data_(static_cast<T*>(x.mutable_data_ptr())), tokens_(x.size(2)), depth_(x.size(3)) {}
+
+  void store(const Line& line, const Compute<T>* row) const {
+    kernels<T>().store_rows(row, 0, 1, depth_, false, data_ + (line.matrix * tokens_ + line.token) * depth_, 0);
+  }
+
+ private:
+  T* data_;
+  int64_t tokens_, depth_;
+};
+
+template <class T>
+void sdd(const Tensor& query, const Tensor& key, const TokenLists& lists, Tensor& out) {
+  using C = Compute<T>;
+  Rows<T> queries(query), keys(key);
+  T* values = static_cast<T*>(out.mutable_data_ptr());
+  run_lines(lists, 0, lists.repeats(), [&] {
+    return [&, dots = Buffer<C>(padded<C>(lists.longest))](const Line& line) {
+      kernels<T>().token_dots(queries.of(line.matrix, line.token), keys.of(line.matrix), keys.width(), line.list,
+                              line.count, dots.data());
+      kernels<T>().store_rows(dots.data(), 0, 1, line.count, false,
+                              values + line.repeat * lists.num_entries + line.first, 0);
+    };
+  });
+}
+
+template <class T>
+void dsd(const Tensor& values, const Tensor& dense, const TokenLists& lists, Tensor& out) {
+  using C = Compute<T>;
+  constexpr bool same = std::is_same_v<T, C>;
+  Rows<T> rows(dense);
+  Result<T> result(out);
+  const T* all_values = pointer<T>(values);
+  run_lines(lists, 0, lists.repeats(), [&] {
+    return [&, gathered = Buffer<T>(same ? 0 : lists.longest), weights = Buffer<C>(same ? 0 : lists.longest),
+            sum = Buffer<C>(rows.width())](const Line& line) {
+      const T* of_list = all_values + line.repeat * lists.num_entries;
+      const int32_t* slots = line.slots;
+      const C* from = weights.data();
+      if constexpr (same) {
+        from = slots ? of_list : of_list + line.first;
+      } else {
+        for (int64_t n = 0; slots && n < line.count; ++n) gathered.data()[n] = of_list[slots[n]];
+        kernels<T>().pack_rows(slots ? gathered.data() : of_list + line.first, 0, 1, 1, line.count, weights.data(),
+                               line.count);
+        slots = nullptr;
+      }
+      kernels<T>().token_sum(from, slots, 1, rows.of(line.matrix), rows.width(), line.list, line.count, sum.data());
+      result.store(line, sum.data());
+    };
+  });
+}
+
+template <class T>
+void forward(const Tensor& query, const Tensor& key, const Tensor& value, const TokenLists& lists, double scale,
+             Tensor& output, Tensor& lse, Tensor& rows) {
+  using C = Compute<T>;
+  Rows<T> queries(query), keys(key), values(value);
+  Result<T> result(output);
+  C *lse_to = static_cast<C*>(lse.mutable_data_ptr()), *statistics = static_cast<C*>(rows.mutable_data_ptr());
+  run_lines(lists, 0, lists.repeats(), [&] {
+    return [&, sum = Buffer<C>(values.width()),
+            scratch = Buffer<C>(padded<C>(lists.longest))](const Line& line) {
+      int64_t at = line.matrix * lists.lines + line.token;
+      C* row = statistics + 2 * at;
+      kernels<T>().token_attention_forward({queries.of(line.matrix, line.token), keys.of(line.matrix),
+                                            values.of(line.matrix), keys.width(), values.width(), line.list, line.count,
+                                            C(scale), sum.data(), row, scratch.data()});
+      // Without a key the largest score is -inf and the sum 0.
+      lse_to[at] = row[0] + std::log(row[1]);
+      result.store(line, sum.data());
+    };
+  });
+}
+
+// What backward has of a query besides its lists.
+template <class T>
+struct Backward {
+  using C = Compute<T>;
+
+  Rows<T> queries, keys, values, grad_outputs, outputs;
+  const C *rows, *grad_lse;  // (B, H, T, 2), and (B, H, T) or null
+  int64_t tokens;
+  C scale;
+
+  // Its gradient, and the two numbers of each of its pairs.
+  void of_query(const Line& line, C* grad_query, C* pairs) const {
+    int64_t at = line.matrix * tokens + line.token;
+    const C *row = rows + 2 * at, *grad_output = grad_outputs.of(line.matrix, line.token);
+    C delta;
+    kernels<C>().row_dots(outputs.of(line.matrix, line.token), 0, 1, grad_output, 0, 1, 1, values.width(), &delta);
+    if (grad_lse) delta -= grad_lse[at];
+    kernels<T>().token_attention_backward({queries.of(line.matrix, line.token), grad_output, keys.of(line.matrix),
+                                           values.of(line.matrix), keys.width(), values.width(), line.list, line.count,
+                                           scale, row[0], row[1] > 0 ? 1 / row[1] : C(0), delta, grad_query, pairs});
+  }
+};
+
+template <class T>
+void backward(const Backward<T>& all, const TokenLists& by_query, const TokenLists& by_key, Tensor& grad_query,
+              Tensor& grad_key, Tensor& grad_value) {
+  using C = Compute<T>;
+  Result<T> of_query(grad_query), of_key(grad_key), of_value(grad_value);
+  int64_t repeats = by_query.repeats(), size = by_query.num_entries,
+          widest = std::max(all.keys.width(), all.values.width()),
+          step = std::clamp<int64_t>(kept_pairs / std::max<int64_t>(1, size), 1, repeats);
+  Buffer<C> kept(2 * step * size);
+  for (int64_t first = 0; first < repeats; first += step) {
+    int64_t last = std::min(first + step, repeats);
+    auto kept_of = [&](const Line& line) { return kept.data() + 2 * (line.repeat - first) * size; };
+    run_lines(by_query, first, last, [&] {
+      return [&, grad = Buffer<C>(widest)](const Line& line) {
+        all.of_query(line, grad.data(), kept_of(line) + 2 * line.first);
+        of_query.store(line, grad.data());
+      };
+    });
+    run_lines(by_key, first, last, [&] {
+      return [&, grad = Buffer<C>(widest)](const Line& line) {
+        const C* pairs = kept_of(line);
+        kernels<T>().token_sum(pairs + 1, line.slots, 2, all.queries.of(line.matrix), all.keys.width(), line.list,
+                               line.count, grad.data());
+        of_key.store(line, grad.data());
+        kernels<T>().token_sum(pairs, line.slots, 2, all.grad_outputs.of(line.matrix), all.values.width(), line.list,
+                               line.count, grad.data());
+        of_value.store(line, grad.data());
+      };
+    });
+  }
+}
+
+Tensor token_matmul_sdd(Tensor query, Tensor key, Tensor row_offsets, Tensor columns, int64_t list_batch,
+                        int64_t list_heads) {
+  check_token_operands({{&query, "query"}, {&key, "key"}});
+  check_size(key, 3, query.size(3), "key");
+  TokenLists lists(row_offsets, columns, std::nullopt, list_batch, list_heads, query, query.size(2), key.size(2),
+                   query.size(3));
+  Tensor out = fresh(torch::stable::new_empty(query, {lists.repeats(), columns.size(0)}));
+  if (out.numel() == 0) return out;
+  for_dtype(query.scalar_type(),
+            [&](auto* type) { sdd<std::remove_pointer_t<decltype(type)>>(query, key, lists, out); });
+  return out;
+}
+
+Tensor token_matmul_dsd(Tensor values, Tensor dense, Tensor offsets, Tensor indices, std::optional<Tensor> slots,
+                        int64_t list_batch, int64_t list_heads) {
+  check_token_operands({{&dense, "dense"}});
+  check(list_batch > 0 && list_heads > 0 && (offsets.size(0) - 1) % (list_batch * list_heads) == 0,
+        "offsets has to have one entry a line of each list, and one.");
+  int64_t lines = (offsets.size(0) - 1) / (list_batch * list_heads);
+  TokenLists lists(offsets, indices, slots, list_batch, list_heads, dense, lines, dense.size(2), dense.size(3));
+  check_dim(values, 2, "values");
+  check_like(values, dense, "values");
+  check_contiguous(values, "values");
+  check_size(values, 0, lists.repeats(), "values");
+  check_size(values, 1, lists.num_entries, "values");
+  Tensor out = fresh(torch::stable::new_empty(dense, {dense.size(0), dense.size(1), lines, dense.size(3)}));
+  if (out.numel() == 0) return out;
+  for_dtype(dense.scalar_type(),
+            [&](auto* type) { dsd<std::remove_pointer_t<decltype(type)>>(values, dense, lists, out); });
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor> token_attention_forward(Tensor query, Tensor key, Tensor value, Tensor row_offsets,
+                                                           Tensor columns, int64_t list_batch, int64_t list_heads,
+                                                           double scale) {
+  check_token_operands({{&query, "query"}, {&key, "key"}, {&value, "value"}});
+  check_size(key, 3, query.size(3), "key");
+  check_size(value, 2, key.size(2), "value");
+  TokenLists lists(row_offsets, columns, std::nullopt, list_batch, list_heads, query, query.size(2), key.size(2),
+                   query.size(3) + value.size(3));
+  int64_t batch = query.size(0), heads = query.size(1), tokens = query.size(2);
+  Tensor output = fresh(torch::stable::new_empty(query, {batch, heads, tokens, value.size(3)})),
+         lse = torch::stable::new_empty(query, {batch, heads, tokens}, lse_type(query)),
+         rows = torch::stable::new_empty(query, {batch, heads, tokens, 2}, lse_type(query));
+  if (lse.numel() > 0) {
+    for_dtype(query.scalar_type(), [&](auto* type) {
+      forward<std::remove_pointer_t<decltype(type)>>(query, key, value, lists, scale, output, lse, rows);
+    });
+  }
+  return {output, lse, rows};
+}
+
+std::tuple<Tensor, Tensor, Tensor> token_attention_backward(Tensor grad_output, std::optional<Tensor> grad_lse,
+                                                            Tensor query, Tensor key, Tensor value, Tensor output,
+                                                            Tensor rows, Tensor row_offsets, Tensor columns,
+                                                            Tensor column_offsets, Tensor column_rows, Tensor slots,
+                                                            int64_t list_batch, int64_t list_heads, double scale) {
+  check_token_operands({{&query, "query"},
+                        {&key, "key"},
+                        {&value, "value"},
+                        {&grad_output, "grad_output"},
+                        {&output, "output"}});
+  check_size(key, 3, query.size(3), "key");
+  check_size(value, 2, key.size(2), "value");
+  check_size(output, 2, query.size(2), "output");
+  check_size(output, 3, value.size(3), "output");
+  check_attention_backward(grad_output, grad_lse, output, output, rows);
+  if (grad_lse) check_contiguous(*grad_lse, "grad_lse");
+  int64_t pair_cost = 2 * (query.size(3) + value.size(3));
+  TokenLists by_query(row_offsets, columns, std::nullopt, list_batch, list_heads, query, query.size(2), key.size(2),
+                      pair_cost),
+      by_key(column_offsets, column_rows, slots, list_batch, list_heads, query, key.size(2), query.size(2), pair_cost);
+  check_size(column_rows, 0, by_query.num_entries, "column_rows");
+  auto gradient = [](const Tensor& x) { return fresh(torch::stable::new_empty(x, x.sizes())); };
+  Tensor grad_query = gradient(query), grad_key = gradient(key), grad_value = gradient(value);
+  if (query.size(0) * query.size(1) > 0) {
+    for_dtype(query.scalar_type(), [&](auto* type) {
+      using T = std::remove_pointer_t<decltype(type)>;
+      using C = Compute<T>;
+      Backward<T> all{Rows<T>(query), Rows<T>(key), Rows<T>(value), Rows<T>(grad_output), Rows<T>(output),
+                      pointer<C>(rows), grad_lse ? pointer<C>(*grad_lse) : nullptr, query.size(2), C(scale)};
+      backward(all, by_query, by_key, grad_query, grad_key, grad_value);
+    });
+  }
+  return {grad_query, grad_key, grad_value};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(ds_sparse, CPU, m) {
+  m.impl("token_matmul_sdd", TORCH_BOX(&token_matmul_sdd));
+  m.impl("token_matmul_dsd", TORCH_BOX(&token_matmul_dsd));
+  m.impl("token_attention_forward", TORCH_BOX(&token_attention_forward));
+  m.impl("token_attention_backward", TORCH_BOX(&token_attention_backward));
+}
+
+}  // namespace ds_sparse::cpu

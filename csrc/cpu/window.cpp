@@ -1,0 +1,195 @@
+// window_matmul, unwindow_matmul, window_softmax_forward and window_softmax_backward on the CPU; schemas and letters in
+// ../library.cpp.
+//
+// A task has neighbouring rows of a head, fewer of them the wider the window is.
+
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <optional>
+#include <type_traits>
+#include <vector>
+
+#include "arguments.h"
+#include "memory.h"
+#include "packing.h"
+#include "schedule.h"
+
+namespace ds_sparse::cpu {
+
+namespace {
+
+// Rows of a task whose tokens cost `cost` for each other one; of 64, since a transposed band is read so many at a time.
+int64_t task_rows(int64_t tokens, int64_t window, int64_t cost) {
+  int64_t of_row = std::min(tokens, 2 * window + 1) * std::max<int64_t>(1, cost);
+  return std::clamp<int64_t>(task_cost / of_row / 16 * 16, 16, 64);
+}
+
+// Calls the workers with (batch, head, rows), for all rows of all heads, a multiple of `step` and perhaps the rest.
+template <class MakeWorker>
+void run_rows(const Tensor& like, int64_t window, int64_t step, const MakeWorker& make_worker) {
+  int64_t heads = like.size(1), tokens = like.size(2), parts = blocks_of(tokens, step);
+  run_tasks(like.size(0) * heads * parts, [&] {
+    return [&, worker = make_worker()](int64_t task) mutable {
+      int64_t matrix = task / parts, first = task % parts * step;
+      worker(matrix / heads, matrix % heads, WindowRows{tokens, window, first, std::min(step, tokens - first)});
+    };
+  });
+}
+
+template <class T>
+void multiply(const Tensor& a, const Tensor& b, int64_t window, Tensor& out) {
+  using C = Compute<T>;
+  int64_t heads = a.size(1), tokens = a.size(2), depth = a.size(3), lanes = kernels<T>().lanes,
+          panels_size = padded<T>(tokens) * depth, width = 2 * window + 1;
+  auto panels = pack_all<T>(b, lanes, padded<T>(depth), true);
+  T* bands = static_cast<T*>(out.mutable_data_ptr());
+  int64_t step = task_rows(tokens, window, depth);
+  run_rows(a, window, step, [&] {
+    return [&, left = Buffer<C>(step * depth)](int64_t batch, int64_t head, const WindowRows& rows) {
+      int64_t matrix = batch * heads + head;
+      pack_tokens<T>(a, batch, head, rows.first, step, depth, left.data());
+      kernels<T>().window_matmul(rows, left.data(), panels.data() + matrix * panels_size, depth,
+                                 bands + (matrix * tokens + rows.first) * width);
+    };
+  });
+}
+
+// The part of a band that some rows need, in C, in scratch of `band_scratch` numbers; its tokens one after another, or
+// its rows if transposed.
+template <class T>
+Band<Compute<T>> pack_band(const T* band, int64_t row_stride, int64_t column_stride, const WindowRows& rows,
+                           bool transposed, Compute<T>* scratch) {
+  const Kernels<T>& kernel = kernels<T>();
+  int64_t last = rows.first + rows.rows - 1, begin = rows.begin(rows.first), end = rows.end(last);
+  if (!transposed) {
+    // Columns that no row has a token for are left out.
+    int64_t from = rows.begin(last) == 0 ? rows.window - last : 0,
+            until = rows.end(rows.first) == rows.tokens ? rows.window + rows.tokens - rows.first : 2 * rows.window + 1;
+    from = std::max<int64_t>(from, 0);
+    until = std::min(until, 2 * rows.window + 1);
+    kernel.pack_rows(band + rows.first * row_stride + from * column_stride, row_stride, column_stride, rows.rows,
+                     until - from, scratch, until - from);
+    return {scratch, rows.window - rows.first - from, until - from - 1, 1};
+  }
+  for (int64_t t = begin; t < end; ++t) {
+    int64_t from = std::max(rows.first, t - rows.window), count = std::min(last, t + rows.window) + 1 - from;
+    kernel.pack_rows(band + t * row_stride + (from - t + rows.window) * column_stride, 0, column_stride, 1, count,
+                     scratch + (t - begin) * rows.rows + from - rows.first, count);
+  }
+  return {scratch, -begin * rows.rows, 1, rows.rows};
+}
+
+int64_t band_scratch(int64_t tokens, int64_t window, int64_t step) {
+  return step * (std::min(2 * window, tokens) + step + 1);
+}
+
+template <class T>
+void unwindow(const Tensor& band, const Tensor& dense, bool transposed, Tensor& out) {
+  using C = Compute<T>;
+  constexpr bool same = std::is_same_v<T, C>;
+  int64_t heads = dense.size(1), tokens = dense.size(2), depth = dense.size(3), width = padded<T>(depth),
+          window = band.size(3) / 2;
+  bool band_in_place = same && band.stride(3) == 1;
+  bool dense_in_place = same && width == depth && dense.stride(3) == 1 && dense.stride(2) == depth;
+  int64_t lanes = kernels<T>().lanes, packed_size = padded<T>(tokens) * width;
+  auto packed = dense_in_place ? Buffer<C>(0) : pack_all<T>(dense, lanes, width, false);
+  int64_t step = task_rows(tokens, window, depth);
+  run_rows(dense, window, step, [&] {
+    return [&, sum = Buffer<C>(step * width),
+            scratch = Buffer<C>(band_in_place ? 0 : band_scratch(tokens, window, step))](int64_t batch, int64_t head,
+                                                                                        const WindowRows& rows) {
+      const T* from = pointer<T>(band) + batch * band.stride(0) + head * band.stride(1);
+      int64_t stride = band.stride(2);
+      const C* right = packed.data() + (batch * heads + head) * packed_size;
+      Band<C> left;
+      if constexpr (same) {
+        if (dense_in_place) right = pointer<T>(dense) + batch * dense.stride(0) + head * dense.stride(1);
+        if (transposed)
+          left = {from, window + rows.first, 1, stride - 1};
+        else
+          left = {from, window + rows.first * (stride - 1), stride - 1, 1};
+      }
+      if (!band_in_place) left = pack_band(from, stride, band.stride(3), rows, transposed, scratch.data());
+      kernels<T>().unwindow_matmul(rows, left, right, width, sum.data());
+      store_tokens<T>(sum.data(), width, batch, head, rows.first, rows.rows, out);
+    };
+  });
+}
+
+Tensor window_matmul(Tensor a, Tensor b, int64_t window) {
+  check_operands({{&a, "a"}, {&b, "b"}}, 3);
+  check_size(b, 3, a.size(3), "b");
+  check_window(window);
+  Tensor out = fresh(torch::stable::new_empty(a, {a.size(0), a.size(1), a.size(2), 2 * window + 1}));
+  if (out.numel() == 0) return out;
+  for_dtype(a.scalar_type(), [&](auto* type) { multiply<std::remove_pointer_t<decltype(type)>>(a, b, window, out); });
+  return out;
+}
+
+Tensor unwindow_matmul(Tensor band, Tensor dense, bool transposed) {
+  check_operands({{&dense, "dense"}, {&band, "band"}}, 3);
+  check_band(band, "band");
+  Tensor out = fresh(torch::stable::new_empty(dense, dense.sizes()));
+  if (out.numel() == 0) return out;
+  for_dtype(dense.scalar_type(),
+            [&](auto* type) { unwindow<std::remove_pointer_t<decltype(type)>>(band, dense, transposed, out); });
+  return out;
+}
+
+Tensor window_softmax_forward(Tensor band, std::optional<Tensor> key_bias, std::vector<int64_t> windows, double scale,
+                              bool causal) {
+  check_window_softmax(band, key_bias, windows);
+  Tensor out = fresh(torch::stable::new_empty(band, band.sizes()));
+  if (out.numel() == 0) return out;
+  for_dtype(band.scalar_type(), [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    using C = Compute<T>;
+    int64_t heads = band.size(1), tokens = band.size(2), width = band.size(3), window = width / 2;
+    run_rows(band, window, task_rows(tokens, window, 8), [&] {
+      return [&, scratch = Buffer<C>(padded<T>(width))](int64_t batch, int64_t head, const WindowRows& rows) {
+        int64_t at = ((batch * heads + head) * tokens + rows.first) * width;
+        const C* bias =
+            key_bias ? pointer<C>(*key_bias) + (key_bias->size(0) == 1 ? 0 : batch) * key_bias->stride(0) : nullptr;
+        kernels<T>().window_softmax_forward(rows, pointer<T>(band) + at, bias, windows[windows.size() == 1 ? 0 : head],
+                                            scale, causal, static_cast<T*>(out.mutable_data_ptr()) + at,
+                                            scratch.data());
+      };
+    });
+  });
+  return out;
+}
+
+Tensor window_softmax_backward(Tensor grad, Tensor probs, double scale) {
+  check_operands({{&grad, "grad"}, {&probs, "probs"}}, 3);
+  check_size(probs, 3, grad.size(3), "probs");
+  for (auto [x, name] : {std::pair{&grad, "grad"}, {&probs, "probs"}}) {
+    check_band(*x, name);
+    check_contiguous(*x, name);
+  }
+  Tensor out = fresh(torch::stable::new_empty(grad, grad.sizes()));
+  if (out.numel() == 0) return out;
+  for_dtype(grad.scalar_type(), [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    int64_t heads = grad.size(1), tokens = grad.size(2), width = grad.size(3), window = width / 2;
+    run_rows(grad, window, task_rows(tokens, window, 4), [&] {
+      return [&](int64_t batch, int64_t head, const WindowRows& rows) {
+        int64_t at = ((batch * heads + head) * tokens + rows.first) * width;
+        kernels<T>().window_softmax_backward(pointer<T>(grad) + at, pointer<T>(probs) + at, rows.rows, width, scale,
+                                             static_cast<T*>(out.mutable_data_ptr()) + at);
+      };
+    });
+  });
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(ds_sparse, CPU, m) {
+  m.impl("window_matmul", TORCH_BOX(&window_matmul));
+  m.impl("unwindow_matmul", TORCH_BOX(&unwindow_matmul));
+  m.impl("window_softmax_forward", TORCH_BOX(&window_softmax_forward));
+  m.impl("window_softmax_backward", TORCH_BOX(&window_softmax_backward));
+}
+
+}  // namespace ds_sparse::cpu

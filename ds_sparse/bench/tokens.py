@@ -1,0 +1,365 @@
+"""The steps from dense attention to `sparse_attn` side by side, over lists of token pairs that all heads share.
+
+A step's output and gradients are verified before it is timed, in turns in one process; one that does not take a case,
+or is wrong, is named with the reason.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
+
+from ..ops import (
+    gather_attention,
+    jagged_attention,
+    masked_attention,
+    sparse_attn,
+    sparse_matmul,
+    torch_sparse_attention,
+)
+from ..ops.token_steps import weighted_sums
+from ..tokens import TokenIndex
+from .machine import DTYPES, FORWARD, TRAIN, in_turns, time_of
+from .peers import Unsupported
+from .plain_loop import plain_loop
+from .verification import attention_by_block_rows, output_and_gradients, random_tensors, require_as_accurate
+
+DIRECTIONS = (FORWARD, TRAIN)
+
+MEMORY = 4 << 30
+"""Bytes of temporaries that a step may take; of more, it is not run."""
+
+OURS, DENSE, SDPA, TORCH_SPARSE, LOOP = "sparse_attn", "masked", "sdpa", "torch.sparse", "C++ loop"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the grid. d_model / heads numbers a head; `pattern` is one of `PATTERNS`."""
+
+    seq_len: int
+    d_model: int
+    heads: int
+    sparsity: float
+    pattern: str = "random"
+    dtype: str = "fp32"
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.heads
+
+    def mask(self) -> Tensor:
+        """bool (T, T) on the CPU, the same at every call."""
+        return PATTERNS[self.pattern](self.seq_len, 1 - self.sparsity)
+
+
+def random_mask(tokens: int, density: float) -> Tensor:
+    return torch.rand(tokens, tokens, generator=torch.Generator().manual_seed(0)) < density
+
+
+def window_mask(block: int) -> Callable[[int, float], Tensor]:
+    """A window of blocks around the diagonal, the first block row and column, with the width that comes nearest to the
+    density."""
+
+    def build(tokens: int, density: float) -> Tensor:
+        side = torch.arange(-(-tokens // block))
+        far = (side[:, None] - side).abs()
+        first = (side[:, None] == 0) | (side == 0)
+        layouts = [first | (far <= width) for width in range(len(side))]
+        live = min(layouts, key=lambda layout: abs(layout.double().mean().item() - density))
+        return live.repeat_interleave(block, 0).repeat_interleave(block, 1)[:tokens, :tokens]
+
+    return build
+
+
+PATTERNS = {"random": random_mask, "window-16": window_mask(16), "window-64": window_mask(64)}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A case on a device: its mask, and the index of its pairs."""
+
+    case: Case
+    mask: Tensor
+    index: TokenIndex
+
+
+@dataclass(frozen=True)
+class Step:
+    """`build(problem)` gives a call with query, key and value, (1, H, T, D) each.
+
+    Attributes:
+        dense: it computes all scores, whatever the lists say.
+        no_backward: why it cannot be differentiated; empty where it can.
+        numbers: how many numbers of temporaries there are of a pair, for a head size, while it is differentiated.
+        numbers_of_all: the same of each of the T * T scores.
+    """
+
+    build: Callable[[Problem], Callable[[Tensor, Tensor, Tensor], Tensor]]
+    dense: bool = False
+    no_backward: str = ""
+    numbers: Callable[[int], int] = lambda head_dim: 0
+    numbers_of_all: int = 0
+
+
+def of_pairs(function: Callable[..., Tensor], **options: Any) -> Step:
+    return Step(lambda problem: lambda q, k, v: function(q, k, v, problem.index), **options)
+
+
+def native_scores(q: Tensor, k: Tensor, v: Tensor, index: TokenIndex) -> Tensor:
+    """The native product alone: scores by `sparse_matmul`, the rest by `index_add`."""
+    scores = sparse_matmul(q, k, index).flatten(0, 1) * q.shape[-1] ** -0.5
+    sums, totals = weighted_sums(index, scores, v.flatten(0, 1))
+    return (sums / totals.masked_fill(totals == 0, 1).unsqueeze(-1)).to(q.dtype).view(v.shape)
+
+
+STEPS: dict[str, Step] = {
+    DENSE: Step(lambda problem: lambda q, k, v: masked_attention(q, k, v, problem.mask), numbers_of_all=6),
+    "gather": of_pairs(gather_attention, numbers=lambda head_dim: 8 * head_dim),
+    "jagged": of_pairs(jagged_attention, numbers=lambda head_dim: 8 * head_dim),
+    TORCH_SPARSE: of_pairs(torch_sparse_attention, numbers=lambda head_dim: 16),
+    "sparse_matmul": of_pairs(native_scores, numbers=lambda head_dim: 4 * head_dim),
+    OURS: of_pairs(sparse_attn, numbers=lambda head_dim: 2),
+    SDPA: Step(lambda problem: scaled_dot_product_attention, dense=True),
+    "sdpa+mask": Step(
+        lambda problem: lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=problem.mask), numbers_of_all=1
+    ),
+    LOOP: Step(lambda problem: plain_loop(problem.index), no_backward="forward only"),
+}
+"""The ladder (sparse_matmul: of the native operations the scores alone), and beside it PyTorch's dense attention, that
+with a mask, and the loop a learner writes in C++."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step in one direction; without a time, `reason` says why.
+
+    Attributes:
+        to_dense: its time over that of `masked_attention`; below 1 it is faster.
+        to_ours: its time over that of `sparse_attn`; above 1 `sparse_attn` is faster.
+    """
+
+    step: str
+    direction: str
+    milliseconds: float | None = None
+    to_dense: float | None = None
+    to_ours: float | None = None
+    rounds: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A case, measured. pairs: of one head. operators: the top ones of each step, if they were asked for."""
+
+    case: Case
+    pairs: int
+    rows: list[Row]
+    operators: dict[str, list[str]]
+
+    def row(self, step: str, direction: str) -> Row | None:
+        """The row of a step that was measured."""
+        found = (row for row in self.rows if (row.step, row.direction) == (step, direction) and not row.reason)
+        return next(found, None)
+
+
+def run_case(
+    case: Case, names: Sequence[str], device: torch.device, repeats: int, seconds: float, top: int = 0
+) -> Result:
+    """Verifies the steps, then times them in turns: `repeats` rounds, or as many as begin within `seconds`, three at
+    least; names the `top` operators of each by time. Never raises for a step's sake."""
+    mask = case.mask()
+    problem = Problem(case, mask.to(device), TokenIndex.from_mask(mask).to(device).prepared())
+    shape = (1, case.heads, case.seq_len, case.head_dim)
+    *inputs, grad = random_tensors(4, shape, DTYPES[case.dtype], device)
+    references = References(mask, inputs, grad)
+
+    calls: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
+    reasons: dict[str, str] = {}
+    for name in names:
+        step = STEPS[name]
+        try:
+            refuse_too_large(step, problem)
+            calls[name] = step.build(problem)
+            verify(calls[name], step, inputs, grad, references)
+        except (Unsupported, ArithmeticError, RuntimeError, ValueError) as error:
+            reasons[name] = str(error).strip().splitlines()[0]
+    runs = {
+        (name, direction): partial(time_of, call, inputs, grad, direction, device)
+        for name, call in calls.items()
+        if name not in reasons
+        for direction in DIRECTIONS[: 1 if STEPS[name].no_backward else None]
+    }
+    times = in_turns(runs, repeats, seconds, describe(case))
+    medians = {key: statistics.median(samples) for key, samples in times.items()}
+    rows = []
+    for name in names:
+        for direction in DIRECTIONS:
+            mine = medians.get((name, direction))
+            if mine is None:
+                rows.append(Row(name, direction, reason=reasons.get(name) or STEPS[name].no_backward))
+                continue
+            dense, ours = (medians.get((other, direction)) for other in (DENSE, OURS))
+            rows.append(
+                Row(
+                    name, direction, mine, mine / dense if dense else None, mine / ours if ours else None,
+                    len(times[name, direction]),
+                )
+            )  # fmt: skip
+    done = dict.fromkeys(name for name, _ in runs)
+    operators = {name: top_operators(calls[name], STEPS[name], inputs, grad, top) for name in done if top}
+    return Result(case, problem.index.num_pairs, rows, operators)
+
+
+def refuse_too_large(step: Step, problem: Problem) -> None:
+    case = problem.case
+    numbers = step.numbers(case.head_dim) * problem.index.num_pairs + step.numbers_of_all * case.seq_len**2
+    size = numbers * case.heads * DTYPES[case.dtype].itemsize
+    if size > MEMORY:
+        raise Unsupported(f"takes {size / 2**30:.1f} GiB")
+
+
+class References:
+    """Output and gradients of the last head, in float64 and by plain PyTorch at the inputs' precision, (T, D) each;
+    with the mask and dense, each computed when it is first needed."""
+
+    def __init__(self, mask: Tensor, inputs: list[Tensor], grad: Tensor) -> None:
+        self.mask = mask
+        self.mine = [x[-1, -1] for x in (*inputs, grad)]
+        self._known: dict[bool, tuple[list[Tensor], list[Tensor], list[Tensor]]] = {}
+
+    def of(self, dense: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Plain, exact, and the sizes of the exact sums' terms."""
+        if dense not in self._known:
+            mask = torch.ones_like(self.mask) if dense else self.mask
+            plain, _ = attention_by_block_rows(*self.mine, mask, 1)
+            exact, terms = attention_by_block_rows(*(x.double() for x in self.mine), mask, 1)
+            self._known[dense] = plain, exact, terms
+        return self._known[dense]
+
+
+def verify(call: Callable[..., Tensor], step: Step, inputs: list[Tensor], grad: Tensor, references: References) -> None:
+    """Holds output and gradients to the references, token by token.
+
+    Raises:
+        ArithmeticError: an error larger than `require_as_accurate` allows.
+    """
+    results = [call(*inputs)] if step.no_backward else output_and_gradients(call, inputs, grad)
+    what = ("output", "gradient of query", "gradient of key", "gradient of value")
+    for name, mine, plain, exact, terms in zip(what, results, *references.of(step.dense), strict=False):
+        require_as_accurate(name, mine[-1, -1], plain, exact, 1, terms)
+
+
+def top_operators(call: Callable[..., Tensor], step: Step, inputs: list[Tensor], grad: Tensor, top: int) -> list[str]:
+    """The operators of a call that take most time by themselves, each with its share and how often it is called."""
+    on_cuda = inputs[0].device.type == "cuda"
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_cuda else [])
+    with profile(activities=activities) as measured:
+        _ = call(*inputs) if step.no_backward else output_and_gradients(call, inputs, grad)
+        if on_cuda:
+            torch.cuda.synchronize()
+    events = measured.key_averages()
+
+    def own_time(event: Any) -> float:
+        return event.self_device_time_total if on_cuda else event.self_cpu_time_total
+
+    total = sum(map(own_time, events))
+    largest = sorted(events, key=own_time, reverse=True)[:top]
+    return [f"{own_time(event) / total:.0%} {event.key} x{event.count}" for event in largest if total]
+
+
+def describe(case: Case) -> str:
+    return f"T {case.seq_len}, d_model {case.d_model}, heads {case.heads}, {case.sparsity:.0%} sparse {case.pattern}"
+
+
+def table(results: list[Result]) -> Iterator[str]:
+    """Lines of the results of one shape and pattern: milliseconds of each step by sparsity, and who beats dense."""
+    case = results[0].case
+    names = list(dict.fromkeys(row.step for row in results[0].rows))
+    yield (
+        f"T {case.seq_len}, d_model {case.d_model}, heads {case.heads}, {case.pattern} pairs, {case.dtype}; "
+        f"ms of {FORWARD} / {TRAIN}"
+    )
+    yield f"{'sparsity':>8} {'pairs':>9}" + "".join(f"{name:>18}" for name in names)
+    for result in results:
+        cells = "".join(f"{cell(result, name):>18}" for name in names)
+        sparsity = 1 - result.pairs / case.seq_len**2
+        yield f"{sparsity:8.1%} {result.pairs:9}{cells}"
+    for other in (DENSE, SDPA):
+        if other in names:
+            line = "".join(
+                f"{' / '.join(beats_from(results, name, other, d) for d in DIRECTIONS) if name != other else '-':>18}"
+                for name in names
+            )
+            yield f"{'beats ' + other + ' from':>18}{line}"
+    reasons = {(row.step, row.reason): None for result in results for row in result.rows if row.reason}
+    for name, reason in reasons:
+        yield f"{name}: {reason}"
+    for result in results:
+        for name, operators in result.operators.items():
+            yield f"{result.case.sparsity:.0%} {name}: {', '.join(operators)}"
+
+
+def cell(result: Result, name: str) -> str:
+    rows = [result.row(name, direction) for direction in DIRECTIONS]
+    return " / ".join("-" if row is None else f"{row.milliseconds:.3g}" for row in rows)
+
+
+def beats_from(results: list[Result], name: str, other: str, direction: str) -> str:
+    """The sparsity from which on, of those measured, a step is faster than another; '-' if it is not at the highest."""
+    least = "-"
+    for result in sorted(results, key=lambda result: result.case.sparsity, reverse=True):
+        mine, theirs = result.row(name, direction), result.row(other, direction)
+        if mine is None or theirs is None or mine.milliseconds >= theirs.milliseconds:
+            break
+        least = f"{result.case.sparsity:.0%}"
+    return least
+
+
+GOALS = (
+    ("forward, of torch.sparse", TORCH_SPARSE, FORWARD, 2.0),
+    ("forward, of the C++ loop", LOOP, FORWARD, 5.0),
+    ("forward, of dense SDPA", SDPA, FORWARD, 1.0),
+    ("forward+backward, of torch.sparse", TORCH_SPARSE, TRAIN, 10.0),
+)
+"""What `sparse_attn` is to reach on a CPU in fp32 with D 64: how many times faster than whom."""
+
+
+def in_goal(result: Result, step: str) -> bool:
+    """Whether a goal speaks of the case: dense attention's from 90 % and 1024 tokens on, the others' where torch.sparse
+    takes 0.25 ms or more."""
+    case, slow = result.case, result.row(TORCH_SPARSE, FORWARD)
+    if case.dtype != "fp32" or case.head_dim != 64:
+        return False
+    if step == SDPA:
+        return case.seq_len >= 1024 and 1 - result.pairs / case.seq_len**2 >= 0.895
+    return slow is not None and slow.milliseconds >= 0.25
+
+
+def goals(results: list[Result]) -> Iterator[str]:
+    """A line a goal: in how many cases it is reached, and the case that is furthest from it."""
+    for name, step, direction, wanted in GOALS:
+        reached = [
+            (row.to_ours, result.case)
+            for result in results
+            if in_goal(result, step) and (row := result.row(step, direction)) is not None and row.to_ours is not None
+        ]
+        if reached:
+            least, case = min(reached, key=lambda pair: pair[0])
+            count = sum(times >= wanted for times, _ in reached)
+            yield (
+                f"{wanted:g} times as fast {name}: {count} of {len(reached)} cases; least {least:.1f} times, "
+                f"{describe(case)}"
+            )
+
+
+def record(result: Result) -> list[dict[str, Any]]:
+    """The rows with their case, flat, as they go into the JSON."""
+    return [asdict(result.case) | {"pairs": result.pairs} | asdict(row) for row in result.rows]

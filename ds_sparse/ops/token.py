@@ -1,0 +1,287 @@
+"""Attention over lists of token pairs by native kernels: scores of pairs, and the whole in one operation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from ..tokens import Nested, TokenIndex, index_of, tensors_in
+from ._library import check_alike, require_kernel, under_autocast
+from .attention import _factor, _wide
+
+
+def sparse_matmul(q: Tensor, k: Tensor, indices: Tensor | Sequence | TokenIndex) -> Nested:
+    """q[..., i, :] . k[..., j, :] for each pair (i, j) of a list, unscaled.
+
+    Differentiable in q and k. A pair that is listed twice has two scores. Sums are in fp32 or wider and in a fixed
+    order: the same input gives the same bits. Under autocast q and k are cast. Runs on the CPU.
+
+    Source: the sampled dense-dense product; `sparse_matmul` of the learning project lrn-sparseatt (2026), here with
+    heads and gradients.
+
+    Args:
+        q: (..., H, T, D) or (T, D), fp16, bf16, fp32 or fp64, any strides.
+        k: (..., H, S, D) or (S, D).
+        indices: int32 or int64 (M, 2), pairs for all heads in any order; or a list of such, one a head; or, padded at
+            the end by rows of -1, (H or 1, M, 2) or (B or 1, H or 1, M, 2), B the product of what stands before H; or a
+            `TokenIndex`. The index of tensors is built at first use and kept as long as they are not changed.
+
+    Returns:
+        (..., H, M) in q's dtype and in the order of the list; of padded lists the same, 0 where these are padded; of a
+        list, or a `TokenIndex` of several, a list of (..., M) for each head. `TokenIndex.sparse_csr` makes sparse CSR
+        tensors of them.
+
+    Raises:
+        TypeError: pairs of another type or dtype.
+        ValueError: shapes, dtypes, devices that do not fit; a token that does not exist, named by its place.
+        RuntimeError: tensors that are not on the CPU; pairs in place of their index under torch.compile.
+    """
+    index = _index_of_pairs(indices, q, k)
+    return _padded(_scores(q, k, index), indices, -2, q.shape[:-2])
+
+
+def sparse_matmul_vo(
+    q: Tensor, k: Tensor, values: Tensor | Sequence | TokenIndex, offsets: Tensor | Sequence | None = None
+) -> Nested:
+    """`sparse_matmul` of pairs given by rows: the key of each pair, and where each row ends.
+
+    Args:
+        q, k: as in `sparse_matmul`.
+        values, offsets: as in `sparse_attn`.
+
+    Returns:
+        (..., H, N), the scores in the order of `values`; of padded and of several lists as in `sparse_matmul`.
+
+    Raises:
+        As `sparse_matmul`; ValueError also for offsets that fall or end elsewhere.
+    """
+    index = token_index(values, offsets, q, k)
+    return _padded(_scores(q, k, index), values, -1, q.shape[:-2])
+
+
+def sparse_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    values: Tensor | Sequence | TokenIndex,
+    offsets: Tensor | Sequence | None = None,
+    scale: float | None = None,
+    *,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale * q @ k^T) @ v over lists of token pairs, in one operation.
+
+    Differentiable in q, k and v; probabilities are computed again in backward. The softmax of each row subtracts the
+    row's largest score. A row without a key is zeros, its lse -inf, its gradients zero. A pair that is listed twice
+    counts twice. Statistics and sums are in fp32 or wider, sums in a fixed order: the same input gives the same bits,
+    for any number of threads. Under autocast q, k and v are cast. Runs on the CPU.
+
+    Source: `sparse_attn` of the learning project lrn-sparseatt (2026), which *divided* scores by its last argument:
+    its factor sqrt(D) is scale=1/sqrt(D) here, the default.
+
+    Args:
+        q: (..., H, T, D) or (T, D), fp16, bf16, fp32 or fp64, any strides.
+        k: (..., H, S, D) or (S, D).
+        v: (..., H, S, E) or (S, E).
+        values: int32 or int64 (N,), the key of each pair in row order, in any order within a row, for all heads; or a
+            list of such, one a head; or, padded at the end by anything, (H or 1, N) or (B or 1, H or 1, N), B the
+            product of what stands before H; or a `TokenIndex`, and then no offsets.
+            The index of tensors is built at first use and kept as long as they are not changed.
+        offsets: int32 or int64 (T,), the end of each row in `values`, or a CSR row pointer (T + 1,), which begins with
+            0; of each head where `values` are.
+        scale: factor of the scores; 1 / sqrt(D) if it is not given.
+        return_lse: whether to return each row's log of its sum of exponentials as well.
+
+    Returns:
+        (..., H, T, E) in q's dtype; with `return_lse` also (..., H, T) in fp32 (fp64 for fp64), differentiable.
+
+    Raises:
+        TypeError: values or offsets of another type or dtype.
+        ValueError: shapes, dtypes, devices or a scale that do not fit; a key that does not exist, offsets that fall or
+            end elsewhere, each named by its place.
+        RuntimeError: tensors that are not on the CPU; lists in place of their index under torch.compile.
+    """
+    q, k, v = under_autocast(q, k, v)
+    index = token_index(values, offsets, q, k)
+    check_operands(q, k, v)
+    scale = _factor(scale, q.shape[-1])
+    require_kernel("token_attention_forward", q.device)
+    lead = q.shape[:-2]
+    output, lse = _Attention.apply(*(as_4d(x) for x in (q, k, v)), index, scale)
+    output, lse = output.reshape(*lead, *output.shape[2:]), lse.reshape(*lead, lse.shape[2])
+    return (output, lse) if return_lse else output
+
+
+def token_index(
+    values: Tensor | Sequence | TokenIndex, offsets: Tensor | Sequence | None, q: Tensor, k: Tensor
+) -> TokenIndex:
+    """The index of values and offsets for these operands, on q's device."""
+    _check_shapes(q, k)
+    if isinstance(values, TokenIndex):
+        if offsets is not None:
+            raise ValueError("values is a TokenIndex, which has its offsets; leave offsets out.")
+        return _fitting(values, q, k)
+    if offsets is None:
+        raise ValueError("offsets is not given; values need the end of each row, or give a TokenIndex as values.")
+    lengths = q.shape[-2], k.shape[-2]
+    given = _lists(values, "values"), _lists(offsets, "offsets")
+    return _fitting(index_of(lambda: TokenIndex.from_csr(*given, *lengths), given, *lengths), q, k)
+
+
+def check_operands(q: Tensor, k: Tensor, *v: Tensor) -> None:
+    """Raises ValueError unless q, k and, if it is given, v belong together."""
+    _check_shapes(q, k, *v)
+    check_alike(**dict(zip("qkv", (q, k, *v))))
+
+
+def _check_shapes(q: Tensor, k: Tensor, *v: Tensor) -> None:
+    shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", (q, k, *v)))
+    if any(x.dim() < 2 or x.dim() != q.dim() or x.shape[:-2] != q.shape[:-2] for x in (q, k, *v)):
+        raise ValueError(
+            f"Shapes are {shapes}; they have to be (..., heads, tokens, head size), equal before the tokens."
+        )
+    if q.shape[-1] != k.shape[-1] or (v and v[0].shape[-2] != k.shape[-2]):
+        raise ValueError(f"Shapes are {shapes}; q and k need the same head size, k and v the same tokens.")
+    if 0 in (q.shape[-1], *(x.shape[-1] for x in v)):
+        raise ValueError(f"Shapes are {shapes}; head sizes have to be 1 or more.")
+
+
+def _lists(x: Tensor | Sequence, name: str) -> Tensor | Sequence:
+    """x, where it is a tensor or nested lists of tensors."""
+    if not isinstance(x, (Tensor, list, tuple)):
+        raise TypeError(f"{name} are a {type(x).__name__}; they have to be a tensor, or a list of one for each head.")
+    return x if isinstance(x, Tensor) else [_lists(part, name) for part in x]
+
+
+def _index_of_pairs(indices: Tensor | Sequence | TokenIndex, q: Tensor, k: Tensor) -> TokenIndex:
+    _check_shapes(q, k)
+    if isinstance(indices, TokenIndex):
+        return _fitting(indices, q, k)
+    lengths = q.shape[-2], k.shape[-2]
+    given = _lists(indices, "indices")
+    return _fitting(index_of(lambda: TokenIndex.from_pairs(given, *lengths), (given,), *lengths), q, k)
+
+
+def _fitting(index: TokenIndex, q: Tensor, k: Tensor) -> TokenIndex:
+    """The index on q's device, after a check that it fits."""
+    if (index.queries, index.keys) != (q.shape[-2], k.shape[-2]):
+        raise ValueError(
+            f"The lists are for {index.queries} query and {index.keys} key tokens, and q has {q.shape[-2]} and k "
+            f"{k.shape[-2]}; build them for these."
+        )
+    batch, heads = _batch_and_heads(q)
+    for name, own, size in (("heads", index.heads, heads), ("sequences", index.batch, batch)):
+        if own not in (1, size):
+            raise ValueError(f"There are lists for {own} {name}, and q has {size}; give as many, or one for all.")
+    return index if q.device.type == "meta" else index.to(q.device)
+
+
+def _batch_and_heads(q: Tensor) -> tuple[int, int]:
+    lead = q.shape[:-2]
+    return math.prod(lead[:-1]), lead[-1] if lead else 1
+
+
+def as_4d(x: Tensor) -> Tensor:
+    """(..., H, tokens, D) as (B, H, tokens, D)."""
+    return x.reshape(*_batch_and_heads(x), *x.shape[-2:])
+
+
+def _scores(q: Tensor, k: Tensor, index: TokenIndex) -> Nested:
+    q, k = under_autocast(q, k)
+    check_operands(q, k)
+    require_kernel("token_matmul_sdd", q.device)
+    flat = _Matmul.apply(as_4d(q), as_4d(k), index)
+    return index.scores_of(flat, tuple(q.shape[:-2]))
+
+
+def _padded(scores: Nested, given: Tensor | Sequence | TokenIndex, pairs_dim: int, lead: torch.Size) -> Nested:
+    """Scores of lists that were given in one padded tensor in one tensor as well, (..., H, M)."""
+    if not isinstance(given, Tensor) or given.dim() == -pairs_dim:
+        return scores
+    width = given.shape[pairs_dim]
+    if isinstance(scores, Tensor):
+        return pad(scores, (0, width - scores.shape[-1]))
+    lists = [pad(x, (0, width - x.shape[-1])) for x in tensors_in(scores)]
+    # Lists of heads stand beside each other after what they share, those of sequences before the heads that share them.
+    own_heads = given.shape[pairs_dim - 1] > 1
+    return torch.stack(lists, -2 if own_heads else 0).reshape(*lead, width)
+
+
+class _Matmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, index: TokenIndex) -> Tensor:
+        ctx.save_for_backward(q, k)
+        ctx.index = index
+        return torch.ops.ds_sparse.token_matmul_sdd(q, k, index.row_offsets, index.columns, index.batch, index.heads)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        q, k = ctx.saved_tensors
+        index, grad = ctx.index, grad.contiguous()
+        lists = index.batch, index.heads
+        grad_q = grad_k = None
+        if ctx.needs_input_grad[0]:
+            grad_q = torch.ops.ds_sparse.token_matmul_dsd(grad, k, index.row_offsets, index.columns, None, *lists)
+        if ctx.needs_input_grad[1]:
+            grad_k = torch.ops.ds_sparse.token_matmul_dsd(grad, q, *index.by_key, *lists)
+        return grad_q, grad_k, None
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, index: TokenIndex, scale: float) -> tuple[Tensor, Tensor]:
+        output, lse, rows = torch.ops.ds_sparse.token_attention_forward(
+            q, k, v, index.row_offsets, index.columns, index.batch, index.heads, scale
+        )
+        ctx.save_for_backward(q, k, v, output, rows)
+        ctx.index, ctx.scale = index, scale
+        ctx.set_materialize_grads(False)
+        return output, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output: Tensor | None, grad_lse: Tensor | None):
+        q, k, v, output, rows = ctx.saved_tensors
+        index = ctx.index
+        grad_output = torch.zeros_like(output) if grad_output is None else grad_output
+        grad_lse = None if grad_lse is None else grad_lse.contiguous()
+        grads = torch.ops.ds_sparse.token_attention_backward(
+            grad_output, grad_lse, q, k, v, output, rows, index.row_offsets, index.columns, *index.by_key,
+            index.batch, index.heads, ctx.scale,
+        )  # fmt: skip
+        return *grads, None, None
+
+
+@torch.library.register_fake("ds_sparse::token_matmul_sdd")
+def _(query, key, row_offsets, columns, list_batch, list_heads):
+    return query.new_empty(query.shape[0] * query.shape[1] // (list_batch * list_heads), columns.shape[0])
+
+
+@torch.library.register_fake("ds_sparse::token_matmul_dsd")
+def _(values, dense, offsets, indices, slots, list_batch, list_heads):
+    lines = (offsets.shape[0] - 1) // (list_batch * list_heads)
+    return dense.new_empty(dense.shape[0], dense.shape[1], lines, dense.shape[3])
+
+
+@torch.library.register_fake("ds_sparse::token_attention_forward")
+def _(query, key, value, row_offsets, columns, list_batch, list_heads, scale):
+    shape, wide = query.shape[:3], _wide(query.dtype)
+    return (
+        query.new_empty(*shape, value.shape[3]),
+        query.new_empty(shape, dtype=wide),
+        query.new_empty((*shape, 2), dtype=wide),
+    )
+
+
+@torch.library.register_fake("ds_sparse::token_attention_backward")
+def _(
+    grad_output, grad_lse, query, key, value, output, rows, row_offsets, columns, column_offsets, column_rows, slots,
+    list_batch, list_heads, scale,
+):  # fmt: skip
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)

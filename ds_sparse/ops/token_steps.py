@@ -1,0 +1,172 @@
+"""The steps from dense attention to `sparse_attn` in plain PyTorch, to learn from and to compare with; on any device.
+
+Each computes softmax(scale * q @ k^T) @ v over the same pairs, and is differentiable. A row without a key is zeros.
+What a step takes beside the others, `ds_sparse bench tokens` prints. Source of the ladder: the learning project
+lrn-sparseatt (2026).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..tokens import TokenIndex
+from .attention import _factor
+from .token import as_4d, check_operands, token_index
+
+_Lists = Tensor | Sequence | TokenIndex
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
+    """The dense baseline: all scores, those outside the mask set to -inf.
+
+    Args:
+        q, k, v: (..., H, T, D), (..., H, S, D), (..., H, S, E), floating point.
+        mask: bool, True where a query sees a key; broadcasts to (..., H, T, S).
+        scale: 1 / sqrt(D) if it is not given.
+
+    Returns:
+        (..., H, T, E).
+
+    Raises:
+        TypeError: a mask that is not bool.
+    """
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask is {mask.dtype}; it has to be bool, True where a query sees a key.")
+    scores = (q @ k.mT) * _factor(scale, q.shape[-1])
+    # A row of -inf would become NaN; 0 in its place becomes 0 again after the softmax.
+    seen = mask.any(-1, keepdim=True)
+    probs = scores.masked_fill(~mask, float("-inf")).masked_fill(~seen, 0).softmax(-1)
+    return probs.masked_fill(~seen, 0) @ v
+
+
+def gather_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    values: _Lists,
+    offsets: Tensor | Sequence | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """`index_select` of a query, key and value for each pair, `index_add` of exponentials and of weighted values.
+
+    Work is that of the pairs alone, but every pair's numbers go through memory several times. Arguments, results and
+    errors as `sparse_attn`; sums in fp32 or wider.
+    """
+    index, scale, lead = _start(q, k, v, values, offsets, scale)
+    rows, columns = index.places
+    queries, keys, weighted = (index.fold(as_4d(x)) for x in (q, k, v))
+    scores = (queries.index_select(1, rows) * keys.index_select(1, columns)).sum(-1) * scale
+    return _finish(index, *weighted_sums(index, scores, weighted), q, lead)
+
+
+def weighted_sums(index: TokenIndex, scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The exponentials of the pairs' scores (R, N) times values (R, P*S, E) summed up by rows, (R, P*T, E), and their
+    own sums, (R, P*T); both in fp32 or wider, the largest score of a row taken off before."""
+    rows, columns = index.places
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    zeros = scores.new_zeros(len(scores), index.num_lists * index.queries)
+    largest = zeros.scatter_reduce(1, rows.expand_as(scores), scores.detach(), "amax", include_self=False)
+    exps = (scores - largest.index_select(1, rows)).exp()
+    terms = exps.unsqueeze(-1) * values.index_select(1, columns)
+    return zeros.unsqueeze(-1).repeat(1, 1, values.shape[-1]).index_add(1, rows, terms), zeros.index_add(1, rows, exps)
+
+
+def jagged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    values: _Lists,
+    offsets: Tensor | Sequence | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Nested tensors of jagged layout: every query has a matrix of its keys and one of its values, of their own length.
+
+    Arguments, results and errors as `sparse_attn`; sums in fp32 or wider. Of jagged tensors PyTorch 2.13 has products
+    that train, while gradients of their softmax are wrong, a sum has none, and those of a product with a dense tensor
+    take memory that grows with the square of the tokens. So each row's largest score, and its sums, come from
+    `segment_reduce` over the jagged values; a column of ones beside the value sums the exponentials.
+    """
+    index, scale, lead = _start(q, k, v, values, offsets, scale)
+    queries, keys, weighted = (index.fold(as_4d(x)) for x in (q, k, pad(v, (0, 1), value=1.0)))
+    repeats, lines = queries.shape[:2]
+    if repeats * index.num_pairs == 0:
+        return _nothing(q, k, v, lead)
+    rows, columns = index.places
+    starts = index.row_offsets[:-1].long() + index.num_pairs * torch.arange(repeats, device=q.device)[:, None]
+    ends = pad(starts.flatten(), (0, 1), value=repeats * index.num_pairs)
+
+    def jagged(x: Tensor, places: Tensor) -> Tensor:
+        return torch.nested.nested_tensor_from_jagged(x.index_select(1, places).flatten(0, 1), ends)
+
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = (jagged(queries, rows) * jagged(keys, columns)).values().sum(-1).to(wide) * scale
+    largest = torch.segment_reduce(scores.detach(), "max", offsets=ends)
+    exps = (scores - largest.repeat_interleave(ends.diff())).exp().unsqueeze(-1)
+    terms = jagged(weighted.to(wide), columns) * torch.nested.nested_tensor_from_jagged(exps, ends)
+    sums = torch.segment_reduce(terms.values(), "sum", offsets=ends, axis=0).view(repeats, lines, -1)
+    return _finish(index, sums[..., :-1], sums[..., -1], q, lead)
+
+
+def torch_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    values: _Lists,
+    offsets: Tensor | Sequence | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """torch.sparse: `sampled_addmm` for the scores, their softmax in CSR's values, and a sparse matrix product.
+
+    One head after another: these operations take matrices. fp32 and fp64. Other arguments, results and errors as
+    `sparse_attn`; besides:
+
+    Raises:
+        ValueError: another dtype; a pair that is listed twice, which a CSR tensor cannot say.
+    """
+    index, scale, lead = _start(q, k, v, values, offsets, scale)
+    if q.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"Tensors are {q.dtype}, and torch.sparse takes float32 and float64; convert them.")
+    index.refuse_repeated("a sparse CSR tensor")
+    queries, keys, weighted = (index.fold(as_4d(x)) for x in (q, k, v))
+    if queries.shape[0] * index.num_pairs == 0:
+        return _nothing(q, k, v, lead)
+    outputs = [_torch_sparse(*parts, index, scale) for parts in zip(queries, keys, weighted, strict=True)]
+    return index.unfold(torch.stack(outputs), *as_4d(q).shape[:2]).reshape(*lead, q.shape[-2], v.shape[-1])
+
+
+def _torch_sparse(q: Tensor, k: Tensor, v: Tensor, index: TokenIndex, scale: float) -> Tensor:
+    rows, columns = index.places
+    pointer = index.row_offsets.long()
+
+    def csr(x: Tensor) -> Tensor:
+        return torch.sparse_csr_tensor(pointer, columns, x, size=(len(q), len(k)), check_invariants=False)
+
+    scores = torch.sparse.sampled_addmm(csr(q.new_zeros(len(rows))), q, k.mT, beta=0.0, alpha=scale).values()
+    largest = scores.detach().new_zeros(len(q)).scatter_reduce(0, rows, scores.detach(), "amax", include_self=False)
+    exps = (scores - largest[rows]).exp()
+    totals = exps.new_zeros(len(q)).index_add(0, rows, exps)
+    return csr(exps / totals[rows]) @ v
+
+
+def _start(
+    q: Tensor, k: Tensor, v: Tensor, values: _Lists, offsets: Tensor | Sequence | None, scale: float | None
+) -> tuple[TokenIndex, float, torch.Size]:
+    index = token_index(values, offsets, q, k)
+    check_operands(q, k, v)
+    return index, _factor(scale, q.shape[-1]), q.shape[:-2]
+
+
+def _finish(index: TokenIndex, sums: Tensor, totals: Tensor, q: Tensor, lead: torch.Size) -> Tensor:
+    """Sums of weighted values over those of the weights, as the caller wants them."""
+    output = sums / totals.masked_fill(totals == 0, 1).unsqueeze(-1)
+    output = index.unfold(output, *as_4d(q).shape[:2]).to(q.dtype)
+    return output.reshape(*lead, *output.shape[2:])
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor, lead: torch.Size) -> Tensor:
+    """Zeros, where no query sees a key. Sums of nothing keep what was given in the graph."""
+    return q.new_zeros(*lead, q.shape[-2], v.shape[-1]) + sum(x.flatten()[:0].sum() for x in (q, k, v))

@@ -1,0 +1,234 @@
+"""Products and softmax of windows: what a token has with those around it, as a band of 2 * window_size + 1 numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..window import Numbers, of_heads
+from ._library import check_alike, check_dtype, require_kernel, under_autocast
+from .attention import _check_bias, _key_bias, _wide
+
+
+def window_matmul(a: torch.Tensor, b: torch.Tensor, window_size: int) -> torch.Tensor:
+    """a @ b near the diagonal: result[..., i, j] = a[..., i, :] @ b[..., :, i + j - window_size].
+
+    Where there is no such column the result is 0: a softmax over it has to leave these out, as `window_softmax` does.
+    Differentiable in a and b; nothing outside the windows is computed or stored. Under autocast a and b are cast.
+
+    Source: `window_matmul` of pytorch-window-matmul (F. Schlatt, 2023); the idea: Beltagy et al., "Longformer", 2020.
+
+    Args:
+        a: (..., T, D), fp16, bf16 or fp32, on the CPU also fp64. Any strides.
+        b: (..., D, T), such as keys transposed. Leading dimensions broadcast, as in torch.matmul.
+        window_size: how many tokens each sees on both sides, 0 or more; T or more is everything. One number for all
+            heads, as the result has one width: for narrower heads take the widest, and `window_softmax` with theirs.
+
+    Returns:
+        (..., T, 2 * window_size + 1).
+
+    Raises:
+        TypeError: a window_size that is no integer.
+        ValueError: a negative window_size; shapes, dtypes or devices that do not fit.
+        RuntimeError: a device without the kernel.
+    """
+    a, b = under_autocast(a, b)
+    window = _one_window(window_size)
+    if a.dim() < 2 or b.dim() < 2 or a.shape[-2:] != b.shape[:-3:-1]:
+        raise ValueError(
+            f"Shapes are a {tuple(a.shape)}, b {tuple(b.shape)}; they have to be (..., T, D) and (..., D, T), with the "
+            "same T and D."
+        )
+    leading = _leading(a=a, b=b)
+    require_kernel("window_matmul", a.device)
+    band = _WindowMatmul.apply(_with_heads(a, leading), _with_heads(b.transpose(-1, -2), leading), window)
+    return band.reshape(*leading, *band.shape[2:])
+
+
+def unwindow_matmul(p: torch.Tensor, v: torch.Tensor, window_size: int) -> torch.Tensor:
+    """The product of a band and v: result[..., i, :] = sum over j of p[..., i, j] * v[..., i + j - window_size, :].
+
+    Numbers of p for tokens that there are not are left out, whatever they are, and have zero gradient. Differentiable
+    in p and v. Under autocast p and v are cast.
+
+    Source: as of `window_matmul`.
+
+    Args:
+        p: (..., T, 2 * window_size + 1), such as what `window_softmax` gives; fp16, bf16 or fp32, on the CPU also fp64.
+            Any strides.
+        v: (..., T, D). Leading dimensions broadcast, as in torch.matmul.
+        window_size: 0 or more, the same for all heads.
+
+    Returns:
+        (..., T, D).
+
+    Raises:
+        TypeError: a window_size that is no integer.
+        ValueError: a negative window_size; shapes, dtypes or devices that do not fit.
+        RuntimeError: a device without the kernel.
+    """
+    p, v = under_autocast(p, v)
+    window = _one_window(window_size)
+    if p.dim() < 2 or v.dim() < 2 or p.shape[-2] != v.shape[-2] or p.shape[-1] != 2 * window + 1:
+        raise ValueError(
+            f"Shapes are p {tuple(p.shape)}, v {tuple(v.shape)}; with window_size {window} they have to be "
+            f"(..., T, {2 * window + 1}) and (..., T, D), with the same T."
+        )
+    leading = _leading(p=p, v=v)
+    require_kernel("unwindow_matmul", p.device)
+    output = _UnwindowMatmul.apply(_with_heads(p, leading), _with_heads(v, leading))
+    return output.reshape(*leading, *output.shape[2:])
+
+
+def window_softmax(
+    scores: torch.Tensor,
+    window_size: Numbers,
+    *,
+    scale: float = 1.0,
+    causal: bool = False,
+    key_padding_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Row softmax of scale * scores over each token's window, without what is beyond the ends of the sequence.
+
+    `window_matmul` has zeros there, which would take part in a plain softmax over the band. Differentiable in scores.
+    A row with nothing left is zeros, with zero gradient.
+
+    Args:
+        scores: (..., T, 2 * window_size + 1) as of `window_matmul`; (B, H, T, 2 * window_size + 1) where a mask or a
+            window a head is given. fp16, bf16 or fp32, on the CPU also fp64.
+        window_size: 0 or more; or one a head, H integers, and then the scores are those of the widest.
+        scale: factor of the scores.
+        causal: tokens see none after them.
+        key_padding_mask: (B or 1, T); bool keeps where True, float is added.
+
+    Returns:
+        like scores; 0 outside the windows.
+
+    Raises:
+        TypeError: a window_size that holds other than integers.
+        ValueError: shapes, dtypes or devices that do not fit; a mask that requires a gradient.
+        RuntimeError: a device without the kernel.
+    """
+    check_dtype(scores)
+    windows = of_heads("window_size", window_size, 0)
+    if scores.dim() < 2 or scores.shape[-1] != 2 * max(windows) + 1:
+        raise ValueError(
+            f"scores has shape {tuple(scores.shape)}; with window_size {max(windows)} it has to be "
+            f"(..., T, {2 * max(windows) + 1})."
+        )
+    if scores.dim() != 4 and (key_padding_mask is not None or len(windows) > 1):
+        raise ValueError(
+            f"scores has shape {tuple(scores.shape)}; with a key_padding_mask, or a window_size a head, it has to be "
+            "(B, H, T, 2 * window_size + 1)."
+        )
+    band = _with_heads(scores, scores.shape[:-2])
+    batch, heads, tokens, _ = band.shape
+    windows = of_heads("window_size", windows, 0, heads)
+    _check_bias("key_padding_mask", key_padding_mask, band, (batch, tokens), (2,), "scores")
+    require_kernel("window_softmax_forward", scores.device)
+    key_bias = None if key_padding_mask is None else _key_bias(key_padding_mask, _wide(scores.dtype), tokens)
+    return _WindowSoftmax.apply(band, key_bias, windows, float(scale), causal).reshape(scores.shape)
+
+
+def _one_window(window_size: int) -> int:
+    windows = of_heads("window_size", window_size, 0)
+    if len(windows) > 1:
+        raise ValueError(
+            f"window_size has {len(windows)} numbers, and the band has one width; give the widest, and window_softmax "
+            "that of each head."
+        )
+    return windows[0]
+
+
+def _leading(**operands: torch.Tensor) -> torch.Size:
+    """The leading dimensions of a product, after a check of what the operands have to have in common."""
+    check_alike(**operands)
+    try:
+        return torch.broadcast_shapes(*(x.shape[:-2] for x in operands.values()))
+    except RuntimeError:
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in operands.items())
+        raise ValueError(f"Shapes are {shapes}; all but the last two dimensions have to broadcast.") from None
+
+
+def _with_heads(x: torch.Tensor, leading: torch.Size) -> torch.Tensor:
+    """x with the leading dimensions, as (B, H, ...)."""
+    x = x.expand(*leading, -1, -1)
+    if len(leading) > 2:
+        return x.flatten(0, -4)
+    return x[(None,) * (2 - len(leading))]
+
+
+class _WindowMatmul(torch.autograd.Function):
+    """The band of a and b, both (B, H, T, D)."""
+
+    @staticmethod
+    def forward(ctx, a: torch.Tensor, b: torch.Tensor, window: int) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        return torch.ops.ds_sparse.window_matmul(a, b, window)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        a, b = ctx.saved_tensors
+        grad_a = grad_b = None
+        if ctx.needs_input_grad[0]:
+            grad_a = torch.ops.ds_sparse.unwindow_matmul(grad, b, False)
+        if ctx.needs_input_grad[1]:
+            grad_b = torch.ops.ds_sparse.unwindow_matmul(grad, a, True)
+        return grad_a, grad_b, None
+
+
+class _UnwindowMatmul(torch.autograd.Function):
+    """The product of a band (B, H, T, 2 * window + 1) and dense (B, H, T, D)."""
+
+    @staticmethod
+    def forward(ctx, band: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(band, dense)
+        return torch.ops.ds_sparse.unwindow_matmul(band, dense, False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        band, dense = ctx.saved_tensors
+        grad_band = grad_dense = None
+        if ctx.needs_input_grad[0]:
+            grad_band = torch.ops.ds_sparse.window_matmul(grad, dense, band.shape[-1] // 2)
+        if ctx.needs_input_grad[1]:
+            grad_dense = torch.ops.ds_sparse.unwindow_matmul(band, grad, True)
+        return grad_band, grad_dense
+
+
+class _WindowSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, scores, key_bias, windows: tuple[int, ...], scale: float, causal: bool) -> torch.Tensor:
+        probs = torch.ops.ds_sparse.window_softmax_forward(scores.contiguous(), key_bias, windows, scale, causal)
+        ctx.save_for_backward(probs)
+        ctx.scale = scale
+        return probs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        (probs,) = ctx.saved_tensors
+        grad = torch.ops.ds_sparse.window_softmax_backward(grad.contiguous(), probs, ctx.scale)
+        return grad, None, None, None, None
+
+
+@torch.library.register_fake("ds_sparse::window_matmul")
+def _(a, b, window):
+    return a.new_empty(*a.shape[:3], 2 * window + 1)
+
+
+@torch.library.register_fake("ds_sparse::unwindow_matmul")
+def _(band, dense, transposed):
+    return dense.new_empty(dense.shape)
+
+
+@torch.library.register_fake("ds_sparse::window_softmax_forward")
+def _(band, key_bias, windows, scale, causal):
+    return band.new_empty(band.shape)
+
+
+@torch.library.register_fake("ds_sparse::window_softmax_backward")
+def _(grad, probs, scale):
+    return grad.new_empty(grad.shape)

@@ -1,0 +1,180 @@
+"""Attention of each token to those around it in one operation: neither the band nor its probabilities are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..window import Numbers, WindowIndex, built, global_numbers, of_heads
+from ._library import require_kernel, under_autocast
+from .attention import _check_bias, _check_operands, _empty_as, _factor, _key_bias, _lists, _readable, _tile, _wide
+
+
+def window_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window_size: Numbers | WindowIndex,
+    causal: bool = False,
+    key_padding_mask: torch.Tensor | None = None,
+    global_tokens: Sequence[int] | torch.Tensor | None = None,
+    dilation: Numbers = 1,
+    *,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """softmax(scale * query @ key^T) @ value, where token i sees tokens i + k * dilation for |k| <= window_size.
+
+    Differentiable in query, key and value; memory is linear in tokens, whatever the window. Statistics and sums are in
+    fp32 or wider, sums in a fixed order: the same input gives the same bits. A row with nothing left is zeros, with
+    zero gradient. Under autocast query, key and value are cast.
+
+    Source: Beltagy et al., "Longformer", 2020: windows, dilation a head, global tokens.
+
+    Args:
+        query: (B, H, T, D), fp16, bf16 or fp32, on the CPU also fp64; D up to 256. Any strides.
+        key, value: (B, Hkv, T, D), H a multiple of Hkv: query head h reads head h // (H / Hkv).
+        window_size: tokens on each side, 0 or more; or one number a head, H integers. Or a `WindowIndex`, on query's
+            device, which has causal, global_tokens and dilation in it: torch.compile wants that. What is built of
+            numbers is kept for the next call with the same; a tensor is read at each call, which waits for its device.
+        causal: tokens see none after them; nor do global ones.
+        key_padding_mask: (B or 1, T); bool keeps where True, float is added.
+        global_tokens: numbers of tokens that see all tokens and are seen by all, in all sequences and heads.
+        dilation: distance of the tokens in a window, 1 or more; or one a head.
+        scale: factor of the scores; 1 / sqrt(D) if it is not given.
+
+    Returns:
+        (B, H, T, D) in query's dtype.
+
+    Raises:
+        TypeError: a window_size, global_tokens or dilation that holds other than integers.
+        ValueError: shapes, dtypes, devices or numbers that do not fit; a mask that requires a gradient.
+        RuntimeError: a device without the kernel; numbers in place of their index under torch.compile, or at their
+            first use in the capture of a CUDA graph.
+    """
+    query, key, value = under_autocast(query, key, value)
+    _check_operands(query, key, value)
+    batch, heads, tokens, head_dim = query.shape
+    if key.shape[2] != tokens:
+        raise ValueError(f"query has {tokens} tokens and key {key.shape[2]}; in a window they are the same tokens.")
+    scale = _factor(scale, head_dim)
+    _check_bias("key_padding_mask", key_padding_mask, query, (batch, tokens), (2,))
+    require_kernel("window_attention_forward", query.device)
+    index = _index(window_size, causal, global_tokens, dilation, query)
+    if query.numel() == 0:
+        # No batch or no heads. Sums of nothing keep what was given in the graph.
+        return query + key.sum() + value.sum()
+
+    key_bias = None
+    if key_padding_mask is not None:
+        key_bias = _key_bias(key_padding_mask, _wide(query.dtype), tokens)[:, None]
+    if index.order is not None:
+        if len(index.order) > 1 and key.shape[1] < heads:
+            key, value = (x.repeat_interleave(heads // key.shape[1], 1) for x in (key, value))
+        query, key, value = (_Ordered.apply(x, index.order, index.inverse) for x in (query, key, value))
+        if key_bias is not None:
+            key_bias = _ordered(key_bias.expand(-1, len(index.order), -1).unsqueeze(3), index.order).squeeze(3)
+    output = _WindowAttention.apply(
+        _readable(query), _readable(key), _readable(value),
+        None if key_bias is None else key_bias.unsqueeze(2), index, scale,
+    )  # fmt: skip
+    output = output[..., :head_dim] if head_dim % 8 else output
+    return output if index.order is None else _Ordered.apply(output, index.inverse, index.order)
+
+
+def _index(
+    given: Numbers | WindowIndex,
+    causal: bool,
+    global_tokens: Sequence[int] | torch.Tensor | None,
+    dilation: Numbers,
+    query: torch.Tensor,
+) -> WindowIndex:
+    """The index that is given, or that of the numbers, after a check that it fits the query."""
+    _, heads, tokens, _ = query.shape
+    device = torch.device("cpu") if query.device.type == "meta" else query.device
+    if not isinstance(given, WindowIndex):
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "The index of a window cannot be built under torch.compile; pass WindowIndex.build(tokens, "
+                "window_size, ...) as window_size, on the device of query."
+            )
+        windows, dilations = of_heads("window_size", given, 0, heads), of_heads("dilation", dilation, 1, heads)
+        return built(tokens, windows, bool(causal), global_numbers(global_tokens, tokens), dilations, device)
+    if causal or global_tokens is not None or not isinstance(dilation, int) or dilation != 1:
+        raise ValueError("A WindowIndex is given, and causal, global_tokens or dilation besides; build it with them.")
+    if given.tokens != tokens or given.num_heads not in (1, heads):
+        raise ValueError(
+            f"The WindowIndex is for {given.tokens} tokens and {given.num_heads} heads (1: any), and query has "
+            f"{tokens} tokens and {heads} heads; build it for these."
+        )
+    if given.device != device:
+        raise ValueError(f"The WindowIndex is on {given.device} and query on {device}; pass index.to({str(device)!r}).")
+    return given
+
+
+def _ordered(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """The tokens of x (B, H, T, D) in an order, (1 or H, T)."""
+    if len(order) == 1:
+        return x.index_select(2, order[0])
+    heads, tokens = x.shape[1:3]
+    rows = order + torch.arange(heads, device=order.device)[:, None] * tokens
+    return x.flatten(1, 2).index_select(1, rows.flatten()).unflatten(1, (heads, tokens))
+
+
+class _Ordered(torch.autograd.Function):
+    """`_ordered`, which its inverse undoes."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.inverse = inverse
+        return _ordered(x, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        return _ordered(grad, ctx.inverse), None, None
+
+
+class _WindowAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, key_bias, index: WindowIndex, scale: float) -> torch.Tensor:
+        blocks = index.blocks
+        tiles = blocks.tiles("rows", _tile(blocks, query))
+        output, _, rows = torch.ops.ds_sparse.window_attention_forward(
+            query, key, value, key_bias, index.limits, index.places, *_lists(tiles),
+            blocks.layout_heads, blocks.block, tiles.tile, index.num_global, scale, index.causal,
+        )  # fmt: skip
+        ctx.save_for_backward(query, key, value, output, rows, key_bias)
+        ctx.index, ctx.scale = index, scale
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output: torch.Tensor):
+        query, key, value, output, rows, key_bias = ctx.saved_tensors
+        index, blocks = ctx.index, ctx.index.blocks
+        tile = _tile(blocks, query)
+        grads = torch.ops.ds_sparse.window_attention_backward(
+            _readable(grad_output), query, key, value, output, rows, key_bias, index.limits, index.places,
+            *_lists(blocks.tiles("rows", tile)), *_lists(blocks.tiles("columns", tile)),
+            blocks.layout_heads, blocks.block, tile, index.num_global, ctx.scale, index.causal,
+        )  # fmt: skip
+        return *grads, None, None, None
+
+
+@torch.library.register_fake("ds_sparse::window_attention_forward")
+def _(
+    query, key, value, key_bias, limits, places, row_lines, row_entries, row_units, row_cuts,
+    layout_heads, block, tile, num_global, scale, causal,
+):  # fmt: skip
+    shape, wide = query.shape[:3], _wide(query.dtype)
+    return _empty_as(query), query.new_empty(shape, dtype=wide), query.new_empty((*shape, 2), dtype=wide)
+
+
+@torch.library.register_fake("ds_sparse::window_attention_backward")
+def _(
+    grad_output, query, key, value, output, rows, key_bias, limits, places, row_lines, row_entries, row_units, row_cuts,
+    column_lines, column_entries, column_units, column_cuts, layout_heads, block, tile, num_global, scale, causal,
+):  # fmt: skip
+    return _empty_as(query), _empty_as(key), _empty_as(value)

@@ -1,0 +1,226 @@
+"""Windows of tokens: their sizes as callers give them, and the index of what attention with a window walks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from numbers import Integral
+
+import torch
+from torch.nn.functional import pad
+
+from .index import BlockIndex
+
+MAX_ROWS = 2048
+"""Block rows that an index of short windows has, where larger blocks can cover the tokens with fewer."""
+
+BLOCKS = (8, 16, 32, 64, 128)
+
+Numbers = int | Sequence[int] | torch.Tensor
+"""One integer or several; a tensor of them is read, which waits for its device."""
+
+
+def integers(name: str, given: Numbers, least: int) -> tuple[int, ...]:
+    """The integers of an argument, as many as there are.
+
+    Raises:
+        TypeError: bools, floats and what else is no integer.
+        ValueError: one below `least`.
+    """
+    if isinstance(given, torch.Tensor):
+        if given.is_floating_point() or given.dtype == torch.bool or given.dim() > 1:
+            raise TypeError(f"{name} is a {given.dim()}-D tensor of {given.dtype}; it has to hold integers, in 1-D.")
+        given = given.tolist()
+    numbers = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, Integral | torch.SymInt):
+            raise TypeError(f"{name} is {given!r}; it has to be an integer, or a sequence of integers.")
+        if number < least:
+            raise ValueError(f"{name} is {given!r}; it has to be {least} or more.")
+    return numbers
+
+
+def of_heads(name: str, given: Numbers, least: int, heads: int | None = None) -> tuple[int, ...]:
+    """One integer, or one a head.
+
+    Raises:
+        TypeError, ValueError: as `integers`; none, or another number of them than of heads.
+    """
+    numbers = integers(name, given, least)
+    if len(numbers) != 1 and (heads is not None and len(numbers) != heads or not numbers):
+        wanted = "one a head" if heads is None else f"{heads}, one a head"
+        raise ValueError(f"{name} has {len(numbers)} numbers; give one, or {wanted}.")
+    return numbers
+
+
+def global_numbers(given: Sequence[int] | torch.Tensor | None, tokens: int) -> tuple[int, ...]:
+    """The numbers of global tokens, each once, ascending.
+
+    Raises:
+        TypeError: what is no integer, such as a mask of bools.
+        ValueError: a number that no token has.
+    """
+    numbers = () if given is None else integers("global_tokens", given, 0)
+    if numbers and max(numbers) >= tokens:
+        raise ValueError(f"global_tokens has {max(numbers)}, and there are {tokens} tokens, numbered from 0.")
+    return tuple(sorted(set(numbers)))
+
+
+@dataclass(frozen=True, eq=False)
+class WindowIndex:
+    """What `window_attention` walks: built once for a length and a window, immutable.
+
+    Kernels see tokens in an order of their own: first the global ones, then those whose dilated windows belong
+    together, each in the order of the sequence. What a token sees are then the global tokens and one range of others.
+    Without dilation, and with global tokens at the beginning or none, it is the sequence's own order.
+
+    Letters: T tokens; L heads, 1 when all have the same window, else as many as were given.
+
+    Attributes:
+        tokens: T.
+        causal: whether tokens see none after them.
+        num_heads: heads the windows were given for; 1 means that any number of heads share them.
+        num_global: global tokens.
+        blocks: the blocks with something live, of tokens in the kernels' order.
+        limits: int32 (L, T, 2). The first token, and the one after the last, of each token's range; all for global.
+        order: int64 (L, T). The kernels' tokens as places in the sequence; None where that is their order.
+        inverse: int64 (L, T). The sequence's tokens as places among the kernels'; None likewise.
+        places: int32 (L, T). The order again, for causality to go by; None where it goes by the kernels' order.
+    """
+
+    tokens: int
+    causal: bool
+    num_heads: int
+    num_global: int
+    blocks: BlockIndex
+    limits: torch.Tensor
+    order: torch.Tensor | None
+    inverse: torch.Tensor | None
+    places: torch.Tensor | None
+
+    @classmethod
+    @torch.inference_mode(False)
+    def build(
+        cls,
+        tokens: int,
+        window_size: Numbers,
+        causal: bool = False,
+        global_tokens: Sequence[int] | torch.Tensor | None = None,
+        dilation: Numbers = 1,
+        *,
+        block: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> WindowIndex:
+        """Builds the index for sequences of so many tokens; waits for the device.
+
+        Args:
+            tokens: T, 1 or more.
+            window_size, causal, global_tokens, dilation: as in `window_attention`.
+            block: 8, 16, 32, 64 or 128 tokens on the side of the blocks that kernels walk; chosen by the window if it
+                is not given.
+            device: where the index is to be.
+
+        Raises:
+            TypeError, ValueError: arguments of another type or value; numbers for different numbers of heads.
+        """
+        windows, dilations = of_heads("window_size", window_size, 0), of_heads("dilation", dilation, 1)
+        num_heads = max(len(windows), len(dilations))
+        if {len(windows), len(dilations)} - {1, num_heads}:
+            raise ValueError(
+                f"window_size has {len(windows)} numbers and dilation {len(dilations)}; give each one number, or one a "
+                "head."
+            )
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+            raise ValueError(f"tokens is {tokens!r}; it has to be an integer of 1 or more, the length of the sequence.")
+        if block not in (None, *BLOCKS):
+            raise ValueError(f"block is {block!r}; windows take 8, 16, 32, 64 and 128.")
+        global_tokens = global_numbers(global_tokens, tokens)
+        if block is None:
+            block = fitting_block(tokens, max(windows))
+        window, dilation = (
+            # No window reaches further than the sequence, and no product overflows.
+            torch.tensor([min(n, tokens) for n in numbers], device=device).expand(num_heads)[:, None]
+            for numbers in (windows, dilations)
+        )
+        if len(set(windows)) == len(set(dilations)) == 1:
+            window, dilation = window[:1], dilation[:1]
+
+        # Ascending by these numbers, tokens are in the kernels' order: the sequence's among global ones, and among
+        # those whose places leave the same rest.
+        place = torch.arange(tokens, device=device)
+        is_global = torch.zeros(tokens, dtype=torch.bool, device=device)
+        is_global[list(global_tokens)] = True
+        start = place % dilation * tokens
+        numbers, order = torch.where(is_global, place - tokens, start + place).sort(1)
+        start, reach = start.gather(1, order), window * dilation
+        first = torch.searchsorted(numbers, start + (order - reach).clamp(min=0))
+        end = torch.searchsorted(numbers, start + (order + reach).clamp(max=tokens - 1), right=True)
+        limits = torch.stack([first, end], 2)
+        limits[:, : len(global_tokens)] = torch.tensor([0, tokens], device=device)
+
+        in_order = bool((order == place).all())
+        return cls(
+            tokens=tokens,
+            causal=causal,
+            num_heads=num_heads,
+            num_global=len(global_tokens),
+            blocks=BlockIndex.build(_live_blocks(limits, order, len(global_tokens), causal, block), block),
+            limits=limits.int(),
+            order=None if in_order else order,
+            inverse=None if in_order else order.argsort(1),
+            places=order.int() if causal and not in_order else None,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.limits.device
+
+    def to(self, device: torch.device | str) -> WindowIndex:
+        """The same index on another device; itself if it is there already."""
+        device = torch.device(device)
+        if self.device == device:
+            return self
+        lists = {name: x for name, x in vars(self).items() if isinstance(x, torch.Tensor | BlockIndex)}
+        return replace(self, **{name: x.to(device) for name, x in lists.items()})
+
+
+def fitting_block(tokens: int, window: int) -> int:
+    """The side of the blocks that cover a window in the least time, as measured on a CPU with AVX-512; larger ones for
+    long sequences, as the index is built from all of tokens / block squared."""
+    least = 16 if window < 192 else 32
+    return next((block for block in BLOCKS if block >= least and tokens <= MAX_ROWS * block), BLOCKS[-1])
+
+
+def _live_blocks(limits: torch.Tensor, places: torch.Tensor, num_global: int, causal: bool, block: int) -> torch.Tensor:
+    """bool (L, R, R): the blocks in which something may be live. Ranges of neighbours touch: each has its own token."""
+
+    def in_blocks(x: torch.Tensor, filled_with: int) -> torch.Tensor:
+        return pad(x, (0, -x.shape[1] % block), value=filled_with).unflatten(1, (-1, block))
+
+    tokens = limits.shape[1]
+    first = in_blocks(limits[..., 0], tokens).amin(2) // block
+    last = (in_blocks(limits[..., 1], 0).amax(2) - 1) // block
+    number = torch.arange(first.shape[1], device=limits.device)
+    live = (number >= first[..., None]) & (number <= last[..., None]) | (number * block < num_global)
+    if causal:
+        live &= in_blocks(places, tokens).amin(2)[:, None] <= in_blocks(places, -1).amax(2)[..., None]
+    return live
+
+
+@lru_cache(maxsize=64)
+def built(
+    tokens: int,
+    windows: tuple[int, ...],
+    causal: bool,
+    global_tokens: tuple[int, ...],
+    dilations: tuple[int, ...],
+    device: torch.device,
+) -> WindowIndex:
+    """The index of arguments that have been seen before, or a new one."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "The index of a window cannot be built while a CUDA graph is captured; pass WindowIndex.build(tokens, "
+            "window_size, ...) as window_size, or call once before the capture."
+        )
+    return WindowIndex.build(tokens, windows, causal, global_tokens, dilations, device=device)

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ds_sparse.bench import tokens
+from ds_sparse.bench.machine import FORWARD, TRAIN
+from ds_sparse.cli import main
+
+CPU = torch.device("cpu")
+CASE = tokens.Case(seq_len=96, d_model=32, heads=2, sparsity=0.9)
+
+
+@pytest.fixture(scope="module")
+def result() -> tokens.Result:
+    return tokens.run_case(CASE, list(tokens.STEPS), CPU, repeats=3, seconds=60, top=99)
+
+
+def test_every_step_is_right_and_timed_in_both_directions(result: tokens.Result):
+    times = {(row.step, row.direction): row.milliseconds for row in result.rows if not row.reason}
+    missing = {(tokens.LOOP, TRAIN)} | ({(tokens.LOOP, FORWARD)} if shutil.which("g++") is None else set())
+    assert times.keys() == {(name, way) for name in tokens.STEPS for way in tokens.DIRECTIONS} - missing
+    for row in result.rows:
+        if not row.reason:
+            assert row.rounds == 3
+            assert row.to_dense == pytest.approx(row.milliseconds / times[tokens.DENSE, row.direction])
+            assert row.to_ours == pytest.approx(row.milliseconds / times[tokens.OURS, row.direction])
+
+
+def test_the_top_operators_of_a_step_are_named(result: tokens.Result):
+    expected = {tokens.OURS: "ds_sparse::token_attention_backward x1", "gather": "aten::index_add_"}
+    for name, operator in expected.items():
+        assert any(operator in line for line in result.operators[name])
+    for operators in result.operators.values():
+        shares = [int(line.partition("%")[0]) for line in operators]
+        assert shares == sorted(shares, reverse=True) and sum(shares) <= 110
+
+
+@pytest.mark.parametrize("name", [tokens.OURS, "gather", tokens.TORCH_SPARSE])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_wrong_step_is_not_timed_but_named(monkeypatch, name: str, backward: bool):
+    class Spoiled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * (1 if backward else 1.001)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 1.001
+
+    step = tokens.STEPS[name]
+    spoiled = replace(step, build=lambda problem: lambda *x: Spoiled.apply(step.build(problem)(*x)))
+    monkeypatch.setitem(tokens.STEPS, name, spoiled)
+    rows = tokens.run_case(CASE, [name, tokens.SDPA], CPU, repeats=2, seconds=60).rows
+    reasons = {row.reason for row in rows if row.step == name}
+    assert len(reasons) == 1 and f"{'gradient of query' if backward else 'output'} has an RMS error" in reasons.pop()
+    assert all(row.milliseconds for row in rows if row.step == tokens.SDPA)
+
+
+def test_a_step_that_takes_too_much_memory_is_named(monkeypatch):
+    monkeypatch.setattr(tokens, "MEMORY", 1 << 19)
+    rows = tokens.run_case(CASE, ["gather", tokens.OURS], CPU, repeats=2, seconds=60).rows
+    assert {row.reason for row in rows if row.step == "gather"} == {"takes 0.0 GiB"}
+    assert all(row.milliseconds for row in rows if row.step == tokens.OURS)
+
+
+@pytest.mark.parametrize("pattern", list(tokens.PATTERNS))
+@pytest.mark.parametrize("sparsity", [0.5, 0.9])
+def test_masks_have_the_sparsity_they_can_have(pattern: str, sparsity: float):
+    mask = tokens.PATTERNS[pattern](1024, 1 - sparsity)
+    assert mask.shape == (1024, 1024) and mask.dtype == torch.bool
+    assert mask.double().mean().item() == pytest.approx(1 - sparsity, abs=0.1)
+    if pattern != "random":
+        assert mask[0].all() and mask[:, 0].all() and mask.diagonal().all()
+
+
+def results(milliseconds: dict[str, list[float]]) -> list[tokens.Result]:
+    """Results of 50, 90 and 99 % with these forward times."""
+    made = []
+    for i, sparsity in enumerate((0.5, 0.9, 0.99)):
+        case = tokens.Case(1024, 64, 1, sparsity)
+        ours = milliseconds[tokens.OURS][i]
+        rows = [tokens.Row(name, FORWARD, ms[i], to_ours=ms[i] / ours) for name, ms in milliseconds.items()]
+        made.append(tokens.Result(case, round(1024**2 * (1 - sparsity)), rows, {}))
+    return made
+
+
+def test_from_which_sparsity_on_a_step_beats_dense():
+    times = {
+        tokens.OURS: [2.0, 0.9, 0.1],
+        "gather": [0.5, 3.0, 0.9],
+        "jagged": [0.5, 0.5, 2.0],
+        tokens.DENSE: [1.0] * 3,
+    }
+    found = [tokens.beats_from(results(times), name, tokens.DENSE, FORWARD) for name in times]
+    assert found == ["90%", "99%", "-", "-"]
+    assert tokens.beats_from(results(times), tokens.OURS, tokens.DENSE, TRAIN) == "-"
+
+
+def test_goals_are_counted_where_they_apply():
+    times = {tokens.OURS: [2.0, 0.5, 0.1], tokens.TORCH_SPARSE: [5.0, 0.9, 0.2], tokens.SDPA: [1.0, 1.0, 1.0]}
+    lines = list(tokens.goals(results(times)))
+    place = "T 1024, d_model 64, heads 1, 90% sparse random"
+    assert lines == [
+        f"2 times as fast forward, of torch.sparse: 1 of 2 cases; least 1.8 times, {place}",
+        f"1 times as fast forward, of dense SDPA: 2 of 2 cases; least 2.0 times, {place}",
+    ]
+
+
+def test_command_prints_the_table_and_writes_the_rows(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    arguments = (
+        "bench tokens --seq-len 64 --models 32x2,16x1 --sparsity 75,99 --steps masked,gather,sparse_attn --repeats 2"
+    )
+    assert main([*arguments.split(), "--json", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "beats masked from" in printed and "T 64, d_model 32, heads 2, random pairs, fp32" in printed
+    rows = json.loads(path.read_text())["rows"]
+    assert {(row["d_model"], row["sparsity"], row["step"]) for row in rows} == {
+        (d, s, step) for d in (32, 16) for s in (0.75, 0.99) for step in ("masked", "gather", "sparse_attn")
+    }
+    assert all(row["milliseconds"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ("--models 64", "'64' is not a d_model and a number of heads, such as 768x12"),
+        ("--models 64x5", "5 heads do not divide a d_model of 64"),
+        ("--sparsity 100", "'100' is not a percentage from 0 to below 100"),
+        ("--steps fast", "'fast' is not one of masked, gather"),
+    ],
+)
+def test_options_that_make_no_sense_end_in_a_sentence(capsys, option: str, sentence: str):
+    with pytest.raises(SystemExit):
+        main(f"bench tokens {option}".split())
+    assert sentence in capsys.readouterr().err

@@ -1,0 +1,142 @@
+"""The steps in plain PyTorch against the same reference as `sparse_attn`: each is right, forward and backward."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers import DTYPES, EXAMPLES, Pairs, assert_as_accurate, generator, leaf, random, random_pairs, rounding, seeded
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_sparse import (
+    TokenIndex,
+    gather_attention,
+    jagged_attention,
+    masked_attention,
+    reference,
+    sparse_attn,
+    torch_sparse_attention,
+)
+
+OPERATORS = ()  # plain PyTorch, on any device
+
+STEPS = {
+    "gather": gather_attention,
+    "jagged": jagged_attention,
+    "torch.sparse": torch_sparse_attention,
+    "native": sparse_attn,
+}
+
+
+@pytest.fixture(scope="module", params=[*STEPS, "masked"])
+def step(request: pytest.FixtureRequest, device: str):
+    """Every step, called with q, k, v, values, offsets and a scale."""
+    if request.param == "native" and device != "cpu":
+        pytest.skip("native token operations run on the CPU so far")
+    if request.param != "masked":
+        return STEPS[request.param]
+
+    def masked(q, k, v, values, offsets=None, scale=None):
+        index = values if offsets is None else TokenIndex.from_csr(values, offsets, q.shape[-2], k.shape[-2])
+        return masked_attention(q, k, v, index.mask().to(q.device), scale)
+
+    return masked
+
+
+def takes_repeated(step) -> bool:
+    return step in (gather_attention, jagged_attention, sparse_attn)
+
+
+def check(step, device: str, pairs: Pairs, lead: tuple[int, int], dtype: torch.dtype, sizes: tuple[int, int], scale):
+    """Output and gradients against the reference in float64, with the error of plain PyTorch at the dtype."""
+    q, k, v = (
+        random(seeded(i), *lead, n, d, dtype=dtype)
+        for i, (n, d) in enumerate(((pairs.queries, sizes[0]), (pairs.keys, sizes[0]), (pairs.keys, sizes[1])))
+    )
+    index = TokenIndex.from_pairs(pairs.nested(list(pairs.lists)), pairs.queries, pairs.keys)
+    exact, plain, ours = ([leaf(x.to(t), d) for x in (q, k, v)]
+                          for t, d in ((torch.float64, "cpu"), (dtype, "cpu"), (dtype, device)))  # fmt: skip
+    results = [reference.token_attention(*x, pairs.counts, scale) for x in (exact, plain)]
+    output = step(*ours, index, scale=scale)
+    assert_as_accurate("output", output, results[1], results[0])
+    grad = random(seeded(9), *output.shape, dtype=dtype)
+    found = torch.autograd.grad(output, ours, grad.to(device))
+    wanted = torch.autograd.grad(results[0], exact, grad.double())
+    usual = torch.autograd.grad(results[1], plain, grad)
+    # Sums over pairs add and round in an order of their own.
+    largest = max(math.prod(x.abs().max().item() for x in (grad, y)) if y.numel() else 1.0 for y in (q, k, v))
+    for name, x, y, z in zip("qkv", found, usual, wanted, strict=True):
+        assert_as_accurate(f"gradient of {name}", x, y, z, allowance=rounding(dtype) * largest * 4)
+
+
+@EXAMPLES
+@given(data=st.data())
+def test_every_step_computes_the_same(step, device: str, data: st.DataObject):
+    rng = generator(data.draw)
+    lists = data.draw(st.sampled_from(((1, 1), (1, 1), (1, 3), (2, 1), (2, 3))))
+    lengths = st.sampled_from((1, 2, 5, 17))
+    repeated = takes_repeated(step) and data.draw(st.booleans())
+    density = data.draw(st.sampled_from((0.4, 0.1, 1.0, 0.0)))
+    pairs = random_pairs(rng, data.draw(lengths), data.draw(lengths), *lists, density, repeated)
+    lead = tuple(n if n > 1 else data.draw(st.integers(1, 2)) for n in lists)
+    sizes = data.draw(st.sampled_from(((1, 1), (8, 8), (3, 5))))
+    check(step, device, pairs, lead, torch.float32, sizes, data.draw(st.sampled_from((None, 0.3))))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_step_in_every_dtype(step, device: str, dtype: torch.dtype):
+    pairs = random_pairs(seeded(), 20, 17, heads=2)
+    if step is torch_sparse_attention and dtype in (torch.float16, torch.bfloat16):
+        x = torch.zeros(2, 20, 8, dtype=dtype, device=device)
+        index = TokenIndex.from_mask(torch.ones(20, 20, dtype=torch.bool))
+        with pytest.raises(ValueError, match="torch.sparse takes float32 and float64"):
+            torch_sparse_attention(x, x, x, index)
+        return
+    check(step, device, pairs, (1, 2), dtype, (8, 8), None)
+
+
+def test_values_and_offsets_are_taken_as_they_are(step, device: str):
+    values, ends = torch.tensor([1, 0, 2], device=device), torch.tensor([0, 2, 2, 3], device=device)
+    q, k, v = (random(seeded(i), 3, n, 8).to(device) for i, n in enumerate((4, 3, 3)))
+    counts = torch.tensor([[0, 0, 0], [1, 1, 0], [0, 0, 0], [0, 0, 1]])
+    expected = reference.token_attention(q.cpu(), k.cpu(), v.cpu(), counts)
+    torch.testing.assert_close(step(q, k, v, values, ends).cpu(), expected)
+
+
+def test_large_scores_of_either_sign_stay_finite(step, device: str):
+    q = torch.tensor([[3e3], [-3e3], [1.0]], device=device, requires_grad=True)
+    k = torch.tensor([[1.0], [1.001], [0.9]], device=device)
+    v = torch.eye(3, device=device)
+    index = TokenIndex.from_mask(torch.ones(3, 3, dtype=torch.bool))
+    output = step(q, k, v, index, scale=1.0)
+    torch.testing.assert_close(output, (q @ k.T).softmax(-1))
+    assert torch.isfinite(torch.autograd.grad(output[:, 0].sum(), q)[0]).all()
+
+
+@pytest.mark.parametrize("name", ["torch.sparse", "masked"])
+def test_a_pair_listed_twice_is_refused_where_it_cannot_count_twice(name: str):
+    index = TokenIndex.from_pairs(torch.tensor([[1, 0], [0, 1], [1, 0]]), 2, 2)
+    x = torch.zeros(2, 4)
+    with pytest.raises(ValueError, match=r"The pair \(1, 0\) is listed twice"):
+        masked_attention(x, x, x, index.mask()) if name == "masked" else torch_sparse_attention(x, x, x, index)
+
+
+@pytest.mark.parametrize("name", ["gather", "jagged", "torch.sparse"])
+def test_steps_refuse_what_the_native_operation_refuses(name: str):
+    x = torch.zeros(2, 5, 4)
+    with pytest.raises(ValueError, match=r"values\[0\], in row 0, is 7; key tokens are 0 to 4"):
+        STEPS[name](x, x, x, torch.tensor([7]), torch.ones(5, dtype=torch.int64))
+    with pytest.raises(ValueError, match="k and v the same tokens"):
+        STEPS[name](x, x, x[:, :4], TokenIndex.from_mask(torch.ones(5, 5, dtype=torch.bool)))
+
+
+def test_masks_broadcast_and_have_to_be_bool():
+    q, k, v = (random(seeded(i), 2, 3, n, 8) for i, n in enumerate((5, 7, 7)))
+    for shape in ((5, 7), (3, 5, 7), (2, 1, 5, 7), (1, 7), (2, 3, 5, 7)):
+        mask = torch.rand(shape, generator=seeded()) < 0.5
+        counts = mask.expand(2, 3, 5, 7).long()
+        torch.testing.assert_close(masked_attention(q, k, v, mask), reference.token_attention(q, k, v, counts))
+    with pytest.raises(TypeError, match="mask is torch.float64; it has to be bool"):
+        masked_attention(q, k, v, torch.zeros(5, 7, dtype=torch.float64))

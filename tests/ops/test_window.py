@@ -1,0 +1,411 @@
+"""window_matmul, unwindow_matmul and window_softmax against the float64 reference: values, gradients, and what torch
+expects of an operator."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers import (
+    DTYPES,
+    EXAMPLES,
+    VIEWS,
+    as_view,
+    assert_as_accurate,
+    generator,
+    leaf,
+    poisoned_memory,
+    random,
+    seeded,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_sparse import reference, unwindow_matmul, window_matmul, window_softmax
+
+OPERATORS = ("window_matmul", "unwindow_matmul", "window_softmax_forward", "window_softmax_backward")
+
+JOBS = {
+    "window_matmul": (window_matmul, reference.window_matmul),
+    "unwindow_matmul": (unwindow_matmul, reference.unwindow_matmul),
+}
+
+
+def operands(
+    job: str, leading: tuple[int, ...], tokens: int, window: int, depth: int, rng: torch.Generator
+) -> list[torch.Tensor]:
+    """In float64: a and b, or p and v; p with NaN where there are no tokens."""
+    if job == "window_matmul":
+        return [random(rng, *leading, tokens, depth), random(rng, *leading, depth, tokens)]
+    return [random(rng, *leading, tokens, 2 * window + 1), random(rng, *leading, tokens, depth)]
+
+
+def beside_the_sequence(tokens: int, window: int) -> torch.Tensor:
+    """bool (T, 2 * window + 1): the numbers of a band that belong to no token."""
+    column = torch.arange(tokens)[:, None] + torch.arange(-window, window + 1)
+    return (column < 0) | (column >= tokens)
+
+
+def check(
+    job: str,
+    inputs: list[torch.Tensor],
+    window: int,
+    dtype: torch.dtype,
+    device: str,
+    views: tuple[str, str, str] = ("contiguous",) * 3,
+) -> None:
+    """Output and gradients, and that nothing given is overwritten."""
+    ours, theirs = JOBS[job]
+    given = [as_view(x.to(dtype), view) for x, view in zip(inputs, views)]
+    plain, exact = [leaf(x, "cpu") for x in given], [leaf(x.double(), "cpu") for x in given]
+    mine = [leaf(x, device) for x in given]
+    plain_output, exact_output = theirs(*plain, window), theirs(*exact, window)
+    grad = as_view(random(seeded(1), *exact_output.shape).to(dtype), views[2])
+    with poisoned_memory():
+        output = ours(*mine, window)
+        found = torch.autograd.grad(output, mine, leaf(grad, device, requires_grad=False))
+    assert_as_accurate("output", output, plain_output, exact_output, largest_term(job, exact, window))
+    plain_found = torch.autograd.grad(plain_output, plain, grad)
+    exact_found = torch.autograd.grad(exact_output, exact, grad.double())
+    for i, results in enumerate(zip(found, plain_found, exact_found, strict=True)):
+        assert_as_accurate(f"gradient {i}", *results)
+    for before, after in zip(given, mine, strict=True):
+        assert torch.equal(before, after.detach().cpu()), "an input was overwritten"
+
+
+def largest_term(job: str, exact: list[torch.Tensor], window: int) -> float:
+    """The largest sum of absolute terms: with few terms, all may cancel."""
+    with torch.no_grad():
+        sums = JOBS[job][1](*(x.abs() for x in exact), window)
+    return sums.max().item() if sums.numel() else 0.0
+
+
+@EXAMPLES
+@given(
+    job=st.sampled_from(sorted(JOBS)),
+    leading=st.sampled_from([(2, 3), (2, 3), (1, 1), (), (3,), (0, 2), (2, 0), (2, 1, 2)]),
+    tokens=st.sampled_from([1, 2, 3, 4, 5, 17, 33, 64, 100]),
+    window=st.sampled_from([0, 1, 2, 3, 4, 8, 15, 31, 64, 150]),
+    depth=st.sampled_from([1, 3, 8, 16, 33, 64, 72]),
+    dtype=st.sampled_from(DTYPES),
+    views=st.tuples(*[st.sampled_from(VIEWS)] * 3),
+    data=st.data(),
+)
+def test_products(device, job, leading, tokens, window, depth, dtype, views, data):
+    if device == "cuda" and dtype == torch.float64:
+        dtype = torch.float32
+    if len(leading) < 2 or 0 in leading:
+        views = tuple("transposed" if view == "expanded" else view for view in views)
+    check(job, operands(job, leading, tokens, window, depth, generator(data.draw)), window, dtype, device, views)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("job", sorted(JOBS))
+@pytest.mark.parametrize("depth", [128, 200, 256, 300])
+def test_large_heads(device: str, job: str, depth: int, dtype: torch.dtype):
+    if device == "cuda" and dtype == torch.float64:
+        pytest.skip("fp64 is for gradcheck on the CPU")
+    check(job, operands(job, (1, 2), 150, 40, depth, seeded()), 40, dtype, device)
+
+
+@pytest.mark.parametrize("job", sorted(JOBS))
+def test_rows_of_several_tasks(device: str, job: str):
+    check(job, operands(job, (2, 2), 700, 130, 64, seeded()), 130, torch.float32, device)
+
+
+def test_by_hand(device: str):
+    a = torch.tensor([[1.0], [2.0], [3.0]], device=device)
+    b = torch.tensor([[10.0, 20.0, 30.0]], device=device)
+    assert window_matmul(a, b, 1).tolist() == [[0, 10, 20], [20, 40, 60], [60, 90, 0]]
+    assert window_matmul(a, b, 0).tolist() == [[10], [40], [90]]
+    p = torch.tensor([[9.0, 1.0, 2.0], [3.0, 4.0, 5.0], [6.0, 7.0, 9.0]], device=device)
+    assert unwindow_matmul(p, b.T, 1).tolist() == [[50], [260], [330]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_numbers_beside_the_sequence_do_not_count(device: str, dtype: torch.dtype):
+    """Whatever they are; and what is not finite stays in the rows that see it."""
+    p, v = (x.to(dtype) for x in operands("unwindow_matmul", (1, 2), 40, 7, 16, seeded()))
+    beside = beside_the_sequence(40, 7)
+    v[:, :, 20] = math.inf
+    expected = unwindow_matmul(p.masked_fill(beside, 0).to(device), v.to(device), 7)
+    p = p.masked_fill(beside, math.nan).to(device).requires_grad_()
+    found = unwindow_matmul(p, v.to(device), 7)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    far = (torch.arange(40, device=device) - 20).abs() > 7
+    assert torch.isfinite(found[:, :, far]).all() and not torch.isfinite(found[:, :, ~far]).any()
+    (grad,) = torch.autograd.grad(found[:, :, far].sum(), p)
+    assert not grad[:, :, beside.to(device)].any() and torch.isfinite(grad[:, :, far]).all()
+
+
+def test_bands_whose_rows_are_one_row(device: str):
+    band, v = random(seeded(), 1, 9).to(device, torch.float32), random(seeded(1), 40, 8).to(device, torch.float32)
+    for rows in (band.expand(40, 9), band[:, :1].expand(40, 9)):
+        found, expected = [], []
+        for p, results in ((rows, found), (rows.contiguous(), expected)):
+            v_leaf = v.clone().requires_grad_()
+            output = unwindow_matmul(p, v_leaf, 4)
+            results += [output, *torch.autograd.grad(output.square().sum(), v_leaf)]
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_no_tokens_or_no_numbers(device: str):
+    for tokens, depth in ((0, 4), (5, 0), (0, 0)):
+        a, b = torch.zeros(2, tokens, depth, device=device), torch.zeros(2, depth, tokens, device=device)
+        leaves = [x.requires_grad_() for x in (a, b)]
+        scores = window_matmul(*leaves, 2)
+        assert scores.shape == (2, tokens, 5) and not scores.any()
+        output = unwindow_matmul(window_softmax(scores, 2), a, 2)
+        assert output.shape == a.shape
+        for grad, x in zip(torch.autograd.grad(output.sum() + scores.sum(), leaves), leaves):
+            assert grad.shape == x.shape
+
+
+def test_leading_dimensions_broadcast(device: str):
+    rng = seeded()
+    a, b = random(rng, 3, 1, 20, 8).to(device, torch.float32), random(rng, 2, 8, 20).to(device, torch.float32)
+    a, b = a.requires_grad_(), b.requires_grad_()
+    found, expected = window_matmul(a, b, 4), window_matmul(a.expand(3, 2, -1, -1), b.expand(3, -1, -1, -1), 4)
+    assert found.shape == (3, 2, 20, 9) and torch.equal(found, expected)
+    weights = random(rng, *found.shape).to(device, torch.float32)
+    for x, y in zip(torch.autograd.grad(found, (a, b), weights), torch.autograd.grad(expected, (a, b), weights)):
+        assert x.shape == y.shape and torch.equal(x, y)
+
+
+def test_one_gradient_alone(device: str):
+    for job in JOBS:
+        inputs = [x.float().to(device) for x in operands(job, (1, 2), 30, 5, 8, seeded())]
+        both = [x.detach().requires_grad_() for x in inputs]
+        wanted = torch.autograd.grad(JOBS[job][0](*both, 5).square().sum(), both)
+        for i in range(2):
+            some = [x.detach().requires_grad_(n == i) for n, x in enumerate(inputs)]
+            (grad,) = torch.autograd.grad(JOBS[job][0](*some, 5).square().sum(), some[i])
+            assert torch.equal(grad, wanted[i])
+
+
+@st.composite
+def masks(draw: st.DrawFn, batch: int, tokens: int) -> torch.Tensor | None:
+    kind = draw(st.sampled_from(("none", "bool", "float")))
+    if kind == "none":
+        return None
+    rng = generator(draw)
+    kept = torch.rand(draw(st.sampled_from((batch, 1))), tokens, generator=rng) < draw(st.sampled_from((0.7, 0.1)))
+    if kind == "bool":
+        return kept
+    return random(rng, *kept.shape).masked_fill(~kept, draw(st.sampled_from((-math.inf, -10000.0, 1.0))))
+
+
+@EXAMPLES
+@given(
+    tokens=st.sampled_from([1, 2, 5, 17, 40]),
+    windows=st.sampled_from([(0,), (1,), (3,), (8,), (60,), (0, 2, 5), (40, 1, 0)]),
+    scale=st.sampled_from([1.0, 0.3, -0.5]),
+    causal=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    view=st.sampled_from(VIEWS),
+    data=st.data(),
+)
+def test_softmax(device, tokens, windows, scale, causal, dtype, view, data):
+    if device == "cuda" and dtype == torch.float64:
+        dtype = torch.float32
+    heads, width = 3, 2 * max(windows) + 1
+    mask = data.draw(masks(2, tokens))
+    given = as_view(random(generator(data.draw), 2, heads, tokens, width, dtype=dtype), view)
+    plain, exact, ours = leaf(given, "cpu"), leaf(given.double(), "cpu"), leaf(given, device)
+    mask = mask.to(dtype) if mask is not None and mask.dtype != torch.bool else mask
+    widened = mask.double() if mask is not None and mask.dtype != torch.bool else mask
+    plain_probs = reference.window_softmax(plain, windows, scale, causal, mask)
+    exact_probs = reference.window_softmax(exact, windows, scale, causal, widened)
+    grad = as_view(random(seeded(1), *given.shape, dtype=dtype), view)
+    with poisoned_memory():
+        options = {"scale": scale, "causal": causal}
+        options |= {} if mask is None else {"key_padding_mask": mask.to(device)}
+        probs = window_softmax(ours, windows if len(windows) > 1 else windows[0], **options)
+        (found,) = torch.autograd.grad(probs, ours, leaf(grad, device, requires_grad=False))
+    assert_as_accurate("probabilities", probs, plain_probs, exact_probs)
+    assert not probs.cpu()[exact_probs == 0].any(), "something outside the windows"
+    (plain_found,) = torch.autograd.grad(plain_probs, plain, grad)
+    (exact_found,) = torch.autograd.grad(exact_probs, exact, grad.double())
+    # The terms are of the gradient's size; where a row has one token, they cancel.
+    assert_as_accurate("gradient", found, plain_found, exact_found, abs(scale) * grad.abs().max().item())
+
+
+def test_softmax_is_right_at_the_ends(device: str):
+    """Where a plain softmax over the band counts tokens that there are not."""
+    rng = seeded()
+    query, key, value = (random(rng, 2, 2, 16, 8).to(device, torch.float32) for _ in range(3))
+    scores = window_matmul(query, key.mT, 4)
+    output = unwindow_matmul(window_softmax(scores, 4, scale=8**-0.5), value, 4)
+    mask = reference.window_mask(16, (4,)).to(device)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    torch.testing.assert_close(output, expected)
+    assert (unwindow_matmul((scores * 8**-0.5).softmax(-1), value, 4) - expected).abs().max() > 0.1
+
+
+def test_softmax_rows_with_nothing_left_are_zeros_with_zero_gradient(device: str):
+    scores = random(seeded(), 2, 2, 20, 7).to(device, torch.float32).requires_grad_()
+    keep = torch.ones(2, 20, dtype=torch.bool, device=device)
+    keep[0], keep[1, :8] = False, False
+    probs = window_softmax(scores, 3, key_padding_mask=keep, causal=True)
+    (grad,) = torch.autograd.grad(probs, scores, torch.full_like(probs, 100.0).cumsum(-1))
+    dead = torch.zeros(2, 20, dtype=torch.bool, device=device)
+    dead[0], dead[1, :8] = True, True
+    sums = probs.sum(-1).transpose(1, 2)
+    assert not sums[dead].any()
+    torch.testing.assert_close(sums[~dead], torch.ones_like(sums[~dead]))
+    assert torch.isfinite(grad).all() and not grad.transpose(1, 2)[dead].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_finite_negatives_are_a_softmax(device: str, dtype: torch.dtype):
+    if device == "cuda" and dtype == torch.float64:
+        pytest.skip("fp64 is for gradcheck on the CPU")
+    scores = random(seeded(), 1, 1, 12, 5, dtype=dtype).to(device)
+    for value in (-10000.0, torch.finfo(dtype).min):
+        mask = torch.full((1, 12), value, dtype=dtype, device=device)
+        sums = window_softmax(scores, 2, key_padding_mask=mask).float().sum(-1)
+        torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0.02, atol=0)
+
+
+def test_the_same_bits_with_any_number_of_threads(device: str):
+    inputs = operands("window_matmul", (2, 3), 300, 60, 64, seeded())
+
+    def run() -> list[torch.Tensor]:
+        a, b = (leaf(x.bfloat16(), device) for x in inputs)
+        probs = window_softmax(window_matmul(a, b, 60), 60)
+        output = unwindow_matmul(probs, a, 60)
+        return [output, *torch.autograd.grad(output.square().sum(), (a, b))]
+
+    first, threads = run(), torch.get_num_threads()
+    try:
+        for number in (threads, 1, 3):
+            torch.set_num_threads(number)
+            assert all(torch.equal(x, y) for x, y in zip(first, run(), strict=True)), f"{number} threads"
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 12])
+def test_gradcheck(device: str, window: int):
+    if device == "cuda":
+        pytest.skip("fp64 is for gradcheck on the CPU")
+    for job, (ours, _) in JOBS.items():
+        inputs = [x.requires_grad_() for x in operands(job, (2, 1), 9, window, 3, seeded())]
+        assert torch.autograd.gradcheck(lambda x, y, ours=ours: ours(x, y, window), inputs)
+    scores = random(seeded(), 1, 2, 9, 2 * window + 1).requires_grad_()
+    keep = torch.rand(1, 9, generator=seeded()) < 0.7
+    for windows in (window, (window, 0)):
+        assert torch.autograd.gradcheck(
+            lambda x, windows=windows: window_softmax(x, windows, scale=0.7, causal=True, key_padding_mask=keep), scores
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_opcheck(device: str, operator: str, dtype: torch.dtype):
+    rng = seeded()
+    a, b = (random(rng, 2, 3, 21, 8, dtype=dtype).to(device) for _ in range(2))
+    band, grad = (random(rng, 2, 3, 21, 9, dtype=dtype).to(device) for _ in range(2))
+    key_bias = random(rng, 2, 21, dtype=torch.float32).to(device)
+    arguments = {
+        "window_matmul": [(a, b, 4), (a, b.mT.contiguous().mT, 30)],
+        "unwindow_matmul": [(band, a, False), (band, a, True), (band.expand(2, 3, 21, 9)[:, :, :, ::2], a, True)],
+        "window_softmax_forward": [(band, key_bias, [4], 0.5, True), (band, None, [4, 0, 2], 1.0, False)],
+        "window_softmax_backward": [(grad, band.softmax(-1), 0.5)],
+    }
+    for case in arguments[operator]:
+        torch.library.opcheck(getattr(torch.ops.ds_sparse, operator).default, case)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiles_into_one_graph(device: str, backend: str):
+    a, b = (leaf(x.float(), device) for x in operands("window_matmul", (2, 2), 25, 5, 8, seeded()))
+    keep = (torch.rand(2, 25, generator=seeded()) < 0.8).to(device)
+
+    def run(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        probs = window_softmax(window_matmul(a * 2, b, 5), (5, 3), key_padding_mask=keep)
+        return unwindow_matmul(probs, b.mT, 5) * 2
+
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
+    for inputs in ((a, b), [torch.cat([x, x], 0).detach().requires_grad_() for x in (a[:1], b[:1])]):
+        results, expected = compiled(*inputs), run(*inputs)
+        torch.testing.assert_close(results, expected)
+        found, wanted = (torch.autograd.grad(x.square().sum(), inputs) for x in (results, expected))
+        torch.testing.assert_close(found, wanted)
+
+
+def test_autocast(device: str):
+    a, b = (x.float().to(device) for x in operands("window_matmul", (2, 2), 25, 5, 8, seeded()))
+    with torch.autocast(device, dtype=torch.bfloat16):
+        scores = window_matmul(a, b, 5)
+        assert scores.dtype == torch.bfloat16
+        assert window_softmax(scores.float(), 5).dtype == torch.float32
+        assert unwindow_matmul(scores.float(), a, 5).dtype == torch.bfloat16
+
+
+def test_meta_tensors_give_shapes():
+    a = torch.empty(2, 3, 20, 8, device="meta", dtype=torch.bfloat16)
+    scores = window_matmul(a, a.mT, 4)
+    assert (scores.device.type, scores.shape, scores.dtype) == ("meta", (2, 3, 20, 9), torch.bfloat16)
+    assert window_softmax(scores, 4).shape == scores.shape
+    assert unwindow_matmul(scores, a, 4).shape == a.shape
+
+
+def test_second_derivatives_are_refused():
+    a, b = (x.requires_grad_() for x in operands("window_matmul", (1, 1), 9, 2, 3, seeded()))
+    (grad,) = torch.autograd.grad(window_matmul(a, b, 2).square().sum(), a, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("window_size", [True, 2.0, "2", None, torch.tensor(2.0), torch.tensor([True]), [2.5]])
+def test_windows_of_another_type(window_size: object):
+    x = torch.zeros(2, 2, 8, 4)
+    for call in (
+        lambda: window_matmul(x, x.mT, window_size),
+        lambda: unwindow_matmul(torch.zeros(2, 2, 8, 5), x, window_size),
+        lambda: window_softmax(torch.zeros(2, 2, 8, 5), window_size),
+    ):
+        with pytest.raises(TypeError, match="window_size is .* integer"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda x: window_matmul(x, x.mT, -1), "window_size is -1; it has to be 0 or more"),
+        (lambda x: window_matmul(x, x.mT, [2, 1]), "has 2 numbers, and the band has one width; .*window_softmax"),
+        (lambda x: window_matmul(x, x.mT, []), "window_size has 0 numbers; give one"),
+        (lambda x: window_matmul(x, x, 2), r"a \(2, 3, 8, 4\), b \(2, 3, 8, 4\); they have to be \(..., T, D\) and"),
+        (lambda x: window_matmul(x, x.mT[..., :7], 2), "with the same T and D"),
+        (lambda x: window_matmul(x[0, 0, 0], x.mT, 2), r"a \(4,\)"),
+        (lambda x: window_matmul(x, x.mT[:, :2], 2), "all but the last two dimensions have to broadcast"),
+        (lambda x: window_matmul(x, x.mT.half(), 2), "b is torch.float16 and a torch.float32"),
+        (lambda x: window_matmul(x, x.mT.to("meta"), 2), "b is on meta and a on cpu"),
+        (lambda x: window_matmul(x.long(), x.mT.long(), 2), "Tensors are torch.int64"),
+        (lambda x: unwindow_matmul(x, x, 2), r"with window_size 2 they have to be \(..., T, 5\) and \(..., T, D\)"),
+        (lambda x: unwindow_matmul(torch.zeros(7, 5), x, 2), "with the same T"),
+        (lambda x: unwindow_matmul(torch.zeros(2, 2, 8, 5), x, 2), "have to broadcast"),
+        (lambda x: window_softmax(x, 2), r"scores has shape \(2, 3, 8, 4\); .* it has to be \(..., T, 5\)"),
+        (lambda x: window_softmax(torch.zeros(2, 3, 8, 5), (2, 1)), "window_size has 2 numbers; give one, or 3, one a"),
+        (lambda x: window_softmax(torch.zeros(8, 5), (2, 1)), r"it has to be \(B, H, T, 2 \* window_size \+ 1\)"),
+        (lambda x: window_softmax(torch.zeros(8, 5), 2, key_padding_mask=torch.ones(1, 8)), "with a key_padding_mask"),
+        (
+            lambda x: window_softmax(torch.zeros(2, 3, 8, 5), 2, key_padding_mask=torch.ones(3, 8)),
+            r"key_padding_mask has shape \(3, 8\); it has to be \(2, 8\)",
+        ),
+        (
+            lambda x: window_softmax(torch.zeros(2, 3, 8, 5), 2, key_padding_mask=torch.ones(2, 8, requires_grad=True)),
+            "key_padding_mask requires a gradient",
+        ),
+        (
+            lambda x: window_softmax(torch.zeros(2, 3, 8, 5), 2, key_padding_mask=torch.ones(2, 8, device="meta")),
+            "key_padding_mask is on meta and scores on cpu",
+        ),
+        (lambda x: window_softmax(torch.zeros(8, 5).long(), 2), "Tensors are torch.int64"),
+    ],
+)
+def test_arguments_that_do_not_fit(call, sentence: str):
+    with pytest.raises(ValueError, match=sentence):
+        call(torch.zeros(2, 3, 8, 4))

@@ -1,0 +1,269 @@
+"""Every form of a list of token pairs to every other, what is refused, and how long an index is kept."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from helpers import EXAMPLES, Pairs, generator, random_pairs, seeded
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_sparse import BlockIndex, TokenIndex, sparse_matmul
+from ds_sparse.tokens import index_of, tensors_in
+
+
+@st.composite
+def pairs(draw: st.DrawFn, repeated: bool | None = None) -> Pairs:
+    sizes = st.sampled_from((1, 1, 2, 3, 7, 20))
+    return random_pairs(
+        generator(draw),
+        draw(sizes),
+        draw(sizes),
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 3)),
+        draw(st.sampled_from((0.4, 0.1, 1.0, 0.0))),
+        draw(st.booleans()) if repeated is None else repeated,
+    )
+
+
+def counts_of(index: TokenIndex) -> torch.Tensor:
+    """What an index lists, by the definition of its attributes."""
+    counts = torch.zeros(index.num_lists, index.queries, index.keys, dtype=torch.int64)
+    for line, (begin, end) in enumerate(zip(index.row_offsets[:-1].tolist(), index.row_offsets[1:].tolist())):
+        for column in index.columns[begin:end].tolist():
+            counts[line // index.queries, line % index.queries, column] += 1
+    return counts.view(index.batch, index.heads, index.queries, index.keys)
+
+
+@EXAMPLES
+@given(pairs=pairs())
+def test_pairs_and_csr_in_every_form_give_the_same_index(pairs: Pairs):
+    lengths = pairs.queries, pairs.keys
+    values, ends = pairs.csr()
+    _, pointers = pairs.csr(pointer=True)
+    forms = {
+        "pairs": TokenIndex.from_pairs(pairs.nested(list(pairs.lists)), *lengths),
+        "padded pairs": TokenIndex.from_pairs(pairs.stacked(list(pairs.lists), -1), *lengths),
+        "int32 pairs": TokenIndex.from_pairs(pairs.nested([x.int() for x in pairs.lists]), *lengths),
+        "ends": TokenIndex.from_csr(pairs.nested(values), pairs.nested(ends), *lengths),
+        "pointers": TokenIndex.from_csr(pairs.nested(values), pairs.nested(pointers), *lengths),
+    }
+    if len(values) > 1:
+        stacked = torch.stack(ends).view(*pairs.counts.shape[pairs.batch == 1 : 2], pairs.queries)
+        forms["padded values"] = TokenIndex.from_csr(pairs.stacked(values, 99), stacked, *lengths)
+    for name, index in forms.items():
+        assert (index.batch, index.heads) == (pairs.batch, pairs.heads), name
+        assert torch.equal(counts_of(index), pairs.counts), name
+        assert index.ends == tuple(torch.tensor([len(x) for x in pairs.lists]).cumsum(0).tolist()), name
+        listed = [x[order] for x, order in zip(pairs.lists, orders(index), strict=True)] if "pairs" in name else []
+        for mine, wanted in zip(tensors_in(index.pairs()), listed):
+            assert torch.equal(mine, wanted), f"order of {name}"
+
+
+def orders(index: TokenIndex) -> list[torch.Tensor]:
+    if index.order is None:
+        return [torch.arange(n) for n in torch.tensor((0, *index.ends)).diff()]
+    return [index.order[begin:end] for begin, end in zip((0, *index.ends), index.ends)]
+
+
+@EXAMPLES
+@given(pairs=pairs())
+def test_what_an_index_gives_can_be_read_again(pairs: Pairs):
+    lengths = pairs.queries, pairs.keys
+    index = TokenIndex.from_pairs(pairs.nested(list(pairs.lists)), *lengths)
+    again = [TokenIndex.from_pairs(index.pairs(), *lengths), TokenIndex.from_csr(*index.csr(), *lengths)]
+    if pairs.batch == 1:
+        again.append(TokenIndex.from_jagged(index.jagged(), pairs.keys))
+    if int(pairs.counts.max()) < 2:
+        again.append(TokenIndex.from_mask(index.mask()))
+        assert torch.equal(index.mask().view(pairs.counts.shape), pairs.counts > 0)
+    for other in again:
+        assert other.order is None
+        assert (other.batch, other.heads) == (index.batch, index.heads)
+        assert torch.equal(other.row_offsets, index.row_offsets) and torch.equal(other.columns, index.columns)
+
+
+@EXAMPLES
+@given(pairs=pairs())
+def test_by_key_is_the_transpose(pairs: Pairs):
+    index = TokenIndex.from_pairs(pairs.nested(list(pairs.lists)), pairs.queries, pairs.keys)
+    offsets, rows, slots = index.by_key
+    line = index.row_offsets.diff().new_tensor(range(index.num_lists * index.queries))
+    line = line.repeat_interleave(index.row_offsets.diff())
+    of_slot = line[slots.long()]
+    assert torch.equal(of_slot % index.queries, rows.long())
+    column = torch.arange(index.num_lists * index.keys).repeat_interleave(offsets.diff())
+    assert torch.equal(index.columns[slots.long()].long(), column % index.keys)
+    assert torch.equal(of_slot // index.queries, column // index.keys)
+    assert sorted(slots.tolist()) == list(range(index.num_pairs))
+    assert ((rows.diff() >= 0) | (column.diff() > 0)).all()
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_blocks_and_back(heads: int):
+    layout = torch.rand(heads, 3, 4, generator=seeded()) < 0.5
+    blocks = BlockIndex.build(layout, 16)
+    index = TokenIndex.from_blocks(blocks)
+    assert index.num_pairs == int(layout.sum()) * 256
+    assert torch.equal(index.blocks(16).layout(), blocks.layout())
+    cropped = TokenIndex.from_blocks(blocks, 41, 50)
+    full = layout.repeat_interleave(16, 1).repeat_interleave(16, 2)
+    assert torch.equal(cropped.mask().view(heads, 41, 50), full[:, :41, :50])
+    assert torch.equal(cropped.blocks(16).layout(), blocks.layout())
+
+
+def test_blocks_cover_every_pair():
+    index = TokenIndex.from_pairs(torch.tensor([[0, 17], [40, 3]]), 41, 20)
+    live = index.blocks(16).layout()[0]
+    assert live.nonzero().tolist() == [[0, 1], [2, 0]]
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 5), (2, 3, 5)])
+def test_sparse_csr_holds_the_scores_where_they_belong(shape: tuple[int, ...]):
+    pairs = torch.tensor([[2, 1], [0, 3], [2, 0], [0, 0], [1, 2]])
+    index = TokenIndex.from_pairs(pairs, 4, 4)
+    scores = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
+    expected = torch.zeros(*shape[:-1], 4, 4)
+    expected[..., pairs[:, 0], pairs[:, 1]] = scores
+    found = index.sparse_csr(scores)
+    assert found.layout == torch.sparse_csr
+    assert torch.equal(found.to_dense(), expected)
+
+
+def test_sparse_csr_passes_gradients_on():
+    index = TokenIndex.from_pairs(torch.tensor([[2, 1], [0, 3], [2, 0]]), 3, 4)
+    scores = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    weights = torch.arange(12.0).view(4, 3)
+    (index.sparse_csr(scores) @ weights).sum().backward()
+    assert torch.equal(scores.grad, weights.sum(1)[[1, 3, 0]])
+
+
+def test_sparse_csr_of_each_head():
+    lists = [torch.tensor([[1, 0]]), torch.tensor([[1, 1], [0, 0]])]
+    index = TokenIndex.from_pairs(lists, 2, 2)
+    first, second = index.sparse_csr([torch.tensor([5.0]), torch.tensor([6.0, 7.0])])
+    assert first.to_dense().tolist() == [[0, 0], [5, 0]] and second.to_dense().tolist() == [[7, 0], [0, 6]]
+    with pytest.raises(ValueError, match=r"Scores have shape \(2,\), and the list has 1 pairs"):
+        index.sparse_csr([torch.zeros(2), torch.zeros(2)])
+
+
+@pytest.mark.parametrize("form", ["mask", "sparse_csr"])
+def test_forms_that_are_sets_refuse_a_pair_listed_twice(form: str):
+    index = TokenIndex.from_pairs([torch.tensor([[0, 1]]), torch.tensor([[3, 1], [2, 2], [3, 1]])], 4, 3)
+    arguments = [[torch.zeros(1), torch.zeros(3)]] if form == "sparse_csr" else []
+    with pytest.raises(ValueError, match=r"The pair \(3, 1\) is listed twice, which a .* cannot say; list it once"):
+        getattr(index, form)(*arguments)
+
+
+LONG = torch.int64
+REFUSED_PAIRS = [
+    (torch.tensor([[0, 0], [1, 5], [9, 0]]), ValueError, r"indices\[1\] is \(1, 5\); key tokens are 0 to 4"),
+    (torch.tensor([[0, 0], [4, 1]]), ValueError, r"indices\[1\] is \(4, 1\); query tokens are 0 to 3"),
+    (torch.tensor([[0, -1]]), ValueError, r"indices\[0\] is \(0, -1\); key tokens are 0 to 4"),
+    ([torch.zeros(1, 2, dtype=LONG), torch.tensor([[0, 7]])], ValueError, r"indices of list 1\[0\] is \(0, 7\)"),
+    (torch.tensor([[[0, 0], [-1, -1]], [[-1, -1], [0, 0]]]), ValueError, r"indices of list 1\[0\] is \(-1, -1\)"),
+    (torch.zeros(3, 3, dtype=LONG), ValueError, r"have shape \(3, 3\); pairs have the shape \(pairs, 2\)"),
+    (torch.zeros(2, dtype=LONG), ValueError, "have 1 dimensions"),
+    (torch.zeros(2, 2, 2, 2, 2, dtype=LONG), ValueError, "have 5 dimensions"),
+    (torch.zeros(1, 2), TypeError, r"indices are torch.float32; they have to be int32 or int64, such as indices.long"),
+    (torch.zeros(1, 2, dtype=torch.bool), TypeError, "indices are torch.bool"),
+    ("pairs", TypeError, "indices are a str"),
+    ([], TypeError, "indices are a list"),
+    ([torch.zeros(1, 2, dtype=LONG), [torch.zeros(1, 2, dtype=LONG)]], ValueError, "unlike or too deeply nested"),
+    ([[[torch.zeros(1, 2, dtype=LONG)]]], ValueError, "unlike or too deeply nested"),
+]
+
+
+@pytest.mark.parametrize(("pairs", "error", "sentence"), REFUSED_PAIRS)
+def test_pairs_that_are_refused(pairs: object, error: type[Exception], sentence: str):
+    with pytest.raises(error, match=sentence):
+        TokenIndex.from_pairs(pairs, 4, 5)
+
+
+VALUES, ENDS = [0, 4, 1, 2], [1, 1, 3, 4]
+REFUSED_CSR = [
+    ([0, 4, 5, 2], ENDS, r"values\[2\], in row 2, is 5; key tokens are 0 to 4"),
+    ([0, -1, 5, 2], ENDS, r"values\[1\], in row 2, is -1; key tokens are 0 to 4"),
+    (VALUES, [1, 3, 2, 4], r"offsets\[2\] is 2 after 3; the ends of rows must not fall"),
+    (VALUES, [0, 1, 3, 2, 4], r"offsets\[3\] is 2 after 3; the ends of rows must not fall"),
+    (VALUES, [-1, 1, 3, 4], r"offsets\[0\] is -1 after 0; the ends"),
+    (VALUES, [1, 1, 2, 4, 4], r"offsets\[0\] is 1; a CSR row pointer begins with 0"),
+    (VALUES, [1, 1, 3, 3], "offsets end at 3 and values has 4 pairs"),
+    (VALUES, [1, 1, 3, 5], "offsets end at 5 and values has 4 pairs"),
+    (VALUES, [1, 4], r"offsets has 2 entries for 4 query tokens; it has to have the end of each row, 4, or a CSR .* 5"),
+    ([VALUES, VALUES], [ENDS, [1, 1, 3, 5]], "offsets of list 1 end at 5 and values of list 1 has 4 pairs"),
+    ([VALUES, VALUES], ENDS, "values are 2 lists and offsets 1; give offsets for each list of values"),
+]
+
+
+@pytest.mark.parametrize(("values", "offsets", "sentence"), REFUSED_CSR)
+def test_values_and_offsets_that_are_refused(values: list, offsets: list, sentence: str):
+    with pytest.raises(ValueError, match=sentence):
+        TokenIndex.from_csr(torch.tensor(values), torch.tensor(offsets), 4, 5)
+
+
+def test_unpadded_lists_have_to_end_where_they_end():
+    with pytest.raises(ValueError, match="offsets of list 0 end at 3 and values of list 0 has 4 pairs"):
+        TokenIndex.from_csr([torch.tensor(VALUES)] * 2, [torch.tensor([1, 1, 3, 3])] * 2, 4, 5)
+
+
+def test_other_masks_and_jagged_tensors_are_refused():
+    with pytest.raises(TypeError, match="A mask is a bool tensor, got torch.float32"):
+        TokenIndex.from_mask(torch.zeros(2, 2))
+    with pytest.raises(ValueError, match=r"got \(2,\)"):
+        TokenIndex.from_mask(torch.zeros(2, dtype=torch.bool))
+    with pytest.raises(TypeError, match="layout torch.jagged"):
+        TokenIndex.from_jagged(torch.zeros(2, 2, dtype=torch.int64), 4)
+    pairs = TokenIndex.from_mask(torch.ones(2, 1, 20, 20, dtype=torch.bool))
+    with pytest.raises(ValueError, match="shared by all sequences"):
+        pairs.blocks(16)
+
+
+def test_an_index_is_kept_until_its_tensors_change_or_go():
+    values, ends = torch.tensor(VALUES), torch.tensor(ENDS)
+    built = []
+
+    def index(*tensors: torch.Tensor) -> TokenIndex:
+        def build() -> TokenIndex:
+            built.append(1)
+            return TokenIndex.from_csr(*tensors, 4, 5)
+
+        return index_of(build, tensors, 4, 5)
+
+    first = index(values, ends)
+    assert index(values, ends) is first and len(built) == 1
+    values[0] = 3
+    second = index(values, ends)
+    assert second is not first and int(second.columns[0]) == 3
+    ends[0] = 0
+    assert index(values, ends).row_offsets.tolist() == [0, 0, 1, 3, 4]
+    assert index(values, ends.clone()) is not index(values, ends)
+    kept = weakref.ref(index(values, ends))
+    del values
+    gc.collect()
+    assert kept() is None
+
+
+def test_lists_of_heads_and_of_sequences_are_told_apart():
+    x, a, b = torch.randn(2, 2, 2, 4), torch.tensor([[0, 0]]), torch.tensor([[0, 1], [1, 1]])
+    heads, sequences = sparse_matmul(x, x, [a, b]), sparse_matmul(x, x, [[a], [b]])
+    assert [one.shape for one in heads] == [(2, 1), (2, 2)]
+    torch.testing.assert_close(heads[1][:, 1], (x[:, 1, 1] * x[:, 1, 1]).sum(-1))
+    torch.testing.assert_close(sequences[1][0][:, 1], (x[1, :, 1] * x[1, :, 1]).sum(-1))
+
+
+def test_tensors_made_in_inference_mode_are_read_each_time():
+    with torch.inference_mode():
+        values, ends = torch.tensor(VALUES), torch.tensor(ENDS)
+        made = [index_of(lambda: TokenIndex.from_csr(values, ends, 4, 5), (values, ends), 4, 5) for _ in range(2)]
+    assert made[0] is not made[1]
+
+
+def test_an_index_made_in_inference_mode_serves_training():
+    with torch.inference_mode():
+        index = TokenIndex.from_pairs(torch.tensor([[1, 0], [0, 1]]), 2, 2).prepared()
+    tensors = [index.row_offsets, index.columns, index.order, *index.by_key]
+    assert not any(x.is_inference() for x in tensors)

@@ -1,0 +1,112 @@
+"""Windows: what their index holds, by hand and against the mask of the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import EXAMPLES
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_sparse import WindowIndex, reference
+from ds_sparse.layout import to_token_mask
+from ds_sparse.window import MAX_ROWS, fitting_block
+
+
+def seen(index: WindowIndex) -> torch.Tensor:
+    """Who sees whom by the index, bool (L, T, T), in the order of the sequence."""
+    tokens = torch.arange(index.tokens)
+    first, end = index.limits[..., :1], index.limits[..., 1:]
+    live = (tokens >= first) & (tokens < end) | (tokens < index.num_global)
+    if index.causal:
+        places = tokens.expand(1, -1) if index.places is None else index.places
+        live &= places[:, None] <= places[..., None]
+    assert not (live & ~to_token_mask(index.blocks.layout(), index.blocks.block)[:, : len(tokens), : len(tokens)]).any()
+    if index.inverse is not None:
+        heads = torch.arange(len(live))[:, None, None]
+        live = live[heads, index.inverse[..., None], index.inverse[:, None]]
+    return live
+
+
+@EXAMPLES
+@given(
+    tokens=st.sampled_from([1, 2, 8, 31, 64, 100]),
+    windows=st.sampled_from([(0,), (1,), (5,), (40,), (500,), (2, 9), (3, 3)]),
+    dilations=st.sampled_from([(1,), (2,), (7,), (300,), (1, 3), (2, 2)]),
+    causal=st.booleans(),
+    block=st.sampled_from([8, 16, 64, None]),
+    data=st.data(),
+)
+def test_the_index_is_the_mask(tokens, windows, dilations, causal, block, data):
+    global_tokens = tuple(data.draw(st.sets(st.integers(0, tokens - 1), max_size=5)))
+    index = WindowIndex.build(tokens, windows, causal, global_tokens, dilations, block=block)
+    expected = reference.window_mask(tokens, windows, causal, global_tokens, dilations)
+    assert torch.equal(seen(index).expand_as(expected), expected)
+    assert index.num_heads == max(len(windows), len(dilations))
+
+
+def test_by_hand():
+    index = WindowIndex.build(6, 1, dilation=2, global_tokens=[3])
+    # Token 3, then the even ones, then the odd ones.
+    assert index.order.tolist() == [[3, 0, 2, 4, 1, 5]]
+    assert index.limits.tolist() == [[[0, 6], [1, 3], [1, 4], [2, 4], [4, 5], [5, 6]]]
+    assert index.inverse.tolist() == [[1, 4, 2, 0, 3, 5]]
+    assert index.places is None
+
+
+def test_tokens_keep_their_order_where_they_can():
+    for options in ({}, {"causal": True}, {"global_tokens": [0, 1]}):
+        index = WindowIndex.build(100, 5, **options)
+        assert index.order is None and index.inverse is None and index.places is None
+    assert WindowIndex.build(100, 5, global_tokens=[1]).order is not None
+
+
+def test_equal_heads_are_stored_once():
+    assert WindowIndex.build(100, (5, 5), dilation=(2, 2)).limits.shape == (1, 100, 2)
+    assert WindowIndex.build(100, (5, 6)).limits.shape == (2, 100, 2)
+
+
+def test_few_blocks_are_live():
+    """Those of the windows, and with a global token one block row and column, wherever it is."""
+    for options in ({}, {"global_tokens": [777]}):
+        index = WindowIndex.build(1600, 16, **options, block=16)
+        added = 2 * 100 if options else 0
+        assert index.blocks.live_blocks <= 3 * 100 + added
+    assert WindowIndex.build(1600, 16, dilation=4, block=16).blocks.live_blocks <= 3 * 100
+
+
+def test_long_sequences_have_larger_blocks():
+    assert fitting_block(1024, 64) == 16 and fitting_block(1024, 256) == 32
+    assert fitting_block(64 * MAX_ROWS, 64) == 64
+    assert fitting_block(10**9, 64) == 128
+
+
+def test_on_another_device():
+    index = WindowIndex.build(40, 3, True, [9])
+    assert index.to("cpu") is index
+    moved = index.to("meta")
+    assert (
+        moved.device.type == moved.blocks.device.type == moved.places.device.type == moved.order.device.type == "meta"
+    )
+    assert (moved.tokens, moved.num_global) == (40, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"tokens": 0}, "tokens is 0; it has to be an integer of 1 or more"),
+        ({"tokens": 40.0}, "tokens is 40.0"),
+        ({"block": 256}, "block is 256; windows take 8, 16, 32, 64 and 128"),
+        ({"block": 12}, "block is 12"),
+    ],
+)
+def test_arguments_that_do_not_fit(change, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        WindowIndex.build(**{"tokens": 40, "window_size": 3, **change})
+
+
+def test_numbers_for_different_heads_are_refused():
+    with pytest.raises(
+        ValueError, match="window_size has 3 numbers and dilation 2; give each one number, or one a head"
+    ):
+        WindowIndex.build(40, (1, 2, 3), dilation=(1, 2))
