@@ -11,7 +11,7 @@
 //   column_offsets (L*C + 1), rows (N), slots (N)  the same by columns; slots[e] is the entry number in row order.
 // Head h reads layout head (L == 1 ? 0 : h), and its entry n is stored in values[:, (L == 1 ? h * N : 0) + n].
 //
-// Lists of live blocks in tiles, int32, as Tiles (ds_sparse/index.py) has them, for attention. Lines are block rows (of
+// Lists of live blocks in tiles, int32, as Tiles (ds_sparse/tiles.py) has them, for attention. Lines are block rows (of
 // row tiles) or block columns (of column tiles); r = max(1, tile / block) of them make a tile of `tile` tokens:
 //   lines (tiles * r)   the tile's lines within their layout head, -1 where it is not filled; tiles are numbered
 //                       through the layout heads, and each line of a head is in one tile

@@ -20,8 +20,8 @@ HOPPER_TILE = 128
 """Tokens of the tiles of the kernels for Hopper GPUs."""
 
 STEP = 64
-"""Tokens that a kernel takes from the other side at once: a list is cut at multiples of them, so that none is part full
-but the last."""
+"""Tokens of the other side: a list is cut at multiples of them, so that the steps of kernels that take so many at once, or
+fewer, are full but for the last."""
 
 LEAST_CUT = 1024
 """Tokens below which a list is not cut: shorter parts would not pay for putting their results together."""

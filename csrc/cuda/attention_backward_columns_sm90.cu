@@ -123,7 +123,7 @@ __device__ __forceinline__ void copy_all(
 
 template <class T, int kD, bool kPlain, bool kWithQueries>
 __device__ __forceinline__ void multiply_all(
-    const Backward<T>& p, const Sweep<T>& sweep, Memory<T, kD>& memory, Queue queue) {
+    const Backward<T>& p, const Sweep<T>& sweep, Memory<T, kD>& memory) {
   constexpr int kN = 64, kParts = kQueries<kD> / kN;  // of a step's queries
   const int thread = this_thread(), lane = thread % 32, warpgroup = thread / 128, strip = thread / 32 * 16;
   const int line0 = strip + lane / 4;
@@ -131,7 +131,6 @@ __device__ __forceinline__ void multiply_all(
   const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
   const bool drops = !kPlain && p.scoring.dropout_seed != nullptr;
   const float of_dropout = drops ? p.scoring.dropout().factor() : 1.0f;
-  const Lists& lists = sweep.lists;
   Ring<Memory<T, kD>::kStages> ring;
   Ring<Memory<T, kD>::kSlots> slot;
   const auto& first_stage = memory.stages[0];
@@ -304,7 +303,8 @@ __device__ __forceinline__ void multiply_all(
         }
         fence_stores();
         __syncwarp();
-        if (lane == 0 && group.owners != 0) {
+        // The walk covers whole blocks, the sums only tokens that exist.
+        if (lane == 0 && group.owners != 0 && group.token < p.scoring.queries) {
           float* to = p.grad_query_sums.strip(work.matrix, group.token) + (kParts == 2 ? 0 : warpgroup) * 1024;
           add_to_memory(to, &space[0][0].x, sizeof(space));
         }
@@ -351,7 +351,7 @@ __global__ void __launch_bounds__(kHopperThreads<1>, 1) columns_on_hopper_kernel
   __syncthreads();
   share_work<1, 24, 240>(
       [&] { copy_all<T, kD, kPlain>(p, sweep, maps, memory, queue); },
-      [&] { multiply_all<T, kD, kPlain, kWithQueries>(p, sweep, memory, queue); });
+      [&] { multiply_all<T, kD, kPlain, kWithQueries>(p, sweep, memory); });
 }
 
 // Rounds the sums of a strip of 16 queries and 64 columns, as a warp's lanes hold them, and writes the queries' gradients.

@@ -1,6 +1,7 @@
 // Fused attention, forward, on Hopper (attention_sm90.h). A unit is 128 queries of one head against the keys and values of
-// its list, 128 at a time, or 64. A warpgroup multiplies the next queries and keys while it still multiplies probabilities and
-// values, and does the softmax of one while the other's products run.
+// its list, 128 at a time, or 64. Where a thread block has a multiprocessor to itself, a warpgroup multiplies the next
+// queries and keys, and the last probabilities and values, while it does a softmax; where two share one, each does one
+// thing after the other.
 
 #include "attention_arguments.h"
 #include "attention_forward.h"
@@ -135,7 +136,7 @@ __device__ __forceinline__ void copy_all(
 }
 
 template <class T, int kD, int kN, int kBlocks, bool kPlain>
-__device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, kN, kBlocks>& memory, Queue queue) {
+__device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, kN, kBlocks>& memory) {
   const int thread = this_thread(), lane = thread % 32, warpgroup = thread / 128, strip = thread / 32 * 16;
   const int line0 = strip + lane / 4;
   const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
@@ -427,7 +428,7 @@ __global__ void __launch_bounds__(kHopperThreads<kBlocks>, kBlocks) forward_on_h
   __syncthreads();
   share_work<kBlocks, 40, 232>(
       [&] { copy_all(p, memory, &query_map, &key_map, &value_map, queue); },
-      [&] { multiply_all<T, kD, kN, kBlocks, kPlain>(p, memory, queue); });
+      [&] { multiply_all<T, kD, kN, kBlocks, kPlain>(p, memory); });
 }
 
 }  // namespace

@@ -57,6 +57,9 @@ __global__ void rows_kernel(
 std::pair<Tensor, Rows> make_rows(
     const Launcher& launch, const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& output,
     const Tensor& row_sums) {
+  if (grad_lse) {
+    check_contiguous(*grad_lse, "grad_lse");
+  }
   const int64_t batch = output.size(0), heads = output.size(1), queries = output.size(2);
   const int64_t padded = (queries + kHopperTile - 1) / kHopperTile * kHopperTile, rows = batch * heads * padded;
   Tensor data = torch::stable::new_empty(output, {4 * rows}, ScalarType::Float);

@@ -500,6 +500,18 @@ def test_nan_spoils_what_depends_on_it_and_nothing_else(device: str):
     assert torch.equal(nan, expected)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_nan_of_one_head_is_in_the_gradients_of_no_other(device: str, head_dim: int):
+    """Nor does it get there by way of tokens that a block has and the sequence has not."""
+    inputs = [random(seeded(i), 2, 2, 100, head_dim, dtype=torch.bfloat16) for i in range(3)]
+    inputs[1][0, 1, 50, 0] = math.nan
+    query, key, value = (leaf(x, device) for x in inputs)
+    output = block_sparse_attention(query, key, value, torch.ones(1, 1), block=128)
+    for grad in torch.autograd.grad(output.sum(), (query, key, value)):
+        finite = grad.isfinite().flatten(2).all(2)
+        assert finite.tolist() == [[True, False], [True, True]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_memory_behind_the_last_token_is_not_read(device: str, dtype: torch.dtype):
     layout = make_layout(torch.tensor([[1, 0, 1], [1, 1, 0], [0, 1, 1]]))
