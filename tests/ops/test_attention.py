@@ -506,7 +506,7 @@ def test_nan_of_one_head_is_in_the_gradients_of_no_other(device: str, head_dim: 
     inputs = [random(seeded(i), 2, 2, 100, head_dim, dtype=torch.bfloat16) for i in range(3)]
     inputs[1][0, 1, 50, 0] = math.nan
     query, key, value = (leaf(x, device) for x in inputs)
-    output = block_sparse_attention(query, key, value, torch.ones(1, 1), block=128)
+    output = block_sparse_attention(query, key, value, torch.ones(1, 1, dtype=torch.bool), block=128)
     for grad in torch.autograd.grad(output.sum(), (query, key, value)):
         finite = grad.isfinite().flatten(2).all(2)
         assert finite.tolist() == [[True, False], [True, True]]
