@@ -62,7 +62,7 @@ def block_sparse_attention(
         block: 8, 16, 32, 64 or 128 tokens on a block's side; found from the shapes if it is not given.
         scale: factor of the scores; 1 / sqrt(D) if it is not given.
         causal: query token i sees key tokens j <= i only, inside blocks too.
-        key_padding_mask: (B or 1, S).
+        key_padding_mask: (B or 1, S). On CUDA a bool one costs least: what it drops is not computed.
         attn_mask: (T, S), or (B or 1, H or 1, T or 1, S).
         rpe: relative position bias (T, S), (H, T, S) or (B or 1, H or 1, T, S), added unscaled.
         dropout_p: share of the probabilities that are dropped after the softmax, 0 to below 1, in steps of 1/65536;
