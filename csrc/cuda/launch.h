@@ -24,6 +24,8 @@ class Launcher {
   }
 
   int64_t multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
+  // Bytes that a thread block may have.
+  size_t shared_memory() const { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
   bool is_hopper() const { return attribute(cudaDevAttrComputeCapabilityMajor) == 9; }
 
   // A contiguous tensor that begins at a multiple of 16 bytes: a copy where `x` does not.

@@ -9,13 +9,13 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <limits>
 #include <optional>
 #include <vector>
 
 #include "../checks.h"
 #include "../compute.h"
 #include "launch.h"
+#include "logits.h"
 #include "vector.h"
 
 namespace ds_sparse {
@@ -139,27 +139,6 @@ struct Biases {
   Bias bias[3];
 };
 
-template <class A>
-__device__ __forceinline__ A infinity() {
-  return std::numeric_limits<A>::infinity();
-}
-
-// The scaled score. A finite one that overflows downwards stays finite: only -inf masks.
-template <class A>
-__device__ __forceinline__ A scaled(A score, A scale) {
-  const A product = score * scale;
-  return product == -infinity<A>() && isfinite(score) ? std::numeric_limits<A>::lowest() : product;
-}
-
-template <class A>
-__device__ __forceinline__ A biased(A logit, A bias) {
-  if (logit == -infinity<A>() || bias == -infinity<A>()) {
-    return -infinity<A>();
-  }
-  const A sum = logit + bias;
-  return sum == -infinity<A>() ? std::numeric_limits<A>::lowest() : sum;
-}
-
 // x * scale for a run.
 template <class T>
 __device__ __forceinline__ void scale_run(
@@ -192,28 +171,6 @@ __device__ __forceinline__ void add_run(const Run<T, kRun<T>>& bias, Compute<T> 
 #pragma unroll
   for (int i = 0; i < kRun<T>; ++i) {
     logits[i] = sums[i];
-  }
-}
-
-// What exponents are taken relative to: the largest logit, or 0 where all are -inf, so that exp gives 0 and not NaN.
-template <class A>
-__device__ __forceinline__ A finite_reference(A largest) {
-  return largest == -infinity<A>() ? A(0) : largest;
-}
-
-template <class A>
-constexpr A kLog2E = 1.4426950408889634;
-
-// 2^(scale * (x - reference)).
-template <class A>
-__device__ __forceinline__ A power_of_difference(A x, A reference, A scale) {
-  if constexpr (std::is_same_v<A, float>) {
-    // exp2f brings back results below 2^-126, which is not worth its instructions here.
-    float power;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"((x - reference) * scale));
-    return power;
-  } else {
-    return exp2((x - reference) * scale);
   }
 }
 

@@ -1,0 +1,209 @@
+// Bands of windows as matrices of tokens by tokens, of which memory has what is near the diagonal.
+//
+// What a band (T, 2w + 1) has for tokens r and c, band[r, c - r + w], lies 2w r + c + w elements from its beginning: rows
+// are 2w apart and columns adjacent, as in a dense matrix of that pitch. So nothing is skewed where columns are tokens:
+// 2w is even, and what begins at an even place in one row does so in all of them, though rows are an odd length apart.
+
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+
+#include "../checks.h"
+#include "tiles.h"
+
+namespace ds_sparse {
+
+// Whether runs of 16 bytes that are aligned in one row are in all; pairs always are.
+template <class T>
+inline bool has_whole_runs(int64_t window) {
+  return 2 * window % kRun<T> == 0;
+}
+
+// The band of one head.
+template <class T>
+struct BandMatrix {
+  T* origin;  // of row 0 and column 0
+  int64_t tokens, window;
+
+  __device__ BandMatrix(T* data, int64_t tokens, int64_t window)
+      : origin(data + window), tokens(tokens), window(window) {}
+
+  __device__ T* at(int64_t row, int64_t column) const { return origin + row * (2 * window) + column; }
+
+  // The last column up to this one whose place in row 0 is a multiple of 32 bytes, which memory is read in.
+  __device__ int64_t aligned(int64_t column) const {
+    return column - static_cast<int64_t>(reinterpret_cast<uintptr_t>(origin + column) / sizeof(T) % (32 / sizeof(T)));
+  }
+};
+
+// What a tile of a band has, in numbers of the tile: line i is a row of the band if it is below `lines`, its window is
+// the columns from begin + i to end + i - 1, and the columns from `first` to last - 1 are tokens that there are.
+struct TileEdges {
+  int begin, end, first, last, lines;
+
+  template <class T>
+  __device__ TileEdges(const BandMatrix<T>& band, int64_t row, int64_t column)
+      : begin(limited(row - band.window - column)),
+        end(limited(row + band.window + 1 - column)),
+        first(limited(-column)),
+        last(limited(band.tokens - column)),
+        lines(limited(band.tokens - row)) {}
+
+  // Whether all of a tile's columns are in the windows of all of its lines, and tokens that there are.
+  __device__ bool hold(int of_lines, int of_columns) const {
+    return begin + of_lines <= 1 && end >= of_columns && first <= 0 && last >= of_columns && lines >= of_lines;
+  }
+
+ private:
+  // As good as the number itself where tiles are smaller.
+  static __device__ int limited(int64_t x) { return static_cast<int>(max(int64_t{-4096}, min(int64_t{4096}, x))); }
+};
+
+// Starts a copy of kBytes, of which those from `given` on become zero and are not read.
+template <int kBytes>
+__device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, int given) {
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(given));
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(kBytes), "r"(given));
+  }
+}
+
+// Copies tiles of kRows x kColumns of a band into shared memory. A tile begins at an aligned column, and what is in no
+// window becomes zero: it may be another row's, or not a number.
+template <class T, int kRows, int kColumns>
+class BandLoader {
+ public:
+  // `whole_runs` as has_whole_runs says. Starts the copies.
+  static __device__ __forceinline__ void load(
+      T* tile, const BandMatrix<const T>& band, int64_t row, int64_t column, bool whole_runs) {
+    whole_runs ? copy<kRun<T>>(tile, band, row, column) : copy<2>(tile, band, row, column);
+  }
+
+  // What a copy cannot leave out: the thread's own copies have to be there, other threads' may not.
+  static __device__ __forceinline__ void clear_beside(
+      T* tile, const BandMatrix<const T>& band, int64_t row, int64_t column, bool whole_runs) {
+    const TileEdges edges(band, row, column);
+    if (!edges.hold(kRows, kColumns)) {
+      whole_runs ? clear<kRun<T>>(tile, edges) : clear<2>(tile, edges);
+    }
+  }
+
+ private:
+  // A thread's copies are `kStep` lines apart.
+  template <int kCount>
+  static constexpr int kStep = kThreads * kCount / kColumns;
+  template <int kCount>
+  static __device__ int first_line() { return threadIdx.x / (kColumns / kCount); }
+  template <int kCount>
+  static __device__ int first_column() { return threadIdx.x % (kColumns / kCount) * kCount; }
+
+  template <int kCount>
+  static __device__ __forceinline__ void copy(
+      T* tile, const BandMatrix<const T>& band, int64_t row, int64_t column) {
+    static_assert(kThreads * kCount % kColumns == 0 && kRows % kStep<kCount> == 0);
+    const TileEdges edges(band, row, column);
+    const int line = first_line<kCount>(), c = first_column<kCount>();
+    const uint32_t to = shared_address(tile + line * pitch_of<T>(kColumns) + c);
+    const T* from = band.at(row + line, column + c);
+#pragma unroll
+    for (int i = 0; i < kRows / kStep<kCount>; ++i) {
+      const int here = line + i * kStep<kCount>, end = min(edges.end + here, edges.last);
+      const bool seen = c + kCount > max(edges.begin + here, edges.first) && c < end && here < edges.lines;
+      copy_bytes<kCount * sizeof(T)>(
+          to + i * kStep<kCount> * pitch_of<T>(kColumns) * sizeof(T), seen ? from : band.origin,
+          seen ? min(end - c, kCount) * int{sizeof(T)} : 0);
+      from += kStep<kCount> * (2 * band.window);
+    }
+  }
+
+  // Copies stop where a line's window does; they may begin before it does.
+  template <int kCount>
+  static __device__ __forceinline__ void clear(T* tile, const TileEdges& edges) {
+    const int c = first_column<kCount>();
+#pragma unroll
+    for (int i = 0; i < kRows / kStep<kCount>; ++i) {
+      const int line = first_line<kCount>() + i * kStep<kCount>, begin = max(edges.begin + line, edges.first);
+      if (c < begin && c + kCount > begin) {
+        for (int e = 0; e < begin - c; ++e) {
+          tile[line * pitch_of<T>(kColumns) + c + e] = T(0.0f);
+        }
+      }
+    }
+  }
+};
+
+// Tokens (B, H, T, D) whose numbers are adjacent and lie in aligned runs of 16 bytes.
+template <class T>
+struct TokenRows {
+  const T* data;
+  int64_t batch_stride, head_stride, token_stride, tokens;
+  int width;
+
+  // `x` has that order of memory: `in_runs` gives it.
+  explicit TokenRows(const torch::stable::Tensor& x)
+      : data(static_cast<const T*>(x.const_data_ptr())),
+        batch_stride(x.size(0) == 1 ? 0 : x.stride(0)),
+        head_stride(x.size(1) == 1 ? 0 : x.stride(1)),
+        token_stride(x.size(2) == 1 ? 0 : x.stride(2)),
+        tokens(x.size(2)),
+        width(static_cast<int>(x.size(3))) {}
+
+  __device__ const T* of(int64_t batch, int64_t head) const {
+    return data + batch * batch_stride + head * head_stride;
+  }
+
+  // Starts copying the tokens from `token` on and the depth from `depth` on of a head to a tile; what is not there
+  // becomes zero.
+  template <int kTokens, int kDepth>
+  __device__ __forceinline__ void load(T* tile, const T* head, int64_t token, int depth) const {
+    constexpr int runs = kDepth / kRun<T>, step = kThreads / runs;
+    static_assert(kThreads % runs == 0 && kTokens % step == 0);
+    const int line = threadIdx.x / runs, d = depth + static_cast<int>(threadIdx.x) % runs * kRun<T>;
+    const uint32_t to = shared_address(tile + line * pitch_of<T>(kDepth) + (d - depth));
+    const T* from = head + (token + line) * token_stride + d;
+#pragma unroll
+    for (int i = 0; i < kTokens / step; ++i) {
+      const int64_t here = token + line + i * step;
+      const bool exists = here >= 0 && here < tokens && d < width;
+      copy_16_bytes(to + i * step * pitch_of<T>(kDepth) * sizeof(T), exists ? from : data, exists);
+      from += step * token_stride;
+    }
+  }
+};
+
+// x, or where its order of memory is another one a copy that `TokenRows` can read: with zeros after a token's numbers.
+inline torch::stable::Tensor in_runs(const torch::stable::Tensor& x) {
+  const int64_t run = 16 / static_cast<int64_t>(x.element_size()), rest = (run - x.size(3) % run) % run;
+  bool fits = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0 && rest == 0 && x.stride(3) == 1;
+  for (int64_t dim = 0; dim < 3; ++dim) {
+    fits = fits && (x.size(dim) == 1 || x.stride(dim) % run == 0);
+  }
+  if (fits) {
+    return x;
+  }
+  torch::stable::Tensor copy = torch::stable::new_zeros(x, {x.size(0), x.size(1), x.size(2), x.size(3) + rest});
+  torch::stable::Tensor numbers = torch::stable::narrow(copy, 3, 0, x.size(3));
+  torch::stable::copy_(numbers, x);
+  return copy;
+}
+
+// Calls f with a zero of the element type.
+template <class F>
+void with_band_type(const torch::stable::Tensor& x, const F& f) {
+  switch (x.scalar_type()) {
+    case ScalarType::Half:
+      return f(__half{});
+    case ScalarType::BFloat16:
+      return f(__nv_bfloat16{});
+    case ScalarType::Float:
+      return f(float{});
+    default:
+      check(false, "operations of windows take float16, bfloat16 and float32 on CUDA.");
+  }
+}
+
+}  // namespace ds_sparse
