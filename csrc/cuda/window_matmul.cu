@@ -94,7 +94,7 @@ __device__ __forceinline__ void store_tile(
 }
 
 template <class T, int kM>
-__global__ void __launch_bounds__(kThreads, kM == 128 ? 3 : sizeof(T) == 2 ? 5 : 4) window_matmul_kernel(
+__global__ void __launch_bounds__(kThreads, kM == 64 && sizeof(T) == 2 ? 5 : 3) window_matmul_kernel(
     const __grid_constant__ MatmulArguments<T> p) {
   extern __shared__ __align__(16) unsigned char shared[];
   using Tile = Sums<T, kM, kColumns, false>;
@@ -195,7 +195,7 @@ __device__ float sum_of_window(
 }
 
 template <class T, bool kTransposed, int kM, int kN>
-__global__ void __launch_bounds__(kThreads, kM == 64 ? 4 : 2) unwindow_matmul_kernel(
+__global__ void __launch_bounds__(kThreads, kM == 128 ? 2 : sizeof(T) == 2 ? 4 : 3) unwindow_matmul_kernel(
     const __grid_constant__ UnwindowArguments<T> p) {
   extern __shared__ __align__(16) unsigned char shared[];
   using Tile = Sums<T, kM, kN, false>;
