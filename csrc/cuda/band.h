@@ -114,8 +114,7 @@ class BandLoader {
       const int here = line + i * kStep<kCount>, end = min(edges.end + here, edges.last);
       const bool seen = c + kCount > max(edges.begin + here, edges.first) && c < end && here < edges.lines;
       copy_bytes<kCount * sizeof(T)>(
-          to + i * kStep<kCount> * pitch_of<T>(kColumns) * sizeof(T), seen ? from : band.origin,
-          seen ? min(end - c, kCount) * int{sizeof(T)} : 0);
+          to + i * kStep<kCount> * pitch_of<T>(kColumns) * sizeof(T), from, seen ? min(end - c, kCount) * int{sizeof(T)} : 0);
       from += kStep<kCount> * (2 * band.window);
     }
   }
@@ -169,7 +168,7 @@ struct TokenRows {
     for (int i = 0; i < kTokens / step; ++i) {
       const int64_t here = token + line + i * step;
       const bool exists = here >= 0 && here < tokens && d < width;
-      copy_16_bytes(to + i * step * pitch_of<T>(kDepth) * sizeof(T), exists ? from : data, exists);
+      copy_16_bytes(to + i * step * pitch_of<T>(kDepth) * sizeof(T), from, exists);
       from += step * token_stride;
     }
   }
