@@ -9,6 +9,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "../checks.h"
@@ -176,15 +177,17 @@ struct TokenRows {
 
 // x, or where its order of memory is another one a copy that `TokenRows` can read: with zeros after a token's numbers.
 inline torch::stable::Tensor in_runs(const torch::stable::Tensor& x) {
-  const int64_t run = 16 / static_cast<int64_t>(x.element_size()), rest = (run - x.size(3) % run) % run;
-  bool fits = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0 && rest == 0 && x.stride(3) == 1;
+  const int64_t run = 16 / static_cast<int64_t>(x.element_size());
+  const int64_t width = std::max<int64_t>(1, (x.size(3) + run - 1) / run) * run;
+  bool fits =
+      reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0 && width == x.size(3) && x.stride(3) == 1;
   for (int64_t dim = 0; dim < 3; ++dim) {
     fits = fits && (x.size(dim) == 1 || x.stride(dim) % run == 0);
   }
   if (fits) {
     return x;
   }
-  torch::stable::Tensor copy = torch::stable::new_zeros(x, {x.size(0), x.size(1), x.size(2), x.size(3) + rest});
+  torch::stable::Tensor copy = torch::stable::new_zeros(x, {x.size(0), x.size(1), x.size(2), width});
   torch::stable::Tensor numbers = torch::stable::narrow(copy, 3, 0, x.size(3));
   torch::stable::copy_(numbers, x);
   return copy;
