@@ -110,7 +110,7 @@ class BandLoader {
     const int line = first_line<kCount>(), c = first_column<kCount>();
     const uint32_t to = shared_address(tile + line * pitch_of<T>(kColumns) + c);
     const T* from = band.at(row + line, column + c);
-#pragma unroll
+#pragma unroll 4
     for (int i = 0; i < kRows / kStep<kCount>; ++i) {
       const int here = line + i * kStep<kCount>, end = min(edges.end + here, edges.last);
       const bool seen = c + kCount > max(edges.begin + here, edges.first) && c < end && here < edges.lines;
@@ -124,7 +124,7 @@ class BandLoader {
   template <int kCount>
   static __device__ __forceinline__ void clear(T* tile, const TileEdges& edges) {
     const int c = first_column<kCount>();
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < kRows / kStep<kCount>; ++i) {
       const int line = first_line<kCount>() + i * kStep<kCount>, begin = max(edges.begin + line, edges.first);
       if (c < begin && c + kCount > begin) {

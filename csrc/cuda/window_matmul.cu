@@ -19,8 +19,8 @@
 namespace ds_sparse {
 namespace {
 
-constexpr int kColumns = 64;          // of a step of window_matmul
-constexpr int64_t kFewestTasks = 4;  // of window_matmul on a multiprocessor, where there is work for them
+constexpr int kColumns = 64;           // of a step of window_matmul
+constexpr int64_t kFewestTasks = 16;  // of window_matmul for a multiprocessor, where there is work for them
 
 int64_t parts_of(int64_t all, int64_t part) { return (all + part - 1) / part; }
 
@@ -170,13 +170,15 @@ struct UnwindowArguments {
 template <class T, bool kTransposed, int kM, int kN>
 struct UnwindowMemory {
   static constexpr int kPitch = pitch_of<T>(kN);
+  // Large tiles leave no room for a third one.
+  static constexpr int kCount = kM == 64 ? 3 : 2;
 
   struct Stage {
     T band[(kTransposed ? kChunk<T> : kM) * pitch_of<T>(kTransposed ? kM : kChunk<T>)];
     T dense[kChunk<T> * pitch_of<T>(kN)];
   };
   union {
-    Stage stages[kStages];
+    Stage stages[kCount];
     T result[kM * kPitch];
   };
 };
@@ -201,6 +203,7 @@ __global__ void __launch_bounds__(kThreads, kM == 128 ? 2 : sizeof(T) == 2 ? 4 :
   using Tile = Sums<T, kM, kN, false>;
   using Memory = UnwindowMemory<T, kTransposed, kM, kN>;
   using Loader = BandLoader<T, kTransposed ? kChunk<T> : kM, kTransposed ? kM : kChunk<T>>;
+  constexpr int kAhead = Memory::kCount - 1;
   auto& memory = *reinterpret_cast<Memory*>(shared);
   const int64_t parts = p.tiles * p.column_tiles, tasks = p.batch * p.heads * parts;
 
@@ -237,13 +240,19 @@ __global__ void __launch_bounds__(kThreads, kM == 128 ? 2 : sizeof(T) == 2 ? 4 :
     Tile sums;
     sums.clear();
     __syncthreads();  // what the task before read is free
-    load(first, 0);
-    for (int64_t other = first, stage = 0; other < end; other += kChunk<T>, stage = 1 - stage) {
-      wait_for_copies<0>();
+#pragma unroll 1
+    for (int stage = 0; stage < kAhead; ++stage) {
+      load(first + stage * kChunk<T>, stage);
+    }
+    int stage = 0, free = kAhead;
+    for (int64_t other = first; other < end; other += kChunk<T>) {
+      wait_for_copies<kAhead - 1>();
       Loader::clear_beside(memory.stages[stage].band, band, row(other), column(other), p.whole_runs);
       __syncthreads();
-      load(other + kChunk<T>, 1 - stage);
+      load(other + kAhead * kChunk<T>, free);
       sums.template add<!kTransposed, false>(memory.stages[stage].band, memory.stages[stage].dense);
+      free = stage;
+      stage = stage == kAhead ? 0 : stage + 1;
     }
 
     __syncthreads();

@@ -110,6 +110,7 @@ def window_softmax(
         RuntimeError: a device without the kernel.
     """
     check_dtype(scores)
+    _refuse_float64_on_cuda(scores)
     windows = of_heads("window_size", window_size, 0)
     if scores.dim() < 2 or scores.shape[-1] != 2 * max(windows) + 1:
         raise ValueError(
@@ -143,11 +144,20 @@ def _one_window(window_size: int) -> int:
 def _leading(**operands: torch.Tensor) -> torch.Size:
     """The leading dimensions of a product, after a check of what the operands have to have in common."""
     check_alike(**operands)
+    _refuse_float64_on_cuda(next(iter(operands.values())))
     try:
         return torch.broadcast_shapes(*(x.shape[:-2] for x in operands.values()))
     except RuntimeError:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in operands.items())
         raise ValueError(f"Shapes are {shapes}; all but the last two dimensions have to broadcast.") from None
+
+
+def _refuse_float64_on_cuda(x: torch.Tensor) -> None:
+    if x.dtype == torch.float64 and x.device.type == "cuda":
+        raise ValueError(
+            "Tensors are float64 on CUDA, where operations of windows take float16, bfloat16 and float32; use one of "
+            "these, or the CPU."
+        )
 
 
 def _with_heads(x: torch.Tensor, leading: torch.Size) -> torch.Tensor:
