@@ -139,6 +139,81 @@ def test_numbers_beside_the_sequence_do_not_count(device: str, dtype: torch.dtyp
     assert not grad[:, :, beside.to(device)].any() and torch.isfinite(grad[:, :, far]).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_not_finite_stays_in_its_windows(device: str, dtype: torch.dtype):
+    """Of all products: rows of a tile have windows of their own."""
+    a, b = (random(rng, 1, 2, 200, 24).to(device, dtype) for rng in (seeded(), seeded(1)))
+    p = random(seeded(2), 1, 2, 200, 11).to(device, dtype)
+    spoilt = a.clone()
+    spoilt[:, :, 90, 3], spoilt[:, :, 131] = math.nan, -math.inf
+    token, rows = torch.arange(200, device=device), torch.tensor([90, 131], device=device)
+    far = ((token[:, None] - rows).abs() > 5).all(1)
+    v = a.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(unwindow_matmul(p, v, 5), v, spoilt)
+    (expected,) = torch.autograd.grad(unwindow_matmul(p, v, 5), v, a)
+    for found, right in ((unwindow_matmul(p, spoilt, 5), unwindow_matmul(p, a, 5)), (grad, expected)):
+        torch.testing.assert_close(found[:, :, far], right[:, :, far])
+        torch.testing.assert_close(found[:, :, 90, 4:], right[:, :, 90, 4:])
+        assert not torch.isfinite(found[:, :, 131]).any() and not torch.isfinite(found[:, :, 90, 3]).any()
+    band = window_matmul(spoilt, b.mT, 5)
+    near = torch.zeros(200, dtype=torch.bool, device=device)
+    near[rows] = True
+    assert torch.equal(band[:, :, ~near], window_matmul(a, b.mT, 5)[:, :, ~near])
+    # Where there is no token, a number that is not finite is beside zeros.
+    spoilt[:, :, 0] = math.nan
+    assert not window_matmul(spoilt, b.mT, 5)[:, :, 0, :5].any()
+
+
+def test_more_matrices_than_a_grid_has_rows(device: str):
+    for job in JOBS:
+        inputs = [x.float().to(device) for x in operands(job, (70000,), 3, 1, 4, seeded())]
+        some = torch.tensor([0, 65534, 65535, 65536, 69999])
+        expected = JOBS[job][1](*(x.cpu()[some] for x in inputs), 1)
+        torch.testing.assert_close(JOBS[job][0](*inputs, 1).cpu()[some], expected)
+
+
+@pytest.mark.gpu
+def test_more_elements_than_int32_counts(device: str):
+    """The last rows of a band of more than 2^31 elements."""
+    if device == "cpu":
+        pytest.skip("too slow on a CPU")
+    if torch.cuda.mem_get_info()[0] < 32 * 2**30:
+        pytest.skip("needs 32 GiB of free GPU memory")
+    tokens, window, last = 16384, 1024, 2048
+    query, key = (torch.randn(66, tokens, 64, device=device, dtype=torch.float16) / 8 for _ in range(2))
+    scores = window_matmul(query, key.mT, window)
+    assert scores.numel() > 2**31
+    probs = window_softmax(scores, window)
+    output = unwindow_matmul(probs, key, window)
+    (grad,) = torch.autograd.grad(unwindow_matmul(probs, key.requires_grad_(), window), key, query)
+    key = key.detach()
+    rest = [x[-1:, -2 * last :].float().cpu() for x in (query, key)]
+    rest_scores = reference.window_matmul(rest[0], rest[1].mT, window)
+    # All that the last rows see, and all that sees the last columns.
+    torch.testing.assert_close(scores[-1:, -last:].float().cpu(), rest_scores[:, -last:], rtol=1e-2, atol=1e-2)
+    rest_probs = reference.window_softmax(rest_scores, (window,))
+    torch.testing.assert_close(probs[-1:, -last:].float().cpu(), rest_probs[:, -last:], rtol=1e-2, atol=1e-5)
+    expected = reference.unwindow_matmul(rest_probs, rest[1], window)
+    torch.testing.assert_close(output[-1:, -last:].float().cpu(), expected[:, -last:], rtol=1e-2, atol=1e-3)
+    value = rest[1].requires_grad_()
+    (expected,) = torch.autograd.grad(reference.unwindow_matmul(rest_probs, value, window), value, rest[0])
+    torch.testing.assert_close(grad[-1:, -1024:].float().cpu(), expected[:, -1024:], rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_float64_is_refused_on_cuda(device: str):
+    if device == "cpu":
+        pytest.skip("the CPU takes it")
+    x = torch.zeros(2, 8, 4, device=device, dtype=torch.float64)
+    for call in (
+        lambda: window_matmul(x, x.mT, 1),
+        lambda: unwindow_matmul(x[..., :3], x, 1),
+        lambda: window_softmax(x[..., :3], 1),
+    ):
+        with pytest.raises(ValueError, match="float64 on CUDA, where operations of windows take float16"):
+            call()
+
+
 def test_bands_whose_rows_are_one_row(device: str):
     band, v = random(seeded(), 1, 9).to(device, torch.float32), random(seeded(1), 40, 8).to(device, torch.float32)
     for rows in (band.expand(40, 9), band[:, :1].expand(40, 9)):
@@ -229,6 +304,26 @@ def test_softmax(device, tokens, windows, scale, causal, dtype, view, data):
     (exact_found,) = torch.autograd.grad(exact_probs, exact, grad.double())
     # The terms are of the gradient's size; where a row has one token, they cancel.
     assert_as_accurate("gradient", found, plain_found, exact_found, abs(scale) * grad.abs().max().item())
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "windows", "causal"),
+    [(1, 700, (650,), False), (2, 700, (650,), True), (1, 30, (1500,), False), (600, 9, (3, 1, 4, 0, 2, 5), True)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_softmax_of_long_rows_and_many_heads(
+    device: str, heads: int, tokens: int, windows: tuple[int, ...], causal: bool, dtype: torch.dtype
+):
+    given = random(seeded(), 2, heads, tokens, 2 * max(windows) + 1, dtype=dtype)
+    plain, exact, ours = leaf(given, "cpu"), leaf(given.double(), "cpu"), leaf(given, device)
+    windows = windows * (heads // len(windows)) if len(windows) > 1 else windows
+    kept = torch.rand(2, tokens, generator=seeded(2)) < 0.8
+    probs = window_softmax(ours, windows, scale=0.7, causal=causal, key_padding_mask=kept.to(device))
+    results = [probs, *(reference.window_softmax(x, windows, 0.7, causal, kept) for x in (plain, exact))]
+    assert_as_accurate("probabilities", *results)
+    grad = random(seeded(1), *given.shape, dtype=dtype)
+    found = [torch.autograd.grad(y, x, grad.to(x.device, x.dtype))[0] for y, x in zip(results, (ours, plain, exact))]
+    assert_as_accurate("gradient", *found, grad.abs().max().item())
 
 
 def test_softmax_is_right_at_the_ends(device: str):
