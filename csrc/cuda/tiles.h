@@ -274,7 +274,7 @@ __device__ __forceinline__ void store_pair(T* to, Compute<T> first, Compute<T> s
   } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(first, second);
   } else {
-    store_run(to, Run<T, 2>{first, second});
+    *reinterpret_cast<Run<T, 2>*>(to) = {first, second};
   }
 }
 

@@ -54,10 +54,18 @@ __device__ __forceinline__ Run<T, kRun<T>> load_aligned(const T* from) {
   return run;
 }
 
-// `to` is aligned to the run: our own outputs are, at every run of a block's row.
+// `to` is device memory and aligned to the run: our own outputs are, at every run of a block's row.
 template <int Count, class T>
 __device__ __forceinline__ void store_run(T* to, const Run<T, Count>& run) {
-  *reinterpret_cast<Run<T, Count>*>(to) = run;
+  if constexpr (sizeof(run) == sizeof(uint4)) {
+    // The compiler splits it, be it of halves or of words.
+    const uint4 words = *reinterpret_cast<const uint4*>(&run);
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(words.x),
+                 "r"(words.y), "r"(words.z), "r"(words.w)
+                 : "memory");
+  } else {
+    *reinterpret_cast<Run<T, Count>*>(to) = run;
+  }
 }
 
 // Sum and maximum over `width` neighbouring lanes, a power of two up to 32; the same bits in each of them.

@@ -67,24 +67,14 @@ __device__ __forceinline__ void store_tile(
 #pragma unroll 4
   for (int i = 0; i < rows / step; ++i) {
     const int here = line + i * step, begin = edges.begin + here, end = edges.end + here;
-    Run<T, kCount> run = *reinterpret_cast<const Run<T, kCount>*>(from);
-    if (inside) {
-      store_run(to, run);
+    const bool whole = c >= begin && c + kCount <= end && all_tokens;
+    if (inside || (here < edges.lines && whole)) {
+      store_run(to, *reinterpret_cast<const Run<T, kCount>*>(from));
     } else if (here < edges.lines && c < end && c + kCount > begin) {
-      if (!all_tokens) {
 #pragma unroll
-        for (int e = 0; e < kCount; ++e) {
-          run.element[e] = c + e >= edges.first && c + e < edges.last ? run.element[e] : T(0.0f);
-        }
-      }
-      if (c >= begin && c + kCount <= end) {
-        store_run(to, run);
-      } else {
-#pragma unroll
-        for (int e = 0; e < kCount; ++e) {
-          if (c + e >= begin && c + e < end) {
-            to[e] = run.element[e];
-          }
+      for (int e = 0; e < kCount; ++e) {
+        if (c + e >= begin && c + e < end) {
+          to[e] = c + e >= edges.first && c + e < edges.last ? from[e] : T(0.0f);
         }
       }
     }
