@@ -1,9 +1,12 @@
-// What softmax does with one score: scales it, adds to it, takes its power.
+// What softmax does with scores: scales them, adds to them, takes their powers.
 
 #pragma once
 
 #include <limits>
 #include <type_traits>
+
+#include "../compute.h"
+#include "vector.h"
 
 namespace ds_sparse {
 
@@ -17,6 +20,19 @@ template <class A>
 __device__ __forceinline__ A scaled(A score, A scale) {
   const A product = score * scale;
   return product == -infinity<A>() && isfinite(score) ? std::numeric_limits<A>::lowest() : product;
+}
+
+// x * scale for a run.
+template <class T>
+__device__ __forceinline__ void scale_run(
+    const Run<T, kRun<T>>& scores, Compute<T> scale, Compute<T> (&logits)[kRun<T>]) {
+  using A = Compute<T>;
+  const bool may_overflow = !(abs(scale) <= 1);
+#pragma unroll
+  for (int i = 0; i < kRun<T>; ++i) {
+    const A score = static_cast<A>(scores.element[i]);
+    logits[i] = may_overflow ? scaled(score, scale) : score * scale;
+  }
 }
 
 template <class A>

@@ -139,19 +139,6 @@ struct Biases {
   Bias bias[3];
 };
 
-// x * scale for a run.
-template <class T>
-__device__ __forceinline__ void scale_run(
-    const Run<T, kRun<T>>& scores, Compute<T> scale, Compute<T> (&logits)[kRun<T>]) {
-  using A = Compute<T>;
-  const bool may_overflow = !(abs(scale) <= 1);
-#pragma unroll
-  for (int i = 0; i < kRun<T>; ++i) {
-    const A score = static_cast<A>(scores.element[i]);
-    logits[i] = may_overflow ? scaled(score, scale) : score * scale;
-  }
-}
-
 template <class T>
 __device__ __forceinline__ void add_run(const Run<T, kRun<T>>& bias, Compute<T> (&logits)[kRun<T>]) {
   using A = Compute<T>;

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "../checks.h"
-#include "../compute.h"
 #include "band.h"
 #include "launch.h"
 #include "logits.h"
@@ -116,6 +115,18 @@ struct RowRuns {
   }
 };
 
+// Of a run that begins at `at`, what is at places begin to end - 1 stays; the rest becomes `other`.
+template <class A, int kCount>
+__device__ __forceinline__ void leave_within(int at, int begin, int end, A (&run)[kCount], A other) {
+  if (at >= begin && at + kCount <= end) {
+    return;
+  }
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) {
+    run[e] = at + e >= begin && at + e < end ? run[e] : other;
+  }
+}
+
 struct ForwardArguments {
   const float* key_bias;  // null: none
   int64_t bias_stride, batch, heads, tokens;
@@ -155,15 +166,16 @@ __global__ void __launch_bounds__(kThreads, 4) window_softmax_forward_kernel(
       });
       runs.for_each(first, [&](int i, int run) {
         const int at = runs.place(run);
+        scale_run(scores[i], p.scale, logits[i]);
+        if (p.key_bias != nullptr) {
 #pragma unroll
-        for (int e = 0; e < kRun<T>; ++e) {
-          const bool seen = at + e >= begin && at + e < end;
-          float logit = scaled(static_cast<float>(scores[i].element[e]), p.scale);
-          if (p.key_bias != nullptr && seen) {
-            logit = biased(logit, bias[at + e]);
+          for (int e = 0; e < kRun<T>; ++e) {
+            if (at + e >= begin && at + e < end) {
+              logits[i][e] = biased(logits[i][e], bias[at + e]);
+            }
           }
-          logits[i][e] = seen ? logit : -infinity<float>();
         }
+        leave_within(at, begin, end, logits[i], -infinity<float>());
       });
     };
     float largest = -infinity<float>(), sum = 0;
@@ -192,9 +204,9 @@ __global__ void __launch_bounds__(kThreads, 4) window_softmax_forward_kernel(
         Run<T, kRun<T>> result;
 #pragma unroll
         for (int e = 0; e < kRun<T>; ++e) {
-          const bool seen = at + e >= begin && at + e < end;
-          result.element[e] = static_cast<T>(seen ? logits[i][e] * factor : 0.0f);
+          result.element[e] = static_cast<T>(logits[i][e] * factor);
         }
+        leave_within(at, begin, end, result.element, T(0.0f));
         runs.store(probs, run, result);
       });
     };
@@ -247,11 +259,15 @@ __global__ void __launch_bounds__(kThreads, 4) window_softmax_backward_kernel(
     for (int first = 0; first < most; first += held) {
       read(first);
       runs.for_each(first, [&](int i, int run) {
-        const int at = runs.place(run);
+        float products[kRun<T>];
 #pragma unroll
         for (int e = 0; e < kRun<T>; ++e) {
-          const float product = static_cast<float>(grads[i].element[e]) * static_cast<float>(ps[i].element[e]);
-          dot += at + e >= 0 && at + e < runs.width ? product : 0.0f;
+          products[e] = static_cast<float>(grads[i].element[e]) * static_cast<float>(ps[i].element[e]);
+        }
+        leave_within(runs.place(run), 0, runs.width, products, 0.0f);
+#pragma unroll
+        for (const float product : products) {
+          dot += product;
         }
       });
     }
