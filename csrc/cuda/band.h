@@ -1,8 +1,8 @@
 // Bands of windows as matrices of tokens by tokens, of which memory has what is near the diagonal.
 //
-// What a band (T, 2w + 1) has for tokens r and c, band[r, c - r + w], lies 2w r + c + w elements from its beginning: rows
-// are 2w apart and columns adjacent, as in a dense matrix of that pitch. So nothing is skewed where columns are tokens:
-// 2w is even, and what begins at an even place in one row does so in all of them, though rows are an odd length apart.
+// What a band (T, 2w + 1) has for tokens r and c, band[r, c - r + w], lies 2w r + c + w elements from its beginning:
+// rows are 2w apart and columns adjacent, as in a dense matrix of that pitch. So nothing is skewed where columns are
+// tokens: 2w is even, and what begins at an even place in one row does so in all, though rows have an odd length.
 
 #pragma once
 
@@ -58,6 +58,11 @@ struct TileEdges {
     return begin + of_lines <= 1 && end >= of_columns && first <= 0 && last >= of_columns && lines >= of_lines;
   }
 
+  // Whether the windows of some lines reach into some columns.
+  __device__ bool meet(int line, int of_lines, int column, int of_columns) const {
+    return begin + line < column + of_columns && end + line + of_lines - 1 > column;
+  }
+
  private:
   // As good as the number itself where tiles are smaller.
   static __device__ int limited(int64_t x) { return static_cast<int>(max(int64_t{-4096}, min(int64_t{4096}, x))); }
@@ -100,7 +105,9 @@ class BandLoader {
   template <int kCount>
   static __device__ int first_line() { return threadIdx.x / (kColumns / kCount); }
   template <int kCount>
-  static __device__ int first_column() { return threadIdx.x % (kColumns / kCount) * kCount; }
+  static __device__ int first_column() {
+    return threadIdx.x % (kColumns / kCount) * kCount;
+  }
 
   template <int kCount>
   static __device__ __forceinline__ void copy(
@@ -114,8 +121,9 @@ class BandLoader {
     for (int i = 0; i < kRows / kStep<kCount>; ++i) {
       const int here = line + i * kStep<kCount>, end = min(edges.end + here, edges.last);
       const bool seen = c + kCount > max(edges.begin + here, edges.first) && c < end && here < edges.lines;
+      const int given = seen ? min(end - c, kCount) : 0;
       copy_bytes<kCount * sizeof(T)>(
-          to + i * kStep<kCount> * pitch_of<T>(kColumns) * sizeof(T), from, seen ? min(end - c, kCount) * int{sizeof(T)} : 0);
+          to + i * kStep<kCount> * pitch_of<T>(kColumns) * sizeof(T), from, given * int{sizeof(T)});
       from += kStep<kCount> * (2 * band.window);
     }
   }

@@ -124,21 +124,24 @@ __global__ void __launch_bounds__(kThreads, kM == 64 && sizeof(T) == 2 ? 5 : 3) 
     load_next(0);
     int stage = 0;
     for (int64_t step = 0; step < steps; ++step) {
+      const int64_t column = first + step * kColumns;
+      const bool has_part = TileEdges(band, row, column)
+                                .meet(Tile::first_row(), Tile::kRows, Tile::first_column(), Tile::kColumns);
       Tile sums;
       sums.clear();
       for (int chunk = 0; chunk < p.chunks; ++chunk, stage = 1 - stage) {
         wait_for_copies<0>();
         __syncthreads();
         load_next(1 - stage);
-        sums.template add<true, true>(row_tile(chunk, stage), memory.columns[stage]);
+        if (has_part) {
+          sums.template add<true, true>(row_tile(chunk, stage), memory.columns[stage]);
+        }
       }
-      sums.for_each_pair([&](int line, int column, float one, float next) {
+      sums.for_each_pair([&](int line, int c, float one, float next) {
         store_pair(
-            memory.result + (Tile::first_row() + line) * pitch_of<T>(kColumns) + Tile::first_column() + column, one,
-            next);
+            memory.result + (Tile::first_row() + line) * pitch_of<T>(kColumns) + Tile::first_column() + c, one, next);
       });
       __syncthreads();
-      const int64_t column = first + step * kColumns;
       p.whole_runs ? store_tile<kRun<T>>(memory.result, band, row, column)
                    : store_tile<2>(memory.result, band, row, column);
     }
@@ -240,7 +243,11 @@ __global__ void __launch_bounds__(kThreads, kM == 128 ? 2 : sizeof(T) == 2 ? 4 :
       Loader::clear_beside(memory.stages[stage].band, band, row(other), column(other), p.whole_runs);
       __syncthreads();
       load(other + kAhead * kChunk<T>, free);
-      sums.template add<!kTransposed, false>(memory.stages[stage].band, memory.stages[stage].dense);
+      const TileEdges edges(band, row(other), column(other));
+      if (kTransposed ? edges.meet(0, kChunk<T>, Tile::first_row(), Tile::kRows)
+                      : edges.meet(Tile::first_row(), Tile::kRows, 0, kChunk<T>)) {
+        sums.template add<!kTransposed, false>(memory.stages[stage].band, memory.stages[stage].dense);
+      }
       free = stage;
       stage = stage == kAhead ? 0 : stage + 1;
     }

@@ -280,8 +280,8 @@ __global__ void __launch_bounds__(kThreads, 4) window_softmax_backward_kernel(
         Run<T, kRun<T>> result;
 #pragma unroll
         for (int e = 0; e < kRun<T>; ++e) {
-          result.element[e] =
-              static_cast<T>(scale * static_cast<float>(ps[i].element[e]) * (static_cast<float>(grads[i].element[e]) - dot));
+          const float p = static_cast<float>(ps[i].element[e]);
+          result.element[e] = static_cast<T>(scale * p * (static_cast<float>(grads[i].element[e]) - dot));
         }
         runs.store(grad_scores, run, result);
       });
@@ -311,8 +311,8 @@ Tensor window_softmax_forward(
     const Tensor scores = launch.aligned(band);
     ForwardArguments p{
         key_bias ? key_bias->const_data_ptr<float>() : nullptr,
-        key_bias && key_bias->size(0) > 1 ? key_bias->stride(0) : 0, batch, heads, tokens, 0, 0, windows.size() > 1, causal,
-        static_cast<float>(scale)};
+        key_bias && key_bias->size(0) > 1 ? key_bias->stride(0) : 0, batch, heads, tokens, 0, 0, windows.size() > 1,
+        causal, static_cast<float>(scale)};
     for (const int64_t in_launch = p.of_heads ? kMostHeads : heads; p.first_head < heads; p.first_head += in_launch) {
       p.count = std::min(in_launch, heads - p.first_head);
       const int64_t numbers = p.of_heads ? p.count : 1;
