@@ -19,7 +19,7 @@
 namespace ds_sparse {
 namespace {
 
-constexpr int kColumns = 64;           // of a step of window_matmul
+constexpr int kColumns = 64;          // of a step of window_matmul
 constexpr int64_t kFewestTasks = 16;  // of window_matmul for a multiprocessor, where there is work for them
 
 int64_t parts_of(int64_t all, int64_t part) { return (all + part - 1) / part; }
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kThreads, kM == 64 && sizeof(T) == 2 ? 5 : 3) 
     const T *a = p.a.of(task.batch, task.head), *b = p.b.of(task.batch, task.head);
 
     const auto row_tile = [&](int chunk, int stage) -> T* { return memory.rows()[p.rows_stay ? chunk : stage]; };
-    int64_t ahead = 0;  // the next step to load,
+    int64_t ahead = 0;    // the next step to load,
     int ahead_chunk = 0;  // and its next chunk
     const auto load_next = [&](int stage) {
       if (ahead < steps) {
@@ -254,10 +254,9 @@ __global__ void __launch_bounds__(kThreads, kM == 128 ? 2 : sizeof(T) == 2 ? 4 :
 
     __syncthreads();
     bool finite = true;
-    sums.for_each_pair([&](int line, int column, float one, float next) {
+    sums.for_each_pair([&](int line, int c, float one, float next) {
       finite = finite && isfinite(one) && isfinite(next);
-      store_pair(
-          memory.result + (Tile::first_row() + line) * Memory::kPitch + Tile::first_column() + column, one, next);
+      store_pair(memory.result + (Tile::first_row() + line) * Memory::kPitch + Tile::first_column() + c, one, next);
     });
     finite = __syncthreads_and(finite);
     T* out = p.out + ((task.batch * p.heads + task.head) * p.tokens + token) * p.width + depth;

@@ -31,7 +31,7 @@ struct Shares {
   int width, lanes;
 
   template <class T>
-  Shares(T, int64_t rows, int64_t width) : rows(rows), width(static_cast<int>(width)), lanes(4) {
+  Shares(T, int64_t rows, int64_t width) : rows(rows), width(static_cast<int>(width)), lanes(2) {
     while (lanes < kLanes && lanes * kHeld < most_runs<T>()) {
       lanes *= 2;
     }
