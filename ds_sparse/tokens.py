@@ -244,11 +244,15 @@ class TokenIndex:
             _ = self.listed
         return self
 
+    @property
+    def repeated(self) -> tuple[int, int] | None:
+        """The first pair that is listed twice, if there is one. Looked for at the first call."""
+        return self._once("repeated", self._find_repeated)
+
     def refuse_repeated(self, form: str) -> None:
         """Raises ValueError, which names the first pair that is listed twice, if there is one."""
-        pair = self._once("repeated", self._find_repeated)
-        if pair is not None:
-            raise ValueError(f"The pair {pair} is listed twice, which {form} cannot say; list it once.")
+        if self.repeated is not None:
+            raise ValueError(f"The pair {self.repeated} is listed twice, which {form} cannot say; list it once.")
 
     def mask(self) -> Tensor:
         """bool (T, S); (H, T, S) of lists of each head, (B, H or 1, T, S) of lists of each sequence.
