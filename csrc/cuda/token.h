@@ -70,10 +70,31 @@ __device__ __forceinline__ A max_of_groups(A x) {
   return x;
 }
 
+// The numbers in 16 bytes of memory. Whole words are taken apart here: the compiler holds single halves in registers.
+template <class T>
+__device__ __forceinline__ void unpack(const uint4& run, Compute<T> (&numbers)[kRun<T>]) {
+  const uint32_t words[] = {run.x, run.y, run.z, run.w};
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    if constexpr (std::is_same_v<T, float>) {
+      numbers[w] = __uint_as_float(words[w]);
+    } else if constexpr (std::is_same_v<T, double>) {
+      numbers[w / 2] = __hiloint2double(words[w / 2 * 2 + 1], words[w / 2 * 2]);
+    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      numbers[2 * w] = __uint_as_float(words[w] << 16);
+      numbers[2 * w + 1] = __uint_as_float(words[w] & 0xffff0000u);
+    } else {
+      const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&words[w]));
+      numbers[2 * w] = pair.x;
+      numbers[2 * w + 1] = pair.y;
+    }
+  }
+}
+
 // A lane's part of a row: as it is in memory, and as numbers to calculate with.
 template <class S>
 struct Part {
-  Run<typename S::T, kRun<typename S::T>> piece[S::kPieces];
+  uint4 piece[S::kPieces];
 };
 
 template <class S>
@@ -85,7 +106,10 @@ struct Numbers {
   __device__ Numbers() : piece{} {}
 
   __device__ explicit Numbers(const Part<S>& part) {
-    for_each([&](A& number, int p, int i) { number = static_cast<A>(part.piece[p].element[i]); });
+#pragma unroll
+    for (int p = 0; p < S::kPieces; ++p) {
+      unpack<typename S::T>(part.piece[p], piece[p]);
+    }
   }
 
   template <class F>
@@ -313,7 +337,8 @@ struct Rows {
 #pragma unroll
       for (int p = 0; p < S::kPieces; ++p) {
         if (token >= 0 && S::column(p) < width) {
-          part.piece[p] = load_aligned(reinterpret_cast<const T*>(first + int64_t{token} * token_bytes) + S::column(p));
+          const char* row = first + int64_t{token} * token_bytes;
+          part.piece[p] = *reinterpret_cast<const uint4*>(row + S::column(p) * sizeof(T));
         }
       }
       return part;

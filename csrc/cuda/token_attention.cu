@@ -29,7 +29,7 @@ struct Forward {
   using Shape = ShapeOfRows;
   using T = typename Shape::T;
   using A = typename Shape::A;
-  static constexpr int kBlocks = 5;
+  static constexpr int kBlocks = sizeof(A) == 8 ? 3 : 5;
   struct Memory {
     A largest[kWarps], totals[kWarps], sums[kWarps][Shape::kWidth];
   };
@@ -149,7 +149,7 @@ struct OverQueries {
   using T = typename Shape::T;
   using A = typename Shape::A;
   using Arguments = BackwardArguments<T>;
-  static constexpr int kBlocks = 5;
+  static constexpr int kBlocks = sizeof(A) == 8 ? 3 : 4;
   struct Memory {
     A sums[kWarps][Shape::kWidth];
   };
@@ -211,7 +211,7 @@ struct OverKeys {
   using T = typename Shape::T;
   using A = typename Shape::A;
   using Arguments = BackwardArguments<T>;
-  static constexpr int kBlocks = 4;
+  static constexpr int kBlocks = sizeof(A) == 8 ? 3 : 4;
   struct Memory {
     A keys[kWarps][Shape::kWidth], values[kWarps][Shape::kWidth];
   };

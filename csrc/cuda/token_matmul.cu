@@ -38,16 +38,14 @@ struct Products {
     }
     // Each of the first lanes of the group writes one, so that they are written together.
     A mine = 0;
-    bool exists = false;
+    int live = 0;
 #pragma unroll
     for (int u = 0; u < Shape::kTokens; ++u) {
       const A product = query.dot(Numbers<Shape>(parts[u]));
-      if (Shape::lane() == u) {
-        mine = product;
-        exists = tokens[u] >= 0;
-      }
+      mine = Shape::lane() == u ? product : mine;
+      live |= (tokens[u] >= 0) << u;
     }
-    if (exists) {
+    if (live >> Shape::lane() & 1) {
       values[n + Shape::lane() * Shape::kGroups] = static_cast<T>(mine);
     }
   }
