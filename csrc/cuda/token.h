@@ -329,16 +329,25 @@ struct Rows {
   // A lane's part of the rows of one matrix; tokens of -1 and what is beyond the row are zeros.
   template <class S>
   struct Matrix {
-    const char* first;
-    int token_bytes, width;
+    const char* first;  // of token 0
+    int token_bytes;
+    int beyond[S::kPieces];  // -1 for a piece that is beyond the row, else 0
+
+    __device__ Matrix(const T* data, const Rows& rows)
+        : first(reinterpret_cast<const char*>(data + S::column(0))), token_bytes(rows.token_bytes) {
+#pragma unroll
+      for (int p = 0; p < S::kPieces; ++p) {
+        beyond[p] = S::column(p) < rows.width ? 0 : -1;
+      }
+    }
 
     __device__ __forceinline__ Part<S> load(int token) const {
       Part<S> part{};
+      const char* row = first + int64_t{token} * token_bytes;
 #pragma unroll
       for (int p = 0; p < S::kPieces; ++p) {
-        if (token >= 0 && S::column(p) < width) {
-          const char* row = first + int64_t{token} * token_bytes;
-          part.piece[p] = *reinterpret_cast<const uint4*>(row + S::column(p) * sizeof(T));
+        if ((token | beyond[p]) >= 0) {
+          part.piece[p] = *reinterpret_cast<const uint4*>(row + p * S::kLanes * 16);
         }
       }
       return part;
@@ -347,8 +356,7 @@ struct Rows {
 
   template <class S>
   __device__ Matrix<S> of(const Line& line) const {
-    const T* first = data + line.batch * batch_stride + line.head * head_stride;
-    return {reinterpret_cast<const char*>(first), token_bytes, width};
+    return Matrix<S>(data + line.batch * batch_stride + line.head * head_stride, *this);
   }
 };
 
