@@ -235,7 +235,8 @@ struct Lists {
     line.matrix = matrix;
     line.batch = matrix / heads;
     line.head = matrix % heads;
-    line.repeat = (list_batch == 1 ? line.batch : 0) * (list_heads == 1 ? heads : 1) + (list_heads == 1 ? line.head : 0);
+    const int64_t of_head = list_heads == 1 ? line.head : 0, heads_sharing = list_heads == 1 ? heads : 1;
+    line.repeat = (list_batch == 1 ? line.batch : 0) * heads_sharing + of_head;
     return line;
   }
 
@@ -288,10 +289,10 @@ __global__ void __launch_bounds__(kThreads, Job::kBlocks)
       }
       Job job(arguments, line);
       const auto read = [&](uint32_t n, int (&tokens)[S::kTokens]) {
+        const int32_t* entries = lists.entries + n;
 #pragma unroll
         for (int u = 0; u < S::kTokens; ++u) {
-          const uint32_t at = n + u * S::kGroups;
-          tokens[u] = at < last ? lists.entries[at] : -1;
+          tokens[u] = n + u * S::kGroups < last ? entries[u * S::kGroups] : -1;
         }
       };
       int next[S::kTokens];
@@ -324,13 +325,14 @@ template <class T>
 struct Rows {
   const T* data;
   int64_t batch_stride, head_stride;
-  int token_bytes, width;
+  uint32_t token_bytes;
+  int width;
 
   // A lane's part of the rows of one matrix; tokens of -1 and what is beyond the row are zeros.
   template <class S>
   struct Matrix {
     const char* first;  // of token 0
-    int token_bytes;
+    uint32_t token_bytes;
     int beyond[S::kPieces];  // -1 for a piece that is beyond the row, else 0
 
     __device__ Matrix(const T* data, const Rows& rows)
@@ -343,7 +345,8 @@ struct Rows {
 
     __device__ __forceinline__ Part<S> load(int token) const {
       Part<S> part{};
-      const char* row = first + int64_t{token} * token_bytes;
+      // Of 32 bits each, as one instruction multiplies them; the address of token -1 is not read.
+      const char* row = first + uint64_t{static_cast<uint32_t>(token)} * token_bytes;
 #pragma unroll
       for (int p = 0; p < S::kPieces; ++p) {
         if ((token | beyond[p]) >= 0) {
@@ -370,17 +373,18 @@ class Operand {
     const auto stride = [&](int dim) { return tensor_.size(dim) == 1 ? 0 : tensor_.stride(dim); };
     return {
         static_cast<const T*>(tensor_.const_data_ptr()), stride(0), stride(1),
-        static_cast<int>(stride(2) * sizeof(T)), static_cast<int>(tensor_.size(3))};
+        static_cast<uint32_t>(stride(2) * sizeof(T)), static_cast<int>(tensor_.size(3))};
   }
 
  private:
   static bool in_place(const Tensor& x) {
     constexpr int64_t bytes = sizeof(T);
-    bool fits = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0 && x.size(3) % kRun<T> == 0 && x.stride(3) == 1;
+    bool fits = x.size(3) % kRun<T> == 0 && x.stride(3) == 1;
+    fits = fits && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
     for (int dim = 0; dim < 3; ++dim) {
       fits = fits && (x.size(dim) == 1 || x.stride(dim) % kRun<T> == 0);
     }
-    return fits && (x.size(2) == 1 || x.stride(2) * bytes <= INT32_MAX);
+    return fits && (x.size(2) == 1 || x.stride(2) * bytes <= UINT32_MAX);
   }
 
   static Tensor copy(const Tensor& x) {
