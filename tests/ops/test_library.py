@@ -24,13 +24,16 @@ def test_a_device_without_kernels_is_named_with_a_way_out():
         _library.require_kernel("matmul_sdd", torch.device("xpu:0"))
 
 
-def test_without_the_cuda_library_the_sentence_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch, tmp_path):
+@pytest.mark.parametrize("operator", ["softmax_forward", "token_matmul_sdd"])
+def test_without_the_cuda_library_the_sentence_says_how_to_build_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path, operator: str
+):
     monkeypatch.setattr(_library, "CUDA_LIBRARY", tmp_path / "absent.so")
     monkeypatch.setattr(_library, "missing_kernels", lambda device_type, operators: list(operators))
     with pytest.raises(
         RuntimeError, match="CUDA library is not built; install nvcc and reinstall ds_sparse with DS_SPARSE_CUDA=1"
     ):
-        _library.require_kernel("softmax_forward", torch.device("cuda:0"))
+        _library.require_kernel(operator, torch.device("cuda:0"))
 
 
 @pytest.mark.parametrize("operator", _library.WINDOW_OPERATORS)
@@ -49,8 +52,8 @@ def test_every_operator_of_the_schema_is_listed():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
-def test_cuda_has_every_kernel_of_blocks():
-    assert missing_kernels("cuda", _library.BLOCK_OPERATORS) == []
+def test_cuda_has_every_kernel_of_blocks_and_pairs():
+    assert missing_kernels("cuda", _library.BLOCK_OPERATORS + _library.TOKEN_OPERATORS) == []
 
 
 OFFSETS = ("offsets have to ascend from 0 to the 3 entries", [0, 2, 4], [1, 2, 3], [0, 4, 3])
