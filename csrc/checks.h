@@ -1,7 +1,7 @@
 // Argument checks shared by the devices. Python gives users their sentences; these keep a direct caller of
 // torch.ops.ds_sparse from reading out of bounds, as far as shapes, dtypes and devices tell. What the lists hold is
 // checked on the CPU (cpu/arguments.h); on CUDA, where reading it would wait for the device, it is trusted to be a
-// BlockIndex's, and with it that biases are as wide as the layout.
+// BlockIndex's or a TokenIndex's, and with it that biases are as wide as the layout.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -196,7 +196,7 @@ inline void check_attention(const Tensor& query, const Tensor& key, const Tensor
   check_attention_bias(attn_mask, query, {batch, heads, tokens, keys}, {0, 1, 2}, true, "attn_mask");
   check_attention_bias(key_bias, query, {batch, keys}, {0}, query.is_cuda(), "key_bias");
   check(!key_bias || key_bias->stride(1) == 1 || keys <= 1, "key_bias has to have its keys adjacent in memory.");
-  check(dropout_p >= 0 && dropout_p <= 1, "dropout_p has to be between 0 and 1.");
+  check(dropout_p >= 0 && dropout_p < 1, "dropout_p has to be 0 or more and below 1.");
   check(dropout_p == 0 || dropout_seed, "dropout_p is more than 0 and needs a dropout_seed.");
   if (dropout_seed) {
     check_dim(*dropout_seed, 1, "dropout_seed");
@@ -292,8 +292,10 @@ inline void check_window_attention(const Tensor& query, const Tensor& key, const
                                    const Tensor& limits, const std::optional<Tensor>& places, int64_t num_global) {
   const int64_t tokens = query.size(2);
   check_size(key, 2, tokens, "key");
-  check_attention_bias(key_bias, query, {query.size(0), query.size(1), 1, tokens}, {0, 1}, false, "key_bias");
-  check(!key_bias || key_bias->scalar_type() == lse_type(query), "key_bias has to be fp32, or fp64 for fp64.");
+  check_attention_bias(key_bias, query, {query.size(0), query.size(1), 1, tokens}, {0, 1}, query.is_cuda(), "key_bias");
+  check(!key_bias || key_bias->scalar_type() == lse_type(query) || key_bias->scalar_type() == ScalarType::Bool,
+        "key_bias has to be fp32, fp64 for fp64, or on CUDA bool.");
+  check(!key_bias || key_bias->stride(3) == 1 || tokens <= 1, "key_bias has to have its keys adjacent in memory.");
   auto check_numbers = [&](const Tensor& x, int64_t dim, const char* name) {
     check_dim(x, dim, name);
     check(x.size(0) == 1 || x.size(0) == query.size(1), std::string(name) + " has to be of one head, or of all.");

@@ -122,7 +122,7 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // block_attention_forward where live blocks are limited token by token, T = S: token t sees tokens limits[t][0] to
   // limits[t][1] - 1, the first num_global tokens see all and are seen by all, and with causal none sees one with a
   // larger place. All of it is symmetric but for causal.   limits int32 (1 or H, T, 2); places int32 (1 or H, T), none:
-  // the order of tokens; key_bias (B or 1, H or 1, 1, T) of lse's dtype
+  // the order of tokens; key_bias (B or 1, H or 1, 1, T) of lse's dtype, on CUDA also bool
   m.def(
       "window_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? key_bias, Tensor limits, "
       "Tensor? places, Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts, int layout_heads, "
@@ -132,8 +132,8 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
       "window_attention_backward(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor output, "
       "Tensor rows, Tensor? key_bias, Tensor limits, Tensor? places, Tensor row_lines, Tensor row_entries, "
       "Tensor row_units, Tensor row_cuts, Tensor column_lines, Tensor column_entries, Tensor column_units, "
-      "Tensor column_cuts, int layout_heads, int block, int tile, int num_global, float scale, bool causal) "
-      "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
+      "Tensor column_cuts, int layout_heads, int block, int tile, int num_global, float scale, bool causal, "
+      "bool deterministic) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
 
   // values[r, n] = query[row of n] . key[column of n].   query (B, H, T, D), key (B, H, S, D), any strides -> (R, N)
   m.def(
@@ -154,6 +154,21 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   m.def(
       "token_attention_forward(Tensor query, Tensor key, Tensor value, Tensor row_offsets, Tensor columns, "
       "int list_batch, int list_heads, float scale) -> (Tensor output, Tensor lse, Tensor rows)");
+
+  // token_attention_forward and token_attention_backward on a Hopper GPU, in tiles of 128 tokens and blocks of 64: row_pairs
+  // and column_pairs, int32 (1 or H, E, 128, 2), have a bit for each pair of each entry (ds_sparse/token_tiles.py).
+  // query (B, H, T, D), key and value (B, H, S, D), fp16 or bf16, D a multiple of 8 up to 128, adjacent in memory
+  // -> as block_attention_forward and block_attention_backward.
+  m.def(
+      "token_tiles_forward(Tensor query, Tensor key, Tensor value, Tensor row_lines, Tensor row_entries, "
+      "Tensor row_units, Tensor row_cuts, Tensor row_pairs, int layout_heads, float scale) "
+      "-> (Tensor output, Tensor lse, Tensor rows)");
+  m.def(
+      "token_tiles_backward(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
+      "Tensor output, Tensor rows, Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts, "
+      "Tensor row_pairs, Tensor column_lines, Tensor column_entries, Tensor column_units, Tensor column_cuts, "
+      "Tensor column_pairs, int layout_heads, float scale, bool deterministic) "
+      "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
 
   // Gradients for query, key and value, contiguous, from those of output and, perhaps, of lse.
   m.def(

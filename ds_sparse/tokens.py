@@ -12,6 +12,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TypeAlias
 
 import torch
@@ -71,8 +72,8 @@ class TokenIndex:
             )
         batch, heads, queries, keys = (1,) * (4 - mask.dim()) + tuple(mask.shape)
         mask = mask.reshape(batch * heads, queries, keys)
-        pairs = [one.nonzero() for one in mask]
-        return cls._build([x[:, 0] for x in pairs], [x[:, 1] for x in pairs], batch, heads, queries, keys)
+        p, row, column = mask.nonzero().unbind(1)
+        return cls._build(p * queries + row, column, mask.sum((1, 2)).tolist(), batch, heads, queries, keys)
 
     @classmethod
     def from_pairs(cls, pairs: Tensor | Sequence, queries: int, keys: int) -> TokenIndex:
@@ -87,26 +88,21 @@ class TokenIndex:
             ValueError: another shape; a token that does not exist, named by its place.
         """
         lists, batch, heads = _as_lists(pairs, 2, "indices")
-        padded = isinstance(pairs, Tensor) and pairs.dim() > 2
-        rows, columns = [], []
         for p, one in enumerate(lists):
             if one.shape[1] != 2:
                 raise ValueError(
                     f"indices{_in_list(p, lists)} have shape {tuple(one.shape)}; pairs have the shape (pairs, 2)."
                 )
-            if padded:
-                real = (one != -1).any(1).nonzero()
-                one = one[: int(real[-1]) + 1 if len(real) else 0]
-            wrong = (one < 0) | (one >= torch.tensor([queries, keys], device=one.device))
-            if bool(wrong.any()):
-                n, side = wrong.nonzero()[0].tolist()
-                raise ValueError(
-                    f"indices{_in_list(p, lists)}[{n}] is {tuple(one[n].tolist())}; "
-                    f"{('query', 'key')[side]} tokens are 0 to {(queries, keys)[side] - 1}."
-                )
-            rows.append(one[:, 0].long())
-            columns.append(one[:, 1].long())
-        return cls._build(rows, columns, batch, heads, queries, keys)
+        if isinstance(pairs, Tensor) and pairs.dim() > 2:
+            real = (torch.stack(lists) != -1).any(2)
+            last = real * torch.arange(1, real.shape[1] + 1, device=real.device)
+            lists = [one[:end] for one, end in zip(lists, pad(last, (1, 0)).amax(1).tolist(), strict=True)]
+        counts = [len(one) for one in lists]
+        row, column = torch.cat(lists).long().unbind(1)
+        if bool(((row < 0) | (row >= queries) | (column < 0) | (column >= keys)).any()):
+            _refuse_pairs(lists, queries, keys)
+        first_rows = _of_lists([p * queries for p in range(len(lists))], counts, row.device)
+        return cls._build(first_rows + row, column, counts, batch, heads, queries, keys)
 
     @classmethod
     def from_csr(cls, values: Tensor | Sequence, offsets: Tensor | Sequence, queries: int, keys: int) -> TokenIndex:
@@ -130,28 +126,25 @@ class TokenIndex:
                 f"values are {len(lists)} lists and offsets {len(all_offsets)}; give offsets for each list of values."
             )
         padded = isinstance(values, Tensor) and values.dim() > 1
-        rows, columns = [], []
-        for p, (one, ends) in enumerate(zip(lists, all_offsets, strict=True)):
-            where = _in_list(p, lists)
-            ends = _row_ends(ends, queries, where)
-            last = int(ends[-1]) if len(ends) else 0
+        # Where rows end is looked at on the CPU: each look would wait for a GPU.
+        on_cpu = torch.cat(all_offsets).long().cpu().split([len(x) for x in all_offsets])
+        ends, counts = [_row_ends(x, queries, _in_list(p, lists)) for p, x in enumerate(on_cpu)], []
+        for p, (one, of_rows) in enumerate(zip(lists, ends, strict=True)):
+            last = int(of_rows[-1]) if len(of_rows) else 0
             if last != len(one) and not (padded and last < len(one)):
+                where = _in_list(p, lists)
                 raise ValueError(
                     f"offsets{where} end at {last} and values{where} has {len(one)} pairs; the last row has to end "
                     "there."
                 )
-            one = one[:last].long()
-            counts = ends.diff(prepend=ends.new_zeros(1))
-            row = torch.arange(queries, device=one.device).repeat_interleave(counts.to(one.device))
-            wrong = (one < 0) | (one >= keys)
-            if bool(wrong.any()):
-                n = int(wrong.nonzero()[0])
-                raise ValueError(
-                    f"values{where}[{n}], in row {int(row[n])}, is {int(one[n])}; key tokens are 0 to {keys - 1}."
-                )
-            rows.append(row)
-            columns.append(one)
-        return cls._build(rows, columns, batch, heads, queries, keys)
+            counts.append(last)
+        column = torch.cat([one[:last] for one, last in zip(lists, counts, strict=True)]).long()
+        per_row = torch.cat([x.diff(prepend=x.new_zeros(1)) for x in ends]).to(column.device)
+        lines = torch.arange(len(lists) * queries, device=column.device)
+        row = lines.repeat_interleave(per_row, output_size=len(column))
+        if bool(((column < 0) | (column >= keys)).any()):
+            _refuse_values(lists, ends, keys)
+        return cls._build(row, column, counts, batch, heads, queries, keys)
 
     @classmethod
     def from_jagged(cls, lists: Tensor | Sequence[Tensor], keys: int) -> TokenIndex:
@@ -177,22 +170,18 @@ class TokenIndex:
     @classmethod
     @torch.inference_mode(False)
     def _build(
-        cls, rows: list[Tensor], columns: list[Tensor], batch: int, heads: int, queries: int, keys: int
+        cls, row: Tensor, column: Tensor, counts: list[int], batch: int, heads: int, queries: int, keys: int
     ) -> TokenIndex:
-        counts = [len(x) for x in rows]
+        """From the pairs of all lists, p*T + i and j each, and how many of them each list has."""
         if sum(counts) >= 2**31:
             raise ValueError(f"There are {sum(counts)} pairs; the index holds fewer than 2**31.")
-        row = torch.cat([x + p * queries for p, x in enumerate(rows)])
-        column = torch.cat(columns)
         place, order = row * max(1, keys) + column, None
         if bool((place.diff() < 0).any()):
             by_place = torch.argsort(place, stable=True)
-            starts = torch.tensor([0, *counts[:-1]], device=row.device).cumsum(0)
             row, column = row[by_place], column[by_place]
-            order = by_place - starts.repeat_interleave(torch.tensor(counts, device=row.device))
-        per_row = torch.bincount(row, minlength=len(rows) * queries)
-        ends = torch.tensor(counts).cumsum(0).tolist()
-        return cls(queries, keys, batch, heads, pad(per_row.cumsum(0), (1, 0)).int(), column.int(), tuple(ends), order)
+            order = by_place - _of_lists([0, *accumulate(counts[:-1])], counts, row.device)
+        row_offsets = _offsets_of(row, len(counts) * queries)
+        return cls(queries, keys, batch, heads, row_offsets, column.int(), tuple(accumulate(counts)), order)
 
     @property
     def device(self) -> torch.device:
@@ -244,11 +233,15 @@ class TokenIndex:
             _ = self.listed
         return self
 
+    @property
+    def repeated(self) -> tuple[int, int] | None:
+        """The first pair that is listed twice, if there is one. Looked for at the first call."""
+        return self._once("repeated", self._find_repeated)
+
     def refuse_repeated(self, form: str) -> None:
         """Raises ValueError, which names the first pair that is listed twice, if there is one."""
-        pair = self._once("repeated", self._find_repeated)
-        if pair is not None:
-            raise ValueError(f"The pair {pair} is listed twice, which {form} cannot say; list it once.")
+        if self.repeated is not None:
+            raise ValueError(f"The pair {self.repeated} is listed twice, which {form} cannot say; list it once.")
 
     def mask(self) -> Tensor:
         """bool (T, S); (H, T, S) of lists of each head, (B, H or 1, T, S) of lists of each sequence.
@@ -383,18 +376,19 @@ class TokenIndex:
         return rows, rows // max(1, self.queries) * self.keys + self.columns
 
     def _make_listed(self) -> Tensor:
-        starts, ends = torch.tensor([[0, *self.ends[:-1]], self.ends], device=self.device)
+        starts = (0, *self.ends[:-1])
+        counts = [end - start for start, end in zip(starts, self.ends, strict=True)]
         listed = torch.empty_like(self.order)
-        listed[self.order + starts.repeat_interleave(ends - starts)] = torch.arange(self.num_pairs, device=self.device)
+        listed[self.order + _of_lists(starts, counts, self.device)] = torch.arange(self.num_pairs, device=self.device)
         return listed
 
     def _make_by_key(self) -> tuple[Tensor, Tensor, Tensor]:
         rows, columns = self.places
         # Rows ascend already, and so they do within a key after a stable sort; PyTorch sorts small integers fastest.
         small = columns.int() if self.num_lists * self.keys < 2**31 else columns
-        slots = torch.sort(small, stable=True).indices
-        per_key = torch.bincount(columns, minlength=self.num_lists * self.keys)
-        return pad(per_key.cumsum(0), (1, 0)).int(), (rows % max(1, self.queries))[slots].int(), slots.int()
+        ascending, slots = torch.sort(small, stable=True)
+        offsets = _offsets_of(ascending, self.num_lists * self.keys)
+        return offsets, (rows % max(1, self.queries))[slots].int(), slots.int()
 
     def _find_repeated(self) -> tuple[int, int] | None:
         rows, columns = self.places
@@ -474,14 +468,51 @@ def _in_list(p: int, lists: list[Tensor]) -> str:
     return f" of list {p}" if len(lists) > 1 else ""
 
 
+def _of_lists(numbers: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
+    """int64 (N): for each pair its list's number."""
+    total = sum(counts)
+    numbers, counts = torch.tensor([numbers, counts]).to(device)
+    return numbers.repeat_interleave(counts, output_size=total)
+
+
+def _offsets_of(lines: Tensor, size: int) -> Tensor:
+    """int32 (size + 1): where each line's entries begin among ascending lines."""
+    return torch.searchsorted(lines, torch.arange(size + 1, device=lines.device, dtype=lines.dtype), out_int32=True)
+
+
+def _refuse_pairs(lists: list[Tensor], queries: int, keys: int) -> None:
+    """Raises ValueError, which names the first token that does not exist."""
+    for p, one in enumerate(lists):
+        wrong = (one < 0) | (one >= torch.tensor([queries, keys], device=one.device))
+        if bool(wrong.any()):
+            n, side = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"indices{_in_list(p, lists)}[{n}] is {tuple(one[n].tolist())}; "
+                f"{('query', 'key')[side]} tokens are 0 to {(queries, keys)[side] - 1}."
+            )
+
+
+def _refuse_values(lists: list[Tensor], ends: list[Tensor], keys: int) -> None:
+    """Raises ValueError, which names the first key that does not exist."""
+    for p, (one, of_rows) in enumerate(zip(lists, ends, strict=True)):
+        used = one[: int(of_rows[-1]) if len(of_rows) else 0]
+        wrong = ((used < 0) | (used >= keys)).nonzero()
+        if len(wrong):
+            n = int(wrong[0])
+            raise ValueError(
+                f"values{_in_list(p, lists)}[{n}], in row {int((of_rows <= n).sum())}, is {int(used[n])}; key tokens "
+                f"are 0 to {keys - 1}."
+            )
+
+
 def _row_ends(offsets: Tensor, queries: int, where: str) -> Tensor:
-    """(T,), the end of each row."""
+    """(T,), the end of each row; offsets: int64."""
     if len(offsets) not in (queries, queries + 1):
         raise ValueError(
             f"offsets{where} has {len(offsets)} entries for {queries} query tokens; it has to have the end of each "
             f"row, {queries}, or a CSR row pointer, {queries + 1}."
         )
-    pointer = offsets.long() if len(offsets) == queries + 1 else pad(offsets.long(), (1, 0))
+    pointer = offsets if len(offsets) == queries + 1 else pad(offsets, (1, 0))
     if int(pointer[0]) != 0:
         raise ValueError(f"offsets{where}[0] is {int(pointer[0])}; a CSR row pointer begins with 0.")
     falling = (pointer.diff() < 0).nonzero()

@@ -137,7 +137,7 @@ class WindowIndex:
             raise ValueError(f"block is {block!r}; windows take 8, 16, 32, 64 and 128.")
         global_tokens = global_numbers(global_tokens, tokens)
         if block is None:
-            block = fitting_block(tokens, max(windows))
+            block = fitting_block(tokens, max(windows), torch.device(device).type)
         window, dilation = (
             # No window reaches further than the sequence, and no product overflows.
             torch.tensor([min(n, tokens) for n in numbers], device=device).expand(num_heads)[:, None]
@@ -185,10 +185,13 @@ class WindowIndex:
         return replace(self, **{name: x.to(device) for name, x in lists.items()})
 
 
-def fitting_block(tokens: int, window: int) -> int:
-    """The side of the blocks that cover a window in the least time, as measured on a CPU with AVX-512; larger ones for
-    long sequences, as the index is built from all of tokens / block squared."""
-    least = 16 if window < 192 else 32
+def fitting_block(tokens: int, window: int, device_type: str) -> int:
+    """The side of the blocks that cover a window in the least time, as measured on a CPU with AVX-512 and on an H200;
+    larger ones for long sequences, as the index is built from all of tokens / block squared."""
+    if device_type == "cuda":
+        least = 32 if window < 32 else 64
+    else:
+        least = 16 if window < 192 else 32
     return next((block for block in BLOCKS if block >= least and tokens <= MAX_ROWS * block), BLOCKS[-1])
 
 

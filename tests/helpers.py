@@ -80,7 +80,7 @@ class Pairs:
         """(batch, heads, T, S), how often each pair is listed."""
         counts = torch.zeros(len(self.lists), self.queries, self.keys, dtype=torch.int64)
         for count, pairs in zip(counts, self.lists, strict=True):
-            count.index_put_((pairs[:, 0], pairs[:, 1]), torch.tensor(1), accumulate=True)
+            count.index_put_(pairs.cpu().unbind(1), torch.tensor(1), accumulate=True)
         return counts.view(self.batch, self.heads, self.queries, self.keys)
 
     def nested(self, lists: list) -> object:

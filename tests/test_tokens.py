@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -40,7 +41,8 @@ def counts_of(index: TokenIndex) -> torch.Tensor:
 
 @EXAMPLES
 @given(pairs=pairs())
-def test_pairs_and_csr_in_every_form_give_the_same_index(pairs: Pairs):
+def test_pairs_and_csr_in_every_form_give_the_same_index(device: str, pairs: Pairs):
+    pairs = replace(pairs, lists=tuple(x.to(device) for x in pairs.lists))
     lengths = pairs.queries, pairs.keys
     values, ends = pairs.csr()
     _, pointers = pairs.csr(pointer=True)
@@ -54,8 +56,10 @@ def test_pairs_and_csr_in_every_form_give_the_same_index(pairs: Pairs):
     if len(values) > 1:
         stacked = torch.stack(ends).view(*pairs.counts.shape[pairs.batch == 1 : 2], pairs.queries)
         forms["padded values"] = TokenIndex.from_csr(pairs.stacked(values, 99), stacked, *lengths)
+    if int(pairs.counts.max()) < 2:
+        forms["mask"] = TokenIndex.from_mask(pairs.counts.to(device) > 0)
     for name, index in forms.items():
-        assert (index.batch, index.heads) == (pairs.batch, pairs.heads), name
+        assert (index.batch, index.heads, index.device.type) == (pairs.batch, pairs.heads, device), name
         assert torch.equal(counts_of(index), pairs.counts), name
         assert index.ends == tuple(torch.tensor([len(x) for x in pairs.lists]).cumsum(0).tolist()), name
         listed = [x[order] for x, order in zip(pairs.lists, orders(index), strict=True)] if "pairs" in name else []
@@ -65,7 +69,7 @@ def test_pairs_and_csr_in_every_form_give_the_same_index(pairs: Pairs):
 
 def orders(index: TokenIndex) -> list[torch.Tensor]:
     if index.order is None:
-        return [torch.arange(n) for n in torch.tensor((0, *index.ends)).diff()]
+        return [torch.arange(n, device=index.device) for n in torch.tensor((0, *index.ends)).diff().tolist()]
     return [index.order[begin:end] for begin, end in zip((0, *index.ends), index.ends)]
 
 
@@ -88,9 +92,10 @@ def test_what_an_index_gives_can_be_read_again(pairs: Pairs):
 
 @EXAMPLES
 @given(pairs=pairs())
-def test_by_key_is_the_transpose(pairs: Pairs):
-    index = TokenIndex.from_pairs(pairs.nested(list(pairs.lists)), pairs.queries, pairs.keys)
-    offsets, rows, slots = index.by_key
+def test_by_key_is_the_transpose(device: str, pairs: Pairs):
+    index = TokenIndex.from_pairs(pairs.nested([x.to(device) for x in pairs.lists]), pairs.queries, pairs.keys)
+    offsets, rows, slots = (x.cpu() for x in index.by_key)
+    index = index.to("cpu")
     line = index.row_offsets.diff().new_tensor(range(index.num_lists * index.queries))
     line = line.repeat_interleave(index.row_offsets.diff())
     of_slot = line[slots.long()]
@@ -178,9 +183,14 @@ REFUSED_PAIRS = [
 
 
 @pytest.mark.parametrize(("pairs", "error", "sentence"), REFUSED_PAIRS)
-def test_pairs_that_are_refused(pairs: object, error: type[Exception], sentence: str):
+def test_pairs_that_are_refused(device: str, pairs: object, error: type[Exception], sentence: str):
     with pytest.raises(error, match=sentence):
-        TokenIndex.from_pairs(pairs, 4, 5)
+        TokenIndex.from_pairs(on_device(pairs, device), 4, 5)
+
+
+def on_device(x: object, device: str) -> object:
+    """Tensors, and lists of them, moved there."""
+    return [on_device(part, device) for part in x] if isinstance(x, list) else x.to(device) if torch.is_tensor(x) else x
 
 
 VALUES, ENDS = [0, 4, 1, 2], [1, 1, 3, 4]
@@ -200,9 +210,9 @@ REFUSED_CSR = [
 
 
 @pytest.mark.parametrize(("values", "offsets", "sentence"), REFUSED_CSR)
-def test_values_and_offsets_that_are_refused(values: list, offsets: list, sentence: str):
+def test_values_and_offsets_that_are_refused(device: str, values: list, offsets: list, sentence: str):
     with pytest.raises(ValueError, match=sentence):
-        TokenIndex.from_csr(torch.tensor(values), torch.tensor(offsets), 4, 5)
+        TokenIndex.from_csr(torch.tensor(values, device=device), torch.tensor(offsets, device=device), 4, 5)
 
 
 def test_unpadded_lists_have_to_end_where_they_end():

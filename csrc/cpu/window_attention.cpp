@@ -41,7 +41,7 @@ std::tuple<Tensor, Tensor, Tensor> window_attention_backward(
     std::optional<Tensor> key_bias, Tensor limits, std::optional<Tensor> places, Tensor row_lines, Tensor row_entries,
     Tensor row_units, Tensor row_cuts, Tensor column_lines, Tensor column_entries, Tensor column_units,
     Tensor column_cuts, int64_t layout_heads, int64_t block, int64_t tile, int64_t num_global, double scale,
-    bool causal) {
+    bool causal, bool /*deterministic: always*/) {
   check_attention(query, key, value, {}, {}, {}, {}, 0, layout_heads, block, tile);
   check_attention_backward(grad_output, {}, query, output, rows);
   check_window_attention(query, key, key_bias, limits, places, num_global);

@@ -55,6 +55,9 @@ struct Lists {
   int num_units;
   int lines_per_tile, tiles_per_head;
   int log_block, tile, sub_tiles;  // tile: its tokens; sub-tiles: of a block that is larger than a tile
+  // (1 or H, E, tile): for each entry, a block of 64 tokens, those that a line sees. Null: all.
+  const uint2* pairs;
+  int64_t pairs_stride;  // of heads
 
   // The token at `line` of a tile or sub-tile, or -1.
   __device__ int token(int number, int sub_tile, int line) const {
@@ -124,6 +127,26 @@ struct Bias {
   }
 };
 
+// Tokens from `first` to `end` - 1.
+struct Range {
+  int first, end;
+
+  __device__ bool has(int token) const { return static_cast<unsigned>(token - first) < static_cast<unsigned>(end - first); }
+  __device__ bool has(int token, int count) const { return token >= first && token + count <= end; }
+  __device__ Range within(Range other) const { return {max(first, other.first), max(max(first, other.first), min(end, other.end))}; }
+};
+
+// What tokens see of live blocks where a window limits it, queries and keys being the same tokens: a range of them each, and
+// the first few of all, which see everything. All of it is symmetric but for causality.
+struct Window {
+  const Range* limits;    // (1 or H, T); null: there is no window
+  const int32_t* places;  // (1 or H, T), by which causality goes; null: it goes by the order of tokens
+  int64_t limits_stride, places_stride;  // of heads
+  int num_global;
+
+  __device__ const int32_t* places_of(int head) const { return places + head * places_stride; }
+};
+
 // What is done to scores: all but `plain` are options.
 struct Scoring {
   float scale;
@@ -132,10 +155,11 @@ struct Scoring {
   Bias rpe, attn_mask;
   const float* key_bias;       // null: none
   const uint8_t* key_states;   // of every eight keys, a KeyState
-  int64_t key_bias_stride, key_states_stride;
+  int64_t key_bias_strides[2], key_states_strides[2];  // of batches and heads
   bool only_masks_keys;  // every bias is 0 or -inf
   const int64_t* dropout_seed;  // null: none
   uint32_t dropout_threshold;
+  Window window;
 
   // Whether scores are products times a positive number, which exponents can take with them, or masked; and all
   // probabilities count. Exponents of others, which may be large, are differences first.
@@ -144,12 +168,30 @@ struct Scoring {
            (key_bias == nullptr || only_masks_keys) && dropout_seed == nullptr;
   }
 
-  // Of a batch; null: none.
-  __device__ const float* key_bias_of(int batch) const {
-    return key_bias == nullptr ? nullptr : key_bias + batch * key_bias_stride;
+  // Null: none.
+  __device__ const float* key_bias_of(int batch, int head) const {
+    return key_bias == nullptr ? nullptr : key_bias + batch * key_bias_strides[0] + head * key_bias_strides[1];
   }
-  __device__ const uint8_t* key_states_of(int batch) const {
-    return key_bias == nullptr ? nullptr : key_states + batch * key_states_stride;
+  __device__ const uint8_t* key_states_of(int batch, int head) const {
+    return key_bias == nullptr ? nullptr : key_states + batch * key_states_strides[0] + head * key_states_strides[1];
+  }
+
+  __device__ bool goes_by_places() const { return causal && window.places != nullptr; }
+
+  // What a token's window has; all, and nothing, where there is none.
+  __device__ Range limits_of(int head, int token) const {
+    return window.limits == nullptr || token < 0 ? Range{0, INT32_MAX} : window.limits[head * window.limits_stride + token];
+  }
+  __device__ int place_of(int head, int token) const {
+    return window.places == nullptr || token < 0 ? 0 : window.places_of(head)[token];
+  }
+
+  // What a token of one side may see of the other by the lengths and, unless it goes by places, causality; one that does
+  // not exist, -1: nothing, or whatever does not matter. kTransposed: the token is a key.
+  template <bool kTransposed>
+  __device__ Range range_of(int token) const {
+    const bool in_order = causal && !goes_by_places();
+    return kTransposed ? Range{in_order ? min(token, queries) : 0, queries} : Range{0, in_order ? min(token + 1, keys) : keys};
   }
 
   // From products to scores, but for the bias of keys; place(e): query and key of element e, both of which exist.
@@ -251,7 +293,9 @@ struct Other {
     }
     const uint32_t word = entries[entry];
     Octet octet{static_cast<int>((word & 0xffffffu) << log_block) + (place & ((1 << log_block) - 1)), word >> 24};
-    if (states != nullptr && octet.token < length) {
+    if (octet.token >= length) {
+      octet.owners = 0;
+    } else if (states != nullptr) {
       const uint8_t* state = states + octet.token / 8;
       const bool alike = count == 1 || octet.token + 8 >= length || state[0] == state[1];
       octet.apply(alike ? static_cast<KeyState>(*state) : kSomeBias);
@@ -294,6 +338,49 @@ struct Live {
   __device__ bool none() const { return bits == 0; }
   // Whether any of 16 tokens counts for any line of the strip.
   __device__ bool group(int j) const { return (bits >> 2 * j & 0x303u) != 0; }
+};
+
+// What a token of one side sees of the other, element by element. kTransposed: the token is a key. Where it does not exist,
+// -1, nobody looks.
+template <bool kTransposed, bool kWindow>
+struct Seen {
+  Range range, global;
+  const int32_t* places;  // null: causality does not go by them
+  int place, length;
+
+  __device__ __forceinline__ Seen(const Scoring& scoring, int head, int token)
+      : Seen(scoring, head, token, scoring.limits_of(head, token), scoring.place_of(head, token)) {}
+
+  // limits and place: the token's, as a window has them.
+  __device__ __forceinline__ Seen(const Scoring& scoring, int head, int token, Range limits, int place)
+      : range(scoring.template range_of<kTransposed>(token)), global{0, 0}, places(nullptr), place(place), length(0) {
+    if constexpr (kWindow) {
+      global = Range{0, scoring.window.num_global}.within(range);
+      range = limits.within(range);
+      places = scoring.goes_by_places() ? scoring.window.places_of(head) : nullptr;
+      length = kTransposed ? scoring.queries : scoring.keys;
+    }
+  }
+
+  // But for causality by places.
+  __device__ __forceinline__ bool has(int token) const { return range.has(token) | (kWindow && global.has(token)); }
+  __device__ __forceinline__ bool is_in_order(int token) const {
+    return places == nullptr ||
+           (kTransposed ? place <= places[min(token, length - 1)] : places[min(token, length - 1)] <= place);
+  }
+
+  // Leaves what all 16 lines of a strip see, of which lanes l and l + 16 have line l. By a whole warp.
+  __device__ __forceinline__ void restrict_to_strip(bool exists) {
+    const auto of_all = [&](Range own) {
+      return Range{__reduce_max_sync(0xffffffffu, exists ? own.first : 0), __reduce_min_sync(0xffffffffu, exists ? own.end : INT32_MAX)};
+    };
+    range = of_all(range);
+    global = of_all(global);
+  }
+  // Whether none of eight neighbouring tokens has to be looked at, as all are seen.
+  __device__ __forceinline__ bool has_all(int token) const {
+    return places == nullptr && (range.has(token, 8) || (kWindow && global.has(token, 8)));
+  }
 };
 
 // Fragments of probabilities, as the left operand of the next product: a lane's sums of 16 x 16 become those of 16 x k16

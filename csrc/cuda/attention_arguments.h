@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "attention.h"
+#include "attention_passes.h"
 
 namespace ds_sparse::attention {
 
@@ -28,19 +29,20 @@ Matrices<T> matrices_of(const Tensor& x) {
 
 inline RowSum* row_sums_in(Tensor& x) { return reinterpret_cast<RowSum*>(x.mutable_data_ptr<float>()); }
 
-inline Lists lists_of(
-    const Tensor& lines, const Tensor& entries, const Tensor& units, int64_t layout_heads, int64_t block, int64_t tile) {
+inline Lists lists_of(const TileTensors& tiles, int64_t layout_heads, int64_t block, int64_t tile) {
   const int64_t lines_per_tile = std::max<int64_t>(1, tile / block);
   return {
-      lines.const_data_ptr<int32_t>(), reinterpret_cast<const uint32_t*>(entries.const_data_ptr<int32_t>()),
-      reinterpret_cast<const int4*>(units.const_data_ptr<int32_t>()), static_cast<int>(units.size(0)),
-      static_cast<int>(lines_per_tile), static_cast<int>(lines.size(0) / lines_per_tile / layout_heads),
-      log2_of(block), static_cast<int>(tile), static_cast<int>(std::max<int64_t>(1, block / tile))};
+      tiles.lines.const_data_ptr<int32_t>(), reinterpret_cast<const uint32_t*>(tiles.entries.const_data_ptr<int32_t>()),
+      reinterpret_cast<const int4*>(tiles.units.const_data_ptr<int32_t>()), static_cast<int>(tiles.units.size(0)),
+      static_cast<int>(lines_per_tile), static_cast<int>(tiles.lines.size(0) / lines_per_tile / layout_heads),
+      log2_of(block), static_cast<int>(tile), static_cast<int>(std::max<int64_t>(1, block / tile)),
+      tiles.pairs == nullptr ? nullptr : reinterpret_cast<const uint2*>(tiles.pairs->const_data_ptr<int32_t>()),
+      tiles.pairs == nullptr || tiles.pairs->size(0) == 1 ? 0 : tiles.entries.size(0) * tile};
 }
 
 // Of all units, those that are parts: each tile that is not cut has one unit.
-inline int64_t num_parts(const Tensor& lines, const Tensor& units, const Tensor& cuts, const Lists& lists) {
-  return units.size(0) - lines.size(0) / lists.lines_per_tile + cuts.size(0);
+inline int64_t num_parts(const TileTensors& tiles, const Lists& lists) {
+  return tiles.units.size(0) - tiles.lines.size(0) / lists.lines_per_tile + tiles.cuts.size(0);
 }
 
 inline Bias bias_of(const std::optional<Tensor>& x, const Tensor& query) {
@@ -66,19 +68,24 @@ inline void check_alignment(const Tensor& x, const char* name) {
       std::string(name) + " has to begin at a multiple of 16 bytes, and its strides have to be such; make it contiguous.");
 }
 
-inline Scoring scoring_of(
-    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& rpe,
-    const std::optional<Tensor>& attn_mask, const std::optional<Tensor>& dropout_seed, double scale, bool causal,
-    double dropout_p) {
+// All but the bias of keys.
+inline Scoring scoring_of(const Attention& attention) {
+  const Tensor &query = attention.query, &key = attention.key;
   check_alignment(query, "query");
   check_alignment(key, "key");
-  check_alignment(value, "value");
-  Scoring scoring{
-      static_cast<float>(scale), static_cast<int>(query.size(2)), static_cast<int>(key.size(2)), causal,
-      bias_of(rpe, query), bias_of(attn_mask, query), nullptr, nullptr, 0, 0, false, nullptr, Dropout::threshold_of(dropout_p)};
-  if (dropout_seed && scoring.dropout_threshold > 0) {
-    scoring.dropout_seed = dropout_seed->const_data_ptr<int64_t>();
+  check_alignment(attention.value, "value");
+  Scoring scoring{};
+  scoring.scale = static_cast<float>(attention.scale);
+  scoring.queries = static_cast<int>(query.size(2));
+  scoring.keys = static_cast<int>(key.size(2));
+  scoring.causal = attention.causal;
+  scoring.rpe = bias_of(attention.rpe, query);
+  scoring.attn_mask = bias_of(attention.attn_mask, query);
+  scoring.dropout_threshold = Dropout::threshold_of(attention.dropout_p);
+  if (attention.dropout_seed && scoring.dropout_threshold > 0) {
+    scoring.dropout_seed = attention.dropout_seed->const_data_ptr<int64_t>();
   }
+  scoring.window = attention.window;
   return scoring;
 }
 
@@ -111,11 +118,11 @@ void with_width(const Tensor& query, const F& f) {
   });
 }
 
-// Calls f with whether scores are plain, where that has a kernel of its own.
+// Calls f with whether scores are plain and not in a window, where that has a kernel of its own.
 template <class T, int kD, class F>
 void with_plain(const Scoring& scoring, const F& f) {
   if constexpr (sizeof(T) == 2 && kD <= 128) {
-    if (scoring.plain()) {
+    if (scoring.plain() && scoring.window.limits == nullptr) {
       return f(std::true_type{});
     }
   }

@@ -1,5 +1,5 @@
 // Fused attention, backward: two sweeps, each with its own tile of sums and in a fixed order. Scores are computed again
-// from query, key and the forward pass's log-sum-exp.
+// from query and key, and probabilities with the two numbers that the forward pass kept of each row.
 //
 // By rows, for the gradient of queries: a thread block holds 64 queries and walks keys. By columns, for those of keys and
 // values: it holds 64 keys and walks queries; its products are transposed, so that probabilities are already the left
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads)
   const int own_length = kByColumns ? p.scoring.keys : p.scoring.queries;
   const int other_length = kByColumns ? p.scoring.queries : p.scoring.keys;
   const Other<kN> other{lists.entries + work.first_entry, work.num_entries, lists.log_block, other_length,
-                        kByColumns ? nullptr : p.scoring.key_states_of(work.batch)};
+                        kByColumns ? nullptr : p.scoring.key_states_of(work.batch, work.head)};
   const T* query = p.query.of(work.batch, work.head);
   const T* grad_output = p.grad_output.of(work.batch, work.head);
   const T* key = p.key.of(work.batch, kv_head);
@@ -91,19 +91,16 @@ __global__ void __launch_bounds__(kThreads)
   const T* second = memory.second + strip * 16 * pitch;
   const int line0 = strip * 16 + lane / 4;
   const int token0 = memory.tokens[line0], token8 = memory.tokens[line0 + 8];
-  // For causal attention: by rows no key of an octet comes after the strip's first query, by columns no query before its
-  // last key. Those that do not exist are -1.
+  using SeenBy = Seen<kByColumns, !kPlain>;
+  const SeenBy seen0(p.scoring, work.head, token0), seen8(p.scoring, work.head, token8);
   const int of_strip = memory.tokens[strip * 16 + lane % 16];
-  const uint32_t first_token = __reduce_min_sync(0xffffffffu, static_cast<uint32_t>(of_strip));
-  const int last_token = __reduce_max_sync(0xffffffffu, of_strip);
-  const auto whole = [&](const Octet& octet) {
-    const bool in_order = kByColumns ? octet.token >= last_token : static_cast<uint32_t>(octet.token + 7) <= first_token;
-    return octet.token + 8 <= other_length && (in_order || !p.scoring.causal);
-  };
+  SeenBy seen_by_all(p.scoring, work.head, of_strip);
+  seen_by_all.restrict_to_strip(of_strip >= 0);
+  const auto whole = [&](const Octet& octet) { return seen_by_all.has_all(octet.token); };
   const Row row0 = kByColumns || token0 < 0 ? no_row() : p.rows.at(work.matrix, token0);
   const Row row8 = kByColumns || token8 < 0 ? no_row() : p.rows.at(work.matrix, token8);
   const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
-  const float* key_bias = p.scoring.key_bias_of(work.batch);
+  const float* key_bias = p.scoring.key_bias_of(work.batch, work.head);
   const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
   const float of_dropout = kPlain || p.scoring.dropout_seed == nullptr ? 1.0f : p.scoring.dropout().factor();
   const auto own_bias = [&](int token) {
@@ -157,12 +154,11 @@ __global__ void __launch_bounds__(kThreads)
           if (live.ragged >> octet & 1) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-              const int own = e < 2 ? token0 : token8, its = first_token_of[half] + e % 2;
-              const bool in_order = kByColumns ? own <= its : its <= own;
-              const bool counts = (its < other_length) & (!p.scoring.causal | in_order);
+              const int its = first_token_of[half] + e % 2;
               const float bias =
                   kByColumns || key_bias == nullptr ? 0.0f : key_bias[min(its, other_length - 1)] * bias_factor;
-              probs[half][e] = counts ? probs[half][e] + bias : -kInfinity;
+              const SeenBy& seen = e < 2 ? seen0 : seen8;
+              probs[half][e] = seen.has(its) && seen.is_in_order(its) ? probs[half][e] + bias : -kInfinity;
             }
           }
 #pragma unroll
@@ -283,55 +279,55 @@ __global__ void add_shares_kernel(
   }
 }
 
-std::tuple<Tensor, Tensor, Tensor> block_attention_backward(
-    const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key,
-    const Tensor& value, const Tensor& output, const Tensor& row_sums, const std::optional<Tensor>& rpe,
-    const std::optional<Tensor>& key_bias, const std::optional<Tensor>& attn_mask,
-    const std::optional<Tensor>& dropout_seed, const Tensor& row_lines, const Tensor& row_entries,
-    const Tensor& row_units, const Tensor& row_cuts, const Tensor& column_lines, const Tensor& column_entries,
-    const Tensor& column_units, const Tensor& column_cuts, int64_t layout_heads, int64_t block, int64_t tile,
-    double scale, bool causal, double dropout_p, bool deterministic) {
-  check_attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, dropout_p, layout_heads, block, tile);
-  check_attention_backward(grad_output, grad_lse, query, output, row_sums);
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> attention_backward(
+    const Attention& attention, const Results& results, const TileTensors& rows, const TileTensors& columns,
+    bool deterministic) {
+  const Tensor &query = attention.query, &key = attention.key, &value = attention.value;
+  const Tensor &grad_output = results.grad_output, &output = results.output;
+  const int64_t batch = query.size(0), heads = query.size(1), key_heads = key.size(1), width = query.size(3);
+  const int64_t layout_heads = attention.layout_heads, block = attention.block, tile = attention.tile;
+  check_attention_backward(grad_output, results.grad_lse, query, output, results.rows);
   check_alignment(grad_output, "grad_output");
   check_alignment(output, "output");
-  check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);
+  check_tiles(rows.lines, rows.entries, rows.units, rows.cuts, query.size(2), query, layout_heads, block, tile);
   check_tiles(
-      column_lines, column_entries, column_units, column_cuts, key.size(2), query, layout_heads, block, tile);
-  Tensor grad_query = empty_in_order_of(query, query.size(3), query.scalar_type());
-  Tensor grad_key = empty_in_order_of(key, key.size(3), key.scalar_type());
-  Tensor grad_value = empty_in_order_of(value, value.size(3), value.scalar_type());
+      columns.lines, columns.entries, columns.units, columns.cuts, key.size(2), query, layout_heads, block, tile);
+  Tensor grad_query = empty_in_order_of(query, width, query.scalar_type());
+  Tensor grad_key = empty_in_order_of(key, width, query.scalar_type());
+  Tensor grad_value = empty_in_order_of(value, width, query.scalar_type());
   if (query.numel() == 0) {
     return {grad_query, grad_key, grad_value};
   }
-  const int64_t batch = query.size(0), heads = query.size(1), key_heads = key.size(1), width = query.size(3);
   const int64_t copies = layout_heads == 1 ? batch * heads : batch;
   const Launcher launch(query);
-  Scoring scoring = scoring_of(query, key, value, rpe, attn_mask, dropout_seed, scale, causal, dropout_p);
-  const KeyBias of_keys = add_key_bias(launch, key_bias, scoring);
+  Scoring scoring = scoring_of(attention);
+  const KeyBias of_keys = set_key_bias(launch, attention.key_bias, scoring);
   check_tile(launch, query, block, tile);
-  const auto [rows_data, rows] = make_rows(launch, grad_output, grad_lse, output, row_sums);
+  const auto [rows_data, row_numbers] = make_rows(launch, grad_output, results.grad_lse, output, results.rows);
   const auto new_floats = [&](int64_t count) {
     return torch::stable::new_empty(query, {count}, ScalarType::Float);
   };
   const bool in_one_sweep = tile == kHopperTile && !deterministic;
-  const int64_t padded_queries = (query.size(2) + 15) / 16 * 16, columns = width <= 64 ? 64 : 128;
-  Tensor sums = torch::stable::new_zeros(
-      query, {in_one_sweep ? batch * heads * padded_queries * columns : 0}, ScalarType::Float);
+  const int64_t padded_queries = (query.size(2) + 15) / 16 * 16, padded_width = width <= 64 ? 64 : 128;
+  Tensor sums =
+      launch.zeros(query, in_one_sweep ? batch * heads * padded_queries * padded_width : 0, ScalarType::Float);
   const GradQuerySums grad_query_sums{
-      in_one_sweep ? sums.mutable_data_ptr<float>() : nullptr, padded_queries, static_cast<int>(columns)};
+      in_one_sweep ? sums.mutable_data_ptr<float>() : nullptr, padded_queries, static_cast<int>(padded_width)};
   with_width(query, [&](auto zero, auto padded) {
     using T = decltype(zero);
     constexpr int kD = decltype(padded)::value;
     const Backward<T> p{
         matrices_of<const T>(query), matrices_of<const T>(key), matrices_of<const T>(value),
-        matrices_of<const T>(grad_output), rows, scoring,
+        matrices_of<const T>(grad_output), row_numbers, scoring,
         static_cast<int>(heads), static_cast<int>(layout_heads), static_cast<int>(heads / key_heads),
         static_cast<int>(width), grad_query_sums};
-    const auto sweep = [&](auto by_columns, const Lists& lists, const Tensor& lines, const Tensor& units,
-                           const Tensor& cuts, const Tensor& grad_first, const Tensor& grad_second, bool grouped) {
+    const auto sweep = [&](auto by_columns, const TileTensors& tiles, const Tensor& grad_first,
+                           const Tensor& grad_second, bool grouped) {
       constexpr bool kByColumns = decltype(by_columns)::value;
-      const int64_t length = grad_first.size(2), parts = num_parts(lines, units, cuts, lists);
+      const Lists lists = lists_of(tiles, layout_heads, block, tile);
+      const int64_t length = grad_first.size(2), num_cuts = tiles.cuts.size(0), parts = num_parts(tiles, lists);
       const int64_t part_size = copies * parts * lists.sub_tiles * tile * width;
       const int64_t share_size = grouped ? batch * heads * length * width : 0;
       Tensor first_parts = new_floats(part_size), second_parts = new_floats(kByColumns ? part_size : 0);
@@ -360,8 +356,8 @@ std::tuple<Tensor, Tensor, Tensor> block_attention_backward(
       }
       const auto finish = [&](const Parts& parts_of, const Matrices<T>& grad, const Tensor& like, float* shares) {
         launch(
-            add_parts_kernel<T>, copies * cuts.size(0) * lists.sub_tiles * tile, 64, lists,
-            cuts.const_data_ptr<int32_t>(), static_cast<int>(cuts.size(0)), p.heads, p.layout_heads,
+            add_parts_kernel<T>, copies * num_cuts * lists.sub_tiles * tile, 64, lists,
+            tiles.cuts.const_data_ptr<int32_t>(), static_cast<int>(num_cuts), p.heads, p.layout_heads,
             static_cast<int>(length), parts_of, grad, shares);
         if (grouped) {
           launch(
@@ -375,13 +371,9 @@ std::tuple<Tensor, Tensor, Tensor> block_attention_backward(
       }
     };
     if (!in_one_sweep) {
-      sweep(
-        std::false_type{}, lists_of(row_lines, row_entries, row_units, layout_heads, block, tile), row_lines, row_units,
-        row_cuts, grad_query, grad_query, false);
+      sweep(std::false_type{}, rows, grad_query, grad_query, false);
     }
-    sweep(
-        std::true_type{}, lists_of(column_lines, column_entries, column_units, layout_heads, block, tile), column_lines,
-        column_units, column_cuts, grad_key, grad_value, heads != key_heads);
+    sweep(std::true_type{}, columns, grad_key, grad_value, heads != key_heads);
     if (in_one_sweep) {
       if constexpr (sizeof(T) == 2 && kD <= 128) {
         round_grad_query(launch, p, matrices_of<T>(grad_query), batch);
@@ -389,6 +381,23 @@ std::tuple<Tensor, Tensor, Tensor> block_attention_backward(
     }
   });
   return {grad_query, grad_key, grad_value};
+}
+
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor> block_attention_backward(
+    const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key,
+    const Tensor& value, const Tensor& output, const Tensor& rows, const std::optional<Tensor>& rpe,
+    const std::optional<Tensor>& key_bias, const std::optional<Tensor>& attn_mask,
+    const std::optional<Tensor>& dropout_seed, const Tensor& row_lines, const Tensor& row_entries,
+    const Tensor& row_units, const Tensor& row_cuts, const Tensor& column_lines, const Tensor& column_entries,
+    const Tensor& column_units, const Tensor& column_cuts, int64_t layout_heads, int64_t block, int64_t tile,
+    double scale, bool causal, double dropout_p, bool deterministic) {
+  check_attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, dropout_p, layout_heads, block, tile);
+  return attention_backward(
+      {query, key, value, layout_heads, block, tile, scale, causal, key_bias, rpe, attn_mask, dropout_seed, dropout_p},
+      {grad_output, grad_lse, output, rows}, {row_lines, row_entries, row_units, row_cuts},
+      {column_lines, column_entries, column_units, column_cuts}, deterministic);
 }
 
 }  // namespace

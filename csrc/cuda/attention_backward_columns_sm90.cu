@@ -14,7 +14,7 @@ namespace {
 template <int kD>
 constexpr int kQueries = kD == 64 ? 128 : 64;
 
-template <class T, int kD>
+template <class T, int kD, bool kLimited>
 struct Memory {
   static constexpr int kN = kQueries<kD>, kStages = kD == 64 ? 2 : 3, kSlots = kD == 64 ? 2 : 1;
   struct Stage {
@@ -30,7 +30,8 @@ struct Memory {
   float rows[kStages][4][kN];                  // members of Row
   Octet groups[kStages][kN / 16];
   LiveGroups live[kStages][Finder::kStrips];
-  Task tasks[kSlots];
+  alignas(16) PairsOfStep<kN, kLimited> pairs[kStages];
+  TaskOf<kLimited> tasks[kSlots];
   Barrier task_there[kSlots], task_free[kSlots], there[kStages], free[kStages];
 };
 
@@ -38,29 +39,31 @@ struct Maps {
   CUtensorMap key, value, query, grad_output;
 };
 
-template <class T, int kD, bool kPlain>
+template <class T, int kD, Scores kScores>
 __device__ __forceinline__ void copy_all(
-    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kD>& memory, Queue queue) {
+    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kD, are_limited(kScores)>& memory,
+    Queue queue) {
   constexpr int kN = kQueries<kD>;
+  constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores);
   const int lane = threadIdx.x % 32;
   const Lists& lists = sweep.lists;
   const Boxes<T, kD, kHopperTile> own_boxes(lists.log_block);
   const Boxes<T, kD, kN> boxes(lists.log_block);
   const Finder finder(lists);
-  Ring<Memory<T, kD>::kStages> ring;
-  Ring<Memory<T, kD>::kSlots> slot;
+  Ring<Memory<T, kD, kLimited>::kStages> ring;
+  Ring<Memory<T, kD, kLimited>::kSlots> slot;
   for (int number = blockIdx.x, ticket; number < queue.count; number = Queue::unit_of(ticket), slot.next()) {
     ticket = queue.draw();
     const Work work(lists, number, p.heads, p.layout_heads, 1);
     const int kv_head = work.head / p.heads_of_group;
     const Other<kN> other{lists.entries + work.first_entry, work.num_entries, lists.log_block, p.scoring.queries, nullptr};
-    Task& task = memory.tasks[slot.stage];
+    auto& task = memory.tasks[slot.stage];
     auto& own = memory.own[slot.stage];
     Barrier& task_there = memory.task_there[slot.stage];
     memory.task_free[slot.stage].wait(slot.parity ^ 1);
-    task.set(work, other.steps(), lists, p.scoring.keys);
+    task.set(work, other.steps(), lists, p.scoring.keys, p.scoring);
     // Keys that are all masked have nothing to do.
-    const uint8_t* states = p.scoring.key_states_of(work.batch);
+    const uint8_t* states = p.scoring.key_states_of(work.batch, work.head);
     bool any = states == nullptr;
     for (int line = lane; line < kHopperTile && !any; line += 32) {
       any = task.tokens[line] >= 0 && states[task.tokens[line] / 8] != kAllMasked;
@@ -79,7 +82,7 @@ __device__ __forceinline__ void copy_all(
       own_boxes.copy(own.keys, &maps.key, &task_there, token, kv_head, work.batch);
       own_boxes.copy(own.values, &maps.value, &task_there, token, kv_head, work.batch);
     }
-    const int first_token = task.tokens[lane % Finder::kStrips * 16];  // the strip's
+    const auto sight = Sight<kLimited>::template of_strip<true>(p.scoring, lists, task);
     Gathered<kN> next(other, boxes, 0);
     for (int step = 0; step < steps; ++step, ring.next()) {
       auto& stage = memory.stages[ring.stage];
@@ -88,9 +91,7 @@ __device__ __forceinline__ void copy_all(
       if (step + 1 < steps) {
         next = Gathered<kN>(other, boxes, step + 1);
       }
-      const LiveGroups live = finder.template find<kN / 16>(here.group, [&](int token) {
-        return token + 16 <= p.scoring.queries && !(p.scoring.causal && token < first_token + 15);
-      });
+      const LiveGroups live = finder.template find<kN / 16>(here.group, sight);
       memory.free[ring.stage].wait(ring.parity ^ 1);
       if (lane < kN / 16) {
         memory.groups[ring.stage][lane] = here.group;
@@ -101,7 +102,11 @@ __device__ __forceinline__ void copy_all(
       __syncwarp();
       constexpr int members = kPlain ? 2 : 4;
       if (lane == 0) {
-        there.arrive_and_expect(sizeof(stage) + members * sizeof(memory.rows[0][0]));
+        there.arrive_and_expect(
+            sizeof(stage) + members * sizeof(memory.rows[0][0]) + bytes_of_pairs<kN>(lists));
+      }
+      if constexpr (kLimited) {
+        copy_pairs<kN>(memory.pairs[ring.stage], lists, work, step, &there);
       }
       if (boxes.any) {
         boxes.copy(stage.queries, &maps.query, &there, here.token, work.head, work.batch);
@@ -121,9 +126,10 @@ __device__ __forceinline__ void copy_all(
   }
 }
 
-template <class T, int kD, bool kPlain, bool kWithQueries>
+template <class T, int kD, Scores kScores, bool kWithQueries>
 __device__ __forceinline__ void multiply_all(
-    const Backward<T>& p, const Sweep<T>& sweep, Memory<T, kD>& memory) {
+    const Backward<T>& p, const Sweep<T>& sweep, Memory<T, kD, are_limited(kScores)>& memory) {
+  constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores);
   constexpr int kN = 64, kParts = kQueries<kD> / kN;  // of a step's queries
   const int thread = this_thread(), lane = thread % 32, warpgroup = thread / 128, strip = thread / 32 * 16;
   const int line0 = strip + lane / 4;
@@ -131,8 +137,8 @@ __device__ __forceinline__ void multiply_all(
   const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
   const bool drops = !kPlain && p.scoring.dropout_seed != nullptr;
   const float of_dropout = drops ? p.scoring.dropout().factor() : 1.0f;
-  Ring<Memory<T, kD>::kStages> ring;
-  Ring<Memory<T, kD>::kSlots> slot;
+  Ring<Memory<T, kD, kLimited>::kStages> ring;
+  Ring<Memory<T, kD, kLimited>::kSlots> slot;
   const auto& first_stage = memory.stages[0];
   const Operand queries(first_stage.queries), output_grads(first_stage.grads);
   const Operand query_columns(first_stage.queries, sizeof(first_stage.queries[0]));
@@ -145,7 +151,7 @@ __device__ __forceinline__ void multiply_all(
   }
   for (;; slot.next()) {
     memory.task_there[slot.stage].wait(slot.parity);
-    const Task& task = memory.tasks[slot.stage];
+    const auto& task = memory.tasks[slot.stage];
     if (task.steps < 0) {
       break;
     }
@@ -155,7 +161,7 @@ __device__ __forceinline__ void multiply_all(
     const Work work = task.work;
     const int steps = task.steps, token0 = task.tokens[line0], token8 = task.tokens[line0 + 8];
     // Keys that do not exist must not add to the gradients of queries.
-    const float* key_bias = p.scoring.key_bias_of(work.batch);
+    const float* key_bias = p.scoring.key_bias_of(work.batch, work.head);
     const auto bias_of = [&](int token) {
       return token < 0 ? -kInfinity : key_bias != nullptr ? key_bias[token] * bias_factor : 0.0f;
     };
@@ -219,9 +225,9 @@ __device__ __forceinline__ void multiply_all(
             probs[i] += i % 4 < 2 ? bias0 : bias8;
           }
         }
-        mask_scores<kN>(probs, live, groups, task, [&](int j, int i) {
-          return (i < p.scoring.queries) & (!p.scoring.causal | (j <= i));
-        });
+        mask_scores<kN, true, kLimited>(
+            probs, live, groups, task, p.scoring,
+            sweep.lists.pairs == nullptr ? nullptr : memory.pairs[ring.stage] + part);
         if constexpr (!kPlain) {
           if (drops) {
             kept_by<kN, true>(kept, p.scoring.dropout(), work.matrix, task.tokens[strip], groups);
@@ -303,8 +309,7 @@ __device__ __forceinline__ void multiply_all(
         }
         fence_stores();
         __syncwarp();
-        // The walk covers whole blocks, the sums only tokens that exist.
-        if (lane == 0 && group.owners != 0 && group.token < p.scoring.queries) {
+        if (lane == 0 && group.owners != 0) {
           float* to = p.grad_query_sums.strip(work.matrix, group.token) + (kParts == 2 ? 0 : warpgroup) * 1024;
           add_to_memory(to, &space[0][0].x, sizeof(space));
         }
@@ -330,12 +335,12 @@ __device__ __forceinline__ void multiply_all(
   }
 }
 
-template <class T, int kD, bool kPlain, bool kWithQueries>
+template <class T, int kD, Scores kScores, bool kWithQueries>
 __global__ void __launch_bounds__(kHopperThreads<1>, 1) columns_on_hopper_kernel(
     const __grid_constant__ Backward<T> p, const __grid_constant__ Sweep<T> sweep, const __grid_constant__ Maps maps,
     Queue queue) {
   extern __shared__ unsigned char shared[];
-  using M = Memory<T, kD>;
+  using M = Memory<T, kD, are_limited(kScores)>;
   auto& memory = *reinterpret_cast<M*>(align_panels(shared));
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < M::kSlots; ++slot) {
@@ -350,8 +355,8 @@ __global__ void __launch_bounds__(kHopperThreads<1>, 1) columns_on_hopper_kernel
   }
   __syncthreads();
   share_work<1, 24, 240>(
-      [&] { copy_all<T, kD, kPlain>(p, sweep, maps, memory, queue); },
-      [&] { multiply_all<T, kD, kPlain, kWithQueries>(p, sweep, memory); });
+      [&] { copy_all<T, kD, kScores>(p, sweep, maps, memory, queue); },
+      [&] { multiply_all<T, kD, kScores, kWithQueries>(p, sweep, memory); });
 }
 
 // Rounds the sums of a strip of 16 queries and 64 columns, as a warp's lanes hold them, and writes the queries' gradients.
@@ -384,23 +389,24 @@ template <class T>
 void columns_on_hopper(
     const Launcher& launch, const Backward<T>& p, const Sweep<T>& sweep, const Tensor& query, const Tensor& key,
     const Tensor& value, const Tensor& grad_output, int64_t copies) {
-  with_hopper_kernel(p.scoring, p.width, [&](auto width, auto plain) {
+  with_hopper_kernel(p.scoring, sweep.lists, p.width, [&](auto width, auto scores) {
+    constexpr Scores kScores = decltype(scores)::value;
     constexpr int kD = decltype(width)::value;
     const int64_t count = copies * sweep.lists.num_units * sweep.lists.sub_tiles;
     const int block = 1 << sweep.lists.log_block, own_box = std::min(block, kHopperTile), box = std::min(block, kQueries<kD>);
     const Maps maps{
         tensor_map(key, own_box), tensor_map(value, own_box), tensor_map(query, box), tensor_map(grad_output, box)};
     const auto run = [&](auto kernel) {
-      with_queue(query, count, [&](const Queue& queue) {
+      with_queue(launch, query, count, [&](const Queue& queue) {
         launch.with_shared_memory(
-            kernel, std::min(count, launch.multiprocessors()), kHopperThreads<1>, sizeof(Memory<T, kD>) + kPanelAlignment, p,
+            kernel, std::min(count, launch.multiprocessors()), kHopperThreads<1>, sizeof(Memory<T, kD, are_limited(kScores)>) + kPanelAlignment, p,
             sweep, maps, queue);
       });
     };
     if (p.grad_query_sums.data == nullptr) {
-      run(columns_on_hopper_kernel<T, kD, decltype(plain)::value, false>);
+      run(columns_on_hopper_kernel<T, kD, kScores, false>);
     } else {
-      run(columns_on_hopper_kernel<T, kD, decltype(plain)::value, true>);
+      run(columns_on_hopper_kernel<T, kD, kScores, true>);
     }
   });
 }

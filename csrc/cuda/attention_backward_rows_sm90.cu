@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kN = 64;  // keys in a step
 
-template <class T, int kD>
+template <class T, int kD, bool kLimited>
 struct Memory {
   static constexpr int kStages = 4, kSlots = kD == 64 ? 2 : 1;
   struct Stage {
@@ -23,7 +23,8 @@ struct Memory {
   Stage stages[kStages];
   Octet groups[kStages][kN / 16];
   LiveGroups live[kStages][Finder::kStrips];
-  Task tasks[kSlots];
+  alignas(16) PairsOfStep<kN, kLimited> pairs[kStages];
+  TaskOf<kLimited> tasks[kSlots];
   Barrier task_there[kSlots], task_free[kSlots], there[kStages], free[kStages];
 };
 
@@ -31,28 +32,28 @@ struct Maps {
   CUtensorMap query, grad_output, key, value;
 };
 
-template <class T, int kD>
+template <class T, int kD, bool kLimited>
 __device__ __forceinline__ void copy_all(
-    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kD>& memory, Queue queue) {
+    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kD, kLimited>& memory, Queue queue) {
   const int lane = threadIdx.x % 32;
   const Lists& lists = sweep.lists;
   const Boxes<T, kD, kHopperTile> own_boxes(lists.log_block);
   const Boxes<T, kD, kN> boxes(lists.log_block);
   const Finder finder(lists);
-  Ring<Memory<T, kD>::kStages> ring;
-  Ring<Memory<T, kD>::kSlots> slot;
+  Ring<Memory<T, kD, kLimited>::kStages> ring;
+  Ring<Memory<T, kD, kLimited>::kSlots> slot;
   for (int number = blockIdx.x, ticket; number < queue.count; number = Queue::unit_of(ticket), slot.next()) {
     ticket = queue.draw();
     const Work work(lists, number, p.heads, p.layout_heads, 1);
     const int kv_head = work.head / p.heads_of_group;
     const Other<kN> other{lists.entries + work.first_entry, work.num_entries, lists.log_block, p.scoring.keys,
-                          p.scoring.key_states_of(work.batch)};
+                          p.scoring.key_states_of(work.batch, work.head)};
     const int steps = other.steps();
-    Task& task = memory.tasks[slot.stage];
+    auto& task = memory.tasks[slot.stage];
     auto& own = memory.own[slot.stage];
     Barrier& task_there = memory.task_there[slot.stage];
     memory.task_free[slot.stage].wait(slot.parity ^ 1);
-    task.set(work, steps, lists, p.scoring.queries);
+    task.set(work, steps, lists, p.scoring.queries, p.scoring);
     const int token = own_boxes.any && steps > 0 ? task.tokens[own_boxes.line] : -1;
     const int copies = __popc(__ballot_sync(0xffffffffu, token >= 0));
     if (lane == 0) {
@@ -65,7 +66,7 @@ __device__ __forceinline__ void copy_all(
     if (steps == 0) {
       continue;
     }
-    const uint32_t first_token = task.tokens[lane % Finder::kStrips * 16];  // the strip's; -1 is the latest
+    const auto sight = Sight<kLimited>::template of_strip<false>(p.scoring, lists, task);
     Gathered<kN> next(other, boxes, 0);
     for (int step = 0; step < steps; ++step, ring.next()) {
       auto& stage = memory.stages[ring.stage];
@@ -74,10 +75,7 @@ __device__ __forceinline__ void copy_all(
       if (step + 1 < steps) {
         next = Gathered<kN>(other, boxes, step + 1);
       }
-      const LiveGroups live = finder.template find<kN / 16>(here.group, [&](int token) {
-        return token + 16 <= p.scoring.keys &&
-               !(p.scoring.causal && static_cast<uint32_t>(token + 15) > first_token);
-      });
+      const LiveGroups live = finder.template find<kN / 16>(here.group, sight);
       memory.free[ring.stage].wait(ring.parity ^ 1);
       if (lane < kN / 16) {
         memory.groups[ring.stage][lane] = here.group;
@@ -87,7 +85,10 @@ __device__ __forceinline__ void copy_all(
       }
       __syncwarp();
       if (lane == 0) {
-        there.arrive_and_expect(sizeof(stage));
+        there.arrive_and_expect(sizeof(stage) + bytes_of_pairs<kN>(lists));
+      }
+      if constexpr (kLimited) {
+        copy_pairs<kN>(memory.pairs[ring.stage], lists, work, step, &there);
       }
       if (boxes.any) {
         boxes.copy(stage.keys, &maps.key, &there, here.token, kv_head, work.batch);
@@ -102,24 +103,24 @@ __device__ __forceinline__ void copy_all(
   }
 }
 
-template <class T, int kD, bool kPlain>
+template <class T, int kD, Scores kScores>
 __device__ __forceinline__ void multiply_all(
-    const Backward<T>& p, const Sweep<T>& sweep, Memory<T, kD>& memory, Queue queue) {
+    const Backward<T>& p, const Sweep<T>& sweep, Memory<T, kD, are_limited(kScores)>& memory) {
+  constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores);
   const int thread = this_thread(), lane = thread % 32, warpgroup = thread / 128, strip = thread / 32 * 16;
   const int line0 = strip + lane / 4;
   const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
   const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
   const bool drops = !kPlain && p.scoring.dropout_seed != nullptr;
   const float of_dropout = drops ? p.scoring.dropout().factor() : 1.0f;
-  const Lists& lists = sweep.lists;
-  Ring<Memory<T, kD>::kStages> ring;
-  Ring<Memory<T, kD>::kSlots> slot;
+  Ring<Memory<T, kD, kLimited>::kStages> ring;
+  Ring<Memory<T, kD, kLimited>::kSlots> slot;
   const auto& first_stage = memory.stages[0];
   const Operand keys(first_stage.keys), values(first_stage.values), key_columns(first_stage.keys, sizeof(first_stage.keys[0]));
 
   for (;; slot.next()) {
     memory.task_there[slot.stage].wait(slot.parity);
-    const Task& task = memory.tasks[slot.stage];
+    const auto& task = memory.tasks[slot.stage];
     if (task.steps < 0) {
       break;
     }
@@ -156,10 +157,9 @@ __device__ __forceinline__ void multiply_all(
       sums_are_there(probs);
       const Octet* groups = memory.groups[ring.stage];
       finish_scores<T, kN, kPlain>(probs, p.scoring, task, groups);
-      add_key_bias<kN>(probs, live, groups, p.scoring, work.batch, bias_factor);
-      mask_scores<kN>(probs, live, groups, task, [&](int i, int j) {
-        return (j < p.scoring.keys) & (!p.scoring.causal | (j <= i));
-      });
+      add_key_bias<kN>(probs, live, groups, p.scoring, work, bias_factor);
+      mask_scores<kN, false, kLimited>(
+          probs, live, groups, task, p.scoring, sweep.lists.pairs == nullptr ? nullptr : memory.pairs[ring.stage]);
       if constexpr (!kPlain) {
         if (drops) {
           kept_by<kN, false>(kept, p.scoring.dropout(), work.matrix, task.tokens[strip], groups);
@@ -233,12 +233,12 @@ __device__ __forceinline__ void multiply_all(
   }
 }
 
-template <class T, int kD, bool kPlain>
+template <class T, int kD, Scores kScores>
 __global__ void __launch_bounds__(kHopperThreads<1>, 1) rows_on_hopper_kernel(
     const __grid_constant__ Backward<T> p, const __grid_constant__ Sweep<T> sweep, const __grid_constant__ Maps maps,
     Queue queue) {
   extern __shared__ unsigned char shared[];
-  using M = Memory<T, kD>;
+  using M = Memory<T, kD, are_limited(kScores)>;
   auto& memory = *reinterpret_cast<M*>(align_panels(shared));
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < M::kSlots; ++slot) {
@@ -253,8 +253,8 @@ __global__ void __launch_bounds__(kHopperThreads<1>, 1) rows_on_hopper_kernel(
   }
   __syncthreads();
   share_work<1, 24, 240>(
-      [&] { copy_all<T, kD>(p, sweep, maps, memory, queue); },
-      [&] { multiply_all<T, kD, kPlain>(p, sweep, memory, queue); });
+      [&] { copy_all<T, kD, are_limited(kScores)>(p, sweep, maps, memory, queue); },
+      [&] { multiply_all<T, kD, kScores>(p, sweep, memory); });
 }
 
 }  // namespace
@@ -263,16 +263,17 @@ template <class T>
 void rows_on_hopper(
     const Launcher& launch, const Backward<T>& p, const Sweep<T>& sweep, const Tensor& query, const Tensor& key,
     const Tensor& value, const Tensor& grad_output, int64_t copies) {
-  with_hopper_kernel(p.scoring, p.width, [&](auto width, auto plain) {
+  with_hopper_kernel(p.scoring, sweep.lists, p.width, [&](auto width, auto scores) {
+    constexpr Scores kScores = decltype(scores)::value;
     constexpr int kD = decltype(width)::value;
     const int64_t count = copies * sweep.lists.num_units * sweep.lists.sub_tiles;
     const int block = 1 << sweep.lists.log_block, own_box = std::min(block, kHopperTile), box = std::min(block, kN);
     const Maps maps{
         tensor_map(query, own_box), tensor_map(grad_output, own_box), tensor_map(key, box), tensor_map(value, box)};
-    with_queue(query, count, [&](const Queue& queue) {
+    with_queue(launch, query, count, [&](const Queue& queue) {
       launch.with_shared_memory(
-          rows_on_hopper_kernel<T, kD, decltype(plain)::value>, std::min(count, launch.multiprocessors()), kHopperThreads<1>,
-          sizeof(Memory<T, kD>) + kPanelAlignment, p, sweep, maps, queue);
+          rows_on_hopper_kernel<T, kD, kScores>, std::min(count, launch.multiprocessors()), kHopperThreads<1>,
+          sizeof(Memory<T, kD, are_limited(kScores)>) + kPanelAlignment, p, sweep, maps, queue);
     });
   });
 }

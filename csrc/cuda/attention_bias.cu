@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads) bias_backward_kernel(const __grid_co
         __syncthreads();
         live = Live<kN>(memory.octets, p.lists.log_block, [&](const Octet&) { return false; });
         const int64_t matrix = int64_t{batch} * p.heads + head;
-        const float* key_bias = p.scoring.key_bias_of(batch);
+        const float* key_bias = p.scoring.key_bias_of(batch, head);
         const Row row[2] = {
             token0 < 0 ? no_row() : p.rows.at(matrix, token0), token8 < 0 ? no_row() : p.rows.at(matrix, token8)};
 #pragma unroll
@@ -169,9 +169,10 @@ Tensor block_attention_bias_backward(
   const Launcher launch(query);
   check(tile == kTile, "tile has to be 64, got " + std::to_string(tile) + ".");
   const auto [rows_data, rows] = make_rows(launch, grad_output, grad_lse, output, row_sums);
-  const Lists lists = lists_of(row_lines, row_entries, row_units, layout_heads, block, tile);
-  Scoring scoring = scoring_of(query, key, value, rpe, attn_mask, dropout_seed, scale, causal, dropout_p);
-  const KeyBias of_keys = add_key_bias(launch, key_bias, scoring);
+  const Lists lists = lists_of({row_lines, row_entries, row_units, row_cuts}, layout_heads, block, tile);
+  Scoring scoring = scoring_of(
+      {query, key, value, layout_heads, block, tile, scale, causal, key_bias, rpe, attn_mask, dropout_seed, dropout_p});
+  const KeyBias of_keys = set_key_bias(launch, key_bias, scoring);
   with_width(query, [&](auto zero, auto padded) {
     using T = decltype(zero);
     constexpr int kD = decltype(padded)::value;

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
   const T* key = p.key.of(work.batch, kv_head);
   const T* value = p.value.of(work.batch, kv_head) + first_column;
   const Other<kN> other{p.lists.entries + work.first_entry, work.num_entries, p.lists.log_block, p.scoring.keys,
-                        p.scoring.key_states_of(work.batch)};
+                        p.scoring.key_states_of(work.batch, work.head)};
 
   const auto load = [&](int step) {
     auto& stage = memory.stages[step % kStages];
@@ -69,12 +69,14 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
   const T* queries = memory.queries + strip * 16 * kPitchQ;
   const int line0 = strip * 16 + lane / 4;
   const int token0 = memory.tokens[line0], token8 = memory.tokens[line0 + 8];
-  // Of those that exist; -1 is the latest.
-  const uint32_t first_token =
-      __reduce_min_sync(0xffffffffu, static_cast<uint32_t>(memory.tokens[strip * 16 + lane % 16]));
+  using SeenBy = Seen<false, !kPlain>;
+  const SeenBy seen0(p.scoring, work.head, token0), seen8(p.scoring, work.head, token8);
+  const int of_strip = memory.tokens[strip * 16 + lane % 16];
+  SeenBy seen_by_all(p.scoring, work.head, of_strip);
+  seen_by_all.restrict_to_strip(of_strip >= 0);
   // From scores to exponents of 2; plain ones are products still.
   const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
-  const float* key_bias = p.scoring.key_bias_of(work.batch);
+  const float* key_bias = p.scoring.key_bias_of(work.batch, work.head);
   const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
   float output[kOut / 8][4] = {};
   float max0 = -kInfinity, max8 = -kInfinity, sum0 = 0, sum8 = 0;
@@ -86,9 +88,8 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
       load(step + 1);
     }
     const auto& stage = memory.stages[step % kStages];
-    const Live<kN> live(stage.octets, p.lists.log_block, [&](const Octet& octet) {
-      return octet.token + 8 <= p.scoring.keys && !(p.scoring.causal && static_cast<uint32_t>(octet.token + 7) > first_token);
-    });
+    const Live<kN> live(
+        stage.octets, p.lists.log_block, [&](const Octet& octet) { return seen_by_all.has_all(octet.token); });
     if (live.none()) {
       continue;
     }
@@ -118,10 +119,10 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
           const int first = stage.octets[n].token + lane % 4 * 2;
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            const int i = e < 2 ? token0 : token8, j = first + e % 2;
+            const int j = first + e % 2;
             const float bias = key_bias == nullptr ? 0.0f : key_bias[min(j, p.scoring.keys - 1)] * bias_factor;
-            const bool counts = (j < p.scoring.keys) & (!p.scoring.causal | (j <= i));
-            of_octet[e] = counts ? of_octet[e] + bias : -kInfinity;
+            const SeenBy& seen = e < 2 ? seen0 : seen8;
+            of_octet[e] = seen.has(j) && seen.is_in_order(j) ? of_octet[e] + bias : -kInfinity;
           }
         }
 #pragma unroll
@@ -262,28 +263,26 @@ __global__ void combine_kernel(const __grid_constant__ Forward<T> p, const int32
   }
 }
 
-std::tuple<Tensor, Tensor, Tensor> block_attention_forward(
-    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& rpe,
-    const std::optional<Tensor>& key_bias, const std::optional<Tensor>& attn_mask,
-    const std::optional<Tensor>& dropout_seed, const Tensor& row_lines, const Tensor& row_entries,
-    const Tensor& row_units, const Tensor& row_cuts, int64_t layout_heads, int64_t block, int64_t tile, double scale,
-    bool causal, double dropout_p) {
-  check_attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, dropout_p, layout_heads, block, tile);
-  check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);
-  Tensor output = empty_in_order_of(query, query.size(3), query.scalar_type());
-  const int64_t batch = query.size(0), heads = query.size(1), width = query.size(3);
-  Tensor lse = torch::stable::new_empty(query, {batch, heads, query.size(2)}, ScalarType::Float);
-  Tensor rows = torch::stable::new_empty(query, {batch, heads, query.size(2), 2}, ScalarType::Float);
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> attention_forward(const Attention& attention, const TileTensors& rows) {
+  const Tensor &query = attention.query, &key = attention.key, &value = attention.value;
+  const int64_t batch = query.size(0), heads = query.size(1), tokens = query.size(2), width = query.size(3);
+  const int64_t layout_heads = attention.layout_heads, block = attention.block, tile = attention.tile;
+  check_tiles(rows.lines, rows.entries, rows.units, rows.cuts, tokens, query, layout_heads, block, tile);
+  Tensor output = empty_in_order_of(query, width, query.scalar_type());
+  Tensor lse = torch::stable::new_empty(query, {batch, heads, tokens}, ScalarType::Float);
+  Tensor row_sums = torch::stable::new_empty(query, {batch, heads, tokens, 2}, ScalarType::Float);
   if (output.numel() == 0) {
-    return {output, lse, rows};
+    return {output, lse, row_sums};
   }
   const Launcher launch(query);
-  const Lists lists = lists_of(row_lines, row_entries, row_units, layout_heads, block, tile);
-  Scoring scoring = scoring_of(query, key, value, rpe, attn_mask, dropout_seed, scale, causal, dropout_p);
-  const KeyBias of_keys = add_key_bias(launch, key_bias, scoring);
+  const Lists lists = lists_of(rows, layout_heads, block, tile);
+  Scoring scoring = scoring_of(attention);
+  const KeyBias of_keys = set_key_bias(launch, attention.key_bias, scoring);
   check_tile(launch, query, block, tile);
   const int64_t copies = layout_heads == 1 ? batch * heads : batch;
-  const int64_t num_cuts = row_cuts.size(0), parts = num_parts(row_lines, row_units, row_cuts, lists);
+  const int64_t num_cuts = rows.cuts.size(0), parts = num_parts(rows, lists);
   const int64_t part_lines = copies * parts * lists.sub_tiles * tile;
   Tensor part_outputs = torch::stable::new_empty(query, {part_lines * width}, ScalarType::Float);
   Tensor part_rows = torch::stable::new_empty(query, {part_lines, 2}, ScalarType::Float);
@@ -292,8 +291,8 @@ std::tuple<Tensor, Tensor, Tensor> block_attention_forward(
     constexpr int kD = decltype(padded)::value;
     const Forward<T> p{
         matrices_of<const T>(query), matrices_of<const T>(key), matrices_of<const T>(value), matrices_of<T>(output),
-        lse.mutable_data_ptr<float>(), row_sums_in(rows), lists, scoring, static_cast<int>(heads), static_cast<int>(layout_heads),
-        static_cast<int>(heads / key.size(1)), static_cast<int>(width),
+        lse.mutable_data_ptr<float>(), row_sums_in(row_sums), lists, scoring, static_cast<int>(heads),
+        static_cast<int>(layout_heads), static_cast<int>(heads / key.size(1)), static_cast<int>(width),
         Parts{part_outputs.mutable_data_ptr<float>(), static_cast<int>(parts), static_cast<int>(width)},
         row_sums_in(part_rows)};
     if (tile == kHopperTile) {
@@ -308,10 +307,24 @@ std::tuple<Tensor, Tensor, Tensor> block_attention_forward(
       });
     }
     launch(
-        combine_kernel<T>, copies * num_cuts * lists.sub_tiles * tile, 64, p, row_cuts.const_data_ptr<int32_t>(),
+        combine_kernel<T>, copies * num_cuts * lists.sub_tiles * tile, 64, p, rows.cuts.const_data_ptr<int32_t>(),
         static_cast<int>(num_cuts));
   });
-  return {output, lse, rows};
+  return {output, lse, row_sums};
+}
+
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor> block_attention_forward(
+    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& rpe,
+    const std::optional<Tensor>& key_bias, const std::optional<Tensor>& attn_mask,
+    const std::optional<Tensor>& dropout_seed, const Tensor& row_lines, const Tensor& row_entries,
+    const Tensor& row_units, const Tensor& row_cuts, int64_t layout_heads, int64_t block, int64_t tile, double scale,
+    bool causal, double dropout_p) {
+  check_attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, dropout_p, layout_heads, block, tile);
+  return attention_forward(
+      {query, key, value, layout_heads, block, tile, scale, causal, key_bias, rpe, attn_mask, dropout_seed, dropout_p},
+      {row_lines, row_entries, row_units, row_cuts});
 }
 
 }  // namespace

@@ -11,7 +11,7 @@ namespace ds_sparse::attention {
 namespace {
 
 // kBlocks: thread blocks on a multiprocessor.
-template <class T, int kD, int kN, int kBlocks>
+template <class T, int kD, int kN, int kBlocks, bool kLimited>
 struct Memory {
   static constexpr int kStages = kBlocks == 2 ? 4 : 256 * 128 / (kD * kN), kSlots = 2;
   struct Stage {
@@ -21,25 +21,26 @@ struct Memory {
   Stage stages[kStages];
   Octet groups[kStages][kN / 16];
   LiveGroups live[kStages][Finder::kStrips];
-  Task tasks[kSlots];
+  alignas(16) PairsOfStep<kN, kLimited> pairs[kStages];
+  TaskOf<kLimited> tasks[kSlots];
   Barrier task_there[kSlots], task_free[kSlots];
   Barrier keys_there[kStages], keys_free[kStages], values_there[kStages], values_free[kStages];
 };
 
-template <class T, int kD, int kN, int kBlocks>
+template <class T, int kD, int kN, int kBlocks, bool kLimited>
 __device__ __forceinline__ void copy_all(
-    const Forward<T>& p, Memory<T, kD, kN, kBlocks>& memory, const CUtensorMap* query_map, const CUtensorMap* key_map,
+    const Forward<T>& p, Memory<T, kD, kN, kBlocks, kLimited>& memory, const CUtensorMap* query_map, const CUtensorMap* key_map,
     const CUtensorMap* value_map, Queue queue) {
   const int lane = threadIdx.x % 32;
   const Boxes<T, kD, kHopperTile> own_boxes(p.lists.log_block);
   const Boxes<T, kD, kN> boxes(p.lists.log_block);
   const Finder finder(p.lists);
-  Ring<Memory<T, kD, kN, kBlocks>::kStages> ring;
-  Ring<Memory<T, kD, kN, kBlocks>::kSlots> slot;
+  Ring<Memory<T, kD, kN, kBlocks, kLimited>::kStages> ring;
+  Ring<Memory<T, kD, kN, kBlocks, kLimited>::kSlots> slot;
 
   // Tells what a unit is and starts the copies of its queries, or that there is none.
   const auto prepare = [&](int number, const auto& to) {
-    Task& task = memory.tasks[to.stage];
+    auto& task = memory.tasks[to.stage];
     Barrier& there = memory.task_there[to.stage];
     if (number >= queue.count) {
       if (lane == 0) {
@@ -50,7 +51,7 @@ __device__ __forceinline__ void copy_all(
     }
     const Work work(p.lists, number, p.heads, p.layout_heads, 1);
     const int steps = Other<kN>{nullptr, work.num_entries, p.lists.log_block}.steps();
-    task.set(work, steps, p.lists, p.scoring.queries);
+    task.set(work, steps, p.lists, p.scoring.queries, p.scoring);
     // What does not exist is not copied, and nobody looks at what is in its place.
     const int token = own_boxes.any && steps > 0 ? task.tokens[own_boxes.line] : -1;
     const int copies = __popc(__ballot_sync(0xffffffffu, token >= 0));
@@ -67,11 +68,11 @@ __device__ __forceinline__ void copy_all(
   while (number < queue.count) {
     number = Queue::unit_of(ticket);
     ticket = queue.draw();
-    const Task& task = memory.tasks[slot.stage];
+    const auto& task = memory.tasks[slot.stage];
     const int head = task.work.head / p.heads_of_group, batch = task.work.batch, steps = task.steps;
     const Other<kN> other{p.lists.entries + task.work.first_entry, task.work.num_entries, p.lists.log_block,
-                          p.scoring.keys, p.scoring.key_states_of(batch)};
-    const uint32_t first_token = task.tokens[lane % Finder::kStrips * 16];  // the strip's; -1 is the latest
+                          p.scoring.keys, p.scoring.key_states_of(batch, task.work.head)};
+    const auto sight = Sight<kLimited>::template of_strip<false>(p.scoring, p.lists, task);
     slot.next();
     bool prepared = false;
 
@@ -96,10 +97,7 @@ __device__ __forceinline__ void copy_all(
         if (step + 1 < steps) {
           next = Gathered<kN>(other, boxes, step + 1);
         }
-        const LiveGroups live = finder.template find<kN / 16>(here.group, [&](int token) {
-          return token + 16 <= p.scoring.keys &&
-                 !(p.scoring.causal && static_cast<uint32_t>(token + 15) > first_token);
-        });
+        const LiveGroups live = finder.template find<kN / 16>(here.group, sight);
         Barrier& there = memory.keys_there[ring.stage];
         memory.keys_free[ring.stage].wait(ring.parity ^ 1);
         if (lane < kN / 16) {
@@ -110,7 +108,10 @@ __device__ __forceinline__ void copy_all(
         }
         __syncwarp();
         if (lane == 0) {
-          there.arrive_and_expect(sizeof(memory.stages[0].keys));
+          there.arrive_and_expect(sizeof(memory.stages[0].keys) + bytes_of_pairs<kN>(p.lists));
+        }
+        if constexpr (kLimited) {
+          copy_pairs<kN>(memory.pairs[ring.stage], p.lists, task.work, step, &there);
         }
         if (boxes.any) {
           boxes.copy(memory.stages[ring.stage].keys, key_map, &there, here.token, head, batch);
@@ -135,8 +136,10 @@ __device__ __forceinline__ void copy_all(
   }
 }
 
-template <class T, int kD, int kN, int kBlocks, bool kPlain>
-__device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, kN, kBlocks>& memory) {
+template <class T, int kD, int kN, int kBlocks, Scores kScores>
+__device__ __forceinline__ void multiply_all(
+    const Forward<T>& p, Memory<T, kD, kN, kBlocks, are_limited(kScores)>& memory) {
+  constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores);
   const int thread = this_thread(), lane = thread % 32, warpgroup = thread / 128, strip = thread / 32 * 16;
   const int line0 = strip + lane / 4;
   const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
@@ -146,9 +149,9 @@ __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, 
   const float of_dropout = drops ? p.scoring.dropout().factor() : 1.0f;
   const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
   const Turns<kBlocks == 1> turns(warpgroup);
-  using StageRing = Ring<Memory<T, kD, kN, kBlocks>::kStages>;
+  using StageRing = Ring<Memory<T, kD, kN, kBlocks, kLimited>::kStages>;
   StageRing ring;
-  Ring<Memory<T, kD, kN, kBlocks>::kSlots> slot;
+  Ring<Memory<T, kD, kN, kBlocks, kLimited>::kSlots> slot;
 
   // What the unit in `slot_of_sums` has summed; where `owes`, the product of `probs` with the values of stage `last` is
   // still to be added. It is added together with the next step's scores, be they the next unit's.
@@ -174,7 +177,7 @@ __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, 
   };
   // Writes the results of a unit, and frees its slot.
   const auto finish = [&]() {
-    const Task& task = memory.tasks[slot_of_sums];
+    const auto& task = memory.tasks[slot_of_sums];
     const Work& work = task.work;
     sum0 = sum_of_four(sum0);
     sum8 = sum_of_four(sum8);
@@ -244,7 +247,7 @@ __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, 
 
   for (;; slot.next()) {
     memory.task_there[slot.stage].wait(slot.parity);
-    const Task& task = memory.tasks[slot.stage];
+    const auto& task = memory.tasks[slot.stage];
     if (task.steps < 0) {
       break;
     }
@@ -263,10 +266,9 @@ __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, 
     const auto softmax = [&](float& decay0, float& decay8) -> bool {
       const Octet* groups = memory.groups[ring.stage];
       finish_scores<T, kN, kPlain>(scores, p.scoring, task, groups);
-      add_key_bias<kN>(scores, live, groups, p.scoring, work.batch, bias_factor);
-      mask_scores<kN>(scores, live, groups, task, [&](int i, int j) {
-        return (j < p.scoring.keys) & (!p.scoring.causal | (j <= i));
-      });
+      add_key_bias<kN>(scores, live, groups, p.scoring, work, bias_factor);
+      mask_scores<kN, false, kLimited>(
+          scores, live, groups, task, p.scoring, p.lists.pairs == nullptr ? nullptr : memory.pairs[ring.stage]);
       uint32_t kept[kN / 64] = {};
       if constexpr (!kPlain) {
         if (drops) {
@@ -405,12 +407,12 @@ __device__ __forceinline__ void multiply_all(const Forward<T>& p, Memory<T, kD, 
   }
 }
 
-template <class T, int kD, int kN, int kBlocks, bool kPlain>
+template <class T, int kD, int kN, int kBlocks, Scores kScores>
 __global__ void __launch_bounds__(kHopperThreads<kBlocks>, kBlocks) forward_on_hopper_kernel(
     const __grid_constant__ Forward<T> p, const __grid_constant__ CUtensorMap query_map,
     const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map, Queue queue) {
   extern __shared__ unsigned char shared[];
-  using M = Memory<T, kD, kN, kBlocks>;
+  using M = Memory<T, kD, kN, kBlocks, are_limited(kScores)>;
   auto& memory = *reinterpret_cast<M*>(align_panels(shared));
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < M::kSlots; ++slot) {
@@ -428,7 +430,7 @@ __global__ void __launch_bounds__(kHopperThreads<kBlocks>, kBlocks) forward_on_h
   __syncthreads();
   share_work<kBlocks, 40, 232>(
       [&] { copy_all(p, memory, &query_map, &key_map, &value_map, queue); },
-      [&] { multiply_all<T, kD, kN, kBlocks, kPlain>(p, memory); });
+      [&] { multiply_all<T, kD, kN, kBlocks, kScores>(p, memory); });
 }
 
 }  // namespace
@@ -437,19 +439,20 @@ template <class T>
 void forward_on_hopper(
     const Launcher& launch, const Forward<T>& p, const Tensor& query, const Tensor& key, const Tensor& value,
     int64_t copies) {
-  with_hopper_kernel(p.scoring, p.width, [&](auto width, auto plain) {
-    constexpr bool kPlain = decltype(plain)::value;
+  with_hopper_kernel(p.scoring, p.lists, p.width, [&](auto width, auto scores) {
+    constexpr Scores kScores = decltype(scores)::value;
+    constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores);
     // Short lines leave room for a second thread block; half as many keys at a time leave registers for it, or for options.
     constexpr int kD = decltype(width)::value, kBlocks = kD == 64 && kPlain ? 2 : 1, kN = kD == 128 && kPlain ? 128 : 64;
     const int64_t count = copies * p.lists.num_units * p.lists.sub_tiles;
     const int block = 1 << p.lists.log_block;
     const CUtensorMap query_map = tensor_map(query, std::min(block, kHopperTile));
     const CUtensorMap key_map = tensor_map(key, std::min(block, kN)), value_map = tensor_map(value, std::min(block, kN));
-    with_queue(query, count, [&](const Queue& queue) {
+    with_queue(launch, query, count, [&](const Queue& queue) {
       launch.with_shared_memory(
-          forward_on_hopper_kernel<T, kD, kN, kBlocks, kPlain>,
+          forward_on_hopper_kernel<T, kD, kN, kBlocks, kScores>,
           std::min(count, launch.multiprocessors() * kBlocks), kHopperThreads<kBlocks>,
-          sizeof(Memory<T, kD, kN, kBlocks>) + kPanelAlignment, p, query_map, key_map, value_map, queue);
+          sizeof(Memory<T, kD, kN, kBlocks, kLimited>) + kPanelAlignment, p, query_map, key_map, value_map, queue);
     });
   });
 }

@@ -14,7 +14,8 @@ struct KeyBias {
   std::optional<Tensor> biases, states;
 };
 
-// Writes key_bias, fp32 or bool (keeps where true), into `scoring`, with a KeyState for every eight keys. attention_keys.cu
-KeyBias add_key_bias(const Launcher& launch, const std::optional<Tensor>& key_bias, Scoring& scoring);
+// Writes key_bias, fp32 or bool (keeps where true), (B or 1, S) or (B or 1, H or 1, 1, S), into `scoring`, with a KeyState
+// for every eight keys. attention_keys.cu
+KeyBias set_key_bias(const Launcher& launch, const std::optional<Tensor>& key_bias, Scoring& scoring);
 
 }  // namespace ds_sparse::attention

@@ -14,6 +14,12 @@ namespace ds_sparse::attention {
 
 using namespace hopper;
 
+// What kernels are made for: products times a positive number, which exponents can take with them, or masked; the same,
+// limited token by token; and all else.
+enum class Scores { kPlain, kLimited, kOptions };
+constexpr bool are_plain(Scores scores) { return scores != Scores::kOptions; }
+constexpr bool are_limited(Scores scores) { return scores != Scores::kPlain; }  // by a window or pair by pair, perhaps
+
 constexpr int kConsumers = 2;  // warpgroups with kHopperTile / kConsumers lines each
 // Threads of a thread block, of so many on a multiprocessor. Registers go from one warpgroup to others, but where two
 // thread blocks share them there are none to spare.
@@ -133,17 +139,103 @@ struct Task {
   int steps;                // -1: there is nothing left to do
   int tokens[kHopperTile];  // of the tile; -1 where there is none
 
+};
+
+// And what its tokens see of a window, where kernels serve that; everything where there is none.
+template <bool kLimited>
+struct TaskOf : Task {
+  Range limits[kLimited ? kHopperTile : 1];
+  int places[kLimited ? kHopperTile : 1];
+
   // By the copying warp.
-  __device__ __forceinline__ void set(const Work& next, int num_steps, const Lists& lists, int length) {
+  __device__ __forceinline__ void set(
+      const Work& next, int num_steps, const Lists& lists, int length, const Scoring& scoring) {
     for (int line = threadIdx.x % 32; line < kHopperTile; line += 32) {
-      const int token = lists.token(next.tile, next.sub_tile, line);
-      tokens[line] = token < length ? token : -1;
+      int token = lists.token(next.tile, next.sub_tile, line);
+      token = token < length ? token : -1;
+      tokens[line] = token;
+      if constexpr (kLimited) {
+        limits[line] = scoring.limits_of(next.head, token);
+        places[line] = scoring.place_of(next.head, token);
+      }
     }
     if (threadIdx.x % 32 == 0) {
       work = next;
       steps = num_steps;
     }
     __syncwarp();
+  }
+
+  template <bool kTransposed>
+  __device__ __forceinline__ Seen<kTransposed, kLimited> seen_by(int line, const Scoring& scoring) const {
+    if constexpr (kLimited) {
+      return {scoring, work.head, tokens[line], limits[line], places[line]};
+    }
+    return {scoring, work.head, tokens[line], {}, 0};
+  }
+};
+
+// Of a step's blocks of 64 tokens, the pairs that count, where they are given one by one.
+template <int kTokens, bool kLimited>
+using PairsOfStep = uint2[kLimited ? kTokens / 64 : 1][kLimited ? kHopperTile : 1];
+
+// Brings them, by the copying warp, to where `there` waits for so many more bytes.
+template <int kTokens>
+__device__ __forceinline__ int bytes_of_pairs(const Lists& lists) {
+  return lists.pairs == nullptr ? 0 : kTokens / 64 * kHopperTile * int{sizeof(uint2)};
+}
+template <int kTokens>
+__device__ __forceinline__ void copy_pairs(
+    PairsOfStep<kTokens, true>& to, const Lists& lists, const Work& work, int step, Barrier* there) {
+  const int lane = threadIdx.x % 32;
+  if (lists.pairs != nullptr && lane < kTokens / 64) {
+    const int entry = work.first_entry + min(step * (kTokens / 64) + lane, work.num_entries - 1);
+    const uint2* from = lists.pairs + work.head * lists.pairs_stride + int64_t{entry} * kHopperTile;
+    copy_bytes(to[lane], from, sizeof(to[lane]), there);
+  }
+}
+
+// What the 16 lines of a strip see of the other side: all of them the tokens in `all` and, with a window, the first
+// `all_global`; none of them others than these global ones and those in `any`.
+template <bool kLimited>
+struct Sight {
+  Range all, any, all_global;
+  int num_global;
+
+  // A strip's for each of the first lanes.
+  template <bool kTransposed>
+  static __device__ __forceinline__ Sight of_strip(
+      const Scoring& scoring, const Lists& lists, const TaskOf<kLimited>& task) {
+    const int line = threadIdx.x % (kHopperTile / 16) * 16, first = task.tokens[line];
+    // Of the line that causality leaves least.
+    const Range range = first < 0 ? Range{0, kTransposed ? scoring.queries : scoring.keys}
+                                  : scoring.template range_of<kTransposed>(kTransposed ? first + 15 : first);
+    Sight sight{range, {0, 0}, {0, 0}, 0};
+    if constexpr (kLimited) {
+      const Window& window = scoring.window;
+      sight.any = {INT32_MAX, 0};
+      for (int i = line; i < line + 16; ++i) {
+        if (task.tokens[i] >= 0) {
+          const Range limits = task.limits[i];
+          sight.all = sight.all.within(limits);
+          sight.any = {min(sight.any.first, limits.first), max(sight.any.end, limits.end)};
+        }
+      }
+      sight.num_global = window.num_global;
+      sight.all_global = Range{0, window.num_global}.within(range);
+      if (scoring.goes_by_places() || lists.pairs != nullptr) {
+        sight.all = sight.all_global = {0, 0};
+      }
+    }
+    return sight;
+  }
+
+  // A group of 16 tokens: whether no element has to be looked at; whether any may count.
+  __device__ __forceinline__ bool is_whole(int token) const {
+    return all.has(token, 16) || (kLimited && all_global.has(token, 16));
+  }
+  __device__ __forceinline__ bool reaches(int token) const {
+    return !kLimited || token < num_global || (token < any.end && token + 16 > any.first);
   }
 };
 
@@ -173,16 +265,16 @@ struct Finder {
     }
   }
 
-  // `group`: in lane g the g-th; whole(token): none of its elements has to be looked at, but for biases of keys.
-  template <int kGroups, class F>
-  __device__ __forceinline__ LiveGroups find(const Octet& group, const F& whole) const {
+  // `group`: in lane g the g-th.
+  template <int kGroups, bool kLimited>
+  __device__ __forceinline__ LiveGroups find(const Octet& group, const Sight<kLimited>& sight) const {
     LiveGroups live{0};
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       const int token = __shfl_sync(0xffffffffu, group.token, g);
       const uint32_t owners = __shfl_sync(0xffffffffu, group.owners, g);
-      const bool ragged = (owners & Octet::kBiased) != 0 || !whole(token);
-      live.bits |= (owners >> line & 1) << g | ((owners & warpgroup) != 0 ? 1u : 0u) << (8 + g) |
+      const bool ragged = (owners & Octet::kBiased) != 0 || !sight.is_whole(token);
+      live.bits |= (sight.reaches(token) ? owners >> line & 1 : 0u) << g | ((owners & warpgroup) != 0 ? 1u : 0u) << (8 + g) |
                    (owners != 0 && ragged ? 1u : 0u) << (16 + g);
     }
     return live;
@@ -231,11 +323,12 @@ __device__ __forceinline__ void finish_scores(
   }
 }
 
-// Leaves -inf where scores do not count: groups that are not the strip's, and of ragged ones what counts(token of the line,
-// of the other side) denies. Without branches within a group, as all lanes go through it anyway.
-template <int kN, class F>
+// Leaves -inf where scores do not count: groups that are not the strip's, and of ragged ones what the line does not see.
+// Without branches within a group, as all lanes go through it anyway. pairs: of the step; null: all that the line sees.
+template <int kN, bool kTransposed, bool kLimited>
 __device__ __forceinline__ void mask_scores(
-    float (&scores)[kN / 2], const LiveGroups& live, const Octet* groups, const Task& task, const F& counts) {
+    float (&scores)[kN / 2], const LiveGroups& live, const Octet* groups, const TaskOf<kLimited>& task,
+    const Scoring& scoring, const uint2 (*pairs)[kLimited ? kHopperTile : 1]) {
   constexpr uint32_t all = (1u << kN / 16) - 1;
   if (live.strip() != all) {
 #pragma unroll
@@ -243,16 +336,52 @@ __device__ __forceinline__ void mask_scores(
       scores[i] = live.strip() >> i / 8 & 1 ? scores[i] : -kInfinity;
     }
   }
+  if constexpr (kLimited) {
+    if (pairs != nullptr) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int block = 0; block < kN / 64; ++block) {
+          uint2 words = pairs[block][own_line() + 8 * half];
+          words.x >>= threadIdx.x % 4 * 2;
+          words.y >>= threadIdx.x % 4 * 2;
+#pragma unroll
+          for (int i = 0; i < 16; ++i) {
+            // Of every eight columns, of which a word has four times as many, a lane has two.
+            float& score = scores[32 * block + i / 2 * 4 + 2 * half + i % 2];
+            const int bit = i / 2 % 4 * 8 + i % 2;
+            score = (i < 8 ? words.x : words.y) >> bit & 1 ? score : -kInfinity;
+          }
+        }
+      }
+      return;
+    }
+  }
   if (live.ragged() != 0) {
-    const int token0 = task.tokens[own_line()], token8 = task.tokens[own_line() + 8];
+    // A line at a time, and then what causality by places denies: registers are short.
+    const auto keep = [&](int half, const auto& seen) {
 #pragma unroll
-    for (int g = 0; g < kN / 16; ++g) {
-      if (live.ragged() >> g & 1) {
-        const int first = groups[g].token + threadIdx.x % 4 * 2;
+      for (int g = 0; g < kN / 16; ++g) {
+        if (live.ragged() >> g & 1) {
+          const int first = groups[g].token + threadIdx.x % 4 * 2;
 #pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          float& score = scores[8 * g + e];
-          score = counts(e % 4 < 2 ? token0 : token8, first + e / 4 * 8 + e % 2) ? score : -kInfinity;
+          for (int e = 0; e < 4; ++e) {
+            float& score = scores[8 * g + e / 2 * 4 + 2 * half + e % 2];
+            score = seen(first + e / 2 * 8 + e % 2) ? score : -kInfinity;
+          }
+        }
+      }
+    };
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const auto seen = task.template seen_by<kTransposed>(own_line() + 8 * half, scoring);
+      keep(half, [&](int token) { return seen.has(token); });
+    }
+    if constexpr (kLimited) {
+      if (scoring.goes_by_places()) {
+        for (int half = 0; half < 2; ++half) {
+          const auto seen = task.template seen_by<kTransposed>(own_line() + 8 * half, scoring);
+          keep(half, [&](int token) { return seen.is_in_order(token); });
         }
       }
     }
@@ -262,9 +391,10 @@ __device__ __forceinline__ void mask_scores(
 // Adds the bias of keys, which is not 0 in ragged groups only, where these are the other side.
 template <int kN>
 __device__ __forceinline__ void add_key_bias(
-    float (&scores)[kN / 2], const LiveGroups& live, const Octet* groups, const Scoring& scoring, int batch, float factor) {
+    float (&scores)[kN / 2], const LiveGroups& live, const Octet* groups, const Scoring& scoring, const Work& work,
+    float factor) {
   if (scoring.key_bias != nullptr && live.ragged() != 0) {
-    const float* key_bias = scoring.key_bias_of(batch);
+    const float* key_bias = scoring.key_bias_of(work.batch, work.head);
 #pragma unroll
     for (int g = 0; g < kN / 16; ++g) {
       if (live.ragged() >> g & 1) {
@@ -442,16 +572,22 @@ __device__ __forceinline__ void store_sums_of_unit(
 
 // Calls f with a queue, for as long as that takes, of so many units.
 template <class F>
-void with_queue(const Tensor& on, int64_t count, const F& f) {
-  Tensor taken = torch::stable::new_zeros(on, {1}, ScalarType::Int);
+void with_queue(const Launcher& launch, const Tensor& on, int64_t count, const F& f) {
+  Tensor taken = launch.zeros(on, 1, ScalarType::Int);
   f(Queue{taken.mutable_data_ptr<int32_t>(), static_cast<int>(count)});
 }
 
-// Calls f with the head size, padded, and whether scores are plain.
+// Calls f with the head size, padded, and the kind of scores.
 template <class F>
-void with_hopper_kernel(const Scoring& scoring, int width, const F& f) {
+void with_hopper_kernel(const Scoring& scoring, const Lists& lists, int width, const F& f) {
   const auto with_options = [&](auto padded) {
-    scoring.plain() ? f(padded, std::true_type{}) : f(padded, std::false_type{});
+    if (!scoring.plain()) {
+      f(padded, std::integral_constant<Scores, Scores::kOptions>{});
+    } else if (scoring.window.limits != nullptr || lists.pairs != nullptr) {
+      f(padded, std::integral_constant<Scores, Scores::kLimited>{});
+    } else {
+      f(padded, std::integral_constant<Scores, Scores::kPlain>{});
+    }
   };
   width <= 64 ? with_options(std::integral_constant<int, 64>{}) : with_options(std::integral_constant<int, 128>{});
 }

@@ -40,6 +40,13 @@ class Launcher {
     return copy;
   }
 
+  // So many elements of `on`'s device, all bits 0.
+  Tensor zeros(const Tensor& on, int64_t count, torch::headeronly::ScalarType type) const {
+    Tensor x = torch::stable::new_empty(on, {count}, type);
+    STD_CUDA_CHECK(cudaMemsetAsync(x.mutable_data_ptr(), 0, count * x.element_size(), stream_));
+    return x;
+  }
+
   // Runs `kernel` on at most 2^31 - 1 thread blocks (the limit of the x dimension): kernels stride over what is left.
   template <class... Parameters, class... Arguments>
   void operator()(void (*kernel)(Parameters...), int64_t blocks, dim3 threads, Arguments... arguments) const {

@@ -82,6 +82,7 @@ class Ceilings:
         return max(work.nbytes / self.bytes_per_ms, work.flops / rate)
 
 
+@functools.cache
 def l2_read_rate(device: torch.device) -> float | None:
     """Bytes per millisecond from L2; None without Triton."""
     try:
@@ -144,3 +145,11 @@ def bytes_from_l2(layout: Tensor, block: int, size: Size, direction: str) -> flo
     tiles = pad(layout, (0, 0, 0, -rows % in_tile)).view(heads, -1, in_tile, columns).any(2)
     loaded = tiles.sum().item() * block * size.heads / heads
     return size.batch * loaded * 2 * size.head_dim * size.itemsize
+
+
+def bytes_of_gathers(pairs: int, heads: int, head_dim: int, itemsize: int, direction: str) -> int:
+    """Bytes that attention over token pairs of each head has to bring from L2 where nothing is shared: a key and a value
+    row for each pair; backward those for the gradients of queries, and a query and a gradient row for those of keys and
+    values."""
+    rows = {FORWARD: 2, BACKWARD: 4, TRAIN: 6}[direction]
+    return heads * pairs * rows * head_dim * itemsize

@@ -27,6 +27,7 @@ from ..ops import (
 )
 from ..ops.token_steps import weighted_sums
 from ..tokens import TokenIndex
+from .floors import bytes_of_gathers, l2_read_rate
 from .machine import DTYPES, FORWARD, TRAIN, in_turns, time_of
 from .peers import Unsupported
 from .plain_loop import plain_loop
@@ -34,10 +35,13 @@ from .verification import attention_by_block_rows, output_and_gradients, random_
 
 DIRECTIONS = (FORWARD, TRAIN)
 
+L2_FLOOR = "gather from L2"
+"""The column of what no kernel over pairs can pass without sharing what it reads."""
+
 MEMORY = 4 << 30
 """Bytes of temporaries that a step may take; of more, it is not run."""
 
-OURS, DENSE, SDPA, TORCH_SPARSE, LOOP = "sparse_attn", "masked", "sdpa", "torch.sparse", "C++ loop"
+OURS, DENSE, SDPA, TORCH_SPARSE, FLEX, LOOP = "sparse_attn", "masked", "sdpa", "torch.sparse", "flex", "C++ loop"
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,24 @@ def native_scores(q: Tensor, k: Tensor, v: Tensor, index: TokenIndex) -> Tensor:
     return (sums / totals.masked_fill(totals == 0, 1).unsqueeze(-1)).to(q.dtype).view(v.shape)
 
 
+def flex_attention(problem: Problem) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Compiled FlexAttention, which leaves out tiles without a pair and looks the mask up in the others."""
+    from torch.nn.attention import flex_attention as flex
+
+    mask = problem.mask
+    if mask.device.type != "cuda":
+        raise Unsupported("on CUDA only: on a CPU it has no backward")
+
+    def live(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return mask[q, k]
+
+    # After a few compilations of one function, those of the cases before, it would run uncompiled.
+    torch._dynamo.reset()
+    tiles = flex.create_block_mask(live, None, None, *mask.shape, device=mask.device)
+    compiled = torch.compile(flex.flex_attention, dynamic=False)
+    return lambda q, k, v: compiled(q, k, v, block_mask=tiles)
+
+
 STEPS: dict[str, Step] = {
     DENSE: Step(lambda problem: lambda q, k, v: masked_attention(q, k, v, problem.mask), numbers_of_all=6),
     "gather": of_pairs(gather_attention, numbers=lambda head_dim: 8 * head_dim),
@@ -131,10 +153,11 @@ STEPS: dict[str, Step] = {
     "sdpa+mask": Step(
         lambda problem: lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=problem.mask), numbers_of_all=1
     ),
+    FLEX: Step(flex_attention),
     LOOP: Step(lambda problem: plain_loop(problem.index), no_backward="forward only"),
 }
 """The ladder (sparse_matmul: of the native operations the scores alone), and beside it PyTorch's dense attention, that
-with a mask, and the loop a learner writes in C++."""
+with a mask, FlexAttention, and the loop a learner writes in C++."""
 
 
 @dataclass(frozen=True)
@@ -157,12 +180,19 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """A case, measured. pairs: of one head. operators: the top ones of each step, if they were asked for."""
+    """A case, measured.
+
+    Attributes:
+        pairs: of one head.
+        operators: the top ones of each step, if they were asked for.
+        l2_floors: milliseconds by direction to bring the rows of all pairs from L2; empty if that is not measured.
+    """
 
     case: Case
     pairs: int
     rows: list[Row]
     operators: dict[str, list[str]]
+    l2_floors: dict[str, float]
 
     def row(self, step: str, direction: str) -> Row | None:
         """The row of a step that was measured."""
@@ -215,7 +245,15 @@ def run_case(
             )  # fmt: skip
     done = dict.fromkeys(name for name, _ in runs)
     operators = {name: top_operators(calls[name], STEPS[name], inputs, grad, top) for name in done if top}
-    return Result(case, problem.index.num_pairs, rows, operators)
+    return Result(case, problem.index.num_pairs, rows, operators, l2_floors(case, problem.index.num_pairs, device))
+
+
+def l2_floors(case: Case, pairs: int, device: torch.device) -> dict[str, float]:
+    rate = l2_read_rate(device) if device.type == "cuda" else None
+    if rate is None:
+        return {}
+    sizes = pairs, case.heads, case.head_dim, DTYPES[case.dtype].itemsize
+    return {direction: bytes_of_gathers(*sizes, direction) / rate for direction in DIRECTIONS}
 
 
 def refuse_too_large(step: Step, problem: Problem) -> None:
@@ -287,11 +325,13 @@ def table(results: list[Result]) -> Iterator[str]:
         f"T {case.seq_len}, d_model {case.d_model}, heads {case.heads}, {case.pattern} pairs, {case.dtype}; "
         f"ms of {FORWARD} / {TRAIN}"
     )
-    yield f"{'sparsity':>8} {'pairs':>9}" + "".join(f"{name:>18}" for name in names)
+    floors = [L2_FLOOR] if results[0].l2_floors else []
+    yield f"{'sparsity':>8} {'pairs':>9}" + "".join(f"{name:>18}" for name in [*names, *floors])
     for result in results:
-        cells = "".join(f"{cell(result, name):>18}" for name in names)
+        cells = [cell(result, name) for name in names]
+        cells += [" / ".join(f"{ms:.3g}" for ms in result.l2_floors.values())] if floors else []
         sparsity = 1 - result.pairs / case.seq_len**2
-        yield f"{sparsity:8.1%} {result.pairs:9}{cells}"
+        yield f"{sparsity:8.1%} {result.pairs:9}" + "".join(f"{text:>18}" for text in cells)
     for other in (DENSE, SDPA):
         if other in names:
             line = "".join(
@@ -362,4 +402,7 @@ def goals(results: list[Result]) -> Iterator[str]:
 
 def record(result: Result) -> list[dict[str, Any]]:
     """The rows with their case, flat, as they go into the JSON."""
-    return [asdict(result.case) | {"pairs": result.pairs} | asdict(row) for row in result.rows]
+    return [
+        asdict(result.case) | {"pairs": result.pairs, "l2_floor_ms": result.l2_floors.get(row.direction)} | asdict(row)
+        for row in result.rows
+    ]

@@ -45,9 +45,6 @@ TOKEN_OPERATORS = (
     "token_attention_backward",
 )
 OPERATORS = BLOCK_OPERATORS + WINDOW_OPERATORS + TOKEN_OPERATORS
-CUDA_OPERATORS = BLOCK_OPERATORS + WINDOW_OPERATORS[:4]
-"""Those that the CUDA library has kernels for."""
-
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -86,12 +83,7 @@ def require_kernel(operator: str, device: torch.device) -> None:
     """Raises RuntimeError with the way out where `ds_sparse::operator` cannot run on the device."""
     if device.type in ("cpu", "meta") or torch.compiler.is_compiling() or not missing_kernels(device.type, [operator]):
         return
-    if operator in TOKEN_OPERATORS:
-        raise RuntimeError(
-            f"Tensors are on {device}, and native token operations run on the CPU so far; move q, k and v there, or "
-            f"use gather_attention, jagged_attention or torch_sparse_attention, which run on {device.type}."
-        )
-    if device.type == "cuda" and operator in CUDA_OPERATORS and not CUDA_LIBRARY.exists():
+    if device.type == "cuda" and not CUDA_LIBRARY.exists():
         raise RuntimeError(
             f"Tensors are on {device}, and ds_sparse's CUDA library is not built; install nvcc and reinstall ds_sparse "
             "with DS_SPARSE_CUDA=1 set, or move model and data to the CPU."

@@ -12,20 +12,20 @@ from torch.nn.functional import pad
 
 from ..tokens import Nested, TokenIndex, index_of, tensors_in
 from ._library import check_alike, require_kernel, under_autocast
-from .attention import _factor, _wide
+from .attention import MAX_HEAD_DIM, _factor, _wide
 
 
 def sparse_matmul(q: Tensor, k: Tensor, indices: Tensor | Sequence | TokenIndex) -> Nested:
     """q[..., i, :] . k[..., j, :] for each pair (i, j) of a list, unscaled.
 
     Differentiable in q and k. A pair that is listed twice has two scores. Sums are in fp32 or wider and in a fixed
-    order: the same input gives the same bits. Under autocast q and k are cast. Runs on the CPU.
+    order: the same input gives the same bits. Under autocast q and k are cast.
 
     Source: the sampled dense-dense product; `sparse_matmul` of the learning project lrn-sparseatt (2026), here with
     heads and gradients.
 
     Args:
-        q: (..., H, T, D) or (T, D), fp16, bf16, fp32 or fp64, any strides.
+        q: (..., H, T, D) or (T, D), fp16, bf16, fp32 or fp64, any strides; on CUDA D is up to 256.
         k: (..., H, S, D) or (S, D).
         indices: int32 or int64 (M, 2), pairs for all heads in any order; or a list of such, one a head; or, padded at
             the end by rows of -1, (H or 1, M, 2) or (B or 1, H or 1, M, 2), B the product of what stands before H; or a
@@ -39,7 +39,7 @@ def sparse_matmul(q: Tensor, k: Tensor, indices: Tensor | Sequence | TokenIndex)
     Raises:
         TypeError: pairs of another type or dtype.
         ValueError: shapes, dtypes, devices that do not fit; a token that does not exist, named by its place.
-        RuntimeError: tensors that are not on the CPU; pairs in place of their index under torch.compile.
+        RuntimeError: tensors on a device without kernels; pairs in place of their index under torch.compile.
     """
     index = _index_of_pairs(indices, q, k)
     return _padded(_scores(q, k, index), indices, -2, q.shape[:-2])
@@ -79,13 +79,13 @@ def sparse_attn(
     Differentiable in q, k and v; probabilities are computed again in backward. The softmax of each row subtracts the
     row's largest score. A row without a key is zeros, its lse -inf, its gradients zero. A pair that is listed twice
     counts twice. Statistics and sums are in fp32 or wider, sums in a fixed order: the same input gives the same bits,
-    for any number of threads. Under autocast q, k and v are cast. Runs on the CPU.
+    for any number of threads. Under autocast q, k and v are cast.
 
     Source: `sparse_attn` of the learning project lrn-sparseatt (2026), which *divided* scores by its last argument:
     its factor sqrt(D) is scale=1/sqrt(D) here, the default.
 
     Args:
-        q: (..., H, T, D) or (T, D), fp16, bf16, fp32 or fp64, any strides.
+        q: (..., H, T, D) or (T, D), fp16, bf16, fp32 or fp64, any strides; on CUDA D and E are up to 256.
         k: (..., H, S, D) or (S, D).
         v: (..., H, S, E) or (S, E).
         values: int32 or int64 (N,), the key of each pair in row order, in any order within a row, for all heads; or a
@@ -104,13 +104,13 @@ def sparse_attn(
         TypeError: values or offsets of another type or dtype.
         ValueError: shapes, dtypes, devices or a scale that do not fit; a key that does not exist, offsets that fall or
             end elsewhere, each named by its place.
-        RuntimeError: tensors that are not on the CPU; lists in place of their index under torch.compile.
+        RuntimeError: tensors on a device without kernels; lists in place of their index under torch.compile.
     """
     q, k, v = under_autocast(q, k, v)
     index = token_index(values, offsets, q, k)
     check_operands(q, k, v)
     scale = _factor(scale, q.shape[-1])
-    require_kernel("token_attention_forward", q.device)
+    _check_native("token_attention_forward", q, v)
     lead = q.shape[:-2]
     output, lse = _Attention.apply(*(as_4d(x) for x in (q, k, v)), index, scale)
     output, lse = output.reshape(*lead, *output.shape[2:]), lse.reshape(*lead, lse.shape[2])
@@ -149,6 +149,17 @@ def _check_shapes(q: Tensor, k: Tensor, *v: Tensor) -> None:
         raise ValueError(f"Shapes are {shapes}; q and k need the same head size, k and v the same tokens.")
     if 0 in (q.shape[-1], *(x.shape[-1] for x in v)):
         raise ValueError(f"Shapes are {shapes}; head sizes have to be 1 or more.")
+
+
+def _check_native(operator: str, *tensors: Tensor) -> None:
+    """Raises RuntimeError or ValueError unless a kernel takes tensors (..., tokens, head size) such as these."""
+    require_kernel(operator, tensors[0].device)
+    largest = max(x.shape[-1] for x in tensors)
+    if tensors[0].device.type == "cuda" and largest > MAX_HEAD_DIM:
+        raise ValueError(
+            f"Head size is {largest}; on CUDA it has to be up to {MAX_HEAD_DIM}. Move tensors to the CPU, or use "
+            "gather_attention."
+        )
 
 
 def _lists(x: Tensor | Sequence, name: str) -> Tensor | Sequence:
@@ -194,7 +205,7 @@ def as_4d(x: Tensor) -> Tensor:
 def _scores(q: Tensor, k: Tensor, index: TokenIndex) -> Nested:
     q, k = under_autocast(q, k)
     check_operands(q, k)
-    require_kernel("token_matmul_sdd", q.device)
+    _check_native("token_matmul_sdd", q)
     flat = _Matmul.apply(as_4d(q), as_4d(k), index)
     return index.scores_of(flat, tuple(q.shape[:-2]))
 

@@ -27,8 +27,9 @@ def window_attention(
     """softmax(scale * query @ key^T) @ value, where token i sees tokens i + k * dilation for |k| <= window_size.
 
     Differentiable in query, key and value; memory is linear in tokens, whatever the window. Statistics and sums are in
-    fp32 or wider, sums in a fixed order: the same input gives the same bits. A row with nothing left is zeros, with
-    zero gradient. Under autocast query, key and value are cast.
+    fp32 or wider. The same input gives the same bits, but for the gradient of query on a Hopper GPU, as in
+    `block_sparse_attention`. A row with nothing left is zeros, with zero gradient. Under autocast query, key and value
+    are cast.
 
     Source: Beltagy et al., "Longformer", 2020: windows, dilation a head, global tokens.
 
@@ -159,6 +160,7 @@ class _WindowAttention(torch.autograd.Function):
             _readable(grad_output), query, key, value, output, rows, key_bias, index.limits, index.places,
             *_lists(blocks.tiles("rows", tile)), *_lists(blocks.tiles("columns", tile)),
             blocks.layout_heads, blocks.block, tile, index.num_global, ctx.scale, index.causal,
+            torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
         return *grads, None, None, None
 
@@ -176,5 +178,6 @@ def _(
 def _(
     grad_output, query, key, value, output, rows, key_bias, limits, places, row_lines, row_entries, row_units, row_cuts,
     column_lines, column_entries, column_units, column_cuts, layout_heads, block, tile, num_global, scale, causal,
+    deterministic,
 ):  # fmt: skip
     return _empty_as(query), _empty_as(key), _empty_as(value)

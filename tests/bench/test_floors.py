@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_sparse.bench import floors
-from ds_sparse.bench.floors import Ceilings, Size, Work, bytes_from_l2, operation_floor
+from ds_sparse.bench.floors import Ceilings, Size, Work, bytes_from_l2, bytes_of_gathers, operation_floor
 from ds_sparse.bench.machine import BACKWARD, FORWARD, TRAIN
 
 SIZE = Size(batch=1, heads=1, seq_len=128, head_dim=16, density=0.25, itemsize=4)
@@ -52,6 +52,12 @@ def test_heads_that_share_a_layout_load_it_each_and_a_short_last_tile_counts():
     layout = torch.eye(5, dtype=torch.bool)[None]  # blocks of 32: tiles of 4 rows and of 1
     size = Size(batch=1, heads=6, seq_len=160, head_dim=8, density=0.2, itemsize=2)
     assert bytes_from_l2(layout, 32, size, FORWARD) == 6 * 5 * 32 * 2 * 8 * 2
+
+
+def test_pairs_bring_their_rows_each_time():
+    assert bytes_of_gathers(pairs=10, heads=3, head_dim=64, itemsize=2, direction=FORWARD) == 3 * 10 * 2 * 128
+    backward, both = (bytes_of_gathers(10, 3, 64, 2, direction) for direction in (BACKWARD, TRAIN))
+    assert (backward, both) == (3 * 10 * 4 * 128, 3 * 10 * 6 * 128)
 
 
 def test_without_triton_reads_from_l2_are_not_measured(monkeypatch):

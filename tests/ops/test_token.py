@@ -30,6 +30,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_sparse import TokenIndex, reference, sparse_attn, sparse_matmul, sparse_matmul_vo
+from ds_sparse.ops import missing_kernels
 from ds_sparse.tokens import tensors_in
 
 OPERATORS = ("token_matmul_sdd", "token_matmul_dsd", "token_attention_forward", "token_attention_backward")
@@ -156,6 +157,10 @@ def test_attention_of_every_head_size_and_dtype(device: str, head_dim: int, dtyp
 @EXAMPLES
 @given(case=cases(), dtype=st.sampled_from(DTYPES), view=st.sampled_from(OPERAND_VIEWS), by_pairs=st.booleans())
 def test_scores(device: str, case: Case, dtype: torch.dtype, view: str, by_pairs: bool):
+    check_scores(case, dtype, device, view, by_pairs)
+
+
+def check_scores(case: Case, dtype: torch.dtype, device: str, view: str, by_pairs: bool) -> None:
     """In the order in which pairs are listed, and in the form in which lists are given; with their gradients."""
     pairs, (batch, heads) = case.pairs, case.q.shape[:2]
     given = [as_view(x.to(dtype), view) for x in (case.q, case.k)]
@@ -360,6 +365,52 @@ def test_same_bits_every_time_and_with_any_number_of_threads(device: str, dtype:
         torch.set_num_threads(threads)
 
 
+def with_long_lines(rng: torch.Generator, lists: tuple[int, int] = (1, 1)) -> Pairs:
+    """Queries that see thousands of keys, and keys that as many queries see, among short ones and empty ones."""
+    queries, keys, made = 560, 2100, []
+    for _ in range(math.prod(lists)):
+        live = torch.rand(queries, keys, generator=rng) < 0.002
+        live[[0, 1, 300]] = True
+        live[5] = torch.rand(keys, generator=rng) < 0.3
+        live[:, [3, 2000]] = True
+        live[400] = False
+        pairs = live.nonzero()
+        made.append(torch.cat((pairs, pairs[::50])))
+    return Pairs(tuple(made), *lists, queries, keys)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("lists", "head_dim", "value_dim"), [((1, 1), 64, 64), ((1, 2), 8, 130), ((2, 1), 1, 20)])
+def test_long_lines_among_short_ones(
+    device: str, lists: tuple[int, int], head_dim: int, value_dim: int, dtype: torch.dtype
+):
+    case = make_case(with_long_lines(seeded(), lists), head_dim=head_dim, value_dim=value_dim)
+    check_attention(case, dtype, device, ("tokens_first", "tokens_first"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_of_long_lines(device: str, dtype: torch.dtype):
+    pairs = with_long_lines(seeded())
+    case = make_case(pairs, 1, 2, head_dim=40)
+    check_scores(case, dtype, device, "tokens_first", by_pairs=True)
+
+
+def test_scores_of_thousands_lose_nothing_backward(device: str):
+    """Gradients of a row whose scores are all large are those of the same row with small ones."""
+    k = random(seeded(), 40, 8, dtype=torch.float32)
+    v = random(seeded(1), 40, 8, dtype=torch.float32)
+    q = random(seeded(2), 9, 8, dtype=torch.float32)
+    shift = torch.tensor(4096.0)
+    near = [leaf(torch.cat((x, torch.zeros(len(x), 1)), 1), device) for x in (q, k)]
+    far = [leaf(torch.cat((x, y.expand(len(x), 1)), 1), device) for x, y in ((q, shift), (k, torch.tensor(1.0)))]
+    index = TokenIndex.from_mask(torch.rand(9, 40, generator=seeded()) < 0.6)
+    value, grad = v.to(device), torch.ones(9, 8, device=device).cumsum(1)
+    found, wanted = (torch.autograd.grad(sparse_attn(*x, value, index, scale=1.0), x, grad) for x in (far, near))
+    for mine, other in zip(found, wanted, strict=True):
+        # Scores have an error of a rounding at 4096.
+        torch.testing.assert_close(mine[:, :8], other[:, :8], rtol=0, atol=2e-3 * other.abs().max().item())
+
+
 def test_backward_takes_some_heads_at_a_time(device: str):
     """Two of these heads have as many pairs as it keeps numbers of."""
     pairs = random_pairs(seeded(), 200, 180, density=0.8)
@@ -453,13 +504,55 @@ def test_lists_of_something_else_are_refused():
         sparse_matmul(X, X, 3)
 
 
+@pytest.fixture
+def gpu() -> str:
+    if not torch.cuda.is_available() or missing_kernels("cuda", OPERATORS):
+        pytest.skip("no CUDA GPU or kernels here")
+    return "cuda"
+
+
 @pytest.mark.gpu
-def test_on_a_gpu_the_way_out_is_named():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU here")
-    x = torch.zeros(5, 4, device="cuda")
-    with pytest.raises(RuntimeError, match="native token operations run on the CPU so far"):
-        sparse_attn(x, x, x, TokenIndex.from_mask(ONES))
+@pytest.mark.parametrize("sizes", [(257, 4), (4, 300)])
+def test_on_a_gpu_larger_heads_are_refused(gpu: str, sizes: tuple[int, int]):
+    x, v = (torch.zeros(2, 5, n, device=gpu) for n in sizes)
+    with pytest.raises(
+        ValueError, match=f"Head size is {max(sizes)}; on CUDA it has to be up to 256.*gather_attention"
+    ):
+        sparse_attn(x, x, v, TokenIndex.from_mask(ONES))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_nothing_waits_and_graphs_repeat_it(gpu: str):
+    case = make_case(random_pairs(seeded(), 70, 60, heads=2), head_dim=64)
+    index = case.index.to(gpu).prepared()
+    inputs = [leaf(x.bfloat16(), gpu) for x in (case.q, case.k, case.v)]
+
+    def run() -> tuple[torch.Tensor, ...]:
+        output, scores = (
+            sparse_attn(*inputs, index),
+            torch.cat([x.flatten() for x in sparse_matmul(*inputs[:2], index)]),
+        )
+        return output, scores, *torch.autograd.grad((output.sum() + scores.sum(),), inputs)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    with torch.no_grad():
+        for x in inputs:
+            x.mul_(-0.5)
+    graph.replay()
+    for mine, wanted in zip(captured, run(), strict=True):
+        assert torch.equal(mine, wanted)
 
 
 def spoil(case: Case, operator: str, position: int, spoiled: torch.Tensor) -> tuple:

@@ -1,0 +1,355 @@
+// Attention over lists of token pairs: token_attention_forward and token_attention_backward. How lists are walked:
+// token.h.
+//
+// Backward goes over the queries, for their gradients, and over the keys, for theirs and those of values. Both compute
+// the probabilities again, with the bits that forward had: kept, they would be two numbers a pair in fp32, written once
+// and read in no order, while the rows that they are made of have to be brought for the sums anyway.
+
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <tuple>
+
+#include "token.h"
+
+namespace ds_sparse::token {
+namespace {
+
+// What backward knows of a query: the origin of its exponents, 1 over the sum of e^(exponent - origin), and what is
+// taken off the gradients of its probabilities, the sum of grad_output * output less the gradient of lse.
+template <class A>
+struct alignas(16) Row {
+  A origin, inverse, delta, unused;
+
+  __device__ A probability(A score) const { return exp_of_difference(score, origin) * inverse; }
+};
+
+template <class ShapeOfRows>
+struct Forward {
+  using Shape = ShapeOfRows;
+  using T = typename Shape::T;
+  using A = typename Shape::A;
+  static constexpr int kBlocks = sizeof(A) == 8 ? 3 : 5;
+  struct Memory {
+    A largest[kWarps], totals[kWarps], sums[kWarps][Shape::kWidth];
+  };
+  struct Arguments {
+    Rows<T> queries, keys, values;
+    A scale;
+    T* output;
+    A *lse, *statistics;
+    int64_t lines;
+    int width;  // of the output
+  };
+
+  Numbers<Shape> query;
+  typename Rows<T>::template Matrix<Shape> keys, values;
+  A scale;
+  // Of the scores so far; sums of e^(score - largest), and of the same times values.
+  A largest = std::numeric_limits<A>::lowest(), total = 0;
+  Numbers<Shape> sums;
+
+  __device__ Forward(const Arguments& all, const Line& line)
+      : query(all.queries.template of<Shape>(line).load(line.token)),
+        keys(all.keys.template of<Shape>(line)),
+        values(all.values.template of<Shape>(line)),
+        scale(all.scale) {}
+
+  __device__ void add(uint32_t, const int (&tokens)[Shape::kTokens]) {
+    constexpr int kTokens = Shape::kTokens;
+    Part<Shape> key_parts[kTokens], value_parts[kTokens];
+#pragma unroll
+    for (int u = 0; u < kTokens; ++u) {
+      key_parts[u] = keys.load(tokens[u]);
+      value_parts[u] = values.load(tokens[u]);
+    }
+    A scores[kTokens], top = largest;
+#pragma unroll
+    for (int u = 0; u < kTokens; ++u) {
+      const A score = score_of(query.dot(Numbers<Shape>(key_parts[u])), scale);
+      scores[u] = tokens[u] < 0 ? -std::numeric_limits<A>::infinity() : score;
+      top = max(top, scores[u]);
+    }
+    take_off(top);
+#pragma unroll
+    for (int u = 0; u < kTokens; ++u) {
+      const A weight = exp_of_difference(scores[u], largest);
+      total += weight;
+      sums.add(weight, Numbers<Shape>(value_parts[u]));
+    }
+  }
+
+  // Goes on with a larger origin of the exponents.
+  __device__ void take_off(A top) {
+    const A decay = exp_of_difference(largest, top);
+    largest = top;
+    total *= decay;
+    sums.scale(decay);
+  }
+
+  __device__ void finish_warp() {
+    take_off(max_of_groups<Shape>(largest));
+    total = sum_of_groups<Shape>(total);
+    sums.add_groups();
+  }
+
+  __device__ void finish_block(Memory& memory) {
+    const int warp = threadIdx.x / kWarpLanes, lane = threadIdx.x % kWarpLanes;
+    if (lane == 0) {
+      memory.largest[warp] = largest;
+    }
+    __syncthreads();
+    A top = memory.largest[0];
+    for (int w = 1; w < kWarps; ++w) {
+      top = max(top, memory.largest[w]);
+    }
+    take_off(top);
+    if (lane == 0) {
+      memory.totals[warp] = total;
+    }
+    sums.add_warps(memory.sums);
+    total = 0;
+    for (int w = 0; w < kWarps; ++w) {
+      total += memory.totals[w];
+    }
+  }
+
+  __device__ void store(const Arguments& all, const Line& line) {
+    const bool empty = line.begin == line.end;
+    const int64_t at = line.matrix * all.lines + line.token;
+    if (threadIdx.x % kWarpLanes == 0) {
+      const A origin = empty ? -std::numeric_limits<A>::infinity() : largest;
+      all.statistics[2 * at] = origin;
+      all.statistics[2 * at + 1] = total;
+      all.lse[at] = origin + log(total);
+    }
+    if (Shape::group() == 0) {
+      sums.scale(empty ? A(0) : 1 / total);
+      sums.store(all.output + at * all.width, all.width);
+    }
+  }
+};
+
+// What the two sweeps of backward are given; grad_lse may be null.
+template <class T>
+struct BackwardArguments {
+  using A = Compute<T>;
+  Rows<T> queries, keys, values, grad_outputs, outputs;
+  const A *statistics, *grad_lse;
+  Row<A>* rows;  // (B, H, T), which the sweep over the queries writes
+  A scale;
+  T *grad_query, *grad_key, *grad_value;
+  int64_t num_queries, num_keys;
+  int width, value_width;  // of the gradients
+};
+
+template <class ShapeOfRows>
+struct OverQueries {
+  using Shape = ShapeOfRows;
+  using T = typename Shape::T;
+  using A = typename Shape::A;
+  using Arguments = BackwardArguments<T>;
+  static constexpr int kBlocks = sizeof(A) == 8 ? 3 : 4;
+  struct Memory {
+    A sums[kWarps][Shape::kWidth];
+  };
+
+  Numbers<Shape> query, grad_output;
+  typename Rows<T>::template Matrix<Shape> keys, values;
+  Row<A> row;
+  A scale;
+  Numbers<Shape> sums;
+
+  __device__ OverQueries(const Arguments& all, const Line& line)
+      : query(all.queries.template of<Shape>(line).load(line.token)),
+        grad_output(all.grad_outputs.template of<Shape>(line).load(line.token)),
+        keys(all.keys.template of<Shape>(line)),
+        values(all.values.template of<Shape>(line)),
+        scale(all.scale) {
+    const int64_t at = line.matrix * all.num_queries + line.token;
+    const A total = all.statistics[2 * at + 1];
+    const A dot = grad_output.dot(Numbers<Shape>(all.outputs.template of<Shape>(line).load(line.token)));
+    row.origin = all.statistics[2 * at];
+    row.inverse = total > 0 ? 1 / total : A(0);
+    row.delta = all.grad_lse == nullptr ? dot : dot - all.grad_lse[at];
+    row.unused = 0;
+  }
+
+  __device__ void add(uint32_t, const int (&tokens)[Shape::kTokens]) {
+    constexpr int kTokens = Shape::kTokens;
+    Part<Shape> key_parts[kTokens], value_parts[kTokens];
+#pragma unroll
+    for (int u = 0; u < kTokens; ++u) {
+      key_parts[u] = keys.load(tokens[u]);
+      value_parts[u] = values.load(tokens[u]);
+    }
+#pragma unroll
+    for (int u = 0; u < kTokens; ++u) {
+      const Numbers<Shape> key(key_parts[u]);
+      const A prob = row.probability(score_of(query.dot(key), scale));
+      const A grad = prob * (grad_output.dot(Numbers<Shape>(value_parts[u])) - row.delta) * scale;
+      sums.add(tokens[u] < 0 ? A(0) : grad, key);
+    }
+  }
+
+  __device__ void finish_warp() { sums.add_groups(); }
+  __device__ void finish_block(Memory& memory) { sums.add_warps(memory.sums); }
+  __device__ void store(const Arguments& all, const Line& line) const {
+    const int64_t at = line.matrix * all.num_queries + line.token;
+    if (threadIdx.x % kWarpLanes == 0) {
+      all.rows[at] = row;
+    }
+    if (Shape::group() == 0) {
+      sums.store(all.grad_query + at * all.width, all.width);
+    }
+  }
+};
+
+template <class ShapeOfRows>
+struct OverKeys {
+  using Shape = ShapeOfRows;
+  using T = typename Shape::T;
+  using A = typename Shape::A;
+  using Arguments = BackwardArguments<T>;
+  static constexpr int kBlocks = sizeof(A) == 8 ? 3 : 4;
+  struct Memory {
+    A keys[kWarps][Shape::kWidth], values[kWarps][Shape::kWidth];
+  };
+
+  Numbers<Shape> key, value;
+  typename Rows<T>::template Matrix<Shape> queries, grad_outputs;
+  const Row<A>* rows;  // of the matrix
+  A scale;
+  Numbers<Shape> grad_key, grad_value;
+
+  __device__ OverKeys(const Arguments& all, const Line& line)
+      : key(all.keys.template of<Shape>(line).load(line.token)),
+        value(all.values.template of<Shape>(line).load(line.token)),
+        queries(all.queries.template of<Shape>(line)),
+        grad_outputs(all.grad_outputs.template of<Shape>(line)),
+        rows(all.rows + line.matrix * all.num_queries),
+        scale(all.scale) {}
+
+  __device__ void add(uint32_t, const int (&tokens)[Shape::kTokens]) {
+    constexpr int kTokens = Shape::kTokens;
+    Part<Shape> query_parts[kTokens], grad_parts[kTokens];
+    Row<A> of_tokens[kTokens];
+#pragma unroll
+    for (int u = 0; u < kTokens; ++u) {
+      query_parts[u] = queries.load(tokens[u]);
+      grad_parts[u] = grad_outputs.load(tokens[u]);
+      of_tokens[u] = tokens[u] < 0 ? Row<A>{} : rows[tokens[u]];
+    }
+#pragma unroll
+    for (int u = 0; u < kTokens; ++u) {
+      const Numbers<Shape> query(query_parts[u]), grad_output(grad_parts[u]);
+      const A prob = of_tokens[u].probability(score_of(query.dot(key), scale));
+      const A grad = prob * (grad_output.dot(value) - of_tokens[u].delta) * scale;
+      grad_value.add(tokens[u] < 0 ? A(0) : prob, grad_output);
+      grad_key.add(tokens[u] < 0 ? A(0) : grad, query);
+    }
+  }
+
+  __device__ void finish_warp() {
+    grad_key.add_groups();
+    grad_value.add_groups();
+  }
+
+  __device__ void finish_block(Memory& memory) {
+    grad_key.add_warps(memory.keys);
+    grad_value.add_warps(memory.values);
+  }
+
+  __device__ void store(const Arguments& all, const Line& line) const {
+    const int64_t at = line.matrix * all.num_keys + line.token;
+    if (Shape::group() == 0) {
+      grad_key.store(all.grad_key + at * all.width, all.width);
+      grad_value.store(all.grad_value + at * all.value_width, all.value_width);
+    }
+  }
+};
+
+template <class T>
+T* written(Tensor& x) {
+  return static_cast<T*>(x.mutable_data_ptr());
+}
+
+std::tuple<Tensor, Tensor, Tensor> token_attention_forward(
+    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& row_offsets, const Tensor& columns,
+    int64_t list_batch, int64_t list_heads, double scale) {
+  check_token_operands({{&query, "query"}, {&key, "key"}, {&value, "value"}});
+  check_size(key, 3, query.size(3), "key");
+  check_size(value, 2, key.size(2), "value");
+  const int64_t batch = query.size(0), heads = query.size(1), tokens = query.size(2), width = value.size(3);
+  const Lists lists(row_offsets, columns, std::nullopt, list_batch, list_heads, query, tokens);
+  Tensor output = torch::stable::new_empty(query, {batch, heads, tokens, width}),
+         lse = torch::stable::new_empty(query, {batch, heads, tokens}, lse_type(query)),
+         statistics = torch::stable::new_empty(query, {batch, heads, tokens, 2}, lse_type(query));
+  if (lse.numel() == 0) {
+    return {output, lse, statistics};
+  }
+  const Launcher launch(query);
+  with_shape(query, std::max(query.size(3), width), [&](auto shape) {
+    using S = decltype(shape);
+    using T = typename S::T;
+    using A = typename S::A;
+    const Operand<T> queries(query), keys(key), values(value);
+    const typename Forward<S>::Arguments arguments{
+        queries.rows(), keys.rows(), values.rows(), static_cast<A>(scale), written<T>(output), written<A>(lse),
+        written<A>(statistics), tokens, static_cast<int>(width)};
+    launch(lines_kernel<Forward<S>>, lists.tasks(), kThreads, lists, arguments);
+  });
+  return {output, lse, statistics};
+}
+
+std::tuple<Tensor, Tensor, Tensor> token_attention_backward(
+    const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key,
+    const Tensor& value, const Tensor& output, const Tensor& statistics, const Tensor& row_offsets,
+    const Tensor& columns, const Tensor& column_offsets, const Tensor& column_rows, const Tensor& slots,
+    int64_t list_batch, int64_t list_heads, double scale) {
+  check_token_operands(
+      {{&query, "query"}, {&key, "key"}, {&value, "value"}, {&grad_output, "grad_output"}, {&output, "output"}});
+  check_size(key, 3, query.size(3), "key");
+  check_size(value, 2, key.size(2), "value");
+  check_size(output, 2, query.size(2), "output");
+  check_size(output, 3, value.size(3), "output");
+  check_attention_backward(grad_output, grad_lse, output, output, statistics);
+  if (grad_lse) {
+    check_contiguous(*grad_lse, "grad_lse");
+  }
+  const int64_t batch = query.size(0), heads = query.size(1), tokens = query.size(2), num_keys = key.size(2);
+  const Lists by_query(row_offsets, columns, std::nullopt, list_batch, list_heads, query, tokens),
+      by_key(column_offsets, column_rows, slots, list_batch, list_heads, query, num_keys);
+  check_size(column_rows, 0, by_query.num_entries, "column_rows");
+  const auto contiguous = [](const Tensor& x) { return torch::stable::new_empty(x, x.sizes()); };
+  Tensor grad_query = contiguous(query), grad_key = contiguous(key), grad_value = contiguous(value);
+  if (batch * heads == 0) {
+    return {grad_query, grad_key, grad_value};
+  }
+  const Launcher launch(query);
+  Tensor rows = torch::stable::new_empty(query, {batch, heads, tokens, 4}, lse_type(query));
+  with_shape(query, std::max(query.size(3), value.size(3)), [&](auto shape) {
+    using S = decltype(shape);
+    using T = typename S::T;
+    using A = typename S::A;
+    const Operand<T> queries(query), keys(key), values(value), grad_outputs(grad_output), outputs(output);
+    const BackwardArguments<T> arguments{
+        queries.rows(), keys.rows(), values.rows(), grad_outputs.rows(), outputs.rows(),
+        static_cast<const A*>(statistics.const_data_ptr()),
+        grad_lse ? static_cast<const A*>(grad_lse->const_data_ptr()) : nullptr,
+        static_cast<Row<A>*>(rows.mutable_data_ptr()), static_cast<A>(scale), written<T>(grad_query),
+        written<T>(grad_key), written<T>(grad_value), tokens, num_keys, static_cast<int>(query.size(3)),
+        static_cast<int>(value.size(3))};
+    launch(lines_kernel<OverQueries<S>>, by_query.tasks(), kThreads, by_query, arguments);
+    launch(lines_kernel<OverKeys<S>>, by_key.tasks(), kThreads, by_key, arguments);
+  });
+  return {grad_query, grad_key, grad_value};
+}
+
+}  // namespace
+}  // namespace ds_sparse::token
+
+STABLE_TORCH_LIBRARY_IMPL(ds_sparse, CUDA, m) {
+  m.impl("token_attention_forward", TORCH_BOX(&ds_sparse::token::token_attention_forward));
+  m.impl("token_attention_backward", TORCH_BOX(&ds_sparse::token::token_attention_backward));
+}

@@ -1,0 +1,67 @@
+"""Attention over token pairs in tiles, on a Hopper GPU: `sparse_attn` for lists that `TokenTiles` can hold."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..tiles import HOPPER_TILE
+from ..token_tiles import TokenTiles
+from .attention import _empty_as, _lists, _readable, _wide
+
+
+def takes(q: Tensor, v: Tensor) -> bool:
+    """Whether the kernels serve operands such as these, (B, H, tokens, D)."""
+    return (
+        q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[-1] == v.shape[-1] <= HOPPER_TILE
+        and q.device.type == "cuda"
+        and torch.cuda.get_device_capability(q.device)[0] == 9
+    )
+
+
+def tiled_attention(q: Tensor, k: Tensor, v: Tensor, tiles: TokenTiles, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and lse, as of `sparse_attn`."""
+    depth = q.shape[-1]
+    output, lse = _TiledAttention.apply(_readable(q), _readable(k), _readable(v), tiles, scale)
+    return output[..., :depth] if depth % 8 else output, lse
+
+
+class _TiledAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, tiles: TokenTiles, scale: float) -> tuple[Tensor, Tensor]:
+        output, lse, rows = torch.ops.ds_sparse.token_tiles_forward(
+            q, k, v, *_lists(tiles.rows), tiles.row_pairs, tiles.blocks.layout_heads, scale
+        )
+        ctx.save_for_backward(q, k, v, output, rows)
+        ctx.tiles, ctx.scale = tiles, scale
+        ctx.set_materialize_grads(False)
+        return output, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output: Tensor | None, grad_lse: Tensor | None):
+        q, k, v, output, rows = ctx.saved_tensors
+        tiles = ctx.tiles
+        grad_output = torch.zeros_like(output) if grad_output is None else _readable(grad_output)
+        grads = torch.ops.ds_sparse.token_tiles_backward(
+            grad_output, None if grad_lse is None else grad_lse.contiguous(), q, k, v, output, rows,
+            *_lists(tiles.rows), tiles.row_pairs, *_lists(tiles.columns), tiles.column_pairs,
+            tiles.blocks.layout_heads, ctx.scale, torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
+        return *grads, None, None
+
+
+@torch.library.register_fake("ds_sparse::token_tiles_forward")
+def _(query, key, value, row_lines, row_entries, row_units, row_cuts, row_pairs, layout_heads, scale):
+    shape, wide = query.shape[:3], _wide(query.dtype)
+    return _empty_as(query), query.new_empty(shape, dtype=wide), query.new_empty((*shape, 2), dtype=wide)
+
+
+@torch.library.register_fake("ds_sparse::token_tiles_backward")
+def _(
+    grad_output, grad_lse, query, key, value, output, rows, row_lines, row_entries, row_units, row_cuts, row_pairs,
+    column_lines, column_entries, column_units, column_cuts, column_pairs, layout_heads, scale, deterministic,
+):  # fmt: skip
+    return _empty_as(query), _empty_as(key), _empty_as(value)

@@ -1,0 +1,87 @@
+"""Token pairs as bits in tiles: how attention on a Hopper GPU walks lists that have many pairs in few places."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .index import BlockIndex
+from .tiles import HOPPER_TILE, Tiles
+from .tokens import TokenIndex
+
+BLOCK = 64
+"""Tokens on the side of the blocks that hold pairs."""
+
+LEAST_PAIRS = 96
+"""Pairs in the mean entry, of 128 x 64, from which tiles take less time than to gather the key and value of each pair: as
+measured on an H200, forward and backward together, with heads of 64 numbers."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTiles:
+    """The pairs of a `TokenIndex` whose lists all sequences share, in blocks of 64 x 64 tokens.
+
+    Attributes:
+        blocks: the blocks that hold a pair.
+        rows, columns: their tiles, of 128 tokens.
+        row_pairs, column_pairs: int32 (1 or H, E, 128, 2), E the entries of those tiles; H where heads with lists of their
+            own have the same blocks. For each line of an entry's tile 64 bits, the low ones first: which tokens of the
+            entry's block it is paired with.
+    """
+
+    blocks: BlockIndex
+    rows: Tiles
+    columns: Tiles
+    row_pairs: torch.Tensor
+    column_pairs: torch.Tensor
+
+    @classmethod
+    def make(cls, index: TokenIndex) -> TokenTiles | None:
+        """The tiles of an index, or None where they would not pay, or cannot say what it lists: a list for each sequence,
+        a pair twice. Waits for the device."""
+        if index.batch > 1 or index.num_pairs == 0:
+            return None
+        blocks = index.blocks(BLOCK)
+        rows, columns = (blocks.tiles(side, HOPPER_TILE) for side in ("rows", "columns"))
+        entries = index.heads // blocks.layout_heads * max(len(rows.entries), len(columns.entries))
+        if index.num_pairs < LEAST_PAIRS * entries or index.repeated is not None:
+            return None
+        row, column = (x % tokens for x, tokens in zip(index.places, (index.queries, index.keys)))
+        head, sizes = index.places[0] // index.queries, (index.heads, blocks.layout_heads)
+        return cls(
+            blocks, rows, columns, _bits(rows, *sizes, head, row, column), _bits(columns, *sizes, head, column, row)
+        )
+
+
+def _bits(
+    tiles: Tiles, heads: int, layout_heads: int, head: torch.Tensor, own: torch.Tensor, other: torch.Tensor
+) -> torch.Tensor:
+    """The bits of pairs in the entries of tiles, as `TokenTiles` has them.
+
+    Args:
+        head, own, other: int64 (N). Each pair's head, its token on the tiles' side and the one on the other.
+    """
+    device, height = own.device, tiles.tile // BLOCK
+    # Which of the layout's heads, and of the bits' that share one.
+    of_layout, copy = (head, 0) if layout_heads == heads else (0, head)
+    lines = tiles.lines.view(layout_heads, -1).long()
+    number, num_tiles = lines.shape[1], lines.numel() // height
+    # Where each line is; those that a last tile lacks are written to a place that nobody reads.
+    place = torch.empty(layout_heads, number + 1, dtype=torch.int64, device=device)
+    place.scatter_(1, lines.where(lines >= 0, number), torch.arange(number, device=device).expand(layout_heads, -1))
+    at = place[of_layout, own // BLOCK]
+    tile, line = of_layout * (number // height) + at // height, at % height * BLOCK + own % BLOCK
+
+    units, entries = tiles.units.long(), tiles.entries.long()
+    lengths = torch.zeros(num_tiles, dtype=torch.int64, device=device).index_add_(0, units[:, 0], units[:, 2])
+    of_entry = torch.arange(num_tiles, device=device).repeat_interleave(lengths, output_size=len(entries))
+    # An entry by its tile and its block, which has 24 bits.
+    ascending, order = (of_entry << 24 | entries & 0xFFFFFF).sort()
+    entry = order[torch.searchsorted(ascending, tile << 24 | other // BLOCK)]
+    word = ((copy * len(entries) + entry) * tiles.tile + line) * 2 + other % BLOCK // 32
+    # Each bit is added once; the highest makes a negative number.
+    shape = (heads // layout_heads, len(entries), tiles.tile, 2)
+    bits = torch.zeros(shape, dtype=torch.int64, device=device)
+    bits.view(-1).index_add_(0, word, torch.ones_like(other) << other % 32)
+    return bits.int()
