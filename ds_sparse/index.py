@@ -157,7 +157,7 @@ class BlockIndex:
                 f"The layout has {rows} x {columns} blocks; the index holds up to 2**24 a side. Use a larger block."
             )
         live = layout.bool()
-        for_hopper = _is_hopper(live.device) and block * MAX_LINES >= HOPPER_TILE
+        for_hopper = is_hopper(live.device) and block * MAX_LINES >= HOPPER_TILE
         plans = _plans(live, block, (TILE, HOPPER_TILE) if for_hopper and block < HOPPER_TILE else (TILE,))
         asked = {"ahead": live.triu(1).any()}
         if heads > 1:
@@ -353,7 +353,8 @@ def check_block(block: int) -> None:
         raise ValueError(f"block is {block!r}; it has to be a power of two and at least 8, such as 16, 32, 64 or 128.")
 
 
-def _is_hopper(device: torch.device) -> bool:
+def is_hopper(device: torch.device) -> bool:
+    """Whether a device is a GPU that Hopper's own kernels run on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from .index import BlockIndex
 from .tiles import HOPPER_TILE, Tiles
-from .tokens import TokenIndex
+
+if TYPE_CHECKING:
+    from .tokens import TokenIndex
 
 BLOCK = 64
 """Tokens on the side of the blocks that hold pairs."""
 
-LEAST_PAIRS = 96
+LEAST_PAIRS = 160
 """Pairs in the mean entry, of 128 x 64, from which tiles take less time than to gather the key and value of each pair: as
 measured on an H200, forward and backward together, with heads of 64 numbers."""
 

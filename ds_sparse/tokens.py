@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .index import BlockIndex
+from .index import BlockIndex, is_hopper
 from .layout import to_token_mask
+from .token_tiles import TokenTiles
 
 Nested: TypeAlias = "Tensor | list[Nested]"
 """A tensor; for lists of each head a list of tensors; for lists of each sequence and head a list of such lists."""
@@ -228,10 +229,15 @@ class TokenIndex:
     def prepared(self) -> TokenIndex:
         """The index itself, with all made that operations and their gradients need: what is compiled later cannot make
         it."""
-        _ = self.by_key
+        _ = self.by_key, self.tiles
         if self.order is not None:
             _ = self.listed
         return self
+
+    @property
+    def tiles(self) -> TokenTiles | None:
+        """The pairs as bits in tiles, where a Hopper GPU's kernels are faster with these. Made at the first call."""
+        return self._once("tiles", lambda: TokenTiles.make(self) if is_hopper(self.device) else None)
 
     @property
     def repeated(self) -> tuple[int, int] | None:

@@ -101,7 +101,7 @@ def test_for_hopper_tall_tiles_come_with_it_where_they_waste_little(layout: Layo
 
 def build_for_hopper(layout: torch.Tensor, block: int) -> BlockIndex:
     """The index as it is built on a Hopper GPU, here."""
-    with mock.patch("ds_sparse.index._is_hopper", return_value=True):
+    with mock.patch("ds_sparse.index.is_hopper", return_value=True):
         return BlockIndex.build(layout, block)
 
 

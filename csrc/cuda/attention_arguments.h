@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "attention.h"
 #include "attention_passes.h"
@@ -39,6 +40,19 @@ inline Lists lists_of(const TileTensors& tiles, int64_t layout_heads, int64_t bl
       tiles.pairs == nullptr ? nullptr : reinterpret_cast<const uint2*>(tiles.pairs->const_data_ptr<int32_t>()),
       tiles.pairs == nullptr || tiles.pairs->size(0) == 1 ? 0 : tiles.entries.size(0) * tile};
 }
+
+// Space for so many numbers, perhaps none, while it lives.
+struct Space {
+  std::optional<Tensor> tensor;
+  float* data = nullptr;
+
+  Space(const Tensor& on, int64_t count) {
+    if (count > 0) {
+      tensor = torch::stable::new_empty(on, {count}, ScalarType::Float);
+      data = tensor->mutable_data_ptr<float>();
+    }
+  }
+};
 
 // Of all units, those that are parts: each tile that is not cut has one unit.
 inline int64_t num_parts(const TileTensors& tiles, const Lists& lists) {

@@ -306,15 +306,14 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
   const KeyBias of_keys = set_key_bias(launch, attention.key_bias, scoring);
   check_tile(launch, query, block, tile);
   const auto [rows_data, row_numbers] = make_rows(launch, grad_output, results.grad_lse, output, results.rows);
-  const auto new_floats = [&](int64_t count) {
-    return torch::stable::new_empty(query, {count}, ScalarType::Float);
-  };
   const bool in_one_sweep = tile == kHopperTile && !deterministic;
   const int64_t padded_queries = (query.size(2) + 15) / 16 * 16, padded_width = width <= 64 ? 64 : 128;
-  Tensor sums =
-      launch.zeros(query, in_one_sweep ? batch * heads * padded_queries * padded_width : 0, ScalarType::Float);
+  std::optional<Tensor> sums;
+  if (in_one_sweep) {
+    sums = launch.zeros(query, batch * heads * padded_queries * padded_width, ScalarType::Float);
+  }
   const GradQuerySums grad_query_sums{
-      in_one_sweep ? sums.mutable_data_ptr<float>() : nullptr, padded_queries, static_cast<int>(padded_width)};
+      in_one_sweep ? sums->mutable_data_ptr<float>() : nullptr, padded_queries, static_cast<int>(padded_width)};
   with_width(query, [&](auto zero, auto padded) {
     using T = decltype(zero);
     constexpr int kD = decltype(padded)::value;
@@ -330,14 +329,13 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
       const int64_t length = grad_first.size(2), num_cuts = tiles.cuts.size(0), parts = num_parts(tiles, lists);
       const int64_t part_size = copies * parts * lists.sub_tiles * tile * width;
       const int64_t share_size = grouped ? batch * heads * length * width : 0;
-      Tensor first_parts = new_floats(part_size), second_parts = new_floats(kByColumns ? part_size : 0);
-      Tensor first_shares = new_floats(share_size), second_shares = new_floats(share_size);
-      const auto parts_in = [&](Tensor& space) {
-        return Parts{space.mutable_data_ptr<float>(), static_cast<int>(parts), static_cast<int>(width)};
+      const Space first_parts(query, part_size), second_parts(query, kByColumns ? part_size : 0);
+      const Space first_shares(query, share_size), second_shares(query, share_size);
+      const auto parts_in = [&](const Space& space) {
+        return Parts{space.data, static_cast<int>(parts), static_cast<int>(width)};
       };
-      const auto shares_in = [&](Tensor& space) { return grouped ? space.mutable_data_ptr<float>() : nullptr; };
       const Sweep<T> s{lists, matrices_of<T>(grad_first), matrices_of<T>(grad_second), parts_in(first_parts),
-                       parts_in(second_parts), shares_in(first_shares), shares_in(second_shares)};
+                       parts_in(second_parts), first_shares.data, second_shares.data};
       if (tile == kHopperTile) {
         if constexpr (sizeof(T) == 2 && kD <= 128) {
           if constexpr (kByColumns) {

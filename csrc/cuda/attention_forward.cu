@@ -284,8 +284,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Attention& attention,
   const int64_t copies = layout_heads == 1 ? batch * heads : batch;
   const int64_t num_cuts = rows.cuts.size(0), parts = num_parts(rows, lists);
   const int64_t part_lines = copies * parts * lists.sub_tiles * tile;
-  Tensor part_outputs = torch::stable::new_empty(query, {part_lines * width}, ScalarType::Float);
-  Tensor part_rows = torch::stable::new_empty(query, {part_lines, 2}, ScalarType::Float);
+  const Space part_outputs(query, part_lines * width), part_rows(query, part_lines * 2);
   with_width(query, [&](auto zero, auto padded) {
     using T = decltype(zero);
     constexpr int kD = decltype(padded)::value;
@@ -293,8 +292,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Attention& attention,
         matrices_of<const T>(query), matrices_of<const T>(key), matrices_of<const T>(value), matrices_of<T>(output),
         lse.mutable_data_ptr<float>(), row_sums_in(row_sums), lists, scoring, static_cast<int>(heads),
         static_cast<int>(layout_heads), static_cast<int>(heads / key.size(1)), static_cast<int>(width),
-        Parts{part_outputs.mutable_data_ptr<float>(), static_cast<int>(parts), static_cast<int>(width)},
-        row_sums_in(part_rows)};
+        Parts{part_outputs.data, static_cast<int>(parts), static_cast<int>(width)},
+        reinterpret_cast<RowSum*>(part_rows.data)};
     if (tile == kHopperTile) {
       if constexpr (sizeof(T) == 2 && kD <= 128) {
         forward_on_hopper(launch, p, query, key, value, copies);

@@ -122,13 +122,14 @@ __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kNewer) : "memory");
 }
 
-// A panel of a tile as an operand, 128-byte swizzle. `groups_apart`: bytes between groups of 8 lines; `panels_apart`: between panels, where
-// an operand's lines run along the product's n.
+// A panel of a tile as an operand, 128-byte swizzle. `panels_apart`: bytes between panels, where an operand's lines run
+// along the product's n.
 struct Operand {
+  static constexpr uint32_t kGroupsApart = 1024;  // groups of 8 lines
   uint32_t low, high;
 
-  __device__ __forceinline__ explicit Operand(const void* panel, uint32_t panels_apart = 0, uint32_t groups_apart = 1024)
-      : low((panels_apart >> 4) << 16 | shared_address(panel) >> 4), high(1u << 30 | groups_apart >> 4) {}
+  __device__ __forceinline__ explicit Operand(const void* panel, uint32_t panels_apart = 0)
+      : low((panels_apart >> 4) << 16 | shared_address(panel) >> 4), high(1u << 30 | kGroupsApart >> 4) {}
 
   // So many bytes on.
   __device__ __forceinline__ Operand operator+(uint32_t bytes) const {
@@ -221,17 +222,17 @@ struct Products {
     }
   }
 
-  // a from registers: the fragment of four, as sums of 16 columns become it.
-  template <int kN, bool kAlongK>
+  // a from registers: the fragment of four, as sums of 16 columns become it. b's lines run along n.
+  template <int kN>
   static __device__ __forceinline__ void from_registers(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b) {
     static_assert(kN == 64 || kN == 128);
     if constexpr (kN == 64) {
 #define DS_SPARSE_PRODUCT(type)                                                                  \
   asm volatile(                                                                                  \
       "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" DS_SPARSE_NAMES_32        \
-      "}, {%32, %33, %34, %35}, %36, 1, 1, 1, %37;"                                              \
+      "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"                                              \
       : DS_SPARSE_SUMS_32(d, 0)                                                                  \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAlongK ? 0 : 1))
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
       if constexpr (std::is_same_v<T, __half>) {
         DS_SPARSE_PRODUCT("f16");
       } else {
@@ -242,9 +243,9 @@ struct Products {
 #define DS_SPARSE_PRODUCT(type)                                                                  \
   asm volatile(                                                                                  \
       "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" DS_SPARSE_NAMES_64       \
-      "}, {%64, %65, %66, %67}, %68, 1, 1, 1, %69;"                                              \
+      "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"                                              \
       : DS_SPARSE_SUMS_32(d, 0), DS_SPARSE_SUMS_32(d, 32)                                        \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAlongK ? 0 : 1))
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
       if constexpr (std::is_same_v<T, __half>) {
         DS_SPARSE_PRODUCT("f16");
       } else {

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from ..tokens import Nested, TokenIndex, index_of, tensors_in
+from . import token_tiles
 from ._library import check_alike, require_kernel, under_autocast
 from .attention import MAX_HEAD_DIM, _factor, _wide
 
@@ -81,6 +82,11 @@ def sparse_attn(
     counts twice. Statistics and sums are in fp32 or wider, sums in a fixed order: the same input gives the same bits,
     for any number of threads. Under autocast q, k and v are cast.
 
+    On a Hopper GPU lists that fill the blocks in which they have pairs, one pair in 50 and more, are walked in tiles
+    with a bit for each pair, in fp16 and bf16, with D = E up to 128, lists that sequences share and no pair listed twice;
+    the gradient of q is then as reproducible as in `block_sparse_attention`. Else, and on other GPUs, each query gathers
+    its keys.
+
     Source: `sparse_attn` of the learning project lrn-sparseatt (2026), which *divided* scores by its last argument:
     its factor sqrt(D) is scale=1/sqrt(D) here, the default.
 
@@ -111,8 +117,11 @@ def sparse_attn(
     check_operands(q, k, v)
     scale = _factor(scale, q.shape[-1])
     _check_native("token_attention_forward", q, v)
-    lead = q.shape[:-2]
-    output, lse = _Attention.apply(*(as_4d(x) for x in (q, k, v)), index, scale)
+    lead, operands = q.shape[:-2], [as_4d(x) for x in (q, k, v)]
+    if token_tiles.takes(q, v) and q.numel() > 0 and index.tiles is not None:
+        output, lse = token_tiles.tiled_attention(*operands, index.tiles, scale)
+    else:
+        output, lse = _Attention.apply(*operands, index, scale)
     output, lse = output.reshape(*lead, *output.shape[2:]), lse.reshape(*lead, lse.shape[2])
     return (output, lse) if return_lse else output
 

@@ -6,19 +6,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..tiles import HOPPER_TILE
+from ..index import is_hopper
 from ..token_tiles import TokenTiles
 from .attention import _empty_as, _lists, _readable, _wide
 
 
 def takes(q: Tensor, v: Tensor) -> bool:
-    """Whether the kernels serve operands such as these, (B, H, tokens, D)."""
-    return (
-        q.dtype in (torch.float16, torch.bfloat16)
-        and q.shape[-1] == v.shape[-1] <= HOPPER_TILE
-        and q.device.type == "cuda"
-        and torch.cuda.get_device_capability(q.device)[0] == 9
-    )
+    """Whether the kernels serve operands such as these, (..., tokens, D)."""
+    in_16_bits = q.dtype in (torch.float16, torch.bfloat16)
+    return in_16_bits and q.shape[-1] == v.shape[-1] <= 128 and is_hopper(q.device)
 
 
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor, tiles: TokenTiles, scale: float) -> tuple[Tensor, Tensor]:

@@ -40,7 +40,7 @@ def test_every_operator_of_the_schema_is_listed():
     registered = {
         name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("ds_sparse::")
     }
-    assert registered == set(_library.OPERATORS)
+    assert registered == {*_library.OPERATORS, *_library.HOPPER_OPERATORS}
 
 
 @pytest.mark.gpu
@@ -200,7 +200,7 @@ OPERANDS = [
     ("key_bias has size 32 in dimension 1", {"key_bias": torch.zeros(1, 32)}),
     ("key_bias has to have its keys adjacent", {"key_bias": torch.zeros(1, 60)[:, ::2]}),
     ("needs a dropout_seed", {"dropout_p": 0.1}),
-    ("dropout_p has to be between 0 and 1", {"dropout_p": 1.5}),
+    ("dropout_p has to be 0 or more and below 1", {"dropout_p": 1.0}),
     ("dropout_seed has size 1", {"dropout_seed": torch.zeros(1, dtype=torch.int64)}),
     ("dropout_seed has to be int64", {"dropout_seed": torch.zeros(2, dtype=torch.int32)}),
     ("layout_heads is 2 for 4 heads", {"layout_heads": 2}),
@@ -270,7 +270,7 @@ def window_arguments(operator: str) -> dict[str, object]:
         "window_softmax_forward": {"band": band, "key_bias": None, "windows": [2], "scale": 1.0, "causal": False},
         "window_softmax_backward": {"grad": band, "probs": band, "scale": 1.0},
         "window_attention_forward": attention,
-        "window_attention_backward": attention | columns | forward,
+        "window_attention_backward": attention | columns | forward | {"deterministic": False},
     }[operator]
 
 
@@ -323,7 +323,7 @@ WINDOWS = {
     "window_attention_forward": [
         *WINDOW_ATTENTION,
         (
-            "key_bias has to be fp32, or fp64 for fp64",
+            "key_bias has to be fp32, fp64 for fp64, or on CUDA bool",
             dict.fromkeys(("query", "key", "value"), torch.zeros(2, 3, 20, 8).half())
             | {"key_bias": torch.zeros(2, 1, 1, 20).half()},
         ),

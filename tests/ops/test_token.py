@@ -6,7 +6,9 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +31,8 @@ from helpers import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_sparse import TokenIndex, reference, sparse_attn, sparse_matmul, sparse_matmul_vo
+from ds_sparse import TokenIndex, reference, sparse_attn, sparse_matmul, sparse_matmul_vo, token_tiles
+from ds_sparse.index import is_hopper
 from ds_sparse.ops import missing_kernels
 from ds_sparse.tokens import tensors_in
 
@@ -62,8 +65,8 @@ def make_case(
 
 
 @st.composite
-def cases(draw: st.DrawFn, repeated: bool = True) -> Case:
-    sizes = st.sampled_from((1, 2, 5, 17, 40, 70))
+def cases(draw: st.DrawFn, repeated: bool = True, longest: int = 70) -> Case:
+    sizes = st.sampled_from((1, 2, 5, 17, 40, longest))
     list_batch, list_heads = draw(st.sampled_from(((1, 1), (1, 1), (1, 3), (2, 1), (2, 3))))
     rng = generator(draw)
     pairs = random_pairs(
@@ -106,6 +109,7 @@ def check_attention(
     device: str,
     views: tuple[str, str] = ("contiguous", "contiguous"),
     only: str = "qkv",
+    deterministic: bool = True,
 ) -> None:
     """Output, lse and gradients, and that nothing given is overwritten."""
     given = [as_view(x.to(dtype), views[0]) for x in (case.q, case.k, case.v)]
@@ -117,7 +121,7 @@ def check_attention(
     output_grad = as_view(random(seeded(1), *exact_results[0].shape, dtype=dtype), views[1])
     lse_grad = random(seeded(2), *exact_results[1].shape, dtype=plain_results[1].dtype)
     grads_here = [leaf(x, device, requires_grad=False) for x in (output_grad, lse_grad)]
-    with poisoned_memory():
+    with poisoned_memory() if deterministic else nullcontext():
         output, lse = sparse_attn(*ours, case.index, scale=case.scale, return_lse=True)
         found = torch.autograd.grad((output, lse), [x for x in ours if x.requires_grad], grads_here)
     assert_as_accurate("output", output, plain_results[0], exact_results[0])
@@ -146,6 +150,39 @@ def check_attention(
 )
 def test_attention(device: str, case: Case, dtype: torch.dtype, views: tuple[str, str], only: str):
     check_attention(case, dtype, device, views, only)
+
+
+@EXAMPLES
+@given(
+    case=cases(repeated=False, longest=300),
+    dtype=st.sampled_from((torch.float16, torch.bfloat16)),
+    views=st.tuples(st.sampled_from(OPERAND_VIEWS), st.sampled_from(OPERAND_VIEWS)),
+    deterministic=st.booleans(),
+)
+def test_attention_in_tiles(device: str, case: Case, dtype: torch.dtype, views: tuple[str, str], deterministic: bool):
+    if not is_hopper(torch.device(device)):
+        pytest.skip("tiles with bits are for Hopper GPUs")
+    with mock.patch.object(token_tiles, "LEAST_PAIRS", 0):
+        assert case.index.to(device).tiles is not None or case.pairs.batch > 1 or not case.pairs.counts.any()
+        check_attention(case, dtype, device, views, deterministic=deterministic)
+
+
+def test_tiles_and_gathering_agree_on_what_is_clustered(device: str):
+    if not is_hopper(torch.device(device)):
+        pytest.skip("tiles with bits are for Hopper GPUs")
+    label = torch.arange(1000) // 90
+    mask = label[:, None] == label
+    mask[3], mask[:, 5] = True, True
+    q, k, v = (torch.randn(2, 3, 1000, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
+    index = TokenIndex.from_mask(mask).to(device)
+    assert index.tiles is not None
+    found = sparse_attn(q, k, v, index)
+    with mock.patch.object(token_tiles, "LEAST_PAIRS", math.inf):
+        gathered = TokenIndex.from_mask(mask).to(device)
+        assert gathered.tiles is None
+        # Probabilities are rounded before the product in one, and not in the other.
+        eps = torch.finfo(torch.bfloat16).eps
+        torch.testing.assert_close(found, sparse_attn(q, k, v, gathered), rtol=2 * eps, atol=eps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
