@@ -1,7 +1,7 @@
 // Argument checks shared by the devices. Python gives users their sentences; these keep a direct caller of
 // torch.ops.ds_sparse from reading out of bounds, as far as shapes, dtypes and devices tell. What the lists hold is
 // checked on the CPU (cpu/arguments.h); on CUDA, where reading it would wait for the device, it is trusted to be a
-// BlockIndex's, and with it that biases are as wide as the layout.
+// BlockIndex's or a TokenIndex's, and with it that biases are as wide as the layout.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
