@@ -97,7 +97,7 @@ def block_sparse_attention(
 
     rpe = None if rpe is None else _matrices(rpe, query.dtype, keys).expand(-1, -1, tokens, -1)
     attn_mask = None if attn_mask is None else _matrices(attn_mask, query.dtype, keys)
-    key_bias = None if key_padding_mask is None else _key_bias(key_padding_mask, _wide(query.dtype), keys)
+    key_bias = None if key_padding_mask is None else _key_bias(key_padding_mask, _wide(query.dtype), keys, query.is_cuda)
     if query.numel() == 0:
         # No batch or no heads. Sums of nothing keep what was given in the graph.
         output = query + key.sum() + value.sum() + (0 if rpe is None else rpe.sum())
@@ -275,12 +275,12 @@ def _matrices(x: torch.Tensor, dtype: torch.dtype, keys: int) -> torch.Tensor:
     return x.reshape((1,) * (4 - x.dim()) + x.shape).expand(-1, -1, -1, keys)
 
 
-def _key_bias(mask: torch.Tensor, dtype: torch.dtype, keys: int) -> torch.Tensor:
+def _key_bias(mask: torch.Tensor, dtype: torch.dtype, keys: int, may_be_bool: bool) -> torch.Tensor:
+    """A key padding mask as kernels take it, something added in `dtype`; or bool, which is faster where they take that."""
     if mask.dtype != torch.bool:
         mask = _added(mask, dtype)
-    elif not mask.is_cuda:
-        # CUDA's kernels are faster where they know that keys are only masked. Else it is something added: the logarithm
-        # of 1 and 0 is 0 and -inf.
+    elif not may_be_bool:
+        # The logarithm of 1 and 0 is 0 and -inf.
         mask = mask.to(dtype).log()
     return mask.expand(-1, keys).contiguous()
 

@@ -127,7 +127,9 @@ def window_softmax(
     windows = of_heads("window_size", windows, 0, heads)
     _check_bias("key_padding_mask", key_padding_mask, band, (batch, tokens), (2,), "scores")
     require_kernel("window_softmax_forward", scores.device)
-    key_bias = None if key_padding_mask is None else _key_bias(key_padding_mask, _wide(scores.dtype), tokens)
+    key_bias = None
+    if key_padding_mask is not None:
+        key_bias = _key_bias(key_padding_mask, _wide(scores.dtype), tokens, False)
     return _WindowSoftmax.apply(band, key_bias, windows, float(scale), causal).reshape(scores.shape)
 
 

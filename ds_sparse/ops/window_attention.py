@@ -69,7 +69,7 @@ def window_attention(
 
     key_bias = None
     if key_padding_mask is not None:
-        key_bias = _key_bias(key_padding_mask, _wide(query.dtype), tokens)[:, None]
+        key_bias = _key_bias(key_padding_mask, _wide(query.dtype), tokens, query.is_cuda)[:, None]
     if index.order is not None:
         if len(index.order) > 1 and key.shape[1] < heads:
             key, value = (x.repeat_interleave(heads // key.shape[1], 1) for x in (key, value))

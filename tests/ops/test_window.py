@@ -126,6 +126,8 @@ def test_by_hand(device: str):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_numbers_beside_the_sequence_do_not_count(device: str, dtype: torch.dtype):
     """Whatever they are; and what is not finite stays in the rows that see it."""
+    if device == "cuda" and dtype == torch.float64:
+        pytest.skip("fp64 is refused on CUDA")
     p, v = (x.to(dtype) for x in operands("unwindow_matmul", (1, 2), 40, 7, 16, seeded()))
     beside = beside_the_sequence(40, 7)
     v[:, :, 20] = math.inf
