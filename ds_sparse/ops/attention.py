@@ -97,7 +97,9 @@ def block_sparse_attention(
 
     rpe = None if rpe is None else _matrices(rpe, query.dtype, keys).expand(-1, -1, tokens, -1)
     attn_mask = None if attn_mask is None else _matrices(attn_mask, query.dtype, keys)
-    key_bias = None if key_padding_mask is None else _key_bias(key_padding_mask, _wide(query.dtype), keys, query.is_cuda)
+    key_bias = (
+        None if key_padding_mask is None else _key_bias(key_padding_mask, _wide(query.dtype), keys, query.is_cuda)
+    )
     if query.numel() == 0:
         # No batch or no heads. Sums of nothing keep what was given in the graph.
         output = query + key.sum() + value.sum() + (0 if rpe is None else rpe.sum())
