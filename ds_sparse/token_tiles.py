@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,12 @@ class TokenTiles:
     columns: Tiles
     row_pairs: torch.Tensor
     column_pairs: torch.Tensor
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All but those of `blocks`, which looks after its own."""
+        yield from (
+            x for part in (self, self.rows, self.columns) for x in vars(part).values() if isinstance(x, torch.Tensor)
+        )
 
     @classmethod
     def make(cls, index: TokenIndex) -> TokenTiles | None:

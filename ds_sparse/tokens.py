@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TypeAlias
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .index import BlockIndex, is_hopper
+from .index import BlockIndex, Making, is_hopper
 from .layout import to_token_mask
 from .token_tiles import TokenTiles
 
@@ -54,6 +54,10 @@ class TokenIndex:
     ends: tuple[int, ...]
     order: Tensor | None
     _made: dict[object, object] = field(default_factory=dict)
+    _making: Making = field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "_making", Making(self.device))
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> TokenIndex:
@@ -212,6 +216,11 @@ class TokenIndex:
         """int64 (N), the number of each pair here, in the order in which the caller listed them, where that is another.
         Made at the first call."""
         return self._once("listed", self._make_listed)
+
+    def ready(self) -> TokenIndex:
+        """The index itself, for what the current stream does next (see `Making`)."""
+        self._making.wait(self._tensors)
+        return self
 
     def to(self, device: torch.device | str) -> TokenIndex:
         """The same index on another device, copied there once; itself if it is there already."""
@@ -374,7 +383,18 @@ class TokenIndex:
                 )
             with torch.inference_mode(False):
                 self._made[name] = make()
+            self._making.ends()
+        self.ready()
         return self._made[name]
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for x in (*vars(self).values(), *self._made.values()):
+            if isinstance(x, Tensor):
+                yield x
+            elif isinstance(x, tuple):
+                yield from (part for part in x if isinstance(part, Tensor))
+            elif isinstance(x, TokenTiles):
+                yield from x.tensors()
 
     def _make_places(self) -> tuple[Tensor, Tensor]:
         lines = torch.arange(self.num_lists * self.queries, device=self.device)

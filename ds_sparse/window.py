@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from numbers import Integral
 
 import torch
 from torch.nn.functional import pad
 
-from .index import BlockIndex
+from .index import BlockIndex, Making
 
 MAX_ROWS = 2048
 """Block rows that an index of short windows has, where larger blocks can cover the tokens with fewer."""
@@ -69,7 +69,7 @@ def global_numbers(given: Sequence[int] | torch.Tensor | None, tokens: int) -> t
 
 @dataclass(frozen=True, eq=False)
 class WindowIndex:
-    """What `window_attention` walks: built once for a length and a window, immutable.
+    """What `window_attention` walks: built once for a length and a window, immutable, for any stream (see `Making`).
 
     Kernels see tokens in an order of their own: first the global ones, then those whose dilated windows belong
     together, each in the order of the sequence. What a token sees are then the global tokens and one range of others.
@@ -98,6 +98,10 @@ class WindowIndex:
     order: torch.Tensor | None
     inverse: torch.Tensor | None
     places: torch.Tensor | None
+    _making: Making = field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "_making", Making(self.device))
 
     @classmethod
     @torch.inference_mode(False)
@@ -176,11 +180,17 @@ class WindowIndex:
     def device(self) -> torch.device:
         return self.limits.device
 
+    def ready(self) -> WindowIndex:
+        """The index itself, for what the current stream does next."""
+        self._making.wait(lambda: (x for x in vars(self).values() if isinstance(x, torch.Tensor)))
+        return self
+
     def to(self, device: torch.device | str) -> WindowIndex:
         """The same index on another device; itself if it is there already."""
         device = torch.device(device)
         if self.device == device:
             return self
+        self.ready()
         lists = {name: x for name, x in vars(self).items() if isinstance(x, torch.Tensor | BlockIndex)}
         return replace(self, **{name: x.to(device) for name, x in lists.items()})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -277,3 +278,20 @@ def test_an_index_made_in_inference_mode_serves_training():
         index = TokenIndex.from_pairs(torch.tensor([[1, 0], [0, 1]]), 2, 2).prepared()
     tensors = [index.row_offsets, index.columns, index.order, *index.by_key]
     assert not any(x.is_inference() for x in tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
+def test_another_stream_waits_for_the_one_that_made_it():
+    index = TokenIndex.from_mask(torch.rand(200, 200, device="cuda") < 0.3)
+    with mock.patch.object(torch.cuda.Stream, "wait_event") as wait:
+        assert index.ready() is index
+        assert wait.call_count == 0
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            index.ready()
+            index.ready()
+            assert wait.call_count == 1
+            _ = index.by_key  # made here, so that the first stream waits in its turn
+        index.ready()
+        assert wait.call_count == 2

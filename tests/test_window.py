@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from helpers import EXAMPLES
@@ -112,3 +114,16 @@ def test_numbers_for_different_heads_are_refused():
         ValueError, match="window_size has 3 numbers and dilation 2; give each one number, or one a head"
     ):
         WindowIndex.build(40, (1, 2, 3), dilation=(1, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
+def test_another_stream_waits_for_the_one_that_made_it():
+    index = WindowIndex.build(100, 3, True, [50], device="cuda")
+    with mock.patch.object(torch.cuda.Stream, "wait_event") as wait:
+        assert index.ready() is index
+        assert wait.call_count == 0
+        with torch.cuda.stream(torch.cuda.Stream()):
+            index.ready()
+            index.ready()
+        assert wait.call_count == 1

@@ -198,7 +198,7 @@ def _fitting(index: TokenIndex, q: Tensor, k: Tensor) -> TokenIndex:
     for name, own, size in (("heads", index.heads, heads), ("sequences", index.batch, batch)):
         if own not in (1, size):
             raise ValueError(f"There are lists for {own} {name}, and q has {size}; give as many, or one for all.")
-    return index if q.device.type == "meta" else index.to(q.device)
+    return index if q.device.type == "meta" else index.to(q.device).ready()
 
 
 def _batch_and_heads(q: Tensor) -> tuple[int, int]:

@@ -101,7 +101,7 @@ def _index(
                 "window_size, ...) as window_size, on the device of query."
             )
         windows, dilations = of_heads("window_size", given, 0, heads), of_heads("dilation", dilation, 1, heads)
-        return built(tokens, windows, bool(causal), global_numbers(global_tokens, tokens), dilations, device)
+        return built(tokens, windows, bool(causal), global_numbers(global_tokens, tokens), dilations, device).ready()
     if causal or global_tokens is not None or not isinstance(dilation, int) or dilation != 1:
         raise ValueError("A WindowIndex is given, and causal, global_tokens or dilation besides; build it with them.")
     if given.tokens != tokens or given.num_heads not in (1, heads):
@@ -111,7 +111,7 @@ def _index(
         )
     if given.device != device:
         raise ValueError(f"The WindowIndex is on {given.device} and query on {device}; pass index.to({str(device)!r}).")
-    return given
+    return given.ready()
 
 
 def _ordered(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
