@@ -465,3 +465,31 @@ def test_arguments_that_do_not_fit(refusal: Refusal):
     x = torch.zeros(2, 2, 32, 16)
     with pytest.raises(refusal.error, match=refusal.sentence):
         window_attention(**{"query": x, "key": x, "value": x, "window_size": 2, **refusal.change})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"causal": True, "global_tokens": (3, 130), "dilation": 2}], ids=str)
+def test_captured_in_a_cuda_graph(device: str, options: dict):
+    if device == "cpu":
+        pytest.skip("a matter of GPUs")
+    inputs = [leaf(x.bfloat16(), device) for x in make_case(300, head_dim=64).inputs(torch.float64)]
+    weights = torch.randn_like(inputs[0])
+
+    def run() -> list[torch.Tensor]:
+        output = window_attention(*inputs, 20, **options)
+        return [output.detach(), *torch.autograd.grad(output, inputs, weights)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), deterministic_algorithms():
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with deterministic_algorithms(), torch.cuda.graph(graph):
+        results = run()
+    with torch.no_grad():
+        for x in inputs:
+            x.copy_(random(seeded(5), *x.shape))
+    graph.replay()
+    with deterministic_algorithms():
+        assert all(torch.equal(x, y) for x, y in zip(results, run(), strict=True))
