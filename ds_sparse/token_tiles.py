@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from .index import BlockIndex
 from .tiles import HOPPER_TILE, Tiles
 
 if TYPE_CHECKING:
@@ -19,7 +19,10 @@ BLOCK = 64
 
 LEAST_PAIRS = 160
 """Pairs in the mean entry, of 128 x 64, from which tiles take less time than to gather the key and value of each pair: as
-measured on an H200, forward and backward together, with heads of 64 numbers."""
+measured on an H200, forward and backward together, with heads of 64 numbers; longer ones cost both more."""
+
+MOST_BLOCKS = 4
+"""Blocks of the layout, most of them perhaps empty, for each pair: as many bytes as the list has."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,41 +30,52 @@ class TokenTiles:
     """The pairs of a `TokenIndex` whose lists all sequences share, in blocks of 64 x 64 tokens.
 
     Attributes:
-        blocks: the blocks that hold a pair.
-        rows, columns: their tiles, of 128 tokens.
-        row_pairs, column_pairs: int32 (1 or H, E, 128, 2), E the entries of those tiles; H where heads with lists of their
-            own have the same blocks. For each line of an entry's tile 64 bits, the low ones first: which tokens of the
-            entry's block it is paired with.
+        layout_heads: heads whose blocks are stored, 1 where all have the same.
+        rows, columns: the tiles of the blocks that hold a pair, of 128 tokens.
+        row_pairs, column_pairs: int32 (1 or H, E, 128, 2), E the entries of those tiles; H where heads with lists of
+            their own have the same blocks. For each line of an entry's tile 64 bits, the low ones first: which tokens
+            of the entry's block it is paired with.
     """
 
-    blocks: BlockIndex
+    layout_heads: int
     rows: Tiles
     columns: Tiles
     row_pairs: torch.Tensor
     column_pairs: torch.Tensor
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All but those of `blocks`, which looks after its own."""
-        yield from (
-            x for part in (self, self.rows, self.columns) for x in vars(part).values() if isinstance(x, torch.Tensor)
-        )
+        for part in (self, self.rows, self.columns):
+            yield from (x for x in vars(part).values() if isinstance(x, torch.Tensor))
 
     @classmethod
     def make(cls, index: TokenIndex) -> TokenTiles | None:
-        """The tiles of an index, or None where they would not pay, or cannot say what it lists: a list for each sequence,
-        a pair twice. Waits for the device."""
-        if index.batch > 1 or index.num_pairs == 0:
+        """The tiles of an index, or None where they would not pay, or cannot say what it lists: a list for each
+        sequence, a pair twice. Waits for the device."""
+        if index.batch > 1 or index.num_pairs == 0 or not _pays(index) or index.repeated is not None:
             return None
         blocks = index.blocks(BLOCK)
         rows, columns = (blocks.tiles(side, HOPPER_TILE) for side in ("rows", "columns"))
-        entries = index.heads // blocks.layout_heads * max(len(rows.entries), len(columns.entries))
-        if index.num_pairs < LEAST_PAIRS * entries or index.repeated is not None:
-            return None
-        row, column = (x % tokens for x, tokens in zip(index.places, (index.queries, index.keys)))
-        head, sizes = index.places[0] // index.queries, (index.heads, blocks.layout_heads)
+        row, column = index.make_places()
+        head, row, column = row // index.queries, row % index.queries, column % index.keys
+        sizes = index.heads, blocks.layout_heads
         return cls(
-            blocks, rows, columns, _bits(rows, *sizes, head, row, column), _bits(columns, *sizes, head, column, row)
-        )
+            blocks.layout_heads, rows, columns,
+            _bits(rows, *sizes, head, row, column), _bits(columns, *sizes, head, column, row),
+        )  # fmt: skip
+
+
+def _pays(index: TokenIndex) -> bool:
+    """Whether the pairs are in so few places that tiles pay. Takes time and memory by the list, not by tokens squared."""
+    heights = [-(-tokens // BLOCK) for tokens in (index.queries, index.keys)]
+    if index.heads * math.prod(heights) > MOST_BLOCKS * index.num_pairs:
+        return False
+    rows, columns = index.make_places()
+    for own, other, width in ((rows, columns % index.keys, index.keys), (columns, rows % index.queries, index.queries)):
+        # Numbers of all heads' tokens: a tile that reaches from one head to the next is counted once, and may be.
+        entries = torch.unique(own // HOPPER_TILE * width + other // BLOCK)
+        if index.num_pairs < LEAST_PAIRS * len(entries):
+            return False
+    return True
 
 
 def _bits(

@@ -209,7 +209,7 @@ class TokenIndex:
     @property
     def places(self) -> tuple[Tensor, Tensor]:
         """int64 (N) each: of every pair the row, p*T + i, and the column, p*S + j. Made at the first call."""
-        return self._once("places", self._make_places)
+        return self._once("places", self.make_places)
 
     @property
     def listed(self) -> Tensor:
@@ -300,7 +300,7 @@ class TokenIndex:
         """
         if self.batch > 1:
             raise ValueError(f"The lists are those of {self.batch} sequences; a BlockIndex is shared by all sequences.")
-        rows, columns = self.places
+        rows, columns = self.make_places()
         height, width = -(-self.queries // block), -(-self.keys // block)
         layout = torch.zeros(self.heads, height, width, dtype=torch.bool, device=self.device)
         head = rows // max(1, self.queries)
@@ -381,6 +381,11 @@ class TokenIndex:
                     "What is missing of a TokenIndex cannot be made under torch.compile; pass "
                     "index.prepared(), on the device of the operands."
                 )
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "What is missing of a TokenIndex cannot be made while a CUDA graph is captured; pass "
+                    "index.prepared(), on the device of the operands."
+                )
             with torch.inference_mode(False):
                 self._made[name] = make()
             self._making.ends()
@@ -396,7 +401,8 @@ class TokenIndex:
             elif isinstance(x, TokenTiles):
                 yield from x.tensors()
 
-    def _make_places(self) -> tuple[Tensor, Tensor]:
+    def make_places(self) -> tuple[Tensor, Tensor]:
+        """`places`, not kept: they are four times as large as the list."""
         lines = torch.arange(self.num_lists * self.queries, device=self.device)
         rows = lines.repeat_interleave(self.row_offsets.long().diff(), output_size=self.num_pairs)
         return rows, rows // max(1, self.queries) * self.keys + self.columns
@@ -409,7 +415,7 @@ class TokenIndex:
         return listed
 
     def _make_by_key(self) -> tuple[Tensor, Tensor, Tensor]:
-        rows, columns = self.places
+        rows, columns = self.make_places()
         # Rows ascend already, and so they do within a key after a stable sort; PyTorch sorts small integers fastest.
         small = columns.int() if self.num_lists * self.keys < 2**31 else columns
         ascending, slots = torch.sort(small, stable=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from helpers import seeded
@@ -55,7 +57,7 @@ def test_the_bits_are_the_pairs(
     if not alike:
         mask[0, : queries // 2, : keys // 2] = False
     tiles = made(mask)
-    layout_heads = tiles.blocks.layout_heads
+    layout_heads = tiles.layout_heads
     assert layout_heads == (heads if heads > 1 and not alike and keys > BLOCK else 1)
     assert torch.equal(pairs_of(tiles.rows, tiles.row_pairs, heads, layout_heads, (queries, keys)), mask)
     of_keys = pairs_of(tiles.columns, tiles.column_pairs, heads, layout_heads, (keys, queries))
@@ -69,6 +71,15 @@ def test_they_are_made_where_blocks_hold_many_pairs():
     clusters = torch.zeros(1, 4096, 4096, dtype=torch.bool)
     clusters[0, 100:300, 2000:2100] = True
     assert made(clusters) is not None
+
+
+def test_a_long_and_sparse_list_is_turned_down_in_its_own_memory():
+    """Not in that of a layout, which has a square of the tokens."""
+    tokens = 2**20
+    ends = torch.arange(1, tokens + 1)
+    index = TokenIndex.from_csr(torch.arange(tokens), ends, tokens, tokens)
+    with mock.patch.object(TokenIndex, "blocks", side_effect=AssertionError):
+        assert TokenTiles.make(index) is None
 
 
 def test_what_bits_cannot_say_has_no_tiles():

@@ -24,6 +24,9 @@ void check_pairs(
   check(pairs.scalar_type() == torch::headeronly::ScalarType::Int, std::string(name) + " has to be int32.");
   check(pairs.device() == entries.device(), std::string(name) + " has to be on the device of the other arguments.");
   check_contiguous(pairs, name);
+  check(
+      reinterpret_cast<uintptr_t>(pairs.const_data_ptr()) % 16 == 0,
+      std::string(name) + " has to begin at a multiple of 16 bytes; make a copy.");
 }
 
 Attention attention_of(

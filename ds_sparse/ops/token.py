@@ -79,13 +79,13 @@ def sparse_attn(
 
     Differentiable in q, k and v; probabilities are computed again in backward. The softmax of each row subtracts the
     row's largest score. A row without a key is zeros, its lse -inf, its gradients zero. A pair that is listed twice
-    counts twice. Statistics and sums are in fp32 or wider, sums in a fixed order: the same input gives the same bits,
-    for any number of threads. Under autocast q, k and v are cast.
+    counts twice. Statistics and sums are in fp32 or wider. Under autocast q, k and v are cast.
 
     On a Hopper GPU lists that fill the blocks in which they have pairs, one pair in 50 and more, are walked in tiles
-    with a bit for each pair, in fp16 and bf16, with D = E up to 128, lists that sequences share and no pair listed twice;
-    the gradient of q is then as reproducible as in `block_sparse_attention`. Else, and on other GPUs, each query gathers
-    its keys.
+    with a bit for each pair, in fp16 and bf16, with D = E up to 128, lists that sequences share and no pair listed
+    twice. Else, and on other devices, each query gathers its keys. The same input gives the same bits, for any number
+    of threads, but for the gradient of q in tiles: there its sums are added in memory as they come, unless
+    `torch.use_deterministic_algorithms(True)` is set, which costs a sweep more.
 
     Source: `sparse_attn` of the learning project lrn-sparseatt (2026), which *divided* scores by its last argument:
     its factor sqrt(D) is scale=1/sqrt(D) here, the default.

@@ -28,7 +28,7 @@ class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, tiles: TokenTiles, scale: float) -> tuple[Tensor, Tensor]:
         output, lse, rows = torch.ops.ds_sparse.token_tiles_forward(
-            q, k, v, *_lists(tiles.rows), tiles.row_pairs, tiles.blocks.layout_heads, scale
+            q, k, v, *_lists(tiles.rows), tiles.row_pairs, tiles.layout_heads, scale
         )
         ctx.save_for_backward(q, k, v, output, rows)
         ctx.tiles, ctx.scale = tiles, scale
@@ -44,7 +44,7 @@ class _TiledAttention(torch.autograd.Function):
         grads = torch.ops.ds_sparse.token_tiles_backward(
             grad_output, None if grad_lse is None else grad_lse.contiguous(), q, k, v, output, rows,
             *_lists(tiles.rows), tiles.row_pairs, *_lists(tiles.columns), tiles.column_pairs,
-            tiles.blocks.layout_heads, ctx.scale, torch.are_deterministic_algorithms_enabled(),
+            tiles.layout_heads, ctx.scale, torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
         return *grads, None, None
 

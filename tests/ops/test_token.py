@@ -19,6 +19,7 @@ from helpers import (
     Pairs,
     as_view,
     assert_as_accurate,
+    deterministic_algorithms,
     generator,
     leaf,
     poisoned_memory,
@@ -34,6 +35,7 @@ from hypothesis import strategies as st
 from ds_sparse import TokenIndex, reference, sparse_attn, sparse_matmul, sparse_matmul_vo, token_tiles
 from ds_sparse.index import is_hopper
 from ds_sparse.ops import missing_kernels
+from ds_sparse.ops.attention import _lists
 from ds_sparse.tokens import tensors_in
 
 OPERATORS = ("token_matmul_sdd", "token_matmul_dsd", "token_attention_forward", "token_attention_backward")
@@ -152,37 +154,89 @@ def test_attention(device: str, case: Case, dtype: torch.dtype, views: tuple[str
     check_attention(case, dtype, device, views, only)
 
 
+@st.composite
+def cases_in_tiles(draw: st.DrawFn) -> Case:
+    sizes, list_heads, rng = st.sampled_from((1, 64, 130, 200, 300)), draw(st.sampled_from((1, 1, 3))), generator(draw)
+    density = draw(st.sampled_from((0.4, 0.1, 1.0, 0.01)))
+    return make_case(
+        random_pairs(rng, draw(sizes), draw(sizes), 1, list_heads, density, False),
+        draw(st.integers(1, 2)),
+        list_heads if list_heads > 1 else draw(st.integers(1, 3)),
+        draw(st.sampled_from((1, 8, 20, 64, 72, 128))),
+        scale=draw(st.sampled_from((None, None, 0.3, -0.5))),
+        rng=rng,
+    )
+
+
+def on_hopper(device: str) -> None:
+    if not is_hopper(torch.device(device)):
+        pytest.skip("tiles with bits are for Hopper GPUs")
+
+
+@pytest.fixture
+def always_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_tiles, "LEAST_PAIRS", 0)
+    monkeypatch.setattr(token_tiles, "MOST_BLOCKS", math.inf)
+
+
 @EXAMPLES
 @given(
-    case=cases(repeated=False, longest=300),
+    case=cases_in_tiles(),
     dtype=st.sampled_from((torch.float16, torch.bfloat16)),
     views=st.tuples(st.sampled_from(OPERAND_VIEWS), st.sampled_from(OPERAND_VIEWS)),
     deterministic=st.booleans(),
 )
 def test_attention_in_tiles(device: str, case: Case, dtype: torch.dtype, views: tuple[str, str], deterministic: bool):
-    if not is_hopper(torch.device(device)):
-        pytest.skip("tiles with bits are for Hopper GPUs")
-    with mock.patch.object(token_tiles, "LEAST_PAIRS", 0):
-        assert case.index.to(device).tiles is not None or case.pairs.batch > 1 or not case.pairs.counts.any()
+    on_hopper(device)
+    with mock.patch.object(token_tiles, "LEAST_PAIRS", 0), mock.patch.object(token_tiles, "MOST_BLOCKS", math.inf):
+        assert case.index.to(device).tiles is not None or not case.pairs.counts.any()
         check_attention(case, dtype, device, views, deterministic=deterministic)
 
 
-def test_tiles_and_gathering_agree_on_what_is_clustered(device: str):
-    if not is_hopper(torch.device(device)):
-        pytest.skip("tiles with bits are for Hopper GPUs")
-    label = torch.arange(1000) // 90
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_long_rows_and_columns_in_tiles_are_put_together(device: str, deterministic: bool):
+    on_hopper(device)
+    label = torch.arange(2300) // 90
     mask = label[:, None] == label
     mask[3], mask[:, 5] = True, True
-    q, k, v = (torch.randn(2, 3, 1000, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
-    index = TokenIndex.from_mask(mask).to(device)
+    case = make_case(Pairs((mask.nonzero(),), 1, 1, 2300, 2300), 1, 2, head_dim=64)
+    tiles = case.index.to(device).tiles
+    assert len(tiles.rows.cuts) > 0 and len(tiles.columns.cuts) > 0
+    check_attention(case, torch.bfloat16, device, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("operator", ["token_tiles_forward", "token_tiles_backward"])
+def test_opcheck_of_tiles(device: str, operator: str, always_in_tiles: None):
+    on_hopper(device)
+    case = make_case(random_pairs(seeded(), 150, 140, heads=2, density=0.3), 2, 2, head_dim=24)
+    q, k, v = (x.to(device, torch.bfloat16) for x in (case.q, case.k, case.v))
+    tiles = case.index.to(device).tiles
+    rows, columns = (
+        (*_lists(x), pairs) for x, pairs in ((tiles.rows, tiles.row_pairs), (tiles.columns, tiles.column_pairs))
+    )
+    output, lse, saved = torch.ops.ds_sparse.token_tiles_forward(q, k, v, *rows, tiles.layout_heads, 0.2)
+    arguments = {
+        "token_tiles_forward": (q, k, v, *rows, tiles.layout_heads, 0.2),
+        "token_tiles_backward": (output, lse, q, k, v, output, saved, *rows, *columns, tiles.layout_heads, 0.2, True),
+    }
+    torch.library.opcheck(getattr(torch.ops.ds_sparse, operator).default, arguments[operator])
+
+
+def test_tiles_compile_into_one_graph(device: str, always_in_tiles: None):
+    on_hopper(device)
+    case = make_case(random_pairs(seeded(), 150, 140, heads=2, density=0.3), 2, 2, head_dim=20)
+    inputs = [leaf(x.bfloat16(), device) for x in (case.q, case.k, case.v)]
+    index = case.index.to(device).prepared()
     assert index.tiles is not None
-    found = sparse_attn(q, k, v, index)
-    with mock.patch.object(token_tiles, "LEAST_PAIRS", math.inf):
-        gathered = TokenIndex.from_mask(mask).to(device)
-        assert gathered.tiles is None
-        # Probabilities are rounded before the product in one, and not in the other.
-        eps = torch.finfo(torch.bfloat16).eps
-        torch.testing.assert_close(found, sparse_attn(q, k, v, gathered), rtol=2 * eps, atol=eps)
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return sparse_attn(q * 2, k, v, index) * 2
+
+    with deterministic_algorithms():
+        results, expected = torch.compile(run, fullgraph=True, backend="aot_eager")(*inputs), run(*inputs)
+        assert torch.equal(results, expected)
+        found, wanted = (torch.autograd.grad(x.square().sum(), inputs) for x in (results, expected))
+    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -392,14 +446,16 @@ def results_of(case: Case, device: str, dtype: torch.dtype) -> list[torch.Tensor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_same_bits_every_time_and_with_any_number_of_threads(device: str, dtype: torch.dtype):
     case = make_case(random_pairs(seeded(), 300, 280, density=0.3), 1, 3, head_dim=72)
-    first, threads = results_of(case, device, dtype), torch.get_num_threads()
-    try:
-        for number in (threads, 1, 2, 3):
-            torch.set_num_threads(number)
-            for x, y in zip(first, results_of(case, device, dtype), strict=True):
-                assert torch.equal(x, y), f"{number} threads"
-    finally:
-        torch.set_num_threads(threads)
+    threads = torch.get_num_threads()
+    with deterministic_algorithms():
+        first = results_of(case, device, dtype)
+        try:
+            for number in (threads, 1, 2, 3):
+                torch.set_num_threads(number)
+                for x, y in zip(first, results_of(case, device, dtype), strict=True):
+                    assert torch.equal(x, y), f"{number} threads"
+        finally:
+            torch.set_num_threads(threads)
 
 
 def with_long_lines(rng: torch.Generator, lists: tuple[int, int] = (1, 1)) -> Pairs:
@@ -653,3 +709,14 @@ def test_lists_of_other_heads_or_sequences_are_refused(lists: tuple[int, int]):
     arguments = raw_arguments(FULL, "cpu", torch.float32)["token_matmul_sdd"][0]
     with pytest.raises(RuntimeError, match="for 1; it has to be 1 or as many"):
         torch.ops.ds_sparse.token_matmul_sdd(*arguments[:4], *lists)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_capture_does_not_make_what_is_missing(gpu: str):
+    index = make_case(random_pairs(seeded(), 70, 60)).index.to(gpu)
+    refused = torch.cuda.graph(torch.cuda.CUDAGraph())
+    with (
+        pytest.raises(RuntimeError, match=r"cannot be made while a CUDA graph is captured; pass index.prepared\(\)"),
+        refused,
+    ):
+        _ = index.by_key

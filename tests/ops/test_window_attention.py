@@ -192,6 +192,17 @@ def test_every_option_over_many_blocks(device: str, options: dict, dtype: torch.
         check(case, dtype, device)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_long_rows_and_columns_are_put_together(device: str, dtype: torch.dtype, deterministic: bool):
+    if device == "cpu" and not deterministic:
+        pytest.skip("sums are always in a fixed order on the CPU")
+    case = make_case(2300, batch=1, windows=(20,), global_tokens=(7,), head_dim=64)
+    index = WindowIndex.build(2300, 20, global_tokens=(7,), device=device)
+    assert len(index.blocks.row_tiles.cuts) > 0 and len(index.blocks.column_tiles.cuts) > 0
+    check(case, dtype, device, deterministic=deterministic)
+
+
 @pytest.mark.parametrize("block", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_block(device: str, block: int, causal: bool):
