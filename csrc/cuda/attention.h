@@ -127,17 +127,22 @@ struct Bias {
   }
 };
 
-// Tokens from `first` to `end` - 1.
+// Tokens from `first` to `end` - 1; `first` is at most `end`.
 struct Range {
   int first, end;
 
-  __device__ bool has(int token) const { return static_cast<unsigned>(token - first) < static_cast<unsigned>(end - first); }
+  __device__ bool has(int token) const {
+    return static_cast<unsigned>(token - first) < static_cast<unsigned>(end - first);
+  }
   __device__ bool has(int token, int count) const { return token >= first && token + count <= end; }
-  __device__ Range within(Range other) const { return {max(first, other.first), max(max(first, other.first), min(end, other.end))}; }
+  __device__ Range within(Range other) const {
+    const int from = max(first, other.first);
+    return {from, max(from, min(end, other.end))};
+  }
 };
 
-// What tokens see of live blocks where a window limits it, queries and keys being the same tokens: a range of them each, and
-// the first few of all, which see everything. All of it is symmetric but for causality.
+// What tokens see of live blocks where a window limits it, queries and keys being the same tokens: a range of them each,
+// and the first few of all, which see everything. All of it is symmetric but for causality.
 struct Window {
   const Range* limits;    // (1 or H, T); null: there is no window
   const int32_t* places;  // (1 or H, T), by which causality goes; null: it goes by the order of tokens
@@ -191,7 +196,8 @@ struct Scoring {
   template <bool kTransposed>
   __device__ Range range_of(int token) const {
     const bool in_order = causal && !goes_by_places();
-    return kTransposed ? Range{in_order ? min(token, queries) : 0, queries} : Range{0, in_order ? min(token + 1, keys) : keys};
+    return kTransposed ? Range{in_order ? min(token, queries) : 0, queries}
+                       : Range{0, in_order ? min(token + 1, keys) : keys};
   }
 
   // From products to scores, but for the bias of keys; place(e): query and key of element e, both of which exist.
@@ -372,7 +378,9 @@ struct Seen {
   // Leaves what all 16 lines of a strip see, of which lanes l and l + 16 have line l. By a whole warp.
   __device__ __forceinline__ void restrict_to_strip(bool exists) {
     const auto of_all = [&](Range own) {
-      return Range{__reduce_max_sync(0xffffffffu, exists ? own.first : 0), __reduce_min_sync(0xffffffffu, exists ? own.end : INT32_MAX)};
+      return Range{
+          __reduce_max_sync(0xffffffffu, exists ? own.first : 0),
+          __reduce_min_sync(0xffffffffu, exists ? own.end : INT32_MAX)};
     };
     range = of_all(range);
     global = of_all(global);

@@ -399,8 +399,8 @@ void columns_on_hopper(
     const auto run = [&](auto kernel) {
       with_queue(launch, query, count, [&](const Queue& queue) {
         launch.with_shared_memory(
-            kernel, std::min(count, launch.multiprocessors()), kHopperThreads<1>, sizeof(Memory<T, kD, are_limited(kScores)>) + kPanelAlignment, p,
-            sweep, maps, queue);
+            kernel, std::min(count, launch.multiprocessors()), kHopperThreads<1>,
+            sizeof(Memory<T, kD, are_limited(kScores)>) + kPanelAlignment, p, sweep, maps, queue);
       });
     };
     if (p.grad_query_sums.data == nullptr) {

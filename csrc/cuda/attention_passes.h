@@ -20,8 +20,8 @@ struct Attention {
   Window window = {};
 };
 
-// Tiles of one side. pairs: int32 (1 or H, E, tile, 2), a bit for each pair in the blocks of 64 tokens that the entries are; on
-// Hopper.
+// Tiles of one side. pairs: int32 (1 or H, E, tile, 2), a bit for each pair in the blocks of 64 tokens that the entries
+// are; on Hopper.
 struct TileTensors {
   const Tensor &lines, &entries, &units, &cuts;
   const Tensor* pairs = nullptr;  // null: all of them count

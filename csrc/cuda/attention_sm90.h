@@ -138,7 +138,6 @@ struct Task {
   Work work;
   int steps;                // -1: there is nothing left to do
   int tokens[kHopperTile];  // of the tile; -1 where there is none
-
 };
 
 // And what its tokens see of a window, where kernels serve that; everything where there is none.
