@@ -1,0 +1,737 @@
+// Row softmax over live blocks. Schemas and shapes: csrc/library.cpp; meaning: ds_sparse/reference.py.
+//
+// `width` neighbouring threads share a token row and take its 16-byte runs in turn, whatever the size of its blocks; a
+// thread holds up to kHeld of them in registers. A warp works on as many rows of a block row at once as its own length
+// lets it. Rows that a warp cannot hold are found first, spread over the thread blocks and done by 2 to 8 warps each; those
+// that even these cannot hold are read twice, the second time mostly from cache.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+#include <vector>
+
+#include "../checks.h"
+#include "../compute.h"
+#include "launch.h"
+#include "vector.h"
+
+namespace ds_sparse {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kLanes = 32;
+constexpr int kMostRows = 8;   // of a warp: blocks are 8 or more, so that they are of one block row
+constexpr int kLongRows = 4;   // rows that a thread block takes together where a warp cannot hold one
+constexpr int kHeld = 6;
+
+// The live blocks of all heads and where their values are.
+struct Blocks {
+  const int32_t* row_offsets;
+  uint32_t layout_heads, rows, values;
+  int log_block;
+
+  // N, the live blocks of the stored layouts. Only the device knows it without a synchronisation.
+  __device__ uint32_t entries() const { return row_offsets[int64_t{layout_heads} * rows]; }
+  __device__ uint32_t heads(uint32_t entries) const { return layout_heads == 1 ? values / entries : layout_heads; }
+
+  // Entries [x, y) of block row `row` of `head`.
+  __device__ int2 entries_of(uint32_t head, uint32_t row) const {
+    const int64_t at = (layout_heads == 1 ? 0 : int64_t{head} * rows) + row;
+    return {row_offsets[at], row_offsets[at + 1]};
+  }
+
+  // Where entry n of `head` starts among the elements of the values (B, V, b, b).
+  __device__ int64_t element_of(uint32_t batch, uint32_t head, uint32_t entries, int entry) const {
+    return (int64_t{batch} * values + (layout_heads == 1 ? int64_t{head} * entries : 0) + entry) << 2 * log_block;
+  }
+};
+
+// The threads of a warp: 2^log_width to a row.
+struct Lanes {
+  static constexpr bool kHoldsRow = true;
+  int log_width;
+
+  __device__ int lane() const { return threadIdx.x & ((1 << log_width) - 1); }
+  __device__ int row() const { return threadIdx.x % kLanes >> log_width; }
+  __device__ int rows_at_once() const { return kLanes >> log_width; }
+
+  template <class A>
+  __device__ A sum(A x) const {
+    return sum_of_lanes(x, 1 << log_width);
+  }
+  template <class A>
+  __device__ A max(A x) const {
+    return max_of_lanes(x, 1 << log_width);
+  }
+};
+
+// Those of a thread block: 2^log_width to a row, two warps at least.
+struct Warps {
+  static constexpr bool kHoldsRow = false;
+  int log_width;
+  double (*exchange)[kThreads / kLanes];  // two, so that one may still be read while the other is written
+  mutable int turn = 0;
+
+  __device__ int lane() const { return threadIdx.x & ((1 << log_width) - 1); }
+  __device__ int row() const { return threadIdx.x >> log_width; }
+  __device__ int rows_at_once() const { return kThreads >> log_width; }
+
+  template <class A>
+  __device__ A sum(A x) const {
+    return combine(sum_of_lanes(x, kLanes), [](A a, A b) { return a + b; });
+  }
+  template <class A>
+  __device__ A max(A x) const {
+    return combine(max_of_lanes(x, kLanes), [](A a, A b) { return ::max(a, b); });
+  }
+
+ private:
+  template <class A, class F>
+  __device__ A combine(A x, const F& f) const {
+    A* of_warp = reinterpret_cast<A*>(exchange[turn]);
+    turn ^= 1;
+    if (threadIdx.x % kLanes == 0) {
+      of_warp[threadIdx.x / kLanes] = x;
+    }
+    __syncthreads();
+    of_warp += row() << log_width - log2_of(kLanes);
+    x = of_warp[0];
+    for (int i = 1; i < 1 << (log_width - log2_of(kLanes)); ++i) {
+      x = f(x, of_warp[i]);
+    }
+    return x;
+  }
+};
+
+// The log of the smallest number of threads that hold `runs` runs with `held` each; a power of two between the given ones.
+__device__ __forceinline__ int log_width_for(uint32_t runs, int held, int least, int most) {
+  int log = least;
+  while (log < most && (held << log) < runs) {
+    ++log;
+  }
+  return log;
+}
+
+// Rows of one block row: where they are, and their elements as `count` runs of 16 bytes each.
+template <class T>
+struct Rows {
+  static constexpr int kLogRun = log2_of(kRun<T>);
+  uint32_t batch, head, row, first_within;
+  int64_t first_run;
+  int first_entry, count, log_block;
+
+  // The first row is number `first` of the token rows of all heads and batches.
+  __device__ Rows(const Blocks& blocks, uint32_t entries, uint32_t heads, int64_t first) : log_block(blocks.log_block) {
+    // Block rows of all heads and batches are fewer than 2^32.
+    const uint32_t line = static_cast<uint32_t>(first >> log_block), matrix = line / blocks.rows;
+    row = line % blocks.rows;
+    batch = matrix / heads;
+    head = matrix % heads;
+    first_within = static_cast<uint32_t>(first) & ((1u << log_block) - 1);
+    const int2 of_row = blocks.entries_of(head, row);
+    first_entry = of_row.x;
+    first_run = (blocks.element_of(batch, head, entries, of_row.x) >> kLogRun) + (first_within << log_runs());
+    count = (of_row.y - of_row.x) << log_runs();
+  }
+
+  __device__ bool is_long() const { return count > kHeld * kLanes; }
+  __device__ int log_runs() const { return log_block - kLogRun; }
+  __device__ uint32_t token(int number) const { return (row << log_block) + first_within + number; }
+  __device__ int within_block(int run) const { return run & ((1 << log_runs()) - 1); }
+  // The place of row `number`'s first run among all of a tensor, and of its others counted from there.
+  __device__ int64_t place(int number) const { return first_run + (number << log_runs()); }
+  __device__ uint32_t offset(int run) const {
+    return (static_cast<uint32_t>(run >> log_runs()) << (log_block + log_runs())) + within_block(run);
+  }
+  __device__ int column(int run, const int32_t* columns) const {
+    return (columns[first_entry + (run >> log_runs())] << log_block) + (within_block(run) << kLogRun);
+  }
+
+  // Calls f(i, run) for the thread's share, i < kHeld, of the runs from `first` on; those that no thread of the row has
+  // are left out. With the last of the others, `run` may not be there.
+  template <class Team, class F>
+  __device__ __forceinline__ void for_each_run(const Team& team, int first, const F& f) const {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int start = first + (i << team.log_width);
+      if (start < count) {
+        f(i, start + team.lane());
+      }
+    }
+  }
+};
+
+// Calls f(rows, how many they are, team) for all token rows, shared out over the grid, long ones first.
+template <class T, class F>
+__device__ __forceinline__ void for_all_rows(const Blocks& blocks, int64_t batch, const F& f) {
+  __shared__ double exchange[2][kThreads / kLanes];
+  __shared__ uint32_t long_ones[kThreads / kLanes];
+  const uint32_t entries = blocks.entries(), heads = blocks.heads(entries);
+  const int64_t token_rows = (batch * heads * blocks.rows) << blocks.log_block;
+  const int warp = threadIdx.x / kLanes;
+
+  // Task number `first` + i * gridDim.x is thread i's to look at, and the thread block's to do.
+  for (int64_t first = blockIdx.x; first < token_rows / kLongRows; first += int64_t{gridDim.x} * kThreads) {
+    const auto rows_of = [&](int i) {
+      return Rows<T>(blocks, entries, heads, (first + int64_t{gridDim.x} * i) * kLongRows);
+    };
+    const bool exists = first + int64_t{gridDim.x} * threadIdx.x < token_rows / kLongRows;
+    const uint32_t of_warp = __ballot_sync(0xffffffffu, exists && rows_of(threadIdx.x).is_long());
+    if (threadIdx.x % kLanes == 0) {
+      long_ones[warp] = of_warp;
+    }
+    __syncthreads();
+    for (int w = 0; w < kThreads / kLanes; ++w) {
+      for (uint32_t ones = long_ones[w]; ones != 0; ones &= ones - 1) {
+        const Rows<T> rows = rows_of(w * kLanes + __ffs(ones) - 1);
+        const int log_width = log_width_for(rows.count, kHeld, log2_of(2 * kLanes), log2_of(kThreads));
+
+      }
+    }
+    __syncthreads();
+  }
+
+  // Rows of average length leave some of what a warp can hold free for those that are longer.
+  const uint32_t lines = blocks.layout_heads * blocks.rows, runs = (entries << blocks.log_block) / kRun<T>;
+  const int least = log_width_for((runs + lines - 1) / lines, kHeld - 1, log2_of(kLanes / kMostRows), log2_of(kLanes));
+  const int at_once = kLanes >> least;
+  const int64_t step = int64_t{gridDim.x} * (kThreads / kLanes) * at_once;
+  for (int64_t first = (int64_t{blockIdx.x} * (kThreads / kLanes) + warp) * at_once; first < token_rows; first += step) {
+    const Rows<T> rows(blocks, entries, heads, first);
+    if (rows.count > 0 && !rows.is_long()) {
+      f(rows, at_once, Lanes{log_width_for(rows.count, kHeld, least, log2_of(kLanes))});
+    }
+  }
+}
+
+// Something added to the scores, or a mask to keep where true, of shape (B or 1, H or 1, T or 1, S): strides are 0
+// where the size is 1. `data` is null where there is none.
+struct Bias {
+  const void* data;
+  bool keeps;
+  int64_t batch, head, token, column;
+};
+
+// Those that are there come first.
+struct Biases {
+  Bias bias[3];
+};
+
+template <class A>
+__device__ __forceinline__ A infinity() {
+  return std::numeric_limits<A>::infinity();
+}
+
+// The scaled score. A finite one that overflows downwards stays finite: only -inf masks.
+template <class A>
+__device__ __forceinline__ A scaled(A score, A scale) {
+  const A product = score * scale;
+  return product == -infinity<A>() && isfinite(score) ? std::numeric_limits<A>::lowest() : product;
+}
+
+template <class A>
+__device__ __forceinline__ A biased(A logit, A bias) {
+  if (logit == -infinity<A>() || bias == -infinity<A>()) {
+    return -infinity<A>();
+  }
+  const A sum = logit + bias;
+  return sum == -infinity<A>() ? std::numeric_limits<A>::lowest() : sum;
+}
+
+// x * scale for a run.
+template <class A, int Count>
+__device__ __forceinline__ void scale_run(A (&x)[Count], A scale) {
+  const bool may_overflow = !(abs(scale) <= 1);
+#pragma unroll
+  for (A& score : x) {
+    score = may_overflow ? scaled(score, scale) : score * scale;
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void add_run(const Run<T, kRun<T>>& bias, Compute<T> (&logits)[kRun<T>]) {
+  using A = Compute<T>;
+  A sums[kRun<T>];
+  bool dropped = false;  // rare; only then it matters whether a sum overflowed
+#pragma unroll
+  for (int i = 0; i < kRun<T>; ++i) {
+    sums[i] = logits[i] + static_cast<A>(bias.element[i]);
+    dropped |= sums[i] == -infinity<A>();
+  }
+  if (dropped) {
+#pragma unroll
+    for (int i = 0; i < kRun<T>; ++i) {
+      sums[i] = biased(logits[i], static_cast<A>(bias.element[i]));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kRun<T>; ++i) {
+    logits[i] = sums[i];
+  }
+}
+
+// What exponents are taken relative to: the largest logit, or 0 where all are -inf, so that exp gives 0 and not NaN.
+template <class A>
+__device__ __forceinline__ A finite_reference(A largest) {
+  return largest == -infinity<A>() ? A(0) : largest;
+}
+
+template <class A>
+constexpr A kLog2E = 1.4426950408889634;
+
+// 2^(scale * (x - reference)).
+template <class A>
+__device__ __forceinline__ A power_of_difference(A x, A reference, A scale) {
+  if constexpr (std::is_same_v<A, float>) {
+    // exp2f brings back results below 2^-126, which is not worth its instructions here.
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"((x - reference) * scale));
+    return power;
+  } else {
+    return exp2((x - reference) * scale);
+  }
+}
+
+template <class A, int Count>
+__device__ __forceinline__ void mask(A (&logits)[Count]) {
+#pragma unroll
+  for (A& logit : logits) {
+    logit = -infinity<A>();
+  }
+}
+
+template <class A, int Count>
+__device__ __forceinline__ A largest_of(const A (&x)[Count]) {
+  A largest = x[0];
+#pragma unroll
+  for (int i = 1; i < Count; ++i) {
+    largest = max(largest, x[i]);
+  }
+  return largest;
+}
+
+template <class T>
+struct Forward {
+  const uint4* scores;
+  uint4* probs;
+  Blocks blocks;
+  const int32_t* columns;
+  int64_t batch;
+  Biases biases;
+  Compute<T> scale;
+  bool causal;
+};
+
+// kPlain: scale is positive, and there is nothing else. Then it is left to the exponents, whose differences it scales.
+template <class T, bool kPlain>
+__global__ void __launch_bounds__(kThreads, kPlain ? 3 : 2) softmax_forward_kernel(
+    const __grid_constant__ Forward<T> p) {
+  using A = Compute<T>;
+  const A exponent_scale = kPlain ? p.scale * kLog2E<A> : kLog2E<A>;
+  for_all_rows<T>(p.blocks, p.batch, [&](const Rows<T>& rows, int many, const auto& team) {
+    const int held = kHeld << team.log_width;
+    for (int row = team.row(); row < many; row += team.rows_at_once()) {
+      const uint4* from = p.scores + rows.place(row);
+      uint4* to = p.probs + rows.place(row);
+      A logits[kHeld][kRun<T>];
+      // Reads the runs from `first` on and says which is the thread's largest logit.
+      const auto read = [&](int first) {
+        uint4 runs[kHeld];
+        A largest = -infinity<A>();
+        rows.for_each_run(team, first, [&](int i, int run) {
+          if (run < rows.count) {
+            runs[i] = load_once(from + rows.offset(run));
+          }
+        });
+        rows.for_each_run(team, first, [&](int i, int run) {
+          unpack<T>(runs[i], logits[i]);
+          if (!kPlain) {
+            scale_run(logits[i], p.scale);
+          } else {
+            if (run >= rows.count) {
+              mask(logits[i]);
+            }
+            largest = max(largest, largest_of(logits[i]));
+          }
+        });
+        if constexpr (kPlain) {
+          return largest;
+        }
+        int column[kHeld];
+        rows.for_each_run(team, first, [&](int i, int run) {
+          column[i] = run < rows.count ? rows.column(run, p.columns) : 0;
+        });
+        const int token = rows.token(row);
+        // Those that are there come first.
+#pragma unroll 1
+        for (const Bias* bias = p.biases.bias; bias < p.biases.bias + 3 && bias->data != nullptr; ++bias) {
+          const int64_t of_row = rows.batch * bias->batch + rows.head * bias->head + token * bias->token;
+          if (bias->keeps) {
+            const uint8_t* data = static_cast<const uint8_t*>(bias->data) + of_row;
+            rows.for_each_run(team, first, [&](int i, int) {
+              const auto keep = load_run<kRun<T>>(data + column[i] * bias->column, bias->column);
+#pragma unroll
+              for (int e = 0; e < kRun<T>; ++e) {
+                logits[i][e] = keep.element[e] != 0 ? logits[i][e] : -infinity<A>();
+              }
+            });
+          } else {
+            const T* data = static_cast<const T*>(bias->data) + of_row;
+            rows.for_each_run(team, first, [&](int i, int) {
+              add_run(load_run<kRun<T>>(data + column[i] * bias->column, bias->column), logits[i]);
+            });
+          }
+        }
+        rows.for_each_run(team, first, [&](int i, int run) {
+          if (run >= rows.count) {
+            mask(logits[i]);
+          } else if (p.causal) {
+#pragma unroll
+            for (int e = 0; e < kRun<T>; ++e) {
+              logits[i][e] = column[i] + e > token ? -infinity<A>() : logits[i][e];
+            }
+          }
+          largest = max(largest, largest_of(logits[i]));
+        });
+        return largest;
+      };
+      const auto to_powers = [&](int first, A reference) {
+        rows.for_each_run(team, first, [&](int i, int) {
+#pragma unroll
+          for (A& logit : logits[i]) {
+            logit = power_of_difference(logit, reference, exponent_scale);
+          }
+        });
+      };
+      A largest = -infinity<A>(), reference = 0, sum = 0;
+      const auto add = [&](int first) {
+        const A larger = max(largest, team.max(read(first)));
+        reference = finite_reference(larger);
+        sum *= power_of_difference(largest, reference, exponent_scale);
+        largest = larger;
+        to_powers(first, reference);
+        rows.for_each_run(team, first, [&](int i, int) {
+#pragma unroll
+          for (const A power : logits[i]) {
+            sum += power;
+          }
+        });
+      };
+      const auto write = [&](int first, A factor) {
+        rows.for_each_run(team, first, [&](int i, int run) {
+          if (run < rows.count) {
+#pragma unroll
+            for (A& power : logits[i]) {
+              power *= factor;
+            }
+            to[rows.offset(run)] = pack<T>(logits[i]);
+          }
+        });
+      };
+
+      add(0);
+      bool reads_again = false;
+      if constexpr (!std::remove_reference_t<decltype(team)>::kHoldsRow) {
+        reads_again = rows.count > held;
+        for (int first = held; first < rows.count; first += held) {
+          add(first);
+        }
+      }
+      sum = team.sum(sum);
+      const A factor = sum == 0 ? A(0) : 1 / sum;
+      if (!reads_again) {
+        write(0, factor);
+        continue;
+      }
+      for (int first = 0; first < rows.count; first += held) {
+        read(first);
+        to_powers(first, reference);
+        write(first, factor);
+      }
+    }
+  });
+}
+
+template <class T>
+struct Backward {
+  const uint4* grad;
+  const uint4* probs;
+  uint4* grad_scores;
+  Blocks blocks;
+  int64_t batch;
+  Compute<T> scale;
+};
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 3) softmax_backward_kernel(const __grid_constant__ Backward<T> p) {
+  using A = Compute<T>;
+  for_all_rows<T>(p.blocks, p.batch, [&](const Rows<T>& rows, int many, const auto& team) {
+    const int held = kHeld << team.log_width;
+    for (int row = team.row(); row < many; row += team.rows_at_once()) {
+      const int64_t place = rows.place(row);
+      uint4 grads[kHeld], ps[kHeld];
+      const auto read = [&](int first) {
+        rows.for_each_run(team, first, [&](int i, int run) {
+          grads[i] = ps[i] = uint4{};
+          if (run < rows.count) {
+            grads[i] = load_once(p.grad + place + rows.offset(run));
+            ps[i] = load_once(p.probs + place + rows.offset(run));
+          }
+        });
+      };
+      A dot = 0;
+      const auto add = [&](int first) {
+        read(first);
+        rows.for_each_run(team, first, [&](int i, int) {
+          A grad[kRun<T>], prob[kRun<T>];
+          unpack<T>(grads[i], grad);
+          unpack<T>(ps[i], prob);
+#pragma unroll
+          for (int e = 0; e < kRun<T>; ++e) {
+            dot += grad[e] * prob[e];
+          }
+        });
+      };
+      const auto write = [&](int first) {
+        rows.for_each_run(team, first, [&](int i, int run) {
+          if (run < rows.count) {
+            A grad[kRun<T>], prob[kRun<T>];
+            unpack<T>(grads[i], grad);
+            unpack<T>(ps[i], prob);
+#pragma unroll
+            for (int e = 0; e < kRun<T>; ++e) {
+              grad[e] = p.scale * prob[e] * (grad[e] - dot);
+            }
+            p.grad_scores[place + rows.offset(run)] = pack<T>(grad);
+          }
+        });
+      };
+
+      add(0);
+      bool reads_again = false;
+      if constexpr (!std::remove_reference_t<decltype(team)>::kHoldsRow) {
+        reads_again = rows.count > held;
+        for (int first = held; first < rows.count; first += held) {
+          add(first);
+        }
+      }
+      dot = team.sum(dot);
+      if (!reads_again) {
+        write(0);
+        continue;
+      }
+      for (int first = 0; first < rows.count; first += held) {
+        read(first);
+        write(first);
+      }
+    }
+  });
+}
+
+// Sizes of the gradient of a bias: (B or 1, H or 1, T or 1, S).
+struct BiasShape {
+  int64_t batch, heads, tokens, columns;
+};
+
+// [first, last) of a dimension of `size`: the one that is given, or all where the bias has 1.
+struct Range {
+  int64_t first, last;
+  __device__ Range(int64_t given, int64_t bias_size, int64_t size)
+      : first(bias_size == 1 ? 0 : given), last(bias_size == 1 ? size : given + 1) {}
+};
+
+// One output element a thread. Where tokens are summed, threadIdx.y shares out the block rows, and the shares are added
+// in order, in fp64: the terms are many, one after the other, and may cancel. A thread finds the entry of its own
+// column in a block row by bisection: dead blocks are not read.
+template <class T>
+__global__ void softmax_bias_backward_kernel(
+    const T* __restrict__ values, Compute<T>* __restrict__ grad_bias, Blocks blocks,
+    const int32_t* __restrict__ columns, int64_t batch, int64_t heads, BiasShape shape) {
+  __shared__ double shares[kThreads];
+  const bool sums_tokens = shape.tokens == 1;
+  const int64_t outputs = shape.batch * shape.heads * shape.tokens * shape.columns;
+  const int64_t block = int64_t{1} << blocks.log_block;
+  const uint32_t entries_of_all = blocks.entries();
+  for (int64_t start = blockIdx.x * int64_t{blockDim.x}; start < outputs; start += gridDim.x * int64_t{blockDim.x}) {
+    const int64_t output = start + threadIdx.x;
+    double sum = 0;
+    if (output < outputs) {
+      const int64_t column = output % shape.columns;
+      const int64_t token = output / shape.columns % shape.tokens;
+      const Range over_heads(output / shape.columns / shape.tokens % shape.heads, shape.heads, heads);
+      const Range over_batch(output / shape.columns / shape.tokens / shape.heads, shape.batch, batch);
+      const Range over_rows(token / block, shape.tokens, blocks.rows);
+      const Range over_tokens(token % block, shape.tokens, block);
+      for (int64_t head = over_heads.first; head < over_heads.last; ++head) {
+        for (int64_t row = over_rows.first + threadIdx.y; row < over_rows.last; row += blockDim.y) {
+          const int2 entries = blocks.entries_of(head, row);
+          int low = entries.x, high = entries.y;
+          while (low < high) {
+            const int middle = low + (high - low) / 2;
+            if (columns[middle] < column / block) {
+              low = middle + 1;
+            } else {
+              high = middle;
+            }
+          }
+          if (low == entries.y || columns[low] != column / block) {
+            continue;
+          }
+          for (int64_t b = over_batch.first; b < over_batch.last; ++b) {
+            const T* value = values + blocks.element_of(b, head, entries_of_all, low) + column % block;
+            for (int64_t t = over_tokens.first; t < over_tokens.last; ++t) {
+              sum += static_cast<Compute<T>>(value[t * block]);
+            }
+          }
+        }
+      }
+    }
+    if (sums_tokens) {
+      shares[threadIdx.y * blockDim.x + threadIdx.x] = sum;
+      __syncthreads();
+      for (unsigned y = 1; threadIdx.y == 0 && y < blockDim.y; ++y) {
+        sum += shares[y * blockDim.x + threadIdx.x];
+      }
+      __syncthreads();
+    }
+    if (threadIdx.y == 0 && output < outputs) {
+      grad_bias[output] = static_cast<Compute<T>>(sum);
+    }
+  }
+}
+
+// Calls f with a zero of the element type.
+template <class F>
+void with_element_type(const Tensor& x, const F& f) {
+  switch (x.scalar_type()) {
+    case ScalarType::Half:
+      return f(__half{});
+    case ScalarType::BFloat16:
+      return f(__nv_bfloat16{});
+    case ScalarType::Float:
+      return f(float{});
+    case ScalarType::Double:
+      return f(double{});
+    default:
+      check(false, "softmax takes float16, bfloat16, float32 and float64 on CUDA.");
+  }
+}
+
+Blocks blocks_of(const Tensor& values, const Tensor& row_offsets, int64_t layout_heads, int64_t block) {
+  const int64_t rows = (row_offsets.size(0) - 1) / layout_heads;
+  return {
+      row_offsets.const_data_ptr<int32_t>(), static_cast<uint32_t>(layout_heads), static_cast<uint32_t>(rows),
+      static_cast<uint32_t>(values.size(1)), log2_of(block)};
+}
+
+// A few runs a thread, and at most several times what the device holds at once: rows differ in length.
+int64_t thread_blocks(const Tensor& values, const Launcher& launch) {
+  const int64_t runs = values.numel() * static_cast<int64_t>(values.element_size()) / 16;
+  return std::min((runs + 2 * kThreads - 1) / (2 * kThreads), launch.multiprocessors() * 24);
+}
+
+// `x` is (B or 1, H or 1, T or 1, S), or (B or 1, S) with 2 dimensions.
+Bias bias_of(
+    const std::optional<Tensor>& x, int64_t dimensions, const Tensor& scores, int64_t heads, int64_t tokens,
+    const char* name) {
+  if (!x.has_value()) {
+    return {};
+  }
+  check_dim(*x, dimensions, name);
+  check_bias(*x, scores, heads, tokens, name);
+  const auto stride = [&](int64_t dim) { return x->size(dim) == 1 ? 0 : x->stride(dim); };
+  const bool keeps = x->scalar_type() == ScalarType::Bool;
+  if (dimensions == 2) {
+    return {x->const_data_ptr(), keeps, stride(0), 0, 0, stride(1)};
+  }
+  return {x->const_data_ptr(), keeps, stride(0), stride(1), stride(2), stride(3)};
+}
+
+Tensor softmax_forward(
+    const Tensor& scores, const std::optional<Tensor>& rpe, const std::optional<Tensor>& key_padding_mask,
+    const std::optional<Tensor>& attn_mask, const Tensor& row_offsets, const Tensor& columns, int64_t layout_heads,
+    int64_t block, double scale, bool causal) {
+  check_block(block);
+  check_values(scores, block, "scores");
+  check_list(columns, scores, "columns");
+  Tensor probs = torch::stable::new_empty(scores, scores.sizes());
+  if (probs.numel() == 0) {
+    return probs;
+  }
+  const int64_t heads = heads_of(scores.size(1), columns.size(0), layout_heads);
+  check_lists(row_offsets, layout_heads, heads, scores);
+  const int64_t tokens = (row_offsets.size(0) - 1) / layout_heads * block;
+  const Bias all[] = {
+      bias_of(rpe, 4, scores, heads, tokens, "rpe"),
+      bias_of(key_padding_mask, 2, scores, heads, tokens, "key_padding_mask"),
+      bias_of(attn_mask, 4, scores, heads, tokens, "attn_mask")};
+  Biases biases{};
+  std::copy_if(std::begin(all), std::end(all), biases.bias, [](const Bias& bias) { return bias.data != nullptr; });
+  const bool plain = biases.bias[0].data == nullptr && !causal && scale > 0;
+  const Launcher launch(scores);
+  const Tensor aligned_scores = launch.aligned(scores);
+  with_element_type(scores, [&](auto zero) {
+    using T = decltype(zero);
+    const Forward<T> arguments{
+        static_cast<const uint4*>(aligned_scores.const_data_ptr()), static_cast<uint4*>(probs.mutable_data_ptr()),
+        blocks_of(scores, row_offsets, layout_heads, block), columns.const_data_ptr<int32_t>(), scores.size(0), biases,
+        static_cast<Compute<T>>(scale), causal};
+    launch(
+        plain ? softmax_forward_kernel<T, true> : softmax_forward_kernel<T, false>, thread_blocks(scores, launch), kThreads,
+        arguments);
+  });
+  return probs;
+}
+
+Tensor softmax_backward(
+    const Tensor& grad, const Tensor& probs, const Tensor& row_offsets, int64_t layout_heads, int64_t block,
+    double scale) {
+  check_block(block);
+  check_values(probs, block, "probs");
+  check_values_like(grad, probs, block, "grad");
+  check_lists(row_offsets, layout_heads, layout_heads, probs);
+  Tensor grad_scores = torch::stable::new_empty(probs, probs.sizes());
+  const Launcher launch(probs);
+  const Tensor aligned_grad = launch.aligned(grad), aligned_probs = launch.aligned(probs);
+  with_element_type(probs, [&](auto zero) {
+    using T = decltype(zero);
+    const Backward<T> arguments{
+        static_cast<const uint4*>(aligned_grad.const_data_ptr()),
+        static_cast<const uint4*>(aligned_probs.const_data_ptr()),
+        static_cast<uint4*>(grad_scores.mutable_data_ptr()), blocks_of(probs, row_offsets, layout_heads, block),
+        probs.size(0), static_cast<Compute<T>>(scale)};
+    launch(softmax_backward_kernel<T>, thread_blocks(probs, launch), kThreads, arguments);
+  });
+  return grad_scores;
+}
+
+Tensor softmax_bias_backward(
+    const Tensor& values, const Tensor& row_offsets, const Tensor& columns, int64_t layout_heads, int64_t heads,
+    int64_t block, const std::vector<int64_t>& shape) {
+  check_bias_backward(values, row_offsets, columns, layout_heads, heads, block, shape);
+  const bool is_double = values.scalar_type() == ScalarType::Double;
+  Tensor grad_bias = torch::stable::new_empty(values, shape, is_double ? ScalarType::Double : ScalarType::Float);
+  const Launcher launch(values);
+  const dim3 threads = shape[2] == 1 ? dim3(8, kThreads / 8) : dim3(kThreads);
+  with_element_type(values, [&](auto zero) {
+    using T = decltype(zero);
+    launch(
+        softmax_bias_backward_kernel<T>, (grad_bias.numel() + threads.x - 1) / threads.x, threads,
+        static_cast<const T*>(values.const_data_ptr()), static_cast<Compute<T>*>(grad_bias.mutable_data_ptr()),
+        blocks_of(values, row_offsets, layout_heads, block), columns.const_data_ptr<int32_t>(), values.size(0), heads,
+        BiasShape{shape[0], shape[1], shape[2], shape[3]});
+  });
+  return grad_bias;
+}
+
+}  // namespace
+}  // namespace ds_sparse
+
+STABLE_TORCH_LIBRARY_IMPL(ds_sparse, CUDA, m) {
+  m.impl("softmax_forward", TORCH_BOX(&ds_sparse::softmax_forward));
+  m.impl("softmax_backward", TORCH_BOX(&ds_sparse::softmax_backward));
+  m.impl("softmax_bias_backward", TORCH_BOX(&ds_sparse::softmax_bias_backward));
+}
