@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <limits>
 #include <optional>
+#include <type_traits>
 #include <vector>
 
 #include "../checks.h"
@@ -189,13 +190,15 @@ __device__ __forceinline__ void for_all_rows(const Blocks& blocks, int64_t batch
         const Rows<T> rows = rows_of(w * kLanes + __ffs(ones) - 1);
         const int log_width = log_width_for(rows.count, kHeld, log2_of(2 * kLanes), log2_of(kThreads));
         f(rows, kLongRows, Warps{log_width, exchange});
+        __syncthreads();  // the next ones exchange from the first place again
       }
     }
     __syncthreads();
   }
 
   // Rows of average length leave some of what a warp can hold free for those that are longer.
-  const uint32_t lines = blocks.layout_heads * blocks.rows, runs = (entries << blocks.log_block) / kRun<T>;
+  const int64_t lines = int64_t{blocks.layout_heads} * blocks.rows;
+  const int64_t runs = (int64_t{entries} << blocks.log_block) / kRun<T>;
   const int least = log_width_for((runs + lines - 1) / lines, kHeld - 1, log2_of(kLanes / kMostRows), log2_of(kLanes));
   const int at_once = kLanes >> least;
   const int64_t step = int64_t{gridDim.x} * (kThreads / kLanes) * at_once;
