@@ -158,7 +158,7 @@ Tensor matmul_sdd(
   };
   if (takes_sdd_on_hopper(launch, a, b, block)) {
     sdd_on_hopper(
-        launch, a, b, out, lists_for(static_cast<int>(block / 64), 32), columns.const_data_ptr<int32_t>(), layout_heads,
+        launch, a, b, out, lists_for(static_cast<int>(block > 64 ? block / 64 : 1), 32), columns.const_data_ptr<int32_t>(), layout_heads,
         block);
     return out;
   }

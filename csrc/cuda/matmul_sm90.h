@@ -1,6 +1,5 @@
 // What products with live blocks on Hopper share. A warp copies tiles of 64 x 64 (copy engine) into a ring of stages and
-// says of each what is to be done with it; a warpgroup multiplies and stores, again by the copy engine. Blocks are 64 or
-// more, so that a tile lies in one of them.
+// says of each what is to be done with it; a warpgroup multiplies and stores, again by the copy engine.
 
 #pragma once
 
@@ -64,6 +63,12 @@ __device__ __forceinline__ void store_box(
       "r"(shared_address(from)), "r"(column), "r"(token), "r"(head), "r"(batch)
       : "memory");
 }
+// The same to adjacent bytes, a multiple of 16 from and to multiples of 16.
+__device__ __forceinline__ void store_bytes(void* to, const void* from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
+               "r"(bytes)
+               : "memory");
+}
 __device__ __forceinline__ void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until what all but the newest kNewer groups of this thread's stores read is free again.
 template <int kNewer>
@@ -97,6 +102,15 @@ __device__ __forceinline__ void store_matrices_transposed(void* row, const uint3
                : "memory");
 }
 
+// The j-th 16 columns of a warp's 16 lines of sums, rounded: four 8 x 8 matrices, those of the upper lines first.
+template <class T, int kCount>
+__device__ __forceinline__ void round_columns(uint32_t (&to)[4], const float (&sums)[kCount], int j) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    to[e] = round_pair<T>(sums[8 * j + 2 * e], sums[8 * j + 2 * e + 1]);
+  }
+}
+
 // Rounds a warp's 16 x kN sums and writes them to panels: its lines of each, or, transposed, its columns.
 template <int kN, class T>
 __device__ __forceinline__ void store_to_panels(T* panels, const float (&sums)[kN / 2], bool transposed) {
@@ -104,10 +118,7 @@ __device__ __forceinline__ void store_to_panels(T* panels, const float (&sums)[k
 #pragma unroll
   for (int j = 0; j < kN / 16; ++j) {
     uint32_t rounded[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      rounded[e] = round_pair<T>(sums[8 * j + 2 * e], sums[8 * j + 2 * e + 1]);
-    }
+    round_columns<T>(rounded, sums, j);
     T* panel = panels + j / 4 * kTileElements;
     // Runs of 8 elements are swapped within a line, differently in each of eight lines: the swizzle.
     if (transposed) {
@@ -117,6 +128,19 @@ __device__ __forceinline__ void store_to_panels(T* panels, const float (&sums)[k
       const int line = first + lane % 16, run = (j % 4 * 2 + lane / 16) ^ line % 8;
       store_matrices(panel + line * kPanel + run * 8, rounded);
     }
+  }
+}
+
+// Rounds the sums of 64 x kBlock, lines of which are columns of blocks, and writes them as blocks one after the other.
+template <int kBlock, class T>
+__device__ __forceinline__ void store_as_blocks(T* blocks, const float (&sums)[kBlock / 2]) {
+  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16;
+  T* to = blocks + first / kBlock * kBlock * kBlock + first % kBlock + lane / 8 % 2 * 8;
+#pragma unroll
+  for (int j = 0; j < kBlock / 16; ++j) {
+    uint32_t rounded[4];
+    round_columns<T>(rounded, sums, j);
+    store_matrices_transposed(to + (16 * j + lane / 16 * 8 + lane % 8) * kBlock, rounded);
   }
 }
 
