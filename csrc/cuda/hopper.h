@@ -122,13 +122,18 @@ __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kNewer) : "memory");
 }
 
-// A panel of a tile as an operand, 128-byte swizzle. `groups_apart`: bytes between groups of 8 lines; `panels_apart`: between panels, where
+// The swizzle of lines of 128, 64 or 32 bytes, as a descriptor has it.
+enum class Swizzle : uint32_t { k128 = 1, k64 = 2, k32 = 3 };
+
+// A panel of a tile as an operand. `groups_apart`: bytes between groups of 8 lines; `panels_apart`: between panels, where
 // an operand's lines run along the product's n.
 struct Operand {
   uint32_t low, high;
 
-  __device__ __forceinline__ explicit Operand(const void* panel, uint32_t panels_apart = 0, uint32_t groups_apart = 1024)
-      : low((panels_apart >> 4) << 16 | shared_address(panel) >> 4), high(1u << 30 | groups_apart >> 4) {}
+  __device__ __forceinline__ explicit Operand(
+      const void* panel, uint32_t panels_apart = 0, uint32_t groups_apart = 1024, Swizzle swizzle = Swizzle::k128)
+      : low((panels_apart >> 4) << 16 | shared_address(panel) >> 4),
+        high(static_cast<uint32_t>(swizzle) << 30 | groups_apart >> 4) {}
 
   // So many bytes on.
   __device__ __forceinline__ Operand operator+(uint32_t bytes) const {

@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <optional>
 #include <type_traits>
 
@@ -208,7 +209,7 @@ Tensor matmul_dsd(
     return out;
   }
   const Launcher launch(dense);
-  const bool on_hopper = takes_dsd_on_hopper(launch, values, dense, block);
+  const bool on_hopper = takes_dsd_on_hopper(launch, values, dense, block, transpose_result);
   with_types(values, allow_tf32, [&](auto zero, auto fast) {
     using T = decltype(zero);
     constexpr bool kFast = decltype(fast)::value;
@@ -242,7 +243,8 @@ Tensor matmul_dsd(
     };
     if constexpr (sizeof(T) == 2) {
       if (on_hopper) {
-        int size = window_size(live * batch * heads / layout_heads, block, block / 64, launch.multiprocessors(), 16);
+        int size = window_size(
+            live * batch * heads / layout_heads, block, std::max<int64_t>(1, block / 64), launch.multiprocessors(), 16);
         // Lines of about average length are not cut.
         while (size < 2 * live / lines) {
           size *= 2;
