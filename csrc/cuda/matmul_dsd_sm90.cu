@@ -264,7 +264,7 @@ bool takes_dsd_on_hopper(
     const Launcher& launch, const Tensor& values, const Tensor& dense, int64_t block, bool transpose_result) {
   const int64_t width = dense.size(3);
   return launch.is_hopper() && dense.element_size() == 2 && block >= 16 && width <= kMostDepth && width % 8 == 0 &&
-         takes_boxes(values) &&
+         values.numel() > 0 && takes_boxes(values) &&
          (takes_boxes(dense) ? block >= kTile || !transpose_result
                              : block >= kTile && takes_boxes(torch::stable::transpose(dense, 2, 3)));
 }
