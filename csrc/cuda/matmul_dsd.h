@@ -46,7 +46,8 @@ struct Product {
   __host__ __device__ int64_t windows_of_all() const { return batch * heads_apart() * lists.windows(); }
 };
 
-// matmul_dsd_sm90.cu. Whether it takes these operands, which have been checked; and the product, but for adding up parts.
+// matmul_dsd_sm90.cu. Whether it takes these operands, which have been checked; and the product, but for adding up
+// parts.
 bool takes_dsd_on_hopper(
     const Launcher& launch, const Tensor& values, const Tensor& dense, int64_t block, bool transpose_result);
 template <class T>

@@ -1,8 +1,8 @@
-// Sparse @ dense for blocks of 16 and more, on Hopper, 16-bit types, up to 128 columns. A thread block takes a window of
-// the live blocks (windows.h) and, of each line, up to 64 rows. 64 tokens are summed over at a time, gathered from as many
-// blocks as that takes. Blocks may be transposed: products take both. Where there are 64 rows they are the left operand,
-// either dimension of the dense one may be adjacent and the result may be transposed, too; else the dense operand is on
-// the left and the product comes out transposed.
+// Sparse @ dense for blocks of 16 and more, on Hopper, 16-bit types, up to 128 columns. A thread block takes a window
+// of the live blocks (windows.h) and, of each line, up to 64 rows. 64 tokens are summed over at a time, gathered from as
+// many blocks as that takes. Blocks may be transposed: products take both. Where there are 64 rows they are the left
+// operand, either dimension of the dense one may be adjacent and the result may be transposed, too; else the dense
+// operand is on the left and the product comes out transposed.
 
 #include <torch/csrc/stable/ops.h>
 
@@ -19,7 +19,7 @@ using namespace hopper;
 // What a stage is for.
 struct Step {
   int64_t window_of_all;
-  int batch, head, token, row;  // where the result goes, its first token and that of the line; batch is -1 after the last
+  int batch, head, token, row;  // where the result goes: its first token, and that within the line; batch -1 is the end
   Part part;
   bool first, last;  // of a line
   bool empty;        // the line has no block
@@ -38,7 +38,8 @@ struct Memory {
 
 template <class T, int kN, int kRows>
 __device__ __forceinline__ void copy_all(
-    const Product<T>& p, Memory<T, kN, kRows>& memory, const CUtensorMap* values, const CUtensorMap* dense, bool dense_is_lines) {
+    const Product<T>& p, Memory<T, kN, kRows>& memory, const CUtensorMap* values, const CUtensorMap* dense,
+    bool dense_is_lines) {
   using M = Memory<T, kN, kRows>;
   const bool elected = threadIdx.x % 32 == 0;
   const int block = 1 << p.log_block, windows = p.lists.windows(), row_tiles = block / kRows;
@@ -85,8 +86,8 @@ __device__ __forceinline__ void copy_all(
             for (int panel = 0; panel < M::kPanels; ++panel) {
               const int column = panel * kPanel;
               copy_box(
-                  memory.dense[place.stage][panel] + i * kRows * kPanel, dense, &there, dense_is_lines ? column : tokens[i],
-                  dense_is_lines ? tokens[i] : column, head, batch);
+                  memory.dense[place.stage][panel] + i * kRows * kPanel, dense, &there,
+                  dense_is_lines ? column : tokens[i], dense_is_lines ? tokens[i] : column, head, batch);
             }
           }
         }

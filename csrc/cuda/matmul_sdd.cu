@@ -157,9 +157,8 @@ Tensor matmul_sdd(
             live * batch * heads / layout_heads, block, row_tiles, launch.multiprocessors(), windows_a_multiprocessor)};
   };
   if (takes_sdd_on_hopper(launch, a, b, block)) {
-    sdd_on_hopper(
-        launch, a, b, out, lists_for(static_cast<int>(block > 64 ? block / 64 : 1), 32), columns.const_data_ptr<int32_t>(), layout_heads,
-        block);
+    const Lists lists = lists_for(static_cast<int>(block > 64 ? block / 64 : 1), 32);
+    sdd_on_hopper(launch, a, b, out, lists, columns.const_data_ptr<int32_t>(), layout_heads, block);
     return out;
   }
   with_types(a, allow_tf32, [&](auto zero, auto fast) {

@@ -1,7 +1,7 @@
-// Dense @ dense on the live blocks of 16 and more, on Hopper, 16-bit types, up to 128 numbers a token, which are adjacent
-// in both operands. A thread block takes a window of the live blocks (windows.h), and up to 64 of their rows: these stay
-// in shared memory while the columns pass, 64 tokens at a time, gathered from as many blocks as that takes. Rows are the
-// left operand where there are 64 of them; else the columns are, and the product comes out transposed.
+// Dense @ dense on the live blocks of 16 and more, on Hopper, 16-bit types, up to 128 numbers a token, which are
+// adjacent in both operands. A thread block takes a window of the live blocks (windows.h), and up to 64 of their rows:
+// these stay in shared memory while the columns pass, 64 tokens at a time, gathered from as many blocks as that takes.
+// Rows are the left operand where there are 64 of them; else the columns are, and the product comes out transposed.
 
 #include <torch/csrc/stable/ops.h>
 
@@ -172,7 +172,8 @@ __device__ __forceinline__ void multiply_all(
 }
 
 template <class T, int kPanels, int kRows>
-__global__ void __launch_bounds__(kMultiplying + kCopying, (kPanels == 1 ? 3 : 2) + (kRows < kTile)) sdd_on_hopper_kernel(
+__global__ void __launch_bounds__(kMultiplying + kCopying, (kPanels == 1 ? 3 : 2) + (kRows < kTile))
+sdd_on_hopper_kernel(
     const __grid_constant__ Arguments p, const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
     const __grid_constant__ CUtensorMap out_map, T* out) {
   extern __shared__ unsigned char shared[];

@@ -1,5 +1,5 @@
-// What products with live blocks on Hopper share. A warp copies tiles of 64 x 64 (copy engine) into a ring of stages and
-// says of each what is to be done with it; a warpgroup multiplies and stores, again by the copy engine.
+// What products with live blocks on Hopper share. A warp copies tiles of 64 x 64 (copy engine) into a ring of stages
+// and says of each what is to be done with it; a warpgroup multiplies and stores, again by the copy engine.
 
 #pragma once
 

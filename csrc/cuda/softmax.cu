@@ -2,8 +2,8 @@
 //
 // `width` neighbouring threads share a token row and take its 16-byte runs in turn, whatever the size of its blocks; a
 // thread holds up to kHeld of them in registers. A warp works on as many rows of a block row at once as its own length
-// lets it. Rows that a warp cannot hold are found first, spread over the thread blocks and done by 2 to 8 warps each; those
-// that even these cannot hold are read twice, the second time mostly from cache.
+// lets it. Rows that a warp cannot hold are found first, spread over the thread blocks and done by 2 to 8 warps each;
+// those that even these cannot hold are read twice, the second time mostly from cache.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -107,7 +107,7 @@ struct Warps {
   }
 };
 
-// The log of the smallest number of threads that hold `runs` runs with `held` each; a power of two between the given ones.
+// The log of the smallest number of threads that hold `runs` runs with `held` each; it is from `least` to `most`.
 __device__ __forceinline__ int log_width_for(uint32_t runs, int held, int least, int most) {
   int log = least;
   while (log < most && (held << log) < runs) {
@@ -202,7 +202,8 @@ __device__ __forceinline__ void for_all_rows(const Blocks& blocks, int64_t batch
   const int least = log_width_for((runs + lines - 1) / lines, kHeld - 1, log2_of(kLanes / kMostRows), log2_of(kLanes));
   const int at_once = kLanes >> least;
   const int64_t step = int64_t{gridDim.x} * (kThreads / kLanes) * at_once;
-  for (int64_t first = (int64_t{blockIdx.x} * (kThreads / kLanes) + warp) * at_once; first < token_rows; first += step) {
+  const int64_t begin = (int64_t{blockIdx.x} * (kThreads / kLanes) + warp) * at_once;
+  for (int64_t first = begin; first < token_rows; first += step) {
     const Rows<T> rows(blocks, entries, heads, first);
     if (rows.count > 0 && !rows.is_long()) {
       f(rows, at_once, Lanes{log_width_for(rows.count, kHeld, least, log2_of(kLanes))});
@@ -683,8 +684,8 @@ Tensor softmax_forward(
         blocks_of(scores, row_offsets, layout_heads, block), columns.const_data_ptr<int32_t>(), scores.size(0), biases,
         static_cast<Compute<T>>(scale), causal};
     launch(
-        plain ? softmax_forward_kernel<T, true> : softmax_forward_kernel<T, false>, thread_blocks(scores, launch), kThreads,
-        arguments);
+        plain ? softmax_forward_kernel<T, true> : softmax_forward_kernel<T, false>, thread_blocks(scores, launch),
+        kThreads, arguments);
   });
   return probs;
 }

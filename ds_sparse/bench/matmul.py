@@ -254,8 +254,8 @@ def describe(case: Case, live: float) -> str:
 def table(case: Case, live: float, rows: list[Row]) -> Iterator[str]:
     """Lines: milliseconds, ratio to the dense competitor, ratio to the floor, and the break-even density.
 
-    That is the density at which the time would be the dense competitor's if it grew with the density, as it does but for
-    the bytes of dense operands.
+    That is the density at which the time would be the dense competitor's if it grew with the density, as it does but
+    for the bytes of dense operands.
     """
     rounds = rows[0].rounds
     yield (
