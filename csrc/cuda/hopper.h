@@ -122,14 +122,18 @@ __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kNewer) : "memory");
 }
 
-// A panel of a tile as an operand, 128-byte swizzle. `panels_apart`: bytes between panels, where an operand's lines run
-// along the product's n.
+// The swizzle of lines of 128, 64 or 32 bytes, as a descriptor has it.
+enum class Swizzle : uint32_t { k128 = 1, k64 = 2, k32 = 3 };
+
+// A panel of a tile as an operand. `groups_apart`: bytes between groups of 8 lines; `panels_apart`: between panels, where
+// an operand's lines run along the product's n.
 struct Operand {
-  static constexpr uint32_t kGroupsApart = 1024;  // groups of 8 lines
   uint32_t low, high;
 
-  __device__ __forceinline__ explicit Operand(const void* panel, uint32_t panels_apart = 0)
-      : low((panels_apart >> 4) << 16 | shared_address(panel) >> 4), high(1u << 30 | kGroupsApart >> 4) {}
+  __device__ __forceinline__ explicit Operand(
+      const void* panel, uint32_t panels_apart = 0, uint32_t groups_apart = 1024, Swizzle swizzle = Swizzle::k128)
+      : low((panels_apart >> 4) << 16 | shared_address(panel) >> 4),
+        high(static_cast<uint32_t>(swizzle) << 30 | groups_apart >> 4) {}
 
   // So many bytes on.
   __device__ __forceinline__ Operand operator+(uint32_t bytes) const {
@@ -177,6 +181,8 @@ __device__ __forceinline__ void wait_for_additions() { asm volatile("cp.async.bu
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define DS_SPARSE_SUMS_32(d, i) \
   DS_SPARSE_SUMS_8(d, i), DS_SPARSE_SUMS_8(d, i + 8), DS_SPARSE_SUMS_8(d, i + 16), DS_SPARSE_SUMS_8(d, i + 24)
+#define DS_SPARSE_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define DS_SPARSE_NAMES_16 DS_SPARSE_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define DS_SPARSE_NAMES_32                                                                                        \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
   "%24, %25, %26, %27, %28, %29, %30, %31"
@@ -190,8 +196,36 @@ struct Products {
   // a from shared memory, its lines along k, or (kTransposed) along the rows of d.
   template <int kN, bool kAlongK, bool kTransposed = false>
   static __device__ __forceinline__ void from_shared(float (&d)[kN / 2], uint64_t a, uint64_t b, bool add) {
-    static_assert(kN == 64 || kN == 128);
-    if constexpr (kN == 64) {
+    static_assert(kN == 16 || kN == 32 || kN == 64 || kN == 128);
+    if constexpr (kN == 16) {
+#define DS_SPARSE_PRODUCT(type)                                                                            \
+  asm volatile(                                                                                            \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %10, 0;\n"                                                     \
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32." type "." type " {" DS_SPARSE_NAMES_8                   \
+      "}, %8, %9, add, 1, 1, %12, %11;\n}"                                                                   \
+      : DS_SPARSE_SUMS_8(d, 0)                                                                             \
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kAlongK ? 0 : 1), "n"(kTransposed ? 1 : 0))
+      if constexpr (std::is_same_v<T, __half>) {
+        DS_SPARSE_PRODUCT("f16");
+      } else {
+        DS_SPARSE_PRODUCT("bf16");
+      }
+#undef DS_SPARSE_PRODUCT
+    } else if constexpr (kN == 32) {
+#define DS_SPARSE_PRODUCT(type)                                                                            \
+  asm volatile(                                                                                            \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"                                                     \
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type " {" DS_SPARSE_NAMES_16                  \
+      "}, %16, %17, add, 1, 1, %20, %19;\n}"                                                                 \
+      : DS_SPARSE_SUMS_8(d, 0), DS_SPARSE_SUMS_8(d, 8)                                                     \
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kAlongK ? 0 : 1), "n"(kTransposed ? 1 : 0))
+      if constexpr (std::is_same_v<T, __half>) {
+        DS_SPARSE_PRODUCT("f16");
+      } else {
+        DS_SPARSE_PRODUCT("bf16");
+      }
+#undef DS_SPARSE_PRODUCT
+    } else if constexpr (kN == 64) {
 #define DS_SPARSE_PRODUCT(type)                                                                            \
   asm volatile(                                                                                            \
       "{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"                                                     \
@@ -258,6 +292,8 @@ struct Products {
 
 #undef DS_SPARSE_SUMS_8
 #undef DS_SPARSE_SUMS_32
+#undef DS_SPARSE_NAMES_8
+#undef DS_SPARSE_NAMES_16
 #undef DS_SPARSE_NAMES_32
 #undef DS_SPARSE_NAMES_64
 

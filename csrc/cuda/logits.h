@@ -23,15 +23,12 @@ __device__ __forceinline__ A scaled(A score, A scale) {
 }
 
 // x * scale for a run.
-template <class T>
-__device__ __forceinline__ void scale_run(
-    const Run<T, kRun<T>>& scores, Compute<T> scale, Compute<T> (&logits)[kRun<T>]) {
-  using A = Compute<T>;
+template <class A, int Count>
+__device__ __forceinline__ void scale_run(A (&x)[Count], A scale) {
   const bool may_overflow = !(abs(scale) <= 1);
 #pragma unroll
-  for (int i = 0; i < kRun<T>; ++i) {
-    const A score = static_cast<A>(scores.element[i]);
-    logits[i] = may_overflow ? scaled(score, scale) : score * scale;
+  for (A& score : x) {
+    score = may_overflow ? scaled(score, scale) : score * scale;
   }
 }
 

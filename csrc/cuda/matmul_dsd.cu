@@ -7,55 +7,25 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <optional>
 #include <type_traits>
 
 #include "../checks.h"
 #include "launch.h"
+#include "matmul_dsd.h"
 #include "tiles.h"
 #include "windows.h"
 
 namespace ds_sparse {
 namespace {
 
-// The result: dense, or with its last two dimensions swapped.
 template <class T>
-struct Result {
-  T* data;
-  int64_t tokens, width;
-  bool transposed;
-
-  __device__ T* at(int64_t matrix, int64_t token, int64_t column) const {
-    return data + matrix * tokens * width + (transposed ? column * tokens + token : token * width + column);
-  }
-};
-
-// The sums of the parts of cut lines: (batch, heads or 1, windows, 2, block, width).
-template <class C>
-struct PartSums {
-  C* data;
-
-  __device__ C* at(int64_t window_of_all, Part part, int64_t block, int64_t width) const {
-    return data + (2 * window_of_all + (part == kStarted)) * block * width;
-  }
-};
-
-template <class T>
-struct Arguments {
+struct Arguments : Product<T> {
   const T* values_data;
   Operand<T> values;  // tokens are those that are summed over, depth the lines'
   Dense<T> dense;
-  Result<T> result;
-  PartSums<Compute<T>> parts;
-  Lists lists;
-  const int32_t* indices;
-  const int32_t* slots;  // null: entries are numbered as values are
-  int layout_heads, heads, rows;
-  int64_t values_of_batch, batch;
-  int log_block, row_tiles, column_tiles;
-
-  __host__ __device__ int64_t heads_apart() const { return layout_heads == 1 ? heads : 1; }
-  __host__ __device__ int64_t windows_of_all() const { return batch * heads_apart() * lists.windows(); }
+  int row_tiles, column_tiles;
 };
 
 template <class T, int kM, int kN>
@@ -201,9 +171,9 @@ constexpr int kAddedAtOnce = 8 * kThreads;  // numbers that a thread block of ad
 
 // Adds the parts of the line that starts in each window and goes on after it, first part first.
 template <class T>
-__global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_constant__ Arguments<T> p) {
+__global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_constant__ Product<T> p) {
   const int windows = p.lists.windows();
-  const int64_t block = int64_t{1} << p.log_block, width = p.dense.width;
+  const int64_t block = int64_t{1} << p.log_block, width = p.result.width;
   const int64_t shares = (block * width + kAddedAtOnce - 1) / kAddedAtOnce;
   for (int64_t task = blockIdx.x; task < p.windows_of_all() * shares; task += gridDim.x) {
     const int64_t window_of_all = task / shares, share = task % shares;
@@ -239,25 +209,16 @@ Tensor matmul_dsd(
     return out;
   }
   const Launcher launch(dense);
+  const bool on_hopper = takes_dsd_on_hopper(launch, values, dense, block, transpose_result);
   with_types(values, allow_tf32, [&](auto zero, auto fast) {
     using T = decltype(zero);
     constexpr bool kFast = decltype(fast)::value;
-    const auto run = [&](auto height, auto tile_width) {
-      constexpr int kM = decltype(height)::value, kN = decltype(tile_width)::value;
-      const int column_tiles = static_cast<int>((width + kN - 1) / kN);
-      const int row_tiles = static_cast<int>(block > kM ? block / kM : 1);
-      const bool transposed = slots.has_value();
-      const int64_t blocks = live * batch * heads / layout_heads;
-      Arguments<T> arguments{
-          static_cast<const T*>(values.const_data_ptr()),
-          Operand<T>(
-              block, block * block, transposed ? block : 1, transposed ? 1 : block, block,
-              reinterpret_cast<uintptr_t>(values.const_data_ptr()) % 16 == 0),
-          Dense<T>(dense, block, false),
+    // Runs `kernel` on the product, whose lists are cut into windows of so many entries, and adds parts up.
+    const auto with_product = [&](int size, const auto& kernel) {
+      Product<T> product{
           {static_cast<T*>(out.mutable_data_ptr()), tokens, width, transpose_result},
           {},
-          {offsets.const_data_ptr<int32_t>(), static_cast<int>(lines), static_cast<int>(live),
-           window_size(blocks, block, row_tiles * column_tiles, launch.multiprocessors())},
+          {offsets.const_data_ptr<int32_t>(), static_cast<int>(lines), static_cast<int>(live), size},
           indices.const_data_ptr<int32_t>(),
           slots.has_value() ? slots->const_data_ptr<int32_t>() : nullptr,
           static_cast<int>(layout_heads),
@@ -265,24 +226,54 @@ Tensor matmul_dsd(
           static_cast<int>(lines / layout_heads),
           values.size(1),
           batch,
-          log2_of(block),
-          row_tiles,
-          column_tiles};
-      const int64_t windows = arguments.windows_of_all();
+          log2_of(block)};
+      const int64_t windows = product.windows_of_all();
       // A line has at most one entry for each block of the other dimension.
-      const bool may_cut = dense.size(2) / block > arguments.lists.size;
+      const bool may_cut = dense.size(2) / block > product.lists.size;
       std::optional<Tensor> parts;
       if (may_cut) {
         constexpr auto dtype = std::is_same_v<T, double> ? ScalarType::Double : ScalarType::Float;
         parts = torch::stable::new_empty(dense, {windows, 2, block, width}, dtype);
-        arguments.parts.data = static_cast<Compute<T>*>(parts->mutable_data_ptr());
+        product.parts.data = static_cast<Compute<T>*>(parts->mutable_data_ptr());
       }
-      launch.with_shared_memory(
-          matmul_dsd_kernel<T, kM, kN, kFast>, windows * row_tiles * column_tiles, kThreads, sizeof(Memory<T, kM, kN>),
-          arguments);
+      kernel(product);
       if (may_cut) {
-        launch(add_parts_kernel<T>, windows * ((block * width + kAddedAtOnce - 1) / kAddedAtOnce), kThreads, arguments);
+        launch(add_parts_kernel<T>, windows * ((block * width + kAddedAtOnce - 1) / kAddedAtOnce), kThreads, product);
       }
+    };
+    if constexpr (sizeof(T) == 2) {
+      if (on_hopper) {
+        int size = window_size(
+            live * batch * heads / layout_heads, block, std::max<int64_t>(1, block / 64), launch.multiprocessors(), 16);
+        // Lines of about average length are not cut.
+        while (size < 2 * live / lines) {
+          size *= 2;
+        }
+        return with_product(
+            size, [&](const Product<T>& product) { dsd_on_hopper(launch, product, values, dense, out); });
+      }
+    }
+    const auto run = [&](auto height, auto tile_width) {
+      constexpr int kM = decltype(height)::value, kN = decltype(tile_width)::value;
+      const int column_tiles = static_cast<int>((width + kN - 1) / kN);
+      const int row_tiles = static_cast<int>(block > kM ? block / kM : 1);
+      const bool transposed = slots.has_value();
+      const int size = window_size(
+          live * batch * heads / layout_heads, block, row_tiles * column_tiles, launch.multiprocessors());
+      with_product(size, [&](const Product<T>& product) {
+        const Arguments<T> arguments{
+            product,
+            static_cast<const T*>(values.const_data_ptr()),
+            Operand<T>(
+                block, block * block, transposed ? block : 1, transposed ? 1 : block, block,
+                reinterpret_cast<uintptr_t>(values.const_data_ptr()) % 16 == 0),
+            Dense<T>(dense, block, false),
+            row_tiles,
+            column_tiles};
+        launch.with_shared_memory(
+            matmul_dsd_kernel<T, kM, kN, kFast>, product.windows_of_all() * row_tiles * column_tiles, kThreads,
+            sizeof(Memory<T, kM, kN>), arguments);
+      });
     };
     with_tile_height<T>(block, [&](auto height) {
       if constexpr (sizeof(T) == 2) {

@@ -1,15 +1,16 @@
 // Row softmax over live blocks. Schemas and shapes: csrc/library.cpp; meaning: ds_sparse/reference.py.
 //
-// A warp takes up to 8 token rows, as many as it can work on at once where rows are of average length; they are rows of
-// one block row since blocks are 8 or more. `width` neighbouring lanes share a row and take its 16-byte runs in turn,
-// whatever the size of its blocks; a lane holds up to kHeld of them. Rows that are longer get more lanes each. One that
-// the whole warp cannot hold is read twice, the second time mostly from cache.
+// `width` neighbouring threads share a token row and take its 16-byte runs in turn, whatever the size of its blocks; a
+// thread holds up to kHeld of them in registers. A warp works on as many rows of a block row at once as its own length
+// lets it. Rows that a warp cannot hold are found first, spread over the thread blocks and done by 2 to 8 warps each;
+// those that even these cannot hold are read twice, the second time mostly from cache.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <optional>
+#include <type_traits>
 #include <vector>
 
 #include "../checks.h"
@@ -21,110 +22,194 @@
 namespace ds_sparse {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kThreads = 256;
 constexpr int kLanes = 32;
-constexpr int kMostRows = 8;  // of a warp
+constexpr int kMostRows = 8;   // of a warp: blocks are 8 or more, so that they are of one block row
+constexpr int kLongRows = 4;   // rows that a thread block takes together where a warp cannot hold one
 constexpr int kHeld = 5;
 
 // The live blocks of all heads and where their values are.
 struct Blocks {
   const int32_t* row_offsets;
-  int64_t layout_heads, rows, values, block;
+  uint32_t layout_heads, rows, values;
   int log_block;
 
   // N, the live blocks of the stored layouts. Only the device knows it without a synchronisation.
-  __device__ int64_t entries() const { return row_offsets[layout_heads * rows]; }
-  __device__ int64_t heads() const { return layout_heads == 1 ? values / entries() : layout_heads; }
+  __device__ uint32_t entries() const { return row_offsets[int64_t{layout_heads} * rows]; }
+  __device__ uint32_t heads(uint32_t entries) const { return layout_heads == 1 ? values / entries : layout_heads; }
 
   // Entries [x, y) of block row `row` of `head`.
-  __device__ int2 entries_of(int64_t head, int64_t row) const {
-    const int64_t at = (layout_heads == 1 ? 0 : head) * rows + row;
+  __device__ int2 entries_of(uint32_t head, uint32_t row) const {
+    const int64_t at = (layout_heads == 1 ? 0 : int64_t{head} * rows) + row;
     return {row_offsets[at], row_offsets[at + 1]};
   }
 
   // Where entry n of `head` starts among the elements of the values (B, V, b, b).
-  __device__ int64_t element_of(int64_t batch, int64_t head, int64_t entry) const {
-    return (batch * values + (layout_heads == 1 ? head * entries() : 0) + entry) * block * block;
+  __device__ int64_t element_of(uint32_t batch, uint32_t head, uint32_t entries, int entry) const {
+    return (int64_t{batch} * values + (layout_heads == 1 ? int64_t{head} * entries : 0) + entry) << 2 * log_block;
   }
 };
 
-// The smallest number of lanes that hold `runs` runs, or nearly; a power of two, all of a warp at most.
-__device__ __forceinline__ int width_for(int64_t runs, int least) {
-  int width = least;
-  while (width < kLanes && width * kHeld * 9 / 8 < runs) {
-    width *= 2;
+// The threads of a warp: 2^log_width to a row.
+struct Lanes {
+  static constexpr bool kHoldsRow = true;
+  int log_width;
+
+  __device__ int lane() const { return threadIdx.x & ((1 << log_width) - 1); }
+  __device__ int row() const { return threadIdx.x % kLanes >> log_width; }
+  __device__ int rows_at_once() const { return kLanes >> log_width; }
+
+  template <class A>
+  __device__ A sum(A x) const {
+    return sum_of_lanes(x, 1 << log_width);
   }
-  return width;
+  template <class A>
+  __device__ A max(A x) const {
+    return max_of_lanes(x, 1 << log_width);
+  }
+};
+
+// Those of a thread block: 2^log_width to a row, two warps at least.
+struct Warps {
+  static constexpr bool kHoldsRow = false;
+  int log_width;
+  double (*exchange)[kThreads / kLanes];  // two, so that one may still be read while the other is written
+  mutable int turn = 0;
+
+  __device__ int lane() const { return threadIdx.x & ((1 << log_width) - 1); }
+  __device__ int row() const { return threadIdx.x >> log_width; }
+  __device__ int rows_at_once() const { return kThreads >> log_width; }
+
+  template <class A>
+  __device__ A sum(A x) const {
+    return combine(sum_of_lanes(x, kLanes), [](A a, A b) { return a + b; });
+  }
+  template <class A>
+  __device__ A max(A x) const {
+    return combine(max_of_lanes(x, kLanes), [](A a, A b) { return ::max(a, b); });
+  }
+
+ private:
+  template <class A, class F>
+  __device__ A combine(A x, const F& f) const {
+    A* of_warp = reinterpret_cast<A*>(exchange[turn]);
+    turn ^= 1;
+    if (threadIdx.x % kLanes == 0) {
+      of_warp[threadIdx.x / kLanes] = x;
+    }
+    __syncthreads();
+    of_warp += row() << log_width - log2_of(kLanes);
+    x = of_warp[0];
+    for (int i = 1; i < 1 << (log_width - log2_of(kLanes)); ++i) {
+      x = f(x, of_warp[i]);
+    }
+    return x;
+  }
+};
+
+// The log of the smallest number of threads that hold `runs` runs with `held` each; it is from `least` to `most`.
+__device__ __forceinline__ int log_width_for(uint32_t runs, int held, int least, int most) {
+  int log = least;
+  while (log < most && (held << log) < runs) {
+    ++log;
+  }
+  return log;
 }
-
-// How the token rows of a tensor of values are shared out: groups of `rows` rows over warps.
-template <class T>
-struct Shares {
-  int64_t groups;
-  uint32_t heads;
-  int least_width, rows;
-
-  __device__ Shares(const Blocks& blocks, int64_t batch) : heads(static_cast<uint32_t>(blocks.heads())) {
-    const int64_t lines = blocks.layout_heads * blocks.rows;
-    least_width = width_for(((blocks.entries() << blocks.log_block) / kRun<T> + lines - 1) / lines, kLanes / kMostRows);
-    rows = kLanes / least_width;
-    groups = batch * heads * blocks.rows * (blocks.block / rows);
-  }
-
-  __device__ int64_t first_group() const { return (blockIdx.x * int64_t{kThreads} + threadIdx.x) / kLanes; }
-  __device__ int64_t step() const { return gridDim.x * int64_t{kThreads} / kLanes; }
-};
 
 // Rows of one block row: where they are, and their elements as `count` runs of 16 bytes each.
 template <class T>
-struct Group {
+struct Rows {
   static constexpr int kLogRun = log2_of(kRun<T>);
   uint32_t batch, head, row, first_within;
-  int64_t first_element;
-  int first_entry, count, width, log_block;
+  int64_t first_run;
+  int first_entry, count, log_block;
 
-  __device__ Group(const Blocks& blocks, const Shares<T>& shares, int64_t number) : log_block(blocks.log_block) {
+  // The first row is number `first` of the token rows of all heads and batches.
+  __device__ Rows(const Blocks& blocks, uint32_t entries, uint32_t heads, int64_t first) : log_block(blocks.log_block) {
     // Block rows of all heads and batches are fewer than 2^32.
-    const int log_groups = log_block - log2_of(shares.rows);
-    const uint32_t line = static_cast<uint32_t>(number >> log_groups), rows = static_cast<uint32_t>(blocks.rows);
-    const uint32_t matrix = line / rows;
-    row = line % rows;
-    batch = matrix / shares.heads;
-    head = matrix % shares.heads;
-    first_within = (static_cast<uint32_t>(number) & ((1u << log_groups) - 1)) * shares.rows;
-    const int2 entries = blocks.entries_of(head, row);
-    first_entry = entries.x;
-    first_element = blocks.element_of(batch, head, entries.x) + (first_within << log_block);
-    count = (entries.y - entries.x) << log_runs();
-    width = width_for(count, shares.least_width);
+    const uint32_t line = static_cast<uint32_t>(first >> log_block), matrix = line / blocks.rows;
+    row = line % blocks.rows;
+    batch = matrix / heads;
+    head = matrix % heads;
+    first_within = static_cast<uint32_t>(first) & ((1u << log_block) - 1);
+    const int2 of_row = blocks.entries_of(head, row);
+    first_entry = of_row.x;
+    first_run = (blocks.element_of(batch, head, entries, of_row.x) >> kLogRun) + (first_within << log_runs());
+    count = (of_row.y - of_row.x) << log_runs();
   }
 
-  __device__ int lane() const { return threadIdx.x & (width - 1); }
-  __device__ int first_row() const { return threadIdx.x % kLanes / width; }
-  __device__ int rows_at_once() const { return kLanes / width; }
-
+  __device__ bool is_long() const { return count > kHeld * kLanes; }
   __device__ int log_runs() const { return log_block - kLogRun; }
   __device__ uint32_t token(int number) const { return (row << log_block) + first_within + number; }
-  __device__ int within_block(int run) const { return (run & ((1 << log_runs()) - 1)) << kLogRun; }
-  __device__ int64_t element(int number, int run) const {
-    return first_element + (int64_t{run >> log_runs()} << 2 * log_block) + ((number << log_block) + within_block(run));
+  __device__ int within_block(int run) const { return run & ((1 << log_runs()) - 1); }
+  // The place of row `number`'s first run among all of a tensor, and of its others counted from there.
+  __device__ int64_t place(int number) const { return first_run + (number << log_runs()); }
+  __device__ uint32_t offset(int run) const {
+    return (static_cast<uint32_t>(run >> log_runs()) << (log_block + log_runs())) + within_block(run);
   }
   __device__ int column(int run, const int32_t* columns) const {
-    return (columns[first_entry + (run >> log_runs())] << log_block) + within_block(run);
+    return (columns[first_entry + (run >> log_runs())] << log_block) + (within_block(run) << kLogRun);
   }
 
-  // Calls f(i, run) for the lane's share, i < kHeld, of the runs from `first` on.
-  template <class F>
-  __device__ __forceinline__ void for_each_run(int first, const F& f) const {
+  // Calls f(i, run) for the thread's share, i < kHeld, of the runs from `first` on; those that no thread of the row has
+  // are left out. With the last of the others, `run` may not be there.
+  template <class Team, class F>
+  __device__ __forceinline__ void for_each_run(const Team& team, int first, const F& f) const {
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
-      const int run = first + i * width + lane();
-      if (run < count) {
-        f(i, run);
+      const int start = first + (i << team.log_width);
+      if (start < count) {
+        f(i, start + team.lane());
       }
     }
   }
 };
+
+// Calls f(rows, how many they are, team) for all token rows, shared out over the grid, long ones first.
+template <class T, class F>
+__device__ __forceinline__ void for_all_rows(const Blocks& blocks, int64_t batch, const F& f) {
+  __shared__ double exchange[2][kThreads / kLanes];
+  __shared__ uint32_t long_ones[kThreads / kLanes];
+  const uint32_t entries = blocks.entries(), heads = blocks.heads(entries);
+  const int64_t token_rows = (batch * heads * blocks.rows) << blocks.log_block;
+  const int warp = threadIdx.x / kLanes;
+
+  // Task number `first` + i * gridDim.x is thread i's to look at, and the thread block's to do.
+  for (int64_t first = blockIdx.x; first < token_rows / kLongRows; first += int64_t{gridDim.x} * kThreads) {
+    const auto rows_of = [&](int i) {
+      return Rows<T>(blocks, entries, heads, (first + int64_t{gridDim.x} * i) * kLongRows);
+    };
+    const bool exists = first + int64_t{gridDim.x} * threadIdx.x < token_rows / kLongRows;
+    const uint32_t of_warp = __ballot_sync(0xffffffffu, exists && rows_of(threadIdx.x).is_long());
+    if (threadIdx.x % kLanes == 0) {
+      long_ones[warp] = of_warp;
+    }
+    __syncthreads();
+    for (int w = 0; w < kThreads / kLanes; ++w) {
+      for (uint32_t ones = long_ones[w]; ones != 0; ones &= ones - 1) {
+        const Rows<T> rows = rows_of(w * kLanes + __ffs(ones) - 1);
+        const int log_width = log_width_for(rows.count, kHeld, log2_of(2 * kLanes), log2_of(kThreads));
+        f(rows, kLongRows, Warps{log_width, exchange});
+        __syncthreads();  // the next ones exchange from the first place again
+      }
+    }
+    __syncthreads();
+  }
+
+  // Rows of average length leave some of what a warp can hold free for those that are longer.
+  const int64_t lines = int64_t{blocks.layout_heads} * blocks.rows;
+  const int64_t runs = (int64_t{entries} << blocks.log_block) / kRun<T>;
+  const int least = log_width_for((runs + lines - 1) / lines, kHeld - 1, log2_of(kLanes / kMostRows), log2_of(kLanes));
+  const int at_once = kLanes >> least;
+  const int64_t step = int64_t{gridDim.x} * (kThreads / kLanes) * at_once;
+  const int64_t begin = (int64_t{blockIdx.x} * (kThreads / kLanes) + warp) * at_once;
+  for (int64_t first = begin; first < token_rows; first += step) {
+    const Rows<T> rows(blocks, entries, heads, first);
+    if (rows.count > 0 && !rows.is_long()) {
+      f(rows, at_once, Lanes{log_width_for(rows.count, kHeld, least, log2_of(kLanes))});
+    }
+  }
+}
 
 // Something added to the scores, or a mask to keep where true, of shape (B or 1, H or 1, T or 1, S): strides are 0
 // where the size is 1. `data` is null where there is none.
@@ -161,44 +246,83 @@ __device__ __forceinline__ void add_run(const Run<T, kRun<T>>& bias, Compute<T> 
   }
 }
 
+template <class A, int Count>
+__device__ __forceinline__ void mask(A (&logits)[Count]) {
+#pragma unroll
+  for (A& logit : logits) {
+    logit = -infinity<A>();
+  }
+}
+
+template <class A, int Count>
+__device__ __forceinline__ A largest_of(const A (&x)[Count]) {
+  A largest = x[0];
+#pragma unroll
+  for (int i = 1; i < Count; ++i) {
+    largest = max(largest, x[i]);
+  }
+  return largest;
+}
+
+template <class T>
+struct Forward {
+  const uint4* scores;
+  uint4* probs;
+  Blocks blocks;
+  const int32_t* columns;
+  int64_t batch;
+  Biases biases;
+  Compute<T> scale;
+  bool causal;
+};
+
 // kPlain: scale is positive, and there is nothing else. Then it is left to the exponents, whose differences it scales.
 template <class T, bool kPlain>
-__global__ void __launch_bounds__(kThreads, kPlain ? 5 : 3) softmax_forward_kernel(
-    const T* __restrict__ scores, T* __restrict__ probs, Blocks blocks, const int32_t* __restrict__ columns,
-    int64_t batch, const __grid_constant__ Biases biases, Compute<T> scale, bool causal) {
+__global__ void __launch_bounds__(kThreads, kPlain ? 3 : 2) softmax_forward_kernel(
+    const __grid_constant__ Forward<T> p) {
   using A = Compute<T>;
-  const Shares<T> shares(blocks, batch);
-  const A exponent_scale = kPlain ? scale * kLog2E<A> : kLog2E<A>;
-  for (int64_t number = shares.first_group(); number < shares.groups; number += shares.step()) {
-    const Group<T> group(blocks, shares, number);
-    const int held = kHeld * group.width;
-    for (int row = group.first_row(); row < shares.rows; row += group.rows_at_once()) {
+  const A exponent_scale = kPlain ? p.scale * kLog2E<A> : kLog2E<A>;
+  for_all_rows<T>(p.blocks, p.batch, [&](const Rows<T>& rows, int many, const auto& team) {
+    const int held = kHeld << team.log_width;
+    for (int row = team.row(); row < many; row += team.rows_at_once()) {
+      const uint4* from = p.scores + rows.place(row);
+      uint4* to = p.probs + rows.place(row);
       A logits[kHeld][kRun<T>];
+      // Reads the runs from `first` on and says which is the thread's largest logit.
       const auto read = [&](int first) {
-        Run<T, kRun<T>> runs[kHeld];
-        group.for_each_run(first, [&](int i, int run) {
-          runs[i] = load_aligned(scores + group.element(row, run));
+        uint4 runs[kHeld];
+        A largest = -infinity<A>();
+        rows.for_each_run(team, first, [&](int i, int run) {
+          if (run < rows.count) {
+            runs[i] = load_once(from + rows.offset(run));
+          }
+        });
+        rows.for_each_run(team, first, [&](int i, int run) {
+          unpack<T>(runs[i], logits[i]);
+          if (!kPlain) {
+            scale_run(logits[i], p.scale);
+          } else {
+            if (run >= rows.count) {
+              mask(logits[i]);
+            }
+            largest = max(largest, largest_of(logits[i]));
+          }
         });
         if constexpr (kPlain) {
-          group.for_each_run(first, [&](int i, int) {
-#pragma unroll
-            for (int e = 0; e < kRun<T>; ++e) {
-              logits[i][e] = static_cast<A>(runs[i].element[e]);
-            }
-          });
-          return;
+          return largest;
         }
         int column[kHeld];
-        group.for_each_run(first, [&](int i, int run) { column[i] = group.column(run, columns); });
-        group.for_each_run(first, [&](int i, int) { scale_run(runs[i], scale, logits[i]); });
-        const int token = group.token(row);
+        rows.for_each_run(team, first, [&](int i, int run) {
+          column[i] = run < rows.count ? rows.column(run, p.columns) : 0;
+        });
+        const int token = rows.token(row);
         // Those that are there come first.
 #pragma unroll 1
-        for (const Bias* bias = biases.bias; bias < biases.bias + 3 && bias->data != nullptr; ++bias) {
-          const int64_t of_row = group.batch * bias->batch + group.head * bias->head + token * bias->token;
+        for (const Bias* bias = p.biases.bias; bias < p.biases.bias + 3 && bias->data != nullptr; ++bias) {
+          const int64_t of_row = rows.batch * bias->batch + rows.head * bias->head + token * bias->token;
           if (bias->keeps) {
             const uint8_t* data = static_cast<const uint8_t*>(bias->data) + of_row;
-            group.for_each_run(first, [&](int i, int) {
+            rows.for_each_run(team, first, [&](int i, int) {
               const auto keep = load_run<kRun<T>>(data + column[i] * bias->column, bias->column);
 #pragma unroll
               for (int e = 0; e < kRun<T>; ++e) {
@@ -207,129 +331,155 @@ __global__ void __launch_bounds__(kThreads, kPlain ? 5 : 3) softmax_forward_kern
             });
           } else {
             const T* data = static_cast<const T*>(bias->data) + of_row;
-            group.for_each_run(first, [&](int i, int) {
+            rows.for_each_run(team, first, [&](int i, int) {
               add_run(load_run<kRun<T>>(data + column[i] * bias->column, bias->column), logits[i]);
             });
           }
         }
-        if (causal) {
-          group.for_each_run(first, [&](int i, int) {
+        rows.for_each_run(team, first, [&](int i, int run) {
+          if (run >= rows.count) {
+            mask(logits[i]);
+          } else if (p.causal) {
 #pragma unroll
             for (int e = 0; e < kRun<T>; ++e) {
               logits[i][e] = column[i] + e > token ? -infinity<A>() : logits[i][e];
             }
-          });
-        }
-      };
-      A largest = -infinity<A>(), sum = 0;
-      const auto add = [&](int first) {
-        A larger = largest;
-        group.for_each_run(first, [&](int i, int) {
-#pragma unroll
-          for (const A logit : logits[i]) {
-            larger = max(larger, logit);
           }
+          largest = max(largest, largest_of(logits[i]));
         });
-        const A reference = finite_reference(larger);
-        sum *= power_of_difference(largest, reference, exponent_scale);
-        group.for_each_run(first, [&](int i, int) {
+        return largest;
+      };
+      const auto to_powers = [&](int first, A reference) {
+        rows.for_each_run(team, first, [&](int i, int) {
 #pragma unroll
           for (A& logit : logits[i]) {
             logit = power_of_difference(logit, reference, exponent_scale);
-            sum += logit;
           }
         });
+      };
+      A largest = -infinity<A>(), reference = 0, sum = 0;
+      const auto add = [&](int first) {
+        const A larger = max(largest, team.max(read(first)));
+        reference = finite_reference(larger);
+        sum *= power_of_difference(largest, reference, exponent_scale);
         largest = larger;
+        to_powers(first, reference);
+        rows.for_each_run(team, first, [&](int i, int) {
+#pragma unroll
+          for (const A power : logits[i]) {
+            sum += power;
+          }
+        });
       };
       const auto write = [&](int first, A factor) {
-        group.for_each_run(first, [&](int i, int run) {
-          Run<T, kRun<T>> result;
+        rows.for_each_run(team, first, [&](int i, int run) {
+          if (run < rows.count) {
 #pragma unroll
-          for (int e = 0; e < kRun<T>; ++e) {
-            result.element[e] = static_cast<T>(logits[i][e] * factor);
+            for (A& power : logits[i]) {
+              power *= factor;
+            }
+            to[rows.offset(run)] = pack<T>(logits[i]);
           }
-          store_run(probs + group.element(row, run), result);
         });
       };
 
-      // `add` leaves powers relative to the lane's largest logit where the logits were; a row that is held needs no other
-      // sweep.
-      const bool reads_again = group.count > held;
-      const int once = (group.count + held - 1) / held * held;
-      A reference = 0, factor = 0;
-      for (int at = 0; at < (reads_again ? 2 * once : once); at += held) {
-        const int first = at < once ? at : at - once;
-        read(first);
-        if (at < once) {
+      add(0);
+      bool reads_again = false;
+      if constexpr (!std::remove_reference_t<decltype(team)>::kHoldsRow) {
+        reads_again = rows.count > held;
+        for (int first = held; first < rows.count; first += held) {
           add(first);
         }
-        if (at + held == once) {
-          reference = finite_reference(max_of_lanes(largest, group.width));
-          const A to_reference = power_of_difference(largest, reference, exponent_scale);
-          sum = sum_of_lanes(sum * to_reference, group.width);
-          factor = sum == 0 ? A(0) : 1 / sum;
-          factor *= reads_again ? A(1) : to_reference;
-        }
-        if (at >= once) {
-          group.for_each_run(first, [&](int i, int) {
-#pragma unroll
-            for (A& logit : logits[i]) {
-              logit = power_of_difference(logit, reference, exponent_scale);
-            }
-          });
-        }
-        if (at >= once || !reads_again) {
-          write(first, factor);
-        }
+      }
+      sum = team.sum(sum);
+      const A factor = sum == 0 ? A(0) : 1 / sum;
+      if (!reads_again) {
+        write(0, factor);
+        continue;
+      }
+      for (int first = 0; first < rows.count; first += held) {
+        read(first);
+        to_powers(first, reference);
+        write(first, factor);
       }
     }
-  }
+  });
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 5) softmax_backward_kernel(
-    const T* __restrict__ grad, const T* __restrict__ probs, T* __restrict__ grad_scores, Blocks blocks, int64_t batch,
-    Compute<T> scale) {
+struct Backward {
+  const uint4* grad;
+  const uint4* probs;
+  uint4* grad_scores;
+  Blocks blocks;
+  int64_t batch;
+  Compute<T> scale;
+};
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 3) softmax_backward_kernel(const __grid_constant__ Backward<T> p) {
   using A = Compute<T>;
-  const Shares<T> shares(blocks, batch);
-  for (int64_t number = shares.first_group(); number < shares.groups; number += shares.step()) {
-    const Group<T> group(blocks, shares, number);
-    const int held = kHeld * group.width;
-    for (int row = group.first_row(); row < shares.rows; row += group.rows_at_once()) {
-      Run<T, kRun<T>> grads[kHeld], ps[kHeld];
+  for_all_rows<T>(p.blocks, p.batch, [&](const Rows<T>& rows, int many, const auto& team) {
+    const int held = kHeld << team.log_width;
+    for (int row = team.row(); row < many; row += team.rows_at_once()) {
+      const int64_t place = rows.place(row);
+      uint4 grads[kHeld], ps[kHeld];
       const auto read = [&](int first) {
-        group.for_each_run(first, [&](int i, int run) {
-          grads[i] = load_aligned(grad + group.element(row, run));
-          ps[i] = load_aligned(probs + group.element(row, run));
+        rows.for_each_run(team, first, [&](int i, int run) {
+          grads[i] = ps[i] = uint4{};
+          if (run < rows.count) {
+            grads[i] = load_once(p.grad + place + rows.offset(run));
+            ps[i] = load_once(p.probs + place + rows.offset(run));
+          }
         });
       };
       A dot = 0;
-      for (int first = 0; first < group.count; first += held) {
+      const auto add = [&](int first) {
         read(first);
-        group.for_each_run(first, [&](int i, int) {
+        rows.for_each_run(team, first, [&](int i, int) {
+          A grad[kRun<T>], prob[kRun<T>];
+          unpack<T>(grads[i], grad);
+          unpack<T>(ps[i], prob);
 #pragma unroll
           for (int e = 0; e < kRun<T>; ++e) {
-            dot += static_cast<A>(grads[i].element[e]) * static_cast<A>(ps[i].element[e]);
+            dot += grad[e] * prob[e];
           }
         });
-      }
-      dot = sum_of_lanes(dot, group.width);
-      for (int first = 0; first < group.count; first += held) {
-        if (group.count > held) {
-          read(first);
+      };
+      const auto write = [&](int first) {
+        rows.for_each_run(team, first, [&](int i, int run) {
+          if (run < rows.count) {
+            A grad[kRun<T>], prob[kRun<T>];
+            unpack<T>(grads[i], grad);
+            unpack<T>(ps[i], prob);
+#pragma unroll
+            for (int e = 0; e < kRun<T>; ++e) {
+              grad[e] = p.scale * prob[e] * (grad[e] - dot);
+            }
+            p.grad_scores[place + rows.offset(run)] = pack<T>(grad);
+          }
+        });
+      };
+
+      add(0);
+      bool reads_again = false;
+      if constexpr (!std::remove_reference_t<decltype(team)>::kHoldsRow) {
+        reads_again = rows.count > held;
+        for (int first = held; first < rows.count; first += held) {
+          add(first);
         }
-        group.for_each_run(first, [&](int i, int run) {
-          Run<T, kRun<T>> result;
-#pragma unroll
-          for (int e = 0; e < kRun<T>; ++e) {
-            result.element[e] =
-                static_cast<T>(scale * static_cast<A>(ps[i].element[e]) * (static_cast<A>(grads[i].element[e]) - dot));
-          }
-          store_run(grad_scores + group.element(row, run), result);
-        });
+      }
+      dot = team.sum(dot);
+      if (!reads_again) {
+        write(0);
+        continue;
+      }
+      for (int first = 0; first < rows.count; first += held) {
+        read(first);
+        write(first);
       }
     }
-  }
+  });
 }
 
 // Sizes of the gradient of a bias: (B or 1, H or 1, T or 1, S).
@@ -354,7 +504,8 @@ __global__ void softmax_bias_backward_kernel(
   __shared__ double shares[kThreads];
   const bool sums_tokens = shape.tokens == 1;
   const int64_t outputs = shape.batch * shape.heads * shape.tokens * shape.columns;
-  const int64_t block = blocks.block;
+  const int64_t block = int64_t{1} << blocks.log_block;
+  const uint32_t entries_of_all = blocks.entries();
   for (int64_t start = blockIdx.x * int64_t{blockDim.x}; start < outputs; start += gridDim.x * int64_t{blockDim.x}) {
     const int64_t output = start + threadIdx.x;
     double sum = 0;
@@ -381,7 +532,7 @@ __global__ void softmax_bias_backward_kernel(
             continue;
           }
           for (int64_t b = over_batch.first; b < over_batch.last; ++b) {
-            const T* value = values + blocks.element_of(b, head, low) + column % block;
+            const T* value = values + blocks.element_of(b, head, entries_of_all, low) + column % block;
             for (int64_t t = over_tokens.first; t < over_tokens.last; ++t) {
               sum += static_cast<Compute<T>>(value[t * block]);
             }
@@ -422,13 +573,15 @@ void with_element_type(const Tensor& x, const F& f) {
 
 Blocks blocks_of(const Tensor& values, const Tensor& row_offsets, int64_t layout_heads, int64_t block) {
   const int64_t rows = (row_offsets.size(0) - 1) / layout_heads;
-  return {row_offsets.const_data_ptr<int32_t>(), layout_heads, rows, values.size(1), block, log2_of(block)};
+  return {
+      row_offsets.const_data_ptr<int32_t>(), static_cast<uint32_t>(layout_heads), static_cast<uint32_t>(rows),
+      static_cast<uint32_t>(values.size(1)), log2_of(block)};
 }
 
-// A run a thread, and at most a few times what the device holds at once: rows longer than a warp need fewer threads.
+// A few runs a thread, and at most several times what the device holds at once: rows differ in length.
 int64_t thread_blocks(const Tensor& values, const Launcher& launch) {
   const int64_t runs = values.numel() * static_cast<int64_t>(values.element_size()) / 16;
-  return std::min((runs + kThreads - 1) / kThreads, launch.multiprocessors() * 128);
+  return std::min((runs + 2 * kThreads - 1) / (2 * kThreads), launch.multiprocessors() * 24);
 }
 
 // `x` is (B or 1, H or 1, T or 1, S), or (B or 1, S) with 2 dimensions.
@@ -473,11 +626,13 @@ Tensor softmax_forward(
   const Tensor aligned_scores = launch.aligned(scores);
   with_element_type(scores, [&](auto zero) {
     using T = decltype(zero);
-    launch(
-        plain ? softmax_forward_kernel<T, true> : softmax_forward_kernel<T, false>, thread_blocks(scores, launch), kThreads,
-        static_cast<const T*>(aligned_scores.const_data_ptr()), static_cast<T*>(probs.mutable_data_ptr()),
+    const Forward<T> arguments{
+        static_cast<const uint4*>(aligned_scores.const_data_ptr()), static_cast<uint4*>(probs.mutable_data_ptr()),
         blocks_of(scores, row_offsets, layout_heads, block), columns.const_data_ptr<int32_t>(), scores.size(0), biases,
-        static_cast<Compute<T>>(scale), causal);
+        static_cast<Compute<T>>(scale), causal};
+    launch(
+        plain ? softmax_forward_kernel<T, true> : softmax_forward_kernel<T, false>, thread_blocks(scores, launch),
+        kThreads, arguments);
   });
   return probs;
 }
@@ -494,11 +649,12 @@ Tensor softmax_backward(
   const Tensor aligned_grad = launch.aligned(grad), aligned_probs = launch.aligned(probs);
   with_element_type(probs, [&](auto zero) {
     using T = decltype(zero);
-    launch(
-        softmax_backward_kernel<T>, thread_blocks(probs, launch), kThreads,
-        static_cast<const T*>(aligned_grad.const_data_ptr()), static_cast<const T*>(aligned_probs.const_data_ptr()),
-        static_cast<T*>(grad_scores.mutable_data_ptr()), blocks_of(probs, row_offsets, layout_heads, block),
-        probs.size(0), static_cast<Compute<T>>(scale));
+    const Backward<T> arguments{
+        static_cast<const uint4*>(aligned_grad.const_data_ptr()),
+        static_cast<const uint4*>(aligned_probs.const_data_ptr()),
+        static_cast<uint4*>(grad_scores.mutable_data_ptr()), blocks_of(probs, row_offsets, layout_heads, block),
+        probs.size(0), static_cast<Compute<T>>(scale)};
+    launch(softmax_backward_kernel<T>, thread_blocks(probs, launch), kThreads, arguments);
   });
   return grad_scores;
 }

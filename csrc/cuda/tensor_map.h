@@ -11,9 +11,9 @@
 
 namespace ds_sparse {
 
-// Of a 16-bit tensor (B, H, tokens, D), D adjacent: boxes of `box` tokens and 64 columns, in the 128-byte swizzle; what is
-// outside of the tensor is zeros.
-inline CUtensorMap tensor_map(const Tensor& x, int box) {
+// Of a 16-bit tensor (B, H, tokens, D), D adjacent: boxes of `box` tokens and 16, 32 or 64 columns, in the swizzle of that
+// many bytes; what is outside of the tensor is zeros.
+inline CUtensorMap tensor_map(const Tensor& x, int box, int columns = 64) {
   using Encode = CUresult (*)(
       CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
       const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
@@ -34,12 +34,15 @@ inline CUtensorMap tensor_map(const Tensor& x, int box) {
   };
   const auto size = [&](int dim) { return static_cast<cuuint64_t>(x.size(dim)); };
   const cuuint64_t sizes[] = {size(3), size(2), size(1), size(0)}, strides[] = {stride(2), stride(1), stride(0)};
-  const cuuint32_t box_sizes[] = {64, static_cast<cuuint32_t>(box), 1, 1}, steps[] = {1, 1, 1, 1};
+  const cuuint32_t box_sizes[] = {static_cast<cuuint32_t>(columns), static_cast<cuuint32_t>(box), 1, 1}, steps[] = {1, 1, 1, 1};
+  const CUtensorMapSwizzle swizzle = columns == 16   ? CU_TENSOR_MAP_SWIZZLE_32B
+                                     : columns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                     : CU_TENSOR_MAP_SWIZZLE_128B;
   CUtensorMap map;
   const CUresult result = encode(
       &map, x.scalar_type() == ScalarType::Half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
       const_cast<void*>(x.const_data_ptr()), sizes, strides, box_sizes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   check(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with " + std::to_string(result) + ".");
   return map;
 }

@@ -309,16 +309,6 @@ void with_tile_height(int64_t block, const F& f) {
   f(std::integral_constant<int, 32>{});
 }
 
-// Entries in a window: tokens enough to keep a thread block busy, few enough to give every multiprocessor some windows.
-inline int window_size(int64_t entries_of_all_heads, int64_t block, int64_t tiles_an_entry, int64_t multiprocessors) {
-  constexpr int64_t most = 2048, fewest = 256, windows_a_multiprocessor = 8;
-  int64_t tokens = most;
-  const int64_t all = entries_of_all_heads * block * tiles_an_entry;
-  while (tokens > fewest && all / tokens < multiprocessors * windows_a_multiprocessor) {
-    tokens /= 2;
-  }
-  return static_cast<int>(tokens > block ? tokens / block : 1);
-}
 // Entries that a window's lines may have, with blocks of 8, and those that the last tile would have had room for.
 constexpr int kMostListed = 2 * 2048 / 8 + 64 / 8;
 

@@ -6,6 +6,9 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
+
+#include "../compute.h"
 
 namespace ds_sparse {
 
@@ -52,6 +55,55 @@ __device__ __forceinline__ Run<T, kRun<T>> load_aligned(const T* from) {
   Run<T, kRun<T>> run;
   *reinterpret_cast<uint4*>(&run) = *reinterpret_cast<const uint4*>(from);
   return run;
+}
+
+// The same of what no kernel writes meanwhile and nobody reads again soon, as it lies in memory: halves that are apart
+// take a register each.
+__device__ __forceinline__ uint4 load_once(const void* from) {
+  uint4 run;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(run.x), "=r"(run.y), "=r"(run.z), "=r"(run.w)
+               : "l"(from));
+  return run;
+}
+
+// A run's elements as numbers to compute with.
+template <class T>
+__device__ __forceinline__ void unpack(const uint4& run, Compute<T> (&to)[kRun<T>]) {
+  const uint32_t words[] = {run.x, run.y, run.z, run.w};
+#pragma unroll
+  for (int i = 0; i < kRun<T>; ++i) {
+    if constexpr (std::is_same_v<T, double>) {
+      to[i] = __hiloint2double(words[2 * i + 1], words[2 * i]);
+    } else if constexpr (std::is_same_v<T, float>) {
+      to[i] = __uint_as_float(words[i]);
+    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      to[i] = __uint_as_float(i % 2 == 0 ? words[i / 2] << 16 : words[i / 2] & 0xffff0000u);
+    } else {
+      const __half2_raw pair{static_cast<uint16_t>(words[i / 2]), static_cast<uint16_t>(words[i / 2] >> 16)};
+      const float2 both = __half22float2(__half2(pair));
+      to[i] = i % 2 == 0 ? both.x : both.y;
+    }
+  }
+}
+
+// Those, rounded to T.
+template <class T>
+__device__ __forceinline__ uint4 pack(const Compute<T> (&from)[kRun<T>]) {
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (std::is_same_v<T, double>) {
+      words[i] = i % 2 == 0 ? __double2loint(from[i / 2]) : __double2hiint(from[i / 2]);
+    } else if constexpr (std::is_same_v<T, float>) {
+      words[i] = __float_as_uint(from[i]);
+    } else if constexpr (std::is_same_v<T, __half>) {
+      reinterpret_cast<__half2&>(words[i]) = __floats2half2_rn(from[2 * i], from[2 * i + 1]);
+    } else {
+      reinterpret_cast<__nv_bfloat162&>(words[i]) = __floats2bfloat162_rn(from[2 * i], from[2 * i + 1]);
+    }
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 // `to` is device memory and aligned to the run: our own outputs are, at every run of a block's row.

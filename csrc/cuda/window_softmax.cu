@@ -166,7 +166,11 @@ __global__ void __launch_bounds__(kThreads, 4) window_softmax_forward_kernel(
       });
       runs.for_each(first, [&](int i, int run) {
         const int at = runs.place(run);
-        scale_run(scores[i], p.scale, logits[i]);
+#pragma unroll
+        for (int e = 0; e < kRun<T>; ++e) {
+          logits[i][e] = static_cast<float>(scores[i].element[e]);
+        }
+        scale_run(logits[i], p.scale);
         if (p.key_bias != nullptr) {
 #pragma unroll
           for (int e = 0; e < kRun<T>; ++e) {

@@ -24,6 +24,19 @@ struct Lists {
   __host__ __device__ int windows() const { return entries / size + 1; }
 };
 
+// Entries in a window: tokens enough to keep a thread block busy, few enough to give every multiprocessor some windows.
+inline int window_size(
+    int64_t entries_of_all_heads, int64_t block, int64_t tiles_an_entry, int64_t multiprocessors,
+    int64_t windows_a_multiprocessor = 8) {
+  constexpr int64_t most = 2048, fewest = 256;
+  int64_t tokens = most;
+  const int64_t all = entries_of_all_heads * block * tiles_an_entry;
+  while (tokens > fewest && all / tokens < multiprocessors * windows_a_multiprocessor) {
+    tokens /= 2;
+  }
+  return static_cast<int>(tokens > block ? tokens / block : 1);
+}
+
 // The first of `count` ascending numbers that is at least `value`, or count; by a whole warp.
 __device__ __forceinline__ int first_at_least(const int32_t* numbers, int count, int value) {
   const int lane = threadIdx.x % 32;

@@ -33,6 +33,9 @@ LAYOUTS: dict[str, tuple[type[SparsityConfig], dict[str, Any]]] = {
 }
 """Name to structure, all heads alike: DeepSpeed's defaults, narrow and wide windows, and random blocks."""
 
+OURS = ("sdd", "softmax", "dsd", "dds", "attention")
+"""Names of our competitors, which take live blocks alone."""
+
 VERIFIED_HEADS = 2
 """Heads of the verification in float64, which is dense and quadratic; the heads of a layout are alike."""
 
@@ -249,18 +252,30 @@ def describe(case: Case, live: float) -> str:
 
 
 def table(case: Case, live: float, rows: list[Row]) -> Iterator[str]:
-    """Lines: milliseconds, ratio to the dense competitor, ratio to the floor."""
+    """Lines: milliseconds, ratio to the dense competitor, ratio to the floor, and the break-even density.
+
+    That is the density at which the time would be the dense competitor's if it grew with the density, as it does but
+    for the bytes of dense operands.
+    """
     rounds = rows[0].rounds
     yield (
         f"{describe(case, live)}, B {case.batch}, H {case.heads}, T {case.seq_len}, D {case.head_dim}; "
         f"medians of {rounds} rounds"
     )
-    heading = f"{'ms':>9} {'x dense':>8} {'x floor':>8}"
-    yield f"{'':26}{FORWARD:>27}{TRAIN:>28}"
+    heading = f"{'ms':>9} {'x dense':>8} {'x floor':>8} {'break-even':>10}"
+    yield f"{'':26}{FORWARD:>38}{TRAIN:>39}"
     yield f"{'':26}{heading} {heading}"
     for forward, train in zip(rows[::2], rows[1::2], strict=True):
-        cells = [f"{row.milliseconds:9.2f} {row.to_dense:8.2f} {row.to_floor:8.2f}" for row in (forward, train)]
-        yield f"{forward.name:26}{cells[0]} {cells[1]}"
+        cells = [
+            f"{row.milliseconds:9.2f} {row.to_dense:8.2f} {row.to_floor:8.2f} {break_even(row, live):>10}"
+            for row in (forward, train)
+        ]
+        yield f"{forward.name:26}{cells[0]} {cells[1]}".rstrip()
+
+
+def break_even(row: Row, live: float) -> str:
+    """In per cent; nothing for competitors that do not leave anything out."""
+    return f"{live / row.to_dense:.1%}" if row.name in OURS else ""
 
 
 def record(case: Case, live: float, rows: list[Row]) -> list[dict[str, Any]]:

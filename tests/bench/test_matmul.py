@@ -49,6 +49,7 @@ def test_command_prints_a_table_and_writes_the_rows(tmp_path, capsys):
     assert written["torch"] == torch.__version__
     printed = capsys.readouterr().out
     assert "x floor" in printed
+    assert "break-even" in printed
     assert "threads" in printed
 
 

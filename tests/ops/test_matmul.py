@@ -151,16 +151,18 @@ def test_every_mode_transposition_and_dtype(device: str, mode: str, trans_a: boo
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("block", "rows", "columns"), [(16, 18, 21), (64, 7, 9)])
+@pytest.mark.parametrize(("block", "rows", "columns", "width"), [(16, 18, 21, 72), (32, 9, 11, 40), (64, 7, 9, 72)])
 @pytest.mark.parametrize("mode", MODES)
-def test_lines_of_every_length(device: str, mode: str, block: int, rows: int, columns: int, dtype: torch.dtype):
+def test_lines_of_every_length(
+    device: str, mode: str, block: int, rows: int, columns: int, width: int, dtype: torch.dtype
+):
     """Full, long, short and empty rows and columns: lists are cut within lines, between them and at their ends."""
     heads = 2
     live = torch.rand(heads, rows, columns, generator=seeded()) < 0.1
     live[0, 3] = live[1, -1] = live[0, :, 2] = live[1, :, -1] = True
     live[0, 4:6] = live[1, 0] = live[:, :, 5] = False
     for layout in (live, live[0]):
-        case = make_case(make_layout(layout), block, mode, False, mode == "sdd", seeded(), heads=heads, width=72)
+        case = make_case(make_layout(layout), block, mode, False, mode == "sdd", seeded(), heads=heads, width=width)
         check(case, dtype, device, ("contiguous",) * 3, (True, True))
 
 

@@ -1,0 +1,305 @@
+// Sparse @ dense for blocks of 16 and more, on Hopper, 16-bit types, up to 128 columns. A thread block takes a window
+// of the live blocks (windows.h) and, of each line, up to 64 rows. 64 tokens are summed over at a time, gathered from as
+// many blocks as that takes. Blocks may be transposed: products take both. Where there are 64 rows they are the left
+// operand, either dimension of the dense one may be adjacent and the result may be transposed, too; else the dense
+// operand is on the left and the product comes out transposed.
+
+#include <torch/csrc/stable/ops.h>
+
+#include <type_traits>
+
+#include "matmul_dsd.h"
+#include "matmul_sm90.h"
+
+namespace ds_sparse {
+namespace {
+
+using namespace hopper;
+
+// What a stage is for.
+struct Step {
+  int64_t window_of_all;
+  int batch, head, token, row;  // where the result goes: its first token, and that within the line; batch -1 is the end
+  Part part;
+  bool first, last;  // of a line
+  bool empty;        // the line has no block
+};
+
+// kRows: of a tile, and tokens that are copied at once.
+template <class T, int kN, int kRows>
+struct Memory {
+  static constexpr int kPanels = kN / kPanel, kStages = kPanels == 1 ? 4 : 3;
+  T values[kStages][kTile * kRows];
+  T dense[kStages][kPanels][kTileElements];
+  T result[kPanels][kRows * kPanel];
+  Barrier there[kStages], free[kStages];
+  Step steps[kStages];
+};
+
+template <class T, int kN, int kRows>
+__device__ __forceinline__ void copy_all(
+    const Product<T>& p, Memory<T, kN, kRows>& memory, const CUtensorMap* values, const CUtensorMap* dense,
+    bool dense_is_lines) {
+  using M = Memory<T, kN, kRows>;
+  const bool elected = threadIdx.x % 32 == 0;
+  const int block = 1 << p.log_block, windows = p.lists.windows(), row_tiles = block / kRows;
+  const int64_t tasks = p.windows_of_all() * row_tiles;
+  Place<M::kStages> place;
+  ListReader indices(p.indices, p.lists.entries), slots(p.slots, p.lists.entries);
+  for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
+    const int first_row = static_cast<int>(task % row_tiles) * kRows;
+    const int64_t window_of_all = task / row_tiles;
+    const Window window(p.lists, window_of_all % windows);
+    const int given_head = window_of_all / windows % p.heads_apart();
+    const int batch = window_of_all / windows / p.heads_apart();
+    for (Walk walk(p.lists, window, p.log_block); walk.valid();
+         walk.next(p.lists, window, p.log_block, kTile, 1)) {
+      const int entry = walk.begin + (walk.token >> p.log_block), within = walk.token & (block - 1);
+      const int head = p.layout_heads == 1 ? given_head : walk.line / p.rows;
+      const bool empty = walk.tokens == 0;
+      // Past the line's end there are zeros, as there are outside of tensors.
+      constexpr int kCopies = kTile / kRows, kOutside = 1 << 30;
+      int tokens[kCopies], numbers[kCopies];
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        const bool exists = walk.token + i * kRows < walk.tokens;
+        tokens[i] = exists ? indices[entry + i] * block + within : kOutside;
+        numbers[i] = exists ? slots[entry + i] + (p.layout_heads == 1 ? head * p.lists.entries : 0) : kOutside;
+      }
+      memory.free[place.stage].wait(place.parity ^ 1);
+      if (elected) {
+        memory.steps[place.stage] = Step{
+            window_of_all, batch, head, walk.line % p.rows * block + first_row, first_row, walk.part, walk.token == 0,
+            walk.line_ends(kTile, 1), empty};
+        Barrier& there = memory.there[place.stage];
+        if (empty) {
+          there.arrive();
+        } else {
+          there.arrive_and_expect(kTile * (kRows + kN) * sizeof(T));
+          const bool transposed = p.slots != nullptr;
+#pragma unroll
+          for (int i = 0; i < kCopies; ++i) {
+            copy_box(
+                memory.values[place.stage] + i * kRows * kRows, values, &there, transposed ? first_row : within,
+                transposed ? within : first_row, numbers[i], batch);
+#pragma unroll
+            for (int panel = 0; panel < M::kPanels; ++panel) {
+              const int column = panel * kPanel;
+              copy_box(
+                  memory.dense[place.stage][panel] + i * kRows * kPanel, dense, &there,
+                  dense_is_lines ? column : tokens[i], dense_is_lines ? tokens[i] : column, head, batch);
+            }
+          }
+        }
+      }
+      __syncwarp();
+      place.next();
+    }
+  }
+  memory.free[place.stage].wait(place.parity ^ 1);
+  if (elected) {
+    memory.steps[place.stage].batch = -1;
+    memory.there[place.stage].arrive();
+  }
+}
+
+// sums (64 x kN) = or += a tile of values @ 64 tokens.
+template <class T, int kN, bool kDenseIsLines, bool kTransposed>
+__device__ __forceinline__ void multiply(
+    float (&sums)[kN / 2], const hopper::Operand& values, const hopper::Operand& dense, bool first) {
+  // 16 tokens on: so many lines, or so many elements of each.
+  constexpr uint32_t lines = 16 * kLineBytes, elements = 32;
+  begin_products();
+#pragma unroll
+  for (int k = 0; k < kTile / 16; ++k) {
+    Products<T>::template from_shared<kN, !kDenseIsLines, kTransposed>(
+        sums, values.from(k * (kTransposed ? lines : elements)), dense.from(k * (kDenseIsLines ? lines : elements)),
+        k > 0 || !first);
+  }
+  end_products();
+  wait_for_products<0>();
+  sums_are_there(sums);
+}
+
+// The same for smaller blocks, the sums transposed: 64 lines for each panel of the dense operand.
+template <class T, int kPanels, int kRows, bool kTransposed>
+__device__ __forceinline__ void multiply_small(
+    float (&sums)[kPanels][kRows / 2], const hopper::Operand& values, const hopper::Operand& dense, bool first) {
+  constexpr uint32_t line = kRows * sizeof(T), block = kRows * line, steps = kRows / 16;
+  begin_products();
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel) {
+#pragma unroll
+    for (int k = 0; k < kTile / 16; ++k) {
+      const uint32_t of_values = k / steps * block + k % steps * (kTransposed ? 16 * line : 32);
+      Products<T>::template from_shared<kRows, !kTransposed, true>(
+          sums[panel], dense.from(panel * kTileBytes + k * 16 * kLineBytes), values.from(of_values), k > 0 || !first);
+    }
+  }
+  end_products();
+  wait_for_products<0>();
+#pragma unroll
+  for (auto& of_panel : sums) {
+    sums_are_there(of_panel);
+  }
+}
+
+template <class T, int kN, int kRows>
+__device__ __forceinline__ void multiply_all(
+    const Product<T>& p, Memory<T, kN, kRows>& memory, const CUtensorMap* out, bool dense_is_lines) {
+  using M = Memory<T, kN, kRows>;
+  const int lane = threadIdx.x % 32;
+  constexpr bool kRowsAreLeft = kRows == kTile;
+  constexpr Swizzle swizzle = kRows == 16 ? Swizzle::k32 : kRows == 32 ? Swizzle::k64 : Swizzle::k128;
+  const hopper::Operand all_values(memory.values[0], 0, 8 * kRows * sizeof(T), swizzle);
+  // How far panels are apart matters where their lines are tokens; else the second one's lines follow the first one's.
+  const hopper::Operand all_dense(memory.dense[0][0], dense_is_lines ? kTileBytes : 0);
+  float sums[kRowsAreLeft ? 1 : M::kPanels][kRowsAreLeft ? kN / 2 : kRows / 2];
+  for (Place<M::kStages> place;; place.next()) {
+    memory.there[place.stage].wait(place.parity);
+    const Step step = memory.steps[place.stage];
+    if (step.batch < 0) {
+      break;
+    }
+    if (step.empty) {
+#pragma unroll
+      for (auto& some : sums) {
+#pragma unroll
+        for (float& sum : some) {
+          sum = 0;
+        }
+      }
+    } else {
+      const hopper::Operand values = all_values + place.stage * sizeof(memory.values[0]);
+      const hopper::Operand dense = all_dense + place.stage * sizeof(memory.dense[0]);
+      if constexpr (!kRowsAreLeft) {
+        p.slots == nullptr ? multiply_small<T, M::kPanels, kRows, false>(sums, values, dense, step.first)
+                           : multiply_small<T, M::kPanels, kRows, true>(sums, values, dense, step.first);
+      } else if (p.slots == nullptr) {
+        dense_is_lines ? multiply<T, kN, true, false>(sums[0], values, dense, step.first)
+                       : multiply<T, kN, false, false>(sums[0], values, dense, step.first);
+      } else {
+        dense_is_lines ? multiply<T, kN, true, true>(sums[0], values, dense, step.first)
+                       : multiply<T, kN, false, true>(sums[0], values, dense, step.first);
+      }
+    }
+    __syncwarp();
+    if (lane == 0) {
+      memory.free[place.stage].arrive();
+    }
+    if (!step.last) {
+      continue;
+    }
+    if (step.part != kWhole) {
+      const int64_t block = int64_t{1} << p.log_block, width = p.result.width;
+      float* to = p.parts.at(step.window_of_all, step.part, block, width);
+      const int line = threadIdx.x / 32 * 16 + lane / 4;
+#pragma unroll
+      for (int some = 0; some < static_cast<int>(std::extent_v<decltype(sums)>); ++some) {
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(std::extent_v<decltype(sums), 1>); ++i) {
+          const int along = i / 4 * 8 + lane % 4 * 2 + i % 2, across = line + i / 2 % 2 * 8;
+          const int row = kRowsAreLeft ? step.row + across : along;
+          const int column = kRowsAreLeft ? along : some * kPanel + across;
+          if (column < width) {
+            to[row * width + column] = sums[some][i];
+          }
+        }
+      }
+      continue;
+    }
+    if (threadIdx.x == 0) {
+      wait_for_stores<0>();
+    }
+    wait_at<kMultiplying>(1);
+    if constexpr (kRowsAreLeft) {
+      store_to_panels<kN>(memory.result[0], sums[0], p.result.transposed);
+    } else {
+#pragma unroll
+      for (int panel = 0; panel < M::kPanels; ++panel) {
+        store_to_panels<kRows>(memory.result[panel], sums[panel], true);
+      }
+    }
+    fence_stores();
+    wait_at<kMultiplying>(2);
+    if (threadIdx.x == 0) {
+#pragma unroll
+      for (int panel = 0; panel < M::kPanels; ++panel) {
+        const int column = panel * kPanel;
+        store_box(
+            out, memory.result[panel], p.result.transposed ? step.token : column,
+            p.result.transposed ? column : step.token, step.head, step.batch);
+      }
+      end_stores();
+    }
+  }
+  if (threadIdx.x == 0) {
+    wait_for_stores<0>();
+  }
+}
+
+template <class T, int kN, int kRows>
+__global__ void __launch_bounds__(kMultiplying + kCopying, (kN == 64 ? 3 : 2) + (kRows < kTile)) dsd_on_hopper_kernel(
+    const __grid_constant__ Product<T> p, const __grid_constant__ CUtensorMap values,
+    const __grid_constant__ CUtensorMap dense, const __grid_constant__ CUtensorMap out, bool dense_is_lines) {
+  extern __shared__ unsigned char shared[];
+  auto& memory = *reinterpret_cast<Memory<T, kN, kRows>*>(align_panels(shared));
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < Memory<T, kN, kRows>::kStages; ++stage) {
+      memory.there[stage].init(1);
+      memory.free[stage].init(kMultiplying / 32);
+    }
+    fence_barriers();
+  }
+  __syncthreads();
+  if (threadIdx.x < kMultiplying) {
+    multiply_all<T, kN, kRows>(p, memory, &out, dense_is_lines);
+  } else {
+    copy_all<T, kN, kRows>(p, memory, &values, &dense, dense_is_lines);
+  }
+}
+
+}  // namespace
+
+bool takes_dsd_on_hopper(
+    const Launcher& launch, const Tensor& values, const Tensor& dense, int64_t block, bool transpose_result) {
+  const int64_t width = dense.size(3);
+  return launch.is_hopper() && dense.element_size() == 2 && block >= 16 && width <= kMostDepth && width % 8 == 0 &&
+         values.numel() > 0 && takes_boxes(values) &&
+         (takes_boxes(dense) ? block >= kTile || !transpose_result
+                             : block >= kTile && takes_boxes(torch::stable::transpose(dense, 2, 3)));
+}
+
+template <class T>
+void dsd_on_hopper(
+    const Launcher& launch, const Product<T>& p, const Tensor& values, const Tensor& dense, const Tensor& out) {
+  const bool dense_is_lines = takes_boxes(dense);
+  const auto run = [&](auto width, auto rows) {
+    constexpr int kN = decltype(width)::value, kRows = decltype(rows)::value;
+    const CUtensorMap dense_map = tensor_map(dense_is_lines ? dense : torch::stable::transpose(dense, 2, 3), kRows);
+    const CUtensorMap values_map = tensor_map(values, kRows, kRows), out_map = tensor_map(out, kRows);
+    launch.with_shared_memory(
+        dsd_on_hopper_kernel<T, kN, kRows>, p.windows_of_all() * ((int64_t{1} << p.log_block) / kRows),
+        kMultiplying + kCopying, sizeof(Memory<T, kN, kRows>) + kPanelAlignment, p, values_map, dense_map, out_map,
+        dense_is_lines);
+  };
+  const auto with_rows = [&](auto width) {
+    switch (p.log_block) {
+      case 4:
+        return run(width, std::integral_constant<int, 16>{});
+      case 5:
+        return run(width, std::integral_constant<int, 32>{});
+      default:
+        return run(width, std::integral_constant<int, kTile>{});
+    }
+  };
+  p.result.width <= kPanel ? with_rows(std::integral_constant<int, kPanel>{})
+                           : with_rows(std::integral_constant<int, 2 * kPanel>{});
+}
+
+template void dsd_on_hopper(
+    const Launcher&, const Product<__half>&, const Tensor&, const Tensor&, const Tensor&);
+template void dsd_on_hopper(
+    const Launcher&, const Product<__nv_bfloat16>&, const Tensor&, const Tensor&, const Tensor&);
+
+}  // namespace ds_sparse
