@@ -51,12 +51,14 @@ class TokenTiles:
     def make(cls, index: TokenIndex) -> TokenTiles | None:
         """The tiles of an index, or None where they would not pay, or cannot say what it lists: a list for each
         sequence, a pair twice. Waits for the device."""
-        if index.batch > 1 or index.num_pairs == 0 or not _pays(index) or index.repeated is not None:
+        if index.batch > 1 or index.num_pairs == 0 or _has_too_many_blocks(index):
+            return None
+        places = index.make_places()
+        if not _pays(index, *places) or index.repeated is not None:
             return None
         blocks = index.blocks(BLOCK)
         rows, columns = (blocks.tiles(side, HOPPER_TILE) for side in ("rows", "columns"))
-        row, column = index.make_places()
-        head, row, column = row // index.queries, row % index.queries, column % index.keys
+        head, row, column = places[0] // index.queries, places[0] % index.queries, places[1] % index.keys
         sizes = index.heads, blocks.layout_heads
         return cls(
             blocks.layout_heads, rows, columns,
@@ -64,12 +66,14 @@ class TokenTiles:
         )  # fmt: skip
 
 
-def _pays(index: TokenIndex) -> bool:
-    """Whether the pairs are in so few places that tiles pay. Takes time and memory by the list, not by tokens squared."""
-    heights = [-(-tokens // BLOCK) for tokens in (index.queries, index.keys)]
-    if index.heads * math.prod(heights) > MOST_BLOCKS * index.num_pairs:
-        return False
-    rows, columns = index.make_places()
+def _has_too_many_blocks(index: TokenIndex) -> bool:
+    """Whether the layout, a square of the tokens, would be larger than the list."""
+    sides = (-(-tokens // BLOCK) for tokens in (index.queries, index.keys))
+    return index.heads * math.prod(sides) > MOST_BLOCKS * index.num_pairs
+
+
+def _pays(index: TokenIndex, rows: torch.Tensor, columns: torch.Tensor) -> bool:
+    """Whether the pairs, at `TokenIndex.places`, are in so few entries that tiles pay."""
     for own, other, width in ((rows, columns % index.keys, index.keys), (columns, rows % index.queries, index.queries)):
         # Numbers of all heads' tokens: a tile that reaches from one head to the next is counted once, and may be.
         entries = torch.unique(own // HOPPER_TILE * width + other // BLOCK)

@@ -9,6 +9,7 @@
 
 #include "attention.h"
 #include "attention_passes.h"
+#include "elements.h"
 
 namespace ds_sparse::attention {
 
@@ -103,25 +104,10 @@ inline Scoring scoring_of(const Attention& attention) {
   return scoring;
 }
 
-// Calls f with a zero of the element type.
-template <class F>
-void with_element(const Tensor& x, const F& f) {
-  switch (x.scalar_type()) {
-    case ScalarType::Half:
-      return f(__half{});
-    case ScalarType::BFloat16:
-      return f(__nv_bfloat16{});
-    case ScalarType::Float:
-      return f(float{});
-    default:
-      check(false, "attention takes float16, bfloat16 and float32 on CUDA.");
-  }
-}
-
 // Calls f with a zero of the element type and the head size, padded to 64, 128 or 256.
 template <class F>
 void with_width(const Tensor& query, const F& f) {
-  with_element(query, [&](auto zero) {
+  with_element<false>(query, "attention", [&](auto zero) {
     if (query.size(3) <= 64) {
       f(zero, std::integral_constant<int, 64>{});
     } else if (query.size(3) <= 128) {

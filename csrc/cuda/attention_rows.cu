@@ -64,7 +64,7 @@ std::pair<Tensor, Rows> make_rows(
   const int64_t padded = (queries + kHopperTile - 1) / kHopperTile * kHopperTile, rows = batch * heads * padded;
   Tensor data = torch::stable::new_empty(output, {4 * rows}, ScalarType::Float);
   float* to = data.mutable_data_ptr<float>();
-  with_element(output, [&](auto zero) {
+  with_element<false>(output, "attention", [&](auto zero) {
     using T = decltype(zero);
     launch(
         rows_kernel<T>, std::min<int64_t>((rows + 15) / 16, 1 << 20), 128, matrices_of<const T>(grad_output),

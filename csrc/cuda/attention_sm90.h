@@ -48,20 +48,6 @@ __device__ __forceinline__ void share_work(const C& copy, const M& multiply) {
 template <class T, int kD, int kTokens>
 using Panels = T[kD / kPanel][kTokens * kPanel];
 
-// Which stage of a ring is next, and the parity of its round.
-template <int kStages>
-struct Ring {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void next() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 // The thread's number, which the compiler does not ask for again at every use.
 __device__ __forceinline__ int this_thread() {
   int number;
@@ -433,15 +419,6 @@ struct Turns {
     }
   }
 };
-
-// Keeps the compiler from using sums before they are there.
-template <int kCount>
-__device__ __forceinline__ void sums_are_there(float (&sums)[kCount]) {
-#pragma unroll
-  for (float& sum : sums) {
-    asm volatile("" : "+f"(sum)::"memory");
-  }
-}
 
 // Sums (64 x kN) of a warpgroup: 64 of its tile's lines times kN lines, in panels of kTokens, over kD columns.
 template <class T, int kD, int kN, int kTokens>

@@ -201,19 +201,4 @@ inline torch::stable::Tensor in_runs(const torch::stable::Tensor& x) {
   return copy;
 }
 
-// Calls f with a zero of the element type.
-template <class F>
-void with_band_type(const torch::stable::Tensor& x, const F& f) {
-  switch (x.scalar_type()) {
-    case ScalarType::Half:
-      return f(__half{});
-    case ScalarType::BFloat16:
-      return f(__nv_bfloat16{});
-    case ScalarType::Float:
-      return f(float{});
-    default:
-      check(false, "operations of windows take float16, bfloat16 and float32 on CUDA.");
-  }
-}
-
 }  // namespace ds_sparse

@@ -95,6 +95,21 @@ __device__ __forceinline__ void copy_bytes(void* to, const void* from, int bytes
       : "memory");
 }
 
+// Which stage of a ring is next, and the parity of its round, for those who wait for it to fill; who fills it waits for
+// the opposite.
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void next() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
 // Barriers of a thread block by number, 1 to 15, for so many threads: until all are there; or only counting as there.
 template <int kThreadsOfBoth>
 __device__ __forceinline__ void wait_at(int number) {
@@ -120,6 +135,15 @@ __device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_grou
 template <int kNewer>
 __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kNewer) : "memory");
+}
+
+// Keeps the compiler from using sums before they are there.
+template <int kCount>
+__device__ __forceinline__ void sums_are_there(float (&sums)[kCount]) {
+#pragma unroll
+  for (float& sum : sums) {
+    asm volatile("" : "+f"(sum)::"memory");
+  }
 }
 
 // The swizzle of lines of 128, 64 or 32 bytes, as a descriptor has it.

@@ -44,7 +44,7 @@ __device__ __forceinline__ void copy_all(
   const bool elected = threadIdx.x % 32 == 0;
   const int block = 1 << p.log_block, windows = p.lists.windows(), row_tiles = block / kRows;
   const int64_t tasks = p.windows_of_all() * row_tiles;
-  Place<M::kStages> place;
+  Ring<M::kStages> place;
   ListReader indices(p.indices, p.lists.entries), slots(p.slots, p.lists.entries);
   for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
     const int first_row = static_cast<int>(task % row_tiles) * kRows;
@@ -155,7 +155,7 @@ __device__ __forceinline__ void multiply_all(
   // How far panels are apart matters where their lines are tokens; else the second one's lines follow the first one's.
   const hopper::Operand all_dense(memory.dense[0][0], dense_is_lines ? kTileBytes : 0);
   float sums[kRowsAreLeft ? 1 : M::kPanels][kRowsAreLeft ? kN / 2 : kRows / 2];
-  for (Place<M::kStages> place;; place.next()) {
+  for (Ring<M::kStages> place;; place.next()) {
     memory.there[place.stage].wait(place.parity);
     const Step step = memory.steps[place.stage];
     if (step.batch < 0) {

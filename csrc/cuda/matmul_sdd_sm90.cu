@@ -48,8 +48,8 @@ __device__ __forceinline__ void copy_all(
   const int block = 1 << p.log_block, windows = p.lists.windows();
   const int64_t heads_apart = p.layout_heads == 1 ? p.heads : 1;
   const int64_t tasks = p.batch * heads_apart * windows * p.row_tiles;
-  Place<kStages> place;
-  Place<2> rows;
+  Ring<kStages> place;
+  Ring<2> rows;
   ListReader columns(p.columns, p.lists.entries);
   for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
     const int first_row = static_cast<int>(task % p.row_tiles) * kTile;
@@ -116,7 +116,7 @@ __device__ __forceinline__ void multiply_all(
   const hopper::Operand rows(memory.rows[0][0]), columns(memory.columns[0][0]);
   constexpr bool kRowsAreLeft = kRows == kTile;
   int turn = 0;
-  for (Place<kStages> place;; place.next()) {
+  for (Ring<kStages> place;; place.next()) {
     memory.there[place.stage].wait(place.parity);
     const Step step = memory.steps[place.stage];
     if (step.batch < 0) {

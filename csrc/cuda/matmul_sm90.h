@@ -22,20 +22,6 @@ constexpr int kTileBytes = kTileElements * 2;        // in 16-bit types
 constexpr int kLineBytes = kPanel * 2;               // of a panel's line
 constexpr int kMostDepth = 2 * kPanel;               // numbers a token
 
-// Where a ring of stages is: `parity` as those see it that wait for stages to fill; the other ones see its opposite.
-template <int kStages>
-struct Place {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void next() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 // The numbers in a list that belong to ascending entries, read for 32 of them at a time; by a whole warp.
 class ListReader {
  public:
@@ -74,15 +60,6 @@ __device__ __forceinline__ void end_stores() { asm volatile("cp.async.bulk.commi
 template <int kNewer>
 __device__ __forceinline__ void wait_for_stores() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kNewer) : "memory");
-}
-
-// Sums that products were to leave here are there: nothing reads them earlier.
-template <int kCount>
-__device__ __forceinline__ void sums_are_there(float (&sums)[kCount]) {
-#pragma unroll
-  for (float& sum : sums) {
-    asm volatile("" : "+f"(sum)::"memory");
-  }
 }
 
 template <class T>

@@ -15,6 +15,7 @@
 
 #include "../checks.h"
 #include "../compute.h"
+#include "elements.h"
 #include "launch.h"
 #include "logits.h"
 #include "vector.h"
@@ -554,23 +555,6 @@ __global__ void softmax_bias_backward_kernel(
   }
 }
 
-// Calls f with a zero of the element type.
-template <class F>
-void with_element_type(const Tensor& x, const F& f) {
-  switch (x.scalar_type()) {
-    case ScalarType::Half:
-      return f(__half{});
-    case ScalarType::BFloat16:
-      return f(__nv_bfloat16{});
-    case ScalarType::Float:
-      return f(float{});
-    case ScalarType::Double:
-      return f(double{});
-    default:
-      check(false, "softmax takes float16, bfloat16, float32 and float64 on CUDA.");
-  }
-}
-
 Blocks blocks_of(const Tensor& values, const Tensor& row_offsets, int64_t layout_heads, int64_t block) {
   const int64_t rows = (row_offsets.size(0) - 1) / layout_heads;
   return {
@@ -624,7 +608,7 @@ Tensor softmax_forward(
   const bool plain = biases.bias[0].data == nullptr && !causal && scale > 0;
   const Launcher launch(scores);
   const Tensor aligned_scores = launch.aligned(scores);
-  with_element_type(scores, [&](auto zero) {
+  with_element<true>(scores, "softmax", [&](auto zero) {
     using T = decltype(zero);
     const Forward<T> arguments{
         static_cast<const uint4*>(aligned_scores.const_data_ptr()), static_cast<uint4*>(probs.mutable_data_ptr()),
@@ -647,7 +631,7 @@ Tensor softmax_backward(
   Tensor grad_scores = torch::stable::new_empty(probs, probs.sizes());
   const Launcher launch(probs);
   const Tensor aligned_grad = launch.aligned(grad), aligned_probs = launch.aligned(probs);
-  with_element_type(probs, [&](auto zero) {
+  with_element<true>(probs, "softmax", [&](auto zero) {
     using T = decltype(zero);
     const Backward<T> arguments{
         static_cast<const uint4*>(aligned_grad.const_data_ptr()),
@@ -667,7 +651,7 @@ Tensor softmax_bias_backward(
   Tensor grad_bias = torch::stable::new_empty(values, shape, is_double ? ScalarType::Double : ScalarType::Float);
   const Launcher launch(values);
   const dim3 threads = shape[2] == 1 ? dim3(8, kThreads / 8) : dim3(kThreads);
-  with_element_type(values, [&](auto zero) {
+  with_element<true>(values, "softmax", [&](auto zero) {
     using T = decltype(zero);
     launch(
         softmax_bias_backward_kernel<T>, (grad_bias.numel() + threads.x - 1) / threads.x, threads,

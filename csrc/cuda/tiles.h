@@ -10,6 +10,7 @@
 
 #include "../checks.h"
 #include "../compute.h"
+#include "elements.h"
 #include "mma.h"
 #include "vector.h"
 
@@ -281,18 +282,14 @@ __device__ __forceinline__ void store_pair(T* to, Compute<T> first, Compute<T> s
 // Calls f with a zero of the element type, and whether products may be rounded to TF32.
 template <class F>
 void with_types(const torch::stable::Tensor& x, bool allow_tf32, const F& f) {
-  switch (x.scalar_type()) {
-    case ScalarType::Half:
-      return f(__half{}, std::true_type{});
-    case ScalarType::BFloat16:
-      return f(__nv_bfloat16{}, std::true_type{});
-    case ScalarType::Float:
-      return allow_tf32 ? f(float{}, std::true_type{}) : f(float{}, std::false_type{});
-    case ScalarType::Double:
-      return f(double{}, std::true_type{});
-    default:
-      check(false, "matmul takes float16, bfloat16, float32 and float64 on CUDA.");
-  }
+  with_element<true>(x, "matmul", [&](auto zero) {
+    if constexpr (std::is_same_v<decltype(zero), float>) {
+      if (!allow_tf32) {
+        return f(zero, std::false_type{});
+      }
+    }
+    f(zero, std::true_type{});
+  });
 }
 
 // Calls f with the height of a tile, a compile-time number: the block's, between 16 and 64 (32 in fp64).

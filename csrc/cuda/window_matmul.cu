@@ -13,6 +13,7 @@
 
 #include "../checks.h"
 #include "band.h"
+#include "elements.h"
 #include "launch.h"
 #include "tiles.h"
 
@@ -303,7 +304,7 @@ Tensor window_matmul(const Tensor& a, const Tensor& b, int64_t window) {
   const int64_t batch = a.size(0), heads = a.size(1), tokens = a.size(2);
   Tensor out = torch::stable::new_empty(a, {batch, heads, tokens, 2 * window + 1});
   const Launcher launch(a);
-  with_band_type(a, [&](auto zero) {
+  with_element<false>(a, "window_matmul", [&](auto zero) {
     using T = decltype(zero);
     if (out.numel() == 0) {
       return;
@@ -355,7 +356,7 @@ Tensor unwindow_matmul(const Tensor& band, const Tensor& dense, bool transposed)
   const int64_t batch = dense.size(0), heads = dense.size(1), tokens = dense.size(2), width = dense.size(3);
   Tensor out = torch::stable::new_empty(dense, dense.sizes());
   const Launcher launch(dense);
-  with_band_type(dense, [&](auto zero) {
+  with_element<false>(dense, "unwindow_matmul", [&](auto zero) {
     using T = decltype(zero);
     if (out.numel() == 0) {
       return;

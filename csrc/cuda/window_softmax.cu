@@ -14,6 +14,7 @@
 
 #include "../checks.h"
 #include "band.h"
+#include "elements.h"
 #include "launch.h"
 #include "logits.h"
 #include "vector.h"
@@ -306,7 +307,7 @@ Tensor window_softmax_forward(
   const int64_t batch = band.size(0), heads = band.size(1), tokens = band.size(2);
   Tensor probs = torch::stable::new_empty(band, band.sizes());
   const Launcher launch(band);
-  with_band_type(band, [&](auto zero) {
+  with_element<false>(band, "window_softmax", [&](auto zero) {
     using T = decltype(zero);
     if (probs.numel() == 0) {
       return;
@@ -340,7 +341,7 @@ Tensor window_softmax_backward(const Tensor& grad, const Tensor& probs, double s
   check_width(grad);
   Tensor grad_scores = torch::stable::new_empty(grad, grad.sizes());
   const Launcher launch(grad);
-  with_band_type(grad, [&](auto zero) {
+  with_element<false>(grad, "window_softmax", [&](auto zero) {
     using T = decltype(zero);
     if (grad_scores.numel() == 0) {
       return;
