@@ -131,7 +131,7 @@ __device__ __forceinline__ void multiply_all(
     const Backward<T>& p, const Sweep<T>& sweep, Memory<T, kD, are_limited(kScores)>& memory) {
   constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores);
   constexpr int kN = 64, kParts = kQueries<kD> / kN;  // of a step's queries
-  const int thread = this_thread(), lane = thread % 32, warpgroup = thread / 128, strip = thread / 32 * 16;
+  const int thread = this_thread(), lane = thread % 32, warpgroup = uniform(thread / 128), strip = thread / 32 * 16;
   const int line0 = strip + lane / 4;
   const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
   const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
@@ -139,6 +139,9 @@ __device__ __forceinline__ void multiply_all(
   const float of_dropout = drops ? p.scoring.dropout().factor() : 1.0f;
   Ring<Memory<T, kD, kLimited>::kStages> ring;
   Ring<Memory<T, kD, kLimited>::kSlots> slot;
+  const auto& own = memory.own[0];
+  const Operand own_keys(own.keys[0] + 64 * warpgroup * kPanel), own_values(own.values[0] + 64 * warpgroup * kPanel);
+  const Operand all_own_keys(own.keys[kParts == 2 ? 0 : warpgroup]);
   const auto& first_stage = memory.stages[0];
   const Operand queries(first_stage.queries), output_grads(first_stage.grads);
   const Operand query_columns(first_stage.queries, sizeof(first_stage.queries[0]));
@@ -155,11 +158,10 @@ __device__ __forceinline__ void multiply_all(
     if (task.steps < 0) {
       break;
     }
-    const auto& own = memory.own[slot.stage];
-    const Operand keys(own.keys[0] + 64 * warpgroup * kPanel), values(own.values[0] + 64 * warpgroup * kPanel);
-    const Operand all_keys(own.keys[kParts == 2 ? 0 : warpgroup]);
+    const uint32_t of_slot = uniform(slot.stage * sizeof(memory.own[0]));
+    const Operand keys = own_keys + of_slot, values = own_values + of_slot, all_keys = all_own_keys + of_slot;
     const Work work = task.work;
-    const int steps = task.steps, token0 = task.tokens[line0], token8 = task.tokens[line0 + 8];
+    const int steps = uniform(task.steps), token0 = task.tokens[line0], token8 = task.tokens[line0 + 8];
     // Keys that do not exist must not add to the gradients of queries.
     const float* key_bias = p.scoring.key_bias_of(work.batch, work.head);
     const auto bias_of = [&](int token) {
@@ -187,7 +189,7 @@ __device__ __forceinline__ void multiply_all(
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         const Octet* groups = memory.groups[ring.stage] + 4 * part;
-        const LiveGroups live = memory.live[ring.stage][strip / 16].part(part);
+        const LiveGroups live = LiveGroups{uniform(memory.live[ring.stage][strip / 16].bits)}.part(part);
         const auto of_rows = [&](int member, int n) {
           return *reinterpret_cast<const float2*>(memory.rows[ring.stage][member] + 64 * part + 8 * n + lane % 4 * 2);
         };
@@ -204,7 +206,7 @@ __device__ __forceinline__ void multiply_all(
           continue;
         }
         begin_products();
-        const uint32_t here = ring.stage * sizeof(first_stage) + part * (64 * kPanel * sizeof(T));
+        const uint32_t here = uniform(ring.stage * sizeof(first_stage)) + part * (64 * kPanel * sizeof(T));
         multiply_lines<T, kD, kN, kQueries<kD>>(probs, keys, queries + here);
         end_products();
         multiply_lines<T, kD, kN, kQueries<kD>>(grads, values, output_grads + here);

@@ -107,7 +107,7 @@ template <class T, int kD, Scores kScores>
 __device__ __forceinline__ void multiply_all(
     const Backward<T>& p, const Sweep<T>& sweep, Memory<T, kD, are_limited(kScores)>& memory) {
   constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores);
-  const int thread = this_thread(), lane = thread % 32, warpgroup = thread / 128, strip = thread / 32 * 16;
+  const int thread = this_thread(), lane = thread % 32, warpgroup = uniform(thread / 128), strip = thread / 32 * 16;
   const int line0 = strip + lane / 4;
   const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
   const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
@@ -115,6 +115,8 @@ __device__ __forceinline__ void multiply_all(
   const float of_dropout = drops ? p.scoring.dropout().factor() : 1.0f;
   Ring<Memory<T, kD, kLimited>::kStages> ring;
   Ring<Memory<T, kD, kLimited>::kSlots> slot;
+  const Operand all_queries(memory.own[0].queries[0] + 64 * warpgroup * kPanel);
+  const Operand all_output_grads(memory.own[0].grads[0] + 64 * warpgroup * kPanel);
   const auto& first_stage = memory.stages[0];
   const Operand keys(first_stage.keys), values(first_stage.values), key_columns(first_stage.keys, sizeof(first_stage.keys[0]));
 
@@ -124,10 +126,10 @@ __device__ __forceinline__ void multiply_all(
     if (task.steps < 0) {
       break;
     }
-    const Operand queries(memory.own[slot.stage].queries[0] + 64 * warpgroup * kPanel);
-    const Operand output_grads(memory.own[slot.stage].grads[0] + 64 * warpgroup * kPanel);
+    const uint32_t of_slot = uniform(slot.stage * sizeof(memory.own[0]));
+    const Operand queries = all_queries + of_slot, output_grads = all_output_grads + of_slot;
     const Work work = task.work;
-    const int steps = task.steps, token0 = task.tokens[line0], token8 = task.tokens[line0 + 8];
+    const int steps = uniform(task.steps), token0 = task.tokens[line0], token8 = task.tokens[line0 + 8];
     const Row row0 = token0 < 0 ? no_row() : p.rows.at(work.matrix, token0);
     const Row row8 = token8 < 0 ? no_row() : p.rows.at(work.matrix, token8);
 
@@ -139,17 +141,17 @@ __device__ __forceinline__ void multiply_all(
 
     const auto look = [&]() {
       memory.there[ring.stage].wait(ring.parity);
-      live = memory.live[ring.stage][strip / 16];
+      live = {uniform(memory.live[ring.stage][strip / 16].bits)};
     };
     const auto multiply_scores = [&]() {
-      const uint32_t stage = ring.stage * sizeof(memory.stages[0]);
+      const uint32_t stage = uniform(ring.stage * sizeof(memory.stages[0]));
       multiply_lines<T, kD, kN, kN>(probs, queries, keys + stage);
       end_products();
       multiply_lines<T, kD, kN, kN>(grads, output_grads, values + stage);
       end_products();
     };
     const auto add_grads = [&](int stage) {
-      multiply_columns<T, kD, kN>(sums, left, key_columns + stage * sizeof(memory.stages[0]));
+      multiply_columns<T, kD, kN>(sums, left, key_columns + uniform(stage * sizeof(memory.stages[0])));
       end_products();
     };
     // Scores become probabilities, and the gradients of those the gradients of scores.

@@ -140,7 +140,7 @@ template <class T, int kD, int kN, int kBlocks, Scores kScores>
 __device__ __forceinline__ void multiply_all(
     const Forward<T>& p, Memory<T, kD, kN, kBlocks, are_limited(kScores)>& memory) {
   constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores);
-  const int thread = this_thread(), lane = thread % 32, warpgroup = thread / 128, strip = thread / 32 * 16;
+  const int thread = this_thread(), lane = thread % 32, warpgroup = uniform(thread / 128), strip = thread / 32 * 16;
   const int line0 = strip + lane / 4;
   const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
   // Exponents may be this much above 0: a factor of 256 for probabilities and their sums.
@@ -162,12 +162,12 @@ __device__ __forceinline__ void multiply_all(
   bool owes = false;
   StageRing last;
   int slot_of_sums = -1;
-  const Operand keys(memory.stages[0].keys), values(memory.stages[0].values, sizeof(memory.stages[0].values[0]));
+  const Operand all_queries(memory.queries[0][0] + 64 * warpgroup * kPanel), keys(memory.stages[0].keys), values(memory.stages[0].values, sizeof(memory.stages[0].values[0]));
 
   const auto multiply_values = [&]() {
     memory.values_there[last.stage].wait(last.parity);
     begin_products();
-    multiply_columns<T, kD, kN>(output, probs, values + last.stage * sizeof(memory.stages[0]));
+    multiply_columns<T, kD, kN>(output, probs, values + uniform(last.stage * sizeof(memory.stages[0])));
     end_products();
   };
   const auto are_added = [&]() {
@@ -251,9 +251,9 @@ __device__ __forceinline__ void multiply_all(
     if (task.steps < 0) {
       break;
     }
-    const Operand queries(memory.queries[slot.stage][0] + 64 * warpgroup * kPanel);
+    const Operand queries = all_queries + uniform(slot.stage * sizeof(memory.queries[0]));
     const Work& work = task.work;
-    const int steps = task.steps;
+    const int steps = uniform(task.steps);
     bool begins = true;
     if constexpr (kBlocks == 2) {
       begin(slot.stage);
@@ -322,13 +322,13 @@ __device__ __forceinline__ void multiply_all(
 
     const auto multiply_scores = [&]() {
       begin_products();
-      multiply_lines<T, kD, kN, kN>(scores, queries, keys + ring.stage * sizeof(memory.stages[0]));
+      multiply_lines<T, kD, kN, kN>(scores, queries, keys + uniform(ring.stage * sizeof(memory.stages[0])));
       end_products();
     };
 
     for (int step = 0; step < steps; ++step, ring.next()) {
       memory.keys_there[ring.stage].wait(ring.parity);
-      live = memory.live[ring.stage][strip / 16];
+      live = {uniform(memory.live[ring.stage][strip / 16].bits)};
       turns.wait();
       if (live.warpgroup() == 0) {
         // Values that wait for their product would keep the ring from turning.

@@ -21,9 +21,14 @@ namespace ds_sparse::hopper {
 constexpr int kPanel = 64;             // elements of a panel's line
 constexpr int kPanelAlignment = 1024;  // bytes; dynamic shared memory is asked for that much more
 
+// x, which is the same in all lanes: the compiler knows it then, and what is made of it can be the operand of wgmma as it
+// is. Else descriptors are made anew, in each lane, for every product.
+__device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
+
 // The first place in dynamic shared memory where a panel may begin.
 __device__ __forceinline__ unsigned char* align_panels(unsigned char* shared) {
-  return shared + (-shared_address(shared) & (kPanelAlignment - 1));
+  const uint32_t first = uniform((shared_address(shared) + kPanelAlignment - 1) & ~(kPanelAlignment - 1u));
+  return static_cast<unsigned char*>(__cvta_shared_to_generic(first));
 }
 
 // A barrier counts arrivals, and bytes of copies that it was told to expect; each time both are there it enters its next

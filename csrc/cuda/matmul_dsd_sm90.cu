@@ -153,7 +153,7 @@ __device__ __forceinline__ void multiply_all(
   constexpr Swizzle swizzle = kRows == 16 ? Swizzle::k32 : kRows == 32 ? Swizzle::k64 : Swizzle::k128;
   const hopper::Operand all_values(memory.values[0], 0, 8 * kRows * sizeof(T), swizzle);
   // How far panels are apart matters where their lines are tokens; else the second one's lines follow the first one's.
-  const hopper::Operand all_dense(memory.dense[0][0], dense_is_lines ? kTileBytes : 0);
+  const hopper::Operand all_dense(memory.dense[0][0], uniform(dense_is_lines ? kTileBytes : 0));
   float sums[kRowsAreLeft ? 1 : M::kPanels][kRowsAreLeft ? kN / 2 : kRows / 2];
   for (Ring<M::kStages> place;; place.next()) {
     memory.there[place.stage].wait(place.parity);
@@ -170,8 +170,8 @@ __device__ __forceinline__ void multiply_all(
         }
       }
     } else {
-      const hopper::Operand values = all_values + place.stage * sizeof(memory.values[0]);
-      const hopper::Operand dense = all_dense + place.stage * sizeof(memory.dense[0]);
+      const hopper::Operand values = all_values + uniform(place.stage * sizeof(memory.values[0]));
+      const hopper::Operand dense = all_dense + uniform(place.stage * sizeof(memory.dense[0]));
       if constexpr (!kRowsAreLeft) {
         p.slots == nullptr ? multiply_small<T, M::kPanels, kRows, false>(sums, values, dense, step.first)
                            : multiply_small<T, M::kPanels, kRows, true>(sums, values, dense, step.first);

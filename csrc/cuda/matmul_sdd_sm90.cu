@@ -123,8 +123,8 @@ __device__ __forceinline__ void multiply_all(
       break;
     }
     float sums[kRows / 2];
-    const hopper::Operand own_rows = rows + step.rows * sizeof(memory.rows[0]);
-    const hopper::Operand own_columns = columns + place.stage * sizeof(memory.columns[0]);
+    const hopper::Operand own_rows = rows + uniform(step.rows * sizeof(memory.rows[0]));
+    const hopper::Operand own_columns = columns + uniform(place.stage * sizeof(memory.columns[0]));
     begin_products();
 #pragma unroll
     for (int k = 0; k < kPanels * kPanel / 16; ++k) {
