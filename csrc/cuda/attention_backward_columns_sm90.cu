@@ -186,10 +186,11 @@ __device__ __forceinline__ void multiply_all(
 
     for (int step = 0; step < steps; ++step, ring.next()) {
       memory.there[ring.stage].wait(ring.parity);
+      const LiveGroups live_of_parts{uniform(memory.live[ring.stage][strip / 16].bits)};
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         const Octet* groups = memory.groups[ring.stage] + 4 * part;
-        const LiveGroups live = LiveGroups{uniform(memory.live[ring.stage][strip / 16].bits)}.part(part);
+        const LiveGroups live = live_of_parts.part(part);
         const auto of_rows = [&](int member, int n) {
           return *reinterpret_cast<const float2*>(memory.rows[ring.stage][member] + 64 * part + 8 * n + lane % 4 * 2);
         };
@@ -227,9 +228,11 @@ __device__ __forceinline__ void multiply_all(
             probs[i] += i % 4 < 2 ? bias0 : bias8;
           }
         }
-        mask_scores<kN, true, kLimited>(
-            probs, live, groups, task, p.scoring,
-            sweep.lists.pairs == nullptr ? nullptr : memory.pairs[ring.stage] + part);
+        if (!live.is_whole<kN>()) {
+          mask_scores<kN, true, kLimited>(
+              probs, live, groups, task, p.scoring,
+              sweep.lists.pairs == nullptr ? nullptr : memory.pairs[ring.stage] + part);
+        }
         if constexpr (!kPlain) {
           if (drops) {
             kept_by<kN, true>(kept, p.scoring.dropout(), work.matrix, task.tokens[strip], groups);
@@ -357,8 +360,8 @@ __global__ void __launch_bounds__(kHopperThreads<1>, 1) columns_on_hopper_kernel
   }
   __syncthreads();
   share_work<1, 24, 240>(
-      [&] { copy_all<T, kD, kScores>(p, sweep, maps, memory, queue); },
-      [&] { multiply_all<T, kD, kScores, kWithQueries>(p, sweep, memory); });
+      [&](int) { copy_all<T, kD, kScores>(p, sweep, maps, memory, queue); },
+      [&](int) { multiply_all<T, kD, kScores, kWithQueries>(p, sweep, memory); });
 }
 
 // Rounds the sums of a strip of 16 queries and 64 columns, as a warp's lanes hold them, and writes the queries' gradients.
@@ -399,9 +402,9 @@ void columns_on_hopper(
     const Maps maps{
         tensor_map(key, own_box), tensor_map(value, own_box), tensor_map(query, box), tensor_map(grad_output, box)};
     const auto run = [&](auto kernel) {
-      with_queue(launch, query, count, [&](const Queue& queue) {
+      with_queue(launch, query, count, 1, [&](const Queue& queue, int64_t blocks) {
         launch.with_shared_memory(
-            kernel, std::min(count, launch.multiprocessors()), kHopperThreads<1>,
+            kernel, blocks, kHopperThreads<1>,
             sizeof(Memory<T, kD, are_limited(kScores)>) + kPanelAlignment, p, sweep, maps, queue);
       });
     };

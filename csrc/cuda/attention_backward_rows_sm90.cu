@@ -159,9 +159,11 @@ __device__ __forceinline__ void multiply_all(
       sums_are_there(probs);
       const Octet* groups = memory.groups[ring.stage];
       finish_scores<T, kN, kPlain>(probs, p.scoring, task, groups);
-      add_key_bias<kN>(probs, live, groups, p.scoring, work, bias_factor);
-      mask_scores<kN, false, kLimited>(
-          probs, live, groups, task, p.scoring, sweep.lists.pairs == nullptr ? nullptr : memory.pairs[ring.stage]);
+      if (!live.is_whole<kN>()) {
+        add_key_bias<kN>(probs, live, groups, p.scoring, work, bias_factor);
+        mask_scores<kN, false, kLimited>(
+            probs, live, groups, task, p.scoring, sweep.lists.pairs == nullptr ? nullptr : memory.pairs[ring.stage]);
+      }
       if constexpr (!kPlain) {
         if (drops) {
           kept_by<kN, false>(kept, p.scoring.dropout(), work.matrix, task.tokens[strip], groups);
@@ -255,8 +257,8 @@ __global__ void __launch_bounds__(kHopperThreads<1>, 1) rows_on_hopper_kernel(
   }
   __syncthreads();
   share_work<1, 24, 240>(
-      [&] { copy_all<T, kD, are_limited(kScores)>(p, sweep, maps, memory, queue); },
-      [&] { multiply_all<T, kD, kScores>(p, sweep, memory); });
+      [&](int) { copy_all<T, kD, are_limited(kScores)>(p, sweep, maps, memory, queue); },
+      [&](int) { multiply_all<T, kD, kScores>(p, sweep, memory); });
 }
 
 }  // namespace
@@ -272,9 +274,9 @@ void rows_on_hopper(
     const int block = 1 << sweep.lists.log_block, own_box = std::min(block, kHopperTile), box = std::min(block, kN);
     const Maps maps{
         tensor_map(query, own_box), tensor_map(grad_output, own_box), tensor_map(key, box), tensor_map(value, box)};
-    with_queue(launch, query, count, [&](const Queue& queue) {
+    with_queue(launch, query, count, 1, [&](const Queue& queue, int64_t blocks) {
       launch.with_shared_memory(
-          rows_on_hopper_kernel<T, kD, kScores>, std::min(count, launch.multiprocessors()), kHopperThreads<1>,
+          rows_on_hopper_kernel<T, kD, kScores>, blocks, kHopperThreads<1>,
           sizeof(Memory<T, kD, are_limited(kScores)>) + kPanelAlignment, p, sweep, maps, queue);
     });
   });

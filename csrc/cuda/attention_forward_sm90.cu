@@ -1,7 +1,6 @@
 // Fused attention, forward, on Hopper (attention_sm90.h). A unit is 128 queries of one head against the keys and values of
-// its list, 128 at a time, or 64. Where a thread block has a multiprocessor to itself, a warpgroup multiplies the next
-// queries and keys, and the last probabilities and values, while it does a softmax; where two share one, each does one
-// thing after the other.
+// its list, 128 at a time, or 64. Where a thread block has one team, a warpgroup multiplies the last probabilities and values
+// while it does a softmax; where it has two, there are warps enough that do one while others do the other.
 
 #include "attention_arguments.h"
 #include "attention_forward.h"
@@ -10,10 +9,9 @@
 namespace ds_sparse::attention {
 namespace {
 
-// kBlocks: thread blocks on a multiprocessor.
-template <class T, int kD, int kN, int kBlocks, bool kLimited>
-struct Memory {
-  static constexpr int kStages = kBlocks == 2 ? 4 : 256 * 128 / (kD * kN), kSlots = 2;
+template <class T, int kD, int kN, int kTeams, bool kLimited>
+struct alignas(kPanelAlignment) Memory {
+  static constexpr int kStages = 256 * 128 / (kD * kN * kTeams), kSlots = 2;
   struct Stage {
     Panels<T, kD, kN> keys, values;
   };
@@ -27,16 +25,16 @@ struct Memory {
   Barrier keys_there[kStages], keys_free[kStages], values_there[kStages], values_free[kStages];
 };
 
-template <class T, int kD, int kN, int kBlocks, bool kLimited>
+template <class T, int kD, int kN, int kTeams, bool kLimited>
 __device__ __forceinline__ void copy_all(
-    const Forward<T>& p, Memory<T, kD, kN, kBlocks, kLimited>& memory, const CUtensorMap* query_map, const CUtensorMap* key_map,
-    const CUtensorMap* value_map, Queue queue) {
+    const Forward<T>& p, Memory<T, kD, kN, kTeams, kLimited>& memory, const CUtensorMap* query_map, const CUtensorMap* key_map,
+    const CUtensorMap* value_map, Queue queue, int team) {
   const int lane = threadIdx.x % 32;
   const Boxes<T, kD, kHopperTile> own_boxes(p.lists.log_block);
   const Boxes<T, kD, kN> boxes(p.lists.log_block);
   const Finder finder(p.lists);
-  Ring<Memory<T, kD, kN, kBlocks, kLimited>::kStages> ring;
-  Ring<Memory<T, kD, kN, kBlocks, kLimited>::kSlots> slot;
+  Ring<Memory<T, kD, kN, kTeams, kLimited>::kStages> ring;
+  Ring<Memory<T, kD, kN, kTeams, kLimited>::kSlots> slot;
 
   // Tells what a unit is and starts the copies of its queries, or that there is none.
   const auto prepare = [&](int number, const auto& to) {
@@ -63,7 +61,7 @@ __device__ __forceinline__ void copy_all(
     }
   };
 
-  int number = blockIdx.x, ticket = queue.draw();
+  int number = blockIdx.x + team * gridDim.x, ticket = queue.draw();
   prepare(number, slot);
   while (number < queue.count) {
     number = Queue::unit_of(ticket);
@@ -136,38 +134,44 @@ __device__ __forceinline__ void copy_all(
   }
 }
 
-template <class T, int kD, int kN, int kBlocks, Scores kScores>
+template <class T, int kD, int kN, int kTeams, Scores kScores>
 __device__ __forceinline__ void multiply_all(
-    const Forward<T>& p, Memory<T, kD, kN, kBlocks, are_limited(kScores)>& memory) {
+    const Forward<T>& p, Memory<T, kD, kN, kTeams, are_limited(kScores)>& memory, int team) {
   constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores);
   const int thread = this_thread(), lane = thread % 32, warpgroup = uniform(thread / 128), strip = thread / 32 * 16;
   const int line0 = strip + lane / 4;
   const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
-  // Exponents may be this much above 0: a factor of 256 for probabilities and their sums.
+  // A maximum that is looked at moves the origin that it is this far above: by a factor of 256 for probabilities. Where none
+  // is looked at, a lane's sum of a step tells when probabilities come near the end of what T, or fp32, holds.
   const float tolerance = 8 / unit;
+  constexpr float kTooLarge = std::is_same_v<T, __half> ? 0x1p15f : 0x1p60f;
   const bool drops = !kPlain && p.scoring.dropout_seed != nullptr;
   const float of_dropout = drops ? p.scoring.dropout().factor() : 1.0f;
   const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
-  const Turns<kBlocks == 1> turns(warpgroup);
-  using StageRing = Ring<Memory<T, kD, kN, kBlocks, kLimited>::kStages>;
+  constexpr bool kOverlaps = kTeams == 1;
+  const Turns<kOverlaps> turns(warpgroup);
+  using StageRing = Ring<Memory<T, kD, kN, kTeams, kLimited>::kStages>;
   StageRing ring;
-  Ring<Memory<T, kD, kN, kBlocks, kLimited>::kSlots> slot;
+  Ring<Memory<T, kD, kN, kTeams, kLimited>::kSlots> slot;
 
   // What the unit in `slot_of_sums` has summed; where `owes`, the product of `probs` with the values of stage `last` is
   // still to be added. It is added together with the next step's scores, be they the next unit's.
   float output[kD / 2];
   float scores[kN / 2];
   uint32_t probs[kN / 16][4];
-  float max0 = -kInfinity, max8 = -kInfinity, sum0 = 0, sum8 = 0;
-  bool owes = false;
+  // The origins of exponents in a lane's two lines, and the sums of exponentials; whether the warp's lines all have origins.
+  float origin0 = -kInfinity, origin8 = -kInfinity, sum0 = 0, sum8 = 0;
+  bool have_origins = false, owes = false;
   StageRing last;
   int slot_of_sums = -1;
-  const Operand all_queries(memory.queries[0][0] + 64 * warpgroup * kPanel), keys(memory.stages[0].keys), values(memory.stages[0].values, sizeof(memory.stages[0].values[0]));
+  const auto& stages = memory.stages;
+  const Operand all_queries(memory.queries[0][0] + 64 * warpgroup * kPanel);
+  const Operand keys(stages[0].keys), values(stages[0].values, sizeof(stages[0].values[0]));
 
   const auto multiply_values = [&]() {
     memory.values_there[last.stage].wait(last.parity);
     begin_products();
-    multiply_columns<T, kD, kN>(output, probs, values + uniform(last.stage * sizeof(memory.stages[0])));
+    multiply_columns<T, kD, kN>(output, probs, values + uniform(last.stage * sizeof(stages[0])));
     end_products();
   };
   const auto are_added = [&]() {
@@ -183,7 +187,7 @@ __device__ __forceinline__ void multiply_all(
     sum8 = sum_of_four(sum8);
     const float factor0 = sum0 > 0 ? of_dropout / sum0 : 0.0f, factor8 = sum8 > 0 ? of_dropout / sum8 : 0.0f;
     const float to_origin = kPlain ? p.scoring.scale : 1.0f;
-    const RowSum row0(max0 * to_origin, sum0), row8(max8 * to_origin, sum8);
+    const RowSum row0(origin0 * to_origin, sum0), row8(origin8 * to_origin, sum8);
     if (work.part >= 0) {
       const int64_t place = p.part_outputs.line(p.lists, work.copy, work.part, work.sub_tile) + line0;
       store_sums<kD>(output, factor0, factor8, p.width, [&](int half) {
@@ -194,7 +198,7 @@ __device__ __forceinline__ void multiply_all(
         p.part_rows[place + 8] = row8;
       }
     } else {
-      wait_at<128>(3 + warpgroup);  // until the warpgroup is done with its queries, whose space serves now
+      wait_at<128>(3 + kConsumers * team + warpgroup);  // until the warpgroup is done with its queries, whose space serves now
       T* to = p.output.of(work.batch, work.head);
       store_strip<kD>(output, factor0, factor8, memory.queries[slot_of_sums][0], strip, p.width, [&](int line) -> T* {
         const int token = task.tokens[strip + line];
@@ -221,8 +225,9 @@ __device__ __forceinline__ void multiply_all(
       finish();
     }
     slot_of_sums = of_slot;
-    max0 = max8 = -kInfinity;
+    origin0 = origin8 = -kInfinity;
     sum0 = sum8 = 0;
+    have_origins = false;
 #pragma unroll
     for (float& sum : output) {
       sum = 0;
@@ -236,6 +241,32 @@ __device__ __forceinline__ void multiply_all(
       output[i + 2] *= decay8;
       output[i + 3] *= decay8;
     }
+  };
+  // Moves origins to maxima. Returns whether, and by what, sums have to decay.
+  const auto move_origins = [&](float& decay0, float& decay8) -> bool {
+    // Four chains for each line: one would be bound by its latency.
+    float largest[16];
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i) {
+      largest[i % 16] = i < 16 ? scores[i] : fmaxf(largest[i % 16], scores[i]);
+    }
+#pragma unroll
+    for (int i = 4; i < 16; ++i) {
+      largest[i % 4] = fmaxf(largest[i % 4], largest[i]);
+    }
+    const float new0 = fmaxf(origin0, max_of_four(fmaxf(largest[0], largest[1])));
+    const float new8 = fmaxf(origin8, max_of_four(fmaxf(largest[2], largest[3])));
+    const bool moves = __any_sync(0xffffffffu, new0 > origin0 + tolerance || new8 > origin8 + tolerance);
+    if (moves) {
+      decay0 = exp2_of((origin0 - (new0 == -kInfinity ? 0.0f : new0)) * unit);
+      decay8 = exp2_of((origin8 - (new8 == -kInfinity ? 0.0f : new8)) * unit);
+      origin0 = new0;
+      origin8 = new8;
+      sum0 *= decay0;
+      sum8 *= decay8;
+    }
+    have_origins = __all_sync(0xffffffffu, origin0 > -kInfinity && origin8 > -kInfinity);
+    return moves;
   };
   const auto settle = [&]() {
     if (owes) {
@@ -254,75 +285,93 @@ __device__ __forceinline__ void multiply_all(
     const Operand queries = all_queries + uniform(slot.stage * sizeof(memory.queries[0]));
     const Work& work = task.work;
     const int steps = uniform(task.steps);
-    bool begins = true;
-    if constexpr (kBlocks == 2) {
+    bool begins = kOverlaps;
+    if constexpr (!kOverlaps) {
       begin(slot.stage);
-      begins = false;
     }
     LiveGroups live{0};
 
-    // Masks; leaves probabilities in scores. Returns whether what was summed before has to decay, and by what: where a
-    // row's maximum has grown too much to serve as the origin of its exponents any longer.
-    const auto softmax = [&](float& decay0, float& decay8) -> bool {
+    const auto mask = [&]() {
       const Octet* groups = memory.groups[ring.stage];
       finish_scores<T, kN, kPlain>(scores, p.scoring, task, groups);
-      add_key_bias<kN>(scores, live, groups, p.scoring, work, bias_factor);
-      mask_scores<kN, false, kLimited>(
-          scores, live, groups, task, p.scoring, p.lists.pairs == nullptr ? nullptr : memory.pairs[ring.stage]);
-      uint32_t kept[kN / 64] = {};
-      if constexpr (!kPlain) {
-        if (drops) {
-          kept_by<kN, false>(kept, p.scoring.dropout(), work.matrix, task.tokens[strip], groups);
-        }
+      if (!live.is_whole<kN>()) {
+        add_key_bias<kN>(scores, live, groups, p.scoring, work, bias_factor);
+        mask_scores<kN, false, kLimited>(
+            scores, live, groups, task, p.scoring, p.lists.pairs == nullptr ? nullptr : memory.pairs[ring.stage]);
       }
-      arrive_once(memory.keys_free[ring.stage], lane);
-      // Four chains for each line: one would be bound by its latency.
-      float largest[16];
-#pragma unroll
-      for (int i = 0; i < kN / 2; ++i) {
-        largest[i % 16] = i < 16 ? scores[i] : fmaxf(largest[i % 16], scores[i]);
-      }
-#pragma unroll
-      for (int i = 4; i < 16; ++i) {
-        largest[i % 4] = fmaxf(largest[i % 4], largest[i]);
-      }
-      const float new0 = fmaxf(max0, max_of_four(fmaxf(largest[0], largest[1])));
-      const float new8 = fmaxf(max8, max_of_four(fmaxf(largest[2], largest[3])));
-      const bool grows = __any_sync(0xffffffffu, new0 > max0 + tolerance || new8 > max8 + tolerance);
-      if (grows) {
-        decay0 = exp2_of((max0 - (new0 == -kInfinity ? 0.0f : new0)) * unit);
-        decay8 = exp2_of((max8 - (new8 == -kInfinity ? 0.0f : new8)) * unit);
-        max0 = new0;
-        max8 = new8;
-        sum0 *= decay0;
-        sum8 *= decay8;
-      }
-      const float base0 = max0 == -kInfinity ? 0.0f : max0, base8 = max8 == -kInfinity ? 0.0f : max8;
-      const float origin0 = base0 * unit, origin8 = base8 * unit;
+    };
+    // Scores become exponentials, whose sums are the lane's.
+    const auto exponentiate = [&]() -> float2 {
+      const float base0 = origin0 == -kInfinity ? 0.0f : origin0, base8 = origin8 == -kInfinity ? 0.0f : origin8;
+      const float of_line0 = base0 * unit, of_line8 = base8 * unit;
+      float2 sums{0, 0};
 #pragma unroll
       for (int i = 0; i < kN / 2; i += 4) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          scores[i + e] = kPlain ? exp2_of(scores[i + e] * unit - (e < 2 ? origin0 : origin8))
+          scores[i + e] = kPlain ? exp2_of(scores[i + e] * unit - (e < 2 ? of_line0 : of_line8))
                                  : exp2_of((scores[i + e] - (e < 2 ? base0 : base8)) * unit);
         }
-        sum0 += scores[i] + scores[i + 1];
-        sum8 += scores[i + 2] + scores[i + 3];
+        sums.x += scores[i] + scores[i + 1];
+        sums.y += scores[i + 2] + scores[i + 3];
       }
+      return sums;
+    };
+    // Whether to look at maxima in each step. Else keys have to stay until it is known that they are not needed again; where
+    // there are two stages, and one short unit comes after the other, copies are too late then.
+    const bool looks = !kPlain || (kOverlaps && steps < 8);
+    // Scores become probabilities; returns as move_origins does. Once lines have origins their maxima are not looked at, but
+    // sums tell if these would have been needed: then the warp makes its scores again.
+    const auto softmax = [&](float& decay0, float& decay8) -> bool {
+      mask();
+      const bool tries = have_origins && !looks;
+      bool moves = false;
+      if (!tries) {
+        arrive_once(memory.keys_free[ring.stage], lane);
+        moves = move_origins(decay0, decay8);
+      }
+      float2 sums = exponentiate();
+      if (tries) {
+        if (__any_sync(0xffffffffu, fmaxf(sums.x, sums.y) > kTooLarge)) {
+          // Registers are short for it: what need not be there meanwhile is put aside, for which other steps do not pay then.
+          volatile float aside[kD / 2];
+          if constexpr (!kOverlaps) {
+#pragma unroll
+            for (int i = 0; i < kD / 2; ++i) {
+              aside[i] = output[i];
+            }
+          }
+          multiply_strip<T, kD, kN>(scores, memory.queries[slot.stage], strip, stages[ring.stage].keys);
+          mask();
+          moves = move_origins(decay0, decay8);
+          sums = exponentiate();
+          if constexpr (!kOverlaps) {
+#pragma unroll
+            for (int i = 0; i < kD / 2; ++i) {
+              output[i] = aside[i];
+            }
+          }
+        }
+        arrive_once(memory.keys_free[ring.stage], lane);
+      }
+      sum0 += sums.x;
+      sum8 += sums.y;
       if constexpr (!kPlain) {
         if (drops) {
+          uint32_t kept[kN / 64] = {};
+          kept_by<kN, false>(kept, p.scoring.dropout(), work.matrix, task.tokens[strip], memory.groups[ring.stage]);
 #pragma unroll
           for (int i = 0; i < kN / 2; ++i) {
             scores[i] = kept[i / 32] >> i % 32 & 1 ? scores[i] : 0.0f;
           }
         }
       }
-      return grows;
+      return moves;
     };
 
     const auto multiply_scores = [&]() {
       begin_products();
-      multiply_lines<T, kD, kN, kN>(scores, queries, keys + uniform(ring.stage * sizeof(memory.stages[0])));
+      multiply_lines<T, kD, kN, kN>(scores, queries, keys + uniform(ring.stage * sizeof(stages[0])));
       end_products();
     };
 
@@ -340,31 +389,30 @@ __device__ __forceinline__ void multiply_all(
         continue;
       }
       float decay0 = 1, decay8 = 1;
-      if constexpr (kBlocks == 2) {
+      if constexpr (!kOverlaps) {
+        if (owes) {
+          multiply_values();
+        }
         multiply_scores();
         wait_for_products<0>();
         sums_are_there(scores);
+        if (owes) {
+          are_added();
+        }
         if (softmax(decay0, decay8)) {
           decay(decay0, decay8);
         }
-        round_sums<T, kN>(probs, scores);
-        last = ring;
-        multiply_values();
-        wait_for_products<0>();
-        are_added();
-        continue;
-      }
-      if (owes && !begins) {
+      } else if (owes && !begins) {
         multiply_scores();
         multiply_values();
         turns.pass_on();
         wait_for_products<1>();
         sums_are_there(scores);
-        const bool grows = softmax(decay0, decay8);
+        const bool moves = softmax(decay0, decay8);
         not_before(sum0 + sum8);
         wait_for_products<0>();
         are_added();
-        if (grows) {
+        if (moves) {
           decay(decay0, decay8);
         }
       } else {
@@ -393,7 +441,8 @@ __device__ __forceinline__ void multiply_all(
       last = ring;
       owes = true;
     }
-    if constexpr (kBlocks == 2) {
+    if constexpr (!kOverlaps) {
+      settle();
       finish();
       slot_of_sums = -1;
     } else if (begins) {
@@ -407,14 +456,15 @@ __device__ __forceinline__ void multiply_all(
   }
 }
 
-template <class T, int kD, int kN, int kBlocks, Scores kScores>
-__global__ void __launch_bounds__(kHopperThreads<kBlocks>, kBlocks) forward_on_hopper_kernel(
+template <class T, int kD, int kN, int kTeams, Scores kScores>
+__global__ void __launch_bounds__(kHopperThreads<kTeams>, 1) forward_on_hopper_kernel(
     const __grid_constant__ Forward<T> p, const __grid_constant__ CUtensorMap query_map,
     const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map, Queue queue) {
   extern __shared__ unsigned char shared[];
-  using M = Memory<T, kD, kN, kBlocks, are_limited(kScores)>;
-  auto& memory = *reinterpret_cast<M*>(align_panels(shared));
-  if (threadIdx.x == 0) {
+  using M = Memory<T, kD, kN, kTeams, are_limited(kScores)>;
+  M* memories = reinterpret_cast<M*>(align_panels(shared));
+  if (threadIdx.x < kTeams) {
+    M& memory = memories[threadIdx.x];
     for (int slot = 0; slot < M::kSlots; ++slot) {
       memory.task_there[slot].init(1);
       memory.task_free[slot].init(4 * kConsumers);
@@ -428,9 +478,9 @@ __global__ void __launch_bounds__(kHopperThreads<kBlocks>, kBlocks) forward_on_h
     fence_barriers();
   }
   __syncthreads();
-  share_work<kBlocks, 40, 232>(
-      [&] { copy_all(p, memory, &query_map, &key_map, &value_map, queue); },
-      [&] { multiply_all<T, kD, kN, kBlocks, kScores>(p, memory); });
+  share_work<kTeams, kTeams == 1 ? 40 : 32, kTeams == 1 ? 232 : 112>(
+      [&](int team) { copy_all(p, memories[team], &query_map, &key_map, &value_map, queue, team); },
+      [&](int team) { multiply_all<T, kD, kN, kTeams, kScores>(p, memories[team], team); });
 }
 
 }  // namespace
@@ -442,17 +492,16 @@ void forward_on_hopper(
   with_hopper_kernel(p.scoring, p.lists, p.width, [&](auto width, auto scores) {
     constexpr Scores kScores = decltype(scores)::value;
     constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores);
-    // Short lines leave room for a second thread block; half as many keys at a time leave registers for it, or for options.
-    constexpr int kD = decltype(width)::value, kBlocks = kD == 64 && kPlain ? 2 : 1, kN = kD == 128 && kPlain ? 128 : 64;
+    // Short lines leave room for a second team; half as many keys at a time leave registers for it, or for options.
+    constexpr int kD = decltype(width)::value, kTeams = kD == 64 && kPlain ? 2 : 1, kN = kD == 128 && kPlain ? 128 : 64;
     const int64_t count = copies * p.lists.num_units * p.lists.sub_tiles;
     const int block = 1 << p.lists.log_block;
     const CUtensorMap query_map = tensor_map(query, std::min(block, kHopperTile));
     const CUtensorMap key_map = tensor_map(key, std::min(block, kN)), value_map = tensor_map(value, std::min(block, kN));
-    with_queue(launch, query, count, [&](const Queue& queue) {
+    with_queue(launch, query, count, kTeams, [&](const Queue& queue, int64_t blocks) {
       launch.with_shared_memory(
-          forward_on_hopper_kernel<T, kD, kN, kBlocks, kScores>,
-          std::min(count, launch.multiprocessors() * kBlocks), kHopperThreads<kBlocks>,
-          sizeof(Memory<T, kD, kN, kBlocks, kLimited>) + kPanelAlignment, p, query_map, key_map, value_map, queue);
+          forward_on_hopper_kernel<T, kD, kN, kTeams, kScores>, blocks, kHopperThreads<kTeams>,
+          kTeams * sizeof(Memory<T, kD, kN, kTeams, kLimited>) + kPanelAlignment, p, query_map, key_map, value_map, queue);
     });
   });
 }

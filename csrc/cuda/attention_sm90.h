@@ -1,8 +1,9 @@
 // What the passes of fused attention share on Hopper: how tokens are gathered by the copy engine, and which of them a
 // strip and a warpgroup see.
 //
-// A thread block stays on its multiprocessor and takes unit after unit. Two warpgroups have 64 lines of the unit's tile
-// each, a strip of 16 for each warp; the warp after them keeps copies going, through a ring of stages in shared memory.
+// A thread block stays on its multiprocessor and takes unit after unit, or each of its two teams does. A team's two
+// warpgroups have 64 lines of the unit's tile each, a strip of 16 for each warp; a warp after them keeps copies going,
+// through a ring of stages in shared memory.
 
 #pragma once
 
@@ -21,25 +22,22 @@ constexpr bool are_plain(Scores scores) { return scores != Scores::kOptions; }
 constexpr bool are_limited(Scores scores) { return scores != Scores::kPlain; }  // by a window or pair by pair, perhaps
 
 constexpr int kConsumers = 2;  // warpgroups with kHopperTile / kConsumers lines each
-// Threads of a thread block, of so many on a multiprocessor. Registers go from one warpgroup to others, but where two
-// thread blocks share them there are none to spare.
-template <int kBlocks>
-constexpr int kHopperThreads = 128 * kConsumers + (kBlocks == 1 ? 128 : 32);
+// A team is these and a warp that copies for them; the teams of a thread block have nothing to do with each other.
+constexpr int kTeamThreads = 128 * kConsumers;
+template <int kTeams>
+constexpr int kHopperThreads = kTeams * kTeamThreads + 128;
 
-// What the threads do: multiply(), with so many registers, or the one warp copy(), with a few.
-template <int kBlocks, int kFew, int kMany, class C, class M>
+// What the threads do: a team's multiply(team), with so many registers, and one warp for it copy(team), with a few.
+template <int kTeams, int kFew, int kMany, class C, class M>
 __device__ __forceinline__ void share_work(const C& copy, const M& multiply) {
-  if (threadIdx.x < 128 * kConsumers) {
-    if constexpr (kBlocks == 1) {
-      take_registers<kMany>();
-    }
-    multiply();
+  if (threadIdx.x < kTeams * kTeamThreads) {
+    take_registers<kMany>();
+    multiply(kTeams == 1 ? 0 : uniform(threadIdx.x / kTeamThreads));
   } else {
-    if constexpr (kBlocks == 1) {
-      give_registers<kFew>();
-    }
-    if (threadIdx.x < 128 * kConsumers + 32) {
-      copy();
+    give_registers<kFew>();
+    const int team = uniform(threadIdx.x / 32 - kTeams * (kTeamThreads / 32));
+    if (team < kTeams) {
+      copy(team);
     }
   }
 }
@@ -48,11 +46,11 @@ __device__ __forceinline__ void share_work(const C& copy, const M& multiply) {
 template <class T, int kD, int kTokens>
 using Panels = T[kD / kPanel][kTokens * kPanel];
 
-// The thread's number, which the compiler does not ask for again at every use.
+// The thread's number in its team, which the compiler does not ask for again at every use.
 __device__ __forceinline__ int this_thread() {
   int number;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
-  return number;
+  return number % kTeamThreads;
 }
 
 // For a warp, once all of it is there.
@@ -102,16 +100,16 @@ struct Gathered {
   }
 };
 
-// Units in their order, to whichever thread block is free.
+// Units in their order, to whichever team is free. The first one of a team has the number blockIdx.x + team * gridDim.x.
 struct Queue {
   int* taken;  // 0 before the kernel
-  int count;
+  int count, teams;
 
   // A number in the first lane of a warp, which nobody waits for yet.
   __device__ __forceinline__ int draw() const {
     int ticket = 0;
     if (threadIdx.x % 32 == 0) {
-      ticket = gridDim.x + atomicAdd(taken, 1);
+      ticket = teams + atomicAdd(taken, 1);
     }
     return ticket;
   }
@@ -232,6 +230,11 @@ struct LiveGroups {
   __device__ uint32_t strip() const { return bits & 0xffu; }
   __device__ uint32_t warpgroup() const { return bits >> 8 & 0xffu; }
   __device__ uint32_t ragged() const { return bits >> 16; }
+  // Whether all of the kN / 16 groups count for the strip, and none has to be looked at.
+  template <int kN>
+  __device__ bool is_whole() const {
+    return (bits & 0xffff00ffu) == (1u << kN / 16) - 1;
+  }
   // Of four of the groups.
   __device__ LiveGroups part(int number) const { return {bits >> 4 * number & 0x0f0f0fu}; }
 };
@@ -271,8 +274,9 @@ struct Finder {
   }
 };
 
-// The first of a lane's two lines of the tile; the other is 8 below.
-__device__ __forceinline__ int own_line() { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4; }
+// The first line of a warp's strip, and the first of a lane's two lines; the other is 8 below.
+__device__ __forceinline__ int own_strip() { return threadIdx.x % kTeamThreads / 32 * 16; }
+__device__ __forceinline__ int own_line() { return own_strip() + threadIdx.x % 32 / 4; }
 
 // Which of a lane's probabilities (64 x kN) dropout keeps, a bit for each; by rows or, transposed, by columns. A strip's
 // lines are neighbours, and begin at a multiple of 16.
@@ -442,6 +446,40 @@ __device__ __forceinline__ void multiply_columns(
   }
 }
 
+// The same for a warp by itself, and as slowly as products without wgmma are: sums (16 x kN) of its lines, which begin at
+// `line`, in the order that wgmma leaves them in.
+template <class T, int kD, int kN>
+__device__ __forceinline__ void multiply_strip(
+    float (&sums)[kN / 2], const Panels<T, kD, kHopperTile>& left, int line, const Panels<T, kD, kN>& right) {
+  const int lane = threadIdx.x % 32;
+  const auto place = [](const T* panel, int own, int run) { return panel + own * kPanel + (run ^ own % 8) * 8; };
+#pragma unroll
+  for (float& sum : sums) {
+    sum = 0;
+  }
+#pragma unroll 1
+  for (int k = 0; k < kD / 16; ++k) {
+    const int panel = k / 4, run = k % 4 * 2;
+    uint32_t a[4];
+    load_matrices<false>(a, place(left[panel], line + lane % 16, run + lane / 16));
+#pragma unroll
+    for (int n = 0; n < kN / 16; ++n) {
+      uint32_t b[4];
+      load_matrices<false>(b, place(right[panel], 16 * n + lane / 16 * 8 + lane % 8, run + lane / 8 % 2));
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float* of_eight = sums + 8 * n + 4 * j;
+        float sum[4] = {of_eight[0], of_eight[1], of_eight[2], of_eight[3]};
+        Mma<T>::template product<false>(sum, a, b, j);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          of_eight[e] = sum[e];
+        }
+      }
+    }
+  }
+}
+
 // Rounds sums to the left operand of the next product.
 template <class T, int kN>
 __device__ __forceinline__ void round_sums(uint32_t (&to)[kN / 16][4], const float (&sums)[kN / 2]) {
@@ -527,7 +565,7 @@ __device__ __forceinline__ void store_sums_of_unit(
     const float (&sums)[kD / 2], float factor, const Backward<T>& p, const Sweep<T>& sweep, const Task& task, T* panel,
     const Matrices<T>& grad, const Parts& parts, float* shares) {
   const Work& work = task.work;
-  const int strip = threadIdx.x / 32 * 16, line0 = own_line();
+  const int strip = own_strip(), line0 = own_line();
   if (work.part >= 0) {
     const int64_t place = parts.line(sweep.lists, work.copy, work.part, work.sub_tile) + line0;
     store_sums<kD>(
@@ -546,11 +584,12 @@ __device__ __forceinline__ void store_sums_of_unit(
   }
 }
 
-// Calls f with a queue, for as long as that takes, of so many units.
+// Calls f with a queue, for as long as that takes, of so many units, and the number of thread blocks of so many teams.
 template <class F>
-void with_queue(const Launcher& launch, const Tensor& on, int64_t count, const F& f) {
+void with_queue(const Launcher& launch, const Tensor& on, int64_t count, int teams, const F& f) {
   Tensor taken = launch.zeros(on, 1, ScalarType::Int);
-  f(Queue{taken.mutable_data_ptr<int32_t>(), static_cast<int>(count)});
+  const int64_t blocks = std::min(count, launch.multiprocessors());
+  f(Queue{taken.mutable_data_ptr<int32_t>(), static_cast<int>(count), static_cast<int>(teams * blocks)}, blocks);
 }
 
 // Calls f with the head size, padded, and the kind of scores.

@@ -435,6 +435,19 @@ def test_large_finite_negatives_are_a_softmax(device: str, dtype: torch.dtype, v
         assert torch.equal(output, expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("growth", [20, 60, 1000])
+def test_scores_that_grow_along_a_row(device: str, growth: float, head_dim: int, dtype: torch.dtype):
+    """Exponentials of scores that lie so far above a row's first ones are beyond what fp16, or float32, can hold."""
+    supported(dtype, device)
+    case = make_case(make_layout(torch.ones(3, 6, dtype=torch.bool)), 64, head_dim=head_dim)
+    query, key = case.query.clone(), case.key.clone()
+    query[..., 0] = head_dim**0.5 * torch.tensor([1.0, 0.5, -1.0]).repeat(64)
+    key[..., 0] = torch.linspace(0, growth, 384)
+    check(replace(case, query=query, key=key), dtype, device)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize("mask", ["attn_mask", "key_padding_mask"])
