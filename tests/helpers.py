@@ -237,3 +237,46 @@ def assert_as_accurate(
 def rounding(dtype: torch.dtype) -> float:
     """The error, relative to the largest value, that `assert_as_accurate` allows where PyTorch is exact."""
     return {torch.float64: 1e-12, torch.float32: 4 * 2**-23}.get(dtype, torch.finfo(dtype).eps)
+
+
+def attention_allowances(
+    probs: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+    dtype: torch.dtype,
+    output_grad: torch.Tensor,
+    lse_grad: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> dict[str, torch.Tensor]:
+    """Errors of attention's gradients, beyond those of plain PyTorch, that recomputing the probabilities brings.
+
+    The scores' gradient is probs * (grad_probs - delta + lse_grad), with delta the row sum of output_grad * output: of
+    the rounded output. Sums are kept in float32, and their terms may cancel.
+
+    Args:
+        probs: (B, H, T, S), float64, like the tensors after it; before dropout.
+        key, value: (B, H, S, D), or those of fewer heads.
+        scale: of the scores; None: 1 / sqrt(D).
+        dtype: of the operands in question.
+
+    Returns:
+        Of "scores", "query", "key" and "value", in the shapes of their gradients.
+    """
+    key_heads = key.shape[1]
+    group = query.shape[1] // key_heads
+    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+    scale = abs(query.shape[-1] ** -0.5 if scale is None else scale)
+    grad_probs = (output_grad @ value.mT).abs() / (1 - dropout_p)
+    delta = (probs * grad_probs).sum(-1, keepdim=True)
+    terms = grad_probs if lse_grad is None else grad_probs + lse_grad.abs().unsqueeze(-1)
+    scores = probs * (rounding(dtype) * delta + rounding(wide(dtype)) * terms)
+    of_key, of_value = scale * scores.mT @ query.abs(), probs.mT @ output_grad.abs() / (1 - dropout_p)
+    of_key, of_value = (x.unflatten(1, (key_heads, group)).sum(2) for x in (of_key, of_value))
+    return {
+        "scores": scores,
+        "query": scale * scores @ key.abs(),
+        "key": of_key,
+        "value": rounding(wide(dtype)) * of_value,
+    }

@@ -17,6 +17,7 @@
 
 #include "../checks.h"
 #include "../dropout.h"
+#include "copies.h"
 #include "launch.h"
 #include "mma.h"
 #include "vector.h"
@@ -223,16 +224,6 @@ constexpr int kPitch = kD + kRun<T>;
 template <class T, int kD, int kTokens>
 using Tile = T[kTokens * kPitch<T, kD>];
 
-__device__ __forceinline__ void copy_16_bytes(uint32_t to, const void* from, bool exists) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0));
-}
-__device__ __forceinline__ void end_of_copies() { asm volatile("cp.async.commit_group;"); }
-// Until all but the newest `kNewer` groups of this thread's copies are there.
-template <int kNewer>
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kNewer));
-}
-
 // Starts copies of kTokens lines, of `width` elements each, and zeros up to kD; token_of(line) is -1 where there is none.
 template <int kD, int kTokens, class T, class F>
 __device__ __forceinline__ void load_tile(
@@ -247,8 +238,9 @@ __device__ __forceinline__ void load_tile(
     if (kTokens % step == 0 || line < kTokens) {
       const int token = token_of(line);
       const bool exists = token >= 0 && column < width;
-      copy_16_bytes(
-          to + i * step * kPitch<T, kD> * sizeof(T), exists ? data + token * token_stride + column : data, exists);
+      start_copy<16>(
+          to + i * step * kPitch<T, kD> * sizeof(T), exists ? data + token * token_stride + column : data,
+          exists ? 16 : 0);
     }
   }
 }

@@ -68,16 +68,6 @@ struct TileEdges {
   static __device__ int limited(int64_t x) { return static_cast<int>(max(int64_t{-4096}, min(int64_t{4096}, x))); }
 };
 
-// Starts a copy of kBytes, of which those from `given` on become zero and are not read.
-template <int kBytes>
-__device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, int given) {
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(given));
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(kBytes), "r"(given));
-  }
-}
-
 // Copies tiles of kRows x kColumns of a band into shared memory. A tile begins at an aligned column, and what is in no
 // window becomes zero: it may be another row's, or not a number.
 template <class T, int kRows, int kColumns>
@@ -122,7 +112,7 @@ class BandLoader {
       const int here = line + i * kStep<kCount>, end = min(edges.end + here, edges.last);
       const bool seen = c + kCount > max(edges.begin + here, edges.first) && c < end && here < edges.lines;
       const int given = seen ? min(end - c, kCount) : 0;
-      copy_bytes<kCount * sizeof(T)>(
+      start_copy<kCount * sizeof(T)>(
           to + i * kStep<kCount> * pitch_of<T>(kColumns) * sizeof(T), from, given * int{sizeof(T)});
       from += kStep<kCount> * (2 * band.window);
     }
@@ -177,7 +167,7 @@ struct TokenRows {
     for (int i = 0; i < kTokens / step; ++i) {
       const int64_t here = token + line + i * step;
       const bool exists = here >= 0 && here < tokens && d < width;
-      copy_16_bytes(to + i * step * pitch_of<T>(kDepth) * sizeof(T), from, exists);
+      start_copy<16>(to + i * step * pitch_of<T>(kDepth) * sizeof(T), from, exists ? 16 : 0);
       from += step * token_stride;
     }
   }

@@ -10,6 +10,7 @@
 
 #include "../checks.h"
 #include "../compute.h"
+#include "copies.h"
 #include "elements.h"
 #include "mma.h"
 #include "vector.h"
@@ -89,17 +90,6 @@ struct Dense : Operand<T> {
   }
 };
 
-// Starts a copy of 16 bytes, or writes zeros.
-__device__ __forceinline__ void copy_16_bytes(uint32_t to, const void* from, bool exists) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0));
-}
-__device__ __forceinline__ void end_of_copies() { asm volatile("cp.async.commit_group;"); }
-// Until all but the newest `kNewer` groups of this thread's copies are there.
-template <int kNewer>
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kNewer));
-}
-
 // The same number, which the compiler then keeps in a register instead of computing it again in a loop.
 __device__ __forceinline__ uint32_t keep(uint32_t x) {
   asm volatile("" : "+r"(x));
@@ -157,7 +147,7 @@ class TileLoader {
                           static_cast<int>(first_depth_ + i * depth_step_) < depth_left;
       // A block that does not exist is not read, whatever its number says.
       const uint64_t of_block = uint64_t{static_cast<uint32_t>(block_of(first_block + block_[i]))} * block_bytes_;
-      copy_16_bytes(to + i * place_step_, start + of_block + offset_[i], exists);
+      start_copy<16>(to + i * place_step_, start + of_block + offset_[i], exists ? 16 : 0);
     }
   }
 

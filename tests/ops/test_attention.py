@@ -18,6 +18,7 @@ from helpers import (
     Layout,
     as_view,
     assert_as_accurate,
+    attention_allowances,
     deterministic_algorithms,
     generator,
     layouts,
@@ -25,7 +26,6 @@ from helpers import (
     make_layout,
     poisoned_memory,
     random,
-    rounding,
     seeded,
     wide,
 )
@@ -145,28 +145,15 @@ def cases(draw: st.DrawFn) -> Case:
 def allowances(
     case: Case, dtype: torch.dtype, exact: dict[str, torch.Tensor], output_grad: torch.Tensor, lse_grad: torch.Tensor
 ) -> dict[str, float]:
-    """Errors of the gradients, beyond those of plain PyTorch, that recomputing the probabilities brings.
-
-    The scores' gradient is probs * (grad_probs - delta + lse_grad), with delta the row sum of output_grad * output: of
-    the rounded output. Sums are kept in float32, and their terms may cancel.
-    """
-    keys, key_heads = case.key.shape[2:0:-1]
-    group = case.query.shape[1] // key_heads
-    everything = torch.eye(keys, dtype=torch.float64).expand(*case.key.shape[:2], -1, -1)
-    scale = abs(case.query.shape[-1] ** -0.5 if case.scale is None else case.scale)
+    everything = torch.eye(case.key.shape[2], dtype=torch.float64).expand(*case.key.shape[:2], -1, -1)
     with torch.no_grad():
         probs, _ = replace(case, dropout_p=0.0).oracle({**exact, "value": everything})
-        key, value = (exact[name].repeat_interleave(group, 1) for name in ("key", "value"))
-        grad_probs = (output_grad @ value.mT).abs() / (1 - case.dropout_p)
-        delta = (probs * grad_probs).sum(-1, keepdim=True)
-        error = probs * (rounding(dtype) * delta + rounding(wide(dtype)) * (grad_probs + lse_grad.abs().unsqueeze(-1)))
-        of_value = rounding(wide(dtype)) * probs.mT @ output_grad.abs() / (1 - case.dropout_p)
-        errors = {
-            "query": scale * error @ key.abs(),
-            "key": (scale * error.mT @ exact["query"].abs()).unflatten(1, (key_heads, group)).sum(2),
-            "value": of_value.unflatten(1, (key_heads, group)).sum(2),
-            "rpe": error if case.rpe is None else error.sum_to_size(case.rpe.shape),
-        }
+        operands = [exact[name] for name in ("query", "key", "value")]
+        errors = attention_allowances(
+            probs, *operands, case.scale, dtype, output_grad, lse_grad, dropout_p=case.dropout_p
+        )
+        of_scores = errors.pop("scores")
+        errors["rpe"] = of_scores if case.rpe is None else of_scores.sum_to_size(case.rpe.shape)
     return {name: x.max().item() for name, x in errors.items()}
 
 

@@ -19,15 +19,14 @@ from helpers import (
     Pairs,
     as_view,
     assert_as_accurate,
+    attention_allowances,
     deterministic_algorithms,
     generator,
     leaf,
     poisoned_memory,
     random,
     random_pairs,
-    rounding,
     seeded,
-    wide,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -89,20 +88,11 @@ def cases(draw: st.DrawFn, repeated: bool = True, longest: int = 70) -> Case:
 def allowances(
     case: Case, dtype: torch.dtype, exact: list[torch.Tensor], output_grad: torch.Tensor, lse_grad: torch.Tensor
 ) -> list[float]:
-    """Errors of the gradients of q, k and v, beyond those of plain PyTorch, that recomputing the probabilities brings.
-
-    The scores' gradient is probs * (grad_probs - delta + lse_grad), with delta the row sum of output_grad * output: of
-    the rounded output. Sums are kept in float32, and their terms may cancel.
-    """
     q, k, v = (x.detach() for x in exact)
     everything = torch.eye(k.shape[2], dtype=torch.float64).expand(*k.shape[:2], -1, -1)
     probs = reference.token_attention(q, k, everything, case.pairs.counts, case.scale)
-    grad_probs = (output_grad @ v.mT).abs()
-    delta = (probs * grad_probs).sum(-1, keepdim=True)
-    error = probs * (rounding(dtype) * delta + rounding(wide(dtype)) * (grad_probs + lse_grad.abs().unsqueeze(-1)))
-    scale = abs(q.shape[-1] ** -0.5 if case.scale is None else case.scale)
-    errors = (scale * error @ k.abs(), scale * error.mT @ q.abs(), rounding(wide(dtype)) * probs.mT @ output_grad.abs())
-    return [x.max().item() for x in errors]
+    errors = attention_allowances(probs, q, k, v, case.scale, dtype, output_grad, lse_grad)
+    return [errors[name].max().item() for name in ("query", "key", "value")]
 
 
 def check_attention(

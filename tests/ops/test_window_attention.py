@@ -14,12 +14,12 @@ from helpers import (
     VIEWS,
     as_view,
     assert_as_accurate,
+    attention_allowances,
     deterministic_algorithms,
     generator,
     leaf,
     poisoned_memory,
     random,
-    rounding,
     seeded,
 )
 from hypothesis import given
@@ -111,22 +111,11 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def allowances(case: Case, dtype: torch.dtype, exact: list[torch.Tensor], grad: torch.Tensor) -> list[float]:
-    """Errors of the gradients, beyond those of plain PyTorch, that recomputing the probabilities brings: the scores'
-    gradient is probs * (grad_probs - delta), delta the row sum of grad * the rounded output; terms cancel."""
     query, key, value = (x.detach() for x in exact)
-    heads, key_heads, tokens = query.shape[1], key.shape[1], query.shape[2]
-    group = heads // key_heads
-    everything = torch.eye(tokens, dtype=torch.float64).expand(len(query), key_heads, -1, -1)
-    scale = abs(query.shape[-1] ** -0.5 if case.scale is None else case.scale)
+    everything = torch.eye(key.shape[2], dtype=torch.float64).expand(*key.shape[:2], -1, -1)
     probs = case.oracle([query, key, everything])
-    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
-    grad_probs = (grad @ value.mT).abs()
-    delta = (probs * grad_probs).sum(-1, keepdim=True)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    error = probs * (rounding(dtype) * delta + rounding(wide) * grad_probs)
-    of_key, of_value = scale * error.mT @ query.abs(), rounding(wide) * probs.mT @ grad.abs()
-    sums = (x.unflatten(1, (key_heads, group)).sum(2) for x in (of_key, of_value))
-    return [x.max().item() for x in (scale * error @ key.abs(), *sums)]
+    errors = attention_allowances(probs, query, key, value, case.scale, dtype, grad)
+    return [errors[name].max().item() for name in ("query", "key", "value")]
 
 
 def check(

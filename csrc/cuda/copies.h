@@ -1,0 +1,29 @@
+// Copies from device to shared memory that threads start and do not wait for, on any GPU from sm_80. PTX ISA chapter
+// "cp.async"; what Hopper's copy engine does is in hopper.h.
+
+#pragma once
+
+#include <cstdint>
+
+namespace ds_sparse {
+
+// Starts a copy of kBytes to an address in shared memory, of which those from `given` on become zero and are not read.
+template <int kBytes>
+__device__ __forceinline__ void start_copy(uint32_t to, const void* from, int given) {
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(given));
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(kBytes), "r"(given));
+  }
+}
+
+// What was started up to here is a group.
+__device__ __forceinline__ void end_of_copies() { asm volatile("cp.async.commit_group;"); }
+
+// Until all but the newest `kNewer` groups of this thread's copies are there.
+template <int kNewer>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kNewer));
+}
+
+}  // namespace ds_sparse
