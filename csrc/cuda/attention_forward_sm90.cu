@@ -142,9 +142,10 @@ __device__ __forceinline__ void multiply_all(
   const int line0 = strip + lane / 4;
   const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
   // A maximum that is looked at moves the origin that it is this far above: by a factor of 256 for probabilities. Where none
-  // is looked at, a lane's sum of a step tells when probabilities come near the end of what T, or fp32, holds.
+  // is looked at, a lane's sum of a step tells when they come near the end of what fp16 holds, or, in bf16, leave too little
+  // of fp32's range to sums of their products with values.
   const float tolerance = 8 / unit;
-  constexpr float kTooLarge = std::is_same_v<T, __half> ? 0x1p15f : 0x1p60f;
+  constexpr float kTooLarge = std::is_same_v<T, __half> ? 0x1p15f : 0x1p30f;
   const bool drops = !kPlain && p.scoring.dropout_seed != nullptr;
   const float of_dropout = drops ? p.scoring.dropout().factor() : 1.0f;
   const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
@@ -324,6 +325,13 @@ __device__ __forceinline__ void multiply_all(
     // sums tell if these would have been needed: then the warp makes its scores again.
     const auto softmax = [&](float& decay0, float& decay8) -> bool {
       mask();
+      // Before keys are free, and with them what is known of their groups.
+      uint32_t kept[kN / 64] = {};
+      if constexpr (!kPlain) {
+        if (drops) {
+          kept_by<kN, false>(kept, p.scoring.dropout(), work.matrix, task.tokens[strip], memory.groups[ring.stage]);
+        }
+      }
       const bool tries = have_origins && !looks;
       bool moves = false;
       if (!tries) {
@@ -358,8 +366,6 @@ __device__ __forceinline__ void multiply_all(
       sum8 += sums.y;
       if constexpr (!kPlain) {
         if (drops) {
-          uint32_t kept[kN / 64] = {};
-          kept_by<kN, false>(kept, p.scoring.dropout(), work.matrix, task.tokens[strip], memory.groups[ring.stage]);
 #pragma unroll
           for (int i = 0; i < kN / 2; ++i) {
             scores[i] = kept[i / 32] >> i % 32 & 1 ? scores[i] : 0.0f;

@@ -424,15 +424,29 @@ def test_large_finite_negatives_are_a_softmax(device: str, dtype: torch.dtype, v
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("growth", [20, 60, 1000])
-def test_scores_that_grow_along_a_row(device: str, growth: float, head_dim: int, dtype: torch.dtype):
+def test_scores_that_grow_along_a_row(device: str, growth: float, padded: bool, head_dim: int, dtype: torch.dtype):
     """Exponentials of scores that lie so far above a row's first ones are beyond what fp16, or float32, can hold."""
     supported(dtype, device)
-    case = make_case(make_layout(torch.ones(3, 6, dtype=torch.bool)), 64, head_dim=head_dim)
+    rng = seeded()
+    kept = torch.rand(1, 1152, generator=rng) < 0.7 if padded else None
+    layout = make_layout(torch.ones(3, 18, dtype=torch.bool))
+    case = make_case(layout, 64, head_dim=head_dim, batch=1, rng=rng, key_padding_mask=kept)
     query, key = case.query.clone(), case.key.clone()
     query[..., 0] = head_dim**0.5 * torch.tensor([1.0, 0.5, -1.0]).repeat(64)
-    key[..., 0] = torch.linspace(0, growth, 384)
+    key[..., 0] = torch.linspace(0, growth, 1152)
     check(replace(case, query=query, key=key), dtype, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_dropout_over_long_lists_and_many_heads(device: str, head_dim: int, dtype: torch.dtype):
+    """Longer than the keys that are on their way at a time, and more of them than multiprocessors."""
+    heads = 80 if device == "cuda" else 2
+    layout = make_layout(torch.ones(4, 20, dtype=torch.bool))
+    case = make_case(layout, 64, heads=heads, head_dim=head_dim, batch=1, dropout_p=0.2)
+    check(case, dtype, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
