@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -137,6 +138,14 @@ def seeded(seed: int = 0) -> torch.Generator:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """What sums are kept in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def needs_gpu_memory(device: str, gib: int) -> None:
+    """Skips a test that is about large tensors where there is no room for them."""
+    if device == "cpu":
+        pytest.skip("too slow on a CPU")
+    if torch.cuda.mem_get_info()[0] < gib * 2**30:
+        pytest.skip(f"needs {gib} GiB of free GPU memory")
 
 
 def as_view(x: torch.Tensor, view: str) -> torch.Tensor:

@@ -452,7 +452,6 @@ template <class T, int kD, int kN>
 __device__ __forceinline__ void multiply_strip(
     float (&sums)[kN / 2], const Panels<T, kD, kHopperTile>& left, int line, const Panels<T, kD, kN>& right) {
   const int lane = threadIdx.x % 32;
-  const auto place = [](const T* panel, int own, int run) { return panel + own * kPanel + (run ^ own % 8) * 8; };
 #pragma unroll
   for (float& sum : sums) {
     sum = 0;
@@ -461,11 +460,11 @@ __device__ __forceinline__ void multiply_strip(
   for (int k = 0; k < kD / 16; ++k) {
     const int panel = k / 4, run = k % 4 * 2;
     uint32_t a[4];
-    load_matrices<false>(a, place(left[panel], line + lane % 16, run + lane / 16));
+    load_matrices<false>(a, run_of_line(left[panel], line + lane % 16, run + lane / 16));
 #pragma unroll
     for (int n = 0; n < kN / 16; ++n) {
       uint32_t b[4];
-      load_matrices<false>(b, place(right[panel], 16 * n + lane / 16 * 8 + lane % 8, run + lane / 8 % 2));
+      load_matrices<false>(b, run_of_line(right[panel], 16 * n + lane / 16 * 8 + lane % 8, run + lane / 8 % 2));
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         float* of_eight = sums + 8 * n + 4 * j;
@@ -495,12 +494,10 @@ __device__ __forceinline__ void round_sums(uint32_t (&to)[kN / 16][4], const flo
 // Writes a strip's rounded sums (16 x 64) to its lines of a panel, which begin at `line`.
 template <class T>
 __device__ __forceinline__ void store_lines_to_panel(T* panel, int line, const uint32_t (&rounded)[4][4]) {
-  const int lane = threadIdx.x % 32, own = line + lane % 16;
+  const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    // Runs of 8 elements are swapped within a line, differently in each of eight lines: the swizzle.
-    const int run = (2 * j + lane / 16) ^ own % 8;
-    store_matrices(panel + own * kPanel + run * 8, rounded[j]);
+    store_matrices(run_of_line(panel, line + lane % 16, 2 * j + lane / 16), rounded[j]);
   }
 }
 
@@ -526,11 +523,11 @@ __device__ __forceinline__ void store_strip(
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int of_strip = lane / 8 + 4 * i, own = line + of_strip, run = lane % 8;
+      const int of_strip = lane / 8 + 4 * i, run = lane % 8;
       T* row = row_of(of_strip);
       if (row != nullptr && column + 8 * run < width) {
         *reinterpret_cast<uint4*>(row + column + 8 * run) =
-            *reinterpret_cast<const uint4*>(panel + own * kPanel + (run ^ own % 8) * 8);
+            *reinterpret_cast<const uint4*>(run_of_line(panel, line + of_strip, run));
       }
     }
   }

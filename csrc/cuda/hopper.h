@@ -31,6 +31,12 @@ __device__ __forceinline__ unsigned char* align_panels(unsigned char* shared) {
   return static_cast<unsigned char*>(__cvta_shared_to_generic(first));
 }
 
+// The place of a run of 8 elements in a panel: runs are swapped within a line, differently in each of eight lines.
+template <class T>
+__device__ __forceinline__ T* run_of_line(T* panel, int line, int run) {
+  return panel + line * kPanel + (run ^ line % 8) * 8;
+}
+
 // A barrier counts arrivals, and bytes of copies that it was told to expect; each time both are there it enters its next
 // phase. `parity` of a phase: its number's last bit.
 struct Barrier {

@@ -97,13 +97,11 @@ __device__ __forceinline__ void store_to_panels(T* panels, const float (&sums)[k
     uint32_t rounded[4];
     round_columns<T>(rounded, sums, j);
     T* panel = panels + j / 4 * kTileElements;
-    // Runs of 8 elements are swapped within a line, differently in each of eight lines: the swizzle.
     if (transposed) {
-      const int line = j % 4 * 16 + lane / 16 * 8 + lane % 8, run = (first / 8 + lane / 8 % 2) ^ line % 8;
-      store_matrices_transposed(panel + line * kPanel + run * 8, rounded);
+      const int line = j % 4 * 16 + lane / 16 * 8 + lane % 8;
+      store_matrices_transposed(run_of_line(panel, line, first / 8 + lane / 8 % 2), rounded);
     } else {
-      const int line = first + lane % 16, run = (j % 4 * 2 + lane / 16) ^ line % 8;
-      store_matrices(panel + line * kPanel + run * 8, rounded);
+      store_matrices(run_of_line(panel, first + lane % 16, j % 4 * 2 + lane / 16), rounded);
     }
   }
 }

@@ -24,6 +24,7 @@ from helpers import (
     layouts,
     leaf,
     make_layout,
+    needs_gpu_memory,
     poisoned_memory,
     random,
     seeded,
@@ -1147,9 +1148,7 @@ def test_more_heads_than_a_grid_dimension_holds(device: str):
 @pytest.mark.gpu
 def test_more_elements_than_int32_counts(device: str):
     """The last tokens of operands, and of a mask, of more than 2^31 elements."""
-    on_a_gpu(device)
-    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
-        pytest.skip("needs 40 GiB of free GPU memory")
+    needs_gpu_memory(device, 40)
     x = torch.randn(1, 2, 2**17, 128, device=device, dtype=torch.bfloat16)
     x = x.repeat(65, 1, 1, 1).requires_grad_()
     assert x.numel() > 2**31

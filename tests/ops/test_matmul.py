@@ -18,6 +18,7 @@ from helpers import (
     layouts,
     leaf,
     make_layout,
+    needs_gpu_memory,
     oracle_matmul,
     poisoned_memory,
     random,
@@ -198,10 +199,7 @@ def test_fp32_is_precise_unless_tf32_is_allowed(device: str, monkeypatch: pytest
 @pytest.mark.gpu
 def test_more_elements_than_int32_counts(device: str):
     """The last blocks of sparse values, and the last rows of a dense operand, of more than 2^31 elements."""
-    if device == "cpu":
-        pytest.skip("too slow on a CPU")
-    if torch.cuda.mem_get_info()[0] < 32 * 2**30:
-        pytest.skip("needs 32 GiB of free GPU memory")
+    needs_gpu_memory(device, 32)
     layout = torch.ones(1, 64, 64, dtype=torch.bool)
     a = torch.randn(33, 1, 8192, 16, device=device, dtype=torch.float16)
     values = MatMul(layout, 128, "sdd", trans_b=True)(a, a)

@@ -20,6 +20,7 @@ from helpers import (
     layouts,
     leaf,
     make_layout,
+    needs_gpu_memory,
     poisoned_memory,
     random,
     rounding,
@@ -426,10 +427,7 @@ def test_more_rows_than_a_grid_dimension_holds(device: str):
 
 @pytest.mark.gpu
 def test_more_elements_than_int32_counts(device: str):
-    if device == "cpu":
-        pytest.skip("too slow on a CPU")
-    if torch.cuda.mem_get_info()[0] < 16 * 2**30:
-        pytest.skip("needs 16 GiB of free GPU memory")
+    needs_gpu_memory(device, 16)
     x = torch.zeros(2, 2**18 + 1, 64, 64, device=device, dtype=torch.float16)
     x[-1, -1, -1, 0] = 1
     probs = Softmax(torch.ones(1, 1, dtype=torch.bool), 64)(x)

@@ -15,6 +15,7 @@ from helpers import (
     assert_as_accurate,
     generator,
     leaf,
+    needs_gpu_memory,
     poisoned_memory,
     random,
     seeded,
@@ -177,10 +178,7 @@ def test_more_matrices_than_a_grid_has_rows(device: str):
 @pytest.mark.gpu
 def test_more_elements_than_int32_counts(device: str):
     """The last rows of a band of more than 2^31 elements."""
-    if device == "cpu":
-        pytest.skip("too slow on a CPU")
-    if torch.cuda.mem_get_info()[0] < 32 * 2**30:
-        pytest.skip("needs 32 GiB of free GPU memory")
+    needs_gpu_memory(device, 32)
     tokens, window, last = 16384, 1024, 2048
     query, key = (torch.randn(66, tokens, 64, device=device, dtype=torch.float16) / 8 for _ in range(2))
     scores = window_matmul(query, key.mT, window)
