@@ -19,14 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layout import density
+from . import machine
 from .cases import Case
-from .floors import Ceilings, Size, bytes_from_l2
-from .machine import BACKWARD, DTYPES, FORWARD, TRAIN, in_turns, timed
-from .peers import DENSE, OURS, PACKAGES, PEERS, Peer, Problem, Unsupported
+from .floors import Ceilings, Size
+from .machine import BACKWARD, DIRECTIONS, DTYPES, FORWARD, TRAIN, in_turns
+from .peers import DENSE, OURS, PACKAGES, PEERS, Peer, Problem
+from .reasons import in_short
 from .verification import attention_by_block_rows, output_and_gradients, random_tensors, require_as_accurate
-
-DIRECTIONS = (FORWARD, BACKWARD, TRAIN)
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def run_case(
     problem = Problem(case, layout.to(device), DTYPES[dtype])
     shape = (case.batch, case.heads, case.seq_len, case.head_dim)
     *inputs, grad = random_tensors(4, shape, DTYPES[dtype], device)
-    size = Size(*shape, density(layout), DTYPES[dtype].itemsize)
+    size = Size.of(layout, case.block, case.batch, case.heads, case.head_dim, DTYPES[dtype].itemsize)
     references = References(case, layout, inputs, grad)
 
     peers: dict[str, Peer] = {}
@@ -105,7 +104,7 @@ def run_case(
     times = in_turns(runs, repeats, seconds, case.name)
 
     medians = {key: statistics.median(samples) for key, samples in times.items()}
-    floors, l2_floors = floors_of(size, layout, case.block, device, DTYPES[dtype], medians)
+    floors, l2_floors = floors_of(size, device, DTYPES[dtype], medians)
     rows = []
     for name in names:
         for direction in DIRECTIONS:
@@ -176,25 +175,12 @@ def verify(peer: Peer, references: References) -> None:
 def time_of(peer: Peer, inputs: list[Tensor], grad: Tensor, direction: str, device: torch.device) -> float:
     """Milliseconds of one call."""
     leaves = [x.detach().requires_grad_() for x in in_order(peer, inputs)]
-    grad = in_order(peer, [grad])[0]
-    if direction == FORWARD:
-        return timed(lambda: peer.call(*leaves), device)
-    if direction == BACKWARD:
-        output = peer.call(*leaves)
-        return timed(lambda: torch.autograd.grad(output, leaves, grad, retain_graph=True), device)
-    return timed(lambda: torch.autograd.grad(peer.call(*leaves), leaves, grad), device)
+    return machine.time_of(peer.call, leaves, in_order(peer, [grad])[0], direction, device)
 
 
 def in_order(peer: Peer, tensors: list[Tensor]) -> list[Tensor]:
     """(B, H, T, D) in the memory order that the peer takes without a copy."""
     return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors] if peer.tokens_first else tensors
-
-
-def in_short(error: Exception) -> str:
-    message = (str(error).strip().splitlines() or [""])[0]
-    if not isinstance(error, Unsupported | ImportError | ArithmeticError):
-        message = f"{type(error).__name__}: {message}"
-    return message if len(message) <= 160 else f"{message[:157]}..."
 
 
 def flops(size: Size, direction: str) -> float:
@@ -204,12 +190,7 @@ def flops(size: Size, direction: str) -> float:
 
 
 def floors_of(
-    size: Size,
-    layout: Tensor,
-    block: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    medians: dict[tuple[str, str], float],
+    size: Size, device: torch.device, dtype: torch.dtype, medians: dict[tuple[str, str], float]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """By direction: the floor, and what L2 alone asks for; empty where they are not known."""
     if device.type == "cpu":
@@ -221,7 +202,7 @@ def floors_of(
     floors[TRAIN] = floors[FORWARD] + floors[BACKWARD]
     if ceilings.l2_bytes_per_ms is None:
         return floors, {}
-    return floors, {way: bytes_from_l2(layout, block, size, way) / ceilings.l2_bytes_per_ms for way in ways}
+    return floors, {way: size.attention(way).l2_bytes / ceilings.l2_bytes_per_ms for way in ways}
 
 
 def reached(result: Result, direction: str) -> bool | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..layout import density
 from .machine import BACKWARD, FORWARD, TRAIN, timed
 
 FLASH_ATTENTION_4 = {64: {FORWARD: 546e9, BACKWARD: 536e9}, 128: {FORWARD: 684e9, BACKWARD: 624e9}}
@@ -28,10 +29,11 @@ LARGEST_TILE = 128
 
 @dataclass(frozen=True)
 class Work:
-    """What a job cannot do without: bytes from and to memory, and FLOPs."""
+    """What a kernel cannot do without: bytes from and to memory, FLOPs, and bytes from L2 to the SMs."""
 
     nbytes: float
     flops: float
+    l2_bytes: float = 0
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,13 @@ class Ceilings:
             hopper="H100" in name or "H200" in name,
         )
 
-    def floor(self, work: Work) -> float:
-        """Milliseconds that one kernel needs at least."""
-        return max(work.nbytes / self.bytes_per_ms, work.flops / self.flops_per_ms)
+    def floor(self, work: Work) -> tuple[float, str]:
+        """Milliseconds that one kernel needs at least, and what it is that takes them: "copy", "FLOPs" or "L2"."""
+        floors = {"copy": work.nbytes / self.bytes_per_ms, "FLOPs": work.flops / self.flops_per_ms}
+        if self.l2_bytes_per_ms is not None:
+            floors["L2"] = work.l2_bytes / self.l2_bytes_per_ms
+        bound = max(floors, key=floors.__getitem__)
+        return floors[bound], bound
 
     def attention_floor(self, work: Work, head_dim: int, direction: str) -> float:
         """The same for attention on live blocks, which cannot be faster a FLOP than the best dense attention.
@@ -94,7 +100,13 @@ def l2_read_rate(device: torch.device) -> float | None:
 
 @dataclass(frozen=True)
 class Size:
-    """Attention over the `density` part of T x T scores, of H heads with D numbers each, in B sequences."""
+    """Attention over the `density` part of T x T scores, of H heads with D numbers each, in B sequences.
+
+    Attributes:
+        row_loads: tokens whose keys a head's tiles of query rows bring from L2 (see `tokens_loaded`), mean over heads;
+            0 where that is not counted.
+        column_loads: tokens whose queries its tiles of keys bring.
+    """
 
     batch: int
     heads: int
@@ -102,6 +114,14 @@ class Size:
     head_dim: int
     density: float
     itemsize: int
+    row_loads: float = 0
+    column_loads: float = 0
+
+    @classmethod
+    def of(cls, layout: Tensor, block: int, batch: int, heads: int, head_dim: int, itemsize: int) -> Size:
+        """layout: bool (H or 1, R, R)."""
+        loads = tokens_loaded(layout, block), tokens_loaded(layout.transpose(1, 2), block)
+        return cls(batch, heads, layout.shape[1] * block, head_dim, density(layout), itemsize, *loads)
 
     @property
     def scores(self) -> float:
@@ -110,41 +130,65 @@ class Size:
     @property
     def operand_bytes(self) -> int:
         """Of query, key, value or output."""
-        return self.batch * self.heads * self.seq_len * self.head_dim * self.itemsize
+        return self.token_bytes * self.seq_len
+
+    @property
+    def token_bytes(self) -> int:
+        """The same of one token, in all heads and sequences."""
+        return self.batch * self.heads * self.head_dim * self.itemsize
 
     def attention(self, direction: str) -> Work:
-        """One kernel each way: query, key, value and output; those, their gradients, and five products for two."""
+        """One kernel each way: query, key, value and output; those, their gradients, and five products for two.
+
+        Forward a tile of query rows loads key and value rows; backward one of keys and values those of queries and
+        output gradients.
+        """
         if direction == FORWARD:
-            return Work(4 * self.operand_bytes, 4 * self.head_dim * self.scores)
-        return Work(8 * self.operand_bytes, 10 * self.head_dim * self.scores)
+            return Work(4 * self.operand_bytes, 4 * self.head_dim * self.scores, 2 * self.row_loads * self.token_bytes)
+        return Work(8 * self.operand_bytes, 10 * self.head_dim * self.scores, 2 * self.column_loads * self.token_bytes)
 
 
-def operation_floor(ceilings: Ceilings, size: Size, job: str, direction: str) -> float:
-    """Milliseconds of the kernels of a job, by its dense competitor's name; each reads and writes every tensor once."""
+def kernels(size: Size, job: str, direction: str) -> list[Work]:
+    """Those of a job, by its dense competitor's name; each reads and writes every tensor once.
+
+    A product loads from L2 the dense rows that its tiles ask for, and its sparse operand; one with a sparse result may
+    keep tiles of either operand at rest.
+    """
     sparse = size.scores * size.itemsize
+    by_rows, by_columns = size.row_loads * size.token_bytes, size.column_loads * size.token_bytes
+
+    def product(l2_bytes: float) -> Work:
+        return Work(2 * size.operand_bytes + sparse, 2 * size.head_dim * size.scores, l2_bytes)
+
+    into_blocks = product(size.operand_bytes + min(by_rows, by_columns))
+    blocks_times, transposed_blocks_times = product(sparse + by_rows), product(sparse + by_columns)
     if job == "dense softmax":
-        forward, backward = ceilings.floor(Work(2 * sparse, 0)), ceilings.floor(Work(3 * sparse, 0))
+        forward, backward = [Work(2 * sparse, 0)], [Work(3 * sparse, 0)]
     elif job == "SDPA dense":
-        forward, backward = (ceilings.floor(size.attention(direction)) for direction in (FORWARD, BACKWARD))
+        forward, backward = [size.attention(FORWARD)], [size.attention(BACKWARD)]
+    elif job == "dense q @ k^T":
+        forward, backward = [into_blocks], [blocks_times, transposed_blocks_times]
     else:
-        forward = ceilings.floor(Work(2 * size.operand_bytes + sparse, 2 * size.head_dim * size.scores))
-        backward = 2 * forward
+        forward, backward = [blocks_times], [into_blocks, transposed_blocks_times]
     return {FORWARD: forward, BACKWARD: backward, TRAIN: forward + backward}[direction]
 
 
-def bytes_from_l2(layout: Tensor, block: int, size: Size, direction: str) -> float:
-    """Bytes that attention has to bring from L2 to the SMs where `LARGEST_TILE` neighbouring rows share what they load.
+def operation_floor(ceilings: Ceilings, size: Size, job: str, direction: str) -> tuple[float, str]:
+    """Milliseconds of a job's kernels, one after the other, and what the longest of them is bound by."""
+    floors = [ceilings.floor(work) for work in kernels(size, job, direction)]
+    return sum(milliseconds for milliseconds, _ in floors), max(floors)[1]
 
-    Forward a tile of query rows loads the key and value rows of every block that one of its rows wants: r live rows of
-    the tile that want a key get 4 D r FLOPs of its 4 D bytes. Backward the same with keys and values at rest, and query
-    and output gradient loaded. layout: bool (H or 1, R, C) of blocks up to `LARGEST_TILE`.
+
+def tokens_loaded(layout: Tensor, block: int) -> float:
+    """Tokens of the columns that a head's tiles of `LARGEST_TILE` neighbouring rows load, mean over heads.
+
+    A tile loads every block that one of its rows wants, once: r of its rows that want a token of D numbers get 2 D r
+    FLOPs of each product with it. layout: bool (H, R, C).
     """
-    layout = layout if direction == FORWARD else layout.transpose(1, 2)
     heads, rows, columns = layout.shape
-    in_tile = LARGEST_TILE // block
+    in_tile = max(1, LARGEST_TILE // block)
     tiles = pad(layout, (0, 0, 0, -rows % in_tile)).view(heads, -1, in_tile, columns).any(2)
-    loaded = tiles.sum().item() * block * size.heads / heads
-    return size.batch * loaded * 2 * size.head_dim * size.itemsize
+    return tiles.sum().item() * block * max(1, block // LARGEST_TILE) / heads
 
 
 def bytes_of_gathers(pairs: int, heads: int, head_dim: int, itemsize: int, direction: str) -> int:

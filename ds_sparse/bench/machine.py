@@ -17,6 +17,7 @@ Key = TypeVar("Key", bound=Hashable)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 FORWARD, BACKWARD, TRAIN = "forward", "backward", "forward+backward"
+DIRECTIONS = (FORWARD, BACKWARD, TRAIN)
 
 CALLS_ON_CUDA = 8
 """Calls between two events."""
@@ -55,11 +56,17 @@ def time_of(
     direction: str,
     device: torch.device,
 ) -> float:
-    """Milliseconds of one call; with TRAIN of that and of the gradients of all inputs."""
-    leaves = [x.detach().requires_grad_(direction == TRAIN) for x in inputs]
+    """Milliseconds of one call; of the gradients of all inputs, on a graph that is kept; or of both.
+
+    The forward of inputs that require gradients is that of training, which keeps what the backward needs.
+    """
+    if direction == FORWARD:
+        return timed(lambda: call(*inputs), device)
+    leaves = [x.detach().requires_grad_() for x in inputs]
     if direction == TRAIN:
         return timed(lambda: torch.autograd.grad(call(*leaves), leaves, grad), device)
-    return timed(lambda: call(*leaves), device)
+    output = call(*leaves)
+    return timed(lambda: torch.autograd.grad(output, leaves, grad, retain_graph=True), device)
 
 
 def in_turns(

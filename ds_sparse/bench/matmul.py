@@ -1,14 +1,14 @@
 """MatMul and Softmax, alone and as attention, beside what PyTorch offers for the same job.
 
-A case is data; `run_case` verifies it, times all competitors in turns in one process, and returns rows of numbers.
+A case is data; `run_case` verifies it, times all competitors in turns in one process, and returns rows of numbers. Who
+does not take a case, or is wrong, is named with the reason.
 """
 
 from __future__ import annotations
 
-import statistics
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,27 +17,64 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .. import reference
 from ..index import BlockIndex
-from ..layout import density, to_token_mask
+from ..layout import to_token_mask
 from ..ops import MatMul, Softmax
-from ..sparsity import BigBirdSparsityConfig, BSLongformerSparsityConfig, FixedSparsityConfig, SparsityConfig
-from .floors import Ceilings, Size, operation_floor
-from .machine import DTYPES, FORWARD, TRAIN, in_turns, time_of
+from .bsr import NO_BACKWARD, bsr_operations
+from .floors import Size
+from .layouts import make_layout
+from .machine import BACKWARD, DIRECTIONS, DTYPES, FORWARD
+from .operations import Competitor, Row, competitor, find, measure, reasons
+from .reasons import in_short
 from .verification import random_tensors, require_same_meaning
 
-LAYOUTS: dict[str, tuple[type[SparsityConfig], dict[str, Any]]] = {
-    "fixed": (FixedSparsityConfig, {}),
-    "bslongformer": (BSLongformerSparsityConfig, {}),
-    "bslongformer-1": (BSLongformerSparsityConfig, {"num_sliding_window_blocks": 1}),
-    "bslongformer-9": (BSLongformerSparsityConfig, {"num_sliding_window_blocks": 9}),
-    "bigbird-3": (BigBirdSparsityConfig, {"num_random_blocks": 3, "num_global_blocks": 2, "seed": 0}),
+DENSE = {
+    "sdd": "dense q @ k^T",
+    "softmax": "dense softmax",
+    "dsd": "dense p @ v",
+    "dds": "dense v^T @ p^T",
+    "attention": "SDPA dense",
 }
-"""Name to structure, all heads alike: DeepSpeed's defaults, narrow and wide windows, and random blocks."""
+"""Our operations, which take live blocks alone, and who does the same job densely. Softmax gets scores that are scaled
+already: others would need a pass of their own for that."""
 
-OURS = ("sdd", "softmax", "dsd", "dds", "attention")
-"""Names of our competitors, which take live blocks alone."""
+BSR = "torch.sparse"
 
-VERIFIED_HEADS = 2
-"""Heads of the verification in float64, which is dense and quadratic; the heads of a layout are alike."""
+VERIFIED = 2
+"""Sequences and heads of the verification in float64, which is dense and quadratic; the heads of a layout are alike."""
+
+SCORES_ON_A_GPU = 48 * 4096**2
+"""Live or not, of all heads and sequences: with as many, cases take 50 us and more."""
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "cpu": {
+        "operations": list(DENSE),
+        "layout": ["fixed", "bslongformer", "bslongformer-1"],
+        "block": [64, 16],
+        "dtype": ["fp32", "bf16"],
+        "seq_len": [2048],
+        "head_dim": [64],
+        "heads": 12,
+        "batch": 1,
+        "seconds": 60,
+    },
+    "cuda": {
+        "operations": ["sdd", "softmax", "dsd", "dds"],
+        "layout": ["bslongformer-9", "random-5", "random-25", "dense-row"],
+        "block": [16, 32, 64, 128],
+        "dtype": ["bf16"],
+        "seq_len": [4096],
+        "head_dim": [64],
+        "heads": 4,
+        "batch": None,
+        "seconds": 5,
+    },
+}
+"""What a device is measured on. Without a batch it is what `SCORES_ON_A_GPU` has room for, one sequence at least."""
+
+GOALS = {"sdd": 0.80, "softmax": 0.85, "dsd": 0.80, "dds": 0.80}
+"""The share of its floor that an operation is to reach on a GPU, in cases of `SHORTEST_MS` and more."""
+
+SHORTEST_MS = 0.05
 
 
 @dataclass(frozen=True)
@@ -52,136 +89,78 @@ class Case:
     seq_len: int = 2048
     head_dim: int = 64
 
-
-@dataclass(frozen=True)
-class Row:
-    """One measured competitor in one direction.
-
-    The floor of a GPU is what its `Ceilings` allow for the bytes and FLOPs of live blocks alone, that of a CPU density
-    times the time of the dense competitor.
-    """
-
-    name: str
-    direction: str
-    dense: str
-    milliseconds: float
-    to_dense: float
-    to_floor: float
-    rounds: int
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
 
 
 @dataclass(frozen=True)
-class Competitor:
-    """`call(*inputs)`, differentiated by all inputs unless it is `forward_only`; `dense` names the competitor that does
-    the same job densely."""
+class Result:
+    """A case, measured."""
 
-    name: str
-    dense: str
-    call: Callable[..., Tensor]
-    inputs: tuple[Tensor, ...]
-    output_grad: Tensor
-    forward_only: bool = False
-
-
-def competitor(
-    name: str, dense: str, call: Callable[..., Tensor], inputs: Sequence[Tensor], forward_only: bool = False
-) -> Competitor:
-    with torch.no_grad():
-        return Competitor(name, dense, call, tuple(inputs), torch.randn_like(call(*inputs)), forward_only)
+    case: Case
+    density: float
+    rows: list[Row]
 
 
 def grid(
-    layouts: list[str], blocks: list[int], dtypes: list[str], batch: int, heads: int, seq_len: int, head_dim: int
+    layouts: list[str],
+    blocks: list[int],
+    dtypes: list[str],
+    seq_lens: list[int],
+    head_dims: list[int],
+    heads: int,
+    batch: int | None,
 ) -> list[Case]:
     return [
-        Case(layout, block, dtype, batch, heads, seq_len, head_dim)
+        Case(layout, block, dtype, batch or fitting_batch(heads, seq_len), heads, seq_len, head_dim)
         for dtype in dtypes
+        for seq_len in seq_lens
+        for head_dim in head_dims
         for layout in layouts
         for block in blocks
     ]
 
 
-def run_case(case: Case, device: torch.device, repeats: int, seconds: float) -> tuple[float, list[Row]]:
+def fitting_batch(heads: int, seq_len: int) -> int:
+    return max(1, SCORES_ON_A_GPU // (heads * seq_len**2))
+
+
+def run_case(case: Case, operations: Sequence[str], device: torch.device, repeats: int, seconds: float) -> Result:
     """Verifies the case, then times it: `repeats` rounds, or as many as begin within `seconds`, three at least.
 
-    Returns:
-        The layout's density, and the rows.
-
     Raises:
-        ArithmeticError: an output or gradient is further from float64 than plain PyTorch's error allows.
+        ValueError: tokens or a block that the layout cannot have.
+        ArithmeticError: an output or gradient of ours is further from float64 than plain PyTorch's error allows.
     """
-    structure, options = LAYOUTS[case.layout]
-    layout = structure(num_heads=case.heads, block=case.block, **options).make_bool_layout(case.seq_len)
-    verify(case, layout, device)
-    live, dtype = density(layout), DTYPES[case.dtype]
-    size = Size(case.batch, case.heads, case.seq_len, case.head_dim, live, dtype.itemsize)
-    competitors = make_competitors(case, layout.to(device))
-    return live, measure(competitors, size, dtype, device, repeats, seconds, describe(case, live))
+    layout = make_layout(case.layout, case.block, case.seq_len).to(device)
+    verify(case, layout, operations)
+    dtype = DTYPES[case.dtype]
+    size = Size.of(layout, case.block, case.batch, case.heads, case.head_dim, dtype.itemsize)
+    competitors, absent = make_competitors(case, layout, operations)
+    title = f"{case.layout} block {case.block} {case.dtype}"
+    return Result(case, size.density, measure(competitors, size, dtype, device, repeats, seconds, title) + absent)
 
 
-def measure(
-    competitors: list[Competitor],
-    size: Size,
-    dtype: torch.dtype,
-    device: torch.device,
-    repeats: int,
-    seconds: float,
-    title: str,
-) -> list[Row]:
-    """Times the competitors in turns, each in both directions unless it has one."""
-    ceilings = Ceilings.measure(device, dtype) if device.type == "cuda" else None
-    runs = {
-        (runner.name, direction): partial(time_of, runner.call, runner.inputs, runner.output_grad, direction, device)
-        for runner in competitors
-        for direction in ((FORWARD,) if runner.forward_only else (FORWARD, TRAIN))
-    }
-    times = in_turns(runs, repeats, seconds, title)
-    medians = {key: statistics.median(samples) for key, samples in times.items()}
-    dense_names = {runner.name: runner.dense for runner in competitors}
-    rows = []
-    for (name, direction), mine in medians.items():
-        dense_name = dense_names[name]
-        dense = medians[dense_name, direction]
-        floor = size.density * dense if ceilings is None else operation_floor(ceilings, size, dense_name, direction)
-        rounds = len(times[name, direction])
-        rows.append(Row(name, direction, dense_name, mine, mine / dense, mine / floor, rounds))
-    return rows
+def make_competitors(case: Case, layout: Tensor, operations: Sequence[str]) -> tuple[list[Competitor], list[Row]]:
+    """Operation by operation: ours, that of torch.sparse, and dense PyTorch's.
 
-
-def make_competitors(case: Case, layout: Tensor) -> list[Competitor]:
-    """Ours first, then dense PyTorch's parts and whole, masked and looping over block rows."""
+    Returns:
+        Those, and rows with the reason for what torch.sparse does not take or has wrong.
+    """
     ours = our_operations(layout, case.block, case.head_dim)
-    query, key, value = inputs = tuple(dense_inputs(case, case.heads, layout.device))
-    scores = ours["sdd"](query, key).detach()
-    probs = ours["softmax"](scores).detach()
-    dense_scores = (query @ key.transpose(-1, -2)).detach()
-    dense_probs = (dense_scores * case.head_dim**-0.5).softmax(-1)
-    mask = to_token_mask(layout, case.block)[None]
-
-    def dense_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return (query @ key.transpose(-1, -2) * case.head_dim**-0.5).softmax(-1) @ value
-
-    def masked_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return scaled_dot_product_attention(query, key, value, attn_mask=mask)
-
-    def loop(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attention_by_block_rows(query, key, value, layout[0], case.block)
-
-    return [
-        competitor("sdd", "dense q @ k^T", ours["sdd"], (query, key)),
-        competitor("dense q @ k^T", "dense q @ k^T", lambda q, k: q @ k.transpose(-1, -2), (query, key)),
-        competitor("softmax", "dense softmax", ours["softmax"], (scores,)),
-        competitor("dense softmax", "dense softmax", lambda x: (x * case.head_dim**-0.5).softmax(-1), (dense_scores,)),
-        competitor("dsd", "dense p @ v", ours["dsd"], (probs, value)),
-        competitor("dense p @ v", "dense p @ v", torch.matmul, (dense_probs, value)),
-        competitor("dds", "dense v^T @ p^T", ours["dds"], (value.mT, probs)),
-        competitor("dense v^T @ p^T", "dense v^T @ p^T", lambda v, p: v @ p.mT, (value.mT, dense_probs)),
-        competitor("attention", "SDPA dense", ours["attention"], inputs),
-        competitor("SDPA dense", "SDPA dense", scaled_dot_product_attention, inputs),
-        competitor("SDPA bool mask", "SDPA dense", masked_sdpa, inputs),
-        competitor("dense attention in parts", "SDPA dense", dense_attention, inputs),
-        competitor("loop over block rows", "SDPA dense", loop, inputs),
-    ]
+    query, key, value = dense_inputs(case, case.batch, case.heads, layout.device)
+    inputs = inputs_by_operation(case, ours, query, key, value)
+    theirs, absent = bsr_competitors(case, layout, {name: inputs[name] for name in operations})
+    competitors = []
+    for name in operations:
+        competitors.append(competitor(name, DENSE[name], ours[name], inputs[name]))
+        competitors += [runner for runner in theirs if runner.dense == DENSE[name]]
+        if name == "attention":
+            competitors += attention_competitors(case, layout, query, key, value)
+        else:
+            competitors.append(dense_competitor(name, case, query, key, value))
+    return competitors, absent
 
 
 def our_operations(layout: Tensor, block: int, head_dim: int) -> dict[str, Callable[..., Tensor]]:
@@ -190,7 +169,7 @@ def our_operations(layout: Tensor, block: int, head_dim: int) -> dict[str, Calla
     softmax = Softmax(index, block)
     return {
         "sdd": sdd,
-        "softmax": lambda scores: softmax(scores, scale=scale),
+        "softmax": softmax,
         "dsd": dsd,
         "dds": MatMul(index, block, "dds", trans_b=True),
         "attention": lambda query, key, value: dsd(softmax(sdd(query, key), scale=scale), value),
@@ -199,14 +178,91 @@ def our_operations(layout: Tensor, block: int, head_dim: int) -> dict[str, Calla
 
 def their_meaning(case: Case, layout: Tensor, heads: int) -> dict[str, Callable[..., Tensor]]:
     """The same operations from `ds_sparse.reference`."""
-    block, scale = case.block, case.head_dim**-0.5
+    block = case.block
     return {
         "sdd": lambda query, key: reference.matmul(query, key, layout, block, "sdd", False, True),
-        "softmax": lambda scores: reference.softmax(scores, layout, block, heads, scale=scale),
+        "softmax": lambda scores: reference.softmax(scores, layout, block, heads),
         "dsd": lambda probs, value: reference.matmul(probs, value, layout, block, "dsd", False, False),
         "dds": lambda value, probs: reference.matmul(value, probs, layout, block, "dds", False, True),
-        "attention": lambda query, key, value: reference.attention(query, key, value, layout, block, scale=scale),
+        "attention": lambda query, key, value: reference.attention(query, key, value, layout, block, scale=case.scale),
     }
+
+
+def dense_inputs(case: Case, batch: int, heads: int, device: torch.device) -> list[Tensor]:
+    """Query, key and value."""
+    return random_tensors(3, (batch, heads, case.seq_len, case.head_dim), DTYPES[case.dtype], device)
+
+
+def inputs_by_operation(
+    case: Case, ours: dict[str, Callable[..., Tensor]], query: Tensor, key: Tensor, value: Tensor
+) -> dict[str, tuple[Tensor, ...]]:
+    scores = ours["sdd"](query, key) * case.scale
+    probs = ours["softmax"](scores)
+    return {
+        "sdd": (query, key),
+        "softmax": (scores,),
+        "dsd": (probs, value),
+        "dds": (value.mT, probs),
+        "attention": (query, key, value),
+    }
+
+
+def bsr_competitors(
+    case: Case, layout: Tensor, inputs: dict[str, tuple[Tensor, ...]]
+) -> tuple[list[Competitor], list[Row]]:
+    """Verified; and rows with the reasons for those that are not there."""
+    found: list[Competitor] = []
+    reasons: dict[str, str] = {}
+    for name, arguments in inputs.items():
+        try:
+            with warnings.catch_warnings():
+                # That block-sparse rows are in beta state, and that their parameters are not tuned for this GPU.
+                warnings.simplefilter("ignore")
+                verify_bsr(name, case, layout)
+                call = bsr_operations(layout, case.block, case.batch * case.heads, DTYPES[case.dtype])[name]
+                found.append(competitor(f"{BSR} {name}", DENSE[name], call, arguments, NO_BACKWARD))
+        except Exception as error:  # noqa: BLE001 - whatever stops it is a line of the table
+            reasons[name] = in_short(error)
+    return found, [
+        Row(f"{BSR} {name}", direction, DENSE[name], reason=reason)
+        for name, reason in reasons.items()
+        for direction in DIRECTIONS
+    ]
+
+
+def dense_competitor(name: str, case: Case, query: Tensor, key: Tensor, value: Tensor) -> Competitor:
+    dense = DENSE[name]
+    if name == "sdd":
+        return competitor(dense, dense, lambda q, k: q @ k.mT, (query, key))
+    scores = query @ key.mT * case.scale
+    if name == "softmax":
+        return competitor(dense, dense, lambda x: x.softmax(-1), (scores,))
+    probs = scores.softmax(-1)
+    if name == "dsd":
+        return competitor(dense, dense, torch.matmul, (probs, value))
+    return competitor(dense, dense, lambda v, p: v @ p.mT, (value.mT, probs))
+
+
+def attention_competitors(case: Case, layout: Tensor, query: Tensor, key: Tensor, value: Tensor) -> list[Competitor]:
+    """Dense attention fused, with a mask and in parts, and looping over block rows."""
+    dense, inputs = DENSE["attention"], (query, key, value)
+    mask = to_token_mask(layout, case.block)[None]
+
+    def masked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+    def in_parts(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return (query @ key.mT * case.scale).softmax(-1) @ value
+
+    def loop(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention_by_block_rows(query, key, value, layout[0], case.block)
+
+    return [
+        competitor(dense, dense, scaled_dot_product_attention, inputs),
+        competitor("SDPA bool mask", dense, masked, inputs),
+        competitor("dense attention in parts", dense, in_parts, inputs),
+        competitor("loop over block rows", dense, loop, inputs),
+    ]
 
 
 def attention_by_block_rows(query: Tensor, key: Tensor, value: Tensor, layout: Tensor, block: int) -> Tensor:
@@ -220,64 +276,108 @@ def attention_by_block_rows(query: Tensor, key: Tensor, value: Tensor, layout: T
     return torch.cat(rows, dim=2)
 
 
-def verify(case: Case, layout: Tensor, device: torch.device) -> None:
+def verify(case: Case, layout: Tensor, operations: Sequence[str]) -> None:
     """Holds outputs and gradients of our operations to the reference in float64.
 
     Raises:
         ArithmeticError: an error larger than `require_as_accurate` allows.
     """
-    heads = min(case.heads, VERIFIED_HEADS)
-    layout = layout[:heads].to(device)
-    query, key, value = dense_inputs(case, heads, device)
-    ours, theirs = our_operations(layout, case.block, case.head_dim), their_meaning(case, layout, heads)
-    scores = ours["sdd"](query, key).detach()
-    probs = ours["softmax"](scores).detach()
-    inputs = {
-        "sdd": (query, key),
-        "softmax": (scores,),
-        "dsd": (probs, value),
-        "dds": (value.mT, probs),
-        "attention": (query, key, value),
-    }
-    require_same_meaning(str(case), ours, theirs, inputs, device)
+    inputs, theirs = verified_inputs(case, layout)
+    ours = our_operations(layout, case.block, case.head_dim)
+    require_same_meaning(str(case), ours, theirs, {name: inputs[name] for name in operations}, layout.device)
 
 
-def dense_inputs(case: Case, heads: int, device: torch.device) -> list[Tensor]:
-    """Query, key and value."""
-    return random_tensors(3, (case.batch, heads, case.seq_len, case.head_dim), DTYPES[case.dtype], device)
+def verify_bsr(name: str, case: Case, layout: Tensor) -> None:
+    """The same for the output of one operation of torch.sparse."""
+    batch, heads = min(case.batch, VERIFIED), min(case.heads, VERIFIED)
+    operations = bsr_operations(layout, case.block, batch * heads, DTYPES[case.dtype])
+    inputs, theirs = verified_inputs(case, layout)
+    require_same_meaning(BSR, operations, theirs, {name: inputs[name]}, layout.device, backward=False)
 
 
-def describe(case: Case, live: float) -> str:
-    return f"{case.layout} block {case.block} {case.dtype}, density {live:.1%}"
+def verified_inputs(
+    case: Case, layout: Tensor
+) -> tuple[dict[str, tuple[Tensor, ...]], dict[str, Callable[..., Tensor]]]:
+    """Inputs of some sequences and heads by operation, and what the operations mean on them."""
+    batch, heads = min(case.batch, VERIFIED), min(case.heads, VERIFIED)
+    ours = our_operations(layout, case.block, case.head_dim)
+    inputs = inputs_by_operation(case, ours, *dense_inputs(case, batch, heads, layout.device))
+    return inputs, their_meaning(case, layout, heads)
 
 
-def table(case: Case, live: float, rows: list[Row]) -> Iterator[str]:
-    """Lines: milliseconds, ratio to the dense competitor, ratio to the floor, and the break-even density.
+def table(result: Result) -> Iterator[str]:
+    """Lines: milliseconds, ratio to the dense competitor, share of the floor, and the break-even density.
 
     That is the density at which the time would be the dense competitor's if it grew with the density, as it does but
     for the bytes of dense operands.
     """
-    rounds = rows[0].rounds
+    case, rows = result.case, result.rows
     yield (
-        f"{describe(case, live)}, B {case.batch}, H {case.heads}, T {case.seq_len}, D {case.head_dim}; "
-        f"medians of {rounds} rounds"
+        f"{case.layout} block {case.block} {case.dtype}, density {result.density:.1%}, B {case.batch}, H {case.heads}, "
+        f"T {case.seq_len}, D {case.head_dim}; medians of {max(row.rounds for row in rows)} rounds"
     )
-    heading = f"{'ms':>9} {'x dense':>8} {'x floor':>8} {'break-even':>10}"
-    yield f"{'':26}{FORWARD:>38}{TRAIN:>39}"
-    yield f"{'':26}{heading} {heading}"
-    for forward, train in zip(rows[::2], rows[1::2], strict=True):
-        cells = [
-            f"{row.milliseconds:9.2f} {row.to_dense:8.2f} {row.to_floor:8.2f} {break_even(row, live):>10}"
-            for row in (forward, train)
-        ]
-        yield f"{forward.name:26}{cells[0]} {cells[1]}".rstrip()
+    heading = f"{'ms':>8} {'x dense':>7} {'of floor':>10} {'break-even':>10}"
+    yield f"{'':24}" + " ".join(f"{direction:>38}" for direction in DIRECTIONS)
+    yield f"{'':24}" + " ".join([heading] * len(DIRECTIONS))
+    for name in dict.fromkeys(row.name for row in rows if not row.reason):
+        cells = (cell(find(rows, name, direction), result.density) for direction in DIRECTIONS)
+        yield f"{name:24}{' '.join(cells)}".rstrip()
+    yield from reasons(rows)
+
+
+def cell(row: Row | None, live: float) -> str:
+    if row is None:
+        return f"{'-':>8}{'':30}"
+    share = f"{1 / row.to_floor:.0%} {row.bound}".rstrip()
+    return f"{row.milliseconds:8.3f} {row.to_dense:7.2f} {share:>10} {break_even(row, live):>10}"
 
 
 def break_even(row: Row, live: float) -> str:
     """In per cent; nothing for competitors that do not leave anything out."""
-    return f"{live / row.to_dense:.1%}" if row.name in OURS else ""
+    return f"{live / row.to_dense:.1%}" if row.name in DENSE else ""
 
 
-def record(case: Case, live: float, rows: list[Row]) -> list[dict[str, Any]]:
+def summary(results: list[Result]) -> Iterator[str]:
+    """A line a case: our microseconds, and the share of the floor that they reach."""
+    names = [name for name in DENSE if any(find(result.rows, name, FORWARD) for result in results)]
+    yield "us (of floor), " + f"{FORWARD} and {BACKWARD}"
+    yield f"{'layout':15}{'block':>5} {'dtype':5}{'T':>6}{'D':>4} {'live':>6}" + "".join(
+        f"{x:>14}{'':12}" for x in names
+    )
+    for result in results:
+        case = result.case
+        cells = (
+            f"{1e3 * row.milliseconds:.0f} ({1 / row.to_floor:.0%})"
+            for name in names
+            for row in (find(result.rows, name, FORWARD), find(result.rows, name, BACKWARD))
+        )
+        yield (
+            f"{case.layout:15}{case.block:5} {case.dtype:5}{case.seq_len:6}{case.head_dim:4} {result.density:6.1%}"
+            + "".join(f"{text:>13}" for text in cells)
+        )
+
+
+def verdicts(results: list[Result], device: torch.device) -> Iterator[str]:
+    """A line an operation and direction: in how many cases it is faster than the others, on a GPU how often it reaches
+    its goal."""
+    for name, dense in DENSE.items():
+        for direction in (FORWARD, BACKWARD):
+            ours = [row for result in results if (row := find(result.rows, name, direction)) is not None]
+            long = [row for row in ours if row.milliseconds >= SHORTEST_MS]
+            said = []
+            if device.type == "cuda" and name in GOALS and long:
+                reached = sum(1 / row.to_floor >= GOALS[name] for row in long)
+                said.append(f"{GOALS[name]:.0%} of its floor in {reached} of the {len(long)} cases of 50 us and more")
+            for other in (dense, f"{BSR} {name}"):
+                pairs = [(find(r.rows, name, direction), find(r.rows, other, direction)) for r in results]
+                ratios = [theirs.milliseconds / mine.milliseconds for mine, theirs in pairs if mine and theirs]
+                if ratios:
+                    faster = sum(ratio > 1 for ratio in ratios)
+                    said.append(f"faster than {other} in {faster} of {len(ratios)}")
+            if said:
+                yield f"{name} {direction}: " + ", ".join(said)
+
+
+def record(result: Result) -> list[dict[str, Any]]:
     """The rows with their case, flat, as they go into the JSON."""
-    return [asdict(case) | {"density": live} | asdict(row) for row in rows]
+    return [asdict(result.case) | {"density": result.density} | asdict(row) for row in result.rows]

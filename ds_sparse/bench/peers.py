@@ -20,10 +20,7 @@ from ..layout import to_token_mask
 from ..ops.attention import block_sparse_attention
 from .cases import Case
 from .matmul import our_operations
-
-
-class Unsupported(Exception):
-    """Why a peer does not take a case."""
+from .reasons import Unsupported
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..tokens import TokenIndex
-from .peers import Unsupported
+from .reasons import Unsupported
 
 SOURCE = r"""
 #include <cmath>

@@ -29,8 +29,8 @@ from ..ops.token_steps import weighted_sums
 from ..tokens import TokenIndex
 from .floors import bytes_of_gathers, l2_read_rate
 from .machine import DTYPES, FORWARD, TRAIN, in_turns, time_of
-from .peers import Unsupported
 from .plain_loop import plain_loop
+from .reasons import Unsupported
 from .verification import attention_by_block_rows, output_and_gradients, random_tensors, require_as_accurate
 
 DIRECTIONS = (FORWARD, TRAIN)

@@ -18,7 +18,7 @@ from ..ops import unwindow_matmul, window_attention, window_matmul, window_softm
 from ..window import WindowIndex
 from .floors import Size
 from .machine import DTYPES, FORWARD, TRAIN
-from .matmul import Competitor, Row, competitor, measure
+from .operations import Competitor, Row, competitor, find, measure, reasons
 from .verification import random_tensors, require_as_accurate, require_same_meaning
 
 VERIFIED_TOKENS, VERIFIED_HEADS = 1024, 2
@@ -29,6 +29,8 @@ VERIFIED_ROWS = 128
 """Neighbouring rows at the beginning, in the middle and at the end that all attention is verified on at full length."""
 
 DENSE_ATTENTION = "SDPA dense"
+
+DIRECTIONS = (FORWARD, TRAIN)
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def run_case(case: Case, peers: list[str], device: torch.device, repeats: int, s
             verify_attention(case, runner)
     dtype = DTYPES[case.dtype]
     size = Size(case.batch, case.heads, case.seq_len, case.head_dim, case.density, dtype.itemsize)
-    return measure(competitors, size, dtype, device, repeats, seconds, describe(case))
+    return measure(competitors, size, dtype, device, repeats, seconds, describe(case), DIRECTIONS)
 
 
 def our_operations(case: Case, tokens: int, device: torch.device) -> dict[str, Callable[..., Tensor]]:
@@ -121,7 +123,7 @@ def make_competitors(case: Case, peers: list[str], device: torch.device) -> list
     probs = ours["window_softmax"](scores).detach()
     dense_scores = (query @ key.mT).detach()
     dense_probs = (dense_scores * case.scale).softmax(-1)
-    no_backward = ["flex"] if device.type == "cpu" else []
+    no_backward = {"flex": "on a CPU it is forward only"} if device.type == "cpu" else {}
     return [
         competitor("window_matmul", "dense q @ k^T", ours["window_matmul"], (query, key)),
         competitor("dense q @ k^T", "dense q @ k^T", lambda q, k: q @ k.mT, (query, key)),
@@ -132,7 +134,7 @@ def make_competitors(case: Case, peers: list[str], device: torch.device) -> list
         *(competitor(name, DENSE_ATTENTION, ours[name], inputs) for name in ("window_attention", "attention in parts")),
         competitor(DENSE_ATTENTION, DENSE_ATTENTION, scaled_dot_product_attention, inputs),
         *(
-            competitor(PEERS[name][0], DENSE_ATTENTION, PEERS[name][1](case, device), inputs, name in no_backward)
+            competitor(PEERS[name][0], DENSE_ATTENTION, PEERS[name][1](case, device), inputs, no_backward.get(name, ""))
             for name in peers
         ),
     ]
@@ -244,9 +246,8 @@ def table(case: Case, rows: list[Row]) -> Iterator[str]:
     yield f"{'':20}{FORWARD:>27}{TRAIN:>28}"
     yield f"{'':20}{heading} {heading}"
     for name in dict.fromkeys(row.name for row in rows):
-        mine = {row.direction: row for row in rows if row.name == name}
-        cells = (cell(mine.get(direction)) for direction in (FORWARD, TRAIN))
-        yield f"{name:20}" + " ".join(cells)
+        yield f"{name:20}" + " ".join(cell(find(rows, name, direction)) for direction in DIRECTIONS)
+    yield from reasons(rows)
 
 
 def cell(row: Row | None) -> str:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..bench import attention, cases, floors, machine, matmul, peers, tokens, window
+from ..bench import attention, cases, floors, layouts, machine, matmul, peers, tokens, window
 from . import positive
 
 Case = TypeVar("Case")
@@ -28,12 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_tokens(operations.add_parser("tokens", help="attention over token pairs, step by step"))
 
 
-def add_shared(parser: argparse.ArgumentParser) -> None:
+def add_shared(parser: argparse.ArgumentParser, seconds: int | None = 60) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
     parser.add_argument("--repeats", type=positive, default=20, help="rounds; times are their medians (default: 20)")
-    parser.add_argument(
-        "--seconds", type=positive, default=60, help="no new round of a case after this long (default: 60)"
-    )
+    if seconds is not None:
+        help = f"no new round of a case after this long (default: {seconds})"
+        parser.add_argument("--seconds", type=positive, default=seconds, help=help)
     parser.add_argument("--json", metavar="OUT", help="write the rows to this file")
 
 
@@ -51,22 +51,31 @@ def add_sizes(parser: argparse.ArgumentParser, heads: int) -> None:
 
 def add_matmul(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Verifies the operations against float64, then times them beside dense PyTorch in the same process. 'x dense' "
-        "is the ratio to the dense counterpart, 'x floor' that to what perfect sparsity costs: on a GPU the bytes and "
-        "FLOPs of the live blocks at the rates of a copy and of a matrix product measured here, on a CPU density times "
-        "the dense time."
+        "Verifies the operations against float64, then times them in turns beside dense PyTorch and, on a GPU, "
+        "torch.sparse's block-sparse operations. 'x dense' is the ratio to the dense counterpart. 'of floor' is the "
+        "share of what perfect sparsity allows: on a GPU the largest of the bytes of live blocks and operands at a "
+        "copy's rate, of FLOPs at a matrix product's, and of the bytes from L2 that tiles of 128 rows ask for at the rate "
+        "of reads from L2, all measured here, with the name of the one that binds; on a CPU density times the dense "
+        "time. A peer that does not take a case is named with the reason."
     )
-    add_shared(parser)
-    parser.add_argument("--seq-len", type=positive, default=2048, help="tokens (default: 2048)")
-    add_sizes(parser, heads=12)
-    parser.add_argument("--block", type=listed(positive), default=[64, 16], help="block sizes (default: 64,16)")
-    layouts = list(matmul.LAYOUTS)
-    parser.add_argument(
-        "--layout",
-        type=listed(one_of(layouts)),
-        default=layouts[:3],
-        help=f"{', '.join(layouts)} (default: {','.join(layouts[:3])})",
-    )
+
+    def add(option: str, parse: Callable[[str], Any], help: str) -> None:
+        """With one default for each device."""
+        name = option.removeprefix("--").replace("-", "_")
+        on_cpu, on_gpu = (in_option(matmul.DEFAULTS[device][name]) for device in ("cpu", "cuda"))
+        default = on_cpu if on_cpu == on_gpu else f"{on_cpu}; on a GPU {on_gpu}"
+        parser.add_argument(option, type=parse, help=f"{help} (default: {default})")
+
+    add_shared(parser, seconds=None)
+    add("--seconds", positive, "no new round of a case after this long")
+    add("--operations", listed(one_of(matmul.DENSE)), ", ".join(matmul.DENSE))
+    add("--layout", listed(one_of(layouts.LAYOUTS)), f"{', '.join(layouts.LAYOUTS)}, with the density in percent")
+    add("--block", listed(positive), "block sizes")
+    add("--dtype", listed(one_of(machine.DTYPES)), ", ".join(machine.DTYPES))
+    add("--seq-len", listed(positive), "tokens")
+    add("--head-dim", listed(positive), "numbers in a head's vector")
+    add("--heads", positive, "of each sequence")
+    add("--batch", positive, "sequences")
     parser.set_defaults(measure=run_matmul)
 
 
@@ -183,12 +192,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_matmul(args: argparse.Namespace, device: torch.device) -> int:
-    def measured(case: matmul.Case) -> Measured:
-        live, rows = matmul.run_case(case, device, args.repeats, args.seconds)
-        return matmul.table(case, live, rows), matmul.record(case, live, rows)
+    for name, default in matmul.DEFAULTS[device.type].items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+    results: list[matmul.Result] = []
 
-    grid = matmul.grid(args.layout, args.block, args.dtype, args.batch, args.heads, args.seq_len, args.head_dim)
-    return run_grid(args, device, grid, measured)
+    def measured(case: matmul.Case) -> Measured:
+        results.append(matmul.run_case(case, args.operations, device, args.repeats, args.seconds))
+        return matmul.table(results[-1]), matmul.record(results[-1])
+
+    grid = matmul.grid(args.layout, args.block, args.dtype, args.seq_len, args.head_dim, args.heads, args.batch)
+    status = run_grid(args, device, grid, measured)
+    if results:
+        print("", *matmul.summary(results), "", *matmul.verdicts(results, device), sep="\n")
+    return status
 
 
 def run_window(args: argparse.Namespace, device: torch.device) -> int:
@@ -204,8 +221,12 @@ def run_grid(
     args: argparse.Namespace, device: torch.device, grid: Iterable[Case], measured: Callable[[Case], Measured]
 ) -> int:
     """Prints and writes case after case; one that is wrong or fails is the last."""
-    conditions = machine.conditions(device)
+    conditions: dict[str, Any] = dict(machine.conditions(device))
     print(in_words(conditions), flush=True)
+    if device.type == "cuda":
+        measured_here = {name: asdict(floors.Ceilings.measure(device, machine.DTYPES[name])) for name in args.dtype}
+        conditions |= {"ceilings": measured_here}
+        print(*(f"measured here in {name}: {rates(found)}" for name, found in measured_here.items()), sep="\n")
     records: list[dict[str, Any]] = []
     for case in grid:
         try:
@@ -299,6 +320,13 @@ def rates(ceilings: dict[str, float | None]) -> str:
         f"copy {ceilings['bytes_per_ms'] / 1e9:.2f} TB/s, matrix product {ceilings['flops_per_ms'] / 1e9:.0f} TFLOP/s, "
         + (f"L2 to SMs {l2 / 1e9:.2f} TB/s" if l2 else "L2 to SMs not measured, which takes Triton")
     )
+
+
+def in_option(value: object) -> str:
+    """A default as it would be written."""
+    if value is None:
+        return "as many as have 48 x 4096 x 4096 scores"
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def in_words(conditions: dict[str, Any]) -> str:
