@@ -23,7 +23,7 @@ from .bsr import NO_BACKWARD, bsr_operations
 from .floors import Size
 from .layouts import make_layout
 from .machine import BACKWARD, DIRECTIONS, DTYPES, FORWARD
-from .operations import Competitor, Row, competitor, find, measure, reasons
+from .operations import Competitor, Row, competitor, find, measure, without_time
 from .reasons import in_short
 from .verification import random_tensors, require_same_meaning
 
@@ -322,7 +322,7 @@ def table(result: Result) -> Iterator[str]:
     for name in dict.fromkeys(row.name for row in rows if not row.reason):
         cells = (cell(find(rows, name, direction), result.density) for direction in DIRECTIONS)
         yield f"{name:24}{' '.join(cells)}".rstrip()
-    yield from reasons(rows)
+    yield from without_time(rows)
 
 
 def cell(row: Row | None, live: float) -> str:

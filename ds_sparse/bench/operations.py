@@ -44,8 +44,8 @@ class Row:
 
     Attributes:
         to_dense: its time over that of the dense competitor.
-        floor_ms: on a GPU what its `Ceilings` allow for the bytes and FLOPs of live blocks alone, on a CPU density times
-            the time of the dense competitor.
+        floor_ms: on a GPU what its `Ceilings` allow for live blocks alone, on a CPU density times the time of the dense
+            competitor.
         to_floor: its time over that.
         bound: what the floor of a GPU is made of, see `Ceilings.floor`.
     """
@@ -105,7 +105,7 @@ def find(rows: Sequence[Row], name: str, direction: str) -> Row | None:
     return next((row for row in rows if (row.name, row.direction) == (name, direction) and not row.reason), None)
 
 
-def reasons(rows: Sequence[Row]) -> Iterator[str]:
+def without_time(rows: Sequence[Row]) -> Iterator[str]:
     """A line for each reason why rows have no time, with all whom it concerns."""
     directions = dict.fromkeys(row.direction for row in rows)
     missing: dict[str, dict[str, list[str]]] = {}

@@ -59,8 +59,8 @@ def require_same_meaning(
     device: torch.device,
     backward: bool = True,
 ) -> None:
-    """Holds outputs and, with `backward`, gradients of operations, by name, to those of their meaning, which is computed
-    on `device` in float64 and at the precision of the inputs.
+    """Holds outputs and, with `backward`, gradients of operations, by name, to those of their meaning, which is
+    computed on `device` in float64 and at the precision of the inputs.
 
     Raises:
         ArithmeticError: an error larger than `require_as_accurate` allows.

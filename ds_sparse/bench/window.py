@@ -18,7 +18,7 @@ from ..ops import unwindow_matmul, window_attention, window_matmul, window_softm
 from ..window import WindowIndex
 from .floors import Size
 from .machine import DTYPES, FORWARD, TRAIN
-from .operations import Competitor, Row, competitor, find, measure, reasons
+from .operations import Competitor, Row, competitor, find, measure, without_time
 from .verification import random_tensors, require_as_accurate, require_same_meaning
 
 VERIFIED_TOKENS, VERIFIED_HEADS = 1024, 2
@@ -247,7 +247,7 @@ def table(case: Case, rows: list[Row]) -> Iterator[str]:
     yield f"{'':20}{heading} {heading}"
     for name in dict.fromkeys(row.name for row in rows):
         yield f"{name:20}" + " ".join(cell(find(rows, name, direction)) for direction in DIRECTIONS)
-    yield from reasons(rows)
+    yield from without_time(rows)
 
 
 def cell(row: Row | None) -> str:

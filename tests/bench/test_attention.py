@@ -57,13 +57,13 @@ def test_without_dense_attention_a_cpu_has_no_floor():
 
 def test_floors_of_a_gpu_come_from_its_ceilings(monkeypatch):
     """At 1 byte a millisecond: four operands forward, eight backward; L2 is as fast and has keys and values to bring."""
-    size = Size(batch=2, heads=2, seq_len=128, head_dim=16, density=0.5, itemsize=2)
     layout, operand = torch.ones(1, 8, 8, dtype=torch.bool), 2 * 2 * 128 * 16 * 2
+    size = Size.of(layout, 16, batch=2, heads=2, head_dim=16, itemsize=2)
 
     def floors(l2_rate):
         ceilings = Ceilings(bytes_per_ms=1, flops_per_ms=1e12, l2_bytes_per_ms=l2_rate)
         monkeypatch.setattr(Ceilings, "measure", lambda *_: ceilings)
-        return attention.floors_of(size, layout, 16, torch.device("cuda"), torch.bfloat16, {})
+        return attention.floors_of(size, torch.device("cuda"), torch.bfloat16, {})
 
     by_memory, by_l2 = floors(l2_rate=1)
     assert by_memory == {FORWARD: 4 * operand, BACKWARD: 8 * operand, TRAIN: 12 * operand}

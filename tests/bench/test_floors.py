@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ds_sparse.bench import floors
-from ds_sparse.bench.floors import Ceilings, Size, Work, bytes_from_l2, bytes_of_gathers, operation_floor
+from ds_sparse.bench.floors import Ceilings, Size, Work, bytes_of_gathers, operation_floor, tokens_loaded
 from ds_sparse.bench.machine import BACKWARD, FORWARD, TRAIN
 
 SIZE = Size(batch=1, heads=1, seq_len=128, head_dim=16, density=0.25, itemsize=4)
@@ -14,14 +14,34 @@ def test_floors_of_the_operations_are_the_bytes_and_flops_of_live_blocks():
     """By hand: one head of 128 tokens with 16 numbers in fp32, a quarter live; 1 byte and 1000 FLOPs a millisecond."""
     by_bytes = Ceilings(bytes_per_ms=1, flops_per_ms=1e9)
     dense, sparse = 128 * 16 * 4, 128 * 128 // 4 * 4
-    assert operation_floor(by_bytes, SIZE, "dense q @ k^T", FORWARD) == 2 * dense + sparse
-    assert operation_floor(by_bytes, SIZE, "dense p @ v", TRAIN) == 3 * (2 * dense + sparse)
-    assert operation_floor(by_bytes, SIZE, "dense softmax", TRAIN) == 5 * sparse
-    assert operation_floor(by_bytes, SIZE, "SDPA dense", TRAIN) == 12 * dense
+    assert operation_floor(by_bytes, SIZE, "dense q @ k^T", FORWARD) == (2 * dense + sparse, "copy")
+    assert operation_floor(by_bytes, SIZE, "dense p @ v", TRAIN) == (3 * (2 * dense + sparse), "copy")
+    assert operation_floor(by_bytes, SIZE, "dense softmax", TRAIN) == (5 * sparse, "copy")
+    assert operation_floor(by_bytes, SIZE, "SDPA dense", TRAIN) == (12 * dense, "copy")
     flops = 2 * 128 * 128 / 4 * 16
     by_flops = Ceilings(bytes_per_ms=1e12, flops_per_ms=1000)
-    assert operation_floor(by_flops, SIZE, "SDPA dense", FORWARD) == pytest.approx(2 * flops / 1000)
-    assert operation_floor(by_flops, SIZE, "SDPA dense", BACKWARD) == pytest.approx(5 * flops / 1000)
+    assert operation_floor(by_flops, SIZE, "SDPA dense", FORWARD) == (pytest.approx(2 * flops / 1000), "FLOPs")
+    assert operation_floor(by_flops, SIZE, "SDPA dense", BACKWARD) == (pytest.approx(5 * flops / 1000), "FLOPs")
+
+
+@pytest.mark.parametrize(
+    ("job", "forward", "backward"),
+    [
+        # Tiles load 3 blocks of 32 by rows and 6 by columns; an operand is 8 blocks, the sparse one 6 * 32 * 32 scores.
+        ("dense q @ k^T", [(8 + 3) * 32 * 16], [6 * 1024 + 3 * 32 * 16, 6 * 1024 + 6 * 32 * 16]),
+        ("dense p @ v", [6 * 1024 + 3 * 32 * 16], [(8 + 3) * 32 * 16, 6 * 1024 + 6 * 32 * 16]),
+        ("dense v^T @ p^T", [6 * 1024 + 3 * 32 * 16], [(8 + 3) * 32 * 16, 6 * 1024 + 6 * 32 * 16]),
+    ],
+)
+def test_products_bring_from_l2_what_their_tiles_ask_for(job, forward, backward):
+    layout = torch.zeros(1, 8, 8, dtype=torch.bool)
+    layout[0, [0, 2], 3] = layout[0, [1, 3], 4] = layout[0, [4, 5], 7] = True
+    size = Size.of(layout, 32, batch=1, heads=1, head_dim=16, itemsize=1)
+    from_l2 = Ceilings(bytes_per_ms=1e12, flops_per_ms=1e12, l2_bytes_per_ms=1)
+    assert operation_floor(from_l2, size, job, FORWARD) == (sum(forward), "L2")
+    assert operation_floor(from_l2, size, job, BACKWARD) == (sum(backward), "L2")
+    unknown = Ceilings(bytes_per_ms=1e12, flops_per_ms=1e12)
+    assert operation_floor(unknown, size, job, FORWARD)[1] != "L2"
 
 
 def test_attention_is_held_to_the_best_dense_attention_and_to_the_bytes():
@@ -42,16 +62,23 @@ def test_neighbouring_rows_load_from_l2_what_one_of_them_wants():
     layout = torch.zeros(2, 8, 8, dtype=torch.bool)
     layout[0, 0:4, 5] = True  # one block column, shared by a tile's rows
     layout[1, [3, 4], [1, 2]] = True  # two rows on either side of the tiles' edge
-    size = Size(batch=3, heads=2, seq_len=256, head_dim=16, density=6 / 128, itemsize=2)
+    size = Size.of(layout, 32, batch=3, heads=2, head_dim=16, itemsize=2)
+    assert (size.seq_len, size.density) == (256, 6 / 128)
     row = 2 * 16 * 2  # bytes of a key and a value
-    assert bytes_from_l2(layout, 32, size, FORWARD) == 3 * (1 + 2) * 32 * row
-    assert bytes_from_l2(layout, 32, size, BACKWARD) == 3 * (4 + 2) * 32 * row
+    assert size.attention(FORWARD).l2_bytes == 3 * (1 + 2) * 32 * row
+    assert size.attention(BACKWARD).l2_bytes == 3 * (4 + 2) * 32 * row
 
 
 def test_heads_that_share_a_layout_load_it_each_and_a_short_last_tile_counts():
     layout = torch.eye(5, dtype=torch.bool)[None]  # blocks of 32: tiles of 4 rows and of 1
-    size = Size(batch=1, heads=6, seq_len=160, head_dim=8, density=0.2, itemsize=2)
-    assert bytes_from_l2(layout, 32, size, FORWARD) == 6 * 5 * 32 * 2 * 8 * 2
+    size = Size.of(layout, 32, batch=1, heads=6, head_dim=8, itemsize=2)
+    assert size.attention(FORWARD).l2_bytes == 6 * 5 * 32 * 2 * 8 * 2
+
+
+def test_blocks_larger_than_a_tile_are_loaded_by_each_tile():
+    layout = torch.eye(3, dtype=torch.bool)[None]
+    assert tokens_loaded(layout, 128) == 3 * 128
+    assert tokens_loaded(layout, 256) == 2 * 3 * 256
 
 
 def test_pairs_bring_their_rows_each_time():

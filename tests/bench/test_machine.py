@@ -22,6 +22,29 @@ def test_out_of_time_there_are_three_rounds_at_least(repeats, rounds):
     assert times == {"a": [1.0] * rounds}
 
 
+@pytest.mark.parametrize(
+    ("direction", "forwards", "backwards"),
+    [(machine.FORWARD, 2, 0), (machine.BACKWARD, 1, 2), (machine.TRAIN, 2, 2)],
+)
+def test_what_is_called_in_a_direction(direction, forwards, backwards):
+    called = []
+
+    class Step(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            called.append("forward")
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            called.append("backward")
+            return grad
+
+    x = torch.ones(3)
+    assert machine.time_of(Step.apply, [x], x, direction, torch.device("cpu")) > 0
+    assert (called.count("forward"), called.count("backward")) == (forwards, backwards)
+
+
 def test_conditions_name_the_machine():
     conditions = machine.conditions(torch.device("cpu"))
     assert set(conditions) == {"machine", "torch", "commit"}

@@ -3,31 +3,100 @@ import json
 import pytest
 import torch
 
-from ds_sparse.bench import matmul
-from ds_sparse.cli import main
+from ds_sparse.bench import matmul, operations
+from ds_sparse.bench.floors import Ceilings
+from ds_sparse.bench.machine import DIRECTIONS, FORWARD
+from ds_sparse.bench.operations import Row
+from ds_sparse.cli import bench, main
 
 CASE = matmul.Case("bslongformer", block=16, dtype="fp32", heads=2, seq_len=128, head_dim=16)
 CPU = torch.device("cpu")
 
 
 def test_floor_is_density_times_the_dense_time():
-    live, rows = matmul.run_case(CASE, CPU, repeats=3, seconds=60)
-    times = {(row.name, row.direction): row.milliseconds for row in rows}
-    assert {"sdd", "softmax", "dsd", "dds", "attention", "loop over block rows"} <= {row.name for row in rows}
-    for row in rows:
+    result = matmul.run_case(CASE, list(matmul.DENSE), CPU, repeats=3, seconds=60)
+    measured = [row for row in result.rows if not row.reason]
+    times = {(row.name, row.direction): row.milliseconds for row in measured}
+    assert {"sdd", "softmax", "dsd", "dds", "attention", "loop over block rows"} <= {row.name for row in measured}
+    for row in measured:
         dense = times[row.dense, row.direction]
         assert row.rounds == 3
         assert row.to_dense == pytest.approx(row.milliseconds / dense)
-        assert row.to_floor == pytest.approx(row.milliseconds / (live * dense))
+        assert row.to_floor == pytest.approx(row.milliseconds / (result.density * dense))
 
 
-def test_all_competitors_for_attention_agree():
+def test_what_is_not_asked_for_is_not_measured():
+    result = matmul.run_case(CASE, ["softmax"], CPU, repeats=2, seconds=60)
+    assert {row.name for row in result.rows} == {"softmax", "dense softmax", "torch.sparse softmax"}
+    assert [row.direction for row in result.rows if row.name == "softmax"] == list(DIRECTIONS)
+
+
+def test_all_competitors_of_an_operation_agree():
     layout = torch.rand(1, 8, 8, generator=torch.Generator().manual_seed(0)) < 0.4
     layout |= torch.eye(8, dtype=torch.bool)
-    outputs = {runner.name: runner.call(*runner.inputs) for runner in matmul.make_competitors(CASE, layout)}
+    competitors, _ = matmul.make_competitors(CASE, layout, list(matmul.DENSE))
+    outputs = {runner.name: runner.call(*runner.inputs) for runner in competitors}
     for name in ("SDPA bool mask", "loop over block rows"):
         torch.testing.assert_close(outputs["attention"], outputs[name])
     torch.testing.assert_close(outputs["SDPA dense"], outputs["dense attention in parts"])
+    torch.testing.assert_close(outputs["dense p @ v"].mT, outputs["dense v^T @ p^T"])
+    torch.testing.assert_close(outputs["SDPA dense"], outputs["dense p @ v"])
+    torch.testing.assert_close(outputs["dsd"].mT, outputs["dds"])
+    torch.testing.assert_close(outputs["attention"], outputs["dsd"])
+
+
+def test_torch_sparse_is_named_with_the_reason(monkeypatch):
+    result = matmul.run_case(CASE, ["sdd", "dsd"], CPU, repeats=2, seconds=60)
+    assert list(matmul.table(result))[-1].startswith("torch.sparse sdd, torch.sparse dsd: no time: on a GPU only")
+
+    def operations(layout, block, matrices, dtype):
+        ours = matmul.our_operations(layout, block, CASE.head_dim)
+        return ours | {"dsd": lambda probs, value: ours["dsd"](probs, value) * 1.001}
+
+    monkeypatch.setattr(matmul, "bsr_operations", operations)
+    result = matmul.run_case(CASE, ["sdd", "dsd"], CPU, repeats=2, seconds=60)
+    lines = list(matmul.table(result))
+    assert sum(line.startswith("torch.sparse sdd ") for line in lines) == 1
+    assert any(line.startswith("torch.sparse dsd: no time: torch.sparse: output of dsd has an RMS") for line in lines)
+    assert any(line.startswith("torch.sparse sdd: no backward or forward+backward: ") for line in lines)
+
+
+def gpu_result(ms: float, to_floor: float, to_dense: float = 0.5) -> matmul.Result:
+    rows = []
+    for direction in DIRECTIONS:
+        dense = ms / to_dense
+        rows += [
+            Row("sdd", direction, "dense q @ k^T", ms, to_dense, ms / to_floor, to_floor, "L2", 3),
+            Row("dense q @ k^T", direction, "dense q @ k^T", dense, 1, ms / to_floor, dense / ms * to_floor, "L2", 3),
+        ]
+    rows.append(Row("torch.sparse sdd", FORWARD, "dense q @ k^T", 2 * ms, 2 * to_dense, ms / to_floor, 3, "L2", 3))
+    return matmul.Result(CASE, 0.25, rows)
+
+
+def test_share_of_the_floor_and_what_binds_it_are_printed():
+    result = gpu_result(0.1, to_floor=1.25)
+    (line,) = (line for line in matmul.table(result) if line.startswith("sdd "))
+    assert line.split()[1:6] == ["0.100", "0.50", "80%", "L2", "50.0%"]
+    assert "100 (80%)" in list(matmul.summary([result]))[-1]
+
+
+def test_goals_count_cases_that_take_long_enough():
+    results = [gpu_result(0.1, 1.25), gpu_result(0.1, 1.26, to_dense=1.5), gpu_result(0.04, 3)]
+    forward, backward = matmul.verdicts(results, torch.device("cuda"))
+    assert forward == (
+        "sdd forward: 80% of its floor in 1 of the 2 cases of 50 us and more, faster than dense q @ k^T in 2 of 3, "
+        "faster than torch.sparse sdd in 3 of 3"
+    )
+    assert backward.endswith("faster than dense q @ k^T in 2 of 3")
+    assert "floor" not in next(matmul.verdicts(results, CPU))
+
+
+def test_on_a_gpu_as_many_sequences_as_there_is_room_for():
+    cases = matmul.grid(["fixed"], [64], ["bf16"], [4096, 16384], [64, 128], heads=4, batch=None)
+    assert [(case.seq_len, case.head_dim, case.batch) for case in cases] == [
+        (4096, 64, 12), (4096, 128, 12), (16384, 64, 1), (16384, 128, 1),
+    ]  # fmt: skip
+    assert [case.batch for case in matmul.grid(["fixed"], [64], ["bf16"], [16384], [64], 4, batch=2)] == [2]
 
 
 @pytest.mark.parametrize("name", ["sdd", "softmax", "dsd", "dds", "attention"])
@@ -40,15 +109,16 @@ def test_a_wrong_result_is_not_timed(spoil, capsys, name):
 
 def test_command_prints_a_table_and_writes_the_rows(tmp_path, capsys):
     path = tmp_path / "rows.json"
-    arguments = "bench matmul --layout fixed --block 16,32 --dtype fp32,bf16 --seq-len 128 --heads 2 --repeats 2"
+    arguments = "bench matmul --layout fixed --block 16,32 --dtype fp32,bf16 --seq-len 128,192 --heads 2 --repeats 2"
     assert main([*arguments.split(), "--json", str(path)]) == 0
     written = json.loads(path.read_text())
-    assert {(row["block"], row["dtype"]) for row in written["rows"]} == {
-        (b, d) for b in (16, 32) for d in ("fp32", "bf16")
+    assert {(row["block"], row["dtype"], row["seq_len"]) for row in written["rows"]} == {
+        (block, dtype, tokens) for block in (16, 32) for dtype in ("fp32", "bf16") for tokens in (128, 192)
     }
     assert written["torch"] == torch.__version__
     printed = capsys.readouterr().out
-    assert "x floor" in printed
+    assert "of floor" in printed
+    assert "sdd backward: faster than dense q @ k^T in " in printed
     assert "break-even" in printed
     assert "threads" in printed
 
@@ -56,3 +126,26 @@ def test_command_prints_a_table_and_writes_the_rows(tmp_path, capsys):
 def test_a_length_that_does_not_fit_ends_in_a_sentence(capsys):
     assert main("bench matmul --block 16 --seq-len 100".split()) == 1
     assert "100" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("l2_rate", "said"), [(8.3e9, "L2 to SMs 8.30 TB/s"), (None, "L2 to SMs not measured")])
+def test_rates_of_a_gpu_are_printed_and_written(tmp_path, capsys, monkeypatch, l2_rate, said):
+    """On a GPU that is none: its rates are given, and what is timed takes half a millisecond."""
+    ceilings = Ceilings(bytes_per_ms=4.3e9, flops_per_ms=790e9, l2_bytes_per_ms=l2_rate)
+    monkeypatch.setattr(Ceilings, "measure", lambda device, dtype: ceilings)
+    monkeypatch.setattr(operations, "time_of", lambda call, inputs, grad, direction, device: 0.5)
+    monkeypatch.setattr(bench.matmul, "run_case", on_cpu(matmul.run_case))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    path = tmp_path / "rows.json"
+    arguments = "bench matmul --device cuda --layout random-25 --block 16 --seq-len 256 --batch 1 --repeats 1 --json"
+    assert main([*arguments.split(), str(path)]) == 0
+    assert f"measured here in bf16: copy 4.30 TB/s, matrix product 790 TFLOP/s, {said}" in capsys.readouterr().out
+    written = json.loads(path.read_text())
+    assert written["ceilings"]["bf16"]["l2_bytes_per_ms"] == l2_rate
+    assert {row["heads"] for row in written["rows"]} == {matmul.DEFAULTS["cuda"]["heads"]}
+    assert {row["name"] for row in written["rows"] if row["name"] in matmul.DENSE} == {"sdd", "softmax", "dsd", "dds"}
+
+
+def on_cpu(run_case):
+    return lambda case, names, device, repeats, seconds: run_case(case, names, CPU, repeats, seconds)

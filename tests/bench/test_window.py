@@ -45,9 +45,10 @@ def test_rows_compare_with_their_dense_counterpart():
 def test_what_has_no_backward_is_timed_forward(monkeypatch):
     monkeypatch.setitem(window.PEERS, "flex", ("FlexAttention", window.sliding_chunks))
     rows = window.run_case(CASE, ["flex"], CPU, repeats=3, seconds=60)
-    assert [row.direction for row in rows if row.name == "FlexAttention"] == ["forward"]
-    (line,) = (line for line in window.table(CASE, rows) if line.startswith("FlexAttention"))
+    assert [row.reason for row in rows if row.name == "FlexAttention"] == ["", "on a CPU it is forward only"]
+    line, reason = (line for line in window.table(CASE, rows) if line.startswith("FlexAttention"))
     assert line.split()[-1] == "-"
+    assert reason == "FlexAttention: no forward+backward: on a CPU it is forward only"
 
 
 @pytest.mark.parametrize(
