@@ -54,9 +54,9 @@ def add_matmul(parser: argparse.ArgumentParser) -> None:
         "Verifies the operations against float64, then times them in turns beside dense PyTorch and, on a GPU, "
         "torch.sparse's block-sparse operations. 'x dense' is the ratio to the dense counterpart. 'of floor' is the "
         "share of what perfect sparsity allows: on a GPU the largest of the bytes of live blocks and operands at a "
-        "copy's rate, of FLOPs at a matrix product's, and of the bytes from L2 that tiles of 128 rows ask for at the rate "
-        "of reads from L2, all measured here, with the name of the one that binds; on a CPU density times the dense "
-        "time. A peer that does not take a case is named with the reason."
+        "copy's rate, of FLOPs at a matrix product's, and of the bytes from L2 that tiles of 128 rows ask for at the "
+        "rate of reads from L2, all measured here, with the name of the one that binds; on a CPU density times the "
+        "dense time. A peer that does not take a case is named with the reason."
     )
 
     def add(option: str, parse: Callable[[str], Any], help: str) -> None:
