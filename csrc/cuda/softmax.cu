@@ -1,9 +1,10 @@
 // Row softmax over live blocks. Schemas and shapes: csrc/library.cpp; meaning: ds_sparse/reference.py.
 //
 // `width` neighbouring threads share a token row and take its 16-byte runs in turn, whatever the size of its blocks; a
-// thread holds up to kHeld of them in registers. A warp works on as many rows of a block row at once as its own length
-// lets it. Rows that a warp cannot hold are found first, spread over the thread blocks and done by 2 to 8 warps each;
-// those that even these cannot hold are read twice, the second time mostly from cache.
+// thread holds a few of them, which it copies to places of its own in shared memory: a warp's next rows while it works on
+// the present ones. It works on as many rows of a block row at once as its own length lets it. Rows that a warp cannot
+// hold are found first, spread over the thread blocks and done by 2 to 8 warps each; those that even these cannot hold
+// are read twice, the second time mostly from cache.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -15,9 +16,11 @@
 
 #include "../checks.h"
 #include "../compute.h"
+#include "copies.h"
 #include "elements.h"
 #include "launch.h"
 #include "logits.h"
+#include "mma.h"
 #include "vector.h"
 
 namespace ds_sparse {
@@ -27,7 +30,7 @@ constexpr int kThreads = 256;
 constexpr int kLanes = 32;
 constexpr int kMostRows = 8;   // of a warp: blocks are 8 or more, so that they are of one block row
 constexpr int kLongRows = 4;   // rows that a thread block takes together where a warp cannot hold one
-constexpr int kHeld = 5;
+constexpr int kForwardHeld = 5, kBackwardHeld = 4;  // runs of each input that a thread holds
 
 // The live blocks of all heads and where their values are.
 struct Blocks {
@@ -62,12 +65,29 @@ struct Lanes {
 
   template <class A>
   __device__ A sum(A x) const {
-    return sum_of_lanes(x, 1 << log_width);
+    return combine(x, [](A a, A b) { return a + b; });
   }
   template <class A>
   __device__ A max(A x) const {
-    return max_of_lanes(x, 1 << log_width);
+    return combine(x, [](A a, A b) { return ::max(a, b); });
   }
+
+ private:
+  template <class A, class F>
+  __device__ __forceinline__ A combine(A x, const F& f) const {
+#pragma unroll
+    for (int log = log2_of(kLanes) - 1; log >= 0; --log) {
+      const A other = __shfl_xor_sync(0xffffffffu, x, 1 << log);
+      x = log < log_width ? f(x, other) : x;
+    }
+    return x;
+  }
+};
+
+// Those, each with kRuns runs of a row, the last of which may not be there.
+template <int kRuns>
+struct LanesWith : Lanes {
+  static constexpr int kShare = kRuns;
 };
 
 // Those of a thread block: 2^log_width to a row, two warps at least.
@@ -117,8 +137,9 @@ __device__ __forceinline__ int log_width_for(uint32_t runs, int held, int least,
   return log;
 }
 
-// Rows of one block row: where they are, and their elements as `count` runs of 16 bytes each.
-template <class T>
+// Rows of one block row: where they are, and their elements as `count` runs of 16 bytes each, of which a thread holds
+// kHeld at once.
+template <class T, int kHeld>
 struct Rows {
   static constexpr int kLogRun = log2_of(kRun<T>);
   uint32_t batch, head, row, first_within;
@@ -153,22 +174,69 @@ struct Rows {
   }
 
   // Calls f(i, run) for the thread's share, i < kHeld, of the runs from `first` on; those that no thread of the row has
-  // are left out. With the last of the others, `run` may not be there.
+  // are left out. With the last of the others, `run` may not be there. What is known to have a share has all from 0 on.
   template <class Team, class F>
   __device__ __forceinline__ void for_each_run(const Team& team, int first, const F& f) const {
+    if constexpr (requires { Team::kShare; }) {
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      const int start = first + (i << team.log_width);
-      if (start < count) {
-        f(i, start + team.lane());
+      for (int i = 0; i < Team::kShare; ++i) {
+        f(i, (i << team.log_width) + team.lane());
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        const int start = first + (i << team.log_width);
+        if (start < count) {
+          f(i, start + team.lane());
+        }
       }
     }
   }
 };
 
-// Calls f(rows, how many they are, team) for all token rows, shared out over the grid, long ones first.
-template <class T, class F>
-__device__ __forceinline__ void for_all_rows(const Blocks& blocks, int64_t batch, const F& f) {
+// Calls f with a constant of `number`, which is from 1 to kLargest.
+template <int kLargest, class F>
+__device__ __forceinline__ void with_number(int number, const F& f) {
+  if constexpr (kLargest > 1) {
+    if (number < kLargest) {
+      return with_number<kLargest - 1>(number, f);
+    }
+  }
+  f(std::integral_constant<int, kLargest>{});
+}
+
+// Where threads copy what they hold of kInputs tensors: two stages, of which only one is used where rows are long.
+template <int kHeld, int kInputs>
+struct Stages {
+  uint4 runs[2][kInputs][kHeld][kThreads];
+
+  __device__ const uint4& of(int stage, int i, int input = 0) const { return runs[stage][input][i][threadIdx.x]; }
+
+  // Starts copying a run there, or zeros if it is not `given`.
+  __device__ void copy(int stage, int i, int input, const uint4* from, bool given = true) const {
+    start_copy<16>(shared_address(&of(stage, i, input)), from, given ? 16 : 0);
+  }
+};
+
+// Keeps reads of a stage where they are among copies to it, which the compiler does not know to be writes.
+__device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
+
+// Copies a thread's share of a long row's runs from `first` on.
+template <class Copy, class Rows, class Team>
+__device__ __forceinline__ void copy_now(const Copy& copy, const Rows& rows, const Team& team, int row, int first) {
+  keep_order();
+  copy(rows, team, row, first, 0);
+  end_of_copies();
+  wait_for_copies<0>();
+  keep_order();
+}
+
+// Has all token rows copied, and worked on when they are there, shared out over the grid, long ones first. `copy` and
+// `work` take rows, a team, which of the rows is its own, and a stage; `copy` also the first of the runs to copy.
+template <class T, int kHeld, class Copy, class Work>
+__device__ __forceinline__ void for_all_rows(
+    const Blocks& blocks, int64_t batch, const Copy& copy, const Work& work) {
+  using OfBlock = Rows<T, kHeld>;
   __shared__ double exchange[2][kThreads / kLanes];
   __shared__ uint32_t long_ones[kThreads / kLanes];
   const uint32_t entries = blocks.entries(), heads = blocks.heads(entries);
@@ -178,7 +246,7 @@ __device__ __forceinline__ void for_all_rows(const Blocks& blocks, int64_t batch
   // Task number `first` + i * gridDim.x is thread i's to look at, and the thread block's to do.
   for (int64_t first = blockIdx.x; first < token_rows / kLongRows; first += int64_t{gridDim.x} * kThreads) {
     const auto rows_of = [&](int i) {
-      return Rows<T>(blocks, entries, heads, (first + int64_t{gridDim.x} * i) * kLongRows);
+      return OfBlock(blocks, entries, heads, (first + int64_t{gridDim.x} * i) * kLongRows);
     };
     const bool exists = first + int64_t{gridDim.x} * threadIdx.x < token_rows / kLongRows;
     const uint32_t of_warp = __ballot_sync(0xffffffffu, exists && rows_of(threadIdx.x).is_long());
@@ -188,9 +256,12 @@ __device__ __forceinline__ void for_all_rows(const Blocks& blocks, int64_t batch
     __syncthreads();
     for (int w = 0; w < kThreads / kLanes; ++w) {
       for (uint32_t ones = long_ones[w]; ones != 0; ones &= ones - 1) {
-        const Rows<T> rows = rows_of(w * kLanes + __ffs(ones) - 1);
-        const int log_width = log_width_for(rows.count, kHeld, log2_of(2 * kLanes), log2_of(kThreads));
-        f(rows, kLongRows, Warps{log_width, exchange});
+        const OfBlock rows = rows_of(w * kLanes + __ffs(ones) - 1);
+        const Warps team{log_width_for(rows.count, kHeld, log2_of(2 * kLanes), log2_of(kThreads)), exchange};
+        for (int row = team.row(); row < kLongRows; row += team.rows_at_once()) {
+          copy_now(copy, rows, team, row, 0);
+          work(rows, team, row, 0);
+        }
         __syncthreads();  // the next ones exchange from the first place again
       }
     }
@@ -203,12 +274,49 @@ __device__ __forceinline__ void for_all_rows(const Blocks& blocks, int64_t batch
   const int least = log_width_for((runs + lines - 1) / lines, kHeld - 1, log2_of(kLanes / kMostRows), log2_of(kLanes));
   const int at_once = kLanes >> least;
   const int64_t step = int64_t{gridDim.x} * (kThreads / kLanes) * at_once;
-  const int64_t begin = (int64_t{blockIdx.x} * (kThreads / kLanes) + warp) * at_once;
-  for (int64_t first = begin; first < token_rows; first += step) {
-    const Rows<T> rows(blocks, entries, heads, first);
-    if (rows.count > 0 && !rows.is_long()) {
-      f(rows, at_once, Lanes{log_width_for(rows.count, kHeld, least, log2_of(kLanes))});
+
+  // The rows that the warp has come to, of which the team's own is number `row`.
+  struct Place {
+    int64_t first;
+    OfBlock rows;
+    Lanes team;
+    int row;
+  };
+  const auto at = [&](int64_t first) {
+    const OfBlock rows(blocks, entries, heads, min(first, token_rows - 1));
+    const Lanes team{log_width_for(rows.count, kHeld, least, log2_of(kLanes))};
+    return Place{first, rows, team, team.row()};
+  };
+  const auto has_work = [&](const Place& place) { return place.rows.count > 0 && !place.rows.is_long(); };
+  const auto next_of = [&](Place place) {
+    place.row += place.team.rows_at_once();
+    // The same for all of a warp: whether its first row is one of those that it works on at once.
+    if (place.row - place.team.row() >= at_once) {
+      do {
+        place = at(place.first + step);
+      } while (place.first < token_rows && !has_work(place));
     }
+    return place;
+  };
+  const auto start = [&](const Place& place, int stage) {
+    keep_order();
+    if (place.first < token_rows) {
+      copy(place.rows, place.team, place.row, 0, stage);
+    }
+    end_of_copies();
+  };
+  Place place = at((int64_t{blockIdx.x} * (kThreads / kLanes) + warp) * at_once);
+  while (place.first < token_rows && !has_work(place)) {
+    place = at(place.first + step);
+  }
+  start(place, 0);
+  for (int stage = 0; place.first < token_rows; stage ^= 1) {
+    const Place next = next_of(place);
+    start(next, stage ^ 1);
+    wait_for_copies<1>();
+    keep_order();
+    work(place.rows, place.team, place.row, stage);
+    place = next;
   }
 }
 
@@ -265,6 +373,35 @@ __device__ __forceinline__ A largest_of(const A (&x)[Count]) {
   return largest;
 }
 
+template <class A, int Count>
+__device__ __forceinline__ A sum_of(const A (&x)[Count]) {
+  if constexpr (Count == 1) {
+    return x[0];
+  } else {
+    A pairs[Count / 2];
+#pragma unroll
+    for (int i = 0; i < Count / 2; ++i) {
+      pairs[i] = x[i] + x[i + Count / 2];
+    }
+    return sum_of(pairs);
+  }
+}
+
+// The largest element of a run: halves two at a time.
+template <class T>
+__device__ __forceinline__ Compute<T> largest_of(const uint4& run) {
+  if constexpr (sizeof(T) == 2) {
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    const auto pair = [](uint32_t word) { return reinterpret_cast<const Pair&>(word); };
+    const Pair both = __hmax2(__hmax2(pair(run.x), pair(run.y)), __hmax2(pair(run.z), pair(run.w)));
+    return max(static_cast<float>(both.x), static_cast<float>(both.y));
+  } else {
+    Compute<T> x[kRun<T>];
+    unpack<T>(run, x);
+    return largest_of(x);
+  }
+}
+
 template <class T>
 struct Forward {
   const uint4* scores;
@@ -282,127 +419,132 @@ template <class T, bool kPlain>
 __global__ void __launch_bounds__(kThreads, kPlain ? 3 : 2) softmax_forward_kernel(
     const __grid_constant__ Forward<T> p) {
   using A = Compute<T>;
+  constexpr int kHeld = kForwardHeld;
+  extern __shared__ __align__(16) unsigned char shared[];
+  auto& stages = *reinterpret_cast<Stages<kHeld, 1>*>(shared);
   const A exponent_scale = kPlain ? p.scale * kLog2E<A> : kLog2E<A>;
-  for_all_rows<T>(p.blocks, p.batch, [&](const Rows<T>& rows, int many, const auto& team) {
+  const auto copy = [&](const auto& rows, const auto& team, int row, int first, int stage) {
+    const uint4* from = p.scores + rows.place(row);
+    rows.for_each_run(team, first, [&](int i, int run) {
+      stages.copy(stage, i, 0, from + rows.offset(min(run, rows.count - 1)));
+    });
+  };
+  const auto work = [&](const auto& rows, const auto& team, int row, int stage) {
     const int held = kHeld << team.log_width;
-    for (int row = team.row(); row < many; row += team.rows_at_once()) {
-      const uint4* from = p.scores + rows.place(row);
-      uint4* to = p.probs + rows.place(row);
-      A logits[kHeld][kRun<T>];
-      // Reads the runs from `first` on and says which is the thread's largest logit.
-      const auto read = [&](int first) {
-        uint4 runs[kHeld];
-        A largest = -infinity<A>();
-        rows.for_each_run(team, first, [&](int i, int run) {
-          if (run < rows.count) {
-            runs[i] = load_once(from + rows.offset(run));
-          }
-        });
-        rows.for_each_run(team, first, [&](int i, int run) {
-          unpack<T>(runs[i], logits[i]);
-          if (!kPlain) {
-            scale_run(logits[i], p.scale);
-          } else {
-            if (run >= rows.count) {
-              mask(logits[i]);
-            }
-            largest = max(largest, largest_of(logits[i]));
-          }
-        });
-        if constexpr (kPlain) {
-          return largest;
-        }
-        int column[kHeld];
-        rows.for_each_run(team, first, [&](int i, int run) {
-          column[i] = run < rows.count ? rows.column(run, p.columns) : 0;
-        });
-        const int token = rows.token(row);
-        // Those that are there come first.
-#pragma unroll 1
-        for (const Bias* bias = p.biases.bias; bias < p.biases.bias + 3 && bias->data != nullptr; ++bias) {
-          const int64_t of_row = rows.batch * bias->batch + rows.head * bias->head + token * bias->token;
-          if (bias->keeps) {
-            const uint8_t* data = static_cast<const uint8_t*>(bias->data) + of_row;
-            rows.for_each_run(team, first, [&](int i, int) {
-              const auto keep = load_run<kRun<T>>(data + column[i] * bias->column, bias->column);
-#pragma unroll
-              for (int e = 0; e < kRun<T>; ++e) {
-                logits[i][e] = keep.element[e] != 0 ? logits[i][e] : -infinity<A>();
-              }
-            });
-          } else {
-            const T* data = static_cast<const T*>(bias->data) + of_row;
-            rows.for_each_run(team, first, [&](int i, int) {
-              add_run(load_run<kRun<T>>(data + column[i] * bias->column, bias->column), logits[i]);
-            });
-          }
-        }
-        rows.for_each_run(team, first, [&](int i, int run) {
-          if (run >= rows.count) {
-            mask(logits[i]);
-          } else if (p.causal) {
-#pragma unroll
-            for (int e = 0; e < kRun<T>; ++e) {
-              logits[i][e] = column[i] + e > token ? -infinity<A>() : logits[i][e];
-            }
-          }
-          largest = max(largest, largest_of(logits[i]));
+    uint4* to = p.probs + rows.place(row);
+    A logits[kHeld][kRun<T>];
+    // The thread's largest logit of the runs from `first` on.
+    const auto read = [&](int first) {
+      A largest = -infinity<A>();
+      if constexpr (kPlain) {
+        rows.for_each_run(team, first, [&](int i, int) {
+          largest = max(largest, largest_of<T>(stages.of(stage, i)));
+          unpack<T>(stages.of(stage, i), logits[i]);
         });
         return largest;
-      };
-      const auto to_powers = [&](int first, A reference) {
-        rows.for_each_run(team, first, [&](int i, int) {
+      }
+      rows.for_each_run(team, first, [&](int i, int) {
+        unpack<T>(stages.of(stage, i), logits[i]);
+        scale_run(logits[i], p.scale);
+      });
+      int column[kHeld];
+      rows.for_each_run(
+          team, first, [&](int i, int run) { column[i] = rows.column(min(run, rows.count - 1), p.columns); });
+      const int token = rows.token(row);
+      // Those that are there come first.
+#pragma unroll 1
+      for (const Bias* bias = p.biases.bias; bias < p.biases.bias + 3 && bias->data != nullptr; ++bias) {
+        const int64_t of_row = rows.batch * bias->batch + rows.head * bias->head + token * bias->token;
+        if (bias->keeps) {
+          const uint8_t* data = static_cast<const uint8_t*>(bias->data) + of_row;
+          rows.for_each_run(team, first, [&](int i, int) {
+            const auto keep = load_run<kRun<T>>(data + column[i] * bias->column, bias->column);
 #pragma unroll
-          for (A& logit : logits[i]) {
-            logit = power_of_difference(logit, reference, exponent_scale);
-          }
-        });
-      };
-      A largest = -infinity<A>(), reference = 0, sum = 0;
-      const auto add = [&](int first) {
-        const A larger = max(largest, team.max(read(first)));
-        reference = finite_reference(larger);
-        sum *= power_of_difference(largest, reference, exponent_scale);
-        largest = larger;
-        to_powers(first, reference);
-        rows.for_each_run(team, first, [&](int i, int) {
-#pragma unroll
-          for (const A power : logits[i]) {
-            sum += power;
-          }
-        });
-      };
-      const auto write = [&](int first, A factor) {
-        rows.for_each_run(team, first, [&](int i, int run) {
-          if (run < rows.count) {
-#pragma unroll
-            for (A& power : logits[i]) {
-              power *= factor;
+            for (int e = 0; e < kRun<T>; ++e) {
+              logits[i][e] = keep.element[e] != 0 ? logits[i][e] : -infinity<A>();
             }
-            to[rows.offset(run)] = pack<T>(logits[i]);
-          }
-        });
-      };
-
-      add(0);
-      bool reads_again = false;
-      if constexpr (!std::remove_reference_t<decltype(team)>::kHoldsRow) {
-        reads_again = rows.count > held;
-        for (int first = held; first < rows.count; first += held) {
-          add(first);
+          });
+        } else {
+          const T* data = static_cast<const T*>(bias->data) + of_row;
+          rows.for_each_run(team, first, [&](int i, int) {
+            add_run(load_run<kRun<T>>(data + column[i] * bias->column, bias->column), logits[i]);
+          });
         }
       }
-      sum = team.sum(sum);
-      const A factor = sum == 0 ? A(0) : 1 / sum;
-      if (!reads_again) {
-        write(0, factor);
-        continue;
+      rows.for_each_run(team, first, [&](int i, int) {
+        if (p.causal) {
+#pragma unroll
+          for (int e = 0; e < kRun<T>; ++e) {
+            logits[i][e] = column[i] + e > token ? -infinity<A>() : logits[i][e];
+          }
+        }
+        largest = max(largest, largest_of(logits[i]));
+      });
+      return largest;
+    };
+    // Logits become their powers; returns the sum of the thread's.
+    const auto to_powers = [&](int first, A reference) {
+      A sum = 0;
+      rows.for_each_run(team, first, [&](int i, int run) {
+#pragma unroll
+        for (A& logit : logits[i]) {
+          logit = power_of_difference(logit, reference, exponent_scale);
+        }
+        const A of_run = sum_of(logits[i]);
+        sum += run < rows.count ? of_run : A(0);
+      });
+      return sum;
+    };
+    A largest = -infinity<A>(), reference = 0, sum = 0;
+    const auto add = [&](int first) {
+      const A larger = max(largest, team.max(read(first)));
+      reference = finite_reference(larger);
+      sum *= power_of_difference(largest, reference, exponent_scale);
+      largest = larger;
+      sum += to_powers(first, reference);
+    };
+    const auto write = [&](int first, A factor) {
+      rows.for_each_run(team, first, [&](int i, int run) {
+        if (run < rows.count) {
+#pragma unroll
+          for (A& power : logits[i]) {
+            power *= factor;
+          }
+          to[rows.offset(run)] = pack<T>(logits[i]);
+        }
+      });
+    };
+
+    add(0);
+    bool reads_again = false;
+    if constexpr (!std::remove_reference_t<decltype(team)>::kHoldsRow) {
+      reads_again = rows.count > held;
+      for (int first = held; first < rows.count; first += held) {
+        copy_now(copy, rows, team, row, first);
+        add(first);
       }
-      for (int first = 0; first < rows.count; first += held) {
-        read(first);
-        to_powers(first, reference);
-        write(first, factor);
-      }
+    }
+    sum = team.sum(sum);
+    const A factor = sum == 0 ? A(0) : 1 / sum;
+    if (!reads_again) {
+      write(0, factor);
+      return;
+    }
+    for (int first = 0; first < rows.count; first += held) {
+      copy_now(copy, rows, team, row, first);
+      read(first);
+      to_powers(first, reference);
+      write(first, factor);
+    }
+  };
+  for_all_rows<T, kHeld>(p.blocks, p.batch, copy, [&](const auto& rows, const auto& team, int row, int stage) {
+    if constexpr (kPlain && std::is_same_v<std::remove_cvref_t<decltype(team)>, Lanes>) {
+      // Code without a question at each run: its reads and exponentials overlap.
+      with_number<kHeld>(((rows.count - 1) >> team.log_width) + 1, [&](auto share) {
+        work(rows, LanesWith<share>{team}, row, stage);
+      });
+    } else {
+      work(rows, team, row, stage);
     }
   });
 }
@@ -420,65 +562,65 @@ struct Backward {
 template <class T>
 __global__ void __launch_bounds__(kThreads, 3) softmax_backward_kernel(const __grid_constant__ Backward<T> p) {
   using A = Compute<T>;
-  for_all_rows<T>(p.blocks, p.batch, [&](const Rows<T>& rows, int many, const auto& team) {
+  constexpr int kHeld = kBackwardHeld;
+  extern __shared__ __align__(16) unsigned char shared[];
+  auto& stages = *reinterpret_cast<Stages<kHeld, 2>*>(shared);
+  const auto copy = [&](const auto& rows, const auto& team, int row, int first, int stage) {
+    const int64_t place = rows.place(row);
+    rows.for_each_run(team, first, [&](int i, int run) {
+      const bool exists = run < rows.count;
+      const int64_t at = place + rows.offset(exists ? run : 0);
+      stages.copy(stage, i, 0, p.grad + at, exists);
+      stages.copy(stage, i, 1, p.probs + at, exists);
+    });
+  };
+  for_all_rows<T, kHeld>(p.blocks, p.batch, copy, [&](const auto& rows, const auto& team, int row, int stage) {
     const int held = kHeld << team.log_width;
-    for (int row = team.row(); row < many; row += team.rows_at_once()) {
-      const int64_t place = rows.place(row);
-      uint4 grads[kHeld], ps[kHeld];
-      const auto read = [&](int first) {
-        rows.for_each_run(team, first, [&](int i, int run) {
-          grads[i] = ps[i] = uint4{};
-          if (run < rows.count) {
-            grads[i] = load_once(p.grad + place + rows.offset(run));
-            ps[i] = load_once(p.probs + place + rows.offset(run));
-          }
-        });
-      };
-      A dot = 0;
-      const auto add = [&](int first) {
-        read(first);
-        rows.for_each_run(team, first, [&](int i, int) {
+    const int64_t place = rows.place(row);
+    A dot = 0;
+    const auto add = [&](int first) {
+      rows.for_each_run(team, first, [&](int i, int run) {
+        A grad[kRun<T>], prob[kRun<T>];
+        unpack<T>(stages.of(stage, i, 0), grad);
+        unpack<T>(stages.of(stage, i, 1), prob);
+#pragma unroll
+        for (int e = 0; e < kRun<T>; ++e) {
+          dot += grad[e] * prob[e];
+        }
+      });
+    };
+    const auto write = [&](int first) {
+      rows.for_each_run(team, first, [&](int i, int run) {
+        if (run < rows.count) {
           A grad[kRun<T>], prob[kRun<T>];
-          unpack<T>(grads[i], grad);
-          unpack<T>(ps[i], prob);
+          unpack<T>(stages.of(stage, i, 0), grad);
+          unpack<T>(stages.of(stage, i, 1), prob);
 #pragma unroll
           for (int e = 0; e < kRun<T>; ++e) {
-            dot += grad[e] * prob[e];
+            grad[e] = p.scale * prob[e] * (grad[e] - dot);
           }
-        });
-      };
-      const auto write = [&](int first) {
-        rows.for_each_run(team, first, [&](int i, int run) {
-          if (run < rows.count) {
-            A grad[kRun<T>], prob[kRun<T>];
-            unpack<T>(grads[i], grad);
-            unpack<T>(ps[i], prob);
-#pragma unroll
-            for (int e = 0; e < kRun<T>; ++e) {
-              grad[e] = p.scale * prob[e] * (grad[e] - dot);
-            }
-            p.grad_scores[place + rows.offset(run)] = pack<T>(grad);
-          }
-        });
-      };
-
-      add(0);
-      bool reads_again = false;
-      if constexpr (!std::remove_reference_t<decltype(team)>::kHoldsRow) {
-        reads_again = rows.count > held;
-        for (int first = held; first < rows.count; first += held) {
-          add(first);
+          p.grad_scores[place + rows.offset(run)] = pack<T>(grad);
         }
+      });
+    };
+
+    add(0);
+    bool reads_again = false;
+    if constexpr (!std::remove_reference_t<decltype(team)>::kHoldsRow) {
+      reads_again = rows.count > held;
+      for (int first = held; first < rows.count; first += held) {
+        copy_now(copy, rows, team, row, first);
+        add(first);
       }
-      dot = team.sum(dot);
-      if (!reads_again) {
-        write(0);
-        continue;
-      }
-      for (int first = 0; first < rows.count; first += held) {
-        read(first);
-        write(first);
-      }
+    }
+    dot = team.sum(dot);
+    if (!reads_again) {
+      write(0);
+      return;
+    }
+    for (int first = 0; first < rows.count; first += held) {
+      copy_now(copy, rows, team, row, first);
+      write(first);
     }
   });
 }
@@ -614,9 +756,9 @@ Tensor softmax_forward(
         static_cast<const uint4*>(aligned_scores.const_data_ptr()), static_cast<uint4*>(probs.mutable_data_ptr()),
         blocks_of(scores, row_offsets, layout_heads, block), columns.const_data_ptr<int32_t>(), scores.size(0), biases,
         static_cast<Compute<T>>(scale), causal};
-    launch(
+    launch.with_shared_memory(
         plain ? softmax_forward_kernel<T, true> : softmax_forward_kernel<T, false>, thread_blocks(scores, launch),
-        kThreads, arguments);
+        kThreads, sizeof(Stages<kForwardHeld, 1>), arguments);
   });
   return probs;
 }
@@ -638,7 +780,8 @@ Tensor softmax_backward(
         static_cast<const uint4*>(aligned_probs.const_data_ptr()),
         static_cast<uint4*>(grad_scores.mutable_data_ptr()), blocks_of(probs, row_offsets, layout_heads, block),
         probs.size(0), static_cast<Compute<T>>(scale)};
-    launch(softmax_backward_kernel<T>, thread_blocks(probs, launch), kThreads, arguments);
+    launch.with_shared_memory(
+        softmax_backward_kernel<T>, thread_blocks(probs, launch), kThreads, sizeof(Stages<kBackwardHeld, 2>), arguments);
   });
   return grad_scores;
 }

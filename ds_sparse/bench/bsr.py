@@ -19,7 +19,8 @@ NO_BACKWARD = "torch.sparse's block-sparse operations are forward only"
 def bsr_operations(layout: Tensor, block: int, matrices: int, dtype: torch.dtype) -> dict[str, Callable[..., Tensor]]:
     """Calls by our operations' names, with the same operands and results.
 
-    There is no dense @ sparse; "dds" is (sparse @ dense^T)^T. The result of "sdd" is the same memory at every call.
+    There is no dense @ sparse; "dds" is (sparse @ dense^T)^T. The result of "sdd" is the same memory at every call, that
+    of "softmax" is (matrices, V, b, b), in an order that cannot be viewed as (B, H * V, b, b).
     layout: bool (1, R, C) on the device, of all `matrices`, heads of all sequences.
 
     Raises:
@@ -60,7 +61,7 @@ def bsr_operations(layout: Tensor, block: int, matrices: int, dtype: torch.dtype
         return product.values().view(query.shape[0], -1, block, block)
 
     def softmax(scores: Tensor) -> Tensor:
-        return _triton_ops.bsr_softmax(sparse(scores), max_row_nnz=longest_row).values().view(scores.shape)
+        return _triton_ops.bsr_softmax(sparse(scores), max_row_nnz=longest_row).values()
 
     def dsd(probs: Tensor, value: Tensor) -> Tensor:
         return _triton_ops.bsr_dense_mm(sparse(probs), value.flatten(0, 1)).view(value.shape)
