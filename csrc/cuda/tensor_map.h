@@ -4,6 +4,7 @@
 
 #include <cuda.h>
 #include <cuda_runtime.h>
+#include <torch/csrc/stable/macros.h>
 
 #include <string>
 
@@ -27,6 +28,9 @@ inline CUtensorMap tensor_map(const Tensor& x, int box, int columns = 64) {
         "the GPU's driver has no cuTensorMapEncodeTiled; install a driver for CUDA 12 or later.");
     return reinterpret_cast<Encode>(function);
   }();
+  // The driver wants a context, and a thread whose first call of the GPU this is, as autograd's may be, has none; the
+  // runtime gives it one. The device is the current one already.
+  STD_CUDA_CHECK(cudaSetDevice(static_cast<int>(x.get_device_index())));
   const auto stride = [&](int dim) {
     const int64_t bytes = x.stride(dim) * 2;
     // The stride of a dimension of size 1 says nothing, and may not be what the engine takes.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from ds_sparse.index import BlockIndex
-from ds_sparse.ops import _library, missing_kernels
+from ds_sparse.ops import MatMul, _library, block_sparse_attention, missing_kernels
 from ds_sparse.window import WindowIndex
 
 
@@ -47,6 +49,24 @@ def test_every_operator_of_the_schema_is_listed():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
 def test_cuda_has_every_kernel():
     assert missing_kernels("cuda") == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
+@pytest.mark.parametrize("name", ["sdd", "dsd", "attention"])
+def test_a_thread_may_begin_with_it(name: str):
+    """As autograd's does where the first gradient is ours: it has no CUDA context before."""
+    index = BlockIndex.build(torch.ones(1, 4, 4, dtype=torch.bool, device="cuda"), 64)
+    query, key, value = torch.randn(3, 1, 1, 256, 64, device="cuda", dtype=torch.bfloat16)
+    scores = MatMul(index, 64, "sdd", trans_b=True)(query, key)
+    calls = {
+        "sdd": lambda: MatMul(index, 64, "sdd", trans_b=True)(query, key),
+        "dsd": lambda: MatMul(index, 64, "dsd")(scores, value),
+        "attention": lambda: block_sparse_attention(query, key, value, index),
+    }
+    expected = calls[name]()
+    with ThreadPoolExecutor(1) as thread:
+        assert torch.equal(thread.submit(calls[name]).result(), expected)
 
 
 OFFSETS = ("offsets have to ascend from 0 to the 3 entries", [0, 2, 4], [1, 2, 3], [0, 4, 3])
