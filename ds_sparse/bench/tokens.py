@@ -329,7 +329,7 @@ def table(results: list[Result]) -> Iterator[str]:
     yield f"{'sparsity':>8} {'pairs':>9}" + "".join(f"{name:>18}" for name in [*names, *floors])
     for result in results:
         cells = [cell(result, name) for name in names]
-        cells += [" / ".join(f"{ms:.3g}" for ms in result.l2_floors.values())] if floors else []
+        cells += [" / ".join(map(in_three_digits, result.l2_floors.values()))] if floors else []
         sparsity = 1 - result.pairs / case.seq_len**2
         yield f"{sparsity:8.1%} {result.pairs:9}" + "".join(f"{text:>18}" for text in cells)
     for other in (DENSE, SDPA):
@@ -349,7 +349,12 @@ def table(results: list[Result]) -> Iterator[str]:
 
 def cell(result: Result, name: str) -> str:
     rows = [result.row(name, direction) for direction in DIRECTIONS]
-    return " / ".join("-" if row is None else f"{row.milliseconds:.3g}" for row in rows)
+    return " / ".join("-" if row is None else in_three_digits(row.milliseconds) for row in rows)
+
+
+def in_three_digits(number: float) -> str:
+    """As many as mean something, but none left out before the point."""
+    return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
 
 
 def beats_from(results: list[Result], name: str, other: str, direction: str) -> str:
