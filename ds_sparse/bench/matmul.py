@@ -311,7 +311,7 @@ def table(result: Result) -> Iterator[str]:
     """Lines: milliseconds, ratio to the dense competitor, share of the floor, and the break-even density.
 
     That is the density at which the time would be the dense competitor's if it grew with the density, as it does but
-    for the bytes of dense operands.
+    for the bytes of dense operands; "none" where it would be shorter even with all blocks.
     """
     case, rows = result.case, result.rows
     yield (
@@ -335,8 +335,10 @@ def cell(row: Row | None, live: float) -> str:
 
 
 def break_even(row: Row, live: float) -> str:
-    """In per cent; nothing for competitors that do not leave anything out."""
-    return f"{live / row.to_dense:.1%}" if row.name in DENSE else ""
+    """In per cent, or that there is none; nothing for competitors that do not leave anything out."""
+    if row.name not in DENSE:
+        return ""
+    return f"{live / row.to_dense:.1%}" if live < row.to_dense else "none"
 
 
 def summary(results: list[Result]) -> Iterator[str]:

@@ -123,6 +123,12 @@ def test_command_prints_a_table_and_writes_the_rows(tmp_path, capsys):
     assert "threads" in printed
 
 
+@pytest.mark.parametrize("to_dense, said", [(0.5, "40.0%"), (0.1, "none")])
+def test_break_even_is_where_dense_takes_as_long(to_dense: float, said: str):
+    assert matmul.break_even(Row("sdd", FORWARD, "dense q @ k^T", to_dense=to_dense), live=0.2) == said
+    assert matmul.break_even(Row("dense q @ k^T", FORWARD, "dense q @ k^T", to_dense=1.0), live=0.2) == ""
+
+
 def test_a_length_that_does_not_fit_ends_in_a_sentence(capsys):
     assert main("bench matmul --block 16 --seq-len 100".split()) == 1
     assert "100" in capsys.readouterr().err
