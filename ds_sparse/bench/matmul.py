@@ -335,7 +335,7 @@ def cell(row: Row | None, live: float) -> str:
 
 
 def break_even(row: Row, live: float) -> str:
-    """In per cent, or that there is none; nothing for competitors that do not leave anything out."""
+    """In per cent, or that there is none; of ours only."""
     if row.name not in DENSE:
         return ""
     return f"{live / row.to_dense:.1%}" if live < row.to_dense else "none"

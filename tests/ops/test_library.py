@@ -58,10 +58,11 @@ def test_a_thread_may_begin_with_it(name: str):
     """As autograd's does where the first gradient is ours: it has no CUDA context before."""
     index = BlockIndex.build(torch.ones(1, 4, 4, dtype=torch.bool, device="cuda"), 64)
     query, key, value = torch.randn(3, 1, 1, 256, 64, device="cuda", dtype=torch.bfloat16)
-    scores = MatMul(index, 64, "sdd", trans_b=True)(query, key)
+    sdd, dsd = MatMul(index, 64, "sdd", trans_b=True), MatMul(index, 64, "dsd")
+    scores = sdd(query, key)
     calls = {
-        "sdd": lambda: MatMul(index, 64, "sdd", trans_b=True)(query, key),
-        "dsd": lambda: MatMul(index, 64, "dsd")(scores, value),
+        "sdd": lambda: sdd(query, key),
+        "dsd": lambda: dsd(scores, value),
         "attention": lambda: block_sparse_attention(query, key, value, index),
     }
     expected = calls[name]()
