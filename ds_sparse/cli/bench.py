@@ -223,20 +223,20 @@ def run_grid(
     """Prints and writes case after case; one that is wrong or fails is the last."""
     conditions: dict[str, Any] = dict(machine.conditions(device))
     print(in_words(conditions), flush=True)
-    if device.type == "cuda":
-        measured_here = {name: asdict(floors.Ceilings.measure(device, machine.DTYPES[name])) for name in args.dtype}
-        conditions |= {"ceilings": measured_here}
-        print(*(f"measured here in {name}: {rates(found)}" for name, found in measured_here.items()), sep="\n")
     records: list[dict[str, Any]] = []
-    for case in grid:
-        try:
+    try:
+        if device.type == "cuda":
+            measured_here = {name: asdict(floors.Ceilings.measure(device, machine.DTYPES[name])) for name in args.dtype}
+            conditions |= {"ceilings": measured_here}
+            print(*(f"measured here in {name}: {rates(found)}" for name, found in measured_here.items()), sep="\n")
+        for case in grid:
             lines, rows = measured(case)
-        except (ValueError, ArithmeticError, RuntimeError) as error:
-            print(error, file=sys.stderr)
-            return 1
-        print("", *lines, sep="\n", flush=True)
-        records += rows
-        write(args.json, conditions, records)
+            print("", *lines, sep="\n", flush=True)
+            records += rows
+            write(args.json, conditions, records)
+    except (ValueError, ArithmeticError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 
