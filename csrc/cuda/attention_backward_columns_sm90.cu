@@ -32,97 +32,120 @@ struct Memory {
   LiveGroups live[kStages][Finder::kStrips];
   alignas(16) PairsOfStep<kN, kLimited> pairs[kStages];
   TaskOf<kLimited> tasks[kSlots];
-  Barrier task_there[kSlots], task_free[kSlots], there[kStages], free[kStages];
+  Barrier task_told[kSlots], task_there[kSlots], task_free[kSlots];  // told: there, but for keys and values
+  Barrier there[kStages], free[kStages];
 };
 
 struct Maps {
   CUtensorMap key, value, query, grad_output;
 };
 
+// Tells what units are, and copies their keys and values, as soon as there is space for the next.
 template <class T, int kD, Scores kScores>
-__device__ __forceinline__ void copy_all(
+__device__ __forceinline__ void prepare_all(
     const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kD, are_limited(kScores)>& memory,
     Queue queue) {
-  constexpr int kN = kQueries<kD>;
-  constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores);
+  constexpr bool kLimited = are_limited(kScores);
   const int lane = threadIdx.x % 32;
   const Lists& lists = sweep.lists;
-  const Boxes<T, kD, kHopperTile> own_boxes(lists.log_block);
-  const Boxes<T, kD, kN> boxes(lists.log_block);
-  const Finder finder(lists);
-  Ring<Memory<T, kD, kLimited>::kStages> ring;
+  const Boxes<T, kD, kHopperTile> boxes(lists.log_block);
   Ring<Memory<T, kD, kLimited>::kSlots> slot;
   for (int number = blockIdx.x, ticket; number < queue.count; number = Queue::unit_of(ticket), slot.next()) {
     ticket = queue.draw();
     const Work work(lists, number, p.heads, p.layout_heads, 1);
     const int kv_head = work.head / p.heads_of_group;
-    const Other<kN> other{lists.entries + work.first_entry, work.num_entries, lists.log_block, p.scoring.queries, nullptr};
     auto& task = memory.tasks[slot.stage];
     auto& own = memory.own[slot.stage];
-    Barrier& task_there = memory.task_there[slot.stage];
+    Barrier& there = memory.task_there[slot.stage];
     memory.task_free[slot.stage].wait(slot.parity ^ 1);
-    task.set(work, other.steps(), lists, p.scoring.keys, p.scoring);
+    task.set(work, 0, lists, p.scoring.keys, p.scoring);
     // Keys that are all masked have nothing to do.
     const uint8_t* states = p.scoring.key_states_of(work.batch, work.head);
     bool any = states == nullptr;
     for (int line = lane; line < kHopperTile && !any; line += 32) {
       any = task.tokens[line] >= 0 && states[task.tokens[line] / 8] != kAllMasked;
     }
-    const int steps = __any_sync(0xffffffffu, any) ? other.steps() : 0;
+    const int all = Other<kQueries<kD>>{nullptr, work.num_entries, lists.log_block}.steps();
+    const int steps = __any_sync(0xffffffffu, any) ? all : 0;
     if (lane == 0) {
       task.steps = steps;
-      task_there.arrive_and_expect(steps > 0 ? sizeof(own) : 0);
+      memory.task_told[slot.stage].arrive();
+      there.arrive_and_expect(steps > 0 ? sizeof(own) : 0);
     }
-    if (steps == 0) {
-      continue;
-    }
-    if (own_boxes.any) {
+    if (steps > 0 && boxes.any) {
       // Where there are no keys, the copy engine brings zeros.
-      const int token = task.tokens[own_boxes.line] < 0 ? p.scoring.keys : task.tokens[own_boxes.line];
-      own_boxes.copy(own.keys, &maps.key, &task_there, token, kv_head, work.batch);
-      own_boxes.copy(own.values, &maps.value, &task_there, token, kv_head, work.batch);
-    }
-    const auto sight = Sight<kLimited>::template of_strip<true>(p.scoring, lists, task);
-    Gathered<kN> next(other, boxes, 0);
-    for (int step = 0; step < steps; ++step, ring.next()) {
-      auto& stage = memory.stages[ring.stage];
-      Barrier& there = memory.there[ring.stage];
-      const Gathered<kN> here = next;
-      if (step + 1 < steps) {
-        next = Gathered<kN>(other, boxes, step + 1);
-      }
-      const LiveGroups live = finder.template find<kN / 16>(here.group, sight);
-      memory.free[ring.stage].wait(ring.parity ^ 1);
-      if (lane < kN / 16) {
-        memory.groups[ring.stage][lane] = here.group;
-      }
-      if (lane < Finder::kStrips) {
-        memory.live[ring.stage][lane] = live;
-      }
-      __syncwarp();
-      constexpr int members = kPlain ? 2 : 4;
-      if (lane == 0) {
-        there.arrive_and_expect(
-            sizeof(stage) + members * sizeof(memory.rows[0][0]) + bytes_of_pairs<kN>(lists));
-      }
-      if constexpr (kLimited) {
-        copy_pairs<kN>(memory.pairs[ring.stage], lists, work, step, &there);
-      }
-      if (boxes.any) {
-        boxes.copy(stage.queries, &maps.query, &there, here.token, work.head, work.batch);
-        boxes.copy(stage.grads, &maps.grad_output, &there, here.token, work.head, work.batch);
-        for (int member = boxes.panel; member < members; member += kD / kPanel) {
-          copy_bytes(
-              memory.rows[ring.stage][member] + boxes.line, p.rows.plane(work.matrix, member) + here.token,
-              int{sizeof(float)} << boxes.log_tokens, &there);
-        }
-      }
+      const int token = task.tokens[boxes.line] < 0 ? p.scoring.keys : task.tokens[boxes.line];
+      boxes.copy(own.keys, &maps.key, &there, token, kv_head, work.batch);
+      boxes.copy(own.values, &maps.value, &there, token, kv_head, work.batch);
     }
   }
   memory.task_free[slot.stage].wait(slot.parity ^ 1);
   if (lane == 0) {
     memory.tasks[slot.stage].steps = -1;
+    memory.task_told[slot.stage].arrive();
     memory.task_there[slot.stage].arrive();
+  }
+}
+
+template <class T, int kD, Scores kScores>
+__device__ __forceinline__ void copy_all(
+    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kD, are_limited(kScores)>& memory) {
+  constexpr int kN = kQueries<kD>;
+  constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores);
+  const int lane = threadIdx.x % 32;
+  const Lists& lists = sweep.lists;
+  const Boxes<T, kD, kN> boxes(lists.log_block);
+  const Finder finder(lists);
+  Ring<Memory<T, kD, kLimited>::kStages> ring;
+  for (Ring<Memory<T, kD, kLimited>::kSlots> slot;; slot.next()) {
+    memory.task_told[slot.stage].wait(slot.parity);
+    const auto& task = memory.tasks[slot.stage];
+    const Work work = task.work;
+    const int steps = task.steps;
+    if (steps < 0) {
+      return;
+    }
+    if (steps > 0) {
+      const Other<kN> other{
+          lists.entries + work.first_entry, work.num_entries, lists.log_block, p.scoring.queries, nullptr};
+      const auto sight = Sight<kLimited>::template of_strip<true>(p.scoring, lists, task);
+      Gathered<kN> next(other, boxes, 0);
+      for (int step = 0; step < steps; ++step, ring.next()) {
+        auto& stage = memory.stages[ring.stage];
+        Barrier& there = memory.there[ring.stage];
+        const Gathered<kN> here = next;
+        if (step + 1 < steps) {
+          next = Gathered<kN>(other, boxes, step + 1);
+        }
+        const LiveGroups live = finder.template find<kN / 16>(here.group, sight);
+        memory.free[ring.stage].wait(ring.parity ^ 1);
+        if (lane < kN / 16) {
+          memory.groups[ring.stage][lane] = here.group;
+        }
+        if (lane < Finder::kStrips) {
+          memory.live[ring.stage][lane] = live;
+        }
+        __syncwarp();
+        constexpr int members = kPlain ? 2 : 4;
+        if (lane == 0) {
+          there.arrive_and_expect(
+              sizeof(stage) + members * sizeof(memory.rows[0][0]) + bytes_of_pairs<kN>(lists));
+        }
+        if constexpr (kLimited) {
+          copy_pairs<kN>(memory.pairs[ring.stage], lists, work, step, &there);
+        }
+        if (boxes.any) {
+          boxes.copy(stage.queries, &maps.query, &there, here.token, work.head, work.batch);
+          boxes.copy(stage.grads, &maps.grad_output, &there, here.token, work.head, work.batch);
+          for (int member = boxes.panel; member < members; member += kD / kPanel) {
+            copy_bytes(
+                memory.rows[ring.stage][member] + boxes.line, p.rows.plane(work.matrix, member) + here.token,
+                int{sizeof(float)} << boxes.log_tokens, &there);
+          }
+        }
+      }
+    }
+    arrive_once(memory.task_free[slot.stage], lane);
   }
 }
 
@@ -349,8 +372,9 @@ __global__ void __launch_bounds__(kHopperThreads<1>, 1) columns_on_hopper_kernel
   auto& memory = *reinterpret_cast<M*>(align_panels(shared));
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < M::kSlots; ++slot) {
+      memory.task_told[slot].init(1);
       memory.task_there[slot].init(1);
-      memory.task_free[slot].init(4 * kConsumers);
+      memory.task_free[slot].init(4 * kConsumers + 1);
     }
     for (int stage = 0; stage < M::kStages; ++stage) {
       memory.there[stage].init(1);
@@ -359,9 +383,10 @@ __global__ void __launch_bounds__(kHopperThreads<1>, 1) columns_on_hopper_kernel
     fence_barriers();
   }
   __syncthreads();
-  share_work<1, 24, 240>(
-      [&](int) { copy_all<T, kD, kScores>(p, sweep, maps, memory, queue); },
-      [&](int) { multiply_all<T, kD, kScores, kWithQueries>(p, sweep, memory); });
+  share_work<1, 40, 232>(
+      [&](int) { multiply_all<T, kD, kScores, kWithQueries>(p, sweep, memory); },
+      [&](int) { prepare_all<T, kD, kScores>(p, sweep, maps, memory, queue); },
+      [&](int) { copy_all<T, kD, kScores>(p, sweep, maps, memory); });
 }
 
 // Rounds the sums of a strip of 16 queries and 64 columns, as a warp's lanes hold them, and writes the queries' gradients.

@@ -257,8 +257,8 @@ __global__ void __launch_bounds__(kHopperThreads<1>, 1) rows_on_hopper_kernel(
   }
   __syncthreads();
   share_work<1, 24, 240>(
-      [&](int) { copy_all<T, kD, are_limited(kScores)>(p, sweep, maps, memory, queue); },
-      [&](int) { multiply_all<T, kD, kScores>(p, sweep, memory); });
+      [&](int) { multiply_all<T, kD, kScores>(p, sweep, memory); },
+      [&](int) { copy_all<T, kD, are_limited(kScores)>(p, sweep, maps, memory, queue); });
 }
 
 }  // namespace

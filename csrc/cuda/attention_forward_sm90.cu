@@ -21,28 +21,25 @@ struct alignas(kPanelAlignment) Memory {
   LiveGroups live[kStages][Finder::kStrips];
   alignas(16) PairsOfStep<kN, kLimited> pairs[kStages];
   TaskOf<kLimited> tasks[kSlots];
-  Barrier task_there[kSlots], task_free[kSlots];
+  Barrier task_told[kSlots], task_there[kSlots], task_free[kSlots];  // told: there, but for the queries
   Barrier keys_there[kStages], keys_free[kStages], values_there[kStages], values_free[kStages];
 };
 
+// Tells what units are, and copies their queries, as soon as there is space for the next.
 template <class T, int kD, int kN, int kTeams, bool kLimited>
-__device__ __forceinline__ void copy_all(
-    const Forward<T>& p, Memory<T, kD, kN, kTeams, kLimited>& memory, const CUtensorMap* query_map, const CUtensorMap* key_map,
-    const CUtensorMap* value_map, Queue queue, int team) {
+__device__ __forceinline__ void prepare_all(
+    const Forward<T>& p, Memory<T, kD, kN, kTeams, kLimited>& memory, const CUtensorMap* query_map, Queue queue, int team) {
   const int lane = threadIdx.x % 32;
-  const Boxes<T, kD, kHopperTile> own_boxes(p.lists.log_block);
-  const Boxes<T, kD, kN> boxes(p.lists.log_block);
-  const Finder finder(p.lists);
-  Ring<Memory<T, kD, kN, kTeams, kLimited>::kStages> ring;
-  Ring<Memory<T, kD, kN, kTeams, kLimited>::kSlots> slot;
-
-  // Tells what a unit is and starts the copies of its queries, or that there is none.
-  const auto prepare = [&](int number, const auto& to) {
-    auto& task = memory.tasks[to.stage];
-    Barrier& there = memory.task_there[to.stage];
+  const Boxes<T, kD, kHopperTile> boxes(p.lists.log_block);
+  int number = blockIdx.x + team * gridDim.x, ticket = queue.draw();
+  for (Ring<Memory<T, kD, kN, kTeams, kLimited>::kSlots> slot;; slot.next()) {
+    memory.task_free[slot.stage].wait(slot.parity ^ 1);
+    auto& task = memory.tasks[slot.stage];
+    Barrier& there = memory.task_there[slot.stage];
     if (number >= queue.count) {
       if (lane == 0) {
         task.steps = -1;
+        memory.task_told[slot.stage].arrive();
         there.arrive();
       }
       return;
@@ -51,28 +48,38 @@ __device__ __forceinline__ void copy_all(
     const int steps = Other<kN>{nullptr, work.num_entries, p.lists.log_block}.steps();
     task.set(work, steps, p.lists, p.scoring.queries, p.scoring);
     // What does not exist is not copied, and nobody looks at what is in its place.
-    const int token = own_boxes.any && steps > 0 ? task.tokens[own_boxes.line] : -1;
+    const int token = boxes.any && steps > 0 ? task.tokens[boxes.line] : -1;
     const int copies = __popc(__ballot_sync(0xffffffffu, token >= 0));
     if (lane == 0) {
-      there.arrive_and_expect(copies * own_boxes.bytes());
+      memory.task_told[slot.stage].arrive();
+      there.arrive_and_expect(copies * boxes.bytes());
     }
     if (token >= 0) {
-      own_boxes.copy(memory.queries[to.stage], query_map, &there, token, work.head, work.batch);
+      boxes.copy(memory.queries[slot.stage], query_map, &there, token, work.head, work.batch);
     }
-  };
-
-  int number = blockIdx.x + team * gridDim.x, ticket = queue.draw();
-  prepare(number, slot);
-  while (number < queue.count) {
     number = Queue::unit_of(ticket);
     ticket = queue.draw();
+  }
+}
+
+template <class T, int kD, int kN, int kTeams, bool kLimited>
+__device__ __forceinline__ void copy_all(
+    const Forward<T>& p, Memory<T, kD, kN, kTeams, kLimited>& memory, const CUtensorMap* key_map, const CUtensorMap* value_map) {
+  const int lane = threadIdx.x % 32;
+  const Boxes<T, kD, kN> boxes(p.lists.log_block);
+  const Finder finder(p.lists);
+  Ring<Memory<T, kD, kN, kTeams, kLimited>::kStages> ring;
+
+  for (Ring<Memory<T, kD, kN, kTeams, kLimited>::kSlots> slot;; slot.next()) {
+    memory.task_told[slot.stage].wait(slot.parity);
     const auto& task = memory.tasks[slot.stage];
     const int head = task.work.head / p.heads_of_group, batch = task.work.batch, steps = task.steps;
+    if (steps < 0) {
+      return;
+    }
     const Other<kN> other{p.lists.entries + task.work.first_entry, task.work.num_entries, p.lists.log_block,
                           p.scoring.keys, p.scoring.key_states_of(batch, task.work.head)};
     const auto sight = Sight<kLimited>::template of_strip<false>(p.scoring, p.lists, task);
-    slot.next();
-    bool prepared = false;
 
     // Values come after the next step's keys: these are needed sooner, and their space is free sooner.
     auto last = ring;
@@ -119,18 +126,10 @@ __device__ __forceinline__ void copy_all(
         }
         last = ring;
         last_token = here.token;
-        // The next unit is looked up ahead, as soon as there is space to tell of it.
-        if (!prepared && __all_sync(0xffffffffu, memory.task_free[slot.stage].is_over(slot.parity ^ 1))) {
-          prepare(number, slot);
-          prepared = true;
-        }
       }
       copy_values();
     }
-    if (!prepared) {
-      memory.task_free[slot.stage].wait(slot.parity ^ 1);
-      prepare(number, slot);
-    }
+    arrive_once(memory.task_free[slot.stage], lane);
   }
 }
 
@@ -472,8 +471,9 @@ __global__ void __launch_bounds__(kHopperThreads<kTeams>, 1) forward_on_hopper_k
   if (threadIdx.x < kTeams) {
     M& memory = memories[threadIdx.x];
     for (int slot = 0; slot < M::kSlots; ++slot) {
+      memory.task_told[slot].init(1);
       memory.task_there[slot].init(1);
-      memory.task_free[slot].init(4 * kConsumers);
+      memory.task_free[slot].init(4 * kConsumers + 1);
     }
     for (int stage = 0; stage < M::kStages; ++stage) {
       memory.keys_there[stage].init(1);
@@ -485,8 +485,9 @@ __global__ void __launch_bounds__(kHopperThreads<kTeams>, 1) forward_on_hopper_k
   }
   __syncthreads();
   share_work<kTeams, kTeams == 1 ? 40 : 32, kTeams == 1 ? 232 : 112>(
-      [&](int team) { copy_all(p, memories[team], &query_map, &key_map, &value_map, queue, team); },
-      [&](int team) { multiply_all<T, kD, kN, kTeams, kScores>(p, memories[team], team); });
+      [&](int team) { multiply_all<T, kD, kN, kTeams, kScores>(p, memories[team], team); },
+      [&](int team) { prepare_all(p, memories[team], &query_map, queue, team); },
+      [&](int team) { copy_all(p, memories[team], &key_map, &value_map); });
 }
 
 }  // namespace

@@ -27,18 +27,18 @@ constexpr int kTeamThreads = 128 * kConsumers;
 template <int kTeams>
 constexpr int kHopperThreads = kTeams * kTeamThreads + 128;
 
-// What the threads do: a team's multiply(team), with so many registers, and one warp for it copy(team), with a few.
-template <int kTeams, int kFew, int kMany, class C, class M>
-__device__ __forceinline__ void share_work(const C& copy, const M& multiply) {
+// What the threads do: a team's multiply(team), with so many registers, and for it, with a few, a warp for each of `others`.
+template <int kTeams, int kFew, int kMany, class M, class... C>
+__device__ __forceinline__ void share_work(const M& multiply, const C&... others) {
+  static_assert(kTeams * sizeof...(others) <= 4);
   if (threadIdx.x < kTeams * kTeamThreads) {
     take_registers<kMany>();
     multiply(kTeams == 1 ? 0 : uniform(threadIdx.x / kTeamThreads));
   } else {
     give_registers<kFew>();
-    const int team = uniform(threadIdx.x / 32 - kTeams * (kTeamThreads / 32));
-    if (team < kTeams) {
-      copy(team);
-    }
+    const int warp = uniform(threadIdx.x / 32 - kTeams * (kTeamThreads / 32));
+    int number = 0;
+    ((warp / kTeams == number++ ? others(warp % kTeams) : void()), ...);
   }
 }
 
