@@ -32,36 +32,40 @@ struct Philox {
     }
   }
 
-  // The e-th of eight 16-bit numbers.
-  DS_SPARSE_ANYWHERE uint32_t number(int e) const { return word[e / 2] >> (e % 2 * 16) & 0xffffu; }
+  // The e-th of eight 15-bit numbers: a word has two, each below a bit of which use is made elsewhere.
+  DS_SPARSE_ANYWHERE uint32_t number(int e) const { return word[e / 2] >> (e % 2 * 16) & 0x7fffu; }
 };
 
 // Dropout of one call. Eight elements of a 16 x 16 square of (query token i, key token j) share a Philox result: those
 // at rows r and r + 8 and columns c, c + 1, c + 8 and c + 9, which is what a lane of a warp holds of a tensor core's
-// product.
+// product. A word has the numbers of neighbouring columns, as a register has them rounded to 16 bits.
 struct Dropout {
   uint64_t seed;
   uint32_t offset;
-  uint32_t threshold;  // of 16-bit numbers: those below are dropped; 0: none
+  uint32_t threshold;  // of 15-bit numbers: those below are dropped; 0: none
 
   static uint32_t threshold_of(double p) {
-    const double scaled = p * 65536 + 0.5;
-    return scaled < 65535 ? static_cast<uint32_t>(scaled) : 65535u;
+    const double scaled = p * 32768 + 0.5;
+    return scaled < 32767 ? static_cast<uint32_t>(scaled) : 32767u;
   }
 
   // What kept elements are multiplied by.
-  DS_SPARSE_ANYWHERE float factor() const { return 65536.0f / (65536u - threshold); }
+  DS_SPARSE_ANYWHERE float factor() const { return 32768.0f / (32768u - threshold); }
 
   // matrix = batch * heads + head.
   DS_SPARSE_ANYWHERE Philox numbers(uint32_t matrix, uint32_t i, uint32_t j) const {
     return {seed, j / 16 * 4 + j % 8 / 2, i / 16 * 8 + i % 8, matrix, offset};
   }
 
-  DS_SPARSE_ANYWHERE static int element(uint32_t i, uint32_t j) { return i % 16 / 8 + 2 * (j % 2) + 4 * (j % 16 / 8); }
+  DS_SPARSE_ANYWHERE static int element(uint32_t i, uint32_t j) { return j % 2 + 2 * (i % 16 / 8) + 4 * (j % 16 / 8); }
 
-  // By the number in a word's lower, or upper, half.
-  DS_SPARSE_ANYWHERE bool keeps_low(uint32_t word) const { return word << 16 >= threshold << 16; }
-  DS_SPARSE_ANYWHERE bool keeps_high(uint32_t word) const { return word >= threshold << 16; }
+#ifdef __CUDACC__
+  // Of a word's two numbers: ones in the half of each that is kept. What is left of the bit above a number, once the
+  // threshold is taken away, says which is larger.
+  __device__ __forceinline__ uint32_t keeps_of(uint32_t word) const {
+    return __byte_perm((word | 0x80008000u) - threshold * 0x10001u, 0, 0xbb99);
+  }
+#endif
 
   DS_SPARSE_ANYWHERE bool keeps(uint32_t matrix, uint32_t i, uint32_t j) const {
     return numbers(matrix, i, j).number(element(i, j)) >= threshold;

@@ -111,7 +111,7 @@ def attention(
     probs = _probabilities(scores, alive)
     if dropout_p > 0:
         keep = dropout_keep(*dropout_seed, batch, heads, tokens, keys, dropout_p).to(probs.device)
-        probs = probs * keep * (65536 / (65536 - _dropout_threshold(dropout_p)))
+        probs = probs * keep * (32768 / (32768 - _dropout_threshold(dropout_p)))
     output = probs.to(value.dtype) @ value
     if not return_lse:
         return output
@@ -251,7 +251,7 @@ def token_attention(
 def dropout_keep(
     seed: int, offset: int, batch: int, heads: int, tokens: int, keys: int, dropout_p: float
 ) -> torch.Tensor:
-    """Which probabilities dropout keeps, bool (B, H, T, S): those whose 16-bit random number reaches the threshold.
+    """Which probabilities dropout keeps, bool (B, H, T, S): those whose 15-bit random number reaches the threshold.
 
     The numbers are a function of the seed, the offset and the element's place: eight elements of a 16 x 16 square share
     the 128 bits of a Philox4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
@@ -266,14 +266,14 @@ def dropout_keep(
         a, b = 0xD2511F53 * words[0], 0xCD9E8D57 * words[2]
         words = ((b >> 32) & low ^ words[1] ^ key[0], b & low, (a >> 32) & low ^ words[3] ^ key[1], a & low)
         key = [(key[0] + 0x9E3779B9) & low, (key[1] + 0xBB67AE85) & low]
-    element = i % 16 // 8 + 2 * (j % 2) + 4 * (j % 16 // 8)
+    element = j % 2 + 2 * (i % 16 // 8) + 4 * (j % 16 // 8)
     word = torch.stack(words).gather(0, (element // 2).expand_as(words[0])[None])[0]
-    number = (word >> (16 * (element % 2))) & 0xFFFF
+    number = (word >> (16 * (element % 2))) & 0x7FFF
     return (number >= _dropout_threshold(dropout_p)).reshape(batch, heads, tokens, keys)
 
 
 def _dropout_threshold(dropout_p: float) -> int:
-    return min(int(dropout_p * 65536 + 0.5), 65535)
+    return min(int(dropout_p * 32768 + 0.5), 32767)
 
 
 def _columns_of_band(tokens: int, window: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -189,11 +189,11 @@ def test_dropout_keeps_what_philox_says(seed: int, offset: int, dropout_p: float
     batch, heads, tokens, keys = 2, 3, 19, 37
     keep = reference.dropout_keep(seed, offset, batch, heads, tokens, keys, dropout_p)
     assert keep.shape == (batch, heads, tokens, keys) and keep.dtype == torch.bool
-    threshold = min(int(dropout_p * 65536 + 0.5), 65535)
+    threshold = min(int(dropout_p * 32768 + 0.5), 32767)
     for b, h, i, j in itertools.product(range(batch), range(heads), range(0, tokens, 3), range(0, keys, 2)):
         counter = [j // 16 * 4 + j % 8 // 2, i // 16 * 8 + i % 8, b * heads + h, offset % 2**32]
-        element = i % 16 // 8 + 2 * (j % 2) + 4 * (j % 16 // 8)
-        number = philox(seed, counter)[element // 2] >> 16 * (element % 2) & 0xFFFF
+        element = j % 2 + 2 * (i % 16 // 8) + 4 * (j % 16 // 8)
+        number = philox(seed, counter)[element // 2] >> 16 * (element % 2) & 0x7FFF
         assert keep[b, h, i, j] == (number >= threshold)
 
 

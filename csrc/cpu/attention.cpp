@@ -26,7 +26,7 @@ namespace ds_sparse::cpu {
 template <class C>
 void dropout_factors(const Dropout& dropout, uint32_t matrix, int64_t query, int64_t key, int64_t queries, int64_t keys,
                      C* out, int64_t query_stride, int64_t key_stride) {
-  const C factor = C(65536) / C(65536 - dropout.threshold);
+  const C factor = C(32768) / C(32768 - dropout.threshold);
   // A square of 16 at a time, of which a block of 8 has a quarter; a result has eight of it, in the order of
   // Dropout::element.
   for (int64_t i0 = query / 16 * 16; i0 < query + queries; i0 += 16) {
@@ -35,10 +35,8 @@ void dropout_factors(const Dropout& dropout, uint32_t matrix, int64_t query, int
       for (int i = 0; i < 8; ++i) {
         for (int j = 0; j < 8; j += 2) {
           const Philox numbers = dropout.numbers(matrix, i0 + i, j0 + j);
-          for (int word = 0; word < 4; ++word) {
-            const int column = j + word % 2 + word / 2 * 8;
-            square[i][column] = numbers.number(2 * word) >= dropout.threshold ? factor : C(0);
-            square[i + 8][column] = numbers.number(2 * word + 1) >= dropout.threshold ? factor : C(0);
+          for (int e = 0; e < 8; ++e) {
+            square[i + e / 2 % 2 * 8][j + e % 2 + e / 4 * 8] = numbers.number(e) >= dropout.threshold ? factor : C(0);
           }
         }
       }

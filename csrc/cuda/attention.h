@@ -153,7 +153,7 @@ struct Window {
   __device__ const int32_t* places_of(int head) const { return places + head * places_stride; }
 };
 
-// What is done to scores: all but `plain` are options.
+// What is done to scores, and to probabilities.
 struct Scoring {
   float scale;
   int queries, keys;
@@ -167,12 +167,13 @@ struct Scoring {
   uint32_t dropout_threshold;
   Window window;
 
-  // Whether scores are products times a positive number, which exponents can take with them, or masked; and all
-  // probabilities count. Exponents of others, which may be large, are differences first.
+  // Whether scores are products times a positive number, which exponents can take with them, or masked. Exponents of
+  // others, which may be large, are differences first.
   bool plain() const {
     return scale > 1e-6f && rpe.kind == Bias::kNone && attn_mask.kind == Bias::kNone &&
-           (key_bias == nullptr || only_masks_keys) && dropout_seed == nullptr;
+           (key_bias == nullptr || only_masks_keys);
   }
+  __host__ __device__ bool drops() const { return dropout_seed != nullptr; }
 
   // Null: none.
   __device__ const float* key_bias_of(int batch, int head) const {
@@ -463,11 +464,11 @@ __device__ __forceinline__ void products(float (&sums)[2][4], const T* own, cons
   }
 }
 
-// Which of a lane's 16 x 16 probabilities dropout keeps, a bit for each: 0 to 3 those of columns 0 to 7, then those of 8
-// to 15. Lines are queries, or with kTransposed keys.
+// Which of a lane's probabilities of a 16 x 16 square dropout keeps: in the order in which it holds products, ones in
+// the half of each that is kept. Lines are queries, or with kTransposed keys.
 template <bool kTransposed>
 struct Kept {
-  uint32_t bits = 0;
+  uint32_t pairs[4];
 
   // Of a square of neighbouring tokens on both sides, which begin at multiples of 16; by a whole warp.
   static __device__ __forceinline__ Kept of_square(const Dropout& dropout, uint32_t matrix, int first_line, int first_token) {
@@ -476,26 +477,22 @@ struct Kept {
     if constexpr (kTransposed) {
       // Lanes of two neighbouring keys need halves of the same two results: each makes one of them.
       const int odd = lane / 4 % 2;
+      constexpr int low = 0x5410, high = 0x7632;  // halves of two words
       const Philox numbers = dropout.numbers(matrix, token + odd, line);
-      const uint32_t low = __shfl_xor_sync(0xffffffffu, odd ? numbers.word[0] : numbers.word[1], 4);
-      const uint32_t high = __shfl_xor_sync(0xffffffffu, odd ? numbers.word[2] : numbers.word[3], 4);
-      const uint32_t own_low = odd ? numbers.word[1] : numbers.word[0], own_high = odd ? numbers.word[3] : numbers.word[2];
-      const uint32_t of_line0[2] = {odd ? low : own_low, odd ? own_low : low};
-      const uint32_t of_line8[2] = {odd ? high : own_high, odd ? own_high : high};
+      const int lows = odd ? 0x1054 : low, highs = odd ? 0x3276 : high;  // of both, in the order of queries
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        kept.set(e, dropout.keeps_low(of_line0[e]));
-        kept.set(4 + e, dropout.keeps_high(of_line0[e]));
-        kept.set(2 + e, dropout.keeps_low(of_line8[e]));
-        kept.set(6 + e, dropout.keeps_high(of_line8[e]));
+      for (int below = 0; below < 2; ++below) {
+        const uint32_t first = numbers.word[2 * below], second = numbers.word[2 * below + 1];
+        const uint32_t own = __byte_perm(first, second, odd ? high : low);
+        const uint32_t other = __shfl_xor_sync(0xffffffffu, __byte_perm(first, second, odd ? low : high), 4);
+        kept.pairs[below] = dropout.keeps_of(__byte_perm(own, other, lows));
+        kept.pairs[2 + below] = dropout.keeps_of(__byte_perm(own, other, highs));
       }
     } else {
       const Philox numbers = dropout.numbers(matrix, line, token);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const uint32_t low = numbers.word[e % 2], high = numbers.word[2 + e % 2];
-        kept.set(e, e < 2 ? dropout.keeps_low(low) : dropout.keeps_high(low));
-        kept.set(4 + e, e < 2 ? dropout.keeps_low(high) : dropout.keeps_high(high));
+      for (int pair = 0; pair < 4; ++pair) {
+        kept.pairs[pair] = dropout.keeps_of(numbers.word[pair]);
       }
     }
     return kept;
@@ -504,19 +501,17 @@ struct Kept {
   // Of any tokens: a lane's two lines, and two neighbouring tokens from each of two.
   static __device__ __forceinline__ Kept of_tokens(
       const Dropout& dropout, uint32_t matrix, int line0, int line8, int low_token, int high_token) {
-    Kept kept;
+    Kept kept{};
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
       const int line = e % 4 < 2 ? line0 : line8, token = (e < 4 ? low_token : high_token) + e % 2;
-      kept.set(e, kTransposed ? dropout.keeps(matrix, token, line) : dropout.keeps(matrix, line, token));
+      const bool keeps = kTransposed ? dropout.keeps(matrix, token, line) : dropout.keeps(matrix, line, token);
+      kept.pairs[e / 2] |= (keeps ? 0xffffu : 0u) << e % 2 * 16;
     }
     return kept;
   }
 
-  __device__ bool operator[](int e) const { return bits >> e & 1; }
-
- private:
-  __device__ void set(int e, bool keeps) { bits |= (keeps ? 1u : 0u) << e; }
+  __device__ bool operator[](int e) const { return pairs[e / 2] >> e % 2 * 16 & 1; }
 };
 
 // The same of a strip and two octets, for any block.

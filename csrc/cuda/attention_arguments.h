@@ -118,11 +118,11 @@ void with_width(const Tensor& query, const F& f) {
   });
 }
 
-// Calls f with whether scores are plain and not in a window, where that has a kernel of its own.
+// Calls f with whether scores are plain and not in a window, and nothing is dropped, where that has a kernel of its own.
 template <class T, int kD, class F>
 void with_plain(const Scoring& scoring, const F& f) {
   if constexpr (sizeof(T) == 2 && kD <= 128) {
-    if (scoring.plain() && scoring.window.limits == nullptr) {
+    if (scoring.plain() && !scoring.drops() && scoring.window.limits == nullptr) {
       return f(std::true_type{});
     }
   }

@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads)
   const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
   const float* key_bias = p.scoring.key_bias_of(work.batch, work.head);
   const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
-  const float of_dropout = kPlain || p.scoring.dropout_seed == nullptr ? 1.0f : p.scoring.dropout().factor();
+  const float of_dropout = !kPlain && p.scoring.drops() ? p.scoring.dropout().factor() : 1.0f;
   const auto own_bias = [&](int token) {
     return kByColumns && key_bias != nullptr && token >= 0 ? key_bias[token] * bias_factor : 0.0f;
   };
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kThreads)
         dropped[1][e] = probs[1][e];
       }
       if constexpr (!kPlain) {
-        if (p.scoring.dropout_seed != nullptr) {
+        if (p.scoring.drops()) {
           const auto kept =
               kept_by<kByColumns>(p.scoring.dropout(), work.matrix, lists.log_block, token0, token8, stage.octets + 2 * j);
 #pragma unroll

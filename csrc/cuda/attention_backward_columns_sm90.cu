@@ -158,8 +158,9 @@ __device__ __forceinline__ void multiply_all(
   const int line0 = strip + lane / 4;
   const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
   const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
-  const bool drops = !kPlain && p.scoring.dropout_seed != nullptr;
-  const float of_dropout = drops ? p.scoring.dropout().factor() : 1.0f;
+  const bool drops = attention::drops<kScores>(p.scoring);
+  const Dropout dropout = drops ? p.scoring.dropout() : Dropout{};
+  const float of_dropout = drops ? dropout.factor() : 1.0f;
   Ring<Memory<T, kD, kLimited>::kStages> ring;
   Ring<Memory<T, kD, kLimited>::kSlots> slot;
   const auto& own = memory.own[0];
@@ -195,7 +196,8 @@ __device__ __forceinline__ void multiply_all(
 
     float grad_key[kD / 2] = {}, grad_value[kD / 2] = {};
     float probs[kN / 2], grads[kN / 2];
-    uint32_t left_probs[kN / 16][4], left_grads[kN / 16][4], kept[1] = {};
+    uint32_t left_probs[kN / 16][4], left_grads[kN / 16][4];
+    KeptOfStep<true> kept;
     int last = -1;  // the stage whose products are still under way
 
     const auto are_added = [&]() {
@@ -241,6 +243,9 @@ __device__ __forceinline__ void multiply_all(
         for (int n = 0; n < kN / 8; ++n) {
           origins[n] = of_rows(kPlain ? 0 : 2, n);
         }
+        if (drops) {
+          kept.find(dropout, work.matrix, task.tokens[strip], groups);
+        }
         wait_for_products<1>();
         are_added();
         sums_are_there(probs);
@@ -256,11 +261,6 @@ __device__ __forceinline__ void multiply_all(
               probs, live, groups, task, p.scoring,
               sweep.lists.pairs == nullptr ? nullptr : memory.pairs[ring.stage] + part);
         }
-        if constexpr (!kPlain) {
-          if (drops) {
-            kept_by<kN, true>(kept, p.scoring.dropout(), work.matrix, task.tokens[strip], groups);
-          }
-        }
 #pragma unroll
         for (int n = 0; n < kN / 8; ++n) {
           const float2 origin = origins[n], inverse = kPlain ? make_float2(1, 1) : of_rows(3, n);
@@ -275,7 +275,7 @@ __device__ __forceinline__ void multiply_all(
           float dropped[kN / 2];
 #pragma unroll
           for (int i = 0; i < kN / 2; ++i) {
-            dropped[i] = kept[0] >> i & 1 ? probs[i] * of_dropout : 0.0f;
+            dropped[i] = kept[i] ? probs[i] : 0.0f;
           }
           round_sums<T, kN>(left_probs, dropped);
         } else {
@@ -293,7 +293,7 @@ __device__ __forceinline__ void multiply_all(
           for (int e = 0; e < 4; ++e) {
             float& grad = grads[4 * n + e];
             if (drops) {
-              grad = kept[0] >> (4 * n + e) & 1 ? grad * of_dropout : 0.0f;
+              grad = kept[4 * n + e] ? grad * of_dropout : 0.0f;
             }
             grad = probs[4 * n + e] * (grad - (e % 2 ? delta.y : delta.x));
           }
@@ -355,7 +355,7 @@ __device__ __forceinline__ void multiply_all(
     store_sums_of_unit<kD>(
         grad_key, p.scoring.scale, p, sweep, task, space, sweep.grad_first, sweep.first_parts, sweep.first_shares);
     store_sums_of_unit<kD>(
-        grad_value, 1.0f, p, sweep, task, space, sweep.grad_second, sweep.second_parts, sweep.second_shares);
+        grad_value, of_dropout, p, sweep, task, space, sweep.grad_second, sweep.second_parts, sweep.second_shares);
     arrive_once(memory.task_free[slot.stage], lane);
   }
   if (kWithQueries && lane == 0) {
@@ -420,23 +420,23 @@ void columns_on_hopper(
     const Launcher& launch, const Backward<T>& p, const Sweep<T>& sweep, const Tensor& query, const Tensor& key,
     const Tensor& value, const Tensor& grad_output, int64_t copies) {
   with_hopper_kernel(p.scoring, sweep.lists, p.width, [&](auto width, auto scores) {
-    constexpr Scores kScores = decltype(scores)::value;
     constexpr int kD = decltype(width)::value;
     const int64_t count = copies * sweep.lists.num_units * sweep.lists.sub_tiles;
     const int block = 1 << sweep.lists.log_block, own_box = std::min(block, kHopperTile), box = std::min(block, kQueries<kD>);
     const Maps maps{
         tensor_map(key, own_box), tensor_map(value, own_box), tensor_map(query, box), tensor_map(grad_output, box)};
-    const auto run = [&](auto kernel) {
+    const auto run = [&](auto kind, auto with_queries) {
+      constexpr Scores kScores = decltype(kind)::value;
       with_queue(launch, query, count, 1, [&](const Queue& queue, int64_t blocks) {
         launch.with_shared_memory(
-            kernel, blocks, kHopperThreads<1>,
+            columns_on_hopper_kernel<T, kD, kScores, decltype(with_queries)::value>, blocks, kHopperThreads<1>,
             sizeof(Memory<T, kD, are_limited(kScores)>) + kPanelAlignment, p, sweep, maps, queue);
       });
     };
     if (p.grad_query_sums.data == nullptr) {
-      run(columns_on_hopper_kernel<T, kD, kScores, false>);
+      run(std::integral_constant<Scores, with_any_dropout(decltype(scores)::value)>{}, std::false_type{});
     } else {
-      run(columns_on_hopper_kernel<T, kD, kScores, true>);
+      run(scores, std::true_type{});
     }
   });
 }

@@ -111,8 +111,9 @@ __device__ __forceinline__ void multiply_all(
   const int line0 = strip + lane / 4;
   const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
   const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
-  const bool drops = !kPlain && p.scoring.dropout_seed != nullptr;
-  const float of_dropout = drops ? p.scoring.dropout().factor() : 1.0f;
+  const bool drops = attention::drops<kScores>(p.scoring);
+  const Dropout dropout = drops ? p.scoring.dropout() : Dropout{};
+  const float of_dropout = drops ? dropout.factor() : 1.0f;
   Ring<Memory<T, kD, kLimited>::kStages> ring;
   Ring<Memory<T, kD, kLimited>::kSlots> slot;
   const Operand all_queries(memory.own[0].queries[0] + 64 * warpgroup * kPanel);
@@ -137,7 +138,7 @@ __device__ __forceinline__ void multiply_all(
     float probs[kN / 2], grads[kN / 2];
     uint32_t left[kN / 16][4];
     LiveGroups live{0};
-    uint32_t kept[kN / 64] = {};
+    KeptOfStep<false> kept;
 
     const auto look = [&]() {
       memory.there[ring.stage].wait(ring.parity);
@@ -164,10 +165,8 @@ __device__ __forceinline__ void multiply_all(
         mask_scores<kN, false, kLimited>(
             probs, live, groups, task, p.scoring, sweep.lists.pairs == nullptr ? nullptr : memory.pairs[ring.stage]);
       }
-      if constexpr (!kPlain) {
-        if (drops) {
-          kept_by<kN, false>(kept, p.scoring.dropout(), work.matrix, task.tokens[strip], groups);
-        }
+      if (drops) {
+        kept.find(dropout, work.matrix, task.tokens[strip], groups);
       }
 #pragma unroll
       for (int i = 0; i < kN / 2; ++i) {
@@ -180,7 +179,7 @@ __device__ __forceinline__ void multiply_all(
 #pragma unroll
       for (int i = 0; i < kN / 2; ++i) {
         if (drops) {
-          grads[i] = kept[i / 32] >> i % 32 & 1 ? grads[i] * of_dropout : 0.0f;
+          grads[i] = kept[i] ? grads[i] * of_dropout : 0.0f;
         }
         grads[i] = probs[i] * (grads[i] - (i % 4 < 2 ? row0 : row8).delta);
       }
@@ -268,7 +267,7 @@ void rows_on_hopper(
     const Launcher& launch, const Backward<T>& p, const Sweep<T>& sweep, const Tensor& query, const Tensor& key,
     const Tensor& value, const Tensor& grad_output, int64_t copies) {
   with_hopper_kernel(p.scoring, sweep.lists, p.width, [&](auto width, auto scores) {
-    constexpr Scores kScores = decltype(scores)::value;
+    constexpr Scores kScores = with_any_dropout(decltype(scores)::value);
     constexpr int kD = decltype(width)::value;
     const int64_t count = copies * sweep.lists.num_units * sweep.lists.sub_tiles;
     const int block = 1 << sweep.lists.log_block, own_box = std::min(block, kHopperTile), box = std::min(block, kN);

@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kThreads) bias_backward_kernel(const __grid_co
           float probs[2][4], grads[2][4];
           products<kD>(probs, query_strip, memory.key, 16 * j, lane);
           products<kD>(grads, grad_strip, memory.value, 16 * j, lane);
-          if (p.scoring.dropout_seed != nullptr) {
+          if (p.scoring.drops()) {
             const auto kept = kept_by<false>(
                 p.scoring.dropout(), matrix, p.lists.log_block, token0, token8, memory.octets + 2 * j);
             const float factor = p.scoring.dropout().factor();

@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
         sum8 += tile[2] + tile[3];
       }
       if constexpr (!kPlain) {
-        if (p.scoring.dropout_seed != nullptr) {
+        if (p.scoring.drops()) {
           const auto kept = kept_by<false>(p.scoring.dropout(), work.matrix, p.lists.log_block, token0, token8, stage.octets + 2 * j);
 #pragma unroll
           for (int e = 0; e < 8; ++e) {
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
 
   sum0 = sum_of_four(sum0);
   sum8 = sum_of_four(sum8);
-  const float of_dropout = kPlain || p.scoring.dropout_seed == nullptr ? 1.0f : p.scoring.dropout().factor();
+  const float of_dropout = !kPlain && p.scoring.drops() ? p.scoring.dropout().factor() : 1.0f;
   const float factor0 = sum0 > 0 ? of_dropout / sum0 : 0.0f, factor8 = sum8 > 0 ? of_dropout / sum8 : 0.0f;
   const float to_origin = kPlain ? p.scoring.scale : 1.0f;
   const RowSum row0(max0 * to_origin, sum0), row8(max8 * to_origin, sum8);

@@ -145,8 +145,8 @@ __device__ __forceinline__ void multiply_all(
   // of fp32's range to sums of their products with values.
   const float tolerance = 8 / unit;
   constexpr float kTooLarge = std::is_same_v<T, __half> ? 0x1p15f : 0x1p30f;
-  const bool drops = !kPlain && p.scoring.dropout_seed != nullptr;
-  const float of_dropout = drops ? p.scoring.dropout().factor() : 1.0f;
+  const bool drops = attention::drops<kScores>(p.scoring);
+  const Dropout dropout = drops ? p.scoring.dropout() : Dropout{};
   const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
   constexpr bool kOverlaps = kTeams == 1;
   const Turns<kOverlaps> turns(warpgroup);
@@ -185,6 +185,7 @@ __device__ __forceinline__ void multiply_all(
     const Work& work = task.work;
     sum0 = sum_of_four(sum0);
     sum8 = sum_of_four(sum8);
+    const float of_dropout = drops ? dropout.factor() : 1.0f;
     const float factor0 = sum0 > 0 ? of_dropout / sum0 : 0.0f, factor8 = sum8 > 0 ? of_dropout / sum8 : 0.0f;
     const float to_origin = kPlain ? p.scoring.scale : 1.0f;
     const RowSum row0(origin0 * to_origin, sum0), row8(origin8 * to_origin, sum8);
@@ -290,6 +291,7 @@ __device__ __forceinline__ void multiply_all(
       begin(slot.stage);
     }
     LiveGroups live{0};
+    int first_keys[kN / 16];
 
     const auto mask = [&]() {
       const Octet* groups = memory.groups[ring.stage];
@@ -325,10 +327,10 @@ __device__ __forceinline__ void multiply_all(
     const auto softmax = [&](float& decay0, float& decay8) -> bool {
       mask();
       // Before keys are free, and with them what is known of their groups.
-      uint32_t kept[kN / 64] = {};
-      if constexpr (!kPlain) {
-        if (drops) {
-          kept_by<kN, false>(kept, p.scoring.dropout(), work.matrix, task.tokens[strip], memory.groups[ring.stage]);
+      if (drops) {
+#pragma unroll
+        for (int g = 0; g < kN / 16; ++g) {
+          first_keys[g] = memory.groups[ring.stage][g].token;
         }
       }
       const bool tries = have_origins && !looks;
@@ -363,14 +365,6 @@ __device__ __forceinline__ void multiply_all(
       }
       sum0 += sums.x;
       sum8 += sums.y;
-      if constexpr (!kPlain) {
-        if (drops) {
-#pragma unroll
-          for (int i = 0; i < kN / 2; ++i) {
-            scores[i] = kept[i / 32] >> i % 32 & 1 ? scores[i] : 0.0f;
-          }
-        }
-      }
       return moves;
     };
 
@@ -443,6 +437,16 @@ __device__ __forceinline__ void multiply_all(
         }
       }
       round_sums<T, kN>(probs, scores);
+      if (drops) {
+#pragma unroll
+        for (int g = 0; g < kN / 16; ++g) {
+          const auto kept = Kept<false>::of_square(dropout, work.matrix, task.tokens[strip], first_keys[g]);
+#pragma unroll
+          for (int pair = 0; pair < 4; ++pair) {
+            probs[g][pair] &= kept.pairs[pair];
+          }
+        }
+      }
       last = ring;
       owes = true;
     }

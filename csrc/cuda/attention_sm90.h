@@ -15,11 +15,20 @@ namespace ds_sparse::attention {
 
 using namespace hopper;
 
-// What kernels are made for: products times a positive number, which exponents can take with them, or masked; the same,
-// limited token by token; and all else.
-enum class Scores { kPlain, kLimited, kOptions };
+// What kernels are made for: products times a positive number, which exponents can take with them, or masked; the same
+// with dropout; the same limited token by token; and all else.
+enum class Scores { kPlain, kDropped, kLimited, kOptions };
 constexpr bool are_plain(Scores scores) { return scores != Scores::kOptions; }
-constexpr bool are_limited(Scores scores) { return scores != Scores::kPlain; }  // by a window or pair by pair, perhaps
+// By a window or pair by pair, perhaps.
+constexpr bool are_limited(Scores scores) { return scores == Scores::kLimited || scores == Scores::kOptions; }
+// For passes without a kernel for dropout alone.
+constexpr Scores with_any_dropout(Scores scores) { return scores == Scores::kDropped ? Scores::kOptions : scores; }
+
+// Whether probabilities are dropped.
+template <Scores kScores>
+__device__ __forceinline__ bool drops(const Scoring& scoring) {
+  return kScores == Scores::kDropped || (kScores == Scores::kOptions && scoring.drops());
+}
 
 constexpr int kConsumers = 2;  // warpgroups with kHopperTile / kConsumers lines each
 // A team is these and a warp that copies for them; the teams of a thread block have nothing to do with each other.
@@ -278,20 +287,26 @@ struct Finder {
 __device__ __forceinline__ int own_strip() { return threadIdx.x % kTeamThreads / 32 * 16; }
 __device__ __forceinline__ int own_line() { return own_strip() + threadIdx.x % 32 / 4; }
 
-// Which of a lane's probabilities (64 x kN) dropout keeps, a bit for each; by rows or, transposed, by columns. A strip's
+// Which of a lane's probabilities (64 x 64) dropout keeps, a bit for each; by rows or, transposed, by columns. A strip's
 // lines are neighbours, and begin at a multiple of 16.
-template <int kN, bool kTransposed>
-__device__ __forceinline__ void kept_by(
-    uint32_t (&bits)[kN / 64], const Dropout& dropout, uint32_t matrix, int first_token, const Octet* groups) {
-#pragma unroll
-  for (int half = 0; half < kN / 64; ++half) {
-    bits[half] = 0;
+template <bool kTransposed>
+struct KeptOfStep {
+  uint32_t bits = 0;
+
+  __device__ __forceinline__ void find(const Dropout& dropout, uint32_t matrix, int first_token, const Octet* groups) {
+    bits = 0;
 #pragma unroll
     for (int g = 0; g < 4; ++g) {
-      bits[half] |= Kept<kTransposed>::of_square(dropout, matrix, first_token, groups[4 * half + g].token).bits << 8 * g;
+      const auto kept = Kept<kTransposed>::of_square(dropout, matrix, first_token, groups[g].token);
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair) {
+        bits |= kept.pairs[pair] & 0x10001u << (4 * g + pair);
+      }
     }
   }
-}
+  // In the order of sums.
+  __device__ __forceinline__ bool operator[](int i) const { return bits >> (i / 2 + i % 2 * 16) & 1; }
+};
 
 // From a lane's products to scores, but for the bias of keys. Lines are queries, or with kTransposed keys.
 template <class T, int kN, bool kPlain, bool kTransposed = false>
@@ -593,10 +608,13 @@ void with_queue(const Launcher& launch, const Tensor& on, int64_t count, int tea
 template <class F>
 void with_hopper_kernel(const Scoring& scoring, const Lists& lists, int width, const F& f) {
   const auto with_options = [&](auto padded) {
-    if (!scoring.plain()) {
+    const bool limited = scoring.window.limits != nullptr || lists.pairs != nullptr;
+    if (!scoring.plain() || (limited && scoring.drops())) {
       f(padded, std::integral_constant<Scores, Scores::kOptions>{});
-    } else if (scoring.window.limits != nullptr || lists.pairs != nullptr) {
+    } else if (limited) {
       f(padded, std::integral_constant<Scores, Scores::kLimited>{});
+    } else if (scoring.drops()) {
+      f(padded, std::integral_constant<Scores, Scores::kDropped>{});
     } else {
       f(padded, std::integral_constant<Scores, Scores::kPlain>{});
     }
