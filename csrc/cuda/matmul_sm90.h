@@ -1,5 +1,6 @@
-// What products with live blocks on Hopper share. A warp copies tiles of 64 x 64 (copy engine) into a ring of stages
-// and says of each what is to be done with it; a warpgroup multiplies and stores, again by the copy engine.
+// What products with live blocks on Hopper share. Warps copy tiles of 64 x 64 (copy engine) into a ring of stages, each
+// warp its share of the steps in turn, and say of each what is to be done with it; a warpgroup multiplies and stores,
+// again by the copy engine.
 
 #pragma once
 
@@ -15,7 +16,8 @@
 namespace ds_sparse::hopper {
 
 constexpr int kMultiplying = 128;                    // threads that multiply
-constexpr int kCopying = 32;                         // and those that copy, after them
+constexpr int kCopyWarps = 4;                        // and warps that copy, after them
+constexpr int kAllThreads = kMultiplying + 32 * kCopyWarps;
 constexpr int kTile = kPanel;                        // tokens on a tile's side
 constexpr int kTileElements = kTile * kPanel;        // of a tile that is one panel
 constexpr int kTileBytes = kTileElements * 2;        // in 16-bit types
@@ -39,6 +41,34 @@ class ListReader {
  private:
   const int32_t* list_;  // null: numbers are the entries'
   int entries_, first_ = -64, number_ = 0;
+};
+
+// A copying warp's own steps, every kCopyWarps-th of all: to say what a step is about takes longer than to do it.
+template <int kStages>
+class OwnSteps {
+ public:
+  // By copying warps alone.
+  __device__ OwnSteps() : ahead_((threadIdx.x - kMultiplying) / 32) { pass(ahead_); }
+
+  // Calls f(step, where it goes) for each of its own among the next `steps` of all, which are counted from 0.
+  template <class F>
+  __device__ __forceinline__ void among(int steps, const F& f) {
+    for (; ahead_ < steps; ahead_ += kCopyWarps) {
+      f(ahead_, place_);
+      pass(kCopyWarps);
+    }
+    ahead_ -= steps;
+  }
+
+ private:
+  __device__ void pass(int steps) {
+    for (int i = 0; i < steps; ++i) {
+      place_.next();
+    }
+  }
+
+  int ahead_;  // how many of all come before the next of its own
+  Ring<kStages> place_;
 };
 
 // Starts a copy of a panel to a box of a tensor, after `fence_stores` of all who wrote it and a barrier.
