@@ -49,6 +49,9 @@ __device__ __forceinline__ void copy_all(
   const int64_t heads_apart = p.layout_heads == 1 ? p.heads : 1;
   const int64_t tasks = p.batch * heads_apart * windows * p.row_tiles;
   OwnSteps<kStages> own;
+  if (own.has_none()) {
+    return;
+  }
   Ring<2> rows;
   ListReader columns(p.columns, p.lists.entries);
   for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
@@ -61,7 +64,7 @@ __device__ __forceinline__ void copy_all(
         continue;
       }
       const int head = p.layout_heads == 1 ? given_head : walk.line / p.rows;
-      own.among((walk.tokens + kTile - 1) / kTile, [&](int step, const Ring<kStages>& place) {
+      own.among((walk.tokens + kTile - 1) / kTile, [&](int step) {
         const int token = step * kTile, entry = walk.begin + (token >> p.log_block), column = token & (block - 1);
         const int value = (p.layout_heads == 1 ? head * p.lists.entries : 0) + entry;
         int origins[kTile / kRows];
@@ -71,13 +74,13 @@ __device__ __forceinline__ void copy_all(
         }
         const bool begins = step == 0, ends = token + kTile >= walk.tokens;
         const int copies = min(kTile, walk.tokens - token) / kRows;
-        memory.free[place.stage].wait(place.parity ^ 1);
+        memory.free[own.stage].wait(own.parity);
         if (begins) {
           memory.rows_free[rows.stage].wait(rows.parity ^ 1);
         }
         if (elected) {
-          memory.steps[place.stage] = Step{batch, value, first_row, column, copies, rows.stage, ends};
-          Barrier& there = memory.there[place.stage];
+          memory.steps[own.stage] = Step{batch, value, first_row, column, copies, rows.stage, ends};
+          Barrier& there = memory.there[own.stage];
           there.arrive_and_expect((copies + begins) * kPanels * kRows * kLineBytes);
 #pragma unroll
           for (int panel = 0; panel < kPanels; ++panel) {
@@ -88,7 +91,7 @@ __device__ __forceinline__ void copy_all(
 #pragma unroll
             for (int i = 0; i < kTile / kRows; ++i) {
               if (origins[i] >= 0) {
-                T* to = memory.columns[place.stage][panel] + i * kRows * kPanel;
+                T* to = memory.columns[own.stage][panel] + i * kRows * kPanel;
                 copy_box(to, b, &there, panel * kPanel, origins[i], head, batch);
               }
             }
@@ -99,11 +102,11 @@ __device__ __forceinline__ void copy_all(
       rows.next();
     }
   }
-  own.among(1, [&](int, const Ring<kStages>& place) {
-    memory.free[place.stage].wait(place.parity ^ 1);
+  own.among(1, [&](int) {
+    memory.free[own.stage].wait(own.parity);
     if (elected) {
-      memory.steps[place.stage].batch = -1;
-      memory.there[place.stage].arrive();
+      memory.steps[own.stage].batch = -1;
+      memory.there[own.stage].arrive();
     }
   });
 }

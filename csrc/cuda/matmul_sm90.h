@@ -1,6 +1,6 @@
 // What products with live blocks on Hopper share. Warps copy tiles of 64 x 64 (copy engine) into a ring of stages, each
-// warp its share of the steps in turn, and say of each what is to be done with it; a warpgroup multiplies and stores,
-// again by the copy engine.
+// warp into one of them, and say of each what is to be done with it; a warpgroup multiplies and stores, again by the
+// copy engine.
 
 #pragma once
 
@@ -16,8 +16,7 @@
 namespace ds_sparse::hopper {
 
 constexpr int kMultiplying = 128;                    // threads that multiply
-constexpr int kCopyWarps = 4;                        // and warps that copy, after them
-constexpr int kAllThreads = kMultiplying + 32 * kCopyWarps;
+constexpr int kAllThreads = kMultiplying + 128;      // and those that copy, after them
 constexpr int kTile = kPanel;                        // tokens on a tile's side
 constexpr int kTileElements = kTile * kPanel;        // of a tile that is one panel
 constexpr int kTileBytes = kTileElements * 2;        // in 16-bit types
@@ -43,32 +42,26 @@ class ListReader {
   int entries_, first_ = -64, number_ = 0;
 };
 
-// A copying warp's own steps, every kCopyWarps-th of all: to say what a step is about takes longer than to do it.
+// The steps of a copying warp, which are those of its stage: to say what a step is about takes longer than to do it. A
+// warp with more than one stage, or a stage with more than one warp, could come to a step two rounds ahead of the ring,
+// where the parity that it waits for is that of the round before. Warps without a stage have no step.
 template <int kStages>
-class OwnSteps {
- public:
-  // By copying warps alone.
-  __device__ OwnSteps() : ahead_((threadIdx.x - kMultiplying) / 32) { pass(ahead_); }
+struct OwnSteps {
+  static_assert(kStages <= 4);
+  const int stage = uniform((threadIdx.x - kMultiplying) / 32);
+  uint32_t parity = 1;  // of the round before the stage's next
+  int ahead = stage;    // how many steps of all come before its next
 
-  // Calls f(step, where it goes) for each of its own among the next `steps` of all, which are counted from 0.
+  __device__ bool has_none() const { return stage >= kStages; }
+
+  // Calls f(step) for each of its own among the next `steps` of all, counted from 0.
   template <class F>
   __device__ __forceinline__ void among(int steps, const F& f) {
-    for (; ahead_ < steps; ahead_ += kCopyWarps) {
-      f(ahead_, place_);
-      pass(kCopyWarps);
+    for (; ahead < steps; ahead += kStages, parity ^= 1) {
+      f(ahead);
     }
-    ahead_ -= steps;
+    ahead -= steps;
   }
-
- private:
-  __device__ void pass(int steps) {
-    for (int i = 0; i < steps; ++i) {
-      place_.next();
-    }
-  }
-
-  int ahead_;  // how many of all come before the next of its own
-  Ring<kStages> place_;
 };
 
 // Starts a copy of a panel to a box of a tensor, after `fence_stores` of all who wrote it and a barrier.
