@@ -44,7 +44,10 @@ __device__ __forceinline__ void copy_all(
   const bool elected = threadIdx.x % 32 == 0;
   const int block = 1 << p.log_block, windows = p.lists.windows(), row_tiles = block / kRows;
   const int64_t tasks = p.windows_of_all() * row_tiles;
-  Ring<M::kStages> place;
+  OwnSteps<M::kStages> own;
+  if (own.has_none()) {
+    return;
+  }
   ListReader indices(p.indices, p.lists.entries), slots(p.slots, p.lists.entries);
   for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
     const int first_row = static_cast<int>(task % row_tiles) * kRows;
@@ -52,55 +55,58 @@ __device__ __forceinline__ void copy_all(
     const Window window(p.lists, window_of_all % windows);
     const int given_head = window_of_all / windows % p.heads_apart();
     const int batch = window_of_all / windows / p.heads_apart();
-    for (Walk walk(p.lists, window, p.log_block); walk.valid();
-         walk.next(p.lists, window, p.log_block, kTile, 1)) {
-      const int entry = walk.begin + (walk.token >> p.log_block), within = walk.token & (block - 1);
+    for (Walk walk(p.lists, window, p.log_block); walk.valid(); walk.next_line(p.lists, window, p.log_block)) {
       const int head = p.layout_heads == 1 ? given_head : walk.line / p.rows;
       const bool empty = walk.tokens == 0;
-      // Past the line's end there are zeros, as there are outside of tensors.
-      constexpr int kCopies = kTile / kRows, kOutside = 1 << 30;
-      int tokens[kCopies], numbers[kCopies];
+      // A line without a block has a step, too: its result is zeros.
+      own.among(empty ? 1 : (walk.tokens + kTile - 1) / kTile, [&](int step) {
+        const int first = step * kTile, entry = walk.begin + (first >> p.log_block), within = first & (block - 1);
+        // Past the line's end there are zeros, as there are outside of tensors.
+        constexpr int kCopies = kTile / kRows, kOutside = 1 << 30;
+        int tokens[kCopies], numbers[kCopies];
 #pragma unroll
-      for (int i = 0; i < kCopies; ++i) {
-        const bool exists = walk.token + i * kRows < walk.tokens;
-        tokens[i] = exists ? indices[entry + i] * block + within : kOutside;
-        numbers[i] = exists ? slots[entry + i] + (p.layout_heads == 1 ? head * p.lists.entries : 0) : kOutside;
-      }
-      memory.free[place.stage].wait(place.parity ^ 1);
-      if (elected) {
-        memory.steps[place.stage] = Step{
-            window_of_all, batch, head, walk.line % p.rows * block + first_row, first_row, walk.part, walk.token == 0,
-            walk.line_ends(kTile, 1), empty};
-        Barrier& there = memory.there[place.stage];
-        if (empty) {
-          there.arrive();
-        } else {
-          there.arrive_and_expect(kTile * (kRows + kN) * sizeof(T));
-          const bool transposed = p.slots != nullptr;
+        for (int i = 0; i < kCopies; ++i) {
+          const bool exists = first + i * kRows < walk.tokens;
+          tokens[i] = exists ? indices[entry + i] * block + within : kOutside;
+          numbers[i] = exists ? slots[entry + i] + (p.layout_heads == 1 ? head * p.lists.entries : 0) : kOutside;
+        }
+        memory.free[own.stage].wait(own.parity);
+        if (elected) {
+          memory.steps[own.stage] = Step{
+              window_of_all, batch, head, walk.line % p.rows * block + first_row, first_row, walk.part, step == 0,
+              first + kTile >= walk.tokens, empty};
+          Barrier& there = memory.there[own.stage];
+          if (empty) {
+            there.arrive();
+          } else {
+            there.arrive_and_expect(kTile * (kRows + kN) * sizeof(T));
+            const bool transposed = p.slots != nullptr;
 #pragma unroll
-          for (int i = 0; i < kCopies; ++i) {
-            copy_box(
-                memory.values[place.stage] + i * kRows * kRows, values, &there, transposed ? first_row : within,
-                transposed ? within : first_row, numbers[i], batch);
-#pragma unroll
-            for (int panel = 0; panel < M::kPanels; ++panel) {
-              const int column = panel * kPanel;
+            for (int i = 0; i < kCopies; ++i) {
               copy_box(
-                  memory.dense[place.stage][panel] + i * kRows * kPanel, dense, &there,
-                  dense_is_lines ? column : tokens[i], dense_is_lines ? tokens[i] : column, head, batch);
+                  memory.values[own.stage] + i * kRows * kRows, values, &there, transposed ? first_row : within,
+                  transposed ? within : first_row, numbers[i], batch);
+#pragma unroll
+              for (int panel = 0; panel < M::kPanels; ++panel) {
+                const int column = panel * kPanel;
+                copy_box(
+                    memory.dense[own.stage][panel] + i * kRows * kPanel, dense, &there,
+                    dense_is_lines ? column : tokens[i], dense_is_lines ? tokens[i] : column, head, batch);
+              }
             }
           }
         }
-      }
-      __syncwarp();
-      place.next();
+        __syncwarp();
+      });
     }
   }
-  memory.free[place.stage].wait(place.parity ^ 1);
-  if (elected) {
-    memory.steps[place.stage].batch = -1;
-    memory.there[place.stage].arrive();
-  }
+  own.among(1, [&](int) {
+    memory.free[own.stage].wait(own.parity);
+    if (elected) {
+      memory.steps[own.stage].batch = -1;
+      memory.there[own.stage].arrive();
+    }
+  });
 }
 
 // sums (64 x kN) = or += a tile of values @ 64 tokens.
@@ -239,7 +245,8 @@ __device__ __forceinline__ void multiply_all(
 }
 
 template <class T, int kN, int kRows>
-__global__ void __launch_bounds__(kMultiplying + kCopying, (kN == 64 ? 3 : 2) + (kRows < kTile)) dsd_on_hopper_kernel(
+__global__ void __launch_bounds__(kAllThreads, (kN == 64 ? 3 : 2) + (kRows < kTile))
+dsd_on_hopper_kernel(
     const __grid_constant__ Product<T> p, const __grid_constant__ CUtensorMap values,
     const __grid_constant__ CUtensorMap dense, const __grid_constant__ CUtensorMap out, bool dense_is_lines) {
   extern __shared__ unsigned char shared[];
@@ -252,9 +259,17 @@ __global__ void __launch_bounds__(kMultiplying + kCopying, (kN == 64 ? 3 : 2) + 
     fence_barriers();
   }
   __syncthreads();
+  // The sums of 64 x 128 need some of the copying warps' registers.
+  constexpr bool kSumsAreMany = kRows == kTile && kN > kPanel;
   if (threadIdx.x < kMultiplying) {
+    if constexpr (kSumsAreMany) {
+      take_registers<168>();
+    }
     multiply_all<T, kN, kRows>(p, memory, &out, dense_is_lines);
   } else {
+    if constexpr (kSumsAreMany) {
+      give_registers<80>();
+    }
     copy_all<T, kN, kRows>(p, memory, &values, &dense, dense_is_lines);
   }
 }
@@ -279,9 +294,8 @@ void dsd_on_hopper(
     const CUtensorMap dense_map = tensor_map(dense_is_lines ? dense : torch::stable::transpose(dense, 2, 3), kRows);
     const CUtensorMap values_map = tensor_map(values, kRows, kRows), out_map = tensor_map(out, kRows);
     launch.with_shared_memory(
-        dsd_on_hopper_kernel<T, kN, kRows>, p.windows_of_all() * ((int64_t{1} << p.log_block) / kRows),
-        kMultiplying + kCopying, sizeof(Memory<T, kN, kRows>) + kPanelAlignment, p, values_map, dense_map, out_map,
-        dense_is_lines);
+        dsd_on_hopper_kernel<T, kN, kRows>, p.windows_of_all() * ((int64_t{1} << p.log_block) / kRows), kAllThreads,
+        sizeof(Memory<T, kN, kRows>) + kPanelAlignment, p, values_map, dense_map, out_map, dense_is_lines);
   };
   const auto with_rows = [&](auto width) {
     switch (p.log_block) {

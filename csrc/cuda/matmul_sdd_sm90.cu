@@ -48,7 +48,10 @@ __device__ __forceinline__ void copy_all(
   const int block = 1 << p.log_block, windows = p.lists.windows();
   const int64_t heads_apart = p.layout_heads == 1 ? p.heads : 1;
   const int64_t tasks = p.batch * heads_apart * windows * p.row_tiles;
-  Ring<kStages> place;
+  OwnSteps<kStages> own;
+  if (own.has_none()) {
+    return;
+  }
   Ring<2> rows;
   ListReader columns(p.columns, p.lists.entries);
   for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
@@ -56,56 +59,56 @@ __device__ __forceinline__ void copy_all(
     const Window window(p.lists, task / p.row_tiles % windows);
     const int given_head = task / p.row_tiles / windows % heads_apart;
     const int batch = task / p.row_tiles / windows / heads_apart;
-    for (Walk walk(p.lists, window, p.log_block); walk.valid();
-         walk.next(p.lists, window, p.log_block, kTile, 1)) {
+    for (Walk walk(p.lists, window, p.log_block); walk.valid(); walk.next_line(p.lists, window, p.log_block)) {
       if (walk.tokens == 0) {
         continue;
       }
-      const int entry = walk.begin + (walk.token >> p.log_block), column = walk.token & (block - 1);
       const int head = p.layout_heads == 1 ? given_head : walk.line / p.rows;
-      const int value = (p.layout_heads == 1 ? head * p.lists.entries : 0) + entry;
-      int origins[kTile / kRows];
+      own.among((walk.tokens + kTile - 1) / kTile, [&](int step) {
+        const int token = step * kTile, entry = walk.begin + (token >> p.log_block), column = token & (block - 1);
+        const int value = (p.layout_heads == 1 ? head * p.lists.entries : 0) + entry;
+        int origins[kTile / kRows];
 #pragma unroll
-      for (int i = 0; i < kTile / kRows; ++i) {
-        origins[i] = walk.token + i * kRows < walk.tokens ? columns[entry + i] * block + column : -1;
-      }
-      const bool begins = walk.token == 0, ends = walk.token + kTile >= walk.tokens;
-      const int copies = min(kTile, walk.tokens - walk.token) / kRows;
-      memory.free[place.stage].wait(place.parity ^ 1);
-      if (begins) {
-        memory.rows_free[rows.stage].wait(rows.parity ^ 1);
-      }
-      if (elected) {
-        memory.steps[place.stage] = Step{batch, value, first_row, column, copies, rows.stage, ends};
-        Barrier& there = memory.there[place.stage];
-        there.arrive_and_expect((copies + begins) * kPanels * kRows * kLineBytes);
+        for (int i = 0; i < kTile / kRows; ++i) {
+          origins[i] = token + i * kRows < walk.tokens ? columns[entry + i] * block + column : -1;
+        }
+        const bool begins = step == 0, ends = token + kTile >= walk.tokens;
+        const int copies = min(kTile, walk.tokens - token) / kRows;
+        memory.free[own.stage].wait(own.parity);
+        if (begins) {
+          memory.rows_free[rows.stage].wait(rows.parity ^ 1);
+        }
+        if (elected) {
+          memory.steps[own.stage] = Step{batch, value, first_row, column, copies, rows.stage, ends};
+          Barrier& there = memory.there[own.stage];
+          there.arrive_and_expect((copies + begins) * kPanels * kRows * kLineBytes);
 #pragma unroll
-        for (int panel = 0; panel < kPanels; ++panel) {
-          if (begins) {
-            const int row = walk.line % p.rows * block + first_row;
-            copy_box(memory.rows[rows.stage][panel], a, &there, panel * kPanel, row, head, batch);
-          }
+          for (int panel = 0; panel < kPanels; ++panel) {
+            if (begins) {
+              const int row = walk.line % p.rows * block + first_row;
+              copy_box(memory.rows[rows.stage][panel], a, &there, panel * kPanel, row, head, batch);
+            }
 #pragma unroll
-          for (int i = 0; i < kTile / kRows; ++i) {
-            if (origins[i] >= 0) {
-              T* to = memory.columns[place.stage][panel] + i * kRows * kPanel;
-              copy_box(to, b, &there, panel * kPanel, origins[i], head, batch);
+            for (int i = 0; i < kTile / kRows; ++i) {
+              if (origins[i] >= 0) {
+                T* to = memory.columns[own.stage][panel] + i * kRows * kPanel;
+                copy_box(to, b, &there, panel * kPanel, origins[i], head, batch);
+              }
             }
           }
         }
-      }
-      __syncwarp();
-      place.next();
-      if (ends) {
-        rows.next();
-      }
+        __syncwarp();
+      });
+      rows.next();
     }
   }
-  memory.free[place.stage].wait(place.parity ^ 1);
-  if (elected) {
-    memory.steps[place.stage].batch = -1;
-    memory.there[place.stage].arrive();
-  }
+  own.among(1, [&](int) {
+    memory.free[own.stage].wait(own.parity);
+    if (elected) {
+      memory.steps[own.stage].batch = -1;
+      memory.there[own.stage].arrive();
+    }
+  });
 }
 
 template <class T, int kPanels, int kRows>
@@ -172,7 +175,7 @@ __device__ __forceinline__ void multiply_all(
 }
 
 template <class T, int kPanels, int kRows>
-__global__ void __launch_bounds__(kMultiplying + kCopying, (kPanels == 1 ? 3 : 2) + (kRows < kTile))
+__global__ void __launch_bounds__(kAllThreads, (kPanels == 1 ? 3 : 2) + (kRows < kTile))
 sdd_on_hopper_kernel(
     const __grid_constant__ Arguments p, const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
     const __grid_constant__ CUtensorMap out_map, T* out) {
@@ -202,7 +205,7 @@ void launch_kernel(
   // Smaller blocks are stored as adjacent bytes.
   const CUtensorMap out_map = kRows == kTile ? tensor_map(out, kTile) : CUtensorMap{};
   launch.with_shared_memory(
-      sdd_on_hopper_kernel<T, kPanels, kRows>, tasks, kMultiplying + kCopying,
+      sdd_on_hopper_kernel<T, kPanels, kRows>, tasks, kAllThreads,
       sizeof(Memory<T, kPanels, kRows>) + kPanelAlignment, p, tensor_map(a, kRows), tensor_map(b, kRows), out_map,
       static_cast<T*>(out.mutable_data_ptr()));
 }

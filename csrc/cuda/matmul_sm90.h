@@ -1,5 +1,6 @@
-// What products with live blocks on Hopper share. A warp copies tiles of 64 x 64 (copy engine) into a ring of stages
-// and says of each what is to be done with it; a warpgroup multiplies and stores, again by the copy engine.
+// What products with live blocks on Hopper share. Warps copy tiles of 64 x 64 (copy engine) into a ring of stages, each
+// warp into one of them, and say of each what is to be done with it; a warpgroup multiplies and stores, again by the
+// copy engine.
 
 #pragma once
 
@@ -15,7 +16,7 @@
 namespace ds_sparse::hopper {
 
 constexpr int kMultiplying = 128;                    // threads that multiply
-constexpr int kCopying = 32;                         // and those that copy, after them
+constexpr int kAllThreads = kMultiplying + 128;      // and those that copy, after them
 constexpr int kTile = kPanel;                        // tokens on a tile's side
 constexpr int kTileElements = kTile * kPanel;        // of a tile that is one panel
 constexpr int kTileBytes = kTileElements * 2;        // in 16-bit types
@@ -39,6 +40,28 @@ class ListReader {
  private:
   const int32_t* list_;  // null: numbers are the entries'
   int entries_, first_ = -64, number_ = 0;
+};
+
+// The steps of a copying warp, which are those of its stage: to say what a step is about takes longer than to do it. A
+// warp with more than one stage, or a stage with more than one warp, could come to a step two rounds ahead of the ring,
+// where the parity that it waits for is that of the round before. Warps without a stage have no step.
+template <int kStages>
+struct OwnSteps {
+  static_assert(kStages <= 4);
+  const int stage = uniform((threadIdx.x - kMultiplying) / 32);
+  uint32_t parity = 1;  // of the round before the stage's next
+  int ahead = stage;    // how many steps of all come before its next
+
+  __device__ bool has_none() const { return stage >= kStages; }
+
+  // Calls f(step) for each of its own among the next `steps` of all, counted from 0.
+  template <class F>
+  __device__ __forceinline__ void among(int steps, const F& f) {
+    for (; ahead < steps; ahead += kStages, parity ^= 1) {
+      f(ahead);
+    }
+    ahead -= steps;
+  }
 };
 
 // Starts a copy of a panel to a box of a tensor, after `fence_stores` of all who wrote it and a barrier.

@@ -108,11 +108,15 @@ struct Walk {
     chunk = 0;
     token += step;
     if (token >= tokens) {
-      token = 0;
-      ++line;
-      ++number;
-      enter(lists, window, log_block);
+      next_line(lists, window, log_block);
     }
+  }
+
+  __device__ void next_line(const Lists& lists, const Window& window, int log_block) {
+    token = 0;
+    ++line;
+    ++number;
+    enter(lists, window, log_block);
   }
 
  private:
