@@ -63,7 +63,10 @@ struct Dropout {
   // Of a word's two numbers: ones in the half of each that is kept. What is left of the bit above a number, once the
   // threshold is taken away, says which is larger.
   __device__ __forceinline__ uint32_t keeps_of(uint32_t word) const {
-    return __byte_perm((word | 0x80008000u) - threshold * 0x10001u, 0, 0xbb99);
+    uint32_t kept;
+    // Bytes 1 and 3, of which it repeats the highest bit; __byte_perm does not serve that.
+    asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(kept) : "r"((word | 0x80008000u) - threshold * 0x10001u));
+    return kept;
   }
 #endif
 

@@ -383,7 +383,7 @@ __global__ void __launch_bounds__(kHopperThreads<1>, 1) columns_on_hopper_kernel
     fence_barriers();
   }
   __syncthreads();
-  share_work<1, 40, 232>(
+  share_work<1, kD == 64 ? 40 : 24, kD == 64 ? 232 : 240>(
       [&](int) { multiply_all<T, kD, kScores, kWithQueries>(p, sweep, memory); },
       [&](int) { prepare_all<T, kD, kScores>(p, sweep, maps, memory, queue); },
       [&](int) { copy_all<T, kD, kScores>(p, sweep, maps, memory); });
