@@ -161,6 +161,10 @@ struct Rows {
   }
 
   __device__ bool is_long() const { return count > kHeld * kLanes; }
+  template <class Team>
+  __device__ int held_by(const Team& team) const {
+    return kHeld << team.log_width;
+  }
   __device__ int log_runs() const { return log_block - kLogRun; }
   __device__ uint32_t token(int number) const { return (row << log_block) + first_within + number; }
   __device__ int within_block(int run) const { return run & ((1 << log_runs()) - 1); }
@@ -229,6 +233,34 @@ __device__ __forceinline__ void copy_now(const Copy& copy, const Rows& rows, con
   end_of_copies();
   wait_for_copies<0>();
   keep_order();
+}
+
+// Goes twice through a row whose first runs have been copied, in chunks of what the team holds: calls add(first) for
+// each, finish() after all of them, then write(first, again) for each. A row of one chunk is not copied `again`.
+template <class Copy, class Rows, class Team, class Add, class Finish, class Write>
+__device__ __forceinline__ void for_each_chunk(
+    const Copy& copy, const Rows& rows, const Team& team, int row, const Add& add, const Finish& finish,
+    const Write& write) {
+  add(0);
+  if constexpr (Team::kHoldsRow) {
+    finish();
+    write(0, false);
+  } else {
+    const int held = rows.held_by(team);
+    for (int first = held; first < rows.count; first += held) {
+      copy_now(copy, rows, team, row, first);
+      add(first);
+    }
+    finish();
+    if (rows.count <= held) {
+      write(0, false);
+      return;
+    }
+    for (int first = 0; first < rows.count; first += held) {
+      copy_now(copy, rows, team, row, first);
+      write(first, true);
+    }
+  }
 }
 
 // Has all token rows copied, and worked on when they are there, shared out over the grid, long ones first. `copy` and
@@ -430,7 +462,6 @@ __global__ void __launch_bounds__(kThreads, kPlain ? 3 : 2) softmax_forward_kern
     });
   };
   const auto work = [&](const auto& rows, const auto& team, int row, int stage) {
-    const int held = kHeld << team.log_width;
     uint4* to = p.probs + rows.place(row);
     A logits[kHeld][kRun<T>];
     // The thread's largest logit of the runs from `first` on.
@@ -495,7 +526,7 @@ __global__ void __launch_bounds__(kThreads, kPlain ? 3 : 2) softmax_forward_kern
       });
       return sum;
     };
-    A largest = -infinity<A>(), reference = 0, sum = 0;
+    A largest = -infinity<A>(), reference = 0, sum = 0, factor = 0;
     const auto add = [&](int first) {
       const A larger = max(largest, team.max(read(first)));
       reference = finite_reference(larger);
@@ -503,7 +534,15 @@ __global__ void __launch_bounds__(kThreads, kPlain ? 3 : 2) softmax_forward_kern
       largest = larger;
       sum += to_powers(first, reference);
     };
-    const auto write = [&](int first, A factor) {
+    const auto finish = [&] {
+      sum = team.sum(sum);
+      factor = sum == 0 ? A(0) : 1 / sum;
+    };
+    const auto write = [&](int first, bool again) {
+      if (again) {
+        read(first);
+        to_powers(first, reference);
+      }
       rows.for_each_run(team, first, [&](int i, int run) {
         if (run < rows.count) {
 #pragma unroll
@@ -514,28 +553,7 @@ __global__ void __launch_bounds__(kThreads, kPlain ? 3 : 2) softmax_forward_kern
         }
       });
     };
-
-    add(0);
-    bool reads_again = false;
-    if constexpr (!std::remove_reference_t<decltype(team)>::kHoldsRow) {
-      reads_again = rows.count > held;
-      for (int first = held; first < rows.count; first += held) {
-        copy_now(copy, rows, team, row, first);
-        add(first);
-      }
-    }
-    sum = team.sum(sum);
-    const A factor = sum == 0 ? A(0) : 1 / sum;
-    if (!reads_again) {
-      write(0, factor);
-      return;
-    }
-    for (int first = 0; first < rows.count; first += held) {
-      copy_now(copy, rows, team, row, first);
-      read(first);
-      to_powers(first, reference);
-      write(first, factor);
-    }
+    for_each_chunk(copy, rows, team, row, add, finish, write);
   };
   for_all_rows<T, kHeld>(p.blocks, p.batch, copy, [&](const auto& rows, const auto& team, int row, int stage) {
     if constexpr (kPlain && std::is_same_v<std::remove_cvref_t<decltype(team)>, Lanes>) {
@@ -575,7 +593,6 @@ __global__ void __launch_bounds__(kThreads, 3) softmax_backward_kernel(const __g
     });
   };
   for_all_rows<T, kHeld>(p.blocks, p.batch, copy, [&](const auto& rows, const auto& team, int row, int stage) {
-    const int held = kHeld << team.log_width;
     const int64_t place = rows.place(row);
     A dot = 0;
     const auto add = [&](int first) {
@@ -589,7 +606,8 @@ __global__ void __launch_bounds__(kThreads, 3) softmax_backward_kernel(const __g
         }
       });
     };
-    const auto write = [&](int first) {
+    const auto finish = [&] { dot = team.sum(dot); };
+    const auto write = [&](int first, bool) {
       rows.for_each_run(team, first, [&](int i, int run) {
         if (run < rows.count) {
           A grad[kRun<T>], prob[kRun<T>];
@@ -603,25 +621,7 @@ __global__ void __launch_bounds__(kThreads, 3) softmax_backward_kernel(const __g
         }
       });
     };
-
-    add(0);
-    bool reads_again = false;
-    if constexpr (!std::remove_reference_t<decltype(team)>::kHoldsRow) {
-      reads_again = rows.count > held;
-      for (int first = held; first < rows.count; first += held) {
-        copy_now(copy, rows, team, row, first);
-        add(first);
-      }
-    }
-    dot = team.sum(dot);
-    if (!reads_again) {
-      write(0);
-      return;
-    }
-    for (int first = 0; first < rows.count; first += held) {
-      copy_now(copy, rows, team, row, first);
-      write(first);
-    }
+    for_each_chunk(copy, rows, team, row, add, finish, write);
   });
 }
 
