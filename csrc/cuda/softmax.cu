@@ -28,8 +28,10 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kLanes = 32;
-constexpr int kMostRows = 8;   // of a warp: blocks are 8 or more, so that they are of one block row
-constexpr int kLongRows = 4;   // rows that a thread block takes together where a warp cannot hold one
+constexpr int kCacheLine = 128;  // bytes
+constexpr int kMostRows = 8;     // of a warp at once: blocks are 8 or more, so that they are of one block row
+constexpr int kRowsInTurn = 4;   // of a warp, at least: as many at most as are of one block row
+constexpr int kLongRows = 4;     // rows that a thread block takes together where a warp cannot hold one
 constexpr int kForwardHeld = 5, kBackwardHeld = 4;  // runs of each input that a thread holds
 
 // The live blocks of all heads and where their values are.
@@ -304,8 +306,11 @@ __device__ __forceinline__ void for_all_rows(
   const int64_t lines = int64_t{blocks.layout_heads} * blocks.rows;
   const int64_t runs = (int64_t{entries} << blocks.log_block) / kRun<T>;
   const int least = log_width_for((runs + lines - 1) / lines, kHeld - 1, log2_of(kLanes / kMostRows), log2_of(kLanes));
-  const int at_once = kLanes >> least;
-  const int64_t step = int64_t{gridDim.x} * (kThreads / kLanes) * at_once;
+  // Rows that a warp takes in turn before it jumps by the grid: those of a block row share the search for its entries.
+  // Where blocks' rows do not fill cache lines, neighbouring warps have those of a line: it is read at one time.
+  const bool fill_lines = (static_cast<int>(sizeof(T)) << blocks.log_block) >= kCacheLine;
+  const int in_turn = fill_lines ? max(kLanes >> least, kRowsInTurn) : kLanes >> least;
+  const int64_t step = int64_t{gridDim.x} * (kThreads / kLanes) * in_turn;
 
   // The rows that the warp has come to, of which the team's own is number `row`.
   struct Place {
@@ -322,8 +327,8 @@ __device__ __forceinline__ void for_all_rows(
   const auto has_work = [&](const Place& place) { return place.rows.count > 0 && !place.rows.is_long(); };
   const auto next_of = [&](Place place) {
     place.row += place.team.rows_at_once();
-    // The same for all of a warp: whether its first row is one of those that it works on at once.
-    if (place.row - place.team.row() >= at_once) {
+    // The same for all of a warp: whether its first row is one of those that it takes in turn.
+    if (place.row - place.team.row() >= in_turn) {
       do {
         place = at(place.first + step);
       } while (place.first < token_rows && !has_work(place));
@@ -337,7 +342,7 @@ __device__ __forceinline__ void for_all_rows(
     }
     end_of_copies();
   };
-  Place place = at((int64_t{blockIdx.x} * (kThreads / kLanes) + warp) * at_once);
+  Place place = at((int64_t{blockIdx.x} * (kThreads / kLanes) + warp) * in_turn);
   while (place.first < token_rows && !has_work(place)) {
     place = at(place.first + step);
   }
@@ -707,7 +712,7 @@ Blocks blocks_of(const Tensor& values, const Tensor& row_offsets, int64_t layout
 // A few runs a thread, and at most several times what the device holds at once: rows differ in length.
 int64_t thread_blocks(const Tensor& values, const Launcher& launch) {
   const int64_t runs = values.numel() * static_cast<int64_t>(values.element_size()) / 16;
-  return std::min((runs + 2 * kThreads - 1) / (2 * kThreads), launch.multiprocessors() * 24);
+  return std::min((runs + 2 * kThreads - 1) / (2 * kThreads), launch.multiprocessors() * 12);
 }
 
 // `x` is (B or 1, H or 1, T or 1, S), or (B or 1, S) with 2 dimensions.
