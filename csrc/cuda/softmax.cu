@@ -20,7 +20,6 @@
 #include "elements.h"
 #include "launch.h"
 #include "logits.h"
-#include "mma.h"
 #include "vector.h"
 
 namespace ds_sparse {
@@ -67,22 +66,11 @@ struct Lanes {
 
   template <class A>
   __device__ A sum(A x) const {
-    return combine(x, [](A a, A b) { return a + b; });
+    return combine_lanes(x, log_width, [](A a, A b) { return a + b; });
   }
   template <class A>
   __device__ A max(A x) const {
-    return combine(x, [](A a, A b) { return ::max(a, b); });
-  }
-
- private:
-  template <class A, class F>
-  __device__ __forceinline__ A combine(A x, const F& f) const {
-#pragma unroll
-    for (int log = log2_of(kLanes) - 1; log >= 0; --log) {
-      const A other = __shfl_xor_sync(0xffffffffu, x, 1 << log);
-      x = log < log_width ? f(x, other) : x;
-    }
-    return x;
+    return combine_lanes(x, log_width, [](A a, A b) { return ::max(a, b); });
   }
 };
 
