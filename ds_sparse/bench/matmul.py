@@ -24,8 +24,8 @@ from .floors import Size
 from .layouts import make_layout
 from .machine import BACKWARD, DIRECTIONS, DTYPES, FORWARD
 from .operations import Competitor, Row, competitor, find, measure, without_time
-from .reasons import in_short
-from .verification import random_tensors, require_same_meaning
+from .reasons import Unsupported, in_short
+from .verification import random_tensors, require_as_accurate, require_same_meaning
 
 DENSE = {
     "sdd": "dense q @ k^T",
@@ -210,19 +210,33 @@ def inputs_by_operation(
 def bsr_competitors(
     case: Case, layout: Tensor, inputs: dict[str, tuple[Tensor, ...]]
 ) -> tuple[list[Competitor], list[Row]]:
-    """Verified; and rows with the reasons for those that are not there."""
+    """Verified with the very inputs that they are timed with; and rows with the reasons for those that are not there.
+
+    Only what their calls raise is such a reason: their inputs and the reference are ours, and so is what fails there.
+    """
     found: list[Competitor] = []
     reasons: dict[str, str] = {}
-    for name, arguments in inputs.items():
+    with warnings.catch_warnings():
+        # That block-sparse rows are in beta state, and that their parameters are not tuned for this GPU.
+        warnings.simplefilter("ignore")
         try:
-            with warnings.catch_warnings():
-                # That block-sparse rows are in beta state, and that their parameters are not tuned for this GPU.
-                warnings.simplefilter("ignore")
-                verify_bsr(name, case, layout)
-                call = bsr_operations(layout, case.block, case.batch * case.heads, DTYPES[case.dtype])[name]
-                found.append(competitor(f"{BSR} {name}", DENSE[name], call, arguments, NO_BACKWARD))
-        except Exception as error:  # noqa: BLE001 - whatever stops it is a line of the table
-            reasons[name] = in_short(error)
+            calls = bsr_operations(layout, case.block, case.batch * case.heads, DTYPES[case.dtype])
+        except (Unsupported, ImportError) as error:
+            reasons = dict.fromkeys(inputs, in_short(error))
+        for name, arguments in inputs.items():
+            if name in reasons:
+                continue
+            try:
+                output = calls[name](*arguments)
+            except Exception as error:  # noqa: BLE001 - whatever stops it is a line of the table
+                reasons[name] = in_short(error)
+                continue
+            try:
+                verify_ends(name, case, layout, output, arguments)
+            except ArithmeticError as error:
+                reasons[name] = in_short(error)
+                continue
+            found.append(competitor(f"{BSR} {name}", DENSE[name], calls[name], arguments, NO_BACKWARD))
     return found, [
         Row(f"{BSR} {name}", direction, DENSE[name], reason=reason)
         for name, reason in reasons.items()
@@ -282,29 +296,28 @@ def verify(case: Case, layout: Tensor, operations: Sequence[str]) -> None:
     Raises:
         ArithmeticError: an error larger than `require_as_accurate` allows.
     """
-    inputs, theirs = verified_inputs(case, layout)
-    ours = our_operations(layout, case.block, case.head_dim)
-    require_same_meaning(str(case), ours, theirs, {name: inputs[name] for name in operations}, layout.device)
-
-
-def verify_bsr(name: str, case: Case, layout: Tensor) -> None:
-    """The same for the output of one operation of torch.sparse."""
-    batch, heads = min(case.batch, VERIFIED), min(case.heads, VERIFIED)
-    call = bsr_operations(layout, case.block, batch * heads, DTYPES[case.dtype])[name]
-    inputs, theirs = verified_inputs(case, layout)
-    shape = theirs[name](*inputs[name]).shape
-    in_shape = {name: lambda *operands: call(*operands).reshape(shape)}
-    require_same_meaning(BSR, in_shape, theirs, {name: inputs[name]}, layout.device, backward=False)
-
-
-def verified_inputs(
-    case: Case, layout: Tensor
-) -> tuple[dict[str, tuple[Tensor, ...]], dict[str, Callable[..., Tensor]]]:
-    """Inputs of some sequences and heads by operation, and what the operations mean on them."""
     batch, heads = min(case.batch, VERIFIED), min(case.heads, VERIFIED)
     ours = our_operations(layout, case.block, case.head_dim)
     inputs = inputs_by_operation(case, ours, *dense_inputs(case, batch, heads, layout.device))
-    return inputs, their_meaning(case, layout, heads)
+    theirs = their_meaning(case, layout, heads)
+    require_same_meaning(str(case), ours, theirs, {name: inputs[name] for name in operations}, layout.device)
+
+
+def verify_ends(name: str, case: Case, layout: Tensor, output: Tensor, inputs: Sequence[Tensor]) -> None:
+    """Holds the first head of the first sequence and the last of the last in an operation's output to the reference in
+    float64.
+
+    Raises:
+        ArithmeticError: an error larger than `require_as_accurate` allows.
+    """
+
+    def ends(x: Tensor) -> Tensor:
+        """(B, H, T, D), (B, H * V, b, b) or (B * H, V, b, b) -> (2, 1, T, D) or (2, V, b, b)."""
+        return x.reshape(case.batch * case.heads, -1, *x.shape[2:])[[0, -1]]
+
+    meaning, narrow = their_meaning(case, layout, heads=1)[name], [ends(x) for x in inputs]
+    plain, exact = meaning(*narrow), meaning(*(x.double() for x in narrow))
+    require_as_accurate(f"output of {name}", ends(output), plain, exact, parts=2)
 
 
 def table(result: Result) -> Iterator[str]:

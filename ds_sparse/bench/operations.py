@@ -20,6 +20,7 @@ class Competitor:
 
     Attributes:
         dense: the name of the competitor that does the same job densely.
+        output_grad: None where it cannot be differentiated.
         no_backward: why it cannot be differentiated; empty where it can.
     """
 
@@ -27,7 +28,7 @@ class Competitor:
     dense: str
     call: Callable[..., Tensor]
     inputs: tuple[Tensor, ...]
-    output_grad: Tensor
+    output_grad: Tensor | None
     no_backward: str = ""
 
 
@@ -35,7 +36,8 @@ def competitor(
     name: str, dense: str, call: Callable[..., Tensor], inputs: Sequence[Tensor], no_backward: str = ""
 ) -> Competitor:
     with torch.no_grad():
-        return Competitor(name, dense, call, tuple(inputs), torch.randn_like(call(*inputs)), no_backward)
+        output_grad = None if no_backward else torch.randn_like(call(*inputs))
+    return Competitor(name, dense, call, tuple(inputs), output_grad, no_backward)
 
 
 @dataclass(frozen=True)

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import pytest
@@ -57,8 +58,59 @@ def test_torch_sparse_is_named_with_the_reason(monkeypatch):
     result = matmul.run_case(CASE, ["sdd", "dsd"], CPU, repeats=2, seconds=60)
     lines = list(matmul.table(result))
     assert sum(line.startswith("torch.sparse sdd ") for line in lines) == 1
-    assert any(line.startswith("torch.sparse dsd: no time: torch.sparse: output of dsd has an RMS") for line in lines)
+    assert any(line.startswith("torch.sparse dsd: no time: output of dsd, part ") for line in lines)
     assert any(line.startswith("torch.sparse sdd: no backward or forward+backward: ") for line in lines)
+
+
+@pytest.mark.parametrize("wrong", [0, -1])
+def test_of_torch_sparse_the_call_that_is_timed_is_verified(monkeypatch, wrong):
+    """Wrong is one head of the first or the last of many sequences."""
+    made = []
+
+    def operations(layout, block, matrices, dtype):
+        def spoiled(operation):
+            def call(*inputs):
+                output = operation(*inputs)
+                output.view(matrices, -1)[wrong] *= 1.001
+                calls.append((call, inputs))
+                return output
+
+            return call
+
+        calls = []
+        made.append(calls)
+        return {name: spoiled(call) for name, call in matmul.our_operations(layout, block, CASE.head_dim).items()}
+
+    monkeypatch.setattr(matmul, "bsr_operations", operations)
+    case = dataclasses.replace(CASE, batch=5)
+    competitors, absent = matmul.make_competitors(case, matmul.make_layout("fixed", 16, 128), list(matmul.DENSE))
+    assert len(made) == 1
+    timed = {runner.name: runner.inputs for runner in competitors if runner.name in matmul.DENSE}
+    for name, (_, inputs) in zip(matmul.DENSE, made[0], strict=True):
+        assert all(mine is theirs for mine, theirs in zip(timed[name], inputs, strict=True))
+    part = {0: 1, -1: 2}[wrong]
+    assert {row.name: row.reason.split(" has ")[0] for row in absent} == {
+        f"torch.sparse {name}": f"output of {name}, part {part} of 2," for name in matmul.DENSE
+    }
+
+
+def test_failures_are_of_whom_they_are(monkeypatch):
+    """What torch.sparse raises is a line of the table; what preparing and verifying it takes is not its failure."""
+
+    def fails(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    def operations(layout, block, matrices, dtype):
+        return matmul.our_operations(layout, block, CASE.head_dim) | {"dsd": fails}
+
+    monkeypatch.setattr(matmul, "bsr_operations", operations)
+    result = matmul.run_case(CASE, ["sdd", "dsd"], CPU, repeats=2, seconds=60)
+    assert "torch.sparse dsd: no time: OutOfMemoryError: out of memory" in list(matmul.table(result))
+    for ours in ("bsr_operations", "verify_ends"):
+        with monkeypatch.context() as patch:
+            patch.setattr(matmul, ours, fails)
+            with pytest.raises(torch.OutOfMemoryError):
+                matmul.run_case(CASE, ["sdd"], CPU, repeats=2, seconds=60)
 
 
 def gpu_result(ms: float, to_floor: float, to_dense: float = 0.5) -> matmul.Result:
