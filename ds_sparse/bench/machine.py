@@ -58,8 +58,8 @@ def time_of(
 ) -> float:
     """Milliseconds of one call; of the gradients of all inputs, on a graph that is kept; or of both.
 
-    The forward of inputs that require gradients is that of training, which keeps what the backward needs; it alone needs
-    no `grad`.
+    The forward of inputs that require gradients is that of training, which keeps what the backward needs. A forward
+    takes no `grad`.
     """
     if direction == FORWARD:
         return timed(lambda: call(*inputs), device)

@@ -321,7 +321,7 @@ def verify_ends(name: str, case: Case, layout: Tensor, output: Tensor, inputs: S
 
 
 def table(result: Result) -> Iterator[str]:
-    """Lines: milliseconds, ratio to the dense competitor, share of the floor, and the break-even density.
+    """Lines: milliseconds, ratio to the dense competitor, on a GPU the share of the floor, and the break-even density.
 
     That is the density at which the time would be the dense competitor's if it grew with the density, as it does but
     for the bytes of dense operands; "none" where it would be shorter even with all blocks.
@@ -331,20 +331,25 @@ def table(result: Result) -> Iterator[str]:
         f"{case.layout} block {case.block} {case.dtype}, density {result.density:.1%}, B {case.batch}, H {case.heads}, "
         f"T {case.seq_len}, D {case.head_dim}; medians of {max(row.rounds for row in rows)} rounds"
     )
-    heading = f"{'ms':>8} {'x dense':>7} {'of floor':>10} {'break-even':>10}"
-    yield f"{'':24}" + " ".join(f"{direction:>38}" for direction in DIRECTIONS)
+    floors = has_floors(result)
+    heading = f"{'ms':>8} {'x dense':>7} " + f"{'of floor':>10} " * floors + f"{'break-even':>10}"
+    yield f"{'':24}" + " ".join(f"{direction:>{len(heading)}}" for direction in DIRECTIONS)
     yield f"{'':24}" + " ".join([heading] * len(DIRECTIONS))
     for name in dict.fromkeys(row.name for row in rows if not row.reason):
         cells = (cell(find(rows, name, direction), result.density) for direction in DIRECTIONS)
-        yield f"{name:24}{' '.join(cells)}".rstrip()
+        yield f"{name:24}{' '.join(f'{text:{len(heading)}}' for text in cells)}".rstrip()
     yield from without_time(rows)
+
+
+def has_floors(result: Result) -> bool:
+    return any(row.to_floor is not None for row in result.rows)
 
 
 def cell(row: Row | None, live: float) -> str:
     if row is None:
-        return f"{'-':>8}{'':30}"
-    share = f"{1 / row.to_floor:.0%} {row.bound}".rstrip()
-    return f"{row.milliseconds:8.3f} {row.to_dense:7.2f} {share:>10} {break_even(row, live):>10}"
+        return f"{'-':>8}"
+    share = "" if row.to_floor is None else f"{f'{1 / row.to_floor:.0%} {row.bound}':>10} "
+    return f"{row.milliseconds:8.3f} {row.to_dense:7.2f} {share}{break_even(row, live):>10}"
 
 
 def break_even(row: Row, live: float) -> str:
@@ -355,16 +360,18 @@ def break_even(row: Row, live: float) -> str:
 
 
 def summary(results: list[Result]) -> Iterator[str]:
-    """A line a case: our microseconds, and the share of the floor that they reach."""
+    """A line a case: our microseconds, and the share of the floor that they reach, or the ratio to the dense
+    competitor where there is no floor."""
     names = [name for name in DENSE if any(find(result.rows, name, FORWARD) for result in results)]
-    yield "us (of floor), " + f"{FORWARD} and {BACKWARD}"
+    beside = "of floor" if any(map(has_floors, results)) else "x dense"
+    yield f"us ({beside}), {FORWARD} and {BACKWARD}"
     yield f"{'layout':15}{'block':>5} {'dtype':5}{'T':>6}{'D':>4} {'live':>6}" + "".join(
         f"{x:>14}{'':12}" for x in names
     )
     for result in results:
         case = result.case
         cells = (
-            f"{1e3 * row.milliseconds:.0f} ({1 / row.to_floor:.0%})"
+            f"{1e3 * row.milliseconds:.0f} ({f'{1 / row.to_floor:.0%}' if row.to_floor else f'{row.to_dense:.2f}'})"
             for name in names
             for row in (find(result.rows, name, FORWARD), find(result.rows, name, BACKWARD))
         )
@@ -374,16 +381,16 @@ def summary(results: list[Result]) -> Iterator[str]:
         )
 
 
-def verdicts(results: list[Result], device: torch.device) -> Iterator[str]:
-    """A line an operation and direction: in how many cases it is faster than the others, on a GPU how often it reaches
-    its goal."""
+def verdicts(results: list[Result]) -> Iterator[str]:
+    """A line an operation and direction: in how many cases it is faster than the others, and where there are floors how
+    often it reaches its goal."""
     for name, dense in DENSE.items():
         for direction in (FORWARD, BACKWARD):
             ours = [row for result in results if (row := find(result.rows, name, direction)) is not None]
-            long = [row for row in ours if row.milliseconds >= SHORTEST_MS]
+            long = [row.to_floor for row in ours if row.to_floor and row.milliseconds >= SHORTEST_MS]
             said = []
-            if device.type == "cuda" and name in GOALS and long:
-                reached = sum(1 / row.to_floor >= GOALS[name] for row in long)
+            if name in GOALS and long:
+                reached = sum(1 / to_floor >= GOALS[name] for to_floor in long)
                 said.append(f"{GOALS[name]:.0%} of its floor in {reached} of the {len(long)} cases of 50 us and more")
             for other in (dense, f"{BSR} {name}"):
                 pairs = [(find(r.rows, name, direction), find(r.rows, other, direction)) for r in results]

@@ -18,6 +18,11 @@ Case = TypeVar("Case")
 Measured = tuple[Iterable[str], list[dict[str, Any]]]
 """A case's table, and its rows for the JSON."""
 
+NO_FLOOR = (
+    "A CPU has no floor: dense results of hundreds of megabytes get new memory at every call, which takes longer than "
+    "computing them, so that density times the dense time bounds nothing."
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Verifies an operation against float64, then times it beside its peers in the same process."
@@ -52,11 +57,11 @@ def add_sizes(parser: argparse.ArgumentParser, heads: int) -> None:
 def add_matmul(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Verifies the operations against float64, then times them in turns beside dense PyTorch and, on a GPU, "
-        "torch.sparse's block-sparse operations. 'x dense' is the ratio to the dense counterpart. 'of floor' is the "
-        "share of what perfect sparsity allows: on a GPU the largest of the bytes of live blocks and operands at a "
-        "copy's rate, of FLOPs at a matrix product's, and of the bytes from L2 that tiles of 128 rows ask for at the "
-        "rate of reads from L2, all measured here, with the name of the one that binds; on a CPU density times the "
-        "dense time. A peer that does not take a case is named with the reason."
+        "torch.sparse's block-sparse operations. 'x dense' is the ratio to the dense counterpart. 'of floor', on a GPU, "
+        "is the share of what perfect sparsity allows: the largest of the bytes of live blocks and operands at the rate "
+        "of a copy, of FLOPs at that of a matrix product, and of the bytes from L2 that tiles of 128 rows ask for at "
+        f"that of reads from L2, all measured here, with the name of the one that binds. {NO_FLOOR} 'break-even' is "
+        "the density from which on dense would be faster. A peer that does not take a case is named with the reason."
     )
 
     def add(option: str, parse: Callable[[str], Any], help: str) -> None:
@@ -123,9 +128,9 @@ def add_attention(parser: argparse.ArgumentParser) -> None:
 def add_window(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Verifies the operations of windows against float64, then times them in turns beside dense PyTorch and other "
-        "ways to windowed attention. 'x dense' is the ratio to the dense counterpart, 'x floor' that to what perfect "
-        "sparsity costs: on a GPU bytes and FLOPs of the windows at the rates of a copy and of a matrix product measured "
-        "here, on a CPU density times the dense time."
+        "ways to windowed attention. 'x dense' is the ratio to the dense counterpart; 'x floor', on a GPU, that to "
+        "what perfect sparsity costs: bytes and FLOPs of the windows at the rates of a copy and of a matrix product "
+        f"measured here. {NO_FLOOR}"
     )
     add_shared(parser)
     parser.add_argument("--seq-len", type=listed(positive), default=[1024, 4096], help="tokens (default: 1024,4096)")
@@ -204,7 +209,7 @@ def run_matmul(args: argparse.Namespace, device: torch.device) -> int:
     grid = matmul.grid(args.layout, args.block, args.dtype, args.seq_len, args.head_dim, args.heads, args.batch)
     status = run_grid(args, device, grid, measured)
     if results:
-        print("", *matmul.summary(results), "", *matmul.verdicts(results, device), sep="\n")
+        print("", *matmul.summary(results), "", *matmul.verdicts(results), sep="\n")
     return status
 
 
