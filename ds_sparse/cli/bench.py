@@ -58,8 +58,8 @@ def add_matmul(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Verifies the operations against float64, then times them in turns beside dense PyTorch and, on a GPU, "
         "torch.sparse's block-sparse operations. 'x dense' is the ratio to the dense counterpart. 'of floor', on a "
-        "GPU, is the share of what perfect sparsity allows: the largest of the bytes of live blocks and operands at the "
-        "rate of a copy, of FLOPs at that of a matrix product, and of the bytes from L2 that tiles of 128 rows ask "
+        "GPU, is the share of what perfect sparsity allows: the largest of the bytes of live blocks and operands at "
+        "the rate of a copy, of FLOPs at that of a matrix product, and of the bytes from L2 that tiles of 128 rows ask "
         "for at that of reads from L2, all measured here, with the name of the one that binds. "
         f"{NO_FLOOR} 'break-even' is the density from which on dense would be faster. A peer that does not take a case "
         "is named with the reason."
