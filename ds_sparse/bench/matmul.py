@@ -333,11 +333,11 @@ def table(result: Result) -> Iterator[str]:
     )
     floors = has_floors(result)
     heading = f"{'ms':>8} {'x dense':>7} " + f"{'of floor':>10} " * floors + f"{'break-even':>10}"
-    yield f"{'':24}" + " ".join(f"{direction:>{len(heading)}}" for direction in DIRECTIONS)
-    yield f"{'':24}" + " ".join([heading] * len(DIRECTIONS))
+    yield f"{'':25}" + " ".join(f"{direction:>{len(heading)}}" for direction in DIRECTIONS)
+    yield f"{'':25}" + " ".join([heading] * len(DIRECTIONS))
     for name in dict.fromkeys(row.name for row in rows if not row.reason):
         cells = (cell(find(rows, name, direction), result.density) for direction in DIRECTIONS)
-        yield f"{name:24}{' '.join(f'{text:{len(heading)}}' for text in cells)}".rstrip()
+        yield f"{name:25}{' '.join(f'{text:{len(heading)}}' for text in cells)}".rstrip()
     yield from without_time(rows)
 
 
