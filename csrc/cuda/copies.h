@@ -7,6 +7,10 @@
 
 namespace ds_sparse {
 
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
 // Starts a copy of kBytes to an address in shared memory, of which those from `given` on become zero and are not read.
 template <int kBytes>
 __device__ __forceinline__ void start_copy(uint32_t to, const void* from, int given) {

@@ -14,7 +14,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "mma.h"
+#include "copies.h"
 
 namespace ds_sparse::hopper {
 

@@ -18,6 +18,9 @@ using torch::stable::Tensor;
 class Launcher {
  public:
   explicit Launcher(const Tensor& on) : guard_(on.get_device_index()) {
+    // A thread whose first CUDA call is ours, as autograd's may be, has no context, and cuTensorMapEncodeTiled fails
+    // with 201. The runtime gives it one; the guard does not ask for it where the device is the current one already.
+    STD_CUDA_CHECK(cudaSetDevice(on.get_device_index()));
     void* stream = nullptr;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream));
     stream_ = static_cast<cudaStream_t>(stream);

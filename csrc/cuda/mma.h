@@ -12,11 +12,9 @@
 
 #include <cstdint>
 
-namespace ds_sparse {
+#include "copies.h"
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
+namespace ds_sparse {
 
 // Four 8 x 8 matrices of 16-bit elements, whose rows lanes 8 i to 8 i + 7 point at; transposed as they arrive, or not.
 template <bool kTransposed>

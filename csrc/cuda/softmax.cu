@@ -20,7 +20,6 @@
 #include "elements.h"
 #include "launch.h"
 #include "logits.h"
-#include "mma.h"
 #include "vector.h"
 
 namespace ds_sparse {
@@ -28,8 +27,10 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kLanes = 32;
-constexpr int kMostRows = 8;   // of a warp: blocks are 8 or more, so that they are of one block row
-constexpr int kLongRows = 4;   // rows that a thread block takes together where a warp cannot hold one
+constexpr int kCacheLine = 128;  // bytes
+constexpr int kMostRows = 8;     // of a warp at once: blocks are 8 or more, so that they are of one block row
+constexpr int kRowsInTurn = 4;   // of a warp, at least: as many at most as are of one block row
+constexpr int kLongRows = 4;     // rows that a thread block takes together where a warp cannot hold one
 constexpr int kForwardHeld = 5, kBackwardHeld = 4;  // runs of each input that a thread holds
 
 // The live blocks of all heads and where their values are.
@@ -65,22 +66,11 @@ struct Lanes {
 
   template <class A>
   __device__ A sum(A x) const {
-    return combine(x, [](A a, A b) { return a + b; });
+    return combine_lanes(x, log_width, [](A a, A b) { return a + b; });
   }
   template <class A>
   __device__ A max(A x) const {
-    return combine(x, [](A a, A b) { return ::max(a, b); });
-  }
-
- private:
-  template <class A, class F>
-  __device__ __forceinline__ A combine(A x, const F& f) const {
-#pragma unroll
-    for (int log = log2_of(kLanes) - 1; log >= 0; --log) {
-      const A other = __shfl_xor_sync(0xffffffffu, x, 1 << log);
-      x = log < log_width ? f(x, other) : x;
-    }
-    return x;
+    return combine_lanes(x, log_width, [](A a, A b) { return ::max(a, b); });
   }
 };
 
@@ -161,6 +151,10 @@ struct Rows {
   }
 
   __device__ bool is_long() const { return count > kHeld * kLanes; }
+  template <class Team>
+  __device__ int held_by(const Team& team) const {
+    return kHeld << team.log_width;
+  }
   __device__ int log_runs() const { return log_block - kLogRun; }
   __device__ uint32_t token(int number) const { return (row << log_block) + first_within + number; }
   __device__ int within_block(int run) const { return run & ((1 << log_runs()) - 1); }
@@ -231,6 +225,34 @@ __device__ __forceinline__ void copy_now(const Copy& copy, const Rows& rows, con
   keep_order();
 }
 
+// Goes twice through a row whose first runs have been copied, in chunks of what the team holds: calls add(first) for
+// each, finish() after all of them, then write(first, again) for each. A row of one chunk is not copied `again`.
+template <class Copy, class Rows, class Team, class Add, class Finish, class Write>
+__device__ __forceinline__ void for_each_chunk(
+    const Copy& copy, const Rows& rows, const Team& team, int row, const Add& add, const Finish& finish,
+    const Write& write) {
+  add(0);
+  if constexpr (Team::kHoldsRow) {
+    finish();
+    write(0, false);
+  } else {
+    const int held = rows.held_by(team);
+    for (int first = held; first < rows.count; first += held) {
+      copy_now(copy, rows, team, row, first);
+      add(first);
+    }
+    finish();
+    if (rows.count <= held) {
+      write(0, false);
+      return;
+    }
+    for (int first = 0; first < rows.count; first += held) {
+      copy_now(copy, rows, team, row, first);
+      write(first, true);
+    }
+  }
+}
+
 // Has all token rows copied, and worked on when they are there, shared out over the grid, long ones first. `copy` and
 // `work` take rows, a team, which of the rows is its own, and a stage; `copy` also the first of the runs to copy.
 template <class T, int kHeld, class Copy, class Work>
@@ -272,8 +294,11 @@ __device__ __forceinline__ void for_all_rows(
   const int64_t lines = int64_t{blocks.layout_heads} * blocks.rows;
   const int64_t runs = (int64_t{entries} << blocks.log_block) / kRun<T>;
   const int least = log_width_for((runs + lines - 1) / lines, kHeld - 1, log2_of(kLanes / kMostRows), log2_of(kLanes));
-  const int at_once = kLanes >> least;
-  const int64_t step = int64_t{gridDim.x} * (kThreads / kLanes) * at_once;
+  // Rows that a warp takes in turn before it jumps by the grid: those of a block row share the search for its entries.
+  // Where blocks' rows do not fill cache lines, neighbouring warps have those of a line: it is read at one time.
+  const bool fill_lines = (static_cast<int>(sizeof(T)) << blocks.log_block) >= kCacheLine;
+  const int in_turn = fill_lines ? max(kLanes >> least, kRowsInTurn) : kLanes >> least;
+  const int64_t step = int64_t{gridDim.x} * (kThreads / kLanes) * in_turn;
 
   // The rows that the warp has come to, of which the team's own is number `row`.
   struct Place {
@@ -290,8 +315,8 @@ __device__ __forceinline__ void for_all_rows(
   const auto has_work = [&](const Place& place) { return place.rows.count > 0 && !place.rows.is_long(); };
   const auto next_of = [&](Place place) {
     place.row += place.team.rows_at_once();
-    // The same for all of a warp: whether its first row is one of those that it works on at once.
-    if (place.row - place.team.row() >= at_once) {
+    // The same for all of a warp: whether its first row is one of those that it takes in turn.
+    if (place.row - place.team.row() >= in_turn) {
       do {
         place = at(place.first + step);
       } while (place.first < token_rows && !has_work(place));
@@ -305,7 +330,7 @@ __device__ __forceinline__ void for_all_rows(
     }
     end_of_copies();
   };
-  Place place = at((int64_t{blockIdx.x} * (kThreads / kLanes) + warp) * at_once);
+  Place place = at((int64_t{blockIdx.x} * (kThreads / kLanes) + warp) * in_turn);
   while (place.first < token_rows && !has_work(place)) {
     place = at(place.first + step);
   }
@@ -430,7 +455,6 @@ __global__ void __launch_bounds__(kThreads, kPlain ? 3 : 2) softmax_forward_kern
     });
   };
   const auto work = [&](const auto& rows, const auto& team, int row, int stage) {
-    const int held = kHeld << team.log_width;
     uint4* to = p.probs + rows.place(row);
     A logits[kHeld][kRun<T>];
     // The thread's largest logit of the runs from `first` on.
@@ -495,7 +519,7 @@ __global__ void __launch_bounds__(kThreads, kPlain ? 3 : 2) softmax_forward_kern
       });
       return sum;
     };
-    A largest = -infinity<A>(), reference = 0, sum = 0;
+    A largest = -infinity<A>(), reference = 0, sum = 0, factor = 0;
     const auto add = [&](int first) {
       const A larger = max(largest, team.max(read(first)));
       reference = finite_reference(larger);
@@ -503,7 +527,15 @@ __global__ void __launch_bounds__(kThreads, kPlain ? 3 : 2) softmax_forward_kern
       largest = larger;
       sum += to_powers(first, reference);
     };
-    const auto write = [&](int first, A factor) {
+    const auto finish = [&] {
+      sum = team.sum(sum);
+      factor = sum == 0 ? A(0) : 1 / sum;
+    };
+    const auto write = [&](int first, bool again) {
+      if (again) {
+        read(first);
+        to_powers(first, reference);
+      }
       rows.for_each_run(team, first, [&](int i, int run) {
         if (run < rows.count) {
 #pragma unroll
@@ -514,28 +546,7 @@ __global__ void __launch_bounds__(kThreads, kPlain ? 3 : 2) softmax_forward_kern
         }
       });
     };
-
-    add(0);
-    bool reads_again = false;
-    if constexpr (!std::remove_reference_t<decltype(team)>::kHoldsRow) {
-      reads_again = rows.count > held;
-      for (int first = held; first < rows.count; first += held) {
-        copy_now(copy, rows, team, row, first);
-        add(first);
-      }
-    }
-    sum = team.sum(sum);
-    const A factor = sum == 0 ? A(0) : 1 / sum;
-    if (!reads_again) {
-      write(0, factor);
-      return;
-    }
-    for (int first = 0; first < rows.count; first += held) {
-      copy_now(copy, rows, team, row, first);
-      read(first);
-      to_powers(first, reference);
-      write(first, factor);
-    }
+    for_each_chunk(copy, rows, team, row, add, finish, write);
   };
   for_all_rows<T, kHeld>(p.blocks, p.batch, copy, [&](const auto& rows, const auto& team, int row, int stage) {
     if constexpr (kPlain && std::is_same_v<std::remove_cvref_t<decltype(team)>, Lanes>) {
@@ -575,7 +586,6 @@ __global__ void __launch_bounds__(kThreads, 3) softmax_backward_kernel(const __g
     });
   };
   for_all_rows<T, kHeld>(p.blocks, p.batch, copy, [&](const auto& rows, const auto& team, int row, int stage) {
-    const int held = kHeld << team.log_width;
     const int64_t place = rows.place(row);
     A dot = 0;
     const auto add = [&](int first) {
@@ -589,7 +599,8 @@ __global__ void __launch_bounds__(kThreads, 3) softmax_backward_kernel(const __g
         }
       });
     };
-    const auto write = [&](int first) {
+    const auto finish = [&] { dot = team.sum(dot); };
+    const auto write = [&](int first, bool) {
       rows.for_each_run(team, first, [&](int i, int run) {
         if (run < rows.count) {
           A grad[kRun<T>], prob[kRun<T>];
@@ -603,25 +614,7 @@ __global__ void __launch_bounds__(kThreads, 3) softmax_backward_kernel(const __g
         }
       });
     };
-
-    add(0);
-    bool reads_again = false;
-    if constexpr (!std::remove_reference_t<decltype(team)>::kHoldsRow) {
-      reads_again = rows.count > held;
-      for (int first = held; first < rows.count; first += held) {
-        copy_now(copy, rows, team, row, first);
-        add(first);
-      }
-    }
-    dot = team.sum(dot);
-    if (!reads_again) {
-      write(0);
-      return;
-    }
-    for (int first = 0; first < rows.count; first += held) {
-      copy_now(copy, rows, team, row, first);
-      write(first);
-    }
+    for_each_chunk(copy, rows, team, row, add, finish, write);
   });
 }
 
@@ -707,7 +700,7 @@ Blocks blocks_of(const Tensor& values, const Tensor& row_offsets, int64_t layout
 // A few runs a thread, and at most several times what the device holds at once: rows differ in length.
 int64_t thread_blocks(const Tensor& values, const Launcher& launch) {
   const int64_t runs = values.numel() * static_cast<int64_t>(values.element_size()) / 16;
-  return std::min((runs + 2 * kThreads - 1) / (2 * kThreads), launch.multiprocessors() * 24);
+  return std::min((runs + 2 * kThreads - 1) / (2 * kThreads), launch.multiprocessors() * 12);
 }
 
 // `x` is (B or 1, H or 1, T or 1, S), or (B or 1, S) with 2 dimensions.

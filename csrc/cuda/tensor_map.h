@@ -4,7 +4,6 @@
 
 #include <cuda.h>
 #include <cuda_runtime.h>
-#include <torch/csrc/stable/macros.h>
 
 #include <string>
 
@@ -12,8 +11,8 @@
 
 namespace ds_sparse {
 
-// Of a 16-bit tensor (B, H, tokens, D), D adjacent: boxes of `box` tokens and 16, 32 or 64 columns, in the swizzle of that
-// many bytes; what is outside of the tensor is zeros.
+// Of a 16-bit tensor (B, H, tokens, D), D adjacent: boxes of `box` tokens and 16, 32 or 64 columns, in the swizzle of
+// that many bytes; what is outside of the tensor is zeros. A Launcher on the tensor's device lives in the same thread.
 inline CUtensorMap tensor_map(const Tensor& x, int box, int columns = 64) {
   using Encode = CUresult (*)(
       CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
@@ -28,9 +27,6 @@ inline CUtensorMap tensor_map(const Tensor& x, int box, int columns = 64) {
         "the GPU's driver has no cuTensorMapEncodeTiled; install a driver for CUDA 12 or later.");
     return reinterpret_cast<Encode>(function);
   }();
-  // The driver wants a context, and a thread whose first call of the GPU this is, as autograd's may be, has none; the
-  // runtime gives it one. The device is the current one already.
-  STD_CUDA_CHECK(cudaSetDevice(static_cast<int>(x.get_device_index())));
   const auto stride = [&](int dim) {
     const int64_t bytes = x.stride(dim) * 2;
     // The stride of a dimension of size 1 says nothing, and may not be what the engine takes.

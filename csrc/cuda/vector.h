@@ -1,4 +1,4 @@
-// Reading and writing runs of elements 16 bytes at a time, and sums over lanes.
+// Reading and writing runs of elements 16 bytes at a time, and what lanes make of their elements together.
 
 #pragma once
 
@@ -133,6 +133,18 @@ template <class A>
 __device__ __forceinline__ A max_of_lanes(A x, int width) {
   for (int offset = width / 2; offset > 0; offset /= 2) {
     x = max(x, __shfl_xor_sync(0xffffffffu, x, offset));
+  }
+  return x;
+}
+
+// What f(x, y) makes of 2^log_width neighbouring lanes, up to 32; the same bits in each of them. For a width that the
+// compiler does not know: there is no branch, lanes take part in all exchanges and leave out the wider ones.
+template <class A, class F>
+__device__ __forceinline__ A combine_lanes(A x, int log_width, const F& f) {
+#pragma unroll
+  for (int log = 4; log >= 0; --log) {
+    const A other = __shfl_xor_sync(0xffffffffu, x, 1 << log);
+    x = log < log_width ? f(x, other) : x;
   }
   return x;
 }

@@ -69,6 +69,12 @@ class Ceilings:
             hopper="H100" in name or "H200" in name,
         )
 
+    def in_words(self) -> str:
+        l2 = self.l2_bytes_per_ms
+        from_l2 = f"{l2 / 1e9:.2f} TB/s" if l2 else "not measured, which takes Triton"
+        copy, product = self.bytes_per_ms / 1e9, self.flops_per_ms / 1e9
+        return f"copy {copy:.2f} TB/s, matrix product {product:.0f} TFLOP/s, L2 to SMs {from_l2}"
+
     def floor(self, work: Work) -> tuple[float, str]:
         """Milliseconds that one kernel needs at least, and what it is that takes them: "copy", "FLOPs" or "L2"."""
         floors = {"copy": work.nbytes / self.bytes_per_ms, "FLOPs": work.flops / self.flops_per_ms}

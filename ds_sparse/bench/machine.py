@@ -52,13 +52,14 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
 def time_of(
     call: Callable[..., torch.Tensor],
     inputs: Sequence[torch.Tensor],
-    grad: torch.Tensor,
+    grad: torch.Tensor | None,
     direction: str,
     device: torch.device,
 ) -> float:
     """Milliseconds of one call; of the gradients of all inputs, on a graph that is kept; or of both.
 
-    The forward of inputs that require gradients is that of training, which keeps what the backward needs.
+    The forward of inputs that require gradients is that of training, which keeps what the backward needs. A forward
+    takes no `grad`.
     """
     if direction == FORWARD:
         return timed(lambda: call(*inputs), device)

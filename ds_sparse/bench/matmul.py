@@ -24,8 +24,8 @@ from .floors import Size
 from .layouts import make_layout
 from .machine import BACKWARD, DIRECTIONS, DTYPES, FORWARD
 from .operations import Competitor, Row, competitor, find, measure, without_time
-from .reasons import in_short
-from .verification import random_tensors, require_same_meaning
+from .reasons import Unsupported, in_short
+from .verification import random_tensors, require_as_accurate, require_same_meaning
 
 DENSE = {
     "sdd": "dense q @ k^T",
@@ -210,19 +210,33 @@ def inputs_by_operation(
 def bsr_competitors(
     case: Case, layout: Tensor, inputs: dict[str, tuple[Tensor, ...]]
 ) -> tuple[list[Competitor], list[Row]]:
-    """Verified; and rows with the reasons for those that are not there."""
+    """Verified with the very inputs that they are timed with; and rows with the reasons for those that are not there.
+
+    Only what their calls raise is such a reason: their inputs and the reference are ours, and so is what fails there.
+    """
     found: list[Competitor] = []
     reasons: dict[str, str] = {}
-    for name, arguments in inputs.items():
+    with warnings.catch_warnings():
+        # That block-sparse rows are in beta state, and that their parameters are not tuned for this GPU.
+        warnings.simplefilter("ignore")
         try:
-            with warnings.catch_warnings():
-                # That block-sparse rows are in beta state, and that their parameters are not tuned for this GPU.
-                warnings.simplefilter("ignore")
-                verify_bsr(name, case, layout)
-                call = bsr_operations(layout, case.block, case.batch * case.heads, DTYPES[case.dtype])[name]
-                found.append(competitor(f"{BSR} {name}", DENSE[name], call, arguments, NO_BACKWARD))
-        except Exception as error:  # noqa: BLE001 - whatever stops it is a line of the table
-            reasons[name] = in_short(error)
+            calls = bsr_operations(layout, case.block, case.batch * case.heads, DTYPES[case.dtype])
+        except (Unsupported, ImportError) as error:
+            reasons = dict.fromkeys(inputs, in_short(error))
+        for name, arguments in inputs.items():
+            if name in reasons:
+                continue
+            try:
+                output = calls[name](*arguments)
+            except Exception as error:  # noqa: BLE001 - whatever stops it is a line of the table
+                reasons[name] = in_short(error)
+                continue
+            try:
+                verify_ends(name, case, layout, output, arguments)
+            except ArithmeticError as error:
+                reasons[name] = in_short(error)
+                continue
+            found.append(competitor(f"{BSR} {name}", DENSE[name], calls[name], arguments, NO_BACKWARD))
     return found, [
         Row(f"{BSR} {name}", direction, DENSE[name], reason=reason)
         for name, reason in reasons.items()
@@ -282,33 +296,32 @@ def verify(case: Case, layout: Tensor, operations: Sequence[str]) -> None:
     Raises:
         ArithmeticError: an error larger than `require_as_accurate` allows.
     """
-    inputs, theirs = verified_inputs(case, layout)
-    ours = our_operations(layout, case.block, case.head_dim)
-    require_same_meaning(str(case), ours, theirs, {name: inputs[name] for name in operations}, layout.device)
-
-
-def verify_bsr(name: str, case: Case, layout: Tensor) -> None:
-    """The same for the output of one operation of torch.sparse."""
-    batch, heads = min(case.batch, VERIFIED), min(case.heads, VERIFIED)
-    call = bsr_operations(layout, case.block, batch * heads, DTYPES[case.dtype])[name]
-    inputs, theirs = verified_inputs(case, layout)
-    shape = theirs[name](*inputs[name]).shape
-    in_shape = {name: lambda *operands: call(*operands).reshape(shape)}
-    require_same_meaning(BSR, in_shape, theirs, {name: inputs[name]}, layout.device, backward=False)
-
-
-def verified_inputs(
-    case: Case, layout: Tensor
-) -> tuple[dict[str, tuple[Tensor, ...]], dict[str, Callable[..., Tensor]]]:
-    """Inputs of some sequences and heads by operation, and what the operations mean on them."""
     batch, heads = min(case.batch, VERIFIED), min(case.heads, VERIFIED)
     ours = our_operations(layout, case.block, case.head_dim)
     inputs = inputs_by_operation(case, ours, *dense_inputs(case, batch, heads, layout.device))
-    return inputs, their_meaning(case, layout, heads)
+    theirs = their_meaning(case, layout, heads)
+    require_same_meaning(str(case), ours, theirs, {name: inputs[name] for name in operations}, layout.device)
+
+
+def verify_ends(name: str, case: Case, layout: Tensor, output: Tensor, inputs: Sequence[Tensor]) -> None:
+    """Holds the first head of the first sequence and the last of the last in an operation's output to the reference in
+    float64.
+
+    Raises:
+        ArithmeticError: an error larger than `require_as_accurate` allows.
+    """
+
+    def ends(x: Tensor) -> Tensor:
+        """(B, H, T, D), (B, H * V, b, b) or (B * H, V, b, b) -> (2, 1, T, D) or (2, V, b, b)."""
+        return x.reshape(case.batch * case.heads, -1, *x.shape[2:])[[0, -1]]
+
+    meaning, narrow = their_meaning(case, layout, heads=1)[name], [ends(x) for x in inputs]
+    plain, exact = meaning(*narrow), meaning(*(x.double() for x in narrow))
+    require_as_accurate(f"output of {name}", ends(output), plain, exact, parts=2)
 
 
 def table(result: Result) -> Iterator[str]:
-    """Lines: milliseconds, ratio to the dense competitor, share of the floor, and the break-even density.
+    """Lines: milliseconds, ratio to the dense competitor, on a GPU the share of the floor, and the break-even density.
 
     That is the density at which the time would be the dense competitor's if it grew with the density, as it does but
     for the bytes of dense operands; "none" where it would be shorter even with all blocks.
@@ -318,20 +331,25 @@ def table(result: Result) -> Iterator[str]:
         f"{case.layout} block {case.block} {case.dtype}, density {result.density:.1%}, B {case.batch}, H {case.heads}, "
         f"T {case.seq_len}, D {case.head_dim}; medians of {max(row.rounds for row in rows)} rounds"
     )
-    heading = f"{'ms':>8} {'x dense':>7} {'of floor':>10} {'break-even':>10}"
-    yield f"{'':24}" + " ".join(f"{direction:>38}" for direction in DIRECTIONS)
-    yield f"{'':24}" + " ".join([heading] * len(DIRECTIONS))
+    floors = has_floors(result)
+    heading = f"{'ms':>8} {'x dense':>7} " + f"{'of floor':>10} " * floors + f"{'break-even':>10}"
+    yield f"{'':25}" + " ".join(f"{direction:>{len(heading)}}" for direction in DIRECTIONS)
+    yield f"{'':25}" + " ".join([heading] * len(DIRECTIONS))
     for name in dict.fromkeys(row.name for row in rows if not row.reason):
         cells = (cell(find(rows, name, direction), result.density) for direction in DIRECTIONS)
-        yield f"{name:24}{' '.join(cells)}".rstrip()
+        yield f"{name:25}{' '.join(f'{text:{len(heading)}}' for text in cells)}".rstrip()
     yield from without_time(rows)
+
+
+def has_floors(result: Result) -> bool:
+    return any(row.to_floor is not None for row in result.rows)
 
 
 def cell(row: Row | None, live: float) -> str:
     if row is None:
-        return f"{'-':>8}{'':30}"
-    share = f"{1 / row.to_floor:.0%} {row.bound}".rstrip()
-    return f"{row.milliseconds:8.3f} {row.to_dense:7.2f} {share:>10} {break_even(row, live):>10}"
+        return f"{'-':>8}"
+    share = "" if row.to_floor is None else f"{f'{1 / row.to_floor:.0%} {row.bound}':>10} "
+    return f"{row.milliseconds:8.3f} {row.to_dense:7.2f} {share}{break_even(row, live):>10}"
 
 
 def break_even(row: Row, live: float) -> str:
@@ -342,16 +360,18 @@ def break_even(row: Row, live: float) -> str:
 
 
 def summary(results: list[Result]) -> Iterator[str]:
-    """A line a case: our microseconds, and the share of the floor that they reach."""
+    """A line a case: our microseconds, and the share of the floor that they reach, or the ratio to the dense
+    competitor where there is no floor."""
     names = [name for name in DENSE if any(find(result.rows, name, FORWARD) for result in results)]
-    yield "us (of floor), " + f"{FORWARD} and {BACKWARD}"
+    beside = "of floor" if any(map(has_floors, results)) else "x dense"
+    yield f"us ({beside}), {FORWARD} and {BACKWARD}"
     yield f"{'layout':15}{'block':>5} {'dtype':5}{'T':>6}{'D':>4} {'live':>6}" + "".join(
         f"{x:>14}{'':12}" for x in names
     )
     for result in results:
         case = result.case
         cells = (
-            f"{1e3 * row.milliseconds:.0f} ({1 / row.to_floor:.0%})"
+            f"{1e3 * row.milliseconds:.0f} ({f'{1 / row.to_floor:.0%}' if row.to_floor else f'{row.to_dense:.2f}'})"
             for name in names
             for row in (find(result.rows, name, FORWARD), find(result.rows, name, BACKWARD))
         )
@@ -361,16 +381,16 @@ def summary(results: list[Result]) -> Iterator[str]:
         )
 
 
-def verdicts(results: list[Result], device: torch.device) -> Iterator[str]:
-    """A line an operation and direction: in how many cases it is faster than the others, on a GPU how often it reaches
-    its goal."""
+def verdicts(results: list[Result]) -> Iterator[str]:
+    """A line an operation and direction: in how many cases it is faster than the others, and where there are floors how
+    often it reaches its goal."""
     for name, dense in DENSE.items():
         for direction in (FORWARD, BACKWARD):
             ours = [row for result in results if (row := find(result.rows, name, direction)) is not None]
-            long = [row for row in ours if row.milliseconds >= SHORTEST_MS]
+            long = [row.to_floor for row in ours if row.to_floor and row.milliseconds >= SHORTEST_MS]
             said = []
-            if device.type == "cuda" and name in GOALS and long:
-                reached = sum(1 / row.to_floor >= GOALS[name] for row in long)
+            if name in GOALS and long:
+                reached = sum(1 / to_floor >= GOALS[name] for to_floor in long)
                 said.append(f"{GOALS[name]:.0%} of its floor in {reached} of the {len(long)} cases of 50 us and more")
             for other in (dense, f"{BSR} {name}"):
                 pairs = [(find(r.rows, name, direction), find(r.rows, other, direction)) for r in results]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ class Competitor:
 
     Attributes:
         dense: the name of the competitor that does the same job densely.
+        output_grad: None where it cannot be differentiated.
         no_backward: why it cannot be differentiated; empty where it can.
     """
 
@@ -27,7 +28,7 @@ class Competitor:
     dense: str
     call: Callable[..., Tensor]
     inputs: tuple[Tensor, ...]
-    output_grad: Tensor
+    output_grad: Tensor | None
     no_backward: str = ""
 
 
@@ -35,7 +36,8 @@ def competitor(
     name: str, dense: str, call: Callable[..., Tensor], inputs: Sequence[Tensor], no_backward: str = ""
 ) -> Competitor:
     with torch.no_grad():
-        return Competitor(name, dense, call, tuple(inputs), torch.randn_like(call(*inputs)), no_backward)
+        output_grad = None if no_backward else torch.randn_like(call(*inputs))
+    return Competitor(name, dense, call, tuple(inputs), output_grad, no_backward)
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,10 @@ class Row:
 
     Attributes:
         to_dense: its time over that of the dense competitor.
-        floor_ms: on a GPU what its `Ceilings` allow for live blocks alone, on a CPU density times the time of the dense
-            competitor.
+        floor_ms: on a GPU what its `Ceilings` allow for live blocks alone. A CPU has none: what bounds an operation
+            there depends on which of its operands and results lie in caches and in memory that is already its own.
         to_floor: its time over that.
-        bound: what the floor of a GPU is made of, see `Ceilings.floor`.
+        bound: what the floor is made of, see `Ceilings.floor`.
     """
 
     name: str
@@ -90,13 +92,13 @@ def measure(
                 rows.append(Row(runner.name, direction, runner.dense, reason=runner.no_backward))
                 continue
             dense = medians[runner.dense, direction]
-            floor, bound = size.density * dense, ""
+            row = Row(
+                runner.name, direction, runner.dense, mine, mine / dense, rounds=len(times[runner.name, direction])
+            )
             if ceilings is not None:
                 floor, bound = operation_floor(ceilings, size, runner.dense, direction)
-            rounds = len(times[runner.name, direction])
-            rows.append(
-                Row(runner.name, direction, runner.dense, mine, mine / dense, floor, mine / floor, bound, rounds)
-            )
+                row = replace(row, floor_ms=floor, to_floor=mine / floor, bound=bound)
+            rows.append(row)
     return rows
 
 

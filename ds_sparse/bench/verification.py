@@ -57,26 +57,20 @@ def require_same_meaning(
     theirs: Mapping[str, Callable[..., Tensor]],
     inputs: Mapping[str, Sequence[Tensor]],
     device: torch.device,
-    backward: bool = True,
 ) -> None:
-    """Holds outputs and, with `backward`, gradients of operations, by name, to those of their meaning, which is
-    computed on `device` in float64 and at the precision of the inputs.
+    """Holds outputs and gradients of operations, by name, to those of their meaning, which is computed on `device` in
+    float64 and at the precision of the inputs.
 
     Raises:
         ArithmeticError: an error larger than `require_as_accurate` allows.
     """
     for name, arguments in inputs.items():
         with torch.no_grad():
-            output = ours[name](*arguments)
+            grad = torch.randn_like(ours[name](*arguments))
         there = [x.to(device) for x in arguments]
-        wide = [x.double() for x in there]
-        if backward:
-            grad = torch.randn_like(output)
-            mine = output_and_gradients(ours[name], arguments, grad)
-            exact = output_and_gradients(theirs[name], wide, grad.to(device).double())
-            plain = output_and_gradients(theirs[name], there, grad.to(device))
-        else:
-            mine, exact, plain = [output], [theirs[name](*wide)], [theirs[name](*there)]
+        mine = output_and_gradients(ours[name], arguments, grad)
+        exact = output_and_gradients(theirs[name], [x.double() for x in there], grad.to(device).double())
+        plain = output_and_gradients(theirs[name], there, grad.to(device))
         for i, results in enumerate(zip(mine, plain, exact, strict=True)):
             part = f"gradient {i}" if i else "output"
             require_as_accurate(f"{what}: {part} of {name}", *(x.to(device) for x in results))

@@ -240,18 +240,22 @@ def describe(case: Case) -> str:
 
 
 def table(case: Case, rows: list[Row]) -> Iterator[str]:
-    """Lines: milliseconds, ratio to the dense competitor, ratio to the floor."""
+    """Lines: milliseconds, ratio to the dense competitor, on a GPU ratio to the floor."""
     yield f"{describe(case)}, B {case.batch}, H {case.heads}, D {case.head_dim}; medians of {rows[0].rounds} rounds"
-    heading = f"{'ms':>9} {'x dense':>8} {'x floor':>8}"
-    yield f"{'':20}{FORWARD:>27}{TRAIN:>28}"
+    floors = any(row.to_floor is not None for row in rows)
+    heading = f"{'ms':>9} {'x dense':>8}" + f" {'x floor':>8}" * floors
+    yield f"{'':20}" + " ".join(f"{direction:>{len(heading)}}" for direction in DIRECTIONS)
     yield f"{'':20}{heading} {heading}"
     for name in dict.fromkeys(row.name for row in rows):
-        yield f"{name:20}" + " ".join(cell(find(rows, name, direction)) for direction in DIRECTIONS)
+        cells = (cell(find(rows, name, direction)) for direction in DIRECTIONS)
+        yield f"{name:20}" + " ".join(f"{text:>{len(heading)}}" for text in cells)
     yield from without_time(rows)
 
 
 def cell(row: Row | None) -> str:
-    return f"{'-':>27}" if row is None else f"{row.milliseconds:9.2f} {row.to_dense:8.3f} {row.to_floor:8.2f}"
+    if row is None:
+        return "-"
+    return f"{row.milliseconds:9.2f} {row.to_dense:8.3f}" + (f" {row.to_floor:8.2f}" if row.to_floor else "")
 
 
 def record(case: Case, rows: list[Row]) -> list[dict[str, Any]]:

@@ -18,6 +18,11 @@ Case = TypeVar("Case")
 Measured = tuple[Iterable[str], list[dict[str, Any]]]
 """A case's table, and its rows for the JSON."""
 
+NO_FLOOR = (
+    "A CPU has no floor: dense results of hundreds of megabytes get new memory at every call, which takes longer than "
+    "computing them, so that density times the dense time bounds nothing."
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Verifies an operation against float64, then times it beside its peers in the same process."
@@ -52,11 +57,12 @@ def add_sizes(parser: argparse.ArgumentParser, heads: int) -> None:
 def add_matmul(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Verifies the operations against float64, then times them in turns beside dense PyTorch and, on a GPU, "
-        "torch.sparse's block-sparse operations. 'x dense' is the ratio to the dense counterpart. 'of floor' is the "
-        "share of what perfect sparsity allows: on a GPU the largest of the bytes of live blocks and operands at a "
-        "copy's rate, of FLOPs at a matrix product's, and of the bytes from L2 that tiles of 128 rows ask for at the "
-        "rate of reads from L2, all measured here, with the name of the one that binds; on a CPU density times the "
-        "dense time. A peer that does not take a case is named with the reason."
+        "torch.sparse's block-sparse operations. 'x dense' is the ratio to the dense counterpart. 'of floor', on a "
+        "GPU, is the share of what perfect sparsity allows: the largest of the bytes of live blocks and operands at "
+        "the rate of a copy, of FLOPs at that of a matrix product, and of the bytes from L2 that tiles of 128 rows ask "
+        "for at that of reads from L2, all measured here, with the name of the one that binds. "
+        f"{NO_FLOOR} 'break-even' is the density from which on dense would be faster. A peer that does not take a case "
+        "is named with the reason."
     )
 
     def add(option: str, parse: Callable[[str], Any], help: str) -> None:
@@ -123,9 +129,9 @@ def add_attention(parser: argparse.ArgumentParser) -> None:
 def add_window(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Verifies the operations of windows against float64, then times them in turns beside dense PyTorch and other "
-        "ways to windowed attention. 'x dense' is the ratio to the dense counterpart, 'x floor' that to what perfect "
-        "sparsity costs: on a GPU bytes and FLOPs of the windows at the rates of a copy and of a matrix product measured "
-        "here, on a CPU density times the dense time."
+        "ways to windowed attention. 'x dense' is the ratio to the dense counterpart; 'x floor', on a GPU, that to "
+        "what perfect sparsity costs: bytes and FLOPs of the windows at the rates of a copy and of a matrix product "
+        f"measured here. {NO_FLOOR}"
     )
     add_shared(parser)
     parser.add_argument("--seq-len", type=listed(positive), default=[1024, 4096], help="tokens (default: 1024,4096)")
@@ -204,7 +210,7 @@ def run_matmul(args: argparse.Namespace, device: torch.device) -> int:
     grid = matmul.grid(args.layout, args.block, args.dtype, args.seq_len, args.head_dim, args.heads, args.batch)
     status = run_grid(args, device, grid, measured)
     if results:
-        print("", *matmul.summary(results), "", *matmul.verdicts(results, device), sep="\n")
+        print("", *matmul.summary(results), "", *matmul.verdicts(results), sep="\n")
     return status
 
 
@@ -221,14 +227,9 @@ def run_grid(
     args: argparse.Namespace, device: torch.device, grid: Iterable[Case], measured: Callable[[Case], Measured]
 ) -> int:
     """Prints and writes case after case; one that is wrong or fails is the last."""
-    conditions: dict[str, Any] = dict(machine.conditions(device))
-    print(in_words(conditions), flush=True)
     records: list[dict[str, Any]] = []
     try:
-        if device.type == "cuda":
-            measured_here = {name: asdict(floors.Ceilings.measure(device, machine.DTYPES[name])) for name in args.dtype}
-            conditions |= {"ceilings": measured_here}
-            print(*(f"measured here in {name}: {rates(found)}" for name, found in measured_here.items()), sep="\n")
+        conditions = say_conditions(device, args.dtype)
         for case in grid:
             lines, rows = measured(case)
             print("", *lines, sep="\n", flush=True)
@@ -255,13 +256,7 @@ def run_attention(args: argparse.Namespace, device: torch.device) -> int:
     if not on_cuda:
         chosen = [case.small(heads=1, seq_len=case.seq_len) if args.growth else case.small() for case in chosen]
     names = args.peers or default_peers(args)
-    conditions = machine.conditions(device) | attention.versions()
-    print(in_words(conditions))
-    if on_cuda:
-        ceilings = asdict(floors.Ceilings.measure(device, machine.DTYPES[dtype]))
-        conditions |= {"ceilings": ceilings}
-        print(f"measured here: {rates(ceilings)}", flush=True)
-
+    conditions = say_conditions(device, [dtype], **attention.versions())
     results: list[attention.Result] = []
     status = 0
     for case in chosen:
@@ -284,8 +279,7 @@ def run_attention(args: argparse.Namespace, device: torch.device) -> int:
 
 
 def run_tokens(args: argparse.Namespace, device: torch.device) -> int:
-    conditions = machine.conditions(device)
-    print(in_words(conditions), flush=True)
+    conditions = say_conditions(device)
     results: list[tokens.Result] = []
     for pattern, seq_len, (d_model, heads) in product(args.pairs, args.seq_len, args.models):
         of_shape = []
@@ -314,12 +308,15 @@ def default_peers(args: argparse.Namespace) -> list[str]:
     return [peers.OURS, "composition", "cudnn", "flash"] if args.quick else peers.ON_CUDA
 
 
-def rates(ceilings: dict[str, float | None]) -> str:
-    l2 = ceilings["l2_bytes_per_ms"]
-    return (
-        f"copy {ceilings['bytes_per_ms'] / 1e9:.2f} TB/s, matrix product {ceilings['flops_per_ms'] / 1e9:.0f} TFLOP/s, "
-        + (f"L2 to SMs {l2 / 1e9:.2f} TB/s" if l2 else "L2 to SMs not measured, which takes Triton")
-    )
+def say_conditions(device: torch.device, dtypes: Iterable[str] = (), **versions: str) -> dict[str, Any]:
+    """Prints what the numbers depend on, and the rates that a GPU has in these dtypes; returns it for the JSON."""
+    conditions: dict[str, Any] = machine.conditions(device) | versions
+    print(", ".join(f"{name} {value}" for name, value in conditions.items()), flush=True)
+    for name in dtypes if device.type == "cuda" else ():
+        ceilings = floors.Ceilings.measure(device, machine.DTYPES[name])
+        print(f"measured here in {name}: {ceilings.in_words()}", flush=True)
+        conditions.setdefault("ceilings", {})[name] = asdict(ceilings)
+    return conditions
 
 
 def in_option(value: object) -> str:
@@ -327,10 +324,6 @@ def in_option(value: object) -> str:
     if value is None:
         return "as many as have 48 x 4096 x 4096 scores"
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def in_words(conditions: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in conditions.items())
 
 
 def write(path: str | None, conditions: dict[str, Any], rows: list[dict[str, Any]]) -> None:

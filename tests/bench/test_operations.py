@@ -28,8 +28,7 @@ def test_each_is_timed_in_the_directions_it_has(competitors):
         if not row.reason:
             dense = find(rows, "dense", row.direction).milliseconds
             assert row.to_dense == pytest.approx(row.milliseconds / dense)
-            assert row.floor_ms == pytest.approx(0.25 * dense)
-            assert row.to_floor == pytest.approx(row.milliseconds / row.floor_ms)
+            assert (row.floor_ms, row.to_floor, row.bound) == (None, None, "")
     assert find(rows, "kernel", BACKWARD) is None
     assert list(without_time(rows)) == [f"kernel: no {BACKWARD} or {TRAIN}: it is forward only"]
 
