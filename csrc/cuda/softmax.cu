@@ -697,10 +697,12 @@ Blocks blocks_of(const Tensor& values, const Tensor& row_offsets, int64_t layout
       static_cast<uint32_t>(values.size(1)), log2_of(block)};
 }
 
-// A few runs a thread, and at most several times what the device holds at once: rows differ in length.
+// A few runs a thread, in as many thread blocks as keep the device busy; in twice as many, as rows differ in length, where
+// that leaves each thread enough to copy ahead of.
 int64_t thread_blocks(const Tensor& values, const Launcher& launch) {
   const int64_t runs = values.numel() * static_cast<int64_t>(values.element_size()) / 16;
-  return std::min((runs + 2 * kThreads - 1) / (2 * kThreads), launch.multiprocessors() * 12);
+  const int64_t enough = launch.multiprocessors() * 12;
+  return std::max(std::min((runs + 2 * kThreads - 1) / (2 * kThreads), enough), std::min(runs / (16 * kThreads), 2 * enough));
 }
 
 // `x` is (B or 1, H or 1, T or 1, S), or (B or 1, S) with 2 dimensions.
