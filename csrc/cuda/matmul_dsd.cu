@@ -209,7 +209,7 @@ Tensor matmul_dsd(
     return out;
   }
   const Launcher launch(dense);
-  const bool on_hopper = takes_dsd_on_hopper(launch, values, dense, block, transpose_result);
+  const bool on_hopper = takes_dsd_on_hopper(launch, values, dense, block);
   with_types(values, allow_tf32, [&](auto zero, auto fast) {
     using T = decltype(zero);
     constexpr bool kFast = decltype(fast)::value;

@@ -48,8 +48,7 @@ struct Product {
 
 // matmul_dsd_sm90.cu. Whether it takes these operands, which have been checked; and the product, but for adding up
 // parts.
-bool takes_dsd_on_hopper(
-    const Launcher& launch, const Tensor& values, const Tensor& dense, int64_t block, bool transpose_result);
+bool takes_dsd_on_hopper(const Launcher& launch, const Tensor& values, const Tensor& dense, int64_t block);
 template <class T>
 void dsd_on_hopper(
     const Launcher& launch, const Product<T>& product, const Tensor& values, const Tensor& dense, const Tensor& out);

@@ -1,8 +1,8 @@
 // Sparse @ dense for blocks of 16 and more, on Hopper, 16-bit types, up to 128 columns. A thread block takes a window
 // of the live blocks (windows.h) and, of each line, up to 64 rows. 64 tokens are summed over at a time, gathered from as
-// many blocks as that takes. Blocks may be transposed: products take both. Where there are 64 rows they are the left
-// operand, either dimension of the dense one may be adjacent and the result may be transposed, too; else the dense
-// operand is on the left and the product comes out transposed.
+// many blocks as that takes. Blocks may be transposed, products take both, and so may the result. Where there are 64 rows
+// they are the left operand, and either dimension of the dense one may be adjacent; else the dense operand is on the left
+// and the product comes out transposed.
 
 #include <torch/csrc/stable/ops.h>
 
@@ -223,7 +223,11 @@ __device__ __forceinline__ void multiply_all(
     } else {
 #pragma unroll
       for (int panel = 0; panel < M::kPanels; ++panel) {
-        store_to_panels<kRows>(memory.result[panel], sums[panel], true);
+        if (p.result.transposed) {
+          store_to_short_lines<kRows>(memory.result[panel], sums[panel]);
+        } else {
+          store_to_panels<kRows>(memory.result[panel], sums[panel], true);
+        }
       }
     }
     fence_stores();
@@ -276,13 +280,11 @@ dsd_on_hopper_kernel(
 
 }  // namespace
 
-bool takes_dsd_on_hopper(
-    const Launcher& launch, const Tensor& values, const Tensor& dense, int64_t block, bool transpose_result) {
+bool takes_dsd_on_hopper(const Launcher& launch, const Tensor& values, const Tensor& dense, int64_t block) {
   const int64_t width = dense.size(3);
   return launch.is_hopper() && dense.element_size() == 2 && block >= 16 && width <= kMostDepth && width % 8 == 0 &&
          values.numel() > 0 && takes_boxes(values) &&
-         (takes_boxes(dense) ? block >= kTile || !transpose_result
-                             : block >= kTile && takes_boxes(torch::stable::transpose(dense, 2, 3)));
+         (takes_boxes(dense) || (block >= kTile && takes_boxes(torch::stable::transpose(dense, 2, 3))));
 }
 
 template <class T>
@@ -292,7 +294,8 @@ void dsd_on_hopper(
   const auto run = [&](auto width, auto rows) {
     constexpr int kN = decltype(width)::value, kRows = decltype(rows)::value;
     const CUtensorMap dense_map = tensor_map(dense_is_lines ? dense : torch::stable::transpose(dense, 2, 3), kRows);
-    const CUtensorMap values_map = tensor_map(values, kRows, kRows), out_map = tensor_map(out, kRows);
+    const CUtensorMap values_map = tensor_map(values, kRows, kRows);
+    const CUtensorMap out_map = p.result.transposed ? tensor_map(out, kPanel, kRows) : tensor_map(out, kRows);
     launch.with_shared_memory(
         dsd_on_hopper_kernel<T, kN, kRows>, p.windows_of_all() * ((int64_t{1} << p.log_block) / kRows), kAllThreads,
         sizeof(Memory<T, kN, kRows>) + kPanelAlignment, p, values_map, dense_map, out_map, dense_is_lines);

@@ -129,6 +129,19 @@ __device__ __forceinline__ void store_to_panels(T* panels, const float (&sums)[k
   }
 }
 
+// Rounds the sums of 64 x kWidth and writes them to lines of 32 or 64 bytes, in the swizzle of those.
+template <int kWidth, class T>
+__device__ __forceinline__ void store_to_short_lines(T* lines, const float (&sums)[kWidth / 2]) {
+  const int lane = threadIdx.x % 32, line = threadIdx.x / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+  for (int j = 0; j < kWidth / 16; ++j) {
+    uint32_t rounded[4];
+    round_columns<T>(rounded, sums, j);
+    const int run = (2 * j + lane / 16) ^ line / (kPanel / kWidth) % (kWidth / 8);
+    store_matrices(lines + line * kWidth + 8 * run, rounded);
+  }
+}
+
 // Rounds the sums of 64 x kBlock, lines of which are columns of blocks, and writes them as blocks one after the other.
 template <int kBlock, class T>
 __device__ __forceinline__ void store_as_blocks(T* blocks, const float (&sums)[kBlock / 2]) {
