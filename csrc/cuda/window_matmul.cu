@@ -9,6 +9,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <type_traits>
 
 #include "../checks.h"
@@ -116,8 +117,8 @@ struct Group {
   }
 
  private:
-  // A run may be the end of a row and the beginning of the next one. With seams such a beginning waits for the end, which
-  // is in a later group or in the same one, so that the run is written whole.
+  // A run may be the end of a row and the beginning of the next one. With seams such a beginning waits for the end,
+  // which is in a later group or in the same one, so that the run is written whole.
   __device__ __forceinline__ void store_some(T* to, int64_t pitch, const GroupEdges& edges) const {
     const int place = lane() % 4 * kCount - lane() / 4;
     const int after_begin = place - edges.begin, before_end = edges.end - place;
