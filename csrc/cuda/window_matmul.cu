@@ -206,7 +206,7 @@ struct Group {
 // kCount: elements that are written together, a run of 16 bytes or a pair. kHeld: rows are one chunk deep, and each
 // warp holds its own in registers.
 template <class T, int kCount, bool kHeld>
-__global__ void __launch_bounds__(kThreads, kHeld ? 5 : 3) window_matmul_kernel(
+__global__ void __launch_bounds__(kThreads, kHeld ? 4 : 3) window_matmul_kernel(
     const __grid_constant__ MatmulArguments<T> p) {
   extern __shared__ __align__(128) unsigned char shared[];
   using M = Mma<T>;
