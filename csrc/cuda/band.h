@@ -13,6 +13,7 @@
 #include <cstdint>
 
 #include "../checks.h"
+#include "swizzle.h"
 #include "tiles.h"
 
 namespace ds_sparse {
@@ -171,6 +172,53 @@ struct TokenRows {
       from += step * token_stride;
     }
   }
+};
+
+// Copies tokens of a head to swizzled tiles, kTokens at a time and a chunk of their depth; what is not there becomes
+// zero.
+template <class T, int kTokens>
+class TokenLoader {
+ public:
+  // From token `token` on; `all_there` if those of all copies are.
+  __device__ TokenLoader(const TokenRows<T>& x, const T* head, int64_t token, bool all_there)
+      : x_(x),
+        from_(head + (token + line()) * x.token_stride + run() * kRun<T>),
+        place_(keep(swizzled(line(), run()))),
+        all_there_(all_there) {}
+
+  // Starts the copies of a chunk of the next tokens, which `token` is the first of.
+  __device__ __forceinline__ void operator()(uint32_t tile, int64_t token, int chunk) const {
+    const T* from = from_ + chunk * kChunk<T>;
+    const int given = chunk * kChunk<T> + run() * kRun<T> < x_.width ? 16 : 0;
+    if (all_there_) {
+#pragma unroll
+      for (int i = 0; i < kTokens / kLines; ++i) {
+        start_copy<16>(moved(tile + place_, i * kLines, 0), from, given);
+        from += kLines * x_.token_stride;
+      }
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kTokens; i += kLines) {
+        const int64_t here = token + line() + i;
+        const uint32_t to = tile + swizzled(line() + i, run());
+        start_copy<16>(to, from, here >= 0 && here < x_.tokens ? given : 0);
+        from += kLines * x_.token_stride;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void advance() { from_ += kTokens * x_.token_stride; }
+
+ private:
+  static constexpr int kRuns = kLineBytes / 16, kLines = kThreads / kRuns;
+
+  static __device__ int line() { return threadIdx.x / kRuns; }
+  static __device__ int run() { return threadIdx.x % kRuns; }
+
+  const TokenRows<T>& x_;
+  const T* from_;
+  uint32_t place_;
+  bool all_there_;
 };
 
 // x, or where its order of memory is another one a copy that `TokenRows` can read: with zeros after a token's numbers.

@@ -18,16 +18,21 @@ namespace ds_sparse {
 
 // Four 8 x 8 matrices of 16-bit elements, whose rows lanes 8 i to 8 i + 7 point at; transposed as they arrive, or not.
 template <bool kTransposed>
-__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], const void* row) {
+__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t row) {
   if constexpr (kTransposed) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(shared_address(row)));
+                 : "r"(row));
   } else {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(shared_address(row)));
+                 : "r"(row));
   }
+}
+
+template <bool kTransposed>
+__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], const void* row) {
+  load_matrices<kTransposed>(to, shared_address(row));
 }
 
 __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __half) {

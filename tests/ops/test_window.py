@@ -115,6 +115,15 @@ def test_rows_of_several_tasks(device: str, job: str):
     check(job, operands(job, (2, 2), 700, 130, 64, seeded()), 130, torch.float32, device)
 
 
+@pytest.mark.parametrize("tokens", [128, 129, 290])
+@pytest.mark.parametrize("window", [4, 6, 13, 20, 48, 64])
+@pytest.mark.parametrize("job", sorted(JOBS))
+def test_windows_that_end_anywhere_in_a_tile(device: str, job: str, window: int, tokens: int):
+    """Heads of a band begin at any address, and its rows at any place of a tile."""
+    for dtype in (torch.bfloat16, torch.float32):
+        check(job, operands(job, (1, 3), tokens, window, 40, seeded()), window, dtype, device)
+
+
 def test_by_hand(device: str):
     a = torch.tensor([[1.0], [2.0], [3.0]], device=device)
     b = torch.tensor([[10.0, 20.0, 30.0]], device=device)

@@ -1,0 +1,90 @@
+// Tiles in shared memory whose lines are 128 bytes: eight runs of 16 bytes, in an order of each line's own, so that a
+// warp reads products' operands from different banks without space between the lines.
+//
+// A run's place is linear over XOR in the bits of line and run, so that a thread computes that of its first operand
+// once, and all others are an XOR and an addition of constants away (`moved`). Tiles begin at multiples of 128 bytes.
+
+#pragma once
+
+#include <cstdint>
+
+#include "mma.h"
+#include "vector.h"
+
+namespace ds_sparse {
+
+constexpr int kLineBytes = 128;
+
+// Where a run of a line is in its tile, in bytes.
+__host__ __device__ constexpr uint32_t swizzled(uint32_t line, uint32_t run) {
+  return line * kLineBytes + (run ^ (line & 7) ^ (line >> 3 & 3) << 1) * 16;
+}
+
+// From the address of a run to that of the one so many lines and runs on; no bit may be set in both.
+__device__ __forceinline__ uint32_t moved(uint32_t address, uint32_t lines, uint32_t runs) {
+  const uint32_t by = swizzled(lines, runs);
+  return (address ^ by % kLineBytes) + by / kLineBytes * kLineBytes;
+}
+
+// Fragments of operands that lie along k, 16 lines each. A product's columns may be any 16 lines: where they are shared
+// out as `line_of_column` says, a lane's sums of kCount / 2 neighbouring products are kCount adjacent columns.
+template <int kCount>
+__host__ __device__ constexpr uint32_t line_of_column(uint32_t product, uint32_t column) {
+  return product / (kCount / 2) * (4 * kCount) + column / 2 * kCount + product % (kCount / 2) * 2 + column % 2;
+}
+
+// 16-bit elements: a run is 8 of the 16 that are summed.
+template <class T, int kCount>
+struct LineFragments {
+  using M = Mma<T>;
+
+  // What the lane adds to a tile's address.
+  static __device__ uint32_t place_of_a(int lane) { return swizzled(lane % 16, lane / 16); }
+  static __device__ uint32_t place_of_b(int lane) {
+    return swizzled(line_of_column<kCount>(lane / 16, lane % 8), lane / 8 % 2);
+  }
+
+  // Lines `line` and on, the two runs from `run` on.
+  static __device__ __forceinline__ void read_a(typename M::FragmentA& to, uint32_t address, int line, int run) {
+    load_matrices<false>(to, moved(address, line, run));
+  }
+
+  // Products `product` and the next one.
+  static __device__ __forceinline__ void read_b(typename M::FragmentB& to, uint32_t address, int product, int run) {
+    load_matrices<false>(to, moved(address, line_of_column<kCount>(product, 0), run));
+  }
+};
+
+// 32-bit elements: a run is 4 of the 8 that are summed.
+template <int kCount>
+struct LineFragments<float, kCount> {
+  using M = Mma<float>;
+
+  static __device__ uint32_t place_of_a(int lane) { return swizzled(lane / 4, 0) + lane % 4 * sizeof(float); }
+  static __device__ uint32_t place_of_b(int lane) {
+    return swizzled(line_of_column<kCount>(0, lane / 4), 0) + lane % 4 * sizeof(float);
+  }
+
+  static __device__ __forceinline__ void read_a(M::FragmentA& to, uint32_t address, int line, int run) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      to[e] = load(moved(address, line + e % 2 * 8, run + e / 2));
+    }
+  }
+
+  static __device__ __forceinline__ void read_b(M::FragmentB& to, uint32_t address, int product, int run) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      to[e] = load(moved(address, line_of_column<kCount>(product + e / 2, 0), run + e % 2));
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ float load(uint32_t address) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+    return x;
+  }
+};
+
+}  // namespace ds_sparse
