@@ -243,14 +243,12 @@ Tensor matmul_dsd(
     };
     if constexpr (sizeof(T) == 2) {
       if (on_hopper) {
-        int size = window_size(
+        int64_t size = window_size(
             live * batch * heads / layout_heads, block, std::max<int64_t>(1, block / 64), launch.multiprocessors(), 16);
-        // Lines of about average length are not cut.
-        while (size < 2 * live / lines) {
-          size *= 2;
-        }
+        // Lines of about average length are not cut, nor are the longest where all are short and random.
+        size = std::max<int64_t>(size, 2 * live / lines + 3);
         return with_product(
-            size, [&](const Product<T>& product) { dsd_on_hopper(launch, product, values, dense, out); });
+            static_cast<int>(size), [&](const Product<T>& product) { dsd_on_hopper(launch, product, values, dense, out); });
       }
     }
     const auto run = [&](auto height, auto tile_width) {
