@@ -167,11 +167,16 @@ __global__ void __launch_bounds__(kThreads, kN == 128 ? 3 : 4) matmul_dsd_kernel
   }
 }
 
-constexpr int kAddedAtOnce = 8 * kThreads;  // numbers that a thread block of add_parts_kernel makes
+// Numbers that a thread block of add_parts_kernel makes, of whom a thread makes some together: to find out whether there
+// is anything to add takes longer than most additions.
+constexpr int kAddedTogether = 4, kAddedAtOnce = 8 * kAddedTogether * kThreads;
 
 // Adds the parts of the line that starts in each window and goes on after it, first part first.
 template <class T>
 __global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_constant__ Product<T> p) {
+  struct alignas(16) Some {
+    Compute<T> number[kAddedTogether];
+  };
   const int windows = p.lists.windows();
   const int64_t block = int64_t{1} << p.log_block, width = p.result.width;
   const int64_t shares = (block * width + kAddedAtOnce - 1) / kAddedAtOnce;
@@ -186,13 +191,22 @@ __global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_consta
     const int64_t head = p.layout_heads == 1 ? window_of_all / windows % p.heads : line / p.rows;
     const int64_t batch = window_of_all / windows / p.heads_apart();
     const int64_t end = min(block * width, (share + 1) * kAddedAtOnce);
-    for (int64_t i = share * kAddedAtOnce + threadIdx.x; i < end; i += kThreads) {
-      Compute<T> sum = p.parts.at(window_of_all, kStarted, block, width)[i];
+    for (int64_t i = share * kAddedAtOnce + threadIdx.x * kAddedTogether; i < end; i += kThreads * kAddedTogether) {
+      Some sums = *reinterpret_cast<const Some*>(p.parts.at(window_of_all, kStarted, block, width) + i);
 #pragma unroll 8
       for (int64_t part = 1; part <= more; ++part) {
-        sum += p.parts.at(window_of_all + part, kContinued, block, width)[i];
+        const Some next = *reinterpret_cast<const Some*>(p.parts.at(window_of_all + part, kContinued, block, width) + i);
+#pragma unroll
+        for (int e = 0; e < kAddedTogether; ++e) {
+          sums.number[e] += next.number[e];
+        }
       }
-      *p.result.at(batch * p.heads + head, line % p.rows * block + i / width, i % width) = static_cast<T>(sum);
+#pragma unroll
+      for (int e = 0; e < kAddedTogether; ++e) {
+        const int64_t place = i + e;
+        *p.result.at(batch * p.heads + head, line % p.rows * block + place / width, place % width) =
+            static_cast<T>(sums.number[e]);
+      }
     }
   }
 }

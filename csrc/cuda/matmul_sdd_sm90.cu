@@ -175,7 +175,7 @@ __device__ __forceinline__ void multiply_all(
 }
 
 template <class T, int kPanels, int kRows>
-__global__ void __launch_bounds__(kAllThreads, (kPanels == 1 ? 3 : 2) + (kRows < kTile))
+__global__ void __launch_bounds__(kAllThreads, kThreadBlocks<kPanels, kRows>)
 sdd_on_hopper_kernel(
     const __grid_constant__ Arguments p, const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
     const __grid_constant__ CUtensorMap out_map, T* out) {

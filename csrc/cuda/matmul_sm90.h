@@ -23,6 +23,10 @@ constexpr int kTileBytes = kTileElements * 2;        // in 16-bit types
 constexpr int kLineBytes = kPanel * 2;               // of a panel's line
 constexpr int kMostDepth = 2 * kPanel;               // numbers a token
 
+// Thread blocks on a multiprocessor, as many as shared memory has room for.
+template <int kPanels, int kRows>
+constexpr int kThreadBlocks = (kPanels == 1 ? 3 : 2) + (kRows < kTile) + (kRows == 16 && kPanels == 1);
+
 // The numbers in a list that belong to ascending entries, read for 32 of them at a time; by a whole warp.
 class ListReader {
  public:
