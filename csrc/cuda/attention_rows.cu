@@ -2,52 +2,60 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
-
 #include "attention_arguments.h"
 #include "attention_rows.h"
 
 namespace ds_sparse::attention {
 namespace {
 
-// Eight threads a row.
+constexpr int kLanes = 8;   // of a row
+constexpr int kAtOnce = 4;  // rows of a thread, whose reads are under way together
+constexpr int kRowsOfBlock = kThreads / kLanes * kAtOnce;
+static_assert(kHopperTile % kRowsOfBlock == 0);
+
 template <class T>
-__global__ void rows_kernel(
+__global__ void __launch_bounds__(kThreads) rows_kernel(
     Matrices<const T> grad_output, Matrices<const T> output, const float2* row_sums, const float* grad_lse, float* to,
-    int64_t rows, int64_t padded, int heads, int queries, int width) {
-  const int lane = threadIdx.x % 8;
-  // Whole warps go on together, as lanes add across each other.
-  for (int64_t row = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / 8; row < (rows + 3) / 4 * 4;
-       row += int64_t{gridDim.x} * blockDim.x / 8) {
-    const int64_t matrix = row / padded, token = row % padded;
-    const bool exists = row < rows && token < queries;
-    float sum = 0;
-    if (exists) {
-      const int batch = matrix / heads, head = matrix % heads;
-      const T* a = grad_output.of(batch, head) + token * grad_output.token_stride;
-      const T* b = output.of(batch, head) + token * output.token_stride;
-      for (int column = lane * kRun<T>; column < width; column += 8 * kRun<T>) {
-        const auto x = load_aligned(a + column), y = load_aligned(b + column);
+    int64_t matrices, int64_t padded, int heads, int queries, int width) {
+  const int lane = threadIdx.x % kLanes;
+  const int64_t tasks_of_matrix = padded / kRowsOfBlock;
+  for (int64_t task = blockIdx.x; task < matrices * tasks_of_matrix; task += gridDim.x) {
+    const int64_t matrix = task / tasks_of_matrix;
+    const int first = static_cast<int>(task % tasks_of_matrix) * kRowsOfBlock + threadIdx.x / kLanes;
+    const auto token_of = [&](int i) { return first + i * (kThreads / kLanes); };
+    const int batch = matrix / heads, head = matrix % heads;
+    const T *a = grad_output.of(batch, head), *b = output.of(batch, head);
+    float sums[kAtOnce] = {};
+    for (int column = lane * kRun<T>; column < width; column += kLanes * kRun<T>) {
 #pragma unroll
-        for (int i = 0; i < kRun<T>; ++i) {
-          sum += static_cast<float>(x.element[i]) * static_cast<float>(y.element[i]);
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int64_t token = min(token_of(i), queries - 1);
+        const auto x = load_aligned(a + token * grad_output.token_stride + column);
+        const auto y = load_aligned(b + token * output.token_stride + column);
+#pragma unroll
+        for (int e = 0; e < kRun<T>; ++e) {
+          sums[i] += static_cast<float>(x.element[e]) * static_cast<float>(y.element[e]);
         }
       }
     }
-    sum = sum_of_lanes(sum, 8);
-    if (lane == 0 && row < rows) {
-      const int64_t place = matrix * queries + token;
-      const float2 of_row = exists ? row_sums[place] : make_float2(-kInfinity, 0);  // origin and sum
-      Row result = no_row();
-      if (of_row.y > 0) {
-        const float delta = sum - (grad_lse != nullptr ? grad_lse[place] : 0.0f);
-        result = {of_row.x * kLog2E + log2f(of_row.y), delta, of_row.x, 1 / of_row.y};
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const float sum = sum_of_lanes(sums[i], kLanes);
+      const int token = token_of(i);
+      if (lane == 0) {
+        const int64_t place = matrix * queries + token;
+        const float2 of_row = token < queries ? row_sums[place] : make_float2(-kInfinity, 0);  // origin and sum
+        Row result = no_row();
+        if (of_row.y > 0) {
+          const float delta = sum - (grad_lse != nullptr ? grad_lse[place] : 0.0f);
+          result = {of_row.x * kLog2E + log2f(of_row.y), delta, of_row.x, 1 / of_row.y};
+        }
+        float* of_token = to + matrix * 4 * padded + token;
+        of_token[0] = result.lse;
+        of_token[padded] = result.delta;
+        of_token[2 * padded] = result.origin;
+        of_token[3 * padded] = result.inverse;
       }
-      float* first = to + matrix * 4 * padded + token;
-      first[0] = result.lse;
-      first[padded] = result.delta;
-      first[2 * padded] = result.origin;
-      first[3 * padded] = result.inverse;
     }
   }
 }
@@ -67,9 +75,9 @@ std::pair<Tensor, Rows> make_rows(
   with_element<false>(output, "attention", [&](auto zero) {
     using T = decltype(zero);
     launch(
-        rows_kernel<T>, std::min<int64_t>((rows + 15) / 16, 1 << 20), 128, matrices_of<const T>(grad_output),
-        matrices_of<const T>(output), reinterpret_cast<const float2*>(row_sums.const_data_ptr<float>()),
-        grad_lse ? grad_lse->const_data_ptr<float>() : nullptr, to, rows, padded, static_cast<int>(heads),
+        rows_kernel<T>, rows / kRowsOfBlock, kThreads, matrices_of<const T>(grad_output), matrices_of<const T>(output),
+        reinterpret_cast<const float2*>(row_sums.const_data_ptr<float>()),
+        grad_lse ? grad_lse->const_data_ptr<float>() : nullptr, to, batch * heads, padded, static_cast<int>(heads),
         static_cast<int>(queries), static_cast<int>(output.size(3)));
   });
   return {data, Rows{to, padded}};
