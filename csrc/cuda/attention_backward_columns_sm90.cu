@@ -271,15 +271,9 @@ __device__ __forceinline__ void multiply_all(
             prob = kPlain ? exp2_of(prob * unit - of_row) : exp2_of((prob - of_row) * unit) * (e % 2 ? inverse.y : inverse.x);
           }
         }
+        round_sums<T, kN>(left_probs, probs);
         if (drops) {
-          float dropped[kN / 2];
-#pragma unroll
-          for (int i = 0; i < kN / 2; ++i) {
-            dropped[i] = kept[i] ? probs[i] : 0.0f;
-          }
-          round_sums<T, kN>(left_probs, dropped);
-        } else {
-          round_sums<T, kN>(left_probs, probs);
+          kept.mask(left_probs);
         }
         begin_products();
         multiply_columns<T, kD, kN>(grad_value, left_probs, output_grad_columns + here);
@@ -292,10 +286,8 @@ __device__ __forceinline__ void multiply_all(
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             float& grad = grads[4 * n + e];
-            if (drops) {
-              grad = kept[4 * n + e] ? grad * of_dropout : 0.0f;
-            }
-            grad = probs[4 * n + e] * (grad - (e % 2 ? delta.y : delta.x));
+            const float factor = !drops ? 1.0f : kept[4 * n + e] ? of_dropout : 0.0f;
+            grad = probs[4 * n + e] * (grad * factor - (e % 2 ? delta.y : delta.x));
           }
         }
         round_sums<T, kN>(left_grads, grads);

@@ -178,10 +178,8 @@ __device__ __forceinline__ void multiply_all(
       sums_are_there(grads);
 #pragma unroll
       for (int i = 0; i < kN / 2; ++i) {
-        if (drops) {
-          grads[i] = kept[i] ? grads[i] * of_dropout : 0.0f;
-        }
-        grads[i] = probs[i] * (grads[i] - (i % 4 < 2 ? row0 : row8).delta);
+        const float factor = !drops ? 1.0f : kept[i] ? of_dropout : 0.0f;
+        grads[i] = probs[i] * (grads[i] * factor - (i % 4 < 2 ? row0 : row8).delta);
       }
     };
     const auto added = [&](int stage) {

@@ -287,25 +287,27 @@ struct Finder {
 __device__ __forceinline__ int own_strip() { return threadIdx.x % kTeamThreads / 32 * 16; }
 __device__ __forceinline__ int own_line() { return own_strip() + threadIdx.x % 32 / 4; }
 
-// Which of a lane's probabilities (64 x 64) dropout keeps, a bit for each; by rows or, transposed, by columns. A strip's
-// lines are neighbours, and begin at a multiple of 16.
+// Which of a lane's probabilities (64 x 64) dropout keeps; by rows or, transposed, by columns. A strip's lines are
+// neighbours, and begin at a multiple of 16.
 template <bool kTransposed>
 struct KeptOfStep {
-  uint32_t bits = 0;
+  Kept<kTransposed> squares[4];
 
   __device__ __forceinline__ void find(const Dropout& dropout, uint32_t matrix, int first_token, const Octet* groups) {
-    bits = 0;
 #pragma unroll
     for (int g = 0; g < 4; ++g) {
-      const auto kept = Kept<kTransposed>::of_square(dropout, matrix, first_token, groups[g].token);
-#pragma unroll
-      for (int pair = 0; pair < 4; ++pair) {
-        bits |= kept.pairs[pair] & 0x10001u << (4 * g + pair);
-      }
+      squares[g] = Kept<kTransposed>::of_square(dropout, matrix, first_token, groups[g].token);
     }
   }
   // In the order of sums.
-  __device__ __forceinline__ bool operator[](int i) const { return bits >> (i / 2 + i % 2 * 16) & 1; }
+  __device__ __forceinline__ bool operator[](int i) const { return squares[i / 8][i % 8]; }
+  // Of probabilities that are rounded.
+  __device__ __forceinline__ void mask(uint32_t (&probs)[4][4]) const {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      probs[i / 4][i % 4] &= squares[i / 4].pairs[i % 4];
+    }
+  }
 };
 
 // From a lane's products to scores, but for the bias of keys. Lines are queries, or with kTransposed keys.
