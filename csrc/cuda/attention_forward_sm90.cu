@@ -73,10 +73,11 @@ __device__ __forceinline__ void copy_all(
   for (Ring<Memory<T, kD, kN, kTeams, kLimited>::kSlots> slot;; slot.next()) {
     memory.task_told[slot.stage].wait(slot.parity);
     const auto& task = memory.tasks[slot.stage];
-    const int head = task.work.head / p.heads_of_group, batch = task.work.batch, steps = task.steps;
+    const int steps = task.steps;
     if (steps < 0) {
       return;
     }
+    const int head = task.work.head / p.heads_of_group, batch = task.work.batch;
     const Other<kN> other{p.lists.entries + task.work.first_entry, task.work.num_entries, p.lists.log_block,
                           p.scoring.keys, p.scoring.key_states_of(batch, task.work.head)};
     const auto sight = Sight<kLimited>::template of_strip<false>(p.scoring, p.lists, task);

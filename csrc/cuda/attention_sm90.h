@@ -2,8 +2,8 @@
 // strip and a warpgroup see.
 //
 // A thread block stays on its multiprocessor and takes unit after unit, or each of its two teams does. A team's two
-// warpgroups have 64 lines of the unit's tile each, a strip of 16 for each warp; a warp after them keeps copies going,
-// through a ring of stages in shared memory.
+// warpgroups have 64 lines of the unit's tile each, a strip of 16 for each warp. Warps after them look units up and keep
+// copies going, through a ring of stages in shared memory: one for each of the two jobs, or (backward by rows) for both.
 
 #pragma once
 
@@ -31,7 +31,8 @@ __device__ __forceinline__ bool drops(const Scoring& scoring) {
 }
 
 constexpr int kConsumers = 2;  // warpgroups with kHopperTile / kConsumers lines each
-// A team is these and a warp that copies for them; the teams of a thread block have nothing to do with each other.
+// A team is these and the warps that prepare and copy for them; the teams of a thread block have nothing to do with each
+// other.
 constexpr int kTeamThreads = 128 * kConsumers;
 template <int kTeams>
 constexpr int kHopperThreads = kTeams * kTeamThreads + 128;
@@ -126,7 +127,7 @@ struct Queue {
   static __device__ __forceinline__ int unit_of(int ticket) { return __shfl_sync(0xffffffffu, ticket, 0); }
 };
 
-// What a thread block does next: the copying warp looks it up, and finds the tokens, while the others are at work.
+// What a team does next: a warp looks it up, and finds the tokens, while the others are at work.
 struct Task {
   Work work;
   int steps;                // -1: there is nothing left to do
@@ -139,7 +140,7 @@ struct TaskOf : Task {
   Range limits[kLimited ? kHopperTile : 1];
   int places[kLimited ? kHopperTile : 1];
 
-  // By the copying warp.
+  // By the warp that looks units up.
   __device__ __forceinline__ void set(
       const Work& next, int num_steps, const Lists& lists, int length, const Scoring& scoring) {
     for (int line = threadIdx.x % 32; line < kHopperTile; line += 32) {

@@ -52,20 +52,6 @@ struct Barrier {
     asm volatile(
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)), "r"(bytes) : "memory");
   }
-  // Whether the phase of this parity is over.
-  __device__ __forceinline__ bool is_over(uint32_t parity) {
-    uint32_t over;
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, done;\n"
-        "}"
-        : "=r"(over)
-        : "r"(shared_address(this)), "r"(parity)
-        : "memory");
-    return over != 0;
-  }
   // Until the phase of this parity is over.
   __device__ __forceinline__ void wait(uint32_t parity) {
     asm volatile(

@@ -145,10 +145,12 @@ __device__ __forceinline__ void multiply_all(
     sums_are_there(sums);
     wait_at<kMultiplying>(1);
     if (first_of_warp) {
-      memory.free[place.stage].arrive();
+      // In this order: a copying warp that asks for rows knows, by its own stage, of steps a round ago alone. Rows of lines
+      // that ended there have to be free by then, or the parity that it waits for is that of the round before.
       if (step.rows_end) {
         memory.rows_free[step.rows].arrive();
       }
+      memory.free[place.stage].arrive();
     }
     if constexpr (kRowsAreLeft) {
       store_to_panels<kTile>(memory.results[turn], sums, false);

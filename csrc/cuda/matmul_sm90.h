@@ -48,7 +48,8 @@ class ListReader {
 
 // The steps of a copying warp, which are those of its stage: to say what a step is about takes longer than to do it. A
 // warp with more than one stage, or a stage with more than one warp, could come to a step two rounds ahead of the ring,
-// where the parity that it waits for is that of the round before. Warps without a stage have no step.
+// where the parity that it waits for is that of the round before. Warps
+// without a stage have no step.
 template <int kStages>
 struct OwnSteps {
   static_assert(kStages <= 4);

@@ -295,9 +295,11 @@ __device__ __forceinline__ void for_all_rows(
   const int64_t runs = (int64_t{entries} << blocks.log_block) / kRun<T>;
   const int least = log_width_for((runs + lines - 1) / lines, kHeld - 1, log2_of(kLanes / kMostRows), log2_of(kLanes));
   // Rows that a warp takes in turn before it jumps by the grid: those of a block row share the search for its entries.
-  // Where blocks' rows do not fill cache lines, neighbouring warps have those of a line: it is read at one time.
+  // Where blocks' rows do not fill cache lines, neighbouring warps have those of a line: it is read at one time. Nor are
+  // more taken in turn than there are for each warp.
   const bool fill_lines = (static_cast<int>(sizeof(T)) << blocks.log_block) >= kCacheLine;
-  const int in_turn = fill_lines ? max(kLanes >> least, kRowsInTurn) : kLanes >> least;
+  const bool are_enough = token_rows >= int64_t{gridDim.x} * (kThreads / kLanes) * kRowsInTurn;
+  const int in_turn = fill_lines && are_enough ? max(kLanes >> least, kRowsInTurn) : kLanes >> least;
   const int64_t step = int64_t{gridDim.x} * (kThreads / kLanes) * in_turn;
 
   // The rows that the warp has come to, of which the team's own is number `row`.

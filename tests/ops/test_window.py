@@ -124,6 +124,21 @@ def test_windows_that_end_anywhere_in_a_tile(device: str, job: str, window: int,
         check(job, operands(job, (1, 3), tokens, window, 40, seeded()), window, dtype, device)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("depth", [40, 72])
+@pytest.mark.parametrize("window", [4, 6, 20, 64])
+@pytest.mark.parametrize("job", sorted(JOBS))
+def test_each_of_many_heads_is_as_one(device: str, job: str, window: int, depth: int, dtype: torch.dtype):
+    """With so many no head's rows are shared out among a GPU's thread blocks: one writes them from end to end."""
+    head = operands(job, (1, 1), 129, window, depth, seeded())
+    check(job, head, window, dtype, device)
+    head = [x.to(device, dtype) for x in head]
+    heads = 1200 if device == "cuda" else 3
+    ours = JOBS[job][0]
+    many = ours(*(x.expand(1, heads, -1, -1) for x in head), window)
+    assert many.equal(ours(*head, window).expand_as(many))
+
+
 def test_by_hand(device: str):
     a = torch.tensor([[1.0], [2.0], [3.0]], device=device)
     b = torch.tensor([[10.0, 20.0, 30.0]], device=device)
