@@ -82,8 +82,9 @@ struct Interval {
 
   // `whole`: whether there are to be runs.
   __device__ Interval(int begin, int end, bool whole) : begin(begin) {
-    first = (begin + kRun<T> - 1) / kRun<T>;
-    last = whole ? end / kRun<T> : 0;
+    constexpr int kLogRun = log2_of(kRun<T>);
+    first = (begin + kRun<T> - 1) >> kLogRun;
+    last = whole ? end >> kLogRun : 0;
     skipped = ::max(last - first, 0) * kRun<T>;
     before = skipped > 0 ? first * kRun<T> - begin : end - begin;
     singles = end - begin - skipped;
@@ -140,7 +141,7 @@ __device__ __forceinline__ void for_all_rows(
   };
   const auto start = [&](const Rows<T>& rows, int stage) {
     if (rows.matrix < shares.matrices) {
-      const int count = (rows.end + kRun<T> - 1) / kRun<T>;
+      const int count = (rows.end + kRun<T> - 1) >> log2_of(kRun<T>);
       // The tensor may end within the last run.
       const int64_t left = shares.elements - rows.run_element;
       const int whole = left < int64_t{count} * kRun<T> ? count - 1 : count;
