@@ -41,6 +41,45 @@ __device__ __forceinline__ A biased(A logit, A bias) {
   return sum == -infinity<A>() ? std::numeric_limits<A>::lowest() : sum;
 }
 
+template <class A, int Count>
+__device__ __forceinline__ A largest_of(const A (&x)[Count]) {
+  A largest = x[0];
+#pragma unroll
+  for (int i = 1; i < Count; ++i) {
+    largest = max(largest, x[i]);
+  }
+  return largest;
+}
+
+template <class A, int Count>
+__device__ __forceinline__ A sum_of(const A (&x)[Count]) {
+  if constexpr (Count == 1) {
+    return x[0];
+  } else {
+    A pairs[Count / 2];
+#pragma unroll
+    for (int i = 0; i < Count / 2; ++i) {
+      pairs[i] = x[i] + x[i + Count / 2];
+    }
+    return sum_of(pairs);
+  }
+}
+
+// The largest element of a run: halves two at a time.
+template <class T>
+__device__ __forceinline__ Compute<T> largest_of(const uint4& run) {
+  if constexpr (sizeof(T) == 2) {
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    const auto pair = [](uint32_t word) { return reinterpret_cast<const Pair&>(word); };
+    const Pair both = __hmax2(__hmax2(pair(run.x), pair(run.y)), __hmax2(pair(run.z), pair(run.w)));
+    return max(static_cast<float>(both.x), static_cast<float>(both.y));
+  } else {
+    Compute<T> x[kRun<T>];
+    unpack<T>(run, x);
+    return largest_of(x);
+  }
+}
+
 // What exponents are taken relative to: the largest logit, or 0 where all are -inf, so that exp gives 0 and not NaN.
 template <class A>
 __device__ __forceinline__ A finite_reference(A largest) {
@@ -50,17 +89,22 @@ __device__ __forceinline__ A finite_reference(A largest) {
 template <class A>
 constexpr A kLog2E = 1.4426950408889634;
 
-// 2^(scale * (x - reference)).
 template <class A>
-__device__ __forceinline__ A power_of_difference(A x, A reference, A scale) {
+__device__ __forceinline__ A power_of_two(A exponent) {
   if constexpr (std::is_same_v<A, float>) {
     // exp2f brings back results below 2^-126, which is not worth its instructions here.
     float power;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"((x - reference) * scale));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(exponent));
     return power;
   } else {
-    return exp2((x - reference) * scale);
+    return exp2(exponent);
   }
+}
+
+// 2^(scale * (x - reference)).
+template <class A>
+__device__ __forceinline__ A power_of_difference(A x, A reference, A scale) {
+  return power_of_two((x - reference) * scale);
 }
 
 }  // namespace ds_sparse

@@ -390,45 +390,6 @@ __device__ __forceinline__ void mask(A (&logits)[Count]) {
   }
 }
 
-template <class A, int Count>
-__device__ __forceinline__ A largest_of(const A (&x)[Count]) {
-  A largest = x[0];
-#pragma unroll
-  for (int i = 1; i < Count; ++i) {
-    largest = max(largest, x[i]);
-  }
-  return largest;
-}
-
-template <class A, int Count>
-__device__ __forceinline__ A sum_of(const A (&x)[Count]) {
-  if constexpr (Count == 1) {
-    return x[0];
-  } else {
-    A pairs[Count / 2];
-#pragma unroll
-    for (int i = 0; i < Count / 2; ++i) {
-      pairs[i] = x[i] + x[i + Count / 2];
-    }
-    return sum_of(pairs);
-  }
-}
-
-// The largest element of a run: halves two at a time.
-template <class T>
-__device__ __forceinline__ Compute<T> largest_of(const uint4& run) {
-  if constexpr (sizeof(T) == 2) {
-    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-    const auto pair = [](uint32_t word) { return reinterpret_cast<const Pair&>(word); };
-    const Pair both = __hmax2(__hmax2(pair(run.x), pair(run.y)), __hmax2(pair(run.z), pair(run.w)));
-    return max(static_cast<float>(both.x), static_cast<float>(both.y));
-  } else {
-    Compute<T> x[kRun<T>];
-    unpack<T>(run, x);
-    return largest_of(x);
-  }
-}
-
 template <class T>
 struct Forward {
   const uint4* scores;

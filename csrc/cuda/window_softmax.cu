@@ -1,9 +1,10 @@
 // Row softmax over windows. Schemas and shapes: csrc/library.cpp; meaning: ds_sparse/reference.py.
 //
-// Rows of a band are an odd number of elements apart, so that a row begins and ends within runs of 16 bytes that belong
-// to its neighbours too: these are read whole and written one by one. Neighbouring lanes share a row and take its runs
-// in turn; a lane holds up to kHeld of them. A row that a whole warp cannot hold is read twice, the second time mostly
-// from cache.
+// Rows of a band are an odd number of elements apart, so that they begin anywhere in a run of 16 bytes. A warp copies
+// neighbouring rows to shared memory as they lie in memory, the next ones while it works on the present ones, puts
+// results in their place and writes these as they lie there. A few neighbouring lanes share a row, go through it from
+// shared memory as often as they need, and hold nothing: they take in turn the runs that are all the row's, and one by
+// one the elements before and after these. Rows that shared memory cannot hold are read from the device's.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -13,7 +14,7 @@
 #include <vector>
 
 #include "../checks.h"
-#include "band.h"
+#include "copies.h"
 #include "elements.h"
 #include "launch.h"
 #include "logits.h"
@@ -22,276 +23,344 @@
 namespace ds_sparse {
 namespace {
 
+constexpr int kThreads = 128;
 constexpr int kLanes = 32;
-constexpr int kHeld = 5;
+constexpr int kWarps = kThreads / kLanes;
+constexpr int kStages = 2;
+constexpr int kRowsInTurn = 8;   // times that a warp takes rows, where there are enough for all
 constexpr int kMostHeads = 256;  // with windows of their own in one launch
 
-// How rows are shared out over warps: `lanes` lanes, a power of two, to each.
+// How the rows of some heads are shared out: 2^log_lanes lanes to each, and neighbouring ones of a head to a warp.
 struct Shares {
-  int64_t rows;
-  int width, lanes;
+  int64_t heads, first_head, count;  // of each batch; those of this launch
+  int64_t matrices, tokens, pieces, elements;  // a warp takes a piece of a matrix; elements of the whole tensor
+  int width, log_lanes, stage_runs;
 
   template <class T>
-  Shares(T, int64_t rows, int64_t width) : rows(rows), width(static_cast<int>(width)), lanes(2) {
-    while (lanes < kLanes && lanes * kHeld < most_runs<T>()) {
-      lanes *= 2;
+  Shares(T, const Tensor& band, int64_t first_head, int64_t count)
+      : heads(band.size(1)), first_head(first_head), count(count), matrices(band.size(0) * count), tokens(band.size(2)),
+        elements(band.numel()), width(static_cast<int>(band.size(3))), log_lanes(1) {
+    // Up to eight runs a lane, or four: long rows with two lanes each would meet in banks of shared memory.
+    const int64_t runs = (width - 1) / kRun<T>;
+    while (log_lanes < log2_of(kLanes) && (log_lanes < 2 ? 4 : 8) << log_lanes < runs) {
+      ++log_lanes;
     }
+    pieces = (tokens + rows() - 1) / rows();
+    stage_runs = static_cast<int>((int64_t{rows()} * width + 2 * (kRun<T> - 1)) / kRun<T>);
   }
 
-  // Runs that a row may touch.
-  template <class T>
-  __host__ __device__ int most_runs() const { return (width - 1 + kRun<T> - 1) / kRun<T> + 1; }
+  __host__ __device__ int rows() const { return kLanes >> log_lanes; }
+  __device__ int lane() const { return threadIdx.x & ((1 << log_lanes) - 1); }
+  __device__ int row() const { return threadIdx.x % kLanes >> log_lanes; }
+
+  // Which head of the tensor's is matrix `matrix` of the launch.
+  __device__ int64_t head(int64_t matrix) const {
+    return count == heads ? matrix : matrix / count * heads + first_head + matrix % count;
+  }
 
   int64_t thread_blocks(const Launcher& launch) const {
-    const int64_t in_block = kThreads / lanes;
-    return std::min((rows + in_block - 1) / in_block, launch.multiprocessors() * 128);
+    const int64_t warps = matrices * pieces, all = (warps + kWarps - 1) / kWarps;
+    return std::min(all, std::max(launch.multiprocessors() * 16, all / kRowsInTurn));
   }
+  size_t shared_bytes(int inputs) const { return size_t{16} * kWarps * kStages * inputs * stage_runs; }
 
-  __device__ int rows_of_warp() const { return kLanes / lanes; }
-  // The first row of the warp's first share, and how far it is to the next one's.
-  __device__ int64_t first() const {
-    return (blockIdx.x * int64_t{kThreads} + threadIdx.x) / kLanes * rows_of_warp();
+  template <class A>
+  __device__ A sum(A x) const {
+    return combine_lanes(x, log_lanes, [](A a, A b) { return a + b; });
   }
-  __device__ int64_t step() const { return gridDim.x * int64_t{kThreads} / kLanes * rows_of_warp(); }
+  template <class A>
+  __device__ A max(A x) const {
+    return combine_lanes(x, log_lanes, [](A a, A b) { return ::max(a, b); });
+  }
 };
 
-// The runs of one row that touch it, and the lane's part of them.
+// Elements `begin` to end - 1 of what begins with a run: the runs that are all theirs, and the elements beside these.
 template <class T>
-struct RowRuns {
-  int64_t first_element, elements;  // of the first run; of all rows
-  int before, width, count, lanes;  // elements of the first run that are before the row; of the row; runs
+struct Interval {
+  int first, last;  // of the runs; the second is the first that is not theirs
+  int begin, before, singles, skipped;
 
-  // Row `row` of `rows`; none has no runs.
-  __device__ RowRuns(const Shares& shares, int64_t row, int64_t rows)
-      : elements(rows * shares.width), width(shares.width), lanes(shares.lanes) {
-    const int64_t element = row * width;
-    before = static_cast<int>(element % kRun<T>);
-    first_element = element - before;
-    count = row < rows ? (before + width - 1) / kRun<T> + 1 : 0;
+  // `whole`: whether there are to be runs.
+  __device__ Interval(int begin, int end, bool whole) : begin(begin) {
+    constexpr int kLogRun = log2_of(kRun<T>);
+    first = (begin + kRun<T> - 1) >> kLogRun;
+    last = whole ? end >> kLogRun : 0;
+    skipped = ::max(last - first, 0) * kRun<T>;
+    before = skipped > 0 ? first * kRun<T> - begin : end - begin;
+    singles = end - begin - skipped;
   }
 
-  // The place in the row of a run's first element: negative where that is another row's.
-  __device__ int place(int run) const { return run * kRun<T> - before; }
-
-  // Calls f(i, run) for the lane's share, i < kHeld, of the runs from `first` on.
+  // Calls f(element) for those that are in no run, shared out over `lanes`.
   template <class F>
-  __device__ __forceinline__ void for_each(int first, const F& f) const {
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      const int run = first + i * lanes + static_cast<int>(threadIdx.x & (lanes - 1));
-      if (run < count) {
-        f(i, run);
-      }
+  __device__ __forceinline__ void for_each_single(int lane, int lanes, const F& f) const {
+#pragma unroll 1
+    for (int i = lane; i < singles; i += lanes) {
+      f(begin + i + (i < before ? 0 : skipped));
     }
   }
 
-  __device__ __forceinline__ Run<T, kRun<T>> load(const T* data, int run) const {
-    const int64_t element = first_element + int64_t{run} * kRun<T>;
-    if (element + kRun<T> <= elements) {
-      return load_aligned(data + element);
-    }
-    Run<T, kRun<T>> found{};
-#pragma unroll
-    for (int e = 0; e < kRun<T>; ++e) {
-      if (element + e < elements) {
-        found.element[e] = data[element + e];
-      }
-    }
-    return found;
-  }
-
-  __device__ __forceinline__ void store(T* data, int run, const Run<T, kRun<T>>& given) const {
-    T* to = data + first_element + int64_t{run} * kRun<T>;
-    const int at = place(run);
-    if (at >= 0 && at + kRun<T> <= width) {
-      store_run(to, given);
-      return;
-    }
-#pragma unroll
-    for (int e = 0; e < kRun<T>; ++e) {
-      if (at + e >= 0 && at + e < width) {
-        to[e] = given.element[e];
-      }
+  // Calls f(run, exists) for the runs, shared out over 2^log_lanes: where there is none for a lane, with the last.
+  template <class F>
+  __device__ __forceinline__ void for_each_run(const Shares& shares, const F& f) const {
+    int run = first + shares.lane();
+#pragma unroll 4
+    for (int turns = (last - first + (1 << shares.log_lanes) - 1) >> shares.log_lanes; turns > 0; --turns) {
+      f(::min(run, last - 1), run < last);
+      run += 1 << shares.log_lanes;
     }
   }
 };
 
-// Of a run that begins at `at`, what is at places begin to end - 1 stays; the rest becomes `other`.
-template <class A, int kCount>
-__device__ __forceinline__ void leave_within(int at, int begin, int end, A (&run)[kCount], A other) {
-  if (at >= begin && at + kCount <= end) {
-    return;
+// Neighbouring rows that a warp takes, of one head: piece `piece` of the launch's matrix `matrix`.
+template <class T>
+struct Rows {
+  int64_t matrix, piece;
+  int64_t token, run_element;  // the first token; the first element of the run that the rows begin in
+  int number, begin, end;      // of rows; where they begin and end, counted from there
+
+  __device__ Rows(const Shares& shares, int64_t matrix, int64_t piece) : matrix(matrix), piece(piece) {
+    token = piece * shares.rows();
+    number = static_cast<int>(::min(int64_t{shares.rows()}, shares.tokens - token));
+    const int64_t element = (shares.head(matrix) * shares.tokens + token) * shares.width;
+    begin = static_cast<int>(element) & (kRun<T> - 1);
+    run_element = element - begin;
+    end = begin + number * shares.width;
   }
+};
+
+// Calls work(rows, inputs, results), with pointers to the run that the rows begin in, for all rows in turn. `results`
+// may be the first of the inputs.
+template <bool kStaged, class T, int kInputs, class Work>
+__device__ __forceinline__ void for_all_rows(
+    const Shares& shares, const T* const (&inputs)[kInputs], T* results, const Work& work) {
+  const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
+  extern __shared__ __align__(16) unsigned char shared[];
+  const auto stage_of = [&](int stage, int input) {
+    const int number = (warp * kStages + stage) * kInputs + input;
+    return reinterpret_cast<uint4*>(shared) + number * shares.stage_runs;
+  };
+  const auto start = [&](const Rows<T>& rows, int stage) {
+    if (rows.matrix < shares.matrices) {
+      const int count = (rows.end + kRun<T> - 1) >> log2_of(kRun<T>);
+      // The tensor may end within the last run.
+      const int64_t left = shares.elements - rows.run_element;
+      const int whole = left < int64_t{count} * kRun<T> ? count - 1 : count;
 #pragma unroll
-  for (int e = 0; e < kCount; ++e) {
-    run[e] = at + e >= begin && at + e < end ? run[e] : other;
+      for (int input = 0; input < kInputs; ++input) {
+        const uint4* from = reinterpret_cast<const uint4*>(inputs[input] + rows.run_element);
+        const uint32_t to = shared_address(stage_of(stage, input));
+#pragma unroll 4
+        for (int run = lane; run < whole; run += kLanes) {
+          start_copy<16>(to + run * 16, from + run, 16);
+        }
+        if (whole < count && lane == 0) {
+          start_copy<16>(to + whole * 16, from + whole, static_cast<int>(left % kRun<T> * sizeof(T)));
+        }
+      }
+    }
+    end_of_copies();
+  };
+  const auto write = [&](const Rows<T>& rows, const uint4* from) {
+    T* to = results + rows.run_element;
+    const Interval<T> all(rows.begin, rows.end, true);
+#pragma unroll 4
+    for (int run = all.first + lane; run < all.last; run += kLanes) {
+      reinterpret_cast<uint4*>(to)[run] = from[run];
+    }
+    all.for_each_single(lane, kLanes, [&](int e) { to[e] = reinterpret_cast<const T*>(from)[e]; });
+  };
+
+  const int64_t first = blockIdx.x * int64_t{kWarps} + warp, step = gridDim.x * int64_t{kWarps};
+  const int64_t matrices = step / shares.pieces, pieces = step % shares.pieces;
+  Rows<T> rows(shares, first / shares.pieces, first % shares.pieces);
+  if constexpr (kStaged) {
+    start(rows, 0);
+  }
+  for (int stage = 0; rows.matrix < shares.matrices; stage ^= 1) {
+    const bool wraps = rows.piece + pieces >= shares.pieces;
+    const Rows<T> next(
+        shares, rows.matrix + matrices + wraps, rows.piece + pieces - (wraps ? shares.pieces : 0));
+    const T* given[kInputs];
+    if constexpr (kStaged) {
+      start(next, stage ^ 1);
+      wait_for_copies<1>();
+      __syncwarp();
+#pragma unroll
+      for (int input = 0; input < kInputs; ++input) {
+        given[input] = reinterpret_cast<const T*>(stage_of(stage, input));
+      }
+      work(rows, given, reinterpret_cast<T*>(stage_of(stage, 0)));
+      __syncwarp();
+      write(rows, stage_of(stage, 0));
+      __syncwarp();
+    } else {
+#pragma unroll
+      for (int input = 0; input < kInputs; ++input) {
+        given[input] = inputs[input] + rows.run_element;
+      }
+      work(rows, given, results + rows.run_element);
+    }
+    rows = next;
   }
 }
 
+template <class T>
 struct ForwardArguments {
+  const T* band;
+  T* probs;
+  Shares shares;
   const float* key_bias;  // null: none
-  int64_t bias_stride, batch, heads, tokens;
-  // Those of the heads of this launch; one number for all of them, or one each.
-  int64_t first_head, count;
-  bool of_heads, causal;
+  int64_t bias_stride;
+  bool of_heads, causal;  // whether heads have windows of their own
   float scale;
   int windows[kMostHeads];
 };
 
-template <class T>
-__global__ void __launch_bounds__(kThreads, 4) window_softmax_forward_kernel(
-    const T* __restrict__ band, T* __restrict__ probs, Shares shares, const __grid_constant__ ForwardArguments p) {
-  const int held = kHeld * shares.lanes, most = shares.most_runs<T>();
-  const int once = (most + held - 1) / held * held, side = shares.width / 2;
-  const bool reads_again = once > held;
-  // The rows of this launch, of `count` heads in each batch.
-  for (int64_t start = shares.first(); start < shares.rows; start += shares.step()) {
-    const int64_t number = start + threadIdx.x % kLanes / shares.lanes, matrix = number / p.tokens;
-    const int64_t token = number % p.tokens, batch = matrix / p.count, head = matrix % p.count;
-    const int64_t rows = p.batch * p.heads * p.tokens;
-    const int64_t row = number < shares.rows ? (batch * p.heads + p.first_head + head) * p.tokens + token : rows;
-    const int64_t window = p.windows[p.of_heads ? head : 0];
-    const int begin = side - static_cast<int>(min(window, token));
-    const int end = side + 1 + (p.causal ? 0 : static_cast<int>(min(window, p.tokens - 1 - token)));
-    const float* bias = p.key_bias + batch * p.bias_stride + (token - side);
-    const RowRuns<T> runs(shares, row, rows);
+// kPlain: scale is positive, and there is no bias. Then it is left to the exponents, whose differences it scales.
+template <class T, bool kPlain, bool kStaged>
+__global__ void __launch_bounds__(kThreads, 8) window_softmax_forward_kernel(
+    const __grid_constant__ ForwardArguments<T> p) {
+  const Shares& shares = p.shares;
+  const int lane = shares.lane(), lanes = 1 << shares.log_lanes, side = shares.width / 2;
+  const float exponent_scale = kPlain ? p.scale * kLog2E<float> : kLog2E<float>;
+  for_all_rows<kStaged, T, 1>(shares, {p.band}, p.probs, [&](const Rows<T>& rows, const auto& inputs, T* results) {
+    const T* scores = inputs[0];
+    const int64_t token = rows.token + shares.row(), window = p.windows[p.of_heads ? rows.matrix % shares.count : 0];
+    const int row = rows.begin + shares.row() * shares.width;
+    const bool exists = shares.row() < rows.number;
+    int begin = row, end = row;
+    if (exists) {
+      begin += side - static_cast<int>(min(window, token));
+      end += side + 1 + (p.causal ? 0 : static_cast<int>(min(window, shares.tokens - 1 - token)));
+    }
+    Interval<T> live(begin, end, kPlain);
+    const float* bias = nullptr;
+    if (!kPlain && p.key_bias != nullptr) {
+      bias = p.key_bias + shares.head(rows.matrix) / shares.heads * p.bias_stride + (token - side - row);
+    }
+    const auto logit = [&](int element) {
+      const float score = static_cast<float>(scores[element]);
+      if constexpr (kPlain) {
+        return score;
+      } else {
+        const float logit = scaled(score, p.scale);
+        return bias == nullptr ? logit : biased(logit, bias[element]);
+      }
+    };
+    const auto run_of = [&](int run) { return reinterpret_cast<const uint4*>(scores)[run]; };
 
-    float logits[kHeld][kRun<T>];
-    const auto read = [&](int first) {
-      Run<T, kRun<T>> scores[kHeld];
-      runs.for_each(first, [&](int i, int run) {
-        const int at = runs.place(run);
-        if (at < end && at + kRun<T> > begin) {
-          scores[i] = runs.load(band, run);
-        }
-      });
-      runs.for_each(first, [&](int i, int run) {
-        const int at = runs.place(run);
+    float largest = -infinity<float>();
+    live.for_each_run(shares, [&](int run, bool) { largest = max(largest, largest_of<T>(run_of(run))); });
+    live.for_each_single(lane, lanes, [&](int element) { largest = max(largest, logit(element)); });
+    const float reference = finite_reference(shares.max(largest));
+    // Scaled logits less this are an instruction less than scaled differences. It is rounded, which scales all powers
+    // alike: by next to nothing, unless it is far larger than logits are. Then elements are taken one by one.
+    const float offset = reference * exponent_scale;
+    const bool has_offset = fabsf(offset) < float{1 << 20};
+    if (!has_offset) {
+      live = Interval<T>(begin, end, false);
+    }
+    const auto to_powers = [&](int run, float (&powers)[kRun<T>]) {
+      unpack<T>(run_of(run), powers);
 #pragma unroll
-        for (int e = 0; e < kRun<T>; ++e) {
-          logits[i][e] = static_cast<float>(scores[i].element[e]);
-        }
-        scale_run(logits[i], p.scale);
-        if (p.key_bias != nullptr) {
-#pragma unroll
-          for (int e = 0; e < kRun<T>; ++e) {
-            if (at + e >= begin && at + e < end) {
-              logits[i][e] = biased(logits[i][e], bias[at + e]);
-            }
-          }
-        }
-        leave_within(at, begin, end, logits[i], -infinity<float>());
-      });
-    };
-    float largest = -infinity<float>(), sum = 0;
-    const auto add = [&](int first) {
-      float larger = largest;
-      runs.for_each(first, [&](int i, int) {
-#pragma unroll
-        for (const float logit : logits[i]) {
-          larger = max(larger, logit);
-        }
-      });
-      const float reference = finite_reference(larger);
-      sum *= power_of_difference(largest, reference, kLog2E<float>);
-      runs.for_each(first, [&](int i, int) {
-#pragma unroll
-        for (float& logit : logits[i]) {
-          logit = power_of_difference(logit, reference, kLog2E<float>);
-          sum += logit;
-        }
-      });
-      largest = larger;
-    };
-    const auto write = [&](int first, float factor) {
-      runs.for_each(first, [&](int i, int run) {
-        const int at = runs.place(run);
-        Run<T, kRun<T>> result;
-#pragma unroll
-        for (int e = 0; e < kRun<T>; ++e) {
-          result.element[e] = static_cast<T>(logits[i][e] * factor);
-        }
-        leave_within(at, begin, end, result.element, T(0.0f));
-        runs.store(probs, run, result);
-      });
-    };
-
-    // `add` leaves powers relative to the lane's largest logit where the logits were; a row that is held needs no other
-    // sweep.
-    float reference = 0, factor = 0;
-    for (int at = 0; at < (reads_again ? 2 * once : once); at += held) {
-      const int first = at < once ? at : at - once;
-      read(first);
-      if (at < once) {
-        add(first);
+      for (float& power : powers) {
+        power = power_of_two(fmaf(power, exponent_scale, -offset));
       }
-      if (at + held == once) {
-        reference = finite_reference(max_of_lanes(largest, shares.lanes));
-        const float to_reference = power_of_difference(largest, reference, kLog2E<float>);
-        sum = sum_of_lanes(sum * to_reference, shares.lanes);
-        factor = sum == 0 ? 0.0f : 1 / sum;
-        factor *= reads_again ? 1.0f : to_reference;
-      }
-      if (at >= once) {
-        runs.for_each(first, [&](int i, int) {
+    };
+    const auto power_of = [&](int element) {
+      const float x = logit(element);
+      return power_of_two(has_offset ? fmaf(x, exponent_scale, -offset) : (x - reference) * exponent_scale);
+    };
+    float sum = 0;
+    live.for_each_run(shares, [&](int run, bool exists) {
+      float powers[kRun<T>];
+      to_powers(run, powers);
+      const float of_run = sum_of(powers);
+      sum += exists ? of_run : 0.0f;
+    });
+    live.for_each_single(lane, lanes, [&](int element) { sum += power_of(element); });
+    sum = shares.sum(sum);
+    const float factor = sum == 0 ? 0.0f : 1 / sum;
+    live.for_each_run(shares, [&](int run, bool exists) {
+      float powers[kRun<T>];
+      to_powers(run, powers);
 #pragma unroll
-          for (float& logit : logits[i]) {
-            logit = power_of_difference(logit, reference, kLog2E<float>);
-          }
-        });
+      for (float& power : powers) {
+        power *= factor;
       }
-      if (at >= once || !reads_again) {
-        write(first, factor);
+      if (exists) {
+        reinterpret_cast<uint4*>(results)[run] = pack<T>(powers);
+      }
+    });
+    live.for_each_single(
+        lane, lanes, [&](int element) { results[element] = static_cast<T>(power_of(element) * factor); });
+    // What is beside the window.
+    if (exists) {
+      for (int element = row + lane; element < begin; element += lanes) {
+        results[element] = T(0.0f);
+      }
+      for (int element = end + lane; element < row + shares.width; element += lanes) {
+        results[element] = T(0.0f);
       }
     }
-  }
+  });
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 4) window_softmax_backward_kernel(
-    const T* __restrict__ grad, const T* __restrict__ probs, T* __restrict__ grad_scores, Shares shares, float scale) {
-  const int held = kHeld * shares.lanes, most = shares.most_runs<T>();
-  for (int64_t start = shares.first(); start < shares.rows; start += shares.step()) {
-    const RowRuns<T> runs(shares, start + threadIdx.x % kLanes / shares.lanes, shares.rows);
-    Run<T, kRun<T>> grads[kHeld], ps[kHeld];
-    const auto read = [&](int first) {
-      runs.for_each(first, [&](int i, int run) {
-        grads[i] = runs.load(grad, run);
-        ps[i] = runs.load(probs, run);
-      });
-    };
-    float dot = 0;
-    for (int first = 0; first < most; first += held) {
-      read(first);
-      runs.for_each(first, [&](int i, int run) {
-        float products[kRun<T>];
+struct BackwardArguments {
+  const T* grad;
+  const T* probs;
+  T* grad_scores;
+  Shares shares;
+  float scale;
+};
+
+template <class T, bool kStaged>
+__global__ void __launch_bounds__(kThreads, 8) window_softmax_backward_kernel(
+    const __grid_constant__ BackwardArguments<T> p) {
+  const Shares& shares = p.shares;
+  const int lane = shares.lane(), lanes = 1 << shares.log_lanes;
+  for_all_rows<kStaged, T, 2>(
+      shares, {p.grad, p.probs}, p.grad_scores, [&](const Rows<T>& rows, const auto& inputs, T* results) {
+        const T* grads = inputs[0];
+        const T* probs = inputs[1];
+        const int row = rows.begin + shares.row() * shares.width;
+        const Interval<T> all(row, row + (shares.row() < rows.number ? shares.width : 0), true);
+        const auto unpack_run = [&](int run, float (&grad)[kRun<T>], float (&prob)[kRun<T>]) {
+          unpack<T>(reinterpret_cast<const uint4*>(grads)[run], grad);
+          unpack<T>(reinterpret_cast<const uint4*>(probs)[run], prob);
+        };
+        float dot = 0;
+        all.for_each_run(shares, [&](int run, bool exists) {
+          float grad[kRun<T>], prob[kRun<T>];
+          unpack_run(run, grad, prob);
+          float of_run = 0;
 #pragma unroll
-        for (int e = 0; e < kRun<T>; ++e) {
-          products[e] = static_cast<float>(grads[i].element[e]) * static_cast<float>(ps[i].element[e]);
-        }
-        leave_within(runs.place(run), 0, runs.width, products, 0.0f);
+          for (int e = 0; e < kRun<T>; ++e) {
+            of_run += grad[e] * prob[e];
+          }
+          dot += exists ? of_run : 0.0f;
+        });
+        all.for_each_single(lane, lanes, [&](int element) {
+          dot += static_cast<float>(grads[element]) * static_cast<float>(probs[element]);
+        });
+        dot = shares.sum(dot);
+        all.for_each_run(shares, [&](int run, bool exists) {
+          float grad[kRun<T>], prob[kRun<T>];
+          unpack_run(run, grad, prob);
 #pragma unroll
-        for (const float product : products) {
-          dot += product;
-        }
+          for (int e = 0; e < kRun<T>; ++e) {
+            grad[e] = p.scale * prob[e] * (grad[e] - dot);
+          }
+          if (exists) {
+            reinterpret_cast<uint4*>(results)[run] = pack<T>(grad);
+          }
+        });
+        all.for_each_single(lane, lanes, [&](int element) {
+          const float prob = static_cast<float>(probs[element]);
+          results[element] = static_cast<T>(p.scale * prob * (static_cast<float>(grads[element]) - dot));
+        });
       });
-    }
-    dot = sum_of_lanes(dot, shares.lanes);
-    for (int first = 0; first < most; first += held) {
-      if (most > held) {
-        read(first);
-      }
-      runs.for_each(first, [&](int i, int run) {
-        Run<T, kRun<T>> result;
-#pragma unroll
-        for (int e = 0; e < kRun<T>; ++e) {
-          const float p = static_cast<float>(ps[i].element[e]);
-          result.element[e] = static_cast<T>(scale * p * (static_cast<float>(grads[i].element[e]) - dot));
-        }
-        runs.store(grad_scores, run, result);
-      });
-    }
-  }
 }
 
 void check_width(const Tensor& band) {
@@ -299,12 +368,23 @@ void check_width(const Tensor& band) {
                                            std::to_string(band.size(3)) + ".");
 }
 
+// Runs the kernel that stages rows where shared memory holds those of a thread block.
+template <int kInputs, class Arguments>
+void run(
+    const Launcher& launch, void (*staged)(Arguments), void (*direct)(Arguments), const Arguments& arguments) {
+  const Shares& shares = arguments.shares;
+  const size_t bytes = shares.shared_bytes(kInputs);
+  const bool fits = bytes <= launch.shared_memory();
+  launch.with_shared_memory(
+      fits ? staged : direct, shares.thread_blocks(launch), kThreads, fits ? bytes : 0, arguments);
+}
+
 Tensor window_softmax_forward(
     const Tensor& band, const std::optional<Tensor>& key_bias, const std::vector<int64_t>& windows, double scale,
     bool causal) {
   check_window_softmax(band, key_bias, windows);
   check_width(band);
-  const int64_t batch = band.size(0), heads = band.size(1), tokens = band.size(2);
+  const int64_t heads = band.size(1);
   Tensor probs = torch::stable::new_empty(band, band.sizes());
   const Launcher launch(band);
   with_element<false>(band, "window_softmax", [&](auto zero) {
@@ -314,18 +394,21 @@ Tensor window_softmax_forward(
     }
     check(!key_bias || key_bias->scalar_type() == ScalarType::Float, "key_bias has to be fp32.");
     const Tensor scores = launch.aligned(band);
-    ForwardArguments p{
-        key_bias ? key_bias->const_data_ptr<float>() : nullptr,
-        key_bias && key_bias->size(0) > 1 ? key_bias->stride(0) : 0, batch, heads, tokens, 0, 0, windows.size() > 1,
-        causal, static_cast<float>(scale)};
-    for (const int64_t in_launch = p.of_heads ? kMostHeads : heads; p.first_head < heads; p.first_head += in_launch) {
-      p.count = std::min(in_launch, heads - p.first_head);
-      const int64_t numbers = p.of_heads ? p.count : 1;
-      std::copy_n(windows.begin() + (p.of_heads ? p.first_head : 0), numbers, p.windows);
-      const Shares shares(zero, batch * p.count * tokens, band.size(3));
-      launch(
-          window_softmax_forward_kernel<T>, shares.thread_blocks(launch), kThreads,
-          static_cast<const T*>(scores.const_data_ptr()), static_cast<T*>(probs.mutable_data_ptr()), shares, p);
+    const bool of_heads = windows.size() > 1;
+    const int64_t in_launch = of_heads ? kMostHeads : heads;
+    for (int64_t first = 0; first < heads; first += in_launch) {
+      const int64_t count = std::min(in_launch, heads - first);
+      ForwardArguments<T> p{
+          static_cast<const T*>(scores.const_data_ptr()), static_cast<T*>(probs.mutable_data_ptr()),
+          Shares(zero, band, first, count), key_bias ? key_bias->const_data_ptr<float>() : nullptr,
+          key_bias && key_bias->size(0) > 1 ? key_bias->stride(0) : 0, of_heads, causal, static_cast<float>(scale)};
+      std::copy_n(windows.begin() + (of_heads ? first : 0), of_heads ? count : 1, p.windows);
+      if (scale > 0 && !key_bias) {
+        run<1>(launch, window_softmax_forward_kernel<T, true, true>, window_softmax_forward_kernel<T, true, false>, p);
+      } else {
+        run<1>(
+            launch, window_softmax_forward_kernel<T, false, true>, window_softmax_forward_kernel<T, false, false>, p);
+      }
     }
   });
   return probs;
@@ -347,11 +430,11 @@ Tensor window_softmax_backward(const Tensor& grad, const Tensor& probs, double s
       return;
     }
     const Tensor aligned_grad = launch.aligned(grad), aligned_probs = launch.aligned(probs);
-    const Shares shares(zero, grad.size(0) * grad.size(1) * grad.size(2), grad.size(3));
-    launch(
-        window_softmax_backward_kernel<T>, shares.thread_blocks(launch), kThreads,
+    const BackwardArguments<T> p{
         static_cast<const T*>(aligned_grad.const_data_ptr()), static_cast<const T*>(aligned_probs.const_data_ptr()),
-        static_cast<T*>(grad_scores.mutable_data_ptr()), shares, static_cast<float>(scale));
+        static_cast<T*>(grad_scores.mutable_data_ptr()), Shares(zero, grad, 0, grad.size(1)),
+        static_cast<float>(scale)};
+    run<2>(launch, window_softmax_backward_kernel<T, true>, window_softmax_backward_kernel<T, false>, p);
   });
   return grad_scores;
 }

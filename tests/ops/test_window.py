@@ -332,17 +332,26 @@ def test_softmax(device, tokens, windows, scale, causal, dtype, view, data):
 
 @pytest.mark.parametrize(
     ("heads", "tokens", "windows", "causal"),
-    [(1, 700, (650,), False), (2, 700, (650,), True), (1, 30, (1500,), False), (600, 9, (3, 1, 4, 0, 2, 5), True)],
+    [
+        (1, 700, (650,), False),
+        (2, 700, (650,), True),
+        (1, 30, (1500,), False),
+        (1, 6, (8000,), False),
+        (3, 150, (64,), False),
+        (600, 9, (3, 1, 4, 0, 2, 5), True),
+    ],
 )
+@pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_softmax_of_long_rows_and_many_heads(
-    device: str, heads: int, tokens: int, windows: tuple[int, ...], causal: bool, dtype: torch.dtype
+    device: str, heads: int, tokens: int, windows: tuple[int, ...], causal: bool, masked: bool, dtype: torch.dtype
 ):
     given = random(seeded(), 2, heads, tokens, 2 * max(windows) + 1, dtype=dtype)
     plain, exact, ours = leaf(given, "cpu"), leaf(given.double(), "cpu"), leaf(given, device)
     windows = windows * (heads // len(windows)) if len(windows) > 1 else windows
-    kept = torch.rand(2, tokens, generator=seeded(2)) < 0.8
-    probs = window_softmax(ours, windows, scale=0.7, causal=causal, key_padding_mask=kept.to(device))
+    kept = torch.rand(2, tokens, generator=seeded(2)) < 0.8 if masked else None
+    on_device = kept.to(device) if masked else None
+    probs = window_softmax(ours, windows, scale=0.7, causal=causal, key_padding_mask=on_device)
     results = [probs, *(reference.window_softmax(x, windows, 0.7, causal, kept) for x in (plain, exact))]
     assert_as_accurate("probabilities", *results)
     grad = random(seeded(1), *given.shape, dtype=dtype)
@@ -385,6 +394,19 @@ def test_large_finite_negatives_are_a_softmax(device: str, dtype: torch.dtype):
         mask = torch.full((1, 12), value, dtype=dtype, device=device)
         sums = window_softmax(scores, 2, key_padding_mask=mask).float().sum(-1)
         torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale", [0.5, 1.0, 3.0])
+def test_softmax_of_scores_as_low_as_can_be(device: str, scale: float, dtype: torch.dtype):
+    """Only -inf masks, however low the rest is, and whatever scaling makes of it."""
+    scores = torch.full((1, 1, 50, 41), torch.finfo(dtype).min, dtype=dtype, device=device)
+    scores[:, :, 30] = -math.inf
+    probs = window_softmax(scores, 20, scale=scale).float()
+    sums = probs.sum(-1)[0, 0]
+    assert not sums[30] and not probs[0, 0, 30].any()
+    torch.testing.assert_close(sums[:30], torch.ones_like(sums[:30]), rtol=0.02, atol=0)
+    torch.testing.assert_close(probs[0, 0, 25, :20], probs[0, 0, 25, :1].expand(20), rtol=0, atol=0)
 
 
 def test_the_same_bits_with_any_number_of_threads(device: str):
