@@ -224,6 +224,25 @@ class BandFragments {
   std::remove_extent_t<typename M::FragmentB> b_[kProducts][kGroups][2];
 };
 
+// A product's sums, 16 x 8, as 8 lines of 16.
+template <class T>
+__device__ __forceinline__ void store_transposed(T* to, int pitch, const float (&sum)[4]) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if constexpr (sizeof(T) == 2) {
+      T pair[2];
+      store_pair(pair, sum[2 * half], sum[2 * half + 1]);
+      T* here = to + lane / 4 * pitch + half * 8 + lane % 4 * 2;
+      *reinterpret_cast<uint32_t*>(here) = transposed(*reinterpret_cast<const uint32_t*>(pair));
+    } else {
+      T* here = to + lane % 4 * 2 * pitch + half * 8 + lane / 4;
+      here[0] = sum[2 * half];
+      here[pitch] = sum[2 * half + 1];
+    }
+  }
+}
+
 template <class T>
 struct UnwindowArguments {
   const T* band;
@@ -348,7 +367,7 @@ __global__ void __launch_bounds__(kThreads, (Shape<T, kTransposed, kCount, kChun
         if (met.has(place)) {
           OfBand b;
           b.read(of_band + stage * S::kStage, half);
-          if (!whole.has(place)) {
+          if (kTransposed ? place >= whole.end : place < whole.begin) {
             b.clear_beside(edges_at(place));
           }
 #pragma unroll
@@ -373,15 +392,9 @@ __global__ void __launch_bounds__(kThreads, (Shape<T, kTransposed, kCount, kChun
     __syncthreads();  // the ring is free
     T* result = reinterpret_cast<T*>(shared) + warp * Part::kTokens * S::kResultPitch;
     T* out = p.out + ((task.batch * p.heads + task.head) * p.tokens + own) * p.width + first_chunk * kChunk<T>;
-    // Calls f(token) for what there is.
-    const auto each_token = [&](int token, int step, const auto& f) {
-#pragma unroll 1
-      for (; token < Part::kTokens; token += step) {
-        if (own + token >= 0 && own + token < p.tokens) {
-          f(token);
-        }
-      }
-    };
+    // The warp's tokens that there are.
+    const int begin = static_cast<int>(max(-own, int64_t{0}));
+    const int end = static_cast<int>(min(p.tokens - own, int64_t{Part::kTokens}));
     float zero = 0;  // or NaN, if a sum is not finite
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -390,38 +403,38 @@ __global__ void __launch_bounds__(kThreads, (Shape<T, kTransposed, kCount, kChun
       for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const float x = sum[chunk * kTiles + t][group][e];
-            zero += 0 * x;
-            const int token = 8 * group + lane % 4 * 2 + e % 2, c = 16 * t + lane / 4 + e / 2 * 8;
-            result[token * S::kResultPitch + c] = static_cast<T>(x);
-          }
+          const float(&of)[4] = sum[chunk * kTiles + t][group];
+          zero += 0 * of[0] + 0 * of[1] + 0 * of[2] + 0 * of[3];
+          store_transposed(result + 8 * group * S::kResultPitch + 16 * t, S::kResultPitch, of);
         }
       }
       __syncwarp();
       const int width = static_cast<int>(min(p.width - (first_chunk + chunk) * kChunk<T>, int64_t{kChunk<T>}));
+      T* to = out + chunk * kChunk<T>;
       if (p.width % kRun<T> == 0) {
         const int c = lane % 8 * kRun<T>;
-        if (c < width) {
-          each_token(lane / 8, 4, [&](int token) {
-            store_run(out + token * p.width + chunk * kChunk<T> + c,
-                      load_aligned(result + token * S::kResultPitch + c));
-          });
+#pragma unroll
+        for (int i = 0; i < Part::kTokens; i += 4) {
+          const int token = i + lane / 8;
+          if (token >= begin && token < end && c < width) {
+            store_run(to + token * p.width + c, load_aligned(result + token * S::kResultPitch + c));
+          }
         }
       } else {
-        each_token(0, 1, [&](int token) {
+#pragma unroll 1
+        for (int token = begin; token < end; ++token) {
 #pragma unroll 1
           for (int c = lane; c < width; c += 32) {
-            out[token * p.width + chunk * kChunk<T> + c] = result[token * S::kResultPitch + c];
+            to[token * p.width + c] = result[token * S::kResultPitch + c];
           }
-        });
+        }
       }
     }
     // A number that is not finite, times the zeros beside the windows, has spoilt rows that do not see it.
     if (!__all_sync(0xffffffffu, zero == 0)) {
       const int width = static_cast<int>(min(p.width - first_chunk * kChunk<T>, int64_t{S::kWidth}));
-      each_token(0, 1, [&](int token) {
+#pragma unroll 1
+      for (int token = begin; token < end; ++token) {
 #pragma unroll 1
         for (int c = lane; c < width; c += 32) {
           T& number = out[token * p.width + c];
@@ -430,7 +443,7 @@ __global__ void __launch_bounds__(kThreads, (Shape<T, kTransposed, kCount, kChun
                 band, dense + first_chunk * kChunk<T> + c, p.dense.token_stride, own + token));
           }
         }
-      });
+      }
     }
   }
 }
