@@ -27,6 +27,7 @@ struct Span {
   int begin, end;
 
   __device__ bool has(int x) const { return x >= begin && x < end; }
+  __device__ bool meets(int from, int to) const { return begin <= to && end > from; }
 };
 
 // What a tile of a band has, in numbers of the tile: line i is a row of the band if it is below `lines`, its window is
@@ -118,7 +119,9 @@ template <class T, bool kTransposed>
 class BandFragments {
  public:
   using M = Mma<T>;
-  static constexpr int kTokens = 32, kGroups = kTokens / 8, kDepth = kChunk<T> / 2, kProducts = kDepth / M::kDepth;
+  // Those of two products in 32 bits would leave too few registers.
+  static constexpr int kTokens = 32, kGroups = kTokens / 8, kProducts = sizeof(T) == 2 ? 2 : 1;
+  static constexpr int kDepth = kProducts * M::kDepth;
 
   // The places of a walk where all of what is taken there is the band's, or any. `edges`: of the tile at place 0.
   static __device__ Span whole(const TileEdges& edges) {
@@ -152,11 +155,11 @@ class BandFragments {
     }
   }
 
-  // The first half of a part, or the second one.
-  __device__ __forceinline__ void read(uint32_t address, int half) {
+  // Those from the `first` of a part on.
+  __device__ __forceinline__ void read(uint32_t address, int first) {
 #pragma unroll
     for (int product = 0; product < kProducts; ++product) {
-      const int k = half * kDepth + product * M::kDepth;
+      const int k = first + product * M::kDepth;
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
         if constexpr (sizeof(T) == 4) {
@@ -260,7 +263,7 @@ struct Shape {
   using Part = BandPart<T, kTransposed, kCount>;
   static constexpr int kWarps = kThreads / 32, kTokens = kWarps * Part::kTokens;
   static constexpr int kWidth = kChunks * kChunk<T>;
-  static constexpr int kThreadBlocks = kWidth > 64 || sizeof(T) == 4 ? 2 : 3;
+  static constexpr int kThreadBlocks = kWidth > 64 ? 2 : 3;
 
   // A stage of the ring: dense tokens and the warps' parts.
   static constexpr int kDenseTile = Part::kStep * kLineBytes, kDense = kChunks * kDenseTile;
@@ -333,10 +336,10 @@ __global__ void __launch_bounds__(kThreads, (Shape<T, kTransposed, kCount, kChun
     const auto load = [&](int step, uint32_t stage) {
       if (step < steps) {
         const uint32_t tile = ring + stage * S::kStage;
-        const int place = step * Part::kStep, next = place + OfBand::kDepth;
-        if (whole.has(place) && whole.has(next)) {
+        const int place = step * Part::kStep, last = place + Part::kStep - OfBand::kDepth;
+        if (whole.has(place) && whole.has(last)) {
           part.copy(tile + own_part, from);
-        } else if (met.has(place) || met.has(next)) {
+        } else if (met.meets(place, last)) {
           part.copy_some(tile + own_part, from, edges_at(place));
         }
         from += Part::kStep * (kTransposed ? pitch : 1);
@@ -362,22 +365,21 @@ __global__ void __launch_bounds__(kThreads, (Shape<T, kTransposed, kCount, kChun
       __syncthreads();
       load(step + kRing - 1, stage == 0 ? kRing - 1 : stage - 1);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int place = step * Part::kStep + half * OfBand::kDepth;
+      for (int k = 0; k < Part::kStep; k += OfBand::kDepth) {
+        const int place = step * Part::kStep + k;
         if (met.has(place)) {
           OfBand b;
-          b.read(of_band + stage * S::kStage, half);
+          b.read(of_band + stage * S::kStage, k);
           if (kTransposed ? place >= whole.end : place < whole.begin) {
             b.clear_beside(edges_at(place));
           }
 #pragma unroll
           for (int product = 0; product < OfBand::kProducts; ++product) {
-            const int line = half * OfBand::kDepth + product * M::kDepth;
 #pragma unroll
             for (int t = 0; t < S::kWidth / 16; ++t) {
               typename M::FragmentA a;
-              OfDense::read(a, of_dense + stage * S::kStage + t / kTiles * S::kDenseTile, line,
-                            t % kTiles * (16 / kRun<T>));
+              OfDense::read(a, of_dense + stage * S::kStage + t / kTiles * S::kDenseTile,
+                            k + product * M::kDepth, t % kTiles * (16 / kRun<T>));
 #pragma unroll
               for (int group = 0; group < kGroups; ++group) {
                 b.multiply_add(sum[t][group], a, product, group);
