@@ -18,6 +18,15 @@
 
 namespace ds_sparse {
 
+inline int64_t parts_of(int64_t all, int64_t part) { return (all + part - 1) / part; }
+
+// Where a product's matrices are among tasks: heads one after another, so that neighbours share what they load.
+struct Task {
+  int64_t batch, head, part;
+  __device__ Task(int64_t number, int64_t heads, int64_t parts)
+      : batch(number / parts / heads), head(number / parts % heads), part(number % parts) {}
+};
+
 // Whether runs of 16 bytes that are aligned in one row are in all; pairs always are.
 template <class T>
 inline bool has_whole_runs(int64_t window) {
@@ -41,100 +50,6 @@ struct BandMatrix {
   }
 };
 
-// What a tile of a band has, in numbers of the tile: line i is a row of the band if it is below `lines`, its window is
-// the columns from begin + i to end + i - 1, and the columns from `first` to last - 1 are tokens that there are.
-struct TileEdges {
-  int begin, end, first, last, lines;
-
-  template <class T>
-  __device__ TileEdges(const BandMatrix<T>& band, int64_t row, int64_t column)
-      : begin(limited(row - band.window - column)),
-        end(limited(row + band.window + 1 - column)),
-        first(limited(-column)),
-        last(limited(band.tokens - column)),
-        lines(limited(band.tokens - row)) {}
-
-  // Whether all of a tile's columns are in the windows of all of its lines, and tokens that there are.
-  __device__ bool hold(int of_lines, int of_columns) const {
-    return begin + of_lines <= 1 && end >= of_columns && first <= 0 && last >= of_columns && lines >= of_lines;
-  }
-
-  // Whether the windows of some lines reach into some columns.
-  __device__ bool meet(int line, int of_lines, int column, int of_columns) const {
-    return begin + line < column + of_columns && end + line + of_lines - 1 > column;
-  }
-
- private:
-  // As good as the number itself where tiles are smaller.
-  static __device__ int limited(int64_t x) { return static_cast<int>(max(int64_t{-4096}, min(int64_t{4096}, x))); }
-};
-
-// Copies tiles of kRows x kColumns of a band into shared memory. A tile begins at an aligned column, and what is in no
-// window becomes zero: it may be another row's, or not a number.
-template <class T, int kRows, int kColumns>
-class BandLoader {
- public:
-  // `whole_runs` as has_whole_runs says. Starts the copies.
-  static __device__ __forceinline__ void load(
-      T* tile, const BandMatrix<const T>& band, int64_t row, int64_t column, bool whole_runs) {
-    whole_runs ? copy<kRun<T>>(tile, band, row, column) : copy<2>(tile, band, row, column);
-  }
-
-  // What a copy cannot leave out: the thread's own copies have to be there, other threads' may not.
-  static __device__ __forceinline__ void clear_beside(
-      T* tile, const BandMatrix<const T>& band, int64_t row, int64_t column, bool whole_runs) {
-    const TileEdges edges(band, row, column);
-    if (!edges.hold(kRows, kColumns)) {
-      whole_runs ? clear<kRun<T>>(tile, edges) : clear<2>(tile, edges);
-    }
-  }
-
- private:
-  // A thread's copies are `kStep` lines apart.
-  template <int kCount>
-  static constexpr int kStep = kThreads * kCount / kColumns;
-  template <int kCount>
-  static __device__ int first_line() { return threadIdx.x / (kColumns / kCount); }
-  template <int kCount>
-  static __device__ int first_column() {
-    return threadIdx.x % (kColumns / kCount) * kCount;
-  }
-
-  template <int kCount>
-  static __device__ __forceinline__ void copy(
-      T* tile, const BandMatrix<const T>& band, int64_t row, int64_t column) {
-    static_assert(kThreads * kCount % kColumns == 0 && kRows % kStep<kCount> == 0);
-    const TileEdges edges(band, row, column);
-    const int line = first_line<kCount>(), c = first_column<kCount>();
-    const uint32_t to = shared_address(tile + line * pitch_of<T>(kColumns) + c);
-    const T* from = band.at(row + line, column + c);
-#pragma unroll 4
-    for (int i = 0; i < kRows / kStep<kCount>; ++i) {
-      const int here = line + i * kStep<kCount>, end = min(edges.end + here, edges.last);
-      const bool seen = c + kCount > max(edges.begin + here, edges.first) && c < end && here < edges.lines;
-      const int given = seen ? min(end - c, kCount) : 0;
-      start_copy<kCount * sizeof(T)>(
-          to + i * kStep<kCount> * pitch_of<T>(kColumns) * sizeof(T), from, given * int{sizeof(T)});
-      from += kStep<kCount> * (2 * band.window);
-    }
-  }
-
-  // Copies stop where a line's window does; they may begin before it does.
-  template <int kCount>
-  static __device__ __forceinline__ void clear(T* tile, const TileEdges& edges) {
-    const int c = first_column<kCount>();
-#pragma unroll 1
-    for (int i = 0; i < kRows / kStep<kCount>; ++i) {
-      const int line = first_line<kCount>() + i * kStep<kCount>, begin = max(edges.begin + line, edges.first);
-      if (c < begin && c + kCount > begin) {
-        for (int e = 0; e < begin - c; ++e) {
-          tile[line * pitch_of<T>(kColumns) + c + e] = T(0.0f);
-        }
-      }
-    }
-  }
-};
-
 // Tokens (B, H, T, D) whose numbers are adjacent and lie in aligned runs of 16 bytes.
 template <class T>
 struct TokenRows {
@@ -153,24 +68,6 @@ struct TokenRows {
 
   __device__ const T* of(int64_t batch, int64_t head) const {
     return data + batch * batch_stride + head * head_stride;
-  }
-
-  // Starts copying the tokens from `token` on and the depth from `depth` on of a head to a tile; what is not there
-  // becomes zero.
-  template <int kTokens, int kDepth>
-  __device__ __forceinline__ void load(T* tile, const T* head, int64_t token, int depth) const {
-    constexpr int runs = kDepth / kRun<T>, step = kThreads / runs;
-    static_assert(kThreads % runs == 0 && kTokens % step == 0);
-    const int line = threadIdx.x / runs, d = depth + static_cast<int>(threadIdx.x) % runs * kRun<T>;
-    const uint32_t to = shared_address(tile + line * pitch_of<T>(kDepth) + (d - depth));
-    const T* from = head + (token + line) * token_stride + d;
-#pragma unroll
-    for (int i = 0; i < kTokens / step; ++i) {
-      const int64_t here = token + line + i * step;
-      const bool exists = here >= 0 && here < tokens && d < width;
-      start_copy<16>(to + i * step * pitch_of<T>(kDepth) * sizeof(T), from, exists ? 16 : 0);
-      from += step * token_stride;
-    }
   }
 };
 

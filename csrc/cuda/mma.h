@@ -35,6 +35,13 @@ __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], const void* row
   load_matrices<kTransposed>(to, shared_address(row));
 }
 
+// An 8 x 8 matrix of 16-bit elements, of which a lane has a pair, as a result of products: its transpose.
+__device__ __forceinline__ uint32_t transposed(uint32_t pair) {
+  uint32_t other;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(other) : "r"(pair));
+  return other;
+}
+
 __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __half) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

@@ -26,6 +26,12 @@ __device__ __forceinline__ uint32_t moved(uint32_t address, uint32_t lines, uint
   return (address ^ by % kLineBytes) + by / kLineBytes * kLineBytes;
 }
 
+__device__ __forceinline__ float load_float(uint32_t address) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+}
+
 // Fragments of operands that lie along k, 16 lines each. A product's columns may be any 16 lines: where they are shared
 // out as `line_of_column` says, a lane's sums of kCount / 2 neighbouring products are kCount adjacent columns.
 template <int kCount>
@@ -68,22 +74,46 @@ struct LineFragments<float, kCount> {
   static __device__ __forceinline__ void read_a(M::FragmentA& to, uint32_t address, int line, int run) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      to[e] = load(moved(address, line + e % 2 * 8, run + e / 2));
+      to[e] = load_float(moved(address, line + e % 2 * 8, run + e / 2));
     }
   }
 
   static __device__ __forceinline__ void read_b(M::FragmentB& to, uint32_t address, int product, int run) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      to[e] = load(moved(address, line_of_column<kCount>(product + e / 2, 0), run + e % 2));
+      to[e] = load_float(moved(address, line_of_column<kCount>(product + e / 2, 0), run + e % 2));
     }
   }
+};
 
- private:
-  static __device__ __forceinline__ float load(uint32_t address) {
-    float x;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
-    return x;
+// Fragments of left operands whose lines lie along k: 16 columns, and as many lines as a product sums.
+template <class T>
+struct DepthFragments {
+  using M = Mma<T>;
+
+  // What the lane adds to a tile's address.
+  static __device__ uint32_t place(int lane) { return swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2); }
+
+  // Lines `line` and on, the 16 columns from a run on.
+  static __device__ __forceinline__ void read(typename M::FragmentA& to, uint32_t address, int line, int run) {
+    load_matrices<true>(to, moved(address, line, run));
+  }
+};
+
+// Of eight lines, lane q has 2 q and the next one, which right operands have to agree with.
+template <>
+struct DepthFragments<float> {
+  using M = Mma<float>;
+
+  static __device__ uint32_t place(int lane) {
+    return swizzled(lane % 4 * 2, lane / 16) + lane / 4 % 4 * sizeof(float);
+  }
+
+  static __device__ __forceinline__ void read(M::FragmentA& to, uint32_t address, int line, int run) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      to[e] = load_float(moved(address, line + e / 2, run + e % 2 * 2));
+    }
   }
 };
 

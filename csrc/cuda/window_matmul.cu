@@ -1,9 +1,7 @@
-// The band of a product, near the diagonal, and the product of a band and dense tokens. Schemas and shapes:
-// csrc/library.cpp; meaning: ds_sparse/reference.py; where a band has what: band.h.
+// The band of a product, near the diagonal. Schema and shapes: csrc/library.cpp; meaning: ds_sparse/reference.py; where
+// a band has what: band.h.
 //
-// window_matmul: a thread block has some rows of `a`, and walks the columns of their windows 64 at a time. A product's
-// sums pass through shared memory, so that a row's neighbours are written together. unwindow_matmul: a thread block has
-// some rows of the result, and walks the part of the band that they are made of; transposed, those are columns.
+// A thread block has some rows of `a`, and walks the columns of their windows 64 at a time.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -21,21 +19,12 @@
 namespace ds_sparse {
 namespace {
 
-// Of window_matmul, in a step: rows of a thread block, 32 of them a warp's, and columns.
+// In a step: rows of a thread block, 32 of them a warp's, and columns.
 constexpr int kRows = 128, kWarpRows = 32, kColumns = 64;
 constexpr int kGroup = 32;           // columns that a warp has sums of at a time
 constexpr int kFar = 1 << 12;        // steps or columns: as good as any other number as large
 constexpr int kRing = 3;             // steps in flight or in use
-constexpr int64_t kFewestTasks = 8;  // of window_matmul for a multiprocessor, where there is work for them
-
-int64_t parts_of(int64_t all, int64_t part) { return (all + part - 1) / part; }
-
-// Where a product's matrices are among tasks: heads one after another, so that neighbours share what they load.
-struct Task {
-  int64_t batch, head, part;
-  __device__ Task(int64_t number, int64_t heads, int64_t parts)
-      : batch(number / parts / heads), head(number / parts % heads), part(number % parts) {}
-};
+constexpr int64_t kFewestTasks = 8;  // for a multiprocessor, where there is work for them
 
 template <class T>
 struct MatmulArguments {
@@ -394,154 +383,6 @@ __global__ void __launch_bounds__(kThreads, kHeld ? 4 : 3) window_matmul_kernel(
   }
 }
 
-template <class T>
-struct UnwindowArguments {
-  const T* band;
-  int64_t batch_stride, head_stride;
-  TokenRows<T> dense;
-  T* out;
-  int64_t batch, heads, tokens, window, width;
-  int64_t tiles;
-  int column_tiles;
-  bool whole_runs;
-};
-
-template <class T, bool kTransposed, int kM, int kN>
-struct UnwindowMemory {
-  static constexpr int kPitch = pitch_of<T>(kN);
-  // Large tiles leave no room for a third one.
-  static constexpr int kCount = kM == 64 ? 3 : 2;
-
-  struct Stage {
-    T band[(kTransposed ? kChunk<T> : kM) * pitch_of<T>(kTransposed ? kM : kChunk<T>)];
-    T dense[kChunk<T> * pitch_of<T>(kN)];
-  };
-  union {
-    Stage stages[kCount];
-    T result[kM * kPitch];
-  };
-};
-
-// One number of the result by its definition: what a row's window does not have cannot matter.
-template <bool kTransposed, class T>
-__device__ float sum_of_window(
-    const BandMatrix<const T>& band, const T* dense, int64_t token_stride, int64_t token) {
-  const int64_t end = min(token + band.window + 1, band.tokens);
-  float sum = 0;
-  for (int64_t other = max(token - band.window, int64_t{0}); other < end; ++other) {
-    const T of_band = kTransposed ? *band.at(other, token) : *band.at(token, other);
-    sum += static_cast<float>(of_band) * static_cast<float>(dense[other * token_stride]);
-  }
-  return sum;
-}
-
-template <class T, bool kTransposed, int kM, int kN>
-__global__ void __launch_bounds__(kThreads, kM == 128 ? 2 : sizeof(T) == 2 ? 4 : 3) unwindow_matmul_kernel(
-    const __grid_constant__ UnwindowArguments<T> p) {
-  extern __shared__ __align__(128) unsigned char shared[];
-  using Tile = Sums<T, kM, kN, false>;
-  using Memory = UnwindowMemory<T, kTransposed, kM, kN>;
-  using Loader = BandLoader<T, kTransposed ? kChunk<T> : kM, kTransposed ? kM : kChunk<T>>;
-  constexpr int kAhead = Memory::kCount - 1;
-  auto& memory = *reinterpret_cast<Memory*>(shared);
-  const int64_t parts = p.tiles * p.column_tiles, tasks = p.batch * p.heads * parts;
-
-  for (int64_t number = blockIdx.x; number < tasks; number += gridDim.x) {
-    const Task task(number, p.heads, parts);
-    const int depth = static_cast<int>(task.part % p.column_tiles) * kN;
-    const BandMatrix<const T> band(
-        p.band + task.batch * p.batch_stride + task.head * p.head_stride, p.tokens, p.window);
-    const T* dense = p.dense.of(task.batch, task.head);
-    // The tile's tokens, and the other side's that they have in their windows.
-    int64_t token = task.part / p.column_tiles * kM;
-    if constexpr (kTransposed) {
-      token += band.aligned(0);
-    }
-    if (token >= p.tokens) {
-      continue;
-    }
-    int64_t first = max(token - p.window, int64_t{0});
-    if constexpr (!kTransposed) {
-      first = band.aligned(first);
-    }
-    const int64_t end = min(min(token + kM, p.tokens) + p.window, p.tokens);
-
-    const auto row = [&](int64_t other) { return kTransposed ? other : token; };
-    const auto column = [&](int64_t other) { return kTransposed ? token : other; };
-    const auto load = [&](int64_t other, int stage) {
-      if (other < end) {
-        Loader::load(memory.stages[stage].band, band, row(other), column(other), p.whole_runs);
-        p.dense.template load<kChunk<T>, kN>(memory.stages[stage].dense, dense, other, depth);
-      }
-      end_of_copies();
-    };
-
-    Tile sums;
-    sums.clear();
-    __syncthreads();  // what the task before read is free
-#pragma unroll 1
-    for (int stage = 0; stage < kAhead; ++stage) {
-      load(first + stage * kChunk<T>, stage);
-    }
-    int stage = 0, free = kAhead;
-    for (int64_t other = first; other < end; other += kChunk<T>) {
-      wait_for_copies<kAhead - 1>();
-      Loader::clear_beside(memory.stages[stage].band, band, row(other), column(other), p.whole_runs);
-      __syncthreads();
-      load(other + kAhead * kChunk<T>, free);
-      const TileEdges edges(band, row(other), column(other));
-      if (kTransposed ? edges.meet(0, kChunk<T>, Tile::first_row(), Tile::kRows)
-                      : edges.meet(Tile::first_row(), Tile::kRows, 0, kChunk<T>)) {
-        sums.template add<!kTransposed, false>(memory.stages[stage].band, memory.stages[stage].dense);
-      }
-      free = stage;
-      stage = stage == kAhead ? 0 : stage + 1;
-    }
-
-    __syncthreads();
-    bool finite = true;
-    sums.for_each_pair([&](int line, int c, float one, float next) {
-      finite = finite && isfinite(one) && isfinite(next);
-      store_pair(memory.result + (Tile::first_row() + line) * Memory::kPitch + Tile::first_column() + c, one, next);
-    });
-    finite = __syncthreads_and(finite);
-    T* out = p.out + ((task.batch * p.heads + task.head) * p.tokens + token) * p.width + depth;
-    const int begin_line = token < 0 ? static_cast<int>(-token) : 0;
-    const int lines = static_cast<int>(min(p.tokens - token, int64_t{kM}));
-    const int width = static_cast<int>(min(p.width - depth, int64_t{kN}));
-    if (p.width % kRun<T> == 0) {
-      constexpr int runs = kN / kRun<T>, step = kThreads / runs;
-      const int c = threadIdx.x % runs * kRun<T>;
-#pragma unroll 4
-      for (int line = threadIdx.x / runs; line < kM; line += step) {
-        if (line >= begin_line && line < lines && c < width) {
-          store_run(out + line * p.width + c, load_aligned(memory.result + line * Memory::kPitch + c));
-        }
-      }
-    } else {
-#pragma unroll 1
-      for (int n = threadIdx.x; n < kM * kN; n += kThreads) {
-        const int line = n / kN, c = n % kN;
-        if (line >= begin_line && line < lines && c < width) {
-          out[line * p.width + c] = memory.result[line * Memory::kPitch + c];
-        }
-      }
-    }
-    // A number that is not finite, times the zeros beside the windows, has spoilt rows that do not see it.
-    if (!finite) {
-      __syncthreads();
-#pragma unroll 1
-      for (int n = threadIdx.x; n < kM * kN; n += kThreads) {
-        const int line = n / kN, c = n % kN;
-        if (line >= begin_line && line < lines && c < width && !isfinite(static_cast<float>(out[line * p.width + c]))) {
-          out[line * p.width + c] = static_cast<T>(
-              sum_of_window<kTransposed>(band, dense + depth + c, p.dense.token_stride, token + line));
-        }
-      }
-    }
-  }
-}
-
 Tensor window_matmul(const Tensor& a, const Tensor& b, int64_t window) {
   check_operands({{&a, "a"}, {&b, "b"}}, 3);
   check_size(b, 3, a.size(3), "b");
@@ -587,61 +428,9 @@ Tensor window_matmul(const Tensor& a, const Tensor& b, int64_t window) {
   return out;
 }
 
-// A band whose rows are one after another: `x`, or a copy.
-Tensor with_adjacent_rows(const Tensor& x) {
-  const int64_t width = x.size(3);
-  if ((width == 1 || x.stride(3) == 1) && (x.size(2) == 1 || x.stride(2) == width)) {
-    return x;
-  }
-  Tensor copy = torch::stable::new_empty(x, x.sizes());
-  torch::stable::copy_(copy, x);
-  return copy;
-}
-
-Tensor unwindow_matmul(const Tensor& band, const Tensor& dense, bool transposed) {
-  check_operands({{&dense, "dense"}, {&band, "band"}}, 3);
-  check_band(band, "band");
-  const int64_t batch = dense.size(0), heads = dense.size(1), tokens = dense.size(2), width = dense.size(3);
-  Tensor out = torch::stable::new_empty(dense, dense.sizes());
-  const Launcher launch(dense);
-  with_element<false>(dense, "unwindow_matmul", [&](auto zero) {
-    using T = decltype(zero);
-    if (out.numel() == 0) {
-      return;
-    }
-    const Tensor rows = with_adjacent_rows(band), right = in_runs(dense);
-    const auto run = [&](auto is_transposed, auto height, auto tile_width) {
-      constexpr bool kTransposed = decltype(is_transposed)::value;
-      constexpr int kM = decltype(height)::value, kN = decltype(tile_width)::value;
-      // Transposed, the first tile begins up to 31 bytes before the first token.
-      const int64_t tiles = parts_of(tokens + (kTransposed ? 32 / sizeof(T) - 1 : 0), kM);
-      const int column_tiles = static_cast<int>(parts_of(width, kN));
-      const int64_t window = band.size(3) / 2;
-      const UnwindowArguments<T> arguments{
-          static_cast<const T*>(rows.const_data_ptr()), rows.stride(0), rows.stride(1), TokenRows<T>(right),
-          static_cast<T*>(out.mutable_data_ptr()), batch, heads, tokens, window, width, tiles, column_tiles,
-          has_whole_runs<T>(window)};
-      launch.with_shared_memory(
-          unwindow_matmul_kernel<T, kTransposed, kM, kN>, batch * heads * tiles * column_tiles, kThreads,
-          sizeof(UnwindowMemory<T, kTransposed, kM, kN>), arguments);
-    };
-    const auto with_tile = [&](auto is_transposed) {
-      if constexpr (sizeof(T) == 2) {
-        if (width > 64) {
-          return run(is_transposed, std::integral_constant<int, 128>{}, std::integral_constant<int, 128>{});
-        }
-      }
-      run(is_transposed, std::integral_constant<int, 64>{}, std::integral_constant<int, 64>{});
-    };
-    transposed ? with_tile(std::true_type{}) : with_tile(std::false_type{});
-  });
-  return out;
-}
-
 }  // namespace
 }  // namespace ds_sparse
 
 STABLE_TORCH_LIBRARY_IMPL(ds_sparse, CUDA, m) {
   m.impl("window_matmul", TORCH_BOX(&ds_sparse::window_matmul));
-  m.impl("unwindow_matmul", TORCH_BOX(&ds_sparse::unwindow_matmul));
 }
