@@ -25,6 +25,8 @@ constexpr int kGroup = 32;           // columns that a warp has sums of at a tim
 constexpr int kFar = 1 << 12;        // steps or columns: as good as any other number as large
 constexpr int kRing = 3;             // steps in flight or in use
 constexpr int64_t kFewestTasks = 8;  // for a multiprocessor, where there is work for them
+constexpr int kHeldThreadBlocks = 4;
+constexpr int64_t kL2Bytes = 280 << 10;  // of L2, for what a multiprocessor is writing
 
 template <class T>
 struct MatmulArguments {
@@ -195,7 +197,7 @@ struct Group {
 // kCount: elements that are written together, a run of 16 bytes or a pair. kHeld: rows are one chunk deep, and each
 // warp holds its own in registers.
 template <class T, int kCount, bool kHeld>
-__global__ void __launch_bounds__(kThreads, kHeld ? 4 : 3) window_matmul_kernel(
+__global__ void __launch_bounds__(kThreads, kHeld ? kHeldThreadBlocks : 3) window_matmul_kernel(
     const __grid_constant__ MatmulArguments<T> p) {
   extern __shared__ __align__(128) unsigned char shared[];
   using M = Mma<T>;
@@ -397,8 +399,8 @@ Tensor window_matmul(const Tensor& a, const Tensor& b, int64_t window) {
     }
     const Tensor rows = in_runs(a), columns = in_runs(b);
     const int chunks = static_cast<int>(std::max<int64_t>(1, parts_of(a.size(3), kChunk<T>)));
-    // Two thread blocks of a multiprocessor have to have space.
-    const bool rows_stay = 2 * MatmulMemory::bytes(chunks) <= launch.shared_memory();
+    // Two thread blocks of a multiprocessor have to have space, unless a ring takes no less.
+    const bool rows_stay = chunks <= kRing || 2 * MatmulMemory::bytes(chunks) <= launch.shared_memory();
     const int64_t row_tiles = parts_of(tokens, kRows), matrices = batch * heads;
     // A tile's columns begin up to 31 bytes before its windows. They are shared out where rows alone are too few.
     const int64_t steps = parts_of(2 * window + std::min<int64_t>(kRows, tokens) + 32 / sizeof(T) - 1, kColumns);
@@ -408,10 +410,18 @@ Tensor window_matmul(const Tensor& a, const Tensor& b, int64_t window) {
         TokenRows<T>(rows), TokenRows<T>(columns), static_cast<T*>(out.mutable_data_ptr()), batch, heads, tokens,
         window, row_tiles, column_parts, 8 * (2 * window), static_cast<int>(parts_of(steps, column_parts)), chunks,
         rows_stay};
+    // Rows that are being written should stay in L2 until they are whole, or they leave it in pieces: where windows are
+    // wide, thread blocks ask for so much shared memory that fewer are on a multiprocessor.
+    const auto bytes_for = [&](bool held) {
+      const size_t bytes = MatmulMemory::bytes(rows_stay ? chunks : kRing);
+      const int64_t fit = std::max<int64_t>(2, kL2Bytes / (kRows * (2 * window + 1) * int64_t{sizeof(T)}));
+      return held && fit < kHeldThreadBlocks ? std::max(bytes, launch.shared_memory() / (fit + 1) / 16 * 16 + 16) : bytes;
+    };
     const auto run = [&](auto count, auto held) {
+      constexpr bool kHeld = decltype(held)::value;
       launch.with_shared_memory(
-          window_matmul_kernel<T, decltype(count)::value, decltype(held)::value>, matrices * row_tiles * column_parts,
-          kThreads, MatmulMemory::bytes(rows_stay ? chunks : kRing), arguments);
+          window_matmul_kernel<T, decltype(count)::value, kHeld>, matrices * row_tiles * column_parts, kThreads,
+          bytes_for(kHeld), arguments);
     };
     const auto with_count = [&](auto count) {
       if constexpr (sizeof(T) == 2) {
