@@ -154,8 +154,8 @@ __device__ __forceinline__ void multiply_all(
     const Backward<T>& p, const Sweep<T>& sweep, Memory<T, kD, are_limited(kScores)>& memory) {
   constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores);
   constexpr int kN = 64, kParts = kQueries<kD> / kN;  // of a step's queries
-  const int thread = this_thread(), lane = thread % 32, warpgroup = uniform(thread / 128), strip = thread / 32 * 16;
-  const int line0 = strip + lane / 4;
+  const int thread = this_thread(), lane = thread % 32, warpgroup = uniform(thread / 128);
+  const int strip = own_strip(thread), line0 = own_line(thread);
   const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
   const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
   const bool drops = attention::drops<kScores>(p.scoring);

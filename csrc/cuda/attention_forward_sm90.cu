@@ -138,8 +138,8 @@ template <class T, int kD, int kN, int kTeams, Scores kScores>
 __device__ __forceinline__ void multiply_all(
     const Forward<T>& p, Memory<T, kD, kN, kTeams, are_limited(kScores)>& memory, int team) {
   constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores);
-  const int thread = this_thread(), lane = thread % 32, warpgroup = uniform(thread / 128), strip = thread / 32 * 16;
-  const int line0 = strip + lane / 4;
+  const int thread = this_thread(), lane = thread % 32, warpgroup = uniform(thread / 128);
+  const int strip = own_strip(thread), line0 = own_line(thread);
   const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
   // A maximum that is looked at moves the origin that it is this far above: by a factor of 256 for probabilities. Where none
   // is looked at, a lane's sum of a step tells when they come near the end of what fp16 holds, or, in bf16, leave too little

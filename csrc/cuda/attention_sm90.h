@@ -284,9 +284,12 @@ struct Finder {
   }
 };
 
-// The first line of a warp's strip, and the first of a lane's two lines; the other is 8 below.
-__device__ __forceinline__ int own_strip() { return threadIdx.x % kTeamThreads / 32 * 16; }
-__device__ __forceinline__ int own_line() { return own_strip() + threadIdx.x % 32 / 4; }
+// The first line of a warp's strip, and the first of a lane's two lines; the other is 8 below. `thread`: as of
+// `this_thread`, where that is known.
+__device__ __forceinline__ int own_strip(int thread = threadIdx.x % kTeamThreads) { return thread / 32 * 16; }
+__device__ __forceinline__ int own_line(int thread = threadIdx.x % kTeamThreads) {
+  return own_strip(thread) + thread % 32 / 4;
+}
 
 // Which of a lane's probabilities (64 x 64) dropout keeps; by rows or, transposed, by columns. A strip's lines are
 // neighbours, and begin at a multiple of 16.

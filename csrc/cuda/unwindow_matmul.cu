@@ -20,6 +20,7 @@
 namespace ds_sparse {
 namespace {
 
+constexpr int kWarpTokens = 32;    // of the result
 constexpr int kRing = 3;           // steps in flight or in use
 constexpr int kNowhere = 1 << 24;  // as good as any other number as large: a walk is shorter
 
@@ -65,13 +66,13 @@ struct TileEdges {
   }
 };
 
-// A warp's part of a band in shared memory: the windows of kTokens tokens of the result, and of them kStep numbers that
+// A warp's part of a band in shared memory: the windows of its tokens of the result, and of them kStep numbers that
 // are summed. Lines are rows of the band; where these are 64 bytes long, the second half of them is beside the first.
 // kCount: numbers that are copied together.
 template <class T, bool kTransposed, int kCount>
 class BandPart {
  public:
-  static constexpr int kTokens = 32, kStep = kChunk<T>, kBytes = 32 * kLineBytes;
+  static constexpr int kStep = kChunk<T>, kBytes = 32 * kLineBytes;
 
   // `pitch`: of the band's rows.
   __device__ explicit BandPart(int64_t pitch) : pitch_(pitch) {}
@@ -94,7 +95,7 @@ class BandPart {
   }
 
  private:
-  static constexpr int kLines = kTransposed ? kStep : kTokens, kLength = kTransposed ? kTokens : kStep;
+  static constexpr int kLines = kTransposed ? kStep : kWarpTokens, kLength = kTransposed ? kWarpTokens : kStep;
   static constexpr int kLanes = kLength / kCount;  // of a line
 
   static __device__ int lane() { return threadIdx.x % 32; }
@@ -120,28 +121,28 @@ class BandFragments {
  public:
   using M = Mma<T>;
   // Those of two products in 32 bits would leave too few registers.
-  static constexpr int kTokens = 32, kGroups = kTokens / 8, kProducts = sizeof(T) == 2 ? 2 : 1;
+  static constexpr int kGroups = kWarpTokens / 8, kProducts = sizeof(T) == 2 ? 2 : 1;
   static constexpr int kDepth = kProducts * M::kDepth;
 
   // The places of a walk where all of what is taken there is the band's, or any. `edges`: of the tile at place 0.
   static __device__ Span whole(const TileEdges& edges) {
     if constexpr (kTransposed) {
-      const bool all_there = edges.first <= 0 && edges.last >= kTokens;
-      return {kTokens - edges.end, all_there ? min(2 - edges.begin, edges.lines + 1) - kDepth : -kNowhere};
+      const bool all_there = edges.first <= 0 && edges.last >= kWarpTokens;
+      return {kWarpTokens - edges.end, all_there ? min(2 - edges.begin, edges.lines + 1) - kDepth : -kNowhere};
     } else {
-      const bool all_there = edges.lines >= kTokens;
-      return {max(edges.begin + kTokens - 1, edges.first),
+      const bool all_there = edges.lines >= kWarpTokens;
+      return {max(edges.begin + kWarpTokens - 1, edges.first),
               all_there ? min(edges.end, edges.last) - kDepth + 1 : -kNowhere};
     }
   }
   static __device__ Span met(const TileEdges& edges) {
     if constexpr (kTransposed) {
-      const bool any_there = edges.first < kTokens && edges.last > 0;
-      return {2 - kDepth - edges.end, any_there ? min(kTokens - edges.begin, edges.lines) : -kNowhere};
+      const bool any_there = edges.first < kWarpTokens && edges.last > 0;
+      return {2 - kDepth - edges.end, any_there ? min(kWarpTokens - edges.begin, edges.lines) : -kNowhere};
     } else {
       const bool any_there = edges.lines > 0;
       return {max(edges.begin, edges.first) - kDepth + 1,
-              any_there ? min(edges.end + min(edges.lines, kTokens) - 1, edges.last) : -kNowhere};
+              any_there ? min(edges.end + min(edges.lines, kWarpTokens) - 1, edges.last) : -kNowhere};
     }
   }
 
@@ -234,7 +235,7 @@ __device__ __forceinline__ void store_transposed(T* to, int pitch, const float (
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if constexpr (sizeof(T) == 2) {
-      T pair[2];
+      alignas(4) T pair[2];
       store_pair(pair, sum[2 * half], sum[2 * half + 1]);
       T* here = to + lane / 4 * pitch + half * 8 + lane % 4 * 2;
       *reinterpret_cast<uint32_t*>(here) = transposed(*reinterpret_cast<const uint32_t*>(pair));
@@ -261,7 +262,7 @@ struct UnwindowArguments {
 template <class T, bool kTransposed, int kCount, int kChunks>
 struct Shape {
   using Part = BandPart<T, kTransposed, kCount>;
-  static constexpr int kWarps = kThreads / 32, kTokens = kWarps * Part::kTokens;
+  static constexpr int kWarps = kThreads / 32, kTokens = kWarps * kWarpTokens;
   static constexpr int kWidth = kChunks * kChunk<T>;
   static constexpr int kThreadBlocks = kWidth > 64 ? 2 : 3;
 
@@ -274,14 +275,14 @@ struct Shape {
   static_assert(kBytes >= kTokens * kResultPitch * sizeof(T));
 };
 
-// One number of the result by its definition: what a row's window does not have cannot matter.
+// One number of the result by its definition: what a row's window does not have cannot matter. Once NaN it stays so.
 template <bool kTransposed, class T>
 __device__ float sum_of_window(
     const BandMatrix<const T>& band, const T* dense, int64_t token_stride, int64_t token) {
   const int64_t end = min(token + band.window + 1, band.tokens);
   float sum = 0;
 #pragma unroll 1
-  for (int64_t other = max(token - band.window, int64_t{0}); other < end; ++other) {
+  for (int64_t other = max(token - band.window, int64_t{0}); other < end && !isnan(sum); ++other) {
     const T of_band = kTransposed ? *band.at(other, token) : *band.at(token, other);
     sum += static_cast<float>(of_band) * static_cast<float>(dense[other * token_stride]);
   }
@@ -327,7 +328,7 @@ __global__ void __launch_bounds__(kThreads, (Shape<T, kTransposed, kCount, kChun
     TokenLoader<T, Part::kStep> load_tokens(p.dense, dense, first, all_there);
 
     // The warp's walk: a place in it is how far it has come from `first`.
-    const int64_t own = token + warp * Part::kTokens, pitch = 2 * p.window;
+    const int64_t own = token + warp * kWarpTokens, pitch = 2 * p.window;
     const TileEdges edges(band, kTransposed ? first : own, kTransposed ? own : first);
     const Span whole = OfBand::whole(edges), met = OfBand::met(edges);
     const auto edges_at = [&](int place) { return kTransposed ? edges.from(place, 0) : edges.from(0, place); };
@@ -392,11 +393,11 @@ __global__ void __launch_bounds__(kThreads, (Shape<T, kTransposed, kCount, kChun
     }
 
     __syncthreads();  // the ring is free
-    T* result = reinterpret_cast<T*>(shared) + warp * Part::kTokens * S::kResultPitch;
+    T* result = reinterpret_cast<T*>(shared) + warp * kWarpTokens * S::kResultPitch;
     T* out = p.out + ((task.batch * p.heads + task.head) * p.tokens + own) * p.width + first_chunk * kChunk<T>;
     // The warp's tokens that there are.
     const int begin = static_cast<int>(max(-own, int64_t{0}));
-    const int end = static_cast<int>(min(p.tokens - own, int64_t{Part::kTokens}));
+    const int end = static_cast<int>(min(p.tokens - own, int64_t{kWarpTokens}));
     float zero = 0;  // or NaN, if a sum is not finite
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -416,7 +417,7 @@ __global__ void __launch_bounds__(kThreads, (Shape<T, kTransposed, kCount, kChun
       if (p.width % kRun<T> == 0) {
         const int c = lane % 8 * kRun<T>;
 #pragma unroll
-        for (int i = 0; i < Part::kTokens; i += 4) {
+        for (int i = 0; i < kWarpTokens; i += 4) {
           const int token = i + lane / 8;
           if (token >= begin && token < end && c < width) {
             store_run(to + token * p.width + c, load_aligned(result + token * S::kResultPitch + c));
@@ -434,6 +435,7 @@ __global__ void __launch_bounds__(kThreads, (Shape<T, kTransposed, kCount, kChun
     }
     // A number that is not finite, times the zeros beside the windows, has spoilt rows that do not see it.
     if (!__all_sync(0xffffffffu, zero == 0)) {
+      __syncwarp();  // a vote does not show a lane what others have written
       const int width = static_cast<int>(min(p.width - first_chunk * kChunk<T>, int64_t{S::kWidth}));
 #pragma unroll 1
       for (int token = begin; token < end; ++token) {

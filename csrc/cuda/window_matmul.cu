@@ -78,6 +78,23 @@ struct Group {
     return run;
   }
 
+  // Adds products over the runs `run` and the next one of rows and columns. `columns`: the lane's first ones.
+  __device__ __forceinline__ void multiply_add(
+      const typename Mma<T>::FragmentA (&rows)[2], uint32_t columns, int run) {
+    typename Mma<T>::FragmentB b[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      LineFragments<T, kCount>::read_b(b[j], columns, 2 * j, run);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int j = 0; j < kGroup / 8; ++j) {
+        Mma<T>::template product<false>(sum[i][j], rows[i], b[j / 2], j % 2);
+      }
+    }
+  }
+
   // Zero where there is no token; columns `first` to last - 1 are.
   __device__ __forceinline__ void keep_tokens(int first, int last) {
 #pragma unroll
@@ -247,6 +264,11 @@ __global__ void __launch_bounds__(kThreads, kHeld ? kHeldThreadBlocks : 3) windo
     const int past_last = keep(static_cast<uint32_t>(past_first) % kColumns);
     int begin = static_cast<int>(max(top - p.window - first, int64_t{-kFar}));
     T* to = band.at(top + lane / 4, first + lane % 4 * kCount);
+    const auto begin_step = [&](int step) {
+      edges.begin = begin;
+      edges.end = min(last_step - step, kFar) * kColumns + past_last;
+      begin = max(begin - kColumns, -kFar);
+    };
     const auto keep_tokens = [&](Group<T, kCount>& group, int step, int offset) {
       if (!all_tokens) {
         const int64_t column = first + int64_t{step} * kColumns + offset;
@@ -283,9 +305,7 @@ __global__ void __launch_bounds__(kThreads, kHeld ? kHeldThreadBlocks : 3) windo
         wait_for_copies<kRing - 2>();
         __syncthreads();
         load(step + kRing - 1, 0, free());
-        edges.begin = begin;
-        edges.end = min(last_step - step, kFar) * kColumns + past_last;
-        begin = max(begin - kColumns, -kFar);
+        begin_step(step);
         uint32_t tile = of_b + stage * Memory::kColumnTile;
 #pragma unroll 1
         for (int offset = 0; offset < kColumns; offset += kGroup) {
@@ -293,18 +313,7 @@ __global__ void __launch_bounds__(kThreads, kHeld ? kHeldThreadBlocks : 3) windo
             Group<T, kCount> group{};
 #pragma unroll
             for (int k = 0; k < kProducts; ++k) {
-              typename M::FragmentB b[2];
-#pragma unroll
-              for (int j = 0; j < 2; ++j) {
-                Fragments::read_b(b[j], tile, 2 * j, 2 * k);
-              }
-#pragma unroll
-              for (int i = 0; i < 2; ++i) {
-#pragma unroll
-                for (int j = 0; j < kGroup / 8; ++j) {
-                  M::template product<false>(group.sum[i][j], a[k][i], b[j / 2], j % 2);
-                }
-              }
+              group.multiply_add(a[k], tile, 2 * k);
             }
             keep_tokens(group, step, offset);
             group.store(to, p.pitch, edges);
@@ -331,9 +340,7 @@ __global__ void __launch_bounds__(kThreads, kHeld ? kHeldThreadBlocks : 3) windo
       }
 #pragma unroll 1
       for (int step = 0; step < steps; ++step) {
-        edges.begin = begin;
-        edges.end = min(last_step - step, kFar) * kColumns + past_last;
-        begin = max(begin - kColumns, -kFar);
+        begin_step(step);
         const auto edges_of = [&](int g) {
           return GroupEdges{edges.begin - g * kGroup, edges.end - g * kGroup, edges.lines, edges.seams};
         };
@@ -355,18 +362,7 @@ __global__ void __launch_bounds__(kThreads, kHeld ? kHeldThreadBlocks : 3) windo
 #pragma unroll
             for (int g = 0; g < kGroups; ++g) {
               if (edges_of(g).meets()) {
-                typename M::FragmentB b[2];
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                  Fragments::read_b(b[j], tile + g * (kGroup * kLineBytes), 2 * j, 2 * k);
-                }
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-#pragma unroll
-                  for (int j = 0; j < kGroup / 8; ++j) {
-                    M::template product<false>(groups[g].sum[i][j], a[i], b[j / 2], j % 2);
-                  }
-                }
+                groups[g].multiply_add(a, tile + g * (kGroup * kLineBytes), 2 * k);
               }
             }
           }
@@ -415,7 +411,8 @@ Tensor window_matmul(const Tensor& a, const Tensor& b, int64_t window) {
     const auto bytes_for = [&](bool held) {
       const size_t bytes = MatmulMemory::bytes(rows_stay ? chunks : kRing);
       const int64_t fit = std::max<int64_t>(2, kL2Bytes / (kRows * (2 * window + 1) * int64_t{sizeof(T)}));
-      return held && fit < kHeldThreadBlocks ? std::max(bytes, launch.shared_memory() / (fit + 1) / 16 * 16 + 16) : bytes;
+      const bool fewer = held && fit < kHeldThreadBlocks;
+      return fewer ? std::max(bytes, launch.shared_memory() / (fit + 1) / 16 * 16 + 16) : bytes;
     };
     const auto run = [&](auto count, auto held) {
       constexpr bool kHeld = decltype(held)::value;

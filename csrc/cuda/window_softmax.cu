@@ -128,8 +128,9 @@ struct Rows {
   }
 };
 
-// Calls work(rows, inputs, results), with pointers to the run that the rows begin in, for all rows in turn. `results`
-// may be the first of the inputs.
+// Calls work(rows, inputs, results) for the warp's pieces in turn. Pointers are to the run that the rows begin in, in
+// device memory; with kStaged to copies in shared memory, where results take the place of the first input until they
+// are written, so that an element of it cannot be read once its result is there.
 template <bool kStaged, class T, int kInputs, class Work>
 __device__ __forceinline__ void for_all_rows(
     const Shares& shares, const T* const (&inputs)[kInputs], T* results, const Work& work) {

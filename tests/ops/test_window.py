@@ -23,8 +23,10 @@ from helpers import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ds_sparse
 from ds_sparse import reference, unwindow_matmul, window_matmul, window_softmax
 
+HALVES = (torch.float16, torch.bfloat16)
 OPERATORS = ("window_matmul", "unwindow_matmul", "window_softmax_forward", "window_softmax_backward")
 
 JOBS = {
@@ -110,27 +112,33 @@ def test_large_heads(device: str, job: str, depth: int, dtype: torch.dtype):
     check(job, operands(job, (1, 2), 150, 40, depth, seeded()), 40, dtype, device)
 
 
+@pytest.mark.parametrize(
+    ("window", "dtype"),
+    [(130, torch.float32), *((window, dtype) for window in (140, 255, 400) for dtype in HALVES)],
+    ids=str,
+)
 @pytest.mark.parametrize("job", sorted(JOBS))
-def test_rows_of_several_tasks(device: str, job: str):
-    check(job, operands(job, (2, 2), 700, 130, 64, seeded()), 130, torch.float32, device)
+def test_rows_of_several_tasks(device: str, job: str, window: int, dtype: torch.dtype):
+    """Also where windows are so wide that a GPU has fewer thread blocks of 16 bits at work."""
+    check(job, operands(job, (2, 2), 700, window, 64, seeded()), window, dtype, device)
 
 
 @pytest.mark.parametrize("tokens", [128, 129, 290])
-@pytest.mark.parametrize("window", [4, 6, 13, 20, 48, 64])
+@pytest.mark.parametrize("window", [4, 6, 13, 20, 48, 64, 400])
 @pytest.mark.parametrize("job", sorted(JOBS))
 def test_windows_that_end_anywhere_in_a_tile(device: str, job: str, window: int, tokens: int):
     """Heads of a band begin at any address, and its rows at any place of a tile."""
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (*HALVES, torch.float32):
         check(job, operands(job, (1, 3), tokens, window, 40, seeded()), window, dtype, device)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
 @pytest.mark.parametrize("depth", [40, 72])
-@pytest.mark.parametrize("window", [4, 6, 20, 64])
+@pytest.mark.parametrize(("window", "tokens"), [(4, 129), (6, 129), (20, 129), (64, 129), (140, 300), (400, 600)])
 @pytest.mark.parametrize("job", sorted(JOBS))
-def test_each_of_many_heads_is_as_one(device: str, job: str, window: int, depth: int, dtype: torch.dtype):
+def test_each_of_many_heads_is_as_one(device: str, job: str, window: int, tokens: int, depth: int, dtype: torch.dtype):
     """With so many no head's rows are shared out among a GPU's thread blocks: one writes them from end to end."""
-    head = operands(job, (1, 1), 129, window, depth, seeded())
+    head = operands(job, (1, 1), tokens, window, depth, seeded())
     check(job, head, window, dtype, device)
     head = [x.to(device, dtype) for x in head]
     heads = 1200 if device == "cuda" else 3
@@ -166,7 +174,7 @@ def test_numbers_beside_the_sequence_do_not_count(device: str, dtype: torch.dtyp
     assert not grad[:, :, beside.to(device)].any() and torch.isfinite(grad[:, :, far]).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 def test_what_is_not_finite_stays_in_its_windows(device: str, dtype: torch.dtype):
     """Of all products: rows of a tile have windows of their own."""
     a, b = (random(rng, 1, 2, 200, 24).to(device, dtype) for rng in (seeded(), seeded(1)))
@@ -201,27 +209,30 @@ def test_more_matrices_than_a_grid_has_rows(device: str):
 
 @pytest.mark.gpu
 def test_more_elements_than_int32_counts(device: str):
-    """The last rows of a band of more than 2^31 elements."""
+    """The last rows of bands of more than 2^31 elements, forward and backward."""
     needs_gpu_memory(device, 32)
     tokens, window, last = 16384, 1024, 2048
-    query, key = (torch.randn(66, tokens, 64, device=device, dtype=torch.float16) / 8 for _ in range(2))
-    scores = window_matmul(query, key.mT, window)
-    assert scores.numel() > 2**31
-    probs = window_softmax(scores, window)
-    output = unwindow_matmul(probs, key, window)
-    (grad,) = torch.autograd.grad(unwindow_matmul(probs, key.requires_grad_(), window), key, query)
-    key = key.detach()
-    rest = [x[-1:, -2 * last :].float().cpu() for x in (query, key)]
-    rest_scores = reference.window_matmul(rest[0], rest[1].mT, window)
+    query, key, grad = (torch.randn(66, tokens, 64, device=device, dtype=torch.float16) / 8 for _ in range(3))
+
+    def run(operations, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        query, key, grad = inputs[0].requires_grad_(), inputs[1].requires_grad_(), inputs[2]
+        scores = operations.window_matmul(query, key.mT, window)
+        probs = operations.window_softmax(scores, (window,))
+        output = operations.unwindow_matmul(probs, key, window)
+        # Large enough for the gradient of scores to be of normal numbers.
+        grads = torch.autograd.grad(output, (scores, query, key), 64 * grad)
+        results = {"scores": scores, "probabilities": probs, "output": output}
+        return results | {f"gradient of {x}": grad for x, grad in zip(("scores", "query", "key"), grads)}
+
     # All that the last rows see, and all that sees the last columns.
-    torch.testing.assert_close(scores[-1:, -last:].float().cpu(), rest_scores[:, -last:], rtol=1e-2, atol=1e-2)
-    rest_probs = reference.window_softmax(rest_scores, (window,))
-    torch.testing.assert_close(probs[-1:, -last:].float().cpu(), rest_probs[:, -last:], rtol=1e-2, atol=1e-5)
-    expected = reference.unwindow_matmul(rest_probs, rest[1], window)
-    torch.testing.assert_close(output[-1:, -last:].float().cpu(), expected[:, -last:], rtol=1e-2, atol=1e-4)
-    value = rest[1].requires_grad_()
-    (expected,) = torch.autograd.grad(reference.unwindow_matmul(rest_probs, value, window), value, rest[0])
-    torch.testing.assert_close(grad[-1:, -1024:].float().cpu(), expected[:, -1024:], rtol=1e-2, atol=1e-4)
+    rest = [x[-1:, -2 * last :] for x in (query, key, grad)]
+    with torch.device(device):
+        plain = run(reference, *(x.clone() for x in rest))
+        exact = run(reference, *(x.double() for x in rest))
+    found = run(ds_sparse, query, key, grad)
+    assert found["scores"].numel() > 2**31
+    for name, ours in found.items():
+        assert_as_accurate(name, *(x[-1:, -last:].cpu() for x in (ours, plain[name], exact[name])))
 
 
 @pytest.mark.gpu
@@ -357,6 +368,37 @@ def test_softmax_of_long_rows_and_many_heads(
     grad = random(seeded(1), *given.shape, dtype=dtype)
     found = [torch.autograd.grad(y, x, grad.to(x.device, x.dtype))[0] for y, x in zip(results, (ours, plain, exact))]
     assert_as_accurate("gradient", *found, grad.abs().max().item())
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "windows", "causal"), [(1200, 129, (4,), False), (600, 720, (3, 1, 4, 0, 2, 5), True)]
+)
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+def test_softmax_of_more_rows_than_a_gpu_takes_at_a_time(
+    device: str, heads: int, tokens: int, windows: tuple[int, ...], causal: bool, masked: bool, dtype: torch.dtype
+):
+    """Its warps go on to rows of other heads, and heads with windows of their own take several launches."""
+    some = 30  # heads that differ; others repeat them, at other places of launches and of warps' turns
+    repeats = heads // some if device == "cuda" else 1
+    rng = seeded()
+    given, grad = (random(rng, 1, some, tokens, 2 * max(windows) + 1, dtype=dtype) for _ in range(2))
+    windows = windows * (some // len(windows)) if len(windows) > 1 else windows
+    kept = torch.rand(1, tokens, generator=rng) < 0.8 if masked else None
+    expected = []
+    for x in (given, given.double()):
+        probs = reference.window_softmax(x.requires_grad_(), windows, 0.7, causal, kept)
+        expected.append([probs, *torch.autograd.grad(probs, x, grad.to(x.dtype))])
+    ours = given.detach().repeat(1, repeats, 1, 1).to(device).requires_grad_()
+    with poisoned_memory():
+        probs = window_softmax(
+            ours, windows * repeats if len(windows) > 1 else windows, scale=0.7, causal=causal,
+            key_padding_mask=kept.to(device) if masked else None,
+        )  # fmt: skip
+        found = [probs, *torch.autograd.grad(probs, ours, grad.repeat(1, repeats, 1, 1).to(device))]
+    for name, x, *results in zip(("probabilities", "gradient"), found, *expected, strict=True):
+        results = [y.repeat(1, repeats, 1, 1) for y in results]
+        assert_as_accurate(name, x, *results, 0 if name == "probabilities" else grad.abs().max().item())
 
 
 def test_softmax_is_right_at_the_ends(device: str):
