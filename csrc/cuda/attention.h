@@ -545,25 +545,35 @@ struct Parts {
   }
 };
 
-// A line of a cut tile that a thread block combines.
-struct CutLine {
-  int batch, head, token, sub_tile, line, first_part, num_parts;
+// Neighbouring lines of a cut tile, which a thread block puts together from parts.
+constexpr int kCutLines = 16;  // a divisor of tiles
+
+struct CutLines {
+  int batch, head, tile, sub_tile, first_line, first_part, num_parts;
   int64_t matrix, copy;
 
-  __device__ CutLine(const Lists& lists, const int32_t* cuts, int num_cuts, int heads, int layout_heads) {
-    int64_t number = blockIdx.x;
-    line = number % lists.tile;
-    number /= lists.tile;
+  __device__ CutLines(const Lists& lists, const int32_t* cuts, int num_cuts, int heads, int layout_heads) {
+    uint32_t number = blockIdx.x;
+    first_line = number % (lists.tile / kCutLines) * kCutLines;
+    number /= lists.tile / kCutLines;
     sub_tile = number % lists.sub_tiles;
     number /= lists.sub_tiles;
     const int32_t* cut = cuts + number % num_cuts * 3;
     copy = number / num_cuts;
+    tile = cut[0];
     first_part = cut[1];
     num_parts = cut[2];
-    head = layout_heads == 1 ? copy % heads : cut[0] / lists.tiles_per_head;
+    head = layout_heads == 1 ? copy % heads : tile / lists.tiles_per_head;
     batch = layout_heads == 1 ? copy / heads : copy;
     matrix = int64_t{batch} * heads + head;
-    token = lists.token(cut[0], sub_tile, line);
+  }
+  // Of one of the lines, the token or -1; and its place among the lines of all parts, in one of the tile's.
+  __device__ int token(const Lists& lists, int line, int length) const {
+    const int token = lists.token(tile, sub_tile, first_line + line);
+    return token < length ? token : -1;
+  }
+  __device__ int64_t place(const Lists& lists, const Parts& parts, int part, int line) const {
+    return parts.line(lists, copy, first_part + part, sub_tile) + first_line + line;
   }
 };
 

@@ -239,25 +239,36 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A thread block adds the parts of one line of a cut tile.
+// Adds the parts of lines, each thread those of four numbers of one.
 template <class T>
 __global__ void add_parts_kernel(
     Lists lists, const int32_t* cuts, int num_cuts, int heads, int layout_heads, int length, Parts parts, Matrices<T> grad,
     float* shares) {
-  const CutLine cut(lists, cuts, num_cuts, heads, layout_heads);
-  if (cut.token < 0 || cut.token >= length) {
-    return;
-  }
-  for (int column = threadIdx.x; column < parts.width; column += blockDim.x) {
-    float sum = 0;
+  const CutLines cut(lists, cuts, num_cuts, heads, layout_heads);
+  const int fours = parts.width / 4;
+  for (int number = threadIdx.x; number < kCutLines * fours; number += blockDim.x) {
+    const int line = number / fours, column = number % fours * 4, token = cut.token(lists, line, length);
+    if (token < 0) {
+      continue;
+    }
+    float4 sum{0, 0, 0, 0};
+#pragma unroll 2
     for (int part = 0; part < cut.num_parts; ++part) {
-      const int64_t line = parts.line(lists, cut.copy, cut.first_part + part, cut.sub_tile) + cut.line;
-      sum += parts.data[line * parts.width + column];
+      const float* from = parts.data + cut.place(lists, parts, part, line) * parts.width + column;
+      const float4 of_part = *reinterpret_cast<const float4*>(from);
+      sum.x += of_part.x;
+      sum.y += of_part.y;
+      sum.z += of_part.z;
+      sum.w += of_part.w;
     }
     if (shares != nullptr) {
-      shares[(cut.matrix * length + cut.token) * parts.width + column] = sum;
+      *reinterpret_cast<float4*>(shares + (cut.matrix * length + token) * parts.width + column) = sum;
     } else {
-      grad.of(cut.batch, cut.head)[cut.token * grad.token_stride + column] = T(sum);
+      T* to = grad.of(cut.batch, cut.head) + token * grad.token_stride + column;
+      to[0] = T(sum.x);
+      to[1] = T(sum.y);
+      to[2] = T(sum.z);
+      to[3] = T(sum.w);
     }
   }
 }
@@ -354,7 +365,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
       }
       const auto finish = [&](const Parts& parts_of, const Matrices<T>& grad, const Tensor& like, float* shares) {
         launch(
-            add_parts_kernel<T>, copies * num_cuts * lists.sub_tiles * tile, 64, lists,
+            add_parts_kernel<T>, copies * num_cuts * lists.sub_tiles * tile / kCutLines, 256, lists,
             tiles.cuts.const_data_ptr<int32_t>(), static_cast<int>(num_cuts), p.heads, p.layout_heads,
             static_cast<int>(length), parts_of, grad, shares);
         if (grouped) {

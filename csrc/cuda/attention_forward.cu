@@ -225,41 +225,59 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
   }
 }
 
-// A thread block combines the parts of one line of a cut tile.
+// A warp combines the parts of a line. What it needs to know of 32 of them is in its lanes at a time.
 template <class T>
 __global__ void combine_kernel(const __grid_constant__ Forward<T> p, const int32_t* cuts, int num_cuts) {
-  const CutLine cut(p.lists, cuts, num_cuts, p.heads, p.layout_heads);
-  if (cut.token < 0 || cut.token >= p.scoring.queries) {
+  const CutLines cut(p.lists, cuts, num_cuts, p.heads, p.layout_heads);
+  const int lane = threadIdx.x % 32, line = threadIdx.x / 32, token = cut.token(p.lists, line, p.scoring.queries);
+  if (token < 0) {
     return;
   }
-  const auto place = [&](int part) {
-    return p.part_outputs.line(p.lists, cut.copy, cut.first_part + part, cut.sub_tile) + cut.line;
-  };
-  float max = -kInfinity, sum = 0;
-  for (int part = 0; part < cut.num_parts; ++part) {
-    max = fmaxf(max, p.part_rows[place(part)].origin);
+  const auto place = [&](int part) { return cut.place(p.lists, p.part_outputs, part, line); };
+  const auto row_of = [&](int part) { return part < cut.num_parts ? p.part_rows[place(part)] : RowSum(0, 0); };
+  float max = -kInfinity;
+  for (int part = lane; part < cut.num_parts; part += 32) {
+    max = fmaxf(max, row_of(part).origin);
   }
+  max = max_of_lanes(max, 32);
   const float origin = max == -kInfinity ? 0.0f : max;
-  const auto weight = [&](int part) {
-    const RowSum row = p.part_rows[place(part)];
+  // Of part `first` + lane.
+  const auto weight_of = [&](int first) {
+    const RowSum row = row_of(first + lane);
     return expf(row.origin - origin) * row.sum;
   };
-  for (int part = 0; part < cut.num_parts; ++part) {
-    sum += weight(part);
+  float sum = 0;
+  for (int first = 0; first < cut.num_parts; first += 32) {
+    sum += weight_of(first);
   }
+  sum = sum_of_lanes(sum, 32);
   const float factor = sum > 0 ? 1 / sum : 0.0f;
-  T* output = p.output.of(cut.batch, cut.head) + cut.token * p.output.token_stride;
-  for (int column = threadIdx.x; column < p.width; column += blockDim.x) {
-    float value = 0;
-    for (int part = 0; part < cut.num_parts; ++part) {
-      value += weight(part) * p.part_outputs.data[place(part) * p.width + column];
+  T* output = p.output.of(cut.batch, cut.head) + token * p.output.token_stride;
+  for (int columns = 0; columns < p.width; columns += 64) {
+    const int column = columns + 2 * lane;
+    float2 value{0, 0};
+    for (int first = 0; first < cut.num_parts; first += 32) {
+      const float weights = weight_of(first);
+#pragma unroll 4
+      for (int i = 0; i < min(32, cut.num_parts - first); ++i) {
+        const float weight = __shfl_sync(0xffffffffu, weights, i);
+        if (column < p.width) {
+          const float* from = p.part_outputs.data + place(first + i) * p.width + column;
+          const float2 of_part = *reinterpret_cast<const float2*>(from);
+          value.x += weight * of_part.x;
+          value.y += weight * of_part.y;
+        }
+      }
     }
-    output[column] = T(value * factor);
+    if (column < p.width) {
+      output[column] = T(value.x * factor);
+      output[column + 1] = T(value.y * factor);
+    }
   }
-  if (threadIdx.x == 0) {
+  if (lane == 0) {
     const RowSum row(origin, sum);
-    p.rows[cut.matrix * p.scoring.queries + cut.token] = row;
-    p.lse[cut.matrix * p.scoring.queries + cut.token] = row.lse();
+    p.rows[cut.matrix * p.scoring.queries + token] = row;
+    p.lse[cut.matrix * p.scoring.queries + token] = row.lse();
   }
 }
 
@@ -306,8 +324,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Attention& attention,
       });
     }
     launch(
-        combine_kernel<T>, copies * num_cuts * lists.sub_tiles * tile, 64, p, rows.cuts.const_data_ptr<int32_t>(),
-        static_cast<int>(num_cuts));
+        combine_kernel<T>, copies * num_cuts * lists.sub_tiles * tile / kCutLines, 32 * kCutLines, p,
+        rows.cuts.const_data_ptr<int32_t>(), static_cast<int>(num_cuts));
   });
   return {output, lse, row_sums};
 }

@@ -139,7 +139,7 @@ __device__ __forceinline__ void multiply_all(
     const Forward<T>& p, Memory<T, kD, kN, kTeams, are_limited(kScores)>& memory, int team) {
   constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores);
   const int thread = this_thread(), lane = thread % 32, warpgroup = uniform(thread / 128);
-  const int strip = own_strip(thread), line0 = own_line(thread);
+  const int strip = own_strip(thread);
   const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
   // A maximum that is looked at moves the origin that it is this far above: by a factor of 256 for probabilities. Where none
   // is looked at, a lane's sum of a step tells when they come near the end of what fp16 holds, or, in bf16, leave too little
@@ -184,6 +184,8 @@ __device__ __forceinline__ void multiply_all(
   const auto finish = [&]() {
     const auto& task = memory.tasks[slot_of_sums];
     const Work& work = task.work;
+    // Asked for anew: what follows from it would be made once and, for want of registers, kept in memory.
+    const int own_thread = this_thread(), line0 = own_line(own_thread);
     sum0 = sum_of_four(sum0);
     sum8 = sum_of_four(sum8);
     const float of_dropout = drops ? dropout.factor() : 1.0f;
@@ -205,7 +207,7 @@ __device__ __forceinline__ void multiply_all(
       store_strip<kD>(output, factor0, factor8, memory.queries[slot_of_sums][0], strip, p.width, [&](int line) -> T* {
         const int token = task.tokens[strip + line];
         return token < 0 ? nullptr : to + token * p.output.token_stride;
-      });
+      }, own_thread);
       fence_stores();
       if (lane % 4 == 0) {
         const int64_t first = work.matrix * p.scoring.queries;
@@ -380,10 +382,10 @@ __device__ __forceinline__ void multiply_all(
       live = {uniform(memory.live[ring.stage][strip / 16].bits)};
       turns.wait();
       if (live.warpgroup() == 0) {
-        // Values that wait for their product would keep the ring from turning.
+        // Values that wait for their product would keep the ring from turning; and nobody arrives before the round begins.
         turns.pass_on();
         settle();
-        memory.values_there[ring.stage].wait(ring.parity);
+        memory.values_free[ring.stage].wait(ring.parity ^ 1);
         arrive_once(memory.keys_free[ring.stage], lane);
         arrive_once(memory.values_free[ring.stage], lane);
         continue;

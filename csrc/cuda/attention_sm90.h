@@ -526,8 +526,9 @@ __device__ __forceinline__ void store_lines_to_panel(T* panel, int line, const u
 // `line`; row_of(line of the strip) is where one goes, or null.
 template <int kD, class T, class F>
 __device__ __forceinline__ void store_strip(
-    const float (&sums)[kD / 2], float factor0, float factor8, T* panel, int line, int width, const F& row_of) {
-  const int lane = threadIdx.x % 32;
+    const float (&sums)[kD / 2], float factor0, float factor8, T* panel, int line, int width, const F& row_of,
+    int thread = threadIdx.x) {
+  const int lane = thread % 32;
 #pragma unroll
   for (int column = 0; column < kD; column += kPanel) {
     uint32_t rounded[4][4];
