@@ -546,7 +546,8 @@ struct Parts {
 };
 
 // Neighbouring lines of a cut tile, which a thread block puts together from parts.
-constexpr int kCutLines = 16;  // a divisor of tiles
+constexpr int kCutLines = 16;
+static_assert(kTile % kCutLines == 0 && kHopperTile % kCutLines == 0);
 
 struct CutLines {
   int batch, head, tile, sub_tile, first_line, first_part, num_parts;

@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // Adds the parts of lines, each thread those of four numbers of one.
 template <class T>
-__global__ void add_parts_kernel(
+__global__ void __launch_bounds__(2 * kThreads) add_parts_kernel(
     Lists lists, const int32_t* cuts, int num_cuts, int heads, int layout_heads, int length, Parts parts, Matrices<T> grad,
     float* shares) {
   const CutLines cut(lists, cuts, num_cuts, heads, layout_heads);
@@ -365,7 +365,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
       }
       const auto finish = [&](const Parts& parts_of, const Matrices<T>& grad, const Tensor& like, float* shares) {
         launch(
-            add_parts_kernel<T>, copies * num_cuts * lists.sub_tiles * tile / kCutLines, 256, lists,
+            add_parts_kernel<T>, copies * num_cuts * lists.sub_tiles * tile / kCutLines, 2 * kThreads, lists,
             tiles.cuts.const_data_ptr<int32_t>(), static_cast<int>(num_cuts), p.heads, p.layout_heads,
             static_cast<int>(length), parts_of, grad, shares);
         if (grouped) {

@@ -382,10 +382,11 @@ __device__ __forceinline__ void multiply_all(
       live = {uniform(memory.live[ring.stage][strip / 16].bits)};
       turns.wait();
       if (live.warpgroup() == 0) {
-        // Values that wait for their product would keep the ring from turning; and nobody arrives before the round begins.
+        // Values that wait for their product would keep the ring from turning. Nobody frees values that are not there yet: the
+        // round they would be counted to may be the one before.
         turns.pass_on();
         settle();
-        memory.values_free[ring.stage].wait(ring.parity ^ 1);
+        memory.values_there[ring.stage].wait(ring.parity);
         arrive_once(memory.keys_free[ring.stage], lane);
         arrive_once(memory.values_free[ring.stage], lane);
         continue;

@@ -523,7 +523,7 @@ __device__ __forceinline__ void store_lines_to_panel(T* panel, int line, const u
 }
 
 // Rounds a strip's sums (16 x kD) and writes them in runs of 16 bytes, by way of its lines of a panel, which begin at
-// `line`; row_of(line of the strip) is where one goes, or null.
+// `line`; row_of(line of the strip) is where one goes, or null. thread: a number whose last five bits are the lane's.
 template <int kD, class T, class F>
 __device__ __forceinline__ void store_strip(
     const float (&sums)[kD / 2], float factor0, float factor8, T* panel, int line, int width, const F& row_of,

@@ -442,6 +442,23 @@ def test_scores_that_grow_along_a_row(device: str, growth: float, padded: bool, 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("option", ["plain", "dropout", "rpe"])
+def test_long_runs_of_masked_keys(device: str, option: str, head_dim: int, dtype: torch.dtype):
+    """Padding of whole steps, one after the other: at the end, the beginning, in the middle, and everywhere."""
+    heads = 48 if device == "cuda" and option != "rpe" else 2
+    rng, keys = seeded(), 24 * 64
+    kept = torch.ones(4, keys, dtype=torch.bool)
+    kept[0, 300:] = kept[1, :1200] = kept[2, 64:640] = kept[2, 700:1500] = kept[3] = False
+    options = {"dropout_p": 0.2} if option == "dropout" else {}
+    if option == "rpe":
+        options["rpe"] = random(rng, 1, heads, 4 * 64, keys)
+    layout = make_layout(torch.rand(4, 24, generator=rng) < 0.8)
+    case = make_case(layout, 64, heads=heads, head_dim=head_dim, batch=4, rng=rng, key_padding_mask=kept, **options)
+    check(case, dtype, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
 def test_dropout_over_long_lists_and_many_heads(device: str, head_dim: int, dtype: torch.dtype):
     """Longer than the keys that are on their way at a time, and more of them than multiprocessors."""
     heads = 80 if device == "cuda" else 2
