@@ -119,21 +119,9 @@ __device__ __forceinline__ void copy_all(
         }
         const LiveGroups live = finder.template find<kN / 16>(here.group, sight);
         memory.free[ring.stage].wait(ring.parity ^ 1);
-        if (lane < kN / 16) {
-          memory.groups[ring.stage][lane] = here.group;
-        }
-        if (lane < Finder::kStrips) {
-          memory.live[ring.stage][lane] = live;
-        }
-        __syncwarp();
         constexpr int members = kPlain ? 2 : 4;
-        if (lane == 0) {
-          there.arrive_and_expect(
-              sizeof(stage) + members * sizeof(memory.rows[0][0]) + bytes_of_pairs<kN>(lists));
-        }
-        if constexpr (kLimited) {
-          copy_pairs<kN>(memory.pairs[ring.stage], lists, work, step, &there);
-        }
+        tell_step<kN, kLimited>(
+            memory, ring.stage, there, here, live, sizeof(stage) + members * sizeof(memory.rows[0][0]), lists, work, step);
         if (boxes.any) {
           boxes.copy(stage.queries, &maps.query, &there, here.token, work.head, work.batch);
           boxes.copy(stage.grads, &maps.grad_output, &there, here.token, work.head, work.batch);

@@ -77,19 +77,7 @@ __device__ __forceinline__ void copy_all(
       }
       const LiveGroups live = finder.template find<kN / 16>(here.group, sight);
       memory.free[ring.stage].wait(ring.parity ^ 1);
-      if (lane < kN / 16) {
-        memory.groups[ring.stage][lane] = here.group;
-      }
-      if (lane < Finder::kStrips) {
-        memory.live[ring.stage][lane] = live;
-      }
-      __syncwarp();
-      if (lane == 0) {
-        there.arrive_and_expect(sizeof(stage) + bytes_of_pairs<kN>(lists));
-      }
-      if constexpr (kLimited) {
-        copy_pairs<kN>(memory.pairs[ring.stage], lists, work, step, &there);
-      }
+      tell_step<kN, kLimited>(memory, ring.stage, there, here, live, sizeof(stage), lists, work, step);
       if (boxes.any) {
         boxes.copy(stage.keys, &maps.key, &there, here.token, kv_head, work.batch);
         boxes.copy(stage.values, &maps.value, &there, here.token, kv_head, work.batch);

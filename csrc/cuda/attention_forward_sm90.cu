@@ -106,19 +106,8 @@ __device__ __forceinline__ void copy_all(
         const LiveGroups live = finder.template find<kN / 16>(here.group, sight);
         Barrier& there = memory.keys_there[ring.stage];
         memory.keys_free[ring.stage].wait(ring.parity ^ 1);
-        if (lane < kN / 16) {
-          memory.groups[ring.stage][lane] = here.group;
-        }
-        if (lane < Finder::kStrips) {
-          memory.live[ring.stage][lane] = live;
-        }
-        __syncwarp();
-        if (lane == 0) {
-          there.arrive_and_expect(sizeof(memory.stages[0].keys) + bytes_of_pairs<kN>(p.lists));
-        }
-        if constexpr (kLimited) {
-          copy_pairs<kN>(memory.pairs[ring.stage], p.lists, task.work, step, &there);
-        }
+        tell_step<kN, kLimited>(
+            memory, ring.stage, there, here, live, sizeof(memory.stages[0].keys), p.lists, task.work, step);
         if (boxes.any) {
           boxes.copy(memory.stages[ring.stage].keys, key_map, &there, here.token, head, batch);
         }

@@ -284,6 +284,28 @@ struct Finder {
   }
 };
 
+// Writes what a step is about, by the copying warp, and makes `there` wait for so many bytes and, where they are given, for
+// the step's pairs, whose copy it starts.
+template <int kTokens, bool kLimited, class M>
+__device__ __forceinline__ void tell_step(
+    M& memory, int stage, Barrier& there, const Gathered<kTokens>& here, const LiveGroups& live, int bytes,
+    const Lists& lists, const Work& work, int step) {
+  const int lane = threadIdx.x % 32;
+  if (lane < kTokens / 16) {
+    memory.groups[stage][lane] = here.group;
+  }
+  if (lane < Finder::kStrips) {
+    memory.live[stage][lane] = live;
+  }
+  __syncwarp();
+  if (lane == 0) {
+    there.arrive_and_expect(bytes + bytes_of_pairs<kTokens>(lists));
+  }
+  if constexpr (kLimited) {
+    copy_pairs<kTokens>(memory.pairs[stage], lists, work, step, &there);
+  }
+}
+
 // The first line of a warp's strip, and the first of a lane's two lines; the other is 8 below. `thread`: as of
 // `this_thread`, where that is known.
 __device__ __forceinline__ int own_strip(int thread = threadIdx.x % kTeamThreads) { return thread / 32 * 16; }
