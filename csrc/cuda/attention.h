@@ -60,11 +60,12 @@ struct Lists {
   const uint2* pairs;
   int64_t pairs_stride;  // of heads
 
-  // The token at `line` of a tile or sub-tile, or -1.
-  __device__ int token(int number, int sub_tile, int line) const {
+  // The token at `line` of a tile or sub-tile, or -1; of so many that exist.
+  __device__ int token(int number, int sub_tile, int line, int length) const {
     const int block = 1 << log_block;
     const int of_tile = lines[number * lines_per_tile + min(line >> log_block, lines_per_tile - 1)];
-    return of_tile < 0 ? -1 : (of_tile << log_block) + ((sub_tile * tile + line) & (block - 1));
+    const int token = of_tile < 0 ? -1 : (of_tile << log_block) + ((sub_tile * tile + line) & (block - 1));
+    return token < length ? token : -1;
   }
 };
 
@@ -570,8 +571,7 @@ struct CutLines {
   }
   // Of one of the lines, the token or -1; and its place among the lines of all parts, in one of the tile's.
   __device__ int token(const Lists& lists, int line, int length) const {
-    const int token = lists.token(tile, sub_tile, first_line + line);
-    return token < length ? token : -1;
+    return lists.token(tile, sub_tile, first_line + line, length);
   }
   __device__ int64_t place(const Lists& lists, const Parts& parts, int part, int line) const {
     return parts.line(lists, copy, first_part + part, sub_tile) + first_line + line;

@@ -71,8 +71,7 @@ __global__ void __launch_bounds__(kThreads)
 
   const int steps = other.steps();
   if (threadIdx.x < kTile) {
-    const int token = lists.token(work.tile, work.sub_tile, threadIdx.x);
-    memory.tokens[threadIdx.x] = token < own_length ? token : -1;
+    memory.tokens[threadIdx.x] = lists.token(work.tile, work.sub_tile, threadIdx.x, own_length);
   }
   __syncthreads();
   const auto own_token = [&](int line) { return memory.tokens[line]; };

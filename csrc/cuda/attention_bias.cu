@@ -60,8 +60,7 @@ __global__ void __launch_bounds__(kThreads) bias_backward_kernel(const __grid_co
 
   const Other<kN> other{p.lists.entries + unit.y, unit.z, p.lists.log_block, p.scoring.keys, nullptr};
   if (threadIdx.x < kTile) {
-    const int token = p.lists.token(unit.x, sub_tile, threadIdx.x);
-    memory.tokens[threadIdx.x] = token < p.scoring.queries ? token : -1;
+    memory.tokens[threadIdx.x] = p.lists.token(unit.x, sub_tile, threadIdx.x, p.scoring.queries);
   }
   __syncthreads();
   const int token0 = memory.tokens[strip * 16 + lane / 4], token8 = memory.tokens[strip * 16 + lane / 4 + 8];

@@ -53,8 +53,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
 
   const int steps = other.steps();
   if (threadIdx.x < kTile) {
-    const int token = p.lists.token(work.tile, work.sub_tile, threadIdx.x);
-    memory.tokens[threadIdx.x] = token < p.scoring.queries ? token : -1;
+    memory.tokens[threadIdx.x] = p.lists.token(work.tile, work.sub_tile, threadIdx.x, p.scoring.queries);
   }
   __syncthreads();
   load_tile<kD, kTile>(

@@ -144,8 +144,7 @@ struct TaskOf : Task {
   __device__ __forceinline__ void set(
       const Work& next, int num_steps, const Lists& lists, int length, const Scoring& scoring) {
     for (int line = threadIdx.x % 32; line < kHopperTile; line += 32) {
-      int token = lists.token(next.tile, next.sub_tile, line);
-      token = token < length ? token : -1;
+      const int token = lists.token(next.tile, next.sub_tile, line, length);
       tokens[line] = token;
       if constexpr (kLimited) {
         limits[line] = scoring.limits_of(next.head, token);
