@@ -226,7 +226,8 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
 
 // A warp combines the parts of a line. What it needs to know of 32 of them is in its lanes at a time.
 template <class T>
-__global__ void __launch_bounds__(32 * kCutLines) combine_kernel(const __grid_constant__ Forward<T> p, const int32_t* cuts, int num_cuts) {
+__global__ void __launch_bounds__(32 * kCutLines)
+    combine_kernel(const __grid_constant__ Forward<T> p, const int32_t* cuts, int num_cuts) {
   const CutLines cut(p.lists, cuts, num_cuts, p.heads, p.layout_heads);
   const int lane = threadIdx.x % 32, line = threadIdx.x / 32, token = cut.token(p.lists, line, p.scoring.queries);
   if (token < 0) {

@@ -10,7 +10,8 @@ namespace {
 
 constexpr int kLanes = 8;   // of a row
 constexpr int kAtOnce = 4;  // rows of a thread, whose reads are under way together
-constexpr int kRowsOfWarp = 32 / kLanes * kAtOnce, kRowsOfBlock = kThreads / 32 * kRowsOfWarp;
+constexpr int kBeside = 32 / kLanes;  // rows that a warp reads together
+constexpr int kRowsOfWarp = kBeside * kAtOnce, kRowsOfBlock = kThreads / 32 * kRowsOfWarp;
 static_assert(kHopperTile % kRowsOfBlock == 0);
 
 template <class T>
@@ -30,7 +31,7 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(
   for (int column = lane % kLanes * kRun<T>; column < width; column += kLanes * kRun<T>) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int64_t token = min(first + i * (32 / kLanes) + lane / kLanes, queries - 1);
+      const int64_t token = min(first + i * kBeside + lane / kLanes, queries - 1);
       const auto x = load_aligned(a + token * grad_output.token_stride + column);
       const auto y = load_aligned(b + token * output.token_stride + column);
 #pragma unroll
@@ -42,8 +43,8 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
-    const float of_eight = __shfl_sync(0xffffffffu, sum_of_lanes(sums[i], kLanes), lane % (32 / kLanes) * kLanes);
-    sum = lane / (32 / kLanes) % kAtOnce == i ? of_eight : sum;
+    const float of_eight = __shfl_sync(0xffffffffu, sum_of_lanes(sums[i], kLanes), lane % kBeside * kLanes);
+    sum = lane / kBeside % kAtOnce == i ? of_eight : sum;
   }
   if (lane < kRowsOfWarp) {
     Row result = no_row();

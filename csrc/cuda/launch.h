@@ -50,8 +50,8 @@ class Launcher {
     return x;
   }
 
-  // Runs `kernel` on at most 2^31 - 1 thread blocks (the limit of the x dimension): where there may be more work, kernels stride
-  // over what is left.
+  // Runs `kernel` on at most 2^31 - 1 thread blocks (the limit of the x dimension): where there may be more work, kernels
+  // stride over what is left.
   template <class... Parameters, class... Arguments>
   void operator()(void (*kernel)(Parameters...), int64_t blocks, dim3 threads, Arguments... arguments) const {
     run(kernel, blocks, threads, 0, arguments...);

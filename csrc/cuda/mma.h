@@ -139,9 +139,8 @@ __device__ __forceinline__ uint32_t round_to_tf32(float x) {
   return rounded;
 }
 
-// Two numbers that TF32 holds and that together are x but for its last bit, or two where it is near the largest: the nearest one, and what is left, cut
-// off.
-// There are no branches, so that the compiler shares the parts among all products that take x.
+// Two numbers that TF32 holds and that together are x but for its last bit, or two where it is near the largest: the
+// nearest one, and what is left, cut off. There are no branches, so that the compiler shares the parts among all products that take x.
 __device__ __forceinline__ void split(float x, uint32_t& high, uint32_t& low) {
   constexpr uint32_t kept = 0xffffe000u;
   const uint32_t bits = __float_as_uint(x);
