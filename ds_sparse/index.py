@@ -12,10 +12,6 @@ from .tiles import HOPPER_TILE, MAX_BLOCKS, MAX_LINES, TILE, TilePlan, Tiles
 
 SIDES = ("rows", "columns")
 
-MOST_WASTE = 2.5
-"""How many blocks are walked for each live one, in tiles of `TILE`, where Hopper's kernels and their taller tiles are still
-faster than those that leave out what is dead strip by strip (measured on an H200)."""
-
 
 @dataclass(frozen=True, eq=False)
 class Lists:
@@ -179,11 +175,6 @@ class BlockIndex:
                 f"The layout has {live_blocks} live blocks; the index holds fewer than 2**31. Use a larger block."
             )
         lengths = [plan.split(of_plan, layout_heads) for plan, of_plan in zip(plans, lengths)]
-        low = [{key: of_heads for key, of_heads in of_plan.items() if key[1] == TILE} for of_plan in lengths]
-        # Taller tiles are for where walking them as one wastes little.
-        entries = max(sum(map(sum, of_heads)) for of_plan in low for of_heads in of_plan.values())
-        if entries * max(1, TILE // block) > MOST_WASTE * live_blocks:
-            lengths = low
         tiles = {key: made for plan, of_plan in zip(plans, lengths) for key, made in plan.pack(of_plan).items()}
         if for_hopper and block >= HOPPER_TILE:
             tiles |= {(side, HOPPER_TILE): replace(tiles[side, TILE], tile=HOPPER_TILE) for side in SIDES}
@@ -205,7 +196,7 @@ class BlockIndex:
 
     def has_tiles(self, tile: int) -> bool:
         """Whether the tiles of this height are there, of both sides: on a Hopper GPU those of `HOPPER_TILE` are made with
-        the index where they pay."""
+        the index, but for blocks of 8."""
         return all((side, tile) in self._made for side in SIDES)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import groupby
 
 import pytest
 import torch
@@ -60,13 +61,11 @@ def decoded(tiles: Tiles, live: torch.Tensor, block: int) -> torch.Tensor:
             assert first == at, "units walk the entries in order and leave none out"
             at += length
         head, lines_of_tile = tile // per_head, line[tile // per_head][tile % per_head * height :][:height]
-        every = sum(1 << k for k, number in enumerate(lines_of_tile) if number != -1)
-        walked = [(entry >> 24 != every, entry % 2**24) for entry in entries[begin:at]]
-        assert walked == sorted(set(walked)), "those of all lines first, then the others, ascending"
         for entry in entries[begin:at]:
-            assert entry >> 24 and not (entry >> 24) & ~every
+            assert entry >> 24
             for k, number in enumerate(lines_of_tile):
                 if entry >> 24 >> k & 1:
+                    assert number != -1
                     found[head, number, entry % 2**24] = True
     assert at == len(entries)
     return found
@@ -157,7 +156,7 @@ def test_the_example_of_the_format():
     live = torch.tensor([[1, 1, 0], [0, 1, 0], [0, 1, 1], [0, 1, 0]]).bool()[None]
     tiles = make_tiles(live, 16)
     assert tiles.lines.tolist() == [0, 1, 3, 2]
-    assert tiles.entries.tolist() == [1 | 0b1111 << 24, 0 | 0b0001 << 24, 2 | 0b1000 << 24]
+    assert tiles.entries.tolist() == [0 | 0b0001 << 24, 1 | 0b1111 << 24, 2 | 0b1000 << 24]
     assert tiles.units.tolist() == [[0, 0, 3, -1]] and tiles.cuts.shape == (0, 3)
     # The bit of an eighth line is the sign.
     assert make_tiles(torch.eye(8, dtype=torch.bool)[None], 8).entries[-1].item() == 7 - 2**31
@@ -227,11 +226,61 @@ def test_sides_and_heights_do_not_depend_on_each_other(live: torch.Tensor, block
     together = plan_and_pack(sides, block, 64, 128)
     assert list(together) == [("rows", 64), ("rows", 128), ("columns", 64), ("columns", 128)]
     for (side, tile), tiles in together.items():
-        alone = make_tiles(sides[side], block, tile)
+        alone = plan_and_pack({side: sides[side]}, block, tile)[side, tile]
         assert tiles.tile == alone.tile == tile
         for name in TENSORS:
             assert getattr(tiles, name).is_contiguous()
             assert torch.equal(getattr(tiles, name), getattr(alone, name)), name
+
+
+@pytest.mark.parametrize(
+    "block, side, tile", [(16, "rows", 128), (16, "columns", 128), (32, "columns", 128), (64, "rows", 128)]
+)
+def test_blocks_of_one_half_are_together(block: int, side: str, tile: int):
+    live = torch.rand(2, 64, 100, generator=seeded()) < 0.05
+    tiles = plan_and_pack({side: live}, block, tile)[side, tile]
+    height = tile // block
+    for of_tile in lists_of(tiles):
+        kinds = [kind_of(entry >> 24, height) for entry in of_tile]
+        assert len(of_tile) == 0 or kinds == sorted(kinds)
+        for kind in (0, 1, 2):
+            numbers = [entry % 2**24 for entry in of_tile if kind_of(entry >> 24, height) == kind]
+            assert numbers == sorted(numbers)
+
+
+def test_in_long_lists_halves_take_turns():
+    live = torch.rand(1, 64, 4096, generator=seeded()) < 0.25
+    for of_tile in lists_of(plan_and_pack({"rows": live}, 64, 128)["rows", 128]):
+        kinds = [kind_of(entry >> 24, 2) for entry in of_tile]
+        turns = [len(list(run)) for kind, run in groupby(kinds) if kind > 0]
+        assert 3 < sum(turns) / len(turns) < 6, "256 tokens a turn, about"
+        column = [entry % 2**24 for entry in of_tile]
+        assert sorted(column) == sorted(set(column))
+
+
+@pytest.mark.parametrize(
+    "block, side, tile", [(16, "rows", 64), (32, "columns", 64), (64, "columns", 128), (128, "rows", 128)]
+)
+def test_other_lists_are_ascending(block: int, side: str, tile: int):
+    live = torch.rand(2, 64, 100, generator=seeded()) < 0.3
+    for of_tile in lists_of(plan_and_pack({side: live}, block, tile)[side, tile]):
+        column = [entry % 2**24 for entry in of_tile]
+        assert column == sorted(column)
+
+
+def lists_of(tiles: Tiles) -> list[list[int]]:
+    """The entries of each tile, as uint32."""
+    entries = [entry % 2**32 for entry in tiles.entries.tolist()]
+    lists: dict[int, list[int]] = {}
+    for tile, first, count, _ in sorted(tiles.units.tolist(), key=lambda unit: unit[1]):
+        lists.setdefault(tile, []).extend(entries[first : first + count])
+    return list(lists.values())
+
+
+def kind_of(owners: int, height: int) -> int:
+    """0: lines of both halves of a tile have the block; 1: of the first alone; 2: of the second alone."""
+    first, second = owners % (1 << height // 2), owners >> height // 2
+    return 0 if first and second else 1 if first else 2
 
 
 def test_heights_together_double():

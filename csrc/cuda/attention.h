@@ -67,6 +67,10 @@ struct Lists {
     const int token = of_tile < 0 ? -1 : (of_tile << log_block) + ((sub_tile * tile + line) & (block - 1));
     return token < length ? token : -1;
   }
+  // Of a tile: `copy` counts matrices where all heads share a layout, else batches.
+  __device__ int2 batch_and_head(int copy, int number, int heads, int layout_heads) const {
+    return layout_heads == 1 ? make_int2(copy / heads, copy % heads) : make_int2(copy, number / tiles_per_head);
+  }
 };
 
 // What a thread block does: a unit of one head, or a sub-tile of it, and perhaps a share of the output's width.
@@ -88,8 +92,9 @@ struct Work {
     num_entries = unit.z;
     part = unit.w;
     copy = number;
-    head = layout_heads == 1 ? number % heads : tile / lists.tiles_per_head;
-    batch = layout_heads == 1 ? number / heads : number;
+    const int2 of = lists.batch_and_head(number, tile, heads, layout_heads);
+    batch = of.x;
+    head = of.y;
     matrix = int64_t{batch} * heads + head;
   }
 };
@@ -565,8 +570,9 @@ struct CutLines {
     tile = cut[0];
     first_part = cut[1];
     num_parts = cut[2];
-    head = layout_heads == 1 ? copy % heads : tile / lists.tiles_per_head;
-    batch = layout_heads == 1 ? copy / heads : copy;
+    const int2 of = lists.batch_and_head(copy, tile, heads, layout_heads);
+    batch = of.x;
+    head = of.y;
     matrix = int64_t{batch} * heads + head;
   }
   // Of one of the lines, the token or -1; and its place among the lines of all parts, in one of the tile's.

@@ -238,36 +238,39 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Adds the parts of lines, each thread those of four numbers of one.
-template <class T>
+// Adds the parts of lines, each thread those of four numbers of one, for each of a sweep's gradients.
+template <class T, bool kBoth>
 __global__ void __launch_bounds__(2 * kThreads) add_parts_kernel(
-    Lists lists, const int32_t* cuts, int num_cuts, int heads, int layout_heads, int length, Parts parts, Matrices<T> grad,
-    float* shares) {
-  const CutLines cut(lists, cuts, num_cuts, heads, layout_heads);
-  const int fours = parts.width / 4;
+    const __grid_constant__ Sweep<T> sweep, const int32_t* cuts, int num_cuts, int heads, int layout_heads, int length) {
+  const CutLines cut(sweep.lists, cuts, num_cuts, heads, layout_heads);
+  const int width = sweep.first_parts.width, fours = width / 4;
   for (int number = threadIdx.x; number < kCutLines * fours; number += blockDim.x) {
-    const int line = number / fours, column = number % fours * 4, token = cut.token(lists, line, length);
+    const int line = number / fours, column = number % fours * 4, token = cut.token(sweep.lists, line, length);
     if (token < 0) {
       continue;
     }
-    float4 sum{0, 0, 0, 0};
-#pragma unroll 2
-    for (int part = 0; part < cut.num_parts; ++part) {
-      const float* from = parts.data + cut.place(lists, parts, part, line) * parts.width + column;
-      const float4 of_part = *reinterpret_cast<const float4*>(from);
-      sum.x += of_part.x;
-      sum.y += of_part.y;
-      sum.z += of_part.z;
-      sum.w += of_part.w;
-    }
-    if (shares != nullptr) {
-      *reinterpret_cast<float4*>(shares + (cut.matrix * length + token) * parts.width + column) = sum;
-    } else {
-      T* to = grad.of(cut.batch, cut.head) + token * grad.token_stride + column;
-      to[0] = T(sum.x);
-      to[1] = T(sum.y);
-      to[2] = T(sum.z);
-      to[3] = T(sum.w);
+    const auto add = [&](const Parts& parts, const Matrices<T>& grad, float* shares) {
+      float4 sum{0, 0, 0, 0};
+#pragma unroll 4
+      for (int part = 0; part < cut.num_parts; ++part) {
+        const float* from = parts.data + cut.place(sweep.lists, parts, part, line) * width + column;
+        const float4 of_part = *reinterpret_cast<const float4*>(from);
+        sum.x += of_part.x;
+        sum.y += of_part.y;
+        sum.z += of_part.z;
+        sum.w += of_part.w;
+      }
+      if (shares != nullptr) {
+        *reinterpret_cast<float4*>(shares + (cut.matrix * length + token) * width + column) = sum;
+      } else {
+        store_run(
+            grad.of(cut.batch, cut.head) + token * grad.token_stride + column,
+            Run<T, 4>{T(sum.x), T(sum.y), T(sum.z), T(sum.w)});
+      }
+    };
+    add(sweep.first_parts, sweep.grad_first, sweep.first_shares);
+    if constexpr (kBoth) {
+      add(sweep.second_parts, sweep.grad_second, sweep.second_shares);
     }
   }
 }
@@ -362,20 +365,18 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
               sizeof(BackwardMemory<T, kD>), p, s);
         });
       }
-      const auto finish = [&](const Parts& parts_of, const Matrices<T>& grad, const Tensor& like, float* shares) {
+      launch(
+          add_parts_kernel<T, kByColumns>, copies * num_cuts * lists.sub_tiles * tile / kCutLines, 2 * kThreads, s,
+          tiles.cuts.const_data_ptr<int32_t>(), static_cast<int>(num_cuts), p.heads, p.layout_heads,
+          static_cast<int>(length));
+      const auto add_shares = [&](const Tensor& to, const Matrices<T>& grad, const float* shares) {
         launch(
-            add_parts_kernel<T>, copies * num_cuts * lists.sub_tiles * tile / kCutLines, 2 * kThreads, lists,
-            tiles.cuts.const_data_ptr<int32_t>(), static_cast<int>(num_cuts), p.heads, p.layout_heads,
-            static_cast<int>(length), parts_of, grad, shares);
-        if (grouped) {
-          launch(
-              add_shares_kernel<T>, std::min<int64_t>((like.numel() + 255) / 256, 1 << 16), 256, shares, grad,
-              like.numel(), static_cast<int>(key_heads), p.heads_of_group, static_cast<int>(length), p.width);
-        }
+            add_shares_kernel<T>, std::min<int64_t>((to.numel() + 255) / 256, 1 << 16), 256, shares, grad, to.numel(),
+            static_cast<int>(key_heads), p.heads_of_group, static_cast<int>(length), p.width);
       };
-      finish(s.first_parts, s.grad_first, grad_first, s.first_shares);
-      if (kByColumns) {
-        finish(s.second_parts, s.grad_second, grad_second, s.second_shares);
+      if (grouped) {
+        add_shares(grad_first, s.grad_first, s.first_shares);
+        add_shares(grad_second, s.grad_second, s.second_shares);
       }
     };
     if (!in_one_sweep) {

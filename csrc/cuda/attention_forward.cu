@@ -196,8 +196,9 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
   wait_for_copies<0>();
   if (work.part >= 0) {
     const int64_t place = p.part_outputs.line(p.lists, work.copy, work.part, work.sub_tile) + strip * 16;
-    store_sums<kOut>(output, factor0, factor8, p.width - first_column, [&](int line) {
-      return p.part_outputs.data + (place + line) * p.width + first_column;
+    store_sums<kOut>(output, factor0, factor8, p.width - first_column, [&](int line) -> float* {
+      const bool weighs = (line < 8 ? sum0 : sum8) != 0;
+      return weighs ? p.part_outputs.data + (place + line) * p.width + first_column : nullptr;
     });
     if (lane % 4 == 0 && work.share == 0) {
       p.part_rows[place + lane / 4] = row0;
@@ -224,60 +225,48 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
   }
 }
 
-// A warp combines the parts of a line. What it needs to know of 32 of them is in its lanes at a time.
+// Combines the parts of lines, each thread those of four numbers of one.
 template <class T>
-__global__ void __launch_bounds__(32 * kCutLines)
+__global__ void __launch_bounds__(2 * kThreads)
     combine_kernel(const __grid_constant__ Forward<T> p, const int32_t* cuts, int num_cuts) {
   const CutLines cut(p.lists, cuts, num_cuts, p.heads, p.layout_heads);
-  const int lane = threadIdx.x % 32, line = threadIdx.x / 32, token = cut.token(p.lists, line, p.scoring.queries);
-  if (token < 0) {
-    return;
-  }
-  const auto place = [&](int part) { return cut.place(p.lists, p.part_outputs, part, line); };
-  const auto row_of = [&](int part) { return part < cut.num_parts ? p.part_rows[place(part)] : RowSum(0, 0); };
-  float max = -kInfinity;
-  for (int part = lane; part < cut.num_parts; part += 32) {
-    max = fmaxf(max, row_of(part).origin);
-  }
-  max = max_of_lanes(max, 32);
-  const float origin = max == -kInfinity ? 0.0f : max;
-  // Of part `first` + lane.
-  const auto weight_of = [&](int first) {
-    const RowSum row = row_of(first + lane);
-    return expf(row.origin - origin) * row.sum;
-  };
-  float sum = 0;
-  for (int first = 0; first < cut.num_parts; first += 32) {
-    sum += weight_of(first);
-  }
-  sum = sum_of_lanes(sum, 32);
-  const float factor = sum > 0 ? 1 / sum : 0.0f;
-  T* output = p.output.of(cut.batch, cut.head) + token * p.output.token_stride;
-  for (int columns = 0; columns < p.width; columns += 64) {
-    const int column = columns + 2 * lane;
-    float2 value{0, 0};
-    for (int first = 0; first < cut.num_parts; first += 32) {
-      const float weights = weight_of(first);
+  const int fours = p.width / 4;
+  for (int number = threadIdx.x; number < kCutLines * fours; number += blockDim.x) {
+    const int line = number / fours, column = number % fours * 4, token = cut.token(p.lists, line, p.scoring.queries);
+    if (token < 0) {
+      continue;
+    }
+    const auto place = [&](int part) { return cut.place(p.lists, p.part_outputs, part, line); };
+    float largest = -kInfinity;
 #pragma unroll 4
-      for (int i = 0; i < min(32, cut.num_parts - first); ++i) {
-        const float weight = __shfl_sync(0xffffffffu, weights, i);
-        if (column < p.width) {
-          const float* from = p.part_outputs.data + place(first + i) * p.width + column;
-          const float2 of_part = *reinterpret_cast<const float2*>(from);
-          value.x += weight * of_part.x;
-          value.y += weight * of_part.y;
-        }
-      }
+    for (int part = 0; part < cut.num_parts; ++part) {
+      largest = fmaxf(largest, p.part_rows[place(part)].origin);
     }
-    if (column < p.width) {
-      output[column] = T(value.x * factor);
-      output[column + 1] = T(value.y * factor);
+    const float origin = largest == -kInfinity ? 0.0f : largest;
+    float sum = 0;
+    float4 value{0, 0, 0, 0};
+#pragma unroll 4
+    for (int part = 0; part < cut.num_parts; ++part) {
+      const RowSum row = p.part_rows[place(part)];
+      const float weight = expf(row.origin - origin) * row.sum;
+      // What weighs nothing is not read, and need not have been written.
+      const float* from = p.part_outputs.data + place(part) * p.width + column;
+      const float4 of_part = weight == 0 ? float4{0, 0, 0, 0} : *reinterpret_cast<const float4*>(from);
+      sum += weight;
+      value.x += weight * of_part.x;
+      value.y += weight * of_part.y;
+      value.z += weight * of_part.z;
+      value.w += weight * of_part.w;
     }
-  }
-  if (lane == 0) {
-    const RowSum row(origin, sum);
-    p.rows[cut.matrix * p.scoring.queries + token] = row;
-    p.lse[cut.matrix * p.scoring.queries + token] = row.lse();
+    const float factor = sum > 0 ? 1 / sum : 0.0f;
+    store_run(
+        p.output.of(cut.batch, cut.head) + token * p.output.token_stride + column,
+        Run<T, 4>{T(value.x * factor), T(value.y * factor), T(value.z * factor), T(value.w * factor)});
+    if (column == 0) {
+      const RowSum row(origin, sum);
+      p.rows[cut.matrix * p.scoring.queries + token] = row;
+      p.lse[cut.matrix * p.scoring.queries + token] = row.lse();
+    }
   }
 }
 
@@ -324,7 +313,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Attention& attention,
       });
     }
     launch(
-        combine_kernel<T>, copies * num_cuts * lists.sub_tiles * tile / kCutLines, 32 * kCutLines, p,
+        combine_kernel<T>, copies * num_cuts * lists.sub_tiles * tile / kCutLines, 2 * kThreads, p,
         rows.cuts.const_data_ptr<int32_t>(), static_cast<int>(num_cuts));
   });
   return {output, lse, row_sums};

@@ -183,8 +183,9 @@ __device__ __forceinline__ void multiply_all(
     const RowSum row0(origin0 * to_origin, sum0), row8(origin8 * to_origin, sum8);
     if (work.part >= 0) {
       const int64_t place = p.part_outputs.line(p.lists, work.copy, work.part, work.sub_tile) + line0;
-      store_sums<kD>(output, factor0, factor8, p.width, [&](int half) {
-        return p.part_outputs.data + (place + 8 * half) * p.width;
+      store_sums<kD>(output, factor0, factor8, p.width, [&](int half) -> float* {
+        const bool weighs = (half ? sum8 : sum0) != 0;
+        return weighs ? p.part_outputs.data + (place + 8 * half) * p.width : nullptr;
       });
       if (lane % 4 == 0) {
         p.part_rows[place] = row0;
