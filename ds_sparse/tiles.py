@@ -27,7 +27,7 @@ TURN = 256
 """Tokens of the other side, about: where only one half of a tile's lines has something, it has so many before it is the
 other half's turn."""
 
-LEAST_CUT = 1024
+LEAST_CUT = 512
 """Tokens below which a list is not cut: shorter parts would not pay for putting their results together."""
 
 MAX_LINES = 8
@@ -172,10 +172,10 @@ class TilePlan:
         halves = bytearray(
             b"".join(self._halves(*key, *map(len, of_heads[:1])) for key, of_heads in lengths.items()) * heads
         )
-        halves = _on_device(halves, torch.uint8, device).view(heads * len(self.sides), -1, 2, 1)
+        halves = _on_device(halves, torch.uint8, device).view(heads * len(self.sides), -1, 1, 3, 1)
         owners = self.owners[: len(halves)]
-        span = self._span(sum(sizes) / max(1, owners.shape[:2].numel()))
-        entries = _entries(owners, halves, span, sum(sizes)).split(sizes)
+        stretches = self._stretches(sum(sizes) / max(1, owners.shape[:2].numel()))
+        entries = _entries(owners, halves, stretches, sum(sizes)).split(sizes)
         units, cuts = zip(*(_cut(of_heads, self.block) for of_heads in lengths.values()))
         units, cuts = _rows(units, 4, device), _rows(cuts, 3, device)
         lines = {tile: lines.unbind() for tile, lines in zip(self.tiles, self.lines)}
@@ -187,18 +187,18 @@ class TilePlan:
         return made
 
     def _halves(self, side: str, tile: int, tiles: int) -> bytes:
-        """For each of a head's tiles of a height the bits of its first half of lines, and of its second; all in the second
-        where the order of blocks is the ascending one."""
+        """For each of a head's tiles of a height the bits of all its lines, of the first half and of the second; all are in
+        the second where the order of blocks is the ascending one."""
         height = _height(tile, self.block)
         in_turns = tile == HOPPER_TILE and (side == "rows" or height > 2)
-        first = (1 << height // 2) - 1 if in_turns else 0
-        return bytes([first, (1 << height) - 1 - first]) * tiles
+        every, first = (1 << height) - 1, (1 << height // 2) - 1 if in_turns else 0
+        return bytes([every, first, every - first]) * tiles
 
-    def _span(self, mean: float) -> int:
-        """Blocks of a stretch, for lists of so many entries: as many as a half has a turn in, if each has half of them."""
-        other, turn = self.owners.shape[2], max(1, TURN // self.block)
-        stretches = max(1, int(mean / (2 * turn)))
-        return max(1, _ceil_div(other, stretches))
+    def _stretches(self, mean: float) -> int:
+        """How many stretches the other side has, for lists of so many entries: a power of two, so that a half has a turn or
+        two in one if each has half of the entries."""
+        turns = int(mean * self.block) // (2 * max(TURN, self.block))
+        return 1 << max(0, turns.bit_length() - 1)
 
 
 def _height(tile: int, block: int) -> int:
@@ -206,21 +206,23 @@ def _height(tile: int, block: int) -> int:
     return max(1, tile // block)
 
 
-def _entries(owners: torch.Tensor, halves: torch.Tensor, span: int, count: int) -> torch.Tensor:
+def _entries(owners: torch.Tensor, halves: torch.Tensor, stretches: int, count: int) -> torch.Tensor:
     """The entries of tiles, as many as `count`, one after the other.
 
     Args:
         owners: uint8 (G, T, other side), as in the plan.
-        halves: uint8 (G, T, 2, 1). The bits of each half of a tile's lines.
-        span: blocks of a stretch.
+        halves: uint8 (G, T, 1, 3, 1). The bits of all lines of a tile, and of each half.
+        stretches: into so many the other side is cut.
     """
-    owners = owners.unsqueeze(2)
-    alone = owners & halves
-    alone = alone.mul_(alone == owners)
-    bits = torch.cat([owners - alone.sum(2, keepdim=True, dtype=torch.uint8), alone], 2)
-    stretches = _ceil_div(owners.shape[-1], span)
-    if stretches > 1:
-        bits = pad(bits, (0, stretches * span - owners.shape[-1])).unflatten(-1, (stretches, span)).transpose(2, 3)
+    other = owners.shape[2]
+    span = max(1, _ceil_div(other, stretches))
+    owners = pad(owners, (0, stretches * span - other)) if other % stretches else owners
+    owners = owners.view(*owners.shape[:2], stretches, 1, -1)
+    bits = owners & halves
+    both, alone = bits.split((1, 2), 3)
+    alone.mul_(alone == owners)
+    both.sub_(alone.sum(3, keepdim=True, dtype=torch.uint8))
+    del owners, both, alone
     bits = bits.flatten()
     place = bits.nonzero_static(size=count).squeeze_(1)
     bits = bits[place]
@@ -232,14 +234,14 @@ def _entries(owners: torch.Tensor, halves: torch.Tensor, span: int, count: int) 
 
 
 def _cut(lengths: list[list[int]], block: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """The units and cuts of a side's tiles, whose lengths are given for each head. A unit has at most twice the mean of
-    its head's, in whole steps, or LEAST_CUT tokens where that is more."""
+    """The units and cuts of a side's tiles, whose lengths are given for each head. A unit has at most one and a half
+    times the mean of its head's, in whole steps, or LEAST_CUT tokens where that is more."""
     step = max(1, STEP // block)
     units, cuts = [], []
     tile = first = part = 0
     for of_head in lengths:
-        twice_the_mean = _ceil_div(2 * sum(of_head), len(of_head) * step)
-        longest = step * max(1, LEAST_CUT // (step * block), twice_the_mean)
+        above_the_mean = _ceil_div(3 * sum(of_head), 2 * len(of_head) * step)
+        longest = step * max(1, LEAST_CUT // (step * block), above_the_mean)
         of_tiles = []
         for length in of_head:
             if length <= longest:

@@ -120,7 +120,7 @@ def test_long_lists_are_cut_into_even_parts(lines: int, blocks: int, block: int,
     begins = lengths.cumsum(0) - lengths
     for head, of_head in enumerate(lengths.view(2, per_head)):
         mean = of_head.sum().item() * block / per_head
-        bound = max(1024, math.ceil(2 * mean / step) * step)
+        bound = max(512, math.ceil(1.5 * mean / step) * step)
         of_tile: dict[int, list[int]] = {}
         for tile, first, length, _ in tiles.units.tolist():
             if tile // per_head == head:
@@ -137,10 +137,10 @@ def test_a_global_line_among_windows_is_cut():
     live = ((position[:, None] - position).abs() <= 1)[None]
     live[0, 17] = True
     tiles = make_tiles(live, 16)
-    assert tiles.cuts.tolist() == [[0, 0, 64]]
-    assert tiles.units[:64, 2].tolist() == [64] * 64
-    assert tiles.units[:64, 3].tolist() == list(range(64))
-    assert (tiles.units[64:, 3] == -1).all()
+    assert tiles.cuts.tolist() == [[0, 0, 128]]
+    assert tiles.units[:128, 2].tolist() == [32] * 128
+    assert tiles.units[:128, 3].tolist() == list(range(128))
+    assert (tiles.units[128:, 3] == -1).all()
 
 
 def waste(tiles: Tiles, live: torch.Tensor, block: int) -> float:
@@ -253,7 +253,7 @@ def test_in_long_lists_halves_take_turns():
     for of_tile in lists_of(plan_and_pack({"rows": live}, 64, 128)["rows", 128]):
         kinds = [kind_of(entry >> 24, 2) for entry in of_tile]
         turns = [len(list(run)) for kind, run in groupby(kinds) if kind > 0]
-        assert 3 < sum(turns) / len(turns) < 6, "256 tokens a turn, about"
+        assert 4 < sum(turns) / len(turns) < 8, "256 to 512 tokens a turn, about"
         column = [entry % 2**24 for entry in of_tile]
         assert sorted(column) == sorted(set(column))
 
