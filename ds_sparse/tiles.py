@@ -27,6 +27,13 @@ TURN = 256
 """Tokens of the other side, about: where only one half of a tile's lines has something, it has so many before it is the
 other half's turn."""
 
+BOTH, SECOND, FIRST = 0, 1, 2
+"""Kinds of blocks: lines of both halves of a tile have them, of the second alone, of the first alone. Flags: no line of the
+first half, none of the second."""
+
+ORDERS = {"rows": (BOTH, FIRST, SECOND), "columns": (FIRST, BOTH, SECOND)}
+"""As the kernels that hold a side take them fastest: those of rows begin where both halves have work."""
+
 LEAST_CUT = 512
 """Tokens below which a list is not cut: shorter parts would not pay for putting their results together."""
 
@@ -54,17 +61,17 @@ class Tiles:
     3, 2 (lines 1 and 3 are alike) and the entries 0 (bits 0001), 1 (bits 1111) and 2 (bits 1000).
 
     Hopper's kernels give each half of a tile's lines to warps of their own, which leave out the steps where it has nothing.
-    So the blocks that only one half has are together, in tiles of `HOPPER_TILE`: first those of both, then those of the first
-    half, then those of the second. In long lists each stretch of the other side is ordered like that, so that neither half
-    waits for the other long. (In the tiles of columns not with a single line a half, blocks of 64: their kernels walk 128
-    tokens in a step, and ascending lists were 1 to 3 % faster.)
+    So in tiles of `HOPPER_TILE` the blocks of one kind are together, as `ORDERS` says: those that both halves have, that the
+    first alone has, that the second alone has. In long lists each stretch of the other side is ordered like that, so that
+    neither half waits for the other long. (In tiles of columns not with blocks of 64, a single line a half: their kernels
+    walk 128 tokens in a step, and ascending lists were 1 to 3 % faster.)
 
     Attributes:
         tile: tokens of a tile's height.
         lines: (L * n * r). The number of each line within its head, tile by tile; -1 where a tile is not filled.
         entries: (E). For each tile the union of its lines' live blocks on the other side, tiles in their order. The low
             24 bits are the block's number on the other side; bit 24 + k is set iff line k of the tile is live there.
-            In ascending order, or in that of halves as above. Bit 31 is the sign: read entries as uint32.
+            In ascending order, or in that of kinds as above. Bit 31 is the sign: read entries as uint32.
         units: (U, 4). The work of one thread block (for each batch, and each head that shares the layout head): tile,
             first entry, number of entries, part. A tile has one unit, perhaps of no entries, with part -1; or, where
             its list is longer than a bound, several of about equal length. These parts are numbered from 0 through all
@@ -169,13 +176,10 @@ class TilePlan:
         """Makes the tiles of what `split` returned."""
         device, heads = self.owners.device, len(next(iter(lengths.values())))
         sizes = [sum(of_heads[head]) for head in range(heads) for of_heads in lengths.values()]
-        halves = bytearray(
-            b"".join(self._halves(*key, *map(len, of_heads[:1])) for key, of_heads in lengths.items()) * heads
-        )
-        halves = _on_device(halves, torch.uint8, device).view(heads * len(self.sides), -1, 1, 3, 1)
-        owners = self.owners[: len(halves)]
-        stretches = self._stretches(sum(sizes) / max(1, owners.shape[:2].numel()))
-        entries = _entries(owners, halves, stretches, sum(sizes)).split(sizes)
+        owners = self.owners if len(self.owners) == heads * len(self.sides) else self.owners[: heads * len(self.sides)]
+        entries = _entries(
+            owners, self._orders(lengths), self._stretches(sum(sizes) / max(1, owners.shape[:2].numel())), sum(sizes)
+        ).split(sizes)
         units, cuts = zip(*(_cut(of_heads, self.block) for of_heads in lengths.values()))
         units, cuts = _rows(units, 4, device), _rows(cuts, 3, device)
         lines = {tile: lines.unbind() for tile, lines in zip(self.tiles, self.lines)}
@@ -186,13 +190,16 @@ class TilePlan:
             made[side, tile] = Tiles(tile, *of_heads, units[i], cuts[i])
         return made
 
-    def _halves(self, side: str, tile: int, tiles: int) -> bytes:
-        """For each of a head's tiles of a height the bits of all its lines, of the first half and of the second; all are in
-        the second where the order of blocks is the ascending one."""
-        height = _height(tile, self.block)
-        in_turns = tile == HOPPER_TILE and (side == "rows" or height > 2)
-        every, first = (1 << height) - 1, (1 << height // 2) - 1 if in_turns else 0
-        return bytes([every, first, every - first]) * tiles
+    def _orders(self, lengths: Lengths) -> torch.Tensor:
+        """For each tile of each side of each head the bits of its first half of lines, of none where the order of blocks is
+        the ascending one, and the kinds of blocks as they follow each other: uint8 (G, T, 1, 4, 1)."""
+        orders = bytearray()
+        for (side, tile), of_heads in lengths.items():
+            height = _height(tile, self.block)
+            in_turns = tile == HOPPER_TILE and (side == "rows" or height > 2)
+            orders += bytes([(1 << height // 2) - 1 if in_turns else 0, *ORDERS[side]]) * len(of_heads[0])
+        heads = len(of_heads)
+        return _on_device(orders * heads, torch.uint8, self.owners.device).view(heads * len(self.sides), -1, 1, 4, 1)
 
     def _stretches(self, mean: float) -> int:
         """How many stretches the other side has, for lists of so many entries: a power of two, so that a half has a turn or
@@ -206,23 +213,25 @@ def _height(tile: int, block: int) -> int:
     return max(1, tile // block)
 
 
-def _entries(owners: torch.Tensor, halves: torch.Tensor, stretches: int, count: int) -> torch.Tensor:
+def _entries(owners: torch.Tensor, orders: torch.Tensor, stretches: int, count: int) -> torch.Tensor:
     """The entries of tiles, as many as `count`, one after the other.
 
     Args:
         owners: uint8 (G, T, other side), as in the plan.
-        halves: uint8 (G, T, 1, 3, 1). The bits of all lines of a tile, and of each half.
+        orders: uint8 (G, T, 1, 4, 1), as of `TilePlan._orders`.
         stretches: into so many the other side is cut.
     """
     other = owners.shape[2]
     span = max(1, _ceil_div(other, stretches))
     owners = pad(owners, (0, stretches * span - other)) if other % stretches else owners
     owners = owners.view(*owners.shape[:2], stretches, 1, -1)
-    bits = owners & halves
-    both, alone = bits.split((1, 2), 3)
-    alone.mul_(alone == owners)
-    both.sub_(alone.sum(3, keepdim=True, dtype=torch.uint8))
-    del owners, both, alone
+    first_half, kinds = orders.split((1, 3), 3)
+    # Both flags, which is no kind, where nobody has a block.
+    kind = owners & first_half
+    no_others = kind == owners
+    kind.eq_(0).add_(no_others, alpha=FIRST)
+    bits = (kind == kinds).view(torch.uint8).mul_(owners)
+    del owners, kind, no_others
     bits = bits.flatten()
     place = bits.nonzero_static(size=count).squeeze_(1)
     bits = bits[place]
@@ -304,7 +313,7 @@ def _similar_lines_together(bits: torch.Tensor, count: torch.Tensor) -> torch.Te
         bits, count: each line's live blocks as `pack_bits` and `count_live` have them.
     """
     number = count.shape[1]
-    median = count.sort(1).values.narrow(1, (number - 1) // 2, 1)
+    median = count.kthvalue((number + 1) // 2, 1, keepdim=True).values
     hashes = _hashes(bits)
     ascending, line = hashes.sort(dim=1, stable=True)
     first_alike = line.gather(1, torch.searchsorted(ascending, hashes))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_sparse import BigBirdSparsityConfig, BSLongformerSparsityConfig, FixedSparsityConfig
-from ds_sparse.tiles import TilePlan, Tiles
+from ds_sparse.tiles import BOTH, FIRST, ORDERS, SECOND, TilePlan, Tiles
 
 TENSORS = ("lines", "entries", "units", "cuts")
 
@@ -242,8 +242,8 @@ def test_blocks_of_one_half_are_together(block: int, side: str, tile: int):
     height = tile // block
     for of_tile in lists_of(tiles):
         kinds = [kind_of(entry >> 24, height) for entry in of_tile]
-        assert len(of_tile) == 0 or kinds == sorted(kinds)
-        for kind in (0, 1, 2):
+        assert kinds == sorted(kinds, key=ORDERS[side].index)
+        for kind in (BOTH, FIRST, SECOND):
             numbers = [entry % 2**24 for entry in of_tile if kind_of(entry >> 24, height) == kind]
             assert numbers == sorted(numbers)
 
@@ -252,7 +252,7 @@ def test_in_long_lists_halves_take_turns():
     live = torch.rand(1, 64, 4096, generator=seeded()) < 0.25
     for of_tile in lists_of(plan_and_pack({"rows": live}, 64, 128)["rows", 128]):
         kinds = [kind_of(entry >> 24, 2) for entry in of_tile]
-        turns = [len(list(run)) for kind, run in groupby(kinds) if kind > 0]
+        turns = [len(list(run)) for kind, run in groupby(kinds) if kind != BOTH]
         assert 4 < sum(turns) / len(turns) < 8, "256 to 512 tokens a turn, about"
         column = [entry % 2**24 for entry in of_tile]
         assert sorted(column) == sorted(set(column))
@@ -278,9 +278,8 @@ def lists_of(tiles: Tiles) -> list[list[int]]:
 
 
 def kind_of(owners: int, height: int) -> int:
-    """0: lines of both halves of a tile have the block; 1: of the first alone; 2: of the second alone."""
     first, second = owners % (1 << height // 2), owners >> height // 2
-    return 0 if first and second else 1 if first else 2
+    return BOTH if first and second else FIRST if first else SECOND
 
 
 def test_heights_together_double():
