@@ -24,8 +24,8 @@ STEP = 64
 fewer, are full but for the last."""
 
 TURN = 256
-"""Tokens of the other side, about: where only one half of a tile's lines has something, it has so many before it is the
-other half's turn."""
+"""Tokens of the other side, about, in lists of mean length: where only one half of a tile's lines has something, it has so
+many or up to twice as many before it is the other half's turn."""
 
 BOTH, SECOND, FIRST = 0, 1, 2
 """Kinds of blocks: lines of both halves of a tile have them, of the second alone, of the first alone. Flags: no line of the
@@ -62,9 +62,9 @@ class Tiles:
 
     Hopper's kernels give each half of a tile's lines to warps of their own, which leave out the steps where it has nothing.
     So in tiles of `HOPPER_TILE` the blocks of one kind are together, as `ORDERS` says: those that both halves have, that the
-    first alone has, that the second alone has. In long lists each stretch of the other side is ordered like that, so that
-    neither half waits for the other long. (In tiles of columns not with blocks of 64, a single line a half: their kernels
-    walk 128 tokens in a step, and ascending lists were 1 to 3 % faster.)
+    first alone has, that the second alone has. Where lists are long, by the mean of all that are packed together, each
+    stretch of the other side is ordered like that, so that neither half waits for the other long. (Not in tiles of columns
+    with blocks of 64, where a half is a single line: ascending lists were up to 3 % faster there.)
 
     Attributes:
         tile: tokens of a tile's height.
@@ -176,10 +176,7 @@ class TilePlan:
         """Makes the tiles of what `split` returned."""
         device, heads = self.owners.device, len(next(iter(lengths.values())))
         sizes = [sum(of_heads[head]) for head in range(heads) for of_heads in lengths.values()]
-        owners = self.owners if len(self.owners) == heads * len(self.sides) else self.owners[: heads * len(self.sides)]
-        entries = _entries(
-            owners, self._orders(lengths), self._stretches(sum(sizes) / max(1, owners.shape[:2].numel())), sum(sizes)
-        ).split(sizes)
+        entries = _entries(self._in_order(lengths), sum(sizes)).split(sizes)
         units, cuts = zip(*(_cut(of_heads, self.block) for of_heads in lengths.values()))
         units, cuts = _rows(units, 4, device), _rows(cuts, 3, device)
         lines = {tile: lines.unbind() for tile, lines in zip(self.tiles, self.lines)}
@@ -189,6 +186,26 @@ class TilePlan:
             of_heads = _joined(of_side[:heads]), _joined(entries[i :: len(lengths)])
             made[side, tile] = Tiles(tile, *of_heads, units[i], cuts[i])
         return made
+
+    def _in_order(self, lengths: Lengths) -> torch.Tensor:
+        """The owners as entries follow each other: stretch by stretch, kind by kind, uint8 (G, T, stretches, kinds, blocks of
+        one)."""
+        groups = len(next(iter(lengths.values()))) * len(self.sides)
+        owners = self.owners if len(self.owners) == groups else self.owners[:groups]
+        if HOPPER_TILE not in self.tiles or self.block >= HOPPER_TILE:
+            return owners.unsqueeze(2).unsqueeze(2)
+        tokens = self.block * sum(map(sum, chain.from_iterable(lengths.values()))) // owners.shape[:2].numel()
+        # A power of two, so that a half has a turn or two in one if each has half of the entries.
+        stretches = 1 << max(0, (tokens // (2 * TURN)).bit_length() - 1)
+        missing = -owners.shape[2] % stretches
+        owners = pad(owners, (0, missing)) if missing else owners
+        owners = owners.view(*owners.shape[:2], stretches, 1, -1)
+        first_half, kinds = self._orders(lengths).split((1, 3), 3)
+        # Both flags, which is no kind, where nobody has a block.
+        kind = owners & first_half
+        no_others = kind == owners
+        kind.eq_(0).add_(no_others, alpha=FIRST)
+        return (kind == kinds).view(torch.uint8).mul_(owners)
 
     def _orders(self, lengths: Lengths) -> torch.Tensor:
         """For each tile of each side of each head the bits of its first half of lines, of none where the order of blocks is
@@ -201,45 +218,27 @@ class TilePlan:
         heads = len(of_heads)
         return _on_device(orders * heads, torch.uint8, self.owners.device).view(heads * len(self.sides), -1, 1, 4, 1)
 
-    def _stretches(self, mean: float) -> int:
-        """How many stretches the other side has, for lists of so many entries: a power of two, so that a half has a turn or
-        two in one if each has half of the entries."""
-        turns = int(mean * self.block) // (2 * max(TURN, self.block))
-        return 1 << max(0, turns.bit_length() - 1)
-
 
 def _height(tile: int, block: int) -> int:
     """Lines of a tile."""
     return max(1, tile // block)
 
 
-def _entries(owners: torch.Tensor, orders: torch.Tensor, stretches: int, count: int) -> torch.Tensor:
+def _entries(owners: torch.Tensor, count: int) -> torch.Tensor:
     """The entries of tiles, as many as `count`, one after the other.
 
     Args:
-        owners: uint8 (G, T, other side), as in the plan.
-        orders: uint8 (G, T, 1, 4, 1), as of `TilePlan._orders`.
-        stretches: into so many the other side is cut.
+        owners: uint8 (G, T, stretches, kinds, blocks of a stretch).
     """
-    other = owners.shape[2]
-    span = max(1, _ceil_div(other, stretches))
-    owners = pad(owners, (0, stretches * span - other)) if other % stretches else owners
-    owners = owners.view(*owners.shape[:2], stretches, 1, -1)
-    first_half, kinds = orders.split((1, 3), 3)
-    # Both flags, which is no kind, where nobody has a block.
-    kind = owners & first_half
-    no_others = kind == owners
-    kind.eq_(0).add_(no_others, alpha=FIRST)
-    bits = (kind == kinds).view(torch.uint8).mul_(owners)
-    del owners, kind, no_others
-    bits = bits.flatten()
-    place = bits.nonzero_static(size=count).squeeze_(1)
-    bits = bits[place]
+    stretches, kinds, span = owners.shape[2:]
+    owners = owners.flatten()
+    place = owners.nonzero_static(size=count).squeeze_(1)
+    owners = owners[place]
     # In place, as it is here that most memory is taken. What is above 2**31 becomes negative, with the same bits.
     column = place % span
     if stretches > 1:
-        column.add_(place.floor_divide_(3 * span).remainder_(stretches), alpha=span)
-    return column.add_(bits, alpha=1 << 24).int()
+        column.add_(place.floor_divide_(kinds * span).remainder_(stretches), alpha=span)
+    return column.add_(owners, alpha=1 << 24).int()
 
 
 def _cut(lengths: list[list[int]], block: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
@@ -313,7 +312,7 @@ def _similar_lines_together(bits: torch.Tensor, count: torch.Tensor) -> torch.Te
         bits, count: each line's live blocks as `pack_bits` and `count_live` have them.
     """
     number = count.shape[1]
-    median = count.kthvalue((number + 1) // 2, 1, keepdim=True).values
+    median = count.sort(1).values.narrow(1, (number - 1) // 2, 1)
     hashes = _hashes(bits)
     ascending, line = hashes.sort(dim=1, stable=True)
     first_alike = line.gather(1, torch.searchsorted(ascending, hashes))

@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -95,7 +96,18 @@ def test_for_hopper_tall_tiles_come_with_it(layout: Layout, block: int):
     assert torch.equal(index.layout(), plain.layout())
     for tile in (64, 128) if index.has_tiles(128) else (64,):
         for side in ("rows", "columns"):
-            assert_equal_tiles(index.tiles(side, tile), plain.tiles(side, tile))
+            found, expected = index.tiles(side, tile), plain.tiles(side, tile)
+            assert_equal_tiles(
+                replace(found, entries=in_any_order(found)), replace(expected, entries=in_any_order(expected))
+            )
+
+
+def in_any_order(tiles: Tiles) -> torch.Tensor:
+    """The entries, those of a tile sorted: their order follows from all that is packed together."""
+    tile_of = torch.empty(len(tiles.entries), dtype=torch.long)
+    for tile, first, count, _ in tiles.units.tolist():
+        tile_of[first : first + count] = tile
+    return (tile_of << 32 | tiles.entries).sort().values
 
 
 def build_for_hopper(layout: torch.Tensor, block: int) -> BlockIndex:
@@ -111,7 +123,7 @@ def test_building_takes_few_operations(block: int):
     with CountOperations() as counted:
         index = build_for_hopper(layout, block)
     assert index.has_tiles(128)
-    assert counted.number <= 76
+    assert counted.number <= 77
 
 
 class CountOperations(TorchDispatchMode):
@@ -239,7 +251,7 @@ def test_built_on_the_gpu_it_equals_the_one_built_on_the_cpu(dtype: torch.dtype)
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("block", [16, 64])
-@pytest.mark.parametrize("chance", [0.01, 0.9], ids=["wasteful", "dense"])
+@pytest.mark.parametrize("chance", [0.01, 0.9], ids=["sparse", "dense"])
 def test_moved_to_the_gpu_it_equals_the_one_built_there(block: int, chance: float):
     layout = torch.rand(3, 64, 64, generator=seeded()) < chance
     here = BlockIndex.build(layout, block).with_lists()
@@ -248,8 +260,8 @@ def test_moved_to_the_gpu_it_equals_the_one_built_there(block: int, chance: floa
     assert moved is not here and moved.to("cuda") is moved and moved.to(built.device) is moved
     for found, expected in ((moved, built), (moved.causal(), built.causal())):
         assert found.device == expected.device and torch.equal(found.bits, expected.bits)
-        assert found.has_tiles(128) == expected.has_tiles(128)
-        for tile in (64, 128) if expected.has_tiles(128) else (64,):
+        assert found.has_tiles(128) == expected.has_tiles(128) == index_module.is_hopper(found.device)
+        for tile in (64, 128):
             for side in ("rows", "columns"):
                 assert_equal_tiles(found.tiles(side, tile), expected.tiles(side, tile))
     for name in LISTS:

@@ -197,8 +197,8 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
   if (work.part >= 0) {
     const int64_t place = p.part_outputs.line(p.lists, work.copy, work.part, work.sub_tile) + strip * 16;
     store_sums<kOut>(output, factor0, factor8, p.width - first_column, [&](int line) -> float* {
-      const bool weighs = (line < 8 ? sum0 : sum8) != 0;
-      return weighs ? p.part_outputs.data + (place + line) * p.width + first_column : nullptr;
+      const bool any = (line < 8 ? sum0 : sum8) != 0;
+      return any ? p.part_outputs.data + (place + line) * p.width + first_column : nullptr;
     });
     if (lane % 4 == 0 && work.share == 0) {
       p.part_rows[place + lane / 4] = row0;
@@ -249,9 +249,8 @@ __global__ void __launch_bounds__(2 * kThreads)
     for (int part = 0; part < cut.num_parts; ++part) {
       const RowSum row = p.part_rows[place(part)];
       const float weight = expf(row.origin - origin) * row.sum;
-      // What weighs nothing is not read, and need not have been written.
       const float* from = p.part_outputs.data + place(part) * p.width + column;
-      const float4 of_part = weight == 0 ? float4{0, 0, 0, 0} : *reinterpret_cast<const float4*>(from);
+      const float4 of_part = row.sum == 0 ? float4{0, 0, 0, 0} : *reinterpret_cast<const float4*>(from);
       sum += weight;
       value.x += weight * of_part.x;
       value.y += weight * of_part.y;

@@ -16,7 +16,7 @@ struct Forward {
   Lists lists;
   Scoring scoring;
   int heads, layout_heads, heads_of_group, width;
-  Parts part_outputs;
+  Parts part_outputs;  // but for lines whose sum in a part is 0, which are not written
   RowSum* part_rows;  // (copies, parts, sub-tiles, tile)
 };
 

@@ -184,8 +184,8 @@ __device__ __forceinline__ void multiply_all(
     if (work.part >= 0) {
       const int64_t place = p.part_outputs.line(p.lists, work.copy, work.part, work.sub_tile) + line0;
       store_sums<kD>(output, factor0, factor8, p.width, [&](int half) -> float* {
-        const bool weighs = (half ? sum8 : sum0) != 0;
-        return weighs ? p.part_outputs.data + (place + 8 * half) * p.width : nullptr;
+        const bool any = (half ? sum8 : sum0) != 0;
+        return any ? p.part_outputs.data + (place + 8 * half) * p.width : nullptr;
       });
       if (lane % 4 == 0) {
         p.part_rows[place] = row0;

@@ -290,6 +290,31 @@ def test_lists_of_every_length(device: str, block: int, rows: int, columns: int,
         check(make_case(make_layout(layout), block, tokens, keys, heads=heads, batch=1), dtype, device)
 
 
+@pytest.mark.parametrize(
+    "option", ["head_dim 40", "head_dim 72", "head_dim 256", "grouped heads", "dropout", "padding"]
+)
+def test_cut_lists_with_options(device: str, option: str):
+    """Keys that are padding leave nothing of whole parts of the long rows."""
+    live = torch.rand(80, 70, generator=seeded()) < 0.02
+    live[3] = live[:, 2] = True
+    index = BlockIndex.build(live.to(device), 16)
+    assert len(index.row_tiles.cuts) and len(index.column_tiles.cuts), "nothing is cut"
+    if index.has_tiles(128):
+        assert len(index.tiles("rows", 128).cuts) and len(index.tiles("columns", 128).cuts), "nothing is cut"
+    options = {}
+    if option.startswith("head_dim"):
+        options["head_dim"] = int(option.split()[1])
+    elif option == "grouped heads":
+        options["key_heads"] = 1
+    elif option == "dropout":
+        options["dropout_p"] = 0.2
+    else:
+        keeps = torch.ones(1, 70 * 16, dtype=torch.bool)
+        keeps[:, 200:1000] = False
+        options["key_padding_mask"] = keeps
+    check(make_case(make_layout(live), heads=2, batch=1, **options), torch.bfloat16, device)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.filterwarnings("ignore::ds_sparse.SparsityWarning")
