@@ -176,7 +176,7 @@ class TilePlan:
         """Makes the tiles of what `split` returned."""
         device, heads = self.owners.device, len(next(iter(lengths.values())))
         sizes = [sum(of_heads[head]) for head in range(heads) for of_heads in lengths.values()]
-        entries = _entries(self._in_order(lengths), sum(sizes)).split(sizes)
+        entries = _entries(self._in_order(lengths, sum(sizes)), sum(sizes)).split(sizes)
         units, cuts = zip(*(_cut(of_heads, self.block) for of_heads in lengths.values()))
         units, cuts = _rows(units, 4, device), _rows(cuts, 3, device)
         lines = {tile: lines.unbind() for tile, lines in zip(self.tiles, self.lines)}
@@ -187,14 +187,14 @@ class TilePlan:
             made[side, tile] = Tiles(tile, *of_heads, units[i], cuts[i])
         return made
 
-    def _in_order(self, lengths: Lengths) -> torch.Tensor:
-        """The owners as entries follow each other: stretch by stretch, kind by kind, uint8 (G, T, stretches, kinds, blocks of
-        one)."""
+    def _in_order(self, lengths: Lengths, count: int) -> torch.Tensor:
+        """The owners as entries, `count` of them, follow each other: stretch by stretch, kind by kind, uint8 (G, T, stretches,
+        kinds, blocks of one)."""
         groups = len(next(iter(lengths.values()))) * len(self.sides)
         owners = self.owners if len(self.owners) == groups else self.owners[:groups]
         if HOPPER_TILE not in self.tiles or self.block >= HOPPER_TILE:
             return owners.unsqueeze(2).unsqueeze(2)
-        tokens = self.block * sum(map(sum, chain.from_iterable(lengths.values()))) // owners.shape[:2].numel()
+        tokens = self.block * count // owners.shape[:2].numel()
         # A power of two, so that a half has a turn or two in one if each has half of the entries.
         stretches = 1 << max(0, (tokens // (2 * TURN)).bit_length() - 1)
         missing = -owners.shape[2] % stretches
@@ -205,7 +205,7 @@ class TilePlan:
         kind = owners & first_half
         no_others = kind == owners
         kind.eq_(0).add_(no_others, alpha=FIRST)
-        return (kind == kinds).view(torch.uint8).mul_(owners)
+        return (kind ^ kinds).eq_(0).mul_(owners)
 
     def _orders(self, lengths: Lengths) -> torch.Tensor:
         """For each tile of each side of each head the bits of its first half of lines, of none where the order of blocks is

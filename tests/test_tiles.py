@@ -67,6 +67,10 @@ def decoded(tiles: Tiles, live: torch.Tensor, block: int) -> torch.Tensor:
                 if entry >> 24 >> k & 1:
                     assert number != -1
                     found[head, number, entry % 2**24] = True
+        columns = [entry % 2**24 for entry in entries[begin:at]]
+        assert len(columns) == len(set(columns)), "a block is there once"
+        for of_kind in (columns,) if tiles.tile < 128 else columns_of_kinds(entries[begin:at], height).values():
+            assert of_kind == sorted(of_kind)
     assert at == len(entries)
     return found
 
@@ -246,9 +250,8 @@ def test_blocks_of_one_half_are_together(block: int, side: str, tile: int):
     for of_tile in lists_of(tiles):
         kinds = [kind_of(entry >> 24, height) for entry in of_tile]
         assert kinds == sorted(kinds, key=((BOTH, FIRST, SECOND) if side == "rows" else (FIRST, BOTH, SECOND)).index)
-        for kind in (BOTH, FIRST, SECOND):
-            numbers = [entry % 2**24 for entry in of_tile if kind_of(entry >> 24, height) == kind]
-            assert numbers == sorted(numbers)
+        for columns in columns_of_kinds(of_tile, height).values():
+            assert columns == sorted(columns)
 
 
 def test_in_long_lists_halves_take_turns():
@@ -278,6 +281,14 @@ def lists_of(tiles: Tiles) -> list[list[int]]:
     for tile, first, count, _ in sorted(tiles.units.tolist(), key=lambda unit: unit[1]):
         lists.setdefault(tile, []).extend(entries[first : first + count])
     return list(lists.values())
+
+
+def columns_of_kinds(entries: list[int], height: int) -> dict[int, list[int]]:
+    """The numbers of blocks by their kind, in the order of entries."""
+    columns: dict[int, list[int]] = {BOTH: [], FIRST: [], SECOND: []}
+    for entry in entries:
+        columns[kind_of(entry >> 24, height)].append(entry % 2**24)
+    return columns
 
 
 def kind_of(owners: int, height: int) -> int:
