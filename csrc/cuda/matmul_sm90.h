@@ -59,10 +59,15 @@ struct OwnSteps {
 
   __device__ bool has_none() const { return stage >= kStages; }
 
+  __device__ __forceinline__ void next() {
+    ahead += kStages;
+    parity ^= 1;
+  }
+
   // Calls f(step) for each of its own among the next `steps` of all, counted from 0.
   template <class F>
   __device__ __forceinline__ void among(int steps, const F& f) {
-    for (; ahead < steps; ahead += kStages, parity ^= 1) {
+    for (; ahead < steps; next()) {
       f(ahead);
     }
     ahead -= steps;
@@ -131,19 +136,6 @@ __device__ __forceinline__ void store_to_panels(T* panels, const float (&sums)[k
     } else {
       store_matrices(run_of_line(panel, first + lane % 16, j % 4 * 2 + lane / 16), rounded);
     }
-  }
-}
-
-// Rounds the sums of 64 x kWidth and writes them to lines of 32 or 64 bytes, in the swizzle of those.
-template <int kWidth, class T>
-__device__ __forceinline__ void store_to_short_lines(T* lines, const float (&sums)[kWidth / 2]) {
-  const int lane = threadIdx.x % 32, line = threadIdx.x / 32 % 4 * 16 + lane % 16;
-#pragma unroll
-  for (int j = 0; j < kWidth / 16; ++j) {
-    uint32_t rounded[4];
-    round_columns<T>(rounded, sums, j);
-    const int run = (2 * j + lane / 16) ^ line / (kPanel / kWidth) % (kWidth / 8);
-    store_matrices(lines + line * kWidth + 8 * run, rounded);
   }
 }
 
