@@ -37,6 +37,26 @@ __device__ __forceinline__ T* run_of_line(T* panel, int line, int run) {
   return panel + line * kPanel + (run ^ line % 8) * 8;
 }
 
+// The same in lines of 16 or 32 elements, in the swizzle of 32 or 64 bytes.
+template <int kWidth, class T>
+__device__ __forceinline__ T* run_of_short_line(T* lines, int line, int run) {
+  return lines + line * kWidth + (run ^ line / (kPanel / kWidth) % (kWidth / 8)) * 8;
+}
+
+// A pointer that stays in a register, where the compiler would make it anew at every use in a loop; into device memory,
+// and into shared memory.
+template <class T>
+__device__ __forceinline__ T* kept(T* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
+}
+template <class T>
+__device__ __forceinline__ T* kept_shared(T* pointer) {
+  uint32_t address = shared_address(pointer);
+  asm volatile("" : "+r"(address));
+  return static_cast<T*>(__cvta_shared_to_generic(address));
+}
+
 // A barrier counts arrivals, and bytes of copies that it was told to expect; each time both are there it enters its next
 // phase. `parity` of a phase: its number's last bit.
 struct Barrier {

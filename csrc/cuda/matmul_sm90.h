@@ -77,12 +77,6 @@ __device__ __forceinline__ void store_box(
       "r"(shared_address(from)), "r"(column), "r"(token), "r"(head), "r"(batch)
       : "memory");
 }
-// The same to adjacent bytes, a multiple of 16 from and to multiples of 16.
-__device__ __forceinline__ void store_bytes(void* to, const void* from, int bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
-               "r"(bytes)
-               : "memory");
-}
 __device__ __forceinline__ void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until what all but the newest kNewer groups of this thread's stores read is free again.
 template <int kNewer>
@@ -142,21 +136,7 @@ __device__ __forceinline__ void store_to_short_lines(T* lines, const float (&sum
   for (int j = 0; j < kWidth / 16; ++j) {
     uint32_t rounded[4];
     round_columns<T>(rounded, sums, j);
-    const int run = (2 * j + lane / 16) ^ line / (kPanel / kWidth) % (kWidth / 8);
-    store_matrices(lines + line * kWidth + 8 * run, rounded);
-  }
-}
-
-// Rounds the sums of 64 x kBlock, lines of which are columns of blocks, and writes them as blocks one after the other.
-template <int kBlock, class T>
-__device__ __forceinline__ void store_as_blocks(T* blocks, const float (&sums)[kBlock / 2]) {
-  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16;
-  T* to = blocks + first / kBlock * kBlock * kBlock + first % kBlock + lane / 8 % 2 * 8;
-#pragma unroll
-  for (int j = 0; j < kBlock / 16; ++j) {
-    uint32_t rounded[4];
-    round_columns<T>(rounded, sums, j);
-    store_matrices_transposed(to + (16 * j + lane / 16 * 8 + lane % 8) * kBlock, rounded);
+    store_matrices(run_of_short_line<kWidth>(lines, line, 2 * j + lane / 16), rounded);
   }
 }
 
