@@ -187,7 +187,7 @@ __device__ __forceinline__ void multiply_all(
 }
 
 template <class T, int kN>
-__global__ void __launch_bounds__(kAllThreads, kThreadBlocks<kN / kPanel, kTile>)
+__global__ void __launch_bounds__(kAllThreads, kThreadBlocks<kN / kPanel>)
 dsd_on_hopper_kernel(
     const __grid_constant__ Product<T> p, const __grid_constant__ CUtensorMap values,
     const __grid_constant__ CUtensorMap dense, const __grid_constant__ CUtensorMap out, bool dense_is_lines) {

@@ -1,8 +1,9 @@
-// Sparse @ dense for blocks of 16 and 32, on Hopper, 16-bit types, up to 128 columns, by tiles of 64 lines' tokens
-// (matmul_tiles.h). A step sums over 64 tokens: the blocks of as many entries of the tile's list as that takes, and the
-// dense operand's tokens of those. A warp's 16 rows of the tile are in one line, so that it has one block, or half of two, for
-// each 16 tokens, or none. Blocks are the left operand, from registers: only those that are there are copied and read, as
-// they lie in memory, transposed or not.
+// Sparse @ dense for blocks of 16 and 32, on Hopper, 16-bit types, up to 128 columns, which are adjacent in the dense
+// operand. A thread block takes unit after unit of the layout's tiles (matmul_tiles.h). A step sums over 64 tokens, those
+// of four or two entries of the tile's list, for all 64 rows of the tile. Blocks are the left operand, from registers: of
+// each 16 tokens a warp's 16 rows, which are in one line of the tile, have one block, or a quarter of one, or nothing. So
+// only blocks that are there are copied and read, as they lie in memory, transposed or not, and warps do not wait for each
+// other.
 
 #include <torch/csrc/stable/ops.h>
 
@@ -278,7 +279,7 @@ __device__ __forceinline__ void multiply_all(
 }
 
 template <class T, int kN, int kBlock, bool kTransposed>
-__global__ void __launch_bounds__(kAllThreads, kThreadBlocks<kN / kPanel, kTile>)
+__global__ void __launch_bounds__(kAllThreads, kThreadBlocks<kN / kPanel>)
 dsd_of_tiles_kernel(
     const __grid_constant__ Arguments<T> p, const __grid_constant__ CUtensorMap dense,
     const __grid_constant__ CUtensorMap out) {
@@ -340,7 +341,7 @@ void launch_kernel(
     const Launcher& launch, const Arguments<T>& p, const Tensor& dense, const Tensor& out, bool transposed) {
   using M = Memory<T, kN, kBlock>;
   const int64_t thread_blocks =
-      std::min<int64_t>(p.lists.tasks(), launch.multiprocessors() * kThreadBlocks<M::kPanels, kTile>);
+      std::min<int64_t>(p.lists.tasks(), launch.multiprocessors() * kThreadBlocks<M::kPanels>);
   const CUtensorMap dense_map = tensor_map(dense, kBlock);
   const CUtensorMap out_map = p.result.transposed ? tensor_map(out, kPanel, kStrip) : tensor_map(out, kStrip);
   launch.with_shared_memory(
