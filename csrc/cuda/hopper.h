@@ -117,6 +117,11 @@ __device__ __forceinline__ void copy_bytes(void* to, const void* from, int bytes
       : "memory");
 }
 
+// Asks for such bytes of device memory, which L2 then has before they are copied.
+__device__ __forceinline__ void fetch_ahead(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 // Which stage of a ring is next, and the parity of its round, for those who wait for it to fill; who fills it waits for
 // the opposite.
 template <int kStages>

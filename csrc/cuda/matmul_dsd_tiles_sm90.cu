@@ -87,11 +87,21 @@ class Tasks {
   int4 units_;  // of the lane's task
 };
 
+// A step of a unit, and what the lists have for it.
+struct Listed {
+  TileTask task;
+  int step = -1;       // -1: there is none
+  int left = 0;        // entries of the unit, from the step's first one on
+  uint32_t entry = 0;  // that whose tokens the lane copies
+  int slot = -1;       // of one line of one entry, for each of the first lanes; -1: no block
+  int line = -1;       // of a multiplying warp's rows, for each of the first lanes; -1: none
+};
+
 template <class T, int kN, int kBlock>
 __device__ __forceinline__ void copy_all(
     const Arguments<T>& p, Memory<T, kN, kBlock>& memory, const CUtensorMap* dense) {
   using M = Memory<T, kN, kBlock>;
-  constexpr int kSide = M::kSide, kRunsAtOnce = 32, kAtOnce = kRunsAtOnce * kRun<T>;
+  constexpr int kSide = M::kSide, kElements = kBlock * kBlock, kAtOnce = 32 * kRun<T>;
   const int lane = threadIdx.x % 32;
   OwnSteps<M::kStages> own;
   if (own.has_none()) {
@@ -99,64 +109,74 @@ __device__ __forceinline__ void copy_all(
   }
   Tasks tasks(p.lists);
   TileTask task = tasks.get();
-  // What the lists have for the next step, a number for each of the first lanes, is asked for while this one's copies are
-  // under way: it takes about as long to arrive.
-  uint32_t entry;
-  int slot, line, left;
-  const auto look_up = [&] {
+  const auto look_up = [&]() -> Listed {
     while (tasks.valid()) {
       const int steps = max(1, (task.num_entries + kSide - 1) / kSide);
       if (own.ahead < steps) {
-        left = task.num_entries - own.ahead * kSide;
+        Listed found{task, own.ahead, task.num_entries - own.ahead * kSide};
         const int first = task.first_entry + own.ahead * kSide;
-        entry = lane % kSide < left ? p.lists.entries[first + lane % kSide] : 0;
-        slot = lane < kSide * kSide && lane / kSide < left ? p.lists.slots[first * kSide + lane] : -1;
-        line = lane < kWarps ? p.lists.lines[task.tile * kSide + lane * kStrip / kBlock] : -1;
-        return true;
+        if (lane % kSide < found.left) {
+          found.entry = p.lists.entries[first + lane % kSide];
+        }
+        if (lane < kSide * kSide && lane / kSide < found.left) {
+          found.slot = p.lists.slots[first * kSide + lane];
+        }
+        if (lane < kWarps) {
+          found.line = p.lists.lines[task.tile * kSide + lane * kStrip / kBlock];
+        }
+        own.ahead += M::kStages;
+        return found;
       }
       own.ahead -= steps;
       tasks.next();
       task = tasks.get();
     }
-    return false;
+    return {task};
   };
+  const auto values_of = [&](const TileTask& of) { return p.values + of.first_value(p.lists) * kElements; };
+  Barrier &there = memory.there[own.stage], &free = memory.free[own.stage];
   const uint32_t to = shared_address(kept_shared(run_of_short_line<kBlock>(
       memory.values[own.stage][0][0], lane / (kBlock / kRun<T>), lane % (kBlock / kRun<T>))));
-  bool more = look_up();
-  while (more) {
-    Barrier& there = memory.there[own.stage];
-    memory.free[own.stage].wait(own.parity);
-    const auto live = static_cast<uint16_t>(__ballot_sync(0xffffffffu, slot >= 0));
-    const T* from = kept(p.values + task.first_value(p.lists) * (kBlock * kBlock) + lane * kRun<T>);
-#pragma unroll
-    for (int i = 0; i < kSide * kSide; ++i) {
-      const int number = __shfl_sync(0xffffffffu, slot, i);
-      const T* block = from + int64_t{number} * (kBlock * kBlock);
-#pragma unroll
-      for (int at = 0; at < kBlock * kBlock; at += kAtOnce) {
-        start_copy_of(number, to + (i * kBlock * kBlock + at) * sizeof(T), block + at);
-      }
-    }
-    end_of_copies();
-    if (lane < kWarps) {
-      memory.tokens[own.stage][lane] = line < 0 ? -1 : line * kBlock + lane * kStrip % kBlock;
-    }
+  for (Listed next = look_up(); next.step >= 0; own.parity ^= 1) {
+    // The lists are read a step ahead, so that values, which are read once, are on their way from device memory while the
+    // stage is still in use.
+    const Listed now = next;
+    next = look_up();
+    free.wait(own.parity);
     if (lane == 0) {
-      const int part = task.part < 0 ? -1 : task.copy * p.num_parts + task.part;
-      memory.steps[own.stage] = Step{task.batch, task.head, part, live, own.ahead == 0, left <= kSide};
       there.expect(kTile * kN * sizeof(T));
     }
     __syncwarp();
     if (lane < kSide * M::kPanels) {
       // Past the list's end there are zeros, as there are outside of tensors; a unit without an entry has a step of them.
       constexpr int kOutside = 1 << 30;
-      const int token = lane % kSide < left ? static_cast<int>(entry & 0xffffffu) * kBlock : kOutside;
+      const int token = lane % kSide < now.left ? static_cast<int>(now.entry & 0xffffffu) * kBlock : kOutside;
       copy_box(
           memory.dense[own.stage][lane / kSide] + lane % kSide * kBlock * kPanel, dense, &there, lane / kSide * kPanel,
-          token, task.head, task.batch);
+          token, now.task.head, now.task.batch);
     }
-    own.next();
-    more = look_up();
+    const T* from = kept(values_of(now.task) + lane * kRun<T>);
+#pragma unroll
+    for (int i = 0; i < kSide * kSide; ++i) {
+      const int number = __shfl_sync(0xffffffffu, now.slot, i);
+      const T* block = from + int64_t{number} * kElements;
+#pragma unroll
+      for (int at = 0; at < kElements; at += kAtOnce) {
+        start_copy_of(number, to + (i * kElements + at) * sizeof(T), block + at);
+      }
+    }
+    end_of_copies();
+    const auto live = static_cast<uint16_t>(__ballot_sync(0xffffffffu, now.slot >= 0));
+    if (lane == 0) {
+      const int part = now.task.part < 0 ? -1 : now.task.copy * p.num_parts + now.task.part;
+      memory.steps[own.stage] = Step{now.task.batch, now.task.head, part, live, now.step == 0, now.left <= kSide};
+    }
+    if (lane < kWarps) {
+      memory.tokens[own.stage][lane] = now.line < 0 ? -1 : now.line * kBlock + lane * kStrip % kBlock;
+    }
+    if (next.slot >= 0) {
+      fetch_ahead(values_of(next.task) + int64_t{next.slot} * kElements, kElements * sizeof(T));
+    }
     wait_for_copies<0>();
     __syncwarp();
     if (lane == 0) {
@@ -164,10 +184,10 @@ __device__ __forceinline__ void copy_all(
     }
   }
   if (own.ahead == 0) {
-    memory.free[own.stage].wait(own.parity);
+    free.wait(own.parity);
     if (lane == 0) {
       memory.steps[own.stage].batch = -1;
-      memory.there[own.stage].arrive();
+      there.arrive();
     }
   }
 }
@@ -363,7 +383,7 @@ void run(
   }
   const Arguments<T> p{
       lists,
-      {static_cast<T*>(const_cast<void*>(out.const_data_ptr())), tokens, width, transpose_result},
+      {static_cast<T*>(out.mutable_data_ptr()), tokens, width, transpose_result},
       static_cast<const T*>(values.const_data_ptr()),
       parts ? parts->mutable_data_ptr<float>() : nullptr,
       static_cast<int>(num_parts),

@@ -58,15 +58,10 @@ struct OwnSteps {
 
   __device__ bool has_none() const { return stage >= kStages; }
 
-  __device__ __forceinline__ void next() {
-    ahead += kStages;
-    parity ^= 1;
-  }
-
   // Calls f(step) for each of its own among the next `steps` of all, counted from 0.
   template <class F>
   __device__ __forceinline__ void among(int steps, const F& f) {
-    for (; ahead < steps; next()) {
+    for (; ahead < steps; ahead += kStages, parity ^= 1) {
       f(ahead);
     }
     ahead -= steps;
