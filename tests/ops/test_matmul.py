@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 
 from ds_sparse.index import BlockIndex
 from ds_sparse.ops import MatMul
+from ds_sparse.ops.matmul import product_tiles
 
 MODES = ("sdd", "dsd", "dds")
 TRANSPOSITIONS = [(False, False), (True, False), (False, True), (True, True)]
@@ -336,12 +337,15 @@ def raw_arguments(device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
     rng = seeded()
     a, b = random(rng, 2, 2, 32, 8, dtype=dtype).to(device), random(rng, 2, 2, 48, 8, dtype=dtype).to(device)
     values = random(rng, 2, layout.num_values(2), 16, 16, dtype=dtype).to(device)
-    rows = (index.row_offsets, index.row_columns, None, index.layout_heads, 16)
-    columns = (index.column_offsets, index.column_rows, index.column_slots, index.layout_heads, 16)
+    tiles = {side: product_tiles(index, side, dtype) for side in ("rows", "columns")}
+    rows = (index.row_offsets, index.row_columns, None, *tiles["rows"])
+    columns = (index.column_offsets, index.column_rows, index.column_slots, *tiles["columns"])
+    lines, entries, units, _, slots = tiles["rows"]
+    sdd = (a, b.transpose(2, 3), index.row_offsets, index.row_columns, lines, entries, units, slots)
     return {
-        "matmul_sdd": [(a, b.transpose(2, 3), index.row_offsets, index.row_columns, index.layout_heads, 16, False)],
+        "matmul_sdd": [(*sdd, index.layout_heads, 16, False)],
         "matmul_dsd": [
-            (values, dense, *lists, transpose, False)
+            (values, dense, *lists, index.layout_heads, 16, transpose, False)
             for dense, lists in ((b, rows), (a, columns))
             for transpose in (False, True)
         ],
