@@ -72,6 +72,11 @@ struct Barrier {
     asm volatile(
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)), "r"(bytes) : "memory");
   }
+  // So many bytes, before whoever starts their copies arrives.
+  __device__ __forceinline__ void expect(uint32_t bytes) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(this)), "r"(bytes)
+                 : "memory");
+  }
   // Until the phase of this parity is over.
   __device__ __forceinline__ void wait(uint32_t parity) {
     asm volatile(
@@ -163,18 +168,13 @@ __device__ __forceinline__ void sums_are_there(float (&sums)[kCount]) {
   }
 }
 
-// The swizzle of lines of 128, 64 or 32 bytes, as a descriptor has it.
-enum class Swizzle : uint32_t { k128 = 1, k64 = 2, k32 = 3 };
-
-// A panel of a tile as an operand. `groups_apart`: bytes between groups of 8 lines; `panels_apart`: between panels, where
-// an operand's lines run along the product's n.
+// A panel of a tile as an operand. `panels_apart`: bytes between panels, where an operand's lines run along the product's n.
 struct Operand {
   uint32_t low, high;
 
-  __device__ __forceinline__ explicit Operand(
-      const void* panel, uint32_t panels_apart = 0, uint32_t groups_apart = 1024, Swizzle swizzle = Swizzle::k128)
-      : low((panels_apart >> 4) << 16 | shared_address(panel) >> 4),
-        high(static_cast<uint32_t>(swizzle) << 30 | groups_apart >> 4) {}
+  // The upper word: a swizzle of 128 bytes, in which groups of 8 lines are 1024 bytes apart.
+  __device__ __forceinline__ explicit Operand(const void* panel, uint32_t panels_apart = 0)
+      : low((panels_apart >> 4) << 16 | shared_address(panel) >> 4), high(1u << 30 | 1024 >> 4) {}
 
   // So many bytes on.
   __device__ __forceinline__ Operand operator+(uint32_t bytes) const {
@@ -237,36 +237,8 @@ struct Products {
   // a from shared memory, its lines along k, or (kTransposed) along the rows of d.
   template <int kN, bool kAlongK, bool kTransposed = false>
   static __device__ __forceinline__ void from_shared(float (&d)[kN / 2], uint64_t a, uint64_t b, bool add) {
-    static_assert(kN == 16 || kN == 32 || kN == 64 || kN == 128);
-    if constexpr (kN == 16) {
-#define DS_SPARSE_PRODUCT(type)                                                                            \
-  asm volatile(                                                                                            \
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %10, 0;\n"                                                     \
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32." type "." type " {" DS_SPARSE_NAMES_8                   \
-      "}, %8, %9, add, 1, 1, %12, %11;\n}"                                                                   \
-      : DS_SPARSE_SUMS_8(d, 0)                                                                             \
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kAlongK ? 0 : 1), "n"(kTransposed ? 1 : 0))
-      if constexpr (std::is_same_v<T, __half>) {
-        DS_SPARSE_PRODUCT("f16");
-      } else {
-        DS_SPARSE_PRODUCT("bf16");
-      }
-#undef DS_SPARSE_PRODUCT
-    } else if constexpr (kN == 32) {
-#define DS_SPARSE_PRODUCT(type)                                                                            \
-  asm volatile(                                                                                            \
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"                                                     \
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type " {" DS_SPARSE_NAMES_16                  \
-      "}, %16, %17, add, 1, 1, %20, %19;\n}"                                                                 \
-      : DS_SPARSE_SUMS_8(d, 0), DS_SPARSE_SUMS_8(d, 8)                                                     \
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kAlongK ? 0 : 1), "n"(kTransposed ? 1 : 0))
-      if constexpr (std::is_same_v<T, __half>) {
-        DS_SPARSE_PRODUCT("f16");
-      } else {
-        DS_SPARSE_PRODUCT("bf16");
-      }
-#undef DS_SPARSE_PRODUCT
-    } else if constexpr (kN == 64) {
+    static_assert(kN == 64 || kN == 128);
+    if constexpr (kN == 64) {
 #define DS_SPARSE_PRODUCT(type)                                                                            \
   asm volatile(                                                                                            \
       "{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"                                                     \

@@ -149,7 +149,7 @@ __device__ __forceinline__ void multiply_all(Memory<T, kPanels>& memory, const C
 }
 
 template <class T, int kPanels>
-__global__ void __launch_bounds__(kAllThreads, kThreadBlocks<kPanels, kTile>)
+__global__ void __launch_bounds__(kAllThreads, kThreadBlocks<kPanels>)
 sdd_on_hopper_kernel(
     const __grid_constant__ Arguments p, const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
     const __grid_constant__ CUtensorMap out) {

@@ -24,8 +24,8 @@ constexpr int kLineBytes = kPanel * 2;               // of a panel's line
 constexpr int kMostDepth = 2 * kPanel;               // numbers a token
 
 // Thread blocks on a multiprocessor, as many as shared memory has room for.
-template <int kPanels, int kRows>
-constexpr int kThreadBlocks = (kPanels == 1 ? 3 : 2) + (kRows < kTile) + (kRows == 16 && kPanels == 1);
+template <int kPanels>
+constexpr int kThreadBlocks = kPanels == 1 ? 3 : 2;
 
 // The numbers in a list that belong to ascending entries, read for 32 of them at a time; by a whole warp.
 class ListReader {
@@ -48,8 +48,7 @@ class ListReader {
 
 // The steps of a copying warp, which are those of its stage: to say what a step is about takes longer than to do it. A
 // warp with more than one stage, or a stage with more than one warp, could come to a step two rounds ahead of the ring,
-// where the parity that it waits for is that of the round before. Warps
-// without a stage have no step.
+// where the parity that it waits for is that of the round before. Warps without a stage have no step.
 template <int kStages>
 struct OwnSteps {
   static_assert(kStages <= 4);
@@ -59,10 +58,15 @@ struct OwnSteps {
 
   __device__ bool has_none() const { return stage >= kStages; }
 
+  __device__ __forceinline__ void next() {
+    ahead += kStages;
+    parity ^= 1;
+  }
+
   // Calls f(step) for each of its own among the next `steps` of all, counted from 0.
   template <class F>
   __device__ __forceinline__ void among(int steps, const F& f) {
-    for (; ahead < steps; ahead += kStages, parity ^= 1) {
+    for (; ahead < steps; next()) {
       f(ahead);
     }
     ahead -= steps;
@@ -125,18 +129,6 @@ __device__ __forceinline__ void store_to_panels(T* panels, const float (&sums)[k
     } else {
       store_matrices(run_of_line(panel, first + lane % 16, j % 4 * 2 + lane / 16), rounded);
     }
-  }
-}
-
-// Rounds the sums of 64 x kWidth and writes them to lines of 32 or 64 bytes, in the swizzle of those.
-template <int kWidth, class T>
-__device__ __forceinline__ void store_to_short_lines(T* lines, const float (&sums)[kWidth / 2]) {
-  const int lane = threadIdx.x % 32, line = threadIdx.x / 32 % 4 * 16 + lane % 16;
-#pragma unroll
-  for (int j = 0; j < kWidth / 16; ++j) {
-    uint32_t rounded[4];
-    round_columns<T>(rounded, sums, j);
-    store_matrices(run_of_short_line<kWidth>(lines, line, 2 * j + lane / 16), rounded);
   }
 }
 
