@@ -219,7 +219,7 @@ Tensor matmul_dsd(
   }
   const Launcher launch(dense);
   const bool on_hopper = takes_dsd_on_hopper(launch, values, dense, block);
-  if (on_hopper && tiles.given()) {
+  if (on_hopper && tiles.given() && block < 64) {
     const TileLists lists(tiles, layout_heads, heads, batch, block, live);
     dsd_of_tiles_on_hopper(launch, lists, *tile_cuts, values, dense, out, slots.has_value(), transpose_result);
     return out;

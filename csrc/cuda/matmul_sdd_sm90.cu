@@ -16,7 +16,7 @@ struct Arguments {
   Lists lists;
   const int32_t* columns;
   int layout_heads, heads, rows;
-  int64_t batch, values;
+  int64_t batch;
   int log_block, row_tiles;
 };
 
@@ -115,8 +115,8 @@ __device__ __forceinline__ void multiply_all(Memory<T, kPanels>& memory, const C
     begin_products();
 #pragma unroll
     for (int k = 0; k < kPanels * kPanel / 16; ++k) {
-      const uint32_t place = k / 4 * kTileBytes + k % 4 * 32;
-      Products<T>::template from_shared<kTile, true>(sums, own_rows.from(place), own_columns.from(place), k > 0);
+      const uint32_t bytes = k / 4 * kTileBytes + k % 4 * 32;
+      Products<T>::template from_shared<kTile, true>(sums, own_rows.from(bytes), own_columns.from(bytes), k > 0);
     }
     end_products();
     // A place for the result, while products last: the store before the last one has read its own.
@@ -193,7 +193,7 @@ void sdd_on_hopper(
     const int32_t* columns, int64_t layout_heads, int64_t block) {
   const Arguments arguments{
       lists, columns, static_cast<int>(layout_heads), static_cast<int>(a.size(1)),
-      static_cast<int>(lists.lines / layout_heads), a.size(0), out.size(1), log2_of(block),
+      static_cast<int>(lists.lines / layout_heads), a.size(0), log2_of(block),
       static_cast<int>(std::max<int64_t>(1, block / kTile))};
   const Tensor b_lines = torch::stable::transpose(b, 2, 3);
   const bool is_half = a.scalar_type() == ScalarType::Half, one_panel = a.size(3) <= kPanel;

@@ -1,5 +1,5 @@
-// The live blocks of a layout in tiles of 64 tokens (ds_sparse/tiles.py), as products with blocks of 16 and 32 walk them
-// on Hopper: a tile's few lines are multiplied together with the union of their lists.
+// The live blocks of a layout in tiles (ds_sparse/tiles.py), as products with blocks of 16 to 128 walk them on Hopper: a
+// tile's few lines are multiplied together with the union of their lists.
 
 #pragma once
 
@@ -27,7 +27,7 @@ struct TileLists {
         slots(tiles.slots->const_data_ptr<int32_t>()),
         units(reinterpret_cast<const int4*>(tiles.units->const_data_ptr<int32_t>())),
         num_units(static_cast<int>(tiles.units->size(0))),
-        lines_per_tile(static_cast<int>(64 / block)),
+        lines_per_tile(static_cast<int>(product_tile(block) / block)),
         tiles_per_head(static_cast<int>(tiles.lines->size(0) / lines_per_tile / layout_heads)),
         layout_heads(static_cast<int>(layout_heads)),
         heads(static_cast<int>(heads)),

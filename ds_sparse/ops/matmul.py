@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..index import BlockIndex, as_index, index_on
+from ..index import PRODUCT_TILES, BlockIndex, as_index, index_on
 from ._library import check_dtype, require_kernel, under_autocast
 
 MODES = ("sdd", "dsd", "dds")
@@ -198,7 +198,7 @@ def product_tiles(index: BlockIndex, side: str, dtype: torch.dtype) -> tuple[tor
     slots = lists.row_tile_slots if side == "rows" else lists.column_tile_slots
     if slots is None or dtype not in (torch.float16, torch.bfloat16):
         return (None,) * 5
-    tiles = index.tiles(side)
+    tiles = index.tiles(side, PRODUCT_TILES[index.block])
     return tiles.lines, tiles.entries, tiles.units, tiles.cuts, slots
 
 
