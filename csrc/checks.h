@@ -227,20 +227,52 @@ inline void check_attention_backward(const Tensor& grad_output, const std::optio
   if (grad_lse) check_statistics(*grad_lse, 3, "grad_lse");
 }
 
+// Rows of `width` numbers.
+inline void check_rows(const Tensor& x, int64_t width, const Tensor& other, const char* name) {
+  check_dim(x, 2, name);
+  check_size(x, 1, width, name);
+  check(x.scalar_type() == ScalarType::Int, std::string(name) + " has to be int32.");
+  check(x.device() == other.device(), std::string(name) + " has to be on the device of the other arguments.");
+  check_contiguous(x, name);
+}
+
 // Tiles of the block lines of `tokens` tokens: block rows of the queries, or block columns of the keys.
 inline void check_tiles(const Tensor& lines, const Tensor& entries, const Tensor& units, const Tensor& cuts,
                         int64_t tokens, const Tensor& query, int64_t layout_heads, int64_t block, int64_t tile) {
   check_list(lines, query, "lines");
   check_list(entries, query, "entries");
-  for (auto [x, width, name] : {std::tuple{&units, int64_t{4}, "units"}, {&cuts, int64_t{3}, "cuts"}}) {
-    check_dim(*x, 2, name);
-    check_size(*x, 1, width, name);
-    check(x->scalar_type() == ScalarType::Int, std::string(name) + " has to be int32.");
-    check(x->device() == query.device(), std::string(name) + " has to be on the device of the other arguments.");
-    check_contiguous(*x, name);
-  }
+  check_rows(units, 4, query, "units");
+  check_rows(cuts, 3, query, "cuts");
   const int64_t per_tile = std::max<int64_t>(1, tile / block), blocks = (tokens + block - 1) / block;
   check_size(lines, 0, layout_heads * ((blocks + per_tile - 1) / per_tile) * per_tile, "lines");
+}
+
+// Tokens of the tiles that products walk.
+inline int64_t product_tile(int64_t block) { return block < 64 ? 64 : 128; }
+
+// Those tiles, which a product may be given beside its lists, all of it or none.
+struct ProductTiles {
+  const std::optional<Tensor>&lines, &entries, &units, &slots;
+  const std::optional<Tensor>* cuts = nullptr;  // null: the product has no use for them
+
+  bool given() const { return lines.has_value(); }
+};
+
+// Tiles of the lines that `offsets` has.
+inline void check_product_tiles(const ProductTiles& tiles, const Tensor& offsets, const Tensor& other,
+                                int64_t layout_heads, int64_t block) {
+  for (const std::optional<Tensor>* x : {&tiles.entries, &tiles.units, &tiles.slots, tiles.cuts})
+    check(x == nullptr || x->has_value() == tiles.given(), "tile_... have to be given together, or not at all.");
+  if (!tiles.given()) return;
+  check(block >= 16 && block <= 128, "tiles are for blocks of 16 to 128, got " + std::to_string(block) + ".");
+  const int64_t per_tile = product_tile(block) / block, lines = (offsets.size(0) - 1) / layout_heads;
+  check_list(*tiles.lines, other, "tile_lines");
+  check_size(*tiles.lines, 0, layout_heads * ((lines + per_tile - 1) / per_tile) * per_tile, "tile_lines");
+  check_list(*tiles.entries, other, "tile_entries");
+  check_rows(*tiles.units, 4, other, "tile_units");
+  check_rows(*tiles.slots, per_tile, other, "tile_slots");
+  check_size(*tiles.slots, 0, tiles.entries->size(0), "tile_slots");
+  if (tiles.cuts != nullptr) check_rows(**tiles.cuts, 3, other, "tile_cuts");
 }
 
 // The shape of the gradient of what was added to the scores: (B or 1, H or 1, T, S).

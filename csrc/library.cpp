@@ -11,13 +11,14 @@
 //   column_offsets (L*C + 1), rows (N), slots (N)  the same by columns; slots[e] is the entry number in row order.
 // Head h reads layout head (L == 1 ? 0 : h), and its entry n is stored in values[:, (L == 1 ? h * N : 0) + n].
 //
-// Lists of live blocks in tiles, int32, as Tiles (ds_sparse/tiles.py) has them, for attention. Lines are block rows (of
-// row tiles) or block columns (of column tiles); r = max(1, tile / block) of them make a tile of `tile` tokens:
+// Lists of live blocks in tiles, int32, as Tiles (ds_sparse/tiles.py) has them. Lines are block rows (of row tiles) or
+// block columns (of column tiles); r = max(1, tile / block) of them make a tile of `tile` tokens:
 //   lines (tiles * r)   the tile's lines within their layout head, -1 where it is not filled; tiles are numbered
 //                       through the layout heads, and each line of a head is in one tile
 //   entries (E)         low 24 bits: a block on the other side; high 8 bits: which of the tile's lines are live there
 //   units (U, 4)        a thread block's work: tile, first entry, number of entries, part (-1: the whole tile)
 //   cuts (K, 3)         tiles that units cut: tile, first part, number of parts
+//   slots (E, r)        where the tile's lines have the entry among the layout's N live blocks, -1 where they have not
 //
 // Lists of token pairs, int32, as TokenIndex (ds_sparse/tokens.py) builds them, for query tokens T and key tokens S.
 // There are P = list_batch * list_heads of them in (batch, head) order, list_batch 1 or B, list_heads 1 or H; sequence
@@ -35,16 +36,20 @@
 STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // values[:, n] = a[h, rows of n] @ b[h, columns of n].   a (B, H, R*b, K), b (B, H, K, C*b), any strides
   // -> (B, V, b, b)
+  // tile_...: the same blocks in tiles, all or none: of 64 rows for blocks of 16 and 32, of 128 rows for blocks of 64 and
+  // 128. A Hopper GPU walks them in fp16 and bf16; others go by row_offsets and columns.
   m.def(
-      "matmul_sdd(Tensor a, Tensor b, Tensor row_offsets, Tensor columns, int layout_heads, int block, "
-      "bool allow_tf32) -> Tensor");
+      "matmul_sdd(Tensor a, Tensor b, Tensor row_offsets, Tensor columns, Tensor? tile_lines, Tensor? tile_entries, "
+      "Tensor? tile_units, Tensor? tile_slots, int layout_heads, int block, bool allow_tf32) -> Tensor");
 
   // S @ dense, or its transpose.   values (B, V, b, b) contiguous, dense (B, H, C*b, K) any strides
   // -> (B, H, R*b, K) contiguous, or with transpose_result (B, H, K, R*b) contiguous.
   // offsets, indices: row_offsets, columns for S; column_offsets, rows for S transposed, and then slots is given.
+  // tile_...: as above, of rows, or of columns for S transposed.
   m.def(
-      "matmul_dsd(Tensor values, Tensor dense, Tensor offsets, Tensor indices, Tensor? slots, int layout_heads, "
-      "int block, bool transpose_result, bool allow_tf32) -> Tensor");
+      "matmul_dsd(Tensor values, Tensor dense, Tensor offsets, Tensor indices, Tensor? slots, Tensor? tile_lines, "
+      "Tensor? tile_entries, Tensor? tile_units, Tensor? tile_cuts, Tensor? tile_slots, int layout_heads, int block, "
+      "bool transpose_result, bool allow_tf32) -> Tensor");
 
   // Row softmax of scale * scores + rpe + masks over the live blocks.   scores (B, V, b, b) contiguous,
   // rpe and attn_mask (B or 1, H or 1, T or 1, S) any strides with T = R*b, S = C*b, key_padding_mask (B or 1, S);

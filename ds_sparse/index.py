@@ -12,6 +12,9 @@ from .tiles import HOPPER_TILE, MAX_BLOCKS, MAX_LINES, TILE, TilePlan, Tiles
 
 SIDES = ("rows", "columns")
 
+PRODUCT_TILES = {16: TILE, 32: TILE, 64: HOPPER_TILE, 128: HOPPER_TILE}
+"""Tokens of the tiles that MatMul walks on a Hopper GPU, for each block that it walks in tiles."""
+
 
 @dataclass(frozen=True, eq=False)
 class Lists:
@@ -24,6 +27,9 @@ class Lists:
         column_offsets: (L*C + 1). The same by columns.
         column_rows: (N). The block row of each entry in column order, ascending within a column.
         column_slots: (N). The entry's number in row order, which is where sparse values store it.
+        row_tile_slots, column_tile_slots: (E, r). Of each entry of the tiles that products walk, and each line of its
+            tile, the live block's number in row order, -1 where the line has none. None but where products walk tiles:
+            those of `PRODUCT_TILES`, on a Hopper GPU.
     """
 
     row_offsets: torch.Tensor
@@ -31,10 +37,15 @@ class Lists:
     column_offsets: torch.Tensor
     column_rows: torch.Tensor
     column_slots: torch.Tensor
+    row_tile_slots: torch.Tensor | None = None
+    column_tile_slots: torch.Tensor | None = None
 
     @classmethod
-    def make(cls, live: torch.Tensor, live_blocks: int) -> Lists:
-        """The lists of `live`, bool (L, R, C), which holds so many live blocks."""
+    def make(
+        cls, live: torch.Tensor, live_blocks: int, tiles: dict[str, Tiles] | None = None, height: int = 1
+    ) -> Lists:
+        """The lists of `live`, bool (L, R, C), which holds so many live blocks; where its tiles are given, by side, of so
+        many lines each, with their slots."""
         rows, columns = live.shape[1:]
         place = live.flatten().nonzero_static(size=live_blocks).squeeze(1)
         row, column = place // columns, place % columns
@@ -46,11 +57,13 @@ class Lists:
             column_offsets=_offsets(count_live(live.transpose(1, 2))),
             column_rows=row[by_column].int(),
             column_slots=by_column.int(),
+            row_tile_slots=None if tiles is None else _slots(live, place, tiles["rows"], height, "rows"),
+            column_tile_slots=None if tiles is None else _slots(live, place, tiles["columns"], height, "columns"),
         )
 
     def to(self, device: torch.device | str) -> Lists:
         """The same lists on another device."""
-        return Lists(**{name: x.to(device) for name, x in vars(self).items()})
+        return Lists(**{name: x if x is None else x.to(device) for name, x in vars(self).items()})
 
 
 class Making:
@@ -285,7 +298,10 @@ class BlockIndex:
         else:
             tiles = {key: made.to(device) for key, made in self._made.items() if isinstance(made, Tiles)}
             moved = replace(self, bits=bits, _made=tiles)
-        moved._made.update({key: self._made[key].to(device) for key in ("lists", "causal") if key in self._made})
+        if "causal" in self._made:
+            moved._made["causal"] = self._made["causal"].to(device)
+        if "lists" in self._made:
+            moved._made["lists"] = moved._make_lists() if device.type == "cuda" else self._made["lists"].to(device)
         moved._making.ends()
         return moved
 
@@ -315,7 +331,11 @@ class BlockIndex:
 
     @torch.inference_mode(False)
     def _make_lists(self) -> Lists:
-        return Lists.make(self.layout(), self.live_blocks)
+        if not is_hopper(self.device) or self.block not in PRODUCT_TILES:
+            return Lists.make(self.layout(), self.live_blocks)
+        tile = PRODUCT_TILES[self.block]
+        tiles = {side: self.tiles(side, tile) for side in SIDES}
+        return Lists.make(self.layout(), self.live_blocks, tiles, tile // self.block)
 
     @torch.inference_mode(False)
     def _make_tiles(self, side: str, tile: int) -> Tiles:
@@ -366,6 +386,26 @@ def _on_host(*tensors: torch.Tensor) -> list[list[int]]:
     """The numbers of each tensor, in one transfer."""
     flat = [x.flatten() for x in tensors]
     return [x.tolist() for x in torch.cat(flat).cpu().split([len(x) for x in flat])]
+
+
+def _slots(live: torch.Tensor, place: torch.Tensor, tiles: Tiles, height: int, side: str) -> torch.Tensor:
+    """The slots of the tiles of one side, as `Lists` has them.
+
+    Args:
+        live: bool (L, R, C).
+        place: int64 (N), ascending. The numbers of those that are true, counted through all of `live`.
+        height: lines of a tile.
+    """
+    heads, rows, columns = live.shape
+    lines = tiles.lines.view(-1, height)
+    tile = tiles.tile_of_entries(len(lines))
+    head, own = (tile // (len(lines) // heads)).unsqueeze(1), lines[tile].long()
+    entries = tiles.entries.unsqueeze(1)
+    other = entries & 0xFFFFFF
+    row, column = (own, other) if side == "rows" else (other, own)
+    slot = torch.searchsorted(place, (head * rows + row) * columns + column)
+    line = torch.arange(height, dtype=torch.int32, device=live.device)
+    return slot.where((entries >> (24 + line) & 1).bool(), -1).int()
 
 
 def _offsets(counts: torch.Tensor) -> torch.Tensor:

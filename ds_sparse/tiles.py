@@ -90,6 +90,13 @@ class Tiles:
         """The same tiles on another device."""
         return Tiles(self.tile, *(x.to(device) for x in (self.lines, self.entries, self.units, self.cuts)))
 
+    def tile_of_entries(self, count: int) -> torch.Tensor:
+        """The tile that each entry is of, int64 (E), `count` being how many tiles there are."""
+        lengths = torch.zeros(count, dtype=torch.int64, device=self.units.device)
+        tile, _, length, _ = self.units.long().unbind(1)
+        lengths.index_add_(0, tile, length)
+        return torch.arange(count, device=lengths.device).repeat_interleave(lengths, output_size=len(self.entries))
+
 
 @dataclass(frozen=True, eq=False)
 class TilePlan:

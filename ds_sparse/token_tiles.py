@@ -101,11 +101,9 @@ def _bits(
     at = place[of_layout, own // BLOCK]
     tile, line = of_layout * (number // height) + at // height, at % height * BLOCK + own % BLOCK
 
-    units, entries = tiles.units.long(), tiles.entries.long()
-    lengths = torch.zeros(num_tiles, dtype=torch.int64, device=device).index_add_(0, units[:, 0], units[:, 2])
-    of_entry = torch.arange(num_tiles, device=device).repeat_interleave(lengths, output_size=len(entries))
+    entries = tiles.entries.long()
     # An entry by its tile and its block, which has 24 bits.
-    ascending, order = (of_entry << 24 | entries & 0xFFFFFF).sort()
+    ascending, order = (tiles.tile_of_entries(num_tiles) << 24 | entries & 0xFFFFFF).sort()
     entry = order[torch.searchsorted(ascending, tile << 24 | other // BLOCK)]
     word = ((copy * len(entries) + entry) * tiles.tile + line) * 2 + other % BLOCK // 32
     # Each bit is added once; the highest makes a negative number.

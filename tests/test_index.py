@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sparse import BSLongformerSparsityConfig, FixedSparsityConfig
 from ds_sparse import index as index_module
-from ds_sparse.index import BlockIndex
+from ds_sparse.index import PRODUCT_TILES, BlockIndex
 from ds_sparse.tiles import TilePlan, Tiles
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
@@ -114,6 +114,38 @@ def build_for_hopper(layout: torch.Tensor, block: int) -> BlockIndex:
     """The index as it is built on a Hopper GPU, here."""
     with mock.patch("ds_sparse.index.is_hopper", return_value=True):
         return BlockIndex.build(layout, block)
+
+
+@EXAMPLES
+@given(layout=layouts(max_side=9), block=st.sampled_from((16, 32, 64, 128)))
+def test_slots_of_tiles_are_where_values_are_stored(layout: Layout, block: int):
+    with mock.patch("ds_sparse.index.is_hopper", return_value=True):
+        index = BlockIndex.build(layout.given, block).with_lists()
+    number = index.layout().flatten().cumsum(0).sub(1).view(index.layout_heads, index.rows, index.columns)
+    height = PRODUCT_TILES[block] // block
+    for side, slots in (("rows", index.lists.row_tile_slots), ("columns", index.lists.column_tile_slots)):
+        tiles = index.tiles(side, PRODUCT_TILES[block])
+        lines = tiles.lines.view(-1, height).tolist()
+        assert slots.shape == (len(tiles.entries), height)
+        seen = []
+        for tile, first, count, _ in tiles.units.tolist():
+            head = tile // (len(lines) // index.layout_heads)
+            for entry in range(first, first + count):
+                word = int(tiles.entries[entry])
+                for k, own in enumerate(lines[tile]):
+                    place = (head, own, word & 0xFFFFFF) if side == "rows" else (head, word & 0xFFFFFF, own)
+                    assert slots[entry, k] == (number[place] if word >> 24 + k & 1 else -1)
+                seen += slots[entry].tolist()
+        assert sorted(slot for slot in seen if slot >= 0) == list(range(index.live_blocks))
+
+
+@pytest.mark.parametrize("block", [8, 16, 32, 64, 128, 256])
+def test_only_products_that_walk_tiles_have_slots(block: int):
+    layout = torch.rand(2, 8, 8, generator=seeded()) < 0.5
+    assert BlockIndex.build(layout, block).lists.row_tile_slots is None
+    with mock.patch("ds_sparse.index.is_hopper", return_value=True):
+        lists = BlockIndex.build(layout, block).lists
+    assert (lists.row_tile_slots is None) == (lists.column_tile_slots is None) == (block in (8, 256))
 
 
 @pytest.mark.parametrize("block", [16, 64, 128])
@@ -266,6 +298,10 @@ def test_moved_to_the_gpu_it_equals_the_one_built_there(block: int, chance: floa
                 assert_equal_tiles(found.tiles(side, tile), expected.tiles(side, tile))
     for name in LISTS:
         assert torch.equal(getattr(moved, name), getattr(built, name)), name
+    for name in ("row_tile_slots", "column_tile_slots"):
+        found, expected = getattr(moved.lists, name), getattr(built.lists, name)
+        assert (found is None) == (expected is None) == (not index_module.is_hopper(built.device))
+        assert found is None or torch.equal(found, expected), name
     assert waits(lambda: (moved.lists, moved.causal())) == 0
     back = moved.to("cpu")
     assert back.device.type == "cpu" and torch.equal(back.row_columns, here.row_columns)

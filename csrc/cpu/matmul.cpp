@@ -129,8 +129,9 @@ void dsd(const Tensor& values, const Tensor& dense, const Tensor& offsets, const
   });
 }
 
-Tensor matmul_sdd(Tensor a, Tensor b, Tensor row_offsets, Tensor columns, int64_t layout_heads, int64_t block,
-                  bool /*allow_tf32*/) {
+Tensor matmul_sdd(Tensor a, Tensor b, Tensor row_offsets, Tensor columns, std::optional<Tensor> /*tile_lines*/,
+                  std::optional<Tensor> /*tile_entries*/, std::optional<Tensor> /*tile_units*/,
+                  std::optional<Tensor> /*tile_slots*/, int64_t layout_heads, int64_t block, bool /*allow_tf32*/) {
   check_sdd(a, b, row_offsets, columns, layout_heads, block);
   check_entries(row_offsets, columns, b.size(3) / block);
   Tensor out =
@@ -142,7 +143,10 @@ Tensor matmul_sdd(Tensor a, Tensor b, Tensor row_offsets, Tensor columns, int64_
 }
 
 Tensor matmul_dsd(Tensor values, Tensor dense, Tensor offsets, Tensor indices, std::optional<Tensor> slots,
-                  int64_t layout_heads, int64_t block, bool transpose_result, bool /*allow_tf32*/) {
+                  std::optional<Tensor> /*tile_lines*/, std::optional<Tensor> /*tile_entries*/,
+                  std::optional<Tensor> /*tile_units*/, std::optional<Tensor> /*tile_cuts*/,
+                  std::optional<Tensor> /*tile_slots*/, int64_t layout_heads, int64_t block, bool transpose_result,
+                  bool /*allow_tf32*/) {
   check_dsd(values, dense, offsets, indices, slots, layout_heads, block);
   check_entries(offsets, indices, dense.size(2) / block);
   if (slots) check_slots(*slots);

@@ -21,6 +21,14 @@ __device__ __forceinline__ void start_copy(uint32_t to, const void* from, int gi
   }
 }
 
+// Starts a copy of 16 bytes unless `number` is negative: without a branch, into which the compiler would move what the
+// addresses of many copies share.
+__device__ __forceinline__ void start_copy_of(int number, uint32_t to, const void* from) {
+  asm volatile(
+      "{\n.reg .pred exists;\nsetp.ge.s32 exists, %2, 0;\n@exists cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(to),
+      "l"(from), "r"(number));
+}
+
 // What was started up to here is a group.
 __device__ __forceinline__ void end_of_copies() { asm volatile("cp.async.commit_group;"); }
 

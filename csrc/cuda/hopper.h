@@ -37,6 +37,26 @@ __device__ __forceinline__ T* run_of_line(T* panel, int line, int run) {
   return panel + line * kPanel + (run ^ line % 8) * 8;
 }
 
+// The same in lines of 16 or 32 elements, in the swizzle of 32 or 64 bytes.
+template <int kWidth, class T>
+__device__ __forceinline__ T* run_of_short_line(T* lines, int line, int run) {
+  return lines + line * kWidth + (run ^ line / (kPanel / kWidth) % (kWidth / 8)) * 8;
+}
+
+// A pointer that stays in a register, where the compiler would make it anew at every use in a loop; into device memory,
+// and into shared memory.
+template <class T>
+__device__ __forceinline__ T* kept(T* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
+}
+template <class T>
+__device__ __forceinline__ T* kept_shared(T* pointer) {
+  uint32_t address = shared_address(pointer);
+  asm volatile("" : "+r"(address));
+  return static_cast<T*>(__cvta_shared_to_generic(address));
+}
+
 // A barrier counts arrivals, and bytes of copies that it was told to expect; each time both are there it enters its next
 // phase. `parity` of a phase: its number's last bit.
 struct Barrier {
@@ -51,6 +71,11 @@ struct Barrier {
   __device__ __forceinline__ void arrive_and_expect(uint32_t bytes) {
     asm volatile(
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)), "r"(bytes) : "memory");
+  }
+  // So many bytes, before whoever starts their copies arrives.
+  __device__ __forceinline__ void expect(uint32_t bytes) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(this)), "r"(bytes)
+                 : "memory");
   }
   // Until the phase of this parity is over.
   __device__ __forceinline__ void wait(uint32_t parity) {
@@ -90,6 +115,11 @@ __device__ __forceinline__ void copy_bytes(void* to, const void* from, int bytes
           shared_address(to)),
       "l"(from), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
+}
+
+// Asks for such bytes of device memory, which L2 then has before they are copied.
+__device__ __forceinline__ void fetch_ahead(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
 // Which stage of a ring is next, and the parity of its round, for those who wait for it to fill; who fills it waits for
@@ -143,18 +173,13 @@ __device__ __forceinline__ void sums_are_there(float (&sums)[kCount]) {
   }
 }
 
-// The swizzle of lines of 128, 64 or 32 bytes, as a descriptor has it.
-enum class Swizzle : uint32_t { k128 = 1, k64 = 2, k32 = 3 };
-
-// A panel of a tile as an operand. `groups_apart`: bytes between groups of 8 lines; `panels_apart`: between panels, where
-// an operand's lines run along the product's n.
+// A panel of a tile as an operand. `panels_apart`: bytes between panels, where an operand's lines run along the product's n.
 struct Operand {
   uint32_t low, high;
 
-  __device__ __forceinline__ explicit Operand(
-      const void* panel, uint32_t panels_apart = 0, uint32_t groups_apart = 1024, Swizzle swizzle = Swizzle::k128)
-      : low((panels_apart >> 4) << 16 | shared_address(panel) >> 4),
-        high(static_cast<uint32_t>(swizzle) << 30 | groups_apart >> 4) {}
+  // The upper word: a swizzle of 128 bytes, in which groups of 8 lines are 1024 bytes apart.
+  __device__ __forceinline__ explicit Operand(const void* panel, uint32_t panels_apart = 0)
+      : low((panels_apart >> 4) << 16 | shared_address(panel) >> 4), high(1u << 30 | 1024 >> 4) {}
 
   // So many bytes on.
   __device__ __forceinline__ Operand operator+(uint32_t bytes) const {
@@ -217,36 +242,8 @@ struct Products {
   // a from shared memory, its lines along k, or (kTransposed) along the rows of d.
   template <int kN, bool kAlongK, bool kTransposed = false>
   static __device__ __forceinline__ void from_shared(float (&d)[kN / 2], uint64_t a, uint64_t b, bool add) {
-    static_assert(kN == 16 || kN == 32 || kN == 64 || kN == 128);
-    if constexpr (kN == 16) {
-#define DS_SPARSE_PRODUCT(type)                                                                            \
-  asm volatile(                                                                                            \
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %10, 0;\n"                                                     \
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32." type "." type " {" DS_SPARSE_NAMES_8                   \
-      "}, %8, %9, add, 1, 1, %12, %11;\n}"                                                                   \
-      : DS_SPARSE_SUMS_8(d, 0)                                                                             \
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kAlongK ? 0 : 1), "n"(kTransposed ? 1 : 0))
-      if constexpr (std::is_same_v<T, __half>) {
-        DS_SPARSE_PRODUCT("f16");
-      } else {
-        DS_SPARSE_PRODUCT("bf16");
-      }
-#undef DS_SPARSE_PRODUCT
-    } else if constexpr (kN == 32) {
-#define DS_SPARSE_PRODUCT(type)                                                                            \
-  asm volatile(                                                                                            \
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"                                                     \
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type " {" DS_SPARSE_NAMES_16                  \
-      "}, %16, %17, add, 1, 1, %20, %19;\n}"                                                                 \
-      : DS_SPARSE_SUMS_8(d, 0), DS_SPARSE_SUMS_8(d, 8)                                                     \
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kAlongK ? 0 : 1), "n"(kTransposed ? 1 : 0))
-      if constexpr (std::is_same_v<T, __half>) {
-        DS_SPARSE_PRODUCT("f16");
-      } else {
-        DS_SPARSE_PRODUCT("bf16");
-      }
-#undef DS_SPARSE_PRODUCT
-    } else if constexpr (kN == 64) {
+    static_assert(kN == 64 || kN == 128);
+    if constexpr (kN == 64) {
 #define DS_SPARSE_PRODUCT(type)                                                                            \
   asm volatile(                                                                                            \
       "{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"                                                     \
@@ -277,17 +274,19 @@ struct Products {
     }
   }
 
-  // a from registers: the fragment of four, as sums of 16 columns become it. b's lines run along n.
-  template <int kN>
-  static __device__ __forceinline__ void from_registers(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b) {
+  // a from registers: the fragment of four, as sums of 16 columns become it.
+  template <int kN, bool kAlongK = false>
+  static __device__ __forceinline__ void from_registers(
+      float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b, bool add = true) {
     static_assert(kN == 64 || kN == 128);
     if constexpr (kN == 64) {
 #define DS_SPARSE_PRODUCT(type)                                                                  \
   asm volatile(                                                                                  \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"                                           \
       "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" DS_SPARSE_NAMES_32        \
-      "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"                                              \
+      "}, {%32, %33, %34, %35}, %36, add, 1, 1, %38;\n}"                                         \
       : DS_SPARSE_SUMS_32(d, 0)                                                                  \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)), "n"(kAlongK ? 0 : 1))
       if constexpr (std::is_same_v<T, __half>) {
         DS_SPARSE_PRODUCT("f16");
       } else {
@@ -297,10 +296,11 @@ struct Products {
     } else {
 #define DS_SPARSE_PRODUCT(type)                                                                  \
   asm volatile(                                                                                  \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"                                           \
       "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" DS_SPARSE_NAMES_64       \
-      "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"                                              \
+      "}, {%64, %65, %66, %67}, %68, add, 1, 1, %70;\n}"                                         \
       : DS_SPARSE_SUMS_32(d, 0), DS_SPARSE_SUMS_32(d, 32)                                        \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)), "n"(kAlongK ? 0 : 1))
       if constexpr (std::is_same_v<T, __half>) {
         DS_SPARSE_PRODUCT("f16");
       } else {

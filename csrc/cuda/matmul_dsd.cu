@@ -167,16 +167,12 @@ __global__ void __launch_bounds__(kThreads, kN == 128 ? 3 : 4) matmul_dsd_kernel
   }
 }
 
-// Numbers that a thread block of add_parts_kernel makes, of whom a thread makes some together: to find out whether there
-// is anything to add takes longer than most additions.
-constexpr int kAddedTogether = 4, kAddedAtOnce = 8 * kAddedTogether * kThreads;
+// Numbers that a thread block of add_parts_kernel makes.
+constexpr int kAddedAtOnce = 8 * kAddedTogether * kThreads;
 
 // Adds the parts of the line that starts in each window and goes on after it, first part first.
 template <class T>
 __global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_constant__ Product<T> p) {
-  struct alignas(16) Some {
-    Compute<T> number[kAddedTogether];
-  };
   const int windows = p.lists.windows();
   const int64_t block = int64_t{1} << p.log_block, width = p.result.width;
   const int64_t shares = (block * width + kAddedAtOnce - 1) / kAddedAtOnce;
@@ -192,15 +188,9 @@ __global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_consta
     const int64_t batch = window_of_all / windows / p.heads_apart();
     const int64_t end = min(block * width, (share + 1) * kAddedAtOnce);
     for (int64_t i = share * kAddedAtOnce + threadIdx.x * kAddedTogether; i < end; i += kThreads * kAddedTogether) {
-      Some sums = *reinterpret_cast<const Some*>(p.parts.at(window_of_all, kStarted, block, width) + i);
-#pragma unroll 8
-      for (int64_t part = 1; part <= more; ++part) {
-        const Some next = *reinterpret_cast<const Some*>(p.parts.at(window_of_all + part, kContinued, block, width) + i);
-#pragma unroll
-        for (int e = 0; e < kAddedTogether; ++e) {
-          sums.number[e] += next.number[e];
-        }
-      }
+      const auto sums = sum_of_parts<T>(more + 1, [&](int64_t part) {
+        return p.parts.at(window_of_all + part, part == 0 ? kStarted : kContinued, block, width) + i;
+      });
 #pragma unroll
       for (int e = 0; e < kAddedTogether; ++e) {
         const int64_t place = i + e;
@@ -213,8 +203,13 @@ __global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_consta
 
 Tensor matmul_dsd(
     const Tensor& values, const Tensor& dense, const Tensor& offsets, const Tensor& indices,
-    const std::optional<Tensor>& slots, int64_t layout_heads, int64_t block, bool transpose_result, bool allow_tf32) {
+    const std::optional<Tensor>& slots, const std::optional<Tensor>& tile_lines,
+    const std::optional<Tensor>& tile_entries, const std::optional<Tensor>& tile_units,
+    const std::optional<Tensor>& tile_cuts, const std::optional<Tensor>& tile_slots, int64_t layout_heads, int64_t block,
+    bool transpose_result, bool allow_tf32) {
   check_dsd(values, dense, offsets, indices, slots, layout_heads, block);
+  const ProductTiles tiles{tile_lines, tile_entries, tile_units, tile_slots, &tile_cuts};
+  check_product_tiles(tiles, offsets, values, layout_heads, block);
   const int64_t batch = dense.size(0), heads = dense.size(1), width = dense.size(3);
   const int64_t live = indices.size(0), lines = offsets.size(0) - 1, tokens = lines / layout_heads * block;
   Tensor out = torch::stable::new_empty(
@@ -224,6 +219,11 @@ Tensor matmul_dsd(
   }
   const Launcher launch(dense);
   const bool on_hopper = takes_dsd_on_hopper(launch, values, dense, block);
+  if (on_hopper && tiles.given() && block < 64) {
+    const TileLists lists(tiles, layout_heads, heads, batch, block, live);
+    dsd_of_tiles_on_hopper(launch, lists, *tile_cuts, values, dense, out, slots.has_value(), transpose_result);
+    return out;
+  }
   with_types(values, allow_tf32, [&](auto zero, auto fast) {
     using T = decltype(zero);
     constexpr bool kFast = decltype(fast)::value;
@@ -256,9 +256,9 @@ Tensor matmul_dsd(
       }
     };
     if constexpr (sizeof(T) == 2) {
-      if (on_hopper) {
+      if (on_hopper && block >= 64) {
         int64_t size = window_size(
-            live * batch * heads / layout_heads, block, std::max<int64_t>(1, block / 64), launch.multiprocessors(), 16);
+            live * batch * heads / layout_heads, block, block / 64, launch.multiprocessors(), 16);
         // Lines of about average length are not cut, nor are the longest where all are short and random.
         size = std::max<int64_t>(size, 2 * live / lines + 3);
         return with_product(

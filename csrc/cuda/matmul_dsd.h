@@ -4,6 +4,7 @@
 
 #include "../compute.h"
 #include "launch.h"
+#include "matmul_tiles.h"
 #include "windows.h"
 
 namespace ds_sparse {
@@ -46,11 +47,39 @@ struct Product {
   __host__ __device__ int64_t windows_of_all() const { return batch * heads_apart() * lists.windows(); }
 };
 
-// matmul_dsd_sm90.cu. Whether it takes these operands, which have been checked; and the product, but for adding up
-// parts.
+// Numbers that a thread adds up, where parts are, at once: to find out whether there is anything to add takes longer than
+// most additions.
+constexpr int kAddedTogether = 4;
+
+template <class T>
+struct alignas(16) AddedTogether {
+  Compute<T> number[kAddedTogether];
+};
+
+// Of `count` parts, first part first; at(part) is where its numbers begin.
+template <class T, class F>
+__device__ __forceinline__ AddedTogether<T> sum_of_parts(int64_t count, const F& at) {
+  AddedTogether<T> sums = *reinterpret_cast<const AddedTogether<T>*>(at(0));
+#pragma unroll 8
+  for (int64_t part = 1; part < count; ++part) {
+    const auto next = *reinterpret_cast<const AddedTogether<T>*>(at(part));
+#pragma unroll
+    for (int e = 0; e < kAddedTogether; ++e) {
+      sums.number[e] += next.number[e];
+    }
+  }
+  return sums;
+}
+
+// Whether the kernels for Hopper take these operands, which have been checked. Blocks of 16 and 32 need tiles, too.
 bool takes_dsd_on_hopper(const Launcher& launch, const Tensor& values, const Tensor& dense, int64_t block);
+// matmul_dsd_sm90.cu: the product for blocks of 64 and more, but for adding up parts.
 template <class T>
 void dsd_on_hopper(
     const Launcher& launch, const Product<T>& product, const Tensor& values, const Tensor& dense, const Tensor& out);
+// matmul_dsd_tiles_sm90.cu: the product for blocks of 16 and 32. `transposed`: tiles are of columns.
+void dsd_of_tiles_on_hopper(
+    const Launcher& launch, const TileLists& lists, const Tensor& cuts, const Tensor& values, const Tensor& dense,
+    const Tensor& out, bool transposed, bool transpose_result);
 
 }  // namespace ds_sparse

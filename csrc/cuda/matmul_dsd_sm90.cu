@@ -1,12 +1,8 @@
-// Sparse @ dense for blocks of 16 and more, on Hopper, 16-bit types, up to 128 columns. A thread block takes a window
-// of the live blocks (windows.h) and, of each line, up to 64 rows. 64 tokens are summed over at a time, gathered from as
-// many blocks as that takes. Blocks may be transposed, products take both, and so may the result. Where there are 64 rows
-// they are the left operand, and either dimension of the dense one may be adjacent; else the dense operand is on the left
-// and the product comes out transposed.
+// Sparse @ dense for blocks of 64 and more, on Hopper, 16-bit types, up to 128 columns. A thread block takes a window
+// of the live blocks (windows.h) and, of each line, 64 rows; 64 tokens are summed over at a time. Blocks may be transposed,
+// products take both, and so may the result; either dimension of the dense operand may be adjacent.
 
 #include <torch/csrc/stable/ops.h>
-
-#include <type_traits>
 
 #include "matmul_dsd.h"
 #include "matmul_sm90.h"
@@ -25,24 +21,23 @@ struct Step {
   bool empty;        // the line has no block
 };
 
-// kRows: of a tile, and tokens that are copied at once.
-template <class T, int kN, int kRows>
+template <class T, int kN>
 struct Memory {
   static constexpr int kPanels = kN / kPanel, kStages = kPanels == 1 ? 4 : 3;
-  T values[kStages][kTile * kRows];
+  T values[kStages][kTileElements];
   T dense[kStages][kPanels][kTileElements];
-  T result[kPanels][kRows * kPanel];
+  T result[kPanels][kTileElements];
   Barrier there[kStages], free[kStages];
   Step steps[kStages];
 };
 
-template <class T, int kN, int kRows>
+template <class T, int kN>
 __device__ __forceinline__ void copy_all(
-    const Product<T>& p, Memory<T, kN, kRows>& memory, const CUtensorMap* values, const CUtensorMap* dense,
+    const Product<T>& p, Memory<T, kN>& memory, const CUtensorMap* values, const CUtensorMap* dense,
     bool dense_is_lines) {
-  using M = Memory<T, kN, kRows>;
+  using M = Memory<T, kN>;
   const bool elected = threadIdx.x % 32 == 0;
-  const int block = 1 << p.log_block, windows = p.lists.windows(), row_tiles = block / kRows;
+  const int block = 1 << p.log_block, windows = p.lists.windows(), row_tiles = block / kTile;
   const int64_t tasks = p.windows_of_all() * row_tiles;
   OwnSteps<M::kStages> own;
   if (own.has_none()) {
@@ -50,7 +45,7 @@ __device__ __forceinline__ void copy_all(
   }
   ListReader indices(p.indices, p.lists.entries), slots(p.slots, p.lists.entries);
   for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
-    const int first_row = static_cast<int>(task % row_tiles) * kRows;
+    const int first_row = static_cast<int>(task % row_tiles) * kTile;
     const int64_t window_of_all = task / row_tiles;
     const Window window(p.lists, window_of_all % windows);
     const int given_head = window_of_all / windows % p.heads_apart();
@@ -61,15 +56,8 @@ __device__ __forceinline__ void copy_all(
       // A line without a block has a step, too: its result is zeros.
       own.among(empty ? 1 : (walk.tokens + kTile - 1) / kTile, [&](int step) {
         const int first = step * kTile, entry = walk.begin + (first >> p.log_block), within = first & (block - 1);
-        // Past the line's end there are zeros, as there are outside of tensors.
-        constexpr int kCopies = kTile / kRows, kOutside = 1 << 30;
-        int tokens[kCopies], numbers[kCopies];
-#pragma unroll
-        for (int i = 0; i < kCopies; ++i) {
-          const bool exists = first + i * kRows < walk.tokens;
-          tokens[i] = exists ? indices[entry + i] * block + within : kOutside;
-          numbers[i] = exists ? slots[entry + i] + (p.layout_heads == 1 ? head * p.lists.entries : 0) : kOutside;
-        }
+        const int token = empty ? 0 : indices[entry] * block + within;
+        const int number = empty ? 0 : slots[entry] + (p.layout_heads == 1 ? head * p.lists.entries : 0);
         memory.free[own.stage].wait(own.parity);
         if (elected) {
           memory.steps[own.stage] = Step{
@@ -79,20 +67,17 @@ __device__ __forceinline__ void copy_all(
           if (empty) {
             there.arrive();
           } else {
-            there.arrive_and_expect(kTile * (kRows + kN) * sizeof(T));
+            there.arrive_and_expect(kTile * (kTile + kN) * sizeof(T));
             const bool transposed = p.slots != nullptr;
+            copy_box(
+                memory.values[own.stage], values, &there, transposed ? first_row : within,
+                transposed ? within : first_row, number, batch);
 #pragma unroll
-            for (int i = 0; i < kCopies; ++i) {
+            for (int panel = 0; panel < M::kPanels; ++panel) {
+              const int column = panel * kPanel;
               copy_box(
-                  memory.values[own.stage] + i * kRows * kRows, values, &there, transposed ? first_row : within,
-                  transposed ? within : first_row, numbers[i], batch);
-#pragma unroll
-              for (int panel = 0; panel < M::kPanels; ++panel) {
-                const int column = panel * kPanel;
-                copy_box(
-                    memory.dense[own.stage][panel] + i * kRows * kPanel, dense, &there,
-                    dense_is_lines ? column : tokens[i], dense_is_lines ? tokens[i] : column, head, batch);
-              }
+                  memory.dense[own.stage][panel], dense, &there, dense_is_lines ? column : token,
+                  dense_is_lines ? token : column, head, batch);
             }
           }
         }
@@ -127,40 +112,15 @@ __device__ __forceinline__ void multiply(
   sums_are_there(sums);
 }
 
-// The same for smaller blocks, the sums transposed: 64 lines for each panel of the dense operand.
-template <class T, int kPanels, int kRows, bool kTransposed>
-__device__ __forceinline__ void multiply_small(
-    float (&sums)[kPanels][kRows / 2], const hopper::Operand& values, const hopper::Operand& dense, bool first) {
-  constexpr uint32_t line = kRows * sizeof(T), block = kRows * line, steps = kRows / 16;
-  begin_products();
-#pragma unroll
-  for (int panel = 0; panel < kPanels; ++panel) {
-#pragma unroll
-    for (int k = 0; k < kTile / 16; ++k) {
-      const uint32_t of_values = k / steps * block + k % steps * (kTransposed ? 16 * line : 32);
-      Products<T>::template from_shared<kRows, !kTransposed, true>(
-          sums[panel], dense.from(panel * kTileBytes + k * 16 * kLineBytes), values.from(of_values), k > 0 || !first);
-    }
-  }
-  end_products();
-  wait_for_products<0>();
-#pragma unroll
-  for (auto& of_panel : sums) {
-    sums_are_there(of_panel);
-  }
-}
-
-template <class T, int kN, int kRows>
+template <class T, int kN>
 __device__ __forceinline__ void multiply_all(
-    const Product<T>& p, Memory<T, kN, kRows>& memory, const CUtensorMap* out, bool dense_is_lines) {
-  using M = Memory<T, kN, kRows>;
+    const Product<T>& p, Memory<T, kN>& memory, const CUtensorMap* out, bool dense_is_lines) {
+  using M = Memory<T, kN>;
   const int lane = threadIdx.x % 32;
-  constexpr bool kRowsAreLeft = kRows == kTile;
-  constexpr Swizzle swizzle = kRows == 16 ? Swizzle::k32 : kRows == 32 ? Swizzle::k64 : Swizzle::k128;
-  const hopper::Operand all_values(memory.values[0], 0, 8 * kRows * sizeof(T), swizzle);
+  const hopper::Operand all_values(memory.values[0]);
   // How far panels are apart matters where their lines are tokens; else the second one's lines follow the first one's.
   const hopper::Operand all_dense(memory.dense[0][0], uniform(dense_is_lines ? kTileBytes : 0));
-  float sums[kRowsAreLeft ? 1 : M::kPanels][kRowsAreLeft ? kN / 2 : kRows / 2];
+  float sums[kN / 2];
   for (Ring<M::kStages> place;; place.next()) {
     memory.there[place.stage].wait(place.parity);
     const Step step = memory.steps[place.stage];
@@ -169,24 +129,18 @@ __device__ __forceinline__ void multiply_all(
     }
     if (step.empty) {
 #pragma unroll
-      for (auto& some : sums) {
-#pragma unroll
-        for (float& sum : some) {
-          sum = 0;
-        }
+      for (float& sum : sums) {
+        sum = 0;
       }
     } else {
       const hopper::Operand values = all_values + uniform(place.stage * sizeof(memory.values[0]));
       const hopper::Operand dense = all_dense + uniform(place.stage * sizeof(memory.dense[0]));
-      if constexpr (!kRowsAreLeft) {
-        p.slots == nullptr ? multiply_small<T, M::kPanels, kRows, false>(sums, values, dense, step.first)
-                           : multiply_small<T, M::kPanels, kRows, true>(sums, values, dense, step.first);
-      } else if (p.slots == nullptr) {
-        dense_is_lines ? multiply<T, kN, true, false>(sums[0], values, dense, step.first)
-                       : multiply<T, kN, false, false>(sums[0], values, dense, step.first);
+      if (p.slots == nullptr) {
+        dense_is_lines ? multiply<T, kN, true, false>(sums, values, dense, step.first)
+                       : multiply<T, kN, false, false>(sums, values, dense, step.first);
       } else {
-        dense_is_lines ? multiply<T, kN, true, true>(sums[0], values, dense, step.first)
-                       : multiply<T, kN, false, true>(sums[0], values, dense, step.first);
+        dense_is_lines ? multiply<T, kN, true, true>(sums, values, dense, step.first)
+                       : multiply<T, kN, false, true>(sums, values, dense, step.first);
       }
     }
     __syncwarp();
@@ -199,17 +153,12 @@ __device__ __forceinline__ void multiply_all(
     if (step.part != kWhole) {
       const int64_t block = int64_t{1} << p.log_block, width = p.result.width;
       float* to = p.parts.at(step.window_of_all, step.part, block, width);
-      const int line = threadIdx.x / 32 * 16 + lane / 4;
+      const int line = step.row + threadIdx.x / 32 * 16 + lane / 4;
 #pragma unroll
-      for (int some = 0; some < static_cast<int>(std::extent_v<decltype(sums)>); ++some) {
-#pragma unroll
-        for (int i = 0; i < static_cast<int>(std::extent_v<decltype(sums), 1>); ++i) {
-          const int along = i / 4 * 8 + lane % 4 * 2 + i % 2, across = line + i / 2 % 2 * 8;
-          const int row = kRowsAreLeft ? step.row + across : along;
-          const int column = kRowsAreLeft ? along : some * kPanel + across;
-          if (column < width) {
-            to[row * width + column] = sums[some][i];
-          }
+      for (int i = 0; i < kN / 2; ++i) {
+        const int row = line + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        if (column < width) {
+          to[row * width + column] = sums[i];
         }
       }
       continue;
@@ -218,18 +167,7 @@ __device__ __forceinline__ void multiply_all(
       wait_for_stores<0>();
     }
     wait_at<kMultiplying>(1);
-    if constexpr (kRowsAreLeft) {
-      store_to_panels<kN>(memory.result[0], sums[0], p.result.transposed);
-    } else {
-#pragma unroll
-      for (int panel = 0; panel < M::kPanels; ++panel) {
-        if (p.result.transposed) {
-          store_to_short_lines<kRows>(memory.result[panel], sums[panel]);
-        } else {
-          store_to_panels<kRows>(memory.result[panel], sums[panel], true);
-        }
-      }
-    }
+    store_to_panels<kN>(memory.result[0], sums, p.result.transposed);
     fence_stores();
     wait_at<kMultiplying>(2);
     if (threadIdx.x == 0) {
@@ -248,15 +186,15 @@ __device__ __forceinline__ void multiply_all(
   }
 }
 
-template <class T, int kN, int kRows>
-__global__ void __launch_bounds__(kAllThreads, kThreadBlocks<kN / kPanel, kRows>)
+template <class T, int kN>
+__global__ void __launch_bounds__(kAllThreads, kThreadBlocks<kN / kPanel>)
 dsd_on_hopper_kernel(
     const __grid_constant__ Product<T> p, const __grid_constant__ CUtensorMap values,
     const __grid_constant__ CUtensorMap dense, const __grid_constant__ CUtensorMap out, bool dense_is_lines) {
   extern __shared__ unsigned char shared[];
-  auto& memory = *reinterpret_cast<Memory<T, kN, kRows>*>(align_panels(shared));
+  auto& memory = *reinterpret_cast<Memory<T, kN>*>(align_panels(shared));
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < Memory<T, kN, kRows>::kStages; ++stage) {
+    for (int stage = 0; stage < Memory<T, kN>::kStages; ++stage) {
       memory.there[stage].init(1);
       memory.free[stage].init(kMultiplying / 32);
     }
@@ -264,17 +202,17 @@ dsd_on_hopper_kernel(
   }
   __syncthreads();
   // The sums of 64 x 128 need some of the copying warps' registers.
-  constexpr bool kSumsAreMany = kRows == kTile && kN > kPanel;
+  constexpr bool kSumsAreMany = kN > kPanel;
   if (threadIdx.x < kMultiplying) {
     if constexpr (kSumsAreMany) {
       take_registers<168>();
     }
-    multiply_all<T, kN, kRows>(p, memory, &out, dense_is_lines);
+    multiply_all<T, kN>(p, memory, &out, dense_is_lines);
   } else {
     if constexpr (kSumsAreMany) {
       give_registers<80>();
     }
-    copy_all<T, kN, kRows>(p, memory, &values, &dense, dense_is_lines);
+    copy_all<T, kN>(p, memory, &values, &dense, dense_is_lines);
   }
 }
 
@@ -291,27 +229,16 @@ template <class T>
 void dsd_on_hopper(
     const Launcher& launch, const Product<T>& p, const Tensor& values, const Tensor& dense, const Tensor& out) {
   const bool dense_is_lines = takes_boxes(dense);
-  const auto run = [&](auto width, auto rows) {
-    constexpr int kN = decltype(width)::value, kRows = decltype(rows)::value;
-    const CUtensorMap dense_map = tensor_map(dense_is_lines ? dense : torch::stable::transpose(dense, 2, 3), kRows);
-    const CUtensorMap values_map = tensor_map(values, kRows, kRows);
-    const CUtensorMap out_map = p.result.transposed ? tensor_map(out, kPanel, kRows) : tensor_map(out, kRows);
+  const auto run = [&](auto width) {
+    constexpr int kN = decltype(width)::value;
+    const CUtensorMap dense_map = tensor_map(dense_is_lines ? dense : torch::stable::transpose(dense, 2, 3), kTile);
+    const CUtensorMap values_map = tensor_map(values, kTile), out_map = tensor_map(out, kTile);
     launch.with_shared_memory(
-        dsd_on_hopper_kernel<T, kN, kRows>, p.windows_of_all() * ((int64_t{1} << p.log_block) / kRows), kAllThreads,
-        sizeof(Memory<T, kN, kRows>) + kPanelAlignment, p, values_map, dense_map, out_map, dense_is_lines);
+        dsd_on_hopper_kernel<T, kN>, p.windows_of_all() * ((int64_t{1} << p.log_block) / kTile), kAllThreads,
+        sizeof(Memory<T, kN>) + kPanelAlignment, p, values_map, dense_map, out_map, dense_is_lines);
   };
-  const auto with_rows = [&](auto width) {
-    switch (p.log_block) {
-      case 4:
-        return run(width, std::integral_constant<int, 16>{});
-      case 5:
-        return run(width, std::integral_constant<int, 32>{});
-      default:
-        return run(width, std::integral_constant<int, kTile>{});
-    }
-  };
-  p.result.width <= kPanel ? with_rows(std::integral_constant<int, kPanel>{})
-                           : with_rows(std::integral_constant<int, 2 * kPanel>{});
+  p.result.width <= kPanel ? run(std::integral_constant<int, kPanel>{})
+                           : run(std::integral_constant<int, 2 * kPanel>{});
 }
 
 template void dsd_on_hopper(

@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <optional>
 #include <type_traits>
 
 #include "../checks.h"
@@ -141,9 +142,13 @@ __global__ void __launch_bounds__(kThreads, 4) matmul_sdd_kernel(const __grid_co
 }
 
 Tensor matmul_sdd(
-    const Tensor& a, const Tensor& b, const Tensor& row_offsets, const Tensor& columns, int64_t layout_heads,
+    const Tensor& a, const Tensor& b, const Tensor& row_offsets, const Tensor& columns,
+    const std::optional<Tensor>& tile_lines, const std::optional<Tensor>& tile_entries,
+    const std::optional<Tensor>& tile_units, const std::optional<Tensor>& tile_slots, int64_t layout_heads,
     int64_t block, bool allow_tf32) {
   check_sdd(a, b, row_offsets, columns, layout_heads, block);
+  const ProductTiles tiles{tile_lines, tile_entries, tile_units, tile_slots};
+  check_product_tiles(tiles, row_offsets, a, layout_heads, block);
   const int64_t batch = a.size(0), heads = a.size(1), live = columns.size(0);
   Tensor out = torch::stable::new_empty(a, {batch, live * heads / layout_heads, block, block});
   if (out.numel() == 0) {
@@ -156,9 +161,13 @@ Tensor matmul_sdd(
         window_size(
             live * batch * heads / layout_heads, block, row_tiles, launch.multiprocessors(), windows_a_multiprocessor)};
   };
-  if (takes_sdd_on_hopper(launch, a, b, block)) {
-    const Lists lists = lists_for(static_cast<int>(block > 64 ? block / 64 : 1), 32);
-    sdd_on_hopper(launch, a, b, out, lists, columns.const_data_ptr<int32_t>(), layout_heads, block);
+  if ((tiles.given() || block >= 64) && takes_sdd_on_hopper(launch, a, b)) {
+    if (tiles.given()) {
+      sdd_of_tiles_on_hopper(launch, a, b, out, TileLists(tiles, layout_heads, heads, batch, block, live), block);
+    } else {
+      const Lists lists = lists_for(static_cast<int>(block / 64), 32);
+      sdd_on_hopper(launch, a, b, out, lists, columns.const_data_ptr<int32_t>(), layout_heads, block);
+    }
     return out;
   }
   with_types(a, allow_tf32, [&](auto zero, auto fast) {

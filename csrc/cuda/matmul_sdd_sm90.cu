@@ -1,7 +1,6 @@
-// Dense @ dense on the live blocks of 16 and more, on Hopper, 16-bit types, up to 128 numbers a token, which are
-// adjacent in both operands. A thread block takes a window of the live blocks (windows.h), and up to 64 of their rows:
-// these stay in shared memory while the columns pass, 64 tokens at a time, gathered from as many blocks as that takes.
-// Rows are the left operand where there are 64 of them; else the columns are, and the product comes out transposed.
+// Dense @ dense on the live blocks of 64 and more, on Hopper, 16-bit types, up to 128 numbers a token, which are
+// adjacent in both operands. A thread block takes a window of the live blocks (windows.h), and 64 of their rows: these
+// stay in shared memory while the columns pass, 64 tokens at a time. Smaller blocks: matmul_sdd_tiles_sm90.cu.
 
 #include <torch/csrc/stable/ops.h>
 
@@ -17,33 +16,31 @@ struct Arguments {
   Lists lists;
   const int32_t* columns;
   int layout_heads, heads, rows;
-  int64_t batch, values;
+  int64_t batch;
   int log_block, row_tiles;
 };
 
 // What a stage is for.
 struct Step {
   int batch, value, row, column;  // where the product goes; batch is -1 after the last one
-  int blocks;                     // how many it reaches, where blocks are smaller than a tile
   int rows;                       // which of the tiles of rows it wants
   bool rows_end;                  // nobody wants those after it
 };
 
-// kRows: of a tile, and tokens that are copied at once.
-template <class T, int kPanels, int kRows>
+template <class T, int kPanels>
 struct Memory {
   static constexpr int kStages = kPanels == 1 ? 4 : 3;
-  T rows[2][kPanels][kRows * kPanel];
+  T rows[2][kPanels][kTileElements];
   T columns[kStages][kPanels][kTileElements];
-  T results[2][kTile * kRows];
+  T results[2][kTileElements];
   Barrier there[kStages], free[kStages], rows_free[2];
   Step steps[kStages];
 };
 
-template <class T, int kPanels, int kRows>
+template <class T, int kPanels>
 __device__ __forceinline__ void copy_all(
-    const Arguments& p, Memory<T, kPanels, kRows>& memory, const CUtensorMap* a, const CUtensorMap* b) {
-  constexpr int kStages = Memory<T, kPanels, kRows>::kStages;
+    const Arguments& p, Memory<T, kPanels>& memory, const CUtensorMap* a, const CUtensorMap* b) {
+  constexpr int kStages = Memory<T, kPanels>::kStages;
   const bool elected = threadIdx.x % 32 == 0;
   const int block = 1 << p.log_block, windows = p.lists.windows();
   const int64_t heads_apart = p.layout_heads == 1 ? p.heads : 1;
@@ -67,34 +64,23 @@ __device__ __forceinline__ void copy_all(
       own.among((walk.tokens + kTile - 1) / kTile, [&](int step) {
         const int token = step * kTile, entry = walk.begin + (token >> p.log_block), column = token & (block - 1);
         const int value = (p.layout_heads == 1 ? head * p.lists.entries : 0) + entry;
-        int origins[kTile / kRows];
-#pragma unroll
-        for (int i = 0; i < kTile / kRows; ++i) {
-          origins[i] = token + i * kRows < walk.tokens ? columns[entry + i] * block + column : -1;
-        }
+        const int origin = columns[entry] * block + column;
         const bool begins = step == 0, ends = token + kTile >= walk.tokens;
-        const int copies = min(kTile, walk.tokens - token) / kRows;
         memory.free[own.stage].wait(own.parity);
         if (begins) {
           memory.rows_free[rows.stage].wait(rows.parity ^ 1);
         }
         if (elected) {
-          memory.steps[own.stage] = Step{batch, value, first_row, column, copies, rows.stage, ends};
+          memory.steps[own.stage] = Step{batch, value, first_row, column, rows.stage, ends};
           Barrier& there = memory.there[own.stage];
-          there.arrive_and_expect((copies + begins) * kPanels * kRows * kLineBytes);
+          there.arrive_and_expect((1 + begins) * kPanels * kTileBytes);
 #pragma unroll
           for (int panel = 0; panel < kPanels; ++panel) {
             if (begins) {
               const int row = walk.line % p.rows * block + first_row;
               copy_box(memory.rows[rows.stage][panel], a, &there, panel * kPanel, row, head, batch);
             }
-#pragma unroll
-            for (int i = 0; i < kTile / kRows; ++i) {
-              if (origins[i] >= 0) {
-                T* to = memory.columns[own.stage][panel] + i * kRows * kPanel;
-                copy_box(to, b, &there, panel * kPanel, origins[i], head, batch);
-              }
-            }
+            copy_box(memory.columns[own.stage][panel], b, &there, panel * kPanel, origin, head, batch);
           }
         }
         __syncwarp();
@@ -111,13 +97,11 @@ __device__ __forceinline__ void copy_all(
   });
 }
 
-template <class T, int kPanels, int kRows>
-__device__ __forceinline__ void multiply_all(
-    const Arguments& p, Memory<T, kPanels, kRows>& memory, const CUtensorMap* out_map, T* out) {
-  constexpr int kStages = Memory<T, kPanels, kRows>::kStages;
+template <class T, int kPanels>
+__device__ __forceinline__ void multiply_all(Memory<T, kPanels>& memory, const CUtensorMap* out) {
+  constexpr int kStages = Memory<T, kPanels>::kStages;
   const bool first_of_warp = threadIdx.x % 32 == 0;
   const hopper::Operand rows(memory.rows[0][0]), columns(memory.columns[0][0]);
-  constexpr bool kRowsAreLeft = kRows == kTile;
   int turn = 0;
   for (Ring<kStages> place;; place.next()) {
     memory.there[place.stage].wait(place.parity);
@@ -125,16 +109,14 @@ __device__ __forceinline__ void multiply_all(
     if (step.batch < 0) {
       break;
     }
-    float sums[kRows / 2];
+    float sums[kTile / 2];
     const hopper::Operand own_rows = rows + uniform(step.rows * sizeof(memory.rows[0]));
     const hopper::Operand own_columns = columns + uniform(place.stage * sizeof(memory.columns[0]));
     begin_products();
 #pragma unroll
     for (int k = 0; k < kPanels * kPanel / 16; ++k) {
-      const uint64_t of_rows = own_rows.from(k / 4 * kRows * kLineBytes + k % 4 * 32);
-      const uint64_t of_columns = own_columns.from(k / 4 * kTileBytes + k % 4 * 32);
-      Products<T>::template from_shared<kRows, true>(
-          sums, kRowsAreLeft ? of_rows : of_columns, kRowsAreLeft ? of_columns : of_rows, k > 0);
+      const uint32_t bytes = k / 4 * kTileBytes + k % 4 * 32;
+      Products<T>::template from_shared<kTile, true>(sums, own_rows.from(bytes), own_columns.from(bytes), k > 0);
     }
     end_products();
     // A place for the result, while products last: the store before the last one has read its own.
@@ -152,21 +134,11 @@ __device__ __forceinline__ void multiply_all(
       }
       memory.free[place.stage].arrive();
     }
-    if constexpr (kRowsAreLeft) {
-      store_to_panels<kTile>(memory.results[turn], sums, false);
-    } else {
-      store_as_blocks<kRows>(memory.results[turn], sums);
-    }
+    store_to_panels<kTile>(memory.results[turn], sums, false);
     fence_stores();
     wait_at<kMultiplying>(2);
     if (threadIdx.x == 0) {
-      if constexpr (kRowsAreLeft) {
-        store_box(out_map, memory.results[turn], step.column, step.row, step.value, step.batch);
-      } else {
-        constexpr int block = kRows * kRows;
-        T* to = out + (step.batch * p.values + step.value) * block;
-        store_bytes(to, memory.results[turn], step.blocks * block * sizeof(T));
-      }
+      store_box(out, memory.results[turn], step.column, step.row, step.value, step.batch);
       end_stores();
     }
     turn ^= 1;
@@ -176,15 +148,15 @@ __device__ __forceinline__ void multiply_all(
   }
 }
 
-template <class T, int kPanels, int kRows>
-__global__ void __launch_bounds__(kAllThreads, kThreadBlocks<kPanels, kRows>)
+template <class T, int kPanels>
+__global__ void __launch_bounds__(kAllThreads, kThreadBlocks<kPanels>)
 sdd_on_hopper_kernel(
     const __grid_constant__ Arguments p, const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
-    const __grid_constant__ CUtensorMap out_map, T* out) {
+    const __grid_constant__ CUtensorMap out) {
   extern __shared__ unsigned char shared[];
-  auto& memory = *reinterpret_cast<Memory<T, kPanels, kRows>*>(align_panels(shared));
+  auto& memory = *reinterpret_cast<Memory<T, kPanels>*>(align_panels(shared));
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < Memory<T, kPanels, kRows>::kStages; ++stage) {
+    for (int stage = 0; stage < Memory<T, kPanels>::kStages; ++stage) {
       memory.there[stage].init(1);
       memory.free[stage].init(kMultiplying / 32);
     }
@@ -194,28 +166,25 @@ sdd_on_hopper_kernel(
   }
   __syncthreads();
   if (threadIdx.x < kMultiplying) {
-    multiply_all<T, kPanels, kRows>(p, memory, &out_map, out);
+    multiply_all<T, kPanels>(memory, &out);
   } else {
-    copy_all<T, kPanels, kRows>(p, memory, &a, &b);
+    copy_all<T, kPanels>(p, memory, &a, &b);
   }
 }
 
-template <class T, int kPanels, int kRows>
+template <class T, int kPanels>
 void launch_kernel(
     const Launcher& launch, const Arguments& p, const Tensor& a, const Tensor& b, const Tensor& out) {
   const int64_t tasks = p.batch * (p.layout_heads == 1 ? p.heads : 1) * p.lists.windows() * p.row_tiles;
-  // Smaller blocks are stored as adjacent bytes.
-  const CUtensorMap out_map = kRows == kTile ? tensor_map(out, kTile) : CUtensorMap{};
   launch.with_shared_memory(
-      sdd_on_hopper_kernel<T, kPanels, kRows>, tasks, kAllThreads,
-      sizeof(Memory<T, kPanels, kRows>) + kPanelAlignment, p, tensor_map(a, kRows), tensor_map(b, kRows), out_map,
-      static_cast<T*>(out.mutable_data_ptr()));
+      sdd_on_hopper_kernel<T, kPanels>, tasks, kAllThreads, sizeof(Memory<T, kPanels>) + kPanelAlignment, p,
+      tensor_map(a, kTile), tensor_map(b, kTile), tensor_map(out, kTile));
 }
 
 }  // namespace
 
-bool takes_sdd_on_hopper(const Launcher& launch, const Tensor& a, const Tensor& b, int64_t block) {
-  return launch.is_hopper() && a.element_size() == 2 && block >= 16 && a.size(3) > 0 && a.size(3) <= kMostDepth &&
+bool takes_sdd_on_hopper(const Launcher& launch, const Tensor& a, const Tensor& b) {
+  return launch.is_hopper() && a.element_size() == 2 && a.size(3) > 0 && a.size(3) <= kMostDepth &&
          takes_boxes(a) && takes_boxes(torch::stable::transpose(b, 2, 3));
 }
 
@@ -224,25 +193,14 @@ void sdd_on_hopper(
     const int32_t* columns, int64_t layout_heads, int64_t block) {
   const Arguments arguments{
       lists, columns, static_cast<int>(layout_heads), static_cast<int>(a.size(1)),
-      static_cast<int>(lists.lines / layout_heads), a.size(0), out.size(1), log2_of(block),
+      static_cast<int>(lists.lines / layout_heads), a.size(0), log2_of(block),
       static_cast<int>(std::max<int64_t>(1, block / kTile))};
   const Tensor b_lines = torch::stable::transpose(b, 2, 3);
   const bool is_half = a.scalar_type() == ScalarType::Half, one_panel = a.size(3) <= kPanel;
-  const auto with_rows = [&](auto zero, auto rows) {
-    using T = decltype(zero);
-    constexpr int kRows = decltype(rows)::value;
-    one_panel ? launch_kernel<T, 1, kRows>(launch, arguments, a, b_lines, out)
-              : launch_kernel<T, 2, kRows>(launch, arguments, a, b_lines, out);
-  };
   const auto run = [&](auto zero) {
-    switch (block) {
-      case 16:
-        return with_rows(zero, std::integral_constant<int, 16>{});
-      case 32:
-        return with_rows(zero, std::integral_constant<int, 32>{});
-      default:
-        return with_rows(zero, std::integral_constant<int, kTile>{});
-    }
+    using T = decltype(zero);
+    one_panel ? launch_kernel<T, 1>(launch, arguments, a, b_lines, out)
+              : launch_kernel<T, 2>(launch, arguments, a, b_lines, out);
   };
   is_half ? run(__half{}) : run(__nv_bfloat16{});
 }

@@ -24,8 +24,8 @@ constexpr int kLineBytes = kPanel * 2;               // of a panel's line
 constexpr int kMostDepth = 2 * kPanel;               // numbers a token
 
 // Thread blocks on a multiprocessor, as many as shared memory has room for.
-template <int kPanels, int kRows>
-constexpr int kThreadBlocks = (kPanels == 1 ? 3 : 2) + (kRows < kTile) + (kRows == 16 && kPanels == 1);
+template <int kPanels>
+constexpr int kThreadBlocks = kPanels == 1 ? 3 : 2;
 
 // The numbers in a list that belong to ascending entries, read for 32 of them at a time; by a whole warp.
 class ListReader {
@@ -48,8 +48,7 @@ class ListReader {
 
 // The steps of a copying warp, which are those of its stage: to say what a step is about takes longer than to do it. A
 // warp with more than one stage, or a stage with more than one warp, could come to a step two rounds ahead of the ring,
-// where the parity that it waits for is that of the round before. Warps
-// without a stage have no step.
+// where the parity that it waits for is that of the round before. Warps without a stage have no step.
 template <int kStages>
 struct OwnSteps {
   static_assert(kStages <= 4);
@@ -76,12 +75,6 @@ __device__ __forceinline__ void store_box(
       "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
       "r"(shared_address(from)), "r"(column), "r"(token), "r"(head), "r"(batch)
       : "memory");
-}
-// The same to adjacent bytes, a multiple of 16 from and to multiples of 16.
-__device__ __forceinline__ void store_bytes(void* to, const void* from, int bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
-               "r"(bytes)
-               : "memory");
 }
 __device__ __forceinline__ void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until what all but the newest kNewer groups of this thread's stores read is free again.
@@ -131,32 +124,6 @@ __device__ __forceinline__ void store_to_panels(T* panels, const float (&sums)[k
     } else {
       store_matrices(run_of_line(panel, first + lane % 16, j % 4 * 2 + lane / 16), rounded);
     }
-  }
-}
-
-// Rounds the sums of 64 x kWidth and writes them to lines of 32 or 64 bytes, in the swizzle of those.
-template <int kWidth, class T>
-__device__ __forceinline__ void store_to_short_lines(T* lines, const float (&sums)[kWidth / 2]) {
-  const int lane = threadIdx.x % 32, line = threadIdx.x / 32 % 4 * 16 + lane % 16;
-#pragma unroll
-  for (int j = 0; j < kWidth / 16; ++j) {
-    uint32_t rounded[4];
-    round_columns<T>(rounded, sums, j);
-    const int run = (2 * j + lane / 16) ^ line / (kPanel / kWidth) % (kWidth / 8);
-    store_matrices(lines + line * kWidth + 8 * run, rounded);
-  }
-}
-
-// Rounds the sums of 64 x kBlock, lines of which are columns of blocks, and writes them as blocks one after the other.
-template <int kBlock, class T>
-__device__ __forceinline__ void store_as_blocks(T* blocks, const float (&sums)[kBlock / 2]) {
-  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16;
-  T* to = blocks + first / kBlock * kBlock * kBlock + first % kBlock + lane / 8 % 2 * 8;
-#pragma unroll
-  for (int j = 0; j < kBlock / 16; ++j) {
-    uint32_t rounded[4];
-    round_columns<T>(rounded, sums, j);
-    store_matrices_transposed(to + (16 * j + lane / 16 * 8 + lane % 8) * kBlock, rounded);
   }
 }
 

@@ -11,8 +11,8 @@
 
 namespace ds_sparse {
 
-// Of a 16-bit tensor (B, H, tokens, D), D adjacent: boxes of `box` tokens and 16, 32 or 64 columns, in the swizzle of
-// that many bytes; what is outside of the tensor is zeros. A Launcher on the tensor's device lives in the same thread.
+// Of a 16-bit tensor (B, H, tokens, D), D adjacent: boxes of `box` tokens and 16 or 64 columns, in the swizzle of that
+// many bytes; what is outside of the tensor is zeros. A Launcher on the tensor's device lives in the same thread.
 inline CUtensorMap tensor_map(const Tensor& x, int box, int columns = 64) {
   using Encode = CUresult (*)(
       CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
@@ -35,9 +35,7 @@ inline CUtensorMap tensor_map(const Tensor& x, int box, int columns = 64) {
   const auto size = [&](int dim) { return static_cast<cuuint64_t>(x.size(dim)); };
   const cuuint64_t sizes[] = {size(3), size(2), size(1), size(0)}, strides[] = {stride(2), stride(1), stride(0)};
   const cuuint32_t box_sizes[] = {static_cast<cuuint32_t>(columns), static_cast<cuuint32_t>(box), 1, 1}, steps[] = {1, 1, 1, 1};
-  const CUtensorMapSwizzle swizzle = columns == 16   ? CU_TENSOR_MAP_SWIZZLE_32B
-                                     : columns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                                     : CU_TENSOR_MAP_SWIZZLE_128B;
+  const CUtensorMapSwizzle swizzle = columns == 16 ? CU_TENSOR_MAP_SWIZZLE_32B : CU_TENSOR_MAP_SWIZZLE_128B;
   CUtensorMap map;
   const CUresult result = encode(
       &map, x.scalar_type() == ScalarType::Half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,

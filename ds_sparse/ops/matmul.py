@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..index import BlockIndex, as_index, index_on
+from ..index import PRODUCT_TILES, BlockIndex, as_index, index_on
 from ._library import check_dtype, require_kernel, under_autocast
 
 MODES = ("sdd", "dsd", "dds")
@@ -172,9 +172,11 @@ def _expand(name: str, x: torch.Tensor, batch: int, heads: int) -> torch.Tensor:
 
 
 def _sdd(a: torch.Tensor, b: torch.Tensor, index: BlockIndex) -> torch.Tensor:
+    lines, entries, units, _, slots = product_tiles(index, "rows", a.dtype)
     return torch.ops.ds_sparse.matmul_sdd(
-        a, b, index.row_offsets, index.row_columns, index.layout_heads, index.block, _allow_tf32()
-    )
+        a, b, index.row_offsets, index.row_columns, lines, entries, units, slots,
+        index.layout_heads, index.block, _allow_tf32(),
+    )  # fmt: skip
 
 
 def _dsd(
@@ -184,9 +186,20 @@ def _dsd(
         lists = (index.column_offsets, index.column_rows, index.column_slots)
     else:
         lists = (index.row_offsets, index.row_columns, None)
+    tiles = product_tiles(index, "columns" if transposed else "rows", dense.dtype)
     return torch.ops.ds_sparse.matmul_dsd(
-        values.contiguous(), dense, *lists, index.layout_heads, index.block, transpose_result, _allow_tf32()
+        values.contiguous(), dense, *lists, *tiles, index.layout_heads, index.block, transpose_result, _allow_tf32()
     )
+
+
+def product_tiles(index: BlockIndex, side: str, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...]:
+    """Lines, entries, units, cuts and slots of the tiles of a side, where the kernels for a dtype walk them."""
+    lists = index.lists
+    slots = lists.row_tile_slots if side == "rows" else lists.column_tile_slots
+    if slots is None or dtype not in (torch.float16, torch.bfloat16):
+        return (None,) * 5
+    tiles = index.tiles(side, PRODUCT_TILES[index.block])
+    return tiles.lines, tiles.entries, tiles.units, tiles.cuts, slots
 
 
 def _allow_tf32() -> bool:
@@ -248,11 +261,16 @@ class _DSD(torch.autograd.Function):
 
 
 @torch.library.register_fake("ds_sparse::matmul_sdd")
-def _(a, b, row_offsets, columns, layout_heads, block, allow_tf32):
+def _(
+    a, b, row_offsets, columns, tile_lines, tile_entries, tile_units, tile_slots, layout_heads, block, allow_tf32
+):  # fmt: skip
     return a.new_empty(a.shape[0], columns.shape[0] * a.shape[1] // layout_heads, block, block)
 
 
 @torch.library.register_fake("ds_sparse::matmul_dsd")
-def _(values, dense, offsets, indices, slots, layout_heads, block, transpose_result, allow_tf32):
+def _(
+    values, dense, offsets, indices, slots, tile_lines, tile_entries, tile_units, tile_cuts, tile_slots,
+    layout_heads, block, transpose_result, allow_tf32,
+):  # fmt: skip
     rows, width = (offsets.shape[0] - 1) // layout_heads * block, dense.shape[3]
     return dense.new_empty(*dense.shape[:2], *((width, rows) if transpose_result else (rows, width)))

@@ -98,8 +98,8 @@ def test_lists_that_lead_outside_are_refused(operator: str, name: str, spoiled: 
 
     def call(offsets: torch.Tensor, indices: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         arguments = {
-            "matmul_sdd": (dense, dense.mT, offsets, indices, 1, 16, False),
-            "matmul_dsd": (values, dense, offsets, indices, slots, 1, 16, False, False),
+            "matmul_sdd": (dense, dense.mT, offsets, indices, *[None] * 4, 1, 16, False),
+            "matmul_dsd": (values, dense, offsets, indices, slots, *[None] * 5, 1, 16, False, False),
             "softmax_forward": (values, bias, None, None, offsets, indices, 1, 16, 1.0, False),
             "softmax_backward": (values, values, offsets, 1, 16, 1.0),
             "softmax_bias_backward": (values, offsets, indices, 1, 1, 16, [1, 1, 32, 32]),

@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 
 from ds_sparse.index import BlockIndex
 from ds_sparse.ops import MatMul
+from ds_sparse.ops.matmul import product_tiles
 
 MODES = ("sdd", "dsd", "dds")
 TRANSPOSITIONS = [(False, False), (True, False), (False, True), (True, True)]
@@ -158,6 +159,22 @@ def test_lines_of_every_length(
     device: str, mode: str, block: int, rows: int, columns: int, width: int, dtype: torch.dtype
 ):
     """Full, long, short and empty rows and columns: lists are cut within lines, between them and at their ends."""
+    check_lines_of_every_length(device, mode, block, rows, columns, width, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("block", "rows", "columns", "width"), [(16, 42, 45, 72), (32, 21, 23, 64)])
+@pytest.mark.parametrize("mode", MODES)
+def test_tiles_that_are_cut(
+    device: str, mode: str, block: int, rows: int, columns: int, width: int, dtype: torch.dtype
+):
+    """Lists of more than 512 tokens, below which those of tiles stay whole; only these dtypes walk tiles."""
+    check_lines_of_every_length(device, mode, block, rows, columns, width, dtype)
+
+
+def check_lines_of_every_length(
+    device: str, mode: str, block: int, rows: int, columns: int, width: int, dtype: torch.dtype
+) -> None:
     heads = 2
     live = torch.rand(heads, rows, columns, generator=seeded()) < 0.1
     live[0, 3] = live[1, -1] = live[0, :, 2] = live[1, :, -1] = True
@@ -167,14 +184,31 @@ def test_lines_of_every_length(
         check(case, dtype, device, ("contiguous",) * 3, (True, True))
 
 
-def test_the_same_bits_every_time(device: str):
+@pytest.mark.parametrize("block", [16, 32, 64])
+def test_the_same_bits_every_time(device: str, block: int):
     layout = torch.rand(12, 40, 40, generator=seeded()) < 0.2
     layout[:, 0] = layout[:, :, 0] = True
-    a = torch.randn(2, 12, 2560, 64, generator=seeded()).to(device, torch.bfloat16)
-    sdd, dsd = MatMul(layout, 64, "sdd", trans_b=True), MatMul(layout, 64, "dsd", trans_a=True)
+    a = torch.randn(2, 12, 40 * block, 64, generator=seeded()).to(device, torch.bfloat16)
+    sdd, dsd = MatMul(layout, block, "sdd", trans_b=True), MatMul(layout, block, "dsd", trans_a=True)
     first = dsd(sdd(a, a), a)
     for _ in range(5):
         assert torch.equal(dsd(sdd(a, a), a), first)
+
+
+@pytest.mark.parametrize("trans", [False, True])
+@pytest.mark.parametrize(("block", "width"), [(16, 8), (16, 72), (32, 64), (32, 128)])
+def test_each_of_many_matrices_is_as_by_itself(device: str, block: int, width: int, trans: bool):
+    """On a GPU a thread block comes to many matrices, to more units than are asked for together."""
+    layout = torch.rand(2, 9, 9, generator=seeded()) < 0.3
+    layout[:, 4] = layout[:, :, 2] = False
+    batch = 8 if device == "cpu" else 3000
+    a = torch.randn(batch, 2, 9 * block, width, generator=seeded()).to(device, torch.bfloat16)
+    sdd, dsd = MatMul(layout, block, "sdd", trans_b=True), MatMul(layout, block, "dsd", trans_a=trans)
+    values = sdd(a, a)
+    result = dsd(values, a)
+    for i in (0, 1, batch // 2, batch - 1):
+        assert torch.equal(sdd(a[i : i + 1], a[i : i + 1]), values[i : i + 1])
+        assert torch.equal(dsd(values[i : i + 1], a[i : i + 1]), result[i : i + 1])
 
 
 @pytest.mark.gpu
@@ -336,12 +370,15 @@ def raw_arguments(device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
     rng = seeded()
     a, b = random(rng, 2, 2, 32, 8, dtype=dtype).to(device), random(rng, 2, 2, 48, 8, dtype=dtype).to(device)
     values = random(rng, 2, layout.num_values(2), 16, 16, dtype=dtype).to(device)
-    rows = (index.row_offsets, index.row_columns, None, index.layout_heads, 16)
-    columns = (index.column_offsets, index.column_rows, index.column_slots, index.layout_heads, 16)
+    tiles = {side: product_tiles(index, side, dtype) for side in ("rows", "columns")}
+    rows = (index.row_offsets, index.row_columns, None, *tiles["rows"])
+    columns = (index.column_offsets, index.column_rows, index.column_slots, *tiles["columns"])
+    lines, entries, units, _, slots = tiles["rows"]
+    sdd = (a, b.transpose(2, 3), index.row_offsets, index.row_columns, lines, entries, units, slots)
     return {
-        "matmul_sdd": [(a, b.transpose(2, 3), index.row_offsets, index.row_columns, index.layout_heads, 16, False)],
+        "matmul_sdd": [(*sdd, index.layout_heads, 16, False)],
         "matmul_dsd": [
-            (values, dense, *lists, transpose, False)
+            (values, dense, *lists, index.layout_heads, 16, transpose, False)
             for dense, lists in ((b, rows), (a, columns))
             for transpose in (False, True)
         ],
