@@ -171,8 +171,8 @@ struct Team {
 template <int kNumber>
 using Units = std::integral_constant<int, kNumber>;
 
-// Calls f(s, i, unit) for the lane's units of each strip s, kUnits at most, from its `first` on: unit `unit` of the strip
-// is number i of them.
+// Calls f(s, i, unit) for the lane's units of each strip s, from its `first` on and kUnits at most, of which unit `unit`
+// of the strip is number i.
 template <int kUnits, int kStrips, class F>
 __device__ __forceinline__ void for_each_unit(
     const Strip (&strips)[kStrips], const Team& team, int first, const F& f) {
