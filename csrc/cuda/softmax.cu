@@ -1,8 +1,8 @@
 // Row softmax over live blocks. Schemas and shapes: csrc/library.cpp; meaning: ds_sparse/reference.py.
 //
-// The live blocks of a block row lie one after the other in memory, each a contiguous square. So a warp takes a strip of
-// a block row: the neighbouring token rows of which a load of 16 bytes a lane covers 512 contiguous bytes of each block,
-// a unit. A few neighbouring lanes have a token row, and each holds one run of it for every unit. Warps take several
+// The live blocks of a block row lie one after the other in memory, each contiguous. So a warp takes a strip of a block
+// row: those neighbouring token rows of which a load of 16 bytes a lane covers 512 contiguous bytes in each block, a
+// unit. A few neighbouring lanes share a token row and hold a run of 16 bytes of it for every unit. Warps take several
 // short strips at once; long ones are shared by 2 to 8 warps; what these cannot hold is read twice, the second time
 // mostly from cache.
 
@@ -35,7 +35,7 @@ struct Blocks {
   uint32_t layout_heads, rows, values, given_entries;
   int log_block;
 
-  // N, the live blocks of the stored layouts. Where it is not given, only the device knows it without a synchronisation.
+  // N, the live blocks of the stored layouts. If it is not given, only the device knows it without a synchronisation.
   __device__ uint32_t entries() const {
     return given_entries != 0 ? given_entries : row_offsets[int64_t{layout_heads} * rows];
   }
@@ -58,11 +58,11 @@ struct Blocks {
 template <class T>
 struct Cut {
   int log_block;
-  int log_runs;   // of a token row in a unit, but for blocks side by side
-  int log_side;   // blocks side by side
-  int log_parts;  // units of a block
+  int log_runs;        // of a block's token row in a unit
+  int log_side;        // blocks side by side in a unit
+  int log_parts;       // units of a block in a strip
   uint32_t row_lanes;  // the bits in which lanes of the same token row differ
-  uint32_t gap;        // runs of 16 bytes of a block that are not the strip's
+  uint32_t gap;        // runs of a block that are not the strip's
 
   explicit Cut(int log_block) : log_block(log_block) {
     const int log_row = log_block - log2_of(kRun<T>);
@@ -74,18 +74,24 @@ struct Cut {
   }
 
   __device__ int log_rows() const { return kLogLanes - log_runs - log_side; }  // of a strip
-  __device__ int log_strips() const { return log_block - log_rows(); }        // of a block row
-  __device__ int log_block_runs() const { return log_block + log_runs + log_parts; }
+  __device__ int log_strips() const { return log_block - log_rows(); }         // of a block row
+  // Where its entry `entry` begins, in runs.
+  __device__ int64_t run_of(int64_t entry) const { return entry << (log_block + log_runs + log_parts); }
+  // Units in which so many blocks are, or those that lie at `side`.
   __device__ int units(int blocks, int side = 0) const {
     return ((blocks << log_parts) + (1 << log_side) - 1 - side) >> log_side;
   }
-  // A lane's run of unit `unit`, where `strip` is its first.
-  template <class R>
-  __device__ __forceinline__ R* at(R* strip, int unit) const {
-    return strip + (static_cast<uint32_t>(unit >> log_parts) * gap + static_cast<uint32_t>(unit) * kLanes);
+  // The lane's run in unit `unit`, where `strip` is that in the first.
+  template <class Words>
+  __device__ __forceinline__ Words* at(Words* strip, int unit) const {
+    const uint32_t run = static_cast<uint32_t>(unit >> log_parts) * gap + static_cast<uint32_t>(unit) * kLanes;
+    // The compiler would add up offsets in 64 bits, from the beginning of the tensor: six instructions in place of one.
+    Words* words;
+    asm("mad.wide.u32 %0, %1, 16, %2;" : "=l"(words) : "r"(run), "l"(strip));
+    return words;
   }
 
-  // Of strip `number` of all: its block row among all of them, and the lane's token row in that.
+  // Of strip `number` of all: its block row among all of them, its place in that, and the lane's token row in that.
   __device__ uint32_t line(int64_t number) const { return static_cast<uint32_t>(number >> log_strips()); }
   __device__ int strip(int64_t number) const { return static_cast<int>(number) & ((1 << log_strips()) - 1); }
   __device__ int row(int64_t number) const {
@@ -122,6 +128,7 @@ struct Cut {
   }
 };
 
+// Gives all elements of an array the value x.
 template <class X>
 __device__ __forceinline__ void fill(X& all, const std::remove_all_extents_t<X>& x) {
   if constexpr (std::is_array_v<X>) {
@@ -146,7 +153,7 @@ struct Strip {
 // The warps that share a strip, each of whose units is every 2^log_warps-th.
 struct Team {
   int log_warps, member;
-  int* turn;  // of the two places of an exchange: one may still be read while the other is written
+  int* turn;  // which of two places is next to exchange in: the other may still be read
 
   __device__ int unit(int i) const { return (i << log_warps) + member; }
 
@@ -164,18 +171,24 @@ struct Team {
 template <int kNumber>
 using Units = std::integral_constant<int, kNumber>;
 
-// Calls f(i) for those from 0 to kUnits - 1 that are below `units`.
-template <int kUnits, class F>
-__device__ __forceinline__ void for_each_unit(int units, const F& f) {
+// Calls f(s, i, unit) for the lane's units of each strip s, from its `first` on and kUnits at most, of which unit `unit`
+// of the strip is number i.
+template <int kUnits, int kStrips, class F>
+__device__ __forceinline__ void for_each_unit(
+    const Strip (&strips)[kStrips], const Team& team, int first, const F& f) {
 #pragma unroll
-  for (int i = 0; i < kUnits; ++i) {
-    if (i < units) {
-      f(i);
+  for (int s = 0; s < kStrips; ++s) {
+    const int left = strips[s].units - first;
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      if (i < left) {
+        f(s, i, team.unit(first + i));
+      }
     }
   }
 }
 
-// The log of the strips of `units` units that a thread block takes at once, where a warp holds kHeld of them.
+// The log of how many strips of so many units a thread block takes at once.
 template <int kHeld, int kAtOnce>
 __device__ __forceinline__ int log_at_once(int units) {
   if (units > kHeld) {
@@ -184,9 +197,8 @@ __device__ __forceinline__ int log_at_once(int units) {
   return units > kAtOnce / 2 ? kLogWarps : units > kAtOnce / 4 ? kLogWarps + 1 : kLogWarps + 2;
 }
 
-// Has all strips worked on, shared out over the grid. `work` is given how many units it has to hold of each, the strips
-// that the warp takes at once and the warps that share them: one warp with up to kAtOnce units in all, or for each strip
-// 2^k with kHeld each, and more in the longest.
+// Has all strips worked on, shared out over the grid: calls work(units, strips, team) for those that the warp takes at
+// once, each with up to `units` units: up to kAtOnce in all, or of one kHeld. The latter may be shared, and longer.
 template <int kHeld, int kAtOnce, class T, class Work>
 __device__ __forceinline__ void for_all_strips(
     const Blocks& blocks, const Cut<T>& cut, int64_t batch, const Work& work) {
@@ -196,11 +208,11 @@ __device__ __forceinline__ void for_all_strips(
   // Of the layouts; block rows of all heads and batches are fewer than 2^32.
   const uint32_t copies = static_cast<uint32_t>(batch) * blocks.values / entries;
   const int64_t strips = (int64_t{copies} * lines) << cut.log_strips();
-  // A thread block looks at so many strips at a time, a lane at each: a whole number of times what it takes at once of
-  // average ones, and where possible not more than its share.
-  const int at_once = 1 << log_at_once<kHeld, kAtOnce>(cut.units(entries / lines));
-  const int share = static_cast<int>(min(__fdividef(static_cast<float>(strips), gridDim.x), float{kLanes})) + at_once - 1;
-  const int looked_at = max(at_once, min(share & -at_once, kLanes));
+  // A thread block looks at so many strips at a time, a lane at each: its share, if that is not too many, in whole
+  // numbers of what it takes at once of average ones.
+  const int at_once = 1 << log_at_once<kHeld, kAtOnce>(cut.units(static_cast<int>(__fdividef(entries, lines))));
+  const int share = static_cast<int>(min(__fdividef(strips, gridDim.x), float{kLanes}));
+  const int looked_at = max(at_once, (share + at_once - 1) & -at_once);
   int turn = 0;
   for (int64_t start = int64_t{blockIdx.x} * looked_at; start < strips; start += int64_t{gridDim.x} * looked_at) {
     const int64_t number = start + lane;
@@ -208,7 +220,7 @@ __device__ __forceinline__ void for_all_strips(
     const int first_entry = blocks.row_offsets[of_layout];
     const bool exists = lane < looked_at && number < strips;
     const int count = exists ? blocks.row_offsets[of_layout + 1] - first_entry : 0;
-    const int64_t run = ((int64_t{line / lines} * entries + first_entry) << cut.log_block_runs()) +
+    const int64_t run = cut.run_of(int64_t{line / lines} * entries + first_entry) +
                         (cut.strip(number) << (kLogLanes + cut.log_parts));
     const int log = count > 0 ? log_at_once<kHeld, kAtOnce>(cut.units(count)) : -1;
 
@@ -233,7 +245,7 @@ __device__ __forceinline__ void for_all_strips(
       const auto take = [&](auto held, const auto&... strips) {
         const Strip taken[] = {strips...};
         if (log_warps > 0 || taken[0].most > 0) {
-          work(held, taken, team);
+          work(held, taken, held < kHeld ? Team{0, 0, &turn} : team);
         }
       };
       for (int done = 0; done < __popc(ones); done += 1 << kind) {
@@ -287,14 +299,6 @@ __device__ __forceinline__ void add_run(const Run<T, kRun<T>>& bias, Compute<T> 
   }
 }
 
-template <class A, int Count>
-__device__ __forceinline__ void mask(A (&logits)[Count]) {
-#pragma unroll
-  for (A& logit : logits) {
-    logit = -infinity<A>();
-  }
-}
-
 template <class T>
 struct Forward {
   const uint4* scores;
@@ -308,12 +312,13 @@ struct Forward {
   bool causal;
 };
 
-// Scales what was read, adds what is given, and drops what is masked: `logits` as for_each(f) knows them, f(s, i, unit).
-template <class T, int kStrips, int kUnits, class ForEach>
+// Scales the scores in `logits`, adds what is given, and drops what is masked.
+template <class T, int kStrips, int kUnits>
 __device__ __forceinline__ void finish_logits(
-    const Forward<T>& p, const Strip (&strips)[kStrips], Compute<T> (&logits)[kStrips][kUnits][kRun<T>],
-    const ForEach& for_each) {
+    const Forward<T>& p, const Strip (&strips)[kStrips], const Team& team, int first,
+    Compute<T> (&logits)[kStrips][kUnits][kRun<T>]) {
   using A = Compute<T>;
+  const auto for_each = [&](const auto& f) { for_each_unit<kUnits>(strips, team, first, f); };
   const uint32_t heads = p.blocks.heads(p.blocks.entries());
   for_each([&](int s, int i, int) { scale_run(logits[s][i], p.scale); });
   const auto column_of = [&](int s, int unit) { return p.cut.column(unit, p.columns + strips[s].first_entry); };
@@ -382,15 +387,9 @@ __global__ void __launch_bounds__(kThreads, 2) softmax_forward_kernel(const __gr
     A numbers[kStrips][kUnits][kRun<T>];  // logits that are not plain, powers that are held
     A largest[kStrips], reference[kStrips], sum[kStrips], factor[kStrips];
 
-    // Calls f(s, i, unit) for the units of the strips from number `first` of the lane's on, which it holds in places i.
-    const auto for_each = [&](int first, const auto& f) {
-#pragma unroll
-      for (int s = 0; s < kStrips; ++s) {
-        for_each_unit<kUnits>(strips[s].units - first, [&](int i) { f(s, i, kIsWhole ? i : team.unit(first + i)); });
-      }
-    };
+    const auto for_each = [&](int first, const auto& f) { for_each_unit<kUnits>(strips, team, first, f); };
     const auto read = [&](int first) {
-      // Without values for units that are not there those of earlier strips would keep their registers.
+      // Where a unit is not there, what was held of earlier strips would keep its registers.
       fill(runs, {});
       fill(numbers, 0);
       for_each(first, [&](int s, int i, int unit) {
@@ -398,7 +397,7 @@ __global__ void __launch_bounds__(kThreads, 2) softmax_forward_kernel(const __gr
       });
       if constexpr (!kPlain) {
         for_each(first, [&](int s, int i, int) { unpack<T>(runs[s][i], numbers[s][i]); });
-        finish_logits<T>(p, strips, numbers, [&](const auto& f) { for_each(first, f); });
+        finish_logits(p, strips, team, first, numbers);
       }
     };
     const auto find_largest = [&](int first, A (&of_lane)[kStrips]) {
@@ -432,12 +431,12 @@ __global__ void __launch_bounds__(kThreads, 2) softmax_forward_kernel(const __gr
         f(s, powers, unit);
       });
     };
-    const auto write = [&](int s, A(&powers)[kRun<T>], int unit) {
+    const auto write = [&](int s, A (&powers)[kRun<T>], int unit) {
 #pragma unroll
       for (A& power : powers) {
         power *= factor[s];
       }
-      *p.cut.at(p.probs + strips[s].run, unit) = pack<T>(powers);
+      store_words(p.cut.at(p.probs + strips[s].run, unit), pack<T>(powers));
     };
 
     fill(largest, -infinity<A>());
@@ -519,15 +518,9 @@ __global__ void __launch_bounds__(kThreads, 2) softmax_backward_kernel(const __g
     constexpr bool kIsWhole = kUnits < kHeld;
     uint4 grads[kStrips][kUnits], probs[kStrips][kUnits];
     A dot[kStrips];
-    const auto for_each = [&](int first, const auto& f) {
-#pragma unroll
-      for (int s = 0; s < kStrips; ++s) {
-        for_each_unit<kUnits>(strips[s].units - first, [&](int i) {
-          f(s, i, kIsWhole ? i : team.unit(first + i));
-        });
-      }
-    };
+    const auto for_each = [&](int first, const auto& f) { for_each_unit<kUnits>(strips, team, first, f); };
     const auto read = [&](int first) {
+      // As forward.
       fill(grads, {});
       fill(probs, {});
       for_each(first, [&](int s, int i, int unit) {
@@ -573,7 +566,7 @@ __global__ void __launch_bounds__(kThreads, 2) softmax_backward_kernel(const __g
         for (int e = 0; e < kRun<T>; ++e) {
           grad[e] = p.scale * prob[e] * (grad[e] - dot[s]);
         }
-        *p.cut.at(p.grad_scores + strips[s].run, unit) = pack<T>(grad);
+        store_words(p.cut.at(p.grad_scores + strips[s].run, unit), pack<T>(grad));
       });
       first += kUnits;
     } while (!kIsWhole && first < strips[0].most);
@@ -716,8 +709,8 @@ Tensor softmax_forward(
         blocks_of(scores, row_offsets, layout_heads, block, columns.size(0)), Cut<T>(log2_of(block)),
         columns.const_data_ptr<int32_t>(), scores.size(0), biases, static_cast<Compute<T>>(scale), causal};
     launch(
-        plain ? softmax_forward_kernel<T, true> : softmax_forward_kernel<T, false>, thread_blocks(scores, launch), kThreads,
-        arguments);
+        plain ? softmax_forward_kernel<T, true> : softmax_forward_kernel<T, false>, thread_blocks(scores, launch),
+        kThreads, arguments);
   });
   return probs;
 }
@@ -758,8 +751,8 @@ Tensor softmax_bias_backward(
     launch(
         softmax_bias_backward_kernel<T>, (grad_bias.numel() + threads.x - 1) / threads.x, threads,
         static_cast<const T*>(values.const_data_ptr()), static_cast<Compute<T>*>(grad_bias.mutable_data_ptr()),
-        blocks_of(values, row_offsets, layout_heads, block, columns.size(0)), columns.const_data_ptr<int32_t>(), values.size(0), heads,
-        BiasShape{shape[0], shape[1], shape[2], shape[3]});
+        blocks_of(values, row_offsets, layout_heads, block, columns.size(0)), columns.const_data_ptr<int32_t>(),
+        values.size(0), heads, BiasShape{shape[0], shape[1], shape[2], shape[3]});
   });
   return grad_bias;
 }

@@ -415,6 +415,42 @@ def test_rows_of_very_different_length(device: str):
         torch.testing.assert_close(probs[0, entries].transpose(0, 1).flatten(1), expected, rtol=1e-5, atol=1e-9)
 
 
+LENGTHS = (0, 1, 2, 3, 5, 6, 7, 10, 11, 12, 13, 20, 21, 24, 25, 40, 41, 48, 49, 80, 81, 161)
+"""Live blocks of a row, up to and beyond what CUDA's kernels hold in a warp, in two, four and eight, and what they read
+twice (blocks of 8: four of them count as one)."""
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block", [8, 16, 32])
+def test_rows_of_every_length(device: str, block: int, dtype: torch.dtype, masked: bool):
+    lengths = torch.tensor(LENGTHS)
+    if block == 8:
+        lengths = (4 * lengths - torch.arange(len(lengths)) % 4).clamp(min=0)
+    lengths = lengths[torch.randperm(len(lengths), generator=seeded())]
+    layout = make_layout(torch.arange(int(lengths.max())) < lengths[:, None])
+    given, rng = {}, seeded()
+    if masked:
+        tokens, keys = layout.rows * block, layout.columns * block
+        given = {
+            "attn_mask": torch.rand(1, 1, tokens, keys, generator=rng) < 0.8, "attn_mask_mode": "mul",
+            "key_padding_mask": random(rng, 1, keys),
+        }  # fmt: skip
+    case = make_case(layout, block, 1, scale=0.7, **given)
+    check(case, dtype, device, ("contiguous", "contiguous"), "x")
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block", [256, 512])
+def test_large_blocks(device: str, block: int, dtype: torch.dtype, masked: bool):
+    """A token row of a block is more than a warp loads at once."""
+    layout = make_layout(torch.tensor([[1, 0, 1], [0, 1, 0]]))
+    padding = torch.rand(1, 3 * block, generator=seeded(1)) < 0.8 if masked else None
+    case = make_case(layout, block, 1, key_padding_mask=padding, key_padding_mask_mode="mul", causal=masked)
+    check(case, dtype, device, ("contiguous", "contiguous"), "x")
+
+
 @pytest.mark.gpu
 def test_more_rows_than_a_grid_dimension_holds(device: str):
     """Batch times heads times block rows is above 65535."""
