@@ -65,49 +65,13 @@ __device__ __forceinline__ A sum_of(const A (&x)[Count]) {
   }
 }
 
-// The larger halves of two words.
-template <class T>
-__device__ __forceinline__ uint32_t larger_pair(uint32_t a, uint32_t b) {
-  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-  const Pair both = __hmax2(reinterpret_cast<const Pair&>(a), reinterpret_cast<const Pair&>(b));
-  return reinterpret_cast<const uint32_t&>(both);
-}
-
-// The larger elements of two runs.
-template <class T>
-__device__ __forceinline__ uint4 larger_of(const uint4& a, const uint4& b) {
-  if constexpr (sizeof(T) == 2) {
-    return {larger_pair<T>(a.x, b.x), larger_pair<T>(a.y, b.y), larger_pair<T>(a.z, b.z), larger_pair<T>(a.w, b.w)};
-  } else {
-    Compute<T> x[kRun<T>], y[kRun<T>];
-    unpack<T>(a, x);
-    unpack<T>(b, y);
-#pragma unroll
-    for (int i = 0; i < kRun<T>; ++i) {
-      x[i] = max(x[i], y[i]);
-    }
-    return pack<T>(x);
-  }
-}
-
-// A run that is smaller than any other.
-template <class T>
-__device__ __forceinline__ uint4 lowest_run() {
-  Compute<T> x[kRun<T>];
-#pragma unroll
-  for (Compute<T>& element : x) {
-    element = -infinity<Compute<T>>();
-  }
-  return pack<T>(x);
-}
-
 // The largest element of a run: halves two at a time.
 template <class T>
 __device__ __forceinline__ Compute<T> largest_of(const uint4& run) {
   if constexpr (sizeof(T) == 2) {
     using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-    const uint32_t word = larger_pair<T>(larger_pair<T>(run.x, run.y), larger_pair<T>(run.z, run.w));
-    const Pair both = reinterpret_cast<const Pair&>(word);
+    const auto pair = [](uint32_t word) { return reinterpret_cast<const Pair&>(word); };
+    const Pair both = __hmax2(__hmax2(pair(run.x), pair(run.y)), __hmax2(pair(run.z), pair(run.w)));
     return max(static_cast<float>(both.x), static_cast<float>(both.y));
   } else {
     Compute<T> x[kRun<T>];

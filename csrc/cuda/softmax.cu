@@ -1,10 +1,10 @@
 // Row softmax over live blocks. Schemas and shapes: csrc/library.cpp; meaning: ds_sparse/reference.py.
 //
-// The live blocks of a block row lie one after the other in memory, each contiguous. So a warp takes a strip of a block
-// row: those neighbouring token rows of which a load of 16 bytes a lane covers 512 contiguous bytes in each block, a
-// unit. A few neighbouring lanes share a token row and hold a run of 16 bytes of it for every unit. Warps take several
-// short strips at once; long ones are shared by 2 to 8 warps; what these cannot hold is read twice, the second time
-// mostly from cache.
+// `width` neighbouring threads share a token row and take its 16-byte runs in turn, whatever the size of its blocks; a
+// thread holds a few of them, which it copies to places of its own in shared memory: a warp's next rows while it works on
+// the present ones. It works on as many rows of a block row at once as its own length lets it. Rows that a warp cannot
+// hold are found first, spread over the thread blocks and done by 2 to 8 warps each; those that even these cannot hold
+// are read twice, the second time mostly from cache.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -16,6 +16,7 @@
 
 #include "../checks.h"
 #include "../compute.h"
+#include "copies.h"
 #include "elements.h"
 #include "launch.h"
 #include "logits.h"
@@ -25,20 +26,21 @@ namespace ds_sparse {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kLogLanes = 5, kLanes = 1 << kLogLanes;
-constexpr int kLogWarps = 3, kWarps = 1 << kLogWarps;
-constexpr uint32_t kAllLanes = 0xffffffff;
+constexpr int kLanes = 32;
+constexpr int kCacheLine = 128;  // bytes
+constexpr int kMostRows = 8;     // of a warp at once: blocks are 8 or more, so that they are of one block row
+constexpr int kRowsInTurn = 4;   // of a warp, at least: as many at most as are of one block row
+constexpr int kLongRows = 4;     // rows that a thread block takes together where a warp cannot hold one
+constexpr int kForwardHeld = 5, kBackwardHeld = 4;  // runs of each input that a thread holds
 
 // The live blocks of all heads and where their values are.
 struct Blocks {
   const int32_t* row_offsets;
-  uint32_t layout_heads, rows, values, given_entries;
+  uint32_t layout_heads, rows, values;
   int log_block;
 
-  // N, the live blocks of the stored layouts. If it is not given, only the device knows it without a synchronisation.
-  __device__ uint32_t entries() const {
-    return given_entries != 0 ? given_entries : row_offsets[int64_t{layout_heads} * rows];
-  }
+  // N, the live blocks of the stored layouts. Only the device knows it without a synchronisation.
+  __device__ uint32_t entries() const { return row_offsets[int64_t{layout_heads} * rows]; }
   __device__ uint32_t heads(uint32_t entries) const { return layout_heads == 1 ? values / entries : layout_heads; }
 
   // Entries [x, y) of block row `row` of `head`.
@@ -53,214 +55,295 @@ struct Blocks {
   }
 };
 
-// How block rows are cut into strips and these into units. Where a whole block is smaller than a unit, neighbouring
-// blocks are side by side in it; where a token row of a block is larger, it is a strip, and each of its parts a unit.
-template <class T>
-struct Cut {
-  int log_block;
-  int log_runs;        // of a block's token row in a unit
-  int log_side;        // blocks side by side in a unit
-  int log_parts;       // units of a block in a strip
-  uint32_t row_lanes;  // the bits in which lanes of the same token row differ
-  uint32_t gap;        // runs of a block that are not the strip's
+// The threads of a warp: 2^log_width to a row.
+struct Lanes {
+  static constexpr bool kHoldsRow = true;
+  int log_width;
 
-  explicit Cut(int log_block) : log_block(log_block) {
-    const int log_row = log_block - log2_of(kRun<T>);
-    log_runs = std::min(log_row, kLogLanes);
-    log_side = std::max(kLogLanes - log_block - log_row, 0);
-    log_parts = log_row - log_runs;
-    row_lanes = ((1u << log_runs) - 1) | (((1u << log_side) - 1) << (kLogLanes - log_side));
-    gap = log_side > 0 ? 0 : (1u << (log_block + log_row)) - (1u << (kLogLanes + log_parts));
-  }
+  __device__ int lane() const { return threadIdx.x & ((1 << log_width) - 1); }
+  __device__ int row() const { return threadIdx.x % kLanes >> log_width; }
+  __device__ int rows_at_once() const { return kLanes >> log_width; }
 
-  __device__ int log_rows() const { return kLogLanes - log_runs - log_side; }  // of a strip
-  __device__ int log_strips() const { return log_block - log_rows(); }         // of a block row
-  // Where its entry `entry` begins, in runs.
-  __device__ int64_t run_of(int64_t entry) const { return entry << (log_block + log_runs + log_parts); }
-  // Units in which so many blocks are, or those that lie at `side`.
-  __device__ int units(int blocks, int side = 0) const {
-    return ((blocks << log_parts) + (1 << log_side) - 1 - side) >> log_side;
-  }
-  // The lane's run in unit `unit`, where `strip` is that in the first.
-  template <class Words>
-  __device__ __forceinline__ Words* at(Words* strip, int unit) const {
-    const uint32_t run = static_cast<uint32_t>(unit >> log_parts) * gap + static_cast<uint32_t>(unit) * kLanes;
-    // The compiler would add up offsets in 64 bits, from the beginning of the tensor: six instructions in place of one.
-    Words* words;
-    asm("mad.wide.u32 %0, %1, 16, %2;" : "=l"(words) : "r"(run), "l"(strip));
-    return words;
-  }
-
-  // Of strip `number` of all: its block row among all of them, its place in that, and the lane's token row in that.
-  __device__ uint32_t line(int64_t number) const { return static_cast<uint32_t>(number >> log_strips()); }
-  __device__ int strip(int64_t number) const { return static_cast<int>(number) & ((1 << log_strips()) - 1); }
-  __device__ int row(int64_t number) const {
-    return (strip(number) << log_rows()) + ((threadIdx.x >> log_runs) & ((1 << log_rows()) - 1));
-  }
-  __device__ int side() const { return threadIdx.x % kLanes >> (kLogLanes - log_side); }
-  // The lane's first column of unit `unit` in a block row whose live blocks have `columns`.
-  __device__ int column(int unit, const int32_t* columns) const {
-    const int part = unit & ((1 << log_parts) - 1), run = threadIdx.x & ((1 << log_runs) - 1);
-    const int block = columns[((unit >> log_parts) << log_side) + side()];
-    return (block << log_block) + ((part << log_runs) + run) * kRun<T>;
-  }
-
-  // What f makes of the lanes of each token row; the same bits in all of them.
-  template <class A, int kCount, class F>
-  __device__ __forceinline__ void combine(A (&x)[kCount], const F& f) const {
-#pragma unroll
-    for (int log = kLogLanes - 1; log >= 0; --log) {
-      if (row_lanes >> log & 1) {
-#pragma unroll
-        for (A& of_strip : x) {
-          of_strip = f(of_strip, __shfl_xor_sync(kAllLanes, of_strip, 1 << log));
-        }
-      }
-    }
-  }
-  template <class A, int kCount>
-  __device__ __forceinline__ void sum(A (&x)[kCount]) const {
-    combine(x, [](A a, A b) { return a + b; });
-  }
-  template <class A, int kCount>
-  __device__ __forceinline__ void max(A (&x)[kCount]) const {
-    combine(x, [](A a, A b) { return ::max(a, b); });
-  }
-};
-
-// Gives all elements of an array the value x.
-template <class X>
-__device__ __forceinline__ void fill(X& all, const std::remove_all_extents_t<X>& x) {
-  if constexpr (std::is_array_v<X>) {
-#pragma unroll
-    for (auto& one : all) {
-      fill(one, x);
-    }
-  } else {
-    all = x;
-  }
-}
-
-// What a lane has of a strip.
-struct Strip {
-  int64_t number;   // among all strips
-  int64_t run;      // where its runs begin, in runs from the beginning of the tensor
-  int first_entry;  // of the block row
-  int units;        // of the lane
-  int most;         // of any lane of the warp
-};
-
-// The warps that share a strip, each of whose units is every 2^log_warps-th.
-struct Team {
-  int log_warps, member;
-  int* turn;  // which of two places is next to exchange in: the other may still be read
-
-  __device__ int unit(int i) const { return (i << log_warps) + member; }
-
-  // Gives x to the other warps. Returns where the first one's is, for the same lane; the next one's is kLanes further.
   template <class A>
-  __device__ __forceinline__ const A* exchange(A (&memory)[2][kThreads], std::type_identity_t<A> x) const {
-    A* of_turn = memory[*turn];
-    *turn ^= 1;
-    of_turn[threadIdx.x] = x;
-    __syncthreads();
-    return of_turn + threadIdx.x - member * kLanes;
+  __device__ A sum(A x) const {
+    return combine_lanes(x, log_width, [](A a, A b) { return a + b; });
+  }
+  template <class A>
+  __device__ A max(A x) const {
+    return combine_lanes(x, log_width, [](A a, A b) { return ::max(a, b); });
   }
 };
 
-template <int kNumber>
-using Units = std::integral_constant<int, kNumber>;
+// Those, each with kRuns runs of a row, the last of which may not be there.
+template <int kRuns>
+struct LanesWith : Lanes {
+  static constexpr int kShare = kRuns;
+};
 
-// Calls f(s, i, unit) for the lane's units of each strip s, from its `first` on and kUnits at most, of which unit `unit`
-// of the strip is number i.
-template <int kUnits, int kStrips, class F>
-__device__ __forceinline__ void for_each_unit(
-    const Strip (&strips)[kStrips], const Team& team, int first, const F& f) {
+// Those of a thread block: 2^log_width to a row, two warps at least.
+struct Warps {
+  static constexpr bool kHoldsRow = false;
+  int log_width;
+  double (*exchange)[kThreads / kLanes];  // two, so that one may still be read while the other is written
+  mutable int turn = 0;
+
+  __device__ int lane() const { return threadIdx.x & ((1 << log_width) - 1); }
+  __device__ int row() const { return threadIdx.x >> log_width; }
+  __device__ int rows_at_once() const { return kThreads >> log_width; }
+
+  template <class A>
+  __device__ A sum(A x) const {
+    return combine(sum_of_lanes(x, kLanes), [](A a, A b) { return a + b; });
+  }
+  template <class A>
+  __device__ A max(A x) const {
+    return combine(max_of_lanes(x, kLanes), [](A a, A b) { return ::max(a, b); });
+  }
+
+ private:
+  template <class A, class F>
+  __device__ A combine(A x, const F& f) const {
+    A* of_warp = reinterpret_cast<A*>(exchange[turn]);
+    turn ^= 1;
+    if (threadIdx.x % kLanes == 0) {
+      of_warp[threadIdx.x / kLanes] = x;
+    }
+    __syncthreads();
+    of_warp += row() << log_width - log2_of(kLanes);
+    x = of_warp[0];
+    for (int i = 1; i < 1 << (log_width - log2_of(kLanes)); ++i) {
+      x = f(x, of_warp[i]);
+    }
+    return x;
+  }
+};
+
+// The log of the smallest number of threads that hold `runs` runs with `held` each; it is from `least` to `most`.
+__device__ __forceinline__ int log_width_for(uint32_t runs, int held, int least, int most) {
+  int log = least;
+  while (log < most && (held << log) < runs) {
+    ++log;
+  }
+  return log;
+}
+
+// Rows of one block row: where they are, and their elements as `count` runs of 16 bytes each, of which a thread holds
+// kHeld at once.
+template <class T, int kHeld>
+struct Rows {
+  static constexpr int kLogRun = log2_of(kRun<T>);
+  uint32_t batch, head, row, first_within;
+  int64_t first_run;
+  int first_entry, count, log_block;
+
+  // The first row is number `first` of the token rows of all heads and batches.
+  __device__ Rows(const Blocks& blocks, uint32_t entries, uint32_t heads, int64_t first) : log_block(blocks.log_block) {
+    // Block rows of all heads and batches are fewer than 2^32.
+    const uint32_t line = static_cast<uint32_t>(first >> log_block), matrix = line / blocks.rows;
+    row = line % blocks.rows;
+    batch = matrix / heads;
+    head = matrix % heads;
+    first_within = static_cast<uint32_t>(first) & ((1u << log_block) - 1);
+    const int2 of_row = blocks.entries_of(head, row);
+    first_entry = of_row.x;
+    first_run = (blocks.element_of(batch, head, entries, of_row.x) >> kLogRun) + (first_within << log_runs());
+    count = (of_row.y - of_row.x) << log_runs();
+  }
+
+  __device__ bool is_long() const { return count > kHeld * kLanes; }
+  template <class Team>
+  __device__ int held_by(const Team& team) const {
+    return kHeld << team.log_width;
+  }
+  __device__ int log_runs() const { return log_block - kLogRun; }
+  __device__ uint32_t token(int number) const { return (row << log_block) + first_within + number; }
+  __device__ int within_block(int run) const { return run & ((1 << log_runs()) - 1); }
+  // The place of row `number`'s first run among all of a tensor, and of its others counted from there.
+  __device__ int64_t place(int number) const { return first_run + (number << log_runs()); }
+  __device__ uint32_t offset(int run) const {
+    return (static_cast<uint32_t>(run >> log_runs()) << (log_block + log_runs())) + within_block(run);
+  }
+  __device__ int column(int run, const int32_t* columns) const {
+    return (columns[first_entry + (run >> log_runs())] << log_block) + (within_block(run) << kLogRun);
+  }
+
+  // Calls f(i, run) for the thread's share, i < kHeld, of the runs from `first` on; those that no thread of the row has
+  // are left out. With the last of the others, `run` may not be there. What is known to have a share has all from 0 on.
+  template <class Team, class F>
+  __device__ __forceinline__ void for_each_run(const Team& team, int first, const F& f) const {
+    if constexpr (requires { Team::kShare; }) {
 #pragma unroll
-  for (int s = 0; s < kStrips; ++s) {
-    const int left = strips[s].units - first;
-#pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
-      if (i < left) {
-        f(s, i, team.unit(first + i));
+      for (int i = 0; i < Team::kShare; ++i) {
+        f(i, (i << team.log_width) + team.lane());
       }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        const int start = first + (i << team.log_width);
+        if (start < count) {
+          f(i, start + team.lane());
+        }
+      }
+    }
+  }
+};
+
+// Calls f with a constant of `number`, which is from 1 to kLargest.
+template <int kLargest, class F>
+__device__ __forceinline__ void with_number(int number, const F& f) {
+  if constexpr (kLargest > 1) {
+    if (number < kLargest) {
+      return with_number<kLargest - 1>(number, f);
+    }
+  }
+  f(std::integral_constant<int, kLargest>{});
+}
+
+// Where threads copy what they hold of kInputs tensors: two stages, of which only one is used where rows are long.
+template <int kHeld, int kInputs>
+struct Stages {
+  uint4 runs[2][kInputs][kHeld][kThreads];
+
+  __device__ const uint4& of(int stage, int i, int input = 0) const { return runs[stage][input][i][threadIdx.x]; }
+
+  // Starts copying a run there, or zeros if it is not `given`.
+  __device__ void copy(int stage, int i, int input, const uint4* from, bool given = true) const {
+    start_copy<16>(shared_address(&of(stage, i, input)), from, given ? 16 : 0);
+  }
+};
+
+// Keeps reads of a stage where they are among copies to it, which the compiler does not know to be writes.
+__device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
+
+// Copies a thread's share of a long row's runs from `first` on.
+template <class Copy, class Rows, class Team>
+__device__ __forceinline__ void copy_now(const Copy& copy, const Rows& rows, const Team& team, int row, int first) {
+  keep_order();
+  copy(rows, team, row, first, 0);
+  end_of_copies();
+  wait_for_copies<0>();
+  keep_order();
+}
+
+// Goes twice through a row whose first runs have been copied, in chunks of what the team holds: calls add(first) for
+// each, finish() after all of them, then write(first, again) for each. A row of one chunk is not copied `again`.
+template <class Copy, class Rows, class Team, class Add, class Finish, class Write>
+__device__ __forceinline__ void for_each_chunk(
+    const Copy& copy, const Rows& rows, const Team& team, int row, const Add& add, const Finish& finish,
+    const Write& write) {
+  add(0);
+  if constexpr (Team::kHoldsRow) {
+    finish();
+    write(0, false);
+  } else {
+    const int held = rows.held_by(team);
+    for (int first = held; first < rows.count; first += held) {
+      copy_now(copy, rows, team, row, first);
+      add(first);
+    }
+    finish();
+    if (rows.count <= held) {
+      write(0, false);
+      return;
+    }
+    for (int first = 0; first < rows.count; first += held) {
+      copy_now(copy, rows, team, row, first);
+      write(first, true);
     }
   }
 }
 
-// The log of how many strips of so many units a thread block takes at once.
-template <int kHeld, int kAtOnce>
-__device__ __forceinline__ int log_at_once(int units) {
-  if (units > kHeld) {
-    return units <= 2 * kHeld ? kLogWarps - 1 : units <= 4 * kHeld ? kLogWarps - 2 : 0;
-  }
-  return units > kAtOnce / 2 ? kLogWarps : units > kAtOnce / 4 ? kLogWarps + 1 : kLogWarps + 2;
-}
+// Has all token rows copied, and worked on when they are there, shared out over the grid, long ones first. `copy` and
+// `work` take rows, a team, which of the rows is its own, and a stage; `copy` also the first of the runs to copy.
+template <class T, int kHeld, class Copy, class Work>
+__device__ __forceinline__ void for_all_rows(
+    const Blocks& blocks, int64_t batch, const Copy& copy, const Work& work) {
+  using OfBlock = Rows<T, kHeld>;
+  __shared__ double exchange[2][kThreads / kLanes];
+  __shared__ uint32_t long_ones[kThreads / kLanes];
+  const uint32_t entries = blocks.entries(), heads = blocks.heads(entries);
+  const int64_t token_rows = (batch * heads * blocks.rows) << blocks.log_block;
+  const int warp = threadIdx.x / kLanes;
 
-// Has all strips worked on, shared out over the grid: calls work(units, strips, team) for those that the warp takes at
-// once, each with up to `units` units: up to kAtOnce in all, or of one kHeld. The latter may be shared, and longer.
-template <int kHeld, int kAtOnce, class T, class Work>
-__device__ __forceinline__ void for_all_strips(
-    const Blocks& blocks, const Cut<T>& cut, int64_t batch, const Work& work) {
-  static_assert(kLogWarps == 3);
-  const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
-  const uint32_t entries = blocks.entries(), lines = blocks.layout_heads * blocks.rows;
-  // Of the layouts; block rows of all heads and batches are fewer than 2^32.
-  const uint32_t copies = static_cast<uint32_t>(batch) * blocks.values / entries;
-  const int64_t strips = (int64_t{copies} * lines) << cut.log_strips();
-  // A thread block looks at so many strips at a time, a lane at each: its share, if that is not too many, in whole
-  // numbers of what it takes at once of average ones.
-  const int at_once = 1 << log_at_once<kHeld, kAtOnce>(cut.units(static_cast<int>(__fdividef(entries, lines))));
-  const int share = static_cast<int>(min(__fdividef(strips, gridDim.x), float{kLanes}));
-  const int looked_at = max(at_once, (share + at_once - 1) & -at_once);
-  int turn = 0;
-  for (int64_t start = int64_t{blockIdx.x} * looked_at; start < strips; start += int64_t{gridDim.x} * looked_at) {
-    const int64_t number = start + lane;
-    const uint32_t line = cut.line(number), of_layout = line % lines;
-    const int first_entry = blocks.row_offsets[of_layout];
-    const bool exists = lane < looked_at && number < strips;
-    const int count = exists ? blocks.row_offsets[of_layout + 1] - first_entry : 0;
-    const int64_t run = cut.run_of(int64_t{line / lines} * entries + first_entry) +
-                        (cut.strip(number) << (kLogLanes + cut.log_parts));
-    const int log = count > 0 ? log_at_once<kHeld, kAtOnce>(cut.units(count)) : -1;
-
-    // Long ones first.
-#pragma unroll 1
-    for (uint32_t kinds = __reduce_or_sync(kAllLanes, count > 0 ? 1u << log : 0); kinds != 0; kinds &= kinds - 1) {
-      const int kind = __ffs(kinds) - 1;
-      const uint32_t ones = __ballot_sync(kAllLanes, log == kind);
-      const int rank = log == kind ? __popc(ones & ((1u << lane) - 1)) : -1;
-      const int log_warps = max(kLogWarps - kind, 0);
-      const Team team{log_warps, warp & ((1 << log_warps) - 1), &turn};
-      // The strip of this kind with that rank, or one without units.
-      const auto strip_of = [&](int wanted) {
-        const uint32_t of_lane = __ballot_sync(kAllLanes, rank == wanted);
-        const int from = of_lane != 0 ? __ffs(of_lane) - 1 : 0;
-        const int blocks = of_lane != 0 ? __shfl_sync(kAllLanes, count, from) : 0;
-        const auto of_member = [&](int units) { return (units - team.member + (1 << log_warps) - 1) >> log_warps; };
-        return Strip{
-            start + from, __shfl_sync(kAllLanes, run, from) + lane, __shfl_sync(kAllLanes, first_entry, from),
-            of_member(cut.units(blocks, cut.side())), of_member(cut.units(blocks))};
-      };
-      const auto take = [&](auto held, const auto&... strips) {
-        const Strip taken[] = {strips...};
-        if (log_warps > 0 || taken[0].most > 0) {
-          work(held, taken, held < kHeld ? Team{0, 0, &turn} : team);
+  // Task number `first` + i * gridDim.x is thread i's to look at, and the thread block's to do.
+  for (int64_t first = blockIdx.x; first < token_rows / kLongRows; first += int64_t{gridDim.x} * kThreads) {
+    const auto rows_of = [&](int i) {
+      return OfBlock(blocks, entries, heads, (first + int64_t{gridDim.x} * i) * kLongRows);
+    };
+    const bool exists = first + int64_t{gridDim.x} * threadIdx.x < token_rows / kLongRows;
+    const uint32_t of_warp = __ballot_sync(0xffffffffu, exists && rows_of(threadIdx.x).is_long());
+    if (threadIdx.x % kLanes == 0) {
+      long_ones[warp] = of_warp;
+    }
+    __syncthreads();
+    for (int w = 0; w < kThreads / kLanes; ++w) {
+      for (uint32_t ones = long_ones[w]; ones != 0; ones &= ones - 1) {
+        const OfBlock rows = rows_of(w * kLanes + __ffs(ones) - 1);
+        const Warps team{log_width_for(rows.count, kHeld, log2_of(2 * kLanes), log2_of(kThreads)), exchange};
+        for (int row = team.row(); row < kLongRows; row += team.rows_at_once()) {
+          copy_now(copy, rows, team, row, 0);
+          work(rows, team, row, 0);
         }
-      };
-      for (int done = 0; done < __popc(ones); done += 1 << kind) {
-        const int first = done + (kind <= kLogWarps ? warp >> log_warps : warp << (kind - kLogWarps));
-        if (kind == kLogWarps + 2) {
-          take(Units<kAtOnce / 4>{}, strip_of(first), strip_of(first + 1), strip_of(first + 2), strip_of(first + 3));
-        } else if (kind == kLogWarps + 1) {
-          take(Units<kAtOnce / 2>{}, strip_of(first), strip_of(first + 1));
-        } else if (const Strip strip = strip_of(first); kAtOnce < kHeld && kind == kLogWarps && strip.most <= kAtOnce) {
-          take(Units<kAtOnce>{}, strip);
-        } else {
-          take(Units<kHeld>{}, strip);
-        }
+        __syncthreads();  // the next ones exchange from the first place again
       }
     }
+    __syncthreads();
+  }
+
+  // Rows of average length leave some of what a warp can hold free for those that are longer.
+  const int64_t lines = int64_t{blocks.layout_heads} * blocks.rows;
+  const int64_t runs = (int64_t{entries} << blocks.log_block) / kRun<T>;
+  const int least = log_width_for((runs + lines - 1) / lines, kHeld - 1, log2_of(kLanes / kMostRows), log2_of(kLanes));
+  // Rows that a warp takes in turn before it jumps by the grid: those of a block row share the search for its entries.
+  // Where blocks' rows do not fill cache lines, neighbouring warps have those of a line: it is read at one time. Nor are
+  // more taken in turn than there are for each warp.
+  const bool fill_lines = (static_cast<int>(sizeof(T)) << blocks.log_block) >= kCacheLine;
+  const bool are_enough = token_rows >= int64_t{gridDim.x} * (kThreads / kLanes) * kRowsInTurn;
+  const int in_turn = fill_lines && are_enough ? max(kLanes >> least, kRowsInTurn) : kLanes >> least;
+  const int64_t step = int64_t{gridDim.x} * (kThreads / kLanes) * in_turn;
+
+  // The rows that the warp has come to, of which the team's own is number `row`.
+  struct Place {
+    int64_t first;
+    OfBlock rows;
+    Lanes team;
+    int row;
+  };
+  const auto at = [&](int64_t first) {
+    const OfBlock rows(blocks, entries, heads, min(first, token_rows - 1));
+    const Lanes team{log_width_for(rows.count, kHeld, least, log2_of(kLanes))};
+    return Place{first, rows, team, team.row()};
+  };
+  const auto has_work = [&](const Place& place) { return place.rows.count > 0 && !place.rows.is_long(); };
+  const auto next_of = [&](Place place) {
+    place.row += place.team.rows_at_once();
+    // The same for all of a warp: whether its first row is one of those that it takes in turn.
+    if (place.row - place.team.row() >= in_turn) {
+      do {
+        place = at(place.first + step);
+      } while (place.first < token_rows && !has_work(place));
+    }
+    return place;
+  };
+  const auto start = [&](const Place& place, int stage) {
+    keep_order();
+    if (place.first < token_rows) {
+      copy(place.rows, place.team, place.row, 0, stage);
+    }
+    end_of_copies();
+  };
+  Place place = at((int64_t{blockIdx.x} * (kThreads / kLanes) + warp) * in_turn);
+  while (place.first < token_rows && !has_work(place)) {
+    place = at(place.first + step);
+  }
+  start(place, 0);
+  for (int stage = 0; place.first < token_rows; stage ^= 1) {
+    const Place next = next_of(place);
+    start(next, stage ^ 1);
+    wait_for_copies<1>();
+    keep_order();
+    work(place.rows, place.team, place.row, stage);
+    place = next;
   }
 }
 
@@ -299,12 +382,19 @@ __device__ __forceinline__ void add_run(const Run<T, kRun<T>>& bias, Compute<T> 
   }
 }
 
+template <class A, int Count>
+__device__ __forceinline__ void mask(A (&logits)[Count]) {
+#pragma unroll
+  for (A& logit : logits) {
+    logit = -infinity<A>();
+  }
+}
+
 template <class T>
 struct Forward {
   const uint4* scores;
   uint4* probs;
   Blocks blocks;
-  Cut<T> cut;
   const int32_t* columns;
   int64_t batch;
   Biases biases;
@@ -312,188 +402,124 @@ struct Forward {
   bool causal;
 };
 
-// Scales the scores in `logits`, adds what is given, and drops what is masked.
-template <class T, int kStrips, int kUnits>
-__device__ __forceinline__ void finish_logits(
-    const Forward<T>& p, const Strip (&strips)[kStrips], const Team& team, int first,
-    Compute<T> (&logits)[kStrips][kUnits][kRun<T>]) {
-  using A = Compute<T>;
-  const auto for_each = [&](const auto& f) { for_each_unit<kUnits>(strips, team, first, f); };
-  const uint32_t heads = p.blocks.heads(p.blocks.entries());
-  for_each([&](int s, int i, int) { scale_run(logits[s][i], p.scale); });
-  const auto column_of = [&](int s, int unit) { return p.cut.column(unit, p.columns + strips[s].first_entry); };
-  uint32_t batch[kStrips], head[kStrips], token[kStrips];
-#pragma unroll
-  for (int s = 0; s < kStrips; ++s) {
-    const uint32_t line = p.cut.line(strips[s].number), matrix = line / p.blocks.rows;
-    batch[s] = matrix / heads;
-    head[s] = matrix % heads;
-    token[s] = (line % p.blocks.rows << p.cut.log_block) + p.cut.row(strips[s].number);
-  }
-  // Those that are there come first.
-#pragma unroll 1
-  for (const Bias* bias = p.biases.bias; bias < p.biases.bias + 3 && bias->data != nullptr; ++bias) {
-    for_each([&](int s, int i, int unit) {
-      const int64_t at = batch[s] * bias->batch + head[s] * bias->head + token[s] * bias->token +
-                         column_of(s, unit) * bias->column;
-      if (bias->keeps) {
-        const auto keep = load_run<kRun<T>>(static_cast<const uint8_t*>(bias->data) + at, bias->column);
-#pragma unroll
-        for (int e = 0; e < kRun<T>; ++e) {
-          logits[s][i][e] = keep.element[e] != 0 ? logits[s][i][e] : -infinity<A>();
-        }
-      } else {
-        add_run(load_run<kRun<T>>(static_cast<const T*>(bias->data) + at, bias->column), logits[s][i]);
-      }
-    });
-  }
-  if (p.causal) {
-    for_each([&](int s, int i, int unit) {
-      const int column = column_of(s, unit);
-#pragma unroll
-      for (int e = 0; e < kRun<T>; ++e) {
-        logits[s][i][e] = column + e > token[s] ? -infinity<A>() : logits[s][i][e];
-      }
-    });
-  }
-}
-
-// What a warp made of its part of a row.
-template <class A>
-struct Part {
-  A largest, sum;
-};
-
-// Units that a warp holds: as they lie in memory if scores are only scaled (kPlain), else as logits.
-template <bool kPlain>
-constexpr int kForwardHeld = kPlain ? 20 : 6;
-// In so many the powers take the place of what was held; with more they are made a second time for the results.
-template <bool kPlain>
-constexpr int kForwardPowers = kPlain ? 10 : kForwardHeld<kPlain>;
-constexpr int kBackwardHeld = 10;  // of each input
-
 // kPlain: scale is positive, and there is nothing else. Then it is left to the exponents, whose differences it scales.
 template <class T, bool kPlain>
-__global__ void __launch_bounds__(kThreads, 2) softmax_forward_kernel(const __grid_constant__ Forward<T> p) {
+__global__ void __launch_bounds__(kThreads, kPlain ? 3 : 2) softmax_forward_kernel(
+    const __grid_constant__ Forward<T> p) {
   using A = Compute<T>;
-  constexpr int kHeld = kForwardHeld<kPlain>, kPowers = kForwardPowers<kPlain>;
-  __shared__ Part<A> exchanged[2][kThreads];
+  constexpr int kHeld = kForwardHeld;
+  extern __shared__ __align__(16) unsigned char shared[];
+  auto& stages = *reinterpret_cast<Stages<kHeld, 1>*>(shared);
   const A exponent_scale = kPlain ? p.scale * kLog2E<A> : kLog2E<A>;
-  for_all_strips<kHeld, kPowers>(p.blocks, p.cut, p.batch, [&](auto units, const auto& strips, const Team& team) {
-    constexpr int kUnits = units, kStrips = std::extent_v<std::remove_reference_t<decltype(strips)>>;
-    constexpr bool kIsWhole = kUnits < kHeld;  // the strips are this warp's alone, and it holds them
-    constexpr bool kHoldsPowers = kStrips * kUnits <= kPowers;
-    uint4 runs[kStrips][kUnits];
-    A numbers[kStrips][kUnits][kRun<T>];  // logits that are not plain, powers that are held
-    A largest[kStrips], reference[kStrips], sum[kStrips], factor[kStrips];
-
-    const auto for_each = [&](int first, const auto& f) { for_each_unit<kUnits>(strips, team, first, f); };
+  const auto copy = [&](const auto& rows, const auto& team, int row, int first, int stage) {
+    const uint4* from = p.scores + rows.place(row);
+    rows.for_each_run(team, first, [&](int i, int run) {
+      stages.copy(stage, i, 0, from + rows.offset(min(run, rows.count - 1)));
+    });
+  };
+  const auto work = [&](const auto& rows, const auto& team, int row, int stage) {
+    uint4* to = p.probs + rows.place(row);
+    A logits[kHeld][kRun<T>];
+    // The thread's largest logit of the runs from `first` on.
     const auto read = [&](int first) {
-      // Where a unit is not there, what was held of earlier strips would keep its registers.
-      fill(runs, {});
-      fill(numbers, 0);
-      for_each(first, [&](int s, int i, int unit) {
-        runs[s][i] = load_once(p.cut.at(p.scores + strips[s].run, unit));
-      });
-      if constexpr (!kPlain) {
-        for_each(first, [&](int s, int i, int) { unpack<T>(runs[s][i], numbers[s][i]); });
-        finish_logits(p, strips, team, first, numbers);
-      }
-    };
-    const auto find_largest = [&](int first, A (&of_lane)[kStrips]) {
+      A largest = -infinity<A>();
       if constexpr (kPlain) {
-        uint4 larger[kStrips];
-        fill(larger, lowest_run<T>());
-        for_each(first, [&](int s, int i, int) { larger[s] = larger_of<T>(larger[s], runs[s][i]); });
-#pragma unroll
-        for (int s = 0; s < kStrips; ++s) {
-          of_lane[s] = largest_of<T>(larger[s]);
-        }
-      } else {
-        fill(of_lane, -infinity<A>());
-        for_each(first, [&](int s, int i, int) { of_lane[s] = max(of_lane[s], largest_of(numbers[s][i])); });
+        rows.for_each_run(team, first, [&](int i, int) {
+          largest = max(largest, largest_of<T>(stages.of(stage, i)));
+          unpack<T>(stages.of(stage, i), logits[i]);
+        });
+        return largest;
       }
-    };
-    // Calls f(s, powers, unit) for those units, and where powers are held makes them so.
-    const auto for_each_power = [&](int first, const auto& f) {
-      for_each(first, [&](int s, int i, int unit) {
-        A powers[kRun<T>];
-        if constexpr (kPlain) {
-          unpack<T>(runs[s][i], powers);
-        }
+      rows.for_each_run(team, first, [&](int i, int) {
+        unpack<T>(stages.of(stage, i), logits[i]);
+        scale_run(logits[i], p.scale);
+      });
+      int column[kHeld];
+      rows.for_each_run(
+          team, first, [&](int i, int run) { column[i] = rows.column(min(run, rows.count - 1), p.columns); });
+      const int token = rows.token(row);
+      // Those that are there come first.
+#pragma unroll 1
+      for (const Bias* bias = p.biases.bias; bias < p.biases.bias + 3 && bias->data != nullptr; ++bias) {
+        const int64_t of_row = rows.batch * bias->batch + rows.head * bias->head + token * bias->token;
+        if (bias->keeps) {
+          const uint8_t* data = static_cast<const uint8_t*>(bias->data) + of_row;
+          rows.for_each_run(team, first, [&](int i, int) {
+            const auto keep = load_run<kRun<T>>(data + column[i] * bias->column, bias->column);
 #pragma unroll
-        for (int e = 0; e < kRun<T>; ++e) {
-          powers[e] = power_of_difference(kPlain ? powers[e] : numbers[s][i][e], reference[s], exponent_scale);
-          if constexpr (kHoldsPowers) {
-            numbers[s][i][e] = powers[e];
+            for (int e = 0; e < kRun<T>; ++e) {
+              logits[i][e] = keep.element[e] != 0 ? logits[i][e] : -infinity<A>();
+            }
+          });
+        } else {
+          const T* data = static_cast<const T*>(bias->data) + of_row;
+          rows.for_each_run(team, first, [&](int i, int) {
+            add_run(load_run<kRun<T>>(data + column[i] * bias->column, bias->column), logits[i]);
+          });
+        }
+      }
+      rows.for_each_run(team, first, [&](int i, int) {
+        if (p.causal) {
+#pragma unroll
+          for (int e = 0; e < kRun<T>; ++e) {
+            logits[i][e] = column[i] + e > token ? -infinity<A>() : logits[i][e];
           }
         }
-        f(s, powers, unit);
+        largest = max(largest, largest_of(logits[i]));
       });
+      return largest;
     };
-    const auto write = [&](int s, A (&powers)[kRun<T>], int unit) {
+    // Logits become their powers; returns the sum of the thread's.
+    const auto to_powers = [&](int first, A reference) {
+      A sum = 0;
+      rows.for_each_run(team, first, [&](int i, int run) {
 #pragma unroll
-      for (A& power : powers) {
-        power *= factor[s];
-      }
-      store_words(p.cut.at(p.probs + strips[s].run, unit), pack<T>(powers));
+        for (A& logit : logits[i]) {
+          logit = power_of_difference(logit, reference, exponent_scale);
+        }
+        const A of_run = sum_of(logits[i]);
+        sum += run < rows.count ? of_run : A(0);
+      });
+      return sum;
     };
-
-    fill(largest, -infinity<A>());
-    fill(sum, A(0));
-    int first = 0;
-    do {
-      read(first);
-      A larger[kStrips];
-      find_largest(first, larger);
-      p.cut.max(larger);
-#pragma unroll
-      for (int s = 0; s < kStrips; ++s) {
-        larger[s] = max(largest[s], larger[s]);
-        reference[s] = finite_reference(larger[s]);
-        sum[s] *= power_of_difference(largest[s], reference[s], exponent_scale);
-        largest[s] = larger[s];
-      }
-      for_each_power(first, [&](int s, const auto& powers, int) { sum[s] += sum_of(powers); });
-      first += kUnits;
-    } while (!kIsWhole && first < strips[0].most);
-    p.cut.sum(sum);
-
-    const bool again = !kIsWhole && first > kUnits;
-    A correction = 1;  // of powers that are held
-    if (!kIsWhole && team.log_warps > 0) {
-      const Part<A>* parts = team.exchange(exchanged, {largest[0], sum[0]});
-      A overall = -infinity<A>();
-#pragma unroll 1
-      for (int w = 0; w < 1 << team.log_warps; ++w) {
-        overall = max(overall, parts[w * kLanes].largest);
-      }
-      reference[0] = finite_reference(overall);
-      correction = power_of_difference(largest[0], reference[0], exponent_scale);
-      sum[0] = 0;
-#pragma unroll 1
-      for (int w = 0; w < 1 << team.log_warps; ++w) {
-        const Part<A> part = parts[w * kLanes];
-        sum[0] += part.sum * power_of_difference(part.largest, reference[0], exponent_scale);
-      }
-    }
-#pragma unroll
-    for (int s = 0; s < kStrips; ++s) {
-      factor[s] = sum[s] == 0 ? A(0) : 1 / sum[s];
-    }
-    if (kHoldsPowers && !again) {
-      factor[0] *= correction;
-      for_each(0, [&](int s, int i, int unit) { write(s, numbers[s][i], unit); });
-      return;
-    }
-    first = 0;
-    do {
+    A largest = -infinity<A>(), reference = 0, sum = 0, factor = 0;
+    const auto add = [&](int first) {
+      const A larger = max(largest, team.max(read(first)));
+      reference = finite_reference(larger);
+      sum *= power_of_difference(largest, reference, exponent_scale);
+      largest = larger;
+      sum += to_powers(first, reference);
+    };
+    const auto finish = [&] {
+      sum = team.sum(sum);
+      factor = sum == 0 ? A(0) : 1 / sum;
+    };
+    const auto write = [&](int first, bool again) {
       if (again) {
         read(first);
+        to_powers(first, reference);
       }
-      for_each_power(first, write);
-      first += kUnits;
-    } while (!kIsWhole && first < strips[0].most);
+      rows.for_each_run(team, first, [&](int i, int run) {
+        if (run < rows.count) {
+#pragma unroll
+          for (A& power : logits[i]) {
+            power *= factor;
+          }
+          to[rows.offset(run)] = pack<T>(logits[i]);
+        }
+      });
+    };
+    for_each_chunk(copy, rows, team, row, add, finish, write);
+  };
+  for_all_rows<T, kHeld>(p.blocks, p.batch, copy, [&](const auto& rows, const auto& team, int row, int stage) {
+    if constexpr (kPlain && std::is_same_v<std::remove_cvref_t<decltype(team)>, Lanes>) {
+      // Code without a question at each run: its reads and exponentials overlap.
+      with_number<kHeld>(((rows.count - 1) >> team.log_width) + 1, [&](auto share) {
+        work(rows, LanesWith<share>{team}, row, stage);
+      });
+    } else {
+      work(rows, team, row, stage);
+    }
   });
 }
 
@@ -503,73 +529,55 @@ struct Backward {
   const uint4* probs;
   uint4* grad_scores;
   Blocks blocks;
-  Cut<T> cut;
   int64_t batch;
   Compute<T> scale;
 };
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 2) softmax_backward_kernel(const __grid_constant__ Backward<T> p) {
+__global__ void __launch_bounds__(kThreads, 3) softmax_backward_kernel(const __grid_constant__ Backward<T> p) {
   using A = Compute<T>;
   constexpr int kHeld = kBackwardHeld;
-  __shared__ A exchanged[2][kThreads];
-  for_all_strips<kHeld, kHeld>(p.blocks, p.cut, p.batch, [&](auto units, const auto& strips, const Team& team) {
-    constexpr int kUnits = units, kStrips = std::extent_v<std::remove_reference_t<decltype(strips)>>;
-    constexpr bool kIsWhole = kUnits < kHeld;
-    uint4 grads[kStrips][kUnits], probs[kStrips][kUnits];
-    A dot[kStrips];
-    const auto for_each = [&](int first, const auto& f) { for_each_unit<kUnits>(strips, team, first, f); };
-    const auto read = [&](int first) {
-      // As forward.
-      fill(grads, {});
-      fill(probs, {});
-      for_each(first, [&](int s, int i, int unit) {
-        grads[s][i] = load_once(p.cut.at(p.grad + strips[s].run, unit));
-        probs[s][i] = load_once(p.cut.at(p.probs + strips[s].run, unit));
+  extern __shared__ __align__(16) unsigned char shared[];
+  auto& stages = *reinterpret_cast<Stages<kHeld, 2>*>(shared);
+  const auto copy = [&](const auto& rows, const auto& team, int row, int first, int stage) {
+    const int64_t place = rows.place(row);
+    rows.for_each_run(team, first, [&](int i, int run) {
+      const bool exists = run < rows.count;
+      const int64_t at = place + rows.offset(exists ? run : 0);
+      stages.copy(stage, i, 0, p.grad + at, exists);
+      stages.copy(stage, i, 1, p.probs + at, exists);
+    });
+  };
+  for_all_rows<T, kHeld>(p.blocks, p.batch, copy, [&](const auto& rows, const auto& team, int row, int stage) {
+    const int64_t place = rows.place(row);
+    A dot = 0;
+    const auto add = [&](int first) {
+      rows.for_each_run(team, first, [&](int i, int run) {
+        A grad[kRun<T>], prob[kRun<T>];
+        unpack<T>(stages.of(stage, i, 0), grad);
+        unpack<T>(stages.of(stage, i, 1), prob);
+#pragma unroll
+        for (int e = 0; e < kRun<T>; ++e) {
+          dot += grad[e] * prob[e];
+        }
       });
     };
-    fill(dot, A(0));
-    int first = 0;
-    do {
-      read(first);
-      for_each(first, [&](int s, int i, int) {
-        A grad[kRun<T>], prob[kRun<T>];
-        unpack<T>(grads[s][i], grad);
-        unpack<T>(probs[s][i], prob);
+    const auto finish = [&] { dot = team.sum(dot); };
+    const auto write = [&](int first, bool) {
+      rows.for_each_run(team, first, [&](int i, int run) {
+        if (run < rows.count) {
+          A grad[kRun<T>], prob[kRun<T>];
+          unpack<T>(stages.of(stage, i, 0), grad);
+          unpack<T>(stages.of(stage, i, 1), prob);
 #pragma unroll
-        for (int e = 0; e < kRun<T>; ++e) {
-          dot[s] += grad[e] * prob[e];
+          for (int e = 0; e < kRun<T>; ++e) {
+            grad[e] = p.scale * prob[e] * (grad[e] - dot);
+          }
+          p.grad_scores[place + rows.offset(run)] = pack<T>(grad);
         }
       });
-      first += kUnits;
-    } while (!kIsWhole && first < strips[0].most);
-    p.cut.sum(dot);
-    if (!kIsWhole && team.log_warps > 0) {
-      const A* of_warps = team.exchange(exchanged, dot[0]);
-      dot[0] = 0;
-#pragma unroll 1
-      for (int w = 0; w < 1 << team.log_warps; ++w) {
-        dot[0] += of_warps[w * kLanes];
-      }
-    }
-    const bool again = first > kUnits;
-    first = 0;
-    do {
-      if (!kIsWhole && again) {
-        read(first);
-      }
-      for_each(first, [&](int s, int i, int unit) {
-        A grad[kRun<T>], prob[kRun<T>];
-        unpack<T>(grads[s][i], grad);
-        unpack<T>(probs[s][i], prob);
-#pragma unroll
-        for (int e = 0; e < kRun<T>; ++e) {
-          grad[e] = p.scale * prob[e] * (grad[e] - dot[s]);
-        }
-        store_words(p.cut.at(p.grad_scores + strips[s].run, unit), pack<T>(grad));
-      });
-      first += kUnits;
-    } while (!kIsWhole && first < strips[0].most);
+    };
+    for_each_chunk(copy, rows, team, row, add, finish, write);
   });
 }
 
@@ -645,21 +653,19 @@ __global__ void softmax_bias_backward_kernel(
   }
 }
 
-// `entries`: N, or 0 if it is not known.
-Blocks blocks_of(
-    const Tensor& values, const Tensor& row_offsets, int64_t layout_heads, int64_t block, int64_t entries) {
+Blocks blocks_of(const Tensor& values, const Tensor& row_offsets, int64_t layout_heads, int64_t block) {
   const int64_t rows = (row_offsets.size(0) - 1) / layout_heads;
   return {
       row_offsets.const_data_ptr<int32_t>(), static_cast<uint32_t>(layout_heads), static_cast<uint32_t>(rows),
-      static_cast<uint32_t>(values.size(1)), static_cast<uint32_t>(entries), log2_of(block)};
+      static_cast<uint32_t>(values.size(1)), log2_of(block)};
 }
 
-// More than are at work at a time where there is enough for them: the device deals them out as others end, and rows
-// differ in length.
+// A few runs a thread, in as many thread blocks as keep the device busy; in twice as many, as rows differ in length, where
+// that leaves each thread enough to copy ahead of.
 int64_t thread_blocks(const Tensor& values, const Launcher& launch) {
-  const int64_t units = (values.numel() * static_cast<int64_t>(values.element_size()) / 16 + kLanes - 1) / kLanes;
-  const int64_t of_each = std::clamp<int64_t>(units / (launch.multiprocessors() * 16), 8 * kWarps, 16 * kWarps);
-  return (units + of_each - 1) / of_each;
+  const int64_t runs = values.numel() * static_cast<int64_t>(values.element_size()) / 16;
+  const int64_t enough = launch.multiprocessors() * 12;
+  return std::max(std::min((runs + 2 * kThreads - 1) / (2 * kThreads), enough), std::min(runs / (16 * kThreads), 2 * enough));
 }
 
 // `x` is (B or 1, H or 1, T or 1, S), or (B or 1, S) with 2 dimensions.
@@ -706,11 +712,11 @@ Tensor softmax_forward(
     using T = decltype(zero);
     const Forward<T> arguments{
         static_cast<const uint4*>(aligned_scores.const_data_ptr()), static_cast<uint4*>(probs.mutable_data_ptr()),
-        blocks_of(scores, row_offsets, layout_heads, block, columns.size(0)), Cut<T>(log2_of(block)),
-        columns.const_data_ptr<int32_t>(), scores.size(0), biases, static_cast<Compute<T>>(scale), causal};
-    launch(
+        blocks_of(scores, row_offsets, layout_heads, block), columns.const_data_ptr<int32_t>(), scores.size(0), biases,
+        static_cast<Compute<T>>(scale), causal};
+    launch.with_shared_memory(
         plain ? softmax_forward_kernel<T, true> : softmax_forward_kernel<T, false>, thread_blocks(scores, launch),
-        kThreads, arguments);
+        kThreads, sizeof(Stages<kForwardHeld, 1>), arguments);
   });
   return probs;
 }
@@ -730,10 +736,10 @@ Tensor softmax_backward(
     const Backward<T> arguments{
         static_cast<const uint4*>(aligned_grad.const_data_ptr()),
         static_cast<const uint4*>(aligned_probs.const_data_ptr()),
-        static_cast<uint4*>(grad_scores.mutable_data_ptr()),
-        blocks_of(probs, row_offsets, layout_heads, block, layout_heads == 1 ? 0 : probs.size(1)),
-        Cut<T>(log2_of(block)), probs.size(0), static_cast<Compute<T>>(scale)};
-    launch(softmax_backward_kernel<T>, thread_blocks(probs, launch), kThreads, arguments);
+        static_cast<uint4*>(grad_scores.mutable_data_ptr()), blocks_of(probs, row_offsets, layout_heads, block),
+        probs.size(0), static_cast<Compute<T>>(scale)};
+    launch.with_shared_memory(
+        softmax_backward_kernel<T>, thread_blocks(probs, launch), kThreads, sizeof(Stages<kBackwardHeld, 2>), arguments);
   });
   return grad_scores;
 }
@@ -751,8 +757,8 @@ Tensor softmax_bias_backward(
     launch(
         softmax_bias_backward_kernel<T>, (grad_bias.numel() + threads.x - 1) / threads.x, threads,
         static_cast<const T*>(values.const_data_ptr()), static_cast<Compute<T>*>(grad_bias.mutable_data_ptr()),
-        blocks_of(values, row_offsets, layout_heads, block, columns.size(0)), columns.const_data_ptr<int32_t>(),
-        values.size(0), heads, BiasShape{shape[0], shape[1], shape[2], shape[3]});
+        blocks_of(values, row_offsets, layout_heads, block), columns.const_data_ptr<int32_t>(), values.size(0), heads,
+        BiasShape{shape[0], shape[1], shape[2], shape[3]});
   });
   return grad_bias;
 }

@@ -106,19 +106,15 @@ __device__ __forceinline__ uint4 pack(const Compute<T> (&from)[kRun<T>]) {
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Stores 16 bytes to device memory, aligned, whole.
-__device__ __forceinline__ void store_words(void* to, const uint4& words) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(words.x),
-               "r"(words.y), "r"(words.z), "r"(words.w)
-               : "memory");
-}
-
 // `to` is device memory and aligned to the run: our own outputs are, at every run of a block's row.
 template <int Count, class T>
 __device__ __forceinline__ void store_run(T* to, const Run<T, Count>& run) {
   if constexpr (sizeof(run) == sizeof(uint4)) {
     // The compiler splits it, be it of halves or of words.
-    store_words(to, *reinterpret_cast<const uint4*>(&run));
+    const uint4 words = *reinterpret_cast<const uint4*>(&run);
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(words.x),
+                 "r"(words.y), "r"(words.z), "r"(words.w)
+                 : "memory");
   } else {
     *reinterpret_cast<Run<T, Count>*>(to) = run;
   }
