@@ -37,6 +37,14 @@ struct TileLists {
   // What there is to do: each unit of each copy.
   __host__ __device__ int tasks() const { return copies * num_units; }
   __device__ int4 unit_of(int task) const { return units[task % num_units]; }
+
+  // The task that a thread block has in a turn; tasks() or more: this turn and all after it have none. From turn to turn
+  // the grid is rotated by the golden ratio: each copy begins with its longest units, and where a stride meets those of
+  // all copies in the same thread blocks, these alone would set the time.
+  __device__ int task_of(uint32_t turn) const {
+    const uint32_t blocks = gridDim.x, apart = blocks * 40503u >> 16;
+    return static_cast<int>(turn * blocks + (blockIdx.x + turn * apart) % blocks);
+  }
 };
 
 // A unit of one copy.
