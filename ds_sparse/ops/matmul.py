@@ -172,6 +172,7 @@ def _expand(name: str, x: torch.Tensor, batch: int, heads: int) -> torch.Tensor:
 
 
 def _sdd(a: torch.Tensor, b: torch.Tensor, index: BlockIndex) -> torch.Tensor:
+    a, b = _token_by_token(a, index), _token_by_token(b.mT, index).mT
     lines, entries, units, _, slots = product_tiles(index, "rows", a.dtype)
     return torch.ops.ds_sparse.matmul_sdd(
         a, b, index.row_offsets, index.row_columns, lines, entries, units, slots,
@@ -186,6 +187,7 @@ def _dsd(
         lists = (index.column_offsets, index.column_rows, index.column_slots)
     else:
         lists = (index.row_offsets, index.row_columns, None)
+    dense = _token_by_token(dense, index)
     tiles = product_tiles(index, "columns" if transposed else "rows", dense.dtype)
     return torch.ops.ds_sparse.matmul_dsd(
         values.contiguous(), dense, *lists, *tiles, index.layout_heads, index.block, transpose_result, _allow_tf32()
@@ -200,6 +202,14 @@ def product_tiles(index: BlockIndex, side: str, dtype: torch.dtype) -> tuple[tor
         return (None,) * 5
     tiles = index.tiles(side, PRODUCT_TILES[index.block])
     return tiles.lines, tiles.entries, tiles.units, tiles.cuts, slots
+
+
+def _token_by_token(x: torch.Tensor, index: BlockIndex) -> torch.Tensor:
+    """x, (B, H, tokens, D), with the numbers of each token adjacent in memory, where the kernels that walk tiles take them so:
+    a copy costs less than the others do."""
+    if x.stride(-1) == 1 or product_tiles(index, "rows", x.dtype)[0] is None:
+        return x
+    return x.contiguous()
 
 
 def _allow_tf32() -> bool:
@@ -248,7 +258,7 @@ class _DSD(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor):
         values, dense = ctx.saved_tensors
         if ctx.transpose_result:
-            grad = grad.transpose(-1, -2)
+            grad = _token_by_token(grad.transpose(-1, -2), ctx.index)
         grad_values = grad_dense = None
         if ctx.needs_input_grad[0]:
             left, right = (dense, grad) if ctx.transposed else (grad, dense)
