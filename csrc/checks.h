@@ -248,7 +248,7 @@ inline void check_tiles(const Tensor& lines, const Tensor& entries, const Tensor
 }
 
 // Tokens of the tiles that products walk.
-inline int64_t product_tile(int64_t block) { return block < 64 ? 64 : 128; }
+constexpr int64_t product_tile(int64_t block) { return block < 64 ? 64 : 128; }
 
 // Those tiles, which a product may be given beside its lists, all of it or none.
 struct ProductTiles {

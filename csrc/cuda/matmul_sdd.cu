@@ -155,19 +155,8 @@ Tensor matmul_sdd(
     return out;
   }
   const Launcher launch(a);
-  const auto lists_for = [&](int row_tiles, int64_t windows_a_multiprocessor) {
-    return Lists{
-        row_offsets.const_data_ptr<int32_t>(), static_cast<int>(row_offsets.size(0) - 1), static_cast<int>(live),
-        window_size(
-            live * batch * heads / layout_heads, block, row_tiles, launch.multiprocessors(), windows_a_multiprocessor)};
-  };
-  if ((tiles.given() || block >= 64) && takes_sdd_on_hopper(launch, a, b)) {
-    if (tiles.given()) {
-      sdd_of_tiles_on_hopper(launch, a, b, out, TileLists(tiles, layout_heads, heads, batch, block, live), block);
-    } else {
-      const Lists lists = lists_for(static_cast<int>(block / 64), 32);
-      sdd_on_hopper(launch, a, b, out, lists, columns.const_data_ptr<int32_t>(), layout_heads, block);
-    }
+  if (tiles.given() && takes_sdd_on_hopper(launch, a, b)) {
+    sdd_on_hopper(launch, a, b, out, TileLists(tiles, layout_heads, heads, batch, block, live), block);
     return out;
   }
   with_types(a, allow_tf32, [&](auto zero, auto fast) {
@@ -176,7 +165,9 @@ Tensor matmul_sdd(
       constexpr int kM = decltype(height)::value;
       const int row_tiles = static_cast<int>(block > kM ? block / kM : 1);
       const int chunks = static_cast<int>(std::max<int64_t>(1, (a.size(3) + kChunk<T> - 1) / kChunk<T>));
-      const Lists lists = lists_for(row_tiles, 8);
+      const Lists lists{
+          row_offsets.const_data_ptr<int32_t>(), static_cast<int>(row_offsets.size(0) - 1), static_cast<int>(live),
+          window_size(live * batch * heads / layout_heads, block, row_tiles, launch.multiprocessors())};
       const Arguments<T> arguments{
           Dense<T>(a, block, false), Dense<T>(b, block, true), static_cast<T*>(out.mutable_data_ptr()), lists,
           columns.const_data_ptr<int32_t>(), static_cast<int>(layout_heads), static_cast<int>(heads),

@@ -1,184 +1,263 @@
-// Dense @ dense on the live blocks of 64 and more, on Hopper, 16-bit types, up to 128 numbers a token, which are
-// adjacent in both operands. A thread block takes a window of the live blocks (windows.h), and 64 of their rows: these
-// stay in shared memory while the columns pass, 64 tokens at a time. Smaller blocks: matmul_sdd_tiles_sm90.cu.
+// Dense @ dense on the live blocks, on Hopper, 16-bit types, up to 128 numbers a token, which are adjacent in both
+// operands. A thread block takes unit after unit of the layout's tiles (matmul_tiles.h): the rows of a tile stay in
+// registers, 64 in each warpgroup's, while the union of their columns passes, 64 tokens at a time, gathered where
+// blocks are smaller. Of each product a warp has 16 rows, all in one block row, and stores them of the blocks that are
+// live, where they are adjacent bytes, or lines of 128: warps wait for none of each other's results.
 
 #include <torch/csrc/stable/ops.h>
 
 #include "matmul_sdd.h"
 #include "matmul_sm90.h"
+#include "mma.h"
 
 namespace ds_sparse {
 namespace {
 
 using namespace hopper;
 
-struct Arguments {
-  Lists lists;
-  const int32_t* columns;
-  int layout_heads, heads, rows;
-  int64_t batch;
-  int log_block, row_tiles;
+// What comes after the rows of a unit.
+struct Unit {
+  int64_t first_value;  // of the unit's copy of the layout
+  int steps;            // -1: there is no unit
 };
 
-// What a stage is for.
-struct Step {
-  int batch, value, row, column;  // where the product goes; batch is -1 after the last one
-  int rows;                       // which of the tiles of rows it wants
-  bool rows_end;                  // nobody wants those after it
+template <int kBlock>
+struct Shape {
+  static constexpr int kGroups = product_tile(kBlock) / kTile;  // warpgroups that multiply
+  static constexpr int kWarps = kGroups * kMultiplying / 32;    // of those
+  static constexpr int kThreads = kWarps * 32 + 32;             // one warp copies
+  static constexpr int kLines = kGroups * kTile / kBlock;       // of a tile
+  static constexpr int kBox = std::min(kBlock, kTile);          // tokens that are copied together
+  static constexpr int kBoxes = kTile / kBox;                   // of a stage, and entries of a step
+  static constexpr int kParts = kBlock / kBox;                  // of a block, a step each
 };
 
-template <class T, int kPanels>
-struct Memory {
-  static constexpr int kStages = kPanels == 1 ? 4 : 3;
-  T rows[2][kPanels][kTileElements];
-  T columns[kStages][kPanels][kTileElements];
-  T results[2][kTileElements];
-  Barrier there[kStages], free[kStages], rows_free[2];
-  Step steps[kStages];
+// Thread blocks on a multiprocessor: as many as its registers and, with as many stages as keep copies going, its shared
+// memory have room for.
+template <int kPanels, int kBlock>
+constexpr int kThreadBlocksOfShape = Shape<kBlock>::kGroups == 2 ? 2 : kPanels == 1 ? 4 : 3;
+
+// A stage has rows of a unit, for one warpgroup, or a step's columns; of these, each line's places among the values of
+// the copy.
+template <class T, int kPanels, int kBlock>
+struct Memory : Shape<kBlock> {
+  using S = Shape<kBlock>;
+  static constexpr int kStages = S::kGroups == 2 ? (kPanels == 1 ? 8 : 5) : kPanels == 1 ? 5 : 4;
+  T stages[kStages][kPanels][kTileElements];
+  T results[S::kWarps][16 * kTile];
+  Run<int32_t, S::kBoxes> slots[kStages][S::kLines];
+  Unit units[kStages];  // with the first of the unit's rows
+  Barrier there[kStages], free[kStages];
 };
 
-template <class T, int kPanels>
+template <class T, int kPanels, int kBlock>
 __device__ __forceinline__ void copy_all(
-    const Arguments& p, Memory<T, kPanels>& memory, const CUtensorMap* a, const CUtensorMap* b) {
-  constexpr int kStages = Memory<T, kPanels>::kStages;
-  const bool elected = threadIdx.x % 32 == 0;
-  const int block = 1 << p.log_block, windows = p.lists.windows();
-  const int64_t heads_apart = p.layout_heads == 1 ? p.heads : 1;
-  const int64_t tasks = p.batch * heads_apart * windows * p.row_tiles;
-  OwnSteps<kStages> own;
-  if (own.has_none()) {
-    return;
-  }
-  Ring<2> rows;
-  ListReader columns(p.columns, p.lists.entries);
-  for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
-    const int first_row = static_cast<int>(task % p.row_tiles) * kTile;
-    const Window window(p.lists, task / p.row_tiles % windows);
-    const int given_head = task / p.row_tiles / windows % heads_apart;
-    const int batch = task / p.row_tiles / windows / heads_apart;
-    for (Walk walk(p.lists, window, p.log_block); walk.valid(); walk.next_line(p.lists, window, p.log_block)) {
-      if (walk.tokens == 0) {
-        continue;
-      }
-      const int head = p.layout_heads == 1 ? given_head : walk.line / p.rows;
-      own.among((walk.tokens + kTile - 1) / kTile, [&](int step) {
-        const int token = step * kTile, entry = walk.begin + (token >> p.log_block), column = token & (block - 1);
-        const int value = (p.layout_heads == 1 ? head * p.lists.entries : 0) + entry;
-        const int origin = columns[entry] * block + column;
-        const bool begins = step == 0, ends = token + kTile >= walk.tokens;
-        memory.free[own.stage].wait(own.parity);
-        if (begins) {
-          memory.rows_free[rows.stage].wait(rows.parity ^ 1);
-        }
-        if (elected) {
-          memory.steps[own.stage] = Step{batch, value, first_row, column, rows.stage, ends};
-          Barrier& there = memory.there[own.stage];
-          there.arrive_and_expect((1 + begins) * kPanels * kTileBytes);
+    const TileLists& lists, Memory<T, kPanels, kBlock>& memory, const CUtensorMap* a, const CUtensorMap* b) {
+  using M = Memory<T, kPanels, kBlock>;
+  constexpr int kBox = M::kBox, kBoxes = M::kBoxes, kLines = M::kLines, kParts = M::kParts;
+  const int lane = threadIdx.x % 32, tasks = lists.tasks();
+  // A lane brings a panel of one box of tokens, and one place.
+  const int panel = lane % kPanels, number = lane / kPanels;
+  const bool has_box = number < kBoxes, has_slot = lane < kBoxes * kLines;
+  Ring<M::kStages> ring;
+  const auto copy = [&](const CUtensorMap* map, const TileTask& task, int token) {
+    T* to = memory.stages[ring.stage][panel] + number * kBox * kPanel;
+    copy_box(to, map, &memory.there[ring.stage], panel * kPanel, token, task.head, task.batch);
+  };
+  constexpr int kBoxBytes = kPanels * kBox * kLineBytes;
+  // A unit is asked for before the one that precedes it is done, and so are entries.
+  int4 unit = lists.unit_of(blockIdx.x);
+  for (int next = blockIdx.x; next < tasks;) {
+    const TileTask task(lists, next, unit);
+    next += gridDim.x;
+    if (next < tasks) {
+      unit = lists.unit_of(next);
+    }
+    if (task.num_entries == 0) {
+      continue;
+    }
+    const int steps = (task.num_entries + kBoxes - 1) / kBoxes * kParts;
+    const uint32_t* entries = lists.entries + task.first_entry + number;
+    const int32_t* slots = lists.slots + int64_t{task.first_entry} * kLines + lane;
+    // What the lists have for a step is kept as it is until then: to make a token of it would wait for it.
+    uint32_t word = 0;
+    int slot = -1;
+    const auto ask = [&](int step) {
+      const int entry = step / kParts * kBoxes, left = task.num_entries - entry;
+      word = has_box && number < left ? entries[entry] : 0;
+      slot = has_slot && lane / kLines < left ? slots[entry * kLines] : -1;
+    };
+    int rows[M::kGroups];
 #pragma unroll
-          for (int panel = 0; panel < kPanels; ++panel) {
-            if (begins) {
-              const int row = walk.line % p.rows * block + first_row;
-              copy_box(memory.rows[rows.stage][panel], a, &there, panel * kPanel, row, head, batch);
-            }
-            copy_box(memory.columns[own.stage][panel], b, &there, panel * kPanel, origin, head, batch);
-          }
+    for (int group = 0; group < M::kGroups; ++group) {
+      const int row = group * kTile + number * kBox;
+      rows[group] = has_box ? lists.lines[task.tile * kLines + row / kBlock] * kBlock + row % kBlock : 0;
+    }
+    ask(0);
+#pragma unroll
+    for (int group = 0; group < M::kGroups; ++group, ring.next()) {
+      memory.free[ring.stage].wait(ring.parity ^ 1);
+      if (lane == 0) {
+        if (group == 0) {
+          memory.units[ring.stage] = {task.first_value(lists), steps};
         }
-        __syncwarp();
-      });
-      rows.next();
+        memory.there[ring.stage].arrive_and_expect(kBoxes * kBoxBytes);
+      }
+      if (has_box) {
+        copy(a, task, rows[group]);  // zeros where there is no line
+      }
+    }
+    for (int step = 0; step < steps; ++step, ring.next()) {
+      const int token = static_cast<int>(word & 0xffffffu) * kBlock + step % kParts * kBox, own_slot = slot;
+      const int boxes = min(kBoxes, task.num_entries - step / kParts * kBoxes);
+      ask(step + 1);
+      memory.free[ring.stage].wait(ring.parity ^ 1);
+      if (has_slot) {
+        memory.slots[ring.stage][lane % kLines].element[lane / kLines] = own_slot;
+      }
+      __syncwarp();
+      if (lane == 0) {
+        memory.there[ring.stage].arrive_and_expect(boxes * kBoxBytes);
+      }
+      // Boxes that are not there leave what was in their place: products whose slots are -1.
+      if (number < boxes) {
+        copy(b, task, token);
+      }
     }
   }
-  own.among(1, [&](int) {
-    memory.free[own.stage].wait(own.parity);
-    if (elected) {
-      memory.steps[own.stage].batch = -1;
-      memory.there[own.stage].arrive();
-    }
-  });
+  memory.free[ring.stage].wait(ring.parity ^ 1);
+  if (lane == 0) {
+    memory.units[ring.stage].steps = -1;
+    memory.there[ring.stage].arrive();
+  }
 }
 
-template <class T, int kPanels>
-__device__ __forceinline__ void multiply_all(Memory<T, kPanels>& memory, const CUtensorMap* out) {
-  constexpr int kStages = Memory<T, kPanels>::kStages;
-  const bool first_of_warp = threadIdx.x % 32 == 0;
-  const hopper::Operand rows(memory.rows[0][0]), columns(memory.columns[0][0]);
-  int turn = 0;
-  for (Ring<kStages> place;; place.next()) {
-    memory.there[place.stage].wait(place.parity);
-    const Step step = memory.steps[place.stage];
-    if (step.batch < 0) {
+// From a run in swizzled lines of shared memory to the one so many on in its line; no bit may be set in both numbers.
+template <class T>
+__device__ __forceinline__ T* runs_on(T* run, int runs) {
+  return static_cast<T*>(__cvta_shared_to_generic(shared_address(run) ^ runs * 16));
+}
+
+template <class T, int kPanels, int kBlock>
+__device__ __forceinline__ void multiply_all(Memory<T, kPanels, kBlock>& memory, T* out) {
+  using M = Memory<T, kPanels, kBlock>;
+  constexpr int kBox = M::kBox, kBoxes = M::kBoxes, kDepth = kPanels * kPanel / 16;
+  constexpr int kStageElements = kPanels * kTileElements;
+  const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32), strip = warp * 16;
+  const hopper::Operand all_columns(memory.stages[0][0]);
+  // Where the lane points at a run of its warp's rows: of their first 16 numbers, in the first stage.
+  const T* rows_run = kept_shared(run_of_line(memory.stages[0][0], strip % kTile + lane % 16, lane / 16));
+  // The warp's part of a block passes through its results, from the lanes that have it as a product's sums, 16 columns
+  // at once, to those that store it, some lines at once.
+  T* results = memory.results[warp];
+  constexpr int kRounds = kBox / 16;  // of either
+  constexpr int kRunsOfLine = kBox / kRun<T>, kLinesAtOnce = 32 / kRunsOfLine;
+  const int line = lane / kRunsOfLine, run = lane % kRunsOfLine;
+  T* product_run = kept_shared(run_of_short_line<kBox>(results, lane % 16, lane / 16));
+  const T* own_run = kept_shared(run_of_short_line<kBox>(results, line, run));
+  out += (strip % kBlock + line) * kBlock + run * kRun<T>;
+  Ring<M::kStages> ring;
+  const auto is_free = [&]() {
+    __syncwarp();
+    if (lane == 0) {
+      memory.free[ring.stage].arrive();
+    }
+  };
+  for (;;) {
+    memory.there[ring.stage].wait(ring.parity);
+    int steps = uniform(memory.units[ring.stage].steps);
+    if (steps < 0) {
       break;
     }
-    float sums[kTile / 2];
-    const hopper::Operand own_rows = rows + uniform(step.rows * sizeof(memory.rows[0]));
-    const hopper::Operand own_columns = columns + uniform(place.stage * sizeof(memory.columns[0]));
-    begin_products();
+    T* values = kept(out + memory.units[ring.stage].first_value * (kBlock * kBlock));
+    uint32_t rows[kDepth][4];
+#pragma unroll 1
+    for (int group = 0; group < M::kGroups; ++group, ring.next()) {
+      memory.there[ring.stage].wait(ring.parity);
+      if (M::kGroups == 1 || group == strip / kTile) {
 #pragma unroll
-    for (int k = 0; k < kPanels * kPanel / 16; ++k) {
-      const uint32_t bytes = k / 4 * kTileBytes + k % 4 * 32;
-      Products<T>::template from_shared<kTile, true>(sums, own_rows.from(bytes), own_columns.from(bytes), k > 0);
-    }
-    end_products();
-    // A place for the result, while products last: the store before the last one has read its own.
-    if (threadIdx.x == 0) {
-      wait_for_stores<1>();
-    }
-    wait_for_products<0>();
-    sums_are_there(sums);
-    wait_at<kMultiplying>(1);
-    if (first_of_warp) {
-      // In this order: a copying warp that asks for rows knows, by its own stage, of steps a round ago alone. Rows of lines
-      // that ended there have to be free by then, or the parity that it waits for is that of the round before.
-      if (step.rows_end) {
-        memory.rows_free[step.rows].arrive();
+        for (int k = 0; k < kDepth; ++k) {
+          const uint32_t first_run = shared_address(rows_run + ring.stage * kStageElements);
+          load_matrices<false>(rows[k], (first_run ^ k % 4 * 32) + k / 4 * kTileBytes);
+        }
       }
-      memory.free[place.stage].arrive();
+      is_free();
     }
-    store_to_panels<kTile>(memory.results[turn], sums, false);
-    fence_stores();
-    wait_at<kMultiplying>(2);
-    if (threadIdx.x == 0) {
-      store_box(out, memory.results[turn], step.column, step.row, step.value, step.batch);
-      end_stores();
+    for (; steps > 0; --steps, ring.next()) {
+      memory.there[ring.stage].wait(ring.parity);
+      const auto slots = memory.slots[ring.stage][strip / kBlock];
+      if constexpr (kBoxes == 1) {
+        // All of the warpgroup's rows are in one line.
+        if (uniform(slots.element[0]) >> 31) {
+          is_free();
+          continue;
+        }
+      }
+      const hopper::Operand columns = all_columns + uniform(ring.stage * kStageElements * sizeof(T));
+      float sums[kTile / 2];
+      begin_products();
+#pragma unroll
+      for (int k = 0; k < kDepth; ++k) {
+        Products<T>::template from_registers<kTile, true>(
+            sums, rows[k], columns.from(k / 4 * kTileBytes + k % 4 * 32), k > 0);
+      }
+      end_products();
+      wait_for_products<0>();
+      sums_are_there(sums);
+      is_free();
+#pragma unroll
+      for (int i = 0; i < kBoxes; ++i) {
+        if (slots.element[i] >= 0) {
+#pragma unroll
+          for (int j = 0; j < kRounds; ++j) {
+            uint32_t rounded[4];
+            round_columns<T>(rounded, sums, i * kRounds + j);
+            store_matrices(runs_on(product_run, 2 * j) + i * 16 * kBox, rounded);
+          }
+        }
+      }
+      __syncwarp();
+      // Steps are counted down: an even number of them is left where a block of two parts begins.
+      T* first_part = values + (steps & (M::kParts - 1)) * kBox;
+#pragma unroll
+      for (int i = 0; i < kBoxes; ++i) {
+        if (slots.element[i] >= 0) {
+          T* to = first_part + int64_t{slots.element[i]} * (kBlock * kBlock);
+#pragma unroll
+          for (int j = 0; j < kRounds; ++j) {
+            const int first_line = j * kLinesAtOnce;
+            // The swizzle is linear: that of lines so far on moves their runs so far.
+            const T* from = runs_on(own_run, first_line / (kPanel / kBox) % kRunsOfLine);
+            store_run(to + first_line * kBlock, load_aligned(from + (i * 16 + first_line) * kBox));
+          }
+        }
+      }
+      __syncwarp();
     }
-    turn ^= 1;
-  }
-  if (threadIdx.x == 0) {
-    wait_for_stores<0>();
   }
 }
 
-template <class T, int kPanels>
-__global__ void __launch_bounds__(kAllThreads, kThreadBlocks<kPanels>)
+template <class T, int kPanels, int kBlock>
+__global__ void __launch_bounds__(Shape<kBlock>::kThreads, kThreadBlocksOfShape<kPanels, kBlock>)
 sdd_on_hopper_kernel(
-    const __grid_constant__ Arguments p, const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
-    const __grid_constant__ CUtensorMap out) {
+    const __grid_constant__ TileLists lists, const __grid_constant__ CUtensorMap a,
+    const __grid_constant__ CUtensorMap b, T* out) {
   extern __shared__ unsigned char shared[];
-  auto& memory = *reinterpret_cast<Memory<T, kPanels>*>(align_panels(shared));
+  using M = Memory<T, kPanels, kBlock>;
+  auto& memory = *reinterpret_cast<M*>(align_panels(shared));
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < Memory<T, kPanels>::kStages; ++stage) {
+    for (int stage = 0; stage < M::kStages; ++stage) {
       memory.there[stage].init(1);
-      memory.free[stage].init(kMultiplying / 32);
+      memory.free[stage].init(M::kWarps);
     }
-    memory.rows_free[0].init(kMultiplying / 32);
-    memory.rows_free[1].init(kMultiplying / 32);
     fence_barriers();
   }
   __syncthreads();
-  if (threadIdx.x < kMultiplying) {
-    multiply_all<T, kPanels>(memory, &out);
+  if (threadIdx.x < M::kWarps * 32) {
+    multiply_all<T, kPanels, kBlock>(memory, out);
   } else {
-    copy_all<T, kPanels>(p, memory, &a, &b);
+    copy_all<T, kPanels, kBlock>(lists, memory, &a, &b);
   }
-}
-
-template <class T, int kPanels>
-void launch_kernel(
-    const Launcher& launch, const Arguments& p, const Tensor& a, const Tensor& b, const Tensor& out) {
-  const int64_t tasks = p.batch * (p.layout_heads == 1 ? p.heads : 1) * p.lists.windows() * p.row_tiles;
-  launch.with_shared_memory(
-      sdd_on_hopper_kernel<T, kPanels>, tasks, kAllThreads, sizeof(Memory<T, kPanels>) + kPanelAlignment, p,
-      tensor_map(a, kTile), tensor_map(b, kTile), tensor_map(out, kTile));
 }
 
 }  // namespace
@@ -189,20 +268,36 @@ bool takes_sdd_on_hopper(const Launcher& launch, const Tensor& a, const Tensor& 
 }
 
 void sdd_on_hopper(
-    const Launcher& launch, const Tensor& a, const Tensor& b, const Tensor& out, const Lists& lists,
-    const int32_t* columns, int64_t layout_heads, int64_t block) {
-  const Arguments arguments{
-      lists, columns, static_cast<int>(layout_heads), static_cast<int>(a.size(1)),
-      static_cast<int>(lists.lines / layout_heads), a.size(0), log2_of(block),
-      static_cast<int>(std::max<int64_t>(1, block / kTile))};
+    const Launcher& launch, const Tensor& a, const Tensor& b, const Tensor& out, const TileLists& lists,
+    int64_t block) {
   const Tensor b_lines = torch::stable::transpose(b, 2, 3);
-  const bool is_half = a.scalar_type() == ScalarType::Half, one_panel = a.size(3) <= kPanel;
-  const auto run = [&](auto zero) {
+  const auto run = [&](auto zero, auto panels, auto tokens) {
     using T = decltype(zero);
-    one_panel ? launch_kernel<T, 1>(launch, arguments, a, b_lines, out)
-              : launch_kernel<T, 2>(launch, arguments, a, b_lines, out);
+    constexpr int kPanels = decltype(panels)::value, kBlock = decltype(tokens)::value;
+    using M = Memory<T, kPanels, kBlock>;
+    const int64_t most = launch.multiprocessors() * kThreadBlocksOfShape<kPanels, kBlock>;
+    launch.with_shared_memory(
+        sdd_on_hopper_kernel<T, kPanels, kBlock>, std::min<int64_t>(lists.tasks(), most), M::kThreads,
+        sizeof(M) + kPanelAlignment, lists, tensor_map(a, M::kBox), tensor_map(b_lines, M::kBox),
+        static_cast<T*>(out.mutable_data_ptr()));
   };
-  is_half ? run(__half{}) : run(__nv_bfloat16{});
+  const auto with_block = [&](auto zero, auto panels) {
+    switch (block) {
+      case 16:
+        return run(zero, panels, std::integral_constant<int, 16>{});
+      case 32:
+        return run(zero, panels, std::integral_constant<int, 32>{});
+      case 64:
+        return run(zero, panels, std::integral_constant<int, 64>{});
+      default:
+        return run(zero, panels, std::integral_constant<int, 128>{});
+    }
+  };
+  const auto with_depth = [&](auto zero) {
+    a.size(3) <= kPanel ? with_block(zero, std::integral_constant<int, 1>{})
+                        : with_block(zero, std::integral_constant<int, 2>{});
+  };
+  a.scalar_type() == ScalarType::Half ? with_depth(__half{}) : with_depth(__nv_bfloat16{});
 }
 
 }  // namespace ds_sparse

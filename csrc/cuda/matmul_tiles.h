@@ -1,5 +1,5 @@
-// The live blocks of a layout in tiles (ds_sparse/tiles.py), as products with blocks of 16 to 128 walk them on Hopper: a
-// tile's few lines are multiplied together with the union of their lists.
+// The live blocks of a layout in tiles (ds_sparse/tiles.py), as products with blocks of 16 to 128 walk them on Hopper:
+// a tile's few lines are multiplied together with the union of their lists.
 
 #pragma once
 

@@ -251,11 +251,12 @@ def test_more_elements_than_int32_counts(device: str):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [40, 72])
 @pytest.mark.parametrize("mode", MODES)
-def test_block_128(device: str, mode: str, dtype: torch.dtype):
-    layout = make_layout(torch.tensor([[1, 0, 1], [0, 1, 0], [1, 0, 0]]))
+def test_block_128(device: str, mode: str, width: int, dtype: torch.dtype):
+    layout = make_layout(torch.tensor([[1, 1, 1, 0, 1, 1], [0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 1]]))
     check(
-        make_case(layout, 128, mode, False, True, seeded(), heads=2, width=72),
+        make_case(layout, 128, mode, False, True, seeded(), heads=2, width=width),
         dtype,
         device,
         ("contiguous",) * 3,
