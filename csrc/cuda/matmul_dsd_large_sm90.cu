@@ -37,18 +37,19 @@ struct Operands {
   bool blocks_are_transposed, dense_is_lines;
 };
 
-template <class T, int kN>
+template <int kBlock, class T, int kN>
 __device__ __forceinline__ void copy_all(
     const TileProduct<T>& p, const Operands& operands, Memory<T, kN>& memory, const CUtensorMap* values,
     const CUtensorMap* dense) {
   using M = Memory<T, kN>;
+  constexpr int kLines = kGroups * kTile / kBlock, kParts = kBlock / kTile;  // of a tile; of a block, a step each
   const bool elected = threadIdx.x % 32 == 0;
   const TileLists& lists = p.lists;
-  const int tasks = lists.tasks(), block = p.block, parts = block / kTile;  // a step for each part of a block
+  const int tasks = lists.tasks();
   // The warp's: a panel of dense, or, of each block, what belongs to the rows of a warpgroup.
   const int box = uniform(threadIdx.x / 32) - kWarps, group = box - M::kPanels;
   const bool is_dense = group < 0;
-  const int line = is_dense ? 0 : group * kTile / block, first_row = group * kTile % block;
+  const int line = is_dense ? 0 : group * kTile / kBlock, first_row = group * kTile % kBlock;
   Ring<M::kStages> ring;
   // A unit is asked for before the one that precedes it is done, and so are entries.
   int4 unit = lists.unit_of(blockIdx.x);
@@ -59,20 +60,21 @@ __device__ __forceinline__ void copy_all(
       unit = lists.unit_of(next);
     }
     const int32_t* list = is_dense ? reinterpret_cast<const int32_t*>(lists.entries + task.first_entry)
-                                   : lists.slots + int64_t{task.first_entry} * lists.lines_per_tile + line;
-    const int next_in_list = is_dense ? 1 : lists.lines_per_tile;
+                                   : lists.slots + int64_t{task.first_entry} * kLines + line;
+    const int next_in_list = is_dense ? 1 : kLines;
     // A unit without an entry has a step, too: its result is zeros. So few lines leave an entry's sign alone.
-    const int steps = max(1, task.num_entries * parts);
+    const int steps = max(1, task.num_entries * kParts);
     int word = -1;
     const auto ask = [&](int step) {
-      const int entry = step / parts;
+      const int entry = step / kParts;
       word = entry < task.num_entries ? list[entry * next_in_list] : -1;
     };
     ask(0);
-    const int line_in_head = lists.lines[task.tile * lists.lines_per_tile + line];
+    const int line_in_head = lists.lines[task.tile * kLines + line];
     const int first_value = lists.layout_heads == 1 ? task.head * lists.live : 0;
+#pragma unroll 1
     for (int step = 0; step < steps; ++step, ring.next()) {
-      const int now = word, within = step % parts * kTile;
+      const int now = word, within = step % kParts * kTile;
       ask(step + 1);
       Barrier& there = memory.there[ring.stage];
       memory.free[ring.stage].wait(ring.parity ^ 1);
@@ -80,14 +82,14 @@ __device__ __forceinline__ void copy_all(
         if (!is_dense) {
           memory.steps[ring.stage][group] =
               Step{task.batch, task.head, p.part_of_all(task), now >= 0, step == 0, step + 1 == steps};
-          memory.tokens[ring.stage][group] = line_in_head < 0 ? -1 : line_in_head * block + first_row;
+          memory.tokens[ring.stage][group] = line_in_head < 0 ? -1 : line_in_head * kBlock + first_row;
         }
         if (now < 0) {
           there.arrive();
         } else {
           there.arrive_and_expect(kTileBytes);
           if (is_dense) {
-            const int token = (now & 0xffffff) * block + within, column = box * kPanel;
+            const int token = (now & 0xffffff) * kBlock + within, column = box * kPanel;
             copy_box(
                 memory.dense[ring.stage][box], dense, &there, operands.dense_is_lines ? column : token,
                 operands.dense_is_lines ? token : column, task.head, task.batch);
@@ -180,7 +182,7 @@ __device__ __forceinline__ void multiply_all(
   }
 }
 
-template <class T, int kN>
+template <class T, int kN, int kBlock>
 __global__ void __launch_bounds__(Memory<T, kN>::kThreads, 1)
 dsd_of_large_blocks_kernel(
     const __grid_constant__ TileProduct<T> p, const __grid_constant__ CUtensorMap values,
@@ -199,7 +201,7 @@ dsd_of_large_blocks_kernel(
   if (threadIdx.x < kWarps * 32) {
     multiply_all<T, kN>(p, operands, memory, &out);
   } else {
-    copy_all<T, kN>(p, operands, memory, &values, &dense);
+    copy_all<kBlock>(p, operands, memory, &values, &dense);
   }
 }
 
@@ -217,17 +219,20 @@ void dsd_of_large_blocks(
     const Launcher& launch, const TileProduct<T>& p, const Tensor& values, const Tensor& dense, const Tensor& out,
     bool transposed) {
   const bool dense_is_lines = takes_boxes(dense);
-  const auto run = [&](auto width) {
-    constexpr int kN = decltype(width)::value;
+  const auto run = [&](auto width, auto block) {
+    constexpr int kN = decltype(width)::value, kBlock = decltype(block)::value;
     using M = Memory<T, kN>;
     launch.with_shared_memory(
-        dsd_of_large_blocks_kernel<T, kN>, std::min<int64_t>(p.lists.tasks(), launch.multiprocessors()), M::kThreads,
-        sizeof(M) + kPanelAlignment, p, tensor_map(values, kTile),
+        dsd_of_large_blocks_kernel<T, kN, kBlock>, std::min<int64_t>(p.lists.tasks(), launch.multiprocessors()),
+        M::kThreads, sizeof(M) + kPanelAlignment, p, tensor_map(values, kTile),
         tensor_map(dense_is_lines ? dense : torch::stable::transpose(dense, 2, 3), kTile), result_map(p, out),
         Operands{transposed, dense_is_lines});
   };
-  p.result.width <= kPanel ? run(std::integral_constant<int, kPanel>{})
-                           : run(std::integral_constant<int, 2 * kPanel>{});
+  const auto with_block = [&](auto width) {
+    p.block == 64 ? run(width, std::integral_constant<int, 64>{}) : run(width, std::integral_constant<int, 128>{});
+  };
+  p.result.width <= kPanel ? with_block(std::integral_constant<int, kPanel>{})
+                           : with_block(std::integral_constant<int, 2 * kPanel>{});
 }
 
 template void dsd_of_large_blocks(
