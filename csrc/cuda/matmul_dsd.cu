@@ -2,7 +2,8 @@
 //
 // A thread block takes a window of the live blocks (windows.h) and, of each line, a tile of rows times up to 128 columns.
 // The tokens that are summed over are gathered from as many live blocks as 128 bytes take. Lines that windows cut leave
-// sums of their parts, which a second kernel adds in order.
+// sums of their parts, which a second kernel adds in order. On Hopper products of 16-bit types go by tiles instead
+// (matmul_dsd_small_sm90.cu, matmul_dsd_large_sm90.cu), and so do the sums of tiles that are cut.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
