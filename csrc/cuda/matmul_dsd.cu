@@ -2,7 +2,8 @@
 //
 // A thread block takes a window of the live blocks (windows.h) and, of each line, a tile of rows times up to 128 columns.
 // The tokens that are summed over are gathered from as many live blocks as 128 bytes take. Lines that windows cut leave
-// sums of their parts, which a second kernel adds in order.
+// sums of their parts, which a second kernel adds in order. On Hopper products of 16-bit types go by tiles instead
+// (matmul_dsd_small_sm90.cu, matmul_dsd_large_sm90.cu), and so do the sums of tiles that are cut.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -19,6 +20,32 @@
 
 namespace ds_sparse {
 namespace {
+
+// The sums of the parts of cut lines: (batch, heads or 1, windows, 2, block, width).
+template <class C>
+struct PartSums {
+  C* data;
+
+  __device__ C* at(int64_t window_of_all, Part part, int64_t block, int64_t width) const {
+    return data + (2 * window_of_all + (part == kStarted)) * block * width;
+  }
+};
+
+// A product, but for how its operands are read.
+template <class T>
+struct Product {
+  Result<T> result;
+  PartSums<Compute<T>> parts;
+  Lists lists;
+  const int32_t* indices;
+  const int32_t* slots;  // null: entries are numbered as values are
+  int layout_heads, heads, rows;
+  int64_t values_of_batch, batch;
+  int log_block;
+
+  __host__ __device__ int64_t heads_apart() const { return layout_heads == 1 ? heads : 1; }
+  __host__ __device__ int64_t windows_of_all() const { return batch * heads_apart() * lists.windows(); }
+};
 
 template <class T>
 struct Arguments : Product<T> {
@@ -167,6 +194,30 @@ __global__ void __launch_bounds__(kThreads, kN == 128 ? 3 : 4) matmul_dsd_kernel
   }
 }
 
+// Numbers that a thread adds up, where parts are, at once: to find out whether there is anything to add takes longer than
+// most additions.
+constexpr int kAddedTogether = 4;
+
+template <class T>
+struct alignas(16) AddedTogether {
+  Compute<T> number[kAddedTogether];
+};
+
+// Of `count` parts, first part first; at(part) is where its numbers begin.
+template <class T, class F>
+__device__ __forceinline__ AddedTogether<T> sum_of_parts(int64_t count, const F& at) {
+  AddedTogether<T> sums = *reinterpret_cast<const AddedTogether<T>*>(at(0));
+#pragma unroll 8
+  for (int64_t part = 1; part < count; ++part) {
+    const auto next = *reinterpret_cast<const AddedTogether<T>*>(at(part));
+#pragma unroll
+    for (int e = 0; e < kAddedTogether; ++e) {
+      sums.number[e] += next.number[e];
+    }
+  }
+  return sums;
+}
+
 // Numbers that a thread block of add_parts_kernel makes.
 constexpr int kAddedAtOnce = 8 * kAddedTogether * kThreads;
 
@@ -201,6 +252,60 @@ __global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_consta
   }
 }
 
+// Adds up the parts of tiles that are cut.
+template <class T>
+__global__ void __launch_bounds__(kThreads) add_parts_of_tiles_kernel(const __grid_constant__ TileProduct<T> p) {
+  const int width = static_cast<int>(p.result.width), groups = p.rows() * width / kAddedTogether;
+  const int64_t all = int64_t{p.lists.copies} * p.num_cuts * groups;
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < all; i += int64_t{gridDim.x} * kThreads) {
+    const int place = static_cast<int>(i % groups) * kAddedTogether, row = place / width, column = place % width;
+    const int copy = static_cast<int>(i / groups / p.num_cuts);
+    const int32_t* cut = p.cuts + i / groups % p.num_cuts * 3;
+    const TileTask task(p.lists, copy * p.lists.num_units, int4{cut[0], 0, 0, cut[1]});
+    const int line = p.lists.lines[task.tile * p.lists.lines_per_tile + row / p.block];
+    if (line < 0) {
+      continue;
+    }
+    const auto sums =
+        sum_of_parts<T>(cut[2], [&](int64_t part) { return p.part(p.part_of_all(task) + part, row) + column; });
+#pragma unroll
+    for (int e = 0; e < kAddedTogether; ++e) {
+      *p.result.at(int64_t{task.batch} * p.lists.heads + task.head, line * p.block + row % p.block, column + e) =
+          static_cast<T>(sums.number[e]);
+    }
+  }
+}
+
+template <class T>
+void dsd_of_tiles(
+    const Launcher& launch, const TileLists& lists, const Tensor& cuts, const Tensor& values, const Tensor& dense,
+    const Tensor& out, int64_t block, bool transposed, bool transpose_result) {
+  const int64_t tokens = out.size(transpose_result ? 3 : 2), width = dense.size(3);
+  // Each tile that is not cut has one unit.
+  const int64_t tiles = int64_t{lists.tiles_per_head} * lists.layout_heads;
+  const int64_t num_parts = lists.num_units - tiles + cuts.size(0);
+  TileProduct<T> product{
+      lists,
+      {static_cast<T*>(out.mutable_data_ptr()), tokens, width, transpose_result},
+      static_cast<int>(block),
+      nullptr,
+      static_cast<int>(num_parts),
+      cuts.const_data_ptr<int32_t>(),
+      static_cast<int>(cuts.size(0))};
+  std::optional<Tensor> parts;
+  if (num_parts > 0) {
+    parts = torch::stable::new_empty(dense, {lists.copies, num_parts, product.rows(), width}, ScalarType::Float);
+    product.parts = parts->mutable_data_ptr<float>();
+  }
+  if (block < 64) {
+    dsd_of_small_blocks(launch, product, values, dense, out, transposed);
+  } else {
+    dsd_of_large_blocks(launch, product, values, dense, out, transposed);
+  }
+  const int64_t groups = lists.copies * cuts.size(0) * (product.rows() * width / kAddedTogether);
+  launch(add_parts_of_tiles_kernel<T>, (groups + kThreads - 1) / kThreads, kThreads, product);
+}
+
 Tensor matmul_dsd(
     const Tensor& values, const Tensor& dense, const Tensor& offsets, const Tensor& indices,
     const std::optional<Tensor>& slots, const std::optional<Tensor>& tile_lines,
@@ -218,23 +323,31 @@ Tensor matmul_dsd(
     return out;
   }
   const Launcher launch(dense);
-  const bool on_hopper = takes_dsd_on_hopper(launch, values, dense, block);
-  if (on_hopper && tiles.given() && block < 64) {
+  if (tiles.given() && takes_dsd_on_hopper(launch, values, dense, block)) {
     const TileLists lists(tiles, layout_heads, heads, batch, block, live);
-    dsd_of_tiles_on_hopper(launch, lists, *tile_cuts, values, dense, out, slots.has_value(), transpose_result);
+    const auto run = [&](auto zero) {
+      dsd_of_tiles<decltype(zero)>(
+          launch, lists, *tile_cuts, values, dense, out, block, slots.has_value(), transpose_result);
+    };
+    values.scalar_type() == ScalarType::Half ? run(__half{}) : run(__nv_bfloat16{});
     return out;
   }
   with_types(values, allow_tf32, [&](auto zero, auto fast) {
     using T = decltype(zero);
     constexpr bool kFast = decltype(fast)::value;
-    // Runs `kernel` on the product, whose lists are cut into windows of so many entries, and adds parts up.
-    const auto with_product = [&](int size, const auto& kernel) {
+    const auto run = [&](auto height, auto tile_width) {
+      constexpr int kM = decltype(height)::value, kN = decltype(tile_width)::value;
+      const int column_tiles = static_cast<int>((width + kN - 1) / kN);
+      const int row_tiles = static_cast<int>(block > kM ? block / kM : 1);
+      const bool transposed = slots.has_value();
+      const int size = window_size(
+          live * batch * heads / layout_heads, block, row_tiles * column_tiles, launch.multiprocessors());
       Product<T> product{
           {static_cast<T*>(out.mutable_data_ptr()), tokens, width, transpose_result},
           {},
           {offsets.const_data_ptr<int32_t>(), static_cast<int>(lines), static_cast<int>(live), size},
           indices.const_data_ptr<int32_t>(),
-          slots.has_value() ? slots->const_data_ptr<int32_t>() : nullptr,
+          transposed ? slots->const_data_ptr<int32_t>() : nullptr,
           static_cast<int>(layout_heads),
           static_cast<int>(heads),
           static_cast<int>(lines / layout_heads),
@@ -243,49 +356,28 @@ Tensor matmul_dsd(
           log2_of(block)};
       const int64_t windows = product.windows_of_all();
       // A line has at most one entry for each block of the other dimension.
-      const bool may_cut = dense.size(2) / block > product.lists.size;
+      const bool may_cut = dense.size(2) / block > size;
       std::optional<Tensor> parts;
       if (may_cut) {
         constexpr auto dtype = std::is_same_v<T, double> ? ScalarType::Double : ScalarType::Float;
         parts = torch::stable::new_empty(dense, {windows, 2, block, width}, dtype);
         product.parts.data = static_cast<Compute<T>*>(parts->mutable_data_ptr());
       }
-      kernel(product);
+      const Arguments<T> arguments{
+          product,
+          static_cast<const T*>(values.const_data_ptr()),
+          Operand<T>(
+              block, block * block, transposed ? block : 1, transposed ? 1 : block, block,
+              reinterpret_cast<uintptr_t>(values.const_data_ptr()) % 16 == 0),
+          Dense<T>(dense, block, false),
+          row_tiles,
+          column_tiles};
+      launch.with_shared_memory(
+          matmul_dsd_kernel<T, kM, kN, kFast>, windows * row_tiles * column_tiles, kThreads, sizeof(Memory<T, kM, kN>),
+          arguments);
       if (may_cut) {
         launch(add_parts_kernel<T>, windows * ((block * width + kAddedAtOnce - 1) / kAddedAtOnce), kThreads, product);
       }
-    };
-    if constexpr (sizeof(T) == 2) {
-      if (on_hopper && block >= 64) {
-        int64_t size = window_size(
-            live * batch * heads / layout_heads, block, block / 64, launch.multiprocessors(), 16);
-        // Lines of about average length are not cut, nor are the longest where all are short and random.
-        size = std::max<int64_t>(size, 2 * live / lines + 3);
-        return with_product(
-            static_cast<int>(size), [&](const Product<T>& product) { dsd_on_hopper(launch, product, values, dense, out); });
-      }
-    }
-    const auto run = [&](auto height, auto tile_width) {
-      constexpr int kM = decltype(height)::value, kN = decltype(tile_width)::value;
-      const int column_tiles = static_cast<int>((width + kN - 1) / kN);
-      const int row_tiles = static_cast<int>(block > kM ? block / kM : 1);
-      const bool transposed = slots.has_value();
-      const int size = window_size(
-          live * batch * heads / layout_heads, block, row_tiles * column_tiles, launch.multiprocessors());
-      with_product(size, [&](const Product<T>& product) {
-        const Arguments<T> arguments{
-            product,
-            static_cast<const T*>(values.const_data_ptr()),
-            Operand<T>(
-                block, block * block, transposed ? block : 1, transposed ? 1 : block, block,
-                reinterpret_cast<uintptr_t>(values.const_data_ptr()) % 16 == 0),
-            Dense<T>(dense, block, false),
-            row_tiles,
-            column_tiles};
-        launch.with_shared_memory(
-            matmul_dsd_kernel<T, kM, kN, kFast>, product.windows_of_all() * row_tiles * column_tiles, kThreads,
-            sizeof(Memory<T, kM, kN>), arguments);
-      });
     };
     with_tile_height<T>(block, [&](auto height) {
       if constexpr (sizeof(T) == 2) {

@@ -1,11 +1,9 @@
-// Sparse @ dense: what its kernels share, and its way on Hopper.
+// Sparse @ dense: what its kernels share, and its ways on Hopper.
 
 #pragma once
 
-#include "../compute.h"
 #include "launch.h"
 #include "matmul_tiles.h"
-#include "windows.h"
 
 namespace ds_sparse {
 
@@ -21,65 +19,38 @@ struct Result {
   }
 };
 
-// The sums of the parts of cut lines: (batch, heads or 1, windows, 2, block, width).
-template <class C>
-struct PartSums {
-  C* data;
-
-  __device__ C* at(int64_t window_of_all, Part part, int64_t block, int64_t width) const {
-    return data + (2 * window_of_all + (part == kStarted)) * block * width;
-  }
-};
-
-// A product, but for how its operands are read.
+// A product by tiles, but for its operands. What is summed of tiles that are cut goes to `parts`, to be added up.
 template <class T>
-struct Product {
+struct TileProduct {
+  TileLists lists;
   Result<T> result;
-  PartSums<Compute<T>> parts;
-  Lists lists;
-  const int32_t* indices;
-  const int32_t* slots;  // null: entries are numbered as values are
-  int layout_heads, heads, rows;
-  int64_t values_of_batch, batch;
-  int log_block;
+  int block;
+  float* parts;  // (copies, num_parts, rows of a tile, width)
+  int num_parts;
+  const int32_t* cuts;
+  int num_cuts;
 
-  __host__ __device__ int64_t heads_apart() const { return layout_heads == 1 ? heads : 1; }
-  __host__ __device__ int64_t windows_of_all() const { return batch * heads_apart() * lists.windows(); }
-};
-
-// Numbers that a thread adds up, where parts are, at once: to find out whether there is anything to add takes longer than
-// most additions.
-constexpr int kAddedTogether = 4;
-
-template <class T>
-struct alignas(16) AddedTogether {
-  Compute<T> number[kAddedTogether];
-};
-
-// Of `count` parts, first part first; at(part) is where its numbers begin.
-template <class T, class F>
-__device__ __forceinline__ AddedTogether<T> sum_of_parts(int64_t count, const F& at) {
-  AddedTogether<T> sums = *reinterpret_cast<const AddedTogether<T>*>(at(0));
-#pragma unroll 8
-  for (int64_t part = 1; part < count; ++part) {
-    const auto next = *reinterpret_cast<const AddedTogether<T>*>(at(part));
-#pragma unroll
-    for (int e = 0; e < kAddedTogether; ++e) {
-      sums.number[e] += next.number[e];
-    }
+  __host__ __device__ int rows() const { return lists.lines_per_tile * block; }
+  // The number of a task's part among those of all copies; -1: its tile is whole.
+  __device__ int part_of_all(const TileTask& task) const {
+    return task.part < 0 ? -1 : task.copy * num_parts + task.part;
   }
-  return sums;
-}
+  __device__ float* part(int64_t part_of_all, int row) const {
+    return parts + (part_of_all * rows() + row) * result.width;
+  }
+};
 
-// Whether the kernels for Hopper take these operands, which have been checked. Blocks of 16 and 32 need tiles, too.
+// Whether kernels for Hopper take these operands, which have been checked, where there are tiles.
 bool takes_dsd_on_hopper(const Launcher& launch, const Tensor& values, const Tensor& dense, int64_t block);
-// matmul_dsd_sm90.cu: the product for blocks of 64 and more, but for adding up parts.
+// matmul_dsd_small_sm90.cu and matmul_dsd_large_sm90.cu: the product for blocks of 16 and 32, and of 64 and 128.
+// `transposed`: blocks are, and tiles are of columns.
 template <class T>
-void dsd_on_hopper(
-    const Launcher& launch, const Product<T>& product, const Tensor& values, const Tensor& dense, const Tensor& out);
-// matmul_dsd_tiles_sm90.cu: the product for blocks of 16 and 32. `transposed`: tiles are of columns.
-void dsd_of_tiles_on_hopper(
-    const Launcher& launch, const TileLists& lists, const Tensor& cuts, const Tensor& values, const Tensor& dense,
-    const Tensor& out, bool transposed, bool transpose_result);
+void dsd_of_small_blocks(
+    const Launcher& launch, const TileProduct<T>& product, const Tensor& values, const Tensor& dense, const Tensor& out,
+    bool transposed);
+template <class T>
+void dsd_of_large_blocks(
+    const Launcher& launch, const TileProduct<T>& product, const Tensor& values, const Tensor& dense, const Tensor& out,
+    bool transposed);
 
 }  // namespace ds_sparse

@@ -26,9 +26,8 @@ struct Lists {
 
 // Entries in a window: tokens enough to keep a thread block busy, few enough to give every multiprocessor some windows.
 inline int window_size(
-    int64_t entries_of_all_heads, int64_t block, int64_t tiles_an_entry, int64_t multiprocessors,
-    int64_t windows_a_multiprocessor = 8) {
-  constexpr int64_t most = 2048, fewest = 256;
+    int64_t entries_of_all_heads, int64_t block, int64_t tiles_an_entry, int64_t multiprocessors) {
+  constexpr int64_t most = 2048, fewest = 256, windows_a_multiprocessor = 8;
   int64_t tokens = most;
   const int64_t all = entries_of_all_heads * block * tiles_an_entry;
   while (tokens > fewest && all / tokens < multiprocessors * windows_a_multiprocessor) {

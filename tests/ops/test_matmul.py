@@ -163,7 +163,10 @@ def test_lines_of_every_length(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("block", "rows", "columns", "width"), [(16, 42, 45, 72), (32, 21, 23, 64)])
+@pytest.mark.parametrize(
+    ("block", "rows", "columns", "width"),
+    [(16, 42, 45, 72), (32, 21, 23, 64), (64, 13, 15, 64), (64, 13, 15, 72), (128, 7, 9, 40), (128, 7, 9, 128)],
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_tiles_that_are_cut(
     device: str, mode: str, block: int, rows: int, columns: int, width: int, dtype: torch.dtype

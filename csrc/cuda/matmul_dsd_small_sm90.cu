@@ -8,11 +8,9 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <optional>
 #include <type_traits>
 
-#include "matmul_dsd.h"
-#include "matmul_sm90.h"
+#include "matmul_dsd_sm90.h"
 #include "mma.h"
 
 namespace ds_sparse {
@@ -21,30 +19,11 @@ namespace {
 using namespace hopper;
 
 constexpr int kWarps = kMultiplying / 32;
-constexpr int kStrip = kTile / kWarps;  // rows of a warp
+constexpr int kAllThreads = kMultiplying + 128;  // with those that copy, after them
 
-template <class T>
-struct Arguments {
-  TileLists lists;
-  Result<T> result;
-  const T* values;
-  float* parts;  // (copies, num_parts, 64, width)
-  int num_parts;
-  const int32_t* cuts;
-  int num_cuts;
-
-  __device__ float* part(int64_t part_of_all, int row) const {
-    return parts + (part_of_all * kTile + row) * result.width;
-  }
-};
-
-// What a stage is for.
-struct alignas(16) Step {
-  int batch, head;   // of the result; batch -1 is the end
-  int part;          // of the parts of all copies; -1: the tile is whole
-  uint16_t live;     // a bit for each line of each entry
-  bool first, last;  // of a unit
-};
+// Thread blocks on a multiprocessor, as many as shared memory has room for.
+template <int kPanels>
+constexpr int kThreadBlocks = kPanels == 1 ? 3 : 2;
 
 template <class T, int kN, int kBlock>
 struct Memory {
@@ -87,6 +66,19 @@ class Tasks {
   int4 units_;  // of the lane's task
 };
 
+// The steps of a copying warp, which are those of its stage: to say what a step is about takes longer than to do it. A
+// warp with more than one stage, or a stage with more than one warp, could come to a step two rounds ahead of the ring,
+// where the parity that it waits for is that of the round before. Warps without a stage have no step.
+template <int kStages>
+struct OwnSteps {
+  static_assert(kStages <= 4);
+  const int stage = uniform((threadIdx.x - kMultiplying) / 32);
+  uint32_t parity = 1;  // of the round before the stage's next
+  int ahead = stage;    // how many steps of all come before its next
+
+  __device__ bool has_none() const { return stage >= kStages; }
+};
+
 // A step of a unit, and what the lists have for it.
 struct Listed {
   TileTask task;
@@ -99,7 +91,7 @@ struct Listed {
 
 template <class T, int kN, int kBlock>
 __device__ __forceinline__ void copy_all(
-    const Arguments<T>& p, Memory<T, kN, kBlock>& memory, const CUtensorMap* dense) {
+    const TileProduct<T>& p, const T* values, Memory<T, kN, kBlock>& memory, const CUtensorMap* dense) {
   using M = Memory<T, kN, kBlock>;
   constexpr int kSide = M::kSide, kElements = kBlock * kBlock, kAtOnce = 32 * kRun<T>;
   const int lane = threadIdx.x % 32;
@@ -133,7 +125,7 @@ __device__ __forceinline__ void copy_all(
     }
     return {task};
   };
-  const auto values_of = [&](const TileTask& of) { return p.values + of.first_value(p.lists) * kElements; };
+  const auto values_of = [&](const TileTask& of) { return values + of.first_value(p.lists) * kElements; };
   Barrier &there = memory.there[own.stage], &free = memory.free[own.stage];
   const uint32_t to = shared_address(kept_shared(run_of_short_line<kBlock>(
       memory.values[own.stage][0][0], lane / (kBlock / kRun<T>), lane % (kBlock / kRun<T>))));
@@ -168,8 +160,8 @@ __device__ __forceinline__ void copy_all(
     end_of_copies();
     const auto live = static_cast<uint16_t>(__ballot_sync(0xffffffffu, now.slot >= 0));
     if (lane == 0) {
-      const int part = now.task.part < 0 ? -1 : now.task.copy * p.num_parts + now.task.part;
-      memory.steps[own.stage] = Step{now.task.batch, now.task.head, part, live, now.step == 0, now.left <= kSide};
+      memory.steps[own.stage] =
+          Step{now.task.batch, now.task.head, p.part_of_all(now.task), live, now.step == 0, now.left <= kSide};
     }
     if (lane < kWarps) {
       memory.tokens[own.stage][lane] = now.line < 0 ? -1 : now.line * kBlock + lane * kStrip % kBlock;
@@ -192,23 +184,9 @@ __device__ __forceinline__ void copy_all(
   }
 }
 
-// Rounds a warp's 16 x kN sums and writes their transpose: of each panel, 64 lines of 16.
-template <int kN, class T>
-__device__ __forceinline__ void store_to_short_lines(T* panels, const float (&sums)[kN / 2]) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int j = 0; j < kN / 16; ++j) {
-    uint32_t rounded[4];
-    round_columns<T>(rounded, sums, j);
-    const int line = j % 4 * 16 + lane / 16 * 8 + lane % 8;
-    store_matrices_transposed(
-        run_of_short_line<kStrip>(panels + j / 4 * kTileElements, line, lane / 8 % 2), rounded);
-  }
-}
-
 template <class T, int kN, int kBlock, bool kTransposed>
 __device__ __forceinline__ void multiply_all(
-    const Arguments<T>& p, Memory<T, kN, kBlock>& memory, const CUtensorMap* out) {
+    const TileProduct<T>& p, Memory<T, kN, kBlock>& memory, const CUtensorMap* out) {
   using M = Memory<T, kN, kBlock>;
   constexpr int kSide = M::kSide, kParts = kBlock / 16;  // of 16 tokens, in an entry
   const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32);
@@ -255,53 +233,19 @@ __device__ __forceinline__ void multiply_all(
     if (lane == 0) {
       memory.free[place.stage].arrive();
     }
-    if (!step.last || token < 0) {
-      continue;
-    }
-    if (step.part >= 0) {
-      float* to = p.part(step.part, warp * kStrip + lane / 4) + lane % 4 * 2;
-#pragma unroll
-      for (int column = 0; column < kN; column += 8) {
-        if (column < p.result.width) {
-          const int i = column / 2;
-          *reinterpret_cast<float2*>(to + column) = make_float2(sums[i], sums[i + 1]);
-          *reinterpret_cast<float2*>(to + 8 * p.result.width + column) = make_float2(sums[i + 2], sums[i + 3]);
-        }
-      }
-      continue;
-    }
-    // What a warp writes here nobody else does, so that warps need not wait for each other.
-    if (lane == 0) {
-      wait_for_stores<0>();
-    }
-    __syncwarp();
-    if (p.result.transposed) {
-      store_to_short_lines<kN>(memory.result[0] + warp * kStrip * kPanel, sums);
-    } else {
-      store_to_panels<kN>(memory.result[0], sums, false);
-    }
-    fence_stores();
-    __syncwarp();
-    if (lane == 0) {
-#pragma unroll
-      for (int panel = 0; panel < M::kPanels; ++panel) {
-        const int column = panel * kPanel;
-        store_box(
-            out, memory.result[panel] + warp * kStrip * kPanel, p.result.transposed ? token : column,
-            p.result.transposed ? column : token, step.head, step.batch);
-      }
-      end_stores();
+    if (step.last && token >= 0) {
+      store_sums<kN>(p, memory.result[0], out, step, token, sums);
     }
   }
   if (lane == 0) {
-    wait_for_stores<0>();
+    wait_for_stores();
   }
 }
 
 template <class T, int kN, int kBlock, bool kTransposed>
 __global__ void __launch_bounds__(kAllThreads, kThreadBlocks<kN / kPanel>)
-dsd_of_tiles_kernel(
-    const __grid_constant__ Arguments<T> p, const __grid_constant__ CUtensorMap dense,
+dsd_of_small_blocks_kernel(
+    const __grid_constant__ TileProduct<T> p, const T* values, const __grid_constant__ CUtensorMap dense,
     const __grid_constant__ CUtensorMap out) {
   extern __shared__ unsigned char shared[];
   auto& memory = *reinterpret_cast<Memory<T, kN, kBlock>*>(align_panels(shared));
@@ -324,90 +268,35 @@ dsd_of_tiles_kernel(
     if constexpr (kSumsAreMany) {
       give_registers<80>();
     }
-    copy_all<T, kN, kBlock>(p, memory, &dense);
+    copy_all<T, kN, kBlock>(p, values, memory, &dense);
   }
-}
-
-constexpr int kAddingThreads = 128;
-
-// Adds up the parts of tiles that are cut.
-template <class T>
-__global__ void __launch_bounds__(kAddingThreads) add_parts_of_tiles_kernel(const __grid_constant__ Arguments<T> p) {
-  const int width = static_cast<int>(p.result.width), groups = kTile * width / kAddedTogether;
-  const int64_t all = int64_t{p.lists.copies} * p.num_cuts * groups;
-  const int block = kTile / p.lists.lines_per_tile;
-  for (int64_t i = int64_t{blockIdx.x} * kAddingThreads + threadIdx.x; i < all; i += int64_t{gridDim.x} * kAddingThreads) {
-    const int place = static_cast<int>(i % groups) * kAddedTogether, row = place / width, column = place % width;
-    const int copy = static_cast<int>(i / groups / p.num_cuts);
-    const int32_t* cut = p.cuts + i / groups % p.num_cuts * 3;
-    const TileTask task(p.lists, copy * p.lists.num_units, int4{cut[0], 0, 0, cut[1]});
-    const int line = p.lists.lines[task.tile * p.lists.lines_per_tile + row / block];
-    if (line < 0) {
-      continue;
-    }
-    const auto sums = sum_of_parts<T>(cut[2], [&](int64_t part) {
-      return p.part(int64_t{copy} * p.num_parts + task.part + part, row) + column;
-    });
-#pragma unroll
-    for (int e = 0; e < kAddedTogether; ++e) {
-      *p.result.at(int64_t{task.batch} * p.lists.heads + task.head, line * block + row % block, column + e) =
-          static_cast<T>(sums.number[e]);
-    }
-  }
-}
-
-template <class T, int kN, int kBlock>
-void launch_kernel(
-    const Launcher& launch, const Arguments<T>& p, const Tensor& dense, const Tensor& out, bool transposed) {
-  using M = Memory<T, kN, kBlock>;
-  const int64_t thread_blocks =
-      std::min<int64_t>(p.lists.tasks(), launch.multiprocessors() * kThreadBlocks<M::kPanels>);
-  const CUtensorMap dense_map = tensor_map(dense, kBlock);
-  const CUtensorMap out_map = p.result.transposed ? tensor_map(out, kPanel, kStrip) : tensor_map(out, kStrip);
-  launch.with_shared_memory(
-      transposed ? dsd_of_tiles_kernel<T, kN, kBlock, true> : dsd_of_tiles_kernel<T, kN, kBlock, false>, thread_blocks,
-      kAllThreads, sizeof(M) + kPanelAlignment, p, dense_map, out_map);
-}
-
-template <class T>
-void run(
-    const Launcher& launch, const TileLists& lists, const Tensor& cuts, const Tensor& values, const Tensor& dense,
-    const Tensor& out, bool transposed, bool transpose_result) {
-  const int64_t tokens = out.size(transpose_result ? 3 : 2), width = dense.size(3);
-  // Each tile that is not cut has one unit.
-  const int64_t tiles = int64_t{lists.tiles_per_head} * lists.layout_heads;
-  const int64_t num_parts = lists.num_units - tiles + cuts.size(0);
-  std::optional<Tensor> parts;
-  if (num_parts > 0) {
-    parts = torch::stable::new_empty(dense, {lists.copies, num_parts, kTile, width}, ScalarType::Float);
-  }
-  const Arguments<T> p{
-      lists,
-      {static_cast<T*>(out.mutable_data_ptr()), tokens, width, transpose_result},
-      static_cast<const T*>(values.const_data_ptr()),
-      parts ? parts->mutable_data_ptr<float>() : nullptr,
-      static_cast<int>(num_parts),
-      cuts.const_data_ptr<int32_t>(),
-      static_cast<int>(cuts.size(0))};
-  const auto with_block = [&](auto block) {
-    constexpr int kBlock = decltype(block)::value;
-    width <= kPanel ? launch_kernel<T, kPanel, kBlock>(launch, p, dense, out, transposed)
-                    : launch_kernel<T, 2 * kPanel, kBlock>(launch, p, dense, out, transposed);
-  };
-  lists.lines_per_tile == kTile / 16 ? with_block(std::integral_constant<int, 16>{})
-                                     : with_block(std::integral_constant<int, 32>{});
-  const int64_t groups = p.lists.copies * cuts.size(0) * (kTile * width / kAddedTogether);
-  launch(add_parts_of_tiles_kernel<T>, (groups + kAddingThreads - 1) / kAddingThreads, kAddingThreads, p);
 }
 
 }  // namespace
 
-void dsd_of_tiles_on_hopper(
-    const Launcher& launch, const TileLists& lists, const Tensor& cuts, const Tensor& values, const Tensor& dense,
-    const Tensor& out, bool transposed, bool transpose_result) {
-  values.scalar_type() == ScalarType::Half
-      ? run<__half>(launch, lists, cuts, values, dense, out, transposed, transpose_result)
-      : run<__nv_bfloat16>(launch, lists, cuts, values, dense, out, transposed, transpose_result);
+template <class T>
+void dsd_of_small_blocks(
+    const Launcher& launch, const TileProduct<T>& p, const Tensor& values, const Tensor& dense, const Tensor& out,
+    bool transposed) {
+  const auto run = [&](auto width, auto block) {
+    constexpr int kN = decltype(width)::value, kBlock = decltype(block)::value;
+    using M = Memory<T, kN, kBlock>;
+    const int64_t most = launch.multiprocessors() * kThreadBlocks<M::kPanels>;
+    launch.with_shared_memory(
+        transposed ? dsd_of_small_blocks_kernel<T, kN, kBlock, true> : dsd_of_small_blocks_kernel<T, kN, kBlock, false>,
+        std::min<int64_t>(p.lists.tasks(), most), kAllThreads, sizeof(M) + kPanelAlignment, p,
+        static_cast<const T*>(values.const_data_ptr()), tensor_map(dense, kBlock), result_map(p, out));
+  };
+  const auto with_block = [&](auto width) {
+    p.block == 16 ? run(width, std::integral_constant<int, 16>{}) : run(width, std::integral_constant<int, 32>{});
+  };
+  p.result.width <= kPanel ? with_block(std::integral_constant<int, kPanel>{})
+                           : with_block(std::integral_constant<int, 2 * kPanel>{});
 }
+
+template void dsd_of_small_blocks(
+    const Launcher&, const TileProduct<__half>&, const Tensor&, const Tensor&, const Tensor&, bool);
+template void dsd_of_small_blocks(
+    const Launcher&, const TileProduct<__nv_bfloat16>&, const Tensor&, const Tensor&, const Tensor&, bool);
 
 }  // namespace ds_sparse
