@@ -53,9 +53,10 @@ __device__ __forceinline__ void copy_all(
   Ring<M::kStages> ring;
   // A unit is asked for before the one that precedes it is done, and so are entries.
   int4 unit = lists.unit_of(blockIdx.x);
-  for (int next = blockIdx.x; next < tasks;) {
+  uint32_t turn = 0;
+  for (int next = lists.task_of(turn); next < tasks;) {
     const TileTask task(lists, next, unit);
-    next += gridDim.x;
+    next = lists.task_of(++turn);
     if (next < tasks) {
       unit = lists.unit_of(next);
     }

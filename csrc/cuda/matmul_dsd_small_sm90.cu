@@ -48,7 +48,7 @@ class Tasks {
     return {lists_, task_, make_int4(of_lane(units_.x), of_lane(units_.y), of_lane(units_.z), of_lane(units_.w))};
   }
   __device__ void next() {
-    task_ += gridDim.x;
+    task_ = lists_.task_of(++turn_);
     if (++number_ == 32) {
       number_ = 0;
       read();
@@ -57,12 +57,13 @@ class Tasks {
 
  private:
   __device__ void read() {
-    const int task = task_ + threadIdx.x % 32 * gridDim.x;
+    const int task = lists_.task_of(turn_ + threadIdx.x % 32);
     units_ = task < lists_.tasks() ? lists_.unit_of(task) : int4{};
   }
 
   const TileLists& lists_;
-  int task_ = blockIdx.x, number_ = 0;
+  uint32_t turn_ = 0;
+  int task_ = lists_.task_of(0), number_ = 0;
   int4 units_;  // of the lane's task
 };
 
