@@ -12,8 +12,8 @@ from .tiles import HOPPER_TILE, MAX_BLOCKS, MAX_LINES, TILE, TilePlan, Tiles
 
 SIDES = ("rows", "columns")
 
-PRODUCT_TILES = {16: TILE, 32: TILE, 64: HOPPER_TILE, 128: HOPPER_TILE}
-"""Tokens of the tiles that MatMul walks on a Hopper GPU, for each block that it walks in tiles."""
+PRODUCT_BLOCKS = (16, 32, 64, 128)
+"""Blocks that MatMul walks in tiles, those of `HOPPER_TILE`, on a Hopper GPU."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,9 +27,9 @@ class Lists:
         column_offsets: (L*C + 1). The same by columns.
         column_rows: (N). The block row of each entry in column order, ascending within a column.
         column_slots: (N). The entry's number in row order, which is where sparse values store it.
-        row_tile_slots, column_tile_slots: (E, r). Of each entry of the tiles that products walk, and each line of its
-            tile, the live block's number in row order, -1 where the line has none. None but where products walk tiles:
-            those of `PRODUCT_TILES`, on a Hopper GPU.
+        row_tile_slots, column_tile_slots: (E, r). Of each entry of the tiles of `HOPPER_TILE`, and each line of its tile,
+            the live block's number in row order, -1 where the line has none. None but where products walk these
+            tiles: with `PRODUCT_BLOCKS`, on a Hopper GPU.
     """
 
     row_offsets: torch.Tensor
@@ -331,11 +331,10 @@ class BlockIndex:
 
     @torch.inference_mode(False)
     def _make_lists(self) -> Lists:
-        if not is_hopper(self.device) or self.block not in PRODUCT_TILES:
+        if not is_hopper(self.device) or self.block not in PRODUCT_BLOCKS:
             return Lists.make(self.layout(), self.live_blocks)
-        tile = PRODUCT_TILES[self.block]
-        tiles = {side: self.tiles(side, tile) for side in SIDES}
-        return Lists.make(self.layout(), self.live_blocks, tiles, tile // self.block)
+        tiles = {side: self.tiles(side, HOPPER_TILE) for side in SIDES}
+        return Lists.make(self.layout(), self.live_blocks, tiles, HOPPER_TILE // self.block)
 
     @torch.inference_mode(False)
     def _make_tiles(self, side: str, tile: int) -> Tiles:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..index import PRODUCT_TILES, BlockIndex, as_index, index_on
+from ..index import BlockIndex, as_index, index_on
+from ..tiles import HOPPER_TILE
 from ._library import check_dtype, require_kernel, under_autocast
 
 MODES = ("sdd", "dsd", "dds")
@@ -200,7 +201,7 @@ def product_tiles(index: BlockIndex, side: str, dtype: torch.dtype) -> tuple[tor
     slots = lists.row_tile_slots if side == "rows" else lists.column_tile_slots
     if slots is None or dtype not in (torch.float16, torch.bfloat16):
         return (None,) * 5
-    tiles = index.tiles(side, PRODUCT_TILES[index.block])
+    tiles = index.tiles(side, HOPPER_TILE)
     return tiles.lines, tiles.entries, tiles.units, tiles.cuts, slots
 
 
