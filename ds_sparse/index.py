@@ -62,8 +62,9 @@ class Lists:
         )
 
     def to(self, device: torch.device | str) -> Lists:
-        """The same lists on another device."""
-        return Lists(**{name: x if x is None else x.to(device) for name, x in vars(self).items()})
+        """The same lists on another device, without slots."""
+        lists = (self.row_offsets, self.row_columns, self.column_offsets, self.column_rows, self.column_slots)
+        return Lists(*(x.to(device) for x in lists))
 
 
 class Making:
@@ -108,7 +109,7 @@ class BlockIndex:
     """The live blocks of a layout, in tiles and one by one. Built once, immutable, shared by every operation, on any
     stream (see `Making`).
 
-    The tiles are what attention walks. The rest is made from the layout's bits when it is first asked for, and kept:
+    The tiles are what attention walks, and products on a Hopper GPU. The rest is made from the layout's bits when it is first asked for, and kept:
     the `Lists` of MatMul and Softmax, tiles of another height, the index cut for causal attention.
 
     Letters: L stored layout heads (1 when all heads are equal, else `num_heads`), R/C block rows and columns,

@@ -305,6 +305,7 @@ def test_moved_to_the_gpu_it_equals_the_one_built_there(block: int, chance: floa
     assert waits(lambda: (moved.lists, moved.causal())) == 0
     back = moved.to("cpu")
     assert back.device.type == "cpu" and torch.equal(back.row_columns, here.row_columns)
+    assert back.lists.row_tile_slots is None and back.lists.column_tile_slots is None
     assert_equal_tiles(back.row_tiles, here.row_tiles)
 
 

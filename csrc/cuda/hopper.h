@@ -227,8 +227,6 @@ __device__ __forceinline__ void wait_for_additions() { asm volatile("cp.async.bu
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define DS_SPARSE_SUMS_32(d, i) \
   DS_SPARSE_SUMS_8(d, i), DS_SPARSE_SUMS_8(d, i + 8), DS_SPARSE_SUMS_8(d, i + 16), DS_SPARSE_SUMS_8(d, i + 24)
-#define DS_SPARSE_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define DS_SPARSE_NAMES_16 DS_SPARSE_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define DS_SPARSE_NAMES_32                                                                                        \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
   "%24, %25, %26, %27, %28, %29, %30, %31"
@@ -313,8 +311,6 @@ struct Products {
 
 #undef DS_SPARSE_SUMS_8
 #undef DS_SPARSE_SUMS_32
-#undef DS_SPARSE_NAMES_8
-#undef DS_SPARSE_NAMES_16
 #undef DS_SPARSE_NAMES_32
 #undef DS_SPARSE_NAMES_64
 

@@ -11,6 +11,9 @@ from ._library import check_dtype, require_kernel, under_autocast
 
 MODES = ("sdd", "dsd", "dds")
 
+MOST_WIDTH = 128
+"""Numbers a token, of dense operands, that the kernels which walk tiles take."""
+
 
 class MatMul:
     """C = op(A) @ op(B), differentiable in both, with one of A, B, C block-sparse. Source: DeepSpeed's `MatMul`.
@@ -27,6 +30,11 @@ class MatMul:
     CUDA too unless `torch.backends.cuda.matmul.allow_tf32` is set. Operands of 2 to 4 dimensions are
     taken, missing leading ones are 1; batch and head dimensions of size 1 are broadcast. Under autocast both operands
     are cast.
+
+    On a Hopper GPU fp16 and bf16 with blocks of 16 to 128 have kernels of their own, for up to 128 numbers a token, a
+    multiple of 8, that are adjacent in memory (an operand whose tokens are adjacent is copied first); all else takes
+    longer there. They multiply several block rows together, so that infinities and NaNs of a dsd's dense operand may
+    reach rows beside those whose blocks want them.
 
     Args:
         layout: 0/1 tensor of bool or integers, (R, C) or (H or 1, R, C), one head shared by any number of heads;
@@ -206,9 +214,11 @@ def product_tiles(index: BlockIndex, side: str, dtype: torch.dtype) -> tuple[tor
 
 
 def _token_by_token(x: torch.Tensor, index: BlockIndex) -> torch.Tensor:
-    """x, (B, H, tokens, D), with the numbers of each token adjacent in memory, where the kernels that walk tiles take them so:
-    a copy costs less than the others do."""
-    if x.stride(-1) == 1 or product_tiles(index, "rows", x.dtype)[0] is None:
+    """x, (B, H, tokens, D), with the numbers of each token adjacent in memory, if the kernels that walk tiles take it then: a
+    copy costs less than the other kernels do. They do not take what is expanded."""
+    width = x.shape[-1]
+    takes_copy = width <= MOST_WIDTH and width % 8 == 0 and product_tiles(index, "rows", x.dtype)[0] is not None
+    if x.stride(-1) == 1 or 0 in x.stride() or not takes_copy:
         return x
     return x.contiguous()
 

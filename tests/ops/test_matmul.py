@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -159,7 +160,7 @@ def test_lines_of_every_length(
     device: str, mode: str, block: int, rows: int, columns: int, width: int, dtype: torch.dtype
 ):
     """Full, long, short and empty rows and columns: lists are cut within lines, between them and at their ends."""
-    check_lines_of_every_length(device, mode, block, rows, columns, width, dtype)
+    check_lines_of_every_length(lines_of_every_length(rows, columns), device, mode, block, width, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -172,25 +173,39 @@ def test_tiles_that_are_cut(
     device: str, mode: str, block: int, rows: int, columns: int, width: int, dtype: torch.dtype
 ):
     """Lists of more than 512 tokens, below which those of tiles stay whole; only these dtypes walk tiles."""
-    check_lines_of_every_length(device, mode, block, rows, columns, width, dtype)
+    live = lines_of_every_length(rows, columns, 0.05 if block == 16 else 0.1)
+    assert_cut(live, block)
+    check_lines_of_every_length(live, device, mode, block, width, dtype)
+
+
+def lines_of_every_length(rows: int, columns: int, density: float = 0.1) -> torch.Tensor:
+    """A layout of two heads."""
+    live = torch.rand(2, rows, columns, generator=seeded()) < density
+    live[0, 3] = live[1, -1] = live[0, :, 2] = live[1, :, -1] = True
+    live[0, 4:6] = live[1, 0] = live[:, :, 5] = False
+    return live
+
+
+def assert_cut(layout: torch.Tensor, block: int) -> None:
+    """That lists of tiles are cut, from both sides, on a Hopper GPU."""
+    with mock.patch("ds_sparse.index.is_hopper", return_value=True):
+        index = BlockIndex.build(layout, block)
+    assert all(len(index.tiles(side, 128).cuts) > 0 for side in ("rows", "columns"))
 
 
 def check_lines_of_every_length(
-    device: str, mode: str, block: int, rows: int, columns: int, width: int, dtype: torch.dtype
+    live: torch.Tensor, device: str, mode: str, block: int, width: int, dtype: torch.dtype
 ) -> None:
-    heads = 2
-    live = torch.rand(heads, rows, columns, generator=seeded()) < 0.1
-    live[0, 3] = live[1, -1] = live[0, :, 2] = live[1, :, -1] = True
-    live[0, 4:6] = live[1, 0] = live[:, :, 5] = False
     for layout in (live, live[0]):
-        case = make_case(make_layout(layout), block, mode, False, mode == "sdd", seeded(), heads=heads, width=width)
+        case = make_case(make_layout(layout), block, mode, False, mode == "sdd", seeded(), heads=2, width=width)
         check(case, dtype, device, ("contiguous",) * 3, (True, True))
 
 
 @pytest.mark.parametrize("block", [16, 32, 64])
 def test_the_same_bits_every_time(device: str, block: int):
-    layout = torch.rand(12, 40, 40, generator=seeded()) < 0.2
+    layout = torch.rand(12, 40, 40, generator=seeded()) < 0.05
     layout[:, 0] = layout[:, :, 0] = True
+    assert_cut(layout, block)
     a = torch.randn(2, 12, 40 * block, 64, generator=seeded()).to(device, torch.bfloat16)
     sdd, dsd = MatMul(layout, block, "sdd", trans_b=True), MatMul(layout, block, "dsd", trans_a=True)
     first = dsd(sdd(a, a), a)
@@ -199,12 +214,13 @@ def test_the_same_bits_every_time(device: str, block: int):
 
 
 @pytest.mark.parametrize("trans", [False, True])
-@pytest.mark.parametrize(("block", "width"), [(16, 8), (16, 72), (32, 64), (32, 128)])
-def test_each_of_many_matrices_is_as_by_itself(device: str, block: int, width: int, trans: bool):
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize(("block", "width"), [(16, 8), (16, 72), (32, 64), (32, 128), (64, 64), (64, 128), (128, 64)])
+def test_each_of_many_matrices_is_as_by_itself(device: str, block: int, width: int, heads: int, trans: bool):
     """On a GPU a thread block comes to many matrices, to more units than are asked for together."""
-    layout = torch.rand(2, 9, 9, generator=seeded()) < 0.3
+    layout = torch.rand(heads, 9, 9, generator=seeded()) < 0.3
     layout[:, 4] = layout[:, :, 2] = False
-    batch = 8 if device == "cpu" else 3000
+    batch = 8 if device == "cpu" else 96_000 // (2 * block)
     a = torch.randn(batch, 2, 9 * block, width, generator=seeded()).to(device, torch.bfloat16)
     sdd, dsd = MatMul(layout, block, "sdd", trans_b=True), MatMul(layout, block, "dsd", trans_a=trans)
     values = sdd(a, a)
@@ -401,10 +417,11 @@ def forward_and_backward(operation: MatMul, a: torch.Tensor, b: torch.Tensor) ->
     return [result, *torch.autograd.grad(result.square().sum(), (a, b))]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mode", MODES)
-def test_compiles_into_one_graph(device: str, mode: str):
+def test_compiles_into_one_graph(device: str, mode: str, dtype: torch.dtype):
     case = make_case(DIAGONAL, 16, mode, True, True, seeded(), heads=2)
-    a, b = leaf(case.a.float(), device), leaf(case.b.float(), device)
+    a, b = leaf(case.a.to(dtype), device), leaf(case.b.to(dtype), device)
     operation = MatMul(BlockIndex.build(case.layout.given, 16).to(device), 16, mode, True, True)
     compiled = torch.compile(operation, fullgraph=True, backend="aot_eager")
     result = compiled(a, b)
@@ -413,9 +430,29 @@ def test_compiles_into_one_graph(device: str, mode: str):
         assert torch.equal(x, y)
 
 
-def test_compiles_with_inductor(device: str):
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [16, 64])
+def test_captured_in_a_cuda_graph(device: str, block: int):
+    if device == "cpu":
+        pytest.skip("CUDA graphs are for GPUs")
+    layout = torch.eye(2048 // block, dtype=torch.bool)
+    layout[3] = True  # a line that is cut
+    sdd, dsd = MatMul(layout, block, "sdd", trans_b=True), MatMul(layout, block, "dsd")
+    a = torch.randn(1, 2, 2048, 64, generator=seeded()).to(device, torch.bfloat16)
+    dsd(sdd(a, a), a)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        values = sdd(a, a)
+        result = dsd(values, a)
+    a.copy_(torch.randn(1, 2, 2048, 64, generator=seeded(1)))
+    graph.replay()
+    assert torch.equal(values, sdd(a, a)) and torch.equal(result, dsd(values, a))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiles_with_inductor(device: str, dtype: torch.dtype):
     case = make_case(DIAGONAL, 16, "sdd", False, True, seeded(), heads=2)
-    a, b = leaf(case.a.float(), device), leaf(case.b.float(), device)
+    a, b = leaf(case.a.to(dtype), device), leaf(case.b.to(dtype), device)
     operation = MatMul(BlockIndex.build(case.layout.given, 16).to(device), 16, "sdd", False, True)
     compiled = torch.compile(lambda a, b: operation(a, b) * 2, fullgraph=True)
     found = torch.autograd.grad(compiled(a, b).square().sum(), (a, b))
