@@ -203,16 +203,29 @@ struct alignas(16) AddedTogether {
   Compute<T> number[kAddedTogether];
 };
 
-// Of `count` parts, first part first; at(part) is where its numbers begin.
+// Of `count` parts, first part first; at(part) is where its numbers begin, or null where it has none. Several parts are
+// on their way at once.
 template <class T, class F>
 __device__ __forceinline__ AddedTogether<T> sum_of_parts(int64_t count, const F& at) {
-  AddedTogether<T> sums = *reinterpret_cast<const AddedTogether<T>*>(at(0));
-#pragma unroll 8
-  for (int64_t part = 1; part < count; ++part) {
-    const auto next = *reinterpret_cast<const AddedTogether<T>*>(at(part));
+  constexpr int kAtOnce = 8;
+  AddedTogether<T> sums{};
+  for (int64_t first = 0; first < count; first += kAtOnce) {
+    const Compute<T>* from[kAtOnce];
+    AddedTogether<T> next[kAtOnce];
 #pragma unroll
-    for (int e = 0; e < kAddedTogether; ++e) {
-      sums.number[e] += next.number[e];
+    for (int i = 0; i < kAtOnce; ++i) {
+      from[i] = first + i < count ? at(first + i) : nullptr;
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      next[i] = from[i] == nullptr ? AddedTogether<T>{} : *reinterpret_cast<const AddedTogether<T>*>(from[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+      for (int e = 0; e < kAddedTogether; ++e) {
+        sums.number[e] += next[i].number[e];
+      }
     }
   }
   return sums;
@@ -252,22 +265,29 @@ __global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_consta
   }
 }
 
+// Thread blocks that add up the parts of a tile.
+__host__ __device__ inline int shares_of_tile(int64_t width) {
+  return static_cast<int>((kProductTile * width / kAddedTogether + kThreads - 1) / kThreads);
+}
+
 // Adds up the parts of tiles that are cut.
 template <class T>
 __global__ void __launch_bounds__(kThreads) add_parts_of_tiles_kernel(const __grid_constant__ TileProduct<T> p) {
-  const int width = static_cast<int>(p.result.width), groups = p.rows() * width / kAddedTogether;
-  const int64_t all = int64_t{p.lists.copies} * p.num_cuts * groups;
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < all; i += int64_t{gridDim.x} * kThreads) {
-    const int place = static_cast<int>(i % groups) * kAddedTogether, row = place / width, column = place % width;
-    const int copy = static_cast<int>(i / groups / p.num_cuts);
-    const int32_t* cut = p.cuts + i / groups % p.num_cuts * 3;
+  const int width = static_cast<int>(p.result.width), shares = shares_of_tile(width);
+  for (int i = blockIdx.x; i < p.lists.copies * p.num_cuts * shares; i += gridDim.x) {
+    const int place = (i % shares * kThreads + static_cast<int>(threadIdx.x)) * kAddedTogether;
+    const int row = place / width, column = place % width;
+    const int32_t* cut = p.cuts + i / shares % p.num_cuts * 3;
+    const int copy = i / shares / p.num_cuts;
     const TileTask task(p.lists, copy * p.lists.num_units, int4{cut[0], 0, 0, cut[1]});
-    const int line = p.lists.lines[task.tile * p.lists.lines_per_tile + row / p.block];
+    const int line = row < kProductTile ? p.lists.lines[task.tile * p.lists.lines_per_tile + row / p.block] : -1;
     if (line < 0) {
       continue;
     }
-    const auto sums =
-        sum_of_parts<T>(cut[2], [&](int64_t part) { return p.part(p.part_of_all(task) + part, row) + column; });
+    const int first_part = p.part_of_all(task);
+    const auto sums = sum_of_parts<T>(cut[2], [&](int64_t part) -> const float* {
+      return *p.strip_of_part(first_part + part, row) == 0 ? nullptr : p.part(first_part + part, row) + column;
+    });
 #pragma unroll
     for (int e = 0; e < kAddedTogether; ++e) {
       *p.result.at(int64_t{task.batch} * p.lists.heads + task.head, line * p.block + row % p.block, column + e) =
@@ -289,21 +309,24 @@ void dsd_of_tiles(
       {static_cast<T*>(out.mutable_data_ptr()), tokens, width, transpose_result},
       static_cast<int>(block),
       nullptr,
+      nullptr,
       static_cast<int>(num_parts),
       cuts.const_data_ptr<int32_t>(),
       static_cast<int>(cuts.size(0))};
-  std::optional<Tensor> parts;
+  std::optional<Tensor> parts, has_strip;
   if (num_parts > 0) {
-    parts = torch::stable::new_empty(dense, {lists.copies, num_parts, product.rows(), width}, ScalarType::Float);
+    parts = torch::stable::new_empty(dense, {lists.copies, num_parts, kProductTile, width}, ScalarType::Float);
+    has_strip = torch::stable::new_empty(dense, {lists.copies, num_parts, kProductTile / kStrip}, ScalarType::Int);
     product.parts = parts->mutable_data_ptr<float>();
+    product.has_strip = has_strip->mutable_data_ptr<int32_t>();
   }
   if (block < 64) {
     dsd_of_small_blocks(launch, product, values, dense, out, transposed);
   } else {
     dsd_of_large_blocks(launch, product, values, dense, out, transposed);
   }
-  const int64_t groups = lists.copies * cuts.size(0) * (product.rows() * width / kAddedTogether);
-  launch(add_parts_of_tiles_kernel<T>, (groups + kThreads - 1) / kThreads, kThreads, product);
+  launch(
+      add_parts_of_tiles_kernel<T>, lists.copies * cuts.size(0) * shares_of_tile(width), kThreads, product);
 }
 
 Tensor matmul_dsd(
@@ -323,7 +346,7 @@ Tensor matmul_dsd(
     return out;
   }
   const Launcher launch(dense);
-  if (tiles.given() && takes_dsd_on_hopper(launch, values, dense, block)) {
+  if (tiles.given() && takes_dsd_on_hopper(launch, values, dense)) {
     const TileLists lists(tiles, layout_heads, heads, batch, block, live);
     const auto run = [&](auto zero) {
       dsd_of_tiles<decltype(zero)>(

@@ -19,29 +19,36 @@ struct Result {
   }
 };
 
-// A product by tiles, but for its operands. What is summed of tiles that are cut goes to `parts`, to be added up.
+constexpr int kStrip = 16;  // rows of a tile that a warp has
+
+// A product by tiles, but for its operands. What is summed of tiles that are cut goes to `parts`, to be added up, but for
+// strips of rows that have no block there: mostly it is for the sake of one long line that a tile is cut.
 template <class T>
 struct TileProduct {
   TileLists lists;
   Result<T> result;
   int block;
-  float* parts;  // (copies, num_parts, rows of a tile, width)
+  float* parts;        // (copies, num_parts, kProductTile, width)
+  int32_t* has_strip;  // (copies, num_parts, kProductTile / kStrip), 0 or 1
   int num_parts;
   const int32_t* cuts;
   int num_cuts;
 
-  __host__ __device__ int rows() const { return lists.lines_per_tile * block; }
   // The number of a task's part among those of all copies; -1: its tile is whole.
   __device__ int part_of_all(const TileTask& task) const {
     return task.part < 0 ? -1 : task.copy * num_parts + task.part;
   }
   __device__ float* part(int64_t part_of_all, int row) const {
-    return parts + (part_of_all * rows() + row) * result.width;
+    return parts + (part_of_all * kProductTile + row) * result.width;
+  }
+  // Whether a part has the strip of a row.
+  __device__ int32_t* strip_of_part(int64_t part_of_all, int row) const {
+    return has_strip + (part_of_all * kProductTile + row) / kStrip;
   }
 };
 
 // Whether kernels for Hopper take these operands, which have been checked, where there are tiles.
-bool takes_dsd_on_hopper(const Launcher& launch, const Tensor& values, const Tensor& dense, int64_t block);
+bool takes_dsd_on_hopper(const Launcher& launch, const Tensor& values, const Tensor& dense);
 // matmul_dsd_small_sm90.cu and matmul_dsd_large_sm90.cu: the product for blocks of 16 and 32, and of 64 and 128.
 // `transposed`: blocks are, and tiles are of columns.
 template <class T>

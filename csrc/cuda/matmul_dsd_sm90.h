@@ -1,5 +1,7 @@
-// What both kernels of sparse @ dense on Hopper share: what they know of a step, and how a warp hands over its 16 rows of a
-// unit's result.
+// What both kernels of sparse @ dense on Hopper share. A thread block takes unit after unit of the layout's tiles
+// (matmul_tiles.h), of 128 rows: each of two warpgroups multiplies 64 of them with the dense lines that both share, 64
+// tokens at a time. A warpgroup that has nothing in such a step goes on to the next one at once, and warps hand over their
+// results, 16 rows each, without waiting for each other.
 
 #pragma once
 
@@ -8,14 +10,35 @@
 
 namespace ds_sparse::hopper {
 
-constexpr int kStrip = 16;  // rows of a warp
+constexpr int kGroups = kProductTile / kTile;  // warpgroups that multiply
+constexpr int kWarps = kProductTile / kStrip;
 
-// What a stage is for.
+// What a stage is for, to a warpgroup.
 struct alignas(16) Step {
-  int batch, head;   // of the result; batch -1 is the end
-  int part;          // of the parts of all copies; -1: the tile is whole
-  uint16_t live;     // whether there is something to multiply, or a bit for each block
-  bool first, last;  // of a unit
+  uint32_t live;    // a bit for each block of its lines; 0: there is nothing to multiply
+  int batch, head;  // of the result, where the unit ends; head -1: it goes on. batch -1: there is no step any more
+  int part;         // of the parts of all copies; -1: the tile is whole
+};
+
+// kRing stages, in each of which kernels have values as they need them.
+template <class T, int kN, int kRing, class Values>
+struct Memory {
+  static constexpr int kPanels = kN / kPanel, kStages = kRing;
+  T dense[kStages][kPanels][kTileElements];
+  Values values[kStages];
+  T results[kGroups][kPanels][kTileElements];
+  Barrier there[kStages], free[kStages];
+  Step steps[kStages][kGroups];
+  int tokens[kStages][kWarps];  // of the result, the first of each warp's; -1 where it has none
+
+  // By one thread, before any other comes. `copying`: how many arrive when they have begun all copies of a stage.
+  __device__ void init(int copying) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      there[stage].init(copying);
+      free[stage].init(kWarps);
+    }
+    fence_barriers();
+  }
 };
 
 // Starts a copy of a panel to a box of a tensor, after `fence_stores` of all who wrote it and a barrier.
@@ -69,25 +92,28 @@ CUtensorMap result_map(const TileProduct<T>& p, const Tensor& out) {
   return p.result.transposed ? tensor_map(out, kPanel, kStrip) : tensor_map(out, kStrip);
 }
 
-// Hands over a warp's sums at the end of a unit; `token` is the first of its rows in the result. They pass through its
-// warpgroup's panels, where what a warp writes nobody else does, so that warps need not wait for each other.
+// Hands over a warp's sums at the end of a unit that is a part of its tile.
 template <int kN, class T>
-__device__ __forceinline__ void store_sums(
+__device__ __forceinline__ void store_part(const TileProduct<T>& p, int part, const float (&sums)[kN / 2]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  float* to = p.part(part, warp * kStrip + lane / 4) + lane % 4 * 2;
+#pragma unroll
+  for (int column = 0; column < kN; column += 8) {
+    if (column < p.result.width) {
+      const int i = column / 2;
+      *reinterpret_cast<float2*>(to + column) = make_float2(sums[i], sums[i + 1]);
+      *reinterpret_cast<float2*>(to + 8 * p.result.width + column) = make_float2(sums[i + 2], sums[i + 3]);
+    }
+  }
+}
+
+// The same of a whole tile; `token` is the first of the warp's rows in the result. Sums pass through the warpgroup's
+// panels, where what a warp writes nobody else does.
+template <int kN, class T>
+__device__ __forceinline__ void store_result(
     const TileProduct<T>& p, T* panels, const CUtensorMap* out, const Step& step, int token,
     const float (&sums)[kN / 2]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  if (step.part >= 0) {
-    float* to = p.part(step.part, warp * kStrip + lane / 4) + lane % 4 * 2;
-#pragma unroll
-    for (int column = 0; column < kN; column += 8) {
-      if (column < p.result.width) {
-        const int i = column / 2;
-        *reinterpret_cast<float2*>(to + column) = make_float2(sums[i], sums[i + 1]);
-        *reinterpret_cast<float2*>(to + 8 * p.result.width + column) = make_float2(sums[i + 2], sums[i + 3]);
-      }
-    }
-    return;
-  }
   if (lane == 0) {
     wait_for_stores();
   }
@@ -107,6 +133,56 @@ __device__ __forceinline__ void store_sums(
           p.result.transposed ? token : column, p.result.transposed ? column : token, step.head, step.batch);
     }
     end_stores();
+  }
+}
+
+// All that a multiplying warp does. own_blocks: of the bits of a step, those of the warp's rows.
+// multiply(sums, stage, live, add): sums = or += what the stage has for the warpgroup.
+template <int kN, class T, class M, class F>
+__device__ __forceinline__ void multiply_all(
+    const TileProduct<T>& p, M& memory, const CUtensorMap* out, uint32_t own_blocks, const F& multiply) {
+  const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32), group = warp * 32 / kMultiplying;
+  float sums[kN / 2];
+  uint32_t summed = 0;  // what has been live in the unit so far
+  for (Ring<M::kStages> place;; place.next()) {
+    memory.there[place.stage].wait(place.parity);
+    const Step step = memory.steps[place.stage][group];
+    if (step.batch < 0) {
+      break;
+    }
+    const int token = memory.tokens[place.stage][warp];
+    if (step.live != 0) {
+      multiply(sums, place.stage, step.live, summed != 0);
+      summed |= step.live;
+    }
+    __syncwarp();
+    if (lane == 0) {
+      memory.free[place.stage].arrive();
+    }
+    if (step.head < 0) {
+      continue;
+    }
+    if (token >= 0 && step.part >= 0) {
+      const bool has_own = (summed & own_blocks) != 0;
+      if (lane == 0) {
+        *p.strip_of_part(step.part, warp * kStrip) = has_own;
+      }
+      if (has_own) {
+        store_part<kN>(p, step.part, sums);
+      }
+    } else if (token >= 0) {
+      if (summed == 0) {
+#pragma unroll
+        for (float& sum : sums) {
+          sum = 0;
+        }
+      }
+      store_result<kN>(p, memory.results[group][0], out, step, token, sums);
+    }
+    summed = 0;
+  }
+  if (lane == 0) {
+    wait_for_stores();
   }
 }
 
