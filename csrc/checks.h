@@ -247,10 +247,14 @@ inline void check_tiles(const Tensor& lines, const Tensor& entries, const Tensor
   check_size(lines, 0, layout_heads * ((blocks + per_tile - 1) / per_tile) * per_tile, "lines");
 }
 
-constexpr int kProductTile = 128;  // tokens of the tiles that products walk
+// Tokens of the tiles that products walk. sdd takes half of it for small blocks: thread blocks of fewer warps, more of
+// them, were faster than columns shared by more lines.
+constexpr int kProductTile = 128;
+constexpr int64_t sdd_tile(int64_t block) { return block < 64 ? 64 : kProductTile; }
 
-// Those tiles, which a product may be given beside its lists, all of it or none.
+// Tiles that a product may be given beside its lists, all of it or none.
 struct ProductTiles {
+  int64_t tile;
   const std::optional<Tensor>&lines, &entries, &units, &slots;
   const std::optional<Tensor>* cuts = nullptr;  // null: the product has no use for them
 
@@ -264,7 +268,7 @@ inline void check_product_tiles(const ProductTiles& tiles, const Tensor& offsets
     check(x == nullptr || x->has_value() == tiles.given(), "tile_... have to be given together, or not at all.");
   if (!tiles.given()) return;
   check(block >= 16 && block <= 128, "tiles are for blocks of 16 to 128, got " + std::to_string(block) + ".");
-  const int64_t per_tile = kProductTile / block, lines = (offsets.size(0) - 1) / layout_heads;
+  const int64_t per_tile = tiles.tile / block, lines = (offsets.size(0) - 1) / layout_heads;
   check_list(*tiles.lines, other, "tile_lines");
   check_size(*tiles.lines, 0, layout_heads * ((lines + per_tile - 1) / per_tile) * per_tile, "tile_lines");
   check_list(*tiles.entries, other, "tile_entries");

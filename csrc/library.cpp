@@ -36,7 +36,8 @@
 STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // values[:, n] = a[h, rows of n] @ b[h, columns of n].   a (B, H, R*b, K), b (B, H, K, C*b), any strides
   // -> (B, V, b, b)
-  // tile_...: the same blocks in tiles of 128 rows, all or none, for blocks of 16 to 128. A Hopper GPU walks them where
+  // tile_...: the same blocks in tiles, all or none: of 64 rows for blocks of 16 and 32, of 128 for blocks of 64 and 128. A
+  // Hopper GPU walks them where
   // operands are fp16 or bf16, up to 128 numbers a token, which are adjacent, and each token begins at a multiple of 16
   // bytes; all else goes by row_offsets and columns.
   m.def(
@@ -46,7 +47,7 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // S @ dense, or its transpose.   values (B, V, b, b) contiguous, dense (B, H, C*b, K) any strides
   // -> (B, H, R*b, K) contiguous, or with transpose_result (B, H, K, R*b) contiguous.
   // offsets, indices: row_offsets, columns for S; column_offsets, rows for S transposed, and then slots is given.
-  // tile_...: as above, of rows, or of columns for S transposed.
+  // tile_...: as above, but all of 128 rows, or of 128 columns for S transposed.
   m.def(
       "matmul_dsd(Tensor values, Tensor dense, Tensor offsets, Tensor indices, Tensor? slots, Tensor? tile_lines, "
       "Tensor? tile_entries, Tensor? tile_units, Tensor? tile_cuts, Tensor? tile_slots, int layout_heads, int block, "

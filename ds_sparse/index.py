@@ -13,7 +13,7 @@ from .tiles import HOPPER_TILE, MAX_BLOCKS, MAX_LINES, TILE, TilePlan, Tiles
 SIDES = ("rows", "columns")
 
 PRODUCT_BLOCKS = (16, 32, 64, 128)
-"""Blocks that MatMul walks in tiles, those of `HOPPER_TILE`, on a Hopper GPU."""
+"""Blocks that MatMul walks in tiles, on a Hopper GPU: dsd and dds in those of `HOPPER_TILE`, sdd as `sdd_tile` has it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,9 +27,8 @@ class Lists:
         column_offsets: (L*C + 1). The same by columns.
         column_rows: (N). The block row of each entry in column order, ascending within a column.
         column_slots: (N). The entry's number in row order, which is where sparse values store it.
-        row_tile_slots, column_tile_slots: (E, r). Of each entry of the tiles of `HOPPER_TILE`, and each line of its tile,
-            the live block's number in row order, -1 where the line has none. None but where products walk these
-            tiles: with `PRODUCT_BLOCKS`, on a Hopper GPU.
+        slots: (E, r), for each side and height of tiles that products walk: of each entry and each line of its tile the
+            live block's number in row order, -1 where the line has none. Only with `PRODUCT_BLOCKS`, on a Hopper GPU.
     """
 
     row_offsets: torch.Tensor
@@ -37,15 +36,11 @@ class Lists:
     column_offsets: torch.Tensor
     column_rows: torch.Tensor
     column_slots: torch.Tensor
-    row_tile_slots: torch.Tensor | None = None
-    column_tile_slots: torch.Tensor | None = None
+    slots: dict[tuple[str, int], torch.Tensor]
 
     @classmethod
-    def make(
-        cls, live: torch.Tensor, live_blocks: int, tiles: dict[str, Tiles] | None = None, height: int = 1
-    ) -> Lists:
-        """The lists of `live`, bool (L, R, C), which holds so many live blocks; where its tiles are given, by side, of so
-        many lines each, with their slots."""
+    def make(cls, live: torch.Tensor, live_blocks: int, tiles: dict[tuple[str, int], Tiles], block: int) -> Lists:
+        """The lists of `live`, bool (L, R, C), which holds so many live blocks, with the slots of these tiles."""
         rows, columns = live.shape[1:]
         place = live.flatten().nonzero_static(size=live_blocks).squeeze(1)
         row, column = place // columns, place % columns
@@ -57,14 +52,13 @@ class Lists:
             column_offsets=_offsets(count_live(live.transpose(1, 2))),
             column_rows=row[by_column].int(),
             column_slots=by_column.int(),
-            row_tile_slots=None if tiles is None else _slots(live, place, tiles["rows"], height, "rows"),
-            column_tile_slots=None if tiles is None else _slots(live, place, tiles["columns"], height, "columns"),
+            slots={key: _slots(live, place, made, key[0], block) for key, made in tiles.items()},
         )
 
     def to(self, device: torch.device | str) -> Lists:
         """The same lists on another device, without slots."""
         lists = (self.row_offsets, self.row_columns, self.column_offsets, self.column_rows, self.column_slots)
-        return Lists(*(x.to(device) for x in lists))
+        return Lists(*(x.to(device) for x in lists), slots={})
 
 
 class Making:
@@ -329,13 +323,16 @@ class BlockIndex:
         for made in self._made.values():
             if not isinstance(made, BlockIndex):
                 yield from (x for x in vars(made).values() if isinstance(x, torch.Tensor))
+            if isinstance(made, Lists):
+                yield from made.slots.values()
 
     @torch.inference_mode(False)
     def _make_lists(self) -> Lists:
-        if not is_hopper(self.device) or self.block not in PRODUCT_BLOCKS:
-            return Lists.make(self.layout(), self.live_blocks)
-        tiles = {side: self.tiles(side, HOPPER_TILE) for side in SIDES}
-        return Lists.make(self.layout(), self.live_blocks, tiles, HOPPER_TILE // self.block)
+        walked = ()
+        if is_hopper(self.device) and self.block in PRODUCT_BLOCKS:
+            walked = {("rows", sdd_tile(self.block)), *((side, HOPPER_TILE) for side in SIDES)}
+        tiles = {key: self.tiles(*key) for key in walked}
+        return Lists.make(self.layout(), self.live_blocks, tiles, self.block)
 
     @torch.inference_mode(False)
     def _make_tiles(self, side: str, tile: int) -> Tiles:
@@ -356,6 +353,11 @@ def index_on(indices: dict[torch.device, BlockIndex], device: torch.device) -> B
     if device not in indices:
         indices[device] = next(iter(indices.values())).to(device)
     return indices[device]
+
+
+def sdd_tile(block: int) -> int:
+    """Tokens of the tiles that sdd walks: half of what others take where blocks are small, which was faster."""
+    return TILE if block < TILE else HOPPER_TILE
 
 
 def check_block(block: int) -> None:
@@ -388,15 +390,15 @@ def _on_host(*tensors: torch.Tensor) -> list[list[int]]:
     return [x.tolist() for x in torch.cat(flat).cpu().split([len(x) for x in flat])]
 
 
-def _slots(live: torch.Tensor, place: torch.Tensor, tiles: Tiles, height: int, side: str) -> torch.Tensor:
+def _slots(live: torch.Tensor, place: torch.Tensor, tiles: Tiles, side: str, block: int) -> torch.Tensor:
     """The slots of the tiles of one side, as `Lists` has them.
 
     Args:
         live: bool (L, R, C).
         place: int64 (N), ascending. The numbers of those that are true, counted through all of `live`.
-        height: lines of a tile.
     """
     heads, rows, columns = live.shape
+    height = tiles.tile // block
     lines = tiles.lines.view(-1, height)
     tile = tiles.tile_of_entries(len(lines))
     head, own = (tile // (len(lines) // heads)).unsqueeze(1), lines[tile].long()

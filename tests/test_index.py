@@ -122,9 +122,9 @@ def test_slots_of_tiles_are_where_values_are_stored(layout: Layout, block: int):
     with mock.patch("ds_sparse.index.is_hopper", return_value=True):
         index = BlockIndex.build(layout.given, block).with_lists()
     number = index.layout().flatten().cumsum(0).sub(1).view(index.layout_heads, index.rows, index.columns)
-    height = 128 // block
-    for side, slots in (("rows", index.lists.row_tile_slots), ("columns", index.lists.column_tile_slots)):
-        tiles = index.tiles(side, 128)
+    assert set(index.lists.slots) == {("rows", 64 if block < 64 else 128), ("rows", 128), ("columns", 128)}
+    for (side, tile), slots in index.lists.slots.items():
+        tiles, height = index.tiles(side, tile), tile // block
         lines = tiles.lines.view(-1, height).tolist()
         assert slots.shape == (len(tiles.entries), height)
         seen = []
@@ -142,10 +142,9 @@ def test_slots_of_tiles_are_where_values_are_stored(layout: Layout, block: int):
 @pytest.mark.parametrize("block", [8, 16, 32, 64, 128, 256])
 def test_only_products_that_walk_tiles_have_slots(block: int):
     layout = torch.rand(2, 8, 8, generator=seeded()) < 0.5
-    assert BlockIndex.build(layout, block).lists.row_tile_slots is None
+    assert not BlockIndex.build(layout, block).lists.slots
     with mock.patch("ds_sparse.index.is_hopper", return_value=True):
-        lists = BlockIndex.build(layout, block).lists
-    assert (lists.row_tile_slots is None) == (lists.column_tile_slots is None) == (block in (8, 256))
+        assert bool(BlockIndex.build(layout, block).lists.slots) == (block not in (8, 256))
 
 
 @pytest.mark.parametrize("block", [16, 64, 128])
@@ -298,14 +297,13 @@ def test_moved_to_the_gpu_it_equals_the_one_built_there(block: int, chance: floa
                 assert_equal_tiles(found.tiles(side, tile), expected.tiles(side, tile))
     for name in LISTS:
         assert torch.equal(getattr(moved, name), getattr(built, name)), name
-    for name in ("row_tile_slots", "column_tile_slots"):
-        found, expected = getattr(moved.lists, name), getattr(built.lists, name)
-        assert (found is None) == (expected is None) == (not index_module.is_hopper(built.device))
-        assert found is None or torch.equal(found, expected), name
+    slots = moved.lists.slots
+    assert bool(slots) == index_module.is_hopper(built.device) and slots.keys() == built.lists.slots.keys()
+    assert all(torch.equal(slots[key], built.lists.slots[key]) for key in slots)
     assert waits(lambda: (moved.lists, moved.causal())) == 0
     back = moved.to("cpu")
     assert back.device.type == "cpu" and torch.equal(back.row_columns, here.row_columns)
-    assert back.lists.row_tile_slots is None and back.lists.column_tile_slots is None
+    assert not back.lists.slots
     assert_equal_tiles(back.row_tiles, here.row_tiles)
 
 

@@ -133,7 +133,7 @@ Tensor matmul_sdd(Tensor a, Tensor b, Tensor row_offsets, Tensor columns, std::o
                   std::optional<Tensor> tile_entries, std::optional<Tensor> tile_units,
                   std::optional<Tensor> tile_slots, int64_t layout_heads, int64_t block, bool /*allow_tf32*/) {
   check_sdd(a, b, row_offsets, columns, layout_heads, block);
-  check_product_tiles({tile_lines, tile_entries, tile_units, tile_slots}, row_offsets, a, layout_heads, block);
+  check_product_tiles({sdd_tile(block), tile_lines, tile_entries, tile_units, tile_slots}, row_offsets, a, layout_heads, block);
   check_entries(row_offsets, columns, b.size(3) / block);
   Tensor out =
       fresh(torch::stable::new_empty(a, {a.size(0), columns.size(0) * a.size(1) / layout_heads, block, block}));
@@ -149,7 +149,8 @@ Tensor matmul_dsd(Tensor values, Tensor dense, Tensor offsets, Tensor indices, s
                   std::optional<Tensor> tile_slots, int64_t layout_heads, int64_t block, bool transpose_result,
                   bool /*allow_tf32*/) {
   check_dsd(values, dense, offsets, indices, slots, layout_heads, block);
-  check_product_tiles({tile_lines, tile_entries, tile_units, tile_slots, &tile_cuts}, offsets, values, layout_heads, block);
+  check_product_tiles({kProductTile, tile_lines, tile_entries, tile_units, tile_slots, &tile_cuts}, offsets, values,
+                      layout_heads, block);
   check_entries(offsets, indices, dense.size(2) / block);
   if (slots) check_slots(*slots);
   int64_t rows = (offsets.size(0) - 1) / layout_heads * block, width = dense.size(3);

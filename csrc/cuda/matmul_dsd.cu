@@ -336,7 +336,7 @@ Tensor matmul_dsd(
     const std::optional<Tensor>& tile_cuts, const std::optional<Tensor>& tile_slots, int64_t layout_heads, int64_t block,
     bool transpose_result, bool allow_tf32) {
   check_dsd(values, dense, offsets, indices, slots, layout_heads, block);
-  const ProductTiles tiles{tile_lines, tile_entries, tile_units, tile_slots, &tile_cuts};
+  const ProductTiles tiles{kProductTile, tile_lines, tile_entries, tile_units, tile_slots, &tile_cuts};
   check_product_tiles(tiles, offsets, values, layout_heads, block);
   const int64_t batch = dense.size(0), heads = dense.size(1), width = dense.size(3);
   const int64_t live = indices.size(0), lines = offsets.size(0) - 1, tokens = lines / layout_heads * block;

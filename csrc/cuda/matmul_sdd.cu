@@ -147,7 +147,7 @@ Tensor matmul_sdd(
     const std::optional<Tensor>& tile_units, const std::optional<Tensor>& tile_slots, int64_t layout_heads,
     int64_t block, bool allow_tf32) {
   check_sdd(a, b, row_offsets, columns, layout_heads, block);
-  const ProductTiles tiles{tile_lines, tile_entries, tile_units, tile_slots};
+  const ProductTiles tiles{sdd_tile(block), tile_lines, tile_entries, tile_units, tile_slots};
   check_product_tiles(tiles, row_offsets, a, layout_heads, block);
   const int64_t batch = a.size(0), heads = a.size(1), live = columns.size(0);
   Tensor out = torch::stable::new_empty(a, {batch, live * heads / layout_heads, block, block});

@@ -21,24 +21,31 @@ struct Unit {
   int steps;            // -1: there is no unit
 };
 
-constexpr int kGroups = kProductTile / kTile;  // warpgroups that multiply
-constexpr int kWarps = kGroups * kMultiplying / 32;
-constexpr int kThreads = kWarps * 32 + 32;  // one warp copies
-constexpr int kThreadBlocks = 2;            // on a multiprocessor, as many as have registers
+template <int kBlock>
+struct Shape {
+  static constexpr int kGroups = sdd_tile(kBlock) / kTile;      // warpgroups that multiply
+  static constexpr int kWarps = kGroups * kMultiplying / 32;    // of those
+  static constexpr int kThreads = kWarps * 32 + 32;             // one warp copies
+  static constexpr int kLines = kGroups * kTile / kBlock;       // of a tile
+  static constexpr int kBox = std::min(kBlock, kTile);          // tokens that are copied together
+  static constexpr int kBoxes = kTile / kBox;                   // of a stage, and entries of a step
+  static constexpr int kParts = kBlock / kBox;                  // of a block, a step each
+};
+
+// Thread blocks on a multiprocessor: as many as its registers and, with as many stages as keep copies going, its shared
+// memory have room for.
+template <int kPanels, int kBlock>
+constexpr int kThreadBlocksOfShape = Shape<kBlock>::kGroups == 2 ? 2 : kPanels == 1 ? 4 : 3;
 
 // A stage has rows of a unit, for one warpgroup, or a step's columns; of these, each line's places among the values of
 // the copy.
 template <class T, int kPanels, int kBlock>
-struct Memory {
-  static constexpr int kStages = kPanels == 1 ? 8 : 5;
-  static constexpr int kLines = kProductTile / kBlock;  // of a tile
-  static constexpr int kBox = std::min(kBlock, kTile);  // tokens that are copied together
-  static constexpr int kBoxes = kTile / kBox;           // of a stage, and entries of a step
-  static constexpr int kParts = kBlock / kBox;          // of a block, a step each
+struct Memory : Shape<kBlock> {
+  using S = Shape<kBlock>;
+  static constexpr int kStages = S::kGroups == 2 ? (kPanels == 1 ? 8 : 5) : kPanels == 1 ? 5 : 4;
   T stages[kStages][kPanels][kTileElements];
-  T results[kWarps][16 * kTile];
-  Run<int32_t, kBoxes> slots[kStages][kLines];
-  uint32_t live[kStages];  // bit e * kLines + l: line l has entry e
+  T results[S::kWarps][16 * kTile];
+  Run<int32_t, S::kBoxes> slots[kStages][S::kLines];
   Unit units[kStages];  // with the first of the unit's rows
   Barrier there[kStages], free[kStages];
 };
@@ -81,15 +88,15 @@ __device__ __forceinline__ void copy_all(
       word = has_box && number < left ? entries[entry] : 0;
       slot = has_slot && lane / kLines < left ? slots[entry * kLines] : -1;
     };
-    int rows[kGroups];
+    int rows[M::kGroups];
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
+    for (int group = 0; group < M::kGroups; ++group) {
       const int row = group * kTile + number * kBox;
       rows[group] = has_box ? lists.lines[task.tile * kLines + row / kBlock] * kBlock + row % kBlock : 0;
     }
     ask(0);
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group, ring.next()) {
+    for (int group = 0; group < M::kGroups; ++group, ring.next()) {
       memory.free[ring.stage].wait(ring.parity ^ 1);
       if (lane == 0) {
         if (group == 0) {
@@ -109,10 +116,8 @@ __device__ __forceinline__ void copy_all(
       if (has_slot) {
         memory.slots[ring.stage][lane % kLines].element[lane / kLines] = own_slot;
       }
-      const uint32_t live = __ballot_sync(0xffffffffu, own_slot >= 0);
       __syncwarp();
       if (lane == 0) {
-        memory.live[ring.stage] = live;
         memory.there[ring.stage].arrive_and_expect(boxes * kBoxBytes);
       }
       // Boxes that are not there leave what was in their place: products whose slots are -1.
@@ -152,13 +157,6 @@ __device__ __forceinline__ void multiply_all(Memory<T, kPanels, kBlock>& memory,
   T* product_run = kept_shared(run_of_short_line<kBox>(results, lane % 16, lane / 16));
   const T* own_run = kept_shared(run_of_short_line<kBox>(results, line, run));
   out += (strip % kBlock + line) * kBlock + run * kRun<T>;
-  // Of the bits that say what is live in a step, those of the warpgroup's lines.
-  uint32_t own_lines = 0;
-#pragma unroll
-  for (int first = 0; first < kBoxes * M::kLines; first += M::kLines) {
-    constexpr uint32_t of_group = (1u << std::max(1, M::kLines / kGroups)) - 1;
-    own_lines |= of_group << (first + strip / kTile * (M::kLines / kGroups));
-  }
   Ring<M::kStages> ring;
   const auto is_free = [&]() {
     __syncwarp();
@@ -175,9 +173,9 @@ __device__ __forceinline__ void multiply_all(Memory<T, kPanels, kBlock>& memory,
     T* values = kept(out + memory.units[ring.stage].first_value * (kBlock * kBlock));
     uint32_t rows[kDepth][4];
 #pragma unroll 1
-    for (int group = 0; group < kGroups; ++group, ring.next()) {
+    for (int group = 0; group < M::kGroups; ++group, ring.next()) {
       memory.there[ring.stage].wait(ring.parity);
-      if (group == strip / kTile) {
+      if (M::kGroups == 1 || group == strip / kTile) {
 #pragma unroll
         for (int k = 0; k < kDepth; ++k) {
           const uint32_t first_run = shared_address(rows_run + ring.stage * kStageElements);
@@ -188,11 +186,14 @@ __device__ __forceinline__ void multiply_all(Memory<T, kPanels, kBlock>& memory,
     }
     for (; steps > 0; --steps, ring.next()) {
       memory.there[ring.stage].wait(ring.parity);
-      if ((uniform(memory.live[ring.stage]) & own_lines) == 0) {
-        is_free();
-        continue;
-      }
       const auto slots = memory.slots[ring.stage][strip / kBlock];
+      if constexpr (kBoxes == 1) {
+        // All of the warpgroup's rows are in one line.
+        if (uniform(slots.element[0]) >> 31) {
+          is_free();
+          continue;
+        }
+      }
       const hopper::Operand columns = all_columns + uniform(ring.stage * kStageElements * sizeof(T));
       float sums[kTile / 2];
       begin_products();
@@ -238,7 +239,8 @@ __device__ __forceinline__ void multiply_all(Memory<T, kPanels, kBlock>& memory,
 }
 
 template <class T, int kPanels, int kBlock>
-__global__ void __launch_bounds__(kThreads, kThreadBlocks) sdd_on_hopper_kernel(
+__global__ void __launch_bounds__(Shape<kBlock>::kThreads, kThreadBlocksOfShape<kPanels, kBlock>)
+sdd_on_hopper_kernel(
     const __grid_constant__ TileLists lists, const __grid_constant__ CUtensorMap a,
     const __grid_constant__ CUtensorMap b, T* out) {
   extern __shared__ unsigned char shared[];
@@ -247,12 +249,12 @@ __global__ void __launch_bounds__(kThreads, kThreadBlocks) sdd_on_hopper_kernel(
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < M::kStages; ++stage) {
       memory.there[stage].init(1);
-      memory.free[stage].init(kWarps);
+      memory.free[stage].init(M::kWarps);
     }
     fence_barriers();
   }
   __syncthreads();
-  if (threadIdx.x < kWarps * 32) {
+  if (threadIdx.x < M::kWarps * 32) {
     multiply_all<T, kPanels, kBlock>(memory, out);
   } else {
     copy_all<T, kPanels, kBlock>(lists, memory, &a, &b);
@@ -274,9 +276,9 @@ void sdd_on_hopper(
     using T = decltype(zero);
     constexpr int kPanels = decltype(panels)::value, kBlock = decltype(tokens)::value;
     using M = Memory<T, kPanels, kBlock>;
-    const int64_t most = launch.multiprocessors() * kThreadBlocks;
+    const int64_t most = launch.multiprocessors() * kThreadBlocksOfShape<kPanels, kBlock>;
     launch.with_shared_memory(
-        sdd_on_hopper_kernel<T, kPanels, kBlock>, std::min<int64_t>(lists.tasks(), most), kThreads,
+        sdd_on_hopper_kernel<T, kPanels, kBlock>, std::min<int64_t>(lists.tasks(), most), M::kThreads,
         sizeof(M) + kPanelAlignment, lists, tensor_map(a, M::kBox), tensor_map(b_lines, M::kBox),
         static_cast<T*>(out.mutable_data_ptr()));
   };

@@ -27,7 +27,7 @@ struct TileLists {
         slots(tiles.slots->const_data_ptr<int32_t>()),
         units(reinterpret_cast<const int4*>(tiles.units->const_data_ptr<int32_t>())),
         num_units(static_cast<int>(tiles.units->size(0))),
-        lines_per_tile(static_cast<int>(kProductTile / block)),
+        lines_per_tile(static_cast<int>(tiles.tile / block)),
         tiles_per_head(static_cast<int>(tiles.lines->size(0) / lines_per_tile / layout_heads)),
         layout_heads(static_cast<int>(layout_heads)),
         heads(static_cast<int>(heads)),

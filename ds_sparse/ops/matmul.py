@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..index import BlockIndex, as_index, index_on
+from ..index import BlockIndex, as_index, index_on, sdd_tile
 from ..tiles import HOPPER_TILE
 from ._library import check_dtype, require_kernel, under_autocast
 
@@ -182,7 +182,7 @@ def _expand(name: str, x: torch.Tensor, batch: int, heads: int) -> torch.Tensor:
 
 def _sdd(a: torch.Tensor, b: torch.Tensor, index: BlockIndex) -> torch.Tensor:
     a, b = _token_by_token(a, index), _token_by_token(b.mT, index).mT
-    lines, entries, units, _, slots = product_tiles(index, "rows", a.dtype)
+    lines, entries, units, _, slots = product_tiles(index, "rows", a.dtype, sdd_tile(index.block))
     return torch.ops.ds_sparse.matmul_sdd(
         a, b, index.row_offsets, index.row_columns, lines, entries, units, slots,
         index.layout_heads, index.block, _allow_tf32(),
@@ -203,13 +203,14 @@ def _dsd(
     )
 
 
-def product_tiles(index: BlockIndex, side: str, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...]:
+def product_tiles(
+    index: BlockIndex, side: str, dtype: torch.dtype, tile: int = HOPPER_TILE
+) -> tuple[torch.Tensor | None, ...]:
     """Lines, entries, units, cuts and slots of the tiles of a side, where the kernels for a dtype walk them."""
-    lists = index.lists
-    slots = lists.row_tile_slots if side == "rows" else lists.column_tile_slots
+    slots = index.lists.slots.get((side, tile))
     if slots is None or dtype not in (torch.float16, torch.bfloat16):
         return (None,) * 5
-    tiles = index.tiles(side, HOPPER_TILE)
+    tiles = index.tiles(side, tile)
     return tiles.lines, tiles.entries, tiles.units, tiles.cuts, slots
 
 

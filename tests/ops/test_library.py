@@ -112,43 +112,38 @@ def test_lists_that_lead_outside_are_refused(operator: str, name: str, spoiled: 
         call(**lists)
 
 
-PRODUCT_TILES = {
-    "lines": torch.zeros(8, dtype=torch.int32),
-    "entries": torch.zeros(2, dtype=torch.int32),
-    "units": torch.zeros(1, 4, dtype=torch.int32),
-    "cuts": torch.zeros(0, 3, dtype=torch.int32),
-    "slots": torch.zeros(2, 8, dtype=torch.int32),
-}
-
-
 @pytest.mark.parametrize(
     ("name", "spoiled", "sentence"),
     [
         ("units", None, "have to be given together"),
         ("slots", None, "have to be given together"),
-        ("lines", torch.zeros(4, dtype=torch.int32), "tile_lines has size 4 in dimension 0"),
+        ("lines", torch.zeros(5, dtype=torch.int32), "tile_lines has size 5 in dimension 0"),
         ("entries", torch.zeros(3, dtype=torch.int32), "tile_slots has size 2 in dimension 0"),
         ("units", torch.zeros(1, 3, dtype=torch.int32), "tile_units has size 3 in dimension 1"),
-        ("slots", torch.zeros(2, 8, dtype=torch.int64), "tile_slots has to be int32"),
-        ("slots", torch.zeros(2, 4, dtype=torch.int32), "tile_slots has size 4 in dimension 1"),
+        ("slots", torch.zeros(2, 16, dtype=torch.int64), "tile_slots"),
+        ("slots", torch.zeros(2, 5, dtype=torch.int32), "tile_slots has size 5 in dimension 1"),
     ],
 )
-@pytest.mark.parametrize("operator", ["matmul_sdd", "matmul_dsd"])
-def test_tiles_that_do_not_fit_are_refused(operator: str, name: str, spoiled: torch.Tensor | None, sentence: str):
+@pytest.mark.parametrize(("operator", "tile"), [("matmul_sdd", 64), ("matmul_dsd", 128)])
+def test_tiles_that_do_not_fit_are_refused(
+    operator: str, tile: int, name: str, spoiled: torch.Tensor | None, sentence: str
+):
     index = BlockIndex.build(torch.tensor([[1, 1], [0, 1]]), 16)
     dense, values = torch.zeros(1, 1, 32, 8), torch.zeros(1, 3, 16, 16)
+    lists = (index.row_offsets, index.row_columns)
+    shapes = {"lines": (tile // 16,), "entries": (2,), "units": (1, 4), "cuts": (0, 3), "slots": (2, tile // 16)}
+    tiles = {given: torch.zeros(shape, dtype=torch.int32) for given, shape in shapes.items()}
 
     def call(lines, entries, units, cuts, slots) -> torch.Tensor:
-        lists = (index.row_offsets, index.row_columns)
         if operator == "matmul_sdd":
-            return torch.ops.ds_sparse.matmul_sdd(dense, dense.mT, *lists, lines, entries, units, slots, 1, 16, False)
-        return torch.ops.ds_sparse.matmul_dsd(
-            values, dense, *lists, None, lines, entries, units, cuts, slots, 1, 16, False, False
-        )
+            arguments = (dense, dense.mT, *lists, lines, entries, units, slots, 1, 16, False)
+        else:
+            arguments = (values, dense, *lists, None, lines, entries, units, cuts, slots, 1, 16, False, False)
+        return getattr(torch.ops.ds_sparse, operator)(*arguments)
 
-    call(**PRODUCT_TILES)
+    call(**tiles)
     with pytest.raises(RuntimeError, match=sentence):
-        call(**{**PRODUCT_TILES, name: spoiled})
+        call(**{**tiles, name: spoiled})
 
 
 def test_a_bias_narrower_than_the_layout_is_refused():

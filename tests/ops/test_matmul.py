@@ -28,7 +28,7 @@ from helpers import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_sparse.index import BlockIndex
+from ds_sparse.index import BlockIndex, sdd_tile
 from ds_sparse.ops import MatMul
 from ds_sparse.ops.matmul import product_tiles
 
@@ -393,7 +393,7 @@ def raw_arguments(device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
     tiles = {side: product_tiles(index, side, dtype) for side in ("rows", "columns")}
     rows = (index.row_offsets, index.row_columns, None, *tiles["rows"])
     columns = (index.column_offsets, index.column_rows, index.column_slots, *tiles["columns"])
-    lines, entries, units, _, slots = tiles["rows"]
+    lines, entries, units, _, slots = product_tiles(index, "rows", dtype, sdd_tile(16))
     sdd = (a, b.transpose(2, 3), index.row_offsets, index.row_columns, lines, entries, units, slots)
     return {
         "matmul_sdd": [(*sdd, index.layout_heads, 16, False)],
