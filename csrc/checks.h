@@ -275,6 +275,8 @@ inline void check_product_tiles(const ProductTiles& tiles, const Tensor& offsets
   check_rows(*tiles.units, 4, other, "tile_units");
   check_rows(*tiles.slots, per_tile, other, "tile_slots");
   check_size(*tiles.slots, 0, tiles.entries->size(0), "tile_slots");
+  check(reinterpret_cast<uintptr_t>(tiles.slots->const_data_ptr()) % 16 == 0,
+        "tile_slots has to begin at a multiple of 16 bytes.");
   if (tiles.cuts != nullptr) check_rows(**tiles.cuts, 3, other, "tile_cuts");
 }
 

@@ -214,7 +214,9 @@ __device__ __forceinline__ AddedTogether<T> sum_of_parts(int64_t count, const F&
     AddedTogether<T> next[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      from[i] = first + i < count ? at(first + i) : nullptr;
+      // The last part again rather than none: what at reads is asked for without a branch.
+      const Compute<T>* part = at(min(first + i, count - 1));
+      from[i] = first + i < count ? part : nullptr;
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -265,9 +267,10 @@ __global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_consta
   }
 }
 
-// Thread blocks that add up the parts of a tile.
+// Thread blocks that add up the parts of a tile; the width is a multiple of 8.
 __host__ __device__ inline int shares_of_tile(int64_t width) {
-  return static_cast<int>((kProductTile * width / kAddedTogether + kThreads - 1) / kThreads);
+  static_assert(kProductTile * 8 % (kAddedTogether * kThreads) == 0);
+  return static_cast<int>(kProductTile * width / (kAddedTogether * kThreads));
 }
 
 // Adds up the parts of tiles that are cut.
@@ -280,13 +283,15 @@ __global__ void __launch_bounds__(kThreads) add_parts_of_tiles_kernel(const __gr
     const int32_t* cut = p.cuts + i / shares % p.num_cuts * 3;
     const int copy = i / shares / p.num_cuts;
     const TileTask task(p.lists, copy * p.lists.num_units, int4{cut[0], 0, 0, cut[1]});
-    const int line = row < kProductTile ? p.lists.lines[task.tile * p.lists.lines_per_tile + row / p.block] : -1;
+    const int line = p.lists.lines[task.tile * p.lists.lines_per_tile + row / p.block];
     if (line < 0) {
       continue;
     }
     const int first_part = p.part_of_all(task);
-    const auto sums = sum_of_parts<T>(cut[2], [&](int64_t part) -> const float* {
-      return *p.strip_of_part(first_part + part, row) == 0 ? nullptr : p.part(first_part + part, row) + column;
+    const int32_t* has_strip = p.strip_of_part(first_part, row);
+    const float* numbers = p.part(first_part, row) + column;
+    const auto sums = sum_of_parts<T>(cut[2], [&](int64_t part) {
+      return has_strip[part * (kProductTile / kStrip)] == 0 ? nullptr : numbers + part * kProductTile * width;
     });
 #pragma unroll
     for (int e = 0; e < kAddedTogether; ++e) {

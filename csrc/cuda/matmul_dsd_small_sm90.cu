@@ -28,6 +28,9 @@ template <class T, int kN, int kBlock>
 using Shared =
     Memory<T, kN, kN == kPanel ? 4 : 6, T[kEntries<kBlock>][kLines<kBlock>][kBlock * kBlock]>;
 
+// With what each thread block has reserved, of the 228 KB of a multiprocessor.
+static_assert(kThreadBlocks<kPanel> * (sizeof(Shared<__half, kPanel, 16>) + 1024) <= 228 * 1024);
+
 // A stage has a copying warp of its own.
 template <class T, int kN, int kBlock>
 constexpr int kThreads = (kWarps + Shared<T, kN, kBlock>::kStages) * 32;
@@ -104,7 +107,8 @@ __device__ __forceinline__ void copy_all(
     const TileProduct<T>& p, const T* values, Shared<T, kN, kBlock>& memory, const CUtensorMap* dense) {
   using M = Shared<T, kN, kBlock>;
   constexpr int kLines = ds_sparse::kLines<kBlock>, kEntries = ds_sparse::kEntries<kBlock>;
-  constexpr int kElements = kBlock * kBlock, kCopied = kBlocksOfLane<kBlock>;
+  constexpr int kElements = kBlock * kBlock, kElementsAtOnce = kLanesOfBlock * kRun<T>;
+  constexpr int kCopied = kBlocksOfLane<kBlock>;
   const int lane = threadIdx.x % 32, first_block = lane / kLanesOfBlock * kCopied;
   OwnSteps own;
   Tasks tasks(p.lists);
@@ -120,7 +124,7 @@ __device__ __forceinline__ void copy_all(
           found.entry = p.lists.entries[first + lane % kEntries];
         }
         if (first_block / kLines < found.left) {
-          found.slots = load_run<kCopied>(slots + first_block);
+          found.slots = *reinterpret_cast<const Run<int32_t, kCopied>*>(slots + first_block);
         } else {
 #pragma unroll
           for (int32_t& slot : found.slots.element) {
@@ -172,14 +176,19 @@ __device__ __forceinline__ void copy_all(
           lane / kEntries * kPanel, token, now.task.head, now.task.batch);
     }
     const T* from = kept(values_of(now.task) + lane % kLanesOfBlock * kRun<T>);
+    // Copies that follow each other are of different blocks: under one condition they would become branches.
+    constexpr int kMixed = std::min(kCopied, 4);
 #pragma unroll
-    for (int i = 0; i < kCopied; ++i) {
-      const int number = now.slots.element[i];
-      const T* block = from + int64_t{number} * kElements;
+    for (int first = 0; first < kCopied; first += kMixed) {
 #pragma unroll
-      for (int at = 0; at < kElements / (kLanesOfBlock * kRun<T>); ++at) {
-        const int elements = at * kLanesOfBlock * kRun<T>, lines = at / kRuns * kRuns * kLanesOfBlock * kRun<T>;
-        start_copy_of(number, to[at % kRuns] + (i * kElements + lines) * sizeof(T), block + elements);
+      for (int at = 0; at < kElements / kElementsAtOnce; ++at) {
+#pragma unroll
+        for (int i = first; i < first + kMixed; ++i) {
+          const int number = now.slots.element[i], lines = at / kRuns * kRuns * kElementsAtOnce;
+          start_copy_of(
+              number, to[at % kRuns] + (i * kElements + lines) * sizeof(T),
+              from + int64_t{number} * kElements + at * kElementsAtOnce);
+        }
       }
     }
     end_of_copies();

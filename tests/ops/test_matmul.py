@@ -193,6 +193,16 @@ def assert_cut(layout: torch.Tensor, block: int) -> None:
     assert all(len(index.tiles(side, 128).cuts) > 0 for side in ("rows", "columns"))
 
 
+@pytest.mark.parametrize(("block", "blocks", "width"), [(16, 72, 64), (16, 72, 72), (32, 36, 64), (64, 18, 72)])
+@pytest.mark.parametrize("mode", MODES)
+def test_long_lines_among_short_ones(device: str, mode: str, block: int, blocks: int, width: int):
+    """Parts of tiles that are cut for the sake of one line, in most of which the others have nothing."""
+    live = torch.eye(blocks, dtype=torch.bool)
+    live[1] = live[:, 2] = True
+    case = make_case(make_layout(live), block, mode, False, mode == "sdd", seeded(), heads=2, width=width)
+    check(case, torch.bfloat16, device, ("contiguous",) * 3, (True, True))
+
+
 def check_lines_of_every_length(
     live: torch.Tensor, device: str, mode: str, block: int, width: int, dtype: torch.dtype
 ) -> None:
