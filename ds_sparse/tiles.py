@@ -1,4 +1,5 @@
-"""Tiles: the live blocks of a layout as attention and products walk them, several short lines at a time, in even pieces of work."""
+"""Tiles: the live blocks of a layout as attention and products walk them, several short lines at a time, in even pieces of
+work."""
 
 from __future__ import annotations
 

@@ -305,7 +305,8 @@ struct Products {
     }
   }
 
-  // The same where sums may begin, and b's lines may run along k.
+  // The same where sums may begin, and b's lines may run along k. A form of its own, as with `add` ptxas schedules other
+  // code for the attention kernels that always add.
   template <int kN, bool kAlongK = false>
   static __device__ __forceinline__ void from_registers(
       float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b, bool add) {

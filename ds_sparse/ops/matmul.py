@@ -217,11 +217,10 @@ def product_tiles(
 def _token_by_token(x: torch.Tensor, index: BlockIndex) -> torch.Tensor:
     """x, (B, H, tokens, D), with the numbers of each token adjacent in memory, if the kernels that walk tiles take it then: a
     copy costs less than the other kernels do. They do not take what is expanded."""
-    width = x.shape[-1]
-    takes_copy = width <= MOST_WIDTH and width % 8 == 0 and product_tiles(index, "rows", x.dtype)[0] is not None
-    if x.stride(-1) == 1 or 0 in x.stride() or not takes_copy:
+    if x.stride(-1) == 1 or 0 in x.stride() or x.shape[-1] > MOST_WIDTH or x.shape[-1] % 8 != 0:
         return x
-    return x.contiguous()
+    walks_tiles = product_tiles(index, "rows", x.dtype)[0] is not None
+    return x.contiguous() if walks_tiles else x
 
 
 def _allow_tf32() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -113,20 +114,21 @@ def test_lists_that_lead_outside_are_refused(operator: str, name: str, spoiled: 
 
 
 @pytest.mark.parametrize(
-    ("name", "spoiled", "sentence"),
+    ("name", "spoil", "sentence"),
     [
-        ("units", None, "have to be given together"),
-        ("slots", None, "have to be given together"),
-        ("lines", torch.zeros(5, dtype=torch.int32), "tile_lines has size 5 in dimension 0"),
-        ("entries", torch.zeros(3, dtype=torch.int32), "tile_slots has size 2 in dimension 0"),
-        ("units", torch.zeros(1, 3, dtype=torch.int32), "tile_units has size 3 in dimension 1"),
-        ("slots", torch.zeros(2, 16, dtype=torch.int64), "tile_slots"),
-        ("slots", torch.zeros(2, 5, dtype=torch.int32), "tile_slots has size 5 in dimension 1"),
+        ("units", lambda x: None, "have to be given together"),
+        ("slots", lambda x: None, "have to be given together"),
+        ("lines", lambda x: torch.cat([x, x]), "tile_lines has size (8|16) in dimension 0"),
+        ("entries", lambda x: torch.cat([x, x]), "tile_slots has size 2 in dimension 0"),
+        ("units", lambda x: x[:, :3].contiguous(), "tile_units has size 3 in dimension 1"),
+        ("slots", lambda x: x.long(), "tile_slots has to be int32"),
+        ("slots", lambda x: x[:, :3].contiguous(), "tile_slots has size 3 in dimension 1"),
+        ("slots", lambda x: torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view_as(x), "a multiple of 16 bytes"),
     ],
 )
 @pytest.mark.parametrize(("operator", "tile"), [("matmul_sdd", 64), ("matmul_dsd", 128)])
 def test_tiles_that_do_not_fit_are_refused(
-    operator: str, tile: int, name: str, spoiled: torch.Tensor | None, sentence: str
+    operator: str, tile: int, name: str, spoil: Callable[[torch.Tensor], torch.Tensor | None], sentence: str
 ):
     index = BlockIndex.build(torch.tensor([[1, 1], [0, 1]]), 16)
     dense, values = torch.zeros(1, 1, 32, 8), torch.zeros(1, 3, 16, 16)
@@ -143,7 +145,7 @@ def test_tiles_that_do_not_fit_are_refused(
 
     call(**tiles)
     with pytest.raises(RuntimeError, match=sentence):
-        call(**{**tiles, name: spoiled})
+        call(**{**tiles, name: spoil(tiles[name])})
 
 
 def test_a_bias_narrower_than_the_layout_is_refused():
