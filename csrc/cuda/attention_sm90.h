@@ -484,7 +484,7 @@ __device__ __forceinline__ void multiply_columns(
     float (&sums)[kD / 2], const uint32_t (&left)[kN / 16][4], const Operand& right) {
 #pragma unroll
   for (int j = 0; j < kN / 16; ++j) {
-    Products<T>::template from_registers<kD>(sums, left[j], right.from(j * 16 * kPanel * sizeof(T)));
+    Products<T>::template from_registers<kD>(sums, left[j], right.from(j * 16 * kPanel * sizeof(T)), true);
   }
 }
 

@@ -117,11 +117,6 @@ __device__ __forceinline__ void copy_bytes(void* to, const void* from, int bytes
       : "memory");
 }
 
-// Asks for such bytes of device memory, which L2 then has before they are copied.
-__device__ __forceinline__ void fetch_ahead(const void* from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-
 // Which stage of a ring is next, and the parity of its round, for those who wait for it to fill; who fills it waits for
 // the opposite.
 template <int kStages>
@@ -272,41 +267,7 @@ struct Products {
     }
   }
 
-  // a from registers: the fragment of four, as sums of 16 columns become it. b's lines run along n.
-  template <int kN>
-  static __device__ __forceinline__ void from_registers(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b) {
-    static_assert(kN == 64 || kN == 128);
-    if constexpr (kN == 64) {
-#define DS_SPARSE_PRODUCT(type)                                                                  \
-  asm volatile(                                                                                  \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" DS_SPARSE_NAMES_32        \
-      "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"                                              \
-      : DS_SPARSE_SUMS_32(d, 0)                                                                  \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-      if constexpr (std::is_same_v<T, __half>) {
-        DS_SPARSE_PRODUCT("f16");
-      } else {
-        DS_SPARSE_PRODUCT("bf16");
-      }
-#undef DS_SPARSE_PRODUCT
-    } else {
-#define DS_SPARSE_PRODUCT(type)                                                                  \
-  asm volatile(                                                                                  \
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" DS_SPARSE_NAMES_64       \
-      "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"                                              \
-      : DS_SPARSE_SUMS_32(d, 0), DS_SPARSE_SUMS_32(d, 32)                                        \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-      if constexpr (std::is_same_v<T, __half>) {
-        DS_SPARSE_PRODUCT("f16");
-      } else {
-        DS_SPARSE_PRODUCT("bf16");
-      }
-#undef DS_SPARSE_PRODUCT
-    }
-  }
-
-  // The same where sums may begin, and b's lines may run along k. A form of its own, as with `add` ptxas schedules other
-  // code for the attention kernels that always add.
+  // a from registers: the fragment of four, as sums of 16 columns become it. b's lines run along k (kAlongK) or along n.
   template <int kN, bool kAlongK = false>
   static __device__ __forceinline__ void from_registers(
       float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b, bool add) {

@@ -99,7 +99,6 @@ struct Listed {
   uint32_t entry = 0;  // that whose tokens the lane copies
   Run<int32_t, kBlocksOfLane<kBlock>> slots;  // of the blocks that the lane copies, in the order of entries and lines
   int line = -1;       // of a multiplying warp's rows, for each of the first lanes; -1: none
-  int slot = -1;       // of one block, for each of the first lanes; -1: no block
 };
 
 template <class T, int kN, int kBlock>
@@ -134,9 +133,6 @@ __device__ __forceinline__ void copy_all(
         if (lane < kWarps) {
           found.line = p.lists.lines[task.tile * kLines + lane * kStrip / kBlock];
         }
-        if (lane < kEntries * kLines && lane / kLines < found.left) {
-          found.slot = slots[lane];
-        }
         own.ahead += M::kStages;
         return found;
       }
@@ -158,8 +154,7 @@ __device__ __forceinline__ void copy_all(
     to[i] = shared_address(kept_shared(run_of_short_line<kBlock>(block, run / kRuns, run % kRuns)));
   }
   for (Listed<kBlock> next = look_up(); next.step >= 0; own.parity ^= 1) {
-    // The lists are read a step ahead, so that values, which are read once, are on their way from device memory while the
-    // stage is still in use.
+    // The lists are read a step ahead, and answer while the stage is still in use.
     const Listed<kBlock> now = next;
     next = look_up();
     free.wait(own.parity);
@@ -201,9 +196,6 @@ __device__ __forceinline__ void copy_all(
     }
     if (lane < kWarps) {
       memory.tokens[own.stage][lane] = now.line < 0 ? -1 : now.line * kBlock + lane * kStrip % kBlock;
-    }
-    if (next.slot >= 0) {
-      fetch_ahead(values_of(next.task) + int64_t{next.slot} * kElements, kElements * sizeof(T));
     }
     wait_for_copies<0>();
     __syncwarp();
