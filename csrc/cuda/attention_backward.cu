@@ -352,9 +352,9 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
       if (tile == kHopperTile) {
         if constexpr (sizeof(T) == 2 && kD <= 128) {
           if constexpr (kByColumns) {
-            columns_on_hopper(launch, p, s, query, key, value, grad_output, copies);
+            columns_on_hopper(launch, p, s, query, key, value, grad_output, grad_first, grad_second, copies);
           } else {
-            rows_on_hopper(launch, p, s, query, key, value, grad_output, copies);
+            rows_on_hopper(launch, p, s, query, key, value, grad_output, grad_first, copies);
           }
         }
       } else {

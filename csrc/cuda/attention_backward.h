@@ -43,13 +43,13 @@ struct Sweep {
 template <class T>
 void rows_on_hopper(
     const Launcher& launch, const Backward<T>& p, const Sweep<T>& sweep, const Tensor& query, const Tensor& key,
-    const Tensor& value, const Tensor& grad_output, int64_t copies);
+    const Tensor& value, const Tensor& grad_output, const Tensor& grad_query, int64_t copies);
 
 // attention_backward_columns_sm90.cu
 template <class T>
 void columns_on_hopper(
     const Launcher& launch, const Backward<T>& p, const Sweep<T>& sweep, const Tensor& query, const Tensor& key,
-    const Tensor& value, const Tensor& grad_output, int64_t copies);
+    const Tensor& value, const Tensor& grad_output, const Tensor& grad_key, const Tensor& grad_value, int64_t copies);
 template <class T>
 void round_grad_query(const Launcher& launch, const Backward<T>& p, const Matrices<T>& grad_query, int64_t batch);
 

@@ -16,28 +16,30 @@ constexpr int kQueries = kD == 64 ? 128 : 64;
 
 template <class T, int kD, bool kLimited>
 struct Memory {
-  static constexpr int kN = kQueries<kD>, kStages = kD == 64 ? 2 : 3, kSlots = kD == 64 ? 2 : 1;
+  static constexpr int kN = kQueries<kD>, kStages = kD == 64 ? 2 : 3, kSlots = 2, kOwns = kD == 64 ? 2 : 1;
   struct Stage {
     Panels<T, kD, kN> queries, grads;
   };
   struct Own {
     Panels<T, kD, kHopperTile> keys, values;
   };
-  Own own[kSlots];
+  Own own[kOwns];
   Stage stages[kStages];
   Panels<T, kN, kHopperTile> grad_scores;  // a line for each key
-  float4 grad_query[kHopperTile / 16][8][32];  // for each warp, eight runs of 16 x 8 sums
+  // For each warp, eight runs of 16 x 8 sums; or rounded results, 16 lines of 64 in one half or two.
+  alignas(kPanelAlignment) float4 grad_query[kHopperTile / 16][8][32];
   float rows[kStages][4][kN];                  // members of Row
   Octet groups[kStages][kN / 16];
   LiveGroups live[kStages][Finder::kStrips];
   alignas(16) PairsOfStep<kN, kLimited> pairs[kStages];
   TaskOf<kLimited> tasks[kSlots];
   Barrier task_told[kSlots], task_there[kSlots], task_free[kSlots];  // told: there, but for keys and values
+  Barrier own_free[kOwns];
   Barrier there[kStages], free[kStages];
 };
 
 struct Maps {
-  CUtensorMap key, value, query, grad_output;
+  CUtensorMap key, value, query, grad_output, grad_key, grad_value;
 };
 
 // Tells what units are, and copies their keys and values, as soon as there is space for the next.
@@ -50,12 +52,13 @@ __device__ __forceinline__ void prepare_all(
   const Lists& lists = sweep.lists;
   const Boxes<T, kD, kHopperTile> boxes(lists.log_block);
   Ring<Memory<T, kD, kLimited>::kSlots> slot;
-  for (int number = blockIdx.x, ticket; number < queue.count; number = Queue::unit_of(ticket), slot.next()) {
+  Ring<Memory<T, kD, kLimited>::kOwns> place;
+  for (int number = blockIdx.x, ticket; number < queue.count; number = Queue::unit_of(ticket), slot.next(), place.next()) {
     ticket = queue.draw();
     const Work work(lists, number, p.heads, p.layout_heads, 1);
     const int kv_head = work.head / p.heads_of_group;
     auto& task = memory.tasks[slot.stage];
-    auto& own = memory.own[slot.stage];
+    auto& own = memory.own[place.stage];
     Barrier& there = memory.task_there[slot.stage];
     memory.task_free[slot.stage].wait(slot.parity ^ 1);
     task.set(work, 0, lists, p.scoring.keys, p.scoring);
@@ -70,6 +73,9 @@ __device__ __forceinline__ void prepare_all(
     if (lane == 0) {
       task.steps = steps;
       memory.task_told[slot.stage].arrive();
+    }
+    memory.own_free[place.stage].wait(place.parity ^ 1);
+    if (lane == 0) {
       there.arrive_and_expect(steps > 0 ? sizeof(own) : 0);
     }
     if (steps > 0 && boxes.any) {
@@ -139,7 +145,7 @@ __device__ __forceinline__ void copy_all(
 
 template <class T, int kD, Scores kScores, bool kWithQueries>
 __device__ __forceinline__ void multiply_all(
-    const Backward<T>& p, const Sweep<T>& sweep, Memory<T, kD, are_limited(kScores)>& memory) {
+    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kD, are_limited(kScores)>& memory) {
   constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores);
   constexpr int kN = 64, kParts = kQueries<kD> / kN;  // of a step's queries
   const int thread = this_thread(), lane = thread % 32, warpgroup = uniform(thread / 128);
@@ -151,6 +157,7 @@ __device__ __forceinline__ void multiply_all(
   const float of_dropout = drops ? dropout.factor() : 1.0f;
   Ring<Memory<T, kD, kLimited>::kStages> ring;
   Ring<Memory<T, kD, kLimited>::kSlots> slot;
+  Ring<Memory<T, kD, kLimited>::kOwns> place;
   const auto& own = memory.own[0];
   const Operand own_keys(own.keys[0] + 64 * warpgroup * kPanel), own_values(own.values[0] + 64 * warpgroup * kPanel);
   const Operand all_own_keys(own.keys[kParts == 2 ? 0 : warpgroup]);
@@ -164,14 +171,14 @@ __device__ __forceinline__ void multiply_all(
   if constexpr (kWithQueries) {
     arrive_at<256>(2 + warpgroup);
   }
-  for (;; slot.next()) {
+  for (;; slot.next(), place.next()) {
     memory.task_there[slot.stage].wait(slot.parity);
     const auto& task = memory.tasks[slot.stage];
     if (task.steps < 0) {
       break;
     }
-    const uint32_t of_slot = uniform(slot.stage * sizeof(memory.own[0]));
-    const Operand keys = own_keys + of_slot, values = own_values + of_slot, all_keys = all_own_keys + of_slot;
+    const uint32_t of_place = uniform(place.stage * sizeof(memory.own[0]));
+    const Operand keys = own_keys + of_place, values = own_values + of_place, all_keys = all_own_keys + of_place;
     const Work work = task.work;
     const int steps = uniform(task.steps), token0 = task.tokens[line0], token8 = task.tokens[line0 + 8];
     // Keys that do not exist must not add to the gradients of queries.
@@ -307,7 +314,7 @@ __device__ __forceinline__ void multiply_all(
         arrive_at<256>(2 + warpgroup);
         const Octet group = memory.groups[ring.stage][kParts == 2 ? strip / 16 : strip / 16 % 4];
         if (lane == 0) {
-          wait_for_additions();
+          wait_for_stores();
         }
         __syncwarp();
         auto& space = memory.grad_query[strip / 16];
@@ -328,18 +335,31 @@ __device__ __forceinline__ void multiply_all(
     }
     wait_for_products<0>();
     are_added();
-    if constexpr (kWithQueries) {
-      wait_at<256>(1);  // nobody reads gradients of scores any more, whose space serves now
+    arrive_once(memory.own_free[place.stage], lane);
+    // The warp's space has room for both results, or for one after the other.
+    constexpr int kPanelsOfSpace = 2, kElements = 16 * kPanel;
+    T* space = reinterpret_cast<T*>(memory.grad_query[strip / 16]);
+    const auto space_is_free = [&]() {
+      if (lane == 0) {
+        wait_for_stores();
+      }
+      __syncwarp();
+    };
+    space_is_free();
+    store_sums_of_unit<kD>(
+        grad_key, p.scoring.scale, p, sweep, task, space, kElements, &maps.grad_key, sweep.first_parts, sweep.first_shares);
+    if constexpr (kD == kPanelsOfSpace * kPanel) {
+      space_is_free();
+    } else {
+      space += kElements;
     }
-    T* space = memory.grad_scores[0];
     store_sums_of_unit<kD>(
-        grad_key, p.scoring.scale, p, sweep, task, space, sweep.grad_first, sweep.first_parts, sweep.first_shares);
-    store_sums_of_unit<kD>(
-        grad_value, of_dropout, p, sweep, task, space, sweep.grad_second, sweep.second_parts, sweep.second_shares);
+        grad_value, of_dropout, p, sweep, task, space, kElements, &maps.grad_value, sweep.second_parts,
+        sweep.second_shares);
     arrive_once(memory.task_free[slot.stage], lane);
   }
-  if (kWithQueries && lane == 0) {
-    wait_for_additions();  // shared memory has to outlast them
+  if (lane == 0) {
+    wait_for_stores();  // shared memory has to outlast them
   }
 }
 
@@ -356,6 +376,9 @@ __global__ void __launch_bounds__(kHopperThreads<1>, 1) columns_on_hopper_kernel
       memory.task_there[slot].init(1);
       memory.task_free[slot].init(4 * kConsumers + 1);
     }
+    for (int place = 0; place < M::kOwns; ++place) {
+      memory.own_free[place].init(4 * kConsumers);
+    }
     for (int stage = 0; stage < M::kStages; ++stage) {
       memory.there[stage].init(1);
       memory.free[stage].init(4 * kConsumers);
@@ -364,7 +387,7 @@ __global__ void __launch_bounds__(kHopperThreads<1>, 1) columns_on_hopper_kernel
   }
   __syncthreads();
   share_work<1, kD == 64 ? 40 : 24, kD == 64 ? 232 : 240>(
-      [&](int) { multiply_all<T, kD, kScores, kWithQueries>(p, sweep, memory); },
+      [&](int) { multiply_all<T, kD, kScores, kWithQueries>(p, sweep, maps, memory); },
       [&](int) { prepare_all<T, kD, kScores>(p, sweep, maps, memory, queue); },
       [&](int) { copy_all<T, kD, kScores>(p, sweep, maps, memory); });
 }
@@ -398,13 +421,14 @@ __global__ void round_grad_query_kernel(GradQuerySums sums, Matrices<T> grad, in
 template <class T>
 void columns_on_hopper(
     const Launcher& launch, const Backward<T>& p, const Sweep<T>& sweep, const Tensor& query, const Tensor& key,
-    const Tensor& value, const Tensor& grad_output, int64_t copies) {
+    const Tensor& value, const Tensor& grad_output, const Tensor& grad_key, const Tensor& grad_value, int64_t copies) {
   with_hopper_kernel(p.scoring, sweep.lists, p.width, [&](auto width, auto scores) {
     constexpr int kD = decltype(width)::value;
     const int64_t count = copies * sweep.lists.num_units * sweep.lists.sub_tiles;
     const int block = 1 << sweep.lists.log_block, own_box = std::min(block, kHopperTile), box = std::min(block, kQueries<kD>);
     const Maps maps{
-        tensor_map(key, own_box), tensor_map(value, own_box), tensor_map(query, box), tensor_map(grad_output, box)};
+        tensor_map(key, own_box),     tensor_map(value, own_box), tensor_map(query, box),
+        tensor_map(grad_output, box), tensor_map(grad_key, 16),   tensor_map(grad_value, 16)};
     const auto run = [&](auto kind, auto with_queries) {
       constexpr Scores kScores = decltype(kind)::value;
       with_queue(launch, query, count, 1, [&](const Queue& queue, int64_t blocks) {
@@ -431,7 +455,7 @@ void round_grad_query(const Launcher& launch, const Backward<T>& p, const Matric
 #define DS_SPARSE_COLUMNS(T)                                                                                            \
   template void columns_on_hopper(                                                                                      \
       const Launcher&, const Backward<T>&, const Sweep<T>&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, \
-      int64_t);                                                                                                         \
+      const Tensor&, const Tensor&, int64_t);                                                                                                         \
   template void round_grad_query(const Launcher&, const Backward<T>&, const Matrices<T>&, int64_t);
 DS_SPARSE_COLUMNS(__half)
 DS_SPARSE_COLUMNS(__nv_bfloat16)

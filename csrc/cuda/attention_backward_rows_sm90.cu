@@ -29,7 +29,7 @@ struct Memory {
 };
 
 struct Maps {
-  CUtensorMap query, grad_output, key, value;
+  CUtensorMap query, grad_output, key, value, grad_query;
 };
 
 template <class T, int kD, bool kLimited>
@@ -93,7 +93,7 @@ __device__ __forceinline__ void copy_all(
 
 template <class T, int kD, Scores kScores>
 __device__ __forceinline__ void multiply_all(
-    const Backward<T>& p, const Sweep<T>& sweep, Memory<T, kD, are_limited(kScores)>& memory) {
+    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kD, are_limited(kScores)>& memory) {
   constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores);
   const int thread = this_thread(), lane = thread % 32, warpgroup = uniform(thread / 128);
   const int strip = own_strip(thread), line0 = own_line(thread);
@@ -215,9 +215,11 @@ __device__ __forceinline__ void multiply_all(
     }
     wait_at<128>(1 + warpgroup);  // until the warpgroup is done with its queries, whose space serves now
     store_sums_of_unit<kD>(
-        sums, p.scoring.scale, p, sweep, task, memory.own[slot.stage].queries[0], sweep.grad_first, sweep.first_parts,
-        sweep.first_shares);
-    fence_stores();
+        sums, p.scoring.scale, p, sweep, task, memory.own[slot.stage].queries[0] + strip * kPanel, kHopperTile * kPanel,
+        &maps.grad_query, sweep.first_parts, sweep.first_shares);
+    if (lane == 0) {
+      wait_for_stores();
+    }
     arrive_once(memory.task_free[slot.stage], lane);
   }
 }
@@ -242,7 +244,7 @@ __global__ void __launch_bounds__(kHopperThreads<1>, 1) rows_on_hopper_kernel(
   }
   __syncthreads();
   share_work<1, 24, 240>(
-      [&](int) { multiply_all<T, kD, kScores>(p, sweep, memory); },
+      [&](int) { multiply_all<T, kD, kScores>(p, sweep, maps, memory); },
       [&](int) { copy_all<T, kD, are_limited(kScores)>(p, sweep, maps, memory, queue); });
 }
 
@@ -251,14 +253,15 @@ __global__ void __launch_bounds__(kHopperThreads<1>, 1) rows_on_hopper_kernel(
 template <class T>
 void rows_on_hopper(
     const Launcher& launch, const Backward<T>& p, const Sweep<T>& sweep, const Tensor& query, const Tensor& key,
-    const Tensor& value, const Tensor& grad_output, int64_t copies) {
+    const Tensor& value, const Tensor& grad_output, const Tensor& grad_query, int64_t copies) {
   with_hopper_kernel(p.scoring, sweep.lists, p.width, [&](auto width, auto scores) {
     constexpr Scores kScores = with_any_dropout(decltype(scores)::value);
     constexpr int kD = decltype(width)::value;
     const int64_t count = copies * sweep.lists.num_units * sweep.lists.sub_tiles;
     const int block = 1 << sweep.lists.log_block, own_box = std::min(block, kHopperTile), box = std::min(block, kN);
     const Maps maps{
-        tensor_map(query, own_box), tensor_map(grad_output, own_box), tensor_map(key, box), tensor_map(value, box)};
+        tensor_map(query, own_box), tensor_map(grad_output, own_box), tensor_map(key, box), tensor_map(value, box),
+        tensor_map(grad_query, 16)};
     with_queue(launch, query, count, 1, [&](const Queue& queue, int64_t blocks) {
       launch.with_shared_memory(
           rows_on_hopper_kernel<T, kD, kScores>, blocks, kHopperThreads<1>,
@@ -269,9 +272,9 @@ void rows_on_hopper(
 
 template void rows_on_hopper(
     const Launcher&, const Backward<__half>&, const Sweep<__half>&, const Tensor&, const Tensor&, const Tensor&,
-    const Tensor&, int64_t);
+    const Tensor&, const Tensor&, int64_t);
 template void rows_on_hopper(
     const Launcher&, const Backward<__nv_bfloat16>&, const Sweep<__nv_bfloat16>&, const Tensor&, const Tensor&,
-    const Tensor&, const Tensor&, int64_t);
+    const Tensor&, const Tensor&, const Tensor&, int64_t);
 
 }  // namespace ds_sparse::attention

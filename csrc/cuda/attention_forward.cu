@@ -302,7 +302,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Attention& attention,
         reinterpret_cast<RowSum*>(part_rows.data)};
     if (tile == kHopperTile) {
       if constexpr (sizeof(T) == 2 && kD <= 128) {
-        forward_on_hopper(launch, p, query, key, value, copies);
+        forward_on_hopper(launch, p, query, key, value, output, copies);
       }
     } else {
       const int64_t blocks = copies * lists.num_units * lists.sub_tiles * (kD / kOutputs<kD>);

@@ -15,25 +15,55 @@ struct alignas(kPanelAlignment) Memory {
   struct Stage {
     Panels<T, kD, kN> keys, values;
   };
-  Panels<T, kD, kHopperTile> queries[kSlots];
+  Panels<T, kD, kHopperTile> queries[kSlots];  // then the unit's results
   Stage stages[kStages];
   Octet groups[kStages][kN / 16];
   LiveGroups live[kStages][Finder::kStrips];
+  RowSum rows[kSlots][kHopperTile];  // of results
   alignas(16) PairsOfStep<kN, kLimited> pairs[kStages];
   TaskOf<kLimited> tasks[kSlots];
   Barrier task_told[kSlots], task_there[kSlots], task_free[kSlots];  // told: there, but for the queries
   Barrier keys_there[kStages], keys_free[kStages], values_there[kStages], values_free[kStages];
 };
 
-// Tells what units are, and copies their queries, as soon as there is space for the next.
+// Tells what units are, and copies their queries, as soon as there is space for the next; and results to memory.
 template <class T, int kD, int kN, int kTeams, bool kLimited>
 __device__ __forceinline__ void prepare_all(
-    const Forward<T>& p, Memory<T, kD, kN, kTeams, kLimited>& memory, const CUtensorMap* query_map, Queue queue, int team) {
+    const Forward<T>& p, Memory<T, kD, kN, kTeams, kLimited>& memory, const CUtensorMap* query_map,
+    const CUtensorMap* output_map, Queue queue, int team) {
+  constexpr int kSlots = Memory<T, kD, kN, kTeams, kLimited>::kSlots;
   const int lane = threadIdx.x % 32;
   const Boxes<T, kD, kHopperTile> boxes(p.lists.log_block);
+  Ring<kSlots> slot;
+  int units = 0;
+  // Once a slot is free: what its last unit left there, but for parts, which are not rounded yet.
+  const auto store_results = [&]() {
+    const auto& task = memory.tasks[slot.stage];
+    const Work& work = task.work;
+    if (work.part >= 0) {
+      return;
+    }
+    if (boxes.any && task.tokens[boxes.line] >= 0) {
+      boxes.store(output_map, memory.queries[slot.stage], task.tokens[boxes.line], work.head, work.batch);
+      end_stores();
+    }
+    const int64_t first = work.matrix * p.scoring.queries;
+    for (int line = lane; line < kHopperTile; line += 32) {
+      if (task.tokens[line] >= 0) {
+        const RowSum row = memory.rows[slot.stage][line];
+        p.rows[first + task.tokens[line]] = row;
+        p.lse[first + task.tokens[line]] = row.lse();
+      }
+    }
+    wait_for_stores();
+    __syncwarp();
+  };
   int number = blockIdx.x + team * gridDim.x, ticket = queue.draw();
-  for (Ring<Memory<T, kD, kN, kTeams, kLimited>::kSlots> slot;; slot.next()) {
+  for (;; slot.next(), ++units) {
     memory.task_free[slot.stage].wait(slot.parity ^ 1);
+    if (units >= kSlots) {
+      store_results();
+    }
     auto& task = memory.tasks[slot.stage];
     Barrier& there = memory.task_there[slot.stage];
     if (number >= queue.count) {
@@ -42,7 +72,7 @@ __device__ __forceinline__ void prepare_all(
         memory.task_told[slot.stage].arrive();
         there.arrive();
       }
-      return;
+      break;
     }
     const Work work(p.lists, number, p.heads, p.layout_heads, 1);
     const int steps = Other<kN>{nullptr, work.num_entries, p.lists.log_block}.steps();
@@ -59,6 +89,11 @@ __device__ __forceinline__ void prepare_all(
     }
     number = Queue::unit_of(ticket);
     ticket = queue.draw();
+  }
+  for (int left = min(units, kSlots - 1); left > 0; --left) {
+    slot.next();
+    memory.task_free[slot.stage].wait(slot.parity ^ 1);
+    store_results();
   }
 }
 
@@ -169,10 +204,9 @@ __device__ __forceinline__ void multiply_all(
     arrive_once(memory.values_free[last.stage], lane);
     owes = false;
   };
-  // Writes the results of a unit, and frees its slot.
+  // Hands the results of a unit over, with its slot.
   const auto finish = [&]() {
-    const auto& task = memory.tasks[slot_of_sums];
-    const Work& work = task.work;
+    const Work& work = memory.tasks[slot_of_sums].work;
     // Asked for anew: what follows from it would be made once and, for want of registers, kept in memory.
     const int own_thread = this_thread(), line0 = own_line(own_thread);
     sum0 = sum_of_four(sum0);
@@ -193,23 +227,12 @@ __device__ __forceinline__ void multiply_all(
       }
     } else {
       wait_at<128>(3 + kConsumers * team + warpgroup);  // until the warpgroup is done with its queries, whose space serves now
-      T* to = p.output.of(work.batch, work.head);
-      store_strip<kD>(output, factor0, factor8, memory.queries[slot_of_sums][0], strip, p.width, [&](int line) -> T* {
-        const int token = task.tokens[strip + line];
-        return token < 0 ? nullptr : to + token * p.output.token_stride;
-      }, own_thread);
-      fence_stores();
+      auto& panels = memory.queries[slot_of_sums];
+      store_strip_to_panels<kD>(
+          panels[0] + own_strip(own_thread) * kPanel, kHopperTile * kPanel, output, factor0, factor8);
       if (lane % 4 == 0) {
-        const int64_t first = work.matrix * p.scoring.queries;
-        const int token0 = task.tokens[line0], token8 = task.tokens[line0 + 8];
-        if (token0 >= 0) {
-          p.rows[first + token0] = row0;
-          p.lse[first + token0] = row0.lse();
-        }
-        if (token8 >= 0) {
-          p.rows[first + token8] = row8;
-          p.lse[first + token8] = row8.lse();
-        }
+        memory.rows[slot_of_sums][line0] = row0;
+        memory.rows[slot_of_sums][line0 + 8] = row8;
       }
     }
     arrive_once(memory.task_free[slot_of_sums], lane);
@@ -462,7 +485,8 @@ __device__ __forceinline__ void multiply_all(
 template <class T, int kD, int kN, int kTeams, Scores kScores>
 __global__ void __launch_bounds__(kHopperThreads<kTeams>, 1) forward_on_hopper_kernel(
     const __grid_constant__ Forward<T> p, const __grid_constant__ CUtensorMap query_map,
-    const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map, Queue queue) {
+    const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map,
+    const __grid_constant__ CUtensorMap output_map, Queue queue) {
   extern __shared__ unsigned char shared[];
   using M = Memory<T, kD, kN, kTeams, are_limited(kScores)>;
   M* memories = reinterpret_cast<M*>(align_panels(shared));
@@ -484,7 +508,7 @@ __global__ void __launch_bounds__(kHopperThreads<kTeams>, 1) forward_on_hopper_k
   __syncthreads();
   share_work<kTeams, kTeams == 1 ? 40 : 32, kTeams == 1 ? 232 : 112>(
       [&](int team) { multiply_all<T, kD, kN, kTeams, kScores>(p, memories[team], team); },
-      [&](int team) { prepare_all(p, memories[team], &query_map, queue, team); },
+      [&](int team) { prepare_all(p, memories[team], &query_map, &output_map, queue, team); },
       [&](int team) { copy_all(p, memories[team], &key_map, &value_map); });
 }
 
@@ -493,7 +517,7 @@ __global__ void __launch_bounds__(kHopperThreads<kTeams>, 1) forward_on_hopper_k
 template <class T>
 void forward_on_hopper(
     const Launcher& launch, const Forward<T>& p, const Tensor& query, const Tensor& key, const Tensor& value,
-    int64_t copies) {
+    const Tensor& output, int64_t copies) {
   with_hopper_kernel(p.scoring, p.lists, p.width, [&](auto width, auto scores) {
     constexpr Scores kScores = decltype(scores)::value;
     constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores);
@@ -501,19 +525,21 @@ void forward_on_hopper(
     constexpr int kD = decltype(width)::value, kTeams = kD == 64 && kPlain ? 2 : 1, kN = kD == 128 && kPlain ? 128 : 64;
     const int64_t count = copies * p.lists.num_units * p.lists.sub_tiles;
     const int block = 1 << p.lists.log_block;
-    const CUtensorMap query_map = tensor_map(query, std::min(block, kHopperTile));
+    const int own_box = std::min(block, kHopperTile);
+    const CUtensorMap query_map = tensor_map(query, own_box), output_map = tensor_map(output, own_box);
     const CUtensorMap key_map = tensor_map(key, std::min(block, kN)), value_map = tensor_map(value, std::min(block, kN));
     with_queue(launch, query, count, kTeams, [&](const Queue& queue, int64_t blocks) {
       launch.with_shared_memory(
           forward_on_hopper_kernel<T, kD, kN, kTeams, kScores>, blocks, kHopperThreads<kTeams>,
-          kTeams * sizeof(Memory<T, kD, kN, kTeams, kLimited>) + kPanelAlignment, p, query_map, key_map, value_map, queue);
+          kTeams * sizeof(Memory<T, kD, kN, kTeams, kLimited>) + kPanelAlignment, p, query_map, key_map, value_map, output_map,
+          queue);
     });
   });
 }
 
 template void forward_on_hopper(
-    const Launcher&, const Forward<__half>&, const Tensor&, const Tensor&, const Tensor&, int64_t);
+    const Launcher&, const Forward<__half>&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t);
 template void forward_on_hopper(
-    const Launcher&, const Forward<__nv_bfloat16>&, const Tensor&, const Tensor&, const Tensor&, int64_t);
+    const Launcher&, const Forward<__nv_bfloat16>&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t);
 
 }  // namespace ds_sparse::attention

@@ -71,7 +71,7 @@ __device__ __forceinline__ void arrive_once(Barrier& barrier, int lane) {
   }
 }
 
-// Copies by a warp: each lane has one box, a panel of up to a block's tokens.
+// Copies by a warp, in both directions: each lane has one box, a panel of up to a block's tokens.
 template <class T, int kD, int kTokens>
 struct Boxes {
   int panel, line, log_tokens;
@@ -91,6 +91,11 @@ struct Boxes {
   __device__ __forceinline__ void copy(
       Panels<T, kD, kTokens>& to, const CUtensorMap* map, Barrier* barrier, int token, int head, int batch) const {
     copy_box(to[panel] + line * kPanel, map, barrier, panel * kPanel, token, head, batch);
+  }
+  // The way back.
+  __device__ __forceinline__ void store(
+      const CUtensorMap* map, const Panels<T, kD, kTokens>& from, int token, int head, int batch) const {
+    store_box(map, from[panel] + line * kPanel, panel * kPanel, token, head, batch);
   }
 };
 
@@ -543,13 +548,11 @@ __device__ __forceinline__ void store_lines_to_panel(T* panel, int line, const u
   }
 }
 
-// Rounds a strip's sums (16 x kD) and writes them in runs of 16 bytes, by way of its lines of a panel, which begin at
-// `line`; row_of(line of the strip) is where one goes, or null. thread: a number whose last five bits are the lane's.
-template <int kD, class T, class F>
-__device__ __forceinline__ void store_strip(
-    const float (&sums)[kD / 2], float factor0, float factor8, T* panel, int line, int width, const F& row_of,
-    int thread = threadIdx.x) {
-  const int lane = thread % 32;
+// Rounds a strip's sums (16 x kD) and writes them to its lines of panels, which are so many elements apart, for the copy
+// engine to read.
+template <int kD, class T>
+__device__ __forceinline__ void store_strip_to_panels(
+    T* lines, int panel_elements, const float (&sums)[kD / 2], float factor0, float factor8) {
 #pragma unroll
   for (int column = 0; column < kD; column += kPanel) {
     uint32_t rounded[4][4];
@@ -561,19 +564,9 @@ __device__ __forceinline__ void store_strip(
         rounded[j][e] = LeftOfSums<T>::pack(pair[0] * factor, pair[1] * factor);
       }
     }
-    __syncwarp();
-    store_lines_to_panel(panel, line, rounded);
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int of_strip = lane / 8 + 4 * i, run = lane % 8;
-      T* row = row_of(of_strip);
-      if (row != nullptr && column + 8 * run < width) {
-        *reinterpret_cast<uint4*>(row + column + 8 * run) =
-            *reinterpret_cast<const uint4*>(run_of_line(panel, line + of_strip, run));
-      }
-    }
+    store_lines_to_panel(lines + column / kPanel * panel_elements, 0, rounded);
   }
+  fence_stores();
 }
 
 // Writes a lane's sums of two lines in fp32; row_of(half) is where they go, or null.
@@ -599,13 +592,13 @@ __device__ __forceinline__ void store_sums(
 }
 
 // Writes what a unit of a sweep has summed for its own tokens: to a part, to a head's share, or to the gradient, by way of
-// the strip's lines of a panel.
+// `lines` of panels that are so many elements apart: they are read until the first lane's stores are done.
 template <int kD, class T>
 __device__ __forceinline__ void store_sums_of_unit(
-    const float (&sums)[kD / 2], float factor, const Backward<T>& p, const Sweep<T>& sweep, const Task& task, T* panel,
-    const Matrices<T>& grad, const Parts& parts, float* shares) {
+    const float (&sums)[kD / 2], float factor, const Backward<T>& p, const Sweep<T>& sweep, const Task& task, T* lines,
+    int panel_elements, const CUtensorMap* grad, const Parts& parts, float* shares) {
   const Work& work = task.work;
-  const int strip = own_strip(), line0 = own_line();
+  const int line0 = own_line();
   if (work.part >= 0) {
     const int64_t place = parts.line(sweep.lists, work.copy, work.part, work.sub_tile) + line0;
     store_sums<kD>(
@@ -616,11 +609,16 @@ __device__ __forceinline__ void store_sums_of_unit(
       return token < 0 ? nullptr : shares + (work.matrix * p.scoring.keys + token) * p.width;
     });
   } else {
-    T* to = grad.of(work.batch, work.head);
-    store_strip<kD>(sums, factor, factor, panel, strip, p.width, [&](int line) -> T* {
-      const int token = task.tokens[strip + line];
-      return token < 0 ? nullptr : to + token * grad.token_stride;
-    });
+    store_strip_to_panels<kD>(lines, panel_elements, sums, factor, factor);
+    __syncwarp();
+    const int token = task.tokens[own_strip()];
+    if (threadIdx.x % 32 == 0 && token >= 0) {
+#pragma unroll
+      for (int panel = 0; panel < kD / kPanel; ++panel) {
+        store_box(grad, lines + panel * panel_elements, panel * kPanel, token, work.head, work.batch);
+      }
+      end_stores();
+    }
   }
 }
 

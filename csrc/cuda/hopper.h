@@ -206,15 +206,26 @@ __device__ __forceinline__ void store_matrices(void* row, const uint32_t (&from)
                : "memory");
 }
 
+// Starts a copy of a panel to a box of a tensor, but for what is outside of it, after `fence_stores` of all who wrote the
+// panel and a barrier. The thread says when it has started all that are to be waited for.
+__device__ __forceinline__ void store_box(
+    const CUtensorMap* map, const void* from, int column, int token, int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+      "r"(shared_address(from)), "r"(column), "r"(token), "r"(head), "r"(batch)
+      : "memory");
+}
+__device__ __forceinline__ void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until what this thread's stores, and additions, read is free again.
+__device__ __forceinline__ void wait_for_stores() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
 // Starts the addition of adjacent numbers to what is in memory, in whatever order this and others' additions arrive.
 __device__ __forceinline__ void add_to_memory(float* to, const float* from, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
                "r"(shared_address(from)), "r"(bytes)
                : "memory");
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  end_stores();
 }
-// Until what this thread's additions read is free again.
-__device__ __forceinline__ void wait_for_additions() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // Sums d (64 x kN of a warpgroup) = or += a @ b over 16. b's descriptor; b's lines run along k (kAlongK) or along n.
 // Lane l of warp w holds rows 16 w + l / 4 and that + 8, columns 8 i + 2 (l % 4) and the next of each i, as d[4 i .. 4 i + 3].

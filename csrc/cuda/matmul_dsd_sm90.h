@@ -41,18 +41,6 @@ struct Memory {
   }
 };
 
-// Starts a copy of a panel to a box of a tensor, after `fence_stores` of all who wrote it and a barrier.
-__device__ __forceinline__ void store_box(
-    const CUtensorMap* map, const void* from, int column, int token, int head, int batch) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
-      "r"(shared_address(from)), "r"(column), "r"(token), "r"(head), "r"(batch)
-      : "memory");
-}
-__device__ __forceinline__ void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until what this thread's stores read is free again.
-__device__ __forceinline__ void wait_for_stores() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-
 __device__ __forceinline__ void store_matrices_transposed(void* row, const uint32_t (&from)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
                "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
