@@ -106,7 +106,7 @@ __device__ __forceinline__ void copy_all(
   for (Ring<Memory<T, kD, kLimited>::kSlots> slot;; slot.next()) {
     memory.task_told[slot.stage].wait(slot.parity);
     const auto& task = memory.tasks[slot.stage];
-    const Work work = task.work;
+    const Work& work = task.work;
     const int steps = task.steps;
     if (steps < 0) {
       return;
