@@ -1,7 +1,8 @@
 // Fused attention, backward by columns, on Hopper (attention_sm90.h): a unit is 128 keys and values of one head against the
-// queries, and gradients of outputs, of its list. Products are transposed (keys are the lines), so that probabilities
-// are the left operand of the next product as they are. Gradients of queries, where they are asked for, are added to
-// memory as they come, in an order that is not fixed: five products where two sweeps do seven.
+// queries, and gradients of outputs, of its list, 64 at a time. Products are transposed (keys are the lines), so that
+// probabilities are the left operand of the next product as they are. Gradients of queries, where they are asked for, are
+// added to memory as they come, in an order that is not fixed: five products where two sweeps do seven. They take what all
+// 128 keys give: a third warpgroup makes them where registers reach for one, else the two do, which then go in step.
 
 #include "attention_arguments.h"
 #include "attention_backward.h"
@@ -10,13 +11,15 @@
 namespace ds_sparse::attention {
 namespace {
 
-// Queries in a step.
-template <int kD>
-constexpr int kQueries = kD == 64 ? 128 : 64;
+constexpr int kN = 64;  // queries in a step
+
+// Whether a warpgroup of its own makes the gradients of queries.
+template <int kD, bool kWithQueries>
+constexpr bool kApart = kWithQueries && kD == 64;
 
 template <class T, int kD, bool kLimited>
 struct Memory {
-  static constexpr int kN = kQueries<kD>, kStages = kD == 64 ? 2 : 3, kSlots = 2, kOwns = kD == 64 ? 2 : 1;
+  static constexpr int kStages = kD == 64 ? 4 : 3, kSlots = 2, kOwns = kD == 64 ? 2 : 1, kBuffers = kD == 64 ? 2 : 1;
   struct Stage {
     Panels<T, kD, kN> queries, grads;
   };
@@ -25,9 +28,9 @@ struct Memory {
   };
   Own own[kOwns];
   Stage stages[kStages];
-  Panels<T, kN, kHopperTile> grad_scores;  // a line for each key
-  // For each warp, eight runs of 16 x 8 sums; or rounded results, 16 lines of 64 in one half or two.
-  alignas(kPanelAlignment) float4 grad_query[kHopperTile / 16][8][32];
+  Panels<T, kN, kHopperTile> grad_scores[kBuffers];  // a line for each key; of one step or two
+  // For each warp that multiplies, eight runs of 16 x 8 sums; or rounded results, 16 lines of 64 in one half or two.
+  alignas(kPanelAlignment) float4 spaces[kHopperTile / 16 + (kD == 64 ? 4 : 0)][8][32];
   float rows[kStages][4][kN];                  // members of Row
   Octet groups[kStages][kN / 16];
   LiveGroups live[kStages][Finder::kStrips];
@@ -36,6 +39,7 @@ struct Memory {
   Barrier task_told[kSlots], task_there[kSlots], task_free[kSlots];  // told: there, but for keys and values
   Barrier own_free[kOwns];
   Barrier there[kStages], free[kStages];
+  Barrier grad_scores_there[kBuffers], grad_scores_free[kBuffers];  // for a warpgroup of its own
 };
 
 struct Maps {
@@ -68,7 +72,7 @@ __device__ __forceinline__ void prepare_all(
     for (int line = lane; line < kHopperTile && !any; line += 32) {
       any = task.tokens[line] >= 0 && states[task.tokens[line] / 8] != kAllMasked;
     }
-    const int all = Other<kQueries<kD>>{nullptr, work.num_entries, lists.log_block}.steps();
+    const int all = Other<kN>{nullptr, work.num_entries, lists.log_block}.steps();
     const int steps = __any_sync(0xffffffffu, any) ? all : 0;
     if (lane == 0) {
       task.steps = steps;
@@ -93,10 +97,11 @@ __device__ __forceinline__ void prepare_all(
   }
 }
 
-template <class T, int kD, Scores kScores>
+// By a warp that copies queries, and tells of each step what it is about, and by one that copies gradients of outputs, and
+// rows: with small blocks that is more than one warp starts in time.
+template <class T, int kD, Scores kScores, bool kOfGrads>
 __device__ __forceinline__ void copy_all(
     const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kD, are_limited(kScores)>& memory) {
-  constexpr int kN = kQueries<kD>;
   constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores);
   const int lane = threadIdx.x % 32;
   const Lists& lists = sweep.lists;
@@ -123,18 +128,27 @@ __device__ __forceinline__ void copy_all(
         if (step + 1 < steps) {
           next = Gathered<kN>(other, boxes, step + 1);
         }
-        const LiveGroups live = finder.template find<kN / 16>(here.group, sight);
-        memory.free[ring.stage].wait(ring.parity ^ 1);
-        constexpr int members = kPlain ? 2 : 4;
-        tell_step<kN, kLimited>(
-            memory, ring.stage, there, here, live, sizeof(stage) + members * sizeof(memory.rows[0][0]), lists, work, step);
-        if (boxes.any) {
-          boxes.copy(stage.queries, &maps.query, &there, here.token, work.head, work.batch);
-          boxes.copy(stage.grads, &maps.grad_output, &there, here.token, work.head, work.batch);
-          for (int member = boxes.panel; member < members; member += kD / kPanel) {
-            copy_bytes(
-                memory.rows[ring.stage][member] + boxes.line, p.rows.plane(work.matrix, member) + here.token,
-                int{sizeof(float)} << boxes.log_tokens, &there);
+        if constexpr (kOfGrads) {
+          constexpr int members = kPlain ? 2 : 4;
+          memory.free[ring.stage].wait(ring.parity ^ 1);
+          if (lane == 0) {
+            there.arrive_and_expect(sizeof(stage.grads) + members * sizeof(memory.rows[0][0]));
+          }
+          __syncwarp();
+          if (boxes.any) {
+            boxes.copy(stage.grads, &maps.grad_output, &there, here.token, work.head, work.batch);
+            for (int member = boxes.panel; member < members; member += kD / kPanel) {
+              copy_bytes(
+                  memory.rows[ring.stage][member] + boxes.line, p.rows.plane(work.matrix, member) + here.token,
+                  int{sizeof(float)} << boxes.log_tokens, &there);
+            }
+          }
+        } else {
+          const LiveGroups live = finder.template find<kN / 16>(here.group, sight);
+          memory.free[ring.stage].wait(ring.parity ^ 1);
+          tell_step<kN, kLimited>(memory, ring.stage, there, here, live, sizeof(stage.queries), lists, work, step);
+          if (boxes.any) {
+            boxes.copy(stage.queries, &maps.query, &there, here.token, work.head, work.batch);
           }
         }
       }
@@ -143,11 +157,81 @@ __device__ __forceinline__ void copy_all(
   }
 }
 
+// Adds a warp's 16 x 64 sums, of gradients of queries, to memory, by way of its space; null: to nothing.
+__device__ __forceinline__ void add_grad_queries(float4 (&space)[8][32], const float (&sums)[32], float* to) {
+  const int lane = threadIdx.x % 32;
+  if (lane == 0) {
+    wait_for_stores();
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    space[i][lane] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
+  }
+  fence_stores();
+  __syncwarp();
+  if (lane == 0 && to != nullptr) {
+    add_to_memory(to, &space[0][0].x, sizeof(space));
+  }
+}
+
+// sums = what the tile's keys give to the gradients of a step's queries, 64 columns of them.
+template <class T>
+__device__ __forceinline__ void multiply_grad_scores(float (&sums)[32], const Operand& grad_scores, const Operand& keys) {
+  begin_products();
+#pragma unroll
+  for (int k = 0; k < kHopperTile / 16; ++k) {
+    constexpr int lines = 16 * kPanel * sizeof(T);
+    Products<T>::template from_shared<64, false, true>(sums, grad_scores.from(k * lines), keys.from(k * lines), k > 0);
+  }
+  end_products();
+}
+
+// All that the third warpgroup does.
+template <class T, int kD, Scores kScores>
+__device__ __forceinline__ void multiply_for_queries(
+    const Backward<T>& p, Memory<T, kD, are_limited(kScores)>& memory) {
+  constexpr bool kLimited = are_limited(kScores);
+  const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32 % 4);
+  const Operand all_keys(memory.own[0].keys[0]), all_grad_scores(memory.grad_scores[0]);
+  auto& space = memory.spaces[kHopperTile / 16 + warp];
+  Ring<Memory<T, kD, kLimited>::kStages> ring;
+  Ring<Memory<T, kD, kLimited>::kSlots> slot;
+  Ring<Memory<T, kD, kLimited>::kOwns> place;
+  Ring<Memory<T, kD, kLimited>::kBuffers> buffer;
+  for (;; slot.next(), place.next()) {
+    memory.task_there[slot.stage].wait(slot.parity);
+    const auto& task = memory.tasks[slot.stage];
+    const int steps = uniform(task.steps);
+    if (steps < 0) {
+      break;
+    }
+    const Operand keys = all_keys + uniform(place.stage * sizeof(memory.own[0]));
+    const int64_t matrix = task.work.matrix;
+    for (int step = 0; step < steps; ++step, ring.next(), buffer.next()) {
+      memory.grad_scores_there[buffer.stage].wait(buffer.parity);
+      const Octet group = memory.groups[ring.stage][warp];
+      arrive_once(memory.free[ring.stage], lane);
+      float sums[32];
+      multiply_grad_scores<T>(sums, all_grad_scores + uniform(buffer.stage * sizeof(memory.grad_scores[0])), keys);
+      wait_for_products<0>();
+      sums_are_there(sums);
+      arrive_once(memory.grad_scores_free[buffer.stage], lane);
+      add_grad_queries(space, sums, group.owners != 0 ? p.grad_query_sums.strip(matrix, group.token) : nullptr);
+    }
+    arrive_once(memory.own_free[place.stage], lane);
+    arrive_once(memory.task_free[slot.stage], lane);
+  }
+  if (lane == 0) {
+    wait_for_stores();
+  }
+}
+
 template <class T, int kD, Scores kScores, bool kWithQueries>
 __device__ __forceinline__ void multiply_all(
     const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kD, are_limited(kScores)>& memory) {
   constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores);
-  constexpr int kN = 64, kParts = kQueries<kD> / kN;  // of a step's queries
+  constexpr bool kApart = attention::kApart<kD, kWithQueries>;
   const int thread = this_thread(), lane = thread % 32, warpgroup = uniform(thread / 128);
   const int strip = own_strip(thread), line0 = own_line(thread);
   const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
@@ -158,17 +242,33 @@ __device__ __forceinline__ void multiply_all(
   Ring<Memory<T, kD, kLimited>::kStages> ring;
   Ring<Memory<T, kD, kLimited>::kSlots> slot;
   Ring<Memory<T, kD, kLimited>::kOwns> place;
+  Ring<Memory<T, kD, kLimited>::kBuffers> buffer;
   const auto& own = memory.own[0];
   const Operand own_keys(own.keys[0] + 64 * warpgroup * kPanel), own_values(own.values[0] + 64 * warpgroup * kPanel);
-  const Operand all_own_keys(own.keys[kParts == 2 ? 0 : warpgroup]);
+  const Operand own_columns(own.keys[kD == 128 ? warpgroup : 0]);  // 64 of the keys' columns
   const auto& first_stage = memory.stages[0];
   const Operand queries(first_stage.queries), output_grads(first_stage.grads);
   const Operand query_columns(first_stage.queries, sizeof(first_stage.queries[0]));
   const Operand output_grad_columns(first_stage.grads, sizeof(first_stage.grads[0]));
 
-  // Gradients of scores are written once the other warpgroup has multiplied with the last: it says so at barrier 2 + its
-  // number. Both have written at barrier 1.
-  if constexpr (kWithQueries) {
+  // Gradients of scores, for those of queries. They are written once the last in their place have been multiplied: where
+  // both warpgroups do that, the other says so at barrier 2 + its number, and both have written at barrier 1.
+  const auto hand_over = [&](const uint32_t (&rounded)[4][4]) {
+    if constexpr (kApart) {
+      memory.grad_scores_free[buffer.stage].wait(buffer.parity ^ 1);
+    } else if constexpr (kWithQueries) {
+      wait_at<256>(3 - warpgroup);
+    }
+    if constexpr (kWithQueries) {
+      store_lines_to_panel(memory.grad_scores[buffer.stage][0], strip, rounded);
+      fence_stores();
+    }
+    if constexpr (kApart) {
+      arrive_once(memory.grad_scores_there[buffer.stage], lane);
+      buffer.next();
+    }
+  };
+  if constexpr (kWithQueries && !kApart) {
     arrive_at<256>(2 + warpgroup);
   }
   for (;; slot.next(), place.next()) {
@@ -178,7 +278,7 @@ __device__ __forceinline__ void multiply_all(
       break;
     }
     const uint32_t of_place = uniform(place.stage * sizeof(memory.own[0]));
-    const Operand keys = own_keys + of_place, values = own_values + of_place, all_keys = all_own_keys + of_place;
+    const Operand keys = own_keys + of_place, values = own_values + of_place, columns = own_columns + of_place;
     const Work work = task.work;
     const int steps = uniform(task.steps), token0 = task.tokens[line0], token8 = task.tokens[line0 + 8];
     // Keys that do not exist must not add to the gradients of queries.
@@ -204,33 +304,33 @@ __device__ __forceinline__ void multiply_all(
       }
     };
 
+    // Where both warpgroups make the gradients of queries, each makes 64 columns; two steps of it, before and after products
+    // are done.
+    const auto multiply_grad_queries = [&](float (&sums)[32]) {
+      wait_at<256>(1);
+      multiply_grad_scores<T>(sums, Operand(memory.grad_scores[0]), columns);
+    };
+    const auto add_sums = [&](float (&sums)[32]) {
+      sums_are_there(sums);
+      arrive_at<256>(2 + warpgroup);
+      const Octet group = memory.groups[ring.stage][strip / 16 % 4];
+      float* to = p.grad_query_sums.strip(work.matrix, group.token) + warpgroup * 1024;
+      add_grad_queries(memory.spaces[strip / 16], sums, group.owners != 0 ? to : nullptr);
+    };
+
     for (int step = 0; step < steps; ++step, ring.next()) {
       memory.there[ring.stage].wait(ring.parity);
-      const LiveGroups live_of_parts{uniform(memory.live[ring.stage][strip / 16].bits)};
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        const Octet* groups = memory.groups[ring.stage] + 4 * part;
-        const LiveGroups live = live_of_parts.part(part);
+      const LiveGroups live{uniform(memory.live[ring.stage][strip / 16].bits)};
+      if (live.warpgroup() != 0) {
+        const Octet* groups = memory.groups[ring.stage];
         const auto of_rows = [&](int member, int n) {
-          return *reinterpret_cast<const float2*>(memory.rows[ring.stage][member] + 64 * part + 8 * n + lane % 4 * 2);
+          return *reinterpret_cast<const float2*>(memory.rows[ring.stage][member] + 8 * n + lane % 4 * 2);
         };
-        if (live.warpgroup() == 0) {
-          wait_for_products<0>();
-          are_added();
-          if constexpr (kWithQueries) {
-            if (part == 0) {
-              wait_at<256>(3 - warpgroup);
-            }
-            const uint32_t zeros[4][4] = {};
-            store_lines_to_panel(memory.grad_scores[part], strip, zeros);
-          }
-          continue;
-        }
         begin_products();
-        const uint32_t here = uniform(ring.stage * sizeof(first_stage)) + part * (64 * kPanel * sizeof(T));
-        multiply_lines<T, kD, kN, kQueries<kD>>(probs, keys, queries + here);
+        const uint32_t here = uniform(ring.stage * sizeof(first_stage));
+        multiply_lines<T, kD, kN, kN>(probs, keys, queries + here);
         end_products();
-        multiply_lines<T, kD, kN, kQueries<kD>>(grads, values, output_grads + here);
+        multiply_lines<T, kD, kN, kN>(grads, values, output_grads + here);
         end_products();
         // Read while products run: shared memory answers late under their load.
         float2 origins[kN / 8];
@@ -254,7 +354,7 @@ __device__ __forceinline__ void multiply_all(
         if (!live.is_whole<kN>()) {
           mask_scores<kN, true, kLimited>(
               probs, live, groups, task, p.scoring,
-              sweep.lists.pairs == nullptr ? nullptr : memory.pairs[ring.stage] + part);
+              sweep.lists.pairs == nullptr ? nullptr : memory.pairs[ring.stage]);
         }
 #pragma unroll
         for (int n = 0; n < kN / 8; ++n) {
@@ -286,50 +386,33 @@ __device__ __forceinline__ void multiply_all(
           }
         }
         round_sums<T, kN>(left_grads, grads);
-        if constexpr (kWithQueries) {
-          if (part == 0) {
-            wait_at<256>(3 - warpgroup);
-          }
-          store_lines_to_panel(memory.grad_scores[part], strip, left_grads);
+        hand_over(left_grads);
+        float sums[32];
+        if constexpr (kWithQueries && !kApart) {
+          multiply_grad_queries(sums);  // before the keys' gradients, which are multiplied while these are added
         }
         begin_products();
         multiply_columns<T, kD, kN>(grad_key, left_grads, query_columns + here);
         end_products();
-      }
-      if constexpr (kWithQueries) {
-        // What the keys of both warpgroups give to the queries' gradients: each makes 64 x 64 of it.
-        fence_stores();
-        wait_at<256>(1);
-        const Operand left(memory.grad_scores[kParts == 2 ? warpgroup : 0]);
-        float sums[32];
-        begin_products();
-#pragma unroll
-        for (int k = 0; k < kHopperTile / 16; ++k) {
-          Products<T>::template from_shared<64, false, true>(
-              sums, left.from(k * 16 * kPanel * sizeof(T)), all_keys.from(k * 16 * kPanel * sizeof(T)), k > 0);
+        if constexpr (kWithQueries && !kApart) {
+          wait_for_products<1>();
+          add_sums(sums);
         }
-        end_products();
+        if constexpr (kD == 128) {
+          wait_for_products<0>();  // registers do not reach to the next step
+          sums_are_there(grad_key);
+        }
+      } else {
         wait_for_products<0>();
-        sums_are_there(sums);
-        arrive_at<256>(2 + warpgroup);
-        const Octet group = memory.groups[ring.stage][kParts == 2 ? strip / 16 : strip / 16 % 4];
-        if (lane == 0) {
-          wait_for_stores();
+        are_added();
+        const uint32_t zeros[4][4] = {};
+        hand_over(zeros);
+        if constexpr (kWithQueries && !kApart) {
+          float sums[32];
+          multiply_grad_queries(sums);
+          wait_for_products<0>();
+          add_sums(sums);
         }
-        __syncwarp();
-        auto& space = memory.grad_query[strip / 16];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          space[i][lane] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
-        }
-        fence_stores();
-        __syncwarp();
-        if (lane == 0 && group.owners != 0) {
-          float* to = p.grad_query_sums.strip(work.matrix, group.token) + (kParts == 2 ? 0 : warpgroup) * 1024;
-          add_to_memory(to, &space[0][0].x, sizeof(space));
-        }
-      } else if constexpr (kD == 128) {
-        wait_for_products<0>();  // registers do not reach to the next step
       }
       last = ring.stage;
     }
@@ -338,7 +421,7 @@ __device__ __forceinline__ void multiply_all(
     arrive_once(memory.own_free[place.stage], lane);
     // The warp's space has room for both results, or for one after the other.
     constexpr int kPanelsOfSpace = 2, kElements = 16 * kPanel;
-    T* space = reinterpret_cast<T*>(memory.grad_query[strip / 16]);
+    T* space = reinterpret_cast<T*>(memory.spaces[strip / 16]);
     const auto space_is_free = [&]() {
       if (lane == 0) {
         wait_for_stores();
@@ -347,7 +430,8 @@ __device__ __forceinline__ void multiply_all(
     };
     space_is_free();
     store_sums_of_unit<kD>(
-        grad_key, p.scoring.scale, p, sweep, task, space, kElements, &maps.grad_key, sweep.first_parts, sweep.first_shares);
+        grad_key, p.scoring.scale, p, sweep, task, space, kElements, &maps.grad_key, sweep.first_parts,
+        sweep.first_shares);
     if constexpr (kD == kPanelsOfSpace * kPanel) {
       space_is_free();
     } else {
@@ -363,33 +447,50 @@ __device__ __forceinline__ void multiply_all(
   }
 }
 
+template <int kD, bool kWithQueries>
+constexpr int kColumnThreads = kHopperThreads<1> + (kApart<kD, kWithQueries> ? 128 : 0);
+
 template <class T, int kD, Scores kScores, bool kWithQueries>
-__global__ void __launch_bounds__(kHopperThreads<1>, 1) columns_on_hopper_kernel(
+__global__ void __launch_bounds__(kColumnThreads<kD, kWithQueries>, 1) columns_on_hopper_kernel(
     const __grid_constant__ Backward<T> p, const __grid_constant__ Sweep<T> sweep, const __grid_constant__ Maps maps,
     Queue queue) {
   extern __shared__ unsigned char shared[];
   using M = Memory<T, kD, are_limited(kScores)>;
   auto& memory = *reinterpret_cast<M*>(align_panels(shared));
+  constexpr bool kApart = attention::kApart<kD, kWithQueries>;
+  constexpr int kMultiplying = 4 * (kConsumers + (kApart ? 1 : 0));  // warps
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < M::kSlots; ++slot) {
       memory.task_told[slot].init(1);
       memory.task_there[slot].init(1);
-      memory.task_free[slot].init(4 * kConsumers + 1);
+      memory.task_free[slot].init(kMultiplying + 2);
     }
     for (int place = 0; place < M::kOwns; ++place) {
-      memory.own_free[place].init(4 * kConsumers);
+      memory.own_free[place].init(kMultiplying);
     }
     for (int stage = 0; stage < M::kStages; ++stage) {
-      memory.there[stage].init(1);
-      memory.free[stage].init(4 * kConsumers);
+      memory.there[stage].init(2);
+      memory.free[stage].init(kMultiplying);
+    }
+    for (int buffer = 0; buffer < M::kBuffers; ++buffer) {
+      memory.grad_scores_there[buffer].init(4 * kConsumers);
+      memory.grad_scores_free[buffer].init(4);
     }
     fence_barriers();
   }
   __syncthreads();
-  share_work<1, kD == 64 ? 40 : 24, kD == 64 ? 232 : 240>(
+  if constexpr (kApart) {
+    if (threadIdx.x >= kHopperThreads<1>) {
+      give_registers<72>();
+      multiply_for_queries<T, kD, kScores>(p, memory);
+      return;
+    }
+  }
+  share_work<1, kD == 64 ? 40 : 24, kApart ? 200 : kD == 64 ? 232 : 240>(
       [&](int) { multiply_all<T, kD, kScores, kWithQueries>(p, sweep, maps, memory); },
       [&](int) { prepare_all<T, kD, kScores>(p, sweep, maps, memory, queue); },
-      [&](int) { copy_all<T, kD, kScores>(p, sweep, maps, memory); });
+      [&](int) { copy_all<T, kD, kScores, false>(p, sweep, maps, memory); },
+      [&](int) { copy_all<T, kD, kScores, true>(p, sweep, maps, memory); });
 }
 
 // Rounds the sums of a strip of 16 queries and 64 columns, as a warp's lanes hold them, and writes the queries' gradients.
@@ -425,7 +526,7 @@ void columns_on_hopper(
   with_hopper_kernel(p.scoring, sweep.lists, p.width, [&](auto width, auto scores) {
     constexpr int kD = decltype(width)::value;
     const int64_t count = copies * sweep.lists.num_units * sweep.lists.sub_tiles;
-    const int block = 1 << sweep.lists.log_block, own_box = std::min(block, kHopperTile), box = std::min(block, kQueries<kD>);
+    const int block = 1 << sweep.lists.log_block, own_box = std::min(block, kHopperTile), box = std::min(block, kN);
     const Maps maps{
         tensor_map(key, own_box),     tensor_map(value, own_box), tensor_map(query, box),
         tensor_map(grad_output, box), tensor_map(grad_key, 16),   tensor_map(grad_value, 16)};
@@ -433,7 +534,8 @@ void columns_on_hopper(
       constexpr Scores kScores = decltype(kind)::value;
       with_queue(launch, query, count, 1, [&](const Queue& queue, int64_t blocks) {
         launch.with_shared_memory(
-            columns_on_hopper_kernel<T, kD, kScores, decltype(with_queries)::value>, blocks, kHopperThreads<1>,
+            columns_on_hopper_kernel<T, kD, kScores, decltype(with_queries)::value>, blocks,
+            kColumnThreads<kD, decltype(with_queries)::value>,
             sizeof(Memory<T, kD, are_limited(kScores)>) + kPanelAlignment, p, sweep, maps, queue);
       });
     };
@@ -455,7 +557,7 @@ void round_grad_query(const Launcher& launch, const Backward<T>& p, const Matric
 #define DS_SPARSE_COLUMNS(T)                                                                                            \
   template void columns_on_hopper(                                                                                      \
       const Launcher&, const Backward<T>&, const Sweep<T>&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, \
-      const Tensor&, const Tensor&, int64_t);                                                                                                         \
+      const Tensor&, const Tensor&, int64_t);                                                                           \
   template void round_grad_query(const Launcher&, const Backward<T>&, const Matrices<T>&, int64_t);
 DS_SPARSE_COLUMNS(__half)
 DS_SPARSE_COLUMNS(__nv_bfloat16)

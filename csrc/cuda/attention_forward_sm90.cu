@@ -97,9 +97,14 @@ __device__ __forceinline__ void prepare_all(
   }
 }
 
-template <class T, int kD, int kN, int kTeams, bool kLimited>
+enum class Copied { kBoth, kKeys, kValues };
+
+// By a warp for keys, which tells of each step what it is about, and one for values; or by one for both, where there are
+// not as many.
+template <Copied kCopied, class T, int kD, int kN, int kTeams, bool kLimited>
 __device__ __forceinline__ void copy_all(
-    const Forward<T>& p, Memory<T, kD, kN, kTeams, kLimited>& memory, const CUtensorMap* key_map, const CUtensorMap* value_map) {
+    const Forward<T>& p, Memory<T, kD, kN, kTeams, kLimited>& memory, const CUtensorMap* key_map,
+    const CUtensorMap* value_map) {
   const int lane = threadIdx.x % 32;
   const Boxes<T, kD, kN> boxes(p.lists.log_block);
   const Finder finder(p.lists);
@@ -117,7 +122,7 @@ __device__ __forceinline__ void copy_all(
                           p.scoring.keys, p.scoring.key_states_of(batch, task.work.head)};
     const auto sight = Sight<kLimited>::template of_strip<false>(p.scoring, p.lists, task);
 
-    // Values come after the next step's keys: these are needed sooner, and their space is free sooner.
+    // By one warp, values come after the next step's keys: these are needed sooner, and their space is free sooner.
     auto last = ring;
     int last_token = 0;
     const auto copy_values = [&]() {
@@ -138,21 +143,28 @@ __device__ __forceinline__ void copy_all(
         if (step + 1 < steps) {
           next = Gathered<kN>(other, boxes, step + 1);
         }
-        const LiveGroups live = finder.template find<kN / 16>(here.group, sight);
-        Barrier& there = memory.keys_there[ring.stage];
-        memory.keys_free[ring.stage].wait(ring.parity ^ 1);
-        tell_step<kN, kLimited>(
-            memory, ring.stage, there, here, live, sizeof(memory.stages[0].keys), p.lists, task.work, step);
-        if (boxes.any) {
-          boxes.copy(memory.stages[ring.stage].keys, key_map, &there, here.token, head, batch);
+        if constexpr (kCopied != Copied::kValues) {
+          const LiveGroups live = finder.template find<kN / 16>(here.group, sight);
+          Barrier& there = memory.keys_there[ring.stage];
+          memory.keys_free[ring.stage].wait(ring.parity ^ 1);
+          tell_step<kN, kLimited>(
+              memory, ring.stage, there, here, live, sizeof(memory.stages[0].keys), p.lists, task.work, step);
+          if (boxes.any) {
+            boxes.copy(memory.stages[ring.stage].keys, key_map, &there, here.token, head, batch);
+          }
         }
-        if (step > 0) {
+        if (kCopied == Copied::kBoth && step > 0) {
           copy_values();
         }
         last = ring;
         last_token = here.token;
+        if constexpr (kCopied == Copied::kValues) {
+          copy_values();
+        }
       }
-      copy_values();
+      if constexpr (kCopied == Copied::kBoth) {
+        copy_values();
+      }
     }
     arrive_once(memory.task_free[slot.stage], lane);
   }
@@ -495,7 +507,7 @@ __global__ void __launch_bounds__(kHopperThreads<kTeams>, 1) forward_on_hopper_k
     for (int slot = 0; slot < M::kSlots; ++slot) {
       memory.task_told[slot].init(1);
       memory.task_there[slot].init(1);
-      memory.task_free[slot].init(4 * kConsumers + 1);
+      memory.task_free[slot].init(4 * kConsumers + (kTeams == 1 ? 2 : 1));
     }
     for (int stage = 0; stage < M::kStages; ++stage) {
       memory.keys_there[stage].init(1);
@@ -506,10 +518,16 @@ __global__ void __launch_bounds__(kHopperThreads<kTeams>, 1) forward_on_hopper_k
     fence_barriers();
   }
   __syncthreads();
-  share_work<kTeams, kTeams == 1 ? 40 : 32, kTeams == 1 ? 232 : 112>(
-      [&](int team) { multiply_all<T, kD, kN, kTeams, kScores>(p, memories[team], team); },
-      [&](int team) { prepare_all(p, memories[team], &query_map, &output_map, queue, team); },
-      [&](int team) { copy_all(p, memories[team], &key_map, &value_map); });
+  const auto multiply = [&](int team) { multiply_all<T, kD, kN, kTeams, kScores>(p, memories[team], team); };
+  const auto prepare = [&](int team) { prepare_all(p, memories[team], &query_map, &output_map, queue, team); };
+  if constexpr (kTeams == 1) {
+    share_work<kTeams, 40, 232>(
+        multiply, prepare, [&](int team) { copy_all<Copied::kKeys>(p, memories[team], &key_map, &value_map); },
+        [&](int team) { copy_all<Copied::kValues>(p, memories[team], &key_map, &value_map); });
+  } else {
+    share_work<kTeams, 32, 112>(
+        multiply, prepare, [&](int team) { copy_all<Copied::kBoth>(p, memories[team], &key_map, &value_map); });
+  }
 }
 
 }  // namespace

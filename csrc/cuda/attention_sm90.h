@@ -3,7 +3,8 @@
 //
 // A thread block stays on its multiprocessor and takes unit after unit, or each of its two teams does. A team's two
 // warpgroups have 64 lines of the unit's tile each, a strip of 16 for each warp. Warps after them look units up and keep
-// copies going, through a ring of stages in shared memory: one for each of the two jobs, or (backward by rows) for both.
+// copies going, through a ring of stages in shared memory: one for the first job and one or two for the second, or (backward
+// by rows) one for both.
 
 #pragma once
 
@@ -249,8 +250,6 @@ struct LiveGroups {
   __device__ bool is_whole() const {
     return (bits & 0xffff00ffu) == (1u << kN / 16) - 1;
   }
-  // Of four of the groups.
-  __device__ LiveGroups part(int number) const { return {bits >> 4 * number & 0x0f0f0fu}; }
 };
 
 // Finds them, by the copying warp: a strip in each of its first lanes.
