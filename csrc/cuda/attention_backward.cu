@@ -318,7 +318,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
   Scoring scoring = scoring_of(attention);
   const KeyBias of_keys = set_key_bias(launch, attention.key_bias, scoring);
   check_tile(launch, query, block, tile);
-  const auto [rows_data, row_numbers] = make_rows(launch, grad_output, results.grad_lse, output, results.rows);
+  const auto [rows_data, row_numbers] = make_rows(launch, grad_output, results.grad_lse, output, results.rows, block);
   const bool in_one_sweep = tile == kHopperTile && !deterministic;
   const int64_t padded_queries = (query.size(2) + 15) / 16 * 16, padded_width = width <= 64 ? 64 : 128;
   std::optional<Tensor> sums;

@@ -29,7 +29,8 @@ struct Backward {
   GradQuerySums grad_query_sums;
 };
 
-// What a sweep makes: the gradient of its own side's first operand, and of its second where that is values.
+// What a sweep makes: the gradient of its own side's first operand, and of its second where that is values. On Hopper the
+// sweep itself takes them as tensors, for the copy engine; those who add parts and shares, as they are here.
 template <class T>
 struct Sweep {
   Lists lists;

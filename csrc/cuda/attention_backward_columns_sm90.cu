@@ -13,13 +13,17 @@ namespace {
 
 constexpr int kN = 64;  // queries in a step
 
-// Whether a warpgroup of its own makes the gradients of queries.
+// Whether registers reach for a third warpgroup, and whether it makes the gradients of queries.
+template <int kD>
+constexpr bool kHasThird = kD == 64;
 template <int kD, bool kWithQueries>
-constexpr bool kApart = kWithQueries && kD == 64;
+constexpr bool kApart = kWithQueries && kHasThird<kD>;
+
+constexpr int kCopyingWarps = 2;
 
 template <class T, int kD, bool kLimited>
 struct Memory {
-  static constexpr int kStages = kD == 64 ? 4 : 3, kSlots = 2, kOwns = kD == 64 ? 2 : 1, kBuffers = kD == 64 ? 2 : 1;
+  static constexpr int kStages = kD == 64 ? 4 : 3, kSlots = 2, kOwns = kD == 64 ? 2 : 1, kBuffers = kHasThird<kD> ? 2 : 1;
   struct Stage {
     Panels<T, kD, kN> queries, grads;
   };
@@ -30,7 +34,7 @@ struct Memory {
   Stage stages[kStages];
   Panels<T, kN, kHopperTile> grad_scores[kBuffers];  // a line for each key; of one step or two
   // For each warp that multiplies, eight runs of 16 x 8 sums; or rounded results, 16 lines of 64 in one half or two.
-  alignas(kPanelAlignment) float4 spaces[kHopperTile / 16 + (kD == 64 ? 4 : 0)][8][32];
+  alignas(kPanelAlignment) float4 spaces[kHopperTile / 16 + (kHasThird<kD> ? 4 : 0)][8][32];
   float rows[kStages][4][kN];                  // members of Row
   Octet groups[kStages][kN / 16];
   LiveGroups live[kStages][Finder::kStrips];
@@ -39,7 +43,7 @@ struct Memory {
   Barrier task_told[kSlots], task_there[kSlots], task_free[kSlots];  // told: there, but for keys and values
   Barrier own_free[kOwns];
   Barrier there[kStages], free[kStages];
-  Barrier grad_scores_there[kBuffers], grad_scores_free[kBuffers];  // for a warpgroup of its own
+  Barrier grad_scores_there[kBuffers], grad_scores_free[kBuffers];  // for the third warpgroup
 };
 
 struct Maps {
@@ -159,6 +163,9 @@ __device__ __forceinline__ void copy_all(
 
 // Adds a warp's 16 x 64 sums, of gradients of queries, to memory, by way of its space; null: to nothing.
 __device__ __forceinline__ void add_grad_queries(float4 (&space)[8][32], const float (&sums)[32], float* to) {
+  if (to == nullptr) {
+    return;
+  }
   const int lane = threadIdx.x % 32;
   if (lane == 0) {
     wait_for_stores();
@@ -170,7 +177,7 @@ __device__ __forceinline__ void add_grad_queries(float4 (&space)[8][32], const f
   }
   fence_stores();
   __syncwarp();
-  if (lane == 0 && to != nullptr) {
+  if (lane == 0) {
     add_to_memory(to, &space[0][0].x, sizeof(space));
   }
 }
@@ -304,8 +311,8 @@ __device__ __forceinline__ void multiply_all(
       }
     };
 
-    // Where both warpgroups make the gradients of queries, each makes 64 columns; two steps of it, before and after products
-    // are done.
+    // Where both warpgroups make the gradients of queries, each makes 64 columns: this begins, and what follows ends it, once
+    // the product is done.
     const auto multiply_grad_queries = [&](float (&sums)[32]) {
       wait_at<256>(1);
       multiply_grad_scores<T>(sums, Operand(memory.grad_scores[0]), columns);
@@ -463,13 +470,13 @@ __global__ void __launch_bounds__(kColumnThreads<kD, kWithQueries>, 1) columns_o
     for (int slot = 0; slot < M::kSlots; ++slot) {
       memory.task_told[slot].init(1);
       memory.task_there[slot].init(1);
-      memory.task_free[slot].init(kMultiplying + 2);
+      memory.task_free[slot].init(kMultiplying + kCopyingWarps);
     }
     for (int place = 0; place < M::kOwns; ++place) {
       memory.own_free[place].init(kMultiplying);
     }
     for (int stage = 0; stage < M::kStages; ++stage) {
-      memory.there[stage].init(2);
+      memory.there[stage].init(kCopyingWarps);
       memory.free[stage].init(kMultiplying);
     }
     for (int buffer = 0; buffer < M::kBuffers; ++buffer) {
@@ -479,14 +486,17 @@ __global__ void __launch_bounds__(kColumnThreads<kD, kWithQueries>, 1) columns_o
     fence_barriers();
   }
   __syncthreads();
+  // Of registers, all that the kernel starts with.
+  constexpr int kFew = kD == 64 ? 40 : 24, kThird = 72, kMany = kApart ? 200 : kD == 64 ? 232 : 240;
+  static_assert(!kApart || kMany * kTeamThreads + (kThird + kFew) * 128 <= 65536);
   if constexpr (kApart) {
     if (threadIdx.x >= kHopperThreads<1>) {
-      give_registers<72>();
+      give_registers<kThird>();
       multiply_for_queries<T, kD, kScores>(p, memory);
       return;
     }
   }
-  share_work<1, kD == 64 ? 40 : 24, kApart ? 200 : kD == 64 ? 232 : 240>(
+  share_work<1, kFew, kMany>(
       [&](int) { multiply_all<T, kD, kScores, kWithQueries>(p, sweep, maps, memory); },
       [&](int) { prepare_all<T, kD, kScores>(p, sweep, maps, memory, queue); },
       [&](int) { copy_all<T, kD, kScores, false>(p, sweep, maps, memory); },

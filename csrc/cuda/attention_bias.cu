@@ -167,7 +167,7 @@ Tensor block_attention_bias_backward(
   const int64_t heads = query.size(1);
   const Launcher launch(query);
   check(tile == kTile, "tile has to be 64, got " + std::to_string(tile) + ".");
-  const auto [rows_data, rows] = make_rows(launch, grad_output, grad_lse, output, row_sums);
+  const auto [rows_data, rows] = make_rows(launch, grad_output, grad_lse, output, row_sums, block);
   const Lists lists = lists_of({row_lines, row_entries, row_units, row_cuts}, layout_heads, block, tile);
   Scoring scoring = scoring_of(
       {query, key, value, layout_heads, block, tile, scale, causal, key_bias, rpe, attn_mask, dropout_seed, dropout_p});

@@ -40,7 +40,9 @@ __device__ __forceinline__ void prepare_all(
   const auto store_results = [&]() {
     const auto& task = memory.tasks[slot.stage];
     const Work& work = task.work;
-    if (work.part >= 0) {
+    const int part = work.part;
+    __syncwarp();  // all lanes have read it before one of them writes the next unit there
+    if (part >= 0) {
       return;
     }
     if (boxes.any && task.tokens[boxes.line] >= 0) {
@@ -98,6 +100,8 @@ __device__ __forceinline__ void prepare_all(
 }
 
 enum class Copied { kBoth, kKeys, kValues };
+template <int kTeams>
+constexpr int kCopyingWarps = kTeams == 1 ? 2 : 1;  // of a team
 
 // By a warp for keys, which tells of each step what it is about, and one for values; or by one for both, where there are
 // not as many.
@@ -153,8 +157,10 @@ __device__ __forceinline__ void copy_all(
             boxes.copy(memory.stages[ring.stage].keys, key_map, &there, here.token, head, batch);
           }
         }
-        if (kCopied == Copied::kBoth && step > 0) {
-          copy_values();
+        if constexpr (kCopied == Copied::kBoth) {
+          if (step > 0) {
+            copy_values();
+          }
         }
         last = ring;
         last_token = here.token;
@@ -507,7 +513,7 @@ __global__ void __launch_bounds__(kHopperThreads<kTeams>, 1) forward_on_hopper_k
     for (int slot = 0; slot < M::kSlots; ++slot) {
       memory.task_told[slot].init(1);
       memory.task_there[slot].init(1);
-      memory.task_free[slot].init(4 * kConsumers + (kTeams == 1 ? 2 : 1));
+      memory.task_free[slot].init(4 * kConsumers + kCopyingWarps<kTeams>);
     }
     for (int stage = 0; stage < M::kStages; ++stage) {
       memory.keys_there[stage].init(1);
@@ -520,7 +526,7 @@ __global__ void __launch_bounds__(kHopperThreads<kTeams>, 1) forward_on_hopper_k
   __syncthreads();
   const auto multiply = [&](int team) { multiply_all<T, kD, kN, kTeams, kScores>(p, memories[team], team); };
   const auto prepare = [&](int team) { prepare_all(p, memories[team], &query_map, &output_map, queue, team); };
-  if constexpr (kTeams == 1) {
+  if constexpr (kCopyingWarps<kTeams> == 2) {
     share_work<kTeams, 40, 232>(
         multiply, prepare, [&](int team) { copy_all<Copied::kKeys>(p, memories[team], &key_map, &value_map); },
         [&](int team) { copy_all<Copied::kValues>(p, memories[team], &key_map, &value_map); });

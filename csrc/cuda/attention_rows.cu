@@ -2,6 +2,8 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
+
 #include "attention_arguments.h"
 #include "attention_rows.h"
 
@@ -63,12 +65,13 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(
 
 std::pair<Tensor, Rows> make_rows(
     const Launcher& launch, const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& output,
-    const Tensor& row_sums) {
+    const Tensor& row_sums, int64_t block) {
   if (grad_lse) {
     check_contiguous(*grad_lse, "grad_lse");
   }
   const int64_t batch = output.size(0), heads = output.size(1), queries = output.size(2);
-  const int64_t padded = (queries + kHopperTile - 1) / kHopperTile * kHopperTile, rows = batch * heads * padded;
+  const int64_t unit = std::max<int64_t>(block, kHopperTile);
+  const int64_t padded = (queries + unit - 1) / unit * unit, rows = batch * heads * padded;
   Tensor data = torch::stable::new_empty(output, {4 * rows}, ScalarType::Float);
   float* to = data.mutable_data_ptr<float>();
   with_element<false>(output, "attention", [&](auto zero) {

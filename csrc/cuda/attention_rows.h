@@ -21,7 +21,7 @@ struct Row {
 __host__ __device__ constexpr Row no_row() { return {kInfinity, 0.0f, kInfinity, 0.0f}; }
 
 // Rows (B, H, 4, padded T), each member in a plane of its own: the copy engine brings whole blocks, past the last token
-// too.
+// too, and there are as many.
 struct Rows {
   const float* data;
   int64_t padded;
@@ -36,6 +36,6 @@ struct Rows {
 // The tensor that holds the rows, and how kernels read it. attention_rows.cu
 std::pair<Tensor, Rows> make_rows(
     const Launcher& launch, const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& output,
-    const Tensor& row_sums);
+    const Tensor& row_sums, int64_t block);
 
 }  // namespace ds_sparse::attention

@@ -2,9 +2,9 @@
 // strip and a warpgroup see.
 //
 // A thread block stays on its multiprocessor and takes unit after unit, or each of its two teams does. A team's two
-// warpgroups have 64 lines of the unit's tile each, a strip of 16 for each warp. Warps after them look units up and keep
-// copies going, through a ring of stages in shared memory: one for the first job and one or two for the second, or (backward
-// by rows) one for both.
+// warpgroups have 64 lines of the unit's tile each, a strip of 16 for each warp. Warps after them look units up (and forward
+// send their results) and keep copies going, through a ring of stages in shared memory: one for the first job and one or two
+// for the second, or (backward by rows) one for both.
 
 #pragma once
 

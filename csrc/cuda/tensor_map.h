@@ -12,7 +12,8 @@
 namespace ds_sparse {
 
 // Of a 16-bit tensor (B, H, tokens, D), D adjacent: boxes of `box` tokens and 16 or 64 columns, in the swizzle of that
-// many bytes; what is outside of the tensor is zeros. A Launcher on the tensor's device lives in the same thread.
+// many bytes; what is outside of the tensor is zeros, and is not stored. A Launcher on the tensor's device lives in the same
+// thread.
 inline CUtensorMap tensor_map(const Tensor& x, int box, int columns = 64) {
   using Encode = CUresult (*)(
       CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
