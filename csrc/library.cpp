@@ -37,9 +37,8 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // values[:, n] = a[h, rows of n] @ b[h, columns of n].   a (B, H, R*b, K), b (B, H, K, C*b), any strides
   // -> (B, V, b, b)
   // tile_...: the same blocks in tiles, all or none: of 64 rows for blocks of 16 and 32, of 128 for blocks of 64 and 128. A
-  // Hopper GPU walks them where
-  // operands are fp16 or bf16, up to 128 numbers a token, which are adjacent, and each token begins at a multiple of 16
-  // bytes; all else goes by row_offsets and columns.
+  // Hopper GPU walks them where operands are fp16 or bf16, up to 128 numbers a token, which are adjacent, and each token
+  // begins at a multiple of 16 bytes; all else goes by row_offsets and columns.
   m.def(
       "matmul_sdd(Tensor a, Tensor b, Tensor row_offsets, Tensor columns, Tensor? tile_lines, Tensor? tile_entries, "
       "Tensor? tile_units, Tensor? tile_slots, int layout_heads, int block, bool allow_tf32) -> Tensor");

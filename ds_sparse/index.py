@@ -103,8 +103,9 @@ class BlockIndex:
     """The live blocks of a layout, in tiles and one by one. Built once, immutable, shared by every operation, on any
     stream (see `Making`).
 
-    The tiles are what attention walks, and products on a Hopper GPU. The rest is made from the layout's bits when it is first asked for, and kept:
-    the `Lists` of MatMul and Softmax, tiles of another height, the index cut for causal attention.
+    The tiles are what attention walks, and products on a Hopper GPU. The rest is made from the layout's bits when it is
+    first asked for, and kept: the `Lists` of MatMul and Softmax, tiles of another height, the index cut for causal
+    attention.
 
     Letters: L stored layout heads (1 when all heads are equal, else `num_heads`), R/C block rows and columns,
     N live blocks of the L stored heads together.

@@ -35,7 +35,7 @@ struct Memory {
   Panels<T, kN, kHopperTile> grad_scores[kBuffers];  // a line for each key; of one step or two
   // For each warp that multiplies, eight runs of 16 x 8 sums; or rounded results, 16 lines of 64 in one half or two.
   alignas(kPanelAlignment) float4 spaces[kHopperTile / 16 + (kHasThird<kD> ? 4 : 0)][8][32];
-  float rows[kStages][4][kN];                  // members of Row
+  float rows[kStages][4][kN];  // members of Row
   Octet groups[kStages][kN / 16];
   LiveGroups live[kStages][Finder::kStrips];
   alignas(16) PairsOfStep<kN, kLimited> pairs[kStages];
@@ -167,10 +167,7 @@ __device__ __forceinline__ void add_grad_queries(float4 (&space)[8][32], const f
     return;
   }
   const int lane = threadIdx.x % 32;
-  if (lane == 0) {
-    wait_for_stores();
-  }
-  __syncwarp();
+  warp_waits_for_stores(lane);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     space[i][lane] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
@@ -429,18 +426,12 @@ __device__ __forceinline__ void multiply_all(
     // The warp's space has room for both results, or for one after the other.
     constexpr int kPanelsOfSpace = 2, kElements = 16 * kPanel;
     T* space = reinterpret_cast<T*>(memory.spaces[strip / 16]);
-    const auto space_is_free = [&]() {
-      if (lane == 0) {
-        wait_for_stores();
-      }
-      __syncwarp();
-    };
-    space_is_free();
+    warp_waits_for_stores(lane);
     store_sums_of_unit<kD>(
         grad_key, p.scoring.scale, p, sweep, task, space, kElements, &maps.grad_key, sweep.first_parts,
         sweep.first_shares);
     if constexpr (kD == kPanelsOfSpace * kPanel) {
-      space_is_free();
+      warp_waits_for_stores(lane);
     } else {
       space += kElements;
     }

@@ -218,6 +218,13 @@ __device__ __forceinline__ void store_box(
 __device__ __forceinline__ void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until what this thread's stores, and additions, read is free again.
 __device__ __forceinline__ void wait_for_stores() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// The same for a warp whose first lane stores for all.
+__device__ __forceinline__ void warp_waits_for_stores(int lane) {
+  if (lane == 0) {
+    wait_for_stores();
+  }
+  __syncwarp();
+}
 
 // Starts the addition of adjacent numbers to what is in memory, in whatever order this and others' additions arrive.
 __device__ __forceinline__ void add_to_memory(float* to, const float* from, int bytes) {

@@ -102,10 +102,7 @@ __device__ __forceinline__ void store_result(
     const TileProduct<T>& p, T* panels, const CUtensorMap* out, const Step& step, int token,
     const float (&sums)[kN / 2]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  if (lane == 0) {
-    wait_for_stores();
-  }
-  __syncwarp();
+  warp_waits_for_stores(lane);
   if (p.result.transposed) {
     store_to_short_lines<kN>(panels, sums);
   } else {
