@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..sparsity import BigBirdSparsityConfig, BSLongformerSparsityConfig, FixedSparsityConfig
+from ..sparsity import BigBirdSparsityConfig, BSLongformerSparsityConfig, FixedSparsityConfig, SparsityConfig
 
 STRUCTURES = {"fixed": FixedSparsityConfig, "longformer": BSLongformerSparsityConfig, "bigbird": BigBirdSparsityConfig}
 
@@ -103,3 +104,14 @@ GROWTH = [
     Case("1M, one head", "longformer", 64, 1, 1, 2**20, 64, WINDOW),
 ]
 """Time over tokens where a window and one global block are all that a token sees."""
+
+NO_ATTENTION = "none"
+
+IN_BERT: dict[str, Callable[[int], SparsityConfig]] = {
+    "longformer-64": partial(BSLongformerSparsityConfig, block=64, **WINDOW),
+    "bigbird-64": partial(BigBirdSparsityConfig, block=64, **BIGBIRD),
+    "bigbird-16": partial(BigBirdSparsityConfig, block=16, **SMALL_BIGBIRD),
+}
+"""The structures that a step of BERT is measured with, by number of heads."""
+
+BERT_ATTENTIONS = (NO_ATTENTION, "sdpa", *IN_BERT)

@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_attention(operations.add_parser("attention", help="fused attention on live blocks"))
     add_window(operations.add_parser("window", help="products, softmax and attention of windows"))
     add_tokens(operations.add_parser("tokens", help="attention over token pairs, step by step"))
+    add_bert(operations.add_parser("bert", help="a training step of BERT with sparse, dense and no attention"))
 
 
 def add_shared(parser: argparse.ArgumentParser, seconds: int | None = 60) -> None:
@@ -190,6 +191,32 @@ def add_tokens(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(measure=run_tokens)
 
 
+def add_bert(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Forward and backward of masked-language modelling, without an optimizer, by Transformers' BERT-base with "
+        "32,768 tokens a step, or one sequence where that is longer; on a CPU a small model and 2,048. Each sparse "
+        "structure is verified in two layers: the gradient of the first query's weight. 'of ceiling' is the time "
+        "without any attention, whose output is the value, over the time with it."
+    )
+    add_shared(parser)
+    parser.add_argument(
+        "--seq-len",
+        type=listed(positive),
+        help="tokens of a sequence (default: on a CPU 1024, on a GPU 4096,8192,16384,32768)",
+    )
+    parser.add_argument(
+        "--attentions",
+        type=listed(one_of(cases.BERT_ATTENTIONS)),
+        default=list(cases.BERT_ATTENTIONS),
+        help=f"{', '.join(cases.BERT_ATTENTIONS)} (default: all)",
+    )
+    parser.add_argument(
+        "--dropout", type=probability, default=0.0, help="in attention and everywhere else (default: 0)"
+    )
+    parser.add_argument("--dtype", choices=list(machine.DTYPES), help="(default: bf16 on a GPU, fp32 on a CPU)")
+    parser.set_defaults(measure=run_bert)
+
+
 def run(args: argparse.Namespace) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("--device cuda: torch finds no CUDA GPU; leave it out to measure the CPU.", file=sys.stderr)
@@ -298,6 +325,29 @@ def run_tokens(args: argparse.Namespace, device: torch.device) -> int:
     return 0
 
 
+def run_bert(args: argparse.Namespace, device: torch.device) -> int:
+    try:
+        from ..bench import bert
+    except ImportError as error:
+        print(f"bench bert measures Transformers' BERT: {error}; pip install 'transformers>=5,<6'.", file=sys.stderr)
+        return 1
+    dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
+    conditions = say_conditions(device, **bert.versions())
+    records: list[dict[str, Any]] = []
+    status = 0
+    for seq_len in args.seq_len or ([4096, 8192, 16384, 32768] if args.device == "cuda" else [1024]):
+        case = bert.Case(seq_len, args.dropout, dtype, args.device)
+        rows = bert.run_case(case, args.attentions, device, args.repeats, args.seconds)
+        print("", *bert.table(case, rows), sep="\n", flush=True)
+        records += bert.record(case, rows)
+        write(args.json, conditions, records)
+        if any(row.reason for row in rows if row.attention in cases.IN_BERT):
+            status = 1
+    if status:
+        print("ds_sparse itself was wrong or failed in a case; its line says how.", file=sys.stderr)
+    return status
+
+
 def default_peers(args: argparse.Namespace) -> list[str]:
     if args.growth:
         return [peers.OURS]
@@ -352,13 +402,22 @@ def model(text: str) -> tuple[int, int]:
 
 def percent(text: str) -> float:
     """argparse type: a part of 1, from 0 to below 100 %."""
+    return number_below(100, "a percentage", text) / 100
+
+
+def probability(text: str) -> float:
+    """argparse type: from 0 to below 1."""
+    return number_below(1, "a probability", text)
+
+
+def number_below(end: int, what: str, text: str) -> float:
     try:
-        part = float(text) / 100
+        number = float(text)
     except ValueError:
-        part = -1
-    if not 0 <= part < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a percentage from 0 to below 100")
-    return part
+        number = -1.0
+    if not 0 <= number < end:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what} from 0 to below {end}")
+    return number
 
 
 def one_of(names: Iterable[str]) -> Callable[[str], str]:

@@ -1,0 +1,229 @@
+"""A training step of BERT with sparse attention, with dense, and with none: what attention costs end to end.
+
+Masked-language modelling with Transformers' own model, forward and backward without an optimizer, parameters in the
+dtype that is measured. This bench stands on the patch of models, above all others.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, BertConfig, BertForMaskedLM
+
+from ..layout import to_token_mask
+from ..patch import sparsify
+from .cases import IN_BERT, NO_ATTENTION
+from .machine import DTYPES, in_turns, timed
+from .reasons import in_short
+from .verification import require_as_accurate
+
+TOKENS = {"cpu": 2048, "cuda": 32768}
+"""In a step; one sequence where that is longer."""
+
+MODEL = {
+    "cpu": {
+        "num_hidden_layers": 2,
+        "hidden_size": 128,
+        "num_attention_heads": 2,
+        "intermediate_size": 512,
+        "vocab_size": 1000,
+    },
+    "cuda": {},
+}
+"""What differs from BERT-base, the default of `BertConfig`: on a CPU a small model."""
+
+PREDICTED = 0.15
+"""Part of the tokens that have a label."""
+
+VERIFIED_TOKENS, VERIFIED_LAYERS = 1024, 2
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the grid: sequences of `seq_len` tokens, `dropout` in attention and elsewhere."""
+
+    seq_len: int
+    dropout: float
+    dtype: str
+    device: str
+
+    @property
+    def batch(self) -> int:
+        return max(1, TOKENS[self.device] // self.seq_len)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One attention in one case; numbers are None where it was not measured, and `reason` says why.
+
+    Attributes:
+        of_ceiling: the time without any attention over this one.
+        peak_gib: memory on the GPU at its highest during the step, with model and gradients; None on a CPU.
+    """
+
+    attention: str
+    milliseconds: float | None = None
+    of_ceiling: float | None = None
+    peak_gib: float | None = None
+    rounds: int = 0
+    reason: str = ""
+
+
+def run_case(case: Case, names: Sequence[str], device: torch.device, repeats: int, seconds: float) -> list[Row]:
+    """Verifies each attention, then times the steps in turns: `repeats` rounds, or as many as begin within `seconds`,
+    three at least. Without any attention too, as the others are compared with that."""
+    names = list(dict.fromkeys([NO_ATTENTION, *names]))
+    peaks: dict[str, float | None] = {}
+    runs: dict[str, Callable[[], float]] = {}
+    reasons: dict[str, str] = {}
+    for name in names:
+        try:
+            if name in IN_BERT:
+                verify(name, case, device)
+            run, peaks[name] = prepared(name, case, device)
+        except Exception as error:  # noqa: BLE001 - whatever stops one is a line of the table
+            reasons[name] = in_short(error)
+            continue
+        runs[name] = run
+    times = in_turns(runs, repeats, seconds, f"{case.seq_len} tokens")
+    medians = {name: statistics.median(samples) for name, samples in times.items()}
+    return [
+        Row(name, reason=reasons[name])
+        if name in reasons
+        else Row(
+            name,
+            medians[name],
+            medians[NO_ATTENTION] / medians[name] if NO_ATTENTION in medians else None,
+            peaks[name],
+            rounds=len(times[name]),
+        )
+        for name in names
+    ]
+
+
+def prepared(name: str, case: Case, device: torch.device) -> tuple[Callable[[], float], float | None]:
+    """What times a step, and the GiB that one takes."""
+    on_cuda = device.type == "cuda"
+    before = torch.cuda.memory_allocated(device) if on_cuda else 0
+    model = make_model(case, device, case.seq_len)
+    switch(model, name, case.seq_len)
+    step = partial(train_step, model, *batch(case.batch, case.seq_len, model.config.vocab_size, device))
+    if not on_cuda:
+        return partial(timed, step, device), None
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    peak = torch.cuda.max_memory_allocated(device) - before
+    return partial(timed, step, device), peak / GIB
+
+
+def make_model(case: Case, device: torch.device, seq_len: int, **sizes: int) -> BertForMaskedLM:
+    """In training mode, the same numbers at every call."""
+    config = BertConfig(
+        **(MODEL[case.device] | sizes),
+        max_position_embeddings=seq_len,
+        hidden_dropout_prob=case.dropout,
+        attention_probs_dropout_prob=case.dropout,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        return BertForMaskedLM(config).to(DTYPES[case.dtype]).train()
+
+
+def switch(model: BertForMaskedLM, name: str, seq_len: int) -> None:
+    """Gives a model its attention."""
+    if name in IN_BERT:
+        sparsify(model, IN_BERT[name](model.config.num_attention_heads), max_seq_length=seq_len)
+    else:
+        model.set_attn_implementation(_VALUE if name == NO_ATTENTION else name)
+
+
+def batch(sequences: int, seq_len: int, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens and labels, (B, T): random, without padding, the same at every call."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, (sequences, seq_len), generator=generator)
+    predicted = torch.rand(tokens.shape, generator=generator) < PREDICTED
+    return tokens.to(device), tokens.masked_fill(~predicted, -100).to(device)
+
+
+def train_step(model: BertForMaskedLM, tokens: Tensor, labels: Tensor) -> None:
+    model(input_ids=tokens, labels=labels).loss.backward()
+    model.zero_grad(set_to_none=True)
+
+
+def verify(name: str, case: Case, device: torch.device) -> None:
+    """Holds what reaches the first layer's query, the gradient of its weight, to a dense model with the layout as its
+    mask; that gradient goes through attention alone.
+
+    Raises:
+        ArithmeticError: an error larger than `require_as_accurate` allows.
+    """
+    case = Case(VERIFIED_TOKENS, 0.0, case.dtype, case.device)
+    model = make_model(case, device, case.seq_len, num_hidden_layers=VERIFIED_LAYERS)
+    config = IN_BERT[name](model.config.num_attention_heads)
+    layout = config.make_bool_layout(case.seq_len)
+    data = batch(1, case.seq_len, model.config.vocab_size, device)
+    AttentionInterface.register(_MASKED, partial(with_mask, to_token_mask(layout, config.block).to(device)))
+    model.set_attn_implementation(_MASKED)
+    plain = query_gradient(model, *data)
+    exact = query_gradient(model.double(), *data)
+    model = make_model(case, device, case.seq_len, num_hidden_layers=VERIFIED_LAYERS)
+    switch(model, name, case.seq_len)
+    what = f"{name}: the gradient of the first layer's query weight"
+    require_as_accurate(what, query_gradient(model, *data), plain, exact)
+
+
+def query_gradient(model: BertForMaskedLM, tokens: Tensor, labels: Tensor) -> Tensor:
+    weight = model.bert.encoder.layer[0].attention.self.query.weight
+    (grad,) = torch.autograd.grad(model(input_ids=tokens, labels=labels).loss, [weight])
+    return grad
+
+
+def with_mask(
+    mask: Tensor, module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    """Dense attention with a mask, bool (H or 1, T, T)."""
+    return scaled_dot_product_attention(query, key, value, mask).transpose(1, 2).contiguous(), None
+
+
+def value_as_it_is(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    return value.transpose(1, 2).contiguous(), None
+
+
+_VALUE, _MASKED = "ds_sparse_bench_value", "ds_sparse_bench_masked"
+AttentionInterface.register(_VALUE, value_as_it_is)
+
+
+def table(case: Case, rows: list[Row]) -> Iterator[str]:
+    """Lines: milliseconds of a step, the share of what it takes without attention, memory."""
+    rounds = max((row.rounds for row in rows), default=0)
+    yield (
+        f"{case.seq_len} tokens, {case.batch} {'sequences' if case.batch > 1 else 'sequence'}, dropout {case.dropout:g}, "
+        f"{case.dtype}; medians of {rounds} rounds"
+    )
+    yield f"{'':16} {'ms':>9} {'of ceiling':>11} {'peak GiB':>9}"
+    for row in rows:
+        if row.reason:
+            yield f"{row.attention:16} no time: {row.reason}"
+            continue
+        share = "-" if row.of_ceiling is None else f"{row.of_ceiling:.0%}"
+        peak = "-" if row.peak_gib is None else f"{row.peak_gib:.1f}"
+        yield f"{row.attention:16} {row.milliseconds:9.1f} {share:>11} {peak:>9}"
+
+
+def record(case: Case, rows: list[Row]) -> list[dict[str, Any]]:
+    """The rows with their case, flat, as they go into the JSON."""
+    return [asdict(case) | {"batch": case.batch} | asdict(row) for row in rows]
+
+
+def versions() -> dict[str, str]:
+    return {"transformers": transformers.__version__}
