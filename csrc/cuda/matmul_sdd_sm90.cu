@@ -2,7 +2,7 @@
 // operands. A thread block takes unit after unit of the layout's tiles (matmul_tiles.h): the rows of a tile stay in
 // registers, 64 in each warpgroup's, while the union of their columns passes, 64 tokens at a time, gathered where
 // blocks are smaller. Of each product a warp has 16 rows, all in one block row, and stores them of the blocks that are
-// live, where they are adjacent bytes, or lines of 128: warps wait for none of each other's results.
+// live, where they are adjacent bytes: warps wait for none of each other's results.
 
 #include <torch/csrc/stable/ops.h>
 
@@ -42,9 +42,9 @@ constexpr int kThreadBlocksOfShape = Shape<kBlock>::kGroups == 2 ? 2 : kPanels =
 template <class T, int kPanels, int kBlock>
 struct Memory : Shape<kBlock> {
   using S = Shape<kBlock>;
-  static constexpr int kStages = S::kGroups == 2 ? (kPanels == 1 ? 8 : 5) : kPanels == 1 ? 5 : 4;
+  static constexpr int kStages = S::kParts == 1 && (kPanels == 1 || S::kGroups == 2) ? 5 : 4;
   T stages[kStages][kPanels][kTileElements];
-  T results[S::kWarps][16 * kTile];
+  T results[S::kWarps][S::kParts][16 * kTile];
   Run<int32_t, S::kBoxes> slots[kStages][S::kLines];
   Unit units[kStages];  // with the first of the unit's rows
   Barrier there[kStages], free[kStages];
@@ -56,45 +56,63 @@ __device__ __forceinline__ void copy_all(
   using M = Memory<T, kPanels, kBlock>;
   constexpr int kBox = M::kBox, kBoxes = M::kBoxes, kLines = M::kLines, kParts = M::kParts;
   const int lane = threadIdx.x % 32, tasks = lists.tasks();
-  // A lane brings a panel of one box of tokens, and one place.
-  const int panel = lane % kPanels, number = lane / kPanels;
-  const bool has_box = number < kBoxes, has_slot = lane < kBoxes * kLines;
-  Ring<M::kStages> ring;
-  const auto copy = [&](const CUtensorMap* map, const TileTask& task, int token) {
-    T* to = memory.stages[ring.stage][panel] + number * kBox * kPanel;
-    copy_box(to, map, &memory.there[ring.stage], panel * kPanel, token, task.head, task.batch);
-  };
   constexpr int kBoxBytes = kPanels * kBox * kLineBytes;
-  // A unit is asked for before the one that precedes it is done, and so are entries.
-  int4 unit = lists.unit_of(blockIdx.x);
+  Ring<M::kStages> ring;
+  const auto copy = [&](int number, const CUtensorMap* map, const TileTask& task, int token) {
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+      T* to = memory.stages[ring.stage][panel] + number * kBox * kPanel;
+      copy_box(to, map, &memory.there[ring.stage], panel * kPanel, token, task.head, task.batch);
+    }
+  };
+  // A lane has one of 32 entries, with its places. The next 32, be they of the next unit, are asked for before these are
+  // copied: memory that is being written answers later than a step lasts.
+  struct Entry {
+    uint32_t word;
+    Run<int32_t, kLines> slots;
+  } ahead;
+  int lines_ahead[M::kGroups];  // of the next unit, where the lane's box of each group's rows is
+  const auto ask = [&](const int4& unit, int first) {
+    const int number = first + lane;
+    if (number < unit.z) {
+      ahead.word = lists.entries[unit.y + number];
+      ahead.slots = reinterpret_cast<const Run<int32_t, kLines>*>(lists.slots)[unit.y + number];
+    } else {
+#pragma unroll
+      for (int32_t& slot : ahead.slots.element) {
+        slot = -1;
+      }
+    }
+    if (first == 0 && lane < kBoxes) {
+#pragma unroll
+      for (int group = 0; group < M::kGroups; ++group) {
+        lines_ahead[group] = lists.lines[unit.x * kLines + (group * kTile + lane * kBox) / kBlock];
+      }
+    }
+  };
+  // Units are asked for before the one that precedes them begins, so that their entries can be.
   uint32_t turn = 0;
-  for (int next = lists.task_of(turn); next < tasks;) {
-    const TileTask task(lists, next, unit);
-    next = lists.task_of(++turn);
-    if (next < tasks) {
-      unit = lists.unit_of(next);
-    }
-    if (task.num_entries == 0) {
-      continue;
-    }
-    const int steps = (task.num_entries + kBoxes - 1) / kBoxes * kParts;
-    const uint32_t* entries = lists.entries + task.first_entry + number;
-    const int32_t* slots = lists.slots + int64_t{task.first_entry} * kLines + lane;
-    // What the lists have for a step is kept as it is until then: to make a token of it would wait for it.
-    uint32_t word = 0;
-    int slot = -1;
-    const auto ask = [&](int step) {
-      const int entry = step / kParts * kBoxes, left = task.num_entries - entry;
-      word = has_box && number < left ? entries[entry] : 0;
-      slot = has_slot && lane / kLines < left ? slots[entry * kLines] : -1;
-    };
+  int number = lists.task_of(0), next = lists.task_of(1);
+  const auto unit_of = [&](int task) { return task < tasks ? lists.unit_of(task) : int4{}; };
+  int4 unit = unit_of(number), next_unit = unit_of(next);
+  ask(unit, 0);
+  while (number < tasks) {
+    const TileTask task(lists, number, unit);
+    const int4 own_unit = unit;
     int rows[M::kGroups];
 #pragma unroll
     for (int group = 0; group < M::kGroups; ++group) {
-      const int row = group * kTile + number * kBox;
-      rows[group] = has_box ? lists.lines[task.tile * kLines + row / kBlock] * kBlock + row % kBlock : 0;
+      rows[group] = lines_ahead[group] * kBlock + (group * kTile + lane * kBox) % kBlock;
     }
-    ask(0);
+    number = next;
+    unit = next_unit;
+    next = lists.task_of(++turn + 1);
+    next_unit = unit_of(next);
+    if (task.num_entries == 0) {
+      ask(unit, 0);
+      continue;
+    }
+    const int steps = (task.num_entries + kBoxes - 1) / kBoxes * kParts;
 #pragma unroll
     for (int group = 0; group < M::kGroups; ++group, ring.next()) {
       memory.free[ring.stage].wait(ring.parity ^ 1);
@@ -104,25 +122,33 @@ __device__ __forceinline__ void copy_all(
         }
         memory.there[ring.stage].arrive_and_expect(kBoxes * kBoxBytes);
       }
-      if (has_box) {
-        copy(a, task, rows[group]);  // zeros where there is no line
+      if (lane < kBoxes) {
+        copy(lane, a, task, rows[group]);  // zeros where there is no line
       }
     }
-    for (int step = 0; step < steps; ++step, ring.next()) {
-      const int token = static_cast<int>(word & 0xffffffu) * kBlock + step % kParts * kBox, own_slot = slot;
-      const int boxes = min(kBoxes, task.num_entries - step / kParts * kBoxes);
-      ask(step + 1);
-      memory.free[ring.stage].wait(ring.parity ^ 1);
-      if (has_slot) {
-        memory.slots[ring.stage][lane % kLines].element[lane / kLines] = own_slot;
-      }
-      __syncwarp();
-      if (lane == 0) {
-        memory.there[ring.stage].arrive_and_expect(boxes * kBoxBytes);
-      }
-      // Boxes that are not there leave what was in their place: products whose slots are -1.
-      if (number < boxes) {
-        copy(b, task, token);
+    for (int first = 0; first < task.num_entries; first += 32) {
+      const Entry now = ahead;
+      const bool is_last = first + 32 >= task.num_entries;
+      ask(is_last ? unit : own_unit, is_last ? 0 : first + 32);
+      const int entries = min(32, task.num_entries - first);
+      for (int step = 0; step < entries * kParts; step += kBoxes, ring.next()) {
+        // With more than one box in a step a block is one box.
+        const int box = lane - step / kParts, boxes = min(kBoxes, entries - step / kParts);
+        memory.free[ring.stage].wait(ring.parity ^ 1);
+        if (box >= 0 && box < kBoxes) {
+#pragma unroll
+          for (int line = 0; line < kLines; ++line) {
+            memory.slots[ring.stage][line].element[box] = now.slots.element[line];
+          }
+        }
+        __syncwarp();
+        if (lane == 0) {
+          memory.there[ring.stage].arrive_and_expect(boxes * kBoxBytes);
+        }
+        // Boxes that are not there leave what was in their place: products whose slots are -1.
+        if (box >= 0 && box < boxes) {
+          copy(box, b, task, static_cast<int>(now.word & 0xffffffu) * kBlock + step % kParts * kBox);
+        }
       }
     }
   }
@@ -142,17 +168,17 @@ __device__ __forceinline__ T* runs_on(T* run, int runs) {
 template <class T, int kPanels, int kBlock>
 __device__ __forceinline__ void multiply_all(Memory<T, kPanels, kBlock>& memory, T* out) {
   using M = Memory<T, kPanels, kBlock>;
-  constexpr int kBox = M::kBox, kBoxes = M::kBoxes, kDepth = kPanels * kPanel / 16;
+  constexpr int kBox = M::kBox, kBoxes = M::kBoxes, kParts = M::kParts, kDepth = kPanels * kPanel / 16;
   constexpr int kStageElements = kPanels * kTileElements;
+  // The warp's part of a block passes through its results, from the lanes that have it as a product's sums, 16 columns
+  // at once, to those that store it, some lines at once.
+  constexpr int kRounds = kBox / 16;  // of either
+  constexpr int kRunsOfLine = kBox / kRun<T>, kLinesAtOnce = 32 / kRunsOfLine;
   const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32), strip = warp * 16;
   const hopper::Operand all_columns(memory.stages[0][0]);
   // Where the lane points at a run of its warp's rows: of their first 16 numbers, in the first stage.
   const T* rows_run = kept_shared(run_of_line(memory.stages[0][0], strip % kTile + lane % 16, lane / 16));
-  // The warp's part of a block passes through its results, from the lanes that have it as a product's sums, 16 columns
-  // at once, to those that store it, some lines at once.
-  T* results = memory.results[warp];
-  constexpr int kRounds = kBox / 16;  // of either
-  constexpr int kRunsOfLine = kBox / kRun<T>, kLinesAtOnce = 32 / kRunsOfLine;
+  T* results = memory.results[warp][0];
   const int line = lane / kRunsOfLine, run = lane % kRunsOfLine;
   T* product_run = kept_shared(run_of_short_line<kBox>(results, lane % 16, lane / 16));
   const T* own_run = kept_shared(run_of_short_line<kBox>(results, line, run));
@@ -181,15 +207,23 @@ __device__ __forceinline__ void multiply_all(Memory<T, kPanels, kBlock>& memory,
           const uint32_t first_run = shared_address(rows_run + ring.stage * kStageElements);
           load_matrices<false>(rows[k], (first_run ^ k % 4 * 32) + k / 4 * kTileBytes);
         }
+        // Without it a warp arrives while its reads wait behind others' stores, and the copy engine overtakes them.
+        fence_stores();
       }
       is_free();
     }
-    for (; steps > 0; --steps, ring.next()) {
+    int part = 0;
+    for (; steps > 0; --steps, part ^= kParts - 1, ring.next()) {
       memory.there[ring.stage].wait(ring.parity);
       const auto slots = memory.slots[ring.stage][strip / kBlock];
-      if constexpr (kBoxes == 1) {
+      bool any = false;
+#pragma unroll
+      for (int32_t slot : slots.element) {
+        any |= slot >= 0;
+      }
+      if constexpr (kBlock >= kTile) {
         // All of the warpgroup's rows are in one line.
-        if (uniform(slots.element[0]) >> 31) {
+        if (!uniform(any)) {
           is_free();
           continue;
         }
@@ -206,6 +240,7 @@ __device__ __forceinline__ void multiply_all(Memory<T, kPanels, kBlock>& memory,
       wait_for_products<0>();
       sums_are_there(sums);
       is_free();
+      T* product_run_of_part = product_run + part * 16 * kTile;
 #pragma unroll
       for (int i = 0; i < kBoxes; ++i) {
         if (slots.element[i] >= 0) {
@@ -213,17 +248,20 @@ __device__ __forceinline__ void multiply_all(Memory<T, kPanels, kBlock>& memory,
           for (int j = 0; j < kRounds; ++j) {
             uint32_t rounded[4];
             round_columns<T>(rounded, sums, i * kRounds + j);
-            store_matrices(runs_on(product_run, 2 * j) + i * 16 * kBox, rounded);
+            store_matrices(runs_on(product_run_of_part, 2 * j) + i * 16 * kBox, rounded);
           }
         }
       }
+      // A block's lines are stored as a whole: memory takes halves of 256 bytes, one after the other, more slowly.
+      if (part < kParts - 1) {
+        continue;
+      }
       __syncwarp();
-      // Steps are counted down: an even number of them is left where a block of two parts begins.
-      T* first_part = values + (steps & (M::kParts - 1)) * kBox;
 #pragma unroll
-      for (int i = 0; i < kBoxes; ++i) {
-        if (slots.element[i] >= 0) {
-          T* to = first_part + int64_t{slots.element[i]} * (kBlock * kBlock);
+      for (int i = 0; i < kBoxes * kParts; ++i) {
+        const int32_t slot = slots.element[i / kParts];
+        if (slot >= 0) {
+          T* to = values + int64_t{slot} * (kBlock * kBlock) + i % kParts * kBox;
 #pragma unroll
           for (int j = 0; j < kRounds; ++j) {
             const int first_line = j * kLinesAtOnce;
