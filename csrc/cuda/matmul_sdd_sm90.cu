@@ -55,8 +55,8 @@ __device__ __forceinline__ void copy_all(
     const TileLists& lists, Memory<T, kPanels, kBlock>& memory, const CUtensorMap* a, const CUtensorMap* b) {
   using M = Memory<T, kPanels, kBlock>;
   constexpr int kBox = M::kBox, kBoxes = M::kBoxes, kLines = M::kLines, kParts = M::kParts;
-  const int lane = threadIdx.x % 32, tasks = lists.tasks();
   constexpr int kBoxBytes = kPanels * kBox * kLineBytes;
+  const int lane = threadIdx.x % 32, tasks = lists.tasks();
   Ring<M::kStages> ring;
   const auto copy = [&](int number, const CUtensorMap* map, const TileTask& task, int token) {
 #pragma unroll
@@ -112,13 +112,13 @@ __device__ __forceinline__ void copy_all(
       ask(unit, 0);
       continue;
     }
-    const int steps = (task.num_entries + kBoxes - 1) / kBoxes * kParts;
 #pragma unroll
     for (int group = 0; group < M::kGroups; ++group, ring.next()) {
       memory.free[ring.stage].wait(ring.parity ^ 1);
       if (lane == 0) {
         if (group == 0) {
-          memory.units[ring.stage] = {task.first_value(lists), steps};
+          memory.units[ring.stage].first_value = task.first_value(lists);
+          memory.units[ring.stage].steps = (task.num_entries + kBoxes - 1) / kBoxes * kParts;
         }
         memory.there[ring.stage].arrive_and_expect(kBoxes * kBoxBytes);
       }

@@ -10,12 +10,12 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import AttentionInterface, BertConfig, BertForMaskedLM
 
 from ..layout import to_token_mask
@@ -40,7 +40,7 @@ MODEL = {
 }
 """What differs from BERT-base, the default of `BertConfig`: on a CPU a small model."""
 
-PREDICTED = 0.15
+LABELLED = 0.15
 """Part of the tokens that have a label."""
 
 VERIFIED_TOKENS, VERIFIED_LAYERS = 1024, 2
@@ -50,12 +50,18 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the grid: sequences of `seq_len` tokens, `dropout` in attention and elsewhere."""
+    """One line of the grid: sequences of `seq_len` tokens, `dropout` in attention and elsewhere.
+
+    Attributes:
+        predicts_all: logits of all tokens, as Transformers' model computes them; else of those with a label alone, as
+            bing_bert does.
+    """
 
     seq_len: int
     dropout: float
     dtype: str
     device: str
+    predicts_all: bool = True
 
     @property
     def batch(self) -> int:
@@ -117,7 +123,8 @@ def prepared(name: str, case: Case, device: torch.device) -> tuple[Callable[[], 
     before = torch.cuda.memory_allocated(device) if on_cuda else 0
     model = make_model(case, device, case.seq_len)
     switch(model, name, case.seq_len)
-    step = partial(train_step, model, *batch(case.batch, case.seq_len, model.config.vocab_size, device))
+    data = batch(case.batch, case.seq_len, model.config.vocab_size, device)
+    step = partial(train_step, model, data, case.predicts_all)
     if not on_cuda:
         return partial(timed, step, device), None
     torch.cuda.reset_peak_memory_stats(device)
@@ -147,17 +154,33 @@ def switch(model: BertForMaskedLM, name: str, seq_len: int) -> None:
         model.set_attn_implementation(_VALUE if name == NO_ATTENTION else name)
 
 
-def batch(sequences: int, seq_len: int, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens and labels, (B, T): random, without padding, the same at every call."""
+class Batch(NamedTuple):
+    """Tokens and labels, (B, T), and the flat places of those with a label."""
+
+    tokens: Tensor
+    labels: Tensor
+    labelled: Tensor
+
+
+def batch(sequences: int, seq_len: int, vocabulary: int, device: torch.device) -> Batch:
+    """Random, without padding, the same at every call."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocabulary, (sequences, seq_len), generator=generator)
-    predicted = torch.rand(tokens.shape, generator=generator) < PREDICTED
-    return tokens.to(device), tokens.masked_fill(~predicted, -100).to(device)
+    has_label = torch.rand(tokens.shape, generator=generator) < LABELLED
+    labels = tokens.masked_fill(~has_label, -100)
+    return Batch(tokens.to(device), labels.to(device), has_label.flatten().nonzero()[:, 0].to(device))
 
 
-def train_step(model: BertForMaskedLM, tokens: Tensor, labels: Tensor) -> None:
-    model(input_ids=tokens, labels=labels).loss.backward()
+def train_step(model: BertForMaskedLM, data: Batch, predicts_all: bool) -> None:
+    loss_of(model, data, predicts_all).backward()
     model.zero_grad(set_to_none=True)
+
+
+def loss_of(model: BertForMaskedLM, data: Batch, predicts_all: bool) -> Tensor:
+    if predicts_all:
+        return model(input_ids=data.tokens, labels=data.labels).loss
+    hidden = model.bert(input_ids=data.tokens).last_hidden_state.flatten(0, 1)
+    return cross_entropy(model.cls(hidden[data.labelled]), data.labels.flatten()[data.labelled])
 
 
 def verify(name: str, case: Case, device: torch.device) -> None:
@@ -174,17 +197,17 @@ def verify(name: str, case: Case, device: torch.device) -> None:
     data = batch(1, case.seq_len, model.config.vocab_size, device)
     AttentionInterface.register(_MASKED, partial(with_mask, to_token_mask(layout, config.block).to(device)))
     model.set_attn_implementation(_MASKED)
-    plain = query_gradient(model, *data)
-    exact = query_gradient(model.double(), *data)
+    plain = query_gradient(model, data)
+    exact = query_gradient(model.double(), data)
     model = make_model(case, device, case.seq_len, num_hidden_layers=VERIFIED_LAYERS)
     switch(model, name, case.seq_len)
     what = f"{name}: the gradient of the first layer's query weight"
-    require_as_accurate(what, query_gradient(model, *data), plain, exact)
+    require_as_accurate(what, query_gradient(model, data), plain, exact)
 
 
-def query_gradient(model: BertForMaskedLM, tokens: Tensor, labels: Tensor) -> Tensor:
+def query_gradient(model: BertForMaskedLM, data: Batch) -> Tensor:
     weight = model.bert.encoder.layer[0].attention.self.query.weight
-    (grad,) = torch.autograd.grad(model(input_ids=tokens, labels=labels).loss, [weight])
+    (grad,) = torch.autograd.grad(loss_of(model, data, predicts_all=True), [weight])
     return grad
 
 
@@ -208,7 +231,7 @@ def table(case: Case, rows: list[Row]) -> Iterator[str]:
     rounds = max((row.rounds for row in rows), default=0)
     yield (
         f"{case.seq_len} tokens, {case.batch} {'sequences' if case.batch > 1 else 'sequence'}, dropout {case.dropout:g}, "
-        f"{case.dtype}; medians of {rounds} rounds"
+        f"{case.dtype}{'' if case.predicts_all else ', labelled tokens predicted'}; medians of {rounds} rounds"
     )
     yield f"{'':16} {'ms':>9} {'of ceiling':>11} {'peak GiB':>9}"
     for row in rows:

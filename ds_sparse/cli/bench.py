@@ -213,6 +213,11 @@ def add_bert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dropout", type=probability, default=0.0, help="in attention and everywhere else (default: 0)"
     )
+    parser.add_argument(
+        "--labelled-only",
+        action="store_true",
+        help="logits of tokens with a label alone, as bing_bert computes them (default: of all, as Transformers does)",
+    )
     parser.add_argument("--dtype", choices=list(machine.DTYPES), help="(default: bf16 on a GPU, fp32 on a CPU)")
     parser.set_defaults(measure=run_bert)
 
@@ -336,7 +341,7 @@ def run_bert(args: argparse.Namespace, device: torch.device) -> int:
     records: list[dict[str, Any]] = []
     status = 0
     for seq_len in args.seq_len or ([4096, 8192, 16384, 32768] if args.device == "cuda" else [1024]):
-        case = bert.Case(seq_len, args.dropout, dtype, args.device)
+        case = bert.Case(seq_len, args.dropout, dtype, args.device, not args.labelled_only)
         rows = bert.run_case(case, args.attentions, device, args.repeats, args.seconds)
         print("", *bert.table(case, rows), sep="\n", flush=True)
         records += bert.record(case, rows)

@@ -22,6 +22,13 @@ def test_steps_compare_with_the_one_without_attention():
         assert row.rounds == 3 and row.peak_gib is None
 
 
+def test_the_loss_of_labelled_tokens_is_that_of_all():
+    model = bert.make_model(CASE, CPU, seq_len=64, num_hidden_layers=1)
+    data = bert.batch(2, 64, model.config.vocab_size, CPU)
+    assert 0 < len(data.labelled) < data.tokens.numel()
+    torch.testing.assert_close(bert.loss_of(model, data, True), bert.loss_of(model, data, False))
+
+
 def test_without_attention_the_value_is_the_output():
     model = bert.make_model(CASE, CPU, seq_len=64, num_hidden_layers=1)
     bert.switch(model, "none", 64)
@@ -48,14 +55,17 @@ def test_what_fails_is_named_in_the_table(monkeypatch):
 
 def test_command_prints_a_table_and_writes_the_rows(tmp_path, capsys):
     path = tmp_path / "rows.json"
-    arguments = "bench bert --seq-len 1024,2048 --attentions bigbird-64 --dropout 0.1 --repeats 3 --seconds 1"
+    arguments = (
+        "bench bert --seq-len 1024,2048 --attentions bigbird-64 --dropout 0.1 --labelled-only --repeats 3 --seconds 1"
+    )
     assert main([*arguments.split(), "--json", str(path)]) == 0
     written = json.loads(path.read_text())
     assert [(row["seq_len"], row["batch"], row["attention"]) for row in written["rows"]] == [
         (1024, 2, "none"), (1024, 2, "bigbird-64"), (2048, 1, "none"), (2048, 1, "bigbird-64"),
     ]  # fmt: skip
     assert written["transformers"]
-    assert "of ceiling" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "of ceiling" in printed and "labelled tokens predicted" in printed
 
 
 def test_a_structure_that_fails_is_the_status(capsys):

@@ -31,6 +31,7 @@ from hypothesis import strategies as st
 from ds_sparse.index import BlockIndex, sdd_tile
 from ds_sparse.ops import MatMul
 from ds_sparse.ops.matmul import product_tiles
+from ds_sparse.sparsity import BSLongformerSparsityConfig
 
 MODES = ("sdd", "dsd", "dds")
 TRANSPOSITIONS = [(False, False), (True, False), (False, True), (True, True)]
@@ -221,6 +222,20 @@ def test_the_same_bits_every_time(device: str, block: int):
     first = dsd(sdd(a, a), a)
     for _ in range(5):
         assert torch.equal(dsd(sdd(a, a), a), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("block", "width"), [(16, 128), (32, 64), (64, 64), (128, 64)])
+def test_the_same_bits_while_memory_is_busy(device: str, block: int, width: int):
+    """Writes of hundreds of megabytes hold up what warps read of their operands."""
+    if device == "cpu":
+        pytest.skip("the same bits with any number of threads are another test's")
+    layout = BSLongformerSparsityConfig(1, block, num_sliding_window_blocks=9).make_layout(4096)
+    sdd = MatMul(layout, block, "sdd", trans_b=True)
+    a = torch.randn(4, 12, 4096, width, generator=seeded()).to(device, torch.bfloat16)
+    first = sdd(a, a)
+    for _ in range(60):
+        assert torch.equal(sdd(a, a), first)
 
 
 @pytest.mark.parametrize("trans", [False, True])
