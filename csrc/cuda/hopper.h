@@ -95,7 +95,8 @@ struct Barrier {
 
 // Makes initialised barriers visible to the copy engine.
 __device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-// Makes this thread's stores to shared memory visible to the copy engine and to wgmma.
+// Makes this thread's stores to shared memory visible to the copy engine and to wgmma; and what it has read of it is read
+// before the copy engine, told so later, overwrites it.
 __device__ __forceinline__ void fence_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Starts a copy of a box of a tensor (batch, head, token, column) into a panel; `barrier` receives its bytes.

@@ -252,7 +252,7 @@ __device__ __forceinline__ void multiply_all(Memory<T, kPanels, kBlock>& memory,
           }
         }
       }
-      // A block's lines are stored as a whole: memory takes halves of 256 bytes, one after the other, more slowly.
+      // Both halves of a block's lines are stored together: memory takes halves of 256 bytes with a step between more slowly.
       if (part < kParts - 1) {
         continue;
       }

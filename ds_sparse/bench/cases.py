@@ -1,4 +1,4 @@
-"""The grid of `ds_sparse bench attention`, as data: shapes, layouts and goals."""
+"""The grid of `ds_sparse bench attention`, as data: shapes, layouts and goals; and the structures of `bench bert`."""
 
 from __future__ import annotations
 
@@ -112,6 +112,6 @@ IN_BERT: dict[str, Callable[[int], SparsityConfig]] = {
     "bigbird-64": partial(BigBirdSparsityConfig, block=64, **BIGBIRD),
     "bigbird-16": partial(BigBirdSparsityConfig, block=16, **SMALL_BIGBIRD),
 }
-"""The structures that a step of BERT is measured with, by number of heads."""
+"""The structures that a step of BERT is measured with, each made for a number of heads."""
 
 BERT_ATTENTIONS = (NO_ATTENTION, "sdpa", *IN_BERT)

@@ -24,13 +24,20 @@ def output_and_gradients(call: Callable[..., Tensor], inputs: Sequence[Tensor], 
 
 
 def require_as_accurate(
-    what: str, ours: Tensor, plain: Tensor, exact: Tensor, parts: int = 1, terms: Tensor | None = None
+    what: str,
+    ours: Tensor,
+    plain: Tensor,
+    exact: Tensor,
+    parts: int = 1,
+    terms: Tensor | None = None,
+    least: float = 0.0,
 ) -> None:
     """Compares RMS errors, each of `parts` equal parts along the first dimension by itself: a mistake in one block is
     not lost among the others.
 
     Besides, half a rounding of the exact values is allowed, since plain PyTorch may be exact, and of fp32 numbers as
-    large as `terms`, the sums of the absolute terms, since what is summed up one after the other may cancel.
+    large as `terms`, the sums of the absolute terms, since what is summed up one after the other may cancel. `least` is
+    the relative error that is allowed at any rate.
 
     Raises:
         ArithmeticError: an error more than `ERROR_ALLOWED` times that of plain PyTorch at ours' dtype.
@@ -41,6 +48,7 @@ def require_as_accurate(
 
     error = rms(ours - exact)
     allowed = ERROR_ALLOWED * rms(plain - exact) + torch.finfo(ours.dtype).eps / 2 * rms(exact)
+    allowed = allowed.maximum(least * rms(exact))
     if terms is not None:
         allowed += torch.finfo(torch.float32).eps / 2 * rms(terms)
     if not bool((error <= allowed).all()):

@@ -225,9 +225,9 @@ def test_the_same_bits_every_time(device: str, block: int):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("block", "width"), [(16, 128), (32, 64), (64, 64), (128, 64)])
+@pytest.mark.parametrize(("block", "width"), [(16, 128), (64, 64), (128, 64)])
 def test_the_same_bits_while_memory_is_busy(device: str, block: int, width: int):
-    """Writes of hundreds of megabytes hold up what warps read of their operands."""
+    """Stores hold up what warps read of their operands: once the copy engine overtook it, in 5, 12 and 4 of 40 calls."""
     if device == "cpu":
         pytest.skip("the same bits with any number of threads are another test's")
     layout = BSLongformerSparsityConfig(1, block, num_sliding_window_blocks=9).make_layout(4096)
@@ -236,6 +236,21 @@ def test_the_same_bits_while_memory_is_busy(device: str, block: int, width: int)
     first = sdd(a, a)
     for _ in range(60):
         assert torch.equal(sdd(a, a), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("block", "blocks", "density"), [(16, 45, 0.6), (32, 45, 0.6), (64, 37, 0.7), (128, 35, 0.9)])
+def test_units_of_many_entries(device: str, block: int, blocks: int, density: float):
+    """More than a warp of sdd has at once."""
+    if device == "cpu":
+        pytest.skip("units are those of kernels for Hopper")
+    live = torch.rand(1, blocks, blocks, generator=seeded()) < density
+    tiles = product_tiles(BlockIndex.build(live.to(device), block), "rows", torch.bfloat16, sdd_tile(block))
+    if tiles[2] is None:
+        pytest.skip("not a Hopper GPU")
+    assert tiles[2][:, 2].max() > 32
+    case = make_case(make_layout(live), block, "sdd", False, True, seeded(), heads=2, width=64)
+    check(case, torch.bfloat16, device, ("contiguous",) * 3, (True, True))
 
 
 @pytest.mark.parametrize("trans", [False, True])
