@@ -41,7 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def positive(text: str) -> int:
     """argparse type: an integer of at least 1."""
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
     return number

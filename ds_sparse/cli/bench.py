@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from fnmatch import fnmatch
 from itertools import product
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -226,6 +227,9 @@ def add_bert(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("--device cuda: torch finds no CUDA GPU; leave it out to measure the CPU.", file=sys.stderr)
+        return 1
+    if args.json is not None and not Path(args.json).absolute().parent.is_dir():
+        print(f"--json {args.json}: there is no folder {Path(args.json).parent}; make it first.", file=sys.stderr)
         return 1
     return args.measure(args, torch.device(args.device))
 

@@ -1,0 +1,20 @@
+"""What all of `ds_sparse bench` has in common; the operations' own tests are in tests/bench."""
+
+import pytest
+
+from ds_sparse.cli import main
+
+
+@pytest.mark.parametrize("operation", ["matmul", "attention", "window", "tokens", "bert"])
+def test_a_folder_that_is_not_there_is_known_before_anything_is_measured(tmp_path, capsys, operation):
+    assert main(["bench", operation, "--json", str(tmp_path / "nowhere" / "rows.json")]) == 1
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert f"there is no folder {tmp_path / 'nowhere'}; make it first." in printed.err
+
+
+@pytest.mark.parametrize("text", ["x", "0", "-3", "1.5", ""])
+def test_numbers_that_have_to_be_positive(capsys, text):
+    with pytest.raises(SystemExit):
+        main(["bench", "tokens", f"--seq-len=64,{text}"])
+    assert f"{text!r} is not an integer of at least 1" in capsys.readouterr().err
