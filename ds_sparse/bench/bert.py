@@ -10,7 +10,6 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -93,11 +92,11 @@ class Row:
     reason: str = ""
 
 
-def require_layouts(names: Sequence[str], seq_lens: Sequence[int], device: str) -> None:
+def require_layouts(names: Sequence[str], seq_lens: Sequence[int]) -> None:
     """Raises ValueError where a structure has no layout of a length."""
     for name in names:
         for seq_len in seq_lens if name in IN_BERT else ():
-            config = IN_BERT[name](BertConfig(**MODEL[device]).num_attention_heads)
+            config = IN_BERT[name](1)
             try:
                 config.make_bool_layout(whole_blocks(seq_len, config.block))
             except ValueError as error:
@@ -107,12 +106,7 @@ def require_layouts(names: Sequence[str], seq_lens: Sequence[int], device: str) 
 
 
 def run_case(
-    case: Case,
-    names: Sequence[str],
-    device: torch.device,
-    repeats: int,
-    seconds: float,
-    wrong: Mapping[str, str] = MappingProxyType({}),
+    case: Case, names: Sequence[str], wrong: Mapping[str, str], device: torch.device, repeats: int, seconds: float
 ) -> list[Row]:
     """Times the steps in turns: `repeats` rounds, or as many as begin within `seconds`, three at least. Without any
     attention too, as the others are compared with that. Those that are `wrong`, with the reason, are not timed."""
@@ -146,8 +140,8 @@ def prepared(name: str, case: Case, device: torch.device) -> tuple[Callable[[], 
     """What times a step, and the GiB that one takes."""
     on_cuda = device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if on_cuda else 0
-    model = make_model(case, device, case.seq_len)
-    switch(model, name, case.seq_len)
+    model = make_model(case, device)
+    switch(model, name)
     data = batch(case.batch, case.seq_len, model.config.vocab_size, device)
     step = partial(train_step, model, data, case.predicts_all)
     if on_cuda:
@@ -157,11 +151,11 @@ def prepared(name: str, case: Case, device: torch.device) -> tuple[Callable[[], 
     return partial(timed, step, device), peak
 
 
-def make_model(case: Case, device: torch.device, seq_len: int, **sizes: int) -> BertForMaskedLM:
+def make_model(case: Case, device: torch.device, **sizes: int) -> BertForMaskedLM:
     """In training mode, the same numbers at every call."""
     config = BertConfig(
         **(MODEL[case.device] | sizes),
-        max_position_embeddings=seq_len,
+        max_position_embeddings=case.seq_len,
         hidden_dropout_prob=case.dropout,
         attention_probs_dropout_prob=case.dropout,
     )
@@ -170,10 +164,10 @@ def make_model(case: Case, device: torch.device, seq_len: int, **sizes: int) -> 
         return BertForMaskedLM(config).to(DTYPES[case.dtype]).train()
 
 
-def switch(model: BertForMaskedLM, name: str, seq_len: int) -> None:
+def switch(model: BertForMaskedLM, name: str) -> None:
     """Gives a model its attention."""
     if name in IN_BERT:
-        sparsify(model, IN_BERT[name](model.config.num_attention_heads), max_seq_length=seq_len)
+        sparsify(model, IN_BERT[name](model.config.num_attention_heads))
     else:
         model.set_attn_implementation(_VALUE if name == NO_ATTENTION else name)
 
@@ -227,7 +221,7 @@ def verify(name: str, dtype: str, device: torch.device) -> None:
         ArithmeticError: an error larger than `require_as_accurate` allows.
     """
     case = Case(VERIFIED_TOKENS, 0.0, dtype, device.type)
-    model = make_model(case, device, case.seq_len, num_hidden_layers=VERIFIED_LAYERS)
+    model = make_model(case, device, num_hidden_layers=VERIFIED_LAYERS)
     config = IN_BERT[name](model.config.num_attention_heads)
     layout = config.make_bool_layout(case.seq_len)
     data = batch(1, case.seq_len, model.config.vocab_size, device)
@@ -235,8 +229,8 @@ def verify(name: str, dtype: str, device: torch.device) -> None:
     model.set_attn_implementation(_MASKED)
     plain = query_gradient(model, data)
     exact = query_gradient(model.double(), data)
-    model = make_model(case, device, case.seq_len, num_hidden_layers=VERIFIED_LAYERS)
-    switch(model, name, case.seq_len)
+    model = make_model(case, device, num_hidden_layers=VERIFIED_LAYERS)
+    switch(model, name)
     what = f"{name}: the gradient of the first layer's query weight"
     require_as_accurate(what, query_gradient(model, data), plain, exact, least=LEAST_ERROR_ALLOWED)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,14 +37,17 @@ class Case:
     backward_goal: float | None = None
     floor_goal: float | None = None
 
+    def config(self, num_heads: int) -> SparsityConfig:
+        """Of `STRUCTURES`."""
+        return STRUCTURES[self.structure](num_heads=num_heads, block=self.block, **self.options)
+
     def layout(self) -> Tensor:
         """bool (H or 1, R, C) on the CPU, the same at every call."""
         if self.structure == "random":
             blocks = self.seq_len // self.block
             draws = torch.rand(self.heads, blocks, blocks, generator=torch.Generator().manual_seed(0))
             return draws < self.options["density"]
-        config = STRUCTURES[self.structure](num_heads=self.heads, block=self.block, **self.options)
-        return config.make_bool_layout(self.seq_len)
+        return self.config(self.heads).make_bool_layout(self.seq_len)
 
     def small(self, heads: int = 4, seq_len: int = 2048) -> Case:
         """The case cut to one sequence, so many heads and tokens, without goals: for a CPU."""
@@ -108,10 +110,9 @@ GROWTH = [
 NO_ATTENTION = "none"
 
 IN_BERT: dict[str, Callable[[int], SparsityConfig]] = {
-    "longformer-64": partial(BSLongformerSparsityConfig, block=64, **WINDOW),
-    "bigbird-64": partial(BigBirdSparsityConfig, block=64, **BIGBIRD),
-    "bigbird-16": partial(BigBirdSparsityConfig, block=16, **SMALL_BIGBIRD),
+    name: next(case.config for case in TABLE if case.name == name)
+    for name in ("longformer-64", "bigbird-64", "bigbird-16")
 }
-"""The structures that a step of BERT is measured with, each made for a number of heads."""
+"""Structures of the table that a step of BERT is measured with, each made for a number of heads."""
 
 BERT_ATTENTIONS = (NO_ATTENTION, "sdpa", *IN_BERT)

@@ -295,7 +295,7 @@ def run_attention(args: argparse.Namespace, device: torch.device) -> int:
     names = args.peers or default_peers(args)
     conditions = say_conditions(device, [dtype], **attention.versions())
     results: list[attention.Result] = []
-    status = 0
+    failed = False
     for case in chosen:
         result = attention.run_case(
             case, names, device, dtype, min(args.repeats, 3) if args.quick else args.repeats, args.seconds
@@ -304,15 +304,13 @@ def run_attention(args: argparse.Namespace, device: torch.device) -> int:
         print("", *attention.table(result), sep="\n", flush=True)
         write(args.json, conditions, [row for result in results for row in attention.record(result)])
         if peers.OURS in names and result.row(peers.OURS, machine.TRAIN) is None:
-            status = 1
+            failed = True
     print("", *attention.summary(results), sep="\n")
     if args.break_even:
         print("", *attention.break_even(results, peers.DENSE[args.device]), sep="\n")
     if args.growth:
         print("", *attention.growth(results), sep="\n")
-    if status:
-        print("ds_sparse itself was wrong or failed in a case; its line says how.", file=sys.stderr)
-    return status
+    return status_of(peers.OURS, failed)
 
 
 def run_tokens(args: argparse.Namespace, device: torch.device) -> int:
@@ -329,10 +327,8 @@ def run_tokens(args: argparse.Namespace, device: torch.device) -> int:
         results += of_shape
     if args.device == "cpu":
         print("", *tokens.goals(results), sep="\n")
-    if tokens.OURS in args.steps and any(result.row(tokens.OURS, machine.TRAIN) is None for result in results):
-        print(f"{tokens.OURS} itself was wrong or failed in a case; its line says how.", file=sys.stderr)
-        return 1
-    return 0
+    failed = tokens.OURS in args.steps and any(result.row(tokens.OURS, machine.TRAIN) is None for result in results)
+    return status_of(tokens.OURS, failed)
 
 
 def run_bert(args: argparse.Namespace, device: torch.device) -> int:
@@ -346,25 +342,29 @@ def run_bert(args: argparse.Namespace, device: torch.device) -> int:
     dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
     seq_lens = args.seq_len or ([4096, 8192, 16384, 32768] if args.device == "cuda" else [1024])
     try:
-        bert.require_layouts(args.attentions, seq_lens, args.device)
+        bert.require_layouts(args.attentions, seq_lens)
     except ValueError as error:
         print(f"--seq-len: {error}", file=sys.stderr)
         return 1
     conditions = say_conditions(device, **bert.versions())
     records: list[dict[str, Any]] = []
-    status = 0
+    failed = False
     wrong = bert.wrong_ones(args.attentions, dtype, device)
     for seq_len in seq_lens:
         case = bert.Case(seq_len, args.dropout, dtype, args.device, not args.labelled_only)
-        rows = bert.run_case(case, args.attentions, device, args.repeats, args.seconds, wrong)
+        rows = bert.run_case(case, args.attentions, wrong, device, args.repeats, args.seconds)
         print("", *bert.table(case, rows), sep="\n", flush=True)
         records += bert.record(case, rows)
         write(args.json, conditions, records)
-        if any(row.reason for row in rows if row.attention in cases.IN_BERT):
-            status = 1
-    if status:
-        print("ds_sparse itself was wrong or failed in a case; its line says how.", file=sys.stderr)
-    return status
+        failed |= any(row.reason for row in rows if row.attention in cases.IN_BERT)
+    return status_of(peers.OURS, failed)
+
+
+def status_of(ours: str, failed: bool) -> int:
+    """The exit status, and on failure a line about what is ours in the table."""
+    if failed:
+        print(f"{ours} itself was wrong or failed in a case; its line says how.", file=sys.stderr)
+    return int(failed)
 
 
 def default_peers(args: argparse.Namespace) -> list[str]:

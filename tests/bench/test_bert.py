@@ -1,5 +1,6 @@
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,10 +10,20 @@ from ds_sparse.cli import main
 
 CPU = torch.device("cpu")
 CASE = bert.Case(seq_len=1024, dropout=0.0, dtype="fp32", device="cpu")
+SHORT = bert.Case(seq_len=64, dropout=0.3, dtype="fp32", device="cpu")
 
 
 def measured(case, *names, device=CPU):
-    return {row.attention: row for row in bert.run_case(case, names, device, repeats=3, seconds=1)}
+    return {row.attention: row for row in bert.run_case(case, names, {}, device, repeats=3, seconds=1)}
+
+
+@pytest.fixture
+def wrong_layout(monkeypatch):
+    """A function after which the layouts that sparse steps are held to are others."""
+    right = bert.to_token_mask
+    return lambda: monkeypatch.setattr(
+        bert, "to_token_mask", lambda layout, block: right(layout.roll(1, dims=-1), block)
+    )
 
 
 def test_steps_compare_with_the_one_without_attention():
@@ -24,7 +35,7 @@ def test_steps_compare_with_the_one_without_attention():
 
 
 def test_logits_of_labelled_tokens_give_the_same_loss():
-    model = bert.make_model(CASE, CPU, seq_len=64, num_hidden_layers=1)
+    model = bert.make_model(replace(SHORT, dropout=0.0), CPU, num_hidden_layers=1)
     data = bert.batch(2, 64, model.config.vocab_size, CPU)
     predicted = []
     model.cls.register_forward_hook(lambda module, inputs, output: predicted.append(inputs[0].shape[:-1].numel()))
@@ -34,32 +45,30 @@ def test_logits_of_labelled_tokens_give_the_same_loss():
 
 
 def test_dropout_is_that_of_attention_and_everything_else():
-    config = bert.make_model(bert.Case(64, 0.3, "fp32", "cpu"), CPU, seq_len=64, num_hidden_layers=1).config
+    config = bert.make_model(SHORT, CPU, num_hidden_layers=1).config
     assert (config.attention_probs_dropout_prob, config.hidden_dropout_prob) == (0.3, 0.3)
 
 
 def test_without_attention_the_value_is_the_output():
-    model = bert.make_model(CASE, CPU, seq_len=64, num_hidden_layers=1)
-    bert.switch(model, "none", 64)
+    model = bert.make_model(SHORT, CPU, num_hidden_layers=1)
+    bert.switch(model, "none")
     attention = model.bert.encoder.layer[0].attention.self
     hidden = torch.randn(2, 64, model.config.hidden_size)
     torch.testing.assert_close(attention(hidden)[0], attention.value(hidden))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_a_wrong_structure_is_known(monkeypatch, dtype):
+def test_a_wrong_structure_is_known(wrong_layout, dtype):
     assert bert.wrong_ones(["none", "sdpa", *cases.IN_BERT], dtype, CPU) == {}
-    right = bert.to_token_mask
-    monkeypatch.setattr(bert, "to_token_mask", lambda layout, block: right(layout.roll(1, dims=-1), block))
+    wrong_layout()
     wrong = bert.wrong_ones(["none", "sdpa", *cases.IN_BERT], dtype, CPU)
     assert list(wrong) == list(cases.IN_BERT)
     for reason in wrong.values():
         assert "the gradient of the first layer's query weight has an RMS error" in reason
 
 
-def test_a_wrong_structure_is_not_timed(monkeypatch, capsys):
-    right = bert.to_token_mask
-    monkeypatch.setattr(bert, "to_token_mask", lambda layout, block: right(layout.roll(1, dims=-1), block))
+def test_a_wrong_structure_is_not_timed(wrong_layout, capsys):
+    wrong_layout()
     assert main("bench bert --attentions bigbird-16 --repeats 3 --seconds 1".split()) == 1
     printed = capsys.readouterr()
     assert "bigbird-16       no time: bigbird-16: the gradient of the first layer's query weight" in printed.out
@@ -72,7 +81,7 @@ def test_what_fails_is_named_in_the_table(monkeypatch, fails):
         raise RuntimeError("out of memory\nin many lines")
 
     monkeypatch.setattr(bert, fails, out_of_memory)
-    rows = bert.run_case(CASE, ["sdpa"], CPU, repeats=3, seconds=1)
+    rows = list(measured(CASE, "sdpa").values())
     assert [row.reason for row in rows] == ["RuntimeError: out of memory"] * 2
     assert [line.split()[1:3] for line in list(bert.table(CASE, rows))[2:]] == [["no", "time:"]] * 2
 
