@@ -52,18 +52,23 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
       "Tensor? tile_entries, Tensor? tile_units, Tensor? tile_cuts, Tensor? tile_slots, int layout_heads, int block, "
       "bool transpose_result, bool allow_tf32) -> Tensor");
 
+  // A contiguous copy of x (B, H, T, K), 16 bits a number, T and K multiples of 8, any strides; made for stride(2) 1, where
+  // torch's own takes four times as long. Only on CUDA.
+  m.def("transpose(Tensor x) -> Tensor");
+
   // Row softmax of scale * scores + rpe + masks over the live blocks.   scores (B, V, b, b) contiguous,
   // rpe and attn_mask (B or 1, H or 1, T or 1, S) any strides with T = R*b, S = C*b, key_padding_mask (B or 1, S);
   // bool masks keep where true, others have the dtype of scores and are added; causal drops columns after the row's
   // token. -> (B, V, b, b); rows with nothing left are zero.
+  // strips (U, 4), up to `most` elements each: the units of Strips (ds_sparse/strips.py), which CUDA walks.
   m.def(
       "softmax_forward(Tensor scores, Tensor? rpe, Tensor? key_padding_mask, Tensor? attn_mask, Tensor row_offsets, "
-      "Tensor columns, int layout_heads, int block, float scale, bool causal) -> Tensor");
+      "Tensor columns, Tensor? strips, int most, int layout_heads, int block, float scale, bool causal) -> Tensor");
 
   // scale * probs * (grad - sum over the row of grad * probs).   grad, probs (B, V, b, b) contiguous -> (B, V, b, b)
   m.def(
-      "softmax_backward(Tensor grad, Tensor probs, Tensor row_offsets, int layout_heads, int block, float scale) "
-      "-> Tensor");
+      "softmax_backward(Tensor grad, Tensor probs, Tensor row_offsets, Tensor columns, Tensor? strips, int most, "
+      "int layout_heads, int block, float scale) -> Tensor");
 
   // Sum of values, zero outside the live blocks, over the dimensions that are 1 in shape = (B or 1, H or 1, T or 1, S);
   // added in fp64 in a fixed order, given in fp32 (fp64 for fp64): the gradient of what was added to the scores.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from .layout import causal_cut, check_values, count_live, unpack_bits, with_heads
+from .strips import Strips
 from .tiles import HOPPER_TILE, MAX_BLOCKS, MAX_LINES, TILE, TilePlan, Tiles
 
 SIDES = ("rows", "columns")
@@ -104,8 +105,8 @@ class BlockIndex:
     stream (see `Making`).
 
     The tiles are what attention walks, and products on a Hopper GPU. The rest is made from the layout's bits when it is
-    first asked for, and kept: the `Lists` of MatMul and Softmax, tiles of another height, the index cut for causal
-    attention.
+    first asked for, and kept: the `Lists` of MatMul and Softmax, the `Strips` of Softmax on a GPU, tiles of another
+    height, the index cut for causal attention.
 
     Letters: L stored layout heads (1 when all heads are equal, else `num_heads`), R/C block rows and columns,
     N live blocks of the L stored heads together.
@@ -131,7 +132,7 @@ class BlockIndex:
     live_blocks: int
     reaches_ahead: bool
     bits: torch.Tensor
-    _made: dict[str | tuple[str, int], Lists | Tiles | BlockIndex]
+    _made: dict[str | tuple[str, int], Lists | Strips | Tiles | BlockIndex]
     _making: Making = field(init=False)
 
     def __post_init__(self):
@@ -218,6 +219,15 @@ class BlockIndex:
         return self._made["lists"]
 
     @property
+    def strips(self) -> Strips:
+        """The live blocks as softmax walks them on a GPU. Made at the first call, which synchronises once."""
+        if "strips" not in self._made:
+            self._made["strips"] = self._make_strips()
+            self._making.ends()
+        self._making.wait(self._tensors)
+        return self._made["strips"]
+
+    @property
     def row_tiles(self) -> Tiles:
         return self.tiles("rows")
 
@@ -298,6 +308,8 @@ class BlockIndex:
             moved._made["causal"] = self._made["causal"].to(device)
         if "lists" in self._made:
             moved._made["lists"] = moved._make_lists() if device.type == "cuda" else self._made["lists"].to(device)
+        if "strips" in self._made:
+            moved._made["strips"] = self._made["strips"].to(device)
         moved._making.ends()
         return moved
 
@@ -334,6 +346,10 @@ class BlockIndex:
             walked = {("rows", sdd_tile(self.block)), *((side, HOPPER_TILE) for side in SIDES)}
         tiles = {key: self.tiles(*key) for key in walked}
         return Lists.make(self.layout(), self.live_blocks, tiles, self.block)
+
+    @torch.inference_mode(False)
+    def _make_strips(self) -> Strips:
+        return Strips.make(self.lists.row_offsets, self.live_blocks, self.block)
 
     @torch.inference_mode(False)
     def _make_tiles(self, side: str, tile: int) -> Tiles:

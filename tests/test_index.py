@@ -218,11 +218,13 @@ def test_to_another_device_moves_every_list():
 def test_copies_and_pickles_hold_what_has_been_made():
     index = BlockIndex.build(torch.rand(2, 9, 9, generator=seeded()) < 0.4, 16).with_lists()
     index.causal().tiles("rows", 128)
+    strips = index.strips
     for other in (copy.deepcopy(index), pickle.loads(pickle.dumps(index)), index.to("meta")):
         assert sum(x.nbytes for x in tensors_of(other)) == sum(x.nbytes for x in tensors_of(index))
         assert other.causal().live_blocks == index.causal().live_blocks
     for other in (copy.deepcopy(index), pickle.loads(pickle.dumps(index))):
         assert torch.equal(other.row_columns, index.row_columns)
+        assert other.strips.most == strips.most and torch.equal(other.strips.units, strips.units)
         assert_equal_tiles(other.causal().tiles("rows", 128), index.causal().tiles("rows", 128))
 
 
@@ -247,6 +249,7 @@ def test_an_index_of_inference_serves_training():
     with torch.inference_mode():
         index = BlockIndex.build(torch.rand(4, 4, generator=seeded()) < 0.5, 16).with_lists()
         index.causal().tiles("rows", 128)
+        _ = index.strips
     assert not any(x.is_inference() for x in tensors_of(index))
 
 
@@ -319,6 +322,7 @@ def test_it_waits_for_the_gpu_once(dtype: torch.dtype, block: int, heads: str):
     steps = {
         "build": (lambda: made.append(BlockIndex.build(layout, block)), 1),
         "lists": (lambda: made[-1].lists, 0),
+        "strips": (lambda: made[-1].strips, 1),
         "causal": (lambda: made[-1].causal(), 1),
         "causal again": (lambda: made[-1].causal().row_tiles, 0),
         "another height": (lambda: made[-1].tiles("rows", 32), 1),

@@ -118,8 +118,8 @@ void bias_backward(const Tensor& values, const Tensor& row_offsets, const Tensor
 }
 
 Tensor softmax_forward(Tensor scores, std::optional<Tensor> rpe, std::optional<Tensor> key_padding_mask,
-                       std::optional<Tensor> attn_mask, Tensor row_offsets, Tensor columns, int64_t layout_heads,
-                       int64_t block, double scale, bool causal) {
+                       std::optional<Tensor> attn_mask, Tensor row_offsets, Tensor columns, std::optional<Tensor>,
+                       int64_t, int64_t layout_heads, int64_t block, double scale, bool causal) {
   check_block(block);
   check_values(scores, block, "scores");
   check_list(columns, scores, "columns");
@@ -146,19 +146,17 @@ Tensor softmax_forward(Tensor scores, std::optional<Tensor> rpe, std::optional<T
   return probs;
 }
 
-Tensor softmax_backward(Tensor grad, Tensor probs, Tensor row_offsets, int64_t layout_heads, int64_t block,
-                        double scale) {
+Tensor softmax_backward(Tensor grad, Tensor probs, Tensor row_offsets, Tensor columns, std::optional<Tensor>, int64_t,
+                        int64_t layout_heads, int64_t block, double scale) {
   check_block(block);
   check_values(probs, block, "probs");
   check_values_like(grad, probs, block, "grad");
-  check_list(row_offsets, probs, "row_offsets");
-  check(row_offsets.size(0) >= 1, "row_offsets have to have one entry a line of each layout head, and one.");
+  check_list(columns, probs, "columns");
   Tensor out = fresh(torch::stable::new_empty(probs, probs.sizes()));
   if (out.numel() == 0) return out;
-  int64_t live = pointer<int32_t>(row_offsets)[row_offsets.size(0) - 1];
-  int64_t heads = heads_of(probs.size(1), live, layout_heads);
+  int64_t heads = heads_of(probs.size(1), columns.size(0), layout_heads);
   check_lists(row_offsets, layout_heads, heads, probs);
-  check_offsets(row_offsets, live);
+  check_offsets(row_offsets, columns.size(0));
   for_dtype(probs.scalar_type(), [&](auto* type) {
     backward<std::remove_pointer_t<decltype(type)>>(grad, probs, row_offsets, layout_heads, heads, block, scale, out);
   });

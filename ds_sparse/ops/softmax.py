@@ -44,6 +44,7 @@ class Softmax:
 
     def __init__(self, layout: torch.Tensor | BlockIndex, block: int, bench: bool = False):
         index = as_index(layout, block).with_lists()
+        _lists(index)  # what is compiled or captured later cannot make them
         self.layout, self.block = layout, block
         self._indices = {index.device: index}
 
@@ -148,7 +149,7 @@ class _Softmax(torch.autograd.Function):
     ):
         probs = torch.ops.ds_sparse.softmax_forward(
             scores.contiguous(), rpe, key_padding_mask, attn_mask,
-            index.row_offsets, index.row_columns, index.layout_heads, index.block, scale, causal,
+            *_lists(index), index.layout_heads, index.block, scale, causal,
         )  # fmt: skip
         ctx.save_for_backward(probs)
         ctx.index, ctx.heads, ctx.scale = index, heads, scale
@@ -162,12 +163,18 @@ class _Softmax(torch.autograd.Function):
         index, scale = ctx.index, ctx.scale
         wants_bias = any(ctx.needs_input_grad[1:4])
         grad_sum = torch.ops.ds_sparse.softmax_backward(
-            grad.contiguous(), probs, index.row_offsets, index.layout_heads, index.block, 1.0 if wants_bias else scale
+            grad.contiguous(), probs, *_lists(index), index.layout_heads, index.block, 1.0 if wants_bias else scale
         )
         grads = [grad_sum * scale if wants_bias else grad_sum]
         for wanted, shape in zip(ctx.needs_input_grad[1:4], ctx.bias_shapes):
             grads.append(_bias_gradient(grad_sum, index, ctx.heads, shape) if wanted else None)
         return *grads, None, None, None, None
+
+
+def _lists(index: BlockIndex) -> tuple[torch.Tensor | int | None, ...]:
+    """The live blocks by rows and, on a GPU, in strips, with the most elements that one has."""
+    strips = (index.strips.units, index.strips.most) if index.device.type == "cuda" else (None, 0)
+    return index.row_offsets, index.row_columns, *strips
 
 
 def _bias_gradient(grad_sum: torch.Tensor, index: BlockIndex, heads: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -180,12 +187,14 @@ def _bias_gradient(grad_sum: torch.Tensor, index: BlockIndex, heads: int, shape:
 
 
 @torch.library.register_fake("ds_sparse::softmax_forward")
-def _(scores, rpe, key_padding_mask, attn_mask, row_offsets, columns, layout_heads, block, scale, causal):
+def _(
+    scores, rpe, key_padding_mask, attn_mask, row_offsets, columns, strips, most, layout_heads, block, scale, causal
+):  # fmt: skip
     return torch.empty_like(scores)
 
 
 @torch.library.register_fake("ds_sparse::softmax_backward")
-def _(grad, probs, row_offsets, layout_heads, block, scale):
+def _(grad, probs, row_offsets, columns, strips, most, layout_heads, block, scale):
     return torch.empty_like(probs)
 
 

@@ -78,7 +78,7 @@ LISTS = {
     "matmul_sdd": {"offsets": OFFSETS, "indices": INDICES},
     "matmul_dsd": {"offsets": OFFSETS, "indices": INDICES, "slots": SLOTS},
     "softmax_forward": {"offsets": OFFSETS, "indices": INDICES},
-    "softmax_backward": {"offsets": ("offsets have to ascend", [0, 4, 3], [1, 2, 3])},
+    "softmax_backward": {"offsets": OFFSETS},
     "softmax_bias_backward": {"offsets": OFFSETS, "indices": INDICES},
 }
 
@@ -101,8 +101,8 @@ def test_lists_that_lead_outside_are_refused(operator: str, name: str, spoiled: 
         arguments = {
             "matmul_sdd": (dense, dense.mT, offsets, indices, *[None] * 4, 1, 16, False),
             "matmul_dsd": (values, dense, offsets, indices, slots, *[None] * 5, 1, 16, False, False),
-            "softmax_forward": (values, bias, None, None, offsets, indices, 1, 16, 1.0, False),
-            "softmax_backward": (values, values, offsets, 1, 16, 1.0),
+            "softmax_forward": (values, bias, None, None, offsets, indices, None, 0, 1, 16, 1.0, False),
+            "softmax_backward": (values, values, offsets, indices, None, 0, 1, 16, 1.0),
             "softmax_bias_backward": (values, offsets, indices, 1, 1, 16, [1, 1, 32, 32]),
         }
         return getattr(torch.ops.ds_sparse, operator)(*arguments[operator])
@@ -150,7 +150,7 @@ def test_tiles_that_do_not_fit_are_refused(
 
 def test_a_bias_narrower_than_the_layout_is_refused():
     index = BlockIndex.build(torch.tensor([[1, 1], [0, 1]]), 16)
-    lists = (index.row_offsets, index.row_columns, 1, 16, 1.0, False)
+    lists = (index.row_offsets, index.row_columns, None, 0, 1, 16, 1.0, False)
     for bias in ((torch.zeros(1, 1, 32, 16), None, None), (None, torch.zeros(1, 16), torch.zeros(1, 1, 1, 32))):
         with pytest.raises(RuntimeError, match="to below 1"):
             torch.ops.ds_sparse.softmax_forward(torch.zeros(1, 3, 16, 16), *bias, *lists)

@@ -253,6 +253,29 @@ def test_units_of_many_entries(device: str, block: int, blocks: int, density: fl
     check(case, torch.bfloat16, device, ("contiguous",) * 3, (True, True))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 16, 8), (1, 2, 4096, 64), (2, 1, 48, 128), (1, 1, 32, 24)])
+def test_copies_have_the_numbers_of_a_token_adjacent(device: str, shape: tuple[int, ...], dtype: torch.dtype):
+    if device == "cpu":
+        pytest.skip("an operator of CUDA alone")
+    batch, heads, tokens, width = shape
+    whole = random(seeded(), batch, heads, width, 2 * tokens + 8, dtype=dtype).to(device)
+    forms = {
+        "tokens adjacent": whole[..., :tokens].contiguous().mT,
+        "of longer rows": whole[..., 8 : tokens + 8].mT,
+        "not aligned": whole[..., 3 : tokens + 3].mT,
+        "every other token": whole[..., : 2 * tokens : 2].mT,
+        "heads outside": whole[..., :tokens].transpose(0, 1).contiguous().transpose(0, 1).mT,
+    }
+    for form, x in forms.items():
+        copied = torch.ops.ds_sparse.transpose(x)
+        assert copied.is_contiguous() and torch.equal(copied, x), form
+    torch.library.opcheck(torch.ops.ds_sparse.transpose.default, (forms["tokens adjacent"],))
+    with pytest.raises(RuntimeError, match="x has to have 16 bits a number"):
+        torch.ops.ds_sparse.transpose(forms["tokens adjacent"].float())
+
+
 @pytest.mark.parametrize("trans", [False, True])
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize(("block", "width"), [(16, 8), (16, 72), (32, 64), (32, 128), (64, 64), (64, 128), (128, 64)])

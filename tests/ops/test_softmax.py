@@ -416,8 +416,8 @@ def test_rows_of_very_different_length(device: str):
 
 
 LENGTHS = (0, 1, 2, 3, 5, 6, 7, 10, 11, 12, 13, 20, 21, 24, 25, 40, 41, 48, 49, 80, 81, 161)
-"""Live blocks of a row, up to and beyond what CUDA's kernels hold in a warp, in two, four and eight, and what they read
-twice (blocks of 8: four of them count as one)."""
+"""Live blocks of a row, up to and beyond those with which CUDA's kernels take twice as many rows together (blocks of 8:
+four of them count as one)."""
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -442,9 +442,22 @@ def test_rows_of_every_length(device: str, block: int, dtype: torch.dtype, maske
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("block", "keys"), [(16, 4096), (16, 8192), (64, 16384), (128, 24576)])
+def test_rows_longer_than_a_thread_block_holds(device: str, block: int, keys: int, dtype: torch.dtype, masked: bool):
+    """Among short ones, for which thread blocks are small; and alone, so that they are large."""
+    for rows in (4, 1):
+        layout = torch.zeros(1, rows, keys // block, dtype=torch.bool)
+        layout[0, 0], layout[0, 1:, 3] = True, True
+        padding = torch.rand(1, keys, generator=seeded(1)) < 0.8 if masked else None
+        case = make_case(make_layout(layout), block, 1, key_padding_mask=padding, key_padding_mask_mode="mul")
+        check(case, dtype, device, ("contiguous", "contiguous"), "x")
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("block", [256, 512])
 def test_large_blocks(device: str, block: int, dtype: torch.dtype, masked: bool):
-    """A token row of a block is more than a warp loads at once."""
+    """A token row of a block is more than a warp, or a thread block, loads at once."""
     layout = make_layout(torch.tensor([[1, 0, 1], [0, 1, 0]]))
     padding = torch.rand(1, 3 * block, generator=seeded(1)) < 0.8 if masked else None
     case = make_case(layout, block, 1, key_padding_mask=padding, key_padding_mask_mode="mul", causal=masked)
@@ -498,13 +511,13 @@ def test_opcheck(device: str, operator: str, dtype: torch.dtype):
         random(rng, 1, 2, 32, 48, dtype=dtype).to(device),
         (torch.rand(2, 1, 1, 48, generator=rng) < 0.5).to(device),
     )
-    lists = (index.row_offsets, index.row_columns)
+    lists, strips = (index.row_offsets, index.row_columns), (index.strips.units, index.strips.most)
     arguments = {
         "softmax_forward": [
-            (x, rpe, mask[:, 0, 0], mask, *lists, 2, 16, 0.5, True),
-            (x, None, None, None, *lists, 2, 16, 1.0, False),
+            (x, rpe, mask[:, 0, 0], mask, *lists, *strips, 2, 16, 0.5, True),
+            (x, None, None, None, *lists, *strips, 2, 16, 1.0, False),
         ],
-        "softmax_backward": [(x, y, index.row_offsets, 2, 16, 0.5)],
+        "softmax_backward": [(x, y, *lists, *strips, 2, 16, 0.5)],
         "softmax_bias_backward": [(x, *lists, 2, 2, 16, shape) for shape in ([1, 2, 32, 48], [2, 1, 1, 48])],
     }
     for example in arguments[operator]:
