@@ -42,9 +42,7 @@ __device__ __forceinline__ void copy_all(
   for (int next = lists.task_of(turn); next < tasks;) {
     const TileTask task(lists, next, unit);
     next = lists.task_of(++turn);
-    if (next < tasks) {
-      unit = lists.unit_of(next);
-    }
+    unit = lists.unit_of(next);
     const int32_t* list = is_dense ? reinterpret_cast<const int32_t*>(lists.entries + task.first_entry)
                                    : lists.slots + int64_t{task.first_entry} * kLines + line;
     const int next_in_list = is_dense ? 1 : kLines;

@@ -66,8 +66,7 @@ class Tasks {
 
  private:
   __device__ void read() {
-    const int task = lists_.task_of(turn_ + threadIdx.x % 32);
-    units_ = task < lists_.tasks() ? lists_.unit_of(task) : int4{};
+    units_ = lists_.unit_of(lists_.task_of(turn_ + threadIdx.x % 32));
   }
 
   const TileLists& lists_;

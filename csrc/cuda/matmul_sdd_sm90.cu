@@ -52,7 +52,8 @@ struct Memory : Shape<kBlock> {
 
 template <class T, int kPanels, int kBlock>
 __device__ __forceinline__ void copy_all(
-    const TileLists& lists, Memory<T, kPanels, kBlock>& memory, const CUtensorMap* a, const CUtensorMap* b) {
+    const TileLists& lists, int* taken, Memory<T, kPanels, kBlock>& memory, const CUtensorMap* a,
+    const CUtensorMap* b) {
   using M = Memory<T, kPanels, kBlock>;
   constexpr int kBox = M::kBox, kBoxes = M::kBoxes, kLines = M::kLines, kParts = M::kParts;
   constexpr int kBoxBytes = kPanels * kBox * kLineBytes;
@@ -65,8 +66,8 @@ __device__ __forceinline__ void copy_all(
       copy_box(to, map, &memory.there[ring.stage], panel * kPanel, token, task.head, task.batch);
     }
   };
-  // A lane has one of 32 entries, with its places. The next 32, be they of the next unit, are asked for before these are
-  // copied: memory that is being written answers later than a step lasts.
+  // A lane has one of 32 entries, with its places. A unit's next 32 are asked for before these are copied: memory that is
+  // being written answers later than a step lasts.
   struct Entry {
     uint32_t word;
     Run<int32_t, kLines> slots;
@@ -90,26 +91,26 @@ __device__ __forceinline__ void copy_all(
       }
     }
   };
-  // Units are asked for before the one that precedes them begins, so that their entries can be.
-  uint32_t turn = 0;
-  int number = lists.task_of(0), next = lists.task_of(1);
-  const auto unit_of = [&](int task) { return task < tasks ? lists.unit_of(task) : int4{}; };
-  int4 unit = unit_of(number), next_unit = unit_of(next);
+  // A task is drawn when the one before begins. What the lists have for it is asked for when that has been copied: the ring
+  // is deep enough for the time that they take to answer.
+  int number = blockIdx.x;
+  int4 unit = lists.unit_of(number);
   ask(unit, 0);
+  const auto go_on = [&](int ticket) {
+    number = gridDim.x + __shfl_sync(0xffffffffu, ticket, 0);
+    unit = lists.unit_of(number);
+    ask(unit, 0);
+  };
   while (number < tasks) {
     const TileTask task(lists, number, unit);
-    const int4 own_unit = unit;
+    const int ticket = lane == 0 ? atomicAdd(taken, 1) : 0;
     int rows[M::kGroups];
 #pragma unroll
     for (int group = 0; group < M::kGroups; ++group) {
       rows[group] = lines_ahead[group] * kBlock + (group * kTile + lane * kBox) % kBlock;
     }
-    number = next;
-    unit = next_unit;
-    next = lists.task_of(++turn + 1);
-    next_unit = unit_of(next);
     if (task.num_entries == 0) {
-      ask(unit, 0);
+      go_on(ticket);
       continue;
     }
 #pragma unroll
@@ -128,8 +129,9 @@ __device__ __forceinline__ void copy_all(
     }
     for (int first = 0; first < task.num_entries; first += 32) {
       const Entry now = ahead;
-      const bool is_last = first + 32 >= task.num_entries;
-      ask(is_last ? unit : own_unit, is_last ? 0 : first + 32);
+      if (first + 32 < task.num_entries) {
+        ask(unit, first + 32);
+      }
       const int entries = min(32, task.num_entries - first);
       for (int step = 0; step < entries * kParts; step += kBoxes, ring.next()) {
         // With more than one box in a step a block is one box.
@@ -151,6 +153,7 @@ __device__ __forceinline__ void copy_all(
         }
       }
     }
+    go_on(ticket);
   }
   memory.free[ring.stage].wait(ring.parity ^ 1);
   if (lane == 0) {
@@ -279,7 +282,7 @@ __device__ __forceinline__ void multiply_all(Memory<T, kPanels, kBlock>& memory,
 template <class T, int kPanels, int kBlock>
 __global__ void __launch_bounds__(Shape<kBlock>::kThreads, kThreadBlocksOfShape<kPanels, kBlock>)
 sdd_on_hopper_kernel(
-    const __grid_constant__ TileLists lists, const __grid_constant__ CUtensorMap a,
+    const __grid_constant__ TileLists lists, int* taken, const __grid_constant__ CUtensorMap a,
     const __grid_constant__ CUtensorMap b, T* out) {
   extern __shared__ unsigned char shared[];
   using M = Memory<T, kPanels, kBlock>;
@@ -295,7 +298,7 @@ sdd_on_hopper_kernel(
   if (threadIdx.x < M::kWarps * 32) {
     multiply_all<T, kPanels, kBlock>(memory, out);
   } else {
-    copy_all<T, kPanels, kBlock>(lists, memory, &a, &b);
+    copy_all<T, kPanels, kBlock>(lists, taken, memory, &a, &b);
   }
 }
 
@@ -310,6 +313,7 @@ void sdd_on_hopper(
     const Launcher& launch, const Tensor& a, const Tensor& b, const Tensor& out, const TileLists& lists,
     int64_t block) {
   const Tensor b_lines = torch::stable::transpose(b, 2, 3);
+  const Tensor taken = launch.zeros(a, 1, ScalarType::Int);
   const auto run = [&](auto zero, auto panels, auto tokens) {
     using T = decltype(zero);
     constexpr int kPanels = decltype(panels)::value, kBlock = decltype(tokens)::value;
@@ -317,8 +321,8 @@ void sdd_on_hopper(
     const int64_t most = launch.multiprocessors() * kThreadBlocksOfShape<kPanels, kBlock>;
     launch.with_shared_memory(
         sdd_on_hopper_kernel<T, kPanels, kBlock>, std::min<int64_t>(lists.tasks(), most), M::kThreads,
-        sizeof(M) + kPanelAlignment, lists, tensor_map(a, M::kBox), tensor_map(b_lines, M::kBox),
-        static_cast<T*>(out.mutable_data_ptr()));
+        sizeof(M) + kPanelAlignment, lists, taken.mutable_data_ptr<int32_t>(), tensor_map(a, M::kBox),
+        tensor_map(b_lines, M::kBox), static_cast<T*>(out.mutable_data_ptr()));
   };
   const auto with_block = [&](auto zero, auto panels) {
     switch (block) {

@@ -36,7 +36,8 @@ struct TileLists {
 
   // What there is to do: each unit of each copy.
   __host__ __device__ int tasks() const { return copies * num_units; }
-  __device__ int4 unit_of(int task) const { return units[task % num_units]; }
+  // The unit of a task, one without entries where there is no such task.
+  __device__ int4 unit_of(int task) const { return task < tasks() ? units[task % num_units] : int4{}; }
 
   // The task that a thread block has in a turn; tasks() or more: this turn and all after it have none. From turn to turn
   // the grid is rotated by the golden ratio: each copy begins with its longest units, and where a stride meets those of
