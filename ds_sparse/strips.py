@@ -19,7 +19,8 @@ CACHE_LINE = 64
 @dataclass(frozen=True, eq=False)
 class Strips:
     """The live blocks of a layout by neighbouring token rows of one block row, a strip. A strip has a power of two of them,
-    as many as give it `most` elements or fewer, and one at least; so what it has of a block is adjacent in memory.
+    as many as give it `most` elements or fewer, a fifth of that of each block, and one at least. So what it has of a block
+    is adjacent in memory, and, but for single rows, no more than eight elements for each thread.
 
     Attributes:
         most: one of `SIZES`, the smallest in which rows of mean length, and of an eighth more, fill cache lines.

@@ -334,6 +334,10 @@ __device__ __forceinline__ void multiply_all(
         add_key_bias<kN>(scores, live, groups, p.scoring, work, bias_factor);
         mask_scores<kN, false, kLimited>(
             scores, live, groups, task, p.scoring, p.lists.pairs == nullptr ? nullptr : memory.pairs[ring.stage]);
+        if (kLimited && p.lists.pairs != nullptr) {
+          // Pairs are overwritten when keys are freed, which may be the next thing that happens.
+          fence_stores();
+        }
       }
     };
     // Scores become exponentials, whose sums are the lane's.

@@ -171,11 +171,11 @@ template <class T>
 __device__ __forceinline__ void add_run(const Run<T, kRun<T>>& bias, Compute<T> (&logits)[kRun<T>]) {
   using A = Compute<T>;
   A sums[kRun<T>];
-  bool dropped = false;  // rare; only then it matters whether a sum overflowed
+  bool dropped = false;  // rare; only then it matters whether a sum overflowed, and what NaN or infinity was added to
 #pragma unroll
   for (int i = 0; i < kRun<T>; ++i) {
     sums[i] = logits[i] + static_cast<A>(bias.element[i]);
-    dropped |= sums[i] == -infinity<A>();
+    dropped |= !(sums[i] > -infinity<A>());
   }
   if (dropped) {
 #pragma unroll
@@ -211,7 +211,12 @@ struct Logits {
   __device__ void get(int i, A (&to)[kRun<T>]) const {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      reinterpret_cast<Run<A, kRun<A>>*>(to)[part] = load_aligned(reinterpret_cast<const A*>(&parts[i][part][threadIdx.x]));
+      A of_part[kRun<A>];
+      unpack<A>(parts[i][part][threadIdx.x], of_part);
+#pragma unroll
+      for (int e = 0; e < kRun<A>; ++e) {
+        to[part * kRun<A> + e] = of_part[e];
+      }
     }
   }
   __device__ void set(int i, const A (&from)[kRun<T>]) {
@@ -429,20 +434,15 @@ __global__ void __launch_bounds__(kThreads, 896 / kThreads) softmax_backward_ker
   }
 }
 
-// Of values (B, V, b, b).
+// Of values (B, V, b, b) of so many heads.
 Strips strips_of(
     const std::optional<Tensor>& units, const Tensor& values, const Tensor& row_offsets, const Tensor& columns,
-    int64_t layout_heads, int64_t block) {
+    int64_t heads, int64_t layout_heads, int64_t block) {
   check(units.has_value(), "softmax on CUDA takes the strips of a BlockIndex, none were given.");
-  check_dim(*units, 2, "strips");
-  check_size(*units, 1, 4, "strips");
-  check(units->scalar_type() == ScalarType::Int && units->device() == values.device() && units->is_contiguous() &&
-            reinterpret_cast<uintptr_t>(units->const_data_ptr()) % sizeof(int4) == 0,
-        "strips have to be int32, contiguous, on the device of the values, and begin at a multiple of 16 bytes.");
-  const int64_t live = columns.size(0), heads = heads_of(values.size(1), live, layout_heads);
+  check_rows(*units, 4, values, "strips");
   return {
       reinterpret_cast<const int4*>(units->const_data_ptr<int32_t>()), static_cast<uint32_t>(units->size(0)),
-      static_cast<uint32_t>(values.size(0) * heads / layout_heads), static_cast<uint32_t>(live),
+      static_cast<uint32_t>(values.size(0) * heads / layout_heads), static_cast<uint32_t>(columns.size(0)),
       static_cast<uint32_t>(heads / layout_heads), static_cast<uint32_t>((row_offsets.size(0) - 1) / layout_heads),
       log2_of(block)};
 }
@@ -450,12 +450,12 @@ Strips strips_of(
 // Calls f with a constant of the number of threads whose elements are as many as a strip has at most.
 template <class F>
 void with_threads(int64_t most, const F& f) {
-  switch (most / kElements) {
-    case 128:
+  switch (most) {
+    case 128 * kElements:
       return f(std::integral_constant<int, 128>{});
-    case 256:
+    case 256 * kElements:
       return f(std::integral_constant<int, 256>{});
-    case 512:
+    case 512 * kElements:
       return f(std::integral_constant<int, 512>{});
     default:
       check(false, "strips have up to 5120, 10240 or 20480 elements, got " + std::to_string(most) + ".");
@@ -506,7 +506,7 @@ Tensor softmax_forward(
     using T = decltype(zero);
     const Forward<T> arguments{
         static_cast<const uint4*>(aligned_scores.const_data_ptr()), static_cast<uint4*>(probs.mutable_data_ptr()),
-        strips_of(strips, scores, row_offsets, columns, layout_heads, block), columns.const_data_ptr<int32_t>(),
+        strips_of(strips, scores, row_offsets, columns, heads, layout_heads, block), columns.const_data_ptr<int32_t>(),
         biases, static_cast<Compute<T>>(scale), causal};
     with_threads(most, [&](auto threads) {
       constexpr int kThreads = decltype(threads)::value;
@@ -529,11 +529,12 @@ Tensor softmax_backward(
   check_values(probs, block, "probs");
   check_values_like(grad, probs, block, "grad");
   check_list(columns, probs, "columns");
-  check_lists(row_offsets, layout_heads, layout_heads, probs);
   Tensor grad_scores = torch::stable::new_empty(probs, probs.sizes());
   if (probs.numel() == 0) {
     return grad_scores;
   }
+  const int64_t heads = heads_of(probs.size(1), columns.size(0), layout_heads);
+  check_lists(row_offsets, layout_heads, heads, probs);
   const Launcher launch(probs);
   const Tensor aligned_grad = launch.aligned(grad), aligned_probs = launch.aligned(probs);
   with_element<true>(probs, "softmax", [&](auto zero) {
@@ -542,7 +543,7 @@ Tensor softmax_backward(
         static_cast<const uint4*>(aligned_grad.const_data_ptr()),
         static_cast<const uint4*>(aligned_probs.const_data_ptr()),
         static_cast<uint4*>(grad_scores.mutable_data_ptr()),
-        strips_of(strips, probs, row_offsets, columns, layout_heads, block), static_cast<Compute<T>>(scale)};
+        strips_of(strips, probs, row_offsets, columns, heads, layout_heads, block), static_cast<Compute<T>>(scale)};
     with_threads(most, [&](auto threads) {
       constexpr int kThreads = decltype(threads)::value;
       launch(

@@ -3,7 +3,6 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <type_traits>
 #include <vector>
 
 #include "../checks.h"
@@ -21,11 +20,8 @@ constexpr int kThreads = 256;
 struct Blocks {
   const int32_t* row_offsets;
   uint32_t layout_heads, rows, values;
+  uint32_t live;  // of all stored layouts
   int log_block;
-
-  // N, the live blocks of the stored layouts. Only the device knows it without a synchronisation.
-  __device__ uint32_t entries() const { return row_offsets[int64_t{layout_heads} * rows]; }
-  __device__ uint32_t heads(uint32_t entries) const { return layout_heads == 1 ? values / entries : layout_heads; }
 
   // Entries [x, y) of block row `row` of `head`.
   __device__ int2 entries_of(uint32_t head, uint32_t row) const {
@@ -34,8 +30,8 @@ struct Blocks {
   }
 
   // Where entry n of `head` starts among the elements of the values (B, V, b, b).
-  __device__ int64_t element_of(uint32_t batch, uint32_t head, uint32_t entries, int entry) const {
-    return (int64_t{batch} * values + (layout_heads == 1 ? int64_t{head} * entries : 0) + entry) << 2 * log_block;
+  __device__ int64_t element_of(uint32_t batch, uint32_t head, int entry) const {
+    return (int64_t{batch} * values + (layout_heads == 1 ? int64_t{head} * live : 0) + entry) << 2 * log_block;
   }
 };
 
@@ -62,7 +58,6 @@ __global__ void softmax_bias_backward_kernel(
   const bool sums_tokens = shape.tokens == 1;
   const int64_t outputs = shape.batch * shape.heads * shape.tokens * shape.columns;
   const int64_t block = int64_t{1} << blocks.log_block;
-  const uint32_t entries_of_all = blocks.entries();
   for (int64_t start = blockIdx.x * int64_t{blockDim.x}; start < outputs; start += gridDim.x * int64_t{blockDim.x}) {
     const int64_t output = start + threadIdx.x;
     double sum = 0;
@@ -89,7 +84,7 @@ __global__ void softmax_bias_backward_kernel(
             continue;
           }
           for (int64_t b = over_batch.first; b < over_batch.last; ++b) {
-            const T* value = values + blocks.element_of(b, head, entries_of_all, low) + column % block;
+            const T* value = values + blocks.element_of(b, head, low) + column % block;
             for (int64_t t = over_tokens.first; t < over_tokens.last; ++t) {
               sum += static_cast<Compute<T>>(value[t * block]);
             }
@@ -111,11 +106,12 @@ __global__ void softmax_bias_backward_kernel(
   }
 }
 
-Blocks blocks_of(const Tensor& values, const Tensor& row_offsets, int64_t layout_heads, int64_t block) {
+Blocks blocks_of(
+    const Tensor& values, const Tensor& row_offsets, const Tensor& columns, int64_t layout_heads, int64_t block) {
   const int64_t rows = (row_offsets.size(0) - 1) / layout_heads;
   return {
       row_offsets.const_data_ptr<int32_t>(), static_cast<uint32_t>(layout_heads), static_cast<uint32_t>(rows),
-      static_cast<uint32_t>(values.size(1)), log2_of(block)};
+      static_cast<uint32_t>(values.size(1)), static_cast<uint32_t>(columns.size(0)), log2_of(block)};
 }
 
 Tensor softmax_bias_backward(
@@ -131,7 +127,7 @@ Tensor softmax_bias_backward(
     launch(
         softmax_bias_backward_kernel<T>, (grad_bias.numel() + threads.x - 1) / threads.x, threads,
         static_cast<const T*>(values.const_data_ptr()), static_cast<Compute<T>*>(grad_bias.mutable_data_ptr()),
-        blocks_of(values, row_offsets, layout_heads, block), columns.const_data_ptr<int32_t>(), values.size(0), heads,
+        blocks_of(values, row_offsets, columns, layout_heads, block), columns.const_data_ptr<int32_t>(), values.size(0), heads,
         BiasShape{shape[0], shape[1], shape[2], shape[3]});
   });
   return grad_bias;

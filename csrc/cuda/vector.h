@@ -31,7 +31,7 @@ struct alignas(sizeof(T) * Count) Run {
 
 // Count elements, `stride` apart: one load where they are adjacent and aligned, else one by one.
 template <int Count, class T>
-__device__ __forceinline__ Run<T, Count> load_run(const T* from, int64_t stride = 1) {
+__device__ __forceinline__ Run<T, Count> load_run(const T* from, int64_t stride) {
   Run<T, Count> run;
   if (stride == 1 && reinterpret_cast<uintptr_t>(from) % sizeof(run) == 0) {
     // As a uint4: the compiler splits 16 bytes of halves into two loads.
@@ -57,7 +57,7 @@ __device__ __forceinline__ Run<T, kRun<T>> load_aligned(const T* from) {
   return run;
 }
 
-// The same of what no kernel writes meanwhile and nobody reads again soon, as it lies in memory: halves that are apart
+// The same of what no kernel writes meanwhile and no other thread reads soon, as it lies in memory: halves that are apart
 // take a register each.
 __device__ __forceinline__ uint4 load_once(const void* from) {
   uint4 run;
@@ -120,19 +120,11 @@ __device__ __forceinline__ void store_run(T* to, const Run<T, Count>& run) {
   }
 }
 
-// Sum and maximum over `width` neighbouring lanes, a power of two up to 32; the same bits in each of them.
+// The sum over `width` neighbouring lanes, a power of two up to 32; the same bits in each of them.
 template <class A>
 __device__ __forceinline__ A sum_of_lanes(A x, int width) {
   for (int offset = width / 2; offset > 0; offset /= 2) {
     x += __shfl_xor_sync(0xffffffffu, x, offset);
-  }
-  return x;
-}
-
-template <class A>
-__device__ __forceinline__ A max_of_lanes(A x, int width) {
-  for (int offset = width / 2; offset > 0; offset /= 2) {
-    x = max(x, __shfl_xor_sync(0xffffffffu, x, offset));
   }
   return x;
 }

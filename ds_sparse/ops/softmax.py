@@ -43,7 +43,7 @@ class Softmax:
     """
 
     def __init__(self, layout: torch.Tensor | BlockIndex, block: int, bench: bool = False):
-        index = as_index(layout, block).with_lists()
+        index = as_index(layout, block)
         _lists(index)  # what is compiled or captured later cannot make them
         self.layout, self.block = layout, block
         self._indices = {index.device: index}
@@ -71,6 +71,7 @@ class Softmax:
                     f"{name} mode is {mode!r}; it has to be 'add' (added to the scores) or 'mul' (0 drops, else keeps)."
                 )
         index = index_on(self._indices, x.device)
+        _lists(index)  # where it has just been moved
         heads = index.heads_of(x.shape[1]) if x.dim() == 4 and x.shape[2:] == (self.block, self.block) else None
         if heads is None:
             expected = (index.num_values(index.num_heads), self.block, self.block)

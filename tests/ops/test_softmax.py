@@ -375,6 +375,26 @@ def test_masked_nan_does_not_leak(device: str):
     assert torch.equal(softmax(spoiled.to(device), **arguments), softmax(x.to(device), **arguments))
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nan_and_infinity_added_to_what_is_masked_do_not_leak(device: str, value: float):
+    """By causality, by a bool mask, by -inf; the last before and after."""
+    x, softmax = make_case().x.float().to(device), Softmax(FULL.given, 16)
+    ahead = torch.ones(32, 32, dtype=torch.bool, device=device).triu(1)
+    causal = softmax(x, causal=True)
+    assert torch.equal(
+        softmax(x, rpe=torch.zeros(32, 32, device=device).masked_fill(ahead, value), causal=True), causal
+    )
+    keep = (torch.rand(2, 32, generator=seeded()) < 0.5).to(device)
+    spoiled = torch.zeros(2, 1, 1, 32, device=device).masked_fill(~keep[:, None, None], value)
+    kept = softmax(x, key_padding_mask=keep, key_padding_mask_mode="mul")
+    assert torch.equal(softmax(x, key_padding_mask=keep, key_padding_mask_mode="mul", attn_mask=spoiled), kept)
+    dropped = torch.zeros(2, 32, device=device).masked_fill(~keep, -math.inf)
+    assert torch.equal(softmax(x, rpe=spoiled.expand(2, 1, 32, 32), key_padding_mask=dropped), kept)
+    if math.isnan(value):
+        scores = x.unflatten(1, (2, 2)).masked_fill(~keep.reshape(2, 1, 2, 1, 16), value).flatten(1, 2)
+        assert torch.equal(softmax(scores, key_padding_mask=dropped), kept)
+
+
 @pytest.mark.parametrize("form", [torch.bool, torch.int64, torch.int32, torch.uint8, "2-D", "BlockIndex"], ids=str)
 def test_every_form_of_a_layout_gives_the_same_bits(device: str, form: object):
     live = torch.tensor([[[1, 0], [1, 1]]], dtype=torch.bool)
@@ -448,8 +468,11 @@ def test_rows_longer_than_a_thread_block_holds(device: str, block: int, keys: in
     for rows in (4, 1):
         layout = torch.zeros(1, rows, keys // block, dtype=torch.bool)
         layout[0, 0], layout[0, 1:, 3] = True, True
-        padding = torch.rand(1, keys, generator=seeded(1)) < 0.8 if masked else None
-        case = make_case(make_layout(layout), block, 1, key_padding_mask=padding, key_padding_mask_mode="mul")
+        given, rng = {}, seeded(1)
+        if masked:
+            padding = torch.rand(1, keys, generator=rng) < 0.8
+            given = {"key_padding_mask": padding, "key_padding_mask_mode": "mul", "rpe": random(rng, 2, 1, keys)}
+        case = make_case(make_layout(layout), block, 1, 2, rng, causal=masked, **given)
         check(case, dtype, device, ("contiguous", "contiguous"), "x")
 
 
@@ -457,11 +480,20 @@ def test_rows_longer_than_a_thread_block_holds(device: str, block: int, keys: in
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("block", [256, 512])
 def test_large_blocks(device: str, block: int, dtype: torch.dtype, masked: bool):
-    """A token row of a block is more than a warp, or a thread block, loads at once."""
+    """A token row of a block is more than a warp, in fp64 than a thread block, loads at once."""
     layout = make_layout(torch.tensor([[1, 0, 1], [0, 1, 0]]))
     padding = torch.rand(1, 3 * block, generator=seeded(1)) < 0.8 if masked else None
     case = make_case(layout, block, 1, key_padding_mask=padding, key_padding_mask_mode="mul", causal=masked)
     check(case, dtype, device, ("contiguous", "contiguous"), "x")
+
+
+@pytest.mark.gpu
+def test_a_row_of_a_block_beyond_a_thread_block(device: str):
+    if device == "cpu":
+        pytest.skip("a limit of CUDA's thread blocks")
+    x = torch.randn(1, 2, 2048, 2048, device=device, dtype=torch.bfloat16)
+    probs = Softmax(torch.ones(1, 1, dtype=torch.bool), 2048)(x)
+    torch.testing.assert_close(probs, x.softmax(-1))
 
 
 @pytest.mark.gpu
@@ -522,6 +554,36 @@ def test_opcheck(device: str, operator: str, dtype: torch.dtype):
     }
     for example in arguments[operator]:
         torch.library.opcheck(getattr(torch.ops.ds_sparse, operator).default, example)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("strips", "most", "sentence"),
+    [
+        (None, 5120, "takes the strips of a BlockIndex, none were given"),
+        ("given", 5121, "up to 5120, 10240 or 20480 elements, got 5121"),
+        ("long", 5120, "strips has to be int32"),
+    ],
+)
+def test_strips_that_do_not_fit_are_refused(device: str, strips: str | None, most: int, sentence: str):
+    if device == "cpu":
+        pytest.skip("only CUDA walks strips")
+    index = BlockIndex.build(FULL.given, 16).to(device)
+    units = {None: None, "given": index.strips.units, "long": index.strips.units.long()}[strips]
+    x, lists = torch.zeros(1, 8, 16, 16, device=device), (index.row_offsets, index.row_columns, units, most)
+    with pytest.raises(RuntimeError, match=sentence):
+        torch.ops.ds_sparse.softmax_forward(x, None, None, None, *lists, 1, 16, 1.0, False)
+    with pytest.raises(RuntimeError, match=sentence):
+        torch.ops.ds_sparse.softmax_backward(x, x, *lists, 1, 16, 1.0)
+
+
+@pytest.mark.gpu
+def test_gradients_of_other_heads_than_the_layouts_are_refused(device: str):
+    index = BlockIndex.build(torch.tensor([[[1, 0], [0, 1]], [[1, 1], [0, 0]]]), 16).to(device)
+    strips = (index.strips.units, index.strips.most)
+    x = torch.zeros(1, 6, 16, 16, device=device)
+    with pytest.raises(RuntimeError, match="layout_heads is 2 for 3 heads"):
+        torch.ops.ds_sparse.softmax_backward(x, x, index.row_offsets, index.row_columns, *strips, 2, 16, 1.0)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
