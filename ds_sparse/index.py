@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -212,20 +213,12 @@ class BlockIndex:
     @property
     def lists(self) -> Lists:
         """The live blocks one by one."""
-        if "lists" not in self._made:
-            self._made["lists"] = self._make_lists()
-            self._making.ends()
-        self._making.wait(self._tensors)
-        return self._made["lists"]
+        return self._once("lists", self._make_lists)
 
     @property
     def strips(self) -> Strips:
         """The live blocks as softmax walks them on a GPU. Made at the first call, which synchronises once."""
-        if "strips" not in self._made:
-            self._made["strips"] = self._make_strips()
-            self._making.ends()
-        self._making.wait(self._tensors)
-        return self._made["strips"]
+        return self._once("strips", self._make_strips)
 
     @property
     def row_tiles(self) -> Tiles:
@@ -260,6 +253,11 @@ class BlockIndex:
         _ = self.lists
         return self
 
+    def with_strips(self) -> BlockIndex:
+        """The same with its strips."""
+        _ = self.strips
+        return self
+
     def tiles(self, side: str, tile: int = TILE) -> Tiles:
         """The tiles of a side, 'rows' or 'columns', of a height of `tile` tokens. Those of another height than `TILE`
         are made at the first call, which synchronises once.
@@ -269,11 +267,7 @@ class BlockIndex:
         """
         if side not in SIDES:
             raise ValueError(f"side is {side!r}; it has to be 'rows' or 'columns'.")
-        if (side, tile) not in self._made:
-            self._made[side, tile] = self._make_tiles(side, tile)
-            self._making.ends()
-        self._making.wait(self._tensors)
-        return self._made[side, tile]
+        return self._once((side, tile), partial(self._make_tiles, side, tile))
 
     def causal(self) -> BlockIndex:
         """The index without the blocks above the diagonal; itself where there are none. Built at the first call, which
@@ -330,6 +324,14 @@ class BlockIndex:
     def __getstate__(self) -> dict[str, object]:
         self._making.wait(self._tensors)
         return vars(self)
+
+    def _once(self, key: str | tuple[str, int], make: Callable[[], Lists | Strips | Tiles]) -> Lists | Strips | Tiles:
+        """What is made at the first call, and kept; the current stream goes behind the end of the making."""
+        if key not in self._made:
+            self._made[key] = make()
+            self._making.ends()
+        self._making.wait(self._tensors)
+        return self._made[key]
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         yield self.bits

@@ -131,20 +131,6 @@ struct Team {
   }
 };
 
-struct Larger {
-  template <class A>
-  __device__ A operator()(A a, A b) const {
-    return max(a, b);
-  }
-};
-
-struct Sum {
-  template <class A>
-  __device__ A operator()(A a, A b) const {
-    return a + b;
-  }
-};
-
 // A run of elements that are all -inf.
 template <class T>
 __device__ __forceinline__ uint4 minus_infinities() {
@@ -320,7 +306,7 @@ softmax_forward_kernel(const __grid_constant__ Forward<T> p) {
         larger = max(larger, largest_of(run_logits));
       }
     });
-    larger = team.of_warp(larger, Larger());
+    larger = team.of_warp(larger, [](A a, A b) { return max(a, b); });
     const A reference = finite_reference(larger);
     sum *= power_of_difference(largest, reference, exponent_scale);
     largest = larger;
@@ -334,7 +320,7 @@ softmax_forward_kernel(const __grid_constant__ Forward<T> p) {
       sum += sum_of(powers);
     });
   }
-  sum = team.of_warp(sum, Sum());
+  sum = team.of_warp(sum, [](A a, A b) { return a + b; });
   A reference = finite_reference(largest);
   if (team.has_several_warps()) {
     __shared__ A largest_of_warp[kThreads], sum_of_warp[kThreads];
@@ -407,7 +393,7 @@ __global__ void __launch_bounds__(kThreads, 896 / kThreads) softmax_backward_ker
       }
     });
   }
-  dot = team.of_warp(dot, Sum());
+  dot = team.of_warp(dot, [](A a, A b) { return a + b; });
   if (team.has_several_warps()) {
     __shared__ A dot_of_warp[kThreads];
     dot_of_warp[threadIdx.x] = dot;

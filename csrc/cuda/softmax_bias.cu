@@ -127,8 +127,8 @@ Tensor softmax_bias_backward(
     launch(
         softmax_bias_backward_kernel<T>, (grad_bias.numel() + threads.x - 1) / threads.x, threads,
         static_cast<const T*>(values.const_data_ptr()), static_cast<Compute<T>*>(grad_bias.mutable_data_ptr()),
-        blocks_of(values, row_offsets, columns, layout_heads, block), columns.const_data_ptr<int32_t>(), values.size(0), heads,
-        BiasShape{shape[0], shape[1], shape[2], shape[3]});
+        blocks_of(values, row_offsets, columns, layout_heads, block), columns.const_data_ptr<int32_t>(), values.size(0),
+        heads, BiasShape{shape[0], shape[1], shape[2], shape[3]});
   });
   return grad_bias;
 }

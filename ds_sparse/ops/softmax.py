@@ -43,8 +43,7 @@ class Softmax:
     """
 
     def __init__(self, layout: torch.Tensor | BlockIndex, block: int, bench: bool = False):
-        index = as_index(layout, block)
-        _lists(index)  # what is compiled or captured later cannot make them
+        index = as_index(layout, block).with_strips()
         self.layout, self.block = layout, block
         self._indices = {index.device: index}
 
@@ -71,7 +70,6 @@ class Softmax:
                     f"{name} mode is {mode!r}; it has to be 'add' (added to the scores) or 'mul' (0 drops, else keeps)."
                 )
         index = index_on(self._indices, x.device)
-        _lists(index)  # where it has just been moved
         heads = index.heads_of(x.shape[1]) if x.dim() == 4 and x.shape[2:] == (self.block, self.block) else None
         if heads is None:
             expected = (index.num_values(index.num_heads), self.block, self.block)
@@ -172,10 +170,10 @@ class _Softmax(torch.autograd.Function):
         return *grads, None, None, None, None
 
 
-def _lists(index: BlockIndex) -> tuple[torch.Tensor | int | None, ...]:
-    """The live blocks by rows and, on a GPU, in strips, with the most elements that one has."""
-    strips = (index.strips.units, index.strips.most) if index.device.type == "cuda" else (None, 0)
-    return index.row_offsets, index.row_columns, *strips
+def _lists(index: BlockIndex) -> tuple[torch.Tensor | int, ...]:
+    """The live blocks by rows and in strips, with the most elements that one has."""
+    lists, strips = index.lists, index.strips
+    return lists.row_offsets, lists.row_columns, strips.units, strips.most
 
 
 def _bias_gradient(grad_sum: torch.Tensor, index: BlockIndex, heads: int, shape: tuple[int, ...]) -> torch.Tensor:
