@@ -39,7 +39,7 @@ __host__ __device__ constexpr uint32_t line_of_column(uint32_t product, uint32_t
   return product / (kCount / 2) * (4 * kCount) + column / 2 * kCount + product % (kCount / 2) * 2 + column % 2;
 }
 
-// 16-bit elements: a run is 8 of the 16 that are summed.
+// A run is half of what a product sums: 8 of 16 elements, or 4 of 8 of 32 bits, whose pieces of 16 bits a lane reads together.
 template <class T, int kCount>
 struct LineFragments {
   using M = Mma<T>;
@@ -52,37 +52,13 @@ struct LineFragments {
 
   // Lines `line` and on, the two runs from `run` on.
   static __device__ __forceinline__ void read_a(typename M::FragmentA& to, uint32_t address, int line, int run) {
-    load_matrices<false>(to, moved(address, line, run));
+    load_matrices<false>(reinterpret_cast<uint32_t(&)[4]>(to), moved(address, line, run));
   }
 
   // Products `product` and the next one.
   static __device__ __forceinline__ void read_b(typename M::FragmentB& to, uint32_t address, int product, int run) {
-    load_matrices<false>(to, moved(address, line_of_column<kCount>(product, 0), run));
-  }
-};
-
-// 32-bit elements: a run is 4 of the 8 that are summed.
-template <int kCount>
-struct LineFragments<float, kCount> {
-  using M = Mma<float>;
-
-  static __device__ uint32_t place_of_a(int lane) { return swizzled(lane / 4, 0) + lane % 4 * sizeof(float); }
-  static __device__ uint32_t place_of_b(int lane) {
-    return swizzled(line_of_column<kCount>(0, lane / 4), 0) + lane % 4 * sizeof(float);
-  }
-
-  static __device__ __forceinline__ void read_a(M::FragmentA& to, uint32_t address, int line, int run) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      to[e] = load_float(moved(address, line + e % 2 * 8, run + e / 2));
-    }
-  }
-
-  static __device__ __forceinline__ void read_b(M::FragmentB& to, uint32_t address, int product, int run) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      to[e] = load_float(moved(address, line_of_column<kCount>(product + e / 2, 0), run + e % 2));
-    }
+    load_matrices<false>(
+        reinterpret_cast<uint32_t(&)[4]>(to), moved(address, line_of_column<kCount>(product, 0), run));
   }
 };
 

@@ -39,10 +39,12 @@ struct MatmulArguments {
   bool rows_stay;
 };
 
+// kChunks: of a step's columns that are in flight together.
+template <int kChunks>
 struct MatmulMemory {
   static constexpr int kRowTile = kRows * kLineBytes, kColumnTile = kColumns * kLineBytes;
 
-  unsigned char columns[kRing][kColumnTile];
+  unsigned char columns[kRing][kChunks][kColumnTile];
   unsigned char seams[kRows][16];
   // Followed by row tiles: all chunks of the rows, or those of the ring.
   static size_t bytes(int row_tiles) { return sizeof(MatmulMemory) + row_tiles * kRowTile; }
@@ -211,19 +213,22 @@ struct Group {
   }
 };
 
-// kCount: elements that are written together, a run of 16 bytes or a pair. kHeld: rows are one chunk deep, and each
-// warp holds its own in registers.
-template <class T, int kCount, bool kHeld>
-__global__ void __launch_bounds__(kThreads, kHeld ? kHeldThreadBlocks : 3) window_matmul_kernel(
+// kCount: elements that are written together, a run of 16 bytes or a pair. kHeld: chunks of rows, all of them, which each
+// warp holds in registers; 0: rows are read with each step. Two chunks pass through the ring before columns do.
+template <class T, int kCount, int kHeld>
+__global__ void __launch_bounds__(kThreads, kHeld == 1 ? kHeldThreadBlocks : 3) window_matmul_kernel(
     const __grid_constant__ MatmulArguments<T> p) {
   extern __shared__ __align__(128) unsigned char shared[];
   using M = Mma<T>;
   using Fragments = LineFragments<T, kCount>;
-  using Memory = MatmulMemory;
+  constexpr int kChunks = std::max(kHeld, 1);
+  using Memory = MatmulMemory<kChunks>;
+  constexpr int kStage = kChunks * Memory::kColumnTile;
   constexpr int kGroups = kColumns / kGroup, kProducts = 4;  // in a step; along a chunk
   auto& memory = *reinterpret_cast<Memory*>(shared);
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * kWarpRows;
-  const uint32_t columns = keep(shared_address(memory.columns)), rows = columns + sizeof(Memory);
+  const uint32_t columns = keep(shared_address(memory.columns));
+  const uint32_t rows = columns + (kHeld == 2 ? kStage : sizeof(Memory));
   const uint32_t of_a = rows + warp_row * kLineBytes + Fragments::place_of_a(lane);
   const uint32_t of_b = keep(columns + Fragments::place_of_b(lane));
   const int64_t parts = p.row_tiles * p.column_parts, tasks = p.batch * p.heads * parts;
@@ -246,7 +251,11 @@ __global__ void __launch_bounds__(kThreads, kHeld ? kHeldThreadBlocks : 3) windo
         if (!kHeld && (!p.rows_stay || step == 0)) {
           load_rows(rows + (p.rows_stay ? chunk : stage) * Memory::kRowTile, row, chunk);
         }
-        load_columns(columns + stage * Memory::kColumnTile, first + int64_t{step} * kColumns, chunk);
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) {
+          load_columns(
+              columns + stage * kStage + i * Memory::kColumnTile, first + int64_t{step} * kColumns, chunk + i);
+        }
         if (kHeld || chunk + 1 == p.chunks) {
           load_columns.advance();
         }
@@ -284,21 +293,33 @@ __global__ void __launch_bounds__(kThreads, kHeld ? kHeldThreadBlocks : 3) windo
     uint32_t stage = 0;
     const auto free = [&] { return stage == 0 ? kRing - 1 : stage - 1; };
     const auto next_tile = [&] { stage = stage == kRing - 1 ? 0 : stage + 1; };
-    if constexpr (kHeld) {
-      load_rows(rows, row, 0);
+    if constexpr (kHeld > 0) {
+#pragma unroll
+      for (int chunk = 0; chunk < kHeld; ++chunk) {
+        load_rows(rows + chunk * Memory::kRowTile, row, chunk);
+      }
+      if constexpr (kHeld == 2) {
+        end_of_copies();
+        load(0, 0, 0);
+      } else {
 #pragma unroll 1
-      for (int step = 0; step < kRing - 1; ++step) {
-        load(step, 0, step);
+        for (int step = 0; step < kRing - 1; ++step) {
+          load(step, 0, step);
+        }
       }
       wait_for_copies<kRing - 2>();
       __syncthreads();
-      typename M::FragmentA a[kProducts][2];
+      typename M::FragmentA a[kHeld * kProducts][2];
 #pragma unroll
-      for (int k = 0; k < kProducts; ++k) {
+      for (int k = 0; k < kHeld * kProducts; ++k) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          Fragments::read_a(a[k][i], of_a, 16 * i, 2 * k);
+          Fragments::read_a(a[k][i], of_a + k / kProducts * Memory::kRowTile, 16 * i, k % kProducts * 2);
         }
+      }
+      if constexpr (kHeld == 2) {
+        __syncthreads();
+        load(1, 0, 1);
       }
 #pragma unroll 1
       for (int step = 0; step < steps; ++step) {
@@ -306,14 +327,14 @@ __global__ void __launch_bounds__(kThreads, kHeld ? kHeldThreadBlocks : 3) windo
         __syncthreads();
         load(step + kRing - 1, 0, free());
         begin_step(step);
-        uint32_t tile = of_b + stage * Memory::kColumnTile;
+        uint32_t tile = of_b + stage * kStage;
 #pragma unroll 1
         for (int offset = 0; offset < kColumns; offset += kGroup) {
           if (edges.meets()) {
             Group<T, kCount> group{};
 #pragma unroll
-            for (int k = 0; k < kProducts; ++k) {
-              group.multiply_add(a[k], tile, 2 * k);
+            for (int k = 0; k < kHeld * kProducts; ++k) {
+              group.multiply_add(a[k], tile + k / kProducts * Memory::kColumnTile, k % kProducts * 2);
             }
             keep_tokens(group, step, offset);
             group.store(to, p.pitch, edges);
@@ -396,7 +417,7 @@ Tensor window_matmul(const Tensor& a, const Tensor& b, int64_t window) {
     const Tensor rows = in_runs(a), columns = in_runs(b);
     const int chunks = static_cast<int>(std::max<int64_t>(1, parts_of(a.size(3), kChunk<T>)));
     // Two thread blocks of a multiprocessor have to have space, unless a ring takes no less.
-    const bool rows_stay = chunks <= kRing || 2 * MatmulMemory::bytes(chunks) <= launch.shared_memory();
+    const bool rows_stay = chunks <= kRing || 2 * MatmulMemory<1>::bytes(chunks) <= launch.shared_memory();
     const int64_t row_tiles = parts_of(tokens, kRows), matrices = batch * heads;
     // A tile's columns begin up to 31 bytes before its windows. They are shared out where rows alone are too few.
     const int64_t steps = parts_of(2 * window + std::min<int64_t>(kRows, tokens) + 32 / sizeof(T) - 1, kColumns);
@@ -408,14 +429,15 @@ Tensor window_matmul(const Tensor& a, const Tensor& b, int64_t window) {
         rows_stay};
     // Rows that are being written should stay in L2 until they are whole, or they leave it in pieces: where windows are
     // wide, thread blocks ask for so much shared memory that fewer are on a multiprocessor.
-    const auto bytes_for = [&](bool held) {
-      const size_t bytes = MatmulMemory::bytes(rows_stay ? chunks : kRing);
+    const auto bytes_for = [&](int held) {
+      const size_t bytes =
+          held == 2 ? MatmulMemory<2>::bytes(0) : MatmulMemory<1>::bytes(rows_stay ? chunks : kRing);
       const int64_t fit = std::max<int64_t>(2, kL2Bytes / (kRows * (2 * window + 1) * int64_t{sizeof(T)}));
-      const bool fewer = held && fit < kHeldThreadBlocks;
+      const bool fewer = held > 0 && fit < kHeldThreadBlocks;
       return fewer ? std::max(bytes, launch.shared_memory() / (fit + 1) / 16 * 16 + 16) : bytes;
     };
     const auto run = [&](auto count, auto held) {
-      constexpr bool kHeld = decltype(held)::value;
+      constexpr int kHeld = decltype(held)::value;
       launch.with_shared_memory(
           window_matmul_kernel<T, decltype(count)::value, kHeld>, matrices * row_tiles * column_parts, kThreads,
           bytes_for(kHeld), arguments);
@@ -423,10 +445,13 @@ Tensor window_matmul(const Tensor& a, const Tensor& b, int64_t window) {
     const auto with_count = [&](auto count) {
       if constexpr (sizeof(T) == 2) {
         if (chunks == 1) {
-          return run(count, std::true_type{});
+          return run(count, std::integral_constant<int, 1>{});
+        }
+        if (chunks == 2) {
+          return run(count, std::integral_constant<int, 2>{});
         }
       }
-      run(count, std::false_type{});
+      run(count, std::integral_constant<int, 0>{});
     };
     // A run is of two rows at most where these are longer.
     has_whole_runs<T>(window) && window > 0 ? with_count(std::integral_constant<int, kRun<T>>{})
