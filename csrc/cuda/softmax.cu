@@ -105,15 +105,10 @@ struct Team {
     }
   }
 
-  // f of what the lanes of a warp have.
+  // f of what the lanes of a warp that have the row have.
   template <class A, class F>
   __device__ __forceinline__ A of_warp(A x, const F& f) const {
-#pragma unroll
-    for (int lane = kLanes / 2; lane > 0; lane /= 2) {
-      const A other = __shfl_xor_sync(0xffffffffu, x, lane);
-      x = (other_rows & lane) == 0 ? f(x, other) : x;
-    }
-    return x;
+    return combine_lanes(x, ~other_rows, f);
   }
 
   // Whether several warps have runs of the thread's row, the same for all threads.

@@ -129,14 +129,14 @@ __device__ __forceinline__ A sum_of_lanes(A x, int width) {
   return x;
 }
 
-// What f(x, y) makes of 2^log_width neighbouring lanes, up to 32; the same bits in each of them. For a width that the
-// compiler does not know: there is no branch, lanes take part in all exchanges and leave out the wider ones.
+// What f(x, y) makes of the lanes whose numbers differ in these bits alone; the same bits in each of them. The compiler
+// need not know them: there is no branch, lanes take part in all exchanges and leave out those along other bits.
 template <class A, class F>
-__device__ __forceinline__ A combine_lanes(A x, int log_width, const F& f) {
+__device__ __forceinline__ A combine_lanes(A x, uint32_t bits, const F& f) {
 #pragma unroll
-  for (int log = 4; log >= 0; --log) {
-    const A other = __shfl_xor_sync(0xffffffffu, x, 1 << log);
-    x = log < log_width ? f(x, other) : x;
+  for (uint32_t bit = 16; bit > 0; bit /= 2) {
+    const A other = __shfl_xor_sync(0xffffffffu, x, bit);
+    x = bits & bit ? f(x, other) : x;
   }
   return x;
 }

@@ -50,7 +50,8 @@ struct Shares {
   }
 
   __host__ __device__ int rows() const { return kLanes >> log_lanes; }
-  __device__ int lane() const { return threadIdx.x & ((1 << log_lanes) - 1); }
+  __device__ uint32_t lane_bits() const { return (1u << log_lanes) - 1; }
+  __device__ int lane() const { return threadIdx.x & lane_bits(); }
   __device__ int row() const { return threadIdx.x % kLanes >> log_lanes; }
 
   // Which head of the tensor's is matrix `matrix` of the launch.
@@ -66,11 +67,11 @@ struct Shares {
 
   template <class A>
   __device__ A sum(A x) const {
-    return combine_lanes(x, log_lanes, [](A a, A b) { return a + b; });
+    return combine_lanes(x, lane_bits(), [](A a, A b) { return a + b; });
   }
   template <class A>
   __device__ A max(A x) const {
-    return combine_lanes(x, log_lanes, [](A a, A b) { return ::max(a, b); });
+    return combine_lanes(x, lane_bits(), [](A a, A b) { return ::max(a, b); });
   }
 };
 
