@@ -65,7 +65,29 @@ class Launcher {
     run(kernel, blocks, threads, bytes, arguments...);
   }
 
+  // Runs a kernel, on a GPU since Hopper, that may begin while the last one still runs, if that one says so
+  // (`let_next_begin`), and waits for all of it (`wait_for_previous`) before it reads what that one writes: so it is at
+  // work at once. CUDA's programmatic dependent launch.
+  template <class... Parameters, class... Arguments>
+  void beside_previous(void (*kernel)(Parameters...), int64_t blocks, dim3 threads, Arguments... arguments) const {
+    if (blocks == 0) {
+      return;
+    }
+    cudaLaunchAttribute beside{};
+    beside.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    beside.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid(blocks);
+    config.blockDim = threads;
+    config.stream = stream_;
+    config.attrs = &beside;
+    config.numAttrs = 1;
+    STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
+  }
+
  private:
+  static unsigned grid(int64_t blocks) { return static_cast<unsigned>(blocks < INT32_MAX ? blocks : INT32_MAX); }
+
   static int attribute(cudaDeviceAttr name) {
     int device = 0, value = 0;
     STD_CUDA_CHECK(cudaGetDevice(&device));
@@ -75,16 +97,28 @@ class Launcher {
 
   template <class... Parameters, class... Arguments>
   void run(void (*kernel)(Parameters...), int64_t blocks, dim3 threads, size_t bytes, Arguments... arguments) const {
-    constexpr int64_t limit = INT32_MAX;
     if (blocks == 0) {
       return;
     }
-    kernel<<<static_cast<unsigned>(blocks < limit ? blocks : limit), threads, bytes, stream_>>>(arguments...);
+    kernel<<<grid(blocks), threads, bytes, stream_>>>(arguments...);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
 
   torch::stable::accelerator::DeviceGuard guard_;
   cudaStream_t stream_;
 };
+
+// By all threads of a kernel, once: the next one may begin as soon as all thread blocks have come here.
+__device__ __forceinline__ void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Until the kernel before is over and what it has written can be read.
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 }  // namespace ds_sparse

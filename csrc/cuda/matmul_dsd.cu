@@ -273,7 +273,7 @@ __host__ __device__ inline int shares_of_tile(int64_t width) {
   return static_cast<int>(kProductTile * width / (kAddedTogether * kThreads));
 }
 
-// Adds up the parts of tiles that are cut.
+// Adds up the parts of tiles that are cut. Begins while they are being made.
 template <class T>
 __global__ void __launch_bounds__(kThreads) add_parts_of_tiles_kernel(const __grid_constant__ TileProduct<T> p) {
   const int width = static_cast<int>(p.result.width), shares = shares_of_tile(width);
@@ -284,6 +284,7 @@ __global__ void __launch_bounds__(kThreads) add_parts_of_tiles_kernel(const __gr
     const int copy = i / shares / p.num_cuts;
     const TileTask task(p.lists, copy * p.lists.num_units, int4{cut[0], 0, 0, cut[1]});
     const int line = p.lists.lines[task.tile * p.lists.lines_per_tile + row / p.block];
+    wait_for_previous();
     if (line < 0) {
       continue;
     }
@@ -330,7 +331,7 @@ void dsd_of_tiles(
   } else {
     dsd_of_large_blocks(launch, product, values, dense, out, transposed);
   }
-  launch(
+  launch.beside_previous(
       add_parts_of_tiles_kernel<T>, lists.copies * cuts.size(0) * shares_of_tile(width), kThreads, product);
 }
 

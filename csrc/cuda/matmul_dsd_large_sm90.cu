@@ -119,6 +119,7 @@ template <class T, int kN, int kBlock>
 __global__ void __launch_bounds__(kThreads<kN>, 1) dsd_of_large_blocks_kernel(
     const __grid_constant__ TileProduct<T> p, const __grid_constant__ CUtensorMap values,
     const __grid_constant__ CUtensorMap dense, const __grid_constant__ CUtensorMap out, bool transposed) {
+  let_next_begin();
   extern __shared__ __align__(kPanelAlignment) unsigned char shared[];
   auto& memory = *reinterpret_cast<Shared<T, kN>*>(align_panels(shared));
   if (threadIdx.x == 0) {

@@ -218,6 +218,7 @@ template <class T, int kN, int kBlock, bool kTransposed>
 __global__ void __launch_bounds__(kThreads<T, kN, kBlock>, kThreadBlocks<kN>) dsd_of_small_blocks_kernel(
     const __grid_constant__ TileProduct<T> p, const T* values, const __grid_constant__ CUtensorMap dense,
     const __grid_constant__ CUtensorMap out) {
+  let_next_begin();
   extern __shared__ __align__(kPanelAlignment) unsigned char shared[];
   auto& memory = *reinterpret_cast<Shared<T, kN, kBlock>*>(align_panels(shared));
   if (threadIdx.x == 0) {
