@@ -109,6 +109,15 @@ __device__ __forceinline__ void copy_box(
       : "memory");
 }
 
+// The same of runs of tokens (RunsMap).
+__device__ __forceinline__ void copy_runs(void* to, const CUtensorMap* map, Barrier* barrier, int column, int place) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %4, %4, %5}], [%2];" ::"r"(
+          shared_address(to)),
+      "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(0), "r"(place)
+      : "memory");
+}
+
 // Starts a copy of adjacent bytes, a multiple of 16 from and to multiples of 16.
 __device__ __forceinline__ void copy_bytes(void* to, const void* from, int bytes, Barrier* barrier) {
   asm volatile(

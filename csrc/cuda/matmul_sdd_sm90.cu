@@ -1,8 +1,8 @@
 // Dense @ dense on the live blocks, on Hopper, 16-bit types, up to 128 numbers a token, which are adjacent in both
 // operands. A thread block takes unit after unit of the layout's tiles (matmul_tiles.h): the rows of a tile stay in
 // registers, 64 in each warpgroup's, while the union of their columns passes, 64 tokens at a time, gathered where
-// blocks are smaller. Of each product a warp has 16 rows, all in one block row, and stores them of the blocks that are
-// live, where they are adjacent bytes: warps wait for none of each other's results.
+// blocks are smaller, in an order in which a lane's sums are neighbours. Of each product a warp has 16 rows, all in one
+// block row, and stores them of the blocks that are live, from registers: warps wait for none of each other's results.
 
 #include <torch/csrc/stable/ops.h>
 
@@ -30,6 +30,8 @@ struct Shape {
   static constexpr int kBox = std::min(kBlock, kTile);          // tokens that are copied together
   static constexpr int kBoxes = kTile / kBox;                   // of a stage, and entries of a step
   static constexpr int kParts = kBlock / kBox;                  // of a block, a step each
+  static constexpr int kLaneRun = std::min(kBox / 4, 8);        // neighbouring columns of which a lane has the sums
+  static constexpr int kFourRuns = 4 * kLaneRun;                // those of a line's four lanes
 };
 
 // Thread blocks on a multiprocessor: as many as its registers and, with as many stages as keep copies going, its shared
@@ -44,7 +46,6 @@ struct Memory : Shape<kBlock> {
   using S = Shape<kBlock>;
   static constexpr int kStages = S::kParts == 1 && (kPanels == 1 || S::kGroups == 2) ? 5 : 4;
   T stages[kStages][kPanels][kTileElements];
-  T results[S::kWarps][S::kParts][16 * kTile];
   Run<int32_t, S::kBoxes> slots[kStages][S::kLines];
   Unit units[kStages];  // with the first of the unit's rows
   Barrier there[kStages], free[kStages];
@@ -52,18 +53,28 @@ struct Memory : Shape<kBlock> {
 
 template <class T, int kPanels, int kBlock>
 __device__ __forceinline__ void copy_all(
-    const TileLists& lists, int* taken, Memory<T, kPanels, kBlock>& memory, const CUtensorMap* a,
-    const CUtensorMap* b) {
+    const TileLists& lists, int* taken, Memory<T, kPanels, kBlock>& memory, const CUtensorMap* a, const RunsMap& b) {
   using M = Memory<T, kPanels, kBlock>;
   constexpr int kBox = M::kBox, kBoxes = M::kBoxes, kLines = M::kLines, kParts = M::kParts;
   constexpr int kBoxBytes = kPanels * kBox * kLineBytes;
   const int lane = threadIdx.x % 32, tasks = lists.tasks();
   Ring<M::kStages> ring;
-  const auto copy = [&](int number, const CUtensorMap* map, const TileTask& task, int token) {
+  const auto copy_rows = [&](int number, const TileTask& task, int token) {
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
       T* to = memory.stages[ring.stage][panel] + number * kBox * kPanel;
-      copy_box(to, map, &memory.there[ring.stage], panel * kPanel, token, task.head, task.batch);
+      copy_box(to, a, &memory.there[ring.stage], panel * kPanel, token, task.head, task.batch);
+    }
+  };
+  const auto copy_columns = [&](int number, const TileTask& task, int token) {
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+#pragma unroll
+      for (int first = 0; first < kBox; first += M::kFourRuns) {
+        T* to = memory.stages[ring.stage][panel] + (number * kBox + first) * kPanel;
+        const int place = task.batch * b.batch + task.head * b.head + (token + first) * b.token;
+        copy_runs(to, &b.map, &memory.there[ring.stage], panel * kPanel, place);
+      }
     }
   };
   // A lane has one of 32 entries, with its places. A unit's next 32 are asked for before these are copied: memory that is
@@ -124,7 +135,7 @@ __device__ __forceinline__ void copy_all(
         memory.there[ring.stage].arrive_and_expect(kBoxes * kBoxBytes);
       }
       if (lane < kBoxes) {
-        copy(lane, a, task, rows[group]);  // zeros where there is no line
+        copy_rows(lane, task, rows[group]);  // zeros where there is no line
       }
     }
     for (int first = 0; first < task.num_entries; first += 32) {
@@ -149,7 +160,7 @@ __device__ __forceinline__ void copy_all(
         }
         // Boxes that are not there leave what was in their place: products whose slots are -1.
         if (box >= 0 && box < boxes) {
-          copy(box, b, task, static_cast<int>(now.word & 0xffffffu) * kBlock + step % kParts * kBox);
+          copy_columns(box, task, static_cast<int>(now.word & 0xffffffu) * kBlock + step % kParts * kBox);
         }
       }
     }
@@ -162,30 +173,17 @@ __device__ __forceinline__ void copy_all(
   }
 }
 
-// From a run in swizzled lines of shared memory to the one so many on in its line; no bit may be set in both numbers.
-template <class T>
-__device__ __forceinline__ T* runs_on(T* run, int runs) {
-  return static_cast<T*>(__cvta_shared_to_generic(shared_address(run) ^ runs * 16));
-}
-
 template <class T, int kPanels, int kBlock>
 __device__ __forceinline__ void multiply_all(Memory<T, kPanels, kBlock>& memory, T* out) {
   using M = Memory<T, kPanels, kBlock>;
   constexpr int kBox = M::kBox, kBoxes = M::kBoxes, kParts = M::kParts, kDepth = kPanels * kPanel / 16;
   constexpr int kStageElements = kPanels * kTileElements;
-  // The warp's part of a block passes through its results, from the lanes that have it as a product's sums, 16 columns
-  // at once, to those that store it, some lines at once.
-  constexpr int kRounds = kBox / 16;  // of either
-  constexpr int kRunsOfLine = kBox / kRun<T>, kLinesAtOnce = 32 / kRunsOfLine;
+  constexpr int kWords = M::kLaneRun / 2, kRunsOfBox = kBox / M::kFourRuns;
   const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32), strip = warp * 16;
   const hopper::Operand all_columns(memory.stages[0][0]);
   // Where the lane points at a run of its warp's rows: of their first 16 numbers, in the first stage.
   const T* rows_run = kept_shared(run_of_line(memory.stages[0][0], strip % kTile + lane % 16, lane / 16));
-  T* results = memory.results[warp][0];
-  const int line = lane / kRunsOfLine, run = lane % kRunsOfLine;
-  T* product_run = kept_shared(run_of_short_line<kBox>(results, lane % 16, lane / 16));
-  const T* own_run = kept_shared(run_of_short_line<kBox>(results, line, run));
-  out += (strip % kBlock + line) * kBlock + run * kRun<T>;
+  out += (strip % kBlock + lane / 4) * kBlock + lane % 4 * M::kLaneRun;
   Ring<M::kStages> ring;
   const auto is_free = [&]() {
     __syncwarp();
@@ -215,17 +213,19 @@ __device__ __forceinline__ void multiply_all(Memory<T, kPanels, kBlock>& memory,
       }
       is_free();
     }
+    // Rounded sums of a lane's two lines, of the first half of a block of 128 columns.
+    [[maybe_unused]] uint32_t first_half[2][kTile / 8];
     int part = 0;
     for (; steps > 0; --steps, part ^= kParts - 1, ring.next()) {
       memory.there[ring.stage].wait(ring.parity);
       const auto slots = memory.slots[ring.stage][strip / kBlock];
-      bool any = false;
-#pragma unroll
-      for (int32_t slot : slots.element) {
-        any |= slot >= 0;
-      }
       if constexpr (kBlock >= kTile) {
         // All of the warpgroup's rows are in one line.
+        bool any = false;
+#pragma unroll
+        for (int32_t slot : slots.element) {
+          any |= slot >= 0;
+        }
         if (!uniform(any)) {
           is_free();
           continue;
@@ -243,38 +243,36 @@ __device__ __forceinline__ void multiply_all(Memory<T, kPanels, kBlock>& memory,
       wait_for_products<0>();
       sums_are_there(sums);
       is_free();
-      T* product_run_of_part = product_run + part * 16 * kTile;
+      uint32_t words[2][kTile / 8];
 #pragma unroll
-      for (int i = 0; i < kBoxes; ++i) {
-        if (slots.element[i] >= 0) {
-#pragma unroll
-          for (int j = 0; j < kRounds; ++j) {
-            uint32_t rounded[4];
-            round_columns<T>(rounded, sums, i * kRounds + j);
-            store_matrices(runs_on(product_run_of_part, 2 * j) + i * 16 * kBox, rounded);
-          }
-        }
+      for (int i = 0; i < kTile / 4; ++i) {
+        words[i % 2][i / 2] = round_pair<T>(sums[2 * i], sums[2 * i + 1]);
       }
       // Both halves of a block's lines are stored together: memory takes halves of 256 bytes with a step between more slowly.
       if (part < kParts - 1) {
+#pragma unroll
+        for (int i = 0; i < kTile / 4; ++i) {
+          first_half[i % 2][i / 2] = words[i % 2][i / 2];
+        }
         continue;
       }
-      __syncwarp();
 #pragma unroll
-      for (int i = 0; i < kBoxes * kParts; ++i) {
-        const int32_t slot = slots.element[i / kParts];
-        if (slot >= 0) {
-          T* to = values + int64_t{slot} * (kBlock * kBlock) + i % kParts * kBox;
+      for (int box = 0; box < kBoxes; ++box) {
+        if (slots.element[box] >= 0) {
+          T* to = values + int64_t{slots.element[box]} * (kBlock * kBlock);
 #pragma unroll
-          for (int j = 0; j < kRounds; ++j) {
-            const int first_line = j * kLinesAtOnce;
-            // The swizzle is linear: that of lines so far on moves their runs so far.
-            const T* from = runs_on(own_run, first_line / (kPanel / kBox) % kRunsOfLine);
-            store_run(to + first_line * kBlock, load_aligned(from + (i * 16 + first_line) * kBox));
+          for (int line = 0; line < 2; ++line, to += 8 * kBlock) {
+#pragma unroll
+            for (int run = 0; run < kParts * kRunsOfBox; ++run) {
+              const auto& half = run / kRunsOfBox < kParts - 1 ? first_half : words;
+              const uint32_t* first = half[line] + (box * kRunsOfBox + run % kRunsOfBox) * kWords;
+              store_run(
+                  reinterpret_cast<uint32_t*>(to + run * M::kFourRuns),
+                  *reinterpret_cast<const Run<uint32_t, kWords>*>(first));
+            }
           }
         }
       }
-      __syncwarp();
     }
   }
 }
@@ -283,7 +281,7 @@ template <class T, int kPanels, int kBlock>
 __global__ void __launch_bounds__(Shape<kBlock>::kThreads, kThreadBlocksOfShape<kPanels, kBlock>)
 sdd_on_hopper_kernel(
     const __grid_constant__ TileLists lists, int* taken, const __grid_constant__ CUtensorMap a,
-    const __grid_constant__ CUtensorMap b, T* out) {
+    const __grid_constant__ RunsMap b, T* out) {
   extern __shared__ unsigned char shared[];
   using M = Memory<T, kPanels, kBlock>;
   auto& memory = *reinterpret_cast<M*>(align_panels(shared));
@@ -298,15 +296,16 @@ sdd_on_hopper_kernel(
   if (threadIdx.x < M::kWarps * 32) {
     multiply_all<T, kPanels, kBlock>(memory, out);
   } else {
-    copy_all<T, kPanels, kBlock>(lists, taken, memory, &a, &b);
+    copy_all<T, kPanels, kBlock>(lists, taken, memory, &a, b);
   }
 }
 
 }  // namespace
 
 bool takes_sdd_on_hopper(const Launcher& launch, const Tensor& a, const Tensor& b) {
+  const Tensor b_lines = torch::stable::transpose(b, 2, 3);
   return launch.is_hopper() && a.element_size() == 2 && a.size(3) > 0 && a.size(3) <= kMostDepth &&
-         takes_boxes(a) && takes_boxes(torch::stable::transpose(b, 2, 3));
+         takes_boxes(a) && takes_boxes(b_lines) && RunsMap::takes(b_lines);
 }
 
 void sdd_on_hopper(
@@ -322,7 +321,7 @@ void sdd_on_hopper(
     launch.with_shared_memory(
         sdd_on_hopper_kernel<T, kPanels, kBlock>, std::min<int64_t>(lists.tasks(), most), M::kThreads,
         sizeof(M) + kPanelAlignment, lists, taken.mutable_data_ptr<int32_t>(), tensor_map(a, M::kBox),
-        tensor_map(b_lines, M::kBox), static_cast<T*>(out.mutable_data_ptr()));
+        RunsMap(b_lines, M::kLaneRun), static_cast<T*>(out.mutable_data_ptr()));
   };
   const auto with_block = [&](auto zero, auto panels) {
     switch (block) {
