@@ -66,8 +66,9 @@ class Launcher {
   }
 
   // Runs a kernel, on a GPU since Hopper, that may begin while the last one still runs, if that one says so
-  // (`let_next_begin`), and waits for all of it (`wait_for_previous`) before it reads what that one writes: so it is at
-  // work at once. CUDA's programmatic dependent launch.
+  // (`let_next_begin`), and waits for all of it (`wait_for_previous`) in every thread, before it reads what that one writes
+  // and before it ends: what comes next in the stream waits for this kernel alone. So it is at work at once. CUDA's
+  // programmatic dependent launch.
   template <class... Parameters, class... Arguments>
   void beside_previous(void (*kernel)(Parameters...), int64_t blocks, dim3 threads, Arguments... arguments) const {
     if (blocks == 0) {

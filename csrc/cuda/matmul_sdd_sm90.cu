@@ -214,7 +214,7 @@ __device__ __forceinline__ void multiply_all(Memory<T, kPanels, kBlock>& memory,
       is_free();
     }
     // Rounded sums of a lane's two lines, of the first half of a block of 128 columns.
-    [[maybe_unused]] uint32_t first_half[2][kTile / 8];
+    [[maybe_unused]] alignas(16) uint32_t first_half[2][kTile / 8];
     int part = 0;
     for (; steps > 0; --steps, part ^= kParts - 1, ring.next()) {
       memory.there[ring.stage].wait(ring.parity);
@@ -243,7 +243,7 @@ __device__ __forceinline__ void multiply_all(Memory<T, kPanels, kBlock>& memory,
       wait_for_products<0>();
       sums_are_there(sums);
       is_free();
-      uint32_t words[2][kTile / 8];
+      alignas(16) uint32_t words[2][kTile / 8];
 #pragma unroll
       for (int i = 0; i < kTile / 4; ++i) {
         words[i % 2][i / 2] = round_pair<T>(sums[2 * i], sums[2 * i + 1]);

@@ -46,7 +46,7 @@ struct MatmulMemory {
 
   unsigned char columns[kRing][kChunks][kColumnTile];
   unsigned char seams[kRows][16];
-  // Followed by row tiles: all chunks of the rows, or those of the ring.
+  // Followed by row tiles: all chunks of the rows, those of the ring, or none, where they pass through the ring.
   static size_t bytes(int row_tiles) { return sizeof(MatmulMemory) + row_tiles * kRowTile; }
 };
 
@@ -224,6 +224,7 @@ __global__ void __launch_bounds__(kThreads, kHeld == 1 ? kHeldThreadBlocks : 3) 
   constexpr int kChunks = std::max(kHeld, 1);
   using Memory = MatmulMemory<kChunks>;
   constexpr int kStage = kChunks * Memory::kColumnTile;
+  static_assert(kHeld != 2 || kHeld * Memory::kRowTile <= (kRing - 1) * kStage);
   constexpr int kGroups = kColumns / kGroup, kProducts = 4;  // in a step; along a chunk
   auto& memory = *reinterpret_cast<Memory*>(shared);
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * kWarpRows;
