@@ -357,8 +357,8 @@ __global__ void __launch_bounds__(kThreads, kHeld == 1 ? kHeldThreadBlocks : 3) 
         }
       };
 #pragma unroll 1
-      for (uint32_t stage = 0; stage < kRing - 1; ++stage) {
-        load_next(stage);
+      for (uint32_t first = 0; first < kRing - 1; ++first) {
+        load_next(first);
       }
 #pragma unroll 1
       for (int step = 0; step < steps; ++step) {
