@@ -214,7 +214,7 @@ struct Group {
 };
 
 // kCount: elements that are written together, a run of 16 bytes or a pair. kHeld: chunks of rows, all of them, which each
-// warp holds in registers; 0: rows are read with each step. Two chunks pass through the ring before columns do.
+// warp holds in registers; 0: rows are read with each step. Two chunks lie in the ring's later stages while its first one fills.
 template <class T, int kCount, int kHeld>
 __global__ void __launch_bounds__(kThreads, kHeld == 1 ? kHeldThreadBlocks : 3) window_matmul_kernel(
     const __grid_constant__ MatmulArguments<T> p) {
