@@ -36,7 +36,8 @@ ORDERS = {"rows": (BOTH, FIRST, SECOND), "columns": (FIRST, BOTH, SECOND)}
 """As the kernels that hold a side take them fastest: those of rows begin where both halves have work."""
 
 LEAST_CUT = 512
-"""Tokens below which a list is not cut: shorter parts would not pay for putting their results together."""
+"""Tokens of a list below which it is not cut, and by which the longest unit of a head has to become shorter: less would not
+pay for putting the parts' results together, which takes a kernel of its own."""
 
 MAX_LINES = 8
 """Lines of a tile, as an entry has so many bits for them."""
@@ -75,8 +76,8 @@ class Tiles:
             In ascending order, or in that of kinds as above. Bit 31 is the sign: read entries as uint32.
         units: (U, 4). The work of one thread block (for each batch, and each head that shares the layout head): tile,
             first entry, number of entries, part. A tile has one unit, perhaps of no entries, with part -1; or, where
-            its list is longer than a bound, several of about equal length. These parts are numbered from 0 through all
-            tiles that are cut, ascending. Units of a head are together, the longest first.
+            its list is longer than a bound and cutting pays, several of about equal length. These parts are numbered
+            from 0 through all tiles that are cut, ascending. Units of a head are together, the longest first.
         cuts: (K, 3). The tiles that are cut: tile, first part, number of parts. What the parts give is put together in
             that order.
     """
@@ -250,20 +251,25 @@ def _entries(owners: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _cut(lengths: list[list[int]], block: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """The units and cuts of a side's tiles, whose lengths are given for each head. A unit has at most one and a half
-    times the mean of its head's, in whole steps, or LEAST_CUT tokens where that is more."""
+    """The units and cuts of a side's tiles, whose lengths are given for each head. Where that makes the longest unit of a
+    head shorter by more than LEAST_CUT tokens, a unit has at most one and a half times the mean of its head's, in whole
+    steps, or LEAST_CUT tokens where that is more."""
     step = max(1, STEP // block)
     units, cuts = [], []
     tile = first = part = 0
     for of_head in lengths:
         above_the_mean = _ceil_div(3 * sum(of_head), 2 * len(of_head) * step)
         longest = step * max(1, LEAST_CUT // (step * block), above_the_mean)
+        parts_of_tiles = [max(1, _ceil_div(length, longest)) for length in of_head]
+        shorter_by = max(of_head) - max(map(_ceil_div, of_head, parts_of_tiles))
+        if shorter_by * block <= LEAST_CUT:
+            parts_of_tiles = [1] * len(of_head)
         of_tiles = []
-        for length in of_head:
-            if length <= longest:
+        for length, parts in zip(of_head, parts_of_tiles):
+            if parts == 1:
                 of_tiles.append((tile, first, length, -1))
             else:
-                steps, parts = _ceil_div(length, step), _ceil_div(length, longest)
+                steps = _ceil_div(length, step)
                 edges = [min(steps * i // parts * step, length) for i in range(parts + 1)]
                 of_tiles += [(tile, first + a, b - a, part + i) for i, (a, b) in enumerate(pairwise(edges))]
                 cuts.append((tile, part, parts))

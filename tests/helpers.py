@@ -18,6 +18,8 @@ EXAMPLES = settings(deadline=None, derandomize=True, database=None)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 VIEWS = ("contiguous", "transposed", "sliced", "offset", "expanded")
+OPERAND_VIEWS = (*VIEWS, "tokens_first", "packed")
+"""Those of (B, H, T, D) too."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,12 @@ def as_view(x: torch.Tensor, view: str) -> torch.Tensor:
     """The values of `x` behind other strides, NaN between them; 'expanded' repeats its first batch and head."""
     if view == "tokens_first":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if view == "packed":
+        # As a projection of query, key and value together gives them, here with room behind each head's numbers.
+        batch, heads, tokens, width = x.shape
+        storage = x.new_full((batch, tokens, 3, heads, width + 8), float("nan"))
+        storage[:, :, 1, :, :width] = x.transpose(1, 2)
+        return storage[:, :, 1, :, :width].transpose(1, 2)
     if view == "transposed":
         return x.transpose(-1, -2).contiguous().transpose(-1, -2)
     if view == "sliced":

@@ -54,7 +54,7 @@ class Launcher {
   // stride over what is left.
   template <class... Parameters, class... Arguments>
   void operator()(void (*kernel)(Parameters...), int64_t blocks, dim3 threads, Arguments... arguments) const {
-    run(kernel, blocks, threads, 0, arguments...);
+    run(kernel, blocks, threads, 0, nullptr, arguments...);
   }
 
   // The same, with `bytes` of shared memory for each thread block.
@@ -62,33 +62,23 @@ class Launcher {
   void with_shared_memory(
       void (*kernel)(Parameters...), int64_t blocks, dim3 threads, size_t bytes, Arguments... arguments) const {
     STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
-    run(kernel, blocks, threads, bytes, arguments...);
+    run(kernel, blocks, threads, bytes, nullptr, arguments...);
   }
 
   // Runs a kernel, on a GPU since Hopper, that may begin while the last one still runs, if that one says so
   // (`let_next_begin`), and waits for all of it (`wait_for_previous`) in every thread, before it reads what that one writes
-  // and before it ends: what comes next in the stream waits for this kernel alone. So it is at work at once. CUDA's
-  // programmatic dependent launch.
+  // and before it ends: what comes next in the stream waits for this kernel alone. What it reads before it waits was
+  // written before the last kernel began, which therefore is not run this way itself. Its thread blocks are in place
+  // when the last kernel's are done. CUDA's programmatic dependent launch.
   template <class... Parameters, class... Arguments>
   void beside_previous(void (*kernel)(Parameters...), int64_t blocks, dim3 threads, Arguments... arguments) const {
-    if (blocks == 0) {
-      return;
-    }
     cudaLaunchAttribute beside{};
     beside.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     beside.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = grid(blocks);
-    config.blockDim = threads;
-    config.stream = stream_;
-    config.attrs = &beside;
-    config.numAttrs = 1;
-    STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
+    run(kernel, blocks, threads, 0, &beside, arguments...);
   }
 
  private:
-  static unsigned grid(int64_t blocks) { return static_cast<unsigned>(blocks < INT32_MAX ? blocks : INT32_MAX); }
-
   static int attribute(cudaDeviceAttr name) {
     int device = 0, value = 0;
     STD_CUDA_CHECK(cudaGetDevice(&device));
@@ -96,13 +86,22 @@ class Launcher {
     return value;
   }
 
+  // `attribute`: of the launch; may be null.
   template <class... Parameters, class... Arguments>
-  void run(void (*kernel)(Parameters...), int64_t blocks, dim3 threads, size_t bytes, Arguments... arguments) const {
+  void run(
+      void (*kernel)(Parameters...), int64_t blocks, dim3 threads, size_t bytes, cudaLaunchAttribute* attribute,
+      Arguments... arguments) const {
     if (blocks == 0) {
       return;
     }
-    kernel<<<grid(blocks), threads, bytes, stream_>>>(arguments...);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    cudaLaunchConfig_t config{};
+    config.gridDim = static_cast<unsigned>(blocks < INT32_MAX ? blocks : INT32_MAX);
+    config.blockDim = threads;
+    config.dynamicSmemBytes = bytes;
+    config.stream = stream_;
+    config.attrs = attribute;
+    config.numAttrs = attribute != nullptr;
+    STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
   }
 
   torch::stable::accelerator::DeviceGuard guard_;

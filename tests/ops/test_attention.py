@@ -14,6 +14,7 @@ import torch
 from helpers import (
     DTYPES,
     EXAMPLES,
+    OPERAND_VIEWS,
     VIEWS,
     Layout,
     as_view,
@@ -41,7 +42,6 @@ from ds_sparse.index import BlockIndex
 from ds_sparse.ops.attention import dropout_seed
 
 OPERATORS = ("block_attention_forward", "block_attention_backward", "block_attention_bias_backward")
-OPERAND_VIEWS = (*VIEWS, "tokens_first")
 
 FULL = make_layout(torch.ones(2, 2, dtype=torch.bool))
 MIXED = make_layout(torch.tensor([[[1, 0, 1], [0, 0, 0], [0, 1, 1]], [[1, 1, 1], [0, 1, 0], [1, 0, 0]]]))

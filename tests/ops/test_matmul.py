@@ -10,7 +10,7 @@ import torch
 from helpers import (
     DTYPES,
     EXAMPLES,
-    VIEWS,
+    OPERAND_VIEWS,
     Layout,
     as_view,
     assert_as_accurate,
@@ -133,7 +133,7 @@ def check(case: Case, dtype: torch.dtype, device: str, views: tuple[str, str, st
 @given(
     case=cases(),
     dtype=st.sampled_from(DTYPES),
-    views=st.tuples(*[st.sampled_from(VIEWS)] * 3),
+    views=st.tuples(*[st.sampled_from(OPERAND_VIEWS)] * 3),
     wanted=st.sampled_from(((True, True), (True, False), (False, True))),
 )
 def test_result_and_gradients(
@@ -154,6 +154,17 @@ def test_every_mode_transposition_and_dtype(device: str, mode: str, trans_a: boo
     check(case, dtype, device, ("contiguous",) * 3, (True, True))
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("width", [8, 48, 64, 72, 128])
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_query_and_key_of_one_projection(device: str, block: int, width: int, heads: int, batch: int):
+    """Heads and tokens lie apart by numbers that have little in common."""
+    layout = make_layout(torch.rand(heads, 512 // block, 512 // block, generator=seeded()) < 0.4)
+    case = make_case(layout, block, "sdd", False, True, seeded(), width=width, batches=(batch, batch))
+    check(case, torch.bfloat16, device, ("packed", "packed", "contiguous"), (True, True))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("block", "rows", "columns", "width"), [(16, 18, 21, 72), (32, 9, 11, 40), (64, 7, 9, 72)])
 @pytest.mark.parametrize("mode", MODES)
@@ -167,13 +178,13 @@ def test_lines_of_every_length(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("block", "rows", "columns", "width"),
-    [(16, 42, 45, 72), (32, 21, 23, 64), (64, 13, 15, 64), (64, 13, 15, 72), (128, 7, 9, 40), (128, 7, 9, 128)],
+    [(16, 78, 75, 72), (32, 39, 37, 64), (64, 19, 21, 64), (64, 19, 21, 72), (128, 13, 12, 40), (128, 13, 12, 128)],
 )
 @pytest.mark.parametrize("mode", MODES)
 def test_tiles_that_are_cut(
     device: str, mode: str, block: int, rows: int, columns: int, width: int, dtype: torch.dtype
 ):
-    """Lists of more than 512 tokens, below which those of tiles stay whole; only these dtypes walk tiles."""
+    """Lists of more than 1,024 tokens, below which those of tiles stay whole; only these dtypes walk tiles."""
     live = lines_of_every_length(rows, columns, 0.05 if block == 16 else 0.1)
     assert_cut(live, block)
     check_lines_of_every_length(live, device, mode, block, width, dtype)
@@ -200,6 +211,7 @@ def test_long_lines_among_short_ones(device: str, mode: str, block: int, blocks:
     """Parts of tiles that are cut for the sake of one line, in most of which the others have nothing."""
     live = torch.eye(blocks, dtype=torch.bool)
     live[1] = live[:, 2] = True
+    assert_cut(live[None], block)
     case = make_case(make_layout(live), block, mode, False, mode == "sdd", seeded(), heads=2, width=width)
     check(case, torch.bfloat16, device, ("contiguous",) * 3, (True, True))
 
@@ -214,10 +226,11 @@ def check_lines_of_every_length(
 
 @pytest.mark.parametrize("block", [16, 32, 64])
 def test_the_same_bits_every_time(device: str, block: int):
-    layout = torch.rand(12, 40, 40, generator=seeded()) < 0.05
+    blocks = max(40, 1280 // block)
+    layout = torch.rand(12, blocks, blocks, generator=seeded()) < 0.05
     layout[:, 0] = layout[:, :, 0] = True
     assert_cut(layout, block)
-    a = torch.randn(2, 12, 40 * block, 64, generator=seeded()).to(device, torch.bfloat16)
+    a = torch.randn(2, 12, blocks * block, 64, generator=seeded()).to(device, torch.bfloat16)
     sdd, dsd = MatMul(layout, block, "sdd", trans_b=True), MatMul(layout, block, "dsd", trans_a=True)
     first = dsd(sdd(a, a), a)
     for _ in range(5):

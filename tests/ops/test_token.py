@@ -15,7 +15,7 @@ import torch
 from helpers import (
     DTYPES,
     EXAMPLES,
-    VIEWS,
+    OPERAND_VIEWS,
     Pairs,
     as_view,
     assert_as_accurate,
@@ -38,7 +38,6 @@ from ds_sparse.ops.attention import _lists
 from ds_sparse.tokens import tensors_in
 
 OPERATORS = ("token_matmul_sdd", "token_matmul_dsd", "token_attention_forward", "token_attention_backward")
-OPERAND_VIEWS = (*VIEWS, "tokens_first")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from helpers import (
     DTYPES,
     EXAMPLES,
-    VIEWS,
+    OPERAND_VIEWS,
     as_view,
     assert_as_accurate,
     attention_allowances,
@@ -32,7 +32,6 @@ from ds_sparse.ops import unwindow_matmul
 from ds_sparse.window import built
 
 OPERATORS = ("window_attention_forward", "window_attention_backward")
-OPERAND_VIEWS = (*VIEWS, "tokens_first")
 
 
 @dataclass(frozen=True)
