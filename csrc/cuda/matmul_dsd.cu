@@ -278,8 +278,14 @@ template <class T>
 __global__ void __launch_bounds__(kThreads) add_parts_of_tiles_kernel(const __grid_constant__ TileProduct<T> p) {
   const int width = static_cast<int>(p.result.width), shares = shares_of_tile(width);
   for (int i = blockIdx.x; i < p.lists.copies * p.num_cuts * shares; i += gridDim.x) {
-    const int place = (i % shares * kThreads + static_cast<int>(threadIdx.x)) * kAddedTogether;
-    const int row = place / width, column = place % width;
+    const int place = i % shares * kThreads + static_cast<int>(threadIdx.x);
+    int row = place * kAddedTogether / width, column = place * kAddedTogether % width;
+    if (p.result.transposed) {
+      // A warp has 8 columns of a strip: of parts and of the result whole sectors of 32 bytes.
+      const int columns = place / 32 * 8, lane = place % 32;
+      row = columns / width * kStrip + lane / 2;
+      column = columns % width + lane % 2 * kAddedTogether;
+    }
     const int32_t* cut = p.cuts + i / shares % p.num_cuts * 3;
     const int copy = i / shares / p.num_cuts;
     const TileTask task(p.lists, copy * p.lists.num_units, int4{cut[0], 0, 0, cut[1]});
