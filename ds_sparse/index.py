@@ -318,8 +318,10 @@ class BlockIndex:
         """
         if self.live_blocks == 0:
             return self.num_heads if num_values == 0 else None
-        heads, rest = divmod(num_values * self.layout_heads, self.live_blocks)
-        return heads if rest == 0 and (self.num_heads in (1, heads)) else None
+        # In whole operations: torch.compile traces no divmod of a size that changes.
+        heads = num_values * self.layout_heads // self.live_blocks
+        whole = heads * self.live_blocks == num_values * self.layout_heads
+        return heads if whole and (self.num_heads in (1, heads)) else None
 
     def __getstate__(self) -> dict[str, object]:
         self._making.wait(self._tensors)

@@ -85,14 +85,15 @@ class TokenIndex:
         """From pairs (i, j) in any order.
 
         Args:
-            pairs: int32 or int64 (M, 2), for all heads; or a list of such, one a head; or, padded at the end by rows of
-                -1, (H or 1, M, 2) or (B or 1, H or 1, M, 2).
+            pairs: int32 or int64 (M, 2), or a list of pairs of integers, for all heads; or a list of such, one a head; or,
+                padded at the end by rows of -1, (H or 1, M, 2) or (B or 1, H or 1, M, 2).
 
         Raises:
             TypeError: another type or dtype.
             ValueError: another shape; a token that does not exist, named by its place.
         """
-        lists, batch, heads = _as_lists(pairs, 2, "indices")
+        pairs = lists_of("indices", pairs, 2)
+        lists, batch, heads = _as_lists("indices", pairs, 2)
         for p, one in enumerate(lists):
             if one.shape[1] != 2:
                 raise ValueError(
@@ -124,8 +125,9 @@ class TokenIndex:
             ValueError: another shape; offsets that fall or end elsewhere, a key that does not exist, each named by its
                 place.
         """
-        lists, batch, heads = _as_lists(values, 1, "values")
-        all_offsets, *of_offsets = _as_lists(offsets, 1, "offsets")
+        values, offsets = lists_of("values", values, 1), lists_of("offsets", offsets, 1)
+        lists, batch, heads = _as_lists("values", values, 1)
+        all_offsets, *of_offsets = _as_lists("offsets", offsets, 1)
         if of_offsets != [batch, heads]:
             raise ValueError(
                 f"values are {len(lists)} lists and offsets {len(all_offsets)}; give offsets for each list of values."
@@ -152,20 +154,14 @@ class TokenIndex:
         return cls._build(row, column, counts, batch, heads, queries, keys)
 
     @classmethod
-    def from_jagged(cls, lists: Tensor | Sequence[Tensor], keys: int) -> TokenIndex:
-        """From a nested tensor of jagged layout, (T, keys of the query); or a list of such, one a head.
+    def from_jagged(cls, lists: Nested, keys: int) -> TokenIndex:
+        """From a nested tensor of jagged layout, (T, keys of the query); or a list of such, one a head; or a list of such
+        lists, one a sequence.
 
         Raises:
             TypeError, ValueError: something else; a key that does not exist, named by its place.
         """
-        tensors = [lists] if isinstance(lists, Tensor) else list(lists)
-        for one in tensors:
-            if not isinstance(one, Tensor) or not one.is_nested or one.layout != torch.jagged or one.dim() != 2:
-                raise TypeError("Give a nested tensor of layout torch.jagged with 2 dimensions, or a list of such.")
-        values, offsets = [x.values() for x in tensors], [x.offsets() for x in tensors]
-        if isinstance(lists, Tensor):
-            values, offsets = values[0], offsets[0]
-        return cls.from_csr(values, offsets, tensors[0].shape[0], keys)
+        return cls.from_csr(*_csr_of_jagged(lists), tensors_in(lists)[0].shape[0], keys)
 
     @classmethod
     def from_blocks(cls, index: BlockIndex, queries: int | None = None, keys: int | None = None) -> TokenIndex:
@@ -238,7 +234,7 @@ class TokenIndex:
     def prepared(self) -> TokenIndex:
         """The index itself, with all made that operations and their gradients need: what is compiled later cannot make
         it."""
-        _ = self.by_key, self.tiles
+        _ = self.by_key, self.tiles, self.places, self.repeated
         if self.order is not None:
             _ = self.listed
         return self
@@ -465,7 +461,43 @@ def tensors_in(x: Tensor | Sequence) -> list[Tensor]:
     return [x] if isinstance(x, Tensor) else [tensor for part in x for tensor in tensors_in(part)]
 
 
-def _as_lists(x: Tensor | Sequence, dims: int, name: str) -> tuple[list[Tensor], int, int]:
+def lists_of(name: str, x: Tensor | Sequence, dims: int) -> Nested:
+    """Lists of pairs, or of keys, as tensors of so many dimensions and more: what is given in Python integers, too.
+
+    Raises:
+        TypeError: another form of lists, or no such thing.
+    """
+    if isinstance(x, Tensor):
+        form = "mask" if x.dtype == torch.bool else "jagged" if x.is_nested else ""
+        if form:
+            raise TypeError(f"{name} are a {form} tensor; give TokenIndex.from_{form} of it in place of lists.")
+        if x.layout != torch.strided:
+            raise TypeError(f"{name} are a tensor of layout {x.layout}; give its col_indices() and crow_indices().")
+        return x
+    if not isinstance(x, (list, tuple)) or not x:
+        raise TypeError(f"{name} are {x!r}; they have to be a tensor, or a list of one for each head.")
+    depth, leaf = 0, x
+    while isinstance(leaf, (list, tuple)) and leaf:
+        depth, leaf = depth + 1, leaf[0]
+    if isinstance(leaf, int) and depth == dims:
+        return lists_of(name, torch.tensor(x), dims)
+    return [lists_of(f"{name}[{i}]", part, dims) for i, part in enumerate(x)]
+
+
+def _csr_of_jagged(x: Nested) -> tuple[Nested, Nested]:
+    """Values and offsets of jagged tensors, as these lie in one another."""
+    if isinstance(x, (list, tuple)) and x:
+        values, offsets = zip(*map(_csr_of_jagged, x))
+        return list(values), list(offsets)
+    if not isinstance(x, Tensor) or not x.is_nested or x.layout != torch.jagged or x.dim() != 2:
+        raise TypeError("Give a nested tensor of layout torch.jagged with 2 dimensions, or a list of such.")
+    if x.lengths() is not None:
+        # Its rows are parts of what lies between the offsets.
+        return torch.cat([x.values()[:0], *x.unbind()]), pad(x.lengths().cumsum(0), (1, 0))
+    return x.values(), x.offsets()
+
+
+def _as_lists(name: str, x: Nested, dims: int) -> tuple[list[Tensor], int, int]:
     """Tensors of so many dimensions, one a list in (batch, head) order; how many sequences and heads have theirs."""
     if isinstance(x, Tensor):
         if x.dtype not in (torch.int32, torch.int64):
@@ -477,9 +509,7 @@ def _as_lists(x: Tensor | Sequence, dims: int, name: str) -> tuple[list[Tensor],
             )
         lead = (1, 1, *x.shape[: x.dim() - dims])[-2:]
         return list(x.reshape(math.prod(lead), *x.shape[x.dim() - dims :])), *lead
-    if not isinstance(x, (list, tuple)) or not x:
-        raise TypeError(f"{name} are a {type(x).__name__}; they have to be a tensor, or a list of one for each head.")
-    parts = [_as_lists(part, dims, name) for part in x]
+    parts = [_as_lists(f"{name}[{i}]", part, dims) for i, part in enumerate(x)]
     inner = {(batch, heads) for _, batch, heads in parts}
     depth = {_depth(part, dims) for part in x}
     if len(inner) > 1 or len(depth) > 1 or max(depth) > 1:
@@ -518,9 +548,11 @@ def _refuse_pairs(lists: list[Tensor], queries: int, keys: int) -> None:
         wrong = (one < 0) | (one >= torch.tensor([queries, keys], device=one.device))
         if bool(wrong.any()):
             n, side = wrong.nonzero()[0].tolist()
+            pair = tuple(one[n].tolist())
             raise ValueError(
-                f"indices{_in_list(p, lists)}[{n}] is {tuple(one[n].tolist())}; "
+                f"indices{_in_list(p, lists)}[{n}] is {pair}; "
                 f"{('query', 'key')[side]} tokens are 0 to {(queries, keys)[side] - 1}."
+                + (" Rows of -1, which fill a list up, come last." if pair == (-1, -1) else "")
             )
 
 

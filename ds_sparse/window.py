@@ -135,11 +135,11 @@ class WindowIndex:
                 f"window_size has {len(windows)} numbers and dilation {len(dilations)}; give each one number, or one a "
                 "head."
             )
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+        if isinstance(tokens, bool) or not isinstance(tokens, Integral) or tokens < 1:
             raise ValueError(f"tokens is {tokens!r}; it has to be an integer of 1 or more, the length of the sequence.")
         if block not in (None, *BLOCKS):
             raise ValueError(f"block is {block!r}; windows take 8, 16, 32, 64 and 128.")
-        global_tokens = global_numbers(global_tokens, tokens)
+        tokens, global_tokens = int(tokens), global_numbers(global_tokens, tokens)
         if block is None:
             block = fitting_block(tokens, max(windows), torch.device(device).type)
         window, dilation = (

@@ -80,8 +80,7 @@ def test_what_an_index_gives_can_be_read_again(pairs: Pairs):
     lengths = pairs.queries, pairs.keys
     index = TokenIndex.from_pairs(pairs.nested(list(pairs.lists)), *lengths)
     again = [TokenIndex.from_pairs(index.pairs(), *lengths), TokenIndex.from_csr(*index.csr(), *lengths)]
-    if pairs.batch == 1:
-        again.append(TokenIndex.from_jagged(index.jagged(), pairs.keys))
+    again.append(TokenIndex.from_jagged(index.jagged(), pairs.keys))
     if int(pairs.counts.max()) < 2:
         again.append(TokenIndex.from_mask(index.mask()))
         assert torch.equal(index.mask().view(pairs.counts.shape), pairs.counts > 0)
@@ -89,6 +88,20 @@ def test_what_an_index_gives_can_be_read_again(pairs: Pairs):
         assert other.order is None
         assert (other.batch, other.heads) == (index.batch, index.heads)
         assert torch.equal(other.row_offsets, index.row_offsets) and torch.equal(other.columns, index.columns)
+
+
+def test_lists_of_integers_are_tensors():
+    index = TokenIndex.from_pairs([(1, 0), (0, 2)], 2, 3)
+    assert index.pairs().tolist() == [[0, 2], [1, 0]] and (index.batch, index.heads) == (1, 1)
+    of_heads = TokenIndex.from_pairs([[(1, 0)], [(0, 2), (1, 1)]], 2, 3)
+    assert [x.tolist() for x in of_heads.pairs()] == [[[1, 0]], [[0, 2], [1, 1]]]
+    assert torch.equal(TokenIndex.from_csr([2, 0], [1, 2], 2, 3).columns, index.columns)
+
+
+def test_rows_of_a_jagged_tensor_may_be_shorter_than_its_offsets_say():
+    values, offsets = torch.tensor([0, 9, 9, 2, 1, 9]), torch.tensor([0, 3, 6])
+    lists = torch.nested.nested_tensor_from_jagged(values, offsets, lengths=torch.tensor([1, 2]))
+    assert TokenIndex.from_jagged(lists, 3).pairs().tolist() == [[0, 0], [1, 1], [1, 2]]
 
 
 @EXAMPLES
@@ -170,14 +183,20 @@ REFUSED_PAIRS = [
     (torch.tensor([[0, 0], [4, 1]]), ValueError, r"indices\[1\] is \(4, 1\); query tokens are 0 to 3"),
     (torch.tensor([[0, -1]]), ValueError, r"indices\[0\] is \(0, -1\); key tokens are 0 to 4"),
     ([torch.zeros(1, 2, dtype=LONG), torch.tensor([[0, 7]])], ValueError, r"indices of list 1\[0\] is \(0, 7\)"),
-    (torch.tensor([[[0, 0], [-1, -1]], [[-1, -1], [0, 0]]]), ValueError, r"indices of list 1\[0\] is \(-1, -1\)"),
+    (torch.tensor([[[0, 0], [-1, -1]], [[-1, -1], [0, 0]]]), ValueError, r"of list 1\[0\] is \(-1, -1\);.* come last"),
     (torch.zeros(3, 3, dtype=LONG), ValueError, r"have shape \(3, 3\); pairs have the shape \(pairs, 2\)"),
     (torch.zeros(2, dtype=LONG), ValueError, "have 1 dimensions"),
     (torch.zeros(2, 2, 2, 2, 2, dtype=LONG), ValueError, "have 5 dimensions"),
     (torch.zeros(1, 2), TypeError, r"indices are torch.float32; they have to be int32 or int64, such as indices.long"),
-    (torch.zeros(1, 2, dtype=torch.bool), TypeError, "indices are torch.bool"),
-    ("pairs", TypeError, "indices are a str"),
-    ([], TypeError, "indices are a list"),
+    ([torch.zeros(1, 2, dtype=LONG), torch.zeros(1, 2)], TypeError, r"indices\[1\] are torch.float32"),
+    (torch.zeros(1, 2, dtype=torch.bool), TypeError, "indices are a mask tensor; give TokenIndex.from_mask of it"),
+    (
+        torch.eye(2).to_sparse_csr(),
+        TypeError,
+        r"layout torch.sparse_csr; give its col_indices\(\) and crow_indices\(\)",
+    ),
+    ("pairs", TypeError, "indices are 'pairs'; they have to be a tensor, or a list of one for each head"),
+    ([], TypeError, r"indices are \[\]"),
     ([torch.zeros(1, 2, dtype=LONG), [torch.zeros(1, 2, dtype=LONG)]], ValueError, "unlike or too deeply nested"),
     ([[[torch.zeros(1, 2, dtype=LONG)]]], ValueError, "unlike or too deeply nested"),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,6 +50,8 @@ HOPPER_OPERATORS = ("transpose", "token_tiles_forward", "token_tiles_backward")
 
 OPERATORS = BLOCK_OPERATORS + WINDOW_OPERATORS + TOKEN_OPERATORS
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_CAST = DTYPES[:3]
+"""Those that autocast casts."""
 
 
 def missing_kernels(device_type: str, operators: Sequence[str] = OPERATORS) -> list[str]:
@@ -58,11 +61,28 @@ def missing_kernels(device_type: str, operators: Sequence[str] = OPERATORS) -> l
 
 
 def under_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The operands of an operation that autocast casts, where it is on."""
+    """The operands of an operation that autocast casts, where it is on; as PyTorch does, it leaves float64 alone."""
     device_type = tensors[0].device.type
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return tensors
-    return tuple(x.to(torch.get_autocast_dtype(device_type)) for x in tensors)
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(x.to(dtype) if x.dtype in _CAST else x for x in tensors)
+
+
+def check_scale(scale: float) -> float:
+    """The factor of scores as a number.
+
+    Raises:
+        TypeError: something else.
+        ValueError: not finite; a tensor that requires a gradient.
+    """
+    if not hasattr(scale, "__float__"):
+        raise TypeError(f"scale is {scale!r}; it has to be a number.")
+    if isinstance(scale, torch.Tensor) and scale.requires_grad and torch.is_grad_enabled():
+        raise ValueError("scale requires a gradient and has none here; multiply the queries by it, or detach it.")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}; it has to be finite.")
+    return float(scale)
 
 
 def check_dtype(x: torch.Tensor) -> None:

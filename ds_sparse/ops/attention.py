@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..index import BlockIndex, as_index
 from ..layout import with_heads
 from ..tiles import HOPPER_TILE, TILE, Tiles
-from ._library import DTYPES, check_alike, require_kernel, under_autocast
+from ._library import DTYPES, check_alike, check_scale, require_kernel, under_autocast
 
 BLOCKS = (8, 16, 32, 64, 128)
 MAX_HEAD_DIM = 256
@@ -144,11 +143,7 @@ def _check_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
 
 def _factor(scale: float | None, head_dim: int) -> float:
     """The factor of the scores."""
-    if scale is None:
-        return head_dim**-0.5
-    if not math.isfinite(scale):
-        raise ValueError(f"scale is {scale}; it has to be finite.")
-    return float(scale)
+    return head_dim**-0.5 if scale is None else check_scale(scale)
 
 
 def _check_bias(

@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..index import BlockIndex, as_index, index_on
-from ._library import check_dtype, require_kernel
+from ._library import check_dtype, check_scale, require_kernel
 
 MASK_MODES = ("add", "mul")
 
@@ -64,6 +64,7 @@ class Softmax:
         else:
             squeeze = False
         check_dtype(x)
+        scale = check_scale(scale)
         for name, mode in (("Key padding mask", key_padding_mask_mode), ("Attention mask", attn_mask_mode)):
             if mode not in MASK_MODES:
                 raise ValueError(
@@ -98,7 +99,7 @@ class Softmax:
                 )
             key_padding_mask = _broadcastable("key_padding_mask", key_padding_mask, x.device, (batch, keys))
         require_kernel("softmax_forward", x.device)
-        probs = _Softmax.apply(x, rpe, key_padding_mask, attn_mask, index, heads, float(scale), causal)
+        probs = _Softmax.apply(x, rpe, key_padding_mask, attn_mask, index, heads, scale, causal)
         return probs[0] if squeeze else probs
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from ..tokens import Nested, TokenIndex, index_of, tensors_in
+from ..tokens import Nested, TokenIndex, index_of, lists_of, tensors_in
 from . import token_tiles
 from ._library import check_alike, require_kernel, under_autocast
 from .attention import MAX_HEAD_DIM, _factor, _wide
@@ -135,10 +135,11 @@ def token_index(
         if offsets is not None:
             raise ValueError("values is a TokenIndex, which has its offsets; leave offsets out.")
         return _fitting(values, q, k)
+    values = lists_of("values", values, 1)
     if offsets is None:
         raise ValueError("offsets is not given; values need the end of each row, or give a TokenIndex as values.")
     lengths = q.shape[-2], k.shape[-2]
-    given = _lists(values, "values"), _lists(offsets, "offsets")
+    given = values, lists_of("offsets", offsets, 1)
     return _fitting(index_of(lambda: TokenIndex.from_csr(*given, *lengths), given, *lengths), q, k)
 
 
@@ -149,15 +150,16 @@ def check_operands(q: Tensor, k: Tensor, *v: Tensor) -> None:
 
 
 def _check_shapes(q: Tensor, k: Tensor, *v: Tensor) -> None:
-    shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", (q, k, *v)))
+    wanted = None
     if any(x.dim() < 2 or x.dim() != q.dim() or x.shape[:-2] != q.shape[:-2] for x in (q, k, *v)):
-        raise ValueError(
-            f"Shapes are {shapes}; they have to be (..., heads, tokens, head size), equal before the tokens."
-        )
-    if q.shape[-1] != k.shape[-1] or (v and v[0].shape[-2] != k.shape[-2]):
-        raise ValueError(f"Shapes are {shapes}; q and k need the same head size, k and v the same tokens.")
-    if 0 in (q.shape[-1], *(x.shape[-1] for x in v)):
-        raise ValueError(f"Shapes are {shapes}; head sizes have to be 1 or more.")
+        wanted = "they have to be (..., heads, tokens, head size), equal before the tokens"
+    elif q.shape[-1] != k.shape[-1] or (v and v[0].shape[-2] != k.shape[-2]):
+        wanted = "q and k need the same head size, k and v the same tokens"
+    elif 0 in (q.shape[-1], *(x.shape[-1] for x in v)):
+        wanted = "head sizes have to be 1 or more"
+    if wanted is not None:
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", (q, k, *v)))
+        raise ValueError(f"Shapes are {shapes}; {wanted}.")
 
 
 def _check_native(operator: str, *tensors: Tensor) -> None:
@@ -171,19 +173,12 @@ def _check_native(operator: str, *tensors: Tensor) -> None:
         )
 
 
-def _lists(x: Tensor | Sequence, name: str) -> Tensor | Sequence:
-    """x, where it is a tensor or nested lists of tensors."""
-    if not isinstance(x, (Tensor, list, tuple)):
-        raise TypeError(f"{name} are a {type(x).__name__}; they have to be a tensor, or a list of one for each head.")
-    return x if isinstance(x, Tensor) else [_lists(part, name) for part in x]
-
-
 def _index_of_pairs(indices: Tensor | Sequence | TokenIndex, q: Tensor, k: Tensor) -> TokenIndex:
     _check_shapes(q, k)
     if isinstance(indices, TokenIndex):
         return _fitting(indices, q, k)
     lengths = q.shape[-2], k.shape[-2]
-    given = _lists(indices, "indices")
+    given = lists_of("indices", indices, 2)
     return _fitting(index_of(lambda: TokenIndex.from_pairs(given, *lengths), (given,), *lengths), q, k)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..tokens import TokenIndex
+from ._library import under_autocast
 from .attention import _factor
 from .token import as_4d, check_operands, token_index
 
@@ -25,22 +26,35 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
 
     Args:
         q, k, v: (..., H, T, D), (..., H, S, D), (..., H, S, E), floating point.
-        mask: bool, True where a query sees a key; broadcasts to (..., H, T, S).
+        mask: (T, S), or what broadcasts to (..., H, T, S), such as (H, T, S) and (B, 1, T, S); bool, True where a query
+            sees a key, or floating point, which is added to the scores.
         scale: 1 / sqrt(D) if it is not given.
 
     Returns:
         (..., H, T, E).
 
     Raises:
-        TypeError: a mask that is not bool.
+        TypeError: a mask that is neither bool nor floating point.
+        ValueError: shapes, dtypes, devices or a scale that do not fit.
     """
-    if mask.dtype != torch.bool:
-        raise TypeError(f"mask is {mask.dtype}; it has to be bool, True where a query sees a key.")
+    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(
+            f"mask is {given}; it has to be a tensor, bool, True where a query sees a key, or floating point, which is "
+            "added. TokenIndex.mask() makes one of lists."
+        )
+    check_operands(*under_autocast(q, k, v))
+    whole = (*q.shape[:-1], k.shape[-2])
+    if mask.dim() > len(whole) or any(size not in (1, wanted) for size, wanted in zip(mask.shape[::-1], whole[::-1])):
+        raise ValueError(f"mask has shape {tuple(mask.shape)}; it has to broadcast to {whole}.")
     scores = (q @ k.mT) * _factor(scale, q.shape[-1])
+    if mask.dtype == torch.bool:
+        seen, scores = mask, scores.masked_fill(~mask, float("-inf"))
+    else:
+        seen, scores = mask != float("-inf"), scores + mask
     # A row of -inf would become NaN; 0 in its place becomes 0 again after the softmax.
-    seen = mask.any(-1, keepdim=True)
-    probs = scores.masked_fill(~mask, float("-inf")).masked_fill(~seen, 0).softmax(-1)
-    return probs.masked_fill(~seen, 0) @ v
+    nothing = ~seen.any(-1, keepdim=True)
+    return scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0) @ v
 
 
 def gather_attention(
@@ -56,6 +70,7 @@ def gather_attention(
     Work is that of the pairs alone, but every pair's numbers go through memory several times. Arguments, results and
     errors as `sparse_attn`; sums in fp32 or wider.
     """
+    q, k, v = under_autocast(q, k, v)
     index, scale, lead = _start(q, k, v, values, offsets, scale)
     rows, columns = index.places
     queries, keys, weighted = (index.fold(as_4d(x)) for x in (q, k, v))
@@ -90,6 +105,7 @@ def jagged_attention(
     take memory that grows with the square of the tokens. So each row's largest score, and its sums, come from
     `segment_reduce` over the jagged values; a column of ones beside the value sums the exponentials.
     """
+    q, k, v = under_autocast(q, k, v)
     index, scale, lead = _start(q, k, v, values, offsets, scale)
     queries, keys, weighted = (index.fold(as_4d(x)) for x in (q, k, pad(v, (0, 1), value=1.0)))
     repeats, lines = queries.shape[:2]
@@ -121,8 +137,8 @@ def torch_sparse_attention(
 ) -> Tensor:
     """torch.sparse: `sampled_addmm` for the scores, their softmax in CSR's values, and a sparse matrix product.
 
-    One head after another: these operations take matrices. fp32 and fp64. Other arguments, results and errors as
-    `sparse_attn`; besides:
+    One head after another: these operations take matrices. fp32 and fp64, and autocast does not change that. Other
+    arguments, results and errors as `sparse_attn`; besides:
 
     Raises:
         ValueError: another dtype; a pair that is listed twice, which a CSR tensor cannot say.
@@ -134,7 +150,8 @@ def torch_sparse_attention(
     queries, keys, weighted = (index.fold(as_4d(x)) for x in (q, k, v))
     if queries.shape[0] * index.num_pairs == 0:
         return _nothing(q, k, v, lead)
-    outputs = [_torch_sparse(*parts, index, scale) for parts in zip(queries, keys, weighted, strict=True)]
+    with torch.autocast(q.device.type, enabled=False):
+        outputs = [_torch_sparse(*parts, index, scale) for parts in zip(queries, keys, weighted, strict=True)]
     return index.unfold(torch.stack(outputs), *as_4d(q).shape[:2]).reshape(*lead, q.shape[-2], v.shape[-1])
 
 

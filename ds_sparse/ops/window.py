@@ -6,7 +6,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..window import Numbers, of_heads
-from ._library import check_alike, check_dtype, require_kernel, under_autocast
+from ._library import check_alike, check_dtype, check_scale, require_kernel, under_autocast
 from .attention import _check_bias, _key_bias, _wide
 
 
@@ -105,13 +105,13 @@ def window_softmax(
         like scores; 0 outside the windows.
 
     Raises:
-        TypeError: a window_size that holds other than integers.
-        ValueError: shapes, dtypes or devices that do not fit; a mask that requires a gradient.
+        TypeError: a window_size that holds other than integers; a scale that is no number.
+        ValueError: shapes, dtypes, devices or a scale that do not fit; a mask or a scale that requires a gradient.
         RuntimeError: a device without the kernel.
     """
     check_dtype(scores)
     _refuse_float64_on_cuda(scores)
-    windows = of_heads("window_size", window_size, 0)
+    scale, windows = check_scale(scale), of_heads("window_size", window_size, 0)
     if scores.dim() < 2 or scores.shape[-1] != 2 * max(windows) + 1:
         raise ValueError(
             f"scores has shape {tuple(scores.shape)}; with window_size {max(windows)} it has to be "
@@ -130,7 +130,7 @@ def window_softmax(
     key_bias = None
     if key_padding_mask is not None:
         key_bias = _key_bias(key_padding_mask, _wide(scores.dtype), tokens, False)
-    return _WindowSoftmax.apply(band, key_bias, windows, float(scale), causal).reshape(scores.shape)
+    return _WindowSoftmax.apply(band, key_bias, windows, scale, causal).reshape(scores.shape)
 
 
 def _one_window(window_size: int) -> int:

@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 
 from ds_sparse import reference
 from ds_sparse.index import BlockIndex
-from ds_sparse.ops import Softmax
+from ds_sparse.ops import MatMul, Softmax
 
 OPERATORS = ("softmax_forward", "softmax_backward", "softmax_bias_backward")
 
@@ -602,6 +602,21 @@ def test_compiles_into_one_graph(device: str, backend: str):
     torch.testing.assert_close(result, expected)
     found, wanted = (torch.autograd.grad(y.square().sum(), (x, rpe)) for y in (result, expected))
     torch.testing.assert_close(found, wanted)
+
+
+def test_compiles_for_any_number_of_heads(device: str):
+    softmax = Softmax(BlockIndex.build(torch.eye(3).bool(), 16).to(device), 16)
+    dsd = MatMul(BlockIndex.build(torch.eye(3).bool(), 16).to(device), 16, "dsd")
+    compiled = torch.compile(lambda x, y: dsd(softmax(x), y), fullgraph=True, backend="aot_eager")
+    for heads in (2, 4, 5):
+        x, y = (random(seeded(), 2, *shape, 16).float().to(device) for shape in ((3 * heads, 16), (heads, 48)))
+        torch.testing.assert_close(compiled(x, y), dsd(softmax(x), y))
+
+
+def test_a_scale_that_would_get_no_gradient_is_refused():
+    softmax = Softmax(torch.eye(2).bool(), 16)
+    with pytest.raises(ValueError, match="scale requires a gradient and has none here; multiply the queries by it"):
+        softmax(torch.zeros(1, 2, 16, 16), torch.ones(()).requires_grad_())
 
 
 def test_same_bits_every_time_and_with_any_number_of_threads(device: str):

@@ -31,7 +31,15 @@ from helpers import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_sparse import TokenIndex, reference, sparse_attn, sparse_matmul, sparse_matmul_vo, token_tiles
+from ds_sparse import (
+    TokenIndex,
+    gather_attention,
+    reference,
+    sparse_attn,
+    sparse_matmul,
+    sparse_matmul_vo,
+    token_tiles,
+)
 from ds_sparse.index import is_hopper
 from ds_sparse.ops import missing_kernels
 from ds_sparse.ops.attention import _lists
@@ -416,6 +424,18 @@ def test_compiles_into_one_graph(device: str, backend: str):
     torch.testing.assert_close(found, wanted)
 
 
+def test_compiles_for_any_batch(device: str):
+    index = make_case(random_pairs(seeded(), 19, 17), 2, 3).index.to(device).prepared()
+
+    def run(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return sparse_attn(q, k, k, index), sparse_matmul(q, k, index), gather_attention(q, k, k, index)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for batch in (2, 4, 5):
+        inputs = [random(seeded(i), batch, 3, n, 8, dtype=torch.float32).to(device) for i, n in enumerate((19, 17))]
+        torch.testing.assert_close(compiled(*inputs), run(*inputs))
+
+
 def test_under_compile_an_index_that_would_have_to_be_made_is_asked_for(device: str):
     values, ends = torch.tensor([0, 1], device=device), torch.tensor([1, 2], device=device)
     x = torch.randn(2, 4, device=device)
@@ -530,6 +550,8 @@ def test_autocast_casts_the_operands(device: str):
     assert torch.equal(scores, sparse_matmul(*cast[:2], case.index))
     found = torch.autograd.grad((output.float().square().sum(), scores.float().sum()), (q, k, v))
     assert [x.dtype for x in found] == [torch.float32, torch.float16, torch.float32] and all(x.any() for x in found)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert sparse_attn(*(x.double() for x in (q, k, v)), case.index).dtype == torch.float64
 
 
 def test_meta_tensors_give_shapes():
@@ -568,6 +590,7 @@ REFUSED = [
     ((X, X, X, torch.zeros(0).long()), "offsets is not given"),
     ((X, X, X, torch.tensor([7]), torch.ones(5).long()), r"values\[0\], in row 0, is 7; key tokens are 0 to 4"),
     ((X, X, X, TokenIndex.from_mask(ONES), None, math.inf), "scale is inf; it has to be finite"),
+    ((X, X, X, TokenIndex.from_mask(ONES), None, torch.ones(()).requires_grad_()), "scale requires a gradient"),
 ]
 
 
@@ -578,11 +601,17 @@ def test_what_does_not_fit_is_refused(arguments: tuple, sentence: str):
 
 
 def test_lists_of_something_else_are_refused():
-    with pytest.raises(TypeError, match="values are a str"):
+    with pytest.raises(TypeError, match="values are a mask tensor; give TokenIndex.from_mask of it"):
+        sparse_attn(X, X, X, ONES)
+    with pytest.raises(TypeError, match="values are a jagged tensor; give TokenIndex.from_jagged of it"):
+        sparse_attn(X, X, X, TokenIndex.from_mask(ONES).jagged())
+    with pytest.raises(TypeError, match="scale is 'small'; it has to be a number"):
+        sparse_attn(X, X, X, TokenIndex.from_mask(ONES), scale="small")
+    with pytest.raises(TypeError, match="values are 'values'"):
         sparse_attn(X, X, X, "values", torch.zeros(5))
     with pytest.raises(TypeError, match="values are torch.float32"):
         sparse_attn(X, X, X, torch.zeros(3), torch.full((5,), 3))
-    with pytest.raises(TypeError, match="indices are a int"):
+    with pytest.raises(TypeError, match="indices are 3; they have to be a tensor"):
         sparse_matmul(X, X, 3)
 
 

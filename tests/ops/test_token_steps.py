@@ -134,11 +134,40 @@ def test_steps_refuse_what_the_native_operation_refuses(name: str):
         STEPS[name](x, x, x[:, :4], TokenIndex.from_mask(torch.ones(5, 5, dtype=torch.bool)))
 
 
-def test_masks_broadcast_and_have_to_be_bool():
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_under_autocast_give_what_they_give_of_cast_operands(device: str, name: str):
+    if name == "native" and missing_kernels(device, TOKEN_OPERATORS):
+        pytest.skip(f"no {device} kernels here for token pairs")
+    q, k, v = (random(seeded(i), 2, 5, 8, dtype=torch.float32).to(device) for i in range(3))
+    index = TokenIndex.from_mask(torch.ones(5, 5, dtype=torch.bool))
+    with torch.autocast(device, dtype=torch.bfloat16):
+        found = STEPS[name](q, k, v, index)
+    # torch.sparse has no such dtype.
+    cast = (q, k, v) if name == "torch.sparse" else (x.bfloat16() for x in (q, k, v))
+    assert torch.equal(found, STEPS[name](*cast, index))
+
+
+def test_masks_broadcast():
     q, k, v = (random(seeded(i), 2, 3, n, 8) for i, n in enumerate((5, 7, 7)))
     for shape in ((5, 7), (3, 5, 7), (2, 1, 5, 7), (1, 7), (2, 3, 5, 7)):
         mask = torch.rand(shape, generator=seeded()) < 0.5
         counts = mask.expand(2, 3, 5, 7).long()
-        torch.testing.assert_close(masked_attention(q, k, v, mask), reference.token_attention(q, k, v, counts))
-    with pytest.raises(TypeError, match="mask is torch.float64; it has to be bool"):
-        masked_attention(q, k, v, torch.zeros(5, 7, dtype=torch.float64))
+        expected = reference.token_attention(q, k, v, counts)
+        torch.testing.assert_close(masked_attention(q, k, v, mask), expected)
+        added = torch.zeros(shape, dtype=q.dtype).masked_fill(~mask, float("-inf"))
+        torch.testing.assert_close(masked_attention(q, k, v, added), expected)
+    bias = random(seeded(3), 5, 7)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    torch.testing.assert_close(masked_attention(q, k, v, bias), expected)
+
+
+def test_what_is_no_mask_is_refused():
+    q, k, v = (random(seeded(i), 2, 3, n, 8) for i, n in enumerate((5, 7, 7)))
+    with pytest.raises(TypeError, match="mask is torch.int64; it has to be a tensor, bool"):
+        masked_attention(q, k, v, torch.zeros(5, 7, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"mask is TokenIndex; .* TokenIndex.mask\(\) makes one of lists"):
+        masked_attention(q, k, v, TokenIndex.from_mask(torch.ones(5, 7, dtype=torch.bool)))
+    with pytest.raises(ValueError, match=r"mask has shape \(2, 5, 7\); it has to broadcast to \(2, 3, 5, 7\)"):
+        masked_attention(q, k, v, torch.ones(2, 5, 7, dtype=torch.bool))
+    with pytest.raises(ValueError, match="k is torch.float32 and q torch.float64"):
+        masked_attention(q, k.float(), v, torch.ones(5, 7, dtype=torch.bool))
