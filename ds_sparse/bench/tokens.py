@@ -23,6 +23,7 @@ from ..ops import (
     masked_attention,
     sparse_attn,
     sparse_matmul,
+    sparse_matmul_vo,
     torch_sparse_attention,
 )
 from ..ops.token_steps import weighted_sums
@@ -117,9 +118,9 @@ def of_pairs(function: Callable[..., Tensor], **options: Any) -> Step:
     return Step(lambda problem: lambda q, k, v: function(q, k, v, problem.index), **options)
 
 
-def native_scores(q: Tensor, k: Tensor, v: Tensor, index: TokenIndex) -> Tensor:
-    """The native product alone: scores by `sparse_matmul`, the rest by `index_add`."""
-    scores = sparse_matmul(q, k, index).flatten(0, 1) * q.shape[-1] ** -0.5
+def native_scores(product: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, index: TokenIndex) -> Tensor:
+    """A native product alone: `product(q, k, index)` gives the scores, `index_add` the rest."""
+    scores = product(q, k, index).flatten(0, 1) * q.shape[-1] ** -0.5
     sums, totals = weighted_sums(index, scores, v.flatten(0, 1))
     return (sums / totals.masked_fill(totals == 0, 1).unsqueeze(-1)).to(q.dtype).view(v.shape)
 
@@ -147,7 +148,8 @@ STEPS: dict[str, Step] = {
     "gather": of_pairs(gather_attention, numbers=lambda head_dim: 8 * head_dim),
     "jagged": of_pairs(jagged_attention, numbers=lambda head_dim: 8 * head_dim),
     TORCH_SPARSE: of_pairs(torch_sparse_attention, numbers=lambda head_dim: 16),
-    "sparse_matmul": of_pairs(native_scores, numbers=lambda head_dim: 4 * head_dim),
+    "sparse_matmul": of_pairs(partial(native_scores, sparse_matmul), numbers=lambda head_dim: 4 * head_dim),
+    "sparse_matmul_vo": of_pairs(partial(native_scores, sparse_matmul_vo), numbers=lambda head_dim: 4 * head_dim),
     OURS: of_pairs(sparse_attn, numbers=lambda head_dim: 2),
     SDPA: Step(lambda problem: scaled_dot_product_attention, dense=True),
     "sdpa+mask": Step(
@@ -156,8 +158,8 @@ STEPS: dict[str, Step] = {
     FLEX: Step(flex_attention),
     LOOP: Step(lambda problem: plain_loop(problem.index), no_backward="forward only"),
 }
-"""The ladder (sparse_matmul: of the native operations the scores alone), and beside it PyTorch's dense attention, that
-with a mask, FlexAttention, and the loop a learner writes in C++."""
+"""The ladder (sparse_matmul, sparse_matmul_vo: of the native operations the scores alone), and beside it PyTorch's dense
+attention, that with a mask, FlexAttention, and the loop a learner writes in C++."""
 
 
 @dataclass(frozen=True)

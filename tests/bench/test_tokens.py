@@ -33,7 +33,12 @@ def test_every_step_is_right_and_timed_in_both_directions(result: tokens.Result)
 
 
 def test_the_top_operators_of_a_step_are_named(result: tokens.Result):
-    expected = {tokens.OURS: "ds_sparse::token_attention_backward x1", "gather": "aten::index_add_"}
+    expected = {
+        tokens.OURS: "ds_sparse::token_attention_backward x1",
+        "gather": "aten::index_add_",
+        "sparse_matmul": "ds_sparse::token_matmul_sdd x1",
+        "sparse_matmul_vo": "ds_sparse::token_matmul_sdd x1",
+    }
     for name, operator in expected.items():
         assert any(operator in line for line in result.operators[name])
     for operators in result.operators.values():
