@@ -55,6 +55,7 @@ class Case:
     sparsity: float
     pattern: str = "random"
     dtype: str = "fp32"
+    batch: int = 1
 
     @property
     def head_dim(self) -> int:
@@ -98,7 +99,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Step:
-    """`build(problem)` gives a call with query, key and value, (1, H, T, D) each.
+    """`build(problem)` gives a call with query, key and value, (B, H, T, D) each.
 
     Attributes:
         dense: it computes all scores, whatever the lists say.
@@ -209,7 +210,7 @@ def run_case(
     least; names the `top` operators of each by time. Never raises for a step's sake."""
     mask = case.mask()
     problem = Problem(case, mask.to(device), TokenIndex.from_mask(mask).to(device).prepared())
-    shape = (1, case.heads, case.seq_len, case.head_dim)
+    shape = (case.batch, case.heads, case.seq_len, case.head_dim)
     *inputs, grad = random_tensors(4, shape, DTYPES[case.dtype], device)
     references = References(mask, inputs, grad)
 
@@ -254,21 +255,21 @@ def l2_floors(case: Case, pairs: int, device: torch.device) -> dict[str, float]:
     rate = l2_read_rate(device) if device.type == "cuda" else None
     if rate is None:
         return {}
-    sizes = pairs, case.heads, case.head_dim, DTYPES[case.dtype].itemsize
+    sizes = pairs, case.batch * case.heads, case.head_dim, DTYPES[case.dtype].itemsize
     return {direction: bytes_of_gathers(*sizes, direction) / rate for direction in DIRECTIONS}
 
 
 def refuse_too_large(step: Step, problem: Problem) -> None:
     case = problem.case
     numbers = step.numbers(case.head_dim) * problem.index.num_pairs + step.numbers_of_all * case.seq_len**2
-    size = numbers * case.heads * DTYPES[case.dtype].itemsize
+    size = numbers * case.batch * case.heads * DTYPES[case.dtype].itemsize
     if size > MEMORY:
         raise Unsupported(f"takes {size / 2**30:.1f} GiB")
 
 
 class References:
-    """Output and gradients of the last head, in float64 and by plain PyTorch at the inputs' precision, (T, D) each;
-    with the mask and dense, each computed when it is first needed."""
+    """Output and gradients of the last head of the last sequence, in float64 and by plain PyTorch at the inputs'
+    precision, (T, D) each; with the mask and dense, each computed when it is first needed."""
 
     def __init__(self, mask: Tensor, inputs: list[Tensor], grad: Tensor) -> None:
         self.mask = mask
@@ -324,8 +325,8 @@ def table(results: list[Result]) -> Iterator[str]:
     case = results[0].case
     names = list(dict.fromkeys(row.step for row in results[0].rows))
     yield (
-        f"T {case.seq_len}, d_model {case.d_model}, heads {case.heads}, {case.pattern} pairs, {case.dtype}; "
-        f"ms of {FORWARD} / {TRAIN}"
+        f"B {case.batch}, T {case.seq_len}, d_model {case.d_model}, heads {case.heads}, {case.pattern} pairs, "
+        f"{case.dtype}; ms of {FORWARD} / {TRAIN}"
     )
     floors = [L2_FLOOR] if results[0].l2_floors else []
     yield f"{'sparsity':>8} {'pairs':>9}" + "".join(f"{name:>18}" for name in [*names, *floors])

@@ -185,6 +185,7 @@ def add_tokens(parser: argparse.ArgumentParser) -> None:
         default=list(tokens.STEPS),
         help=f"{', '.join(tokens.STEPS)} (default: all)",
     )
+    parser.add_argument("--batch", type=positive, default=1, help="sequences (default: 1)")
     parser.add_argument("--dtype", choices=list(machine.DTYPES), default="fp32", help="(default: fp32)")
     parser.add_argument(
         "--profile", type=positive, default=0, metavar="N", help="also name the N operators that take a step's time"
@@ -319,7 +320,7 @@ def run_tokens(args: argparse.Namespace, device: torch.device) -> int:
     for pattern, seq_len, (d_model, heads) in product(args.pairs, args.seq_len, args.models):
         of_shape = []
         for sparsity in args.sparsity:
-            case = tokens.Case(seq_len, d_model, heads, sparsity, pattern, args.dtype)
+            case = tokens.Case(seq_len, d_model, heads, sparsity, pattern, args.dtype, args.batch)
             of_shape.append(tokens.run_case(case, args.steps, device, args.repeats, args.seconds, args.profile))
             rows = [row for result in (*results, *of_shape) for row in tokens.record(result)]
             write(args.json, conditions, rows)

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ds_sparse import TokenIndex
 from ds_sparse.bench import tokens
 from ds_sparse.bench.machine import FORWARD, TRAIN
+from ds_sparse.bench.reasons import Unsupported
 from ds_sparse.cli import main
 
 CPU = torch.device("cpu")
@@ -72,6 +74,28 @@ def test_a_step_that_takes_too_much_memory_is_named(monkeypatch):
     rows = tokens.run_case(CASE, ["gather", tokens.OURS], CPU, repeats=2, seconds=60).rows
     assert {row.reason for row in rows if row.step == "gather"} == {"takes 0.0 GiB"}
     assert all(row.milliseconds for row in rows if row.step == tokens.OURS)
+
+
+def test_steps_take_several_sequences():
+    case = replace(CASE, batch=3)
+    rows = tokens.run_case(case, list(tokens.STEPS), CPU, repeats=2, seconds=60).rows
+    wrong = {row.step: row.reason for row in rows if row.reason and row.step not in (tokens.LOOP, tokens.FLEX)}
+    assert not wrong
+
+
+def test_what_several_sequences_take_is_theirs_together(monkeypatch):
+    index = TokenIndex.from_mask(CASE.mask())
+    one, three = (tokens.Problem(replace(CASE, batch=batch), CASE.mask(), index) for batch in (1, 3))
+    for name in ("gather", tokens.DENSE):
+        step = tokens.STEPS[name]
+        numbers = step.numbers(CASE.head_dim) * index.num_pairs + step.numbers_of_all * CASE.seq_len**2
+        monkeypatch.setattr(tokens, "MEMORY", 2 * CASE.heads * numbers * 4)
+        tokens.refuse_too_large(step, one)
+        with pytest.raises(Unsupported, match="takes"):
+            tokens.refuse_too_large(step, three)
+    monkeypatch.setattr(tokens, "l2_read_rate", lambda device: 1e9)
+    floors = [tokens.l2_floors(problem.case, 99, torch.device("cuda")) for problem in (one, three)]
+    assert floors[1] == {direction: pytest.approx(3 * ms) for direction, ms in floors[0].items()}
 
 
 @pytest.mark.parametrize("pattern", list(tokens.PATTERNS))
@@ -138,16 +162,17 @@ def test_goals_are_counted_where_they_apply():
 def test_command_prints_the_table_and_writes_the_rows(tmp_path, capsys):
     path = tmp_path / "rows.json"
     arguments = (
-        "bench tokens --seq-len 64 --models 32x2,16x1 --sparsity 75,99 --steps masked,gather,sparse_attn --repeats 2"
+        "bench tokens --seq-len 64 --models 32x2,16x1 --sparsity 75,99 --steps masked,gather,sparse_attn --repeats 2 "
+        "--batch 2"
     )
     assert main([*arguments.split(), "--json", str(path)]) == 0
     printed = capsys.readouterr().out
-    assert "beats masked from" in printed and "T 64, d_model 32, heads 2, random pairs, fp32" in printed
+    assert "beats masked from" in printed and "B 2, T 64, d_model 32, heads 2, random pairs, fp32" in printed
     rows = json.loads(path.read_text())["rows"]
     assert {(row["d_model"], row["sparsity"], row["step"]) for row in rows} == {
         (d, s, step) for d in (32, 16) for s in (0.75, 0.99) for step in ("masked", "gather", "sparse_attn")
     }
-    assert all(row["milliseconds"] > 0 for row in rows)
+    assert all(row["milliseconds"] > 0 and row["batch"] == 2 for row in rows)
 
 
 @pytest.mark.parametrize(
