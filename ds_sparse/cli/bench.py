@@ -232,6 +232,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None and not Path(args.json).absolute().parent.is_dir():
         print(f"--json {args.json}: there is no folder {Path(args.json).parent}; make it first.", file=sys.stderr)
         return 1
+    if args.json is not None and Path(args.json).is_dir():
+        example = Path(args.json) / "rows.json"
+        print(f"--json {args.json}: is a folder; name a file to write, such as {example}.", file=sys.stderr)
+        return 1
     return args.measure(args, torch.device(args.device))
 
 

@@ -13,6 +13,14 @@ def test_a_folder_that_is_not_there_is_known_before_anything_is_measured(tmp_pat
     assert f"there is no folder {tmp_path / 'nowhere'}; make it first." in printed.err
 
 
+@pytest.mark.parametrize("operation", ["matmul", "attention", "window", "tokens", "bert"])
+def test_a_folder_in_place_of_a_file_is_known_before_anything_is_measured(tmp_path, capsys, operation):
+    assert main(["bench", operation, "--json", str(tmp_path)]) == 1
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert f"--json {tmp_path}: is a folder; name a file to write, such as {tmp_path / 'rows.json'}." in printed.err
+
+
 @pytest.mark.parametrize("text", ["x", "0", "-3", "1.5", ""])
 def test_numbers_that_have_to_be_positive(capsys, text):
     with pytest.raises(SystemExit):
