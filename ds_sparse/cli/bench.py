@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..bench import attention, cases, floors, layouts, machine, matmul, peers, tokens, window
+from ..sparsity._base import BLOCK_SIZES
 from . import positive
 
 Case = TypeVar("Case")
@@ -78,7 +79,7 @@ def add_matmul(parser: argparse.ArgumentParser) -> None:
     add("--seconds", positive, "no new round of a case after this long")
     add("--operations", listed(one_of(matmul.DENSE)), ", ".join(matmul.DENSE))
     add("--layout", listed(one_of(layouts.LAYOUTS)), f"{', '.join(layouts.LAYOUTS)}, with the density in percent")
-    add("--block", listed(positive), "block sizes")
+    add("--block", listed(block), "block sizes: 8, 16, 32, 64, 128")
     add("--dtype", listed(one_of(machine.DTYPES)), ", ".join(machine.DTYPES))
     add("--seq-len", listed(positive), "tokens")
     add("--head-dim", listed(positive), "numbers in a head's vector")
@@ -410,6 +411,11 @@ def write(path: str | None, conditions: dict[str, Any], rows: list[dict[str, Any
 def listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     """argparse type: comma-separated values of another type."""
     return lambda text: [parse(part) for part in text.split(",")]
+
+
+def block(text: str) -> int:
+    """argparse type: a block size that layouts can have."""
+    return int(one_of(list(map(str, BLOCK_SIZES)))(text))
 
 
 def model(text: str) -> tuple[int, int]:

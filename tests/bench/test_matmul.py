@@ -203,6 +203,15 @@ def test_a_length_that_does_not_fit_ends_in_a_sentence(capsys):
     assert "100" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["24", "4", "256", "0", "x"])
+def test_a_block_that_no_layout_has_ends_in_a_sentence(capsys, text):
+    with pytest.raises(SystemExit):
+        main(["bench", "matmul", "--block", f"16,{text}"])
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert f"argument --block: {text!r} is not one of 8, 16, 32, 64, 128" in printed.err
+
+
 @pytest.mark.parametrize(("l2_rate", "said"), [(8.3e9, "L2 to SMs 8.30 TB/s"), (None, "L2 to SMs not measured")])
 def test_rates_of_a_gpu_are_printed_and_written(tmp_path, capsys, monkeypatch, l2_rate, said):
     """On a GPU that is none: its rates are given, and what is timed takes half a millisecond."""
