@@ -344,7 +344,9 @@ def table(results: list[Result]) -> Iterator[str]:
             yield f"{'beats ' + other + ' from':>18}{line}"
     reasons = {(row.step, row.reason): None for result in results for row in result.rows if row.reason}
     for name, reason in reasons:
-        yield f"{name}: {reason}"
+        cases = [r.case for r in results if any((row.step, row.reason) == (name, reason) for row in r.rows)]
+        where = ", ".join(f"{case.sparsity:.0%}" for case in cases) + " " if len(cases) < len(results) else ""
+        yield f"{where}{name}: {reason}"
     for result in results:
         for name, operators in result.operators.items():
             yield f"{result.case.sparsity:.0%} {name}: {', '.join(operators)}"

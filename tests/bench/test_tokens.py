@@ -132,6 +132,15 @@ def results(milliseconds: dict[str, list[float]]) -> list[tokens.Result]:
     return made
 
 
+def test_a_reason_that_is_not_that_of_all_cases_names_its_own():
+    why = {"gather": ["takes 9.0 GiB", "", ""], "jagged": ["wrong", "", "wrong"], tokens.LOOP: ["forward only"] * 3}
+    made = results({tokens.OURS: [2.0, 0.9, 0.1]})
+    for i, result in enumerate(made):
+        result.rows.extend(tokens.Row(name, FORWARD, reason=reasons[i]) for name, reasons in why.items() if reasons[i])
+    said = list(tokens.table(made))[-3:]
+    assert said == ["50% gather: takes 9.0 GiB", "50%, 99% jagged: wrong", f"{tokens.LOOP}: forward only"]
+
+
 def test_from_which_sparsity_on_a_step_beats_dense():
     times = {
         tokens.OURS: [2.0, 0.9, 0.1],
