@@ -468,11 +468,12 @@ def lists_of(name: str, x: Tensor | Sequence, dims: int) -> Nested:
         TypeError: another form of lists, or no such thing.
     """
     if isinstance(x, Tensor):
-        form = "mask" if x.dtype == torch.bool else "jagged" if x.is_nested else ""
-        if form:
-            raise TypeError(f"{name} are a {form} tensor; give TokenIndex.from_{form} of it in place of lists.")
+        if x.is_nested:
+            raise TypeError(f"{name} are a jagged tensor; give TokenIndex.from_jagged of it in place of lists.")
         if x.layout != torch.strided:
             raise TypeError(f"{name} are a tensor of layout {x.layout}; give its col_indices() and crow_indices().")
+        if x.dtype == torch.bool:
+            raise TypeError(f"{name} are a mask; give TokenIndex.from_mask of it in place of lists.")
         return x
     if not isinstance(x, (list, tuple)) or not x:
         raise TypeError(f"{name} are {x!r}; they have to be a tensor, or a list of one for each head.")

@@ -189,7 +189,7 @@ REFUSED_PAIRS = [
     (torch.zeros(2, 2, 2, 2, 2, dtype=LONG), ValueError, "have 5 dimensions"),
     (torch.zeros(1, 2), TypeError, r"indices are torch.float32; they have to be int32 or int64, such as indices.long"),
     ([torch.zeros(1, 2, dtype=LONG), torch.zeros(1, 2)], TypeError, r"indices\[1\] are torch.float32"),
-    (torch.zeros(1, 2, dtype=torch.bool), TypeError, "indices are a mask tensor; give TokenIndex.from_mask of it"),
+    (torch.zeros(1, 2, dtype=torch.bool), TypeError, "indices are a mask; give TokenIndex.from_mask of it"),
     (
         torch.eye(2).to_sparse_csr(),
         TypeError,

@@ -601,7 +601,7 @@ def test_what_does_not_fit_is_refused(arguments: tuple, sentence: str):
 
 
 def test_lists_of_something_else_are_refused():
-    with pytest.raises(TypeError, match="values are a mask tensor; give TokenIndex.from_mask of it"):
+    with pytest.raises(TypeError, match="values are a mask; give TokenIndex.from_mask of it"):
         sparse_attn(X, X, X, ONES)
     with pytest.raises(TypeError, match="values are a jagged tensor; give TokenIndex.from_jagged of it"):
         sparse_attn(X, X, X, TokenIndex.from_mask(ONES).jagged())
