@@ -59,7 +59,8 @@ struct TokenLists {
         tasks.push_back(line);
         cost = 0;
       }
-      cost += (count + 4) * pair_cost;
+      // What a line takes besides its pairs is as much as a dozen of them.
+      cost += (count + 12) * pair_cost;
       longest = std::max(longest, count);
     }
     tasks.push_back(lists * lines);

@@ -42,6 +42,7 @@ def sparse_matmul(q: Tensor, k: Tensor, indices: Tensor | Sequence | TokenIndex)
         ValueError: shapes, dtypes, devices that do not fit; a token that does not exist, named by its place.
         RuntimeError: tensors on a device without kernels; pairs in place of their index under torch.compile.
     """
+    q, k = _operands_of_scores(q, k)
     index = _index_of_pairs(indices, q, k)
     return _padded(_scores(q, k, index), indices, -2, q.shape[:-2])
 
@@ -61,6 +62,7 @@ def sparse_matmul_vo(
     Raises:
         As `sparse_matmul`; ValueError also for offsets that fall or end elsewhere.
     """
+    q, k = _operands_of_scores(q, k)
     index = token_index(values, offsets, q, k)
     return _padded(_scores(q, k, index), values, -1, q.shape[:-2])
 
@@ -113,24 +115,25 @@ def sparse_attn(
         RuntimeError: tensors on a device without kernels; lists in place of their index under torch.compile.
     """
     q, k, v = under_autocast(q, k, v)
-    index = token_index(values, offsets, q, k)
     check_operands(q, k, v)
+    index = token_index(values, offsets, q, k)
     scale = _factor(scale, q.shape[-1])
     _check_native("token_attention_forward", q, v)
-    lead, operands = q.shape[:-2], [as_4d(x) for x in (q, k, v)]
+    operands = [as_4d(x) for x in (q, k, v)]
     if token_tiles.takes(q, v) and q.numel() > 0 and index.tiles is not None:
         output, lse = token_tiles.tiled_attention(*operands, index.tiles, scale)
     else:
         output, lse = _Attention.apply(*operands, index, scale)
-    output, lse = output.reshape(*lead, *output.shape[2:]), lse.reshape(*lead, lse.shape[2])
+    if q.dim() != 4:
+        lead = q.shape[:-2]
+        output, lse = output.reshape(*lead, *output.shape[2:]), lse.reshape(*lead, lse.shape[2])
     return (output, lse) if return_lse else output
 
 
 def token_index(
     values: Tensor | Sequence | TokenIndex, offsets: Tensor | Sequence | None, q: Tensor, k: Tensor
 ) -> TokenIndex:
-    """The index of values and offsets for these operands, on q's device."""
-    _check_shapes(q, k)
+    """The index of values and offsets for these operands, which have been checked, on q's device."""
     if isinstance(values, TokenIndex):
         if offsets is not None:
             raise ValueError("values is a TokenIndex, which has its offsets; leave offsets out.")
@@ -143,23 +146,22 @@ def token_index(
     return _fitting(index_of(lambda: TokenIndex.from_csr(*given, *lengths), given, *lengths), q, k)
 
 
-def check_operands(q: Tensor, k: Tensor, *v: Tensor) -> None:
+def check_operands(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
     """Raises ValueError unless q, k and, if it is given, v belong together."""
-    _check_shapes(q, k, *v)
-    check_alike(**dict(zip("qkv", (q, k, *v))))
-
-
-def _check_shapes(q: Tensor, k: Tensor, *v: Tensor) -> None:
+    of_q, of_k = q.shape, k.shape
+    of_v = of_k if v is None else v.shape
     wanted = None
-    if any(x.dim() < 2 or x.dim() != q.dim() or x.shape[:-2] != q.shape[:-2] for x in (q, k, *v)):
+    if min(len(of_q), len(of_k), len(of_v)) < 2 or of_k[:-2] != of_q[:-2] or of_v[:-2] != of_q[:-2]:
         wanted = "they have to be (..., heads, tokens, head size), equal before the tokens"
-    elif q.shape[-1] != k.shape[-1] or (v and v[0].shape[-2] != k.shape[-2]):
+    elif of_q[-1] != of_k[-1] or of_v[-2] != of_k[-2]:
         wanted = "q and k need the same head size, k and v the same tokens"
-    elif 0 in (q.shape[-1], *(x.shape[-1] for x in v)):
+    elif of_q[-1] == 0 or of_v[-1] == 0:
         wanted = "head sizes have to be 1 or more"
+    operands = {"q": q, "k": k} if v is None else {"q": q, "k": k, "v": v}
     if wanted is not None:
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", (q, k, *v)))
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in operands.items())
         raise ValueError(f"Shapes are {shapes}; {wanted}.")
+    check_alike(**operands)
 
 
 def _check_native(operator: str, *tensors: Tensor) -> None:
@@ -174,7 +176,6 @@ def _check_native(operator: str, *tensors: Tensor) -> None:
 
 
 def _index_of_pairs(indices: Tensor | Sequence | TokenIndex, q: Tensor, k: Tensor) -> TokenIndex:
-    _check_shapes(q, k)
     if isinstance(indices, TokenIndex):
         return _fitting(indices, q, k)
     lengths = q.shape[-2], k.shape[-2]
@@ -203,13 +204,17 @@ def _batch_and_heads(q: Tensor) -> tuple[int, int]:
 
 def as_4d(x: Tensor) -> Tensor:
     """(..., H, tokens, D) as (B, H, tokens, D)."""
-    return x.reshape(*_batch_and_heads(x), *x.shape[-2:])
+    return x if x.dim() == 4 else x.reshape(*_batch_and_heads(x), *x.shape[-2:])
 
 
-def _scores(q: Tensor, k: Tensor, index: TokenIndex) -> Nested:
+def _operands_of_scores(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     q, k = under_autocast(q, k)
     check_operands(q, k)
     _check_native("token_matmul_sdd", q)
+    return q, k
+
+
+def _scores(q: Tensor, k: Tensor, index: TokenIndex) -> Nested:
     flat = _Matmul.apply(as_4d(q), as_4d(k), index)
     return index.scores_of(flat, tuple(q.shape[:-2]))
 

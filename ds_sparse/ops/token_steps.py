@@ -172,8 +172,8 @@ def _torch_sparse(q: Tensor, k: Tensor, v: Tensor, index: TokenIndex, scale: flo
 def _start(
     q: Tensor, k: Tensor, v: Tensor, values: _Lists, offsets: Tensor | Sequence | None, scale: float | None
 ) -> tuple[TokenIndex, float, torch.Size]:
-    index = token_index(values, offsets, q, k)
     check_operands(q, k, v)
+    index = token_index(values, offsets, q, k)
     return index, _factor(scale, q.shape[-1]), q.shape[:-2]
 
 
