@@ -79,7 +79,7 @@ def add_matmul(parser: argparse.ArgumentParser) -> None:
     add("--seconds", positive, "no new round of a case after this long")
     add("--operations", listed(one_of(matmul.DENSE)), ", ".join(matmul.DENSE))
     add("--layout", listed(one_of(layouts.LAYOUTS)), f"{', '.join(layouts.LAYOUTS)}, with the density in percent")
-    add("--block", listed(block), "block sizes: 8, 16, 32, 64, 128")
+    add("--block", listed(block), f"block sizes: {', '.join(map(str, BLOCK_SIZES))}")
     add("--dtype", listed(one_of(machine.DTYPES)), ", ".join(machine.DTYPES))
     add("--seq-len", listed(positive), "tokens")
     add("--head-dim", listed(positive), "numbers in a head's vector")

@@ -50,8 +50,6 @@ HOPPER_OPERATORS = ("transpose", "token_tiles_forward", "token_tiles_backward")
 
 OPERATORS = BLOCK_OPERATORS + WINDOW_OPERATORS + TOKEN_OPERATORS
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_CAST = DTYPES[:3]
-"""Those that autocast casts."""
 
 
 def missing_kernels(device_type: str, operators: Sequence[str] = OPERATORS) -> list[str]:
@@ -66,7 +64,7 @@ def under_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
-    return tuple(x.to(dtype) if x.dtype in _CAST else x for x in tensors)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
 def check_scale(scale: float) -> float:

@@ -38,7 +38,9 @@ class Softmax:
         causal: a token sees no later token, inside blocks too (JSON: "causal").
 
     Raises:
-        ValueError: another layout, block, mask mode, shape, dtype or device.
+        TypeError: a scale that is no number.
+        ValueError: another layout, block, mask mode, shape, dtype or device; a scale that is not finite, or requires a
+            gradient.
         RuntimeError: a device without the kernel.
     """
 

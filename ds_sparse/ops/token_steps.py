@@ -44,6 +44,8 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
             "added. TokenIndex.mask() makes one of lists."
         )
     check_operands(*under_autocast(q, k, v))
+    if mask.device != q.device:
+        raise ValueError(f"mask is on {mask.device} and q on {q.device}; move it there.")
     whole = (*q.shape[:-1], k.shape[-2])
     if mask.dim() > len(whole) or any(size not in (1, wanted) for size, wanted in zip(mask.shape[::-1], whole[::-1])):
         raise ValueError(f"mask has shape {tuple(mask.shape)}; it has to broadcast to {whole}.")
@@ -54,7 +56,9 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
         seen, scores = mask != float("-inf"), scores + mask
     # A row of -inf would become NaN; 0 in its place becomes 0 again after the softmax.
     nothing = ~seen.any(-1, keepdim=True)
-    return scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0) @ v
+    probs = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
+    # A float mask may be wider than the scores.
+    return probs.to(v.dtype) @ v
 
 
 def gather_attention(

@@ -162,6 +162,9 @@ def test_masks_broadcast():
     bias = random(seeded(3), 5, 7)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
     torch.testing.assert_close(masked_attention(q, k, v, bias), expected)
+    # A mask that is wider than the operands.
+    found = masked_attention(q.float(), k.float(), v.float(), bias)
+    torch.testing.assert_close(found, expected.float())
 
 
 def test_what_is_no_mask_is_refused():
@@ -172,5 +175,7 @@ def test_what_is_no_mask_is_refused():
         masked_attention(q, k, v, TokenIndex.from_mask(torch.ones(5, 7, dtype=torch.bool)))
     with pytest.raises(ValueError, match=r"mask has shape \(2, 5, 7\); it has to broadcast to \(2, 3, 5, 7\)"):
         masked_attention(q, k, v, torch.ones(2, 5, 7, dtype=torch.bool))
+    with pytest.raises(ValueError, match="mask is on meta and q on cpu; move it there"):
+        masked_attention(q, k, v, torch.ones(5, 7, dtype=torch.bool, device="meta"))
     with pytest.raises(ValueError, match="k is torch.float32 and q torch.float64"):
         masked_attention(q, k.float(), v, torch.ones(5, 7, dtype=torch.bool))
