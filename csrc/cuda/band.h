@@ -44,9 +44,9 @@ struct BandMatrix {
 
   __device__ T* at(int64_t row, int64_t column) const { return origin + row * (2 * window) + column; }
 
-  // The last column up to this one whose place in row 0 is a multiple of 32 bytes, which memory is read in.
-  __device__ int64_t aligned(int64_t column) const {
-    return column - static_cast<int64_t>(reinterpret_cast<uintptr_t>(origin + column) / sizeof(T) % (32 / sizeof(T)));
+  // The last column up to this one whose place in row 0 is a multiple of so many bytes. Memory is read 32 at a time.
+  __device__ int64_t aligned(int64_t column, int bytes = 32) const {
+    return column - static_cast<int64_t>(reinterpret_cast<uintptr_t>(origin + column) % bytes / sizeof(T));
   }
 };
 

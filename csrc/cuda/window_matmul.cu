@@ -15,6 +15,7 @@
 #include "elements.h"
 #include "launch.h"
 #include "tiles.h"
+#include "window_matmul.h"
 
 namespace ds_sparse {
 namespace {
@@ -416,6 +417,10 @@ Tensor window_matmul(const Tensor& a, const Tensor& b, int64_t window) {
       return;
     }
     const Tensor rows = in_runs(a), columns = in_runs(b);
+    if (takes_window_matmul_on_hopper(launch, rows, columns, window)) {
+      window_matmul_on_hopper(launch, rows, columns, out, window);
+      return;
+    }
     const int chunks = static_cast<int>(std::max<int64_t>(1, parts_of(a.size(3), kChunk<T>)));
     // Two thread blocks of a multiprocessor have to have space, unless a ring takes no less.
     const bool rows_stay = chunks <= kRing || 2 * MatmulMemory<1>::bytes(chunks) <= launch.shared_memory();

@@ -146,8 +146,8 @@ def test_steps_under_autocast_give_what_they_give_of_cast_operands(device: str, 
     cast = (q, k, v) if name == "torch.sparse" else (x.bfloat16() for x in (q, k, v))
     expected = STEPS[name](*cast, index)
     assert found.dtype == expected.dtype
-    # On CUDA index_add sums in any order.
-    torch.testing.assert_close(found, expected)
+    # On CUDA index_add rounds sums to bf16 one after the other, in any order.
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 
 def test_masks_broadcast():

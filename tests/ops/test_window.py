@@ -147,6 +147,33 @@ def test_each_of_many_heads_is_as_one(device: str, job: str, window: int, tokens
     assert many.equal(ours(*head, window).expand_as(many))
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("views", [("contiguous",) * 3, ("packed", "transposed", "contiguous")], ids=" ".join)
+@pytest.mark.parametrize(
+    ("window", "tokens", "depth"), [(64, 129, 64), (64, 1, 8), (96, 200, 40), (128, 77, 128), (160, 333, 72)]
+)
+def test_heads_for_every_multiprocessor(
+    device: str, window: int, tokens: int, depth: int, views: tuple[str, str, str], dtype: torch.dtype
+):
+    """With windows whose rows are whole cache lines apart."""
+    leading = (2, 80) if device == "cuda" else (2, 2)
+    inputs = operands("window_matmul", leading, tokens, window, depth, seeded())
+    check("window_matmul", inputs, window, dtype, device, views)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_there_are_zeros_where_there_is_no_token(device: str, dtype: torch.dtype):
+    """Also in rows that are not finite, with as many heads."""
+    a, b = (random(rng, 2, 80, 200, 24).to(device, dtype) for rng in (seeded(), seeded(1)))
+    rows = torch.tensor([0, 70, 199], device=device)
+    a[:, :, rows] = math.inf
+    band = window_matmul(a, b.mT, 64)
+    beside = beside_the_sequence(200, 64).to(device)
+    assert not band[:, :, beside].any()
+    spoilt = (torch.arange(200, device=device)[:, None] == rows).any(1)[:, None] & ~beside
+    assert not torch.isfinite(band[:, :, spoilt]).any() and torch.isfinite(band[:, :, ~spoilt]).all()
+
+
 def test_by_hand(device: str):
     a = torch.tensor([[1.0], [2.0], [3.0]], device=device)
     b = torch.tensor([[10.0, 20.0, 30.0]], device=device)
