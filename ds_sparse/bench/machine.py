@@ -89,6 +89,11 @@ def in_turns(
     return times
 
 
+def in_three_digits(number: float) -> str:
+    """As many as mean something, but none left out before the point."""
+    return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
+
+
 def conditions(device: torch.device) -> dict[str, str]:
     """What the numbers depend on besides the case."""
     if device.type == "cuda":

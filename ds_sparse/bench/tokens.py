@@ -29,7 +29,7 @@ from ..ops import (
 from ..ops.token_steps import weighted_sums
 from ..tokens import TokenIndex
 from .floors import bytes_of_gathers, l2_read_rate
-from .machine import DTYPES, FORWARD, TRAIN, in_turns, time_of
+from .machine import DTYPES, FORWARD, TRAIN, in_three_digits, in_turns, time_of
 from .plain_loop import plain_loop
 from .reasons import Unsupported
 from .verification import attention_by_block_rows, output_and_gradients, random_tensors, require_as_accurate
@@ -329,16 +329,16 @@ def table(results: list[Result]) -> Iterator[str]:
         f"{case.dtype}; ms of {FORWARD} / {TRAIN}"
     )
     floors = [L2_FLOOR] if results[0].l2_floors else []
-    yield f"{'sparsity':>8} {'pairs':>9}" + "".join(f"{name:>18}" for name in [*names, *floors])
+    yield f"{'sparsity':>8} {'pairs':>9}" + "".join(f"{name:>20}" for name in [*names, *floors])
     for result in results:
         cells = [cell(result, name) for name in names]
         cells += [" / ".join(map(in_three_digits, result.l2_floors.values()))] if floors else []
         sparsity = 1 - result.pairs / case.seq_len**2
-        yield f"{sparsity:8.1%} {result.pairs:9}" + "".join(f"{text:>18}" for text in cells)
+        yield f"{sparsity:8.1%} {result.pairs:9}" + "".join(f"{text:>20}" for text in cells)
     for other in (DENSE, SDPA):
         if other in names:
             line = "".join(
-                f"{' / '.join(beats_from(results, name, other, d) for d in DIRECTIONS) if name != other else '-':>18}"
+                f"{' / '.join(beats_from(results, name, other, d) for d in DIRECTIONS) if name != other else '-':>20}"
                 for name in names
             )
             yield f"{'beats ' + other + ' from':>18}{line}"
@@ -355,11 +355,6 @@ def table(results: list[Result]) -> Iterator[str]:
 def cell(result: Result, name: str) -> str:
     rows = [result.row(name, direction) for direction in DIRECTIONS]
     return " / ".join("-" if row is None else in_three_digits(row.milliseconds) for row in rows)
-
-
-def in_three_digits(number: float) -> str:
-    """As many as mean something, but none left out before the point."""
-    return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
 
 
 def beats_from(results: list[Result], name: str, other: str, direction: str) -> str:

@@ -17,7 +17,7 @@ from .. import reference
 from ..ops import unwindow_matmul, window_attention, window_matmul, window_softmax
 from ..window import WindowIndex
 from .floors import Size
-from .machine import DTYPES, FORWARD, TRAIN
+from .machine import DTYPES, FORWARD, TRAIN, in_three_digits
 from .operations import Competitor, Row, competitor, find, measure, without_time
 from .verification import random_tensors, require_as_accurate, require_same_meaning
 
@@ -255,7 +255,7 @@ def table(case: Case, rows: list[Row]) -> Iterator[str]:
 def cell(row: Row | None) -> str:
     if row is None:
         return "-"
-    return f"{row.milliseconds:9.2f} {row.to_dense:8.3f}" + (f" {row.to_floor:8.2f}" if row.to_floor else "")
+    return f"{in_three_digits(row.milliseconds):>9} {row.to_dense:8.3f}" + (f" {row.to_floor:8.2f}" if row.to_floor else "")
 
 
 def record(case: Case, rows: list[Row]) -> list[dict[str, Any]]:

@@ -61,3 +61,8 @@ def test_without_nvidias_program_the_driver_is_unknown(monkeypatch):
 def test_time_of_a_short_kernel_is_the_devices_not_pythons():
     x = torch.zeros(16, device="cuda")
     assert machine.timed(lambda: [x.add_(1) for _ in range(4)], torch.device("cuda")) < 4 * 0.005
+
+
+@pytest.mark.parametrize("number, text", [(0.01234, "0.0123"), (123.4, "123"), (999.7, "1000"), (23456.7, "23457")])
+def test_numbers_are_written_out(number: float, text: str):
+    assert machine.in_three_digits(number) == text

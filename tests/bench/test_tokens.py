@@ -153,11 +153,6 @@ def test_from_which_sparsity_on_a_step_beats_dense():
     assert tokens.beats_from(results(times), tokens.OURS, tokens.DENSE, TRAIN) == "-"
 
 
-@pytest.mark.parametrize("number, text", [(0.01234, "0.0123"), (123.4, "123"), (999.7, "1000"), (23456.7, "23457")])
-def test_numbers_are_written_out(number: float, text: str):
-    assert tokens.in_three_digits(number) == text
-
-
 def test_goals_are_counted_where_they_apply():
     times = {tokens.OURS: [2.0, 0.5, 0.1], tokens.TORCH_SPARSE: [5.0, 0.9, 0.2], tokens.SDPA: [1.0, 1.0, 1.0]}
     lines = list(tokens.goals(results(times)))
