@@ -255,9 +255,8 @@ def table(case: Case, rows: list[Row]) -> Iterator[str]:
 def cell(row: Row | None) -> str:
     if row is None:
         return "-"
-    return f"{in_three_digits(row.milliseconds):>9} {row.to_dense:8.3f}" + (
-        f" {row.to_floor:8.2f}" if row.to_floor else ""
-    )
+    floor = f" {row.to_floor:8.2f}" if row.to_floor else ""
+    return f"{in_three_digits(row.milliseconds):>9} {row.to_dense:8.3f}{floor}"
 
 
 def record(case: Case, rows: list[Row]) -> list[dict[str, Any]]:
