@@ -1,5 +1,5 @@
-// What products with live blocks on Hopper share, by tiles (matmul_tiles.h): warps copy tokens 64 at a time into a ring of
-// stages and say of each what is to be done with it; warpgroups multiply, 64 rows each.
+// What products with live blocks (by tiles, matmul_tiles.h) and of windows share on Hopper: warps copy tokens 64 at a
+// time into a ring of stages; warpgroups multiply, 64 rows each.
 
 #pragma once
 

@@ -1,7 +1,8 @@
 // The band of a product, near the diagonal. Schema and shapes: csrc/library.cpp; meaning: ds_sparse/reference.py; where
 // a band has what: band.h.
 //
-// A thread block has some rows of `a`, and walks the columns of their windows 64 at a time.
+// A thread block has some rows of `a`, and walks the columns of their windows 64 at a time. On Hopper:
+// window_matmul_sm90.cu, where that takes the operands.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>

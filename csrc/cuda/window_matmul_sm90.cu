@@ -1,8 +1,8 @@
-// The band of a product, on Hopper: 16-bit types, up to 128 numbers a token, windows of which rows are whole cache lines
-// apart (`BandMatrix`) and long enough to end in a later step than they begin. All else: window_matmul.cu.
+// The band of a product, on Hopper: 16-bit types, up to 128 numbers a token, a task for every multiprocessor, windows
+// of which rows are whole cache lines apart (`BandMatrix`) and end in a later step than they begin.
 //
-// A thread block takes tile after tile of 128 rows. These stay in registers, 64 in each warpgroup's, while the columns of
-// their windows pass through a ring of stages. A step is 64 columns, a cache line of each row. Warps hand over their
+// A thread block takes tile after tile of 128 rows. These stay in registers, 64 in each warpgroup's, while the columns
+// of their windows pass through a ring of stages. A step is 64 columns, a cache line of each row. Warps hand over their
 // results, 16 rows each, without waiting for each other.
 
 #include <torch/csrc/stable/ops.h>
@@ -113,8 +113,8 @@ __device__ __forceinline__ uint4 joined(const uint4& run, const uint4& other, in
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// A warp's way from sums to memory, 16 rows and a step's columns: through its lines of a panel, after which a lane has a
-// run of each of four rows, and eight lanes have a line.
+// A warp's way from sums to memory, 16 rows and a step's columns: through its lines of a panel, after which a lane has
+// a run of each of four rows, and eight lanes have a line.
 template <class T>
 class Strip {
  public:
@@ -141,7 +141,7 @@ class Strip {
     }
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
+    for (int i = 0; i < kLaneRows; ++i) {
       run_[i] = load_shared(of_row(runs_, i));
     }
   }
@@ -158,7 +158,7 @@ class Strip {
   // `to`: the lane's first run; `pitch`: from a row of the band to the next one.
   __device__ __forceinline__ void store(T* to, int64_t pitch) const {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i, to += kRowsApart * pitch) {
+    for (int i = 0; i < kLaneRows; ++i, to += kRowsApart * pitch) {
       store_words(to, run_[i]);
     }
   }
@@ -168,7 +168,7 @@ class Strip {
   // end, in `seams`, so that the line is written whole. There are `rows` rows.
   __device__ __forceinline__ void store_begin(T* to, int64_t pitch, int begin, int rows) const {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i, to += kRowsApart * pitch) {
+    for (int i = 0; i < kLaneRows; ++i, to += kRowsApart * pitch) {
       const int first = begin + row(i);
       if (row(i) >= rows || first >= kTile) {
         continue;
@@ -186,7 +186,7 @@ class Strip {
   // The same where they end, or rows do; the first row's last column is the one before `end`.
   __device__ __forceinline__ void store_end(T* to, int64_t pitch, int end, int rows) const {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i, to += kRowsApart * pitch) {
+    for (int i = 0; i < kLaneRows; ++i, to += kRowsApart * pitch) {
       const int last = end + row(i);
       if (row(i) >= rows || last <= 0) {
         continue;
@@ -202,7 +202,7 @@ class Strip {
   }
 
  private:
-  static constexpr int kRows = 4, kRowsApart = kStrip / kRows;
+  static constexpr int kLaneRows = 4, kRowsApart = kStrip / kLaneRows;
 
   static __device__ int lane() { return threadIdx.x % 32; }
   static __device__ int column() { return place() * kRun<T>; }
@@ -227,7 +227,7 @@ class Strip {
   }
 
   uint32_t matrices_, runs_, seams_, next_seams_;
-  uint4 run_[kRows];
+  uint4 run_[kLaneRows];
 };
 
 template <class T, int kPanels>
@@ -345,8 +345,8 @@ void window_matmul_on_hopper(
     using T = decltype(zero);
     constexpr int kPanels = decltype(panels)::value;
     const BandArguments<T> arguments{
-        static_cast<T*>(out.mutable_data_ptr()), static_cast<int>(tasks_of(a)), static_cast<int>(a.size(1)), static_cast<int>(a.size(2)),
-        static_cast<int>(window), static_cast<int>(parts_of(a.size(2), kRows))};
+        static_cast<T*>(out.mutable_data_ptr()), static_cast<int>(tasks_of(a)), static_cast<int>(a.size(1)),
+        static_cast<int>(a.size(2)), static_cast<int>(window), static_cast<int>(parts_of(a.size(2), kRows))};
     launch.with_shared_memory(
         window_matmul_on_hopper_kernel<T, kPanels>,
         std::min<int64_t>(arguments.tasks, launch.multiprocessors() * kThreadBlocks), kBlockThreads,

@@ -91,7 +91,7 @@ def in_turns(
 
 def in_three_digits(number: float) -> str:
     """As many as mean something, but none left out before the point."""
-    return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
+    return f"{number:#.3g}".rstrip(".") if number < 999.5 else f"{number:.0f}"
 
 
 def conditions(device: torch.device) -> dict[str, str]:

@@ -63,6 +63,8 @@ def test_time_of_a_short_kernel_is_the_devices_not_pythons():
     assert machine.timed(lambda: [x.add_(1) for _ in range(4)], torch.device("cuda")) < 4 * 0.005
 
 
-@pytest.mark.parametrize("number, text", [(0.01234, "0.0123"), (123.4, "123"), (999.7, "1000"), (23456.7, "23457")])
+@pytest.mark.parametrize(
+    "number, text", [(0.01234, "0.0123"), (0.5, "0.500"), (123.4, "123"), (999.7, "1000"), (23456.7, "23457")]
+)
 def test_numbers_are_written_out(number: float, text: str):
     assert machine.in_three_digits(number) == text

@@ -147,7 +147,8 @@ def test_steps_under_autocast_give_what_they_give_of_cast_operands(device: str, 
     expected = STEPS[name](*cast, index)
     assert found.dtype == expected.dtype
     # On CUDA index_add rounds sums to bf16 one after the other, in any order.
-    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    any_order = device == "cuda" and name in ("gather", "jagged")
+    torch.testing.assert_close(found, expected, **({"rtol": 0.02, "atol": 0.02} if any_order else {}))
 
 
 def test_masks_broadcast():

@@ -150,7 +150,8 @@ def test_each_of_many_heads_is_as_one(device: str, job: str, window: int, tokens
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("views", [("contiguous",) * 3, ("packed", "transposed", "contiguous")], ids=" ".join)
 @pytest.mark.parametrize(
-    ("window", "tokens", "depth"), [(64, 129, 64), (64, 1, 8), (96, 200, 40), (128, 77, 128), (160, 333, 72)]
+    ("window", "tokens", "depth"),
+    [(64, 129, 64), (64, 1, 8), (64, 500, 64), (96, 200, 40), (128, 77, 128), (160, 333, 72)],
 )
 def test_heads_for_every_multiprocessor(
     device: str, window: int, tokens: int, depth: int, views: tuple[str, str, str], dtype: torch.dtype
