@@ -8,7 +8,6 @@
 
 #include "matmul_sdd.h"
 #include "matmul_sm90.h"
-#include "mma.h"
 
 namespace ds_sparse {
 namespace {
@@ -176,7 +175,7 @@ __device__ __forceinline__ void copy_all(
 template <class T, int kPanels, int kBlock>
 __device__ __forceinline__ void multiply_all(Memory<T, kPanels, kBlock>& memory, T* out) {
   using M = Memory<T, kPanels, kBlock>;
-  constexpr int kBox = M::kBox, kBoxes = M::kBoxes, kParts = M::kParts, kDepth = kPanels * kPanel / 16;
+  constexpr int kBox = M::kBox, kBoxes = M::kBoxes, kParts = M::kParts;
   constexpr int kStageElements = kPanels * kTileElements;
   constexpr int kWords = M::kLaneRun / 2, kRunsOfBox = kBox / M::kFourRuns;
   const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32), strip = warp * 16;
@@ -198,18 +197,12 @@ __device__ __forceinline__ void multiply_all(Memory<T, kPanels, kBlock>& memory,
       break;
     }
     T* values = kept(out + memory.units[ring.stage].first_value * (kBlock * kBlock));
-    uint32_t rows[kDepth][4];
+    RowsOfWarp<T, kPanels> rows;
 #pragma unroll 1
     for (int group = 0; group < M::kGroups; ++group, ring.next()) {
       memory.there[ring.stage].wait(ring.parity);
       if (M::kGroups == 1 || group == strip / kTile) {
-#pragma unroll
-        for (int k = 0; k < kDepth; ++k) {
-          const uint32_t first_run = shared_address(rows_run + ring.stage * kStageElements);
-          load_matrices<false>(rows[k], (first_run ^ k % 4 * 32) + k / 4 * kTileBytes);
-        }
-        // Without it a warp arrives while its reads wait behind others' stores, and the copy engine overtakes them.
-        fence_stores();
+        rows.read(rows_run + ring.stage * kStageElements);
       }
       is_free();
     }
@@ -233,15 +226,7 @@ __device__ __forceinline__ void multiply_all(Memory<T, kPanels, kBlock>& memory,
       }
       const hopper::Operand columns = all_columns + uniform(ring.stage * kStageElements * sizeof(T));
       float sums[kTile / 2];
-      begin_products();
-#pragma unroll
-      for (int k = 0; k < kDepth; ++k) {
-        Products<T>::template from_registers<kTile, true>(
-            sums, rows[k], columns.from(k / 4 * kTileBytes + k % 4 * 32), k > 0);
-      }
-      end_products();
-      wait_for_products<0>();
-      sums_are_there(sums);
+      rows.multiply(sums, columns);
       is_free();
       alignas(16) uint32_t words[2][kTile / 8];
 #pragma unroll

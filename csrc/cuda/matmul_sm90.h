@@ -8,6 +8,7 @@
 
 #include "hopper.h"
 #include "launch.h"
+#include "mma.h"
 #include "tensor_map.h"
 #include "vector.h"
 
@@ -30,6 +31,36 @@ __device__ __forceinline__ uint32_t round_pair(float first, float second) {
   }
   return pair;
 }
+
+// A warp's 16 rows of up to kMostDepth numbers, kept in registers while columns pass in stages.
+template <class T, int kPanels>
+struct RowsOfWarp {
+  static constexpr int kDepth = kPanels * kPanel / 16;
+  uint32_t rows[kDepth][4];
+
+  // `first_run`: where the lane points at a run of their first 16 numbers (`load_matrices`). The stage is free then.
+  __device__ __forceinline__ void read(const T* first_run) {
+#pragma unroll
+    for (int k = 0; k < kDepth; ++k) {
+      load_matrices<false>(rows[k], (shared_address(first_run) ^ k % 4 * 32) + k / 4 * kTileBytes);
+    }
+    // Without it a warp arrives while its reads wait behind others' stores, and the copy engine overtakes them.
+    fence_stores();
+  }
+
+  // sums = rows @ columns, by all of a warpgroup.
+  __device__ __forceinline__ void multiply(float (&sums)[kTile / 2], const Operand& columns) const {
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < kDepth; ++k) {
+      Products<T>::template from_registers<kTile, true>(
+          sums, rows[k], columns.from(k / 4 * kTileBytes + k % 4 * 32), k > 0);
+    }
+    end_products();
+    wait_for_products<0>();
+    sums_are_there(sums);
+  }
+};
 
 // Whether the copy engine takes (B, H, outer, inner) with `inner` adjacent.
 inline bool takes_boxes(const Tensor& x) {

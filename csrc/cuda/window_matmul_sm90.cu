@@ -12,7 +12,6 @@
 
 #include "band.h"
 #include "matmul_sm90.h"
-#include "mma.h"
 #include "window_matmul.h"
 
 namespace ds_sparse {
@@ -233,7 +232,7 @@ class Strip {
 template <class T, int kPanels>
 __device__ __forceinline__ void multiply_all(const BandArguments<T>& p, Memory<T, kPanels>& memory) {
   using M = Memory<T, kPanels>;
-  constexpr int kDepth = kPanels * kPanel / 16, kStageElements = kPanels * kTileElements;
+  constexpr int kStageElements = kPanels * kTileElements;
   const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32), group = warp * kStrip / kTile;
   const int strip = warp * kStrip, above = strip % kTile;  // the warp's first row of a tile, and of its warpgroup's
   const hopper::Operand all_columns(memory.stages[0][0]);
@@ -250,18 +249,12 @@ __device__ __forceinline__ void multiply_all(const BandArguments<T>& p, Memory<T
   };
   for (int number = blockIdx.x; number < p.tasks; number += gridDim.x) {
     const BandTask<T> task(p, number);
-    uint32_t rows[kDepth][4];
+    RowsOfWarp<T, kPanels> rows;
 #pragma unroll 1
     for (int i = 0; i < kGroups; ++i, ring.next()) {
       memory.there[ring.stage].wait(ring.parity);
       if (i == group) {
-#pragma unroll
-        for (int k = 0; k < kDepth; ++k) {
-          const uint32_t first_run = shared_address(rows_run + ring.stage * kStageElements);
-          load_matrices<false>(rows[k], (first_run ^ k % 4 * 32) + k / 4 * kTileBytes);
-        }
-        // Without it a warp arrives while its reads wait behind others' stores, and the copy engine overtakes them.
-        fence_stores();
+        rows.read(rows_run + ring.stage * kStageElements);
       }
       is_free();
     }
@@ -277,15 +270,7 @@ __device__ __forceinline__ void multiply_all(const BandArguments<T>& p, Memory<T
       }
       const hopper::Operand columns = all_columns + uniform(ring.stage * kStageElements * sizeof(T));
       float sums[kTile / 2];
-      begin_products();
-#pragma unroll
-      for (int k = 0; k < kDepth; ++k) {
-        Products<T>::template from_registers<kTile, true>(
-            sums, rows[k], columns.from(k / 4 * kTileBytes + k % 4 * 32), k > 0);
-      }
-      end_products();
-      wait_for_products<0>();
-      sums_are_there(sums);
+      rows.multiply(sums, columns);
       is_free();
       if (begin >= kTile || end + kStrip - 1 <= 0) {
         continue;
