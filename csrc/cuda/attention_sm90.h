@@ -64,14 +64,6 @@ __device__ __forceinline__ int this_thread() {
   return number % kTeamThreads;
 }
 
-// For a warp, once all of it is there.
-__device__ __forceinline__ void arrive_once(Barrier& barrier, int lane) {
-  __syncwarp();
-  if (lane == 0) {
-    barrier.arrive();
-  }
-}
-
 // Copies by a warp, in both directions: each lane has one box, a panel of up to a block's tokens.
 template <class T, int kD, int kTokens>
 struct Boxes {

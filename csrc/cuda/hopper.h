@@ -93,6 +93,14 @@ struct Barrier {
   }
 };
 
+// For a warp, once all of it is there.
+__device__ __forceinline__ void arrive_once(Barrier& barrier, int lane) {
+  __syncwarp();
+  if (lane == 0) {
+    barrier.arrive();
+  }
+}
+
 // Makes initialised barriers visible to the copy engine.
 __device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 // Makes this thread's stores to shared memory visible to the copy engine and to wgmma; and what it has read of it is read

@@ -4,6 +4,7 @@
 
 #include "launch.h"
 #include "matmul_tiles.h"
+#include "mma.h"
 
 namespace ds_sparse {
 
@@ -18,8 +19,6 @@ struct Result {
     return data + matrix * tokens * width + (transposed ? column * tokens + token : token * width + column);
   }
 };
-
-constexpr int kStrip = 16;  // rows of a tile that a warp has
 
 // A product by tiles, but for its operands. What is summed of tiles that are cut goes to `parts`, to be added up, but for
 // strips of rows that have no block there: mostly it is for the sake of one long line that a tile is cut.

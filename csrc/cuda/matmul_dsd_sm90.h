@@ -47,15 +47,6 @@ __device__ __forceinline__ void store_matrices_transposed(void* row, const uint3
                : "memory");
 }
 
-// The j-th 16 columns of a warp's 16 lines of sums, rounded: four 8 x 8 matrices, those of the upper lines first.
-template <class T, int kCount>
-__device__ __forceinline__ void round_columns(uint32_t (&to)[4], const float (&sums)[kCount], int j) {
-#pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    to[e] = round_pair<T>(sums[8 * j + 2 * e], sums[8 * j + 2 * e + 1]);
-  }
-}
-
 // Rounds a warp's 16 x kN sums and writes them to its lines of panels.
 template <int kN, class T>
 __device__ __forceinline__ void store_to_panels(T* panels, const float (&sums)[kN / 2]) {
@@ -149,10 +140,7 @@ __device__ __forceinline__ void multiply_all(
       multiply(sums, place.stage, step.live, summed != 0);
       summed |= step.live;
     }
-    __syncwarp();
-    if (lane == 0) {
-      memory.free[place.stage].arrive();
-    }
+    arrive_once(memory.free[place.stage], lane);
     if (step.head < 0) {
       continue;
     }

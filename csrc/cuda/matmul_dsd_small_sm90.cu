@@ -197,20 +197,14 @@ __device__ __forceinline__ void copy_all(
       memory.tokens[own.stage][lane] = now.line < 0 ? -1 : now.line * kBlock + lane * kStrip % kBlock;
     }
     wait_for_copies<0>();
-    __syncwarp();
-    if (lane == 0) {
-      there.arrive();
-    }
+    arrive_once(there, lane);
   }
   if (own.ahead == 0) {
     free.wait(own.parity);
     if (lane < kGroups) {
       memory.steps[own.stage][lane].batch = -1;
     }
-    __syncwarp();
-    if (lane == 0) {
-      there.arrive();
-    }
+    arrive_once(there, lane);
   }
 }
 

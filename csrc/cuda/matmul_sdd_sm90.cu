@@ -178,18 +178,12 @@ __device__ __forceinline__ void multiply_all(Memory<T, kPanels, kBlock>& memory,
   constexpr int kBox = M::kBox, kBoxes = M::kBoxes, kParts = M::kParts;
   constexpr int kStageElements = kPanels * kTileElements;
   constexpr int kWords = M::kLaneRun / 2, kRunsOfBox = kBox / M::kFourRuns;
-  const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32), strip = warp * 16;
+  const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32), strip = warp * kStrip;
   const hopper::Operand all_columns(memory.stages[0][0]);
   // Where the lane points at a run of its warp's rows: of their first 16 numbers, in the first stage.
   const T* rows_run = kept_shared(run_of_line(memory.stages[0][0], strip % kTile + lane % 16, lane / 16));
   out += (strip % kBlock + lane / 4) * kBlock + lane % 4 * M::kLaneRun;
   Ring<M::kStages> ring;
-  const auto is_free = [&]() {
-    __syncwarp();
-    if (lane == 0) {
-      memory.free[ring.stage].arrive();
-    }
-  };
   for (;;) {
     memory.there[ring.stage].wait(ring.parity);
     int steps = uniform(memory.units[ring.stage].steps);
@@ -204,7 +198,7 @@ __device__ __forceinline__ void multiply_all(Memory<T, kPanels, kBlock>& memory,
       if (M::kGroups == 1 || group == strip / kTile) {
         rows.read(rows_run + ring.stage * kStageElements);
       }
-      is_free();
+      arrive_once(memory.free[ring.stage], lane);
     }
     // Rounded sums of a lane's two lines, of the first half of a block of 128 columns.
     [[maybe_unused]] alignas(16) uint32_t first_half[2][kTile / 8];
@@ -220,14 +214,14 @@ __device__ __forceinline__ void multiply_all(Memory<T, kPanels, kBlock>& memory,
           any |= slot >= 0;
         }
         if (!uniform(any)) {
-          is_free();
+          arrive_once(memory.free[ring.stage], lane);
           continue;
         }
       }
       const hopper::Operand columns = all_columns + uniform(ring.stage * kStageElements * sizeof(T));
       float sums[kTile / 2];
       rows.multiply(sums, columns);
-      is_free();
+      arrive_once(memory.free[ring.stage], lane);
       alignas(16) uint32_t words[2][kTile / 8];
 #pragma unroll
       for (int i = 0; i < kTile / 4; ++i) {

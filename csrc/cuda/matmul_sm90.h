@@ -32,6 +32,15 @@ __device__ __forceinline__ uint32_t round_pair(float first, float second) {
   return pair;
 }
 
+// The j-th 16 columns of a warp's 16 lines of sums, rounded: four 8 x 8 matrices, those of the upper lines first.
+template <class T, int kCount>
+__device__ __forceinline__ void round_columns(uint32_t (&to)[4], const float (&sums)[kCount], int j) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    to[e] = round_pair<T>(sums[8 * j + 2 * e], sums[8 * j + 2 * e + 1]);
+  }
+}
+
 // A warp's 16 rows of up to kMostDepth numbers, kept in registers while columns pass in stages.
 template <class T, int kPanels>
 struct RowsOfWarp {

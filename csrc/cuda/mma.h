@@ -16,6 +16,8 @@
 
 namespace ds_sparse {
 
+constexpr int kStrip = 16;  // rows of a tile that a warp has, where warps have one product's each
+
 // Four 8 x 8 matrices of 16-bit elements, whose rows lanes 8 i to 8 i + 7 point at; transposed as they arrive, or not.
 template <bool kTransposed>
 __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t row) {

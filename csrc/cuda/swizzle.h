@@ -32,6 +32,21 @@ __device__ __forceinline__ float load_float(uint32_t address) {
   return x;
 }
 
+// A run.
+__device__ __forceinline__ uint4 load_shared(uint32_t address) {
+  uint4 run;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(run.x), "=r"(run.y), "=r"(run.z), "=r"(run.w)
+               : "r"(address)
+               : "memory");
+  return run;
+}
+__device__ __forceinline__ void store_shared(uint32_t address, const uint4& run) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(run.x), "r"(run.y), "r"(run.z),
+               "r"(run.w)
+               : "memory");
+}
+
 // Fragments of operands that lie along k, 16 lines each. A product's columns may be any 16 lines: where they are shared
 // out as `line_of_column` says, a lane's sums of kCount / 2 neighbouring products are kCount adjacent columns.
 template <int kCount>

@@ -189,20 +189,14 @@ struct Group {
 
   static __device__ __forceinline__ void write_seam(uint32_t seam, const Run<T, kCount>& run) {
     if constexpr (kJoins) {
-      const uint4 words = *reinterpret_cast<const uint4*>(&run);
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(seam), "r"(words.x), "r"(words.y), "r"(words.z),
-                   "r"(words.w)
-                   : "memory");
+      store_shared(seam, *reinterpret_cast<const uint4*>(&run));
     }
   }
 
   // `count` elements of a run and the rest of what waits for it.
   static __device__ __forceinline__ Run<T, kCount> joined(const Run<T, kCount>& run, int count, uint32_t seam) {
-    uint32_t waiting[4];
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(waiting[0]), "=r"(waiting[1]), "=r"(waiting[2]), "=r"(waiting[3])
-                 : "r"(seam)
-                 : "memory");
+    const uint4 given = load_shared(seam);
+    const uint32_t waiting[] = {given.x, given.y, given.z, given.w};
     Run<T, kCount> both = run;
     uint32_t* words = reinterpret_cast<uint32_t*>(&both);
 #pragma unroll

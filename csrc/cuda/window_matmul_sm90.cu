@@ -20,7 +20,6 @@ namespace {
 using namespace hopper;
 
 constexpr int kGroups = 2;  // warpgroups that multiply
-constexpr int kStrip = 16;  // rows of a tile that a warp has
 constexpr int kRows = kGroups * kTile, kWarps = kRows / kStrip;
 constexpr int kBlockThreads = kWarps * 32 + 32;  // one warp copies
 constexpr int kThreadBlocks = 2;                 // of a multiprocessor
@@ -85,20 +84,6 @@ __device__ __forceinline__ void copy_all(
   }
 }
 
-__device__ __forceinline__ uint4 load_shared(uint32_t address) {
-  uint4 run;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(run.x), "=r"(run.y), "=r"(run.z), "=r"(run.w)
-               : "r"(address)
-               : "memory");
-  return run;
-}
-__device__ __forceinline__ void store_shared(uint32_t address, const uint4& run) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(run.x), "r"(run.y), "r"(run.z),
-               "r"(run.w)
-               : "memory");
-}
-
 // The first `count` of a run's elements, none if that is negative, and the rest of `other`.
 __device__ __forceinline__ uint4 joined(const uint4& run, const uint4& other, int count) {
   const uint32_t own[] = {run.x, run.y, run.z, run.w}, rest[] = {other.x, other.y, other.z, other.w};
@@ -131,12 +116,9 @@ class Strip {
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < kTile / 16; ++j) {
-      uint32_t words[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        words[e] = round_pair<T>(sums[8 * j + 2 * e], sums[8 * j + 2 * e + 1]);
-      }
-      store_matrices(__cvta_shared_to_generic(matrices_ ^ j * 32), words);
+      uint32_t rounded[4];
+      round_columns<T>(rounded, sums, j);
+      store_matrices(__cvta_shared_to_generic(matrices_ ^ j * 32), rounded);
     }
     __syncwarp();
 #pragma unroll
