@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/macros.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/shim_utils.h>
 
 #include <cstdint>
 
@@ -22,7 +23,7 @@ class Launcher {
     // with 201. The runtime gives it one; the guard does not ask for it where the device is the current one already.
     STD_CUDA_CHECK(cudaSetDevice(on.get_device_index()));
     void* stream = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream));
     stream_ = static_cast<cudaStream_t>(stream);
   }
 

@@ -1,0 +1,62 @@
+"""What csrc/ takes from torch: names that torch 2.11, the oldest that it has to build beside, already has."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_sparse.ops import _library
+
+ROOT = Path(__file__).resolve().parent.parent
+NAMES = ROOT / "tests" / "data" / "torch_2_11_names.txt"
+HEADERS = ("torch/csrc/stable", "torch/headeronly", "torch/csrc/inductor/aoti_torch/c")
+
+
+def words(text: str) -> set[str]:
+    """Of C++: what is neither comment nor string."""
+    code = re.sub(r'//[^\n]*|/\*.*?\*/|"(\\.|[^"\\\n])*"', " ", text, flags=re.DOTALL)
+    return set(re.findall(r"[A-Za-z_]\w{2,}", code))
+
+
+def names_of(include: Path) -> set[str]:
+    """All words of the headers that csrc/ may use; the file in tests/data has those of torch 2.11.0's wheel."""
+    found = (words(path.read_text()) for folder in HEADERS for path in (include / folder).rglob("*.h"))
+    return set().union(*found)
+
+
+@pytest.fixture(scope="module")
+def names_of_2_11() -> set[str]:
+    return set(NAMES.read_text().split())
+
+
+@pytest.fixture(scope="module")
+def newer_names(names_of_2_11: set[str]) -> set[str]:
+    return names_of(Path(torch.__file__).parent / "include") - names_of_2_11
+
+
+SOURCES = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cu"))
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.relative_to(ROOT / "csrc").as_posix())
+def test_a_source_uses_no_name_that_torch_2_11_lacks(source: Path, newer_names: set[str]):
+    newer = words(source.read_text()) & newer_names
+    assert not newer, f"torch 2.11's headers do not have {sorted(newer)}; use what they have, or other names of our own"
+
+
+def test_names_newer_than_torch_2_11_are_seen(names_of_2_11: set[str]):
+    used = words("STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &stream)); // torch_new_name")
+    assert used - names_of_2_11 == {"STABLE_TORCH_ERROR_CODE_CHECK"}
+
+
+LIBRARIES = [path for path in (_library.CPU_LIBRARY, _library.CUDA_LIBRARY) if path.exists()]
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.stem)
+def test_a_library_asks_torch_2_11_for_nothing_newer(library: Path, names_of_2_11: set[str]):
+    """Symbols that headers bring in by themselves count, too."""
+    symbols = {name.decode() for name in re.findall(rb"(?<!\w)(?:aoti_)?torch_\w+(?=\0)", library.read_bytes())}
+    assert len(symbols) > 20
+    assert symbols <= names_of_2_11
