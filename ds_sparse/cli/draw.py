@@ -5,7 +5,6 @@ import os
 import sys
 
 from ..config import DEFAULT_MODE, SparseAttentionConfigError, load_config, parse_sparse_attention
-from ..layout import draw, save_drawing
 from . import positive
 
 
@@ -18,6 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..layout import draw, save_drawing
+
     try:
         _, block = load_config(args.file)
         if block is None:

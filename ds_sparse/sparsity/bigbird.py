@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 from pydantic import Field
-from torch import Tensor
 
 from ._base import (
     Attention,
@@ -17,6 +17,9 @@ from ._base import (
     window_fits,
 )
 from ._registry import register_sparsity
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def first_row_has_one_candidate(num_random_blocks: int, attention: str, strict_causal: bool) -> str | None:
@@ -56,6 +59,8 @@ class BigBirdSparsityConfig(SparsityConfig):
         return self.set_global_layout_itc(h, layout)
 
     def set_random_layout(self, h: int, layout: Tensor) -> Tensor:
+        import torch
+
         blocks = layout.shape[1]
         require(random_blocks_fit(self.num_random_blocks, blocks))
         sample = self.sampler(h)

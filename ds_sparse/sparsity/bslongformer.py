@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from pydantic import Field
-from torch import Tensor
 
 from ._base import (
     Attention,
@@ -21,6 +21,9 @@ from ._base import (
     window_fits,
 )
 from ._registry import register_sparsity
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register_sparsity("bslongformer")

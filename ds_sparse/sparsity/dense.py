@@ -1,9 +1,12 @@
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ._base import SparsityConfig, declared
 from ._registry import register_sparsity
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register_sparsity("dense")

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from ._base import (
     REACHES_AHEAD,
@@ -16,6 +15,9 @@ from ._base import (
     windows,
 )
 from ._registry import register_sparsity
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def windows_split_evenly(num_local_blocks: int, num_global_blocks: int) -> str | None:
@@ -97,6 +99,8 @@ class FixedSparsityConfig(SparsityConfig):
         return layout
 
     def set_global_layout(self, h: int, layout: Tensor) -> Tensor:
+        import torch
+
         blocks = layout.shape[1]
         local, glob = self.num_local_blocks, self.num_global_blocks
         first = local - (1 + h % self.num_different_global_patterns) * glob

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pydantic import Field
-from torch import Tensor
 
 from ._base import Attention, SparsityConfig, WindowWidth, declared, sliding_window, window_fits
 from ._registry import register_sparsity
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register_sparsity("local_sliding_window")

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from ._base import (
     REACHES_AHEAD,
@@ -27,6 +26,9 @@ from ._base import (
     windows,
 )
 from ._registry import register_sparsity
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register_sparsity("variable")
@@ -76,6 +78,8 @@ class VariableSparsityConfig(SparsityConfig):
         return self.set_global_layout(h, layout)
 
     def set_random_layout(self, h: int, layout: Tensor) -> Tensor:
+        import torch
+
         blocks = layout.shape[1]
         require(random_blocks_fit(self.num_random_blocks, blocks))
         sample = self.sampler(h)
