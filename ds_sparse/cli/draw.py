@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..layout import draw, save_drawing
+    from ..drawing import draw, save_drawing
 
     try:
         _, block = load_config(args.file)
