@@ -1,5 +1,6 @@
 """Operations on blocks, windows and lists of token pairs: public functions, their checks, fake kernels, gradients."""
 
+from . import _vmap
 from ._library import BLOCK_OPERATORS, missing_kernels
 from .attention import block_sparse_attention
 from .matmul import MatMul
@@ -8,6 +9,8 @@ from .token import sparse_attn, sparse_matmul, sparse_matmul_vo
 from .token_steps import gather_attention, jagged_attention, masked_attention, torch_sparse_attention
 from .window import unwindow_matmul, window_matmul, window_softmax
 from .window_attention import window_attention
+
+_vmap.register_rules()
 
 __all__ = [
     "BLOCK_OPERATORS",

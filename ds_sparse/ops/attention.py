@@ -5,14 +5,15 @@ from __future__ import annotations
 from weakref import WeakKeyDictionary
 
 import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._subclasses import FakeTensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..index import BlockIndex, as_index
 from ..layout import with_heads
 from ..tiles import HOPPER_TILE, TILE, Tiles
+from ._autograd import Function, differentiable_once
 from ._library import DTYPES, check_alike, check_scale, require_kernel, under_autocast
 
 BLOCKS = (8, 16, 32, 64, 128)
@@ -105,7 +106,7 @@ def block_sparse_attention(
         lse = output.to(_wide(query.dtype)).sum(-1)
     else:
         seed = dropout_seed(query.device) if dropout_p > 0 else None
-        output, lse = _Attention.apply(
+        output, lse, _ = _Attention.apply(
             _readable(query), _readable(key), _readable(value), rpe, key_bias, attn_mask, seed,
             index, scale, causal, float(dropout_p),
         )  # fmt: skip
@@ -287,32 +288,44 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
     if x.shape[-1] % 8:
         x = pad(x, (0, -x.shape[-1] % 8))
     *strides, last = x.stride()
-    # Traced tensors have no address; kernels look at theirs when the graph runs.
-    traced = torch.compiler.is_compiling() or isinstance(x, FakeTensor)
-    if last == 1 and all(stride % 8 == 0 for stride in strides) and (traced or x.data_ptr() % 16 == 0):
+    if last == 1 and all(stride % 8 == 0 for stride in strides) and _is_aligned(x):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
-class _Attention(torch.autograd.Function):
+def _is_aligned(x: torch.Tensor) -> bool:
+    """Whether x begins at a multiple of 16 bytes. Traced tensors have no address; kernels look at theirs when the graph
+    runs. Those that torch.func's transforms wrap have that of what is wrapped."""
+    if torch.compiler.is_compiling():
+        return True
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return isinstance(x, FakeTensor) or x.data_ptr() % 16 == 0
+
+
+class _Attention(Function):
     @staticmethod
     def forward(
-        ctx, query, key, value, rpe, key_bias, attn_mask, seed, index: BlockIndex, scale: float, causal: bool,
+        query, key, value, rpe, key_bias, attn_mask, seed, index: BlockIndex, scale: float, causal: bool,
         dropout_p: float,
     ):  # fmt: skip
         tiles = index.tiles("rows", _tile(index, query))
-        output, lse, rows = torch.ops.ds_sparse.block_attention_forward(
+        return torch.ops.ds_sparse.block_attention_forward(
             query, key, value, rpe, key_bias, attn_mask, seed, *_lists(tiles),
             index.layout_heads, index.block, tiles.tile, scale, causal, dropout_p,
         )  # fmt: skip
-        ctx.save_for_backward(query, key, value, output, rows, rpe, key_bias, attn_mask, seed)
-        ctx.index, ctx.scale, ctx.causal, ctx.dropout_p = index, scale, causal, dropout_p
-        ctx.set_materialize_grads(False)
-        return output, lse
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_output: torch.Tensor | None, grad_lse: torch.Tensor | None):
+    def setup_context(ctx, inputs, results):
+        query, key, value, rpe, key_bias, attn_mask, seed, ctx.index, ctx.scale, ctx.causal, ctx.dropout_p = inputs
+        output, _, rows = results
+        ctx.mark_non_differentiable(rows)
+        ctx.save_for_backward(query, key, value, output, rows, rpe, key_bias, attn_mask, seed)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @differentiable_once("block_sparse_attention")
+    def backward(ctx, grad_output: torch.Tensor | None, grad_lse: torch.Tensor | None, _):
         query, key, value, output, rows, rpe, key_bias, attn_mask, seed = ctx.saved_tensors
         grad_output = torch.zeros_like(output) if grad_output is None else _readable(grad_output)
         grad_lse = None if grad_lse is None else grad_lse.contiguous()

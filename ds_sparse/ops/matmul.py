@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..index import BlockIndex, as_index, index_on, sdd_tile
 from ..tiles import HOPPER_TILE
+from ._autograd import Function, differentiable_once
 from ._library import check_dtype, require_kernel, under_autocast
 
 MODES = ("sdd", "dsd", "dds")
@@ -228,17 +228,20 @@ def _allow_tf32() -> bool:
     return torch.backends.cuda.matmul.allow_tf32
 
 
-class _SDD(torch.autograd.Function):
+class _SDD(Function):
     """a @ b on the live blocks."""
 
     @staticmethod
-    def forward(ctx, a: torch.Tensor, b: torch.Tensor, index: BlockIndex) -> torch.Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.index = index
+    def forward(a: torch.Tensor, b: torch.Tensor, index: BlockIndex) -> torch.Tensor:
         return _sdd(a, b, index)
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx, inputs, output):
+        a, b, ctx.index = inputs
+        ctx.save_for_backward(a, b)
+
+    @staticmethod
+    @differentiable_once("MatMul")
     def backward(ctx, grad: torch.Tensor):
         a, b = ctx.saved_tensors
         grad_a = grad_b = None
@@ -253,19 +256,22 @@ class _SDD(torch.autograd.Function):
         return grad_a, grad_b, None
 
 
-class _DSD(torch.autograd.Function):
+class _DSD(Function):
     """S @ dense, S^T @ dense if `transposed`; the result's last two dimensions swapped if `transpose_result`."""
 
     @staticmethod
     def forward(
-        ctx, values: torch.Tensor, dense: torch.Tensor, index: BlockIndex, transposed: bool, transpose_result: bool
+        values: torch.Tensor, dense: torch.Tensor, index: BlockIndex, transposed: bool, transpose_result: bool
     ) -> torch.Tensor:
-        ctx.save_for_backward(values, dense)
-        ctx.index, ctx.transposed, ctx.transpose_result = index, transposed, transpose_result
         return _dsd(values, dense, index, transposed, transpose_result)
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx, inputs, output):
+        values, dense, ctx.index, ctx.transposed, ctx.transpose_result = inputs
+        ctx.save_for_backward(values, dense)
+
+    @staticmethod
+    @differentiable_once("MatMul")
     def backward(ctx, grad: torch.Tensor):
         values, dense = ctx.saved_tensors
         if ctx.transpose_result:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import warnings
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..index import BlockIndex, as_index, index_on
+from ._autograd import Function, differentiable_once
 from ._library import check_dtype, check_scale, require_kernel
 
 MASK_MODES = ("add", "mul")
@@ -144,22 +144,22 @@ def _broadcastable(name: str, x: torch.Tensor, device: torch.device, shape: tupl
     raise ValueError(f"{name} has shape {given}; it has to be {shape}, where any dimension may be 1.")
 
 
-class _Softmax(torch.autograd.Function):
+class _Softmax(Function):
     @staticmethod
-    def forward(
-        ctx, scores, rpe, key_padding_mask, attn_mask, index: BlockIndex, heads: int, scale: float, causal: bool
-    ):
-        probs = torch.ops.ds_sparse.softmax_forward(
+    def forward(scores, rpe, key_padding_mask, attn_mask, index: BlockIndex, heads: int, scale: float, causal: bool):
+        return torch.ops.ds_sparse.softmax_forward(
             scores.contiguous(), rpe, key_padding_mask, attn_mask,
             *_lists(index), index.layout_heads, index.block, scale, causal,
         )  # fmt: skip
-        ctx.save_for_backward(probs)
-        ctx.index, ctx.heads, ctx.scale = index, heads, scale
-        ctx.bias_shapes = [None if bias is None else tuple(bias.shape) for bias in (rpe, key_padding_mask, attn_mask)]
-        return probs
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx, inputs, probs):
+        _, *biases, ctx.index, ctx.heads, ctx.scale, _ = inputs
+        ctx.bias_shapes = [None if bias is None else tuple(bias.shape) for bias in biases]
+        ctx.save_for_backward(probs)
+
+    @staticmethod
+    @differentiable_once("Softmax")
     def backward(ctx, grad: torch.Tensor):
         (probs,) = ctx.saved_tensors
         index, scale = ctx.index, ctx.scale

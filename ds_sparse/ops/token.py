@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from ..tokens import Nested, TokenIndex, index_of, lists_of, tensors_in
 from . import token_tiles
+from ._autograd import Function, differentiable_once
 from ._library import check_alike, require_kernel, under_autocast
 from .attention import MAX_HEAD_DIM, _factor, _wide
 
@@ -123,7 +123,7 @@ def sparse_attn(
     if token_tiles.takes(q, v) and q.numel() > 0 and index.tiles is not None:
         output, lse = token_tiles.tiled_attention(*operands, index.tiles, scale)
     else:
-        output, lse = _Attention.apply(*operands, index, scale)
+        output, lse, _ = _Attention.apply(*operands, index, scale)
     if q.dim() != 4:
         lead = q.shape[:-2]
         output, lse = output.reshape(*lead, *output.shape[2:]), lse.reshape(*lead, lse.shape[2])
@@ -232,15 +232,18 @@ def _padded(scores: Nested, given: Tensor | Sequence | TokenIndex, pairs_dim: in
     return torch.stack(lists, -2 if own_heads else 0).reshape(*lead, width)
 
 
-class _Matmul(torch.autograd.Function):
+class _Matmul(Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, index: TokenIndex) -> Tensor:
-        ctx.save_for_backward(q, k)
-        ctx.index = index
+    def forward(q: Tensor, k: Tensor, index: TokenIndex) -> Tensor:
         return torch.ops.ds_sparse.token_matmul_sdd(q, k, index.row_offsets, index.columns, index.batch, index.heads)
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx, inputs, scores):
+        q, k, ctx.index = inputs
+        ctx.save_for_backward(q, k)
+
+    @staticmethod
+    @differentiable_once("sparse_matmul")
     def backward(ctx, grad: Tensor):
         q, k = ctx.saved_tensors
         index, grad = ctx.index, grad.contiguous()
@@ -253,20 +256,24 @@ class _Matmul(torch.autograd.Function):
         return grad_q, grad_k, None
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, index: TokenIndex, scale: float) -> tuple[Tensor, Tensor]:
-        output, lse, rows = torch.ops.ds_sparse.token_attention_forward(
+    def forward(q: Tensor, k: Tensor, v: Tensor, index: TokenIndex, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.ops.ds_sparse.token_attention_forward(
             q, k, v, index.row_offsets, index.columns, index.batch, index.heads, scale
         )
-        ctx.save_for_backward(q, k, v, output, rows)
-        ctx.index, ctx.scale = index, scale
-        ctx.set_materialize_grads(False)
-        return output, lse
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_output: Tensor | None, grad_lse: Tensor | None):
+    def setup_context(ctx, inputs, results):
+        q, k, v, ctx.index, ctx.scale = inputs
+        output, _, rows = results
+        ctx.mark_non_differentiable(rows)
+        ctx.save_for_backward(q, k, v, output, rows)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @differentiable_once("sparse_attn")
+    def backward(ctx, grad_output: Tensor | None, grad_lse: Tensor | None, _):
         q, k, v, output, rows = ctx.saved_tensors
         index = ctx.index
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..index import is_hopper
 from ..token_tiles import TokenTiles
+from ._autograd import Function, differentiable_once
 from .attention import _empty_as, _lists, _readable, _wide
 
 
@@ -20,24 +20,28 @@ def takes(q: Tensor, v: Tensor) -> bool:
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor, tiles: TokenTiles, scale: float) -> tuple[Tensor, Tensor]:
     """Output and lse, as of `sparse_attn`."""
     depth = q.shape[-1]
-    output, lse = _TiledAttention.apply(_readable(q), _readable(k), _readable(v), tiles, scale)
+    output, lse, _ = _TiledAttention.apply(_readable(q), _readable(k), _readable(v), tiles, scale)
     return output[..., :depth] if depth % 8 else output, lse
 
 
-class _TiledAttention(torch.autograd.Function):
+class _TiledAttention(Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, tiles: TokenTiles, scale: float) -> tuple[Tensor, Tensor]:
-        output, lse, rows = torch.ops.ds_sparse.token_tiles_forward(
+    def forward(q: Tensor, k: Tensor, v: Tensor, tiles: TokenTiles, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.ops.ds_sparse.token_tiles_forward(
             q, k, v, *_lists(tiles.rows), tiles.row_pairs, tiles.layout_heads, scale
         )
-        ctx.save_for_backward(q, k, v, output, rows)
-        ctx.tiles, ctx.scale = tiles, scale
-        ctx.set_materialize_grads(False)
-        return output, lse
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_output: Tensor | None, grad_lse: Tensor | None):
+    def setup_context(ctx, inputs, results):
+        q, k, v, ctx.tiles, ctx.scale = inputs
+        output, _, rows = results
+        ctx.mark_non_differentiable(rows)
+        ctx.save_for_backward(q, k, v, output, rows)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @differentiable_once("sparse_attn")
+    def backward(ctx, grad_output: Tensor | None, grad_lse: Tensor | None, _):
         q, k, v, output, rows = ctx.saved_tensors
         tiles = ctx.tiles
         grad_output = torch.zeros_like(output) if grad_output is None else _readable(grad_output)

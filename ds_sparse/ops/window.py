@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..window import Numbers, of_heads
+from ._autograd import Function, differentiable_once
 from ._library import check_alike, check_dtype, check_scale, require_kernel, under_autocast
 from .attention import _check_bias, _key_bias, _wide
 
@@ -170,16 +170,20 @@ def _with_heads(x: torch.Tensor, leading: torch.Size) -> torch.Tensor:
     return x[(None,) * (2 - len(leading))]
 
 
-class _WindowMatmul(torch.autograd.Function):
+class _WindowMatmul(Function):
     """The band of a and b, both (B, H, T, D)."""
 
     @staticmethod
-    def forward(ctx, a: torch.Tensor, b: torch.Tensor, window: int) -> torch.Tensor:
-        ctx.save_for_backward(a, b)
+    def forward(a: torch.Tensor, b: torch.Tensor, window: int) -> torch.Tensor:
         return torch.ops.ds_sparse.window_matmul(a, b, window)
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx, inputs, band):
+        a, b, _ = inputs
+        ctx.save_for_backward(a, b)
+
+    @staticmethod
+    @differentiable_once("window_matmul")
     def backward(ctx, grad: torch.Tensor):
         a, b = ctx.saved_tensors
         grad_a = grad_b = None
@@ -190,16 +194,19 @@ class _WindowMatmul(torch.autograd.Function):
         return grad_a, grad_b, None
 
 
-class _UnwindowMatmul(torch.autograd.Function):
+class _UnwindowMatmul(Function):
     """The product of a band (B, H, T, 2 * window + 1) and dense (B, H, T, D)."""
 
     @staticmethod
-    def forward(ctx, band: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(band, dense)
+    def forward(band: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
         return torch.ops.ds_sparse.unwindow_matmul(band, dense, False)
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @differentiable_once("unwindow_matmul")
     def backward(ctx, grad: torch.Tensor):
         band, dense = ctx.saved_tensors
         grad_band = grad_dense = None
@@ -210,16 +217,18 @@ class _UnwindowMatmul(torch.autograd.Function):
         return grad_band, grad_dense
 
 
-class _WindowSoftmax(torch.autograd.Function):
+class _WindowSoftmax(Function):
     @staticmethod
-    def forward(ctx, scores, key_bias, windows: tuple[int, ...], scale: float, causal: bool) -> torch.Tensor:
-        probs = torch.ops.ds_sparse.window_softmax_forward(scores.contiguous(), key_bias, windows, scale, causal)
-        ctx.save_for_backward(probs)
-        ctx.scale = scale
-        return probs
+    def forward(scores, key_bias, windows: tuple[int, ...], scale: float, causal: bool) -> torch.Tensor:
+        return torch.ops.ds_sparse.window_softmax_forward(scores.contiguous(), key_bias, windows, scale, causal)
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx, inputs, probs):
+        *_, ctx.scale, _ = inputs
+        ctx.save_for_backward(probs)
+
+    @staticmethod
+    @differentiable_once("window_softmax")
     def backward(ctx, grad: torch.Tensor):
         (probs,) = ctx.saved_tensors
         grad = torch.ops.ds_sparse.window_softmax_backward(grad.contiguous(), probs, ctx.scale)

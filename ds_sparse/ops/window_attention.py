@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..window import Numbers, WindowIndex, built, global_numbers, of_heads
+from ._autograd import Function, differentiable_once
 from ._library import require_kernel, under_autocast
 from .attention import _check_bias, _check_operands, _empty_as, _factor, _key_bias, _lists, _readable, _tile, _wide
 
@@ -77,7 +77,7 @@ def window_attention(
         query, key, value = (_Ordered.apply(x, index.order, index.inverse) for x in (query, key, value))
         if key_bias is not None:
             key_bias = _ordered(key_bias.expand(-1, len(index.order), -1).unsqueeze(3), index.order).squeeze(3)
-    output = _WindowAttention.apply(
+    output, _ = _WindowAttention.apply(
         _readable(query), _readable(key), _readable(value),
         None if key_bias is None else key_bias.unsqueeze(2), index, scale,
     )  # fmt: skip
@@ -124,36 +124,45 @@ def _ordered(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     return x.flatten(1, 2).index_select(1, rows.flatten()).unflatten(1, (heads, tokens))
 
 
-class _Ordered(torch.autograd.Function):
+class _Ordered(Function):
     """`_ordered`, which its inverse undoes."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        ctx.inverse = inverse
+    def forward(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
         return _ordered(x, order)
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx, inputs, output):
+        *_, ctx.inverse = inputs
+
+    @staticmethod
+    @differentiable_once("window_attention")
     def backward(ctx, grad: torch.Tensor):
         return _ordered(grad, ctx.inverse), None, None
 
 
-class _WindowAttention(torch.autograd.Function):
+class _WindowAttention(Function):
     @staticmethod
-    def forward(ctx, query, key, value, key_bias, index: WindowIndex, scale: float) -> torch.Tensor:
+    def forward(query, key, value, key_bias, index: WindowIndex, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         blocks = index.blocks
         tiles = blocks.tiles("rows", _tile(blocks, query))
         output, _, rows = torch.ops.ds_sparse.window_attention_forward(
             query, key, value, key_bias, index.limits, index.places, *_lists(tiles),
             blocks.layout_heads, blocks.block, tiles.tile, index.num_global, scale, index.causal,
         )  # fmt: skip
-        ctx.save_for_backward(query, key, value, output, rows, key_bias)
-        ctx.index, ctx.scale = index, scale
-        return output
+        return output, rows
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_output: torch.Tensor):
+    def setup_context(ctx, inputs, results):
+        query, key, value, key_bias, ctx.index, ctx.scale = inputs
+        output, rows = results
+        ctx.mark_non_differentiable(rows)
+        ctx.save_for_backward(query, key, value, output, rows, key_bias)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @differentiable_once("window_attention")
+    def backward(ctx, grad_output: torch.Tensor, _):
         query, key, value, output, rows, key_bias = ctx.saved_tensors
         index, blocks = ctx.index, ctx.index.blocks
         tile = _tile(blocks, query)

@@ -1,0 +1,67 @@
+"""What the operations' autograd functions have in common: `torch.func`'s transforms, and a sentence where gradients end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+
+import torch
+from torch import Tensor
+from torch._functorch.utils import unwrap_dead_wrappers
+
+
+class Function(torch.autograd.Function):
+    """An autograd function in the form that `torch.func.grad`, `vjp`, `vmap` and `jacrev` take: it has `setup_context`,
+    and calls operators with rules for vmap (`_vmap`)."""
+
+    generate_vmap_rule = True
+
+    @classmethod
+    def apply(cls, *args):
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)
+        # Without binding them to forward's names, which takes a tenth of a small call's time.
+        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))
+
+
+def differentiable_once(operation: str) -> Callable[[Callable], Callable]:
+    """Decorates a `backward`: its gradients raise a sentence about the operation where they are differentiated again."""
+    sentence = (
+        f"{operation} has first derivatives only, and here its gradient is differentiated again. Take the gradient "
+        "without create_graph=True, detach it, or compute this part in plain PyTorch (ds_sparse.reference, or "
+        "gather_attention for lists of tokens), which has derivatives of any order."
+    )
+
+    def decorated(backward: Callable) -> Callable:
+        @wraps(backward)
+        def once(ctx, *grads):
+            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+                return backward(ctx, *grads)
+            with torch.no_grad():
+                results = backward(ctx, *grads)
+            results = results if isinstance(results, tuple) else (results,)
+            own = [x for x in results if x is not None]
+            # Gradients depend on what was saved too: a penalty on them would else be a constant, without a word.
+            of = [x for x in (*grads, *ctx.saved_tensors) if x is not None]
+            ends = iter(_End.apply(sentence, len(own), *own, *of))
+            return tuple(None if x is None else next(ends) for x in results)
+
+        return once
+
+    return decorated
+
+
+class _End(Function):
+    """The first `count` tensors, which depend on all of them and have no gradient but a sentence."""
+
+    @staticmethod
+    def forward(sentence: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.sentence = inputs[0]
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError(ctx.sentence)

@@ -1,0 +1,98 @@
+"""How the raw operators run under `torch.vmap`: the vmapped dimension becomes part of the batch, so that one call does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ._library import HOPPER_OPERATORS, OPERATORS
+from .attention import _readable
+
+BIASES = frozenset({"rpe", "key_bias", "attn_mask", "key_padding_mask"})
+"""Operands with a batch in dimension 0, or 1 for all of it."""
+
+OPERANDS = frozenset(
+    {
+        *("query", "key", "value", "output", "rows", "grad_output", "grad_lse", "a", "b", "x", "values", "dense"),
+        *("scores", "grad", "probs", "band"),
+    }
+)
+"""Operands with a batch in dimension 0; of values of token pairs it is in there with the heads, before them."""
+
+AS_KERNELS_READ = frozenset({"query", "key", "value", "output", "grad_output"})
+"""Those that `_readable` makes readable."""
+
+CONTIGUOUS = frozenset({"key_bias", "rows", "grad_lse", "values", "scores", "grad", "probs", "band"})
+
+
+def register_rules() -> None:
+    """Registers the rules of all operators."""
+    for operator in (*OPERATORS, *HOPPER_OPERATORS):
+        torch.library.register_vmap(f"ds_sparse::{operator}", _rule(operator))
+
+
+def _rule(operator: str) -> Callable:
+    call = getattr(torch.ops.ds_sparse, operator)
+    names = [argument.name for argument in call.default._schema.arguments]
+    first = next(name for name in names if name in OPERANDS and not name.startswith("grad"))
+
+    def rule(info, in_dims, *args):
+        given, dims = dict(zip(names, args, strict=True)), dict(zip(names, in_dims, strict=True))
+        number = info.batch_size
+        seed = dims.get("dropout_seed")
+        if seed is not None:
+            # Kernels draw others for each matrix of the batch; it is one call, with one seed.
+            given["dropout_seed"], dims["dropout_seed"] = given["dropout_seed"].select(seed, 0), None
+        elif given.get("dropout_p", 0) > 0:
+            # vmap's randomness="same", or the gradients of one forward: the same ones for each.
+            return _one_by_one(call, given, dims, number)
+        if given.get("list_batch", 1) > 1:
+            return _one_by_one(call, given, dims, number)
+        batch = given[first].shape[0 if dims[first] is None else _after(dims[first])]
+        for name, x in given.items():
+            if x is not None and (name in OPERANDS or name in BIASES and (dims[name] is not None or x.shape[0] > 1)):
+                x = _folded(x, dims[name], number, batch if name in BIASES else -1)
+                x = _readable(x) if name in AS_KERNELS_READ and x.dim() == 4 else x
+                given[name] = x.contiguous() if name in CONTIGUOUS else x
+            elif dims[name] is not None:
+                raise RuntimeError(f"{operator} takes one {name} for all samples of torch.vmap; close over it.")
+        shape = given.get("shape")
+        if shape is not None:
+            given["shape"] = (number * batch, *shape[1:])
+        results = _unfolded(call(*given.values()), number)
+        if shape is not None and shape[0] == 1:
+            results = results.sum(1, keepdim=True)
+        return results, 0 if isinstance(results, Tensor) else (0,) * len(results)
+
+    return rule
+
+
+def _after(dim: int) -> int:
+    """Dimension 0 of a sample."""
+    return 1 if dim == 0 else 0
+
+
+def _folded(x: Tensor, dim: int | None, number: int, batch: int) -> Tensor:
+    """x, of which each sample or all have one, with the samples in dimension 0; `batch`: what a 1 there stands for."""
+    x = x.expand(number, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.expand(-1, batch, *x.shape[2:]).flatten(0, 1)
+
+
+def _unfolded(results: Tensor | tuple[Tensor, ...], number: int) -> Tensor | tuple[Tensor, ...]:
+    if isinstance(results, Tensor):
+        return results.unflatten(0, (number, -1))
+    return tuple(x.unflatten(0, (number, -1)) for x in results)
+
+
+def _one_by_one(call: Callable, given: dict, dims: dict, number: int):
+    """A call for each sample."""
+
+    def sample(i: int) -> list:
+        return [x if dims[name] is None else x.select(dims[name], i) for name, x in given.items()]
+
+    results = [call(*sample(i)) for i in range(number)]
+    if isinstance(results[0], Tensor):
+        return torch.stack(results), 0
+    return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
