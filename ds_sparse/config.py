@@ -14,7 +14,7 @@ import os
 import random
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import hjson
@@ -25,11 +25,15 @@ from .sparsity import SparsityConfig, SparsityWarning, sparsity_class, sparsity_
 from .sparsity._base import Rule, rule_fields
 from .sparsity._fields import build, json_fields, json_model
 from .sparsity._registry import loaded_classes
+from .wording import did_you_mean, hint_of_text, list_modes, one_of, printable, reason, show, show_key
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
 
 BLOCK_KEY = "sparse_attention"
 DEFAULT_MODE = "fixed"
+
+_ALSO_OF_OTHERS = ("seed", "causal", "strict_causal", "attention")
+"""Keys of a block that a program may have for itself at the top level of its JSON."""
 
 ANY_NUM_HEADS = 12
 """For a check of a block where no model is known: no key depends on the number of heads."""
@@ -76,14 +80,18 @@ def load_config(config: Source) -> LoadedConfig:
     if not isinstance(config, str | os.PathLike | Mapping):
         raise TypeError(f"A DeepSpeed config is a path, a dict or a base64 string, got {type(config).__name__}.")
     source = _name(config)
-    content = dict(config) if isinstance(config, Mapping) else _parse(_read(config), source)
-    if BLOCK_KEY not in content:
-        for key in difflib.get_close_matches(BLOCK_KEY, [key for key in content if isinstance(key, str)], cutoff=0.8):
-            raise SparseAttentionConfigError([f'{source}: {key}: unknown key. Did you mean "{BLOCK_KEY}"?'])
-        return LoadedConfig(content, None)
-    block = content.pop(BLOCK_KEY)
-    _check_is_object(block, source)
-    return LoadedConfig(content, dict(block))
+    if isinstance(config, Mapping):
+        return _without_block(dict(config), source)
+    return parse_config(_read(config), source)
+
+
+def parse_config(raw: bytes, source: str) -> LoadedConfig:
+    """`load_config` of a file's content; `source` names it in every message.
+
+    Raises:
+        SparseAttentionConfigError: as `load_config`.
+    """
+    return _without_block(_parse(raw, source), source)
 
 
 def parse_sparse_attention(
@@ -157,7 +165,7 @@ def json_schema() -> dict[str, Any]:
         foreign = {
             key: {
                 "const": default,
-                "description": f"Belongs to {_list_modes(owners)}; ignored, and only at its default.",
+                "description": f"Belongs to {list_modes(owners)}; ignored, and only at its default.",
             }
             for key, (owners, default) in _foreign_keys(fields, fields_of).items()
         }
@@ -205,7 +213,7 @@ def _name(source: Source) -> str:
     if isinstance(source, Mapping):
         return "the config dict"
     name = os.fspath(source)
-    return name if os.path.exists(name) or _from_base64(name) is None else "the base64 config"
+    return printable(name) if os.path.exists(name) or _from_base64(name) is None else "the base64 config"
 
 
 def _from_base64(text: str) -> bytes | None:
@@ -239,26 +247,85 @@ def _parse(raw: bytes, source: str) -> dict[str, Any]:
         return dict(pairs)
 
     try:
-        content = hjson.loads(raw.decode("utf-8-sig"), object_pairs_hook=collect)
+        text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise SparseAttentionConfigError(
             [f"{source}: not UTF-8 text (byte {error.start}): save it as UTF-8."]
         ) from error
-    except ValueError as error:
-        raise SparseAttentionConfigError([f"{source}: not valid JSON: {error}."]) from error
+    try:
+        content = hjson.loads(text, object_pairs_hook=collect)
+    except (ValueError, OverflowError) as error:
+        raise SparseAttentionConfigError([f"{source}: not valid JSON: {_why_not_json(text, error)}."]) from error
     except RecursionError as error:
         raise SparseAttentionConfigError([f"{source}: not a DeepSpeed config: nested too deeply to read."]) from error
     if twice:
-        raise SparseAttentionConfigError([f"{source}: {key}: given twice in one object; keep one." for key in twice])
+        raise SparseAttentionConfigError(
+            [f"{source}: {show_key(key)}: given twice in one object; keep one." for key in twice]
+        )
     if not isinstance(content, dict):
-        raise SparseAttentionConfigError([f"{source}: a DeepSpeed config is an object {{...}}, got {_show(content)}."])
+        raise SparseAttentionConfigError([f"{source}: a DeepSpeed config is an object {{...}}, got {show(content)}."])
+    if not content and "{" not in text:
+        raise SparseAttentionConfigError(
+            [f'{source}: holds nothing; a DeepSpeed config is an object such as {{"train_batch_size": 8}}.']
+        )
     return content
+
+
+def _why_not_json(text: str, error: Exception) -> str:
+    """What Python's reader of strict JSON says, which is nearer to the mistake: hjson takes a word that it does not know
+    for text up to the end of its line, and then misses what stands there. hjson's own where the file has comments."""
+    if isinstance(error, OverflowError):
+        return "a number beyond all bounds"
+    if any(line.lstrip().startswith(("#", "//", "/*")) for line in text.splitlines()):
+        return reason(error)
+    constants: list[str] = []
+    try:
+        json.loads(text, parse_constant=constants.append)
+    except (ValueError, RecursionError) as stricter:
+        return reason(stricter) if isinstance(stricter, ValueError) else reason(error)
+    return f"JSON has no {constants[0]}; write a number" if constants else reason(error)
+
+
+def _without_block(content: dict[str, Any], source: str) -> LoadedConfig:
+    if BLOCK_KEY not in content:
+        _check_is_not_elsewhere(content, source)
+        return LoadedConfig(content, None)
+    block = content.pop(BLOCK_KEY)
+    _check_is_object(block, source)
+    return LoadedConfig(content, dict(block))
+
+
+def _check_is_not_elsewhere(content: Mapping[str, Any], source: str) -> None:
+    """Raises SparseAttentionConfigError where a file without the block was meant to have it."""
+    for key in difflib.get_close_matches(BLOCK_KEY, [key for key in content if isinstance(key, str)], cutoff=0.8):
+        raise SparseAttentionConfigError([f'{source}: {show_key(key)}: unknown key. Did you mean "{BLOCK_KEY}"?'])
+    for path in _paths_to_block(content):
+        raise SparseAttentionConfigError(
+            [f"{source}: {path}: the block is nested, where nothing reads it; put it at the top level of the file."]
+        )
+    own = {key for cls in loaded_classes().values() for key in json_fields(cls)} - set(_ALSO_OF_OTHERS)
+    found = [key for key in content if key in own or (key == "mode" and content[key] in sparsity_modes())]
+    if found:
+        sentence = (
+            f"{source}: {', '.join(found)}: of a {BLOCK_KEY} block, but at the top level, where nothing reads it; put "
+            f'it into one: "{BLOCK_KEY}": {{{show(found[0])}: {show(content[found[0]])}, ...}}.'
+        )
+        raise SparseAttentionConfigError([sentence])
+
+
+def _paths_to_block(content: Mapping[str, Any], above: str = "", deep: int = 8) -> Iterator[str]:
+    for key, value in content.items():
+        path = f"{above}{show_key(key)}"
+        if above and key == BLOCK_KEY:
+            yield path
+        elif isinstance(value, Mapping) and deep:
+            yield from _paths_to_block(value, f"{path}.", deep - 1)
 
 
 def _check_is_object(block: Any, source: str) -> None:
     if not isinstance(block, Mapping):
         raise SparseAttentionConfigError(
-            [f"{source}: {BLOCK_KEY}: got {_show(block)}; wanted an object {{...}}. For dense training remove the key."]
+            [f"{source}: {BLOCK_KEY}: got {show(block)}; wanted an object {{...}}. For dense training remove the key."]
         )
 
 
@@ -315,7 +382,7 @@ class _Reading:
         modes = sparsity_modes()
         if mode not in modes:
             self.mistakes.append(
-                f"{self.at}.mode: got {_show(mode)}; wanted {_one_of(modes)}.{_did_you_mean(mode, modes)}"
+                f"{self.at}.mode: got {show(mode)}; wanted {one_of(modes)}.{did_you_mean(mode, modes) or hint_of_text(mode)}"
             )
             return None
         try:
@@ -323,7 +390,7 @@ class _Reading:
             json_model(mode, json_fields(cls))
         except STRUCTURE_ERRORS as error:
             self.cause = error
-            self.mistakes.append(f"{self.at}.mode: got {_show(mode)}, whose class does not load: {reason(error)}")
+            self.mistakes.append(f"{self.at}.mode: got {show(mode)}, whose class does not load: {reason(error)}")
             return None
         return cls
 
@@ -340,24 +407,32 @@ class _Reading:
                 continue
             if key in foreign:
                 owners, default = foreign[key]
-                if _show(value) == _show(default):
+                if show(value) == show(default):
                     self.notices.append(
-                        f"{self.at}.{key}: belongs to {_list_modes(owners)}; at its default {_show(default)} it is "
+                        f"{self.at}.{key}: belongs to {list_modes(owners)}; at its default {show(default)} it is "
                         "ignored."
                     )
                 else:
                     self.mistakes.append(
-                        f"{self.at}.{key}: got {_show(value)}, but mode {_show(mode)} has no such key; it belongs to "
-                        f"{_list_modes(owners)}. Remove it or change the mode."
+                        f"{self.at}.{key}: got {show(value)}, but mode {show(mode)} has no such key; it belongs to "
+                        f"{list_modes(owners)}. Remove it or change the mode."
                     )
+            elif key == "":
+                self.mistakes.append(f'{self.at}."": an empty key (given {show(value)}); name it, or remove it.')
+            elif key == BLOCK_KEY:
+                self.mistakes.append(f"{self.at}.{key}: a block inside the block; put its keys into the outer one.")
+            elif key in fields_of and isinstance(value, Mapping):
+                self.mistakes.append(
+                    f'{self.at}.{key}: a mode, not a key; write "mode": {show(key)} and put its keys beside that.'
+                )
             elif key == "num_heads":
                 self.mistakes.append(
-                    f"{self.at}.num_heads: got {_show(value)}; the model says how many heads. Remove it."
+                    f"{self.at}.num_heads: got {show(value)}; the model says how many heads. Remove it."
                 )
             else:
                 known = ["mode", *fields, *foreign]
-                hint = _did_you_mean(key, known) or f" Mode {_show(mode)} knows {', '.join(['mode', *fields])}."
-                self.mistakes.append(f"{self.at}.{key}: unknown key (given {_show(value)}).{hint}")
+                hint = did_you_mean(key, known) or f" Mode {show(mode)} knows {', '.join(['mode', *fields])}."
+                self.mistakes.append(f"{self.at}.{show_key(key)}: unknown key (given {show(value)}).{hint}")
 
     def _check_values(self, given: dict[str, Any], fields: dict[str, FieldInfo]) -> tuple[dict[str, Any], set[str]]:
         """Values of all valid fields, given or default, and the names of the invalid ones."""
@@ -377,7 +452,7 @@ class _Reading:
             schema = json_model("block", {key: fields[key]}).model_json_schema()["properties"][key]
             wanted = _describe(schema) or message
             self.mistakes.append(
-                f"{self.at}.{key}: got {_show(own[key])}; wanted {wanted}."
+                f"{self.at}.{key}: got {show(own[key])}; wanted {wanted}.{hint_of_text(own[key])}"
                 if key in own
                 else f"{self.at}.{key}: missing; wanted {wanted}."
             )
@@ -397,9 +472,9 @@ class _Reading:
                 broken.append(sentence)
                 # Named after a key that is in the file, so that there is something to look at.
                 key, *others = sorted((name for name in names if name != "blocks"), key=lambda name: name not in given)
-                beside = ", ".join(f"{name} {_show(values[name])}" for name in others)
+                beside = ", ".join(f"{name} {show(values[name])}" for name in others)
                 beside = f" with {beside}" if beside else ""
-                self.mistakes.append(f"{self.at}.{key}: got {_show(values[key])}{beside}{length}. {sentence}")
+                self.mistakes.append(f"{self.at}.{key}: got {show(values[key])}{beside}{length}. {sentence}")
         return broken
 
     def _check_length_rules(
@@ -424,14 +499,14 @@ class _Reading:
             self.cause = error
             for detail in error.errors(include_url=False):
                 self.mistakes.append(
-                    f"{self.at}.mode: got {_show(mode)}, whose class {cls.__name__} set {_show(detail['input'])}; "
+                    f"{self.at}.mode: got {show(mode)}, whose class {cls.__name__} set {show(detail['input'])}; "
                     f"{detail['msg']}."
                 )
             return None
         except STRUCTURE_ERRORS as error:
             self.cause = error
             self.mistakes.append(
-                f"{self.at}.mode: got {_show(mode)}, whose class {cls.__name__} cannot be made from this block: "
+                f"{self.at}.mode: got {show(mode)}, whose class {cls.__name__} cannot be made from this block: "
                 f"{reason(error)}"
             )
             return None
@@ -452,7 +527,7 @@ class _Reading:
             if str(error) not in self._check_length_rules(cls, given, values, seq_len):
                 key, value = ("block", structure.block) if isinstance(error, MemoryError) else ("mode", mode)
                 self.mistakes.append(
-                    f"{self.at}.{key}: got {_show(value)}, but {cls.__name__} has no layout at a sequence length of "
+                    f"{self.at}.{key}: got {show(value)}, but {cls.__name__} has no layout at a sequence length of "
                     f"{seq_len}: {reason(error)}"
                 )
         else:
@@ -480,7 +555,7 @@ def _foreign_keys(
 def _describe(schema: Mapping[str, Any]) -> str | None:
     """What a value may be, in words, from its JSON schema; None for a schema that we have no words for."""
     if "enum" in schema:
-        return _one_of(schema["enum"])
+        return one_of(schema["enum"])
     if "anyOf" in schema:
         parts = [_describe(part) for part in schema["anyOf"]]
         return " or ".join(parts) if all(parts) else None
@@ -500,31 +575,3 @@ def _describe(schema: Mapping[str, Any]) -> str | None:
             size = " of at least one" if schema.get("minItems") else ""
             return f"a list{size}, each {items}" if items else None
     return None
-
-
-def reason(error: Exception) -> str:
-    """An error in one line, with its kind where the text alone says little."""
-    text = " ".join(str(error).split())
-    return text if text and isinstance(error, MemoryError | ValueError) else f"{type(error).__name__}: {text}"
-
-
-def _show(value: Any) -> str:
-    """A value as it stands in the file."""
-    return json.dumps(value, default=repr, ensure_ascii=False)
-
-
-def _one_of(choices: Iterable[Any]) -> str:
-    *first, last = (_show(choice) for choice in choices)
-    return f"{', '.join(first)} or {last}" if first else last
-
-
-def _list_modes(modes: list[str]) -> str:
-    *first, last = (_show(mode) for mode in modes)
-    return f"modes {', '.join(first)} and {last}" if first else f"mode {last}"
-
-
-def _did_you_mean(word: Any, known: list[str]) -> str:
-    if not isinstance(word, str) or not word:
-        return ""
-    close = difflib.get_close_matches(word.lower(), known, n=1) or [name for name in known if word.lower() in name]
-    return f' Did you mean "{close[0]}"?' if close else ""

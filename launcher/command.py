@@ -92,14 +92,6 @@ def start(asked: Invocation) -> None:
         sys.exit(128 + signal.SIGTERM)
 
 
-def describe_options() -> str:
-    """The options of DeepSpeed's launcher, in its own words."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
-        runner.parse_args(["--help"])
-    return "deepspeed launcher options:" + said.getvalue().partition("\noptions:")[2]
-
-
 def _parsed(words: list[str]):
     """What DeepSpeed's parser makes of the words, or None and its complaint."""
     said = io.StringIO()

@@ -430,7 +430,13 @@ def test_files_are_read_as_deepspeed_reads_them(tmp_path):
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ("{", "not valid JSON: Bad key name"),
+        ("{", "not valid JSON: Expecting property name"),
+        ('{"a": 1 "b": 2}', "not valid JSON: Expecting ',' delimiter: line 1 column 9"),
+        ('# a comment\n{"a": 1', "not valid JSON: Bad key name"),
+        ('{"a": NaN}', "not valid JSON: JSON has no NaN; write a number."),
+        ('{"a": 1e999}', "not valid JSON: a number beyond all bounds."),
+        ("", "holds nothing; a DeepSpeed config is an object such as"),
+        ("# a comment\n", "holds nothing; "),
         ('{"a": 1} x', "not valid JSON: "),
         ('{"a": 1' + "0" * 5000 + "}", "not valid JSON: Exceeds the limit"),
         ("[1, 2]", "a DeepSpeed config is an object {...}, got [1, 2]."),
@@ -438,6 +444,13 @@ def test_files_are_read_as_deepspeed_reads_them(tmp_path):
         ('{"a": ' + "[" * 100000, "not a DeepSpeed config: nested too deeply to read."),
         ('{"sparse_attention": {"block": 16, "block": 32}}', "block: given twice in one object; keep one."),
         ('{"sparse_atention": {"block": 16}}', 'sparse_atention: unknown key. Did you mean "sparse_attention"?'),
+        (
+            '{"mode": "bigbird", "block": 64}',
+            "mode, block: of a sparse_attention block, but at the top level, where nothing reads it; put it into one: "
+            '"sparse_attention": {"mode": "bigbird", ...}.',
+        ),
+        ('{"train_batch_size": 8, "num_local_blocks": 4}', "num_local_blocks: of a sparse_attention block, but"),
+        ('{"bert": {"model": {"sparse_attention": {}}}}', "bert.model.sparse_attention: the block is nested, where"),
     ],
     ids=lambda value: repr(value)[:40],
 )
@@ -447,6 +460,42 @@ def test_a_file_that_is_no_config_is_one_sentence(tmp_path, content, sentence):
         load_config(path)
     assert len(caught.value.mistakes) == 1
     assert caught.value.mistakes[0].startswith(f"{path}: {sentence}")
+
+
+def test_keys_that_a_program_has_for_itself_are_left_to_it():
+    config = {"train_batch_size": 8, "seed": 3, "attention": "flash", "mode": "train", "model": {"mode": "fixed"}}
+    assert load_config(config) == (config, None)
+
+
+@pytest.mark.parametrize(
+    "block, sentence",
+    [
+        ({"": 16}, '"": an empty key (given 16); name it, or remove it.'),
+        (
+            {"sparse_attention": {"block": 16}},
+            "sparse_attention: a block inside the block; put its keys into the outer",
+        ),
+        (
+            {"bigbird": {"block": 16}},
+            'bigbird: a mode, not a key; write "mode": "bigbird" and put its keys beside that.',
+        ),
+        ({"causal": "True,"}, 'causal: got "True,"; wanted true or false. JSON spells it true, without quotes.'),
+        ({"block": "NaN,"}, 'block: got "NaN,"; wanted 8, 16, 32, 64 or 128. JSON has no NaN: write a number.'),
+        (
+            {"attention": "unidirectional,"},
+            'attention: got "unidirectional,"; wanted "bidirectional" or "unidirectional". It stands there without '
+            "quotes, so it was read as text up to the end of its line.",
+        ),
+        ({"mode": "fi\x00\x1b\x9b\u202e"}, r'mode: got "fi\u0000\u001b\u009b\u202e"; wanted "bigbird"'),
+        ({"blo\nck": 3}, r'"blo\nck": unknown key (given 3). Did you mean "block"?'),
+        ({"block": "y" * 300}, f'block: got "{"y" * 59}... (302 characters); wanted 8'),
+    ],
+)
+def test_what_people_write_by_mistake_gets_a_sentence_of_its_own(block, sentence):
+    with pytest.raises(SparseAttentionConfigError) as caught:
+        parse_sparse_attention(block, 12, source="ds.json")
+    assert len(caught.value.mistakes) == 1
+    assert caught.value.mistakes[0].startswith(f"ds.json: sparse_attention.{sentence}")
 
 
 def test_files_that_cannot_be_opened(tmp_path):

@@ -3,40 +3,59 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 COMMANDS = {
     "bench": "time the operations beside dense PyTorch, after verifying them",
-    "check": "say whether the sparse_attention block of a DeepSpeed JSON is right, without training",
+    "check": "say what is wrong with a DeepSpeed JSON and its sparse_attention block, without training",
     "draw": "draw the layout that a DeepSpeed JSON gives, in the terminal or as a picture",
     "run": "start a training script that knows nothing of ds_sparse, through DeepSpeed's launcher",
     "schema": "print the JSON schema of the sparse_attention block",
 }
 """Subcommand to its line of help; the module of the same name is imported only when it is called."""
 
+EXIT_STATUS = (
+    "exit status: 0 if all is right, and after help; 1 for what a command found wrong or could not write; 2 for wrong "
+    "usage."
+)
+_NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What a write to standard output fails with when the disk behind it is full."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a subcommand and returns its exit status: 0, 1 for what it found wrong, 2 for wrong usage."""
-    width = max(len(name) for name in COMMANDS)
-    parser = argparse.ArgumentParser(
-        prog="ds_sparse",
-        description="Block-sparse attention for DeepSpeed.",
-        epilog="commands:\n" + "\n".join(f"  {name:{width}}  {line}" for name, line in COMMANDS.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("command", choices=COMMANDS, metavar="command", help=", ".join(COMMANDS))
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see: ds_sparse command --help")
-    args = parser.parse_args(argv)
+    """Runs a subcommand and returns its exit status, or raises SystemExit with it, as argparse does.
 
-    module = importlib.import_module(f"{__name__}.{args.command}")
-    subparser = argparse.ArgumentParser(prog=f"ds_sparse {args.command}", description=COMMANDS[args.command])
-    module.add_arguments(subparser)
-    for stream in (sys.stdout, sys.stderr):
+    0, 1 for what it found wrong or could not write, 2 for wrong usage. As of a program that the signal ended: 141 when
+    the reader of a pipe has left, 130 after Ctrl-C.
+    """
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         # A picture or a key from the file may hold what the terminal's encoding cannot.
         stream.reconfigure(errors="replace")
-    return module.run(subparser.parse_args(args.arguments))
+    try:
+        try:
+            return _run(argv)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        _discard(sys.stdout, sys.stderr)
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno not in _NOT_WRITTEN or error.filename is not None:
+            raise
+        _discard(sys.stdout)
+        with contextlib.suppress(OSError):
+            print(f"ds_sparse: the output cannot be written: {error.strerror}.", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def positive(text: str) -> int:
@@ -48,3 +67,34 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
     return number
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    from .. import __version__
+
+    width = max(len(name) for name in COMMANDS)
+    lines = [f"  {name:{width}}  {line}" for name, line in COMMANDS.items()]
+    parser = argparse.ArgumentParser(
+        prog="ds_sparse",
+        description="Block-sparse attention for DeepSpeed.",
+        epilog="\n".join(["commands:", *lines, "", EXIT_STATUS]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"ds_sparse {__version__}")
+    parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="command", help=", ".join(COMMANDS))
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see: ds_sparse command --help")
+    args = parser.parse_args(argv)
+    if args.command is None:
+        print(parser.format_help(), end="")
+        return 0
+
+    module = importlib.import_module(f"{__name__}.{args.command}")
+    subparser = argparse.ArgumentParser(prog=f"ds_sparse {args.command}", description=COMMANDS[args.command])
+    module.add_arguments(subparser)
+    return module.run(subparser.parse_args(args.arguments))
+
+
+def _discard(*streams: TextIO) -> None:
+    """What they still have to write goes nowhere: at its end Python would try again, and complain."""
+    for stream in streams:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

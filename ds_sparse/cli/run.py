@@ -13,6 +13,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         'deepspeed.initialize makes attention block-sparse as the "sparse_attention" block of the DeepSpeed JSON says; '
         "without it the block is taken out and training is dense."
     )
+    parser.epilog = (
+        "The options before the script are those of DeepSpeed's launcher; deepspeed --help lists them. "
+        "exit status: that of the script; 2 for what is wrong before a rank is started."
+    )
     # No word is an option of ours: DeepSpeed's own parser reads them, and the script's arguments are the script's.
     parser.prefix_chars = ""
     parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -20,8 +24,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ds_sparse.launcher import command
-
+    if args.words[:1] in (["-h"], ["--help"]):
+        print(args.describe(), end="")  # without DeepSpeed, which takes seconds to import
+        return 0
+    try:
+        from ds_sparse.launcher import command
+    except ModuleNotFoundError as error:
+        if error.name != "deepspeed":
+            raise
+        print("ds_sparse run: DeepSpeed is not installed here (pip install 'ds_sparse[deepspeed]').", file=sys.stderr)
+        return 1
     try:
         asked = command.read(args.words)
         if asked is not None:
@@ -30,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"ds_sparse run: {error}", file=sys.stderr)
         return 2
     if asked is None:
-        print(args.describe(), command.describe_options(), sep="\n")
+        print(args.describe(), end="")
     else:
         command.start(asked)
     return 0

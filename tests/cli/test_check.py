@@ -1,9 +1,12 @@
+import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import deepspeed
 import pytest
 
 from ds_sparse.cli import main
@@ -14,9 +17,9 @@ FIXED = Path(__file__).parents[2] / "configs" / "fixed.json"
 
 @pytest.fixture
 def write(tmp_path):
-    def write_block(block):
+    def write_block(block, **others):
         path = tmp_path / "ds.json"
-        path.write_text(json.dumps({"train_batch_size": 8, "sparse_attention": block}))
+        path.write_text(json.dumps({"train_batch_size": 8, "sparse_attention": block} | others))
         return str(path)
 
     return write_block
@@ -25,13 +28,90 @@ def write(tmp_path):
 def test_a_right_file_is_one_line(capsys):
     assert main(["check", str(FIXED)]) == 0
     out, err = capsys.readouterr()
-    assert (out, err) == (f"{FIXED}: mode fixed, block 16, density 27.3% at 2048 tokens.\n", "")
+    read = f"DeepSpeed {deepspeed.__version__} takes the rest"
+    assert (out, err) == (f"{FIXED}: mode fixed, block 16, density 27.3% at 2048 tokens; {read}.\n", "")
 
 
 def test_the_density_is_that_of_the_length_asked_for(capsys, write):
     path = write({"mode": "local_sliding_window", "attention": "bidirectional"})
-    assert main(["check", path, "--seq", "64", "--heads", "2"]) == 0
+    assert main(["check", "--block-only", path, "--seq", "64", "--heads", "2"]) == 0
     assert capsys.readouterr().out == f"{path}: mode local_sliding_window, block 16, density 62.5% at 64 tokens.\n"
+
+
+def test_the_block_alone_is_read_without_a_layout_unless_a_length_is_asked_for(capsys, write):
+    path = write({"mode": "bslongformer"}, zero_optimization={"bogus": 1})
+    assert main(["check", "--block-only", path]) == 0
+    assert capsys.readouterr().out == f"{path}: mode bslongformer, block 16.\n"
+
+
+def test_mistakes_of_the_block_and_of_the_rest_come_together(capsys, write):
+    path = write({"blok": 16}, zero_optimization={"bogus": 1}, steps_per_prin=3)
+    assert main(["check", path]) == 1
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [
+        f'{path}: sparse_attention.blok: unknown key (given 16). Did you mean "block"?',
+        f"{path}: zero_optimization.bogus: DeepSpeed has no such key (given 1).",
+    ]
+    assert out == (
+        f'{path}: steps_per_prin: DeepSpeed reads no such key, and ignores it. Did you mean "steps_per_print"?\n'
+    )
+
+
+def test_random_blocks_without_a_seed_get_a_notice(capsys, write):
+    path = write({"mode": "bigbird", "num_random_blocks": 1})
+    assert main(["check", "--block-only", path]) == 0
+    _, notice = capsys.readouterr().out.splitlines()
+    assert notice.startswith(f"{path}: sparse_attention.seed: not given: each run draws random blocks of its own")
+    path = write({"mode": "bigbird", "num_random_blocks": 1, "seed": 3})
+    assert main(["check", "--block-only", path]) == 0
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_several_files_and_standard_input(capsys, write, monkeypatch):
+    wrong = write({"block": 17})
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"sparse_attention": {"mode": "dense"}}')))
+    assert main(["check", "--block-only", str(FIXED), "-", wrong]) == 1
+    out, err = capsys.readouterr()
+    assert out == f"{FIXED}: mode fixed, block 16.\nstandard input: mode dense, block 16.\n"
+    assert err == f"{wrong}: sparse_attention.block: got 17; wanted 8, 16, 32, 64 or 128.\n"
+
+
+def test_json_has_the_same_for_programs(capsys, write):
+    wrong = write({"block": 17})
+    assert main(["check", "--json", str(FIXED), wrong]) == 1
+    out, err = capsys.readouterr()
+    assert err == ""
+    first, second = json.loads(out)
+    assert first.pop("density") == pytest.approx(0.2734, abs=1e-4)
+    assert first == {
+        "file": str(FIXED), "ok": True, "mode": "fixed", "block": 16, "seq_len": 2048,
+        "deepspeed": deepspeed.__version__, "mistakes": [], "notices": [],
+    }  # fmt: skip
+    assert second["file"] == wrong and second["ok"] is False
+    assert second["mistakes"] == ["sparse_attention.block: got 17; wanted 8, 16, 32, 64 or 128."]
+
+
+@pytest.mark.parametrize(
+    "raised, sentence",
+    [
+        (
+            ModuleNotFoundError("No module named 'deepspeed'", name="deepspeed"),
+            "DeepSpeed is not installed here (pip install 'ds_sparse[deepspeed]').",
+        ),
+        (ImportError("libmpi.so: not found"), "DeepSpeed cannot be imported here: ImportError: libmpi.so: not found."),
+    ],
+)
+def test_without_deepspeed_one_line_says_what_was_not_checked(capsys, monkeypatch, raised, sentence):
+    def refuse(name, *_):
+        if name == "deepspeed":
+            raise raised
+
+    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=refuse), *sys.meta_path])
+    assert main(["check", str(FIXED)]) == 0
+    summary, line = capsys.readouterr().out.splitlines()
+    assert summary.endswith("at 2048 tokens.")
+    assert line == f"{FIXED}: the rest of the file was not checked: {sentence}"
 
 
 def test_notices_follow(capsys, write):
@@ -102,9 +182,9 @@ def test_a_users_structure_that_fails_is_a_sentence(capsys, write, monkeypatch):
         "IndexError: list index out of range\n",
     )
     assert main(["check", path]) == 0
-    assert capsys.readouterr().out == (
-        f"{path}: mode failing, block 16, no layout at 2048 tokens (IndexError: list index out of range).\n"
-    )
+    summary, notice = capsys.readouterr().out.splitlines()
+    assert summary.startswith(f"{path}: mode failing, block 16;")
+    assert notice == f"{path}: sparse_attention: no layout at 2048 tokens (IndexError: list index out of range)."
 
 
 @pytest.mark.parametrize(
@@ -166,24 +246,3 @@ def test_keys_that_the_terminal_cannot_print(tmp_path):
     )
     assert done.returncode == 1
     assert b'bl?ck: unknown key (given 16). Did you mean "block"?' in done.stderr
-
-
-def test_check_needs_neither_deepspeed_nor_matplotlib():
-    code = (
-        "import sys; from ds_sparse.cli import main; main(['check', sys.argv[1]]); "
-        "print({'deepspeed', 'matplotlib', 'transformers', 'datasets'} & set(sys.modules))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(FIXED)], capture_output=True, text=True, check=True, cwd=FIXED.parents[1]
-    )
-    assert done.stdout.endswith("set()\n")
-
-
-@pytest.mark.parametrize(
-    "arguments", [[], ["chekc"], ["check"], ["check", "a.json", "--seq", "0"], ["check", "a", "--seq", "x"]]
-)
-def test_wrong_usage_exits_with_2(arguments, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    assert "usage: ds_sparse" in capsys.readouterr().err

@@ -1,0 +1,288 @@
+"""What DeepSpeed will say about a JSON, from its own configuration classes, before anything is trained.
+
+Nothing is initialised and no device is used. DeepSpeed reads a configuration once, for one rank, and stops at the first
+mistake. Here it reads each key beside a batch size alone, so that every mistake is found and has a name, and then all
+that passed together, for what it says about several.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import difflib
+import logging
+from collections.abc import Iterator, KeysView, Mapping
+from typing import Any, NamedTuple, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from ..config import STRUCTURE_ERRORS
+from ..wording import cut, did_you_mean, hint_of_text, printable, reason, show, show_key
+
+AUTO = "auto"
+"""What Transformers' Trainer and accelerate fill in before DeepSpeed reads it."""
+
+_TRAIN, _MICRO, _STEPS = _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_READ_BY_INITIALIZE = ("data_parallel_size", "sequence_parallel_size")
+_LONGEST = 240
+"""Characters of what DeepSpeed says."""
+
+
+class Verdict(NamedTuple):
+    """What DeepSpeed says about a configuration: sentences that begin with a dotted key."""
+
+    version: str
+    mistakes: list[str]
+    notices: list[str]
+
+
+def check_deepspeed_config(config: Mapping[str, Any]) -> Verdict:
+    """Has DeepSpeed read a configuration without the `sparse_attention` block.
+
+    Raises:
+        ImportError: DeepSpeed is not installed, or cannot be imported.
+    """
+    # It warns that it has found no GPU.
+    with _silent_logging():
+        import deepspeed
+
+    filled, auto = _without_auto(config)
+    notices = []
+    if auto:
+        more = f" and {len(auto) - 3} more" if len(auto) > 3 else ""
+        notices.append(
+            f'{", ".join(auto[:3])}{more}: "{AUTO}" is for Transformers\' Trainer or accelerate to fill in; another '
+            "script has to give a value."
+        )
+    if auto and not any(key in filled for key in _BATCH) and any(key in auto for key in _BATCH):
+        filled[_MICRO] = 1
+    notices += _fit_to_one_rank(filled)
+    mistakes: list[str] = []
+    passed: dict[str, Any] = {}
+    for key, value in filled.items():
+        wrong = _refused_alone(key, value)
+        mistakes += wrong
+        if not wrong:
+            passed[key] = value
+    mistakes += _refused_together(passed, missing=set(filled) - set(passed))
+    mistakes += _unknown_types(passed)
+    notices += _ignored(filled)
+    return Verdict(deepspeed.__version__, mistakes, notices + _warned(passed))
+
+
+class _Asked(dict):
+    """A configuration that keeps which keys were looked up, in itself and in the objects below."""
+
+    def __init__(self, content: Mapping[Any, Any]):
+        super().__init__({key: _Asked(value) if isinstance(value, dict) else value for key, value in content.items()})
+        self.asked: set[Any] = set()
+        self.read = False
+        """Whether a value was taken by its key, and not only all of them at once."""
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(key)
+        return super().__contains__(key)
+
+    def __getitem__(self, key: Any) -> Any:
+        self.asked.add(key)
+        self.read = True
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self.asked.add(key)
+        self.read = True
+        return super().get(key, default)
+
+    def keys(self) -> KeysView[Any]:
+        return KeysView(self)
+
+
+def _read(config: dict[str, Any]) -> tuple[Exception | None, list[str]]:
+    """What DeepSpeed raises for a configuration, and what it warns of. Over a shape that it does not expect it trips by
+    any error."""
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+
+    raised = None
+    with _messages() as records:
+        try:
+            DeepSpeedConfig(config)
+        except (*STRUCTURE_ERRORS, DeepSpeedConfigError) as error:
+            raised = error
+    return raised, [record.getMessage() for record in records]
+
+
+def _error_of(config: Mapping[str, Any]) -> Exception | None:
+    return _read(copy.deepcopy(dict(config)))[0]
+
+
+def _refused_alone(key: str, value: Any) -> list[str]:
+    beside = {} if key in (_TRAIN, _MICRO) else {_MICRO: 1}
+    error = _error_of(beside | {key: value})
+    if error is None:
+        return []
+    if isinstance(error, ValidationError):
+        return _fields(key, error)
+    if not isinstance(error, TypeError | AttributeError):
+        return [f"{show_key(key)}: got {show(value)}; DeepSpeed refuses it: {_said(error)}"]
+    # It took a shape for granted: one that it takes says which.
+    shapes = {"an object {...}": {}, "a number": 1}
+    taken = [
+        words
+        for words, shape in shapes.items()
+        if not isinstance(value, type(shape)) and _error_of({**beside, key: shape}) is None
+    ]
+    wanted = f" wanted {taken[0]}.{hint_of_text(value)}" if taken else ""
+    return [f"{show_key(key)}: got {show(value)};{wanted} DeepSpeed says: {_said(error)}"]
+
+
+def _fields(key: str, error: ValidationError) -> list[str]:
+    """The sentences of pydantic's errors, with the dotted name that each has in the file."""
+    sentences = []
+    for detail in error.errors(include_url=False):
+        place = detail["loc"] if detail["loc"][:1] == (key,) else (key, *detail["loc"])
+        name, given = ".".join(show_key(part) for part in place), show(detail["input"])
+        if detail["type"] == "extra_forbidden":
+            hint = did_you_mean(detail["loc"][-1], _known_fields(error.title, detail["loc"]))
+            sentences.append(f"{name}: DeepSpeed has no such key (given {given}).{hint}")
+        else:
+            said = cut(printable(detail["msg"]), _LONGEST).rstrip(".")
+            sentences.append(f"{name}: got {given}; DeepSpeed says: {said}.{hint_of_text(detail['input'])}")
+    return sentences
+
+
+def _known_fields(title: str, place: tuple[Any, ...]) -> list[str]:
+    """The fields beside the last part of a place, below DeepSpeed's class of that name."""
+    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+
+    models = [model for model in DeepSpeedConfigModel.__subclasses__() if model.__name__ == title]
+    for part in place[:-1]:
+        fields = {name: field for model in models for name, field in model.model_fields.items()}
+        kinds = (fields[part].annotation,) if part in fields else ()
+        kinds = [kind for outer in kinds for kind in (outer, *get_args(outer))]
+        models = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    return [name for model in models for name in model.model_fields]
+
+
+def _refused_together(passed: Mapping[str, Any], missing: set[str]) -> list[str]:
+    """The sentence of what each key passes and all of them do not; it names those without which they would."""
+    if not any(key in passed for key in _BATCH) and missing & set(_BATCH):
+        passed = {**passed, _MICRO: 1}  # the batch size is a mistake of its own
+    error = _error_of(passed)
+    if error is None:
+        return []
+    without = {key: {other: value for other, value in passed.items() if other != key} for key in passed}
+    involved = [show_key(key) for key, rest in without.items() if _error_of(rest) is None]
+    return [f"{', '.join(involved)}{': ' if involved else ''}DeepSpeed refuses it: {_said(error)}"]
+
+
+def _unknown_types(config: Mapping[str, Any]) -> list[str]:
+    """An optimizer or a scheduler that DeepSpeed will not find when it makes one."""
+    import torch
+    from deepspeed.runtime import lr_schedules
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
+    mistakes = []
+    for key, own, more, find in (
+        ("optimizer", DEEPSPEED_OPTIMIZERS, torch.optim, str.lower),
+        ("scheduler", lr_schedules.VALID_LR_SCHEDULES, torch.optim.lr_scheduler, str),
+    ):
+        kind = (config.get(key) or {}).get("type")
+        found = isinstance(kind, str) and (find(kind) in own or isinstance(getattr(more, kind, None), type))
+        if kind is None or found:
+            continue
+        classes = [name for name, value in vars(more).items() if isinstance(value, type) and name[0].isupper()]
+        near = difflib.get_close_matches(str(kind), [*own, *classes], n=1)
+        hint = f" Did you mean {show(near[0])}?" if near else ""
+        mistakes.append(f"{key}.type: got {show(kind)}; neither DeepSpeed nor {more.__name__} has it.{hint}")
+    return mistakes
+
+
+def _ignored(config: Mapping[str, Any]) -> list[str]:
+    """A notice for each key that DeepSpeed does not look up."""
+    recorded = _Asked(config)
+    plain = _Asked({_MICRO: 1})
+    _read(recorded)
+    _read(plain)  # to the end, in case the other is refused
+    recorded.asked |= plain.asked | set(_READ_BY_INITIALIZE)
+    return list(_never_asked(recorded, ""))
+
+
+def _never_asked(config: _Asked, above: str) -> Iterator[str]:
+    for key, value in config.items():
+        if key not in config.asked:
+            hint = did_you_mean(key, [known for known in config.asked if isinstance(known, str)])
+            yield f"{above}{show_key(key)}: DeepSpeed reads no such key, and ignores it.{hint}"
+        elif isinstance(value, _Asked) and value.read:
+            yield from _never_asked(value, f"{above}{show_key(key)}.")
+
+
+def _warned(config: Mapping[str, Any]) -> list[str]:
+    """What DeepSpeed logs as a warning while it reads."""
+    _, warnings = _read(copy.deepcopy(dict(config)))
+    said = (cut(printable(" ".join(warning.split())), _LONGEST) for warning in warnings)
+    return [f"DeepSpeed warns: {sentence.rstrip('.')}." for sentence in said]
+
+
+def _fit_to_one_rank(config: dict[str, Any]) -> list[str]:
+    """Where all three batch sizes are given they say the number of ranks: takes it out of `config`, for DeepSpeed reads
+    it for one."""
+    sizes = [config.get(key) for key in _BATCH]
+    if not all(type(size) is int and size > 0 for size in sizes):
+        return []
+    train, micro, steps = sizes
+    ranks, rest = divmod(train, micro * steps)
+    if rest or ranks < 2:
+        return []
+    config[_TRAIN] = micro * steps
+    return [
+        f"{_TRAIN}: {train} = {micro} x {steps} accumulation steps x {ranks} ranks; DeepSpeed refuses any other number."
+    ]
+
+
+def _without_auto(config: Mapping[str, Any], above: str = "") -> tuple[dict[str, Any], list[str]]:
+    """The configuration without what is "auto", and the dotted names of that."""
+    rest: dict[str, Any] = {}
+    auto: list[str] = []
+    for key, value in config.items():
+        name = f"{above}{show_key(key)}"
+        if value == AUTO:
+            auto.append(name)
+        elif isinstance(value, Mapping):
+            rest[key], below = _without_auto(value, f"{name}.")
+            auto += below
+        else:
+            rest[key] = value
+    return rest, auto
+
+
+def _said(error: Exception) -> str:
+    text = reason(error)
+    kind = f"{type(error).__name__}: "
+    # An assertion or an error of DeepSpeed's own says it in words.
+    text = text.removeprefix(kind) if type(error).__name__ in ("AssertionError", "DeepSpeedConfigError") else text
+    return f"{cut(text, _LONGEST).rstrip('.')}."
+
+
+@contextlib.contextmanager
+def _messages() -> Iterator[list[logging.LogRecord]]:
+    """Keeps what DeepSpeed logs, in place of printing it."""
+    from deepspeed.utils import logger
+
+    records: list[logging.LogRecord] = []
+    collector = logging.Handler(logging.WARNING)
+    collector.emit = records.append
+    handlers, logger.handlers = logger.handlers, [collector]
+    try:
+        yield records
+    finally:
+        logger.handlers = handlers
+
+
+@contextlib.contextmanager
+def _silent_logging() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,73 @@
+"""How values, keys and errors of a configuration stand in a sentence: on one line, cut, control characters escaped."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+LONGEST = 80
+"""Characters of a value in a sentence; of a longer one the beginning is shown."""
+
+
+def show(value: Any) -> str:
+    """A value as it stands in the file."""
+    return cut(printable(json.dumps(value, default=repr, ensure_ascii=False)))
+
+
+def show_key(key: Any) -> str:
+    """A key as it stands in a dotted name: quoted only where it could be misread."""
+    plain = isinstance(key, str) and key.isprintable() and key == key.strip() and 0 < len(key) <= LONGEST
+    return key if plain else show(key)
+
+
+def printable(text: str) -> str:
+    """Text whose control characters, also those that no JSON escapes (C1, line separators, text directions), are
+    escaped as JSON does it."""
+    return "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in text)
+
+
+def cut(text: str, longest: int = LONGEST) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 20]}... ({len(text):,} characters)"
+
+
+def reason(error: Exception) -> str:
+    """An error in one line, with its kind where the text alone says little."""
+    text = printable(" ".join(str(error).split()))
+    return text if text and isinstance(error, MemoryError | ValueError) else f"{type(error).__name__}: {text}"
+
+
+def one_of(choices: Iterable[Any]) -> str:
+    *first, last = (show(choice) for choice in choices)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def list_modes(modes: list[str]) -> str:
+    *first, last = (show(mode) for mode in modes)
+    return f"modes {', '.join(first)} and {last}" if first else f"mode {last}"
+
+
+def did_you_mean(word: Any, known: Iterable[str]) -> str:
+    """A sentence with the known word nearest to this one, and a space before it; "" if none is near."""
+    if not isinstance(word, str) or not word:
+        return ""
+    known = list(known)
+    close = difflib.get_close_matches(word.lower(), known, n=1) or [name for name in known if word.lower() in name]
+    return f' Did you mean "{close[0]}"?' if close else ""
+
+
+def hint_of_text(value: Any) -> str:
+    """For text that was meant to be something else: hjson takes what it does not know for text, up to the line's end.
+    A sentence with a space before it, or ""."""
+    word = value.rstrip(", ") if isinstance(value, str) else ""
+    if word in _SPELLINGS:
+        return f" JSON spells it {_SPELLINGS[word]}, without quotes."
+    if word.lstrip("+-").lower() in ("nan", "inf", "infinity"):
+        return f" JSON has no {word}: write a number."
+    if isinstance(value, str) and value.endswith(","):
+        return " It stands there without quotes, so it was read as text up to the end of its line."
+    return ""
+
+
+_SPELLINGS = {"True": "true", "False": "false"}

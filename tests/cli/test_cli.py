@@ -1,0 +1,100 @@
+"""The `ds_sparse` command as a process: what it prints without a subcommand, what it imports, what it writes to."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ds_sparse
+from ds_sparse.cli import COMMANDS, main
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+IMPORTS = """
+import sys
+from ds_sparse.cli import main
+try:
+    status = main(sys.argv[1:])
+except SystemExit as left:
+    status = left.code
+print(status, sorted({"torch", "deepspeed", "matplotlib", "transformers", "datasets", "numpy"} & set(sys.modules)))
+"""
+
+
+def ds_sparse_command(*words, **more):
+    environment = os.environ | more.pop("environment", {})
+    return subprocess.run([sys.executable, "-m", "ds_sparse", *words], text=True, check=False, env=environment, **more)
+
+
+def test_alone_it_prints_its_help(capsys):
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: ds_sparse") and all(f"  {name} " in printed for name in COMMANDS)
+    assert "exit status: 0 if all is right" in printed
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"ds_sparse {ds_sparse.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "words", [["chekc"], ["--nonsense"], ["check"], ["check", "a.json", "--seq", "0"], ["check", "a", "--seq", "x"]]
+)
+def test_wrong_usage_exits_with_2(words, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 2
+    assert "usage: ds_sparse" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--version"],
+        ["--help"],
+        *([name, "--help"] for name in COMMANDS if name != "bench"),
+        ["schema"],
+        ["check", "--block-only", str(CONFIGS / "bigbird.json")],
+    ],
+    ids=" ".join,
+)
+def test_what_computes_nothing_starts_without_torch(words):
+    """torch takes a second and a half to import, DeepSpeed another."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS, *words], capture_output=True, text=True, check=False)
+    assert done.stdout.endswith("0 []\n"), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [["schema"], []], ids=["schema", "help"])
+def test_a_reader_that_leaves_ends_it_quietly(words, unbuffered):
+    read, write = os.pipe()
+    os.close(read)
+    done = ds_sparse_command(*words, stdout=write, stderr=subprocess.PIPE, environment={"PYTHONUNBUFFERED": unbuffered})
+    os.close(write)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [["schema"], []], ids=["schema", "help"])
+def test_a_full_disk_is_a_sentence(words, unbuffered):
+    with open("/dev/full", "w") as full:
+        done = ds_sparse_command(
+            *words, stdout=full, stderr=subprocess.PIPE, environment={"PYTHONUNBUFFERED": unbuffered}
+        )
+    sentence = f"ds_sparse: the output cannot be written: {os.strerror(errno.ENOSPC)}.\n"
+    assert (done.returncode, done.stderr) == (1, sentence)
+
+
+def test_without_any_output_it_still_has_a_status():
+    done = subprocess.run(f"{sys.executable} -m ds_sparse schema >&- 2>&-", shell=True, check=False)
+    assert done.returncode == 0

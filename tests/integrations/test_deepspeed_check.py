@@ -1,0 +1,126 @@
+"""What DeepSpeed's own classes say about a JSON, under the name that it has in the file."""
+
+from __future__ import annotations
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.utils import logger
+
+from ds_sparse.integrations.deepspeed_check import check_deepspeed_config
+
+BATCH = {"train_batch_size": 8}
+
+
+def test_a_right_configuration_is_taken_without_a_word():
+    config = BATCH | {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "bf16": {"enabled": True},
+        "activation_checkpointing": {"partition_activations": False},
+        "gradient_clipping": 1.0,
+    }
+    assert check_deepspeed_config(config) == (deepspeed.__version__, [], [])
+
+
+@pytest.mark.parametrize(
+    "config, begin, end",
+    [
+        ({"train_batch_size": "abc"}, 'train_batch_size: got "abc"; wanted a number. DeepSpeed says: TypeError: ', ""),
+        ({"train_batch_size": 0}, "train_batch_size: got 0; DeepSpeed refuses it: ", "has to be greater than 0."),
+        ({"train_batch_size": "8,"}, 'train_batch_size: got "8,"; wanted a number. It stands there without quotes', ""),
+        ({}, "DeepSpeed refuses it: Either train_batch_size or train_micro_batch_size_per_gpu needs", ""),
+        (
+            {"train_batch_size": 30, "train_micro_batch_size_per_gpu": 8},
+            "train_batch_size, train_micro_batch_size_per_gpu: DeepSpeed refuses it: Check batch related parameters.",
+            "30 != 8 * 3 * 1.",
+        ),
+        (
+            BATCH | {"zero_optimization": {"stag": 1}},
+            'zero_optimization.stag: DeepSpeed has no such key (given 1). Did you mean "stage"?',
+            "",
+        ),
+        (
+            BATCH | {"zero_optimization": {"offload_optimizer": {"devic": "cpu"}}},
+            "zero_optimization.offload_optimizer.devic: DeepSpeed has no such key",
+            'Did you mean "device"?',
+        ),
+        (BATCH | {"zero_optimization": {"stage": 5}}, "zero_optimization.stage: got 5; DeepSpeed says: ", ""),
+        (BATCH | {"tensorboard": {"enabled": "yesx"}}, 'tensorboard.enabled: got "yesx"; DeepSpeed says: ', ""),
+        (BATCH | {"fp16": True}, "fp16: got true; wanted an object {...}. DeepSpeed says: TypeError: ", ""),
+        (BATCH | {"optimizer": {"type": 3}}, 'optimizer: got {"type": 3}; DeepSpeed says: AttributeError: ', ""),
+        (BATCH | {"optimizer": {"type": "AdmW"}}, 'optimizer.type: got "AdmW"; ', 'Did you mean "AdamW"?'),
+        (BATCH | {"scheduler": {"type": "WarmupLr"}}, 'scheduler.type: got "WarmupLr"; ', 'Did you mean "WarmupLR"?'),
+        (BATCH | {"amp": {}}, "amp: got {}; DeepSpeed refuses it: NVIDIA Apex AMP", ""),
+        (
+            BATCH | {"fp16": {"enabled": True}, "bf16": {"enabled": True}, "gradient_clipping": 1.0},
+            "fp16, bf16: DeepSpeed refuses it: ",
+            "cannot be simultaneously enabled.",
+        ),
+    ],
+)
+def test_a_mistake_has_its_name_in_the_file(config, begin, end):
+    _, mistakes, _ = check_deepspeed_config(config)
+    assert len(mistakes) == 1 and mistakes[0].startswith(begin) and mistakes[0].endswith(end)
+
+
+def test_all_mistakes_come_at_once():
+    config = {"train_batch_size": "x", "zero_optimization": {"a": 1, "b": 2}, "fp16": 3, "optimizer": {"type": "y"}}
+    _, mistakes, _ = check_deepspeed_config(config)
+    assert [mistake.partition(":")[0] for mistake in mistakes] == [
+        "train_batch_size", "zero_optimization.a", "zero_optimization.b", "fp16", "optimizer.type",
+    ]  # fmt: skip
+
+
+def test_keys_that_deepspeed_ignores_get_a_notice():
+    config = BATCH | {
+        "gradient_acumulation_steps": 2,
+        "optimizer": {"type": "Adam", "parms": {}},
+        "activation_checkpointing": {"cpu_chekpointing": True},
+        "pipeline": {"stages": 2},
+        "": 1,
+    }
+    _, mistakes, notices = check_deepspeed_config(config)
+    ignored = "DeepSpeed reads no such key, and ignores it."
+    assert mistakes == [] and notices == [
+        f'gradient_acumulation_steps: {ignored} Did you mean "gradient_accumulation_steps"?',
+        f'optimizer.parms: {ignored} Did you mean "params"?',
+        f'activation_checkpointing.cpu_chekpointing: {ignored} Did you mean "cpu_checkpointing"?',
+        f'"": {ignored}',
+    ]
+
+
+def test_three_batch_sizes_say_how_many_ranks_there_are():
+    sizes = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    _, mistakes, notices = check_deepspeed_config(sizes)
+    assert mistakes == [] and len(notices) == 1 and "64 = 4 x 2 accumulation steps x 8 ranks" in notices[0]
+    assert check_deepspeed_config(sizes | {"train_batch_size": 60}).mistakes
+
+
+def test_what_the_trainer_fills_in_is_no_mistake():
+    config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+    }
+    _, mistakes, notices = check_deepspeed_config(config)
+    names = "train_batch_size, train_micro_batch_size_per_gpu, optimizer.params.lr and 1 more"
+    assert mistakes == [] and [notice.partition(":")[0] for notice in notices] == [names]
+
+
+def test_what_deepspeed_logs_is_a_notice_and_its_logger_stays_as_it_was(capfd):
+    handlers = list(logger.handlers)
+    _, mistakes, notices = check_deepspeed_config(BATCH | {"zero_optimization": {"stage": 2, "cpu_offload": True}})
+    assert mistakes == [] and len(notices) == 1
+    assert notices[0].startswith("DeepSpeed warns: Config parameter cpu_offload is deprecated")
+    assert logger.handlers == handlers and capfd.readouterr() == ("", "")
+
+
+def test_nothing_is_initialised_and_the_configuration_stays_as_it_was():
+    config = BATCH | {"zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"}}
+    running = torch.distributed.is_initialized(), torch.cuda.is_initialized()
+    check_deepspeed_config(config)
+    assert (torch.distributed.is_initialized(), torch.cuda.is_initialized()) == running
+    assert config == BATCH | {"zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"}}
