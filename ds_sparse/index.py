@@ -144,7 +144,7 @@ class BlockIndex:
         """Builds the index on the layout's device; synchronises with it once.
 
         Args:
-            layout: bool or integer 0/1, (R, C) or (H or 1, R, C).
+            layout: bool, or 0 and 1 as numbers, (R, C) or (H or 1, R, C).
             block: a power of two, 8 or more.
 
         Raises:

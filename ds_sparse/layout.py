@@ -9,23 +9,42 @@ tensor with one copy a head.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.overrides import TorchFunctionMode
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Inside, or in a function that it decorates, every new tensor is a real one on the CPU: layouts are, whatever the
+    default device is, where a model is built on the meta device, and where `torch.zeros` has been replaced by a
+    function that asks for another device (deepspeed.OnDevice, Accelerate's init_empty_weights)."""
+    with torch.device("cpu"), _OnCPU():
+        yield
+
+
+class _OnCPU(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        return func(*args, **(kwargs | {"device": "cpu"} if kwargs.get("device") is not None else kwargs))
 
 
 def as_bool_layout(layout: Tensor) -> Tensor:
     """Checks a layout and returns it as bool (H, R, C).
 
     Args:
-        layout: (H, R, C) or (R, C), bool or any integer type with values 0 and 1; (R, C) becomes (1, R, C).
+        layout: (H, R, C) or (R, C), bool, or 0 and 1 in any integer or floating type; (R, C) becomes (1, R, C).
 
     Raises:
-        TypeError: not a tensor, or neither bool nor integer.
+        TypeError: not a tensor, or of another type.
         ValueError: not 2-D or 3-D, an empty dimension, or a value other than 0 and 1.
     """
     layout = with_heads(layout)
@@ -37,8 +56,8 @@ def with_heads(layout: Tensor) -> Tensor:
     """`as_bool_layout` without a look at the values, which would wait for the device: (H, R, C) of the given dtype."""
     if not isinstance(layout, Tensor):
         raise TypeError(f"A layout is a torch tensor of 0s and 1s, got {type(layout).__name__}.")
-    if layout.dtype is not torch.bool and layout.dtype not in _INTEGERS:
-        raise TypeError(f"A layout is bool or integer, got {layout.dtype}; convert it with layout != 0.")
+    if layout.dtype not in (torch.bool, *_INTEGERS, *_FLOATS):
+        raise TypeError(f"A layout is bool, or 0 and 1 as numbers, got {layout.dtype}; convert it with layout != 0.")
     if layout.dim() not in (2, 3):
         raise ValueError(
             "A layout has shape (block rows, block columns) or (heads, block rows, block columns), "
@@ -50,18 +69,21 @@ def with_heads(layout: Tensor) -> Tensor:
 
 
 def check_values(layout: Tensor) -> None:
-    """Raises ValueError where an integer layout holds anything but 0 and 1."""
+    """Raises ValueError where a layout of numbers holds anything but 0 and 1."""
     if layout.dtype is torch.bool:
         return
-    low, high = (int(bound) for bound in torch.aminmax(layout))
-    if low < 0 or high > 1:
+    low, high = (bound.item() for bound in torch.aminmax(layout))
+    if not (low >= 0 and high <= 1):
         raise ValueError(f"A layout holds only 0 and 1, got values from {low} to {high}; convert it with layout != 0.")
+    if layout.is_floating_point() and (layout != layout.bool()).any():
+        raise ValueError("A layout holds only 0 and 1, got values between; convert it with layout != 0.")
 
 
 def share_equal_heads(layout: Tensor) -> Tensor:
     """(H, R, C) -> (1, R, C) when all heads are equal, else the layout itself."""
     if layout.shape[0] > 1 and bool((layout[1:] == layout[:1]).all()):
-        return layout[:1]
+        # A copy: a view would keep the memory of all heads.
+        return layout[:1].clone()
     return layout
 
 

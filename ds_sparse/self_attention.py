@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
+from weakref import ref
 
 import torch
 from torch import nn
 from torch.nn.functional import dropout, pad
 
 from .index import BlockIndex
-from .layout import as_bool_layout, crop, share_equal_heads
+from .layout import as_bool_layout, crop, on_cpu, share_equal_heads
+from .layout_buffer import LayoutBuffer
 from .ops import MatMul, Softmax, block_sparse_attention
 from .ops.softmax import MASK_MODES, as_additive
 from .ranks import from_rank_0, world_size
 from .sparsity import FixedSparsityConfig, SparsityConfig
-
 
 Key, Kept = TypeVar("Key"), TypeVar("Kept")
 
@@ -34,13 +36,29 @@ class SparseOps(NamedTuple):
     output: MatMul
 
 
+class _OpsOfModule:
+    """`SparseSelfAttention.ops`: the operations that a module has made, by length, as `get_ops` returns them."""
+
+    def __get__(self, module: SparseSelfAttention | None, owner: type) -> dict[int, tuple[MatMul, MatMul, Softmax]]:
+        if module is None:
+            raise AttributeError(
+                f"{owner.__name__}.ops is kept by each module: modules of different layouts would share it. Ask "
+                "module.ops, or module.get_ops(H, L)."
+            )
+        return {length: (ops.scores, ops.output, ops.softmax) for length, ops in module.attention.ops_made().items()}
+
+
 class SparseSelfAttention(nn.Module):
     """softmax(query @ key^T / sqrt(D)) @ value on the live blocks of a layout. Source: DeepSpeed's module of this name.
 
     The layout is built for `max_seq_length`; shorter sequences use its top-left part, longer ones a layout built for
-    their length. It is in the state dict as `master_layout`, int64 (H, R, C), where DeepSpeed has it. A checkpoint
-    with it decides the layout, one without it loads too. Copies of a module (copy.deepcopy) share the layout and its
-    operations until one of them loads another.
+    their length. Copies of a module (copy.deepcopy) share the layout and its operations until one of them loads
+    another.
+
+    It is a persistent buffer, `master_layout`, int64 (H, R, C), where DeepSpeed has it. A checkpoint with it decides the
+    layout, one without it loads too. It is on the CPU, also where the module is built on the meta device or moved to
+    another. Modules that contain this one do not list it among their `buffers()`, which DistributedDataParallel and
+    FSDP broadcast and move; their state dicts have it.
 
     Random blocks drawn without a seed differ between ranks: when torch.distributed runs, all take rank 0's, once, at
     construction or at the first forward.
@@ -51,6 +69,7 @@ class SparseSelfAttention(nn.Module):
         key_padding_mask_mode, attn_mask_mode: 'add' (added to the scores; bool and integers as the numbers they are, as
             DeepSpeed did) or 'mul' (keeps where not zero).
         max_seq_length: tokens, a multiple of the block.
+        mpu: accepted for callers of DeeperSpeed, and not used: random layouts are those of global rank 0, as there.
         attention_dropout: probability with which attention probabilities are dropped in training.
         implementation: 'fused' (`block_sparse_attention`, memory linear in tokens) or 'separate' (MatMul, Softmax and
             MatMul, which store scores and probabilities: the way to check the other; also for fp64 on CUDA, and for
@@ -67,6 +86,7 @@ class SparseSelfAttention(nn.Module):
         key_padding_mask_mode: str = "add",
         attn_mask_mode: str = "mul",
         max_seq_length: int = 2048,
+        mpu: Any = None,
         *,
         attention_dropout: float = 0.0,
         implementation: str = "fused",
@@ -79,41 +99,92 @@ class SparseSelfAttention(nn.Module):
         self.key_padding_mask_mode = key_padding_mask_mode
         self.attn_mask_mode = attn_mask_mode
         self.attention_dropout = attention_dropout
-        self.attention = StructuredAttention(self.sparsity_config, max_seq_length, implementation)
+        self._attention = StructuredAttention(self.sparsity_config, max_seq_length, implementation)
+        # A buffer without a tensor is what loaders find by its name, and what nothing moves, broadcasts or casts.
+        self._buffers["master_layout"] = None
+
+    @property
+    def attention(self) -> StructuredAttention:
+        """What computes, with the layout."""
+        # Accelerate writes here and not to the attribute; a tensor without memory says nothing.
+        given = self._buffers["master_layout"]
+        if given is not None:
+            self._buffers["master_layout"] = None
+            if not given.is_meta:
+                self._attention.layout = given
+        return self._attention
 
     @property
     def master_layout(self) -> torch.Tensor:
-        """A copy of the layout for `max_seq_length` tokens, int64 (H, R, C) on the CPU; assign another to replace
+        """The layout for `max_seq_length` tokens, int64 (H, R, C) on the CPU, for reading; assign another to replace
         it."""
-        layout = self.attention.layout
-        return layout.to(torch.int64).repeat(self.sparsity_config.num_heads // len(layout), 1, 1)
+        return self.attention.layout_buffer()
 
-    @master_layout.setter
-    def master_layout(self, layout: torch.Tensor) -> None:
-        self.attention.layout = layout
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "master_layout":
+            self.attention.layout = value
+        else:
+            super().__setattr__(name, value)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """`master_layout`: DeepSpeed asks each module for what to save. See the class about modules that contain it."""
+        yield from super().named_buffers(prefix, recurse, remove_duplicate)
+        yield f"{prefix}.master_layout" if prefix else "master_layout", self.master_layout
 
     @property
     def max_seq_length(self) -> int:
         """Tokens that `master_layout` covers."""
         return self.attention.max_seq_length
 
-    def get_layout(self, seq_len: int) -> torch.Tensor:
-        """The layout for `seq_len` tokens, int64 (H, R, C) on the CPU.
+    ops = _OpsOfModule()
+
+    @property
+    def _need_layout_synchronization(self) -> bool:
+        """Whether this module has still to take the random blocks of rank 0."""
+        return self.attention._awaits_other_ranks
+
+    @_need_layout_synchronization.setter
+    def _need_layout_synchronization(self, needed: bool) -> None:
+        self.attention._awaits_other_ranks = needed
+
+    def get_layout(self, L: int) -> torch.Tensor:
+        """The layout for `L` tokens, int64 (H, R, C) on the CPU.
 
         Raises:
             ValueError: as in `forward`.
         """
-        self._check_length(seq_len)
-        return self.attention.layout_for(seq_len).to(torch.int64).expand(self.sparsity_config.num_heads, -1, -1)
+        self._check_length(L)
+        self.attention._synchronize_layout()
+        return self.attention.layout_for(L).to(torch.int64).expand(self.sparsity_config.num_heads, -1, -1)
 
-    def get_ops(self, seq_len: int, device: torch.device) -> SparseOps:
-        """The separate operations for `seq_len` tokens on `device`; they share one index.
+    def get_ops(self, H: int, L: int) -> tuple[MatMul, MatMul, Softmax]:
+        """The separate operations for `L` tokens: scores (sdd, B transposed), output (dsd) and softmax. They take
+        operands on any device and share one index for each.
+
+        Args:
+            H: heads. Not used: the layout has them, and the operations check them.
 
         Raises:
             ValueError: as in `forward`.
         """
-        self._check_length(seq_len)
-        return self.attention.ops(seq_len, device)
+        self._check_length(L)
+        self.attention._synchronize_layout()
+        ops = self.attention.ops(L, torch.device("cpu"))
+        return ops.scores, ops.output, ops.softmax
+
+    def transpose_key_for_scores(self, x: torch.Tensor, L: int) -> torch.Tensor:
+        """(B, H, L, D) from that, or from (B, H, D, L); a view."""
+        return x if x.shape[2] == L else x.transpose(2, 3)
+
+    def transpose_mask_for_sparse(
+        self, qtype: torch.dtype, x: torch.Tensor, is_key_padding_mask: bool = False
+    ) -> torch.Tensor:
+        """A mask in the dtype `qtype` without its dimensions of 1, but for a key padding mask's first. `forward` needs
+        none of this."""
+        x = x.to(qtype)
+        return x.squeeze(tuple(range(1, x.dim()))) if is_key_padding_mask else x.squeeze()
 
     def forward(
         self,
@@ -132,7 +203,7 @@ class SparseSelfAttention(nn.Module):
                 call of `StructuredAttention`.
             rpe: relative position bias (B or 1, H or 1, T, T), added after scaling.
             key_padding_mask: (B, T), or with dimensions of 1 between, such as (B, 1, 1, T).
-            attn_mask: (T, T), or (B or 1, H or 1, T, T).
+            attn_mask: (T, T), also with dimensions of 1 anywhere, or (B or 1, H or 1, T, T).
 
         Returns:
             (B, H, T, D); rows with nothing left are zeros.
@@ -145,8 +216,8 @@ class SparseSelfAttention(nn.Module):
         if query.dim() != 4:
             raise ValueError(f"query has shape {tuple(query.shape)}; it has to be (batch, heads, tokens, head_dim).")
         seq_len, head_dim = query.shape[-2:]
-        if head_dim != seq_len and key.shape[-2:] == (head_dim, seq_len):
-            key = key.transpose(-1, -2)
+        if key.shape[-2:] == (head_dim, seq_len):
+            key = self.transpose_key_for_scores(key, seq_len)
         if key_padding_mask is not None:
             key_padding_mask = as_key_padding_mask(key_padding_mask)
             if key_padding_mask.dim() != 2:
@@ -156,6 +227,8 @@ class SparseSelfAttention(nn.Module):
                 )
             key_padding_mask = _in_mode("key_padding_mask", key_padding_mask, self.key_padding_mask_mode, query.dtype)
         if attn_mask is not None:
+            if attn_mask.numel() == seq_len**2 and attn_mask.squeeze().shape == (seq_len, seq_len):
+                attn_mask = attn_mask.squeeze()
             attn_mask = _in_mode("attn_mask", attn_mask, self.attn_mask_mode, query.dtype)
         self._check_length(seq_len)
         return self.attend(query, key, value, rpe=rpe, key_padding_mask=key_padding_mask, attn_mask=attn_mask)
@@ -191,7 +264,8 @@ class SparseSelfAttention(nn.Module):
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "master_layout"] = self.master_layout
+        # Memory of its own: formats for checkpoints refuse tensors that share it, or would leave one out.
+        destination[prefix + "master_layout"] = self.master_layout.clone(memory_format=torch.contiguous_format)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         """Takes a layout of any length from a checkpoint, and does not miss one that is not there."""
@@ -199,7 +273,7 @@ class SparseSelfAttention(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         if layout is not None:
             try:
-                self.master_layout = layout.cpu()
+                self.master_layout = layout
             except (TypeError, ValueError) as error:
                 errors.append(
                     f"{prefix}master_layout: {error} Build the model with the sparsity config that the checkpoint was "
@@ -248,6 +322,8 @@ class StructuredAttention:
 
     @layout.setter
     def layout(self, layout: torch.Tensor) -> None:
+        if layout is self._master.buffer():
+            return
         replacement = _Layout(layout, self.sparsity_config.block, self.sparsity_config.num_heads)
         if not torch.equal(replacement.layout, self._master.layout):
             self._master = replacement
@@ -256,6 +332,10 @@ class StructuredAttention:
     def max_seq_length(self) -> int:
         """Tokens that `layout` covers."""
         return self._master.blocks * self.sparsity_config.block
+
+    def layout_buffer(self) -> LayoutBuffer:
+        """The layout as DeepSpeed kept it; the same tensor as long as it is held, for all that share the layout."""
+        return self._master.buffer()
 
     def layout_for(self, seq_len: int) -> torch.Tensor:
         """The layout for `seq_len` tokens: bool (1 or H, R, R), the last block perhaps short."""
@@ -271,6 +351,11 @@ class StructuredAttention:
         """The separate operations for `seq_len` tokens, rounded up to whole blocks; they share one index."""
         blocks = -(-seq_len // self.sparsity_config.block)
         return self._covering(blocks).ops(blocks, device)
+
+    def ops_made(self) -> dict[int, SparseOps]:
+        """What `ops` has made and still keeps, by length."""
+        layouts = (self._master, *self._master.longer.values())
+        return {blocks * layout.block: ops for layout in layouts for (blocks, _), ops in layout._ops.items()}
 
     def __call__(
         self,
@@ -347,6 +432,7 @@ class StructuredAttention:
         _check_broadcasts("key_padding_mask", key_padding_mask, (batch, tokens))
         _check_broadcasts("attn_mask", attn_mask, (batch, heads, tokens, tokens))
 
+    @on_cpu()
     def _build(self, seq_len: int) -> _Layout:
         config = self.sparsity_config
         if seq_len % config.block:
@@ -383,17 +469,26 @@ class _Layout:
     sequences, by their blocks. Copies of a module share it."""
 
     def __init__(self, layout: torch.Tensor, block: int, num_heads: int):
-        layout = as_bool_layout(layout)
+        layout = as_bool_layout(layout).cpu()
         heads, rows, columns = layout.shape
         if heads not in (1, num_heads) or rows != columns:
             raise ValueError(
                 f"A layout of shape {tuple(layout.shape)} is given for {num_heads} heads; it has to be ({num_heads}, "
                 "R, R)."
             )
-        self.layout, self.block, self.blocks = share_equal_heads(layout), block, rows
+        self.layout, self.block, self.blocks, self.num_heads = share_equal_heads(layout), block, rows, num_heads
+        self._buffer: Callable[[], LayoutBuffer | None] = lambda: None
         self.longer: dict[int, _Layout] = {}
         self._indices: OrderedDict[tuple[int, torch.device], BlockIndex] = OrderedDict()
         self._ops: OrderedDict[tuple[int, torch.device], SparseOps] = OrderedDict()
+
+    def buffer(self) -> LayoutBuffer:
+        """The layout as `master_layout` shows it. Kept no longer than it is used: at 65,536 tokens it is 134 MB a head."""
+        buffer = self._buffer()
+        if buffer is None:
+            buffer = LayoutBuffer.of(self.layout, self.num_heads)
+            self._buffer = ref(buffer)
+        return buffer
 
     def index(self, blocks: int, device: torch.device) -> BlockIndex:
         def build() -> BlockIndex:
@@ -404,7 +499,8 @@ class _Layout:
 
     def ops(self, blocks: int, device: torch.device) -> SparseOps:
         def build() -> SparseOps:
-            index = self.index(blocks, device)
+            # With all heads that it stands for, as these operations say in `spdims` and `num_blocks`.
+            index = replace(self.index(blocks, device), num_heads=self.num_heads)
             return SparseOps(
                 scores=MatMul(index, self.block, "sdd", trans_b=True),
                 softmax=Softmax(index, self.block),
@@ -417,7 +513,7 @@ class _Layout:
         return self
 
     def __reduce__(self):
-        return _Layout, (self.layout, self.block, len(self.layout)), {"longer": self.longer}
+        return _Layout, (self.layout, self.block, self.num_heads), {"longer": self.longer}
 
 
 def _kept(cache: OrderedDict[Key, Kept], key: Key, build: Callable[[], Kept]) -> Kept:

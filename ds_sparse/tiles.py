@@ -287,7 +287,7 @@ def _rows(rows: Sequence[list[tuple[int, ...]]], width: int, device: torch.devic
 
 def _on_device(numbers: array | bytearray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     # What is not pinned has been read when the call returns, which does not wait for the device.
-    on_host = torch.frombuffer(numbers, dtype=dtype) if numbers else torch.empty(0, dtype=dtype)
+    on_host = torch.frombuffer(numbers, dtype=dtype) if numbers else torch.empty(0, dtype=dtype, device="cpu")
     return on_host.to(device, non_blocking=True)
 
 

@@ -431,7 +431,8 @@ def test_block_is_a_power_of_two_from_8(block: object):
         (torch.ones(2, dtype=torch.bool), ValueError, "shape"),
         (torch.ones(1, 1, 2, 2, dtype=torch.bool), ValueError, "shape"),
         (torch.ones(2, 0, 2, dtype=torch.bool), ValueError, "at least one"),
-        (torch.ones(2, 2), TypeError, "bool or integer"),
+        (torch.full((2, 2), 0.5), ValueError, "only 0 and 1"),
+        (torch.ones(2, 2, dtype=torch.complex64), TypeError, "0 and 1 as numbers"),
         ([[1, 0], [0, 1]], TypeError, "torch tensor"),
     ],
 )

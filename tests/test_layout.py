@@ -9,7 +9,7 @@ modest = settings(deadline=None, derandomize=True, max_examples=60)
 LIVE = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 1, 1]])
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32])
 @pytest.mark.parametrize("heads", [None, 2])
 def test_every_kind_of_layout_becomes_bool_with_heads(dtype, heads):
     given_layout = LIVE.to(dtype) if heads is None else LIVE.to(dtype).expand(heads, 3, 3)
@@ -22,12 +22,14 @@ def test_every_kind_of_layout_becomes_bool_with_heads(dtype, heads):
     ("wrong", "error", "sentence"),
     [
         ([[1, 0]], TypeError, "torch tensor"),
-        (torch.ones(2, 2), TypeError, "bool or integer, got torch.float32"),
+        (torch.ones(2, 2, dtype=torch.complex64), TypeError, "0 and 1 as numbers, got torch.complex64"),
         (torch.ones(4, dtype=torch.int64), ValueError, r"got \(4,\)"),
         (torch.ones(1, 1, 2, 2, dtype=torch.bool), ValueError, r"got \(1, 1, 2, 2\)"),
         (torch.ones(0, 2, 2, dtype=torch.bool), ValueError, "at least one head"),
         (torch.tensor([[0, 2]]), ValueError, "from 0 to 2"),
         (torch.tensor([[-1, 1]]), ValueError, "from -1 to 1"),
+        (torch.tensor([[0.5, 1]]), ValueError, "got values between"),
+        (torch.tensor([[1, torch.nan]]), ValueError, "from nan to nan"),
     ],
 )
 def test_what_is_no_layout_is_refused(wrong, error, sentence):

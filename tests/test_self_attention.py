@@ -8,7 +8,17 @@ import sys
 import pytest
 import torch
 
-from ds_sparse import BigBirdSparsityConfig, DenseSparsityConfig, FixedSparsityConfig, SparseSelfAttention, reference
+from ds_sparse import (
+    BigBirdSparsityConfig,
+    DenseSparsityConfig,
+    FixedSparsityConfig,
+    MatMul,
+    Softmax,
+    SparseSelfAttention,
+    SparsityConfig,
+    VariableSparsityConfig,
+    reference,
+)
 
 HEADS, BLOCK, TOKENS = 4, 16, 128
 
@@ -115,7 +125,7 @@ def test_copies_share_the_layouts_of_longer_sequences():
     layout = module.get_layout(256)
     for again in (twin, pickle.loads(pickle.dumps(module))):
         assert torch.equal(again.get_layout(256), layout)
-    assert twin.get_ops(256, torch.device("cpu")) is module.get_ops(256, torch.device("cpu"))
+    assert twin.get_ops(HEADS, 256) == module.get_ops(HEADS, 256)
 
 
 def test_modules_with_other_layouts_do_not_share_operations():
@@ -148,7 +158,7 @@ def test_attention_mask_keeps_where_not_zero_by_default():
     mask = torch.ones(TOKENS, TOKENS).tril()
     module = make()
     truth = expected(module, query, key, value, attn_mask=mask.bool())
-    for given in (mask, mask.long(), mask.bool(), mask[None, None].double()):
+    for given in (mask, mask.long(), mask.bool(), mask[None], mask[None, None].double(), mask[:, None]):
         torch.testing.assert_close(module(query, key, value, attn_mask=given), truth)
 
 
@@ -220,6 +230,137 @@ def test_checkpoint_of_another_number_of_heads_is_refused():
         make().load_state_dict(state)
 
 
+def unlike_the_default_device():
+    """Ways in which a program may ask for tensors without memory while it builds a model."""
+    deepspeed, accelerate = pytest.importorskip("deepspeed"), pytest.importorskip("accelerate")
+    return {
+        "torch.device": torch.device("meta"),
+        "OnDevice": deepspeed.OnDevice(dtype=torch.float16, device="meta"),
+        "init_empty_weights": accelerate.init_empty_weights(include_buffers=False),
+        "with buffers": accelerate.init_empty_weights(include_buffers=True),
+    }
+
+
+@pytest.mark.filterwarnings("ignore::ds_sparse.SparsityWarning")
+@pytest.mark.parametrize("way", ["torch.device", "OnDevice", "init_empty_weights", "with buffers"])
+@pytest.mark.parametrize("structure", [FixedSparsityConfig, VariableSparsityConfig, BigBirdSparsityConfig])
+def test_a_module_built_without_memory_has_its_layout_and_runs(way, structure):
+    config = structure(num_heads=HEADS, block=BLOCK, different_layout_per_head=True, seed=1)
+    real = make(config)
+    with unlike_the_default_device()[way]:
+        module = make(config)
+    assert module.master_layout.device.type == "cpu"
+    assert torch.equal(module.master_layout, real.master_layout)
+    assert torch.equal(module.to_empty(device="cpu")(*inputs()), real(*inputs()))
+
+
+def test_a_default_device_without_memory_is_not_asked_at_construction_nor_in_forward():
+    real, given = make(), inputs(64)
+    torch.set_default_device("meta")
+    try:
+        out = make()(*given)
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(out, real(*given))
+
+
+def test_a_structure_of_the_users_is_laid_out_on_the_cpu():
+    class Own(SparsityConfig):
+        def make_layout(self, seq_len):
+            return self.setup_layout(seq_len) + torch.eye(seq_len // self.block, dtype=torch.int64)
+
+    with torch.device("meta"):
+        module = make(Own(num_heads=HEADS, block=BLOCK))
+    assert torch.equal(module.master_layout[0], torch.eye(8, dtype=torch.int64))
+
+
+def test_the_layout_is_a_persistent_buffer_that_stays_on_the_cpu():
+    module = make()
+    program = torch.nn.ModuleDict({"attention": module})
+    assert torch.equal(program.get_buffer("attention.master_layout"), module.sparsity_config.make_layout(TOKENS))
+    assert [name for name, _ in module.named_buffers()] == ["master_layout"]
+    assert list(program.state_dict()) == ["attention.master_layout"]
+    program.to("meta").half().to_empty(device="cpu")
+    assert module.master_layout.device.type == "cpu" and module.master_layout.dtype == torch.int64
+    assert torch.equal(module.master_layout, module.sparsity_config.make_layout(TOKENS))
+
+
+def test_layers_of_one_structure_share_one_tensor_of_one_head():
+    module = make()
+    twin = copy.deepcopy(module)
+    buffer = module.master_layout
+    assert buffer is twin.master_layout and buffer is copy.deepcopy(twin).master_layout
+    assert buffer.shape == (HEADS, 8, 8) and buffer.untyped_storage().nbytes() == 8 * 8 * 8
+    states = module.state_dict()["master_layout"], twin.state_dict()["master_layout"]
+    assert all(type(state) is torch.Tensor and state.is_contiguous() for state in states)
+    assert states[0].data_ptr() != states[1].data_ptr()
+
+
+def test_what_fills_missing_buffers_leaves_the_layout_and_what_a_checkpoint_wrote_counts():
+    config = BigBirdSparsityConfig(num_heads=HEADS, block=BLOCK, seed=1)
+    module, other = make(config), torch.eye(8, dtype=torch.int64).expand(HEADS, -1, -1)
+    before = module.master_layout.clone()
+    module.load_state_dict({"master_layout": torch.empty_like(module.master_layout)}, strict=False, assign=True)
+    assert torch.equal(module.master_layout, before)
+    module.load_state_dict({"master_layout": other}, assign=True)
+    assert torch.equal(module.master_layout, other)
+
+
+def test_the_layout_is_for_reading_until_another_is_assigned():
+    module = make()
+    for write in (torch.Tensor.zero_, lambda layout: layout.__setitem__(0, 1), lambda layout: layout.__ior__(1)):
+        with pytest.raises(RuntimeError, match="master_layout is for reading.*module.master_layout = layout"):
+            write(module.master_layout)
+    module.master_layout = module.master_layout.float()
+    for copied in (copy.deepcopy(module.master_layout), pickle.loads(pickle.dumps(module.master_layout))):
+        assert type(copied) is torch.Tensor and torch.equal(copied, module.sparsity_config.make_layout(TOKENS))
+
+
+def test_accelerate_writes_the_layout_where_it_finds_the_buffer():
+    write = pytest.importorskip("accelerate.utils").set_module_tensor_to_device
+    module, layout = make(), torch.eye(8, dtype=torch.int64).repeat(HEADS, 1, 1)
+    before = module(*inputs())
+    write(module, "master_layout", "meta")
+    assert torch.equal(module(*inputs()), before)
+    write(module, "master_layout", "cpu", value=layout)
+    torch.testing.assert_close(module(*inputs()), expected(module, *inputs()))
+    assert torch.equal(module.master_layout, layout)
+
+
+def test_operations_and_layouts_are_handed_out_as_deepspeed_did():
+    module, (query, key, value) = make(), inputs(64)
+    scores, output, softmax = module.get_ops(HEADS, 64)
+    assert (type(scores), type(output), type(softmax)) == (MatMul, MatMul, Softmax)
+    assert (scores.mode, scores.trans_b, output.mode, output.trans_b) == ("sdd", True, "dsd", False)
+    layout = module.get_layout(64)
+    assert scores.spdims == output.spdims == softmax.spdims == layout.shape
+    assert softmax.num_blocks == layout.sum()
+    out = output(softmax(scores(query, key), scale=query.shape[-1] ** -0.5), value)
+    torch.testing.assert_close(out, module(query, key, value))
+    module.get_ops(HEADS, TOKENS)
+    assert module.ops == {64: (scores, output, softmax), TOKENS: module.get_ops(HEADS, TOKENS)}
+    assert make().ops == {}
+    with pytest.raises(AttributeError, match=r"module\.get_ops\(H, L\)"):
+        SparseSelfAttention.ops  # noqa: B018
+
+
+def test_keys_and_masks_are_transposed_as_deepspeed_did():
+    module, key = make(), torch.ones(2, HEADS, 8, 64)
+    assert module.transpose_key_for_scores(key, 64).shape == (2, HEADS, 64, 8)
+    assert module.transpose_key_for_scores(key, 8) is key
+    padding, pairs = torch.ones(1, 1, 1, 64, dtype=torch.bool), torch.ones(1, 64, 64, dtype=torch.int64)
+    transposed = module.transpose_mask_for_sparse(torch.float16, padding, is_key_padding_mask=True)
+    assert transposed.shape == (1, 64) and transposed.dtype == torch.float16
+    assert module.transpose_mask_for_sparse(torch.float32, pairs).shape == (64, 64)
+
+
+def test_ranks_have_to_agree_only_about_blocks_that_they_draw():
+    drawn = make(BigBirdSparsityConfig(num_heads=HEADS, block=BLOCK))
+    assert drawn._need_layout_synchronization and not make()._need_layout_synchronization
+    drawn._need_layout_synchronization = False
+    assert not drawn._need_layout_synchronization
+
+
 def test_an_assigned_layout_is_used():
     module, query_key_value = make(), inputs()
     module(*query_key_value)
@@ -232,7 +373,7 @@ def test_an_assigned_layout_is_used():
 def test_copies_share_the_operations_until_one_takes_another_layout():
     module = make(BigBirdSparsityConfig(num_heads=HEADS, block=BLOCK, seed=1))
     twin = copy.deepcopy(module)
-    assert twin.get_ops(TOKENS, torch.device("cpu")) is module.get_ops(TOKENS, torch.device("cpu"))
+    assert twin.get_ops(HEADS, TOKENS) == module.get_ops(HEADS, TOKENS)
     before = module(*inputs())
     twin.load_state_dict(make(BigBirdSparsityConfig(num_heads=HEADS, block=BLOCK, seed=2)).state_dict())
     assert torch.equal(module(*inputs()), before) and not torch.equal(twin(*inputs()), before)

@@ -22,7 +22,7 @@ from ..bert import BertSparseSelfAttention
 from ..config import ANY_NUM_HEADS, BLOCK_KEY, DEFAULT_MODE, load_config, parse_sparse_attention
 from ..ops import MatMul, Softmax
 from ..patch import SparseAttentionUtils
-from ..self_attention import SparseSelfAttention as _SparseSelfAttention
+from ..self_attention import SparseSelfAttention
 from ..sparsity import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
@@ -53,25 +53,6 @@ _ALWAYS = {
 """Mode to the keys that DeepSpeed 0.19.6 returned, given or at their defaults."""
 _WHERE_GIVEN = ("attention", "seed", "causal", "strict_causal")
 """Keys that it dropped, or did not know, and that change the structure."""
-
-
-class SparseSelfAttention(_SparseSelfAttention):
-    """`ds_sparse.SparseSelfAttention` that also takes DeeperSpeed's `mpu`, and needs nothing of it: random layouts are
-    those of global rank 0, as there."""
-
-    def __init__(
-        self,
-        sparsity_config: SparsityConfig | None = None,
-        key_padding_mask_mode: str = "add",
-        attn_mask_mode: str = "mul",
-        max_seq_length: int = 2048,
-        mpu: Any = None,
-        *,
-        attention_dropout: float = 0.0,
-    ):
-        super().__init__(
-            sparsity_config, key_padding_mask_mode, attn_mask_mode, max_seq_length, attention_dropout=attention_dropout
-        )
 
 
 _SUBMODULES: dict[str, tuple[type, ...]] = {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 
 from ..index import BlockIndex, as_index, index_on, sdd_tile
@@ -37,7 +40,7 @@ class MatMul:
     reach rows beside those whose blocks want them.
 
     Args:
-        layout: 0/1 tensor of bool or integers, (R, C) or (H or 1, R, C), one head shared by any number of heads;
+        layout: tensor of bool, or of 0 and 1 in any type, (R, C) or (H or 1, R, C), one head shared by any number of heads;
             or a `BlockIndex` built from one (for torch.compile and CUDA graphs over several layouts).
         block: tokens on a block's side, a power of two, 8 or more.
         mode: 'sdd', 'dsd' or 'dds'.
@@ -64,6 +67,17 @@ class MatMul:
         index = as_index(layout, block).with_lists()
         self.layout, self.block, self.mode, self.trans_a, self.trans_b = layout, block, mode, trans_a, trans_b
         self._indices = {index.device: index}
+
+    @property
+    def spdims(self) -> torch.Size:
+        """(H, R, C) of the layout."""
+        index = next(iter(self._indices.values()))
+        return torch.Size((index.num_heads, index.rows, index.columns))
+
+    @property
+    def lut_cache(self) -> Mapping[torch.device, BlockIndex]:
+        """The index on each device that this has met: what DeepSpeed's look-up tables were. For reading."""
+        return MappingProxyType(self._indices)
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         if a.device != b.device:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 
@@ -21,7 +23,7 @@ class Softmax:
     -10000 or finfo.min are ordinary arithmetic. Source: DeepSpeed's `Softmax`.
 
     Args:
-        layout: 0/1 tensor of bool or integers, (R, C) or (H or 1, R, C), one head shared by any number of heads;
+        layout: tensor of bool, or of 0 and 1 in any type, (R, C) or (H or 1, R, C), one head shared by any number of heads;
             or a `BlockIndex`.
         block: tokens on a block's side, a power of two, 8 or more.
         bench: accepted for old callers; times are in `ds_sparse bench matmul`.
@@ -48,6 +50,23 @@ class Softmax:
         index = as_index(layout, block).with_strips()
         self.layout, self.block = layout, block
         self._indices = {index.device: index}
+
+    @property
+    def spdims(self) -> torch.Size:
+        """(H, R, C) of the layout."""
+        index = next(iter(self._indices.values()))
+        return torch.Size((index.num_heads, index.rows, index.columns))
+
+    @property
+    def num_blocks(self) -> int:
+        """V, the live blocks of all heads of the layout."""
+        index = next(iter(self._indices.values()))
+        return index.num_values(index.num_heads)
+
+    @property
+    def lut_cache(self) -> Mapping[torch.device, BlockIndex]:
+        """The index on each device that this has met: what DeepSpeed's look-up tables were. For reading."""
+        return MappingProxyType(self._indices)
 
     def __call__(
         self,

@@ -93,6 +93,19 @@ GlobalBlockEndIndices = Annotated[
 ]
 
 
+def _on_cpu(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Decorator: what the method makes is on the CPU, whatever the default device is."""
+
+    @functools.wraps(method)
+    def on_the_cpu(self: SparsityConfig, seq_len: int) -> Tensor:
+        from ..layout import on_cpu
+
+        with on_cpu():
+            return method(self, seq_len)
+
+    return on_the_cpu
+
+
 @dataclass_transform(field_specifiers=(Field,))
 def declared(cls: _Structure) -> _Structure:
     """Class decorator: the annotated fields become the constructor, its strict validation and the JSON schema.
@@ -210,6 +223,7 @@ class SparsityConfig:
             "or override make_layout(seq_len) in a subclass."
         )
 
+    @_on_cpu
     def setup_layout(self, seq_len: int) -> Tensor:
         """Zeros, int64 (num_heads, R, C) on the CPU, R = C = seq_len / block.
 
@@ -227,6 +241,7 @@ class SparsityConfig:
             layout[1:] = layout[:1]
         return layout
 
+    @_on_cpu
     def make_layout(self, seq_len: int) -> Tensor:
         """The layout as DeepSpeed gave it: int64 (num_heads, R, C), 0/1, on the CPU.
 
@@ -237,6 +252,7 @@ class SparsityConfig:
         layout = self._lay_out_heads(self.setup_layout(seq_len))
         return self.check_and_propagate_first_head_layout(layout)
 
+    @_on_cpu
     def make_bool_layout(self, seq_len: int) -> Tensor:
         """The layout as the training path uses it: bool (H, R, C) on the CPU, H = 1 when all heads are equal.
 

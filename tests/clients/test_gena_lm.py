@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -121,3 +122,52 @@ def test_a_published_checkpoint_brings_its_layouts(config, input_ids, device, tm
         loaded = checkpoint[f"layer.{number}.sparse_self_attention.master_layout"]
         assert torch.equal(layer.sparse_self_attention.master_layout, loaded)
     assert_equal_to_dense(program.to(device), make_dense, input_ids)
+
+
+@pytest.fixture
+def model_class():
+    transformers = pytest.importorskip("transformers")
+
+    class Model(transformers.PreTrainedModel):
+        config_class = transformers.BertConfig
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.encoder = Encoder(config)
+            self.post_init()
+
+        def forward(self, input_ids):
+            return self.encoder(input_ids)
+
+    return Model
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"device_map": "cpu"}, {"device_map": "auto"}, {"low_cpu_mem_usage": True}], ids=str
+)
+def test_from_pretrained_takes_the_layouts_of_the_checkpoint(config, model_class, input_ids, tmp_path, how):
+    published = model_class(config)
+    published.save_pretrained(tmp_path)
+    loaded, info = model_class.from_pretrained(tmp_path, output_loading_info=True, **how)
+    assert not any(info.values())
+    assert torch.equal(loaded(input_ids.cpu()), published(input_ids.cpu()))
+
+
+def empty_like_full_of_ones(like, *, empty_like=torch.empty_like, **options):
+    memory = empty_like(like, **options)
+    return memory.fill_(1) if type(memory) is torch.Tensor else memory
+
+
+@pytest.mark.parametrize("how", [{}, {"device_map": "cpu"}, {"dtype": torch.bfloat16}], ids=str)
+def test_from_pretrained_without_layouts_keeps_those_of_the_structure(config, model_class, tmp_path, how):
+    """Transformers fills what a checkpoint lacks with memory as it finds it, which may well look like a layout."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    config.sparse_attention["seed"] = 3
+    published = model_class(config)
+    dense = {name: value for name, value in published.state_dict().items() if not name.endswith("master_layout")}
+    config.save_pretrained(tmp_path)
+    safetensors.save_file(dense, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with mock.patch("torch.empty_like", empty_like_full_of_ones):
+        loaded = model_class.from_pretrained(tmp_path, **how)
+    for ours, theirs in zip(loaded.encoder.layer, published.encoder.layer, strict=True):
+        assert torch.equal(ours.sparse_self_attention.master_layout, theirs.sparse_self_attention.master_layout)

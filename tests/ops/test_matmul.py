@@ -684,3 +684,15 @@ def test_second_derivatives_are_refused():
     (grad,) = torch.autograd.grad(MatMul(DIAGONAL.given, 16, "sdd")(a, b).square().sum(), a, create_graph=True)
     with pytest.raises(RuntimeError, match="has first derivatives only"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_layouts_of_any_type_and_what_old_code_asks_the_operation_for(dtype):
+    layout = torch.tensor([[1, 0], [1, 1]])
+    given = layout.to(dtype)
+    multiply = MatMul(given, 16, "sdd")
+    assert multiply.layout is given and multiply.spdims == (1, 2, 2)
+    assert MatMul(given.expand(3, 2, 2), 16, "dsd").spdims == (3, 2, 2)
+    assert list(multiply.lut_cache) == [torch.device("cpu")]
+    a, b = torch.randn(2, 1, 1, 32, 32, dtype=torch.float64)
+    assert torch.equal(multiply(a, b), MatMul(layout, 16, "sdd")(a, b))

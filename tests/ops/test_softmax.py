@@ -709,3 +709,11 @@ def test_values_of_other_heads_than_the_layouts():
 def test_block_other_than_the_index():
     with pytest.raises(ValueError, match="block is 32, and the index was built for blocks of 16"):
         Softmax(BlockIndex.build(FULL.given, 16), 32)
+
+
+def test_what_old_code_asks_the_operation_for():
+    layout = torch.tensor([[[1, 0], [1, 1]]])
+    assert Softmax(layout[0], 16).spdims == (1, 2, 2) and Softmax(layout[0], 16).num_blocks == 3
+    of_two_heads = Softmax(layout.float().expand(2, 2, 2), 16)
+    assert of_two_heads.spdims == (2, 2, 2) and of_two_heads.num_blocks == 6
+    assert list(of_two_heads.lut_cache) == [torch.device("cpu")]
