@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import json
 import pickle
+import pkgutil
 import random
 import sys
 import types
@@ -77,8 +79,56 @@ def test_all_names_at_the_root_and_in_their_submodules():
         for name in names:
             cls = getattr(ds_sparse, name)
             assert getattr(module, name) is getattr(package, name) is cls
-    with pytest.raises(ModuleNotFoundError, match="deepspeed.ops.sparse_attention.trsrc"):
-        importlib.import_module("deepspeed.ops.sparse_attention.trsrc")
+
+
+def test_the_package_is_a_module_like_any_other():
+    package = importlib.import_module("deepspeed.ops.sparse_attention")
+    assert inspect.getsourcefile(package) == package.__file__
+    assert "sparse_attention" in [module.name for module in pkgutil.iter_modules(deepspeed.ops.__path__)]
+    found = [module.name for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+    assert {f"{package.__name__}.{name}" for name in (*NAMES, "sparse_attn_op", "trsrc")} == set(found)
+    for module in (package, importlib.import_module("deepspeed.ops.sparse_attention.softmax")):
+        assert importlib.reload(module) is module and module.Softmax is ds_sparse.Softmax
+
+
+def test_names_of_deepspeeds_kernels_can_be_imported_and_say_what_to_use():
+    from deepspeed.ops.sparse_attention import sparse_attn_op, trsrc
+    from deepspeed.ops.sparse_attention.matmul import _sparse_matmul
+    from deepspeed.ops.sparse_attention.softmax import _sparse_softmax
+
+    with pytest.raises(AttributeError, match=r"_sparse_matmul was part of .* Use MatMul\(layout, block, mode\)"):
+        _sparse_matmul.apply(None, None)
+    with pytest.raises(AttributeError, match=r"Use Softmax\(layout, block\)"):
+        _sparse_softmax.make_lut(None, 16, None)
+    with pytest.raises(TypeError, match="sdd_segment was part of"):
+        sparse_attn_op.sdd_segment(None, 4)
+    with pytest.raises(AttributeError, match="softmax_fwd was part of"):
+        trsrc.softmax_fwd.splitlines()
+
+
+def test_deepspeed_says_that_sparse_attention_is_there():
+    from deepspeed.ops.op_builder import SparseAttnBuilder
+
+    assert SparseAttnBuilder().is_compatible(verbose=True) and deepspeed.ops.__compatible_ops__["sparse_attn"]
+    assert SparseAttnBuilder().load() is importlib.import_module("deepspeed.ops.sparse_attention.sparse_attn_op")
+
+
+def test_a_library_that_is_missing_is_not_compatible(monkeypatch):
+    monkeypatch.delitem(sys.modules, "deepspeed.ops.sparse_attention.sparse_attn_op")
+    monkeypatch.setitem(sys.modules, "ds_sparse.ops", None)
+    assert not deepspeed.ops.op_builder.SparseAttnBuilder().is_compatible()
+
+
+def test_the_constants_are_where_deepspeed_had_them():
+    from deepspeed.runtime import constants
+
+    for module in (constants, runtime_config):
+        assert (module.SPARSE_ATTENTION, module.SPARSE_MODE, module.SPARSE_MODE_DEFAULT) == (
+            "sparse_attention", "mode", "fixed",
+        )  # fmt: skip
+        assert (module.SPARSE_BSLONGFORMER_MODE, module.SPARSE_ATTENTION_TYPE) == ("bslongformer", "attention")
+        assert module.SPARSE_NUM_RANDOM_BLOCKS_DEFAULT == 0 and module.SPARSE_GLOBAL_BLOCK_INDICES_DEFAULT == [0]
+    assert len([name for name in vars(constants) if name.startswith("SPARSE_")]) == 32
 
 
 @pytest.mark.parametrize(
@@ -108,7 +158,8 @@ def real_package(tmp_path, monkeypatch):
         (runtime_config.DeepSpeedConfig, "__init__"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, getattr(owner, name))
-    monkeypatch.setattr(deepspeed.ops, "__path__", [*deepspeed.ops.__path__, str(tmp_path)])
+    without_ours = [path for path in deepspeed.ops.__path__ if path != deepspeed_ops.OVERLAY]
+    monkeypatch.setattr(deepspeed.ops, "__path__", [*without_ours, str(tmp_path)])
     monkeypatch.setattr(runtime_config, "get_sparse_attention", lambda param_dict: "theirs")
     yield
     for name in [name for name in sys.modules if name.startswith("deepspeed.ops.sparse_attention")]:

@@ -1,39 +1,15 @@
-"""`deepspeed.ops.sparse_attention` as it was in DeepSpeed 0.3 to 0.19.6, on ds_sparse.
-
-Importing this module registers the package with its six submodules, `DeepSpeedConfig(...).sparse_attention`, and the
-functions around it in `deepspeed.runtime.config`, so that programs written for them run unchanged. A DeepSpeed that
-still has them keeps its own; `register(replace=True)` puts ours in their place.
-"""
+"""The `sparse_attention` block in DeepSpeed's own configuration, as it was in DeepSpeed 0.3 to 0.19.6."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
-import sys
 from collections.abc import Callable, Mapping
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import deepspeed
 
-from ..bert import BertSparseSelfAttention
-from ..config import ANY_NUM_HEADS, BLOCK_KEY, DEFAULT_MODE, load_config, parse_sparse_attention
-from ..ops import MatMul, Softmax
-from ..patch import SparseAttentionUtils
-from ..self_attention import SparseSelfAttention
-from ..sparsity import (
-    BigBirdSparsityConfig,
-    BSLongformerSparsityConfig,
-    DenseSparsityConfig,
-    FixedSparsityConfig,
-    LocalSlidingWindowSparsityConfig,
-    SparsityConfig,
-    VariableSparsityConfig,
-)
-
-PACKAGE = "deepspeed.ops.sparse_attention"
+from ...config import ANY_NUM_HEADS, BLOCK_KEY, DEFAULT_MODE, load_config, parse_sparse_attention
 
 _COMMON = ("block", "different_layout_per_head")
 _GLOBAL_INDICES = ("global_block_indices", "global_block_end_indices")
@@ -53,33 +29,6 @@ _ALWAYS = {
 """Mode to the keys that DeepSpeed 0.19.6 returned, given or at their defaults."""
 _WHERE_GIVEN = ("attention", "seed", "causal", "strict_causal")
 """Keys that it dropped, or did not know, and that change the structure."""
-
-
-_SUBMODULES: dict[str, tuple[type, ...]] = {
-    "matmul": (MatMul,),
-    "softmax": (Softmax,),
-    "sparsity_config": (
-        SparsityConfig, DenseSparsityConfig, FixedSparsityConfig, VariableSparsityConfig, BigBirdSparsityConfig,
-        BSLongformerSparsityConfig, LocalSlidingWindowSparsityConfig,
-    ),
-    "sparse_self_attention": (SparseSelfAttention, SparsityConfig),
-    "bert_sparse_self_attention": (BertSparseSelfAttention, FixedSparsityConfig),
-    "sparse_attention_utils": (SparseAttentionUtils, BertSparseSelfAttention, SparsityConfig),
-}  # fmt: skip
-"""Submodule to the names that could be imported from it."""
-
-
-def register(*, replace: bool = False) -> None:
-    """Makes `deepspeed.ops.sparse_attention` importable, and DeepSpeed's configuration take and show the block.
-
-    Args:
-        replace: also where this DeepSpeed has the package itself (0.19.6 and earlier), which is left alone otherwise.
-    """
-    if replace or importlib.util.find_spec(PACKAGE) is None:
-        _register_package()
-    present = getattr(deepspeed.runtime.config, "get_sparse_attention", None)
-    if present is None or (replace and present is not get_sparse_attention):
-        _register_config_functions()
 
 
 def get_sparse_attention(param_dict: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -122,26 +71,24 @@ def _config_of(mode: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     return lambda sparsity: _complete({**sparsity, "mode": mode})
 
 
-def _register_package() -> None:
-    package = _module(PACKAGE, __doc__, is_package=True)
-    for name, classes in _SUBMODULES.items():
-        submodule = _module(f"{PACKAGE}.{name}", f"{classes[0].__name__} of ds_sparse, where DeepSpeed had it.")
-        setattr(package, name, submodule)
-        for cls in classes:
-            setattr(submodule, cls.__name__, cls)
-            setattr(package, cls.__name__, cls)
-    deepspeed.ops.sparse_attention = package
+def constants() -> dict[str, Any]:
+    """`SPARSE_...` of `deepspeed.runtime.constants`: names of modes and keys, and the keys' defaults."""
+    named = {"SPARSE_ATTENTION": BLOCK_KEY, "SPARSE_MODE": "mode", "SPARSE_MODE_DEFAULT": DEFAULT_MODE}
+    for mode, keys in _ALWAYS.items():
+        named[f"SPARSE_{mode.upper()}_MODE"] = mode
+        plain = parse_sparse_attention({"mode": mode}, ANY_NUM_HEADS)
+        for key in keys:
+            name = "SPARSE_ATTENTION_TYPE" if key == "attention" else f"SPARSE_{key.upper()}"
+            named |= {name: key, f"{name}_DEFAULT": getattr(plain, key)}
+    return named
 
 
-def _module(name: str, doc: str | None, is_package: bool = False) -> ModuleType:
-    module = importlib.util.module_from_spec(ModuleSpec(name, loader=None, origin=__file__, is_package=is_package))
-    module.__doc__ = doc
-    sys.modules[name] = module
-    return module
-
-
-def _register_config_functions() -> None:
+def register_config() -> None:
+    """Puts the functions and constants into `deepspeed.runtime`, and the block into `DeepSpeedConfig`."""
     config = deepspeed.runtime.config
+    for name, value in constants().items():
+        setattr(config, name, value)
+        setattr(deepspeed.runtime.constants, name, value)
     for function in (get_sparse_attention, get_sparse_attention_mode, get_sparse_attention_type):
         setattr(config, function.__name__, function)
     for mode in _ALWAYS:
@@ -157,6 +104,3 @@ def _register_config_functions() -> None:
 
     # In the class, so that DeepSpeedConfig is ours wherever it has been imported to; zero.Init builds one too.
     config.DeepSpeedConfig.__init__ = __init__
-
-
-register()

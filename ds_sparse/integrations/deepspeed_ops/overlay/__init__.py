@@ -1,0 +1,1 @@
+"""A folder that is put on the path of the package `deepspeed.ops`: what is in it can be imported from there."""

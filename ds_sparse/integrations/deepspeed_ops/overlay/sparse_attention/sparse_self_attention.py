@@ -1,0 +1,5 @@
+"""SparseSelfAttention."""
+
+from ds_sparse import SparseSelfAttention, SparsityConfig
+
+__all__ = ["SparseSelfAttention", "SparsityConfig"]
