@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -15,17 +15,14 @@ from torch.nn.functional import dropout, pad
 from .index import BlockIndex
 from .layout import as_bool_layout, crop, on_cpu, share_equal_heads
 from .layout_buffer import LayoutBuffer
+from .master_layout import MasterLayout, kept
 from .ops import MatMul, Softmax, block_sparse_attention
 from .ops.softmax import MASK_MODES, as_additive
 from .ranks import from_rank_0, world_size
 from .sparsity import FixedSparsityConfig, SparsityConfig
 
-Key, Kept = TypeVar("Key"), TypeVar("Kept")
 
 IMPLEMENTATIONS = ("fused", "separate")
-
-KEPT_INDICES = 16
-"""Indices of a layout's parts for other lengths and devices that are kept, the last that were used."""
 
 
 class SparseOps(NamedTuple):
@@ -340,17 +337,15 @@ class StructuredAttention:
     def layout_for(self, seq_len: int) -> torch.Tensor:
         """The layout for `seq_len` tokens: bool (1 or H, R, R), the last block perhaps short."""
         blocks = -(-seq_len // self.sparsity_config.block)
-        return crop(self._covering(blocks).layout, blocks, blocks)
+        return crop(self._covering(seq_len).layout, blocks, blocks)
 
     def index(self, seq_len: int, device: torch.device) -> BlockIndex:
         """The index for `seq_len` tokens, rounded up to whole blocks."""
-        blocks = -(-seq_len // self.sparsity_config.block)
-        return self._covering(blocks).index(blocks, device)
+        return self._covering(seq_len).index(seq_len, device)
 
     def ops(self, seq_len: int, device: torch.device) -> SparseOps:
         """The separate operations for `seq_len` tokens, rounded up to whole blocks; they share one index."""
-        blocks = -(-seq_len // self.sparsity_config.block)
-        return self._covering(blocks).ops(blocks, device)
+        return self._covering(seq_len).ops(seq_len, device)
 
     def ops_made(self) -> dict[int, SparseOps]:
         """What `ops` has made and still keeps, by length."""
@@ -376,9 +371,9 @@ class StructuredAttention:
         masks = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
         if self.implementation == "separate":
             return self._attend_separately(query, key, value, scale, causal, dropout_p, **masks)
-        index = self.index(query.shape[2], query.device)
+        layout = self._covering(query.shape[2])
         return block_sparse_attention(
-            query, key, value, index, scale=scale, causal=causal, dropout_p=dropout_p, **masks
+            query, key, value, layout, scale=scale, causal=causal, dropout_p=dropout_p, **masks
         )
 
     def _attend_separately(
@@ -440,13 +435,18 @@ class StructuredAttention:
         make = getattr(config, "make_bool_layout", config.make_layout)
         return _Layout(make(seq_len), config.block, config.num_heads)
 
-    def _covering(self, blocks: int) -> _Layout:
-        """The layout whose top-left part serves a row of `blocks`."""
-        if blocks <= self._master.blocks:
+    def _covering(self, seq_len: int) -> _Layout:
+        """The layout whose top-left part serves so many tokens."""
+        if seq_len <= self.max_seq_length:
             return self._master
-        longer = self._master.longer
+        longer, blocks = self._master.longer, -(-seq_len // self.sparsity_config.block)
         if blocks not in longer:
             seq_len = blocks * self.sparsity_config.block
+            if torch.compiler.is_compiling():
+                raise RuntimeError(
+                    f"The sequence has {seq_len} tokens, the layout was made for {self.max_seq_length}, and a longer one "
+                    f"cannot be made under torch.compile; build the module with max_seq_length={seq_len}."
+                )
             if world_size() > 1 and _may_differ_between_ranks(self.sparsity_config):
                 raise ValueError(
                     f"The sequence has {seq_len} tokens, the layout was made for {self.max_seq_length}, and a longer "
@@ -464,9 +464,9 @@ class StructuredAttention:
             self._awaits_other_ranks = False
 
 
-class _Layout:
-    """An immutable square layout, bool (1 or H, R, R), with the indices of its top-left parts and the layouts of longer
-    sequences, by their blocks. Copies of a module share it."""
+class _Layout(MasterLayout):
+    """A structure's layout with its separate operations, and the layouts of longer sequences, by their blocks. Copies of
+    a module share it."""
 
     def __init__(self, layout: torch.Tensor, block: int, num_heads: int):
         layout = as_bool_layout(layout).cpu()
@@ -476,10 +476,10 @@ class _Layout:
                 f"A layout of shape {tuple(layout.shape)} is given for {num_heads} heads; it has to be ({num_heads}, "
                 "R, R)."
             )
-        self.layout, self.block, self.blocks, self.num_heads = share_equal_heads(layout), block, rows, num_heads
+        super().__init__(share_equal_heads(layout), block)
+        self.num_heads = num_heads
         self._buffer: Callable[[], LayoutBuffer | None] = lambda: None
         self.longer: dict[int, _Layout] = {}
-        self._indices: OrderedDict[tuple[int, torch.device], BlockIndex] = OrderedDict()
         self._ops: OrderedDict[tuple[int, torch.device], SparseOps] = OrderedDict()
 
     def buffer(self) -> LayoutBuffer:
@@ -490,40 +490,20 @@ class _Layout:
             self._buffer = ref(buffer)
         return buffer
 
-    def index(self, blocks: int, device: torch.device) -> BlockIndex:
-        def build() -> BlockIndex:
-            part = crop(self.layout, blocks, blocks)
-            return BlockIndex.build(part if device.type == "meta" else part.to(device), self.block).to(device)
-
-        return _kept(self._indices, (blocks, device), build)
-
-    def ops(self, blocks: int, device: torch.device) -> SparseOps:
+    def ops(self, tokens: int, device: torch.device) -> SparseOps:
         def build() -> SparseOps:
             # With all heads that it stands for, as these operations say in `spdims` and `num_blocks`.
-            index = replace(self.index(blocks, device), num_heads=self.num_heads)
+            index = replace(self.index(tokens, device), num_heads=self.num_heads)
             return SparseOps(
                 scores=MatMul(index, self.block, "sdd", trans_b=True),
                 softmax=Softmax(index, self.block),
                 output=MatMul(index, self.block, "dsd"),
             )
 
-        return _kept(self._ops, (blocks, device), build)
-
-    def __deepcopy__(self, memo) -> _Layout:
-        return self
+        return kept(self._ops, (-(-tokens // self.block), device), build)
 
     def __reduce__(self):
         return _Layout, (self.layout, self.block, self.num_heads), {"longer": self.longer}
-
-
-def _kept(cache: OrderedDict[Key, Kept], key: Key, build: Callable[[], Kept]) -> Kept:
-    """What is in the cache for the key, built when it is first asked for; the cache keeps the last `KEPT_INDICES`."""
-    if key not in cache:
-        cache[key] = build()
-        if len(cache) > KEPT_INDICES:
-            cache.popitem(last=False)
-    cache.move_to_end(key)
-    return cache[key]
 
 
 def whole_blocks(tokens: int, block: int) -> int:

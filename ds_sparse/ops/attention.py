@@ -12,9 +12,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..index import BlockIndex, as_index
 from ..layout import with_heads
-from ..tiles import HOPPER_TILE, TILE, Tiles
+from ..master_layout import MasterLayout
 from ._autograd import Function, differentiable_once
 from ._library import DTYPES, check_alike, check_scale, require_kernel, under_autocast
+from .attention_operators import _wide, attention_backward, attention_bias_backward, attention_forward
 
 BLOCKS = (8, 16, 32, 64, 128)
 MAX_HEAD_DIM = 256
@@ -176,9 +177,18 @@ def _check_bias(
 
 
 def _index(
-    layout: torch.Tensor | BlockIndex, block: int | None, device: torch.device, tokens: int, keys: int, causal: bool
-) -> BlockIndex:
-    """The layout's index on the device, without what causality leaves dead, after a check that it fits the lengths."""
+    layout: torch.Tensor | BlockIndex | MasterLayout,
+    block: int | None,
+    device: torch.device,
+    tokens: int,
+    keys: int,
+    causal: bool,
+) -> BlockIndex | MasterLayout:
+    """The layout's index on the device, without what causality leaves dead, after a check that it fits the lengths. A
+    `MasterLayout` stays one while a graph is traced."""
+    if isinstance(layout, MasterLayout):
+        _check_block(layout.block)
+        return layout if torch.compiler.is_compiling() else layout.index(tokens, device, causal)
     if isinstance(layout, BlockIndex):
         index = as_index(layout, layout.block if block is None else block)
         _fitting_block((index.rows, index.columns), index.block, tokens, keys)
@@ -197,8 +207,8 @@ def _index(
 
 def _fitting_block(shape: tuple[int, int], block: int | None, tokens: int, keys: int) -> int:
     """The smallest block with which a layout of the shape just covers the tokens: the only one, but for 1 x 1."""
-    if block is not None and block not in BLOCKS:
-        raise ValueError(f"block is {block!r}; attention takes 8, 16, 32, 64 and 128.")
+    if block is not None:
+        _check_block(block)
     shapes = {b: (-(-tokens // b), -(-keys // b)) for b in (BLOCKS if block is None else (block,))}
     for b, wanted in shapes.items():
         if wanted == shape:
@@ -208,6 +218,11 @@ def _fitting_block(shape: tuple[int, int], block: int | None, tokens: int, keys:
         + " or ".join(f"{rows} x {columns} of {b}" for b, (rows, columns) in shapes.items())
         + "; build it for these lengths, or crop it."
     )
+
+
+def _check_block(block: int) -> None:
+    if block not in BLOCKS:
+        raise ValueError(f"block is {block!r}; attention takes 8, 16, 32, 64 and 128.")
 
 
 _indices = WeakTensorKeyDictionary()  # layout: its version, and its indices by block and device
@@ -250,11 +265,6 @@ def _copied(index: BlockIndex, device: torch.device) -> BlockIndex:
     if device not in copies:
         copies[device] = index.to(device)
     return copies[device]
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of statistics, and of what is added to scores where it has not the inputs' own."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _added(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -309,11 +319,9 @@ class _Attention(Function):
         query, key, value, rpe, key_bias, attn_mask, seed, index: BlockIndex, scale: float, causal: bool,
         dropout_p: float,
     ):  # fmt: skip
-        tiles = index.tiles("rows", _tile(index, query))
-        return torch.ops.ds_sparse.block_attention_forward(
-            query, key, value, rpe, key_bias, attn_mask, seed, *_lists(tiles),
-            index.layout_heads, index.block, tiles.tile, scale, causal, dropout_p,
-        )  # fmt: skip
+        return attention_forward(
+            index, query, key, value, rpe, key_bias, attn_mask, seed, scale, causal, dropout_p
+        )
 
     @staticmethod
     def setup_context(ctx, inputs, results):
@@ -329,63 +337,11 @@ class _Attention(Function):
         query, key, value, output, rows, rpe, key_bias, attn_mask, seed = ctx.saved_tensors
         grad_output = torch.zeros_like(output) if grad_output is None else _readable(grad_output)
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
-        index, tile = ctx.index, _tile(ctx.index, query)
         saved = (grad_output, grad_lse, query, key, value, output, rows, rpe, key_bias, attn_mask, seed)
         numbers = (ctx.scale, ctx.causal, ctx.dropout_p)
         grads, grad_rpe = (None, None, None), None
         if any(ctx.needs_input_grad[:3]):
-            lists = (*_lists(index.tiles("rows", tile)), *_lists(index.tiles("columns", tile)))
-            grads = torch.ops.ds_sparse.block_attention_backward(
-                *saved, *lists, index.layout_heads, index.block, tile, *numbers,
-                torch.are_deterministic_algorithms_enabled(),
-            )  # fmt: skip
+            grads = attention_backward(ctx.index, *saved, *numbers, torch.are_deterministic_algorithms_enabled())
         if ctx.needs_input_grad[3]:
-            grad_rpe = torch.ops.ds_sparse.block_attention_bias_backward(
-                *saved, *_lists(index.row_tiles), index.layout_heads, index.block, TILE, *numbers, rpe.shape
-            )
-            grad_rpe = grad_rpe.to(rpe.dtype)
+            grad_rpe = attention_bias_backward(ctx.index, *saved, *numbers, rpe.shape).to(rpe.dtype)
         return *grads, grad_rpe, *(None,) * 7
-
-
-def _lists(tiles: Tiles) -> tuple[torch.Tensor, ...]:
-    return tiles.lines, tiles.entries, tiles.units, tiles.cuts
-
-
-def _tile(index: BlockIndex, query: torch.Tensor) -> int:
-    """The height of the tiles whose kernels serve a call best: Hopper's own are for 16 bits and common head sizes."""
-    serves = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 128
-    return HOPPER_TILE if serves and index.has_tiles(HOPPER_TILE) else TILE
-
-
-def _empty_as(x: torch.Tensor) -> torch.Tensor:
-    """What a kernel returns beside x: heads inside tokens in memory where x has them so."""
-    batch, heads, tokens, head_dim = x.shape
-    if x.stride(1) < x.stride(2):
-        return x.new_empty(batch, tokens, heads, head_dim).transpose(1, 2)
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake("ds_sparse::block_attention_forward")
-def _(
-    query, key, value, rpe, key_bias, attn_mask, dropout_seed, row_lines, row_entries, row_units, row_cuts,
-    layout_heads, block, tile, scale, causal, dropout_p,
-):  # fmt: skip
-    shape, wide = query.shape[:3], _wide(query.dtype)
-    return _empty_as(query), query.new_empty(shape, dtype=wide), query.new_empty((*shape, 2), dtype=wide)
-
-
-@torch.library.register_fake("ds_sparse::block_attention_backward")
-def _(
-    grad_output, grad_lse, query, key, value, output, rows, rpe, key_bias, attn_mask, dropout_seed,
-    row_lines, row_entries, row_units, row_cuts, column_lines, column_entries, column_units, column_cuts,
-    layout_heads, block, tile, scale, causal, dropout_p, deterministic,
-):  # fmt: skip
-    return _empty_as(query), _empty_as(key), _empty_as(value)
-
-
-@torch.library.register_fake("ds_sparse::block_attention_bias_backward")
-def _(
-    grad_output, grad_lse, query, key, value, output, rows, rpe, key_bias, attn_mask, dropout_seed,
-    row_lines, row_entries, row_units, row_cuts, layout_heads, block, tile, scale, causal, dropout_p, shape,
-):  # fmt: skip
-    return query.new_empty(shape, dtype=_wide(query.dtype))

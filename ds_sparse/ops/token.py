@@ -13,7 +13,8 @@ from ..tokens import Nested, TokenIndex, index_of, lists_of, tensors_in
 from . import token_tiles
 from ._autograd import Function, differentiable_once
 from ._library import check_alike, require_kernel, under_autocast
-from .attention import MAX_HEAD_DIM, _factor, _wide
+from .attention import MAX_HEAD_DIM, _factor
+from .attention_operators import _wide
 
 
 def sparse_matmul(q: Tensor, k: Tensor, indices: Tensor | Sequence | TokenIndex) -> Nested:

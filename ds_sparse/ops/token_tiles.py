@@ -8,7 +8,8 @@ from torch import Tensor
 from ..index import is_hopper
 from ..token_tiles import TokenTiles
 from ._autograd import Function, differentiable_once
-from .attention import _empty_as, _lists, _readable, _wide
+from .attention import _readable
+from .attention_operators import _empty_as, _lists, _wide
 
 
 def takes(q: Tensor, v: Tensor) -> bool:

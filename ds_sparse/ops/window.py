@@ -7,7 +7,8 @@ import torch
 from ..window import Numbers, of_heads
 from ._autograd import Function, differentiable_once
 from ._library import check_alike, check_dtype, check_scale, require_kernel, under_autocast
-from .attention import _check_bias, _key_bias, _wide
+from .attention import _check_bias, _key_bias
+from .attention_operators import _wide
 
 
 def window_matmul(a: torch.Tensor, b: torch.Tensor, window_size: int) -> torch.Tensor:

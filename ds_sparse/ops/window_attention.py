@@ -9,7 +9,8 @@ import torch
 from ..window import Numbers, WindowIndex, built, global_numbers, of_heads
 from ._autograd import Function, differentiable_once
 from ._library import require_kernel, under_autocast
-from .attention import _check_bias, _check_operands, _empty_as, _factor, _key_bias, _lists, _readable, _tile, _wide
+from .attention import _check_bias, _check_operands, _factor, _key_bias, _readable
+from .attention_operators import _empty_as, _lists, _tile, _wide
 
 
 def window_attention(

@@ -42,7 +42,7 @@ from ds_sparse import (
 )
 from ds_sparse.index import is_hopper
 from ds_sparse.ops import missing_kernels
-from ds_sparse.ops.attention import _lists
+from ds_sparse.ops.attention_operators import _lists
 from ds_sparse.tokens import tensors_in
 
 OPERATORS = ("token_matmul_sdd", "token_matmul_dsd", "token_attention_forward", "token_attention_backward")

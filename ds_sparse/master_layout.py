@@ -1,0 +1,109 @@
+"""A structure's layout for its longest sequence, and the indices of its top-left parts, which shorter sequences use."""
+
+from __future__ import annotations
+
+from base64 import b85decode, b85encode
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+from weakref import WeakValueDictionary
+from zlib import compress, decompress
+
+import torch
+
+from .index import BlockIndex
+from .layout import crop, pack_bits, unpack_bits
+
+Key, Kept = TypeVar("Key"), TypeVar("Kept")
+
+KEPT = 16
+"""Indices of a layout's parts for other lengths and devices that are kept, the last that were used."""
+
+
+class MasterLayout:
+    """An immutable square layout, and the indices of its top-left parts, built at first use.
+
+    A compiled or exported graph holds it as text. Its operators find the layout and the index by that when they run, so
+    that nothing of the index is in the graph.
+
+    Args:
+        layout: bool (L, R, R), L = 1 when all heads are equal.
+        block: tokens on a block's side.
+
+    Attributes:
+        layout, block: as given.
+        layout_heads, blocks: L and R.
+        text: block, L, R and the layout's bits.
+    """
+
+    def __init__(self, layout: torch.Tensor, block: int):
+        self.layout, self.block = layout, block
+        self.layout_heads, self.blocks = layout.shape[:2]
+        bits = compress(pack_bits(layout).cpu().numpy().tobytes())
+        self.text = f"{block} {self.layout_heads} {self.blocks} {b85encode(bits).decode()}"
+        self._indices: OrderedDict[tuple[int, torch.device, bool], BlockIndex] = OrderedDict()
+        _in_use.setdefault(self.text, self)
+
+    @classmethod
+    def read(cls, text: str) -> MasterLayout:
+        """The layout of a text: one in use, or one made of it, as where an exported program was loaded."""
+        return _in_use.get(text) or kept(_read, text, lambda: cls._from(text))
+
+    @classmethod
+    def _from(cls, text: str) -> MasterLayout:
+        *numbers, bits = text.split()
+        block, heads, blocks = map(int, numbers)
+        bytes_of_bits = torch.frombuffer(bytearray(decompress(b85decode(bits))), dtype=torch.uint8)
+        return cls(unpack_bits(bytes_of_bits.view(heads, blocks, -1), blocks), block)
+
+    def index(self, tokens: int, device: torch.device, causal: bool = False) -> BlockIndex:
+        """The index of the part for `tokens` tokens, the last block perhaps short; with `causal` without the blocks
+        above the diagonal.
+
+        Raises:
+            RuntimeError: it is not there yet, and a CUDA graph is captured.
+        """
+        blocks = -(-tokens // self.block)
+        index = kept(self._indices, (blocks, device, causal), lambda: self._build(blocks, device, causal))
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            _captured.add(index)
+        return index
+
+    def _build(self, blocks: int, device: torch.device, causal: bool) -> BlockIndex:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "The index of a layout cannot be built while a CUDA graph is captured; call once with this length "
+                "before the capture."
+            )
+        part = crop(self.layout, blocks, blocks)
+
+        def build() -> BlockIndex:
+            index = BlockIndex.build(part if device.type == "meta" else part.to(device), self.block)
+            return (index.causal() if causal else index).to(device)
+
+        # A thread of its own is free of the caller's modes (fake tensors, export) and, as the index outlives the
+        # call, of the memory pool that torch.compile's CUDA graphs take theirs from.
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(build).result()
+
+    def __deepcopy__(self, memo) -> MasterLayout:
+        return self
+
+    def __reduce__(self):
+        return MasterLayout, (self.layout, self.block)
+
+
+_in_use: WeakValueDictionary[str, MasterLayout] = WeakValueDictionary()  # by text
+_captured: set[BlockIndex] = set()  # kept for good: the graphs read their memory whenever they are replayed
+_read: OrderedDict[str, MasterLayout] = OrderedDict()  # made of a text, by it
+
+
+def kept(cache: OrderedDict[Key, Kept], key: Key, build: Callable[[], Kept]) -> Kept:
+    """What is in the cache for the key, built when it is first asked for; the cache keeps the last `KEPT`."""
+    if key not in cache:
+        cache[key] = build()
+        if len(cache) > KEPT:
+            cache.popitem(last=False)
+    cache.move_to_end(key)
+    return cache[key]
