@@ -74,11 +74,11 @@ def check_scale(scale: float) -> float:
         TypeError: something else.
         ValueError: not finite; a tensor that requires a gradient.
     """
-    if not hasattr(scale, "__float__"):
+    if not isinstance(scale, (int, float)) and not hasattr(scale, "__float__"):
         raise TypeError(f"scale is {scale!r}; it has to be a number.")
     if isinstance(scale, torch.Tensor) and scale.requires_grad and torch.is_grad_enabled():
         raise ValueError("scale requires a gradient and has none here; multiply the queries by it, or detach it.")
-    if not math.isfinite(scale):
+    if not abs(scale) < math.inf:
         raise ValueError(f"scale is {scale}; it has to be finite.")
     return float(scale)
 
