@@ -1,4 +1,4 @@
-"""What csrc/ takes from torch: names that torch 2.11, the oldest that it has to build beside, already has."""
+"""What csrc/ takes from torch and from a GPU: what torch 2.11 and the smallest GPUs, which it is built for, too, have."""
 
 from __future__ import annotations
 
@@ -60,3 +60,14 @@ def test_a_library_asks_torch_2_11_for_nothing_newer(library: Path, names_of_2_1
     symbols = {name.decode() for name in re.findall(rb"(?<!\w)(?:aoti_)?torch_\w+(?=\0)", library.read_bytes())}
     assert len(symbols) > 20
     assert symbols <= names_of_2_11
+
+
+PORTABLE = [path for path in SOURCES if "with_shared_memory(" in path.read_text() and "_sm90" not in path.stem]
+
+
+@pytest.mark.parametrize("source", [path for path in PORTABLE if path.suffix == ".cu"], ids=lambda path: path.stem)
+def test_a_portable_kernel_takes_no_more_shared_memory_than_the_smallest_gpu_has(source: Path):
+    """Each launch has an assertion of the compiler's, or asks how much there is."""
+    text = source.read_text()
+    bounds = re.findall(r"static_assert\([^;]*<= kPortableMemory|with_\w*memory<|<= launch.shared_memory\(\)", text)
+    assert len(bounds) >= text.count("with_shared_memory(")

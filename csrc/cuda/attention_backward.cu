@@ -14,30 +14,37 @@
 #include "attention_arguments.h"
 #include "attention_backward.h"
 #include "attention_keys.h"
+#include "attention_memory.h"
 #include "attention_rows.h"
 
 namespace ds_sparse::attention {
 namespace {
 
 // By columns, `own` are keys and values, `other` queries and gradients of outputs; by rows the other way round.
-template <class T, int kD>
+// kN: tokens of a step; kAhead: steps that may be there.
+template <class T, int kD, int kN = kStep<T, kD>, int kAhead = kStages>
 struct BackwardMemory {
+  enum { kTokens = kN, kStages = kAhead };
   struct Stage {
-    Tile<T, kD, kStep<T, kD>> first, second;
+    Tile<T, kD, kN> first, second;
     Octet octets[8];
-    Row rows[kStep<T, kD>];
+    Row rows[kN];
   };
   Tile<T, kD, kTile> first, second;
   Stage stages[kStages];
   int tokens[kTile];
 };
 
-template <class T, int kD, bool kByColumns, bool kPlain>
+template <class T, int kD>
+using SmallerMemory =
+    std::conditional_t<kD * sizeof(T) <= 256, BackwardMemory<T, kD, 32>, BackwardMemory<T, kD, 16, 1>>;
+
+template <class T, int kD, bool kByColumns, bool kPlain, class Memory>
 __global__ void __launch_bounds__(kThreads)
     backward_kernel(const __grid_constant__ Backward<T> p, const __grid_constant__ Sweep<T> sweep) {
   extern __shared__ __align__(16) unsigned char shared[];
-  constexpr int kN = kStep<T, kD>, kOut = kOutputs<kD>, pitch = kPitch<T, kD>;
-  auto& memory = *reinterpret_cast<BackwardMemory<T, kD>*>(shared);
+  constexpr int kN = Memory::kTokens, kOut = kOutputs<kD>, pitch = kPitch<T, kD>;
+  auto& memory = *reinterpret_cast<Memory*>(shared);
   const Lists& lists = sweep.lists;
   const int lane = threadIdx.x % 32, strip = threadIdx.x / 32;
   const Work work(lists, blockIdx.x, p.heads, p.layout_heads, kD / kOut);
@@ -52,7 +59,7 @@ __global__ void __launch_bounds__(kThreads)
   const T* value = p.value.of(work.batch, kv_head);
 
   const auto load = [&](int step) {
-    auto& stage = memory.stages[step % kStages];
+    auto& stage = memory.stages[step % Memory::kStages];
     if (threadIdx.x < kN / 8) {
       stage.octets[threadIdx.x] = other.octet(step, threadIdx.x);
     }
@@ -110,12 +117,16 @@ __global__ void __launch_bounds__(kThreads)
   float sums_second[kByColumns ? kOut / 8 : 1][4] = {};
 
   for (int step = 0; step < steps; ++step) {
+    if (Memory::kStages == 1 && step > 0) {
+      __syncthreads();
+      load(step);
+    }
     wait_for_copies<0>();
     __syncthreads();
-    if (step + 1 < steps) {
+    if (Memory::kStages > 1 && step + 1 < steps) {
       load(step + 1);
     }
-    const auto& stage = memory.stages[step % kStages];
+    const auto& stage = memory.stages[step % Memory::kStages];
     const Live<kN> live(stage.octets, lists.log_block, whole);
     const auto row_of = [&](int octet, int e) {
       return kByColumns ? stage.rows[8 * octet + lane % 4 * 2 + e % 2] : e < 2 ? row0 : row8;
@@ -360,9 +371,12 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
       } else {
         const int64_t blocks = copies * lists.num_units * lists.sub_tiles * (kD / kOutputs<kD>);
         with_plain<T, kD>(p.scoring, [&](auto plain) {
-          launch.with_shared_memory(
-              backward_kernel<T, kD, kByColumns, decltype(plain)::value>, blocks, kThreads,
-              sizeof(BackwardMemory<T, kD>), p, s);
+          with_backward_memory<BackwardMemory<T, kD>, SmallerMemory<T, kD>>(launch, [&](auto fitting) {
+            using Memory = typename decltype(fitting)::type;
+            launch.with_shared_memory(
+                backward_kernel<T, kD, kByColumns, decltype(plain)::value, Memory>, blocks, kThreads, sizeof(Memory),
+                p, s);
+          });
         });
       }
       launch(

@@ -9,6 +9,7 @@
 #include "attention.h"
 #include "attention_arguments.h"
 #include "attention_keys.h"
+#include "attention_memory.h"
 #include "attention_rows.h"
 
 namespace ds_sparse::attention {
@@ -26,19 +27,20 @@ struct BiasBackward {
   int only_head;  // adds this head's share to what is there; -1: all heads that share an element, and nothing was there
 };
 
-template <class T, int kD>
+template <class T, int kD, int kN = kStep<T, kD>>
 struct BiasMemory {
+  enum { kTokens = kN };
   Tile<T, kD, kTile> query, grad_output;
-  Tile<T, kD, kStep<T, kD>> key, value;
+  Tile<T, kD, kN> key, value;
   Octet octets[8];
   int tokens[kTile];
 };
 
-template <class T, int kD>
+template <class T, int kD, class Memory>
 __global__ void __launch_bounds__(kThreads) bias_backward_kernel(const __grid_constant__ BiasBackward<T> p) {
   extern __shared__ __align__(16) unsigned char shared[];
-  constexpr int kN = kStep<T, kD>, pitch = kPitch<T, kD>;
-  auto& memory = *reinterpret_cast<BiasMemory<T, kD>*>(shared);
+  constexpr int kN = Memory::kTokens, pitch = kPitch<T, kD>;
+  auto& memory = *reinterpret_cast<Memory*>(shared);
   const int lane = threadIdx.x % 32, strip = threadIdx.x / 32;
   int64_t number = blockIdx.x;
   const int sub_tile = number % p.lists.sub_tiles;
@@ -188,7 +190,10 @@ Tensor block_attention_bias_backward(
     const bool one_by_one = layout_heads > 1 && shape[1] == 1;
     for (int head = 0; head < (one_by_one ? heads : 1); ++head) {
       p.only_head = one_by_one ? head : -1;
-      launch.with_shared_memory(bias_backward_kernel<T, kD>, blocks, kThreads, sizeof(BiasMemory<T, kD>), p);
+      with_backward_memory<BiasMemory<T, kD>, BiasMemory<T, kD, 16>>(launch, [&](auto fitting) {
+        using Memory = typename decltype(fitting)::type;
+        launch.with_shared_memory(bias_backward_kernel<T, kD, Memory>, blocks, kThreads, sizeof(Memory), p);
+      });
     }
   });
   return grad;

@@ -15,11 +15,13 @@
 namespace ds_sparse::attention {
 namespace {
 
-template <class T, int kD>
+// kN: keys of a step; kAhead: steps that may be there.
+template <class T, int kD, int kN = kStep<T, kD>, int kAhead = kStages>
 struct ForwardMemory {
+  enum { kTokens = kN, kStages = kAhead };
   struct Stage {
-    Tile<T, kD, kStep<T, kD>> keys;
-    Tile<T, kOutputs<kD>, kStep<T, kD>> values;
+    Tile<T, kD, kN> keys;
+    Tile<T, kOutputs<kD>, kN> values;
     Octet octets[8];
   };
   Tile<T, kD, kTile> queries;
@@ -27,11 +29,11 @@ struct ForwardMemory {
   int tokens[kTile];
 };
 
-template <class T, int kD, bool kPlain>
+template <class T, int kD, bool kPlain, class Memory>
 __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant__ Forward<T> p) {
   extern __shared__ __align__(16) unsigned char shared[];
-  constexpr int kN = kStep<T, kD>, kOut = kOutputs<kD>, kPitchQ = kPitch<T, kD>, kPitchV = kPitch<T, kOut>;
-  auto& memory = *reinterpret_cast<ForwardMemory<T, kD>*>(shared);
+  constexpr int kN = Memory::kTokens, kOut = kOutputs<kD>, kPitchQ = kPitch<T, kD>, kPitchV = kPitch<T, kOut>;
+  auto& memory = *reinterpret_cast<Memory*>(shared);
   const int lane = threadIdx.x % 32, strip = threadIdx.x / 32;
   const Work work(p.lists, blockIdx.x, p.heads, p.layout_heads, kD / kOut);
   const int kv_head = work.head / p.heads_of_group, first_column = work.share * kOut;
@@ -41,7 +43,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
                         p.scoring.key_states_of(work.batch, work.head)};
 
   const auto load = [&](int step) {
-    auto& stage = memory.stages[step % kStages];
+    auto& stage = memory.stages[step % Memory::kStages];
     if (threadIdx.x < kN / 8) {
       stage.octets[threadIdx.x] = other.octet(step, threadIdx.x);
     }
@@ -81,12 +83,16 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
   float max0 = -kInfinity, max8 = -kInfinity, sum0 = 0, sum8 = 0;
 
   for (int step = 0; step < steps; ++step) {
+    if (Memory::kStages == 1 && step > 0) {
+      __syncthreads();
+      load(step);
+    }
     wait_for_copies<0>();
     __syncthreads();
-    if (step + 1 < steps) {
+    if (Memory::kStages > 1 && step + 1 < steps) {
       load(step + 1);
     }
-    const auto& stage = memory.stages[step % kStages];
+    const auto& stage = memory.stages[step % Memory::kStages];
     const Live<kN> live(
         stage.octets, p.lists.log_block, [&](const Octet& octet) { return seen_by_all.has_all(octet.token); });
     if (live.none()) {
@@ -307,8 +313,11 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Attention& attention,
     } else {
       const int64_t blocks = copies * lists.num_units * lists.sub_tiles * (kD / kOutputs<kD>);
       with_plain<T, kD>(scoring, [&](auto plain) {
-        launch.with_shared_memory(
-            forward_kernel<T, kD, decltype(plain)::value>, blocks, kThreads, sizeof(ForwardMemory<T, kD>), p);
+        launch.with_memory<ForwardMemory<T, kD>, ForwardMemory<T, kD, 16, 1>>([&](auto fitting) {
+          using Memory = typename decltype(fitting)::type;
+          launch.with_shared_memory(
+              forward_kernel<T, kD, decltype(plain)::value, Memory>, blocks, kThreads, sizeof(Memory), p);
+        });
       });
     }
     launch(

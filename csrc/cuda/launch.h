@@ -10,10 +10,15 @@
 #include <torch/headeronly/util/shim_utils.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace ds_sparse {
 
 using torch::stable::Tensor;
+
+// Bytes of shared memory that a thread block may have on every GPU since sm_80; 86, 89 and 120 have no more. Kernels that
+// are not for Hopper alone keep to it.
+constexpr size_t kPortableMemory = 99 << 10;
 
 // Makes a tensor's device the current one while it lives, and launches on that device's current stream.
 class Launcher {
@@ -28,8 +33,14 @@ class Launcher {
   }
 
   int64_t multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
-  // Bytes that a thread block may have.
-  size_t shared_memory() const { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
+  // Bytes that a thread block may have. DS_SPARSE_SHARED_MEMORY, where it is defined, lets a GPU stand for one with less.
+  size_t shared_memory() const {
+#ifdef DS_SPARSE_SHARED_MEMORY
+    return DS_SPARSE_SHARED_MEMORY;
+#else
+    return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+#endif
+  }
   bool is_hopper() const { return attribute(cudaDevAttrComputeCapabilityMajor) == 9; }
 
   // A contiguous tensor that begins at a multiple of 16 bytes: a copy where `x` does not.
@@ -64,6 +75,20 @@ class Launcher {
       void (*kernel)(Parameters...), int64_t blocks, dim3 threads, size_t bytes, Arguments... arguments) const {
     STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
     run(kernel, blocks, threads, bytes, nullptr, arguments...);
+  }
+
+  // Calls f with what a thread block has in its shared memory, as a type_identity: `Memory` where this GPU has so much of
+  // it, or else `Smaller`, which fits every GPU.
+  template <class Memory, class Smaller, class F>
+  void with_memory(const F& f) const {
+    static_assert(sizeof(Smaller) <= kPortableMemory);
+    if constexpr (sizeof(Memory) <= kPortableMemory) {
+      f(std::type_identity<Memory>{});
+    } else if (sizeof(Memory) <= shared_memory()) {
+      f(std::type_identity<Memory>{});
+    } else {
+      f(std::type_identity<Smaller>{});
+    }
   }
 
   // Runs a kernel, on a GPU since Hopper, that may begin while the last one still runs, if that one says so

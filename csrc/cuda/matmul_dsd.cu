@@ -407,6 +407,7 @@ Tensor matmul_dsd(
           Dense<T>(dense, block, false),
           row_tiles,
           column_tiles};
+      static_assert(sizeof(Memory<T, kM, kN>) <= kPortableMemory);
       launch.with_shared_memory(
           matmul_dsd_kernel<T, kM, kN, kFast>, windows * row_tiles * column_tiles, kThreads, sizeof(Memory<T, kM, kN>),
           arguments);

@@ -44,7 +44,7 @@ struct Memory {
   // Followed by row tiles. Rows of up to two chunks stay for all their columns, as many of them as the steps ahead may
   // reach; longer ones come again with each chunk of the columns.
   __device__ RowTile* rows() { return reinterpret_cast<RowTile*>(this + 1); }
-  static size_t bytes(int chunks) { return sizeof(Memory) + kStages * (chunks <= 2 ? chunks : 1) * sizeof(RowTile); }
+  static constexpr size_t bytes(int chunks) { return sizeof(Memory) + kStages * (chunks <= 2 ? chunks : 1) * sizeof(RowTile); }
 };
 
 template <class T, int kM, bool kFast>
@@ -175,6 +175,7 @@ Tensor matmul_sdd(
           log2_of(block), row_tiles, chunks};
       const int64_t tasks = batch * (layout_heads == 1 ? heads : 1) * lists.windows() * row_tiles;
       constexpr bool kFast = decltype(fast)::value;
+      static_assert(Memory<T, kM, kFast>::bytes(2) <= kPortableMemory);
       launch.with_shared_memory(
           matmul_sdd_kernel<T, kM, kFast>, tasks, kThreads, Memory<T, kM, kFast>::bytes(chunks), arguments);
     });

@@ -495,6 +495,8 @@ Tensor softmax_forward(
       if (plain) {
         launch(softmax_forward_kernel<T, true, kThreads>, blocks, kThreads, arguments);
       } else {
+        // What a strip's warps exchange is beside it.
+        static_assert(sizeof(Logits<T, kThreads>) + 2 * kThreads * sizeof(Compute<T>) <= kPortableMemory);
         launch.with_shared_memory(
             softmax_forward_kernel<T, false, kThreads>, blocks, kThreads, sizeof(Logits<T, kThreads>), arguments);
       }

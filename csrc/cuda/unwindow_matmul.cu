@@ -486,6 +486,7 @@ Tensor unwindow_matmul(const Tensor& band, const Tensor& dense, bool transposed)
       const UnwindowArguments<T> arguments{
           static_cast<const T*>(rows.const_data_ptr()), rows.stride(0), rows.stride(1), TokenRows<T>(right),
           static_cast<T*>(out.mutable_data_ptr()), batch, heads, tokens, window, width, tiles, column_tiles};
+      static_assert(S::kBytes <= kPortableMemory);
       launch.with_shared_memory(
           unwindow_matmul_kernel<T, kTransposed, kCount, kChunks>, batch * heads * tiles * column_tiles, kThreads,
           S::kBytes, arguments);

@@ -49,7 +49,7 @@ struct MatmulMemory {
   unsigned char columns[kRing][kChunks][kColumnTile];
   unsigned char seams[kRows][16];
   // Followed by row tiles: all chunks of the rows, those of the ring, or none, where they pass through the ring.
-  static size_t bytes(int row_tiles) { return sizeof(MatmulMemory) + row_tiles * kRowTile; }
+  static constexpr size_t bytes(int row_tiles) { return sizeof(MatmulMemory) + row_tiles * kRowTile; }
 };
 
 // The part of a band's windows that is in a group: 32 rows and as many columns.
@@ -437,6 +437,7 @@ Tensor window_matmul(const Tensor& a, const Tensor& b, int64_t window) {
       const bool fewer = held > 0 && fit < kHeldThreadBlocks;
       return fewer ? std::max(bytes, launch.shared_memory() / (fit + 1) / 16 * 16 + 16) : bytes;
     };
+    static_assert(MatmulMemory<1>::bytes(kRing) <= kPortableMemory && MatmulMemory<2>::bytes(0) <= kPortableMemory);
     const auto run = [&](auto count, auto held) {
       constexpr int kHeld = decltype(held)::value;
       launch.with_shared_memory(
