@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 
 import torch
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_gradtrackingtensor
 
 from .layout import causal_cut, check_values, count_live, unpack_bits, with_heads
 from .strips import Strips
@@ -16,6 +17,33 @@ SIDES = ("rows", "columns")
 
 PRODUCT_BLOCKS = (16, 32, 64, 128)
 """Blocks that MatMul walks in tiles, on a Hopper GPU: dsd and dds in those of `HOPPER_TILE`, sdd as `sdd_tile` has it."""
+
+
+def lasting(make: Callable) -> Callable:
+    """Decorates what makes something that is kept: outside of inference mode and of torch.func's transforms, as it
+    outlives both. What it is made of is `plain`."""
+
+    @wraps(make)
+    def made(*args, **kwargs):
+        with torch.inference_mode(False), torch._C._DisableFuncTorch():
+            return make(*args, **kwargs)
+
+    return made
+
+
+def plain(name: str, x: torch.Tensor) -> torch.Tensor:
+    """x without what torch.func.grad and vjp wrap around it.
+
+    Raises:
+        ValueError: x is another for each sample of torch.vmap, or has no values.
+    """
+    while is_gradtrackingtensor(x):
+        x = get_unwrapped(x)
+    if is_batchedtensor(x):
+        raise ValueError(f"{name} is another one for each sample of torch.vmap; give one for all, with in_dims None.")
+    if x.is_meta:
+        raise ValueError(f"{name} is on the meta device, where it has no values; make it on the CPU.")
+    return x
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,11 +180,11 @@ class BlockIndex:
                 more; above 2**24 rows or columns.
         """
         check_block(block)
-        layout = with_heads(layout)
+        layout = plain("The layout", with_heads(layout))
         return cls._of(layout, block, len(layout))
 
     @classmethod
-    @torch.inference_mode(False)
+    @lasting
     def _of(cls, layout: torch.Tensor, block: int, num_heads: int) -> BlockIndex:
         heads, rows, columns = layout.shape
         if max(rows, columns) > MAX_BLOCKS:
@@ -275,7 +303,7 @@ class BlockIndex:
         if not self.reaches_ahead:
             return self
         if "causal" not in self._made:
-            self._made["causal"] = self._of(causal_cut(self.layout()), self.block, self.num_heads)
+            self._made["causal"] = self._make_causal()
         return self._made["causal"]
 
     def layout(self) -> torch.Tensor:
@@ -289,8 +317,10 @@ class BlockIndex:
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        if self.device == device:
-            return self
+        return self if self.device == device else self._copied(device)
+
+    @lasting
+    def _copied(self, device: torch.device) -> BlockIndex:
         self._making.wait(self._tensors)
         bits = self.bits.to(device)
         if device.type == "cuda":
@@ -343,7 +373,11 @@ class BlockIndex:
             if isinstance(made, Lists):
                 yield from made.slots.values()
 
-    @torch.inference_mode(False)
+    @lasting
+    def _make_causal(self) -> BlockIndex:
+        return self._of(causal_cut(self.layout()), self.block, self.num_heads)
+
+    @lasting
     def _make_lists(self) -> Lists:
         walked = ()
         if is_hopper(self.device) and self.block in PRODUCT_BLOCKS:
@@ -351,11 +385,11 @@ class BlockIndex:
         tiles = {key: self.tiles(*key) for key in walked}
         return Lists.make(self.layout(), self.live_blocks, tiles, self.block)
 
-    @torch.inference_mode(False)
+    @lasting
     def _make_strips(self) -> Strips:
         return Strips.make(self.lists.row_offsets, self.live_blocks, self.block)
 
-    @torch.inference_mode(False)
+    @lasting
     def _make_tiles(self, side: str, tile: int) -> Tiles:
         plan = TilePlan.make({side: _lines(self.layout(), side)}, self.block, tile)
         return plan.pack(plan.split(*_on_host(plan.lengths), self.layout_heads))[side, tile]

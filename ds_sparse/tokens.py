@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .index import BlockIndex, Making, is_hopper
+from .index import BlockIndex, Making, is_hopper, lasting, plain
 from .layout import to_token_mask
 from .token_tiles import TokenTiles
 
@@ -169,7 +169,7 @@ class TokenIndex:
         return cls.from_mask(to_token_mask(index.layout(), index.block)[..., :queries, :keys])
 
     @classmethod
-    @torch.inference_mode(False)
+    @lasting
     def _build(
         cls, row: Tensor, column: Tensor, counts: list[int], batch: int, heads: int, queries: int, keys: int
     ) -> TokenIndex:
@@ -382,8 +382,7 @@ class TokenIndex:
                     "What is missing of a TokenIndex cannot be made while a CUDA graph is captured; pass "
                     "index.prepared(), on the device of the operands."
                 )
-            with torch.inference_mode(False):
-                self._made[name] = make()
+            self._made[name] = lasting(make)()
             self._making.ends()
         self.ready()
         return self._made[name]
@@ -439,6 +438,7 @@ def index_of(build: Callable[[], TokenIndex], given: Sequence, queries: int, key
             "index.prepared()."
         )
     tensors = tensors_in(given)
+    build = lasting(build)
     if not tensors or any(x.is_inference() for x in tensors):
         # Made in inference mode, a tensor has no version that would tell of a change.
         return build()
@@ -468,6 +468,7 @@ def lists_of(name: str, x: Tensor | Sequence, dims: int) -> Nested:
         TypeError: another form of lists, or no such thing.
     """
     if isinstance(x, Tensor):
+        x = plain(name, x)
         if x.is_nested:
             raise TypeError(f"{name} are a jagged tensor; give TokenIndex.from_jagged of it in place of lists.")
         if x.layout != torch.strided:

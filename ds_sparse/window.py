@@ -10,7 +10,7 @@ from numbers import Integral
 import torch
 from torch.nn.functional import pad
 
-from .index import BlockIndex, Making
+from .index import BlockIndex, Making, lasting, plain
 
 MAX_ROWS = 2048
 """Block rows that an index of short windows has, where larger blocks can cover the tokens with fewer."""
@@ -31,7 +31,7 @@ def integers(name: str, given: Numbers, least: int) -> tuple[int, ...]:
     if isinstance(given, torch.Tensor):
         if given.is_floating_point() or given.dtype == torch.bool or given.dim() > 1:
             raise TypeError(f"{name} is a {given.dim()}-D tensor of {given.dtype}; it has to hold integers, in 1-D.")
-        given = given.tolist()
+        given = plain(name, given).tolist()
     numbers = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, Integral | torch.SymInt):
@@ -104,7 +104,7 @@ class WindowIndex:
         object.__setattr__(self, "_making", Making(self.device))
 
     @classmethod
-    @torch.inference_mode(False)
+    @lasting
     def build(
         cls,
         tokens: int,
@@ -188,8 +188,10 @@ class WindowIndex:
     def to(self, device: torch.device | str) -> WindowIndex:
         """The same index on another device; itself if it is there already."""
         device = torch.device(device)
-        if self.device == device:
-            return self
+        return self if self.device == device else self._copied(device)
+
+    @lasting
+    def _copied(self, device: torch.device) -> WindowIndex:
         self.ready()
         lists = {name: x for name, x in vars(self).items() if isinstance(x, torch.Tensor | BlockIndex)}
         return replace(self, **{name: x.to(device) for name, x in lists.items()})

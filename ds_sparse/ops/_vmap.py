@@ -39,7 +39,9 @@ def _rule(operator: str) -> Callable:
     first = next(name for name in names if name in OPERANDS and not name.startswith("grad"))
 
     def rule(info, in_dims, *args):
-        given, dims = dict(zip(names, args, strict=True)), dict(zip(names, in_dims, strict=True))
+        given = dict(zip(names, args, strict=True))
+        # Lists of numbers have a list.
+        dims = {name: dim if isinstance(dim, int) else None for name, dim in zip(names, in_dims, strict=True)}
         number = info.batch_size
         seed = dims.get("dropout_seed")
         if seed is not None:

@@ -163,12 +163,13 @@ class _WindowAttention(Function):
 
     @staticmethod
     @differentiable_once("window_attention")
-    def backward(ctx, grad_output: torch.Tensor, _):
+    def backward(ctx, grad_output: torch.Tensor | None, _):
         query, key, value, output, rows, key_bias = ctx.saved_tensors
+        grad_output = torch.zeros_like(output) if grad_output is None else _readable(grad_output)
         index, blocks = ctx.index, ctx.index.blocks
         tile = _tile(blocks, query)
         grads = torch.ops.ds_sparse.window_attention_backward(
-            _readable(grad_output), query, key, value, output, rows, key_bias, index.limits, index.places,
+            grad_output, query, key, value, output, rows, key_bias, index.limits, index.places,
             *_lists(blocks.tiles("rows", tile)), *_lists(blocks.tiles("columns", tile)),
             blocks.layout_heads, blocks.block, tile, index.num_global, ctx.scale, index.causal,
             torch.are_deterministic_algorithms_enabled(),
