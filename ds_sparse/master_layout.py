@@ -62,7 +62,7 @@ class MasterLayout:
         above the diagonal.
 
         Raises:
-            RuntimeError: it is not there yet, and a CUDA graph is captured.
+            RuntimeError: it is not there yet, and torch.compile traces or a CUDA graph is captured.
         """
         blocks = -(-tokens // self.block)
         index = kept(self._indices, (blocks, device, causal), lambda: self._build(blocks, device, causal))
@@ -71,14 +71,19 @@ class MasterLayout:
         return index
 
     def _build(self, blocks: int, device: torch.device, causal: bool) -> BlockIndex:
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "The index of a layout cannot be built under torch.compile; call once with this length before, or use "
+                "the fused implementation, which looks it up when the graph runs."
+            )
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "The index of a layout cannot be built while a CUDA graph is captured; call once with this length "
                 "before the capture."
             )
-        part = crop(self.layout, blocks, blocks)
 
         def build() -> BlockIndex:
+            part = crop(self.layout, blocks, blocks)
             index = BlockIndex.build(part if device.type == "meta" else part.to(device), self.block)
             return (index.causal() if causal else index).to(device)
 

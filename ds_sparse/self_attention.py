@@ -460,6 +460,11 @@ class StructuredAttention:
         """Takes rank 0's layout where ranks may have drawn different ones (DeepSpeed PR 534)."""
         distributed = torch.distributed
         if self._awaits_other_ranks and distributed.is_available() and distributed.is_initialized():
+            if torch.compiler.is_compiling():
+                raise RuntimeError(
+                    "The random blocks have still to be taken from rank 0, which torch.compile cannot trace; call the "
+                    "module once before, build it after torch.distributed is initialised, or give the structure a seed."
+                )
             self.layout = from_rank_0(self._master.layout)
             self._awaits_other_ranks = False
 

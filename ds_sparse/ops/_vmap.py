@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ._library import HOPPER_OPERATORS, OPERATORS
 from .attention import _readable
+from .attention_operators import LAYOUT_OPERATORS
 
 BIASES = frozenset({"rpe", "key_bias", "attn_mask", "key_padding_mask"})
 """Operands with a batch in dimension 0, or 1 for all of it."""
@@ -29,7 +30,7 @@ CONTIGUOUS = frozenset({"key_bias", "rows", "grad_lse", "values", "scores", "gra
 
 def register_rules() -> None:
     """Registers the rules of all operators."""
-    for operator in (*OPERATORS, *HOPPER_OPERATORS):
+    for operator in (*OPERATORS, *HOPPER_OPERATORS, *LAYOUT_OPERATORS):
         torch.library.register_vmap(f"ds_sparse::{operator}", _rule(operator))
 
 

@@ -87,7 +87,7 @@ def block_sparse_attention(
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p is {dropout_p}; it has to be 0 or more and below 1.")
     index = _index(layout, block, query.device, tokens, keys, causal)
-    if index.num_heads not in (1, heads):
+    if index.num_heads != 1 and index.num_heads != heads:  # one by one: torch.compile finds no symbol in a tuple
         raise ValueError(
             f"query has {heads} heads and the layout {index.num_heads}; give the layout as many heads, or one."
         )

@@ -14,6 +14,9 @@ from ..tiles import HOPPER_TILE, TILE, Tiles
 from . import _library  # noqa: F401, loads the kernels
 
 
+LAYOUT_OPERATORS = ("layout_attention_forward", "layout_attention_backward", "layout_attention_bias_backward")
+
+
 def attention_forward(index: BlockIndex | MasterLayout, *call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """output, lse and the saved statistics of rows: `block_attention_forward` without the arguments of the index."""
     if isinstance(index, MasterLayout):

@@ -1,0 +1,143 @@
+"""torch.compile and torch.export of attention layers: one graph, any length, the results of eager."""
+
+import copy
+
+import pytest
+import torch
+from helpers import random, seeded
+from torch._dynamo.utils import counters
+
+from ds_sparse import BertSparseSelfAttention, BigBirdSparsityConfig, FixedSparsityConfig, SparseSelfAttention
+
+HEADS, BLOCK, TOKENS = 4, 16, 128
+RANDOM = BigBirdSparsityConfig(num_heads=HEADS, block=BLOCK, different_layout_per_head=True, seed=1)
+CAUSAL = FixedSparsityConfig(num_heads=HEADS, block=BLOCK, causal=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def make(structure=RANDOM, **arguments):
+    return SparseSelfAttention(structure, max_seq_length=TOKENS, **arguments)
+
+
+def inputs(device, tokens=TOKENS, heads=HEADS, key_heads=HEADS, head_dim=20):
+    rng = seeded(tokens)
+    sizes = (heads, key_heads, key_heads)
+    return [random(rng, 2, n, tokens, head_dim, dtype=torch.float32).to(device).requires_grad_() for n in sizes]
+
+
+def assert_equal_with_gradients(compiled, eager, leaves):
+    results, expected = compiled(*leaves), eager(*leaves)
+    torch.testing.assert_close(results, expected)
+    found, wanted = (torch.autograd.grad(x.square().sum(), leaves) for x in (results, expected))
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(("structure", "key_heads"), [(RANDOM, 2), (CAUSAL, HEADS)], ids=["random", "causal"])
+def test_compiles_into_one_graph_with_masks_and_a_bias(device: str, structure, key_heads: int):
+    module = make(structure, key_padding_mask_mode="mul")
+    padding = (torch.rand(2, TOKENS, generator=seeded()) < 0.8).to(device)
+    keep = (torch.rand(TOKENS, TOKENS, generator=seeded()) < 0.8).to(device)
+    rpe = random(seeded(), 1, HEADS, TOKENS, TOKENS, dtype=torch.float32).to(device).requires_grad_()
+
+    def run(query, key, value, rpe):
+        return module(query * 2, key, value, rpe=rpe, key_padding_mask=padding, attn_mask=keep)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    assert_equal_with_gradients(compiled, run, [*inputs(device, key_heads=key_heads), rpe])
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
+def test_twenty_lengths_need_two_graphs_at_most(device: str, dynamic: bool | None):
+    module = make()
+    compiled = torch.compile(module.attend, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for tokens in range(20, 120, 5):
+        assert_equal_with_gradients(compiled, module.attend, inputs(device, tokens))
+    assert counters["stats"]["unique_graphs"] <= (1 if dynamic else 2)
+
+
+def test_compiled_dropout_is_replayed_in_backward(device: str):
+    module = make(attention_dropout=0.4)
+    query, key, value = inputs(device)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for output in (first := compiled(query, key, value), second := compiled(query, key, value)):
+        # Probabilities do not depend on the values, in which attention is linear.
+        grad = random(seeded(), *output.shape, dtype=torch.float32).to(device)
+        (of_value,) = torch.autograd.grad(output, value, grad, retain_graph=True)
+        torch.testing.assert_close((of_value * value).sum(), (output * grad).sum(), rtol=1e-3, atol=1e-3)
+    assert not torch.equal(first, second)
+
+
+def test_a_layout_that_is_replaced_is_used_by_what_was_compiled_before(device: str):
+    module = make()
+    query, key, value = inputs(device)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    before = compiled(query, key, value)
+    module.master_layout = torch.eye(TOKENS // BLOCK, dtype=torch.bool).expand(HEADS, -1, -1)
+    assert torch.equal(compiled(query, key, value), module(query, key, value))
+    assert not torch.equal(compiled(query, key, value), before)
+
+
+def test_a_longer_sequence_is_refused_where_all_is_one_graph_and_served_else(device: str):
+    module = make()
+    longer = inputs(device, TOKENS * 2)
+    with pytest.raises(Exception, match=f"build the module with max_seq_length={2 * TOKENS}"):
+        torch.compile(module, fullgraph=True, backend="aot_eager")(*longer)
+    assert torch.equal(torch.compile(module, backend="aot_eager")(*longer), module(*longer))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_layer_carries_its_layout(device: str, strict: bool, tmp_path):
+    module = make()
+    batch = tuple(x.detach() for x in inputs(device))
+    expected = module(*batch)
+    torch.export.save(torch.export.export(module, batch, strict=strict), tmp_path / "layer.pt2")
+    del module
+    assert torch.equal(torch.export.load(tmp_path / "layer.pt2").module()(*batch), expected)
+
+
+def test_an_exported_length_may_be_dynamic(device: str):
+    module = make()
+    tokens = torch.export.Dim("blocks", max=TOKENS // BLOCK) * BLOCK
+    batch = tuple(x.detach() for x in inputs(device))
+    program = torch.export.export(module, batch, dynamic_shapes=[{2: tokens}] * 3).module()
+    for length in (48, 96):
+        shorter = tuple(x.detach() for x in inputs(device, length))
+        torch.testing.assert_close(program(*shorter), module(*shorter))
+
+
+class BertSizes:
+    hidden_size, num_attention_heads, attention_probs_dropout_prob = 64, HEADS, 0.0
+
+
+def test_bert_sparse_self_attention_compiles_with_inductor(device: str):
+    module = BertSparseSelfAttention(BertSizes(), RANDOM, TOKENS).to(device)
+    twin = copy.deepcopy(module)
+    hidden = random(seeded(), 2, TOKENS, 64, dtype=torch.float32).to(device)
+    mask = torch.zeros(2, 1, 1, TOKENS, device=device)
+    mask[1, ..., 100:] = -10000
+    compiled = torch.compile(module, fullgraph=True)
+    results, expected = compiled(hidden, mask), twin(hidden, mask)
+    torch.testing.assert_close(results, expected)
+    results.square().sum().backward()
+    expected.square().sum().backward()
+    for found, wanted in zip(module.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_compiled_layers_run_in_cuda_graphs_for_each_length(device: str):
+    if device == "cpu":
+        pytest.skip("no CUDA graphs")
+    module = make()
+    compiled = torch.compile(lambda *x: module.attend(*x) * 2, fullgraph=True, mode="reduce-overhead")
+    for tokens in (TOKENS, 80, 96, TOKENS, 80):
+        leaves = inputs(device, tokens, head_dim=32)
+        for _ in range(3):  # warmed up, captured, replayed
+            torch.compiler.cudagraph_mark_step_begin()
+            assert_equal_with_gradients(compiled, lambda *x: module.attend(*x) * 2, leaves)
+    assert not counters["inductor"]["cudagraph_skips"]
