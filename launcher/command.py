@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import io
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import psutil
 from deepspeed.launcher import runner
 
-from ds_sparse.config import ANY_NUM_HEADS, DEFAULT_MODE, load_config, parse_sparse_attention
+from ds_sparse.config import (
+    ANY_NUM_HEADS,
+    BLOCK_KEY,
+    DEFAULT_MODE,
+    SparseAttentionConfigError,
+    load_config,
+    parse_sparse_attention,
+)
 from ds_sparse.integrations.flag import FLAG, KERNEL_EXCLUDED, TRANSFORMER_KERNEL
 from ds_sparse.sparsity import sparsity_modes
 
@@ -75,9 +83,8 @@ def check(asked: Invocation) -> None:
         if asked.kind == "program" and not os.path.exists(path):
             continue  # it may change folders first
         _, block = load_config(path)
-        # A mode that the program registers is known there alone.
-        if asked.sparse and block is not None and block.get("mode", DEFAULT_MODE) in sparsity_modes():
-            parse_sparse_attention(block, ANY_NUM_HEADS, source=path)
+        if asked.sparse and block is not None:
+            _check_block(block, path)
 
 
 def start(asked: Invocation) -> None:
@@ -90,6 +97,29 @@ def start(asked: Invocation) -> None:
     if terminated:
         # The runner takes it for success if what it had started was ended by the signal, before it started workers.
         sys.exit(128 + signal.SIGTERM)
+
+
+def _check_block(block: Mapping[str, Any], path: str) -> None:
+    """Raises ValueError for a wrong block; one whose mode the program may register, which is known there alone, passes."""
+    mode, modes = block.get("mode", DEFAULT_MODE), sparsity_modes()
+    if isinstance(mode, str) and mode not in modes and not _is_mistyped(mode, modes):
+        return
+    try:
+        parse_sparse_attention(block, ANY_NUM_HEADS, source=path)
+    except SparseAttentionConfigError as error:
+        if mode in modes or not isinstance(mode, str):
+            raise
+        more = f"{path}: {BLOCK_KEY}.mode: one that the program registers itself needs a name less like a known one."
+        raise SparseAttentionConfigError([*error.mistakes, more]) from error
+
+
+def _is_mistyped(mode: str, modes: Sequence[str]) -> bool:
+    """Whether a mode is a known one with a typo or other capitals. One that holds a known name whole, such as "fixed_2",
+    is named after it."""
+    word = mode.lower()
+    if word in modes:
+        return True
+    return bool(difflib.get_close_matches(word, modes, cutoff=0.8)) and not any(known in word for known in modes)
 
 
 def _parsed(words: list[str]):

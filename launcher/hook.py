@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import functools
 import importlib
-from types import ModuleType
+import sys
+import time
+from types import ModuleType, TracebackType
 from typing import Any
+
+from ds_sparse.config import SparseAttentionConfigError
+from ds_sparse.ranks import rank
+
+HEAD_START = 10
+"""Seconds that a rank waits before it ends with an error that rank 0 says: DeepSpeed's launcher ends all ranks when the
+first one fails, and rank 0 may be the slower one."""
 
 
 def install(deepspeed: ModuleType) -> None:
     """Makes `deepspeed.initialize` that of ds_sparse, JSON files with the block accepted everywhere, old imports work,
-    and a compiler unnecessary on the CPU. Transformers and accelerate look `initialize` up when they call it."""
+    a wrong block a sentence, and a compiler unnecessary on the CPU. Transformers and accelerate look `initialize` up when
+    they call it."""
     importlib.import_module("ds_sparse.integrations.deepspeed_ops")
     if deepspeed.get_accelerator().device_name() == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -24,3 +34,20 @@ def install(deepspeed: ModuleType) -> None:
 
     initialize.below = below
     deepspeed.initialize = initialize
+    sys.excepthook = _say_wrong_blocks(sys.excepthook)
+
+
+def _say_wrong_blocks(below: Any) -> Any:
+    """An excepthook by which a program that ends with a wrong block (a mode that it has not registered, after all) says
+    so on rank 0 alone, in sentences. Its exit status is 1, as after any exception."""
+
+    @functools.wraps(below)
+    def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if not isinstance(error, SparseAttentionConfigError):
+            below(kind, error, traceback)
+        elif rank() == 0:
+            print(*(f"ds_sparse: {mistake}" for mistake in error.mistakes), sep="\n", file=sys.stderr, flush=True)
+        else:
+            time.sleep(HEAD_START)
+
+    return excepthook

@@ -25,6 +25,11 @@ CONFIG = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
     "sparse_attention": {"mode": "bigbird", "block": 16, "num_random_blocks": 1, "num_sliding_window_blocks": 1},
 }
+UNREGISTERED = """
+import sys
+import deepspeed, torch
+deepspeed.initialize(model=torch.nn.Linear(2, 2), config=sys.argv[-1])
+"""
 # What DeepSpeed's runner reaches other nodes with; here a node is a shell on this machine, in an empty environment.
 PDSH = """#!/usr/bin/env bash
 shift 5
@@ -71,6 +76,10 @@ def runs(tmp_path_factory, device):
     (folder / "ds.json").write_text(json.dumps(CONFIG))
     started = {"training": Run(folder / "out", [*training, "--deepspeed_config", str(folder / "ds.json")], device)}
     if device == "cpu":
+        (folder / "unregistered.py").write_text(UNREGISTERED)
+        (folder / "stripes.json").write_text(json.dumps(CONFIG | {"sparse_attention": {"mode": "stripes"}}))
+        words = ["--num_gpus", "2", FLAG, str(folder / "unregistered.py"), str(folder / "stripes.json")]
+        started["unregistered"] = Run(folder / "unregistered", words, device)
         (folder / "pdsh").write_text(PDSH)
         (folder / "pdsh").chmod(0o755)
         (folder / "hosts").write_text("worker-0 slots=2\n")
@@ -124,6 +133,13 @@ def test_sigterm_ends_the_ranks(on_cpu):
     status, printed = run.finish()
     assert status == 1, printed
     assert not any(psutil.pid_exists(rank["pid"]) for rank in ranks)
+
+
+def test_a_mode_that_stays_unknown_is_one_sentence_of_rank_0(on_cpu):
+    status, printed = on_cpu["unregistered"].finish()
+    assert status == 1, printed
+    assert printed.count('sparse_attention.mode: got "stripes"; wanted "bigbird", ') == 1
+    assert "Traceback" not in printed and "SparseAttentionConfigError" not in printed
 
 
 @pytest.mark.parametrize(

@@ -116,9 +116,31 @@ def test_a_wrong_block_fails_there_too_if_it_is_to_be_used(start, tmp_path):
     assert start("train.py --deepspeed_config ds.json")[-1] == "ds.json"
 
 
-def test_a_mode_that_the_program_registers_is_left_to_it(start, tmp_path):
-    (tmp_path / "ds.json").write_text(json.dumps({"sparse_attention": {"mode": "stripes", "every": 4}}))
+@pytest.mark.parametrize("mode", ["stripes", "fixed_2", "my_bigbird", "local"])
+def test_a_mode_that_the_program_may_register_is_left_to_it(start, tmp_path, mode):
+    (tmp_path / "ds.json").write_text(json.dumps({"sparse_attention": {"mode": mode, "every": 4}}))
     assert start(f"{FLAG} train.py --deepspeed --deepspeed_config ds.json")
+
+
+@pytest.mark.parametrize(
+    "mode, known",
+    [("fixd", "fixed"), ("Fixed", "fixed"), ("big_bird", "bigbird"), ("BigBird", "bigbird"), ("longformer", "bslongformer"),
+     ("sliding_window", "local_sliding_window")],
+)  # fmt: skip
+def test_a_mode_with_a_typo_starts_nothing(start, tmp_path, mode, known):
+    (tmp_path / "ds.json").write_text(json.dumps({"sparse_attention": {"mode": mode}}))
+    with pytest.raises(ValueError) as caught:
+        start(f"{FLAG} train.py --deepspeed_config ds.json")
+    first, second = str(caught.value).splitlines()
+    assert first.startswith(f'ds.json: sparse_attention.mode: got "{mode}"; wanted ')
+    assert first.endswith(f'Did you mean "{known}"?') and "registers itself needs a name less like" in second
+    assert start("train.py --deepspeed_config ds.json")
+
+
+def test_a_mode_that_is_no_name_starts_nothing(start, tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps({"sparse_attention": {"mode": ["fixed"]}}))
+    with pytest.raises(ValueError, match=r'^ds\.json: sparse_attention\.mode: got \["fixed"\]; wanted [^\n]*$'):
+        start(f"{FLAG} train.py --deepspeed_config ds.json")
 
 
 def test_arguments_that_are_no_configuration_are_left_alone(start):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from types import SimpleNamespace
 
 import deepspeed
@@ -43,8 +44,9 @@ class Model(torch.nn.Module):
 
 @pytest.fixture
 def installed(monkeypatch):
-    """DeepSpeed as a program imports it there; `deepspeed.initialize` is put back."""
+    """DeepSpeed as a program imports it there; `deepspeed.initialize` and the excepthook are put back."""
     monkeypatch.setattr(deepspeed, "initialize", deepspeed.initialize)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     hook.install(deepspeed)
 
 
@@ -117,3 +119,10 @@ def test_a_json_with_the_block_is_taken_everywhere(tmp_path):
             layer = torch.nn.Linear(4, 4)
         assert layer.weight.ds_shape == (4, 4)
     assert deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] is False or torch.cuda.is_available()
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_else_a_program_raises_has_its_traceback(capsys):
+    error = LookupError("of the program")
+    sys.excepthook(type(error), error, error.__traceback__)
+    assert capsys.readouterr().err.endswith("LookupError: of the program\n")

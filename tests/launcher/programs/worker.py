@@ -17,4 +17,4 @@ with open(f"{out}.{rank}", "w") as file:
 if behaviour == "fail" and rank == "1":
     sys.exit(3)
 if behaviour != "end":
-    time.sleep(60)
+    time.sleep(300)
