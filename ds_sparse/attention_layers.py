@@ -17,7 +17,8 @@ TRANSFORMERS_NAME = "ds_sparse"
 
 _PROJECTIONS = (
     {"query", "key", "value"}, {"q_proj", "k_proj", "v_proj"}, {"q_lin", "k_lin", "v_lin"}, {"to_q", "to_k", "to_v"},
-    {"wq", "wk", "wv"}, {"query_key_value"}, {"c_attn"}, {"qkv"}, {"wqkv"}, {"to_qkv"}, {"qkv_proj"},
+    {"q", "k", "v"}, {"wq", "wk", "wv"}, {"query_proj", "key_proj", "value_proj"}, {"linear_q", "linear_k", "linear_v"},
+    {"q_head", "k_head", "v_head"}, {"query_key_value"}, {"c_attn"}, {"qkv"}, {"wqkv"}, {"to_qkv"}, {"qkv_proj"},
 )  # fmt: skip
 
 
@@ -54,6 +55,22 @@ def innermost_pretrained_models(owners: dict[nn.Module, PreTrainedModel]) -> lis
     """The Transformers models that hold no other, from `pretrained_model_around`."""
     models = dict.fromkeys(owners.values())
     return [model for model in models if all(owners[module] is model for module in model.modules())]
+
+
+def layers_by_model(model: nn.Module) -> dict[PreTrainedModel, dict[str, nn.Module]]:
+    """The attention layers inside Transformers models, by the innermost such model around them and by name. A
+    Transformers model that holds no other is in it without a layer too, unless it holds a `SparseSelfAttention`; that
+    is no layer here."""
+    owners = pretrained_model_around(model)
+    sparse, dense = attention_layers(model)
+    ours = {owners.get(layer) for layer in sparse.values() if isinstance(layer, SparseSelfAttention)}
+    found: dict[PreTrainedModel, dict[str, nn.Module]] = {
+        owner: {} for owner in innermost_pretrained_models(owners) if owner not in ours
+    }
+    for name, layer in (sparse | dense).items():
+        if layer in owners and not isinstance(layer, SparseSelfAttention):
+            found.setdefault(owners[layer], {})[name] = layer
+    return found
 
 
 def through_interface(model: PreTrainedModel) -> bool:

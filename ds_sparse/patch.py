@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from .attention_layers import attention_layers, innermost_pretrained_models, pretrained_model_around, through_interface
+from .attention_layers import attention_layers, layers_by_model, pretrained_model_around, through_interface
 from .bert import BertSparseSelfAttention
 from .config import BLOCK_KEY, parse_sparse_attention
 from .layout import density
@@ -23,7 +23,7 @@ from .self_attention import whole_blocks
 from .sparsity import FixedSparsityConfig, SparsityConfig, SparsityWarning
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 _QUERY_KEY_VALUE = ("query", "key", "value")
 _DROPOUTS = (
@@ -65,7 +65,7 @@ def sparsify(
     sparse, dense = attention_layers(model)
     _refuse_sparse(model, sparse)
     structures = _Structures(sparsity_config)
-    changes = [*_switches(model, dense, structures, max_seq_length), *_swaps(model, dense, structures, max_seq_length)]
+    changes = [*_switches(model, structures, max_seq_length), *_swaps(model, dense, structures, max_seq_length)]
     if not changes:
         raise ValueError(
             f"{type(model).__name__} has no attention layer that ds_sparse knows; put ds_sparse.SparseSelfAttention or "
@@ -354,17 +354,9 @@ def _structure(
     return structure
 
 
-def _switches(
-    model: nn.Module, dense: dict[str, nn.Module], structures: _Structures, max_seq_length: int | None
-) -> list[Any]:
-    """Those of the dense layers that are in Transformers models, ready to be switched."""
-    owners = pretrained_model_around(model)
-    layers_of: dict[PreTrainedModel, dict[str, nn.Module]] = {
-        owner: {} for owner in innermost_pretrained_models(owners)
-    }
-    for name, layer in dense.items():
-        if layer in owners:
-            layers_of.setdefault(owners[layer], {})[name] = layer
+def _switches(model: nn.Module, structures: _Structures, max_seq_length: int | None) -> list[Any]:
+    """The layers that are in Transformers models, all dense, ready to be switched."""
+    layers_of = layers_by_model(model)
     for owner, layers in layers_of.items():
         reason = _transformers().why_not(owner, layers)
         if reason is not None:

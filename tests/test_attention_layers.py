@@ -12,7 +12,15 @@ BERT = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attent
 
 @pytest.mark.parametrize(
     "names",
-    [("query", "key", "value"), ("q_proj", "k_proj", "v_proj"), ("q_lin", "k_lin", "v_lin"), ("c_attn",), ("Wqkv",)],
+    [
+        ("query", "key", "value"),
+        ("q_proj", "k_proj", "v_proj"),
+        ("q_lin", "k_lin", "v_lin"),
+        ("q", "k", "v"),
+        ("query_proj", "key_proj", "value_proj"),
+        ("c_attn",),
+        ("Wqkv",),
+    ],
 )
 def test_projections_make_a_dense_layer(names):
     layer = nn.ModuleDict({name: nn.Linear(2, 2) for name in names} | {"out": nn.Linear(2, 2)})
@@ -31,7 +39,7 @@ def test_torchs_own_layer_is_dense_and_ours_are_sparse():
 def test_a_transformers_layer_is_sparse_where_its_attention_goes_through_the_interface():
     import ds_sparse.integrations.transformers  # noqa: F401  registers the name
 
-    bert = transformers.BertModel(transformers.BertConfig(**BERT))
+    bert = transformers.BertModel(transformers.BertConfig(**BERT, sparse_attention={"mode": "fixed"}))
     assert [len(layers) for layers in attention_layers(bert)] == [0, 2]
     bert.set_attn_implementation("ds_sparse")
     assert [len(layers) for layers in attention_layers(nn.ModuleList([bert]))] == [2, 0]

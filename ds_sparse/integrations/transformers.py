@@ -20,11 +20,15 @@ import transformers
 from torch import nn
 
 from ..attention_layers import TRANSFORMERS_NAME as NAME
-from ..attention_layers import through_interface
+from ..attention_layers import layers_by_model, through_interface
 from ..bert import VARIANTS
 from ..config import BLOCK_KEY, parse_sparse_attention, sparse_attention_block
 from ..self_attention import StructuredAttention, whole_blocks
 from ..sparsity import SparsityConfig
+from .trial import Refused, Untried
+from .trial import run as run_trial
+
+_NOT_COMPUTED = tuple(name for name in VARIANTS if name != "position_bias")
 
 MAX_SEQ_LENGTH_KEY = f"{BLOCK_KEY}_max_seq_length"
 
@@ -34,7 +38,7 @@ if int(transformers.__version__.split(".")[0]) < 5:
         "5.0; install transformers>=5."
     )
 
-from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function
 
 
@@ -47,6 +51,7 @@ def attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    position_bias: torch.Tensor | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function: sparse self-attention of an encoder's layer.
@@ -54,9 +59,11 @@ def attention(
     Args:
         module: the layer; its `config.sparse_attention` says the structure.
         query: (B, H, T, D), any strides, any T; key, value: alike, or with fewer heads that divide H.
-        attention_mask: (B, T) bool, True keeps; or (B, 1 or H, 1 or T, T), where bool keeps and a float is added.
+        attention_mask: (B, T) bool, True keeps; or (B, 1 or H, 1 or T, T), where bool keeps and a float is added; a
+            float that requires a gradient gets one.
         scaling: factor of the scores, 1 / sqrt(D) by default.
         dropout: probability with which attention probabilities are dropped.
+        position_bias: (1 or B, H, T, T), T5's relative positions, added after scaling; it gets a gradient.
 
     Returns:
         (B, T, H, D), contiguous, and None: there is no matrix of attention probabilities.
@@ -66,73 +73,74 @@ def attention(
             a mask of another kind.
         SparseAttentionConfigError: the structure in the config is wrong.
     """
-    asked = [name for name in VARIANTS if more.get(name) is not None and more[name] is not False]
+    _refuse_what_is_not_computed(module, query, key, attention_mask, is_causal, more)
+    rpe = position_bias
+    if attention_mask is not None and attention_mask.requires_grad:
+        attention_mask, rpe = None, attention_mask if rpe is None else attention_mask + rpe
+    mask = "key_padding_mask" if attention_mask is not None and attention_mask.dim() == 2 else "attn_mask"
+    attached = _attached_to(module)
+    attached.used = True
+    masks = {mask: attention_mask, "rpe": None if rpe is None else rpe.to(query.dtype)}
+    output = attached.attention(query, key, value, scale=scaling, dropout_p=dropout, **masks)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _refuse_what_is_not_computed(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    is_causal: bool | None,
+    more: Mapping[str, Any],
+) -> None:
+    asked = [name for name in _NOT_COMPUTED if more.get(name) is not None and more[name] is not False]
     asked += ["output_attentions"] if getattr(module.config, "output_attentions", False) else []
     if asked:
-        raise ValueError(
-            f"{type(module).__name__} asks the attention for {', '.join(asked)}, which {NAME} does not compute; leave "
+        raise Refused(
+            f"{_which(module)} asks the attention for {', '.join(asked)}, which {NAME} does not compute; leave "
             'that out, or use attn_implementation="sdpa" or "eager".'
         )
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     if causal or query.shape[2] != key.shape[2]:
-        raise ValueError(
-            f"{type(module).__name__} is {'causal' if causal else 'cross-attention, or has cached keys'}, and {NAME} "
+        raise Refused(
+            f"{_which(module)} is {'causal' if causal else 'cross-attention, or has cached keys'}, and {NAME} "
             'serves the bidirectional self-attention of encoders; use attn_implementation="sdpa".'
         )
-    mask = "key_padding_mask" if attention_mask is not None and attention_mask.dim() == 2 else "attn_mask"
-    attached = _attached_to(module)
-    attached.used = True
-    output = attached.attention(query, key, value, scale=scaling, dropout_p=dropout, **{mask: attention_mask})
-    return output.transpose(1, 2).contiguous(), None
+    if attention_mask is not None and attention_mask.is_meta and not query.is_meta:
+        raise Refused(
+            f"{_which(module)} is given a mask that is causal, windowed, packed or for cross-attention, and "
+            f'{NAME} serves the bidirectional self-attention of encoders; use attn_implementation="sdpa".'
+        )
 
 
 def key_padding_mask(
     *,
+    batch_size: int,
     q_length: int,
     kv_length: int,
     mask_function: Callable,
     attention_mask: torch.Tensor | None = None,
     allow_is_bidirectional_skip: bool = True,
-    config: PreTrainedConfig | None = None,
     **_: Any,
 ) -> torch.Tensor | None:
     """The mask function: the padding mask (B, T), True keeps, as it is, so that nothing of size T x T exists.
 
-    Raises:
-        ValueError: a model asks for another mask than that of bidirectional self-attention.
+    For another mask than that of bidirectional self-attention, a tensor without data (device "meta"): some models make
+    masks that none of their layers takes, and `attention` refuses it.
     """
     plain = mask_function is bidirectional_mask_function and allow_is_bidirectional_skip and q_length == kv_length
     if not plain or (attention_mask is not None and attention_mask.dim() != 2):
-        model = "This model" if config is None else f"A model with {type(config).__name__}"
-        raise ValueError(
-            f"{model} asks for a mask that is causal, windowed, packed or for cross-attention, and {NAME} serves the "
-            'bidirectional self-attention of encoders; use attn_implementation="sdpa".'
-        )
+        return torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
     return attention_mask
 
 
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, key_padding_mask)
 
-_accepted = PreTrainedModel.get_correct_attn_implementation
-
-
-@functools.wraps(_accepted)
-def _accepted_where_used(self: PreTrainedModel, requested_attention: str | None, *more: Any, **named: Any) -> str:
-    if requested_attention == NAME and _ignores_the_interface(type(self.config)):
-        raise ValueError(
-            f"{type(self).__name__} computes its attention itself and ignores attn_implementation={NAME!r}; "
-            f"{_WHAT_TO_USE}"
-        )
-    return _accepted(self, requested_attention, *more, **named)
-
-
-# A registered name is accepted for every model, also those that never call the function.
-PreTrainedModel.get_correct_attn_implementation = _accepted_where_used
-
 
 def why_not(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> str | None:
-    """The sentence that says why attention layers of a model cannot be switched; None where they can.
+    """The sentence that says why attention layers of a model cannot be sparse; None where they can, and then every
+    forward that raises no error computes them so.
 
     Args:
         model: the innermost PreTrainedModel around the layers.
@@ -140,23 +148,130 @@ def why_not(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> str | No
     """
     name, config = type(model).__name__, model.config
     if not through_interface(model):
-        return f"{name} computes its attention itself and would stay dense; {_WHAT_TO_USE}"
+        where = f" ({_named(layers)})" if layers else ""
+        return f"{name} computes its attention itself{where} and would stay dense; {_WHAT_TO_USE}"
     if not layers:
         return f"{name} has no attention layer that ds_sparse knows by its projections, and would stay dense."
-    causal = [layer for layer, module in layers.items() if getattr(module, "is_causal", False)]
+    causal = {layer: module for layer, module in layers.items() if getattr(module, "is_causal", False)}
     if causal or any(getattr(config, key, False) for key in _DECODER_KEYS):
-        what = f"layer {causal[0]} is causal" if causal else "its config has a decoder"
+        what = f"{_named(causal)} is causal" if causal else "its config has a decoder"
         return f"{name} is no encoder ({what}), and {NAME} serves bidirectional self-attention alone; train it dense."
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if kinds:
         return f"{name} has layers of {', '.join(sorted(kinds))}, a sparse structure of its own; train it as it is."
-    if any(getattr(module, "config", None) is not config for module in layers.values()):
+    foreign = {layer: module for layer, module in layers.items() if getattr(module, "config", None) is not config}
+    if foreign:
         return (
-            f"{name} and its attention layers do not share one config, where the structure would stand; train it dense."
+            f"{name} and its {_named(foreign)} do not share one config, where the structure would "
+            "stand; train it dense."
         )
     if getattr(config, "output_attentions", False):
         return f"{name} has config.output_attentions, and {NAME} computes no attention probabilities; set it to False."
+    return _why_not_by_trial(model, layers)
+
+
+def _why_not_by_trial(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> str | None:
+    name, heads = type(model).__name__, getattr(model.config, "num_attention_heads", None)
+    try:
+        seen = _heads_in_a_trial(model)
+    except Refused as refusal:
+        return f"{name} cannot be sparse: {refusal}"
+    except Untried as error:
+        return f"{name} did not run on inputs that ds_sparse made up, to see what its attention does ({error}); train it dense."
+    silent = {layer: module for layer, module in layers.items() if module not in seen}
+    if silent:
+        return f"{_named(silent)} of {name} did not call the attention function, and would stay dense; {_WHAT_TO_USE}"
+    unknown = {layer: module for layer, module in model.named_modules() if module in seen.keys() - set(layers.values())}
+    if unknown:
+        return f"{name} has an attention that ds_sparse does not know by its projections ({_named(unknown)}); train it dense."
+    other = {layer: module for layer, module in layers.items() if seen[module] != heads}
+    if other:
+        return (
+            f"{_named(other)} of {name} has {seen[next(iter(other.values()))]} attention heads and the config says "
+            f"{heads}, for which the structure is made; train it dense."
+        )
     return None
+
+
+def _heads_in_a_trial(model: PreTrainedModel) -> dict[nn.Module, int]:
+    """The modules that called `attention` in a trial, with their number of query heads."""
+    heads: dict[nn.Module, int] = {}
+
+    def prepare(double: PreTrainedModel) -> None:
+        _set_config(double.config, {})
+        double.config._attn_implementation_internal = NAME
+        for (name, module), twin in zip(model.named_modules(), double.modules(), strict=True):
+            twin._ds_sparse = _Attached(None, 0, functools.partial(_note, heads, module), name)
+
+    run_trial(model, prepare)
+    return heads
+
+
+def _note(
+    heads: dict[nn.Module, int],
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    **_: Any,
+) -> torch.Tensor:
+    """Stands for StructuredAttention in a trial."""
+    heads[module] = query.shape[1]
+    return torch.empty_like(query)
+
+
+def _which(module: nn.Module) -> str:
+    attached = vars(module).get("_ds_sparse")
+    return _named({attached.name: module}) if attached is not None and attached.name else type(module).__name__
+
+
+def _named(layers: Mapping[str, nn.Module]) -> str:
+    layer, module = next(iter(layers.items()))
+    return f"layer {layer} ({type(module).__name__})"
+
+
+def _refuse_what_stays_dense(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> None:
+    """Raises ValueError unless these layers of a model that has our name are sparse in every forward."""
+    reason = why_not(model, layers)
+    if reason is not None:
+        raise ValueError(reason)
+    with torch.device("cpu"):  # Transformers makes models that it loads on the meta device
+        for layer in layers.values():
+            _attached_to(layer)
+
+
+_post_init, _set_attn_implementation = PreTrainedModel.post_init, PreTrainedModel.set_attn_implementation
+
+
+@functools.wraps(_post_init)
+def _post_init_and_check(self: PreTrainedModel) -> None:
+    _post_init(self)
+    if self.config._attn_implementation == NAME:
+        layers = layers_by_model(self)
+        if self in layers:  # the models inside it have been checked when they were made
+            _refuse_what_stays_dense(self, layers[self])
+
+
+@functools.wraps(_set_attn_implementation)
+def _set_attn_implementation_and_check(
+    self: PreTrainedModel, attn_implementation: str | dict, *more: Any, **named: Any
+) -> None:
+    configs = {id(module.config): module.config for module in self.modules() if isinstance(module, PreTrainedModel)}
+    before = {key: config._attn_implementation for key, config in configs.items()}
+    _set_attn_implementation(self, attn_implementation, *more, **named)
+    try:
+        for model, layers in layers_by_model(self).items():
+            if attn_implementation == NAME or model.config._attn_implementation == NAME:
+                _refuse_what_stays_dense(model, layers)
+    except ValueError:
+        for key, config in configs.items():
+            config._attn_implementation_internal = before[key]
+        raise
+
+
+# Transformers takes a registered name for every model, also for one that never calls the function.
+PreTrainedModel.post_init = _post_init_and_check
+PreTrainedModel.set_attn_implementation = _set_attn_implementation_and_check
 
 
 def give_own_configs(model: nn.Module) -> None:
@@ -205,7 +320,7 @@ class Switch:
         config = self.model.config
         self._before = {key: vars(config)[key] for key in _CONFIG_KEYS if key in vars(config)}
         _set_config(config, self._entries)
-        self.model.set_attn_implementation(NAME)
+        _set_attn_implementation(self.model, NAME)
         block, tokens = getattr(config, BLOCK_KEY, None), _tokens(config)
         self._hooks = []
         for name, layer in self.layers.items():
@@ -266,7 +381,7 @@ def _attached_to(layer: nn.Module) -> _Attached:
 def _attention_for(config: PreTrainedConfig, block: dict[str, Any] | None) -> StructuredAttention:
     if block is None:
         raise ValueError(
-            f"{type(config).__name__} has no {BLOCK_KEY}; set it before the model runs, as in config.{BLOCK_KEY} = "
+            f"{type(config).__name__} has no {BLOCK_KEY}; set it before the model takes the name {NAME}, as in config.{BLOCK_KEY} = "
             f'{{"mode": "fixed", "block": 16}}, or call ds_sparse.sparsify(model, ...), which does.'
         )
     structure = parse_sparse_attention(block, config.num_attention_heads, source=type(config).__name__)
@@ -328,15 +443,3 @@ def _check_was_used(layer: nn.Module, arguments: tuple, output: Any) -> None:
             f"{implementation!r}, or it computes its attention itself. The model is not sparse; call undo() of what "
             "ds_sparse.sparsify returned to train it dense."
         )
-
-
-_ignoring: dict[type, bool] = {}
-"""Config class to whether the model that belongs to it is known, and computes its attention itself."""
-
-
-def _ignores_the_interface(config_class: type) -> bool:
-    if config_class not in _ignoring:
-        models = MODEL_MAPPING.get(config_class, ())
-        models = models if isinstance(models, tuple | list) else (models,)
-        _ignoring[config_class] = any(not model._can_set_attn_implementation() for model in models)
-    return _ignoring[config_class]

@@ -351,44 +351,103 @@ def test_grouped_keys_are_shared_by_their_queries():
 
 
 SMALL = {key: SIZES[key] for key in SIZES if "prob" not in key}
-ITSELF = "computes its attention itself and would stay dense; use BERT, RoBERTa"
+ITSELF = "computes its attention itself.* and would stay dense; use BERT, RoBERTa"
+T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": HEADS}
+MODERN = SMALL | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+VISION = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 64}
+VISION |= {"image_size": 32, "patch_size": 8}
+CLIP = {"text_config": SMALL | {"bos_token_id": 1, "eos_token_id": 2}, "vision_config": VISION}
 REFUSED = {
     "deberta": (transformers.DebertaForMaskedLM, SMALL, ITSELF),
     "deberta_v2": (transformers.DebertaV2Model, SMALL, ITSELF),
-    "longformer": (
-        transformers.LongformerModel,
-        SMALL | {"attention_window": 16},
-        ITSELF,
-    ),
+    "longformer": (transformers.LongformerModel, SMALL | {"attention_window": 16}, ITSELF),
     "big_bird": (transformers.BigBirdModel, SMALL, ITSELF),
     "mpnet": (transformers.MPNetModel, SMALL, ITSELF),
     "megatron_bert": (transformers.MegatronBertModel, SMALL, ITSELF),
+    "fnet": (
+        transformers.FNetModel,
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64},
+        "FNetModel has no attention layer that ds_sparse knows",
+    ),
     "decoder": (
         transformers.BertLMHeadModel,
         SMALL | {"is_decoder": True},
-        "layer bert.encoder.layer.0.attention.self is causal",
+        r"is no encoder \(layer .*encoder.layer.0.attention.self \(BertSelfAttention\) is causal\)",
     ),
     "gpt2": (
         transformers.GPT2Model,
         {"n_embd": 32, "n_layer": 1, "n_head": 4},
-        r"is no encoder \(layer h.0.attn is causal\)",
+        r"is no encoder \(layer h.0.attn \(GPT2Attention\) is causal\)",
     ),
-    "t5": (
-        transformers.T5EncoderModel,
-        {"d_model": 32, "num_layers": 1, "num_heads": 4},
-        "T5Stack has no attention layer that ds_sparse knows",
+    "bart": (
+        transformers.BartModel,
+        {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": VOCABULARY},
+        r"BartEncoder is no encoder \(its config has a decoder\)",
     ),
-    "modernbert": (
-        transformers.ModernBertModel,
-        SMALL | {"pad_token_id": 0},
-        "has layers of sliding_attention",
+    "modernbert": (transformers.ModernBertModel, MODERN, "has layers of sliding_attention"),
+    "clip": (transformers.CLIPModel, CLIP, r"layer encoder.layers.0.self_attn \(CLIPAttention\) is causal"),
+    "different_heads": (
+        transformers.SwinModel,
+        {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "image_size": 32, "window_size": 2},
+        "SwinEncoder",
     ),
-    "output_attentions": (
-        transformers.BertModel,
-        SMALL | {"output_attentions": True},
-        "set it to False",
-    ),
+    "output_attentions": (transformers.BertModel, SMALL | {"output_attentions": True}, "set it to False"),
 }
+
+
+GLOBAL = MODERN | {"layer_types": ["full_attention"] * 2}
+GROUPED = MODERN | {"num_key_value_heads": 2}
+CONVOLUTIONS = {"conv_dim": [16, 16], "conv_kernel": [10, 8], "conv_stride": [8, 8], "num_conv_pos_embeddings": 16}
+WAVES = VISION | CONVOLUTIONS | {"num_feat_extract_layers": 2, "num_conv_pos_embedding_groups": 4}
+WAVES |= {key: 0.0 for key in ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout")}
+WAVES |= {"layerdrop": 0.0, "mask_time_prob": 0.0, "mask_feature_prob": 0.0}
+TEXT, PICTURE, SOUND = ("input_ids",), ("pixel_values", 3, 32, 32), ("input_values", 4000)
+ENCODERS = {
+    "eurobert": (transformers.EuroBertModel, GROUPED, TEXT),
+    "layoutlm": (transformers.LayoutLMModel, SIZES, TEXT),
+    "modernbert_global": (transformers.ModernBertModel, GLOBAL, TEXT),
+    "nomic_bert": (transformers.NomicBertModel, MODERN, TEXT),
+    "t5_encoder": (transformers.T5EncoderModel, T5 | {"num_layers": 2, "dropout_rate": 0.0}, TEXT),
+    "vit": (transformers.ViTModel, VISION, PICTURE),
+    "wav2vec2": (transformers.Wav2Vec2Model, WAVES, SOUND),
+}
+
+
+def make_inputs(kind, tokens=50):
+    name, *shape = kind
+    if shape:
+        return {name: torch.randn(2, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)}
+    return {key: x for key, x in make_batch(tokens).items() if key != "labels"}
+
+
+def states_and_gradients(model, inputs):
+    """The last states, of tokens that are no padding, and the gradients of all parameters; as a tuple is returned."""
+    model.zero_grad()
+    states = model(**inputs, return_dict=False)[0]
+    if "attention_mask" in inputs:
+        states = states[inputs["attention_mask"] != 0]
+    states.square().mean().backward()
+    return states.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders_of_every_kind_are_sparse_by_both_doors(name):
+    cls, sizes, kind = ENCODERS[name]
+    dense, inputs = make((cls, sizes)).double().train(), make_inputs(kind)
+    truth = states_and_gradients(dense, inputs)
+    model = copy.deepcopy(dense)
+    report = ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK}, max_seq_length=128)
+    sparse = states_and_gradients(model, inputs)
+    layers = dict(model.named_modules())
+    assert len(report.replaced) == 2 and all(layers[entry.name]._ds_sparse.used for entry in report.replaced)
+    assert_close(sparse, truth)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_close(states_and_gradients(model, inputs), truth)
+    named = cls._from_config(copy.deepcopy(model.config), attn_implementation="ds_sparse").double().train()
+    named.load_state_dict(dense.state_dict())
+    assert_close(states_and_gradients(named, inputs), truth)
+    report.undo()
+    assert torch.equal(model.eval()(**inputs)[0], dense.eval()(**inputs)[0])
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -448,42 +507,46 @@ def test_a_layer_that_runs_without_its_sparse_attention_is_named():
 
 
 @pytest.mark.parametrize(
-    "cls, changes, sentence",
+    "changes, sentence",
     [
-        (transformers.BertModel, {}, "BertConfig has no sparse_attention; set it before the model runs"),
-        (
-            transformers.BertModel,
-            {"sparse_attention": {"mode": "bigbrid"}},
-            'BertConfig: sparse_attention.mode: got "bigbrid"',
-        ),
-        (transformers.BertModel, {"sparse_attention": ["fixed"]}, "wanted an object"),
-        (
-            transformers.BertModel,
-            {"sparse_attention": {"mode": "bigbird", "num_random_blocks": 1}},
-            "random blocks and no seed",
-        ),
-        (transformers.BertLMHeadModel, {"sparse_attention": {}, "is_decoder": True}, "asks for a mask that is causal"),
+        ({}, "BertConfig has no sparse_attention; set it before the model takes the name ds_sparse"),
+        ({"sparse_attention": {"mode": "bigbrid"}}, 'BertConfig: sparse_attention.mode: got "bigbrid"'),
+        ({"sparse_attention": ["fixed"]}, "wanted an object"),
+        ({"sparse_attention": {"mode": "bigbird", "num_random_blocks": 1}}, "random blocks and no seed"),
+        ({"sparse_attention": {"mode": "bigbird", "num_sliding_window_blocks": 99}}, "must be smaller"),
     ],
 )
-@pytest.mark.parametrize("padded", [False, True])
-def test_the_name_alone_is_refused_where_it_cannot_work(cls, changes, sentence, padded):
-    model = cls._from_config(cls.config_class(**SMALL | changes), attn_implementation="ds_sparse")
-    batch = make_batch(padded=padded)
-    del batch["labels"]
+def test_the_name_alone_is_refused_without_a_structure_that_can_be_built(changes, sentence):
+    config = transformers.BertConfig(**SMALL | changes)
     with pytest.raises(ValueError, match=sentence):
-        model(**batch)
+        transformers.BertModel._from_config(config, attn_implementation="ds_sparse")
+    model = transformers.BertModel(transformers.BertConfig(**SMALL | changes))
+    with pytest.raises(ValueError, match=sentence):
+        model.set_attn_implementation("ds_sparse")
+    assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("name", [name for name, (_, _, sentence) in REFUSED.items() if sentence is ITSELF])
-def test_the_name_alone_is_refused_where_it_would_be_ignored(name, tmp_path):
-    cls, sizes, _ = REFUSED[name]
-    sizes = sizes | {"sparse_attention": {"mode": "fixed"}}
-    sentence = f"{cls.__name__} computes its attention itself and ignores attn_implementation='ds_sparse'"
+def with_structure(config):
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        part.sparse_attention, part.sparse_attention_max_seq_length = {"mode": "fixed", "block": BLOCK}, 64
+    return config
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_name_alone_is_refused_where_it_would_be_ignored_or_fail_later(name, tmp_path):
+    cls, sizes, sentence = REFUSED[name]
+    config = with_structure(cls.config_class(**sizes))
     with pytest.raises(ValueError, match=sentence):
-        cls._from_config(cls.config_class(**sizes), attn_implementation="ds_sparse")
-    cls(cls.config_class(**sizes)).save_pretrained(tmp_path)
+        cls._from_config(copy.deepcopy(config), attn_implementation="ds_sparse")
+    model = cls(config)
+    before = model.config._attn_implementation
     with pytest.raises(ValueError, match=sentence):
-        cls.from_pretrained(tmp_path, attn_implementation="ds_sparse")
+        model.set_attn_implementation("ds_sparse")
+    assert {part.config._attn_implementation for part in model.modules() if hasattr(part, "config")} == {before}
+    if name != "output_attentions":  # which Transformers does not save
+        model.save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=sentence):
+            cls.from_pretrained(tmp_path, attn_implementation="ds_sparse")
 
 
 def test_another_model_made_with_the_same_config_stays_dense():
@@ -504,12 +567,12 @@ def test_what_the_attention_function_does_not_compute_is_an_error():
     model, batch = make(), make_batch()
     ds_sparse.sparsify(model, RANDOM)
     layer, query = model.bert.encoder.layer[0].attention.self, torch.randn(1, HEADS, 20, 8)
-    with pytest.raises(ValueError, match="BertSelfAttention asks the attention for output_attentions"):
+    with pytest.raises(ValueError, match=r"\(BertSelfAttention\) asks the attention for output_attentions"):
         model(**batch, output_attentions=True)
-    for asked in ({"sliding_window": 4}, {"cu_seq_lens_q": torch.tensor([0, 20])}, {"position_bias": torch.zeros(1)}):
+    for asked in ({"sliding_window": 4}, {"cu_seq_lens_q": torch.tensor([0, 20])}, {"softcap": 30.0}):
         with pytest.raises(ValueError, match=f"asks the attention for {next(iter(asked))}"):
             interface.attention(layer, query, query, query, None, **asked)
-    with pytest.raises(ValueError, match="BertSelfAttention is causal"):
+    with pytest.raises(ValueError, match=r"\(BertSelfAttention\) is causal"):
         interface.attention(layer, query, query, query, None, is_causal=True)
     with pytest.raises(ValueError, match="is cross-attention, or has cached keys"):
         interface.attention(layer, query, query[:, :, :16], query[:, :, :16], None)
@@ -517,8 +580,11 @@ def test_what_the_attention_function_does_not_compute_is_an_error():
         model(**batch | {"attention_mask": batch["attention_mask"][:, None, None, :]})
 
 
-def test_masks_that_are_no_padding_are_an_error():
-    lengths = {"q_length": 20, "kv_length": 20, "config": transformers.BertConfig(**SMALL)}
+def test_masks_that_are_no_padding_are_an_error_where_a_layer_takes_them():
+    model = make()
+    ds_sparse.sparsify(model, RANDOM)
+    layer, query = model.bert.encoder.layer[0].attention.self, torch.randn(2, HEADS, 20, 8)
+    sizes = {"batch_size": 2, "q_length": 20, "kv_length": 20}
     bidirectional = interface.bidirectional_mask_function
     for wrong in (
         {"mask_function": causal_mask_function},
@@ -526,9 +592,11 @@ def test_masks_that_are_no_padding_are_an_error():
         {"mask_function": bidirectional, "attention_mask": torch.ones(2, 20, 20, dtype=torch.bool)},
         {"mask_function": bidirectional, "allow_is_bidirectional_skip": False},
     ):
-        with pytest.raises(ValueError, match="causal, windowed, packed or for cross-attention"):
-            interface.key_padding_mask(**lengths | wrong)
-    assert interface.key_padding_mask(**lengths, mask_function=bidirectional) is None
+        mask = interface.key_padding_mask(**sizes | wrong)
+        assert mask.is_meta  # nothing of tokens by tokens is stored
+        with pytest.raises(ValueError, match="is given a mask that is causal, windowed, packed or for cross-attention"):
+            interface.attention(layer, query, query, query, mask)
+    assert interface.key_padding_mask(**sizes, mask_function=bidirectional) is None
 
 
 def test_the_attention_function_scales_as_it_is_told():

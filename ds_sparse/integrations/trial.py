@@ -1,0 +1,129 @@
+"""A trial run of a Transformers model, without computing: what its layers ask of the attention function."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+TOKENS = 8
+"""Tokens of a trial, in a batch of two."""
+
+SAMPLES = 8000
+"""Audio samples of a trial: half a second."""
+
+_ATTACHED = "_ds_sparse"
+"""The attribute of a layer where its structure and layouts are."""
+
+_LEFT_OUT = object()
+
+
+class Refused(ValueError):
+    """The attention or the mask function was called for what it does not compute."""
+
+
+class Untried(Exception):
+    """The model did not run on made-up inputs; the text is its error."""
+
+
+def run(model: nn.Module, prepare: Callable[[nn.Module], None]) -> None:
+    """Runs a copy of a PreTrainedModel without weights, in eval mode, on fake tensors: a batch of two sequences. Nothing
+    is computed, and neither the model nor its hooks notice.
+
+    Args:
+        prepare: is called with the copy before it runs; its modules come in the same order.
+
+    Raises:
+        Refused: a layer or a mask asks for what is not computed.
+        Untried: the model runs on none of the inputs that its forward and its config let one make up.
+    """
+    problem: Exception = TypeError(f"its forward takes ({', '.join(inspect.signature(model.forward).parameters)})")
+    for inputs in _inputs(model):
+        try:
+            with _silent(), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"), torch.no_grad():
+                double = _without_weights(model)
+                prepare(double)
+                double(**{name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in inputs.items()})
+            return
+        except Refused:
+            raise
+        except Exception as error:  # noqa: BLE001  code that is not ours, on inputs that it does not expect
+            problem = error
+    raise Untried(f"{type(problem).__name__}: {(str(problem).strip() or 'no message').splitlines()[0]}")
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without what PyTorch logs about an operation that does not take its fake inputs."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _without_weights(model: nn.Module) -> nn.Module:
+    """A copy in eval mode and without hooks, with fake tensors for its parameters and buffers."""
+    memo: dict[int, Any] = {}
+    for x in (*model.parameters(), *model.buffers()):
+        fake = torch.empty(getattr(x, "ds_shape", x.shape), dtype=x.dtype)  # ZeRO 3 keeps the whole shape in ds_shape
+        memo[id(x)] = nn.Parameter(fake, requires_grad=False) if isinstance(x, nn.Parameter) else fake
+    for module in model.modules():
+        if _ATTACHED in vars(module):
+            memo[id(vars(module)[_ATTACHED])] = _LEFT_OUT
+    double = copy.deepcopy(model, memo).eval()
+    for module in double.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    return double
+
+
+Inputs = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype by name."""
+
+
+def _inputs(model: nn.Module) -> Iterator[Inputs]:
+    """Inputs that a model may take, the likeliest first."""
+    taken, config = inspect.signature(model.forward).parameters, model.config
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    mask = {"attention_mask": ((2, TOKENS), torch.int64)} if "attention_mask" in taken else {}
+    ids = {name: ((2, TOKENS), torch.int64) for name in ("input_ids", "decoder_input_ids") if name in taken}
+    pictures = [(name, shape) for name in ("pixel_values", "pixel_values_videos") for shape in _pictures(config, name)]
+    sounds = [(name, shape) for name in ("input_features", "input_values") for shape in _sounds(config)]
+    states = [(name, (2, TOKENS, width)) for name in ("inputs_embeds", "hidden_states") for width in _widths(config)]
+    others = [(name, shape) for name, shape in (*pictures, *sounds, *states) if name in taken]
+    first = [(name, shape) for name, shape in others if name == model.main_input_name]
+    if ids and not first:
+        yield {**ids, **mask}
+        yield from ({**ids, **mask, name: (shape, dtype)} for name, shape in others if not name.startswith("inputs_"))
+    for name, shape in first + others:
+        yield {name: (shape, dtype)} | (mask if shape[1:2] == (TOKENS,) else {})
+    if ids and first:
+        yield {**ids, **mask}
+
+
+def _pictures(config: Any, name: str) -> list[tuple[int, ...]]:
+    side = getattr(config, "image_size", None) or 224
+    height, width = side if isinstance(side, list | tuple) else (side, side)
+    channels, frames = getattr(config, "num_channels", 3), getattr(config, "num_frames", None)
+    still = (2, channels, height, width)
+    return [(2, frames, channels, height, width), still] if frames else [still]
+
+
+def _sounds(config: Any) -> list[tuple[int, ...]]:
+    bins = [getattr(config, name, None) for name in ("num_mel_bins", "input_feat_per_channel", "feat_in", "input_dim")]
+    frames = 2 * getattr(config, "max_source_positions", 128)
+    shapes = [shape for n in bins if n for shape in ((2, n, frames), (2, getattr(config, "max_length", 128), n))]
+    return [*shapes, (2, SAMPLES), (2, 1, SAMPLES)]
+
+
+def _widths(config: Any) -> list[int]:
+    return [width for width in (getattr(config, "hidden_size", None),) if isinstance(width, int)]
