@@ -532,12 +532,18 @@ class PretrainingData:
         input_mask = (np.arange(packing.sequence_length) < end).astype(np.int64)
         return input_ids, input_mask, segment_ids, np.int64(exchanged), mlm_labels
 
-    def unigram_cross_entropy(self, mlm_labels: torch.Tensor) -> float:
-        """Mean of -log p(token), in nats, over the predicted positions of `mlm_labels`, p being how often the token
-        occurs in the training documents, with one added to every count. A model that ignores context ends here."""
-        labels = mlm_labels[mlm_labels != NOT_PREDICTED].cpu().numpy()
+    @cached_property
+    def unigram_log_probabilities(self) -> torch.Tensor:
+        """log p of each token of the vocabulary, in nats, fp64: p is how often it occurs in the training documents, with
+        one added to every count."""
         counts = self.corpus.training_counts + 1
-        return float(-np.log(counts[labels] / counts.sum()).mean())
+        return torch.from_numpy(np.log(counts / counts.sum()))
+
+    def unigram_cross_entropy(self, mlm_labels: torch.Tensor) -> float:
+        """Mean of -log p(token), in nats, over the predicted positions of `mlm_labels`. A model that ignores context
+        ends here."""
+        labels = mlm_labels[mlm_labels != NOT_PREDICTED].cpu()
+        return -self.unigram_log_probabilities[labels].mean().item()
 
     @cached_property
     def held_out_unigram_cross_entropy(self) -> float:

@@ -15,13 +15,14 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 
 from device import DEVICE, DEVICE_SENTENCE  # sets what DeepSpeed will use, so it comes before imports of DeepSpeed
 
@@ -32,6 +33,7 @@ from ds_sparse.ranks import rank
 import checkpoints
 from data import Batch, PretrainingData, open_corpus
 from deepspeed_json import adapt_to_device, check_for_deepspeed, load_kernels, read_deepspeed_config
+from masked_lines import MaskedLines
 from modeling import BertConfig, BertForPreTrainingPreLN, parameter_groups
 from report import Metrics, Progress, draw_loss_curve, forget_peak_memory, peak_memory_gib, read_metrics, say
 
@@ -88,8 +90,8 @@ def parse_arguments() -> argparse.Namespace:
         "warmup-steps",
         metavar="N",
         type=int,
-        default=50,
-        help="steps of linear warm-up, then inverse square root, where the JSON has no scheduler (default: 50)",
+        default=100,
+        help="steps of linear warm-up, then inverse square root, where the JSON has no scheduler (default: 100)",
     )
     option("checkpoint-activations", action="store_true", help="recompute activations in backward to save memory")
     option(
@@ -140,6 +142,8 @@ class Position:
     held_out_loss: float = math.nan
     held_out_step: int = -1
     """The step that `held_out_loss` was computed after."""
+    filled_in: list[list[str]] = field(default_factory=list)
+    """What the model of that step fills into the masked lines."""
     skipped_steps: int = 0
     """Steps of fp16 whose gradients overflowed: the weights stayed as they were, and the loss scale was lowered."""
     evaluation_seconds: float = 0.0
@@ -187,6 +191,7 @@ def pretrain(
     terms: dict[str, Any],
     model_config: BertConfig,
     data: PretrainingData,
+    lines: MaskedLines,
     folder: Path,
     position: Position | None,
     max_steps: int | None,
@@ -199,7 +204,7 @@ def pretrain(
     forget_peak_memory()
     resumed = position is not None
     position = position or Position()
-    engine, position.layout_seed = build_engine(args, terms, model_config, folder, position.layout_seed)
+    engine, position.layout_seed = build_engine(args, terms, model_config, data, folder, position.layout_seed)
     if resumed:
         checkpoints.load(engine, folder / "checkpoints")
         say(f"{name}: continuing after step {position.step} of {folder}")
@@ -216,6 +221,7 @@ def pretrain(
     def evaluate() -> None:
         started = time.monotonic()
         position.held_out_loss, position.held_out_step = held_out_loss(engine, data), position.step
+        position.filled_in = lines.filled_in(engine, DEVICE)
         position.evaluation_seconds = time.monotonic() - started
         if metrics is not None:
             metrics.add(step=position.step, held_out_mlm_loss=position.held_out_loss)
@@ -266,10 +272,16 @@ def pretrain(
 
 
 def build_engine(
-    args: argparse.Namespace, terms: dict[str, Any], model_config: BertConfig, folder: Path, layout_seed: int | None
+    args: argparse.Namespace,
+    terms: dict[str, Any],
+    model_config: BertConfig,
+    data: PretrainingData,
+    folder: Path,
+    layout_seed: int | None,
 ) -> tuple[Any, int | None]:
     """The DeepSpeed engine with a new model, and the seed of the model's layout.
 
+    The model starts near the unigram cross-entropy, as the biases of its output are the unigram log-probabilities.
     `layout_seed` is that of an earlier start of the run, whose random blocks are drawn again.
     """
     deepspeed_config = copy.deepcopy(terms["deepspeed_config"])
@@ -282,6 +294,9 @@ def build_engine(
 
     torch.manual_seed(args.seed)
     model = BertForPreTrainingPreLN(model_config, args)
+    unigram = data.unigram_log_probabilities
+    unused_rows = len(model.decoder_bias) - len(unigram)
+    model.decoder_bias.data.copy_(F.pad(unigram, (0, unused_rows), value=unigram.min().item()))
     structure = model.bert.sparse_attention_config
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     if structure is not None:
@@ -435,6 +450,7 @@ def main() -> int:
     if dist.get_rank() == 0:
         data.write_manifest(folder)
 
+    lines = MaskedLines.of(data)
     remember_signals()
     torch.use_deterministic_algorithms(not args.nondeterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -447,26 +463,33 @@ def main() -> int:
             say(f"{name}: nothing left to train, {position.step} steps are done; a larger --max-steps continues.")
             outcomes[name] = Outcome(position, read_metrics(folder / name / "metrics.jsonl", before=position.step + 1))
             continue
-        outcome = pretrain(name, args, terms[name], model_config, data, folder / name, position, max_steps, deadline)
+        outcome = pretrain(
+            name, args, terms[name], model_config, data, lines, folder / name, position, max_steps, deadline
+        )
         if outcome.signal:
             say(f"Stopped by signal {outcome.signal} after step {outcome.position.step}; continue with --resume.")
             return 128 + outcome.signal
         outcomes[name] = outcome
-    show_results(outcomes, data.held_out_unigram_cross_entropy, folder)
+    show_results(outcomes, data.held_out_unigram_cross_entropy, lines, folder)
     dist.barrier()
     return 0
 
 
-def show_results(outcomes: dict[str, Outcome], unigram: float, folder: Path) -> None:
-    """Prints each run's held-out loss beside the unigram cross-entropy, and draws the curves."""
+def show_results(outcomes: dict[str, Outcome], unigram: float, lines: MaskedLines, folder: Path) -> None:
+    """Prints each run's held-out loss beside the unigram cross-entropy, what it fills in, and draws the curves."""
     for name, (position, *_) in outcomes.items():
-        beside = "below" if position.held_out_loss < unigram else "not below"
+        beside = (
+            f"{abs(unigram - position.held_out_loss):.4f} {'below' if position.held_out_loss < unigram else 'above'}"
+        )
         say(
             f"{name}: held-out masked-LM loss {position.held_out_loss:.4f} nats after {position.step} steps, {beside} "
             f"the unigram cross-entropy {unigram:.4f} of the same positions"
         )
         if position.skipped_steps:
             say(f"{name}: {position.skipped_steps} of the steps overflowed in fp16 and were skipped.")
+    if lines.lines:
+        say("Held-out lines with masked words, and what fills them in:")
+        say(lines.beside({name: outcome.position.filled_in for name, outcome in outcomes.items()}))
     steps = [outcome.position.step for outcome in outcomes.values()]
     if steps[-1] < steps[0]:
         say(f"dense trained {steps[-1]} of the {steps[0]} steps of sparse in its time; --resume trains the rest.")
