@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -63,7 +64,9 @@ def workplace(tmp_path_factory):
         "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
     }  # fmt: skip
     (folder / "model.json").write_text(json.dumps({"name": "small", "bert_model_config": model}))
-    dropping = model | {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    dropping = model | {
+        "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "position_convolution": 3,
+    }  # fmt: skip
     (folder / "dropout.json").write_text(json.dumps({"name": "dropout", "bert_model_config": dropping}))
     return folder
 
@@ -192,7 +195,7 @@ def resumed(workplace, one_rank, stopped):
 
 @pytest.fixture(scope="module")
 def many_steps(workplace):
-    """An uninterrupted run with dropout."""
+    """An uninterrupted run with dropout and a convolution."""
     output = workplace / "many_steps"
     succeed(workplace, output, "--deepspeed_sparse_attention", "--max_steps", str(MANY_STEPS), model="dropout.json")
     return output
@@ -229,6 +232,20 @@ def test_a_run_shows_layout_losses_and_the_unigram_line(one_rank):
     assert json.loads((folder / "manifest.json").read_text())["sequence_length"] == TOKENS
     steps = [step for step, mlm_loss, *_ in losses(output) if mlm_loss is not None]
     assert steps == list(range(1, STEPS + 1))
+
+
+def test_a_run_starts_at_the_unigram_line(one_rank):
+    output, printed = one_rank
+    unigram = float(re.search(r"the unigram cross-entropy (\S+) of", printed)[1])
+    assert losses(output)[0][3] == pytest.approx(unigram, abs=0.05)
+
+
+def test_a_run_ends_with_masked_lines_and_what_fills_them_in(one_rank, resumed, comparison):
+    *_, lines = one_rank[1].partition("Held-out lines with masked words")
+    assert lines.count("[MASK]") == 2 * lines.count("the text") > 0
+    assert lines.count("\n    sparse    ") == lines.count("the text")
+    assert lines.partition("Loss curve")[0] in resumed["again"][1]  # kept with the checkpoint
+    assert comparison[1].count("\n    sparse    ") == comparison[1].count("\n    dense     ") > 0
 
 
 @pytest.mark.parametrize("launcher, stage", [("torchrun", 0), ("deepspeed", 2)])

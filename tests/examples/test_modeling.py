@@ -14,7 +14,7 @@ from modeling import BertConfig, BertForPreTrainingPreLN, BertSelfAttention, par
 
 CONFIG = BertConfig(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=96,
-    hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=64,
+    hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=64, position_convolution=5,
 )  # fmt: skip
 
 
@@ -70,6 +70,34 @@ def test_a_dense_layout_equals_dense_attention_padded_or_not(device, tokens, pad
     sparse(batch)["loss"].backward()
     for (name, mine), theirs in zip(dense.named_parameters(), sparse.parameters()):
         torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
+
+
+@pytest.mark.parametrize("block", [None, {"mode": "fixed"}], ids=["dense", "fixed"])
+def test_what_stands_in_padding_changes_no_token(block):
+    model, batch = make_model(arguments(64, block)), make_batch(64, 10)
+    other = batch._replace(input_ids=torch.where(batch.input_mask == 1, batch.input_ids, 7))
+    states, _ = model.bert(batch.input_ids, batch.segment_ids, batch.input_mask, batch.lengths)
+    others, _ = model.bert(other.input_ids, batch.segment_ids, batch.input_mask, batch.lengths)
+    assert torch.equal(others[1, :54], states[1, :54])
+
+
+def test_the_convolution_shows_each_token_its_neighbours_before_the_first_layer():
+    embeddings, batch = make_model(arguments(64)).bert.embeddings, make_batch(64)
+    before = embeddings(batch.input_ids, batch.segment_ids, batch.input_mask)
+    batch.input_ids[0, 20] = 4
+    changed = (embeddings(batch.input_ids, batch.segment_ids, batch.input_mask) != before).any(-1)
+    assert changed[0].nonzero().flatten().tolist() == [18, 19, 20, 21, 22] and not changed[1].any()
+
+
+def test_a_convolution_of_an_even_width_is_refused():
+    with pytest.raises(ValueError, match="(?s)position_convolution.*has to be odd"):
+        BertConfig.model_validate(CONFIG.model_dump() | {"position_convolution": 4})
+
+
+def test_in_evaluation_the_likeliest_token_of_each_predicted_position_is_there():
+    model, batch = make_model(arguments(64)).eval(), make_batch(64)
+    model.decoder_bias.data[17] = 100.0
+    assert model(batch)["guesses"].tolist() == [17] * len(batch.mlm_positions)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
