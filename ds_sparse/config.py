@@ -100,6 +100,7 @@ def parse_sparse_attention(
     *,
     source: Source = "the config",
     seq_len: int | None = None,
+    whole: bool = True,
     notices: list[str] | None = None,
 ) -> SparsityConfig:
     """Validates a block and makes its structure.
@@ -109,6 +110,7 @@ def parse_sparse_attention(
         num_heads: attention heads of the model.
         source: what the block was loaded from; it names the file in every message.
         seq_len: tokens; when given, the layout must exist at this length.
+        whole: the layout must also fit into memory, as training needs it; False where rows of it are enough.
         notices: receives a sentence for each thing that is accepted but deserves a line, for rank 0 to print.
 
     Raises:
@@ -116,7 +118,7 @@ def parse_sparse_attention(
     """
     name = _name(source)
     _check_is_object(block, name)
-    reading = _Reading(f"{name}: {BLOCK_KEY}")
+    reading = _Reading(f"{name}: {BLOCK_KEY}", whole)
     structure = reading.read(block, num_heads, seq_len)
     if structure is None or reading.mistakes:
         raise SparseAttentionConfigError(reading.mistakes) from reading.cause
@@ -332,8 +334,9 @@ def _check_is_object(block: Any, source: str) -> None:
 class _Reading:
     """One pass over a block, gathering mistakes and notices."""
 
-    def __init__(self, at: str) -> None:
+    def __init__(self, at: str, whole: bool) -> None:
         self.at = at
+        self.whole = whole
         self.mistakes: list[str] = []
         self.notices: list[str] = []
         self.cause: Exception | None = None
@@ -519,7 +522,10 @@ class _Reading:
         cls = type(structure)
         state = random.getstate()
         try:
-            structure.make_bool_layout(seq_len)
+            if self.whole:
+                structure.make_bool_layout(seq_len)
+            else:
+                structure.make_rows(seq_len).maker(0)(range(1))
             cautions = list(structure.cautions_at(seq_len // structure.block))
         except STRUCTURE_ERRORS as error:
             self.cause = error

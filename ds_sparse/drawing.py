@@ -1,123 +1,292 @@
-"""Layouts as pictures: text for a terminal, .png and .svg files."""
+"""Layouts as pictures: text for a terminal, .png and .svg files. A layout need not exist whole to be drawn."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby, zip_longest
+from typing import TYPE_CHECKING, TextIO
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .layout import as_bool_layout, density, distinct_heads
+from .layout_rows import LayoutRows, RowMaker
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_SHADES = " ░▒▓█"
+ROWS_AT_ONCE = 128
+"""Block rows that exist at a time. So few that uint8 holds their sums."""
+
+CELLS = 512
+"""Most cells along a side of a picture in a file."""
 
 
-def draw(layout: Tensor, block: int, columns: int = 64) -> str:
-    """The layout as text for a terminal: one picture for each distinct head, its density, a legend.
+@dataclass(frozen=True)
+class Characters:
+    """What a picture in a terminal consists of: `shades` from none to all blocks of a cell; `halves` for two blocks, one
+    over the other: neither, the upper, the lower, both."""
 
-    Up to `columns` block columns a character is one block wide and two blocks high (half-block characters); above,
-    a character stands for a cell of several blocks and its shade for the share of them that is live.
+    shades: str
+    halves: str
+    halves_legend: str
+
+
+UNICODE = Characters(" ░▒▓█", " ▀▄█", "█ live block, blank: no block")
+ASCII = Characters(" .:+#", " '.#", "' upper block live, . lower block live, # both, blank: none")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Heads with one layout: the share of live blocks in each cell (float, cell rows x cell columns), and in all."""
+
+    heads: list[int]
+    shares: Tensor
+    density: float
+
+
+def draw(
+    layout: Tensor | LayoutRows, block: int, columns: int = 64, head: int | None = None, ascii: bool | None = None
+) -> str:
+    """The layout as text for a terminal: one picture of all heads that are equal, small ones beside each other of those
+    that differ, their density, a legend.
+
+    Up to `columns` block columns a character is one block wide and two blocks high; above, a character stands for a
+    cell of several blocks and its shade for the share of them that is live.
 
     Args:
-        layout: (H, R, C) or (R, C), bool or 0/1 integers.
+        layout: (H, R, C) or (R, C), bool or 0/1 integers, or `SparsityConfig.make_rows`.
         block: tokens in a block, for the legend.
-        columns: widest picture, in characters.
+        columns: width of all in characters.
+        head: draw this head alone; of a layout that all heads share, this.
+        ascii: ASCII characters only. None: if standard output takes no others.
     """
-    layout = as_bool_layout(layout).cpu()
-    heads, rows, cols = layout.shape
-    lines = []
-    for group in distinct_heads(layout):
-        name = "all heads" if len(group) == heads else _name_heads(group)
-        lines.append(f"{name}: {rows} x {cols} blocks of {block} tokens, density {density(layout[group[0]]):.1%}")
-        lines += _half_blocks(layout[group[0]]) if cols <= columns else _shades(layout[group[0]], columns)
-    if cols <= columns:
-        lines.append("█ live block, blank: no block; rows are queries, columns keys")
+    rows = layout if isinstance(layout, LayoutRows) else LayoutRows.of(layout)
+    characters = ASCII if (takes_ascii_only(sys.stdout) if ascii is None else ascii) else UNICODE
+    full = _cell(rows, columns)
+    panels = _panels(rows, (2 * full, full) if full > 1 else (1, 1), head)
+    size = f"{rows.rows} x {rows.columns} blocks of {block} tokens"
+    if len(panels) == 1:
+        cell, lines = full, [f"{_name(panels[0], rows, head)}: {size}, density {panels[0].density:.1%}"]
+        lines += _text(panels[0], full, characters)
     else:
-        cell = -(-cols // columns)
-        lines.append(
-            f"one character = {2 * cell} x {cell} blocks; ░ ▒ ▓ █ share of live blocks up to 25, 50, 75, 100 %, "
-            "blank: none; rows are queries, columns keys"
+        across = min(len(panels), max(1, (columns + 2) // 16))
+        width = (columns + 2) // across - 2
+        cell = _cell(rows, width)
+        if cell != full:
+            panels = _panels(rows, (2 * cell, cell))
+        lines = [size, *_beside_each_other(panels, rows, cell, across, width, characters)]
+    if cell == 1:
+        legend = characters.halves_legend
+    else:
+        legend = (
+            f"one character = {2 * cell} x {cell} blocks; {' '.join(characters.shades[1:])} share of live blocks up to "
+            "25, 50, 75, 100 %, blank: none"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, f"{legend}; rows are queries, columns keys"])
 
 
-def save_drawing(layout: Tensor, block: int, path: str | os.PathLike[str], title: str = "") -> None:
+def save_drawing(
+    layout: Tensor | LayoutRows,
+    block: int,
+    path: str | os.PathLike[str],
+    title: str = "",
+    head: int | None = None,
+) -> None:
     """Writes the layout as a picture, one panel for each distinct head, axes in tokens.
 
     The ending of `path` picks the format: .png or .svg. Needs matplotlib. Live blocks are dark; layouts of more than
-    512 blocks are averaged down and the grey is the share of live blocks.
+    512 blocks are averaged down and the grey is the share of live blocks. layout, block and head are those of `draw`.
 
     Raises:
-        ValueError: another ending.
+        ValueError: another ending, or a path that no file can be written to.
         ImportError: matplotlib is not installed.
     """
-    if os.path.splitext(path)[1].lower() not in (".png", ".svg"):
-        raise ValueError(f"A layout is drawn as .png or .svg, got {os.fspath(path)!r}.")
+    require_writable(path)
     try:
         import matplotlib
     except ImportError as error:
         raise ImportError("Drawing a layout to a file needs matplotlib: pip install matplotlib.") from error
 
-    figure = _figure(as_bool_layout(layout).cpu(), block, title)
-    with matplotlib.rc_context({"svg.hashsalt": "ds_sparse"}):
-        # A fixed salt and no date: the same layout gives the same file.
-        figure.savefig(path, dpi=150, metadata={"Date": None} if os.fspath(path).lower().endswith(".svg") else None)
+    figure = _figure(layout if isinstance(layout, LayoutRows) else LayoutRows.of(layout), block, title, head)
+    svg = os.fspath(path).lower().endswith(".svg")
+    try:
+        with matplotlib.rc_context({"svg.hashsalt": "ds_sparse"}):
+            # A fixed salt and no date: the same layout gives the same file. Tight: as large as what is in it.
+            figure.savefig(path, dpi=150, bbox_inches="tight", metadata={"Date": None} if svg else None)
+    except OSError as error:
+        raise ValueError(f"{os.fspath(path)} cannot be written: {error.strerror or error}.") from error
 
 
-def _figure(layout: Tensor, block: int, title: str) -> Figure:
+def require_writable(path: str | os.PathLike[str]) -> None:
+    """Raises ValueError where `save_drawing` cannot write, before it takes the time to draw."""
+    name = os.fspath(path)
+    folder = os.path.dirname(name) or "."
+    if os.path.splitext(name)[1].lower() not in (".png", ".svg"):
+        raise ValueError(f"A layout is drawn as .png or .svg, got {name!r}.")
+    if not os.path.isdir(folder):
+        raise ValueError(f"{name} cannot be written: there is no folder {folder}. Make it first.")
+    if os.path.isdir(name):
+        raise ValueError(f"{name} cannot be written: it is a folder.")
+    if not os.access(name if os.path.exists(name) else folder, os.W_OK):
+        raise ValueError(f"{name} cannot be written: permission denied.")
+
+
+def takes_ascii_only(stream: TextIO) -> bool:
+    """Whether a stream's encoding, or a terminal in the locale "C", has no characters but those of ASCII."""
+    try:
+        (UNICODE.shades + UNICODE.halves).encode(stream.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return True
+    if os.environ.get("PYTHONIOENCODING") or os.environ.get("PYTHONUTF8") == "1":
+        return False
+    # In the locale "C" Python writes UTF-8 all the same, and sets LC_CTYPE to C.UTF-8 for its children.
+    ctype = os.environ.get("LC_CTYPE")
+    named = os.environ.get("LC_ALL") or (ctype if ctype not in ("C.UTF-8", "C.utf8", "UTF-8") else None)
+    return (named or os.environ.get("LANG")) in ("C", "POSIX")
+
+
+def _cell(rows: LayoutRows, width: int) -> int:
+    """Block columns in a character of a picture of this width."""
+    return -(-rows.columns // max(1, width))
+
+
+def _panels(rows: LayoutRows, cell: tuple[int, int], head: int | None = None) -> list[Panel]:
+    """One for each distinct head, or of one head, in cells of so many rows and columns; those at the edge count only the
+    blocks they hold. Of each head no more than ROWS_AT_ONCE rows exist at a time."""
+    heads = range(rows.heads) if head is None else [head if rows.heads > 1 else 0]
+    makers = {h: rows.maker(h) for h in heads}
+    cells = [-(-size // along) for size, along in zip((rows.rows, rows.columns), cell, strict=True)]
+    groups = [(list(heads), torch.zeros(cells, dtype=torch.int64))]
+    with _one_thread():
+        for start in range(0, rows.rows, ROWS_AT_ONCE):
+            piece = range(start, min(start + ROWS_AT_ONCE, rows.rows))
+            groups = [part for members, counts in groups for part in _split(members, counts, makers, piece, cell)]
+    heights, widths = (
+        torch.tensor([min(along, size - place) for place in range(0, size, along)])
+        for size, along in zip((rows.rows, rows.columns), cell, strict=True)
+    )
+    return [
+        Panel(members, counts / (heights[:, None] * widths), counts.sum().item() / (rows.rows * rows.columns))
+        for members, counts in sorted(groups, key=lambda group: group[0])
+    ]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """A piece of rows is so small that threads wait for each other longer than they work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _split(
+    members: list[int], counts: Tensor, makers: dict[int, RowMaker], piece: range, cell: tuple[int, int]
+) -> Iterator[tuple[list[int], Tensor]]:
+    """The heads of a group that are equal in a piece of rows too, and their counts of live blocks up to here."""
+    parts: list[tuple[Tensor, list[int]]] = []
+    for h in members:
+        live = makers[h](piece)
+        for other, equal in parts:
+            if np.array_equal(live.numpy(), other.numpy()):  # five times as fast as torch.equal of bools
+                equal.append(h)
+                break
+        else:
+            parts.append((live, [h]))
+    for live, equal in parts:
+        yield equal, _counted(counts.clone(), live.view(torch.uint8), piece, cell)
+
+
+def _counted(counts: Tensor, live: Tensor, piece: range, cell: tuple[int, int]) -> Tensor:
+    height, width = cell
+    place = piece.start
+    while place < piece.stop:
+        end = min(place - place % height + height, piece.stop)
+        of_columns = live[place - piece.start : end - piece.start].sum(0, dtype=torch.uint8)
+        padded = torch.nn.functional.pad(of_columns, (0, -len(of_columns) % width))
+        counts[place // height] += padded.unflatten(0, (-1, width)).sum(1)
+        place = end
+    return counts
+
+
+def _name(panel: Panel, rows: LayoutRows, head: int | None) -> str:
+    if head is not None:
+        return f"head {head}"
+    if len(panel.heads) == rows.heads:
+        return "all heads"
+    return f"head{'s' * (len(panel.heads) > 1)} {_in_ranges(panel.heads)}"
+
+
+def _in_ranges(numbers: Sequence[int]) -> str:
+    """Sorted numbers, three and more in a row as a range: "0, 1, 4-7"."""
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+
+
+def _text(panel: Panel, cell: int, characters: Characters) -> list[str]:
+    if cell == 1:
+        live = torch.nn.functional.pad(panel.shares.int(), (0, 0, 0, panel.shares.shape[0] % 2))
+        codes, of = live[0::2] + 2 * live[1::2], characters.halves
+    else:
+        # ceil: a single live block in a cell still shows.
+        codes, of = (panel.shares * (len(characters.shades) - 1)).ceil().int(), characters.shades
+    return ["".join(of[code] for code in row).rstrip() for row in codes.tolist()]
+
+
+def _beside_each_other(
+    panels: list[Panel], rows: LayoutRows, cell: int, across: int, width: int, characters: Characters
+) -> Iterator[str]:
+    for first in range(0, len(panels), across):
+        in_line = panels[first : first + across]
+        names = [textwrap.wrap(_name(panel, rows, None), max(width, 8)) for panel in in_line]
+        captions = [[*name, f"density {panel.density:.1%}"] for name, panel in zip(names, in_line, strict=True)]
+        pictures = [_text(panel, cell, characters) for panel in in_line]
+        for lines in (captions, pictures):
+            for parts in zip_longest(*lines, fillvalue=""):
+                yield "  ".join(f"{part:{width}}" for part in parts).rstrip()
+
+
+def _figure(rows: LayoutRows, block: int, title: str, head: int | None) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    groups = distinct_heads(layout)
-    across = min(len(groups), 4)
-    down = -(-len(groups) // across)
-    figure = Figure(figsize=(3.6 * across, 3.8 * down + 0.4), layout="constrained")
+    cell = max(1, -(-max(rows.rows, rows.columns) // CELLS))
+    panels = _panels(rows, (cell, cell), head)
+    across = min(len(panels), 6)
+    down = -(-len(panels) // across)
+    side = 4.2 if across == 1 else 3.2 if across < 4 else 2.2
+    # Compressed: panels are squares, and leave their space between them to the titles.
+    figure = Figure(figsize=(side * across, (side + 0.3) * down + 0.4), layout="compressed")
     FigureCanvasAgg(figure)
-    rows, cols = layout.shape[1:]
-    for place, group in enumerate(groups):
+    for place, panel in enumerate(panels):
         axes = figure.add_subplot(down, across, place + 1)
-        cell = max(1, -(-max(rows, cols) // 512))
         axes.imshow(
-            _live_share(layout[group[0]], cell, cell).numpy(),
+            panel.shares.numpy(),
             cmap="Greys",
             vmin=0,
             vmax=1,
             interpolation="nearest",
-            extent=(0, cols * block, rows * block, 0),
+            extent=(0, rows.columns * block, rows.rows * block, 0),
         )
-        name = "all heads" if len(group) == layout.shape[0] else _name_heads(group)
-        axes.set_title(f"{name}, density {density(layout[group[0]]):.1%}", fontsize=9)
-        axes.set_xlabel("key token", fontsize=8)
-        axes.set_ylabel("query token", fontsize=8)
+        between = ", " if across == 1 else "\n"
+        name = "\n".join(textwrap.wrap(_name(panel, rows, head), int(12 * side)))
+        axes.set_title(f"{name}{between}density {panel.density:.1%}", fontsize=9)
         axes.tick_params(labelsize=7)
-    figure.suptitle(f"{title + ': ' if title else ''}dark = live block of {block} x {block} tokens", fontsize=10)
+        axes.locator_params(nbins=8 if across == 1 else 2)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(lambda tokens, place: f"{tokens:,.0f}")
+        if place // across == down - 1 or place + across >= len(panels):
+            axes.set_xlabel("key token", fontsize=8)
+        if place % across == 0:
+            axes.set_ylabel("query token", fontsize=8)
+    lines = [*textwrap.wrap(title, int(12 * side * across)), f"dark = live block of {block} x {block} tokens"]
+    figure.suptitle("\n".join(lines), fontsize=10)
     return figure
-
-
-def _name_heads(group: list[int]) -> str:
-    return f"head {group[0]}" if len(group) == 1 else "heads " + ", ".join(str(head) for head in group)
-
-
-def _half_blocks(picture: Tensor) -> list[str]:
-    if picture.shape[0] % 2:
-        picture = torch.cat([picture, picture.new_zeros(1, picture.shape[1])])
-    upper, lower = picture[0::2].int(), picture[1::2].int()
-    return ["".join(" ▀▄█"[code] for code in row).rstrip() for row in (upper + 2 * lower).tolist()]
-
-
-def _shades(picture: Tensor, columns: int) -> list[str]:
-    cell = -(-picture.shape[1] // columns)
-    # ceil: a single live block in a cell still shows.
-    level = (_live_share(picture, 2 * cell, cell) * (len(_SHADES) - 1)).ceil().int()
-    return ["".join(_SHADES[code] for code in row).rstrip() for row in level.tolist()]
-
-
-def _live_share(picture: Tensor, cell_rows: int, cell_columns: int) -> Tensor:
-    """(R, C) bool -> float, share of live blocks in each cell; cells at the edge count only the blocks they hold."""
-    return torch.nn.functional.avg_pool2d(
-        picture.float()[None], (cell_rows, cell_columns), ceil_mode=True, count_include_pad=False
-    )[0]

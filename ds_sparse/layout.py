@@ -87,19 +87,6 @@ def share_equal_heads(layout: Tensor) -> Tensor:
     return layout
 
 
-def distinct_heads(layout: Tensor) -> list[list[int]]:
-    """Heads grouped by equal layout, in order of first appearance: `[[0, 2], [1, 3]]`."""
-    groups: list[list[int]] = []
-    for head in range(layout.shape[0]):
-        for group in groups:
-            if torch.equal(layout[group[0]], layout[head]):
-                group.append(head)
-                break
-        else:
-            groups.append([head])
-    return groups
-
-
 def density(layout: Tensor) -> float:
     """Share of live blocks, 0 to 1, over all heads of a (H, R, C) or (R, C) layout."""
     return torch.count_nonzero(layout).item() / layout.numel()

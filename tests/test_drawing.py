@@ -1,14 +1,24 @@
+import io
 import sys
 
+import matplotlib.image
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_sparse.drawing import draw, save_drawing
+from ds_sparse import drawing
+from ds_sparse.drawing import draw, save_drawing, takes_ascii_only
+from ds_sparse.layout_rows import LayoutRows
+from ds_sparse.sparsity import BigBirdSparsityConfig, FixedSparsityConfig
 
 modest = settings(deadline=None, derandomize=True, max_examples=60)
 LIVE = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 1, 1]])
+
+
+@pytest.fixture(autouse=True)
+def terminal_of_today(monkeypatch):
+    monkeypatch.setenv("LC_ALL", "en_US.UTF-8")
 
 
 def test_a_small_layout_is_drawn_exactly():
@@ -20,11 +30,26 @@ def test_a_small_layout_is_drawn_exactly():
     ]
 
 
-def test_each_distinct_head_is_drawn_once():
-    text = draw(torch.stack([LIVE, LIVE.T, LIVE]), 16)
-    assert "heads 0, 2: 3 x 3" in text
-    assert "head 1: 3 x 3" in text
-    assert text.count("density") == 2
+def test_each_distinct_head_is_drawn_once_beside_the_others():
+    lines = draw(torch.stack([LIVE, LIVE.T, LIVE]), 16, columns=34).splitlines()
+    assert lines[0] == "3 x 3 blocks of 16 tokens"
+    assert [line.split() for line in lines[1:3]] == [["heads", "0,", "2", "head", "1"], ["density", "55.6%"] * 2]
+    assert lines[3:5] == ["█▄" + " " * 16 + "▀█▄", " ▀▀" + " " * 17 + "▀"]
+
+
+def test_long_names_of_equal_heads_fit_over_their_picture():
+    odd = torch.stack([LIVE if head % 2 else LIVE.T for head in range(24)])
+    odd[-4:] = LIVE
+    lines = draw(odd, 16, columns=32).splitlines()
+    assert max(map(len, lines[:-1])) <= 32
+    assert "19-23" in " ".join(lines)
+
+
+def test_one_head_is_drawn_alone():
+    text = draw(torch.stack([LIVE, LIVE.T, LIVE]), 16, head=1)
+    assert text.startswith("head 1: 3 x 3 blocks")
+    assert text.splitlines()[1:3] == ["▀█▄", "  ▀"]
+    assert draw(LIVE, 16, head=5).startswith("head 5: 3 x 3 blocks"), "all heads share this layout"
 
 
 def test_a_large_layout_is_scaled_down_and_single_blocks_still_show():
@@ -38,11 +63,96 @@ def test_a_large_layout_is_scaled_down_and_single_blocks_still_show():
 
 
 @modest
-@given(st.integers(1, 90), st.integers(1, 90), st.integers(1, 40))
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 40))
 def test_no_picture_is_wider_than_asked_for_and_dense_is_full(rows, columns, width):
-    picture = draw(torch.ones(rows, columns, dtype=torch.bool), 16, columns=width).splitlines()[1:-1]
+    picture = draw(torch.ones(rows, columns, dtype=torch.bool), 16, columns=width, ascii=False).splitlines()[1:-1]
     assert all(0 < len(line) <= width for line in picture)
     assert set("".join(picture[:-1])) <= {"█"}
+
+
+@modest
+@given(st.integers(1, 400), st.integers(1, 60), st.integers(1, 300), st.integers(1, 9), st.integers(0, 99))
+def test_a_cell_is_the_share_of_its_live_blocks(rows, columns, cell_rows, cell_columns, seed):
+    generator = torch.Generator().manual_seed(seed)
+    kinds = torch.rand(2, rows, columns, generator=generator) < 0.5
+    layout = kinds[torch.randint(0, 2, (4,), generator=generator)]
+    panels = drawing._panels(LayoutRows.of(layout), (cell_rows, cell_columns))
+    assert sorted(head for panel in panels for head in panel.heads) == [0, 1, 2, 3]
+    assert len(panels) == len({head.numpy().tobytes() for head in layout})
+    for panel in panels:
+        assert all(torch.equal(layout[head], layout[panel.heads[0]]) for head in panel.heads)
+        live = layout[panel.heads[0]]
+        expected = [
+            [part.double().mean().item() for part in strip.split(cell_columns, 1)] for strip in live.split(cell_rows)
+        ]
+        assert torch.allclose(panel.shares.double(), torch.tensor(expected, dtype=torch.float64), atol=1e-6)
+        assert panel.density == pytest.approx(live.double().mean().item())
+
+
+@pytest.mark.parametrize("layout", [LIVE, torch.rand(2, 90, 90) < 0.5])
+def test_ascii_pictures_say_the_same_in_other_characters(layout):
+    text, plain = draw(layout, 16, columns=40, ascii=False), draw(layout, 16, columns=40, ascii=True)
+    assert plain.isascii()
+    names = str.maketrans("▀▄█░▒▓", "'.#.:+") if "▀" in text else str.maketrans("░▒▓█", ".:+#")
+    assert text.translate(names).splitlines()[:-1] == plain.splitlines()[:-1]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "environment", "ascii"),
+    [
+        ("utf-8", {}, False),
+        ("utf-8", {"LANG": "de_DE.UTF-8"}, False),
+        ("utf-8", {"LANG": "C", "LC_CTYPE": "C.UTF-8"}, True),
+        ("utf-8", {"LANG": "C", "LC_CTYPE": "en_US.UTF-8"}, False),
+        ("utf-8", {"LC_ALL": "POSIX", "LANG": "en_US.UTF-8"}, True),
+        ("utf-8", {"LANG": "C", "PYTHONIOENCODING": "utf-8"}, False),
+        ("utf-8", {"LANG": "C", "PYTHONUTF8": "1"}, False),
+        ("ascii", {"LANG": "en_US.UTF-8"}, True),
+        ("latin-1", {}, True),
+        ("cp437", {}, False),
+    ],
+)
+def test_terminals_that_take_ascii_only(monkeypatch, encoding, environment, ascii):
+    for name in ("LC_ALL", "LC_CTYPE", "LANG", "PYTHONIOENCODING", "PYTHONUTF8"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    assert takes_ascii_only(stream) is ascii
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert draw(LIVE, 16).isascii() is ascii
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        FixedSparsityConfig(4, different_layout_per_head=True, num_different_global_patterns=2),
+        BigBirdSparsityConfig(2, seed=3, different_layout_per_head=True),
+    ],
+)
+def test_a_structure_is_drawn_as_its_layout(structure):
+    layout, rows = structure.make_bool_layout(16 * 200), structure.make_rows(16 * 200)
+    assert draw(rows, 16, columns=40) == draw(layout, 16, columns=40)
+
+
+def test_a_million_tokens_are_drawn_without_the_layout():
+    structure = BigBirdSparsityConfig(12, 64, seed=1, different_layout_per_head=True)
+    made = structure.make_rows(1 << 20)
+    most = []
+
+    def maker(h):
+        make = made.maker(h)
+
+        def measured(rows):
+            live = make(rows)
+            most.append(live.numel())
+            return live
+
+        return measured
+
+    text = draw(LayoutRows(made.heads, made.rows, made.columns, maker), 64, head=7)
+    assert text.startswith("head 7: 16384 x 16384 blocks of 64 tokens")
+    assert max(most) <= 128 * 16384 and sum(most) == 16384**2
 
 
 @pytest.mark.parametrize(("name", "magic"), [("layout.png", b"\x89PNG"), ("layout.svg", b"<?xml")])
@@ -54,10 +164,47 @@ def test_pictures_are_files_of_their_kind_and_reproducible(tmp_path, name, magic
     assert (tmp_path / name).read_bytes() == (tmp_path / f"again_{name}").read_bytes()
 
 
-def test_other_endings_are_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(ValueError, match=".png or .svg"):
-        save_drawing(LIVE, 16, tmp_path / "layout.jpg")
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize(("heads", "tokens"), [(1, 2048), (4, 1 << 20), (8, 2048)])
+def test_titles_are_whole_and_nothing_is_empty_above_them(tmp_path, heads, tokens):
+    layout = torch.stack([LIVE.roll(head % 3, 0) ^ (head // 3 % 2) for head in range(heads)])
+    save_drawing(layout, tokens // 3, tmp_path / "layout.png", "a_file_with_a_rather_long_name.json, mode so_and_so")
+    picture = matplotlib.image.imread(tmp_path / "layout.png")[:, :, :3].min(2)
+    for edge in (picture, picture[::-1], picture.T, picture.T[::-1]):
+        ink = (edge < 0.9).any(1).argmax()
+        assert 2 <= ink <= 40, "white around, but no more than a line of text"
+
+
+def test_the_title_is_above_the_panels_and_not_over_them():
+    layout = torch.stack([LIVE.roll(head, 0) for head in range(3)])
+    figure = drawing._figure(LayoutRows.of(layout), 350_000, "a title", None)
+    figure.canvas.draw()
+    title = figure._suptitle.get_window_extent()
+    assert all(axes.get_tightbbox().y1 <= title.y0 for axes in figure.axes)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("layout.jpg", ".png or .svg, got"),
+        ("layout", ".png or .svg, got"),
+        ("missing/layout.png", "there is no folder .*missing. Make it first"),
+        ("folder.png", "it is a folder"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_anything_is_drawn(tmp_path, name, sentence):
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(ValueError, match=sentence):
+        save_drawing(LayoutRows(1, 9, 9, None), 16, tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
+
+
+def test_a_write_that_fails_is_a_sentence(monkeypatch, tmp_path):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    with pytest.raises(ValueError, match="layout.png cannot be written: No space left on device"):
+        save_drawing(LIVE, 16, tmp_path / "layout.png")
 
 
 def test_a_missing_matplotlib_is_a_sentence(monkeypatch, tmp_path):

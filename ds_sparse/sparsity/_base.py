@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from ..layout_rows import LayoutRows, RowMaker
+
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 
 REACHES_AHEAD = (
@@ -31,6 +33,10 @@ REACHES_AHEAD = (
 Rule = Callable[..., str | None]
 """A condition between fields. Its parameters are the names of the fields it reads; it returns the sentence that says
 what is wrong, or None."""
+
+RowStep = Callable[["Tensor", range], None]
+"""A step of a layout that sets the live blocks of some block rows of a head, in place, in a tensor (rows, blocks) of any
+dtype."""
 
 _Structure = TypeVar("_Structure", bound=type)
 
@@ -276,6 +282,41 @@ class SparsityConfig:
             layout = self._lay_out_heads(self._no_blocks(self.num_layout_heads, seq_len, torch.bool))
         return share_equal_heads(layout)
 
+    def make_rows(self, seq_len: int) -> LayoutRows:
+        """The layout of `make_bool_layout`, of which only the block rows exist that are asked for.
+
+        A million tokens in blocks of 16 are 4 GiB a head when whole. A structure that overrides how layouts are made has
+        no rows of its own: its layout is made whole.
+
+        Raises:
+            ValueError, TypeError: as `make_bool_layout`.
+            MemoryError: as `make_bool_layout`, where the layout is made whole.
+        """
+        import torch
+
+        from ..layout_rows import LayoutRows
+
+        if self._overrides_layout():
+            return LayoutRows.of(self.make_bool_layout(seq_len))
+        blocks = self._blocks_in(seq_len)
+
+        def maker(h: int) -> RowMaker:
+            steps = self.row_steps(h, blocks)
+
+            def make(rows: range) -> Tensor:
+                live = torch.zeros(len(rows), blocks, dtype=torch.bool)
+                for step in steps:
+                    step(live, rows)
+                return live.tril_(rows.start) if self.strict_causal else live
+
+            return make
+
+        return LayoutRows(self.num_layout_heads, blocks, blocks, maker)
+
+    def row_steps(self, h: int, blocks: int) -> list[RowStep]:
+        """The steps of `lay_out` for head `h`, for some rows at a time. What is random is drawn here."""
+        raise NotImplementedError(f"{type(self).__name__} has no rows of its own.")
+
     def sampler(self, h: int) -> Callable[[range, int], list[int]]:
         """`random.sample` for head `h`: Python's own without a seed, else one that starts afresh at every call."""
         return random.sample if self.seed is None else random.Random(f"{self.seed}/{h}").sample
@@ -283,13 +324,16 @@ class SparsityConfig:
     def _no_blocks(self, heads: int, seq_len: int, dtype: torch.dtype) -> Tensor:
         import torch
 
+        blocks = self._blocks_in(seq_len)
+        need_memory(heads, blocks, dtype)
+        return torch.zeros((heads, blocks, blocks), dtype=dtype)
+
+    def _blocks_in(self, seq_len: int) -> int:
         if seq_len < 1:
             raise ValueError(f"A layout needs a sequence length of at least 1, got {seq_len}.")
         if seq_len % self.block:
             raise ValueError(f"Sequence Length, {seq_len}, needs to be dividable by Block size {self.block}!")
-        blocks = seq_len // self.block
-        need_memory(heads, blocks, dtype)
-        return torch.zeros((heads, blocks, blocks), dtype=dtype)
+        return seq_len // self.block
 
     def _lay_out_heads(self, layout: Tensor) -> Tensor:
         from ..layout import causal_cut
@@ -317,20 +361,38 @@ def need_memory(heads: int, blocks: int, dtype: torch.dtype) -> None:
         )
 
 
-def windows(sizes: list[int], blocks: int, unidirectional: bool) -> Tensor:
-    """Consecutive square windows of `sizes` blocks, of which the last repeats, up to `blocks`: bool (blocks, blocks);
-    lower-triangular if unidirectional."""
+def set_rows(step: RowStep, h: int, layout: Tensor) -> Tensor:
+    """Takes a step in all rows of head `h` of a (H, R, C) layout, in place, and returns the layout."""
+    step(layout[h], range(layout.shape[1]))
+    return layout
+
+
+def within(rows: range, start: int, stop: int) -> slice:
+    """The rows from `start` to `stop`, of those in `rows`, as places in a tensor that holds only these."""
+    return slice(max(0, start - rows.start), max(0, stop - rows.start))
+
+
+def windows(sizes: list[int], blocks: int, unidirectional: bool) -> RowStep:
+    """Consecutive square windows of `sizes` blocks, of which the last repeats, up to `blocks`; lower-triangular if
+    unidirectional."""
     import torch
 
     sizes = [min(size, blocks) for size in sizes[:blocks]]
     sizes += [sizes[-1]] * (max(0, blocks - sum(sizes)) // sizes[-1] + 1)
     window = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), torch.tensor(sizes))[:blocks]
-    mask = window[:, None] == window[None, :]
-    return mask.tril_() if unidirectional else mask
+
+    def step(live: Tensor, rows: range) -> None:
+        mine = window[rows.start : rows.stop]
+        first = int(torch.searchsorted(window, mine[:1]))
+        end = int(torch.searchsorted(window, mine[-1:], right=True))
+        mask = mine[:, None] == window[first:end]
+        live[:, first:end].logical_or_(mask.tril_(rows.start - first) if unidirectional else mask)
+
+    return step
 
 
-def sliding_window(blocks: int, width: int, unidirectional: bool) -> Tensor:
-    """Blocks at most `width // 2` from the diagonal: bool (blocks, blocks); only the lower half if unidirectional.
+def sliding_window(blocks: int, width: int, unidirectional: bool) -> RowStep:
+    """Blocks at most `width // 2` from the diagonal; only the lower half if unidirectional.
 
     As in DeepSpeed, an even width gives `width + 1` blocks.
 
@@ -340,8 +402,16 @@ def sliding_window(blocks: int, width: int, unidirectional: bool) -> Tensor:
     import torch
 
     require(window_fits(width, blocks))
-    reach = width // 2
-    return torch.ones(blocks, blocks, dtype=torch.bool).tril_(0 if unidirectional else reach).triu_(-reach)
+    back = width // 2
+    ahead = 0 if unidirectional else back
+
+    def step(live: Tensor, rows: range) -> None:
+        first, end = max(0, rows.start - back), min(blocks, rows.stop + ahead)
+        band = torch.ones(len(rows), end - first, dtype=torch.bool)
+        diagonal = rows.start - first
+        live[:, first:end].logical_or_(band.tril_(diagonal + ahead).triu_(diagonal - back))
+
+    return step
 
 
 def global_ranges(starts: list[int], ends: list[int] | None, blocks: int) -> list[tuple[int, int]]:

@@ -7,14 +7,17 @@ from pydantic import Field
 from ._base import (
     Attention,
     RandomBlocks,
+    RowStep,
     SparsityConfig,
     WindowWidth,
     declared,
     global_blocks_fit,
     random_blocks_fit,
     require,
+    set_rows,
     sliding_window,
     window_fits,
+    within,
 )
 from ._registry import register_sparsity
 
@@ -59,30 +62,49 @@ class BigBirdSparsityConfig(SparsityConfig):
         return self.set_global_layout_itc(h, layout)
 
     def set_random_layout(self, h: int, layout: Tensor) -> Tensor:
-        import torch
-
-        blocks = layout.shape[1]
-        require(random_blocks_fit(self.num_random_blocks, blocks))
-        sample = self.sampler(h)
-        rows: list[int] = []
-        columns: list[int] = []
-        for row in range(blocks):
-            candidates = range(blocks) if self.attention == "bidirectional" else range(row + 1)
-            wanted = min(self.num_random_blocks, len(candidates)) if self.strict_causal else self.num_random_blocks
-            rows += [row] * wanted
-            columns += sample(candidates, wanted)
-        layout[h, torch.tensor(rows, dtype=torch.int64), torch.tensor(columns, dtype=torch.int64)] = 1
-        return layout
+        return set_rows(self._random(h, layout.shape[1]), h, layout)
 
     def set_sliding_window_layout(self, h: int, layout: Tensor) -> Tensor:
-        band = sliding_window(layout.shape[1], self.num_sliding_window_blocks, unidirectional=False)
-        layout[h].masked_fill_(band, 1)
-        return layout
+        return set_rows(self._window(layout.shape[1]), h, layout)
 
     def set_global_layout_itc(self, h: int, layout: Tensor) -> Tensor:
-        require(global_blocks_fit(self.num_global_blocks, layout.shape[1]))
-        layout[h, : self.num_global_blocks, :] = 1
-        layout[h, :, : self.num_global_blocks] = 1
-        if self.attention == "unidirectional":
-            layout[h].tril_()
-        return layout
+        return set_rows(self._global(layout.shape[1]), h, layout)
+
+    def row_steps(self, h: int, blocks: int) -> list[RowStep]:
+        return [self._random(h, blocks), self._window(blocks), self._global(blocks)]
+
+    def _random(self, h: int, blocks: int) -> RowStep:
+        import torch
+
+        require(random_blocks_fit(self.num_random_blocks, blocks))
+        sample = self.sampler(h)
+        columns: list[int] = []
+        wanted: list[int] = []
+        for row in range(blocks):
+            candidates = range(blocks) if self.attention == "bidirectional" else range(row + 1)
+            wanted.append(
+                min(self.num_random_blocks, len(candidates)) if self.strict_causal else self.num_random_blocks
+            )
+            columns += sample(candidates, wanted[-1])
+        row_of = torch.repeat_interleave(torch.arange(blocks), torch.tensor(wanted))
+        column_of = torch.tensor(columns, dtype=torch.int64)
+
+        def step(live: Tensor, rows: range) -> None:
+            first, end = torch.searchsorted(row_of, torch.tensor([rows.start, rows.stop])).tolist()
+            live[row_of[first:end] - rows.start, column_of[first:end]] = 1
+
+        return step
+
+    def _window(self, blocks: int) -> RowStep:
+        return sliding_window(blocks, self.num_sliding_window_blocks, unidirectional=False)
+
+    def _global(self, blocks: int) -> RowStep:
+        require(global_blocks_fit(self.num_global_blocks, blocks))
+
+        def step(live: Tensor, rows: range) -> None:
+            live[within(rows, 0, self.num_global_blocks)] = 1
+            live[:, : self.num_global_blocks] = 1
+            if self.attention == "unidirectional":
+                live.tril_(rows.start)
+
+        return step

@@ -9,6 +9,7 @@ from ._base import (
     Attention,
     GlobalBlockEndIndices,
     Indices,
+    RowStep,
     SparsityConfig,
     WindowWidth,
     declared,
@@ -17,8 +18,10 @@ from ._base import (
     indices_reach_the_row,
     ranges_pair_up,
     ranges_run_forward,
+    set_rows,
     sliding_window,
     window_fits,
+    within,
 )
 from ._registry import register_sparsity
 
@@ -56,14 +59,25 @@ class BSLongformerSparsityConfig(SparsityConfig):
         return self.set_global_layout(h, layout)
 
     def set_sliding_window_layout(self, h: int, layout: Tensor) -> Tensor:
-        band = sliding_window(layout.shape[1], self.num_sliding_window_blocks, unidirectional=False)
-        layout[h].masked_fill_(band, 1)
-        return layout
+        return set_rows(self._window(layout.shape[1]), h, layout)
 
     def set_global_layout(self, h: int, layout: Tensor) -> Tensor:
-        for start, end in global_ranges(self.global_block_indices, self.global_block_end_indices, layout.shape[1]):
-            layout[h, start:end, :] = 1
-            layout[h, :, start:end] = 1
-        if self.attention == "unidirectional":
-            layout[h].tril_()
-        return layout
+        return set_rows(self._global(layout.shape[1]), h, layout)
+
+    def row_steps(self, h: int, blocks: int) -> list[RowStep]:
+        return [self._window(blocks), self._global(blocks)]
+
+    def _window(self, blocks: int) -> RowStep:
+        return sliding_window(blocks, self.num_sliding_window_blocks, unidirectional=False)
+
+    def _global(self, blocks: int) -> RowStep:
+        ranges = global_ranges(self.global_block_indices, self.global_block_end_indices, blocks)
+
+        def step(live: Tensor, rows: range) -> None:
+            for start, end in ranges:
+                live[within(rows, start, end)] = 1
+                live[:, start:end] = 1
+            if self.attention == "unidirectional":
+                live.tril_(rows.start)
+
+        return step

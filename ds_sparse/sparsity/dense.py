@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ._base import SparsityConfig, declared
+from ._base import RowStep, SparsityConfig, declared
 from ._registry import register_sparsity
 
 if TYPE_CHECKING:
@@ -17,3 +17,6 @@ class DenseSparsityConfig(SparsityConfig):
     def lay_out(self, h: int, layout: Tensor) -> Tensor:
         layout[h] = 1
         return layout
+
+    def row_steps(self, h: int, blocks: int) -> list[RowStep]:
+        return [lambda live, rows: live.fill_(1)]

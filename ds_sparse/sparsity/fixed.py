@@ -9,10 +9,13 @@ from ._base import (
     REACHES_AHEAD,
     Attention,
     HorizontalGlobalAttention,
+    RowStep,
     SparsityConfig,
     declared,
     horizontal_needs_bidirectional,
+    set_rows,
     windows,
+    within,
 )
 from ._registry import register_sparsity
 
@@ -94,32 +97,42 @@ class FixedSparsityConfig(SparsityConfig):
         return self.set_global_layout(h, layout)
 
     def set_local_layout(self, h: int, layout: Tensor) -> Tensor:
-        mask = windows([self.num_local_blocks], layout.shape[1], self.attention == "unidirectional")
-        layout[h].masked_fill_(mask, 1)
-        return layout
+        return set_rows(self._local(layout.shape[1]), h, layout)
 
     def set_global_layout(self, h: int, layout: Tensor) -> Tensor:
+        return set_rows(self._global(h, layout.shape[1]), h, layout)
+
+    def row_steps(self, h: int, blocks: int) -> list[RowStep]:
+        return [self._local(blocks), self._global(h, blocks)]
+
+    def _local(self, blocks: int) -> RowStep:
+        return windows([self.num_local_blocks], blocks, self.attention == "unidirectional")
+
+    def _global(self, h: int, blocks: int) -> RowStep:
         import torch
 
-        blocks = layout.shape[1]
+        unidirectional = self.attention == "unidirectional"
         local, glob = self.num_local_blocks, self.num_global_blocks
         first = local - (1 + h % self.num_different_global_patterns) * glob
         end = blocks // local * local
-
+        place = torch.arange(blocks, dtype=torch.int32)
+        is_global, first_row = torch.zeros(blocks, dtype=torch.bool), place
         if end:
-            place = torch.arange(blocks, dtype=torch.int32)
             is_global = (place % local >= first) & (place % local < first + glob) & (place < end)
-            stripe = place // local * local + first if self.attention == "unidirectional" else torch.zeros_like(place)
-            layout[h].masked_fill_(is_global & (place[:, None] >= stripe), 1)
-            if self.horizontal_global_attention:
-                layout[h, is_global] = 1
+            first_row = place // local * local + first
+        # The short last window pulls its global blocks left to fit. In a row shorter than num_global_blocks the
+        # start is negative and counts from the end, as it did in DeepSpeed.
+        last = min(end + first, blocks - glob)
+        last, stop, _ = slice(last, last + glob).indices(blocks)
 
-        if end < blocks:
-            # The short last window pulls its global blocks left to fit. In a row shorter than num_global_blocks the
-            # start is negative and counts from the end, as it did in DeepSpeed.
-            start = min(end + first, blocks - glob)
-            start, stop, _ = slice(start, start + glob).indices(blocks)
-            layout[h, (start if self.attention == "unidirectional" else 0) :, start:stop] = 1
+        def step(live: Tensor, rows: range) -> None:
+            mine = slice(rows.start, rows.stop)
+            live.logical_or_(is_global & (place[mine, None] >= first_row) if unidirectional else is_global)
             if self.horizontal_global_attention:
-                layout[h, start:stop, :] = 1
-        return layout
+                live[is_global[mine]] = 1
+            if end < blocks:
+                live[within(rows, last if unidirectional else 0, blocks), last:stop] = 1
+                if self.horizontal_global_attention:
+                    live[within(rows, last, stop)] = 1
+
+        return step

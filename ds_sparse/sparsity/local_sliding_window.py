@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from ._base import Attention, SparsityConfig, WindowWidth, declared, sliding_window, window_fits
+from ._base import Attention, RowStep, SparsityConfig, WindowWidth, declared, set_rows, sliding_window, window_fits
 from ._registry import register_sparsity
 
 if TYPE_CHECKING:
@@ -33,6 +33,10 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
         return self.set_sliding_window_layout(h, layout)
 
     def set_sliding_window_layout(self, h: int, layout: Tensor) -> Tensor:
-        band = sliding_window(layout.shape[1], self.num_sliding_window_blocks, self.attention == "unidirectional")
-        layout[h].masked_fill_(band, 1)
-        return layout
+        return set_rows(self._window(layout.shape[1]), h, layout)
+
+    def row_steps(self, h: int, blocks: int) -> list[RowStep]:
+        return [self._window(blocks)]
+
+    def _window(self, blocks: int) -> RowStep:
+        return sliding_window(blocks, self.num_sliding_window_blocks, self.attention == "unidirectional")

@@ -12,6 +12,7 @@ from ._base import (
     HorizontalGlobalAttention,
     Indices,
     RandomBlocks,
+    RowStep,
     SparsityConfig,
     WindowSizes,
     declared,
@@ -23,7 +24,9 @@ from ._base import (
     ranges_pair_up,
     ranges_run_forward,
     require,
+    set_rows,
     windows,
+    within,
 )
 from ._registry import register_sparsity
 
@@ -78,24 +81,38 @@ class VariableSparsityConfig(SparsityConfig):
         return self.set_global_layout(h, layout)
 
     def set_random_layout(self, h: int, layout: Tensor) -> Tensor:
-        import torch
-
-        blocks = layout.shape[1]
-        require(random_blocks_fit(self.num_random_blocks, blocks))
-        sample = self.sampler(h)
-        columns = [sample(range(blocks), self.num_random_blocks) for _ in range(blocks)]
-        layout[h].scatter_(1, torch.tensor(columns, dtype=torch.int64), 1)
-        return layout
+        return set_rows(self._random(h, layout.shape[1]), h, layout)
 
     def set_local_layout(self, h: int, layout: Tensor) -> Tensor:
-        mask = windows(self.local_window_blocks, layout.shape[1], self.attention == "unidirectional")
-        layout[h].masked_fill_(mask, 1)
-        return layout
+        return set_rows(self._local(layout.shape[1]), h, layout)
 
     def set_global_layout(self, h: int, layout: Tensor) -> Tensor:
-        for start, end in global_ranges(self.global_block_indices, self.global_block_end_indices, layout.shape[1]):
-            first_row = 0 if self.attention == "bidirectional" else start
-            layout[h, first_row:, start:end] = 1
-            if self.horizontal_global_attention:
-                layout[h, start:end, :] = 1
-        return layout
+        return set_rows(self._global(layout.shape[1]), h, layout)
+
+    def row_steps(self, h: int, blocks: int) -> list[RowStep]:
+        return [self._random(h, blocks), self._local(blocks), self._global(blocks)]
+
+    def _random(self, h: int, blocks: int) -> RowStep:
+        import torch
+
+        require(random_blocks_fit(self.num_random_blocks, blocks))
+        sample = self.sampler(h)
+        columns = torch.tensor(
+            [sample(range(blocks), self.num_random_blocks) for _ in range(blocks)], dtype=torch.int64
+        )
+        return lambda live, rows: live.scatter_(1, columns[rows.start : rows.stop], 1)
+
+    def _local(self, blocks: int) -> RowStep:
+        return windows(self.local_window_blocks, blocks, self.attention == "unidirectional")
+
+    def _global(self, blocks: int) -> RowStep:
+        ranges = global_ranges(self.global_block_indices, self.global_block_end_indices, blocks)
+
+        def step(live: Tensor, rows: range) -> None:
+            for start, end in ranges:
+                first_row = 0 if self.attention == "bidirectional" else start
+                live[within(rows, first_row, blocks), start:end] = 1
+                if self.horizontal_global_attention:
+                    live[within(rows, start, end)] = 1
+
+        return step

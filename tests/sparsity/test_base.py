@@ -435,3 +435,51 @@ def test_entry_points_are_modes(monkeypatch):
     )
     assert "banded" in sparsity_modes()
     assert sparsity_class("banded") is sparsity.LocalSlidingWindowSparsityConfig
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("attention", ["bidirectional", "unidirectional"])
+@pytest.mark.parametrize("blocks", [7, 10, 33])
+def test_rows_made_in_pieces_are_those_of_the_layout(blocks, attention, strict):
+    own = {"seed": 5, "different_layout_per_head": True, "attention": attention, "strict_causal": strict}
+    horizontal = {"horizontal_global_attention": attention == "bidirectional"}
+    structures = [
+        sparsity.FixedSparsityConfig(
+            3, num_local_blocks=4, num_global_blocks=2, num_different_global_patterns=2, **own, **horizontal
+        ),
+        sparsity.VariableSparsityConfig(
+            3,
+            num_random_blocks=2,
+            local_window_blocks=[2, 3],
+            global_block_indices=[1, 4],
+            global_block_end_indices=[3, 6],
+            **own,
+            **horizontal,
+        ),
+        sparsity.BigBirdSparsityConfig(3, num_random_blocks=1, **own),
+        sparsity.BSLongformerSparsityConfig(3, global_block_indices=[0, -2], **own),
+        sparsity.LocalSlidingWindowSparsityConfig(3, attention=attention, strict_causal=strict),
+        sparsity.DenseSparsityConfig(3, strict_causal=strict),
+    ]
+    for structure in structures:
+        rows = structure.make_rows(16 * blocks)
+        made = torch.stack(
+            [
+                torch.cat([make(range(start, min(start + 4, blocks))) for start in range(0, blocks, 4)])
+                for make in map(rows.maker, range(rows.heads))
+            ]
+        )
+        assert made.dtype is torch.bool
+        whole = structure.make_bool_layout(16 * blocks)
+        assert torch.equal(made, whole.expand_as(made)), structure
+
+
+def test_a_structure_of_ones_own_gives_rows_of_its_layout():
+    class Checkered(sparsity.SparsityConfig):
+        def make_layout(self, seq_len):
+            layout = self.setup_layout(seq_len)
+            layout[:, ::2, ::2] = 1
+            return layout
+
+    structure = Checkered(2)
+    assert torch.equal(structure.make_rows(160).maker(0)(range(3, 9)), structure.make_bool_layout(160)[0, 3:9])
