@@ -59,7 +59,8 @@ def test_a_layout_as_a_picture(tmp_path, capsys, name):
         ("bigbird.json", ["--out", "no_such_directory/a.png"], "there is no folder no_such_directory. Make it first."),
         ("bigbird.json", ["--head", "12"], "--head 12: there are 12 heads, from 0 to 11."),
         ("bigbird.json", ["--seq", "16"], "must be smaller than overall number of blocks"),
-        ("sparse_attention.schema.json", [], "no sparse_attention block"),
+        ("sparse_attention.schema.json", [], "the block is nested, where nothing reads it"),
+        ("../examples/bing_bert/bert_tiny.json", [], "no sparse_attention block"),
     ],
 )
 def test_what_cannot_be_drawn_is_a_sentence(capsys, file, options, sentence):
