@@ -3,6 +3,8 @@
 DS_SPARSE_CUDA=1 builds the CUDA library without a GPU driver (nvcc has to be there), DS_SPARSE_CUDA=0 never builds it;
 unset, it is built when nvcc and a GPU driver are found. CXX and CUDA_HOME choose the compilers. Compilers are called
 directly: torch's CUDAExtension refuses beside a CPU-only torch, and with the stable ABI nothing else of it is needed.
+
+DS_SPARSE_WHEEL=1 is packaging/wheel.sh's: machine code for all the chips of the wheel, linked for an older glibc.
 """
 
 import ctypes
@@ -23,7 +25,8 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
-OBJECTS = ROOT / "build" / "objects"
+WHEEL = os.environ.get("DS_SPARSE_WHEEL") == "1"
+OBJECTS = ROOT / "build" / ("wheel" if WHEEL else "objects")
 CPU, CUDA = "ds_sparse.lib.libds_sparse_cpu", "ds_sparse.lib.libds_sparse_cuda"
 
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"
@@ -40,6 +43,9 @@ CUDA_FLAGS = "-std=c++20 -O3 --expt-relaxed-constexpr -Xcompiler -fPIC,-fvisibil
 # Machine code for Ampere and Hopper, PTX for what comes after; sources named *_sm90.cu use what only Hopper has.
 PORTABLE_TARGETS = "-gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=[sm_90,compute_90]".split()
 HOPPER_TARGETS = ["-gencode=arch=compute_90a,code=sm_90a"]
+if WHEEL:
+    PORTABLE_TARGETS += "-gencode=arch=compute_100,code=sm_100 -gencode=arch=compute_120,code=sm_120".split()
+    CUDA_FLAGS.append("--compress-mode=size")
 
 
 class BuildLibraries(build_ext):
@@ -61,7 +67,7 @@ class BuildLibraries(build_ext):
 
 def build_cpu_library() -> Path:
     compiler, torch = find_cxx(), find_torch()
-    base = [compiler, *CPU_FLAGS, TORCH_TARGET, f"-I{CSRC}", "-isystem", str(torch / "include")]
+    base = [compiler, *CPU_FLAGS, *common_flags(torch)]
     steps = []
     for source in cpu_sources():
         for name, flags in INSTRUCTION_SETS.items() if source == KERNELS else [("", [])]:
@@ -74,7 +80,7 @@ def build_cpu_library() -> Path:
 def build_cuda_library() -> Path:
     compiler, nvcc, torch = find_cxx(), find_nvcc(), find_torch()
     nvcc = [nvcc, "-ccbin", compiler]
-    base = [*nvcc, *CUDA_FLAGS, TORCH_TARGET, f"-I{CSRC}", "-isystem", str(torch / "include")]
+    base = [*nvcc, *CUDA_FLAGS, *common_flags(torch, "-Xcompiler")]
     steps = []
     for source in cuda_sources():
         targets = HOPPER_TARGETS if source.stem.endswith("_sm90") else PORTABLE_TARGETS
@@ -83,6 +89,13 @@ def build_cuda_library() -> Path:
     if not (torch / "lib" / "libtorch_cuda.so").exists():
         libraries.insert(0, f"-L{empty_torch_cuda(compiler)}")
     return build_library("libds_sparse_cuda.so", steps, [*nvcc, "-shared"], libraries)
+
+
+def common_flags(torch: Path, *for_host: str) -> list[str]:
+    """`for_host` goes before flags of the C++ compiler. Messages name files the same way wherever a library is built."""
+    include = torch / "include"
+    places = [flag for folder in (ROOT, include) for flag in (*for_host, f"-ffile-prefix-map={folder}/=")]
+    return [*places, TORCH_TARGET, f"-I{CSRC}", "-isystem", str(include)]
 
 
 def build_library(name: str, steps: list[tuple[Path, str, list[str]]], link: list[str], libraries: list[str]) -> Path:
@@ -217,6 +230,7 @@ def extension(name: str, sources: list[Path]) -> Extension:
 
 
 setup(
+    license="Apache-2.0",
     packages=[*find_packages(include=["ds_sparse*"]), "ds_sparse.launcher", "ds_sparse.launcher.startup"],
     package_dir={"ds_sparse.launcher": "launcher"},
     ext_modules=[extension(CPU, cpu_sources())] + ([extension(CUDA, cuda_sources())] if wants_cuda() else []),

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .extras import optional_imports
 from .layout_rows import LayoutRows, RowMaker
 
 if TYPE_CHECKING:
@@ -108,10 +109,8 @@ def save_drawing(
         ImportError: matplotlib is not installed.
     """
     require_writable(path)
-    try:
+    with optional_imports():
         import matplotlib
-    except ImportError as error:
-        raise ImportError("Drawing a layout to a file needs matplotlib: pip install matplotlib.") from error
 
     figure = _figure(layout if isinstance(layout, LayoutRows) else LayoutRows.of(layout), block, title, head)
     svg = os.fspath(path).lower().endswith(".svg")

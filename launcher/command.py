@@ -12,9 +12,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import psutil
-from deepspeed.launcher import runner
-
 from ds_sparse.config import (
     ANY_NUM_HEADS,
     BLOCK_KEY,
@@ -23,10 +20,15 @@ from ds_sparse.config import (
     load_config,
     parse_sparse_attention,
 )
+from ds_sparse.extras import optional_imports
 from ds_sparse.integrations.flag import FLAG, KERNEL_EXCLUDED, TRANSFORMER_KERNEL
 from ds_sparse.sparsity import sparsity_modes
 
 from . import child
+
+with optional_imports():
+    import psutil
+    from deepspeed.launcher import runner
 
 CONFIG_OPTIONS = ("--deepspeed_config", "--deepspeed_config_file", "--deepscale_config", "--deepspeed")
 """How scripts spell the path of their DeepSpeed JSON; the last is that of Transformers, elsewhere a switch."""

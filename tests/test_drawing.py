@@ -209,5 +209,5 @@ def test_a_write_that_fails_is_a_sentence(monkeypatch, tmp_path):
 
 def test_a_missing_matplotlib_is_a_sentence(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
+    with pytest.raises(ImportError, match=r"pip install 'ds_sparse\[plot\]'"):
         save_drawing(LIVE, 16, tmp_path / "layout.png")

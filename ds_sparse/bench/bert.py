@@ -13,11 +13,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
-from transformers import AttentionInterface, BertConfig, BertForMaskedLM
 
+from ..extras import optional_imports
 from ..layout import to_token_mask
 from ..patch import sparsify
 from ..self_attention import whole_blocks
@@ -25,6 +24,10 @@ from .cases import IN_BERT, NO_ATTENTION
 from .machine import DTYPES, in_turns, timed
 from .reasons import in_short
 from .verification import require_as_accurate
+
+with optional_imports():
+    import transformers
+    from transformers import AttentionInterface, BertConfig, BertForMaskedLM
 
 TOKENS = {"cpu": 2048, "cuda": 32768}
 """In a step; one sequence where that is longer."""

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from tqdm import tqdm
+
+try:
+    from tqdm import tqdm
+except ImportError:
+
+    def tqdm(rounds, **_):  # the bar is a comfort
+        return rounds
+
 
 Key = TypeVar("Key", bound=Hashable)
 

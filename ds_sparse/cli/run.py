@@ -29,16 +29,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     try:
         from ds_sparse.launcher import command
-    except ModuleNotFoundError as error:
-        if error.name != "deepspeed":
-            raise
-        print("ds_sparse run: DeepSpeed is not installed here (pip install 'ds_sparse[deepspeed]').", file=sys.stderr)
-        return 1
-    try:
+
         asked = command.read(args.words)
         if asked is not None:
             command.check(asked)
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         print(f"ds_sparse run: {error}", file=sys.stderr)
         return 2
     if asked is None:

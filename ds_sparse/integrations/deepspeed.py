@@ -11,17 +11,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import deepspeed
 from torch import nn
 
 from ..attention_layers import attention_layers, innermost_pretrained_models, pretrained_model_around
 from ..config import ANY_NUM_HEADS, BLOCK_KEY, Source, load_config, parse_sparse_attention
+from ..extras import optional_imports
 from ..notices import say_notices
 from ..patch import sparsify
 from ..ranks import is_launched, say, set_common_seed
 from ..self_attention import SparseSelfAttention
 from ..sparsity import FixedSparsityConfig, SparsityConfig
 from .flag import FLAG, is_on
+
+with optional_imports():
+    import deepspeed
 
 _SEEDS_KEY = "ds_sparse_seeds"
 NO_BLOCK = "deepspeed sparse attention is not set; Fixed sparsity is used as default."

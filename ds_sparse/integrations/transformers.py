@@ -16,19 +16,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 from ..attention_layers import TRANSFORMERS_NAME as NAME
 from ..attention_layers import layers_by_model, through_interface
 from ..bert import VARIANTS
 from ..config import BLOCK_KEY, parse_sparse_attention, sparse_attention_block
+from ..extras import optional_imports
 from ..self_attention import StructuredAttention, whole_blocks
 from ..sparsity import SparsityConfig
 from .trial import Refused, Untried
 from .trial import run as run_trial
 
 _NOT_COMPUTED = tuple(name for name in VARIANTS if name != "position_bias")
+
+with optional_imports():
+    import transformers
 
 MAX_SEQ_LENGTH_KEY = f"{BLOCK_KEY}_max_seq_length"
 

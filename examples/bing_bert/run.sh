@@ -3,7 +3,7 @@
 # deepspeed_train.py and win over those given here.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
-extras=
+extras=train
 . "$root/launcher/environment.sh"
 exec "$root/.venv/bin/python" "$root/examples/bing_bert/deepspeed_train.py" --deepspeed_sparse_attention \
   --deepspeed_config "$root/configs/bslongformer.json" "$@"

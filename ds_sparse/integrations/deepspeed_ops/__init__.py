@@ -13,7 +13,10 @@ import importlib.util
 import sys
 from pathlib import Path
 
-import deepspeed
+from ...extras import optional_imports
+
+with optional_imports():
+    import deepspeed
 
 from .builder import SparseAttnBuilder, register_builder
 from .config import get_sparse_attention, get_sparse_attention_mode, get_sparse_attention_type, register_config
