@@ -53,7 +53,9 @@ def did_you_mean(word: Any, known: Iterable[str]) -> str:
     if not isinstance(word, str) or not word:
         return ""
     known = list(known)
-    close = difflib.get_close_matches(word.lower(), known, n=1) or [name for name in known if word.lower() in name]
+    close = difflib.get_close_matches(word.lower(), known, n=1)
+    if not close and len(word) > 2:
+        close = [name for name in known if word.lower() in name]
     return f' Did you mean "{close[0]}"?' if close else ""
 
 

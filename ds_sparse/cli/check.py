@@ -108,10 +108,13 @@ def _check(file: str, args: argparse.Namespace) -> Result:
     except SparseAttentionConfigError as error:
         result.mistakes += _without_name(error.mistakes, name)
         return result
-    if loaded.block is not None:
-        _check_block(loaded.block, result, args)
-    if not args.block_only:
-        _check_rest(loaded, result)
+    try:
+        if loaded.block is not None:
+            _check_block(loaded.block, result, args)
+        if not args.block_only:
+            _check_rest(loaded, result)
+    except RecursionError:
+        result.mistakes.append("not a DeepSpeed config: nested too deeply to read.")
     result.ok = not result.mistakes
     return result
 

@@ -121,11 +121,11 @@ def _refused_alone(key: str, value: Any) -> list[str]:
     if error is None:
         return []
     if isinstance(error, ValidationError):
-        return _fields(key, error)
+        return _fields(key, value, error)
     if not isinstance(error, TypeError | AttributeError):
         return [f"{show_key(key)}: got {show(value)}; DeepSpeed refuses it: {_said(error)}"]
     # It took a shape for granted: one that it takes says which.
-    shapes = {"an object {...}": {}, "a number": 1}
+    shapes = {"an object {...}": {}} | ({"a number": 1} if key in _BATCH else {"true or false": True})
     taken = [
         words
         for words, shape in shapes.items()
@@ -135,14 +135,18 @@ def _refused_alone(key: str, value: Any) -> list[str]:
     return [f"{show_key(key)}: got {show(value)};{wanted} DeepSpeed says: {_said(error)}"]
 
 
-def _fields(key: str, error: ValidationError) -> list[str]:
+def _fields(key: str, value: Any, error: ValidationError) -> list[str]:
     """The sentences of pydantic's errors, with the dotted name that each has in the file."""
+    # DeepSpeed's class stands for the object of the key, for one in it (timers.throughput), or for all (tensorboard).
+    inner = [name for name, below in value.items() if isinstance(below, dict)] if isinstance(value, dict) else []
     sentences = []
     for detail in error.errors(include_url=False):
-        place = detail["loc"] if detail["loc"][:1] == (key,) else (key, *detail["loc"])
+        loc = detail["loc"]
+        above = [name for name in inner if loc and loc[0] not in value and loc[0] in value[name]]
+        place = loc if loc[:1] == (key,) else (key, *above[:1], *loc)
         name, given = ".".join(show_key(part) for part in place), show(detail["input"])
         if detail["type"] == "extra_forbidden":
-            hint = did_you_mean(detail["loc"][-1], _known_fields(error.title, detail["loc"]))
+            hint = did_you_mean(loc[-1], _known_fields(error.title, loc))
             sentences.append(f"{name}: DeepSpeed has no such key (given {given}).{hint}")
         else:
             said = cut(printable(detail["msg"]), _LONGEST).rstrip(".")

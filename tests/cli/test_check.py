@@ -153,8 +153,13 @@ def test_a_file_without_the_block_trains_dense(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [None, b"{", b"\xff", b"[]", b'{"sparse_attention": null}', b'{"sparse_attention": 3}']
-)
+    "content",
+    [
+        None, b"", b"{", b"\xff", b"[]", b'{"sparse_attention": null}', b'{"sparse_attention": 3}',
+        b'{"x":' * 450 + b"1" + b"}" * 450,
+    ],
+    ids=lambda content: str(content)[:30],
+)  # fmt: skip
 def test_whatever_the_file_holds_there_is_a_sentence(tmp_path, capsys, content):
     path = tmp_path / "ds.json"
     if content is not None:

@@ -48,6 +48,12 @@ def test_a_right_configuration_is_taken_without_a_word():
         ),
         (BATCH | {"zero_optimization": {"stage": 5}}, "zero_optimization.stage: got 5; DeepSpeed says: ", ""),
         (BATCH | {"tensorboard": {"enabled": "yesx"}}, 'tensorboard.enabled: got "yesx"; DeepSpeed says: ', ""),
+        (BATCH | {"timers": {"throughput": {"x": 1}}}, "timers.throughput.x: DeepSpeed has no such key (given 1).", ""),
+        (
+            BATCH | {"wall_clock_breakdown": "yes"},
+            'wall_clock_breakdown: got "yes"; wanted true or false. DeepSpeed',
+            "",
+        ),
         (BATCH | {"fp16": True}, "fp16: got true; wanted an object {...}. DeepSpeed says: TypeError: ", ""),
         (BATCH | {"optimizer": {"type": 3}}, 'optimizer: got {"type": 3}; DeepSpeed says: AttributeError: ', ""),
         (BATCH | {"optimizer": {"type": "AdmW"}}, 'optimizer.type: got "AdmW"; ', 'Did you mean "AdamW"?'),
