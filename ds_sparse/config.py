@@ -35,6 +35,10 @@ DEFAULT_MODE = "fixed"
 _ALSO_OF_OTHERS = ("seed", "causal", "strict_causal", "attention")
 """Keys of a block that a program may have for itself at the top level of its JSON."""
 
+_OF_YOUR_OWN = (
+    " One of your own is known after @ds_sparse.register_sparsity, or through the entry-point group ds_sparse.sparsity."
+)
+
 ANY_NUM_HEADS = 12
 """For a check of a block where no model is known: no key depends on the number of heads."""
 
@@ -384,9 +388,8 @@ class _Reading:
     def _class_of(self, mode: Any) -> type[SparsityConfig] | None:
         modes = sparsity_modes()
         if mode not in modes:
-            self.mistakes.append(
-                f"{self.at}.mode: got {show(mode)}; wanted {one_of(modes)}.{did_you_mean(mode, modes) or hint_of_text(mode)}"
-            )
+            hint = did_you_mean(mode, modes) or hint_of_text(mode) or (_OF_YOUR_OWN if isinstance(mode, str) else "")
+            self.mistakes.append(f"{self.at}.mode: got {show(mode)}; wanted {one_of(modes)}.{hint}")
             return None
         try:
             cls = sparsity_class(mode)

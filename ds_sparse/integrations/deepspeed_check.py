@@ -24,6 +24,7 @@ AUTO = "auto"
 
 _TRAIN, _MICRO, _STEPS = _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _READ_BY_INITIALIZE = ("data_parallel_size", "sequence_parallel_size")
+_IGNORED = "DeepSpeed reads no such key, and ignores it."
 _LONGEST = 240
 """Characters of what DeepSpeed says."""
 
@@ -49,22 +50,15 @@ def check_deepspeed_config(config: Mapping[str, Any]) -> Verdict:
     filled, auto = _without_auto(config)
     notices = []
     if auto:
-        more = f" and {len(auto) - 3} more" if len(auto) > 3 else ""
         notices.append(
-            f'{", ".join(auto[:3])}{more}: "{AUTO}" is for Transformers\' Trainer or accelerate to fill in; another '
+            f'{_names(auto)}: "{AUTO}" is for Transformers\' Trainer or accelerate to fill in; another '
             "script has to give a value."
         )
     if auto and not any(key in filled for key in _BATCH) and any(key in auto for key in _BATCH):
         filled[_MICRO] = 1
     notices += _fit_to_one_rank(filled)
-    mistakes: list[str] = []
-    passed: dict[str, Any] = {}
-    for key, value in filled.items():
-        wrong = _refused_alone(key, value)
-        mistakes += wrong
-        if not wrong:
-            passed[key] = value
-    mistakes += _refused_together(passed, missing=set(filled) - set(passed))
+    mistakes, passed = _refused_alone(filled)
+    mistakes += _refused_together(passed, filled)
     mistakes += _unknown_types(passed)
     notices += _ignored(filled)
     return Verdict(deepspeed.__version__, mistakes, notices + _warned(passed))
@@ -78,6 +72,12 @@ class _Asked(dict):
         self.asked: set[Any] = set()
         self.read = False
         """Whether a value was taken by its key, and not only all of them at once."""
+        self.handed_on = False
+        """Whether it was copied for what reads it later."""
+
+    def __copy__(self) -> _Asked:
+        self.handed_on = True
+        return self
 
     def __contains__(self, key: object) -> bool:
         self.asked.add(key)
@@ -115,7 +115,25 @@ def _error_of(config: Mapping[str, Any]) -> Exception | None:
     return _read(copy.deepcopy(dict(config)))[0]
 
 
-def _refused_alone(key: str, value: Any) -> list[str]:
+def _refused_alone(config: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """The sentences of each key that DeepSpeed refuses, and the keys that it does not."""
+    refused = {key: sentences for key, value in config.items() if (sentences := _refusal(key, value))}
+    passed = {key: value for key, value in config.items() if key not in refused}
+    for key in list(refused):
+        # Some need another key: master weights in bf16 need ZeRO.
+        if _error_of(_with_batch_size(passed | {key: config[key]}, config)) is None:
+            passed[key] = config[key]
+            del refused[key]
+    return [sentence for sentences in refused.values() for sentence in sentences], passed
+
+
+def _with_batch_size(passed: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys with a batch size, where that of the configuration is a mistake of its own."""
+    given = [key for key in _BATCH if key in config]
+    return passed if not given or any(key in passed for key in given) else {**passed, _MICRO: 1}
+
+
+def _refusal(key: str, value: Any) -> list[str]:
     beside = {} if key in (_TRAIN, _MICRO) else {_MICRO: 1}
     error = _error_of(beside | {key: value})
     if error is None:
@@ -167,10 +185,9 @@ def _known_fields(title: str, place: tuple[Any, ...]) -> list[str]:
     return [name for model in models for name in model.model_fields]
 
 
-def _refused_together(passed: Mapping[str, Any], missing: set[str]) -> list[str]:
+def _refused_together(passed: dict[str, Any], config: Mapping[str, Any]) -> list[str]:
     """The sentence of what each key passes and all of them do not; it names those without which they would."""
-    if not any(key in passed for key in _BATCH) and missing & set(_BATCH):
-        passed = {**passed, _MICRO: 1}  # the batch size is a mistake of its own
+    passed = _with_batch_size(passed, config)
     error = _error_of(passed)
     if error is None:
         return []
@@ -208,15 +225,19 @@ def _ignored(config: Mapping[str, Any]) -> list[str]:
     _read(recorded)
     _read(plain)  # to the end, in case the other is refused
     recorded.asked |= plain.asked | set(_READ_BY_INITIALIZE)
-    return list(_never_asked(recorded, ""))
+    near = dict(_never_asked(recorded, ""))
+    notices = [f"{key}: {_IGNORED} Did you mean {show(known)}?" for key, known in near.items() if known]
+    others = [key for key, known in near.items() if not known]
+    return notices + ([f"{_names(others)}: {_IGNORED}"] if others else [])
 
 
-def _never_asked(config: _Asked, above: str) -> Iterator[str]:
+def _never_asked(config: _Asked, above: str) -> Iterator[tuple[str, str | None]]:
+    """The dotted name of each key that was not looked up, and the key of that object that it may be meant for."""
     for key, value in config.items():
         if key not in config.asked:
-            hint = did_you_mean(key, [known for known in config.asked if isinstance(known, str)])
-            yield f"{above}{show_key(key)}: DeepSpeed reads no such key, and ignores it.{hint}"
-        elif isinstance(value, _Asked) and value.read:
+            known = [name for name in config.asked if isinstance(name, str)]
+            yield f"{above}{show_key(key)}", next(iter(difflib.get_close_matches(key, known, n=1, cutoff=0.8)), None)
+        elif isinstance(value, _Asked) and value.read and not value.handed_on:
             yield from _never_asked(value, f"{above}{show_key(key)}.")
 
 
@@ -257,6 +278,11 @@ def _without_auto(config: Mapping[str, Any], above: str = "") -> tuple[dict[str,
         else:
             rest[key] = value
     return rest, auto
+
+
+def _names(names: list[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 5 else ""
+    return f"{', '.join(names[: 4 if more else 5])}{more}"
 
 
 def _said(error: Exception) -> str:

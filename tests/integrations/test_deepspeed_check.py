@@ -79,13 +79,21 @@ def test_all_mistakes_come_at_once():
     ]  # fmt: skip
 
 
+def test_a_key_that_needs_another_is_no_mistake_beside_it():
+    config = BATCH | {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+    assert check_deepspeed_config(config | {"zero_optimization": {"stage": 1}}).mistakes == []
+    assert [mistake.partition(":")[0] for mistake in check_deepspeed_config(config).mistakes] == ["bf16"]
+
+
 def test_keys_that_deepspeed_ignores_get_a_notice():
     config = BATCH | {
         "gradient_acumulation_steps": 2,
         "optimizer": {"type": "Adam", "parms": {}},
         "activation_checkpointing": {"cpu_chekpointing": True},
         "pipeline": {"stages": 2},
+        "data_efficiency": {"data_sampling": {"what_a_sampler_reads_later": 24}},
         "": 1,
+        "hidden_size": 768,
     }
     _, mistakes, notices = check_deepspeed_config(config)
     ignored = "DeepSpeed reads no such key, and ignores it."
@@ -93,7 +101,7 @@ def test_keys_that_deepspeed_ignores_get_a_notice():
         f'gradient_acumulation_steps: {ignored} Did you mean "gradient_accumulation_steps"?',
         f'optimizer.parms: {ignored} Did you mean "params"?',
         f'activation_checkpointing.cpu_chekpointing: {ignored} Did you mean "cpu_checkpointing"?',
-        f'"": {ignored}',
+        f'"", hidden_size: {ignored}',
     ]
 
 
@@ -112,7 +120,9 @@ def test_what_the_trainer_fills_in_is_no_mistake():
         "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
     }
     _, mistakes, notices = check_deepspeed_config(config)
-    names = "train_batch_size, train_micro_batch_size_per_gpu, optimizer.params.lr and 1 more"
+    names = (
+        "train_batch_size, train_micro_batch_size_per_gpu, optimizer.params.lr, zero_optimization.reduce_bucket_size"
+    )
     assert mistakes == [] and [notice.partition(":")[0] for notice in notices] == [names]
 
 
