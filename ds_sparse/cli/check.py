@@ -155,7 +155,7 @@ def _check_rest(loaded: LoadedConfig, result: Result) -> None:
     except ImportError as error:
         result.notices.append(
             "the rest of the file was not checked: DeepSpeed is not installed here (pip install 'ds_sparse[deepspeed]')."
-            if isinstance(error, ModuleNotFoundError) and error.name == "deepspeed"
+            if isinstance(error, ModuleNotFoundError) and str(error.name).startswith("deepspeed")
             else f"the rest of the file was not checked: DeepSpeed cannot be imported here: {reason(error)}."
         )
         return

@@ -7,17 +7,15 @@ that passed together, for what it says about several.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import difflib
-import logging
-from collections.abc import Iterator, KeysView, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from ..config import STRUCTURE_ERRORS
 from ..wording import cut, did_you_mean, hint_of_text, printable, reason, show, show_key
+from .deepspeed_reading import Asked, import_deepspeed, read
 
 AUTO = "auto"
 """What Transformers' Trainer and accelerate fill in before DeepSpeed reads it."""
@@ -43,10 +41,7 @@ def check_deepspeed_config(config: Mapping[str, Any]) -> Verdict:
     Raises:
         ImportError: DeepSpeed is not installed, or cannot be imported.
     """
-    # It warns that it has found no GPU.
-    with _silent_logging():
-        import deepspeed
-
+    deepspeed = import_deepspeed()
     filled, auto = _without_auto(config)
     notices = []
     if auto:
@@ -64,55 +59,8 @@ def check_deepspeed_config(config: Mapping[str, Any]) -> Verdict:
     return Verdict(deepspeed.__version__, mistakes, notices + _warned(passed))
 
 
-class _Asked(dict):
-    """A configuration that keeps which keys were looked up, in itself and in the objects below."""
-
-    def __init__(self, content: Mapping[Any, Any]):
-        super().__init__({key: _Asked(value) if isinstance(value, dict) else value for key, value in content.items()})
-        self.asked: set[Any] = set()
-        self.read = False
-        """Whether a value was taken by its key, and not only all of them at once."""
-        self.handed_on = False
-        """Whether it was copied for what reads it later."""
-
-    def __copy__(self) -> _Asked:
-        self.handed_on = True
-        return self
-
-    def __contains__(self, key: object) -> bool:
-        self.asked.add(key)
-        return super().__contains__(key)
-
-    def __getitem__(self, key: Any) -> Any:
-        self.asked.add(key)
-        self.read = True
-        return super().__getitem__(key)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self.asked.add(key)
-        self.read = True
-        return super().get(key, default)
-
-    def keys(self) -> KeysView[Any]:
-        return KeysView(self)
-
-
-def _read(config: dict[str, Any]) -> tuple[Exception | None, list[str]]:
-    """What DeepSpeed raises for a configuration, and what it warns of. Over a shape that it does not expect it trips by
-    any error."""
-    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
-
-    raised = None
-    with _messages() as records:
-        try:
-            DeepSpeedConfig(config)
-        except (*STRUCTURE_ERRORS, DeepSpeedConfigError) as error:
-            raised = error
-    return raised, [record.getMessage() for record in records]
-
-
 def _error_of(config: Mapping[str, Any]) -> Exception | None:
-    return _read(copy.deepcopy(dict(config)))[0]
+    return read(copy.deepcopy(dict(config)))[0]
 
 
 def _refused_alone(config: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
@@ -220,10 +168,10 @@ def _unknown_types(config: Mapping[str, Any]) -> list[str]:
 
 def _ignored(config: Mapping[str, Any]) -> list[str]:
     """A notice for each key that DeepSpeed does not look up."""
-    recorded = _Asked(config)
-    plain = _Asked({_MICRO: 1})
-    _read(recorded)
-    _read(plain)  # to the end, in case the other is refused
+    recorded = Asked(config)
+    plain = Asked({_MICRO: 1})
+    read(recorded)
+    read(plain)  # to the end, in case the other is refused
     recorded.asked |= plain.asked | set(_READ_BY_INITIALIZE)
     near = dict(_never_asked(recorded, ""))
     notices = [f"{key}: {_IGNORED} Did you mean {show(known)}?" for key, known in near.items() if known]
@@ -231,19 +179,19 @@ def _ignored(config: Mapping[str, Any]) -> list[str]:
     return notices + ([f"{_names(others)}: {_IGNORED}"] if others else [])
 
 
-def _never_asked(config: _Asked, above: str) -> Iterator[tuple[str, str | None]]:
+def _never_asked(config: Asked, above: str) -> Iterator[tuple[str, str | None]]:
     """The dotted name of each key that was not looked up, and the key of that object that it may be meant for."""
     for key, value in config.items():
         if key not in config.asked:
             known = [name for name in config.asked if isinstance(name, str)]
             yield f"{above}{show_key(key)}", next(iter(difflib.get_close_matches(key, known, n=1, cutoff=0.8)), None)
-        elif isinstance(value, _Asked) and value.read and not value.handed_on:
+        elif isinstance(value, Asked) and value.read and not value.handed_on:
             yield from _never_asked(value, f"{above}{show_key(key)}.")
 
 
 def _warned(config: Mapping[str, Any]) -> list[str]:
     """What DeepSpeed logs as a warning while it reads."""
-    _, warnings = _read(copy.deepcopy(dict(config)))
+    _, warnings = read(copy.deepcopy(dict(config)))
     said = (cut(printable(" ".join(warning.split())), _LONGEST) for warning in warnings)
     return [f"DeepSpeed warns: {sentence.rstrip('.')}." for sentence in said]
 
@@ -291,28 +239,3 @@ def _said(error: Exception) -> str:
     # An assertion or an error of DeepSpeed's own says it in words.
     text = text.removeprefix(kind) if type(error).__name__ in ("AssertionError", "DeepSpeedConfigError") else text
     return f"{cut(text, _LONGEST).rstrip('.')}."
-
-
-@contextlib.contextmanager
-def _messages() -> Iterator[list[logging.LogRecord]]:
-    """Keeps what DeepSpeed logs, in place of printing it."""
-    from deepspeed.utils import logger
-
-    records: list[logging.LogRecord] = []
-    collector = logging.Handler(logging.WARNING)
-    collector.emit = records.append
-    handlers, logger.handlers = logger.handlers, [collector]
-    try:
-        yield records
-    finally:
-        logger.handlers = handlers
-
-
-@contextlib.contextmanager
-def _silent_logging() -> Iterator[None]:
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
