@@ -73,6 +73,15 @@ def test_what_computes_nothing_starts_without_torch():
     assert done.returncode == 0, done.stderr
 
 
+def test_ctrl_c_is_quiet(monkeypatch, capsys):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ds_sparse.cli.schema.run", interrupted)
+    assert main(["schema"]) == 128 + signal.SIGINT
+    assert capsys.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("words, unbuffered", [(["schema"], ""), (["schema"], "1"), ([], "1")])
 def test_a_reader_that_leaves_ends_it_quietly(words, unbuffered):
     read, write = os.pipe()
