@@ -551,7 +551,7 @@ def _check_broadcasts(name: str, given: torch.Tensor | None, shape: tuple[int, .
         return
     sizes = tuple(given.shape)
     fits = len(sizes) in (2, len(shape)) and sizes[-1] == shape[-1]
-    if not fits or any(size not in (1, full) for size, full in zip(sizes, shape[-len(sizes) :], strict=True)):
+    if not fits or any(size != 1 and size != full for size, full in zip(sizes, shape[-len(sizes) :], strict=True)):
         shorter = f", or {shape[2:]}" if len(shape) > 2 else ""
         raise ValueError(f"{name} has shape {sizes}; it has to be {shape}, where all but the last may be 1{shorter}.")
 

@@ -87,7 +87,7 @@ def block_sparse_attention(
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p is {dropout_p}; it has to be 0 or more and below 1.")
     index = _index(layout, block, query.device, tokens, keys, causal)
-    if index.num_heads != 1 and index.num_heads != heads:  # one by one: torch.compile finds no symbol in a tuple
+    if index.num_heads != 1 and index.num_heads != heads:
         raise ValueError(
             f"query has {heads} heads and the layout {index.num_heads}; give the layout as many heads, or one."
         )
@@ -171,7 +171,7 @@ def _check_bias(
             f"{name} requires a gradient, and masks have none here; detach it, or "
             + ("give it as rpe, which has one." if name == "attn_mask" else "use MatMul and Softmax, where it has one.")
         )
-    if x.dim() not in dims or any(size not in (1, wanted) for size, wanted in zip(x.shape[::-1], full[::-1])):
+    if x.dim() not in dims or any(size != 1 and size != wanted for size, wanted in zip(x.shape[::-1], full[::-1])):
         shapes = " or ".join(str(full[-n:]) for n in dims)
         raise ValueError(f"{name} has shape {tuple(x.shape)}; it has to be {shapes}, where any dimension may be 1.")
 
