@@ -30,18 +30,20 @@ class MasterLayout:
     Args:
         layout: bool (L, R, R), L = 1 when all heads are equal.
         block: tokens on a block's side.
+        num_heads: heads of those that use it, L if it is not given.
 
     Attributes:
-        layout, block: as given.
-        layout_heads, blocks: L and R.
+        layout, block, num_heads: as given.
+        blocks: R.
         text: block, L, R and the layout's bits.
     """
 
-    def __init__(self, layout: torch.Tensor, block: int):
+    def __init__(self, layout: torch.Tensor, block: int, num_heads: int | None = None):
         self.layout, self.block = layout, block
-        self.layout_heads, self.blocks = layout.shape[:2]
+        heads, self.blocks = layout.shape[:2]
+        self.num_heads = heads if num_heads is None else num_heads
         bits = compress(pack_bits(layout).cpu().numpy().tobytes())
-        self.text = f"{block} {self.layout_heads} {self.blocks} {b85encode(bits).decode()}"
+        self.text = f"{block} {heads} {self.blocks} {b85encode(bits).decode()}"
         self._indices: OrderedDict[tuple[int, torch.device, bool], BlockIndex] = OrderedDict()
         _in_use.setdefault(self.text, self)
 
@@ -96,7 +98,7 @@ class MasterLayout:
         return self
 
     def __reduce__(self):
-        return MasterLayout, (self.layout, self.block)
+        return MasterLayout, (self.layout, self.block, self.num_heads)
 
 
 _in_use: WeakValueDictionary[str, MasterLayout] = WeakValueDictionary()  # by text

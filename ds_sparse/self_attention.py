@@ -105,7 +105,8 @@ class SparseSelfAttention(nn.Module):
         """What computes, with the layout."""
         # Accelerate writes here and not to the attribute; a tensor without memory says nothing.
         given = self._buffers["master_layout"]
-        if given is not None:
+        # torch.export puts a tensor without values there while it traces.
+        if given is not None and not torch.compiler.is_exporting():
             self._buffers["master_layout"] = None
             if not given.is_meta:
                 self._attention.layout = given
@@ -481,8 +482,7 @@ class _Layout(MasterLayout):
                 f"A layout of shape {tuple(layout.shape)} is given for {num_heads} heads; it has to be ({num_heads}, "
                 "R, R)."
             )
-        super().__init__(share_equal_heads(layout), block)
-        self.num_heads = num_heads
+        super().__init__(share_equal_heads(layout), block, num_heads)
         self._buffer: Callable[[], LayoutBuffer | None] = lambda: None
         self.longer: dict[int, _Layout] = {}
         self._ops: OrderedDict[tuple[int, torch.device], SparseOps] = OrderedDict()
