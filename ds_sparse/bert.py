@@ -89,7 +89,7 @@ class BertSparseSelfAttention(nn.Module):
             more, named: what else Transformers hands over, by its names of version 5 or in the order of version 4.
 
         Raises:
-            ValueError: a call for what this layer does not compute: cross-attention, cached keys, a head mask, causal
+            ValueError: a mask for another number of tokens; a call for what this layer does not compute: cross-attention, cached keys, a head mask, causal
                 or packed attention, the attention probabilities.
         """
         from_transformers = bool(more or named)
@@ -97,6 +97,13 @@ class BertSparseSelfAttention(nn.Module):
             _refuse_more_than_self_attention(more, named)
         elif attention_mask is not None and not attention_mask.is_floating_point():
             attention_mask = as_additive("attention_mask", attention_mask, hidden_states.dtype)
+        tokens = hidden_states.shape[1]
+        if attention_mask is not None and attention_mask.shape[-1] != tokens:
+            raise ValueError(
+                f"attention_mask is for {attention_mask.shape[-1]} tokens and hidden_states has {tokens}. Where "
+                "pad_to_block_size has padded the tokens, give the mask that it returned; or pad neither: this layer "
+                "takes any length."
+            )
         query, key, value = (
             self.transpose_for_scores(projection(hidden_states)) for projection in (self.query, self.key, self.value)
         )

@@ -101,6 +101,12 @@ def test_a_bool_mask_in_the_old_call_is_added_and_warned_about():
     torch.testing.assert_close(out, layer(hidden_states, mask.float()))
 
 
+def test_a_mask_that_was_not_padded_with_the_tokens_is_an_error():
+    layer = BertSparseSelfAttention(config(), max_seq_length=64)
+    with pytest.raises(ValueError, match="for 100 tokens and hidden_states has 112.* the mask that it returned"):
+        layer(torch.randn(2, 112, 32), torch.zeros(2, 1, 1, 100))
+
+
 @pytest.mark.parametrize(
     "asked",
     ["head_mask", "encoder_hidden_states", "past_key_values", "output_attentions", "is_causal", "position_bias"],
