@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .integrations.on_import import register_with_transformers
+
 __version__ = "0.1.0"
 
 _PUBLIC = {
@@ -101,3 +103,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_PUBLIC})
+
+
+register_with_transformers()

@@ -73,6 +73,15 @@ def layers_by_model(model: nn.Module) -> dict[PreTrainedModel, dict[str, nn.Modu
     return found
 
 
+def models_around(model: nn.Module, inner: PreTrainedModel) -> list[PreTrainedModel]:
+    """The Transformers models inside a model that hold another one."""
+    return [
+        outer
+        for outer in dict.fromkeys(pretrained_model_around(model).values())
+        if outer is not inner and any(module is inner for module in outer.modules())
+    ]
+
+
 def through_interface(model: PreTrainedModel) -> bool:
     """Whether a Transformers model leaves its attention to `attn_implementation`, as far as its source tells; others
     accept any name and ignore it. For the innermost model around a layer."""

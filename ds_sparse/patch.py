@@ -13,7 +13,13 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from .attention_layers import attention_layers, layers_by_model, pretrained_model_around, through_interface
+from .attention_layers import (
+    attention_layers,
+    layers_by_model,
+    models_around,
+    pretrained_model_around,
+    through_interface,
+)
 from .bert import BertSparseSelfAttention
 from .config import BLOCK_KEY, parse_sparse_attention
 from .layout import density
@@ -29,6 +35,9 @@ _QUERY_KEY_VALUE = ("query", "key", "value")
 _DROPOUTS = (
     "dropout", "dropout_p", "dropout_prob", "attn_dropout", "attention_dropout", "attention_probs_dropout_prob",
 )  # fmt: skip
+
+_WITHOUT_TABLE = {"rotary": ("rotary", "rope"), "relative": ("relative", "rel_embeddings", "rel_pos")}
+"""Kinds of positions that need no table, by words in the names of the modules that compute them."""
 
 
 def sparsify(
@@ -87,18 +96,15 @@ class Replaced(NamedTuple):
 
 
 class SparsifyReport:
-    """What `sparsify` changed: `replaced` has an entry a layer, `str()` is a table, `undo()` puts the model back."""
+    """What `sparsify` changed: `replaced` has an entry a layer, `str()` is a table, `undo()` puts the model back. Then
+    `replaced` is empty, and the table says what became dense again."""
 
     def __init__(self, changes: list[Any]):
         self._changes, self._on = changes, True
 
     @property
     def replaced(self) -> list[Replaced]:
-        return [
-            Replaced(name, was, now)
-            for change in self._changes
-            for name, was, now in zip(change.layers, change.was, change.now, strict=True)
-        ]
+        return [replaced for change in self._changes for replaced in _replaced(change)] if self._on else []
 
     def undo(self) -> None:
         """Puts modules, config and attention implementation back. A second call changes nothing."""
@@ -112,17 +118,22 @@ class SparsifyReport:
         for change in self._changes:
             attention, count = change.attention, len(change.layers)
             structure = attention.sparsity_config
+            layers = f"{count} attention layer{'s' if count > 1 else ''}"
             lines.append(
-                f"{count} attention layer{'s' if count > 1 else ''} {'made sparse' if self._on else 'dense again'}: "
+                f"{f'{layers} made sparse' if self._on else f'undone: {layers} dense again, no longer'}: "
                 f"{type(structure).__name__}, block {structure.block}, density {density(attention.layout):.1%} at "
                 f"{attention.max_seq_length} tokens"
             )
-            rows = list(zip(change.layers, change.was, change.now, strict=True))
+            rows = [(name, was, now) if self._on else (name, now, was) for name, was, now in _replaced(change)]
             widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
             lines += [f"  {name:{widths[0]}}  {was:{widths[1]}}  ->  {now}" for name, was, now in rows]
         return "\n".join(lines)
 
     __repr__ = __str__
+
+
+def _replaced(change: Any) -> list[Replaced]:
+    return [Replaced(*entry) for entry in zip(change.layers, change.was, change.now, strict=True)]
 
 
 class SparseAttentionUtils:
@@ -137,22 +148,20 @@ class SparseAttentionUtils:
         optimizer afterwards. The config and the buffers of position and segment numbers follow.
 
         Args:
-            model: a BERT or RoBERTa model with a head (`model.bert`, `model.roberta`), or any model or base model with
-                `embeddings.position_embeddings`.
+            model: with a head or a base model, that has `embeddings.position_embeddings`: BERT, RoBERTa, XLM-RoBERTa,
+                CamemBERT, ELECTRA, DistilBERT, ALBERT and others.
 
         Returns:
             The model.
 
         Raises:
-            ValueError: another kind of model, fewer tokens than there are, or a table that ZeRO has partitioned.
+            ValueError: a model without such a table, which may need none (rotary and relative positions); fewer tokens
+                than there are; a table that ZeRO has partitioned.
         """
         base = _base(model)
         table = _position_table(base)
         if table is None:
-            raise ValueError(
-                'Please extend "extend_position_embedding" function to support your model type. It currently only '
-                f'supports "bert" & "roberta"! {type(model).__name__} has no embeddings.position_embeddings.'
-            )
+            raise ValueError(_why_no_table(model, max_position))
         weight, reserved = table.weight, _reserved_rows(table)
         if len(weight) != table.num_embeddings or hasattr(weight, "ds_id"):  # which ZeRO 3 gives its parameters
             raise ValueError(
@@ -368,7 +377,7 @@ def _switches(model: nn.Module, structures: _Structures, max_seq_length: int | N
         tokens = max_seq_length
         if structures.wanted is None and tokens is None:
             tokens = getattr(config, hf.MAX_SEQ_LENGTH_KEY, None)
-        switches.append(hf.Switch(owner, layers, structure, tokens))
+        switches.append(hf.Switch(owner, layers, models_around(model, owner), structure, tokens))
     for reason in dict.fromkeys(switch.not_saved for switch in switches if switch.not_saved):
         warnings.warn(f"The structure is not saved with the model: {reason}", SparsityWarning, stacklevel=3)
     return switches
@@ -530,6 +539,23 @@ def _max_position(config: Any) -> int:
 def _position_table(base: nn.Module) -> nn.Embedding | None:
     table = getattr(getattr(base, "embeddings", None), "position_embeddings", None)
     return table if isinstance(table, nn.Embedding) else None
+
+
+def _why_no_table(model: nn.Module, max_position: int) -> str:
+    name = type(model).__name__
+    for kind, words in _WITHOUT_TABLE.items():
+        found = next((path for path, _ in model.named_modules() if any(word in path.lower() for word in words)), None)
+        if found is not None:
+            return (
+                f"{name} has {kind} positions ({found}) and no table of positions, so it needs none that is longer; "
+                f"leave this call out. sparsify(model, ..., max_seq_length={max_position}) builds the layout for that "
+                "length."
+            )
+    return (
+        f"{name} has no embeddings.position_embeddings, the table that extend_position_embedding makes longer; BERT, "
+        "RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT and ALBERT have it. Make the table of this model longer "
+        "where it keeps one."
+    )
 
 
 def _reserved_rows(table: nn.Embedding) -> int:

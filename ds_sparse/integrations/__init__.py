@@ -1,1 +1,1 @@
-"""Bindings to training frameworks; nothing here is imported by `import ds_sparse`."""
+"""Bindings to training frameworks; `import ds_sparse` imports `on_import` alone, which imports no framework."""

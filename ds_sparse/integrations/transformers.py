@@ -11,7 +11,7 @@ import copy
 import functools
 import json
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -243,7 +243,15 @@ def _refuse_what_stays_dense(model: PreTrainedModel, layers: Mapping[str, nn.Mod
             _attached_to(layer)
 
 
+_accepted = PreTrainedModel.get_correct_attn_implementation
 _post_init, _set_attn_implementation = PreTrainedModel.post_init, PreTrainedModel.set_attn_implementation
+
+
+@functools.wraps(_accepted)
+def _accepted_where_used(self: PreTrainedModel, requested_attention: str | None, *more: Any, **named: Any) -> str:
+    if requested_attention == NAME and not through_interface(self):  # its layers may not even be made by this name
+        raise ValueError(why_not(self, {}))
+    return _accepted(self, requested_attention, *more, **named)
 
 
 @functools.wraps(_post_init)
@@ -261,8 +269,8 @@ def _set_attn_implementation_and_check(
 ) -> None:
     configs = {id(module.config): module.config for module in self.modules() if isinstance(module, PreTrainedModel)}
     before = {key: config._attn_implementation for key, config in configs.items()}
-    _set_attn_implementation(self, attn_implementation, *more, **named)
     try:
+        _set_attn_implementation(self, attn_implementation, *more, **named)
         for model, layers in layers_by_model(self).items():
             if attn_implementation == NAME or model.config._attn_implementation == NAME:
                 _refuse_what_stays_dense(model, layers)
@@ -273,6 +281,7 @@ def _set_attn_implementation_and_check(
 
 
 # Transformers takes a registered name for every model, also for one that never calls the function.
+PreTrainedModel.get_correct_attn_implementation = _accepted_where_used
 PreTrainedModel.post_init = _post_init_and_check
 PreTrainedModel.set_attn_implementation = _set_attn_implementation_and_check
 
@@ -291,6 +300,8 @@ class Switch:
     Args:
         model: the innermost PreTrainedModel around the layers.
         layers: its attention layers by name.
+        around: the Transformers models around it, whose configs are saved; of these, a config of the same class gets the
+            structure too (T5's encoder may have a copy).
         structure: for the model's number of heads, with a seed where it draws blocks.
         max_seq_length: tokens that the layout is built for; by default those of the config.
 
@@ -302,10 +313,12 @@ class Switch:
         self,
         model: PreTrainedModel,
         layers: Mapping[str, nn.Module],
+        around: Sequence[PreTrainedModel],
         structure: SparsityConfig,
         max_seq_length: int | None = None,
     ):
         self.model, self.layers = model, layers
+        self._holders = [model, *(outer for outer in around if type(outer.config) is type(model.config))]
         self._implementation = model.config._attn_implementation
         self.was = [f"{type(layer).__name__}, {self._implementation}" for layer in layers.values()]
         self.now = [f"{type(layer).__name__}, {NAME}" for layer in layers.values()]
@@ -320,10 +333,12 @@ class Switch:
             self.not_saved = str(error)
 
     def on(self) -> None:
-        config = self.model.config
-        self._before = {key: vars(config)[key] for key in _CONFIG_KEYS if key in vars(config)}
-        _set_config(config, self._entries)
+        configs = {id(holder.config): holder.config for holder in self._holders}.values()
+        self._before = [(c, {key: vars(c)[key] for key in _CONFIG_KEYS if key in vars(c)}) for c in configs]
+        for config in configs:
+            _set_config(config, self._entries)
         _set_attn_implementation(self.model, NAME)
+        config = self.model.config
         block, tokens = getattr(config, BLOCK_KEY, None), _tokens(config)
         self._hooks = []
         for name, layer in self.layers.items():
@@ -335,7 +350,8 @@ class Switch:
             hook.remove()
         for layer in self.layers.values():
             del layer._ds_sparse
-        _set_config(self.model.config, self._before)
+        for config, entries in self._before:
+            _set_config(config, entries)
         self.model.set_attn_implementation(self._implementation)
 
 

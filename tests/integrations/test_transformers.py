@@ -137,6 +137,10 @@ def test_the_report_names_every_layer():
         "2 attention layers made sparse: FixedSparsityConfig, block 16, density 75.0% at 64 tokens"
     )
     assert all(name in str(report) for name in names)
+    report.undo()
+    assert report.replaced == [] and repr(report) == str(report)
+    assert str(report).startswith("undone: 2 attention layers dense again, no longer: FixedSparsityConfig, block 16")
+    assert f"{names[0]}  BertSelfAttention, ds_sparse  ->  BertSelfAttention, sdpa" in str(report)
 
 
 @pytest.mark.parametrize("block", [{key: RANDOM[key] for key in RANDOM if key != "seed"}, RANDOM, {"mode": "fixed"}])
@@ -364,6 +368,11 @@ REFUSED = {
     "big_bird": (transformers.BigBirdModel, SMALL, ITSELF),
     "mpnet": (transformers.MPNetModel, SMALL, ITSELF),
     "megatron_bert": (transformers.MegatronBertModel, SMALL, ITSELF),
+    "falcon": (
+        transformers.FalconModel,  # which has a dict of its layers' classes by implementation
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": HEADS},
+        ITSELF,
+    ),
     "fnet": (
         transformers.FNetModel,
         {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64},
@@ -409,6 +418,7 @@ ENCODERS = {
     "nomic_bert": (transformers.NomicBertModel, MODERN, TEXT),
     "t5_encoder": (transformers.T5EncoderModel, T5 | {"num_layers": 2, "dropout_rate": 0.0}, TEXT),
     "vit": (transformers.ViTModel, VISION, PICTURE),
+    "umt5_encoder": (transformers.UMT5EncoderModel, T5 | {"num_layers": 2, "dropout_rate": 0.0}, TEXT),
     "wav2vec2": (transformers.Wav2Vec2Model, WAVES, SOUND),
 }
 
@@ -547,6 +557,66 @@ def test_the_name_alone_is_refused_where_it_would_be_ignored_or_fail_later(name,
         model.save_pretrained(tmp_path)
         with pytest.raises(ValueError, match=sentence):
             cls.from_pretrained(tmp_path, attn_implementation="ds_sparse")
+
+
+def test_the_name_is_set_for_a_part_of_a_model():
+    model = transformers.CLIPModel(with_structure(transformers.CLIPConfig(**CLIP)))
+    model.set_attn_implementation({"vision_config": "ds_sparse"})
+    ours, theirs = model.vision_model.config._attn_implementation, model.text_model.config._attn_implementation
+    assert (ours, theirs) == ("ds_sparse", "sdpa")
+    output = model(**make_inputs(TEXT), pixel_values=torch.randn(2, 3, 32, 32))
+    assert torch.isfinite(output.logits_per_image).all()
+    with pytest.raises(ValueError, match="CLIPAttention.* is causal"):
+        model.set_attn_implementation({"text_config": "ds_sparse"})
+    assert model.text_model.config._attn_implementation == "sdpa"
+
+
+def test_a_trial_leaves_the_model_its_hooks_and_the_random_numbers_alone():
+    model, seen = make().train(), []
+    model.bert.encoder.layer[0].register_forward_hook(lambda *_: seen.append("ran"))
+    before = torch.get_rng_state(), {name: x.clone() for name, x in model.state_dict().items()}
+    ds_sparse.sparsify(model, RANDOM)
+    assert not seen and model.training and torch.equal(torch.get_rng_state(), before[0])
+    assert all(torch.equal(x, before[1][name]) for name, x in model.state_dict().items())
+    model(**make_batch())
+    assert seen == ["ran"]
+
+
+def test_a_model_that_takes_other_inputs_is_refused():
+    class TakesMore(transformers.BertModel):
+        def forward(self, input_ids, weather, **more):
+            return super().forward(input_ids, **more)
+
+    with pytest.raises(ValueError, match=r"TakesMore did not run on inputs that ds_sparse made up.*'weather'"):
+        ds_sparse.sparsify(TakesMore(transformers.BertConfig(**SMALL)), RANDOM)
+
+
+def test_a_layer_that_does_not_call_the_attention_function_is_named():
+    class OwnWay(torch.nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.config = config
+            self.query, self.key, self.value = (torch.nn.Linear(32, 32) for _ in range(3))
+
+        def forward(self, states, *_, **__):
+            return self.value(states), None
+
+    model = make()
+    model.bert.encoder.layer[1].attention.self = OwnWay(model.config)
+    with pytest.raises(
+        ValueError, match=r"layer bert.encoder.layer.1.attention.self \(OwnWay\) of BertModel did not call"
+    ):
+        ds_sparse.sparsify(model, RANDOM)
+
+
+def test_the_structure_is_saved_where_an_encoder_has_a_copy_of_the_config(tmp_path):
+    model, inputs = make(ENCODERS["umt5_encoder"][:2]).eval(), make_inputs(TEXT)
+    report = ds_sparse.sparsify(model, RANDOM, max_seq_length=64)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.UMT5EncoderModel.from_pretrained(tmp_path, attn_implementation="ds_sparse").eval()
+    assert torch.equal(loaded(**inputs)[0], model(**inputs)[0])
+    report.undo()
+    assert not hasattr(model.config, "sparse_attention") and not hasattr(model.encoder.config, "sparse_attention")
 
 
 def test_another_model_made_with_the_same_config_stays_dense():
