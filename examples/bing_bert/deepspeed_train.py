@@ -478,12 +478,11 @@ def main() -> int:
 def show_results(outcomes: dict[str, Outcome], unigram: float, lines: MaskedLines, folder: Path) -> None:
     """Prints each run's held-out loss beside the unigram cross-entropy, what it fills in, and draws the curves."""
     for name, (position, *_) in outcomes.items():
-        beside = (
-            f"{abs(unigram - position.held_out_loss):.4f} {'below' if position.held_out_loss < unigram else 'above'}"
-        )
+        distance = position.held_out_loss - unigram
         say(
-            f"{name}: held-out masked-LM loss {position.held_out_loss:.4f} nats after {position.step} steps, {beside} "
-            f"the unigram cross-entropy {unigram:.4f} of the same positions"
+            f"{name}: held-out masked-LM loss {position.held_out_loss:.4f} nats after {position.step} steps, "
+            f"{abs(distance):.4f} {'below' if distance < 0 else 'above'} the unigram cross-entropy {unigram:.4f} of the "
+            "same positions"
         )
         if position.skipped_steps:
             say(f"{name}: {position.skipped_steps} of the steps overflowed in fp16 and were skipped.")

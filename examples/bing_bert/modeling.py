@@ -81,7 +81,7 @@ class BertEmbeddings(nn.Module):
 
     With `position_convolution`, a depthwise convolution of the sum is added to it, as in wav2vec 2.0 (Baevski et al.
     2020, arXiv 2006.11477): the first layer then knows each token's neighbours. Attention that has to find them by
-    absolute positions alone spends thousands of steps near the unigram cross-entropy.
+    absolute positions alone stays near the unigram cross-entropy for more than a thousand steps.
     """
 
     def __init__(self, config: BertConfig):

@@ -61,12 +61,10 @@ def workplace(tmp_path_factory):
         (corpus / f"{number}.txt").write_text(" ".join(words[start : start + 800]))
     model = {
         "vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
-        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "position_convolution": 3,
     }  # fmt: skip
     (folder / "model.json").write_text(json.dumps({"name": "small", "bert_model_config": model}))
-    dropping = model | {
-        "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "position_convolution": 3,
-    }  # fmt: skip
+    dropping = model | {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
     (folder / "dropout.json").write_text(json.dumps({"name": "dropout", "bert_model_config": dropping}))
     return folder
 
@@ -195,7 +193,7 @@ def resumed(workplace, one_rank, stopped):
 
 @pytest.fixture(scope="module")
 def many_steps(workplace):
-    """An uninterrupted run with dropout and a convolution."""
+    """An uninterrupted run with dropout."""
     output = workplace / "many_steps"
     succeed(workplace, output, "--deepspeed_sparse_attention", "--max_steps", str(MANY_STEPS), model="dropout.json")
     return output

@@ -57,12 +57,13 @@ def need_kernels(device):
         pytest.skip(f"no {device} kernel for {', '.join(missing)}")
 
 
+@pytest.mark.parametrize("convolution", [0, 5])
 @pytest.mark.parametrize("tokens, padding", [(64, 0), (64, 10), (50, 0), (50, 7)])
-def test_a_dense_layout_equals_dense_attention_padded_or_not(device, tokens, padding):
+def test_a_dense_layout_equals_dense_attention_padded_or_not(device, tokens, padding, convolution):
     need_kernels(device)
-    batch = make_batch(tokens, padding).to(torch.device(device))
-    dense = make_model(arguments(tokens)).to(device)
-    sparse = make_model(arguments(tokens, {"mode": "dense"})).to(device)
+    batch, changes = make_batch(tokens, padding).to(torch.device(device)), {"position_convolution": convolution}
+    dense = make_model(arguments(tokens), **changes).to(device)
+    sparse = make_model(arguments(tokens, {"mode": "dense"}), **changes).to(device)
     sparse.load_state_dict(dense.state_dict())
     for name, loss in dense(batch).items():
         torch.testing.assert_close(sparse(batch)[name], loss)
