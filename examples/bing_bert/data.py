@@ -32,7 +32,7 @@ import torch.distributed as dist
 from filelock import FileLock
 from tqdm import tqdm
 
-from corpus import HELD_OUT_ONE_IN, Corpus, cache_root, load_corpus, unwritable_cache
+from corpus import Corpus, cache_root, load_corpus, unwritable_cache
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PAD, UNK, CLS, SEP, MASK = range(len(SPECIAL_TOKENS))
@@ -137,9 +137,11 @@ def open_corpus(name: str, vocabulary_size: int = 8192, text_column: str | None 
     cause = None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            corpus = load_corpus(name, text_column)
+            corpus = load_corpus(name, text_column).split()
+            for note in corpus.notes:
+                print(note, flush=True)
             left_out = {"duplicate_documents": corpus.duplicates, "empty_documents": corpus.empty}
-            origin = {"corpus": corpus.name, "sources": corpus.sources, "left_out": left_out}
+            origin = {"corpus": corpus.name, "sources": corpus.sources, "left_out": left_out, "notes": corpus.notes}
             outcome = [_tokenized(corpus, vocabulary_size), origin, None]
         except ValueError as error:
             outcome, cause = [None, None, str(error)], error
@@ -178,13 +180,6 @@ def _tokenized(corpus: Corpus, vocabulary_size: int) -> Path:
 
 def _tokenize_into(directory: Path, corpus: Corpus, vocabulary_size: int) -> None:
     held_out = np.array([document.held_out for document in corpus.documents])
-    for part, present in (("held-out", held_out), ("training", ~held_out)):
-        if not present.any():
-            raise ValueError(
-                f"The corpus {corpus.name} has {len(held_out)} distinct documents and none of them is a "
-                f"{part} document (one in {HELD_OUT_ONE_IN} is held out, by its content); use a "
-                "corpus with more documents."
-            )
     texts = [document.text for document in corpus.documents]
     print(f"Learning a WordPiece vocabulary from {(~held_out).sum():,} documents of {corpus.name}", flush=True)
     vocabulary = learn_vocabulary([text for text, out in zip(texts, held_out) if not out], vocabulary_size)

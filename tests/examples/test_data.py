@@ -136,6 +136,7 @@ def test_any_other_name_is_a_dataset(monkeypatch):
         return {"train": datasets.Dataset.from_dict({"text": ["one"]}), "test": None}
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     assert load_corpus("owner/name:small").documents == [Document("owner/name:small#0", "one")]
     assert load_corpus("imdb").documents[0].text == "one"
     assert asked == [("owner/name", "small"), ("imdb", None)]
@@ -148,8 +149,55 @@ def test_a_dataset_that_cannot_be_loaded_is_one_sentence(monkeypatch):
         raise ConnectionError("Couldn't reach the hub")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="'owner/name' cannot be loaded: Couldn't reach the hub. A corpus is stdlib"):
         load_corpus("owner/name")
+
+
+def hub_that_answers(monkeypatch, answer):
+    """The number of questions that the hub was asked, of which `answer` answers each, and none by load_dataset."""
+    import datasets
+    import huggingface_hub
+
+    asked = []
+
+    def ask(self, name, timeout):
+        asked.append(name)
+        raise answer
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", ask)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args: pytest.fail("asks the hub again and again"))
+    return asked
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, tmp_path):
+    (tmp_path / "my_texts").mkdir()
+    monkeypatch.chdir(tmp_path)
+    asked = hub_that_answers(monkeypatch, ConnectionError("no route"))
+    with pytest.raises(ValueError, match="'my_tests' here; the nearest name there is my_texts, and the hub .* answer"):
+        load_corpus("my_tests")
+    assert asked == ["my_tests"]
+
+
+def test_a_dataset_that_the_hub_does_not_know_is_one_sentence(monkeypatch):
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    # Without its constructor, which wants the answer of an HTTP client.
+    asked = hub_that_answers(monkeypatch, RepositoryNotFoundError.__new__(RepositoryNotFoundError))
+    with pytest.raises(ValueError, match="no corpus 'owner/nope:small', neither here nor as a dataset"):
+        load_corpus("owner/nope:small")
+    assert asked == ["owner/nope"]
+
+
+@pytest.mark.parametrize("name", ["standardlib", "STDLIB", "a b", "a/b/c", "texts/exampels", "my/../corpus"])
+def test_a_name_that_no_dataset_has_asks_no_hub(monkeypatch, tmp_path, name):
+    (tmp_path / "texts").mkdir()
+    monkeypatch.chdir(tmp_path)
+    asked = hub_that_answers(monkeypatch, ConnectionError())
+    with pytest.raises(ValueError, match="^There is no .* A corpus is stdlib"):
+        load_corpus(name)
+    assert asked == []
 
 
 @pytest.mark.parametrize(
@@ -162,6 +210,12 @@ def test_a_dataset_that_cannot_be_loaded_is_one_sentence(monkeypatch):
         ("{folder}/empty", "holds no file that ends in"),
         ("{folder}/blank.txt", "holds no text"),
         ("{folder}/broken.jsonl", "broken.jsonl' cannot be loaded"),
+        ("{folder}/empty.jsonl", "holds no text"),
+        ("{folder}/empty.parquet", "holds no text"),
+        ("{folder}/binary.txt", "binary.txt is no text: a byte of it is 0"),
+        ("{folder}/binary.jsonl", "binary.jsonl is no text: a byte of it is 0"),
+        ("{folder}/latin.jsonl", "latin.jsonl is not UTF-8, as JSON has to be .byte 0xe9.; convert it"),
+        ("{folder}/other.jsonl", "no column called text or content; it has title. Choose one with --text-column"),
     ],
 )
 def test_a_wrong_corpus_is_one_sentence(folder, name, said):
@@ -169,6 +223,12 @@ def test_a_wrong_corpus_is_one_sentence(folder, name, said):
     (folder / "empty").mkdir()
     (folder / "blank.txt").write_text(" \n")
     (folder / "broken.jsonl").write_text('{"text": "a"\n{{{')
+    (folder / "empty.jsonl").touch()
+    (folder / "empty.parquet").touch()
+    (folder / "binary.txt").write_bytes(b"\x89PNG\x00\x1a")
+    (folder / "binary.jsonl").write_bytes(b"PAR1\x00\x00")
+    (folder / "latin.jsonl").write_bytes(b'{"text": "caf\xe9"}')
+    (folder / "other.jsonl").write_text('{"title": "a"}')
     with pytest.raises(ValueError, match=said):
         load_corpus(name.format(folder=folder))
 
@@ -234,6 +294,74 @@ def test_the_split_never_moves_and_takes_one_in_twenty():
 # Vocabulary and cache
 
 
+def in_a_file(folder, texts):
+    (folder / "book.txt").write_text("\n".join(texts))
+    return folder / "book.txt"
+
+
+def in_rows(folder, texts):
+    rows = [" ".join(texts[row::10]) for row in range(10)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return folder / "rows.jsonl"
+
+
+def in_40_files(folder, texts):
+    texts = [text for text in texts if not Document("", text).held_out]
+    for number in range(40):
+        (folder / f"{number:02}.txt").write_text(" ".join(texts[number::40]))
+    return folder
+
+
+@pytest.mark.parametrize("write", [in_a_file, in_rows, in_40_files])
+def test_few_documents_train_and_hold_out_parts_of_them(tmp_path, capsys, write):
+    tokenized = open_corpus(str(write(tmp_path, invented_texts())), 512)
+    said = capsys.readouterr().out
+    assert "distinct documents, too few to hold some of them out whole: " in said
+    data = PretrainingData(tokenized, T)
+    assert tokenized.summary["notes"][0] in said and "by its position" in said
+    assert next(data.batches(4, 2)).input_ids.shape == (2, T)
+    assert len(list(data.held_out_batches(1))) >= 3
+
+
+@settings(deadline=None, derandomize=True, max_examples=40)
+@given(st.lists(st.text("abc \n", min_size=1, max_size=900), min_size=1, max_size=30), st.data())
+def test_parts_are_the_documents_again_and_no_character_is_on_both_sides(texts, draw):
+    documents = [Document(f"{number}.txt", text + "xyz") for number, text in enumerate(texts)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus_module, "SPAN", draw.draw(st.integers(500, 5000)))
+        patch.setattr(corpus_module, "ENOUGH_HELD_OUT", draw.draw(st.sampled_from((0, 100, 10_000))))
+        total = sum(len(document.text) for document in documents)
+        parts = list(corpus_module._parts(documents, total))
+    for document in documents:
+        own = [part for part in parts if part.id.startswith(f"{document.id}[")]
+        places = [tuple(map(int, part.id.split("[")[1].split("]")[0].split(":"))) for part in own]
+        assert all(part.text == document.text[start:end] for part, (start, end) in zip(own, places))
+        assert all(end <= start for (_, end), (start, _) in zip(places, places[1:]))
+        left_out = len(document.text) - sum(map(len, (part.text for part in own)))
+        assert left_out <= sum(map(str.isspace, document.text))
+        assert all(part.held_out == part.id.endswith(" held out") for part in own)
+
+
+def test_a_small_corpus_holds_out_a_fifth_and_a_large_one_a_twentieth():
+    for length, spans, share in ((10_000, 1, 0.2), (100_000, 1, 0.164), (2_000_000, 5, 0.05)):
+        corpus = Corpus("one", [Document("one.txt", "word " * (length // 5))]).split()
+        held_out = [part for part in corpus.documents if part.held_out]
+        assert len(held_out) == spans and len(corpus.documents) == 2 * spans + 1
+        assert sum(len(part.text) for part in held_out) / length == pytest.approx(share, abs=0.01)
+        assert all(part.text.endswith(" ") for part in held_out), "words stay whole"
+
+
+def test_many_documents_stay_whole():
+    documents = [Document(str(number), invented_text(number, 50)) for number in range(300)]
+    corpus = Corpus("many", documents)
+    assert corpus.split() is corpus
+
+
+def test_too_little_text_for_both_sides_is_one_sentence():
+    with pytest.raises(ValueError, match="The corpus tiny has 2 characters: too few to hold some of them out"):
+        Corpus("tiny", [Document("a.txt", "ab")]).split()
+
+
 def test_the_vocabulary_is_the_same_in_every_process(tokenized):
     """The trainer's own numbering changes from process to process."""
     program = (
@@ -261,7 +389,7 @@ def test_the_vocabulary_is_padded_to_a_multiple_of_eight(tokenized):
 
 def test_held_out_text_does_not_shape_the_vocabulary(monkeypatch):
     held_out = next(f"unheard{number}" for number in range(1000) if Document("", f"unheard{number} " * 99).held_out)
-    documents = [Document("h", (held_out + " ") * 99), Document("a", "alpha beta " * 99), Document("b", "gamma " * 99)]
+    documents = [Document("h", (held_out + " ") * 99), Document("a", "alpha beta " * 999), Document("b", "gamma " * 999)]
     monkeypatch.setattr(data_module, "load_corpus", lambda name, column: Corpus(name, documents))
     assert held_out not in open_corpus("invented", 512).vocabulary
 
@@ -592,13 +720,6 @@ def test_unigram_cross_entropy_by_hand(data, tokenized):
 
 
 # Sizes
-
-
-def test_a_corpus_without_a_held_out_document_is_refused(monkeypatch):
-    documents = [Document(str(n), str(n) * 30) for n in range(100) if not Document("", str(n) * 30).held_out][:9]
-    monkeypatch.setattr(data_module, "load_corpus", lambda name, column: Corpus(name, documents))
-    with pytest.raises(ValueError, match="9 distinct documents and none of them is a held-out document"):
-        open_corpus("few", 512)
 
 
 @pytest.mark.parametrize(
