@@ -41,9 +41,14 @@ def plain(name: str, x: torch.Tensor) -> torch.Tensor:
         x = get_unwrapped(x)
     if is_batchedtensor(x):
         raise ValueError(f"{name} is another one for each sample of torch.vmap; give one for all, with in_dims None.")
+    refuse_meta(name, x)
+    return x
+
+
+def refuse_meta(name: str, x: torch.Tensor) -> None:
+    """Raises ValueError where x is on the meta device."""
     if x.is_meta:
         raise ValueError(f"{name} is on the meta device, where it has no values; make it on the CPU.")
-    return x
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ tensor with one copy a head.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -56,6 +57,7 @@ def with_heads(layout: Tensor) -> Tensor:
     """`as_bool_layout` without a look at the values, which would wait for the device: (H, R, C) of the given dtype."""
     if not isinstance(layout, Tensor):
         raise TypeError(f"A layout is a torch tensor of 0s and 1s, got {type(layout).__name__}.")
+    _check_dense(layout)
     if layout.dtype not in (torch.bool, *_INTEGERS, *_FLOATS):
         raise TypeError(f"A layout is bool, or 0 and 1 as numbers, got {layout.dtype}; convert it with layout != 0.")
     if layout.dim() not in (2, 3):
@@ -66,6 +68,24 @@ def with_heads(layout: Tensor) -> Tensor:
     if 0 in layout.shape:
         raise ValueError(f"A layout needs at least one head, row and column, got {tuple(layout.shape)}.")
     return layout if layout.dim() == 3 else layout.unsqueeze(0)
+
+
+def _check_dense(layout: Tensor) -> None:
+    if layout.layout == torch.strided and not layout.is_nested and not is_distributed(layout):
+        return
+    if layout.is_nested:
+        kind, instead = "nested", "layout.to_padded_tensor(0)"
+    elif layout.layout != torch.strided:
+        kind, instead = f"of layout {layout.layout}", "layout.to_dense() != 0"
+    else:
+        kind, instead = "a DTensor", "layout.full_tensor(), or the rows of the heads of this rank"
+    raise TypeError(f"A layout is a dense tensor of 0s and 1s, got one that is {kind}; give {instead}.")
+
+
+def is_distributed(x: Tensor) -> bool:
+    """Whether x is a DTensor, which those that have none need not import."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
 
 
 def check_values(layout: Tensor) -> None:

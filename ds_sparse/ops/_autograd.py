@@ -24,13 +24,29 @@ class Function(torch.autograd.Function):
         return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))
 
 
+_SENTENCE = (
+    "{} has first derivatives only, and here its gradient is differentiated again. Take the gradient without "
+    "create_graph=True, detach it, or compute this part in plain PyTorch (ds_sparse.reference, or gather_attention for "
+    "lists of tokens), which has derivatives of any order."
+)
+
+
+def first_derivatives_only(operation: str, output: Tensor) -> Tensor:
+    """The output of an operation of whose parts PyTorch's second derivatives are missing or wrong: create_graph=True is
+    refused."""
+
+    def refuse(grad: Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(_SENTENCE.format(operation))
+
+    if output.requires_grad:
+        output.register_hook(refuse)
+    return output
+
+
 def differentiable_once(operation: str) -> Callable[[Callable], Callable]:
     """Decorates a `backward`: its gradients raise a sentence about the operation where they are differentiated again."""
-    sentence = (
-        f"{operation} has first derivatives only, and here its gradient is differentiated again. Take the gradient "
-        "without create_graph=True, detach it, or compute this part in plain PyTorch (ds_sparse.reference, or "
-        "gather_attention for lists of tokens), which has derivatives of any order."
-    )
+    sentence = _SENTENCE.format(operation)
 
     def decorated(backward: Callable) -> Callable:
         @wraps(backward)

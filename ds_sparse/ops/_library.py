@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch.autograd import forward_ad
+
+from ..layout import is_distributed
 
 _FOLDER = Path(__file__).resolve().parent.parent / "lib"
 CPU_LIBRARY = _FOLDER / "libds_sparse_cpu.so"
@@ -56,6 +59,55 @@ def missing_kernels(device_type: str, operators: Sequence[str] = OPERATORS) -> l
     """Those of the operators that have no kernel for a device type such as "cuda"; empty where all of them run."""
     key = device_type.upper()
     return [name for name in operators if not torch._C._dispatch_has_kernel_for_dispatch_key(f"ds_sparse::{name}", key)]
+
+
+def check_inputs(operation: str | None, **given: torch.Tensor | None) -> None:
+    """Refuses, in words that say what to do, what is no ordinary tensor: nested and sparse ones, those that are
+    distributed over ranks, and other objects. None passes.
+
+    Args:
+        operation: the native one whose inputs they are, by name; None for those in plain PyTorch.
+
+    Raises:
+        TypeError, ValueError: another kind of tensor or object.
+        NotImplementedError: a tensor with a tangent, for derivatives in forward mode, which native operations lack.
+    """
+    for name, x in given.items():
+        if x is None or type(x) in _ORDINARY and x.layout is _STRIDED and not x.is_nested:
+            continue
+        _refuse_kinds(name, x)
+    if forward_ad._current_level >= 0 and operation is not None:
+        _refuse_tangents(operation, given)
+
+
+_ORDINARY, _STRIDED = frozenset({torch.Tensor, torch.nn.Parameter}), torch.strided
+
+
+def _refuse_kinds(name: str, x: object) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; it has to be a tensor.")
+    if x.is_nested:
+        raise ValueError(
+            f"{name} is a nested tensor; give {name}.to_padded_tensor(0.0) and mask what that adds, or call once for "
+            f"each sequence of {name}.unbind()."
+        )
+    if x.layout != torch.strided:
+        raise ValueError(f"{name} is a tensor of layout {x.layout}; give {name}.to_dense().")
+    if is_distributed(x):
+        raise ValueError(
+            f"{name} is a DTensor, and operations work on one rank's tensors; distribute batch or heads, give "
+            f"{name}.to_local(), and make the result a DTensor with DTensor.from_local()."
+        )
+
+
+def _refuse_tangents(operation: str, given: dict[str, torch.Tensor | None]) -> None:
+    for name, x in given.items():
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"{name} has a tangent, and {operation} no derivatives in forward mode (torch.func.jvp, jacfwd, "
+                "hessian; torch.autograd.forward_ad). Use torch.func.vjp or jacrev, or compute this part in plain "
+                "PyTorch (ds_sparse.reference, or gather_attention for lists of tokens)."
+            )
 
 
 def under_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

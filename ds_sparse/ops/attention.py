@@ -10,11 +10,11 @@ from torch._subclasses import FakeTensor
 from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..index import BlockIndex, as_index
+from ..index import BlockIndex, as_index, refuse_meta
 from ..layout import with_heads
 from ..master_layout import MasterLayout
 from ._autograd import Function, differentiable_once
-from ._library import DTYPES, check_alike, check_scale, require_kernel, under_autocast
+from ._library import DTYPES, check_alike, check_inputs, check_scale, require_kernel, under_autocast
 from .attention_operators import _wide, attention_backward, attention_bias_backward, attention_forward
 
 BLOCKS = (8, 16, 32, 64, 128)
@@ -79,8 +79,12 @@ def block_sparse_attention(
         RuntimeError: a device without the kernel; a layout in place of its index under torch.compile or in the capture
             of a CUDA graph.
     """
+    masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask}
+    check_inputs("block_sparse_attention", query=query, key=key, value=value, rpe=rpe, **masks)
     query, key, value = under_autocast(query, key, value)
     _check_operands(query, key, value)
+    if isinstance(layout, torch.Tensor):
+        refuse_meta("The layout", layout)
     batch, heads, tokens, head_dim = query.shape
     keys = key.shape[2]
     scale = _factor(scale, head_dim)

@@ -10,7 +10,7 @@ import torch
 from ..index import BlockIndex, as_index, index_on, sdd_tile
 from ..tiles import HOPPER_TILE
 from ._autograd import Function, differentiable_once
-from ._library import check_dtype, require_kernel, under_autocast
+from ._library import check_dtype, check_inputs, require_kernel, under_autocast
 
 MODES = ("sdd", "dsd", "dds")
 
@@ -80,6 +80,7 @@ class MatMul:
         return MappingProxyType(self._indices)
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        check_inputs("MatMul", a=a, b=b)
         if a.device != b.device:
             raise ValueError(
                 f"Inputs must be on the same device; got {a.device} for tensor A and {b.device} for tensor B"

@@ -10,7 +10,7 @@ import torch
 
 from ..index import BlockIndex, as_index, index_on
 from ._autograd import Function, differentiable_once
-from ._library import check_dtype, check_scale, require_kernel
+from ._library import check_dtype, check_inputs, check_scale, require_kernel
 
 MASK_MODES = ("add", "mul")
 
@@ -80,6 +80,7 @@ class Softmax:
         *,
         causal: bool = False,
     ) -> torch.Tensor:
+        check_inputs("Softmax", x=x, rpe=rpe, key_padding_mask=key_padding_mask, attn_mask=attn_mask)
         if x.dim() == 3:
             x, squeeze = x[None], True
         else:

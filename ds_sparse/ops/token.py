@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from ..tokens import Nested, TokenIndex, index_of, lists_of, tensors_in
 from . import token_tiles
 from ._autograd import Function, differentiable_once
-from ._library import check_alike, require_kernel, under_autocast
+from ._library import check_alike, check_inputs, require_kernel, under_autocast
 from .attention import MAX_HEAD_DIM, _factor
 from .attention_operators import _wide
 
@@ -115,16 +115,17 @@ def sparse_attn(
             end elsewhere, each named by its place.
         RuntimeError: tensors on a device without kernels; lists in place of their index under torch.compile.
     """
+    check_inputs("sparse_attn", q=q, k=k, v=v)
     q, k, v = under_autocast(q, k, v)
     check_operands(q, k, v)
     index = token_index(values, offsets, q, k)
     scale = _factor(scale, q.shape[-1])
     _check_native("token_attention_forward", q, v)
-    operands = [as_4d(x) for x in (q, k, v)]
+    in_4d = [as_4d(x) for x in (q, k, v)]
     if token_tiles.takes(q, v) and q.numel() > 0 and index.tiles is not None:
-        output, lse = token_tiles.tiled_attention(*operands, index.tiles, scale)
+        output, lse = token_tiles.tiled_attention(*in_4d, index.tiles, scale)
     else:
-        output, lse, _ = _Attention.apply(*operands, index, scale)
+        output, lse, _ = _Attention.apply(*in_4d, index, scale)
     if q.dim() != 4:
         lead = q.shape[:-2]
         output, lse = output.reshape(*lead, *output.shape[2:]), lse.reshape(*lead, lse.shape[2])
@@ -209,6 +210,7 @@ def as_4d(x: Tensor) -> Tensor:
 
 
 def _operands_of_scores(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    check_inputs("sparse_matmul", q=q, k=k)
     q, k = under_autocast(q, k)
     check_operands(q, k)
     _check_native("token_matmul_sdd", q)

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..tokens import TokenIndex
-from ._library import under_autocast
+from ._autograd import first_derivatives_only
+from ._library import check_inputs, under_autocast
 from .attention import _factor
 from .token import as_4d, check_operands, token_index
 
@@ -43,6 +44,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
             f"mask is {given}; it has to be a tensor, bool, True where a query sees a key, or floating point, which is "
             "added. TokenIndex.mask() makes one of lists."
         )
+    check_inputs(None, q=q, k=k, v=v, mask=mask)
     check_operands(*under_autocast(q, k, v))
     if mask.device != q.device:
         raise ValueError(f"mask is on {mask.device} and q on {q.device}; move it there.")
@@ -74,8 +76,11 @@ def gather_attention(
     Work is that of the pairs alone, but every pair's numbers go through memory several times. Arguments, results and
     errors as `sparse_attn`; sums in fp32 or wider.
     """
+    check_inputs(None, q=q, k=k, v=v)
     q, k, v = under_autocast(q, k, v)
     index, scale, lead = _start(q, k, v, values, offsets, scale)
+    if q.is_meta:
+        return _nothing(q, k, v, lead)
     rows, columns = index.places
     queries, keys, weighted = (index.fold(as_4d(x)) for x in (q, k, v))
     scores = (queries.index_select(1, rows) * keys.index_select(1, columns)).sum(-1) * scale
@@ -107,13 +112,18 @@ def jagged_attention(
     Arguments, results and errors as `sparse_attn`; sums in fp32 or wider. Of jagged tensors PyTorch 2.13 has products
     that train, while gradients of their softmax are wrong, a sum has none, and those of a product with a dense tensor
     take memory that grows with the square of the tokens. So each row's largest score, and its sums, come from
-    `segment_reduce` over the jagged values; a column of ones beside the value sums the exponentials.
+    `segment_reduce` over the jagged values; a column of ones beside the value sums the exponentials. Besides:
+
+    Raises:
+        RuntimeError: under one of torch.func's transforms, which do not take nested tensors.
     """
+    check_inputs(None, q=q, k=k, v=v)
+    _refuse_transforms("jagged_attention", "nested")
     q, k, v = under_autocast(q, k, v)
     index, scale, lead = _start(q, k, v, values, offsets, scale)
     queries, keys, weighted = (index.fold(as_4d(x)) for x in (q, k, pad(v, (0, 1), value=1.0)))
     repeats, lines = queries.shape[:2]
-    if repeats * index.num_pairs == 0:
+    if repeats * index.num_pairs == 0 or q.is_meta:
         return _nothing(q, k, v, lead)
     rows, columns = index.places
     starts = index.row_offsets[:-1].long() + index.num_pairs * torch.arange(repeats, device=q.device)[:, None]
@@ -128,7 +138,7 @@ def jagged_attention(
     exps = (scores - largest.repeat_interleave(ends.diff())).exp().unsqueeze(-1)
     terms = jagged(weighted.to(wide), columns) * torch.nested.nested_tensor_from_jagged(exps, ends)
     sums = torch.segment_reduce(terms.values(), "sum", offsets=ends, axis=0).view(repeats, lines, -1)
-    return _finish(index, sums[..., :-1], sums[..., -1], q, lead)
+    return first_derivatives_only("jagged_attention", _finish(index, sums[..., :-1], sums[..., -1], q, lead))
 
 
 def torch_sparse_attention(
@@ -146,17 +156,21 @@ def torch_sparse_attention(
 
     Raises:
         ValueError: another dtype; a pair that is listed twice, which a CSR tensor cannot say.
+        RuntimeError: under one of torch.func's transforms, which do not take sparse tensors.
     """
+    check_inputs(None, q=q, k=k, v=v)
+    _refuse_transforms("torch_sparse_attention", "sparse CSR")
     index, scale, lead = _start(q, k, v, values, offsets, scale)
     if q.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"Tensors are {q.dtype}, and torch.sparse takes float32 and float64; convert them.")
     index.refuse_repeated("a sparse CSR tensor")
     queries, keys, weighted = (index.fold(as_4d(x)) for x in (q, k, v))
-    if queries.shape[0] * index.num_pairs == 0:
+    if queries.shape[0] * index.num_pairs == 0 or q.is_meta:
         return _nothing(q, k, v, lead)
     with torch.autocast(q.device.type, enabled=False):
         outputs = [_torch_sparse(*parts, index, scale) for parts in zip(queries, keys, weighted, strict=True)]
-    return index.unfold(torch.stack(outputs), *as_4d(q).shape[:2]).reshape(*lead, q.shape[-2], v.shape[-1])
+    output = index.unfold(torch.stack(outputs), *as_4d(q).shape[:2]).reshape(*lead, q.shape[-2], v.shape[-1])
+    return first_derivatives_only("torch_sparse_attention", output)
 
 
 def _torch_sparse(q: Tensor, k: Tensor, v: Tensor, index: TokenIndex, scale: float) -> Tensor:
@@ -181,6 +195,14 @@ def _start(
     return index, _factor(scale, q.shape[-1]), q.shape[:-2]
 
 
+def _refuse_transforms(operation: str, kind: str) -> None:
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            f"{operation} is made of {kind} tensors, which torch.func's transforms (grad, vjp, vmap) do not take; use "
+            "sparse_attn or gather_attention."
+        )
+
+
 def _finish(index: TokenIndex, sums: Tensor, totals: Tensor, q: Tensor, lead: torch.Size) -> Tensor:
     """Sums of weighted values over those of the weights, as the caller wants them."""
     output = sums / totals.masked_fill(totals == 0, 1).unsqueeze(-1)
@@ -189,5 +211,5 @@ def _finish(index: TokenIndex, sums: Tensor, totals: Tensor, q: Tensor, lead: to
 
 
 def _nothing(q: Tensor, k: Tensor, v: Tensor, lead: torch.Size) -> Tensor:
-    """Zeros, where no query sees a key. Sums of nothing keep what was given in the graph."""
+    """Zeros, where no query sees a key, or tensors have no values. Sums of nothing keep what was given in the graph."""
     return q.new_zeros(*lead, q.shape[-2], v.shape[-1]) + sum(x.flatten()[:0].sum() for x in (q, k, v))

@@ -8,7 +8,7 @@ import torch
 
 from ..window import Numbers, WindowIndex, built, global_numbers, of_heads
 from ._autograd import Function, differentiable_once
-from ._library import require_kernel, under_autocast
+from ._library import check_inputs, require_kernel, under_autocast
 from .attention import _check_bias, _check_operands, _factor, _key_bias, _readable
 from .attention_operators import _empty_as, _lists, _tile, _wide
 
@@ -56,6 +56,7 @@ def window_attention(
         RuntimeError: a device without the kernel; numbers in place of their index under torch.compile, or at their
             first use in the capture of a CUDA graph.
     """
+    check_inputs("window_attention", query=query, key=key, value=value, key_padding_mask=key_padding_mask)
     query, key, value = under_autocast(query, key, value)
     _check_operands(query, key, value)
     batch, heads, tokens, head_dim = query.shape

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from public_operations import inputs, operations
 
 from ds_sparse.index import BlockIndex
 from ds_sparse.ops import MatMul, _library, block_sparse_attention, missing_kernels
@@ -413,3 +414,52 @@ def test_limits_that_lead_outside_are_ranges_of_the_tokens_that_there_are(limits
         **(arguments | changed | {"value": torch.ones(2, 3, 20, 8)})
     )
     torch.testing.assert_close(output, torch.full_like(output, limits == [-100, 100]))
+
+
+@pytest.mark.parametrize("name", list(operations("cpu")))
+def test_what_is_no_ordinary_tensor_is_refused_with_a_way_out(name: str):
+    call, shapes = operations("cpu")[name]
+    given = inputs("cpu", shapes)
+    parts = [torch.zeros(3, 8), torch.zeros(5, 8)]
+    refused = {
+        r"is a tensor of layout torch\.sparse_csr; give \w+\.to_dense\(\)": torch.eye(8).to_sparse_csr(),
+        r"is a nested tensor; give \w+\.to_padded_tensor": torch.nested.nested_tensor(parts, layout=torch.jagged),
+        r"is a nested tensor; give \w+\.to_padded_tensor\(0\.0\) .*\.unbind": torch.nested.nested_tensor(parts),
+    }
+    for sentence, tensor in refused.items():
+        for place in range(len(given)):
+            if name == "window_matmul" and place == 1:
+                continue  # transposed by the call, which such tensors are not
+            with pytest.raises(ValueError, match=sentence):
+                call(*given[:place], tensor, *given[place + 1 :])
+    with pytest.raises(TypeError, match="is a list; it has to be a tensor"):
+        call([1.0], *given[1:])
+
+
+def test_distributed_tensors_are_asked_for_their_local_part(tmp_path):
+    from torch import distributed
+    from torch.distributed.tensor import distribute_tensor, init_device_mesh
+
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for call, shapes in operations("cpu").values():
+            given = inputs("cpu", shapes)
+            with pytest.raises(ValueError, match=r"is a DTensor, .* give \w+\.to_local\(\)"):
+                call(distribute_tensor(given[0], mesh), *given[1:])
+        layout = distribute_tensor(torch.ones(2, 2, dtype=torch.bool), mesh)
+        with pytest.raises(TypeError, match=r"got one that is a DTensor; give layout\.full_tensor\(\)"):
+            BlockIndex.build(layout, 16)
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", list(operations("cpu")))
+def test_meta_tensors_give_the_shape_of_every_operation(name: str):
+    call, shapes = operations("cpu")[name]
+    given = inputs("cpu", shapes)
+    expected = call(*given)
+    if name in ("attention", "window_softmax", "window_attention", "masked_attention"):
+        return  # their masks are tensors on another device, which tests of their own give
+    found = call(*(x.to("meta") for x in given))
+    assert (found.device.type, found.shape, found.dtype) == ("meta", expected.shape, expected.dtype)
