@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+
+from .master_layout import MasterLayout
 
 _EMPTY_LIKE = torch.empty_like
 _NOT_WRITING = ("requires_grad_", "__index__", "__int__", "__invert__")
@@ -24,9 +27,15 @@ class LayoutBuffer(Tensor):
     """
 
     @classmethod
-    def of(cls, layout: Tensor, num_heads: int) -> LayoutBuffer:
-        """The buffer of a bool layout (1 or H, R, R)."""
-        return layout.to(torch.int64).expand(num_heads, -1, -1).as_subclass(cls)
+    def of(cls, layout: MasterLayout, num_heads: int) -> LayoutBuffer:
+        """The buffer of a layout for so many heads, the same one as long as it is held: at 65,536 tokens it is 134 MB a
+        head, and is kept no longer."""
+        key = (layout.text, num_heads)
+        buffer = _held.get(key)
+        if buffer is None:
+            buffer = layout.layout.to(torch.int64).expand(num_heads, -1, -1).as_subclass(cls)
+            _held[key] = buffer
+        return buffer
 
     @classmethod
     def __torch_function__(cls, func, types, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -40,6 +49,9 @@ class LayoutBuffer(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             plain_args, plain_kwargs = tree_map_only(cls, lambda x: x.as_subclass(Tensor), (args, kwargs or {}))
             return func(*plain_args, **plain_kwargs)
+
+
+_held: WeakValueDictionary[tuple[str, int], LayoutBuffer] = WeakValueDictionary()
 
 
 def _writes(name: str) -> bool:

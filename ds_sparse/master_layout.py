@@ -45,7 +45,9 @@ class MasterLayout:
         bits = compress(pack_bits(layout).cpu().numpy().tobytes())
         self.text = f"{block} {heads} {self.blocks} {b85encode(bits).decode()}"
         self._indices: OrderedDict[tuple[int, torch.device, bool], BlockIndex] = OrderedDict()
-        _in_use.setdefault(self.text, self)
+        equal = _in_use.setdefault(self.text, self)
+        # Layers that were built one by one from one structure have one tensor, and one index.
+        self.layout, self._indices = equal.layout, equal._indices
 
     @classmethod
     def read(cls, text: str) -> MasterLayout:

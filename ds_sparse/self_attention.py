@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import nn
@@ -20,7 +19,6 @@ from .ops import MatMul, Softmax, block_sparse_attention
 from .ops.softmax import MASK_MODES, as_additive
 from .ranks import from_rank_0, world_size
 from .sparsity import FixedSparsityConfig, SparsityConfig
-
 
 IMPLEMENTATIONS = ("fused", "separate")
 
@@ -320,7 +318,7 @@ class StructuredAttention:
 
     @layout.setter
     def layout(self, layout: torch.Tensor) -> None:
-        if layout is self._master.buffer():
+        if layout is self.layout_buffer():
             return
         replacement = _Layout(layout, self.sparsity_config.block, self.sparsity_config.num_heads)
         if not torch.equal(replacement.layout, self._master.layout):
@@ -332,8 +330,8 @@ class StructuredAttention:
         return self._master.blocks * self.sparsity_config.block
 
     def layout_buffer(self) -> LayoutBuffer:
-        """The layout as DeepSpeed kept it; the same tensor as long as it is held, for all that share the layout."""
-        return self._master.buffer()
+        """The layout as DeepSpeed kept it."""
+        return LayoutBuffer.of(self._master, self.sparsity_config.num_heads)
 
     def layout_for(self, seq_len: int) -> torch.Tensor:
         """The layout for `seq_len` tokens: bool (1 or H, R, R), the last block perhaps short."""
@@ -483,17 +481,8 @@ class _Layout(MasterLayout):
                 "R, R)."
             )
         super().__init__(share_equal_heads(layout), block, num_heads)
-        self._buffer: Callable[[], LayoutBuffer | None] = lambda: None
         self.longer: dict[int, _Layout] = {}
         self._ops: OrderedDict[tuple[int, torch.device], SparseOps] = OrderedDict()
-
-    def buffer(self) -> LayoutBuffer:
-        """The layout as `master_layout` shows it. Kept no longer than it is used: at 65,536 tokens it is 134 MB a head."""
-        buffer = self._buffer()
-        if buffer is None:
-            buffer = LayoutBuffer.of(self.layout, self.num_heads)
-            self._buffer = ref(buffer)
-        return buffer
 
     def ops(self, tokens: int, device: torch.device) -> SparseOps:
         def build() -> SparseOps:

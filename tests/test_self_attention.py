@@ -289,7 +289,8 @@ def test_layers_of_one_structure_share_one_tensor_of_one_head():
     module = make()
     twin = copy.deepcopy(module)
     buffer = module.master_layout
-    assert buffer is twin.master_layout and buffer is copy.deepcopy(twin).master_layout
+    assert buffer is twin.master_layout and buffer is make().master_layout
+    assert module.attention.layout is make().attention.layout
     assert buffer.shape == (HEADS, 8, 8) and buffer.untyped_storage().nbytes() == 8 * 8 * 8
     states = module.state_dict()["master_layout"], twin.state_dict()["master_layout"]
     assert all(type(state) is torch.Tensor and state.is_contiguous() for state in states)
