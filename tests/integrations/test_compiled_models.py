@@ -1,0 +1,113 @@
+"""torch.compile and torch.export of Transformers models made sparse: one graph, few for many lengths, eager's results."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from helpers import seeded
+from torch._dynamo.utils import counters
+
+import ds_sparse
+
+BLOCK = {"mode": "bigbird", "block": 16, "different_layout_per_head": True, "seed": 1}
+CONFIG = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 128,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def made_sparse(**config):
+    torch.manual_seed(0)
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**CONFIG | config))
+    ds_sparse.sparsify(model, BLOCK)
+    return model
+
+
+@pytest.fixture
+def loaded_by_name(tmp_path):
+    made_sparse().save_pretrained(tmp_path)
+    return transformers.BertForMaskedLM.from_pretrained(tmp_path, attn_implementation="ds_sparse").train()
+
+
+def batch(tokens: int, device: str = "cpu", padded: bool = True) -> dict[str, torch.Tensor]:
+    ids = torch.randint(99, (2, tokens), generator=seeded(tokens)).to(device)
+    keep = torch.ones_like(ids)
+    keep[1, tokens - tokens // 4 :] = 0
+    return {"input_ids": ids, "labels": ids} | ({"attention_mask": keep} if padded else {})
+
+
+def assert_same_step(compiled, model, eager, **inputs) -> None:
+    """The same loss and gradients."""
+    losses = []
+    for run, parameters in ((compiled, model), (eager, eager)):
+        parameters.zero_grad()
+        losses.append(run(**inputs).loss)
+        losses[-1].backward()
+    torch.testing.assert_close(*losses)
+    for found, wanted in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_is_one_graph_and_many_lengths_are_two(device: str):
+    model = made_sparse().to(device)
+    eager = copy.deepcopy(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for tokens in (50, 64, 9, 127, 128):
+        assert_same_step(compiled, model, eager, **batch(tokens, device))
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_a_model_loaded_by_name_is_one_graph_before_it_has_run(loaded_by_name):
+    compiled = torch.compile(loaded_by_name, fullgraph=True, backend="aot_eager")
+    assert_same_step(compiled, loaded_by_name, copy.deepcopy(loaded_by_name), **batch(64, padded=False))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_checkpointing_replays_dropout_in_a_compiled_model(device: str):
+    model = made_sparse(attention_probs_dropout_prob=0.3, use_cache=False).to(device)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    gradients = []
+    for checkpointed in (False, True):
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        torch.manual_seed(5)
+        compiled(**batch(64, device)).loss.backward()
+        gradients.append([x.grad.clone() for x in model.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
+def test_an_exported_model_equals_eager(loaded_by_name, strict: bool):
+    model, inputs = loaded_by_name.eval(), batch(64)
+    program = torch.export.export(model, (), inputs, strict=strict)
+    torch.testing.assert_close(program.module()(**inputs).logits, model(**inputs).logits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_model_trains_compiled_on_a_gpu_at_any_length(device: str, mode: str):
+    if device == "cpu":
+        pytest.skip("on the CPU a layer is compiled with inductor")
+    model = made_sparse(hidden_size=128, num_hidden_layers=2).to(device)
+    eager = copy.deepcopy(model)
+    compiled = torch.compile(model, fullgraph=True, mode=mode)
+    for tokens in (64, 64, 64, 80, 80, 80, 41, 41, 41, 128, 64):
+        torch.compiler.cudagraph_mark_step_begin()
+        assert_same_step(compiled, model, eager, **batch(tokens, device))
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["inductor"]["cudagraph_skips"]
