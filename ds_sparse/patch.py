@@ -367,7 +367,7 @@ def _switches(model: nn.Module, structures: _Structures, max_seq_length: int | N
     """The layers that are in Transformers models, all dense, ready to be switched."""
     layers_of = layers_by_model(model)
     for owner, layers in layers_of.items():
-        reason = _transformers().why_not(owner, layers)
+        reason = _transformers().why_not(owner, layers, models_around(model, owner))
         if reason is not None:
             raise ValueError(reason)
     switches = []

@@ -119,9 +119,10 @@ def _refuse_what_is_not_computed(
 def key_padding_mask(
     *,
     batch_size: int,
-    q_length: int,
     kv_length: int,
     mask_function: Callable,
+    q_length: int | None = None,
+    cache_position: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
     allow_is_bidirectional_skip: bool = True,
     **_: Any,
@@ -131,6 +132,7 @@ def key_padding_mask(
     For another mask than that of bidirectional self-attention, a tensor without data (device "meta"): some models make
     masks that none of their layers takes, and `attention` refuses it.
     """
+    q_length = len(cache_position) if q_length is None else q_length  # the first 5.x releases give the positions
     plain = mask_function is bidirectional_mask_function and allow_is_bidirectional_skip and q_length == kv_length
     if not plain or (attention_mask is not None and attention_mask.dim() != 2):
         return torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
@@ -141,13 +143,16 @@ AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, key_padding_mask)
 
 
-def why_not(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> str | None:
+def why_not(
+    model: PreTrainedModel, layers: Mapping[str, nn.Module], around: Sequence[PreTrainedModel] = ()
+) -> str | None:
     """The sentence that says why attention layers of a model cannot be sparse; None where they can, and then every
     forward that raises no error computes them so.
 
     Args:
         model: the innermost PreTrainedModel around the layers.
         layers: by name.
+        around: the models around it; one of them is tried where `model` takes inputs that only they give it.
     """
     name, config = type(model).__name__, model.config
     if not through_interface(model):
@@ -170,23 +175,31 @@ def why_not(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> str | No
         )
     if getattr(config, "output_attentions", False):
         return f"{name} has config.output_attentions, and {NAME} computes no attention probabilities; set it to False."
-    return _why_not_by_trial(model, layers)
+    return _why_not_by_trial(model, layers, around)
 
 
-def _why_not_by_trial(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> str | None:
+def _why_not_by_trial(
+    model: PreTrainedModel, layers: Mapping[str, nn.Module], around: Sequence[PreTrainedModel]
+) -> str | None:
     name, heads = type(model).__name__, getattr(model.config, "num_attention_heads", None)
     try:
-        seen = _heads_in_a_trial(model)
+        seen = _heads_in_a_trial(model, around)
     except Refused as refusal:
         return f"{name} cannot be sparse: {refusal}"
     except Untried as error:
-        return f"{name} did not run on inputs that ds_sparse made up, to see what its attention does ({error}); train it dense."
+        return (
+            f"{name} did not run on inputs that ds_sparse made up, to see what its attention does ({error}); give "
+            "ds_sparse.sparsify the whole model, or train it dense."
+        )
     silent = {layer: module for layer, module in layers.items() if module not in seen}
     if silent:
         return f"{_named(silent)} of {name} did not call the attention function, and would stay dense; {_WHAT_TO_USE}"
     unknown = {layer: module for layer, module in model.named_modules() if module in seen.keys() - set(layers.values())}
     if unknown:
-        return f"{name} has an attention that ds_sparse does not know by its projections ({_named(unknown)}); train it dense."
+        return (
+            f"{name} has an attention that ds_sparse does not know by its projections ({_named(unknown)}); train it "
+            "dense."
+        )
     other = {layer: module for layer, module in layers.items() if seen[module] != heads}
     if other:
         return (
@@ -196,18 +209,27 @@ def _why_not_by_trial(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -
     return None
 
 
-def _heads_in_a_trial(model: PreTrainedModel) -> dict[nn.Module, int]:
-    """The modules that called `attention` in a trial, with their number of query heads."""
+def _heads_in_a_trial(model: PreTrainedModel, around: Sequence[PreTrainedModel]) -> dict[nn.Module, int]:
+    """The modules of a model that called `attention` in a trial of it, or of one around it, with their number of query
+    heads."""
     heads: dict[nn.Module, int] = {}
 
-    def prepare(double: PreTrainedModel) -> None:
-        _set_config(double.config, {})
-        double.config._attn_implementation_internal = NAME
-        for (name, module), twin in zip(model.named_modules(), double.modules(), strict=True):
+    def prepare(tried: PreTrainedModel, double: PreTrainedModel) -> None:
+        for (name, module), twin in zip(tried.named_modules(), double.modules(), strict=True):
             twin._ds_sparse = _Attached(None, 0, functools.partial(_note, heads, module), name)
+            if module is model:
+                _set_config(twin.config, {})
+                twin.config._attn_implementation_internal = NAME
 
-    run_trial(model, prepare)
-    return heads
+    problems = []
+    for tried in (model, *around):
+        heads.clear()
+        try:
+            run_trial(tried, functools.partial(prepare, tried))
+            return heads
+        except Untried as error:
+            problems.append(error)
+    raise problems[0]
 
 
 def _note(
@@ -300,8 +322,8 @@ class Switch:
     Args:
         model: the innermost PreTrainedModel around the layers.
         layers: its attention layers by name.
-        around: the Transformers models around it, whose configs are saved; of these, a config of the same class gets the
-            structure too (T5's encoder may have a copy).
+        around: the Transformers models around it, whose configs are saved; of these, a config of the same class gets
+            the structure too (T5's encoder may have a copy).
         structure: for the model's number of heads, with a seed where it draws blocks.
         max_seq_length: tokens that the layout is built for; by default those of the config.
 
@@ -400,7 +422,8 @@ def _attached_to(layer: nn.Module) -> _Attached:
 def _attention_for(config: PreTrainedConfig, block: dict[str, Any] | None) -> StructuredAttention:
     if block is None:
         raise ValueError(
-            f"{type(config).__name__} has no {BLOCK_KEY}; set it before the model takes the name {NAME}, as in config.{BLOCK_KEY} = "
+            f"{type(config).__name__} has no {BLOCK_KEY}; set it before the model takes the name {NAME}, as in "
+            f"config.{BLOCK_KEY} = "
             f'{{"mode": "fixed", "block": 16}}, or call ds_sparse.sparsify(model, ...), which does.'
         )
     structure = parse_sparse_attention(block, config.num_attention_heads, source=type(config).__name__)

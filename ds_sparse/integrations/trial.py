@@ -34,8 +34,8 @@ class Untried(Exception):
 
 
 def run(model: nn.Module, prepare: Callable[[nn.Module], None]) -> None:
-    """Runs a copy of a PreTrainedModel without weights, in eval mode, on fake tensors: a batch of two sequences. Nothing
-    is computed, and neither the model nor its hooks notice.
+    """Runs a copy of a PreTrainedModel without weights, in eval mode, on fake tensors: a batch of two sequences.
+    Nothing is computed, and neither the model nor its hooks notice.
 
     Args:
         prepare: is called with the copy before it runs; its modules come in the same order.

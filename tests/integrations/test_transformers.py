@@ -591,6 +591,14 @@ def test_a_model_that_takes_other_inputs_is_refused():
         ds_sparse.sparsify(TakesMore(transformers.BertConfig(**SMALL)), RANDOM)
 
 
+def test_an_encoder_that_only_its_model_gives_inputs_is_tried_with_it():
+    model, inputs = make((transformers.DINOv3ViTModel, VISION)).eval(), make_inputs(PICTURE)
+    truth = model.double()(**inputs)[0]
+    report = ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK}, max_seq_length=32)
+    assert len(report.replaced) == 2
+    torch.testing.assert_close(model(**inputs)[0], truth)
+
+
 def test_a_layer_that_does_not_call_the_attention_function_is_named():
     class OwnWay(torch.nn.Module):
         def __init__(self, config):
@@ -667,6 +675,8 @@ def test_masks_that_are_no_padding_are_an_error_where_a_layer_takes_them():
         with pytest.raises(ValueError, match="is given a mask that is causal, windowed, packed or for cross-attention"):
             interface.attention(layer, query, query, query, mask)
     assert interface.key_padding_mask(**sizes, mask_function=bidirectional) is None
+    del sizes["q_length"]  # as Transformers 5.0 calls it
+    assert interface.key_padding_mask(**sizes, mask_function=bidirectional, cache_position=torch.arange(20)) is None
 
 
 def test_the_attention_function_scales_as_it_is_told():
