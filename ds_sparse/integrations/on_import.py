@@ -27,7 +27,7 @@ def _register() -> None:
 
 
 class _Watch:
-    """A finder of modules that finds nothing itself: it has the watched module's loader register the name afterwards."""
+    """A finder of modules that finds nothing itself: it has the watched one's loader register the name afterwards."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != _WATCHED:

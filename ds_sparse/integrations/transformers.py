@@ -423,8 +423,7 @@ def _attention_for(config: PreTrainedConfig, block: dict[str, Any] | None) -> St
     if block is None:
         raise ValueError(
             f"{type(config).__name__} has no {BLOCK_KEY}; set it before the model takes the name {NAME}, as in "
-            f"config.{BLOCK_KEY} = "
-            f'{{"mode": "fixed", "block": 16}}, or call ds_sparse.sparsify(model, ...), which does.'
+            f'config.{BLOCK_KEY} = {{"mode": "fixed", "block": 16}}, or call ds_sparse.sparsify, which does.'
         )
     structure = parse_sparse_attention(block, config.num_attention_heads, source=type(config).__name__)
     if getattr(structure, "num_random_blocks", 0) and structure.seed is None:
