@@ -451,6 +451,8 @@ def test_attend_scales_as_it_is_told_and_refuses_what_it_cannot_read():
 
 RANKS = """
 import sys, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 import ds_sparse
 dist.init_process_group("gloo")
@@ -479,7 +481,14 @@ class Model(torch.nn.Module):
     def forward(self, x):
         x = self.linear(x)
         return self.attention(x, x, x)
-DistributedDataParallel(Model())(torch.ones(1, 2, 64, 8)).sum().backward()
+program = Model()
+assert not list(program.buffers()) and "attention.master_layout" in program.state_dict()
+DistributedDataParallel(program)(torch.ones(1, 2, 64, 8)).sum().backward()
+with torch.device("meta"):
+    sharded = Model()
+fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+sharded.to_empty(device="cpu")(torch.ones(1, 2, 64, 8)).sum().backward()
+assert torch.equal(sharded.attention.master_layout, program.attention.master_layout)
 dist.destroy_process_group()
 """
 
