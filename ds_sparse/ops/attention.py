@@ -323,9 +323,7 @@ class _Attention(Function):
         query, key, value, rpe, key_bias, attn_mask, seed, index: BlockIndex, scale: float, causal: bool,
         dropout_p: float,
     ):  # fmt: skip
-        return attention_forward(
-            index, query, key, value, rpe, key_bias, attn_mask, seed, scale, causal, dropout_p
-        )
+        return attention_forward(index, query, key, value, rpe, key_bias, attn_mask, seed, scale, causal, dropout_p)
 
     @staticmethod
     def setup_context(ctx, inputs, results):

@@ -82,9 +82,7 @@ _operators.define(
     "layout_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? rpe, Tensor? key_bias, Tensor? attn_mask, "
     "Tensor? dropout_seed, float scale, bool causal, float dropout_p, str layout) -> (Tensor, Tensor, Tensor)"
 )
-_operators.define(
-    f"layout_attention_backward({_SAVED}, bool deterministic, str layout) -> (Tensor, Tensor, Tensor)"
-)
+_operators.define(f"layout_attention_backward({_SAVED}, bool deterministic, str layout) -> (Tensor, Tensor, Tensor)")
 _operators.define(f"layout_attention_bias_backward({_SAVED}, SymInt[] shape, str layout) -> Tensor")
 
 
