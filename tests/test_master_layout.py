@@ -66,9 +66,9 @@ def test_an_index_that_a_cuda_graph_reads_is_kept(device: str):
         pytest.skip("no CUDA graphs")
     device = torch.device("cuda", 0)
     master = MasterLayout(random_layout(), 16)
-    with pytest.raises(RuntimeError, match="call once with this length before the capture"):
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            master.index(176, device)
+    wanted = "call once with this length before the capture"
+    with pytest.raises(RuntimeError, match=wanted), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        master.index(176, device)
     index = master.index(176, device)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         assert master.index(176, device) is index

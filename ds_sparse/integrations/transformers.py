@@ -415,6 +415,11 @@ def _attached_to(layer: nn.Module) -> _Attached:
     block = getattr(config, BLOCK_KEY, None)
     if attached is not None and attached.block == block and (block is None or attached.tokens == _tokens(config)):
         return attached
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"config.{BLOCK_KEY} has changed since the model was made sparse, and torch.compile cannot trace what makes "
+            "a layout of it; call the model once before."
+        )
     layer._ds_sparse = _Attached(block, _tokens(config), _attention_for(config, block))
     return layer._ds_sparse
 

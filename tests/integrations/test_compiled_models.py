@@ -74,6 +74,11 @@ def test_a_model_loaded_by_name_is_one_graph_before_it_has_run(loaded_by_name):
     compiled = torch.compile(loaded_by_name, fullgraph=True, backend="aot_eager")
     assert_same_step(compiled, loaded_by_name, copy.deepcopy(loaded_by_name), **batch(64, padded=False))
     assert counters["stats"]["unique_graphs"] == 1
+    loaded_by_name.config.sparse_attention = {"mode": "fixed", "block": 16}
+    with pytest.raises(Exception, match="call the model once before"):
+        compiled(**batch(64, padded=False))
+    expected = loaded_by_name(**batch(64, padded=False)).logits
+    torch.testing.assert_close(compiled(**batch(64, padded=False)).logits, expected)
 
 
 def test_checkpointing_replays_dropout_in_a_compiled_model(device: str):
