@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 import time
 from types import ModuleType, TracebackType
 from typing import Any
 
 from ds_sparse.config import SparseAttentionConfigError
+from ds_sparse.integrations.flag import RUN_VARIABLE
 from ds_sparse.ranks import rank
 
 HEAD_START = 10
@@ -45,7 +47,9 @@ def _say_wrong_blocks(below: Any) -> Any:
     def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if not isinstance(error, SparseAttentionConfigError):
             below(kind, error, traceback)
-        elif rank() == 0:
+            return
+        os.environ.pop(RUN_VARIABLE, None)  # or the end of the program would add that the flag has had no effect
+        if rank() == 0:
             print(*(f"ds_sparse: {mistake}" for mistake in error.mistakes), sep="\n", file=sys.stderr, flush=True)
         else:
             time.sleep(HEAD_START)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from types import SimpleNamespace
 
@@ -119,6 +120,21 @@ def test_a_json_with_the_block_is_taken_everywhere(tmp_path):
             layer = torch.nn.Linear(4, 4)
         assert layer.weight.ds_shape == (4, 4)
     assert deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] is False or torch.cuda.is_available()
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("rank, waited", [("0", []), ("1", [hook.HEAD_START])])
+def test_a_wrong_block_is_said_by_rank_0_alone_and_the_others_let_it(monkeypatch, capsys, rank, waited):
+    """The launcher ends all ranks when the first one fails."""
+    waits = []
+    monkeypatch.setattr(hook, "rank", lambda: int(rank))
+    monkeypatch.setattr(hook.time, "sleep", waits.append)
+    monkeypatch.setenv("DS_SPARSE_RUN", "sparse")
+    error = ds_sparse.SparseAttentionConfigError(["ds.json: one thing.", "ds.json: another."])
+    sys.excepthook(type(error), error, error.__traceback__)
+    said = "ds_sparse: ds.json: one thing.\nds_sparse: ds.json: another.\n"
+    assert (capsys.readouterr().err, waits) == ("" if waited else said, waited)
+    assert "DS_SPARSE_RUN" not in os.environ
 
 
 @pytest.mark.usefixtures("installed")
