@@ -22,7 +22,7 @@ from torch import Tensor
 from . import machine
 from .cases import Case
 from .floors import Ceilings, Size
-from .machine import BACKWARD, DIRECTIONS, DTYPES, FORWARD, TRAIN, in_turns
+from .machine import BACKWARD, DIRECTIONS, DTYPES, FORWARD, TRAIN, in_three_digits, in_turns
 from .peers import DENSE, OURS, PACKAGES, PEERS, Peer, Problem
 from .reasons import in_short
 from .verification import attention_by_block_rows, output_and_gradients, random_tensors, require_as_accurate
@@ -235,9 +235,9 @@ def table(result: Result) -> Iterator[str]:
         if result.l2_floors:
             line += ", from L2 alone " + " / ".join(f"{ms:.3f}" for ms in result.l2_floors.values()) + " ms"
         yield line
-    heading = f"{'ms':>9} {'TFLOP/s':>8} {'x floor':>8} {'x ours':>7}"
-    yield f"{'':16}" + " ".join(f"{direction:>36}" for direction in DIRECTIONS)
-    yield f"{'':16}" + " ".join(f"{heading:>36}" for _ in DIRECTIONS)
+    heading = f"{'ms':>7} {'TFLOP/s':>8} {'x floor':>7} {'x ours':>7}"
+    yield f"{'':16}" + " ".join(f"{direction:>33}" for direction in DIRECTIONS)
+    yield f"{'':16}" + " ".join(f"{heading:>33}" for _ in DIRECTIONS)
     measured = {row.peer for row in result.rows if not row.reason}
     for name in dict.fromkeys(row.peer for row in result.rows if row.peer in measured):
         cells = (cell(result.row(name, direction)) for direction in DIRECTIONS)
@@ -257,12 +257,12 @@ def table(result: Result) -> Iterator[str]:
 
 def cell(row: Row | None) -> str:
     if row is None:
-        return f"{'-':>36}"
-    return f"{row.milliseconds:9.3f} {row.tflops:8.3g} {number(row.to_floor):>8} {number(row.to_ours):>7}"
+        return f"{'-':>33}"
+    return f" {in_three_digits(row.milliseconds):>7} {row.tflops:8.3g} {number(row.to_floor):>7} {number(row.to_ours):>7}"
 
 
 def number(x: float | None) -> str:
-    return "-" if x is None else f"{x:.2f}"
+    return "-" if x is None else f"{x:.2f}" if x < 999.5 else in_three_digits(x)
 
 
 def goal_line(result: Result) -> str | None:
@@ -275,21 +275,21 @@ def goal_line(result: Result) -> str | None:
 
 
 def summary(results: list[Result]) -> Iterator[str]:
-    """A line a case: ds_sparse, whether it reaches its goal, and the fastest peer's time over ours."""
-    heading = f"{'ms':>9} {'TFLOP/s':>8} {'x floor':>8} {'goal':>8} {'best peer':>20}"
-    yield f"{'ds_sparse':20}" + " ".join(f"{direction:>57}" for direction in (FORWARD, BACKWARD))
-    yield f"{'':20}" + " ".join([heading] * 2)
+    """A line a case and direction: ds_sparse, whether it reaches its goal, and the fastest peer's time over ours."""
+    yield f"{'ds_sparse':24}{'':8} {'ms':>8} {'TFLOP/s':>8} {'x floor':>8} {'goal':>8} {'best peer':>20}"
     for result in results:
-        cells = []
         for direction in (FORWARD, BACKWARD):
             row, best = result.row(OURS, direction), best_peer(result, direction)
+            start = f"{result.case.name:24}{direction:8}"
             if row is None:
-                cells.append(f"{'-':>57}")
+                yield f"{start} {'-':>8}"
                 continue
             goal = {True: "reached", False: "missed", None: "-"}[reached(result, direction)]
-            beside = f"{best.peer} {best.to_ours:.2f}" if best else "-"
-            cells.append(f"{row.milliseconds:9.3f} {row.tflops:8.3g} {number(row.to_floor):>8} {goal:>8} {beside:>20}")
-        yield f"{result.case.name:20}" + " ".join(cells)
+            beside = f"{best.peer} {number(best.to_ours)}" if best else "-"
+            yield (
+                f"{start} {in_three_digits(row.milliseconds):>8} {row.tflops:8.3g} {number(row.to_floor):>8} {goal:>8} "
+                f"{beside:>20}"
+            )
 
 
 def break_even(results: list[Result], dense: str) -> Iterator[str]:

@@ -50,9 +50,14 @@ class Case:
         return self.config(self.heads).make_bool_layout(self.seq_len)
 
     def small(self, heads: int = 4, seq_len: int = 2048) -> Case:
-        """The case cut to one sequence, so many heads and tokens, without goals: for a CPU."""
+        """The case cut to one sequence, so many heads and tokens, without goals: for a CPU. Its name says the tokens where
+        they are fewer."""
+        name = self.name
+        if seq_len < self.seq_len:
+            name = f"{name.removesuffix(in_k(self.seq_len))}{in_k(seq_len)}"
         return replace(
             self,
+            name=name,
             batch=1,
             heads=min(self.heads, heads),
             seq_len=min(self.seq_len, seq_len),
@@ -60,6 +65,11 @@ class Case:
             backward_goal=None,
             floor_goal=None,
         )
+
+
+def in_k(seq_len: int) -> str:
+    """The end of a name that says a length."""
+    return f"-{seq_len // 1024}k"
 
 
 FIXED = {"num_local_blocks": 4, "num_global_blocks": 1}

@@ -22,7 +22,7 @@ from ..ops import MatMul, Softmax
 from .bsr import NO_BACKWARD, bsr_operations
 from .floors import Size
 from .layouts import make_layout
-from .machine import BACKWARD, DIRECTIONS, DTYPES, FORWARD
+from .machine import BACKWARD, DIRECTIONS, DTYPES, FORWARD, in_three_digits
 from .operations import Competitor, Row, competitor, find, measure, without_time
 from .reasons import Unsupported, in_short
 from .verification import random_tensors, require_as_accurate, require_same_meaning
@@ -53,8 +53,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "dtype": ["fp32", "bf16"],
         "seq_len": [2048],
         "head_dim": [64],
-        "heads": 12,
-        "batch": 1,
+        "heads": [12],
+        "batch": [1],
         "seconds": 60,
     },
     "cuda": {
@@ -64,7 +64,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "dtype": ["bf16"],
         "seq_len": [4096],
         "head_dim": [64],
-        "heads": 4,
+        "heads": [4],
         "batch": None,
         "seconds": 5,
     },
@@ -321,7 +321,7 @@ def verify_ends(name: str, case: Case, layout: Tensor, output: Tensor, inputs: S
 
 
 def table(result: Result) -> Iterator[str]:
-    """Lines: milliseconds, ratio to the dense competitor, on a GPU the share of the floor, and the break-even density.
+    """Lines: milliseconds, ratio to the dense competitor, on a GPU the share of the floor; and the break-even densities.
 
     That is the density at which the time would be the dense competitor's if it grew with the density, as it does but
     for the bytes of dense operands; "none" where it would be shorter even with all blocks.
@@ -332,12 +332,16 @@ def table(result: Result) -> Iterator[str]:
         f"T {case.seq_len}, D {case.head_dim}; medians of {max(row.rounds for row in rows)} rounds"
     )
     floors = has_floors(result)
-    heading = f"{'ms':>8} {'x dense':>7} " + f"{'of floor':>10} " * floors + f"{'break-even':>10}"
+    heading = f"{'ms':>8} {'x dense':>8}" + f" {'of floor':>10}" * floors
     yield f"{'':25}" + " ".join(f"{direction:>{len(heading)}}" for direction in DIRECTIONS)
     yield f"{'':25}" + " ".join([heading] * len(DIRECTIONS))
     for name in dict.fromkeys(row.name for row in rows if not row.reason):
-        cells = (cell(find(rows, name, direction), result.density) for direction in DIRECTIONS)
+        cells = (cell(find(rows, name, direction)) for direction in DIRECTIONS)
         yield f"{name:25}{' '.join(f'{text:{len(heading)}}' for text in cells)}".rstrip()
+    if ours := [name for name in DENSE if find(rows, name, FORWARD)]:
+        found = ((name, [find(rows, name, direction) for direction in DIRECTIONS]) for name in ours)
+        densities = (f"{name} {' / '.join(break_even(row, result.density) for row in of)}" for name, of in found)
+        yield f"break-even {' / '.join(DIRECTIONS)}: {', '.join(densities)}"
     yield from without_time(rows)
 
 
@@ -345,40 +349,40 @@ def has_floors(result: Result) -> bool:
     return any(row.to_floor is not None for row in result.rows)
 
 
-def cell(row: Row | None, live: float) -> str:
+def cell(row: Row | None) -> str:
     if row is None:
         return f"{'-':>8}"
-    share = "" if row.to_floor is None else f"{f'{1 / row.to_floor:.0%} {row.bound}':>10} "
-    return f"{row.milliseconds:8.3f} {row.to_dense:7.2f} {share}{break_even(row, live):>10}"
+    share = "" if row.to_floor is None else f" {f'{1 / row.to_floor:.0%} {row.bound}':>10}"
+    return f"{in_three_digits(row.milliseconds):>8} {in_three_digits(row.to_dense):>8}{share}"
 
 
-def break_even(row: Row, live: float) -> str:
-    """In per cent, or that there is none; of ours only."""
-    if row.name not in DENSE:
-        return ""
+def break_even(row: Row | None, live: float) -> str:
+    """In per cent, or that there is none."""
+    if row is None:
+        return "-"
     return f"{live / row.to_dense:.1%}" if live < row.to_dense else "none"
 
 
 def summary(results: list[Result]) -> Iterator[str]:
-    """A line a case: our microseconds, and the share of the floor that they reach, or the ratio to the dense
-    competitor where there is no floor."""
+    """A line a case and direction: our milliseconds, and the share of the floor that they reach, or the ratio to the
+    dense competitor where there is no floor."""
     names = [name for name in DENSE if any(find(result.rows, name, FORWARD) for result in results)]
     beside = "of floor" if any(map(has_floors, results)) else "x dense"
-    yield f"us ({beside}), {FORWARD} and {BACKWARD}"
-    yield f"{'layout':15}{'block':>5} {'dtype':5}{'T':>6}{'D':>4} {'live':>6}" + "".join(
-        f"{x:>14}{'':12}" for x in names
-    )
+    yield f"ms ({beside})"
+    yield f"{'layout':15}{'block':>5} {'dtype':5}{'T':>8}{'D':>4} {'live':>6} {'':8}" + "".join(f"{x:>13}" for x in names)
     for result in results:
         case = result.case
-        cells = (
-            f"{1e3 * row.milliseconds:.0f} ({f'{1 / row.to_floor:.0%}' if row.to_floor else f'{row.to_dense:.2f}'})"
-            for name in names
-            for row in (find(result.rows, name, FORWARD), find(result.rows, name, BACKWARD))
-        )
-        yield (
-            f"{case.layout:15}{case.block:5} {case.dtype:5}{case.seq_len:6}{case.head_dim:4} {result.density:6.1%}"
-            + "".join(f"{text:>13}" for text in cells)
-        )
+        about = f"{case.layout:15}{case.block:5} {case.dtype:5}{case.seq_len:8}{case.head_dim:4} {result.density:6.1%} "
+        for direction in (FORWARD, BACKWARD):
+            cells = (in_summary(find(result.rows, name, direction)) for name in names)
+            yield f"{about}{direction:8}" + "".join(f"{text:>13}" for text in cells)
+
+
+def in_summary(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    beside = f"{1 / row.to_floor:.0%}" if row.to_floor else in_three_digits(row.to_dense)
+    return f"{in_three_digits(row.milliseconds)} ({beside})"
 
 
 def verdicts(results: list[Result]) -> Iterator[str]:

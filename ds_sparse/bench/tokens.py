@@ -36,8 +36,11 @@ from .verification import attention_by_block_rows, output_and_gradients, random_
 
 DIRECTIONS = (FORWARD, TRAIN)
 
+COLUMNS = 5
+"""Sparsities beside each other in a table; more go below."""
+
 L2_FLOOR = "gather from L2"
-"""The column of what no kernel over pairs can pass without sharing what it reads."""
+"""The line of what no kernel over pairs can pass without sharing what it reads."""
 
 MEMORY = 4 << 30
 """Bytes of temporaries that a step may take; of more, it is not run."""
@@ -321,27 +324,27 @@ def describe(case: Case) -> str:
 
 
 def table(results: list[Result]) -> Iterator[str]:
-    """Lines of the results of one shape and pattern: milliseconds of each step by sparsity, and who beats dense."""
+    """Lines of the results of one shape and pattern: milliseconds, a line a step and a column a sparsity, and who beats
+    dense."""
     case = results[0].case
     names = list(dict.fromkeys(row.step for row in results[0].rows))
     yield (
         f"B {case.batch}, T {case.seq_len}, d_model {case.d_model}, heads {case.heads}, {case.pattern} pairs, "
         f"{case.dtype}; ms of {FORWARD} / {TRAIN}"
     )
-    floors = [L2_FLOOR] if results[0].l2_floors else []
-    yield f"{'sparsity':>8} {'pairs':>9}" + "".join(f"{name:>20}" for name in [*names, *floors])
-    for result in results:
-        cells = [cell(result, name) for name in names]
-        cells += [" / ".join(map(in_three_digits, result.l2_floors.values()))] if floors else []
-        sparsity = 1 - result.pairs / case.seq_len**2
-        yield f"{sparsity:8.1%} {result.pairs:9}" + "".join(f"{text:>20}" for text in cells)
+    for first in range(0, len(results), COLUMNS):
+        some = results[first : first + COLUMNS]
+        yield f"{'sparsity':16}" + "".join(f"{1 - result.pairs / case.seq_len**2:>20.1%}" for result in some)
+        yield f"{'pairs':16}" + "".join(f"{result.pairs:>20}" for result in some)
+        for name in names:
+            yield f"{name:16}" + "".join(f"{cell(result, name):>20}" for result in some)
+        if results[0].l2_floors:
+            floors = (" / ".join(map(in_three_digits, result.l2_floors.values())) for result in some)
+            yield f"{L2_FLOOR:16}" + "".join(f"{text:>20}" for text in floors)
     for other in (DENSE, SDPA):
         if other in names:
-            line = "".join(
-                f"{' / '.join(beats_from(results, name, other, d) for d in DIRECTIONS) if name != other else '-':>20}"
-                for name in names
-            )
-            yield f"{'beats ' + other + ' from':>18}{line}"
+            beats = ((name, [beats_from(results, name, other, d) for d in DIRECTIONS]) for name in names if name != other)
+            yield f"beats {other} from: " + ", ".join(f"{name} {' / '.join(from_)}" for name, from_ in beats)
     reasons = {(row.step, row.reason): None for result in results for row in result.rows if row.reason}
     for name, reason in reasons:
         cases = [r.case for r in results if any((row.step, row.reason) == (name, reason) for row in r.rows)]

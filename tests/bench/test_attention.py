@@ -167,7 +167,7 @@ def test_goals(goals, reached):
     lines = "\n".join(attention.table(result))
     assert ("goal " in lines) == bool(goals)
     assert ": reached / missed" in lines or not goals
-    assert "flash 1.25" in list(attention.summary([result]))[-1]
+    assert all("flash 1.25" in line for line in list(attention.summary([result]))[1:])
 
 
 def test_break_even_is_where_the_lines_cross():
@@ -206,7 +206,7 @@ def test_command_prints_tables_and_writes_the_rows(tmp_path, capsys, monkeypatch
     arguments = "bench attention --cases longformer-64,random-64* --peers ds_sparse,sdpa,vsa --repeats 2 --json".split()
     assert main([*arguments, str(path)]) == 0
     written = json.loads(path.read_text())
-    assert {row["name"] for row in written["rows"]} == {"longformer-64", "random-64"}
+    assert {row["name"] for row in written["rows"]} == {"longformer-64-1k", "random-64-1k"}
     assert written["torch"] == torch.__version__
     ours = [row for row in written["rows"] if (row["peer"], row["direction"]) == ("ds_sparse", BACKWARD)]
     assert all(row["to_floor"] == pytest.approx(row["milliseconds"] / row["floor_ms"]) for row in ours)
@@ -247,6 +247,19 @@ def test_command_break_even_and_growth(capsys, monkeypatch):
     assert "density at which sdpa is as fast" in capsys.readouterr().out
     assert main("bench attention --growth --cases 8k,16k --quick".split()) == 0
     assert "x half" in capsys.readouterr().out
+
+
+def test_a_name_says_what_a_cpu_runs_and_what_is_cut_to_one_case_runs_once(capsys, monkeypatch):
+    ran = []
+
+    def run_case(case, *_):
+        ran.append(case)
+        return measured(case, {"ds_sparse": 1.0})
+
+    monkeypatch.setattr(attention, "run_case", run_case)
+    assert main("bench attention --cases fixed-16,fixed-16-16k,longformer-128-d128-2k".split()) == 0
+    assert [(case.name, case.seq_len) for case in ran] == [("fixed-16-2k", 2048), ("longformer-128-d128-2k", 2048)]
+    assert "16k" not in capsys.readouterr().out
 
 
 def test_command_knows_its_cases_and_peers(capsys):

@@ -69,7 +69,7 @@ def test_a_wrong_structure_is_known(wrong_layout, dtype):
 
 def test_a_wrong_structure_is_not_timed(wrong_layout, capsys):
     wrong_layout()
-    assert main("bench bert --attentions bigbird-16 --repeats 3 --seconds 1".split()) == 1
+    assert main("bench bert --peers bigbird-16 --repeats 3 --seconds 1".split()) == 1
     printed = capsys.readouterr()
     assert "bigbird-16       no time: bigbird-16: the gradient of the first layer's query weight" in printed.out
     assert "ds_sparse itself was wrong" in printed.err
@@ -89,7 +89,7 @@ def test_what_fails_is_named_in_the_table(monkeypatch, fails):
 def test_command_prints_a_table_and_writes_the_rows(tmp_path, capsys):
     path = tmp_path / "rows.json"
     arguments = (
-        "bench bert --seq-len 1024,2048 --attentions bigbird-64 --dropout 0.1 --labelled-only --repeats 3 --seconds 1"
+        "bench bert --seq-len 1024,2048 --peers bigbird-64 --dropout 0.1 --labelled-only --repeats 3 --seconds 1"
     )
     assert main([*arguments.split(), "--json", str(path)]) == 0
     written = json.loads(path.read_text())
@@ -102,7 +102,7 @@ def test_command_prints_a_table_and_writes_the_rows(tmp_path, capsys):
 
 
 def test_too_short_sequences_are_refused_before_anything_is_measured(capsys):
-    assert main("bench bert --seq-len 1024,128 --attentions bigbird-16,longformer-64".split()) == 1
+    assert main("bench bert --seq-len 1024,128 --peers bigbird-16,longformer-64".split()) == 1
     printed = capsys.readouterr()
     assert not printed.out
     assert "--seq-len: longformer-64 has no layout of 128 tokens" in printed.err

@@ -8,7 +8,7 @@ from ds_sparse.bench import matmul, operations
 from ds_sparse.bench.floors import Ceilings
 from ds_sparse.bench.machine import DIRECTIONS, FORWARD
 from ds_sparse.bench.operations import Row
-from ds_sparse.cli import bench, main
+from ds_sparse.cli import main
 
 CASE = matmul.Case("bslongformer", block=16, dtype="fp32", heads=2, seq_len=128, head_dim=16)
 CPU = torch.device("cpu")
@@ -132,20 +132,21 @@ def without_floor(result: matmul.Result) -> matmul.Result:
 def test_share_of_the_floor_and_what_binds_it_are_printed():
     result = gpu_result(0.1, to_floor=1.25)
     (line,) = (line for line in matmul.table(result) if line.startswith("sdd "))
-    assert line.split()[1:6] == ["0.100", "0.50", "80%", "L2", "50.0%"]
+    assert line.split()[1:5] == ["0.100", "0.500", "80%", "L2"]
+    assert "break-even forward / backward / forward+backward: sdd 50.0% / 50.0% / 50.0%" in matmul.table(result)
     heading, *_, row = matmul.summary([result])
-    assert heading.startswith("us (of floor)") and "100 (80%)" in row
+    assert heading.startswith("ms (of floor)") and "0.100 (80%)" in row
 
 
 def test_without_a_floor_there_is_no_column_of_it():
     floorless = without_floor(gpu_result(0.1, to_floor=1.25))
     _, _, heading, *lines = matmul.table(floorless)
-    assert heading.split() == ["ms", "x", "dense", "break-even"] * 3
+    assert heading.split() == ["ms", "x", "dense"] * 3
     (line,) = (line for line in lines if line.startswith("sdd "))
-    assert line.split()[1:] == ["0.100", "0.50", "50.0%"] * 3
-    assert line.index("50.0%") + len("50.0%") == heading.index("break-even") + len("break-even")
+    assert line.split()[1:] == ["0.100", "0.500"] * 3
+    assert line.index("0.500") + len("0.500") == heading.index("dense") + len("dense")
     heading, *_, row = matmul.summary([floorless])
-    assert heading.startswith("us (x dense)") and "100 (0.50)" in row
+    assert heading.startswith("ms (x dense)") and "0.100 (0.500)" in row
 
 
 def test_goals_count_cases_that_take_long_enough():
@@ -218,7 +219,7 @@ def test_rates_of_a_gpu_are_printed_and_written(tmp_path, capsys, monkeypatch, l
     ceilings = Ceilings(bytes_per_ms=4.3e9, flops_per_ms=790e9, l2_bytes_per_ms=l2_rate)
     monkeypatch.setattr(Ceilings, "measure", lambda device, dtype: ceilings)
     monkeypatch.setattr(operations, "time_of", lambda call, inputs, grad, direction, device: 0.5)
-    monkeypatch.setattr(bench.matmul, "run_case", on_cpu(matmul.run_case))
+    monkeypatch.setattr(matmul, "run_case", on_cpu(matmul.run_case))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     path = tmp_path / "rows.json"

@@ -1,0 +1,502 @@
+"""The command lines of `ds_sparse bench`: options, and what is run and printed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from fnmatch import fnmatch
+from itertools import product
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ..cli import positive
+from ..sparsity._base import BLOCK_SIZES
+from . import attention, cases, floors, layouts, machine, matmul, peers, tokens, window
+
+Case = TypeVar("Case")
+Measured = tuple[Iterable[str], list[dict[str, Any]]]
+"""A case's table, and its rows for the JSON."""
+
+BF16_ON_A_GPU = {"cpu": ["fp32"], "cuda": ["bf16"]}
+
+WIDTH = 120
+"""Of what is printed, in characters."""
+
+NO_FLOOR = (
+    "A CPU has no floor: dense results of hundreds of megabytes get new memory at every call, which takes longer than "
+    "computing them, so that density times the dense time bounds nothing."
+)
+
+
+def measure(operation: str, arguments: list[str]) -> int:
+    """Runs `ds_sparse bench OPERATION ARGUMENTS` and returns its exit status."""
+    parser = argparse.ArgumentParser(prog=f"ds_sparse bench {operation}")
+    {
+        "matmul": add_matmul,
+        "attention": add_attention,
+        "window": add_window,
+        "tokens": add_tokens,
+        "bert": add_bert,
+    }[operation](parser)
+    args = parser.parse_args(arguments)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("--device cuda: torch finds no CUDA GPU; leave it out to measure the CPU.", file=sys.stderr)
+        return 1
+    if args.json is not None and (wrong := unwritable(args.json)):
+        print(f"--json {args.json}: {wrong}", file=sys.stderr)
+        return 1
+    args.dtype = args.dtype or args.dtype_of[args.device]
+    return args.measure(args, torch.device(args.device))
+
+
+def unwritable(path: str) -> str:
+    """Why no file can be written there; empty if one can."""
+    folder = Path(path).absolute().parent
+    if not folder.is_dir():
+        return f"there is no folder {Path(path).parent}; make it first."
+    if Path(path).is_dir():
+        return f"is a folder; name a file to write, such as {Path(path) / 'rows.json'}."
+    if not os.access(path if Path(path).exists() else folder, os.W_OK):
+        return "cannot be written: permission denied."
+    return ""
+
+
+def add_shared(parser: argparse.ArgumentParser, dtype_of: dict[str, list[str]], seconds: int | None = 60) -> None:
+    """The options that all operations have; `dtype_of` are the dtypes that a device measures by itself."""
+    parser.set_defaults(dtype_of=dtype_of)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
+    parser.add_argument(
+        "--dtype",
+        type=listed(one_of(machine.DTYPES)),
+        help=f"{', '.join(machine.DTYPES)} (default: {by_device(dtype_of)})",
+    )
+    parser.add_argument("--repeats", type=positive, default=20, help="rounds; times are their medians (default: 20)")
+    if seconds is not None:
+        help = f"no new round of a case after this long (default: {seconds})"
+        parser.add_argument("--seconds", type=positive, default=seconds, help=help)
+    parser.add_argument("--json", metavar="OUT", help="write the rows to this file")
+
+
+def add_sizes(parser: argparse.ArgumentParser, seq_len: str, heads: str) -> None:
+    """Sizes that are varied: each option takes a list."""
+    lists = {
+        "--seq-len": (seq_len, "tokens"),
+        "--heads": (heads, "of each sequence"),
+        "--head-dim": ("64", "numbers in a head's vector"),
+        "--batch": ("1", "sequences"),
+    }
+    for option, (default, help) in lists.items():
+        type = listed(positive)
+        parser.add_argument(option, type=type, default=type(default), help=f"{help} (default: {default})")
+
+
+def add_matmul(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Verifies the operations against float64, then times them in turns beside dense PyTorch and, on a GPU, "
+        "torch.sparse's block-sparse operations. 'x dense' is the ratio to the dense counterpart. 'of floor', on a "
+        "GPU, is the share of what perfect sparsity allows: the largest of the bytes of live blocks and operands at "
+        "the rate of a copy, of FLOPs at that of a matrix product, and of the bytes from L2 that tiles of 128 rows ask "
+        "for at that of reads from L2, all measured here, with the name of the one that binds. "
+        f"{NO_FLOOR} 'break-even' is the density from which on dense would be faster. A peer that does not take a case "
+        "is named with the reason."
+    )
+
+    def add(option: str, parse: Callable[[str], Any], help: str) -> None:
+        """With one default for each device."""
+        name = option.removeprefix("--").replace("-", "_")
+        default = by_device({device: matmul.DEFAULTS[device][name] for device in matmul.DEFAULTS})
+        parser.add_argument(option, type=parse, help=f"{help} (default: {default})")
+
+    add_shared(parser, {device: defaults["dtype"] for device, defaults in matmul.DEFAULTS.items()}, seconds=None)
+    add("--seconds", positive, "no new round of a case after this long")
+    add("--operations", listed(one_of(matmul.DENSE)), ", ".join(matmul.DENSE))
+    add("--layout", listed(one_of(layouts.LAYOUTS)), f"{', '.join(layouts.LAYOUTS)}, with the density in percent")
+    add("--block", listed(block), f"block sizes: {', '.join(map(str, BLOCK_SIZES))}")
+    add("--seq-len", listed(positive), "tokens")
+    add("--head-dim", listed(positive), "numbers in a head's vector")
+    add("--heads", listed(positive), "of each sequence")
+    add("--batch", listed(positive), "sequences")
+    parser.set_defaults(measure=run_matmul)
+
+
+def add_attention(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Verifies fused attention and its peers against float64, outputs and gradients, then times them in turns. A peer "
+        "that does not take a case is named with the reason. TFLOP/s count live blocks alone. 'x floor' is the ratio to "
+        "the larger of those FLOPs at the best dense attention's rate and of the bytes of all operands at a copy's rate, "
+        "on a CPU to density times the dense time; 'x ours' to ds_sparse's time. On a CPU the cases are cut to one "
+        "sequence, four heads and 2,048 tokens, which their names say (-2k), those of --growth to one head."
+    )
+    add_shared(parser, BF16_ON_A_GPU)
+    grids = parser.add_mutually_exclusive_group()
+    grids.add_argument(
+        "--break-even",
+        action="store_true",
+        help="random blocks at densities of 10 to 90 %% in place of the table: from which on is dense faster?",
+    )
+    grids.add_argument(
+        "--growth",
+        action="store_true",
+        help="a window and one global block over 8k to 128k tokens, and one head of 1M, in place of the table",
+    )
+    parser.add_argument(
+        "--cases",
+        metavar="NAMES",
+        type=lambda text: text.split(","),
+        default=["*"],
+        help=f"patterns, such as fixed-*,random-64: {', '.join(case.name for case in cases.TABLE)} (default: all)",
+    )
+    parser.add_argument(
+        "--peers",
+        type=listed(one_of(peers.PEERS)),
+        help=f"{', '.join(peers.PEERS)} (default: on a CPU {','.join(peers.ON_CPU)}; on a GPU {','.join(peers.ON_CUDA)}, "
+        "for --break-even ds_sparse,cudnn, for --growth ds_sparse; flex-max and flex-blocks are autotuned for a minute "
+        "a case)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a first look: at most 3 rounds, and no peer that has to be compiled"
+    )
+    parser.set_defaults(measure=run_attention)
+
+
+def add_window(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Verifies the operations of windows against float64, then times them in turns beside dense PyTorch and other "
+        "ways to windowed attention. 'x dense' is the ratio to the dense counterpart; 'x floor', on a GPU, that to "
+        "what perfect sparsity costs: bytes and FLOPs of the windows at the rates of a copy and of a matrix product "
+        f"measured here. {NO_FLOOR}"
+    )
+    add_shared(parser, {"cpu": ["fp32", "bf16"], "cuda": ["fp32", "bf16"]})
+    add_sizes(parser, seq_len="1024,4096", heads="4")
+    parser.add_argument(
+        "--window", type=listed(positive), default=[64, 256], help="tokens seen on each side (default: 64,256)"
+    )
+    parser.add_argument(
+        "--peers",
+        type=listed(one_of(window.PEERS)),
+        default=list(window.PEERS),
+        help=f"{', '.join(window.PEERS)}; flex is compiled for each case (default: all)",
+    )
+    parser.set_defaults(measure=run_window)
+
+
+def add_tokens(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "The steps from dense attention to sparse_attn over token pairs, which all heads share: each is verified "
+        "against float64, output and gradients, then all are timed in turns. Says from which sparsity on a step beats "
+        "dense attention. A step that does not take a case is named with the reason."
+    )
+    add_shared(parser, {"cpu": ["fp32"], "cuda": ["fp32"]})
+    add_sizes(parser, seq_len="512,1024,2048", heads="1,12")
+    parser.add_argument(
+        "--sparsity",
+        type=listed(percent),
+        default=[0.5, 0.75, 0.9, 0.95, 0.99],
+        help="percent of the scores that are not computed (default: 50,75,90,95,99)",
+    )
+    parser.add_argument(
+        "--pairs",
+        type=listed(one_of(tokens.PATTERNS)),
+        default=["random"],
+        help=f"{', '.join(tokens.PATTERNS)}: how they lie (default: random)",
+    )
+    parser.add_argument(
+        "--peers",
+        type=listed(one_of(tokens.STEPS)),
+        default=list(tokens.STEPS),
+        help=f"{', '.join(tokens.STEPS)} (default: all)",
+    )
+    parser.add_argument(
+        "--profile", type=positive, default=0, metavar="N", help="also name the N operators that take a step's time"
+    )
+    parser.set_defaults(measure=run_tokens)
+
+
+def add_bert(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Forward and backward of masked-language modelling, without an optimizer, by Transformers' BERT-base with up "
+        "to 32,768 tokens a step, or one sequence where that is longer; on a CPU a small model and 2,048. Before that "
+        "each sparse structure is verified in a model of two layers, 1,024 tokens, without dropout: the gradient of the "
+        "first layer's query weight. 'of ceiling' is the time without any attention, whose output is the value, over "
+        "the time with it."
+    )
+    add_shared(parser, BF16_ON_A_GPU)
+    parser.add_argument(
+        "--seq-len",
+        type=listed(positive),
+        help="tokens of a sequence (default: on a CPU 1024, on a GPU 4096,8192,16384,32768)",
+    )
+    parser.add_argument(
+        "--peers",
+        type=listed(one_of(cases.BERT_ATTENTIONS)),
+        default=list(cases.BERT_ATTENTIONS),
+        help=f"{', '.join(cases.BERT_ATTENTIONS)} (default: all)",
+    )
+    parser.add_argument(
+        "--dropout", type=probability, default=0.0, help="in attention and everywhere else (default: 0)"
+    )
+    parser.add_argument(
+        "--labelled-only",
+        action="store_true",
+        help="logits of tokens with a label alone, as bing_bert computes them (default: of all, as Transformers does)",
+    )
+    parser.set_defaults(measure=run_bert)
+
+
+def run_matmul(args: argparse.Namespace, device: torch.device) -> int:
+    for name, default in matmul.DEFAULTS[device.type].items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+    results: list[matmul.Result] = []
+
+    def measured(case: matmul.Case) -> Measured:
+        results.append(matmul.run_case(case, args.operations, device, args.repeats, args.seconds))
+        return matmul.table(results[-1]), matmul.record(results[-1])
+
+    grid = [
+        case
+        for heads, batch in product(args.heads, args.batch or [None])
+        for case in matmul.grid(args.layout, args.block, args.dtype, args.seq_len, args.head_dim, heads, batch)
+    ]
+    status = run_grid(args, device, grid, measured)
+    if results:
+        show(*matmul.summary(results), "", *matmul.verdicts(results))
+    return status
+
+
+def run_window(args: argparse.Namespace, device: torch.device) -> int:
+    def measured(case: window.Case) -> Measured:
+        rows = window.run_case(case, args.peers, device, args.repeats, args.seconds)
+        return window.table(case, rows), window.record(case, rows)
+
+    grid = [
+        case
+        for sizes in product(args.batch, args.heads, args.head_dim)
+        for case in window.grid(args.seq_len, args.window, args.dtype, *sizes)
+    ]
+    return run_grid(args, device, grid, measured)
+
+
+def run_grid(
+    args: argparse.Namespace, device: torch.device, grid: Iterable[Case], measured: Callable[[Case], Measured]
+) -> int:
+    """Prints and writes case after case; one that is wrong or fails is the last."""
+    records: list[dict[str, Any]] = []
+    try:
+        conditions = say_conditions(device, args.dtype)
+        for case in grid:
+            lines, rows = measured(case)
+            show(*lines)
+            records += rows
+            write(args.json, conditions, records)
+    except (ValueError, ArithmeticError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def run_attention(args: argparse.Namespace, device: torch.device) -> int:
+    on_cuda = args.device == "cuda"
+    if on_cuda and "fp32" in args.dtype:
+        print("--dtype fp32: on a GPU the peers and the floors are those of bf16 and fp16.", file=sys.stderr)
+        return 1
+    grid = cases.BREAK_EVEN if args.break_even else cases.GROWTH if args.growth else cases.TABLE
+    try:
+        chosen = choose(grid, args.cases)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if not on_cuda:
+        small = [case.small(heads=1, seq_len=case.seq_len) if args.growth else case.small() for case in chosen]
+        # Cases that differ in what was cut away are one.
+        chosen = list({case.name: case for case in small}.values())
+    names = args.peers or default_peers(args)
+    conditions = say_conditions(device, args.dtype, **attention.versions())
+    results: list[attention.Result] = []
+    failed = False
+    for dtype, case in product(args.dtype, chosen):
+        result = attention.run_case(
+            case, names, device, dtype, min(args.repeats, 3) if args.quick else args.repeats, args.seconds
+        )
+        results.append(result)
+        show(*attention.table(result))
+        write(args.json, conditions, [row for result in results for row in attention.record(result)])
+        if peers.OURS in names and result.row(peers.OURS, machine.TRAIN) is None:
+            failed = True
+    for dtype in args.dtype:
+        of_dtype = [result for result in results if result.dtype == dtype]
+        show(*attention.summary(of_dtype))
+        if args.break_even:
+            show(*attention.break_even(of_dtype, peers.DENSE[args.device]))
+        if args.growth:
+            show(*attention.growth(of_dtype))
+    return status_of(peers.OURS, failed)
+
+
+def choose(grid: list[cases.Case], patterns: list[str]) -> list[cases.Case]:
+    """The cases whose name, or the name of what a CPU runs of them, matches a pattern.
+
+    Raises:
+        ValueError: a pattern that no case matches.
+    """
+
+    def matches(case: cases.Case, pattern: str) -> bool:
+        return fnmatch(case.name, pattern) or fnmatch(case.small().name, pattern)
+
+    for pattern in patterns:
+        if not any(matches(case, pattern) for case in grid):
+            raise ValueError(f"--cases {pattern}: none of {', '.join(case.name for case in grid)}.")
+    return [case for case in grid if any(matches(case, pattern) for pattern in patterns)]
+
+
+def run_tokens(args: argparse.Namespace, device: torch.device) -> int:
+    conditions = say_conditions(device)
+    results: list[tokens.Result] = []
+    shapes = product(args.dtype, args.pairs, args.seq_len, args.heads, args.head_dim, args.batch)
+    for dtype, pattern, seq_len, heads, head_dim, batch in shapes:
+        of_shape = []
+        for sparsity in args.sparsity:
+            case = tokens.Case(seq_len, heads * head_dim, heads, sparsity, pattern, dtype, batch)
+            of_shape.append(tokens.run_case(case, args.peers, device, args.repeats, args.seconds, args.profile))
+            rows = [row for result in (*results, *of_shape) for row in tokens.record(result)]
+            write(args.json, conditions, rows)
+        show(*tokens.table(of_shape))
+        results += of_shape
+    if args.device == "cpu":
+        show(*tokens.goals(results))
+    failed = tokens.OURS in args.peers and any(result.row(tokens.OURS, machine.TRAIN) is None for result in results)
+    return status_of(tokens.OURS, failed)
+
+
+def run_bert(args: argparse.Namespace, device: torch.device) -> int:
+    try:
+        from . import bert
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        print("bench bert measures Transformers' BERT; pip install 'transformers>=5,<6'.", file=sys.stderr)
+        return 1
+    seq_lens = args.seq_len or ([4096, 8192, 16384, 32768] if args.device == "cuda" else [1024])
+    try:
+        bert.require_layouts(args.peers, seq_lens)
+    except ValueError as error:
+        print(f"--seq-len: {error}", file=sys.stderr)
+        return 1
+    conditions = say_conditions(device, **bert.versions())
+    records: list[dict[str, Any]] = []
+    failed = False
+    for dtype in args.dtype:
+        wrong = bert.wrong_ones(args.peers, dtype, device)
+        for seq_len in seq_lens:
+            case = bert.Case(seq_len, args.dropout, dtype, args.device, not args.labelled_only)
+            rows = bert.run_case(case, args.peers, wrong, device, args.repeats, args.seconds)
+            show(*bert.table(case, rows))
+            records += bert.record(case, rows)
+            write(args.json, conditions, records)
+            failed |= any(row.reason for row in rows if row.attention in cases.IN_BERT)
+    return status_of(peers.OURS, failed)
+
+
+def show(*lines: str) -> None:
+    """Prints an empty line and these. Sentences that are too long are wrapped; tables are narrower."""
+    print()
+    for line in lines:
+        wrapped = textwrap.wrap(line, WIDTH, subsequent_indent="    ") if len(line) > WIDTH else [line]
+        print(*wrapped, sep="\n")
+    sys.stdout.flush()
+
+
+def status_of(ours: str, failed: bool) -> int:
+    """The exit status, and on failure a line about what is ours in the table."""
+    if failed:
+        print(f"{ours} itself was wrong or failed in a case; its line says how.", file=sys.stderr)
+    return int(failed)
+
+
+def default_peers(args: argparse.Namespace) -> list[str]:
+    if args.growth:
+        return [peers.OURS]
+    if args.break_even:
+        return [peers.OURS, peers.DENSE[args.device]]
+    if args.device == "cpu":
+        return peers.ON_CPU
+    return [peers.OURS, "composition", "cudnn", "flash"] if args.quick else peers.ON_CUDA
+
+
+def say_conditions(device: torch.device, dtypes: Iterable[str] = (), **versions: str) -> dict[str, Any]:
+    """Prints what the numbers depend on, and the rates that a GPU has in these dtypes; returns it for the JSON."""
+    conditions: dict[str, Any] = machine.conditions(device) | versions
+    show(", ".join(f"{name} {value}" for name, value in conditions.items()))
+    for name in dtypes if device.type == "cuda" else ():
+        ceilings = floors.Ceilings.measure(device, machine.DTYPES[name])
+        print(f"measured here in {name}: {ceilings.in_words()}", flush=True)
+        conditions.setdefault("ceilings", {})[name] = asdict(ceilings)
+    return conditions
+
+
+def by_device(values: dict[str, object]) -> str:
+    """Defaults as help says them."""
+    on_cpu, on_gpu = in_option(values["cpu"]), in_option(values["cuda"])
+    return on_cpu if on_cpu == on_gpu else f"{on_cpu}; on a GPU {on_gpu}"
+
+
+def in_option(value: object) -> str:
+    """A default as it would be written."""
+    if value is None:
+        return "as many as have 48 x 4096 x 4096 scores"
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def write(path: str | None, conditions: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """After every case, so that what was measured outlives what interrupts the rest."""
+    if path is not None:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({**conditions, "rows": rows}, file, indent=1)
+
+
+def listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """argparse type: comma-separated values of another type."""
+    return lambda text: [parse(part) for part in text.split(",")]
+
+
+def block(text: str) -> int:
+    """argparse type: a block size that layouts can have."""
+    return int(one_of(list(map(str, BLOCK_SIZES)))(text))
+
+
+def percent(text: str) -> float:
+    """argparse type: a part of 1, from 0 to below 100 %."""
+    return number_below(100, "a percentage", text) / 100
+
+
+def probability(text: str) -> float:
+    """argparse type: from 0 to below 1."""
+    return number_below(1, "a probability", text)
+
+
+def number_below(end: int, what: str, text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < end:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what} from 0 to below {end}")
+    return number
+
+
+def one_of(names: Iterable[str]) -> Callable[[str], str]:
+    """argparse type: one of some names."""
+
+    def parse(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(names)}")
+        return text
+
+    return parse
