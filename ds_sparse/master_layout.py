@@ -49,6 +49,10 @@ class MasterLayout:
         # Layers that were built one by one from one structure have one tensor, and one index.
         self.layout, self._indices = equal.layout, equal._indices
 
+    @property
+    def device(self) -> torch.device:
+        return self.layout.device
+
     @classmethod
     def read(cls, text: str) -> MasterLayout:
         """The layout of a text: one in use, or one made of it, as where an exported program was loaded."""

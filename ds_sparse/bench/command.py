@@ -378,10 +378,8 @@ def run_tokens(args: argparse.Namespace, device: torch.device) -> int:
 def run_bert(args: argparse.Namespace, device: torch.device) -> int:
     try:
         from . import bert
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        print("bench bert measures Transformers' BERT; pip install 'transformers>=5,<6'.", file=sys.stderr)
+    except ImportError as error:
+        print(f"bench bert measures Transformers' BERT. {error}", file=sys.stderr)
         return 1
     seq_lens = args.seq_len or ([4096, 8192, 16384, 32768] if args.device == "cuda" else [1024])
     try:

@@ -1,6 +1,6 @@
 """Operations on blocks, windows and lists of token pairs: public functions, their checks, fake kernels, gradients."""
 
-from . import _vmap
+from . import _flops, _vmap
 from ._library import BLOCK_OPERATORS, missing_kernels
 from .attention import block_sparse_attention
 from .matmul import MatMul
@@ -10,6 +10,7 @@ from .token_steps import gather_attention, jagged_attention, masked_attention, t
 from .window import unwindow_matmul, window_matmul, window_softmax
 from .window_attention import window_attention
 
+_flops.register_formulas()
 _vmap.register_rules()
 
 __all__ = [

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 
 import torch
 from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
+from torch.autograd import forward_ad
 
 
 class Function(torch.autograd.Function):
@@ -19,9 +20,24 @@ class Function(torch.autograd.Function):
     @classmethod
     def apply(cls, *args):
         if torch._C._are_functorch_transforms_active():
-            return super().apply(*args)
+            return super(Function, _without_forward_mode(cls)).apply(*args)
+        function = cls if forward_ad._current_level < 0 else _without_forward_mode(cls)
         # Without binding them to forward's names, which takes a tenth of a small call's time.
-        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))
+        return super(torch.autograd.Function, function).apply(*unwrap_dead_wrappers(args))
+
+
+@cache
+def _without_forward_mode(function: type[Function]) -> type[Function]:
+    """The function with a `jvp` that raises a sentence; torch.compile takes none that has one."""
+
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(
+            f"{function.backward.operation} has no derivatives in forward mode (torch.func.jvp, jacfwd, hessian; "
+            "torch.autograd.forward_ad). Use torch.func.vjp or jacrev, or compute this part in plain PyTorch "
+            "(ds_sparse.reference, or gather_attention for lists of tokens)."
+        )
+
+    return type(function.__name__, (function,), {"jvp": staticmethod(jvp)})
 
 
 _SENTENCE = (
@@ -62,13 +78,16 @@ def differentiable_once(operation: str) -> Callable[[Callable], Callable]:
             ends = iter(_End.apply(sentence, len(own), *own, *of))
             return tuple(None if x is None else next(ends) for x in results)
 
+        once.operation = operation
         return once
 
     return decorated
 
 
-class _End(Function):
+class _End(torch.autograd.Function):
     """The first `count` tensors, which depend on all of them and have no gradient but a sentence."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(sentence: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:

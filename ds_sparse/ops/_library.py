@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch.autograd import forward_ad
 
 from ..layout import is_distributed
 
@@ -61,23 +60,18 @@ def missing_kernels(device_type: str, operators: Sequence[str] = OPERATORS) -> l
     return [name for name in operators if not torch._C._dispatch_has_kernel_for_dispatch_key(f"ds_sparse::{name}", key)]
 
 
-def check_inputs(operation: str | None, **given: torch.Tensor | None) -> None:
+def check_inputs(**given: torch.Tensor | None) -> None:
     """Refuses, in words that say what to do, what is no ordinary tensor: nested and sparse ones, those that are
     distributed over ranks, and other objects. None passes.
 
-    Args:
-        operation: the native one whose inputs they are, by name; None for those in plain PyTorch.
-
     Raises:
-        TypeError, ValueError: another kind of tensor or object.
-        NotImplementedError: a tensor with a tangent, for derivatives in forward mode, which native operations lack.
+        TypeError: an object that is no tensor.
+        ValueError: another kind of tensor.
     """
     for name, x in given.items():
         if x is None or type(x) in _ORDINARY and x.layout is _STRIDED and not x.is_nested:
             continue
         _refuse_kinds(name, x)
-    if forward_ad._current_level >= 0 and operation is not None:
-        _refuse_tangents(operation, given)
 
 
 _ORDINARY, _STRIDED = frozenset({torch.Tensor, torch.nn.Parameter}), torch.strided
@@ -98,16 +92,6 @@ def _refuse_kinds(name: str, x: object) -> None:
             f"{name} is a DTensor, and operations work on one rank's tensors; distribute batch or heads, give "
             f"{name}.to_local(), and make the result a DTensor with DTensor.from_local()."
         )
-
-
-def _refuse_tangents(operation: str, given: dict[str, torch.Tensor | None]) -> None:
-    for name, x in given.items():
-        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
-            raise NotImplementedError(
-                f"{name} has a tangent, and {operation} no derivatives in forward mode (torch.func.jvp, jacfwd, "
-                "hessian; torch.autograd.forward_ad). Use torch.func.vjp or jacrev, or compute this part in plain "
-                "PyTorch (ds_sparse.reference, or gather_attention for lists of tokens)."
-            )
 
 
 def under_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

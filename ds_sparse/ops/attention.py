@@ -79,18 +79,19 @@ def block_sparse_attention(
         RuntimeError: a device without the kernel; a layout in place of its index under torch.compile or in the capture
             of a CUDA graph.
     """
-    masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask}
-    check_inputs("block_sparse_attention", query=query, key=key, value=value, rpe=rpe, **masks)
+    check_inputs(query=query, key=key, value=value)
+    check_inputs(rpe=rpe, attn_mask=attn_mask, key_padding_mask=key_padding_mask)
     query, key, value = under_autocast(query, key, value)
     _check_operands(query, key, value)
-    if isinstance(layout, torch.Tensor):
-        refuse_meta("The layout", layout)
+    if not isinstance(layout, BlockIndex):
+        refuse_meta("The layout", with_heads(layout))
     batch, heads, tokens, head_dim = query.shape
     keys = key.shape[2]
     scale = _factor(scale, head_dim)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p is {dropout_p}; it has to be 0 or more and below 1.")
-    index = _index(layout, block, query.device, tokens, keys, causal)
+    # Meta tensors take an index with values, which FLOP counters ask for.
+    index = _index(layout, block, layout.device if query.is_meta else query.device, tokens, keys, causal)
     if index.num_heads != 1 and index.num_heads != heads:
         raise ValueError(
             f"query has {heads} heads and the layout {index.num_heads}; give the layout as many heads, or one."

@@ -80,7 +80,7 @@ class MatMul:
         return MappingProxyType(self._indices)
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        check_inputs("MatMul", a=a, b=b)
+        check_inputs(a=a, b=b)
         if a.device != b.device:
             raise ValueError(
                 f"Inputs must be on the same device; got {a.device} for tensor A and {b.device} for tensor B"

@@ -80,7 +80,7 @@ class Softmax:
         *,
         causal: bool = False,
     ) -> torch.Tensor:
-        check_inputs("Softmax", x=x, rpe=rpe, key_padding_mask=key_padding_mask, attn_mask=attn_mask)
+        check_inputs(x=x, rpe=rpe, key_padding_mask=key_padding_mask, attn_mask=attn_mask)
         if x.dim() == 3:
             x, squeeze = x[None], True
         else:

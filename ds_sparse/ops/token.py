@@ -115,7 +115,7 @@ def sparse_attn(
             end elsewhere, each named by its place.
         RuntimeError: tensors on a device without kernels; lists in place of their index under torch.compile.
     """
-    check_inputs("sparse_attn", q=q, k=k, v=v)
+    check_inputs(q=q, k=k, v=v)
     q, k, v = under_autocast(q, k, v)
     check_operands(q, k, v)
     index = token_index(values, offsets, q, k)
@@ -210,7 +210,7 @@ def as_4d(x: Tensor) -> Tensor:
 
 
 def _operands_of_scores(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    check_inputs("sparse_matmul", q=q, k=k)
+    check_inputs(q=q, k=k)
     q, k = under_autocast(q, k)
     check_operands(q, k)
     _check_native("token_matmul_sdd", q)

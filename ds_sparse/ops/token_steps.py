@@ -44,7 +44,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
             f"mask is {given}; it has to be a tensor, bool, True where a query sees a key, or floating point, which is "
             "added. TokenIndex.mask() makes one of lists."
         )
-    check_inputs(None, q=q, k=k, v=v, mask=mask)
+    check_inputs(q=q, k=k, v=v, mask=mask)
     check_operands(*under_autocast(q, k, v))
     if mask.device != q.device:
         raise ValueError(f"mask is on {mask.device} and q on {q.device}; move it there.")
@@ -76,7 +76,7 @@ def gather_attention(
     Work is that of the pairs alone, but every pair's numbers go through memory several times. Arguments, results and
     errors as `sparse_attn`; sums in fp32 or wider.
     """
-    check_inputs(None, q=q, k=k, v=v)
+    check_inputs(q=q, k=k, v=v)
     q, k, v = under_autocast(q, k, v)
     index, scale, lead = _start(q, k, v, values, offsets, scale)
     if q.is_meta:
@@ -117,7 +117,7 @@ def jagged_attention(
     Raises:
         RuntimeError: under one of torch.func's transforms, which do not take nested tensors.
     """
-    check_inputs(None, q=q, k=k, v=v)
+    check_inputs(q=q, k=k, v=v)
     _refuse_transforms("jagged_attention", "nested")
     q, k, v = under_autocast(q, k, v)
     index, scale, lead = _start(q, k, v, values, offsets, scale)
@@ -158,7 +158,7 @@ def torch_sparse_attention(
         ValueError: another dtype; a pair that is listed twice, which a CSR tensor cannot say.
         RuntimeError: under one of torch.func's transforms, which do not take sparse tensors.
     """
-    check_inputs(None, q=q, k=k, v=v)
+    check_inputs(q=q, k=k, v=v)
     _refuse_transforms("torch_sparse_attention", "sparse CSR")
     index, scale, lead = _start(q, k, v, values, offsets, scale)
     if q.dtype not in (torch.float32, torch.float64):

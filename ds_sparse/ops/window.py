@@ -33,7 +33,7 @@ def window_matmul(a: torch.Tensor, b: torch.Tensor, window_size: int) -> torch.T
         ValueError: a negative window_size; shapes, dtypes or devices that do not fit.
         RuntimeError: a device without the kernel.
     """
-    check_inputs("window_matmul", a=a, b=b)
+    check_inputs(a=a, b=b)
     a, b = under_autocast(a, b)
     window = _one_window(window_size)
     if a.dim() < 2 or b.dim() < 2 or a.shape[-2:] != b.shape[:-3:-1]:
@@ -69,7 +69,7 @@ def unwindow_matmul(p: torch.Tensor, v: torch.Tensor, window_size: int) -> torch
         ValueError: a negative window_size; shapes, dtypes or devices that do not fit.
         RuntimeError: a device without the kernel.
     """
-    check_inputs("unwindow_matmul", p=p, v=v)
+    check_inputs(p=p, v=v)
     p, v = under_autocast(p, v)
     window = _one_window(window_size)
     if p.dim() < 2 or v.dim() < 2 or p.shape[-2] != v.shape[-2] or p.shape[-1] != 2 * window + 1:
@@ -112,7 +112,7 @@ def window_softmax(
         ValueError: shapes, dtypes, devices or a scale that do not fit; a mask or a scale that requires a gradient.
         RuntimeError: a device without the kernel.
     """
-    check_inputs("window_softmax", scores=scores, key_padding_mask=key_padding_mask)
+    check_inputs(scores=scores, key_padding_mask=key_padding_mask)
     check_dtype(scores)
     _refuse_float64_on_cuda(scores)
     scale, windows = check_scale(scale), of_heads("window_size", window_size, 0)

@@ -56,7 +56,7 @@ def window_attention(
         RuntimeError: a device without the kernel; numbers in place of their index under torch.compile, or at their
             first use in the capture of a CUDA graph.
     """
-    check_inputs("window_attention", query=query, key=key, value=value, key_padding_mask=key_padding_mask)
+    check_inputs(query=query, key=key, value=value, key_padding_mask=key_padding_mask)
     query, key, value = under_autocast(query, key, value)
     _check_operands(query, key, value)
     batch, heads, tokens, head_dim = query.shape

@@ -55,7 +55,7 @@ def test_second_derivatives_by_transforms_are_refused(name: str):
 def test_forward_mode_is_refused(name: str):
     call, shapes = operations("cpu")[name]
     given = inputs("cpu", shapes)
-    sentence = f"{named(name)} no derivatives in forward mode.*Use torch.func.vjp or jacrev"
+    sentence = f"{named(name)} has no derivatives in forward mode.*Use torch.func.vjp or jacrev"
     with pytest.raises(NotImplementedError, match=sentence):
         jvp(call, given, given)
     with pytest.raises(NotImplementedError, match=sentence):
@@ -68,7 +68,7 @@ def test_what_jacfwd_and_hessian_come_upon_is_the_same():
     call, shapes = operations("cpu")["attention"]
     given = inputs("cpu", shapes)
     for transformed in (jacfwd(call), hessian(lambda *given: call(*given).sum())):
-        with pytest.raises(NotImplementedError, match="block_sparse_attention no derivatives in forward mode"):
+        with pytest.raises(NotImplementedError, match="block_sparse_attention has no derivatives in forward mode"):
             transformed(*given)
 
 
