@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
+from typing import TYPE_CHECKING
 
 import torch
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_gradtrackingtensor
 
 from .layout import causal_cut, check_values, count_live, unpack_bits, with_heads
+from .masks import layout_of_flex, layout_of_mask
 from .strips import Strips
 from .tiles import HOPPER_TILE, MAX_BLOCKS, MAX_LINES, TILE, TilePlan, Tiles
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 SIDES = ("rows", "columns")
 
@@ -189,6 +194,52 @@ class BlockIndex:
         return cls._of(layout, block, len(layout))
 
     @classmethod
+    def from_mask(cls, token_mask: torch.Tensor, block: int, *, partial: str = "error") -> BlockIndex:
+        """Builds the index of the blocks that a mask over tokens keeps; takes as much memory as some copies of it.
+
+        Args:
+            token_mask: bool (T, S) or (H, T, S), True where a query sees a key; the last blocks may be short.
+            block: a power of two, 8 or more.
+            partial: what becomes of blocks of which the mask keeps a part: 'error', or 'live', which takes all of each;
+                the mask then has to go to the operation too, as attn_mask, or causal=True.
+
+        Raises:
+            TypeError: not a bool tensor.
+            ValueError: another shape, block or `partial`; the mask cuts through a block, named by its place.
+
+        Example:
+            index = BlockIndex.from_mask(torch.ones(1024, 1024, dtype=torch.bool).tril(), 64, partial="live")
+            output = block_sparse_attention(query, key, value, index, causal=True)
+        """
+        check_block(block)
+        mask = plain("token_mask", token_mask) if isinstance(token_mask, torch.Tensor) else token_mask
+        return cls.build(lasting(layout_of_mask)(mask, block, partial), block)
+
+    @classmethod
+    def from_flex(cls, block_mask: BlockMask, *, partial: str = "error") -> BlockIndex:
+        """Builds the index of the blocks of a mask made for PyTorch's flex attention.
+
+        Source: `torch.nn.attention.flex_attention`, whose full blocks are live here, as are its partial ones with
+        `partial="live"`. Partial blocks that are only short, at the ends of the sequences, are whole.
+
+        Args:
+            block_mask: of one sequence (B=None or 1); with H heads, or one for any number of them; BLOCK_SIZE the same for
+                queries and keys, a power of two, 8 or more.
+            partial: as in `from_mask`.
+
+        Raises:
+            TypeError: not a BlockMask.
+            ValueError: several sequences; another BLOCK_SIZE or `partial`; partial blocks, the first named by its place.
+
+        Example:
+            mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 4096, 4096, device)
+            index = BlockIndex.from_flex(mask, partial="live")
+            output = block_sparse_attention(query, key, value, index, causal=True)
+        """
+        layout, block = layout_of_flex(block_mask, partial)
+        return cls.build(layout, block)
+
+    @classmethod
     @lasting
     def _of(cls, layout: torch.Tensor, block: int, num_heads: int) -> BlockIndex:
         heads, rows, columns = layout.shape
@@ -232,6 +283,14 @@ class BlockIndex:
             reaches_ahead=bool(facts["ahead"]),
             bits=plans[0].bits[of_rows].clone(),
             _made=tiles,
+        )
+
+    def __repr__(self) -> str:
+        share = self.live_blocks / (self.layout_heads * self.rows * self.columns)
+        heads = "any heads" if self.num_heads == 1 else f"{self.num_heads} heads"
+        return (
+            f"BlockIndex({self.rows} x {self.columns} blocks of {self.block}, {heads}"
+            f"{' alike' if self.layout_heads < self.num_heads else ''}, density {share:.1%}, {self.device})"
         )
 
     @property

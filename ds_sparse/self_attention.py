@@ -255,8 +255,15 @@ class SparseSelfAttention(nn.Module):
         if seq_len % block or seq_len == 0:
             raise ValueError(
                 f"Sequence Length, {seq_len}, needs to be dividable by Block size {block}! "
-                "SparseAttentionUtils.pad_to_block_size pads a batch."
+                "SparseAttentionUtils.pad_to_block_size pads a batch; block_sparse_attention takes any length."
             )
+
+    def extra_repr(self) -> str:
+        config = self.sparsity_config
+        return (
+            f"{type(config).__name__}, num_heads={config.num_heads}, block={config.block}, "
+            f"max_seq_length={self.max_seq_length}"
+        )
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -184,6 +184,12 @@ class TokenIndex:
         row_offsets = _offsets_of(row, len(counts) * queries)
         return cls(queries, keys, batch, heads, row_offsets, column.int(), tuple(accumulate(counts)), order)
 
+    def __repr__(self) -> str:
+        parts = [f"{self.queries} x {self.keys} tokens", f"{self.num_pairs} pairs"]
+        parts += [f"{self.batch} sequences"] if self.batch > 1 else []
+        parts += [f"{self.heads} heads" if self.heads > 1 else "any heads"]
+        return f"TokenIndex({', '.join(parts)}, {self.device})"
+
     @property
     def device(self) -> torch.device:
         return self.columns.device

@@ -176,6 +176,12 @@ class WindowIndex:
             places=order.int() if causal and not in_order else None,
         )
 
+    def __repr__(self) -> str:
+        heads = "any heads" if self.num_heads == 1 else f"{self.num_heads} heads"
+        parts = [f"{self.tokens} tokens", heads, f"{self.num_global} global"]
+        parts += ["causal"] if self.causal else []
+        return f"WindowIndex({', '.join(parts)}, blocks of {self.blocks.block}, {self.device})"
+
     @property
     def device(self) -> torch.device:
         return self.limits.device

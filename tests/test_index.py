@@ -439,3 +439,28 @@ def test_block_is_a_power_of_two_from_8(block: object):
 def test_layouts_that_cannot_be(layout: object, error: type[Exception], sentence: str):
     with pytest.raises(error, match=sentence):
         BlockIndex.build(layout, 16)
+
+
+def test_its_repr_is_one_short_line():
+    layout = torch.tensor([[1, 0], [1, 1]])
+    assert repr(BlockIndex.build(layout, 16)) == "BlockIndex(2 x 2 blocks of 16, any heads, density 75.0%, cpu)"
+    alike, different = torch.stack([layout] * 3), torch.stack([layout, layout.mT])
+    assert "3 heads alike, density 75.0%" in repr(BlockIndex.build(alike, 16))
+    assert "2 heads, density 75.0%" in repr(BlockIndex.build(different, 16))
+
+
+@pytest.mark.parametrize(
+    ("layout", "sentence"),
+    [
+        (torch.eye(2).to_sparse_csr(), r"of layout torch\.sparse_csr; give layout\.to_dense\(\) != 0"),
+        (torch.nested.nested_tensor([torch.ones(1, 2), torch.ones(2, 2)]), r"nested; give layout\.to_padded_tensor"),
+    ],
+)
+def test_layouts_of_another_kind_are_refused_with_a_way_out(layout: torch.Tensor, sentence: str):
+    with pytest.raises(TypeError, match=sentence):
+        BlockIndex.build(layout, 16)
+
+
+def test_a_layout_without_values_is_refused():
+    with pytest.raises(ValueError, match="layout is on the meta device, where it has no values; make it on the CPU"):
+        BlockIndex.build(torch.ones(2, 2, dtype=torch.bool, device="meta"), 16)

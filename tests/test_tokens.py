@@ -314,3 +314,11 @@ def test_another_stream_waits_for_the_one_that_made_it():
             _ = index.by_key  # made here, so that the first stream waits in its turn
         index.ready()
         assert wait.call_count == 2
+
+
+def test_its_repr_is_one_short_line():
+    def index(*shape: int) -> TokenIndex:
+        return TokenIndex.from_mask(torch.ones(shape, dtype=torch.bool))
+
+    assert repr(index(3, 4)) == "TokenIndex(3 x 4 tokens, 12 pairs, any heads, cpu)"
+    assert repr(index(2, 5, 3, 4)) == "TokenIndex(3 x 4 tokens, 120 pairs, 2 sequences, 5 heads, cpu)"

@@ -127,3 +127,9 @@ def test_another_stream_waits_for_the_one_that_made_it():
             index.ready()
             index.ready()
         assert wait.call_count == 1
+
+
+def test_its_repr_is_one_short_line():
+    assert repr(WindowIndex.build(100, 3)) == "WindowIndex(100 tokens, any heads, 0 global, blocks of 16, cpu)"
+    several = WindowIndex.build(100, [3, 4], True, [1])
+    assert repr(several) == "WindowIndex(100 tokens, 2 heads, 1 global, causal, blocks of 16, cpu)"

@@ -68,6 +68,10 @@ class MatMul:
         self.layout, self.block, self.mode, self.trans_a, self.trans_b = layout, block, mode, trans_a, trans_b
         self._indices = {index.device: index}
 
+    def __repr__(self) -> str:
+        transposed = "".join(f", {name}" for name in ("trans_a", "trans_b") if getattr(self, name))
+        return f"MatMul({self.mode}{transposed}, {next(iter(self._indices.values()))})"
+
     @property
     def spdims(self) -> torch.Size:
         """(H, R, C) of the layout."""

@@ -51,6 +51,9 @@ class Softmax:
         self.layout, self.block = layout, block
         self._indices = {index.device: index}
 
+    def __repr__(self) -> str:
+        return f"Softmax({next(iter(self._indices.values()))})"
+
     @property
     def spdims(self) -> torch.Size:
         """(H, R, C) of the layout."""

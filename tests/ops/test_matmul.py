@@ -696,3 +696,9 @@ def test_layouts_of_any_type_and_what_old_code_asks_the_operation_for(dtype):
     assert list(multiply.lut_cache) == [torch.device("cpu")]
     a, b = torch.randn(2, 1, 1, 32, 32, dtype=torch.float64)
     assert torch.equal(multiply(a, b), MatMul(layout, 16, "sdd")(a, b))
+
+
+def test_its_repr_is_one_short_line():
+    index = BlockIndex.build(torch.eye(2, dtype=torch.bool), 16)
+    assert repr(MatMul(index, 16, "sdd", trans_b=True)) == f"MatMul(sdd, trans_b, {index})"
+    assert repr(MatMul(torch.eye(2, dtype=torch.bool), 16, "dsd")) == f"MatMul(dsd, {index})"

@@ -717,3 +717,8 @@ def test_what_old_code_asks_the_operation_for():
     of_two_heads = Softmax(layout.float().expand(2, 2, 2), 16)
     assert of_two_heads.spdims == (2, 2, 2) and of_two_heads.num_blocks == 6
     assert list(of_two_heads.lut_cache) == [torch.device("cpu")]
+
+
+def test_its_repr_is_one_short_line():
+    index = BlockIndex.build(torch.eye(2, dtype=torch.bool), 16)
+    assert repr(Softmax(index, 16)) == f"Softmax({index})"
