@@ -30,8 +30,8 @@ CELLS = 512
 
 @dataclass(frozen=True)
 class Characters:
-    """What a picture in a terminal consists of: `shades` from none to all blocks of a cell; `halves` for two blocks, one
-    over the other: neither, the upper, the lower, both."""
+    """What a picture in a terminal consists of: `shades` from none to all blocks of a cell; `halves` for two blocks,
+    one over the other: neither, the upper, the lower, both."""
 
     shades: str
     halves: str
@@ -156,8 +156,8 @@ def _cell(rows: LayoutRows, width: int) -> int:
 
 
 def _panels(rows: LayoutRows, cell: tuple[int, int], head: int | None = None) -> list[Panel]:
-    """One for each distinct head, or of one head, in cells of so many rows and columns; those at the edge count only the
-    blocks they hold. Of each head no more than ROWS_AT_ONCE rows exist at a time."""
+    """One for each distinct head, or of one head, in cells of so many rows and columns; those at the edge count only
+    the blocks they hold. Of each head no more than ROWS_AT_ONCE rows exist at a time."""
     heads = range(rows.heads) if head is None else [head if rows.heads > 1 else 0]
     makers = {h: rows.maker(h) for h in heads}
     cells = [-(-size // along) for size, along in zip((rows.rows, rows.columns), cell, strict=True)]

@@ -258,7 +258,8 @@ def table(result: Result) -> Iterator[str]:
 def cell(row: Row | None) -> str:
     if row is None:
         return f"{'-':>33}"
-    return f" {in_three_digits(row.milliseconds):>7} {row.tflops:8.3g} {number(row.to_floor):>7} {number(row.to_ours):>7}"
+    ratios = f"{number(row.to_floor):>7} {number(row.to_ours):>7}"
+    return f" {in_three_digits(row.milliseconds):>7} {row.tflops:8.3g} {ratios}"
 
 
 def number(x: float | None) -> str:

@@ -50,8 +50,8 @@ class Case:
         return self.config(self.heads).make_bool_layout(self.seq_len)
 
     def small(self, heads: int = 4, seq_len: int = 2048) -> Case:
-        """The case cut to one sequence, so many heads and tokens, without goals: for a CPU. Its name says the tokens where
-        they are fewer."""
+        """The case cut to one sequence, so many heads and tokens, without goals: for a CPU. Its name says the tokens
+        where they are fewer."""
         name = self.name
         if seq_len < self.seq_len:
             name = f"{name.removesuffix(in_k(self.seq_len))}{in_k(seq_len)}"

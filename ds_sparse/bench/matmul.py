@@ -321,7 +321,7 @@ def verify_ends(name: str, case: Case, layout: Tensor, output: Tensor, inputs: S
 
 
 def table(result: Result) -> Iterator[str]:
-    """Lines: milliseconds, ratio to the dense competitor, on a GPU the share of the floor; and the break-even densities.
+    """Lines: milliseconds, ratio to the dense competitor, on a GPU the share of the floor; the break-even densities.
 
     That is the density at which the time would be the dense competitor's if it grew with the density, as it does but
     for the bytes of dense operands; "none" where it would be shorter even with all blocks.
@@ -369,10 +369,11 @@ def summary(results: list[Result]) -> Iterator[str]:
     names = [name for name in DENSE if any(find(result.rows, name, FORWARD) for result in results)]
     beside = "of floor" if any(map(has_floors, results)) else "x dense"
     yield f"ms ({beside})"
-    yield f"{'layout':15}{'block':>5} {'dtype':5}{'T':>8}{'D':>4} {'live':>6} {'':8}" + "".join(f"{x:>13}" for x in names)
+    heading = f"{'layout':14}{'block':>5} {'dtype':5}{'T':>7}{'D':>4} {'live':>6} {'':8}"
+    yield heading + "".join(f"{name:>13}" for name in names)
     for result in results:
         case = result.case
-        about = f"{case.layout:15}{case.block:5} {case.dtype:5}{case.seq_len:8}{case.head_dim:4} {result.density:6.1%} "
+        about = f"{case.layout:14}{case.block:5} {case.dtype:5}{case.seq_len:7}{case.head_dim:4} {result.density:6.1%} "
         for direction in (FORWARD, BACKWARD):
             cells = (in_summary(find(result.rows, name, direction)) for name in names)
             yield f"{about}{direction:8}" + "".join(f"{text:>13}" for text in cells)
@@ -381,8 +382,10 @@ def summary(results: list[Result]) -> Iterator[str]:
 def in_summary(row: Row | None) -> str:
     if row is None:
         return "-"
-    beside = f"{1 / row.to_floor:.0%}" if row.to_floor else in_three_digits(row.to_dense)
-    return f"{in_three_digits(row.milliseconds)} ({beside})"
+    to_dense = f"{row.to_dense:.2f}" if row.to_dense < 10 else f"{row.to_dense:.0f}"
+    beside = f"{1 / row.to_floor:.0%}" if row.to_floor else to_dense
+    milliseconds = f"{row.milliseconds:.3f}" if row.milliseconds < 1 else in_three_digits(row.milliseconds)
+    return f"{milliseconds} ({beside})"
 
 
 def verdicts(results: list[Result]) -> Iterator[str]:

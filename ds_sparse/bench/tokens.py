@@ -343,8 +343,12 @@ def table(results: list[Result]) -> Iterator[str]:
             yield f"{L2_FLOOR:16}" + "".join(f"{text:>20}" for text in floors)
     for other in (DENSE, SDPA):
         if other in names:
-            beats = ((name, [beats_from(results, name, other, d) for d in DIRECTIONS]) for name in names if name != other)
-            yield f"beats {other} from: " + ", ".join(f"{name} {' / '.join(from_)}" for name, from_ in beats)
+            beats = (
+                f"{name} {' / '.join(beats_from(results, name, other, direction) for direction in DIRECTIONS)}"
+                for name in names
+                if name != other
+            )
+            yield f"beats {other} from: {', '.join(beats)}"
     reasons = {(row.step, row.reason): None for result in results for row in result.rows if row.reason}
     for name, reason in reasons:
         cases = [r.case for r in results if any((row.step, row.reason) == (name, reason) for row in r.rows)]

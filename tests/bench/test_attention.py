@@ -254,7 +254,7 @@ def test_a_name_says_what_a_cpu_runs_and_what_is_cut_to_one_case_runs_once(capsy
 
     def run_case(case, *_):
         ran.append(case)
-        return measured(case, {"ds_sparse": 1.0})
+        return measured(dataclasses.replace(case, options={"density": 0.5}), {"ds_sparse": 1.0})
 
     monkeypatch.setattr(attention, "run_case", run_case)
     assert main("bench attention --cases fixed-16,fixed-16-16k,longformer-128-d128-2k".split()) == 0

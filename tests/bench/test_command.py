@@ -82,8 +82,9 @@ def test_tables_of_matmul_fit(number):
     result = matmul.Result(case, 0.25, rows)
     is_table = [line for line in matmul.table(result) if not line.startswith("break-even")][1:]
     assert len(widest(is_table)) <= command.WIDTH
-    moderate = [dataclasses.replace(row, milliseconds=min(number, 9876.0)) for row in rows]
-    assert len(widest(matmul.summary([matmul.Result(case, 0.25, moderate)]))) <= command.WIDTH
+    assert len(widest(matmul.summary([result]))) <= command.WIDTH
+    of_cpu = [dataclasses.replace(row, to_dense=12.34, to_floor=None) for row in rows]
+    assert len(widest(matmul.summary([matmul.Result(case, 0.25, of_cpu)]))) <= command.WIDTH
 
 
 @pytest.mark.parametrize("number", WIDEST)

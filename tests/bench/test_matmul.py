@@ -146,7 +146,7 @@ def test_without_a_floor_there_is_no_column_of_it():
     assert line.split()[1:] == ["0.100", "0.500"] * 3
     assert line.index("0.500") + len("0.500") == heading.index("dense") + len("dense")
     heading, *_, row = matmul.summary([floorless])
-    assert heading.startswith("ms (x dense)") and "0.100 (0.500)" in row
+    assert heading.startswith("ms (x dense)") and "0.100 (0.50)" in row
 
 
 def test_goals_count_cases_that_take_long_enough():
