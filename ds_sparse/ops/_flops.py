@@ -15,6 +15,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ..master_layout import MasterLayout
+
 FORWARD, BACKWARD, BIAS_BACKWARD = 4, 10, 4
 """Operations of attention for each live score and number of a head."""
 
@@ -59,6 +61,17 @@ def _of_attention(each: int) -> Callable[[dict], int]:
     def formula(given: dict) -> int:
         live = live_blocks(given["row_entries"])
         return attention_flops(given["query"], live, given["layout_heads"], given["block"], each)
+
+    return formula
+
+
+def _of_structured_attention(each: int) -> Callable[[dict], int]:
+    """The same of the operators that compiled and exported graphs hold, which find their index when they run."""
+
+    def formula(given: dict) -> int:
+        layout = MasterLayout.read(given["layout"])
+        index = layout.index(given["query"].shape[2], layout.device, given["causal"])
+        return attention_flops(given["query"], index.live_blocks, index.layout_heads, index.block, each)
 
     return formula
 
@@ -109,6 +122,9 @@ _FORMULAS = {
     "block_attention_forward": _of_attention(FORWARD),
     "block_attention_backward": _of_attention(BACKWARD),
     "block_attention_bias_backward": _of_attention(BIAS_BACKWARD),
+    "layout_attention_forward": _of_structured_attention(FORWARD),
+    "layout_attention_backward": _of_structured_attention(BACKWARD),
+    "layout_attention_bias_backward": _of_structured_attention(BIAS_BACKWARD),
     "window_attention_forward": _of_attention(FORWARD),
     "window_attention_backward": _of_attention(BACKWARD),
     "token_attention_forward": _of_pairs(1, 1),

@@ -166,7 +166,9 @@ def test_help_has_our_flag_and_says_where_deepspeeds_options_are(capsys, words):
 
 
 def test_without_deepspeed_it_is_a_sentence():
-    code = "import sys; sys.modules['deepspeed'] = None; from ds_sparse.cli import main; sys.exit(main(['run', 'x.py']))"
+    code = (
+        "import sys; sys.modules['deepspeed'] = None; from ds_sparse.cli import main; sys.exit(main(['run', 'x.py']))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     sentence = "ds_sparse run: DeepSpeed is not installed here (pip install 'ds_sparse[deepspeed]').\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", sentence)

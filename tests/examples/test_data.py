@@ -389,7 +389,11 @@ def test_the_vocabulary_is_padded_to_a_multiple_of_eight(tokenized):
 
 def test_held_out_text_does_not_shape_the_vocabulary(monkeypatch):
     held_out = next(f"unheard{number}" for number in range(1000) if Document("", f"unheard{number} " * 99).held_out)
-    documents = [Document("h", (held_out + " ") * 99), Document("a", "alpha beta " * 999), Document("b", "gamma " * 999)]
+    documents = [
+        Document("h", (held_out + " ") * 99),
+        Document("a", "alpha beta " * 999),
+        Document("b", "gamma " * 999),
+    ]
     monkeypatch.setattr(data_module, "load_corpus", lambda name, column: Corpus(name, documents))
     assert held_out not in open_corpus("invented", 512).vocabulary
 

@@ -22,6 +22,7 @@ from ds_sparse import (
     window_attention,
     window_matmul,
 )
+from ds_sparse.master_layout import MasterLayout
 from ds_sparse.ops import _library
 
 OPERATORS = _library.OPERATORS
@@ -84,6 +85,19 @@ def test_head_sizes_are_rounded_up_and_the_gradient_of_a_bias_is_apart(device: s
     given = tensors(device, *[(1, 1, 48, 20)] * 3, (1, 1, 48, 48))
     found = counted(lambda q, k, v, rpe: block_sparse_attention(q, k, v, LAYOUT.to(device), rpe=rpe), *given)
     assert found == (4 * 24 * 6 * 256, (10 + 4) * 24 * 6 * 256)
+
+
+@pytest.mark.parametrize(("causal", "live"), [(False, 6), (True, 5)])
+def test_what_compiled_graphs_hold_counts_the_same(device: str, causal: bool, live: int):
+    layout = MasterLayout(LAYOUT.bool()[None], 16)
+    given = tensors(device, *[(1, 2, 48, 24)] * 3)
+    call = (None, None, None, None, 0.2, causal, 0.0, layout.text)
+    with FlopCounterMode(display=False) as counter:
+        output, _, rows = torch.ops.ds_sparse.layout_attention_forward(*given, *call)
+    assert counter.get_total_flops() == 4 * 24 * 2 * live * 256
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.ds_sparse.layout_attention_backward(output, None, *given, output, rows, *call[:-1], True, layout.text)
+    assert counter.get_total_flops() == 10 * 24 * 2 * live * 256
 
 
 def test_products_count_their_live_blocks(device: str):
