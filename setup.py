@@ -29,6 +29,8 @@ WHEEL = os.environ.get("DS_SPARSE_WHEEL") == "1"
 OBJECTS = ROOT / "build" / ("wheel" if WHEEL else "objects")
 CPU, CUDA = "ds_sparse.lib.libds_sparse_cpu", "ds_sparse.lib.libds_sparse_cuda"
 
+GLIBC = "2.28"
+"""The oldest that the wheel loads with."""
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 CPU_FLAGS = (
     "-std=c++20 -O3 -fPIC -fvisibility=hidden -Wall -Wno-psabi -Wno-maybe-uninitialized -ffp-contract=fast".split()
@@ -73,8 +75,8 @@ def build_cpu_library() -> Path:
         for name, flags in INSTRUCTION_SETS.items() if source == KERNELS else [("", [])]:
             define = [f"-DDS_SPARSE_ISA={name}"] if name else []
             steps.append((source, name, [*base, *define, *flags, "-c", str(source)]))
-    libraries = [f"-L{torch / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10"]
-    return build_library("libds_sparse_cpu.so", steps, [compiler, "-shared"], libraries)
+    libraries = [f"-L{torch / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10", *system_libraries(compiler)]
+    return build_library("libds_sparse_cpu.so", steps, [compiler, "-shared", "-s"], libraries)
 
 
 def build_cuda_library() -> Path:
@@ -85,10 +87,11 @@ def build_cuda_library() -> Path:
     for source in cuda_sources():
         targets = HOPPER_TARGETS if source.stem.endswith("_sm90") else PORTABLE_TARGETS
         steps.append((source, "", [*base, *targets, "-c", str(source)]))
-    libraries = [f"-L{torch / 'lib'}", "-Xlinker", "--no-as-needed", "-ltorch_cpu", "-lc10", "-ltorch_cuda"]
+    libraries = [f"-L{torch / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10", "-ltorch_cuda"]
     if not (torch / "lib" / "libtorch_cuda.so").exists():
         libraries.insert(0, f"-L{empty_torch_cuda(compiler)}")
-    return build_library("libds_sparse_cuda.so", steps, [*nvcc, "-shared"], libraries)
+    libraries += [*cuda_runtime(nvcc), *system_libraries(compiler)]
+    return build_library("libds_sparse_cuda.so", steps, [compiler, "-shared", "-s"], libraries)
 
 
 def common_flags(torch: Path, *for_host: str) -> list[str]:
@@ -210,6 +213,30 @@ def empty_torch_cuda(compiler: str) -> Path:
     ]
     run_unless_current(command, folder / "libtorch_cuda.so", digest(repr(command).encode()))
     return folder
+
+
+def cuda_runtime(nvcc: list[str]) -> list[str]:
+    """The static CUDA runtime, as nvcc links it."""
+    said = subprocess.run([*nvcc, "-shared", "--dryrun", "none.o"], capture_output=True, text=True, check=True).stderr
+    return [*re.findall(r'"(-L[^"]+)"', re.search("LIBRARIES=(.*)", said)[1]), "-lcudart_static", "-ldl", "-lrt"]
+
+
+def system_libraries(compiler: str) -> list[str]:
+    """Linker flags, for the wheel, for what a library needs of the system: as it was with glibc 2.28, by zig's stand-ins.
+
+    C++'s own library is shared, so that exceptions reach torch, and no newer one is asked for. Where glibc 2.32 has
+    __libc_single_threaded, which headers of C++ read, the wheel has a 0: several threads.
+    """
+    if not WHEEL:
+        return []
+    empty, source, single = OBJECTS / "glibc" / "empty.so", OBJECTS / "single.c", OBJECTS / "single.o"
+    empty.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "ziglang", "cc", "-target", f"x86_64-linux-gnu.{GLIBC}", "-shared", "-v"]
+    said = subprocess.run([*command, "-xc", os.devnull, "-o", str(empty)], capture_output=True, text=True, check=True)
+    stubs = re.findall(r"\S+/lib(?:m|c|pthread|dl|rt|ld)\.so\.\d|\S+/libc_nonshared\.a", said.stderr)
+    source.write_text('char __libc_single_threaded __attribute__((visibility("hidden")));\n')
+    subprocess.run([compiler, "-xc", "-fPIC", "-c", str(source), "-o", str(single)], check=True)
+    return [str(single), "-nodefaultlibs", "-Wl,--as-needed", "-lstdc++", *stubs, "-lgcc_s", "-lgcc"]
 
 
 def cpu_sources() -> list[Path]:

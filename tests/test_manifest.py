@@ -1,0 +1,47 @@
+"""The source distribution: all that a build from it needs, on whichever machine it was made."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The paths in a source distribution made without nvcc, of a copy: setuptools writes beside its setup.py."""
+    copy = tmp_path_factory.mktemp("checkout")
+    for name in tracked("."):
+        target = copy / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.symlink_to(ROOT / name)
+    subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "sdist"],
+        cwd=copy, env=os.environ | {"DS_SPARSE_CUDA": "0"}, check=True, capture_output=True,
+    )  # fmt: skip
+    (archive,) = (copy / "dist").iterdir()
+    with tarfile.open(archive) as files:
+        return {name.partition("/")[2] for name in files.getnames()}
+
+
+def tracked(folder: str) -> list[str]:
+    listed = subprocess.run(["git", "ls-files", folder], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("folder", ["csrc", "ds_sparse", "launcher", "packaging", "examples", "configs", "tests"])
+def test_the_source_distribution_has_every_file_of(folder: str, packed: set[str]):
+    files = set(tracked(folder))
+    assert files
+    assert files <= packed
+
+
+def test_the_source_distribution_has_what_a_build_reads_and_nothing_built(packed: set[str]):
+    assert {"setup.py", "pyproject.toml", "README.md", "LICENSE"} <= packed
+    assert not [name for name in packed if name.endswith((".so", ".o", ".pyc"))]
