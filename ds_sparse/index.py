@@ -42,6 +42,9 @@ def plain(name: str, x: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: x is another for each sample of torch.vmap, or has no values.
     """
+    if torch.compiler.is_compiling():
+        # Nothing is made there.
+        return x
     while is_gradtrackingtensor(x):
         x = get_unwrapped(x)
     if is_batchedtensor(x):
