@@ -53,6 +53,10 @@ class MasterLayout:
     def device(self) -> torch.device:
         return self.layout.device
 
+    @property
+    def device(self) -> torch.device:
+        return self.layout.device
+
     @classmethod
     def read(cls, text: str) -> MasterLayout:
         """The layout of a text: one in use, or one made of it, as where an exported program was loaded."""

@@ -83,7 +83,7 @@ def block_sparse_attention(
     check_inputs(rpe=rpe, attn_mask=attn_mask, key_padding_mask=key_padding_mask)
     query, key, value = under_autocast(query, key, value)
     _check_operands(query, key, value)
-    if not isinstance(layout, BlockIndex):
+    if not isinstance(layout, BlockIndex | MasterLayout):
         refuse_meta("The layout", with_heads(layout))
     batch, heads, tokens, head_dim = query.shape
     keys = key.shape[2]
