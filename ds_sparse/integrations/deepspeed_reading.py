@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from ..config import STRUCTURE_ERRORS
+from ..extras import optional_imports
 
 
 def import_deepspeed() -> ModuleType:
@@ -16,7 +17,8 @@ def import_deepspeed() -> ModuleType:
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        import deepspeed
+        with optional_imports():
+            import deepspeed
     finally:
         logging.disable(before)
     return deepspeed
