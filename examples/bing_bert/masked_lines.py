@@ -9,7 +9,7 @@ import torch
 
 from data import MASK, NOT_PREDICTED, SPECIAL_TOKENS, Batch, PretrainingData
 
-LINES, MASKED_WORDS, COLUMNS = 3, 2, 90
+LINES, MASKED_WORDS, COLUMNS = 3, 4, 90
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class MaskedLines:
 
     @classmethod
     def of(cls, data: PretrainingData) -> MaskedLines:
-        """The lines of `data`; fewer than three where it has fewer held-out sequences, or no words of letters."""
+        """The lines of `data`; fewer than three where it has fewer held-out sequences, or no words."""
         vocabulary = data.corpus.vocabulary
         held_out = next(data.held_out_batches(LINES))
         ids = torch.where(held_out.mlm_labels == NOT_PREDICTED, held_out.input_ids, held_out.mlm_labels)
@@ -66,23 +66,23 @@ class MaskedLines:
         text = []
         for number, line in enumerate(self.lines):
             text.append(line)
-            text += [f"    {name:{width}}  {', '.join(words[number])}" for name, words in rows.items()]
+            text += [f"    {name:{width}}  {'  '.join(words[number])}" for name, words in rows.items()]
         return "\n".join(text)
 
 
 def _find_line(pieces: list[str]) -> tuple[int, int, list[int]] | None:
-    """Where the first line from the middle on with enough words of letters starts and ends, and which are masked.
+    """Where the first line from the middle on with enough words starts and ends, and which are masked.
 
-    The words are whole: the next piece starts another.
+    These are of one piece, punctuation included, and stand apart.
     """
     for start in range(len(pieces) // 2, len(pieces) - 1):
         end = _end_of_line(pieces, start)
         whole = [
             place
             for place in range(start + 1, end - 1)
-            if pieces[place].isalpha() and len(pieces[place]) > 1 and not pieces[place + 1].startswith("##")
+            if not pieces[place].startswith("##") and not pieces[place + 1].startswith("##")
         ]
-        if len(whole) > MASKED_WORDS:
+        if len(whole) > 2 * MASKED_WORDS:
             return (
                 start,
                 end,
