@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .integrations.on_import import register_with_transformers
@@ -90,6 +93,18 @@ if TYPE_CHECKING:
     )
     from .tokens import TokenIndex
     from .window import WindowIndex
+
+
+def _load_launcher_of_checkout() -> None:
+    """In a checkout that is on the path and not installed, `ds_sparse.launcher` is the folder beside this one."""
+    place = Path(__file__).resolve().parent.parent / "launcher" / "__init__.py"
+    if place.exists() and find_spec("ds_sparse.launcher") is None:
+        spec = spec_from_file_location("ds_sparse.launcher", place, submodule_search_locations=[str(place.parent)])
+        sys.modules[spec.name] = module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[spec.name])
+
+
+_load_launcher_of_checkout()
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,6 @@ rm -rf build/wheel/package build/wheel/dist
 python setup.py --quiet build --build-base build/wheel/package bdist_wheel --dist-dir build/wheel/dist
 # The libraries are torch's operators and no modules of one Python.
 python -m wheel tags --remove --python-tag py3 --abi-tag none build/wheel/dist/*.whl
-auditwheel repair --plat manylinux_2_28_x86_64 --exclude 'libtorch*' --exclude 'libc10*' --wheel-dir dist \
+auditwheel repair --plat manylinux_2_28_x86_64 --only-plat --exclude 'libtorch*' --exclude 'libc10*' --wheel-dir dist \
   build/wheel/dist/*.whl
 auditwheel show dist/ds_sparse-*-py3-none-manylinux_2_28_x86_64.whl
