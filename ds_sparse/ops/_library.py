@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -138,7 +140,11 @@ def check_alike(**tensors: torch.Tensor) -> None:
 
 def require_kernel(operator: str, device: torch.device) -> None:
     """Raises RuntimeError with the way out where `ds_sparse::operator` cannot run on the device."""
-    if device.type in ("cpu", "meta") or torch.compiler.is_compiling() or not missing_kernels(device.type, [operator]):
+    if device.type in ("cpu", "meta") or torch.compiler.is_compiling():
+        return
+    if not missing_kernels(device.type, [operator]):
+        if device.type == "cuda":
+            check_driver(*cuda_versions())
         return
     if device.type == "cuda" and not CUDA_LIBRARY.exists():
         raise RuntimeError(
@@ -148,3 +154,21 @@ def require_kernel(operator: str, device: torch.device) -> None:
     raise RuntimeError(
         f"Tensors are on {device}, and {operator} has no {device.type} kernel yet; move model and data to the CPU."
     )
+
+
+@functools.cache
+def cuda_versions() -> tuple[int, int]:
+    """Of the CUDA library's runtime, and the latest that the GPU driver serves; 12.8 is 12080."""
+    library = ctypes.CDLL(CUDA_LIBRARY)
+    return library.ds_sparse_cuda_runtime_version(), library.ds_sparse_cuda_driver_version()
+
+
+def check_driver(runtime: int, driver: int) -> None:
+    """Raises RuntimeError with the way out for a driver that is older than the library's major version of CUDA."""
+    major = runtime // 1000
+    if driver // 1000 < major:
+        raise RuntimeError(
+            f"ds_sparse's CUDA library is of CUDA {major}, and this machine's GPU driver serves CUDA {driver // 1000}."
+            f"{driver % 1000 // 10} at most; update the driver, or build ds_sparse from source with nvcc of CUDA "
+            f"{driver // 1000}."
+        )

@@ -40,6 +40,15 @@ def test_without_the_cuda_library_the_sentence_says_how_to_build_it(
         _library.require_kernel(operator, torch.device("cuda:0"))
 
 
+def test_a_driver_older_than_the_library_is_told_before_a_kernel_is_started(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_library, "missing_kernels", lambda device_type, operators: [])
+    monkeypatch.setattr(_library, "cuda_versions", lambda: (13000, 12080))
+    with pytest.raises(RuntimeError, match=r"is of CUDA 13, and .* serves CUDA 12\.8 at most; update the driver, or"):
+        _library.require_kernel("matmul_sdd", torch.device("cuda:0"))
+    monkeypatch.setattr(_library, "cuda_versions", lambda: (13020, 13000))
+    _library.require_kernel("matmul_sdd", torch.device("cuda:0"))
+
+
 def test_every_operator_of_the_schema_is_listed():
     registered = {
         name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("ds_sparse::")
