@@ -4,7 +4,7 @@ DS_SPARSE_CUDA=1 builds the CUDA library without a GPU driver (nvcc has to be th
 unset, it is built when nvcc and a GPU driver are found. CXX and CUDA_HOME choose the compilers. Compilers are called
 directly: torch's CUDAExtension refuses beside a CPU-only torch, and with the stable ABI nothing else of it is needed.
 
-DS_SPARSE_WHEEL=1 is packaging/wheel.sh's: machine code for all the chips of the wheel, linked for an older glibc.
+DS_SPARSE_WHEEL=1 is .ci/wheel's: machine code for all the chips of the wheel, linked for an older glibc.
 """
 
 import ctypes
