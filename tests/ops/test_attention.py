@@ -1275,7 +1275,7 @@ def test_arguments_that_do_not_fit(change: dict[str, object], sentence: str):
         block_sparse_attention(**{"query": x, "key": x, "value": x, "layout": FULL.given, **change})
 
 
-@pytest.mark.parametrize("layout", [[[1, 0], [0, 1]], torch.ones(2, 2)])
+@pytest.mark.parametrize("layout", [[[1, 0], [0, 1]], torch.ones(2, 2, dtype=torch.complex64)])
 def test_layouts_of_another_type(layout: object):
     x = zeros(2, 2, 32, 16)
     with pytest.raises(TypeError, match="A layout is"):

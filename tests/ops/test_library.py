@@ -53,7 +53,8 @@ def test_every_operator_of_the_schema_is_listed():
     registered = {
         name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("ds_sparse::")
     }
-    assert registered == {*_library.OPERATORS, *_library.HOPPER_OPERATORS}
+    of_graphs = {f"layout_attention_{name}" for name in ("forward", "backward", "bias_backward")}
+    assert registered == {*_library.OPERATORS, *_library.HOPPER_OPERATORS, *of_graphs}
 
 
 @pytest.mark.gpu
