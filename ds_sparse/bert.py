@@ -89,8 +89,8 @@ class BertSparseSelfAttention(nn.Module):
             more, named: what else Transformers hands over, by its names of version 5 or in the order of version 4.
 
         Raises:
-            ValueError: a mask for another number of tokens; a call for what this layer does not compute: cross-attention, cached keys, a head mask, causal
-                or packed attention, the attention probabilities.
+            ValueError: a mask for another number of tokens; a call for what this layer does not compute:
+                cross-attention, cached keys, a head mask, causal or packed attention, the attention probabilities.
         """
         from_transformers = bool(more or named)
         if from_transformers:

@@ -12,6 +12,8 @@ EXTRAS = {
     "matplotlib": "plot",
     "datasets": "train",
     "tokenizers": "train",
+    "tqdm": "train",
+    "accelerate": "transformers",
 }
 """Package to the extra that brings it."""
 

@@ -343,6 +343,12 @@ class BlockIndex:
     def column_slots(self) -> torch.Tensor:
         return self.lists.column_slots
 
+    def for_heads(self, num_heads: int) -> BlockIndex:
+        """The same of a layout that stands for so many heads: one where all are equal. What has been made is shared."""
+        index = replace(self, num_heads=num_heads)
+        object.__setattr__(index, "_making", self._making)
+        return index
+
     def with_lists(self) -> BlockIndex:
         """The index itself, its lists made: what is compiled or captured later cannot make them."""
         _ = self.lists

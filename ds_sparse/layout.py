@@ -12,7 +12,6 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -163,12 +162,3 @@ def _grouped(live: Tensor, size: int) -> Tensor:
 
 def _bit_numbers(device: torch.device) -> Tensor:
     return torch.arange(8, dtype=torch.uint8, device=device)
-
-
-def __getattr__(name: str) -> Any:
-    # Where they were before they had a file of their own.
-    if name in ("draw", "save_drawing"):
-        from . import drawing
-
-        return getattr(drawing, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

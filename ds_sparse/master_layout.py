@@ -6,6 +6,7 @@ from base64 import b85decode, b85encode
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from threading import RLock
 from typing import TypeVar
 from weakref import WeakValueDictionary
 from zlib import compress, decompress
@@ -39,19 +40,19 @@ class MasterLayout:
     """
 
     def __init__(self, layout: torch.Tensor, block: int, num_heads: int | None = None):
-        self.layout, self.block = layout, block
+        layout = layout.clone()  # what the caller does to his own later changes no module
+        self.block = block
         heads, self.blocks = layout.shape[:2]
         self.num_heads = heads if num_heads is None else num_heads
         bits = compress(pack_bits(layout).cpu().numpy().tobytes())
         self.text = f"{block} {heads} {self.blocks} {b85encode(bits).decode()}"
-        self._indices: OrderedDict[tuple[int, torch.device, bool], BlockIndex] = OrderedDict()
-        equal = _in_use.setdefault(self.text, self)
         # Layers that were built one by one from one structure have one tensor, and one index.
-        self.layout, self._indices = equal.layout, equal._indices
-
-    @property
-    def device(self) -> torch.device:
-        return self.layout.device
+        equal = _in_use.get(self.text)
+        self._equal = equal  # found by the text as long as one of the equals lives
+        self.layout = layout if equal is None else equal.layout
+        self._indices: OrderedDict[tuple[int, torch.device, bool], BlockIndex]
+        self._indices = OrderedDict() if equal is None else equal._indices
+        _in_use.setdefault(self.text, self)
 
     @property
     def device(self) -> torch.device:
@@ -114,13 +115,15 @@ class MasterLayout:
 _in_use: WeakValueDictionary[str, MasterLayout] = WeakValueDictionary()  # by text
 _captured: set[BlockIndex] = set()  # kept for good: the graphs read their memory whenever they are replayed
 _read: OrderedDict[str, MasterLayout] = OrderedDict()  # made of a text, by it
+_keeping = RLock()  # modules of one structure share a cache, and may run in threads of their own
 
 
 def kept(cache: OrderedDict[Key, Kept], key: Key, build: Callable[[], Kept]) -> Kept:
     """What is in the cache for the key, built when it is first asked for; the cache keeps the last `KEPT`."""
-    if key not in cache:
-        cache[key] = build()
-        if len(cache) > KEPT:
-            cache.popitem(last=False)
-    cache.move_to_end(key)
-    return cache[key]
+    with _keeping:
+        if key not in cache:
+            cache[key] = build()
+            if len(cache) > KEPT:
+                cache.popitem(last=False)
+        cache.move_to_end(key)
+        return cache[key]

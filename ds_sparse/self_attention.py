@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.functional import dropout, pad
 
-from .index import BlockIndex
+from .index import BlockIndex, lasting, plain
 from .layout import as_bool_layout, crop, on_cpu, share_equal_heads
 from .layout_buffer import LayoutBuffer
 from .master_layout import MasterLayout, kept
@@ -102,7 +101,7 @@ class SparseSelfAttention(nn.Module):
     def attention(self) -> StructuredAttention:
         """What computes, with the layout."""
         # Accelerate writes here and not to the attribute; a tensor without memory says nothing.
-        given = self._buffers["master_layout"]
+        given = self._buffers.get("master_layout")
         # torch.export puts a tensor without values there while it traces.
         if given is not None and not torch.compiler.is_exporting():
             self._buffers["master_layout"] = None
@@ -126,8 +125,9 @@ class SparseSelfAttention(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """`master_layout`: DeepSpeed asks each module for what to save. See the class about modules that contain it."""
+        layout = self.master_layout  # takes what a loader has put among the buffers
         yield from super().named_buffers(prefix, recurse, remove_duplicate)
-        yield f"{prefix}.master_layout" if prefix else "master_layout", self.master_layout
+        yield f"{prefix}.master_layout" if prefix else "master_layout", layout
 
     @property
     def max_seq_length(self) -> int:
@@ -327,6 +327,10 @@ class StructuredAttention:
     def layout(self, layout: torch.Tensor) -> None:
         if layout is self.layout_buffer():
             return
+        self._replace(plain("master_layout", layout) if isinstance(layout, torch.Tensor) else layout)
+
+    @lasting
+    def _replace(self, layout: torch.Tensor) -> None:
         replacement = _Layout(layout, self.sparsity_config.block, self.sparsity_config.num_heads)
         if not torch.equal(replacement.layout, self._master.layout):
             self._master = replacement
@@ -433,6 +437,7 @@ class StructuredAttention:
         _check_broadcasts("key_padding_mask", key_padding_mask, (batch, tokens))
         _check_broadcasts("attn_mask", attn_mask, (batch, heads, tokens, tokens))
 
+    @lasting
     @on_cpu()
     def _build(self, seq_len: int) -> _Layout:
         config = self.sparsity_config
@@ -494,7 +499,7 @@ class _Layout(MasterLayout):
     def ops(self, tokens: int, device: torch.device) -> SparseOps:
         def build() -> SparseOps:
             # With all heads that it stands for, as these operations say in `spdims` and `num_blocks`.
-            index = replace(self.index(tokens, device), num_heads=self.num_heads)
+            index = self.index(tokens, device).for_heads(self.num_heads)
             return SparseOps(
                 scores=MatMul(index, self.block, "sdd", trans_b=True),
                 softmax=Softmax(index, self.block),

@@ -12,9 +12,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
-from ds_sparse.integrations.flag import FLAG, RUN_VARIABLE, WORKER_VARIABLE
+CHECKOUT = [] if find_spec("ds_sparse") else [str(Path(__file__).resolve().parents[1])]
+"""The project's folder, where it is not installed and was found by the folder that `ds_sparse run` was started in."""
+sys.path += CHECKOUT
+
+from ds_sparse.integrations.flag import FLAG, RUN_VARIABLE, WORKER_VARIABLE  # noqa: E402
 
 STARTUP = Path(__file__).with_name("startup")
 
@@ -41,9 +46,9 @@ def command(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     program, *rest = argv[end + 1 :]
     local_rank = [] if args.local_rank is None else [f"--local_rank={args.local_rank}"]
 
-    inherited = os.environ.get("PYTHONPATH")
+    inherited = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     environment = os.environ | {
-        "PYTHONPATH": f"{STARTUP}{os.pathsep}{inherited}" if inherited else str(STARTUP),
+        "PYTHONPATH": os.pathsep.join([str(STARTUP), *inherited, *CHECKOUT]),
         RUN_VARIABLE: "sparse" if getattr(args, FLAG) else "dense",
         WORKER_VARIABLE: str(os.getpid()),
     }

@@ -119,7 +119,7 @@ def _is_mistyped(mode: str, modes: Sequence[str]) -> bool:
     """Whether a mode is a known one with a typo or other capitals. One that holds a known name whole, such as "fixed_2",
     is named after it."""
     word = mode.lower()
-    if word in modes:
+    if word in ("", *modes):
         return True
     return bool(difflib.get_close_matches(word, modes, cutoff=0.8)) and not any(known in word for known in modes)
 

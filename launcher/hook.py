@@ -49,9 +49,9 @@ def _say_wrong_blocks(below: Any) -> Any:
             below(kind, error, traceback)
             return
         os.environ.pop(RUN_VARIABLE, None)  # or the end of the program would add that the flag has had no effect
-        if rank() == 0:
-            print(*(f"ds_sparse: {mistake}" for mistake in error.mistakes), sep="\n", file=sys.stderr, flush=True)
-        else:
+        if rank() != 0:
+            # The launcher ends the others when rank 0 fails. One that is there still has a file of its own.
             time.sleep(HEAD_START)
+        print(*(f"ds_sparse: {mistake}" for mistake in error.mistakes), sep="\n", file=sys.stderr, flush=True)
 
     return excepthook

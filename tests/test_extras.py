@@ -42,7 +42,7 @@ print("works")
 NEEDS = {
     "deepspeed": "ds_sparse.initialize",
     "transformers": "import ds_sparse.integrations.transformers",
-    "matplotlib": "from ds_sparse.layout import save_drawing; save_drawing(torch.eye(2), 16, 'a.png')",
+    "matplotlib": "from ds_sparse.drawing import save_drawing; save_drawing(torch.eye(2), 16, 'a.png')",
     "psutil": "import ds_sparse.launcher.command",
 }
 TRY = f"""

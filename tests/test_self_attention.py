@@ -1,6 +1,7 @@
 """SparseSelfAttention: DeepSpeed's module, its checkpoints, its masks."""
 
 import copy
+import gc
 import pickle
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from ds_sparse import (
     VariableSparsityConfig,
     reference,
 )
+
+from ds_sparse.master_layout import MasterLayout
 
 HEADS, BLOCK, TOKENS = 4, 16, 128
 
@@ -283,6 +286,48 @@ def test_the_layout_is_a_persistent_buffer_that_stays_on_the_cpu():
     program.to("meta").half().to_empty(device="cpu")
     assert module.master_layout.device.type == "cpu" and module.master_layout.dtype == torch.int64
     assert torch.equal(module.master_layout, module.sparsity_config.make_layout(TOKENS))
+
+
+class Holding:
+    """A structure that hands out its own tensor, and derives from nothing."""
+
+    num_heads, block = HEADS, 16
+
+    def __init__(self):
+        self.held = torch.rand(HEADS, 4, 4, generator=torch.Generator().manual_seed(0)) < 0.5
+
+    def make_layout(self, seq_len):
+        return self.held
+
+
+def test_what_becomes_of_a_callers_tensor_changes_no_module():
+    first, second = Holding(), Holding()
+    SparseSelfAttention(first, max_seq_length=64)
+    module, x = SparseSelfAttention(second, max_seq_length=64), torch.randn(1, HEADS, 64, 16)
+    expected = SparseSelfAttention(Holding(), max_seq_length=64, implementation="separate")(x, x, x)
+    first.held.fill_(True)
+    assert torch.equal(module.attention.layout, second.held)
+    torch.testing.assert_close(module(x, x, x), expected)
+
+
+def test_equal_layouts_are_found_by_their_text_as_long_as_one_of_them_lives():
+    first, second = make(), make()
+    of_second = second.attention._master
+    del first
+    gc.collect()
+    assert MasterLayout.read(of_second.text).layout is of_second.layout
+
+
+@pytest.mark.parametrize("implementation", ["fused", "separate"])
+def test_a_layout_is_made_inside_of_transforms_too(implementation: str):
+    module = make(implementation=implementation)
+    x = torch.randn(1, HEADS, 2 * module.max_seq_length, 16)
+    (expected,) = torch.autograd.grad(module(leaf := x.clone().requires_grad_(), leaf, leaf).square().sum(), leaf)
+    fresh = make(implementation=implementation)
+    torch.testing.assert_close(torch.func.grad(lambda q: fresh(q, q, q).square().sum())(x), expected)
+    state = fresh.state_dict()
+    found = torch.func.grad(lambda q: torch.func.functional_call(fresh, state, (q, q, q)).square().sum())(x)
+    torch.testing.assert_close(found, expected)
 
 
 def test_layers_of_one_structure_share_one_tensor_of_one_head():

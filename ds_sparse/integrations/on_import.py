@@ -32,7 +32,7 @@ class _Watch:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != _WATCHED:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
+        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
         spec = next((spec for finder in others if (spec := finder.find_spec(name, path, target)) is not None), None)
         if spec is not None and spec.loader is not None:
             self._register_after(spec.loader)

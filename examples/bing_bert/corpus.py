@@ -388,7 +388,7 @@ def _datasets(name: str):
     except ImportError as error:
         raise ValueError(
             f"The corpus {name} is read with the package datasets, which is missing; "
-            "install it with: pip install datasets"
+            "install it with: pip install 'ds_sparse[train]'"
         ) from error
     return datasets
 

@@ -26,13 +26,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import tokenizers
 import torch
 import torch.distributed as dist
-from filelock import FileLock
-from tqdm import tqdm
-
 from corpus import Corpus, cache_root, load_corpus, unwritable_cache
+from filelock import FileLock
+
+from ds_sparse.extras import optional_imports
+
+with optional_imports():
+    import tokenizers
+    from tqdm import tqdm
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PAD, UNK, CLS, SEP, MASK = range(len(SPECIAL_TOKENS))

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from device import DEVICE, DEVICE_SENTENCE  # sets what DeepSpeed will use, so it comes before imports of DeepSpeed
 
 import ds_sparse
-from ds_sparse.layout import draw, save_drawing
+from ds_sparse.drawing import draw, save_drawing
 from ds_sparse.ranks import rank
 
 import checkpoints

@@ -174,16 +174,18 @@ def test_without_deepspeed_it_is_a_sentence():
     assert done.stderr.startswith("ds_sparse run: ") and "pip install 'ds_sparse[deepspeed]'" in done.stderr
 
 
-def test_a_checkout_on_the_path_that_is_not_installed_runs(tmp_path: Path):
+@pytest.mark.parametrize("found_by", ["path", "folder"])
+def test_a_checkout_that_is_not_installed_runs(tmp_path: Path, found_by: str):
     checkout, python = Path(__file__).parents[2], tmp_path / "venv" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
     script = tmp_path / "train.py"
     script.write_text("import deepspeed\nprint('ours' if hasattr(deepspeed.initialize, 'below') else 'theirs')\n")
     # Folders of PYTHONPATH are no site folders: what is installed from elsewhere, as this checkout may be, is not found.
-    folders = [str(checkout), *(folder for folder in sys.path if folder.endswith("site-packages"))]
+    folders = [folder for folder in sys.path if folder.endswith("site-packages")]
+    folders[:0] = [str(checkout)] if found_by == "path" else []
     ended = subprocess.run(
         [str(python), "-m", "ds_sparse", "run", "--num_gpus", "1", str(script)],
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=180,
+        cwd=checkout if found_by == "folder" else tmp_path, capture_output=True, text=True, check=False, timeout=180,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(folders), "DS_ACCELERATOR": "cpu"},
     )  # fmt: skip
     assert ended.returncode == 0 and "ours\n" in ended.stdout, ended.stderr
