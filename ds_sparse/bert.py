@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .ops import check_inputs
 from .ops.softmax import as_additive
 from .self_attention import SparseSelfAttention, as_key_padding_mask
 from .sparsity import FixedSparsityConfig, SparsityConfig
@@ -92,6 +93,7 @@ class BertSparseSelfAttention(nn.Module):
             ValueError: a mask for another number of tokens; a call for what this layer does not compute:
                 cross-attention, cached keys, a head mask, causal or packed attention, the attention probabilities.
         """
+        check_inputs(hidden_states=hidden_states, attention_mask=attention_mask)
         from_transformers = bool(more or named)
         if from_transformers:
             _refuse_more_than_self_attention(more, named)

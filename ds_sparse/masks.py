@@ -25,6 +25,9 @@ def layout_of_mask(mask: Tensor, block: int, partial: str) -> Tensor:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"A mask is a bool tensor, got {given}; convert it with mask != 0.")
+    if mask.is_nested or mask.layout != torch.strided:
+        kind, instead = ("nested", "to_padded_tensor(False)") if mask.is_nested else (mask.layout, "to_dense()")
+        raise TypeError(f"A mask is a dense tensor, got one that is {kind}; give mask.{instead}.")
     if mask.dim() not in (2, 3) or 0 in mask.shape:
         raise ValueError(
             f"A mask has shape (queries, keys) or (heads, queries, keys), none of them 0, got {tuple(mask.shape)}."

@@ -14,7 +14,7 @@ from .index import BlockIndex, lasting, plain
 from .layout import as_bool_layout, crop, on_cpu, share_equal_heads
 from .layout_buffer import LayoutBuffer
 from .master_layout import MasterLayout, kept
-from .ops import MatMul, Softmax, block_sparse_attention
+from .ops import MatMul, Softmax, block_sparse_attention, check_inputs
 from .ops.softmax import MASK_MODES, as_additive
 from .ranks import from_rank_0, world_size
 from .sparsity import FixedSparsityConfig, SparsityConfig
@@ -209,6 +209,8 @@ class SparseSelfAttention(nn.Module):
             ValueError: another number of heads than the structure's; T not a multiple of the block, or 0; a mask of
                 another shape; several ranks that would draw different layouts for a T above `max_seq_length`.
         """
+        check_inputs(query=query, key=key, value=value)
+        check_inputs(rpe=rpe, key_padding_mask=key_padding_mask, attn_mask=attn_mask)
         if query.dim() != 4:
             raise ValueError(f"query has shape {tuple(query.shape)}; it has to be (batch, heads, tokens, head_dim).")
         seq_len, head_dim = query.shape[-2:]

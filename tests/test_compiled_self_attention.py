@@ -1,13 +1,22 @@
 """torch.compile and torch.export of attention layers: one graph, any length, the results of eager."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
 from helpers import random, seeded
 from torch._dynamo.utils import counters
 
-from ds_sparse import BertSparseSelfAttention, BigBirdSparsityConfig, FixedSparsityConfig, SparseSelfAttention
+from ds_sparse import (
+    BertSparseSelfAttention,
+    BigBirdSparsityConfig,
+    FixedSparsityConfig,
+    SparseSelfAttention,
+    WindowIndex,
+    window_attention,
+)
 
 HEADS, BLOCK, TOKENS = 4, 16, 128
 RANDOM = BigBirdSparsityConfig(num_heads=HEADS, block=BLOCK, different_layout_per_head=True, seed=1)
@@ -97,6 +106,31 @@ def test_an_exported_layer_carries_its_layout(device: str, strict: bool, tmp_pat
     torch.export.save(torch.export.export(module, batch, strict=strict), tmp_path / "layer.pt2")
     del module
     assert torch.equal(torch.export.load(tmp_path / "layer.pt2").module()(*batch), expected)
+
+
+def test_an_exported_layer_runs_in_another_process_that_imports_the_operations(tmp_path):
+    module = make()
+    batch = tuple(x.detach() for x in inputs("cpu"))
+    torch.export.save(torch.export.export(module, batch), tmp_path / "layer.pt2")
+    torch.save([batch, module(*batch)], tmp_path / "expected.pt")
+    program = """
+import torch, ds_sparse.ops
+batch, expected = torch.load("expected.pt")
+assert torch.equal(torch.export.load("layer.pt2").module()(*batch), expected)
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
+
+
+@pytest.mark.parametrize("keys", [0, 1], ids=["all-one", "key-is-value"])
+def test_operands_may_be_one_tensor(device: str, keys: int):
+    module, window = make(), WindowIndex.build(TOKENS, 8, device=device)
+    query, key, _ = inputs(device)
+
+    def run(query, key=None):
+        key = query if key is None else key
+        return module(query, key, key) + window_attention(query, key, key, window) + key
+
+    assert_equal_with_gradients(torch.compile(run, fullgraph=True, backend="aot_eager"), run, [query, key][: 1 + keys])
 
 
 def test_an_exported_length_may_be_dynamic(device: str):

@@ -330,6 +330,13 @@ def test_a_layout_is_made_inside_of_transforms_too(implementation: str):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("kind", [torch.jagged, torch.strided], ids=str)
+def test_nested_tensors_get_a_sentence(kind: torch.layout):
+    x = torch.nested.nested_tensor([torch.randn(16, HEADS, 8), torch.randn(32, HEADS, 8)], layout=kind)
+    with pytest.raises(ValueError, match="query is a nested tensor; give query.to_padded_tensor"):
+        make()(x, x, x)
+
+
 def test_layers_of_one_structure_share_one_tensor_of_one_head():
     module = make()
     twin = copy.deepcopy(module)

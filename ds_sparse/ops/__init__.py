@@ -1,7 +1,7 @@
 """Operations on blocks, windows and lists of token pairs: public functions, their checks, fake kernels, gradients."""
 
 from . import _flops, _vmap
-from ._library import BLOCK_OPERATORS, missing_kernels
+from ._library import BLOCK_OPERATORS, check_inputs, missing_kernels
 from .attention import block_sparse_attention
 from .matmul import MatMul
 from .softmax import Softmax
@@ -18,6 +18,7 @@ __all__ = [
     "MatMul",
     "Softmax",
     "block_sparse_attention",
+    "check_inputs",
     "gather_attention",
     "jagged_attention",
     "masked_attention",

@@ -112,12 +112,22 @@ def block_sparse_attention(
         lse = output.to(_wide(query.dtype)).sum(-1)
     else:
         seed = dropout_seed(query.device) if dropout_p > 0 else None
+        query, key, value = distinct_when_traced(query, key, value)
         output, lse, _ = _Attention.apply(
             _readable(query), _readable(key), _readable(value), rpe, key_bias, attn_mask, seed,
             index, scale, causal, float(dropout_p),
         )  # fmt: skip
         output = output[..., :head_dim] if head_dim % 8 else output
     return (output, lse) if return_lse else output
+
+
+def distinct_when_traced(query: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Operands of which none is the same object as the one before: torch.compile takes no function of such."""
+    operands = [query]
+    for x in others:
+        same = torch.compiler.is_compiling() and any(x is earlier for earlier in operands)
+        operands.append(x.view_as(x) if same else x)
+    return tuple(operands)
 
 
 def dropout_seed(device: torch.device) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from ..window import Numbers, WindowIndex, built, global_numbers, of_heads
 from ._autograd import Function, differentiable_once
 from ._library import check_inputs, require_kernel, under_autocast
-from .attention import _check_bias, _check_operands, _factor, _key_bias, _readable
+from .attention import _check_bias, _check_operands, _factor, _key_bias, _readable, distinct_when_traced
 from .attention_operators import _empty_as, _lists, _tile, _wide
 
 
@@ -79,6 +79,7 @@ def window_attention(
         query, key, value = (_Ordered.apply(x, index.order, index.inverse) for x in (query, key, value))
         if key_bias is not None:
             key_bias = _ordered(key_bias.expand(-1, len(index.order), -1).unsqueeze(3), index.order).squeeze(3)
+    query, key, value = distinct_when_traced(query, key, value)
     output, _ = _WindowAttention.apply(
         _readable(query), _readable(key), _readable(value),
         None if key_bias is None else key_bias.unsqueeze(2), index, scale,
