@@ -92,6 +92,8 @@ def check_values(layout: Tensor) -> None:
     if layout.dtype is torch.bool:
         return
     low, high = (bound.item() for bound in torch.aminmax(layout))
+    if math.isnan(low):
+        raise ValueError("A layout holds only 0 and 1, got NaN; make it of comparisons, which are True or False.")
     if not (low >= 0 and high <= 1):
         raise ValueError(f"A layout holds only 0 and 1, got values from {low} to {high}; convert it with layout != 0.")
     if layout.is_floating_point() and (layout != layout.bool()).any():

@@ -29,7 +29,7 @@ def test_every_kind_of_layout_becomes_bool_with_heads(dtype, heads):
         (torch.tensor([[0, 2]]), ValueError, "from 0 to 2"),
         (torch.tensor([[-1, 1]]), ValueError, "from -1 to 1"),
         (torch.tensor([[0.5, 1]]), ValueError, "got values between"),
-        (torch.tensor([[1, torch.nan]]), ValueError, "from nan to nan"),
+        (torch.tensor([[1, torch.nan]]), ValueError, "only 0 and 1, got NaN"),
     ],
 )
 def test_what_is_no_layout_is_refused(wrong, error, sentence):

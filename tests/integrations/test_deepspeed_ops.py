@@ -108,6 +108,9 @@ def test_names_of_deepspeeds_kernels_can_be_imported_and_say_what_to_use():
 
 def test_deepspeed_says_that_sparse_attention_is_there():
     from deepspeed.ops.op_builder import SparseAttnBuilder
+    from deepspeed.ops.op_builder.sparse_attn import SparseAttnBuilder as OfItsModule
+
+    assert OfItsModule is SparseAttnBuilder
 
     assert SparseAttnBuilder().is_compatible(verbose=True) and deepspeed.ops.__compatible_ops__["sparse_attn"]
     assert SparseAttnBuilder().load() is importlib.import_module("deepspeed.ops.sparse_attention.sparse_attn_op")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from types import ModuleType
 
 import deepspeed
@@ -49,6 +50,8 @@ def register_builder() -> None:
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
     deepspeed.ops.op_builder.SparseAttnBuilder = SparseAttnBuilder
+    deepspeed.ops.op_builder.sparse_attn = sys.modules[__name__]
+    sys.modules["deepspeed.ops.op_builder.sparse_attn"] = sys.modules[__name__]
     ALL_OPS[SparseAttnBuilder.NAME] = SparseAttnBuilder()
     # It is a dict of what was true when it was first asked for.
     asked_for = vars(deepspeed.ops).get("__compatible_ops__")
