@@ -149,11 +149,8 @@ class SparseSelfAttention(nn.Module):
         """The layout for `L` tokens, int64 (H, R, C) on the CPU.
 
         Raises:
-            TypeError: arguments that are no numbers.
             ValueError: as in `forward`.
         """
-        if not isinstance(H, int) or not isinstance(L, int):
-            raise TypeError(f"get_ops takes heads and tokens, two numbers, got {H!r} and {L!r}.")
         self._check_length(L)
         self.attention._synchronize_layout()
         return self.attention.layout_for(L).to(torch.int64).expand(self.sparsity_config.num_heads, -1, -1)
@@ -166,8 +163,11 @@ class SparseSelfAttention(nn.Module):
             H: heads. Not used: the layout has them, and the operations check them.
 
         Raises:
+            TypeError: arguments that are no numbers.
             ValueError: as in `forward`.
         """
+        if not isinstance(H, int) or not isinstance(L, int):
+            raise TypeError(f"get_ops takes heads and tokens, two numbers, got {H!r} and {L!r}.")
         self._check_length(L)
         self.attention._synchronize_layout()
         ops = self.attention.ops(L, torch.device("cpu"))
