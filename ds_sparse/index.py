@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_gradtrackingtensor
@@ -176,6 +176,13 @@ class BlockIndex:
     bits: torch.Tensor
     _made: dict[str | tuple[str, int], Lists | Strips | Tiles | BlockIndex]
     _making: Making = field(init=False)
+
+    def __new__(cls, *given: Any, **fields: Any) -> BlockIndex:
+        if given or (fields and "_made" not in fields):
+            raise TypeError(
+                "A BlockIndex is built from a layout: BlockIndex.build(layout, block), or from_mask or from_flex."
+            )
+        return super().__new__(cls)
 
     def __post_init__(self):
         object.__setattr__(self, "_making", Making(self.device))

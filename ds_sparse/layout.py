@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
@@ -25,9 +26,9 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 @contextmanager
 def on_cpu() -> Iterator[None]:
     """Inside, or in a function that it decorates, every new tensor is a real one on the CPU: layouts are, whatever the
-    default device is, where a model is built on the meta device, and where `torch.zeros` has been replaced by a
-    function that asks for another device (deepspeed.OnDevice, Accelerate's init_empty_weights)."""
-    with torch.device("cpu"), _OnCPU():
+    default device is, where a model is built on the meta device or of fake tensors, and where `torch.zeros` has been
+    replaced by a function that asks for another device (deepspeed.OnDevice, Accelerate's init_empty_weights)."""
+    with unset_fake_temporarily(), torch.device("cpu"), _OnCPU():
         yield
 
 

@@ -202,6 +202,13 @@ def test_heads_of_a_layout_with_heads_are_its_own():
     assert index.heads_of(8) is None
 
 
+def test_its_fields_are_not_given_by_hand():
+    layout = torch.ones(4, 4)
+    for wrong in (lambda: BlockIndex(layout, 16), lambda: BlockIndex(layout=layout, block=16)):
+        with pytest.raises(TypeError, match=r"built from a layout: BlockIndex\.build\(layout, block\)"):
+            wrong()
+
+
 def test_to_the_same_device_is_the_index_itself():
     index = BlockIndex.build(torch.ones(2, 2, dtype=torch.bool), 8)
     assert index.to("cpu") is index

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_sparse import (
     BigBirdSparsityConfig,
@@ -20,7 +21,6 @@ from ds_sparse import (
     VariableSparsityConfig,
     reference,
 )
-
 from ds_sparse.master_layout import MasterLayout
 
 HEADS, BLOCK, TOKENS = 4, 16, 128
@@ -241,11 +241,12 @@ def unlike_the_default_device():
         "OnDevice": deepspeed.OnDevice(dtype=torch.float16, device="meta"),
         "init_empty_weights": accelerate.init_empty_weights(include_buffers=False),
         "with buffers": accelerate.init_empty_weights(include_buffers=True),
+        "FakeTensorMode": FakeTensorMode(),
     }
 
 
 @pytest.mark.filterwarnings("ignore::ds_sparse.SparsityWarning")
-@pytest.mark.parametrize("way", ["torch.device", "OnDevice", "init_empty_weights", "with buffers"])
+@pytest.mark.parametrize("way", ["torch.device", "OnDevice", "init_empty_weights", "with buffers", "FakeTensorMode"])
 @pytest.mark.parametrize("structure", [FixedSparsityConfig, VariableSparsityConfig, BigBirdSparsityConfig])
 def test_a_module_built_without_memory_has_its_layout_and_runs(way, structure):
     config = structure(num_heads=HEADS, block=BLOCK, different_layout_per_head=True, seed=1)

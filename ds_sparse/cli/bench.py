@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 OPERATIONS = {
     "matmul": "MatMul, Softmax, and attention of both",
@@ -16,11 +17,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Verifies an operation against float64, then times it beside its peers in the same process."
     parser.epilog = "operations:\n" + "\n".join(f"  {name:{width}}  {line}" for name, line in OPERATIONS.items())
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("operation", choices=OPERATIONS, metavar="operation", help=", ".join(OPERATIONS))
+    # Optional for argparse, whose sentence would ask for `arguments` too.
+    parser.add_argument("operation", nargs="?", choices=OPERATIONS, metavar="operation", help=", ".join(OPERATIONS))
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see: ds_sparse bench operation --help")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.operation is None:
+        print(f"ds_sparse bench: name what to time: {', '.join(OPERATIONS)}. See ds_sparse bench --help", file=sys.stderr)
+        return 2
     # Here and not above: it imports torch, which help does without.
     from ..bench.command import measure
 

@@ -159,7 +159,7 @@ def why_not(
         where = f" ({_named(layers)})" if layers else ""
         return f"{name} computes its attention itself{where} and would stay dense; {_WHAT_TO_USE}"
     if not layers:
-        return f"{name} has no attention layer that ds_sparse knows by its projections, and would stay dense."
+        return f"{name} has no attention layer that ds_sparse knows by its projections, and would stay dense; {_WHAT_TO_USE}"
     causal = {layer: module for layer, module in layers.items() if getattr(module, "is_causal", False)}
     if causal or any(getattr(config, key, False) for key in _DECODER_KEYS):
         what = f"{_named(causal)} is causal" if causal else "its config has a decoder"
@@ -170,8 +170,8 @@ def why_not(
     foreign = {layer: module for layer, module in layers.items() if getattr(module, "config", None) is not config}
     if foreign:
         return (
-            f"{name} and its {_named(foreign)} do not share one config, where the structure would "
-            "stand; train it dense."
+            f"{_named(foreign)} of {name} does not read the model's config, where the structure is kept, and would stay "
+            "dense; train the model dense."
         )
     if getattr(config, "output_attentions", False):
         return f"{name} has config.output_attentions, and {NAME} computes no attention probabilities; set it to False."

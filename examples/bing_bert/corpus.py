@@ -161,6 +161,8 @@ def load_corpus(name: str, text_column: str | None = None) -> Corpus:
 
     Raises ValueError with one sentence if there is no such corpus or it cannot be read.
     """
+    if not name.strip():
+        raise ValueError(f"The name of the corpus is empty. {ACCEPTED}.")
     if name in BUILT_IN and text_column is not None:
         raise ValueError(f"The corpus {name} has no columns; leave --text-column {text_column} out.")
     if name == "stdlib":

@@ -26,3 +26,8 @@ def test_numbers_that_have_to_be_positive(capsys, text):
     with pytest.raises(SystemExit):
         main(["bench", "tokens", f"--seq-len=64,{text}"])
     assert f"{text!r} is not an integer of at least 1" in capsys.readouterr().err
+
+
+def test_without_an_operation_it_names_them(capsys):
+    assert main(["bench"]) == 2
+    assert "name what to time: matmul, attention, window, tokens, bert." in capsys.readouterr().err

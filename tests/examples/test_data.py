@@ -143,6 +143,11 @@ def test_any_other_name_is_a_dataset(monkeypatch):
     assert asked == [("owner/name", "small"), ("imdb", None)]
 
 
+def test_an_empty_name_is_no_corpus():
+    with pytest.raises(ValueError, match=r"^The name of the corpus is empty\. A corpus is stdlib"):
+        load_corpus(" ")
+
+
 def test_a_dataset_that_cannot_be_loaded_is_one_sentence(monkeypatch):
     import datasets
 
@@ -317,7 +322,9 @@ def in_40_files(folder, texts):
 def test_few_documents_train_and_hold_out_parts_of_them(tmp_path, capsys, write):
     tokenized = open_corpus(str(write(tmp_path, invented_texts())), 512)
     said = capsys.readouterr().out
-    assert re.search(r" has (1 distinct document|\d+ distinct documents), too few to hold some of them out whole: ", said)
+    assert re.search(
+        r" has (1 distinct document|\d+ distinct documents), too few to hold some of them out whole: ", said
+    )
     data = PretrainingData(tokenized, T)
     assert tokenized.summary["notes"][0] in said and "by its position" in said
     assert next(data.batches(4, 2)).input_ids.shape == (2, T)
