@@ -81,10 +81,9 @@ def attention(
     if attention_mask is not None and attention_mask.requires_grad:
         attention_mask, rpe = None, attention_mask if rpe is None else attention_mask + rpe
     mask = "key_padding_mask" if attention_mask is not None and attention_mask.dim() == 2 else "attn_mask"
-    attached = _attached_to(module)
-    attached.used = True
+    sparse = _attached_to(module).attention
     masks = {mask: attention_mask, "rpe": None if rpe is None else rpe.to(query.dtype)}
-    output = attached.attention(query, key, value, scale=scaling, dropout_p=dropout, **masks)
+    output = sparse(query, key, value, scale=scaling, dropout_p=dropout, **masks)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -365,7 +364,7 @@ class Switch:
         self._hooks = []
         for name, layer in self.layers.items():
             layer._ds_sparse = _Attached(block, tokens, self.attention, name)
-            self._hooks.append(layer.register_forward_hook(_check_was_used))
+            self._hooks.append(layer.register_forward_hook(_check_is_switched))
 
     def off(self) -> None:
         for hook in self._hooks:
@@ -399,7 +398,6 @@ class _Attached:
     tokens: int
     attention: StructuredAttention
     name: str = ""
-    used: bool = False
 
     def __post_init__(self):
         self.block = copy.deepcopy(self.block)  # the config's own may be edited in place
@@ -480,12 +478,12 @@ def _set_config(config: PreTrainedConfig, entries: dict[str, Any]) -> None:
             delattr(config, key)
 
 
-def _check_was_used(layer: nn.Module, arguments: tuple, output: Any) -> None:
-    """Forward hook: a layer that was switched and has run must have called `attention`."""
+def _check_is_switched(layer: nn.Module, arguments: tuple, output: Any) -> None:
+    """Forward hook: nobody has switched the layer to another implementation since, with which it has run."""
     attached, implementation = vars(layer).get("_ds_sparse"), layer.config._attn_implementation
-    if attached is not None and not (attached.used and implementation == NAME):
+    if attached is not None and implementation != NAME:
         raise RuntimeError(
             f"layer {attached.name} ({type(layer).__name__}) ran without {NAME}: its attention implementation is "
-            f"{implementation!r}, or it computes its attention itself. The model is not sparse; call undo() of what "
-            "ds_sparse.sparsify returned to train it dense."
+            f"{implementation!r}. The model is not sparse; call undo() of what ds_sparse.sparsify returned to train it "
+            "dense."
         )

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -447,9 +448,10 @@ def test_encoders_of_every_kind_are_sparse_by_both_doors(name):
     truth = states_and_gradients(dense, inputs)
     model = copy.deepcopy(dense)
     report = ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK}, max_seq_length=128)
-    sparse = states_and_gradients(model, inputs)
-    layers = dict(model.named_modules())
-    assert len(report.replaced) == 2 and all(layers[entry.name]._ds_sparse.used for entry in report.replaced)
+    with mock.patch.object(interface, "_attached_to", wraps=interface._attached_to) as asked:
+        sparse = states_and_gradients(model, inputs)
+    layers = {model.get_submodule(entry.name) for entry in report.replaced}
+    assert len(layers) == 2 and {call.args[0] for call in asked.call_args_list} == layers
     assert_close(sparse, truth)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     assert_close(states_and_gradients(model, inputs), truth)
