@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,6 +21,12 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 VIEWS = ("contiguous", "transposed", "sliced", "offset", "expanded")
 OPERAND_VIEWS = (*VIEWS, "tokens_first", "packed")
 """Those of (B, H, T, D) too."""
+
+NEEDS_COMPILER = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++"))), reason="torch.compile needs a C++ compiler"
+)
+BACKENDS = ("aot_eager", pytest.param("inductor", marks=NEEDS_COMPILER))
+"""Of torch.compile."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from helpers import random, seeded
+from helpers import NEEDS_COMPILER, random, seeded
 from torch._dynamo.utils import counters
 
 from ds_sparse import (
@@ -147,6 +147,7 @@ class BertSizes:
     hidden_size, num_attention_heads, attention_probs_dropout_prob = 64, HEADS, 0.0
 
 
+@NEEDS_COMPILER
 def test_bert_sparse_self_attention_compiles_with_inductor(device: str):
     module = BertSparseSelfAttention(BertSizes(), RANDOM, TOKENS).to(device)
     twin = copy.deepcopy(module)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from helpers import (
+    BACKENDS,
     DTYPES,
     EXAMPLES,
     OPERAND_VIEWS,
@@ -934,7 +935,7 @@ def test_opcheck(device: str, operator: str, dtype: torch.dtype, view: str):
         torch.library.opcheck(getattr(torch.ops.ds_sparse, operator).default, arguments[operator])
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_compiles_into_one_graph(device: str, backend: str):
     case = make_case(tokens=41, keys=43, rpe=random(seeded(), 1, 2, 41, 43), head_dim=20, causal=True)
     inputs = [leaf(x.float(), device) for x in case.inputs(torch.float64).values()]
@@ -958,7 +959,7 @@ def test_compiles_into_one_graph(device: str, backend: str):
     )
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_dropout_is_replayed_in_backward(device: str, backend: str):
     index = BlockIndex.build(FULL.given, 16).to(device)
     inputs = [x.float() for x in packed(device, "BTHD")]

@@ -10,6 +10,7 @@ import torch
 from helpers import (
     DTYPES,
     EXAMPLES,
+    NEEDS_COMPILER,
     OPERAND_VIEWS,
     Layout,
     as_view,
@@ -529,6 +530,7 @@ def test_captured_in_a_cuda_graph(device: str, block: int):
         assert torch.equal(probs, softmax(values)) and torch.equal(result, dsd(probs, a))
 
 
+@NEEDS_COMPILER
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiles_with_inductor(device: str, dtype: torch.dtype):
     case = make_case(DIAGONAL, 16, "sdd", False, True, seeded(), heads=2)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from helpers import (
+    BACKENDS,
     DTYPES,
     EXAMPLES,
     VIEWS,
@@ -586,7 +587,7 @@ def test_gradients_of_other_heads_than_the_layouts_are_refused(device: str):
         torch.ops.ds_sparse.softmax_backward(x, x, index.row_offsets, index.row_columns, *strips, 2, 16, 1.0)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_compiles_into_one_graph(device: str, backend: str):
     case = make_case(heads=2)
     rng = seeded()

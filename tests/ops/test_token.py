@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import (
+    BACKENDS,
     DTYPES,
     EXAMPLES,
     OPERAND_VIEWS,
@@ -408,7 +409,7 @@ def test_opcheck(device: str, operator: str, dtype: torch.dtype):
             torch.library.opcheck(getattr(torch.ops.ds_sparse, operator).default, arguments)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_compiles_into_one_graph(device: str, backend: str):
     case = make_case(random_pairs(seeded(), 19, 17), 2, 3)
     index = case.index.to(device).prepared()

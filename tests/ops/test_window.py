@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from helpers import (
+    BACKENDS,
     DTYPES,
     EXAMPLES,
     VIEWS,
@@ -529,7 +530,7 @@ def test_opcheck(device: str, operator: str, dtype: torch.dtype):
         torch.library.opcheck(getattr(torch.ops.ds_sparse, operator).default, case)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_compiles_into_one_graph(device: str, backend: str):
     a, b = (leaf(x.float(), device) for x in operands("window_matmul", (2, 2), 25, 5, 8, seeded()))
     keep = (torch.rand(2, 25, generator=seeded()) < 0.8).to(device)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from helpers import (
+    BACKENDS,
     DTYPES,
     EXAMPLES,
     OPERAND_VIEWS,
@@ -355,7 +356,7 @@ def test_opcheck(device: str, operator: str, dtype: torch.dtype, view: str):
         torch.library.opcheck(getattr(torch.ops.ds_sparse, operator).default, arguments[operator])
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("options", [{}, {"causal": True, "global_tokens": (3, 30), "dilation": (2, 1)}], ids=str)
 def test_compiles_into_one_graph(device: str, backend: str, options: dict):
     inputs = [leaf(x.float(), device) for x in make_case(head_dim=20).inputs(torch.float64)]
