@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_sparse.ops import _library
+from ds_sparse import _ops
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ROOT / "tests" / "data" / "torch_2_11_names.txt"
@@ -51,7 +51,7 @@ def test_names_newer_than_torch_2_11_are_seen(names_of_2_11: set[str]):
     assert used - names_of_2_11 == {"STABLE_TORCH_ERROR_CODE_CHECK"}
 
 
-LIBRARIES = [path for path in (_library.CPU_LIBRARY, _library.CUDA_LIBRARY) if path.exists()]
+LIBRARIES = [path for path in (_ops.CPU_LIBRARY, _ops.CUDA_LIBRARY) if path.exists()]
 
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.stem)

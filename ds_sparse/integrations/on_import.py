@@ -23,7 +23,7 @@ def register_with_transformers() -> None:
 def _register() -> None:
     version = getattr(sys.modules.get("transformers"), "__version__", "0")
     if int(version.split(".")[0]) >= 5:  # for older ones the module below has a sentence, where it is asked for
-        import_module("ds_sparse.integrations.transformers")
+        import_module(f"{__package__}.transformers")
 
 
 class _Watch:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
+from .._ops import ops
 from ..master_layout import MasterLayout
 
 FORWARD, BACKWARD, BIAS_BACKWARD = 4, 10, 4
@@ -48,12 +48,12 @@ def live_blocks(entries: Tensor) -> int:
 def register_formulas() -> None:
     """Tells PyTorch's counter the formulas of all operators that have products."""
     for operator, formula in _FORMULAS.items():
-        register_flop_formula(getattr(torch.ops.ds_sparse, operator), get_raw=True)(_of_names(operator, formula))
+        register_flop_formula(getattr(ops, operator), get_raw=True)(_of_names(operator, formula))
 
 
 def _of_names(operator: str, formula: Callable[[dict], int]) -> Callable[..., int]:
     """The formula of an operator's arguments by name as one of its arguments."""
-    names = [argument.name for argument in getattr(torch.ops.ds_sparse, operator).default._schema.arguments]
+    names = [argument.name for argument in getattr(ops, operator).default._schema.arguments]
     return lambda *args, out_val=None, **by_name: formula(dict(zip(names, args)) | by_name)
 
 

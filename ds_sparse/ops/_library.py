@@ -1,4 +1,4 @@
-"""Loads the native libraries and answers which devices and dtypes they serve."""
+"""Which devices and dtypes the native libraries serve."""
 
 from __future__ import annotations
 
@@ -10,20 +10,12 @@ from pathlib import Path
 
 import torch
 
+from .. import _ops
+from .._ops import add_op_namespace_prefix
 from ..layout import is_distributed
 
-_FOLDER = Path(__file__).resolve().parent.parent / "lib"
-CPU_LIBRARY = _FOLDER / "libds_sparse_cpu.so"
-CUDA_LIBRARY = _FOLDER / "libds_sparse_cuda.so"
-
-if not CPU_LIBRARY.exists():
-    raise ImportError(
-        f"ds_sparse's native library is not built ({CPU_LIBRARY.name} is missing); install the package with a C++ "
-        "compiler present: `pip install --no-build-isolation -e .` in its folder."
-    )
-torch.ops.load_library(CPU_LIBRARY)
-if torch.version.cuda is not None and CUDA_LIBRARY.exists():
-    torch.ops.load_library(CUDA_LIBRARY)
+CUDA_LIBRARY = getattr(_ops, "CUDA_LIBRARY", None) or Path(getattr(_ops, _ops.ops.name).__file__)
+"""That of a build of kernel-builder, its only one, is a module of Python."""
 
 BLOCK_OPERATORS = (
     "matmul_sdd",
@@ -58,8 +50,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def missing_kernels(device_type: str, operators: Sequence[str] = OPERATORS) -> list[str]:
     """Those of the operators that have no kernel for a device type such as "cuda"; empty where all of them run."""
-    key = device_type.upper()
-    return [name for name in operators if not torch._C._dispatch_has_kernel_for_dispatch_key(f"ds_sparse::{name}", key)]
+    has_kernel, key = torch._C._dispatch_has_kernel_for_dispatch_key, device_type.upper()
+    return [name for name in operators if not has_kernel(add_op_namespace_prefix(name), key)]
 
 
 def check_inputs(**given: torch.Tensor | None) -> None:
@@ -139,7 +131,7 @@ def check_alike(**tensors: torch.Tensor) -> None:
 
 
 def require_kernel(operator: str, device: torch.device) -> None:
-    """Raises RuntimeError with the way out where `ds_sparse::operator` cannot run on the device."""
+    """Raises RuntimeError with the way out where an operator of ours cannot run on the device."""
     if device.type in ("cpu", "meta") or torch.compiler.is_compiling():
         return
     if not missing_kernels(device.type, [operator]):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .._ops import add_op_namespace_prefix, ops
 from ._library import HOPPER_OPERATORS, OPERATORS
 from .attention import _readable
 from .attention_operators import LAYOUT_OPERATORS
@@ -31,11 +32,11 @@ CONTIGUOUS = frozenset({"key_bias", "rows", "grad_lse", "values", "scores", "gra
 def register_rules() -> None:
     """Registers the rules of all operators."""
     for operator in (*OPERATORS, *HOPPER_OPERATORS, *LAYOUT_OPERATORS):
-        torch.library.register_vmap(f"ds_sparse::{operator}", _rule(operator))
+        torch.library.register_vmap(add_op_namespace_prefix(operator), _rule(operator))
 
 
 def _rule(operator: str) -> Callable:
-    call = getattr(torch.ops.ds_sparse, operator)
+    call = getattr(ops, operator)
     names = [argument.name for argument in call.default._schema.arguments]
     first = next(name for name in names if name in OPERANDS and not name.startswith("grad"))
 

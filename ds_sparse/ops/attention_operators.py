@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import torch
 
+from .._ops import add_op_namespace_prefix, ops
 from ..index import BlockIndex
 from ..master_layout import MasterLayout
 from ..tiles import HOPPER_TILE, TILE, Tiles
-from . import _library  # noqa: F401, loads the kernels
-
 
 LAYOUT_OPERATORS = ("layout_attention_forward", "layout_attention_backward", "layout_attention_bias_backward")
 
@@ -20,10 +19,10 @@ LAYOUT_OPERATORS = ("layout_attention_forward", "layout_attention_backward", "la
 def attention_forward(index: BlockIndex | MasterLayout, *call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """output, lse and the saved statistics of rows: `block_attention_forward` without the arguments of the index."""
     if isinstance(index, MasterLayout):
-        return torch.ops.ds_sparse.layout_attention_forward(*call, index.text)
+        return ops.layout_attention_forward(*call, index.text)
     *tensors, scale, causal, dropout_p = call
     tiles = index.tiles("rows", _tile(index, call[0]))
-    return torch.ops.ds_sparse.block_attention_forward(
+    return ops.block_attention_forward(
         *tensors, *_lists(tiles), index.layout_heads, index.block, tiles.tile, scale, causal, dropout_p
     )
 
@@ -31,11 +30,11 @@ def attention_forward(index: BlockIndex | MasterLayout, *call) -> tuple[torch.Te
 def attention_backward(index: BlockIndex | MasterLayout, *call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of query, key and value, by `block_attention_backward`."""
     if isinstance(index, MasterLayout):
-        return torch.ops.ds_sparse.layout_attention_backward(*call, index.text)
+        return ops.layout_attention_backward(*call, index.text)
     *tensors, scale, causal, dropout_p, deterministic = call
     tile = _tile(index, tensors[2])
     lists = (*_lists(index.tiles("rows", tile)), *_lists(index.tiles("columns", tile)))
-    return torch.ops.ds_sparse.block_attention_backward(
+    return ops.block_attention_backward(
         *tensors, *lists, index.layout_heads, index.block, tile, scale, causal, dropout_p, deterministic
     )
 
@@ -43,9 +42,9 @@ def attention_backward(index: BlockIndex | MasterLayout, *call) -> tuple[torch.T
 def attention_bias_backward(index: BlockIndex | MasterLayout, *call) -> torch.Tensor:
     """The gradient of rpe, by `block_attention_bias_backward`."""
     if isinstance(index, MasterLayout):
-        return torch.ops.ds_sparse.layout_attention_bias_backward(*call, index.text)
+        return ops.layout_attention_bias_backward(*call, index.text)
     *tensors, scale, causal, dropout_p, shape = call
-    return torch.ops.ds_sparse.block_attention_bias_backward(
+    return ops.block_attention_bias_backward(
         *tensors, *_lists(index.row_tiles), index.layout_heads, index.block, TILE, scale, causal, dropout_p, shape
     )
 
@@ -77,7 +76,7 @@ _SAVED = (
     "Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor output, Tensor rows, "
     "Tensor? rpe, Tensor? key_bias, Tensor? attn_mask, Tensor? dropout_seed, float scale, bool causal, float dropout_p"
 )
-_operators = torch.library.Library("ds_sparse", "FRAGMENT")
+_operators = torch.library.Library(ops.name, "FRAGMENT")
 _operators.define(
     "layout_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? rpe, Tensor? key_bias, Tensor? attn_mask, "
     "Tensor? dropout_seed, float scale, bool causal, float dropout_p, str layout) -> (Tensor, Tensor, Tensor)"
@@ -108,24 +107,24 @@ def _index(text: str, query: torch.Tensor, causal: bool) -> BlockIndex:
     return MasterLayout.read(text).index(query.shape[2], query.device, causal)
 
 
-@torch.library.register_fake("ds_sparse::block_attention_forward")
-@torch.library.register_fake("ds_sparse::layout_attention_forward")
+@torch.library.register_fake(add_op_namespace_prefix("block_attention_forward"))
+@torch.library.register_fake(add_op_namespace_prefix("layout_attention_forward"))
 def _(query, *_):
     shape, dtype = query.shape[:3], _wide(query.dtype)
     return _empty_as(query), query.new_empty(shape, dtype=dtype), query.new_empty((*shape, 2), dtype=dtype)
 
 
-@torch.library.register_fake("ds_sparse::block_attention_backward")
-@torch.library.register_fake("ds_sparse::layout_attention_backward")
+@torch.library.register_fake(add_op_namespace_prefix("block_attention_backward"))
+@torch.library.register_fake(add_op_namespace_prefix("layout_attention_backward"))
 def _(grad_output, grad_lse, query, key, value, *_):
     return _empty_as(query), _empty_as(key), _empty_as(value)
 
 
-@torch.library.register_fake("ds_sparse::block_attention_bias_backward")
+@torch.library.register_fake(add_op_namespace_prefix("block_attention_bias_backward"))
 def _(grad_output, grad_lse, query, *more):
     return query.new_empty(more[-1], dtype=_wide(query.dtype))
 
 
-@torch.library.register_fake("ds_sparse::layout_attention_bias_backward")
+@torch.library.register_fake(add_op_namespace_prefix("layout_attention_bias_backward"))
 def _(grad_output, grad_lse, query, *more):
     return query.new_empty(more[-2], dtype=_wide(query.dtype))

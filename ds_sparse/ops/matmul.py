@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import torch
 
+from .._ops import add_op_namespace_prefix, ops
 from ..index import BlockIndex, as_index, index_on, sdd_tile
 from ..tiles import HOPPER_TILE
 from ._autograd import Function, differentiable_once
@@ -202,7 +203,7 @@ def _expand(name: str, x: torch.Tensor, batch: int, heads: int) -> torch.Tensor:
 def _sdd(a: torch.Tensor, b: torch.Tensor, index: BlockIndex) -> torch.Tensor:
     a, b = _token_by_token(a, index), _token_by_token(b.mT, index).mT
     lines, entries, units, _, slots = product_tiles(index, "rows", a.dtype, sdd_tile(index.block))
-    return torch.ops.ds_sparse.matmul_sdd(
+    return ops.matmul_sdd(
         a, b, index.row_offsets, index.row_columns, lines, entries, units, slots,
         index.layout_heads, index.block, _allow_tf32(),
     )  # fmt: skip
@@ -217,7 +218,7 @@ def _dsd(
         lists = (index.row_offsets, index.row_columns, None)
     dense = _token_by_token(dense, index)
     tiles = product_tiles(index, "columns" if transposed else "rows", dense.dtype)
-    return torch.ops.ds_sparse.matmul_dsd(
+    return ops.matmul_dsd(
         values.contiguous(), dense, *lists, *tiles, index.layout_heads, index.block, transpose_result, _allow_tf32()
     )
 
@@ -239,7 +240,7 @@ def _token_by_token(x: torch.Tensor, index: BlockIndex) -> torch.Tensor:
     if x.stride(-1) == 1 or 0 in x.stride() or x.shape[-1] > MOST_WIDTH or x.shape[-1] % 8 != 0:
         return x
     walks_tiles = product_tiles(index, "rows", x.dtype)[0] is not None
-    return torch.ops.ds_sparse.transpose(x) if walks_tiles else x
+    return ops.transpose(x) if walks_tiles else x
 
 
 def _allow_tf32() -> bool:
@@ -306,19 +307,19 @@ class _DSD(Function):
         return grad_values, grad_dense, None, None, None
 
 
-@torch.library.register_fake("ds_sparse::transpose")
+@torch.library.register_fake(add_op_namespace_prefix("transpose"))
 def _(x):
     return x.new_empty(x.shape)
 
 
-@torch.library.register_fake("ds_sparse::matmul_sdd")
+@torch.library.register_fake(add_op_namespace_prefix("matmul_sdd"))
 def _(
     a, b, row_offsets, columns, tile_lines, tile_entries, tile_units, tile_slots, layout_heads, block, allow_tf32
 ):  # fmt: skip
     return a.new_empty(a.shape[0], columns.shape[0] * a.shape[1] // layout_heads, block, block)
 
 
-@torch.library.register_fake("ds_sparse::matmul_dsd")
+@torch.library.register_fake(add_op_namespace_prefix("matmul_dsd"))
 def _(
     values, dense, offsets, indices, slots, tile_lines, tile_entries, tile_units, tile_cuts, tile_slots,
     layout_heads, block, transpose_result, allow_tf32,

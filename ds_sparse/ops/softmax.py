@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import torch
 
+from .._ops import add_op_namespace_prefix, ops
 from ..index import BlockIndex, as_index, index_on
 from ._autograd import Function, differentiable_once
 from ._library import check_dtype, check_inputs, check_scale, require_kernel
@@ -170,7 +171,7 @@ def _broadcastable(name: str, x: torch.Tensor, device: torch.device, shape: tupl
 class _Softmax(Function):
     @staticmethod
     def forward(scores, rpe, key_padding_mask, attn_mask, index: BlockIndex, heads: int, scale: float, causal: bool):
-        return torch.ops.ds_sparse.softmax_forward(
+        return ops.softmax_forward(
             scores.contiguous(), rpe, key_padding_mask, attn_mask,
             *_lists(index), index.layout_heads, index.block, scale, causal,
         )  # fmt: skip
@@ -187,7 +188,7 @@ class _Softmax(Function):
         (probs,) = ctx.saved_tensors
         index, scale = ctx.index, ctx.scale
         wants_bias = any(ctx.needs_input_grad[1:4])
-        grad_sum = torch.ops.ds_sparse.softmax_backward(
+        grad_sum = ops.softmax_backward(
             grad.contiguous(), probs, *_lists(index), index.layout_heads, index.block, 1.0 if wants_bias else scale
         )
         grads = [grad_sum * scale if wants_bias else grad_sum]
@@ -205,24 +206,24 @@ def _lists(index: BlockIndex) -> tuple[torch.Tensor | int, ...]:
 def _bias_gradient(grad_sum: torch.Tensor, index: BlockIndex, heads: int, shape: tuple[int, ...]) -> torch.Tensor:
     """The gradient of what was added to the scores, in its own shape (B or 1, S) or (B or 1, H or 1, T or 1, S)."""
     full = shape if len(shape) == 4 else (shape[0], 1, 1, shape[1])
-    bias = torch.ops.ds_sparse.softmax_bias_backward(
+    bias = ops.softmax_bias_backward(
         grad_sum, index.row_offsets, index.row_columns, index.layout_heads, heads, index.block, full
     )
     return bias.to(grad_sum.dtype).reshape(shape)
 
 
-@torch.library.register_fake("ds_sparse::softmax_forward")
+@torch.library.register_fake(add_op_namespace_prefix("softmax_forward"))
 def _(
     scores, rpe, key_padding_mask, attn_mask, row_offsets, columns, strips, most, layout_heads, block, scale, causal
 ):  # fmt: skip
     return torch.empty_like(scores)
 
 
-@torch.library.register_fake("ds_sparse::softmax_backward")
+@torch.library.register_fake(add_op_namespace_prefix("softmax_backward"))
 def _(grad, probs, row_offsets, columns, strips, most, layout_heads, block, scale):
     return torch.empty_like(probs)
 
 
-@torch.library.register_fake("ds_sparse::softmax_bias_backward")
+@torch.library.register_fake(add_op_namespace_prefix("softmax_bias_backward"))
 def _(values, row_offsets, columns, layout_heads, heads, block, shape):
     return values.new_empty(shape, dtype=torch.float64 if values.dtype == torch.float64 else torch.float32)

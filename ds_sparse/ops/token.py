@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .._ops import add_op_namespace_prefix, ops
 from ..tokens import Nested, TokenIndex, index_of, lists_of, tensors_in
 from . import token_tiles
 from ._autograd import Function, differentiable_once
@@ -238,7 +239,7 @@ def _padded(scores: Nested, given: Tensor | Sequence | TokenIndex, pairs_dim: in
 class _Matmul(Function):
     @staticmethod
     def forward(q: Tensor, k: Tensor, index: TokenIndex) -> Tensor:
-        return torch.ops.ds_sparse.token_matmul_sdd(q, k, index.row_offsets, index.columns, index.batch, index.heads)
+        return ops.token_matmul_sdd(q, k, index.row_offsets, index.columns, index.batch, index.heads)
 
     @staticmethod
     def setup_context(ctx, inputs, scores):
@@ -253,18 +254,16 @@ class _Matmul(Function):
         lists = index.batch, index.heads
         grad_q = grad_k = None
         if ctx.needs_input_grad[0]:
-            grad_q = torch.ops.ds_sparse.token_matmul_dsd(grad, k, index.row_offsets, index.columns, None, *lists)
+            grad_q = ops.token_matmul_dsd(grad, k, index.row_offsets, index.columns, None, *lists)
         if ctx.needs_input_grad[1]:
-            grad_k = torch.ops.ds_sparse.token_matmul_dsd(grad, q, *index.by_key, *lists)
+            grad_k = ops.token_matmul_dsd(grad, q, *index.by_key, *lists)
         return grad_q, grad_k, None
 
 
 class _Attention(Function):
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, index: TokenIndex, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.ops.ds_sparse.token_attention_forward(
-            q, k, v, index.row_offsets, index.columns, index.batch, index.heads, scale
-        )
+        return ops.token_attention_forward(q, k, v, index.row_offsets, index.columns, index.batch, index.heads, scale)
 
     @staticmethod
     def setup_context(ctx, inputs, results):
@@ -281,25 +280,25 @@ class _Attention(Function):
         index = ctx.index
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
-        grads = torch.ops.ds_sparse.token_attention_backward(
+        grads = ops.token_attention_backward(
             grad_output, grad_lse, q, k, v, output, rows, index.row_offsets, index.columns, *index.by_key,
             index.batch, index.heads, ctx.scale,
         )  # fmt: skip
         return *grads, None, None
 
 
-@torch.library.register_fake("ds_sparse::token_matmul_sdd")
+@torch.library.register_fake(add_op_namespace_prefix("token_matmul_sdd"))
 def _(query, key, row_offsets, columns, list_batch, list_heads):
     return query.new_empty(query.shape[0] * query.shape[1] // (list_batch * list_heads), columns.shape[0])
 
 
-@torch.library.register_fake("ds_sparse::token_matmul_dsd")
+@torch.library.register_fake(add_op_namespace_prefix("token_matmul_dsd"))
 def _(values, dense, offsets, indices, slots, list_batch, list_heads):
     lines = (offsets.shape[0] - 1) // (list_batch * list_heads)
     return dense.new_empty(dense.shape[0], dense.shape[1], lines, dense.shape[3])
 
 
-@torch.library.register_fake("ds_sparse::token_attention_forward")
+@torch.library.register_fake(add_op_namespace_prefix("token_attention_forward"))
 def _(query, key, value, row_offsets, columns, list_batch, list_heads, scale):
     shape, wide = query.shape[:3], _wide(query.dtype)
     return (
@@ -309,7 +308,7 @@ def _(query, key, value, row_offsets, columns, list_batch, list_heads, scale):
     )
 
 
-@torch.library.register_fake("ds_sparse::token_attention_backward")
+@torch.library.register_fake(add_op_namespace_prefix("token_attention_backward"))
 def _(
     grad_output, grad_lse, query, key, value, output, rows, row_offsets, columns, column_offsets, column_rows, slots,
     list_batch, list_heads, scale,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._ops import add_op_namespace_prefix, ops
 from ..index import is_hopper
 from ..token_tiles import TokenTiles
 from ._autograd import Function, differentiable_once
@@ -28,9 +29,7 @@ def tiled_attention(q: Tensor, k: Tensor, v: Tensor, tiles: TokenTiles, scale: f
 class _TiledAttention(Function):
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, tiles: TokenTiles, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.ops.ds_sparse.token_tiles_forward(
-            q, k, v, *_lists(tiles.rows), tiles.row_pairs, tiles.layout_heads, scale
-        )
+        return ops.token_tiles_forward(q, k, v, *_lists(tiles.rows), tiles.row_pairs, tiles.layout_heads, scale)
 
     @staticmethod
     def setup_context(ctx, inputs, results):
@@ -46,7 +45,7 @@ class _TiledAttention(Function):
         q, k, v, output, rows = ctx.saved_tensors
         tiles = ctx.tiles
         grad_output = torch.zeros_like(output) if grad_output is None else _readable(grad_output)
-        grads = torch.ops.ds_sparse.token_tiles_backward(
+        grads = ops.token_tiles_backward(
             grad_output, None if grad_lse is None else grad_lse.contiguous(), q, k, v, output, rows,
             *_lists(tiles.rows), tiles.row_pairs, *_lists(tiles.columns), tiles.column_pairs,
             tiles.layout_heads, ctx.scale, torch.are_deterministic_algorithms_enabled(),
@@ -54,13 +53,13 @@ class _TiledAttention(Function):
         return *grads, None, None
 
 
-@torch.library.register_fake("ds_sparse::token_tiles_forward")
+@torch.library.register_fake(add_op_namespace_prefix("token_tiles_forward"))
 def _(query, key, value, row_lines, row_entries, row_units, row_cuts, row_pairs, layout_heads, scale):
     shape, wide = query.shape[:3], _wide(query.dtype)
     return _empty_as(query), query.new_empty(shape, dtype=wide), query.new_empty((*shape, 2), dtype=wide)
 
 
-@torch.library.register_fake("ds_sparse::token_tiles_backward")
+@torch.library.register_fake(add_op_namespace_prefix("token_tiles_backward"))
 def _(
     grad_output, grad_lse, query, key, value, output, rows, row_lines, row_entries, row_units, row_cuts, row_pairs,
     column_lines, column_entries, column_units, column_cuts, column_pairs, layout_heads, scale, deterministic,

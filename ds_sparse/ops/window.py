@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .._ops import add_op_namespace_prefix, ops
 from ..window import Numbers, of_heads
 from ._autograd import Function, differentiable_once
 from ._library import check_alike, check_dtype, check_inputs, check_scale, require_kernel, under_autocast
@@ -179,7 +180,7 @@ class _WindowMatmul(Function):
 
     @staticmethod
     def forward(a: torch.Tensor, b: torch.Tensor, window: int) -> torch.Tensor:
-        return torch.ops.ds_sparse.window_matmul(a, b, window)
+        return ops.window_matmul(a, b, window)
 
     @staticmethod
     def setup_context(ctx, inputs, band):
@@ -192,9 +193,9 @@ class _WindowMatmul(Function):
         a, b = ctx.saved_tensors
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            grad_a = torch.ops.ds_sparse.unwindow_matmul(grad, b, False)
+            grad_a = ops.unwindow_matmul(grad, b, False)
         if ctx.needs_input_grad[1]:
-            grad_b = torch.ops.ds_sparse.unwindow_matmul(grad, a, True)
+            grad_b = ops.unwindow_matmul(grad, a, True)
         return grad_a, grad_b, None
 
 
@@ -203,7 +204,7 @@ class _UnwindowMatmul(Function):
 
     @staticmethod
     def forward(band: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-        return torch.ops.ds_sparse.unwindow_matmul(band, dense, False)
+        return ops.unwindow_matmul(band, dense, False)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -215,16 +216,16 @@ class _UnwindowMatmul(Function):
         band, dense = ctx.saved_tensors
         grad_band = grad_dense = None
         if ctx.needs_input_grad[0]:
-            grad_band = torch.ops.ds_sparse.window_matmul(grad, dense, band.shape[-1] // 2)
+            grad_band = ops.window_matmul(grad, dense, band.shape[-1] // 2)
         if ctx.needs_input_grad[1]:
-            grad_dense = torch.ops.ds_sparse.unwindow_matmul(band, grad, True)
+            grad_dense = ops.unwindow_matmul(band, grad, True)
         return grad_band, grad_dense
 
 
 class _WindowSoftmax(Function):
     @staticmethod
     def forward(scores, key_bias, windows: tuple[int, ...], scale: float, causal: bool) -> torch.Tensor:
-        return torch.ops.ds_sparse.window_softmax_forward(scores.contiguous(), key_bias, windows, scale, causal)
+        return ops.window_softmax_forward(scores.contiguous(), key_bias, windows, scale, causal)
 
     @staticmethod
     def setup_context(ctx, inputs, probs):
@@ -235,25 +236,25 @@ class _WindowSoftmax(Function):
     @differentiable_once("window_softmax")
     def backward(ctx, grad: torch.Tensor):
         (probs,) = ctx.saved_tensors
-        grad = torch.ops.ds_sparse.window_softmax_backward(grad.contiguous(), probs, ctx.scale)
+        grad = ops.window_softmax_backward(grad.contiguous(), probs, ctx.scale)
         return grad, None, None, None, None
 
 
-@torch.library.register_fake("ds_sparse::window_matmul")
+@torch.library.register_fake(add_op_namespace_prefix("window_matmul"))
 def _(a, b, window):
     return a.new_empty(*a.shape[:3], 2 * window + 1)
 
 
-@torch.library.register_fake("ds_sparse::unwindow_matmul")
+@torch.library.register_fake(add_op_namespace_prefix("unwindow_matmul"))
 def _(band, dense, transposed):
     return dense.new_empty(dense.shape)
 
 
-@torch.library.register_fake("ds_sparse::window_softmax_forward")
+@torch.library.register_fake(add_op_namespace_prefix("window_softmax_forward"))
 def _(band, key_bias, windows, scale, causal):
     return band.new_empty(band.shape)
 
 
-@torch.library.register_fake("ds_sparse::window_softmax_backward")
+@torch.library.register_fake(add_op_namespace_prefix("window_softmax_backward"))
 def _(grad, probs, scale):
     return grad.new_empty(grad.shape)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .._ops import add_op_namespace_prefix, ops
 from ..window import Numbers, WindowIndex, built, global_numbers, of_heads
 from ._autograd import Function, differentiable_once
 from ._library import check_inputs, require_kernel, under_autocast
@@ -149,7 +150,7 @@ class _WindowAttention(Function):
     def forward(query, key, value, key_bias, index: WindowIndex, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         blocks = index.blocks
         tiles = blocks.tiles("rows", _tile(blocks, query))
-        output, _, rows = torch.ops.ds_sparse.window_attention_forward(
+        output, _, rows = ops.window_attention_forward(
             query, key, value, key_bias, index.limits, index.places, *_lists(tiles),
             blocks.layout_heads, blocks.block, tiles.tile, index.num_global, scale, index.causal,
         )  # fmt: skip
@@ -170,7 +171,7 @@ class _WindowAttention(Function):
         grad_output = torch.zeros_like(output) if grad_output is None else _readable(grad_output)
         index, blocks = ctx.index, ctx.index.blocks
         tile = _tile(blocks, query)
-        grads = torch.ops.ds_sparse.window_attention_backward(
+        grads = ops.window_attention_backward(
             grad_output, query, key, value, output, rows, key_bias, index.limits, index.places,
             *_lists(blocks.tiles("rows", tile)), *_lists(blocks.tiles("columns", tile)),
             blocks.layout_heads, blocks.block, tile, index.num_global, ctx.scale, index.causal,
@@ -179,7 +180,7 @@ class _WindowAttention(Function):
         return *grads, None, None, None
 
 
-@torch.library.register_fake("ds_sparse::window_attention_forward")
+@torch.library.register_fake(add_op_namespace_prefix("window_attention_forward"))
 def _(
     query, key, value, key_bias, limits, places, row_lines, row_entries, row_units, row_cuts,
     layout_heads, block, tile, num_global, scale, causal,
@@ -188,7 +189,7 @@ def _(
     return _empty_as(query), query.new_empty(shape, dtype=wide), query.new_empty((*shape, 2), dtype=wide)
 
 
-@torch.library.register_fake("ds_sparse::window_attention_backward")
+@torch.library.register_fake(add_op_namespace_prefix("window_attention_backward"))
 def _(
     grad_output, query, key, value, output, rows, key_bias, limits, places, row_lines, row_entries, row_units, row_cuts,
     column_lines, column_entries, column_units, column_cuts, layout_heads, block, tile, num_global, scale, causal,
