@@ -8,7 +8,7 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .integrations.on_import import register_with_transformers
+from .integrations import on_import
 
 __version__ = "0.1.0"
 
@@ -107,8 +107,27 @@ def _load_launcher_of_checkout() -> None:
 _load_launcher_of_checkout()
 
 
+def _refuse_second_copy() -> None:
+    """Where another copy is imported already, this one's modules would be the other's: Hugging Face's kernels imports the
+    package from where it lies."""
+    here, first = Path(__file__).parent, Path(on_import.__file__).parent.parent
+    if here != first:
+        raise ImportError(
+            f"ds_sparse is imported from {first}, and a process has one; use that one, or load the one in {here} before "
+            "anything imports ds_sparse."
+        )
+
+
+_refuse_second_copy()
+
+
 def __getattr__(name: str) -> Any:
     """Imports a public name when it is first used: configurations need no native library, operations no DeepSpeed."""
+    if name == "flash_attn_varlen_func":
+        raise ImportError(
+            "Transformers asks the kernel of a repository that attn_implementation names for FlashAttention's functions, "
+            'which ds_sparse has not; load it with kernels.get_kernel(...) and give attn_implementation="ds_sparse".'
+        )
     if name not in _PUBLIC:
         raise AttributeError(f"module 'ds_sparse' has no attribute {name!r}")
     value = getattr(import_module(f".{_PUBLIC[name]}", __name__), name)
@@ -120,4 +139,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_PUBLIC})
 
 
-register_with_transformers()
+on_import.register_with_transformers()

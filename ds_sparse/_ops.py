@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-_FOLDER = Path(__file__).resolve().parent / "lib"
+_FOLDER = Path(__file__).absolute().parent / "lib"  # a cache of a hub has links for files, which lead elsewhere
 CPU_LIBRARY = _FOLDER / "libds_sparse_cpu.so"
 CUDA_LIBRARY = _FOLDER / "libds_sparse_cuda.so"
 
