@@ -103,12 +103,6 @@ import ds_sparse
 assert ds_sparse is kernel
 from ds_sparse.self_attention import SparseSelfAttention
 assert SparseSelfAttention is kernel.SparseSelfAttention
-
-import transformers
-sizes = dict(vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64)
-config = transformers.BertConfig(**sizes, sparse_attention={"mode": "fixed"})
-model = transformers.AutoModel.from_config(config, attn_implementation="ds_sparse")
-model(torch.ones(1, 64, dtype=torch.long)).last_hidden_state.sum().backward()
 print(folder)
 """
     assert run(HIDDEN + LOADED + code, cached).startswith(f"{cached}/build/torch-stable-abi211-cpu-")
@@ -182,6 +176,11 @@ for name in kernel.__all__:
         getattr(kernel, name)
 q = torch.ones(1, 1, 16, 8)
 assert torch.equal(kernel.block_sparse_attention(q, q, q, torch.ones(1, 1), block=16), q)
+import transformers
+sizes = dict(vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64)
+config = transformers.BertConfig(**sizes, sparse_attention={"mode": "fixed"})
+model = transformers.AutoModel.from_config(config, attn_implementation="ds_sparse")
+model(torch.ones(1, 64, dtype=torch.long)).last_hidden_state.sum().backward()
 assert "ds_sparse" not in sys.modules
 """
     run(HIDDEN + LOADED + code, tmp_path)
