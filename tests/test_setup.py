@@ -34,6 +34,8 @@ def names_of_2_11() -> set[str]:
 
 @pytest.fixture(scope="module")
 def newer_names(names_of_2_11: set[str]) -> set[str]:
+    if not torch.__version__.startswith("2.13."):
+        pytest.skip("later headers have more words that mean nothing here; torch 2.13's are compared with 2.11's")
     return names_of(Path(torch.__file__).parent / "include") - names_of_2_11
 
 

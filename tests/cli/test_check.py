@@ -156,7 +156,7 @@ def test_a_file_without_the_block_trains_dense(capsys, tmp_path):
     "content",
     [
         None, b"", b"{", b"\xff", b"[]", b'{"sparse_attention": null}', b'{"sparse_attention": 3}',
-        b'{"x":' * 450 + b"1" + b"}" * 450,
+        b'{"x":' * 3000 + b"1" + b"}" * 3000,
     ],
     ids=lambda content: str(content)[:30],
 )  # fmt: skip

@@ -959,14 +959,20 @@ def test_compiles_into_one_graph(device: str, backend: str):
     )
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_compiled_dropout_is_replayed_in_backward(device: str, backend: str):
+def test_compiled_dropout_is_replayed_in_backward(device: str, backend: str, checkpointed: bool):
     index = BlockIndex.build(FULL.given, 16).to(device)
     inputs = [x.float() for x in packed(device, "BTHD")]
     query, key, value = (x[:, :, :32].detach().requires_grad_() for x in inputs)
 
-    def run(query, key, value):
+    def attend(query, key, value):
         return block_sparse_attention(query, key, value, index, dropout_p=0.4)
+
+    def run(*inputs):
+        if not checkpointed:
+            return attend(*inputs)
+        return torch.utils.checkpoint.checkpoint(attend, *inputs, use_reentrant=False)
 
     compiled = torch.compile(run, fullgraph=True, backend=backend)
     first, second = compiled(query, key, value), compiled(query, key, value)
