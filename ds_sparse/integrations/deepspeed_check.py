@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, get_args
 
@@ -114,6 +115,9 @@ def _fields(key: str, value: Any, error: ValidationError) -> list[str]:
         if detail["type"] == "extra_forbidden":
             hint = did_you_mean(loc[-1], _known_fields(error.title, loc))
             sentences.append(f"{name}: DeepSpeed has no such key (given {given}).{hint}")
+        elif detail["type"] == "enum":
+            choices = dict.fromkeys(re.split(", | or ", detail["ctx"]["expected"]))  # a value may have two names
+            sentences.append(f"{name}: got {given}; wanted {' or '.join(choices)}.{hint_of_text(detail['input'])}")
         else:
             said = cut(printable(detail["msg"]), _LONGEST).rstrip(".")
             sentences.append(f"{name}: got {given}; DeepSpeed says: {said}.{hint_of_text(detail['input'])}")

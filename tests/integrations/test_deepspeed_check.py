@@ -46,7 +46,7 @@ def test_a_right_configuration_is_taken_without_a_word():
             "zero_optimization.offload_optimizer.devic: DeepSpeed has no such key",
             'Did you mean "device"?',
         ),
-        (BATCH | {"zero_optimization": {"stage": 5}}, "zero_optimization.stage: got 5; DeepSpeed says: ", ""),
+        (BATCH | {"zero_optimization": {"stage": 5}}, "zero_optimization.stage: got 5; wanted 0 or 1 or 2 or 3.", ""),
         (BATCH | {"tensorboard": {"enabled": "yesx"}}, 'tensorboard.enabled: got "yesx"; DeepSpeed says: ', ""),
         (BATCH | {"timers": {"throughput": {"x": 1}}}, "timers.throughput.x: DeepSpeed has no such key (given 1).", ""),
         (
