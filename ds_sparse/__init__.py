@@ -17,12 +17,12 @@ _PUBLIC = {
     "MatMul": "ops",
     "Softmax": "ops",
     "block_sparse_attention": "ops",
-    "WindowIndex": "window",
+    "WindowIndex": "index",
     "window_matmul": "ops",
     "unwindow_matmul": "ops",
     "window_softmax": "ops",
     "window_attention": "ops",
-    "TokenIndex": "tokens",
+    "TokenIndex": "index",
     "sparse_attn": "ops",
     "sparse_matmul": "ops",
     "sparse_matmul_vo": "ops",
@@ -59,7 +59,7 @@ __all__ = sorted(_PUBLIC)
 if TYPE_CHECKING:
     from .bert import BertSparseSelfAttention
     from .config import SparseAttentionConfigError, load_config, parse_sparse_attention
-    from .index import BlockIndex
+    from .index import BlockIndex, TokenIndex, WindowIndex
     from .integrations.deepspeed import add_config_arguments, get_sparse_attention_config, init_distributed, initialize
     from .ops import (
         MatMul,
@@ -91,8 +91,6 @@ if TYPE_CHECKING:
         declared,
         register_sparsity,
     )
-    from .tokens import TokenIndex
-    from .window import WindowIndex
 
 
 def _load_launcher_of_checkout() -> None:

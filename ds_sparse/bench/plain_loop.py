@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..tokens import TokenIndex
+from ..index import TokenIndex
 from .reasons import Unsupported
 
 SOURCE = r"""

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
+from ..index import TokenIndex
 from ..ops import (
     gather_attention,
     jagged_attention,
@@ -27,7 +28,6 @@ from ..ops import (
     torch_sparse_attention,
 )
 from ..ops.token_steps import weighted_sums
-from ..tokens import TokenIndex
 from .floors import bytes_of_gathers, l2_read_rate
 from .machine import DTYPES, FORWARD, TRAIN, in_three_digits, in_turns, time_of
 from .plain_loop import plain_loop

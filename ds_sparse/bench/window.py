@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .. import reference
+from ..index import WindowIndex
 from ..ops import unwindow_matmul, window_attention, window_matmul, window_softmax
-from ..window import WindowIndex
 from .floors import Size
 from .machine import DTYPES, FORWARD, TRAIN, in_three_digits
 from .operations import Competitor, Row, competitor, find, measure, without_time

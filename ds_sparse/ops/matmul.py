@@ -8,8 +8,9 @@ from types import MappingProxyType
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
-from ..index import BlockIndex, as_index, index_on, sdd_tile
-from ..tiles import HOPPER_TILE
+from ..index import BlockIndex, as_index, index_on
+from ..index.block import sdd_tile
+from ..index.tiles import HOPPER_TILE
 from ._autograd import Function, differentiable_once
 from ._library import check_dtype, check_inputs, require_kernel, under_autocast
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .._ops import add_op_namespace_prefix, ops
-from ..tokens import Nested, TokenIndex, index_of, lists_of, tensors_in
+from ..index.token import Nested, TokenIndex, index_of, lists_of, tensors_in
 from . import token_tiles
 from ._autograd import Function, differentiable_once
 from ._library import check_alike, check_inputs, require_kernel, under_autocast

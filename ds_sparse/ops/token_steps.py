@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..tokens import TokenIndex
+from ..index import TokenIndex
 from ._autograd import first_derivatives_only
 from ._library import check_inputs, under_autocast
 from .attention import _factor

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from .._ops import add_op_namespace_prefix, ops
-from ..index import is_hopper
-from ..token_tiles import TokenTiles
+from ..index.block import is_hopper
+from ..index.token_tiles import TokenTiles
 from ._autograd import Function, differentiable_once
 from .attention import _readable
 from .attention_operators import _empty_as, _lists, _wide

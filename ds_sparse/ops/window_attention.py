@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
-from ..window import Numbers, WindowIndex, built, global_numbers, of_heads
+from ..index.window import Numbers, WindowIndex, built, global_numbers, of_heads
 from ._autograd import Function, differentiable_once
 from ._library import check_inputs, require_kernel, under_autocast
 from .attention import _check_bias, _check_operands, _factor, _key_bias, _readable, distinct_when_traced

@@ -9,9 +9,8 @@ import pytest
 import torch
 from public_operations import inputs, operations
 
-from ds_sparse.index import BlockIndex
+from ds_sparse.index import BlockIndex, WindowIndex
 from ds_sparse.ops import MatMul, _library, block_sparse_attention, missing_kernels
-from ds_sparse.window import WindowIndex
 
 
 def test_the_cpu_has_every_kernel():

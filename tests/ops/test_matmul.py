@@ -29,7 +29,8 @@ from helpers import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_sparse.index import BlockIndex, sdd_tile
+from ds_sparse.index import BlockIndex
+from ds_sparse.index.block import sdd_tile
 from ds_sparse.ops import MatMul, Softmax
 from ds_sparse.ops.matmul import product_tiles
 from ds_sparse.sparsity import BSLongformerSparsityConfig
@@ -201,7 +202,7 @@ def lines_of_every_length(rows: int, columns: int, density: float = 0.1) -> torc
 
 def assert_cut(layout: torch.Tensor, block: int) -> None:
     """That lists of tiles are cut, from both sides, on a Hopper GPU."""
-    with mock.patch("ds_sparse.index.is_hopper", return_value=True):
+    with mock.patch("ds_sparse.index.block.is_hopper", return_value=True):
         index = BlockIndex.build(layout, block)
     assert all(len(index.tiles(side, 128).cuts) > 0 for side in ("rows", "columns"))
 

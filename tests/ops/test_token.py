@@ -39,12 +39,12 @@ from ds_sparse import (
     sparse_attn,
     sparse_matmul,
     sparse_matmul_vo,
-    token_tiles,
 )
-from ds_sparse.index import is_hopper
+from ds_sparse.index import token_tiles
+from ds_sparse.index.block import is_hopper
+from ds_sparse.index.token import tensors_in
 from ds_sparse.ops import missing_kernels
 from ds_sparse.ops.attention_operators import _lists
-from ds_sparse.tokens import tensors_in
 
 OPERATORS = ("token_matmul_sdd", "token_matmul_dsd", "token_attention_forward", "token_attention_backward")
 

@@ -29,8 +29,8 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sparse import WindowIndex, reference, window_attention, window_matmul, window_softmax
+from ds_sparse.index.window import built
 from ds_sparse.ops import unwindow_matmul
-from ds_sparse.window import built
 
 OPERATORS = ("window_attention_forward", "window_attention_backward")
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from helpers import seeded
 
-from ds_sparse import TokenIndex, token_tiles
-from ds_sparse.tiles import Tiles
-from ds_sparse.token_tiles import BLOCK, TokenTiles
+from ds_sparse import TokenIndex
+from ds_sparse.index import token_tiles
+from ds_sparse.index.tiles import Tiles
+from ds_sparse.index.token_tiles import BLOCK, TokenTiles
 
 
 def random_mask(heads: int, queries: int, keys: int, density: float) -> torch.Tensor:

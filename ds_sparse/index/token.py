@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .index import BlockIndex, Making, is_hopper, lasting, plain
-from .layout import to_token_mask
+from ..layout import to_token_mask
+from .block import BlockIndex, Making, is_hopper, lasting, plain
 from .token_tiles import TokenTiles
 
 Nested: TypeAlias = "Tensor | list[Nested]"

@@ -12,7 +12,7 @@ import torch
 from .tiles import HOPPER_TILE, Tiles
 
 if TYPE_CHECKING:
-    from .tokens import TokenIndex
+    from .token import TokenIndex
 
 BLOCK = 64
 """Tokens on the side of the blocks that hold pairs."""

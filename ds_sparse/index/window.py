@@ -10,7 +10,7 @@ from numbers import Integral
 import torch
 from torch.nn.functional import pad
 
-from .index import BlockIndex, Making, lasting, plain
+from .block import BlockIndex, Making, lasting, plain
 
 MAX_ROWS = 2048
 """Block rows that an index of short windows has, where larger blocks can cover the tokens with fewer."""

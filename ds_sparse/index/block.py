@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_gradtrackingtensor
 
-from .layout import causal_cut, check_values, count_live, unpack_bits, with_heads
+from ..layout import causal_cut, check_values, count_live, unpack_bits, with_heads
 from .masks import layout_of_flex, layout_of_mask
 from .strips import Strips
 from .tiles import HOPPER_TILE, MAX_BLOCKS, MAX_LINES, TILE, TilePlan, Tiles

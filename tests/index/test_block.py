@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sparse import BSLongformerSparsityConfig, FixedSparsityConfig
-from ds_sparse import index as index_module
-from ds_sparse.index import PRODUCT_BLOCKS, BlockIndex
-from ds_sparse.tiles import TilePlan, Tiles
+from ds_sparse.index import block as block_module
+from ds_sparse.index.block import PRODUCT_BLOCKS, BlockIndex
+from ds_sparse.index.tiles import TilePlan, Tiles
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
 
@@ -112,14 +112,14 @@ def in_any_order(tiles: Tiles) -> torch.Tensor:
 
 def build_for_hopper(layout: torch.Tensor, block: int) -> BlockIndex:
     """The index as it is built on a Hopper GPU, here."""
-    with mock.patch("ds_sparse.index.is_hopper", return_value=True):
+    with mock.patch("ds_sparse.index.block.is_hopper", return_value=True):
         return BlockIndex.build(layout, block)
 
 
 @EXAMPLES
 @given(layout=layouts(max_side=9), block=st.sampled_from(PRODUCT_BLOCKS))
 def test_slots_of_tiles_are_where_values_are_stored(layout: Layout, block: int):
-    with mock.patch("ds_sparse.index.is_hopper", return_value=True):
+    with mock.patch("ds_sparse.index.block.is_hopper", return_value=True):
         index = BlockIndex.build(layout.given, block).with_lists()
     number = index.layout().flatten().cumsum(0).sub(1).view(index.layout_heads, index.rows, index.columns)
     assert set(index.lists.slots) == {("rows", 64 if block < 64 else 128), ("rows", 128), ("columns", 128)}
@@ -143,7 +143,7 @@ def test_slots_of_tiles_are_where_values_are_stored(layout: Layout, block: int):
 def test_only_products_that_walk_tiles_have_slots(block: int):
     layout = torch.rand(2, 8, 8, generator=seeded()) < 0.5
     assert not BlockIndex.build(layout, block).lists.slots
-    with mock.patch("ds_sparse.index.is_hopper", return_value=True):
+    with mock.patch("ds_sparse.index.block.is_hopper", return_value=True):
         assert bool(BlockIndex.build(layout, block).lists.slots) == (block not in (8, 256))
 
 
@@ -301,14 +301,14 @@ def test_moved_to_the_gpu_it_equals_the_one_built_there(block: int, chance: floa
     assert moved is not here and moved.to("cuda") is moved and moved.to(built.device) is moved
     for found, expected in ((moved, built), (moved.causal(), built.causal())):
         assert found.device == expected.device and torch.equal(found.bits, expected.bits)
-        assert found.has_tiles(128) == expected.has_tiles(128) == index_module.is_hopper(found.device)
+        assert found.has_tiles(128) == expected.has_tiles(128) == block_module.is_hopper(found.device)
         for tile in (64, 128):
             for side in ("rows", "columns"):
                 assert_equal_tiles(found.tiles(side, tile), expected.tiles(side, tile))
     for name in LISTS:
         assert torch.equal(getattr(moved, name), getattr(built, name)), name
     slots = moved.lists.slots
-    assert bool(slots) == index_module.is_hopper(built.device) and slots.keys() == built.lists.slots.keys()
+    assert bool(slots) == block_module.is_hopper(built.device) and slots.keys() == built.lists.slots.keys()
     assert all(torch.equal(slots[key], built.lists.slots[key]) for key in slots)
     assert waits(lambda: (moved.lists, moved.causal())) == 0
     back = moved.to("cpu")
@@ -353,7 +353,7 @@ PARTS = {
 @needs_gpu
 @pytest.mark.parametrize("part", PARTS)
 def test_another_stream_waits_for_the_one_that_made_it(part: str, monkeypatch: pytest.MonkeyPatch):
-    layout, fetch = torch.rand(2, 200, 200, generator=seeded()) < 0.1, index_module._on_host
+    layout, fetch = torch.rand(2, 200, 200, generator=seeded()) < 0.1, block_module._on_host
 
     def fetch_and_sleep(*tensors: torch.Tensor) -> list[list[int]]:
         numbers = fetch(*tensors)
@@ -362,7 +362,7 @@ def test_another_stream_waits_for_the_one_that_made_it(part: str, monkeypatch: p
 
     expected, given = PARTS[part](BlockIndex.build(layout, 16)), layout.cuda()
     torch.cuda.synchronize()
-    monkeypatch.setattr(index_module, "_on_host", fetch_and_sleep)
+    monkeypatch.setattr(block_module, "_on_host", fetch_and_sleep)
     maker, user = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(maker):
         index = BlockIndex.build(given, 16)

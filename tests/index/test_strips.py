@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_sparse.index import BlockIndex
-from ds_sparse.strips import CACHE_LINE, PARTS, SIZES, Strips
+from ds_sparse.index.strips import CACHE_LINE, PARTS, SIZES, Strips
 
 
 def decoded(strips: Strips, index: BlockIndex) -> list[list[int]]:

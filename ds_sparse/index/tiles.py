@@ -12,7 +12,7 @@ from operator import itemgetter
 import torch
 from torch.nn.functional import pad
 
-from .layout import count_live, pack_bits
+from ..layout import count_live, pack_bits
 
 TILE = 64
 """Tokens of a tile's height, unless another is asked for."""

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_sparse import WindowIndex, reference
+from ds_sparse.index.window import MAX_ROWS, fitting_block
 from ds_sparse.layout import to_token_mask
-from ds_sparse.window import MAX_ROWS, fitting_block
 
 
 def seen(index: WindowIndex) -> torch.Tensor:

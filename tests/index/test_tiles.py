@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_sparse import BigBirdSparsityConfig, BSLongformerSparsityConfig, FixedSparsityConfig
-from ds_sparse.tiles import BOTH, FIRST, SECOND, TilePlan, Tiles
+from ds_sparse.index.tiles import BOTH, FIRST, SECOND, TilePlan, Tiles
 
 TENSORS = ("lines", "entries", "units", "cuts")
 
