@@ -1,6 +1,7 @@
 """Indices: which blocks, windows or pairs of tokens are live, in the forms that operations walk."""
 
-from .block import BlockIndex, as_index, index_on, lasting, plain
+from .block import BlockIndex, as_index, index_on
+from .lasting import lasting, plain
 from .token import TokenIndex
 from .window import WindowIndex
 

@@ -2,149 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial, wraps
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._functorch import get_unwrapped, is_batchedtensor, is_gradtrackingtensor
 
-from ..layout import causal_cut, check_values, count_live, unpack_bits, with_heads
+from ..layout import causal_cut, check_values, unpack_bits, with_heads
+from .lasting import lasting, plain
+from .lists import Lists
 from .masks import layout_of_flex, layout_of_mask
+from .ready_event import ReadyEvent
 from .strips import Strips
-from .tiles import HOPPER_TILE, MAX_BLOCKS, MAX_LINES, TILE, TilePlan, Tiles
+from .tile_plan import MAX_BLOCKS, MAX_LINES, TilePlan
+from .tile_sizes import HOPPER_TILE, PRODUCT_BLOCKS, TILE, is_hopper, sdd_tile
+from .tiles import Tiles
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 SIDES = ("rows", "columns")
 
-PRODUCT_BLOCKS = (16, 32, 64, 128)
-"""Blocks that MatMul walks in tiles, on a Hopper GPU: dsd and dds in those of `HOPPER_TILE`, sdd as `sdd_tile` has it."""
-
-
-def lasting(make: Callable) -> Callable:
-    """Decorates what makes something that is kept: outside of inference mode and of torch.func's transforms, as it
-    outlives both. What it is made of is `plain`."""
-
-    @wraps(make)
-    def made(*args, **kwargs):
-        with torch.inference_mode(False), torch._C._DisableFuncTorch():
-            return make(*args, **kwargs)
-
-    return made
-
-
-def plain(name: str, x: torch.Tensor) -> torch.Tensor:
-    """x without what torch.func.grad and vjp wrap around it.
-
-    Raises:
-        ValueError: x is another for each sample of torch.vmap, or has no values.
-    """
-    if torch.compiler.is_compiling():
-        # Nothing is made there.
-        return x
-    while is_gradtrackingtensor(x):
-        x = get_unwrapped(x)
-    if is_batchedtensor(x):
-        raise ValueError(f"{name} is another one for each sample of torch.vmap; give one for all, with in_dims None.")
-    refuse_meta(name, x)
-    return x
-
-
-def refuse_meta(name: str, x: torch.Tensor) -> None:
-    """Raises ValueError where x is on the meta device."""
-    if x.is_meta:
-        raise ValueError(f"{name} is on the meta device, where it has no values; make it on the CPU.")
-
-
-@dataclass(frozen=True, eq=False)
-class Lists:
-    """The live blocks by rows and by columns; all tensors are int32. See `BlockIndex` for the letters.
-
-    Attributes:
-        row_offsets: (L*R + 1). Block row i of layout head l owns the entries from row_offsets[l*R+i] to
-            row_offsets[l*R+i+1].
-        row_columns: (N). The block column of each entry, ascending within a row.
-        column_offsets: (L*C + 1). The same by columns.
-        column_rows: (N). The block row of each entry in column order, ascending within a column.
-        column_slots: (N). The entry's number in row order, which is where sparse values store it.
-        slots: (E, r), for each side and height of tiles that products walk: of each entry and each line of its tile the
-            live block's number in row order, -1 where the line has none. Only with `PRODUCT_BLOCKS`, on a Hopper GPU.
-    """
-
-    row_offsets: torch.Tensor
-    row_columns: torch.Tensor
-    column_offsets: torch.Tensor
-    column_rows: torch.Tensor
-    column_slots: torch.Tensor
-    slots: dict[tuple[str, int], torch.Tensor]
-
-    @classmethod
-    def make(cls, live: torch.Tensor, live_blocks: int, tiles: dict[tuple[str, int], Tiles], block: int) -> Lists:
-        """The lists of `live`, bool (L, R, C), which holds so many live blocks, with the slots of these tiles."""
-        rows, columns = live.shape[1:]
-        place = live.flatten().nonzero_static(size=live_blocks).squeeze(1)
-        row, column = place // columns, place % columns
-        head, row = row // rows, row % rows
-        by_column = torch.argsort((head * columns + column) * rows + row)
-        return cls(
-            row_offsets=_offsets(count_live(live)),
-            row_columns=column.int(),
-            column_offsets=_offsets(count_live(live.transpose(1, 2))),
-            column_rows=row[by_column].int(),
-            column_slots=by_column.int(),
-            slots={key: _slots(live, place, made, key[0], block) for key, made in tiles.items()},
-        )
-
-    def to(self, device: torch.device | str) -> Lists:
-        """The same lists on another device, without slots."""
-        lists = (self.row_offsets, self.row_columns, self.column_offsets, self.column_rows, self.column_slots)
-        return Lists(*(x.to(device) for x in lists), slots={})
-
-
-class Making:
-    """The end of the work on a CUDA stream that made an index, behind which other streams queue what they do with it.
-
-    The host does not wait for that work, and streams do not wait for each other. So each stream waits for the event
-    once, when it first uses the index; from then on the memory is kept from others until that stream is done, even if
-    the index is dropped before. In the capture of a CUDA graph a stream cannot wait for what is not captured, and need
-    not: `torch.cuda.graph` synchronises before it captures. What torch.compile makes of a function reads the tensors
-    without asking the index: synchronise between building it on one stream and running that on another.
-
-    Does nothing on other devices. A copy, also by pickle, stands for the work of copying.
-    """
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.ends()
-
-    def ends(self) -> None:
-        """Marks the place that the current stream has come to as the end."""
-        if self.device.type == "cuda":
-            stream = torch.cuda.current_stream(self.device)
-            self._event, self._behind = stream.record_event(), {stream}
-
-    def wait(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Puts what the current stream does next behind the end; `tensors` gives all that has been made."""
-        if torch.compiler.is_compiling() or self.device.type != "cuda":
-            return
-        stream = torch.cuda.current_stream(self.device)
-        if stream not in self._behind and not torch.cuda.is_current_stream_capturing():
-            stream.wait_event(self._event)
-            for x in tensors():
-                x.record_stream(stream)
-            self._behind.add(stream)
-
-    def __reduce__(self):
-        return Making, (self.device,)
-
 
 @dataclass(frozen=True, eq=False)
 class BlockIndex:
     """The live blocks of a layout, in tiles and one by one. Built once, immutable, shared by every operation, on any
-    stream (see `Making`).
+    stream (see `ReadyEvent`).
 
     The tiles are what attention walks, and products on a Hopper GPU. The rest is made from the layout's bits when it is
     first asked for, and kept: the `Lists` of MatMul and Softmax, the `Strips` of Softmax on a GPU, tiles of another
@@ -175,7 +59,7 @@ class BlockIndex:
     reaches_ahead: bool
     bits: torch.Tensor
     _made: dict[str | tuple[str, int], Lists | Strips | Tiles | BlockIndex]
-    _making: Making = field(init=False)
+    _ready: ReadyEvent = field(init=False)
 
     def __new__(cls, *given: Any, **fields: Any) -> BlockIndex:
         if given or (fields and "_made" not in fields):
@@ -185,7 +69,7 @@ class BlockIndex:
         return super().__new__(cls)
 
     def __post_init__(self):
-        object.__setattr__(self, "_making", Making(self.device))
+        object.__setattr__(self, "_ready", ReadyEvent(self.device))
 
     @classmethod
     def build(cls, layout: torch.Tensor, block: int) -> BlockIndex:
@@ -353,7 +237,7 @@ class BlockIndex:
     def for_heads(self, num_heads: int) -> BlockIndex:
         """The same of a layout that stands for so many heads: one where all are equal. What has been made is shared."""
         index = replace(self, num_heads=num_heads)
-        object.__setattr__(index, "_making", self._making)
+        object.__setattr__(index, "_ready", self._ready)
         return index
 
     def with_lists(self) -> BlockIndex:
@@ -388,7 +272,7 @@ class BlockIndex:
 
     def layout(self) -> torch.Tensor:
         """The layout, bool (L, R, C), unpacked at each call."""
-        self._making.wait(self._tensors)
+        self._ready.wait(self._tensors)
         return unpack_bits(self.bits, self.columns)
 
     def to(self, device: torch.device | str) -> BlockIndex:
@@ -401,7 +285,7 @@ class BlockIndex:
 
     @lasting
     def _copied(self, device: torch.device) -> BlockIndex:
-        self._making.wait(self._tensors)
+        self._ready.wait(self._tensors)
         bits = self.bits.to(device)
         if device.type == "cuda":
             moved = self._of(unpack_bits(bits, self.columns), self.block, self.num_heads)
@@ -414,7 +298,7 @@ class BlockIndex:
             moved._made["lists"] = moved._make_lists() if device.type == "cuda" else self._made["lists"].to(device)
         if "strips" in self._made:
             moved._made["strips"] = self._made["strips"].to(device)
-        moved._making.ends()
+        moved._ready.record()
         return moved
 
     def num_values(self, heads: int) -> int:
@@ -434,15 +318,15 @@ class BlockIndex:
         return heads if whole and (self.num_heads in (1, heads)) else None
 
     def __getstate__(self) -> dict[str, object]:
-        self._making.wait(self._tensors)
+        self._ready.wait(self._tensors)
         return vars(self)
 
     def _once(self, key: str | tuple[str, int], make: Callable[[], Lists | Strips | Tiles]) -> Lists | Strips | Tiles:
         """What is made at the first call, and kept; the current stream goes behind the end of the making."""
         if key not in self._made:
             self._made[key] = make()
-            self._making.ends()
-        self._making.wait(self._tensors)
+            self._ready.record()
+        self._ready.wait(self._tensors)
         return self._made[key]
 
     def _tensors(self) -> Iterator[torch.Tensor]:
@@ -490,20 +374,10 @@ def index_on(indices: dict[torch.device, BlockIndex], device: torch.device) -> B
     return indices[device]
 
 
-def sdd_tile(block: int) -> int:
-    """Tokens of the tiles that sdd walks: half of what others take where blocks are small, which was faster."""
-    return TILE if block < TILE else HOPPER_TILE
-
-
 def check_block(block: int) -> None:
     """Raises ValueError unless `block` is a power of two and at least 8."""
     if not isinstance(block, int) or isinstance(block, bool) or block < 8 or block & (block - 1):
         raise ValueError(f"block is {block!r}; it has to be a power of two and at least 8, such as 16, 32, 64 or 128.")
-
-
-def is_hopper(device: torch.device) -> bool:
-    """Whether a device is a GPU that Hopper's own kernels run on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _plans(live: torch.Tensor, block: int, tiles: tuple[int, ...]) -> list[TilePlan]:
@@ -523,27 +397,3 @@ def _on_host(*tensors: torch.Tensor) -> list[list[int]]:
     """The numbers of each tensor, in one transfer."""
     flat = [x.flatten() for x in tensors]
     return [x.tolist() for x in torch.cat(flat).cpu().split([len(x) for x in flat])]
-
-
-def _slots(live: torch.Tensor, place: torch.Tensor, tiles: Tiles, side: str, block: int) -> torch.Tensor:
-    """The slots of the tiles of one side, as `Lists` has them.
-
-    Args:
-        live: bool (L, R, C).
-        place: int64 (N), ascending. The numbers of those that are true, counted through all of `live`.
-    """
-    heads, rows, columns = live.shape
-    height = tiles.tile // block
-    lines = tiles.lines.view(-1, height)
-    tile = tiles.tile_of_entries(len(lines))
-    head, own = (tile // (len(lines) // heads)).unsqueeze(1), lines[tile].long()
-    entries = tiles.entries.unsqueeze(1)
-    other = entries & 0xFFFFFF
-    row, column = (own, other) if side == "rows" else (other, own)
-    slot = torch.searchsorted(place, (head * rows + row) * columns + column)
-    line = torch.arange(height, dtype=torch.int32, device=live.device)
-    return slot.where((entries >> (24 + line) & 1).bool(), -1).int()
-
-
-def _offsets(counts: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(counts.flatten().cumsum(0), (1, 0)).int()

@@ -21,7 +21,10 @@ from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..layout import to_token_mask
-from .block import BlockIndex, Making, is_hopper, lasting, plain
+from .block import BlockIndex
+from .lasting import lasting, plain
+from .ready_event import ReadyEvent
+from .tile_sizes import is_hopper
 from .token_tiles import TokenTiles
 
 Nested: TypeAlias = "Tensor | list[Nested]"
@@ -54,10 +57,10 @@ class TokenIndex:
     ends: tuple[int, ...]
     order: Tensor | None
     _made: dict[object, object] = field(default_factory=dict)
-    _making: Making = field(init=False)
+    _ready: ReadyEvent = field(init=False)
 
     def __post_init__(self):
-        object.__setattr__(self, "_making", Making(self.device))
+        object.__setattr__(self, "_ready", ReadyEvent(self.device))
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> TokenIndex:
@@ -220,8 +223,8 @@ class TokenIndex:
         return self._once("listed", self._make_listed)
 
     def ready(self) -> TokenIndex:
-        """The index itself, for what the current stream does next (see `Making`)."""
-        self._making.wait(self._tensors)
+        """The index itself, for what the current stream does next (see `ReadyEvent`)."""
+        self._ready.wait(self._tensors)
         return self
 
     def to(self, device: torch.device | str) -> TokenIndex:
@@ -389,7 +392,7 @@ class TokenIndex:
                     "index.prepared(), on the device of the operands."
                 )
             self._made[name] = lasting(make)()
-            self._making.ends()
+            self._ready.record()
         self.ready()
         return self._made[name]
 

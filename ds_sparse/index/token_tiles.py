@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .tiles import HOPPER_TILE, Tiles
+from .tile_sizes import HOPPER_TILE
+from .tiles import Tiles
 
 if TYPE_CHECKING:
     from .token import TokenIndex

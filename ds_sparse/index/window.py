@@ -10,7 +10,9 @@ from numbers import Integral
 import torch
 from torch.nn.functional import pad
 
-from .block import BlockIndex, Making, lasting, plain
+from .block import BlockIndex
+from .lasting import lasting, plain
+from .ready_event import ReadyEvent
 
 MAX_ROWS = 2048
 """Block rows that an index of short windows has, where larger blocks can cover the tokens with fewer."""
@@ -69,7 +71,7 @@ def global_numbers(given: Sequence[int] | torch.Tensor | None, tokens: int) -> t
 
 @dataclass(frozen=True, eq=False)
 class WindowIndex:
-    """What `window_attention` walks: built once for a length and a window, immutable, for any stream (see `Making`).
+    """What `window_attention` walks: built once for a length and a window, immutable, for any stream (see `ReadyEvent`).
 
     Kernels see tokens in an order of their own: first the global ones, then those whose dilated windows belong
     together, each in the order of the sequence. What a token sees are then the global tokens and one range of others.
@@ -98,10 +100,10 @@ class WindowIndex:
     order: torch.Tensor | None
     inverse: torch.Tensor | None
     places: torch.Tensor | None
-    _making: Making = field(init=False)
+    _ready: ReadyEvent = field(init=False)
 
     def __post_init__(self):
-        object.__setattr__(self, "_making", Making(self.device))
+        object.__setattr__(self, "_ready", ReadyEvent(self.device))
 
     @classmethod
     @lasting
@@ -188,7 +190,7 @@ class WindowIndex:
 
     def ready(self) -> WindowIndex:
         """The index itself, for what the current stream does next."""
-        self._making.wait(lambda: (x for x in vars(self).values() if isinstance(x, torch.Tensor)))
+        self._ready.wait(lambda: (x for x in vars(self).values() if isinstance(x, torch.Tensor)))
         return self
 
     def to(self, device: torch.device | str) -> WindowIndex:

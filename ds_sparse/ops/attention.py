@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..index import BlockIndex, as_index
-from ..index.block import refuse_meta
+from ..index.lasting import refuse_meta
 from ..layout import with_heads
 from ..master_layout import MasterLayout
 from ._autograd import Function, differentiable_once

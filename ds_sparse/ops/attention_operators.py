@@ -10,7 +10,8 @@ import torch
 
 from .._ops import add_op_namespace_prefix, ops
 from ..index import BlockIndex
-from ..index.tiles import HOPPER_TILE, TILE, Tiles
+from ..index.tile_sizes import HOPPER_TILE, TILE
+from ..index.tiles import Tiles
 from ..master_layout import MasterLayout
 
 LAYOUT_OPERATORS = ("layout_attention_forward", "layout_attention_backward", "layout_attention_bias_backward")

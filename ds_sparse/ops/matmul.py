@@ -9,8 +9,7 @@ import torch
 
 from .._ops import add_op_namespace_prefix, ops
 from ..index import BlockIndex, as_index, index_on
-from ..index.block import sdd_tile
-from ..index.tiles import HOPPER_TILE
+from ..index.tile_sizes import HOPPER_TILE, sdd_tile
 from ._autograd import Function, differentiable_once
 from ._library import check_dtype, check_inputs, require_kernel, under_autocast
 

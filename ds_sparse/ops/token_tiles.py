@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._ops import add_op_namespace_prefix, ops
-from ..index.block import is_hopper
+from ..index.tile_sizes import is_hopper
 from ..index.token_tiles import TokenTiles
 from ._autograd import Function, differentiable_once
 from .attention import _readable

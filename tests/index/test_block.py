@@ -18,8 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sparse import BSLongformerSparsityConfig, FixedSparsityConfig
 from ds_sparse.index import block as block_module
-from ds_sparse.index.block import PRODUCT_BLOCKS, BlockIndex
-from ds_sparse.index.tiles import TilePlan, Tiles
+from ds_sparse.index.block import BlockIndex
+from ds_sparse.index.tile_plan import TilePlan
+from ds_sparse.index.tile_sizes import PRODUCT_BLOCKS, is_hopper
+from ds_sparse.index.tiles import Tiles
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
 
@@ -301,14 +303,14 @@ def test_moved_to_the_gpu_it_equals_the_one_built_there(block: int, chance: floa
     assert moved is not here and moved.to("cuda") is moved and moved.to(built.device) is moved
     for found, expected in ((moved, built), (moved.causal(), built.causal())):
         assert found.device == expected.device and torch.equal(found.bits, expected.bits)
-        assert found.has_tiles(128) == expected.has_tiles(128) == block_module.is_hopper(found.device)
+        assert found.has_tiles(128) == expected.has_tiles(128) == is_hopper(found.device)
         for tile in (64, 128):
             for side in ("rows", "columns"):
                 assert_equal_tiles(found.tiles(side, tile), expected.tiles(side, tile))
     for name in LISTS:
         assert torch.equal(getattr(moved, name), getattr(built, name)), name
     slots = moved.lists.slots
-    assert bool(slots) == block_module.is_hopper(built.device) and slots.keys() == built.lists.slots.keys()
+    assert bool(slots) == is_hopper(built.device) and slots.keys() == built.lists.slots.keys()
     assert all(torch.equal(slots[key], built.lists.slots[key]) for key in slots)
     assert waits(lambda: (moved.lists, moved.causal())) == 0
     back = moved.to("cpu")

@@ -30,7 +30,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_sparse.index import BlockIndex
-from ds_sparse.index.block import sdd_tile
+from ds_sparse.index.tile_sizes import sdd_tile
 from ds_sparse.ops import MatMul, Softmax
 from ds_sparse.ops.matmul import product_tiles
 from ds_sparse.sparsity import BSLongformerSparsityConfig

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_sparse import BigBirdSparsityConfig, BSLongformerSparsityConfig, FixedSparsityConfig
-from ds_sparse.index.tiles import BOTH, FIRST, SECOND, TilePlan, Tiles
+from ds_sparse.index.tile_plan import BOTH, FIRST, SECOND, TilePlan
+from ds_sparse.index.tiles import Tiles
 
 TENSORS = ("lines", "entries", "units", "cuts")
 

@@ -1,0 +1,44 @@
+"""What outlives the call that makes it: made outside of the call's modes, of tensors that have values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+
+import torch
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_gradtrackingtensor
+
+
+def lasting(make: Callable) -> Callable:
+    """Decorates what makes something that is kept: outside of inference mode and of torch.func's transforms, as it
+    outlives both. What it is made of is `plain`."""
+
+    @wraps(make)
+    def made(*args, **kwargs):
+        with torch.inference_mode(False), torch._C._DisableFuncTorch():
+            return make(*args, **kwargs)
+
+    return made
+
+
+def plain(name: str, x: torch.Tensor) -> torch.Tensor:
+    """x without what torch.func.grad and vjp wrap around it.
+
+    Raises:
+        ValueError: x is another for each sample of torch.vmap, or has no values.
+    """
+    if torch.compiler.is_compiling():
+        # Nothing is made there.
+        return x
+    while is_gradtrackingtensor(x):
+        x = get_unwrapped(x)
+    if is_batchedtensor(x):
+        raise ValueError(f"{name} is another one for each sample of torch.vmap; give one for all, with in_dims None.")
+    refuse_meta(name, x)
+    return x
+
+
+def refuse_meta(name: str, x: torch.Tensor) -> None:
+    """Raises ValueError where x is on the meta device."""
+    if x.is_meta:
+        raise ValueError(f"{name} is on the meta device, where it has no values; make it on the CPU.")

@@ -1,0 +1,44 @@
+"""The event behind which the streams of a GPU may read an index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+
+class ReadyEvent:
+    """Recorded on a CUDA stream behind the work that made an index; other streams queue behind it what they do with it.
+
+    The host does not wait for that work, and streams do not wait for each other. So each stream waits for the event
+    once, when it first uses the index; from then on the memory is kept from others until that stream is done, even if
+    the index is dropped before. In the capture of a CUDA graph a stream cannot wait for what is not captured, and need
+    not: `torch.cuda.graph` synchronises before it captures. What torch.compile makes of a function reads the tensors
+    without asking the index: synchronise between building it on one stream and running that on another.
+
+    Does nothing on other devices. A copy, also by pickle, stands for the work of copying.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.record()
+
+    def record(self) -> None:
+        """Marks the place that the current stream has come to."""
+        if self.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.device)
+            self._event, self._behind = stream.record_event(), {stream}
+
+    def wait(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """Puts what the current stream does next behind the event; `tensors` gives all that has been made."""
+        if torch.compiler.is_compiling() or self.device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if stream not in self._behind and not torch.cuda.is_current_stream_capturing():
+            stream.wait_event(self._event)
+            for x in tensors():
+                x.record_stream(stream)
+            self._behind.add(stream)
+
+    def __reduce__(self):
+        return ReadyEvent, (self.device,)
