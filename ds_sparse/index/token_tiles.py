@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
+from .block import BlockIndex
 from .tile_sizes import HOPPER_TILE
 from .tiles import Tiles
-
-if TYPE_CHECKING:
-    from .token import TokenIndex
 
 BLOCK = 64
 """Tokens on the side of the blocks that hold pairs."""
@@ -48,39 +44,40 @@ class TokenTiles:
         for part in (self, self.rows, self.columns):
             yield from (x for x in vars(part).values() if isinstance(x, torch.Tensor))
 
+    @staticmethod
+    def may_pay(num_pairs: int, heads: int, queries: int, keys: int) -> bool:
+        """Whether a layout, a square of the tokens, would be no larger than the list."""
+        blocks = heads * -(-queries // BLOCK) * -(-keys // BLOCK)
+        return 0 < num_pairs and blocks <= MOST_BLOCKS * num_pairs
+
+    @staticmethod
+    def pay(rows: torch.Tensor, columns: torch.Tensor, queries: int, keys: int) -> bool:
+        """Whether the pairs, at `TokenIndex.places`, are in so few entries that tiles pay. Waits for the device."""
+        for own, other, width in ((rows, columns % keys, keys), (columns, rows % queries, queries)):
+            # Numbers of all heads' tokens: a tile that reaches from one head to the next is counted once, and may be.
+            entries = torch.unique(own // HOPPER_TILE * width + other // BLOCK)
+            if len(rows) < LEAST_PAIRS * len(entries):
+                return False
+        return True
+
     @classmethod
-    def make(cls, index: TokenIndex) -> TokenTiles | None:
-        """The tiles of an index, or None where they would not pay, or cannot say what it lists: a list for each
-        sequence, a pair twice. Waits for the device."""
-        if index.batch > 1 or index.num_pairs == 0 or _has_too_many_blocks(index):
-            return None
-        places = index.make_places()
-        if not _pays(index, *places) or index.repeated is not None:
-            return None
-        blocks = index.blocks(BLOCK)
-        rows, columns = (blocks.tiles(side, HOPPER_TILE) for side in ("rows", "columns"))
-        head, row, column = places[0] // index.queries, places[0] % index.queries, places[1] % index.keys
-        sizes = index.heads, blocks.layout_heads
+    def make(
+        cls, blocks: BlockIndex, rows: torch.Tensor, columns: torch.Tensor, heads: int, queries: int, keys: int
+    ) -> TokenTiles:
+        """The tiles of pairs, no pair twice.
+
+        Args:
+            blocks: the blocks of `BLOCK` tokens that hold a pair.
+            rows, columns: int64 (N), as `TokenIndex.places`.
+            heads, queries, keys: heads with lists of their own, and tokens of one.
+        """
+        row_tiles, column_tiles = (blocks.tiles(side, HOPPER_TILE) for side in ("rows", "columns"))
+        head, row, column = rows // queries, rows % queries, columns % keys
+        sizes = heads, blocks.layout_heads
         return cls(
-            blocks.layout_heads, rows, columns,
-            _bits(rows, *sizes, head, row, column), _bits(columns, *sizes, head, column, row),
+            blocks.layout_heads, row_tiles, column_tiles,
+            _bits(row_tiles, *sizes, head, row, column), _bits(column_tiles, *sizes, head, column, row),
         )  # fmt: skip
-
-
-def _has_too_many_blocks(index: TokenIndex) -> bool:
-    """Whether the layout, a square of the tokens, would be larger than the list."""
-    sides = (-(-tokens // BLOCK) for tokens in (index.queries, index.keys))
-    return index.heads * math.prod(sides) > MOST_BLOCKS * index.num_pairs
-
-
-def _pays(index: TokenIndex, rows: torch.Tensor, columns: torch.Tensor) -> bool:
-    """Whether the pairs, at `TokenIndex.places`, are in so few entries that tiles pay."""
-    for own, other, width in ((rows, columns % index.keys, index.keys), (columns, rows % index.queries, index.queries)):
-        # Numbers of all heads' tokens: a tile that reaches from one head to the next is counted once, and may be.
-        entries = torch.unique(own // HOPPER_TILE * width + other // BLOCK)
-        if index.num_pairs < LEAST_PAIRS * len(entries):
-            return False
-    return True
 
 
 def _bits(

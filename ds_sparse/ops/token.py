@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .._ops import add_op_namespace_prefix, ops
-from ..index.token import Nested, TokenIndex, index_of, lists_of, tensors_in
+from ..index import TokenIndex
+from ..index.token_cache import index_of
+from ..index.token_forms import Nested, lists_of, tensors_in
 from . import token_tiles
 from ._autograd import Function, differentiable_once
 from ._library import check_alike, check_inputs, require_kernel, under_autocast

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_sparse import BlockIndex, TokenIndex, sparse_matmul
-from ds_sparse.index.token import index_of, tensors_in
+from ds_sparse.index.token_cache import index_of
+from ds_sparse.index.token_forms import tensors_in
 
 
 @st.composite

@@ -42,7 +42,7 @@ from ds_sparse import (
 )
 from ds_sparse.index import token_tiles
 from ds_sparse.index.tile_sizes import is_hopper
-from ds_sparse.index.token import tensors_in
+from ds_sparse.index.token_forms import tensors_in
 from ds_sparse.ops import missing_kernels
 from ds_sparse.ops.attention_operators import _lists
 
