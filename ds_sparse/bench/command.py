@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..block_sizes import BLOCK_SIZES
 from ..cli import positive
-from ..sparsity._base import BLOCK_SIZES
 from . import attention, cases, floors, layouts, machine, matmul, peers, tokens, window
 
 Case = TypeVar("Case")

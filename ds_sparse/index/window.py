@@ -10,14 +10,13 @@ from numbers import Integral
 import torch
 from torch.nn.functional import pad
 
+from ..block_sizes import BLOCK_SIZES, listed
 from .block import BlockIndex
 from .lasting import lasting, plain
 from .ready_event import ReadyEvent
 
 MAX_ROWS = 2048
 """Block rows that an index of short windows has, where larger blocks can cover the tokens with fewer."""
-
-BLOCKS = (8, 16, 32, 64, 128)
 
 Numbers = int | Sequence[int] | torch.Tensor
 """One integer or several; a tensor of them is read, which waits for its device."""
@@ -139,8 +138,8 @@ class WindowIndex:
             )
         if isinstance(tokens, bool) or not isinstance(tokens, Integral) or tokens < 1:
             raise ValueError(f"tokens is {tokens!r}; it has to be an integer of 1 or more, the length of the sequence.")
-        if block not in (None, *BLOCKS):
-            raise ValueError(f"block is {block!r}; windows take 8, 16, 32, 64 and 128.")
+        if block not in (None, *BLOCK_SIZES):
+            raise ValueError(f"block is {block!r}; windows take {listed('and')}.")
         tokens, global_tokens = int(tokens), global_numbers(global_tokens, tokens)
         if block is None:
             block = fitting_block(tokens, max(windows), torch.device(device).type)
@@ -212,7 +211,7 @@ def fitting_block(tokens: int, window: int, device_type: str) -> int:
         least = 32 if window < 32 else 64
     else:
         least = 16 if window < 192 else 32
-    return next((block for block in BLOCKS if block >= least and tokens <= MAX_ROWS * block), BLOCKS[-1])
+    return next((block for block in BLOCK_SIZES if block >= least and tokens <= MAX_ROWS * block), BLOCK_SIZES[-1])
 
 
 def _live_blocks(limits: torch.Tensor, places: torch.Tensor, num_global: int, causal: bool, block: int) -> torch.Tensor:

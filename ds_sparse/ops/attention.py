@@ -10,6 +10,7 @@ from torch._subclasses import FakeTensor
 from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..block_sizes import BLOCK_SIZES, listed
 from ..index import BlockIndex, as_index
 from ..index.lasting import refuse_meta
 from ..layout import with_heads
@@ -18,7 +19,6 @@ from ._autograd import Function, differentiable_once
 from ._library import DTYPES, check_alike, check_inputs, check_scale, require_kernel, under_autocast
 from .attention_operators import _wide, attention_backward, attention_bias_backward, attention_forward
 
-BLOCKS = (8, 16, 32, 64, 128)
 MAX_HEAD_DIM = 256
 
 # Biases below are counted as this: the sum of several, times log2(e), must not reach -inf, which masks.
@@ -225,7 +225,7 @@ def _fitting_block(shape: tuple[int, int], block: int | None, tokens: int, keys:
     """The smallest block with which a layout of the shape just covers the tokens: the only one, but for 1 x 1."""
     if block is not None:
         _check_block(block)
-    shapes = {b: (-(-tokens // b), -(-keys // b)) for b in (BLOCKS if block is None else (block,))}
+    shapes = {b: (-(-tokens // b), -(-keys // b)) for b in (BLOCK_SIZES if block is None else (block,))}
     for b, wanted in shapes.items():
         if wanted == shape:
             return b
@@ -237,8 +237,8 @@ def _fitting_block(shape: tuple[int, int], block: int | None, tokens: int, keys:
 
 
 def _check_block(block: int) -> None:
-    if block not in BLOCKS:
-        raise ValueError(f"block is {block!r}; attention takes 8, 16, 32, 64 and 128.")
+    if block not in BLOCK_SIZES:
+        raise ValueError(f"block is {block!r}; attention takes {listed('and')}.")
 
 
 _indices = WeakTensorKeyDictionary()  # layout: its version, and its indices by block and device

@@ -18,13 +18,13 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Validat
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError, ValidationError
 
+from ..block_sizes import BLOCK_SIZES, listed
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from ..layout_rows import LayoutRows, RowMaker
-
-BLOCK_SIZES = (8, 16, 32, 64, 128)
 
 REACHES_AHEAD = (
     "as in DeepSpeed, so a unidirectional layout gets blocks of later tokens. Set strict_causal to true to drop them."
@@ -51,7 +51,7 @@ class SparsityWarning(UserWarning):
 def _block_size(block: int) -> int:
     if block not in BLOCK_SIZES:
         # pydantic's own type and wording for a choice, on an integer that stays strict (a Literal would take 16.0).
-        raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": "8, 16, 32, 64 or 128"})
+        raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": listed("or")})
     return block
 
 
