@@ -13,9 +13,10 @@ from ..layout import causal_cut, check_values, unpack_bits, with_heads
 from .lasting import lasting, plain
 from .lists import Lists
 from .masks import layout_of_flex, layout_of_mask
+from .packing import MAX_BLOCKS, MAX_LINES
 from .ready_event import ReadyEvent
 from .strips import Strips
-from .tile_plan import MAX_BLOCKS, MAX_LINES, TilePlan
+from .tile_plan import TilePlan
 from .tile_sizes import HOPPER_TILE, PRODUCT_BLOCKS, TILE, is_hopper, sdd_tile
 from .tiles import Tiles
 

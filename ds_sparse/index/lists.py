@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..layout import count_live
+from .packing import block_of, owner_bit
 from .tiles import Tiles
 
 
@@ -68,11 +69,11 @@ def _slots(live: torch.Tensor, place: torch.Tensor, tiles: Tiles, side: str, blo
     tile = tiles.tile_of_entries(len(lines))
     head, own = (tile // (len(lines) // heads)).unsqueeze(1), lines[tile].long()
     entries = tiles.entries.unsqueeze(1)
-    other = entries & 0xFFFFFF
+    other = block_of(entries)
     row, column = (own, other) if side == "rows" else (other, own)
     slot = torch.searchsorted(place, (head * rows + row) * columns + column)
     line = torch.arange(height, dtype=torch.int32, device=live.device)
-    return slot.where((entries >> (24 + line) & 1).bool(), -1).int()
+    return slot.where(owner_bit(entries, line).bool(), -1).int()
 
 
 def _offsets(counts: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .packing import pack_rows
+
 SIZES = (5120, 10240, 20480)
 """Elements that a strip may have: 40 for each thread of its thread block."""
 
@@ -25,8 +27,8 @@ class Strips:
     Attributes:
         most: one of `SIZES`, the smallest in which rows of mean length, and of an eighth more, fill cache lines.
         units: int32 (U, 4). A strip's block row, counted through the stored layout heads; the first entry of that and how
-            many it has, as `Lists.row_offsets` says; and its first token row within the block row, times 32, plus the
-            log2 of its number of token rows. In the order of memory, but for strips of more than `most` elements, single
+            many it has, as `Lists.row_offsets` says; and its first token row within the block row with the log2 of its
+            number of token rows, as `packing.pack_rows` has them. In the order of memory, but for strips of more than `most` elements, single
             rows, which come first, the longest at the beginning.
     """
 
@@ -48,7 +50,7 @@ class Strips:
         line = torch.arange(len(count), device=device).repeat_interleave(strips, output_size=number)
         number_in_line = torch.arange(number, device=device) - (strips.cumsum(0) - strips)[line]
         log_rows = log_rows[line]
-        units = torch.stack([line, row_offsets[line], count[line], (number_in_line << log_rows) * 32 + log_rows], 1)
+        units = torch.stack([line, row_offsets[line], count[line], pack_rows(number_in_line << log_rows, log_rows)], 1)
         beyond = (count * block - most).clamp_(min=0)[line]
         return cls(most, units[beyond.argsort(descending=True, stable=True)].int())
 

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from ..layout import count_live, pack_bits
 from .cuts import cut_lists
+from .packing import MAX_LINES, pack_entries_
 from .tile_sizes import HOPPER_TILE
 from .tiles import Tiles
 
@@ -25,12 +26,6 @@ first half, none of the second."""
 
 ORDERS = {"rows": (BOTH, FIRST, SECOND), "columns": (FIRST, BOTH, SECOND)}
 """As the kernels that hold a side take them fastest: those of rows begin where both halves have work."""
-
-MAX_LINES = 8
-"""Lines of a tile, as an entry has so many bits for them."""
-
-MAX_BLOCKS = 2**24
-"""Blocks on a side of the layout, as an entry has 24 bits for their numbers."""
 
 Lengths = dict[tuple[str, int], list[list[int]]]
 """By side and height of tiles, for each head: the entries of each tile."""
@@ -179,11 +174,10 @@ def _entries(owners: torch.Tensor, count: int) -> torch.Tensor:
     owners = owners.flatten()
     place = owners.nonzero_static(size=count).squeeze_(1)
     owners = owners[place]
-    # In place, as it is here that most memory is taken. What is above 2**31 becomes negative, with the same bits.
     column = place % span
     if stretches > 1:
         column.add_(place.floor_divide_(kinds * span).remainder_(stretches), alpha=span)
-    return column.add_(owners, alpha=1 << 24).int()
+    return pack_entries_(column, owners)
 
 
 def _owners(live: torch.Tensor, order: torch.Tensor, height: int) -> torch.Tensor:

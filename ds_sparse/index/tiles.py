@@ -30,8 +30,8 @@ class Tiles:
         tile: tokens of a tile's height.
         lines: (L * n * r). The number of each line within its head, tile by tile; -1 where a tile is not filled.
         entries: (E). For each tile the union of its lines' live blocks on the other side, tiles in their order. The low
-            24 bits are the block's number on the other side; bit 24 + k is set iff line k of the tile is live there.
-            In ascending order, or in that of kinds as above. Bit 31 is the sign: read entries as uint32.
+            24 bits are the block's number on the other side; bit 24 + k, an owner bit, is set iff line k of the tile is
+            live there (see `packing`). In ascending order, or in that of kinds as above. Bit 31 is the sign: read entries as uint32.
         units: (U, 4). The work of one thread block (for each batch, and each head that shares the layout head): tile,
             first entry, number of entries, part. A tile has one unit, perhaps of no entries, with part -1; or, where
             its list is longer than a bound and cutting pays, several of about equal length. These parts are numbered

@@ -97,8 +97,7 @@ def pairs_of_csr(values: Tensor | Sequence, offsets: Tensor | Sequence, queries:
         if last != len(one) and not (padded and last < len(one)):
             where = _in_list(p, lists)
             raise ValueError(
-                f"offsets{where} end at {last} and values{where} has {len(one)} pairs; the last row has to end "
-                "there."
+                f"offsets{where} end at {last} and values{where} has {len(one)} pairs; the last row has to end there."
             )
         counts.append(last)
     column = torch.cat([one[:last] for one, last in zip(lists, counts, strict=True)]).long()

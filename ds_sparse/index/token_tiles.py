@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from .block import BlockIndex
+from .packing import block_of, place_of
 from .tile_sizes import HOPPER_TILE
 from .tiles import Tiles
 
@@ -100,9 +101,8 @@ def _bits(
     tile, line = of_layout * (number // height) + at // height, at % height * BLOCK + own % BLOCK
 
     entries = tiles.entries.long()
-    # An entry by its tile and its block, which has 24 bits.
-    ascending, order = (tiles.tile_of_entries(num_tiles) << 24 | entries & 0xFFFFFF).sort()
-    entry = order[torch.searchsorted(ascending, tile << 24 | other // BLOCK)]
+    ascending, order = place_of(tiles.tile_of_entries(num_tiles), block_of(entries)).sort()
+    entry = order[torch.searchsorted(ascending, place_of(tile, other // BLOCK))]
     word = ((copy * len(entries) + entry) * tiles.tile + line) * 2 + other % BLOCK // 32
     # Each bit is added once; the highest makes a negative number.
     shape = (heads // layout_heads, len(entries), tiles.tile, 2)

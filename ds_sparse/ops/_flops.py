@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .._ops import ops
+from ..index.packing import MAX_LINES, owner_bit
 from ..master_layout import MasterLayout
 
 FORWARD, BACKWARD, BIAS_BACKWARD = 4, 10, 4
@@ -32,7 +33,7 @@ def attention_flops(query: Tensor, live_blocks: int, layout_heads: int, block: i
 
 
 def live_blocks(entries: Tensor) -> int:
-    """The live blocks of tiles, one for each bit above the low 24 of their entries; waits for the device.
+    """The live blocks of tiles, one for each owner bit of their entries; waits for the device.
 
     Raises:
         RuntimeError: the entries have no values.
@@ -42,7 +43,7 @@ def live_blocks(entries: Tensor) -> int:
             "FlopCounterMode has to know the live blocks of attention, and the layout's index has no values here; build "
             "it outside of FakeTensorMode, and give meta tensors an index on the CPU."
         )
-    return sum(int((entries >> bit & 1).sum()) for bit in range(24, 32))
+    return sum(int(owner_bit(entries, line).sum()) for line in range(MAX_LINES))
 
 
 def register_formulas() -> None:
