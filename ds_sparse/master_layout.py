@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from base64 import b85decode, b85encode
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from threading import RLock
-from typing import TypeVar
 from weakref import WeakValueDictionary
 from zlib import compress, decompress
 
 import torch
 
 from .index import BlockIndex
+from .index.cache import kept, refuse_captured, refuse_traced
 from .layout import crop, pack_bits, unpack_bits
-
-Key, Kept = TypeVar("Key"), TypeVar("Kept")
-
-KEPT = 16
-"""Indices of a layout's parts for other lengths and devices that are kept, the last that were used."""
 
 
 class MasterLayout:
@@ -78,22 +72,15 @@ class MasterLayout:
             RuntimeError: it is not there yet, and torch.compile traces or a CUDA graph is captured.
         """
         blocks = -(-tokens // self.block)
-        index = kept(self._indices, (blocks, device, causal), lambda: self._build(blocks, device, causal))
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            _captured.add(index)
-        return index
+        return kept(self._indices, (blocks, device, causal), lambda: self._build(blocks, device, causal))
 
     def _build(self, blocks: int, device: torch.device, causal: bool) -> BlockIndex:
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                "The index of a layout cannot be built under torch.compile; call once with this length before, or use "
-                "the fused implementation, which looks it up when the graph runs."
-            )
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "The index of a layout cannot be built while a CUDA graph is captured; call once with this length "
-                "before the capture."
-            )
+        what = "The index of a layout cannot be built"
+        refuse_traced(
+            what,
+            "call once with this length before, or use the fused implementation, which looks it up when the graph runs.",
+        )
+        refuse_captured(what, device, "call once with this length before the capture.")
 
         def build() -> BlockIndex:
             part = crop(self.layout, blocks, blocks)
@@ -105,6 +92,11 @@ class MasterLayout:
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(build).result()
 
+    def _held(self) -> Iterator[torch.Tensor]:
+        yield self.layout
+        for index in tuple(self._indices.values()):
+            yield from index._held()
+
     def __deepcopy__(self, memo) -> MasterLayout:
         return self
 
@@ -113,17 +105,4 @@ class MasterLayout:
 
 
 _in_use: WeakValueDictionary[str, MasterLayout] = WeakValueDictionary()  # by text
-_captured: set[BlockIndex] = set()  # kept for good: the graphs read their memory whenever they are replayed
 _read: OrderedDict[str, MasterLayout] = OrderedDict()  # made of a text, by it
-_keeping = RLock()  # modules of one structure share a cache, and may run in threads of their own
-
-
-def kept(cache: OrderedDict[Key, Kept], key: Key, build: Callable[[], Kept]) -> Kept:
-    """What is in the cache for the key, built when it is first asked for; the cache keeps the last `KEPT`."""
-    with _keeping:
-        if key not in cache:
-            cache[key] = build()
-            if len(cache) > KEPT:
-                cache.popitem(last=False)
-        cache.move_to_end(key)
-        return cache[key]

@@ -118,13 +118,14 @@ class BlockIndex:
         `partial="live"`. Partial blocks that are only short, at the ends of the sequences, are whole.
 
         Args:
-            block_mask: of one sequence (B=None or 1); with H heads, or one for any number of them; BLOCK_SIZE the same for
-                queries and keys, a power of two, 8 or more.
+            block_mask: of one sequence (B=None or 1); with H heads, or one for any number of them; BLOCK_SIZE the same
+                for queries and keys, a power of two, 8 or more.
             partial: as in `from_mask`.
 
         Raises:
             TypeError: not a BlockMask.
-            ValueError: several sequences; another BLOCK_SIZE or `partial`; partial blocks, the first named by its place.
+            ValueError: several sequences; another BLOCK_SIZE or `partial`; partial blocks, the first named by its
+                place.
 
         Example:
             mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 4096, 4096, device)
@@ -193,8 +194,8 @@ class BlockIndex:
         return self.bits.device
 
     def has_tiles(self, tile: int) -> bool:
-        """Whether the tiles of this height are there, of both sides: on a Hopper GPU those of `HOPPER_TILE` are made with
-        the index, but for blocks of 8."""
+        """Whether the tiles of this height are there, of both sides: on a Hopper GPU those of `HOPPER_TILE` are made
+        with the index, but for blocks of 8."""
         return all((side, tile) in self._made for side in SIDES)
 
     @property
@@ -332,11 +333,16 @@ class BlockIndex:
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         yield self.bits
-        for made in self._made.values():
+        for made in tuple(self._made.values()):
             if not isinstance(made, BlockIndex):
                 yield from (x for x in vars(made).values() if isinstance(x, torch.Tensor))
             if isinstance(made, Lists):
                 yield from made.slots.values()
+
+    def _held(self) -> Iterator[torch.Tensor]:
+        yield from self._tensors()
+        if "causal" in self._made:
+            yield from self._made["causal"]._held()
 
     @lasting
     def _make_causal(self) -> BlockIndex:

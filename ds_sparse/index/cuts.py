@@ -6,18 +6,18 @@ from itertools import pairwise
 from operator import itemgetter
 
 STEP = 64
-"""Tokens of the other side: a list is cut at multiples of them, so that the steps of kernels that take so many at once, or
-fewer, are full but for the last."""
+"""Tokens of the other side: a list is cut at multiples of them, so that the steps of kernels that take so many at once,
+or fewer, are full but for the last."""
 
 LEAST_CUT = 512
-"""Tokens of a list below which it is not cut, and by which the longest unit of a head has to become shorter: less would not
-pay for putting the parts' results together, which takes a kernel of its own."""
+"""Tokens of a list below which it is not cut, and by which the longest unit of a head has to become shorter: less would
+not pay for putting the parts' results together, which takes a kernel of its own."""
 
 
 def cut_lists(lengths: list[list[int]], block: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """The units and cuts of a side's tiles, whose lengths are given for each head. Where that makes the longest unit of a
-    head shorter by more than LEAST_CUT tokens, a unit has at most one and a half times the mean of its head's, in whole
-    steps, or LEAST_CUT tokens where that is more."""
+    """The units and cuts of a side's tiles, whose lengths are given for each head. Where that makes the longest unit of
+    a head shorter by more than LEAST_CUT tokens, a unit has at most one and a half times the mean of its head's, in
+    whole steps, or LEAST_CUT tokens where that is more."""
     step = max(1, STEP // block)
     units, cuts = [], []
     tile = first = part = 0

@@ -63,8 +63,8 @@ def layout_of_flex(mask: BlockMask, partial: str) -> tuple[Tensor, int]:
         )
     if mask.kv_num_blocks.shape[0] != 1:
         raise ValueError(
-            f"The BlockMask has {mask.kv_num_blocks.shape[0]} sequences, which share a layout here; make it with B=None, "
-            "or call once for each."
+            f"The BlockMask has {mask.kv_num_blocks.shape[0]} sequences, which share a layout here; make it with "
+            "B=None, or call once for each."
         )
     cut, live = _listed(mask.kv_num_blocks, mask.kv_indices), None
     if mask.full_kv_num_blocks is not None:
@@ -92,9 +92,10 @@ def _refuse_cut(cut: Tensor, live: Tensor, block: int, tokens: tuple[int, int]) 
     )
     raise ValueError(
         f"The mask cuts through {len(places)} of {int(live.sum())} live blocks of {block} x {block} tokens, first"
-        f"{f' in head {head}' if len(cut) > 1 else ''} at block row {row}, column {column}: query tokens {first} to {last}"
-        f", key tokens {left} to {right}. With partial='live' such blocks are live as a whole; give the mask to the "
-        "operation besides, as attn_mask, or causal=True. Or take a smaller block, or TokenIndex, which has single pairs."
+        f"{f' in head {head}' if len(cut) > 1 else ''} at block row {row}, column {column}: query tokens {first} to "
+        f"{last}, key tokens {left} to {right}. With partial='live' such blocks are live as a whole; give the mask to "
+        "the operation besides, as attn_mask, or causal=True. Or take a smaller block, or TokenIndex, which has single "
+        "pairs."
     )
 
 

@@ -1,4 +1,5 @@
-"""Strips: the token rows of a layout as softmax takes them on a GPU, in even pieces of work that lie together in memory."""
+"""Strips: the token rows of a layout as softmax takes them on a GPU, in even pieces of work that lie together in
+memory."""
 
 from __future__ import annotations
 
@@ -20,16 +21,16 @@ CACHE_LINE = 64
 
 @dataclass(frozen=True, eq=False)
 class Strips:
-    """The live blocks of a layout by neighbouring token rows of one block row, a strip. A strip has a power of two of them,
-    as many as give it `most` elements or fewer, a fifth of that of each block, and one at least. So what it has of a block
-    is adjacent in memory, and, but for single rows, no more than eight elements for each thread.
+    """The live blocks of a layout by neighbouring token rows of one block row, a strip. A strip has a power of two of
+    them, as many as give it `most` elements or fewer, a fifth of that of each block, and one at least. So what it has
+    of a block is adjacent in memory, and, but for single rows, no more than eight elements for each thread.
 
     Attributes:
         most: one of `SIZES`, the smallest in which rows of mean length, and of an eighth more, fill cache lines.
-        units: int32 (U, 4). A strip's block row, counted through the stored layout heads; the first entry of that and how
-            many it has, as `Lists.row_offsets` says; and its first token row within the block row with the log2 of its
-            number of token rows, as `packing.pack_rows` has them. In the order of memory, but for strips of more than `most` elements, single
-            rows, which come first, the longest at the beginning.
+        units: int32 (U, 4). A strip's block row, counted through the stored layout heads; the first entry of that and
+            how many it has, as `Lists.row_offsets` says; and its first token row within the block row with the log2 of
+            its number of token rows, as `packing.pack_rows` has them. In the order of memory, but for strips of more
+            than `most` elements, single rows, which come first, the longest at the beginning.
     """
 
     most: int

@@ -21,8 +21,8 @@ TURN = 256
 mean length have runs of it, or of up to twice as many."""
 
 BOTH, SECOND, FIRST = 0, 1, 2
-"""Kinds of blocks: lines of both halves of a tile have them, of the second alone, of the first alone. Flags: no line of the
-first half, none of the second."""
+"""Kinds of blocks: lines of both halves of a tile have them, of the second alone, of the first alone. Flags: no line of
+the first half, none of the second."""
 
 ORDERS = {"rows": (BOTH, FIRST, SECOND), "columns": (FIRST, BOTH, SECOND)}
 """As the kernels that hold a side take them fastest: those of rows begin where both halves have work."""
@@ -128,8 +128,8 @@ class TilePlan:
         return made
 
     def _in_order(self, lengths: Lengths, count: int) -> torch.Tensor:
-        """The owners as entries, `count` of them, follow each other: stretch by stretch, kind by kind, uint8 (G, T, stretches,
-        kinds, blocks of one)."""
+        """The owners as entries, `count` of them, follow each other: stretch by stretch, kind by kind, uint8 (G, T,
+        stretches, kinds, blocks of one)."""
         groups = len(next(iter(lengths.values()))) * len(self.sides)
         owners = self.owners if len(self.owners) == groups else self.owners[:groups]
         if HOPPER_TILE not in self.tiles or self.block >= HOPPER_TILE:
@@ -148,8 +148,8 @@ class TilePlan:
         return (kind ^ kinds).eq_(0).mul_(owners)
 
     def _orders(self, lengths: Lengths) -> torch.Tensor:
-        """For each tile of each side of each head the bits of its first half of lines, of none where the order of blocks is
-        the ascending one, and the kinds of blocks as they follow each other: uint8 (G, T, 1, 4, 1)."""
+        """For each tile of each side of each head the bits of its first half of lines, of none where the order of
+        blocks is the ascending one, and the kinds of blocks as they follow each other: uint8 (G, T, 1, 4, 1)."""
         orders = bytearray()
         for (side, tile), of_heads in lengths.items():
             height = _height(tile, self.block)

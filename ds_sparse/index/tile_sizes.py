@@ -11,7 +11,8 @@ HOPPER_TILE = 128
 """Tokens of the tiles of the kernels for Hopper GPUs."""
 
 PRODUCT_BLOCKS = (16, 32, 64, 128)
-"""Blocks that MatMul walks in tiles, on a Hopper GPU: dsd and dds in those of `HOPPER_TILE`, sdd as `sdd_tile` has it."""
+"""Blocks that MatMul walks in tiles, on a Hopper GPU: dsd and dds in those of `HOPPER_TILE`, sdd as `sdd_tile` has
+it."""
 
 
 def sdd_tile(block: int) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..layout import to_token_mask
 from .block import BlockIndex
+from .cache import refuse_captured, refuse_traced
 from .lasting import lasting
 from .ready_event import ReadyEvent
 from .tile_sizes import is_hopper
@@ -77,8 +78,8 @@ class TokenIndex:
         """From pairs (i, j) in any order.
 
         Args:
-            pairs: int32 or int64 (M, 2), or a list of pairs of integers, for all heads; or a list of such, one a head; or,
-                padded at the end by rows of -1, (H or 1, M, 2) or (B or 1, H or 1, M, 2).
+            pairs: int32 or int64 (M, 2), or a list of pairs of integers, for all heads; or a list of such, one a head;
+                or, padded at the end by rows of -1, (H or 1, M, 2) or (B or 1, H or 1, M, 2).
 
         Raises:
             TypeError: another type or dtype.
@@ -105,8 +106,8 @@ class TokenIndex:
 
     @classmethod
     def from_jagged(cls, lists: Nested, keys: int) -> TokenIndex:
-        """From a nested tensor of jagged layout, (T, keys of the query); or a list of such, one a head; or a list of such
-        lists, one a sequence.
+        """From a nested tensor of jagged layout, (T, keys of the query); or a list of such, one a head; or a list of
+        such lists, one a sequence.
 
         Raises:
             TypeError, ValueError: something else; a key that does not exist, named by its place.
@@ -334,29 +335,31 @@ class TokenIndex:
 
     def _once(self, name: object, make: Callable):
         if name not in self._made:
-            if torch.compiler.is_compiling():
-                raise RuntimeError(
-                    "What is missing of a TokenIndex cannot be made under torch.compile; pass "
-                    "index.prepared(), on the device of the operands."
-                )
-            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "What is missing of a TokenIndex cannot be made while a CUDA graph is captured; pass "
-                    "index.prepared(), on the device of the operands."
-                )
+            what, instead = (
+                "What is missing of a TokenIndex cannot be made",
+                "pass index.prepared(), on the device of the operands.",
+            )
+            refuse_traced(what, instead)
+            refuse_captured(what, self.device, instead)
             self._made[name] = lasting(make)()
             self._ready.record()
         self.ready()
         return self._made[name]
 
     def _tensors(self) -> Iterator[Tensor]:
-        for x in (*vars(self).values(), *self._made.values()):
+        for x in (*vars(self).values(), *tuple(self._made.values())):
             if isinstance(x, Tensor):
                 yield x
             elif isinstance(x, tuple):
                 yield from (part for part in x if isinstance(part, Tensor))
             elif isinstance(x, TokenTiles):
                 yield from x.tensors()
+
+    def _held(self) -> Iterator[Tensor]:
+        yield from self._tensors()
+        for x in tuple(self._made.values()):
+            if isinstance(x, TokenIndex):
+                yield from x._held()
 
     def make_places(self) -> tuple[Tensor, Tensor]:
         """`places`, not kept: they are four times as large as the list."""

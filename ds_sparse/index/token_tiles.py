@@ -16,8 +16,8 @@ BLOCK = 64
 """Tokens on the side of the blocks that hold pairs."""
 
 LEAST_PAIRS = 160
-"""Pairs in the mean entry, of 128 x 64, from which tiles take less time than to gather the key and value of each pair: as
-measured on an H200, forward and backward together, with heads of 64 numbers; longer ones cost both more."""
+"""Pairs in the mean entry, of 128 x 64, from which tiles take less time than to gather the key and value of each pair:
+as measured on an H200, forward and backward together, with heads of 64 numbers; longer ones cost both more."""
 
 MOST_BLOCKS = 4
 """Blocks of the layout, most of them perhaps empty, for each pair: as many bytes as the list has."""

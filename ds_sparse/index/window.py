@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from numbers import Integral
 
 import torch
@@ -70,7 +69,8 @@ def global_numbers(given: Sequence[int] | torch.Tensor | None, tokens: int) -> t
 
 @dataclass(frozen=True, eq=False)
 class WindowIndex:
-    """What `window_attention` walks: built once for a length and a window, immutable, for any stream (see `ReadyEvent`).
+    """What `window_attention` walks: built once for a length and a window, immutable, for any stream (see
+    `ReadyEvent`).
 
     Kernels see tokens in an order of their own: first the global ones, then those whose dilated windows belong
     together, each in the order of the sequence. What a token sees are then the global tokens and one range of others.
@@ -189,8 +189,15 @@ class WindowIndex:
 
     def ready(self) -> WindowIndex:
         """The index itself, for what the current stream does next."""
-        self._ready.wait(lambda: (x for x in vars(self).values() if isinstance(x, torch.Tensor)))
+        self._ready.wait(self._tensors)
         return self
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        return (x for x in vars(self).values() if isinstance(x, torch.Tensor))
+
+    def _held(self) -> Iterator[torch.Tensor]:
+        yield from self._tensors()
+        yield from self.blocks._held()
 
     def to(self, device: torch.device | str) -> WindowIndex:
         """The same index on another device; itself if it is there already."""
@@ -228,21 +235,3 @@ def _live_blocks(limits: torch.Tensor, places: torch.Tensor, num_global: int, ca
     if causal:
         live &= in_blocks(places, tokens).amin(2)[:, None] <= in_blocks(places, -1).amax(2)[..., None]
     return live
-
-
-@lru_cache(maxsize=64)
-def built(
-    tokens: int,
-    windows: tuple[int, ...],
-    causal: bool,
-    global_tokens: tuple[int, ...],
-    dilations: tuple[int, ...],
-    device: torch.device,
-) -> WindowIndex:
-    """The index of arguments that have been seen before, or a new one."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "The index of a window cannot be built while a CUDA graph is captured; pass WindowIndex.build(tokens, "
-            "window_size, ...) as window_size, or call once before the capture."
-        )
-    return WindowIndex.build(tokens, windows, causal, global_tokens, dilations, device=device)

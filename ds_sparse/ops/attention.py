@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
 import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._subclasses import FakeTensor
 from torch.nn.functional import pad
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..block_sizes import BLOCK_SIZES, listed
 from ..index import BlockIndex, as_index
 from ..index.lasting import refuse_meta
+from ..index.lookup import copy_of, index_of_layout
 from ..layout import with_heads
 from ..master_layout import MasterLayout
 from ._autograd import Function, differentiable_once
@@ -210,7 +208,7 @@ def _index(
         _fitting_block((index.rows, index.columns), index.block, tokens, keys)
     else:
         _, rows, columns = with_heads(layout).shape
-        index = _built(layout, _fitting_block((rows, columns), block, tokens, keys), device)
+        index = index_of_layout(layout, _fitting_block((rows, columns), block, tokens, keys), device)
     if causal and index.reaches_ahead:
         if torch.compiler.is_compiling():
             raise RuntimeError(
@@ -218,7 +216,7 @@ def _index(
                 "attention; pass index.causal()."
             )
         index = index.causal()
-    return index if index.device == device else _copied(index, device)
+    return index if index.device == device else copy_of(index, device)
 
 
 def _fitting_block(shape: tuple[int, int], block: int | None, tokens: int, keys: int) -> int:
@@ -239,48 +237,6 @@ def _fitting_block(shape: tuple[int, int], block: int | None, tokens: int, keys:
 def _check_block(block: int) -> None:
     if block not in BLOCK_SIZES:
         raise ValueError(f"block is {block!r}; attention takes {listed('and')}.")
-
-
-_indices = WeakTensorKeyDictionary()  # layout: its version, and its indices by block and device
-_copies = WeakKeyDictionary()  # index: its copies by device
-
-
-def _built(layout: torch.Tensor, block: int, device: torch.device) -> BlockIndex:
-    """The index of a layout, built on the device at first use and after a change in place."""
-    if torch.compiler.is_compiling():
-        raise RuntimeError(
-            "The index of a layout cannot be built under torch.compile; pass BlockIndex.build(layout, block) as the "
-            "layout, on the device of query."
-        )
-    on = layout.device if device.type == "meta" else device
-    if layout.is_inference():
-        # Made in inference mode, it has no version that would tell of a change.
-        return BlockIndex.build(layout.to(on), block)
-    version, indices = _indices.get(layout, (None, {}))
-    if version != layout._version:
-        indices = {}
-        _indices[layout] = layout._version, indices
-    if (block, on) not in indices:
-        if on.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "The index of a layout cannot be built while a CUDA graph is captured; pass "
-                "BlockIndex.build(layout, block) as the layout, or call once before the capture."
-            )
-        indices[block, on] = BlockIndex.build(layout.to(on), block)
-    return indices[block, on]
-
-
-def _copied(index: BlockIndex, device: torch.device) -> BlockIndex:
-    """The index on another device, copied there at first use."""
-    if torch.compiler.is_compiling():
-        raise RuntimeError(
-            f"The BlockIndex is on {index.device} and query on {device}, and under torch.compile it cannot be copied; "
-            f"pass index.to({str(device)!r})."
-        )
-    copies = _copies.setdefault(index, {})
-    if device not in copies:
-        copies[device] = index.to(device)
-    return copies[device]
 
 
 def _added(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

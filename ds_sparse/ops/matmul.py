@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 import torch
@@ -78,6 +78,10 @@ class MatMul:
         """(H, R, C) of the layout."""
         index = next(iter(self._indices.values()))
         return torch.Size((index.num_heads, index.rows, index.columns))
+
+    def _held(self) -> Iterator[torch.Tensor]:
+        for index in tuple(self._indices.values()):
+            yield from index._held()
 
     @property
     def lut_cache(self) -> Mapping[torch.device, BlockIndex]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 import torch
@@ -66,6 +66,10 @@ class Softmax:
         """V, the live blocks of all heads of the layout."""
         index = next(iter(self._indices.values()))
         return index.num_values(index.num_heads)
+
+    def _held(self) -> Iterator[torch.Tensor]:
+        for index in tuple(self._indices.values()):
+            yield from index._held()
 
     @property
     def lut_cache(self) -> Mapping[torch.device, BlockIndex]:

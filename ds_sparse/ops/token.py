@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from .._ops import add_op_namespace_prefix, ops
 from ..index import TokenIndex
-from ..index.token_cache import index_of
+from ..index.lookup import index_of_lists
 from ..index.token_forms import Nested, lists_of, tensors_in
 from . import token_tiles
 from ._autograd import Function, differentiable_once
@@ -148,7 +148,7 @@ def token_index(
         raise ValueError("offsets is not given; values need the end of each row, or give a TokenIndex as values.")
     lengths = q.shape[-2], k.shape[-2]
     given = values, lists_of("offsets", offsets, 1)
-    return _fitting(index_of(lambda: TokenIndex.from_csr(*given, *lengths), given, *lengths), q, k)
+    return _fitting(index_of_lists(lambda: TokenIndex.from_csr(*given, *lengths), given, *lengths), q, k)
 
 
 def check_operands(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
@@ -185,7 +185,7 @@ def _index_of_pairs(indices: Tensor | Sequence | TokenIndex, q: Tensor, k: Tenso
         return _fitting(indices, q, k)
     lengths = q.shape[-2], k.shape[-2]
     given = lists_of("indices", indices, 2)
-    return _fitting(index_of(lambda: TokenIndex.from_pairs(given, *lengths), (given,), *lengths), q, k)
+    return _fitting(index_of_lists(lambda: TokenIndex.from_pairs(given, *lengths), (given,), *lengths), q, k)
 
 
 def _fitting(index: TokenIndex, q: Tensor, k: Tensor) -> TokenIndex:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
-from ..index.window import Numbers, WindowIndex, built, global_numbers, of_heads
+from ..index.lookup import index_of_window, refuse_traced_window
+from ..index.window import Numbers, WindowIndex, global_numbers, of_heads
 from ._autograd import Function, differentiable_once
 from ._library import check_inputs, require_kernel, under_autocast
 from .attention import _check_bias, _check_operands, _factor, _key_bias, _readable, distinct_when_traced
@@ -100,13 +101,10 @@ def _index(
     _, heads, tokens, _ = query.shape
     device = torch.device("cpu") if query.device.type == "meta" else query.device
     if not isinstance(given, WindowIndex):
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                "The index of a window cannot be built under torch.compile; pass WindowIndex.build(tokens, "
-                "window_size, ...) as window_size, on the device of query."
-            )
+        refuse_traced_window()
         windows, dilations = of_heads("window_size", given, 0, heads), of_heads("dilation", dilation, 1, heads)
-        return built(tokens, windows, bool(causal), global_numbers(global_tokens, tokens), dilations, device).ready()
+        numbers = windows, bool(causal), global_numbers(global_tokens, tokens), dilations
+        return index_of_window(tokens, *numbers, device).ready()
     if causal or global_tokens is not None or not isinstance(dilation, int) or dilation != 1:
         raise ValueError("A WindowIndex is given, and causal, global_tokens or dilation besides; build it with them.")
     if given.tokens != tokens or given.num_heads not in (1, heads):

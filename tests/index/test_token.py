@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from dataclasses import replace
 from unittest import mock
 
@@ -14,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_sparse import BlockIndex, TokenIndex, sparse_matmul
-from ds_sparse.index.token_cache import index_of
 from ds_sparse.index.token_forms import tensors_in
 
 
@@ -253,44 +250,12 @@ def test_other_masks_and_jagged_tensors_are_refused():
         pairs.blocks(16)
 
 
-def test_an_index_is_kept_until_its_tensors_change_or_go():
-    values, ends = torch.tensor(VALUES), torch.tensor(ENDS)
-    built = []
-
-    def index(*tensors: torch.Tensor) -> TokenIndex:
-        def build() -> TokenIndex:
-            built.append(1)
-            return TokenIndex.from_csr(*tensors, 4, 5)
-
-        return index_of(build, tensors, 4, 5)
-
-    first = index(values, ends)
-    assert index(values, ends) is first and len(built) == 1
-    values[0] = 3
-    second = index(values, ends)
-    assert second is not first and int(second.columns[0]) == 3
-    ends[0] = 0
-    assert index(values, ends).row_offsets.tolist() == [0, 0, 1, 3, 4]
-    assert index(values, ends.clone()) is not index(values, ends)
-    kept = weakref.ref(index(values, ends))
-    del values
-    gc.collect()
-    assert kept() is None
-
-
 def test_lists_of_heads_and_of_sequences_are_told_apart():
     x, a, b = torch.randn(2, 2, 2, 4), torch.tensor([[0, 0]]), torch.tensor([[0, 1], [1, 1]])
     heads, sequences = sparse_matmul(x, x, [a, b]), sparse_matmul(x, x, [[a], [b]])
     assert [one.shape for one in heads] == [(2, 1), (2, 2)]
     torch.testing.assert_close(heads[1][:, 1], (x[:, 1, 1] * x[:, 1, 1]).sum(-1))
     torch.testing.assert_close(sequences[1][0][:, 1], (x[1, :, 1] * x[1, :, 1]).sum(-1))
-
-
-def test_tensors_made_in_inference_mode_are_read_each_time():
-    with torch.inference_mode():
-        values, ends = torch.tensor(VALUES), torch.tensor(ENDS)
-        made = [index_of(lambda: TokenIndex.from_csr(values, ends, 4, 5), (values, ends), 4, 5) for _ in range(2)]
-    assert made[0] is not made[1]
 
 
 def test_an_index_made_in_inference_mode_serves_training():

@@ -1,0 +1,114 @@
+"""The index of what a call was given, a layout, the numbers of a window or lists of pairs: built at first use, and kept
+in the cache."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from .block import BlockIndex
+from .cache import Made, kept, kept_with, refuse_captured, refuse_traced
+from .lasting import lasting
+from .token import TokenIndex
+from .token_forms import tensors_in
+from .window import WindowIndex
+
+MOST_OF_TENSORS = 1024
+"""Layouts, and lists given as tensors, whose indices are kept as long as they live, the last that were used."""
+
+MOST_WINDOWS = 64
+"""Indices of windows that are kept, the last that were used."""
+
+_of_layouts: OrderedDict[Hashable, Made[BlockIndex]] = OrderedDict()
+_copies: OrderedDict[Hashable, Made[BlockIndex]] = OrderedDict()
+_of_windows: OrderedDict[Hashable, WindowIndex] = OrderedDict()
+_of_lists: OrderedDict[Hashable, Made[TokenIndex]] = OrderedDict()
+
+
+def index_of_layout(layout: torch.Tensor, block: int, device: torch.device) -> BlockIndex:
+    """The index of a layout on the device, built at first use and after a change in place.
+
+    Raises:
+        RuntimeError: under torch.compile; where it would have to be built in the capture of a CUDA graph.
+    """
+    what, instead = "The index of a layout cannot be built", "pass BlockIndex.build(layout, block) as the layout"
+    refuse_traced(what, f"{instead}, on the device of query.")
+    on = layout.device if device.type == "meta" else device
+
+    def build() -> BlockIndex:
+        refuse_captured(what, on, f"{instead}, or call once before the capture.")
+        return BlockIndex.build(layout.to(on), block)
+
+    return kept_with(_of_layouts, [layout], (block, on), build, MOST_OF_TENSORS)
+
+
+def copy_of(index: BlockIndex, device: torch.device) -> BlockIndex:
+    """The index on another device, copied there at first use.
+
+    Raises:
+        RuntimeError: under torch.compile.
+    """
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"The BlockIndex is on {index.device} and query on {device}, and under torch.compile it cannot be copied; "
+            f"pass index.to({str(device)!r})."
+        )
+    return kept_with(_copies, [index], device, lambda: index.to(device), MOST_OF_TENSORS)
+
+
+def index_of_window(
+    tokens: int,
+    windows: tuple[int, ...],
+    causal: bool,
+    global_tokens: tuple[int, ...],
+    dilations: tuple[int, ...],
+    device: torch.device,
+) -> WindowIndex:
+    """The index of arguments that have been seen before, or a new one. `refuse_traced_window` has been called.
+
+    Raises:
+        RuntimeError: it would have to be built in the capture of a CUDA graph.
+    """
+
+    def build() -> WindowIndex:
+        what, instead = _NO_WINDOW
+        refuse_captured(what, device, f"{instead}, or call once before the capture.")
+        return WindowIndex.build(tokens, windows, causal, global_tokens, dilations, device=device)
+
+    return kept(_of_windows, (tokens, windows, causal, global_tokens, dilations, device), build, MOST_WINDOWS)
+
+
+def refuse_traced_window() -> None:
+    """Raises RuntimeError under torch.compile, before the numbers of a window are read."""
+    what, instead = _NO_WINDOW
+    refuse_traced(what, f"{instead}, on the device of query.")
+
+
+_NO_WINDOW = "The index of a window cannot be built", "pass WindowIndex.build(tokens, window_size, ...) as window_size"
+
+
+def index_of_lists(build: Callable[[], TokenIndex], given: Sequence, queries: int, keys: int) -> TokenIndex:
+    """What `build` makes of what is given, tensors and nested lists of them, and of the lengths; kept as long as the
+    tensors live, until one is changed in place.
+
+    Raises:
+        RuntimeError: under torch.compile; where it would have to be built in the capture of a CUDA graph.
+    """
+    what, instead = "The index of token pairs cannot be built", "build a TokenIndex before, and pass index.prepared()"
+    refuse_traced(what, f"{instead}.")
+    tensors = tensors_in(given)
+
+    def make() -> TokenIndex:
+        for x in tensors:
+            refuse_captured(what, x.device, f"{instead}, or call once before the capture.")
+        return lasting(build)()
+
+    return kept_with(_of_lists, tensors, (queries, keys, _nesting(given)), make, MOST_OF_TENSORS)
+
+
+def _nesting(x: Tensor | Sequence) -> tuple | None:
+    """How lists lie in one another."""
+    return None if isinstance(x, Tensor) else tuple(map(_nesting, x))
