@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
+from ..index import WindowIndex
 from ..index.lookup import index_of_window, refuse_traced_window
-from ..index.window import Numbers, WindowIndex, global_numbers, of_heads
+from ..index.window_sizes import Numbers, global_numbers, of_heads
 from ._autograd import Function, differentiable_once
 from ._library import check_inputs, require_kernel, under_autocast
 from .attention import _check_bias, _check_operands, _factor, _key_bias, _readable, distinct_when_traced

@@ -1,0 +1,59 @@
+"""The sizes of windows, dilations and global tokens as callers give them: one number, or one a head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral
+
+import torch
+
+from .lasting import plain
+
+Numbers = int | Sequence[int] | torch.Tensor
+"""One integer or several; a tensor of them is read, which waits for its device."""
+
+
+def integers(name: str, given: Numbers, least: int) -> tuple[int, ...]:
+    """The integers of an argument, as many as there are.
+
+    Raises:
+        TypeError: bools, floats and what else is no integer.
+        ValueError: one below `least`.
+    """
+    if isinstance(given, torch.Tensor):
+        if given.is_floating_point() or given.dtype == torch.bool or given.dim() > 1:
+            raise TypeError(f"{name} is a {given.dim()}-D tensor of {given.dtype}; it has to hold integers, in 1-D.")
+        given = plain(name, given).tolist()
+    numbers = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, Integral | torch.SymInt):
+            raise TypeError(f"{name} is {given!r}; it has to be an integer, or a sequence of integers.")
+        if number < least:
+            raise ValueError(f"{name} is {given!r}; it has to be {least} or more.")
+    return numbers
+
+
+def of_heads(name: str, given: Numbers, least: int, heads: int | None = None) -> tuple[int, ...]:
+    """One integer, or one a head.
+
+    Raises:
+        TypeError, ValueError: as `integers`; none, or another number of them than of heads.
+    """
+    numbers = integers(name, given, least)
+    if len(numbers) != 1 and (heads is not None and len(numbers) != heads or not numbers):
+        wanted = "one a head" if heads is None else f"{heads}, one a head"
+        raise ValueError(f"{name} has {len(numbers)} numbers; give one, or {wanted}.")
+    return numbers
+
+
+def global_numbers(given: Sequence[int] | torch.Tensor | None, tokens: int) -> tuple[int, ...]:
+    """The numbers of global tokens, each once, ascending.
+
+    Raises:
+        TypeError: what is no integer, such as a mask of bools.
+        ValueError: a number that no token has.
+    """
+    numbers = () if given is None else integers("global_tokens", given, 0)
+    if numbers and max(numbers) >= tokens:
+        raise ValueError(f"global_tokens has {max(numbers)}, and there are {tokens} tokens, numbered from 0.")
+    return tuple(sorted(set(numbers)))
