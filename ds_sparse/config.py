@@ -11,7 +11,6 @@ import copy
 import difflib
 import json
 import os
-import random
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -25,6 +24,7 @@ from .sparsity import SparsityConfig, SparsityWarning, sparsity_class, sparsity_
 from .sparsity._base import Rule, rule_fields
 from .sparsity._fields import build, json_fields, json_model
 from .sparsity._registry import loaded_classes
+from .sparsity.draws import random_numbers_kept
 from .wording import did_you_mean, hint_of_text, list_modes, one_of, printable, reason, show, show_key
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
@@ -523,12 +523,12 @@ class _Reading:
         self, structure: SparsityConfig, mode: str, given: dict[str, Any], values: dict[str, Any], seq_len: int
     ) -> None:
         cls = type(structure)
-        state = random.getstate()
         try:
-            if self.whole:
-                structure.make_bool_layout(seq_len)
-            else:
-                structure.make_rows(seq_len).maker(0)(range(1))
+            with random_numbers_kept():
+                if self.whole:
+                    structure.make_bool_layout(seq_len)
+                else:
+                    structure.make_rows(seq_len).maker(0)(range(1))
             cautions = list(structure.cautions_at(seq_len // structure.block))
         except STRUCTURE_ERRORS as error:
             self.cause = error
@@ -541,9 +541,6 @@ class _Reading:
                 )
         else:
             self._note(cautions)
-        finally:
-            # A trial layout must not change the one that training draws.
-            random.setstate(state)
 
     def _note(self, cautions: list[tuple[str, str]]) -> None:
         self.notices += [f"{self.at}.{option}: {sentence}" for option, sentence in cautions]

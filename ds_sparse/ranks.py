@@ -6,6 +6,8 @@ import os
 import random
 from typing import TYPE_CHECKING, Any
 
+from .sparsity.draws import Draws, draws, why_unrepeatable
+
 if TYPE_CHECKING:
     from .sparsity import SparsityConfig
 
@@ -51,12 +53,15 @@ def from_rank_0(value: Any) -> Any:
 
 def set_common_seed(structure: SparsityConfig, seed: int | None = None) -> None:
     """Gives a structure that draws blocks by its `seed`, and has none, the same one on all ranks: `seed`, else one that
-    rank 0 draws and prints.
+    rank 0 draws and prints. One line says what to do where no seed would repeat the blocks.
 
     Raises:
         RuntimeError: several ranks, and torch.distributed does not run yet.
     """
-    if getattr(structure, "num_random_blocks", 0) == 0 or getattr(structure, "seed", 0) is not None:
+    how = draws(structure)
+    if how is Draws.UNREPEATABLY:
+        say(why_unrepeatable(structure))
+    if how is not Draws.BY_SEED or getattr(structure, "seed", None) is not None:
         return
     if seed is not None:
         structure.seed = seed

@@ -18,6 +18,7 @@ from .ops import MatMul, Softmax, block_sparse_attention, check_inputs
 from .ops.softmax import MASK_MODES, as_additive
 from .ranks import from_rank_0, world_size
 from .sparsity import FixedSparsityConfig, SparsityConfig
+from .sparsity.draws import without_seed
 
 IMPLEMENTATIONS = ("fused", "separate")
 
@@ -221,11 +222,6 @@ class SparseSelfAttention(nn.Module):
             key = self.transpose_key_for_scores(key, seq_len)
         if key_padding_mask is not None:
             key_padding_mask = as_key_padding_mask(key_padding_mask)
-            if key_padding_mask.dim() != 2:
-                raise ValueError(
-                    f"key_padding_mask has shape {tuple(key_padding_mask.shape)}; it has to be (batch, tokens), or "
-                    "(batch, 1, 1, tokens)."
-                )
             key_padding_mask = _in_mode("key_padding_mask", key_padding_mask, self.key_padding_mask_mode, query.dtype)
         if attn_mask is not None:
             if attn_mask.numel() == seq_len**2 and attn_mask.squeeze().shape == (seq_len, seq_len):
@@ -319,7 +315,7 @@ class StructuredAttention:
         self.sparsity_config = sparsity_config
         self.implementation = implementation
         self._master = self._build(max_seq_length)
-        self._awaits_other_ranks = _may_differ_between_ranks(sparsity_config)
+        self._awaits_other_ranks = without_seed(sparsity_config)
         self._synchronize_layout()
 
     @property
@@ -463,7 +459,7 @@ class StructuredAttention:
                     f"The sequence has {seq_len} tokens, the layout was made for {self.max_seq_length}, and a longer one "
                     f"cannot be made under torch.compile; build the module with max_seq_length={seq_len}."
                 )
-            if world_size() > 1 and _may_differ_between_ranks(self.sparsity_config):
+            if world_size() > 1 and without_seed(self.sparsity_config):
                 raise ValueError(
                     f"The sequence has {seq_len} tokens, the layout was made for {self.max_seq_length}, and a longer "
                     f"one would be drawn differently by each rank; build the module with max_seq_length={seq_len}, or "
@@ -522,16 +518,17 @@ def whole_blocks(tokens: int, block: int) -> int:
     return -(-tokens // block) * block
 
 
-def as_key_padding_mask(mask: torch.Tensor) -> torch.Tensor:
+def of_keys_or_pairs(mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """The argument of `StructuredAttention` for a mask that models give: (B, T) is about keys, any other about pairs of
+    tokens."""
+    return {} if mask is None else {"key_padding_mask" if mask.dim() == 2 else "attn_mask": mask}
+
+
+def as_key_padding_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
     """(B, T) from (B, 1, ..., 1, T); any other mask as it is."""
-    if mask.dim() > 2 and all(size == 1 for size in mask.shape[1:-1]):
+    if mask is not None and mask.dim() > 2 and all(size == 1 for size in mask.shape[1:-1]):
         return mask.reshape(mask.shape[0], mask.shape[-1])
     return mask
-
-
-def _may_differ_between_ranks(config: SparsityConfig) -> bool:
-    """Whether each rank would draw its own blocks; code that is not ours might."""
-    return getattr(config, "seed", None) is None and getattr(config, "draws_random_blocks", True)
 
 
 def _in_mode(name: str, mask: torch.Tensor, mode: str, dtype: torch.dtype) -> torch.Tensor:

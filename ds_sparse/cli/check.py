@@ -17,6 +17,7 @@ from ..config import (
     parse_sparse_attention,
 )
 from ..sparsity import SparsityConfig
+from ..sparsity.draws import Draws, draws, why_unrepeatable
 from ..wording import printable, reason
 from . import positive
 
@@ -128,7 +129,10 @@ def _check_block(block: dict[str, Any], result: Result, args: argparse.Namespace
         return
     result.mode, result.block = block.get("mode", DEFAULT_MODE), structure.block
     result.notices += _without_name(notices, result.file)
-    if getattr(structure, "num_random_blocks", 0) > 0 and structure.seed is None:
+    how = draws(structure, args.seq)
+    if how is Draws.UNREPEATABLY:
+        result.notices.append(f"{BLOCK_KEY}.mode: {why_unrepeatable(structure)}")
+    if how is Draws.BY_SEED and structure.seed is None:
         result.notices.append(
             f"{BLOCK_KEY}.seed: not given: each run draws random blocks of its own, one layout on all its ranks. Set "
             '"seed" to have the same layout in every run.'

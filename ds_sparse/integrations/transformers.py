@@ -23,8 +23,9 @@ from ..attention_layers import layers_by_model, through_interface
 from ..bert import VARIANTS
 from ..config import BLOCK_KEY, parse_sparse_attention, sparse_attention_block
 from ..extras import optional_imports
-from ..self_attention import StructuredAttention, whole_blocks
+from ..self_attention import StructuredAttention, of_keys_or_pairs, whole_blocks
 from ..sparsity import SparsityConfig
+from ..sparsity.draws import Draws, draws, why_unrepeatable
 from .trial import Refused, Untried
 from .trial import run as run_trial
 
@@ -80,9 +81,8 @@ def attention(
     rpe = position_bias
     if attention_mask is not None and attention_mask.requires_grad:
         attention_mask, rpe = None, attention_mask if rpe is None else attention_mask + rpe
-    mask = "key_padding_mask" if attention_mask is not None and attention_mask.dim() == 2 else "attn_mask"
     sparse = _attached_to(module).attention
-    masks = {mask: attention_mask, "rpe": None if rpe is None else rpe.to(query.dtype)}
+    masks = {**of_keys_or_pairs(attention_mask), "rpe": None if rpe is None else rpe.to(query.dtype)}
     output = sparse(query, key, value, scale=scaling, dropout_p=dropout, **masks)
     return output.transpose(1, 2).contiguous(), None
 
@@ -429,17 +429,27 @@ def _attention_for(config: PreTrainedConfig, block: dict[str, Any] | None) -> St
             f'config.{BLOCK_KEY} = {{"mode": "fixed", "block": 16}}, or call ds_sparse.sparsify, which does.'
         )
     structure = parse_sparse_attention(block, config.num_attention_heads, source=type(config).__name__)
-    if getattr(structure, "num_random_blocks", 0) and structure.seed is None:
-        raise ValueError(
-            f"config.{BLOCK_KEY} has random blocks and no seed, so they would differ between ranks and after loading; "
-            'add one, such as "seed": 0.'
-        )
     tokens = whole_blocks(_tokens(config), structure.block)
     key = (type(structure), json.dumps(block, sort_keys=True), structure.num_heads, tokens)
     attention = _made.get(key)
     if attention is None:
-        attention = _made[key] = StructuredAttention(structure, tokens)
+        attention = StructuredAttention(structure, tokens)
+        _check_is_repeated(attention)
+        _made[key] = attention
     return attention
+
+
+def _check_is_repeated(attention: StructuredAttention) -> None:
+    """Raises ValueError where ranks would draw other blocks, and so would the model when it is loaded."""
+    structure = attention.sparsity_config
+    how = draws(structure, attention.max_seq_length)
+    if how is Draws.UNREPEATABLY:
+        raise ValueError(why_unrepeatable(structure))
+    if how is Draws.BY_SEED and structure.seed is None:
+        raise ValueError(
+            f"{type(structure).__name__} has random blocks and no seed, so they would differ between ranks and after "
+            f'loading; add one to config.{BLOCK_KEY}, such as "seed": 0.'
+        )
 
 
 def _tokens(config: PreTrainedConfig) -> int:
@@ -459,14 +469,8 @@ def _max_position(config: PreTrainedConfig) -> int:
 
 def _reproducible_block(attention: StructuredAttention) -> dict[str, Any]:
     """The block that makes this layout again. Raises ValueError where there is none."""
-    structure, layout = attention.sparsity_config, attention.layout
-    block = sparse_attention_block(structure)
-    drawn = structure.draws_random_blocks and structure.seed is None
-    if drawn and not torch.equal(structure.make_bool_layout(attention.max_seq_length), layout):
-        raise ValueError(
-            f"{type(structure).__name__} draws other blocks each time; draw them with self.sampler(h) in its layout "
-            "and give it a seed."
-        )
+    block = sparse_attention_block(attention.sparsity_config)
+    _check_is_repeated(attention)
     return block
 
 

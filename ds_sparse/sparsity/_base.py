@@ -201,8 +201,9 @@ class SparsityConfig:
 
     @property
     def draws_random_blocks(self) -> bool:
-        """Whether the layout depends on the seed, as far as we can know: code of a subclass counts as if it did."""
-        return self._overrides_layout() or getattr(self, "num_random_blocks", 0) > 0
+        """Whether the layout may depend on the seed, as far as the fields tell: code of a subclass counts as if it did,
+        and `draws` tries it. A subclass may say so itself."""
+        return self.overrides_layout() or getattr(self, "num_random_blocks", 0) > 0
 
     def cautions(self) -> Iterator[tuple[str, str]]:
         """(option, sentence) for each choice that works but may surprise. Warned about once a process."""
@@ -273,7 +274,7 @@ class SparsityConfig:
 
         from ..layout import as_bool_layout, causal_cut, share_equal_heads
 
-        if self._overrides_layout():
+        if self.overrides_layout():
             need_memory(1, -(-seq_len // self.block), torch.bool)
             layout = as_bool_layout(self.make_layout(seq_len))
             if self.strict_causal:
@@ -296,7 +297,7 @@ class SparsityConfig:
 
         from ..layout_rows import LayoutRows
 
-        if self._overrides_layout():
+        if self.overrides_layout():
             return LayoutRows.of(self.make_bool_layout(seq_len))
         blocks = self._blocks_in(seq_len)
 
@@ -342,7 +343,7 @@ class SparsityConfig:
             layout = self.lay_out(h, layout)
         return causal_cut(layout) if self.strict_causal else layout
 
-    def _overrides_layout(self) -> bool:
+    def overrides_layout(self) -> bool:
         """Whether a class outside this package replaces something of ours: it may count on int64 and num_heads."""
         mro = type(self).__mro__
         ours = next(place for place, cls in enumerate(mro) if cls.__module__.startswith(f"{__package__}."))

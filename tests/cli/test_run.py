@@ -30,6 +30,24 @@ import sys
 import deepspeed, torch
 deepspeed.initialize(model=torch.nn.Linear(2, 2), config=sys.argv[-1])
 """
+DRAWS = """
+import json, os, sys
+import deepspeed, ds_sparse, torch
+from transformers import BertConfig, BertModel
+@ds_sparse.register_sparsity("scatter")
+class Scatter(ds_sparse.SparsityConfig):
+    def make_layout(self, seq_len):
+        layout = self.setup_layout(seq_len)
+        for row in range(layout.shape[1]):
+            layout[:, row, self.sampler(row)(range(layout.shape[2]), 2)] = 1
+        return layout
+sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+model = BertModel(BertConfig(**sizes, vocab_size=9, max_position_embeddings=256))
+deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[-1])
+attention = model.encoder.layer[0].attention.self._ds_sparse.attention
+with open(f"{os.path.dirname(sys.argv[-1])}/draws.{os.environ['RANK']}", "w") as file:
+    json.dump({"layout": attention.layout.tolist(), "block": model.config.sparse_attention}, file)
+"""
 # What DeepSpeed's runner reaches other nodes with; here a node is a shell on this machine, in an empty environment.
 PDSH = """#!/usr/bin/env bash
 shift 5
@@ -80,6 +98,10 @@ def runs(tmp_path_factory, device):
         (folder / "stripes.json").write_text(json.dumps(CONFIG | {"sparse_attention": {"mode": "stripes"}}))
         words = ["--num_gpus", "2", FLAG, str(folder / "unregistered.py"), str(folder / "stripes.json")]
         started["unregistered"] = Run(folder / "unregistered", words, device)
+        (folder / "draws.py").write_text(DRAWS)
+        (folder / "scatter.json").write_text(json.dumps(CONFIG | {"sparse_attention": {"mode": "scatter"}}))
+        words = ["--num_gpus", "2", FLAG, "--no_local_rank", str(folder / "draws.py"), str(folder / "scatter.json")]
+        started["draws"] = Run(folder / "draws", words, device)
         (folder / "pdsh").write_text(PDSH)
         (folder / "pdsh").chmod(0o755)
         (folder / "hosts").write_text("worker-0 slots=2\n")
@@ -140,6 +162,14 @@ def test_a_mode_that_stays_unknown_is_one_sentence_of_rank_0(on_cpu):
     assert status == 1, printed
     assert printed.count('sparse_attention.mode: got "stripes"; wanted "bigbird", ') == 1
     assert "Traceback" not in printed and "SparseAttentionConfigError" not in printed
+
+
+def test_all_ranks_draw_the_blocks_of_a_users_structure_by_one_seed(on_cpu):
+    status, printed = on_cpu["draws"].finish()
+    assert status == 0, printed
+    first, second = map(on_cpu["draws"].seen, range(2))
+    assert first == second and first["block"]["seed"] is not None
+    assert printed.count(f"drawn with seed {first['block']['seed']}") == 1
 
 
 @pytest.mark.parametrize(

@@ -299,6 +299,41 @@ def test_a_structure_of_the_users_gets_no_seed(make_args, capsys):
     assert isinstance(config, Stripes) and config.seed is None and "seed" not in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("registry")
+def test_a_structure_of_the_users_that_draws_by_the_sampler_gets_one_seed(make_args, capsys):
+    @ds_sparse.register_sparsity("scatter")
+    class Scatter(ds_sparse.SparsityConfig):
+        def make_layout(self, seq_len):
+            layout = self.setup_layout(seq_len)
+            for h in range(self.num_heads):
+                layout[h, :, self.sampler(h)(range(layout.shape[2]), 2)] = 1
+            return layout
+
+    args = make_args(block={"mode": "scatter"})
+    config = ds_sparse.get_sparse_attention_config(args, 4)
+    assert capsys.readouterr().out.count(f"drawn with seed {config.seed}") == 1
+    model = Layer(config)
+    ds_sparse.initialize(args=args, model=model, model_parameters=model.parameters())
+    layout = model.self.sparse_self_attention.master_layout
+    assert torch.equal(layout, Scatter(4, seed=config.seed).make_layout(64))
+    other = Layer(ds_sparse.get_sparse_attention_config(args, 4))
+    assert other.self.sparse_self_attention.sparsity_config.seed != config.seed
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize("seed", [{}, {"seed": 3}])
+def test_a_structure_of_the_users_that_draws_without_the_sampler_is_told_what_to_do(make_args, capsys, seed):
+    @ds_sparse.register_sparsity("scatter")
+    class Scatter(ds_sparse.SparsityConfig):
+        def make_layout(self, seq_len):
+            return (torch.rand(self.setup_layout(seq_len).shape) < 0.5).long()
+
+    config = ds_sparse.get_sparse_attention_config(make_args(block={"mode": "scatter"} | seed), 4)
+    assert config.seed == seed.get("seed")
+    said = "Scatter draws other blocks each time, and no seed repeats them; draw them with self.sampler(h)"
+    assert capsys.readouterr().out.count(said) == 1
+
+
 def test_two_configurations_or_none_are_an_error(make_args):
     with pytest.raises(ValueError, match="2 DeepSpeed configurations are given"):
         ds_sparse.initialize(args=make_args(), model=Layer(), config=dict(BASE))

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import random
 from unittest import mock
 
 import pytest
@@ -37,6 +38,7 @@ DISTILBERT = {
     "dropout": 0.0,
     "attention_dropout": 0.0,
 }
+SIZES_256 = (transformers.BertForMaskedLM, SIZES | {"max_position_embeddings": 256})
 FAMILIES = {
     "bert": (transformers.BertForMaskedLM, SIZES),
     "roberta": (transformers.RobertaForMaskedLM, RESERVING),
@@ -333,6 +335,53 @@ def test_a_structure_that_cannot_be_saved_works_and_says_so():
         assert torch.equal(model(**batch).logits, first)
         report.undo()
         assert not torch.equal(model(**batch).logits, first)
+
+
+def scatter(block_of=lambda structure: structure.sampler(0)):
+    """Registers a structure of a user's with two random blocks a row."""
+
+    @ds_sparse.register_sparsity("scatter")
+    class Scatter(ds_sparse.SparsityConfig):
+        def make_layout(self, seq_len):
+            layout, sample = self.setup_layout(seq_len), block_of(self)
+            for row in range(layout.shape[1]):
+                layout[:, row, sample(range(layout.shape[2]), 2)] = 1
+            return layout
+
+    return Scatter
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_blocks_that_a_users_structure_draws_by_the_sampler_get_a_seed_that_is_saved(as_dict, tmp_path, capsys):
+    structure = scatter()(HEADS)
+    model, batch = make(SIZES_256).eval(), make_batch()
+    ds_sparse.sparsify(model, {"mode": "scatter"} if as_dict else structure)
+    seed = model.config.sparse_attention["seed"]
+    assert structure.seed is None and f"drawn with seed {seed}" in capsys.readouterr().out
+    model.save_pretrained(tmp_path)
+    loaded = transformers.BertForMaskedLM.from_pretrained(tmp_path, attn_implementation="ds_sparse").eval()
+    again = make(SIZES_256).eval()
+    ds_sparse.sparsify(again, {"mode": "scatter", "seed": seed})
+    truth = model(**batch).logits
+    assert torch.equal(loaded(**batch).logits, truth) and torch.equal(again(**batch).logits, truth)
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize(
+    "block_of, more, sentence",
+    [
+        (lambda structure: structure.sampler(0), {}, 'Scatter has random blocks and no seed.* such as "seed": 0'),
+        (lambda structure: random.sample, {}, "Scatter draws other blocks each time.* draw them with self.sampler"),
+        (lambda structure: random.sample, {"seed": 3}, "Scatter draws other blocks each time"),
+    ],
+)
+def test_the_name_alone_is_refused_where_a_users_structure_draws_other_blocks_each_time(block_of, more, sentence):
+    scatter(block_of)
+    model = make(SIZES_256, sparse_attention={"mode": "scatter"} | more)
+    with pytest.raises(ValueError, match=sentence):
+        model.set_attn_implementation("ds_sparse")
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_the_callers_structure_is_left_alone_and_its_random_blocks_get_a_seed(capsys):
