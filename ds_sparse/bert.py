@@ -10,7 +10,7 @@ from torch import nn
 
 from .ops import check_inputs
 from .ops.softmax import as_additive
-from .self_attention import SparseSelfAttention, as_key_padding_mask
+from .self_attention import SparseSelfAttention, as_key_padding_mask, of_keys_or_pairs
 from .sparsity import FixedSparsityConfig, SparsityConfig
 
 
@@ -43,11 +43,7 @@ class BertSparseSelfAttention(nn.Module):
                 f"The hidden size ({config.hidden_size}) is not a multiple of the number of attention heads ({heads})"
             )
         sparsity_config = sparsity_config or FixedSparsityConfig(num_heads=heads)
-        if sparsity_config.num_heads != heads:
-            raise ValueError(
-                f"The model has {heads} attention heads and the sparsity config num_heads={sparsity_config.num_heads}; "
-                f"build it with num_heads={heads}."
-            )
+        check_num_heads(sparsity_config, heads)
         self.num_attention_heads = heads
         self.attention_head_size = config.hidden_size // heads
         self.all_head_size = config.hidden_size
@@ -109,12 +105,20 @@ class BertSparseSelfAttention(nn.Module):
         query, key, value = (
             self.transpose_for_scores(projection(hidden_states)) for projection in (self.query, self.key, self.value)
         )
-        if attention_mask is not None:
-            attention_mask = as_key_padding_mask(attention_mask)
-        name = "key_padding_mask" if attention_mask is not None and attention_mask.dim() == 2 else "attn_mask"
-        context = self.sparse_self_attention.attend(query, key, value, **{name: attention_mask})
+        context = self.sparse_self_attention.attend(
+            query, key, value, **of_keys_or_pairs(as_key_padding_mask(attention_mask))
+        )
         context = context.transpose(1, 2).flatten(2)
         return (context, None) if from_transformers else context
+
+
+def check_num_heads(structure: SparsityConfig, heads: int) -> None:
+    """Raises ValueError unless the structure is for as many heads as the model has."""
+    if structure.num_heads != heads:
+        raise ValueError(
+            f"The model has {heads} attention heads and the sparsity config num_heads={structure.num_heads}; build it "
+            f"with num_heads={heads}."
+        )
 
 
 VARIANTS = (

@@ -20,7 +20,7 @@ from .attention_layers import (
     pretrained_model_around,
     through_interface,
 )
-from .bert import BertSparseSelfAttention
+from .bert import BertSparseSelfAttention, check_num_heads
 from .config import BLOCK_KEY, parse_sparse_attention
 from .layout import density
 from .notices import say_notices
@@ -354,11 +354,7 @@ def _structure(
             f"sparsity_config is {type(wanted).__name__}; it has to be a sparsity config, such as FixedSparsityConfig, "
             "or a dict with the keys of the sparse_attention block."
         )
-    if structure.num_heads != num_heads:
-        raise ValueError(
-            f"The model has {num_heads} attention heads and the sparsity config num_heads={structure.num_heads}; build "
-            f"it with num_heads={num_heads}."
-        )
+    check_num_heads(structure, num_heads)
     set_common_seed(structure, seed)
     return structure
 

@@ -11,6 +11,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from ds_sparse.config import SparseAttentionConfigError
+from ds_sparse.integrations.cpu_communication import leave_out_compiled_all_reduce
 from ds_sparse.integrations.flag import RUN_VARIABLE
 from ds_sparse.ranks import rank
 
@@ -24,8 +25,7 @@ def install(deepspeed: ModuleType) -> None:
     a wrong block a sentence, and a compiler unnecessary on the CPU. Transformers and accelerate look `initialize` up when
     they call it."""
     importlib.import_module("ds_sparse.integrations.deepspeed_ops")
-    if deepspeed.get_accelerator().device_name() == "cpu":
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    leave_out_compiled_all_reduce(deepspeed)
     below = deepspeed.initialize
 
     @functools.wraps(below)

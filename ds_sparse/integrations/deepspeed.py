@@ -21,6 +21,7 @@ from ..patch import sparsify
 from ..ranks import is_launched, say, set_common_seed
 from ..self_attention import SparseSelfAttention
 from ..sparsity import FixedSparsityConfig, SparsityConfig
+from .cpu_communication import leave_out_compiled_all_reduce
 from .flag import FLAG, is_on
 
 with optional_imports():
@@ -46,16 +47,14 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 def init_distributed(**arguments: Any) -> None:
     """`deepspeed.init_distributed`, which also works without a launcher, a compiler, ninja or mpi4py.
 
-    A process that no launcher started becomes rank 0 of 1. On CPU, DeepSpeed would compile a shared-memory all-reduce
-    when it first runs; it is left out, and gloo does that work.
+    A process that no launcher started becomes rank 0 of 1. On the CPU gloo communicates, and nothing is compiled.
     """
     if not is_launched():
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    if deepspeed.get_accelerator().device_name() == "cpu":
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    leave_out_compiled_all_reduce(deepspeed)
     deepspeed.init_distributed(**arguments)
 
 
