@@ -30,11 +30,11 @@ _PUBLIC = {
     "gather_attention": "ops",
     "jagged_attention": "ops",
     "torch_sparse_attention": "ops",
-    "SparseSelfAttention": "self_attention",
-    "BertSparseSelfAttention": "bert",
-    "SparseAttentionUtils": "patch",
-    "SparsifyReport": "patch",
-    "sparsify": "patch",
+    "SparseSelfAttention": "modules.self_attention",
+    "BertSparseSelfAttention": "modules.bert",
+    "SparseAttentionUtils": "models.sparse_attention_utils",
+    "SparsifyReport": "models.report",
+    "sparsify": "models.sparsify",
     "SparsityConfig": "sparsity",
     "DenseSparsityConfig": "sparsity",
     "FixedSparsityConfig": "sparsity",
@@ -57,10 +57,14 @@ _PUBLIC = {
 __all__ = sorted(_PUBLIC)
 
 if TYPE_CHECKING:
-    from .bert import BertSparseSelfAttention
     from .config import SparseAttentionConfigError, load_config, parse_sparse_attention
     from .index import BlockIndex, TokenIndex, WindowIndex
     from .integrations.deepspeed import add_config_arguments, get_sparse_attention_config, init_distributed, initialize
+    from .models.report import SparsifyReport
+    from .models.sparse_attention_utils import SparseAttentionUtils
+    from .models.sparsify import sparsify
+    from .modules.bert import BertSparseSelfAttention
+    from .modules.self_attention import SparseSelfAttention
     from .ops import (
         MatMul,
         Softmax,
@@ -77,8 +81,6 @@ if TYPE_CHECKING:
         window_matmul,
         window_softmax,
     )
-    from .patch import SparseAttentionUtils, SparsifyReport, sparsify
-    from .self_attention import SparseSelfAttention
     from .sparsity import (
         BigBirdSparsityConfig,
         BSLongformerSparsityConfig,

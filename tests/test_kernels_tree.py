@@ -101,7 +101,7 @@ for ours, dense in zip(*results, strict=True):
 
 import ds_sparse
 assert ds_sparse is kernel
-from ds_sparse.self_attention import SparseSelfAttention
+from ds_sparse.modules.self_attention import SparseSelfAttention
 assert SparseSelfAttention is kernel.SparseSelfAttention
 print(folder)
 """

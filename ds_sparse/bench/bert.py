@@ -18,8 +18,8 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from ..extras import optional_imports
 from ..layout import to_token_mask
-from ..patch import sparsify
-from ..self_attention import whole_blocks
+from ..models.sparsify import sparsify
+from ..modules.structured_attention import whole_blocks
 from .cases import IN_BERT, NO_ATTENTION
 from .machine import DTYPES, in_turns, timed
 from .reasons import in_short

@@ -1,4 +1,5 @@
-"""Registers `attn_implementation="ds_sparse"` with Transformers when both are imported, in either order."""
+"""Registers `attn_implementation="ds_sparse"` with Transformers, and its encoders with `sparsify`, when both are imported,
+in either order."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ def register_with_transformers() -> None:
 
 
 def _register() -> None:
+    import_module(f"{__package__}.transformers_family")
     version = getattr(sys.modules.get("transformers"), "__version__", "0")
     if int(version.split(".")[0]) >= 5:  # for older ones the module below has a sentence, where it is asked for
         import_module(f"{__package__}.transformers")

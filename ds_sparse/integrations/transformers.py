@@ -18,14 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention_layers import TRANSFORMERS_NAME as NAME
-from ..attention_layers import layers_by_model, through_interface
-from ..bert import VARIANTS
 from ..config import BLOCK_KEY, parse_sparse_attention, sparse_attention_block
 from ..extras import optional_imports
-from ..self_attention import StructuredAttention, of_keys_or_pairs, whole_blocks
+from ..modules.bert import VARIANTS
+from ..modules.structured_attention import StructuredAttention, of_keys_or_pairs, whole_blocks
 from ..sparsity import SparsityConfig
 from ..sparsity.draws import Draws, draws, why_unrepeatable
+from .pretrained import NAME, layers_by_model, through_interface
 from .trial import Refused, Untried
 from .trial import run as run_trial
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .ops import check_inputs
-from .ops.softmax import as_additive
-from .self_attention import SparseSelfAttention, as_key_padding_mask, of_keys_or_pairs
-from .sparsity import FixedSparsityConfig, SparsityConfig
+from ..ops import check_inputs
+from ..ops.softmax import as_additive
+from ..sparsity import FixedSparsityConfig, SparsityConfig
+from .self_attention import SparseSelfAttention, as_key_padding_mask
+from .structured_attention import of_keys_or_pairs
 
 
 class BertSparseSelfAttention(nn.Module):

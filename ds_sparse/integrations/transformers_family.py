@@ -1,0 +1,75 @@
+"""Transformers encoders as a family of models for `sparsify`: switched through their attention interface.
+
+`on_import` imports this, which registers the family, with Transformers. Our side of its interface is imported for a
+model of theirs only.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from types import ModuleType
+
+from torch import nn
+
+from ..config import BLOCK_KEY
+from ..models.families import Family, register_family
+from ..models.report import Change
+from ..models.structures import Structures
+from ..sparsity import SparsityWarning
+from .pretrained import is_switched, layers_by_model, models_around, pretrained_model_around, through_interface
+
+
+class TransformersEncoders(Family):
+    """Models on the attention interface: no module changes, nor a key of the state dict."""
+
+    def of_this_family(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+        owners = pretrained_model_around(model)
+        return {name: layer for name, layer in layers.items() if layer in owners}
+
+    def changes(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, nn.Module],
+        structures: Structures,
+        max_seq_length: int | None,
+    ) -> list[Change]:
+        layers_of = layers_by_model(model)
+        for owner, those in layers_of.items():
+            reason = _interface().why_not(owner, those, models_around(model, owner))
+            if reason is not None:
+                raise ValueError(reason)
+        switches = []
+        for owner, those in layers_of.items():
+            config, hf = owner.config, _interface()
+            structure = structures.make(config.num_attention_heads, getattr(config, BLOCK_KEY, None))
+            tokens = max_seq_length
+            if structures.wanted is None and tokens is None:
+                tokens = getattr(config, hf.MAX_SEQ_LENGTH_KEY, None)
+            switches.append(hf.Switch(owner, those, models_around(model, owner), structure, tokens))
+        for reason in dict.fromkeys(switch.not_saved for switch in switches if switch.not_saved):
+            warnings.warn(f"The structure is not saved with the model: {reason}", SparsityWarning, stacklevel=3)
+        return switches
+
+    def switched(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+        owners = pretrained_model_around(model)
+        return {name: layer for name, layer in layers.items() if is_switched(owners.get(layer))}
+
+    def prepare(self, model: nn.Module) -> None:
+        if pretrained_model_around(model):
+            _interface().give_own_configs(model)
+
+    def adapt_replaced(self, model: nn.Module, base: nn.Module) -> None:
+        """Their mask is then (batch, tokens), not a matrix of tokens x tokens."""
+        if base in pretrained_model_around(model) and through_interface(base):
+            _interface().give_own_configs(model)
+            base.set_attn_implementation(_interface().NAME)
+
+
+def _interface() -> ModuleType:
+    from . import transformers
+
+    return transformers
+
+
+register_family(TransformersEncoders())

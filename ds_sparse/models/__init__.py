@@ -1,0 +1,1 @@
+"""Making models of others sparse: `sparsify`, its families of models, and DeepSpeed's helpers."""

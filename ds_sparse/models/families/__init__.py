@@ -1,0 +1,8 @@
+"""Families of models, a file each: how the attention layers of a kind of models become sparse."""
+
+from ._registry import Family, families, register_family
+from .bing_bert import BingBert
+
+register_family(BingBert())
+
+__all__ = ["Family", "families", "register_family"]

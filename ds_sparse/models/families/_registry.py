@@ -1,0 +1,57 @@
+"""The families of models that `sparsify` knows. Families above, which need a library of others, register here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from ..report import Change
+from ..structures import Structures
+
+
+class Family:
+    """A kind of models, and how their attention layers become sparse. A file of its own has a subclass, and registers
+    an object of it."""
+
+    def of_this_family(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+        """Those of the dense attention layers of a model, by name, that belong to models of this family."""
+        raise NotImplementedError
+
+    def changes(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, nn.Module],
+        structures: Structures,
+        max_seq_length: int | None,
+    ) -> list[Change]:
+        """What makes these layers sparse, ready to be switched on. It is called without layers too: the model may hold
+        attention that is known by no projection.
+
+        Raises:
+            ValueError: a layer that would stay dense, or would not be computed as before; nothing has been changed.
+        """
+        raise NotImplementedError
+
+    def switched(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+        """Those of the layers without a `SparseSelfAttention` that are sparse all the same."""
+        return {}
+
+    def prepare(self, model: nn.Module) -> None:
+        """Is called before changes of a model are switched on."""
+
+    def adapt_replaced(self, model: nn.Module, base: nn.Module) -> None:
+        """Is called when BertSparseSelfAttention has taken the place of all layers of `base`, the encoder in a model."""
+
+
+_families: list[Family] = []
+
+
+def register_family(family: Family) -> None:
+    """Adds a family, which is asked before those that are there; one of the same class gives it its place."""
+    _families[:] = [family, *(known for known in _families if type(known) is not type(family))]
+
+
+def families() -> list[Family]:
+    """All families, in the order in which they are asked for the layers that none before them has taken."""
+    return list(_families)

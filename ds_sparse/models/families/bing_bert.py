@@ -1,0 +1,144 @@
+"""Layers in the bing_bert manner: a BertSparseSelfAttention around the same projections takes their place."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+from ...modules.bert import BertSparseSelfAttention
+from ...modules.structured_attention import whole_blocks
+from ...sparsity import SparsityConfig
+from ..report import Change
+from ..structures import Structures
+from ._registry import Family
+
+_QUERY_KEY_VALUE = ("query", "key", "value")
+_DROPOUTS = (
+    "dropout", "dropout_p", "dropout_prob", "attn_dropout", "attention_dropout", "attention_probs_dropout_prob",
+)  # fmt: skip
+
+
+class BingBert(Family):
+    """Models with layers in the bing_bert manner: each holds `query`, `key` and `value`, is called with (hidden_states,
+    attention_mask) and returns a tensor. What no other family has is taken for one of these, or refused."""
+
+    def of_this_family(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+        return dict(layers)
+
+    def changes(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, nn.Module],
+        structures: Structures,
+        max_seq_length: int | None,
+    ) -> list[Change]:
+        alike: dict[tuple[int, int, float], dict[str, nn.Module]] = {}
+        for name, layer in layers.items():
+            _check_replaceable(name, layer)
+            kind = (_heads(name, layer, structures.wanted), layer.query.out_features, _dropout(name, layer))
+            alike.setdefault(kind, {})[name] = layer
+        tokens = longest_sequence(getattr(model, "config", None)) if max_seq_length is None else max_seq_length
+        swaps = []
+        for (heads, hidden, dropout), those in alike.items():
+            config = SimpleNamespace(
+                hidden_size=hidden, num_attention_heads=heads, attention_probs_dropout_prob=dropout
+            )
+            replacements = around(list(those.values()), config, structures.make(heads), tokens)
+            swaps.append(Swap(model, those, replacements))
+        return swaps
+
+
+class Swap:
+    """Layers in the bing_bert manner, alike, whose places `on` gives to BertSparseSelfAttention and `off` gives
+    back."""
+
+    def __init__(self, model: nn.Module, layers: dict[str, nn.Module], replacements: list[BertSparseSelfAttention]):
+        self.model, self.layers = model, layers
+        self.was = [type(layer).__name__ for layer in layers.values()]
+        self.now = [BertSparseSelfAttention.__name__] * len(layers)
+        self.attention = replacements[0].sparse_self_attention.attention
+        self._sparse_for = dict(zip(layers.values(), replacements, strict=True))
+
+    def on(self) -> None:
+        _exchange(self.model, self._sparse_for)
+
+    def off(self) -> None:
+        for dense, sparse in self._sparse_for.items():
+            dense.train(sparse.training)
+        _exchange(self.model, {sparse: dense for dense, sparse in self._sparse_for.items()})
+
+
+def around(
+    layers: list[nn.Module], config: Any, structure: SparsityConfig, max_position: int
+) -> list[BertSparseSelfAttention]:
+    """A sparse layer around the projections of each dense one; they share one layout."""
+    tokens = whole_blocks(max_position, structure.block)
+    first = BertSparseSelfAttention(config, structure, tokens, projections_of=layers[0])
+    sparse = [first, *(first.with_projections_of(layer) for layer in layers[1:])]
+    return [replacement.train(layer.training) for replacement, layer in zip(sparse, layers, strict=True)]
+
+
+def longest_sequence(config: Any) -> int:
+    return getattr(config, "max_position_embeddings", None) or 2048
+
+
+def _check_replaceable(name: str, layer: nn.Module) -> None:
+    """Raises ValueError unless a BertSparseSelfAttention around query, key and value does all that the layer does."""
+    what = f"attention layer {name or 'of the model itself'} ({type(layer).__name__})"
+    if not name:
+        raise ValueError(f"{what} cannot be replaced from inside; pass the module that holds it.")
+    projections = [getattr(layer, projection, None) for projection in _QUERY_KEY_VALUE]
+    if not all(hasattr(projection, "out_features") for projection in projections):
+        raise ValueError(
+            f"{what} would stay dense: sparsify replaces layers that hold Linear modules query, key and value; put "
+            "ds_sparse.SparseSelfAttention into this one."
+        )
+    taken = [parameter.name for parameter in inspect.signature(layer.forward).parameters.values()]
+    if len(taken) > 1 and "mask" not in taken[1]:
+        raise ValueError(
+            f"{what} would stay dense: it is called with ({', '.join(taken)}), and sparsify replaces layers that take "
+            "(hidden_states, attention_mask); put ds_sparse.SparseSelfAttention into it."
+        )
+    own = {id(x) for projection in projections for x in (*projection.parameters(), *projection.buffers())}
+    more = [key for key, x in (*layer.named_parameters(), *layer.named_buffers()) if id(x) not in own]
+    if more or len({projection.out_features for projection in projections}) > 1:
+        raise ValueError(
+            f"{what} would stay dense: besides the attention of query, key and value of one size it has "
+            f"{', '.join(more) or 'projections of several sizes'}; put ds_sparse.SparseSelfAttention into it."
+        )
+
+
+def _heads(name: str, layer: nn.Module, wanted: Any) -> int:
+    said = [getattr(layer, attribute, None) for attribute in ("num_attention_heads", "num_heads", "n_heads")]
+    said.append(getattr(wanted, "num_heads", None))
+    heads = next((number for number in said if isinstance(number, int)), None)
+    if heads is None:
+        raise ValueError(
+            f"attention layer {name} ({type(layer).__name__}) does not say its number of heads (num_attention_heads); "
+            "pass sparsify a sparsity config made with num_heads, instead of a dict."
+        )
+    return heads
+
+
+def _dropout(name: str, layer: nn.Module) -> float:
+    """The probability with which a dense layer drops attention probabilities: its only Dropout, or a number by one of
+    the usual names."""
+    modules = [module.p for module in layer.modules() if isinstance(module, nn.Dropout)]
+    numbers = [x for x in (getattr(layer, attribute, None) for attribute in _DROPOUTS) if isinstance(x, int | float)]
+    if len(modules) > 1:
+        raise ValueError(
+            f"attention layer {name} ({type(layer).__name__}) would stay dense: it has {len(modules)} Dropout modules, "
+            "of which one at most can be that of the attention; put ds_sparse.SparseSelfAttention into it."
+        )
+    return float((modules or numbers or [0.0])[0])
+
+
+def _exchange(model: nn.Module, new_for: Mapping[nn.Module, nn.Module]) -> None:
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child in new_for:
+                setattr(parent, name, new_for[child])

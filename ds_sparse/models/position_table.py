@@ -1,0 +1,50 @@
+"""The table of learned positions of a model, where it has one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+_WITHOUT_TABLE = {"rotary": ("rotary", "rope"), "relative": ("relative", "rel_embeddings", "rel_pos")}
+"""Kinds of positions that need no table, by words in the names of the modules that compute them."""
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The encoder with embeddings inside a model with a head, or the model itself."""
+    for name in ("bert", "roberta"):
+        if hasattr(model, name):
+            return getattr(model, name)
+    return getattr(model, "base_model", model)
+
+
+def configs(model: nn.Module, base: nn.Module) -> list[Any]:
+    configs = [module.config for module in (model, base) if hasattr(module, "config")]
+    return list({id(config): config for config in configs}.values())
+
+
+def position_table(base: nn.Module) -> nn.Embedding | None:
+    table = getattr(getattr(base, "embeddings", None), "position_embeddings", None)
+    return table if isinstance(table, nn.Embedding) else None
+
+
+def why_no_table(model: nn.Module, max_position: int) -> str:
+    name = type(model).__name__
+    for kind, words in _WITHOUT_TABLE.items():
+        found = next((path for path, _ in model.named_modules() if any(word in path.lower() for word in words)), None)
+        if found is not None:
+            return (
+                f"{name} has {kind} positions ({found}) and no table of positions, so it needs none that is longer; "
+                f"leave this call out. sparsify(model, ..., max_seq_length={max_position}) builds the layout for that "
+                "length."
+            )
+    return (
+        f"{name} has no embeddings.position_embeddings, the table that extend_position_embedding makes longer; BERT, "
+        "RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT and ALBERT have it. Make the table of this model longer "
+        "where it keeps one."
+    )
+
+
+def reserved_rows(table: nn.Embedding) -> int:
+    """Leading rows that belong to no position: RoBERTa numbers positions from padding_idx + 1."""
+    return 0 if table.padding_idx is None else table.padding_idx + 1

@@ -1,0 +1,79 @@
+"""What `sparsify` changed in a model, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from torch import nn
+
+from ..layout import density
+from ..modules.structured_attention import StructuredAttention
+
+
+class Change(Protocol):
+    """Attention layers, alike, that `on` makes sparse and `off` dense again.
+
+    Attributes:
+        layers: the dense ones by name.
+        was, now: what each of them is, dense and sparse, for the report.
+        attention: what computes when they are sparse.
+    """
+
+    layers: Mapping[str, nn.Module]
+    was: Sequence[str]
+    now: Sequence[str]
+    attention: StructuredAttention
+
+    def on(self) -> None: ...
+
+    def off(self) -> None: ...
+
+
+class Replaced(NamedTuple):
+    """An attention layer that `sparsify` made sparse."""
+
+    name: str
+    was: str
+    now: str
+
+
+class SparsifyReport:
+    """What `sparsify` changed: `replaced` has an entry a layer, `str()` is a table, `undo()` puts the model back. Then
+    `replaced` is empty, and the table says what became dense again."""
+
+    def __init__(self, changes: list[Change]):
+        self._changes, self._on = changes, True
+
+    @property
+    def replaced(self) -> list[Replaced]:
+        return [replaced for change in self._changes for replaced in _replaced(change)] if self._on else []
+
+    def undo(self) -> None:
+        """Puts modules, config and attention implementation back. A second call changes nothing."""
+        if self._on:
+            for change in reversed(self._changes):
+                change.off()
+        self._on = False
+
+    def __str__(self) -> str:
+        lines = []
+        for change in self._changes:
+            attention, count = change.attention, len(change.layers)
+            structure = attention.sparsity_config
+            layers = f"{count} attention layer{'s' if count > 1 else ''}"
+            lines.append(
+                f"{f'{layers} made sparse' if self._on else f'undone: {layers} dense again, no longer'}: "
+                f"{type(structure).__name__}, block {structure.block}, density {density(attention.layout):.1%} at "
+                f"{attention.max_seq_length} tokens"
+            )
+            rows = [(name, was, now) if self._on else (name, now, was) for name, was, now in _replaced(change)]
+            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            lines += [f"  {name:{widths[0]}}  {was:{widths[1]}}  ->  {now}" for name, was, now in rows]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def _replaced(change: Change) -> list[Replaced]:
+    return [Replaced(*entry) for entry in zip(change.layers, change.was, change.now, strict=True)]

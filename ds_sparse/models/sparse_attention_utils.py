@@ -1,0 +1,226 @@
+"""SparseAttentionUtils: DeepSpeed's static helpers, which adapt models and batches to block-sparse attention."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+from ..ranks import say
+from ..sparsity import SparsityConfig
+from .families import families
+from .families.bing_bert import around, longest_sequence
+from .layers import attention_layers, refuse_sparse
+from .position_table import base_model, configs, position_table, reserved_rows, why_no_table
+from .structures import make_structure
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class SparseAttentionUtils:
+    """Static helpers around a sparse model. Source: DeepSpeed's class of this name."""
+
+    @staticmethod
+    def extend_position_embedding(model: nn.Module, max_position: int) -> nn.Module:
+        """Makes room for `max_position` tokens in the table of learned positions: position p gets the weights of
+        position p mod n of the n that there are.
+
+        In place; the rows that RoBERTa reserves stay in front. The table's parameter is a new one, so make the
+        optimizer afterwards. The config and the buffers of position and segment numbers follow.
+
+        Args:
+            model: with a head or a base model, that has `embeddings.position_embeddings`: BERT, RoBERTa, XLM-RoBERTa,
+                CamemBERT, ELECTRA, DistilBERT, ALBERT and others.
+
+        Returns:
+            The model.
+
+        Raises:
+            ValueError: a model without such a table, which may need none (rotary and relative positions); fewer tokens
+                than there are; a table that ZeRO has partitioned.
+        """
+        base = base_model(model)
+        table = position_table(base)
+        if table is None:
+            raise ValueError(why_no_table(model, max_position))
+        weight, reserved = table.weight, reserved_rows(table)
+        if len(weight) != table.num_embeddings or hasattr(weight, "ds_id"):  # which ZeRO 3 gives its parameters
+            raise ValueError(
+                f"the table of positions is partitioned (here {tuple(weight.shape)}, {table.num_embeddings} rows in "
+                "all); extend it before deepspeed.zero.Init or deepspeed.initialize."
+            )
+        positions = len(weight) - reserved
+        if max_position < positions:
+            raise ValueError(f"max_position is {max_position}, and there are {positions} positions; ask for more.")
+        if max_position == positions:
+            return model
+        rows = torch.arange(max_position, device=weight.device) % positions + reserved
+        with torch.no_grad():
+            extended = torch.cat([weight[:reserved], weight[rows]])
+        table.weight = nn.Parameter(extended, requires_grad=weight.requires_grad)
+        table.num_embeddings = len(extended)
+        numbers = {"position_ids": torch.arange(len(extended)), "token_type_ids": torch.zeros(len(extended))}
+        for name, buffer in base.embeddings.named_buffers(recurse=False):
+            if name in numbers:
+                setattr(base.embeddings, name, numbers[name].to(buffer).expand(1, -1))
+        for config in configs(model, base):
+            config.max_position_embeddings = len(extended)
+        say(f"extended position embeddings from {positions} to {max_position} tokens.")
+        return model
+
+    @staticmethod
+    def update_tokenizer_model_max_length(
+        tokenizer: PreTrainedTokenizerBase, max_position: int
+    ) -> PreTrainedTokenizerBase:
+        """Sets the longest sequence of a tokenizer, also in what it saves. Returns the tokenizer."""
+        tokenizer.model_max_length = max_position
+        tokenizer.init_kwargs["model_max_length"] = max_position
+        say(f"updated tokenizer model maximum length to {max_position}.")
+        return tokenizer
+
+    @staticmethod
+    def replace_model_self_attention_with_sparse_self_attention(
+        model: nn.Module, max_position: int, sparsity_config: SparsityConfig | None = None
+    ) -> nn.Module:
+        """Puts `BertSparseSelfAttention` around the projections of each layer of a BERT or RoBERTa model.
+
+        `ds_sparse.sparsify` does this through Transformers' attention interface, without other modules or keys in the
+        state dict, and can be undone.
+
+        Args:
+            model: with a head (`model.bert`, `model.roberta`), or a base model with `encoder.layer`.
+            max_position: tokens that the layout is built for, rounded up to whole blocks.
+            sparsity_config: the structure; by default `FixedSparsityConfig` for the model's number of heads.
+
+        Returns:
+            The model.
+
+        Raises:
+            ValueError: another kind of model, a decoder, one that is sparse already, one whose config asks for
+                attention probabilities, a structure for another number of heads, or a table of positions for fewer
+                tokens than `max_position`.
+        """
+        base = base_model(model)
+        layers = getattr(getattr(base, "encoder", None), "layer", None)
+        if layers is None:
+            raise ValueError(
+                'Please extend "update_model_self_attention_to_sparse_self_attention" function to support your model '
+                f'type. It currently only supports "bert" & "roberta"! {type(model).__name__} has no encoder.layer.'
+            )
+        table = position_table(base)
+        if table is not None and table.num_embeddings - reserved_rows(table) < max_position:
+            raise ValueError(
+                f"max_position is {max_position}, and the model has {table.num_embeddings - reserved_rows(table)} "
+                "positions; extend_position_embedding(model, max_position) makes room for them first."
+            )
+        refuse_sparse(model, attention_layers(model)[0])
+        _replace_layers(model.config, layers, sparsity_config, max_position)
+        for family in families():
+            family.adapt_replaced(model, base)
+        return model
+
+    @staticmethod
+    def replace_self_attention_layer_with_sparse_self_attention_layer(
+        config: Any, layers: nn.ModuleList, sparsity_config: SparsityConfig | None = None
+    ) -> nn.ModuleList:
+        """Puts `BertSparseSelfAttention` around `layer.attention.self.query`, `.key` and `.value` of each layer, the
+        same modules. All layers share one layout.
+
+        Args:
+            config: the model's; the layout is built for its `max_position_embeddings`, or 2048 tokens without.
+            layers: each has `attention.self`.
+            sparsity_config: the structure; by default `FixedSparsityConfig` for the model's number of heads.
+
+        Returns:
+            The layers.
+
+        Raises:
+            ValueError: a decoder, a config that asks for attention probabilities, a structure for another number of
+                heads.
+        """
+        return _replace_layers(config, layers, sparsity_config, longest_sequence(config))
+
+    @staticmethod
+    def pad_to_block_size(
+        block_size: int,
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        token_type_ids: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        pad_token_id: int,
+        model_embeddings: nn.Module | None = None,
+        *,
+        model_mbeddings: nn.Module | None = None,
+    ) -> tuple[
+        int, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None
+    ]:
+        """Pads the inputs of an encoder on the right, to a multiple of the block.
+
+        Args:
+            block_size: tokens on a block's side.
+            input_ids: (B, T), or None when `inputs_embeds` is given; filled with `pad_token_id`.
+            attention_mask: (..., T); bool and integer masks keep where not zero and are filled with 0, float masks are
+                added to the scores and are filled with the dtype's lowest number.
+            token_type_ids: (B, T), filled with 0.
+            position_ids: (B, T), filled with `pad_token_id`.
+            inputs_embeds: (B, T, hidden); filled with `model_embeddings` of `pad_token_id`.
+            model_embeddings: the word embeddings, for `inputs_embeds` alone. DeepSpeed before 0.7 called it
+                `model_mbeddings`.
+
+        Returns:
+            The number of tokens added, then the five tensors in this order; None stays None.
+
+        Raises:
+            ValueError: neither `input_ids` nor `inputs_embeds` is given; the embeddings by both names.
+        """
+        if input_ids is None and inputs_embeds is None:
+            raise ValueError("input_ids and inputs_embeds are both None; give one of them.")
+        if model_embeddings is not None and model_mbeddings is not None:
+            raise ValueError("model_embeddings and model_mbeddings are both given; they mean the same, give one.")
+        model_embeddings = model_mbeddings if model_embeddings is None else model_embeddings
+        batch, seq_len = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
+        pad_len = -seq_len % block_size
+        if pad_len:
+            input_ids = _pad(input_ids, pad_len, pad_token_id)
+            position_ids = _pad(position_ids, pad_len, pad_token_id)
+            token_type_ids = _pad(token_type_ids, pad_len, 0)
+            if attention_mask is not None:
+                additive = attention_mask.is_floating_point()
+                attention_mask = _pad(attention_mask, pad_len, torch.finfo(attention_mask.dtype).min if additive else 0)
+            if inputs_embeds is not None:
+                padding = torch.full((batch, pad_len), pad_token_id, dtype=torch.long, device=inputs_embeds.device)
+                inputs_embeds = torch.cat([inputs_embeds, model_embeddings(padding)], dim=-2)
+        return pad_len, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
+
+    @staticmethod
+    def unpad_sequence_output(pad_len: int, sequence_output: torch.Tensor) -> torch.Tensor:
+        """Drops the last `pad_len` tokens of (B, T, ...)."""
+        return sequence_output[:, : sequence_output.shape[1] - pad_len]
+
+
+def _replace_layers(
+    config: Any, layers: nn.ModuleList, sparsity_config: SparsityConfig | None, max_position: int
+) -> nn.ModuleList:
+    if getattr(config, "is_decoder", False):
+        raise ValueError(
+            f"this {type(config).__name__} is a decoder's, and BertSparseSelfAttention serves the bidirectional "
+            "self-attention of encoders; leave its layers dense."
+        )
+    if getattr(config, "output_attentions", False):
+        raise ValueError(
+            f"this {type(config).__name__} has output_attentions, and BertSparseSelfAttention computes no attention "
+            "probabilities; set it to False."
+        )
+    structure = make_structure(sparsity_config, config.num_attention_heads)
+    replacements = around([layer.attention.self for layer in layers], config, structure, max_position)
+    for layer, replacement in zip(layers, replacements, strict=True):
+        layer.attention.self = replacement
+    return layers
+
+
+def _pad(x: torch.Tensor | None, pad_len: int, value: float) -> torch.Tensor | None:
+    return None if x is None else pad(x, (0, pad_len), value=value)

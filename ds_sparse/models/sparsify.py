@@ -1,0 +1,65 @@
+"""sparsify: every attention layer of a model becomes block-sparse, in the way of the family that it is of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ..sparsity import SparsityConfig
+from .families import families
+from .layers import attention_layers, refuse_sparse
+from .report import Change, SparsifyReport
+from .structures import Structures
+
+
+def sparsify(
+    model: nn.Module,
+    sparsity_config: SparsityConfig | Mapping[str, Any] | None = None,
+    *,
+    max_seq_length: int | None = None,
+) -> SparsifyReport:
+    """Makes every attention layer of a model block-sparse. The parameters stay the same objects.
+
+    A Transformers encoder is switched through its attention interface: no module changes, nor a key of the state dict,
+    and the structure is written to `model.config.sparse_attention`, which is saved with the model. That config becomes
+    a copy, since other models may hold the one that it was made with; so give the whole model, not a base model inside
+    it. In other models each layer that holds `query`, `key` and `value`, is called with (hidden_states, attention_mask)
+    and returns a tensor, as bing_bert's `attention.self` does, gives its place to a `BertSparseSelfAttention` around
+    the same three.
+
+    Args:
+        model: a Transformers model, a model in the bing_bert manner, or a module that holds such.
+        sparsity_config: the structure, or a dict with the keys of the JSON block; by default what the Transformers
+            model's config says, else `FixedSparsityConfig`. Random blocks without a seed get that of the model's
+            config, else one that rank 0 draws.
+        max_seq_length: tokens that the layout is built for, rounded up to whole blocks; by default
+            `config.max_position_embeddings`, and 2048 where a model that is not of Transformers has none.
+
+    Raises:
+        SparseAttentionConfigError: the dict is wrong (a ValueError).
+        ValueError: a model with a sparse layer, without an attention layer, or with one that would stay dense; a
+            structure for another number of heads, or without a layout of this length. Nothing has been changed then.
+        TypeError: neither a structure nor a dict.
+        RuntimeError: several ranks would draw a seed before torch.distributed runs; later, in a forward, a layer
+            that ran without its sparse attention.
+    """
+    sparse, dense = attention_layers(model)
+    refuse_sparse(model, sparse)
+    structures = Structures(sparsity_config)
+    changes: list[Change] = []
+    for family in families():
+        layers = family.of_this_family(model, dense)
+        changes += family.changes(model, layers, structures, max_seq_length)
+        dense = {name: layer for name, layer in dense.items() if name not in layers}
+    if not changes:
+        raise ValueError(
+            f"{type(model).__name__} has no attention layer that ds_sparse knows; put ds_sparse.SparseSelfAttention or "
+            "ds_sparse.BertSparseSelfAttention in it."
+        )
+    for family in families():
+        family.prepare(model)
+    for change in changes:
+        change.on()
+    return SparsifyReport(changes)

@@ -1,0 +1,1 @@
+"""Attention as modules of PyTorch, which know neither DeepSpeed nor Transformers."""

@@ -1,0 +1,36 @@
+"""Which modules of a model are attention layers, by what they hold."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from .self_attention import SparseSelfAttention
+
+_PROJECTIONS = (
+    {"query", "key", "value"}, {"q_proj", "k_proj", "v_proj"}, {"q_lin", "k_lin", "v_lin"}, {"to_q", "to_k", "to_v"},
+    {"q", "k", "v"}, {"wq", "wk", "wv"}, {"query_proj", "key_proj", "value_proj"}, {"linear_q", "linear_k", "linear_v"},
+    {"q_head", "k_head", "v_head"}, {"query_key_value"}, {"c_attn"}, {"qkv"}, {"wqkv"}, {"to_qkv"}, {"qkv_proj"},
+)  # fmt: skip
+
+
+def ours_and_others(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """The self-attention layers of a model, by name: each `SparseSelfAttention`, and the others.
+
+    Another is a module that holds projections by the names that models give them (`query`, `key` and `value` of BERT,
+    `q_proj`, `k_proj` and `v_proj`, `q_lin`, ..., `query_key_value`, `c_attn`, `qkv`), and no `SparseSelfAttention`; and
+    `nn.MultiheadAttention`.
+    """
+    ours, others = {}, {}
+    for name, module in model.named_modules():
+        if isinstance(module, SparseSelfAttention):
+            ours[name] = module
+        elif not (isinstance(module, nn.MultiheadAttention) or _has_projections(module)):
+            continue
+        elif not any(isinstance(child, SparseSelfAttention) for child in module.modules()):
+            others[name] = module
+    return ours, others
+
+
+def _has_projections(module: nn.Module) -> bool:
+    children = {name.lower() for name, _ in module.named_children()}
+    return any(names <= children for names in _PROJECTIONS)

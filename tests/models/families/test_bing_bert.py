@@ -1,0 +1,150 @@
+"""sparsify on models in the bing_bert manner."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import ds_sparse
+from ds_sparse import BertSparseSelfAttention, FixedSparsityConfig
+
+HEADS, BLOCK = 4, 16
+
+
+class Attention(nn.Module):
+    def __init__(self, hidden=32, **more):
+        super().__init__()
+        self.num_attention_heads, self.dropout = HEADS, nn.Dropout(0.0)
+        self.query, self.key, self.value = (nn.Linear(hidden, hidden) for _ in range(3))
+        for name, module in more.items():
+            setattr(self, name, module)
+
+    def forward(self, hidden_states, attention_mask):
+        query, key, value = (
+            linear(hidden_states).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for linear in (self.query, self.key, self.value)
+        )
+        out = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask)
+        return out.transpose(1, 2).flatten(2)
+
+
+class Layer(nn.Module):
+    def __init__(self, attention):
+        super().__init__()
+        self.self = attention
+
+    def forward(self, hidden_states, attention_mask):
+        return hidden_states + self.self(hidden_states, attention_mask)
+
+
+class Encoder(nn.Module):
+    """In the manner of bing_bert; the last layer shares its attention with the first."""
+
+    def __init__(self):
+        super().__init__()
+        first = Attention()
+        self.layers = nn.ModuleList([Layer(first), Layer(Attention()), Layer(first)])
+
+    def forward(self, hidden_states, attention_mask):
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, attention_mask)
+        return hidden_states
+
+
+def make_states(tokens=50):
+    mask = torch.zeros(2, 1, 1, tokens)
+    mask[1, ..., tokens // 3 :] = -10000.0
+    return torch.randn(2, tokens, 32), mask
+
+
+def test_sparsify_replaces_layers_in_the_bing_bert_manner_and_undo_puts_them_back():
+    model, inputs = Encoder(), make_states()
+    before, modules = model(*inputs), list(model.modules())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parameters = {id(p) for p in model.parameters()}
+    report = ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK}, max_seq_length=60)
+    assert report.replaced == [(f"layers.{n}.self", "Attention", "BertSparseSelfAttention") for n in range(2)]
+    assert "DenseSparsityConfig, block 16, density 100.0% at 64 tokens" in str(report)
+    assert {id(p) for p in model.parameters()} == parameters
+    assert model.layers[0].self is model.layers[2].self and isinstance(model.layers[0].self, BertSparseSelfAttention)
+    torch.testing.assert_close(model(*inputs), before)
+    model.eval()
+    for _ in range(2):
+        report.undo()
+        assert list(model.modules()) == modules and not model.layers[0].self.training
+        assert torch.equal(model(*inputs), before)
+    assert str(report).startswith("undone: 2 attention layers dense again") and report.replaced == []
+    ds_sparse.sparsify(model, FixedSparsityConfig(HEADS, BLOCK, num_local_blocks=1))
+    changed = model(*inputs)
+    assert not torch.allclose(changed, before)
+    changed.square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(model(*inputs), changed)
+
+
+def test_sparsify_takes_dropout_and_length_from_the_model():
+    model = Encoder()
+    model.config = transformers.BertConfig(max_position_embeddings=100)
+    model.layers[0].self.dropout.p = 0.25
+    del model.layers[1].self.dropout
+    model.layers[1].self.dropout_p = 0.5
+    report = ds_sparse.sparsify(model, {"block": 32})
+    assert model.layers[0].self.sparse_self_attention.attention_dropout == 0.25
+    assert model.layers[1].self.sparse_self_attention.attention_dropout == 0.5
+    assert str(report).count("at 128 tokens") == 2
+
+
+def test_a_dict_and_random_blocks_give_all_layers_one_seed(capsys):
+    model = Encoder()
+    ds_sparse.sparsify(model, {"mode": "bigbird", "num_random_blocks": 1}, max_seq_length=256)
+    first, second = (model.layers[n].self.sparse_self_attention for n in range(2))
+    assert first.sparsity_config.seed is not None and capsys.readouterr().out.count("drawn with seed") == 1
+    assert torch.equal(first.master_layout, second.master_layout)
+
+
+class CrossAttention(Attention):
+    def forward(self, hidden_states, context):
+        return super().forward(hidden_states, None) + context
+
+
+class WithoutHeads(Attention):
+    def __init__(self):
+        super().__init__()
+        del self.num_attention_heads
+
+
+@pytest.mark.parametrize(
+    "layer, sentence",
+    [
+        (
+            Attention(relative=nn.Embedding(8, 4)),
+            r"attention layer 0 \(Attention\) would stay dense: .*relative.weight",
+        ),
+        (CrossAttention(), r"is called with \(hidden_states, context\)"),
+        (
+            nn.MultiheadAttention(32, 4),
+            r"attention layer 0 \(MultiheadAttention\) would stay dense: sparsify replaces layers",
+        ),
+        (
+            nn.ModuleDict({name: nn.Linear(2, 2) for name in ("q_proj", "k_proj", "v_proj")}),
+            "Linear modules query, key and value",
+        ),
+        (
+            Attention(residual_dropout=nn.Dropout(0.1)),
+            r"attention layer 0 \(Attention\) would stay dense: it has 2 Dropout modules",
+        ),
+        (WithoutHeads(), r"does not say its number of heads \(num_attention_heads\)"),
+        (nn.Linear(2, 2), "ModuleList has no attention layer that ds_sparse knows"),
+    ],
+)
+def test_layers_that_cannot_be_replaced_are_named_before_anything_changes(layer, sentence):
+    model = nn.ModuleList([layer, Layer(Attention())] if not isinstance(layer, nn.Linear) else [layer])
+    modules = list(model.modules())
+    with pytest.raises(ValueError, match=sentence):
+        ds_sparse.sparsify(model, {"mode": "fixed"}, max_seq_length=64)
+    assert list(model.modules()) == modules
+
+
+def test_an_attention_layer_alone_cannot_be_replaced():
+    with pytest.raises(ValueError, match="pass the module that holds it"):
+        ds_sparse.sparsify(Attention())

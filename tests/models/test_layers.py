@@ -1,0 +1,18 @@
+"""Which attention layers are sparse."""
+
+import transformers
+from torch import nn
+
+from ds_sparse.models.layers import attention_layers
+
+BERT = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+
+
+def test_a_transformers_layer_is_sparse_where_its_attention_goes_through_the_interface():
+    bert = transformers.BertModel(transformers.BertConfig(**BERT, sparse_attention={"mode": "fixed"}))
+    assert [len(layers) for layers in attention_layers(bert)] == [0, 2]
+    bert.set_attn_implementation("ds_sparse")
+    assert [len(layers) for layers in attention_layers(nn.ModuleList([bert]))] == [2, 0]
+    takes_any_name = transformers.MPNetModel(transformers.MPNetConfig(**BERT))
+    takes_any_name.config._attn_implementation = "ds_sparse"
+    assert not attention_layers(takes_any_name)[0]

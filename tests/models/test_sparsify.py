@@ -1,0 +1,112 @@
+"""sparsify: each layer becomes sparse in the way of the family that it is of."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import ds_sparse
+from ds_sparse.models.families import Family, _registry, register_family
+from ds_sparse.models.layers import attention_layers
+from ds_sparse.modules.structured_attention import StructuredAttention
+
+HEADS, TOKENS = 4, 64
+
+
+class Fused(nn.Module):
+    """A layer of a kind of its own: one projection, and what computes in an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.attend = nn.Linear(32, 96), scaled_dot_product_attention
+
+    def forward(self, x):
+        query, key, value = self.qkv(x).unflatten(-1, (3, HEADS, 8)).permute(2, 0, 3, 1, 4)
+        return self.attend(query, key, value).transpose(1, 2).flatten(2)
+
+
+class BingBert(nn.Module):
+    num_attention_heads = HEADS
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, hidden_states, attention_mask=None):
+        projections = (f(hidden_states).unflatten(-1, (HEADS, 8)).mT for f in (self.query, self.key, self.value))
+        return scaled_dot_product_attention(*(x.permute(0, 3, 1, 2) for x in projections)).transpose(1, 2).flatten(2)
+
+
+class Exchange:
+    def __init__(self, name, layer, attention):
+        self.layers, self.was, self.now, self.attention = {name: layer}, ["Fused"], ["Fused, sparse"], attention
+
+    def on(self):
+        for layer in self.layers.values():
+            layer.attend = self.attention
+
+    def off(self):
+        for layer in self.layers.values():
+            layer.attend = scaled_dot_product_attention
+
+
+class FusedModels(Family):
+    def of_this_family(self, model, layers):
+        return {name: layer for name, layer in layers.items() if isinstance(layer, Fused)}
+
+    def changes(self, model, layers, structures, max_seq_length):
+        attention = StructuredAttention(structures.make(HEADS), max_seq_length)
+        return [Exchange(name, layer, attention) for name, layer in layers.items()]
+
+    def switched(self, model, layers):
+        return {
+            name: layer
+            for name, layer in layers.items()
+            if isinstance(getattr(layer, "attend", None), StructuredAttention)
+        }
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    monkeypatch.setattr(_registry, "_families", list(_registry._families))
+    register_family(FusedModels())
+
+
+def test_a_layer_of_a_kind_that_no_family_knows_is_refused():
+    with pytest.raises(ValueError, match=r"attention layer 0 \(Fused\) would stay dense"):
+        ds_sparse.sparsify(nn.ModuleList([Fused()]), max_seq_length=TOKENS)
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_family_that_is_registered_makes_its_layers_sparse_and_leaves_the_others():
+    model, x = nn.Sequential(Fused(), BingBert()), torch.randn(2, TOKENS, 32)
+    truth = model(x)
+    report = ds_sparse.sparsify(model, ds_sparse.DenseSparsityConfig(HEADS), max_seq_length=TOKENS)
+    assert [tuple(layer) for layer in report.replaced] == [
+        ("0", "Fused", "Fused, sparse"),
+        ("1", "BingBert", "BertSparseSelfAttention"),
+    ]
+    assert list(attention_layers(model)[0]) == ["1.sparse_self_attention", "0"] and not attention_layers(model)[1]
+    torch.testing.assert_close(model(x), truth)
+    with pytest.raises(ValueError, match="is sparse already"):
+        ds_sparse.sparsify(model, max_seq_length=TOKENS)
+    report.undo()
+    assert model[0].attend is scaled_dot_product_attention and isinstance(model[1], BingBert)
+    assert list(attention_layers(model)[1]) == ["0", "1"]
+
+
+@pytest.mark.usefixtures("registered")
+def test_nothing_changes_where_a_later_family_refuses_a_layer():
+    model = nn.ModuleList([Fused(), nn.MultiheadAttention(32, HEADS)])
+    with pytest.raises(ValueError, match=r"attention layer 1 \(MultiheadAttention\) would stay dense"):
+        ds_sparse.sparsify(model, max_seq_length=TOKENS)
+    assert model[0].attend is scaled_dot_product_attention
+
+
+def test_importing_it_does_not_import_transformers():
+    code = "import sys, ds_sparse.models.sparsify; print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
