@@ -1,15 +1,9 @@
-"""Which rank this process is, before and after torch.distributed runs, and what the ranks have to agree on."""
+"""Which rank this process is, before and after torch.distributed runs, and what rank 0 has for all."""
 
 from __future__ import annotations
 
 import os
-import random
-from typing import TYPE_CHECKING, Any
-
-from .sparsity.draws import Draws, draws, why_unrepeatable
-
-if TYPE_CHECKING:
-    from .sparsity import SparsityConfig
+from typing import Any
 
 _LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _MANAGED = ("AZUREML_EXPERIMENT_ID", "SM_TRAINING_ENV")  # services that DeepSpeed knows how to ask
@@ -51,32 +45,13 @@ def from_rank_0(value: Any) -> Any:
     return values[0]
 
 
-def set_common_seed(structure: SparsityConfig, seed: int | None = None) -> None:
-    """Gives a structure that draws blocks by its `seed`, and has none, the same one on all ranks: `seed`, else one that
-    rank 0 draws and prints. One line says what to do where no seed would repeat the blocks.
-
-    Raises:
-        RuntimeError: several ranks, and torch.distributed does not run yet.
-    """
-    how = draws(structure)
-    if how is Draws.UNREPEATABLY:
-        say(why_unrepeatable(structure))
-    if how is not Draws.BY_SEED or getattr(structure, "seed", None) is not None:
-        return
-    if seed is not None:
-        structure.seed = seed
-        return
-    if world_size() > 1 and not _distributed():
-        raise RuntimeError(
-            "The structure has random blocks and no seed, and torch.distributed is not running yet, so the ranks "
-            'cannot agree on one; call ds_sparse.init_distributed() first, or set "seed" in the sparse_attention block.'
-        )
-    structure.seed = seed = from_rank_0(random.SystemRandom().randrange(2**31))
-    say(f'random blocks are drawn with seed {seed}; set "seed" in the sparse_attention block to repeat this layout.')
+def can_talk() -> bool:
+    """Whether torch.distributed runs, so that ranks can agree on something."""
+    return _distributed() is not None
 
 
 def _distributed():
-    import torch.distributed as distributed
+    from torch import distributed
 
     return distributed if distributed.is_available() and distributed.is_initialized() else None
 

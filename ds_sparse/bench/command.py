@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..arguments import positive
 from ..block_sizes import BLOCK_SIZES
-from ..cli import positive
 from . import attention, cases, floors, layouts, machine, matmul, peers, tokens, window
 
 Case = TypeVar("Case")

@@ -58,17 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
-def positive(text: str) -> int:
-    """argparse type: an integer of at least 1."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
-    return number
-
-
 def _run(argv: Sequence[str] | None) -> int:
     from .. import __version__
 

@@ -19,7 +19,7 @@ from ..config import (
 from ..sparsity import SparsityConfig
 from ..sparsity.draws import Draws, draws, why_unrepeatable
 from ..wording import printable, reason
-from . import positive
+from ..arguments import positive
 
 _USUAL_LENGTH = 2048
 

@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 
-from . import positive
+from ..arguments import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,13 +13,14 @@ from typing import Any
 
 from torch import nn
 
+from ..common_seed import set_common_seed
 from ..config import ANY_NUM_HEADS, BLOCK_KEY, Source, load_config, parse_sparse_attention
 from ..extras import optional_imports
 from ..models.layers import attention_layers
 from ..models.sparsify import sparsify
 from ..modules.self_attention import SparseSelfAttention
 from ..notices import say_notices
-from ..ranks import is_launched, say, set_common_seed
+from ..ranks import is_launched, say
 from ..sparsity import FixedSparsityConfig, SparsityConfig
 from .cpu_communication import leave_out_compiled_all_reduce
 from .flag import FLAG, is_on

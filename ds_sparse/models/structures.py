@@ -6,10 +6,10 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from ..common_seed import set_common_seed
 from ..config import parse_sparse_attention
 from ..modules.bert import check_num_heads
 from ..notices import say_notices
-from ..ranks import set_common_seed
 from ..sparsity import FixedSparsityConfig, SparsityConfig
 
 
