@@ -6,6 +6,7 @@ import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..arguments import positive
 from ..config import (
     BLOCK_KEY,
     DEFAULT_MODE,
@@ -19,7 +20,6 @@ from ..config import (
 from ..sparsity import SparsityConfig
 from ..sparsity.draws import Draws, draws, why_unrepeatable
 from ..wording import printable, reason
-from ..arguments import positive
 
 _USUAL_LENGTH = 2048
 
