@@ -1,5 +1,5 @@
-"""Registers `attn_implementation="ds_sparse"` with Transformers, and its encoders with `sparsify`, when both are imported,
-in either order."""
+"""Registers `attn_implementation="ds_sparse"` with Transformers, and its encoders with `sparsify`, when both are
+imported, in either order."""
 
 from __future__ import annotations
 

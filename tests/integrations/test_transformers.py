@@ -14,6 +14,7 @@ from transformers.masking_utils import causal_mask_function
 
 import ds_sparse
 from ds_sparse.integrations import transformers as interface
+from ds_sparse.integrations.transformers import functions
 from ds_sparse.layout import to_token_mask
 
 HEADS, BLOCK, VOCABULARY = 4, 16, 99
@@ -497,7 +498,7 @@ def test_encoders_of_every_kind_are_sparse_by_both_doors(name):
     truth = states_and_gradients(dense, inputs)
     model = copy.deepcopy(dense)
     report = ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK}, max_seq_length=128)
-    with mock.patch.object(interface, "_attached_to", wraps=interface._attached_to) as asked:
+    with mock.patch.object(functions, "attached_to", wraps=functions.attached_to) as asked:
         sparse = states_and_gradients(model, inputs)
     layers = {model.get_submodule(entry.name) for entry in report.replaced}
     assert len(layers) == 2 and {call.args[0] for call in asked.call_args_list} == layers
@@ -714,7 +715,7 @@ def test_masks_that_are_no_padding_are_an_error_where_a_layer_takes_them():
     ds_sparse.sparsify(model, RANDOM)
     layer, query = model.bert.encoder.layer[0].attention.self, torch.randn(2, HEADS, 20, 8)
     sizes = {"batch_size": 2, "q_length": 20, "kv_length": 20}
-    bidirectional = interface.bidirectional_mask_function
+    bidirectional = functions.bidirectional_mask_function
     for wrong in (
         {"mask_function": causal_mask_function},
         {"mask_function": bidirectional, "kv_length": 30},

@@ -1,0 +1,34 @@
+"""Transformers: `attn_implementation="ds_sparse"`, through its attention interface and its mask interface.
+
+Importing this package registers both. The structure of a model is its `config.sparse_attention`, a dict with the keys
+of the JSON block, which is saved and loaded with the config. No module and no key of the state dict differs from the
+dense model's.
+"""
+
+from ...extras import optional_imports
+
+with optional_imports():
+    import transformers
+
+if int(transformers.__version__.split(".")[0]) < 5:
+    raise ImportError(
+        f"transformers {transformers.__version__} is installed, and its encoders take no attention from outside before "
+        "5.0; install transformers>=5."
+    )
+
+from ..pretrained import NAME
+from .acceptance import why_not
+from .binding import MAX_SEQ_LENGTH_KEY, structure_of
+from .functions import attention, key_padding_mask
+from .switch import Switch, give_own_configs
+
+__all__ = [
+    "MAX_SEQ_LENGTH_KEY",
+    "NAME",
+    "Switch",
+    "attention",
+    "give_own_configs",
+    "key_padding_mask",
+    "structure_of",
+    "why_not",
+]

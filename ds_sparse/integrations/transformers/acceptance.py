@@ -1,0 +1,128 @@
+"""Which Transformers models can be sparse: by what their source and config tell, and by a trial."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..pretrained import NAME, through_interface
+from .binding import Attached, named, set_config
+from .trial import Refused, Untried
+from .trial import run as run_trial
+
+_DECODER_KEYS = ("is_decoder", "add_cross_attention", "is_encoder_decoder")
+_WHAT_TO_USE = (
+    "use BERT, RoBERTa, XLM-RoBERTa, ELECTRA, DistilBERT, ALBERT or another encoder on Transformers' attention "
+    "interface. For BERT code of your own there is "
+    "SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention."
+)
+
+
+def why_not(
+    model: PreTrainedModel, layers: Mapping[str, nn.Module], around: Sequence[PreTrainedModel] = ()
+) -> str | None:
+    """The sentence that says why attention layers of a model cannot be sparse; None where they can, and then every
+    forward that raises no error computes them so.
+
+    Args:
+        model: the innermost PreTrainedModel around the layers.
+        layers: by name.
+        around: the models around it; one of them is tried where `model` takes inputs that only they give it.
+    """
+    name, config = type(model).__name__, model.config
+    if not through_interface(model):
+        where = f" ({named(layers)})" if layers else ""
+        return f"{name} computes its attention itself{where} and would stay dense; {_WHAT_TO_USE}"
+    if not layers:
+        return (
+            f"{name} has no attention layer that ds_sparse knows by its projections, and would stay dense; "
+            f"{_WHAT_TO_USE}"
+        )
+    causal = {layer: module for layer, module in layers.items() if getattr(module, "is_causal", False)}
+    if causal or any(getattr(config, key, False) for key in _DECODER_KEYS):
+        what = f"{named(causal)} is causal" if causal else "its config has a decoder"
+        return f"{name} is no encoder ({what}), and {NAME} serves bidirectional self-attention alone; train it dense."
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if kinds:
+        return f"{name} has layers of {', '.join(sorted(kinds))}, a sparse structure of its own; train it as it is."
+    foreign = {layer: module for layer, module in layers.items() if getattr(module, "config", None) is not config}
+    if foreign:
+        return (
+            f"{named(foreign)} of {name} does not read the model's config, where the structure is kept, and would stay "
+            "dense; train the model dense."
+        )
+    if getattr(config, "output_attentions", False):
+        return f"{name} has config.output_attentions, and {NAME} computes no attention probabilities; set it to False."
+    return _why_not_by_trial(model, layers, around)
+
+
+def _why_not_by_trial(
+    model: PreTrainedModel, layers: Mapping[str, nn.Module], around: Sequence[PreTrainedModel]
+) -> str | None:
+    name, heads = type(model).__name__, getattr(model.config, "num_attention_heads", None)
+    try:
+        seen = _heads_in_a_trial(model, around)
+    except Refused as refusal:
+        return f"{name} cannot be sparse: {refusal}"
+    except Untried as error:
+        return (
+            f"{name} did not run on inputs that ds_sparse made up, to see what its attention does ({error}); give "
+            "ds_sparse.sparsify the whole model, or train it dense."
+        )
+    silent = {layer: module for layer, module in layers.items() if module not in seen}
+    if silent:
+        return f"{named(silent)} of {name} did not call the attention function, and would stay dense; {_WHAT_TO_USE}"
+    unknown = {layer: module for layer, module in model.named_modules() if module in seen.keys() - set(layers.values())}
+    if unknown:
+        return (
+            f"{name} has an attention that ds_sparse does not know by its projections ({named(unknown)}); train it "
+            "dense."
+        )
+    other = {layer: module for layer, module in layers.items() if seen[module] != heads}
+    if other:
+        return (
+            f"{named(other)} of {name} has {seen[next(iter(other.values()))]} attention heads and the config says "
+            f"{heads}, for which the structure is made; train it dense."
+        )
+    return None
+
+
+def _heads_in_a_trial(model: PreTrainedModel, around: Sequence[PreTrainedModel]) -> dict[nn.Module, int]:
+    """The modules of a model that called `attention` in a trial of it, or of one around it, with their number of query
+    heads."""
+    heads: dict[nn.Module, int] = {}
+
+    def prepare(tried: PreTrainedModel, double: PreTrainedModel) -> None:
+        for (name, module), twin in zip(tried.named_modules(), double.modules(), strict=True):
+            twin._ds_sparse = Attached(None, 0, functools.partial(_note, heads, module), name)
+            if module is model:
+                set_config(twin.config, {})
+                twin.config._attn_implementation_internal = NAME
+
+    problems = []
+    for tried in (model, *around):
+        heads.clear()
+        try:
+            run_trial(tried, functools.partial(prepare, tried))
+            return heads
+        except Untried as error:
+            problems.append(error)
+    raise problems[0]
+
+
+def _note(
+    heads: dict[nn.Module, int],
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    **_: Any,
+) -> torch.Tensor:
+    """Stands for StructuredAttention in a trial."""
+    heads[module] = query.shape[1]
+    return torch.empty_like(query)

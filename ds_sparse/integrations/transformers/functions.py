@@ -1,0 +1,118 @@
+"""The attention function and the mask function of the name, registered with Transformers.
+
+With the first alone Transformers would drop the padding mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import bidirectional_mask_function
+
+from ...modules.bert import VARIANTS
+from ...modules.structured_attention import of_keys_or_pairs
+from ..pretrained import NAME
+from .binding import attached_to, which
+from .trial import Refused
+
+_NOT_COMPUTED = tuple(name for name in VARIANTS if name != "position_bias")
+
+
+def attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    position_bias: torch.Tensor | None = None,
+    **more: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function: sparse self-attention of an encoder's layer.
+
+    Args:
+        module: the layer; its `config.sparse_attention` says the structure.
+        query: (B, H, T, D), any strides, any T; key, value: alike, or with fewer heads that divide H.
+        attention_mask: (B, T) bool, True keeps; or (B, 1 or H, 1 or T, T), where bool keeps and a float is added; a
+            float that requires a gradient gets one.
+        scaling: factor of the scores, 1 / sqrt(D) by default.
+        dropout: probability with which attention probabilities are dropped.
+        position_bias: (1 or B, H, T, T), T5's relative positions, added after scaling; it gets a gradient.
+
+    Returns:
+        (B, T, H, D), contiguous, and None: there is no matrix of attention probabilities.
+
+    Raises:
+        ValueError: a call for what is not computed (the probabilities, causal or cross-attention, ...), no structure,
+            a mask of another kind.
+        SparseAttentionConfigError: the structure in the config is wrong.
+    """
+    _refuse_what_is_not_computed(module, query, key, attention_mask, is_causal, more)
+    rpe = position_bias
+    if attention_mask is not None and attention_mask.requires_grad:
+        attention_mask, rpe = None, attention_mask if rpe is None else attention_mask + rpe
+    sparse = attached_to(module).attention
+    masks = {**of_keys_or_pairs(attention_mask), "rpe": None if rpe is None else rpe.to(query.dtype)}
+    output = sparse(query, key, value, scale=scaling, dropout_p=dropout, **masks)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _refuse_what_is_not_computed(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    is_causal: bool | None,
+    more: Mapping[str, Any],
+) -> None:
+    asked = [name for name in _NOT_COMPUTED if more.get(name) is not None and more[name] is not False]
+    asked += ["output_attentions"] if getattr(module.config, "output_attentions", False) else []
+    if asked:
+        raise Refused(
+            f"{which(module)} asks the attention for {', '.join(asked)}, which {NAME} does not compute; leave "
+            'that out, or use attn_implementation="sdpa" or "eager".'
+        )
+    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    if causal or query.shape[2] != key.shape[2]:
+        raise Refused(
+            f"{which(module)} is {'causal' if causal else 'cross-attention, or has cached keys'}, and {NAME} "
+            'serves the bidirectional self-attention of encoders; use attn_implementation="sdpa".'
+        )
+    if attention_mask is not None and attention_mask.is_meta and not query.is_meta:
+        raise Refused(
+            f"{which(module)} is given a mask that is causal, windowed, packed or for cross-attention, and "
+            f'{NAME} serves the bidirectional self-attention of encoders; use attn_implementation="sdpa".'
+        )
+
+
+def key_padding_mask(
+    *,
+    batch_size: int,
+    kv_length: int,
+    mask_function: Callable,
+    q_length: int | None = None,
+    cache_position: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_bidirectional_skip: bool = True,
+    **_: Any,
+) -> torch.Tensor | None:
+    """The mask function: the padding mask (B, T), True keeps, as it is, so that nothing of size T x T exists.
+
+    For another mask than that of bidirectional self-attention, a tensor without data (device "meta"): some models make
+    masks that none of their layers takes, and `attention` refuses it.
+    """
+    q_length = len(cache_position) if q_length is None else q_length  # the first 5.x releases give the positions
+    plain = mask_function is bidirectional_mask_function and allow_is_bidirectional_skip and q_length == kv_length
+    if not plain or (attention_mask is not None and attention_mask.dim() != 2):
+        return torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+    return attention_mask
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, key_padding_mask)
