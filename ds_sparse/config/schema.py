@@ -1,0 +1,58 @@
+"""The JSON schema of a DeepSpeed file, for its block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..sparsity import SparsityConfig
+from ..sparsity._fields import json_fields, json_model
+from ..sparsity._registry import loaded_classes
+from ..wording import list_modes
+from .file import BLOCK_KEY
+from .reading import DEFAULT_MODE, foreign_keys
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema (2020-12) of a DeepSpeed file, for its `sparse_attention` block; other keys are left to DeepSpeed.
+
+    Made from the declared fields of every mode that is loaded. A key of another mode is admitted at its default, as the
+    reader does. Conditions between fields are the reader's alone.
+    """
+    fields_of = {mode: json_fields(cls) for mode, cls in loaded_classes().items()}
+    definitions = {}
+    for mode, fields in fields_of.items():
+        schema = json_model(mode, fields).model_json_schema()
+        foreign = {
+            key: {
+                "const": default,
+                "description": f"Belongs to {list_modes(owners)}; ignored, and only at its default.",
+            }
+            for key, (owners, default) in foreign_keys(fields, fields_of).items()
+        }
+        for entry in schema["properties"].values():
+            entry.pop("title", None)
+        definitions |= schema.pop("$defs", {})
+        definitions[mode] = {
+            **schema,
+            "description": _summary(loaded_classes()[mode]),
+            "properties": {"mode": {"const": mode}} | schema["properties"] | foreign,
+        }
+    choices = [
+        {
+            "if": {"properties": {"mode": {"const": mode}}, "required": [] if mode == DEFAULT_MODE else ["mode"]},
+            "then": {"$ref": f"#/$defs/{mode}"},
+        }
+        for mode in fields_of
+    ]
+    mode_entry = {"enum": list(fields_of), "default": DEFAULT_MODE, "description": "The sparsity structure."}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "DeepSpeed configuration with a sparse_attention block",
+        "type": "object",
+        "properties": {BLOCK_KEY: {"type": "object", "properties": {"mode": mode_entry}, "allOf": choices}},
+        "$defs": definitions,
+    }
+
+
+def _summary(cls: type[SparsityConfig]) -> str:
+    return " ".join((cls.__doc__ or cls.__name__).split("\n\n")[0].split())
