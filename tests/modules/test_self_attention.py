@@ -5,6 +5,7 @@ import gc
 import pickle
 import subprocess
 import sys
+import zipfile
 
 import pytest
 import torch
@@ -225,6 +226,16 @@ def test_state_dict_has_the_layout_and_loads_with_without_and_with_another_size(
     longer = make(copy.deepcopy(config), max_seq_length=256)
     longer.load_state_dict(state)
     assert longer.max_seq_length == TOKENS
+
+
+def test_a_checkpoint_names_no_module_of_ours_which_may_move(tmp_path):
+    module = make()
+    torch.save(module.state_dict(), tmp_path / "checkpoint.pt")
+    with zipfile.ZipFile(tmp_path / "checkpoint.pt") as checkpoint:
+        (pickled,) = (name for name in checkpoint.namelist() if name.endswith("data.pkl"))
+        assert b"ds_sparse" not in checkpoint.read(pickled)
+    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert type(state["master_layout"]) is torch.Tensor and torch.equal(state["master_layout"], module.master_layout)
 
 
 def test_checkpoint_of_another_number_of_heads_is_refused():
