@@ -249,7 +249,7 @@ def cpu_sources() -> list[Path]:
 
 
 def cuda_sources() -> list[Path]:
-    return sorted((CSRC / "cuda").glob("*.cu"))
+    return sorted((CSRC / "cuda").rglob("*.cu"))
 
 
 def header_files() -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from ds_sparse import _ops
 
 ROOT = Path(__file__).resolve().parent.parent
+CUDA = ROOT / "csrc" / "cuda"
 NAMES = ROOT / "tests" / "data" / "torch_2_11_names.txt"
 HEADERS = ("torch/csrc/stable", "torch/headeronly", "torch/csrc/inductor/aoti_torch/c")
 
@@ -42,7 +44,11 @@ def newer_names(names_of_2_11: set[str]) -> set[str]:
 SOURCES = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cu"))
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.relative_to(ROOT / "csrc").as_posix())
+def name_of(source: Path) -> str:
+    return source.relative_to(ROOT / "csrc").as_posix()
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=name_of)
 def test_a_source_uses_no_name_that_torch_2_11_lacks(source: Path, newer_names: set[str]):
     newer = words(source.read_text()) & newer_names
     assert not newer, f"torch 2.11's headers do not have {sorted(newer)}; use what they have, or other names of our own"
@@ -51,6 +57,23 @@ def test_a_source_uses_no_name_that_torch_2_11_lacks(source: Path, newer_names: 
 def test_names_newer_than_torch_2_11_are_seen(names_of_2_11: set[str]):
     used = words("STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &stream)); // torch_new_name")
     assert used - names_of_2_11 == {"STABLE_TORCH_ERROR_CODE_CHECK"}
+
+
+def test_a_family_of_kernels_includes_its_own_headers_and_common_ones_alone():
+    """A folder of csrc/cuda is a family; what two of them need is in common/, which needs none of them."""
+    crossing = []
+    for source in (path for path in SOURCES if path.is_relative_to(CUDA)):
+        for name in re.findall(r'^#include "(.+)"', source.read_text(), re.MULTILINE):
+            header = (source.parent / name).resolve()
+            allowed = (source.parent, CUDA / "common", ROOT / "csrc")
+            crossing += [] if header.parent in allowed else [f"{name_of(source)} includes {name_of(header)}"]
+    assert len({path.parent for path in SOURCES}) > 6
+    assert not crossing
+
+
+def test_no_two_headers_of_kernels_have_one_name():
+    headers = Counter(path.name for path in SOURCES if path.suffix == ".h" and path.is_relative_to(CUDA))
+    assert [name for name, count in headers.items() if count > 1] == []
 
 
 LIBRARIES = [path for path in (_ops.CPU_LIBRARY, _ops.CUDA_LIBRARY) if path.exists()]
@@ -67,7 +90,7 @@ def test_a_library_asks_torch_2_11_for_nothing_newer(library: Path, names_of_2_1
 PORTABLE = [path for path in SOURCES if "with_shared_memory(" in path.read_text() and "_sm90" not in path.stem]
 
 
-@pytest.mark.parametrize("source", [path for path in PORTABLE if path.suffix == ".cu"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("source", [path for path in PORTABLE if path.suffix == ".cu"], ids=name_of)
 def test_a_portable_kernel_takes_no_more_shared_memory_than_the_smallest_gpu_has(source: Path):
     """Each launch has an assertion of the compiler's, or asks how much there is."""
     text = source.read_text()

@@ -1,0 +1,141 @@
+// From an operator's tensors to what the kernels of fused attention take.
+
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "../common/elements.h"
+#include "attention.h"
+#include "passes.h"
+
+namespace ds_sparse::attention {
+
+// An empty tensor (B, H, tokens, width) in the order of memory of `x`, (B, H, tokens, ...): heads within tokens or tokens
+// within heads.
+inline Tensor empty_in_order_of(const Tensor& x, int64_t width, ScalarType type) {
+  const int64_t batch = x.size(0), heads = x.size(1), tokens = x.size(2);
+  if (x.stride(1) < x.stride(2)) {
+    return torch::stable::transpose(torch::stable::new_empty(x, {batch, tokens, heads, width}, type), 1, 2);
+  }
+  return torch::stable::new_empty(x, {batch, heads, tokens, width}, type);
+}
+
+template <class T>
+Matrices<T> matrices_of(const Tensor& x) {
+  const auto stride = [&](int dim) { return x.size(dim) == 1 ? 0 : x.stride(dim); };
+  return {static_cast<T*>(const_cast<void*>(x.const_data_ptr())), stride(0), stride(1), stride(2)};
+}
+
+inline RowSum* row_sums_in(Tensor& x) { return reinterpret_cast<RowSum*>(x.mutable_data_ptr<float>()); }
+
+inline Lists lists_of(const TileTensors& tiles, int64_t layout_heads, int64_t block, int64_t tile) {
+  const int64_t lines_per_tile = std::max<int64_t>(1, tile / block);
+  return {
+      tiles.lines.const_data_ptr<int32_t>(), reinterpret_cast<const uint32_t*>(tiles.entries.const_data_ptr<int32_t>()),
+      reinterpret_cast<const int4*>(tiles.units.const_data_ptr<int32_t>()), static_cast<int>(tiles.units.size(0)),
+      static_cast<int>(lines_per_tile), static_cast<int>(tiles.lines.size(0) / lines_per_tile / layout_heads),
+      log2_of(block), static_cast<int>(tile), static_cast<int>(std::max<int64_t>(1, block / tile)),
+      tiles.pairs == nullptr ? nullptr : reinterpret_cast<const uint2*>(tiles.pairs->const_data_ptr<int32_t>()),
+      tiles.pairs == nullptr || tiles.pairs->size(0) == 1 ? 0 : tiles.entries.size(0) * tile};
+}
+
+// Space for so many numbers, perhaps none, while it lives.
+struct Space {
+  std::optional<Tensor> tensor;
+  float* data = nullptr;
+
+  Space(const Tensor& on, int64_t count) {
+    if (count > 0) {
+      tensor = torch::stable::new_empty(on, {count}, ScalarType::Float);
+      data = tensor->mutable_data_ptr<float>();
+    }
+  }
+};
+
+// Of all units, those that are parts: each tile that is not cut has one unit.
+inline int64_t num_parts(const TileTensors& tiles, const Lists& lists) {
+  return tiles.units.size(0) - tiles.lines.size(0) / lists.lines_per_tile + tiles.cuts.size(0);
+}
+
+inline Bias bias_of(const std::optional<Tensor>& x, const Tensor& query) {
+  if (!x) {
+    return {};
+  }
+  const auto kind = x->scalar_type() == ScalarType::Bool             ? Bias::kBool
+                    : x->scalar_type() == query.scalar_type() ? Bias::kSame
+                                                              : Bias::kFloat;
+  const auto stride = [&](int dim) { return x->size(dim) == 1 ? 0 : x->stride(dim); };
+  return {x->const_data_ptr(), kind, stride(0), stride(1), stride(2), stride(3)};
+}
+
+// Kernels read 16 bytes at a time.
+inline void check_alignment(const Tensor& x, const char* name) {
+  const int64_t run = 16 / x.element_size();
+  bool aligned = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
+  for (int dim = 0; dim < 3; ++dim) {
+    aligned = aligned && (x.size(dim) == 1 || x.stride(dim) % run == 0);
+  }
+  check(
+      aligned,
+      std::string(name) + " has to begin at a multiple of 16 bytes, and its strides have to be such; make it contiguous.");
+}
+
+// All but the bias of keys.
+inline Scoring scoring_of(const Attention& attention) {
+  const Tensor &query = attention.query, &key = attention.key;
+  check_alignment(query, "query");
+  check_alignment(key, "key");
+  check_alignment(attention.value, "value");
+  Scoring scoring{};
+  scoring.scale = static_cast<float>(attention.scale);
+  scoring.queries = static_cast<int>(query.size(2));
+  scoring.keys = static_cast<int>(key.size(2));
+  scoring.causal = attention.causal;
+  scoring.rpe = bias_of(attention.rpe, query);
+  scoring.attn_mask = bias_of(attention.attn_mask, query);
+  scoring.dropout_threshold = Dropout::threshold_of(attention.dropout_p);
+  if (attention.dropout_seed && scoring.dropout_threshold > 0) {
+    scoring.dropout_seed = attention.dropout_seed->const_data_ptr<int64_t>();
+  }
+  scoring.window = attention.window;
+  return scoring;
+}
+
+// Calls f with a zero of the element type and the head size, padded to 64, 128 or 256.
+template <class F>
+void with_width(const Tensor& query, const F& f) {
+  with_element<false>(query, "attention", [&](auto zero) {
+    if (query.size(3) <= 64) {
+      f(zero, std::integral_constant<int, 64>{});
+    } else if (query.size(3) <= 128) {
+      f(zero, std::integral_constant<int, 128>{});
+    } else {
+      f(zero, std::integral_constant<int, 256>{});
+    }
+  });
+}
+
+// Calls f with whether scores are plain and not in a window, and nothing is dropped, where that has a kernel of its own.
+template <class T, int kD, class F>
+void with_plain(const Scoring& scoring, const F& f) {
+  if constexpr (sizeof(T) == 2 && kD <= 128) {
+    if (scoring.plain() && !scoring.drops() && scoring.window.limits == nullptr) {
+      return f(std::true_type{});
+    }
+  }
+  f(std::false_type{});
+}
+
+// The tiles that the kernels of a call take.
+inline void check_tile(const Launcher& launch, const Tensor& query, int64_t block, int64_t tile) {
+  const bool serves_hopper = query.element_size() == 2 && query.size(3) <= 128 && block >= 16;
+  check(
+      tile == kTile || (tile == kHopperTile && serves_hopper && launch.is_hopper()),
+      "tile has to be 64; or 128 on a Hopper GPU, in fp16 or bf16, with up to 128 numbers a token and blocks of 16 or "
+      "more; got " + std::to_string(tile) + ".");
+}
+
+}  // namespace ds_sparse::attention

@@ -1,0 +1,431 @@
+// Fused attention, backward: two sweeps, each with its own tile of sums and in a fixed order. Scores are computed again
+// from query and key, and probabilities with the two numbers that the forward pass kept of each row.
+//
+// By rows, for the gradient of queries: a thread block holds 64 queries and walks keys. By columns, for those of keys and
+// values: it holds 64 keys and walks queries; its products are transposed, so that probabilities are already the left
+// operand of the next product.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <tuple>
+
+#include "arguments.h"
+#include "attention.h"
+#include "backward.h"
+#include "backward_memory.h"
+#include "key_bias.h"
+#include "row_stats.h"
+
+namespace ds_sparse::attention {
+namespace {
+
+// By columns, `own` are keys and values, `other` queries and gradients of outputs; by rows the other way round.
+// kN: tokens of a step; kAhead: steps that may be there.
+template <class T, int kD, int kN = kStep<T, kD>, int kAhead = kStages>
+struct BackwardMemory {
+  enum { kTokens = kN, kStages = kAhead };
+  struct Stage {
+    Tile<T, kD, kN> first, second;
+    Octet octets[8];
+    Row rows[kN];
+  };
+  Tile<T, kD, kTile> first, second;
+  Stage stages[kStages];
+  int tokens[kTile];
+};
+
+template <class T, int kD>
+using SmallerMemory =
+    std::conditional_t<kD * sizeof(T) <= 256, BackwardMemory<T, kD, 32>, BackwardMemory<T, kD, 16, 1>>;
+
+template <class T, int kD, bool kByColumns, bool kPlain, class Memory>
+__global__ void __launch_bounds__(kThreads)
+    backward_kernel(const __grid_constant__ Backward<T> p, const __grid_constant__ Sweep<T> sweep) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  constexpr int kN = Memory::kTokens, kOut = kOutputs<kD>, pitch = kPitch<T, kD>;
+  auto& memory = *reinterpret_cast<Memory*>(shared);
+  const Lists& lists = sweep.lists;
+  const int lane = threadIdx.x % 32, strip = threadIdx.x / 32;
+  const Work work(lists, blockIdx.x, p.heads, p.layout_heads, kD / kOut);
+  const int kv_head = work.head / p.heads_of_group, first_column = work.share * kOut;
+  const int own_length = kByColumns ? p.scoring.keys : p.scoring.queries;
+  const int other_length = kByColumns ? p.scoring.queries : p.scoring.keys;
+  const Other<kN> other{lists.entries + work.first_entry, work.num_entries, lists.log_block, other_length,
+                        kByColumns ? nullptr : p.scoring.key_states_of(work.batch, work.head)};
+  const T* query = p.query.of(work.batch, work.head);
+  const T* grad_output = p.grad_output.of(work.batch, work.head);
+  const T* key = p.key.of(work.batch, kv_head);
+  const T* value = p.value.of(work.batch, kv_head);
+
+  const auto load = [&](int step) {
+    auto& stage = memory.stages[step % Memory::kStages];
+    if (threadIdx.x < kN / 8) {
+      stage.octets[threadIdx.x] = other.octet(step, threadIdx.x);
+    }
+    if (kByColumns && threadIdx.x < kN) {
+      const int token = other.token(step, threadIdx.x);
+      stage.rows[threadIdx.x] = token < 0 ? no_row() : p.rows.at(work.matrix, token);
+    }
+    const auto token_of = [&](int line) { return other.token(step, line); };
+    load_tile<kD, kN>(
+        stage.first, kByColumns ? query : key, kByColumns ? p.query.token_stride : p.key.token_stride, p.width, token_of);
+    load_tile<kD, kN>(
+        stage.second, kByColumns ? grad_output : value,
+        kByColumns ? p.grad_output.token_stride : p.value.token_stride, p.width, token_of);
+    end_of_copies();
+  };
+
+  const int steps = other.steps();
+  if (threadIdx.x < kTile) {
+    memory.tokens[threadIdx.x] = lists.token(work.tile, work.sub_tile, threadIdx.x, own_length);
+  }
+  __syncthreads();
+  const auto own_token = [&](int line) { return memory.tokens[line]; };
+  load_tile<kD, kTile>(
+      memory.first, kByColumns ? key : query, kByColumns ? p.key.token_stride : p.query.token_stride, p.width, own_token);
+  load_tile<kD, kTile>(
+      memory.second, kByColumns ? value : grad_output,
+      kByColumns ? p.value.token_stride : p.grad_output.token_stride, p.width, own_token);
+  if (steps > 0) {
+    load(0);
+  } else {
+    end_of_copies();
+  }
+
+  const T* first = memory.first + strip * 16 * pitch;
+  const T* second = memory.second + strip * 16 * pitch;
+  const int line0 = strip * 16 + lane / 4;
+  const int token0 = memory.tokens[line0], token8 = memory.tokens[line0 + 8];
+  using SeenBy = Seen<kByColumns, !kPlain>;
+  const SeenBy seen0(p.scoring, work.head, token0), seen8(p.scoring, work.head, token8);
+  const int of_strip = memory.tokens[strip * 16 + lane % 16];
+  SeenBy seen_by_all(p.scoring, work.head, of_strip);
+  seen_by_all.restrict_to_strip(of_strip >= 0);
+  const auto whole = [&](const Octet& octet) { return seen_by_all.has_all(octet.token); };
+  const Row row0 = kByColumns || token0 < 0 ? no_row() : p.rows.at(work.matrix, token0);
+  const Row row8 = kByColumns || token8 < 0 ? no_row() : p.rows.at(work.matrix, token8);
+  const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
+  const float* key_bias = p.scoring.key_bias_of(work.batch, work.head);
+  const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
+  const float of_dropout = !kPlain && p.scoring.drops() ? p.scoring.dropout().factor() : 1.0f;
+  const auto own_bias = [&](int token) {
+    return kByColumns && key_bias != nullptr && token >= 0 ? key_bias[token] * bias_factor : 0.0f;
+  };
+  const float bias0 = own_bias(token0), bias8 = own_bias(token8);
+  float sums_first[kOut / 8][4] = {};
+  float sums_second[kByColumns ? kOut / 8 : 1][4] = {};
+
+  for (int step = 0; step < steps; ++step) {
+    if (Memory::kStages == 1 && step > 0) {
+      __syncthreads();
+      load(step);
+    }
+    wait_for_copies<0>();
+    __syncthreads();
+    if (Memory::kStages > 1 && step + 1 < steps) {
+      load(step + 1);
+    }
+    const auto& stage = memory.stages[step % Memory::kStages];
+    const Live<kN> live(stage.octets, lists.log_block, whole);
+    const auto row_of = [&](int octet, int e) {
+      return kByColumns ? stage.rows[8 * octet + lane % 4 * 2 + e % 2] : e < 2 ? row0 : row8;
+    };
+#pragma unroll
+    for (int j = 0; j < kN / 16; ++j) {
+      if (!live.group(j)) {
+        continue;
+      }
+      float probs[2][4], grads[2][4];
+      products<kD>(probs, first, stage.first, 16 * j, lane);
+      products<kD>(grads, second, stage.second, 16 * j, lane);
+      int first_token_of[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        first_token_of[half] = stage.octets[2 * j + half].token + lane % 4 * 2;
+      }
+      if constexpr (!kPlain) {
+        p.scoring.template finish<T>(reinterpret_cast<float(&)[8]>(probs), work.batch, work.head, [&](int e) {
+          const int mine = max(e % 4 < 2 ? token0 : token8, 0);
+          const int its = min(first_token_of[e / 4] + e % 2, other_length - 1);
+          return kByColumns ? make_int2(its, mine) : make_int2(mine, its);
+        });
+      }
+      if (kByColumns && key_bias != nullptr) {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          probs[e / 4][e % 4] += e % 4 < 2 ? bias0 : bias8;
+        }
+      }
+      if ((live.bits >> 2 * j & 0x303u) != 0x303u || (live.ragged >> 2 * j & 3u) != 0) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int octet = 2 * j + half;
+          if (live.ragged >> octet & 1) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              const int its = first_token_of[half] + e % 2;
+              const float bias =
+                  kByColumns || key_bias == nullptr ? 0.0f : key_bias[min(its, other_length - 1)] * bias_factor;
+              const SeenBy& seen = e < 2 ? seen0 : seen8;
+              probs[half][e] = seen.has(its) && seen.is_in_order(its) ? probs[half][e] + bias : -kInfinity;
+            }
+          }
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            probs[half][e] = live.bits >> (octet + e / 2 * 8) & 1 ? probs[half][e] : -kInfinity;
+          }
+        }
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const Row row = row_of(2 * j + half, e);
+          probs[half][e] = kPlain ? exp2_of(probs[half][e] * unit - row.lse)
+                                  : exp2_of((probs[half][e] - row.origin) * unit) * row.inverse;
+        }
+      }
+      float dropped[2][4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        dropped[0][e] = probs[0][e];
+        dropped[1][e] = probs[1][e];
+      }
+      if constexpr (!kPlain) {
+        if (p.scoring.drops()) {
+          const auto kept =
+              kept_by<kByColumns>(p.scoring.dropout(), work.matrix, lists.log_block, token0, token8, stage.octets + 2 * j);
+#pragma unroll
+          for (int e = 0; e < 8; ++e) {
+            const float factor = kept[e] ? of_dropout : 0.0f;
+            grads[e / 4][e % 4] *= factor;
+            dropped[e / 4][e % 4] *= factor;
+          }
+        }
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          grads[half][e] = probs[half][e] * (grads[half][e] - row_of(2 * j + half, e).delta);
+        }
+      }
+      if constexpr (kByColumns) {
+        LeftOfSums<T>(dropped[0], dropped[1])
+            .template multiply_add_to<kOut, pitch>(sums_second, stage.second + first_column, 16 * j, lane);
+      }
+      LeftOfSums<T>(grads[0], grads[1])
+          .template multiply_add_to<kOut, pitch>(sums_first, stage.first + first_column, 16 * j, lane);
+    }
+  }
+
+  wait_for_copies<0>();
+  const int width = p.width - first_column;
+  const auto store = [&](const auto& sums, float factor, const T* own, const Matrices<T>& grad, const Parts& parts,
+                         float* shares) {
+    T* space = const_cast<T*>(own);
+    if (work.part >= 0) {
+      const int64_t place = parts.line(lists, work.copy, work.part, work.sub_tile) + strip * 16;
+      store_sums<kOut>(sums, factor, factor, width, [&](int line) {
+        return parts.data + (place + line) * parts.width + first_column;
+      });
+    } else if (shares != nullptr) {
+      store_sums<kOut>(sums, factor, factor, width, [&](int line) -> float* {
+        const int token = memory.tokens[strip * 16 + line];
+        return token < 0 ? nullptr : shares + (work.matrix * own_length + token) * p.width + first_column;
+      });
+    } else {
+      T* to = grad.of(work.batch, work.head) + first_column;
+      store_strip<kOut, pitch>(sums, factor, factor, space, width, [&](int line) -> T* {
+        const int token = memory.tokens[strip * 16 + line];
+        return token < 0 ? nullptr : to + token * grad.token_stride;
+      });
+    }
+  };
+  store(sums_first, p.scoring.scale, first, sweep.grad_first, sweep.first_parts, sweep.first_shares);
+  if constexpr (kByColumns) {
+    store(sums_second, 1.0f, second, sweep.grad_second, sweep.second_parts, sweep.second_shares);
+  }
+}
+
+// Adds the parts of lines, each thread those of four numbers of one, for each of a sweep's gradients.
+template <class T, bool kBoth>
+__global__ void __launch_bounds__(2 * kThreads) add_parts_kernel(
+    const __grid_constant__ Sweep<T> sweep, const int32_t* cuts, int num_cuts, int heads, int layout_heads, int length) {
+  const CutLines cut(sweep.lists, cuts, num_cuts, heads, layout_heads);
+  const int width = sweep.first_parts.width, fours = width / 4;
+  for (int number = threadIdx.x; number < kCutLines * fours; number += blockDim.x) {
+    const int line = number / fours, column = number % fours * 4, token = cut.token(sweep.lists, line, length);
+    if (token < 0) {
+      continue;
+    }
+    const auto add = [&](const Parts& parts, const Matrices<T>& grad, float* shares) {
+      float4 sum{0, 0, 0, 0};
+#pragma unroll 4
+      for (int part = 0; part < cut.num_parts; ++part) {
+        const float* from = parts.data + cut.place(sweep.lists, parts, part, line) * width + column;
+        const float4 of_part = *reinterpret_cast<const float4*>(from);
+        sum.x += of_part.x;
+        sum.y += of_part.y;
+        sum.z += of_part.z;
+        sum.w += of_part.w;
+      }
+      if (shares != nullptr) {
+        *reinterpret_cast<float4*>(shares + (cut.matrix * length + token) * width + column) = sum;
+      } else {
+        store_run(
+            grad.of(cut.batch, cut.head) + token * grad.token_stride + column,
+            Run<T, 4>{T(sum.x), T(sum.y), T(sum.z), T(sum.w)});
+      }
+    };
+    add(sweep.first_parts, sweep.grad_first, sweep.first_shares);
+    if constexpr (kBoth) {
+      add(sweep.second_parts, sweep.grad_second, sweep.second_shares);
+    }
+  }
+}
+
+// Adds the shares of the query heads of a group, (B, H, S, D), in the order of heads.
+template <class T>
+__global__ void add_shares_kernel(
+    const float* shares, Matrices<T> grad, int64_t elements, int key_heads, int heads_of_group, int length, int width) {
+  for (int64_t number = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; number < elements;
+       number += int64_t{gridDim.x} * blockDim.x) {
+    const int column = number % width;
+    const int token = number / width % length;
+    const int64_t matrix = number / width / length;  // batch * key_heads + key head
+    float sum = 0;
+    for (int head = 0; head < heads_of_group; ++head) {
+      sum += shares[((matrix * heads_of_group + head) * length + token) * width + column];
+    }
+    grad.of(matrix / key_heads, matrix % key_heads)[token * grad.token_stride + column] = T(sum);
+  }
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> attention_backward(
+    const Attention& attention, const Results& results, const TileTensors& rows, const TileTensors& columns,
+    bool deterministic) {
+  const Tensor &query = attention.query, &key = attention.key, &value = attention.value;
+  const Tensor &grad_output = results.grad_output, &output = results.output;
+  const int64_t batch = query.size(0), heads = query.size(1), key_heads = key.size(1), width = query.size(3);
+  const int64_t layout_heads = attention.layout_heads, block = attention.block, tile = attention.tile;
+  check_attention_backward(grad_output, results.grad_lse, query, output, results.rows);
+  check_alignment(grad_output, "grad_output");
+  check_alignment(output, "output");
+  check_tiles(rows.lines, rows.entries, rows.units, rows.cuts, query.size(2), query, layout_heads, block, tile);
+  check_tiles(
+      columns.lines, columns.entries, columns.units, columns.cuts, key.size(2), query, layout_heads, block, tile);
+  Tensor grad_query = empty_in_order_of(query, width, query.scalar_type());
+  Tensor grad_key = empty_in_order_of(key, width, query.scalar_type());
+  Tensor grad_value = empty_in_order_of(value, width, query.scalar_type());
+  if (query.numel() == 0) {
+    return {grad_query, grad_key, grad_value};
+  }
+  const int64_t copies = layout_heads == 1 ? batch * heads : batch;
+  const Launcher launch(query);
+  Scoring scoring = scoring_of(attention);
+  const KeyBias of_keys = set_key_bias(launch, attention.key_bias, scoring);
+  check_tile(launch, query, block, tile);
+  const auto [rows_data, row_numbers] = make_rows(launch, grad_output, results.grad_lse, output, results.rows, block);
+  const bool in_one_sweep = tile == kHopperTile && !deterministic;
+  const int64_t padded_queries = (query.size(2) + 15) / 16 * 16, padded_width = width <= 64 ? 64 : 128;
+  std::optional<Tensor> sums;
+  if (in_one_sweep) {
+    sums = launch.zeros(query, batch * heads * padded_queries * padded_width, ScalarType::Float);
+  }
+  const GradQuerySums grad_query_sums{
+      in_one_sweep ? sums->mutable_data_ptr<float>() : nullptr, padded_queries, static_cast<int>(padded_width)};
+  with_width(query, [&](auto zero, auto padded) {
+    using T = decltype(zero);
+    constexpr int kD = decltype(padded)::value;
+    const Backward<T> p{
+        matrices_of<const T>(query), matrices_of<const T>(key), matrices_of<const T>(value),
+        matrices_of<const T>(grad_output), row_numbers, scoring,
+        static_cast<int>(heads), static_cast<int>(layout_heads), static_cast<int>(heads / key_heads),
+        static_cast<int>(width), grad_query_sums};
+    const auto sweep = [&](auto by_columns, const TileTensors& tiles, const Tensor& grad_first,
+                           const Tensor& grad_second, bool grouped) {
+      constexpr bool kByColumns = decltype(by_columns)::value;
+      const Lists lists = lists_of(tiles, layout_heads, block, tile);
+      const int64_t length = grad_first.size(2), num_cuts = tiles.cuts.size(0), parts = num_parts(tiles, lists);
+      const int64_t part_size = copies * parts * lists.sub_tiles * tile * width;
+      const int64_t share_size = grouped ? batch * heads * length * width : 0;
+      const Space first_parts(query, part_size), second_parts(query, kByColumns ? part_size : 0);
+      const Space first_shares(query, share_size), second_shares(query, share_size);
+      const auto parts_in = [&](const Space& space) {
+        return Parts{space.data, static_cast<int>(parts), static_cast<int>(width)};
+      };
+      const Sweep<T> s{lists, matrices_of<T>(grad_first), matrices_of<T>(grad_second), parts_in(first_parts),
+                       parts_in(second_parts), first_shares.data, second_shares.data};
+      if (tile == kHopperTile) {
+        if constexpr (sizeof(T) == 2 && kD <= 128) {
+          if constexpr (kByColumns) {
+            columns_on_hopper(launch, p, s, query, key, value, grad_output, grad_first, grad_second, copies);
+          } else {
+            rows_on_hopper(launch, p, s, query, key, value, grad_output, grad_first, copies);
+          }
+        }
+      } else {
+        const int64_t blocks = copies * lists.num_units * lists.sub_tiles * (kD / kOutputs<kD>);
+        with_plain<T, kD>(p.scoring, [&](auto plain) {
+          with_backward_memory<BackwardMemory<T, kD>, SmallerMemory<T, kD>>(launch, [&](auto fitting) {
+            using Memory = typename decltype(fitting)::type;
+            launch.with_shared_memory(
+                backward_kernel<T, kD, kByColumns, decltype(plain)::value, Memory>, blocks, kThreads, sizeof(Memory),
+                p, s);
+          });
+        });
+      }
+      launch(
+          add_parts_kernel<T, kByColumns>, copies * num_cuts * lists.sub_tiles * tile / kCutLines, 2 * kThreads, s,
+          tiles.cuts.const_data_ptr<int32_t>(), static_cast<int>(num_cuts), p.heads, p.layout_heads,
+          static_cast<int>(length));
+      const auto add_shares = [&](const Tensor& to, const Matrices<T>& grad, const float* shares) {
+        launch(
+            add_shares_kernel<T>, std::min<int64_t>((to.numel() + 255) / 256, 1 << 16), 256, shares, grad, to.numel(),
+            static_cast<int>(key_heads), p.heads_of_group, static_cast<int>(length), p.width);
+      };
+      if (grouped) {
+        add_shares(grad_first, s.grad_first, s.first_shares);
+        add_shares(grad_second, s.grad_second, s.second_shares);
+      }
+    };
+    if (!in_one_sweep) {
+      sweep(std::false_type{}, rows, grad_query, grad_query, false);
+    }
+    sweep(std::true_type{}, columns, grad_key, grad_value, heads != key_heads);
+    if (in_one_sweep) {
+      if constexpr (sizeof(T) == 2 && kD <= 128) {
+        round_grad_query(launch, p, matrices_of<T>(grad_query), batch);
+      }
+    }
+  });
+  return {grad_query, grad_key, grad_value};
+}
+
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor> block_attention_backward(
+    const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key,
+    const Tensor& value, const Tensor& output, const Tensor& rows, const std::optional<Tensor>& rpe,
+    const std::optional<Tensor>& key_bias, const std::optional<Tensor>& attn_mask,
+    const std::optional<Tensor>& dropout_seed, const Tensor& row_lines, const Tensor& row_entries,
+    const Tensor& row_units, const Tensor& row_cuts, const Tensor& column_lines, const Tensor& column_entries,
+    const Tensor& column_units, const Tensor& column_cuts, int64_t layout_heads, int64_t block, int64_t tile,
+    double scale, bool causal, double dropout_p, bool deterministic) {
+  check_attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, dropout_p, layout_heads, block, tile);
+  return attention_backward(
+      {query, key, value, layout_heads, block, tile, scale, causal, key_bias, rpe, attn_mask, dropout_seed, dropout_p},
+      {grad_output, grad_lse, output, rows}, {row_lines, row_entries, row_units, row_cuts},
+      {column_lines, column_entries, column_units, column_cuts}, deterministic);
+}
+
+}  // namespace
+}  // namespace ds_sparse::attention
+
+STABLE_TORCH_LIBRARY_IMPL(ds_sparse, CUDA, m) {
+  m.impl("block_attention_backward", TORCH_BOX(&ds_sparse::attention::block_attention_backward));
+}

@@ -1,0 +1,57 @@
+// What the backward pass of fused attention takes, on every GPU; and its sweeps on Hopper.
+
+#pragma once
+
+#include "../common/launch.h"
+#include "attention.h"
+#include "row_stats.h"
+
+namespace ds_sparse::attention {
+
+// The gradients of queries in fp32, not scaled yet, as thread blocks add to them: (B, H, padded T / 16) strips, each of
+// `columns` / 8 runs in the order in which a warp's lanes hold 16 x 8 sums, four a lane.
+struct GradQuerySums {
+  float* data;  // null: not asked for
+  int64_t padded;
+  int columns;
+
+  __device__ float* strip(int64_t matrix, int token) const {
+    return data + (matrix * padded + token / 16 * 16) * columns;
+  }
+};
+
+template <class T>
+struct Backward {
+  Matrices<const T> query, key, value, grad_output;
+  Rows rows;
+  Scoring scoring;
+  int heads, layout_heads, heads_of_group, width;
+  GradQuerySums grad_query_sums;
+};
+
+// What a sweep makes: the gradient of its own side's first operand, and of its second where that is values. On Hopper the
+// sweep itself takes them as tensors, for the copy engine; those who add parts and shares, as they are here.
+template <class T>
+struct Sweep {
+  Lists lists;
+  Matrices<T> grad_first, grad_second;
+  // In fp32: parts of cut tiles, or with grouped heads each query head's share of the gradients, (B, H, S, D).
+  Parts first_parts, second_parts;
+  float *first_shares, *second_shares;
+};
+
+// backward_rows_sm90.cu
+template <class T>
+void rows_on_hopper(
+    const Launcher& launch, const Backward<T>& p, const Sweep<T>& sweep, const Tensor& query, const Tensor& key,
+    const Tensor& value, const Tensor& grad_output, const Tensor& grad_query, int64_t copies);
+
+// backward_columns_sm90.cu
+template <class T>
+void columns_on_hopper(
+    const Launcher& launch, const Backward<T>& p, const Sweep<T>& sweep, const Tensor& query, const Tensor& key,
+    const Tensor& value, const Tensor& grad_output, const Tensor& grad_key, const Tensor& grad_value, int64_t copies);
+template <class T>
+void round_grad_query(const Launcher& launch, const Backward<T>& p, const Matrices<T>& grad_query, int64_t batch);
+
+}  // namespace ds_sparse::attention

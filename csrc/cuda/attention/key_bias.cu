@@ -1,0 +1,76 @@
+// What is added to the scores of keys, summed up by eights: where it is nothing kernels need not look, and what is masked
+// altogether they leave out.
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+
+#include "key_bias.h"
+
+namespace ds_sparse::attention {
+namespace {
+
+// A thread for each eight keys of a batch and head. Bools (keeps where true) become `biases`.
+template <class B>
+__global__ void key_states_kernel(
+    const B* given, int64_t batch_stride, int64_t head_stride, int heads, float* biases, uint8_t* states, int64_t count,
+    int octets, int keys) {
+  for (int64_t number = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; number < count;
+       number += int64_t{gridDim.x} * blockDim.x) {
+    const int64_t matrix = number / octets;
+    const int first = number % octets * 8;
+    const B* from = given + matrix / heads * batch_stride + matrix % heads * head_stride;
+    bool nothing = true, masked = true;
+    for (int key = first; key < min(first + 8, keys); ++key) {
+      float bias;
+      if constexpr (std::is_same_v<B, bool>) {
+        bias = from[key] ? 0.0f : -kInfinity;
+        biases[matrix * keys + key] = bias;
+      } else {
+        bias = from[key];
+      }
+      nothing = nothing && bias == 0;
+      masked = masked && bias == -kInfinity;
+    }
+    states[number] = nothing ? kNoBias : masked ? kAllMasked : kSomeBias;
+  }
+}
+
+}  // namespace
+
+KeyBias set_key_bias(const Launcher& launch, const std::optional<Tensor>& key_bias, Scoring& scoring) {
+  if (!key_bias) {
+    return {};
+  }
+  const Tensor& given = *key_bias;
+  const int64_t batch = given.size(0), heads = given.dim() == 4 ? given.size(1) : 1;
+  const int64_t batch_stride = given.stride(0), head_stride = given.dim() == 4 ? given.stride(1) : 0;
+  const int64_t octets = (scoring.keys + 7) / 8, count = batch * heads * octets;
+  scoring.only_masks_keys = given.scalar_type() == ScalarType::Bool;
+  Tensor states = torch::stable::new_empty(given, {count}, ScalarType::Byte);
+  Tensor biases = given;
+  const auto set = [&](auto kernel, const auto* from, float* to) {
+    launch(
+        kernel, std::min<int64_t>((count + 127) / 128, 1 << 16), 128, from, batch_stride, head_stride,
+        static_cast<int>(heads), to, states.mutable_data_ptr<uint8_t>(), count, static_cast<int>(octets), scoring.keys);
+  };
+  // One that all batches or heads share has a stride of 0.
+  const auto strides = [&](int64_t (&to)[2], int64_t of_batch, int64_t of_head) {
+    to[0] = batch == 1 ? 0 : of_batch;
+    to[1] = heads == 1 ? 0 : of_head;
+  };
+  if (scoring.only_masks_keys) {
+    biases = torch::stable::new_empty(given, {batch * heads * scoring.keys}, ScalarType::Float);
+    set(key_states_kernel<bool>, given.const_data_ptr<bool>(), biases.mutable_data_ptr<float>());
+    strides(scoring.key_bias_strides, heads * scoring.keys, scoring.keys);
+  } else {
+    set(key_states_kernel<float>, given.const_data_ptr<float>(), nullptr);
+    strides(scoring.key_bias_strides, batch_stride, head_stride);
+  }
+  strides(scoring.key_states_strides, heads * octets, octets);
+  scoring.key_bias = biases.const_data_ptr<float>();
+  scoring.key_states = states.const_data_ptr<uint8_t>();
+  return {biases, states};
+}
+
+}  // namespace ds_sparse::attention

@@ -1,0 +1,21 @@
+// What is added to the scores of keys, as attention's kernels read it.
+
+#pragma once
+
+#include <optional>
+
+#include "../common/launch.h"
+#include "attention.h"
+
+namespace ds_sparse::attention {
+
+// What holds the numbers that `scoring` points at.
+struct KeyBias {
+  std::optional<Tensor> biases, states;
+};
+
+// Writes key_bias, fp32 or bool (keeps where true), (B or 1, S) or (B or 1, H or 1, 1, S), into `scoring`, with a KeyState
+// for every eight keys. key_bias.cu
+KeyBias set_key_bias(const Launcher& launch, const std::optional<Tensor>& key_bias, Scoring& scoring);
+
+}  // namespace ds_sparse::attention

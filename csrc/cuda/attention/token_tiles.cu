@@ -1,0 +1,66 @@
+// Attention over token pairs, on Hopper: the passes of fused attention on the blocks of 64 tokens that hold pairs, which
+// bits name one by one.
+
+#include <torch/csrc/stable/library.h>
+
+#include "../../checks.h"
+#include "passes.h"
+
+namespace ds_sparse::attention {
+namespace {
+
+constexpr int64_t kBlock = 64;
+
+// The pairs of a side's tiles, as the copy engine reads them.
+void check_pairs(
+    const Tensor& pairs, const Tensor& entries, const Tensor& query, int64_t layout_heads, const char* name) {
+  check_dim(pairs, 4, name);
+  check(
+      pairs.size(0) == 1 || (layout_heads == 1 && pairs.size(0) == query.size(1)),
+      std::string(name) + " has to be of one head, or of all that share a layout.");
+  check_size(pairs, 1, entries.size(0), name);
+  check_size(pairs, 2, kHopperTile, name);
+  check_size(pairs, 3, 2, name);
+  check(pairs.scalar_type() == torch::headeronly::ScalarType::Int, std::string(name) + " has to be int32.");
+  check(pairs.device() == entries.device(), std::string(name) + " has to be on the device of the other arguments.");
+  check_contiguous(pairs, name);
+  check(
+      reinterpret_cast<uintptr_t>(pairs.const_data_ptr()) % 16 == 0,
+      std::string(name) + " has to begin at a multiple of 16 bytes; make a copy.");
+}
+
+Attention attention_of(
+    const Tensor& query, const Tensor& key, const Tensor& value, int64_t layout_heads, double scale) {
+  check_attention(query, key, value, {}, {}, {}, {}, 0, layout_heads, kBlock, kHopperTile);
+  return {query, key, value, layout_heads, kBlock, kHopperTile, scale, false, {}};
+}
+
+std::tuple<Tensor, Tensor, Tensor> token_tiles_forward(
+    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& row_lines, const Tensor& row_entries,
+    const Tensor& row_units, const Tensor& row_cuts, const Tensor& row_pairs, int64_t layout_heads, double scale) {
+  check_pairs(row_pairs, row_entries, query, layout_heads, "row_pairs");
+  return attention_forward(
+      attention_of(query, key, value, layout_heads, scale), {row_lines, row_entries, row_units, row_cuts, &row_pairs});
+}
+
+std::tuple<Tensor, Tensor, Tensor> token_tiles_backward(
+    const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key,
+    const Tensor& value, const Tensor& output, const Tensor& rows, const Tensor& row_lines, const Tensor& row_entries,
+    const Tensor& row_units, const Tensor& row_cuts, const Tensor& row_pairs, const Tensor& column_lines,
+    const Tensor& column_entries, const Tensor& column_units, const Tensor& column_cuts, const Tensor& column_pairs,
+    int64_t layout_heads, double scale, bool deterministic) {
+  check_pairs(row_pairs, row_entries, query, layout_heads, "row_pairs");
+  check_pairs(column_pairs, column_entries, query, layout_heads, "column_pairs");
+  return attention_backward(
+      attention_of(query, key, value, layout_heads, scale), {grad_output, grad_lse, output, rows},
+      {row_lines, row_entries, row_units, row_cuts, &row_pairs},
+      {column_lines, column_entries, column_units, column_cuts, &column_pairs}, deterministic);
+}
+
+}  // namespace
+}  // namespace ds_sparse::attention
+
+STABLE_TORCH_LIBRARY_IMPL(ds_sparse, CUDA, m) {
+  m.impl("token_tiles_forward", TORCH_BOX(&ds_sparse::attention::token_tiles_forward));
+  m.impl("token_tiles_backward", TORCH_BOX(&ds_sparse::attention::token_tiles_backward));
+}

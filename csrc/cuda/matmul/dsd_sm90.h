@@ -1,0 +1,171 @@
+// What both kernels of sparse @ dense on Hopper share. A thread block takes unit after unit of the layout's tiles
+// (product_tiles.h), of 128 rows: each of two warpgroups multiplies 64 of them with the dense lines that both share, 64
+// tokens at a time. A warpgroup that has nothing in such a step goes on to the next one at once, and warps hand over their
+// results, 16 rows each, without waiting for each other.
+
+#pragma once
+
+#include "../common/gemm_sm90.h"
+#include "dsd.h"
+
+namespace ds_sparse::hopper {
+
+constexpr int kGroups = kProductTile / kTile;  // warpgroups that multiply
+constexpr int kWarps = kProductTile / kStrip;
+
+// What a stage is for, to a warpgroup.
+struct alignas(16) Step {
+  uint32_t live;    // a bit for each block of its lines; 0: there is nothing to multiply
+  int batch, head;  // of the result, where the unit ends; head -1: it goes on. batch -1: there is no step any more
+  int part;         // of the parts of all copies; -1: the tile is whole
+};
+
+// kRing stages, in each of which kernels have values as they need them.
+template <class T, int kN, int kRing, class Values>
+struct Memory {
+  static constexpr int kPanels = kN / kPanel, kStages = kRing;
+  T dense[kStages][kPanels][kTileElements];
+  Values values[kStages];
+  T results[kGroups][kPanels][kTileElements];
+  Barrier there[kStages], free[kStages];
+  Step steps[kStages][kGroups];
+  int tokens[kStages][kWarps];  // of the result, the first of each warp's; -1 where it has none
+
+  // By one thread, before any other comes. `copying`: how many arrive when they have begun all copies of a stage.
+  __device__ void init(int copying) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      there[stage].init(copying);
+      free[stage].init(kWarps);
+    }
+    fence_barriers();
+  }
+};
+
+__device__ __forceinline__ void store_matrices_transposed(void* row, const uint32_t (&from)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
+               "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
+               : "memory");
+}
+
+// Rounds a warp's 16 x kN sums and writes them to its lines of panels.
+template <int kN, class T>
+__device__ __forceinline__ void store_to_panels(T* panels, const float (&sums)[kN / 2]) {
+  const int lane = threadIdx.x % 32, first = threadIdx.x % kMultiplying / 32 * kStrip;
+#pragma unroll
+  for (int j = 0; j < kN / 16; ++j) {
+    uint32_t rounded[4];
+    round_columns<T>(rounded, sums, j);
+    store_matrices(run_of_line(panels + j / 4 * kTileElements, first + lane % 16, j % 4 * 2 + lane / 16), rounded);
+  }
+}
+
+// The same transposed: its part of each panel becomes 64 lines of 16.
+template <int kN, class T>
+__device__ __forceinline__ void store_to_short_lines(T* panels, const float (&sums)[kN / 2]) {
+  const int lane = threadIdx.x % 32;
+  T* lines = panels + threadIdx.x % kMultiplying / 32 * kStrip * kPanel;
+#pragma unroll
+  for (int j = 0; j < kN / 16; ++j) {
+    uint32_t rounded[4];
+    round_columns<T>(rounded, sums, j);
+    const int line = j % 4 * 16 + lane / 16 * 8 + lane % 8;
+    store_matrices_transposed(
+        run_of_short_line<kStrip>(lines + j / 4 * kTileElements, line, lane / 8 % 2), rounded);
+  }
+}
+
+// The result as warps store it, in boxes of 16 tokens.
+template <class T>
+CUtensorMap result_map(const TileProduct<T>& p, const Tensor& out) {
+  return p.result.transposed ? tensor_map(out, kPanel, kStrip) : tensor_map(out, kStrip);
+}
+
+// Hands over a warp's sums at the end of a unit that is a part of its tile.
+template <int kN, class T>
+__device__ __forceinline__ void store_part(const TileProduct<T>& p, int part, const float (&sums)[kN / 2]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  float* to = p.part(part, warp * kStrip + lane / 4) + lane % 4 * 2;
+#pragma unroll
+  for (int column = 0; column < kN; column += 8) {
+    if (column < p.result.width) {
+      const int i = column / 2;
+      *reinterpret_cast<float2*>(to + column) = make_float2(sums[i], sums[i + 1]);
+      *reinterpret_cast<float2*>(to + 8 * p.result.width + column) = make_float2(sums[i + 2], sums[i + 3]);
+    }
+  }
+}
+
+// The same of a whole tile; `token` is the first of the warp's rows in the result. Sums pass through the warpgroup's
+// panels, where what a warp writes nobody else does.
+template <int kN, class T>
+__device__ __forceinline__ void store_result(
+    const TileProduct<T>& p, T* panels, const CUtensorMap* out, const Step& step, int token,
+    const float (&sums)[kN / 2]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  warp_waits_for_stores(lane);
+  if (p.result.transposed) {
+    store_to_short_lines<kN>(panels, sums);
+  } else {
+    store_to_panels<kN>(panels, sums);
+  }
+  fence_stores();
+  __syncwarp();
+  if (lane == 0) {
+#pragma unroll
+    for (int column = 0; column < kN; column += kPanel) {
+      store_box(
+          out, panels + column / kPanel * kTileElements + warp % 4 * kStrip * kPanel,
+          p.result.transposed ? token : column, p.result.transposed ? column : token, step.head, step.batch);
+    }
+    end_stores();
+  }
+}
+
+// All that a multiplying warp does. own_blocks: of the bits of a step, those of the warp's rows.
+// multiply(sums, stage, live, add): sums = or += what the stage has for the warpgroup.
+template <int kN, class T, class M, class F>
+__device__ __forceinline__ void multiply_all(
+    const TileProduct<T>& p, M& memory, const CUtensorMap* out, uint32_t own_blocks, const F& multiply) {
+  const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32), group = warp * 32 / kMultiplying;
+  float sums[kN / 2];
+  uint32_t summed = 0;  // what has been live in the unit so far
+  for (Ring<M::kStages> place;; place.next()) {
+    memory.there[place.stage].wait(place.parity);
+    const Step step = memory.steps[place.stage][group];
+    if (step.batch < 0) {
+      break;
+    }
+    const int token = memory.tokens[place.stage][warp];
+    if (step.live != 0) {
+      multiply(sums, place.stage, step.live, summed != 0);
+      summed |= step.live;
+    }
+    arrive_once(memory.free[place.stage], lane);
+    if (step.head < 0) {
+      continue;
+    }
+    if (token >= 0 && step.part >= 0) {
+      const bool has_own = (summed & own_blocks) != 0;
+      if (lane == 0) {
+        *p.strip_of_part(step.part, warp * kStrip) = has_own;
+      }
+      if (has_own) {
+        store_part<kN>(p, step.part, sums);
+      }
+    } else if (token >= 0) {
+      if (summed == 0) {
+#pragma unroll
+        for (float& sum : sums) {
+          sum = 0;
+        }
+      }
+      store_result<kN>(p, memory.results[group][0], out, step, token, sums);
+    }
+    summed = 0;
+  }
+  if (lane == 0) {
+    wait_for_stores();
+  }
+}
+
+}  // namespace ds_sparse::hopper
