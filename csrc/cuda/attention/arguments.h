@@ -8,19 +8,20 @@
 #include <optional>
 
 #include "../common/elements.h"
-#include "attention.h"
+#include "mainloop.h"
 #include "passes.h"
+#include "softmax.h"
 
 namespace ds_sparse::attention {
 
-// An empty tensor (B, H, tokens, width) in the order of memory of `x`, (B, H, tokens, ...): heads within tokens or tokens
+// An empty tensor (B, H, tokens, head_dim) in the order of memory of `x`, (B, H, tokens, ...): heads within tokens or tokens
 // within heads.
-inline Tensor empty_in_order_of(const Tensor& x, int64_t width, ScalarType type) {
+inline Tensor empty_in_order_of(const Tensor& x, int64_t head_dim, ScalarType type) {
   const int64_t batch = x.size(0), heads = x.size(1), tokens = x.size(2);
   if (x.stride(1) < x.stride(2)) {
-    return torch::stable::transpose(torch::stable::new_empty(x, {batch, tokens, heads, width}, type), 1, 2);
+    return torch::stable::transpose(torch::stable::new_empty(x, {batch, tokens, heads, head_dim}, type), 1, 2);
   }
-  return torch::stable::new_empty(x, {batch, heads, tokens, width}, type);
+  return torch::stable::new_empty(x, {batch, heads, tokens, head_dim}, type);
 }
 
 template <class T>
@@ -29,14 +30,14 @@ Matrices<T> matrices_of(const Tensor& x) {
   return {static_cast<T*>(const_cast<void*>(x.const_data_ptr())), stride(0), stride(1), stride(2)};
 }
 
-inline RowSum* row_sums_in(Tensor& x) { return reinterpret_cast<RowSum*>(x.mutable_data_ptr<float>()); }
+inline RowMaxSum* row_max_sums_in(Tensor& x) { return reinterpret_cast<RowMaxSum*>(x.mutable_data_ptr<float>()); }
 
-inline Lists lists_of(const TileTensors& tiles, int64_t layout_heads, int64_t block, int64_t tile) {
-  const int64_t lines_per_tile = std::max<int64_t>(1, tile / block);
+inline TileLists lists_of(const TileTensors& tiles, int64_t layout_heads, int64_t block, int64_t tile) {
+  const int64_t block_rows_per_tile = std::max<int64_t>(1, tile / block);
   return {
       tiles.lines.const_data_ptr<int32_t>(), reinterpret_cast<const uint32_t*>(tiles.entries.const_data_ptr<int32_t>()),
       reinterpret_cast<const int4*>(tiles.units.const_data_ptr<int32_t>()), static_cast<int>(tiles.units.size(0)),
-      static_cast<int>(lines_per_tile), static_cast<int>(tiles.lines.size(0) / lines_per_tile / layout_heads),
+      static_cast<int>(block_rows_per_tile), static_cast<int>(tiles.lines.size(0) / block_rows_per_tile / layout_heads),
       log2_of(block), static_cast<int>(tile), static_cast<int>(std::max<int64_t>(1, block / tile)),
       tiles.pairs == nullptr ? nullptr : reinterpret_cast<const uint2*>(tiles.pairs->const_data_ptr<int32_t>()),
       tiles.pairs == nullptr || tiles.pairs->size(0) == 1 ? 0 : tiles.entries.size(0) * tile};
@@ -55,9 +56,9 @@ struct Space {
   }
 };
 
-// Of all units, those that are parts: each tile that is not cut has one unit.
-inline int64_t num_parts(const TileTensors& tiles, const Lists& lists) {
-  return tiles.units.size(0) - tiles.lines.size(0) / lists.lines_per_tile + tiles.cuts.size(0);
+// Of all work tiles, those that are splits: each tile whose list is not split has one work tile.
+inline int64_t num_splits(const TileTensors& tiles, const TileLists& lists) {
+  return tiles.units.size(0) - tiles.lines.size(0) / lists.block_rows_per_tile + tiles.cuts.size(0);
 }
 
 inline Bias bias_of(const std::optional<Tensor>& x, const Tensor& query) {
@@ -106,7 +107,7 @@ inline Scoring scoring_of(const Attention& attention) {
 
 // Calls f with a zero of the element type and the head size, padded to 64, 128 or 256.
 template <class F>
-void with_width(const Tensor& query, const F& f) {
+void with_head_dim(const Tensor& query, const F& f) {
   with_element<false>(query, "attention", [&](auto zero) {
     if (query.size(3) <= 64) {
       f(zero, std::integral_constant<int, 64>{});
@@ -119,9 +120,9 @@ void with_width(const Tensor& query, const F& f) {
 }
 
 // Calls f with whether scores are plain and not in a window, and nothing is dropped, where that has a kernel of its own.
-template <class T, int kD, class F>
+template <class T, int kHeadDim, class F>
 void with_plain(const Scoring& scoring, const F& f) {
-  if constexpr (sizeof(T) == 2 && kD <= 128) {
+  if constexpr (sizeof(T) == 2 && kHeadDim <= 128) {
     if (scoring.plain() && !scoring.drops() && scoring.window.limits == nullptr) {
       return f(std::true_type{});
     }
@@ -133,7 +134,7 @@ void with_plain(const Scoring& scoring, const F& f) {
 inline void check_tile(const Launcher& launch, const Tensor& query, int64_t block, int64_t tile) {
   const bool serves_hopper = query.element_size() == 2 && query.size(3) <= 128 && block >= 16;
   check(
-      tile == kTile || (tile == kHopperTile && serves_hopper && launch.is_hopper()),
+      tile == kBlockM || (tile == kHopperBlockM && serves_hopper && launch.is_hopper()),
       "tile has to be 64; or 128 on a Hopper GPU, in fp16 or bf16, with up to 128 numbers a token and blocks of 16 or "
       "more; got " + std::to_string(tile) + ".");
 }

@@ -11,9 +11,10 @@
 #include <tuple>
 
 #include "arguments.h"
-#include "attention.h"
 #include "backward.h"
 #include "backward_memory.h"
+#include "dropout_mask.h"
+#include "epilogue.h"
 #include "key_bias.h"
 #include "row_stats.h"
 
@@ -21,37 +22,37 @@ namespace ds_sparse::attention {
 namespace {
 
 // By columns, `own` are keys and values, `other` queries and gradients of outputs; by rows the other way round.
-// kN: tokens of a step; kAhead: steps that may be there.
-template <class T, int kD, int kN = kStep<T, kD>, int kAhead = kStages>
+// kBlockN: tokens of a step; kAhead: steps that may be there.
+template <class T, int kHeadDim, int kBlockN = kStep<T, kHeadDim>, int kAhead = kStages>
 struct BackwardMemory {
-  enum { kTokens = kN, kStages = kAhead };
+  enum { kTokens = kBlockN, kStages = kAhead };
   struct Stage {
-    Tile<T, kD, kN> first, second;
+    Tile<T, kHeadDim, kBlockN> first, second;
     Octet octets[8];
-    Row rows[kN];
+    RowStats rows[kBlockN];
   };
-  Tile<T, kD, kTile> first, second;
+  Tile<T, kHeadDim, kBlockM> first, second;
   Stage stages[kStages];
-  int tokens[kTile];
+  int tokens[kBlockM];
 };
 
-template <class T, int kD>
+template <class T, int kHeadDim>
 using SmallerMemory =
-    std::conditional_t<kD * sizeof(T) <= 256, BackwardMemory<T, kD, 32>, BackwardMemory<T, kD, 16, 1>>;
+    std::conditional_t<kHeadDim * sizeof(T) <= 256, BackwardMemory<T, kHeadDim, 32>, BackwardMemory<T, kHeadDim, 16, 1>>;
 
-template <class T, int kD, bool kByColumns, bool kPlain, class Memory>
+template <class T, int kHeadDim, bool kByColumns, bool kPlain, class Memory>
 __global__ void __launch_bounds__(kThreads)
     backward_kernel(const __grid_constant__ Backward<T> p, const __grid_constant__ Sweep<T> sweep) {
   extern __shared__ __align__(16) unsigned char shared[];
-  constexpr int kN = Memory::kTokens, kOut = kOutputs<kD>, pitch = kPitch<T, kD>;
+  constexpr int kBlockN = Memory::kTokens, kColumns = kOutputColumns<kHeadDim>, pitch = kPitch<T, kHeadDim>;
   auto& memory = *reinterpret_cast<Memory*>(shared);
-  const Lists& lists = sweep.lists;
-  const int lane = threadIdx.x % 32, strip = threadIdx.x / 32;
-  const Work work(lists, blockIdx.x, p.heads, p.layout_heads, kD / kOut);
-  const int kv_head = work.head / p.heads_of_group, first_column = work.share * kOut;
+  const TileLists& lists = sweep.lists;
+  const int lane = threadIdx.x % 32, warp_tile = threadIdx.x / 32;
+  const WorkTile work(lists, blockIdx.x, p.heads, p.layout_heads, kHeadDim / kColumns);
+  const int kv_head = work.head / p.heads_of_group, first_column = work.column_tile * kColumns;
   const int own_length = kByColumns ? p.scoring.keys : p.scoring.queries;
   const int other_length = kByColumns ? p.scoring.queries : p.scoring.keys;
-  const Other<kN> other{lists.entries + work.first_entry, work.num_entries, lists.log_block, other_length,
+  const OtherSide<kBlockN> other{lists.entries + work.first_entry, work.num_entries, lists.log_block, other_length,
                         kByColumns ? nullptr : p.scoring.key_states_of(work.batch, work.head)};
   const T* query = p.query.of(work.batch, work.head);
   const T* grad_output = p.grad_output.of(work.batch, work.head);
@@ -60,52 +61,52 @@ __global__ void __launch_bounds__(kThreads)
 
   const auto load = [&](int step) {
     auto& stage = memory.stages[step % Memory::kStages];
-    if (threadIdx.x < kN / 8) {
+    if (threadIdx.x < kBlockN / 8) {
       stage.octets[threadIdx.x] = other.octet(step, threadIdx.x);
     }
-    if (kByColumns && threadIdx.x < kN) {
+    if (kByColumns && threadIdx.x < kBlockN) {
       const int token = other.token(step, threadIdx.x);
-      stage.rows[threadIdx.x] = token < 0 ? no_row() : p.rows.at(work.matrix, token);
+      stage.rows[threadIdx.x] = token < 0 ? no_row_stats() : p.row_stats.at(work.matrix, token);
     }
-    const auto token_of = [&](int line) { return other.token(step, line); };
-    load_tile<kD, kN>(
-        stage.first, kByColumns ? query : key, kByColumns ? p.query.token_stride : p.key.token_stride, p.width, token_of);
-    load_tile<kD, kN>(
+    const auto token_of = [&](int tile_row) { return other.token(step, tile_row); };
+    load_tile<kHeadDim, kBlockN>(
+        stage.first, kByColumns ? query : key, kByColumns ? p.query.token_stride : p.key.token_stride, p.head_dim, token_of);
+    load_tile<kHeadDim, kBlockN>(
         stage.second, kByColumns ? grad_output : value,
-        kByColumns ? p.grad_output.token_stride : p.value.token_stride, p.width, token_of);
+        kByColumns ? p.grad_output.token_stride : p.value.token_stride, p.head_dim, token_of);
     end_of_copies();
   };
 
   const int steps = other.steps();
-  if (threadIdx.x < kTile) {
+  if (threadIdx.x < kBlockM) {
     memory.tokens[threadIdx.x] = lists.token(work.tile, work.sub_tile, threadIdx.x, own_length);
   }
   __syncthreads();
-  const auto own_token = [&](int line) { return memory.tokens[line]; };
-  load_tile<kD, kTile>(
-      memory.first, kByColumns ? key : query, kByColumns ? p.key.token_stride : p.query.token_stride, p.width, own_token);
-  load_tile<kD, kTile>(
+  const auto own_token = [&](int tile_row) { return memory.tokens[tile_row]; };
+  load_tile<kHeadDim, kBlockM>(
+      memory.first, kByColumns ? key : query, kByColumns ? p.key.token_stride : p.query.token_stride, p.head_dim, own_token);
+  load_tile<kHeadDim, kBlockM>(
       memory.second, kByColumns ? value : grad_output,
-      kByColumns ? p.value.token_stride : p.grad_output.token_stride, p.width, own_token);
+      kByColumns ? p.value.token_stride : p.grad_output.token_stride, p.head_dim, own_token);
   if (steps > 0) {
     load(0);
   } else {
     end_of_copies();
   }
 
-  const T* first = memory.first + strip * 16 * pitch;
-  const T* second = memory.second + strip * 16 * pitch;
-  const int line0 = strip * 16 + lane / 4;
-  const int token0 = memory.tokens[line0], token8 = memory.tokens[line0 + 8];
-  using SeenBy = Seen<kByColumns, !kPlain>;
-  const SeenBy seen0(p.scoring, work.head, token0), seen8(p.scoring, work.head, token8);
-  const int of_strip = memory.tokens[strip * 16 + lane % 16];
-  SeenBy seen_by_all(p.scoring, work.head, of_strip);
-  seen_by_all.restrict_to_strip(of_strip >= 0);
-  const auto whole = [&](const Octet& octet) { return seen_by_all.has_all(octet.token); };
-  const Row row0 = kByColumns || token0 < 0 ? no_row() : p.rows.at(work.matrix, token0);
-  const Row row8 = kByColumns || token8 < 0 ? no_row() : p.rows.at(work.matrix, token8);
-  const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
+  const T* first = memory.first + warp_tile * 16 * pitch;
+  const T* second = memory.second + warp_tile * 16 * pitch;
+  const int tile_row0 = warp_tile * 16 + lane / 4;
+  const int token0 = memory.tokens[tile_row0], token8 = memory.tokens[tile_row0 + 8];
+  using RowMask = TokenMask<kByColumns, !kPlain>;
+  const RowMask token_mask0(p.scoring, work.head, token0), token_mask8(p.scoring, work.head, token8);
+  const int of_warp_tile = memory.tokens[warp_tile * 16 + lane % 16];
+  RowMask warp_tile_mask(p.scoring, work.head, of_warp_tile);
+  warp_tile_mask.restrict_to_warp_tile(of_warp_tile >= 0);
+  const auto whole = [&](const Octet& octet) { return warp_tile_mask.has_all(octet.token); };
+  const RowStats stats0 = kByColumns || token0 < 0 ? no_row_stats() : p.row_stats.at(work.matrix, token0);
+  const RowStats stats8 = kByColumns || token8 < 0 ? no_row_stats() : p.row_stats.at(work.matrix, token8);
+  const float softmax_scale_log2 = kPlain ? p.scoring.scale * kLog2E : kLog2E;
   const float* key_bias = p.scoring.key_bias_of(work.batch, work.head);
   const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
   const float of_dropout = !kPlain && p.scoring.drops() ? p.scoring.dropout().factor() : 1.0f;
@@ -113,8 +114,8 @@ __global__ void __launch_bounds__(kThreads)
     return kByColumns && key_bias != nullptr && token >= 0 ? key_bias[token] * bias_factor : 0.0f;
   };
   const float bias0 = own_bias(token0), bias8 = own_bias(token8);
-  float sums_first[kOut / 8][4] = {};
-  float sums_second[kByColumns ? kOut / 8 : 1][4] = {};
+  float sums_first[kColumns / 8][4] = {};
+  float sums_second[kByColumns ? kColumns / 8 : 1][4] = {};
 
   for (int step = 0; step < steps; ++step) {
     if (Memory::kStages == 1 && step > 0) {
@@ -127,18 +128,18 @@ __global__ void __launch_bounds__(kThreads)
       load(step + 1);
     }
     const auto& stage = memory.stages[step % Memory::kStages];
-    const Live<kN> live(stage.octets, lists.log_block, whole);
-    const auto row_of = [&](int octet, int e) {
-      return kByColumns ? stage.rows[8 * octet + lane % 4 * 2 + e % 2] : e < 2 ? row0 : row8;
+    const LiveOctets<kBlockN> live(stage.octets, lists.log_block, whole);
+    const auto stats_of = [&](int octet, int e) {
+      return kByColumns ? stage.rows[8 * octet + lane % 4 * 2 + e % 2] : e < 2 ? stats0 : stats8;
     };
 #pragma unroll
-    for (int j = 0; j < kN / 16; ++j) {
+    for (int j = 0; j < kBlockN / 16; ++j) {
       if (!live.group(j)) {
         continue;
       }
       float probs[2][4], grads[2][4];
-      products<kD>(probs, first, stage.first, 16 * j, lane);
-      products<kD>(grads, second, stage.second, 16 * j, lane);
+      products<kHeadDim>(probs, first, stage.first, 16 * j, lane);
+      products<kHeadDim>(grads, second, stage.second, 16 * j, lane);
       int first_token_of[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -167,8 +168,8 @@ __global__ void __launch_bounds__(kThreads)
               const int its = first_token_of[half] + e % 2;
               const float bias =
                   kByColumns || key_bias == nullptr ? 0.0f : key_bias[min(its, other_length - 1)] * bias_factor;
-              const SeenBy& seen = e < 2 ? seen0 : seen8;
-              probs[half][e] = seen.has(its) && seen.is_in_order(its) ? probs[half][e] + bias : -kInfinity;
+              const RowMask& token_mask = e < 2 ? token_mask0 : token_mask8;
+              probs[half][e] = token_mask.has(its) && token_mask.is_in_order(its) ? probs[half][e] + bias : -kInfinity;
             }
           }
 #pragma unroll
@@ -181,9 +182,9 @@ __global__ void __launch_bounds__(kThreads)
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const Row row = row_of(2 * j + half, e);
-          probs[half][e] = kPlain ? exp2_of(probs[half][e] * unit - row.lse)
-                                  : exp2_of((probs[half][e] - row.origin) * unit) * row.inverse;
+          const RowStats row = stats_of(2 * j + half, e);
+          probs[half][e] = kPlain ? exp2_approx(probs[half][e] * softmax_scale_log2 - row.lse)
+                                  : exp2_approx((probs[half][e] - row.row_max) * softmax_scale_log2) * row.inverse_sum;
         }
       }
       float dropped[2][4];
@@ -208,80 +209,80 @@ __global__ void __launch_bounds__(kThreads)
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          grads[half][e] = probs[half][e] * (grads[half][e] - row_of(2 * j + half, e).delta);
+          grads[half][e] = probs[half][e] * (grads[half][e] - stats_of(2 * j + half, e).delta);
         }
       }
       if constexpr (kByColumns) {
-        LeftOfSums<T>(dropped[0], dropped[1])
-            .template multiply_add_to<kOut, pitch>(sums_second, stage.second + first_column, 16 * j, lane);
+        AccumulatorAsA<T>(dropped[0], dropped[1])
+            .template multiply_add_to<kColumns, pitch>(sums_second, stage.second + first_column, 16 * j, lane);
       }
-      LeftOfSums<T>(grads[0], grads[1])
-          .template multiply_add_to<kOut, pitch>(sums_first, stage.first + first_column, 16 * j, lane);
+      AccumulatorAsA<T>(grads[0], grads[1])
+          .template multiply_add_to<kColumns, pitch>(sums_first, stage.first + first_column, 16 * j, lane);
     }
   }
 
   wait_for_copies<0>();
-  const int width = p.width - first_column;
-  const auto store = [&](const auto& sums, float factor, const T* own, const Matrices<T>& grad, const Parts& parts,
+  const int columns = p.head_dim - first_column;
+  const auto store = [&](const auto& sums, float factor, const T* own, const Matrices<T>& grad, const SplitResults& splits,
                          float* shares) {
     T* space = const_cast<T*>(own);
-    if (work.part >= 0) {
-      const int64_t place = parts.line(lists, work.copy, work.part, work.sub_tile) + strip * 16;
-      store_sums<kOut>(sums, factor, factor, width, [&](int line) {
-        return parts.data + (place + line) * parts.width + first_column;
+    if (work.split >= 0) {
+      const int64_t place = splits.first_row(lists, work.copy, work.split, work.sub_tile) + warp_tile * 16;
+      store_sums<kColumns>(sums, factor, factor, columns, [&](int tile_row) {
+        return splits.data + (place + tile_row) * splits.head_dim + first_column;
       });
     } else if (shares != nullptr) {
-      store_sums<kOut>(sums, factor, factor, width, [&](int line) -> float* {
-        const int token = memory.tokens[strip * 16 + line];
-        return token < 0 ? nullptr : shares + (work.matrix * own_length + token) * p.width + first_column;
+      store_sums<kColumns>(sums, factor, factor, columns, [&](int tile_row) -> float* {
+        const int token = memory.tokens[warp_tile * 16 + tile_row];
+        return token < 0 ? nullptr : shares + (work.matrix * own_length + token) * p.head_dim + first_column;
       });
     } else {
       T* to = grad.of(work.batch, work.head) + first_column;
-      store_strip<kOut, pitch>(sums, factor, factor, space, width, [&](int line) -> T* {
-        const int token = memory.tokens[strip * 16 + line];
+      store_warp_tile<kColumns, pitch>(sums, factor, factor, space, columns, [&](int tile_row) -> T* {
+        const int token = memory.tokens[warp_tile * 16 + tile_row];
         return token < 0 ? nullptr : to + token * grad.token_stride;
       });
     }
   };
-  store(sums_first, p.scoring.scale, first, sweep.grad_first, sweep.first_parts, sweep.first_shares);
+  store(sums_first, p.scoring.scale, first, sweep.grad_first, sweep.first_splits, sweep.first_shares);
   if constexpr (kByColumns) {
-    store(sums_second, 1.0f, second, sweep.grad_second, sweep.second_parts, sweep.second_shares);
+    store(sums_second, 1.0f, second, sweep.grad_second, sweep.second_splits, sweep.second_shares);
   }
 }
 
-// Adds the parts of lines, each thread those of four numbers of one, for each of a sweep's gradients.
+// Combines the splits of rows, each thread those of four numbers of one, for each of a sweep's gradients.
 template <class T, bool kBoth>
-__global__ void __launch_bounds__(2 * kThreads) add_parts_kernel(
+__global__ void __launch_bounds__(2 * kThreads) combine_splits_kernel(
     const __grid_constant__ Sweep<T> sweep, const int32_t* cuts, int num_cuts, int heads, int layout_heads, int length) {
-  const CutLines cut(sweep.lists, cuts, num_cuts, heads, layout_heads);
-  const int width = sweep.first_parts.width, fours = width / 4;
-  for (int number = threadIdx.x; number < kCutLines * fours; number += blockDim.x) {
-    const int line = number / fours, column = number % fours * 4, token = cut.token(sweep.lists, line, length);
+  const CombineRows cut(sweep.lists, cuts, num_cuts, heads, layout_heads);
+  const int head_dim = sweep.first_splits.head_dim, fours = head_dim / 4;
+  for (int number = threadIdx.x; number < kCombineRows * fours; number += blockDim.x) {
+    const int tile_row = number / fours, column = number % fours * 4, token = cut.token(sweep.lists, tile_row, length);
     if (token < 0) {
       continue;
     }
-    const auto add = [&](const Parts& parts, const Matrices<T>& grad, float* shares) {
+    const auto add = [&](const SplitResults& splits, const Matrices<T>& grad, float* shares) {
       float4 sum{0, 0, 0, 0};
 #pragma unroll 4
-      for (int part = 0; part < cut.num_parts; ++part) {
-        const float* from = parts.data + cut.place(sweep.lists, parts, part, line) * width + column;
-        const float4 of_part = *reinterpret_cast<const float4*>(from);
-        sum.x += of_part.x;
-        sum.y += of_part.y;
-        sum.z += of_part.z;
-        sum.w += of_part.w;
+      for (int split = 0; split < cut.num_splits; ++split) {
+        const float* from = splits.data + cut.place(sweep.lists, splits, split, tile_row) * head_dim + column;
+        const float4 of_split = *reinterpret_cast<const float4*>(from);
+        sum.x += of_split.x;
+        sum.y += of_split.y;
+        sum.z += of_split.z;
+        sum.w += of_split.w;
       }
       if (shares != nullptr) {
-        *reinterpret_cast<float4*>(shares + (cut.matrix * length + token) * width + column) = sum;
+        *reinterpret_cast<float4*>(shares + (cut.matrix * length + token) * head_dim + column) = sum;
       } else {
         store_run(
             grad.of(cut.batch, cut.head) + token * grad.token_stride + column,
             Run<T, 4>{T(sum.x), T(sum.y), T(sum.z), T(sum.w)});
       }
     };
-    add(sweep.first_parts, sweep.grad_first, sweep.first_shares);
+    add(sweep.first_splits, sweep.grad_first, sweep.first_shares);
     if constexpr (kBoth) {
-      add(sweep.second_parts, sweep.grad_second, sweep.second_shares);
+      add(sweep.second_splits, sweep.grad_second, sweep.second_shares);
     }
   }
 }
@@ -289,15 +290,15 @@ __global__ void __launch_bounds__(2 * kThreads) add_parts_kernel(
 // Adds the shares of the query heads of a group, (B, H, S, D), in the order of heads.
 template <class T>
 __global__ void add_shares_kernel(
-    const float* shares, Matrices<T> grad, int64_t elements, int key_heads, int heads_of_group, int length, int width) {
+    const float* shares, Matrices<T> grad, int64_t elements, int key_heads, int heads_of_group, int length, int head_dim) {
   for (int64_t number = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; number < elements;
        number += int64_t{gridDim.x} * blockDim.x) {
-    const int column = number % width;
-    const int token = number / width % length;
-    const int64_t matrix = number / width / length;  // batch * key_heads + key head
+    const int column = number % head_dim;
+    const int token = number / head_dim % length;
+    const int64_t matrix = number / head_dim / length;  // batch * key_heads + key head
     float sum = 0;
     for (int head = 0; head < heads_of_group; ++head) {
-      sum += shares[((matrix * heads_of_group + head) * length + token) * width + column];
+      sum += shares[((matrix * heads_of_group + head) * length + token) * head_dim + column];
     }
     grad.of(matrix / key_heads, matrix % key_heads)[token * grad.token_stride + column] = T(sum);
   }
@@ -310,7 +311,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
     bool deterministic) {
   const Tensor &query = attention.query, &key = attention.key, &value = attention.value;
   const Tensor &grad_output = results.grad_output, &output = results.output;
-  const int64_t batch = query.size(0), heads = query.size(1), key_heads = key.size(1), width = query.size(3);
+  const int64_t batch = query.size(0), heads = query.size(1), key_heads = key.size(1), head_dim = query.size(3);
   const int64_t layout_heads = attention.layout_heads, block = attention.block, tile = attention.tile;
   check_attention_backward(grad_output, results.grad_lse, query, output, results.rows);
   check_alignment(grad_output, "grad_output");
@@ -318,9 +319,9 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
   check_tiles(rows.lines, rows.entries, rows.units, rows.cuts, query.size(2), query, layout_heads, block, tile);
   check_tiles(
       columns.lines, columns.entries, columns.units, columns.cuts, key.size(2), query, layout_heads, block, tile);
-  Tensor grad_query = empty_in_order_of(query, width, query.scalar_type());
-  Tensor grad_key = empty_in_order_of(key, width, query.scalar_type());
-  Tensor grad_value = empty_in_order_of(value, width, query.scalar_type());
+  Tensor grad_query = empty_in_order_of(query, head_dim, query.scalar_type());
+  Tensor grad_key = empty_in_order_of(key, head_dim, query.scalar_type());
+  Tensor grad_value = empty_in_order_of(value, head_dim, query.scalar_type());
   if (query.numel() == 0) {
     return {grad_query, grad_key, grad_value};
   }
@@ -329,39 +330,39 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
   Scoring scoring = scoring_of(attention);
   const KeyBias of_keys = set_key_bias(launch, attention.key_bias, scoring);
   check_tile(launch, query, block, tile);
-  const auto [rows_data, row_numbers] = make_rows(launch, grad_output, results.grad_lse, output, results.rows, block);
-  const bool in_one_sweep = tile == kHopperTile && !deterministic;
-  const int64_t padded_queries = (query.size(2) + 15) / 16 * 16, padded_width = width <= 64 ? 64 : 128;
+  const auto [row_stats_data, row_stats] = make_row_stats(launch, grad_output, results.grad_lse, output, results.rows, block);
+  const bool in_one_sweep = tile == kHopperBlockM && !deterministic;
+  const int64_t padded_queries = (query.size(2) + 15) / 16 * 16, padded_head_dim = head_dim <= 64 ? 64 : 128;
   std::optional<Tensor> sums;
   if (in_one_sweep) {
-    sums = launch.zeros(query, batch * heads * padded_queries * padded_width, ScalarType::Float);
+    sums = launch.zeros(query, batch * heads * padded_queries * padded_head_dim, ScalarType::Float);
   }
   const GradQuerySums grad_query_sums{
-      in_one_sweep ? sums->mutable_data_ptr<float>() : nullptr, padded_queries, static_cast<int>(padded_width)};
-  with_width(query, [&](auto zero, auto padded) {
+      in_one_sweep ? sums->mutable_data_ptr<float>() : nullptr, padded_queries, static_cast<int>(padded_head_dim)};
+  with_head_dim(query, [&](auto zero, auto padded) {
     using T = decltype(zero);
-    constexpr int kD = decltype(padded)::value;
+    constexpr int kHeadDim = decltype(padded)::value;
     const Backward<T> p{
         matrices_of<const T>(query), matrices_of<const T>(key), matrices_of<const T>(value),
-        matrices_of<const T>(grad_output), row_numbers, scoring,
+        matrices_of<const T>(grad_output), row_stats, scoring,
         static_cast<int>(heads), static_cast<int>(layout_heads), static_cast<int>(heads / key_heads),
-        static_cast<int>(width), grad_query_sums};
+        static_cast<int>(head_dim), grad_query_sums};
     const auto sweep = [&](auto by_columns, const TileTensors& tiles, const Tensor& grad_first,
                            const Tensor& grad_second, bool grouped) {
       constexpr bool kByColumns = decltype(by_columns)::value;
-      const Lists lists = lists_of(tiles, layout_heads, block, tile);
-      const int64_t length = grad_first.size(2), num_cuts = tiles.cuts.size(0), parts = num_parts(tiles, lists);
-      const int64_t part_size = copies * parts * lists.sub_tiles * tile * width;
-      const int64_t share_size = grouped ? batch * heads * length * width : 0;
-      const Space first_parts(query, part_size), second_parts(query, kByColumns ? part_size : 0);
+      const TileLists lists = lists_of(tiles, layout_heads, block, tile);
+      const int64_t length = grad_first.size(2), num_cuts = tiles.cuts.size(0), splits = num_splits(tiles, lists);
+      const int64_t split_size = copies * splits * lists.sub_tiles * tile * head_dim;
+      const int64_t share_size = grouped ? batch * heads * length * head_dim : 0;
+      const Space first_splits(query, split_size), second_splits(query, kByColumns ? split_size : 0);
       const Space first_shares(query, share_size), second_shares(query, share_size);
-      const auto parts_in = [&](const Space& space) {
-        return Parts{space.data, static_cast<int>(parts), static_cast<int>(width)};
+      const auto splits_in = [&](const Space& space) {
+        return SplitResults{space.data, static_cast<int>(splits), static_cast<int>(head_dim)};
       };
-      const Sweep<T> s{lists, matrices_of<T>(grad_first), matrices_of<T>(grad_second), parts_in(first_parts),
-                       parts_in(second_parts), first_shares.data, second_shares.data};
-      if (tile == kHopperTile) {
-        if constexpr (sizeof(T) == 2 && kD <= 128) {
+      const Sweep<T> s{lists, matrices_of<T>(grad_first), matrices_of<T>(grad_second), splits_in(first_splits),
+                       splits_in(second_splits), first_shares.data, second_shares.data};
+      if (tile == kHopperBlockM) {
+        if constexpr (sizeof(T) == 2 && kHeadDim <= 128) {
           if constexpr (kByColumns) {
             columns_on_hopper(launch, p, s, query, key, value, grad_output, grad_first, grad_second, copies);
           } else {
@@ -369,24 +370,24 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
           }
         }
       } else {
-        const int64_t blocks = copies * lists.num_units * lists.sub_tiles * (kD / kOutputs<kD>);
-        with_plain<T, kD>(p.scoring, [&](auto plain) {
-          with_backward_memory<BackwardMemory<T, kD>, SmallerMemory<T, kD>>(launch, [&](auto fitting) {
+        const int64_t blocks = copies * lists.num_work_tiles * lists.sub_tiles * (kHeadDim / kOutputColumns<kHeadDim>);
+        with_plain<T, kHeadDim>(p.scoring, [&](auto plain) {
+          with_backward_memory<BackwardMemory<T, kHeadDim>, SmallerMemory<T, kHeadDim>>(launch, [&](auto fitting) {
             using Memory = typename decltype(fitting)::type;
             launch.with_shared_memory(
-                backward_kernel<T, kD, kByColumns, decltype(plain)::value, Memory>, blocks, kThreads, sizeof(Memory),
+                backward_kernel<T, kHeadDim, kByColumns, decltype(plain)::value, Memory>, blocks, kThreads, sizeof(Memory),
                 p, s);
           });
         });
       }
       launch(
-          add_parts_kernel<T, kByColumns>, copies * num_cuts * lists.sub_tiles * tile / kCutLines, 2 * kThreads, s,
+          combine_splits_kernel<T, kByColumns>, copies * num_cuts * lists.sub_tiles * tile / kCombineRows, 2 * kThreads, s,
           tiles.cuts.const_data_ptr<int32_t>(), static_cast<int>(num_cuts), p.heads, p.layout_heads,
           static_cast<int>(length));
       const auto add_shares = [&](const Tensor& to, const Matrices<T>& grad, const float* shares) {
         launch(
             add_shares_kernel<T>, std::min<int64_t>((to.numel() + 255) / 256, 1 << 16), 256, shares, grad, to.numel(),
-            static_cast<int>(key_heads), p.heads_of_group, static_cast<int>(length), p.width);
+            static_cast<int>(key_heads), p.heads_of_group, static_cast<int>(length), p.head_dim);
       };
       if (grouped) {
         add_shares(grad_first, s.grad_first, s.first_shares);
@@ -398,7 +399,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
     }
     sweep(std::true_type{}, columns, grad_key, grad_value, heads != key_heads);
     if (in_one_sweep) {
-      if constexpr (sizeof(T) == 2 && kD <= 128) {
+      if constexpr (sizeof(T) == 2 && kHeadDim <= 128) {
         round_grad_query(launch, p, matrices_of<T>(grad_query), batch);
       }
     }

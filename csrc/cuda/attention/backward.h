@@ -3,19 +3,19 @@
 #pragma once
 
 #include "../common/launch.h"
-#include "attention.h"
+#include "mainloop.h"
 #include "row_stats.h"
 
 namespace ds_sparse::attention {
 
-// The gradients of queries in fp32, not scaled yet, as thread blocks add to them: (B, H, padded T / 16) strips, each of
+// The gradients of queries in fp32, not scaled yet, as thread blocks add to them: (B, H, padded T / 16) warp tiles, each of
 // `columns` / 8 runs in the order in which a warp's lanes hold 16 x 8 sums, four a lane.
 struct GradQuerySums {
   float* data;  // null: not asked for
   int64_t padded;
   int columns;
 
-  __device__ float* strip(int64_t matrix, int token) const {
+  __device__ float* warp_tile(int64_t matrix, int token) const {
     return data + (matrix * padded + token / 16 * 16) * columns;
   }
 };
@@ -23,20 +23,20 @@ struct GradQuerySums {
 template <class T>
 struct Backward {
   Matrices<const T> query, key, value, grad_output;
-  Rows rows;
+  RowStatsPlanes row_stats;
   Scoring scoring;
-  int heads, layout_heads, heads_of_group, width;
+  int heads, layout_heads, heads_of_group, head_dim;
   GradQuerySums grad_query_sums;
 };
 
 // What a sweep makes: the gradient of its own side's first operand, and of its second where that is values. On Hopper the
-// sweep itself takes them as tensors, for the copy engine; those who add parts and shares, as they are here.
+// sweep itself takes them as tensors, for the copy engine; those who combine splits and add shares, as they are here.
 template <class T>
 struct Sweep {
-  Lists lists;
+  TileLists lists;
   Matrices<T> grad_first, grad_second;
-  // In fp32: parts of cut tiles, or with grouped heads each query head's share of the gradients, (B, H, S, D).
-  Parts first_parts, second_parts;
+  // In fp32: the splits of long lists, or with grouped heads each query head's share of the gradients, (B, H, S, D).
+  SplitResults first_splits, second_splits;
   float *first_shares, *second_shares;
 };
 

@@ -1,4 +1,4 @@
-// The gradient of a bias on the scores of fused attention. A thread block takes a unit's queries and, for 64 keys or fewer
+// The gradient of a bias on the scores of fused attention. A thread block takes a work tile's queries and, for 64 keys or fewer
 // at a time, adds what the batches and heads that share the bias give, in their order; so that nothing is added by two.
 
 #include <torch/csrc/stable/library.h>
@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "arguments.h"
-#include "attention.h"
 #include "backward_memory.h"
+#include "dropout_mask.h"
 #include "key_bias.h"
 #include "row_stats.h"
 
@@ -18,36 +18,36 @@ namespace {
 template <class T>
 struct BiasBackward {
   Matrices<const T> query, key, value, grad_output;
-  Rows rows;
-  Lists lists;
+  RowStatsPlanes row_stats;
+  TileLists lists;
   Scoring scoring;
-  int batch, heads, layout_heads, heads_of_group, width;
+  int batch, heads, layout_heads, heads_of_group, head_dim;
   float* grad;  // (batches, grad_heads, T, S)
   int batches, grad_heads;
   int only_head;  // adds this head's share to what is there; -1: all heads that share an element, and nothing was there
 };
 
-template <class T, int kD, int kN = kStep<T, kD>>
+template <class T, int kHeadDim, int kBlockN = kStep<T, kHeadDim>>
 struct BiasMemory {
-  enum { kTokens = kN };
-  Tile<T, kD, kTile> query, grad_output;
-  Tile<T, kD, kN> key, value;
+  enum { kTokens = kBlockN };
+  Tile<T, kHeadDim, kBlockM> query, grad_output;
+  Tile<T, kHeadDim, kBlockN> key, value;
   Octet octets[8];
-  int tokens[kTile];
+  int tokens[kBlockM];
 };
 
-template <class T, int kD, class Memory>
+template <class T, int kHeadDim, class Memory>
 __global__ void __launch_bounds__(kThreads) bias_backward_kernel(const __grid_constant__ BiasBackward<T> p) {
   extern __shared__ __align__(16) unsigned char shared[];
-  constexpr int kN = Memory::kTokens, pitch = kPitch<T, kD>;
+  constexpr int kBlockN = Memory::kTokens, pitch = kPitch<T, kHeadDim>;
   auto& memory = *reinterpret_cast<Memory*>(shared);
-  const int lane = threadIdx.x % 32, strip = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32, warp_tile = threadIdx.x / 32;
   int64_t number = blockIdx.x;
   const int sub_tile = number % p.lists.sub_tiles;
   number /= p.lists.sub_tiles;
-  const int4 unit = p.lists.units[number % p.lists.num_units];
-  number /= p.lists.num_units;
-  const int of_layout = unit.x / p.lists.tiles_per_head;
+  const int4 work_tile = p.lists.work_tiles[number % p.lists.num_work_tiles];
+  number /= p.lists.num_work_tiles;
+  const int of_layout = work_tile.x / p.lists.tiles_per_head;
   if (p.only_head >= 0 && of_layout != p.only_head) {
     return;
   }
@@ -60,47 +60,47 @@ __global__ void __launch_bounds__(kThreads) bias_backward_kernel(const __grid_co
   const int head_after = all_heads ? p.heads : first_head + 1;
   const int first_batch = p.batches == 1 ? 0 : grad_batch, batch_after = p.batches == 1 ? p.batch : grad_batch + 1;
 
-  const Other<kN> other{p.lists.entries + unit.y, unit.z, p.lists.log_block, p.scoring.keys, nullptr};
-  if (threadIdx.x < kTile) {
-    memory.tokens[threadIdx.x] = p.lists.token(unit.x, sub_tile, threadIdx.x, p.scoring.queries);
+  const OtherSide<kBlockN> other{p.lists.entries + work_tile.y, work_tile.z, p.lists.log_block, p.scoring.keys, nullptr};
+  if (threadIdx.x < kBlockM) {
+    memory.tokens[threadIdx.x] = p.lists.token(work_tile.x, sub_tile, threadIdx.x, p.scoring.queries);
   }
   __syncthreads();
-  const int token0 = memory.tokens[strip * 16 + lane / 4], token8 = memory.tokens[strip * 16 + lane / 4 + 8];
-  const T* query_strip = memory.query + strip * 16 * pitch;
-  const T* grad_strip = memory.grad_output + strip * 16 * pitch;
+  const int token0 = memory.tokens[warp_tile * 16 + lane / 4], token8 = memory.tokens[warp_tile * 16 + lane / 4 + 8];
+  const T* query_warp_tile = memory.query + warp_tile * 16 * pitch;
+  const T* grad_warp_tile = memory.grad_output + warp_tile * 16 * pitch;
 
   for (int step = 0; step < other.steps(); ++step) {
-    float sums[kN / 8][4] = {};
-    Live<kN> live;
+    float sums[kBlockN / 8][4] = {};
+    LiveOctets<kBlockN> live;
     for (int batch = first_batch; batch < batch_after; ++batch) {
       for (int head = first_head; head < head_after; ++head) {
         const int kv_head = head / p.heads_of_group;
-        const auto own_token = [&](int line) { return memory.tokens[line]; };
-        const auto other_token = [&](int line) { return other.token(step, line); };
-        load_tile<kD, kTile>(memory.query, p.query.of(batch, head), p.query.token_stride, p.width, own_token);
-        load_tile<kD, kTile>(
-            memory.grad_output, p.grad_output.of(batch, head), p.grad_output.token_stride, p.width, own_token);
-        load_tile<kD, kN>(memory.key, p.key.of(batch, kv_head), p.key.token_stride, p.width, other_token);
-        load_tile<kD, kN>(memory.value, p.value.of(batch, kv_head), p.value.token_stride, p.width, other_token);
+        const auto own_token = [&](int tile_row) { return memory.tokens[tile_row]; };
+        const auto other_token = [&](int tile_row) { return other.token(step, tile_row); };
+        load_tile<kHeadDim, kBlockM>(memory.query, p.query.of(batch, head), p.query.token_stride, p.head_dim, own_token);
+        load_tile<kHeadDim, kBlockM>(
+            memory.grad_output, p.grad_output.of(batch, head), p.grad_output.token_stride, p.head_dim, own_token);
+        load_tile<kHeadDim, kBlockN>(memory.key, p.key.of(batch, kv_head), p.key.token_stride, p.head_dim, other_token);
+        load_tile<kHeadDim, kBlockN>(memory.value, p.value.of(batch, kv_head), p.value.token_stride, p.head_dim, other_token);
         end_of_copies();
-        if (threadIdx.x < kN / 8) {
+        if (threadIdx.x < kBlockN / 8) {
           memory.octets[threadIdx.x] = other.octet(step, threadIdx.x);
         }
         wait_for_copies<0>();
         __syncthreads();
-        live = Live<kN>(memory.octets, p.lists.log_block, [&](const Octet&) { return false; });
+        live = LiveOctets<kBlockN>(memory.octets, p.lists.log_block, [&](const Octet&) { return false; });
         const int64_t matrix = int64_t{batch} * p.heads + head;
         const float* key_bias = p.scoring.key_bias_of(batch, head);
-        const Row row[2] = {
-            token0 < 0 ? no_row() : p.rows.at(matrix, token0), token8 < 0 ? no_row() : p.rows.at(matrix, token8)};
+        const RowStats stats[2] = {
+            token0 < 0 ? no_row_stats() : p.row_stats.at(matrix, token0), token8 < 0 ? no_row_stats() : p.row_stats.at(matrix, token8)};
 #pragma unroll
-        for (int j = 0; j < kN / 16; ++j) {
+        for (int j = 0; j < kBlockN / 16; ++j) {
           if (!live.group(j)) {
             continue;
           }
           float probs[2][4], grads[2][4];
-          products<kD>(probs, query_strip, memory.key, 16 * j, lane);
-          products<kD>(grads, grad_strip, memory.value, 16 * j, lane);
+          products<kHeadDim>(probs, query_warp_tile, memory.key, 16 * j, lane);
+          products<kHeadDim>(grads, grad_warp_tile, memory.value, 16 * j, lane);
           if (p.scoring.drops()) {
             const auto kept = kept_by<false>(
                 p.scoring.dropout(), matrix, p.lists.log_block, token0, token8, memory.octets + 2 * j);
@@ -123,9 +123,9 @@ __global__ void __launch_bounds__(kThreads) bias_backward_kernel(const __grid_co
               const int i = e < 2 ? token0 : token8, key = first[half] + e % 2;
               const bool counts = (live.bits >> (octet + e / 2 * 8) & 1) && i >= 0 && key < p.scoring.keys &&
                                   !(p.scoring.causal && key > i);
-              const Row& of_row = row[e / 2];
+              const RowStats& of_row = stats[e / 2];
               const float score = probs[half][e] + (counts && key_bias != nullptr ? key_bias[key] : 0.0f);
-              const float prob = exp2_of((score - of_row.origin) * kLog2E) * of_row.inverse;
+              const float prob = exp2_approx((score - of_row.row_max) * kLog2E) * of_row.inverse_sum;
               sums[octet][e] += counts ? prob * (grads[half][e] - of_row.delta) : 0.0f;
             }
           }
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads) bias_backward_kernel(const __grid_co
     }
     float* grad = p.grad + (int64_t{grad_batch} * p.grad_heads + grad_head) * p.scoring.queries * p.scoring.keys;
 #pragma unroll
-    for (int octet = 0; octet < kN / 8; ++octet) {
+    for (int octet = 0; octet < kBlockN / 8; ++octet) {
       const int first = other.octet(step, octet).token + lane % 4 * 2;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
@@ -168,31 +168,31 @@ Tensor block_attention_bias_backward(
   }
   const int64_t heads = query.size(1);
   const Launcher launch(query);
-  check(tile == kTile, "tile has to be 64, got " + std::to_string(tile) + ".");
-  const auto [rows_data, rows] = make_rows(launch, grad_output, grad_lse, output, row_sums, block);
-  const Lists lists = lists_of({row_lines, row_entries, row_units, row_cuts}, layout_heads, block, tile);
+  check(tile == kBlockM, "tile has to be 64, got " + std::to_string(tile) + ".");
+  const auto [row_stats_data, row_stats] = make_row_stats(launch, grad_output, grad_lse, output, row_sums, block);
+  const TileLists lists = lists_of({row_lines, row_entries, row_units, row_cuts}, layout_heads, block, tile);
   Scoring scoring = scoring_of(
       {query, key, value, layout_heads, block, tile, scale, causal, key_bias, rpe, attn_mask, dropout_seed, dropout_p});
   const KeyBias of_keys = set_key_bias(launch, key_bias, scoring);
-  with_width(query, [&](auto zero, auto padded) {
+  with_head_dim(query, [&](auto zero, auto padded) {
     using T = decltype(zero);
-    constexpr int kD = decltype(padded)::value;
+    constexpr int kHeadDim = decltype(padded)::value;
     BiasBackward<T> p{
         matrices_of<const T>(query), matrices_of<const T>(key), matrices_of<const T>(value),
-        matrices_of<const T>(grad_output), rows, lists,
+        matrices_of<const T>(grad_output), row_stats, lists,
         scoring,
         static_cast<int>(query.size(0)), static_cast<int>(heads), static_cast<int>(layout_heads),
         static_cast<int>(heads / key.size(1)), static_cast<int>(query.size(3)), grad.mutable_data_ptr<float>(),
         static_cast<int>(shape[0]), static_cast<int>(shape[1]), -1};
     const int64_t blocks =
-        int64_t{lists.num_units} * lists.sub_tiles * shape[0] * (layout_heads == 1 ? shape[1] : 1);
+        int64_t{lists.num_work_tiles} * lists.sub_tiles * shape[0] * (layout_heads == 1 ? shape[1] : 1);
     // Heads with lists of their own that share the bias add to it one after the other.
     const bool one_by_one = layout_heads > 1 && shape[1] == 1;
     for (int head = 0; head < (one_by_one ? heads : 1); ++head) {
       p.only_head = one_by_one ? head : -1;
-      with_backward_memory<BiasMemory<T, kD>, BiasMemory<T, kD, 16>>(launch, [&](auto fitting) {
+      with_backward_memory<BiasMemory<T, kHeadDim>, BiasMemory<T, kHeadDim, 16>>(launch, [&](auto fitting) {
         using Memory = typename decltype(fitting)::type;
-        launch.with_shared_memory(bias_backward_kernel<T, kD, Memory>, blocks, kThreads, sizeof(Memory), p);
+        launch.with_shared_memory(bias_backward_kernel<T, kHeadDim, Memory>, blocks, kThreads, sizeof(Memory), p);
       });
     }
   });

@@ -1,163 +1,164 @@
-// Fused attention, backward by columns, on Hopper (pipeline_sm90.h): a unit is 128 keys and values of one head against the
-// queries, and gradients of outputs, of its list, 64 at a time. Products are transposed (keys are the lines), so that
+// Fused attention, backward by columns, on Hopper (scheduler_sm90.h): a work tile is 128 keys and values of one head against the
+// queries, and gradients of outputs, of its list, 64 at a time. Products are transposed (keys are the rows), so that
 // probabilities are the left operand of the next product as they are. Gradients of queries, where they are asked for, are
 // added to memory as they come, in an order that is not fixed: five products where two sweeps do seven. They take what all
 // 128 keys give: a third warpgroup makes them where registers reach for one, else the two do, which then go in step.
 
 #include "arguments.h"
 #include "backward.h"
-#include "pipeline_sm90.h"
+#include "epilogue_sm90.h"
+#include "scores_sm90.h"
 
 namespace ds_sparse::attention {
 namespace {
 
-constexpr int kN = 64;  // queries in a step
+constexpr int kBlockN = 64;  // queries in a step
 
 // Whether registers reach for a third warpgroup, and whether it makes the gradients of queries.
-template <int kD>
-constexpr bool kHasThird = kD == 64;
-template <int kD, bool kWithQueries>
-constexpr bool kApart = kWithQueries && kHasThird<kD>;
+template <int kHeadDim>
+constexpr bool kHasThirdWarpgroup = kHeadDim == 64;
+template <int kHeadDim, bool kWithQueries>
+constexpr bool kGradQueryApart = kWithQueries && kHasThirdWarpgroup<kHeadDim>;
 
-constexpr int kCopyingWarps = 2;
+constexpr int kProducerWarps = 2;
 
-template <class T, int kD, bool kLimited>
+template <class T, int kHeadDim, bool kLimited>
 struct Memory {
-  static constexpr int kStages = kD == 64 ? 4 : 3, kSlots = 2, kOwns = kD == 64 ? 2 : 1, kBuffers = kHasThird<kD> ? 2 : 1;
+  static constexpr int kStages = kHeadDim == 64 ? 4 : 3, kWorkStages = 2, kOwnStages = kHeadDim == 64 ? 2 : 1, kGradScoreStages = kHasThirdWarpgroup<kHeadDim> ? 2 : 1;
   struct Stage {
-    Panels<T, kD, kN> queries, grads;
+    Panels<T, kHeadDim, kBlockN> queries, grads;
   };
   struct Own {
-    Panels<T, kD, kHopperTile> keys, values;
+    Panels<T, kHeadDim, kHopperBlockM> keys, values;
   };
-  Own own[kOwns];
+  Own own[kOwnStages];
   Stage stages[kStages];
-  Panels<T, kN, kHopperTile> grad_scores[kBuffers];  // a line for each key; of one step or two
-  // For each warp that multiplies, eight runs of 16 x 8 sums; or rounded results, 16 lines of 64 in one half or two.
-  alignas(kPanelAlignment) float4 spaces[kHopperTile / 16 + (kHasThird<kD> ? 4 : 0)][8][32];
-  float rows[kStages][4][kN];  // members of Row
-  Octet groups[kStages][kN / 16];
-  LiveGroups live[kStages][Finder::kStrips];
-  alignas(16) PairsOfStep<kN, kLimited> pairs[kStages];
-  TaskOf<kLimited> tasks[kSlots];
-  Barrier task_told[kSlots], task_there[kSlots], task_free[kSlots];  // told: there, but for keys and values
-  Barrier own_free[kOwns];
-  Barrier there[kStages], free[kStages];
-  Barrier grad_scores_there[kBuffers], grad_scores_free[kBuffers];  // for the third warpgroup
+  Panels<T, kBlockN, kHopperBlockM> grad_scores[kGradScoreStages];  // a row for each key; of one step or two
+  // For each warp that multiplies, eight runs of 16 x 8 sums; or rounded results, 16 rows of 64 in one half or two.
+  alignas(kPanelAlignment) float4 spaces[kHopperBlockM / 16 + (kHasThirdWarpgroup<kHeadDim> ? 4 : 0)][8][32];
+  float row_stats[kStages][4][kBlockN];  // members of RowStats
+  Octet groups[kStages][kBlockN / 16];
+  LiveGroups live[kStages][LiveGroupFinder::kWarpTiles];
+  alignas(16) PairsOfStep<kBlockN, kLimited> pairs[kStages];
+  WorkItemOf<kLimited> work_items[kWorkStages];
+  Barrier work_full[kWorkStages], kv_full[kWorkStages], work_empty[kWorkStages];   // full but for keys and values; with them
+  Barrier own_empty[kOwnStages];
+  Barrier stage_full[kStages], stage_empty[kStages];
+  Barrier ds_full[kGradScoreStages], ds_empty[kGradScoreStages];  // for the third warpgroup
 };
 
 struct Maps {
   CUtensorMap key, value, query, grad_output, grad_key, grad_value;
 };
 
-// Tells what units are, and copies their keys and values, as soon as there is space for the next.
-template <class T, int kD, Scores kScores>
-__device__ __forceinline__ void prepare_all(
-    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kD, are_limited(kScores)>& memory,
-    Queue queue) {
+// The scheduler warp: writes work items and loads their keys and values, as soon as there is space for the next.
+template <class T, int kHeadDim, Scores kScores>
+__device__ __forceinline__ void run_scheduler(
+    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kHeadDim, are_limited(kScores)>& memory,
+    TileScheduler scheduler) {
   constexpr bool kLimited = are_limited(kScores);
   const int lane = threadIdx.x % 32;
-  const Lists& lists = sweep.lists;
-  const Boxes<T, kD, kHopperTile> boxes(lists.log_block);
-  Ring<Memory<T, kD, kLimited>::kSlots> slot;
-  Ring<Memory<T, kD, kLimited>::kOwns> place;
-  for (int number = blockIdx.x, ticket; number < queue.count; number = Queue::unit_of(ticket), slot.next(), place.next()) {
-    ticket = queue.draw();
-    const Work work(lists, number, p.heads, p.layout_heads, 1);
+  const TileLists& lists = sweep.lists;
+  const Boxes<T, kHeadDim, kHopperBlockM> boxes(lists.log_block);
+  PipelineState<Memory<T, kHeadDim, kLimited>::kWorkStages> work_pipe;
+  PipelineState<Memory<T, kHeadDim, kLimited>::kOwnStages> own_pipe;
+  for (int number = blockIdx.x, ticket; number < scheduler.count; number = TileScheduler::tile_of(ticket), work_pipe.next(), own_pipe.next()) {
+    ticket = scheduler.draw();
+    const WorkTile work(lists, number, p.heads, p.layout_heads, 1);
     const int kv_head = work.head / p.heads_of_group;
-    auto& task = memory.tasks[slot.stage];
-    auto& own = memory.own[place.stage];
-    Barrier& there = memory.task_there[slot.stage];
-    memory.task_free[slot.stage].wait(slot.parity ^ 1);
-    task.set(work, 0, lists, p.scoring.keys, p.scoring);
+    auto& item = memory.work_items[work_pipe.index];
+    auto& own = memory.own[own_pipe.index];
+    Barrier& full = memory.kv_full[work_pipe.index];
+    memory.work_empty[work_pipe.index].wait(work_pipe.phase ^ 1);
+    item.set(work, 0, lists, p.scoring.keys, p.scoring);
     // Keys that are all masked have nothing to do.
     const uint8_t* states = p.scoring.key_states_of(work.batch, work.head);
     bool any = states == nullptr;
-    for (int line = lane; line < kHopperTile && !any; line += 32) {
-      any = task.tokens[line] >= 0 && states[task.tokens[line] / 8] != kAllMasked;
+    for (int tile_row = lane; tile_row < kHopperBlockM && !any; tile_row += 32) {
+      any = item.tokens[tile_row] >= 0 && states[item.tokens[tile_row] / 8] != kAllMasked;
     }
-    const int all = Other<kN>{nullptr, work.num_entries, lists.log_block}.steps();
+    const int all = OtherSide<kBlockN>{nullptr, work.num_entries, lists.log_block}.steps();
     const int steps = __any_sync(0xffffffffu, any) ? all : 0;
     if (lane == 0) {
-      task.steps = steps;
-      memory.task_told[slot.stage].arrive();
+      item.steps = steps;
+      memory.work_full[work_pipe.index].arrive();
     }
-    memory.own_free[place.stage].wait(place.parity ^ 1);
+    memory.own_empty[own_pipe.index].wait(own_pipe.phase ^ 1);
     if (lane == 0) {
-      there.arrive_and_expect(steps > 0 ? sizeof(own) : 0);
+      full.arrive_and_expect_tx(steps > 0 ? sizeof(own) : 0);
     }
     if (steps > 0 && boxes.any) {
       // Where there are no keys, the copy engine brings zeros.
-      const int token = task.tokens[boxes.line] < 0 ? p.scoring.keys : task.tokens[boxes.line];
-      boxes.copy(own.keys, &maps.key, &there, token, kv_head, work.batch);
-      boxes.copy(own.values, &maps.value, &there, token, kv_head, work.batch);
+      const int token = item.tokens[boxes.tile_row] < 0 ? p.scoring.keys : item.tokens[boxes.tile_row];
+      boxes.copy(own.keys, &maps.key, &full, token, kv_head, work.batch);
+      boxes.copy(own.values, &maps.value, &full, token, kv_head, work.batch);
     }
   }
-  memory.task_free[slot.stage].wait(slot.parity ^ 1);
+  memory.work_empty[work_pipe.index].wait(work_pipe.phase ^ 1);
   if (lane == 0) {
-    memory.tasks[slot.stage].steps = -1;
-    memory.task_told[slot.stage].arrive();
-    memory.task_there[slot.stage].arrive();
+    memory.work_items[work_pipe.index].steps = -1;
+    memory.work_full[work_pipe.index].arrive();
+    memory.kv_full[work_pipe.index].arrive();
   }
 }
 
-// By a warp that copies queries, and tells of each step what it is about, and by one that copies gradients of outputs, and
-// rows: with small blocks that is more than one warp starts in time.
-template <class T, int kD, Scores kScores, bool kOfGrads>
-__device__ __forceinline__ void copy_all(
-    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kD, are_limited(kScores)>& memory) {
+// The producer warps: one loads queries, and tells of each step what it is about, and one loads gradients of outputs, and
+// row statistics: with small blocks that is more than one warp starts in time.
+template <class T, int kHeadDim, Scores kScores, bool kOfGrads>
+__device__ __forceinline__ void run_producer(
+    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kHeadDim, are_limited(kScores)>& memory) {
   constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores);
   const int lane = threadIdx.x % 32;
-  const Lists& lists = sweep.lists;
-  const Boxes<T, kD, kN> boxes(lists.log_block);
-  const Finder finder(lists);
-  Ring<Memory<T, kD, kLimited>::kStages> ring;
-  for (Ring<Memory<T, kD, kLimited>::kSlots> slot;; slot.next()) {
-    memory.task_told[slot.stage].wait(slot.parity);
-    const auto& task = memory.tasks[slot.stage];
-    const Work& work = task.work;
-    const int steps = task.steps;
+  const TileLists& lists = sweep.lists;
+  const Boxes<T, kHeadDim, kBlockN> boxes(lists.log_block);
+  const LiveGroupFinder finder(lists);
+  PipelineState<Memory<T, kHeadDim, kLimited>::kStages> pipe;
+  for (PipelineState<Memory<T, kHeadDim, kLimited>::kWorkStages> work_pipe;; work_pipe.next()) {
+    memory.work_full[work_pipe.index].wait(work_pipe.phase);
+    const auto& item = memory.work_items[work_pipe.index];
+    const WorkTile& work = item.work;
+    const int steps = item.steps;
     if (steps < 0) {
       return;
     }
     if (steps > 0) {
-      const Other<kN> other{
+      const OtherSide<kBlockN> other{
           lists.entries + work.first_entry, work.num_entries, lists.log_block, p.scoring.queries, nullptr};
-      const auto sight = Sight<kLimited>::template of_strip<true>(p.scoring, lists, task);
-      Gathered<kN> next(other, boxes, 0);
-      for (int step = 0; step < steps; ++step, ring.next()) {
-        auto& stage = memory.stages[ring.stage];
-        Barrier& there = memory.there[ring.stage];
-        const Gathered<kN> here = next;
+      const auto group_mask = GroupMask<kLimited>::template of_warp_tile<true>(p.scoring, lists, item);
+      Gathered<kBlockN> next(other, boxes, 0);
+      for (int step = 0; step < steps; ++step, pipe.next()) {
+        auto& stage = memory.stages[pipe.index];
+        Barrier& full = memory.stage_full[pipe.index];
+        const Gathered<kBlockN> here = next;
         if (step + 1 < steps) {
-          next = Gathered<kN>(other, boxes, step + 1);
+          next = Gathered<kBlockN>(other, boxes, step + 1);
         }
         if constexpr (kOfGrads) {
           constexpr int members = kPlain ? 2 : 4;
-          memory.free[ring.stage].wait(ring.parity ^ 1);
+          memory.stage_empty[pipe.index].wait(pipe.phase ^ 1);
           if (lane == 0) {
-            there.arrive_and_expect(sizeof(stage.grads) + members * sizeof(memory.rows[0][0]));
+            full.arrive_and_expect_tx(sizeof(stage.grads) + members * sizeof(memory.row_stats[0][0]));
           }
           __syncwarp();
           if (boxes.any) {
-            boxes.copy(stage.grads, &maps.grad_output, &there, here.token, work.head, work.batch);
-            for (int member = boxes.panel; member < members; member += kD / kPanel) {
-              copy_bytes(
-                  memory.rows[ring.stage][member] + boxes.line, p.rows.plane(work.matrix, member) + here.token,
-                  int{sizeof(float)} << boxes.log_tokens, &there);
+            boxes.copy(stage.grads, &maps.grad_output, &full, here.token, work.head, work.batch);
+            for (int member = boxes.panel; member < members; member += kHeadDim / kPanel) {
+              bulk_load(
+                  memory.row_stats[pipe.index][member] + boxes.tile_row, p.row_stats.plane(work.matrix, member) + here.token,
+                  int{sizeof(float)} << boxes.log_tokens, &full);
             }
           }
         } else {
-          const LiveGroups live = finder.template find<kN / 16>(here.group, sight);
-          memory.free[ring.stage].wait(ring.parity ^ 1);
-          tell_step<kN, kLimited>(memory, ring.stage, there, here, live, sizeof(stage.queries), lists, work, step);
+          const LiveGroups live = finder.template find<kBlockN / 16>(here.group, group_mask);
+          memory.stage_empty[pipe.index].wait(pipe.phase ^ 1);
+          announce_step<kBlockN, kLimited>(memory, pipe.index, full, here, live, sizeof(stage.queries), lists, work, step);
           if (boxes.any) {
-            boxes.copy(stage.queries, &maps.query, &there, here.token, work.head, work.batch);
+            boxes.copy(stage.queries, &maps.query, &full, here.token, work.head, work.batch);
           }
         }
       }
     }
-    arrive_once(memory.task_free[slot.stage], lane);
+    warp_arrive(memory.work_empty[work_pipe.index], lane);
   }
 }
 
@@ -167,124 +168,124 @@ __device__ __forceinline__ void add_grad_queries(float4 (&space)[8][32], const f
     return;
   }
   const int lane = threadIdx.x % 32;
-  warp_waits_for_stores(lane);
+  warp_tma_store_wait(lane);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     space[i][lane] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
   }
-  fence_stores();
+  fence_view_async_shared();
   __syncwarp();
   if (lane == 0) {
-    add_to_memory(to, &space[0][0].x, sizeof(space));
+    bulk_reduce_add(to, &space[0][0].x, sizeof(space));
   }
 }
 
 // sums = what the tile's keys give to the gradients of a step's queries, 64 columns of them.
 template <class T>
-__device__ __forceinline__ void multiply_grad_scores(float (&sums)[32], const Operand& grad_scores, const Operand& keys) {
-  begin_products();
+__device__ __forceinline__ void multiply_grad_scores(float (&sums)[32], const GmmaDescriptor& grad_scores, const GmmaDescriptor& keys) {
+  warpgroup_arrive();
 #pragma unroll
-  for (int k = 0; k < kHopperTile / 16; ++k) {
+  for (int k = 0; k < kHopperBlockM / 16; ++k) {
     constexpr int lines = 16 * kPanel * sizeof(T);
-    Products<T>::template from_shared<64, false, true>(sums, grad_scores.from(k * lines), keys.from(k * lines), k > 0);
+    Wgmma<T>::template from_shared<64, false, true>(sums, grad_scores.from(k * lines), keys.from(k * lines), k > 0);
   }
-  end_products();
+  warpgroup_commit_batch();
 }
 
-// All that the third warpgroup does.
-template <class T, int kD, Scores kScores>
-__device__ __forceinline__ void multiply_for_queries(
-    const Backward<T>& p, Memory<T, kD, are_limited(kScores)>& memory) {
+// The consumer that the third warpgroup is: gradients of queries.
+template <class T, int kHeadDim, Scores kScores>
+__device__ __forceinline__ void run_grad_query_consumer(
+    const Backward<T>& p, Memory<T, kHeadDim, are_limited(kScores)>& memory) {
   constexpr bool kLimited = are_limited(kScores);
   const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32 % 4);
-  const Operand all_keys(memory.own[0].keys[0]), all_grad_scores(memory.grad_scores[0]);
-  auto& space = memory.spaces[kHopperTile / 16 + warp];
-  Ring<Memory<T, kD, kLimited>::kStages> ring;
-  Ring<Memory<T, kD, kLimited>::kSlots> slot;
-  Ring<Memory<T, kD, kLimited>::kOwns> place;
-  Ring<Memory<T, kD, kLimited>::kBuffers> buffer;
-  for (;; slot.next(), place.next()) {
-    memory.task_there[slot.stage].wait(slot.parity);
-    const auto& task = memory.tasks[slot.stage];
-    const int steps = uniform(task.steps);
+  const GmmaDescriptor all_keys(memory.own[0].keys[0]), all_grad_scores(memory.grad_scores[0]);
+  auto& space = memory.spaces[kHopperBlockM / 16 + warp];
+  PipelineState<Memory<T, kHeadDim, kLimited>::kStages> pipe;
+  PipelineState<Memory<T, kHeadDim, kLimited>::kWorkStages> work_pipe;
+  PipelineState<Memory<T, kHeadDim, kLimited>::kOwnStages> own_pipe;
+  PipelineState<Memory<T, kHeadDim, kLimited>::kGradScoreStages> ds_pipe;
+  for (;; work_pipe.next(), own_pipe.next()) {
+    memory.kv_full[work_pipe.index].wait(work_pipe.phase);
+    const auto& item = memory.work_items[work_pipe.index];
+    const int steps = uniform(item.steps);
     if (steps < 0) {
       break;
     }
-    const Operand keys = all_keys + uniform(place.stage * sizeof(memory.own[0]));
-    const int64_t matrix = task.work.matrix;
-    for (int step = 0; step < steps; ++step, ring.next(), buffer.next()) {
-      memory.grad_scores_there[buffer.stage].wait(buffer.parity);
-      const Octet group = memory.groups[ring.stage][warp];
-      arrive_once(memory.free[ring.stage], lane);
+    const GmmaDescriptor keys = all_keys + uniform(own_pipe.index * sizeof(memory.own[0]));
+    const int64_t matrix = item.work.matrix;
+    for (int step = 0; step < steps; ++step, pipe.next(), ds_pipe.next()) {
+      memory.ds_full[ds_pipe.index].wait(ds_pipe.phase);
+      const Octet group = memory.groups[pipe.index][warp];
+      warp_arrive(memory.stage_empty[pipe.index], lane);
       float sums[32];
-      multiply_grad_scores<T>(sums, all_grad_scores + uniform(buffer.stage * sizeof(memory.grad_scores[0])), keys);
-      wait_for_products<0>();
-      sums_are_there(sums);
-      arrive_once(memory.grad_scores_free[buffer.stage], lane);
-      add_grad_queries(space, sums, group.owners != 0 ? p.grad_query_sums.strip(matrix, group.token) : nullptr);
+      multiply_grad_scores<T>(sums, all_grad_scores + uniform(ds_pipe.index * sizeof(memory.grad_scores[0])), keys);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(sums);
+      warp_arrive(memory.ds_empty[ds_pipe.index], lane);
+      add_grad_queries(space, sums, group.owners != 0 ? p.grad_query_sums.warp_tile(matrix, group.token) : nullptr);
     }
-    arrive_once(memory.own_free[place.stage], lane);
-    arrive_once(memory.task_free[slot.stage], lane);
+    warp_arrive(memory.own_empty[own_pipe.index], lane);
+    warp_arrive(memory.work_empty[work_pipe.index], lane);
   }
   if (lane == 0) {
-    wait_for_stores();
+    tma_store_wait();
   }
 }
 
-template <class T, int kD, Scores kScores, bool kWithQueries>
-__device__ __forceinline__ void multiply_all(
-    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kD, are_limited(kScores)>& memory) {
+template <class T, int kHeadDim, Scores kScores, bool kWithQueries>
+__device__ __forceinline__ void run_consumer(
+    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kHeadDim, are_limited(kScores)>& memory) {
   constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores);
-  constexpr bool kApart = attention::kApart<kD, kWithQueries>;
-  const int thread = this_thread(), lane = thread % 32, warpgroup = uniform(thread / 128);
-  const int strip = own_strip(thread), line0 = own_line(thread);
-  const float unit = kPlain ? p.scoring.scale * kLog2E : kLog2E;
+  constexpr bool kGradQueryApart = attention::kGradQueryApart<kHeadDim, kWithQueries>;
+  const int thread = consumer_thread(), lane = thread % 32, warpgroup = uniform(thread / 128);
+  const int warp_tile = warp_tile_row(thread), tile_row0 = lane_row(thread);
+  const float softmax_scale_log2 = kPlain ? p.scoring.scale * kLog2E : kLog2E;
   const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
   const bool drops = attention::drops<kScores>(p.scoring);
   const Dropout dropout = drops ? p.scoring.dropout() : Dropout{};
   const float of_dropout = drops ? dropout.factor() : 1.0f;
-  Ring<Memory<T, kD, kLimited>::kStages> ring;
-  Ring<Memory<T, kD, kLimited>::kSlots> slot;
-  Ring<Memory<T, kD, kLimited>::kOwns> place;
-  Ring<Memory<T, kD, kLimited>::kBuffers> buffer;
+  PipelineState<Memory<T, kHeadDim, kLimited>::kStages> pipe;
+  PipelineState<Memory<T, kHeadDim, kLimited>::kWorkStages> work_pipe;
+  PipelineState<Memory<T, kHeadDim, kLimited>::kOwnStages> own_pipe;
+  PipelineState<Memory<T, kHeadDim, kLimited>::kGradScoreStages> ds_pipe;
   const auto& own = memory.own[0];
-  const Operand own_keys(own.keys[0] + 64 * warpgroup * kPanel), own_values(own.values[0] + 64 * warpgroup * kPanel);
-  const Operand own_columns(own.keys[kD == 128 ? warpgroup : 0]);  // 64 of the keys' columns
+  const GmmaDescriptor own_keys(own.keys[0] + 64 * warpgroup * kPanel), own_values(own.values[0] + 64 * warpgroup * kPanel);
+  const GmmaDescriptor own_columns(own.keys[kHeadDim == 128 ? warpgroup : 0]);  // 64 of the keys' columns
   const auto& first_stage = memory.stages[0];
-  const Operand queries(first_stage.queries), output_grads(first_stage.grads);
-  const Operand query_columns(first_stage.queries, sizeof(first_stage.queries[0]));
-  const Operand output_grad_columns(first_stage.grads, sizeof(first_stage.grads[0]));
+  const GmmaDescriptor queries(first_stage.queries), output_grads(first_stage.grads);
+  const GmmaDescriptor query_columns(first_stage.queries, sizeof(first_stage.queries[0]));
+  const GmmaDescriptor output_grad_columns(first_stage.grads, sizeof(first_stage.grads[0]));
 
   // Gradients of scores, for those of queries. They are written once the last in their place have been multiplied: where
   // both warpgroups do that, the other says so at barrier 2 + its number, and both have written at barrier 1.
   const auto hand_over = [&](const uint32_t (&rounded)[4][4]) {
-    if constexpr (kApart) {
-      memory.grad_scores_free[buffer.stage].wait(buffer.parity ^ 1);
+    if constexpr (kGradQueryApart) {
+      memory.ds_empty[ds_pipe.index].wait(ds_pipe.phase ^ 1);
     } else if constexpr (kWithQueries) {
-      wait_at<256>(3 - warpgroup);
+      named_barrier_sync<256>(3 - warpgroup);
     }
     if constexpr (kWithQueries) {
-      store_lines_to_panel(memory.grad_scores[buffer.stage][0], strip, rounded);
-      fence_stores();
+      store_rows_to_panel(memory.grad_scores[ds_pipe.index][0], warp_tile, rounded);
+      fence_view_async_shared();
     }
-    if constexpr (kApart) {
-      arrive_once(memory.grad_scores_there[buffer.stage], lane);
-      buffer.next();
+    if constexpr (kGradQueryApart) {
+      warp_arrive(memory.ds_full[ds_pipe.index], lane);
+      ds_pipe.next();
     }
   };
-  if constexpr (kWithQueries && !kApart) {
-    arrive_at<256>(2 + warpgroup);
+  if constexpr (kWithQueries && !kGradQueryApart) {
+    named_barrier_arrive<256>(2 + warpgroup);
   }
-  for (;; slot.next(), place.next()) {
-    memory.task_there[slot.stage].wait(slot.parity);
-    const auto& task = memory.tasks[slot.stage];
-    if (task.steps < 0) {
+  for (;; work_pipe.next(), own_pipe.next()) {
+    memory.kv_full[work_pipe.index].wait(work_pipe.phase);
+    const auto& item = memory.work_items[work_pipe.index];
+    if (item.steps < 0) {
       break;
     }
-    const uint32_t of_place = uniform(place.stage * sizeof(memory.own[0]));
-    const Operand keys = own_keys + of_place, values = own_values + of_place, columns = own_columns + of_place;
-    const Work work = task.work;
-    const int steps = uniform(task.steps), token0 = task.tokens[line0], token8 = task.tokens[line0 + 8];
+    const uint32_t of_own = uniform(own_pipe.index * sizeof(memory.own[0]));
+    const GmmaDescriptor keys = own_keys + of_own, values = own_values + of_own, columns = own_columns + of_own;
+    const WorkTile work = item.work;
+    const int steps = uniform(item.steps), token0 = item.tokens[tile_row0], token8 = item.tokens[tile_row0 + 8];
     // Keys that do not exist must not add to the gradients of queries.
     const float* key_bias = p.scoring.key_bias_of(work.batch, work.head);
     const auto bias_of = [&](int token) {
@@ -293,17 +294,17 @@ __device__ __forceinline__ void multiply_all(
     const float bias0 = bias_of(token0), bias8 = bias_of(token8);
     const bool biased = __any_sync(0xffffffffu, bias0 != 0 || bias8 != 0);
 
-    float grad_key[kD / 2] = {}, grad_value[kD / 2] = {};
-    float probs[kN / 2], grads[kN / 2];
-    uint32_t left_probs[kN / 16][4], left_grads[kN / 16][4];
+    float grad_key[kHeadDim / 2] = {}, grad_value[kHeadDim / 2] = {};
+    float probs[kBlockN / 2], grads[kBlockN / 2];
+    uint32_t left_probs[kBlockN / 16][4], left_grads[kBlockN / 16][4];
     KeptOfStep<true> kept;
     int last = -1;  // the stage whose products are still under way
 
     const auto are_added = [&]() {
-      sums_are_there(grad_key);
-      sums_are_there(grad_value);
+      warpgroup_fence_operand(grad_key);
+      warpgroup_fence_operand(grad_value);
       if (last >= 0) {
-        arrive_once(memory.free[last], lane);
+        warp_arrive(memory.stage_empty[last], lane);
         last = -1;
       }
     };
@@ -311,76 +312,76 @@ __device__ __forceinline__ void multiply_all(
     // Where both warpgroups make the gradients of queries, each makes 64 columns: this begins, and what follows ends it, once
     // the product is done.
     const auto multiply_grad_queries = [&](float (&sums)[32]) {
-      wait_at<256>(1);
-      multiply_grad_scores<T>(sums, Operand(memory.grad_scores[0]), columns);
+      named_barrier_sync<256>(1);
+      multiply_grad_scores<T>(sums, GmmaDescriptor(memory.grad_scores[0]), columns);
     };
     const auto add_sums = [&](float (&sums)[32]) {
-      sums_are_there(sums);
-      arrive_at<256>(2 + warpgroup);
-      const Octet group = memory.groups[ring.stage][strip / 16 % 4];
-      float* to = p.grad_query_sums.strip(work.matrix, group.token) + warpgroup * 1024;
-      add_grad_queries(memory.spaces[strip / 16], sums, group.owners != 0 ? to : nullptr);
+      warpgroup_fence_operand(sums);
+      named_barrier_arrive<256>(2 + warpgroup);
+      const Octet group = memory.groups[pipe.index][warp_tile / 16 % 4];
+      float* to = p.grad_query_sums.warp_tile(work.matrix, group.token) + warpgroup * 1024;
+      add_grad_queries(memory.spaces[warp_tile / 16], sums, group.owners != 0 ? to : nullptr);
     };
 
-    for (int step = 0; step < steps; ++step, ring.next()) {
-      memory.there[ring.stage].wait(ring.parity);
-      const LiveGroups live{uniform(memory.live[ring.stage][strip / 16].bits)};
+    for (int step = 0; step < steps; ++step, pipe.next()) {
+      memory.stage_full[pipe.index].wait(pipe.phase);
+      const LiveGroups live{uniform(memory.live[pipe.index][warp_tile / 16].bits)};
       if (live.warpgroup() != 0) {
-        const Octet* groups = memory.groups[ring.stage];
+        const Octet* groups = memory.groups[pipe.index];
         const auto of_rows = [&](int member, int n) {
-          return *reinterpret_cast<const float2*>(memory.rows[ring.stage][member] + 8 * n + lane % 4 * 2);
+          return *reinterpret_cast<const float2*>(memory.row_stats[pipe.index][member] + 8 * n + lane % 4 * 2);
         };
-        begin_products();
-        const uint32_t here = uniform(ring.stage * sizeof(first_stage));
-        multiply_lines<T, kD, kN, kN>(probs, keys, queries + here);
-        end_products();
-        multiply_lines<T, kD, kN, kN>(grads, values, output_grads + here);
-        end_products();
+        warpgroup_arrive();
+        const uint32_t here = uniform(pipe.index * sizeof(first_stage));
+        multiply_rows<T, kHeadDim, kBlockN, kBlockN>(probs, keys, queries + here);
+        warpgroup_commit_batch();
+        multiply_rows<T, kHeadDim, kBlockN, kBlockN>(grads, values, output_grads + here);
+        warpgroup_commit_batch();
         // Read while products run: shared memory answers late under their load.
-        float2 origins[kN / 8];
+        float2 row_maxima[kBlockN / 8];
 #pragma unroll
-        for (int n = 0; n < kN / 8; ++n) {
-          origins[n] = of_rows(kPlain ? 0 : 2, n);
+        for (int n = 0; n < kBlockN / 8; ++n) {
+          row_maxima[n] = of_rows(kPlain ? 0 : 2, n);
         }
         if (drops) {
-          kept.find(dropout, work.matrix, task.tokens[strip], groups);
+          kept.find(dropout, work.matrix, item.tokens[warp_tile], groups);
         }
-        wait_for_products<1>();
+        warpgroup_wait<1>();
         are_added();
-        sums_are_there(probs);
-        finish_scores<T, kN, kPlain, true>(probs, p.scoring, task, groups);
+        warpgroup_fence_operand(probs);
+        finish_scores<T, kBlockN, kPlain, true>(probs, p.scoring, item, groups);
         if (biased) {
 #pragma unroll
-          for (int i = 0; i < kN / 2; ++i) {
+          for (int i = 0; i < kBlockN / 2; ++i) {
             probs[i] += i % 4 < 2 ? bias0 : bias8;
           }
         }
-        if (!live.is_whole<kN>()) {
-          mask_scores<kN, true, kLimited>(
-              probs, live, groups, task, p.scoring,
-              sweep.lists.pairs == nullptr ? nullptr : memory.pairs[ring.stage]);
+        if (!live.is_whole<kBlockN>()) {
+          mask_scores<kBlockN, true, kLimited>(
+              probs, live, groups, item, p.scoring,
+              sweep.lists.pairs == nullptr ? nullptr : memory.pairs[pipe.index]);
         }
 #pragma unroll
-        for (int n = 0; n < kN / 8; ++n) {
-          const float2 origin = origins[n], inverse = kPlain ? make_float2(1, 1) : of_rows(3, n);
+        for (int n = 0; n < kBlockN / 8; ++n) {
+          const float2 row_max = row_maxima[n], inverse_sum = kPlain ? make_float2(1, 1) : of_rows(3, n);
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             float& prob = probs[4 * n + e];
-            const float of_row = e % 2 ? origin.y : origin.x;
-            prob = kPlain ? exp2_of(prob * unit - of_row) : exp2_of((prob - of_row) * unit) * (e % 2 ? inverse.y : inverse.x);
+            const float of_row = e % 2 ? row_max.y : row_max.x;
+            prob = kPlain ? exp2_approx(prob * softmax_scale_log2 - of_row) : exp2_approx((prob - of_row) * softmax_scale_log2) * (e % 2 ? inverse_sum.y : inverse_sum.x);
           }
         }
-        round_sums<T, kN>(left_probs, probs);
+        round_sums<T, kBlockN>(left_probs, probs);
         if (drops) {
           kept.mask(left_probs);
         }
-        begin_products();
-        multiply_columns<T, kD, kN>(grad_value, left_probs, output_grad_columns + here);
-        end_products();
-        wait_for_products<1>();
-        sums_are_there(grads);
+        warpgroup_arrive();
+        multiply_columns<T, kHeadDim, kBlockN>(grad_value, left_probs, output_grad_columns + here);
+        warpgroup_commit_batch();
+        warpgroup_wait<1>();
+        warpgroup_fence_operand(grads);
 #pragma unroll
-        for (int n = 0; n < kN / 8; ++n) {
+        for (int n = 0; n < kBlockN / 8; ++n) {
           const float2 delta = of_rows(1, n);
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
@@ -389,130 +390,130 @@ __device__ __forceinline__ void multiply_all(
             grad = probs[4 * n + e] * (grad * factor - (e % 2 ? delta.y : delta.x));
           }
         }
-        round_sums<T, kN>(left_grads, grads);
+        round_sums<T, kBlockN>(left_grads, grads);
         hand_over(left_grads);
         float sums[32];
-        if constexpr (kWithQueries && !kApart) {
+        if constexpr (kWithQueries && !kGradQueryApart) {
           multiply_grad_queries(sums);  // before the keys' gradients, which are multiplied while these are added
         }
-        begin_products();
-        multiply_columns<T, kD, kN>(grad_key, left_grads, query_columns + here);
-        end_products();
-        if constexpr (kWithQueries && !kApart) {
-          wait_for_products<1>();
+        warpgroup_arrive();
+        multiply_columns<T, kHeadDim, kBlockN>(grad_key, left_grads, query_columns + here);
+        warpgroup_commit_batch();
+        if constexpr (kWithQueries && !kGradQueryApart) {
+          warpgroup_wait<1>();
           add_sums(sums);
         }
-        if constexpr (kD == 128) {
-          wait_for_products<0>();  // registers do not reach to the next step
-          sums_are_there(grad_key);
+        if constexpr (kHeadDim == 128) {
+          warpgroup_wait<0>();  // registers do not reach to the next step
+          warpgroup_fence_operand(grad_key);
         }
       } else {
-        wait_for_products<0>();
+        warpgroup_wait<0>();
         are_added();
         const uint32_t zeros[4][4] = {};
         hand_over(zeros);
-        if constexpr (kWithQueries && !kApart) {
+        if constexpr (kWithQueries && !kGradQueryApart) {
           float sums[32];
           multiply_grad_queries(sums);
-          wait_for_products<0>();
+          warpgroup_wait<0>();
           add_sums(sums);
         }
       }
-      last = ring.stage;
+      last = pipe.index;
     }
-    wait_for_products<0>();
+    warpgroup_wait<0>();
     are_added();
-    arrive_once(memory.own_free[place.stage], lane);
+    warp_arrive(memory.own_empty[own_pipe.index], lane);
     // The warp's space has room for both results, or for one after the other.
     constexpr int kPanelsOfSpace = 2, kElements = 16 * kPanel;
-    T* space = reinterpret_cast<T*>(memory.spaces[strip / 16]);
-    warp_waits_for_stores(lane);
-    store_sums_of_unit<kD>(
-        grad_key, p.scoring.scale, p, sweep, task, space, kElements, &maps.grad_key, sweep.first_parts,
+    T* space = reinterpret_cast<T*>(memory.spaces[warp_tile / 16]);
+    warp_tma_store_wait(lane);
+    store_work_tile<kHeadDim>(
+        grad_key, p.scoring.scale, p, sweep, item, space, kElements, &maps.grad_key, sweep.first_splits,
         sweep.first_shares);
-    if constexpr (kD == kPanelsOfSpace * kPanel) {
-      warp_waits_for_stores(lane);
+    if constexpr (kHeadDim == kPanelsOfSpace * kPanel) {
+      warp_tma_store_wait(lane);
     } else {
       space += kElements;
     }
-    store_sums_of_unit<kD>(
-        grad_value, of_dropout, p, sweep, task, space, kElements, &maps.grad_value, sweep.second_parts,
+    store_work_tile<kHeadDim>(
+        grad_value, of_dropout, p, sweep, item, space, kElements, &maps.grad_value, sweep.second_splits,
         sweep.second_shares);
-    arrive_once(memory.task_free[slot.stage], lane);
+    warp_arrive(memory.work_empty[work_pipe.index], lane);
   }
   if (lane == 0) {
-    wait_for_stores();  // shared memory has to outlast them
+    tma_store_wait();  // shared memory has to outlast them
   }
 }
 
-template <int kD, bool kWithQueries>
-constexpr int kColumnThreads = kHopperThreads<1> + (kApart<kD, kWithQueries> ? 128 : 0);
+template <int kHeadDim, bool kWithQueries>
+constexpr int kColumnThreads = kHopperThreads<1> + (kGradQueryApart<kHeadDim, kWithQueries> ? 128 : 0);
 
-template <class T, int kD, Scores kScores, bool kWithQueries>
-__global__ void __launch_bounds__(kColumnThreads<kD, kWithQueries>, 1) columns_on_hopper_kernel(
+template <class T, int kHeadDim, Scores kScores, bool kWithQueries>
+__global__ void __launch_bounds__(kColumnThreads<kHeadDim, kWithQueries>, 1) columns_on_hopper_kernel(
     const __grid_constant__ Backward<T> p, const __grid_constant__ Sweep<T> sweep, const __grid_constant__ Maps maps,
-    Queue queue) {
+    TileScheduler scheduler) {
   extern __shared__ unsigned char shared[];
-  using M = Memory<T, kD, are_limited(kScores)>;
+  using M = Memory<T, kHeadDim, are_limited(kScores)>;
   auto& memory = *reinterpret_cast<M*>(align_panels(shared));
-  constexpr bool kApart = attention::kApart<kD, kWithQueries>;
-  constexpr int kMultiplying = 4 * (kConsumers + (kApart ? 1 : 0));  // warps
+  constexpr bool kGradQueryApart = attention::kGradQueryApart<kHeadDim, kWithQueries>;
+  constexpr int kMultiplying = 4 * (kConsumerWarpgroups + (kGradQueryApart ? 1 : 0));  // warps
   if (threadIdx.x == 0) {
-    for (int slot = 0; slot < M::kSlots; ++slot) {
-      memory.task_told[slot].init(1);
-      memory.task_there[slot].init(1);
-      memory.task_free[slot].init(kMultiplying + kCopyingWarps);
+    for (int stage = 0; stage < M::kWorkStages; ++stage) {
+      memory.work_full[stage].init(1);
+      memory.kv_full[stage].init(1);
+      memory.work_empty[stage].init(kMultiplying + kProducerWarps);
     }
-    for (int place = 0; place < M::kOwns; ++place) {
-      memory.own_free[place].init(kMultiplying);
+    for (int stage = 0; stage < M::kOwnStages; ++stage) {
+      memory.own_empty[stage].init(kMultiplying);
     }
     for (int stage = 0; stage < M::kStages; ++stage) {
-      memory.there[stage].init(kCopyingWarps);
-      memory.free[stage].init(kMultiplying);
+      memory.stage_full[stage].init(kProducerWarps);
+      memory.stage_empty[stage].init(kMultiplying);
     }
-    for (int buffer = 0; buffer < M::kBuffers; ++buffer) {
-      memory.grad_scores_there[buffer].init(4 * kConsumers);
-      memory.grad_scores_free[buffer].init(4);
+    for (int stage = 0; stage < M::kGradScoreStages; ++stage) {
+      memory.ds_full[stage].init(4 * kConsumerWarpgroups);
+      memory.ds_empty[stage].init(4);
     }
-    fence_barriers();
+    fence_barrier_init();
   }
   __syncthreads();
   // Of registers, all that the kernel starts with.
-  constexpr int kFew = kD == 64 ? 40 : 24, kThird = 72, kMany = kApart ? 200 : kD == 64 ? 232 : 240;
-  static_assert(!kApart || kMany * kTeamThreads + (kThird + kFew) * 128 <= 65536);
-  if constexpr (kApart) {
+  constexpr int kProducerRegisters = kHeadDim == 64 ? 40 : 24, kThird = 72, kConsumerRegisters = kGradQueryApart ? 200 : kHeadDim == 64 ? 232 : 240;
+  static_assert(!kGradQueryApart || kConsumerRegisters * kConsumerGroupThreads + (kThird + kProducerRegisters) * 128 <= 65536);
+  if constexpr (kGradQueryApart) {
     if (threadIdx.x >= kHopperThreads<1>) {
-      give_registers<kThird>();
-      multiply_for_queries<T, kD, kScores>(p, memory);
+      warpgroup_reg_dealloc<kThird>();
+      run_grad_query_consumer<T, kHeadDim, kScores>(p, memory);
       return;
     }
   }
-  share_work<1, kFew, kMany>(
-      [&](int) { multiply_all<T, kD, kScores, kWithQueries>(p, sweep, maps, memory); },
-      [&](int) { prepare_all<T, kD, kScores>(p, sweep, maps, memory, queue); },
-      [&](int) { copy_all<T, kD, kScores, false>(p, sweep, maps, memory); },
-      [&](int) { copy_all<T, kD, kScores, true>(p, sweep, maps, memory); });
+  run_roles<1, kProducerRegisters, kConsumerRegisters>(
+      [&](int) { run_consumer<T, kHeadDim, kScores, kWithQueries>(p, sweep, maps, memory); },
+      [&](int) { run_scheduler<T, kHeadDim, kScores>(p, sweep, maps, memory, scheduler); },
+      [&](int) { run_producer<T, kHeadDim, kScores, false>(p, sweep, maps, memory); },
+      [&](int) { run_producer<T, kHeadDim, kScores, true>(p, sweep, maps, memory); });
 }
 
-// Rounds the sums of a strip of 16 queries and 64 columns, as a warp's lanes hold them, and writes the queries' gradients.
+// Rounds the sums of a warp tile of 16 queries and 64 columns, as a warp's lanes hold them, and writes the queries' gradients.
 template <class T>
-__global__ void round_grad_query_kernel(GradQuerySums sums, Matrices<T> grad, int heads, int queries, int width, float scale) {
-  const int64_t strips = sums.padded / 16, number = blockIdx.x;
-  const int64_t matrix = number / strips;
-  const int strip = number % strips;
+__global__ void round_grad_query_kernel(GradQuerySums sums, Matrices<T> grad, int heads, int queries, int head_dim, float scale) {
+  const int64_t warp_tiles = sums.padded / 16, number = blockIdx.x;
+  const int64_t matrix = number / warp_tiles;
+  const int warp_tile = number % warp_tiles;
   T* to = grad.of(matrix / heads, matrix % heads);
-  for (int place = threadIdx.x; place < 2 * width; place += blockDim.x) {
-    const int line = place % 16, run = place / 16, token = 16 * strip + line;
+  for (int place = threadIdx.x; place < 2 * head_dim; place += blockDim.x) {
+    const int tile_row = place % 16, run = place / 16, token = 16 * warp_tile + tile_row;
     if (token >= queries) {
       continue;
     }
     // Four lanes hold two of the run's eight columns each.
-    const float* from = sums.strip(matrix, 16 * strip) + run * 128 + line % 8 * 16 + line / 8 * 2;
+    const float* from = sums.warp_tile(matrix, 16 * warp_tile) + run * 128 + tile_row % 8 * 16 + tile_row / 8 * 2;
     uint4 rounded;
     uint32_t* pair = &rounded.x;
 #pragma unroll
     for (int lane = 0; lane < 4; ++lane) {
-      pair[lane] = LeftOfSums<T>::pack(from[4 * lane] * scale, from[4 * lane + 1] * scale);
+      pair[lane] = AccumulatorAsA<T>::pack(from[4 * lane] * scale, from[4 * lane + 1] * scale);
     }
     *reinterpret_cast<uint4*>(to + token * grad.token_stride + 8 * run) = rounded;
   }
@@ -524,20 +525,20 @@ template <class T>
 void columns_on_hopper(
     const Launcher& launch, const Backward<T>& p, const Sweep<T>& sweep, const Tensor& query, const Tensor& key,
     const Tensor& value, const Tensor& grad_output, const Tensor& grad_key, const Tensor& grad_value, int64_t copies) {
-  with_hopper_kernel(p.scoring, sweep.lists, p.width, [&](auto width, auto scores) {
-    constexpr int kD = decltype(width)::value;
-    const int64_t count = copies * sweep.lists.num_units * sweep.lists.sub_tiles;
-    const int block = 1 << sweep.lists.log_block, own_box = std::min(block, kHopperTile), box = std::min(block, kN);
+  with_hopper_kernel(p.scoring, sweep.lists, p.head_dim, [&](auto head_dim, auto scores) {
+    constexpr int kHeadDim = decltype(head_dim)::value;
+    const int64_t count = copies * sweep.lists.num_work_tiles * sweep.lists.sub_tiles;
+    const int block = 1 << sweep.lists.log_block, own_box = std::min(block, kHopperBlockM), box = std::min(block, kBlockN);
     const Maps maps{
         tensor_map(key, own_box),     tensor_map(value, own_box), tensor_map(query, box),
         tensor_map(grad_output, box), tensor_map(grad_key, 16),   tensor_map(grad_value, 16)};
     const auto run = [&](auto kind, auto with_queries) {
       constexpr Scores kScores = decltype(kind)::value;
-      with_queue(launch, query, count, 1, [&](const Queue& queue, int64_t blocks) {
+      with_scheduler(launch, query, count, 1, [&](const TileScheduler& scheduler, int64_t blocks) {
         launch.with_shared_memory(
-            columns_on_hopper_kernel<T, kD, kScores, decltype(with_queries)::value>, blocks,
-            kColumnThreads<kD, decltype(with_queries)::value>,
-            sizeof(Memory<T, kD, are_limited(kScores)>) + kPanelAlignment, p, sweep, maps, queue);
+            columns_on_hopper_kernel<T, kHeadDim, kScores, decltype(with_queries)::value>, blocks,
+            kColumnThreads<kHeadDim, decltype(with_queries)::value>,
+            sizeof(Memory<T, kHeadDim, are_limited(kScores)>) + kPanelAlignment, p, sweep, maps, scheduler);
       });
     };
     if (p.grad_query_sums.data == nullptr) {
@@ -551,8 +552,8 @@ void columns_on_hopper(
 template <class T>
 void round_grad_query(const Launcher& launch, const Backward<T>& p, const Matrices<T>& grad_query, int64_t batch) {
   launch(
-      round_grad_query_kernel<T>, batch * p.heads * p.grad_query_sums.padded / 16, p.width <= 64 ? 128 : 256,
-      p.grad_query_sums, grad_query, p.heads, p.scoring.queries, p.width, p.scoring.scale);
+      round_grad_query_kernel<T>, batch * p.heads * p.grad_query_sums.padded / 16, p.head_dim <= 64 ? 128 : 256,
+      p.grad_query_sums, grad_query, p.heads, p.scoring.queries, p.head_dim, p.scoring.scale);
 }
 
 #define DS_SPARSE_COLUMNS(T)                                                                                            \

@@ -3,7 +3,9 @@
 #pragma once
 
 #include "../common/launch.h"
-#include "attention.h"
+#include "mainloop.h"
+#include "scoring.h"
+#include "softmax.h"
 
 namespace ds_sparse::attention {
 
@@ -12,12 +14,12 @@ struct Forward {
   Matrices<const T> query, key, value;
   Matrices<T> output;
   float* lse;
-  RowSum* rows;  // (B, H, T)
-  Lists lists;
+  RowMaxSum* row_max_sums;  // (B, H, T)
+  TileLists lists;
   Scoring scoring;
-  int heads, layout_heads, heads_of_group, width;
-  Parts part_outputs;  // but for lines whose sum in a part is 0, which are not written
-  RowSum* part_rows;  // (copies, parts, sub-tiles, tile)
+  int heads, layout_heads, heads_of_group, head_dim;
+  SplitResults split_outputs;  // but for rows whose sum in a split is 0, which are not written
+  RowMaxSum* split_row_max_sums;  // (copies, splits, sub-tiles, tile)
 };
 
 // forward_sm90.cu

@@ -5,7 +5,7 @@
 #include <optional>
 
 #include "../common/launch.h"
-#include "attention.h"
+#include "scoring.h"
 
 namespace ds_sparse::attention {
 

@@ -5,7 +5,7 @@
 #include <optional>
 #include <tuple>
 
-#include "attention.h"
+#include "scoring.h"
 
 namespace ds_sparse::attention {
 
@@ -17,7 +17,7 @@ struct Attention {
   bool causal;
   std::optional<Tensor> key_bias, rpe = {}, attn_mask = {}, dropout_seed = {};
   double dropout_p = 0;
-  Window window = {};
+  WindowLimits window = {};
 };
 
 // Tiles of one side. pairs: int32 (1 or H, E, tile, 2), a bit for each pair in the blocks of 64 tokens that the entries

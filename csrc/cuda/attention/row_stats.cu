@@ -14,12 +14,12 @@ constexpr int kLanes = 8;   // of a row
 constexpr int kAtOnce = 4;  // rows of a thread, whose reads are under way together
 constexpr int kBeside = 32 / kLanes;  // rows that a warp reads together
 constexpr int kRowsOfWarp = kBeside * kAtOnce, kRowsOfBlock = kThreads / 32 * kRowsOfWarp;
-static_assert(kHopperTile % kRowsOfBlock == 0);
+static_assert(kHopperBlockM % kRowsOfBlock == 0);
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) rows_kernel(
+__global__ void __launch_bounds__(kThreads) row_stats_kernel(
     Matrices<const T> grad_output, Matrices<const T> output, const float2* row_sums, const float* grad_lse, float* to,
-    int blocks_of_matrix, int64_t padded, int heads, int queries, int width) {
+    int blocks_of_matrix, int64_t padded, int heads, int queries, int head_dim) {
   const int lane = threadIdx.x % 32, matrix = blockIdx.x / blocks_of_matrix, batch = matrix / heads, head = matrix % heads;
   const int first = blockIdx.x % blocks_of_matrix * kRowsOfBlock + threadIdx.x / 32 * kRowsOfWarp;
   // A lane reads of the rows of its eight lanes, and writes what is known of one of the warp's.
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(
   const float of_lse = exists && grad_lse != nullptr ? grad_lse[place] : 0.0f;
   const T *a = grad_output.of(batch, head), *b = output.of(batch, head);
   float sums[kAtOnce] = {};
-  for (int column = lane % kLanes * kRun<T>; column < width; column += kLanes * kRun<T>) {
+  for (int column = lane % kLanes * kRun<T>; column < head_dim; column += kLanes * kRun<T>) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int64_t token = min(first + i * kBeside + lane / kLanes, queries - 1);
@@ -49,40 +49,40 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(
     sum = lane / kBeside % kAtOnce == i ? of_eight : sum;
   }
   if (lane < kRowsOfWarp) {
-    Row result = no_row();
+    RowStats result = no_row_stats();
     if (of_row.y > 0) {
       result = {of_row.x * kLog2E + log2f(of_row.y), sum - of_lse, of_row.x, 1 / of_row.y};
     }
     float* of_token = to + int64_t{matrix} * 4 * padded + own;
     of_token[0] = result.lse;
     of_token[padded] = result.delta;
-    of_token[2 * padded] = result.origin;
-    of_token[3 * padded] = result.inverse;
+    of_token[2 * padded] = result.row_max;
+    of_token[3 * padded] = result.inverse_sum;
   }
 }
 
 }  // namespace
 
-std::pair<Tensor, Rows> make_rows(
+std::pair<Tensor, RowStatsPlanes> make_row_stats(
     const Launcher& launch, const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& output,
     const Tensor& row_sums, int64_t block) {
   if (grad_lse) {
     check_contiguous(*grad_lse, "grad_lse");
   }
   const int64_t batch = output.size(0), heads = output.size(1), queries = output.size(2);
-  const int64_t unit = std::max<int64_t>(block, kHopperTile);
-  const int64_t padded = (queries + unit - 1) / unit * unit, rows = batch * heads * padded;
+  const int64_t multiple = std::max<int64_t>(block, kHopperBlockM);
+  const int64_t padded = (queries + multiple - 1) / multiple * multiple, rows = batch * heads * padded;
   Tensor data = torch::stable::new_empty(output, {4 * rows}, ScalarType::Float);
   float* to = data.mutable_data_ptr<float>();
   with_element<false>(output, "attention", [&](auto zero) {
     using T = decltype(zero);
     launch(
-        rows_kernel<T>, rows / kRowsOfBlock, kThreads, matrices_of<const T>(grad_output), matrices_of<const T>(output),
+        row_stats_kernel<T>, rows / kRowsOfBlock, kThreads, matrices_of<const T>(grad_output), matrices_of<const T>(output),
         reinterpret_cast<const float2*>(row_sums.const_data_ptr<float>()),
         grad_lse ? grad_lse->const_data_ptr<float>() : nullptr, to, static_cast<int>(padded / kRowsOfBlock), padded,
         static_cast<int>(heads), static_cast<int>(queries), static_cast<int>(output.size(3)));
   });
-  return {data, Rows{to, padded}};
+  return {data, RowStatsPlanes{to, padded}};
 }
 
 }  // namespace ds_sparse::attention

@@ -5,6 +5,7 @@
 
 #include "../../checks.h"
 #include "passes.h"
+#include "tile_lists.h"
 
 namespace ds_sparse::attention {
 namespace {
@@ -19,7 +20,7 @@ void check_pairs(
       pairs.size(0) == 1 || (layout_heads == 1 && pairs.size(0) == query.size(1)),
       std::string(name) + " has to be of one head, or of all that share a layout.");
   check_size(pairs, 1, entries.size(0), name);
-  check_size(pairs, 2, kHopperTile, name);
+  check_size(pairs, 2, kHopperBlockM, name);
   check_size(pairs, 3, 2, name);
   check(pairs.scalar_type() == torch::headeronly::ScalarType::Int, std::string(name) + " has to be int32.");
   check(pairs.device() == entries.device(), std::string(name) + " has to be on the device of the other arguments.");
@@ -31,8 +32,8 @@ void check_pairs(
 
 Attention attention_of(
     const Tensor& query, const Tensor& key, const Tensor& value, int64_t layout_heads, double scale) {
-  check_attention(query, key, value, {}, {}, {}, {}, 0, layout_heads, kBlock, kHopperTile);
-  return {query, key, value, layout_heads, kBlock, kHopperTile, scale, false, {}};
+  check_attention(query, key, value, {}, {}, {}, {}, 0, layout_heads, kBlock, kHopperBlockM);
+  return {query, key, value, layout_heads, kBlock, kHopperBlockM, scale, false, {}};
 }
 
 std::tuple<Tensor, Tensor, Tensor> token_tiles_forward(

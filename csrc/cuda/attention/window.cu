@@ -10,7 +10,7 @@
 namespace ds_sparse::attention {
 namespace {
 
-Window window_of(const Tensor& limits, const std::optional<Tensor>& places, int64_t num_global) {
+WindowLimits window_limits_of(const Tensor& limits, const std::optional<Tensor>& places, int64_t num_global) {
   const auto stride = [](const Tensor& x) { return x.size(0) == 1 ? 0 : x.stride(0); };
   return {
       reinterpret_cast<const Range*>(limits.const_data_ptr<int32_t>()),
@@ -27,7 +27,7 @@ std::tuple<Tensor, Tensor, Tensor> window_attention_forward(
   check_window_attention(query, key, key_bias, limits, places, num_global);
   return attention_forward(
       {query, key, value, layout_heads, block, tile, scale, causal, key_bias, {}, {}, {}, 0,
-       window_of(limits, places, num_global)},
+       window_limits_of(limits, places, num_global)},
       {row_lines, row_entries, row_units, row_cuts});
 }
 
@@ -42,7 +42,7 @@ std::tuple<Tensor, Tensor, Tensor> window_attention_backward(
   check_window_attention(query, key, key_bias, limits, places, num_global);
   return attention_backward(
       {query, key, value, layout_heads, block, tile, scale, causal, key_bias, {}, {}, {}, 0,
-       window_of(limits, places, num_global)},
+       window_limits_of(limits, places, num_global)},
       {grad_output, {}, output, rows}, {row_lines, row_entries, row_units, row_cuts},
       {column_lines, column_entries, column_units, column_cuts}, deterministic);
 }

@@ -14,12 +14,12 @@
 
 namespace ds_sparse::hopper {
 
-constexpr int kMultiplying = 128;              // threads of a warpgroup
+constexpr int kWarpgroupThreads = 128;
 constexpr int kTile = kPanel;                  // tokens on the side of what it multiplies at once
 constexpr int kTileElements = kTile * kPanel;  // of so many tokens that are one panel
 constexpr int kTileBytes = kTileElements * 2;  // in 16-bit types
 constexpr int kLineBytes = kPanel * 2;         // of a panel's line
-constexpr int kMostDepth = 2 * kPanel;         // numbers a token
+constexpr int kMaxHeadDim = 2 * kPanel;         // of both operands
 
 template <class T>
 __device__ __forceinline__ uint32_t round_pair(float first, float second) {
@@ -54,20 +54,20 @@ struct RowsOfWarp {
       load_matrices<false>(rows[k], (shared_address(first_run) ^ k % 4 * 32) + k / 4 * kTileBytes);
     }
     // Without it a warp arrives while its reads wait behind others' stores, and the copy engine overtakes them.
-    fence_stores();
+    fence_view_async_shared();
   }
 
   // sums = rows @ columns, by all of a warpgroup.
-  __device__ __forceinline__ void multiply(float (&sums)[kTile / 2], const Operand& columns) const {
-    begin_products();
+  __device__ __forceinline__ void multiply(float (&sums)[kTile / 2], const GmmaDescriptor& columns) const {
+    warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < kDepth; ++k) {
-      Products<T>::template from_registers<kTile, true>(
+      Wgmma<T>::template from_registers<kTile, true>(
           sums, rows[k], columns.from(k / 4 * kTileBytes + k % 4 * 32), k > 0);
     }
-    end_products();
-    wait_for_products<0>();
-    sums_are_there(sums);
+    warpgroup_commit_batch();
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(sums);
   }
 };
 

@@ -20,9 +20,9 @@ namespace ds_sparse {
 constexpr int kThreads = 128;  // of a thread block: four warps
 constexpr int kStages = 2;     // tiles in flight or in use; more would leave room for fewer thread blocks
 
-// A tile has 128 bytes of each line along the summed dimension.
+// Elements along the summed dimension that a tile has: 128 bytes.
 template <class T>
-constexpr int kChunk = 128 / sizeof(T);
+constexpr int kBlockK = 128 / sizeof(T);
 
 // Lines of a tile are 16 bytes further apart than they are long, so that eight of them lie in different banks.
 template <class T>
@@ -207,7 +207,7 @@ struct Sums {
     }
   }
 
-  // Adds a @ b over one chunk; tiles of kM x chunk and chunk x kN, k_inner as mma.h has it.
+  // Adds a @ b over one k block; tiles of kM x kBlockK and kBlockK x kN, k_inner as mma.h has it.
   __device__ __forceinline__ void add(const T* a, bool a_k_inner, const T* b, bool b_k_inner) {
     if (a_k_inner) {
       b_k_inner ? add<true, true>(a, b) : add<true, false>(a, b);
@@ -219,9 +219,9 @@ struct Sums {
   template <bool kAInner, bool kBInner>
   __device__ __forceinline__ void add(const T* a, const T* b) {
     using M = Mma<T>;
-    constexpr int a_pitch = pitch_of<T>(kAInner ? kChunk<T> : kM), b_pitch = pitch_of<T>(kBInner ? kChunk<T> : kN);
+    constexpr int a_pitch = pitch_of<T>(kAInner ? kBlockK<T> : kM), b_pitch = pitch_of<T>(kBInner ? kBlockK<T> : kN);
 #pragma unroll
-    for (int k = 0; k < kChunk<T>; k += M::kDepth) {
+    for (int k = 0; k < kBlockK<T>; k += M::kDepth) {
       typename M::FragmentA of_a[kRows / 16];
       typename M::FragmentB of_b[kColumns / 16];
 #pragma unroll

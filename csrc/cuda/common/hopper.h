@@ -1,5 +1,5 @@
 // What Hopper has and earlier GPUs have not, one instruction a function: products of warpgroups (wgmma) on tiles that the
-// copy engine (TMA) brings, and the barriers between the two. PTX ISA chapters "Asynchronous warpgroup level matrix
+// copy engine (TMA) brings, and the barriers between the two. Names are CUTLASS's where it has one. PTX ISA chapters "Asynchronous warpgroup level matrix
 // instructions", "cp.async.bulk.tensor" and "mbarrier".
 //
 // A tile in shared memory is made of panels: lines of 64 16-bit elements, 128 bytes, in the copy engine's 128-byte
@@ -58,7 +58,7 @@ __device__ __forceinline__ T* kept_shared(T* pointer) {
 }
 
 // A barrier counts arrivals, and bytes of copies that it was told to expect; each time both are there it enters its next
-// phase. `parity` of a phase: its number's last bit.
+// phase. A phase is named by the last bit of its number, its parity.
 struct Barrier {
   uint64_t state;
 
@@ -68,12 +68,12 @@ struct Barrier {
   __device__ __forceinline__ void arrive() {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(this)) : "memory");
   }
-  __device__ __forceinline__ void arrive_and_expect(uint32_t bytes) {
+  __device__ __forceinline__ void arrive_and_expect_tx(uint32_t bytes) {
     asm volatile(
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)), "r"(bytes) : "memory");
   }
-  // So many bytes, before whoever starts their copies arrives.
-  __device__ __forceinline__ void expect(uint32_t bytes) {
+  // So many bytes more, before the arrival of whoever starts their copies.
+  __device__ __forceinline__ void expect_tx(uint32_t bytes) {
     asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(this)), "r"(bytes)
                  : "memory");
   }
@@ -94,7 +94,7 @@ struct Barrier {
 };
 
 // For a warp, once all of it is there.
-__device__ __forceinline__ void arrive_once(Barrier& barrier, int lane) {
+__device__ __forceinline__ void warp_arrive(Barrier& barrier, int lane) {
   __syncwarp();
   if (lane == 0) {
     barrier.arrive();
@@ -102,13 +102,13 @@ __device__ __forceinline__ void arrive_once(Barrier& barrier, int lane) {
 }
 
 // Makes initialised barriers visible to the copy engine.
-__device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 // Makes this thread's stores to shared memory visible to the copy engine and to wgmma; and what it has read of it is read
 // before the copy engine, told so later, overwrites it.
-__device__ __forceinline__ void fence_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_view_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Starts a copy of a box of a tensor (batch, head, token, column) into a panel; `barrier` receives its bytes.
-__device__ __forceinline__ void copy_box(
+__device__ __forceinline__ void tma_load(
     void* to, const CUtensorMap* map, Barrier* barrier, int column, int token, int head, int batch) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
@@ -118,7 +118,7 @@ __device__ __forceinline__ void copy_box(
 }
 
 // The same of runs of tokens (RunsMap).
-__device__ __forceinline__ void copy_runs(void* to, const CUtensorMap* map, Barrier* barrier, int column, int place) {
+__device__ __forceinline__ void tma_load_runs(void* to, const CUtensorMap* map, Barrier* barrier, int column, int place) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %4, %4, %5}], [%2];" ::"r"(
           shared_address(to)),
@@ -127,7 +127,7 @@ __device__ __forceinline__ void copy_runs(void* to, const CUtensorMap* map, Barr
 }
 
 // Starts a copy of adjacent bytes, a multiple of 16 from and to multiples of 16.
-__device__ __forceinline__ void copy_bytes(void* to, const void* from, int bytes, Barrier* barrier) {
+__device__ __forceinline__ void bulk_load(void* to, const void* from, int bytes, Barrier* barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
           shared_address(to)),
@@ -135,68 +135,68 @@ __device__ __forceinline__ void copy_bytes(void* to, const void* from, int bytes
       : "memory");
 }
 
-// Which stage of a ring is next, and the parity of its round, for those who wait for it to fill; who fills it waits for
-// the opposite.
+// Where a role is in a pipeline of kStages stages: the index of its next stage, and the parity of the phase in which that
+// stage fills. A consumer waits on the full barrier with this phase, a producer on the empty barrier with the opposite.
 template <int kStages>
-struct Ring {
-  int stage = 0;
-  uint32_t parity = 0;
+struct PipelineState {
+  int index = 0;
+  uint32_t phase = 0;
 
   __device__ __forceinline__ void next() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
+    if (++index == kStages) {
+      index = 0;
+      phase ^= 1;
     }
   }
 };
 
 // Barriers of a thread block by number, 1 to 15, for so many threads: until all are there; or only counting as there.
 template <int kThreadsOfBoth>
-__device__ __forceinline__ void wait_at(int number) {
+__device__ __forceinline__ void named_barrier_sync(int number) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(kThreadsOfBoth) : "memory");
 }
 template <int kThreadsOfBoth>
-__device__ __forceinline__ void arrive_at(int number) {
+__device__ __forceinline__ void named_barrier_arrive(int number) {
   asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(kThreadsOfBoth) : "memory");
 }
 
 template <int kRegisters>
-__device__ __forceinline__ void take_registers() {
+__device__ __forceinline__ void warpgroup_reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 template <int kRegisters>
-__device__ __forceinline__ void give_registers() {
+__device__ __forceinline__ void warpgroup_reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void warpgroup_arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void warpgroup_commit_batch() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Until all but the newest kNewer groups of products are done.
 template <int kNewer>
-__device__ __forceinline__ void wait_for_products() {
+__device__ __forceinline__ void warpgroup_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kNewer) : "memory");
 }
 
-// Keeps the compiler from using sums before they are there.
+// Keeps the compiler from using accumulators before they are there.
 template <int kCount>
-__device__ __forceinline__ void sums_are_there(float (&sums)[kCount]) {
+__device__ __forceinline__ void warpgroup_fence_operand(float (&sums)[kCount]) {
 #pragma unroll
   for (float& sum : sums) {
     asm volatile("" : "+f"(sum)::"memory");
   }
 }
 
-// A panel of a tile as an operand. `panels_apart`: bytes between panels, where an operand's lines run along the product's n.
-struct Operand {
+// A panel of a tile as an operand of wgmma, from which its descriptors are made. `panels_apart`: bytes between panels, where an operand's lines run along the product's n.
+struct GmmaDescriptor {
   uint32_t low, high;
 
   // The upper word: a swizzle of 128 bytes, in which groups of 8 lines are 1024 bytes apart.
-  __device__ __forceinline__ explicit Operand(const void* panel, uint32_t panels_apart = 0)
+  __device__ __forceinline__ explicit GmmaDescriptor(const void* panel, uint32_t panels_apart = 0)
       : low((panels_apart >> 4) << 16 | shared_address(panel) >> 4), high(1u << 30 | 1024 >> 4) {}
 
   // So many bytes on.
-  __device__ __forceinline__ Operand operator+(uint32_t bytes) const {
-    Operand sum = *this;
+  __device__ __forceinline__ GmmaDescriptor operator+(uint32_t bytes) const {
+    GmmaDescriptor sum = *this;
     sum.low += bytes >> 4;
     return sum;
   }
@@ -224,32 +224,32 @@ __device__ __forceinline__ void store_matrices(void* row, const uint32_t (&from)
                : "memory");
 }
 
-// Starts a copy of a panel to a box of a tensor, but for what is outside of it, after `fence_stores` of all who wrote the
+// Starts a copy of a panel to a box of a tensor, but for what is outside of it, after `fence_view_async_shared` of all who wrote the
 // panel and a barrier. The thread says when it has started all that are to be waited for.
-__device__ __forceinline__ void store_box(
+__device__ __forceinline__ void tma_store(
     const CUtensorMap* map, const void* from, int column, int token, int head, int batch) {
   asm volatile(
       "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
       "r"(shared_address(from)), "r"(column), "r"(token), "r"(head), "r"(batch)
       : "memory");
 }
-__device__ __forceinline__ void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void tma_store_arrive() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until what this thread's stores, and additions, read is free again.
-__device__ __forceinline__ void wait_for_stores() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 // The same for a warp whose first lane stores for all.
-__device__ __forceinline__ void warp_waits_for_stores(int lane) {
+__device__ __forceinline__ void warp_tma_store_wait(int lane) {
   if (lane == 0) {
-    wait_for_stores();
+    tma_store_wait();
   }
   __syncwarp();
 }
 
 // Starts the addition of adjacent numbers to what is in memory, in whatever order this and others' additions arrive.
-__device__ __forceinline__ void add_to_memory(float* to, const float* from, int bytes) {
+__device__ __forceinline__ void bulk_reduce_add(float* to, const float* from, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
                "r"(shared_address(from)), "r"(bytes)
                : "memory");
-  end_stores();
+  tma_store_arrive();
 }
 
 // Sums d (64 x kN of a warpgroup) = or += a @ b over 16. b's descriptor; b's lines run along k (kAlongK) or along n.
@@ -267,7 +267,7 @@ __device__ __forceinline__ void add_to_memory(float* to, const float* from, int 
   "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
 template <class T>
-struct Products {
+struct Wgmma {
   // a from shared memory, its lines along k, or (kTransposed) along the rows of d.
   template <int kN, bool kAlongK, bool kTransposed = false>
   static __device__ __forceinline__ void from_shared(float (&d)[kN / 2], uint64_t a, uint64_t b, bool add) {

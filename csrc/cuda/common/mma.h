@@ -16,7 +16,7 @@
 
 namespace ds_sparse {
 
-constexpr int kStrip = 16;  // rows of a tile that a warp has, where warps have one product's each
+constexpr int kWarpTileRows = 16;  // of a warp tile: the rows that a warp has of a tile, one product's
 
 // Four 8 x 8 matrices of 16-bit elements, whose rows lanes 8 i to 8 i + 7 point at; transposed as they arrive, or not.
 template <bool kTransposed>
@@ -143,7 +143,7 @@ __device__ __forceinline__ uint32_t round_to_tf32(float x) {
 
 // Two numbers that TF32 holds and that together are x but for its last bit, or two where it is near the largest: the
 // nearest one, and what is left, cut off. There are no branches, so that the compiler shares the parts among all products that take x.
-__device__ __forceinline__ void split(float x, uint32_t& high, uint32_t& low) {
+__device__ __forceinline__ void tf32_parts(float x, uint32_t& high, uint32_t& low) {
   constexpr uint32_t kept = 0xffffe000u;
   const uint32_t bits = __float_as_uint(x);
   // Where rounding would reach infinity a number is cut off. Infinities and NaN are left to `low`, beside a finite
@@ -173,11 +173,11 @@ struct Mma<float> : WideFragments<float> {
     } else {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        split(a[e], a_high[e], a_low[e]);
+        tf32_parts(a[e], a_high[e], a_low[e]);
       }
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        split(b[2 * j + e], b_high[e], b_low[e]);
+        tf32_parts(b[2 * j + e], b_high[e], b_low[e]);
       }
       float sum[4] = {};
       multiply_add_tf32(sum, a_low, b_high);

@@ -75,7 +75,7 @@ struct RunsMap {
   RunsMap(const Tensor& x, int run)
       : map(encode_map<5>(
             x, {static_cast<cuuint64_t>(x.size(3)), 2, 4, static_cast<cuuint64_t>(run / 2), last_place(x) + 1},
-            {map_stride(x, 2), map_stride(x, 2) * run, map_stride(x, 2) * 2, unit(x)},
+            {map_stride(x, 2), map_stride(x, 2) * run, map_stride(x, 2) * 2, granule(x)},
             {64, 2, 4, static_cast<cuuint32_t>(run / 2), 1}, 128)),
         batch(static_cast<int>(places(x, 0))),
         head(static_cast<int>(places(x, 1))),
@@ -83,14 +83,14 @@ struct RunsMap {
 
  private:
   // Bytes between places.
-  static cuuint64_t unit(const Tensor& x) {
-    cuuint64_t unit = map_stride(x, 2);
+  static cuuint64_t granule(const Tensor& x) {
+    cuuint64_t granule = map_stride(x, 2);
     for (int dim = 0; dim < 2; ++dim) {
-      unit = x.size(dim) == 1 ? unit : std::gcd(unit, map_stride(x, dim));
+      granule = x.size(dim) == 1 ? granule : std::gcd(granule, map_stride(x, dim));
     }
-    return unit;
+    return granule;
   }
-  static cuuint64_t places(const Tensor& x, int dim) { return map_stride(x, dim) / unit(x); }
+  static cuuint64_t places(const Tensor& x, int dim) { return map_stride(x, dim) / granule(x); }
   static cuuint64_t last_place(const Tensor& x) {
     cuuint64_t last = 0;
     for (int dim = 0; dim < 3; ++dim) {

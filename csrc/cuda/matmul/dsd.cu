@@ -1,8 +1,8 @@
 // Sparse @ dense. Schema and shapes: csrc/library.cpp; meaning: ds_sparse/reference.py.
 //
-// A thread block takes a window of the live blocks (chunks.h) and, of each line, a tile of rows times up to 128 columns.
-// The tokens that are summed over are gathered from as many live blocks as 128 bytes take. Lines that windows cut leave
-// sums of their parts, which a second kernel adds in order. On Hopper products of 16-bit types go by tiles instead
+// A thread block takes a chunk of the live blocks (chunks.h) and, of each list, a tile of rows times up to 128 columns.
+// The tokens that are summed over are gathered from as many live blocks as 128 bytes take. Lists that chunks cut leave
+// sums of their splits, which a second kernel adds in order. On Hopper products of 16-bit types go by tiles instead
 // (dsd_small_sm90.cu, dsd_large_sm90.cu), and so do the sums of tiles that are cut.
 
 #include <torch/csrc/stable/library.h>
@@ -21,13 +21,13 @@
 namespace ds_sparse {
 namespace {
 
-// The sums of the parts of cut lines: (batch, heads or 1, windows, 2, block, width).
+// The sums of the splits of long lists: (batch, heads or 1, chunks, 2, block, width).
 template <class C>
-struct PartSums {
+struct SplitSums {
   C* data;
 
-  __device__ C* at(int64_t window_of_all, Part part, int64_t block, int64_t width) const {
-    return data + (2 * window_of_all + (part == kStarted)) * block * width;
+  __device__ C* at(int64_t chunk_of_all, Split split, int64_t block, int64_t width) const {
+    return data + (2 * chunk_of_all + (split == kStarted)) * block * width;
   }
 };
 
@@ -35,8 +35,8 @@ struct PartSums {
 template <class T>
 struct Product {
   Result<T> result;
-  PartSums<Compute<T>> parts;
-  Lists lists;
+  SplitSums<Compute<T>> splits;
+  BlockLists lists;
   const int32_t* indices;
   const int32_t* slots;  // null: entries are numbered as values are
   int layout_heads, heads, rows;
@@ -44,20 +44,20 @@ struct Product {
   int log_block;
 
   __host__ __device__ int64_t heads_apart() const { return layout_heads == 1 ? heads : 1; }
-  __host__ __device__ int64_t windows_of_all() const { return batch * heads_apart() * lists.windows(); }
+  __host__ __device__ int64_t chunks_of_all() const { return batch * heads_apart() * lists.chunks(); }
 };
 
 template <class T>
 struct Arguments : Product<T> {
   const T* values_data;
-  Operand<T> values;  // tokens are those that are summed over, depth the lines'
+  Operand<T> values;  // tokens are those that are summed over, depth the results'
   Dense<T> dense;
   int row_tiles, column_tiles;
 };
 
 template <class T, int kM, int kN>
 struct Memory {
-  static constexpr int kValues = tile_elements<T>(kM, kChunk<T>), kDense = tile_elements<T>(kN, kChunk<T>);
+  static constexpr int kValues = tile_elements<T>(kM, kBlockK<T>), kDense = tile_elements<T>(kN, kBlockK<T>);
   static constexpr int kResult = tile_elements<T>(kM, kN) - kValues;
   // The result passes through a stage.
   struct Stage {
@@ -73,42 +73,42 @@ __global__ void __launch_bounds__(kThreads, kN == 128 ? 3 : 4) matmul_dsd_kernel
   extern __shared__ __align__(16) unsigned char shared[];
   using Tile = Sums<T, kM, kN, kFast>;
   auto& memory = *reinterpret_cast<Memory<T, kM, kN>*>(shared);
-  const int block = 1 << p.log_block, windows = p.lists.windows();
+  const int block = 1 << p.log_block, chunks = p.lists.chunks();
   const int64_t heads_apart = p.heads_apart();
-  const int64_t tasks = p.windows_of_all() * p.row_tiles * p.column_tiles;
-  const TileLoader<T, kChunk<T>, kM> load_values(p.values);
-  const TileLoader<T, kChunk<T>, kN> load_dense(p.dense);
+  const int64_t work_tiles = p.chunks_of_all() * p.row_tiles * p.column_tiles;
+  const TileLoader<T, kBlockK<T>, kM> load_values(p.values);
+  const TileLoader<T, kBlockK<T>, kN> load_dense(p.dense);
 
-  for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
-    const int first_column = task % p.column_tiles * kN;
-    const int first_row = task / p.column_tiles % p.row_tiles * kM;
-    const int64_t window_of_all = task / p.column_tiles / p.row_tiles;
-    const Window window(p.lists, window_of_all % windows);
-    const int given_head = window_of_all / windows % heads_apart;
-    const int64_t batch = window_of_all / windows / heads_apart;
+  for (int64_t work_tile = blockIdx.x; work_tile < work_tiles; work_tile += gridDim.x) {
+    const int first_column = work_tile % p.column_tiles * kN;
+    const int first_row = work_tile / p.column_tiles % p.row_tiles * kM;
+    const int64_t chunk_of_all = work_tile / p.column_tiles / p.row_tiles;
+    const Chunk chunk(p.lists, chunk_of_all % chunks);
+    const int given_head = chunk_of_all / chunks % heads_apart;
+    const int64_t batch = chunk_of_all / chunks / heads_apart;
     const int64_t first_value = p.layout_heads == 1 ? int64_t{given_head} * p.lists.entries : 0;
     __syncthreads();
-    for (int i = window.first_entry + threadIdx.x; i < window.entry_after; i += kThreads) {
-      memory.listed[i - window.first_entry] = p.indices[i];
-      memory.slots[i - window.first_entry] = p.slots == nullptr ? i : p.slots[i];
+    for (int i = chunk.first_entry + threadIdx.x; i < chunk.entry_after; i += kThreads) {
+      memory.listed[i - chunk.first_entry] = p.indices[i];
+      memory.slots[i - chunk.first_entry] = p.slots == nullptr ? i : p.slots[i];
     }
     __syncthreads();
 
     const T* values = p.values_data + ((batch * p.values_of_batch + first_value) << 2 * p.log_block);
     const T* dense = nullptr;  // of the head that is loaded
     const auto load = [&](const Walk& walk, auto& stage) {
-      if (walk.line_begins()) {
-        dense = p.dense.of(batch, p.layout_heads == 1 ? given_head : walk.line / p.rows);
+      if (walk.list_begins()) {
+        dense = p.dense.of(batch, p.layout_heads == 1 ? given_head : walk.list / p.rows);
       }
-      const int32_t* listed = memory.listed + (walk.begin - window.first_entry);
-      const int32_t* slots = memory.slots + (walk.begin - window.first_entry);
+      const int32_t* listed = memory.listed + (walk.begin - chunk.first_entry);
+      const int32_t* slots = memory.slots + (walk.begin - chunk.first_entry);
       load_values(
           stage.values, values, walk.token, walk.tokens, first_row, [&](int entry) { return slots[entry]; });
       load_dense(
           stage.dense, dense, walk.token, walk.tokens, first_column, [&](int entry) { return listed[entry]; });
     };
-    const auto store_part = [&](const Walk& walk, const Tile& sums) {
-      Compute<T>* to = p.parts.at(window_of_all, walk.part, block, p.dense.width);
+    const auto store_split = [&](const Walk& walk, const Tile& sums) {
+      Compute<T>* to = p.splits.at(chunk_of_all, walk.split, block, p.dense.width);
       sums.for_each_pair([&](int row, int column, Compute<T> first, Compute<T> second) {
         row += first_row + Tile::first_row();
         const int64_t at = first_column + Tile::first_column() + column;
@@ -136,8 +136,8 @@ __global__ void __launch_bounds__(kThreads, kN == 128 ? 3 : 4) matmul_dsd_kernel
         }
       });
       __syncthreads();
-      const int64_t head = p.layout_heads == 1 ? given_head : walk.line / p.rows;
-      const int64_t first_token = walk.line % p.rows * block + first_row;
+      const int64_t head = p.layout_heads == 1 ? given_head : walk.list / p.rows;
+      const int64_t first_token = walk.list % p.rows * block + first_row;
       const int rows = min(kM, block);
       const auto copy = [&](auto runs_, int lines) {
         constexpr int runs = runs_;
@@ -162,13 +162,13 @@ __global__ void __launch_bounds__(kThreads, kN == 128 ? 3 : 4) matmul_dsd_kernel
       }
     };
 
-    Walk ahead(p.lists, window, p.log_block), walk = ahead;
+    Walk ahead(p.lists, chunk, p.log_block), walk = ahead;
     Tile sums;
     sums.clear();
     const auto load_next = [&](int stage) {
       if (ahead.valid()) {
         load(ahead, memory.stages[stage]);
-        ahead.next(p.lists, window, p.log_block, kChunk<T>, 1);
+        ahead.next(p.lists, chunk, p.log_block, kBlockK<T>, 1);
       }
       end_of_copies();
     };
@@ -181,20 +181,20 @@ __global__ void __launch_bounds__(kThreads, kN == 128 ? 3 : 4) matmul_dsd_kernel
       load_next(free);
       auto& tiles = memory.stages[stage];
       sums.add(tiles.values, p.values.token_inner, tiles.dense, p.dense.token_inner);
-      if (walk.line_ends(kChunk<T>, 1)) {
-        if (walk.part == kWhole) {
+      if (walk.list_ends(kBlockK<T>, 1)) {
+        if (walk.split == kWhole) {
           store_result(walk, sums, tiles.values);
         } else {
-          store_part(walk, sums);
+          store_split(walk, sums);
         }
         sums.clear();
       }
-      walk.next(p.lists, window, p.log_block, kChunk<T>, 1);
+      walk.next(p.lists, chunk, p.log_block, kBlockK<T>, 1);
     }
   }
 }
 
-// Numbers that a thread adds up, where parts are, at once: to find out whether there is anything to add takes longer than
+// Numbers that a thread adds up, where splits are, at once: to find out whether there is anything to add takes longer than
 // most additions.
 constexpr int kAddedTogether = 4;
 
@@ -203,10 +203,10 @@ struct alignas(16) AddedTogether {
   Compute<T> number[kAddedTogether];
 };
 
-// Of `count` parts, first part first; at(part) is where its numbers begin, or null where it has none. Several parts are
+// Of `count` splits, first split first; at(split) is where its numbers begin, or null where it has none. Several splits are
 // on their way at once.
 template <class T, class F>
-__device__ __forceinline__ AddedTogether<T> sum_of_parts(int64_t count, const F& at) {
+__device__ __forceinline__ AddedTogether<T> sum_of_splits(int64_t count, const F& at) {
   constexpr int kAtOnce = 8;
   AddedTogether<T> sums{};
   for (int64_t first = 0; first < count; first += kAtOnce) {
@@ -214,9 +214,9 @@ __device__ __forceinline__ AddedTogether<T> sum_of_parts(int64_t count, const F&
     AddedTogether<T> next[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      // The last part again rather than none: what at reads is asked for without a branch.
-      const Compute<T>* part = at(min(first + i, count - 1));
-      from[i] = first + i < count ? part : nullptr;
+      // The last split again rather than none: what at reads is asked for without a branch.
+      const Compute<T>* split = at(min(first + i, count - 1));
+      from[i] = first + i < count ? split : nullptr;
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -236,73 +236,73 @@ __device__ __forceinline__ AddedTogether<T> sum_of_parts(int64_t count, const F&
 // Numbers that a thread block of add_parts_kernel makes.
 constexpr int kAddedAtOnce = 8 * kAddedTogether * kThreads;
 
-// Adds the parts of the line that starts in each window and goes on after it, first part first.
+// Combines the splits of the list that starts in each chunk and goes on after it, first split first.
 template <class T>
-__global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_constant__ Product<T> p) {
-  const int windows = p.lists.windows();
+__global__ void __launch_bounds__(kThreads) combine_splits_kernel(const __grid_constant__ Product<T> p) {
+  const int chunks = p.lists.chunks();
   const int64_t block = int64_t{1} << p.log_block, width = p.result.width;
   const int64_t shares = (block * width + kAddedAtOnce - 1) / kAddedAtOnce;
-  for (int64_t task = blockIdx.x; task < p.windows_of_all() * shares; task += gridDim.x) {
-    const int64_t window_of_all = task / shares, share = task % shares;
-    const Window window(p.lists, window_of_all % windows);
-    if (!window.last_is_long(p.lists)) {
+  for (int64_t work_tile = blockIdx.x; work_tile < p.chunks_of_all() * shares; work_tile += gridDim.x) {
+    const int64_t chunk_of_all = work_tile / shares, share = work_tile % shares;
+    const Chunk chunk(p.lists, chunk_of_all % chunks);
+    if (!chunk.last_is_long(p.lists)) {
       continue;
     }
-    const int line = window.line_after - 1;
-    const int64_t more = (p.lists.offsets[line + 1] - 1) / p.lists.size - window_of_all % windows;
-    const int64_t head = p.layout_heads == 1 ? window_of_all / windows % p.heads : line / p.rows;
-    const int64_t batch = window_of_all / windows / p.heads_apart();
+    const int list = chunk.list_after - 1;
+    const int64_t more = (p.lists.offsets[list + 1] - 1) / p.lists.chunk_size - chunk_of_all % chunks;
+    const int64_t head = p.layout_heads == 1 ? chunk_of_all / chunks % p.heads : list / p.rows;
+    const int64_t batch = chunk_of_all / chunks / p.heads_apart();
     const int64_t end = min(block * width, (share + 1) * kAddedAtOnce);
     for (int64_t i = share * kAddedAtOnce + threadIdx.x * kAddedTogether; i < end; i += kThreads * kAddedTogether) {
-      const auto sums = sum_of_parts<T>(more + 1, [&](int64_t part) {
-        return p.parts.at(window_of_all + part, part == 0 ? kStarted : kContinued, block, width) + i;
+      const auto sums = sum_of_splits<T>(more + 1, [&](int64_t split) {
+        return p.splits.at(chunk_of_all + split, split == 0 ? kStarted : kContinued, block, width) + i;
       });
 #pragma unroll
       for (int e = 0; e < kAddedTogether; ++e) {
         const int64_t place = i + e;
-        *p.result.at(batch * p.heads + head, line % p.rows * block + place / width, place % width) =
+        *p.result.at(batch * p.heads + head, list % p.rows * block + place / width, place % width) =
             static_cast<T>(sums.number[e]);
       }
     }
   }
 }
 
-// Thread blocks that add up the parts of a tile; the width is a multiple of 8.
+// Thread blocks that add up the splits of a tile; the width is a multiple of 8.
 __host__ __device__ inline int shares_of_tile(int64_t width) {
   static_assert(kProductTile * 8 % (kAddedTogether * kThreads) == 0);
   return static_cast<int>(kProductTile * width / (kAddedTogether * kThreads));
 }
 
-// Adds up the parts of tiles that are cut. Begins while they are being made.
+// Combines the splits of tiles' lists. Begins while they are being made.
 template <class T>
-__global__ void __launch_bounds__(kThreads) add_parts_of_tiles_kernel(const __grid_constant__ TileProduct<T> p) {
+__global__ void __launch_bounds__(kThreads) combine_tile_splits_kernel(const __grid_constant__ TileProduct<T> p) {
   const int width = static_cast<int>(p.result.width), shares = shares_of_tile(width);
   for (int i = blockIdx.x; i < p.lists.copies * p.num_cuts * shares; i += gridDim.x) {
     const int place = i % shares * kThreads + static_cast<int>(threadIdx.x);
     int row = place * kAddedTogether / width, column = place * kAddedTogether % width;
     if (p.result.transposed) {
-      // A warp has 8 columns of a strip: of parts and of the result whole sectors of 32 bytes.
+      // A warp has 8 columns of a warp tile: of splits and of the result whole sectors of 32 bytes.
       const int columns = place / 32 * 8, lane = place % 32;
-      row = columns / width * kStrip + lane / 2;
+      row = columns / width * kWarpTileRows + lane / 2;
       column = columns % width + lane % 2 * kAddedTogether;
     }
     const int32_t* cut = p.cuts + i / shares % p.num_cuts * 3;
     const int copy = i / shares / p.num_cuts;
-    const TileTask task(p.lists, copy * p.lists.num_units, int4{cut[0], 0, 0, cut[1]});
-    const int line = p.lists.lines[task.tile * p.lists.lines_per_tile + row / p.block];
+    const ProductWorkTile work_tile(p.lists, copy * p.lists.num_work_tiles, int4{cut[0], 0, 0, cut[1]});
+    const int block_row = p.lists.block_rows[work_tile.tile * p.lists.block_rows_per_tile + row / p.block];
     wait_for_previous();
-    if (line < 0) {
+    if (block_row < 0) {
       continue;
     }
-    const int first_part = p.part_of_all(task);
-    const int32_t* has_strip = p.strip_of_part(first_part, row);
-    const float* numbers = p.part(first_part, row) + column;
-    const auto sums = sum_of_parts<T>(cut[2], [&](int64_t part) {
-      return has_strip[part * (kProductTile / kStrip)] == 0 ? nullptr : numbers + part * kProductTile * width;
+    const int first_split = p.split_of_all(work_tile);
+    const int32_t* has_warp_tile = p.warp_tile_of_split(first_split, row);
+    const float* numbers = p.split(first_split, row) + column;
+    const auto sums = sum_of_splits<T>(cut[2], [&](int64_t split) {
+      return has_warp_tile[split * (kProductTile / kWarpTileRows)] == 0 ? nullptr : numbers + split * kProductTile * width;
     });
 #pragma unroll
     for (int e = 0; e < kAddedTogether; ++e) {
-      *p.result.at(int64_t{task.batch} * p.lists.heads + task.head, line * p.block + row % p.block, column + e) =
+      *p.result.at(int64_t{work_tile.batch} * p.lists.heads + work_tile.head, block_row * p.block + row % p.block, column + e) =
           static_cast<T>(sums.number[e]);
     }
   }
@@ -310,27 +310,27 @@ __global__ void __launch_bounds__(kThreads) add_parts_of_tiles_kernel(const __gr
 
 template <class T>
 void dsd_of_tiles(
-    const Launcher& launch, const TileLists& lists, const Tensor& cuts, const Tensor& values, const Tensor& dense,
+    const Launcher& launch, const ProductTileLists& lists, const Tensor& cuts, const Tensor& values, const Tensor& dense,
     const Tensor& out, int64_t block, bool transposed, bool transpose_result) {
   const int64_t tokens = out.size(transpose_result ? 3 : 2), width = dense.size(3);
-  // Each tile that is not cut has one unit.
+  // Each tile whose list is not split has one work tile.
   const int64_t tiles = int64_t{lists.tiles_per_head} * lists.layout_heads;
-  const int64_t num_parts = lists.num_units - tiles + cuts.size(0);
+  const int64_t num_splits = lists.num_work_tiles - tiles + cuts.size(0);
   TileProduct<T> product{
       lists,
       {static_cast<T*>(out.mutable_data_ptr()), tokens, width, transpose_result},
       static_cast<int>(block),
       nullptr,
       nullptr,
-      static_cast<int>(num_parts),
+      static_cast<int>(num_splits),
       cuts.const_data_ptr<int32_t>(),
       static_cast<int>(cuts.size(0))};
-  std::optional<Tensor> parts, has_strip;
-  if (num_parts > 0) {
-    parts = torch::stable::new_empty(dense, {lists.copies, num_parts, kProductTile, width}, ScalarType::Float);
-    has_strip = torch::stable::new_empty(dense, {lists.copies, num_parts, kProductTile / kStrip}, ScalarType::Int);
-    product.parts = parts->mutable_data_ptr<float>();
-    product.has_strip = has_strip->mutable_data_ptr<int32_t>();
+  std::optional<Tensor> splits, has_warp_tile;
+  if (num_splits > 0) {
+    splits = torch::stable::new_empty(dense, {lists.copies, num_splits, kProductTile, width}, ScalarType::Float);
+    has_warp_tile = torch::stable::new_empty(dense, {lists.copies, num_splits, kProductTile / kWarpTileRows}, ScalarType::Int);
+    product.splits = splits->mutable_data_ptr<float>();
+    product.has_warp_tile = has_warp_tile->mutable_data_ptr<int32_t>();
   }
   if (block < 64) {
     dsd_of_small_blocks(launch, product, values, dense, out, transposed);
@@ -338,7 +338,7 @@ void dsd_of_tiles(
     dsd_of_large_blocks(launch, product, values, dense, out, transposed);
   }
   launch.beside_previous(
-      add_parts_of_tiles_kernel<T>, lists.copies * cuts.size(0) * shares_of_tile(width), kThreads, product);
+      combine_tile_splits_kernel<T>, lists.copies * cuts.size(0) * shares_of_tile(width), kThreads, product);
 }
 
 Tensor matmul_dsd(
@@ -359,7 +359,7 @@ Tensor matmul_dsd(
   }
   const Launcher launch(dense);
   if (tiles.given() && takes_dsd_on_hopper(launch, values, dense)) {
-    const TileLists lists(tiles, layout_heads, heads, batch, block, live);
+    const ProductTileLists lists(tiles, layout_heads, heads, batch, block, live);
     const auto run = [&](auto zero) {
       dsd_of_tiles<decltype(zero)>(
           launch, lists, *tile_cuts, values, dense, out, block, slots.has_value(), transpose_result);
@@ -375,7 +375,7 @@ Tensor matmul_dsd(
       const int column_tiles = static_cast<int>((width + kN - 1) / kN);
       const int row_tiles = static_cast<int>(block > kM ? block / kM : 1);
       const bool transposed = slots.has_value();
-      const int size = window_size(
+      const int size = chunk_size_of(
           live * batch * heads / layout_heads, block, row_tiles * column_tiles, launch.multiprocessors());
       Product<T> product{
           {static_cast<T*>(out.mutable_data_ptr()), tokens, width, transpose_result},
@@ -389,14 +389,14 @@ Tensor matmul_dsd(
           values.size(1),
           batch,
           log2_of(block)};
-      const int64_t windows = product.windows_of_all();
-      // A line has at most one entry for each block of the other dimension.
-      const bool may_cut = dense.size(2) / block > size;
-      std::optional<Tensor> parts;
-      if (may_cut) {
+      const int64_t chunks = product.chunks_of_all();
+      // A list has at most one entry for each block of the other dimension.
+      const bool may_split = dense.size(2) / block > size;
+      std::optional<Tensor> splits;
+      if (may_split) {
         constexpr auto dtype = std::is_same_v<T, double> ? ScalarType::Double : ScalarType::Float;
-        parts = torch::stable::new_empty(dense, {windows, 2, block, width}, dtype);
-        product.parts.data = static_cast<Compute<T>*>(parts->mutable_data_ptr());
+        splits = torch::stable::new_empty(dense, {chunks, 2, block, width}, dtype);
+        product.splits.data = static_cast<Compute<T>*>(splits->mutable_data_ptr());
       }
       const Arguments<T> arguments{
           product,
@@ -409,10 +409,10 @@ Tensor matmul_dsd(
           column_tiles};
       static_assert(sizeof(Memory<T, kM, kN>) <= kPortableMemory);
       launch.with_shared_memory(
-          matmul_dsd_kernel<T, kM, kN, kFast>, windows * row_tiles * column_tiles, kThreads, sizeof(Memory<T, kM, kN>),
+          matmul_dsd_kernel<T, kM, kN, kFast>, chunks * row_tiles * column_tiles, kThreads, sizeof(Memory<T, kM, kN>),
           arguments);
-      if (may_cut) {
-        launch(add_parts_kernel<T>, windows * ((block * width + kAddedAtOnce - 1) / kAddedAtOnce), kThreads, product);
+      if (may_split) {
+        launch(combine_splits_kernel<T>, chunks * ((block * width + kAddedAtOnce - 1) / kAddedAtOnce), kThreads, product);
       }
     };
     with_tile_height<T>(block, [&](auto height) {

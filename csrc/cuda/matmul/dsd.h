@@ -20,29 +20,29 @@ struct Result {
   }
 };
 
-// A product by tiles, but for its operands. What is summed of tiles that are cut goes to `parts`, to be added up, but for
-// strips of rows that have no block there: mostly it is for the sake of one long line that a tile is cut.
+// A product by tiles, but for its operands. What is summed of tiles whose lists are split goes to `splits`, to be added up, but for
+// warp tiles of rows that have no block there: mostly it is for the sake of one long block row that a tile's list is split.
 template <class T>
 struct TileProduct {
-  TileLists lists;
+  ProductTileLists lists;
   Result<T> result;
   int block;
-  float* parts;        // (copies, num_parts, kProductTile, width)
-  int32_t* has_strip;  // (copies, num_parts, kProductTile / kStrip), 0 or 1
-  int num_parts;
+  float* splits;           // (copies, num_splits, kProductTile, width)
+  int32_t* has_warp_tile;  // (copies, num_splits, kProductTile / kWarpTileRows), 0 or 1
+  int num_splits;
   const int32_t* cuts;
   int num_cuts;
 
-  // The number of a task's part among those of all copies; -1: its tile is whole.
-  __device__ int part_of_all(const TileTask& task) const {
-    return task.part < 0 ? -1 : task.copy * num_parts + task.part;
+  // The number of a work tile's split among those of all copies; -1: its tile is whole.
+  __device__ int split_of_all(const ProductWorkTile& work) const {
+    return work.split < 0 ? -1 : work.copy * num_splits + work.split;
   }
-  __device__ float* part(int64_t part_of_all, int row) const {
-    return parts + (part_of_all * kProductTile + row) * result.width;
+  __device__ float* split(int64_t split_of_all, int row) const {
+    return splits + (split_of_all * kProductTile + row) * result.width;
   }
-  // Whether a part has the strip of a row.
-  __device__ int32_t* strip_of_part(int64_t part_of_all, int row) const {
-    return has_strip + (part_of_all * kProductTile + row) / kStrip;
+  // Whether a split has the warp tile of a row.
+  __device__ int32_t* warp_tile_of_split(int64_t split_of_all, int row) const {
+    return has_warp_tile + (split_of_all * kProductTile + row) / kWarpTileRows;
   }
 };
 

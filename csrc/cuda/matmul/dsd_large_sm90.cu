@@ -14,105 +14,105 @@ using namespace hopper;
 
 // A thread block has a multiprocessor for itself, and as deep a ring as there is room for.
 template <class T, int kN>
-using Shared = Memory<T, kN, kN == kPanel ? 8 : 6, T[kGroups][kTileElements]>;
+using Shared = Memory<T, kN, kN == kPanel ? 8 : 6, T[kConsumerWarpgroups][kTileElements]>;
 
 // Boxes of a step, each of which a warp of its own copies.
 template <int kN>
-constexpr int kBoxes = kN / kPanel + kGroups;
+constexpr int kBoxes = kN / kPanel + kConsumerWarpgroups;
 template <int kN>
-constexpr int kThreads = (kWarps + kBoxes<kN>) * 32;
+constexpr int kThreads = (kConsumerWarps + kBoxes<kN>) * 32;
 
 template <int kBlock, class T, int kN>
-__device__ __forceinline__ void copy_all(
+__device__ __forceinline__ void run_producer(
     const TileProduct<T>& p, Shared<T, kN>& memory, const CUtensorMap* values, const CUtensorMap* dense,
     bool transposed) {
   using M = Shared<T, kN>;
-  constexpr int kLines = kProductTile / kBlock, kParts = kBlock / kTile;  // of a tile; of a block, a step each
+  constexpr int kBlockRows = kProductTile / kBlock, kStepsOfBlock = kBlock / kTile;  // of a tile; of a block, a step each
   const int lane = threadIdx.x % 32;
-  const TileLists& lists = p.lists;
-  const int tasks = lists.tasks();
+  const ProductTileLists& lists = p.lists;
+  const int work_tiles = lists.total_work_tiles();
   // The warp's: a panel of dense, or, of each block, what belongs to the rows of a warpgroup.
-  const int box = uniform(threadIdx.x / 32) - kWarps, group = box - M::kPanels;
+  const int box = uniform(threadIdx.x / 32) - kConsumerWarps, group = box - M::kPanels;
   const bool is_dense = group < 0;
-  const int line = is_dense ? 0 : group * kTile / kBlock, first_row = group * kTile % kBlock;
-  Ring<M::kStages> ring;
-  // A unit is asked for before the one that precedes it is done, and so are entries.
-  int4 unit = lists.unit_of(blockIdx.x);
+  const int block_row = is_dense ? 0 : group * kTile / kBlock, first_row = group * kTile % kBlock;
+  PipelineState<M::kStages> pipe;
+  // A work tile is asked for before the one that precedes it is done, and so are entries.
+  int4 listed = lists.listed_work_tile(blockIdx.x);
   uint32_t turn = 0;
-  for (int next = lists.task_of(turn); next < tasks;) {
-    const TileTask task(lists, next, unit);
-    next = lists.task_of(++turn);
-    unit = lists.unit_of(next);
-    const int32_t* list = is_dense ? reinterpret_cast<const int32_t*>(lists.entries + task.first_entry)
-                                   : lists.slots + int64_t{task.first_entry} * kLines + line;
-    const int next_in_list = is_dense ? 1 : kLines;
-    // A unit without an entry has a step, too: its result is zeros. So few lines leave an entry's sign alone.
-    const int steps = max(1, task.num_entries * kParts);
+  for (int next = lists.number_of_turn(turn); next < work_tiles;) {
+    const ProductWorkTile work(lists, next, listed);
+    next = lists.number_of_turn(++turn);
+    listed = lists.listed_work_tile(next);
+    const int32_t* list = is_dense ? reinterpret_cast<const int32_t*>(lists.entries + work.first_entry)
+                                   : lists.slots + int64_t{work.first_entry} * kBlockRows + block_row;
+    const int next_in_list = is_dense ? 1 : kBlockRows;
+    // A work tile without an entry has a step, too: its result is zeros. So few block rows leave an entry's sign alone.
+    const int steps = max(1, work.num_entries * kStepsOfBlock);
     int word = -1;
     const auto ask = [&](int step) {
-      const int entry = step / kParts;
-      word = entry < task.num_entries ? list[entry * next_in_list] : -1;
+      const int entry = step / kStepsOfBlock;
+      word = entry < work.num_entries ? list[entry * next_in_list] : -1;
     };
     ask(0);
-    const int line_in_head = lists.lines[task.tile * kLines + line];
-    const int first_value = lists.layout_heads == 1 ? task.head * lists.live : 0;
+    const int block_row_in_head = lists.block_rows[work.tile * kBlockRows + block_row];
+    const int first_value = lists.layout_heads == 1 ? work.head * lists.live : 0;
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step, ring.next()) {
-      const int now = word, within = step % kParts * kTile;
+    for (int step = 0; step < steps; ++step, pipe.next()) {
+      const int now = word, within = step % kStepsOfBlock * kTile;
       ask(step + 1);
-      Barrier& there = memory.there[ring.stage];
-      memory.free[ring.stage].wait(ring.parity ^ 1);
-      if (!is_dense && lane < kTile / kStrip) {
-        memory.tokens[ring.stage][group * kTile / kStrip + lane] =
-            line_in_head < 0 ? -1 : line_in_head * kBlock + first_row + lane * kStrip;
+      Barrier& full = memory.full[pipe.index];
+      memory.empty[pipe.index].wait(pipe.phase ^ 1);
+      if (!is_dense && lane < kTile / kWarpTileRows) {
+        memory.tokens[pipe.index][group * kTile / kWarpTileRows + lane] =
+            block_row_in_head < 0 ? -1 : block_row_in_head * kBlock + first_row + lane * kWarpTileRows;
       }
       __syncwarp();
       if (lane == 0) {
         if (!is_dense) {
-          memory.steps[ring.stage][group] =
-              Step{now >= 0, task.batch, step + 1 == steps ? task.head : -1, p.part_of_all(task)};
+          memory.steps[pipe.index][group] =
+              Step{now >= 0, work.batch, step + 1 == steps ? work.head : -1, p.split_of_all(work)};
         }
         if (now < 0) {
-          there.arrive();
+          full.arrive();
         } else {
-          there.arrive_and_expect(kTileBytes);
+          full.arrive_and_expect_tx(kTileBytes);
           if (is_dense) {
-            copy_box(
-                memory.dense[ring.stage][box], dense, &there, box * kPanel, (now & 0xffffff) * kBlock + within, task.head,
-                task.batch);
+            tma_load(
+                memory.dense[pipe.index][box], dense, &full, box * kPanel, (now & 0xffffff) * kBlock + within, work.head,
+                work.batch);
           } else {
-            copy_box(
-                memory.values[ring.stage][group], values, &there, transposed ? first_row : within,
-                transposed ? within : first_row, first_value + now, task.batch);
+            tma_load(
+                memory.values[pipe.index][group], values, &full, transposed ? first_row : within,
+                transposed ? within : first_row, first_value + now, work.batch);
           }
         }
       }
       __syncwarp();
     }
   }
-  memory.free[ring.stage].wait(ring.parity ^ 1);
+  memory.empty[pipe.index].wait(pipe.phase ^ 1);
   if (lane == 0) {
     if (!is_dense) {
-      memory.steps[ring.stage][group].batch = -1;
+      memory.steps[pipe.index][group].batch = -1;
     }
-    memory.there[ring.stage].arrive();
+    memory.full[pipe.index].arrive();
   }
 }
 
 // sums (64 x kN) = or += a tile of values @ 64 tokens.
 template <class T, int kN, bool kTransposed>
 __device__ __forceinline__ void multiply(
-    float (&sums)[kN / 2], const hopper::Operand& values, const hopper::Operand& dense, bool add) {
+    float (&sums)[kN / 2], const GmmaDescriptor& values, const GmmaDescriptor& dense, bool add) {
   constexpr uint32_t lines = 16 * kLineBytes, elements = 32;  // 16 tokens on
-  begin_products();
+  warpgroup_arrive();
 #pragma unroll
   for (int k = 0; k < kTile / 16; ++k) {
-    Products<T>::template from_shared<kN, false, kTransposed>(
+    Wgmma<T>::template from_shared<kN, false, kTransposed>(
         sums, values.from(k * (kTransposed ? lines : elements)), dense.from(k * lines), k > 0 || add);
   }
-  end_products();
-  wait_for_products<0>();
-  sums_are_there(sums);
+  warpgroup_commit_batch();
+  warpgroup_wait<0>();
+  warpgroup_fence_operand(sums);
 }
 
 template <class T, int kN, int kBlock>
@@ -126,15 +126,15 @@ __global__ void __launch_bounds__(kThreads<kN>, 1) dsd_of_large_blocks_kernel(
     memory.init(kBoxes<kN>);
   }
   __syncthreads();
-  if (threadIdx.x >= kWarps * 32) {
-    copy_all<kBlock, T, kN>(p, memory, &values, &dense, transposed);
+  if (threadIdx.x >= kConsumerWarps * 32) {
+    run_producer<kBlock, T, kN>(p, memory, &values, &dense, transposed);
     return;
   }
-  const hopper::Operand all_values(memory.values[0][uniform(threadIdx.x / kMultiplying)]);
-  const hopper::Operand all_dense(memory.dense[0][0], kTileBytes);
-  multiply_all<kN>(p, memory, &out, 1, [&](float (&sums)[kN / 2], int stage, uint32_t, bool add) {
-    const hopper::Operand of_stage = all_values + uniform(stage * sizeof(memory.values[0]));
-    const hopper::Operand dense_of_stage = all_dense + uniform(stage * sizeof(memory.dense[0]));
+  const GmmaDescriptor all_values(memory.values[0][uniform(threadIdx.x / kWarpgroupThreads)]);
+  const GmmaDescriptor all_dense(memory.dense[0][0], kTileBytes);
+  run_consumer<kN>(p, memory, &out, 1, [&](float (&sums)[kN / 2], int stage, uint32_t, bool add) {
+    const GmmaDescriptor of_stage = all_values + uniform(stage * sizeof(memory.values[0]));
+    const GmmaDescriptor dense_of_stage = all_dense + uniform(stage * sizeof(memory.dense[0]));
     transposed ? multiply<T, kN, true>(sums, of_stage, dense_of_stage, add)
                : multiply<T, kN, false>(sums, of_stage, dense_of_stage, add);
   });
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kThreads<kN>, 1) dsd_of_large_blocks_kernel(
 }  // namespace
 
 bool takes_dsd_on_hopper(const Launcher& launch, const Tensor& values, const Tensor& dense) {
-  return launch.is_hopper() && dense.element_size() == 2 && dense.size(3) <= kMostDepth && dense.size(3) % 8 == 0 &&
+  return launch.is_hopper() && dense.element_size() == 2 && dense.size(3) <= kMaxHeadDim && dense.size(3) % 8 == 0 &&
          values.numel() > 0 && takes_boxes(values) && takes_boxes(dense);
 }
 
@@ -154,7 +154,7 @@ void dsd_of_large_blocks(
   const auto run = [&](auto width, auto block) {
     constexpr int kN = decltype(width)::value, kBlock = decltype(block)::value;
     launch.with_shared_memory(
-        dsd_of_large_blocks_kernel<T, kN, kBlock>, std::min<int64_t>(p.lists.tasks(), launch.multiprocessors()),
+        dsd_of_large_blocks_kernel<T, kN, kBlock>, std::min<int64_t>(p.lists.total_work_tiles(), launch.multiprocessors()),
         kThreads<kN>, sizeof(Shared<T, kN>), p, tensor_map(values, kTile), tensor_map(dense, kTile), result_map(p, out),
         transposed);
   };

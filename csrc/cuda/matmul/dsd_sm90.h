@@ -1,5 +1,5 @@
-// What both kernels of sparse @ dense on Hopper share. A thread block takes unit after unit of the layout's tiles
-// (product_tiles.h), of 128 rows: each of two warpgroups multiplies 64 of them with the dense lines that both share, 64
+// What both kernels of sparse @ dense on Hopper share. A thread block takes work tile after work tile of the layout's tiles
+// (product_tiles.h), of 128 rows: each of two warpgroups multiplies 64 of them with the dense rows that both share, 64
 // tokens at a time. A warpgroup that has nothing in such a step goes on to the next one at once, and warps hand over their
 // results, 16 rows each, without waiting for each other.
 
@@ -10,14 +10,14 @@
 
 namespace ds_sparse::hopper {
 
-constexpr int kGroups = kProductTile / kTile;  // warpgroups that multiply
-constexpr int kWarps = kProductTile / kStrip;
+constexpr int kConsumerWarpgroups = kProductTile / kTile;  // warpgroups that multiply
+constexpr int kConsumerWarps = kProductTile / kWarpTileRows;
 
-// What a stage is for, to a warpgroup.
+// What a stage is for, to a consumer warpgroup.
 struct alignas(16) Step {
   uint32_t live;    // a bit for each block of its lines; 0: there is nothing to multiply
-  int batch, head;  // of the result, where the unit ends; head -1: it goes on. batch -1: there is no step any more
-  int part;         // of the parts of all copies; -1: the tile is whole
+  int batch, head;  // of the result, where the work tile ends; head -1: it goes on. batch -1: there is no step any more
+  int split;        // of the splits of all copies; -1: the tile is whole
 };
 
 // kRing stages, in each of which kernels have values as they need them.
@@ -26,18 +26,18 @@ struct Memory {
   static constexpr int kPanels = kN / kPanel, kStages = kRing;
   T dense[kStages][kPanels][kTileElements];
   Values values[kStages];
-  T results[kGroups][kPanels][kTileElements];
-  Barrier there[kStages], free[kStages];
-  Step steps[kStages][kGroups];
-  int tokens[kStages][kWarps];  // of the result, the first of each warp's; -1 where it has none
+  T results[kConsumerWarpgroups][kPanels][kTileElements];
+  Barrier full[kStages], empty[kStages];
+  Step steps[kStages][kConsumerWarpgroups];
+  int tokens[kStages][kConsumerWarps];  // of the result, the first of each warp's; -1 where it has none
 
   // By one thread, before any other comes. `copying`: how many arrive when they have begun all copies of a stage.
   __device__ void init(int copying) {
     for (int stage = 0; stage < kStages; ++stage) {
-      there[stage].init(copying);
-      free[stage].init(kWarps);
+      full[stage].init(copying);
+      empty[stage].init(kConsumerWarps);
     }
-    fence_barriers();
+    fence_barrier_init();
   }
 };
 
@@ -50,7 +50,7 @@ __device__ __forceinline__ void store_matrices_transposed(void* row, const uint3
 // Rounds a warp's 16 x kN sums and writes them to its lines of panels.
 template <int kN, class T>
 __device__ __forceinline__ void store_to_panels(T* panels, const float (&sums)[kN / 2]) {
-  const int lane = threadIdx.x % 32, first = threadIdx.x % kMultiplying / 32 * kStrip;
+  const int lane = threadIdx.x % 32, first = threadIdx.x % kWarpgroupThreads / 32 * kWarpTileRows;
 #pragma unroll
   for (int j = 0; j < kN / 16; ++j) {
     uint32_t rounded[4];
@@ -63,28 +63,28 @@ __device__ __forceinline__ void store_to_panels(T* panels, const float (&sums)[k
 template <int kN, class T>
 __device__ __forceinline__ void store_to_short_lines(T* panels, const float (&sums)[kN / 2]) {
   const int lane = threadIdx.x % 32;
-  T* lines = panels + threadIdx.x % kMultiplying / 32 * kStrip * kPanel;
+  T* lines = panels + threadIdx.x % kWarpgroupThreads / 32 * kWarpTileRows * kPanel;
 #pragma unroll
   for (int j = 0; j < kN / 16; ++j) {
     uint32_t rounded[4];
     round_columns<T>(rounded, sums, j);
     const int line = j % 4 * 16 + lane / 16 * 8 + lane % 8;
     store_matrices_transposed(
-        run_of_short_line<kStrip>(lines + j / 4 * kTileElements, line, lane / 8 % 2), rounded);
+        run_of_short_line<kWarpTileRows>(lines + j / 4 * kTileElements, line, lane / 8 % 2), rounded);
   }
 }
 
 // The result as warps store it, in boxes of 16 tokens.
 template <class T>
 CUtensorMap result_map(const TileProduct<T>& p, const Tensor& out) {
-  return p.result.transposed ? tensor_map(out, kPanel, kStrip) : tensor_map(out, kStrip);
+  return p.result.transposed ? tensor_map(out, kPanel, kWarpTileRows) : tensor_map(out, kWarpTileRows);
 }
 
-// Hands over a warp's sums at the end of a unit that is a part of its tile.
+// Hands over a warp's sums at the end of a work tile that is a split of its tile.
 template <int kN, class T>
-__device__ __forceinline__ void store_part(const TileProduct<T>& p, int part, const float (&sums)[kN / 2]) {
+__device__ __forceinline__ void store_split(const TileProduct<T>& p, int split, const float (&sums)[kN / 2]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  float* to = p.part(part, warp * kStrip + lane / 4) + lane % 4 * 2;
+  float* to = p.split(split, warp * kWarpTileRows + lane / 4) + lane % 4 * 2;
 #pragma unroll
   for (int column = 0; column < kN; column += 8) {
     if (column < p.result.width) {
@@ -102,55 +102,55 @@ __device__ __forceinline__ void store_result(
     const TileProduct<T>& p, T* panels, const CUtensorMap* out, const Step& step, int token,
     const float (&sums)[kN / 2]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  warp_waits_for_stores(lane);
+  warp_tma_store_wait(lane);
   if (p.result.transposed) {
     store_to_short_lines<kN>(panels, sums);
   } else {
     store_to_panels<kN>(panels, sums);
   }
-  fence_stores();
+  fence_view_async_shared();
   __syncwarp();
   if (lane == 0) {
 #pragma unroll
     for (int column = 0; column < kN; column += kPanel) {
-      store_box(
-          out, panels + column / kPanel * kTileElements + warp % 4 * kStrip * kPanel,
+      tma_store(
+          out, panels + column / kPanel * kTileElements + warp % 4 * kWarpTileRows * kPanel,
           p.result.transposed ? token : column, p.result.transposed ? column : token, step.head, step.batch);
     }
-    end_stores();
+    tma_store_arrive();
   }
 }
 
-// All that a multiplying warp does. own_blocks: of the bits of a step, those of the warp's rows.
+// A consumer warp. own_blocks: of the bits of a step, those of the warp's rows.
 // multiply(sums, stage, live, add): sums = or += what the stage has for the warpgroup.
 template <int kN, class T, class M, class F>
-__device__ __forceinline__ void multiply_all(
+__device__ __forceinline__ void run_consumer(
     const TileProduct<T>& p, M& memory, const CUtensorMap* out, uint32_t own_blocks, const F& multiply) {
-  const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32), group = warp * 32 / kMultiplying;
+  const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32), group = warp * 32 / kWarpgroupThreads;
   float sums[kN / 2];
-  uint32_t summed = 0;  // what has been live in the unit so far
-  for (Ring<M::kStages> place;; place.next()) {
-    memory.there[place.stage].wait(place.parity);
-    const Step step = memory.steps[place.stage][group];
+  uint32_t summed = 0;  // what has been live in the work tile so far
+  for (PipelineState<M::kStages> pipe;; pipe.next()) {
+    memory.full[pipe.index].wait(pipe.phase);
+    const Step step = memory.steps[pipe.index][group];
     if (step.batch < 0) {
       break;
     }
-    const int token = memory.tokens[place.stage][warp];
+    const int token = memory.tokens[pipe.index][warp];
     if (step.live != 0) {
-      multiply(sums, place.stage, step.live, summed != 0);
+      multiply(sums, pipe.index, step.live, summed != 0);
       summed |= step.live;
     }
-    arrive_once(memory.free[place.stage], lane);
+    warp_arrive(memory.empty[pipe.index], lane);
     if (step.head < 0) {
       continue;
     }
-    if (token >= 0 && step.part >= 0) {
+    if (token >= 0 && step.split >= 0) {
       const bool has_own = (summed & own_blocks) != 0;
       if (lane == 0) {
-        *p.strip_of_part(step.part, warp * kStrip) = has_own;
+        *p.warp_tile_of_split(step.split, warp * kWarpTileRows) = has_own;
       }
       if (has_own) {
-        store_part<kN>(p, step.part, sums);
+        store_split<kN>(p, step.split, sums);
       }
     } else if (token >= 0) {
       if (summed == 0) {
@@ -164,7 +164,7 @@ __device__ __forceinline__ void multiply_all(
     summed = 0;
   }
   if (lane == 0) {
-    wait_for_stores();
+    tma_store_wait();
   }
 }
 

@@ -15,7 +15,7 @@ namespace {
 using namespace hopper;
 
 template <int kBlock>
-constexpr int kLines = kProductTile / kBlock;  // of a tile
+constexpr int kBlockRows = kProductTile / kBlock;  // of a tile
 template <int kBlock>
 constexpr int kEntries = kTile / kBlock;  // of a step
 
@@ -26,102 +26,102 @@ constexpr int kThreadBlocks = kN == kPanel ? 2 : 1;
 // Values of each line of each entry.
 template <class T, int kN, int kBlock>
 using Shared =
-    Memory<T, kN, kN == kPanel ? 4 : 6, T[kEntries<kBlock>][kLines<kBlock>][kBlock * kBlock]>;
+    Memory<T, kN, kN == kPanel ? 4 : 6, T[kEntries<kBlock>][kBlockRows<kBlock>][kBlock * kBlock]>;
 
 // With what each thread block has reserved, of the 228 KB of a multiprocessor.
 static_assert(kThreadBlocks<kPanel> * (sizeof(Shared<__half, kPanel, 16>) + 1024) <= 228 * 1024);
 
-// A stage has a copying warp of its own.
+// A stage has a producer warp of its own.
 template <class T, int kN, int kBlock>
-constexpr int kThreads = (kWarps + Shared<T, kN, kBlock>::kStages) * 32;
+constexpr int kThreads = (kConsumerWarps + Shared<T, kN, kBlock>::kStages) * 32;
 
 // The bits of a step's blocks that are in so many lines from one on.
 template <int kBlock>
-__device__ __forceinline__ uint32_t blocks_of_lines(int first, int count) {
+__device__ __forceinline__ uint32_t blocks_of_block_rows(int first, int count) {
   uint32_t blocks = 0;
 #pragma unroll
   for (int entry = 0; entry < kEntries<kBlock>; ++entry) {
-    blocks |= ((1u << count) - 1) << (entry * kLines<kBlock>);
+    blocks |= ((1u << count) - 1) << (entry * kBlockRows<kBlock>);
   }
   return blocks << first;
 }
 
-// The tasks of a thread block. A warp asks for the units of 32 together, long before most are needed.
-class Tasks {
+// The work tiles of a thread block. A warp asks for 32 of them together, long before most are needed.
+class WorkTileIterator {
  public:
-  __device__ explicit Tasks(const TileLists& lists) : lists_(lists) { read(); }
+  __device__ explicit WorkTileIterator(const ProductTileLists& lists) : lists_(lists) { read(); }
 
-  __device__ bool valid() const { return task_ < lists_.tasks(); }
-  __device__ TileTask get() const {
-    const auto of_lane = [&](int x) { return __shfl_sync(0xffffffffu, x, number_); };
-    return {lists_, task_, make_int4(of_lane(units_.x), of_lane(units_.y), of_lane(units_.z), of_lane(units_.w))};
+  __device__ bool valid() const { return number_of_work_ < lists_.total_work_tiles(); }
+  __device__ ProductWorkTile get() const {
+    const auto of_lane = [&](int x) { return __shfl_sync(0xffffffffu, x, lane_of_work_); };
+    return {lists_, number_of_work_, make_int4(of_lane(listed_.x), of_lane(listed_.y), of_lane(listed_.z), of_lane(listed_.w))};
   }
   __device__ void next() {
-    task_ = lists_.task_of(++turn_);
-    if (++number_ == 32) {
-      number_ = 0;
+    number_of_work_ = lists_.number_of_turn(++turn_);
+    if (++lane_of_work_ == 32) {
+      lane_of_work_ = 0;
       read();
     }
   }
 
  private:
   __device__ void read() {
-    units_ = lists_.unit_of(lists_.task_of(turn_ + threadIdx.x % 32));
+    listed_ = lists_.listed_work_tile(lists_.number_of_turn(turn_ + threadIdx.x % 32));
   }
 
-  const TileLists& lists_;
+  const ProductTileLists& lists_;
   uint32_t turn_ = 0;
-  int task_ = lists_.task_of(0), number_ = 0;
-  int4 units_;  // of the lane's task
+  int number_of_work_ = lists_.number_of_turn(0), lane_of_work_ = 0;
+  int4 listed_;  // of the lane's work tile
 };
 
-// The steps of a copying warp, which are those of its stage: to say what a step is about takes longer than to do it. A
-// warp with more than one stage, or a stage with more than one warp, could come to a step two rounds ahead of the ring,
-// where the parity that it waits for is that of the round before.
+// The steps of a producer warp, which are those of its stage: to say what a step is about takes longer than to do it. A
+// warp with more than one stage, or a stage with more than one warp, could come to a step two phases ahead of the pipeline,
+// where the parity that it waits for is that of the phase before.
 struct OwnSteps {
-  const int stage = uniform(threadIdx.x / 32) - kWarps;
-  uint32_t parity = 1;  // of the round before the stage's next
+  const int stage = uniform(threadIdx.x / 32) - kConsumerWarps;
+  uint32_t parity = 1;  // of the phase before the stage's next
   int ahead = stage;    // how many steps of all come before its next
 };
 
 // Blocks are copied by eight lanes each, 128 bytes at a time.
 constexpr int kLanesOfBlock = 8, kBlocksAtOnce = 32 / kLanesOfBlock;
 template <int kBlock>
-constexpr int kBlocksOfLane = kEntries<kBlock> * kLines<kBlock> / kBlocksAtOnce;
+constexpr int kBlocksOfLane = kEntries<kBlock> * kBlockRows<kBlock> / kBlocksAtOnce;
 
-// A step of a unit, and what the lists have for it.
+// A step of a work tile, and what the lists have for it.
 template <int kBlock>
 struct Listed {
-  TileTask task;
+  ProductWorkTile work;
   int step = -1;       // -1: there is none
-  int left = 0;        // entries of the unit, from the step's first one on
+  int left = 0;        // entries of the work tile, from the step's first one on
   uint32_t entry = 0;  // that whose tokens the lane copies
   Run<int32_t, kBlocksOfLane<kBlock>> slots;  // of the blocks that the lane copies, in the order of entries and lines
-  int line = -1;       // of a multiplying warp's rows, for each of the first lanes; -1: none
+  int block_row = -1;  // of a consumer warp's rows, for each of the first lanes; -1: none
 };
 
 template <class T, int kN, int kBlock>
-__device__ __forceinline__ void copy_all(
+__device__ __forceinline__ void run_producer(
     const TileProduct<T>& p, const T* values, Shared<T, kN, kBlock>& memory, const CUtensorMap* dense) {
   using M = Shared<T, kN, kBlock>;
-  constexpr int kLines = ds_sparse::kLines<kBlock>, kEntries = ds_sparse::kEntries<kBlock>;
+  constexpr int kBlockRows = ds_sparse::kBlockRows<kBlock>, kEntries = ds_sparse::kEntries<kBlock>;
   constexpr int kElements = kBlock * kBlock, kElementsAtOnce = kLanesOfBlock * kRun<T>;
   constexpr int kCopied = kBlocksOfLane<kBlock>;
   const int lane = threadIdx.x % 32, first_block = lane / kLanesOfBlock * kCopied;
   OwnSteps own;
-  Tasks tasks(p.lists);
-  TileTask task = tasks.get();
+  WorkTileIterator work_tiles(p.lists);
+  ProductWorkTile work = work_tiles.get();
   const auto look_up = [&]() -> Listed<kBlock> {
-    while (tasks.valid()) {
-      const int steps = max(1, (task.num_entries + kEntries - 1) / kEntries);
+    while (work_tiles.valid()) {
+      const int steps = max(1, (work.num_entries + kEntries - 1) / kEntries);
       if (own.ahead < steps) {
-        Listed<kBlock> found{task, own.ahead, task.num_entries - own.ahead * kEntries};
-        const int first = task.first_entry + own.ahead * kEntries;
-        const int32_t* slots = p.lists.slots + int64_t{first} * kLines;
+        Listed<kBlock> found{work, own.ahead, work.num_entries - own.ahead * kEntries};
+        const int first = work.first_entry + own.ahead * kEntries;
+        const int32_t* slots = p.lists.slots + int64_t{first} * kBlockRows;
         if (lane % kEntries < found.left) {
           found.entry = p.lists.entries[first + lane % kEntries];
         }
-        if (first_block / kLines < found.left) {
+        if (first_block / kBlockRows < found.left) {
           found.slots = *reinterpret_cast<const Run<int32_t, kCopied>*>(slots + first_block);
         } else {
 #pragma unroll
@@ -129,20 +129,20 @@ __device__ __forceinline__ void copy_all(
             slot = -1;
           }
         }
-        if (lane < kWarps) {
-          found.line = p.lists.lines[task.tile * kLines + lane * kStrip / kBlock];
+        if (lane < kConsumerWarps) {
+          found.block_row = p.lists.block_rows[work.tile * kBlockRows + lane * kWarpTileRows / kBlock];
         }
         own.ahead += M::kStages;
         return found;
       }
       own.ahead -= steps;
-      tasks.next();
-      task = tasks.get();
+      work_tiles.next();
+      work = work_tiles.get();
     }
-    return {task};
+    return {work};
   };
-  const auto values_of = [&](const TileTask& of) { return values + of.first_value(p.lists) * kElements; };
-  Barrier &there = memory.there[own.stage], &free = memory.free[own.stage];
+  const auto values_of = [&](const ProductWorkTile& of) { return values + of.first_value(p.lists) * kElements; };
+  Barrier &full = memory.full[own.stage], &empty = memory.empty[own.stage];
   // Where the lane's first 16 bytes of its first block go; runs are swapped differently in the lines of the next copies.
   constexpr int kRuns = kBlock / kRun<T>;  // of a block's line
   uint32_t to[kRuns];
@@ -156,20 +156,20 @@ __device__ __forceinline__ void copy_all(
     // The lists are read a step ahead, and answer while the stage is still in use.
     const Listed<kBlock> now = next;
     next = look_up();
-    free.wait(own.parity);
+    empty.wait(own.parity);
     if (lane == 0) {
-      there.expect(kTile * kN * sizeof(T));
+      full.expect_tx(kTile * kN * sizeof(T));
     }
     __syncwarp();
     if (lane < kEntries * M::kPanels) {
-      // Past the list's end there are zeros, as there are outside of tensors; a unit without an entry has a step of them.
+      // Past the list's end there are zeros, as there are outside of tensors; a work tile without an entry has a step of them.
       constexpr int kOutside = 1 << 30;
       const int token = lane % kEntries < now.left ? static_cast<int>(now.entry & 0xffffffu) * kBlock : kOutside;
-      copy_box(
-          memory.dense[own.stage][lane / kEntries] + lane % kEntries * kBlock * kPanel, dense, &there,
-          lane / kEntries * kPanel, token, now.task.head, now.task.batch);
+      tma_load(
+          memory.dense[own.stage][lane / kEntries] + lane % kEntries * kBlock * kPanel, dense, &full,
+          lane / kEntries * kPanel, token, now.work.head, now.work.batch);
     }
-    const T* from = kept(values_of(now.task) + lane % kLanesOfBlock * kRun<T>);
+    const T* from = kept(values_of(now.work) + lane % kLanesOfBlock * kRun<T>);
     // Copies that follow each other are of different blocks: under one condition they would become branches.
     constexpr int kMixed = std::min(kCopied, 4);
 #pragma unroll
@@ -186,25 +186,25 @@ __device__ __forceinline__ void copy_all(
       }
     }
     end_of_copies();
-    const uint32_t live = __reduce_or_sync(0xffffffffu, now.entry >> 24 << (lane % kEntries * kLines));
-    if (lane < kGroups) {
-      constexpr int kOwn = kLines / kGroups;
+    const uint32_t live = __reduce_or_sync(0xffffffffu, now.entry >> 24 << (lane % kEntries * kBlockRows));
+    if (lane < kConsumerWarpgroups) {
+      constexpr int kOwn = kBlockRows / kConsumerWarpgroups;
       memory.steps[own.stage][lane] =
-          Step{live & blocks_of_lines<kBlock>(lane * kOwn, kOwn), now.task.batch,
-               now.left <= kEntries ? now.task.head : -1, p.part_of_all(now.task)};
+          Step{live & blocks_of_block_rows<kBlock>(lane * kOwn, kOwn), now.work.batch,
+               now.left <= kEntries ? now.work.head : -1, p.split_of_all(now.work)};
     }
-    if (lane < kWarps) {
-      memory.tokens[own.stage][lane] = now.line < 0 ? -1 : now.line * kBlock + lane * kStrip % kBlock;
+    if (lane < kConsumerWarps) {
+      memory.tokens[own.stage][lane] = now.block_row < 0 ? -1 : now.block_row * kBlock + lane * kWarpTileRows % kBlock;
     }
     wait_for_copies<0>();
-    arrive_once(there, lane);
+    warp_arrive(full, lane);
   }
   if (own.ahead == 0) {
-    free.wait(own.parity);
-    if (lane < kGroups) {
+    empty.wait(own.parity);
+    if (lane < kConsumerWarpgroups) {
       memory.steps[own.stage][lane].batch = -1;
     }
-    arrive_once(there, lane);
+    warp_arrive(full, lane);
   }
 }
 
@@ -219,45 +219,45 @@ __global__ void __launch_bounds__(kThreads<T, kN, kBlock>, kThreadBlocks<kN>) ds
     memory.init(1);
   }
   __syncthreads();
-  if (threadIdx.x >= kWarps * 32) {
-    copy_all<T, kN, kBlock>(p, values, memory, &dense);
+  if (threadIdx.x >= kConsumerWarps * 32) {
+    run_producer<T, kN, kBlock>(p, values, memory, &dense);
     return;
   }
   const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32);
-  const int line = warp * kStrip / kBlock, first_row = warp * kStrip % kBlock;
-  const hopper::Operand all_dense(memory.dense[0][0], kTileBytes);
+  const int block_row = warp * kWarpTileRows / kBlock, first_row = warp * kWarpTileRows % kBlock;
+  const GmmaDescriptor all_dense(memory.dense[0][0], kTileBytes);
   // Where the lane finds a row of one of the four matrices of 8 x 8 that its warp reads of a block.
-  constexpr int kParts = kBlock / 16;  // of 16 tokens, in an entry
-  uint32_t of_lane[kParts];
+  constexpr int kSlices = kBlock / 16;  // of 16 tokens, in an entry
+  uint32_t of_lane[kSlices];
 #pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    const int first_token = part * 16;
+  for (int slice = 0; slice < kSlices; ++slice) {
+    const int first_token = slice * 16;
     const int row = kTransposed ? first_token + lane / 16 * 8 + lane % 8 : first_row + lane % 16;
     const int run = kTransposed ? first_row / 8 + lane / 8 % 2 : first_token / 8 + lane / 16;
-    of_lane[part] = shared_address(kept_shared(run_of_short_line<kBlock>(memory.values[0][0][line], row, run)));
+    of_lane[slice] = shared_address(kept_shared(run_of_short_line<kBlock>(memory.values[0][0][block_row], row, run)));
   }
-  multiply_all<kN>(
-      p, memory, &out, blocks_of_lines<kBlock>(line, 1),
+  run_consumer<kN>(
+      p, memory, &out, blocks_of_block_rows<kBlock>(block_row, 1),
       [&](float (&sums)[kN / 2], int stage, uint32_t live, bool add) {
         uint32_t left[kTile / 16][4] = {};
 #pragma unroll
         for (int k = 0; k < kTile / 16; ++k) {
-          const int entry = k / kParts;
-          if (live >> line >> (entry * kLines<kBlock>) & 1) {
+          const int entry = k / kSlices;
+          if (live >> block_row >> (entry * kBlockRows<kBlock>) & 1) {
             load_matrices<kTransposed>(
-                left[k], of_lane[k % kParts] + stage * int{sizeof(memory.values[0])} +
+                left[k], of_lane[k % kSlices] + stage * int{sizeof(memory.values[0])} +
                              entry * int{sizeof(memory.values[0][0])});
           }
         }
-        const hopper::Operand right = all_dense + uniform(stage * sizeof(memory.dense[0]));
-        begin_products();
+        const GmmaDescriptor right = all_dense + uniform(stage * sizeof(memory.dense[0]));
+        warpgroup_arrive();
 #pragma unroll
         for (int k = 0; k < kTile / 16; ++k) {
-          Products<T>::template from_registers<kN>(sums, left[k], right.from(k * 16 * kLineBytes), k > 0 || add);
+          Wgmma<T>::template from_registers<kN>(sums, left[k], right.from(k * 16 * kLineBytes), k > 0 || add);
         }
-        end_products();
-        wait_for_products<0>();
-        sums_are_there(sums);
+        warpgroup_commit_batch();
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(sums);
       });
 }
 
@@ -271,7 +271,7 @@ void dsd_of_small_blocks(
     constexpr int kN = decltype(width)::value, kBlock = decltype(block)::value;
     launch.with_shared_memory(
         transposed ? dsd_of_small_blocks_kernel<T, kN, kBlock, true> : dsd_of_small_blocks_kernel<T, kN, kBlock, false>,
-        std::min<int64_t>(p.lists.tasks(), launch.multiprocessors() * kThreadBlocks<kN>), kThreads<T, kN, kBlock>,
+        std::min<int64_t>(p.lists.total_work_tiles(), launch.multiprocessors() * kThreadBlocks<kN>), kThreads<T, kN, kBlock>,
         sizeof(Shared<T, kN, kBlock>), p, static_cast<const T*>(values.const_data_ptr()), tensor_map(dense, kBlock),
         result_map(p, out));
   };

@@ -1,6 +1,6 @@
 // Dense @ dense on the live blocks. Schema and shapes: csrc/library.cpp; meaning: ds_sparse/reference.py.
 //
-// A thread block takes a window of the live blocks (chunks.h), in row order. A tile is part of one block row times the
+// A thread block takes a chunk of the live blocks (chunks.h), in row order. A tile is part of one block row times the
 // columns of up to 64 tokens, gathered from as many of its live blocks as that takes; the rows stay in shared memory
 // while the columns pass.
 
@@ -25,26 +25,26 @@ template <class T>
 struct Arguments {
   Dense<T> a, b;
   T* out;
-  Lists lists;
+  BlockLists lists;
   const int32_t* columns;
   int layout_heads, heads, rows;
   int64_t values, batch;
-  int log_block, row_tiles, chunks;
+  int log_block, row_tiles, k_blocks;
 };
 
 template <class T, int kM, bool kFast>
 struct Memory {
   using Tile = Sums<T, kM, kTokens, kFast>;
   static constexpr int kPitch = Tile::kColumns + kRun<T>;
-  using RowTile = T[tile_elements<T>(kM, kChunk<T>)];
+  using RowTile = T[tile_elements<T>(kM, kBlockK<T>)];
 
-  T columns[kStages][tile_elements<T>(kTokens, kChunk<T>)];
+  T columns[kStages][tile_elements<T>(kTokens, kBlockK<T>)];
   T result[kThreads / 32][Tile::kRows * kPitch];
   int32_t listed[kMostListed];
-  // Followed by row tiles. Rows of up to two chunks stay for all their columns, as many of them as the steps ahead may
-  // reach; longer ones come again with each chunk of the columns.
+  // Followed by row tiles. Rows of up to two k blocks stay for all their columns, as many of them as the steps ahead may
+  // reach; longer ones come again with each k block of the columns.
   __device__ RowTile* rows() { return reinterpret_cast<RowTile*>(this + 1); }
-  static constexpr size_t bytes(int chunks) { return sizeof(Memory) + kStages * (chunks <= 2 ? chunks : 1) * sizeof(RowTile); }
+  static constexpr size_t bytes(int k_blocks) { return sizeof(Memory) + kStages * (k_blocks <= 2 ? k_blocks : 1) * sizeof(RowTile); }
 };
 
 template <class T, int kM, bool kFast>
@@ -52,42 +52,42 @@ __global__ void __launch_bounds__(kThreads, 4) matmul_sdd_kernel(const __grid_co
   extern __shared__ __align__(16) unsigned char shared[];
   using Tile = Sums<T, kM, kTokens, kFast>;
   auto& memory = *reinterpret_cast<Memory<T, kM, kFast>*>(shared);
-  const int block = 1 << p.log_block, chunks = p.chunks, windows = p.lists.windows();
-  const bool rows_stay = chunks <= 2;
+  const int block = 1 << p.log_block, k_blocks = p.k_blocks, chunks = p.lists.chunks();
+  const bool rows_stay = k_blocks <= 2;
   const int64_t heads_apart = p.layout_heads == 1 ? p.heads : 1;
-  const int64_t tasks = p.batch * heads_apart * windows * p.row_tiles;
+  const int64_t work_tiles = p.batch * heads_apart * chunks * p.row_tiles;
   constexpr int pitch = Memory<T, kM, kFast>::kPitch;
   T* result = memory.result[threadIdx.x / 32];
-  const TileLoader<T, kM, kChunk<T>> load_rows(p.a);
-  const TileLoader<T, kTokens, kChunk<T>> load_columns(p.b);
+  const TileLoader<T, kM, kBlockK<T>> load_rows(p.a);
+  const TileLoader<T, kTokens, kBlockK<T>> load_columns(p.b);
 
-  for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
-    const int first_row = task % p.row_tiles * kM;
-    const Window window(p.lists, task / p.row_tiles % windows);
-    const int given_head = task / p.row_tiles / windows % heads_apart;
-    const int64_t batch = task / p.row_tiles / windows / heads_apart;
+  for (int64_t work_tile = blockIdx.x; work_tile < work_tiles; work_tile += gridDim.x) {
+    const int first_row = work_tile % p.row_tiles * kM;
+    const Chunk chunk(p.lists, work_tile / p.row_tiles % chunks);
+    const int given_head = work_tile / p.row_tiles / chunks % heads_apart;
+    const int64_t batch = work_tile / p.row_tiles / chunks / heads_apart;
     __syncthreads();
-    for (int i = window.first_entry + threadIdx.x; i < window.entry_after; i += kThreads) {
-      memory.listed[i - window.first_entry] = p.columns[i];
+    for (int i = chunk.first_entry + threadIdx.x; i < chunk.entry_after; i += kThreads) {
+      memory.listed[i - chunk.first_entry] = p.columns[i];
     }
     __syncthreads();
 
     const auto row_tile = [&](const Walk& walk, int stage) -> T* {
-      return memory.rows()[rows_stay ? walk.number % kStages * chunks + walk.chunk : stage];
+      return memory.rows()[rows_stay ? walk.number % kStages * k_blocks + walk.k_block : stage];
     };
     const T *a = nullptr, *b = nullptr;  // of the head that is loaded
     const auto load = [&](const Walk& walk, int stage) {
-      if (walk.line_begins()) {
-        const int head = p.layout_heads == 1 ? given_head : walk.line / p.rows;
+      if (walk.list_begins()) {
+        const int head = p.layout_heads == 1 ? given_head : walk.list / p.rows;
         a = p.a.of(batch, head);
         b = p.b.of(batch, head);
       }
-      const int depth = walk.chunk * kChunk<T>;
+      const int depth = walk.k_block * kBlockK<T>;
       if (!rows_stay || walk.token == 0) {
-        const int row = walk.line % p.rows;
+        const int row = walk.list % p.rows;
         load_rows(row_tile(walk, stage), a, first_row, block, depth, [&](int) { return row; });
       }
-      const int32_t* listed = memory.listed + (walk.begin - window.first_entry);
+      const int32_t* listed = memory.listed + (walk.begin - chunk.first_entry);
       load_columns(
           memory.columns[stage], b, walk.token, walk.tokens, depth, [&](int entry) { return listed[entry]; });
     };
@@ -114,13 +114,13 @@ __global__ void __launch_bounds__(kThreads, 4) matmul_sdd_kernel(const __grid_co
       __syncwarp();
     };
 
-    Walk ahead(p.lists, window, p.log_block), walk = ahead;
+    Walk ahead(p.lists, chunk, p.log_block), walk = ahead;
     Tile sums;
     sums.clear();
     const auto load_next = [&](int stage) {
       if (ahead.valid()) {
         load(ahead, stage);
-        ahead.next(p.lists, window, p.log_block, kTokens, chunks);
+        ahead.next(p.lists, chunk, p.log_block, kTokens, k_blocks);
       }
       end_of_copies();
     };
@@ -132,11 +132,11 @@ __global__ void __launch_bounds__(kThreads, 4) matmul_sdd_kernel(const __grid_co
       __syncthreads();
       load_next(free);
       sums.add(row_tile(walk, stage), !p.a.token_inner, memory.columns[stage], !p.b.token_inner);
-      if (walk.chunk + 1 == chunks) {
+      if (walk.k_block + 1 == k_blocks) {
         store(walk, sums);
         sums.clear();
       }
-      walk.next(p.lists, window, p.log_block, kTokens, chunks);
+      walk.next(p.lists, chunk, p.log_block, kTokens, k_blocks);
     }
   }
 }
@@ -156,7 +156,7 @@ Tensor matmul_sdd(
   }
   const Launcher launch(a);
   if (tiles.given() && takes_sdd_on_hopper(launch, a, b)) {
-    sdd_on_hopper(launch, a, b, out, TileLists(tiles, layout_heads, heads, batch, block, live), block);
+    sdd_on_hopper(launch, a, b, out, ProductTileLists(tiles, layout_heads, heads, batch, block, live), block);
     return out;
   }
   with_types(a, allow_tf32, [&](auto zero, auto fast) {
@@ -164,20 +164,20 @@ Tensor matmul_sdd(
       using T = decltype(zero);
       constexpr int kM = decltype(height)::value;
       const int row_tiles = static_cast<int>(block > kM ? block / kM : 1);
-      const int chunks = static_cast<int>(std::max<int64_t>(1, (a.size(3) + kChunk<T> - 1) / kChunk<T>));
-      const Lists lists{
+      const int k_blocks = static_cast<int>(std::max<int64_t>(1, (a.size(3) + kBlockK<T> - 1) / kBlockK<T>));
+      const BlockLists lists{
           row_offsets.const_data_ptr<int32_t>(), static_cast<int>(row_offsets.size(0) - 1), static_cast<int>(live),
-          window_size(live * batch * heads / layout_heads, block, row_tiles, launch.multiprocessors())};
+          chunk_size_of(live * batch * heads / layout_heads, block, row_tiles, launch.multiprocessors())};
       const Arguments<T> arguments{
           Dense<T>(a, block, false), Dense<T>(b, block, true), static_cast<T*>(out.mutable_data_ptr()), lists,
           columns.const_data_ptr<int32_t>(), static_cast<int>(layout_heads), static_cast<int>(heads),
-          static_cast<int>(lists.lines / layout_heads), out.size(1), batch,
-          log2_of(block), row_tiles, chunks};
-      const int64_t tasks = batch * (layout_heads == 1 ? heads : 1) * lists.windows() * row_tiles;
+          static_cast<int>(lists.num_lists / layout_heads), out.size(1), batch,
+          log2_of(block), row_tiles, k_blocks};
+      const int64_t work_tiles = batch * (layout_heads == 1 ? heads : 1) * lists.chunks() * row_tiles;
       constexpr bool kFast = decltype(fast)::value;
       static_assert(Memory<T, kM, kFast>::bytes(2) <= kPortableMemory);
       launch.with_shared_memory(
-          matmul_sdd_kernel<T, kM, kFast>, tasks, kThreads, Memory<T, kM, kFast>::bytes(chunks), arguments);
+          matmul_sdd_kernel<T, kM, kFast>, work_tiles, kThreads, Memory<T, kM, kFast>::bytes(k_blocks), arguments);
     });
   });
   return out;

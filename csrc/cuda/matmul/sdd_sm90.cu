@@ -1,5 +1,5 @@
 // Dense @ dense on the live blocks, on Hopper, 16-bit types, up to 128 numbers a token, which are adjacent in both
-// operands. A thread block takes unit after unit of the layout's tiles (product_tiles.h): the rows of a tile stay in
+// operands. A thread block takes work tile after work tile of the layout's tiles (product_tiles.h): the rows of a tile stay in
 // registers, 64 in each warpgroup's, while the union of their columns passes, 64 tokens at a time, gathered where
 // blocks are smaller, in an order in which a lane's sums are neighbours. Of each product a warp has 16 rows, all in one
 // block row, and stores them of the blocks that are live, from registers: warps wait for none of each other's results.
@@ -14,80 +14,80 @@ namespace {
 
 using namespace hopper;
 
-// What comes after the rows of a unit.
-struct Unit {
-  int64_t first_value;  // of the unit's copy of the layout
-  int steps;            // -1: there is no unit
+// What comes after the rows of a work tile.
+struct RowsItem {
+  int64_t first_value;  // of the work tile's copy of the layout
+  int steps;            // -1: there is no work tile
 };
 
 template <int kBlock>
-struct Shape {
-  static constexpr int kGroups = sdd_tile(kBlock) / kTile;      // warpgroups that multiply
-  static constexpr int kWarps = kGroups * kMultiplying / 32;    // of those
-  static constexpr int kThreads = kWarps * 32 + 32;             // one warp copies
-  static constexpr int kLines = kGroups * kTile / kBlock;       // of a tile
+struct TileShape {
+  static constexpr int kConsumerWarpgroups = sdd_tile(kBlock) / kTile;      
+  static constexpr int kConsumerWarps = kConsumerWarpgroups * kWarpgroupThreads / 32;    // of all of them
+  static constexpr int kThreads = kConsumerWarps * 32 + 32;             // and a producer warp
+  static constexpr int kBlockRows = kConsumerWarpgroups * kTile / kBlock;       // of a tile
   static constexpr int kBox = std::min(kBlock, kTile);          // tokens that are copied together
   static constexpr int kBoxes = kTile / kBox;                   // of a stage, and entries of a step
-  static constexpr int kParts = kBlock / kBox;                  // of a block, a step each
+  static constexpr int kStepsOfBlock = kBlock / kBox;                  // of a block, a step each
   static constexpr int kLaneRun = std::min(kBox / 4, 8);        // neighbouring columns of which a lane has the sums
-  static constexpr int kFourRuns = 4 * kLaneRun;                // those of a line's four lanes
+  static constexpr int kFourRuns = 4 * kLaneRun;                // those of a row's four lanes
 };
 
 // Thread blocks on a multiprocessor: as many as its registers and, with as many stages as keep copies going, its shared
 // memory have room for.
 template <int kPanels, int kBlock>
-constexpr int kThreadBlocksOfShape = Shape<kBlock>::kGroups == 2 ? 2 : kPanels == 1 ? 4 : 3;
+constexpr int kThreadBlocksOfTile = TileShape<kBlock>::kConsumerWarpgroups == 2 ? 2 : kPanels == 1 ? 4 : 3;
 
-// A stage has rows of a unit, for one warpgroup, or a step's columns; of these, each line's places among the values of
+// A stage has rows of a work tile, for one warpgroup, or a step's columns; of these, each block row's places among the values of
 // the copy.
 template <class T, int kPanels, int kBlock>
-struct Memory : Shape<kBlock> {
-  using S = Shape<kBlock>;
-  static constexpr int kStages = S::kParts == 1 && (kPanels == 1 || S::kGroups == 2) ? 5 : 4;
+struct Memory : TileShape<kBlock> {
+  using S = TileShape<kBlock>;
+  static constexpr int kStages = S::kStepsOfBlock == 1 && (kPanels == 1 || S::kConsumerWarpgroups == 2) ? 5 : 4;
   T stages[kStages][kPanels][kTileElements];
-  Run<int32_t, S::kBoxes> slots[kStages][S::kLines];
-  Unit units[kStages];  // with the first of the unit's rows
-  Barrier there[kStages], free[kStages];
+  Run<int32_t, S::kBoxes> slots[kStages][S::kBlockRows];
+  RowsItem rows_items[kStages];  // with the first of the work tile's rows
+  Barrier full[kStages], empty[kStages];
 };
 
 template <class T, int kPanels, int kBlock>
-__device__ __forceinline__ void copy_all(
-    const TileLists& lists, int* taken, Memory<T, kPanels, kBlock>& memory, const CUtensorMap* a, const RunsMap& b) {
+__device__ __forceinline__ void run_producer(
+    const ProductTileLists& lists, int* taken, Memory<T, kPanels, kBlock>& memory, const CUtensorMap* a, const RunsMap& b) {
   using M = Memory<T, kPanels, kBlock>;
-  constexpr int kBox = M::kBox, kBoxes = M::kBoxes, kLines = M::kLines, kParts = M::kParts;
+  constexpr int kBox = M::kBox, kBoxes = M::kBoxes, kBlockRows = M::kBlockRows, kStepsOfBlock = M::kStepsOfBlock;
   constexpr int kBoxBytes = kPanels * kBox * kLineBytes;
-  const int lane = threadIdx.x % 32, tasks = lists.tasks();
-  Ring<M::kStages> ring;
-  const auto copy_rows = [&](int number, const TileTask& task, int token) {
+  const int lane = threadIdx.x % 32, work_tiles = lists.total_work_tiles();
+  PipelineState<M::kStages> pipe;
+  const auto copy_rows = [&](int number, const ProductWorkTile& work, int token) {
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
-      T* to = memory.stages[ring.stage][panel] + number * kBox * kPanel;
-      copy_box(to, a, &memory.there[ring.stage], panel * kPanel, token, task.head, task.batch);
+      T* to = memory.stages[pipe.index][panel] + number * kBox * kPanel;
+      tma_load(to, a, &memory.full[pipe.index], panel * kPanel, token, work.head, work.batch);
     }
   };
-  const auto copy_columns = [&](int number, const TileTask& task, int token) {
+  const auto copy_columns = [&](int number, const ProductWorkTile& work, int token) {
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
 #pragma unroll
       for (int first = 0; first < kBox; first += M::kFourRuns) {
-        T* to = memory.stages[ring.stage][panel] + (number * kBox + first) * kPanel;
-        const int place = task.batch * b.batch + task.head * b.head + (token + first) * b.token;
-        copy_runs(to, &b.map, &memory.there[ring.stage], panel * kPanel, place);
+        T* to = memory.stages[pipe.index][panel] + (number * kBox + first) * kPanel;
+        const int place = work.batch * b.batch + work.head * b.head + (token + first) * b.token;
+        tma_load_runs(to, &b.map, &memory.full[pipe.index], panel * kPanel, place);
       }
     }
   };
-  // A lane has one of 32 entries, with its places. A unit's next 32 are asked for before these are copied: memory that is
+  // A lane has one of 32 entries, with its places. A work tile's next 32 are asked for before these are copied: memory that is
   // being written answers later than a step lasts.
   struct Entry {
     uint32_t word;
-    Run<int32_t, kLines> slots;
+    Run<int32_t, kBlockRows> slots;
   } ahead;
-  int lines_ahead[M::kGroups];  // of the next unit, where the lane's box of each group's rows is
-  const auto ask = [&](const int4& unit, int first) {
+  int block_rows_ahead[M::kConsumerWarpgroups];  // of the next work tile, where the lane's box of each group's rows is
+  const auto ask = [&](const int4& listed, int first) {
     const int number = first + lane;
-    if (number < unit.z) {
-      ahead.word = lists.entries[unit.y + number];
-      ahead.slots = reinterpret_cast<const Run<int32_t, kLines>*>(lists.slots)[unit.y + number];
+    if (number < listed.z) {
+      ahead.word = lists.entries[listed.y + number];
+      ahead.slots = reinterpret_cast<const Run<int32_t, kBlockRows>*>(lists.slots)[listed.y + number];
     } else {
 #pragma unroll
       for (int32_t& slot : ahead.slots.element) {
@@ -96,139 +96,139 @@ __device__ __forceinline__ void copy_all(
     }
     if (first == 0 && lane < kBoxes) {
 #pragma unroll
-      for (int group = 0; group < M::kGroups; ++group) {
-        lines_ahead[group] = lists.lines[unit.x * kLines + (group * kTile + lane * kBox) / kBlock];
+      for (int group = 0; group < M::kConsumerWarpgroups; ++group) {
+        block_rows_ahead[group] = lists.block_rows[listed.x * kBlockRows + (group * kTile + lane * kBox) / kBlock];
       }
     }
   };
-  // A task is drawn when the one before begins. What the lists have for it is asked for when that has been copied: the ring
+  // A work tile is drawn when the one before begins. What the lists have for it is asked for when that has been copied: the ring
   // is deep enough for the time that they take to answer.
   int number = blockIdx.x;
-  int4 unit = lists.unit_of(number);
-  ask(unit, 0);
+  int4 listed = lists.listed_work_tile(number);
+  ask(listed, 0);
   const auto go_on = [&](int ticket) {
     number = gridDim.x + __shfl_sync(0xffffffffu, ticket, 0);
-    unit = lists.unit_of(number);
-    ask(unit, 0);
+    listed = lists.listed_work_tile(number);
+    ask(listed, 0);
   };
-  while (number < tasks) {
-    const TileTask task(lists, number, unit);
+  while (number < work_tiles) {
+    const ProductWorkTile work(lists, number, listed);
     const int ticket = lane == 0 ? atomicAdd(taken, 1) : 0;
-    int rows[M::kGroups];
+    int rows[M::kConsumerWarpgroups];
 #pragma unroll
-    for (int group = 0; group < M::kGroups; ++group) {
-      rows[group] = lines_ahead[group] * kBlock + (group * kTile + lane * kBox) % kBlock;
+    for (int group = 0; group < M::kConsumerWarpgroups; ++group) {
+      rows[group] = block_rows_ahead[group] * kBlock + (group * kTile + lane * kBox) % kBlock;
     }
-    if (task.num_entries == 0) {
+    if (work.num_entries == 0) {
       go_on(ticket);
       continue;
     }
 #pragma unroll
-    for (int group = 0; group < M::kGroups; ++group, ring.next()) {
-      memory.free[ring.stage].wait(ring.parity ^ 1);
+    for (int group = 0; group < M::kConsumerWarpgroups; ++group, pipe.next()) {
+      memory.empty[pipe.index].wait(pipe.phase ^ 1);
       if (lane == 0) {
         if (group == 0) {
-          memory.units[ring.stage].first_value = task.first_value(lists);
-          memory.units[ring.stage].steps = (task.num_entries + kBoxes - 1) / kBoxes * kParts;
+          memory.rows_items[pipe.index].first_value = work.first_value(lists);
+          memory.rows_items[pipe.index].steps = (work.num_entries + kBoxes - 1) / kBoxes * kStepsOfBlock;
         }
-        memory.there[ring.stage].arrive_and_expect(kBoxes * kBoxBytes);
+        memory.full[pipe.index].arrive_and_expect_tx(kBoxes * kBoxBytes);
       }
       if (lane < kBoxes) {
-        copy_rows(lane, task, rows[group]);  // zeros where there is no line
+        copy_rows(lane, work, rows[group]);  // zeros where there is no block row
       }
     }
-    for (int first = 0; first < task.num_entries; first += 32) {
+    for (int first = 0; first < work.num_entries; first += 32) {
       const Entry now = ahead;
-      if (first + 32 < task.num_entries) {
-        ask(unit, first + 32);
+      if (first + 32 < work.num_entries) {
+        ask(listed, first + 32);
       }
-      const int entries = min(32, task.num_entries - first);
-      for (int step = 0; step < entries * kParts; step += kBoxes, ring.next()) {
+      const int entries = min(32, work.num_entries - first);
+      for (int step = 0; step < entries * kStepsOfBlock; step += kBoxes, pipe.next()) {
         // With more than one box in a step a block is one box.
-        const int box = lane - step / kParts, boxes = min(kBoxes, entries - step / kParts);
-        memory.free[ring.stage].wait(ring.parity ^ 1);
+        const int box = lane - step / kStepsOfBlock, boxes = min(kBoxes, entries - step / kStepsOfBlock);
+        memory.empty[pipe.index].wait(pipe.phase ^ 1);
         if (box >= 0 && box < kBoxes) {
 #pragma unroll
-          for (int line = 0; line < kLines; ++line) {
-            memory.slots[ring.stage][line].element[box] = now.slots.element[line];
+          for (int row = 0; row < kBlockRows; ++row) {
+            memory.slots[pipe.index][row].element[box] = now.slots.element[row];
           }
         }
         __syncwarp();
         if (lane == 0) {
-          memory.there[ring.stage].arrive_and_expect(boxes * kBoxBytes);
+          memory.full[pipe.index].arrive_and_expect_tx(boxes * kBoxBytes);
         }
         // Boxes that are not there leave what was in their place: products whose slots are -1.
         if (box >= 0 && box < boxes) {
-          copy_columns(box, task, static_cast<int>(now.word & 0xffffffu) * kBlock + step % kParts * kBox);
+          copy_columns(box, work, static_cast<int>(now.word & 0xffffffu) * kBlock + step % kStepsOfBlock * kBox);
         }
       }
     }
     go_on(ticket);
   }
-  memory.free[ring.stage].wait(ring.parity ^ 1);
+  memory.empty[pipe.index].wait(pipe.phase ^ 1);
   if (lane == 0) {
-    memory.units[ring.stage].steps = -1;
-    memory.there[ring.stage].arrive();
+    memory.rows_items[pipe.index].steps = -1;
+    memory.full[pipe.index].arrive();
   }
 }
 
 template <class T, int kPanels, int kBlock>
-__device__ __forceinline__ void multiply_all(Memory<T, kPanels, kBlock>& memory, T* out) {
+__device__ __forceinline__ void run_consumer(Memory<T, kPanels, kBlock>& memory, T* out) {
   using M = Memory<T, kPanels, kBlock>;
-  constexpr int kBox = M::kBox, kBoxes = M::kBoxes, kParts = M::kParts;
+  constexpr int kBox = M::kBox, kBoxes = M::kBoxes, kStepsOfBlock = M::kStepsOfBlock;
   constexpr int kStageElements = kPanels * kTileElements;
   constexpr int kWords = M::kLaneRun / 2, kRunsOfBox = kBox / M::kFourRuns;
-  const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32), strip = warp * kStrip;
-  const hopper::Operand all_columns(memory.stages[0][0]);
+  const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32), warp_tile = warp * kWarpTileRows;
+  const GmmaDescriptor all_columns(memory.stages[0][0]);
   // Where the lane points at a run of its warp's rows: of their first 16 numbers, in the first stage.
-  const T* rows_run = kept_shared(run_of_line(memory.stages[0][0], strip % kTile + lane % 16, lane / 16));
-  out += (strip % kBlock + lane / 4) * kBlock + lane % 4 * M::kLaneRun;
-  Ring<M::kStages> ring;
+  const T* rows_run = kept_shared(run_of_line(memory.stages[0][0], warp_tile % kTile + lane % 16, lane / 16));
+  out += (warp_tile % kBlock + lane / 4) * kBlock + lane % 4 * M::kLaneRun;
+  PipelineState<M::kStages> pipe;
   for (;;) {
-    memory.there[ring.stage].wait(ring.parity);
-    int steps = uniform(memory.units[ring.stage].steps);
+    memory.full[pipe.index].wait(pipe.phase);
+    int steps = uniform(memory.rows_items[pipe.index].steps);
     if (steps < 0) {
       break;
     }
-    T* values = kept(out + memory.units[ring.stage].first_value * (kBlock * kBlock));
+    T* values = kept(out + memory.rows_items[pipe.index].first_value * (kBlock * kBlock));
     RowsOfWarp<T, kPanels> rows;
 #pragma unroll 1
-    for (int group = 0; group < M::kGroups; ++group, ring.next()) {
-      memory.there[ring.stage].wait(ring.parity);
-      if (M::kGroups == 1 || group == strip / kTile) {
-        rows.read(rows_run + ring.stage * kStageElements);
+    for (int group = 0; group < M::kConsumerWarpgroups; ++group, pipe.next()) {
+      memory.full[pipe.index].wait(pipe.phase);
+      if (M::kConsumerWarpgroups == 1 || group == warp_tile / kTile) {
+        rows.read(rows_run + pipe.index * kStageElements);
       }
-      arrive_once(memory.free[ring.stage], lane);
+      warp_arrive(memory.empty[pipe.index], lane);
     }
-    // Rounded sums of a lane's two lines, of the first half of a block of 128 columns.
+    // Rounded sums of a lane's two rows, of the first half of a block of 128 columns.
     [[maybe_unused]] alignas(16) uint32_t first_half[2][kTile / 8];
-    int part = 0;
-    for (; steps > 0; --steps, part ^= kParts - 1, ring.next()) {
-      memory.there[ring.stage].wait(ring.parity);
-      const auto slots = memory.slots[ring.stage][strip / kBlock];
+    int step_of_block = 0;
+    for (; steps > 0; --steps, step_of_block ^= kStepsOfBlock - 1, pipe.next()) {
+      memory.full[pipe.index].wait(pipe.phase);
+      const auto slots = memory.slots[pipe.index][warp_tile / kBlock];
       if constexpr (kBlock >= kTile) {
-        // All of the warpgroup's rows are in one line.
+        // All of the warpgroup's rows are in one block row.
         bool any = false;
 #pragma unroll
         for (int32_t slot : slots.element) {
           any |= slot >= 0;
         }
         if (!uniform(any)) {
-          arrive_once(memory.free[ring.stage], lane);
+          warp_arrive(memory.empty[pipe.index], lane);
           continue;
         }
       }
-      const hopper::Operand columns = all_columns + uniform(ring.stage * kStageElements * sizeof(T));
+      const GmmaDescriptor columns = all_columns + uniform(pipe.index * kStageElements * sizeof(T));
       float sums[kTile / 2];
       rows.multiply(sums, columns);
-      arrive_once(memory.free[ring.stage], lane);
+      warp_arrive(memory.empty[pipe.index], lane);
       alignas(16) uint32_t words[2][kTile / 8];
 #pragma unroll
       for (int i = 0; i < kTile / 4; ++i) {
         words[i % 2][i / 2] = round_pair<T>(sums[2 * i], sums[2 * i + 1]);
       }
-      // Both halves of a block's lines are stored together: memory takes halves of 256 bytes with a step between more slowly.
-      if (part < kParts - 1) {
+      // Both halves of a block's rows are stored together: memory takes halves of 256 bytes with a step between more slowly.
+      if (step_of_block < kStepsOfBlock - 1) {
 #pragma unroll
         for (int i = 0; i < kTile / 4; ++i) {
           first_half[i % 2][i / 2] = words[i % 2][i / 2];
@@ -240,11 +240,11 @@ __device__ __forceinline__ void multiply_all(Memory<T, kPanels, kBlock>& memory,
         if (slots.element[box] >= 0) {
           T* to = values + int64_t{slots.element[box]} * (kBlock * kBlock);
 #pragma unroll
-          for (int line = 0; line < 2; ++line, to += 8 * kBlock) {
+          for (int row = 0; row < 2; ++row, to += 8 * kBlock) {
 #pragma unroll
-            for (int run = 0; run < kParts * kRunsOfBox; ++run) {
-              const auto& half = run / kRunsOfBox < kParts - 1 ? first_half : words;
-              const uint32_t* first = half[line] + (box * kRunsOfBox + run % kRunsOfBox) * kWords;
+            for (int run = 0; run < kStepsOfBlock * kRunsOfBox; ++run) {
+              const auto& half = run / kRunsOfBox < kStepsOfBlock - 1 ? first_half : words;
+              const uint32_t* first = half[row] + (box * kRunsOfBox + run % kRunsOfBox) * kWords;
               store_run(
                   reinterpret_cast<uint32_t*>(to + run * M::kFourRuns),
                   *reinterpret_cast<const Run<uint32_t, kWords>*>(first));
@@ -257,50 +257,50 @@ __device__ __forceinline__ void multiply_all(Memory<T, kPanels, kBlock>& memory,
 }
 
 template <class T, int kPanels, int kBlock>
-__global__ void __launch_bounds__(Shape<kBlock>::kThreads, kThreadBlocksOfShape<kPanels, kBlock>)
+__global__ void __launch_bounds__(TileShape<kBlock>::kThreads, kThreadBlocksOfTile<kPanels, kBlock>)
 sdd_on_hopper_kernel(
-    const __grid_constant__ TileLists lists, int* taken, const __grid_constant__ CUtensorMap a,
+    const __grid_constant__ ProductTileLists lists, int* taken, const __grid_constant__ CUtensorMap a,
     const __grid_constant__ RunsMap b, T* out) {
   extern __shared__ unsigned char shared[];
   using M = Memory<T, kPanels, kBlock>;
   auto& memory = *reinterpret_cast<M*>(align_panels(shared));
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < M::kStages; ++stage) {
-      memory.there[stage].init(1);
-      memory.free[stage].init(M::kWarps);
+      memory.full[stage].init(1);
+      memory.empty[stage].init(M::kConsumerWarps);
     }
-    fence_barriers();
+    fence_barrier_init();
   }
   __syncthreads();
-  if (threadIdx.x < M::kWarps * 32) {
-    multiply_all<T, kPanels, kBlock>(memory, out);
+  if (threadIdx.x < M::kConsumerWarps * 32) {
+    run_consumer<T, kPanels, kBlock>(memory, out);
   } else {
-    copy_all<T, kPanels, kBlock>(lists, taken, memory, &a, b);
+    run_producer<T, kPanels, kBlock>(lists, taken, memory, &a, b);
   }
 }
 
 }  // namespace
 
 bool takes_sdd_on_hopper(const Launcher& launch, const Tensor& a, const Tensor& b) {
-  const Tensor b_lines = torch::stable::transpose(b, 2, 3);
-  return launch.is_hopper() && a.element_size() == 2 && a.size(3) > 0 && a.size(3) <= kMostDepth &&
-         takes_boxes(a) && takes_boxes(b_lines) && RunsMap::takes(b_lines);
+  const Tensor b_rows = torch::stable::transpose(b, 2, 3);
+  return launch.is_hopper() && a.element_size() == 2 && a.size(3) > 0 && a.size(3) <= kMaxHeadDim &&
+         takes_boxes(a) && takes_boxes(b_rows) && RunsMap::takes(b_rows);
 }
 
 void sdd_on_hopper(
-    const Launcher& launch, const Tensor& a, const Tensor& b, const Tensor& out, const TileLists& lists,
+    const Launcher& launch, const Tensor& a, const Tensor& b, const Tensor& out, const ProductTileLists& lists,
     int64_t block) {
-  const Tensor b_lines = torch::stable::transpose(b, 2, 3);
+  const Tensor b_rows = torch::stable::transpose(b, 2, 3);
   const Tensor taken = launch.zeros(a, 1, ScalarType::Int);
   const auto run = [&](auto zero, auto panels, auto tokens) {
     using T = decltype(zero);
     constexpr int kPanels = decltype(panels)::value, kBlock = decltype(tokens)::value;
     using M = Memory<T, kPanels, kBlock>;
-    const int64_t most = launch.multiprocessors() * kThreadBlocksOfShape<kPanels, kBlock>;
+    const int64_t most = launch.multiprocessors() * kThreadBlocksOfTile<kPanels, kBlock>;
     launch.with_shared_memory(
-        sdd_on_hopper_kernel<T, kPanels, kBlock>, std::min<int64_t>(lists.tasks(), most), M::kThreads,
+        sdd_on_hopper_kernel<T, kPanels, kBlock>, std::min<int64_t>(lists.total_work_tiles(), most), M::kThreads,
         sizeof(M) + kPanelAlignment, lists, taken.mutable_data_ptr<int32_t>(), tensor_map(a, M::kBox),
-        RunsMap(b_lines, M::kLaneRun), static_cast<T*>(out.mutable_data_ptr()));
+        RunsMap(b_rows, M::kLaneRun), static_cast<T*>(out.mutable_data_ptr()));
   };
   const auto with_block = [&](auto zero, auto panels) {
     switch (block) {

@@ -19,13 +19,13 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kSide = 8;  // of a thread's square, a run of 16 bytes
 
-struct Operand {
+struct TransposedOperand {
   const uint16_t* from;
   int64_t batch, head, token, number;  // strides
   uint32_t heads, tokens, depth;
 };
 
-__global__ void __launch_bounds__(kThreads) transpose_kernel(const Operand x, uint16_t* to, int64_t squares) {
+__global__ void __launch_bounds__(kThreads) transpose_kernel(const TransposedOperand x, uint16_t* to, int64_t squares) {
   const int64_t square = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (square >= squares) {
     return;
@@ -66,7 +66,7 @@ Tensor transpose(const Tensor& x) {
   check(x.element_size() == 2 && x.size(2) % kSide == 0 && x.size(3) % kSide == 0,
         "x has to have 16 bits a number, and a multiple of 8 of tokens and of numbers of each.");
   Tensor out = torch::stable::new_empty(x, x.sizes());
-  const Operand operand{
+  const TransposedOperand operand{
       static_cast<const uint16_t*>(x.const_data_ptr()), x.stride(0), x.stride(1), x.stride(2), x.stride(3),
       static_cast<uint32_t>(x.size(1)), static_cast<uint32_t>(x.size(2)), static_cast<uint32_t>(x.size(3))};
   const int64_t squares = x.numel() / (kSide * kSide);

@@ -41,9 +41,9 @@ struct BiasShape {
 };
 
 // [first, last) of a dimension of `size`: the one that is given, or all where the bias has 1.
-struct Range {
+struct Extent {
   int64_t first, last;
-  __device__ Range(int64_t given, int64_t bias_size, int64_t size)
+  __device__ Extent(int64_t given, int64_t bias_size, int64_t size)
       : first(bias_size == 1 ? 0 : given), last(bias_size == 1 ? size : given + 1) {}
 };
 
@@ -64,10 +64,10 @@ __global__ void softmax_bias_backward_kernel(
     if (output < outputs) {
       const int64_t column = output % shape.columns;
       const int64_t token = output / shape.columns % shape.tokens;
-      const Range over_heads(output / shape.columns / shape.tokens % shape.heads, shape.heads, heads);
-      const Range over_batch(output / shape.columns / shape.tokens / shape.heads, shape.batch, batch);
-      const Range over_rows(token / block, shape.tokens, blocks.rows);
-      const Range over_tokens(token % block, shape.tokens, block);
+      const Extent over_heads(output / shape.columns / shape.tokens % shape.heads, shape.heads, heads);
+      const Extent over_batch(output / shape.columns / shape.tokens / shape.heads, shape.batch, batch);
+      const Extent over_rows(token / block, shape.tokens, blocks.rows);
+      const Extent over_tokens(token % block, shape.tokens, block);
       for (int64_t head = over_heads.first; head < over_heads.last; ++head) {
         for (int64_t row = over_rows.first + threadIdx.y; row < over_rows.last; row += blockDim.y) {
           const int2 entries = blocks.entries_of(head, row);

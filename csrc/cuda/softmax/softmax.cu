@@ -1,6 +1,6 @@
 // Row softmax over live blocks. Schemas and shapes: csrc/library.cpp; meaning: ds_sparse/reference.py.
 //
-// A thread block takes a strip (ds_sparse/strips.py): some neighbouring token rows of a block row, as they lie in memory, a
+// A thread block takes a row strip (ds_sparse/strips.py): some neighbouring token rows of a block row, as they lie in memory, a
 // piece of each live block, so that whole cache lines are read and written. Neighbouring threads take neighbouring runs of 16
 // bytes; a thread's few are all of one row, and stay in its registers. Nobody waits for what comes next: other thread blocks
 // of the multiprocessor work meanwhile. Rows that a thread block cannot hold are read twice, the second time mostly from cache.
@@ -26,9 +26,9 @@ constexpr int kLanes = 32;
 constexpr int kHeld = 5;              // runs that a thread holds; more than four, as half of the rows are above the mean
 constexpr int kElements = kHeld * 8;  // of 16 bits in those
 
-// The strips of a layout, and its copies: matrices where all heads share it, else batches.
-struct Strips {
-  const int4* units;
+// The row strips of a layout, and its copies: matrices where all heads share it, else batches.
+struct RowStrips {
+  const int4* listed;
   uint32_t count, copies;
   uint32_t live;   // blocks of a copy
   uint32_t heads;  // that share the layout; 1 where each has its own
@@ -36,27 +36,27 @@ struct Strips {
   int log_block;
 };
 
-// A thread block's rows, in runs of 16 bytes. Of larger types than 16 bits several thread blocks share a strip.
+// A thread block's rows, in runs of 16 bytes. Of larger types than 16 bits several thread blocks share a row strip.
 template <class T>
-struct Strip {
-  static constexpr int kLogParts = log2_of(sizeof(T) / 2), kLogRun = log2_of(kRun<T>);
-  uint32_t copy, line;
-  uint32_t runs;  // of all rows; 0: other parts have them
+struct RowStrip {
+  static constexpr int kLogThreadBlocks = log2_of(sizeof(T) / 2), kLogRun = log2_of(kRun<T>);
+  uint32_t copy, block_row;
+  uint32_t runs;  // of all rows; 0: other thread blocks have them
   int first_entry, first_row, log_rows, log_block;
   int log_row;        // of the runs that a row has of a block
   int64_t first_run;  // of the first row in the first block, among those of a tensor
 
-  __device__ explicit Strip(const Strips& strips) : log_block(strips.log_block) {
-    const uint32_t task = blockIdx.x >> kLogParts, part = blockIdx.x & ((1 << kLogParts) - 1);
-    copy = task / strips.count;
-    const int4 unit = strips.units[task % strips.count];
-    line = unit.x;
-    first_entry = unit.y;
-    const int log_rows_of_all = unit.w & 31;
-    log_rows = max(log_rows_of_all - kLogParts, 0);
-    first_row = (unit.w >> 5) + (part << log_rows);
+  __device__ explicit RowStrip(const RowStrips& strips) : log_block(strips.log_block) {
+    const uint32_t number = blockIdx.x >> kLogThreadBlocks, thread_block = blockIdx.x & ((1 << kLogThreadBlocks) - 1);
+    copy = number / strips.count;
+    const int4 listed = strips.listed[number % strips.count];
+    block_row = listed.x;
+    first_entry = listed.y;
+    const int log_rows_of_all = listed.w & 31;
+    log_rows = max(log_rows_of_all - kLogThreadBlocks, 0);
+    first_row = (listed.w >> 5) + (thread_block << log_rows);
     log_row = log_block - kLogRun;
-    runs = part >> (log_rows_of_all - log_rows) == 0 ? unit.z << (log_row + log_rows) : 0;
+    runs = thread_block >> (log_rows_of_all - log_rows) == 0 ? listed.z << (log_row + log_rows) : 0;
     first_run = ((int64_t{copy} * strips.live + first_entry) << (log_block + log_row)) + (first_row << log_row);
   }
 
@@ -67,8 +67,8 @@ struct Strip {
   __device__ uint32_t offset(uint32_t run) const {
     return (run >> log_piece() << (log_block + log_row)) + within_piece(run);
   }
-  __device__ int token(uint32_t run, const Strips& strips) const {
-    return ((line % strips.rows) << log_block) + first_row + (within_piece(run) >> log_row);
+  __device__ int token(uint32_t run, const RowStrips& strips) const {
+    return ((block_row % strips.rows) << log_block) + first_row + (within_piece(run) >> log_row);
   }
   __device__ int column(uint32_t run, const int32_t* columns) const {
     const int within_block = run & ((1 << log_row) - 1);
@@ -78,24 +78,24 @@ struct Strip {
 
 // Fewer than 2^31: values for so many do not fit into memory.
 template <class T>
-int64_t thread_blocks(const Strips& strips) {
-  return int64_t{strips.count} * strips.copies << Strip<T>::kLogParts;
+int64_t thread_blocks(const RowStrips& strips) {
+  return int64_t{strips.count} * strips.copies << RowStrip<T>::kLogThreadBlocks;
 }
 
 // The threads of a thread block that have runs of the same row. A piece is a power of two of runs, up to as many as there are
 // threads, so that all of a thread's are of one row; longer ones are of a row that is alone. Combines what the threads of a
 // row have; they all get the same bits.
 template <int kThreads>
-struct Team {
+struct RowThreads {
   uint32_t other_rows;  // the bits by which the numbers of threads of other rows differ
 
   template <class T>
-  __device__ explicit Team(const Strip<T>& strip)
+  __device__ explicit RowThreads(const RowStrip<T>& strip)
       : other_rows(((1u << strip.log_piece()) - 1) & ~((1u << strip.log_row) - 1)) {}
 
   // Calls f(i, run) for those of the thread's runs from `first` on that some thread of its warp has.
   template <class T, class F>
-  __device__ __forceinline__ void for_each_run(const Strip<T>& strip, uint32_t first, const F& f) const {
+  __device__ __forceinline__ void for_each_run(const RowStrip<T>& strip, uint32_t first, const F& f) const {
     const uint32_t first_of_warp = first + (threadIdx.x & ~(kLanes - 1));
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
@@ -137,15 +137,15 @@ __device__ __forceinline__ uint4 minus_infinities() {
 
 // Something added to the scores, or a mask to keep where true, of shape (B or 1, H or 1, T or 1, S): strides are 0
 // where the size is 1. `data` is null where there is none.
-struct Bias {
+struct ScoreBias {
   const void* data;
   bool keeps;
   int64_t batch, head, token, column;
 };
 
 // Those that are there come first.
-struct Biases {
-  Bias bias[3];
+struct ScoreBiases {
+  ScoreBias bias[3];
 };
 
 template <class T>
@@ -171,12 +171,12 @@ __device__ __forceinline__ void add_run(const Run<T, kRun<T>>& bias, Compute<T> 
 }
 
 template <class T>
-struct Forward {
+struct SoftmaxForward {
   const uint4* scores;
   uint4* probs;
-  Strips strips;
+  RowStrips strips;
   const int32_t* columns;
-  Biases biases;
+  ScoreBiases biases;
   Compute<T> scale;
   bool causal;
 };
@@ -217,10 +217,10 @@ struct Logits {
 // Powers are taken again when their sum is known, so that more threads have room.
 template <class T, bool kPlain, int kThreads>
 __global__ void __launch_bounds__(kThreads, (kPlain && sizeof(T) < 8 ? 1536 : 1024) / kThreads)
-softmax_forward_kernel(const __grid_constant__ Forward<T> p) {
+softmax_forward_kernel(const __grid_constant__ SoftmaxForward<T> p) {
   using A = Compute<T>;
-  const Strip<T> strip(p.strips);
-  const Team<kThreads> team(strip);
+  const RowStrip<T> strip(p.strips);
+  const RowThreads<kThreads> row_threads(strip);
   const A exponent_scale = kPlain ? p.scale * kLog2E<A> : kLog2E<A>;
   const uint4* from = p.scores + strip.first_run;
   uint4* to = p.probs + strip.first_run;
@@ -228,7 +228,7 @@ softmax_forward_kernel(const __grid_constant__ Forward<T> p) {
   extern __shared__ __align__(16) unsigned char shared[];
   auto& logits = *reinterpret_cast<Logits<T, kThreads>*>(shared);
   // Adds a bias, of which a row has T or uint8_t, to the thread's logits.
-  const auto add = [&](const Bias& bias, const auto* of_row, uint32_t first) {
+  const auto add = [&](const ScoreBias& bias, const auto* of_row, uint32_t first) {
     for (int i = 0; i < kHeld; ++i) {
       const uint32_t run = first + i * kThreads + threadIdx.x;
       if (run >= strip.runs) {
@@ -259,7 +259,7 @@ softmax_forward_kernel(const __grid_constant__ Forward<T> p) {
     }
     if constexpr (!kPlain) {
       const int token = strip.token(threadIdx.x, p.strips);
-      team.for_each_run(strip, first, [&](int i, uint32_t run) {
+      row_threads.for_each_run(strip, first, [&](int i, uint32_t run) {
         A run_logits[kRun<T>];
         unpack<T>(held[i], run_logits);
         scale_run(run_logits, p.scale);
@@ -271,9 +271,9 @@ softmax_forward_kernel(const __grid_constant__ Forward<T> p) {
         logits.set(i, run_logits);
       });
       const uint32_t batch = strip.copy / p.strips.heads;
-      const uint32_t head = strip.copy % p.strips.heads + strip.line / p.strips.rows;  // one of the two is 0
+      const uint32_t head = strip.copy % p.strips.heads + strip.block_row / p.strips.rows;  // one of the two is 0
 #pragma unroll 1
-      for (const Bias* bias = p.biases.bias; bias < p.biases.bias + 3 && bias->data != nullptr; ++bias) {
+      for (const ScoreBias* bias = p.biases.bias; bias < p.biases.bias + 3 && bias->data != nullptr; ++bias) {
         const int64_t of_row = batch * bias->batch + head * bias->head + token * bias->token;
         bias->keeps ? add(*bias, static_cast<const uint8_t*>(bias->data) + of_row, first)
                     : add(*bias, static_cast<const T*>(bias->data) + of_row, first);
@@ -292,7 +292,7 @@ softmax_forward_kernel(const __grid_constant__ Forward<T> p) {
   for (uint32_t first = 0; first < strip.runs; first += kHeld * kThreads) {
     read(first);
     A larger = largest;
-    team.for_each_run(strip, first, [&](int i, uint32_t) {
+    row_threads.for_each_run(strip, first, [&](int i, uint32_t) {
       if constexpr (kPlain) {
         larger = max(larger, largest_of<T>(held[i]));
       } else {
@@ -301,11 +301,11 @@ softmax_forward_kernel(const __grid_constant__ Forward<T> p) {
         larger = max(larger, largest_of(run_logits));
       }
     });
-    larger = team.of_warp(larger, [](A a, A b) { return max(a, b); });
+    larger = row_threads.of_warp(larger, [](A a, A b) { return max(a, b); });
     const A reference = finite_reference(larger);
     sum *= power_of_difference(largest, reference, exponent_scale);
     largest = larger;
-    team.for_each_run(strip, first, [&](int i, uint32_t) {
+    row_threads.for_each_run(strip, first, [&](int i, uint32_t) {
       A powers[kRun<T>];
       get(i, powers);
 #pragma unroll
@@ -315,17 +315,17 @@ softmax_forward_kernel(const __grid_constant__ Forward<T> p) {
       sum += sum_of(powers);
     });
   }
-  sum = team.of_warp(sum, [](A a, A b) { return a + b; });
+  sum = row_threads.of_warp(sum, [](A a, A b) { return a + b; });
   A reference = finite_reference(largest);
-  if (team.has_several_warps()) {
+  if (row_threads.has_several_warps()) {
     __shared__ A largest_of_warp[kThreads], sum_of_warp[kThreads];
     largest_of_warp[threadIdx.x] = largest;
     sum_of_warp[threadIdx.x] = sum;
     __syncthreads();
-    team.for_each_place([&](int place) { largest = max(largest, largest_of_warp[place]); });
+    row_threads.for_each_place([&](int place) { largest = max(largest, largest_of_warp[place]); });
     reference = finite_reference(largest);
     sum = 0;
-    team.for_each_place([&](int place) {
+    row_threads.for_each_place([&](int place) {
       sum += sum_of_warp[place] * power_of_difference(largest_of_warp[place], reference, exponent_scale);
     });
   }
@@ -334,7 +334,7 @@ softmax_forward_kernel(const __grid_constant__ Forward<T> p) {
     if (strip.runs > kHeld * kThreads) {
       read(first);
     }
-    team.for_each_run(strip, first, [&](int i, uint32_t run) {
+    row_threads.for_each_run(strip, first, [&](int i, uint32_t run) {
       A probs[kRun<T>];
       get(i, probs);
 #pragma unroll
@@ -349,19 +349,19 @@ softmax_forward_kernel(const __grid_constant__ Forward<T> p) {
 }
 
 template <class T>
-struct Backward {
+struct SoftmaxBackward {
   const uint4* grad;
   const uint4* probs;
   uint4* grad_scores;
-  Strips strips;
+  RowStrips strips;
   Compute<T> scale;
 };
 
 template <class T, int kThreads>
-__global__ void __launch_bounds__(kThreads, 896 / kThreads) softmax_backward_kernel(const __grid_constant__ Backward<T> p) {
+__global__ void __launch_bounds__(kThreads, 896 / kThreads) softmax_backward_kernel(const __grid_constant__ SoftmaxBackward<T> p) {
   using A = Compute<T>;
-  const Strip<T> strip(p.strips);
-  const Team<kThreads> team(strip);
+  const RowStrip<T> strip(p.strips);
+  const RowThreads<kThreads> row_threads(strip);
   uint4 grads[kHeld], probs[kHeld];
   const auto read = [&](uint32_t first) {
 #pragma unroll
@@ -378,7 +378,7 @@ __global__ void __launch_bounds__(kThreads, 896 / kThreads) softmax_backward_ker
   A dot = 0;
   for (uint32_t first = 0; first < strip.runs; first += kHeld * kThreads) {
     read(first);
-    team.for_each_run(strip, first, [&](int i, uint32_t) {
+    row_threads.for_each_run(strip, first, [&](int i, uint32_t) {
       A grad[kRun<T>], prob[kRun<T>];
       unpack<T>(grads[i], grad);
       unpack<T>(probs[i], prob);
@@ -388,19 +388,19 @@ __global__ void __launch_bounds__(kThreads, 896 / kThreads) softmax_backward_ker
       }
     });
   }
-  dot = team.of_warp(dot, [](A a, A b) { return a + b; });
-  if (team.has_several_warps()) {
+  dot = row_threads.of_warp(dot, [](A a, A b) { return a + b; });
+  if (row_threads.has_several_warps()) {
     __shared__ A dot_of_warp[kThreads];
     dot_of_warp[threadIdx.x] = dot;
     __syncthreads();
     dot = 0;
-    team.for_each_place([&](int place) { dot += dot_of_warp[place]; });
+    row_threads.for_each_place([&](int place) { dot += dot_of_warp[place]; });
   }
   for (uint32_t first = 0; first < strip.runs; first += kHeld * kThreads) {
     if (strip.runs > kHeld * kThreads) {
       read(first);
     }
-    team.for_each_run(strip, first, [&](int i, uint32_t run) {
+    row_threads.for_each_run(strip, first, [&](int i, uint32_t run) {
       A grad[kRun<T>], prob[kRun<T>];
       unpack<T>(grads[i], grad);
       unpack<T>(probs[i], prob);
@@ -416,13 +416,13 @@ __global__ void __launch_bounds__(kThreads, 896 / kThreads) softmax_backward_ker
 }
 
 // Of values (B, V, b, b) of so many heads.
-Strips strips_of(
-    const std::optional<Tensor>& units, const Tensor& values, const Tensor& row_offsets, const Tensor& columns,
+RowStrips strips_of(
+    const std::optional<Tensor>& listed, const Tensor& values, const Tensor& row_offsets, const Tensor& columns,
     int64_t heads, int64_t layout_heads, int64_t block) {
-  check(units.has_value(), "softmax on CUDA takes the strips of a BlockIndex, none were given.");
-  check_rows(*units, 4, values, "strips");
+  check(listed.has_value(), "softmax on CUDA takes the strips of a BlockIndex, none were given.");
+  check_rows(*listed, 4, values, "strips");
   return {
-      reinterpret_cast<const int4*>(units->const_data_ptr<int32_t>()), static_cast<uint32_t>(units->size(0)),
+      reinterpret_cast<const int4*>(listed->const_data_ptr<int32_t>()), static_cast<uint32_t>(listed->size(0)),
       static_cast<uint32_t>(values.size(0) * heads / layout_heads), static_cast<uint32_t>(columns.size(0)),
       static_cast<uint32_t>(heads / layout_heads), static_cast<uint32_t>((row_offsets.size(0) - 1) / layout_heads),
       log2_of(block)};
@@ -444,7 +444,7 @@ void with_threads(int64_t most, const F& f) {
 }
 
 // `x` is (B or 1, H or 1, T or 1, S), or (B or 1, S) with 2 dimensions.
-Bias bias_of(
+ScoreBias bias_of(
     const std::optional<Tensor>& x, int64_t dimensions, const Tensor& scores, int64_t heads, int64_t tokens,
     const char* name) {
   if (!x.has_value()) {
@@ -474,18 +474,18 @@ Tensor softmax_forward(
   const int64_t heads = heads_of(scores.size(1), columns.size(0), layout_heads);
   check_lists(row_offsets, layout_heads, heads, scores);
   const int64_t tokens = (row_offsets.size(0) - 1) / layout_heads * block;
-  const Bias all[] = {
+  const ScoreBias all[] = {
       bias_of(rpe, 4, scores, heads, tokens, "rpe"),
       bias_of(key_padding_mask, 2, scores, heads, tokens, "key_padding_mask"),
       bias_of(attn_mask, 4, scores, heads, tokens, "attn_mask")};
-  Biases biases{};
-  std::copy_if(std::begin(all), std::end(all), biases.bias, [](const Bias& bias) { return bias.data != nullptr; });
+  ScoreBiases biases{};
+  std::copy_if(std::begin(all), std::end(all), biases.bias, [](const ScoreBias& bias) { return bias.data != nullptr; });
   const bool plain = biases.bias[0].data == nullptr && !causal && scale > 0;
   const Launcher launch(scores);
   const Tensor aligned_scores = launch.aligned(scores);
   with_element<true>(scores, "softmax", [&](auto zero) {
     using T = decltype(zero);
-    const Forward<T> arguments{
+    const SoftmaxForward<T> arguments{
         static_cast<const uint4*>(aligned_scores.const_data_ptr()), static_cast<uint4*>(probs.mutable_data_ptr()),
         strips_of(strips, scores, row_offsets, columns, heads, layout_heads, block), columns.const_data_ptr<int32_t>(),
         biases, static_cast<Compute<T>>(scale), causal};
@@ -522,7 +522,7 @@ Tensor softmax_backward(
   const Tensor aligned_grad = launch.aligned(grad), aligned_probs = launch.aligned(probs);
   with_element<true>(probs, "softmax", [&](auto zero) {
     using T = decltype(zero);
-    const Backward<T> arguments{
+    const SoftmaxBackward<T> arguments{
         static_cast<const uint4*>(aligned_grad.const_data_ptr()),
         static_cast<const uint4*>(aligned_probs.const_data_ptr()),
         static_cast<uint4*>(grad_scores.mutable_data_ptr()),

@@ -25,48 +25,48 @@ struct alignas(16) Row {
 };
 
 template <class ShapeOfRows>
-struct Forward {
-  using Shape = ShapeOfRows;
-  using T = typename Shape::T;
-  using A = typename Shape::A;
+struct TokenForward {
+  using RowShape = ShapeOfRows;
+  using T = typename RowShape::T;
+  using A = typename RowShape::A;
   static constexpr int kBlocks = sizeof(A) == 8 ? 3 : 5;
   struct Memory {
-    A largest[kWarps], totals[kWarps], sums[kWarps][Shape::kWidth];
+    A largest[kWarps], totals[kWarps], sums[kWarps][RowShape::kWidth];
   };
   struct Arguments {
-    Rows<T> queries, keys, values;
+    GatheredRows<T> queries, keys, values;
     A scale;
     T* output;
     A *lse, *statistics;
-    int64_t lines;
+    int64_t num_lists;
     int width;  // of the output
   };
 
-  Numbers<Shape> query;
-  typename Rows<T>::template Matrix<Shape> keys, values;
+  Numbers<RowShape> query;
+  typename GatheredRows<T>::template Matrix<RowShape> keys, values;
   A scale;
   // Of the scores so far; sums of e^(score - largest), and of the same times values.
   A largest = std::numeric_limits<A>::lowest(), total = 0;
-  Numbers<Shape> sums;
+  Numbers<RowShape> sums;
 
-  __device__ Forward(const Arguments& all, const Line& line)
-      : query(all.queries.template of<Shape>(line).load(line.token)),
-        keys(all.keys.template of<Shape>(line)),
-        values(all.values.template of<Shape>(line)),
+  __device__ TokenForward(const Arguments& all, const TokenList& list)
+      : query(all.queries.template of<RowShape>(list).load(list.token)),
+        keys(all.keys.template of<RowShape>(list)),
+        values(all.values.template of<RowShape>(list)),
         scale(all.scale) {}
 
-  __device__ void add(uint32_t, const int (&tokens)[Shape::kTokens]) {
-    constexpr int kTokens = Shape::kTokens;
-    Part<Shape> key_parts[kTokens], value_parts[kTokens];
+  __device__ void add(uint32_t, const int (&tokens)[RowShape::kTokens]) {
+    constexpr int kTokens = RowShape::kTokens;
+    GatheredRow<RowShape> gathered_keys[kTokens], gathered_values[kTokens];
 #pragma unroll
     for (int u = 0; u < kTokens; ++u) {
-      key_parts[u] = keys.load(tokens[u]);
-      value_parts[u] = values.load(tokens[u]);
+      gathered_keys[u] = keys.load(tokens[u]);
+      gathered_values[u] = values.load(tokens[u]);
     }
     A scores[kTokens], top = largest;
 #pragma unroll
     for (int u = 0; u < kTokens; ++u) {
-      const A score = score_of(query.dot(Numbers<Shape>(key_parts[u])), scale);
+      const A score = score_of(query.dot(Numbers<RowShape>(gathered_keys[u])), scale);
       scores[u] = tokens[u] < 0 ? -std::numeric_limits<A>::infinity() : score;
       top = max(top, scores[u]);
     }
@@ -75,7 +75,7 @@ struct Forward {
     for (int u = 0; u < kTokens; ++u) {
       const A weight = exp_of_difference(scores[u], largest);
       total += weight;
-      sums.add(weight, Numbers<Shape>(value_parts[u]));
+      sums.add(weight, Numbers<RowShape>(gathered_values[u]));
     }
   }
 
@@ -88,8 +88,8 @@ struct Forward {
   }
 
   __device__ void finish_warp() {
-    take_off(max_of_groups<Shape>(largest));
-    total = sum_of_groups<Shape>(total);
+    take_off(max_of_groups<RowShape>(largest));
+    total = sum_of_groups<RowShape>(total);
     sums.add_groups();
   }
 
@@ -114,16 +114,16 @@ struct Forward {
     }
   }
 
-  __device__ void store(const Arguments& all, const Line& line) {
-    const bool empty = line.begin == line.end;
-    const int64_t at = line.matrix * all.lines + line.token;
+  __device__ void store(const Arguments& all, const TokenList& list) {
+    const bool empty = list.begin == list.end;
+    const int64_t at = list.matrix * all.num_lists + list.token;
     if (threadIdx.x % kWarpLanes == 0) {
       const A origin = empty ? -std::numeric_limits<A>::infinity() : largest;
       all.statistics[2 * at] = origin;
       all.statistics[2 * at + 1] = total;
       all.lse[at] = origin + log(total);
     }
-    if (Shape::group() == 0) {
+    if (RowShape::group() == 0) {
       sums.scale(empty ? A(0) : 1 / total);
       sums.store(all.output + at * all.width, all.width);
     }
@@ -132,9 +132,9 @@ struct Forward {
 
 // What the two sweeps of backward are given; grad_lse may be null.
 template <class T>
-struct BackwardArguments {
+struct TokenBackwardArguments {
   using A = Compute<T>;
-  Rows<T> queries, keys, values, grad_outputs, outputs;
+  GatheredRows<T> queries, keys, values, grad_outputs, outputs;
   const A *statistics, *grad_lse;
   Row<A>* rows;  // (B, H, T), which the sweep over the queries writes
   A scale;
@@ -145,61 +145,61 @@ struct BackwardArguments {
 
 template <class ShapeOfRows>
 struct OverQueries {
-  using Shape = ShapeOfRows;
-  using T = typename Shape::T;
-  using A = typename Shape::A;
-  using Arguments = BackwardArguments<T>;
+  using RowShape = ShapeOfRows;
+  using T = typename RowShape::T;
+  using A = typename RowShape::A;
+  using Arguments = TokenBackwardArguments<T>;
   static constexpr int kBlocks = sizeof(A) == 8 ? 3 : 4;
   struct Memory {
-    A sums[kWarps][Shape::kWidth];
+    A sums[kWarps][RowShape::kWidth];
   };
 
-  Numbers<Shape> query, grad_output;
-  typename Rows<T>::template Matrix<Shape> keys, values;
+  Numbers<RowShape> query, grad_output;
+  typename GatheredRows<T>::template Matrix<RowShape> keys, values;
   Row<A> row;
   A scale;
-  Numbers<Shape> sums;
+  Numbers<RowShape> sums;
 
-  __device__ OverQueries(const Arguments& all, const Line& line)
-      : query(all.queries.template of<Shape>(line).load(line.token)),
-        grad_output(all.grad_outputs.template of<Shape>(line).load(line.token)),
-        keys(all.keys.template of<Shape>(line)),
-        values(all.values.template of<Shape>(line)),
+  __device__ OverQueries(const Arguments& all, const TokenList& list)
+      : query(all.queries.template of<RowShape>(list).load(list.token)),
+        grad_output(all.grad_outputs.template of<RowShape>(list).load(list.token)),
+        keys(all.keys.template of<RowShape>(list)),
+        values(all.values.template of<RowShape>(list)),
         scale(all.scale) {
-    const int64_t at = line.matrix * all.num_queries + line.token;
+    const int64_t at = list.matrix * all.num_queries + list.token;
     const A total = all.statistics[2 * at + 1];
-    const A dot = grad_output.dot(Numbers<Shape>(all.outputs.template of<Shape>(line).load(line.token)));
+    const A dot = grad_output.dot(Numbers<RowShape>(all.outputs.template of<RowShape>(list).load(list.token)));
     row.origin = all.statistics[2 * at];
     row.inverse = total > 0 ? 1 / total : A(0);
     row.delta = all.grad_lse == nullptr ? dot : dot - all.grad_lse[at];
     row.unused = 0;
   }
 
-  __device__ void add(uint32_t, const int (&tokens)[Shape::kTokens]) {
-    constexpr int kTokens = Shape::kTokens;
-    Part<Shape> key_parts[kTokens], value_parts[kTokens];
+  __device__ void add(uint32_t, const int (&tokens)[RowShape::kTokens]) {
+    constexpr int kTokens = RowShape::kTokens;
+    GatheredRow<RowShape> gathered_keys[kTokens], gathered_values[kTokens];
 #pragma unroll
     for (int u = 0; u < kTokens; ++u) {
-      key_parts[u] = keys.load(tokens[u]);
-      value_parts[u] = values.load(tokens[u]);
+      gathered_keys[u] = keys.load(tokens[u]);
+      gathered_values[u] = values.load(tokens[u]);
     }
 #pragma unroll
     for (int u = 0; u < kTokens; ++u) {
-      const Numbers<Shape> key(key_parts[u]);
+      const Numbers<RowShape> key(gathered_keys[u]);
       const A prob = row.probability(score_of(query.dot(key), scale));
-      const A grad = prob * (grad_output.dot(Numbers<Shape>(value_parts[u])) - row.delta) * scale;
+      const A grad = prob * (grad_output.dot(Numbers<RowShape>(gathered_values[u])) - row.delta) * scale;
       sums.add(tokens[u] < 0 ? A(0) : grad, key);
     }
   }
 
   __device__ void finish_warp() { sums.add_groups(); }
   __device__ void finish_block(Memory& memory) { sums.add_warps(memory.sums); }
-  __device__ void store(const Arguments& all, const Line& line) const {
-    const int64_t at = line.matrix * all.num_queries + line.token;
+  __device__ void store(const Arguments& all, const TokenList& list) const {
+    const int64_t at = list.matrix * all.num_queries + list.token;
     if (threadIdx.x % kWarpLanes == 0) {
       all.rows[at] = row;
     }
-    if (Shape::group() == 0) {
+    if (RowShape::group() == 0) {
       sums.store(all.grad_query + at * all.width, all.width);
     }
   }
@@ -207,42 +207,42 @@ struct OverQueries {
 
 template <class ShapeOfRows>
 struct OverKeys {
-  using Shape = ShapeOfRows;
-  using T = typename Shape::T;
-  using A = typename Shape::A;
-  using Arguments = BackwardArguments<T>;
+  using RowShape = ShapeOfRows;
+  using T = typename RowShape::T;
+  using A = typename RowShape::A;
+  using Arguments = TokenBackwardArguments<T>;
   static constexpr int kBlocks = sizeof(A) == 8 ? 3 : 4;
   struct Memory {
-    A keys[kWarps][Shape::kWidth], values[kWarps][Shape::kWidth];
+    A keys[kWarps][RowShape::kWidth], values[kWarps][RowShape::kWidth];
   };
 
-  Numbers<Shape> key, value;
-  typename Rows<T>::template Matrix<Shape> queries, grad_outputs;
+  Numbers<RowShape> key, value;
+  typename GatheredRows<T>::template Matrix<RowShape> queries, grad_outputs;
   const Row<A>* rows;  // of the matrix
   A scale;
-  Numbers<Shape> grad_key, grad_value;
+  Numbers<RowShape> grad_key, grad_value;
 
-  __device__ OverKeys(const Arguments& all, const Line& line)
-      : key(all.keys.template of<Shape>(line).load(line.token)),
-        value(all.values.template of<Shape>(line).load(line.token)),
-        queries(all.queries.template of<Shape>(line)),
-        grad_outputs(all.grad_outputs.template of<Shape>(line)),
-        rows(all.rows + line.matrix * all.num_queries),
+  __device__ OverKeys(const Arguments& all, const TokenList& list)
+      : key(all.keys.template of<RowShape>(list).load(list.token)),
+        value(all.values.template of<RowShape>(list).load(list.token)),
+        queries(all.queries.template of<RowShape>(list)),
+        grad_outputs(all.grad_outputs.template of<RowShape>(list)),
+        rows(all.rows + list.matrix * all.num_queries),
         scale(all.scale) {}
 
-  __device__ void add(uint32_t, const int (&tokens)[Shape::kTokens]) {
-    constexpr int kTokens = Shape::kTokens;
-    Part<Shape> query_parts[kTokens], grad_parts[kTokens];
+  __device__ void add(uint32_t, const int (&tokens)[RowShape::kTokens]) {
+    constexpr int kTokens = RowShape::kTokens;
+    GatheredRow<RowShape> gathered_queries[kTokens], gathered_grads[kTokens];
     Row<A> of_tokens[kTokens];
 #pragma unroll
     for (int u = 0; u < kTokens; ++u) {
-      query_parts[u] = queries.load(tokens[u]);
-      grad_parts[u] = grad_outputs.load(tokens[u]);
+      gathered_queries[u] = queries.load(tokens[u]);
+      gathered_grads[u] = grad_outputs.load(tokens[u]);
       of_tokens[u] = tokens[u] < 0 ? Row<A>{} : rows[tokens[u]];
     }
 #pragma unroll
     for (int u = 0; u < kTokens; ++u) {
-      const Numbers<Shape> query(query_parts[u]), grad_output(grad_parts[u]);
+      const Numbers<RowShape> query(gathered_queries[u]), grad_output(gathered_grads[u]);
       const A prob = of_tokens[u].probability(score_of(query.dot(key), scale));
       const A grad = prob * (grad_output.dot(value) - of_tokens[u].delta) * scale;
       grad_value.add(tokens[u] < 0 ? A(0) : prob, grad_output);
@@ -260,9 +260,9 @@ struct OverKeys {
     grad_value.add_warps(memory.values);
   }
 
-  __device__ void store(const Arguments& all, const Line& line) const {
-    const int64_t at = line.matrix * all.num_keys + line.token;
-    if (Shape::group() == 0) {
+  __device__ void store(const Arguments& all, const TokenList& list) const {
+    const int64_t at = list.matrix * all.num_keys + list.token;
+    if (RowShape::group() == 0) {
       grad_key.store(all.grad_key + at * all.width, all.width);
       grad_value.store(all.grad_value + at * all.value_width, all.value_width);
     }
@@ -281,7 +281,7 @@ std::tuple<Tensor, Tensor, Tensor> token_attention_forward(
   check_size(key, 3, query.size(3), "key");
   check_size(value, 2, key.size(2), "value");
   const int64_t batch = query.size(0), heads = query.size(1), tokens = query.size(2), width = value.size(3);
-  const Lists lists(row_offsets, columns, std::nullopt, list_batch, list_heads, query, tokens);
+  const TokenLists lists(row_offsets, columns, std::nullopt, list_batch, list_heads, query, tokens);
   Tensor output = torch::stable::new_empty(query, {batch, heads, tokens, width}),
          lse = torch::stable::new_empty(query, {batch, heads, tokens}, lse_type(query)),
          statistics = torch::stable::new_empty(query, {batch, heads, tokens, 2}, lse_type(query));
@@ -293,11 +293,11 @@ std::tuple<Tensor, Tensor, Tensor> token_attention_forward(
     using S = decltype(shape);
     using T = typename S::T;
     using A = typename S::A;
-    const Operand<T> queries(query), keys(key), values(value);
-    const typename Forward<S>::Arguments arguments{
+    const RowsOperand<T> queries(query), keys(key), values(value);
+    const typename TokenForward<S>::Arguments arguments{
         queries.rows(), keys.rows(), values.rows(), static_cast<A>(scale), written<T>(output), written<A>(lse),
         written<A>(statistics), tokens, static_cast<int>(width)};
-    launch(lines_kernel<Forward<S>>, lists.tasks(), kThreads, lists, arguments);
+    launch(lists_kernel<TokenForward<S>>, lists.work_tiles(), kThreads, lists, arguments);
   });
   return {output, lse, statistics};
 }
@@ -318,7 +318,7 @@ std::tuple<Tensor, Tensor, Tensor> token_attention_backward(
     check_contiguous(*grad_lse, "grad_lse");
   }
   const int64_t batch = query.size(0), heads = query.size(1), tokens = query.size(2), num_keys = key.size(2);
-  const Lists by_query(row_offsets, columns, std::nullopt, list_batch, list_heads, query, tokens),
+  const TokenLists by_query(row_offsets, columns, std::nullopt, list_batch, list_heads, query, tokens),
       by_key(column_offsets, column_rows, slots, list_batch, list_heads, query, num_keys);
   check_size(column_rows, 0, by_query.num_entries, "column_rows");
   const auto contiguous = [](const Tensor& x) { return torch::stable::new_empty(x, x.sizes()); };
@@ -332,16 +332,16 @@ std::tuple<Tensor, Tensor, Tensor> token_attention_backward(
     using S = decltype(shape);
     using T = typename S::T;
     using A = typename S::A;
-    const Operand<T> queries(query), keys(key), values(value), grad_outputs(grad_output), outputs(output);
-    const BackwardArguments<T> arguments{
+    const RowsOperand<T> queries(query), keys(key), values(value), grad_outputs(grad_output), outputs(output);
+    const TokenBackwardArguments<T> arguments{
         queries.rows(), keys.rows(), values.rows(), grad_outputs.rows(), outputs.rows(),
         static_cast<const A*>(statistics.const_data_ptr()),
         grad_lse ? static_cast<const A*>(grad_lse->const_data_ptr()) : nullptr,
         static_cast<Row<A>*>(rows.mutable_data_ptr()), static_cast<A>(scale), written<T>(grad_query),
         written<T>(grad_key), written<T>(grad_value), tokens, num_keys, static_cast<int>(query.size(3)),
         static_cast<int>(value.size(3))};
-    launch(lines_kernel<OverQueries<S>>, by_query.tasks(), kThreads, by_query, arguments);
-    launch(lines_kernel<OverKeys<S>>, by_key.tasks(), kThreads, by_key, arguments);
+    launch(lists_kernel<OverQueries<S>>, by_query.work_tiles(), kThreads, by_query, arguments);
+    launch(lists_kernel<OverKeys<S>>, by_key.work_tiles(), kThreads, by_key, arguments);
   });
   return {grad_query, grad_key, grad_value};
 }

@@ -9,100 +9,100 @@ namespace {
 
 // One product a pair.
 template <class ShapeOfRows>
-struct Products {
-  using Shape = ShapeOfRows;
-  using T = typename Shape::T;
-  using A = typename Shape::A;
+struct PairProducts {
+  using RowShape = ShapeOfRows;
+  using T = typename RowShape::T;
+  using A = typename RowShape::A;
   static constexpr int kBlocks = 6;
   struct Memory {};
   struct Arguments {
-    Rows<T> queries, keys;
+    GatheredRows<T> queries, keys;
     T* values;
     int64_t num_entries;
   };
 
-  Numbers<Shape> query;
-  typename Rows<T>::template Matrix<Shape> keys;
+  Numbers<RowShape> query;
+  typename GatheredRows<T>::template Matrix<RowShape> keys;
   T* values;  // of the list
 
-  __device__ Products(const Arguments& all, const Line& line)
-      : query(all.queries.template of<Shape>(line).load(line.token)),
-        keys(all.keys.template of<Shape>(line)),
-        values(all.values + line.repeat * all.num_entries) {}
+  __device__ PairProducts(const Arguments& all, const TokenList& list)
+      : query(all.queries.template of<RowShape>(list).load(list.token)),
+        keys(all.keys.template of<RowShape>(list)),
+        values(all.values + list.repeat * all.num_entries) {}
 
-  __device__ void add(uint32_t n, const int (&tokens)[Shape::kTokens]) {
-    Part<Shape> parts[Shape::kTokens];
+  __device__ void add(uint32_t n, const int (&tokens)[RowShape::kTokens]) {
+    GatheredRow<RowShape> gathered[RowShape::kTokens];
 #pragma unroll
-    for (int u = 0; u < Shape::kTokens; ++u) {
-      parts[u] = keys.load(tokens[u]);
+    for (int u = 0; u < RowShape::kTokens; ++u) {
+      gathered[u] = keys.load(tokens[u]);
     }
     // Each of the first lanes of the group writes one, so that they are written together.
     A mine = 0;
     int live = 0;
 #pragma unroll
-    for (int u = 0; u < Shape::kTokens; ++u) {
-      const A product = query.dot(Numbers<Shape>(parts[u]));
-      mine = Shape::lane() == u ? product : mine;
+    for (int u = 0; u < RowShape::kTokens; ++u) {
+      const A product = query.dot(Numbers<RowShape>(gathered[u]));
+      mine = RowShape::lane() == u ? product : mine;
       live |= (tokens[u] >= 0) << u;
     }
-    if (live >> Shape::lane() & 1) {
-      values[n + Shape::lane() * Shape::kGroups] = static_cast<T>(mine);
+    if (live >> RowShape::lane() & 1) {
+      values[n + RowShape::lane() * RowShape::kGroups] = static_cast<T>(mine);
     }
   }
 
   __device__ void finish_warp() {}
   __device__ void finish_block(Memory&) {}
-  __device__ void store(const Arguments&, const Line&) const {}
+  __device__ void store(const Arguments&, const TokenList&) const {}
 };
 
-// The sum of a line's tokens, each times its value.
+// The sum of a list's tokens, each times its value.
 template <class ShapeOfRows>
 struct WeightedSum {
-  using Shape = ShapeOfRows;
-  using T = typename Shape::T;
-  using A = typename Shape::A;
+  using RowShape = ShapeOfRows;
+  using T = typename RowShape::T;
+  using A = typename RowShape::A;
   static constexpr int kBlocks = 6;
   struct Memory {
-    A sums[kWarps][Shape::kWidth];
+    A sums[kWarps][RowShape::kWidth];
   };
   struct Arguments {
     const T* values;
     const int32_t* slots;
     int64_t num_entries;
-    Rows<T> rows;
+    GatheredRows<T> rows;
     T* out;
-    int64_t lines;
+    int64_t num_lists;
     int width;  // of out
   };
 
-  typename Rows<T>::template Matrix<Shape> rows;
+  typename GatheredRows<T>::template Matrix<RowShape> rows;
   const T* values;  // of the list
   const int32_t* slots;
-  Numbers<Shape> sums;
+  Numbers<RowShape> sums;
 
-  __device__ WeightedSum(const Arguments& all, const Line& line)
-      : rows(all.rows.template of<Shape>(line)), values(all.values + line.repeat * all.num_entries), slots(all.slots) {}
+  __device__ WeightedSum(const Arguments& all, const TokenList& list)
+      : rows(all.rows.template of<RowShape>(list)), values(all.values + list.repeat * all.num_entries), slots(all.slots) {}
 
-  __device__ void add(uint32_t n, const int (&tokens)[Shape::kTokens]) {
-    Part<Shape> parts[Shape::kTokens];
-    A weights[Shape::kTokens];
+  __device__ void add(uint32_t n, const int (&tokens)[RowShape::kTokens]) {
+    GatheredRow<RowShape> gathered[RowShape::kTokens];
+    A weights[RowShape::kTokens];
 #pragma unroll
-    for (int u = 0; u < Shape::kTokens; ++u) {
-      const uint32_t at = n + u * Shape::kGroups;
-      parts[u] = rows.load(tokens[u]);
+    for (int u = 0; u < RowShape::kTokens; ++u) {
+      const uint32_t at = n + u * RowShape::kGroups;
+      gathered[u] = rows.load(tokens[u]);
       weights[u] = tokens[u] < 0 ? A(0) : static_cast<A>(values[slots == nullptr ? at : slots[at]]);
     }
 #pragma unroll
-    for (int u = 0; u < Shape::kTokens; ++u) {
-      sums.add(weights[u], Numbers<Shape>(parts[u]));
+    for (int u = 0; u < RowShape::kTokens; ++u) {
+      sums.add(weights[u], Numbers<RowShape>(gathered[u]));
     }
   }
 
   __device__ void finish_warp() { sums.add_groups(); }
   __device__ void finish_block(Memory& memory) { sums.add_warps(memory.sums); }
-  __device__ void store(const Arguments& all, const Line& line) const {
-    if (Shape::group() == 0) {
-      sums.store(all.out + (line.matrix * all.lines + line.token) * all.width, all.width);
+  __device__ void store(const Arguments& all, const TokenList& list) const {
+    if (RowShape::group() == 0) {
+      sums.store(all.out + (list.matrix * all.num_lists + list.token) * all.width, all.width);
     }
   }
 };
@@ -112,7 +112,7 @@ Tensor token_matmul_sdd(
     int64_t list_heads) {
   check_token_operands({{&query, "query"}, {&key, "key"}});
   check_size(key, 3, query.size(3), "key");
-  const Lists lists(row_offsets, columns, std::nullopt, list_batch, list_heads, query, query.size(2));
+  const TokenLists lists(row_offsets, columns, std::nullopt, list_batch, list_heads, query, query.size(2));
   Tensor out = torch::stable::new_empty(query, {lists.repeats(), lists.num_entries});
   if (out.numel() == 0) {
     return out;
@@ -121,10 +121,10 @@ Tensor token_matmul_sdd(
   with_shape(query, query.size(3), [&](auto shape) {
     using S = decltype(shape);
     using T = typename S::T;
-    const Operand<T> queries(query), keys(key);
-    const typename Products<S>::Arguments arguments{
+    const RowsOperand<T> queries(query), keys(key);
+    const typename PairProducts<S>::Arguments arguments{
         queries.rows(), keys.rows(), static_cast<T*>(out.mutable_data_ptr()), lists.num_entries};
-    launch(lines_kernel<Products<S>>, lists.tasks(), kThreads, lists, arguments);
+    launch(lists_kernel<PairProducts<S>>, lists.work_tiles(), kThreads, lists, arguments);
   });
   return out;
 }
@@ -136,14 +136,14 @@ Tensor token_matmul_dsd(
   check(
       list_batch > 0 && list_heads > 0 && (offsets.size(0) - 1) % (list_batch * list_heads) == 0,
       "offsets has to have one entry a line of each list, and one.");
-  const int64_t lines = (offsets.size(0) - 1) / (list_batch * list_heads), width = dense.size(3);
-  const Lists lists(offsets, indices, slots, list_batch, list_heads, dense, lines);
+  const int64_t num_lists = (offsets.size(0) - 1) / (list_batch * list_heads), width = dense.size(3);
+  const TokenLists lists(offsets, indices, slots, list_batch, list_heads, dense, num_lists);
   check_dim(values, 2, "values");
   check_like(values, dense, "values");
   check_contiguous(values, "values");
   check_size(values, 0, lists.repeats(), "values");
   check_size(values, 1, lists.num_entries, "values");
-  Tensor out = torch::stable::new_empty(dense, {dense.size(0), dense.size(1), lines, width});
+  Tensor out = torch::stable::new_empty(dense, {dense.size(0), dense.size(1), num_lists, width});
   if (out.numel() == 0) {
     return out;
   }
@@ -151,11 +151,11 @@ Tensor token_matmul_dsd(
   with_shape(dense, width, [&](auto shape) {
     using S = decltype(shape);
     using T = typename S::T;
-    const Operand<T> rows(dense);
+    const RowsOperand<T> rows(dense);
     const typename WeightedSum<S>::Arguments arguments{
         static_cast<const T*>(values.const_data_ptr()), lists.slots, lists.num_entries, rows.rows(),
-        static_cast<T*>(out.mutable_data_ptr()), lines, static_cast<int>(width)};
-    launch(lines_kernel<WeightedSum<S>>, lists.tasks(), kThreads, lists, arguments);
+        static_cast<T*>(out.mutable_data_ptr()), num_lists, static_cast<int>(width)};
+    launch(lists_kernel<WeightedSum<S>>, lists.work_tiles(), kThreads, lists, arguments);
   });
   return out;
 }

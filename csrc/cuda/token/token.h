@@ -1,10 +1,10 @@
-// What the kernels over lists of token pairs share: lists, rows of memory that are gathered, how lines of lists are
-// shared out. Schemas and shapes: csrc/library.cpp.
+// What the kernels over lists of token pairs share: lists, rows of memory that are gathered, how lists are shared
+// out among warps. Schemas and shapes: csrc/library.cpp.
 //
-// A line is a query and the keys that it sees, or a key and the queries that see it. A warp does a line: groups of
+// A list has the keys that a query sees, or the queries that see a key. A warp does a list: groups of
 // kLanes lanes take one token of the list each, read its row in runs of 16 bytes, and keep sums of their own, which are
 // put together at the end. What takes the time is bringing rows from L2, so that several of a group's tokens are read
-// before the first is looked at, and the list is read a step ahead. Lines of more than kLong tokens are shared by the
+// before the first is looked at, and the list is read a step ahead. Lists of more than kLong tokens are shared by the
 // warps of a thread block. The order of every sum is set by the list alone.
 
 #pragma once
@@ -30,12 +30,12 @@ constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarpLanes;
 constexpr int kMaxWidth = 256;
 
-// Tokens that a warp does by itself, so that a line does not set the time.
+// Tokens that a warp does by itself, so that a list does not set the time.
 constexpr uint32_t kLong = 512;
 
 // How a row lies in the lanes of a group: lane l has the runs of 16 bytes l, l + kLanes, and so on, kPieces of them.
 template <class Element, int kLanesOfGroup, int kPiecesOfLane>
-struct Shape {
+struct RowShape {
   using T = Element;
   using A = Compute<T>;
   static constexpr int kLanes = kLanesOfGroup, kPieces = kPiecesOfLane;
@@ -93,7 +93,7 @@ __device__ __forceinline__ void unpack(const uint4& run, Compute<T> (&numbers)[k
 
 // A lane's part of a row: as it is in memory, and as numbers to calculate with.
 template <class S>
-struct Part {
+struct GatheredRow {
   uint4 piece[S::kPieces];
 };
 
@@ -105,10 +105,10 @@ struct Numbers {
 
   __device__ Numbers() : piece{} {}
 
-  __device__ explicit Numbers(const Part<S>& part) {
+  __device__ explicit Numbers(const GatheredRow<S>& gathered) {
 #pragma unroll
     for (int p = 0; p < S::kPieces; ++p) {
-      unpack<typename S::T>(part.piece[p], piece[p]);
+      unpack<typename S::T>(gathered.piece[p], piece[p]);
     }
   }
 
@@ -192,23 +192,23 @@ struct Numbers {
   __device__ static int warp() { return threadIdx.x / kWarpLanes; }
 };
 
-// A line of one sequence and head.
-struct Line {
+// The list of one token of one sequence and head.
+struct TokenList {
   int64_t batch, head;
   int64_t matrix;  // batch * heads + head
-  int64_t repeat;  // number among those that share the list
+  int64_t repeat;  // number among the matrices that share it
   int64_t token;
   uint32_t begin, end;  // its entries
 };
 
-// Lists by one side's tokens, the lines, of the other side's.
-struct Lists {
+// A list for each token of one side, of tokens of the other side.
+struct TokenLists {
   const int32_t *offsets, *entries, *slots;
-  int64_t num_entries, list_batch, list_heads, batch, heads, lines;
+  int64_t num_entries, list_batch, list_heads, batch, heads, num_lists;
 
-  Lists(
+  TokenLists(
       const Tensor& offsets, const Tensor& entries, const std::optional<Tensor>& slots, int64_t list_batch,
-      int64_t list_heads, const Tensor& x, int64_t lines)
+      int64_t list_heads, const Tensor& x, int64_t num_lists)
       : offsets(offsets.const_data_ptr<int32_t>()),
         entries(entries.const_data_ptr<int32_t>()),
         slots(slots ? slots->const_data_ptr<int32_t>() : nullptr),
@@ -217,60 +217,60 @@ struct Lists {
         list_heads(list_heads),
         batch(x.size(0)),
         heads(x.size(1)),
-        lines(lines) {
-    check_token_lists(offsets, entries, list_batch, list_heads, lines, x);
+        num_lists(num_lists) {
+    check_token_lists(offsets, entries, list_batch, list_heads, num_lists, x);
     if (slots) {
       check_list(*slots, x, "slots");
       check_size(*slots, 0, num_entries, "slots");
     }
   }
 
-  __host__ __device__ int64_t tasks_of_matrix() const { return (lines + kWarps - 1) / kWarps; }
-  __host__ __device__ int64_t tasks() const { return batch * heads * tasks_of_matrix(); }
+  __host__ __device__ int64_t work_tiles_of_matrix() const { return (num_lists + kWarps - 1) / kWarps; }
+  __host__ __device__ int64_t work_tiles() const { return batch * heads * work_tiles_of_matrix(); }
   int64_t repeats() const { return batch * heads / (list_batch * list_heads); }
 
   // Of the matrix, without its token and entries.
-  __device__ Line of_matrix(int64_t matrix) const {
-    Line line;
-    line.matrix = matrix;
-    line.batch = matrix / heads;
-    line.head = matrix % heads;
-    const int64_t of_head = list_heads == 1 ? line.head : 0, heads_sharing = list_heads == 1 ? heads : 1;
-    line.repeat = (list_batch == 1 ? line.batch : 0) * heads_sharing + of_head;
-    return line;
+  __device__ TokenList of_matrix(int64_t matrix) const {
+    TokenList list;
+    list.matrix = matrix;
+    list.batch = matrix / heads;
+    list.head = matrix % heads;
+    const int64_t of_head = list_heads == 1 ? list.head : 0, heads_sharing = list_heads == 1 ? heads : 1;
+    list.repeat = (list_batch == 1 ? list.batch : 0) * heads_sharing + of_head;
+    return list;
   }
 
-  __device__ int64_t first_offset(const Line& line) const {
-    return ((list_batch == 1 ? 0 : line.batch) * list_heads + (list_heads == 1 ? 0 : line.head)) * lines;
+  __device__ int64_t first_offset(const TokenList& list) const {
+    return ((list_batch == 1 ? 0 : list.batch) * list_heads + (list_heads == 1 ? 0 : list.head)) * num_lists;
   }
 };
 
-// Calls the job with each line: once by a warp, or, where it is long, by all warps of a thread block with shares of its
-// entries. A thread block has neighbouring lines, which often list the same tokens, but long ones that lie far apart,
+// Calls the job with each list: once by a warp, or, where it is long, by all warps of a thread block with shares of its
+// entries. A thread block has neighbouring lists, which often list the same tokens, but long ones that lie far apart,
 // since these tend to be neighbours.
 //
-// A Job has a Shape, Arguments, Memory to put shares together in, the least thread blocks of a multiprocessor, and
-//   Job(arguments, line)        loads what belongs to the line itself
+// A Job has a RowShape, Arguments, Memory to put shares together in, the least thread blocks of a multiprocessor, and
+//   Job(arguments, list)        loads what belongs to the list's own token
 //   add(n, tokens)              the group's tokens, -1 beyond the end, of entries n, n + kGroups, and so on
 //   finish_warp()               puts together what the groups have
 //   finish_block(memory)        what the warps have, by a whole thread block
-//   store(arguments, line)      by every lane of one warp
+//   store(arguments, list)      by every lane of one warp
 template <class Job>
 __global__ void __launch_bounds__(kThreads, Job::kBlocks)
-    lines_kernel(const __grid_constant__ Lists lists, const __grid_constant__ typename Job::Arguments arguments) {
-  using S = typename Job::Shape;
+    lists_kernel(const __grid_constant__ TokenLists lists, const __grid_constant__ typename Job::Arguments arguments) {
+  using S = typename Job::RowShape;
   __shared__ typename Job::Memory memory;
   const int warp = threadIdx.x / kWarpLanes, lane = threadIdx.x % kWarpLanes;
-  const int64_t tasks_of_matrix = lists.tasks_of_matrix(), tasks = lists.tasks();
-  for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
-    Line line = lists.of_matrix(task / tasks_of_matrix);
-    // A lane for each line that the block does together if it is long, and one for that of the warp if it is not.
-    const int64_t number = task % tasks_of_matrix;
-    const int64_t token = lane < kWarps ? number + lane * tasks_of_matrix : number * kWarps + warp;
+  const int64_t work_tiles_of_matrix = lists.work_tiles_of_matrix(), work_tiles = lists.work_tiles();
+  for (int64_t work_tile = blockIdx.x; work_tile < work_tiles; work_tile += gridDim.x) {
+    TokenList list = lists.of_matrix(work_tile / work_tiles_of_matrix);
+    // A lane for each list that the block does together if it is long, and one for that of the warp if it is not.
+    const int64_t number = work_tile % work_tiles_of_matrix;
+    const int64_t token = lane < kWarps ? number + lane * work_tiles_of_matrix : number * kWarps + warp;
     uint32_t begin = 0, end = 0;
     bool mine = false;
-    if (lane <= kWarps && token < lists.lines) {
-      const int32_t* offset = lists.offsets + lists.first_offset(line) + token;
+    if (lane <= kWarps && token < lists.num_lists) {
+      const int32_t* offset = lists.offsets + lists.first_offset(list) + token;
       begin = offset[0];
       end = offset[1];
       mine = (end - begin > kLong) == (lane < kWarps);
@@ -278,16 +278,16 @@ __global__ void __launch_bounds__(kThreads, Job::kBlocks)
     for (uint32_t left = __ballot_sync(0xffffffffu, mine); left != 0; left &= left - 1) {
       const int from = __ffs(left) - 1;
       const bool together = from < kWarps;
-      line.token = together ? number + from * tasks_of_matrix : number * kWarps + warp;
-      line.begin = __shfl_sync(0xffffffffu, begin, from);
-      line.end = __shfl_sync(0xffffffffu, end, from);
-      uint32_t first = line.begin, last = line.end;
+      list.token = together ? number + from * work_tiles_of_matrix : number * kWarps + warp;
+      list.begin = __shfl_sync(0xffffffffu, begin, from);
+      list.end = __shfl_sync(0xffffffffu, end, from);
+      uint32_t first = list.begin, last = list.end;
       if (together) {
         const uint32_t share = ((last - first + kWarps - 1) / kWarps + S::kStep - 1) / S::kStep * S::kStep;
         first = min(first + warp * share, last);
         last = min(first + share, last);
       }
-      Job job(arguments, line);
+      Job job(arguments, list);
       const auto read = [&](uint32_t n, int (&tokens)[S::kTokens]) {
         const int32_t* entries = lists.entries + n;
 #pragma unroll
@@ -311,7 +311,7 @@ __global__ void __launch_bounds__(kThreads, Job::kBlocks)
         job.finish_block(memory);
       }
       if (!together || warp == 0) {
-        job.store(arguments, line);
+        job.store(arguments, list);
       }
       if (together) {
         __syncthreads();
@@ -322,7 +322,7 @@ __global__ void __launch_bounds__(kThreads, Job::kBlocks)
 
 // A tensor (B, H, tokens, width) whose rows kernels gather: each begins at a multiple of 16 bytes and is whole runs.
 template <class T>
-struct Rows {
+struct GatheredRows {
   const T* data;
   int64_t batch_stride, head_stride;
   uint32_t token_bytes;
@@ -335,7 +335,7 @@ struct Rows {
     uint32_t token_bytes;
     int beyond[S::kPieces];  // -1 for a piece that is beyond the row, else 0
 
-    __device__ Matrix(const T* data, const Rows& rows)
+    __device__ Matrix(const T* data, const GatheredRows& rows)
         : first(reinterpret_cast<const char*>(data + S::column(0))), token_bytes(rows.token_bytes) {
 #pragma unroll
       for (int p = 0; p < S::kPieces; ++p) {
@@ -343,33 +343,33 @@ struct Rows {
       }
     }
 
-    __device__ __forceinline__ Part<S> load(int token) const {
-      Part<S> part{};
+    __device__ __forceinline__ GatheredRow<S> load(int token) const {
+      GatheredRow<S> gathered{};
       // Of 32 bits each, as one instruction multiplies them; the address of token -1 is not read.
       const char* row = first + uint64_t{static_cast<uint32_t>(token)} * token_bytes;
 #pragma unroll
       for (int p = 0; p < S::kPieces; ++p) {
         if ((token | beyond[p]) >= 0) {
-          part.piece[p] = *reinterpret_cast<const uint4*>(row + p * S::kLanes * 16);
+          gathered.piece[p] = *reinterpret_cast<const uint4*>(row + p * S::kLanes * 16);
         }
       }
-      return part;
+      return gathered;
     }
   };
 
   template <class S>
-  __device__ Matrix<S> of(const Line& line) const {
-    return Matrix<S>(data + line.batch * batch_stride + line.head * head_stride, *this);
+  __device__ Matrix<S> of(const TokenList& list) const {
+    return Matrix<S>(data + list.batch * batch_stride + list.head * head_stride, *this);
   }
 };
 
 // A tensor and its rows: a copy of it where it does not lie as kernels read it.
 template <class T>
-class Operand {
+class RowsOperand {
  public:
-  explicit Operand(const Tensor& x) : tensor_(in_place(x) ? x : copy(x)) {}
+  explicit RowsOperand(const Tensor& x) : tensor_(in_place(x) ? x : copy(x)) {}
 
-  Rows<T> rows() const {
+  GatheredRows<T> rows() const {
     const auto stride = [&](int dim) { return tensor_.size(dim) == 1 ? 0 : tensor_.stride(dim); };
     return {
         static_cast<const T*>(tensor_.const_data_ptr()), stride(0), stride(1),
@@ -425,7 +425,7 @@ __device__ __forceinline__ A score_of(A dot, A scale) {
   return score < lowest ? lowest : score;
 }
 
-// Calls f with a Shape for rows of up to `width` numbers of x's type.
+// Calls f with a RowShape for rows of up to `width` numbers of x's type.
 template <class F>
 void with_shape(const Tensor& x, int64_t width, const F& f) {
   check(
@@ -434,11 +434,11 @@ void with_shape(const Tensor& x, int64_t width, const F& f) {
   const auto with_halves = [&](auto zero) {
     using T = decltype(zero);
     if (width <= 64) {
-      f(Shape<T, 8, 1>{});
+      f(RowShape<T, 8, 1>{});
     } else if (width <= 128) {
-      f(Shape<T, 16, 1>{});
+      f(RowShape<T, 16, 1>{});
     } else {
-      f(Shape<T, 32, 1>{});
+      f(RowShape<T, 32, 1>{});
     }
   };
   switch (x.scalar_type()) {
@@ -448,11 +448,11 @@ void with_shape(const Tensor& x, int64_t width, const F& f) {
       return with_halves(__nv_bfloat16{});
     case ScalarType::Float:
       if (width <= 64) {
-        return f(Shape<float, 16, 1>{});
+        return f(RowShape<float, 16, 1>{});
       }
-      return width <= 128 ? f(Shape<float, 32, 1>{}) : f(Shape<float, 32, 2>{});
+      return width <= 128 ? f(RowShape<float, 32, 1>{}) : f(RowShape<float, 32, 2>{});
     case ScalarType::Double:
-      return width <= 64 ? f(Shape<double, 32, 1>{}) : f(Shape<double, 32, 4>{});
+      return width <= 64 ? f(RowShape<double, 32, 1>{}) : f(RowShape<double, 32, 4>{});
     default:
       check(false, "tokens are fp32, fp64, fp16 or bf16.");
   }

@@ -18,13 +18,13 @@
 
 namespace ds_sparse {
 
-inline int64_t parts_of(int64_t all, int64_t part) { return (all + part - 1) / part; }
+inline int64_t ceil_div(int64_t all, int64_t each) { return (all + each - 1) / each; }
 
-// Where a product's matrices are among tasks: heads one after another, so that neighbours share what they load.
-struct Task {
-  int64_t batch, head, part;
-  __device__ Task(int64_t number, int64_t heads, int64_t parts)
-      : batch(number / parts / heads), head(number / parts % heads), part(number % parts) {}
+// Where a product's matrices are among work tiles: heads one after another, so that neighbours share what they load.
+struct WorkTile {
+  int64_t batch, head, tile;
+  __device__ WorkTile(int64_t number, int64_t heads, int64_t tiles)
+      : batch(number / tiles / heads), head(number / tiles % heads), tile(number % tiles) {}
 };
 
 // Whether runs of 16 bytes that are aligned in one row are in all; pairs always are.
@@ -71,7 +71,7 @@ struct TokenRows {
   }
 };
 
-// Copies tokens of a head to swizzled tiles, kTokens at a time and a chunk of their depth; what is not there becomes
+// Copies tokens of a head to swizzled tiles, kTokens at a time and a k block of their depth; what is not there becomes
 // zero.
 template <class T, int kTokens>
 class TokenLoader {
@@ -83,10 +83,10 @@ class TokenLoader {
         place_(keep(swizzled(line(), run()))),
         all_there_(all_there) {}
 
-  // Starts the copies of a chunk of the next tokens, which `token` is the first of.
-  __device__ __forceinline__ void operator()(uint32_t tile, int64_t token, int chunk) const {
-    const T* from = from_ + chunk * kChunk<T>;
-    const int given = chunk * kChunk<T> + run() * kRun<T> < x_.width ? 16 : 0;
+  // Starts the copies of a k block of the next tokens, which `token` is the first of.
+  __device__ __forceinline__ void operator()(uint32_t tile, int64_t token, int k_block) const {
+    const T* from = from_ + k_block * kBlockK<T>;
+    const int given = k_block * kBlockK<T> + run() * kRun<T> < x_.width ? 16 : 0;
     if (all_there_) {
 #pragma unroll
       for (int i = 0; i < kTokens / kLines; ++i) {

@@ -26,7 +26,7 @@ constexpr int kRows = 128, kWarpRows = 32, kColumns = 64;
 constexpr int kGroup = 32;           // columns that a warp has sums of at a time
 constexpr int kFar = 1 << 12;        // steps or columns: as good as any other number as large
 constexpr int kRing = 3;             // steps in flight or in use
-constexpr int64_t kFewestTasks = 8;  // for a multiprocessor, where there is work for them
+constexpr int64_t kFewestWorkTiles = 8;  // for a multiprocessor, where there is work for them
 constexpr int kHeldThreadBlocks = 4;
 constexpr int64_t kL2Bytes = 280 << 10;  // of L2, for what a multiprocessor is writing
 
@@ -37,18 +37,18 @@ struct MatmulArguments {
   int64_t batch, heads, tokens, window;
   int64_t row_tiles, column_parts;
   int64_t pitch;  // of eight rows of the band
-  int steps_in_part, chunks;
+  int steps_in_part, k_blocks;
   bool rows_stay;
 };
 
-// kChunks: of a step's columns that are in flight together.
-template <int kChunks>
+// kKBlocks: of a step's columns that are in flight together.
+template <int kKBlocks>
 struct MatmulMemory {
   static constexpr int kRowTile = kRows * kLineBytes, kColumnTile = kColumns * kLineBytes;
 
-  unsigned char columns[kRing][kChunks][kColumnTile];
+  unsigned char columns[kRing][kKBlocks][kColumnTile];
   unsigned char seams[kRows][16];
-  // Followed by row tiles: all chunks of the rows, those of the ring, or none, where they pass through the ring.
+  // Followed by row tiles: all k blocks of the rows, those of the ring, or none, where they pass through the ring.
   static constexpr size_t bytes(int row_tiles) { return sizeof(MatmulMemory) + row_tiles * kRowTile; }
 };
 
@@ -209,51 +209,51 @@ struct Group {
   }
 };
 
-// kCount: elements that are written together, a run of 16 bytes or a pair. kHeld: chunks of rows, all of them, which each
-// warp holds in registers; 0: rows are read with each step. Two chunks lie in the ring's later stages while its first one fills.
+// kCount: elements that are written together, a run of 16 bytes or a pair. kHeld: k blocks of rows, all of them, which each
+// warp holds in registers; 0: rows are read with each step. Two k blocks lie in the ring's later stages while its first one fills.
 template <class T, int kCount, int kHeld>
 __global__ void __launch_bounds__(kThreads, kHeld == 1 ? kHeldThreadBlocks : 3) window_matmul_kernel(
     const __grid_constant__ MatmulArguments<T> p) {
   extern __shared__ __align__(128) unsigned char shared[];
   using M = Mma<T>;
   using Fragments = LineFragments<T, kCount>;
-  constexpr int kChunks = std::max(kHeld, 1);
-  using Memory = MatmulMemory<kChunks>;
-  constexpr int kStage = kChunks * Memory::kColumnTile;
+  constexpr int kKBlocks = std::max(kHeld, 1);
+  using Memory = MatmulMemory<kKBlocks>;
+  constexpr int kStage = kKBlocks * Memory::kColumnTile;
   static_assert(kHeld != 2 || kHeld * Memory::kRowTile <= (kRing - 1) * kStage);
-  constexpr int kGroups = kColumns / kGroup, kProducts = 4;  // in a step; along a chunk
+  constexpr int kGroups = kColumns / kGroup, kProducts = 4;  // in a step; along a k block
   auto& memory = *reinterpret_cast<Memory*>(shared);
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * kWarpRows;
   const uint32_t columns = keep(shared_address(memory.columns));
   const uint32_t rows = columns + (kHeld == 2 ? kStage : sizeof(Memory));
   const uint32_t of_a = rows + warp_row * kLineBytes + Fragments::place_of_a(lane);
   const uint32_t of_b = keep(columns + Fragments::place_of_b(lane));
-  const int64_t parts = p.row_tiles * p.column_parts, tasks = p.batch * p.heads * parts;
+  const int64_t tiles_of_head = p.row_tiles * p.column_parts, work_tiles = p.batch * p.heads * tiles_of_head;
 
-  for (int64_t number = blockIdx.x; number < tasks; number += gridDim.x) {
-    const Task task(number, p.heads, parts);
-    const int64_t row = task.part / p.column_parts * kRows, top = row + warp_row;
+  for (int64_t number = blockIdx.x; number < work_tiles; number += gridDim.x) {
+    const WorkTile work(number, p.heads, tiles_of_head);
+    const int64_t row = work.tile / p.column_parts * kRows, top = row + warp_row;
     const BandMatrix<T> band(
-        p.out + (task.batch * p.heads + task.head) * p.tokens * (2 * p.window + 1), p.tokens, p.window);
+        p.out + (work.batch * p.heads + work.head) * p.tokens * (2 * p.window + 1), p.tokens, p.window);
     const int64_t first =
-        band.aligned(row - p.window) + task.part % p.column_parts * p.steps_in_part * kColumns;
+        band.aligned(row - p.window) + work.tile % p.column_parts * p.steps_in_part * kColumns;
     const int64_t past = min(row + kRows, p.tokens) + p.window;
     const int steps =
         first < past ? static_cast<int>(min(int64_t{p.steps_in_part}, (past - first + kColumns - 1) / kColumns)) : 0;
     const bool all_tokens = first >= 0 && first + int64_t{steps} * kColumns <= p.tokens;
-    const TokenLoader<T, kRows> load_rows(p.a, p.a.of(task.batch, task.head), row, row + kRows <= p.tokens);
-    TokenLoader<T, kColumns> load_columns(p.b, p.b.of(task.batch, task.head), first, all_tokens);
-    const auto load = [&](int step, int chunk, uint32_t stage) {
+    const TokenLoader<T, kRows> load_rows(p.a, p.a.of(work.batch, work.head), row, row + kRows <= p.tokens);
+    TokenLoader<T, kColumns> load_columns(p.b, p.b.of(work.batch, work.head), first, all_tokens);
+    const auto load = [&](int step, int k_block, uint32_t stage) {
       if (step < steps) {
         if (!kHeld && (!p.rows_stay || step == 0)) {
-          load_rows(rows + (p.rows_stay ? chunk : stage) * Memory::kRowTile, row, chunk);
+          load_rows(rows + (p.rows_stay ? k_block : stage) * Memory::kRowTile, row, k_block);
         }
 #pragma unroll
-        for (int i = 0; i < kChunks; ++i) {
+        for (int i = 0; i < kKBlocks; ++i) {
           load_columns(
-              columns + stage * kStage + i * Memory::kColumnTile, first + int64_t{step} * kColumns, chunk + i);
+              columns + stage * kStage + i * Memory::kColumnTile, first + int64_t{step} * kColumns, k_block + i);
         }
-        if (kHeld || chunk + 1 == p.chunks) {
+        if (kHeld || k_block + 1 == p.k_blocks) {
           load_columns.advance();
         }
       }
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(kThreads, kHeld == 1 ? kHeldThreadBlocks : 3) 
     // The part of the warp's windows in a group; `steps_left`: until the last ones, as far as it matters.
     GroupEdges edges;
     edges.lines = static_cast<int>(max(int64_t{0}, min(p.tokens - top, int64_t{kWarpRows})));
-    // A row's two ends have to be this task's.
+    // A row's two ends have to be this work tile's.
     edges.seams = p.column_parts == 1 ? columns + offsetof(Memory, seams) + warp_row * 16 : 0;
     const int64_t past_first = edges.lines > 0 ? top + p.window + 1 - first : -kRows;
     const int last_step = keep(static_cast<uint32_t>(past_first >> log2_of(kColumns)));
@@ -286,14 +286,14 @@ __global__ void __launch_bounds__(kThreads, kHeld == 1 ? kHeldThreadBlocks : 3) 
       }
     };
 
-    __syncthreads();  // what the task before read is free
+    __syncthreads();  // what the work tile before read is free
     uint32_t stage = 0;
     const auto free = [&] { return stage == 0 ? kRing - 1 : stage - 1; };
     const auto next_tile = [&] { stage = stage == kRing - 1 ? 0 : stage + 1; };
     if constexpr (kHeld > 0) {
 #pragma unroll
-      for (int chunk = 0; chunk < kHeld; ++chunk) {
-        load_rows(rows + chunk * Memory::kRowTile, row, chunk);
+      for (int k_block = 0; k_block < kHeld; ++k_block) {
+        load_rows(rows + k_block * Memory::kRowTile, row, k_block);
       }
       if constexpr (kHeld == 2) {
         end_of_copies();
@@ -344,11 +344,11 @@ __global__ void __launch_bounds__(kThreads, kHeld == 1 ? kHeldThreadBlocks : 3) 
         next_tile();
       }
     } else {
-      int ahead = 0, ahead_chunk = 0;
+      int ahead = 0, ahead_k_block = 0;
       const auto load_next = [&](uint32_t stage) {
-        load(ahead, ahead_chunk, stage);
-        if (++ahead_chunk == p.chunks) {
-          ahead_chunk = 0;
+        load(ahead, ahead_k_block, stage);
+        if (++ahead_k_block == p.k_blocks) {
+          ahead_k_block = 0;
           ++ahead;
         }
       };
@@ -364,11 +364,11 @@ __global__ void __launch_bounds__(kThreads, kHeld == 1 ? kHeldThreadBlocks : 3) 
         };
         Group<T, kCount> groups[kGroups] = {};
 #pragma unroll 1
-        for (int chunk = 0; chunk < p.chunks; ++chunk) {
+        for (int k_block = 0; k_block < p.k_blocks; ++k_block) {
           wait_for_copies<kRing - 2>();
           __syncthreads();
           load_next(free());
-          const uint32_t rows = of_a + (p.rows_stay ? chunk : stage) * Memory::kRowTile;
+          const uint32_t rows = of_a + (p.rows_stay ? k_block : stage) * Memory::kRowTile;
           const uint32_t tile = of_b + stage * Memory::kColumnTile;
 #pragma unroll
           for (int k = 0; k < kProducts; ++k) {
@@ -416,23 +416,23 @@ Tensor window_matmul(const Tensor& a, const Tensor& b, int64_t window) {
       window_matmul_on_hopper(launch, rows, columns, out, window);
       return;
     }
-    const int chunks = static_cast<int>(std::max<int64_t>(1, parts_of(a.size(3), kChunk<T>)));
+    const int k_blocks = static_cast<int>(std::max<int64_t>(1, ceil_div(a.size(3), kBlockK<T>)));
     // Two thread blocks of a multiprocessor have to have space, unless a ring takes no less.
-    const bool rows_stay = chunks <= kRing || 2 * MatmulMemory<1>::bytes(chunks) <= launch.shared_memory();
-    const int64_t row_tiles = parts_of(tokens, kRows), matrices = batch * heads;
+    const bool rows_stay = k_blocks <= kRing || 2 * MatmulMemory<1>::bytes(k_blocks) <= launch.shared_memory();
+    const int64_t row_tiles = ceil_div(tokens, kRows), matrices = batch * heads;
     // A tile's columns begin up to 31 bytes before its windows. They are shared out where rows alone are too few.
-    const int64_t steps = parts_of(2 * window + std::min<int64_t>(kRows, tokens) + 32 / sizeof(T) - 1, kColumns);
+    const int64_t steps = ceil_div(2 * window + std::min<int64_t>(kRows, tokens) + 32 / sizeof(T) - 1, kColumns);
     const int64_t column_parts =
-        std::min(steps, parts_of(kFewestTasks * launch.multiprocessors(), matrices * row_tiles));
+        std::min(steps, ceil_div(kFewestWorkTiles * launch.multiprocessors(), matrices * row_tiles));
     const MatmulArguments<T> arguments{
         TokenRows<T>(rows), TokenRows<T>(columns), static_cast<T*>(out.mutable_data_ptr()), batch, heads, tokens,
-        window, row_tiles, column_parts, 8 * (2 * window), static_cast<int>(parts_of(steps, column_parts)), chunks,
+        window, row_tiles, column_parts, 8 * (2 * window), static_cast<int>(ceil_div(steps, column_parts)), k_blocks,
         rows_stay};
     // Rows that are being written should stay in L2 until they are whole, or they leave it in pieces: where windows are
     // wide, thread blocks ask for so much shared memory that fewer are on a multiprocessor.
     const auto bytes_for = [&](int held) {
       const size_t bytes =
-          held == 2 ? MatmulMemory<2>::bytes(0) : MatmulMemory<1>::bytes(rows_stay ? chunks : kRing);
+          held == 2 ? MatmulMemory<2>::bytes(0) : MatmulMemory<1>::bytes(rows_stay ? k_blocks : kRing);
       const int64_t fit = std::max<int64_t>(2, kL2Bytes / (kRows * (2 * window + 1) * int64_t{sizeof(T)}));
       const bool fewer = held > 0 && fit < kHeldThreadBlocks;
       return fewer ? std::max(bytes, launch.shared_memory() / (fit + 1) / 16 * 16 + 16) : bytes;
@@ -446,10 +446,10 @@ Tensor window_matmul(const Tensor& a, const Tensor& b, int64_t window) {
     };
     const auto with_count = [&](auto count) {
       if constexpr (sizeof(T) == 2) {
-        if (chunks == 1) {
+        if (k_blocks == 1) {
           return run(count, std::integral_constant<int, 1>{});
         }
-        if (chunks == 2) {
+        if (k_blocks == 2) {
           return run(count, std::integral_constant<int, 2>{});
         }
       }

@@ -1,4 +1,4 @@
-// The band of a product, on Hopper: 16-bit types, up to 128 numbers a token, a task for every multiprocessor, windows
+// The band of a product, on Hopper: 16-bit types, up to 128 numbers a token, a work tile for every multiprocessor, windows
 // of which rows are whole cache lines apart (`BandMatrix`) and end in a later step than they begin.
 //
 // A thread block takes tile after tile of 128 rows. These stay in registers, 64 in each warpgroup's, while the columns
@@ -19,15 +19,15 @@ namespace {
 
 using namespace hopper;
 
-constexpr int kGroups = 2;  // warpgroups that multiply
-constexpr int kRows = kGroups * kTile, kWarps = kRows / kStrip;
-constexpr int kBlockThreads = kWarps * 32 + 32;  // one warp copies
+constexpr int kConsumerWarpgroups = 2;  // which multiply
+constexpr int kRows = kConsumerWarpgroups * kTile, kConsumerWarps = kRows / kWarpTileRows;
+constexpr int kBlockThreads = kConsumerWarps * 32 + 32;  // and a producer warp
 constexpr int kThreadBlocks = 2;                 // of a multiprocessor
 
 template <class T>
 struct BandArguments {
   T* out;
-  int tasks, heads, tokens, window, row_tiles;
+  int work_tiles, heads, tokens, window, row_tiles;
 };
 
 // A stage has rows of a tile, for one warpgroup, or a step's columns.
@@ -35,18 +35,18 @@ template <class T, int kPanels>
 struct Memory {
   static constexpr int kStages = kPanels == 1 ? 6 : 4;
   T stages[kStages][kPanels][kTileElements];
-  T results[kGroups][kTileElements];  // of a step
-  T seams[kGroups][kTileElements];    // the line that each row begins in
-  Barrier there[kStages], free[kStages];
+  T results[kConsumerWarpgroups][kTileElements];  // of a step
+  T seams[kConsumerWarpgroups][kTileElements];    // the line that each row begins in
+  Barrier full[kStages], empty[kStages];
 };
 
 template <class T>
-struct BandTask {
+struct BandWorkTile {
   int batch, head, row, steps;
   int first;  // the first step's first column, which may be before the first token
   BandMatrix<T> band;
 
-  __device__ BandTask(const BandArguments<T>& p, int number)
+  __device__ BandWorkTile(const BandArguments<T>& p, int number)
       : batch(number / p.row_tiles / p.heads),
         head(number / p.row_tiles % p.heads),
         row(number % p.row_tiles * kRows),
@@ -57,29 +57,29 @@ struct BandTask {
 };
 
 template <class T, int kPanels>
-__device__ __forceinline__ void copy_all(
+__device__ __forceinline__ void run_producer(
     const BandArguments<T>& p, Memory<T, kPanels>& memory, const CUtensorMap* a, const CUtensorMap* b) {
   using M = Memory<T, kPanels>;
-  Ring<M::kStages> ring;
-  const auto copy = [&](const CUtensorMap* map, const BandTask<T>& task, int token) {
-    memory.free[ring.stage].wait(ring.parity ^ 1);
-    memory.there[ring.stage].arrive_and_expect(kPanels * kTileBytes);
+  PipelineState<M::kStages> pipe;
+  const auto copy = [&](const CUtensorMap* map, const BandWorkTile<T>& work, int token) {
+    memory.empty[pipe.index].wait(pipe.phase ^ 1);
+    memory.full[pipe.index].arrive_and_expect_tx(kPanels * kTileBytes);
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
-      copy_box(
-          memory.stages[ring.stage][panel], map, &memory.there[ring.stage], panel * kPanel, token, task.head,
-          task.batch);
+      tma_load(
+          memory.stages[pipe.index][panel], map, &memory.full[pipe.index], panel * kPanel, token, work.head,
+          work.batch);
     }
-    ring.next();
+    pipe.next();
   };
-  for (int number = blockIdx.x; number < p.tasks; number += gridDim.x) {
-    const BandTask<T> task(p, number);
-    for (int group = 0; group < kGroups; ++group) {
-      copy(a, task, task.row + group * kTile);
+  for (int number = blockIdx.x; number < p.work_tiles; number += gridDim.x) {
+    const BandWorkTile<T> work(p, number);
+    for (int group = 0; group < kConsumerWarpgroups; ++group) {
+      copy(a, work, work.row + group * kTile);
     }
     // Zeros where there is no token.
-    for (int step = 0; step < task.steps; ++step) {
-      copy(b, task, task.first + step * kTile);
+    for (int step = 0; step < work.steps; ++step) {
+      copy(b, work, work.first + step * kTile);
     }
   }
 }
@@ -100,10 +100,10 @@ __device__ __forceinline__ uint4 joined(const uint4& run, const uint4& other, in
 // A warp's way from sums to memory, 16 rows and a step's columns: through its lines of a panel, after which a lane has
 // a run of each of four rows, and eight lanes have a line.
 template <class T>
-class Strip {
+class WarpTileStore {
  public:
   // The warp's lines of panels.
-  __device__ Strip(T* results, T* seams)
+  __device__ WarpTileStore(T* results, T* seams)
       : matrices_(keep(shared_address(run_of_line(results, lane() % 16, lane() / 16)))),
         runs_(keep(shared_address(run_of_line(results, row(0), place())))),
         seams_(keep(shared_address(run_of_line(seams, row(0), place())))),
@@ -174,7 +174,7 @@ class Strip {
       }
       if (last >= kTile) {
         store_words(to, run_[i]);
-      } else if (row(i) + 1 < min(rows, kStrip)) {
+      } else if (row(i) + 1 < min(rows, kWarpTileRows)) {
         store_words(to, joined(run_[i], load_shared(of_row(next_seams_, i)), last - column()));
       } else {
         store_elements(to, run_[i], 0, last - column());
@@ -183,7 +183,7 @@ class Strip {
   }
 
  private:
-  static constexpr int kLaneRows = 4, kRowsApart = kStrip / kLaneRows;
+  static constexpr int kLaneRows = 4, kRowsApart = kWarpTileRows / kLaneRows;
 
   static __device__ int lane() { return threadIdx.x % 32; }
   static __device__ int column() { return place() * kRun<T>; }
@@ -212,60 +212,60 @@ class Strip {
 };
 
 template <class T, int kPanels>
-__device__ __forceinline__ void multiply_all(const BandArguments<T>& p, Memory<T, kPanels>& memory) {
+__device__ __forceinline__ void run_consumer(const BandArguments<T>& p, Memory<T, kPanels>& memory) {
   using M = Memory<T, kPanels>;
   constexpr int kStageElements = kPanels * kTileElements;
-  const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32), group = warp * kStrip / kTile;
-  const int strip = warp * kStrip, above = strip % kTile;  // the warp's first row of a tile, and of its warpgroup's
-  const hopper::Operand all_columns(memory.stages[0][0]);
+  const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32), group = warp * kWarpTileRows / kTile;
+  const int warp_tile = warp * kWarpTileRows, above = warp_tile % kTile;  // the warp's first row of a tile, and of its warpgroup's
+  const GmmaDescriptor all_columns(memory.stages[0][0]);
   // Where the lane points at a run of its warp's rows: of their first 16 numbers, in the first stage.
   const T* rows_run = kept_shared(run_of_line(memory.stages[0][0], above + lane % 16, lane / 16));
-  Strip<T> results(memory.results[group] + above * kPanel, memory.seams[group] + above * kPanel);
+  WarpTileStore<T> results(memory.results[group] + above * kPanel, memory.seams[group] + above * kPanel);
   const int64_t pitch = 2 * int64_t{p.window};
-  Ring<M::kStages> ring;
+  PipelineState<M::kStages> pipe;
   const auto is_free = [&]() {
     __syncwarp();
     if (lane == 0) {
-      memory.free[ring.stage].arrive();
+      memory.empty[pipe.index].arrive();
     }
   };
-  for (int number = blockIdx.x; number < p.tasks; number += gridDim.x) {
-    const BandTask<T> task(p, number);
+  for (int number = blockIdx.x; number < p.work_tiles; number += gridDim.x) {
+    const BandWorkTile<T> work(p, number);
     RowsOfWarp<T, kPanels> rows;
 #pragma unroll 1
-    for (int i = 0; i < kGroups; ++i, ring.next()) {
-      memory.there[ring.stage].wait(ring.parity);
+    for (int i = 0; i < kConsumerWarpgroups; ++i, pipe.next()) {
+      memory.full[pipe.index].wait(pipe.phase);
       if (i == group) {
-        rows.read(rows_run + ring.stage * kStageElements);
+        rows.read(rows_run + pipe.index * kStageElements);
       }
       is_free();
     }
     // Where the first row's window begins and ends, counted from the step's first column.
-    int begin = task.row + strip - p.window - task.first, end = begin + 2 * p.window + 1;
-    const int rows_left = p.tokens - task.row - strip;
-    T* to = task.band.at(task.row + strip + Strip<T>::row(0), task.first + Strip<T>::place() * kRun<T>);
-    for (int step = 0; step < task.steps; ++step, ring.next(), begin -= kTile, end -= kTile, to += kTile) {
-      memory.there[ring.stage].wait(ring.parity);
+    int begin = work.row + warp_tile - p.window - work.first, end = begin + 2 * p.window + 1;
+    const int rows_left = p.tokens - work.row - warp_tile;
+    T* to = work.band.at(work.row + warp_tile + WarpTileStore<T>::row(0), work.first + WarpTileStore<T>::place() * kRun<T>);
+    for (int step = 0; step < work.steps; ++step, pipe.next(), begin -= kTile, end -= kTile, to += kTile) {
+      memory.full[pipe.index].wait(pipe.phase);
       if (begin - above >= kTile || end - above + kTile - 1 <= 0) {
         is_free();
         continue;
       }
-      const hopper::Operand columns = all_columns + uniform(ring.stage * kStageElements * sizeof(T));
+      const GmmaDescriptor columns = all_columns + uniform(pipe.index * kStageElements * sizeof(T));
       float sums[kTile / 2];
       rows.multiply(sums, columns);
       is_free();
-      if (begin >= kTile || end + kStrip - 1 <= 0) {
+      if (begin >= kTile || end + kWarpTileRows - 1 <= 0) {
         continue;
       }
       results.take(sums);
-      const int token = task.first + step * kTile;
+      const int token = work.first + step * kTile;
       if (token < 0 || token + kTile > p.tokens) {
         results.keep_tokens(-token, p.tokens - token);
       }
       // No step has both ends, as windows are wider than a step on each side.
-      if (begin + kStrip - 1 > 0) {
+      if (begin + kWarpTileRows - 1 > 0) {
         results.store_begin(to, pitch, begin, rows_left);
-      } else if (end < kTile || rows_left < kStrip) {
+      } else if (end < kTile || rows_left < kWarpTileRows) {
         results.store_end(to, pitch, end, rows_left);
       } else {
         results.store(to, pitch);
@@ -283,27 +283,27 @@ __global__ void __launch_bounds__(kBlockThreads, kThreadBlocks) window_matmul_on
   auto& memory = *reinterpret_cast<M*>(align_panels(shared));
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < M::kStages; ++stage) {
-      memory.there[stage].init(1);
-      memory.free[stage].init(kWarps);
+      memory.full[stage].init(1);
+      memory.empty[stage].init(kConsumerWarps);
     }
-    fence_barriers();
+    fence_barrier_init();
   }
   __syncthreads();
-  if (threadIdx.x < kWarps * 32) {
-    multiply_all<T, kPanels>(p, memory);
-  } else if (threadIdx.x == kWarps * 32) {
-    copy_all<T, kPanels>(p, memory, &a, &b);
+  if (threadIdx.x < kConsumerWarps * 32) {
+    run_consumer<T, kPanels>(p, memory);
+  } else if (threadIdx.x == kConsumerWarps * 32) {
+    run_producer<T, kPanels>(p, memory, &a, &b);
   }
 }
 
-int64_t tasks_of(const Tensor& a) { return a.size(0) * a.size(1) * parts_of(a.size(2), kRows); }
+int64_t work_tiles_of(const Tensor& a) { return a.size(0) * a.size(1) * ceil_div(a.size(2), kRows); }
 
 }  // namespace
 
 bool takes_window_matmul_on_hopper(const Launcher& launch, const Tensor& a, const Tensor& b, int64_t window) {
-  return launch.is_hopper() && a.element_size() == 2 && a.size(3) > 0 && a.size(3) <= kMostDepth &&
+  return launch.is_hopper() && a.element_size() == 2 && a.size(3) > 0 && a.size(3) <= kMaxHeadDim &&
          2 * window % kPanel == 0 && window >= kTile && window < 1 << 29 && a.size(2) < 1 << 29 && takes_boxes(a) &&
-         takes_boxes(b) && tasks_of(a) >= launch.multiprocessors() && tasks_of(a) < 1 << 30;
+         takes_boxes(b) && work_tiles_of(a) >= launch.multiprocessors() && work_tiles_of(a) < 1 << 30;
 }
 
 void window_matmul_on_hopper(
@@ -312,11 +312,11 @@ void window_matmul_on_hopper(
     using T = decltype(zero);
     constexpr int kPanels = decltype(panels)::value;
     const BandArguments<T> arguments{
-        static_cast<T*>(out.mutable_data_ptr()), static_cast<int>(tasks_of(a)), static_cast<int>(a.size(1)),
-        static_cast<int>(a.size(2)), static_cast<int>(window), static_cast<int>(parts_of(a.size(2), kRows))};
+        static_cast<T*>(out.mutable_data_ptr()), static_cast<int>(work_tiles_of(a)), static_cast<int>(a.size(1)),
+        static_cast<int>(a.size(2)), static_cast<int>(window), static_cast<int>(ceil_div(a.size(2), kRows))};
     launch.with_shared_memory(
         window_matmul_on_hopper_kernel<T, kPanels>,
-        std::min<int64_t>(arguments.tasks, launch.multiprocessors() * kThreadBlocks), kBlockThreads,
+        std::min<int64_t>(arguments.work_tiles, launch.multiprocessors() * kThreadBlocks), kBlockThreads,
         sizeof(Memory<T, kPanels>) + kPanelAlignment, arguments, tensor_map(a, kTile), tensor_map(b, kTile));
   };
   const auto with_depth = [&](auto zero) {

@@ -114,12 +114,12 @@ struct Interval {
 
 // Neighbouring rows that a warp takes, of one head: piece `piece` of the launch's matrix `matrix`.
 template <class T>
-struct Rows {
+struct BandRows {
   int64_t matrix, piece;
   int64_t token, run_element;  // the first token; the first element of the run that the rows begin in
   int number, begin, end;      // of rows; where they begin and end, counted from there
 
-  __device__ Rows(const Shares& shares, int64_t matrix, int64_t piece) : matrix(matrix), piece(piece) {
+  __device__ BandRows(const Shares& shares, int64_t matrix, int64_t piece) : matrix(matrix), piece(piece) {
     token = piece * shares.rows();
     number = static_cast<int>(::min(int64_t{shares.rows()}, shares.tokens - token));
     const int64_t element = (shares.head(matrix) * shares.tokens + token) * shares.width;
@@ -141,7 +141,7 @@ __device__ __forceinline__ void for_all_rows(
     const int number = (warp * kStages + stage) * kInputs + input;
     return reinterpret_cast<uint4*>(shared) + number * shares.stage_runs;
   };
-  const auto start = [&](const Rows<T>& rows, int stage) {
+  const auto start = [&](const BandRows<T>& rows, int stage) {
     if (rows.matrix < shares.matrices) {
       const int count = (rows.end + kRun<T> - 1) >> log2_of(kRun<T>);
       // The tensor may end within the last run.
@@ -162,7 +162,7 @@ __device__ __forceinline__ void for_all_rows(
     }
     end_of_copies();
   };
-  const auto write = [&](const Rows<T>& rows, const uint4* from) {
+  const auto write = [&](const BandRows<T>& rows, const uint4* from) {
     T* to = results + rows.run_element;
     const Interval<T> all(rows.begin, rows.end, true);
 #pragma unroll 4
@@ -174,13 +174,13 @@ __device__ __forceinline__ void for_all_rows(
 
   const int64_t first = blockIdx.x * int64_t{kWarps} + warp, step = gridDim.x * int64_t{kWarps};
   const int64_t matrices = step / shares.pieces, pieces = step % shares.pieces;
-  Rows<T> rows(shares, first / shares.pieces, first % shares.pieces);
+  BandRows<T> rows(shares, first / shares.pieces, first % shares.pieces);
   if constexpr (kStaged) {
     start(rows, 0);
   }
   for (int stage = 0; rows.matrix < shares.matrices; stage ^= 1) {
     const bool wraps = rows.piece + pieces >= shares.pieces;
-    const Rows<T> next(
+    const BandRows<T> next(
         shares, rows.matrix + matrices + wraps, rows.piece + pieces - (wraps ? shares.pieces : 0));
     const T* given[kInputs];
     if constexpr (kStaged) {
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kThreads, 8) window_softmax_forward_kernel(
   const Shares& shares = p.shares;
   const int lane = shares.lane(), lanes = 1 << shares.log_lanes, side = shares.width / 2;
   const float exponent_scale = kPlain ? p.scale * kLog2E<float> : kLog2E<float>;
-  for_all_rows<kStaged, T, 1>(shares, {p.band}, p.probs, [&](const Rows<T>& rows, const auto& inputs, T* results) {
+  for_all_rows<kStaged, T, 1>(shares, {p.band}, p.probs, [&](const BandRows<T>& rows, const auto& inputs, T* results) {
     const T* scores = inputs[0];
     const int64_t token = rows.token + shares.row(), window = p.windows[p.of_heads ? rows.matrix % shares.count : 0];
     const int row = rows.begin + shares.row() * shares.width;
@@ -309,7 +309,7 @@ __global__ void __launch_bounds__(kThreads, 8) window_softmax_forward_kernel(
 }
 
 template <class T>
-struct BackwardArguments {
+struct SoftmaxBackwardArguments {
   const T* grad;
   const T* probs;
   T* grad_scores;
@@ -319,11 +319,11 @@ struct BackwardArguments {
 
 template <class T, bool kStaged>
 __global__ void __launch_bounds__(kThreads, 8) window_softmax_backward_kernel(
-    const __grid_constant__ BackwardArguments<T> p) {
+    const __grid_constant__ SoftmaxBackwardArguments<T> p) {
   const Shares& shares = p.shares;
   const int lane = shares.lane(), lanes = 1 << shares.log_lanes;
   for_all_rows<kStaged, T, 2>(
-      shares, {p.grad, p.probs}, p.grad_scores, [&](const Rows<T>& rows, const auto& inputs, T* results) {
+      shares, {p.grad, p.probs}, p.grad_scores, [&](const BandRows<T>& rows, const auto& inputs, T* results) {
         const T* grads = inputs[0];
         const T* probs = inputs[1];
         const int row = rows.begin + shares.row() * shares.width;
@@ -432,7 +432,7 @@ Tensor window_softmax_backward(const Tensor& grad, const Tensor& probs, double s
       return;
     }
     const Tensor aligned_grad = launch.aligned(grad), aligned_probs = launch.aligned(probs);
-    const BackwardArguments<T> p{
+    const SoftmaxBackwardArguments<T> p{
         static_cast<const T*>(aligned_grad.const_data_ptr()), static_cast<const T*>(aligned_probs.const_data_ptr()),
         static_cast<T*>(grad_scores.mutable_data_ptr()), Shares(zero, grad, 0, grad.size(1)),
         static_cast<float>(scale)};

@@ -72,7 +72,7 @@ struct TileEdges {
 template <class T, bool kTransposed, int kCount>
 class BandPart {
  public:
-  static constexpr int kStep = kChunk<T>, kBytes = 32 * kLineBytes;
+  static constexpr int kStep = kBlockK<T>, kBytes = 32 * kLineBytes;
 
   // `pitch`: of the band's rows.
   __device__ explicit BandPart(int64_t pitch) : pitch_(pitch) {}
@@ -258,20 +258,20 @@ struct UnwindowArguments {
   int column_tiles;
 };
 
-// What a kernel is made of. kChunks: of a thread block's depth.
-template <class T, bool kTransposed, int kCount, int kChunks>
-struct Shape {
+// What a kernel is made of. kKBlocks: of a thread block's depth.
+template <class T, bool kTransposed, int kCount, int kKBlocks>
+struct KernelShape {
   using Part = BandPart<T, kTransposed, kCount>;
   static constexpr int kWarps = kThreads / 32, kTokens = kWarps * kWarpTokens;
-  static constexpr int kWidth = kChunks * kChunk<T>;
+  static constexpr int kWidth = kKBlocks * kBlockK<T>;
   static constexpr int kThreadBlocks = kWidth > 64 ? 2 : 3;
 
   // A stage of the ring: dense tokens and the warps' parts.
-  static constexpr int kDenseTile = Part::kStep * kLineBytes, kDense = kChunks * kDenseTile;
+  static constexpr int kDenseTile = Part::kStep * kLineBytes, kDense = kKBlocks * kDenseTile;
   static constexpr int kStage = kDense + kWarps * Part::kBytes;
   static constexpr size_t kBytes = kRing * kStage;
-  // Results take its place, a chunk of them at a time.
-  static constexpr int kResultPitch = pitch_of<T>(kChunk<T>);
+  // Results take its place, a k block of them at a time.
+  static constexpr int kResultPitch = pitch_of<T>(kBlockK<T>);
   static_assert(kBytes >= kTokens * kResultPitch * sizeof(T));
 };
 
@@ -289,29 +289,29 @@ __device__ float sum_of_window(
   return sum;
 }
 
-template <class T, bool kTransposed, int kCount, int kChunks>
-__global__ void __launch_bounds__(kThreads, (Shape<T, kTransposed, kCount, kChunks>::kThreadBlocks))
+template <class T, bool kTransposed, int kCount, int kKBlocks>
+__global__ void __launch_bounds__(kThreads, (KernelShape<T, kTransposed, kCount, kKBlocks>::kThreadBlocks))
     unwindow_matmul_kernel(const __grid_constant__ UnwindowArguments<T> p) {
   extern __shared__ __align__(128) unsigned char shared[];
-  using S = Shape<T, kTransposed, kCount, kChunks>;
+  using S = KernelShape<T, kTransposed, kCount, kKBlocks>;
   using Part = typename S::Part;
   using OfBand = BandFragments<T, kTransposed>;
   using OfDense = DepthFragments<T>;
   using M = Mma<T>;
-  constexpr int kGroups = OfBand::kGroups, kTiles = kChunk<T> / 16;
+  constexpr int kGroups = OfBand::kGroups, kTiles = kBlockK<T> / 16;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const uint32_t ring = keep(shared_address(shared)), own_part = S::kDense + warp * Part::kBytes;
   const uint32_t of_dense = keep(ring + OfDense::place(lane)), of_band = keep(ring + own_part + OfBand::place());
-  const int64_t parts = p.tiles * p.column_tiles, tasks = p.batch * p.heads * parts;
+  const int64_t tiles_of_head = p.tiles * p.column_tiles, work_tiles = p.batch * p.heads * tiles_of_head;
 
-  for (int64_t number = blockIdx.x; number < tasks; number += gridDim.x) {
-    const Task task(number, p.heads, parts);
-    const int first_chunk = static_cast<int>(task.part % p.column_tiles) * kChunks;
+  for (int64_t number = blockIdx.x; number < work_tiles; number += gridDim.x) {
+    const WorkTile work(number, p.heads, tiles_of_head);
+    const int first_k_block = static_cast<int>(work.tile % p.column_tiles) * kKBlocks;
     const BandMatrix<const T> band(
-        p.band + task.batch * p.batch_stride + task.head * p.head_stride, p.tokens, p.window);
-    const T* dense = p.dense.of(task.batch, task.head);
+        p.band + work.batch * p.batch_stride + work.head * p.head_stride, p.tokens, p.window);
+    const T* dense = p.dense.of(work.batch, work.head);
     // The thread block's tokens, and the others that they have in their windows.
-    int64_t token = task.part / p.column_tiles * S::kTokens;
+    int64_t token = work.tile / p.column_tiles * S::kTokens;
     if constexpr (kTransposed) {
       token += band.aligned(0);
     }
@@ -345,15 +345,15 @@ __global__ void __launch_bounds__(kThreads, (Shape<T, kTransposed, kCount, kChun
         }
         from += Part::kStep * (kTransposed ? pitch : 1);
 #pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
-          load_tokens(tile + chunk * S::kDenseTile, first + place, first_chunk + chunk);
+        for (int k_block = 0; k_block < kKBlocks; ++k_block) {
+          load_tokens(tile + k_block * S::kDenseTile, first + place, first_k_block + k_block);
         }
         load_tokens.advance();
       }
       end_of_copies();
     };
 
-    __syncthreads();  // what the task before read is free
+    __syncthreads();  // what the work tile before read is free
 #pragma unroll 1
     for (int step = 0; step < kRing - 1; ++step) {
       load(step, step);
@@ -394,26 +394,26 @@ __global__ void __launch_bounds__(kThreads, (Shape<T, kTransposed, kCount, kChun
 
     __syncthreads();  // the ring is free
     T* result = reinterpret_cast<T*>(shared) + warp * kWarpTokens * S::kResultPitch;
-    T* out = p.out + ((task.batch * p.heads + task.head) * p.tokens + own) * p.width + first_chunk * kChunk<T>;
+    T* out = p.out + ((work.batch * p.heads + work.head) * p.tokens + own) * p.width + first_k_block * kBlockK<T>;
     // The warp's tokens that there are.
     const int begin = static_cast<int>(max(-own, int64_t{0}));
     const int end = static_cast<int>(min(p.tokens - own, int64_t{kWarpTokens}));
     float zero = 0;  // or NaN, if a sum is not finite
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
+    for (int k_block = 0; k_block < kKBlocks; ++k_block) {
       __syncwarp();
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
-          const float(&of)[4] = sum[chunk * kTiles + t][group];
+          const float(&of)[4] = sum[k_block * kTiles + t][group];
           zero += 0 * of[0] + 0 * of[1] + 0 * of[2] + 0 * of[3];
           store_transposed(result + 8 * group * S::kResultPitch + 16 * t, S::kResultPitch, of);
         }
       }
       __syncwarp();
-      const int width = static_cast<int>(min(p.width - (first_chunk + chunk) * kChunk<T>, int64_t{kChunk<T>}));
-      T* to = out + chunk * kChunk<T>;
+      const int width = static_cast<int>(min(p.width - (first_k_block + k_block) * kBlockK<T>, int64_t{kBlockK<T>}));
+      T* to = out + k_block * kBlockK<T>;
       if (p.width % kRun<T> == 0) {
         const int c = lane % 8 * kRun<T>;
 #pragma unroll
@@ -436,7 +436,7 @@ __global__ void __launch_bounds__(kThreads, (Shape<T, kTransposed, kCount, kChun
     // A number that is not finite, times the zeros beside the windows, has spoilt rows that do not see it.
     if (!__all_sync(0xffffffffu, zero == 0)) {
       __syncwarp();  // a vote does not show a lane what others have written
-      const int width = static_cast<int>(min(p.width - first_chunk * kChunk<T>, int64_t{S::kWidth}));
+      const int width = static_cast<int>(min(p.width - first_k_block * kBlockK<T>, int64_t{S::kWidth}));
 #pragma unroll 1
       for (int token = begin; token < end; ++token) {
 #pragma unroll 1
@@ -444,7 +444,7 @@ __global__ void __launch_bounds__(kThreads, (Shape<T, kTransposed, kCount, kChun
           T& number = out[token * p.width + c];
           if (!isfinite(static_cast<float>(number))) {
             number = static_cast<T>(sum_of_window<kTransposed>(
-                band, dense + first_chunk * kChunk<T> + c, p.dense.token_stride, own + token));
+                band, dense + first_k_block * kBlockK<T> + c, p.dense.token_stride, own + token));
           }
         }
       }
@@ -476,24 +476,24 @@ Tensor unwindow_matmul(const Tensor& band, const Tensor& dense, bool transposed)
     }
     const Tensor rows = with_adjacent_rows(band), right = in_runs(dense);
     const int64_t window = band.size(3) / 2;
-    const auto run = [&](auto is_transposed, auto count, auto chunks) {
+    const auto run = [&](auto is_transposed, auto count, auto k_blocks) {
       constexpr bool kTransposed = decltype(is_transposed)::value;
-      constexpr int kCount = decltype(count)::value, kChunks = decltype(chunks)::value;
-      using S = Shape<T, kTransposed, kCount, kChunks>;
+      constexpr int kCount = decltype(count)::value, kKBlocks = decltype(k_blocks)::value;
+      using S = KernelShape<T, kTransposed, kCount, kKBlocks>;
       // Transposed, the first tile begins up to 31 bytes before the first token.
-      const int64_t tiles = parts_of(tokens + (kTransposed ? 32 / sizeof(T) - 1 : 0), S::kTokens);
-      const int column_tiles = static_cast<int>(parts_of(width, S::kWidth));
+      const int64_t tiles = ceil_div(tokens + (kTransposed ? 32 / sizeof(T) - 1 : 0), S::kTokens);
+      const int column_tiles = static_cast<int>(ceil_div(width, S::kWidth));
       const UnwindowArguments<T> arguments{
           static_cast<const T*>(rows.const_data_ptr()), rows.stride(0), rows.stride(1), TokenRows<T>(right),
           static_cast<T*>(out.mutable_data_ptr()), batch, heads, tokens, window, width, tiles, column_tiles};
       static_assert(S::kBytes <= kPortableMemory);
       launch.with_shared_memory(
-          unwindow_matmul_kernel<T, kTransposed, kCount, kChunks>, batch * heads * tiles * column_tiles, kThreads,
+          unwindow_matmul_kernel<T, kTransposed, kCount, kKBlocks>, batch * heads * tiles * column_tiles, kThreads,
           S::kBytes, arguments);
     };
     const auto with_width = [&](auto is_transposed, auto count) {
       if constexpr (sizeof(T) == 2) {
-        if (width <= kChunk<T>) {
+        if (width <= kBlockK<T>) {
           return run(is_transposed, count, std::integral_constant<int, 1>{});
         }
       }

@@ -1,0 +1,150 @@
+// Which scores are live: those of eight neighbouring tokens of the other side together, and of one token one by one.
+//
+// A warp owns 16 rows of the tile, its warp tile; live blocks are at least 8 tokens wide, so that one bit for each 8 tokens of
+// the other side says all about rows l and one about l + 8.
+
+#pragma once
+
+#include <cstdint>
+
+#include "scoring.h"
+
+namespace ds_sparse::attention {
+
+// Eight neighbouring tokens of the other side: the first, and its owners, a bit for each block row of the tile whose list
+// has their block. None: 0 owners.
+struct Octet {
+  static constexpr uint32_t kBiased = 1 << 8;  // beside the owners: some of them have a bias
+  int token;
+  uint32_t owners;
+
+  __device__ void apply(KeyState state) {
+    owners = state == kAllMasked ? 0 : state == kSomeBias && owners != 0 ? owners | kBiased : owners;
+  }
+};
+
+// The tokens of the other side that a work tile walks, kTokens in a step.
+template <int kTokens>
+struct OtherSide {
+  const uint32_t* entries;
+  int num_entries, log_block, length;  // tokens that exist
+  const uint8_t* states;               // of keys; null: nothing is added to any, or they are no keys
+
+  __device__ int steps() const { return ((num_entries << log_block) + kTokens - 1) / kTokens; }
+
+  __device__ Octet octet(int step, int number) const { return octets(step, number, 1); }
+  // Sixteen neighbouring tokens, of blocks of 16 or more, as their first eight.
+  __device__ Octet group(int step, int number) const { return octets(step, 2 * number, 2); }
+
+  // The token at `row` of a step, or -1.
+  __device__ __forceinline__ int token(int step, int tile_row) const {
+    const int place = step * kTokens + tile_row, entry = place >> log_block;
+    if (entry >= num_entries) {
+      return -1;
+    }
+    const int token =
+        static_cast<int>((entries[entry] & 0xffffffu) << log_block) + (place & ((1 << log_block) - 1));
+    return token < length ? token : -1;
+  }
+
+ private:
+  __device__ __forceinline__ Octet octets(int step, int number, int count) const {
+    const int place = step * kTokens + number * 8, entry = place >> log_block;
+    if (entry >= num_entries) {
+      return {0, 0};
+    }
+    const uint32_t word = entries[entry];
+    Octet octet{static_cast<int>((word & 0xffffffu) << log_block) + (place & ((1 << log_block) - 1)), word >> 24};
+    if (octet.token >= length) {
+      octet.owners = 0;
+    } else if (states != nullptr) {
+      const uint8_t* state = states + octet.token / 8;
+      const bool alike = count == 1 || octet.token + 8 >= length || state[0] == state[1];
+      octet.apply(alike ? static_cast<KeyState>(*state) : kSomeBias);
+    }
+    return octet;
+  }
+};
+
+// Which of a warp tile's scores with kTokens tokens are live. Bit n: rows l of the warp tile, and bit 8 + n rows l + 8, with
+// octet n; `ragged`: elements of that octet are looked at one by one, as some do not exist, come after or have a bias.
+template <int kTokens>
+struct LiveOctets {
+  static constexpr int kOctets = kTokens / 8;
+  static constexpr uint32_t kAll = ((1u << kOctets) - 1) * 0x101u;
+  uint32_t bits = 0, ragged = 0;
+
+  LiveOctets() = default;
+
+  // By a whole warp. `whole(octet)`: whether no element of it has to be looked at.
+  template <class F>
+  __device__ __forceinline__ LiveOctets(const Octet* octets, int log_block, const F& whole) {
+    const int lane = threadIdx.x % 32, warp_tile = threadIdx.x / 32;
+    const int number = lane % 8;
+    bool flag = false;
+    if (number < kOctets) {
+      const Octet octet = octets[number];
+      if (lane < 16) {
+        const int block_row = min((warp_tile * 16 + lane / 8 * 8) >> log_block, 7);
+        flag = octet.owners >> (log_block >= 6 ? 0 : block_row) & 1;
+      } else if (lane < 24) {
+        flag = octet.owners != 0 && ((octet.owners & Octet::kBiased) != 0 || !whole(octet));
+      }
+    }
+    const uint32_t votes = __ballot_sync(0xffffffffu, flag);
+    bits = votes & 0xffffu;
+    ragged = votes >> 16 & 0xffu;
+  }
+
+  __device__ bool all() const { return bits == kAll && ragged == 0; }
+  __device__ bool none() const { return bits == 0; }
+  // Whether any of 16 tokens counts for any row of the warp tile.
+  __device__ bool group(int j) const { return (bits >> 2 * j & 0x303u) != 0; }
+};
+
+// What a token of one side sees of the other, element by element. kTransposed: the token is a key. Where it does not exist,
+// -1, nobody looks.
+template <bool kTransposed, bool kWindow>
+struct TokenMask {
+  Range range, global;
+  const int32_t* places;  // null: causality does not go by them
+  int place, length;
+
+  __device__ __forceinline__ TokenMask(const Scoring& scoring, int head, int token)
+      : TokenMask(scoring, head, token, scoring.limits_of(head, token), scoring.place_of(head, token)) {}
+
+  // limits and place: the token's, as a window has them.
+  __device__ __forceinline__ TokenMask(const Scoring& scoring, int head, int token, Range limits, int place)
+      : range(scoring.template range_of<kTransposed>(token)), global{0, 0}, places(nullptr), place(place), length(0) {
+    if constexpr (kWindow) {
+      global = Range{0, scoring.window.num_global}.within(range);
+      range = limits.within(range);
+      places = scoring.goes_by_places() ? scoring.window.places_of(head) : nullptr;
+      length = kTransposed ? scoring.queries : scoring.keys;
+    }
+  }
+
+  // But for causality by places.
+  __device__ __forceinline__ bool has(int token) const { return range.has(token) | (kWindow && global.has(token)); }
+  __device__ __forceinline__ bool is_in_order(int token) const {
+    return places == nullptr ||
+           (kTransposed ? place <= places[min(token, length - 1)] : places[min(token, length - 1)] <= place);
+  }
+
+  // Leaves what all 16 rows of a warp tile see, of which lanes l and l + 16 have row l. By a whole warp.
+  __device__ __forceinline__ void restrict_to_warp_tile(bool exists) {
+    const auto of_all = [&](Range own) {
+      return Range{
+          __reduce_max_sync(0xffffffffu, exists ? own.first : 0),
+          __reduce_min_sync(0xffffffffu, exists ? own.end : INT32_MAX)};
+    };
+    range = of_all(range);
+    global = of_all(global);
+  }
+  // Whether none of eight neighbouring tokens has to be looked at, as all are seen.
+  __device__ __forceinline__ bool has_all(int token) const {
+    return places == nullptr && (range.has(token, 8) || (kWindow && global.has(token, 8)));
+  }
+};
+
+}  // namespace ds_sparse::attention

@@ -1,0 +1,177 @@
+// From products to scores, on Hopper: which kinds of scores have a kernel, biases, masks, dropout.
+
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "dropout_mask.h"
+#include "mask_sm90.h"
+
+namespace ds_sparse::attention {
+
+// What kernels are made for: products times a positive number, which exponents can take with them, or masked; the same
+// with dropout; the same limited token by token; and all else.
+enum class Scores { kPlain, kDropped, kLimited, kOptions };
+constexpr bool are_plain(Scores scores) { return scores != Scores::kOptions; }
+// By a window or pair by pair, perhaps.
+constexpr bool are_limited(Scores scores) { return scores == Scores::kLimited || scores == Scores::kOptions; }
+// For passes without a kernel for dropout alone.
+constexpr Scores with_any_dropout(Scores scores) { return scores == Scores::kDropped ? Scores::kOptions : scores; }
+
+// Whether probabilities are dropped.
+template <Scores kScores>
+__device__ __forceinline__ bool drops(const Scoring& scoring) {
+  return kScores == Scores::kDropped || (kScores == Scores::kOptions && scoring.drops());
+}
+
+// Which of a lane's probabilities (64 x 64) dropout keeps; by rows or, transposed, by columns. A warp tile's rows are
+// neighbours, and begin at a multiple of 16.
+template <bool kTransposed>
+struct KeptOfStep {
+  Kept<kTransposed> squares[4];
+
+  __device__ __forceinline__ void find(const Dropout& dropout, uint32_t matrix, int first_token, const Octet* groups) {
+#pragma unroll
+    for (int g = 0; g < 4; ++g) {
+      squares[g] = Kept<kTransposed>::of_square(dropout, matrix, first_token, groups[g].token);
+    }
+  }
+  // In the order of sums.
+  __device__ __forceinline__ bool operator[](int i) const { return squares[i / 8][i % 8]; }
+  // Of probabilities that are rounded.
+  __device__ __forceinline__ void mask(uint32_t (&probs)[4][4]) const {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      probs[i / 4][i % 4] &= squares[i / 4].pairs[i % 4];
+    }
+  }
+};
+
+// From a lane's products to scores, but for the bias of keys. Rows are queries, or with kTransposed keys.
+template <class T, int kBlockN, bool kPlain, bool kTransposed = false>
+__device__ __forceinline__ void finish_scores(
+    float (&scores)[kBlockN / 2], const Scoring& scoring, const WorkItem& item, const Octet* groups) {
+  if constexpr (!kPlain) {
+    const int token0 = item.tokens[lane_row()], token8 = item.tokens[lane_row() + 8];
+    const int length = kTransposed ? scoring.queries : scoring.keys;
+    int first[kBlockN / 16];
+#pragma unroll
+    for (int g = 0; g < kBlockN / 16; ++g) {
+      first[g] = groups[g].token + threadIdx.x % 4 * 2;
+    }
+    scoring.template finish<T>(scores, item.work.batch, item.work.head, [&](int e) {
+      const int mine = max(e % 4 < 2 ? token0 : token8, 0), its = min(first[e / 8] + e % 8 / 4 * 8 + e % 2, length - 1);
+      return kTransposed ? make_int2(its, mine) : make_int2(mine, its);
+    });
+  }
+}
+
+// Leaves -inf where scores do not count: groups that are not the warp tile's, and of ragged ones what the row does not see.
+// Without branches within a group, as all lanes go through it anyway. pairs: of the step; null: all that the row sees.
+template <int kBlockN, bool kTransposed, bool kLimited>
+__device__ __forceinline__ void mask_scores(
+    float (&scores)[kBlockN / 2], const LiveGroups& live, const Octet* groups, const WorkItemOf<kLimited>& item,
+    const Scoring& scoring, const uint2 (*pairs)[kLimited ? kHopperBlockM : 1]) {
+  constexpr uint32_t all = (1u << kBlockN / 16) - 1;
+  if (live.warp_tile() != all) {
+#pragma unroll
+    for (int i = 0; i < kBlockN / 2; ++i) {
+      scores[i] = live.warp_tile() >> i / 8 & 1 ? scores[i] : -kInfinity;
+    }
+  }
+  if constexpr (kLimited) {
+    if (pairs != nullptr) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int block = 0; block < kBlockN / 64; ++block) {
+          uint2 words = pairs[block][lane_row() + 8 * half];
+          words.x >>= threadIdx.x % 4 * 2;
+          words.y >>= threadIdx.x % 4 * 2;
+#pragma unroll
+          for (int i = 0; i < 16; ++i) {
+            // Of every eight columns, of which a word has four times as many, a lane has two.
+            float& score = scores[32 * block + i / 2 * 4 + 2 * half + i % 2];
+            const int bit = i / 2 % 4 * 8 + i % 2;
+            score = (i < 8 ? words.x : words.y) >> bit & 1 ? score : -kInfinity;
+          }
+        }
+      }
+      return;
+    }
+  }
+  if (live.ragged() != 0) {
+    // A row at a time, and then what causality by places denies: registers are short.
+    const auto keep = [&](int half, const auto& token_mask) {
+#pragma unroll
+      for (int g = 0; g < kBlockN / 16; ++g) {
+        if (live.ragged() >> g & 1) {
+          const int first = groups[g].token + threadIdx.x % 4 * 2;
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            float& score = scores[8 * g + e / 2 * 4 + 2 * half + e % 2];
+            score = token_mask(first + e / 2 * 8 + e % 2) ? score : -kInfinity;
+          }
+        }
+      }
+    };
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const auto token_mask = item.template mask_of<kTransposed>(lane_row() + 8 * half, scoring);
+      keep(half, [&](int token) { return token_mask.has(token); });
+    }
+    if constexpr (kLimited) {
+      if (scoring.goes_by_places()) {
+        for (int half = 0; half < 2; ++half) {
+          const auto token_mask = item.template mask_of<kTransposed>(lane_row() + 8 * half, scoring);
+          keep(half, [&](int token) { return token_mask.is_in_order(token); });
+        }
+      }
+    }
+  }
+}
+
+// Adds the bias of keys, which is not 0 in ragged groups only, where these are the other side.
+template <int kBlockN>
+__device__ __forceinline__ void add_key_bias(
+    float (&scores)[kBlockN / 2], const LiveGroups& live, const Octet* groups, const Scoring& scoring, const WorkTile& work,
+    float factor) {
+  if (scoring.key_bias != nullptr && live.ragged() != 0) {
+    const float* key_bias = scoring.key_bias_of(work.batch, work.head);
+#pragma unroll
+    for (int g = 0; g < kBlockN / 16; ++g) {
+      if (live.ragged() >> g & 1) {
+        const int first = groups[g].token + threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          if (e % 4 < 2) {
+            const float bias = key_bias[min(first + e / 4 * 8 + e % 2, scoring.keys - 1)] * factor;
+            scores[8 * g + e] += bias;
+            scores[8 * g + e + 2] += bias;
+          }
+        }
+      }
+    }
+  }
+}
+
+// Calls f with the head size, padded, and the kind of scores.
+template <class F>
+void with_hopper_kernel(const Scoring& scoring, const TileLists& lists, int head_dim, const F& f) {
+  const auto with_options = [&](auto padded) {
+    const bool limited = scoring.window.limits != nullptr || lists.pairs != nullptr;
+    if (!scoring.plain() || (limited && scoring.drops())) {
+      f(padded, std::integral_constant<Scores, Scores::kOptions>{});
+    } else if (limited) {
+      f(padded, std::integral_constant<Scores, Scores::kLimited>{});
+    } else if (scoring.drops()) {
+      f(padded, std::integral_constant<Scores, Scores::kDropped>{});
+    } else {
+      f(padded, std::integral_constant<Scores, Scores::kPlain>{});
+    }
+  };
+  head_dim <= 64 ? with_options(std::integral_constant<int, 64>{}) : with_options(std::integral_constant<int, 128>{});
+}
+
+}  // namespace ds_sparse::attention

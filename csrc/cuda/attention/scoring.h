@@ -1,0 +1,149 @@
+// What happens to a score between the product of query and key and its probability: scale, biases, masks, dropout.
+
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cmath>
+#include <cstdint>
+#include <optional>
+#include <type_traits>
+
+#include "../../checks.h"
+#include "../../dropout.h"
+
+namespace ds_sparse::attention {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kInfinity = __builtin_huge_valf();
+
+// A matrix added to the scores, or bool: keeps where true. Strides of broadcast dimensions are 0.
+struct Bias {
+  enum Kind { kNone, kBool, kSame, kFloat };
+  const void* data;
+  Kind kind;
+  int64_t batch_stride, head_stride, row_stride, column_stride;
+
+  // place(e): query and key of element e, both of which exist. What there is to add is asked once, and then loaded
+  // together.
+  template <class T, int kCount, class F>
+  __device__ __forceinline__ void add_to(float (&scores)[kCount], int batch, int head, const F& place) const {
+    const int64_t start = batch * batch_stride + head * head_stride;
+    const auto add = [&](const auto* from, const auto& value_of) {
+      from += start;
+#pragma unroll
+      for (int e = 0; e < kCount; ++e) {
+        const int2 at = place(e);
+        scores[e] += value_of(from[at.x * row_stride + at.y * column_stride]);
+      }
+    };
+    // Finite ones are arithmetic, however large: three of them, and a factor log2(e), must not reach infinity.
+    const auto finite = [](auto x) {
+      const float value = static_cast<float>(x);
+      return value == -kInfinity ? value : fmaxf(value, -1e30f);
+    };
+    if (kind == kBool) {
+      add(static_cast<const bool*>(data), [](bool keeps) { return keeps ? 0.0f : -kInfinity; });
+    } else if (kind == kSame) {
+      add(static_cast<const T*>(data), finite);
+    } else if (kind == kFloat) {
+      add(static_cast<const float*>(data), finite);
+    }
+  }
+};
+
+// Tokens from `first` to `end` - 1; `first` is at most `end`.
+struct Range {
+  int first, end;
+
+  __device__ bool has(int token) const {
+    return static_cast<unsigned>(token - first) < static_cast<unsigned>(end - first);
+  }
+  __device__ bool has(int token, int count) const { return token >= first && token + count <= end; }
+  __device__ Range within(Range other) const {
+    const int from = max(first, other.first);
+    return {from, max(from, min(end, other.end))};
+  }
+};
+
+// What tokens see of live blocks where a window limits it, queries and keys being the same tokens: a range of them each,
+// and the first few of all, which see everything. All of it is symmetric but for causality.
+struct WindowLimits {
+  const Range* limits;    // (1 or H, T); null: there is no window
+  const int32_t* places;  // (1 or H, T), by which causality goes; null: it goes by the order of tokens
+  int64_t limits_stride, places_stride;  // of heads
+  int num_global;
+
+  __device__ const int32_t* places_of(int head) const { return places + head * places_stride; }
+};
+
+// What is done to scores, and to probabilities.
+struct Scoring {
+  float scale;
+  int queries, keys;
+  bool causal;
+  Bias rpe, attn_mask;
+  const float* key_bias;       // null: none
+  const uint8_t* key_states;   // of every eight keys, a KeyState
+  int64_t key_bias_strides[2], key_states_strides[2];  // of batches and heads
+  bool only_masks_keys;  // every bias is 0 or -inf
+  const int64_t* dropout_seed;  // null: none
+  uint32_t dropout_threshold;
+  WindowLimits window;
+
+  // Whether scores are products times a positive number, which exponents can take with them, or masked. Exponents of
+  // others, which may be large, are differences first.
+  bool plain() const {
+    return scale > 1e-6f && rpe.kind == Bias::kNone && attn_mask.kind == Bias::kNone &&
+           (key_bias == nullptr || only_masks_keys);
+  }
+  __host__ __device__ bool drops() const { return dropout_seed != nullptr; }
+
+  // Null: none.
+  __device__ const float* key_bias_of(int batch, int head) const {
+    return key_bias == nullptr ? nullptr : key_bias + batch * key_bias_strides[0] + head * key_bias_strides[1];
+  }
+  __device__ const uint8_t* key_states_of(int batch, int head) const {
+    return key_bias == nullptr ? nullptr : key_states + batch * key_states_strides[0] + head * key_states_strides[1];
+  }
+
+  __device__ bool goes_by_places() const { return causal && window.places != nullptr; }
+
+  // What a token's window has; all, and nothing, where there is none.
+  __device__ Range limits_of(int head, int token) const {
+    return window.limits == nullptr || token < 0 ? Range{0, INT32_MAX} : window.limits[head * window.limits_stride + token];
+  }
+  __device__ int place_of(int head, int token) const {
+    return window.places == nullptr || token < 0 ? 0 : window.places_of(head)[token];
+  }
+
+  // What a token of one side may see of the other by the lengths and, unless it goes by places, causality; one that does
+  // not exist, -1: nothing, or whatever does not matter. kTransposed: the token is a key.
+  template <bool kTransposed>
+  __device__ Range range_of(int token) const {
+    const bool in_order = causal && !goes_by_places();
+    return kTransposed ? Range{in_order ? min(token, queries) : 0, queries}
+                       : Range{0, in_order ? min(token + 1, keys) : keys};
+  }
+
+  // From products to scores, but for the bias of keys; place(e): query and key of element e, both of which exist.
+  template <class T, int kCount, class F>
+  __device__ __forceinline__ void finish(float (&products)[kCount], int batch, int head, const F& place) const {
+#pragma unroll
+    for (float& product : products) {
+      product *= scale;
+    }
+    rpe.add_to<T>(products, batch, head, place);
+    attn_mask.add_to<T>(products, batch, head, place);
+  }
+
+  __device__ __forceinline__ Dropout dropout() const {
+    return {static_cast<uint64_t>(dropout_seed[0]), static_cast<uint32_t>(dropout_seed[1]), dropout_threshold};
+  }
+};
+
+// What is added to the scores of eight neighbouring keys: nothing, -inf to all of them, or anything else.
+enum KeyState : uint8_t { kNoBias, kAllMasked, kSomeBias };
+
+}  // namespace ds_sparse::attention

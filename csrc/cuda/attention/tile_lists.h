@@ -1,0 +1,112 @@
+// Tiles of tokens with their lists of live blocks, the work tiles that thread blocks take, and the splits of long lists,
+// which a second kernel combines. Format: ds_sparse/tiles.py; schemas and shapes: csrc/library.cpp.
+//
+// Every pass holds a tile of its own tokens (queries, or keys) and walks those of the other side, kBlockM or fewer at a
+// time, gathered from as many live blocks as that takes.
+
+#pragma once
+
+#include <cstdint>
+
+
+namespace ds_sparse::attention {
+
+constexpr int kBlockM = 64;         // tokens of a tile
+constexpr int kHopperBlockM = 128;  // and of one on Hopper
+constexpr int kThreads = 2 * kBlockM;  // a warp for each 16 tokens
+
+// The tiles of one side with their lists, as Python's Tiles has them. Block rows: of the own side, -1 where a tile has none.
+struct TileLists {
+  const int32_t* block_rows;
+  const uint32_t* entries;
+  const int4* work_tiles;
+  int num_work_tiles;
+  int block_rows_per_tile, tiles_per_head;
+  int log_block, tile, sub_tiles;  // tile: its tokens; sub-tiles: of a block that is larger than a tile
+  // (1 or H, E, tile): for each entry, a block of 64 tokens, those that a row sees. Null: all.
+  const uint2* pairs;
+  int64_t pairs_stride;  // of heads
+
+  // The token at `row` of a tile or sub-tile, or -1; of so many that exist.
+  __device__ int token(int number, int sub_tile, int tile_row, int length) const {
+    const int block = 1 << log_block;
+    const int of_tile = block_rows[number * block_rows_per_tile + min(tile_row >> log_block, block_rows_per_tile - 1)];
+    const int token = of_tile < 0 ? -1 : (of_tile << log_block) + ((sub_tile * tile + tile_row) & (block - 1));
+    return token < length ? token : -1;
+  }
+  // Of a tile: `copy` counts matrices where all heads share a layout, else batches.
+  __device__ int2 batch_and_head(int copy, int number, int heads, int layout_heads) const {
+    return layout_heads == 1 ? make_int2(copy / heads, copy % heads) : make_int2(copy, number / tiles_per_head);
+  }
+};
+
+// What a thread block does: a work tile of one head, or a sub-tile of it, and perhaps some columns of its output.
+struct WorkTile {
+  int batch, head, sub_tile, column_tile;
+  int tile, first_entry, num_entries, split;
+  int64_t matrix;  // batch * heads + head
+  int64_t copy;    // of the layout's heads: the matrix where all heads share one, else the batch
+
+  __device__ WorkTile(const TileLists& lists, int64_t number, int heads, int layout_heads, int column_tiles) {
+    column_tile = number % column_tiles;
+    number /= column_tiles;
+    sub_tile = number % lists.sub_tiles;
+    number /= lists.sub_tiles;
+    const int4 listed = lists.work_tiles[number % lists.num_work_tiles];
+    number /= lists.num_work_tiles;
+    tile = listed.x;
+    first_entry = listed.y;
+    num_entries = listed.z;
+    split = listed.w;
+    copy = number;
+    const int2 of = lists.batch_and_head(number, tile, heads, layout_heads);
+    batch = of.x;
+    head = of.y;
+    matrix = int64_t{batch} * heads + head;
+  }
+};
+
+// The fp32 results of the splits of long lists, a work tile each: (copies, splits, sub-tiles, tile, head_dim).
+struct SplitResults {
+  float* data;
+  int splits, head_dim;
+
+  __device__ int64_t first_row(const TileLists& lists, int64_t copy, int split, int sub_tile) const {
+    return ((copy * splits + split) * lists.sub_tiles + sub_tile) * lists.tile;
+  }
+};
+
+// Neighbouring rows of a tile whose list is split, which a thread block combines.
+constexpr int kCombineRows = 16;
+static_assert(kBlockM % kCombineRows == 0 && kHopperBlockM % kCombineRows == 0);
+
+struct CombineRows {
+  int batch, head, tile, sub_tile, first_row, first_split, num_splits;
+  int64_t matrix, copy;
+
+  __device__ CombineRows(const TileLists& lists, const int32_t* cuts, int num_cuts, int heads, int layout_heads) {
+    uint32_t number = blockIdx.x;
+    first_row = number % (lists.tile / kCombineRows) * kCombineRows;
+    number /= lists.tile / kCombineRows;
+    sub_tile = number % lists.sub_tiles;
+    number /= lists.sub_tiles;
+    const int32_t* cut = cuts + number % num_cuts * 3;
+    copy = number / num_cuts;
+    tile = cut[0];
+    first_split = cut[1];
+    num_splits = cut[2];
+    const int2 of = lists.batch_and_head(copy, tile, heads, layout_heads);
+    batch = of.x;
+    head = of.y;
+    matrix = int64_t{batch} * heads + head;
+  }
+  // Of one of the rows, the token or -1; and its place among the rows of all splits, in one of the tile's splits.
+  __device__ int token(const TileLists& lists, int tile_row, int length) const {
+    return lists.token(tile, sub_tile, first_row + tile_row, length);
+  }
+  __device__ int64_t place(const TileLists& lists, const SplitResults& splits, int split, int tile_row) const {
+    return splits.first_row(lists, copy, first_split + split, sub_tile) + first_row + tile_row;
+  }
+};
+
+}  // namespace ds_sparse::attention
