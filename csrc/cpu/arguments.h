@@ -17,21 +17,21 @@ const T* pointer(const Tensor& x) {
   return static_cast<const T*>(x.const_data_ptr());
 }
 
-// Offsets that cut `entries` entries into lines, one after the other.
+// Offsets that cut `entries` entries into block rows, one after the other.
 inline void check_offsets(const Tensor& offsets, int64_t entries) {
   const int32_t *begin = pointer<int32_t>(offsets), *end = begin + offsets.size(0);
   check(*begin == 0 && end[-1] == entries && std::is_sorted(begin, end),
         "offsets have to ascend from 0 to the " + std::to_string(entries) + " entries.");
 }
 
-// Offsets, and the entries that they cut: block numbers below `blocks`, ascending within a line.
+// Offsets, and the entries that they cut: block numbers below `blocks`, ascending within a block row.
 inline void check_entries(const Tensor& offsets, const Tensor& indices, int64_t blocks) {
   check_offsets(offsets, indices.size(0));
   const int32_t *offset = pointer<int32_t>(offsets), *index = pointer<int32_t>(indices);
   bool fits = true;
-  for (int64_t line = 0; line < offsets.size(0) - 1; ++line) {
+  for (int64_t block_row = 0; block_row < offsets.size(0) - 1; ++block_row) {
     int64_t above = -1;
-    for (int64_t n = offset[line]; n < offset[line + 1]; ++n) {
+    for (int64_t n = offset[block_row]; n < offset[block_row + 1]; ++n) {
       fits &= index[n] > above;
       above = index[n];
     }
@@ -50,18 +50,18 @@ inline void check_slots(const Tensor& slots) {
   check(fits, "slots have to be 0 or more and below the " + std::to_string(count) + " entries.");
 }
 
-// The lists of one side of attention's tiles by lines: line i of layout head l owns the blocks from
-// offsets[l * lines + i] to offsets[l * lines + i + 1].
-struct LineLists {
-  int64_t layout_heads, lines;
+// The lists of one side of attention's tiles by block rows: block row i of layout head l owns the blocks from
+// offsets[l * block_rows + i] to offsets[l * block_rows + i + 1].
+struct BlockLists {
+  int64_t layout_heads, block_rows;
   std::vector<int64_t> offsets;
   std::vector<int32_t> blocks;
 
-  const int32_t* begin(int64_t head, int64_t line) const {
-    return blocks.data() + offsets[head_of(head) * lines + line];
+  const int32_t* begin(int64_t head, int64_t block_row) const {
+    return blocks.data() + offsets[head_of(head) * block_rows + block_row];
   }
-  int64_t count(int64_t head, int64_t line) const {
-    int64_t at = head_of(head) * lines + line;
+  int64_t count(int64_t head, int64_t block_row) const {
+    int64_t at = head_of(head) * block_rows + block_row;
     return offsets[at + 1] - offsets[at];
   }
 
@@ -69,37 +69,37 @@ struct LineLists {
   int64_t head_of(int64_t head) const { return layout_heads == 1 ? 0 : head; }
 };
 
-// Checks what the lists of tiles hold, for `lines` lines a head and `others` blocks on the other side, and sorts it by
-// lines: the CPU does a line whole, whatever units its tile is cut into.
-inline LineLists lists_by_line(const Tensor& tile_lines, const Tensor& entries, const Tensor& units,
-                               int64_t layout_heads, int64_t lines, int64_t others, int64_t block, int64_t tile) {
+// Checks what the lists of tiles hold, for `block_rows` block rows a head and `others` blocks on the other side, and sorts it by
+// block rows: the CPU does a block row whole, whatever work tiles its tile is cut into.
+inline BlockLists lists_by_block_row(const Tensor& tile_lines, const Tensor& entries, const Tensor& units,
+                               int64_t layout_heads, int64_t block_rows, int64_t others, int64_t block, int64_t tile) {
   int64_t per_tile = std::max<int64_t>(1, tile / block), tiles = tile_lines.size(0) / per_tile,
           tiles_of_head = tiles / layout_heads, num_entries = entries.size(0);
-  const int32_t *line = pointer<int32_t>(tile_lines), *unit = pointer<int32_t>(units);
+  const int32_t *block_row = pointer<int32_t>(tile_lines), *work_tile = pointer<int32_t>(units);
   const uint32_t* entry = pointer<uint32_t>(entries);
 
   std::vector<int64_t> first(tiles, num_entries), end(tiles, 0), covered(tiles, 0);
-  for (int64_t n = 0; n < units.size(0); ++n, unit += 4) {
-    check(unit[0] >= 0 && unit[0] < tiles && unit[1] >= 0 && unit[2] >= 0 && unit[1] + int64_t{unit[2]} <= num_entries,
+  for (int64_t n = 0; n < units.size(0); ++n, work_tile += 4) {
+    check(work_tile[0] >= 0 && work_tile[0] < tiles && work_tile[1] >= 0 && work_tile[2] >= 0 && work_tile[1] + int64_t{work_tile[2]} <= num_entries,
           "units have to be ranges of the " + std::to_string(num_entries) + " entries, of tiles below " +
               std::to_string(tiles) + ".");
-    first[unit[0]] = std::min<int64_t>(first[unit[0]], unit[1]);
-    end[unit[0]] = std::max<int64_t>(end[unit[0]], unit[1] + unit[2]);
-    covered[unit[0]] += unit[2];
+    first[work_tile[0]] = std::min<int64_t>(first[work_tile[0]], work_tile[1]);
+    end[work_tile[0]] = std::max<int64_t>(end[work_tile[0]], work_tile[1] + work_tile[2]);
+    covered[work_tile[0]] += work_tile[2];
   }
 
-  LineLists lists{layout_heads, lines, std::vector<int64_t>(layout_heads * lines + 1), {}};
-  std::vector<char> seen(layout_heads * lines);
+  BlockLists lists{layout_heads, block_rows, std::vector<int64_t>(layout_heads * block_rows + 1), {}};
+  std::vector<char> seen(layout_heads * block_rows);
   std::vector<int64_t> tile_of(others, -1);
   int64_t* count = lists.offsets.data() + 1;
-  for (int64_t t = 0; t < tiles; ++t, line += per_tile) {
+  for (int64_t t = 0; t < tiles; ++t, block_row += per_tile) {
     check(covered[t] == std::max<int64_t>(0, end[t] - first[t]),
           "the units of a tile have to cut one range of entries.");
     for (int64_t k = 0; k < per_tile; ++k) {
-      if (line[k] == -1) continue;
-      int64_t at = t / tiles_of_head * lines + line[k];
-      check(line[k] >= 0 && line[k] < lines && !seen[at],
-            "lines have to name each of the " + std::to_string(lines) + " block rows or columns of a head once.");
+      if (block_row[k] == -1) continue;
+      int64_t at = t / tiles_of_head * block_rows + block_row[k];
+      check(block_row[k] >= 0 && block_row[k] < block_rows && !seen[at],
+            "lines have to name each of the " + std::to_string(block_rows) + " block rows or columns of a head once.");
       seen[at] = true;
     }
     for (int64_t n = first[t]; n < end[t]; ++n) {
@@ -111,23 +111,23 @@ inline LineLists lists_by_line(const Tensor& tile_lines, const Tensor& entries, 
       tile_of[other] = t;
       for (int64_t k = 0; k < per_tile; ++k) {
         if ((owners >> k & 1) == 0) continue;
-        check(line[k] >= 0, "entries have to belong to lines that there are.");
-        ++count[t / tiles_of_head * lines + line[k]];
+        check(block_row[k] >= 0, "entries have to belong to lines that there are.");
+        ++count[t / tiles_of_head * block_rows + block_row[k]];
       }
     }
   }
   check(std::find(seen.begin(), seen.end(), false) == seen.end(),
-        "lines have to name each of the " + std::to_string(lines) + " block rows or columns of a head once.");
+        "lines have to name each of the " + std::to_string(block_rows) + " block rows or columns of a head once.");
 
-  for (int64_t i = 0; i < layout_heads * lines; ++i) lists.offsets[i + 1] += lists.offsets[i];
+  for (int64_t i = 0; i < layout_heads * block_rows; ++i) lists.offsets[i + 1] += lists.offsets[i];
   lists.blocks.resize(lists.offsets.back());
   std::vector<int64_t> next(lists.offsets.begin(), lists.offsets.end() - 1);
-  line = pointer<int32_t>(tile_lines);
-  for (int64_t t = 0; t < tiles; ++t, line += per_tile)
+  block_row = pointer<int32_t>(tile_lines);
+  for (int64_t t = 0; t < tiles; ++t, block_row += per_tile)
     for (int64_t n = first[t]; n < end[t]; ++n)
       for (int64_t k = 0; k < per_tile; ++k)
         if (entry[n] >> 24 >> k & 1)
-          lists.blocks[next[t / tiles_of_head * lines + line[k]]++] = static_cast<int32_t>(entry[n] & 0xffffff);
+          lists.blocks[next[t / tiles_of_head * block_rows + block_row[k]]++] = static_cast<int32_t>(entry[n] & 0xffffff);
   return lists;
 }
 

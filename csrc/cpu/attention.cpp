@@ -1,7 +1,7 @@
 // block_attention_forward, block_attention_backward and block_attention_bias_backward on the CPU; schemas and letters
 // in ../library.cpp.
 //
-// Work is by block lines, and takes from the tiles only their lists. Scores of a line are made a few blocks at a time
+// Work is by row strips, and takes from the tiles only their lists. Scores of a row strip are made a few blocks at a time
 // and never stored. Backward goes once over the block columns, so that it makes them once: a task has neighbouring ones
 // of a head, whose gradients of key and value it completes, and adds up gradients of query for the queries that see
 // them, which are summed over tasks in the end. Tasks, and with them the orders of all sums, depend on sizes and lists
@@ -65,26 +65,26 @@ Tensor empty_in_order_of(const Tensor& x) {
   return heads_inside ? torch::stable::transpose(out, 1, 2) : out;
 }
 
-// The block rows as pieces of line_rows tokens, where a score costs `cost`.
-Pieces cut_lines(const Attention& attention, const LineLists& lists, int64_t cost) {
+// The block rows as pieces of strip_rows tokens, where a score costs `cost`.
+Pieces cut_row_strips(const Attention& attention, const BlockLists& lists, int64_t cost) {
   Pieces pieces;
   for (int64_t head = 0; head < lists.layout_heads; ++head)
-    for (int64_t row = 0; row < lists.lines; ++row)
-      for (int64_t begin = 0; begin < attention.block; begin += attention.line_rows)
-        pieces.add({head, row, begin, begin + attention.line_rows},
-                   (lists.count(head, row) * attention.block + 8) * attention.line_rows * cost);
+    for (int64_t row = 0; row < lists.block_rows; ++row)
+      for (int64_t begin = 0; begin < attention.block; begin += attention.strip_rows)
+        pieces.add({head, row, begin, begin + attention.strip_rows},
+                   (lists.count(head, row) * attention.block + 8) * attention.strip_rows * cost);
   return pieces;
 }
 
 template <class T>
-void forward(const Attention& attention, const LineLists& lists, const Tensor& output, const Tensor& lse,
+void forward(const Attention& attention, const BlockLists& lists, const Tensor& output, const Tensor& lse,
              const Tensor& statistics) {
   using C = Compute<T>;
-  int64_t block = attention.block, depth = attention.depth, rows = attention.line_rows, width = padded<T>(depth),
+  int64_t block = attention.block, depth = attention.depth, rows = attention.strip_rows, width = padded<T>(depth),
           keys = attention.columns * block;
   auto panels = pack_all<T>(attention.key, block, width, true);
   auto values = pack_all<T>(attention.value, block, width, false);
-  auto pieces = cut_lines(attention, lists, 2 * width);
+  auto pieces = cut_row_strips(attention, lists, 2 * width);
   run_pieces(pieces, attention.batch, attention.heads, lists.layout_heads, [&] {
     return [&, query = Buffer<C>(rows * depth), sum = Buffer<C>(rows * width), top = Buffer<C>(rows),
             total = Buffer<C>(rows), scratch = Buffer<C>(attention_scratch(block))](int64_t b, int64_t head,
@@ -92,7 +92,7 @@ void forward(const Attention& attention, const LineLists& lists, const Tensor& o
       int64_t first = piece.row * block + piece.begin, count = lists.count(head, piece.row),
               matrix = b * attention.key_heads + head / attention.group();
       pack_tokens<T>(attention.query, b, head, first, rows, depth, query.data());
-      kernels<T>().attention_forward(attention.line(b, head, first, false), query.data(),
+      kernels<T>().attention_forward(attention.strip(b, head, first, false), query.data(),
                                      panels.data() + matrix * keys * depth, values.data() + matrix * keys * width,
                                      width, lists.begin(head, piece.row), count, sum.data(), top.data(), total.data(),
                                      scratch.data());
@@ -171,7 +171,7 @@ struct ColumnGroup {
   std::vector<int32_t> slots;  // block row -> its place in blocks, or -1
 };
 
-std::vector<ColumnGroup> group_columns(const Attention& attention, const LineLists& lists) {
+std::vector<ColumnGroup> group_columns(const Attention& attention, const BlockLists& lists) {
   int64_t group = attention.group(), key_heads = lists.layout_heads == 1 ? 1 : attention.key_heads,
           repeats = attention.batch * attention.key_heads / key_heads;
   auto cost_of = [&](int64_t key_head, int64_t column) {
@@ -181,13 +181,13 @@ std::vector<ColumnGroup> group_columns(const Attention& attention, const LineLis
   };
   int64_t total = 0;
   for (int64_t key_head = 0; key_head < key_heads; ++key_head)
-    for (int64_t column = 0; column < lists.lines; ++column) total += cost_of(key_head, column);
+    for (int64_t column = 0; column < lists.block_rows; ++column) total += cost_of(key_head, column);
   int64_t limit = std::max(total * repeats / backward_tasks, backward_cost);
 
   std::vector<ColumnGroup> groups;
   for (int64_t key_head = 0; key_head < key_heads; ++key_head) {
     int64_t cost = limit;
-    for (int64_t column = 0; column < lists.lines; ++column) {
+    for (int64_t column = 0; column < lists.block_rows; ++column) {
       if (cost + cost_of(key_head, column) > limit) {
         groups.push_back({key_head, column, column, false, {}, std::vector<int32_t>(attention.rows, -1)});
         cost = 0;
@@ -202,7 +202,7 @@ std::vector<ColumnGroup> group_columns(const Attention& attention, const LineLis
     }
   }
   for (ColumnGroup& columns : groups) {
-    columns.whole = columns.end - columns.begin == lists.lines;
+    columns.whole = columns.end - columns.begin == lists.block_rows;
     for (int64_t row = 0; row < attention.rows; ++row) {
       if (columns.slots[row] < 0 && !columns.whole) continue;
       columns.slots[row] = static_cast<int32_t>(columns.blocks.size());
@@ -213,10 +213,10 @@ std::vector<ColumnGroup> group_columns(const Attention& attention, const LineLis
 }
 
 template <class T>
-void backward(const Attention& attention, const Gradients& gradients, const LineLists& lists, const Tensor& grad_query,
+void backward(const Attention& attention, const Gradients& gradients, const BlockLists& lists, const Tensor& grad_query,
               const Tensor& grad_key, const Tensor& grad_value) {
   using C = Compute<T>;
-  int64_t block = attention.block, depth = attention.depth, rows = attention.line_rows, width = padded<T>(depth),
+  int64_t block = attention.block, depth = attention.depth, rows = attention.strip_rows, width = padded<T>(depth),
           heads = attention.heads, key_heads = attention.key_heads, group = attention.group(),
           padded = attention.rows * block;
   auto statistics = statistics_of<T>(attention, gradients);
@@ -285,7 +285,7 @@ void backward(const Attention& attention, const Gradients& gradients, const Line
                                   key_sum.data(),
                                   value_sum.data(),
                                   query_sum + at * width};
-          kernels<T>().attention_backward(attention.line(b, head, first, true), work, scratch.data());
+          kernels<T>().attention_backward(attention.strip(b, head, first, true), work, scratch.data());
         }
         store_tokens<T>(key_sum.data(), width, b, key_head, first, rows, grad_key);
         store_tokens<T>(value_sum.data(), width, b, key_head, first, rows, grad_value);
@@ -319,7 +319,7 @@ void backward(const Attention& attention, const Gradients& gradients, const Line
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> attention_forward(const Attention& attention, const LineLists& lists) {
+std::tuple<Tensor, Tensor, Tensor> attention_forward(const Attention& attention, const BlockLists& lists) {
   const Tensor& query = attention.query;
   Tensor output = empty_in_order_of(query);
   Tensor lse = torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2)}, lse_type(query));
@@ -331,7 +331,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Attention& attention,
 }
 
 std::tuple<Tensor, Tensor, Tensor> attention_backward(const Attention& attention, const Gradients& gradients,
-                                                      const LineLists& lists) {
+                                                      const BlockLists& lists) {
   Tensor grad_query = empty_in_order_of(attention.query), grad_key = empty_in_order_of(attention.key),
          grad_value = empty_in_order_of(attention.value);
   if (attention.batch * attention.heads > 0) {
@@ -346,23 +346,23 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Attention& attention
 
 namespace {
 
-// A task owns the rows of one line in one output matrix, and adds in the order batch, head.
+// A task owns the rows of one row strip in one output matrix, and adds in the order batch, head.
 template <class T>
-void bias_backward(const Attention& attention, const Gradients& gradients, const LineLists& lists, const Tensor& out) {
+void bias_backward(const Attention& attention, const Gradients& gradients, const BlockLists& lists, const Tensor& out) {
   using C = Compute<T>;
-  int64_t block = attention.block, depth = attention.depth, rows = attention.line_rows, width = padded<T>(depth),
+  int64_t block = attention.block, depth = attention.depth, rows = attention.strip_rows, width = padded<T>(depth),
           keys = attention.columns * block, heads = attention.heads, padded = attention.rows * block,
-          lines = padded / rows, out_batch = out.size(0), out_heads = out.size(1);
+          strips = padded / rows, out_batch = out.size(0), out_heads = out.size(1);
   auto statistics = statistics_of<T>(attention, gradients);
   auto key_panels = pack_all<T>(attention.key, block, width, true);
   auto value_panels = pack_all<T>(attention.value, block, width, true);
-  run_tasks(out_batch * out_heads * lines, [&] {
+  run_tasks(out_batch * out_heads * strips, [&] {
     return [&, query = Buffer<C>(rows * depth), grad_output = Buffer<C>(rows * depth),
             scratch = Buffer<C>(attention_scratch(block))](int64_t task) {
-      int64_t first = task % lines * rows, row = first / block, out_head = task / lines % out_heads,
-              out_b = task / lines / out_heads, there = std::min(rows, attention.tokens - first);
+      int64_t first = task % strips * rows, row = first / block, out_head = task / strips % out_heads,
+              out_b = task / strips / out_heads, there = std::min(rows, attention.tokens - first);
       if (there <= 0) return;
-      C* to = static_cast<C*>(out.mutable_data_ptr()) + (task / lines * attention.tokens + first) * attention.keys;
+      C* to = static_cast<C*>(out.mutable_data_ptr()) + (task / strips * attention.tokens + first) * attention.keys;
       std::fill(to, to + there * attention.keys, C(0));
       for (int64_t b = out_batch == 1 ? 0 : out_b; b < (out_batch == 1 ? attention.batch : out_b + 1); ++b) {
         for (int64_t head = out_heads == 1 ? 0 : out_head; head < (out_heads == 1 ? heads : out_head + 1); ++head) {
@@ -370,7 +370,7 @@ void bias_backward(const Attention& attention, const Gradients& gradients, const
           pack_tokens<T>(attention.query, b, head, first, rows, depth, query.data());
           pack_tokens<T>(gradients.grad_output, b, head, first, rows, depth, grad_output.data());
           kernels<T>().attention_bias_backward(
-              attention.line(b, head, first, false), query.data(), grad_output.data(), key_panels.data() + matrix,
+              attention.strip(b, head, first, false), query.data(), grad_output.data(), key_panels.data() + matrix,
               value_panels.data() + matrix, statistics.from((b * heads + head) * padded + first),
               lists.begin(head, row), lists.count(head, row), to, attention.keys, scratch.data());
         }
@@ -388,7 +388,7 @@ std::tuple<Tensor, Tensor, Tensor> block_attention_forward(
   check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);
   Attention attention(query, key, value, {&rpe, &attn_mask, &key_bias}, block, scale, causal);
   attention.drop(dropout_seed, dropout_p);
-  auto lists = lists_by_line(row_lines, row_entries, row_units, layout_heads, attention.rows, attention.columns, block,
+  auto lists = lists_by_block_row(row_lines, row_entries, row_units, layout_heads, attention.rows, attention.columns, block,
                              tile);
   return attention_forward(attention, lists);
 }
@@ -405,7 +405,7 @@ std::tuple<Tensor, Tensor, Tensor> block_attention_backward(
   check_tiles(column_lines, column_entries, column_units, column_cuts, key.size(2), query, layout_heads, block, tile);
   Attention attention(query, key, value, {&rpe, &attn_mask, &key_bias}, block, scale, causal);
   attention.drop(dropout_seed, dropout_p);
-  auto lists = lists_by_line(column_lines, column_entries, column_units, layout_heads, attention.columns,
+  auto lists = lists_by_block_row(column_lines, column_entries, column_units, layout_heads, attention.columns,
                              attention.rows, block, tile);
   return attention_backward(attention, {grad_output, output, rows, grad_lse}, lists);
 }
@@ -422,7 +422,7 @@ Tensor block_attention_bias_backward(
   check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);
   Attention attention(query, key, value, {&rpe, &attn_mask, &key_bias}, block, scale, causal);
   attention.drop(dropout_seed, dropout_p);
-  auto lists = lists_by_line(row_lines, row_entries, row_units, layout_heads, attention.rows, attention.columns, block,
+  auto lists = lists_by_block_row(row_lines, row_entries, row_units, layout_heads, attention.rows, attention.columns, block,
                              tile);
   Tensor out = fresh(torch::stable::new_empty(query, shape, lse_type(query)));
   if (out.numel() == 0) return out;

@@ -1,4 +1,4 @@
-// Fused attention of one block line. Scores exist for a few blocks at a time: forward keeps each row's largest score
+// Fused attention of one row strip. Scores exist for a few blocks at a time: forward keeps each row's largest score
 // and sum of exponentials as blocks pass, the gradients compute probabilities again from those.
 #pragma once
 
@@ -11,8 +11,8 @@ namespace ds_sparse::cpu::DS_SPARSE_ISA {
 template <class C>
 constexpr C lowest_bias = C(-1e30);
 
-DS_SPARSE_INLINE int64_t blocks_at_a_time(const AttentionLine& line) {
-  int64_t count = attention_tile / (line.rows * line.block);
+DS_SPARSE_INLINE int64_t blocks_at_a_time(const AttentionRowStrip& strip) {
+  int64_t count = attention_tile / (strip.rows * strip.block);
   return count > 0 ? count : 1;
 }
 
@@ -31,20 +31,20 @@ static void add_bias_block(const T* from, const Bias& bias, int64_t rows, int64_
 }
 
 template <class T, int W>
-static void add_biases(const AttentionLine& line, int64_t column, int64_t rows, int64_t columns, Compute<T>* scores,
+static void add_biases(const AttentionRowStrip& strip, int64_t column, int64_t rows, int64_t columns, Compute<T>* scores,
                        Compute<T>* scratch) {
   using C = Compute<T>;
-  for (int i = 0; i < line.num_biases; ++i) {
-    const Bias& bias = line.biases[i];
-    int64_t offset = line.first * bias.row_stride + column * bias.column_stride;
+  for (int i = 0; i < strip.num_biases; ++i) {
+    const Bias& bias = strip.biases[i];
+    int64_t offset = strip.first * bias.row_stride + column * bias.column_stride;
     if (bias.is_bool)
-      add_bias_block<Keep, C, W>(static_cast<const Keep*>(bias.data) + offset, bias, rows, columns, line.block, scores,
+      add_bias_block<Keep, C, W>(static_cast<const Keep*>(bias.data) + offset, bias, rows, columns, strip.block, scores,
                                  scratch);
     else if (bias.is_wide)
-      add_bias_block<C, C, W>(static_cast<const C*>(bias.data) + offset, bias, rows, columns, line.block, scores,
+      add_bias_block<C, C, W>(static_cast<const C*>(bias.data) + offset, bias, rows, columns, strip.block, scores,
                               scratch);
     else
-      add_bias_block<T, C, W>(static_cast<const T*>(bias.data) + offset, bias, rows, columns, line.block, scores,
+      add_bias_block<T, C, W>(static_cast<const T*>(bias.data) + offset, bias, rows, columns, strip.block, scores,
                               scratch);
   }
 }
@@ -55,15 +55,15 @@ DS_SPARSE_INLINE void mask(C* scores, int64_t begin, int64_t end) {
   for (int64_t c = begin; c < end; ++c) scores[c] = -infinity<C>;
 }
 
-// -inf to those of the line's scores with one block, (rows, b), that are masked or of tokens that there are not.
+// -inf to those of the row strip's scores with one block, (rows, b), that are masked or of tokens that there are not.
 template <class C>
-static void mask_block(const AttentionLine& line, int64_t column, int64_t rows, int64_t columns, C* scores) {
-  int64_t block = line.block;
+static void mask_block(const AttentionRowStrip& strip, int64_t column, int64_t rows, int64_t columns, C* scores) {
+  int64_t block = strip.block;
   auto within = [&](int64_t token) { return token < column ? 0 : at_most(token - column, block); };
-  for (int64_t r = 0; r < line.rows; ++r, scores += block) {
-    int64_t token = line.first + r, begin = 0, end = r < rows ? columns : 0;
-    if (line.causal && !line.places) {
-      if (line.transposed)
+  for (int64_t r = 0; r < strip.rows; ++r, scores += block) {
+    int64_t token = strip.first + r, begin = 0, end = r < rows ? columns : 0;
+    if (strip.causal && !strip.places) {
+      if (strip.transposed)
         begin = within(token);
       else
         end = at_most(end, within(token + 1));
@@ -71,64 +71,64 @@ static void mask_block(const AttentionLine& line, int64_t column, int64_t rows, 
     mask(scores, 0, begin);
     mask(scores, end, block);
     if (r >= rows) continue;
-    if (line.limits && token >= line.num_global) {
-      int64_t global = within(line.num_global), low = within(line.limits[2 * token]),
-              high = within(line.limits[2 * token + 1]);
+    if (strip.limits && token >= strip.num_global) {
+      int64_t global = within(strip.num_global), low = within(strip.limits[2 * token]),
+              high = within(strip.limits[2 * token + 1]);
       mask(scores, global, low);
       mask(scores, high > global ? high : global, block);
     }
-    if (line.causal && line.places) {
-      const int32_t* places = line.places + column;
-      int32_t place = line.places[token];
+    if (strip.causal && strip.places) {
+      const int32_t* places = strip.places + column;
+      int32_t place = strip.places[token];
       for (int64_t c = 0; c < columns; ++c)
-        scores[c] = (line.transposed ? place > places[c] : place < places[c]) ? -infinity<C> : scores[c];
+        scores[c] = (strip.transposed ? place > places[c] : place < places[c]) ? -infinity<C> : scores[c];
     }
   }
 }
 
-// The scores of the line's rows and `count` blocks, each (rows, b), -inf where masked and where there are no tokens.
+// The scores of the row strip's rows and `count` blocks, each (rows, b), -inf where masked and where there are no tokens.
 template <class T, int W>
-static void attention_scores(const AttentionLine& line, const Compute<T>* left, int64_t left_stride,
+static void attention_scores(const AttentionRowStrip& strip, const Compute<T>* left, int64_t left_stride,
                              const Compute<T>* panels, const int32_t* slots, const int32_t* blocks, int64_t count,
                              Compute<T>* scores, Compute<T>* scratch) {
   using C = Compute<T>;
-  int64_t block = line.block, size = line.rows * block;
-  sdd<C>(left, left_stride, line.rows, panels, slots, count, block, line.depth, scores);
-  C scale = C(line.scale);
-  int64_t rows = at_most(line.rows, line.row_end - line.first);
+  int64_t block = strip.block, size = strip.rows * block;
+  sdd<C>(left, left_stride, strip.rows, panels, slots, count, block, strip.depth, scores);
+  C scale = C(strip.scale);
+  int64_t rows = at_most(strip.rows, strip.row_end - strip.first);
   for (int64_t n = 0; n < count; ++n, scores += size) {
     for (int64_t i = 0; i < size; i += W) {
       auto x = load<C, W>(scores + i) * scale;
       store<C, W>(scores + i, x < lowest<C> ? broadcast<C, W>(lowest<C>) : x);
     }
-    int64_t column = blocks[n] * block, columns = at_most(block, line.column_end - column);
-    add_biases<T, W>(line, column, rows, columns, scores, scratch);
-    mask_block<C>(line, column, rows, columns, scores);
+    int64_t column = blocks[n] * block, columns = at_most(block, strip.column_end - column);
+    add_biases<T, W>(strip, column, rows, columns, scores, scratch);
+    mask_block<C>(strip, column, rows, columns, scores);
   }
 }
 
 // What dropout multiplies the probabilities of `count` blocks by, each (rows, b).
 template <class C>
-static void dropout_blocks(const AttentionLine& line, const int32_t* blocks, int64_t count, C* factors) {
-  int64_t block = line.block;
-  for (int64_t n = 0; n < count; ++n, factors += line.rows * block) {
-    if (line.transposed)
-      dropout_factors<C>(*line.dropout, line.matrix, blocks[n] * block, line.first, block, line.rows, factors, 1,
+static void dropout_blocks(const AttentionRowStrip& strip, const int32_t* blocks, int64_t count, C* factors) {
+  int64_t block = strip.block;
+  for (int64_t n = 0; n < count; ++n, factors += strip.rows * block) {
+    if (strip.transposed)
+      dropout_factors<C>(*strip.dropout, strip.matrix, blocks[n] * block, strip.first, block, strip.rows, factors, 1,
                          block);
     else
-      dropout_factors<C>(*line.dropout, line.matrix, line.first, blocks[n] * block, line.rows, block, factors, block,
+      dropout_factors<C>(*strip.dropout, strip.matrix, strip.first, blocks[n] * block, strip.rows, block, factors, block,
                          1);
   }
 }
 
 template <class T, int W>
-static void attention_forward_of(const AttentionLine& line, const Compute<T>* query, const Compute<T>* key_panels,
+static void attention_forward_of(const AttentionRowStrip& strip, const Compute<T>* query, const Compute<T>* key_panels,
                                  const Compute<T>* value, int64_t width, const int32_t* blocks, int64_t count,
                                  Compute<T>* sum, Compute<T>* top, Compute<T>* total, Compute<T>* scratch) {
   using C = Compute<T>;
   using V = Vec<C, W>;
   constexpr int N = native_width<C>;
-  int64_t block = line.block, rows = line.rows, size = rows * block, step = blocks_at_a_time(line);
+  int64_t block = strip.block, rows = strip.rows, size = rows * block, step = blocks_at_a_time(strip);
   C *scores = scratch, *extra = scratch + step * size;
   for (int64_t r = 0; r < rows; ++r) {
     top[r] = -infinity<C>;
@@ -137,7 +137,7 @@ static void attention_forward_of(const AttentionLine& line, const Compute<T>* qu
   for (int64_t i = 0; count == 0 && i < rows * width; ++i) sum[i] = 0;
   for (int64_t done = 0; done < count; done += step) {
     int64_t here = at_most(step, count - done);
-    attention_scores<T, W>(line, query, line.depth, key_panels, blocks + done, blocks + done, here, scores, extra);
+    attention_scores<T, W>(strip, query, strip.depth, key_panels, blocks + done, blocks + done, here, scores, extra);
     for (int64_t r = 0; r < rows; ++r) {
       V largest = broadcast<C, W>(top[r]);
       for (int64_t n = 0; n < here; ++n) {
@@ -167,8 +167,8 @@ static void attention_forward_of(const AttentionLine& line, const Compute<T>* qu
       total[r] += sum_lanes<C, W>(sums);
       top[r] = now;
     }
-    if (line.dropout) {
-      dropout_blocks<C>(line, blocks + done, here, extra);
+    if (strip.dropout) {
+      dropout_blocks<C>(strip, blocks + done, here, extra);
       for (int64_t i = 0; i < here * size; i += W)
         store<C, W>(scores + i, V(load<C, W>(scores + i) * load<C, W>(extra + i)));
     }
@@ -183,32 +183,32 @@ static void attention_forward_of(const AttentionLine& line, const Compute<T>* qu
 }
 
 template <class T>
-static void attention_forward(const AttentionLine& line, const Compute<T>* query, const Compute<T>* key_panels,
+static void attention_forward(const AttentionRowStrip& strip, const Compute<T>* query, const Compute<T>* key_panels,
                               const Compute<T>* value, int64_t width, const int32_t* blocks, int64_t count,
                               Compute<T>* sum, Compute<T>* top, Compute<T>* total, Compute<T>* scratch) {
   constexpr int W = native_width<Compute<T>>;
-  if (line.block >= W)
-    attention_forward_of<T, W>(line, query, key_panels, value, width, blocks, count, sum, top, total, scratch);
+  if (strip.block >= W)
+    attention_forward_of<T, W>(strip, query, key_panels, value, width, blocks, count, sum, top, total, scratch);
   else
-    attention_forward_of<T, 8>(line, query, key_panels, value, width, blocks, count, sum, top, total, scratch);
+    attention_forward_of<T, 8>(strip, query, key_panels, value, width, blocks, count, sum, top, total, scratch);
 }
 
 template <class T, int W>
-static void attention_backward_of(const AttentionLine& line, const AttentionColumn<Compute<T>>& column,
+static void attention_backward_of(const AttentionRowStrip& strip, const AttentionColumn<Compute<T>>& column,
                                   Compute<T>* scratch) {
   using C = Compute<T>;
   using V = Vec<C, W>;
-  int64_t block = line.block, rows = line.rows, size = rows * block, step = blocks_at_a_time(line),
+  int64_t block = strip.block, rows = strip.rows, size = rows * block, step = blocks_at_a_time(strip),
           width = column.width;
-  C scale = C(line.scale);
+  C scale = C(strip.scale);
   C *probs = scratch, *grads = scratch + step * size, *factors = grads + step * size, *extra = factors + step * size;
   const int32_t own = 0;
   for (int64_t done = 0; done < column.count; done += step) {
     int64_t here = at_most(step, column.count - done);
     const int32_t *blocks = column.blocks + done, *slots = column.slots + done;
-    attention_scores<T, W>(line, column.key, width, column.query_panels, slots, blocks, here, probs, extra);
-    sdd<C>(column.value, width, rows, column.grad_output_panels, slots, here, block, line.depth, grads);
-    if (line.dropout) dropout_blocks<C>(line, blocks, here, factors);
+    attention_scores<T, W>(strip, column.key, width, column.query_panels, slots, blocks, here, probs, extra);
+    sdd<C>(column.value, width, rows, column.grad_output_panels, slots, here, block, strip.depth, grads);
+    if (strip.dropout) dropout_blocks<C>(strip, blocks, here, factors);
     for (int64_t n = 0; n < here; ++n) {
       for (int64_t c = 0; c < block; c += W) {
         int64_t query = slots[n] * block + c;
@@ -219,7 +219,7 @@ static void attention_backward_of(const AttentionLine& line, const AttentionColu
           int64_t at = n * size + r * block + c;
           V prob = exp_nonpositive<C, W>(load<C, W>(probs + at) - origin) * inverse_sum,
             grad = load<C, W>(grads + at), kept = prob;
-          if (line.dropout) {
+          if (strip.dropout) {
             V factor = load<C, W>(factors + at);
             kept = prob * factor;
             grad = grad * factor;
@@ -240,37 +240,37 @@ static void attention_backward_of(const AttentionLine& line, const AttentionColu
 }
 
 template <class T>
-static void attention_backward(const AttentionLine& line, const AttentionColumn<Compute<T>>& column,
+static void attention_backward(const AttentionRowStrip& strip, const AttentionColumn<Compute<T>>& column,
                                Compute<T>* scratch) {
   constexpr int W = native_width<Compute<T>>;
-  if (line.block >= W)
-    attention_backward_of<T, W>(line, column, scratch);
+  if (strip.block >= W)
+    attention_backward_of<T, W>(strip, column, scratch);
   else
-    attention_backward_of<T, 8>(line, column, scratch);
+    attention_backward_of<T, 8>(strip, column, scratch);
 }
 
 template <class T, int W>
-static void attention_bias_backward_of(const AttentionLine& line, const Compute<T>* query,
+static void attention_bias_backward_of(const AttentionRowStrip& strip, const Compute<T>* query,
                                        const Compute<T>* grad_output, const Compute<T>* key_panels,
                                        const Compute<T>* value_panels,
                                        const AttentionStatistics<Compute<T>>& statistics, const int32_t* blocks,
                                        int64_t count, Compute<T>* out, int64_t out_stride, Compute<T>* scratch) {
   using C = Compute<T>;
   using V = Vec<C, W>;
-  int64_t block = line.block, rows = line.rows, size = rows * block, step = blocks_at_a_time(line);
+  int64_t block = strip.block, rows = strip.rows, size = rows * block, step = blocks_at_a_time(strip);
   C *probs = scratch, *grads = scratch + step * size, *factors = grads + step * size, *extra = factors + step * size;
   for (int64_t done = 0; done < count; done += step) {
     int64_t here = at_most(step, count - done);
-    attention_scores<T, W>(line, query, line.depth, key_panels, blocks + done, blocks + done, here, probs, extra);
-    sdd<C>(grad_output, line.depth, rows, value_panels, blocks + done, here, block, line.depth, grads);
-    if (line.dropout) {
-      dropout_blocks<C>(line, blocks + done, here, factors);
+    attention_scores<T, W>(strip, query, strip.depth, key_panels, blocks + done, blocks + done, here, probs, extra);
+    sdd<C>(grad_output, strip.depth, rows, value_panels, blocks + done, here, block, strip.depth, grads);
+    if (strip.dropout) {
+      dropout_blocks<C>(strip, blocks + done, here, factors);
       for (int64_t i = 0; i < here * size; i += W)
         store<C, W>(grads + i, V(load<C, W>(grads + i) * load<C, W>(factors + i)));
     }
     for (int64_t n = 0; n < here; ++n) {
-      int64_t column = blocks[done + n] * block, columns = at_most(block, line.column_end - column);
-      for (int64_t r = 0; r < at_most(rows, line.row_end - line.first); ++r) {
+      int64_t column = blocks[done + n] * block, columns = at_most(block, strip.column_end - column);
+      for (int64_t r = 0; r < at_most(rows, strip.row_end - strip.first); ++r) {
         C* to = out + r * out_stride + column;
         for (int64_t c = 0; c < block; c += W) {
           int64_t at = n * size + r * block + c;
@@ -287,16 +287,16 @@ static void attention_bias_backward_of(const AttentionLine& line, const Compute<
 }
 
 template <class T>
-static void attention_bias_backward(const AttentionLine& line, const Compute<T>* query, const Compute<T>* grad_output,
+static void attention_bias_backward(const AttentionRowStrip& strip, const Compute<T>* query, const Compute<T>* grad_output,
                                     const Compute<T>* key_panels, const Compute<T>* value_panels,
                                     const AttentionStatistics<Compute<T>>& statistics, const int32_t* blocks,
                                     int64_t count, Compute<T>* out, int64_t out_stride, Compute<T>* scratch) {
   constexpr int W = native_width<Compute<T>>;
-  if (line.block >= W)
-    attention_bias_backward_of<T, W>(line, query, grad_output, key_panels, value_panels, statistics, blocks, count,
+  if (strip.block >= W)
+    attention_bias_backward_of<T, W>(strip, query, grad_output, key_panels, value_panels, statistics, blocks, count,
                                      out, out_stride, scratch);
   else
-    attention_bias_backward_of<T, 8>(line, query, grad_output, key_panels, value_panels, statistics, blocks, count,
+    attention_bias_backward_of<T, 8>(strip, query, grad_output, key_panels, value_panels, statistics, blocks, count,
                                      out, out_stride, scratch);
 }
 

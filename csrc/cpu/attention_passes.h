@@ -21,14 +21,14 @@ struct Attention {
   int64_t block;
   double scale;
   bool causal;
-  // What limits live blocks token by token, (1 or H, T, 2) and (1 or H, T), and num_global; see AttentionLine.
+  // What limits live blocks token by token, (1 or H, T, 2) and (1 or H, T), and num_global; see AttentionRowStrip.
   const Tensor *limits = nullptr, *places = nullptr;
   int64_t num_global = 0;
 
   int64_t batch = query.size(0), heads = query.size(1), tokens = query.size(2), depth = query.size(3),
           key_heads = key.size(1), keys = key.size(2);
   int64_t rows = blocks_of(tokens, block), columns = blocks_of(keys, block);
-  int64_t line_rows = attention_rows(block);
+  int64_t strip_rows = attention_rows(block);
 
   // biases: rpe, attn_mask, key_bias, those that there are.
   Attention(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -47,15 +47,15 @@ struct Attention {
 
   int64_t group() const { return heads / key_heads; }
 
-  AttentionLine line(int64_t b, int64_t head, int64_t first, bool transposed) const {
+  AttentionRowStrip strip(int64_t b, int64_t head, int64_t first, bool transposed) const {
     auto of_head = [&](const Tensor* x) {
       return x ? pointer<int32_t>(*x) + (x->size(0) == 1 ? 0 : head) * x->stride(0) : nullptr;
     };
-    AttentionLine line{transposed,
+    AttentionRowStrip strip{transposed,
                        block,
                        depth,
                        first,
-                       line_rows,
+                       strip_rows,
                        transposed ? keys : tokens,
                        transposed ? tokens : keys,
                        scale,
@@ -70,9 +70,9 @@ struct Attention {
     for (const BiasView& view : biases) {
       Bias bias = view.at(b, head);
       if (transposed) std::swap(bias.row_stride, bias.column_stride);
-      line.biases[line.num_biases++] = bias;
+      strip.biases[strip.num_biases++] = bias;
     }
-    return line;
+    return strip;
   }
 };
 
@@ -83,10 +83,10 @@ struct Gradients {
 };
 
 // Output, lse and rows, as block_attention_forward gives them. lists: by block rows.
-std::tuple<Tensor, Tensor, Tensor> attention_forward(const Attention& attention, const LineLists& lists);
+std::tuple<Tensor, Tensor, Tensor> attention_forward(const Attention& attention, const BlockLists& lists);
 
 // Gradients of query, key and value. lists: by block columns.
 std::tuple<Tensor, Tensor, Tensor> attention_backward(const Attention& attention, const Gradients& gradients,
-                                                      const LineLists& lists);
+                                                      const BlockLists& lists);
 
 }  // namespace ds_sparse::cpu

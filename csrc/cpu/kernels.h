@@ -56,9 +56,9 @@ struct SoftmaxRows {
   int num_biases;
 };
 
-// Tokens of one block line of attention's scores, of one batch and head: some queries of a block row; or transposed,
+// A row strip of attention's scores, of one batch and head: some queries of a block row; or transposed,
 // some keys of a block column, and then the rows of its scores are keys and the columns queries.
-struct AttentionLine {
+struct AttentionRowStrip {
   bool transposed;
   int64_t block;
   int64_t depth;                // numbers of a query
@@ -76,7 +76,7 @@ struct AttentionLine {
   uint32_t matrix;         // dropout's number of the batch and head
 };
 
-// Statistics of queries, in the order of the line's rows or, transposed, of the other side's slots:
+// Statistics of queries, in the order of the row strip's rows or, transposed, of the other side's slots:
 // probability = exp(score - origin) * inverse_sum, and delta is what its gradient has subtracted.
 template <class C>
 struct AttentionStatistics {
@@ -87,14 +87,14 @@ struct AttentionStatistics {
 // `width` numbers, zero beyond the depth, and as panels of the depth alone.
 template <class C>
 struct AttentionColumn {
-  const C *key, *value;  // the line's own, rows of `width`
+  const C *key, *value;  // the row strip's own, rows of `width`
   const C *query, *grad_output;
   const C *query_panels, *grad_output_panels;
   AttentionStatistics<C> statistics;
   int64_t width;
-  const int32_t *blocks, *slots;  // the line's live blocks, and where they lie
+  const int32_t *blocks, *slots;  // the row strip's live blocks, and where they lie
   int64_t count;
-  C *grad_key, *grad_value;  // the line's own, added to
+  C *grad_key, *grad_value;  // the row strip's own, added to
   C* grad_query;             // by slots, added to
 };
 
@@ -124,10 +124,10 @@ struct TokenBackward {
   C* pairs;                      // (count, 2): their probabilities, and the gradients of query . key
 };
 
-// Scores of a line that kernels of attention hold at a time, where its blocks are not larger.
+// Scores of a row strip that kernels of attention hold at a time, where its blocks are not larger.
 constexpr int64_t attention_tile = 8192;
 
-// Tokens of a block that make a line.
+// Tokens of a block that make a row strip.
 constexpr int64_t attention_rows(int64_t block) {
   int64_t rows = block;
   while (rows > 16 && rows * block > attention_tile) rows /= 2;
@@ -209,16 +209,16 @@ struct Kernels {
   void (*row_dots)(const T* a, int64_t a_stride, int64_t a_column_stride, const T* b, int64_t b_stride,
                    int64_t b_column_stride, int64_t rows, int64_t columns, C* out);
 
-  // The line's softmax over `count` live blocks times value, its largest scores and sums of exponentials.
+  // The row strip's softmax over `count` live blocks times value, its largest scores and sums of exponentials.
   // query (rows, depth), key_panels and value (columns, width) whole, sum (rows, width).
   // scratch, here and below: attention_scratch of C.
-  void (*attention_forward)(const AttentionLine& line, const C* query, const C* key_panels, const C* value,
+  void (*attention_forward)(const AttentionRowStrip& strip, const C* query, const C* key_panels, const C* value,
                             int64_t width, const int32_t* blocks, int64_t count, C* sum, C* top, C* total, C* scratch);
 
-  void (*attention_backward)(const AttentionLine& line, const AttentionColumn<C>& column, C* scratch);
+  void (*attention_backward)(const AttentionRowStrip& strip, const AttentionColumn<C>& column, C* scratch);
 
   // out[r * out_stride + j] += the gradient of what was added to the score of row r and key j.
-  void (*attention_bias_backward)(const AttentionLine& line, const C* query, const C* grad_output, const C* key_panels,
+  void (*attention_bias_backward)(const AttentionRowStrip& strip, const C* query, const C* grad_output, const C* key_panels,
                                   const C* value_panels, const AttentionStatistics<C>& statistics,
                                   const int32_t* blocks, int64_t count, C* out, int64_t out_stride, C* scratch);
 

@@ -32,7 +32,7 @@ std::tuple<Tensor, Tensor, Tensor> window_attention_forward(
   check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);
   auto attention =
       window_attention(query, key, value, key_bias, limits, places, block, num_global, scale, causal);
-  return attention_forward(attention, lists_by_line(row_lines, row_entries, row_units, layout_heads, attention.rows,
+  return attention_forward(attention, lists_by_block_row(row_lines, row_entries, row_units, layout_heads, attention.rows,
                                                     attention.columns, block, tile));
 }
 
@@ -50,7 +50,7 @@ std::tuple<Tensor, Tensor, Tensor> window_attention_backward(
   auto attention =
       window_attention(query, key, value, key_bias, limits, places, block, num_global, scale, causal);
   return attention_backward(attention, {grad_output, output, rows, {}},
-                            lists_by_line(column_lines, column_entries, column_units, layout_heads, attention.columns,
+                            lists_by_block_row(column_lines, column_entries, column_units, layout_heads, attention.columns,
                                           attention.rows, block, tile));
 }
 
