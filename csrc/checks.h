@@ -26,18 +26,21 @@ inline void check(bool condition, const std::string& sentence) {
 }
 
 inline void check_block(int64_t block) {
-  check(block >= 8 && (block & (block - 1)) == 0,
-        "block has to be a power of two and at least 8, got " + std::to_string(block) + ".");
+  check(
+      block >= 8 && (block & (block - 1)) == 0,
+      "block has to be a power of two and at least 8, got " + std::to_string(block) + ".");
 }
 
 inline void check_dim(const Tensor& x, int64_t dim, const char* name) {
-  check(x.dim() == dim, std::string(name) + " has " + std::to_string(x.dim()) + " dimensions; it has to have " +
-                            std::to_string(dim) + ".");
+  check(
+      x.dim() == dim, std::string(name) + " has " + std::to_string(x.dim()) + " dimensions; it has to have " +
+                          std::to_string(dim) + ".");
 }
 
 inline void check_size(const Tensor& x, int64_t dim, int64_t size, const char* name) {
-  check(x.size(dim) == size, std::string(name) + " has size " + std::to_string(x.size(dim)) + " in dimension " +
-                                 std::to_string(dim) + "; it has to be " + std::to_string(size) + ".");
+  check(
+      x.size(dim) == size, std::string(name) + " has size " + std::to_string(x.size(dim)) + " in dimension " +
+                               std::to_string(dim) + "; it has to be " + std::to_string(size) + ".");
 }
 
 inline void check_like(const Tensor& x, const Tensor& other, const char* name) {
@@ -64,11 +67,13 @@ inline void check_list(const Tensor& x, const Tensor& other, const char* name) {
 // Lists of `lines` block rows (or columns) a layout head and their N entries, for `heads` heads.
 inline void check_lists(const Tensor& offsets, int64_t layout_heads, int64_t heads, const Tensor& other) {
   check_list(offsets, other, "offsets");
-  check(layout_heads >= 1 && (layout_heads == 1 || layout_heads == heads),
-        "layout_heads is " + std::to_string(layout_heads) + " for " + std::to_string(heads) +
-            " heads; it has to be 1 or as many.");
-  check(offsets.size(0) >= 1 && (offsets.size(0) - 1) % layout_heads == 0,
-        "offsets has to have one entry a line of each layout head, and one.");
+  check(
+      layout_heads >= 1 && (layout_heads == 1 || layout_heads == heads),
+      "layout_heads is " + std::to_string(layout_heads) + " for " + std::to_string(heads) +
+          " heads; it has to be 1 or as many.");
+  check(
+      offsets.size(0) >= 1 && (offsets.size(0) - 1) % layout_heads == 0,
+      "offsets has to have one entry a line of each layout head, and one.");
 }
 
 // Sparse values (B, V, b, b), contiguous.
@@ -89,17 +94,20 @@ inline void check_values_like(const Tensor& values, const Tensor& other, int64_t
 // Something added to the scores, or a mask of them: (B or 1, H or 1, T or 1, S), or without the middle two.
 inline void check_bias(const Tensor& x, const Tensor& scores, int64_t heads, int64_t rows, const char* name) {
   check(x.device() == scores.device(), std::string(name) + " has to be on the device of the scores.");
-  check(x.scalar_type() == ScalarType::Bool || x.scalar_type() == scores.scalar_type(),
-        std::string(name) + " has to be bool, or of the scores' dtype.");
+  check(
+      x.scalar_type() == ScalarType::Bool || x.scalar_type() == scores.scalar_type(),
+      std::string(name) + " has to be bool, or of the scores' dtype.");
   int64_t full[] = {scores.size(0), heads, rows};
   for (int64_t dim = 0; dim < x.dim() - 1; ++dim)
-    check(x.size(dim) == 1 || x.size(dim) == full[dim],
-          std::string(name) + " does not broadcast in dimension " + std::to_string(dim) + ".");
+    check(
+        x.size(dim) == 1 || x.size(dim) == full[dim],
+        std::string(name) + " does not broadcast in dimension " + std::to_string(dim) + ".");
 }
 
 // A product of a (B, H, R*b, K) and b (B, H, K, C*b) on live blocks.
-inline void check_sdd(const Tensor& a, const Tensor& b, const Tensor& row_offsets, const Tensor& columns,
-                      int64_t layout_heads, int64_t block) {
+inline void check_sdd(
+    const Tensor& a, const Tensor& b, const Tensor& row_offsets, const Tensor& columns, int64_t layout_heads,
+    int64_t block) {
   check_block(block);
   check_dim(a, 4, "a");
   check_dim(b, 4, "b");
@@ -114,8 +122,9 @@ inline void check_sdd(const Tensor& a, const Tensor& b, const Tensor& row_offset
 }
 
 // A product of sparse values, or their transpose, and dense (B, H, tokens, K).
-inline void check_dsd(const Tensor& values, const Tensor& dense, const Tensor& offsets, const Tensor& indices,
-                      const std::optional<Tensor>& slots, int64_t layout_heads, int64_t block) {
+inline void check_dsd(
+    const Tensor& values, const Tensor& dense, const Tensor& offsets, const Tensor& indices,
+    const std::optional<Tensor>& slots, int64_t layout_heads, int64_t block) {
   check_block(block);
   check_values(values, block, "values");
   check_dim(dense, 4, "dense");
@@ -132,9 +141,9 @@ inline void check_dsd(const Tensor& values, const Tensor& dense, const Tensor& o
 }
 
 // Values, their lists, and the shape of a bias's gradient: (B or 1, H or 1, T or 1, S).
-inline void check_bias_backward(const Tensor& values, const Tensor& row_offsets, const Tensor& columns,
-                                int64_t layout_heads, int64_t heads, int64_t block,
-                                const std::vector<int64_t>& shape) {
+inline void check_bias_backward(
+    const Tensor& values, const Tensor& row_offsets, const Tensor& columns, int64_t layout_heads, int64_t heads,
+    int64_t block, const std::vector<int64_t>& shape) {
   check_block(block);
   check_values(values, block, "values");
   check_lists(row_offsets, layout_heads, heads, values);
@@ -143,55 +152,64 @@ inline void check_bias_backward(const Tensor& values, const Tensor& row_offsets,
   check(shape.size() == 4, "shape has to have four numbers.");
   int64_t full[] = {values.size(0), heads, (row_offsets.size(0) - 1) / layout_heads * block};
   for (int i = 0; i < 3; ++i)
-    check(shape[i] == 1 || shape[i] == full[i],
-          "shape has to be 1 or the full size in dimension " + std::to_string(i) + ".");
+    check(
+        shape[i] == 1 || shape[i] == full[i],
+        "shape has to be 1 or the full size in dimension " + std::to_string(i) + ".");
   check(shape[3] % block == 0, "the columns of shape have to be a multiple of the block.");
 }
 
 // Something added to attention's scores, or a mask of them: `full` sizes, or 1 in the dimensions `may_repeat` names.
-inline void check_attention_bias(const std::optional<Tensor>& x, const Tensor& query, const std::vector<int64_t>& full,
-                                 const std::vector<int64_t>& may_repeat, bool may_be_bool, const char* name) {
+inline void check_attention_bias(
+    const std::optional<Tensor>& x, const Tensor& query, const std::vector<int64_t>& full,
+    const std::vector<int64_t>& may_repeat, bool may_be_bool, const char* name) {
   if (!x) return;
   const std::string given(name);
   check_dim(*x, static_cast<int64_t>(full.size()), name);
   for (int64_t dim = 0; dim < x->dim(); ++dim)
-    check(x->size(dim) == full[dim] ||
-              (x->size(dim) == 1 && std::find(may_repeat.begin(), may_repeat.end(), dim) != may_repeat.end()),
-          given + " has size " + std::to_string(x->size(dim)) + " in dimension " + std::to_string(dim) +
-              ", where the scores have " + std::to_string(full[dim]) + ".");
+    check(
+        x->size(dim) == full[dim] ||
+            (x->size(dim) == 1 && std::find(may_repeat.begin(), may_repeat.end(), dim) != may_repeat.end()),
+        given + " has size " + std::to_string(x->size(dim)) + " in dimension " + std::to_string(dim) +
+            ", where the scores have " + std::to_string(full[dim]) + ".");
   check(x->device() == query.device(), given + " has to be on the device of the other arguments.");
-  check(x->scalar_type() == lse_type(query) || (full.size() == 4 && x->scalar_type() == query.scalar_type()) ||
-            (may_be_bool && x->scalar_type() == ScalarType::Bool),
-        given + " has a dtype that cannot be added to these scores.");
+  check(
+      x->scalar_type() == lse_type(query) || (full.size() == 4 && x->scalar_type() == query.scalar_type()) ||
+          (may_be_bool && x->scalar_type() == ScalarType::Bool),
+      given + " has a dtype that cannot be added to these scores.");
 }
 
 // What the operators of fused attention share, but for their lists.
-inline void check_attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                            const std::optional<Tensor>& rpe, const std::optional<Tensor>& key_bias,
-                            const std::optional<Tensor>& attn_mask, const std::optional<Tensor>& dropout_seed,
-                            double dropout_p, int64_t layout_heads, int64_t block, int64_t tile) {
+inline void check_attention(
+    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& rpe,
+    const std::optional<Tensor>& key_bias, const std::optional<Tensor>& attn_mask,
+    const std::optional<Tensor>& dropout_seed, double dropout_p, int64_t layout_heads, int64_t block, int64_t tile) {
   check_block(block);
-  check(tile >= 8 && (tile & (tile - 1)) == 0 && tile <= 8 * block,
-        "tile has to be a power of two, at least 8 and at most 8 blocks, got " + std::to_string(tile) + ".");
+  check(
+      tile >= 8 && (tile & (tile - 1)) == 0 && tile <= 8 * block,
+      "tile has to be a power of two, at least 8 and at most 8 blocks, got " + std::to_string(tile) + ".");
   for (auto [x, name] : {std::pair{&query, "query"}, {&key, "key"}, {&value, "value"}}) {
     check_dim(*x, 4, name);
     check_like(*x, query, name);
     check_size(*x, 0, query.size(0), name);
     check_size(*x, 3, query.size(3), name);
-    check(x->stride(3) == 1 || x->size(3) == 1 || x->numel() == 0,
-          std::string(name) + " has to have the numbers of a token adjacent in memory.");
+    check(
+        x->stride(3) == 1 || x->size(3) == 1 || x->numel() == 0,
+        std::string(name) + " has to have the numbers of a token adjacent in memory.");
   }
   check_size(value, 1, key.size(1), "value");
   check_size(value, 2, key.size(2), "value");
   const int64_t batch = query.size(0), heads = query.size(1), tokens = query.size(2), keys = key.size(2);
-  check(query.size(3) % 8 == 0, "the numbers of a token have to be a multiple of 8, got " +
-                                    std::to_string(query.size(3)) + ".");
-  check(key.size(1) > 0 ? heads % key.size(1) == 0 : heads == 0,
-        "query has " + std::to_string(heads) + " heads; they have to be a multiple of key's " +
-            std::to_string(key.size(1)) + ".");
-  check(layout_heads == 1 || (layout_heads > 1 && layout_heads == heads),
-        "layout_heads is " + std::to_string(layout_heads) + " for " + std::to_string(heads) +
-            " heads; it has to be 1 or as many.");
+  check(
+      query.size(3) % 8 == 0,
+      "the numbers of a token have to be a multiple of 8, got " + std::to_string(query.size(3)) + ".");
+  check(
+      key.size(1) > 0 ? heads % key.size(1) == 0 : heads == 0, "query has " + std::to_string(heads) +
+                                                                   " heads; they have to be a multiple of key's " +
+                                                                   std::to_string(key.size(1)) + ".");
+  check(
+      layout_heads == 1 || (layout_heads > 1 && layout_heads == heads),
+      "layout_heads is " + std::to_string(layout_heads) + " for " + std::to_string(heads) +
+          " heads; it has to be 1 or as many.");
   check_attention_bias(rpe, query, {batch, heads, tokens, keys}, {0, 1}, false, "rpe");
   check_attention_bias(attn_mask, query, {batch, heads, tokens, keys}, {0, 1, 2}, true, "attn_mask");
   check_attention_bias(key_bias, query, {batch, keys}, {0}, query.is_cuda(), "key_bias");
@@ -208,8 +226,9 @@ inline void check_attention(const Tensor& query, const Tensor& key, const Tensor
 }
 
 // What came out of the forward pass, and the gradients of it.
-inline void check_attention_backward(const Tensor& grad_output, const std::optional<Tensor>& grad_lse,
-                                     const Tensor& query, const Tensor& output, const Tensor& rows) {
+inline void check_attention_backward(
+    const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& output,
+    const Tensor& rows) {
   for (auto [x, name] : {std::pair{&grad_output, "grad_output"}, {&output, "output"}}) {
     check_dim(*x, 4, name);
     check_like(*x, query, name);
@@ -237,8 +256,9 @@ inline void check_rows(const Tensor& x, int64_t width, const Tensor& other, cons
 }
 
 // Tiles of the block lines of `tokens` tokens: block rows of the queries, or block columns of the keys.
-inline void check_tiles(const Tensor& lines, const Tensor& entries, const Tensor& units, const Tensor& cuts,
-                        int64_t tokens, const Tensor& query, int64_t layout_heads, int64_t block, int64_t tile) {
+inline void check_tiles(
+    const Tensor& lines, const Tensor& entries, const Tensor& units, const Tensor& cuts, int64_t tokens,
+    const Tensor& query, int64_t layout_heads, int64_t block, int64_t tile) {
   check_list(lines, query, "lines");
   check_list(entries, query, "entries");
   check_rows(units, 4, query, "units");
@@ -262,8 +282,8 @@ struct ProductTiles {
 };
 
 // Tiles of the lines that `offsets` has.
-inline void check_product_tiles(const ProductTiles& tiles, const Tensor& offsets, const Tensor& other,
-                                int64_t layout_heads, int64_t block) {
+inline void check_product_tiles(
+    const ProductTiles& tiles, const Tensor& offsets, const Tensor& other, int64_t layout_heads, int64_t block) {
   for (const std::optional<Tensor>* x : {&tiles.entries, &tiles.units, &tiles.slots, tiles.cuts})
     check(x == nullptr || x->has_value() == tiles.given(), "tile_... have to be given together, or not at all.");
   if (!tiles.given()) return;
@@ -275,16 +295,18 @@ inline void check_product_tiles(const ProductTiles& tiles, const Tensor& offsets
   check_rows(*tiles.units, 4, other, "tile_units");
   check_rows(*tiles.slots, per_tile, other, "tile_slots");
   check_size(*tiles.slots, 0, tiles.entries->size(0), "tile_slots");
-  check(reinterpret_cast<uintptr_t>(tiles.slots->const_data_ptr()) % 16 == 0,
-        "tile_slots has to begin at a multiple of 16 bytes.");
+  check(
+      reinterpret_cast<uintptr_t>(tiles.slots->const_data_ptr()) % 16 == 0,
+      "tile_slots has to begin at a multiple of 16 bytes.");
   if (tiles.cuts != nullptr) check_rows(**tiles.cuts, 3, other, "tile_cuts");
 }
 
 // The shape of the gradient of what was added to the scores: (B or 1, H or 1, T, S).
 inline void check_attention_bias_shape(const std::vector<int64_t>& shape, const Tensor& query, const Tensor& key) {
-  check(shape.size() == 4 && (shape[0] == 1 || shape[0] == query.size(0)) &&
-            (shape[1] == 1 || shape[1] == query.size(1)) && shape[2] == query.size(2) && shape[3] == key.size(2),
-        "shape has to be (batch or 1, heads or 1, queries, keys).");
+  check(
+      shape.size() == 4 && (shape[0] == 1 || shape[0] == query.size(0)) &&
+          (shape[1] == 1 || shape[1] == query.size(1)) && shape[2] == query.size(2) && shape[3] == key.size(2),
+      "shape has to be (batch or 1, heads or 1, queries, keys).");
 }
 
 // Tensors of 4 dimensions, the first `equal` of them the same, and of one dtype and device.
@@ -299,39 +321,45 @@ inline void check_operands(const std::vector<std::pair<const Tensor*, const char
 
 inline void check_window(int64_t window) {
   // 2w + 1 numbers for each token have to be countable.
-  check(window >= 0 && window < int64_t{1} << 31,
-        "window has to be 0 or more and below 2**31, got " + std::to_string(window) + ".");
+  check(
+      window >= 0 && window < int64_t{1} << 31,
+      "window has to be 0 or more and below 2**31, got " + std::to_string(window) + ".");
 }
 
 // A band, (B, H, T, 2w + 1).
 inline void check_band(const Tensor& band, const char* name) {
   check_dim(band, 4, name);
-  check(band.size(3) % 2 == 1, std::string(name) + " has to have 2 * window + 1 numbers in the last dimension, got " +
-                                   std::to_string(band.size(3)) + ".");
+  check(
+      band.size(3) % 2 == 1, std::string(name) + " has to have 2 * window + 1 numbers in the last dimension, got " +
+                                 std::to_string(band.size(3)) + ".");
 }
 
-inline void check_window_softmax(const Tensor& band, const std::optional<Tensor>& key_bias,
-                                 const std::vector<int64_t>& windows) {
+inline void check_window_softmax(
+    const Tensor& band, const std::optional<Tensor>& key_bias, const std::vector<int64_t>& windows) {
   check_band(band, "band");
   check_contiguous(band, "band");
   check_attention_bias(key_bias, band, {band.size(0), band.size(2)}, {0}, false, "key_bias");
-  check(!key_bias || key_bias->stride(1) == 1 || band.size(2) <= 1,
-        "key_bias has to have its keys adjacent in memory.");
-  check(windows.size() == 1 || static_cast<int64_t>(windows.size()) == band.size(1),
-        "windows has to have one number, or one a head.");
+  check(
+      !key_bias || key_bias->stride(1) == 1 || band.size(2) <= 1, "key_bias has to have its keys adjacent in memory.");
+  check(
+      windows.size() == 1 || static_cast<int64_t>(windows.size()) == band.size(1),
+      "windows has to have one number, or one a head.");
   for (int64_t window : windows)
-    check(window >= 0 && window <= band.size(3) / 2, "windows have to be 0 or more and at most the band's " +
-                                                         std::to_string(band.size(3) / 2) + ".");
+    check(
+        window >= 0 && window <= band.size(3) / 2,
+        "windows have to be 0 or more and at most the band's " + std::to_string(band.size(3) / 2) + ".");
 }
 
 // What windowed attention has besides what check_attention sees.
-inline void check_window_attention(const Tensor& query, const Tensor& key, const std::optional<Tensor>& key_bias,
-                                   const Tensor& limits, const std::optional<Tensor>& places, int64_t num_global) {
+inline void check_window_attention(
+    const Tensor& query, const Tensor& key, const std::optional<Tensor>& key_bias, const Tensor& limits,
+    const std::optional<Tensor>& places, int64_t num_global) {
   const int64_t tokens = query.size(2);
   check_size(key, 2, tokens, "key");
   check_attention_bias(key_bias, query, {query.size(0), query.size(1), 1, tokens}, {0, 1}, query.is_cuda(), "key_bias");
-  check(!key_bias || key_bias->scalar_type() == lse_type(query) || key_bias->scalar_type() == ScalarType::Bool,
-        "key_bias has to be fp32, fp64 for fp64, or on CUDA bool.");
+  check(
+      !key_bias || key_bias->scalar_type() == lse_type(query) || key_bias->scalar_type() == ScalarType::Bool,
+      "key_bias has to be fp32, fp64 for fp64, or on CUDA bool.");
   check(!key_bias || key_bias->stride(3) == 1 || tokens <= 1, "key_bias has to have its keys adjacent in memory.");
   auto check_numbers = [&](const Tensor& x, int64_t dim, const char* name) {
     check_dim(x, dim, name);
@@ -348,14 +376,16 @@ inline void check_window_attention(const Tensor& query, const Tensor& key, const
 }
 
 // Lists of `lines` tokens' pairs, and their entries.
-inline void check_token_lists(const Tensor& offsets, const Tensor& entries, int64_t list_batch, int64_t list_heads,
-                              int64_t lines, const Tensor& x) {
+inline void check_token_lists(
+    const Tensor& offsets, const Tensor& entries, int64_t list_batch, int64_t list_heads, int64_t lines,
+    const Tensor& x) {
   check_list(offsets, x, "offsets");
   check_list(entries, x, "entries");
   for (auto [given, size, name] :
        {std::tuple{list_batch, x.size(0), "list_batch"}, {list_heads, x.size(1), "list_heads"}})
-    check(given == 1 || (given > 1 && given == size), std::string(name) + " is " + std::to_string(given) + " for " +
-                                                          std::to_string(size) + "; it has to be 1 or as many.");
+    check(
+        given == 1 || (given > 1 && given == size), std::string(name) + " is " + std::to_string(given) + " for " +
+                                                        std::to_string(size) + "; it has to be 1 or as many.");
   check_size(offsets, 0, list_batch * list_heads * lines + 1, "offsets");
 }
 
@@ -367,8 +397,9 @@ inline void check_token_operands(const std::vector<std::pair<const Tensor*, cons
 
 // The heads whose values fill V > 0 blocks, where a layout of layout_heads heads has `live`.
 inline int64_t heads_of(int64_t num_values, int64_t live, int64_t layout_heads) {
-  check(layout_heads > 0 && live > 0 && num_values * layout_heads % live == 0,
-        "values do not hold the live blocks of a whole number of heads.");
+  check(
+      layout_heads > 0 && live > 0 && num_values * layout_heads % live == 0,
+      "values do not hold the live blocks of a whole number of heads.");
   return num_values * layout_heads / live;
 }
 

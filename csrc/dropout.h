@@ -1,6 +1,6 @@
-// Which attention probabilities dropout keeps: a function of the seed and of the element's place alone, so that backward
-// passes and recomputed forward passes find the same, in whatever order and shape of tiles they go. Philox4x32 with 7
-// rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+// Which attention probabilities dropout keeps: a function of the seed and of the element's place alone, so that
+// backward passes and recomputed forward passes find the same, in whatever order and shape of tiles they go. Philox4x32
+// with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 #pragma once
 
 #include <cstdint>

@@ -36,9 +36,9 @@
 STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // values[:, n] = a[h, rows of n] @ b[h, columns of n].   a (B, H, R*b, K), b (B, H, K, C*b), any strides
   // -> (B, V, b, b)
-  // tile_...: the same blocks in tiles, all or none: of 64 rows for blocks of 16 and 32, of 128 for blocks of 64 and 128. A
-  // Hopper GPU walks them where operands are fp16 or bf16, up to 128 numbers a token, which are adjacent, and each token
-  // begins at a multiple of 16 bytes; all else goes by row_offsets and columns.
+  // tile_...: the same blocks in tiles, all or none: of 64 rows for blocks of 16 and 32, of 128 for blocks of 64 and
+  // 128. A Hopper GPU walks them where operands are fp16 or bf16, up to 128 numbers a token, which are adjacent, and
+  // each token begins at a multiple of 16 bytes; all else goes by row_offsets and columns.
   m.def(
       "matmul_sdd(Tensor a, Tensor b, Tensor row_offsets, Tensor columns, Tensor? tile_lines, Tensor? tile_entries, "
       "Tensor? tile_units, Tensor? tile_slots, int layout_heads, int block, bool allow_tf32) -> Tensor");
@@ -52,8 +52,8 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
       "Tensor? tile_entries, Tensor? tile_units, Tensor? tile_cuts, Tensor? tile_slots, int layout_heads, int block, "
       "bool transpose_result, bool allow_tf32) -> Tensor");
 
-  // A contiguous copy of x (B, H, T, K), 16 bits a number, T and K multiples of 8, any strides; made for stride(2) 1, where
-  // torch's own takes four times as long. Only on CUDA.
+  // A contiguous copy of x (B, H, T, K), 16 bits a number, T and K multiples of 8, any strides; made for stride(2) 1,
+  // where torch's own takes four times as long. Only on CUDA.
   m.def("transpose(Tensor x) -> Tensor");
 
   // Row softmax of scale * scores + rpe + masks over the live blocks.   scores (B, V, b, b) contiguous,
@@ -92,8 +92,8 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
       "-> (Tensor output, Tensor lse, Tensor rows)");
 
   // Gradients for query, key and value, in their orders of memory, from those of output and, perhaps, of lse.
-  // Probabilities are exp(exponent - origin) over the sum, by the row's two numbers. With deterministic all sums are in a
-  // fixed order, as they always are on the CPU; without, those of grad_query may be in any.
+  // Probabilities are exp(exponent - origin) over the sum, by the row's two numbers. With deterministic all sums are in
+  // a fixed order, as they always are on the CPU; without, those of grad_query may be in any.
   m.def(
       "block_attention_backward(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
       "Tensor output, Tensor rows, Tensor? rpe, Tensor? key_bias, Tensor? attn_mask, Tensor? dropout_seed, "
@@ -166,9 +166,10 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
       "token_attention_forward(Tensor query, Tensor key, Tensor value, Tensor row_offsets, Tensor columns, "
       "int list_batch, int list_heads, float scale) -> (Tensor output, Tensor lse, Tensor rows)");
 
-  // token_attention_forward and token_attention_backward on a Hopper GPU, in tiles of 128 tokens and blocks of 64: row_pairs
-  // and column_pairs, int32 (1 or H, E, 128, 2), have a bit for each pair of each entry (ds_sparse/token_tiles.py).
-  // query (B, H, T, D), key and value (B, H, S, D), fp16 or bf16, D a multiple of 8 up to 128, adjacent in memory
+  // token_attention_forward and token_attention_backward on a Hopper GPU, in tiles of 128 tokens and blocks of 64:
+  // row_pairs and column_pairs, int32 (1 or H, E, 128, 2), have a bit for each pair of each entry
+  // (ds_sparse/token_tiles.py). query (B, H, T, D), key and value (B, H, S, D), fp16 or bf16, D a multiple of 8 up to
+  // 128, adjacent in memory
   // -> as block_attention_forward and block_attention_backward.
   m.def(
       "token_tiles_forward(Tensor query, Tensor key, Tensor value, Tensor row_lines, Tensor row_entries, "

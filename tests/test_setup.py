@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -74,6 +75,14 @@ def test_a_family_of_kernels_includes_its_own_headers_and_common_ones_alone():
 def test_no_two_headers_of_kernels_have_one_name():
     headers = Counter(path.name for path in SOURCES if path.suffix == ".h" and path.is_relative_to(CUDA))
     assert [name for name, count in headers.items() if count > 1] == []
+
+
+def test_sources_have_one_style():
+    """That of .clang-format, by the version that the extra `test` pins: others may format otherwise."""
+    clang_format = pytest.importorskip("clang_format", reason="clang-format is not installed")
+    command = [clang_format.get_executable("clang-format"), "--dry-run", "--Werror", *SOURCES]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
 
 
 LIBRARIES = [path for path in (_ops.CPU_LIBRARY, _ops.CUDA_LIBRARY) if path.exists()]

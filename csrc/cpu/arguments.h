@@ -20,8 +20,9 @@ const T* pointer(const Tensor& x) {
 // Offsets that cut `entries` entries into block rows, one after the other.
 inline void check_offsets(const Tensor& offsets, int64_t entries) {
   const int32_t *begin = pointer<int32_t>(offsets), *end = begin + offsets.size(0);
-  check(*begin == 0 && end[-1] == entries && std::is_sorted(begin, end),
-        "offsets have to ascend from 0 to the " + std::to_string(entries) + " entries.");
+  check(
+      *begin == 0 && end[-1] == entries && std::is_sorted(begin, end),
+      "offsets have to ascend from 0 to the " + std::to_string(entries) + " entries.");
 }
 
 // Offsets, and the entries that they cut: block numbers below `blocks`, ascending within a block row.
@@ -37,8 +38,9 @@ inline void check_entries(const Tensor& offsets, const Tensor& indices, int64_t 
     }
     fits &= above < blocks;
   }
-  check(fits, "the block rows or columns in the lists have to ascend within a line, from 0 or more to below " +
-                  std::to_string(blocks) + ".");
+  check(
+      fits, "the block rows or columns in the lists have to ascend within a line, from 0 or more to below " +
+                std::to_string(blocks) + ".");
 }
 
 // Places of the entries among the stored blocks.
@@ -69,10 +71,11 @@ struct BlockLists {
   int64_t head_of(int64_t head) const { return layout_heads == 1 ? 0 : head; }
 };
 
-// Checks what the lists of tiles hold, for `block_rows` block rows a head and `others` blocks on the other side, and sorts it by
-// block rows: the CPU does a block row whole, whatever work tiles its tile is cut into.
-inline BlockLists lists_by_block_row(const Tensor& tile_lines, const Tensor& entries, const Tensor& units,
-                               int64_t layout_heads, int64_t block_rows, int64_t others, int64_t block, int64_t tile) {
+// Checks what the lists of tiles hold, for `block_rows` block rows a head and `others` blocks on the other side, and
+// sorts it by block rows: the CPU does a block row whole, whatever work tiles its tile is cut into.
+inline BlockLists lists_by_block_row(
+    const Tensor& tile_lines, const Tensor& entries, const Tensor& units, int64_t layout_heads, int64_t block_rows,
+    int64_t others, int64_t block, int64_t tile) {
   int64_t per_tile = std::max<int64_t>(1, tile / block), tiles = tile_lines.size(0) / per_tile,
           tiles_of_head = tiles / layout_heads, num_entries = entries.size(0);
   const int32_t *block_row = pointer<int32_t>(tile_lines), *work_tile = pointer<int32_t>(units);
@@ -80,9 +83,11 @@ inline BlockLists lists_by_block_row(const Tensor& tile_lines, const Tensor& ent
 
   std::vector<int64_t> first(tiles, num_entries), end(tiles, 0), covered(tiles, 0);
   for (int64_t n = 0; n < units.size(0); ++n, work_tile += 4) {
-    check(work_tile[0] >= 0 && work_tile[0] < tiles && work_tile[1] >= 0 && work_tile[2] >= 0 && work_tile[1] + int64_t{work_tile[2]} <= num_entries,
-          "units have to be ranges of the " + std::to_string(num_entries) + " entries, of tiles below " +
-              std::to_string(tiles) + ".");
+    check(
+        work_tile[0] >= 0 && work_tile[0] < tiles && work_tile[1] >= 0 && work_tile[2] >= 0 &&
+            work_tile[1] + int64_t{work_tile[2]} <= num_entries,
+        "units have to be ranges of the " + std::to_string(num_entries) + " entries, of tiles below " +
+            std::to_string(tiles) + ".");
     first[work_tile[0]] = std::min<int64_t>(first[work_tile[0]], work_tile[1]);
     end[work_tile[0]] = std::max<int64_t>(end[work_tile[0]], work_tile[1] + work_tile[2]);
     covered[work_tile[0]] += work_tile[2];
@@ -93,21 +98,23 @@ inline BlockLists lists_by_block_row(const Tensor& tile_lines, const Tensor& ent
   std::vector<int64_t> tile_of(others, -1);
   int64_t* count = lists.offsets.data() + 1;
   for (int64_t t = 0; t < tiles; ++t, block_row += per_tile) {
-    check(covered[t] == std::max<int64_t>(0, end[t] - first[t]),
-          "the units of a tile have to cut one range of entries.");
+    check(
+        covered[t] == std::max<int64_t>(0, end[t] - first[t]), "the units of a tile have to cut one range of entries.");
     for (int64_t k = 0; k < per_tile; ++k) {
       if (block_row[k] == -1) continue;
       int64_t at = t / tiles_of_head * block_rows + block_row[k];
-      check(block_row[k] >= 0 && block_row[k] < block_rows && !seen[at],
-            "lines have to name each of the " + std::to_string(block_rows) + " block rows or columns of a head once.");
+      check(
+          block_row[k] >= 0 && block_row[k] < block_rows && !seen[at],
+          "lines have to name each of the " + std::to_string(block_rows) + " block rows or columns of a head once.");
       seen[at] = true;
     }
     for (int64_t n = first[t]; n < end[t]; ++n) {
       uint32_t owners = entry[n] >> 24;
       int64_t other = entry[n] & 0xffffff;
-      check(other < others && tile_of[other] != t && owners >> per_tile == 0,
-            "entries have to be blocks below " + std::to_string(others) +
-                ", once in a tile, with the bits of its lines.");
+      check(
+          other < others && tile_of[other] != t && owners >> per_tile == 0,
+          "entries have to be blocks below " + std::to_string(others) +
+              ", once in a tile, with the bits of its lines.");
       tile_of[other] = t;
       for (int64_t k = 0; k < per_tile; ++k) {
         if ((owners >> k & 1) == 0) continue;
@@ -116,8 +123,9 @@ inline BlockLists lists_by_block_row(const Tensor& tile_lines, const Tensor& ent
       }
     }
   }
-  check(std::find(seen.begin(), seen.end(), false) == seen.end(),
-        "lines have to name each of the " + std::to_string(block_rows) + " block rows or columns of a head once.");
+  check(
+      std::find(seen.begin(), seen.end(), false) == seen.end(),
+      "lines have to name each of the " + std::to_string(block_rows) + " block rows or columns of a head once.");
 
   for (int64_t i = 0; i < layout_heads * block_rows; ++i) lists.offsets[i + 1] += lists.offsets[i];
   lists.blocks.resize(lists.offsets.back());
@@ -127,7 +135,8 @@ inline BlockLists lists_by_block_row(const Tensor& tile_lines, const Tensor& ent
     for (int64_t n = first[t]; n < end[t]; ++n)
       for (int64_t k = 0; k < per_tile; ++k)
         if (entry[n] >> 24 >> k & 1)
-          lists.blocks[next[t / tiles_of_head * block_rows + block_row[k]]++] = static_cast<int32_t>(entry[n] & 0xffffff);
+          lists.blocks[next[t / tiles_of_head * block_rows + block_row[k]]++] =
+              static_cast<int32_t>(entry[n] & 0xffffff);
   return lists;
 }
 

@@ -1,11 +1,11 @@
 // block_attention_forward, block_attention_backward and block_attention_bias_backward on the CPU; schemas and letters
 // in ../library.cpp.
 //
-// Work is by row strips, and takes from the tiles only their lists. Scores of a row strip are made a few blocks at a time
-// and never stored. Backward goes once over the block columns, so that it makes them once: a task has neighbouring ones
-// of a head, whose gradients of key and value it completes, and adds up gradients of query for the queries that see
-// them, which are summed over tasks in the end. Tasks, and with them the orders of all sums, depend on sizes and lists
-// alone.
+// Work is by row strips, and takes from the tiles only their lists. Scores of a row strip are made a few blocks at a
+// time and never stored. Backward goes once over the block columns, so that it makes them once: a task has neighbouring
+// ones of a head, whose gradients of key and value it completes, and adds up gradients of query for the queries that
+// see them, which are summed over tasks in the end. Tasks, and with them the orders of all sums, depend on sizes and
+// lists alone.
 
 #include <torch/csrc/stable/library.h>
 
@@ -24,8 +24,9 @@
 namespace ds_sparse::cpu {
 
 template <class C>
-void dropout_factors(const Dropout& dropout, uint32_t matrix, int64_t query, int64_t key, int64_t queries, int64_t keys,
-                     C* out, int64_t query_stride, int64_t key_stride) {
+void dropout_factors(
+    const Dropout& dropout, uint32_t matrix, int64_t query, int64_t key, int64_t queries, int64_t keys, C* out,
+    int64_t query_stride, int64_t key_stride) {
   const C factor = C(32768) / C(32768 - dropout.threshold);
   // A square of 16 at a time, of which a block of 8 has a quarter; a result has eight of it, in the order of
   // Dropout::element.
@@ -60,8 +61,8 @@ constexpr int64_t backward_cost = 128 * task_cost;
 // An uninitialised tensor of x's sizes and order of memory: heads within tokens, or tokens within heads.
 Tensor empty_in_order_of(const Tensor& x) {
   bool heads_inside = x.stride(1) < x.stride(2);
-  Tensor out = fresh(torch::stable::new_empty(
-      x, {x.size(0), x.size(heads_inside ? 2 : 1), x.size(heads_inside ? 1 : 2), x.size(3)}));
+  Tensor out = fresh(
+      torch::stable::new_empty(x, {x.size(0), x.size(heads_inside ? 2 : 1), x.size(heads_inside ? 1 : 2), x.size(3)}));
   return heads_inside ? torch::stable::transpose(out, 1, 2) : out;
 }
 
@@ -71,14 +72,16 @@ Pieces cut_row_strips(const Attention& attention, const BlockLists& lists, int64
   for (int64_t head = 0; head < lists.layout_heads; ++head)
     for (int64_t row = 0; row < lists.block_rows; ++row)
       for (int64_t begin = 0; begin < attention.block; begin += attention.strip_rows)
-        pieces.add({head, row, begin, begin + attention.strip_rows},
-                   (lists.count(head, row) * attention.block + 8) * attention.strip_rows * cost);
+        pieces.add(
+            {head, row, begin, begin + attention.strip_rows},
+            (lists.count(head, row) * attention.block + 8) * attention.strip_rows * cost);
   return pieces;
 }
 
 template <class T>
-void forward(const Attention& attention, const BlockLists& lists, const Tensor& output, const Tensor& lse,
-             const Tensor& statistics) {
+void forward(
+    const Attention& attention, const BlockLists& lists, const Tensor& output, const Tensor& lse,
+    const Tensor& statistics) {
   using C = Compute<T>;
   int64_t block = attention.block, depth = attention.depth, rows = attention.strip_rows, width = padded<T>(depth),
           keys = attention.columns * block;
@@ -87,15 +90,15 @@ void forward(const Attention& attention, const BlockLists& lists, const Tensor& 
   auto pieces = cut_row_strips(attention, lists, 2 * width);
   run_pieces(pieces, attention.batch, attention.heads, lists.layout_heads, [&] {
     return [&, query = Buffer<C>(rows * depth), sum = Buffer<C>(rows * width), top = Buffer<C>(rows),
-            total = Buffer<C>(rows), scratch = Buffer<C>(attention_scratch(block))](int64_t b, int64_t head,
-                                                                                    const Piece& piece) {
+            total = Buffer<C>(rows),
+            scratch = Buffer<C>(attention_scratch(block))](int64_t b, int64_t head, const Piece& piece) {
       int64_t first = piece.row * block + piece.begin, count = lists.count(head, piece.row),
               matrix = b * attention.key_heads + head / attention.group();
       pack_tokens<T>(attention.query, b, head, first, rows, depth, query.data());
-      kernels<T>().attention_forward(attention.strip(b, head, first, false), query.data(),
-                                     panels.data() + matrix * keys * depth, values.data() + matrix * keys * width,
-                                     width, lists.begin(head, piece.row), count, sum.data(), top.data(), total.data(),
-                                     scratch.data());
+      kernels<T>().attention_forward(
+          attention.strip(b, head, first, false), query.data(), panels.data() + matrix * keys * depth,
+          values.data() + matrix * keys * width, width, lists.begin(head, piece.row), count, sum.data(), top.data(),
+          total.data(), scratch.data());
       store_tokens<T>(sum.data(), width, b, head, first, rows, output);
       int64_t at = (b * attention.heads + head) * attention.tokens + first;
       C *lse_to = static_cast<C*>(lse.mutable_data_ptr()) + at,
@@ -132,8 +135,7 @@ AllStatistics<Compute<T>> statistics_of(const Attention& attention, const Gradie
   torch::stable::parallel_for(0, attention.batch * heads * attention.rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       int64_t matrix = i / attention.rows, b = matrix / heads, head = matrix % heads,
-              first = i % attention.rows * block, there = std::min(block, tokens - first),
-              at = matrix * padded + first;
+              first = i % attention.rows * block, there = std::min(block, tokens - first), at = matrix * padded + first;
       auto from = [&](const Tensor& x) {
         return pointer<T>(x) + b * x.stride(0) + head * x.stride(1) + first * x.stride(2);
       };
@@ -143,8 +145,9 @@ AllStatistics<Compute<T>> statistics_of(const Attention& attention, const Gradie
       std::fill(origin, origin + block, infinity);
       std::fill(inverse_sum, inverse_sum + block, C(0));
       std::fill(delta, delta + block, C(0));
-      kernels<T>().row_dots(from(output), output.stride(2), output.stride(3), from(grad), grad.stride(2),
-                            grad.stride(3), there, depth, delta);
+      kernels<T>().row_dots(
+          from(output), output.stride(2), output.stride(3), from(grad), grad.stride(2), grad.stride(3), there, depth,
+          delta);
       const C* rows = pointer<C>(gradients.rows) + 2 * (matrix * tokens + first);
       for (int64_t r = 0; r < there; ++r) {
         if (rows[2 * r + 1] > 0) {
@@ -213,8 +216,9 @@ std::vector<ColumnGroup> group_columns(const Attention& attention, const BlockLi
 }
 
 template <class T>
-void backward(const Attention& attention, const Gradients& gradients, const BlockLists& lists, const Tensor& grad_query,
-              const Tensor& grad_key, const Tensor& grad_value) {
+void backward(
+    const Attention& attention, const Gradients& gradients, const BlockLists& lists, const Tensor& grad_query,
+    const Tensor& grad_key, const Tensor& grad_value) {
   using C = Compute<T>;
   int64_t block = attention.block, depth = attention.depth, rows = attention.strip_rows, width = padded<T>(depth),
           heads = attention.heads, key_heads = attention.key_heads, group = attention.group(),
@@ -246,16 +250,15 @@ void backward(const Attention& attention, const Gradients& gradients, const Bloc
       const ColumnGroup& columns = groups[task % num_groups];
       int64_t repeat = task / num_groups, b = repeat / repeats, key_head = columns.key_head + repeat % repeats,
               num_slots = columns.blocks.size();
-      C* query_sum = columns.whole ? whole_query_sum.data()
-                                   : sums.data() + repeat * place[num_groups] + place[task % num_groups];
+      C* query_sum =
+          columns.whole ? whole_query_sum.data() : sums.data() + repeat * place[num_groups] + place[task % num_groups];
       std::fill(query_sum, query_sum + group * num_slots * block * width, C(0));
       for (int64_t i = 0; i < group * num_slots; ++i) {
         int64_t head = key_head * group + i / num_slots, first = columns.blocks[i % num_slots] * block, at = i * block;
         pack_tokens<T>(attention.query, b, head, first, block, width, query.data() + at * width);
         pack_tokens<T>(gradients.grad_output, b, head, first, block, width, grad_output.data() + at * width);
         pack_block_panels(query.data() + at * width, width, block, depth, query_panels.data() + at * depth);
-        pack_block_panels(grad_output.data() + at * width, width, block, depth,
-                          grad_output_panels.data() + at * depth);
+        pack_block_panels(grad_output.data() + at * width, width, block, depth, grad_output_panels.data() + at * depth);
         auto from = statistics.from((b * heads + head) * padded + first);
         std::copy(from.origin, from.origin + block, origin.data() + at);
         std::copy(from.inverse_sum, from.inverse_sum + block, inverse_sum.data() + at);
@@ -271,20 +274,21 @@ void backward(const Attention& attention, const Gradients& gradients, const Bloc
           int64_t head = key_head * group + h, count = lists.count(head, column), at = h * num_slots * block;
           const int32_t* blocks = lists.begin(head, column);
           for (int64_t n = 0; n < count; ++n) slots[n] = columns.slots[blocks[n]];
-          AttentionColumn<C> work{key.data(),
-                                  value.data(),
-                                  query.data() + at * width,
-                                  grad_output.data() + at * width,
-                                  query_panels.data() + at * depth,
-                                  grad_output_panels.data() + at * depth,
-                                  {origin.data() + at, inverse_sum.data() + at, delta.data() + at},
-                                  width,
-                                  blocks,
-                                  slots.data(),
-                                  count,
-                                  key_sum.data(),
-                                  value_sum.data(),
-                                  query_sum + at * width};
+          AttentionColumn<C> work{
+              key.data(),
+              value.data(),
+              query.data() + at * width,
+              grad_output.data() + at * width,
+              query_panels.data() + at * depth,
+              grad_output_panels.data() + at * depth,
+              {origin.data() + at, inverse_sum.data() + at, delta.data() + at},
+              width,
+              blocks,
+              slots.data(),
+              count,
+              key_sum.data(),
+              value_sum.data(),
+              query_sum + at * width};
           kernels<T>().attention_backward(attention.strip(b, head, first, true), work, scratch.data());
         }
         store_tokens<T>(key_sum.data(), width, b, key_head, first, rows, grad_key);
@@ -325,13 +329,14 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Attention& attention,
   Tensor lse = torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2)}, lse_type(query));
   Tensor rows = torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2), 2}, lse_type(query));
   if (lse.numel() == 0) return {output, lse, rows};
-  for_dtype(query.scalar_type(),
-            [&](auto* type) { forward<std::remove_pointer_t<decltype(type)>>(attention, lists, output, lse, rows); });
+  for_dtype(query.scalar_type(), [&](auto* type) {
+    forward<std::remove_pointer_t<decltype(type)>>(attention, lists, output, lse, rows);
+  });
   return {output, lse, rows};
 }
 
-std::tuple<Tensor, Tensor, Tensor> attention_backward(const Attention& attention, const Gradients& gradients,
-                                                      const BlockLists& lists) {
+std::tuple<Tensor, Tensor, Tensor> attention_backward(
+    const Attention& attention, const Gradients& gradients, const BlockLists& lists) {
   Tensor grad_query = empty_in_order_of(attention.query), grad_key = empty_in_order_of(attention.key),
          grad_value = empty_in_order_of(attention.value);
   if (attention.batch * attention.heads > 0) {
@@ -388,8 +393,8 @@ std::tuple<Tensor, Tensor, Tensor> block_attention_forward(
   check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);
   Attention attention(query, key, value, {&rpe, &attn_mask, &key_bias}, block, scale, causal);
   attention.drop(dropout_seed, dropout_p);
-  auto lists = lists_by_block_row(row_lines, row_entries, row_units, layout_heads, attention.rows, attention.columns, block,
-                             tile);
+  auto lists = lists_by_block_row(
+      row_lines, row_entries, row_units, layout_heads, attention.rows, attention.columns, block, tile);
   return attention_forward(attention, lists);
 }
 
@@ -405,8 +410,8 @@ std::tuple<Tensor, Tensor, Tensor> block_attention_backward(
   check_tiles(column_lines, column_entries, column_units, column_cuts, key.size(2), query, layout_heads, block, tile);
   Attention attention(query, key, value, {&rpe, &attn_mask, &key_bias}, block, scale, causal);
   attention.drop(dropout_seed, dropout_p);
-  auto lists = lists_by_block_row(column_lines, column_entries, column_units, layout_heads, attention.columns,
-                             attention.rows, block, tile);
+  auto lists = lists_by_block_row(
+      column_lines, column_entries, column_units, layout_heads, attention.columns, attention.rows, block, tile);
   return attention_backward(attention, {grad_output, output, rows, grad_lse}, lists);
 }
 
@@ -422,8 +427,8 @@ Tensor block_attention_bias_backward(
   check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);
   Attention attention(query, key, value, {&rpe, &attn_mask, &key_bias}, block, scale, causal);
   attention.drop(dropout_seed, dropout_p);
-  auto lists = lists_by_block_row(row_lines, row_entries, row_units, layout_heads, attention.rows, attention.columns, block,
-                             tile);
+  auto lists = lists_by_block_row(
+      row_lines, row_entries, row_units, layout_heads, attention.rows, attention.columns, block, tile);
   Tensor out = fresh(torch::stable::new_empty(query, shape, lse_type(query)));
   if (out.numel() == 0) return out;
   if (attention.batch * attention.heads == 0) return torch::stable::zero_(out);

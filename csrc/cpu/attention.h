@@ -20,8 +20,8 @@ DS_SPARSE_INLINE int64_t at_most(int64_t x, int64_t limit) { return x < limit ? 
 
 // Adds a bias to the rows x columns that there are of one block of scores, (rows, b); from is where they begin in it.
 template <class T, class C, int W>
-static void add_bias_block(const T* from, const Bias& bias, int64_t rows, int64_t columns, int64_t block, C* scores,
-                           C* scratch) {
+static void add_bias_block(
+    const T* from, const Bias& bias, int64_t rows, int64_t columns, int64_t block, C* scores, C* scratch) {
   pack_rows<T, C>(from, bias.row_stride, bias.column_stride, rows, columns, scratch, block);
   for (int64_t i = 0; i < rows * block; i += W) {
     auto x = load<C, W>(scratch + i);
@@ -31,21 +31,22 @@ static void add_bias_block(const T* from, const Bias& bias, int64_t rows, int64_
 }
 
 template <class T, int W>
-static void add_biases(const AttentionRowStrip& strip, int64_t column, int64_t rows, int64_t columns, Compute<T>* scores,
-                       Compute<T>* scratch) {
+static void add_biases(
+    const AttentionRowStrip& strip, int64_t column, int64_t rows, int64_t columns, Compute<T>* scores,
+    Compute<T>* scratch) {
   using C = Compute<T>;
   for (int i = 0; i < strip.num_biases; ++i) {
     const Bias& bias = strip.biases[i];
     int64_t offset = strip.first * bias.row_stride + column * bias.column_stride;
     if (bias.is_bool)
-      add_bias_block<Keep, C, W>(static_cast<const Keep*>(bias.data) + offset, bias, rows, columns, strip.block, scores,
-                                 scratch);
+      add_bias_block<Keep, C, W>(
+          static_cast<const Keep*>(bias.data) + offset, bias, rows, columns, strip.block, scores, scratch);
     else if (bias.is_wide)
-      add_bias_block<C, C, W>(static_cast<const C*>(bias.data) + offset, bias, rows, columns, strip.block, scores,
-                              scratch);
+      add_bias_block<C, C, W>(
+          static_cast<const C*>(bias.data) + offset, bias, rows, columns, strip.block, scores, scratch);
     else
-      add_bias_block<T, C, W>(static_cast<const T*>(bias.data) + offset, bias, rows, columns, strip.block, scores,
-                              scratch);
+      add_bias_block<T, C, W>(
+          static_cast<const T*>(bias.data) + offset, bias, rows, columns, strip.block, scores, scratch);
   }
 }
 
@@ -86,11 +87,12 @@ static void mask_block(const AttentionRowStrip& strip, int64_t column, int64_t r
   }
 }
 
-// The scores of the row strip's rows and `count` blocks, each (rows, b), -inf where masked and where there are no tokens.
+// The scores of the row strip's rows and `count` blocks, each (rows, b), -inf where masked and where there are no
+// tokens.
 template <class T, int W>
-static void attention_scores(const AttentionRowStrip& strip, const Compute<T>* left, int64_t left_stride,
-                             const Compute<T>* panels, const int32_t* slots, const int32_t* blocks, int64_t count,
-                             Compute<T>* scores, Compute<T>* scratch) {
+static void attention_scores(
+    const AttentionRowStrip& strip, const Compute<T>* left, int64_t left_stride, const Compute<T>* panels,
+    const int32_t* slots, const int32_t* blocks, int64_t count, Compute<T>* scores, Compute<T>* scratch) {
   using C = Compute<T>;
   int64_t block = strip.block, size = strip.rows * block;
   sdd<C>(left, left_stride, strip.rows, panels, slots, count, block, strip.depth, scores);
@@ -113,18 +115,19 @@ static void dropout_blocks(const AttentionRowStrip& strip, const int32_t* blocks
   int64_t block = strip.block;
   for (int64_t n = 0; n < count; ++n, factors += strip.rows * block) {
     if (strip.transposed)
-      dropout_factors<C>(*strip.dropout, strip.matrix, blocks[n] * block, strip.first, block, strip.rows, factors, 1,
-                         block);
+      dropout_factors<C>(
+          *strip.dropout, strip.matrix, blocks[n] * block, strip.first, block, strip.rows, factors, 1, block);
     else
-      dropout_factors<C>(*strip.dropout, strip.matrix, strip.first, blocks[n] * block, strip.rows, block, factors, block,
-                         1);
+      dropout_factors<C>(
+          *strip.dropout, strip.matrix, strip.first, blocks[n] * block, strip.rows, block, factors, block, 1);
   }
 }
 
 template <class T, int W>
-static void attention_forward_of(const AttentionRowStrip& strip, const Compute<T>* query, const Compute<T>* key_panels,
-                                 const Compute<T>* value, int64_t width, const int32_t* blocks, int64_t count,
-                                 Compute<T>* sum, Compute<T>* top, Compute<T>* total, Compute<T>* scratch) {
+static void attention_forward_of(
+    const AttentionRowStrip& strip, const Compute<T>* query, const Compute<T>* key_panels, const Compute<T>* value,
+    int64_t width, const int32_t* blocks, int64_t count, Compute<T>* sum, Compute<T>* top, Compute<T>* total,
+    Compute<T>* scratch) {
   using C = Compute<T>;
   using V = Vec<C, W>;
   constexpr int N = native_width<C>;
@@ -183,9 +186,10 @@ static void attention_forward_of(const AttentionRowStrip& strip, const Compute<T
 }
 
 template <class T>
-static void attention_forward(const AttentionRowStrip& strip, const Compute<T>* query, const Compute<T>* key_panels,
-                              const Compute<T>* value, int64_t width, const int32_t* blocks, int64_t count,
-                              Compute<T>* sum, Compute<T>* top, Compute<T>* total, Compute<T>* scratch) {
+static void attention_forward(
+    const AttentionRowStrip& strip, const Compute<T>* query, const Compute<T>* key_panels, const Compute<T>* value,
+    int64_t width, const int32_t* blocks, int64_t count, Compute<T>* sum, Compute<T>* top, Compute<T>* total,
+    Compute<T>* scratch) {
   constexpr int W = native_width<Compute<T>>;
   if (strip.block >= W)
     attention_forward_of<T, W>(strip, query, key_panels, value, width, blocks, count, sum, top, total, scratch);
@@ -194,8 +198,8 @@ static void attention_forward(const AttentionRowStrip& strip, const Compute<T>* 
 }
 
 template <class T, int W>
-static void attention_backward_of(const AttentionRowStrip& strip, const AttentionColumn<Compute<T>>& column,
-                                  Compute<T>* scratch) {
+static void attention_backward_of(
+    const AttentionRowStrip& strip, const AttentionColumn<Compute<T>>& column, Compute<T>* scratch) {
   using C = Compute<T>;
   using V = Vec<C, W>;
   int64_t block = strip.block, rows = strip.rows, size = rows * block, step = blocks_at_a_time(strip),
@@ -217,8 +221,8 @@ static void attention_backward_of(const AttentionRowStrip& strip, const Attentio
           delta = load<C, W>(column.statistics.delta + query);
         for (int64_t r = 0; r < rows; ++r) {
           int64_t at = n * size + r * block + c;
-          V prob = exp_nonpositive<C, W>(load<C, W>(probs + at) - origin) * inverse_sum,
-            grad = load<C, W>(grads + at), kept = prob;
+          V prob = exp_nonpositive<C, W>(load<C, W>(probs + at) - origin) * inverse_sum, grad = load<C, W>(grads + at),
+            kept = prob;
           if (strip.dropout) {
             V factor = load<C, W>(factors + at);
             kept = prob * factor;
@@ -229,19 +233,22 @@ static void attention_backward_of(const AttentionRowStrip& strip, const Attentio
         }
       }
     }
-    dsd_columns<C, tile_vectors>({probs, nullptr, size, block, 1}, column.grad_output, width, slots, here, block, rows,
-                                 0, width, true, column.grad_value, width);
-    dsd_columns<C, tile_vectors>({grads, nullptr, size, block, 1}, column.query, width, slots, here, block, rows, 0,
-                                 width, true, column.grad_key, width);
+    dsd_columns<C, tile_vectors>(
+        {probs, nullptr, size, block, 1}, column.grad_output, width, slots, here, block, rows, 0, width, true,
+        column.grad_value, width);
+    dsd_columns<C, tile_vectors>(
+        {grads, nullptr, size, block, 1}, column.query, width, slots, here, block, rows, 0, width, true,
+        column.grad_key, width);
     for (int64_t n = 0; n < here; ++n)
-      dsd_columns<C, tile_vectors>({grads + n * size, nullptr, 0, 1, block}, column.key, width, &own, 1, rows, block, 0,
-                                   width, true, column.grad_query + slots[n] * block * width, width);
+      dsd_columns<C, tile_vectors>(
+          {grads + n * size, nullptr, 0, 1, block}, column.key, width, &own, 1, rows, block, 0, width, true,
+          column.grad_query + slots[n] * block * width, width);
   }
 }
 
 template <class T>
-static void attention_backward(const AttentionRowStrip& strip, const AttentionColumn<Compute<T>>& column,
-                               Compute<T>* scratch) {
+static void attention_backward(
+    const AttentionRowStrip& strip, const AttentionColumn<Compute<T>>& column, Compute<T>* scratch) {
   constexpr int W = native_width<Compute<T>>;
   if (strip.block >= W)
     attention_backward_of<T, W>(strip, column, scratch);
@@ -250,11 +257,10 @@ static void attention_backward(const AttentionRowStrip& strip, const AttentionCo
 }
 
 template <class T, int W>
-static void attention_bias_backward_of(const AttentionRowStrip& strip, const Compute<T>* query,
-                                       const Compute<T>* grad_output, const Compute<T>* key_panels,
-                                       const Compute<T>* value_panels,
-                                       const AttentionStatistics<Compute<T>>& statistics, const int32_t* blocks,
-                                       int64_t count, Compute<T>* out, int64_t out_stride, Compute<T>* scratch) {
+static void attention_bias_backward_of(
+    const AttentionRowStrip& strip, const Compute<T>* query, const Compute<T>* grad_output,
+    const Compute<T>* key_panels, const Compute<T>* value_panels, const AttentionStatistics<Compute<T>>& statistics,
+    const int32_t* blocks, int64_t count, Compute<T>* out, int64_t out_stride, Compute<T>* scratch) {
   using C = Compute<T>;
   using V = Vec<C, W>;
   int64_t block = strip.block, rows = strip.rows, size = rows * block, step = blocks_at_a_time(strip);
@@ -287,17 +293,17 @@ static void attention_bias_backward_of(const AttentionRowStrip& strip, const Com
 }
 
 template <class T>
-static void attention_bias_backward(const AttentionRowStrip& strip, const Compute<T>* query, const Compute<T>* grad_output,
-                                    const Compute<T>* key_panels, const Compute<T>* value_panels,
-                                    const AttentionStatistics<Compute<T>>& statistics, const int32_t* blocks,
-                                    int64_t count, Compute<T>* out, int64_t out_stride, Compute<T>* scratch) {
+static void attention_bias_backward(
+    const AttentionRowStrip& strip, const Compute<T>* query, const Compute<T>* grad_output,
+    const Compute<T>* key_panels, const Compute<T>* value_panels, const AttentionStatistics<Compute<T>>& statistics,
+    const int32_t* blocks, int64_t count, Compute<T>* out, int64_t out_stride, Compute<T>* scratch) {
   constexpr int W = native_width<Compute<T>>;
   if (strip.block >= W)
-    attention_bias_backward_of<T, W>(strip, query, grad_output, key_panels, value_panels, statistics, blocks, count,
-                                     out, out_stride, scratch);
+    attention_bias_backward_of<T, W>(
+        strip, query, grad_output, key_panels, value_panels, statistics, blocks, count, out, out_stride, scratch);
   else
-    attention_bias_backward_of<T, 8>(strip, query, grad_output, key_panels, value_panels, statistics, blocks, count,
-                                     out, out_stride, scratch);
+    attention_bias_backward_of<T, 8>(
+        strip, query, grad_output, key_panels, value_panels, statistics, blocks, count, out, out_stride, scratch);
 }
 
 }  // namespace ds_sparse::cpu::DS_SPARSE_ISA

@@ -31,8 +31,9 @@ struct Attention {
   int64_t strip_rows = attention_rows(block);
 
   // biases: rpe, attn_mask, key_bias, those that there are.
-  Attention(const Tensor& query, const Tensor& key, const Tensor& value,
-            std::initializer_list<const std::optional<Tensor>*> biases_given, int64_t block, double scale, bool causal)
+  Attention(
+      const Tensor& query, const Tensor& key, const Tensor& value,
+      std::initializer_list<const std::optional<Tensor>*> biases_given, int64_t block, double scale, bool causal)
       : query(query), key(key), value(value), block(block), scale(scale), causal(causal) {
     for (const auto* bias : biases_given)
       if (*bias) biases.emplace_back(**bias, query.scalar_type());
@@ -51,22 +52,23 @@ struct Attention {
     auto of_head = [&](const Tensor* x) {
       return x ? pointer<int32_t>(*x) + (x->size(0) == 1 ? 0 : head) * x->stride(0) : nullptr;
     };
-    AttentionRowStrip strip{transposed,
-                       block,
-                       depth,
-                       first,
-                       strip_rows,
-                       transposed ? keys : tokens,
-                       transposed ? tokens : keys,
-                       scale,
-                       causal,
-                       of_head(limits),
-                       of_head(places),
-                       num_global,
-                       {},
-                       0,
-                       dropout ? &*dropout : nullptr,
-                       static_cast<uint32_t>(b * heads + head)};
+    AttentionRowStrip strip{
+        transposed,
+        block,
+        depth,
+        first,
+        strip_rows,
+        transposed ? keys : tokens,
+        transposed ? tokens : keys,
+        scale,
+        causal,
+        of_head(limits),
+        of_head(places),
+        num_global,
+        {},
+        0,
+        dropout ? &*dropout : nullptr,
+        static_cast<uint32_t>(b * heads + head)};
     for (const BiasView& view : biases) {
       Bias bias = view.at(b, head);
       if (transposed) std::swap(bias.row_stride, bias.column_stride);
@@ -86,7 +88,7 @@ struct Gradients {
 std::tuple<Tensor, Tensor, Tensor> attention_forward(const Attention& attention, const BlockLists& lists);
 
 // Gradients of query, key and value. lists: by block columns.
-std::tuple<Tensor, Tensor, Tensor> attention_backward(const Attention& attention, const Gradients& gradients,
-                                                      const BlockLists& lists);
+std::tuple<Tensor, Tensor, Tensor> attention_backward(
+    const Attention& attention, const Gradients& gradients, const BlockLists& lists);
 
 }  // namespace ds_sparse::cpu

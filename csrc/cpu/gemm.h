@@ -15,8 +15,9 @@ constexpr int tile_vectors = 2;
 
 // tile += a @ b over `depth`; a[m * m_stride + k * k_stride]; vector v of row k is b[v] + k * b_stride.
 template <class C, int W, int V>
-DS_SPARSE_INLINE void multiply(Vec<C, W> (&tile)[tile_rows][V], const C* a, int64_t m_stride, int64_t k_stride,
-                               const C* const (&b)[V], int64_t b_stride, int64_t depth) {
+DS_SPARSE_INLINE void multiply(
+    Vec<C, W> (&tile)[tile_rows][V], const C* a, int64_t m_stride, int64_t k_stride, const C* const (&b)[V],
+    int64_t b_stride, int64_t depth) {
 #pragma GCC unroll 2
   for (int64_t k = 0; k < depth; ++k) {
     Vec<C, W> right[V];
@@ -35,8 +36,8 @@ static int64_t panel_width(int64_t block) {
 }
 
 template <class T, int W>
-static void pack_panels_of(const T* b, int64_t k_stride, int64_t n_stride, int64_t depth, int64_t columns,
-                           Compute<T>* panels) {
+static void pack_panels_of(
+    const T* b, int64_t k_stride, int64_t n_stride, int64_t depth, int64_t columns, Compute<T>* panels) {
   using C = Compute<T>;
   for (int64_t n = 0; n < columns; n += W, panels += depth * W, b += W * n_stride) {
     if (k_stride == 1) {
@@ -51,8 +52,8 @@ static void pack_panels_of(const T* b, int64_t k_stride, int64_t n_stride, int64
 }
 
 template <class T>
-static void pack_panels(const T* b, int64_t k_stride, int64_t n_stride, int64_t depth, int64_t columns, int64_t width,
-                        Compute<T>* panels) {
+static void pack_panels(
+    const T* b, int64_t k_stride, int64_t n_stride, int64_t depth, int64_t columns, int64_t width, Compute<T>* panels) {
   constexpr int W = native_width<Compute<T>>;
   if (width == W)
     pack_panels_of<T, W>(b, k_stride, n_stride, depth, columns, panels);
@@ -61,8 +62,8 @@ static void pack_panels(const T* b, int64_t k_stride, int64_t n_stride, int64_t 
 }
 
 template <class T, class C = Compute<T>>
-static void pack_rows(const T* x, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns, C* out,
-                      int64_t out_stride) {
+static void pack_rows(
+    const T* x, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns, C* out, int64_t out_stride) {
   constexpr int W = native_width<C>;
   if (row_stride == 1 && column_stride != 1) {
     transpose<C, W>(x, column_stride, columns, rows, out, out_stride);
@@ -81,8 +82,9 @@ static void pack_rows(const T* x, int64_t row_stride, int64_t column_stride, int
 
 // V panels, which may belong to different blocks: panel v is at b[v], its columns of the result at out[v].
 template <class T, int W, int V>
-static void sdd_panels(const Compute<T>* a, int64_t a_stride, int64_t rows, const Compute<T>* const (&b)[V],
-                       T* const (&out)[V], int64_t block, int64_t depth) {
+static void sdd_panels(
+    const Compute<T>* a, int64_t a_stride, int64_t rows, const Compute<T>* const (&b)[V], T* const (&out)[V],
+    int64_t block, int64_t depth) {
   using C = Compute<T>;
   for (int64_t m = 0; m < rows; m += tile_rows) {
     Vec<C, W> tile[tile_rows][V] = {};
@@ -93,8 +95,9 @@ static void sdd_panels(const Compute<T>* a, int64_t a_stride, int64_t rows, cons
 }
 
 template <class T, int W, int V>
-static void sdd_of(const Compute<T>* a, int64_t a_stride, int64_t rows, const Compute<T>* panels,
-                   const int32_t* columns, int64_t first, int64_t last, int64_t block, int64_t depth, T* out) {
+static void sdd_of(
+    const Compute<T>* a, int64_t a_stride, int64_t rows, const Compute<T>* panels, const int32_t* columns,
+    int64_t first, int64_t last, int64_t block, int64_t depth, T* out) {
   using C = Compute<T>;
   int64_t per_block = block / W, p = first;
   for (; p + V <= last; p += V) {
@@ -111,8 +114,9 @@ static void sdd_of(const Compute<T>* a, int64_t a_stride, int64_t rows, const Co
 }
 
 template <class T>
-static void sdd(const Compute<T>* a, int64_t a_stride, int64_t rows, const Compute<T>* panels, const int32_t* columns,
-                int64_t count, int64_t block, int64_t depth, T* out) {
+static void sdd(
+    const Compute<T>* a, int64_t a_stride, int64_t rows, const Compute<T>* panels, const int32_t* columns,
+    int64_t count, int64_t block, int64_t depth, T* out) {
   constexpr int W = native_width<Compute<T>>;
   if (block >= W)
     sdd_of<T, W, tile_vectors>(a, a_stride, rows, panels, columns, 0, count * (block / W), block, depth, out);
@@ -130,9 +134,9 @@ struct Blocks {
 };
 
 template <class C, int V>
-static void dsd_columns(const Blocks<C>& blocks, const C* dense, int64_t dense_stride, const int32_t* indices,
-                        int64_t count, int64_t block, int64_t rows, int64_t first, int64_t last, bool add, C* sum,
-                        int64_t sum_stride) {
+static void dsd_columns(
+    const Blocks<C>& blocks, const C* dense, int64_t dense_stride, const int32_t* indices, int64_t count, int64_t block,
+    int64_t rows, int64_t first, int64_t last, bool add, C* sum, int64_t sum_stride) {
   constexpr int W = native_width<C>;
   int64_t c = first;
   for (; c + V * W <= last; c += V * W) {
@@ -160,16 +164,17 @@ static void dsd_columns(const Blocks<C>& blocks, const C* dense, int64_t dense_s
 }
 
 template <class T>
-static void dsd(const T* values, const int32_t* slots, const Compute<T>* dense, int64_t dense_stride,
-                const int32_t* indices, int64_t count, int64_t block, int64_t begin, int64_t end, int64_t width,
-                Compute<T>* sum, int64_t sum_stride, Compute<T>* scratch) {
+static void dsd(
+    const T* values, const int32_t* slots, const Compute<T>* dense, int64_t dense_stride, const int32_t* indices,
+    int64_t count, int64_t block, int64_t begin, int64_t end, int64_t width, Compute<T>* sum, int64_t sum_stride,
+    Compute<T>* scratch) {
   using C = Compute<T>;
   int64_t rows = end - begin;
   if constexpr (sizeof(T) == sizeof(C)) {
     Blocks<C> blocks = slots ? Blocks<C>{values + begin, slots, block * block, 1, block}
                              : Blocks<C>{values + begin * block, nullptr, block * block, block, 1};
-    dsd_columns<C, tile_vectors>(blocks, dense, dense_stride, indices, count, block, rows, 0, width, false, sum,
-                                 sum_stride);
+    dsd_columns<C, tile_vectors>(
+        blocks, dense, dense_stride, indices, count, block, rows, 0, width, false, sum, sum_stride);
   } else {
     // As many blocks at a time are widened as fit the scratch; the sum goes on in fp32.
     int64_t chunk = dsd_scratch(block, rows) / (block * rows), done = 0;
@@ -183,16 +188,17 @@ static void dsd(const T* values, const int32_t* slots, const Compute<T>* dense, 
           pack_rows<T>(values + (done + n) * block * block + begin * block, block, 1, rows, block, to, block);
       }
       Blocks<C> blocks{scratch, nullptr, block * rows, slots ? 1 : block, slots ? rows : 1};
-      dsd_columns<C, tile_vectors>(blocks, dense, dense_stride, indices + done, here, block, rows, 0, width, done > 0,
-                                   sum, sum_stride);
+      dsd_columns<C, tile_vectors>(
+          blocks, dense, dense_stride, indices + done, here, block, rows, 0, width, done > 0, sum, sum_stride);
       done += here;
     } while (done < count);
   }
 }
 
 template <class T>
-static void store_rows(const Compute<T>* sum, int64_t sum_stride, int64_t rows, int64_t columns, bool transposed,
-                       T* out, int64_t out_stride) {
+static void store_rows(
+    const Compute<T>* sum, int64_t sum_stride, int64_t rows, int64_t columns, bool transposed, T* out,
+    int64_t out_stride) {
   using C = Compute<T>;
   constexpr int W = native_width<C>;
   if (transposed) {

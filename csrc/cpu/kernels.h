@@ -145,9 +145,7 @@ struct WindowRows {
 
   // The tokens that token t is with: begin to end - 1. Inline always, as code of several instruction sets has them.
   __attribute__((always_inline)) int64_t begin(int64_t t) const { return t > window ? t - window : 0; }
-  __attribute__((always_inline)) int64_t end(int64_t t) const {
-    return tokens - t > window ? t + window + 1 : tokens;
-  }
+  __attribute__((always_inline)) int64_t end(int64_t t) const { return tokens - t > window ? t + window + 1 : tokens; }
 };
 
 // A band as a product reads it: what row r and token t have lies at a[offset + r * row_stride + t * token_stride].
@@ -160,8 +158,9 @@ struct Band {
 // What dropout multiplies probabilities by, 0 or more than 1: of queries x keys from (query, key) on, to
 // out[i * query_stride + j * key_stride]. In attention.cpp, for all instruction sets.
 template <class C>
-void dropout_factors(const Dropout& dropout, uint32_t matrix, int64_t query, int64_t key, int64_t queries, int64_t keys,
-                     C* out, int64_t query_stride, int64_t key_stride);
+void dropout_factors(
+    const Dropout& dropout, uint32_t matrix, int64_t query, int64_t key, int64_t queries, int64_t keys, C* out,
+    int64_t query_stride, int64_t key_stride);
 
 template <class T>
 struct Kernels {
@@ -172,55 +171,59 @@ struct Kernels {
   int64_t lanes;
 
   // b[k, n] for n < columns -> panels[n / width][k][n % width].
-  void (*pack_panels)(const T* b, int64_t k_stride, int64_t n_stride, int64_t depth, int64_t columns, int64_t width,
-                      C* panels);
+  void (*pack_panels)(
+      const T* b, int64_t k_stride, int64_t n_stride, int64_t depth, int64_t columns, int64_t width, C* panels);
 
   // x[r, c] -> out[r * out_stride + c], zero from `columns` to out_stride.
-  void (*pack_rows)(const T* x, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns, C* out,
-                    int64_t out_stride);
+  void (*pack_rows)(
+      const T* x, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns, C* out, int64_t out_stride);
 
   // out[n] = a @ panels of columns[n], n < count; a (rows, depth) with unit column stride, out[n] (rows, b).
-  void (*sdd)(const C* a, int64_t a_stride, int64_t rows, const C* panels, const int32_t* columns, int64_t count,
-              int64_t block, int64_t depth, T* out);
+  void (*sdd)(
+      const C* a, int64_t a_stride, int64_t rows, const C* panels, const int32_t* columns, int64_t count, int64_t block,
+      int64_t depth, T* out);
 
   // sum[r - begin, :] = sum over n < count of row r of block n (of its transpose, if slots) times dense rows of block
   // indices[n]; block n is values[slots ? slots[n] : n]. dense and sum have `width` columns, a multiple of lanes.
   // scratch: dsd_scratch of C.
-  void (*dsd)(const T* values, const int32_t* slots, const C* dense, int64_t dense_stride, const int32_t* indices,
-              int64_t count, int64_t block, int64_t begin, int64_t end, int64_t width, C* sum, int64_t sum_stride,
-              C* scratch);
+  void (*dsd)(
+      const T* values, const int32_t* slots, const C* dense, int64_t dense_stride, const int32_t* indices,
+      int64_t count, int64_t block, int64_t begin, int64_t end, int64_t width, C* sum, int64_t sum_stride, C* scratch);
 
   // sum (rows, columns) -> out[r * out_stride + c], or out[c * out_stride + r] if transpose.
-  void (*store_rows)(const C* sum, int64_t sum_stride, int64_t rows, int64_t columns, bool transpose, T* out,
-                     int64_t out_stride);
+  void (*store_rows)(
+      const C* sum, int64_t sum_stride, int64_t rows, int64_t columns, bool transpose, T* out, int64_t out_stride);
 
   // scratch: (1 + num_biases) * count * b of C.
   void (*softmax_forward)(const SoftmaxRows<T>& rows, C* scratch);
 
   // out = scale * probs * (grad - sum of grad * probs over the row), for rows begin to end of a block row of `count`
   // blocks.
-  void (*softmax_backward)(const T* grad, const T* probs, T* out, int64_t count, int64_t block, int64_t begin,
-                           int64_t end, double scale);
+  void (*softmax_backward)(
+      const T* grad, const T* probs, T* out, int64_t count, int64_t block, int64_t begin, int64_t end, double scale);
 
   // sums[r * stride + c] += values[r, c]; stride 0 sums the rows of the block.
   void (*add_block)(const T* values, int64_t block, double* sums, int64_t stride);
 
   // out[r] = a[r] . b[r], rows of `columns` numbers.
-  void (*row_dots)(const T* a, int64_t a_stride, int64_t a_column_stride, const T* b, int64_t b_stride,
-                   int64_t b_column_stride, int64_t rows, int64_t columns, C* out);
+  void (*row_dots)(
+      const T* a, int64_t a_stride, int64_t a_column_stride, const T* b, int64_t b_stride, int64_t b_column_stride,
+      int64_t rows, int64_t columns, C* out);
 
   // The row strip's softmax over `count` live blocks times value, its largest scores and sums of exponentials.
   // query (rows, depth), key_panels and value (columns, width) whole, sum (rows, width).
   // scratch, here and below: attention_scratch of C.
-  void (*attention_forward)(const AttentionRowStrip& strip, const C* query, const C* key_panels, const C* value,
-                            int64_t width, const int32_t* blocks, int64_t count, C* sum, C* top, C* total, C* scratch);
+  void (*attention_forward)(
+      const AttentionRowStrip& strip, const C* query, const C* key_panels, const C* value, int64_t width,
+      const int32_t* blocks, int64_t count, C* sum, C* top, C* total, C* scratch);
 
   void (*attention_backward)(const AttentionRowStrip& strip, const AttentionColumn<C>& column, C* scratch);
 
   // out[r * out_stride + j] += the gradient of what was added to the score of row r and key j.
-  void (*attention_bias_backward)(const AttentionRowStrip& strip, const C* query, const C* grad_output, const C* key_panels,
-                                  const C* value_panels, const AttentionStatistics<C>& statistics,
-                                  const int32_t* blocks, int64_t count, C* out, int64_t out_stride, C* scratch);
+  void (*attention_bias_backward)(
+      const AttentionRowStrip& strip, const C* query, const C* grad_output, const C* key_panels, const C* value_panels,
+      const AttentionStatistics<C>& statistics, const int32_t* blocks, int64_t count, C* out, int64_t out_stride,
+      C* scratch);
 
   // The rows' band, 2 * window + 1 numbers each: a (rows, depth) by tokens, of which all are in panels of `lanes`.
   void (*window_matmul)(const WindowRows& rows, const C* a, const C* panels, int64_t depth, T* band);
@@ -231,8 +234,9 @@ struct Kernels {
 
   // Of each row of the band, the softmax over the tokens at most `window` away, with causal none after the row's.
   // key_bias: null, or of all tokens. scratch: 2 * window + 1 of C, to a multiple of lanes.
-  void (*window_softmax_forward)(const WindowRows& rows, const T* band, const C* key_bias, int64_t window, double scale,
-                                 bool causal, T* probs, C* scratch);
+  void (*window_softmax_forward)(
+      const WindowRows& rows, const T* band, const C* key_bias, int64_t window, double scale, bool causal, T* probs,
+      C* scratch);
 
   // out = scale * probs * (grad - sum of grad * probs over the row), of `count` rows of `width` numbers.
   void (*window_softmax_backward)(const T* grad, const T* probs, int64_t count, int64_t width, double scale, T* out);
@@ -241,8 +245,9 @@ struct Kernels {
   void (*token_dots)(const C* own, const C* rows, int64_t width, const int32_t* list, int64_t count, C* out);
 
   // sum = the sum over n < count of weights[n], or weights[slots[n] * slot_stride], times row list[n] of rows.
-  void (*token_sum)(const C* weights, const int32_t* slots, int64_t slot_stride, const C* rows, int64_t width,
-                    const int32_t* list, int64_t count, C* sum);
+  void (*token_sum)(
+      const C* weights, const int32_t* slots, int64_t slot_stride, const C* rows, int64_t width, const int32_t* list,
+      int64_t count, C* sum);
 
   // Whether x[n] is 0 or more and below limit, for all n < count.
   bool (*are_below)(const int32_t* x, int64_t count, int32_t limit);

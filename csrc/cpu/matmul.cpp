@@ -27,16 +27,17 @@ Buffer<Compute<T>> pack_right_operand(const Tensor& b, int64_t block) {
       int64_t matrix = i / blocks, column = i % blocks * block;
       const T* from =
           pointer<T>(b) + matrix / heads * b.stride(0) + matrix % heads * b.stride(1) + column * b.stride(3);
-      kernel.pack_panels(from, b.stride(2), b.stride(3), depth, block, width,
-                         panels.data() + (matrix * columns + column) * depth);
+      kernel.pack_panels(
+          from, b.stride(2), b.stride(3), depth, block, width, panels.data() + (matrix * columns + column) * depth);
     }
   });
   return panels;
 }
 
 template <class T>
-void sdd(const Tensor& a, const Tensor& b, const Tensor& row_offsets, const Tensor& columns, int64_t layout_heads,
-         int64_t block, Tensor& out) {
+void sdd(
+    const Tensor& a, const Tensor& b, const Tensor& row_offsets, const Tensor& columns, int64_t layout_heads,
+    int64_t block, Tensor& out) {
   using C = Compute<T>;
   const Kernels<T>& kernel = kernels<T>();
   int64_t batch = a.size(0), heads = a.size(1), depth = a.size(3), width = b.size(3), live = columns.size(0),
@@ -62,8 +63,9 @@ void sdd(const Tensor& a, const Tensor& b, const Tensor& row_offsets, const Tens
         if (in_place) left = from;
       if (!in_place) kernel.pack_rows(from, a.stride(2), a.stride(3), block, depth, packed.data(), depth);
       int64_t entry = b_index * out.size(1) + (layout_heads == 1 ? head * live : 0) + piece.begin;
-      kernel.sdd(left, depth, block, panels.data() + (b_index * heads + head) * depth * width, indices + piece.begin,
-                 piece.end - piece.begin, block, depth, values + entry * block * block);
+      kernel.sdd(
+          left, depth, block, panels.data() + (b_index * heads + head) * depth * width, indices + piece.begin,
+          piece.end - piece.begin, block, depth, values + entry * block * block);
     };
   });
 }
@@ -80,16 +82,18 @@ Buffer<Compute<T>> pack_dense_operand(const Tensor& dense, int64_t block, int64_
       int64_t matrix = i / blocks, row = i % blocks * block;
       const T* from = pointer<T>(dense) + matrix / heads * dense.stride(0) + matrix % heads * dense.stride(1) +
                       row * dense.stride(2);
-      kernel.pack_rows(from, dense.stride(2), dense.stride(3), block, dense.size(3),
-                       packed.data() + (matrix * rows + row) * width, width);
+      kernel.pack_rows(
+          from, dense.stride(2), dense.stride(3), block, dense.size(3), packed.data() + (matrix * rows + row) * width,
+          width);
     }
   });
   return packed;
 }
 
 template <class T>
-void dsd(const Tensor& values, const Tensor& dense, const Tensor& offsets, const Tensor& indices,
-         const std::optional<Tensor>& slots, int64_t layout_heads, int64_t block, bool transpose_result, Tensor& out) {
+void dsd(
+    const Tensor& values, const Tensor& dense, const Tensor& offsets, const Tensor& indices,
+    const std::optional<Tensor>& slots, int64_t layout_heads, int64_t block, bool transpose_result, Tensor& out) {
   using C = Compute<T>;
   constexpr bool same = std::is_same_v<T, C>;
   const Kernels<T>& kernel = kernels<T>();
@@ -97,8 +101,9 @@ void dsd(const Tensor& values, const Tensor& dense, const Tensor& offsets, const
           lines = (offsets.size(0) - 1) / layout_heads;
   int64_t width = (columns + kernel.lanes - 1) / kernel.lanes * kernel.lanes;
 
-  auto pieces = cut_token_rows(pointer<int32_t>(offsets), layout_heads, lines, block,
-                               [&](int64_t count) { return (count * block + 8) * width; });
+  auto pieces = cut_token_rows(pointer<int32_t>(offsets), layout_heads, lines, block, [&](int64_t count) {
+    return (count * block + 8) * width;
+  });
 
   bool dense_in_place = same && width == columns && dense.stride(3) == 1 && dense.stride(2) == columns;
   Buffer<C> packed = dense_in_place ? Buffer<C>(0) : pack_dense_operand<T>(dense, block, width);
@@ -121,19 +126,21 @@ void dsd(const Tensor& values, const Tensor& dense, const Tensor& offsets, const
         if (dense_in_place) right = pointer<T>(dense) + b * dense.stride(0) + head * dense.stride(1);
         if (sum_in_place) sum = to;
       }
-      kernel.dsd(blocks, slots ? pointer<int32_t>(*slots) + first : nullptr, right, width,
-                 pointer<int32_t>(indices) + first, count, block, piece.begin, piece.end, width, sum, width,
-                 scratch.data());
+      kernel.dsd(
+          blocks, slots ? pointer<int32_t>(*slots) + first : nullptr, right, width, pointer<int32_t>(indices) + first,
+          count, block, piece.begin, piece.end, width, sum, width, scratch.data());
       if (!sum_in_place) kernel.store_rows(sum, width, rows, columns, transpose_result, to, out_stride);
     };
   });
 }
 
-Tensor matmul_sdd(Tensor a, Tensor b, Tensor row_offsets, Tensor columns, std::optional<Tensor> tile_lines,
-                  std::optional<Tensor> tile_entries, std::optional<Tensor> tile_units,
-                  std::optional<Tensor> tile_slots, int64_t layout_heads, int64_t block, bool /*allow_tf32*/) {
+Tensor matmul_sdd(
+    Tensor a, Tensor b, Tensor row_offsets, Tensor columns, std::optional<Tensor> tile_lines,
+    std::optional<Tensor> tile_entries, std::optional<Tensor> tile_units, std::optional<Tensor> tile_slots,
+    int64_t layout_heads, int64_t block, bool /*allow_tf32*/) {
   check_sdd(a, b, row_offsets, columns, layout_heads, block);
-  check_product_tiles({sdd_tile(block), tile_lines, tile_entries, tile_units, tile_slots}, row_offsets, a, layout_heads, block);
+  check_product_tiles(
+      {sdd_tile(block), tile_lines, tile_entries, tile_units, tile_slots}, row_offsets, a, layout_heads, block);
   check_entries(row_offsets, columns, b.size(3) / block);
   Tensor out =
       fresh(torch::stable::new_empty(a, {a.size(0), columns.size(0) * a.size(1) / layout_heads, block, block}));
@@ -143,23 +150,25 @@ Tensor matmul_sdd(Tensor a, Tensor b, Tensor row_offsets, Tensor columns, std::o
   return out;
 }
 
-Tensor matmul_dsd(Tensor values, Tensor dense, Tensor offsets, Tensor indices, std::optional<Tensor> slots,
-                  std::optional<Tensor> tile_lines, std::optional<Tensor> tile_entries,
-                  std::optional<Tensor> tile_units, std::optional<Tensor> tile_cuts,
-                  std::optional<Tensor> tile_slots, int64_t layout_heads, int64_t block, bool transpose_result,
-                  bool /*allow_tf32*/) {
+Tensor matmul_dsd(
+    Tensor values, Tensor dense, Tensor offsets, Tensor indices, std::optional<Tensor> slots,
+    std::optional<Tensor> tile_lines, std::optional<Tensor> tile_entries, std::optional<Tensor> tile_units,
+    std::optional<Tensor> tile_cuts, std::optional<Tensor> tile_slots, int64_t layout_heads, int64_t block,
+    bool transpose_result, bool /*allow_tf32*/) {
   check_dsd(values, dense, offsets, indices, slots, layout_heads, block);
-  check_product_tiles({kProductTile, tile_lines, tile_entries, tile_units, tile_slots, &tile_cuts}, offsets, values,
-                      layout_heads, block);
+  check_product_tiles(
+      {kProductTile, tile_lines, tile_entries, tile_units, tile_slots, &tile_cuts}, offsets, values, layout_heads,
+      block);
   check_entries(offsets, indices, dense.size(2) / block);
   if (slots) check_slots(*slots);
   int64_t rows = (offsets.size(0) - 1) / layout_heads * block, width = dense.size(3);
-  Tensor out = fresh(torch::stable::new_empty(
-      dense, {dense.size(0), dense.size(1), transpose_result ? width : rows, transpose_result ? rows : width}));
+  Tensor out = fresh(
+      torch::stable::new_empty(
+          dense, {dense.size(0), dense.size(1), transpose_result ? width : rows, transpose_result ? rows : width}));
   if (out.numel() == 0) return out;
   for_dtype(values.scalar_type(), [&](auto* type) {
-    dsd<std::remove_pointer_t<decltype(type)>>(values, dense, offsets, indices, slots, layout_heads, block,
-                                               transpose_result, out);
+    dsd<std::remove_pointer_t<decltype(type)>>(
+        values, dense, offsets, indices, slots, layout_heads, block, transpose_result, out);
   });
   return out;
 }

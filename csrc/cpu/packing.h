@@ -20,8 +20,8 @@ int64_t padded(int64_t count) {
 
 // `rows` tokens of x[b, head] from `first` on as rows of `width` numbers, zero beyond the tokens and numbers there are.
 template <class T>
-void pack_tokens(const Tensor& x, int64_t b, int64_t head, int64_t first, int64_t rows, int64_t width,
-                 Compute<T>* out) {
+void pack_tokens(
+    const Tensor& x, int64_t b, int64_t head, int64_t first, int64_t rows, int64_t width, Compute<T>* out) {
   int64_t there = std::clamp<int64_t>(x.size(2) - first, 0, rows);
   const T* from = pointer<T>(x) + b * x.stride(0) + head * x.stride(1) + first * x.stride(2);
   kernels<T>().pack_rows(from, x.stride(2), x.stride(3), there, x.size(3), out, width);
@@ -57,8 +57,8 @@ Buffer<Compute<T>> pack_all(const Tensor& x, int64_t block, int64_t width, bool 
 
 // Rows of `width` numbers to the tokens that there are of out[b, head], from `first` on.
 template <class T>
-void store_tokens(const Compute<T>* rows, int64_t width, int64_t b, int64_t head, int64_t first, int64_t count,
-                  const Tensor& out) {
+void store_tokens(
+    const Compute<T>* rows, int64_t width, int64_t b, int64_t head, int64_t first, int64_t count, const Tensor& out) {
   T* to = static_cast<T*>(out.mutable_data_ptr()) + b * out.stride(0) + head * out.stride(1) + first * out.stride(2);
   int64_t there = std::clamp<int64_t>(out.size(2) - first, 0, count);
   kernels<T>().store_rows(rows, width, there, out.size(3), false, to, out.stride(2));

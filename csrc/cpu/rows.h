@@ -46,8 +46,8 @@ DS_SPARSE_INLINE C softmax_in_place(C* row, int64_t length) {
 
 // One row of a bias over the live blocks; -inf where a bool one drops.
 template <class T, int W>
-static void read_bias(const Bias& bias, int64_t token, const int32_t* columns, int64_t count, int64_t block,
-                      Compute<T>* out) {
+static void read_bias(
+    const Bias& bias, int64_t token, const int32_t* columns, int64_t count, int64_t block, Compute<T>* out) {
   using C = Compute<T>;
   for (int64_t n = 0; n < count; ++n, out += block) {
     int64_t offset = token * bias.row_stride + columns[n] * block * bias.column_stride;
@@ -112,8 +112,8 @@ static void softmax_forward(const SoftmaxRows<T>& rows, Compute<T>* scratch) {
 }
 
 template <class T, int W>
-static void softmax_backward_of(const T* grad, const T* probs, T* out, int64_t count, int64_t block, int64_t begin,
-                                int64_t end, double factor) {
+static void softmax_backward_of(
+    const T* grad, const T* probs, T* out, int64_t count, int64_t block, int64_t begin, int64_t end, double factor) {
   using C = Compute<T>;
   using V = Vec<C, W>;
   C scale = C(factor);
@@ -133,8 +133,8 @@ static void softmax_backward_of(const T* grad, const T* probs, T* out, int64_t c
 }
 
 template <class T>
-static void softmax_backward(const T* grad, const T* probs, T* out, int64_t count, int64_t block, int64_t begin,
-                             int64_t end, double scale) {
+static void softmax_backward(
+    const T* grad, const T* probs, T* out, int64_t count, int64_t block, int64_t begin, int64_t end, double scale) {
   constexpr int W = native_width<Compute<T>>;
   if (block >= W)
     softmax_backward_of<T, W>(grad, probs, out, count, block, begin, end, scale);
@@ -166,8 +166,9 @@ static void add_block(const T* values, int64_t block, double* sums, int64_t stri
 }
 
 template <class T>
-static void row_dots(const T* a, int64_t a_stride, int64_t a_column_stride, const T* b, int64_t b_stride,
-                     int64_t b_column_stride, int64_t rows, int64_t columns, Compute<T>* out) {
+static void row_dots(
+    const T* a, int64_t a_stride, int64_t a_column_stride, const T* b, int64_t b_stride, int64_t b_column_stride,
+    int64_t rows, int64_t columns, Compute<T>* out) {
   using C = Compute<T>;
   constexpr int W = native_width<C>;
   for (int64_t r = 0; r < rows; ++r, a += a_stride, b += b_stride) {

@@ -58,8 +58,8 @@ void run_tasks(int64_t tasks, const MakeWorker& make_worker) {
 // Calls the workers with (batch, head, piece): for each batch all pieces, or for each batch and head if layout_heads
 // is 1.
 template <class MakeWorker>
-void run_pieces(const Pieces& pieces, int64_t batch, int64_t heads, int64_t layout_heads,
-                const MakeWorker& make_worker) {
+void run_pieces(
+    const Pieces& pieces, int64_t batch, int64_t heads, int64_t layout_heads, const MakeWorker& make_worker) {
   bool shared = layout_heads == 1;
   if (pieces.tasks() == 0) return;
   run_tasks((shared ? batch * heads : batch) * pieces.tasks(), [&] {
@@ -74,8 +74,8 @@ void run_pieces(const Pieces& pieces, int64_t batch, int64_t heads, int64_t layo
 // The token rows of each block row, cut into pieces of at most task_cost where a token row costs row_cost(live blocks);
 // of 16 rows at least, the widest vector, where the block has them.
 template <class RowCost>
-Pieces cut_token_rows(const int32_t* offsets, int64_t layout_heads, int64_t rows, int64_t block,
-                      const RowCost& row_cost) {
+Pieces cut_token_rows(
+    const int32_t* offsets, int64_t layout_heads, int64_t rows, int64_t block, const RowCost& row_cost) {
   Pieces pieces;
   for (int64_t head = 0; head < layout_heads; ++head) {
     for (int64_t row = 0; row < rows; ++row) {

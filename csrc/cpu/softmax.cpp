@@ -22,33 +22,34 @@ constexpr int64_t softmax_cost = 16;
 constexpr int64_t stripe_size = 1 << 15;
 
 template <class T>
-void forward(const Tensor& scores, const std::vector<BiasView>& biases, const Tensor& row_offsets,
-             const Tensor& columns, int64_t layout_heads, int64_t heads, int64_t block, double scale, bool causal,
-             Tensor& probs) {
+void forward(
+    const Tensor& scores, const std::vector<BiasView>& biases, const Tensor& row_offsets, const Tensor& columns,
+    int64_t layout_heads, int64_t heads, int64_t block, double scale, bool causal, Tensor& probs) {
   using C = Compute<T>;
   int64_t rows = (row_offsets.size(0) - 1) / layout_heads, live = columns.size(0), longest = 0;
   const int32_t* offsets = pointer<int32_t>(row_offsets);
   for (int64_t i = 0; i < layout_heads * rows; ++i) longest = std::max<int64_t>(longest, offsets[i + 1] - offsets[i]);
-  auto pieces = cut_token_rows(offsets, layout_heads, rows, block,
-                               [&](int64_t count) { return (count * block + 8) * softmax_cost; });
+  auto pieces = cut_token_rows(
+      offsets, layout_heads, rows, block, [&](int64_t count) { return (count * block + 8) * softmax_cost; });
   run_pieces(pieces, scores.size(0), heads, layout_heads, [&] {
-    return [&, scratch = Buffer<C>((1 + biases.size()) * longest * block)](int64_t batch, int64_t head,
-                                                                           const Piece& piece) {
+    return [&, scratch = Buffer<C>((1 + biases.size()) * longest * block)](
+               int64_t batch, int64_t head, const Piece& piece) {
       int64_t first = offsets[piece.head * rows + piece.row],
               count = offsets[piece.head * rows + piece.row + 1] - first;
       int64_t at = (batch * scores.size(1) + (layout_heads == 1 ? head * live : 0) + first) * block * block;
-      SoftmaxRows<T> work{pointer<T>(scores) + at,
-                          static_cast<T*>(probs.mutable_data_ptr()) + at,
-                          pointer<int32_t>(columns) + first,
-                          count,
-                          block,
-                          piece.row,
-                          piece.begin,
-                          piece.end,
-                          scale,
-                          causal,
-                          {},
-                          0};
+      SoftmaxRows<T> work{
+          pointer<T>(scores) + at,
+          static_cast<T*>(probs.mutable_data_ptr()) + at,
+          pointer<int32_t>(columns) + first,
+          count,
+          block,
+          piece.row,
+          piece.begin,
+          piece.end,
+          scale,
+          causal,
+          {},
+          0};
       for (const BiasView& bias : biases) work.biases[work.num_biases++] = bias.at(batch, head);
       kernels<T>().softmax_forward(work, scratch.data());
     };
@@ -56,21 +57,22 @@ void forward(const Tensor& scores, const std::vector<BiasView>& biases, const Te
 }
 
 template <class T>
-void backward(const Tensor& grad, const Tensor& probs, const Tensor& row_offsets, int64_t layout_heads, int64_t heads,
-              int64_t block, double scale, Tensor& out) {
+void backward(
+    const Tensor& grad, const Tensor& probs, const Tensor& row_offsets, int64_t layout_heads, int64_t heads,
+    int64_t block, double scale, Tensor& out) {
   int64_t rows = (row_offsets.size(0) - 1) / layout_heads;
   const int32_t* offsets = pointer<int32_t>(row_offsets);
   int64_t live = offsets[layout_heads * rows];
-  auto pieces = cut_token_rows(offsets, layout_heads, rows, block,
-                               [&](int64_t count) { return (count * block + 8) * softmax_cost / 4; });
+  auto pieces = cut_token_rows(
+      offsets, layout_heads, rows, block, [&](int64_t count) { return (count * block + 8) * softmax_cost / 4; });
   run_pieces(pieces, probs.size(0), heads, layout_heads, [&] {
     return [&](int64_t batch, int64_t head, const Piece& piece) {
       int64_t first = offsets[piece.head * rows + piece.row],
               count = offsets[piece.head * rows + piece.row + 1] - first;
       int64_t at = (batch * probs.size(1) + (layout_heads == 1 ? head * live : 0) + first) * block * block;
-      kernels<T>().softmax_backward(pointer<T>(grad) + at, pointer<T>(probs) + at,
-                                    static_cast<T*>(out.mutable_data_ptr()) + at, count, block, piece.begin, piece.end,
-                                    scale);
+      kernels<T>().softmax_backward(
+          pointer<T>(grad) + at, pointer<T>(probs) + at, static_cast<T*>(out.mutable_data_ptr()) + at, count, block,
+          piece.begin, piece.end, scale);
     };
   });
 }
@@ -78,8 +80,9 @@ void backward(const Tensor& grad, const Tensor& probs, const Tensor& row_offsets
 // A task owns a stripe of columns of one output matrix, of one block row of it or of all summed into one row. It adds
 // in the order batch, head, row, column, and in fp64: the terms are many, one after the other, and may cancel.
 template <class T>
-void bias_backward(const Tensor& values, const Tensor& row_offsets, const Tensor& columns, int64_t layout_heads,
-                   int64_t heads, int64_t block, Tensor& out) {
+void bias_backward(
+    const Tensor& values, const Tensor& row_offsets, const Tensor& columns, int64_t layout_heads, int64_t heads,
+    int64_t block, Tensor& out) {
   using C = Compute<T>;
   int64_t batch = values.size(0), live = columns.size(0), rows = (row_offsets.size(0) - 1) / layout_heads;
   int64_t out_batch = out.size(0), out_heads = out.size(1), out_rows = out.size(2), width = out.size(3),
@@ -107,8 +110,9 @@ void bias_backward(const Tensor& values, const Tensor& row_offsets, const Tensor
                 pointer<T>(values) + (from_b * values.size(1) + (layout_heads == 1 ? h * live : 0)) * block * block;
             for (const int32_t* n = std::lower_bound(indices + offset[0], last, first_column);
                  n != last && *n < last_column; ++n)
-              kernels<T>().add_block(head_values + (n - indices) * block * block, block,
-                                     sums + (*n - first_column) * block, sum_rows ? 0 : span);
+              kernels<T>().add_block(
+                  head_values + (n - indices) * block * block, block, sums + (*n - first_column) * block,
+                  sum_rows ? 0 : span);
           }
       C* to = result + ((b * out_heads + head) * out_rows + line * height) * width + first_column * block;
       for (int64_t r = 0; r < height; ++r)
@@ -117,9 +121,10 @@ void bias_backward(const Tensor& values, const Tensor& row_offsets, const Tensor
   });
 }
 
-Tensor softmax_forward(Tensor scores, std::optional<Tensor> rpe, std::optional<Tensor> key_padding_mask,
-                       std::optional<Tensor> attn_mask, Tensor row_offsets, Tensor columns, std::optional<Tensor>,
-                       int64_t, int64_t layout_heads, int64_t block, double scale, bool causal) {
+Tensor softmax_forward(
+    Tensor scores, std::optional<Tensor> rpe, std::optional<Tensor> key_padding_mask, std::optional<Tensor> attn_mask,
+    Tensor row_offsets, Tensor columns, std::optional<Tensor>, int64_t, int64_t layout_heads, int64_t block,
+    double scale, bool causal) {
   check_block(block);
   check_values(scores, block, "scores");
   check_list(columns, scores, "columns");
@@ -140,14 +145,15 @@ Tensor softmax_forward(Tensor scores, std::optional<Tensor> rpe, std::optional<T
   }
   check_entries(row_offsets, columns, width / block);
   for_dtype(scores.scalar_type(), [&](auto* type) {
-    forward<std::remove_pointer_t<decltype(type)>>(scores, biases, row_offsets, columns, layout_heads, heads, block,
-                                                   scale, causal, probs);
+    forward<std::remove_pointer_t<decltype(type)>>(
+        scores, biases, row_offsets, columns, layout_heads, heads, block, scale, causal, probs);
   });
   return probs;
 }
 
-Tensor softmax_backward(Tensor grad, Tensor probs, Tensor row_offsets, Tensor columns, std::optional<Tensor>, int64_t,
-                        int64_t layout_heads, int64_t block, double scale) {
+Tensor softmax_backward(
+    Tensor grad, Tensor probs, Tensor row_offsets, Tensor columns, std::optional<Tensor>, int64_t, int64_t layout_heads,
+    int64_t block, double scale) {
   check_block(block);
   check_values(probs, block, "probs");
   check_values_like(grad, probs, block, "grad");
@@ -163,12 +169,14 @@ Tensor softmax_backward(Tensor grad, Tensor probs, Tensor row_offsets, Tensor co
   return out;
 }
 
-Tensor softmax_bias_backward(Tensor values, Tensor row_offsets, Tensor columns, int64_t layout_heads, int64_t heads,
-                             int64_t block, std::vector<int64_t> shape) {
+Tensor softmax_bias_backward(
+    Tensor values, Tensor row_offsets, Tensor columns, int64_t layout_heads, int64_t heads, int64_t block,
+    std::vector<int64_t> shape) {
   check_bias_backward(values, row_offsets, columns, layout_heads, heads, block, shape);
   check_entries(row_offsets, columns, shape[3] / block);
-  Tensor out = fresh(torch::stable::new_empty(
-      values, shape, values.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float));
+  Tensor out = fresh(
+      torch::stable::new_empty(
+          values, shape, values.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float));
   if (out.numel() == 0) return out;
   for_dtype(values.scalar_type(), [&](auto* type) {
     bias_backward<std::remove_pointer_t<decltype(type)>>(values, row_offsets, columns, layout_heads, heads, block, out);

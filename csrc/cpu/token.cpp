@@ -33,8 +33,9 @@ struct TokenLists {
   std::vector<int64_t> tasks;  // where each begins in the lines of all lists one after another, and their end
 
   // pair_cost: multiply-adds of a pair.
-  TokenLists(const Tensor& offsets, const Tensor& entries, const std::optional<Tensor>& slots, int64_t list_batch,
-             int64_t list_heads, const Tensor& x, int64_t lines, int64_t others, int64_t pair_cost)
+  TokenLists(
+      const Tensor& offsets, const Tensor& entries, const std::optional<Tensor>& slots, int64_t list_batch,
+      int64_t list_heads, const Tensor& x, int64_t lines, int64_t others, int64_t pair_cost)
       : offsets(pointer<int32_t>(offsets)),
         entries(pointer<int32_t>(entries)),
         slots(slots ? pointer<int32_t>(*slots) : nullptr),
@@ -92,8 +93,14 @@ void run_lines(const TokenLists& lists, int64_t first, int64_t last, const MakeW
         int64_t b = lists.list_batch == 1 ? repeat / shared_by_heads : list / lists.list_heads,
                 head = lists.list_heads == 1 ? repeat % lists.heads : list % lists.list_heads;
         int64_t begin = lists.offsets[at], count = lists.offsets[at + 1] - begin;
-        Line line{b * lists.heads + head, repeat, at % lists.lines, begin, count, lists.entries + begin,
-                  lists.slots ? lists.slots + begin : nullptr};
+        Line line{
+            b * lists.heads + head,
+            repeat,
+            at % lists.lines,
+            begin,
+            count,
+            lists.entries + begin,
+            lists.slots ? lists.slots + begin : nullptr};
         if (kernels<float>().are_below(line.list, count, lists.others) &&
             (!line.slots || kernels<float>().are_below(line.slots, count, lists.num_entries)))
           worker(line);
@@ -102,8 +109,9 @@ void run_lines(const TokenLists& lists, int64_t first, int64_t last, const MakeW
       }
     };
   });
-  check(fits, "the lists have to hold tokens of 0 or more and below " + std::to_string(lists.others) +
-                  ", and slots below the " + std::to_string(lists.num_entries) + " entries.");
+  check(
+      fits, "the lists have to hold tokens of 0 or more and below " + std::to_string(lists.others) +
+                ", and slots below the " + std::to_string(lists.num_entries) + " entries.");
 }
 
 // Tensors (B, H, tokens, D) as rows that a gather reads: of `width` numbers of C one after another from the start of a
@@ -115,8 +123,7 @@ class Rows {
 
   explicit Rows(const Tensor& x) : width_(padded<C>(x.size(3))), packed_(0) {
     if constexpr (std::is_same_v<T, C>) {
-      bool in_place = x.is_contiguous() && x.size(3) == width_ &&
-                      reinterpret_cast<uintptr_t>(pointer<T>(x)) % 64 == 0;
+      bool in_place = x.is_contiguous() && x.size(3) == width_ && reinterpret_cast<uintptr_t>(pointer<T>(x)) % 64 == 0;
       if (in_place) {
         head_stride_ = x.size(2) * width_;
         data_ = pointer<T>(x);
@@ -160,10 +167,10 @@ void sdd(const Tensor& query, const Tensor& key, const TokenLists& lists, Tensor
   T* values = static_cast<T*>(out.mutable_data_ptr());
   run_lines(lists, 0, lists.repeats(), [&] {
     return [&, dots = Buffer<C>(padded<C>(lists.longest))](const Line& line) {
-      kernels<T>().token_dots(queries.of(line.matrix, line.token), keys.of(line.matrix), keys.width(), line.list,
-                              line.count, dots.data());
-      kernels<T>().store_rows(dots.data(), 0, 1, line.count, false,
-                              values + line.repeat * lists.num_entries + line.first, 0);
+      kernels<T>().token_dots(
+          queries.of(line.matrix, line.token), keys.of(line.matrix), keys.width(), line.list, line.count, dots.data());
+      kernels<T>().store_rows(
+          dots.data(), 0, 1, line.count, false, values + line.repeat * lists.num_entries + line.first, 0);
     };
   });
 }
@@ -185,8 +192,8 @@ void dsd(const Tensor& values, const Tensor& dense, const TokenLists& lists, Ten
         from = slots ? of_list : of_list + line.first;
       } else {
         for (int64_t n = 0; slots && n < line.count; ++n) gathered.data()[n] = of_list[slots[n]];
-        kernels<T>().pack_rows(slots ? gathered.data() : of_list + line.first, 0, 1, 1, line.count, weights.data(),
-                               line.count);
+        kernels<T>().pack_rows(
+            slots ? gathered.data() : of_list + line.first, 0, 1, 1, line.count, weights.data(), line.count);
         slots = nullptr;
       }
       kernels<T>().token_sum(from, slots, 1, rows.of(line.matrix), rows.width(), line.list, line.count, sum.data());
@@ -196,20 +203,20 @@ void dsd(const Tensor& values, const Tensor& dense, const TokenLists& lists, Ten
 }
 
 template <class T>
-void forward(const Tensor& query, const Tensor& key, const Tensor& value, const TokenLists& lists, double scale,
-             Tensor& output, Tensor& lse, Tensor& rows) {
+void forward(
+    const Tensor& query, const Tensor& key, const Tensor& value, const TokenLists& lists, double scale, Tensor& output,
+    Tensor& lse, Tensor& rows) {
   using C = Compute<T>;
   Rows<T> queries(query), keys(key), values(value);
   Result<T> result(output);
   C *lse_to = static_cast<C*>(lse.mutable_data_ptr()), *statistics = static_cast<C*>(rows.mutable_data_ptr());
   run_lines(lists, 0, lists.repeats(), [&] {
-    return [&, sum = Buffer<C>(values.width()),
-            scratch = Buffer<C>(padded<C>(lists.longest))](const Line& line) {
+    return [&, sum = Buffer<C>(values.width()), scratch = Buffer<C>(padded<C>(lists.longest))](const Line& line) {
       int64_t at = line.matrix * lists.lines + line.token;
       C* row = statistics + 2 * at;
-      kernels<T>().token_attention_forward({queries.of(line.matrix, line.token), keys.of(line.matrix),
-                                            values.of(line.matrix), keys.width(), values.width(), line.list, line.count,
-                                            C(scale), sum.data(), row, scratch.data()});
+      kernels<T>().token_attention_forward(
+          {queries.of(line.matrix, line.token), keys.of(line.matrix), values.of(line.matrix), keys.width(),
+           values.width(), line.list, line.count, C(scale), sum.data(), row, scratch.data()});
       // Without a key the largest score is -inf and the sum 0.
       lse_to[at] = row[0] + std::log(row[1]);
       result.store(line, sum.data());
@@ -234,15 +241,17 @@ struct Backward {
     C delta;
     kernels<C>().row_dots(outputs.of(line.matrix, line.token), 0, 1, grad_output, 0, 1, 1, values.width(), &delta);
     if (grad_lse) delta -= grad_lse[at];
-    kernels<T>().token_attention_backward({queries.of(line.matrix, line.token), grad_output, keys.of(line.matrix),
-                                           values.of(line.matrix), keys.width(), values.width(), line.list, line.count,
-                                           scale, row[0], row[1] > 0 ? 1 / row[1] : C(0), delta, grad_query, pairs});
+    kernels<T>().token_attention_backward(
+        {queries.of(line.matrix, line.token), grad_output, keys.of(line.matrix), values.of(line.matrix), keys.width(),
+         values.width(), line.list, line.count, scale, row[0], row[1] > 0 ? 1 / row[1] : C(0), delta, grad_query,
+         pairs});
   }
 };
 
 template <class T>
-void backward(const Backward<T>& all, const TokenLists& by_query, const TokenLists& by_key, Tensor& grad_query,
-              Tensor& grad_key, Tensor& grad_value) {
+void backward(
+    const Backward<T>& all, const TokenLists& by_query, const TokenLists& by_key, Tensor& grad_query, Tensor& grad_key,
+    Tensor& grad_value) {
   using C = Compute<T>;
   Result<T> of_query(grad_query), of_key(grad_key), of_value(grad_value);
   int64_t repeats = by_query.repeats(), size = by_query.num_entries,
@@ -261,35 +270,39 @@ void backward(const Backward<T>& all, const TokenLists& by_query, const TokenLis
     run_lines(by_key, first, last, [&] {
       return [&, grad = Buffer<C>(widest)](const Line& line) {
         const C* pairs = kept_of(line);
-        kernels<T>().token_sum(pairs + 1, line.slots, 2, all.queries.of(line.matrix), all.keys.width(), line.list,
-                               line.count, grad.data());
+        kernels<T>().token_sum(
+            pairs + 1, line.slots, 2, all.queries.of(line.matrix), all.keys.width(), line.list, line.count,
+            grad.data());
         of_key.store(line, grad.data());
-        kernels<T>().token_sum(pairs, line.slots, 2, all.grad_outputs.of(line.matrix), all.values.width(), line.list,
-                               line.count, grad.data());
+        kernels<T>().token_sum(
+            pairs, line.slots, 2, all.grad_outputs.of(line.matrix), all.values.width(), line.list, line.count,
+            grad.data());
         of_value.store(line, grad.data());
       };
     });
   }
 }
 
-Tensor token_matmul_sdd(Tensor query, Tensor key, Tensor row_offsets, Tensor columns, int64_t list_batch,
-                        int64_t list_heads) {
+Tensor token_matmul_sdd(
+    Tensor query, Tensor key, Tensor row_offsets, Tensor columns, int64_t list_batch, int64_t list_heads) {
   check_token_operands({{&query, "query"}, {&key, "key"}});
   check_size(key, 3, query.size(3), "key");
-  TokenLists lists(row_offsets, columns, std::nullopt, list_batch, list_heads, query, query.size(2), key.size(2),
-                   query.size(3));
+  TokenLists lists(
+      row_offsets, columns, std::nullopt, list_batch, list_heads, query, query.size(2), key.size(2), query.size(3));
   Tensor out = fresh(torch::stable::new_empty(query, {lists.repeats(), columns.size(0)}));
   if (out.numel() == 0) return out;
-  for_dtype(query.scalar_type(),
-            [&](auto* type) { sdd<std::remove_pointer_t<decltype(type)>>(query, key, lists, out); });
+  for_dtype(
+      query.scalar_type(), [&](auto* type) { sdd<std::remove_pointer_t<decltype(type)>>(query, key, lists, out); });
   return out;
 }
 
-Tensor token_matmul_dsd(Tensor values, Tensor dense, Tensor offsets, Tensor indices, std::optional<Tensor> slots,
-                        int64_t list_batch, int64_t list_heads) {
+Tensor token_matmul_dsd(
+    Tensor values, Tensor dense, Tensor offsets, Tensor indices, std::optional<Tensor> slots, int64_t list_batch,
+    int64_t list_heads) {
   check_token_operands({{&dense, "dense"}});
-  check(list_batch > 0 && list_heads > 0 && (offsets.size(0) - 1) % (list_batch * list_heads) == 0,
-        "offsets has to have one entry a line of each list, and one.");
+  check(
+      list_batch > 0 && list_heads > 0 && (offsets.size(0) - 1) % (list_batch * list_heads) == 0,
+      "offsets has to have one entry a line of each list, and one.");
   int64_t lines = (offsets.size(0) - 1) / (list_batch * list_heads);
   TokenLists lists(offsets, indices, slots, list_batch, list_heads, dense, lines, dense.size(2), dense.size(3));
   check_dim(values, 2, "values");
@@ -299,19 +312,20 @@ Tensor token_matmul_dsd(Tensor values, Tensor dense, Tensor offsets, Tensor indi
   check_size(values, 1, lists.num_entries, "values");
   Tensor out = fresh(torch::stable::new_empty(dense, {dense.size(0), dense.size(1), lines, dense.size(3)}));
   if (out.numel() == 0) return out;
-  for_dtype(dense.scalar_type(),
-            [&](auto* type) { dsd<std::remove_pointer_t<decltype(type)>>(values, dense, lists, out); });
+  for_dtype(
+      dense.scalar_type(), [&](auto* type) { dsd<std::remove_pointer_t<decltype(type)>>(values, dense, lists, out); });
   return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor> token_attention_forward(Tensor query, Tensor key, Tensor value, Tensor row_offsets,
-                                                           Tensor columns, int64_t list_batch, int64_t list_heads,
-                                                           double scale) {
+std::tuple<Tensor, Tensor, Tensor> token_attention_forward(
+    Tensor query, Tensor key, Tensor value, Tensor row_offsets, Tensor columns, int64_t list_batch, int64_t list_heads,
+    double scale) {
   check_token_operands({{&query, "query"}, {&key, "key"}, {&value, "value"}});
   check_size(key, 3, query.size(3), "key");
   check_size(value, 2, key.size(2), "value");
-  TokenLists lists(row_offsets, columns, std::nullopt, list_batch, list_heads, query, query.size(2), key.size(2),
-                   query.size(3) + value.size(3));
+  TokenLists lists(
+      row_offsets, columns, std::nullopt, list_batch, list_heads, query, query.size(2), key.size(2),
+      query.size(3) + value.size(3));
   int64_t batch = query.size(0), heads = query.size(1), tokens = query.size(2);
   Tensor output = fresh(torch::stable::new_empty(query, {batch, heads, tokens, value.size(3)})),
          lse = torch::stable::new_empty(query, {batch, heads, tokens}, lse_type(query)),
@@ -324,16 +338,12 @@ std::tuple<Tensor, Tensor, Tensor> token_attention_forward(Tensor query, Tensor 
   return {output, lse, rows};
 }
 
-std::tuple<Tensor, Tensor, Tensor> token_attention_backward(Tensor grad_output, std::optional<Tensor> grad_lse,
-                                                            Tensor query, Tensor key, Tensor value, Tensor output,
-                                                            Tensor rows, Tensor row_offsets, Tensor columns,
-                                                            Tensor column_offsets, Tensor column_rows, Tensor slots,
-                                                            int64_t list_batch, int64_t list_heads, double scale) {
-  check_token_operands({{&query, "query"},
-                        {&key, "key"},
-                        {&value, "value"},
-                        {&grad_output, "grad_output"},
-                        {&output, "output"}});
+std::tuple<Tensor, Tensor, Tensor> token_attention_backward(
+    Tensor grad_output, std::optional<Tensor> grad_lse, Tensor query, Tensor key, Tensor value, Tensor output,
+    Tensor rows, Tensor row_offsets, Tensor columns, Tensor column_offsets, Tensor column_rows, Tensor slots,
+    int64_t list_batch, int64_t list_heads, double scale) {
+  check_token_operands(
+      {{&query, "query"}, {&key, "key"}, {&value, "value"}, {&grad_output, "grad_output"}, {&output, "output"}});
   check_size(key, 3, query.size(3), "key");
   check_size(value, 2, key.size(2), "value");
   check_size(output, 2, query.size(2), "output");
@@ -341,8 +351,8 @@ std::tuple<Tensor, Tensor, Tensor> token_attention_backward(Tensor grad_output, 
   check_attention_backward(grad_output, grad_lse, output, output, rows);
   if (grad_lse) check_contiguous(*grad_lse, "grad_lse");
   int64_t pair_cost = 2 * (query.size(3) + value.size(3));
-  TokenLists by_query(row_offsets, columns, std::nullopt, list_batch, list_heads, query, query.size(2), key.size(2),
-                      pair_cost),
+  TokenLists by_query(
+      row_offsets, columns, std::nullopt, list_batch, list_heads, query, query.size(2), key.size(2), pair_cost),
       by_key(column_offsets, column_rows, slots, list_batch, list_heads, query, key.size(2), query.size(2), pair_cost);
   check_size(column_rows, 0, by_query.num_entries, "column_rows");
   auto gradient = [](const Tensor& x) { return fresh(torch::stable::new_empty(x, x.sizes())); };
@@ -351,8 +361,16 @@ std::tuple<Tensor, Tensor, Tensor> token_attention_backward(Tensor grad_output, 
     for_dtype(query.scalar_type(), [&](auto* type) {
       using T = std::remove_pointer_t<decltype(type)>;
       using C = Compute<T>;
-      Backward<T> all{Rows<T>(query), Rows<T>(key), Rows<T>(value), Rows<T>(grad_output), Rows<T>(output),
-                      pointer<C>(rows), grad_lse ? pointer<C>(*grad_lse) : nullptr, query.size(2), C(scale)};
+      Backward<T> all{
+          Rows<T>(query),
+          Rows<T>(key),
+          Rows<T>(value),
+          Rows<T>(grad_output),
+          Rows<T>(output),
+          pointer<C>(rows),
+          grad_lse ? pointer<C>(*grad_lse) : nullptr,
+          query.size(2),
+          C(scale)};
       backward(all, by_query, by_key, grad_query, grad_key, grad_value);
     });
   }

@@ -70,8 +70,9 @@ static void token_dots(const C* own, const C* rows, int64_t width, const int32_t
 
 // sum (+)= the sum over the list of weight(n) times its rows, V vectors at a time from number c on.
 template <class C, int V, class Weight>
-DS_SPARSE_INLINE void sum_columns(const Weight& weight, const C* rows, int64_t width, const int32_t* list,
-                                  int64_t count, int64_t c, bool add, C* sum) {
+DS_SPARSE_INLINE void sum_columns(
+    const Weight& weight, const C* rows, int64_t width, const int32_t* list, int64_t count, int64_t c, bool add,
+    C* sum) {
   constexpr int W = native_width<C>;
   for (; c + V * W <= width; c += V * W) {
     Vec<C, W> sums[V] = {};
@@ -89,8 +90,9 @@ DS_SPARSE_INLINE void sum_columns(const Weight& weight, const C* rows, int64_t w
 }
 
 template <class C>
-static void token_sum(const C* weights, const int32_t* slots, int64_t slot_stride, const C* rows, int64_t width,
-                      const int32_t* list, int64_t count, C* sum) {
+static void token_sum(
+    const C* weights, const int32_t* slots, int64_t slot_stride, const C* rows, int64_t width, const int32_t* list,
+    int64_t count, C* sum) {
   if (slots) {
     auto weight = [&](int64_t n) { return weights[int64_t{slots[n]} * slot_stride]; };
     sum_columns<C, sum_vectors>(weight, rows, width, list, count, 0, false, sum);

@@ -49,8 +49,9 @@ void multiply(const Tensor& a, const Tensor& b, int64_t window, Tensor& out) {
     return [&, left = Buffer<C>(step * depth)](int64_t batch, int64_t head, const WindowRows& rows) {
       int64_t matrix = batch * heads + head;
       pack_tokens<T>(a, batch, head, rows.first, step, depth, left.data());
-      kernels<T>().window_matmul(rows, left.data(), panels.data() + matrix * panels_size, depth,
-                                 bands + (matrix * tokens + rows.first) * width);
+      kernels<T>().window_matmul(
+          rows, left.data(), panels.data() + matrix * panels_size, depth,
+          bands + (matrix * tokens + rows.first) * width);
     };
   });
 }
@@ -58,8 +59,9 @@ void multiply(const Tensor& a, const Tensor& b, int64_t window, Tensor& out) {
 // The part of a band that some rows need, in C, in scratch of `band_scratch` numbers; its tokens one after another, or
 // its rows if transposed.
 template <class T>
-Band<Compute<T>> pack_band(const T* band, int64_t row_stride, int64_t column_stride, const WindowRows& rows,
-                           bool transposed, Compute<T>* scratch) {
+Band<Compute<T>> pack_band(
+    const T* band, int64_t row_stride, int64_t column_stride, const WindowRows& rows, bool transposed,
+    Compute<T>* scratch) {
   const Kernels<T>& kernel = kernels<T>();
   int64_t last = rows.first + rows.rows - 1, begin = rows.begin(rows.first), end = rows.end(last);
   if (!transposed) {
@@ -68,14 +70,16 @@ Band<Compute<T>> pack_band(const T* band, int64_t row_stride, int64_t column_str
             until = rows.end(rows.first) == rows.tokens ? rows.window + rows.tokens - rows.first : 2 * rows.window + 1;
     from = std::max<int64_t>(from, 0);
     until = std::min(until, 2 * rows.window + 1);
-    kernel.pack_rows(band + rows.first * row_stride + from * column_stride, row_stride, column_stride, rows.rows,
-                     until - from, scratch, until - from);
+    kernel.pack_rows(
+        band + rows.first * row_stride + from * column_stride, row_stride, column_stride, rows.rows, until - from,
+        scratch, until - from);
     return {scratch, rows.window - rows.first - from, until - from - 1, 1};
   }
   for (int64_t t = begin; t < end; ++t) {
     int64_t from = std::max(rows.first, t - rows.window), count = std::min(last, t + rows.window) + 1 - from;
-    kernel.pack_rows(band + t * row_stride + (from - t + rows.window) * column_stride, 0, column_stride, 1, count,
-                     scratch + (t - begin) * rows.rows + from - rows.first, count);
+    kernel.pack_rows(
+        band + t * row_stride + (from - t + rows.window) * column_stride, 0, column_stride, 1, count,
+        scratch + (t - begin) * rows.rows + from - rows.first, count);
   }
   return {scratch, -begin * rows.rows, 1, rows.rows};
 }
@@ -96,24 +100,24 @@ void unwindow(const Tensor& band, const Tensor& dense, bool transposed, Tensor& 
   auto packed = dense_in_place ? Buffer<C>(0) : pack_all<T>(dense, lanes, width, false);
   int64_t step = task_rows(tokens, window, depth);
   run_rows(dense, window, step, [&] {
-    return [&, sum = Buffer<C>(step * width),
-            scratch = Buffer<C>(band_in_place ? 0 : band_scratch(tokens, window, step))](int64_t batch, int64_t head,
-                                                                                        const WindowRows& rows) {
-      const T* from = pointer<T>(band) + batch * band.stride(0) + head * band.stride(1);
-      int64_t stride = band.stride(2);
-      const C* right = packed.data() + (batch * heads + head) * packed_size;
-      Band<C> left;
-      if constexpr (same) {
-        if (dense_in_place) right = pointer<T>(dense) + batch * dense.stride(0) + head * dense.stride(1);
-        if (transposed)
-          left = {from, window + rows.first, 1, stride - 1};
-        else
-          left = {from, window + rows.first * (stride - 1), stride - 1, 1};
-      }
-      if (!band_in_place) left = pack_band(from, stride, band.stride(3), rows, transposed, scratch.data());
-      kernels<T>().unwindow_matmul(rows, left, right, width, sum.data());
-      store_tokens<T>(sum.data(), width, batch, head, rows.first, rows.rows, out);
-    };
+    return
+        [&, sum = Buffer<C>(step * width), scratch = Buffer<C>(band_in_place ? 0 : band_scratch(tokens, window, step))](
+            int64_t batch, int64_t head, const WindowRows& rows) {
+          const T* from = pointer<T>(band) + batch * band.stride(0) + head * band.stride(1);
+          int64_t stride = band.stride(2);
+          const C* right = packed.data() + (batch * heads + head) * packed_size;
+          Band<C> left;
+          if constexpr (same) {
+            if (dense_in_place) right = pointer<T>(dense) + batch * dense.stride(0) + head * dense.stride(1);
+            if (transposed)
+              left = {from, window + rows.first, 1, stride - 1};
+            else
+              left = {from, window + rows.first * (stride - 1), stride - 1, 1};
+          }
+          if (!band_in_place) left = pack_band(from, stride, band.stride(3), rows, transposed, scratch.data());
+          kernels<T>().unwindow_matmul(rows, left, right, width, sum.data());
+          store_tokens<T>(sum.data(), width, batch, head, rows.first, rows.rows, out);
+        };
   });
 }
 
@@ -132,13 +136,14 @@ Tensor unwindow_matmul(Tensor band, Tensor dense, bool transposed) {
   check_band(band, "band");
   Tensor out = fresh(torch::stable::new_empty(dense, dense.sizes()));
   if (out.numel() == 0) return out;
-  for_dtype(dense.scalar_type(),
-            [&](auto* type) { unwindow<std::remove_pointer_t<decltype(type)>>(band, dense, transposed, out); });
+  for_dtype(dense.scalar_type(), [&](auto* type) {
+    unwindow<std::remove_pointer_t<decltype(type)>>(band, dense, transposed, out);
+  });
   return out;
 }
 
-Tensor window_softmax_forward(Tensor band, std::optional<Tensor> key_bias, std::vector<int64_t> windows, double scale,
-                              bool causal) {
+Tensor window_softmax_forward(
+    Tensor band, std::optional<Tensor> key_bias, std::vector<int64_t> windows, double scale, bool causal) {
   check_window_softmax(band, key_bias, windows);
   Tensor out = fresh(torch::stable::new_empty(band, band.sizes()));
   if (out.numel() == 0) return out;
@@ -151,9 +156,9 @@ Tensor window_softmax_forward(Tensor band, std::optional<Tensor> key_bias, std::
         int64_t at = ((batch * heads + head) * tokens + rows.first) * width;
         const C* bias =
             key_bias ? pointer<C>(*key_bias) + (key_bias->size(0) == 1 ? 0 : batch) * key_bias->stride(0) : nullptr;
-        kernels<T>().window_softmax_forward(rows, pointer<T>(band) + at, bias, windows[windows.size() == 1 ? 0 : head],
-                                            scale, causal, static_cast<T*>(out.mutable_data_ptr()) + at,
-                                            scratch.data());
+        kernels<T>().window_softmax_forward(
+            rows, pointer<T>(band) + at, bias, windows[windows.size() == 1 ? 0 : head], scale, causal,
+            static_cast<T*>(out.mutable_data_ptr()) + at, scratch.data());
       };
     });
   });
@@ -175,8 +180,9 @@ Tensor window_softmax_backward(Tensor grad, Tensor probs, double scale) {
     run_rows(grad, window, task_rows(tokens, window, 4), [&] {
       return [&](int64_t batch, int64_t head, const WindowRows& rows) {
         int64_t at = ((batch * heads + head) * tokens + rows.first) * width;
-        kernels<T>().window_softmax_backward(pointer<T>(grad) + at, pointer<T>(probs) + at, rows.rows, width, scale,
-                                             static_cast<T*>(out.mutable_data_ptr()) + at);
+        kernels<T>().window_softmax_backward(
+            pointer<T>(grad) + at, pointer<T>(probs) + at, rows.rows, width, scale,
+            static_cast<T*>(out.mutable_data_ptr()) + at);
       };
     });
   });

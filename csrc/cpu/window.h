@@ -15,8 +15,9 @@ static void zero(T* to, int64_t begin, int64_t end) {
 // Tokens of panels `first` to last - 1 for `tile_rows` rows from m on. A tile's rows have their windows at other places
 // of the panels' vectors: what is beyond them is computed and not stored.
 template <class T, int V>
-static void window_panels(const WindowRows& rows, int64_t m, const Compute<T>* a, const Compute<T>* panels,
-                          int64_t first, int64_t last, int64_t depth, T* band) {
+static void window_panels(
+    const WindowRows& rows, int64_t m, const Compute<T>* a, const Compute<T>* panels, int64_t first, int64_t last,
+    int64_t depth, T* band) {
   using C = Compute<T>;
   constexpr int W = native_width<C>;
   int64_t p = first;
@@ -48,13 +49,13 @@ static void window_panels(const WindowRows& rows, int64_t m, const Compute<T>* a
 }
 
 template <class T>
-static void window_matmul(const WindowRows& rows, const Compute<T>* a, const Compute<T>* panels, int64_t depth,
-                          T* band) {
+static void window_matmul(
+    const WindowRows& rows, const Compute<T>* a, const Compute<T>* panels, int64_t depth, T* band) {
   constexpr int W = native_width<Compute<T>>;
   for (int64_t m = 0; m < rows.rows; m += tile_rows) {
     int64_t left = rows.rows - m, token = rows.first + m, last = token + (left < tile_rows ? left : tile_rows) - 1;
-    window_panels<T, tile_vectors>(rows, m, a, panels, rows.begin(token) / W, (rows.end(last) + W - 1) / W, depth,
-                                   band);
+    window_panels<T, tile_vectors>(
+        rows, m, a, panels, rows.begin(token) / W, (rows.end(last) + W - 1) / W, depth, band);
   }
   int64_t width = 2 * rows.window + 1;
   for (int64_t r = 0; r < rows.rows; ++r, band += width) {
@@ -65,8 +66,8 @@ static void window_matmul(const WindowRows& rows, const Compute<T>* a, const Com
 }
 
 template <class C, int V>
-static void unwindow_columns(const WindowRows& rows, const Band<C>& band, const C* dense, int64_t width, int64_t first,
-                             int64_t last, C* sum) {
+static void unwindow_columns(
+    const WindowRows& rows, const Band<C>& band, const C* dense, int64_t width, int64_t first, int64_t last, C* sum) {
   constexpr int W = native_width<C>;
   int64_t c = first;
   for (; c + V * W <= last; c += V * W) {
@@ -106,14 +107,15 @@ static void unwindow_columns(const WindowRows& rows, const Band<C>& band, const 
 }
 
 template <class T>
-static void unwindow_matmul(const WindowRows& rows, const Band<Compute<T>>& band, const Compute<T>* dense,
-                            int64_t width, Compute<T>* sum) {
+static void unwindow_matmul(
+    const WindowRows& rows, const Band<Compute<T>>& band, const Compute<T>* dense, int64_t width, Compute<T>* sum) {
   unwindow_columns<Compute<T>, tile_vectors>(rows, band, dense, width, 0, width, sum);
 }
 
 template <class T>
-static void window_softmax_forward(const WindowRows& rows, const T* band, const Compute<T>* key_bias, int64_t window,
-                                   double factor, bool causal, T* probs, Compute<T>* row) {
+static void window_softmax_forward(
+    const WindowRows& rows, const T* band, const Compute<T>* key_bias, int64_t window, double factor, bool causal,
+    T* probs, Compute<T>* row) {
   using C = Compute<T>;
   constexpr int W = native_width<C>;
   using V = Vec<C, W>;
@@ -146,8 +148,8 @@ static void window_softmax_forward(const WindowRows& rows, const T* band, const 
 }
 
 template <class T>
-static void window_softmax_backward(const T* grad, const T* probs, int64_t count, int64_t width, double factor,
-                                    T* out) {
+static void window_softmax_backward(
+    const T* grad, const T* probs, int64_t count, int64_t width, double factor, T* out) {
   using C = Compute<T>;
   constexpr int W = native_width<C>;
   C scale = C(factor);
@@ -157,8 +159,7 @@ static void window_softmax_backward(const T* grad, const T* probs, int64_t count
     int64_t c = 0;
     for (; c + W <= width; c += W)
       store<C, W>(out + c, Vec<C, W>(scale * load<C, W>(probs + c) * (load<C, W>(grad + c) - sum)));
-    for (; c < width; ++c)
-      store_one<C>(out + c, scale * load_one<C>(probs + c) * (load_one<C>(grad + c) - sum));
+    for (; c < width; ++c) store_one<C>(out + c, scale * load_one<C>(probs + c) * (load_one<C>(grad + c) - sum));
   }
 }
 

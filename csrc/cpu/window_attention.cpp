@@ -12,10 +12,10 @@ namespace ds_sparse::cpu {
 
 namespace {
 
-Attention window_attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                           const std::optional<Tensor>& key_bias, const Tensor& limits,
-                           const std::optional<Tensor>& places, int64_t block, int64_t num_global, double scale,
-                           bool causal) {
+Attention window_attention(
+    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& key_bias,
+    const Tensor& limits, const std::optional<Tensor>& places, int64_t block, int64_t num_global, double scale,
+    bool causal) {
   Attention attention(query, key, value, {&key_bias}, block, scale, causal);
   attention.limits = &limits;
   attention.places = places ? &*places : nullptr;
@@ -30,10 +30,10 @@ std::tuple<Tensor, Tensor, Tensor> window_attention_forward(
   check_attention(query, key, value, {}, {}, {}, {}, 0, layout_heads, block, tile);
   check_window_attention(query, key, key_bias, limits, places, num_global);
   check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);
-  auto attention =
-      window_attention(query, key, value, key_bias, limits, places, block, num_global, scale, causal);
-  return attention_forward(attention, lists_by_block_row(row_lines, row_entries, row_units, layout_heads, attention.rows,
-                                                    attention.columns, block, tile));
+  auto attention = window_attention(query, key, value, key_bias, limits, places, block, num_global, scale, causal);
+  return attention_forward(
+      attention, lists_by_block_row(
+                     row_lines, row_entries, row_units, layout_heads, attention.rows, attention.columns, block, tile));
 }
 
 std::tuple<Tensor, Tensor, Tensor> window_attention_backward(
@@ -47,11 +47,11 @@ std::tuple<Tensor, Tensor, Tensor> window_attention_backward(
   check_window_attention(query, key, key_bias, limits, places, num_global);
   check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);
   check_tiles(column_lines, column_entries, column_units, column_cuts, key.size(2), query, layout_heads, block, tile);
-  auto attention =
-      window_attention(query, key, value, key_bias, limits, places, block, num_global, scale, causal);
-  return attention_backward(attention, {grad_output, output, rows, {}},
-                            lists_by_block_row(column_lines, column_entries, column_units, layout_heads, attention.columns,
-                                          attention.rows, block, tile));
+  auto attention = window_attention(query, key, value, key_bias, limits, places, block, num_global, scale, causal);
+  return attention_backward(
+      attention, {grad_output, output, rows, {}},
+      lists_by_block_row(
+          column_lines, column_entries, column_units, layout_heads, attention.columns, attention.rows, block, tile));
 }
 
 }  // namespace

@@ -14,8 +14,8 @@
 
 namespace ds_sparse::attention {
 
-// An empty tensor (B, H, tokens, head_dim) in the order of memory of `x`, (B, H, tokens, ...): heads within tokens or tokens
-// within heads.
+// An empty tensor (B, H, tokens, head_dim) in the order of memory of `x`, (B, H, tokens, ...): heads within tokens or
+// tokens within heads.
 inline Tensor empty_in_order_of(const Tensor& x, int64_t head_dim, ScalarType type) {
   const int64_t batch = x.size(0), heads = x.size(1), tokens = x.size(2);
   if (x.stride(1) < x.stride(2)) {
@@ -35,10 +35,15 @@ inline RowMaxSum* row_max_sums_in(Tensor& x) { return reinterpret_cast<RowMaxSum
 inline TileLists lists_of(const TileTensors& tiles, int64_t layout_heads, int64_t block, int64_t tile) {
   const int64_t block_rows_per_tile = std::max<int64_t>(1, tile / block);
   return {
-      tiles.lines.const_data_ptr<int32_t>(), reinterpret_cast<const uint32_t*>(tiles.entries.const_data_ptr<int32_t>()),
-      reinterpret_cast<const int4*>(tiles.units.const_data_ptr<int32_t>()), static_cast<int>(tiles.units.size(0)),
-      static_cast<int>(block_rows_per_tile), static_cast<int>(tiles.lines.size(0) / block_rows_per_tile / layout_heads),
-      log2_of(block), static_cast<int>(tile), static_cast<int>(std::max<int64_t>(1, block / tile)),
+      tiles.lines.const_data_ptr<int32_t>(),
+      reinterpret_cast<const uint32_t*>(tiles.entries.const_data_ptr<int32_t>()),
+      reinterpret_cast<const int4*>(tiles.units.const_data_ptr<int32_t>()),
+      static_cast<int>(tiles.units.size(0)),
+      static_cast<int>(block_rows_per_tile),
+      static_cast<int>(tiles.lines.size(0) / block_rows_per_tile / layout_heads),
+      log2_of(block),
+      static_cast<int>(tile),
+      static_cast<int>(std::max<int64_t>(1, block / tile)),
       tiles.pairs == nullptr ? nullptr : reinterpret_cast<const uint2*>(tiles.pairs->const_data_ptr<int32_t>()),
       tiles.pairs == nullptr || tiles.pairs->size(0) == 1 ? 0 : tiles.entries.size(0) * tile};
 }
@@ -65,7 +70,7 @@ inline Bias bias_of(const std::optional<Tensor>& x, const Tensor& query) {
   if (!x) {
     return {};
   }
-  const auto kind = x->scalar_type() == ScalarType::Bool             ? Bias::kBool
+  const auto kind = x->scalar_type() == ScalarType::Bool      ? Bias::kBool
                     : x->scalar_type() == query.scalar_type() ? Bias::kSame
                                                               : Bias::kFloat;
   const auto stride = [&](int dim) { return x->size(dim) == 1 ? 0 : x->stride(dim); };
@@ -80,8 +85,8 @@ inline void check_alignment(const Tensor& x, const char* name) {
     aligned = aligned && (x.size(dim) == 1 || x.stride(dim) % run == 0);
   }
   check(
-      aligned,
-      std::string(name) + " has to begin at a multiple of 16 bytes, and its strides have to be such; make it contiguous.");
+      aligned, std::string(name) +
+                   " has to begin at a multiple of 16 bytes, and its strides have to be such; make it contiguous.");
 }
 
 // All but the bias of keys.
@@ -119,7 +124,8 @@ void with_head_dim(const Tensor& query, const F& f) {
   });
 }
 
-// Calls f with whether scores are plain and not in a window, and nothing is dropped, where that has a kernel of its own.
+// Calls f with whether scores are plain and not in a window, and nothing is dropped, where that has a kernel of its
+// own.
 template <class T, int kHeadDim, class F>
 void with_plain(const Scoring& scoring, const F& f) {
   if constexpr (sizeof(T) == 2 && kHeadDim <= 128) {
@@ -136,7 +142,8 @@ inline void check_tile(const Launcher& launch, const Tensor& query, int64_t bloc
   check(
       tile == kBlockM || (tile == kHopperBlockM && serves_hopper && launch.is_hopper()),
       "tile has to be 64; or 128 on a Hopper GPU, in fp16 or bf16, with up to 128 numbers a token and blocks of 16 or "
-      "more; got " + std::to_string(tile) + ".");
+      "more; got " +
+          std::to_string(tile) + ".");
 }
 
 }  // namespace ds_sparse::attention

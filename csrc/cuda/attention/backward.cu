@@ -1,9 +1,9 @@
 // Fused attention, backward: two sweeps, each with its own tile of sums and in a fixed order. Scores are computed again
 // from query and key, and probabilities with the two numbers that the forward pass kept of each row.
 //
-// By rows, for the gradient of queries: a thread block holds 64 queries and walks keys. By columns, for those of keys and
-// values: it holds 64 keys and walks queries; its products are transposed, so that probabilities are already the left
-// operand of the next product.
+// By rows, for the gradient of queries: a thread block holds 64 queries and walks keys. By columns, for those of keys
+// and values: it holds 64 keys and walks queries; its products are transposed, so that probabilities are already the
+// left operand of the next product.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -37,8 +37,8 @@ struct BackwardMemory {
 };
 
 template <class T, int kHeadDim>
-using SmallerMemory =
-    std::conditional_t<kHeadDim * sizeof(T) <= 256, BackwardMemory<T, kHeadDim, 32>, BackwardMemory<T, kHeadDim, 16, 1>>;
+using SmallerMemory = std::conditional_t<
+    kHeadDim * sizeof(T) <= 256, BackwardMemory<T, kHeadDim, 32>, BackwardMemory<T, kHeadDim, 16, 1>>;
 
 template <class T, int kHeadDim, bool kByColumns, bool kPlain, class Memory>
 __global__ void __launch_bounds__(kThreads)
@@ -52,8 +52,9 @@ __global__ void __launch_bounds__(kThreads)
   const int kv_head = work.head / p.heads_of_group, first_column = work.column_tile * kColumns;
   const int own_length = kByColumns ? p.scoring.keys : p.scoring.queries;
   const int other_length = kByColumns ? p.scoring.queries : p.scoring.keys;
-  const OtherSide<kBlockN> other{lists.entries + work.first_entry, work.num_entries, lists.log_block, other_length,
-                        kByColumns ? nullptr : p.scoring.key_states_of(work.batch, work.head)};
+  const OtherSide<kBlockN> other{
+      lists.entries + work.first_entry, work.num_entries, lists.log_block, other_length,
+      kByColumns ? nullptr : p.scoring.key_states_of(work.batch, work.head)};
   const T* query = p.query.of(work.batch, work.head);
   const T* grad_output = p.grad_output.of(work.batch, work.head);
   const T* key = p.key.of(work.batch, kv_head);
@@ -70,10 +71,11 @@ __global__ void __launch_bounds__(kThreads)
     }
     const auto token_of = [&](int tile_row) { return other.token(step, tile_row); };
     load_tile<kHeadDim, kBlockN>(
-        stage.first, kByColumns ? query : key, kByColumns ? p.query.token_stride : p.key.token_stride, p.head_dim, token_of);
+        stage.first, kByColumns ? query : key, kByColumns ? p.query.token_stride : p.key.token_stride, p.head_dim,
+        token_of);
     load_tile<kHeadDim, kBlockN>(
-        stage.second, kByColumns ? grad_output : value,
-        kByColumns ? p.grad_output.token_stride : p.value.token_stride, p.head_dim, token_of);
+        stage.second, kByColumns ? grad_output : value, kByColumns ? p.grad_output.token_stride : p.value.token_stride,
+        p.head_dim, token_of);
     end_of_copies();
   };
 
@@ -84,10 +86,11 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   const auto own_token = [&](int tile_row) { return memory.tokens[tile_row]; };
   load_tile<kHeadDim, kBlockM>(
-      memory.first, kByColumns ? key : query, kByColumns ? p.key.token_stride : p.query.token_stride, p.head_dim, own_token);
+      memory.first, kByColumns ? key : query, kByColumns ? p.key.token_stride : p.query.token_stride, p.head_dim,
+      own_token);
   load_tile<kHeadDim, kBlockM>(
-      memory.second, kByColumns ? value : grad_output,
-      kByColumns ? p.value.token_stride : p.grad_output.token_stride, p.head_dim, own_token);
+      memory.second, kByColumns ? value : grad_output, kByColumns ? p.value.token_stride : p.grad_output.token_stride,
+      p.head_dim, own_token);
   if (steps > 0) {
     load(0);
   } else {
@@ -146,7 +149,7 @@ __global__ void __launch_bounds__(kThreads)
         first_token_of[half] = stage.octets[2 * j + half].token + lane % 4 * 2;
       }
       if constexpr (!kPlain) {
-        p.scoring.template finish<T>(reinterpret_cast<float(&)[8]>(probs), work.batch, work.head, [&](int e) {
+        p.scoring.template finish<T>(reinterpret_cast<float (&)[8]>(probs), work.batch, work.head, [&](int e) {
           const int mine = max(e % 4 < 2 ? token0 : token8, 0);
           const int its = min(first_token_of[e / 4] + e % 2, other_length - 1);
           return kByColumns ? make_int2(its, mine) : make_int2(mine, its);
@@ -195,8 +198,8 @@ __global__ void __launch_bounds__(kThreads)
       }
       if constexpr (!kPlain) {
         if (p.scoring.drops()) {
-          const auto kept =
-              kept_by<kByColumns>(p.scoring.dropout(), work.matrix, lists.log_block, token0, token8, stage.octets + 2 * j);
+          const auto kept = kept_by<kByColumns>(
+              p.scoring.dropout(), work.matrix, lists.log_block, token0, token8, stage.octets + 2 * j);
 #pragma unroll
           for (int e = 0; e < 8; ++e) {
             const float factor = kept[e] ? of_dropout : 0.0f;
@@ -223,8 +226,8 @@ __global__ void __launch_bounds__(kThreads)
 
   wait_for_copies<0>();
   const int columns = p.head_dim - first_column;
-  const auto store = [&](const auto& sums, float factor, const T* own, const Matrices<T>& grad, const SplitResults& splits,
-                         float* shares) {
+  const auto store = [&](const auto& sums, float factor, const T* own, const Matrices<T>& grad,
+                         const SplitResults& splits, float* shares) {
     T* space = const_cast<T*>(own);
     if (work.split >= 0) {
       const int64_t place = splits.first_row(lists, work.copy, work.split, work.sub_tile) + warp_tile * 16;
@@ -253,7 +256,8 @@ __global__ void __launch_bounds__(kThreads)
 // Combines the splits of rows, each thread those of four numbers of one, for each of a sweep's gradients.
 template <class T, bool kBoth>
 __global__ void __launch_bounds__(2 * kThreads) combine_splits_kernel(
-    const __grid_constant__ Sweep<T> sweep, const int32_t* cuts, int num_cuts, int heads, int layout_heads, int length) {
+    const __grid_constant__ Sweep<T> sweep, const int32_t* cuts, int num_cuts, int heads, int layout_heads,
+    int length) {
   const CombineRows cut(sweep.lists, cuts, num_cuts, heads, layout_heads);
   const int head_dim = sweep.first_splits.head_dim, fours = head_dim / 4;
   for (int number = threadIdx.x; number < kCombineRows * fours; number += blockDim.x) {
@@ -290,7 +294,8 @@ __global__ void __launch_bounds__(2 * kThreads) combine_splits_kernel(
 // Adds the shares of the query heads of a group, (B, H, S, D), in the order of heads.
 template <class T>
 __global__ void add_shares_kernel(
-    const float* shares, Matrices<T> grad, int64_t elements, int key_heads, int heads_of_group, int length, int head_dim) {
+    const float* shares, Matrices<T> grad, int64_t elements, int key_heads, int heads_of_group, int length,
+    int head_dim) {
   for (int64_t number = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; number < elements;
        number += int64_t{gridDim.x} * blockDim.x) {
     const int column = number % head_dim;
@@ -330,7 +335,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
   Scoring scoring = scoring_of(attention);
   const KeyBias of_keys = set_key_bias(launch, attention.key_bias, scoring);
   check_tile(launch, query, block, tile);
-  const auto [row_stats_data, row_stats] = make_row_stats(launch, grad_output, results.grad_lse, output, results.rows, block);
+  const auto [row_stats_data, row_stats] =
+      make_row_stats(launch, grad_output, results.grad_lse, output, results.rows, block);
   const bool in_one_sweep = tile == kHopperBlockM && !deterministic;
   const int64_t padded_queries = (query.size(2) + 15) / 16 * 16, padded_head_dim = head_dim <= 64 ? 64 : 128;
   std::optional<Tensor> sums;
@@ -343,10 +349,17 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
     using T = decltype(zero);
     constexpr int kHeadDim = decltype(padded)::value;
     const Backward<T> p{
-        matrices_of<const T>(query), matrices_of<const T>(key), matrices_of<const T>(value),
-        matrices_of<const T>(grad_output), row_stats, scoring,
-        static_cast<int>(heads), static_cast<int>(layout_heads), static_cast<int>(heads / key_heads),
-        static_cast<int>(head_dim), grad_query_sums};
+        matrices_of<const T>(query),
+        matrices_of<const T>(key),
+        matrices_of<const T>(value),
+        matrices_of<const T>(grad_output),
+        row_stats,
+        scoring,
+        static_cast<int>(heads),
+        static_cast<int>(layout_heads),
+        static_cast<int>(heads / key_heads),
+        static_cast<int>(head_dim),
+        grad_query_sums};
     const auto sweep = [&](auto by_columns, const TileTensors& tiles, const Tensor& grad_first,
                            const Tensor& grad_second, bool grouped) {
       constexpr bool kByColumns = decltype(by_columns)::value;
@@ -359,8 +372,14 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
       const auto splits_in = [&](const Space& space) {
         return SplitResults{space.data, static_cast<int>(splits), static_cast<int>(head_dim)};
       };
-      const Sweep<T> s{lists, matrices_of<T>(grad_first), matrices_of<T>(grad_second), splits_in(first_splits),
-                       splits_in(second_splits), first_shares.data, second_shares.data};
+      const Sweep<T> s{
+          lists,
+          matrices_of<T>(grad_first),
+          matrices_of<T>(grad_second),
+          splits_in(first_splits),
+          splits_in(second_splits),
+          first_shares.data,
+          second_shares.data};
       if (tile == kHopperBlockM) {
         if constexpr (sizeof(T) == 2 && kHeadDim <= 128) {
           if constexpr (kByColumns) {
@@ -375,14 +394,14 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
           with_backward_memory<BackwardMemory<T, kHeadDim>, SmallerMemory<T, kHeadDim>>(launch, [&](auto fitting) {
             using Memory = typename decltype(fitting)::type;
             launch.with_shared_memory(
-                backward_kernel<T, kHeadDim, kByColumns, decltype(plain)::value, Memory>, blocks, kThreads, sizeof(Memory),
-                p, s);
+                backward_kernel<T, kHeadDim, kByColumns, decltype(plain)::value, Memory>, blocks, kThreads,
+                sizeof(Memory), p, s);
           });
         });
       }
       launch(
-          combine_splits_kernel<T, kByColumns>, copies * num_cuts * lists.sub_tiles * tile / kCombineRows, 2 * kThreads, s,
-          tiles.cuts.const_data_ptr<int32_t>(), static_cast<int>(num_cuts), p.heads, p.layout_heads,
+          combine_splits_kernel<T, kByColumns>, copies * num_cuts * lists.sub_tiles * tile / kCombineRows, 2 * kThreads,
+          s, tiles.cuts.const_data_ptr<int32_t>(), static_cast<int>(num_cuts), p.heads, p.layout_heads,
           static_cast<int>(length));
       const auto add_shares = [&](const Tensor& to, const Matrices<T>& grad, const float* shares) {
         launch(

@@ -8,8 +8,8 @@
 
 namespace ds_sparse::attention {
 
-// The gradients of queries in fp32, not scaled yet, as thread blocks add to them: (B, H, padded T / 16) warp tiles, each of
-// `columns` / 8 runs in the order in which a warp's lanes hold 16 x 8 sums, four a lane.
+// The gradients of queries in fp32, not scaled yet, as thread blocks add to them: (B, H, padded T / 16) warp tiles,
+// each of `columns` / 8 runs in the order in which a warp's lanes hold 16 x 8 sums, four a lane.
 struct GradQuerySums {
   float* data;  // null: not asked for
   int64_t padded;
@@ -29,8 +29,9 @@ struct Backward {
   GradQuerySums grad_query_sums;
 };
 
-// What a sweep makes: the gradient of its own side's first operand, and of its second where that is values. On Hopper the
-// sweep itself takes them as tensors, for the copy engine; those who combine splits and add shares, as they are here.
+// What a sweep makes: the gradient of its own side's first operand, and of its second where that is values. On Hopper
+// the sweep itself takes them as tensors, for the copy engine; those who combine splits and add shares, as they are
+// here.
 template <class T>
 struct Sweep {
   TileLists lists;

@@ -1,5 +1,6 @@
-// The gradient of a bias on the scores of fused attention. A thread block takes a work tile's queries and, for 64 keys or fewer
-// at a time, adds what the batches and heads that share the bias give, in their order; so that nothing is added by two.
+// The gradient of a bias on the scores of fused attention. A thread block takes a work tile's queries and, for 64 keys
+// or fewer at a time, adds what the batches and heads that share the bias give, in their order; so that nothing is
+// added by two.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -60,7 +61,8 @@ __global__ void __launch_bounds__(kThreads) bias_backward_kernel(const __grid_co
   const int head_after = all_heads ? p.heads : first_head + 1;
   const int first_batch = p.batches == 1 ? 0 : grad_batch, batch_after = p.batches == 1 ? p.batch : grad_batch + 1;
 
-  const OtherSide<kBlockN> other{p.lists.entries + work_tile.y, work_tile.z, p.lists.log_block, p.scoring.keys, nullptr};
+  const OtherSide<kBlockN> other{
+      p.lists.entries + work_tile.y, work_tile.z, p.lists.log_block, p.scoring.keys, nullptr};
   if (threadIdx.x < kBlockM) {
     memory.tokens[threadIdx.x] = p.lists.token(work_tile.x, sub_tile, threadIdx.x, p.scoring.queries);
   }
@@ -77,11 +79,13 @@ __global__ void __launch_bounds__(kThreads) bias_backward_kernel(const __grid_co
         const int kv_head = head / p.heads_of_group;
         const auto own_token = [&](int tile_row) { return memory.tokens[tile_row]; };
         const auto other_token = [&](int tile_row) { return other.token(step, tile_row); };
-        load_tile<kHeadDim, kBlockM>(memory.query, p.query.of(batch, head), p.query.token_stride, p.head_dim, own_token);
+        load_tile<kHeadDim, kBlockM>(
+            memory.query, p.query.of(batch, head), p.query.token_stride, p.head_dim, own_token);
         load_tile<kHeadDim, kBlockM>(
             memory.grad_output, p.grad_output.of(batch, head), p.grad_output.token_stride, p.head_dim, own_token);
         load_tile<kHeadDim, kBlockN>(memory.key, p.key.of(batch, kv_head), p.key.token_stride, p.head_dim, other_token);
-        load_tile<kHeadDim, kBlockN>(memory.value, p.value.of(batch, kv_head), p.value.token_stride, p.head_dim, other_token);
+        load_tile<kHeadDim, kBlockN>(
+            memory.value, p.value.of(batch, kv_head), p.value.token_stride, p.head_dim, other_token);
         end_of_copies();
         if (threadIdx.x < kBlockN / 8) {
           memory.octets[threadIdx.x] = other.octet(step, threadIdx.x);
@@ -92,7 +96,8 @@ __global__ void __launch_bounds__(kThreads) bias_backward_kernel(const __grid_co
         const int64_t matrix = int64_t{batch} * p.heads + head;
         const float* key_bias = p.scoring.key_bias_of(batch, head);
         const RowStats stats[2] = {
-            token0 < 0 ? no_row_stats() : p.row_stats.at(matrix, token0), token8 < 0 ? no_row_stats() : p.row_stats.at(matrix, token8)};
+            token0 < 0 ? no_row_stats() : p.row_stats.at(matrix, token0),
+            token8 < 0 ? no_row_stats() : p.row_stats.at(matrix, token8)};
 #pragma unroll
         for (int j = 0; j < kBlockN / 16; ++j) {
           if (!live.group(j)) {
@@ -102,8 +107,8 @@ __global__ void __launch_bounds__(kThreads) bias_backward_kernel(const __grid_co
           products<kHeadDim>(probs, query_warp_tile, memory.key, 16 * j, lane);
           products<kHeadDim>(grads, grad_warp_tile, memory.value, 16 * j, lane);
           if (p.scoring.drops()) {
-            const auto kept = kept_by<false>(
-                p.scoring.dropout(), matrix, p.lists.log_block, token0, token8, memory.octets + 2 * j);
+            const auto kept =
+                kept_by<false>(p.scoring.dropout(), matrix, p.lists.log_block, token0, token8, memory.octets + 2 * j);
             const float factor = p.scoring.dropout().factor();
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
@@ -112,7 +117,7 @@ __global__ void __launch_bounds__(kThreads) bias_backward_kernel(const __grid_co
           }
           const int first[2] = {
               memory.octets[2 * j].token + lane % 4 * 2, memory.octets[2 * j + 1].token + lane % 4 * 2};
-          p.scoring.template finish<T>(reinterpret_cast<float(&)[8]>(probs), batch, head, [&](int e) {
+          p.scoring.template finish<T>(reinterpret_cast<float (&)[8]>(probs), batch, head, [&](int e) {
             return make_int2(max(e % 4 < 2 ? token0 : token8, 0), min(first[e / 4] + e % 2, p.scoring.keys - 1));
           });
 #pragma unroll
@@ -178,12 +183,22 @@ Tensor block_attention_bias_backward(
     using T = decltype(zero);
     constexpr int kHeadDim = decltype(padded)::value;
     BiasBackward<T> p{
-        matrices_of<const T>(query), matrices_of<const T>(key), matrices_of<const T>(value),
-        matrices_of<const T>(grad_output), row_stats, lists,
+        matrices_of<const T>(query),
+        matrices_of<const T>(key),
+        matrices_of<const T>(value),
+        matrices_of<const T>(grad_output),
+        row_stats,
+        lists,
         scoring,
-        static_cast<int>(query.size(0)), static_cast<int>(heads), static_cast<int>(layout_heads),
-        static_cast<int>(heads / key.size(1)), static_cast<int>(query.size(3)), grad.mutable_data_ptr<float>(),
-        static_cast<int>(shape[0]), static_cast<int>(shape[1]), -1};
+        static_cast<int>(query.size(0)),
+        static_cast<int>(heads),
+        static_cast<int>(layout_heads),
+        static_cast<int>(heads / key.size(1)),
+        static_cast<int>(query.size(3)),
+        grad.mutable_data_ptr<float>(),
+        static_cast<int>(shape[0]),
+        static_cast<int>(shape[1]),
+        -1};
     const int64_t blocks =
         int64_t{lists.num_work_tiles} * lists.sub_tiles * shape[0] * (layout_heads == 1 ? shape[1] : 1);
     // Heads with lists of their own that share the bias add to it one after the other.

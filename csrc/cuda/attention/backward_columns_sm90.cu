@@ -1,8 +1,9 @@
-// Fused attention, backward by columns, on Hopper (scheduler_sm90.h): a work tile is 128 keys and values of one head against the
-// queries, and gradients of outputs, of its list, 64 at a time. Products are transposed (keys are the rows), so that
-// probabilities are the left operand of the next product as they are. Gradients of queries, where they are asked for, are
-// added to memory as they come, in an order that is not fixed: five products where two sweeps do seven. They take what all
-// 128 keys give: a third warpgroup makes them where registers reach for one, else the two do, which then go in step.
+// Fused attention, backward by columns, on Hopper (scheduler_sm90.h): a work tile is 128 keys and values of one head
+// against the queries, and gradients of outputs, of its list, 64 at a time. Products are transposed (keys are the
+// rows), so that probabilities are the left operand of the next product as they are. Gradients of queries, where they
+// are asked for, are added to memory as they come, in an order that is not fixed: five products where two sweeps do
+// seven. They take what all 128 keys give: a third warpgroup makes them where registers reach for one, else the two do,
+// which then go in step.
 
 #include "arguments.h"
 #include "backward.h"
@@ -24,7 +25,8 @@ constexpr int kProducerWarps = 2;
 
 template <class T, int kHeadDim, bool kLimited>
 struct Memory {
-  static constexpr int kStages = kHeadDim == 64 ? 4 : 3, kWorkStages = 2, kOwnStages = kHeadDim == 64 ? 2 : 1, kGradScoreStages = kHasThirdWarpgroup<kHeadDim> ? 2 : 1;
+  static constexpr int kStages = kHeadDim == 64 ? 4 : 3, kWorkStages = 2, kOwnStages = kHeadDim == 64 ? 2 : 1,
+                       kGradScoreStages = kHasThirdWarpgroup<kHeadDim> ? 2 : 1;
   struct Stage {
     Panels<T, kHeadDim, kBlockN> queries, grads;
   };
@@ -41,7 +43,8 @@ struct Memory {
   LiveGroups live[kStages][LiveGroupFinder::kWarpTiles];
   alignas(16) PairsOfStep<kBlockN, kLimited> pairs[kStages];
   WorkItemOf<kLimited> work_items[kWorkStages];
-  Barrier work_full[kWorkStages], kv_full[kWorkStages], work_empty[kWorkStages];   // full but for keys and values; with them
+  Barrier work_full[kWorkStages], kv_full[kWorkStages],
+      work_empty[kWorkStages];  // full but for keys and values; with them
   Barrier own_empty[kOwnStages];
   Barrier stage_full[kStages], stage_empty[kStages];
   Barrier ds_full[kGradScoreStages], ds_empty[kGradScoreStages];  // for the third warpgroup
@@ -62,7 +65,8 @@ __device__ __forceinline__ void run_scheduler(
   const Boxes<T, kHeadDim, kHopperBlockM> boxes(lists.log_block);
   PipelineState<Memory<T, kHeadDim, kLimited>::kWorkStages> work_pipe;
   PipelineState<Memory<T, kHeadDim, kLimited>::kOwnStages> own_pipe;
-  for (int number = blockIdx.x, ticket; number < scheduler.count; number = TileScheduler::tile_of(ticket), work_pipe.next(), own_pipe.next()) {
+  for (int number = blockIdx.x, ticket; number < scheduler.count;
+       number = TileScheduler::tile_of(ticket), work_pipe.next(), own_pipe.next()) {
     ticket = scheduler.draw();
     const WorkTile work(lists, number, p.heads, p.layout_heads, 1);
     const int kv_head = work.head / p.heads_of_group;
@@ -102,8 +106,8 @@ __device__ __forceinline__ void run_scheduler(
   }
 }
 
-// The producer warps: one loads queries, and tells of each step what it is about, and one loads gradients of outputs, and
-// row statistics: with small blocks that is more than one warp starts in time.
+// The producer warps: one loads queries, and tells of each step what it is about, and one loads gradients of outputs,
+// and row statistics: with small blocks that is more than one warp starts in time.
 template <class T, int kHeadDim, Scores kScores, bool kOfGrads>
 __device__ __forceinline__ void run_producer(
     const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kHeadDim, are_limited(kScores)>& memory) {
@@ -144,14 +148,15 @@ __device__ __forceinline__ void run_producer(
             boxes.copy(stage.grads, &maps.grad_output, &full, here.token, work.head, work.batch);
             for (int member = boxes.panel; member < members; member += kHeadDim / kPanel) {
               bulk_load(
-                  memory.row_stats[pipe.index][member] + boxes.tile_row, p.row_stats.plane(work.matrix, member) + here.token,
-                  int{sizeof(float)} << boxes.log_tokens, &full);
+                  memory.row_stats[pipe.index][member] + boxes.tile_row,
+                  p.row_stats.plane(work.matrix, member) + here.token, int{sizeof(float)} << boxes.log_tokens, &full);
             }
           }
         } else {
           const LiveGroups live = finder.template find<kBlockN / 16>(here.group, group_mask);
           memory.stage_empty[pipe.index].wait(pipe.phase ^ 1);
-          announce_step<kBlockN, kLimited>(memory, pipe.index, full, here, live, sizeof(stage.queries), lists, work, step);
+          announce_step<kBlockN, kLimited>(
+              memory, pipe.index, full, here, live, sizeof(stage.queries), lists, work, step);
           if (boxes.any) {
             boxes.copy(stage.queries, &maps.query, &full, here.token, work.head, work.batch);
           }
@@ -182,7 +187,8 @@ __device__ __forceinline__ void add_grad_queries(float4 (&space)[8][32], const f
 
 // sums = what the tile's keys give to the gradients of a step's queries, 64 columns of them.
 template <class T>
-__device__ __forceinline__ void multiply_grad_scores(float (&sums)[32], const GmmaDescriptor& grad_scores, const GmmaDescriptor& keys) {
+__device__ __forceinline__ void multiply_grad_scores(
+    float (&sums)[32], const GmmaDescriptor& grad_scores, const GmmaDescriptor& keys) {
   warpgroup_arrive();
 #pragma unroll
   for (int k = 0; k < kHopperBlockM / 16; ++k) {
@@ -249,15 +255,16 @@ __device__ __forceinline__ void run_consumer(
   PipelineState<Memory<T, kHeadDim, kLimited>::kOwnStages> own_pipe;
   PipelineState<Memory<T, kHeadDim, kLimited>::kGradScoreStages> ds_pipe;
   const auto& own = memory.own[0];
-  const GmmaDescriptor own_keys(own.keys[0] + 64 * warpgroup * kPanel), own_values(own.values[0] + 64 * warpgroup * kPanel);
+  const GmmaDescriptor own_keys(own.keys[0] + 64 * warpgroup * kPanel),
+      own_values(own.values[0] + 64 * warpgroup * kPanel);
   const GmmaDescriptor own_columns(own.keys[kHeadDim == 128 ? warpgroup : 0]);  // 64 of the keys' columns
   const auto& first_stage = memory.stages[0];
   const GmmaDescriptor queries(first_stage.queries), output_grads(first_stage.grads);
   const GmmaDescriptor query_columns(first_stage.queries, sizeof(first_stage.queries[0]));
   const GmmaDescriptor output_grad_columns(first_stage.grads, sizeof(first_stage.grads[0]));
 
-  // Gradients of scores, for those of queries. They are written once the last in their place have been multiplied: where
-  // both warpgroups do that, the other says so at barrier 2 + its number, and both have written at barrier 1.
+  // Gradients of scores, for those of queries. They are written once the last in their place have been multiplied:
+  // where both warpgroups do that, the other says so at barrier 2 + its number, and both have written at barrier 1.
   const auto hand_over = [&](const uint32_t (&rounded)[4][4]) {
     if constexpr (kGradQueryApart) {
       memory.ds_empty[ds_pipe.index].wait(ds_pipe.phase ^ 1);
@@ -309,8 +316,8 @@ __device__ __forceinline__ void run_consumer(
       }
     };
 
-    // Where both warpgroups make the gradients of queries, each makes 64 columns: this begins, and what follows ends it, once
-    // the product is done.
+    // Where both warpgroups make the gradients of queries, each makes 64 columns: this begins, and what follows ends
+    // it, once the product is done.
     const auto multiply_grad_queries = [&](float (&sums)[32]) {
       named_barrier_sync<256>(1);
       multiply_grad_scores<T>(sums, GmmaDescriptor(memory.grad_scores[0]), columns);
@@ -358,8 +365,7 @@ __device__ __forceinline__ void run_consumer(
         }
         if (!live.is_whole<kBlockN>()) {
           mask_scores<kBlockN, true, kLimited>(
-              probs, live, groups, item, p.scoring,
-              sweep.lists.pairs == nullptr ? nullptr : memory.pairs[pipe.index]);
+              probs, live, groups, item, p.scoring, sweep.lists.pairs == nullptr ? nullptr : memory.pairs[pipe.index]);
         }
 #pragma unroll
         for (int n = 0; n < kBlockN / 8; ++n) {
@@ -368,7 +374,8 @@ __device__ __forceinline__ void run_consumer(
           for (int e = 0; e < 4; ++e) {
             float& prob = probs[4 * n + e];
             const float of_row = e % 2 ? row_max.y : row_max.x;
-            prob = kPlain ? exp2_approx(prob * softmax_scale_log2 - of_row) : exp2_approx((prob - of_row) * softmax_scale_log2) * (e % 2 ? inverse_sum.y : inverse_sum.x);
+            prob = kPlain ? exp2_approx(prob * softmax_scale_log2 - of_row)
+                          : exp2_approx((prob - of_row) * softmax_scale_log2) * (e % 2 ? inverse_sum.y : inverse_sum.x);
           }
         }
         round_sums<T, kBlockN>(left_probs, probs);
@@ -479,8 +486,12 @@ __global__ void __launch_bounds__(kColumnThreads<kHeadDim, kWithQueries>, 1) col
   }
   __syncthreads();
   // Of registers, all that the kernel starts with.
-  constexpr int kProducerRegisters = kHeadDim == 64 ? 40 : 24, kThird = 72, kConsumerRegisters = kGradQueryApart ? 200 : kHeadDim == 64 ? 232 : 240;
-  static_assert(!kGradQueryApart || kConsumerRegisters * kConsumerGroupThreads + (kThird + kProducerRegisters) * 128 <= 65536);
+  constexpr int kProducerRegisters = kHeadDim == 64 ? 40 : 24, kThird = 72,
+                kConsumerRegisters = kGradQueryApart  ? 200
+                                     : kHeadDim == 64 ? 232
+                                                      : 240;
+  static_assert(
+      !kGradQueryApart || kConsumerRegisters * kConsumerGroupThreads + (kThird + kProducerRegisters) * 128 <= 65536);
   if constexpr (kGradQueryApart) {
     if (threadIdx.x >= kHopperThreads<1>) {
       warpgroup_reg_dealloc<kThird>();
@@ -495,9 +506,11 @@ __global__ void __launch_bounds__(kColumnThreads<kHeadDim, kWithQueries>, 1) col
       [&](int) { run_producer<T, kHeadDim, kScores, true>(p, sweep, maps, memory); });
 }
 
-// Rounds the sums of a warp tile of 16 queries and 64 columns, as a warp's lanes hold them, and writes the queries' gradients.
+// Rounds the sums of a warp tile of 16 queries and 64 columns, as a warp's lanes hold them, and writes the queries'
+// gradients.
 template <class T>
-__global__ void round_grad_query_kernel(GradQuerySums sums, Matrices<T> grad, int heads, int queries, int head_dim, float scale) {
+__global__ void round_grad_query_kernel(
+    GradQuerySums sums, Matrices<T> grad, int heads, int queries, int head_dim, float scale) {
   const int64_t warp_tiles = sums.padded / 16, number = blockIdx.x;
   const int64_t matrix = number / warp_tiles;
   const int warp_tile = number % warp_tiles;
@@ -528,10 +541,10 @@ void columns_on_hopper(
   with_hopper_kernel(p.scoring, sweep.lists, p.head_dim, [&](auto head_dim, auto scores) {
     constexpr int kHeadDim = decltype(head_dim)::value;
     const int64_t count = copies * sweep.lists.num_work_tiles * sweep.lists.sub_tiles;
-    const int block = 1 << sweep.lists.log_block, own_box = std::min(block, kHopperBlockM), box = std::min(block, kBlockN);
-    const Maps maps{
-        tensor_map(key, own_box),     tensor_map(value, own_box), tensor_map(query, box),
-        tensor_map(grad_output, box), tensor_map(grad_key, 16),   tensor_map(grad_value, 16)};
+    const int block = 1 << sweep.lists.log_block, own_box = std::min(block, kHopperBlockM),
+              box = std::min(block, kBlockN);
+    const Maps maps{tensor_map(key, own_box),     tensor_map(value, own_box), tensor_map(query, box),
+                    tensor_map(grad_output, box), tensor_map(grad_key, 16),   tensor_map(grad_value, 16)};
     const auto run = [&](auto kind, auto with_queries) {
       constexpr Scores kScores = decltype(kind)::value;
       with_scheduler(launch, query, count, 1, [&](const TileScheduler& scheduler, int64_t blocks) {
@@ -556,10 +569,10 @@ void round_grad_query(const Launcher& launch, const Backward<T>& p, const Matric
       p.grad_query_sums, grad_query, p.heads, p.scoring.queries, p.head_dim, p.scoring.scale);
 }
 
-#define DS_SPARSE_COLUMNS(T)                                                                                            \
-  template void columns_on_hopper(                                                                                      \
-      const Launcher&, const Backward<T>&, const Sweep<T>&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, \
-      const Tensor&, const Tensor&, int64_t);                                                                           \
+#define DS_SPARSE_COLUMNS(T)                                                                             \
+  template void columns_on_hopper(                                                                       \
+      const Launcher&, const Backward<T>&, const Sweep<T>&, const Tensor&, const Tensor&, const Tensor&, \
+      const Tensor&, const Tensor&, const Tensor&, int64_t);                                             \
   template void round_grad_query(const Launcher&, const Backward<T>&, const Matrices<T>&, int64_t);
 DS_SPARSE_COLUMNS(__half)
 DS_SPARSE_COLUMNS(__nv_bfloat16)

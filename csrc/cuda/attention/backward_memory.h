@@ -10,8 +10,8 @@
 
 namespace ds_sparse::attention {
 
-// Launcher::with_memory; where even `Smaller` is too much for some GPUs, as two operands of 256 numbers in fp32 are, those
-// are told.
+// Launcher::with_memory; where even `Smaller` is too much for some GPUs, as two operands of 256 numbers in fp32 are,
+// those are told.
 template <class Memory, class Smaller, class F>
 void with_backward_memory(const Launcher& launch, const F& f) {
   if constexpr (sizeof(Smaller) <= kPortableMemory) {

@@ -35,7 +35,8 @@ struct Maps {
 
 template <class T, int kHeadDim, bool kLimited>
 __device__ __forceinline__ void run_producer(
-    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kHeadDim, kLimited>& memory, TileScheduler scheduler) {
+    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kHeadDim, kLimited>& memory,
+    TileScheduler scheduler) {
   const int lane = threadIdx.x % 32;
   const TileLists& lists = sweep.lists;
   const Boxes<T, kHeadDim, kHopperBlockM> own_boxes(lists.log_block);
@@ -43,12 +44,14 @@ __device__ __forceinline__ void run_producer(
   const LiveGroupFinder finder(lists);
   PipelineState<Memory<T, kHeadDim, kLimited>::kStages> pipe;
   PipelineState<Memory<T, kHeadDim, kLimited>::kWorkStages> work_pipe;
-  for (int number = blockIdx.x, ticket; number < scheduler.count; number = TileScheduler::tile_of(ticket), work_pipe.next()) {
+  for (int number = blockIdx.x, ticket; number < scheduler.count;
+       number = TileScheduler::tile_of(ticket), work_pipe.next()) {
     ticket = scheduler.draw();
     const WorkTile work(lists, number, p.heads, p.layout_heads, 1);
     const int kv_head = work.head / p.heads_of_group;
-    const OtherSide<kBlockN> other{lists.entries + work.first_entry, work.num_entries, lists.log_block, p.scoring.keys,
-                          p.scoring.key_states_of(work.batch, work.head)};
+    const OtherSide<kBlockN> other{
+        lists.entries + work.first_entry, work.num_entries, lists.log_block, p.scoring.keys,
+        p.scoring.key_states_of(work.batch, work.head)};
     const int steps = other.steps();
     auto& item = memory.work_items[work_pipe.index];
     auto& own = memory.own[work_pipe.index];
@@ -108,7 +111,8 @@ __device__ __forceinline__ void run_consumer(
   const GmmaDescriptor all_queries(memory.own[0].queries[0] + 64 * warpgroup * kPanel);
   const GmmaDescriptor all_output_grads(memory.own[0].grads[0] + 64 * warpgroup * kPanel);
   const auto& first_stage = memory.stages[0];
-  const GmmaDescriptor keys(first_stage.keys), values(first_stage.values), key_columns(first_stage.keys, sizeof(first_stage.keys[0]));
+  const GmmaDescriptor keys(first_stage.keys), values(first_stage.values),
+      key_columns(first_stage.keys, sizeof(first_stage.keys[0]));
 
   for (;; work_pipe.next()) {
     memory.q_full[work_pipe.index].wait(work_pipe.phase);
@@ -160,7 +164,8 @@ __device__ __forceinline__ void run_consumer(
 #pragma unroll
       for (int i = 0; i < kBlockN / 2; ++i) {
         const RowStats& row = i % 4 < 2 ? stats0 : stats8;
-        probs[i] = kPlain ? exp2_approx(probs[i] * softmax_scale_log2 - row.lse) : exp2_approx((probs[i] - row.row_max) * softmax_scale_log2) * row.inverse_sum;
+        probs[i] = kPlain ? exp2_approx(probs[i] * softmax_scale_log2 - row.lse)
+                          : exp2_approx((probs[i] - row.row_max) * softmax_scale_log2) * row.inverse_sum;
       }
     };
     const auto differentiate = [&]() {
@@ -216,8 +221,8 @@ __device__ __forceinline__ void run_consumer(
     }
     named_barrier_sync<128>(1 + warpgroup);  // until the warpgroup is done with its queries, whose space serves now
     store_work_tile<kHeadDim>(
-        sums, p.scoring.scale, p, sweep, item, memory.own[work_pipe.index].queries[0] + warp_tile * kPanel, kHopperBlockM * kPanel,
-        &maps.grad_query, sweep.first_splits, sweep.first_shares);
+        sums, p.scoring.scale, p, sweep, item, memory.own[work_pipe.index].queries[0] + warp_tile * kPanel,
+        kHopperBlockM * kPanel, &maps.grad_query, sweep.first_splits, sweep.first_shares);
     if (lane == 0) {
       tma_store_wait();
     }
@@ -259,7 +264,8 @@ void rows_on_hopper(
     constexpr Scores kScores = with_any_dropout(decltype(scores)::value);
     constexpr int kHeadDim = decltype(head_dim)::value;
     const int64_t count = copies * sweep.lists.num_work_tiles * sweep.lists.sub_tiles;
-    const int block = 1 << sweep.lists.log_block, own_box = std::min(block, kHopperBlockM), box = std::min(block, kBlockN);
+    const int block = 1 << sweep.lists.log_block, own_box = std::min(block, kHopperBlockM),
+              box = std::min(block, kBlockN);
     const Maps maps{
         tensor_map(query, own_box), tensor_map(grad_output, own_box), tensor_map(key, box), tensor_map(value, box),
         tensor_map(grad_query, 16)};

@@ -16,7 +16,8 @@ struct Kept {
   uint32_t pairs[4];
 
   // Of a square of neighbouring tokens on both sides, which begin at multiples of 16; by a whole warp.
-  static __device__ __forceinline__ Kept of_square(const Dropout& dropout, uint32_t matrix, int first_row, int first_token) {
+  static __device__ __forceinline__ Kept
+  of_square(const Dropout& dropout, uint32_t matrix, int first_row, int first_token) {
     const int lane = threadIdx.x % 32, tile_row = first_row + lane / 4, token = first_token + lane % 4 * 2;
     Kept kept;
     if constexpr (kTransposed) {
@@ -44,8 +45,8 @@ struct Kept {
   }
 
   // Of any tokens: a lane's two rows, and two neighbouring tokens from each of two.
-  static __device__ __forceinline__ Kept of_tokens(
-      const Dropout& dropout, uint32_t matrix, int tile_row0, int tile_row8, int low_token, int high_token) {
+  static __device__ __forceinline__ Kept
+  of_tokens(const Dropout& dropout, uint32_t matrix, int tile_row0, int tile_row8, int low_token, int high_token) {
     Kept kept{};
 #pragma unroll
     for (int e = 0; e < 8; ++e) {

@@ -8,8 +8,8 @@
 
 namespace ds_sparse::attention {
 
-// Rounds a warp's 16 x kN sums to T and writes them, by way of its 16 rows of shared memory at `warp_tile`; row_of(row) is
-// where a row of the warp tile goes, or null.
+// Rounds a warp's 16 x kN sums to T and writes them, by way of its 16 rows of shared memory at `warp_tile`; row_of(row)
+// is where a row of the warp tile goes, or null.
 template <int kN, int pitch, class T, class F>
 __device__ __forceinline__ void store_warp_tile(
     const float (&sums)[kN / 8][4], float factor0, float factor8, T* warp_tile, int columns, const F& row_of) {

@@ -19,8 +19,8 @@ __device__ __forceinline__ void store_rows_to_panel(T* panel, int tile_row, cons
   }
 }
 
-// Rounds a warp tile's sums (16 x kHeadDim) and writes them to its rows of panels, which are so many elements apart, for the copy
-// engine to read.
+// Rounds a warp tile's sums (16 x kHeadDim) and writes them to its rows of panels, which are so many elements apart,
+// for the copy engine to read.
 template <int kHeadDim, class T>
 __device__ __forceinline__ void store_warp_tile_to_panels(
     T* lines, int panel_elements, const float (&sums)[kHeadDim / 2], float factor0, float factor8) {
@@ -62,12 +62,12 @@ __device__ __forceinline__ void store_sums(
   }
 }
 
-// Writes what a work tile of a sweep has summed for its own tokens: to a split, to a head's share, or to the gradient, by way of
-// `rows` of panels that are so many elements apart: they are read until the first lane's stores are done.
+// Writes what a work tile of a sweep has summed for its own tokens: to a split, to a head's share, or to the gradient,
+// by way of `rows` of panels that are so many elements apart: they are read until the first lane's stores are done.
 template <int kHeadDim, class T>
 __device__ __forceinline__ void store_work_tile(
-    const float (&sums)[kHeadDim / 2], float factor, const Backward<T>& p, const Sweep<T>& sweep, const WorkItem& item, T* lines,
-    int panel_elements, const CUtensorMap* grad, const SplitResults& splits, float* shares) {
+    const float (&sums)[kHeadDim / 2], float factor, const Backward<T>& p, const Sweep<T>& sweep, const WorkItem& item,
+    T* lines, int panel_elements, const CUtensorMap* grad, const SplitResults& splits, float* shares) {
   const WorkTile& work = item.work;
   const int tile_row0 = lane_row();
   if (work.split >= 0) {

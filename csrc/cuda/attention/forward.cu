@@ -1,6 +1,6 @@
-// Fused attention, forward. A thread block takes a work tile: 64 queries of one head against the keys and values of its list,
-// 64 at a time. Scores stay in registers; each row keeps its maximum and sum as keys pass (online softmax). The splits of
-// long lists leave theirs in fp32, which a second kernel combines in order.
+// Fused attention, forward. A thread block takes a work tile: 64 queries of one head against the keys and values of its
+// list, 64 at a time. Scores stay in registers; each row keeps its maximum and sum as keys pass (online softmax). The
+// splits of long lists leave theirs in fp32, which a second kernel combines in order.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -33,15 +33,17 @@ struct ForwardMemory {
 template <class T, int kHeadDim, bool kPlain, class Memory>
 __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant__ Forward<T> p) {
   extern __shared__ __align__(16) unsigned char shared[];
-  constexpr int kBlockN = Memory::kTokens, kColumns = kOutputColumns<kHeadDim>, kPitchQ = kPitch<T, kHeadDim>, kPitchV = kPitch<T, kColumns>;
+  constexpr int kBlockN = Memory::kTokens, kColumns = kOutputColumns<kHeadDim>, kPitchQ = kPitch<T, kHeadDim>,
+                kPitchV = kPitch<T, kColumns>;
   auto& memory = *reinterpret_cast<Memory*>(shared);
   const int lane = threadIdx.x % 32, warp_tile = threadIdx.x / 32;
   const WorkTile work(p.lists, blockIdx.x, p.heads, p.layout_heads, kHeadDim / kColumns);
   const int kv_head = work.head / p.heads_of_group, first_column = work.column_tile * kColumns;
   const T* key = p.key.of(work.batch, kv_head);
   const T* value = p.value.of(work.batch, kv_head) + first_column;
-  const OtherSide<kBlockN> other{p.lists.entries + work.first_entry, work.num_entries, p.lists.log_block, p.scoring.keys,
-                        p.scoring.key_states_of(work.batch, work.head)};
+  const OtherSide<kBlockN> other{
+      p.lists.entries + work.first_entry, work.num_entries, p.lists.log_block, p.scoring.keys,
+      p.scoring.key_states_of(work.batch, work.head)};
 
   const auto load = [&](int step) {
     auto& stage = memory.stages[step % Memory::kStages];
@@ -112,10 +114,9 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
       for (int n = 0; n < kBlockN / 8; ++n) {
         first[n] = stage.octets[n].token + lane % 4 * 2;
       }
-      p.scoring.template finish<T>(
-          reinterpret_cast<float(&)[kBlockN / 2]>(scores), work.batch, work.head, [&](int e) {
-            return make_int2(max(e % 4 < 2 ? token0 : token8, 0), min(first[e / 4] + e % 2, p.scoring.keys - 1));
-          });
+      p.scoring.template finish<T>(reinterpret_cast<float (&)[kBlockN / 2]>(scores), work.batch, work.head, [&](int e) {
+        return make_int2(max(e % 4 < 2 ? token0 : token8, 0), min(first[e / 4] + e % 2, p.scoring.keys - 1));
+      });
     }
     if (!live.all()) {
 #pragma unroll
@@ -152,7 +153,8 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
     // A row of which nothing is left yet has a maximum of -inf: subtract 0 then, so that its exponentials are 0.
     const float base0 = new0 == -kInfinity ? 0.0f : new0, base8 = new8 == -kInfinity ? 0.0f : new8;
     const float scaled_max0 = base0 * softmax_scale_log2, scaled_max8 = base8 * softmax_scale_log2;
-    const float rescale0 = exp2_approx((row_max0 - base0) * softmax_scale_log2), rescale8 = exp2_approx((row_max8 - base8) * softmax_scale_log2);
+    const float rescale0 = exp2_approx((row_max0 - base0) * softmax_scale_log2),
+                rescale8 = exp2_approx((row_max8 - base8) * softmax_scale_log2);
     row_max0 = new0;
     row_max8 = new8;
     row_sum0 *= rescale0;
@@ -181,7 +183,8 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
       }
       if constexpr (!kPlain) {
         if (p.scoring.drops()) {
-          const auto kept = kept_by<false>(p.scoring.dropout(), work.matrix, p.lists.log_block, token0, token8, stage.octets + 2 * j);
+          const auto kept =
+              kept_by<false>(p.scoring.dropout(), work.matrix, p.lists.log_block, token0, token8, stage.octets + 2 * j);
 #pragma unroll
           for (int e = 0; e < 8; ++e) {
             float& prob = scores[j][e / 4][e % 4];
@@ -189,14 +192,16 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
           }
         }
       }
-      AccumulatorAsA<T>(scores[j][0], scores[j][1]).template multiply_add_to<kColumns, kPitchV>(output, stage.values, 16 * j, lane);
+      AccumulatorAsA<T>(scores[j][0], scores[j][1])
+          .template multiply_add_to<kColumns, kPitchV>(output, stage.values, 16 * j, lane);
     }
   }
 
   row_sum0 = row_reduce_sum(row_sum0);
   row_sum8 = row_reduce_sum(row_sum8);
   const float of_dropout = !kPlain && p.scoring.drops() ? p.scoring.dropout().factor() : 1.0f;
-  const float factor0 = row_sum0 > 0 ? of_dropout / row_sum0 : 0.0f, factor8 = row_sum8 > 0 ? of_dropout / row_sum8 : 0.0f;
+  const float factor0 = row_sum0 > 0 ? of_dropout / row_sum0 : 0.0f,
+              factor8 = row_sum8 > 0 ? of_dropout / row_sum8 : 0.0f;
   const float to_origin = kPlain ? p.scoring.scale : 1.0f;
   const RowMaxSum stats0(row_max0 * to_origin, row_sum0), stats8(row_max8 * to_origin, row_sum8);
   // Before the queries' memory serves another purpose, everybody is through with it: each warp has its own warp tile.
@@ -240,7 +245,8 @@ __global__ void __launch_bounds__(2 * kThreads)
   const CombineRows cut(p.lists, cuts, num_cuts, p.heads, p.layout_heads);
   const int fours = p.head_dim / 4;
   for (int number = threadIdx.x; number < kCombineRows * fours; number += blockDim.x) {
-    const int tile_row = number / fours, column = number % fours * 4, token = cut.token(p.lists, tile_row, p.scoring.queries);
+    const int tile_row = number / fours, column = number % fours * 4,
+              token = cut.token(p.lists, tile_row, p.scoring.queries);
     if (token < 0) {
       continue;
     }
@@ -303,9 +309,18 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Attention& attention,
     using T = decltype(zero);
     constexpr int kHeadDim = decltype(padded)::value;
     const Forward<T> p{
-        matrices_of<const T>(query), matrices_of<const T>(key), matrices_of<const T>(value), matrices_of<T>(output),
-        lse.mutable_data_ptr<float>(), row_max_sums_in(row_sums), lists, scoring, static_cast<int>(heads),
-        static_cast<int>(layout_heads), static_cast<int>(heads / key.size(1)), static_cast<int>(head_dim),
+        matrices_of<const T>(query),
+        matrices_of<const T>(key),
+        matrices_of<const T>(value),
+        matrices_of<T>(output),
+        lse.mutable_data_ptr<float>(),
+        row_max_sums_in(row_sums),
+        lists,
+        scoring,
+        static_cast<int>(heads),
+        static_cast<int>(layout_heads),
+        static_cast<int>(heads / key.size(1)),
+        static_cast<int>(head_dim),
         SplitResults{split_outputs.data, static_cast<int>(splits), static_cast<int>(head_dim)},
         reinterpret_cast<RowMaxSum*>(split_row_max_sums.data)};
     if (tile == kHopperBlockM) {

@@ -1,6 +1,7 @@
-// Fused attention, forward, on Hopper (scheduler_sm90.h). A work tile is 128 queries of one head against the keys and values of
-// its list, 128 at a time, or 64. Where a thread block has one consumer group, a warpgroup multiplies the last probabilities and values
-// while it does a softmax; where it has two, there are warps enough that do one while others do the other.
+// Fused attention, forward, on Hopper (scheduler_sm90.h). A work tile is 128 queries of one head against the keys and
+// values of its list, 128 at a time, or 64. Where a thread block has one consumer group, a warpgroup multiplies the
+// last probabilities and values while it does a softmax; where it has two, there are warps enough that do one while
+// others do the other.
 
 #include "arguments.h"
 #include "epilogue_sm90.h"
@@ -23,11 +24,13 @@ struct alignas(kPanelAlignment) Memory {
   RowMaxSum row_max_sums[kWorkStages][kHopperBlockM];  // of results
   alignas(16) PairsOfStep<kBlockN, kLimited> pairs[kStages];
   WorkItemOf<kLimited> work_items[kWorkStages];
-  Barrier work_full[kWorkStages], q_full[kWorkStages], work_empty[kWorkStages];   // full but for the queries; with them; done with
+  Barrier work_full[kWorkStages], q_full[kWorkStages],
+      work_empty[kWorkStages];  // full but for the queries; with them; done with
   Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
 };
 
-// The scheduler warp: writes work items and loads their queries, as soon as there is space for the next, and stores results.
+// The scheduler warp: writes work items and loads their queries, as soon as there is space for the next, and stores
+// results.
 template <class T, int kHeadDim, int kBlockN, int kConsumerGroups, bool kLimited>
 __device__ __forceinline__ void run_scheduler(
     const Forward<T>& p, Memory<T, kHeadDim, kBlockN, kConsumerGroups, kLimited>& memory, const CUtensorMap* query_map,
@@ -115,7 +118,8 @@ __device__ __forceinline__ void run_producer(
   const LiveGroupFinder finder(p.lists);
   PipelineState<Memory<T, kHeadDim, kBlockN, kConsumerGroups, kLimited>::kStages> pipe;
 
-  for (PipelineState<Memory<T, kHeadDim, kBlockN, kConsumerGroups, kLimited>::kWorkStages> work_pipe;; work_pipe.next()) {
+  for (PipelineState<Memory<T, kHeadDim, kBlockN, kConsumerGroups, kLimited>::kWorkStages> work_pipe;;
+       work_pipe.next()) {
     memory.work_full[work_pipe.index].wait(work_pipe.phase);
     const auto& item = memory.work_items[work_pipe.index];
     const int steps = item.steps;
@@ -123,8 +127,9 @@ __device__ __forceinline__ void run_producer(
       return;
     }
     const int head = item.work.head / p.heads_of_group, batch = item.work.batch;
-    const OtherSide<kBlockN> other{p.lists.entries + item.work.first_entry, item.work.num_entries, p.lists.log_block,
-                          p.scoring.keys, p.scoring.key_states_of(batch, item.work.head)};
+    const OtherSide<kBlockN> other{
+        p.lists.entries + item.work.first_entry, item.work.num_entries, p.lists.log_block, p.scoring.keys,
+        p.scoring.key_states_of(batch, item.work.head)};
     const auto group_mask = GroupMask<kLimited>::template of_warp_tile<false>(p.scoring, p.lists, item);
 
     // By one warp, values come after the next step's keys: these are needed sooner, and their space is free sooner.
@@ -179,14 +184,15 @@ __device__ __forceinline__ void run_producer(
 
 template <class T, int kHeadDim, int kBlockN, int kConsumerGroups, Scores kScores>
 __device__ __forceinline__ void run_consumer(
-    const Forward<T>& p, Memory<T, kHeadDim, kBlockN, kConsumerGroups, are_limited(kScores)>& memory, int consumer_group) {
+    const Forward<T>& p, Memory<T, kHeadDim, kBlockN, kConsumerGroups, are_limited(kScores)>& memory,
+    int consumer_group) {
   constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores);
   const int thread = consumer_thread(), lane = thread % 32, warpgroup = uniform(thread / 128);
   const int warp_tile = warp_tile_row(thread);
   const float softmax_scale_log2 = kPlain ? p.scoring.scale * kLog2E : kLog2E;
-  // A new maximum becomes row_max only where it is this far above the last: by a factor of 256 for probabilities. Where no
-  // maximum is looked at, a lane's row_sum of a step tells when probabilities come near the end of what fp16 holds, or, in
-  // bf16, leave too little of fp32's range to sums of their products with values.
+  // A new maximum becomes row_max only where it is this far above the last: by a factor of 256 for probabilities. Where
+  // no maximum is looked at, a lane's row_sum of a step tells when probabilities come near the end of what fp16 holds,
+  // or, in bf16, leave too little of fp32's range to sums of their products with values.
   const float rescale_threshold = 8 / softmax_scale_log2;
   constexpr float kLargestRowSum = std::is_same_v<T, __half> ? 0x1p15f : 0x1p30f;
   const bool drops = attention::drops<kScores>(p.scoring);
@@ -198,13 +204,13 @@ __device__ __forceinline__ void run_consumer(
   StageState pipe;
   PipelineState<Memory<T, kHeadDim, kBlockN, kConsumerGroups, kLimited>::kWorkStages> work_pipe;
 
-  // What the work tile in stage `summed_stage` has summed; where `owes`, the product of `probs` with the values of stage `last` is
-  // still to be added. It is added together with the next step's scores, be they the next work tile's.
+  // What the work tile in stage `summed_stage` has summed; where `owes`, the product of `probs` with the values of
+  // stage `last` is still to be added. It is added together with the next step's scores, be they the next work tile's.
   float output[kHeadDim / 2];
   float scores[kBlockN / 2];
   uint32_t probs[kBlockN / 16][4];
-  // What exponents are taken relative to in a lane's two rows, and the sums of exponentials; whether all rows of the warp
-  // have a maximum.
+  // What exponents are taken relative to in a lane's two rows, and the sums of exponentials; whether all rows of the
+  // warp have a maximum.
   float row_max0 = -kInfinity, row_max8 = -kInfinity, row_sum0 = 0, row_sum8 = 0;
   bool have_row_max = false, owes = false;
   StageState last;
@@ -232,7 +238,8 @@ __device__ __forceinline__ void run_consumer(
     row_sum0 = row_reduce_sum(row_sum0);
     row_sum8 = row_reduce_sum(row_sum8);
     const float of_dropout = drops ? dropout.factor() : 1.0f;
-    const float factor0 = row_sum0 > 0 ? of_dropout / row_sum0 : 0.0f, factor8 = row_sum8 > 0 ? of_dropout / row_sum8 : 0.0f;
+    const float factor0 = row_sum0 > 0 ? of_dropout / row_sum0 : 0.0f,
+                factor8 = row_sum8 > 0 ? of_dropout / row_sum8 : 0.0f;
     const float to_row_max = kPlain ? p.scoring.scale : 1.0f;
     const RowMaxSum stats0(row_max0 * to_row_max, row_sum0), stats8(row_max8 * to_row_max, row_sum8);
     if (work.split >= 0) {
@@ -246,7 +253,9 @@ __device__ __forceinline__ void run_consumer(
         p.split_row_max_sums[place + 8] = stats8;
       }
     } else {
-      named_barrier_sync<128>(3 + kConsumerWarpgroups * consumer_group + warpgroup);  // until the warpgroup is done with its queries, whose space serves now
+      named_barrier_sync<128>(
+          3 + kConsumerWarpgroups * consumer_group +
+          warpgroup);  // until the warpgroup is done with its queries, whose space serves now
       auto& panels = memory.queries[summed_stage];
       store_warp_tile_to_panels<kHeadDim>(
           panels[0] + warp_tile_row(own_thread) * kPanel, kHopperBlockM * kPanel, output, factor0, factor8);
@@ -293,7 +302,8 @@ __device__ __forceinline__ void run_consumer(
     }
     const float new0 = fmaxf(row_max0, row_reduce_max(fmaxf(largest[0], largest[1])));
     const float new8 = fmaxf(row_max8, row_reduce_max(fmaxf(largest[2], largest[3])));
-    const bool moves = __any_sync(0xffffffffu, new0 > row_max0 + rescale_threshold || new8 > row_max8 + rescale_threshold);
+    const bool moves =
+        __any_sync(0xffffffffu, new0 > row_max0 + rescale_threshold || new8 > row_max8 + rescale_threshold);
     if (moves) {
       rescale0 = exp2_approx((row_max0 - (new0 == -kInfinity ? 0.0f : new0)) * softmax_scale_log2);
       rescale8 = exp2_approx((row_max8 - (new8 == -kInfinity ? 0.0f : new8)) * softmax_scale_log2);
@@ -359,11 +369,11 @@ __device__ __forceinline__ void run_consumer(
       }
       return sums;
     };
-    // Whether to look at maxima in each step. Else keys have to stay until it is known that they are not needed again; where
-    // there are two stages, and one short work tile comes after the other, copies are too late then.
+    // Whether to look at maxima in each step. Else keys have to stay until it is known that they are not needed again;
+    // where there are two stages, and one short work tile comes after the other, copies are too late then.
     const bool checks_max = !kPlain || (kOverlaps && steps < 8);
-    // Scores become probabilities; returns as update_row_max does. Once all rows have a maximum new ones are not looked at, but
-    // sums tell if they would have been needed: then the warp computes its scores again.
+    // Scores become probabilities; returns as update_row_max does. Once all rows have a maximum new ones are not looked
+    // at, but sums tell if they would have been needed: then the warp computes its scores again.
     const auto softmax = [&](float& rescale0, float& rescale8) -> bool {
       mask();
       // Before keys are free, and with them what is known of their groups.
@@ -382,7 +392,8 @@ __device__ __forceinline__ void run_consumer(
       float2 sums = exponentiate();
       if (skips_max) {
         if (__any_sync(0xffffffffu, fmaxf(sums.x, sums.y) > kLargestRowSum)) {
-          // Registers are short for it: what need not be there meanwhile is put aside, for which other steps do not pay then.
+          // Registers are short for it: what need not be there meanwhile is put aside, for which other steps do not pay
+          // then.
           volatile float aside[kHeadDim / 2];
           if constexpr (!kOverlaps) {
 #pragma unroll
@@ -390,7 +401,8 @@ __device__ __forceinline__ void run_consumer(
               aside[i] = output[i];
             }
           }
-          multiply_warp_tile<T, kHeadDim, kBlockN>(scores, memory.queries[work_pipe.index], warp_tile, stages[pipe.index].keys);
+          multiply_warp_tile<T, kHeadDim, kBlockN>(
+              scores, memory.queries[work_pipe.index], warp_tile, stages[pipe.index].keys);
           mask();
           moves = update_row_max(rescale0, rescale8);
           sums = exponentiate();
@@ -419,8 +431,8 @@ __device__ __forceinline__ void run_consumer(
       live = {uniform(memory.live[pipe.index][warp_tile / 16].bits)};
       turns.wait();
       if (live.warpgroup() == 0) {
-        // Values that wait for their product would keep the pipeline from going on. Nobody frees values that are not there
-        // yet: the phase they would be counted to may be the one before.
+        // Values that wait for their product would keep the pipeline from going on. Nobody frees values that are not
+        // there yet: the phase they would be counted to may be the one before.
         turns.pass_on();
         settle();
         memory.v_full[pipe.index].wait(pipe.phase);
@@ -538,11 +550,13 @@ __global__ void __launch_bounds__(kHopperThreads<kConsumerGroups>, 1) forward_on
   };
   if constexpr (kProducerWarps<kConsumerGroups> == 2) {
     run_roles<kConsumerGroups, 40, 232>(
-        consume, schedule, [&](int consumer_group) { run_producer<Loads::kKeys>(p, memories[consumer_group], &key_map, &value_map); },
+        consume, schedule,
+        [&](int consumer_group) { run_producer<Loads::kKeys>(p, memories[consumer_group], &key_map, &value_map); },
         [&](int consumer_group) { run_producer<Loads::kValues>(p, memories[consumer_group], &key_map, &value_map); });
   } else {
-    run_roles<kConsumerGroups, 32, 112>(
-        consume, schedule, [&](int consumer_group) { run_producer<Loads::kBoth>(p, memories[consumer_group], &key_map, &value_map); });
+    run_roles<kConsumerGroups, 32, 112>(consume, schedule, [&](int consumer_group) {
+      run_producer<Loads::kBoth>(p, memories[consumer_group], &key_map, &value_map);
+    });
   }
 }
 
@@ -555,18 +569,22 @@ void forward_on_hopper(
   with_hopper_kernel(p.scoring, p.lists, p.head_dim, [&](auto head_dim, auto scores) {
     constexpr Scores kScores = decltype(scores)::value;
     constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores);
-    // Short rows leave room for a second consumer group; half as many keys at a time leave registers for it, or for options.
-    constexpr int kHeadDim = decltype(head_dim)::value, kConsumerGroups = kHeadDim == 64 && kPlain ? 2 : 1, kBlockN = kHeadDim == 128 && kPlain ? 128 : 64;
+    // Short rows leave room for a second consumer group; half as many keys at a time leave registers for it, or for
+    // options.
+    constexpr int kHeadDim = decltype(head_dim)::value, kConsumerGroups = kHeadDim == 64 && kPlain ? 2 : 1,
+                  kBlockN = kHeadDim == 128 && kPlain ? 128 : 64;
     const int64_t count = copies * p.lists.num_work_tiles * p.lists.sub_tiles;
     const int block = 1 << p.lists.log_block;
     const int own_box = std::min(block, kHopperBlockM);
     const CUtensorMap query_map = tensor_map(query, own_box), output_map = tensor_map(output, own_box);
-    const CUtensorMap key_map = tensor_map(key, std::min(block, kBlockN)), value_map = tensor_map(value, std::min(block, kBlockN));
+    const CUtensorMap key_map = tensor_map(key, std::min(block, kBlockN)),
+                      value_map = tensor_map(value, std::min(block, kBlockN));
     with_scheduler(launch, query, count, kConsumerGroups, [&](const TileScheduler& scheduler, int64_t blocks) {
       launch.with_shared_memory(
-          forward_on_hopper_kernel<T, kHeadDim, kBlockN, kConsumerGroups, kScores>, blocks, kHopperThreads<kConsumerGroups>,
-          kConsumerGroups * sizeof(Memory<T, kHeadDim, kBlockN, kConsumerGroups, kLimited>) + kPanelAlignment, p, query_map, key_map, value_map, output_map,
-          scheduler);
+          forward_on_hopper_kernel<T, kHeadDim, kBlockN, kConsumerGroups, kScores>, blocks,
+          kHopperThreads<kConsumerGroups>,
+          kConsumerGroups * sizeof(Memory<T, kHeadDim, kBlockN, kConsumerGroups, kLimited>) + kPanelAlignment, p,
+          query_map, key_map, value_map, output_map, scheduler);
     });
   });
 }
@@ -574,6 +592,7 @@ void forward_on_hopper(
 template void forward_on_hopper(
     const Launcher&, const Forward<__half>&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t);
 template void forward_on_hopper(
-    const Launcher&, const Forward<__nv_bfloat16>&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t);
+    const Launcher&, const Forward<__nv_bfloat16>&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+    int64_t);
 
 }  // namespace ds_sparse::attention

@@ -1,5 +1,5 @@
-// What is added to the scores of keys, summed up by eights: where it is nothing kernels need not look, and what is masked
-// altogether they leave out.
+// What is added to the scores of keys, summed up by eights: where it is nothing kernels need not look, and what is
+// masked altogether they leave out.
 
 #include <torch/csrc/stable/ops.h>
 

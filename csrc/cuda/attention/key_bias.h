@@ -14,8 +14,8 @@ struct KeyBias {
   std::optional<Tensor> biases, states;
 };
 
-// Writes key_bias, fp32 or bool (keeps where true), (B or 1, S) or (B or 1, H or 1, 1, S), into `scoring`, with a KeyState
-// for every eight keys. key_bias.cu
+// Writes key_bias, fp32 or bool (keeps where true), (B or 1, S) or (B or 1, H or 1, 1, S), into `scoring`, with a
+// KeyState for every eight keys. key_bias.cu
 KeyBias set_key_bias(const Launcher& launch, const std::optional<Tensor>& key_bias, Scoring& scoring);
 
 }  // namespace ds_sparse::attention

@@ -19,7 +19,9 @@ constexpr int kOutputColumns = kHeadDim < 128 ? kHeadDim : 128;
 
 // Tokens of the other side in a step: fewer where their rows are long, for shared memory's sake.
 template <class T, int kHeadDim>
-constexpr int kStep = kHeadDim * sizeof(T) <= 256 ? 64 : kHeadDim * sizeof(T) <= 512 ? 32 : 16;
+constexpr int kStep = kHeadDim * sizeof(T) <= 256   ? 64
+                      : kHeadDim * sizeof(T) <= 512 ? 32
+                                                    : 16;
 constexpr int kStages = 2;
 
 // A matrix (tokens, D) for each batch and head; strides in elements.
@@ -38,7 +40,8 @@ constexpr int kPitch = kHeadDim + kRun<T>;
 template <class T, int kHeadDim, int kTokens>
 using Tile = T[kTokens * kPitch<T, kHeadDim>];
 
-// Starts copies of kTokens rows, of `columns` elements each, and zeros up to kHeadDim; token_of(row) is -1 where there is none.
+// Starts copies of kTokens rows, of `columns` elements each, and zeros up to kHeadDim; token_of(row) is -1 where there
+// is none.
 template <int kHeadDim, int kTokens, class T, class F>
 __device__ __forceinline__ void load_tile(
     T* tile, const T* data, int64_t token_stride, int columns, const F& token_of) {
@@ -59,8 +62,8 @@ __device__ __forceinline__ void load_tile(
   }
 }
 
-// Fragments of probabilities, as the left operand of the next product: a lane's sums of 16 x 16 become those of 16 x k16
-// as they are in 16 bits; in fp32 two products of depth 8, whose k run 0 2 4 6 1 3 5 7.
+// Fragments of probabilities, as the left operand of the next product: a lane's sums of 16 x 16 become those of 16 x
+// k16 as they are in 16 bits; in fp32 two products of depth 8, whose k run 0 2 4 6 1 3 5 7.
 template <class T>
 struct AccumulatorAsA {
   uint32_t fragment[1][4];
@@ -84,7 +87,8 @@ struct AccumulatorAsA {
 
   // sums (16 x kN) += this @ rows `row` to `row` + 15 of a tile whose rows are summed over.
   template <int kN, int pitch>
-  __device__ __forceinline__ void multiply_add_to(float (&sums)[kN / 8][4], const T* tile, int tile_row, int lane) const {
+  __device__ __forceinline__ void multiply_add_to(
+      float (&sums)[kN / 8][4], const T* tile, int tile_row, int lane) const {
 #pragma unroll
     for (int n = 0; n < kN / 16; ++n) {
       typename Mma<T>::FragmentB b;

@@ -32,19 +32,23 @@ struct Turns {
   }
 };
 
-// Sums (64 x kBlockN) of a warpgroup: 64 of its tile's rows times kBlockN rows, in panels of kTokens, over kHeadDim columns.
+// Sums (64 x kBlockN) of a warpgroup: 64 of its tile's rows times kBlockN rows, in panels of kTokens, over kHeadDim
+// columns.
 template <class T, int kHeadDim, int kBlockN, int kTokens>
-__device__ __forceinline__ void multiply_rows(float (&sums)[kBlockN / 2], const GmmaDescriptor& left, const GmmaDescriptor& right) {
+__device__ __forceinline__ void multiply_rows(
+    float (&sums)[kBlockN / 2], const GmmaDescriptor& left, const GmmaDescriptor& right) {
   constexpr int tile_row = kPanel * sizeof(T);
 #pragma unroll
   for (int k = 0; k < kHeadDim / 16; ++k) {
     // Panels of 64 columns, and 16 columns within them.
     Wgmma<T>::template from_shared<kBlockN, true>(
-        sums, left.from(k / 4 * kHopperBlockM * tile_row + k % 4 * 32), right.from(k / 4 * kTokens * tile_row + k % 4 * 32), k > 0);
+        sums, left.from(k / 4 * kHopperBlockM * tile_row + k % 4 * 32),
+        right.from(k / 4 * kTokens * tile_row + k % 4 * 32), k > 0);
   }
 }
 
-// sums (64 x kHeadDim) += left (64 x kBlockN, in registers) @ kBlockN rows, which lie along the sum; `right` knows how far apart panels are.
+// sums (64 x kHeadDim) += left (64 x kBlockN, in registers) @ kBlockN rows, which lie along the sum; `right` knows how
+// far apart panels are.
 template <class T, int kHeadDim, int kBlockN>
 __device__ __forceinline__ void multiply_columns(
     float (&sums)[kHeadDim / 2], const uint32_t (&left)[kBlockN / 16][4], const GmmaDescriptor& right) {
@@ -54,11 +58,12 @@ __device__ __forceinline__ void multiply_columns(
   }
 }
 
-// The same for a warp by itself, and as slowly as products without wgmma are: sums (16 x kBlockN) of its rows, which begin at
-// `row`, in the order that wgmma leaves them in.
+// The same for a warp by itself, and as slowly as products without wgmma are: sums (16 x kBlockN) of its rows, which
+// begin at `row`, in the order that wgmma leaves them in.
 template <class T, int kHeadDim, int kBlockN>
 __device__ __forceinline__ void multiply_warp_tile(
-    float (&sums)[kBlockN / 2], const Panels<T, kHeadDim, kHopperBlockM>& left, int tile_row, const Panels<T, kHeadDim, kBlockN>& right) {
+    float (&sums)[kBlockN / 2], const Panels<T, kHeadDim, kHopperBlockM>& left, int tile_row,
+    const Panels<T, kHeadDim, kBlockN>& right) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (float& sum : sums) {

@@ -1,7 +1,7 @@
 // Which scores are live: those of eight neighbouring tokens of the other side together, and of one token one by one.
 //
-// A warp owns 16 rows of the tile, its warp tile; live blocks are at least 8 tokens wide, so that one bit for each 8 tokens of
-// the other side says all about rows l and one about l + 8.
+// A warp owns 16 rows of the tile, its warp tile; live blocks are at least 8 tokens wide, so that one bit for each 8
+// tokens of the other side says all about rows l and one about l + 8.
 
 #pragma once
 
@@ -11,8 +11,8 @@
 
 namespace ds_sparse::attention {
 
-// Eight neighbouring tokens of the other side: the first, and its owners, a bit for each block row of the tile whose list
-// has their block. None: 0 owners.
+// Eight neighbouring tokens of the other side: the first, and its owners, a bit for each block row of the tile whose
+// list has their block. None: 0 owners.
 struct Octet {
   static constexpr uint32_t kBiased = 1 << 8;  // beside the owners: some of them have a bias
   int token;
@@ -42,8 +42,7 @@ struct OtherSide {
     if (entry >= num_entries) {
       return -1;
     }
-    const int token =
-        static_cast<int>((entries[entry] & 0xffffffu) << log_block) + (place & ((1 << log_block) - 1));
+    const int token = static_cast<int>((entries[entry] & 0xffffffu) << log_block) + (place & ((1 << log_block) - 1));
     return token < length ? token : -1;
   }
 
@@ -66,8 +65,9 @@ struct OtherSide {
   }
 };
 
-// Which of a warp tile's scores with kTokens tokens are live. Bit n: rows l of the warp tile, and bit 8 + n rows l + 8, with
-// octet n; `ragged`: elements of that octet are looked at one by one, as some do not exist, come after or have a bias.
+// Which of a warp tile's scores with kTokens tokens are live. Bit n: rows l of the warp tile, and bit 8 + n rows l + 8,
+// with octet n; `ragged`: elements of that octet are looked at one by one, as some do not exist, come after or have a
+// bias.
 template <int kTokens>
 struct LiveOctets {
   static constexpr int kOctets = kTokens / 8;
@@ -102,8 +102,8 @@ struct LiveOctets {
   __device__ bool group(int j) const { return (bits >> 2 * j & 0x303u) != 0; }
 };
 
-// What a token of one side sees of the other, element by element. kTransposed: the token is a key. Where it does not exist,
-// -1, nobody looks.
+// What a token of one side sees of the other, element by element. kTransposed: the token is a key. Where it does not
+// exist, -1, nobody looks.
 template <bool kTransposed, bool kWindow>
 struct TokenMask {
   Range range, global;

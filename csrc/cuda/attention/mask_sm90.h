@@ -17,8 +17,8 @@ struct GroupMask {
 
   // A warp tile's for each of the first lanes.
   template <bool kTransposed>
-  static __device__ __forceinline__ GroupMask of_warp_tile(
-      const Scoring& scoring, const TileLists& lists, const WorkItemOf<kLimited>& item) {
+  static __device__ __forceinline__ GroupMask
+  of_warp_tile(const Scoring& scoring, const TileLists& lists, const WorkItemOf<kLimited>& item) {
     const int tile_row = threadIdx.x % (kHopperBlockM / 16) * 16, first = item.tokens[tile_row];
     // Of the row that causality leaves least.
     const Range range = first < 0 ? Range{0, kTransposed ? scoring.queries : scoring.keys}
@@ -52,8 +52,8 @@ struct GroupMask {
   }
 };
 
-// What a warp tile sees of a step's groups of 16 tokens. Bit g of each: the group counts for the warp tile; for any of its
-// warpgroup; has elements to look at one by one.
+// What a warp tile sees of a step's groups of 16 tokens. Bit g of each: the group counts for the warp tile; for any of
+// its warpgroup; has elements to look at one by one.
 struct LiveGroups {
   uint32_t bits;
 
@@ -90,8 +90,8 @@ struct LiveGroupFinder {
       const int token = __shfl_sync(0xffffffffu, group.token, g);
       const uint32_t owners = __shfl_sync(0xffffffffu, group.owners, g);
       const bool ragged = (owners & Octet::kBiased) != 0 || !group_mask.is_whole(token);
-      live.bits |= (group_mask.reaches(token) ? owners >> block_row & 1 : 0u) << g | ((owners & warpgroup) != 0 ? 1u : 0u) << (8 + g) |
-                   (owners != 0 && ragged ? 1u : 0u) << (16 + g);
+      live.bits |= (group_mask.reaches(token) ? owners >> block_row & 1 : 0u) << g |
+                   ((owners & warpgroup) != 0 ? 1u : 0u) << (8 + g) | (owners != 0 && ragged ? 1u : 0u) << (16 + g);
     }
     return live;
   }

@@ -29,7 +29,7 @@ struct TileTensors {
 
 // What forward made, and the gradients of it.
 struct Results {
-  const Tensor &grad_output;
+  const Tensor& grad_output;
   const std::optional<Tensor>& grad_lse;
   const Tensor &output, &rows;
 };

@@ -31,7 +31,8 @@ struct Boxes {
   __device__ int bytes() const { return int{sizeof(T)} * kPanel << log_tokens; }
 
   __device__ __forceinline__ void copy(
-      Panels<T, kHeadDim, kTokens>& to, const CUtensorMap* map, Barrier* barrier, int token, int head, int batch) const {
+      Panels<T, kHeadDim, kTokens>& to, const CUtensorMap* map, Barrier* barrier, int token, int head,
+      int batch) const {
     tma_load(to[panel] + tile_row * kPanel, map, barrier, panel * kPanel, token, head, batch);
   }
   // The way back.
@@ -52,7 +53,8 @@ struct Gathered {
   __device__ __forceinline__ Gathered(const OtherSide<kTokens>& other, const B& boxes, int step) {
     const int place = step * kTokens + boxes.tile_row, lane = threadIdx.x % 32;
     const int entry = min(place >> other.log_block, other.num_entries - 1);
-    token = static_cast<int>((other.entries[entry] & 0xffffffu) << other.log_block) + (place & ((1 << other.log_block) - 1));
+    token = static_cast<int>((other.entries[entry] & 0xffffffu) << other.log_block) +
+            (place & ((1 << other.log_block) - 1));
     group = lane < kTokens / 16 ? other.group(step, lane) : Octet{0, 0};
   }
 };
@@ -77,8 +79,8 @@ __device__ __forceinline__ void copy_pairs(
   }
 }
 
-// Writes what a step is about, by a producer warp, and makes `full` wait for so many bytes and, where they are given, for
-// the step's pairs, whose copy it starts.
+// Writes what a step is about, by a producer warp, and makes `full` wait for so many bytes and, where they are given,
+// for the step's pairs, whose copy it starts.
 template <int kTokens, bool kLimited, class M>
 __device__ __forceinline__ void announce_step(
     M& memory, int stage, Barrier& full, const Gathered<kTokens>& here, const LiveGroups& live, int bytes,

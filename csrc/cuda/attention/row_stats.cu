@@ -10,8 +10,8 @@
 namespace ds_sparse::attention {
 namespace {
 
-constexpr int kLanes = 8;   // of a row
-constexpr int kAtOnce = 4;  // rows of a thread, whose reads are under way together
+constexpr int kLanes = 8;             // of a row
+constexpr int kAtOnce = 4;            // rows of a thread, whose reads are under way together
 constexpr int kBeside = 32 / kLanes;  // rows that a warp reads together
 constexpr int kRowsOfWarp = kBeside * kAtOnce, kRowsOfBlock = kThreads / 32 * kRowsOfWarp;
 static_assert(kHopperBlockM % kRowsOfBlock == 0);
@@ -20,7 +20,8 @@ template <class T>
 __global__ void __launch_bounds__(kThreads) row_stats_kernel(
     Matrices<const T> grad_output, Matrices<const T> output, const float2* row_sums, const float* grad_lse, float* to,
     int blocks_of_matrix, int64_t padded, int heads, int queries, int head_dim) {
-  const int lane = threadIdx.x % 32, matrix = blockIdx.x / blocks_of_matrix, batch = matrix / heads, head = matrix % heads;
+  const int lane = threadIdx.x % 32, matrix = blockIdx.x / blocks_of_matrix, batch = matrix / heads,
+            head = matrix % heads;
   const int first = blockIdx.x % blocks_of_matrix * kRowsOfBlock + threadIdx.x / 32 * kRowsOfWarp;
   // A lane reads of the rows of its eight lanes, and writes what is known of one of the warp's.
   const int own = first + lane % kRowsOfWarp;
@@ -77,8 +78,8 @@ std::pair<Tensor, RowStatsPlanes> make_row_stats(
   with_element<false>(output, "attention", [&](auto zero) {
     using T = decltype(zero);
     launch(
-        row_stats_kernel<T>, rows / kRowsOfBlock, kThreads, matrices_of<const T>(grad_output), matrices_of<const T>(output),
-        reinterpret_cast<const float2*>(row_sums.const_data_ptr<float>()),
+        row_stats_kernel<T>, rows / kRowsOfBlock, kThreads, matrices_of<const T>(grad_output),
+        matrices_of<const T>(output), reinterpret_cast<const float2*>(row_sums.const_data_ptr<float>()),
         grad_lse ? grad_lse->const_data_ptr<float>() : nullptr, to, static_cast<int>(padded / kRowsOfBlock), padded,
         static_cast<int>(heads), static_cast<int>(queries), static_cast<int>(output.size(3)));
   });

@@ -10,8 +10,8 @@
 
 namespace ds_sparse::attention {
 
-// Of a row of scores: the log-sum-exp of its exponents, of two; what is taken off the gradients of its probabilities, the
-// sum of grad_output * output less the gradient of lse; what its exponents, of e, are taken relative to, and 1 over
+// Of a row of scores: the log-sum-exp of its exponents, of two; what is taken off the gradients of its probabilities,
+// the sum of grad_output * output less the gradient of lse; what its exponents, of e, are taken relative to, and 1 over
 // their sum, which give its probabilities where that maximum is too large for the first.
 struct RowStats {
   float lse, delta, row_max, inverse_sum;
@@ -20,8 +20,8 @@ struct RowStats {
 // One that has no probabilities, or does not exist.
 __host__ __device__ constexpr RowStats no_row_stats() { return {kInfinity, 0.0f, kInfinity, 0.0f}; }
 
-// Those of all rows, (B, H, 4, padded T), each member in a plane of its own: the copy engine brings whole blocks, past the last token
-// too, and there are as many.
+// Those of all rows, (B, H, 4, padded T), each member in a plane of its own: the copy engine brings whole blocks, past
+// the last token too, and there are as many.
 struct RowStatsPlanes {
   const float* data;
   int64_t padded;

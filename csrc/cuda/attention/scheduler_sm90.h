@@ -1,10 +1,10 @@
 // The roles of warps in a thread block on Hopper, and how they get their work tiles.
 //
-// A thread block stays on its multiprocessor and takes work tile after work tile, or each of its two consumer groups does. A
-// consumer group's two warpgroups multiply: they have 64 rows of the tile each, a warp tile of 16 for each warp. Of the
-// warps after them one is its scheduler, which writes what the next work tile is about (and, forward, stores the results of
-// the last); one or two are producers, which keep a pipeline of stages in shared memory full; or (backward by rows) one warp
-// has both roles.
+// A thread block stays on its multiprocessor and takes work tile after work tile, or each of its two consumer groups
+// does. A consumer group's two warpgroups multiply: they have 64 rows of the tile each, a warp tile of 16 for each
+// warp. Of the warps after them one is its scheduler, which writes what the next work tile is about (and, forward,
+// stores the results of the last); one or two are producers, which keep a pipeline of stages in shared memory full; or
+// (backward by rows) one warp has both roles.
 
 #pragma once
 
@@ -21,8 +21,8 @@ namespace ds_sparse::attention {
 using namespace hopper;
 
 constexpr int kConsumerWarpgroups = 2;  // warpgroups with kHopperBlockM / kConsumerWarpgroups rows each
-// A consumer group is these, with the scheduler and producer warps that serve them; the consumer groups of a thread block
-// have nothing to do with each other.
+// A consumer group is these, with the scheduler and producer warps that serve them; the consumer groups of a thread
+// block have nothing to do with each other.
 constexpr int kConsumerGroupThreads = 128 * kConsumerWarpgroups;
 template <int kConsumerGroups>
 constexpr int kHopperThreads = kConsumerGroups * kConsumerGroupThreads + 128;
@@ -50,10 +50,10 @@ __device__ __forceinline__ int consumer_thread() {
   return number % kConsumerGroupThreads;
 }
 
-// Hands work tiles out in their order, to whichever consumer group is free: persistent thread blocks, dynamic scheduling.
-// The first one of a consumer group has the number blockIdx.x + consumer_group * gridDim.x.
+// Hands work tiles out in their order, to whichever consumer group is free: persistent thread blocks, dynamic
+// scheduling. The first one of a consumer group has the number blockIdx.x + consumer_group * gridDim.x.
 struct TileScheduler {
-  int* taken;  // 0 before the kernel
+  int* taken;                  // 0 before the kernel
   int count, consumer_groups;  // of work tiles; of all thread blocks
 
   // A number in the first lane of a warp, which nobody waits for yet.
@@ -71,7 +71,7 @@ struct TileScheduler {
 // A work tile in the scheduler's pipeline, with its tokens: the scheduler writes it while the one before is at work.
 struct WorkItem {
   WorkTile work;
-  int steps;                // -1: there is nothing left to do
+  int steps;                  // -1: there is nothing left to do
   int tokens[kHopperBlockM];  // of the tile; -1 where there is none
 };
 
@@ -110,17 +110,23 @@ struct WorkItemOf : WorkItem {
 
 // The first row of a warp's tile, and the first of a lane's two rows; the other is 8 below. `thread`: as of
 // `consumer_thread`, where that is known.
-__device__ __forceinline__ int warp_tile_row(int thread = threadIdx.x % kConsumerGroupThreads) { return thread / 32 * 16; }
+__device__ __forceinline__ int warp_tile_row(int thread = threadIdx.x % kConsumerGroupThreads) {
+  return thread / 32 * 16;
+}
 __device__ __forceinline__ int lane_row(int thread = threadIdx.x % kConsumerGroupThreads) {
   return warp_tile_row(thread) + thread % 32 / 4;
 }
 
-// Calls f with a scheduler, for as long as that takes, of so many work tiles, and the number of thread blocks of so many consumer groups.
+// Calls f with a scheduler, for as long as that takes, of so many work tiles, and the number of thread blocks of so
+// many consumer groups.
 template <class F>
 void with_scheduler(const Launcher& launch, const Tensor& on, int64_t count, int consumer_groups, const F& f) {
   Tensor taken = launch.zeros(on, 1, ScalarType::Int);
   const int64_t blocks = std::min(count, launch.multiprocessors());
-  f(TileScheduler{taken.mutable_data_ptr<int32_t>(), static_cast<int>(count), static_cast<int>(consumer_groups * blocks)}, blocks);
+  f(
+      TileScheduler{
+          taken.mutable_data_ptr<int32_t>(), static_cast<int>(count), static_cast<int>(consumer_groups * blocks)},
+      blocks);
 }
 
 }  // namespace ds_sparse::attention

@@ -67,8 +67,9 @@ __device__ __forceinline__ void finish_scores(
   }
 }
 
-// Leaves -inf where scores do not count: groups that are not the warp tile's, and of ragged ones what the row does not see.
-// Without branches within a group, as all lanes go through it anyway. pairs: of the step; null: all that the row sees.
+// Leaves -inf where scores do not count: groups that are not the warp tile's, and of ragged ones what the row does not
+// see. Without branches within a group, as all lanes go through it anyway. pairs: of the step; null: all that the row
+// sees.
 template <int kBlockN, bool kTransposed, bool kLimited>
 __device__ __forceinline__ void mask_scores(
     float (&scores)[kBlockN / 2], const LiveGroups& live, const Octet* groups, const WorkItemOf<kLimited>& item,
@@ -135,8 +136,8 @@ __device__ __forceinline__ void mask_scores(
 // Adds the bias of keys, which is not 0 in ragged groups only, where these are the other side.
 template <int kBlockN>
 __device__ __forceinline__ void add_key_bias(
-    float (&scores)[kBlockN / 2], const LiveGroups& live, const Octet* groups, const Scoring& scoring, const WorkTile& work,
-    float factor) {
+    float (&scores)[kBlockN / 2], const LiveGroups& live, const Octet* groups, const Scoring& scoring,
+    const WorkTile& work, float factor) {
   if (scoring.key_bias != nullptr && live.ragged() != 0) {
     const float* key_bias = scoring.key_bias_of(work.batch, work.head);
 #pragma unroll

@@ -67,11 +67,11 @@ struct Range {
   }
 };
 
-// What tokens see of live blocks where a window limits it, queries and keys being the same tokens: a range of them each,
-// and the first few of all, which see everything. All of it is symmetric but for causality.
+// What tokens see of live blocks where a window limits it, queries and keys being the same tokens: a range of them
+// each, and the first few of all, which see everything. All of it is symmetric but for causality.
 struct WindowLimits {
-  const Range* limits;    // (1 or H, T); null: there is no window
-  const int32_t* places;  // (1 or H, T), by which causality goes; null: it goes by the order of tokens
+  const Range* limits;                   // (1 or H, T); null: there is no window
+  const int32_t* places;                 // (1 or H, T), by which causality goes; null: it goes by the order of tokens
   int64_t limits_stride, places_stride;  // of heads
   int num_global;
 
@@ -84,11 +84,11 @@ struct Scoring {
   int queries, keys;
   bool causal;
   Bias rpe, attn_mask;
-  const float* key_bias;       // null: none
-  const uint8_t* key_states;   // of every eight keys, a KeyState
+  const float* key_bias;                               // null: none
+  const uint8_t* key_states;                           // of every eight keys, a KeyState
   int64_t key_bias_strides[2], key_states_strides[2];  // of batches and heads
-  bool only_masks_keys;  // every bias is 0 or -inf
-  const int64_t* dropout_seed;  // null: none
+  bool only_masks_keys;                                // every bias is 0 or -inf
+  const int64_t* dropout_seed;                         // null: none
   uint32_t dropout_threshold;
   WindowLimits window;
 
@@ -112,14 +112,15 @@ struct Scoring {
 
   // What a token's window has; all, and nothing, where there is none.
   __device__ Range limits_of(int head, int token) const {
-    return window.limits == nullptr || token < 0 ? Range{0, INT32_MAX} : window.limits[head * window.limits_stride + token];
+    return window.limits == nullptr || token < 0 ? Range{0, INT32_MAX}
+                                                 : window.limits[head * window.limits_stride + token];
   }
   __device__ int place_of(int head, int token) const {
     return window.places == nullptr || token < 0 ? 0 : window.places_of(head)[token];
   }
 
-  // What a token of one side may see of the other by the lengths and, unless it goes by places, causality; one that does
-  // not exist, -1: nothing, or whatever does not matter. kTransposed: the token is a key.
+  // What a token of one side may see of the other by the lengths and, unless it goes by places, causality; one that
+  // does not exist, -1: nothing, or whatever does not matter. kTransposed: the token is a key.
   template <bool kTransposed>
   __device__ Range range_of(int token) const {
     const bool in_order = causal && !goes_by_places();

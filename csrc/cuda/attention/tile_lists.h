@@ -1,5 +1,5 @@
-// Tiles of tokens with their lists of live blocks, the work tiles that thread blocks take, and the splits of long lists,
-// which a second kernel combines. Format: ds_sparse/tiles.py; schemas and shapes: csrc/library.cpp.
+// Tiles of tokens with their lists of live blocks, the work tiles that thread blocks take, and the splits of long
+// lists, which a second kernel combines. Format: ds_sparse/tiles.py; schemas and shapes: csrc/library.cpp.
 //
 // Every pass holds a tile of its own tokens (queries, or keys) and walks those of the other side, kBlockM or fewer at a
 // time, gathered from as many live blocks as that takes.
@@ -8,14 +8,14 @@
 
 #include <cstdint>
 
-
 namespace ds_sparse::attention {
 
-constexpr int kBlockM = 64;         // tokens of a tile
-constexpr int kHopperBlockM = 128;  // and of one on Hopper
+constexpr int kBlockM = 64;            // tokens of a tile
+constexpr int kHopperBlockM = 128;     // and of one on Hopper
 constexpr int kThreads = 2 * kBlockM;  // a warp for each 16 tokens
 
-// The tiles of one side with their lists, as Python's Tiles has them. Block rows: of the own side, -1 where a tile has none.
+// The tiles of one side with their lists, as Python's Tiles has them. Block rows: of the own side, -1 where a tile has
+// none.
 struct TileLists {
   const int32_t* block_rows;
   const uint32_t* entries;

@@ -1,5 +1,5 @@
-// Attention over token pairs, on Hopper: the passes of fused attention on the blocks of 64 tokens that hold pairs, which
-// bits name one by one.
+// Attention over token pairs, on Hopper: the passes of fused attention on the blocks of 64 tokens that hold pairs,
+// which bits name one by one.
 
 #include <torch/csrc/stable/library.h>
 

@@ -26,22 +26,46 @@ std::tuple<Tensor, Tensor, Tensor> window_attention_forward(
   check_attention(query, key, value, {}, {}, {}, {}, 0, layout_heads, block, tile);
   check_window_attention(query, key, key_bias, limits, places, num_global);
   return attention_forward(
-      {query, key, value, layout_heads, block, tile, scale, causal, key_bias, {}, {}, {}, 0,
+      {query,
+       key,
+       value,
+       layout_heads,
+       block,
+       tile,
+       scale,
+       causal,
+       key_bias,
+       {},
+       {},
+       {},
+       0,
        window_limits_of(limits, places, num_global)},
       {row_lines, row_entries, row_units, row_cuts});
 }
 
 std::tuple<Tensor, Tensor, Tensor> window_attention_backward(
     const Tensor& grad_output, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& output,
-    const Tensor& rows, const std::optional<Tensor>& key_bias, const Tensor& limits, const std::optional<Tensor>& places,
-    const Tensor& row_lines, const Tensor& row_entries, const Tensor& row_units, const Tensor& row_cuts,
-    const Tensor& column_lines, const Tensor& column_entries, const Tensor& column_units, const Tensor& column_cuts,
-    int64_t layout_heads, int64_t block, int64_t tile, int64_t num_global, double scale, bool causal,
-    bool deterministic) {
+    const Tensor& rows, const std::optional<Tensor>& key_bias, const Tensor& limits,
+    const std::optional<Tensor>& places, const Tensor& row_lines, const Tensor& row_entries, const Tensor& row_units,
+    const Tensor& row_cuts, const Tensor& column_lines, const Tensor& column_entries, const Tensor& column_units,
+    const Tensor& column_cuts, int64_t layout_heads, int64_t block, int64_t tile, int64_t num_global, double scale,
+    bool causal, bool deterministic) {
   check_attention(query, key, value, {}, {}, {}, {}, 0, layout_heads, block, tile);
   check_window_attention(query, key, key_bias, limits, places, num_global);
   return attention_backward(
-      {query, key, value, layout_heads, block, tile, scale, causal, key_bias, {}, {}, {}, 0,
+      {query,
+       key,
+       value,
+       layout_heads,
+       block,
+       tile,
+       scale,
+       causal,
+       key_bias,
+       {},
+       {},
+       {},
+       0,
        window_limits_of(limits, places, num_global)},
       {grad_output, {}, output, rows}, {row_lines, row_entries, row_units, row_cuts},
       {column_lines, column_entries, column_units, column_cuts}, deterministic);

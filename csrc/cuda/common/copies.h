@@ -25,7 +25,8 @@ __device__ __forceinline__ void start_copy(uint32_t to, const void* from, int gi
 // addresses of many copies share.
 __device__ __forceinline__ void start_copy_of(int number, uint32_t to, const void* from) {
   asm volatile(
-      "{\n.reg .pred exists;\nsetp.ge.s32 exists, %2, 0;\n@exists cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(to),
+      "{\n.reg .pred exists;\nsetp.ge.s32 exists, %2, 0;\n@exists cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(
+          to),
       "l"(from), "r"(number));
 }
 

@@ -1,5 +1,5 @@
-// What products with live blocks (by tiles, matmul/product_tiles.h) and of windows share on Hopper: warps copy tokens 64 at a
-// time into a ring of stages; warpgroups multiply, 64 rows each.
+// What products with live blocks (by tiles, matmul/product_tiles.h) and of windows share on Hopper: warps copy tokens
+// 64 at a time into a ring of stages; warpgroups multiply, 64 rows each.
 
 #pragma once
 
@@ -19,7 +19,7 @@ constexpr int kTile = kPanel;                  // tokens on the side of what it 
 constexpr int kTileElements = kTile * kPanel;  // of so many tokens that are one panel
 constexpr int kTileBytes = kTileElements * 2;  // in 16-bit types
 constexpr int kLineBytes = kPanel * 2;         // of a panel's line
-constexpr int kMaxHeadDim = 2 * kPanel;         // of both operands
+constexpr int kMaxHeadDim = 2 * kPanel;        // of both operands
 
 template <class T>
 __device__ __forceinline__ uint32_t round_pair(float first, float second) {

@@ -51,8 +51,7 @@ struct Operand {
   Operand(int64_t block, int64_t token_stride, int64_t depth_stride, int64_t width, bool aligned)
       : Operand(block, block * token_stride, token_stride, depth_stride, width, aligned) {}
 
-  Operand(
-      int64_t block, int64_t block_stride, int64_t token_stride, int64_t depth_stride, int64_t width, bool aligned)
+  Operand(int64_t block, int64_t block_stride, int64_t token_stride, int64_t depth_stride, int64_t width, bool aligned)
       : block_stride(block_stride),
         token_stride(token_stride),
         depth_stride(depth_stride),
@@ -80,9 +79,7 @@ struct Dense : Operand<T> {
         batch_stride(stride(x, 0)),
         head_stride(stride(x, 1)) {}
 
-  __device__ const T* of(int64_t batch, int64_t head) const {
-    return data + batch * batch_stride + head * head_stride;
-  }
+  __device__ const T* of(int64_t batch, int64_t head) const { return data + batch * batch_stride + head * head_stride; }
 
  private:
   static int64_t stride(const torch::stable::Tensor& x, int64_t dim) {
@@ -136,10 +133,10 @@ class TileLoader {
       copy_elements(tile, start, first_block, tokens_left, depth_left, block_of);
       return;
     }
-    const char* start = reinterpret_cast<const char*>(data) +
-                        (static_cast<uint32_t>(within) * static_cast<uint32_t>(x_.token_stride) +
-                         static_cast<uint32_t>(depth) * static_cast<uint32_t>(x_.depth_stride)) *
-                            uint32_t{sizeof(T)};
+    const char* start =
+        reinterpret_cast<const char*>(data) + (static_cast<uint32_t>(within) * static_cast<uint32_t>(x_.token_stride) +
+                                               static_cast<uint32_t>(depth) * static_cast<uint32_t>(x_.depth_stride)) *
+                                                  uint32_t{sizeof(T)};
     const uint32_t to = shared_address(tile) + first_place_;
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
@@ -169,8 +166,9 @@ class TileLoader {
       const int depth = x_.token_inner ? number / kTokens : number % kDepth;
       T value = T(0.0f);
       if (token < tokens && depth < width) {
-        value = start[block_of(first_block + (token >> x_.log_block)) * x_.block_stride +
-                      (token & ((1 << x_.log_block) - 1)) * x_.token_stride + depth * x_.depth_stride];
+        value = start
+            [block_of(first_block + (token >> x_.log_block)) * x_.block_stride +
+             (token & ((1 << x_.log_block) - 1)) * x_.token_stride + depth * x_.depth_stride];
       }
       tile[place(token, depth)] = value;
     }

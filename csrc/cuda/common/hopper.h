@@ -1,6 +1,6 @@
-// What Hopper has and earlier GPUs have not, one instruction a function: products of warpgroups (wgmma) on tiles that the
-// copy engine (TMA) brings, and the barriers between the two. Names are CUTLASS's where it has one. PTX ISA chapters "Asynchronous warpgroup level matrix
-// instructions", "cp.async.bulk.tensor" and "mbarrier".
+// What Hopper has and earlier GPUs have not, one instruction a function: products of warpgroups (wgmma) on tiles that
+// the copy engine (TMA) brings, and the barriers between the two. Names are CUTLASS's where it has one. PTX ISA
+// chapters "Asynchronous warpgroup level matrix instructions", "cp.async.bulk.tensor" and "mbarrier".
 //
 // A tile in shared memory is made of panels: lines of 64 16-bit elements, 128 bytes, in the copy engine's 128-byte
 // swizzle, which repeats every 8 lines.
@@ -21,8 +21,8 @@ namespace ds_sparse::hopper {
 constexpr int kPanel = 64;             // elements of a panel's line
 constexpr int kPanelAlignment = 1024;  // bytes; dynamic shared memory is asked for that much more
 
-// x, which is the same in all lanes: the compiler knows it then, and what is made of it can be the operand of wgmma as it
-// is. Else descriptors are made anew, in each lane, for every product.
+// x, which is the same in all lanes: the compiler knows it then, and what is made of it can be the operand of wgmma as
+// it is. Else descriptors are made anew, in each lane, for every product.
 __device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 // The first place in dynamic shared memory where a panel may begin.
@@ -57,8 +57,8 @@ __device__ __forceinline__ T* kept_shared(T* pointer) {
   return static_cast<T*>(__cvta_shared_to_generic(address));
 }
 
-// A barrier counts arrivals, and bytes of copies that it was told to expect; each time both are there it enters its next
-// phase. A phase is named by the last bit of its number, its parity.
+// A barrier counts arrivals, and bytes of copies that it was told to expect; each time both are there it enters its
+// next phase. A phase is named by the last bit of its number, its parity.
 struct Barrier {
   uint64_t state;
 
@@ -69,8 +69,8 @@ struct Barrier {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(this)) : "memory");
   }
   __device__ __forceinline__ void arrive_and_expect_tx(uint32_t bytes) {
-    asm volatile(
-        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)), "r"(bytes)
+                 : "memory");
   }
   // So many bytes more, before the arrival of whoever starts their copies.
   __device__ __forceinline__ void expect_tx(uint32_t bytes) {
@@ -102,41 +102,46 @@ __device__ __forceinline__ void warp_arrive(Barrier& barrier, int lane) {
 }
 
 // Makes initialised barriers visible to the copy engine.
-__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-// Makes this thread's stores to shared memory visible to the copy engine and to wgmma; and what it has read of it is read
-// before the copy engine, told so later, overwrites it.
-__device__ __forceinline__ void fence_view_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+// Makes this thread's stores to shared memory visible to the copy engine and to wgmma; and what it has read of it is
+// read before the copy engine, told so later, overwrites it.
+__device__ __forceinline__ void fence_view_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // Starts a copy of a box of a tensor (batch, head, token, column) into a panel; `barrier` receives its bytes.
 __device__ __forceinline__ void tma_load(
     void* to, const CUtensorMap* map, Barrier* barrier, int column, int token, int head, int batch) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
-          shared_address(to)),
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(shared_address(to)),
       "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(token), "r"(head), "r"(batch)
       : "memory");
 }
 
 // The same of runs of tokens (RunsMap).
-__device__ __forceinline__ void tma_load_runs(void* to, const CUtensorMap* map, Barrier* barrier, int column, int place) {
+__device__ __forceinline__ void tma_load_runs(
+    void* to, const CUtensorMap* map, Barrier* barrier, int column, int place) {
   asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %4, %4, %5}], [%2];" ::"r"(
-          shared_address(to)),
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %4, %4, %5}], "
+      "[%2];" ::"r"(shared_address(to)),
       "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(0), "r"(place)
       : "memory");
 }
 
 // Starts a copy of adjacent bytes, a multiple of 16 from and to multiples of 16.
 __device__ __forceinline__ void bulk_load(void* to, const void* from, int bytes, Barrier* barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          shared_address(to)),
-      "l"(from), "r"(bytes), "r"(shared_address(barrier))
-      : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
 }
 
-// Where a role is in a pipeline of kStages stages: the index of its next stage, and the parity of the phase in which that
-// stage fills. A consumer waits on the full barrier with this phase, a producer on the empty barrier with the opposite.
+// Where a role is in a pipeline of kStages stages: the index of its next stage, and the parity of the phase in which
+// that stage fills. A consumer waits on the full barrier with this phase, a producer on the empty barrier with the
+// opposite.
 template <int kStages>
 struct PipelineState {
   int index = 0;
@@ -170,7 +175,9 @@ __device__ __forceinline__ void warpgroup_reg_dealloc() {
 }
 
 __device__ __forceinline__ void warpgroup_arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void warpgroup_commit_batch() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void warpgroup_commit_batch() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 // Until all but the newest kNewer groups of products are done.
 template <int kNewer>
 __device__ __forceinline__ void warpgroup_wait() {
@@ -186,7 +193,8 @@ __device__ __forceinline__ void warpgroup_fence_operand(float (&sums)[kCount]) {
   }
 }
 
-// A panel of a tile as an operand of wgmma, from which its descriptors are made. `panels_apart`: bytes between panels, where an operand's lines run along the product's n.
+// A panel of a tile as an operand of wgmma, from which its descriptors are made. `panels_apart`: bytes between panels,
+// where an operand's lines run along the product's n.
 struct GmmaDescriptor {
   uint32_t low, high;
 
@@ -224,14 +232,13 @@ __device__ __forceinline__ void store_matrices(void* row, const uint32_t (&from)
                : "memory");
 }
 
-// Starts a copy of a panel to a box of a tensor, but for what is outside of it, after `fence_view_async_shared` of all who wrote the
-// panel and a barrier. The thread says when it has started all that are to be waited for.
+// Starts a copy of a panel to a box of a tensor, but for what is outside of it, after `fence_view_async_shared` of all
+// who wrote the panel and a barrier. The thread says when it has started all that are to be waited for.
 __device__ __forceinline__ void tma_store(
     const CUtensorMap* map, const void* from, int column, int token, int head, int batch) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
-      "r"(shared_address(from)), "r"(column), "r"(token), "r"(head), "r"(batch)
-      : "memory");
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+               "r"(shared_address(from)), "r"(column), "r"(token), "r"(head), "r"(batch)
+               : "memory");
 }
 __device__ __forceinline__ void tma_store_arrive() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until what this thread's stores, and additions, read is free again.
@@ -253,12 +260,14 @@ __device__ __forceinline__ void bulk_reduce_add(float* to, const float* from, in
 }
 
 // Sums d (64 x kN of a warpgroup) = or += a @ b over 16. b's descriptor; b's lines run along k (kAlongK) or along n.
-// Lane l of warp w holds rows 16 w + l / 4 and that + 8, columns 8 i + 2 (l % 4) and the next of each i, as d[4 i .. 4 i + 3].
-#define DS_SPARSE_SUMS_8(d, i) \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+// Lane l of warp w holds rows 16 w + l / 4 and that + 8, columns 8 i + 2 (l % 4) and the next of each i, as d[4 i .. 4
+// i + 3].
+#define DS_SPARSE_SUMS_8(d, i)                                                                                \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+      "+f"(d[i + 7])
 #define DS_SPARSE_SUMS_32(d, i) \
   DS_SPARSE_SUMS_8(d, i), DS_SPARSE_SUMS_8(d, i + 8), DS_SPARSE_SUMS_8(d, i + 16), DS_SPARSE_SUMS_8(d, i + 24)
-#define DS_SPARSE_NAMES_32                                                                                        \
+#define DS_SPARSE_NAMES_32                                                                                         \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
   "%24, %25, %26, %27, %28, %29, %30, %31"
 #define DS_SPARSE_NAMES_64                                                                                           \
@@ -273,12 +282,12 @@ struct Wgmma {
   static __device__ __forceinline__ void from_shared(float (&d)[kN / 2], uint64_t a, uint64_t b, bool add) {
     static_assert(kN == 64 || kN == 128);
     if constexpr (kN == 64) {
-#define DS_SPARSE_PRODUCT(type)                                                                            \
-  asm volatile(                                                                                            \
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"                                                     \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" DS_SPARSE_NAMES_32                  \
-      "}, %32, %33, add, 1, 1, %36, %35;\n}"                                                                 \
-      : DS_SPARSE_SUMS_32(d, 0)                                                                            \
+#define DS_SPARSE_PRODUCT(type)                                                           \
+  asm volatile(                                                                           \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"                                    \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" DS_SPARSE_NAMES_32 \
+      "}, %32, %33, add, 1, 1, %36, %35;\n}"                                              \
+      : DS_SPARSE_SUMS_32(d, 0)                                                           \
       : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kAlongK ? 0 : 1), "n"(kTransposed ? 1 : 0))
       if constexpr (std::is_same_v<T, __half>) {
         DS_SPARSE_PRODUCT("f16");
@@ -287,12 +296,12 @@ struct Wgmma {
       }
 #undef DS_SPARSE_PRODUCT
     } else {
-#define DS_SPARSE_PRODUCT(type)                                                                            \
-  asm volatile(                                                                                            \
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"                                                     \
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" DS_SPARSE_NAMES_64                 \
-      "}, %64, %65, add, 1, 1, %68, %67;\n}"                                                                 \
-      : DS_SPARSE_SUMS_32(d, 0), DS_SPARSE_SUMS_32(d, 32)                                                  \
+#define DS_SPARSE_PRODUCT(type)                                                            \
+  asm volatile(                                                                            \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"                                     \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" DS_SPARSE_NAMES_64 \
+      "}, %64, %65, add, 1, 1, %68, %67;\n}"                                               \
+      : DS_SPARSE_SUMS_32(d, 0), DS_SPARSE_SUMS_32(d, 32)                                  \
       : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kAlongK ? 0 : 1), "n"(kTransposed ? 1 : 0))
       if constexpr (std::is_same_v<T, __half>) {
         DS_SPARSE_PRODUCT("f16");
@@ -303,18 +312,19 @@ struct Wgmma {
     }
   }
 
-  // a from registers: the fragment of four, as sums of 16 columns become it. b's lines run along k (kAlongK) or along n.
+  // a from registers: the fragment of four, as sums of 16 columns become it. b's lines run along k (kAlongK) or along
+  // n.
   template <int kN, bool kAlongK = false>
   static __device__ __forceinline__ void from_registers(
       float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b, bool add) {
     static_assert(kN == 64 || kN == 128);
     if constexpr (kN == 64) {
-#define DS_SPARSE_PRODUCT(type)                                                                  \
-  asm volatile(                                                                                  \
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"                                           \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" DS_SPARSE_NAMES_32        \
-      "}, {%32, %33, %34, %35}, %36, add, 1, 1, %38;\n}"                                         \
-      : DS_SPARSE_SUMS_32(d, 0)                                                                  \
+#define DS_SPARSE_PRODUCT(type)                                                           \
+  asm volatile(                                                                           \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"                                    \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" DS_SPARSE_NAMES_32 \
+      "}, {%32, %33, %34, %35}, %36, add, 1, 1, %38;\n}"                                  \
+      : DS_SPARSE_SUMS_32(d, 0)                                                           \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)), "n"(kAlongK ? 0 : 1))
       if constexpr (std::is_same_v<T, __half>) {
         DS_SPARSE_PRODUCT("f16");
@@ -323,12 +333,12 @@ struct Wgmma {
       }
 #undef DS_SPARSE_PRODUCT
     } else {
-#define DS_SPARSE_PRODUCT(type)                                                                  \
-  asm volatile(                                                                                  \
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"                                           \
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" DS_SPARSE_NAMES_64       \
-      "}, {%64, %65, %66, %67}, %68, add, 1, 1, %70;\n}"                                         \
-      : DS_SPARSE_SUMS_32(d, 0), DS_SPARSE_SUMS_32(d, 32)                                        \
+#define DS_SPARSE_PRODUCT(type)                                                            \
+  asm volatile(                                                                            \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"                                     \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" DS_SPARSE_NAMES_64 \
+      "}, {%64, %65, %66, %67}, %68, add, 1, 1, %70;\n}"                                   \
+      : DS_SPARSE_SUMS_32(d, 0), DS_SPARSE_SUMS_32(d, 32)                                  \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)), "n"(kAlongK ? 0 : 1))
       if constexpr (std::is_same_v<T, __half>) {
         DS_SPARSE_PRODUCT("f16");

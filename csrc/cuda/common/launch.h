@@ -16,8 +16,8 @@ namespace ds_sparse {
 
 using torch::stable::Tensor;
 
-// Bytes of shared memory that a thread block may have on every GPU since sm_80; 86, 89 and 120 have no more. Kernels that
-// are not for Hopper alone keep to it.
+// Bytes of shared memory that a thread block may have on every GPU since sm_80; 86, 89 and 120 have no more. Kernels
+// that are not for Hopper alone keep to it.
 constexpr size_t kPortableMemory = 99 << 10;
 
 // Makes a tensor's device the current one while it lives, and launches on that device's current stream.
@@ -33,7 +33,8 @@ class Launcher {
   }
 
   int64_t multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
-  // Bytes that a thread block may have. DS_SPARSE_SHARED_MEMORY, where it is defined, lets a GPU stand for one with less.
+  // Bytes that a thread block may have. DS_SPARSE_SHARED_MEMORY, where it is defined, lets a GPU stand for one with
+  // less.
   size_t shared_memory() const {
 #ifdef DS_SPARSE_SHARED_MEMORY
     return DS_SPARSE_SHARED_MEMORY;
@@ -62,8 +63,8 @@ class Launcher {
     return x;
   }
 
-  // Runs `kernel` on at most 2^31 - 1 thread blocks (the limit of the x dimension): where there may be more work, kernels
-  // stride over what is left.
+  // Runs `kernel` on at most 2^31 - 1 thread blocks (the limit of the x dimension): where there may be more work,
+  // kernels stride over what is left.
   template <class... Parameters, class... Arguments>
   void operator()(void (*kernel)(Parameters...), int64_t blocks, dim3 threads, Arguments... arguments) const {
     run(kernel, blocks, threads, 0, nullptr, arguments...);
@@ -77,8 +78,8 @@ class Launcher {
     run(kernel, blocks, threads, bytes, nullptr, arguments...);
   }
 
-  // Calls f with what a thread block has in its shared memory, as a type_identity: `Memory` where this GPU has so much of
-  // it, or else `Smaller`, which fits every GPU.
+  // Calls f with what a thread block has in its shared memory, as a type_identity: `Memory` where this GPU has so much
+  // of it, or else `Smaller`, which fits every GPU.
   template <class Memory, class Smaller, class F>
   void with_memory(const F& f) const {
     static_assert(sizeof(Smaller) <= kPortableMemory);
@@ -92,10 +93,10 @@ class Launcher {
   }
 
   // Runs a kernel, on a GPU since Hopper, that may begin while the last one still runs, if that one says so
-  // (`let_next_begin`), and waits for all of it (`wait_for_previous`) in every thread, before it reads what that one writes
-  // and before it ends: what comes next in the stream waits for this kernel alone. What it reads before it waits was
-  // written before the last kernel began, which therefore is not run this way itself. Its thread blocks are in place
-  // when the last kernel's are done. CUDA's programmatic dependent launch.
+  // (`let_next_begin`), and waits for all of it (`wait_for_previous`) in every thread, before it reads what that one
+  // writes and before it ends: what comes next in the stream waits for this kernel alone. What it reads before it waits
+  // was written before the last kernel began, which therefore is not run this way itself. Its thread blocks are in
+  // place when the last kernel's are done. CUDA's programmatic dependent launch.
   template <class... Parameters, class... Arguments>
   void beside_previous(void (*kernel)(Parameters...), int64_t blocks, dim3 threads, Arguments... arguments) const {
     cudaLaunchAttribute beside{};

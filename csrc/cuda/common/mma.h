@@ -1,9 +1,9 @@
 // Small matrix products of a warp on tensor cores, and the reading of their operands from shared memory.
 //
-// A product is 16 x 8 (m x n). Lane l holds of it rows l / 4 and l / 4 + 8, columns 2 * (l % 4) and the one after, in this
-// order: PTX's accumulator fragment, the same for every type. Operands are read from tiles that lie either way round:
-// `k_inner` says whether neighbours in memory are neighbours along k, the dimension that is summed; `pitch` elements lie
-// between a tile's lines.
+// A product is 16 x 8 (m x n). Lane l holds of it rows l / 4 and l / 4 + 8, columns 2 * (l % 4) and the one after, in
+// this order: PTX's accumulator fragment, the same for every type. Operands are read from tiles that lie either way
+// round: `k_inner` says whether neighbours in memory are neighbours along k, the dimension that is summed; `pitch`
+// elements lie between a tile's lines.
 
 #pragma once
 
@@ -46,7 +46,8 @@ __device__ __forceinline__ uint32_t transposed(uint32_t pair) {
 
 __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __half) {
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
@@ -142,7 +143,8 @@ __device__ __forceinline__ uint32_t round_to_tf32(float x) {
 }
 
 // Two numbers that TF32 holds and that together are x but for its last bit, or two where it is near the largest: the
-// nearest one, and what is left, cut off. There are no branches, so that the compiler shares the parts among all products that take x.
+// nearest one, and what is left, cut off. There are no branches, so that the compiler shares the parts among all
+// products that take x.
 __device__ __forceinline__ void tf32_parts(float x, uint32_t& high, uint32_t& low) {
   constexpr uint32_t kept = 0xffffe000u;
   const uint32_t bits = __float_as_uint(x);

@@ -42,8 +42,7 @@ __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   return run;
 }
 __device__ __forceinline__ void store_shared(uint32_t address, const uint4& run) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(run.x), "r"(run.y), "r"(run.z),
-               "r"(run.w)
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(run.x), "r"(run.y), "r"(run.z), "r"(run.w)
                : "memory");
 }
 
@@ -54,7 +53,8 @@ __host__ __device__ constexpr uint32_t line_of_column(uint32_t product, uint32_t
   return product / (kCount / 2) * (4 * kCount) + column / 2 * kCount + product % (kCount / 2) * 2 + column % 2;
 }
 
-// A run is half of what a product sums: 8 of 16 elements, or 4 of 8 of 32 bits, whose pieces of 16 bits a lane reads together.
+// A run is half of what a product sums: 8 of 16 elements, or 4 of 8 of 32 bits, whose pieces of 16 bits a lane reads
+// together.
 template <class T, int kCount>
 struct LineFragments {
   using M = Mma<T>;
@@ -67,13 +67,13 @@ struct LineFragments {
 
   // Lines `line` and on, the two runs from `run` on.
   static __device__ __forceinline__ void read_a(typename M::FragmentA& to, uint32_t address, int line, int run) {
-    load_matrices<false>(reinterpret_cast<uint32_t(&)[4]>(to), moved(address, line, run));
+    load_matrices<false>(reinterpret_cast<uint32_t (&)[4]>(to), moved(address, line, run));
   }
 
   // Products `product` and the next one.
   static __device__ __forceinline__ void read_b(typename M::FragmentB& to, uint32_t address, int product, int run) {
     load_matrices<false>(
-        reinterpret_cast<uint32_t(&)[4]>(to), moved(address, line_of_column<kCount>(product, 0), run));
+        reinterpret_cast<uint32_t (&)[4]>(to), moved(address, line_of_column<kCount>(product, 0), run));
   }
 };
 

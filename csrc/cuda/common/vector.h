@@ -57,8 +57,8 @@ __device__ __forceinline__ Run<T, kRun<T>> load_aligned(const T* from) {
   return run;
 }
 
-// The same of what no kernel writes meanwhile and no other thread reads soon, as it lies in memory: halves that are apart
-// take a register each.
+// The same of what no kernel writes meanwhile and no other thread reads soon, as it lies in memory: halves that are
+// apart take a register each.
 __device__ __forceinline__ uint4 load_once(const void* from) {
   uint4 run;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"

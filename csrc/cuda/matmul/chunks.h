@@ -1,11 +1,11 @@
 // Cutting the list of live blocks into equal chunks, one thread block's work each, so that a dense row of the layout
 // does not set the time.
 //
-// A list has the live blocks of a block row of the layout, or of a block column where the transposed lists are walked; lists
-// of all layout heads are numbered through. Chunk c has the lists that start among entries [c * size, (c + 1) * size). A list
-// of at most `size` entries is done whole, past the end of its chunk if need be. A longer one is cut where chunks end: each
-// chunk that it reaches has one split of it. A chunk thus meets at most one split of a list that started before it (split
-// kContinued) and one of a list that goes on after it (split kStarted).
+// A list has the live blocks of a block row of the layout, or of a block column where the transposed lists are walked;
+// lists of all layout heads are numbered through. Chunk c has the lists that start among entries [c * size, (c + 1) *
+// size). A list of at most `size` entries is done whole, past the end of its chunk if need be. A longer one is cut
+// where chunks end: each chunk that it reaches has one split of it. A chunk thus meets at most one split of a list that
+// started before it (split kContinued) and one of a list that goes on after it (split kStarted).
 
 #pragma once
 
@@ -25,8 +25,7 @@ struct BlockLists {
 };
 
 // Entries in a chunk: tokens enough to keep a thread block busy, few enough to give every multiprocessor some chunks.
-inline int chunk_size_of(
-    int64_t entries_of_all_heads, int64_t block, int64_t tiles_an_entry, int64_t multiprocessors) {
+inline int chunk_size_of(int64_t entries_of_all_heads, int64_t block, int64_t tiles_an_entry, int64_t multiprocessors) {
   constexpr int64_t most = 2048, fewest = 256, chunks_a_multiprocessor = 8;
   int64_t tokens = most;
   const int64_t all = entries_of_all_heads * block * tiles_an_entry;
@@ -80,8 +79,8 @@ struct Chunk {
   }
 };
 
-// Walks a chunk in steps: the tokens of each list's entries, `step` at a time, and `k_blocks` steps for each of those. A
-// list without an entry has one step without a token.
+// Walks a chunk in steps: the tokens of each list's entries, `step` at a time, and `k_blocks` steps for each of those.
+// A list without an entry has one step without a token.
 struct Walk {
   int list, list_after;
   int begin;       // the first of the list's entries that belong to the chunk

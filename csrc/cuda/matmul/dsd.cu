@@ -69,7 +69,8 @@ struct Memory {
 };
 
 template <class T, int kM, int kN, bool kFast>
-__global__ void __launch_bounds__(kThreads, kN == 128 ? 3 : 4) matmul_dsd_kernel(const __grid_constant__ Arguments<T> p) {
+__global__ void __launch_bounds__(kThreads, kN == 128 ? 3 : 4)
+    matmul_dsd_kernel(const __grid_constant__ Arguments<T> p) {
   extern __shared__ __align__(16) unsigned char shared[];
   using Tile = Sums<T, kM, kN, kFast>;
   auto& memory = *reinterpret_cast<Memory<T, kM, kN>*>(shared);
@@ -102,10 +103,8 @@ __global__ void __launch_bounds__(kThreads, kN == 128 ? 3 : 4) matmul_dsd_kernel
       }
       const int32_t* listed = memory.listed + (walk.begin - chunk.first_entry);
       const int32_t* slots = memory.slots + (walk.begin - chunk.first_entry);
-      load_values(
-          stage.values, values, walk.token, walk.tokens, first_row, [&](int entry) { return slots[entry]; });
-      load_dense(
-          stage.dense, dense, walk.token, walk.tokens, first_column, [&](int entry) { return listed[entry]; });
+      load_values(stage.values, values, walk.token, walk.tokens, first_row, [&](int entry) { return slots[entry]; });
+      load_dense(stage.dense, dense, walk.token, walk.tokens, first_column, [&](int entry) { return listed[entry]; });
     };
     const auto store_split = [&](const Walk& walk, const Tile& sums) {
       Compute<T>* to = p.splits.at(chunk_of_all, walk.split, block, p.dense.width);
@@ -146,7 +145,8 @@ __global__ void __launch_bounds__(kThreads, kN == 128 ? 3 : 4) matmul_dsd_kernel
           const int row = transposed ? element : line, column = transposed ? line : element;
           const T* from = tile + line * pitch + element;
           T* to = p.result.at(batch * p.heads + head, first_token + row, first_column + column);
-          if (transposed ? row < rows : first_column + column + kRun<T> <= p.dense.width && p.dense.width % kRun<T> == 0) {
+          if (transposed ? row < rows
+                         : first_column + column + kRun<T> <= p.dense.width && p.dense.width % kRun<T> == 0) {
             store_run(to, *reinterpret_cast<const Run<T, kRun<T>>*>(from));
           } else if (!transposed) {
             for (int e = 0; e < kRun<T> && first_column + column + e < p.dense.width; ++e) {
@@ -156,7 +156,9 @@ __global__ void __launch_bounds__(kThreads, kN == 128 ? 3 : 4) matmul_dsd_kernel
         }
       };
       if (transposed) {
-        copy(std::integral_constant<int, kM / kRun<T>>{}, static_cast<int>(min(int64_t{kN}, p.dense.width - first_column)));
+        copy(
+            std::integral_constant<int, kM / kRun<T>>{},
+            static_cast<int>(min(int64_t{kN}, p.dense.width - first_column)));
       } else {
         copy(std::integral_constant<int, kN / kRun<T>>{}, rows);
       }
@@ -194,8 +196,8 @@ __global__ void __launch_bounds__(kThreads, kN == 128 ? 3 : 4) matmul_dsd_kernel
   }
 }
 
-// Numbers that a thread adds up, where splits are, at once: to find out whether there is anything to add takes longer than
-// most additions.
+// Numbers that a thread adds up, where splits are, at once: to find out whether there is anything to add takes longer
+// than most additions.
 constexpr int kAddedTogether = 4;
 
 template <class T>
@@ -203,8 +205,8 @@ struct alignas(16) AddedTogether {
   Compute<T> number[kAddedTogether];
 };
 
-// Of `count` splits, first split first; at(split) is where its numbers begin, or null where it has none. Several splits are
-// on their way at once.
+// Of `count` splits, first split first; at(split) is where its numbers begin, or null where it has none. Several splits
+// are on their way at once.
 template <class T, class F>
 __device__ __forceinline__ AddedTogether<T> sum_of_splits(int64_t count, const F& at) {
   constexpr int kAtOnce = 8;
@@ -298,11 +300,13 @@ __global__ void __launch_bounds__(kThreads) combine_tile_splits_kernel(const __g
     const int32_t* has_warp_tile = p.warp_tile_of_split(first_split, row);
     const float* numbers = p.split(first_split, row) + column;
     const auto sums = sum_of_splits<T>(cut[2], [&](int64_t split) {
-      return has_warp_tile[split * (kProductTile / kWarpTileRows)] == 0 ? nullptr : numbers + split * kProductTile * width;
+      return has_warp_tile[split * (kProductTile / kWarpTileRows)] == 0 ? nullptr
+                                                                        : numbers + split * kProductTile * width;
     });
 #pragma unroll
     for (int e = 0; e < kAddedTogether; ++e) {
-      *p.result.at(int64_t{work_tile.batch} * p.lists.heads + work_tile.head, block_row * p.block + row % p.block, column + e) =
+      *p.result.at(
+          int64_t{work_tile.batch} * p.lists.heads + work_tile.head, block_row * p.block + row % p.block, column + e) =
           static_cast<T>(sums.number[e]);
     }
   }
@@ -310,8 +314,8 @@ __global__ void __launch_bounds__(kThreads) combine_tile_splits_kernel(const __g
 
 template <class T>
 void dsd_of_tiles(
-    const Launcher& launch, const ProductTileLists& lists, const Tensor& cuts, const Tensor& values, const Tensor& dense,
-    const Tensor& out, int64_t block, bool transposed, bool transpose_result) {
+    const Launcher& launch, const ProductTileLists& lists, const Tensor& cuts, const Tensor& values,
+    const Tensor& dense, const Tensor& out, int64_t block, bool transposed, bool transpose_result) {
   const int64_t tokens = out.size(transpose_result ? 3 : 2), width = dense.size(3);
   // Each tile whose list is not split has one work tile.
   const int64_t tiles = int64_t{lists.tiles_per_head} * lists.layout_heads;
@@ -328,7 +332,8 @@ void dsd_of_tiles(
   std::optional<Tensor> splits, has_warp_tile;
   if (num_splits > 0) {
     splits = torch::stable::new_empty(dense, {lists.copies, num_splits, kProductTile, width}, ScalarType::Float);
-    has_warp_tile = torch::stable::new_empty(dense, {lists.copies, num_splits, kProductTile / kWarpTileRows}, ScalarType::Int);
+    has_warp_tile =
+        torch::stable::new_empty(dense, {lists.copies, num_splits, kProductTile / kWarpTileRows}, ScalarType::Int);
     product.splits = splits->mutable_data_ptr<float>();
     product.has_warp_tile = has_warp_tile->mutable_data_ptr<int32_t>();
   }
@@ -345,8 +350,8 @@ Tensor matmul_dsd(
     const Tensor& values, const Tensor& dense, const Tensor& offsets, const Tensor& indices,
     const std::optional<Tensor>& slots, const std::optional<Tensor>& tile_lines,
     const std::optional<Tensor>& tile_entries, const std::optional<Tensor>& tile_units,
-    const std::optional<Tensor>& tile_cuts, const std::optional<Tensor>& tile_slots, int64_t layout_heads, int64_t block,
-    bool transpose_result, bool allow_tf32) {
+    const std::optional<Tensor>& tile_cuts, const std::optional<Tensor>& tile_slots, int64_t layout_heads,
+    int64_t block, bool transpose_result, bool allow_tf32) {
   check_dsd(values, dense, offsets, indices, slots, layout_heads, block);
   const ProductTiles tiles{kProductTile, tile_lines, tile_entries, tile_units, tile_slots, &tile_cuts};
   check_product_tiles(tiles, offsets, values, layout_heads, block);
@@ -375,8 +380,8 @@ Tensor matmul_dsd(
       const int column_tiles = static_cast<int>((width + kN - 1) / kN);
       const int row_tiles = static_cast<int>(block > kM ? block / kM : 1);
       const bool transposed = slots.has_value();
-      const int size = chunk_size_of(
-          live * batch * heads / layout_heads, block, row_tiles * column_tiles, launch.multiprocessors());
+      const int size =
+          chunk_size_of(live * batch * heads / layout_heads, block, row_tiles * column_tiles, launch.multiprocessors());
       Product<T> product{
           {static_cast<T*>(out.mutable_data_ptr()), tokens, width, transpose_result},
           {},
@@ -412,7 +417,8 @@ Tensor matmul_dsd(
           matmul_dsd_kernel<T, kM, kN, kFast>, chunks * row_tiles * column_tiles, kThreads, sizeof(Memory<T, kM, kN>),
           arguments);
       if (may_split) {
-        launch(combine_splits_kernel<T>, chunks * ((block * width + kAddedAtOnce - 1) / kAddedAtOnce), kThreads, product);
+        launch(
+            combine_splits_kernel<T>, chunks * ((block * width + kAddedAtOnce - 1) / kAddedAtOnce), kThreads, product);
       }
     };
     with_tile_height<T>(block, [&](auto height) {

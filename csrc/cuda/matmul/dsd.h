@@ -20,8 +20,9 @@ struct Result {
   }
 };
 
-// A product by tiles, but for its operands. What is summed of tiles whose lists are split goes to `splits`, to be added up, but for
-// warp tiles of rows that have no block there: mostly it is for the sake of one long block row that a tile's list is split.
+// A product by tiles, but for its operands. What is summed of tiles whose lists are split goes to `splits`, to be added
+// up, but for warp tiles of rows that have no block there: mostly it is for the sake of one long block row that a
+// tile's list is split.
 template <class T>
 struct TileProduct {
   ProductTileLists lists;

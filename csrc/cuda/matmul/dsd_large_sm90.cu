@@ -20,14 +20,15 @@ using Shared = Memory<T, kN, kN == kPanel ? 8 : 6, T[kConsumerWarpgroups][kTileE
 template <int kN>
 constexpr int kBoxes = kN / kPanel + kConsumerWarpgroups;
 template <int kN>
-constexpr int kThreads = (kConsumerWarps + kBoxes<kN>) * 32;
+constexpr int kThreads = (kConsumerWarps + kBoxes<kN>)*32;
 
 template <int kBlock, class T, int kN>
 __device__ __forceinline__ void run_producer(
     const TileProduct<T>& p, Shared<T, kN>& memory, const CUtensorMap* values, const CUtensorMap* dense,
     bool transposed) {
   using M = Shared<T, kN>;
-  constexpr int kBlockRows = kProductTile / kBlock, kStepsOfBlock = kBlock / kTile;  // of a tile; of a block, a step each
+  constexpr int kBlockRows = kProductTile / kBlock,
+                kStepsOfBlock = kBlock / kTile;  // of a tile; of a block, a step each
   const int lane = threadIdx.x % 32;
   const ProductTileLists& lists = p.lists;
   const int work_tiles = lists.total_work_tiles();
@@ -78,8 +79,8 @@ __device__ __forceinline__ void run_producer(
           full.arrive_and_expect_tx(kTileBytes);
           if (is_dense) {
             tma_load(
-                memory.dense[pipe.index][box], dense, &full, box * kPanel, (now & 0xffffff) * kBlock + within, work.head,
-                work.batch);
+                memory.dense[pipe.index][box], dense, &full, box * kPanel, (now & 0xffffff) * kBlock + within,
+                work.head, work.batch);
           } else {
             tma_load(
                 memory.values[pipe.index][group], values, &full, transposed ? first_row : within,
@@ -154,9 +155,9 @@ void dsd_of_large_blocks(
   const auto run = [&](auto width, auto block) {
     constexpr int kN = decltype(width)::value, kBlock = decltype(block)::value;
     launch.with_shared_memory(
-        dsd_of_large_blocks_kernel<T, kN, kBlock>, std::min<int64_t>(p.lists.total_work_tiles(), launch.multiprocessors()),
-        kThreads<kN>, sizeof(Shared<T, kN>), p, tensor_map(values, kTile), tensor_map(dense, kTile), result_map(p, out),
-        transposed);
+        dsd_of_large_blocks_kernel<T, kN, kBlock>,
+        std::min<int64_t>(p.lists.total_work_tiles(), launch.multiprocessors()), kThreads<kN>, sizeof(Shared<T, kN>), p,
+        tensor_map(values, kTile), tensor_map(dense, kTile), result_map(p, out), transposed);
   };
   const auto with_block = [&](auto width) {
     p.block == 64 ? run(width, std::integral_constant<int, 64>{}) : run(width, std::integral_constant<int, 128>{});

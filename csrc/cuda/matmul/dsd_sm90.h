@@ -1,7 +1,7 @@
-// What both kernels of sparse @ dense on Hopper share. A thread block takes work tile after work tile of the layout's tiles
-// (product_tiles.h), of 128 rows: each of two warpgroups multiplies 64 of them with the dense rows that both share, 64
-// tokens at a time. A warpgroup that has nothing in such a step goes on to the next one at once, and warps hand over their
-// results, 16 rows each, without waiting for each other.
+// What both kernels of sparse @ dense on Hopper share. A thread block takes work tile after work tile of the layout's
+// tiles (product_tiles.h), of 128 rows: each of two warpgroups multiplies 64 of them with the dense rows that both
+// share, 64 tokens at a time. A warpgroup that has nothing in such a step goes on to the next one at once, and warps
+// hand over their results, 16 rows each, without waiting for each other.
 
 #pragma once
 

@@ -1,7 +1,8 @@
 // Sparse @ dense for blocks of 16 and 32, on Hopper, 16-bit types, up to 128 columns, which are adjacent in the dense
 // operand. A step (dsd_sm90.h) sums over the tokens of four or two entries of a tile's list. Blocks are the left
 // operand, from registers: of each 16 tokens a warp's 16 rows, which are in one line of the tile, have one block, or a
-// quarter of one, or nothing. So only blocks that are there are copied and read, as they lie in memory, transposed or not.
+// quarter of one, or nothing. So only blocks that are there are copied and read, as they lie in memory, transposed or
+// not.
 
 #include <algorithm>
 #include <type_traits>
@@ -25,8 +26,7 @@ constexpr int kThreadBlocks = kN == kPanel ? 2 : 1;
 
 // Values of each line of each entry.
 template <class T, int kN, int kBlock>
-using Shared =
-    Memory<T, kN, kN == kPanel ? 4 : 6, T[kEntries<kBlock>][kBlockRows<kBlock>][kBlock * kBlock]>;
+using Shared = Memory<T, kN, kN == kPanel ? 4 : 6, T[kEntries<kBlock>][kBlockRows<kBlock>][kBlock * kBlock]>;
 
 // With what each thread block has reserved, of the 228 KB of a multiprocessor.
 static_assert(kThreadBlocks<kPanel> * (sizeof(Shared<__half, kPanel, 16>) + 1024) <= 228 * 1024);
@@ -54,7 +54,9 @@ class WorkTileIterator {
   __device__ bool valid() const { return number_of_work_ < lists_.total_work_tiles(); }
   __device__ ProductWorkTile get() const {
     const auto of_lane = [&](int x) { return __shfl_sync(0xffffffffu, x, lane_of_work_); };
-    return {lists_, number_of_work_, make_int4(of_lane(listed_.x), of_lane(listed_.y), of_lane(listed_.z), of_lane(listed_.w))};
+    return {
+        lists_, number_of_work_,
+        make_int4(of_lane(listed_.x), of_lane(listed_.y), of_lane(listed_.z), of_lane(listed_.w))};
   }
   __device__ void next() {
     number_of_work_ = lists_.number_of_turn(++turn_);
@@ -65,9 +67,7 @@ class WorkTileIterator {
   }
 
  private:
-  __device__ void read() {
-    listed_ = lists_.listed_work_tile(lists_.number_of_turn(turn_ + threadIdx.x % 32));
-  }
+  __device__ void read() { listed_ = lists_.listed_work_tile(lists_.number_of_turn(turn_ + threadIdx.x % 32)); }
 
   const ProductTileLists& lists_;
   uint32_t turn_ = 0;
@@ -76,8 +76,8 @@ class WorkTileIterator {
 };
 
 // The steps of a producer warp, which are those of its stage: to say what a step is about takes longer than to do it. A
-// warp with more than one stage, or a stage with more than one warp, could come to a step two phases ahead of the pipeline,
-// where the parity that it waits for is that of the phase before.
+// warp with more than one stage, or a stage with more than one warp, could come to a step two phases ahead of the
+// pipeline, where the parity that it waits for is that of the phase before.
 struct OwnSteps {
   const int stage = uniform(threadIdx.x / 32) - kConsumerWarps;
   uint32_t parity = 1;  // of the phase before the stage's next
@@ -93,11 +93,11 @@ constexpr int kBlocksOfLane = kEntries<kBlock> * kBlockRows<kBlock> / kBlocksAtO
 template <int kBlock>
 struct Listed {
   ProductWorkTile work;
-  int step = -1;       // -1: there is none
-  int left = 0;        // entries of the work tile, from the step's first one on
-  uint32_t entry = 0;  // that whose tokens the lane copies
+  int step = -1;                              // -1: there is none
+  int left = 0;                               // entries of the work tile, from the step's first one on
+  uint32_t entry = 0;                         // that whose tokens the lane copies
   Run<int32_t, kBlocksOfLane<kBlock>> slots;  // of the blocks that the lane copies, in the order of entries and lines
-  int block_row = -1;  // of a consumer warp's rows, for each of the first lanes; -1: none
+  int block_row = -1;                         // of a consumer warp's rows, for each of the first lanes; -1: none
 };
 
 template <class T, int kN, int kBlock>
@@ -143,7 +143,8 @@ __device__ __forceinline__ void run_producer(
   };
   const auto values_of = [&](const ProductWorkTile& of) { return values + of.first_value(p.lists) * kElements; };
   Barrier &full = memory.full[own.stage], &empty = memory.empty[own.stage];
-  // Where the lane's first 16 bytes of its first block go; runs are swapped differently in the lines of the next copies.
+  // Where the lane's first 16 bytes of its first block go; runs are swapped differently in the lines of the next
+  // copies.
   constexpr int kRuns = kBlock / kRun<T>;  // of a block's line
   uint32_t to[kRuns];
 #pragma unroll
@@ -162,7 +163,8 @@ __device__ __forceinline__ void run_producer(
     }
     __syncwarp();
     if (lane < kEntries * M::kPanels) {
-      // Past the list's end there are zeros, as there are outside of tensors; a work tile without an entry has a step of them.
+      // Past the list's end there are zeros, as there are outside of tensors; a work tile without an entry has a step
+      // of them.
       constexpr int kOutside = 1 << 30;
       const int token = lane % kEntries < now.left ? static_cast<int>(now.entry & 0xffffffu) * kBlock : kOutside;
       tma_load(
@@ -189,9 +191,9 @@ __device__ __forceinline__ void run_producer(
     const uint32_t live = __reduce_or_sync(0xffffffffu, now.entry >> 24 << (lane % kEntries * kBlockRows));
     if (lane < kConsumerWarpgroups) {
       constexpr int kOwn = kBlockRows / kConsumerWarpgroups;
-      memory.steps[own.stage][lane] =
-          Step{live & blocks_of_block_rows<kBlock>(lane * kOwn, kOwn), now.work.batch,
-               now.left <= kEntries ? now.work.head : -1, p.split_of_all(now.work)};
+      memory.steps[own.stage][lane] = Step{
+          live & blocks_of_block_rows<kBlock>(lane * kOwn, kOwn), now.work.batch,
+          now.left <= kEntries ? now.work.head : -1, p.split_of_all(now.work)};
     }
     if (lane < kConsumerWarps) {
       memory.tokens[own.stage][lane] = now.block_row < 0 ? -1 : now.block_row * kBlock + lane * kWarpTileRows % kBlock;
@@ -243,7 +245,7 @@ __global__ void __launch_bounds__(kThreads<T, kN, kBlock>, kThreadBlocks<kN>) ds
 #pragma unroll
         for (int k = 0; k < kTile / 16; ++k) {
           const int entry = k / kSlices;
-          if (live >> block_row >> (entry * kBlockRows<kBlock>) & 1) {
+          if (live >> block_row >> (entry * kBlockRows<kBlock>)&1) {
             load_matrices<kTransposed>(
                 left[k], of_lane[k % kSlices] + stage * int{sizeof(memory.values[0])} +
                              entry * int{sizeof(memory.values[0][0])});
@@ -271,9 +273,9 @@ void dsd_of_small_blocks(
     constexpr int kN = decltype(width)::value, kBlock = decltype(block)::value;
     launch.with_shared_memory(
         transposed ? dsd_of_small_blocks_kernel<T, kN, kBlock, true> : dsd_of_small_blocks_kernel<T, kN, kBlock, false>,
-        std::min<int64_t>(p.lists.total_work_tiles(), launch.multiprocessors() * kThreadBlocks<kN>), kThreads<T, kN, kBlock>,
-        sizeof(Shared<T, kN, kBlock>), p, static_cast<const T*>(values.const_data_ptr()), tensor_map(dense, kBlock),
-        result_map(p, out));
+        std::min<int64_t>(p.lists.total_work_tiles(), launch.multiprocessors() * kThreadBlocks<kN>),
+        kThreads<T, kN, kBlock>, sizeof(Shared<T, kN, kBlock>), p, static_cast<const T*>(values.const_data_ptr()),
+        tensor_map(dense, kBlock), result_map(p, out));
   };
   const auto with_block = [&](auto width) {
     p.block == 16 ? run(width, std::integral_constant<int, 16>{}) : run(width, std::integral_constant<int, 32>{});

@@ -12,9 +12,9 @@
 namespace ds_sparse {
 
 struct ProductTileLists {
-  const int32_t* block_rows;     // (tiles, block_rows_per_tile)
-  const uint32_t* entries;  // (E)
-  const int32_t* slots;     // (E, block_rows_per_tile)
+  const int32_t* block_rows;  // (tiles, block_rows_per_tile)
+  const uint32_t* entries;    // (E)
+  const int32_t* slots;       // (E, block_rows_per_tile)
   const int4* work_tiles;
   int num_work_tiles, block_rows_per_tile, tiles_per_head;
   int layout_heads, heads, live;
@@ -37,11 +37,13 @@ struct ProductTileLists {
   // Each work tile of each copy: they are numbered copy by copy.
   __host__ __device__ int total_work_tiles() const { return copies * num_work_tiles; }
   // Tile, first entry, number of entries and split of one, without entries where there is no such work tile.
-  __device__ int4 listed_work_tile(int number) const { return number < total_work_tiles() ? work_tiles[number % num_work_tiles] : int4{}; }
+  __device__ int4 listed_work_tile(int number) const {
+    return number < total_work_tiles() ? work_tiles[number % num_work_tiles] : int4{};
+  }
 
-  // The work tile that a thread block has in a turn; total_work_tiles() or more: this turn and all after it have none. From turn to turn
-  // the grid is rotated by the golden ratio: each copy begins with its longest work tiles, and where a stride meets those of
-  // all copies in the same thread blocks, these alone would set the time.
+  // The work tile that a thread block has in a turn; total_work_tiles() or more: this turn and all after it have none.
+  // From turn to turn the grid is rotated by the golden ratio: each copy begins with its longest work tiles, and where
+  // a stride meets those of all copies in the same thread blocks, these alone would set the time.
   __device__ int number_of_turn(uint32_t turn) const {
     const uint32_t blocks = gridDim.x, apart = blocks * 40503u >> 16;
     return static_cast<int>(turn * blocks + (blockIdx.x + turn * apart) % blocks);
@@ -55,7 +57,11 @@ struct ProductWorkTile {
 
   // listed: what the lists have for it, which may be asked for long before.
   __device__ ProductWorkTile(const ProductTileLists& lists, int number, const int4& listed)
-      : copy(number / lists.num_work_tiles), tile(listed.x), first_entry(listed.y), num_entries(listed.z), split(listed.w) {
+      : copy(number / lists.num_work_tiles),
+        tile(listed.x),
+        first_entry(listed.y),
+        num_entries(listed.z),
+        split(listed.w) {
     batch = lists.layout_heads == 1 ? copy / lists.heads : copy;
     head = lists.layout_heads == 1 ? copy % lists.heads : tile / lists.tiles_per_head;
   }

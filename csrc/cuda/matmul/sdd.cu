@@ -41,10 +41,12 @@ struct Memory {
   T columns[kStages][tile_elements<T>(kTokens, kBlockK<T>)];
   T result[kThreads / 32][Tile::kRows * kPitch];
   int32_t listed[kMostListed];
-  // Followed by row tiles. Rows of up to two k blocks stay for all their columns, as many of them as the steps ahead may
-  // reach; longer ones come again with each k block of the columns.
+  // Followed by row tiles. Rows of up to two k blocks stay for all their columns, as many of them as the steps ahead
+  // may reach; longer ones come again with each k block of the columns.
   __device__ RowTile* rows() { return reinterpret_cast<RowTile*>(this + 1); }
-  static constexpr size_t bytes(int k_blocks) { return sizeof(Memory) + kStages * (k_blocks <= 2 ? k_blocks : 1) * sizeof(RowTile); }
+  static constexpr size_t bytes(int k_blocks) {
+    return sizeof(Memory) + kStages * (k_blocks <= 2 ? k_blocks : 1) * sizeof(RowTile);
+  }
 };
 
 template <class T, int kM, bool kFast>
@@ -88,8 +90,7 @@ __global__ void __launch_bounds__(kThreads, 4) matmul_sdd_kernel(const __grid_co
         load_rows(row_tile(walk, stage), a, first_row, block, depth, [&](int) { return row; });
       }
       const int32_t* listed = memory.listed + (walk.begin - chunk.first_entry);
-      load_columns(
-          memory.columns[stage], b, walk.token, walk.tokens, depth, [&](int entry) { return listed[entry]; });
+      load_columns(memory.columns[stage], b, walk.token, walk.tokens, depth, [&](int entry) { return listed[entry]; });
     };
     const auto store = [&](const Walk& walk, const Tile& sums) {
       sums.for_each_pair([&](int row, int column, Compute<T> first, Compute<T> second) {
@@ -169,10 +170,19 @@ Tensor matmul_sdd(
           row_offsets.const_data_ptr<int32_t>(), static_cast<int>(row_offsets.size(0) - 1), static_cast<int>(live),
           chunk_size_of(live * batch * heads / layout_heads, block, row_tiles, launch.multiprocessors())};
       const Arguments<T> arguments{
-          Dense<T>(a, block, false), Dense<T>(b, block, true), static_cast<T*>(out.mutable_data_ptr()), lists,
-          columns.const_data_ptr<int32_t>(), static_cast<int>(layout_heads), static_cast<int>(heads),
-          static_cast<int>(lists.num_lists / layout_heads), out.size(1), batch,
-          log2_of(block), row_tiles, k_blocks};
+          Dense<T>(a, block, false),
+          Dense<T>(b, block, true),
+          static_cast<T*>(out.mutable_data_ptr()),
+          lists,
+          columns.const_data_ptr<int32_t>(),
+          static_cast<int>(layout_heads),
+          static_cast<int>(heads),
+          static_cast<int>(lists.num_lists / layout_heads),
+          out.size(1),
+          batch,
+          log2_of(block),
+          row_tiles,
+          k_blocks};
       const int64_t work_tiles = batch * (layout_heads == 1 ? heads : 1) * lists.chunks() * row_tiles;
       constexpr bool kFast = decltype(fast)::value;
       static_assert(Memory<T, kM, kFast>::bytes(2) <= kPortableMemory);

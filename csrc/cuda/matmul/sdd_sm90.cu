@@ -1,8 +1,9 @@
 // Dense @ dense on the live blocks, on Hopper, 16-bit types, up to 128 numbers a token, which are adjacent in both
-// operands. A thread block takes work tile after work tile of the layout's tiles (product_tiles.h): the rows of a tile stay in
-// registers, 64 in each warpgroup's, while the union of their columns passes, 64 tokens at a time, gathered where
-// blocks are smaller, in an order in which a lane's sums are neighbours. Of each product a warp has 16 rows, all in one
-// block row, and stores them of the blocks that are live, from registers: warps wait for none of each other's results.
+// operands. A thread block takes work tile after work tile of the layout's tiles (product_tiles.h): the rows of a tile
+// stay in registers, 64 in each warpgroup's, while the union of their columns passes, 64 tokens at a time, gathered
+// where blocks are smaller, in an order in which a lane's sums are neighbours. Of each product a warp has 16 rows, all
+// in one block row, and stores them of the blocks that are live, from registers: warps wait for none of each other's
+// results.
 
 #include <torch/csrc/stable/ops.h>
 
@@ -22,24 +23,26 @@ struct RowsItem {
 
 template <int kBlock>
 struct TileShape {
-  static constexpr int kConsumerWarpgroups = sdd_tile(kBlock) / kTile;      
-  static constexpr int kConsumerWarps = kConsumerWarpgroups * kWarpgroupThreads / 32;    // of all of them
-  static constexpr int kThreads = kConsumerWarps * 32 + 32;             // and a producer warp
-  static constexpr int kBlockRows = kConsumerWarpgroups * kTile / kBlock;       // of a tile
-  static constexpr int kBox = std::min(kBlock, kTile);          // tokens that are copied together
-  static constexpr int kBoxes = kTile / kBox;                   // of a stage, and entries of a step
-  static constexpr int kStepsOfBlock = kBlock / kBox;                  // of a block, a step each
-  static constexpr int kLaneRun = std::min(kBox / 4, 8);        // neighbouring columns of which a lane has the sums
-  static constexpr int kFourRuns = 4 * kLaneRun;                // those of a row's four lanes
+  static constexpr int kConsumerWarpgroups = sdd_tile(kBlock) / kTile;
+  static constexpr int kConsumerWarps = kConsumerWarpgroups * kWarpgroupThreads / 32;  // of all of them
+  static constexpr int kThreads = kConsumerWarps * 32 + 32;                            // and a producer warp
+  static constexpr int kBlockRows = kConsumerWarpgroups * kTile / kBlock;              // of a tile
+  static constexpr int kBox = std::min(kBlock, kTile);    // tokens that are copied together
+  static constexpr int kBoxes = kTile / kBox;             // of a stage, and entries of a step
+  static constexpr int kStepsOfBlock = kBlock / kBox;     // of a block, a step each
+  static constexpr int kLaneRun = std::min(kBox / 4, 8);  // neighbouring columns of which a lane has the sums
+  static constexpr int kFourRuns = 4 * kLaneRun;          // those of a row's four lanes
 };
 
 // Thread blocks on a multiprocessor: as many as its registers and, with as many stages as keep copies going, its shared
 // memory have room for.
 template <int kPanels, int kBlock>
-constexpr int kThreadBlocksOfTile = TileShape<kBlock>::kConsumerWarpgroups == 2 ? 2 : kPanels == 1 ? 4 : 3;
+constexpr int kThreadBlocksOfTile = TileShape<kBlock>::kConsumerWarpgroups == 2 ? 2
+                                    : kPanels == 1                              ? 4
+                                                                                : 3;
 
-// A stage has rows of a work tile, for one warpgroup, or a step's columns; of these, each block row's places among the values of
-// the copy.
+// A stage has rows of a work tile, for one warpgroup, or a step's columns; of these, each block row's places among the
+// values of the copy.
 template <class T, int kPanels, int kBlock>
 struct Memory : TileShape<kBlock> {
   using S = TileShape<kBlock>;
@@ -52,7 +55,8 @@ struct Memory : TileShape<kBlock> {
 
 template <class T, int kPanels, int kBlock>
 __device__ __forceinline__ void run_producer(
-    const ProductTileLists& lists, int* taken, Memory<T, kPanels, kBlock>& memory, const CUtensorMap* a, const RunsMap& b) {
+    const ProductTileLists& lists, int* taken, Memory<T, kPanels, kBlock>& memory, const CUtensorMap* a,
+    const RunsMap& b) {
   using M = Memory<T, kPanels, kBlock>;
   constexpr int kBox = M::kBox, kBoxes = M::kBoxes, kBlockRows = M::kBlockRows, kStepsOfBlock = M::kStepsOfBlock;
   constexpr int kBoxBytes = kPanels * kBox * kLineBytes;
@@ -76,8 +80,8 @@ __device__ __forceinline__ void run_producer(
       }
     }
   };
-  // A lane has one of 32 entries, with its places. A work tile's next 32 are asked for before these are copied: memory that is
-  // being written answers later than a step lasts.
+  // A lane has one of 32 entries, with its places. A work tile's next 32 are asked for before these are copied: memory
+  // that is being written answers later than a step lasts.
   struct Entry {
     uint32_t word;
     Run<int32_t, kBlockRows> slots;
@@ -101,8 +105,8 @@ __device__ __forceinline__ void run_producer(
       }
     }
   };
-  // A work tile is drawn when the one before begins. What the lists have for it is asked for when that has been copied: the ring
-  // is deep enough for the time that they take to answer.
+  // A work tile is drawn when the one before begins. What the lists have for it is asked for when that has been copied:
+  // the ring is deep enough for the time that they take to answer.
   int number = blockIdx.x;
   int4 listed = lists.listed_work_tile(number);
   ask(listed, 0);
@@ -227,7 +231,8 @@ __device__ __forceinline__ void run_consumer(Memory<T, kPanels, kBlock>& memory,
       for (int i = 0; i < kTile / 4; ++i) {
         words[i % 2][i / 2] = round_pair<T>(sums[2 * i], sums[2 * i + 1]);
       }
-      // Both halves of a block's rows are stored together: memory takes halves of 256 bytes with a step between more slowly.
+      // Both halves of a block's rows are stored together: memory takes halves of 256 bytes with a step between more
+      // slowly.
       if (step_of_block < kStepsOfBlock - 1) {
 #pragma unroll
         for (int i = 0; i < kTile / 4; ++i) {
@@ -258,9 +263,9 @@ __device__ __forceinline__ void run_consumer(Memory<T, kPanels, kBlock>& memory,
 
 template <class T, int kPanels, int kBlock>
 __global__ void __launch_bounds__(TileShape<kBlock>::kThreads, kThreadBlocksOfTile<kPanels, kBlock>)
-sdd_on_hopper_kernel(
-    const __grid_constant__ ProductTileLists lists, int* taken, const __grid_constant__ CUtensorMap a,
-    const __grid_constant__ RunsMap b, T* out) {
+    sdd_on_hopper_kernel(
+        const __grid_constant__ ProductTileLists lists, int* taken, const __grid_constant__ CUtensorMap a,
+        const __grid_constant__ RunsMap b, T* out) {
   extern __shared__ unsigned char shared[];
   using M = Memory<T, kPanels, kBlock>;
   auto& memory = *reinterpret_cast<M*>(align_panels(shared));
@@ -283,8 +288,8 @@ sdd_on_hopper_kernel(
 
 bool takes_sdd_on_hopper(const Launcher& launch, const Tensor& a, const Tensor& b) {
   const Tensor b_rows = torch::stable::transpose(b, 2, 3);
-  return launch.is_hopper() && a.element_size() == 2 && a.size(3) > 0 && a.size(3) <= kMaxHeadDim &&
-         takes_boxes(a) && takes_boxes(b_rows) && RunsMap::takes(b_rows);
+  return launch.is_hopper() && a.element_size() == 2 && a.size(3) > 0 && a.size(3) <= kMaxHeadDim && takes_boxes(a) &&
+         takes_boxes(b_rows) && RunsMap::takes(b_rows);
 }
 
 void sdd_on_hopper(

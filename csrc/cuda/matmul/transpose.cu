@@ -1,8 +1,9 @@
-// A contiguous copy of an operand whose tokens are adjacent in memory, and not the numbers of each. Schema: csrc/library.cpp.
+// A contiguous copy of an operand whose tokens are adjacent in memory, and not the numbers of each. Schema:
+// csrc/library.cpp.
 //
-// A thread takes eight tokens of eight numbers: it reads a run of 16 bytes of each number's tokens and writes one of each
-// token's numbers. Neighbouring threads have the next numbers, so that a token is written as whole cache lines; the
-// 64 bytes that four of them read of a number are two sectors.
+// A thread takes eight tokens of eight numbers: it reads a run of 16 bytes of each number's tokens and writes one of
+// each token's numbers. Neighbouring threads have the next numbers, so that a token is written as whole cache lines;
+// the 64 bytes that four of them read of a number are two sectors.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -63,12 +64,19 @@ __global__ void __launch_bounds__(kThreads) transpose_kernel(const TransposedOpe
 
 Tensor transpose(const Tensor& x) {
   check_dim(x, 4, "x");
-  check(x.element_size() == 2 && x.size(2) % kSide == 0 && x.size(3) % kSide == 0,
-        "x has to have 16 bits a number, and a multiple of 8 of tokens and of numbers of each.");
+  check(
+      x.element_size() == 2 && x.size(2) % kSide == 0 && x.size(3) % kSide == 0,
+      "x has to have 16 bits a number, and a multiple of 8 of tokens and of numbers of each.");
   Tensor out = torch::stable::new_empty(x, x.sizes());
   const TransposedOperand operand{
-      static_cast<const uint16_t*>(x.const_data_ptr()), x.stride(0), x.stride(1), x.stride(2), x.stride(3),
-      static_cast<uint32_t>(x.size(1)), static_cast<uint32_t>(x.size(2)), static_cast<uint32_t>(x.size(3))};
+      static_cast<const uint16_t*>(x.const_data_ptr()),
+      x.stride(0),
+      x.stride(1),
+      x.stride(2),
+      x.stride(3),
+      static_cast<uint32_t>(x.size(1)),
+      static_cast<uint32_t>(x.size(2)),
+      static_cast<uint32_t>(x.size(3))};
   const int64_t squares = x.numel() / (kSide * kSide);
   const Launcher launch(x);
   launch(
@@ -80,6 +88,4 @@ Tensor transpose(const Tensor& x) {
 }  // namespace
 }  // namespace ds_sparse
 
-STABLE_TORCH_LIBRARY_IMPL(ds_sparse, CUDA, m) {
-  m.impl("transpose", TORCH_BOX(&ds_sparse::transpose));
-}
+STABLE_TORCH_LIBRARY_IMPL(ds_sparse, CUDA, m) { m.impl("transpose", TORCH_BOX(&ds_sparse::transpose)); }

@@ -109,9 +109,8 @@ __global__ void softmax_bias_backward_kernel(
 Blocks blocks_of(
     const Tensor& values, const Tensor& row_offsets, const Tensor& columns, int64_t layout_heads, int64_t block) {
   const int64_t rows = (row_offsets.size(0) - 1) / layout_heads;
-  return {
-      row_offsets.const_data_ptr<int32_t>(), static_cast<uint32_t>(layout_heads), static_cast<uint32_t>(rows),
-      static_cast<uint32_t>(values.size(1)), static_cast<uint32_t>(columns.size(0)), log2_of(block)};
+  return {row_offsets.const_data_ptr<int32_t>(), static_cast<uint32_t>(layout_heads),    static_cast<uint32_t>(rows),
+          static_cast<uint32_t>(values.size(1)), static_cast<uint32_t>(columns.size(0)), log2_of(block)};
 }
 
 Tensor softmax_bias_backward(

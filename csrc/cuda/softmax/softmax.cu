@@ -1,9 +1,10 @@
 // Row softmax over live blocks. Schemas and shapes: csrc/library.cpp; meaning: ds_sparse/reference.py.
 //
-// A thread block takes a row strip (ds_sparse/strips.py): some neighbouring token rows of a block row, as they lie in memory, a
-// piece of each live block, so that whole cache lines are read and written. Neighbouring threads take neighbouring runs of 16
-// bytes; a thread's few are all of one row, and stay in its registers. Nobody waits for what comes next: other thread blocks
-// of the multiprocessor work meanwhile. Rows that a thread block cannot hold are read twice, the second time mostly from cache.
+// A thread block takes a row strip (ds_sparse/strips.py): some neighbouring token rows of a block row, as they lie in
+// memory, a piece of each live block, so that whole cache lines are read and written. Neighbouring threads take
+// neighbouring runs of 16 bytes; a thread's few are all of one row, and stay in its registers. Nobody waits for what
+// comes next: other thread blocks of the multiprocessor work meanwhile. Rows that a thread block cannot hold are read
+// twice, the second time mostly from cache.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -23,7 +24,7 @@ namespace ds_sparse {
 namespace {
 
 constexpr int kLanes = 32;
-constexpr int kHeld = 5;              // runs that a thread holds; more than four, as half of the rows are above the mean
+constexpr int kHeld = 5;  // runs that a thread holds; more than four, as half of the rows are above the mean
 constexpr int kElements = kHeld * 8;  // of 16 bits in those
 
 // The row strips of a layout, and its copies: matrices where all heads share it, else batches.
@@ -82,9 +83,9 @@ int64_t thread_blocks(const RowStrips& strips) {
   return int64_t{strips.count} * strips.copies << RowStrip<T>::kLogThreadBlocks;
 }
 
-// The threads of a thread block that have runs of the same row. A piece is a power of two of runs, up to as many as there are
-// threads, so that all of a thread's are of one row; longer ones are of a row that is alone. Combines what the threads of a
-// row have; they all get the same bits.
+// The threads of a thread block that have runs of the same row. A piece is a power of two of runs, up to as many as
+// there are threads, so that all of a thread's are of one row; longer ones are of a row that is alone. Combines what
+// the threads of a row have; they all get the same bits.
 template <int kThreads>
 struct RowThreads {
   uint32_t other_rows;  // the bits by which the numbers of threads of other rows differ
@@ -132,7 +133,8 @@ __device__ __forceinline__ uint4 minus_infinities() {
   constexpr uint32_t kWord = std::is_same_v<T, __half>          ? 0xfc00fc00u
                              : std::is_same_v<T, __nv_bfloat16> ? 0xff80ff80u
                                                                 : 0xff800000u;
-  return std::is_same_v<T, double> ? make_uint4(0, 0xfff00000u, 0, 0xfff00000u) : make_uint4(kWord, kWord, kWord, kWord);
+  return std::is_same_v<T, double> ? make_uint4(0, 0xfff00000u, 0, 0xfff00000u)
+                                   : make_uint4(kWord, kWord, kWord, kWord);
 }
 
 // Something added to the scores, or a mask to keep where true, of shape (B or 1, H or 1, T or 1, S): strides are 0
@@ -217,7 +219,7 @@ struct Logits {
 // Powers are taken again when their sum is known, so that more threads have room.
 template <class T, bool kPlain, int kThreads>
 __global__ void __launch_bounds__(kThreads, (kPlain && sizeof(T) < 8 ? 1536 : 1024) / kThreads)
-softmax_forward_kernel(const __grid_constant__ SoftmaxForward<T> p) {
+    softmax_forward_kernel(const __grid_constant__ SoftmaxForward<T> p) {
   using A = Compute<T>;
   const RowStrip<T> strip(p.strips);
   const RowThreads<kThreads> row_threads(strip);
@@ -281,7 +283,7 @@ softmax_forward_kernel(const __grid_constant__ SoftmaxForward<T> p) {
     }
   };
   // The i-th of the thread's runs.
-  const auto get = [&](int i, A (&to)[kRun<T>]) {
+  const auto get = [&](int i, A(&to)[kRun<T>]) {
     if constexpr (kPlain) {
       unpack<T>(held[i], to);
     } else {
@@ -358,7 +360,8 @@ struct SoftmaxBackward {
 };
 
 template <class T, int kThreads>
-__global__ void __launch_bounds__(kThreads, 896 / kThreads) softmax_backward_kernel(const __grid_constant__ SoftmaxBackward<T> p) {
+__global__ void __launch_bounds__(kThreads, 896 / kThreads)
+    softmax_backward_kernel(const __grid_constant__ SoftmaxBackward<T> p) {
   using A = Compute<T>;
   const RowStrip<T> strip(p.strips);
   const RowThreads<kThreads> row_threads(strip);
@@ -422,9 +425,12 @@ RowStrips strips_of(
   check(listed.has_value(), "softmax on CUDA takes the strips of a BlockIndex, none were given.");
   check_rows(*listed, 4, values, "strips");
   return {
-      reinterpret_cast<const int4*>(listed->const_data_ptr<int32_t>()), static_cast<uint32_t>(listed->size(0)),
-      static_cast<uint32_t>(values.size(0) * heads / layout_heads), static_cast<uint32_t>(columns.size(0)),
-      static_cast<uint32_t>(heads / layout_heads), static_cast<uint32_t>((row_offsets.size(0) - 1) / layout_heads),
+      reinterpret_cast<const int4*>(listed->const_data_ptr<int32_t>()),
+      static_cast<uint32_t>(listed->size(0)),
+      static_cast<uint32_t>(values.size(0) * heads / layout_heads),
+      static_cast<uint32_t>(columns.size(0)),
+      static_cast<uint32_t>(heads / layout_heads),
+      static_cast<uint32_t>((row_offsets.size(0) - 1) / layout_heads),
       log2_of(block)};
 }
 
@@ -486,9 +492,13 @@ Tensor softmax_forward(
   with_element<true>(scores, "softmax", [&](auto zero) {
     using T = decltype(zero);
     const SoftmaxForward<T> arguments{
-        static_cast<const uint4*>(aligned_scores.const_data_ptr()), static_cast<uint4*>(probs.mutable_data_ptr()),
-        strips_of(strips, scores, row_offsets, columns, heads, layout_heads, block), columns.const_data_ptr<int32_t>(),
-        biases, static_cast<Compute<T>>(scale), causal};
+        static_cast<const uint4*>(aligned_scores.const_data_ptr()),
+        static_cast<uint4*>(probs.mutable_data_ptr()),
+        strips_of(strips, scores, row_offsets, columns, heads, layout_heads, block),
+        columns.const_data_ptr<int32_t>(),
+        biases,
+        static_cast<Compute<T>>(scale),
+        causal};
     with_threads(most, [&](auto threads) {
       constexpr int kThreads = decltype(threads)::value;
       const int64_t blocks = thread_blocks<T>(arguments.strips);
@@ -524,13 +534,11 @@ Tensor softmax_backward(
     using T = decltype(zero);
     const SoftmaxBackward<T> arguments{
         static_cast<const uint4*>(aligned_grad.const_data_ptr()),
-        static_cast<const uint4*>(aligned_probs.const_data_ptr()),
-        static_cast<uint4*>(grad_scores.mutable_data_ptr()),
+        static_cast<const uint4*>(aligned_probs.const_data_ptr()), static_cast<uint4*>(grad_scores.mutable_data_ptr()),
         strips_of(strips, probs, row_offsets, columns, heads, layout_heads, block), static_cast<Compute<T>>(scale)};
     with_threads(most, [&](auto threads) {
       constexpr int kThreads = decltype(threads)::value;
-      launch(
-          softmax_backward_kernel<T, kThreads>, thread_blocks<T>(arguments.strips), kThreads, arguments);
+      launch(softmax_backward_kernel<T, kThreads>, thread_blocks<T>(arguments.strips), kThreads, arguments);
     });
   });
   return grad_scores;

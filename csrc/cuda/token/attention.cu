@@ -295,8 +295,9 @@ std::tuple<Tensor, Tensor, Tensor> token_attention_forward(
     using A = typename S::A;
     const RowsOperand<T> queries(query), keys(key), values(value);
     const typename TokenForward<S>::Arguments arguments{
-        queries.rows(), keys.rows(), values.rows(), static_cast<A>(scale), written<T>(output), written<A>(lse),
-        written<A>(statistics), tokens, static_cast<int>(width)};
+        queries.rows(),         keys.rows(),     values.rows(),          static_cast<A>(scale),
+        written<T>(output),     written<A>(lse), written<A>(statistics), tokens,
+        static_cast<int>(width)};
     launch(lists_kernel<TokenForward<S>>, lists.work_tiles(), kThreads, lists, arguments);
   });
   return {output, lse, statistics};
@@ -334,11 +335,21 @@ std::tuple<Tensor, Tensor, Tensor> token_attention_backward(
     using A = typename S::A;
     const RowsOperand<T> queries(query), keys(key), values(value), grad_outputs(grad_output), outputs(output);
     const TokenBackwardArguments<T> arguments{
-        queries.rows(), keys.rows(), values.rows(), grad_outputs.rows(), outputs.rows(),
+        queries.rows(),
+        keys.rows(),
+        values.rows(),
+        grad_outputs.rows(),
+        outputs.rows(),
         static_cast<const A*>(statistics.const_data_ptr()),
         grad_lse ? static_cast<const A*>(grad_lse->const_data_ptr()) : nullptr,
-        static_cast<Row<A>*>(rows.mutable_data_ptr()), static_cast<A>(scale), written<T>(grad_query),
-        written<T>(grad_key), written<T>(grad_value), tokens, num_keys, static_cast<int>(query.size(3)),
+        static_cast<Row<A>*>(rows.mutable_data_ptr()),
+        static_cast<A>(scale),
+        written<T>(grad_query),
+        written<T>(grad_key),
+        written<T>(grad_value),
+        tokens,
+        num_keys,
+        static_cast<int>(query.size(3)),
         static_cast<int>(value.size(3))};
     launch(lists_kernel<OverQueries<S>>, by_query.work_tiles(), kThreads, by_query, arguments);
     launch(lists_kernel<OverKeys<S>>, by_key.work_tiles(), kThreads, by_key, arguments);

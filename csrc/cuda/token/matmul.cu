@@ -81,7 +81,9 @@ struct WeightedSum {
   Numbers<RowShape> sums;
 
   __device__ WeightedSum(const Arguments& all, const TokenList& list)
-      : rows(all.rows.template of<RowShape>(list)), values(all.values + list.repeat * all.num_entries), slots(all.slots) {}
+      : rows(all.rows.template of<RowShape>(list)),
+        values(all.values + list.repeat * all.num_entries),
+        slots(all.slots) {}
 
   __device__ void add(uint32_t n, const int (&tokens)[RowShape::kTokens]) {
     GatheredRow<RowShape> gathered[RowShape::kTokens];
@@ -153,8 +155,8 @@ Tensor token_matmul_dsd(
     using T = typename S::T;
     const RowsOperand<T> rows(dense);
     const typename WeightedSum<S>::Arguments arguments{
-        static_cast<const T*>(values.const_data_ptr()), lists.slots, lists.num_entries, rows.rows(),
-        static_cast<T*>(out.mutable_data_ptr()), num_lists, static_cast<int>(width)};
+        static_cast<const T*>(values.const_data_ptr()), lists.slots, lists.num_entries,      rows.rows(),
+        static_cast<T*>(out.mutable_data_ptr()),        num_lists,   static_cast<int>(width)};
     launch(lists_kernel<WeightedSum<S>>, lists.work_tiles(), kThreads, lists, arguments);
   });
   return out;

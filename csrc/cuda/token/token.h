@@ -429,8 +429,8 @@ __device__ __forceinline__ A score_of(A dot, A scale) {
 template <class F>
 void with_shape(const Tensor& x, int64_t width, const F& f) {
   check(
-      width <= kMaxWidth, "tokens have " + std::to_string(width) + " numbers; on CUDA they have up to " +
-                              std::to_string(kMaxWidth) + ".");
+      width <= kMaxWidth,
+      "tokens have " + std::to_string(width) + " numbers; on CUDA they have up to " + std::to_string(kMaxWidth) + ".");
   const auto with_halves = [&](auto zero) {
     using T = decltype(zero);
     if (width <= 64) {

@@ -66,9 +66,7 @@ struct TokenRows {
         tokens(x.size(2)),
         width(static_cast<int>(x.size(3))) {}
 
-  __device__ const T* of(int64_t batch, int64_t head) const {
-    return data + batch * batch_stride + head * head_stride;
-  }
+  __device__ const T* of(int64_t batch, int64_t head) const { return data + batch * batch_stride + head * head_stride; }
 };
 
 // Copies tokens of a head to swizzled tiles, kTokens at a time and a k block of their depth; what is not there becomes
@@ -122,8 +120,7 @@ class TokenLoader {
 inline torch::stable::Tensor in_runs(const torch::stable::Tensor& x) {
   const int64_t run = 16 / static_cast<int64_t>(x.element_size());
   const int64_t width = std::max<int64_t>(1, (x.size(3) + run - 1) / run) * run;
-  bool fits =
-      reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0 && width == x.size(3) && x.stride(3) == 1;
+  bool fits = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0 && width == x.size(3) && x.stride(3) == 1;
   for (int64_t dim = 0; dim < 3; ++dim) {
     fits = fits && (x.size(dim) == 1 || x.stride(dim) % run == 0);
   }

@@ -23,9 +23,9 @@ namespace {
 
 // In a step: rows of a thread block, 32 of them a warp's, and columns.
 constexpr int kRows = 128, kWarpRows = 32, kColumns = 64;
-constexpr int kGroup = 32;           // columns that a warp has sums of at a time
-constexpr int kFar = 1 << 12;        // steps or columns: as good as any other number as large
-constexpr int kRing = 3;             // steps in flight or in use
+constexpr int kGroup = 32;               // columns that a warp has sums of at a time
+constexpr int kFar = 1 << 12;            // steps or columns: as good as any other number as large
+constexpr int kRing = 3;                 // steps in flight or in use
 constexpr int64_t kFewestWorkTiles = 8;  // for a multiprocessor, where there is work for them
 constexpr int kHeldThreadBlocks = 4;
 constexpr int64_t kL2Bytes = 280 << 10;  // of L2, for what a multiprocessor is writing
@@ -54,9 +54,9 @@ struct MatmulMemory {
 
 // The part of a band's windows that is in a group: 32 rows and as many columns.
 struct GroupEdges {
-  int begin, end;   // the first row's window is the columns from begin to end - 1, the next one's a column further
-  int lines;        // rows that there are
-  uint32_t seams;   // where beginnings of rows wait for ends, or 0
+  int begin, end;  // the first row's window is the columns from begin to end - 1, the next one's a column further
+  int lines;       // rows that there are
+  uint32_t seams;  // where beginnings of rows wait for ends, or 0
 
   __device__ bool meets() const { return begin < kGroup && end + kWarpRows > 1; }
   __device__ bool whole() const { return begin + kWarpRows <= 1 && end >= kGroup && lines >= kWarpRows; }
@@ -65,7 +65,7 @@ struct GroupEdges {
 // What a warp has of its rows and kGroup columns. A lane's sums are runs of kCount columns.
 template <class T, int kCount>
 struct Group {
-  static constexpr int kRuns = kGroup / (4 * kCount);      // of a lane, in each of its four rows
+  static constexpr int kRuns = kGroup / (4 * kCount);  // of a lane, in each of its four rows
   static constexpr bool kJoins = kCount * sizeof(T) == 16;
 
   float sum[2][kGroup / 8][4];
@@ -83,8 +83,7 @@ struct Group {
   }
 
   // Adds products over the runs `run` and the next one of rows and columns. `columns`: the lane's first ones.
-  __device__ __forceinline__ void multiply_add(
-      const typename Mma<T>::FragmentA (&rows)[2], uint32_t columns, int run) {
+  __device__ __forceinline__ void multiply_add(const typename Mma<T>::FragmentA (&rows)[2], uint32_t columns, int run) {
     typename Mma<T>::FragmentB b[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -209,11 +208,12 @@ struct Group {
   }
 };
 
-// kCount: elements that are written together, a run of 16 bytes or a pair. kHeld: k blocks of rows, all of them, which each
-// warp holds in registers; 0: rows are read with each step. Two k blocks lie in the ring's later stages while its first one fills.
+// kCount: elements that are written together, a run of 16 bytes or a pair. kHeld: k blocks of rows, all of them, which
+// each warp holds in registers; 0: rows are read with each step. Two k blocks lie in the ring's later stages while its
+// first one fills.
 template <class T, int kCount, int kHeld>
-__global__ void __launch_bounds__(kThreads, kHeld == 1 ? kHeldThreadBlocks : 3) window_matmul_kernel(
-    const __grid_constant__ MatmulArguments<T> p) {
+__global__ void __launch_bounds__(kThreads, kHeld == 1 ? kHeldThreadBlocks : 3)
+    window_matmul_kernel(const __grid_constant__ MatmulArguments<T> p) {
   extern __shared__ __align__(128) unsigned char shared[];
   using M = Mma<T>;
   using Fragments = LineFragments<T, kCount>;
@@ -235,8 +235,7 @@ __global__ void __launch_bounds__(kThreads, kHeld == 1 ? kHeldThreadBlocks : 3) 
     const int64_t row = work.tile / p.column_parts * kRows, top = row + warp_row;
     const BandMatrix<T> band(
         p.out + (work.batch * p.heads + work.head) * p.tokens * (2 * p.window + 1), p.tokens, p.window);
-    const int64_t first =
-        band.aligned(row - p.window) + work.tile % p.column_parts * p.steps_in_part * kColumns;
+    const int64_t first = band.aligned(row - p.window) + work.tile % p.column_parts * p.steps_in_part * kColumns;
     const int64_t past = min(row + kRows, p.tokens) + p.window;
     const int steps =
         first < past ? static_cast<int>(min(int64_t{p.steps_in_part}, (past - first + kColumns - 1) / kColumns)) : 0;
@@ -425,14 +424,23 @@ Tensor window_matmul(const Tensor& a, const Tensor& b, int64_t window) {
     const int64_t column_parts =
         std::min(steps, ceil_div(kFewestWorkTiles * launch.multiprocessors(), matrices * row_tiles));
     const MatmulArguments<T> arguments{
-        TokenRows<T>(rows), TokenRows<T>(columns), static_cast<T*>(out.mutable_data_ptr()), batch, heads, tokens,
-        window, row_tiles, column_parts, 8 * (2 * window), static_cast<int>(ceil_div(steps, column_parts)), k_blocks,
+        TokenRows<T>(rows),
+        TokenRows<T>(columns),
+        static_cast<T*>(out.mutable_data_ptr()),
+        batch,
+        heads,
+        tokens,
+        window,
+        row_tiles,
+        column_parts,
+        8 * (2 * window),
+        static_cast<int>(ceil_div(steps, column_parts)),
+        k_blocks,
         rows_stay};
     // Rows that are being written should stay in L2 until they are whole, or they leave it in pieces: where windows are
     // wide, thread blocks ask for so much shared memory that fewer are on a multiprocessor.
     const auto bytes_for = [&](int held) {
-      const size_t bytes =
-          held == 2 ? MatmulMemory<2>::bytes(0) : MatmulMemory<1>::bytes(rows_stay ? k_blocks : kRing);
+      const size_t bytes = held == 2 ? MatmulMemory<2>::bytes(0) : MatmulMemory<1>::bytes(rows_stay ? k_blocks : kRing);
       const int64_t fit = std::max<int64_t>(2, kL2Bytes / (kRows * (2 * window + 1) * int64_t{sizeof(T)}));
       const bool fewer = held > 0 && fit < kHeldThreadBlocks;
       return fewer ? std::max(bytes, launch.shared_memory() / (fit + 1) / 16 * 16 + 16) : bytes;
@@ -465,6 +473,4 @@ Tensor window_matmul(const Tensor& a, const Tensor& b, int64_t window) {
 }  // namespace
 }  // namespace ds_sparse
 
-STABLE_TORCH_LIBRARY_IMPL(ds_sparse, CUDA, m) {
-  m.impl("window_matmul", TORCH_BOX(&ds_sparse::window_matmul));
-}
+STABLE_TORCH_LIBRARY_IMPL(ds_sparse, CUDA, m) { m.impl("window_matmul", TORCH_BOX(&ds_sparse::window_matmul)); }

@@ -1,5 +1,5 @@
-// The band of a product, on Hopper: 16-bit types, up to 128 numbers a token, a work tile for every multiprocessor, windows
-// of which rows are whole cache lines apart (`BandMatrix`) and end in a later step than they begin.
+// The band of a product, on Hopper: 16-bit types, up to 128 numbers a token, a work tile for every multiprocessor,
+// windows of which rows are whole cache lines apart (`BandMatrix`) and end in a later step than they begin.
 //
 // A thread block takes tile after tile of 128 rows. These stay in registers, 64 in each warpgroup's, while the columns
 // of their windows pass through a ring of stages. A step is 64 columns, a cache line of each row. Warps hand over their
@@ -22,7 +22,7 @@ using namespace hopper;
 constexpr int kConsumerWarpgroups = 2;  // which multiply
 constexpr int kRows = kConsumerWarpgroups * kTile, kConsumerWarps = kRows / kWarpTileRows;
 constexpr int kBlockThreads = kConsumerWarps * 32 + 32;  // and a producer warp
-constexpr int kThreadBlocks = 2;                 // of a multiprocessor
+constexpr int kThreadBlocks = 2;                         // of a multiprocessor
 
 template <class T>
 struct BandArguments {
@@ -216,7 +216,8 @@ __device__ __forceinline__ void run_consumer(const BandArguments<T>& p, Memory<T
   using M = Memory<T, kPanels>;
   constexpr int kStageElements = kPanels * kTileElements;
   const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32), group = warp * kWarpTileRows / kTile;
-  const int warp_tile = warp * kWarpTileRows, above = warp_tile % kTile;  // the warp's first row of a tile, and of its warpgroup's
+  const int warp_tile = warp * kWarpTileRows,
+            above = warp_tile % kTile;  // the warp's first row of a tile, and of its warpgroup's
   const GmmaDescriptor all_columns(memory.stages[0][0]);
   // Where the lane points at a run of its warp's rows: of their first 16 numbers, in the first stage.
   const T* rows_run = kept_shared(run_of_line(memory.stages[0][0], above + lane % 16, lane / 16));
@@ -243,7 +244,8 @@ __device__ __forceinline__ void run_consumer(const BandArguments<T>& p, Memory<T
     // Where the first row's window begins and ends, counted from the step's first column.
     int begin = work.row + warp_tile - p.window - work.first, end = begin + 2 * p.window + 1;
     const int rows_left = p.tokens - work.row - warp_tile;
-    T* to = work.band.at(work.row + warp_tile + WarpTileStore<T>::row(0), work.first + WarpTileStore<T>::place() * kRun<T>);
+    T* to =
+        work.band.at(work.row + warp_tile + WarpTileStore<T>::row(0), work.first + WarpTileStore<T>::place() * kRun<T>);
     for (int step = 0; step < work.steps; ++step, pipe.next(), begin -= kTile, end -= kTile, to += kTile) {
       memory.full[pipe.index].wait(pipe.phase);
       if (begin - above >= kTile || end - above + kTile - 1 <= 0) {
@@ -312,8 +314,12 @@ void window_matmul_on_hopper(
     using T = decltype(zero);
     constexpr int kPanels = decltype(panels)::value;
     const BandArguments<T> arguments{
-        static_cast<T*>(out.mutable_data_ptr()), static_cast<int>(work_tiles_of(a)), static_cast<int>(a.size(1)),
-        static_cast<int>(a.size(2)), static_cast<int>(window), static_cast<int>(ceil_div(a.size(2), kRows))};
+        static_cast<T*>(out.mutable_data_ptr()),
+        static_cast<int>(work_tiles_of(a)),
+        static_cast<int>(a.size(1)),
+        static_cast<int>(a.size(2)),
+        static_cast<int>(window),
+        static_cast<int>(ceil_div(a.size(2), kRows))};
     launch.with_shared_memory(
         window_matmul_on_hopper_kernel<T, kPanels>,
         std::min<int64_t>(arguments.work_tiles, launch.multiprocessors() * kThreadBlocks), kBlockThreads,

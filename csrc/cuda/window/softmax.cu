@@ -32,14 +32,20 @@ constexpr int kMostHeads = 256;  // with windows of their own in one launch
 
 // How the rows of some heads are shared out: 2^log_lanes lanes to each, and neighbouring ones of a head to a warp.
 struct Shares {
-  int64_t heads, first_head, count;  // of each batch; those of this launch
+  int64_t heads, first_head, count;            // of each batch; those of this launch
   int64_t matrices, tokens, pieces, elements;  // a warp takes a piece of a matrix; elements of the whole tensor
   int width, log_lanes, stage_runs;
 
   template <class T>
   Shares(T, const Tensor& band, int64_t first_head, int64_t count)
-      : heads(band.size(1)), first_head(first_head), count(count), matrices(band.size(0) * count), tokens(band.size(2)),
-        elements(band.numel()), width(static_cast<int>(band.size(3))), log_lanes(1) {
+      : heads(band.size(1)),
+        first_head(first_head),
+        count(count),
+        matrices(band.size(0) * count),
+        tokens(band.size(2)),
+        elements(band.numel()),
+        width(static_cast<int>(band.size(3))),
+        log_lanes(1) {
     // Up to eight runs a lane, or four: long rows with two lanes each would meet in banks of shared memory.
     const int64_t runs = (width - 1) / kRun<T>;
     while (log_lanes < log2_of(kLanes) && (log_lanes < 2 ? 4 : 8) << log_lanes < runs) {
@@ -180,8 +186,7 @@ __device__ __forceinline__ void for_all_rows(
   }
   for (int stage = 0; rows.matrix < shares.matrices; stage ^= 1) {
     const bool wraps = rows.piece + pieces >= shares.pieces;
-    const BandRows<T> next(
-        shares, rows.matrix + matrices + wraps, rows.piece + pieces - (wraps ? shares.pieces : 0));
+    const BandRows<T> next(shares, rows.matrix + matrices + wraps, rows.piece + pieces - (wraps ? shares.pieces : 0));
     const T* given[kInputs];
     if constexpr (kStaged) {
       start(next, stage ^ 1);
@@ -220,8 +225,8 @@ struct ForwardArguments {
 
 // kPlain: scale is positive, and there is no bias. Then it is left to the exponents, whose differences it scales.
 template <class T, bool kPlain, bool kStaged>
-__global__ void __launch_bounds__(kThreads, 8) window_softmax_forward_kernel(
-    const __grid_constant__ ForwardArguments<T> p) {
+__global__ void __launch_bounds__(kThreads, 8)
+    window_softmax_forward_kernel(const __grid_constant__ ForwardArguments<T> p) {
   const Shares& shares = p.shares;
   const int lane = shares.lane(), lanes = 1 << shares.log_lanes, side = shares.width / 2;
   const float exponent_scale = kPlain ? p.scale * kLog2E<float> : kLog2E<float>;
@@ -318,8 +323,8 @@ struct SoftmaxBackwardArguments {
 };
 
 template <class T, bool kStaged>
-__global__ void __launch_bounds__(kThreads, 8) window_softmax_backward_kernel(
-    const __grid_constant__ SoftmaxBackwardArguments<T> p) {
+__global__ void __launch_bounds__(kThreads, 8)
+    window_softmax_backward_kernel(const __grid_constant__ SoftmaxBackwardArguments<T> p) {
   const Shares& shares = p.shares;
   const int lane = shares.lane(), lanes = 1 << shares.log_lanes;
   for_all_rows<kStaged, T, 2>(
@@ -366,14 +371,14 @@ __global__ void __launch_bounds__(kThreads, 8) window_softmax_backward_kernel(
 }
 
 void check_width(const Tensor& band) {
-  check(band.size(3) < INT32_MAX - 64, "a row of a band has to have fewer than 2**31 - 65 numbers on CUDA, got " +
-                                           std::to_string(band.size(3)) + ".");
+  check(
+      band.size(3) < INT32_MAX - 64,
+      "a row of a band has to have fewer than 2**31 - 65 numbers on CUDA, got " + std::to_string(band.size(3)) + ".");
 }
 
 // Runs the kernel that stages rows where shared memory holds those of a thread block.
 template <int kInputs, class Arguments>
-void run(
-    const Launcher& launch, void (*staged)(Arguments), void (*direct)(Arguments), const Arguments& arguments) {
+void run(const Launcher& launch, void (*staged)(Arguments), void (*direct)(Arguments), const Arguments& arguments) {
   const Shares& shares = arguments.shares;
   const size_t bytes = shares.shared_bytes(kInputs);
   const bool fits = bytes <= launch.shared_memory();
@@ -401,9 +406,14 @@ Tensor window_softmax_forward(
     for (int64_t first = 0; first < heads; first += in_launch) {
       const int64_t count = std::min(in_launch, heads - first);
       ForwardArguments<T> p{
-          static_cast<const T*>(scores.const_data_ptr()), static_cast<T*>(probs.mutable_data_ptr()),
-          Shares(zero, band, first, count), key_bias ? key_bias->const_data_ptr<float>() : nullptr,
-          key_bias && key_bias->size(0) > 1 ? key_bias->stride(0) : 0, of_heads, causal, static_cast<float>(scale)};
+          static_cast<const T*>(scores.const_data_ptr()),
+          static_cast<T*>(probs.mutable_data_ptr()),
+          Shares(zero, band, first, count),
+          key_bias ? key_bias->const_data_ptr<float>() : nullptr,
+          key_bias && key_bias->size(0) > 1 ? key_bias->stride(0) : 0,
+          of_heads,
+          causal,
+          static_cast<float>(scale)};
       std::copy_n(windows.begin() + (of_heads ? first : 0), of_heads ? count : 1, p.windows);
       if (scale > 0 && !key_bias) {
         run<1>(launch, window_softmax_forward_kernel<T, true, true>, window_softmax_forward_kernel<T, true, false>, p);

@@ -131,8 +131,9 @@ class BandFragments {
       return {kWarpTokens - edges.end, all_there ? min(2 - edges.begin, edges.lines + 1) - kDepth : -kNowhere};
     } else {
       const bool all_there = edges.lines >= kWarpTokens;
-      return {max(edges.begin + kWarpTokens - 1, edges.first),
-              all_there ? min(edges.end, edges.last) - kDepth + 1 : -kNowhere};
+      return {
+          max(edges.begin + kWarpTokens - 1, edges.first),
+          all_there ? min(edges.end, edges.last) - kDepth + 1 : -kNowhere};
     }
   }
   static __device__ Span met(const TileEdges& edges) {
@@ -141,8 +142,9 @@ class BandFragments {
       return {2 - kDepth - edges.end, any_there ? min(kWarpTokens - edges.begin, edges.lines) : -kNowhere};
     } else {
       const bool any_there = edges.lines > 0;
-      return {max(edges.begin, edges.first) - kDepth + 1,
-              any_there ? min(edges.end + min(edges.lines, kWarpTokens) - 1, edges.last) : -kNowhere};
+      return {
+          max(edges.begin, edges.first) - kDepth + 1,
+          any_there ? min(edges.end + min(edges.lines, kWarpTokens) - 1, edges.last) : -kNowhere};
     }
   }
 
@@ -166,9 +168,8 @@ class BandFragments {
         if constexpr (sizeof(T) == 4) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            b_[product][group][e] =
-                load_float(kTransposed ? moved(address, k + e, 2 * group)
-                                       : moved(address, 8 * group, k / 4) + e * int{sizeof(T)});
+            b_[product][group][e] = load_float(
+                kTransposed ? moved(address, k + e, 2 * group) : moved(address, 8 * group, k / 4) + e * int{sizeof(T)});
           }
         } else if (group % 2 == 0) {
           uint32_t both[4];
@@ -277,8 +278,7 @@ struct KernelShape {
 
 // One number of the result by its definition: what a row's window does not have cannot matter. Once NaN it stays so.
 template <bool kTransposed, class T>
-__device__ float sum_of_window(
-    const BandMatrix<const T>& band, const T* dense, int64_t token_stride, int64_t token) {
+__device__ float sum_of_window(const BandMatrix<const T>& band, const T* dense, int64_t token_stride, int64_t token) {
   const int64_t end = min(token + band.window + 1, band.tokens);
   float sum = 0;
 #pragma unroll 1
@@ -379,8 +379,9 @@ __global__ void __launch_bounds__(kThreads, (KernelShape<T, kTransposed, kCount,
 #pragma unroll
             for (int t = 0; t < S::kWidth / 16; ++t) {
               typename M::FragmentA a;
-              OfDense::read(a, of_dense + stage * S::kStage + t / kTiles * S::kDenseTile,
-                            k + product * M::kDepth, t % kTiles * (16 / kRun<T>));
+              OfDense::read(
+                  a, of_dense + stage * S::kStage + t / kTiles * S::kDenseTile, k + product * M::kDepth,
+                  t % kTiles * (16 / kRun<T>));
 #pragma unroll
               for (int group = 0; group < kGroups; ++group) {
                 b.multiply_add(sum[t][group], a, product, group);
@@ -406,7 +407,7 @@ __global__ void __launch_bounds__(kThreads, (KernelShape<T, kTransposed, kCount,
       for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
-          const float(&of)[4] = sum[k_block * kTiles + t][group];
+          const float (&of)[4] = sum[k_block * kTiles + t][group];
           zero += 0 * of[0] + 0 * of[1] + 0 * of[2] + 0 * of[3];
           store_transposed(result + 8 * group * S::kResultPitch + 16 * t, S::kResultPitch, of);
         }
@@ -484,8 +485,18 @@ Tensor unwindow_matmul(const Tensor& band, const Tensor& dense, bool transposed)
       const int64_t tiles = ceil_div(tokens + (kTransposed ? 32 / sizeof(T) - 1 : 0), S::kTokens);
       const int column_tiles = static_cast<int>(ceil_div(width, S::kWidth));
       const UnwindowArguments<T> arguments{
-          static_cast<const T*>(rows.const_data_ptr()), rows.stride(0), rows.stride(1), TokenRows<T>(right),
-          static_cast<T*>(out.mutable_data_ptr()), batch, heads, tokens, window, width, tiles, column_tiles};
+          static_cast<const T*>(rows.const_data_ptr()),
+          rows.stride(0),
+          rows.stride(1),
+          TokenRows<T>(right),
+          static_cast<T*>(out.mutable_data_ptr()),
+          batch,
+          heads,
+          tokens,
+          window,
+          width,
+          tiles,
+          column_tiles};
       static_assert(S::kBytes <= kPortableMemory);
       launch.with_shared_memory(
           unwindow_matmul_kernel<T, kTransposed, kCount, kKBlocks>, batch * heads * tiles * column_tiles, kThreads,
@@ -501,7 +512,7 @@ Tensor unwindow_matmul(const Tensor& band, const Tensor& dense, bool transposed)
     };
     const auto with_count = [&](auto is_transposed) {
       has_whole_runs<T>(window) ? with_width(is_transposed, std::integral_constant<int, kRun<T>>{})
-                                        : with_width(is_transposed, std::integral_constant<int, 2>{});
+                                : with_width(is_transposed, std::integral_constant<int, 2>{});
     };
     transposed ? with_count(std::true_type{}) : with_count(std::false_type{});
   });
