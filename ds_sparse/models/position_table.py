@@ -19,16 +19,19 @@ def base_model(model: nn.Module) -> nn.Module:
 
 
 def configs(model: nn.Module, base: nn.Module) -> list[Any]:
+    """The configs of a model with a head and of its encoder, which may be one."""
     configs = [module.config for module in (model, base) if hasattr(module, "config")]
     return list({id(config): config for config in configs}.values())
 
 
 def position_table(base: nn.Module) -> nn.Embedding | None:
+    """`embeddings.position_embeddings` of an encoder, where it is a table."""
     table = getattr(getattr(base, "embeddings", None), "position_embeddings", None)
     return table if isinstance(table, nn.Embedding) else None
 
 
 def why_no_table(model: nn.Module, max_position: int) -> str:
+    """The sentence for a model without a table, by the kind of positions that it has."""
     name = type(model).__name__
     for kind, words in _WITHOUT_TABLE.items():
         found = next((path for path, _ in model.named_modules() if any(word in path.lower() for word in words)), None)

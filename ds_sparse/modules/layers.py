@@ -17,8 +17,8 @@ def ours_and_others(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, n
     """The self-attention layers of a model, by name: each `SparseSelfAttention`, and the others.
 
     Another is a module that holds projections by the names that models give them (`query`, `key` and `value` of BERT,
-    `q_proj`, `k_proj` and `v_proj`, `q_lin`, ..., `query_key_value`, `c_attn`, `qkv`), and no `SparseSelfAttention`; and
-    `nn.MultiheadAttention`.
+    `q_proj`, `k_proj` and `v_proj`, `q_lin`, ..., `query_key_value`, `c_attn`, `qkv`), and no `SparseSelfAttention`;
+    and `nn.MultiheadAttention`.
     """
     ours, others = {}, {}
     for name, module in model.named_modules():

@@ -33,9 +33,9 @@ class SparseSelfAttention(nn.Module):
     their length. Copies of a module (copy.deepcopy) share the layout and its operations until one of them loads
     another.
 
-    It is a persistent buffer, `master_layout`, int64 (H, R, C), where DeepSpeed has it. A checkpoint with it decides the
-    layout, one without it loads too. It is on the CPU, also where the module is built on the meta device or moved to
-    another. Modules that contain this one do not list it among their `buffers()`, which DistributedDataParallel and
+    It is a persistent buffer, `master_layout`, int64 (H, R, C), where DeepSpeed has it. A checkpoint with it decides
+    the layout, one without it loads too. It is on the CPU, also where the module is built on the meta device or moved
+    to another. Modules that contain this one do not list it among their `buffers()`, which DistributedDataParallel and
     FSDP broadcast and move; their state dicts have it.
 
     Random blocks drawn without a seed differ between ranks: when torch.distributed runs, all take rank 0's, once, at
@@ -54,8 +54,8 @@ class SparseSelfAttention(nn.Module):
             gradients of masks).
 
     Raises:
-        ValueError: an unknown mask mode or implementation, `max_seq_length` that is not a multiple of the block, what the
-            structure refuses.
+        ValueError: an unknown mask mode or implementation, `max_seq_length` that is not a multiple of the block, what
+            the structure refuses.
     """
 
     def __init__(

@@ -200,8 +200,8 @@ class StructuredAttention:
             seq_len = blocks * self.sparsity_config.block
             if torch.compiler.is_compiling():
                 raise RuntimeError(
-                    f"The sequence has {seq_len} tokens, the layout was made for {self.max_seq_length}, and a longer one "
-                    f"cannot be made under torch.compile; build the module with max_seq_length={seq_len}."
+                    f"The sequence has {seq_len} tokens, the layout was made for {self.max_seq_length}, and a longer "
+                    f"one cannot be made under torch.compile; build the module with max_seq_length={seq_len}."
                 )
             if world_size() > 1 and without_seed(self.sparsity_config):
                 raise ValueError(
@@ -226,8 +226,8 @@ class StructuredAttention:
 
 
 class _Layout(MasterLayout):
-    """A structure's layout with its separate operations, and the layouts of longer sequences, by their blocks. Copies of
-    a module share it."""
+    """A structure's layout with its separate operations, and the layouts of longer sequences, by their blocks. Copies
+    of a module share it."""
 
     def __init__(self, layout: torch.Tensor, block: int, num_heads: int):
         layout = as_bool_layout(layout).cpu()

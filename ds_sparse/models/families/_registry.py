@@ -41,7 +41,7 @@ class Family:
         """Is called before changes of a model are switched on."""
 
     def adapt_replaced(self, model: nn.Module, base: nn.Module) -> None:
-        """Is called when BertSparseSelfAttention has taken the place of all layers of `base`, the encoder in a model."""
+        """Is called when BertSparseSelfAttention has taken the place of all layers of `base`, the encoder in it."""
 
 
 _families: list[Family] = []

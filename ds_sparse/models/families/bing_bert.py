@@ -83,6 +83,7 @@ def around(
 
 
 def longest_sequence(config: Any) -> int:
+    """Tokens that a layout is built for where none are asked for."""
     return getattr(config, "max_position_embeddings", None) or 2048
 
 
