@@ -13,20 +13,18 @@
 namespace ds_sparse::attention {
 namespace {
 
-constexpr int kBlockN = 64;  // queries in a step
+constexpr int kBlockN = ColumnsTuning<64>::kBlockN;  // queries in a step
+static_assert(kBlockN == ColumnsTuning<128>::kBlockN);
 
-// Whether registers reach for a third warpgroup, and whether it makes the gradients of queries.
-template <int kHeadDim>
-constexpr bool kHasThirdWarpgroup = kHeadDim == 64;
+// Whether the third warpgroup makes the gradients of queries.
 template <int kHeadDim, bool kWithQueries>
-constexpr bool kGradQueryApart = kWithQueries && kHasThirdWarpgroup<kHeadDim>;
-
-constexpr int kProducerWarps = 2;
+constexpr bool kGradQueryApart = kWithQueries && ColumnsTuning<kHeadDim>::kHasThirdWarpgroup;
 
 template <class T, int kHeadDim, bool kLimited>
 struct Memory {
-  static constexpr int kStages = kHeadDim == 64 ? 4 : 3, kWorkStages = 2, kOwnStages = kHeadDim == 64 ? 2 : 1,
-                       kGradScoreStages = kHasThirdWarpgroup<kHeadDim> ? 2 : 1;
+  using Tuning = ColumnsTuning<kHeadDim>;
+  static constexpr int kStages = Tuning::kStages, kWorkStages = Tuning::kWorkStages, kOwnStages = Tuning::kOwnStages;
+  static constexpr int kGradScoreStages = Tuning::kGradScoreStages;
   struct Stage {
     Panels<T, kHeadDim, kBlockN> queries, grads;
   };
@@ -37,7 +35,7 @@ struct Memory {
   Stage stages[kStages];
   Panels<T, kBlockN, kHopperBlockM> grad_scores[kGradScoreStages];  // a row for each key; of one step or two
   // For each warp that multiplies, eight runs of 16 x 8 sums; or rounded results, 16 rows of 64 in one half or two.
-  alignas(kPanelAlignment) float4 spaces[kHopperBlockM / 16 + (kHasThirdWarpgroup<kHeadDim> ? 4 : 0)][8][32];
+  alignas(kPanelAlignment) float4 spaces[kHopperBlockM / 16 + (Tuning::kHasThirdWarpgroup ? 4 : 0)][8][32];
   float row_stats[kStages][4][kBlockN];  // members of RowStats
   Octet groups[kStages][kBlockN / 16];
   LiveGroups live[kStages][LiveGroupFinder::kWarpTiles];
@@ -462,6 +460,7 @@ __global__ void __launch_bounds__(kColumnThreads<kHeadDim, kWithQueries>, 1) col
     TileScheduler scheduler) {
   extern __shared__ unsigned char shared[];
   using M = Memory<T, kHeadDim, are_limited(kScores)>;
+  using Tuning = typename M::Tuning;
   auto& memory = *reinterpret_cast<M*>(align_panels(shared));
   constexpr bool kGradQueryApart = attention::kGradQueryApart<kHeadDim, kWithQueries>;
   constexpr int kMultiplying = 4 * (kConsumerWarpgroups + (kGradQueryApart ? 1 : 0));  // warps
@@ -469,13 +468,13 @@ __global__ void __launch_bounds__(kColumnThreads<kHeadDim, kWithQueries>, 1) col
     for (int stage = 0; stage < M::kWorkStages; ++stage) {
       memory.work_full[stage].init(1);
       memory.kv_full[stage].init(1);
-      memory.work_empty[stage].init(kMultiplying + kProducerWarps);
+      memory.work_empty[stage].init(kMultiplying + Tuning::kProducerWarps);
     }
     for (int stage = 0; stage < M::kOwnStages; ++stage) {
       memory.own_empty[stage].init(kMultiplying);
     }
     for (int stage = 0; stage < M::kStages; ++stage) {
-      memory.stage_full[stage].init(kProducerWarps);
+      memory.stage_full[stage].init(Tuning::kProducerWarps);
       memory.stage_empty[stage].init(kMultiplying);
     }
     for (int stage = 0; stage < M::kGradScoreStages; ++stage) {
@@ -485,21 +484,16 @@ __global__ void __launch_bounds__(kColumnThreads<kHeadDim, kWithQueries>, 1) col
     fence_barrier_init();
   }
   __syncthreads();
-  // Of registers, all that the kernel starts with.
-  constexpr int kProducerRegisters = kHeadDim == 64 ? 40 : 24, kThird = 72,
-                kConsumerRegisters = kGradQueryApart  ? 200
-                                     : kHeadDim == 64 ? 232
-                                                      : 240;
-  static_assert(
-      !kGradQueryApart || kConsumerRegisters * kConsumerGroupThreads + (kThird + kProducerRegisters) * 128 <= 65536);
   if constexpr (kGradQueryApart) {
     if (threadIdx.x >= kHopperThreads<1>) {
-      warpgroup_reg_dealloc<kThird>();
+      warpgroup_reg_dealloc<Tuning::kThirdRegisters>();
       run_grad_query_consumer<T, kHeadDim, kScores>(p, memory);
       return;
     }
   }
-  run_roles<1, kProducerRegisters, kConsumerRegisters>(
+  constexpr int kConsumerRegisters =
+      kGradQueryApart ? Tuning::kConsumerRegistersBesideThird : Tuning::kConsumerRegisters;
+  run_roles<1, Tuning::kProducerRegisters, kConsumerRegisters>(
       [&](int) { run_consumer<T, kHeadDim, kScores, kWithQueries>(p, sweep, maps, memory); },
       [&](int) { run_scheduler<T, kHeadDim, kScores>(p, sweep, maps, memory, scheduler); },
       [&](int) { run_producer<T, kHeadDim, kScores, false>(p, sweep, maps, memory); },

@@ -9,11 +9,13 @@
 namespace ds_sparse::attention {
 namespace {
 
-constexpr int kBlockN = 64;  // keys in a step
+constexpr int kBlockN = RowsTuning<64>::kBlockN;  // keys in a step
+static_assert(kBlockN == RowsTuning<128>::kBlockN);
 
 template <class T, int kHeadDim, bool kLimited>
 struct Memory {
-  static constexpr int kStages = 4, kWorkStages = kHeadDim == 64 ? 2 : 1;
+  using Tuning = RowsTuning<kHeadDim>;
+  static constexpr int kStages = Tuning::kStages, kWorkStages = Tuning::kWorkStages;
   struct Stage {
     Panels<T, kHeadDim, kBlockN> keys, values;
   };
@@ -249,7 +251,7 @@ __global__ void __launch_bounds__(kHopperThreads<1>, 1) rows_on_hopper_kernel(
     fence_barrier_init();
   }
   __syncthreads();
-  run_roles<1, 24, 240>(
+  run_roles<1, M::Tuning::kProducerRegisters, M::Tuning::kConsumerRegisters>(
       [&](int) { run_consumer<T, kHeadDim, kScores>(p, sweep, maps, memory); },
       [&](int) { run_producer<T, kHeadDim, are_limited(kScores)>(p, sweep, maps, memory, scheduler); });
 }

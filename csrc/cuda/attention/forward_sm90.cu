@@ -11,9 +11,11 @@
 namespace ds_sparse::attention {
 namespace {
 
-template <class T, int kHeadDim, int kBlockN, int kConsumerGroups, bool kLimited>
+template <class T, int kHeadDim, Scores kScores>
 struct alignas(kPanelAlignment) Memory {
-  static constexpr int kStages = 256 * 128 / (kHeadDim * kBlockN * kConsumerGroups), kWorkStages = 2;
+  using Tuning = ForwardTuning<kHeadDim, are_plain(kScores)>;
+  static constexpr int kBlockN = Tuning::kBlockN, kStages = Tuning::kStages, kWorkStages = Tuning::kWorkStages;
+  static constexpr bool kLimited = are_limited(kScores);
   struct Stage {
     Panels<T, kHeadDim, kBlockN> keys, values;
   };
@@ -31,11 +33,12 @@ struct alignas(kPanelAlignment) Memory {
 
 // The scheduler warp: writes work items and loads their queries, as soon as there is space for the next, and stores
 // results.
-template <class T, int kHeadDim, int kBlockN, int kConsumerGroups, bool kLimited>
+template <class T, int kHeadDim, Scores kScores>
 __device__ __forceinline__ void run_scheduler(
-    const Forward<T>& p, Memory<T, kHeadDim, kBlockN, kConsumerGroups, kLimited>& memory, const CUtensorMap* query_map,
+    const Forward<T>& p, Memory<T, kHeadDim, kScores>& memory, const CUtensorMap* query_map,
     const CUtensorMap* output_map, TileScheduler scheduler, int consumer_group) {
-  constexpr int kWorkStages = Memory<T, kHeadDim, kBlockN, kConsumerGroups, kLimited>::kWorkStages;
+  using M = Memory<T, kHeadDim, kScores>;
+  constexpr int kBlockN = M::kBlockN, kWorkStages = M::kWorkStages;
   const int lane = threadIdx.x % 32;
   const Boxes<T, kHeadDim, kHopperBlockM> boxes(p.lists.log_block);
   PipelineState<kWorkStages> work_pipe;
@@ -104,22 +107,22 @@ __device__ __forceinline__ void run_scheduler(
 }
 
 enum class Loads { kBoth, kKeys, kValues };
-template <int kConsumerGroups>
-constexpr int kProducerWarps = kConsumerGroups == 1 ? 2 : 1;  // of a consumer group
 
 // The producer warps: one loads keys, and tells of each step what it is about, and one loads values; or one loads both,
 // where there are not as many.
-template <Loads kLoads, class T, int kHeadDim, int kBlockN, int kConsumerGroups, bool kLimited>
+template <Loads kLoads, class T, int kHeadDim, Scores kScores>
 __device__ __forceinline__ void run_producer(
-    const Forward<T>& p, Memory<T, kHeadDim, kBlockN, kConsumerGroups, kLimited>& memory, const CUtensorMap* key_map,
+    const Forward<T>& p, Memory<T, kHeadDim, kScores>& memory, const CUtensorMap* key_map,
     const CUtensorMap* value_map) {
+  using M = Memory<T, kHeadDim, kScores>;
+  constexpr int kBlockN = M::kBlockN;
+  constexpr bool kLimited = M::kLimited;
   const int lane = threadIdx.x % 32;
   const Boxes<T, kHeadDim, kBlockN> boxes(p.lists.log_block);
   const LiveGroupFinder finder(p.lists);
-  PipelineState<Memory<T, kHeadDim, kBlockN, kConsumerGroups, kLimited>::kStages> pipe;
+  PipelineState<M::kStages> pipe;
 
-  for (PipelineState<Memory<T, kHeadDim, kBlockN, kConsumerGroups, kLimited>::kWorkStages> work_pipe;;
-       work_pipe.next()) {
+  for (PipelineState<M::kWorkStages> work_pipe;; work_pipe.next()) {
     memory.work_full[work_pipe.index].wait(work_pipe.phase);
     const auto& item = memory.work_items[work_pipe.index];
     const int steps = item.steps;
@@ -182,11 +185,12 @@ __device__ __forceinline__ void run_producer(
   }
 }
 
-template <class T, int kHeadDim, int kBlockN, int kConsumerGroups, Scores kScores>
+template <class T, int kHeadDim, Scores kScores>
 __device__ __forceinline__ void run_consumer(
-    const Forward<T>& p, Memory<T, kHeadDim, kBlockN, kConsumerGroups, are_limited(kScores)>& memory,
-    int consumer_group) {
-  constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores);
+    const Forward<T>& p, Memory<T, kHeadDim, kScores>& memory, int consumer_group) {
+  using M = Memory<T, kHeadDim, kScores>;
+  constexpr bool kPlain = are_plain(kScores), kLimited = M::kLimited;
+  constexpr int kBlockN = M::kBlockN;
   const int thread = consumer_thread(), lane = thread % 32, warpgroup = uniform(thread / 128);
   const int warp_tile = warp_tile_row(thread);
   const float softmax_scale_log2 = kPlain ? p.scoring.scale * kLog2E : kLog2E;
@@ -198,11 +202,11 @@ __device__ __forceinline__ void run_consumer(
   const bool drops = attention::drops<kScores>(p.scoring);
   const Dropout dropout = drops ? p.scoring.dropout() : Dropout{};
   const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
-  constexpr bool kOverlaps = kConsumerGroups == 1;
+  constexpr bool kOverlaps = M::Tuning::kConsumerGroups == 1;
   const Turns<kOverlaps> turns(warpgroup);
-  using StageState = PipelineState<Memory<T, kHeadDim, kBlockN, kConsumerGroups, kLimited>::kStages>;
+  using StageState = PipelineState<M::kStages>;
   StageState pipe;
-  PipelineState<Memory<T, kHeadDim, kBlockN, kConsumerGroups, kLimited>::kWorkStages> work_pipe;
+  PipelineState<M::kWorkStages> work_pipe;
 
   // What the work tile in stage `summed_stage` has summed; where `owes`, the product of `probs` with the values of
   // stage `last` is still to be added. It is added together with the next step's scores, be they the next work tile's.
@@ -518,20 +522,23 @@ __device__ __forceinline__ void run_consumer(
   }
 }
 
-template <class T, int kHeadDim, int kBlockN, int kConsumerGroups, Scores kScores>
-__global__ void __launch_bounds__(kHopperThreads<kConsumerGroups>, 1) forward_on_hopper_kernel(
-    const __grid_constant__ Forward<T> p, const __grid_constant__ CUtensorMap query_map,
-    const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map,
-    const __grid_constant__ CUtensorMap output_map, TileScheduler scheduler) {
+template <class T, int kHeadDim, Scores kScores>
+__global__ void __launch_bounds__(kHopperThreads<ForwardTuning<kHeadDim, are_plain(kScores)>::kConsumerGroups>, 1)
+    forward_on_hopper_kernel(
+        const __grid_constant__ Forward<T> p, const __grid_constant__ CUtensorMap query_map,
+        const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map,
+        const __grid_constant__ CUtensorMap output_map, TileScheduler scheduler) {
   extern __shared__ unsigned char shared[];
-  using M = Memory<T, kHeadDim, kBlockN, kConsumerGroups, are_limited(kScores)>;
+  using M = Memory<T, kHeadDim, kScores>;
+  using Tuning = typename M::Tuning;
+  constexpr int kConsumerGroups = Tuning::kConsumerGroups;
   M* memories = reinterpret_cast<M*>(align_panels(shared));
   if (threadIdx.x < kConsumerGroups) {
     M& memory = memories[threadIdx.x];
     for (int stage = 0; stage < M::kWorkStages; ++stage) {
       memory.work_full[stage].init(1);
       memory.q_full[stage].init(1);
-      memory.work_empty[stage].init(4 * kConsumerWarpgroups + kProducerWarps<kConsumerGroups>);
+      memory.work_empty[stage].init(4 * kConsumerWarpgroups + Tuning::kProducerWarps);
     }
     for (int stage = 0; stage < M::kStages; ++stage) {
       memory.k_full[stage].init(1);
@@ -543,20 +550,20 @@ __global__ void __launch_bounds__(kHopperThreads<kConsumerGroups>, 1) forward_on
   }
   __syncthreads();
   const auto consume = [&](int consumer_group) {
-    run_consumer<T, kHeadDim, kBlockN, kConsumerGroups, kScores>(p, memories[consumer_group], consumer_group);
+    run_consumer<T, kHeadDim, kScores>(p, memories[consumer_group], consumer_group);
   };
   const auto schedule = [&](int consumer_group) {
     run_scheduler(p, memories[consumer_group], &query_map, &output_map, scheduler, consumer_group);
   };
-  if constexpr (kProducerWarps<kConsumerGroups> == 2) {
-    run_roles<kConsumerGroups, 40, 232>(
+  if constexpr (Tuning::kProducerWarps == 2) {
+    run_roles<kConsumerGroups, Tuning::kProducerRegisters, Tuning::kConsumerRegisters>(
         consume, schedule,
         [&](int consumer_group) { run_producer<Loads::kKeys>(p, memories[consumer_group], &key_map, &value_map); },
         [&](int consumer_group) { run_producer<Loads::kValues>(p, memories[consumer_group], &key_map, &value_map); });
   } else {
-    run_roles<kConsumerGroups, 32, 112>(consume, schedule, [&](int consumer_group) {
-      run_producer<Loads::kBoth>(p, memories[consumer_group], &key_map, &value_map);
-    });
+    run_roles<kConsumerGroups, Tuning::kProducerRegisters, Tuning::kConsumerRegisters>(
+        consume, schedule,
+        [&](int consumer_group) { run_producer<Loads::kBoth>(p, memories[consumer_group], &key_map, &value_map); });
   }
 }
 
@@ -568,11 +575,9 @@ void forward_on_hopper(
     const Tensor& output, int64_t copies) {
   with_hopper_kernel(p.scoring, p.lists, p.head_dim, [&](auto head_dim, auto scores) {
     constexpr Scores kScores = decltype(scores)::value;
-    constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores);
-    // Short rows leave room for a second consumer group; half as many keys at a time leave registers for it, or for
-    // options.
-    constexpr int kHeadDim = decltype(head_dim)::value, kConsumerGroups = kHeadDim == 64 && kPlain ? 2 : 1,
-                  kBlockN = kHeadDim == 128 && kPlain ? 128 : 64;
+    constexpr int kHeadDim = decltype(head_dim)::value;
+    using M = Memory<T, kHeadDim, kScores>;
+    constexpr int kConsumerGroups = M::Tuning::kConsumerGroups, kBlockN = M::kBlockN;
     const int64_t count = copies * p.lists.num_work_tiles * p.lists.sub_tiles;
     const int block = 1 << p.lists.log_block;
     const int own_box = std::min(block, kHopperBlockM);
@@ -581,10 +586,8 @@ void forward_on_hopper(
                       value_map = tensor_map(value, std::min(block, kBlockN));
     with_scheduler(launch, query, count, kConsumerGroups, [&](const TileScheduler& scheduler, int64_t blocks) {
       launch.with_shared_memory(
-          forward_on_hopper_kernel<T, kHeadDim, kBlockN, kConsumerGroups, kScores>, blocks,
-          kHopperThreads<kConsumerGroups>,
-          kConsumerGroups * sizeof(Memory<T, kHeadDim, kBlockN, kConsumerGroups, kLimited>) + kPanelAlignment, p,
-          query_map, key_map, value_map, output_map, scheduler);
+          forward_on_hopper_kernel<T, kHeadDim, kScores>, blocks, kHopperThreads<kConsumerGroups>,
+          kConsumerGroups * sizeof(M) + kPanelAlignment, p, query_map, key_map, value_map, output_map, scheduler);
     });
   });
 }

@@ -13,17 +13,6 @@
 
 namespace ds_sparse::attention {
 
-// Columns of an output that a thread block makes: wider ones are split over thread blocks that share the rest.
-template <int kHeadDim>
-constexpr int kOutputColumns = kHeadDim < 128 ? kHeadDim : 128;
-
-// Tokens of the other side in a step: fewer where their rows are long, for shared memory's sake.
-template <class T, int kHeadDim>
-constexpr int kStep = kHeadDim * sizeof(T) <= 256   ? 64
-                      : kHeadDim * sizeof(T) <= 512 ? 32
-                                                    : 16;
-constexpr int kStages = 2;
-
 // A matrix (tokens, D) for each batch and head; strides in elements.
 template <class T>
 struct Matrices {

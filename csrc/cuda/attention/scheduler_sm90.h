@@ -20,9 +20,8 @@ namespace ds_sparse::attention {
 
 using namespace hopper;
 
-constexpr int kConsumerWarpgroups = 2;  // warpgroups with kHopperBlockM / kConsumerWarpgroups rows each
-// A consumer group is these, with the scheduler and producer warps that serve them; the consumer groups of a thread
-// block have nothing to do with each other.
+// A consumer group is kConsumerWarpgroups, with the scheduler and producer warps that serve them; the consumer groups
+// of a thread block have nothing to do with each other.
 constexpr int kConsumerGroupThreads = 128 * kConsumerWarpgroups;
 template <int kConsumerGroups>
 constexpr int kHopperThreads = kConsumerGroups * kConsumerGroupThreads + 128;

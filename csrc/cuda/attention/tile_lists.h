@@ -8,11 +8,9 @@
 
 #include <cstdint>
 
-namespace ds_sparse::attention {
+#include "tuning.h"
 
-constexpr int kBlockM = 64;            // tokens of a tile
-constexpr int kHopperBlockM = 128;     // and of one on Hopper
-constexpr int kThreads = 2 * kBlockM;  // a warp for each 16 tokens
+namespace ds_sparse::attention {
 
 // The tiles of one side with their lists, as Python's Tiles has them. Block rows: of the own side, -1 where a tile has
 // none.
@@ -76,10 +74,7 @@ struct SplitResults {
   }
 };
 
-// Neighbouring rows of a tile whose list is split, which a thread block combines.
-constexpr int kCombineRows = 16;
-static_assert(kBlockM % kCombineRows == 0 && kHopperBlockM % kCombineRows == 0);
-
+// kCombineRows neighbouring rows of a tile whose list is split, which a thread block combines.
 struct CombineRows {
   int batch, head, tile, sub_tile, first_row, first_split, num_splits;
   int64_t matrix, copy;
