@@ -5,13 +5,13 @@
 //
 // Sparse values are (B, V, b, b): the live blocks in (head, row, column) order, each row-major inside.
 //
-// Lists of live blocks, int32, as BlockIndex (ds_sparse/index.py) builds them:
+// Lists of live blocks, int32, as BlockIndex (index/block.py) builds them:
 //   row_offsets (L*R + 1), columns (N)             block row i of layout head l owns entries row_offsets[l*R+i] to
 //                                                  row_offsets[l*R+i+1]; entry n is the layout's n-th live block.
 //   column_offsets (L*C + 1), rows (N), slots (N)  the same by columns; slots[e] is the entry number in row order.
 // Head h reads layout head (L == 1 ? 0 : h), and its entry n is stored in values[:, (L == 1 ? h * N : 0) + n].
 //
-// Lists of live blocks in tiles, int32, as Tiles (ds_sparse/tiles.py) has them. Lines are block rows (of row tiles) or
+// Lists of live blocks in tiles, int32, as Tiles (index/tiles.py) has them. Lines are block rows (of row tiles) or
 // block columns (of column tiles); r = max(1, tile / block) of them make a tile of `tile` tokens:
 //   lines (tiles * r)   the tile's lines within their layout head, -1 where it is not filled; tiles are numbered
 //                       through the layout heads, and each line of a head is in one tile
@@ -20,7 +20,7 @@
 //   cuts (K, 3)         tiles that units cut: tile, first part, number of parts
 //   slots (E, r)        where the tile's lines have the entry among the layout's N live blocks, -1 where they have not
 //
-// Lists of token pairs, int32, as TokenIndex (ds_sparse/tokens.py) builds them, for query tokens T and key tokens S.
+// Lists of token pairs, int32, as TokenIndex (index/token.py) builds them, for query tokens T and key tokens S.
 // There are P = list_batch * list_heads of them in (batch, head) order, list_batch 1 or B, list_heads 1 or H; sequence
 // b and head h have list (list_batch == 1 ? 0 : b) * list_heads + (list_heads == 1 ? 0 : h). A pair may be there twice.
 //   row_offsets (P*T + 1), columns (N)             query i of list p sees the keys at row_offsets[p*T+i] to
@@ -60,7 +60,7 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // rpe and attn_mask (B or 1, H or 1, T or 1, S) any strides with T = R*b, S = C*b, key_padding_mask (B or 1, S);
   // bool masks keep where true, others have the dtype of scores and are added; causal drops columns after the row's
   // token. -> (B, V, b, b); rows with nothing left are zero.
-  // strips (U, 4), up to `most` elements each: the units of Strips (ds_sparse/strips.py), which CUDA walks.
+  // strips (U, 4), up to `most` elements each: the units of Strips (index/strips.py), which CUDA walks.
   m.def(
       "softmax_forward(Tensor scores, Tensor? rpe, Tensor? key_padding_mask, Tensor? attn_mask, Tensor row_offsets, "
       "Tensor columns, Tensor? strips, int most, int layout_heads, int block, float scale, bool causal) -> Tensor");
@@ -168,7 +168,7 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
 
   // token_attention_forward and token_attention_backward on a Hopper GPU, in tiles of 128 tokens and blocks of 64:
   // row_pairs and column_pairs, int32 (1 or H, E, 128, 2), have a bit for each pair of each entry
-  // (ds_sparse/token_tiles.py). query (B, H, T, D), key and value (B, H, S, D), fp16 or bf16, D a multiple of 8 up to
+  // (index/token_tiles.py). query (B, H, T, D), key and value (B, H, S, D), fp16 or bf16, D a multiple of 8 up to
   // 128, adjacent in memory
   // -> as block_attention_forward and block_attention_backward.
   m.def(

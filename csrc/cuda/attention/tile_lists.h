@@ -1,5 +1,5 @@
 // Tiles of tokens with their lists of live blocks, the work tiles that thread blocks take, and the splits of long
-// lists, which a second kernel combines. Format: ds_sparse/tiles.py; schemas and shapes: csrc/library.cpp.
+// lists, which a second kernel combines. Format: index/tiles.py; schemas and shapes: csrc/library.cpp.
 //
 // Every pass holds a tile of its own tokens (queries, or keys) and walks those of the other side, kBlockM or fewer at a
 // time, gathered from as many live blocks as that takes.

@@ -1,4 +1,4 @@
-// The live blocks of a layout in tiles (ds_sparse/tiles.py), as products with blocks of 16 to 128 walk them on Hopper:
+// The live blocks of a layout in tiles (index/tiles.py), as products with blocks of 16 to 128 walk them on Hopper:
 // a tile's few block rows are multiplied together with the union of their lists.
 
 #pragma once

@@ -1,6 +1,6 @@
 // Row softmax over live blocks. Schemas and shapes: csrc/library.cpp; meaning: ds_sparse/reference.py.
 //
-// A thread block takes a row strip (ds_sparse/strips.py): some neighbouring token rows of a block row, as they lie in
+// A thread block takes a row strip (index/strips.py): some neighbouring token rows of a block row, as they lie in
 // memory, a piece of each live block, so that whole cache lines are read and written. Neighbouring threads take
 // neighbouring runs of 16 bytes; a thread's few are all of one row, and stay in its registers. Nobody waits for what
 // comes next: other thread blocks of the multiprocessor work meanwhile. Rows that a thread block cannot hold are read
