@@ -1,8 +1,8 @@
 """Indices: which blocks, windows or pairs of tokens are live, in the forms that operations walk."""
 
-from .block import BlockIndex, as_index, index_on
+from .block import BlockIndex, as_index
 from .lasting import lasting, plain
 from .token import TokenIndex
 from .window import WindowIndex
 
-__all__ = ["BlockIndex", "TokenIndex", "WindowIndex", "as_index", "index_on", "lasting", "plain"]
+__all__ = ["BlockIndex", "TokenIndex", "WindowIndex", "as_index", "lasting", "plain"]

@@ -374,13 +374,6 @@ def as_index(layout: torch.Tensor | BlockIndex, block: int) -> BlockIndex:
     return index
 
 
-def index_on(indices: dict[torch.device, BlockIndex], device: torch.device) -> BlockIndex:
-    """The index on `device`, copied there and remembered in `indices` when it is first asked for."""
-    if device not in indices:
-        indices[device] = next(iter(indices.values())).to(device)
-    return indices[device]
-
-
 def check_block(block: int) -> None:
     """Raises ValueError unless `block` is a power of two and at least 8."""
     if not isinstance(block, int) or isinstance(block, bool) or block < 8 or block & (block - 1):

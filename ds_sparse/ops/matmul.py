@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
-
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
-from ..index import BlockIndex, as_index, index_on
+from ..index import BlockIndex, as_index
 from ..index.tile_sizes import HOPPER_TILE, sdd_tile
 from ._autograd import Function, differentiable_once
 from ._library import check_dtype, check_inputs, require_kernel, under_autocast
+from ._on_layout import OnLayout
 
 MODES = ("sdd", "dsd", "dds")
 
@@ -19,7 +17,7 @@ MOST_WIDTH = 128
 """Numbers a token, of dense operands, that the kernels which walk tiles take."""
 
 
-class MatMul:
+class MatMul(OnLayout):
     """C = op(A) @ op(B), differentiable in both, with one of A, B, C block-sparse. Source: DeepSpeed's `MatMul`.
 
     | mode | A | B | C |
@@ -65,28 +63,12 @@ class MatMul:
     ):
         if mode not in MODES:
             raise NotImplementedError(f"Supported modes are: sdd, dsd, dds; got {mode!r}.")
-        index = as_index(layout, block).with_lists()
-        self.layout, self.block, self.mode, self.trans_a, self.trans_b = layout, block, mode, trans_a, trans_b
-        self._indices = {index.device: index}
+        super().__init__(layout, as_index(layout, block).with_lists())
+        self.mode, self.trans_a, self.trans_b = mode, trans_a, trans_b
 
     def __repr__(self) -> str:
         transposed = "".join(f", {name}" for name in ("trans_a", "trans_b") if getattr(self, name))
-        return f"MatMul({self.mode}{transposed}, {next(iter(self._indices.values()))})"
-
-    @property
-    def spdims(self) -> torch.Size:
-        """(H, R, C) of the layout."""
-        index = next(iter(self._indices.values()))
-        return torch.Size((index.num_heads, index.rows, index.columns))
-
-    def _held(self) -> Iterator[torch.Tensor]:
-        for index in tuple(self._indices.values()):
-            yield from index._held()
-
-    @property
-    def lut_cache(self) -> Mapping[torch.device, BlockIndex]:
-        """The index on each device that this has met: what DeepSpeed's look-up tables were. For reading."""
-        return MappingProxyType(self._indices)
+        return f"MatMul({self.mode}{transposed}, {self._index})"
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         check_inputs(a=a, b=b)
@@ -104,7 +86,7 @@ class MatMul:
                     "Tensors with more than 4 dimensions are not currently supported, nor with fewer than 2; "
                     f"tensor {name} has {operand.dim()}."
                 )
-        index = index_on(self._indices, a.device)
+        index = self._index_on(a.device)
         added = 4 - max(a.dim(), b.dim())
         a, b = _four_dimensional(a), _four_dimensional(b)
         if self.mode == "sdd":

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
-from ..index import BlockIndex, as_index, index_on
+from ..index import BlockIndex, as_index
 from ._autograd import Function, differentiable_once
 from ._library import check_dtype, check_inputs, check_scale, require_kernel
+from ._on_layout import OnLayout
 
 MASK_MODES = ("add", "mul")
 
 
-class Softmax:
+class Softmax(OnLayout):
     """probs = softmax(scale * x + rpe + key_padding_mask + attn_mask) by token rows, over live blocks.
 
     Differentiable in x, and in rpe and the masks where they are added. Out of place. Statistics in fp32 or wider. A row
@@ -48,33 +47,15 @@ class Softmax:
     """
 
     def __init__(self, layout: torch.Tensor | BlockIndex, block: int, bench: bool = False):
-        index = as_index(layout, block).with_strips()
-        self.layout, self.block = layout, block
-        self._indices = {index.device: index}
+        super().__init__(layout, as_index(layout, block).with_strips())
 
     def __repr__(self) -> str:
-        return f"Softmax({next(iter(self._indices.values()))})"
-
-    @property
-    def spdims(self) -> torch.Size:
-        """(H, R, C) of the layout."""
-        index = next(iter(self._indices.values()))
-        return torch.Size((index.num_heads, index.rows, index.columns))
+        return f"Softmax({self._index})"
 
     @property
     def num_blocks(self) -> int:
         """V, the live blocks of all heads of the layout."""
-        index = next(iter(self._indices.values()))
-        return index.num_values(index.num_heads)
-
-    def _held(self) -> Iterator[torch.Tensor]:
-        for index in tuple(self._indices.values()):
-            yield from index._held()
-
-    @property
-    def lut_cache(self) -> Mapping[torch.device, BlockIndex]:
-        """The index on each device that this has met: what DeepSpeed's look-up tables were. For reading."""
-        return MappingProxyType(self._indices)
+        return self._index.num_values(self._index.num_heads)
 
     def __call__(
         self,
@@ -100,7 +81,7 @@ class Softmax:
                 raise ValueError(
                     f"{name} mode is {mode!r}; it has to be 'add' (added to the scores) or 'mul' (0 drops, else keeps)."
                 )
-        index = index_on(self._indices, x.device)
+        index = self._index_on(x.device)
         heads = index.heads_of(x.shape[1]) if x.dim() == 4 and x.shape[2:] == (self.block, self.block) else None
         if heads is None:
             expected = (index.num_values(index.num_heads), self.block, self.block)
