@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from torch import nn
@@ -10,14 +11,15 @@ from ..report import Change
 from ..structures import Structures
 
 
-class Family:
+class Family(ABC):
     """A kind of models, and how their attention layers become sparse. A file of its own has a subclass, and registers
     an object of it."""
 
+    @abstractmethod
     def of_this_family(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         """Those of the dense attention layers of a model, by name, that belong to models of this family."""
-        raise NotImplementedError
 
+    @abstractmethod
     def changes(
         self,
         model: nn.Module,
@@ -31,7 +33,6 @@ class Family:
         Raises:
             ValueError: a layer that would stay dense, or would not be computed as before; nothing has been changed.
         """
-        raise NotImplementedError
 
     def switched(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         """Those of the layers without a `SparseSelfAttention` that are sparse all the same."""
