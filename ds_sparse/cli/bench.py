@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.operation is None:
-        print(f"ds_sparse bench: name what to time: {', '.join(OPERATIONS)}. See ds_sparse bench --help", file=sys.stderr)
+        print(
+            f"ds_sparse bench: name what to time: {', '.join(OPERATIONS)}. See ds_sparse bench --help", file=sys.stderr
+        )
         return 2
     # Here and not above: it imports torch, which help does without.
     from ..bench.command import measure

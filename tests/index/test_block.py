@@ -359,7 +359,7 @@ def test_another_stream_waits_for_the_one_that_made_it(part: str, monkeypatch: p
 
     def fetch_and_sleep(*tensors: torch.Tensor) -> list[list[int]]:
         numbers = fetch(*tensors)
-        torch.cuda._sleep(10**8)
+        torch.cuda._sleep(10**9)
         return numbers
 
     expected, given = PARTS[part](BlockIndex.build(layout, 16)), layout.cuda()
