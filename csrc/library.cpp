@@ -29,6 +29,9 @@
 // A number for each pair is (R, N) with R = B*H / P: those of the r-th of the sequences and heads, in (batch, head)
 // order, that share a list.
 //
+// implementation: the one that runs, as ds_sparse/dispatch.py has chosen: on a CPU "cpu", on a GPU "portable" or the
+// name of a chip that has its own. What an operator has to be given for it is said there; what cannot run is refused.
+//
 // allow_tf32: products of fp32 on CUDA may round their operands to TF32; without it they have fp32's precision.
 
 #include <torch/csrc/stable/library.h>
@@ -36,12 +39,12 @@
 STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // values[:, n] = a[h, rows of n] @ b[h, columns of n].   a (B, H, R*b, K), b (B, H, K, C*b), any strides
   // -> (B, V, b, b)
-  // tile_...: the same blocks in tiles, all or none: of 64 rows for blocks of 16 and 32, of 128 for blocks of 64 and
-  // 128. A Hopper GPU walks them where operands are fp16 or bf16, up to 128 numbers a token, which are adjacent, and
-  // each token begins at a multiple of 16 bytes; all else goes by row_offsets and columns.
+  // tile_...: for "hopper" the same blocks in tiles, all or none: of 64 rows for blocks of 16 and 32, of 128 for blocks
+  // of 64 and 128.
   m.def(
       "matmul_sdd(Tensor a, Tensor b, Tensor row_offsets, Tensor columns, Tensor? tile_lines, Tensor? tile_entries, "
-      "Tensor? tile_units, Tensor? tile_slots, int layout_heads, int block, bool allow_tf32) -> Tensor");
+      "Tensor? tile_units, Tensor? tile_slots, int layout_heads, int block, bool allow_tf32, str implementation) "
+      "-> Tensor");
 
   // S @ dense, or its transpose.   values (B, V, b, b) contiguous, dense (B, H, C*b, K) any strides
   // -> (B, H, R*b, K) contiguous, or with transpose_result (B, H, K, R*b) contiguous.
@@ -50,7 +53,7 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   m.def(
       "matmul_dsd(Tensor values, Tensor dense, Tensor offsets, Tensor indices, Tensor? slots, Tensor? tile_lines, "
       "Tensor? tile_entries, Tensor? tile_units, Tensor? tile_cuts, Tensor? tile_slots, int layout_heads, int block, "
-      "bool transpose_result, bool allow_tf32) -> Tensor");
+      "bool transpose_result, bool allow_tf32, str implementation) -> Tensor");
 
   // A contiguous copy of x (B, H, T, K), 16 bits a number, T and K multiples of 8, any strides; made for stride(2) 1,
   // where torch's own takes four times as long. Only on CUDA.
@@ -88,8 +91,8 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   m.def(
       "block_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? rpe, Tensor? key_bias, "
       "Tensor? attn_mask, Tensor? dropout_seed, Tensor row_lines, Tensor row_entries, Tensor row_units, "
-      "Tensor row_cuts, int layout_heads, int block, int tile, float scale, bool causal, float dropout_p) "
-      "-> (Tensor output, Tensor lse, Tensor rows)");
+      "Tensor row_cuts, int layout_heads, int block, int tile, float scale, bool causal, float dropout_p, "
+      "str implementation) -> (Tensor output, Tensor lse, Tensor rows)");
 
   // Gradients for query, key and value, in their orders of memory, from those of output and, perhaps, of lse.
   // Probabilities are exp(exponent - origin) over the sum, by the row's two numbers. With deterministic all sums are in
@@ -99,7 +102,7 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
       "Tensor output, Tensor rows, Tensor? rpe, Tensor? key_bias, Tensor? attn_mask, Tensor? dropout_seed, "
       "Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts, Tensor column_lines, "
       "Tensor column_entries, Tensor column_units, Tensor column_cuts, int layout_heads, int block, int tile, "
-      "float scale, bool causal, float dropout_p, bool deterministic) "
+      "float scale, bool causal, float dropout_p, bool deterministic, str implementation) "
       "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
 
   // The gradient of what was added to the scores, zero where nothing is live, summed over the dimensions that are 1 in
@@ -115,7 +118,7 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
 
   // band[t, j] = a[t] . b[t - w + j], 0 where there is no such token.   a and b (B, H, T, D), any strides
   // -> (B, H, T, 2w + 1) contiguous
-  m.def("window_matmul(Tensor a, Tensor b, int window) -> Tensor");
+  m.def("window_matmul(Tensor a, Tensor b, int window, str implementation) -> Tensor");
 
   // out[t] = sum over j of band[t, j] * dense[t - w + j]; transposed: sum over j of band[t - w + j, 2w - j] *
   // dense[t - w + j]. What the band has for tokens that there are not is not read.
@@ -137,14 +140,15 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   m.def(
       "window_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? key_bias, Tensor limits, "
       "Tensor? places, Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts, int layout_heads, "
-      "int block, int tile, int num_global, float scale, bool causal) -> (Tensor output, Tensor lse, Tensor rows)");
+      "int block, int tile, int num_global, float scale, bool causal, str implementation) "
+      "-> (Tensor output, Tensor lse, Tensor rows)");
 
   m.def(
       "window_attention_backward(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor output, "
       "Tensor rows, Tensor? key_bias, Tensor limits, Tensor? places, Tensor row_lines, Tensor row_entries, "
       "Tensor row_units, Tensor row_cuts, Tensor column_lines, Tensor column_entries, Tensor column_units, "
       "Tensor column_cuts, int layout_heads, int block, int tile, int num_global, float scale, bool causal, "
-      "bool deterministic) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
+      "bool deterministic, str implementation) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
 
   // values[r, n] = query[row of n] . key[column of n].   query (B, H, T, D), key (B, H, S, D), any strides -> (R, N)
   m.def(

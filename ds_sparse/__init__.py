@@ -22,6 +22,8 @@ _PUBLIC = {
     "unwindow_matmul": "ops",
     "window_softmax": "ops",
     "window_attention": "ops",
+    "explain": "ops",
+    "force_implementation": "dispatch",
     "TokenIndex": "index",
     "sparse_attn": "ops",
     "sparse_matmul": "ops",
@@ -58,6 +60,7 @@ __all__ = sorted(_PUBLIC)
 
 if TYPE_CHECKING:
     from .config import SparseAttentionConfigError, load_config, parse_sparse_attention
+    from .dispatch import force_implementation
     from .index import BlockIndex, TokenIndex, WindowIndex
     from .integrations.deepspeed import add_config_arguments, get_sparse_attention_config, init_distributed, initialize
     from .models.report import SparsifyReport
@@ -69,6 +72,7 @@ if TYPE_CHECKING:
         MatMul,
         Softmax,
         block_sparse_attention,
+        explain,
         gather_attention,
         jagged_attention,
         masked_attention,

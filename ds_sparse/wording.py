@@ -43,6 +43,12 @@ def one_of(choices: Iterable[Any]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
+def listed(items: Iterable[Any], word: str) -> str:
+    """Items as a sentence has them: of 8, 16 and 32 and "or" 8, 16 or 32; of nothing "none"."""
+    *first, last = [str(item) for item in items] or ["none"]
+    return f"{', '.join(first)} {word} {last}" if first else last
+
+
 def list_modes(modes: list[str]) -> str:
     *first, last = (show(mode) for mode in modes)
     return f"modes {', '.join(first)} and {last}" if first else f"mode {last}"

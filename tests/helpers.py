@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from ds_sparse import reference
+from ds_sparse.dispatch import serves
 from ds_sparse.layout import as_bool_layout
 
 # The same examples in every run, and no clock: a slow machine is not a failure.
@@ -27,6 +30,22 @@ NEEDS_COMPILER = pytest.mark.skipif(
 )
 BACKENDS = ("aot_eager", pytest.param("inductor", marks=NEEDS_COMPILER))
 """Of torch.compile."""
+
+
+def is_hopper(device: torch.device | str) -> bool:
+    return serves("block_sparse_attention", "hopper", torch.device(device))
+
+
+def implementation_on(device: torch.device | str) -> str:
+    """The name of what runs on a device where no chip's own implementation does."""
+    return "portable" if torch.device(device).type == "cuda" else "cpu"
+
+
+@contextmanager
+def as_on_hopper() -> Iterator[None]:
+    """Indices are built as on a Hopper GPU, wherever they are."""
+    with mock.patch.multiple("ds_sparse.dispatch", kind_of=lambda device: "cuda", chip_of=lambda device: 9):
+        yield
 
 
 @dataclass(frozen=True)

@@ -388,7 +388,8 @@ std::tuple<Tensor, Tensor, Tensor> block_attention_forward(
     Tensor query, Tensor key, Tensor value, std::optional<Tensor> rpe, std::optional<Tensor> key_bias,
     std::optional<Tensor> attn_mask, std::optional<Tensor> dropout_seed, Tensor row_lines, Tensor row_entries,
     Tensor row_units, Tensor row_cuts, int64_t layout_heads, int64_t block, int64_t tile, double scale, bool causal,
-    double dropout_p) {
+    double dropout_p, std::string implementation) {
+  check_implementation(implementation, "cpu");
   check_attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, dropout_p, layout_heads, block, tile);
   check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);
   Attention attention(query, key, value, {&rpe, &attn_mask, &key_bias}, block, scale, causal);
@@ -403,7 +404,9 @@ std::tuple<Tensor, Tensor, Tensor> block_attention_backward(
     Tensor rows, std::optional<Tensor> rpe, std::optional<Tensor> key_bias, std::optional<Tensor> attn_mask,
     std::optional<Tensor> dropout_seed, Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts,
     Tensor column_lines, Tensor column_entries, Tensor column_units, Tensor column_cuts, int64_t layout_heads,
-    int64_t block, int64_t tile, double scale, bool causal, double dropout_p, bool /*deterministic*/) {
+    int64_t block, int64_t tile, double scale, bool causal, double dropout_p, bool /*deterministic*/,
+    std::string implementation) {
+  check_implementation(implementation, "cpu");
   check_attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, dropout_p, layout_heads, block, tile);
   check_attention_backward(grad_output, grad_lse, query, output, rows);
   check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../dropout.h"
+#include "../implementation.h"
 #include "arguments.h"
 #include "packing.h"
 

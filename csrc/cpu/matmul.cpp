@@ -5,6 +5,7 @@
 #include <optional>
 #include <type_traits>
 
+#include "../implementation.h"
 #include "arguments.h"
 #include "memory.h"
 #include "schedule.h"
@@ -137,7 +138,8 @@ void dsd(
 Tensor matmul_sdd(
     Tensor a, Tensor b, Tensor row_offsets, Tensor columns, std::optional<Tensor> tile_lines,
     std::optional<Tensor> tile_entries, std::optional<Tensor> tile_units, std::optional<Tensor> tile_slots,
-    int64_t layout_heads, int64_t block, bool /*allow_tf32*/) {
+    int64_t layout_heads, int64_t block, bool /*allow_tf32*/, std::string implementation) {
+  check_implementation(implementation, "cpu");
   check_sdd(a, b, row_offsets, columns, layout_heads, block);
   check_product_tiles(
       {sdd_tile(block), tile_lines, tile_entries, tile_units, tile_slots}, row_offsets, a, layout_heads, block);
@@ -154,7 +156,8 @@ Tensor matmul_dsd(
     Tensor values, Tensor dense, Tensor offsets, Tensor indices, std::optional<Tensor> slots,
     std::optional<Tensor> tile_lines, std::optional<Tensor> tile_entries, std::optional<Tensor> tile_units,
     std::optional<Tensor> tile_cuts, std::optional<Tensor> tile_slots, int64_t layout_heads, int64_t block,
-    bool transpose_result, bool /*allow_tf32*/) {
+    bool transpose_result, bool /*allow_tf32*/, std::string implementation) {
+  check_implementation(implementation, "cpu");
   check_dsd(values, dense, offsets, indices, slots, layout_heads, block);
   check_product_tiles(
       {kProductTile, tile_lines, tile_entries, tile_units, tile_slots, &tile_cuts}, offsets, values, layout_heads,

@@ -10,6 +10,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "../implementation.h"
 #include "arguments.h"
 #include "memory.h"
 #include "packing.h"
@@ -121,7 +122,8 @@ void unwindow(const Tensor& band, const Tensor& dense, bool transposed, Tensor& 
   });
 }
 
-Tensor window_matmul(Tensor a, Tensor b, int64_t window) {
+Tensor window_matmul(Tensor a, Tensor b, int64_t window, std::string implementation) {
+  check_implementation(implementation, "cpu");
   check_operands({{&a, "a"}, {&b, "b"}}, 3);
   check_size(b, 3, a.size(3), "b");
   check_window(window);

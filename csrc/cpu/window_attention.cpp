@@ -26,7 +26,8 @@ Attention window_attention(
 std::tuple<Tensor, Tensor, Tensor> window_attention_forward(
     Tensor query, Tensor key, Tensor value, std::optional<Tensor> key_bias, Tensor limits, std::optional<Tensor> places,
     Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts, int64_t layout_heads, int64_t block,
-    int64_t tile, int64_t num_global, double scale, bool causal) {
+    int64_t tile, int64_t num_global, double scale, bool causal, std::string implementation) {
+  check_implementation(implementation, "cpu");
   check_attention(query, key, value, {}, {}, {}, {}, 0, layout_heads, block, tile);
   check_window_attention(query, key, key_bias, limits, places, num_global);
   check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);
@@ -41,7 +42,8 @@ std::tuple<Tensor, Tensor, Tensor> window_attention_backward(
     std::optional<Tensor> key_bias, Tensor limits, std::optional<Tensor> places, Tensor row_lines, Tensor row_entries,
     Tensor row_units, Tensor row_cuts, Tensor column_lines, Tensor column_entries, Tensor column_units,
     Tensor column_cuts, int64_t layout_heads, int64_t block, int64_t tile, int64_t num_global, double scale,
-    bool causal, bool /*deterministic: always*/) {
+    bool causal, bool /*deterministic: always*/, std::string implementation) {
+  check_implementation(implementation, "cpu");
   check_attention(query, key, value, {}, {}, {}, {}, 0, layout_heads, block, tile);
   check_attention_backward(grad_output, {}, query, output, rows);
   check_window_attention(query, key, key_bias, limits, places, num_global);

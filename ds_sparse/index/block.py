@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..dispatch import TILE, tile_heights
 from ..layout import causal_cut, check_values, unpack_bits, with_heads
 from .lasting import lasting, plain
 from .lists import Lists
 from .masks import layout_of_flex, layout_of_mask
-from .packing import MAX_BLOCKS, MAX_LINES
+from .packing import MAX_BLOCKS
 from .ready_event import ReadyEvent
 from .strips import Strips
 from .tile_plan import TilePlan
-from .tile_sizes import HOPPER_TILE, PRODUCT_BLOCKS, TILE, is_hopper, sdd_tile
 from .tiles import Tiles
 
 if TYPE_CHECKING:
@@ -144,8 +145,10 @@ class BlockIndex:
                 f"The layout has {rows} x {columns} blocks; the index holds up to 2**24 a side. Use a larger block."
             )
         live = layout.bool()
-        for_hopper = is_hopper(live.device) and block * MAX_LINES >= HOPPER_TILE
-        plans = _plans(live, block, (TILE, HOPPER_TILE) if for_hopper and block < HOPPER_TILE else (TILE,))
+        heights = tile_heights("block_sparse_attention", live.device, block) or [TILE]
+        least = heights[0]
+        # Where a tile is one line, its height makes no difference to the lists.
+        plans = _plans(live, block, (least, *(height for height in heights[1:] if height > block)))
         asked = {"ahead": live.triu(1).any()}
         if heads > 1:
             asked["is_first"] = (live == live[:1]).all()
@@ -167,8 +170,8 @@ class BlockIndex:
             )
         lengths = [plan.split(of_plan, layout_heads) for plan, of_plan in zip(plans, lengths)]
         tiles = {key: made for plan, of_plan in zip(plans, lengths) for key, made in plan.pack(of_plan).items()}
-        if for_hopper and block >= HOPPER_TILE:
-            tiles |= {(side, HOPPER_TILE): replace(tiles[side, TILE], tile=HOPPER_TILE) for side in SIDES}
+        for side, height in product(SIDES, heights):
+            tiles.setdefault((side, height), replace(tiles[side, least], tile=height))
         return cls(
             block=block,
             num_heads=num_heads,
@@ -192,11 +195,6 @@ class BlockIndex:
     @property
     def device(self) -> torch.device:
         return self.bits.device
-
-    def has_tiles(self, tile: int) -> bool:
-        """Whether the tiles of this height are there, of both sides: on a Hopper GPU those of `HOPPER_TILE` are made
-        with the index, but for blocks of 8."""
-        return all((side, tile) in self._made for side in SIDES)
 
     @property
     def lists(self) -> Lists:
@@ -350,9 +348,8 @@ class BlockIndex:
 
     @lasting
     def _make_lists(self) -> Lists:
-        walked = ()
-        if is_hopper(self.device) and self.block in PRODUCT_BLOCKS:
-            walked = {("rows", sdd_tile(self.block)), *((side, HOPPER_TILE) for side in SIDES)}
+        walked = {("rows", height) for height in tile_heights("sdd", self.device, self.block)}
+        walked |= set(product(SIDES, tile_heights("dsd", self.device, self.block)))
         tiles = {key: self.tiles(*key) for key in walked}
         return Lists.make(self.layout(), self.live_blocks, tiles, self.block)
 

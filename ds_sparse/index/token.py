@@ -13,12 +13,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from ..dispatch import serves
 from ..layout import to_token_mask
 from .block import BlockIndex
 from .cache import refuse_captured, refuse_traced
 from .lasting import lasting
 from .ready_event import ReadyEvent
-from .tile_sizes import is_hopper
 from .token_forms import (
     Nested,
     TokenPairs,
@@ -205,7 +205,7 @@ class TokenIndex:
     @property
     def tiles(self) -> TokenTiles | None:
         """The pairs as bits in tiles, where a Hopper GPU's kernels are faster with these. Made at the first call."""
-        return self._once("tiles", lambda: self.make_tiles() if is_hopper(self.device) else None)
+        return self._once("tiles", lambda: self.make_tiles() if serves("sparse_attn", "hopper", self.device) else None)
 
     @property
     def repeated(self) -> tuple[int, int] | None:

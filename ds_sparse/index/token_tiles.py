@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..dispatch import HOPPER_TILE
 from .block import BlockIndex
 from .packing import block_of, place_of
-from .tile_sizes import HOPPER_TILE
 from .tiles import Tiles
 
 BLOCK = 64

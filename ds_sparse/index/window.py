@@ -9,7 +9,8 @@ from numbers import Integral
 import torch
 from torch.nn.functional import pad
 
-from ..block_sizes import BLOCK_SIZES, listed
+from ..block_sizes import BLOCK_SIZES
+from ..wording import listed
 from .block import BlockIndex
 from .lasting import lasting
 from .ready_event import ReadyEvent
@@ -91,7 +92,7 @@ class WindowIndex:
         if isinstance(tokens, bool) or not isinstance(tokens, Integral) or tokens < 1:
             raise ValueError(f"tokens is {tokens!r}; it has to be an integer of 1 or more, the length of the sequence.")
         if block not in (None, *BLOCK_SIZES):
-            raise ValueError(f"block is {block!r}; windows take {listed('and')}.")
+            raise ValueError(f"block is {block!r}; windows take {listed(BLOCK_SIZES, 'and')}.")
         tokens, global_tokens = int(tokens), global_numbers(global_tokens, tokens)
         if block is None:
             block = fitting_block(tokens, max(windows), torch.device(device).type)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .._ops import add_op_namespace_prefix, ops
 from ._library import HOPPER_OPERATORS, OPERATORS
-from .attention import _readable
 from .attention_operators import LAYOUT_OPERATORS
+from .operands import readable
 
 BIASES = frozenset({"rpe", "key_bias", "attn_mask", "key_padding_mask"})
 """Operands with a batch in dimension 0, or 1 for all of it."""
@@ -24,7 +24,7 @@ OPERANDS = frozenset(
 """Operands with a batch in dimension 0; of values of token pairs it is in there with the heads, before them."""
 
 AS_KERNELS_READ = frozenset({"query", "key", "value", "output", "grad_output"})
-"""Those that `_readable` makes readable."""
+"""Those that `readable` makes readable."""
 
 CONTIGUOUS = frozenset({"key_bias", "rows", "grad_lse", "values", "scores", "grad", "probs", "band"})
 
@@ -58,7 +58,7 @@ def _rule(operator: str) -> Callable:
         for name, x in given.items():
             if x is not None and (name in OPERANDS or name in BIASES and (dims[name] is not None or x.shape[0] > 1)):
                 x = _folded(x, dims[name], number, batch if name in BIASES else -1)
-                x = _readable(x) if name in AS_KERNELS_READ and x.dim() == 4 else x
+                x = readable(x) if name in AS_KERNELS_READ and x.dim() == 4 else x
                 given[name] = x.contiguous() if name in CONTIGUOUS else x
             elif dims[name] is not None:
                 raise RuntimeError(f"{operator} takes one {name} for all samples of torch.vmap; close over it.")

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import torch
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
-from torch._subclasses import FakeTensor
-from torch.nn.functional import pad
 
-from ..block_sizes import BLOCK_SIZES, listed
+from ..block_sizes import BLOCK_SIZES
+from ..dispatch import forced_implementation
 from ..index import BlockIndex, as_index
 from ..index.lasting import refuse_meta
 from ..index.lookup import copy_of, index_of_layout
 from ..layout import with_heads
 from ..master_layout import MasterLayout
+from ..wording import listed
 from ._autograd import Function, differentiable_once
-from ._library import DTYPES, check_alike, check_inputs, check_scale, require_kernel, under_autocast
-from .attention_operators import _wide, attention_backward, attention_bias_backward, attention_forward
-
-MAX_HEAD_DIM = 256
-
-# Biases below are counted as this: the sum of several, times log2(e), must not reach -inf, which masks.
-LOWEST_BIAS = -1e30
+from ._library import check_inputs, require_kernel, under_autocast
+from .attention_operators import attention_backward, attention_bias_backward, attention_forward
+from .operands import (
+    check_attention_operands,
+    check_bias,
+    distinct_when_traced,
+    factor_of,
+    key_bias_of,
+    matrices,
+    readable,
+    wide_dtype,
+)
 
 
 def block_sparse_attention(
@@ -81,52 +85,45 @@ def block_sparse_attention(
     check_inputs(query=query, key=key, value=value)
     check_inputs(rpe=rpe, attn_mask=attn_mask, key_padding_mask=key_padding_mask)
     query, key, value = under_autocast(query, key, value)
-    _check_operands(query, key, value)
+    check_attention_operands(query, key, value)
     if not isinstance(layout, BlockIndex | MasterLayout):
         refuse_meta("The layout", with_heads(layout))
     batch, heads, tokens, head_dim = query.shape
     keys = key.shape[2]
-    scale = _factor(scale, head_dim)
+    scale = factor_of(scale, head_dim)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p is {dropout_p}; it has to be 0 or more and below 1.")
     # Meta tensors take an index with values, which FLOP counters ask for.
-    index = _index(layout, block, layout.device if query.is_meta else query.device, tokens, keys, causal)
+    index = index_for(layout, block, layout.device if query.is_meta else query.device, tokens, keys, causal)
     if index.num_heads != 1 and index.num_heads != heads:
         raise ValueError(
             f"query has {heads} heads and the layout {index.num_heads}; give the layout as many heads, or one."
         )
-    _check_bias("rpe", rpe, query, (batch, heads, tokens, keys), (2, 3, 4))
-    _check_bias("attn_mask", attn_mask, query, (batch, heads, tokens, keys), (2, 4))
-    _check_bias("key_padding_mask", key_padding_mask, query, (batch, keys), (2,))
+    check_bias("rpe", rpe, query, (batch, heads, tokens, keys), (2, 3, 4))
+    check_bias("attn_mask", attn_mask, query, (batch, heads, tokens, keys), (2, 4))
+    check_bias("key_padding_mask", key_padding_mask, query, (batch, keys), (2,))
     require_kernel("block_attention_forward", query.device)
 
-    rpe = None if rpe is None else _matrices(rpe, query.dtype, keys).expand(-1, -1, tokens, -1)
-    attn_mask = None if attn_mask is None else _matrices(attn_mask, query.dtype, keys)
+    rpe = None if rpe is None else matrices(rpe, query.dtype, keys).expand(-1, -1, tokens, -1)
+    attn_mask = None if attn_mask is None else matrices(attn_mask, query.dtype, keys)
     key_bias = (
-        None if key_padding_mask is None else _key_bias(key_padding_mask, _wide(query.dtype), keys, query.is_cuda)
+        None
+        if key_padding_mask is None
+        else key_bias_of(key_padding_mask, wide_dtype(query.dtype), keys, query.is_cuda)
     )
     if query.numel() == 0:
         # No batch or no heads. Sums of nothing keep what was given in the graph.
         output = query + key.sum() + value.sum() + (0 if rpe is None else rpe.sum())
-        lse = output.to(_wide(query.dtype)).sum(-1)
+        lse = output.to(wide_dtype(query.dtype)).sum(-1)
     else:
         seed = dropout_seed(query.device) if dropout_p > 0 else None
         query, key, value = distinct_when_traced(query, key, value)
         output, lse, _ = _Attention.apply(
-            _readable(query), _readable(key), _readable(value), rpe, key_bias, attn_mask, seed,
+            readable(query), readable(key), readable(value), rpe, key_bias, attn_mask, seed,
             index, scale, causal, float(dropout_p),
         )  # fmt: skip
         output = output[..., :head_dim] if head_dim % 8 else output
     return (output, lse) if return_lse else output
-
-
-def distinct_when_traced(query: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Operands of which none is the same object as the one before: torch.compile takes no function of such."""
-    operands = [query]
-    for x in others:
-        same = torch.compiler.is_compiling() and any(x is earlier for earlier in operands)
-        operands.append(x.view_as(x) if same else x)
-    return tuple(operands)
 
 
 def dropout_seed(device: torch.device) -> torch.Tensor:
@@ -134,63 +131,7 @@ def dropout_seed(device: torch.device) -> torch.Tensor:
     return torch.randint(2**62, (2,), device=device)
 
 
-def _check_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-    if query.dim() != 4 or key.dim() != 4 or value.shape != key.shape:
-        raise ValueError(
-            f"Shapes are {shapes}; they have to be (batch, heads, tokens, head size), those of key and value equal."
-        )
-    if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
-        raise ValueError(f"Shapes are {shapes}; batch and head size, the first and the last, have to be equal.")
-    heads, key_heads = query.shape[1], key.shape[1]
-    if heads % key_heads if key_heads else heads:
-        raise ValueError(f"query has {heads} heads and key {key_heads}; they have to be a multiple of key's.")
-    if not 1 <= query.shape[3] <= MAX_HEAD_DIM:
-        raise ValueError(f"Head size is {query.shape[3]}; it has to be from 1 to {MAX_HEAD_DIM}.")
-    if 0 in (query.shape[2], key.shape[2]):
-        raise ValueError(f"Shapes are {shapes}; there has to be at least one token.")
-    check_alike(query=query, key=key, value=value)
-    if query.dtype == torch.float64 and query.device.type == "cuda":
-        raise ValueError(
-            "Tensors are float64 on CUDA, where this operation takes float16, bfloat16 and float32; use MatMul and "
-            "Softmax, which take float64, or the CPU."
-        )
-
-
-def _factor(scale: float | None, head_dim: int) -> float:
-    """The factor of the scores."""
-    return head_dim**-0.5 if scale is None else check_scale(scale)
-
-
-def _check_bias(
-    name: str,
-    x: torch.Tensor | None,
-    query: torch.Tensor,
-    full: tuple[int, ...],
-    dims: tuple[int, ...],
-    query_name: str = "query",
-) -> None:
-    if x is None:
-        return
-    is_mask = name != "rpe"
-    if x.device != query.device:
-        raise ValueError(f"{name} is on {x.device} and {query_name} on {query.device}; move it there.")
-    if x.dtype not in DTYPES and not (is_mask and x.dtype == torch.bool):
-        raise ValueError(
-            f"{name} is {x.dtype}; it has to be float16, bfloat16, float32 or float64, which is added"
-            + (", or bool, which keeps where True." if is_mask else ".")
-        )
-    if is_mask and x.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"{name} requires a gradient, and masks have none here; detach it, or "
-            + ("give it as rpe, which has one." if name == "attn_mask" else "use MatMul and Softmax, where it has one.")
-        )
-    if x.dim() not in dims or any(size != 1 and size != wanted for size, wanted in zip(x.shape[::-1], full[::-1])):
-        shapes = " or ".join(str(full[-n:]) for n in dims)
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; it has to be {shapes}, where any dimension may be 1.")
-
-
-def _index(
+def index_for(
     layout: torch.Tensor | BlockIndex | MasterLayout,
     block: int | None,
     device: torch.device,
@@ -236,53 +177,7 @@ def _fitting_block(shape: tuple[int, int], block: int | None, tokens: int, keys:
 
 def _check_block(block: int) -> None:
     if block not in BLOCK_SIZES:
-        raise ValueError(f"block is {block!r}; attention takes {listed('and')}.")
-
-
-def _added(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to scores in `dtype`: -inf stays, and no finite value becomes it."""
-    shape = x.shape
-    # What an expanded view repeats is converted once.
-    x = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
-    x = x.to(torch.promote_types(x.dtype, dtype))
-    return torch.where(x == float("-inf"), x, x.clamp(min=LOWEST_BIAS)).to(dtype).expand(shape)
-
-
-def _matrices(x: torch.Tensor, dtype: torch.dtype, keys: int) -> torch.Tensor:
-    """rpe or attn_mask as kernels take it, (B or 1, H or 1, T or 1, S) in a dtype of theirs, nothing repeated."""
-    if x.dtype not in (torch.bool, dtype, _wide(dtype)):
-        x = _added(x, _wide(dtype))
-    return x.reshape((1,) * (4 - x.dim()) + x.shape).expand(-1, -1, -1, keys)
-
-
-def _key_bias(mask: torch.Tensor, dtype: torch.dtype, keys: int, may_be_bool: bool) -> torch.Tensor:
-    """A key padding mask as kernels take it, something added in `dtype`; or bool, which is faster where they take that."""
-    if mask.dtype != torch.bool:
-        mask = _added(mask, dtype)
-    elif not may_be_bool:
-        # The logarithm of 1 and 0 is 0 and -inf.
-        mask = mask.to(dtype).log()
-    return mask.expand(-1, keys).contiguous()
-
-
-def _readable(x: torch.Tensor) -> torch.Tensor:
-    """x (B, H, T, D), or a copy with D padded to a multiple of 8 by zeros and laid out as kernels read it."""
-    if x.shape[-1] % 8:
-        x = pad(x, (0, -x.shape[-1] % 8))
-    *strides, last = x.stride()
-    if last == 1 and all(stride % 8 == 0 for stride in strides) and _is_aligned(x):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def _is_aligned(x: torch.Tensor) -> bool:
-    """Whether x begins at a multiple of 16 bytes. Traced tensors have no address; kernels look at theirs when the graph
-    runs. Those that torch.func's transforms wrap have that of what is wrapped."""
-    if torch.compiler.is_compiling():
-        return True
-    while is_functorch_wrapped_tensor(x):
-        x = get_unwrapped(x)
-    return isinstance(x, FakeTensor) or x.data_ptr() % 16 == 0
+        raise ValueError(f"block is {block!r}; attention takes {listed(BLOCK_SIZES, 'and')}.")
 
 
 class _Attention(Function):
@@ -297,6 +192,7 @@ class _Attention(Function):
     def setup_context(ctx, inputs, results):
         query, key, value, rpe, key_bias, attn_mask, seed, ctx.index, ctx.scale, ctx.causal, ctx.dropout_p = inputs
         output, _, rows = results
+        ctx.forced = forced_implementation()
         ctx.mark_non_differentiable(rows)
         ctx.save_for_backward(query, key, value, output, rows, rpe, key_bias, attn_mask, seed)
         ctx.set_materialize_grads(False)
@@ -305,13 +201,14 @@ class _Attention(Function):
     @differentiable_once("block_sparse_attention")
     def backward(ctx, grad_output: torch.Tensor | None, grad_lse: torch.Tensor | None, _):
         query, key, value, output, rows, rpe, key_bias, attn_mask, seed = ctx.saved_tensors
-        grad_output = torch.zeros_like(output) if grad_output is None else _readable(grad_output)
+        grad_output = torch.zeros_like(output) if grad_output is None else readable(grad_output)
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         saved = (grad_output, grad_lse, query, key, value, output, rows, rpe, key_bias, attn_mask, seed)
         numbers = (ctx.scale, ctx.causal, ctx.dropout_p)
         grads, grad_rpe = (None, None, None), None
         if any(ctx.needs_input_grad[:3]):
-            grads = attention_backward(ctx.index, *saved, *numbers, torch.are_deterministic_algorithms_enabled())
+            deterministic = torch.are_deterministic_algorithms_enabled()
+            grads = attention_backward(ctx.index, *saved, *numbers, deterministic, forced=ctx.forced)
         if ctx.needs_input_grad[3]:
             grad_rpe = attention_bias_backward(ctx.index, *saved, *numbers, rpe.shape).to(rpe.dtype)
         return *grads, grad_rpe, *(None,) * 7

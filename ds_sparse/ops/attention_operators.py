@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
+from ..dispatch import Call, Implementation, choose
 from ..index import BlockIndex
-from ..index.tile_sizes import HOPPER_TILE, TILE
-from ..index.tiles import Tiles
 from ..master_layout import MasterLayout
+from .operands import empty_as, lists_of_tiles, wide_dtype
 
 LAYOUT_OPERATORS = ("layout_attention_forward", "layout_attention_backward", "layout_attention_bias_backward")
 
@@ -22,21 +22,26 @@ def attention_forward(index: BlockIndex | MasterLayout, *call) -> tuple[torch.Te
     if isinstance(index, MasterLayout):
         return ops.layout_attention_forward(*call, index.text)
     *tensors, scale, causal, dropout_p = call
-    tiles = index.tiles("rows", _tile(index, call[0]))
+    chosen = implementation_for(index, call[0])
+    tile = chosen.tiles[index.block]
     return ops.block_attention_forward(
-        *tensors, *_lists(tiles), index.layout_heads, index.block, tiles.tile, scale, causal, dropout_p
-    )
+        *tensors, *lists_of_tiles(index.tiles("rows", tile)), index.layout_heads, index.block, tile, scale, causal,
+        dropout_p, chosen.name,
+    )  # fmt: skip
 
 
-def attention_backward(index: BlockIndex | MasterLayout, *call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of query, key and value, by `block_attention_backward`."""
+def attention_backward(
+    index: BlockIndex | MasterLayout, *call, forced: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of query, key and value, by `block_attention_backward`. forced: as of `dispatch.choose`."""
     if isinstance(index, MasterLayout):
         return ops.layout_attention_backward(*call, index.text)
     *tensors, scale, causal, dropout_p, deterministic = call
-    tile = _tile(index, tensors[2])
-    lists = (*_lists(index.tiles("rows", tile)), *_lists(index.tiles("columns", tile)))
+    chosen = implementation_for(index, tensors[2], forced)
+    tile = chosen.tiles[index.block]
+    lists = (*lists_of_tiles(index.tiles("rows", tile)), *lists_of_tiles(index.tiles("columns", tile)))
     return ops.block_attention_backward(
-        *tensors, *lists, index.layout_heads, index.block, tile, scale, causal, dropout_p, deterministic
+        *tensors, *lists, index.layout_heads, index.block, tile, scale, causal, dropout_p, deterministic, chosen.name
     )
 
 
@@ -45,32 +50,19 @@ def attention_bias_backward(index: BlockIndex | MasterLayout, *call) -> torch.Te
     if isinstance(index, MasterLayout):
         return ops.layout_attention_bias_backward(*call, index.text)
     *tensors, scale, causal, dropout_p, shape = call
+    tile = implementation_for(index, tensors[2], operation="gradient of rpe").tiles[index.block]
     return ops.block_attention_bias_backward(
-        *tensors, *_lists(index.row_tiles), index.layout_heads, index.block, TILE, scale, causal, dropout_p, shape
-    )
+        *tensors, *lists_of_tiles(index.tiles("rows", tile)), index.layout_heads, index.block, tile, scale, causal,
+        dropout_p, shape,
+    )  # fmt: skip
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of statistics, and of what is added to scores where it has not the inputs' own."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _lists(tiles: Tiles) -> tuple[torch.Tensor, ...]:
-    return tiles.lines, tiles.entries, tiles.units, tiles.cuts
-
-
-def _tile(index: BlockIndex, query: torch.Tensor) -> int:
-    """The height of the tiles whose kernels serve a call best: Hopper's own are for 16 bits and common head sizes."""
-    serves = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 128
-    return HOPPER_TILE if serves and index.has_tiles(HOPPER_TILE) else TILE
-
-
-def _empty_as(x: torch.Tensor) -> torch.Tensor:
-    """What a kernel returns beside x: heads inside tokens in memory where x has them so."""
-    batch, heads, tokens, head_dim = x.shape
-    if x.stride(1) < x.stride(2):
-        return x.new_empty(batch, tokens, heads, head_dim).transpose(1, 2)
-    return x.new_empty(x.shape)
+def implementation_for(
+    index: BlockIndex, query: torch.Tensor, forced: str | None = None, operation: str = "block_sparse_attention"
+) -> Implementation:
+    """The implementation that runs attention of a query (B, H, T, D) on a layout. forced: as of `dispatch.choose`."""
+    device = index.device if query.is_meta else query.device
+    return choose(operation, Call(device, query.dtype, query.shape[-1], index.block), forced)
 
 
 _SAVED = (
@@ -111,21 +103,21 @@ def _index(text: str, query: torch.Tensor, causal: bool) -> BlockIndex:
 @torch.library.register_fake(add_op_namespace_prefix("block_attention_forward"))
 @torch.library.register_fake(add_op_namespace_prefix("layout_attention_forward"))
 def _(query, *_):
-    shape, dtype = query.shape[:3], _wide(query.dtype)
-    return _empty_as(query), query.new_empty(shape, dtype=dtype), query.new_empty((*shape, 2), dtype=dtype)
+    shape, dtype = query.shape[:3], wide_dtype(query.dtype)
+    return empty_as(query), query.new_empty(shape, dtype=dtype), query.new_empty((*shape, 2), dtype=dtype)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("block_attention_backward"))
 @torch.library.register_fake(add_op_namespace_prefix("layout_attention_backward"))
 def _(grad_output, grad_lse, query, key, value, *_):
-    return _empty_as(query), _empty_as(key), _empty_as(value)
+    return empty_as(query), empty_as(key), empty_as(value)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("block_attention_bias_backward"))
 def _(grad_output, grad_lse, query, *more):
-    return query.new_empty(more[-1], dtype=_wide(query.dtype))
+    return query.new_empty(more[-1], dtype=wide_dtype(query.dtype))
 
 
 @torch.library.register_fake(add_op_namespace_prefix("layout_attention_bias_backward"))
 def _(grad_output, grad_lse, query, *more):
-    return query.new_empty(more[-2], dtype=_wide(query.dtype))
+    return query.new_empty(more[-2], dtype=wide_dtype(query.dtype))

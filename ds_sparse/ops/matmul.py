@@ -5,16 +5,13 @@ from __future__ import annotations
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
+from ..dispatch import Call, Implementation, choose, forced_implementation
 from ..index import BlockIndex, as_index
-from ..index.tile_sizes import HOPPER_TILE, sdd_tile
 from ._autograd import Function, differentiable_once
 from ._library import check_dtype, check_inputs, require_kernel, under_autocast
 from ._on_layout import OnLayout
 
 MODES = ("sdd", "dsd", "dds")
-
-MOST_WIDTH = 128
-"""Numbers a token, of dense operands, that the kernels which walk tiles take."""
 
 
 class MatMul(OnLayout):
@@ -186,47 +183,58 @@ def _expand(name: str, x: torch.Tensor, batch: int, heads: int) -> torch.Tensor:
     return x.expand(batch, heads, -1, -1)
 
 
-def _sdd(a: torch.Tensor, b: torch.Tensor, index: BlockIndex) -> torch.Tensor:
-    a, b = _token_by_token(a, index), _token_by_token(b.mT, index).mT
-    lines, entries, units, _, slots = product_tiles(index, "rows", a.dtype, sdd_tile(index.block))
+def _sdd(a: torch.Tensor, b: torch.Tensor, index: BlockIndex, forced: str | None = None) -> torch.Tensor:
+    """a @ b on the live blocks. forced: as of `dispatch.choose`."""
+    a, b = _token_by_token("sdd", a, index, forced), _token_by_token("sdd", b.mT, index, forced)
+    chosen = choose("sdd", _call(index, a, b), forced)
+    lines, entries, units, _, slots = _tiles(index, "rows", chosen)
     return ops.matmul_sdd(
-        a, b, index.row_offsets, index.row_columns, lines, entries, units, slots,
-        index.layout_heads, index.block, _allow_tf32(),
+        a, b.mT, index.row_offsets, index.row_columns, lines, entries, units, slots,
+        index.layout_heads, index.block, _allow_tf32(), chosen.name,
     )  # fmt: skip
 
 
 def _dsd(
-    values: torch.Tensor, dense: torch.Tensor, index: BlockIndex, transposed: bool, transpose_result: bool
+    values: torch.Tensor,
+    dense: torch.Tensor,
+    index: BlockIndex,
+    transposed: bool,
+    transpose_result: bool,
+    forced: str | None = None,
 ) -> torch.Tensor:
     if transposed:
-        lists = (index.column_offsets, index.column_rows, index.column_slots)
+        side, lists = "columns", (index.column_offsets, index.column_rows, index.column_slots)
     else:
-        lists = (index.row_offsets, index.row_columns, None)
-    dense = _token_by_token(dense, index)
-    tiles = product_tiles(index, "columns" if transposed else "rows", dense.dtype)
+        side, lists = "rows", (index.row_offsets, index.row_columns, None)
+    values, dense = values.contiguous(), _token_by_token("dsd", dense, index, forced)
+    chosen = choose("dsd", _call(index, dense, values), forced)
     return ops.matmul_dsd(
-        values.contiguous(), dense, *lists, *tiles, index.layout_heads, index.block, transpose_result, _allow_tf32()
-    )
+        values, dense, *lists, *_tiles(index, side, chosen), index.layout_heads, index.block, transpose_result,
+        _allow_tf32(), chosen.name,
+    )  # fmt: skip
 
 
-def product_tiles(
-    index: BlockIndex, side: str, dtype: torch.dtype, tile: int = HOPPER_TILE
-) -> tuple[torch.Tensor | None, ...]:
-    """Lines, entries, units, cuts and slots of the tiles of a side, where the kernels for a dtype walk them."""
-    slots = index.lists.slots.get((side, tile))
-    if slots is None or dtype not in (torch.float16, torch.bfloat16):
+def _call(index: BlockIndex, dense: torch.Tensor, *others: torch.Tensor) -> Call:
+    device = index.device if dense.is_meta else dense.device
+    return Call(device, dense.dtype, dense.shape[-1], index.block, (dense, *others))
+
+
+def _tiles(index: BlockIndex, side: str, chosen: Implementation) -> tuple[torch.Tensor | None, ...]:
+    """Lines, entries, units, cuts and slots of the tiles of a side, where the implementation walks them."""
+    if chosen.tiles is None:
         return (None,) * 5
+    tile = chosen.tiles[index.block]
     tiles = index.tiles(side, tile)
-    return tiles.lines, tiles.entries, tiles.units, tiles.cuts, slots
+    return tiles.lines, tiles.entries, tiles.units, tiles.cuts, index.lists.slots[side, tile]
 
 
-def _token_by_token(x: torch.Tensor, index: BlockIndex) -> torch.Tensor:
-    """x, (B, H, tokens, D), with the numbers of each token adjacent in memory, if the kernels that walk tiles take it then: a
-    copy costs less than the other kernels do. They do not take what is expanded."""
-    if x.stride(-1) == 1 or 0 in x.stride() or x.shape[-1] > MOST_WIDTH or x.shape[-1] % 8 != 0:
+def _token_by_token(operation: str, x: torch.Tensor, index: BlockIndex, forced: str | None) -> torch.Tensor:
+    """x, (B, H, tokens, D), with the numbers of each token adjacent in memory, where the operation then runs by kernels
+    that read boxes: a copy costs less than the other kernels do. What is expanded is not copied."""
+    if x.stride(-1) == 1 or 0 in x.stride() or x.shape[-1] % 8 != 0:
         return x
-    walks_tiles = product_tiles(index, "rows", x.dtype)[0] is not None
-    return ops.transpose(x) if walks_tiles else x
+    if_copied = choose(operation, _call(index, x)._replace(operands=()), forced)
+    return ops.transpose(x) if if_copied.reads_boxes else x
 
 
 def _allow_tf32() -> bool:
@@ -244,6 +252,7 @@ class _SDD(Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         a, b, ctx.index = inputs
+        ctx.forced = forced_implementation()
         ctx.save_for_backward(a, b)
 
     @staticmethod
@@ -252,11 +261,11 @@ class _SDD(Function):
         a, b = ctx.saved_tensors
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            grad_a = _dsd(grad, b.transpose(-1, -2), ctx.index, transposed=False, transpose_result=False)
+            grad_a = _dsd(grad, b.transpose(-1, -2), ctx.index, False, False, ctx.forced)
         if ctx.needs_input_grad[1]:
             # In b's order of memory: where b is a transposed view, so is its gradient, and nothing is copied.
             rows_are_contiguous = b.stride(-1) == 1
-            grad_b = _dsd(grad, a, ctx.index, transposed=True, transpose_result=rows_are_contiguous)
+            grad_b = _dsd(grad, a, ctx.index, True, rows_are_contiguous, ctx.forced)
             if not rows_are_contiguous:
                 grad_b = grad_b.transpose(-1, -2)
         return grad_a, grad_b, None
@@ -274,6 +283,7 @@ class _DSD(Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         values, dense, ctx.index, ctx.transposed, ctx.transpose_result = inputs
+        ctx.forced = forced_implementation()
         ctx.save_for_backward(values, dense)
 
     @staticmethod
@@ -281,13 +291,13 @@ class _DSD(Function):
     def backward(ctx, grad: torch.Tensor):
         values, dense = ctx.saved_tensors
         if ctx.transpose_result:
-            grad = _token_by_token(grad.transpose(-1, -2), ctx.index)
+            grad = _token_by_token("dsd", grad.transpose(-1, -2), ctx.index, ctx.forced)
         grad_values = grad_dense = None
         if ctx.needs_input_grad[0]:
             left, right = (dense, grad) if ctx.transposed else (grad, dense)
-            grad_values = _sdd(left, right.transpose(-1, -2), ctx.index)
+            grad_values = _sdd(left, right.transpose(-1, -2), ctx.index, ctx.forced)
         if ctx.needs_input_grad[1]:
-            grad_dense = _dsd(values, grad, ctx.index, not ctx.transposed, ctx.transpose_result)
+            grad_dense = _dsd(values, grad, ctx.index, not ctx.transposed, ctx.transpose_result, ctx.forced)
             if ctx.transpose_result:
                 grad_dense = grad_dense.transpose(-1, -2)
         return grad_values, grad_dense, None, None, None
@@ -300,7 +310,8 @@ def _(x):
 
 @torch.library.register_fake(add_op_namespace_prefix("matmul_sdd"))
 def _(
-    a, b, row_offsets, columns, tile_lines, tile_entries, tile_units, tile_slots, layout_heads, block, allow_tf32
+    a, b, row_offsets, columns, tile_lines, tile_entries, tile_units, tile_slots, layout_heads, block, allow_tf32,
+    implementation,
 ):  # fmt: skip
     return a.new_empty(a.shape[0], columns.shape[0] * a.shape[1] // layout_heads, block, block)
 
@@ -308,7 +319,7 @@ def _(
 @torch.library.register_fake(add_op_namespace_prefix("matmul_dsd"))
 def _(
     values, dense, offsets, indices, slots, tile_lines, tile_entries, tile_units, tile_cuts, tile_slots,
-    layout_heads, block, transpose_result, allow_tf32,
+    layout_heads, block, transpose_result, allow_tf32, implementation,
 ):  # fmt: skip
     rows, width = (offsets.shape[0] - 1) // layout_heads * block, dense.shape[3]
     return dense.new_empty(*dense.shape[:2], *((width, rows) if transpose_result else (rows, width)))

@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .._ops import add_op_namespace_prefix, ops
+from ..dispatch import Call, Implementation, choose, largest_head_dim
 from ..index import TokenIndex
 from ..index.lookup import index_of_lists
 from ..index.token_forms import Nested, lists_of, tensors_in
-from . import token_tiles
 from ._autograd import Function, differentiable_once
 from ._library import check_alike, check_inputs, require_kernel, under_autocast
-from .attention import MAX_HEAD_DIM, _factor
-from .attention_operators import _wide
+from .operands import factor_of, wide_dtype
+from .token_tiles import tiled_attention
 
 
 def sparse_matmul(q: Tensor, k: Tensor, indices: Tensor | Sequence | TokenIndex) -> Nested:
@@ -122,11 +122,11 @@ def sparse_attn(
     q, k, v = under_autocast(q, k, v)
     check_operands(q, k, v)
     index = token_index(values, offsets, q, k)
-    scale = _factor(scale, q.shape[-1])
+    scale = factor_of(scale, q.shape[-1])
     _check_native("token_attention_forward", q, v)
     in_4d = [as_4d(x) for x in (q, k, v)]
-    if token_tiles.takes(q, v) and q.numel() > 0 and index.tiles is not None:
-        output, lse = token_tiles.tiled_attention(*in_4d, index.tiles, scale)
+    if _chosen(q, v, index).name == "hopper":
+        output, lse = tiled_attention(*in_4d, index.tiles, scale)
     else:
         output, lse, _ = _Attention.apply(*in_4d, index, scale)
     if q.dim() != 4:
@@ -169,13 +169,18 @@ def check_operands(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
     check_alike(**operands)
 
 
+def _chosen(q: Tensor, v: Tensor, index: TokenIndex) -> Implementation:
+    call = Call(q.device, q.dtype, q.shape[-1], operands=(q,), value_dim=v.shape[-1], lists=index)
+    return choose("sparse_attn", call)
+
+
 def _check_native(operator: str, *tensors: Tensor) -> None:
     """Raises RuntimeError or ValueError unless a kernel takes tensors (..., tokens, head size) such as these."""
     require_kernel(operator, tensors[0].device)
-    largest = max(x.shape[-1] for x in tensors)
-    if tensors[0].device.type == "cuda" and largest > MAX_HEAD_DIM:
+    given, largest = max(x.shape[-1] for x in tensors), largest_head_dim("sparse_attn", tensors[0].device)
+    if given > largest:
         raise ValueError(
-            f"Head size is {largest}; on CUDA it has to be up to {MAX_HEAD_DIM}. Move tensors to the CPU, or use "
+            f"Head size is {given}; on CUDA it has to be up to {largest}. Move tensors to the CPU, or use "
             "gather_attention."
         )
 
@@ -302,7 +307,7 @@ def _(values, dense, offsets, indices, slots, list_batch, list_heads):
 
 @torch.library.register_fake(add_op_namespace_prefix("token_attention_forward"))
 def _(query, key, value, row_offsets, columns, list_batch, list_heads, scale):
-    shape, wide = query.shape[:3], _wide(query.dtype)
+    shape, wide = query.shape[:3], wide_dtype(query.dtype)
     return (
         query.new_empty(*shape, value.shape[3]),
         query.new_empty(shape, dtype=wide),

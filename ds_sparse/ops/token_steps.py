@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from ..index import TokenIndex
 from ._autograd import first_derivatives_only
 from ._library import check_inputs, under_autocast
-from .attention import _factor
+from .operands import factor_of
 from .token import as_4d, check_operands, token_index
 
 _Lists = Tensor | Sequence | TokenIndex
@@ -51,7 +51,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
     whole = (*q.shape[:-1], k.shape[-2])
     if mask.dim() > len(whole) or any(size not in (1, wanted) for size, wanted in zip(mask.shape[::-1], whole[::-1])):
         raise ValueError(f"mask has shape {tuple(mask.shape)}; it has to broadcast to {whole}.")
-    scores = (q @ k.mT) * _factor(scale, q.shape[-1])
+    scores = (q @ k.mT) * factor_of(scale, q.shape[-1])
     if mask.dtype == torch.bool:
         seen, scores = mask, scores.masked_fill(~mask, float("-inf"))
     else:
@@ -192,7 +192,7 @@ def _start(
 ) -> tuple[TokenIndex, float, torch.Size]:
     check_operands(q, k, v)
     index = token_index(values, offsets, q, k)
-    return index, _factor(scale, q.shape[-1]), q.shape[:-2]
+    return index, factor_of(scale, q.shape[-1]), q.shape[:-2]
 
 
 def _refuse_transforms(operation: str, kind: str) -> None:

@@ -6,30 +6,22 @@ import torch
 from torch import Tensor
 
 from .._ops import add_op_namespace_prefix, ops
-from ..index.tile_sizes import is_hopper
 from ..index.token_tiles import TokenTiles
 from ._autograd import Function, differentiable_once
-from .attention import _readable
-from .attention_operators import _empty_as, _lists, _wide
-
-
-def takes(q: Tensor, v: Tensor) -> bool:
-    """Whether the kernels serve operands such as these, (..., tokens, D)."""
-    in_16_bits = q.dtype in (torch.float16, torch.bfloat16)
-    return in_16_bits and q.shape[-1] == v.shape[-1] <= 128 and is_hopper(q.device)
+from .operands import empty_as, lists_of_tiles, readable, wide_dtype
 
 
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor, tiles: TokenTiles, scale: float) -> tuple[Tensor, Tensor]:
     """Output and lse, as of `sparse_attn`."""
     depth = q.shape[-1]
-    output, lse, _ = _TiledAttention.apply(_readable(q), _readable(k), _readable(v), tiles, scale)
+    output, lse, _ = _TiledAttention.apply(readable(q), readable(k), readable(v), tiles, scale)
     return output[..., :depth] if depth % 8 else output, lse
 
 
 class _TiledAttention(Function):
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, tiles: TokenTiles, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        return ops.token_tiles_forward(q, k, v, *_lists(tiles.rows), tiles.row_pairs, tiles.layout_heads, scale)
+        return ops.token_tiles_forward(q, k, v, *lists_of_tiles(tiles.rows), tiles.row_pairs, tiles.layout_heads, scale)
 
     @staticmethod
     def setup_context(ctx, inputs, results):
@@ -44,10 +36,10 @@ class _TiledAttention(Function):
     def backward(ctx, grad_output: Tensor | None, grad_lse: Tensor | None, _):
         q, k, v, output, rows = ctx.saved_tensors
         tiles = ctx.tiles
-        grad_output = torch.zeros_like(output) if grad_output is None else _readable(grad_output)
+        grad_output = torch.zeros_like(output) if grad_output is None else readable(grad_output)
         grads = ops.token_tiles_backward(
             grad_output, None if grad_lse is None else grad_lse.contiguous(), q, k, v, output, rows,
-            *_lists(tiles.rows), tiles.row_pairs, *_lists(tiles.columns), tiles.column_pairs,
+            *lists_of_tiles(tiles.rows), tiles.row_pairs, *lists_of_tiles(tiles.columns), tiles.column_pairs,
             tiles.layout_heads, ctx.scale, torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
         return *grads, None, None
@@ -55,8 +47,8 @@ class _TiledAttention(Function):
 
 @torch.library.register_fake(add_op_namespace_prefix("token_tiles_forward"))
 def _(query, key, value, row_lines, row_entries, row_units, row_cuts, row_pairs, layout_heads, scale):
-    shape, wide = query.shape[:3], _wide(query.dtype)
-    return _empty_as(query), query.new_empty(shape, dtype=wide), query.new_empty((*shape, 2), dtype=wide)
+    shape, wide = query.shape[:3], wide_dtype(query.dtype)
+    return empty_as(query), query.new_empty(shape, dtype=wide), query.new_empty((*shape, 2), dtype=wide)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("token_tiles_backward"))
@@ -64,4 +56,4 @@ def _(
     grad_output, grad_lse, query, key, value, output, rows, row_lines, row_entries, row_units, row_cuts, row_pairs,
     column_lines, column_entries, column_units, column_cuts, column_pairs, layout_heads, scale, deterministic,
 ):  # fmt: skip
-    return _empty_as(query), _empty_as(key), _empty_as(value)
+    return empty_as(query), empty_as(key), empty_as(value)

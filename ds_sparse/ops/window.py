@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
+from ..dispatch import Call, choose, dtypes_on, forced_implementation
 from ..index.window_sizes import Numbers, of_heads
 from ._autograd import Function, differentiable_once
 from ._library import check_alike, check_dtype, check_inputs, check_scale, require_kernel, under_autocast
-from .attention import _check_bias, _key_bias
-from .attention_operators import _wide
+from .operands import check_bias, key_bias_of, wide_dtype
 
 
 def window_matmul(a: torch.Tensor, b: torch.Tensor, window_size: int) -> torch.Tensor:
@@ -130,11 +130,11 @@ def window_softmax(
     band = _with_heads(scores, scores.shape[:-2])
     batch, heads, tokens, _ = band.shape
     windows = of_heads("window_size", windows, 0, heads)
-    _check_bias("key_padding_mask", key_padding_mask, band, (batch, tokens), (2,), "scores")
+    check_bias("key_padding_mask", key_padding_mask, band, (batch, tokens), (2,), "scores")
     require_kernel("window_softmax_forward", scores.device)
     key_bias = None
     if key_padding_mask is not None:
-        key_bias = _key_bias(key_padding_mask, _wide(scores.dtype), tokens, False)
+        key_bias = key_bias_of(key_padding_mask, wide_dtype(scores.dtype), tokens, False)
     return _WindowSoftmax.apply(band, key_bias, windows, scale, causal).reshape(scores.shape)
 
 
@@ -160,7 +160,7 @@ def _leading(**operands: torch.Tensor) -> torch.Size:
 
 
 def _refuse_float64_on_cuda(x: torch.Tensor) -> None:
-    if x.dtype == torch.float64 and x.device.type == "cuda":
+    if x.dtype not in dtypes_on("window_matmul", x.device):
         raise ValueError(
             "Tensors are float64 on CUDA, where operations of windows take float16, bfloat16 and float32; use one of "
             "these, or the CPU."
@@ -175,12 +175,18 @@ def _with_heads(x: torch.Tensor, leading: torch.Size) -> torch.Tensor:
     return x[(None,) * (2 - len(leading))]
 
 
+def _band(a: torch.Tensor, b: torch.Tensor, window: int, forced: str | None = None) -> torch.Tensor:
+    """The band of a and b, both (B, H, T, D). forced: as of `dispatch.choose`."""
+    call = Call(a.device, a.dtype, a.shape[-1], operands=(a, b), window=window)
+    return ops.window_matmul(a, b, window, choose("window_matmul", call, forced).name)
+
+
 class _WindowMatmul(Function):
     """The band of a and b, both (B, H, T, D)."""
 
     @staticmethod
     def forward(a: torch.Tensor, b: torch.Tensor, window: int) -> torch.Tensor:
-        return ops.window_matmul(a, b, window)
+        return _band(a, b, window)
 
     @staticmethod
     def setup_context(ctx, inputs, band):
@@ -208,6 +214,7 @@ class _UnwindowMatmul(Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
+        ctx.forced = forced_implementation()
         ctx.save_for_backward(*inputs)
 
     @staticmethod
@@ -216,7 +223,7 @@ class _UnwindowMatmul(Function):
         band, dense = ctx.saved_tensors
         grad_band = grad_dense = None
         if ctx.needs_input_grad[0]:
-            grad_band = ops.window_matmul(grad, dense, band.shape[-1] // 2)
+            grad_band = _band(grad, dense, band.shape[-1] // 2, ctx.forced)
         if ctx.needs_input_grad[1]:
             grad_dense = ops.unwindow_matmul(band, grad, True)
         return grad_band, grad_dense
@@ -241,7 +248,7 @@ class _WindowSoftmax(Function):
 
 
 @torch.library.register_fake(add_op_namespace_prefix("window_matmul"))
-def _(a, b, window):
+def _(a, b, window, implementation):
     return a.new_empty(*a.shape[:3], 2 * window + 1)
 
 

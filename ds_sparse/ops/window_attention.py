@@ -7,13 +7,24 @@ from collections.abc import Sequence
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
+from ..dispatch import forced_implementation
 from ..index import WindowIndex
 from ..index.lookup import index_of_window, refuse_traced_window
 from ..index.window_sizes import Numbers, global_numbers, of_heads
 from ._autograd import Function, differentiable_once
 from ._library import check_inputs, require_kernel, under_autocast
-from .attention import _check_bias, _check_operands, _factor, _key_bias, _readable, distinct_when_traced
-from .attention_operators import _empty_as, _lists, _tile, _wide
+from .attention_operators import implementation_for
+from .operands import (
+    check_attention_operands,
+    check_bias,
+    distinct_when_traced,
+    empty_as,
+    factor_of,
+    key_bias_of,
+    lists_of_tiles,
+    readable,
+    wide_dtype,
+)
 
 
 def window_attention(
@@ -61,12 +72,12 @@ def window_attention(
     """
     check_inputs(query=query, key=key, value=value, key_padding_mask=key_padding_mask)
     query, key, value = under_autocast(query, key, value)
-    _check_operands(query, key, value)
+    check_attention_operands(query, key, value)
     batch, heads, tokens, head_dim = query.shape
     if key.shape[2] != tokens:
         raise ValueError(f"query has {tokens} tokens and key {key.shape[2]}; in a window they are the same tokens.")
-    scale = _factor(scale, head_dim)
-    _check_bias("key_padding_mask", key_padding_mask, query, (batch, tokens), (2,))
+    scale = factor_of(scale, head_dim)
+    check_bias("key_padding_mask", key_padding_mask, query, (batch, tokens), (2,))
     require_kernel("window_attention_forward", query.device)
     index = _index(window_size, causal, global_tokens, dilation, query)
     if query.numel() == 0:
@@ -75,7 +86,7 @@ def window_attention(
 
     key_bias = None
     if key_padding_mask is not None:
-        key_bias = _key_bias(key_padding_mask, _wide(query.dtype), tokens, query.is_cuda)[:, None]
+        key_bias = key_bias_of(key_padding_mask, wide_dtype(query.dtype), tokens, query.is_cuda)[:, None]
     if index.order is not None:
         if len(index.order) > 1 and key.shape[1] < heads:
             key, value = (x.repeat_interleave(heads // key.shape[1], 1) for x in (key, value))
@@ -84,7 +95,7 @@ def window_attention(
             key_bias = _ordered(key_bias.expand(-1, len(index.order), -1).unsqueeze(3), index.order).squeeze(3)
     query, key, value = distinct_when_traced(query, key, value)
     output, _ = _WindowAttention.apply(
-        _readable(query), _readable(key), _readable(value),
+        readable(query), readable(key), readable(value),
         None if key_bias is None else key_bias.unsqueeze(2), index, scale,
     )  # fmt: skip
     output = output[..., :head_dim] if head_dim % 8 else output
@@ -148,10 +159,11 @@ class _WindowAttention(Function):
     @staticmethod
     def forward(query, key, value, key_bias, index: WindowIndex, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         blocks = index.blocks
-        tiles = blocks.tiles("rows", _tile(blocks, query))
+        chosen = implementation_for(blocks, query)
+        tile = chosen.tiles[blocks.block]
         output, _, rows = ops.window_attention_forward(
-            query, key, value, key_bias, index.limits, index.places, *_lists(tiles),
-            blocks.layout_heads, blocks.block, tiles.tile, index.num_global, scale, index.causal,
+            query, key, value, key_bias, index.limits, index.places, *lists_of_tiles(blocks.tiles("rows", tile)),
+            blocks.layout_heads, blocks.block, tile, index.num_global, scale, index.causal, chosen.name,
         )  # fmt: skip
         return output, rows
 
@@ -159,6 +171,7 @@ class _WindowAttention(Function):
     def setup_context(ctx, inputs, results):
         query, key, value, key_bias, ctx.index, ctx.scale = inputs
         output, rows = results
+        ctx.forced = forced_implementation()
         ctx.mark_non_differentiable(rows)
         ctx.save_for_backward(query, key, value, output, rows, key_bias)
         ctx.set_materialize_grads(False)
@@ -167,14 +180,15 @@ class _WindowAttention(Function):
     @differentiable_once("window_attention")
     def backward(ctx, grad_output: torch.Tensor | None, _):
         query, key, value, output, rows, key_bias = ctx.saved_tensors
-        grad_output = torch.zeros_like(output) if grad_output is None else _readable(grad_output)
+        grad_output = torch.zeros_like(output) if grad_output is None else readable(grad_output)
         index, blocks = ctx.index, ctx.index.blocks
-        tile = _tile(blocks, query)
+        chosen = implementation_for(blocks, query, ctx.forced)
+        tile = chosen.tiles[blocks.block]
         grads = ops.window_attention_backward(
             grad_output, query, key, value, output, rows, key_bias, index.limits, index.places,
-            *_lists(blocks.tiles("rows", tile)), *_lists(blocks.tiles("columns", tile)),
+            *lists_of_tiles(blocks.tiles("rows", tile)), *lists_of_tiles(blocks.tiles("columns", tile)),
             blocks.layout_heads, blocks.block, tile, index.num_global, ctx.scale, index.causal,
-            torch.are_deterministic_algorithms_enabled(),
+            torch.are_deterministic_algorithms_enabled(), chosen.name,
         )  # fmt: skip
         return *grads, None, None, None
 
@@ -182,16 +196,16 @@ class _WindowAttention(Function):
 @torch.library.register_fake(add_op_namespace_prefix("window_attention_forward"))
 def _(
     query, key, value, key_bias, limits, places, row_lines, row_entries, row_units, row_cuts,
-    layout_heads, block, tile, num_global, scale, causal,
+    layout_heads, block, tile, num_global, scale, causal, implementation,
 ):  # fmt: skip
-    shape, wide = query.shape[:3], _wide(query.dtype)
-    return _empty_as(query), query.new_empty(shape, dtype=wide), query.new_empty((*shape, 2), dtype=wide)
+    shape, wide = query.shape[:3], wide_dtype(query.dtype)
+    return empty_as(query), query.new_empty(shape, dtype=wide), query.new_empty((*shape, 2), dtype=wide)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("window_attention_backward"))
 def _(
     grad_output, query, key, value, output, rows, key_bias, limits, places, row_lines, row_entries, row_units, row_cuts,
     column_lines, column_entries, column_units, column_cuts, layout_heads, block, tile, num_global, scale, causal,
-    deterministic,
+    deterministic, implementation,
 ):  # fmt: skip
-    return _empty_as(query), _empty_as(key), _empty_as(value)
+    return empty_as(query), empty_as(key), empty_as(value)

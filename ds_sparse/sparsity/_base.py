@@ -18,7 +18,8 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Validat
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError, ValidationError
 
-from ..block_sizes import BLOCK_SIZES, listed
+from ..block_sizes import BLOCK_SIZES
+from ..wording import listed
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +52,9 @@ class SparsityWarning(UserWarning):
 def _block_size(block: int) -> int:
     if block not in BLOCK_SIZES:
         # pydantic's own type and wording for a choice, on an integer that stays strict (a Literal would take 16.0).
-        raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": listed("or")})
+        raise PydanticCustomError(
+            "literal_error", "Input should be {expected}", {"expected": listed(BLOCK_SIZES, "or")}
+        )
     return block
 
 

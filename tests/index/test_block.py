@@ -11,16 +11,16 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import EXAMPLES, Layout, layouts, seeded
+from helpers import EXAMPLES, Layout, as_on_hopper, is_hopper, layouts, seeded
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sparse import BSLongformerSparsityConfig, FixedSparsityConfig
+from ds_sparse.dispatch import IMPLEMENTATIONS
 from ds_sparse.index import block as block_module
 from ds_sparse.index.block import BlockIndex
 from ds_sparse.index.tile_plan import TilePlan
-from ds_sparse.index.tile_sizes import PRODUCT_BLOCKS, is_hopper
 from ds_sparse.index.tiles import Tiles
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
@@ -114,14 +114,14 @@ def in_any_order(tiles: Tiles) -> torch.Tensor:
 
 def build_for_hopper(layout: torch.Tensor, block: int) -> BlockIndex:
     """The index as it is built on a Hopper GPU, here."""
-    with mock.patch("ds_sparse.index.block.is_hopper", return_value=True):
+    with as_on_hopper():
         return BlockIndex.build(layout, block)
 
 
 @EXAMPLES
-@given(layout=layouts(max_side=9), block=st.sampled_from(PRODUCT_BLOCKS))
+@given(layout=layouts(max_side=9), block=st.sampled_from(list(IMPLEMENTATIONS["dsd"][0].tiles)))
 def test_slots_of_tiles_are_where_values_are_stored(layout: Layout, block: int):
-    with mock.patch("ds_sparse.index.block.is_hopper", return_value=True):
+    with as_on_hopper():
         index = BlockIndex.build(layout.given, block).with_lists()
     number = index.layout().flatten().cumsum(0).sub(1).view(index.layout_heads, index.rows, index.columns)
     assert set(index.lists.slots) == {("rows", 64 if block < 64 else 128), ("rows", 128), ("columns", 128)}
@@ -145,7 +145,7 @@ def test_slots_of_tiles_are_where_values_are_stored(layout: Layout, block: int):
 def test_only_products_that_walk_tiles_have_slots(block: int):
     layout = torch.rand(2, 8, 8, generator=seeded()) < 0.5
     assert not BlockIndex.build(layout, block).lists.slots
-    with mock.patch("ds_sparse.index.block.is_hopper", return_value=True):
+    with as_on_hopper():
         assert bool(BlockIndex.build(layout, block).lists.slots) == (block not in (8, 256))
 
 
@@ -155,7 +155,7 @@ def test_building_takes_few_operations(block: int):
     layout = BSLongformerSparsityConfig(num_heads=1, block=block, num_sliding_window_blocks=9).make_bool_layout(4096)
     with CountOperations() as counted:
         index = build_for_hopper(layout, block)
-    assert index.has_tiles(128)
+    assert {("rows", 128), ("columns", 128)} <= index._made.keys()
     assert counted.number <= 76
 
 
@@ -303,7 +303,8 @@ def test_moved_to_the_gpu_it_equals_the_one_built_there(block: int, chance: floa
     assert moved is not here and moved.to("cuda") is moved and moved.to(built.device) is moved
     for found, expected in ((moved, built), (moved.causal(), built.causal())):
         assert found.device == expected.device and torch.equal(found.bits, expected.bits)
-        assert found.has_tiles(128) == expected.has_tiles(128) == is_hopper(found.device)
+        for side in ("rows", "columns"):
+            assert ((side, 128) in found._made) == ((side, 128) in expected._made) == is_hopper(found.device)
         for tile in (64, 128):
             for side in ("rows", "columns"):
                 assert_equal_tiles(found.tiles(side, tile), expected.tiles(side, tile))

@@ -109,8 +109,8 @@ def test_lists_that_lead_outside_are_refused(operator: str, name: str, spoiled: 
 
     def call(offsets: torch.Tensor, indices: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         arguments = {
-            "matmul_sdd": (dense, dense.mT, offsets, indices, *[None] * 4, 1, 16, False),
-            "matmul_dsd": (values, dense, offsets, indices, slots, *[None] * 5, 1, 16, False, False),
+            "matmul_sdd": (dense, dense.mT, offsets, indices, *[None] * 4, 1, 16, False, "cpu"),
+            "matmul_dsd": (values, dense, offsets, indices, slots, *[None] * 5, 1, 16, False, False, "cpu"),
             "softmax_forward": (values, bias, None, None, offsets, indices, None, 0, 1, 16, 1.0, False),
             "softmax_backward": (values, values, offsets, indices, None, 0, 1, 16, 1.0),
             "softmax_bias_backward": (values, offsets, indices, 1, 1, 16, [1, 1, 32, 32]),
@@ -148,9 +148,9 @@ def test_tiles_that_do_not_fit_are_refused(
 
     def call(lines, entries, units, cuts, slots) -> torch.Tensor:
         if operator == "matmul_sdd":
-            arguments = (dense, dense.mT, *lists, lines, entries, units, slots, 1, 16, False)
+            arguments = (dense, dense.mT, *lists, lines, entries, units, slots, 1, 16, False, "cpu")
         else:
-            arguments = (values, dense, *lists, None, lines, entries, units, cuts, slots, 1, 16, False, False)
+            arguments = (values, dense, *lists, None, lines, entries, units, cuts, slots, 1, 16, False, False, "cpu")
         return getattr(torch.ops.ds_sparse, operator)(*arguments)
 
     call(**tiles)
@@ -194,6 +194,8 @@ def attention_arguments(operator: str) -> dict[str, object]:
         arguments |= {"deterministic": False}
     if operator == "block_attention_bias_backward":
         arguments |= {"shape": [1, 4, 32, 30]}
+    else:
+        arguments |= {"implementation": "cpu"}
     return arguments
 
 
@@ -328,11 +330,12 @@ def window_arguments(operator: str) -> dict[str, object]:
         "num_global": 0,
         "scale": 1.0,
         "causal": False,
+        "implementation": "cpu",
     }
     columns = {f"column_{name}": getattr(index.blocks.column_tiles, name) for name in names}
     forward = {"grad_output": x, "output": x, "rows": torch.zeros(2, 3, 20, 2)}
     return {
-        "window_matmul": {"a": x, "b": x, "window": 2},
+        "window_matmul": {"a": x, "b": x, "window": 2, "implementation": "cpu"},
         "unwindow_matmul": {"band": band, "dense": x, "transposed": False},
         "window_softmax_forward": {"band": band, "key_bias": None, "windows": [2], "scale": 1.0, "causal": False},
         "window_softmax_backward": {"grad": band, "probs": band, "scale": 1.0},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from unittest import mock
 
 import pytest
 import torch
@@ -13,10 +12,13 @@ from helpers import (
     NEEDS_COMPILER,
     OPERAND_VIEWS,
     Layout,
+    as_on_hopper,
     as_view,
     assert_as_accurate,
     generator,
     gradients,
+    implementation_on,
+    is_hopper,
     layouts,
     leaf,
     make_layout,
@@ -29,10 +31,9 @@ from helpers import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_sparse.dispatch import tile_heights
 from ds_sparse.index import BlockIndex
-from ds_sparse.index.tile_sizes import sdd_tile
 from ds_sparse.ops import MatMul, Softmax
-from ds_sparse.ops.matmul import product_tiles
 from ds_sparse.sparsity import BSLongformerSparsityConfig
 
 MODES = ("sdd", "dsd", "dds")
@@ -202,7 +203,7 @@ def lines_of_every_length(rows: int, columns: int, density: float = 0.1) -> torc
 
 def assert_cut(layout: torch.Tensor, block: int) -> None:
     """That lists of tiles are cut, from both sides, on a Hopper GPU."""
-    with mock.patch("ds_sparse.index.block.is_hopper", return_value=True):
+    with as_on_hopper():
         index = BlockIndex.build(layout, block)
     assert all(len(index.tiles(side, 128).cuts) > 0 for side in ("rows", "columns"))
 
@@ -260,10 +261,11 @@ def test_units_of_many_entries(device: str, block: int, blocks: int, density: fl
     if device == "cpu":
         pytest.skip("units are those of kernels for Hopper")
     live = torch.rand(1, blocks, blocks, generator=seeded()) < density
-    tiles = product_tiles(BlockIndex.build(live.to(device), block), "rows", torch.bfloat16, sdd_tile(block))
-    if tiles[2] is None:
+    if not is_hopper(device):
         pytest.skip("not a Hopper GPU")
-    assert tiles[2][:, 2].max() > 32
+    index = BlockIndex.build(live.to(device), block)
+    (tile,) = tile_heights("sdd", index.device, block)
+    assert index.tiles("rows", tile).units[:, 2].max() > 32
     case = make_case(make_layout(live), block, "sdd", False, True, seeded(), heads=2, width=64)
     check(case, torch.bfloat16, device, ("contiguous",) * 3, (True, True))
 
@@ -468,15 +470,22 @@ def raw_arguments(device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
     rng = seeded()
     a, b = random(rng, 2, 2, 32, 8, dtype=dtype).to(device), random(rng, 2, 2, 48, 8, dtype=dtype).to(device)
     values = random(rng, 2, layout.num_values(2), 16, 16, dtype=dtype).to(device)
-    tiles = {side: product_tiles(index, side, dtype) for side in ("rows", "columns")}
-    rows = (index.row_offsets, index.row_columns, None, *tiles["rows"])
-    columns = (index.column_offsets, index.column_rows, index.column_slots, *tiles["columns"])
-    lines, entries, units, _, slots = product_tiles(index, "rows", dtype, sdd_tile(16))
+    name = "hopper" if is_hopper(device) and dtype == torch.bfloat16 else implementation_on(device)
+
+    def tiles_of(side: str, tile: int) -> tuple[torch.Tensor | None, ...]:
+        if name != "hopper":
+            return (None,) * 5
+        tiles = index.tiles(side, tile)
+        return tiles.lines, tiles.entries, tiles.units, tiles.cuts, index.lists.slots[side, tile]
+
+    rows = (index.row_offsets, index.row_columns, None, *tiles_of("rows", 128))
+    columns = (index.column_offsets, index.column_rows, index.column_slots, *tiles_of("columns", 128))
+    lines, entries, units, _, slots = tiles_of("rows", 64)
     sdd = (a, b.transpose(2, 3), index.row_offsets, index.row_columns, lines, entries, units, slots)
     return {
-        "matmul_sdd": [(*sdd, index.layout_heads, 16, False)],
+        "matmul_sdd": [(*sdd, index.layout_heads, 16, False, name)],
         "matmul_dsd": [
-            (values, dense, *lists, index.layout_heads, 16, transpose, False)
+            (values, dense, *lists, index.layout_heads, 16, transpose, False, name)
             for dense, lists in ((b, rows), (a, columns))
             for transpose in (False, True)
         ],

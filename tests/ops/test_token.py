@@ -23,6 +23,7 @@ from helpers import (
     attention_allowances,
     deterministic_algorithms,
     generator,
+    is_hopper,
     leaf,
     poisoned_memory,
     random,
@@ -41,10 +42,9 @@ from ds_sparse import (
     sparse_matmul_vo,
 )
 from ds_sparse.index import token_tiles
-from ds_sparse.index.tile_sizes import is_hopper
 from ds_sparse.index.token_forms import tensors_in
 from ds_sparse.ops import missing_kernels
-from ds_sparse.ops.attention_operators import _lists
+from ds_sparse.ops.operands import lists_of_tiles
 
 OPERATORS = ("token_matmul_sdd", "token_matmul_dsd", "token_attention_forward", "token_attention_backward")
 
@@ -167,7 +167,7 @@ def cases_in_tiles(draw: st.DrawFn) -> Case:
 
 
 def on_hopper(device: str) -> None:
-    if not is_hopper(torch.device(device)):
+    if not is_hopper(device):
         pytest.skip("tiles with bits are for Hopper GPUs")
 
 
@@ -210,7 +210,7 @@ def test_opcheck_of_tiles(device: str, operator: str, always_in_tiles: None):
     q, k, v = (x.to(device, torch.bfloat16) for x in (case.q, case.k, case.v))
     tiles = case.index.to(device).tiles
     rows, columns = (
-        (*_lists(x), pairs) for x, pairs in ((tiles.rows, tiles.row_pairs), (tiles.columns, tiles.column_pairs))
+        (*lists_of_tiles(x), pairs) for x, pairs in ((tiles.rows, tiles.row_pairs), (tiles.columns, tiles.column_pairs))
     )
     output, lse, saved = torch.ops.ds_sparse.token_tiles_forward(q, k, v, *rows, tiles.layout_heads, 0.2)
     arguments = {

@@ -15,6 +15,7 @@ from helpers import (
     as_view,
     assert_as_accurate,
     generator,
+    implementation_on,
     leaf,
     needs_gpu_memory,
     poisoned_memory,
@@ -520,8 +521,9 @@ def test_opcheck(device: str, operator: str, dtype: torch.dtype):
     a, b = (random(rng, 2, 3, 21, 8, dtype=dtype).to(device) for _ in range(2))
     band, grad = (random(rng, 2, 3, 21, 9, dtype=dtype).to(device) for _ in range(2))
     key_bias = random(rng, 2, 21, dtype=torch.float32).to(device)
+    name = implementation_on(device)
     arguments = {
-        "window_matmul": [(a, b, 4), (a, b.mT.contiguous().mT, 30)],
+        "window_matmul": [(a, b, 4, name), (a, b.mT.contiguous().mT, 30, name)],
         "unwindow_matmul": [(band, a, False), (band, a, True), (band.expand(2, 3, 21, 9)[:, :, :, ::2], a, True)],
         "window_softmax_forward": [(band, key_bias, [4], 0.5, True), (band, None, [4, 0, 2], 1.0, False)],
         "window_softmax_backward": [(grad, band.softmax(-1), 0.5)],

@@ -19,6 +19,7 @@ from helpers import (
     attention_allowances,
     deterministic_algorithms,
     generator,
+    implementation_on,
     leaf,
     poisoned_memory,
     random,
@@ -343,7 +344,8 @@ def test_opcheck(device: str, operator: str, dtype: torch.dtype, view: str):
         tile = index.blocks.row_tiles.tile
         numbers = (index.blocks.layout_heads, index.blocks.block, tile, index.num_global, 0.25, index.causal)
         shared = (key_bias if index.causal else None, index.limits, index.places, *rows)
-        forward = (query, key, value, *shared, *numbers)
+        name = implementation_on(device)
+        forward = (query, key, value, *shared, *numbers, name)
         output, _, statistics = torch.ops.ds_sparse.window_attention_forward(*forward)
         arguments = {
             "window_attention_forward": forward,
@@ -358,6 +360,7 @@ def test_opcheck(device: str, operator: str, dtype: torch.dtype, view: str):
                 *columns,
                 *numbers,
                 False,
+                name,
             ),
         }
         torch.library.opcheck(getattr(torch.ops.ds_sparse, operator).default, arguments[operator])

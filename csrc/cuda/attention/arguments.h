@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "../common/elements.h"
+#include "../common/implementation.h"
 #include "mainloop.h"
 #include "passes.h"
 #include "softmax.h"
@@ -136,14 +137,18 @@ void with_plain(const Scoring& scoring, const F& f) {
   f(std::false_type{});
 }
 
-// The tiles that the kernels of a call take.
-inline void check_tile(const Launcher& launch, const Tensor& query, int64_t block, int64_t tile) {
-  const bool serves_hopper = query.element_size() == 2 && query.size(3) <= 128 && block >= 16;
+// Whether a call is for Hopper's kernels; refuses what those that it is for cannot run.
+inline bool runs_on_hopper(const Launcher& launch, const Attention& attention) {
+  const bool on_hopper = is_for_hopper(launch, attention.implementation);
+  const Tensor& query = attention.query;
   check(
-      tile == kBlockM || (tile == kHopperBlockM && serves_hopper && launch.is_hopper()),
-      "tile has to be 64; or 128 on a Hopper GPU, in fp16 or bf16, with up to 128 numbers a token and blocks of 16 or "
-      "more; got " +
-          std::to_string(tile) + ".");
+      !on_hopper || (query.element_size() == 2 && query.size(3) <= 128 && attention.block >= 16),
+      "implementation is \"hopper\", which is for fp16 and bf16, up to 128 numbers a token and blocks of 16 or more.");
+  const int64_t wanted = on_hopper ? kHopperBlockM : kBlockM;
+  check(
+      attention.tile == wanted, "tile has to be " + std::to_string(wanted) + " for implementation \"" +
+                                    attention.implementation + "\", got " + std::to_string(attention.tile) + ".");
+  return on_hopper;
 }
 
 }  // namespace ds_sparse::attention

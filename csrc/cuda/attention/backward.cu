@@ -334,10 +334,10 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
   const Launcher launch(query);
   Scoring scoring = scoring_of(attention);
   const KeyBias of_keys = set_key_bias(launch, attention.key_bias, scoring);
-  check_tile(launch, query, block, tile);
+  const bool on_hopper = runs_on_hopper(launch, attention);
   const auto [row_stats_data, row_stats] =
       make_row_stats(launch, grad_output, results.grad_lse, output, results.rows, block);
-  const bool in_one_sweep = tile == kHopperBlockM && !deterministic;
+  const bool in_one_sweep = on_hopper && !deterministic;
   const int64_t padded_queries = (query.size(2) + 15) / 16 * 16, padded_head_dim = head_dim <= 64 ? 64 : 128;
   std::optional<Tensor> sums;
   if (in_one_sweep) {
@@ -380,7 +380,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
           splits_in(second_splits),
           first_shares.data,
           second_shares.data};
-      if (tile == kHopperBlockM) {
+      if (on_hopper) {
         if constexpr (sizeof(T) == 2 && kHeadDim <= 128) {
           if constexpr (kByColumns) {
             columns_on_hopper(launch, p, s, query, key, value, grad_output, grad_first, grad_second, copies);
@@ -435,10 +435,11 @@ std::tuple<Tensor, Tensor, Tensor> block_attention_backward(
     const std::optional<Tensor>& dropout_seed, const Tensor& row_lines, const Tensor& row_entries,
     const Tensor& row_units, const Tensor& row_cuts, const Tensor& column_lines, const Tensor& column_entries,
     const Tensor& column_units, const Tensor& column_cuts, int64_t layout_heads, int64_t block, int64_t tile,
-    double scale, bool causal, double dropout_p, bool deterministic) {
+    double scale, bool causal, double dropout_p, bool deterministic, const std::string& implementation) {
   check_attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, dropout_p, layout_heads, block, tile);
   return attention_backward(
-      {query, key, value, layout_heads, block, tile, scale, causal, key_bias, rpe, attn_mask, dropout_seed, dropout_p},
+      {query, key, value, layout_heads, block, tile, implementation, scale, causal, key_bias, rpe, attn_mask,
+       dropout_seed, dropout_p},
       {grad_output, grad_lse, output, rows}, {row_lines, row_entries, row_units, row_cuts},
       {column_lines, column_entries, column_units, column_cuts}, deterministic);
 }

@@ -177,7 +177,8 @@ Tensor block_attention_bias_backward(
   const auto [row_stats_data, row_stats] = make_row_stats(launch, grad_output, grad_lse, output, row_sums, block);
   const TileLists lists = lists_of({row_lines, row_entries, row_units, row_cuts}, layout_heads, block, tile);
   Scoring scoring = scoring_of(
-      {query, key, value, layout_heads, block, tile, scale, causal, key_bias, rpe, attn_mask, dropout_seed, dropout_p});
+      {query, key, value, layout_heads, block, tile, "portable", scale, causal, key_bias, rpe, attn_mask, dropout_seed,
+       dropout_p});
   const KeyBias of_keys = set_key_bias(launch, key_bias, scoring);
   with_head_dim(query, [&](auto zero, auto padded) {
     using T = decltype(zero);

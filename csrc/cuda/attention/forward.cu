@@ -300,7 +300,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Attention& attention,
   const TileLists lists = lists_of(rows, layout_heads, block, tile);
   Scoring scoring = scoring_of(attention);
   const KeyBias of_keys = set_key_bias(launch, attention.key_bias, scoring);
-  check_tile(launch, query, block, tile);
+  const bool on_hopper = runs_on_hopper(launch, attention);
   const int64_t copies = layout_heads == 1 ? batch * heads : batch;
   const int64_t num_cuts = rows.cuts.size(0), splits = num_splits(rows, lists);
   const int64_t split_row_count = copies * splits * lists.sub_tiles * tile;
@@ -323,7 +323,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Attention& attention,
         static_cast<int>(head_dim),
         SplitResults{split_outputs.data, static_cast<int>(splits), static_cast<int>(head_dim)},
         reinterpret_cast<RowMaxSum*>(split_row_max_sums.data)};
-    if (tile == kHopperBlockM) {
+    if (on_hopper) {
       if constexpr (sizeof(T) == 2 && kHeadDim <= 128) {
         forward_on_hopper(launch, p, query, key, value, output, copies);
       }
@@ -351,10 +351,11 @@ std::tuple<Tensor, Tensor, Tensor> block_attention_forward(
     const std::optional<Tensor>& key_bias, const std::optional<Tensor>& attn_mask,
     const std::optional<Tensor>& dropout_seed, const Tensor& row_lines, const Tensor& row_entries,
     const Tensor& row_units, const Tensor& row_cuts, int64_t layout_heads, int64_t block, int64_t tile, double scale,
-    bool causal, double dropout_p) {
+    bool causal, double dropout_p, const std::string& implementation) {
   check_attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, dropout_p, layout_heads, block, tile);
   return attention_forward(
-      {query, key, value, layout_heads, block, tile, scale, causal, key_bias, rpe, attn_mask, dropout_seed, dropout_p},
+      {query, key, value, layout_heads, block, tile, implementation, scale, causal, key_bias, rpe, attn_mask,
+       dropout_seed, dropout_p},
       {row_lines, row_entries, row_units, row_cuts});
 }
 

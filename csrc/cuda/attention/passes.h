@@ -3,6 +3,7 @@
 #pragma once
 
 #include <optional>
+#include <string>
 #include <tuple>
 
 #include "scoring.h"
@@ -13,6 +14,7 @@ namespace ds_sparse::attention {
 struct Attention {
   const Tensor &query, &key, &value;
   int64_t layout_heads, block, tile;
+  std::string implementation;
   double scale;
   bool causal;
   std::optional<Tensor> key_bias, rpe = {}, attn_mask = {}, dropout_seed = {};

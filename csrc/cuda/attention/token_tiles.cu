@@ -33,7 +33,7 @@ void check_pairs(
 Attention attention_of(
     const Tensor& query, const Tensor& key, const Tensor& value, int64_t layout_heads, double scale) {
   check_attention(query, key, value, {}, {}, {}, {}, 0, layout_heads, kBlock, kHopperBlockM);
-  return {query, key, value, layout_heads, kBlock, kHopperBlockM, scale, false, {}};
+  return {query, key, value, layout_heads, kBlock, kHopperBlockM, "hopper", scale, false, {}};
 }
 
 std::tuple<Tensor, Tensor, Tensor> token_tiles_forward(

@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include <torch/csrc/stable/ops.h>
+
 #include <algorithm>
 #include <cstdint>
 
@@ -78,6 +80,17 @@ inline bool takes_boxes(const Tensor& x) {
     takes = takes && (x.size(dim) == 1 || (x.stride(dim) > 0 && x.stride(dim) % 8 == 0));
   }
   return takes;
+}
+
+// x, or a copy where the copy engine does not take it. Who chooses has seen strides, but of a traced tensor no address.
+inline Tensor readable_in_boxes(const Tensor& x) {
+  if (takes_boxes(x)) {
+    return x;
+  }
+  Tensor copy = torch::stable::new_empty(x, {x.size(0), x.size(1), x.size(2), (x.size(3) + 7) / 8 * 8});
+  Tensor numbers = torch::stable::narrow(copy, 3, 0, x.size(3));
+  torch::stable::copy_(numbers, x);
+  return numbers;
 }
 
 }  // namespace ds_sparse::hopper

@@ -351,7 +351,7 @@ Tensor matmul_dsd(
     const std::optional<Tensor>& slots, const std::optional<Tensor>& tile_lines,
     const std::optional<Tensor>& tile_entries, const std::optional<Tensor>& tile_units,
     const std::optional<Tensor>& tile_cuts, const std::optional<Tensor>& tile_slots, int64_t layout_heads,
-    int64_t block, bool transpose_result, bool allow_tf32) {
+    int64_t block, bool transpose_result, bool allow_tf32, const std::string& implementation) {
   check_dsd(values, dense, offsets, indices, slots, layout_heads, block);
   const ProductTiles tiles{kProductTile, tile_lines, tile_entries, tile_units, tile_slots, &tile_cuts};
   check_product_tiles(tiles, offsets, values, layout_heads, block);
@@ -363,7 +363,11 @@ Tensor matmul_dsd(
     return out;
   }
   const Launcher launch(dense);
-  if (tiles.given() && takes_dsd_on_hopper(launch, values, dense)) {
+  if (is_for_hopper(launch, implementation)) {
+    check(tiles.given(), "implementation is \"hopper\", which needs tile_...");
+    check(
+        values.element_size() == 2 && width <= 128 && width % 8 == 0 && values.numel() > 0,
+        "implementation is \"hopper\", which is for fp16 and bf16 and up to 128 numbers a token, a multiple of 8.");
     const ProductTileLists lists(tiles, layout_heads, heads, batch, block, live);
     const auto run = [&](auto zero) {
       dsd_of_tiles<decltype(zero)>(

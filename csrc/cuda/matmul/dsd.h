@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "../common/launch.h"
+#include "../common/implementation.h"
 #include "../common/mma.h"
 #include "product_tiles.h"
 
@@ -47,8 +47,6 @@ struct TileProduct {
   }
 };
 
-// Whether kernels for Hopper take these operands, which have been checked, where there are tiles.
-bool takes_dsd_on_hopper(const Launcher& launch, const Tensor& values, const Tensor& dense);
 // dsd_small_sm90.cu and dsd_large_sm90.cu: the product for blocks of 16 and 32, and of 64 and 128.
 // `transposed`: blocks are, and tiles are of columns.
 template <class T>

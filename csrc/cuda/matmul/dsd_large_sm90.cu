@@ -143,21 +143,17 @@ __global__ void __launch_bounds__(kThreads<kN>, 1) dsd_of_large_blocks_kernel(
 
 }  // namespace
 
-bool takes_dsd_on_hopper(const Launcher& launch, const Tensor& values, const Tensor& dense) {
-  return launch.is_hopper() && dense.element_size() == 2 && dense.size(3) <= kMaxHeadDim && dense.size(3) % 8 == 0 &&
-         values.numel() > 0 && takes_boxes(values) && takes_boxes(dense);
-}
-
 template <class T>
 void dsd_of_large_blocks(
     const Launcher& launch, const TileProduct<T>& p, const Tensor& values, const Tensor& dense, const Tensor& out,
     bool transposed) {
+  const Tensor read_values = readable_in_boxes(values), read_dense = readable_in_boxes(dense);
   const auto run = [&](auto width, auto block) {
     constexpr int kN = decltype(width)::value, kBlock = decltype(block)::value;
     launch.with_shared_memory(
         dsd_of_large_blocks_kernel<T, kN, kBlock>,
         std::min<int64_t>(p.lists.total_work_tiles(), launch.multiprocessors()), kThreads<kN>, sizeof(Shared<T, kN>), p,
-        tensor_map(values, kTile), tensor_map(dense, kTile), result_map(p, out), transposed);
+        tensor_map(read_values, kTile), tensor_map(read_dense, kTile), result_map(p, out), transposed);
   };
   const auto with_block = [&](auto width) {
     p.block == 64 ? run(width, std::integral_constant<int, 64>{}) : run(width, std::integral_constant<int, 128>{});

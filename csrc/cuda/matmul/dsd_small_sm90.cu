@@ -269,13 +269,14 @@ template <class T>
 void dsd_of_small_blocks(
     const Launcher& launch, const TileProduct<T>& p, const Tensor& values, const Tensor& dense, const Tensor& out,
     bool transposed) {
+  const Tensor read_values = readable_in_boxes(values), read_dense = readable_in_boxes(dense);
   const auto run = [&](auto width, auto block) {
     constexpr int kN = decltype(width)::value, kBlock = decltype(block)::value;
     launch.with_shared_memory(
         transposed ? dsd_of_small_blocks_kernel<T, kN, kBlock, true> : dsd_of_small_blocks_kernel<T, kN, kBlock, false>,
         std::min<int64_t>(p.lists.total_work_tiles(), launch.multiprocessors() * kThreadBlocks<kN>),
-        kThreads<T, kN, kBlock>, sizeof(Shared<T, kN, kBlock>), p, static_cast<const T*>(values.const_data_ptr()),
-        tensor_map(dense, kBlock), result_map(p, out));
+        kThreads<T, kN, kBlock>, sizeof(Shared<T, kN, kBlock>), p, static_cast<const T*>(read_values.const_data_ptr()),
+        tensor_map(read_dense, kBlock), result_map(p, out));
   };
   const auto with_block = [&](auto width) {
     p.block == 16 ? run(width, std::integral_constant<int, 16>{}) : run(width, std::integral_constant<int, 32>{});

@@ -146,7 +146,7 @@ Tensor matmul_sdd(
     const Tensor& a, const Tensor& b, const Tensor& row_offsets, const Tensor& columns,
     const std::optional<Tensor>& tile_lines, const std::optional<Tensor>& tile_entries,
     const std::optional<Tensor>& tile_units, const std::optional<Tensor>& tile_slots, int64_t layout_heads,
-    int64_t block, bool allow_tf32) {
+    int64_t block, bool allow_tf32, const std::string& implementation) {
   check_sdd(a, b, row_offsets, columns, layout_heads, block);
   const ProductTiles tiles{sdd_tile(block), tile_lines, tile_entries, tile_units, tile_slots};
   check_product_tiles(tiles, row_offsets, a, layout_heads, block);
@@ -156,7 +156,8 @@ Tensor matmul_sdd(
     return out;
   }
   const Launcher launch(a);
-  if (tiles.given() && takes_sdd_on_hopper(launch, a, b)) {
+  if (is_for_hopper(launch, implementation)) {
+    check(tiles.given(), "implementation is \"hopper\", which needs tile_...");
     sdd_on_hopper(launch, a, b, out, ProductTileLists(tiles, layout_heads, heads, batch, block, live), block);
     return out;
   }

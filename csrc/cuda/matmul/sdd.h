@@ -2,13 +2,12 @@
 
 #pragma once
 
-#include "../common/launch.h"
+#include "../common/implementation.h"
 #include "product_tiles.h"
 
 namespace ds_sparse {
 
-// sdd_sm90.cu. Whether it takes these operands, which have been checked; and the product into `out`.
-bool takes_sdd_on_hopper(const Launcher& launch, const Tensor& a, const Tensor& b);
+// sdd_sm90.cu. The product into `out`; operands that the copy engine cannot read in place are copied.
 void sdd_on_hopper(
     const Launcher& launch, const Tensor& a, const Tensor& b, const Tensor& out, const ProductTileLists& lists,
     int64_t block);

@@ -286,16 +286,17 @@ __global__ void __launch_bounds__(TileShape<kBlock>::kThreads, kThreadBlocksOfTi
 
 }  // namespace
 
-bool takes_sdd_on_hopper(const Launcher& launch, const Tensor& a, const Tensor& b) {
-  const Tensor b_rows = torch::stable::transpose(b, 2, 3);
-  return launch.is_hopper() && a.element_size() == 2 && a.size(3) > 0 && a.size(3) <= kMaxHeadDim && takes_boxes(a) &&
-         takes_boxes(b_rows) && RunsMap::takes(b_rows);
-}
-
 void sdd_on_hopper(
     const Launcher& launch, const Tensor& a, const Tensor& b, const Tensor& out, const ProductTileLists& lists,
     int64_t block) {
-  const Tensor b_rows = torch::stable::transpose(b, 2, 3);
+  check(
+      a.element_size() == 2 && a.size(3) > 0 && a.size(3) <= kMaxHeadDim,
+      "implementation is \"hopper\", which is for fp16 and bf16 and up to 128 numbers a token.");
+  const Tensor read_a = readable_in_boxes(a);
+  Tensor b_rows = readable_in_boxes(torch::stable::transpose(b, 2, 3));
+  if (!RunsMap::takes(b_rows)) {
+    b_rows = torch::stable::contiguous(b_rows);
+  }
   const Tensor taken = launch.zeros(a, 1, ScalarType::Int);
   const auto run = [&](auto zero, auto panels, auto tokens) {
     using T = decltype(zero);
@@ -304,7 +305,7 @@ void sdd_on_hopper(
     const int64_t most = launch.multiprocessors() * kThreadBlocksOfTile<kPanels, kBlock>;
     launch.with_shared_memory(
         sdd_on_hopper_kernel<T, kPanels, kBlock>, std::min<int64_t>(lists.total_work_tiles(), most), M::kThreads,
-        sizeof(M) + kPanelAlignment, lists, taken.mutable_data_ptr<int32_t>(), tensor_map(a, M::kBox),
+        sizeof(M) + kPanelAlignment, lists, taken.mutable_data_ptr<int32_t>(), tensor_map(read_a, M::kBox),
         RunsMap(b_rows, M::kLaneRun), static_cast<T*>(out.mutable_data_ptr()));
   };
   const auto with_block = [&](auto zero, auto panels) {

@@ -398,20 +398,21 @@ __global__ void __launch_bounds__(kThreads, kHeld == 1 ? kHeldThreadBlocks : 3)
   }
 }
 
-Tensor window_matmul(const Tensor& a, const Tensor& b, int64_t window) {
+Tensor window_matmul(const Tensor& a, const Tensor& b, int64_t window, const std::string& implementation) {
   check_operands({{&a, "a"}, {&b, "b"}}, 3);
   check_size(b, 3, a.size(3), "b");
   check_window(window);
   const int64_t batch = a.size(0), heads = a.size(1), tokens = a.size(2);
   Tensor out = torch::stable::new_empty(a, {batch, heads, tokens, 2 * window + 1});
   const Launcher launch(a);
+  const bool on_hopper = is_for_hopper(launch, implementation);
   with_element<false>(a, "window_matmul", [&](auto zero) {
     using T = decltype(zero);
     if (out.numel() == 0) {
       return;
     }
     const Tensor rows = in_runs(a), columns = in_runs(b);
-    if (takes_window_matmul_on_hopper(launch, rows, columns, window)) {
+    if (on_hopper) {
       window_matmul_on_hopper(launch, rows, columns, out, window);
       return;
     }

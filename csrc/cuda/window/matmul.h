@@ -2,13 +2,11 @@
 
 #pragma once
 
-#include "../common/launch.h"
+#include "../common/implementation.h"
 
 namespace ds_sparse {
 
-// matmul_sm90.cu. Whether it takes these operands, (B, H, T, D) both, which have been checked; and the band into
-// `out`.
-bool takes_window_matmul_on_hopper(const Launcher& launch, const Tensor& a, const Tensor& b, int64_t window);
+// matmul_sm90.cu. The band of (B, H, T, D) both, which have been checked, into `out`.
 void window_matmul_on_hopper(
     const Launcher& launch, const Tensor& a, const Tensor& b, const Tensor& out, int64_t window);
 

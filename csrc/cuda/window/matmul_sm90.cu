@@ -302,14 +302,14 @@ int64_t work_tiles_of(const Tensor& a) { return a.size(0) * a.size(1) * ceil_div
 
 }  // namespace
 
-bool takes_window_matmul_on_hopper(const Launcher& launch, const Tensor& a, const Tensor& b, int64_t window) {
-  return launch.is_hopper() && a.element_size() == 2 && a.size(3) > 0 && a.size(3) <= kMaxHeadDim &&
-         2 * window % kPanel == 0 && window >= kTile && window < 1 << 29 && a.size(2) < 1 << 29 && takes_boxes(a) &&
-         takes_boxes(b) && work_tiles_of(a) >= launch.multiprocessors() && work_tiles_of(a) < 1 << 30;
-}
-
 void window_matmul_on_hopper(
     const Launcher& launch, const Tensor& a, const Tensor& b, const Tensor& out, int64_t window) {
+  check(
+      a.element_size() == 2 && a.size(3) > 0 && a.size(3) <= kMaxHeadDim && 2 * window % kPanel == 0 &&
+          window >= kTile && window < 1 << 29 && a.size(2) < 1 << 29 && work_tiles_of(a) < 1 << 30,
+      "implementation is \"hopper\", which is for fp16 and bf16, up to 128 numbers a token and windows of 64 or more, "
+      "multiples of 32.");
+  check(takes_boxes(a) && takes_boxes(b), "implementation is \"hopper\", which reads no expanded operands.");
   const auto run = [&](auto zero, auto panels) {
     using T = decltype(zero);
     constexpr int kPanels = decltype(panels)::value;

@@ -1,0 +1,139 @@
+"""What attention's operations are given, checked and made as kernels take it."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+from ..dispatch import dtypes_on, largest_head_dim
+from ..index.tiles import Tiles
+from ..strides import is_aligned
+from ._library import DTYPES, check_alike, check_scale
+
+# Biases below are counted as this: the sum of several, times log2(e), must not reach -inf, which masks.
+LOWEST_BIAS = -1e30
+
+
+def check_attention_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Raises ValueError unless query, key and value belong together and a kernel takes them."""
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    if query.dim() != 4 or key.dim() != 4 or value.shape != key.shape:
+        raise ValueError(
+            f"Shapes are {shapes}; they have to be (batch, heads, tokens, head size), those of key and value equal."
+        )
+    if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+        raise ValueError(f"Shapes are {shapes}; batch and head size, the first and the last, have to be equal.")
+    heads, key_heads = query.shape[1], key.shape[1]
+    if heads % key_heads if key_heads else heads:
+        raise ValueError(f"query has {heads} heads and key {key_heads}; they have to be a multiple of key's.")
+    largest = largest_head_dim("block_sparse_attention", query.device)
+    if not 1 <= query.shape[3] <= largest:
+        raise ValueError(f"Head size is {query.shape[3]}; it has to be from 1 to {largest}.")
+    if 0 in (query.shape[2], key.shape[2]):
+        raise ValueError(f"Shapes are {shapes}; there has to be at least one token.")
+    check_alike(query=query, key=key, value=value)
+    if query.dtype not in dtypes_on("block_sparse_attention", query.device):
+        raise ValueError(
+            "Tensors are float64 on CUDA, where this operation takes float16, bfloat16 and float32; use MatMul and "
+            "Softmax, which take float64, or the CPU."
+        )
+
+
+def factor_of(scale: float | None, head_dim: int) -> float:
+    """The factor of the scores."""
+    return head_dim**-0.5 if scale is None else check_scale(scale)
+
+
+def check_bias(
+    name: str,
+    x: torch.Tensor | None,
+    query: torch.Tensor,
+    full: tuple[int, ...],
+    dims: tuple[int, ...],
+    query_name: str = "query",
+) -> None:
+    """Raises ValueError unless something added to scores, or a mask of them, fits their `full` shape; `dims`: the numbers
+    of dimensions that it may have."""
+    if x is None:
+        return
+    is_mask = name != "rpe"
+    if x.device != query.device:
+        raise ValueError(f"{name} is on {x.device} and {query_name} on {query.device}; move it there.")
+    if x.dtype not in DTYPES and not (is_mask and x.dtype == torch.bool):
+        raise ValueError(
+            f"{name} is {x.dtype}; it has to be float16, bfloat16, float32 or float64, which is added"
+            + (", or bool, which keeps where True." if is_mask else ".")
+        )
+    if is_mask and x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} requires a gradient, and masks have none here; detach it, or "
+            + ("give it as rpe, which has one." if name == "attn_mask" else "use MatMul and Softmax, where it has one.")
+        )
+    if x.dim() not in dims or any(size != 1 and size != wanted for size, wanted in zip(x.shape[::-1], full[::-1])):
+        shapes = " or ".join(str(full[-n:]) for n in dims)
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; it has to be {shapes}, where any dimension may be 1.")
+
+
+def _added(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to scores in `dtype`: -inf stays, and no finite value becomes it."""
+    shape = x.shape
+    # What an expanded view repeats is converted once.
+    x = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
+    x = x.to(torch.promote_types(x.dtype, dtype))
+    return torch.where(x == float("-inf"), x, x.clamp(min=LOWEST_BIAS)).to(dtype).expand(shape)
+
+
+def matrices(x: torch.Tensor, dtype: torch.dtype, keys: int) -> torch.Tensor:
+    """rpe or attn_mask as kernels take it, (B or 1, H or 1, T or 1, S) in a dtype of theirs, nothing repeated."""
+    if x.dtype not in (torch.bool, dtype, wide_dtype(dtype)):
+        x = _added(x, wide_dtype(dtype))
+    return x.reshape((1,) * (4 - x.dim()) + x.shape).expand(-1, -1, -1, keys)
+
+
+def key_bias_of(mask: torch.Tensor, dtype: torch.dtype, keys: int, may_be_bool: bool) -> torch.Tensor:
+    """A key padding mask as kernels take it, something added in `dtype`; or bool, which is faster where they take that."""
+    if mask.dtype != torch.bool:
+        mask = _added(mask, dtype)
+    elif not may_be_bool:
+        # The logarithm of 1 and 0 is 0 and -inf.
+        mask = mask.to(dtype).log()
+    return mask.expand(-1, keys).contiguous()
+
+
+def distinct_when_traced(query: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Operands of which none is the same object as the one before: torch.compile takes no function of such."""
+    operands = [query]
+    for x in others:
+        same = torch.compiler.is_compiling() and any(x is earlier for earlier in operands)
+        operands.append(x.view_as(x) if same else x)
+    return tuple(operands)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of statistics, and of what is added to scores where it has not the inputs' own."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def empty_as(x: torch.Tensor) -> torch.Tensor:
+    """What a kernel returns beside x: heads inside tokens in memory where x has them so."""
+    batch, heads, tokens, head_dim = x.shape
+    if x.stride(1) < x.stride(2):
+        return x.new_empty(batch, tokens, heads, head_dim).transpose(1, 2)
+    return x.new_empty(x.shape)
+
+
+def lists_of_tiles(tiles: Tiles) -> tuple[torch.Tensor, ...]:
+    return tiles.lines, tiles.entries, tiles.units, tiles.cuts
+
+
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """x (B, H, T, D), or a copy with D padded to a multiple of 8 by zeros and laid out as kernels read it."""
+    if x.shape[-1] % 8:
+        x = pad(x, (0, -x.shape[-1] % 8))
+    return x if is_readable(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def is_readable(x: torch.Tensor) -> bool:
+    """Whether attention's kernels read x, (B, H, T, D), in place."""
+    *strides, last = x.stride()
+    return last == 1 and x.shape[-1] % 8 == 0 and all(stride % 8 == 0 for stride in strides) and is_aligned(x)

@@ -1,0 +1,29 @@
+"""How tensors lie in memory, as kernels ask."""
+
+from __future__ import annotations
+
+import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._subclasses import FakeTensor
+
+
+def is_aligned(x: torch.Tensor) -> bool:
+    """Whether x begins at a multiple of 16 bytes. Traced tensors have no address; kernels look at theirs when the graph
+    runs. Those that torch.func's transforms wrap have that of what is wrapped."""
+    if torch.compiler.is_compiling():
+        return True
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return isinstance(x, FakeTensor) or x.data_ptr() % 16 == 0
+
+
+def readable_in_boxes(x: torch.Tensor) -> bool:
+    """Whether Hopper's copy engine reads x, (B, H, tokens, D) in 16 bits, in place."""
+    *outer, last = x.stride()
+    fits = all(x.shape[dim] == 1 or (stride > 0 and stride % 8 == 0) for dim, stride in enumerate(outer))
+    return last == 1 and fits and is_aligned(x)
+
+
+def is_whole(x: torch.Tensor) -> bool:
+    """Whether x repeats nothing: no dimension is expanded."""
+    return all(stride > 0 or x.shape[dim] == 1 for dim, stride in enumerate(x.stride()))

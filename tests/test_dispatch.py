@@ -1,0 +1,228 @@
+"""Which implementation runs what: the choice, the reasons, the one that is forced."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import as_on_hopper, implementation_on, is_hopper, seeded
+
+import ds_sparse
+from ds_sparse import BlockIndex, TokenIndex, WindowIndex, dispatch
+from ds_sparse.dispatch import IMPLEMENTATIONS, Call, Implementation, choose, reasons
+from ds_sparse.strides import readable_in_boxes
+
+GPU = torch.device("cuda:0")
+HALF = torch.float16
+
+
+def call(**changed) -> Call:
+    """What Hopper's own implementations take, of every operation."""
+    x = torch.zeros(4, 40, 256, 64, dtype=HALF)
+    return Call(GPU, HALF, 64, operands=(x, x), value_dim=64, window=64, lists=Lists(True))._replace(**changed)
+
+
+class Lists:
+    def __init__(self, filled: bool):
+        self.tiles = "tiles" if filled else None
+
+
+@pytest.fixture
+def chip(monkeypatch: pytest.MonkeyPatch):
+    """Sets the first number of the compute capability of a GPU that this machine may not have."""
+
+    def of(major: int) -> None:
+        monkeypatch.setattr(dispatch, "chip_of", lambda device: major if device.type == "cuda" else 0)
+        monkeypatch.setattr(dispatch, "multiprocessors", lambda device: 132)
+
+    of(9)
+    return of
+
+
+@pytest.mark.parametrize("operation", IMPLEMENTATIONS)
+def test_each_kind_of_device_is_served_and_the_best_comes_first(operation: str, chip):
+    assert choose(operation, call(device=torch.device("cpu"))).name == "cpu"
+    names = [i.name for i in IMPLEMENTATIONS[operation]]
+    assert choose(operation, call()).name == names[0]
+    for major in (8, 10, 12):
+        chip(major)
+        assert choose(operation, call()).name == "portable"
+
+
+TRANSPOSED = torch.zeros(4, 40, 64, 256, dtype=HALF).mT
+EXPANDED = torch.zeros(4, 1, 256, 64, dtype=HALF).expand(-1, 40, -1, -1)
+NOT_ALIGNED = torch.zeros(4 * 40 * 256 * 64 + 8, dtype=HALF)[4:-4].view(4, 40, 256, 64)
+LIMITS = [
+    ("block_sparse_attention", {"dtype": torch.float32}, "Tensors are float32, and it takes float16 and bfloat16."),
+    ("block_sparse_attention", {"head_dim": 136}, "Head size is 136, and it takes 1 to 128."),
+    ("block_sparse_attention", {"block": 8}, "block is 8, and it takes 16, 32, 64 and 128."),
+    ("sparse_attn", {"value_dim": 32}, "The head sizes of keys and values are 64 and 32; it takes equal ones."),
+    ("sparse_attn", {"operands": (torch.zeros(0, 1, 5, 64),)}, "An operand has no numbers."),
+    ("sparse_attn", {"lists": Lists(False)}, "The lists do not fill tiles"),
+    ("sdd", {"block": 256}, "block is 256, and it takes 16, 32, 64 and 128."),
+    ("sdd", {"operands": (TRANSPOSED, TRANSPOSED)}, "an operand's strides are (655360, 16384, 1, 256)"),
+    ("dsd", {"head_dim": 20}, "Head size is 20, and it takes 1 to 128, a multiple of 8."),
+    ("dsd", {"operands": (EXPANDED,)}, "are not expanded, and an operand's strides are (16384, 0, 64, 1)."),
+    ("dsd", {"operands": (NOT_ALIGNED,)}, "begin at multiples of 16 bytes"),
+    ("window_matmul", {"window": 65}, "The window is 65, and it takes multiples of 32 from 64"),
+    ("window_matmul", {"window": 32}, "The window is 32"),
+    ("window_matmul", {"operands": (EXPANDED, EXPANDED)}, "Operands are expanded"),
+    (
+        "window_matmul",
+        {"operands": (torch.zeros(1, 1, 2048, 64),)},
+        "There are 16 tiles of 128 tokens, and it is for 132 and more, one for each multiprocessor.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("operation", "changed", "sentence"), LIMITS)
+def test_what_hopper_does_not_take_runs_by_the_portable_one_and_the_reason_is_said(
+    operation: str, changed: dict, sentence: str, chip
+):
+    changed = call(**changed)
+    assert choose(operation, changed).name == "portable"
+    why = reasons(operation, changed)
+    assert len(why["hopper"]) == 1 and sentence in why["hopper"][0]
+    assert why["portable"] == [] and why["cpu"] == ["Tensors are on cuda:0, and it is for the CPU."]
+
+
+def test_reasons_name_the_chip_and_what_comes_first(chip):
+    assert reasons("sdd", call())["portable"] == ["hopper comes before it."]
+    chip(8)
+    assert reasons("sdd", call())["hopper"] == ["cuda:0 has compute capability 8, and it is for 9 (Hopper)."]
+
+
+def test_what_none_takes_is_a_sentence_with_each_reason(chip):
+    with pytest.raises(
+        ValueError, match=r"No implementation takes this call of block_sparse_attention\. hopper: Tensors "
+    ):
+        choose("block_sparse_attention", call(dtype=torch.float64))
+
+
+def test_a_forced_implementation_is_taken_or_says_why_not(chip):
+    with ds_sparse.force_implementation("portable"):
+        assert choose("sdd", call()).name == "portable"
+        assert reasons("sdd", call())["hopper"] == ["force_implementation names 'portable'."]
+        with (
+            ds_sparse.force_implementation("cpu"),
+            pytest.raises(
+                ValueError,
+                match=r"'cpu', which force_implementation names, does not take .*dsd\. cpu: Tensors are on cuda:0",
+            ),
+        ):
+            choose("dsd", call())
+        assert choose("dsd", call()).name == "portable"
+    assert choose("sdd", call()).name == "hopper"
+    # Forward's name is backward's, wherever that is called.
+    assert choose("sdd", call(), forced="portable").name == "portable"
+    with ds_sparse.force_implementation("hopper"):
+        assert choose("gradient of rpe", call()).name == "portable", "the only one that a GPU has"
+
+
+def test_a_name_that_there_is_not_is_refused():
+    with (
+        pytest.raises(ValueError, match="no implementation 'hoper'; there are hopper, portable and cpu"),
+        ds_sparse.force_implementation("hoper"),
+    ):
+        pass
+
+
+def test_an_index_has_the_tiles_that_implementations_on_its_device_walk():
+    layout = torch.rand(1, 9, 9, generator=seeded()) < 0.5
+    for block, heights in ((8, {64}), (16, {64, 128}), (64, {64, 128}), (128, {64, 128}), (256, {64})):
+        with as_on_hopper():
+            made = BlockIndex.build(layout, block)._made
+        assert {tile for _, tile in made} == heights
+        assert {tile for _, tile in BlockIndex.build(layout, block)._made} == {64}
+
+
+def test_implementations_of_an_operation_have_names_of_their_own():
+    for those in IMPLEMENTATIONS.values():
+        assert len({i.name for i in those}) == len(those)
+        assert all(isinstance(i, Implementation) and i.about for i in those)
+
+
+def operands(device: str, dtype: torch.dtype = torch.float32, **sizes) -> list[torch.Tensor]:
+    shape = tuple(({"batch": 1, "heads": 2, "tokens": 64, "head_dim": 16} | sizes).values())
+    return [torch.randn(shape, generator=seeded()).to(device, dtype).requires_grad_() for _ in range(3)]
+
+
+def test_explain_prints_what_runs_and_why_nothing_else_does(device: str, capsys: pytest.CaptureFixture):
+    name = implementation_on(device)
+    query, key, value = operands(device)
+    index = BlockIndex.build(torch.ones(4, 4), 16).to(query.device)
+    found = ds_sparse.explain(query, key, value, torch.ones(4, 4, dtype=torch.bool))
+    assert (found.operation, found.implementation, found.reasons[name]) == ("block_sparse_attention", name, [])
+    printed = capsys.readouterr().out
+    assert printed == found.text + "\n"
+    assert f"block_sparse_attention of query (1, 2, 64, 16), torch.float32, on {query.device}" in printed
+    assert f"  {name:<9} runs: " in printed
+    assert "4 x 4 blocks of 16, any heads, density 100.0%" in printed and repr(index) in printed
+    assert not found.notes
+
+
+def test_explain_says_what_is_copied(device: str):
+    query, key, value = operands(device)
+    layout = torch.ones(4, 4, dtype=torch.bool)
+    found = ds_sparse.explain(query, key.mT.contiguous().mT, value, layout, block=16)
+    (note,) = found.notes
+    assert note.startswith("key is copied at each call") and note.endswith("its strides (2048, 1024, 1, 64).")
+    assert note in found.text
+    short = [x[..., :12] for x in (query, key, value)]
+    assert [note.split()[0] for note in ds_sparse.explain(*short, layout).notes] == ["query", "key", "value"]
+
+
+def test_explain_says_what_the_gradient_of_rpe_takes(device: str):
+    rpe = torch.zeros(1, 2, 64, 64, device=device, requires_grad=True)
+    (note,) = ds_sparse.explain(*operands(device), torch.ones(4, 4, dtype=torch.bool), rpe=rpe).notes
+    assert (
+        note == "The gradient of rpe is a kernel of its own, by the implementation " + implementation_on(device) + "."
+    )
+
+
+def test_explain_takes_the_indices_of_windows_and_of_tokens(device: str):
+    query, key, value = operands(device)
+    window = WindowIndex.build(64, 5, device=device)
+    assert ds_sparse.explain(query, key, value, window).implementation == implementation_on(device)
+    pairs = TokenIndex.from_mask(torch.ones(64, 64, dtype=torch.bool)).to(query.device)
+    found = ds_sparse.explain(query, key, value, pairs)
+    assert (found.operation, found.implementation) == ("sparse_attn", implementation_on(device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_the_forced_implementation_computes_outputs_and_gradients(device: str, where: str):
+    """Backward belongs to its forward, on autograd's thread too, and also where it is called after the block."""
+    if not is_hopper(device):
+        pytest.skip("there is one implementation here")
+    rng = seeded()
+    index = BlockIndex.build(torch.rand(1, 8, 8, generator=rng) < 0.5, 64).to("cuda")
+    inputs = operands(device, torch.bfloat16, tokens=512, head_dim=64)
+
+    def names(profile: torch.profiler.profile) -> str:
+        return " ".join(event.name for event in profile.events())
+
+    def run(name: str) -> tuple[list[torch.Tensor], str]:
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            with ds_sparse.force_implementation(name):
+                output = ds_sparse.block_sparse_attention(*inputs, index)
+                scores = ds_sparse.MatMul(index, 64, "sdd", trans_b=True)(*inputs[:2])
+                loss = output.float().square().sum() + scores.float().square().sum()
+                grads = torch.autograd.grad(loss, inputs) if where == "inside" else None
+            if where == "outside":
+                grads = torch.autograd.grad(loss, inputs)
+        return [output, scores, *grads], names(profile)
+
+    (by_hopper, of_hopper), (portable, of_portable) = run("hopper"), run("portable")
+    for found, expected in zip(portable, by_hopper, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03 * expected.abs().max().item())
+    of_its_own = ("forward_on_hopper", "columns_on_hopper", "sdd_on_hopper", "dsd_of_large_blocks")
+    assert all(kernel in of_hopper for kernel in of_its_own)
+    assert not any(kernel in of_portable for kernel in of_its_own)
+
+
+def test_operands_that_the_copy_engine_reads():
+    assert readable_in_boxes(torch.zeros(2, 3, 5, 16)) and readable_in_boxes(torch.zeros(2, 5, 3, 16).transpose(1, 2))
+    assert readable_in_boxes(torch.zeros(1, 3, 5, 16).expand(1, 3, 5, 16))
+    for x in (TRANSPOSED, EXPANDED, NOT_ALIGNED, torch.zeros(2, 3, 5, 20)):
+        assert not readable_in_boxes(x)
