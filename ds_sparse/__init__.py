@@ -108,13 +108,13 @@ _load_launcher_of_checkout()
 
 
 def _refuse_second_copy() -> None:
-    """Where another copy is imported already, this one's modules would be the other's: Hugging Face's kernels imports the
-    package from where it lies."""
+    """Where another copy is imported already, this one's modules would be the other's: Hugging Face's kernels imports
+    the package from where it lies."""
     here, first = Path(__file__).parent, Path(on_import.__file__).parent.parent
     if here != first:
         raise ImportError(
-            f"ds_sparse is imported from {first}, and a process has one; use that one, or load the one in {here} before "
-            "anything imports ds_sparse."
+            f"ds_sparse is imported from {first}, and a process has one; use that one, or load the one in {here} "
+            "before anything imports ds_sparse."
         )
 
 
@@ -125,8 +125,9 @@ def __getattr__(name: str) -> Any:
     """Imports a public name when it is first used: configurations need no native library, operations no DeepSpeed."""
     if name == "flash_attn_varlen_func":
         raise ImportError(
-            "Transformers asks the kernel of a repository that attn_implementation names for FlashAttention's functions, "
-            'which ds_sparse has not; load it with kernels.get_kernel(...) and give attn_implementation="ds_sparse".'
+            "Transformers asks the kernel of a repository that attn_implementation names for FlashAttention's "
+            "functions, which ds_sparse has not; load it with kernels.get_kernel(...) and give "
+            'attn_implementation="ds_sparse".'
         )
     if name not in _PUBLIC:
         raise AttributeError(f"module 'ds_sparse' has no attribute {name!r}")

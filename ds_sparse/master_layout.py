@@ -78,7 +78,8 @@ class MasterLayout:
         what = "The index of a layout cannot be built"
         refuse_traced(
             what,
-            "call once with this length before, or use the fused implementation, which looks it up when the graph runs.",
+            "call once with this length before, or use the fused implementation, which looks it up when the graph "
+            "runs.",
         )
         refuse_captured(what, device, "call once with this length before the capture.")
 

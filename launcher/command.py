@@ -102,7 +102,7 @@ def start(asked: Invocation) -> None:
 
 
 def _check_block(block: Mapping[str, Any], path: str) -> None:
-    """Raises ValueError for a wrong block; one whose mode the program may register, which is known there alone, passes."""
+    """Raises ValueError for a wrong block; one whose mode only the program knows, which may register it, passes."""
     mode, modes = block.get("mode", DEFAULT_MODE), sparsity_modes()
     if isinstance(mode, str) and mode not in modes and not _is_mistyped(mode, modes):
         return
@@ -116,8 +116,8 @@ def _check_block(block: Mapping[str, Any], path: str) -> None:
 
 
 def _is_mistyped(mode: str, modes: Sequence[str]) -> bool:
-    """Whether a mode is a known one with a typo or other capitals. One that holds a known name whole, such as "fixed_2",
-    is named after it."""
+    """Whether a mode is a known one with a typo or other capitals. One that holds a known name whole, such as
+    "fixed_2", is named after it."""
     word = mode.lower()
     if word in ("", *modes):
         return True

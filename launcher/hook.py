@@ -22,8 +22,8 @@ first one fails, and rank 0 may be the slower one."""
 
 def install(deepspeed: ModuleType) -> None:
     """Makes `deepspeed.initialize` that of ds_sparse, JSON files with the block accepted everywhere, old imports work,
-    a wrong block a sentence, and a compiler unnecessary on the CPU. Transformers and accelerate look `initialize` up when
-    they call it."""
+    a wrong block a sentence, and a compiler unnecessary on the CPU. Transformers and accelerate look `initialize` up
+    when they call it."""
     importlib.import_module("ds_sparse.integrations.deepspeed_ops")
     leave_out_compiled_all_reduce(deepspeed)
     below = deepspeed.initialize

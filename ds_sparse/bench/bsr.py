@@ -19,8 +19,8 @@ NO_BACKWARD = "torch.sparse's block-sparse operations are forward only"
 def bsr_operations(layout: Tensor, block: int, matrices: int, dtype: torch.dtype) -> dict[str, Callable[..., Tensor]]:
     """Calls by our operations' names, with the same operands and results.
 
-    There is no dense @ sparse; "dds" is (sparse @ dense^T)^T. The result of "sdd" is the same memory at every call, that
-    of "softmax" is (matrices, V, b, b), in an order that cannot be viewed as (B, H * V, b, b).
+    There is no dense @ sparse; "dds" is (sparse @ dense^T)^T. The result of "sdd" is the same memory at every call,
+    that of "softmax" is (matrices, V, b, b), in an order that cannot be viewed as (B, H * V, b, b).
     layout: bool (1, R, C) on the device, of all `matrices`, heads of all sequences.
 
     Raises:

@@ -104,8 +104,8 @@ def flex(tile: int | None, mode: str | None) -> Callable[[Problem], Peer]:
 
 
 def block_mask(layout: Tensor, block: int, side: int) -> Any:
-    """FlexAttention's `BlockMask` of a layout, its tiles `side` tokens: where a tile is partly live, a mask function looks
-    the layout up score by score."""
+    """FlexAttention's `BlockMask` of a layout, its tiles `side` tokens: where a tile is partly live, a mask function
+    looks the layout up score by score."""
     from torch.nn.attention.flex_attention import BlockMask
 
     inside = layout.unflatten(2, (-1, side // block)).unflatten(1, (-1, side // block)).transpose(2, 3)

@@ -162,8 +162,8 @@ STEPS: dict[str, Step] = {
     FLEX: Step(flex_attention),
     LOOP: Step(lambda problem: plain_loop(problem.index), no_backward="forward only"),
 }
-"""The ladder (sparse_matmul, sparse_matmul_vo: of the native operations the scores alone), and beside it PyTorch's dense
-attention, that with a mask, FlexAttention, and the loop a learner writes in C++."""
+"""The ladder (sparse_matmul, sparse_matmul_vo: of the native operations the scores alone), and beside it PyTorch's
+dense attention, that with a mask, FlexAttention, and the loop a learner writes in C++."""
 
 
 @dataclass(frozen=True)

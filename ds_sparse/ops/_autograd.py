@@ -1,4 +1,4 @@
-"""What the operations' autograd functions have in common: `torch.func`'s transforms, and a sentence where gradients end."""
+"""What the operations' autograd functions share: `torch.func`'s transforms, and a sentence where gradients end."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def first_derivatives_only(operation: str, output: Tensor) -> Tensor:
 
 
 def differentiable_once(operation: str) -> Callable[[Callable], Callable]:
-    """Decorates a `backward`: its gradients raise a sentence about the operation where they are differentiated again."""
+    """Decorates a `backward`: gradients of its gradients are an error, a sentence that names the operation."""
     sentence = _SENTENCE.format(operation)
 
     def decorated(backward: Callable) -> Callable:

@@ -35,8 +35,8 @@ Rule = Callable[..., str | None]
 what is wrong, or None."""
 
 RowStep = Callable[["Tensor", range], None]
-"""A step of a layout that sets the live blocks of some block rows of a head, in place, in a tensor (rows, blocks) of any
-dtype."""
+"""A step of a layout that sets the live blocks of some block rows of a head, in place, in a tensor (rows, blocks) of
+any dtype."""
 
 _Structure = TypeVar("_Structure", bound=type)
 
@@ -286,8 +286,8 @@ class SparsityConfig:
     def make_rows(self, seq_len: int) -> LayoutRows:
         """The layout of `make_bool_layout`, of which only the block rows exist that are asked for.
 
-        A million tokens in blocks of 16 are 4 GiB a head when whole. A structure that overrides how layouts are made has
-        no rows of its own: its layout is made whole.
+        A million tokens in blocks of 16 are 4 GiB a head when whole. A structure that overrides how layouts are made
+        has no rows of its own: its layout is made whole.
 
         Raises:
             ValueError, TypeError: as `make_bool_layout`.

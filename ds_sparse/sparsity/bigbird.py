@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
@@ -54,7 +54,7 @@ class BigBirdSparsityConfig(SparsityConfig):
 
     json_rules = (first_row_has_one_candidate,)
     length_rules = (random_blocks_fit, window_fits, global_blocks_fit)
-    json_defaults = {"num_random_blocks": 0}
+    json_defaults: ClassVar[dict[str, Any]] = {"num_random_blocks": 0}
 
     def lay_out(self, h: int, layout: Tensor) -> Tensor:
         layout = self.set_random_layout(h, layout)

@@ -160,7 +160,7 @@ def test_what_cannot_be_extended_is_an_error():
     ],
 )
 def test_a_model_whose_positions_need_no_table_says_so(cls, kind):
-    sizes = SIZES | {name: 0 for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    sizes = SIZES | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
     if cls is transformers.T5EncoderModel:
         sizes = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
     model = cls(cls.config_class(**sizes))

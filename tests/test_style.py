@@ -1,0 +1,44 @@
+"""The style of the Python sources. The rules stand in pyproject.toml, the versions of the tools in its extra `test`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CHECK, FORMAT = ("ruff", "check"), ("ruff", "format", "--check")
+
+
+def run(tool: tuple[str, ...], *arguments: str, source: str | None = None) -> subprocess.CompletedProcess[str]:
+    """A tool's answer about the checkout, or about a source that it reads."""
+    pytest.importorskip(tool[0], reason=f"{tool[0]} is not installed")
+    command = [sys.executable, "-m", *tool, *arguments]
+    return subprocess.run(command, cwd=ROOT, input=source, capture_output=True, text=True, check=False)
+
+
+def test_sources_keep_the_rules():
+    done = run(CHECK, ".")
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}`.venv/bin/ruff check --fix` mends what it can."
+
+
+def test_sources_are_formatted():
+    done = run(FORMAT, ".")
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}`.venv/bin/ruff format` mends it."
+
+
+@pytest.mark.parametrize(
+    "tool, source, found",
+    [
+        (CHECK, "import os\n", "F401"),
+        (CHECK, f"NAME = '{'long ' * 30}'\n", "E501"),
+        (CHECK, "import torch\nimport json\nprint(json, torch)\n", "I001"),
+        (FORMAT, "NAME = 'name'\n", ""),
+    ],
+)
+def test_a_fault_is_found(tool: tuple[str, ...], source: str, found: str):
+    done = run(tool, "--stdin-filename", "ds_sparse/new.py", "-", source=source)
+    assert done.returncode == 1
+    assert found in done.stdout + done.stderr
