@@ -43,6 +43,8 @@ def test_embeddings_alone_are_enough_and_nothing_is_an_error():
     assert pad_len == 15 and embeds.shape == (2, 32, 4)
     with pytest.raises(ValueError, match="input_ids and inputs_embeds are both None"):
         pad(16, None, None, None, None, None, 0, None)
+    with pytest.raises(ValueError, match="inputs_embeds is given without model_embeddings"):
+        pad(16, None, None, None, None, torch.zeros(2, 17, 4), 0, None)
 
 
 def test_the_embeddings_go_by_both_names():
