@@ -81,10 +81,10 @@ if TYPE_CHECKING:
         sparse_matmul_vo,
         torch_sparse_attention,
         unwindow_matmul,
-        window_attention,
         window_matmul,
         window_softmax,
     )
+    from .ops.window_attention import window_attention
     from .sparsity import (
         BigBirdSparsityConfig,
         BSLongformerSparsityConfig,
@@ -104,6 +104,7 @@ def _load_launcher_of_checkout() -> None:
     place = Path(__file__).resolve().parent.parent / "launcher" / "__init__.py"
     if place.exists() and find_spec("ds_sparse.launcher") is None:
         spec = spec_from_file_location("ds_sparse.launcher", place, submodule_search_locations=[str(place.parent)])
+        assert spec is not None and spec.loader is not None
         sys.modules[spec.name] = module_from_spec(spec)
         spec.loader.exec_module(sys.modules[spec.name])
 
@@ -112,13 +113,13 @@ _load_launcher_of_checkout()
 
 
 def _refuse_second_copy() -> None:
-    """Where another copy is imported already, this one's modules would be the other's: Hugging Face's kernels imports the
-    package from where it lies."""
+    """Where another copy is imported already, this one's modules would be the other's: Hugging Face's kernels imports
+    the package from where it lies."""
     here, first = Path(__file__).parent, Path(on_import.__file__).parent.parent
     if here != first:
         raise ImportError(
-            f"ds_sparse is imported from {first}, and a process has one; use that one, or load the one in {here} before "
-            "anything imports ds_sparse."
+            f"ds_sparse is imported from {first}, and a process has one; use that one, or load the one in {here} "
+            "before anything imports ds_sparse."
         )
 
 
@@ -129,8 +130,9 @@ def __getattr__(name: str) -> Any:
     """Imports a public name when it is first used: configurations need no native library, operations no DeepSpeed."""
     if name == "flash_attn_varlen_func":
         raise ImportError(
-            "Transformers asks the kernel of a repository that attn_implementation names for FlashAttention's functions, "
-            'which ds_sparse has not; load it with kernels.get_kernel(...) and give attn_implementation="ds_sparse".'
+            "Transformers asks the kernel of a repository that attn_implementation names for FlashAttention's "
+            "functions, which ds_sparse has not; load it with kernels.get_kernel(...) and give "
+            'attn_implementation="ds_sparse".'
         )
     if name not in _PUBLIC:
         raise AttributeError(f"module 'ds_sparse' has no attribute {name!r}")

@@ -92,8 +92,13 @@ def check(asked: Invocation) -> None:
 def start(asked: Invocation) -> None:
     """Runs the program on all ranks and waits; leaves by SystemExit where a rank fails, as `deepspeed` does."""
     program = child.arguments(asked.kind, asked.sparse, [asked.program, *asked.arguments])
-    terminated = []
-    signal.signal(signal.SIGTERM, lambda *_: terminated.append(_end_workers()))
+    terminated: list[int] = []
+
+    def end(number: int, frame: Any) -> None:
+        _end_workers()
+        terminated.append(number)
+
+    signal.signal(signal.SIGTERM, end)
     # The child as a script, since DeepSpeed's --module goes neither with --launcher mpich nor with --autotuning.
     runner.main([*asked.options, child.__file__, *program])
     if terminated:
@@ -102,7 +107,7 @@ def start(asked: Invocation) -> None:
 
 
 def _check_block(block: Mapping[str, Any], path: str) -> None:
-    """Raises ValueError for a wrong block; one whose mode the program may register, which is known there alone, passes."""
+    """Raises ValueError for a wrong block; one whose mode only the program knows, which may register it, passes."""
     mode, modes = block.get("mode", DEFAULT_MODE), sparsity_modes()
     if isinstance(mode, str) and mode not in modes and not _is_mistyped(mode, modes):
         return
@@ -116,15 +121,15 @@ def _check_block(block: Mapping[str, Any], path: str) -> None:
 
 
 def _is_mistyped(mode: str, modes: Sequence[str]) -> bool:
-    """Whether a mode is a known one with a typo or other capitals. One that holds a known name whole, such as "fixed_2",
-    is named after it."""
+    """Whether a mode is a known one with a typo or other capitals. One that holds a known name whole, such as
+    "fixed_2", is named after it."""
     word = mode.lower()
     if word in ("", *modes):
         return True
     return bool(difflib.get_close_matches(word, modes, cutoff=0.8)) and not any(known in word for known in modes)
 
 
-def _parsed(words: list[str]):
+def _parsed(words: list[str]) -> tuple[Any, str]:
     """What DeepSpeed's parser makes of the words, or None and its complaint."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):

@@ -22,20 +22,20 @@ first one fails, and rank 0 may be the slower one."""
 
 def install(deepspeed: ModuleType) -> None:
     """Makes `deepspeed.initialize` that of ds_sparse, JSON files with the block accepted everywhere, old imports work,
-    a wrong block a sentence, and a compiler unnecessary on the CPU. Transformers and accelerate look `initialize` up when
-    they call it."""
+    a wrong block a sentence, and a compiler unnecessary on the CPU. Transformers and accelerate look `initialize` up
+    when they call it."""
     importlib.import_module("ds_sparse.integrations.deepspeed_ops")
     leave_out_compiled_all_reduce(deepspeed)
     below = deepspeed.initialize
 
     @functools.wraps(below)
-    def initialize(*positional: Any, **keywords: Any):
+    def initialize(*positional: Any, **keywords: Any) -> Any:
         from ds_sparse.integrations.deepspeed import initialize_unchanged_program
 
         return initialize_unchanged_program(*positional, **keywords)
 
-    initialize.below = below
-    deepspeed.initialize = initialize
+    initialize.below = below  # type: ignore[attr-defined]
+    deepspeed.initialize = initialize  # type: ignore[attr-defined]
     sys.excepthook = _say_wrong_blocks(sys.excepthook)
 
 

@@ -228,7 +228,7 @@ def deterministic_algorithms():
 
 
 def poisoned_memory():
-    """Memory that torch hands out uninitialised holds NaN, as it does in this mode: an element that a kernel forgets shows."""
+    """Memory that torch hands out uninitialised holds NaN, as in this mode: an element that a kernel forgets shows."""
     return deterministic_algorithms()
 
 

@@ -153,7 +153,7 @@ def test_kernel_builder_is_told_the_flags_of_chips(tree: Path):
 
 
 def test_the_sources_work_as_another_module_with_the_operators_that_kernel_builder_names(tree: Path, tmp_path: Path):
-    """kernel-builder compiles the library, writes `_ops.py` beside the package's modules, and names both after the build."""
+    """kernel-builder compiles the library, writes `_ops.py` beside the modules, and names both after the build."""
     (built,) = tree.glob("build/*-cpu-*")
     variant = tmp_path / built.name
     shutil.copytree(tree / "torch-ext" / "ds_sparse", variant)
@@ -211,8 +211,8 @@ def test_without_a_library_it_says_how_to_get_one(tmp_path: Path):
     result = make_tree(tmp_path / "tree", wheel)
     assert result.returncode
     assert result.stderr == (
-        f"{wheel} has no ds_sparse/lib/libds_sparse_cpu.so; build it here with `pip install --no-build-isolation -e .`, "
-        "or name a wheel of ds_sparse.\n"
+        f"{wheel} has no ds_sparse/lib/libds_sparse_cpu.so; build it here with `pip install --no-build-isolation "
+        "-e .`, or name a wheel of ds_sparse.\n"
     )
     assert not (tmp_path / "tree").exists()
 

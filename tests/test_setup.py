@@ -1,4 +1,4 @@
-"""What csrc/ takes from torch and from a GPU: what torch 2.11 and the smallest GPUs, which it is built for, too, have."""
+"""What csrc/ takes from torch and from a GPU: what torch 2.11 and the smallest GPUs, for which it is built, have."""
 
 from __future__ import annotations
 

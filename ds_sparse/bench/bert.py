@@ -263,8 +263,9 @@ def table(case: Case, rows: list[Row]) -> Iterator[str]:
     """Lines: milliseconds of a step, the share of what it takes without attention, memory."""
     rounds = max((row.rounds for row in rows), default=0)
     yield (
-        f"{case.seq_len} tokens, {case.batch} {'sequences' if case.batch > 1 else 'sequence'}, dropout {case.dropout:g}, "
-        f"{case.dtype}{'' if case.predicts_all else ', labelled tokens predicted'}; medians of {rounds} rounds"
+        f"{case.seq_len} tokens, {case.batch} {'sequences' if case.batch > 1 else 'sequence'}, "
+        f"dropout {case.dropout:g}, {case.dtype}{'' if case.predicts_all else ', labelled tokens predicted'}; "
+        f"medians of {rounds} rounds"
     )
     yield f"{'':16} {'ms':>9} {'of ceiling':>11} {'peak GiB':>9}"
     for row in rows:

@@ -19,8 +19,8 @@ NO_BACKWARD = "torch.sparse's block-sparse operations are forward only"
 def bsr_operations(layout: Tensor, block: int, matrices: int, dtype: torch.dtype) -> dict[str, Callable[..., Tensor]]:
     """Calls by our operations' names, with the same operands and results.
 
-    There is no dense @ sparse; "dds" is (sparse @ dense^T)^T. The result of "sdd" is the same memory at every call, that
-    of "softmax" is (matrices, V, b, b), in an order that cannot be viewed as (B, H * V, b, b).
+    There is no dense @ sparse; "dds" is (sparse @ dense^T)^T. The result of "sdd" is the same memory at every call,
+    that of "softmax" is (matrices, V, b, b), in an order that cannot be viewed as (B, H * V, b, b).
     layout: bool (1, R, C) on the device, of all `matrices`, heads of all sequences.
 
     Raises:
@@ -70,7 +70,7 @@ def bsr_operations(layout: Tensor, block: int, matrices: int, dtype: torch.dtype
         return dsd(probs, value.mT).mT
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        operands = (x.flatten(0, 1) for x in (query, key, value))
-        return _triton_ops._scaled_dot_product_attention(*operands, attn_mask=result).view(query.shape)
+        q, k, v = (x.flatten(0, 1) for x in (query, key, value))
+        return _triton_ops._scaled_dot_product_attention(q, k, v, attn_mask=result).view(query.shape)
 
     return {"sdd": sdd, "softmax": softmax, "dsd": dsd, "dds": dds, "attention": attention}

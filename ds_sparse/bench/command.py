@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from fnmatch import fnmatch
 from itertools import product
@@ -128,11 +128,11 @@ def add_matmul(parser: argparse.ArgumentParser) -> None:
 
 def add_attention(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Verifies fused attention and its peers against float64, outputs and gradients, then times them in turns. A peer "
-        "that does not take a case is named with the reason. TFLOP/s count live blocks alone. 'x floor' is the ratio to "
-        "the larger of those FLOPs at the best dense attention's rate and of the bytes of all operands at a copy's rate, "
-        "on a CPU to density times the dense time; 'x ours' to ds_sparse's time. On a CPU the cases are cut to one "
-        "sequence, four heads and 2,048 tokens, which their names say (-2k), those of --growth to one head."
+        "Verifies fused attention and its peers against float64, outputs and gradients, then times them in turns. A "
+        "peer that does not take a case is named with the reason. TFLOP/s count live blocks alone. 'x floor' is the "
+        "ratio to the larger of those FLOPs at the best dense attention's rate and of the bytes of all operands at a "
+        "copy's rate, on a CPU to density times the dense time; 'x ours' to ds_sparse's time. On a CPU the cases are "
+        "cut to one sequence, four heads and 2,048 tokens, which their names say (-2k), those of --growth to one head."
     )
     add_shared(parser, BF16_ON_A_GPU)
     grids = parser.add_mutually_exclusive_group()
@@ -156,9 +156,9 @@ def add_attention(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peers",
         type=listed(one_of(peers.PEERS)),
-        help=f"{', '.join(peers.PEERS)} (default: on a CPU {','.join(peers.ON_CPU)}; on a GPU {','.join(peers.ON_CUDA)}, "
-        "for --break-even ds_sparse,cudnn, for --growth ds_sparse; flex-max and flex-blocks are autotuned for a minute "
-        "a case)",
+        help=f"{', '.join(peers.PEERS)} (default: on a CPU {','.join(peers.ON_CPU)}; on a GPU "
+        f"{','.join(peers.ON_CUDA)}, for --break-even ds_sparse,cudnn, for --growth ds_sparse; flex-max and "
+        "flex-blocks are autotuned for a minute a case)",
     )
     parser.add_argument(
         "--quick", action="store_true", help="a first look: at most 3 rounds, and no peer that has to be compiled"
@@ -223,9 +223,9 @@ def add_bert(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Forward and backward of masked-language modelling, without an optimizer, by Transformers' BERT-base with up "
         "to 32,768 tokens a step, or one sequence where that is longer; on a CPU a small model and 2,048. Before that "
-        "each sparse structure is verified in a model of two layers, 1,024 tokens, without dropout: the gradient of the "
-        "first layer's query weight. 'of ceiling' is the time without any attention, whose output is the value, over "
-        "the time with it."
+        "each sparse structure is verified in a model of two layers, 1,024 tokens, without dropout: the gradient of "
+        "the first layer's query weight. 'of ceiling' is the time without any attention, whose output is the value, "
+        "over the time with it."
     )
     add_shared(parser, BF16_ON_A_GPU)
     parser.add_argument(
@@ -439,7 +439,7 @@ def say_conditions(device: torch.device, dtypes: Iterable[str] = (), **versions:
     return conditions
 
 
-def by_device(values: dict[str, object]) -> str:
+def by_device(values: Mapping[str, object]) -> str:
     """Defaults as help says them."""
     on_cpu, on_gpu = in_option(values["cpu"]), in_option(values["cuda"])
     return on_cpu if on_cpu == on_gpu else f"{on_cpu}; on a GPU {on_gpu}"

@@ -17,8 +17,8 @@ from ..layout import density
 from .machine import BACKWARD, FORWARD, TRAIN, timed
 
 FLASH_ATTENTION_4 = {64: {FORWARD: 546e9, BACKWARD: 536e9}, 128: {FORWARD: 684e9, BACKWARD: 624e9}}
-"""FLOPs per millisecond of FlashAttention-4's dense attention in bf16 on an H200, by head size: 4 D a score forward, 10 D
-backward."""
+"""FLOPs per millisecond of FlashAttention-4's dense attention in bf16 on an H200, by head size: 4 D a score forward,
+10 D backward."""
 
 MATRIX_PRODUCT_OF_AN_H200 = 790e9
 """FLOPs per millisecond beside those, bf16, on random numbers."""
@@ -198,8 +198,8 @@ def tokens_loaded(layout: Tensor, block: int) -> float:
 
 
 def bytes_of_gathers(pairs: int, heads: int, head_dim: int, itemsize: int, direction: str) -> int:
-    """Bytes that attention over token pairs of each head has to bring from L2 where nothing is shared: a key and a value
-    row for each pair; backward those for the gradients of queries, and a query and a gradient row for those of keys and
-    values."""
+    """Bytes that attention over token pairs of each head has to bring from L2 where nothing is shared: a key and a
+    value row for each pair; backward those for the gradients of queries, and a query and a gradient row for those of
+    keys and values."""
     rows = {FORWARD: 2, BACKWARD: 4, TRAIN: 6}[direction]
     return heads * pairs * rows * head_dim * itemsize

@@ -20,7 +20,7 @@ PROGRAMS_PER_SM = 8
 
 @triton.jit
 def sweep(source, sums, blocks, BLOCK: tl.constexpr):
-    """Each program adds up all blocks of the source, beginning at a place of its own. `.cg` keeps the reads out of L1."""
+    """Each program adds up all blocks of the source, from a place of its own on. `.cg` keeps the reads out of L1."""
     program = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)

@@ -26,8 +26,8 @@ _USUAL_LENGTH = 2048
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Says everything that is wrong with DeepSpeed JSONs: with the sparse_attention block, and, from DeepSpeed's own "
-        "configuration classes, with the rest. Nothing is trained, and no device is used."
+        "Says everything that is wrong with DeepSpeed JSONs: with the sparse_attention block, and, from DeepSpeed's "
+        "own configuration classes, with the rest. Nothing is trained, and no device is used."
     )
     parser.epilog = (
         "exit status: 0 if every file is right (notices leave it 0), 1 if one is not or cannot be read, 2 for wrong "
@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print a list with an object for each file: file, ok, mode, block, density, seq_len, deepspeed (its version; "
-        "null: not asked), mistakes, notices",
+        help="print a list with an object for each file: file, ok, mode, block, density, seq_len, deepspeed (its "
+        "version; null: not asked), mistakes, notices",
     )
 
 

@@ -40,7 +40,7 @@ def of_heads(name: str, given: Numbers, least: int, heads: int | None = None) ->
         TypeError, ValueError: as `integers`; none, or another number of them than of heads.
     """
     numbers = integers(name, given, least)
-    if len(numbers) != 1 and (heads is not None and len(numbers) != heads or not numbers):
+    if len(numbers) != 1 and ((heads is not None and len(numbers) != heads) or not numbers):
         wanted = "one a head" if heads is None else f"{heads}, one a head"
         raise ValueError(f"{name} has {len(numbers)} numbers; give one, or {wanted}.")
     return numbers

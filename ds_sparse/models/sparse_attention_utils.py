@@ -42,7 +42,7 @@ class SparseAttentionUtils:
             ValueError: a model without such a table, which may need none (rotary and relative positions); fewer tokens
                 than there are; a table that ZeRO has partitioned.
         """
-        base = base_model(model)
+        base: Any = base_model(model)
         table = position_table(base)
         if table is None:
             raise ValueError(why_no_table(model, max_position))
@@ -175,14 +175,16 @@ class SparseAttentionUtils:
             The number of tokens added, then the five tensors in this order; None stays None.
 
         Raises:
-            ValueError: neither `input_ids` nor `inputs_embeds` is given; the embeddings by both names.
+            ValueError: neither `input_ids` nor `inputs_embeds` is given; the embeddings by both names; `inputs_embeds`
+                that are to be padded without embeddings.
         """
-        if input_ids is None and inputs_embeds is None:
+        given = inputs_embeds if input_ids is None else input_ids
+        if given is None:
             raise ValueError("input_ids and inputs_embeds are both None; give one of them.")
         if model_embeddings is not None and model_mbeddings is not None:
             raise ValueError("model_embeddings and model_mbeddings are both given; they mean the same, give one.")
         model_embeddings = model_mbeddings if model_embeddings is None else model_embeddings
-        batch, seq_len = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
+        batch, seq_len = given.shape[:2]
         pad_len = -seq_len % block_size
         if pad_len:
             input_ids = _pad(input_ids, pad_len, pad_token_id)
@@ -192,6 +194,10 @@ class SparseAttentionUtils:
                 additive = attention_mask.is_floating_point()
                 attention_mask = _pad(attention_mask, pad_len, torch.finfo(attention_mask.dtype).min if additive else 0)
             if inputs_embeds is not None:
+                if model_embeddings is None:
+                    raise ValueError(
+                        "inputs_embeds is given without model_embeddings, of which its padding is made; give both."
+                    )
                 padding = torch.full((batch, pad_len), pad_token_id, dtype=torch.long, device=inputs_embeds.device)
                 inputs_embeds = torch.cat([inputs_embeds, model_embeddings(padding)], dim=-2)
         return pad_len, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
@@ -216,9 +222,10 @@ def _replace_layers(
             "probabilities; set it to False."
         )
     structure = make_structure(sparsity_config, config.num_attention_heads)
-    replacements = around([layer.attention.self for layer in layers], config, structure, max_position)
-    for layer, replacement in zip(layers, replacements, strict=True):
-        layer.attention.self = replacement
+    attentions: list[Any] = [layer.attention for layer in layers]
+    replacements = around([attention.self for attention in attentions], config, structure, max_position)
+    for attention, replacement in zip(attentions, replacements, strict=True):
+        attention.self = replacement
     return layers
 
 

@@ -23,8 +23,8 @@ class Softmax(OnLayout):
     -10000 or finfo.min are ordinary arithmetic. Source: DeepSpeed's `Softmax`.
 
     Args:
-        layout: tensor of bool, or of 0 and 1 in any type, (R, C) or (H or 1, R, C), one head shared by any number of heads;
-            or a `BlockIndex`.
+        layout: tensor of bool, or of 0 and 1 in any type, (R, C) or (H or 1, R, C), one head shared by any number of
+            heads; or a `BlockIndex`.
         block: tokens on a block's side, a power of two, 8 or more.
         bench: accepted for old callers; times are in `ds_sparse bench matmul`.
 

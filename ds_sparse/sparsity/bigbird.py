@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
@@ -49,12 +49,14 @@ class BigBirdSparsityConfig(SparsityConfig):
 
     num_random_blocks: RandomBlocks = 1
     num_sliding_window_blocks: WindowWidth = 3
-    num_global_blocks: int = Field(1, ge=0, description="Leading blocks that attend to all and are attended by all.")
+    num_global_blocks: int = Field(
+        default=1, ge=0, description="Leading blocks that attend to all and are attended by all."
+    )
     attention: Attention = "bidirectional"
 
     json_rules = (first_row_has_one_candidate,)
     length_rules = (random_blocks_fit, window_fits, global_blocks_fit)
-    json_defaults = {"num_random_blocks": 0}
+    json_defaults: ClassVar[dict[str, Any]] = {"num_random_blocks": 0}
 
     def lay_out(self, h: int, layout: Tensor) -> Tensor:
         layout = self.set_random_layout(h, layout)

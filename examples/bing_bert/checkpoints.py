@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
@@ -22,13 +21,15 @@ _OLDER = "write the name of an older checkpoint beside it into {}."
 
 def new_run_folder(output_dir: Path) -> Path:
     """Makes the next numbered folder of `output_dir`; runs that start together each get one of their own."""
-    for number in itertools.count(max(_numbers(output_dir), default=0) + 1):
+    number = max(_numbers(output_dir), default=0) + 1
+    while True:
         folder = output_dir / f"{number:04d}"
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
-            continue
-        return folder
+            number += 1
+        else:
+            return folder
 
 
 def newest_run_folder(output_dir: Path) -> Path:

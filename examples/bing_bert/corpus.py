@@ -112,8 +112,9 @@ class Corpus:
         share = sum(len(part.text) for part in held_out) / total
         number = len(self.documents)
         note = (
-            f"The corpus {self.name} has {number:,} distinct document{'s' * (number > 1)}, too few to hold some of them out "
-            f"whole: {share:.1%} of the text, in {len(held_out):,} part{'s' * (len(held_out) > 1)} of documents, is held out by its position."
+            f"The corpus {self.name} has {number:,} distinct document{'s' * (number > 1)}, too few to hold some of "
+            f"them out whole: {share:.1%} of the text, in {len(held_out):,} part{'s' * (len(held_out) > 1)} of "
+            "documents, is held out by its position."
         )
         return dataclasses.replace(self, documents=parts, notes=[*self.notes, note])
 

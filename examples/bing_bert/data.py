@@ -28,10 +28,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from corpus import Corpus, cache_root, load_corpus, unwritable_cache
 from filelock import FileLock
 
 from ds_sparse.extras import optional_imports
+
+from corpus import Corpus, cache_root, load_corpus, unwritable_cache
 
 with optional_imports():
     import tokenizers
@@ -532,8 +533,8 @@ class PretrainingData:
 
     @cached_property
     def unigram_log_probabilities(self) -> torch.Tensor:
-        """log p of each token of the vocabulary, in nats, fp64: p is how often it occurs in the training documents, with
-        one added to every count."""
+        """log p of each token of the vocabulary, in nats, fp64: p is how often it occurs in the training documents,
+        with one added to every count."""
         counts = self.corpus.training_counts + 1
         return torch.from_numpy(np.log(counts / counts.sum()))
 
@@ -592,8 +593,8 @@ class PretrainingData:
         shortfall = f" (all there are; {self.eval_asked} were asked for)" if found < self.eval_asked else ""
         return "\n".join(
             [
-                f"Corpus {summary['corpus']}: {documents['training']:,} documents with {tokens['training']:,} tokens for "
-                f"training, {documents['held_out']:,} with {tokens['held_out']:,} held out",
+                f"Corpus {summary['corpus']}: {documents['training']:,} documents with {tokens['training']:,} tokens "
+                f"for training, {documents['held_out']:,} with {tokens['held_out']:,} held out",
                 f"Left out: {left_out['duplicate_documents']:,} duplicate and {left_out['empty_documents']:,} empty "
                 f"documents, {short:,} tokens that fill no half sequence",
                 f"Vocabulary: {len(self.corpus.vocabulary):,} word pieces with case, padded to "

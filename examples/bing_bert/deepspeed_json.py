@@ -233,8 +233,7 @@ def _check_params(key: str, given: dict[str, Any], made: type, own: set[str], so
             near = difflib.get_close_matches(name, known, n=1)
             hint = f'Did you mean "{near[0]}"?' if near else f"It has {', '.join(sorted(known))}."
             sentences.append(f"{source}: {key}.params.{name}: {what} has no such parameter. {hint}")
-    for parameter in parameters:
-        if parameter.default is parameter.empty and parameter.name not in given:
-            sentences.append(f"{source}: {key}.params.{parameter.name} is missing; {what} needs it.")
+    needed = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+    sentences += [f"{source}: {key}.params.{name} is missing; {what} needs it." for name in needed if name not in given]
     if sentences:
         raise ValueError("\n".join(sentences))

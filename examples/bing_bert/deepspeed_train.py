@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from device import DEVICE, DEVICE_SENTENCE  # sets what DeepSpeed will use, so it comes before imports of DeepSpeed
 
+# isort: split
 import ds_sparse
 from ds_sparse.drawing import draw, save_drawing
 from ds_sparse.ranks import rank
@@ -372,7 +373,7 @@ def remember_signals() -> None:
 
 
 def _remember(number: int, frame: Any) -> None:
-    global _signal
+    global _signal  # noqa: PLW0603 - what a signal's handler says to the loop
     if not _signal and rank() == 0:
         sentence = f"\nSignal {number}: a checkpoint is written after this step; Ctrl-C now ends the run without one.\n"
         os.write(sys.stdout.fileno(), sentence.encode())  # print may be what the signal interrupts
@@ -481,8 +482,8 @@ def show_results(outcomes: dict[str, Outcome], unigram: float, lines: MaskedLine
         distance = position.held_out_loss - unigram
         say(
             f"{name}: held-out masked-LM loss {position.held_out_loss:.4f} nats after {position.step} steps, "
-            f"{abs(distance):.4f} {'below' if distance < 0 else 'above'} the unigram cross-entropy {unigram:.4f} of the "
-            "same positions"
+            f"{abs(distance):.4f} {'below' if distance < 0 else 'above'} the unigram cross-entropy {unigram:.4f} of "
+            "the same positions"
         )
         if position.skipped_steps:
             say(f"{name}: {position.skipped_steps} of the steps overflowed in fp16 and were skipped.")

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ds_sparse
+
 from data import Batch
 from report import mistakes
 

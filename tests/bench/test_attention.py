@@ -20,13 +20,13 @@ def measure(names, case=CASE, dtype="fp32"):
 
 
 def measured(case, times, floor=1.0):
-    """A result with these milliseconds forward of each peer, twice as many backward, and a floor of `floor` each way."""
+    """A result with these milliseconds forward of each peer, twice as many backward, and one floor for each way."""
     rows = [
         Row(peer, direction, ms * factor, 100 / factor, ms * factor / floor, ms / times["ds_sparse"], 3)
         for peer, ms in times.items()
         for direction, factor in ((FORWARD, 1), (BACKWARD, 2), (TRAIN, 3))
     ]
-    return Result(case, "bf16", case.options["density"], {d: floor for d in attention.DIRECTIONS}, {}, rows, {})
+    return Result(case, "bf16", case.options["density"], dict.fromkeys(attention.DIRECTIONS, floor), {}, rows, {})
 
 
 def test_rows_are_ratios_of_the_times():
@@ -57,7 +57,7 @@ def test_without_dense_attention_a_cpu_has_no_floor():
 
 
 def test_floors_of_a_gpu_come_from_its_ceilings(monkeypatch):
-    """At 1 byte a millisecond: four operands forward, eight backward; L2 is as fast and has keys and values to bring."""
+    """At 1 byte a millisecond: four operands forward, eight backward; L2 is as fast and brings keys and values."""
     layout, operand = torch.ones(1, 8, 8, dtype=torch.bool), 2 * 2 * 128 * 16 * 2
     size = Size.of(layout, 16, batch=2, heads=2, head_dim=16, itemsize=2)
 

@@ -210,7 +210,8 @@ def test_a_checkout_that_is_not_installed_runs(tmp_path: Path, found_by: str):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
     script = tmp_path / "train.py"
     script.write_text("import deepspeed\nprint('ours' if hasattr(deepspeed.initialize, 'below') else 'theirs')\n")
-    # Folders of PYTHONPATH are no site folders: what is installed from elsewhere, as this checkout may be, is not found.
+    # Folders of PYTHONPATH are no site folders: what is installed from elsewhere, as this checkout may be, is not
+    # found.
     folders = [folder for folder in sys.path if folder.endswith("site-packages")]
     folders[:0] = [str(checkout)] if found_by == "path" else []
     ended = subprocess.run(

@@ -1,5 +1,5 @@
-"""Programs in the manner of ru-gpts and of copies of DeepSpeed's module: a forward of their own, out of the methods that
-DeepSpeed's had."""
+"""Programs in the manner of ru-gpts and of copies of DeepSpeed's module: a forward of their own, out of the methods
+that DeepSpeed's had."""
 
 from __future__ import annotations
 

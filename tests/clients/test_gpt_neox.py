@@ -26,7 +26,7 @@ def configure_sparse_attention(args, attention_type, num_attention_heads, mpu):
     from deepspeed.ops.sparse_attention.sparsity_config import LocalSlidingWindowSparsityConfig
 
     given = args.sparsity_config.get
-    common = dict(num_heads=num_attention_heads, block=given("block", 16), attention="unidirectional")
+    common = {"num_heads": num_attention_heads, "block": given("block", 16), "attention": "unidirectional"}
     if attention_type != "local":
         common["different_layout_per_head"] = given("different_layout_per_head", False)
     if attention_type == "sparse_fixed":

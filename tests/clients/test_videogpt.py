@@ -39,14 +39,14 @@ class StridedSparsityConfig:
     def make_sparse_attn_mask(self):
         """(V, block, block): 1 where a token of a live block looks, in the order of `MatMul`'s values."""
         seen = self.seen().unflatten(0, (-1, self.block)).unflatten(-1, (-1, self.block)).transpose(1, 2)
-        head, row, column = self.make_layout().nonzero().T
+        _, row, column = self.make_layout().nonzero().T
         return seen[row, column].long()
 
 
 class SparseAttention(nn.Module):
     """Query, key and value (B, H, *SHAPE, D)."""
 
-    ops = {}
+    ops = {}  # noqa: RUF012 - as in the program
 
     def __init__(self, shape, n_head, causal, num_local_blocks=2, block=16):
         super().__init__()

@@ -1,21 +1,25 @@
 """The data of the pretraining example: corpora, split, cache, packing, masking, order."""
 
-import re
 import inspect
 import json
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 
-import corpus as corpus_module
-import data as data_module
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import corpus as corpus_module
+import data as data_module
 from corpus import Corpus, Document, load_corpus
 from data import (
     CLS,
@@ -29,8 +33,6 @@ from data import (
     open_corpus,
     pack,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 T = 64
 
@@ -344,7 +346,7 @@ def test_parts_are_the_documents_again_and_no_character_is_on_both_sides(texts, 
         own = [part for part in parts if part.id.startswith(f"{document.id}[")]
         places = [tuple(map(int, part.id.split("[")[1].split("]")[0].split(":"))) for part in own]
         assert all(part.text == document.text[start:end] for part, (start, end) in zip(own, places))
-        assert all(end <= start for (_, end), (start, _) in zip(places, places[1:]))
+        assert all(end <= start for (_, end), (start, _) in pairwise(places))
         left_out = len(document.text) - sum(map(len, (part.text for part in own)))
         assert left_out <= sum(map(str.isspace, document.text))
         assert all(part.held_out == part.id.endswith(" held out") for part in own)
@@ -437,7 +439,8 @@ def test_a_killed_run_leaves_nothing_that_a_later_one_takes_for_whole(folder, ca
         "numpy.save = save_one_then_die\n"
         "data.open_corpus(sys.argv[1], 512)"
     )
-    killed = subprocess.run([sys.executable, "-c", program, str(folder)], env=environment(), capture_output=True)
+    command = [sys.executable, "-c", program, str(folder)]
+    killed = subprocess.run(command, env=environment(), capture_output=True, check=False)
     assert killed.returncode == -signal.SIGKILL
     leftovers = {path.suffix for path in (cache / "bing_bert").iterdir()}
     assert leftovers == {".partial", ".lock"}
@@ -598,7 +601,7 @@ def test_the_shape_of_a_sequence(data):
 
 def test_labels_tell_true_continuations_from_other_documents(data):
     tokens, offsets = data.corpus.tokens, data.corpus.offsets
-    documents = [" ".join(map(str, tokens[start:end])) + " " for start, end in zip(offsets, offsets[1:])]
+    documents = [" ".join(map(str, tokens[start:end])) + " " for start, end in pairwise(offsets)]
     labels = []
     for batch in take(data.batches(1, 1), 300):
         ids, segments = restored(batch)[0], batch.segment_ids[0]

@@ -8,8 +8,9 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ds_sparse
-from data import NOT_PREDICTED, Batch
 from ds_sparse.ops import BLOCK_OPERATORS, missing_kernels
+
+from data import NOT_PREDICTED, Batch
 from modeling import BertConfig, BertForPreTrainingPreLN, BertSelfAttention, parameter_groups
 
 CONFIG = BertConfig(

@@ -123,7 +123,7 @@ def test_what_a_graph_reads_is_kept_for_good(captures: mock.Mock):
 
 def test_what_is_traced_changes_no_part():
     part = OrderedDict()
-    first, second = (kept(part, key, lambda: Index(1)) for key in "ab")
+    first, _ = (kept(part, key, lambda: Index(1)) for key in "ab")
     with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
         assert kept(part, "a", AssertionError) is first
         kept(part, "c", lambda: Index(1))

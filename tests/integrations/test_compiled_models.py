@@ -1,4 +1,4 @@
-"""torch.compile and torch.export of Transformers models made sparse: one graph, few for many lengths, eager's results."""
+"""torch.compile and torch.export of sparse Transformers models: one graph, few for many lengths, eager's results."""
 
 import copy
 

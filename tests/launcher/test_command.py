@@ -124,8 +124,8 @@ def test_a_mode_that_the_program_may_register_is_left_to_it(start, tmp_path, mod
 
 @pytest.mark.parametrize(
     "mode, known",
-    [("fixd", "fixed"), ("Fixed", "fixed"), ("big_bird", "bigbird"), ("BigBird", "bigbird"), ("longformer", "bslongformer"),
-     ("sliding_window", "local_sliding_window")],
+    [("fixd", "fixed"), ("Fixed", "fixed"), ("big_bird", "bigbird"), ("BigBird", "bigbird"),
+     ("longformer", "bslongformer"), ("sliding_window", "local_sliding_window")],
 )  # fmt: skip
 def test_a_mode_with_a_typo_starts_nothing(start, tmp_path, mode, known):
     (tmp_path / "ds.json").write_text(json.dumps({"sparse_attention": {"mode": mode}}))

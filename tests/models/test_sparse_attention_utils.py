@@ -43,6 +43,8 @@ def test_embeddings_alone_are_enough_and_nothing_is_an_error():
     assert pad_len == 15 and embeds.shape == (2, 32, 4)
     with pytest.raises(ValueError, match="input_ids and inputs_embeds are both None"):
         pad(16, None, None, None, None, None, 0, None)
+    with pytest.raises(ValueError, match="inputs_embeds is given without model_embeddings"):
+        pad(16, None, None, None, None, torch.zeros(2, 17, 4), 0, None)
 
 
 def test_the_embeddings_go_by_both_names():
@@ -160,7 +162,7 @@ def test_what_cannot_be_extended_is_an_error():
     ],
 )
 def test_a_model_whose_positions_need_no_table_says_so(cls, kind):
-    sizes = SIZES | {name: 0 for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    sizes = SIZES | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
     if cls is transformers.T5EncoderModel:
         sizes = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
     model = cls(cls.config_class(**sizes))

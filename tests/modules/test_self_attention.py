@@ -565,7 +565,7 @@ def test_ranks_agree_on_random_layouts_and_otherwise_do_not_wait_for_each_other(
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    done = subprocess.run(start, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(start, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("build the module with max_seq_length=128, or give the structure a seed") == 2
 

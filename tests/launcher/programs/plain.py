@@ -7,6 +7,7 @@ import sys
 
 from deepspeed.ops.sparse_attention import FixedSparsityConfig  # an old import, before any other of DeepSpeed
 
+# isort: split
 import deepspeed
 import torch
 from deepspeed import initialize
