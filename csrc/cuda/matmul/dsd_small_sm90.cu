@@ -9,6 +9,7 @@
 
 #include "../common/mma.h"
 #include "dsd_sm90.h"
+#include "tuning.h"
 
 namespace ds_sparse {
 namespace {
@@ -20,16 +21,12 @@ constexpr int kBlockRows = kProductTile / kBlock;  // of a tile
 template <int kBlock>
 constexpr int kEntries = kTile / kBlock;  // of a step
 
-// Thread blocks on a multiprocessor, as many as shared memory has room for.
-template <int kN>
-constexpr int kThreadBlocks = kN == kPanel ? 2 : 1;
-
 // Values of each line of each entry.
 template <class T, int kN, int kBlock>
-using Shared = Memory<T, kN, kN == kPanel ? 4 : 6, T[kEntries<kBlock>][kBlockRows<kBlock>][kBlock * kBlock]>;
+using Shared = Memory<T, kN, SmallDsdTuning<kN>::kStages, T[kEntries<kBlock>][kBlockRows<kBlock>][kBlock * kBlock]>;
 
 // With what each thread block has reserved, of the 228 KB of a multiprocessor.
-static_assert(kThreadBlocks<kPanel> * (sizeof(Shared<__half, kPanel, 16>) + 1024) <= 228 * 1024);
+static_assert(SmallDsdTuning<kPanel>::kThreadBlocks * (sizeof(Shared<__half, kPanel, 16>) + 1024) <= 228 * 1024);
 
 // A stage has a producer warp of its own.
 template <class T, int kN, int kBlock>
@@ -84,8 +81,7 @@ struct OwnSteps {
   int ahead = stage;    // how many steps of all come before its next
 };
 
-// Blocks are copied by eight lanes each, 128 bytes at a time.
-constexpr int kLanesOfBlock = 8, kBlocksAtOnce = 32 / kLanesOfBlock;
+constexpr int kLanesOfBlock = SmallDsdCopyTuning::kLanesOfBlock, kBlocksAtOnce = 32 / kLanesOfBlock;
 template <int kBlock>
 constexpr int kBlocksOfLane = kEntries<kBlock> * kBlockRows<kBlock> / kBlocksAtOnce;
 
@@ -211,9 +207,10 @@ __device__ __forceinline__ void run_producer(
 }
 
 template <class T, int kN, int kBlock, bool kTransposed>
-__global__ void __launch_bounds__(kThreads<T, kN, kBlock>, kThreadBlocks<kN>) dsd_of_small_blocks_kernel(
-    const __grid_constant__ TileProduct<T> p, const T* values, const __grid_constant__ CUtensorMap dense,
-    const __grid_constant__ CUtensorMap out) {
+__global__ void __launch_bounds__(kThreads<T, kN, kBlock>, SmallDsdTuning<kN>::kThreadBlocks)
+    dsd_of_small_blocks_kernel(
+        const __grid_constant__ TileProduct<T> p, const T* values, const __grid_constant__ CUtensorMap dense,
+        const __grid_constant__ CUtensorMap out) {
   let_next_begin();
   extern __shared__ __align__(kPanelAlignment) unsigned char shared[];
   auto& memory = *reinterpret_cast<Shared<T, kN, kBlock>*>(align_panels(shared));
@@ -273,7 +270,7 @@ void dsd_of_small_blocks(
     constexpr int kN = decltype(width)::value, kBlock = decltype(block)::value;
     launch.with_shared_memory(
         transposed ? dsd_of_small_blocks_kernel<T, kN, kBlock, true> : dsd_of_small_blocks_kernel<T, kN, kBlock, false>,
-        std::min<int64_t>(p.lists.total_work_tiles(), launch.multiprocessors() * kThreadBlocks<kN>),
+        std::min<int64_t>(p.lists.total_work_tiles(), launch.multiprocessors() * SmallDsdTuning<kN>::kThreadBlocks),
         kThreads<T, kN, kBlock>, sizeof(Shared<T, kN, kBlock>), p, static_cast<const T*>(values.const_data_ptr()),
         tensor_map(dense, kBlock), result_map(p, out));
   };

@@ -10,11 +10,12 @@
 #include "../common/elements.h"
 #include "../common/launch.h"
 #include "../common/vector.h"
+#include "tuning.h"
 
 namespace ds_sparse {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = SoftmaxBackwardBiasTuning::kThreads, kColumns = SoftmaxBackwardBiasTuning::kColumns;
 
 // The live blocks of all heads and where their values are.
 struct Blocks {
@@ -120,7 +121,7 @@ Tensor softmax_bias_backward(
   const bool is_double = values.scalar_type() == ScalarType::Double;
   Tensor grad_bias = torch::stable::new_empty(values, shape, is_double ? ScalarType::Double : ScalarType::Float);
   const Launcher launch(values);
-  const dim3 threads = shape[2] == 1 ? dim3(8, kThreads / 8) : dim3(kThreads);
+  const dim3 threads = shape[2] == 1 ? dim3(kColumns, kThreads / kColumns) : dim3(kThreads);
   with_element<true>(values, "softmax", [&](auto zero) {
     using T = decltype(zero);
     launch(

@@ -19,12 +19,13 @@
 #include "../common/launch.h"
 #include "../common/logits.h"
 #include "../common/vector.h"
+#include "tuning.h"
 
 namespace ds_sparse {
 namespace {
 
 constexpr int kLanes = 32;
-constexpr int kHeld = 5;  // runs that a thread holds; more than four, as half of the rows are above the mean
+constexpr int kHeld = SoftmaxTuning::kHeld;
 constexpr int kElements = kHeld * 8;  // of 16 bits in those
 
 // The row strips of a layout, and its copies: matrices where all heads share it, else batches.
@@ -218,7 +219,7 @@ struct Logits {
 // kPlain: scale is positive, and there is nothing else. Then it is left to the exponents, whose differences it scales.
 // Powers are taken again when their sum is known, so that more threads have room.
 template <class T, bool kPlain, int kThreads>
-__global__ void __launch_bounds__(kThreads, (kPlain && sizeof(T) < 8 ? 1536 : 1024) / kThreads)
+__global__ void __launch_bounds__(kThreads, (SoftmaxTuning::kForwardThreads<T, kPlain> / kThreads))
     softmax_forward_kernel(const __grid_constant__ SoftmaxForward<T> p) {
   using A = Compute<T>;
   const RowStrip<T> strip(p.strips);
@@ -360,7 +361,7 @@ struct SoftmaxBackward {
 };
 
 template <class T, int kThreads>
-__global__ void __launch_bounds__(kThreads, 896 / kThreads)
+__global__ void __launch_bounds__(kThreads, SoftmaxTuning::kBackwardThreads / kThreads)
     softmax_backward_kernel(const __grid_constant__ SoftmaxBackward<T> p) {
   using A = Compute<T>;
   const RowStrip<T> strip(p.strips);

@@ -29,7 +29,7 @@ struct TokenForward {
   using RowShape = ShapeOfRows;
   using T = typename RowShape::T;
   using A = typename RowShape::A;
-  static constexpr int kBlocks = sizeof(A) == 8 ? 3 : 5;
+  static constexpr int kThreadBlocks = kForwardThreadBlocks<A>;
   struct Memory {
     A largest[kWarps], totals[kWarps], sums[kWarps][RowShape::kWidth];
   };
@@ -149,7 +149,7 @@ struct OverQueries {
   using T = typename RowShape::T;
   using A = typename RowShape::A;
   using Arguments = TokenBackwardArguments<T>;
-  static constexpr int kBlocks = sizeof(A) == 8 ? 3 : 4;
+  static constexpr int kThreadBlocks = kBackwardThreadBlocks<A>;
   struct Memory {
     A sums[kWarps][RowShape::kWidth];
   };
@@ -211,7 +211,7 @@ struct OverKeys {
   using T = typename RowShape::T;
   using A = typename RowShape::A;
   using Arguments = TokenBackwardArguments<T>;
-  static constexpr int kBlocks = sizeof(A) == 8 ? 3 : 4;
+  static constexpr int kThreadBlocks = kBackwardThreadBlocks<A>;
   struct Memory {
     A keys[kWarps][RowShape::kWidth], values[kWarps][RowShape::kWidth];
   };

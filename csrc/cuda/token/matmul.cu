@@ -13,7 +13,7 @@ struct PairProducts {
   using RowShape = ShapeOfRows;
   using T = typename RowShape::T;
   using A = typename RowShape::A;
-  static constexpr int kBlocks = 6;
+  static constexpr int kThreadBlocks = kProductThreadBlocks;
   struct Memory {};
   struct Arguments {
     GatheredRows<T> queries, keys;
@@ -61,7 +61,7 @@ struct WeightedSum {
   using RowShape = ShapeOfRows;
   using T = typename RowShape::T;
   using A = typename RowShape::A;
-  static constexpr int kBlocks = 6;
+  static constexpr int kThreadBlocks = kProductThreadBlocks;
   struct Memory {
     A sums[kWarps][RowShape::kWidth];
   };

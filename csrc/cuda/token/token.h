@@ -22,16 +22,13 @@
 #include "../../compute.h"
 #include "../common/launch.h"
 #include "../common/vector.h"
+#include "tuning.h"
 
 namespace ds_sparse::token {
 
 constexpr int kWarpLanes = 32;
-constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarpLanes;
 constexpr int kMaxWidth = 256;
-
-// Tokens that a warp does by itself, so that a list does not set the time.
-constexpr uint32_t kLong = 512;
 
 // How a row lies in the lanes of a group: lane l has the runs of 16 bytes l, l + kLanes, and so on, kPieces of them.
 template <class Element, int kLanesOfGroup, int kPiecesOfLane>
@@ -42,7 +39,7 @@ struct RowShape {
   static constexpr int kGroups = kWarpLanes / kLanes;
   static constexpr int kWidth = kLanes * kPieces * kRun<T>;
   // Tokens of a group whose rows are on their way together.
-  static constexpr int kTokens = kPieces < 4 ? 4 / kPieces : 1;
+  static constexpr int kTokens = tokens_together(kPieces);
   static constexpr int kStep = kTokens * kGroups;
 
   __device__ static int lane() { return threadIdx.x % kLanes; }
@@ -256,7 +253,7 @@ struct TokenLists {
 //   finish_block(memory)        what the warps have, by a whole thread block
 //   store(arguments, list)      by every lane of one warp
 template <class Job>
-__global__ void __launch_bounds__(kThreads, Job::kBlocks)
+__global__ void __launch_bounds__(kThreads, Job::kThreadBlocks)
     lists_kernel(const __grid_constant__ TokenLists lists, const __grid_constant__ typename Job::Arguments arguments) {
   using S = typename Job::RowShape;
   __shared__ typename Job::Memory memory;

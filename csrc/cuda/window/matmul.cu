@@ -17,18 +17,15 @@
 #include "../common/launch.h"
 #include "band.h"
 #include "matmul.h"
+#include "tuning.h"
 
 namespace ds_sparse {
 namespace {
 
-// In a step: rows of a thread block, 32 of them a warp's, and columns.
-constexpr int kRows = 128, kWarpRows = 32, kColumns = 64;
-constexpr int kGroup = 32;               // columns that a warp has sums of at a time
-constexpr int kFar = 1 << 12;            // steps or columns: as good as any other number as large
-constexpr int kRing = 3;                 // steps in flight or in use
-constexpr int64_t kFewestWorkTiles = 8;  // for a multiprocessor, where there is work for them
-constexpr int kHeldThreadBlocks = 4;
-constexpr int64_t kL2Bytes = 280 << 10;  // of L2, for what a multiprocessor is writing
+using Tuning = WindowMatmulTuning;
+constexpr int kRows = Tuning::kRows, kWarpRows = Tuning::kWarpRows, kColumns = Tuning::kColumns,
+              kGroup = Tuning::kGroup, kRing = Tuning::kRing;
+constexpr int kFar = 1 << 12;  // steps or columns: as good as any other number as large
 
 template <class T>
 struct MatmulArguments {
@@ -212,7 +209,7 @@ struct Group {
 // each warp holds in registers; 0: rows are read with each step. Two k blocks lie in the ring's later stages while its
 // first one fills.
 template <class T, int kCount, int kHeld>
-__global__ void __launch_bounds__(kThreads, kHeld == 1 ? kHeldThreadBlocks : 3)
+__global__ void __launch_bounds__(kThreads, Tuning::kThreadBlocks<kHeld>)
     window_matmul_kernel(const __grid_constant__ MatmulArguments<T> p) {
   extern __shared__ __align__(128) unsigned char shared[];
   using M = Mma<T>;
@@ -422,7 +419,7 @@ Tensor window_matmul(const Tensor& a, const Tensor& b, int64_t window) {
     // A tile's columns begin up to 31 bytes before its windows. They are shared out where rows alone are too few.
     const int64_t steps = ceil_div(2 * window + std::min<int64_t>(kRows, tokens) + 32 / sizeof(T) - 1, kColumns);
     const int64_t column_parts =
-        std::min(steps, ceil_div(kFewestWorkTiles * launch.multiprocessors(), matrices * row_tiles));
+        std::min(steps, ceil_div(Tuning::kFewestWorkTiles * launch.multiprocessors(), matrices * row_tiles));
     const MatmulArguments<T> arguments{
         TokenRows<T>(rows),
         TokenRows<T>(columns),
@@ -441,8 +438,8 @@ Tensor window_matmul(const Tensor& a, const Tensor& b, int64_t window) {
     // wide, thread blocks ask for so much shared memory that fewer are on a multiprocessor.
     const auto bytes_for = [&](int held) {
       const size_t bytes = held == 2 ? MatmulMemory<2>::bytes(0) : MatmulMemory<1>::bytes(rows_stay ? k_blocks : kRing);
-      const int64_t fit = std::max<int64_t>(2, kL2Bytes / (kRows * (2 * window + 1) * int64_t{sizeof(T)}));
-      const bool fewer = held > 0 && fit < kHeldThreadBlocks;
+      const int64_t fit = std::max<int64_t>(2, Tuning::kL2Bytes / (kRows * (2 * window + 1) * int64_t{sizeof(T)}));
+      const bool fewer = held > 0 && fit < Tuning::kHeldThreadBlocks;
       return fewer ? std::max(bytes, launch.shared_memory() / (fit + 1) / 16 * 16 + 16) : bytes;
     };
     static_assert(MatmulMemory<1>::bytes(kRing) <= kPortableMemory && MatmulMemory<2>::bytes(0) <= kPortableMemory);

@@ -19,15 +19,15 @@
 #include "../common/launch.h"
 #include "../common/logits.h"
 #include "../common/vector.h"
+#include "tuning.h"
 
 namespace ds_sparse {
 namespace {
 
-constexpr int kThreads = 128;
+using Tuning = WindowSoftmaxTuning;
+constexpr int kThreads = Tuning::kThreads, kStages = Tuning::kStages;
 constexpr int kLanes = 32;
 constexpr int kWarps = kThreads / kLanes;
-constexpr int kStages = 2;
-constexpr int kRowsInTurn = 8;   // times that a warp takes rows, where there are enough for all
 constexpr int kMostHeads = 256;  // with windows of their own in one launch
 
 // How the rows of some heads are shared out: 2^log_lanes lanes to each, and neighbouring ones of a head to a warp.
@@ -46,9 +46,8 @@ struct Shares {
         elements(band.numel()),
         width(static_cast<int>(band.size(3))),
         log_lanes(1) {
-    // Up to eight runs a lane, or four: long rows with two lanes each would meet in banks of shared memory.
     const int64_t runs = (width - 1) / kRun<T>;
-    while (log_lanes < log2_of(kLanes) && (log_lanes < 2 ? 4 : 8) << log_lanes < runs) {
+    while (log_lanes < log2_of(kLanes) && Tuning::runs_of_lane(log_lanes) << log_lanes < runs) {
       ++log_lanes;
     }
     pieces = (tokens + rows() - 1) / rows();
@@ -67,7 +66,7 @@ struct Shares {
 
   int64_t thread_blocks(const Launcher& launch) const {
     const int64_t warps = matrices * pieces, all = (warps + kWarps - 1) / kWarps;
-    return std::min(all, std::max(launch.multiprocessors() * 16, all / kRowsInTurn));
+    return std::min(all, std::max(launch.multiprocessors() * Tuning::kFewestThreadBlocks, all / Tuning::kRowsInTurn));
   }
   size_t shared_bytes(int inputs) const { return size_t{16} * kWarps * kStages * inputs * stage_runs; }
 
@@ -225,7 +224,7 @@ struct ForwardArguments {
 
 // kPlain: scale is positive, and there is no bias. Then it is left to the exponents, whose differences it scales.
 template <class T, bool kPlain, bool kStaged>
-__global__ void __launch_bounds__(kThreads, 8)
+__global__ void __launch_bounds__(kThreads, Tuning::kThreadBlocks)
     window_softmax_forward_kernel(const __grid_constant__ ForwardArguments<T> p) {
   const Shares& shares = p.shares;
   const int lane = shares.lane(), lanes = 1 << shares.log_lanes, side = shares.width / 2;
@@ -323,7 +322,7 @@ struct SoftmaxBackwardArguments {
 };
 
 template <class T, bool kStaged>
-__global__ void __launch_bounds__(kThreads, 8)
+__global__ void __launch_bounds__(kThreads, Tuning::kThreadBlocks)
     window_softmax_backward_kernel(const __grid_constant__ SoftmaxBackwardArguments<T> p) {
   const Shares& shares = p.shares;
   const int lane = shares.lane(), lanes = 1 << shares.log_lanes;

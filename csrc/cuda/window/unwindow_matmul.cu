@@ -16,12 +16,12 @@
 #include "../common/gemm_tile.h"
 #include "../common/launch.h"
 #include "band.h"
+#include "tuning.h"
 
 namespace ds_sparse {
 namespace {
 
-constexpr int kWarpTokens = 32;    // of the result
-constexpr int kRing = 3;           // steps in flight or in use
+constexpr int kWarpTokens = UnwindowMatmulTuning::kWarpTokens, kRing = UnwindowMatmulTuning::kRing;
 constexpr int kNowhere = 1 << 24;  // as good as any other number as large: a walk is shorter
 
 struct Span {
@@ -265,7 +265,7 @@ struct KernelShape {
   using Part = BandPart<T, kTransposed, kCount>;
   static constexpr int kWarps = kThreads / 32, kTokens = kWarps * kWarpTokens;
   static constexpr int kWidth = kKBlocks * kBlockK<T>;
-  static constexpr int kThreadBlocks = kWidth > 64 ? 2 : 3;
+  static constexpr int kThreadBlocks = UnwindowMatmulTuning::kThreadBlocks<kWidth>;
 
   // A stage of the ring: dense tokens and the warps' parts.
   static constexpr int kDenseTile = Part::kStep * kLineBytes, kDense = kKBlocks * kDenseTile;
