@@ -18,7 +18,7 @@
 
 #include "attention_passes.h"
 #include "memory.h"
-#include "packing.h"
+#include "operands.h"
 #include "schedule.h"
 
 namespace ds_sparse::cpu {

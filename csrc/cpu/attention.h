@@ -2,14 +2,11 @@
 // and sum of exponentials as blocks pass, the gradients compute probabilities again from those.
 #pragma once
 
+#include "../bias.h"
 #include "gemm.h"
 #include "rows.h"
 
 namespace ds_sparse::cpu::DS_SPARSE_ISA {
-
-// Finite biases are no lower, so that sums of several stay finite.
-template <class C>
-constexpr C lowest_bias = C(-1e30);
 
 DS_SPARSE_INLINE int64_t blocks_at_a_time(const AttentionRowStrip& strip) {
   int64_t count = attention_tile / (strip.rows * strip.block);
@@ -25,7 +22,7 @@ static void add_bias_block(
   pack_rows<T, C>(from, bias.row_stride, bias.column_stride, rows, columns, scratch, block);
   for (int64_t i = 0; i < rows * block; i += W) {
     auto x = load<C, W>(scratch + i);
-    x = (x < lowest_bias<C>)&(x != -infinity<C>) ? broadcast<C, W>(lowest_bias<C>) : x;
+    x = (x < kLowestBias<C>)&(x != -infinity<C>) ? broadcast<C, W>(kLowestBias<C>) : x;
     store<C, W>(scores + i, add_bias<C, W>(load<C, W>(scores + i), x));
   }
 }

@@ -9,7 +9,7 @@
 
 #include "../dropout.h"
 #include "arguments.h"
-#include "packing.h"
+#include "operands.h"
 
 namespace ds_sparse::cpu {
 

@@ -16,7 +16,7 @@
 
 #include "arguments.h"
 #include "memory.h"
-#include "packing.h"
+#include "operands.h"
 #include "schedule.h"
 
 namespace ds_sparse::cpu {

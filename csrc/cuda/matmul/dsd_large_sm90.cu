@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "../../packing.h"
 #include "dsd_sm90.h"
 #include "tuning.h"
 
@@ -79,8 +80,8 @@ __device__ __forceinline__ void run_producer(
           full.arrive_and_expect_tx(kTileBytes);
           if (is_dense) {
             tma_load(
-                memory.dense[pipe.index][box], dense, &full, box * kPanel, (now & 0xffffff) * kBlock + within,
-                work.head, work.batch);
+                memory.dense[pipe.index][box], dense, &full, box * kPanel,
+                static_cast<int>(block_of(now)) * kBlock + within, work.head, work.batch);
           } else {
             tma_load(
                 memory.values[pipe.index][group], values, &full, transposed ? first_row : within,

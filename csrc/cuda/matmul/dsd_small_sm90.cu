@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "../../packing.h"
 #include "../common/mma.h"
 #include "dsd_sm90.h"
 #include "tuning.h"
@@ -162,7 +163,7 @@ __device__ __forceinline__ void run_producer(
       // Past the list's end there are zeros, as there are outside of tensors; a work tile without an entry has a step
       // of them.
       constexpr int kOutside = 1 << 30;
-      const int token = lane % kEntries < now.left ? static_cast<int>(now.entry & 0xffffffu) * kBlock : kOutside;
+      const int token = lane % kEntries < now.left ? static_cast<int>(block_of(now.entry)) * kBlock : kOutside;
       tma_load(
           memory.dense[own.stage][lane / kEntries] + lane % kEntries * kBlock * kPanel, dense, &full,
           lane / kEntries * kPanel, token, now.work.head, now.work.batch);
@@ -184,7 +185,7 @@ __device__ __forceinline__ void run_producer(
       }
     }
     end_of_copies();
-    const uint32_t live = __reduce_or_sync(0xffffffffu, now.entry >> 24 << (lane % kEntries * kBlockRows));
+    const uint32_t live = __reduce_or_sync(0xffffffffu, owners_of(now.entry) << (lane % kEntries * kBlockRows));
     if (lane < kConsumerWarpgroups) {
       constexpr int kOwn = kBlockRows / kConsumerWarpgroups;
       memory.steps[own.stage][lane] = Step{

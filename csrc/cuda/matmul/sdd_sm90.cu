@@ -7,6 +7,7 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include "../../packing.h"
 #include "../common/gemm_sm90.h"
 #include "sdd.h"
 #include "tuning.h"
@@ -158,7 +159,7 @@ __device__ __forceinline__ void run_producer(
         }
         // Boxes that are not there leave what was in their place: products whose slots are -1.
         if (box >= 0 && box < boxes) {
-          copy_columns(box, work, static_cast<int>(now.word & 0xffffffu) * kBlock + step % kStepsOfBlock * kBox);
+          copy_columns(box, work, static_cast<int>(block_of(now.word)) * kBlock + step % kStepsOfBlock * kBox);
         }
       }
     }

@@ -15,6 +15,7 @@
 
 #include "../../checks.h"
 #include "../../compute.h"
+#include "../../packing.h"
 #include "../common/elements.h"
 #include "../common/launch.h"
 #include "../common/logits.h"
@@ -54,9 +55,9 @@ struct RowStrip {
     const int4 listed = strips.listed[number % strips.count];
     block_row = listed.x;
     first_entry = listed.y;
-    const int log_rows_of_all = listed.w & 31;
+    const int log_rows_of_all = log_rows_of(listed.w);
     log_rows = max(log_rows_of_all - kLogThreadBlocks, 0);
-    first_row = (listed.w >> 5) + (thread_block << log_rows);
+    first_row = first_row_of(listed.w) + (thread_block << log_rows);
     log_row = log_block - kLogRun;
     runs = thread_block >> (log_rows_of_all - log_rows) == 0 ? listed.z << (log_row + log_rows) : 0;
     first_run = ((int64_t{copy} * strips.live + first_entry) << (log_block + log_row)) + (first_row << log_row);
