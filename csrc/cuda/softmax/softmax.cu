@@ -190,29 +190,29 @@ struct SoftmaxForward {
 template <class T, int kThreads>
 struct Logits {
   using A = Compute<T>;
-  static constexpr int kParts = kRun<T> / kRun<A>;
-  uint4 parts[kHeld][kParts][kThreads];
+  static constexpr int kRuns = kRun<T> / kRun<A>;
+  uint4 runs[kHeld][kRuns][kThreads];
 
   __device__ void get(int i, A (&to)[kRun<T>]) const {
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      A of_part[kRun<A>];
-      unpack<A>(parts[i][part][threadIdx.x], of_part);
+    for (int run = 0; run < kRuns; ++run) {
+      A of_run[kRun<A>];
+      unpack<A>(runs[i][run][threadIdx.x], of_run);
 #pragma unroll
       for (int e = 0; e < kRun<A>; ++e) {
-        to[part * kRun<A> + e] = of_part[e];
+        to[run * kRun<A> + e] = of_run[e];
       }
     }
   }
   __device__ void set(int i, const A (&from)[kRun<T>]) {
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      A of_part[kRun<A>];
+    for (int run = 0; run < kRuns; ++run) {
+      A of_run[kRun<A>];
 #pragma unroll
       for (int e = 0; e < kRun<A>; ++e) {
-        of_part[e] = from[part * kRun<A> + e];
+        of_run[e] = from[run * kRun<A> + e];
       }
-      parts[i][part][threadIdx.x] = pack<A>(of_part);
+      runs[i][run][threadIdx.x] = pack<A>(of_run);
     }
   }
 };
@@ -292,23 +292,23 @@ __global__ void __launch_bounds__(kThreads, (SoftmaxTuning::kForwardThreads<T, k
       logits.get(i, to);
     }
   };
-  A largest = -infinity<A>(), sum = 0;
+  A row_max = -infinity<A>(), row_sum = 0;
   for (uint32_t first = 0; first < strip.runs; first += kHeld * kThreads) {
     read(first);
-    A larger = largest;
+    A new_max = row_max;
     row_threads.for_each_run(strip, first, [&](int i, uint32_t) {
       if constexpr (kPlain) {
-        larger = max(larger, largest_of<T>(held[i]));
+        new_max = max(new_max, largest_of<T>(held[i]));
       } else {
         A run_logits[kRun<T>];
         get(i, run_logits);
-        larger = max(larger, largest_of(run_logits));
+        new_max = max(new_max, largest_of(run_logits));
       }
     });
-    larger = row_threads.of_warp(larger, [](A a, A b) { return max(a, b); });
-    const A reference = finite_reference(larger);
-    sum *= power_of_difference(largest, reference, exponent_scale);
-    largest = larger;
+    new_max = row_threads.of_warp(new_max, [](A a, A b) { return max(a, b); });
+    const A reference = finite_reference(new_max);
+    row_sum *= power_of_difference(row_max, reference, exponent_scale);
+    row_max = new_max;
     row_threads.for_each_run(strip, first, [&](int i, uint32_t) {
       A powers[kRun<T>];
       get(i, powers);
@@ -316,24 +316,24 @@ __global__ void __launch_bounds__(kThreads, (SoftmaxTuning::kForwardThreads<T, k
       for (A& power : powers) {
         power = power_of_difference(power, reference, exponent_scale);
       }
-      sum += sum_of(powers);
+      row_sum += sum_of(powers);
     });
   }
-  sum = row_threads.of_warp(sum, [](A a, A b) { return a + b; });
-  A reference = finite_reference(largest);
+  row_sum = row_threads.of_warp(row_sum, [](A a, A b) { return a + b; });
+  A reference = finite_reference(row_max);
   if (row_threads.has_several_warps()) {
-    __shared__ A largest_of_warp[kThreads], sum_of_warp[kThreads];
-    largest_of_warp[threadIdx.x] = largest;
-    sum_of_warp[threadIdx.x] = sum;
+    __shared__ A row_max_of_warp[kThreads], row_sum_of_warp[kThreads];
+    row_max_of_warp[threadIdx.x] = row_max;
+    row_sum_of_warp[threadIdx.x] = row_sum;
     __syncthreads();
-    row_threads.for_each_place([&](int place) { largest = max(largest, largest_of_warp[place]); });
-    reference = finite_reference(largest);
-    sum = 0;
+    row_threads.for_each_place([&](int place) { row_max = max(row_max, row_max_of_warp[place]); });
+    reference = finite_reference(row_max);
+    row_sum = 0;
     row_threads.for_each_place([&](int place) {
-      sum += sum_of_warp[place] * power_of_difference(largest_of_warp[place], reference, exponent_scale);
+      row_sum += row_sum_of_warp[place] * power_of_difference(row_max_of_warp[place], reference, exponent_scale);
     });
   }
-  const A factor = sum == 0 ? A(0) : 1 / sum;
+  const A factor = row_sum == 0 ? A(0) : 1 / row_sum;
   for (uint32_t first = 0; first < strip.runs; first += kHeld * kThreads) {
     if (strip.runs > kHeld * kThreads) {
       read(first);

@@ -35,8 +35,8 @@ struct WindowMatmulOnHopperTuning {
 struct UnwindowMatmulTuning {
   static constexpr int kWarpTokens = 32;  // of the result
   static constexpr int kRing = 3;         // steps in flight or in use; with two, and more thread blocks, slower
-  template <int kWidth>                   // of a thread block's columns of the result
-  static constexpr int kThreadBlocks = kWidth > 64 ? 2 : 3;  // on a multiprocessor, at least
+  template <int kColumns>                 // of a thread block's columns of the result
+  static constexpr int kThreadBlocks = kColumns > 64 ? 2 : 3;  // on a multiprocessor, at least
 };
 
 // softmax.cu.
