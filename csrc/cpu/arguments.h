@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../checks.h"
+#include "../packing.h"
 #include "kernels.h"
 
 namespace ds_sparse::cpu {
@@ -109,8 +110,8 @@ inline BlockLists lists_by_block_row(
       seen[at] = true;
     }
     for (int64_t n = first[t]; n < end[t]; ++n) {
-      uint32_t owners = entry[n] >> 24;
-      int64_t other = entry[n] & 0xffffff;
+      uint32_t owners = owners_of(entry[n]);
+      int64_t other = block_of(entry[n]);
       check(
           other < others && tile_of[other] != t && owners >> per_tile == 0,
           "entries have to be blocks below " + std::to_string(others) +
@@ -134,9 +135,9 @@ inline BlockLists lists_by_block_row(
   for (int64_t t = 0; t < tiles; ++t, block_row += per_tile)
     for (int64_t n = first[t]; n < end[t]; ++n)
       for (int64_t k = 0; k < per_tile; ++k)
-        if (entry[n] >> 24 >> k & 1)
+        if (owners_of(entry[n]) >> k & 1)
           lists.blocks[next[t / tiles_of_head * block_rows + block_row[k]]++] =
-              static_cast<int32_t>(entry[n] & 0xffffff);
+              static_cast<int32_t>(block_of(entry[n]));
   return lists;
 }
 

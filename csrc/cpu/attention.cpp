@@ -18,7 +18,7 @@
 
 #include "attention_passes.h"
 #include "memory.h"
-#include "packing.h"
+#include "operands.h"
 #include "schedule.h"
 
 namespace ds_sparse::cpu {
@@ -81,7 +81,7 @@ Pieces cut_row_strips(const Attention& attention, const BlockLists& lists, int64
 template <class T>
 void forward(
     const Attention& attention, const BlockLists& lists, const Tensor& output, const Tensor& lse,
-    const Tensor& statistics) {
+    const Tensor& row_max_sums) {
   using C = Compute<T>;
   int64_t block = attention.block, depth = attention.depth, rows = attention.strip_rows, width = padded<T>(depth),
           keys = attention.columns * block;
@@ -89,48 +89,46 @@ void forward(
   auto values = pack_all<T>(attention.value, block, width, false);
   auto pieces = cut_row_strips(attention, lists, 2 * width);
   run_pieces(pieces, attention.batch, attention.heads, lists.layout_heads, [&] {
-    return [&, query = Buffer<C>(rows * depth), sum = Buffer<C>(rows * width), top = Buffer<C>(rows),
-            total = Buffer<C>(rows),
+    return [&, query = Buffer<C>(rows * depth), sum = Buffer<C>(rows * width), row_max = Buffer<C>(rows),
+            row_sum = Buffer<C>(rows),
             scratch = Buffer<C>(attention_scratch(block))](int64_t b, int64_t head, const Piece& piece) {
       int64_t first = piece.row * block + piece.begin, count = lists.count(head, piece.row),
               matrix = b * attention.key_heads + head / attention.group();
       pack_tokens<T>(attention.query, b, head, first, rows, depth, query.data());
       kernels<T>().attention_forward(
           attention.strip(b, head, first, false), query.data(), panels.data() + matrix * keys * depth,
-          values.data() + matrix * keys * width, width, lists.begin(head, piece.row), count, sum.data(), top.data(),
-          total.data(), scratch.data());
+          values.data() + matrix * keys * width, width, lists.begin(head, piece.row), count, sum.data(), row_max.data(),
+          row_sum.data(), scratch.data());
       store_tokens<T>(sum.data(), width, b, head, first, rows, output);
       int64_t at = (b * attention.heads + head) * attention.tokens + first;
       C *lse_to = static_cast<C*>(lse.mutable_data_ptr()) + at,
-        *to = static_cast<C*>(statistics.mutable_data_ptr()) + 2 * at;
+        *to = static_cast<C*>(row_max_sums.mutable_data_ptr()) + 2 * at;
       // With nothing left the largest score is -inf and the sum 0.
       for (int64_t r = 0; r < std::min(rows, attention.tokens - first); ++r) {
-        to[2 * r] = top.data()[r];
-        to[2 * r + 1] = total.data()[r];
-        lse_to[r] = top.data()[r] + std::log(total.data()[r]);
+        to[2 * r] = row_max.data()[r];
+        to[2 * r + 1] = row_sum.data()[r];
+        lse_to[r] = row_max.data()[r] + std::log(row_sum.data()[r]);
       }
     };
   });
 }
 
-// AttentionStatistics of all queries, (B, H, rows * b); where nothing is left, or no query is, probabilities are 0.
+// RowStats of all queries, (B, H, rows * b); where nothing is left, or no query is, probabilities are 0.
 template <class C>
-struct AllStatistics {
-  Buffer<C> origin, inverse_sum, delta;
+struct AllRowStats {
+  Buffer<C> row_max, inverse_sum, delta;
 
-  explicit AllStatistics(int64_t size) : origin(size), inverse_sum(size), delta(size) {}
-  AttentionStatistics<C> from(int64_t at) const {
-    return {origin.data() + at, inverse_sum.data() + at, delta.data() + at};
-  }
+  explicit AllRowStats(int64_t size) : row_max(size), inverse_sum(size), delta(size) {}
+  RowStats<C> from(int64_t at) const { return {row_max.data() + at, inverse_sum.data() + at, delta.data() + at}; }
 };
 
 template <class T>
-AllStatistics<Compute<T>> statistics_of(const Attention& attention, const Gradients& gradients) {
+AllRowStats<Compute<T>> row_stats_of(const Attention& attention, const Gradients& gradients) {
   using C = Compute<T>;
   constexpr C infinity = std::numeric_limits<C>::infinity();
   int64_t block = attention.block, depth = attention.depth, heads = attention.heads, tokens = attention.tokens,
           padded = attention.rows * block;
-  AllStatistics<C> statistics(attention.batch * heads * padded);
+  AllRowStats<C> row_stats(attention.batch * heads * padded);
   int64_t grain = std::max<int64_t>(1, task_cost / 8 / (block * std::max<int64_t>(1, depth)));
   torch::stable::parallel_for(0, attention.batch * heads * attention.rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -140,9 +138,9 @@ AllStatistics<Compute<T>> statistics_of(const Attention& attention, const Gradie
         return pointer<T>(x) + b * x.stride(0) + head * x.stride(1) + first * x.stride(2);
       };
       const Tensor &output = gradients.output, &grad = gradients.grad_output;
-      C *origin = statistics.origin.data() + at, *inverse_sum = statistics.inverse_sum.data() + at,
-        *delta = statistics.delta.data() + at;
-      std::fill(origin, origin + block, infinity);
+      C *row_max = row_stats.row_max.data() + at, *inverse_sum = row_stats.inverse_sum.data() + at,
+        *delta = row_stats.delta.data() + at;
+      std::fill(row_max, row_max + block, infinity);
       std::fill(inverse_sum, inverse_sum + block, C(0));
       std::fill(delta, delta + block, C(0));
       kernels<T>().row_dots(
@@ -151,7 +149,7 @@ AllStatistics<Compute<T>> statistics_of(const Attention& attention, const Gradie
       const C* rows = pointer<C>(gradients.rows) + 2 * (matrix * tokens + first);
       for (int64_t r = 0; r < there; ++r) {
         if (rows[2 * r + 1] > 0) {
-          origin[r] = rows[2 * r];
+          row_max[r] = rows[2 * r];
           inverse_sum[r] = 1 / rows[2 * r + 1];
         }
         if (gradients.grad_lse) {
@@ -161,7 +159,7 @@ AllStatistics<Compute<T>> statistics_of(const Attention& attention, const Gradie
       }
     }
   });
-  return statistics;
+  return row_stats;
 }
 
 // Neighbouring block columns of a key head, for one task, and the block rows of its query heads that are live there;
@@ -223,7 +221,7 @@ void backward(
   int64_t block = attention.block, depth = attention.depth, rows = attention.strip_rows, width = padded<T>(depth),
           heads = attention.heads, key_heads = attention.key_heads, group = attention.group(),
           padded = attention.rows * block;
-  auto statistics = statistics_of<T>(attention, gradients);
+  auto row_stats = row_stats_of<T>(attention, gradients);
   auto groups = group_columns(attention, lists);
   int64_t num_groups = groups.size(), repeats = lists.layout_heads == 1 ? key_heads : 1;
 
@@ -242,7 +240,7 @@ void backward(
     int64_t tokens = most_slots * group * block;
     return [&, query = Buffer<C>(tokens * width), grad_output = Buffer<C>(tokens * width),
             query_panels = Buffer<C>(tokens * depth), grad_output_panels = Buffer<C>(tokens * depth),
-            origin = Buffer<C>(tokens), inverse_sum = Buffer<C>(tokens), delta = Buffer<C>(tokens),
+            row_max = Buffer<C>(tokens), inverse_sum = Buffer<C>(tokens), delta = Buffer<C>(tokens),
             key = Buffer<C>(rows * width), value = Buffer<C>(rows * width), key_sum = Buffer<C>(rows * width),
             value_sum = Buffer<C>(rows * width), whole_query_sum = Buffer<C>(most_whole * group * block * width),
             scratch = Buffer<C>(attention_scratch(block)),
@@ -259,8 +257,8 @@ void backward(
         pack_tokens<T>(gradients.grad_output, b, head, first, block, width, grad_output.data() + at * width);
         pack_block_panels(query.data() + at * width, width, block, depth, query_panels.data() + at * depth);
         pack_block_panels(grad_output.data() + at * width, width, block, depth, grad_output_panels.data() + at * depth);
-        auto from = statistics.from((b * heads + head) * padded + first);
-        std::copy(from.origin, from.origin + block, origin.data() + at);
+        auto from = row_stats.from((b * heads + head) * padded + first);
+        std::copy(from.row_max, from.row_max + block, row_max.data() + at);
         std::copy(from.inverse_sum, from.inverse_sum + block, inverse_sum.data() + at);
         std::copy(from.delta, from.delta + block, delta.data() + at);
       }
@@ -281,7 +279,7 @@ void backward(
               grad_output.data() + at * width,
               query_panels.data() + at * depth,
               grad_output_panels.data() + at * depth,
-              {origin.data() + at, inverse_sum.data() + at, delta.data() + at},
+              {row_max.data() + at, inverse_sum.data() + at, delta.data() + at},
               width,
               blocks,
               slots.data(),
@@ -358,7 +356,7 @@ void bias_backward(const Attention& attention, const Gradients& gradients, const
   int64_t block = attention.block, depth = attention.depth, rows = attention.strip_rows, width = padded<T>(depth),
           keys = attention.columns * block, heads = attention.heads, padded = attention.rows * block,
           strips = padded / rows, out_batch = out.size(0), out_heads = out.size(1);
-  auto statistics = statistics_of<T>(attention, gradients);
+  auto row_stats = row_stats_of<T>(attention, gradients);
   auto key_panels = pack_all<T>(attention.key, block, width, true);
   auto value_panels = pack_all<T>(attention.value, block, width, true);
   run_tasks(out_batch * out_heads * strips, [&] {
@@ -376,8 +374,8 @@ void bias_backward(const Attention& attention, const Gradients& gradients, const
           pack_tokens<T>(gradients.grad_output, b, head, first, rows, depth, grad_output.data());
           kernels<T>().attention_bias_backward(
               attention.strip(b, head, first, false), query.data(), grad_output.data(), key_panels.data() + matrix,
-              value_panels.data() + matrix, statistics.from((b * heads + head) * padded + first),
-              lists.begin(head, row), lists.count(head, row), to, attention.keys, scratch.data());
+              value_panels.data() + matrix, row_stats.from((b * heads + head) * padded + first), lists.begin(head, row),
+              lists.count(head, row), to, attention.keys, scratch.data());
         }
       }
     };

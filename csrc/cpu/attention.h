@@ -2,14 +2,11 @@
 // and sum of exponentials as blocks pass, the gradients compute probabilities again from those.
 #pragma once
 
+#include "../bias.h"
 #include "gemm.h"
 #include "rows.h"
 
 namespace ds_sparse::cpu::DS_SPARSE_ISA {
-
-// Finite biases are no lower, so that sums of several stay finite.
-template <class C>
-constexpr C lowest_bias = C(-1e30);
 
 DS_SPARSE_INLINE int64_t blocks_at_a_time(const AttentionRowStrip& strip) {
   int64_t count = attention_tile / (strip.rows * strip.block);
@@ -25,7 +22,7 @@ static void add_bias_block(
   pack_rows<T, C>(from, bias.row_stride, bias.column_stride, rows, columns, scratch, block);
   for (int64_t i = 0; i < rows * block; i += W) {
     auto x = load<C, W>(scratch + i);
-    x = (x < lowest_bias<C>)&(x != -infinity<C>) ? broadcast<C, W>(lowest_bias<C>) : x;
+    x = (x < kLowestBias<C>)&(x != -infinity<C>) ? broadcast<C, W>(kLowestBias<C>) : x;
     store<C, W>(scores + i, add_bias<C, W>(load<C, W>(scores + i), x));
   }
 }
@@ -216,12 +213,12 @@ static void attention_backward_of(
     for (int64_t n = 0; n < here; ++n) {
       for (int64_t c = 0; c < block; c += W) {
         int64_t query = slots[n] * block + c;
-        V origin = load<C, W>(column.statistics.origin + query),
-          inverse_sum = load<C, W>(column.statistics.inverse_sum + query),
-          delta = load<C, W>(column.statistics.delta + query);
+        V row_max = load<C, W>(column.row_stats.row_max + query),
+          inverse_sum = load<C, W>(column.row_stats.inverse_sum + query),
+          delta = load<C, W>(column.row_stats.delta + query);
         for (int64_t r = 0; r < rows; ++r) {
           int64_t at = n * size + r * block + c;
-          V prob = exp_nonpositive<C, W>(load<C, W>(probs + at) - origin) * inverse_sum, grad = load<C, W>(grads + at),
+          V prob = exp_nonpositive<C, W>(load<C, W>(probs + at) - row_max) * inverse_sum, grad = load<C, W>(grads + at),
             kept = prob;
           if (strip.dropout) {
             V factor = load<C, W>(factors + at);
@@ -259,7 +256,7 @@ static void attention_backward(
 template <class T, int W>
 static void attention_bias_backward_of(
     const AttentionRowStrip& strip, const Compute<T>* query, const Compute<T>* grad_output,
-    const Compute<T>* key_panels, const Compute<T>* value_panels, const AttentionStatistics<Compute<T>>& statistics,
+    const Compute<T>* key_panels, const Compute<T>* value_panels, const RowStats<Compute<T>>& row_stats,
     const int32_t* blocks, int64_t count, Compute<T>* out, int64_t out_stride, Compute<T>* scratch) {
   using C = Compute<T>;
   using V = Vec<C, W>;
@@ -280,8 +277,8 @@ static void attention_bias_backward_of(
         C* to = out + r * out_stride + column;
         for (int64_t c = 0; c < block; c += W) {
           int64_t at = n * size + r * block + c;
-          V prob = exp_nonpositive<C, W>(load<C, W>(probs + at) - statistics.origin[r]) * statistics.inverse_sum[r];
-          V grad = prob * (load<C, W>(grads + at) - statistics.delta[r]);
+          V prob = exp_nonpositive<C, W>(load<C, W>(probs + at) - row_stats.row_max[r]) * row_stats.inverse_sum[r];
+          V grad = prob * (load<C, W>(grads + at) - row_stats.delta[r]);
           if (c + W <= columns)
             store<C, W>(to + c, V(load<C, W>(to + c) + grad));
           else
@@ -295,15 +292,15 @@ static void attention_bias_backward_of(
 template <class T>
 static void attention_bias_backward(
     const AttentionRowStrip& strip, const Compute<T>* query, const Compute<T>* grad_output,
-    const Compute<T>* key_panels, const Compute<T>* value_panels, const AttentionStatistics<Compute<T>>& statistics,
+    const Compute<T>* key_panels, const Compute<T>* value_panels, const RowStats<Compute<T>>& row_stats,
     const int32_t* blocks, int64_t count, Compute<T>* out, int64_t out_stride, Compute<T>* scratch) {
   constexpr int W = native_width<Compute<T>>;
   if (strip.block >= W)
     attention_bias_backward_of<T, W>(
-        strip, query, grad_output, key_panels, value_panels, statistics, blocks, count, out, out_stride, scratch);
+        strip, query, grad_output, key_panels, value_panels, row_stats, blocks, count, out, out_stride, scratch);
   else
     attention_bias_backward_of<T, 8>(
-        strip, query, grad_output, key_panels, value_panels, statistics, blocks, count, out, out_stride, scratch);
+        strip, query, grad_output, key_panels, value_panels, row_stats, blocks, count, out, out_stride, scratch);
 }
 
 }  // namespace ds_sparse::cpu::DS_SPARSE_ISA

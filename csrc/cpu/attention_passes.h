@@ -10,7 +10,7 @@
 #include "../dropout.h"
 #include "../implementation.h"
 #include "arguments.h"
-#include "packing.h"
+#include "operands.h"
 
 namespace ds_sparse::cpu {
 

@@ -76,11 +76,11 @@ struct AttentionRowStrip {
   uint32_t matrix;         // dropout's number of the batch and head
 };
 
-// Statistics of queries, in the order of the row strip's rows or, transposed, of the other side's slots:
-// probability = exp(score - origin) * inverse_sum, and delta is what its gradient has subtracted.
+// What backward knows of queries, in the order of the row strip's rows or, transposed, of the other side's slots:
+// probability = exp(score - row_max) * inverse_sum, and delta is what its gradient has subtracted.
 template <class C>
-struct AttentionStatistics {
-  const C *origin, *inverse_sum, *delta;
+struct RowStats {
+  const C *row_max, *inverse_sum, *delta;
 };
 
 // What a block column needs for its gradients. The other side's blocks lie in slots, each of `block` tokens: as rows of
@@ -90,7 +90,7 @@ struct AttentionColumn {
   const C *key, *value;  // the row strip's own, rows of `width`
   const C *query, *grad_output;
   const C *query_panels, *grad_output_panels;
-  AttentionStatistics<C> statistics;
+  RowStats<C> row_stats;
   int64_t width;
   const int32_t *blocks, *slots;  // the row strip's live blocks, and where they lie
   int64_t count;
@@ -102,26 +102,26 @@ struct AttentionColumn {
 template <class C>
 struct TokenForward {
   const C *query, *keys, *values;  // values: what is weighted
-  int64_t key_width, value_width;
+  int64_t head_dim, value_head_dim;
   const int32_t* list;  // rows of keys and values
   int64_t count;
   C scale;
-  C* sum;         // (value_width)
-  C* statistics;  // the largest score, -inf without a key, and the sum of exponentials
-  C* scratch;     // count, and up to a multiple of lanes
+  C* output;       // (value_head_dim)
+  C* row_max_sum;  // the largest score, -inf without a key, and the sum of exponentials
+  C* scratch;      // count, and up to a multiple of lanes
 };
 
 // The same query's gradient, and what the keys and values take theirs from.
 template <class C>
 struct TokenBackward {
   const C *query, *grad_output, *keys, *values;
-  int64_t key_width, value_width;
+  int64_t head_dim, value_head_dim;
   const int32_t* list;
   int64_t count;
   C scale;
-  C origin, inverse_sum, delta;  // as in AttentionStatistics
-  C* grad_query;                 // (key_width)
-  C* pairs;                      // (count, 2): their probabilities, and the gradients of query . key
+  C row_max, inverse_sum, delta;  // as in RowStats
+  C* grad_query;                  // (head_dim)
+  C* pairs;                       // (count, 2): their probabilities, and the gradients of query . key
 };
 
 // Scores of a row strip that kernels of attention hold at a time, where its blocks are not larger.
@@ -222,15 +222,14 @@ struct Kernels {
   // out[r * out_stride + j] += the gradient of what was added to the score of row r and key j.
   void (*attention_bias_backward)(
       const AttentionRowStrip& strip, const C* query, const C* grad_output, const C* key_panels, const C* value_panels,
-      const AttentionStatistics<C>& statistics, const int32_t* blocks, int64_t count, C* out, int64_t out_stride,
-      C* scratch);
+      const RowStats<C>& row_stats, const int32_t* blocks, int64_t count, C* out, int64_t out_stride, C* scratch);
 
-  // The rows' band, 2 * window + 1 numbers each: a (rows, depth) by tokens, of which all are in panels of `lanes`.
-  void (*window_matmul)(const WindowRows& rows, const C* a, const C* panels, int64_t depth, T* band);
+  // The rows' band, 2 * window + 1 numbers each: a (rows, head_dim) by tokens, of which all are in panels of `lanes`.
+  void (*window_matmul)(const WindowRows& rows, const C* a, const C* panels, int64_t head_dim, T* band);
 
-  // sum[r] = sum over tokens t of the row's window of band(r, t) * dense[t]; dense and sum have `width` columns, a
-  // multiple of lanes.
-  void (*unwindow_matmul)(const WindowRows& rows, const Band<C>& band, const C* dense, int64_t width, C* sum);
+  // output[r] = sum over tokens t of the row's window of band(r, t) * dense[t]; dense and output have `head_dim`
+  // columns, a multiple of lanes.
+  void (*unwindow_matmul)(const WindowRows& rows, const Band<C>& band, const C* dense, int64_t head_dim, C* output);
 
   // Of each row of the band, the softmax over the tokens at most `window` away, with causal none after the row's.
   // key_bias: null, or of all tokens. scratch: 2 * window + 1 of C, to a multiple of lanes.
@@ -242,19 +241,19 @@ struct Kernels {
   void (*window_softmax_backward)(const T* grad, const T* probs, int64_t count, int64_t width, double scale, T* out);
 
   // out[n] = own . row list[n] of rows, n < count; out has room up to a multiple of lanes.
-  void (*token_dots)(const C* own, const C* rows, int64_t width, const int32_t* list, int64_t count, C* out);
+  void (*token_dots)(const C* own, const C* rows, int64_t head_dim, const int32_t* list, int64_t count, C* out);
 
   // sum = the sum over n < count of weights[n], or weights[slots[n] * slot_stride], times row list[n] of rows.
   void (*token_sum)(
-      const C* weights, const int32_t* slots, int64_t slot_stride, const C* rows, int64_t width, const int32_t* list,
+      const C* weights, const int32_t* slots, int64_t slot_stride, const C* rows, int64_t head_dim, const int32_t* list,
       int64_t count, C* sum);
 
   // Whether x[n] is 0 or more and below limit, for all n < count.
   bool (*are_below)(const int32_t* x, int64_t count, int32_t limit);
 
-  void (*token_attention_forward)(const TokenForward<C>& line);
+  void (*token_attention_forward)(const TokenForward<C>& work);
 
-  void (*token_attention_backward)(const TokenBackward<C>& line);
+  void (*token_attention_backward)(const TokenBackward<C>& work);
 };
 
 inline int64_t dsd_scratch(int64_t block, int64_t rows) {

@@ -1,7 +1,7 @@
 // token_matmul_sdd, token_matmul_dsd, token_attention_forward and token_attention_backward on the CPU; schemas and
 // letters in ../library.cpp.
 //
-// Work is by lines, each done by one thread: a query gathers the rows of its keys, and for the gradients of keys and
+// Work is by lists, each done by one thread: a query gathers the rows of its keys, and for the gradients of keys and
 // values a key gathers the rows of its queries. Loads of these rows are what takes the time. Backward goes over the
 // queries first, and keeps for each pair what its key needs; of as many sequences and heads at a time as fit
 // `kept_pairs`. Nothing is added up between threads: the order of every sum is that of a list.
@@ -16,7 +16,7 @@
 
 #include "arguments.h"
 #include "memory.h"
-#include "packing.h"
+#include "operands.h"
 #include "schedule.h"
 
 namespace ds_sparse::cpu {
@@ -26,121 +26,122 @@ namespace {
 // Pairs of which backward keeps two numbers at a time, so that they stay in a cache; or those of one sequence and head.
 constexpr int64_t kept_pairs = int64_t{1} << 16;
 
-// Lists by one side's tokens, the lines, of the other side's.
+// A list for each token of one side, of tokens of the other side.
 struct TokenLists {
   const int32_t *offsets, *entries, *slots;
-  int64_t num_entries, lists, list_batch, list_heads, batch, heads, lines, others, longest = 0;
-  std::vector<int64_t> tasks;  // where each begins in the lines of all lists one after another, and their end
+  int64_t num_entries, copies, list_batch, list_heads, batch, heads, num_lists, other_tokens, longest = 0;
+  std::vector<int64_t> tasks;  // where each begins among the lists of all copies one after another, and their end
 
   // pair_cost: multiply-adds of a pair.
   TokenLists(
       const Tensor& offsets, const Tensor& entries, const std::optional<Tensor>& slots, int64_t list_batch,
-      int64_t list_heads, const Tensor& x, int64_t lines, int64_t others, int64_t pair_cost)
+      int64_t list_heads, const Tensor& x, int64_t num_lists, int64_t other_tokens, int64_t pair_cost)
       : offsets(pointer<int32_t>(offsets)),
         entries(pointer<int32_t>(entries)),
         slots(slots ? pointer<int32_t>(*slots) : nullptr),
         num_entries(entries.size(0)),
-        lists(list_batch * list_heads),
+        copies(list_batch * list_heads),
         list_batch(list_batch),
         list_heads(list_heads),
         batch(x.size(0)),
         heads(x.size(1)),
-        lines(lines),
-        others(others) {
-    check_token_lists(offsets, entries, list_batch, list_heads, lines, x);
+        num_lists(num_lists),
+        other_tokens(other_tokens) {
+    check_token_lists(offsets, entries, list_batch, list_heads, num_lists, x);
     check_offsets(offsets, num_entries);
     if (slots) {
       check_list(*slots, x, "slots");
       check_size(*slots, 0, num_entries, "slots");
     }
     int64_t cost = task_cost;
-    for (int64_t line = 0; line < lists * lines; ++line) {
-      int64_t count = this->offsets[line + 1] - this->offsets[line];
+    for (int64_t list = 0; list < copies * num_lists; ++list) {
+      int64_t count = this->offsets[list + 1] - this->offsets[list];
       if (cost >= task_cost) {
-        tasks.push_back(line);
+        tasks.push_back(list);
         cost = 0;
       }
-      // What a line takes besides its pairs is as much as a dozen of them.
+      // What a list takes besides its pairs is as much as a dozen of them.
       cost += (count + 12) * pair_cost;
       longest = std::max(longest, count);
     }
-    tasks.push_back(lists * lines);
+    tasks.push_back(copies * num_lists);
   }
 
-  int64_t repeats() const { return batch * heads / lists; }
+  int64_t repeats() const { return batch * heads / copies; }
 };
 
-// One line of one sequence and head.
-struct Line {
+// The list of one token of one sequence and head.
+struct TokenList {
   int64_t matrix;  // b * heads + head
   int64_t repeat;  // number among those that share the list
   int64_t token;
   int64_t first, count;  // its entries
-  const int32_t *list, *slots;
+  const int32_t *entries, *slots;
 };
 
-// Calls the workers with each line of each sequence and head, of those of `first` to `last` among the repeats.
+// Calls the workers with each list of each sequence and head, of those of `first` to `last` among the repeats.
 template <class MakeWorker>
-void run_lines(const TokenLists& lists, int64_t first, int64_t last, const MakeWorker& make_worker) {
-  int64_t parts = static_cast<int64_t>(lists.tasks.size()) - 1,
+void run_lists(const TokenLists& lists, int64_t first, int64_t last, const MakeWorker& make_worker) {
+  int64_t tasks = static_cast<int64_t>(lists.tasks.size()) - 1,
           shared_by_heads = lists.list_heads == 1 ? lists.heads : 1;
   std::atomic<bool> fits{true};
-  run_tasks((last - first) * parts, [&] {
+  run_tasks((last - first) * tasks, [&] {
     return [&, worker = make_worker()](int64_t task) mutable {
-      int64_t repeat = first + task / parts;
-      for (int64_t at = lists.tasks[task % parts]; at < lists.tasks[task % parts + 1]; ++at) {
-        int64_t list = at / lists.lines;
-        int64_t b = lists.list_batch == 1 ? repeat / shared_by_heads : list / lists.list_heads,
-                head = lists.list_heads == 1 ? repeat % lists.heads : list % lists.list_heads;
+      int64_t repeat = first + task / tasks;
+      for (int64_t at = lists.tasks[task % tasks]; at < lists.tasks[task % tasks + 1]; ++at) {
+        int64_t copy = at / lists.num_lists;
+        int64_t b = lists.list_batch == 1 ? repeat / shared_by_heads : copy / lists.list_heads,
+                head = lists.list_heads == 1 ? repeat % lists.heads : copy % lists.list_heads;
         int64_t begin = lists.offsets[at], count = lists.offsets[at + 1] - begin;
-        Line line{
+        TokenList list{
             b * lists.heads + head,
             repeat,
-            at % lists.lines,
+            at % lists.num_lists,
             begin,
             count,
             lists.entries + begin,
             lists.slots ? lists.slots + begin : nullptr};
-        if (kernels<float>().are_below(line.list, count, lists.others) &&
-            (!line.slots || kernels<float>().are_below(line.slots, count, lists.num_entries)))
-          worker(line);
+        if (kernels<float>().are_below(list.entries, count, lists.other_tokens) &&
+            (!list.slots || kernels<float>().are_below(list.slots, count, lists.num_entries)))
+          worker(list);
         else
           fits = false;
       }
     };
   });
   check(
-      fits, "the lists have to hold tokens of 0 or more and below " + std::to_string(lists.others) +
+      fits, "the lists have to hold tokens of 0 or more and below " + std::to_string(lists.other_tokens) +
                 ", and slots below the " + std::to_string(lists.num_entries) + " entries.");
 }
 
-// Tensors (B, H, tokens, D) as rows that a gather reads: of `width` numbers of C one after another from the start of a
+// Tensors (B, H, tokens, D) as rows that a gather reads: of head_dim numbers of C one after another from the start of a
 // cache line, zero beyond their own. In place where they lie so.
 template <class T>
 class Rows {
  public:
   using C = Compute<T>;
 
-  explicit Rows(const Tensor& x) : width_(padded<C>(x.size(3))), packed_(0) {
+  explicit Rows(const Tensor& x) : head_dim_(padded<C>(x.size(3))), packed_(0) {
     if constexpr (std::is_same_v<T, C>) {
-      bool in_place = x.is_contiguous() && x.size(3) == width_ && reinterpret_cast<uintptr_t>(pointer<T>(x)) % 64 == 0;
+      bool in_place =
+          x.is_contiguous() && x.size(3) == head_dim_ && reinterpret_cast<uintptr_t>(pointer<T>(x)) % 64 == 0;
       if (in_place) {
-        head_stride_ = x.size(2) * width_;
+        head_stride_ = x.size(2) * head_dim_;
         data_ = pointer<T>(x);
         return;
       }
     }
-    head_stride_ = padded<C>(x.size(2)) * width_;
-    packed_ = pack_all<T>(x, kernels<T>().lanes, width_, false);
+    head_stride_ = padded<C>(x.size(2)) * head_dim_;
+    packed_ = pack_all<T>(x, kernels<T>().lanes, head_dim_, false);
     data_ = packed_.data();
   }
 
-  int64_t width() const { return width_; }
+  int64_t head_dim() const { return head_dim_; }
   const C* of(int64_t matrix) const { return data_ + matrix * head_stride_; }
-  const C* of(int64_t matrix, int64_t token) const { return of(matrix) + token * width_; }
+  const C* of(int64_t matrix, int64_t token) const { return of(matrix) + token * head_dim_; }
 
  private:
-  int64_t width_, head_stride_;
+  int64_t head_dim_, head_stride_;
   Buffer<C> packed_;
   const C* data_;
 };
@@ -149,15 +150,15 @@ class Rows {
 template <class T>
 class Result {
  public:
-  explicit Result(Tensor& x) : data_(static_cast<T*>(x.mutable_data_ptr())), tokens_(x.size(2)), depth_(x.size(3)) {}
+  explicit Result(Tensor& x) : data_(static_cast<T*>(x.mutable_data_ptr())), tokens_(x.size(2)), head_dim_(x.size(3)) {}
 
-  void store(const Line& line, const Compute<T>* row) const {
-    kernels<T>().store_rows(row, 0, 1, depth_, false, data_ + (line.matrix * tokens_ + line.token) * depth_, 0);
+  void store(const TokenList& list, const Compute<T>* row) const {
+    kernels<T>().store_rows(row, 0, 1, head_dim_, false, data_ + (list.matrix * tokens_ + list.token) * head_dim_, 0);
   }
 
  private:
   T* data_;
-  int64_t tokens_, depth_;
+  int64_t tokens_, head_dim_;
 };
 
 template <class T>
@@ -165,12 +166,13 @@ void sdd(const Tensor& query, const Tensor& key, const TokenLists& lists, Tensor
   using C = Compute<T>;
   Rows<T> queries(query), keys(key);
   T* values = static_cast<T*>(out.mutable_data_ptr());
-  run_lines(lists, 0, lists.repeats(), [&] {
-    return [&, dots = Buffer<C>(padded<C>(lists.longest))](const Line& line) {
+  run_lists(lists, 0, lists.repeats(), [&] {
+    return [&, dots = Buffer<C>(padded<C>(lists.longest))](const TokenList& list) {
       kernels<T>().token_dots(
-          queries.of(line.matrix, line.token), keys.of(line.matrix), keys.width(), line.list, line.count, dots.data());
+          queries.of(list.matrix, list.token), keys.of(list.matrix), keys.head_dim(), list.entries, list.count,
+          dots.data());
       kernels<T>().store_rows(
-          dots.data(), 0, 1, line.count, false, values + line.repeat * lists.num_entries + line.first, 0);
+          dots.data(), 0, 1, list.count, false, values + list.repeat * lists.num_entries + list.first, 0);
     };
   });
 }
@@ -182,22 +184,23 @@ void dsd(const Tensor& values, const Tensor& dense, const TokenLists& lists, Ten
   Rows<T> rows(dense);
   Result<T> result(out);
   const T* all_values = pointer<T>(values);
-  run_lines(lists, 0, lists.repeats(), [&] {
+  run_lists(lists, 0, lists.repeats(), [&] {
     return [&, gathered = Buffer<T>(same ? 0 : lists.longest), weights = Buffer<C>(same ? 0 : lists.longest),
-            sum = Buffer<C>(rows.width())](const Line& line) {
-      const T* of_list = all_values + line.repeat * lists.num_entries;
-      const int32_t* slots = line.slots;
+            sum = Buffer<C>(rows.head_dim())](const TokenList& list) {
+      const T* of_list = all_values + list.repeat * lists.num_entries;
+      const int32_t* slots = list.slots;
       const C* from = weights.data();
       if constexpr (same) {
-        from = slots ? of_list : of_list + line.first;
+        from = slots ? of_list : of_list + list.first;
       } else {
-        for (int64_t n = 0; slots && n < line.count; ++n) gathered.data()[n] = of_list[slots[n]];
+        for (int64_t n = 0; slots && n < list.count; ++n) gathered.data()[n] = of_list[slots[n]];
         kernels<T>().pack_rows(
-            slots ? gathered.data() : of_list + line.first, 0, 1, 1, line.count, weights.data(), line.count);
+            slots ? gathered.data() : of_list + list.first, 0, 1, 1, list.count, weights.data(), list.count);
         slots = nullptr;
       }
-      kernels<T>().token_sum(from, slots, 1, rows.of(line.matrix), rows.width(), line.list, line.count, sum.data());
-      result.store(line, sum.data());
+      kernels<T>().token_sum(
+          from, slots, 1, rows.of(list.matrix), rows.head_dim(), list.entries, list.count, sum.data());
+      result.store(list, sum.data());
     };
   });
 }
@@ -209,18 +212,19 @@ void forward(
   using C = Compute<T>;
   Rows<T> queries(query), keys(key), values(value);
   Result<T> result(output);
-  C *lse_to = static_cast<C*>(lse.mutable_data_ptr()), *statistics = static_cast<C*>(rows.mutable_data_ptr());
-  run_lines(lists, 0, lists.repeats(), [&] {
-    return [&, sum = Buffer<C>(values.width()), scratch = Buffer<C>(padded<C>(lists.longest))](const Line& line) {
-      int64_t at = line.matrix * lists.lines + line.token;
-      C* row = statistics + 2 * at;
-      kernels<T>().token_attention_forward(
-          {queries.of(line.matrix, line.token), keys.of(line.matrix), values.of(line.matrix), keys.width(),
-           values.width(), line.list, line.count, C(scale), sum.data(), row, scratch.data()});
-      // Without a key the largest score is -inf and the sum 0.
-      lse_to[at] = row[0] + std::log(row[1]);
-      result.store(line, sum.data());
-    };
+  C *lse_to = static_cast<C*>(lse.mutable_data_ptr()), *row_max_sums = static_cast<C*>(rows.mutable_data_ptr());
+  run_lists(lists, 0, lists.repeats(), [&] {
+    return
+        [&, sum = Buffer<C>(values.head_dim()), scratch = Buffer<C>(padded<C>(lists.longest))](const TokenList& list) {
+          int64_t at = list.matrix * lists.num_lists + list.token;
+          C* row = row_max_sums + 2 * at;
+          kernels<T>().token_attention_forward(
+              {queries.of(list.matrix, list.token), keys.of(list.matrix), values.of(list.matrix), keys.head_dim(),
+               values.head_dim(), list.entries, list.count, C(scale), sum.data(), row, scratch.data()});
+          // Without a key the largest score is -inf and the sum 0.
+          lse_to[at] = row[0] + std::log(row[1]);
+          result.store(list, sum.data());
+        };
   });
 }
 
@@ -235,16 +239,16 @@ struct Backward {
   C scale;
 
   // Its gradient, and the two numbers of each of its pairs.
-  void of_query(const Line& line, C* grad_query, C* pairs) const {
-    int64_t at = line.matrix * tokens + line.token;
-    const C *row = rows + 2 * at, *grad_output = grad_outputs.of(line.matrix, line.token);
+  void of_query(const TokenList& list, C* grad_query, C* pairs) const {
+    int64_t at = list.matrix * tokens + list.token;
+    const C *row = rows + 2 * at, *grad_output = grad_outputs.of(list.matrix, list.token);
     C delta;
-    kernels<C>().row_dots(outputs.of(line.matrix, line.token), 0, 1, grad_output, 0, 1, 1, values.width(), &delta);
+    kernels<C>().row_dots(outputs.of(list.matrix, list.token), 0, 1, grad_output, 0, 1, 1, values.head_dim(), &delta);
     if (grad_lse) delta -= grad_lse[at];
     kernels<T>().token_attention_backward(
-        {queries.of(line.matrix, line.token), grad_output, keys.of(line.matrix), values.of(line.matrix), keys.width(),
-         values.width(), line.list, line.count, scale, row[0], row[1] > 0 ? 1 / row[1] : C(0), delta, grad_query,
-         pairs});
+        {queries.of(list.matrix, list.token), grad_output, keys.of(list.matrix), values.of(list.matrix),
+         keys.head_dim(), values.head_dim(), list.entries, list.count, scale, row[0], row[1] > 0 ? 1 / row[1] : C(0),
+         delta, grad_query, pairs});
   }
 };
 
@@ -255,29 +259,29 @@ void backward(
   using C = Compute<T>;
   Result<T> of_query(grad_query), of_key(grad_key), of_value(grad_value);
   int64_t repeats = by_query.repeats(), size = by_query.num_entries,
-          widest = std::max(all.keys.width(), all.values.width()),
+          widest = std::max(all.keys.head_dim(), all.values.head_dim()),
           step = std::clamp<int64_t>(kept_pairs / std::max<int64_t>(1, size), 1, repeats);
   Buffer<C> kept(2 * step * size);
   for (int64_t first = 0; first < repeats; first += step) {
     int64_t last = std::min(first + step, repeats);
-    auto kept_of = [&](const Line& line) { return kept.data() + 2 * (line.repeat - first) * size; };
-    run_lines(by_query, first, last, [&] {
-      return [&, grad = Buffer<C>(widest)](const Line& line) {
-        all.of_query(line, grad.data(), kept_of(line) + 2 * line.first);
-        of_query.store(line, grad.data());
+    auto kept_of = [&](const TokenList& list) { return kept.data() + 2 * (list.repeat - first) * size; };
+    run_lists(by_query, first, last, [&] {
+      return [&, grad = Buffer<C>(widest)](const TokenList& list) {
+        all.of_query(list, grad.data(), kept_of(list) + 2 * list.first);
+        of_query.store(list, grad.data());
       };
     });
-    run_lines(by_key, first, last, [&] {
-      return [&, grad = Buffer<C>(widest)](const Line& line) {
-        const C* pairs = kept_of(line);
+    run_lists(by_key, first, last, [&] {
+      return [&, grad = Buffer<C>(widest)](const TokenList& list) {
+        const C* pairs = kept_of(list);
         kernels<T>().token_sum(
-            pairs + 1, line.slots, 2, all.queries.of(line.matrix), all.keys.width(), line.list, line.count,
+            pairs + 1, list.slots, 2, all.queries.of(list.matrix), all.keys.head_dim(), list.entries, list.count,
             grad.data());
-        of_key.store(line, grad.data());
+        of_key.store(list, grad.data());
         kernels<T>().token_sum(
-            pairs, line.slots, 2, all.grad_outputs.of(line.matrix), all.values.width(), line.list, line.count,
+            pairs, list.slots, 2, all.grad_outputs.of(list.matrix), all.values.head_dim(), list.entries, list.count,
             grad.data());
-        of_value.store(line, grad.data());
+        of_value.store(list, grad.data());
       };
     });
   }

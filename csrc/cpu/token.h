@@ -1,4 +1,4 @@
-// Attention over lists of tokens, one line at a time: a query and the keys it sees, or a key and the queries that see
+// Attention over lists of tokens, one list at a time: a query and the keys it sees, or a key and the queries that see
 // it. The other side's tokens are rows of memory, which the list names in any order.
 #pragma once
 
@@ -38,67 +38,68 @@ DS_SPARSE_INLINE void sum_each(Vec<C, W> (&x)[W]) {
 
 // own . each of W rows.
 template <class C, int W>
-DS_SPARSE_INLINE Vec<C, W> dots_of(const C* own, const C* const (&rows)[W], int64_t width) {
+DS_SPARSE_INLINE Vec<C, W> dots_of(const C* own, const C* const (&rows)[W], int64_t head_dim) {
   Vec<C, W> sums[W] = {};
   int64_t c = 0;
-  for (; c + dot_vectors * W <= width; c += dot_vectors * W) add_products<C, W, dot_vectors>(sums, own, rows, c);
-  for (; c < width; c += W) add_products<C, W, 1>(sums, own, rows, c);
+  for (; c + dot_vectors * W <= head_dim; c += dot_vectors * W) add_products<C, W, dot_vectors>(sums, own, rows, c);
+  for (; c < head_dim; c += W) add_products<C, W, 1>(sums, own, rows, c);
   sum_each<C, W>(sums);
   return sums[0];
 }
 
 // The rows of W tokens of the list, its last one again beyond its end.
 template <class C, int W>
-DS_SPARSE_INLINE void rows_of(const C* rows, int64_t width, const int32_t* list, int64_t left, const C* (&found)[W]) {
+DS_SPARSE_INLINE void rows_of(
+    const C* rows, int64_t head_dim, const int32_t* list, int64_t left, const C* (&found)[W]) {
   if (left >= W) {
 #pragma GCC unroll 16
-    for (int j = 0; j < W; ++j) found[j] = rows + list[j] * width;
+    for (int j = 0; j < W; ++j) found[j] = rows + list[j] * head_dim;
   } else {
-    for (int j = 0; j < W; ++j) found[j] = rows + list[j < left ? j : left - 1] * width;
+    for (int j = 0; j < W; ++j) found[j] = rows + list[j < left ? j : left - 1] * head_dim;
   }
 }
 
 template <class C>
-static void token_dots(const C* own, const C* rows, int64_t width, const int32_t* list, int64_t count, C* out) {
+static void token_dots(const C* own, const C* rows, int64_t head_dim, const int32_t* list, int64_t count, C* out) {
   constexpr int W = native_width<C>;
   for (int64_t n = 0; n < count; n += W) {
     const C* found[W];
-    rows_of<C, W>(rows, width, list + n, count - n, found);
-    store<C, W>(out + n, dots_of<C, W>(own, found, width));
+    rows_of<C, W>(rows, head_dim, list + n, count - n, found);
+    store<C, W>(out + n, dots_of<C, W>(own, found, head_dim));
   }
 }
 
 // sum (+)= the sum over the list of weight(n) times its rows, V vectors at a time from number c on.
 template <class C, int V, class Weight>
 DS_SPARSE_INLINE void sum_columns(
-    const Weight& weight, const C* rows, int64_t width, const int32_t* list, int64_t count, int64_t c, bool add,
+    const Weight& weight, const C* rows, int64_t head_dim, const int32_t* list, int64_t count, int64_t c, bool add,
     C* sum) {
   constexpr int W = native_width<C>;
-  for (; c + V * W <= width; c += V * W) {
+  for (; c + V * W <= head_dim; c += V * W) {
     Vec<C, W> sums[V] = {};
     if (add)
       for (int v = 0; v < V; ++v) sums[v] = load<C, W>(sum + c + v * W);
 #pragma GCC unroll 2
     for (int64_t n = 0; n < count; ++n) {
-      const C* row = rows + list[n] * width + c;
+      const C* row = rows + list[n] * head_dim + c;
       C factor = weight(n);
       for (int v = 0; v < V; ++v) sums[v] += factor * load<C, W>(row + v * W);
     }
     for (int v = 0; v < V; ++v) store<C, W>(sum + c + v * W, sums[v]);
   }
-  if constexpr (V > 1) sum_columns<C, V / 2>(weight, rows, width, list, count, c, add, sum);
+  if constexpr (V > 1) sum_columns<C, V / 2>(weight, rows, head_dim, list, count, c, add, sum);
 }
 
 template <class C>
 static void token_sum(
-    const C* weights, const int32_t* slots, int64_t slot_stride, const C* rows, int64_t width, const int32_t* list,
+    const C* weights, const int32_t* slots, int64_t slot_stride, const C* rows, int64_t head_dim, const int32_t* list,
     int64_t count, C* sum) {
   if (slots) {
     auto weight = [&](int64_t n) { return weights[int64_t{slots[n]} * slot_stride]; };
-    sum_columns<C, sum_vectors>(weight, rows, width, list, count, 0, false, sum);
+    sum_columns<C, sum_vectors>(weight, rows, head_dim, list, count, 0, false, sum);
   } else {
     auto weight = [&](int64_t n) { return weights[n]; };
-    sum_columns<C, sum_vectors>(weight, rows, width, list, count, 0, false, sum);
+    sum_columns<C, sum_vectors>(weight, rows, head_dim, list, count, 0, false, sum);
   }
 }
 
@@ -123,9 +124,9 @@ DS_SPARSE_INLINE void store_in_turns(C* to, Vec<C, W> a, Vec<C, W> b, Lanes<I...
 }
 
 template <class C>
-DS_SPARSE_INLINE void scale_row(C* row, int64_t width, C factor) {
+DS_SPARSE_INLINE void scale_row(C* row, int64_t head_dim, C factor) {
   constexpr int W = native_width<C>;
-  for (int64_t c = 0; c < width; c += W) store<C, W>(row + c, Vec<C, W>(load<C, W>(row + c) * factor));
+  for (int64_t c = 0; c < head_dim; c += W) store<C, W>(row + c, Vec<C, W>(load<C, W>(row + c) * factor));
 }
 
 // A score that has become -inf is not masked.
@@ -136,51 +137,51 @@ DS_SPARSE_INLINE Vec<C, W> as_score(Vec<C, W> dots, C scale) {
 }
 
 template <class C>
-static void token_attention_forward(const TokenForward<C>& line) {
+static void token_attention_forward(const TokenForward<C>& work) {
   constexpr int W = native_width<C>;
   using V = Vec<C, W>;
-  V largest = broadcast<C, W>(-infinity<C>);
-  for (int64_t n = 0; n < line.count; n += W) {
+  V row_maxima = broadcast<C, W>(-infinity<C>);
+  for (int64_t n = 0; n < work.count; n += W) {
     const C* found[W];
-    rows_of<C, W>(line.keys, line.key_width, line.list + n, line.count - n, found);
-    V x = as_score<C, W>(dots_of<C, W>(line.query, found, line.key_width), line.scale);
-    store<C, W>(line.scratch + n, x);
-    largest = x > largest ? x : largest;
+    rows_of<C, W>(work.keys, work.head_dim, work.list + n, work.count - n, found);
+    V x = as_score<C, W>(dots_of<C, W>(work.query, found, work.head_dim), work.scale);
+    store<C, W>(work.scratch + n, x);
+    row_maxima = x > row_maxima ? x : row_maxima;
   }
-  C top = max_lanes<C, W>(largest);
-  // Scores beyond the end repeat the last one; they may set the largest but not the sum.
-  for (int64_t n = line.count; n % W != 0; ++n) line.scratch[n] = -infinity<C>;
-  V sums{};
-  for (int64_t n = 0; n < line.count; n += W) {
-    V e = exp_nonpositive<C, W>(load<C, W>(line.scratch + n) - top);
-    store<C, W>(line.scratch + n, e);
-    sums += e;
+  C row_max = max_lanes<C, W>(row_maxima);
+  // Scores beyond the end repeat the last one; they may set the maximum but not the sum.
+  for (int64_t n = work.count; n % W != 0; ++n) work.scratch[n] = -infinity<C>;
+  V row_sums{};
+  for (int64_t n = 0; n < work.count; n += W) {
+    V e = exp_nonpositive<C, W>(load<C, W>(work.scratch + n) - row_max);
+    store<C, W>(work.scratch + n, e);
+    row_sums += e;
   }
-  C total = sum_lanes<C, W>(sums);
-  token_sum<C>(line.scratch, nullptr, 0, line.values, line.value_width, line.list, line.count, line.sum);
-  scale_row<C>(line.sum, line.value_width, line.count == 0 ? C(0) : 1 / total);
-  line.statistics[0] = top;
-  line.statistics[1] = total;
+  C row_sum = sum_lanes<C, W>(row_sums);
+  token_sum<C>(work.scratch, nullptr, 0, work.values, work.value_head_dim, work.list, work.count, work.output);
+  scale_row<C>(work.output, work.value_head_dim, work.count == 0 ? C(0) : 1 / row_sum);
+  work.row_max_sum[0] = row_max;
+  work.row_max_sum[1] = row_sum;
 }
 
 template <class C>
-static void token_attention_backward(const TokenBackward<C>& line) {
+static void token_attention_backward(const TokenBackward<C>& work) {
   constexpr int W = native_width<C>;
   using V = Vec<C, W>;
   C grads[token_chunk];
   auto weight = [&](int64_t n) { return grads[n]; };
-  for (int64_t done = 0; done < line.count || done == 0; done += token_chunk) {
-    const int32_t* list = line.list + done;
-    C* pairs = line.pairs + 2 * done;
-    int64_t here = line.count - done < token_chunk ? line.count - done : token_chunk;
+  for (int64_t done = 0; done < work.count || done == 0; done += token_chunk) {
+    const int32_t* list = work.list + done;
+    C* pairs = work.pairs + 2 * done;
+    int64_t here = work.count - done < token_chunk ? work.count - done : token_chunk;
     for (int64_t n = 0; n < here; n += W) {
       const C* found[W];
-      rows_of<C, W>(line.keys, line.key_width, list + n, here - n, found);
-      V x = as_score<C, W>(dots_of<C, W>(line.query, found, line.key_width), line.scale);
-      rows_of<C, W>(line.values, line.value_width, list + n, here - n, found);
-      V grad = dots_of<C, W>(line.grad_output, found, line.value_width);
-      V prob = exp_nonpositive<C, W>(x - line.origin) * line.inverse_sum;
-      grad = prob * (grad - line.delta) * line.scale;
+      rows_of<C, W>(work.keys, work.head_dim, list + n, here - n, found);
+      V x = as_score<C, W>(dots_of<C, W>(work.query, found, work.head_dim), work.scale);
+      rows_of<C, W>(work.values, work.value_head_dim, list + n, here - n, found);
+      V grad = dots_of<C, W>(work.grad_output, found, work.value_head_dim);
+      V prob = exp_nonpositive<C, W>(x - work.row_max) * work.inverse_sum;
+      grad = prob * (grad - work.delta) * work.scale;
       store<C, W>(grads + n, grad);
       if (n + W <= here) {
         store_in_turns<C, W>(pairs + 2 * n, prob, grad, typename MakeLanes<W>::type{});
@@ -191,7 +192,7 @@ static void token_attention_backward(const TokenBackward<C>& line) {
         }
       }
     }
-    sum_columns<C, sum_vectors>(weight, line.keys, line.key_width, list, here, 0, done > 0, line.grad_query);
+    sum_columns<C, sum_vectors>(weight, work.keys, work.head_dim, list, here, 0, done > 0, work.grad_query);
   }
 }
 

@@ -13,7 +13,7 @@
 #include "../implementation.h"
 #include "arguments.h"
 #include "memory.h"
-#include "packing.h"
+#include "operands.h"
 #include "schedule.h"
 
 namespace ds_sparse::cpu {
@@ -29,10 +29,10 @@ int64_t task_rows(int64_t tokens, int64_t window, int64_t cost) {
 // Calls the workers with (batch, head, rows), for all rows of all heads, a multiple of `step` and perhaps the rest.
 template <class MakeWorker>
 void run_rows(const Tensor& like, int64_t window, int64_t step, const MakeWorker& make_worker) {
-  int64_t heads = like.size(1), tokens = like.size(2), parts = blocks_of(tokens, step);
-  run_tasks(like.size(0) * heads * parts, [&] {
+  int64_t heads = like.size(1), tokens = like.size(2), tasks = blocks_of(tokens, step);
+  run_tasks(like.size(0) * heads * tasks, [&] {
     return [&, worker = make_worker()](int64_t task) mutable {
-      int64_t matrix = task / parts, first = task % parts * step;
+      int64_t matrix = task / tasks, first = task % tasks * step;
       worker(matrix / heads, matrix % heads, WindowRows{tokens, window, first, std::min(step, tokens - first)});
     };
   });
@@ -41,23 +41,23 @@ void run_rows(const Tensor& like, int64_t window, int64_t step, const MakeWorker
 template <class T>
 void multiply(const Tensor& a, const Tensor& b, int64_t window, Tensor& out) {
   using C = Compute<T>;
-  int64_t heads = a.size(1), tokens = a.size(2), depth = a.size(3), lanes = kernels<T>().lanes,
-          panels_size = padded<T>(tokens) * depth, width = 2 * window + 1;
-  auto panels = pack_all<T>(b, lanes, padded<T>(depth), true);
+  int64_t heads = a.size(1), tokens = a.size(2), head_dim = a.size(3), lanes = kernels<T>().lanes,
+          panels_size = padded<T>(tokens) * head_dim, width = 2 * window + 1;
+  auto panels = pack_all<T>(b, lanes, padded<T>(head_dim), true);
   T* bands = static_cast<T*>(out.mutable_data_ptr());
-  int64_t step = task_rows(tokens, window, depth);
+  int64_t step = task_rows(tokens, window, head_dim);
   run_rows(a, window, step, [&] {
-    return [&, left = Buffer<C>(step * depth)](int64_t batch, int64_t head, const WindowRows& rows) {
+    return [&, left = Buffer<C>(step * head_dim)](int64_t batch, int64_t head, const WindowRows& rows) {
       int64_t matrix = batch * heads + head;
-      pack_tokens<T>(a, batch, head, rows.first, step, depth, left.data());
+      pack_tokens<T>(a, batch, head, rows.first, step, head_dim, left.data());
       kernels<T>().window_matmul(
-          rows, left.data(), panels.data() + matrix * panels_size, depth,
+          rows, left.data(), panels.data() + matrix * panels_size, head_dim,
           bands + (matrix * tokens + rows.first) * width);
     };
   });
 }
 
-// The part of a band that some rows need, in C, in scratch of `band_scratch` numbers; its tokens one after another, or
+// What some rows need of a band, in C, in scratch of `band_scratch` numbers; its tokens one after another, or
 // its rows if transposed.
 template <class T>
 Band<Compute<T>> pack_band(
@@ -93,32 +93,32 @@ template <class T>
 void unwindow(const Tensor& band, const Tensor& dense, bool transposed, Tensor& out) {
   using C = Compute<T>;
   constexpr bool same = std::is_same_v<T, C>;
-  int64_t heads = dense.size(1), tokens = dense.size(2), depth = dense.size(3), width = padded<T>(depth),
+  int64_t heads = dense.size(1), tokens = dense.size(2), head_dim = dense.size(3), padded_dim = padded<T>(head_dim),
           window = band.size(3) / 2;
   bool band_in_place = same && band.stride(3) == 1;
-  bool dense_in_place = same && width == depth && dense.stride(3) == 1 && dense.stride(2) == depth;
-  int64_t lanes = kernels<T>().lanes, packed_size = padded<T>(tokens) * width;
-  auto packed = dense_in_place ? Buffer<C>(0) : pack_all<T>(dense, lanes, width, false);
-  int64_t step = task_rows(tokens, window, depth);
+  bool dense_in_place = same && padded_dim == head_dim && dense.stride(3) == 1 && dense.stride(2) == head_dim;
+  int64_t lanes = kernels<T>().lanes, packed_size = padded<T>(tokens) * padded_dim;
+  auto packed = dense_in_place ? Buffer<C>(0) : pack_all<T>(dense, lanes, padded_dim, false);
+  int64_t step = task_rows(tokens, window, head_dim);
   run_rows(dense, window, step, [&] {
-    return
-        [&, sum = Buffer<C>(step * width), scratch = Buffer<C>(band_in_place ? 0 : band_scratch(tokens, window, step))](
-            int64_t batch, int64_t head, const WindowRows& rows) {
-          const T* from = pointer<T>(band) + batch * band.stride(0) + head * band.stride(1);
-          int64_t stride = band.stride(2);
-          const C* right = packed.data() + (batch * heads + head) * packed_size;
-          Band<C> left;
-          if constexpr (same) {
-            if (dense_in_place) right = pointer<T>(dense) + batch * dense.stride(0) + head * dense.stride(1);
-            if (transposed)
-              left = {from, window + rows.first, 1, stride - 1};
-            else
-              left = {from, window + rows.first * (stride - 1), stride - 1, 1};
-          }
-          if (!band_in_place) left = pack_band(from, stride, band.stride(3), rows, transposed, scratch.data());
-          kernels<T>().unwindow_matmul(rows, left, right, width, sum.data());
-          store_tokens<T>(sum.data(), width, batch, head, rows.first, rows.rows, out);
-        };
+    return [&, output = Buffer<C>(step * padded_dim),
+            scratch = Buffer<C>(band_in_place ? 0 : band_scratch(tokens, window, step))](
+               int64_t batch, int64_t head, const WindowRows& rows) {
+      const T* from = pointer<T>(band) + batch * band.stride(0) + head * band.stride(1);
+      int64_t stride = band.stride(2);
+      const C* right = packed.data() + (batch * heads + head) * packed_size;
+      Band<C> left;
+      if constexpr (same) {
+        if (dense_in_place) right = pointer<T>(dense) + batch * dense.stride(0) + head * dense.stride(1);
+        if (transposed)
+          left = {from, window + rows.first, 1, stride - 1};
+        else
+          left = {from, window + rows.first * (stride - 1), stride - 1, 1};
+      }
+      if (!band_in_place) left = pack_band(from, stride, band.stride(3), rows, transposed, scratch.data());
+      kernels<T>().unwindow_matmul(rows, left, right, padded_dim, output.data());
+      store_tokens<T>(output.data(), padded_dim, batch, head, rows.first, rows.rows, out);
+    };
   });
 }
 

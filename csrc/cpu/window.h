@@ -17,15 +17,15 @@ static void zero(T* to, int64_t begin, int64_t end) {
 template <class T, int V>
 static void window_panels(
     const WindowRows& rows, int64_t m, const Compute<T>* a, const Compute<T>* panels, int64_t first, int64_t last,
-    int64_t depth, T* band) {
+    int64_t head_dim, T* band) {
   using C = Compute<T>;
   constexpr int W = native_width<C>;
   int64_t p = first;
   for (; p + V <= last; p += V) {
     const C* b[V];
-    for (int v = 0; v < V; ++v) b[v] = panels + (p + v) * depth * W;
+    for (int v = 0; v < V; ++v) b[v] = panels + (p + v) * head_dim * W;
     Vec<C, W> tile[tile_rows][V] = {};
-    multiply<C, W, V>(tile, a + m * depth, depth, 1, b, W, depth);
+    multiply<C, W, V>(tile, a + m * head_dim, head_dim, 1, b, W, head_dim);
 #pragma GCC unroll 4
     for (int i = 0; i < tile_rows; ++i) {
       if (m + i >= rows.rows) break;
@@ -37,25 +37,25 @@ static void window_panels(
         if (t >= begin && t + W <= end) {
           store<C, W>(to + at, tile[i][v]);
         } else {
-          T part[W];
-          store<C, W>(part, tile[i][v]);
+          T numbers[W];
+          store<C, W>(numbers, tile[i][v]);
           int64_t from = begin > t ? begin - t : 0, until = end - t < W ? end - t : W;
-          for (int64_t c = from; c < until; ++c) to[at + c] = part[c];
+          for (int64_t c = from; c < until; ++c) to[at + c] = numbers[c];
         }
       }
     }
   }
-  if constexpr (V > 1) window_panels<T, V - 1>(rows, m, a, panels, p, last, depth, band);
+  if constexpr (V > 1) window_panels<T, V - 1>(rows, m, a, panels, p, last, head_dim, band);
 }
 
 template <class T>
 static void window_matmul(
-    const WindowRows& rows, const Compute<T>* a, const Compute<T>* panels, int64_t depth, T* band) {
+    const WindowRows& rows, const Compute<T>* a, const Compute<T>* panels, int64_t head_dim, T* band) {
   constexpr int W = native_width<Compute<T>>;
   for (int64_t m = 0; m < rows.rows; m += tile_rows) {
     int64_t left = rows.rows - m, token = rows.first + m, last = token + (left < tile_rows ? left : tile_rows) - 1;
     window_panels<T, tile_vectors>(
-        rows, m, a, panels, rows.begin(token) / W, (rows.end(last) + W - 1) / W, depth, band);
+        rows, m, a, panels, rows.begin(token) / W, (rows.end(last) + W - 1) / W, head_dim, band);
   }
   int64_t width = 2 * rows.window + 1;
   for (int64_t r = 0; r < rows.rows; ++r, band += width) {
@@ -67,7 +67,8 @@ static void window_matmul(
 
 template <class C, int V>
 static void unwindow_columns(
-    const WindowRows& rows, const Band<C>& band, const C* dense, int64_t width, int64_t first, int64_t last, C* sum) {
+    const WindowRows& rows, const Band<C>& band, const C* dense, int64_t head_dim, int64_t first, int64_t last,
+    C* output) {
   constexpr int W = native_width<C>;
   int64_t c = first;
   for (; c + V * W <= last; c += V * W) {
@@ -80,12 +81,12 @@ static void unwindow_columns(
       bool shared = m + tile_rows <= rows.rows && begin < end;
       if (shared) {
         const C* b[V];
-        for (int v = 0; v < V; ++v) b[v] = dense + begin * width + c + v * W;
+        for (int v = 0; v < V; ++v) b[v] = dense + begin * head_dim + c + v * W;
         const C* from = a + begin * band.token_stride;
         if (band.token_stride == 1)
-          multiply<C, W, V>(tile, from, band.row_stride, 1, b, width, end - begin);
+          multiply<C, W, V>(tile, from, band.row_stride, 1, b, head_dim, end - begin);
         else
-          multiply<C, W, V>(tile, from, 1, band.token_stride, b, width, end - begin);
+          multiply<C, W, V>(tile, from, 1, band.token_stride, b, head_dim, end - begin);
       }
 #pragma GCC unroll 4
       for (int i = 0; i < tile_rows; ++i) {
@@ -93,23 +94,24 @@ static void unwindow_columns(
         auto add = [&](int64_t from, int64_t until) {
           for (int64_t t = from; t < until; ++t) {
             C left = a[i * band.row_stride + t * band.token_stride];
-            for (int v = 0; v < V; ++v) tile[i][v] += left * load<C, W>(dense + t * width + c + v * W);
+            for (int v = 0; v < V; ++v) tile[i][v] += left * load<C, W>(dense + t * head_dim + c + v * W);
           }
         };
         int64_t row_end = rows.end(token + i);
         add(rows.begin(token + i), shared ? begin : row_end);
         add(shared ? end : row_end, row_end);
-        for (int v = 0; v < V; ++v) store<C, W>(sum + (m + i) * width + c + v * W, tile[i][v]);
+        for (int v = 0; v < V; ++v) store<C, W>(output + (m + i) * head_dim + c + v * W, tile[i][v]);
       }
     }
   }
-  if constexpr (V > 1) unwindow_columns<C, V - 1>(rows, band, dense, width, c, last, sum);
+  if constexpr (V > 1) unwindow_columns<C, V - 1>(rows, band, dense, head_dim, c, last, output);
 }
 
 template <class T>
 static void unwindow_matmul(
-    const WindowRows& rows, const Band<Compute<T>>& band, const Compute<T>* dense, int64_t width, Compute<T>* sum) {
-  unwindow_columns<Compute<T>, tile_vectors>(rows, band, dense, width, 0, width, sum);
+    const WindowRows& rows, const Band<Compute<T>>& band, const Compute<T>* dense, int64_t head_dim,
+    Compute<T>* output) {
+  unwindow_columns<Compute<T>, tile_vectors>(rows, band, dense, head_dim, 0, head_dim, output);
 }
 
 template <class T>
@@ -132,9 +134,9 @@ static void window_softmax_forward(
       if (key_bias && c + W <= count) {
         scaled = add_bias<C, W>(scaled, load<C, W>(key_bias + begin + c));
       } else if (key_bias) {
-        C part[W] = {};
-        for (int64_t i = 0; i < count - c; ++i) part[i] = key_bias[begin + c + i];
-        scaled = add_bias<C, W>(scaled, load<C, W>(part));
+        C biases[W] = {};
+        for (int64_t i = 0; i < count - c; ++i) biases[i] = key_bias[begin + c + i];
+        scaled = add_bias<C, W>(scaled, load<C, W>(biases));
       }
       store<C, W>(row + c, scaled);
     }

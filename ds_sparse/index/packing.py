@@ -1,6 +1,6 @@
 """Packing: how two numbers stand in the 32 bits of one, in the entries of tiles and in the units of strips.
 
-The kernels unpack them by the same rules: csrc/library.cpp describes the lists.
+The kernels unpack them by the same rules (csrc/packing.h); csrc/library.cpp describes the lists.
 """
 
 from __future__ import annotations

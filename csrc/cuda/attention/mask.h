@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "../../packing.h"
 #include "scoring.h"
 
 namespace ds_sparse::attention {
@@ -42,7 +43,7 @@ struct OtherSide {
     if (entry >= num_entries) {
       return -1;
     }
-    const int token = static_cast<int>((entries[entry] & 0xffffffu) << log_block) + (place & ((1 << log_block) - 1));
+    const int token = static_cast<int>(block_of(entries[entry]) << log_block) + (place & ((1 << log_block) - 1));
     return token < length ? token : -1;
   }
 
@@ -53,7 +54,7 @@ struct OtherSide {
       return {0, 0};
     }
     const uint32_t word = entries[entry];
-    Octet octet{static_cast<int>((word & 0xffffffu) << log_block) + (place & ((1 << log_block) - 1)), word >> 24};
+    Octet octet{static_cast<int>(block_of(word) << log_block) + (place & ((1 << log_block) - 1)), owners_of(word)};
     if (octet.token >= length) {
       octet.owners = 0;
     } else if (states != nullptr) {

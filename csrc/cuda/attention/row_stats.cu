@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kThreads) row_stats_kernel(
   const int own = first + lane % kRowsOfWarp;
   const int64_t place = int64_t{matrix} * queries + own;
   const bool exists = own < queries;
-  const float2 of_row = exists ? row_sums[place] : make_float2(-kInfinity, 0);  // origin and sum
+  const float2 of_row = exists ? row_sums[place] : make_float2(-kInfinity, 0);  // row_max and row_sum
   const float of_lse = exists && grad_lse != nullptr ? grad_lse[place] : 0.0f;
   const T *a = grad_output.of(batch, head), *b = output.of(batch, head);
   float sums[kAtOnce] = {};

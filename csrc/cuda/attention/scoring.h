@@ -10,6 +10,7 @@
 #include <optional>
 #include <type_traits>
 
+#include "../../bias.h"
 #include "../../checks.h"
 #include "../../dropout.h"
 
@@ -38,10 +39,9 @@ struct Bias {
         scores[e] += value_of(from[at.x * row_stride + at.y * column_stride]);
       }
     };
-    // Finite ones are arithmetic, however large: three of them, and a factor log2(e), must not reach infinity.
     const auto finite = [](auto x) {
       const float value = static_cast<float>(x);
-      return value == -kInfinity ? value : fmaxf(value, -1e30f);
+      return value == -kInfinity ? value : fmaxf(value, kLowestBias<float>);
     };
     if (kind == kBool) {
       add(static_cast<const bool*>(data), [](bool keeps) { return keeps ? 0.0f : -kInfinity; });

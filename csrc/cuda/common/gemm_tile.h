@@ -294,7 +294,4 @@ void with_tile_height(int64_t block, const F& f) {
   f(std::integral_constant<int, 32>{});
 }
 
-// Entries that a window's lines may have, with blocks of 8, and those that the last tile would have had room for.
-constexpr int kMostListed = 2 * 2048 / 8 + 64 / 8;
-
 }  // namespace ds_sparse

@@ -11,6 +11,8 @@
 
 #include <cstdint>
 
+#include "tuning.h"
+
 namespace ds_sparse {
 
 enum Split { kWhole, kContinued, kStarted };
@@ -24,16 +26,19 @@ struct BlockLists {
   __host__ __device__ int chunks() const { return entries / chunk_size + 1; }
 };
 
-// Entries in a chunk: tokens enough to keep a thread block busy, few enough to give every multiprocessor some chunks.
+// Entries in a chunk.
 inline int chunk_size_of(int64_t entries_of_all_heads, int64_t block, int64_t tiles_an_entry, int64_t multiprocessors) {
-  constexpr int64_t most = 2048, fewest = 256, chunks_a_multiprocessor = 8;
-  int64_t tokens = most;
+  int64_t tokens = ChunkTuning::kMostTokens;
   const int64_t all = entries_of_all_heads * block * tiles_an_entry;
-  while (tokens > fewest && all / tokens < multiprocessors * chunks_a_multiprocessor) {
+  while (tokens > ChunkTuning::kFewestTokens && all / tokens < multiprocessors * ChunkTuning::kChunksOnMultiprocessor) {
     tokens /= 2;
   }
   return static_cast<int>(tokens > block ? tokens / block : 1);
 }
+
+// Entries that the lists of a chunk may have, with blocks of 8: its own, those of the last list beyond its end, and
+// those that the last tile would have had room for.
+constexpr int kMostListed = 2 * ChunkTuning::kMostTokens / 8 + SddTuning::kTokens / 8;
 
 // The first of `count` ascending numbers that is at least `value`, or count; by a whole warp.
 __device__ __forceinline__ int first_at_least(const int32_t* numbers, int count, int value) {

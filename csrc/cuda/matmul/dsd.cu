@@ -69,7 +69,7 @@ struct Memory {
 };
 
 template <class T, int kM, int kN, bool kFast>
-__global__ void __launch_bounds__(kThreads, kN == 128 ? 3 : 4)
+__global__ void __launch_bounds__(kThreads, DsdTuning<kN>::kThreadBlocks)
     matmul_dsd_kernel(const __grid_constant__ Arguments<T> p) {
   extern __shared__ __align__(16) unsigned char shared[];
   using Tile = Sums<T, kM, kN, kFast>;
@@ -196,9 +196,7 @@ __global__ void __launch_bounds__(kThreads, kN == 128 ? 3 : 4)
   }
 }
 
-// Numbers that a thread adds up, where splits are, at once: to find out whether there is anything to add takes longer
-// than most additions.
-constexpr int kAddedTogether = 4;
+constexpr int kAddedTogether = CombineTuning::kAddedTogether;
 
 template <class T>
 struct alignas(16) AddedTogether {
@@ -209,7 +207,7 @@ struct alignas(16) AddedTogether {
 // are on their way at once.
 template <class T, class F>
 __device__ __forceinline__ AddedTogether<T> sum_of_splits(int64_t count, const F& at) {
-  constexpr int kAtOnce = 8;
+  constexpr int kAtOnce = CombineTuning::kSplitsAtOnce;
   AddedTogether<T> sums{};
   for (int64_t first = 0; first < count; first += kAtOnce) {
     const Compute<T>* from[kAtOnce];
@@ -235,8 +233,8 @@ __device__ __forceinline__ AddedTogether<T> sum_of_splits(int64_t count, const F
   return sums;
 }
 
-// Numbers that a thread block of add_parts_kernel makes.
-constexpr int kAddedAtOnce = 8 * kAddedTogether * kThreads;
+// Numbers that a thread block of combine_splits_kernel makes.
+constexpr int kAddedAtOnce = CombineTuning::kRounds * kAddedTogether * kThreads;
 
 // Combines the splits of the list that starts in each chunk and goes on after it, first split first.
 template <class T>

@@ -5,16 +5,17 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "../../packing.h"
 #include "dsd_sm90.h"
+#include "tuning.h"
 
 namespace ds_sparse {
 namespace {
 
 using namespace hopper;
 
-// A thread block has a multiprocessor for itself, and as deep a ring as there is room for.
 template <class T, int kN>
-using Shared = Memory<T, kN, kN == kPanel ? 8 : 6, T[kConsumerWarpgroups][kTileElements]>;
+using Shared = Memory<T, kN, LargeDsdTuning<kN>::kStages, T[kConsumerWarpgroups][kTileElements]>;
 
 // Boxes of a step, each of which a warp of its own copies.
 template <int kN>
@@ -79,8 +80,8 @@ __device__ __forceinline__ void run_producer(
           full.arrive_and_expect_tx(kTileBytes);
           if (is_dense) {
             tma_load(
-                memory.dense[pipe.index][box], dense, &full, box * kPanel, (now & 0xffffff) * kBlock + within,
-                work.head, work.batch);
+                memory.dense[pipe.index][box], dense, &full, box * kPanel,
+                static_cast<int>(block_of(now)) * kBlock + within, work.head, work.batch);
           } else {
             tma_load(
                 memory.values[pipe.index][group], values, &full, transposed ? first_row : within,
@@ -117,7 +118,7 @@ __device__ __forceinline__ void multiply(
 }
 
 template <class T, int kN, int kBlock>
-__global__ void __launch_bounds__(kThreads<kN>, 1) dsd_of_large_blocks_kernel(
+__global__ void __launch_bounds__(kThreads<kN>, LargeDsdTuning<kN>::kThreadBlocks) dsd_of_large_blocks_kernel(
     const __grid_constant__ TileProduct<T> p, const __grid_constant__ CUtensorMap values,
     const __grid_constant__ CUtensorMap dense, const __grid_constant__ CUtensorMap out, bool transposed) {
   let_next_begin();
@@ -152,8 +153,9 @@ void dsd_of_large_blocks(
     constexpr int kN = decltype(width)::value, kBlock = decltype(block)::value;
     launch.with_shared_memory(
         dsd_of_large_blocks_kernel<T, kN, kBlock>,
-        std::min<int64_t>(p.lists.total_work_tiles(), launch.multiprocessors()), kThreads<kN>, sizeof(Shared<T, kN>), p,
-        tensor_map(read_values, kTile), tensor_map(read_dense, kTile), result_map(p, out), transposed);
+        std::min<int64_t>(p.lists.total_work_tiles(), launch.multiprocessors() * LargeDsdTuning<kN>::kThreadBlocks),
+        kThreads<kN>, sizeof(Shared<T, kN>), p, tensor_map(read_values, kTile), tensor_map(read_dense, kTile),
+        result_map(p, out), transposed);
   };
   const auto with_block = [&](auto width) {
     p.block == 64 ? run(width, std::integral_constant<int, 64>{}) : run(width, std::integral_constant<int, 128>{});

@@ -7,8 +7,10 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "../../packing.h"
 #include "../common/mma.h"
 #include "dsd_sm90.h"
+#include "tuning.h"
 
 namespace ds_sparse {
 namespace {
@@ -20,16 +22,12 @@ constexpr int kBlockRows = kProductTile / kBlock;  // of a tile
 template <int kBlock>
 constexpr int kEntries = kTile / kBlock;  // of a step
 
-// Thread blocks on a multiprocessor, as many as shared memory has room for.
-template <int kN>
-constexpr int kThreadBlocks = kN == kPanel ? 2 : 1;
-
 // Values of each line of each entry.
 template <class T, int kN, int kBlock>
-using Shared = Memory<T, kN, kN == kPanel ? 4 : 6, T[kEntries<kBlock>][kBlockRows<kBlock>][kBlock * kBlock]>;
+using Shared = Memory<T, kN, SmallDsdTuning<kN>::kStages, T[kEntries<kBlock>][kBlockRows<kBlock>][kBlock * kBlock]>;
 
 // With what each thread block has reserved, of the 228 KB of a multiprocessor.
-static_assert(kThreadBlocks<kPanel> * (sizeof(Shared<__half, kPanel, 16>) + 1024) <= 228 * 1024);
+static_assert(SmallDsdTuning<kPanel>::kThreadBlocks * (sizeof(Shared<__half, kPanel, 16>) + 1024) <= 228 * 1024);
 
 // A stage has a producer warp of its own.
 template <class T, int kN, int kBlock>
@@ -84,8 +82,7 @@ struct OwnSteps {
   int ahead = stage;    // how many steps of all come before its next
 };
 
-// Blocks are copied by eight lanes each, 128 bytes at a time.
-constexpr int kLanesOfBlock = 8, kBlocksAtOnce = 32 / kLanesOfBlock;
+constexpr int kLanesOfBlock = SmallDsdCopyTuning::kLanesOfBlock, kBlocksAtOnce = 32 / kLanesOfBlock;
 template <int kBlock>
 constexpr int kBlocksOfLane = kEntries<kBlock> * kBlockRows<kBlock> / kBlocksAtOnce;
 
@@ -166,7 +163,7 @@ __device__ __forceinline__ void run_producer(
       // Past the list's end there are zeros, as there are outside of tensors; a work tile without an entry has a step
       // of them.
       constexpr int kOutside = 1 << 30;
-      const int token = lane % kEntries < now.left ? static_cast<int>(now.entry & 0xffffffu) * kBlock : kOutside;
+      const int token = lane % kEntries < now.left ? static_cast<int>(block_of(now.entry)) * kBlock : kOutside;
       tma_load(
           memory.dense[own.stage][lane / kEntries] + lane % kEntries * kBlock * kPanel, dense, &full,
           lane / kEntries * kPanel, token, now.work.head, now.work.batch);
@@ -188,7 +185,7 @@ __device__ __forceinline__ void run_producer(
       }
     }
     end_of_copies();
-    const uint32_t live = __reduce_or_sync(0xffffffffu, now.entry >> 24 << (lane % kEntries * kBlockRows));
+    const uint32_t live = __reduce_or_sync(0xffffffffu, owners_of(now.entry) << (lane % kEntries * kBlockRows));
     if (lane < kConsumerWarpgroups) {
       constexpr int kOwn = kBlockRows / kConsumerWarpgroups;
       memory.steps[own.stage][lane] = Step{
@@ -211,9 +208,10 @@ __device__ __forceinline__ void run_producer(
 }
 
 template <class T, int kN, int kBlock, bool kTransposed>
-__global__ void __launch_bounds__(kThreads<T, kN, kBlock>, kThreadBlocks<kN>) dsd_of_small_blocks_kernel(
-    const __grid_constant__ TileProduct<T> p, const T* values, const __grid_constant__ CUtensorMap dense,
-    const __grid_constant__ CUtensorMap out) {
+__global__ void __launch_bounds__(kThreads<T, kN, kBlock>, SmallDsdTuning<kN>::kThreadBlocks)
+    dsd_of_small_blocks_kernel(
+        const __grid_constant__ TileProduct<T> p, const T* values, const __grid_constant__ CUtensorMap dense,
+        const __grid_constant__ CUtensorMap out) {
   let_next_begin();
   extern __shared__ __align__(kPanelAlignment) unsigned char shared[];
   auto& memory = *reinterpret_cast<Shared<T, kN, kBlock>*>(align_panels(shared));
@@ -274,7 +272,7 @@ void dsd_of_small_blocks(
     constexpr int kN = decltype(width)::value, kBlock = decltype(block)::value;
     launch.with_shared_memory(
         transposed ? dsd_of_small_blocks_kernel<T, kN, kBlock, true> : dsd_of_small_blocks_kernel<T, kN, kBlock, false>,
-        std::min<int64_t>(p.lists.total_work_tiles(), launch.multiprocessors() * kThreadBlocks<kN>),
+        std::min<int64_t>(p.lists.total_work_tiles(), launch.multiprocessors() * SmallDsdTuning<kN>::kThreadBlocks),
         kThreads<T, kN, kBlock>, sizeof(Shared<T, kN, kBlock>), p, static_cast<const T*>(read_values.const_data_ptr()),
         tensor_map(read_dense, kBlock), result_map(p, out));
   };

@@ -19,7 +19,7 @@
 namespace ds_sparse {
 namespace {
 
-constexpr int kTokens = 64;  // columns of a tile
+constexpr int kTokens = SddTuning::kTokens;  // columns of a tile
 
 template <class T>
 struct Arguments {
@@ -41,21 +41,21 @@ struct Memory {
   T columns[kStages][tile_elements<T>(kTokens, kBlockK<T>)];
   T result[kThreads / 32][Tile::kRows * kPitch];
   int32_t listed[kMostListed];
-  // Followed by row tiles. Rows of up to two k blocks stay for all their columns, as many of them as the steps ahead
-  // may reach; longer ones come again with each k block of the columns.
+  // Followed by row tiles: of rows that stay as many as the steps ahead may reach.
   __device__ RowTile* rows() { return reinterpret_cast<RowTile*>(this + 1); }
   static constexpr size_t bytes(int k_blocks) {
-    return sizeof(Memory) + kStages * (k_blocks <= 2 ? k_blocks : 1) * sizeof(RowTile);
+    return sizeof(Memory) + kStages * (k_blocks <= SddTuning::kKBlocksThatStay ? k_blocks : 1) * sizeof(RowTile);
   }
 };
 
 template <class T, int kM, bool kFast>
-__global__ void __launch_bounds__(kThreads, 4) matmul_sdd_kernel(const __grid_constant__ Arguments<T> p) {
+__global__ void __launch_bounds__(kThreads, SddTuning::kThreadBlocks)
+    matmul_sdd_kernel(const __grid_constant__ Arguments<T> p) {
   extern __shared__ __align__(16) unsigned char shared[];
   using Tile = Sums<T, kM, kTokens, kFast>;
   auto& memory = *reinterpret_cast<Memory<T, kM, kFast>*>(shared);
   const int block = 1 << p.log_block, k_blocks = p.k_blocks, chunks = p.lists.chunks();
-  const bool rows_stay = k_blocks <= 2;
+  const bool rows_stay = k_blocks <= SddTuning::kKBlocksThatStay;
   const int64_t heads_apart = p.layout_heads == 1 ? p.heads : 1;
   const int64_t work_tiles = p.batch * heads_apart * chunks * p.row_tiles;
   constexpr int pitch = Memory<T, kM, kFast>::kPitch;

@@ -7,8 +7,10 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include "../../packing.h"
 #include "../common/gemm_sm90.h"
 #include "sdd.h"
+#include "tuning.h"
 
 namespace ds_sparse {
 namespace {
@@ -27,26 +29,20 @@ struct TileShape {
   static constexpr int kConsumerWarps = kConsumerWarpgroups * kWarpgroupThreads / 32;  // of all of them
   static constexpr int kThreads = kConsumerWarps * 32 + 32;                            // and a producer warp
   static constexpr int kBlockRows = kConsumerWarpgroups * kTile / kBlock;              // of a tile
-  static constexpr int kBox = std::min(kBlock, kTile);    // tokens that are copied together
-  static constexpr int kBoxes = kTile / kBox;             // of a stage, and entries of a step
-  static constexpr int kStepsOfBlock = kBlock / kBox;     // of a block, a step each
-  static constexpr int kLaneRun = std::min(kBox / 4, 8);  // neighbouring columns of which a lane has the sums
-  static constexpr int kFourRuns = 4 * kLaneRun;          // those of a row's four lanes
+  static constexpr int kBox = std::min(kBlock, kTile);  // tokens that are copied together
+  static constexpr int kBoxes = kTile / kBox;           // of a stage, and entries of a step
+  static constexpr int kStepsOfBlock = kBlock / kBox;   // of a block, a step each
 };
-
-// Thread blocks on a multiprocessor: as many as its registers and, with as many stages as keep copies going, its shared
-// memory have room for.
-template <int kPanels, int kBlock>
-constexpr int kThreadBlocksOfTile = TileShape<kBlock>::kConsumerWarpgroups == 2 ? 2
-                                    : kPanels == 1                              ? 4
-                                                                                : 3;
 
 // A stage has rows of a work tile, for one warpgroup, or a step's columns; of these, each block row's places among the
 // values of the copy.
 template <class T, int kPanels, int kBlock>
 struct Memory : TileShape<kBlock> {
   using S = TileShape<kBlock>;
-  static constexpr int kStages = S::kStepsOfBlock == 1 && (kPanels == 1 || S::kConsumerWarpgroups == 2) ? 5 : 4;
+  using Tuning = SddOnHopperTuning<kPanels, kBlock>;
+  static constexpr int kStages = Tuning::kStages;
+  static constexpr int kLaneRun = Tuning::kLaneRun;  // neighbouring columns of which a lane has the sums
+  static constexpr int kFourRuns = 4 * kLaneRun;     // those of a row's four lanes
   T stages[kStages][kPanels][kTileElements];
   Run<int32_t, S::kBoxes> slots[kStages][S::kBlockRows];
   RowsItem rows_items[kStages];  // with the first of the work tile's rows
@@ -163,7 +159,7 @@ __device__ __forceinline__ void run_producer(
         }
         // Boxes that are not there leave what was in their place: products whose slots are -1.
         if (box >= 0 && box < boxes) {
-          copy_columns(box, work, static_cast<int>(now.word & 0xffffffu) * kBlock + step % kStepsOfBlock * kBox);
+          copy_columns(box, work, static_cast<int>(block_of(now.word)) * kBlock + step % kStepsOfBlock * kBox);
         }
       }
     }
@@ -262,7 +258,7 @@ __device__ __forceinline__ void run_consumer(Memory<T, kPanels, kBlock>& memory,
 }
 
 template <class T, int kPanels, int kBlock>
-__global__ void __launch_bounds__(TileShape<kBlock>::kThreads, kThreadBlocksOfTile<kPanels, kBlock>)
+__global__ void __launch_bounds__(TileShape<kBlock>::kThreads, (SddOnHopperTuning<kPanels, kBlock>::kThreadBlocks))
     sdd_on_hopper_kernel(
         const __grid_constant__ ProductTileLists lists, int* taken, const __grid_constant__ CUtensorMap a,
         const __grid_constant__ RunsMap b, T* out) {
@@ -302,7 +298,7 @@ void sdd_on_hopper(
     using T = decltype(zero);
     constexpr int kPanels = decltype(panels)::value, kBlock = decltype(tokens)::value;
     using M = Memory<T, kPanels, kBlock>;
-    const int64_t most = launch.multiprocessors() * kThreadBlocksOfTile<kPanels, kBlock>;
+    const int64_t most = launch.multiprocessors() * M::Tuning::kThreadBlocks;
     launch.with_shared_memory(
         sdd_on_hopper_kernel<T, kPanels, kBlock>, std::min<int64_t>(lists.total_work_tiles(), most), M::kThreads,
         sizeof(M) + kPanelAlignment, lists, taken.mutable_data_ptr<int32_t>(), tensor_map(read_a, M::kBox),

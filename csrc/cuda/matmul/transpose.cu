@@ -13,12 +13,12 @@
 #include "../../checks.h"
 #include "../common/launch.h"
 #include "../common/vector.h"
+#include "tuning.h"
 
 namespace ds_sparse {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kSide = 8;  // of a thread's square, a run of 16 bytes
+constexpr int kThreads = TransposeTuning::kThreads, kSide = TransposeTuning::kSide;
 
 struct TransposedOperand {
   const uint16_t* from;

@@ -10,11 +10,12 @@
 #include "../common/elements.h"
 #include "../common/launch.h"
 #include "../common/vector.h"
+#include "tuning.h"
 
 namespace ds_sparse {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = SoftmaxBackwardBiasTuning::kThreads, kColumns = SoftmaxBackwardBiasTuning::kColumns;
 
 // The live blocks of all heads and where their values are.
 struct Blocks {
@@ -47,14 +48,14 @@ struct Extent {
       : first(bias_size == 1 ? 0 : given), last(bias_size == 1 ? size : given + 1) {}
 };
 
-// One output element a thread. Where tokens are summed, threadIdx.y shares out the block rows, and the shares are added
-// in order, in fp64: the terms are many, one after the other, and may cancel. A thread finds the entry of its own
-// column in a block row by bisection: dead blocks are not read.
+// One output element a thread. Where tokens are summed, threadIdx.y takes turns at block rows, and
+// their sums are added in order, in fp64: the terms are many, one after the other, and may cancel. A thread finds the
+// entry of its own column in a block row by bisection: dead blocks are not read.
 template <class T>
 __global__ void softmax_bias_backward_kernel(
     const T* __restrict__ values, Compute<T>* __restrict__ grad_bias, Blocks blocks,
     const int32_t* __restrict__ columns, int64_t batch, int64_t heads, BiasShape shape) {
-  __shared__ double shares[kThreads];
+  __shared__ double partial_sums[kThreads];
   const bool sums_tokens = shape.tokens == 1;
   const int64_t outputs = shape.batch * shape.heads * shape.tokens * shape.columns;
   const int64_t block = int64_t{1} << blocks.log_block;
@@ -93,10 +94,10 @@ __global__ void softmax_bias_backward_kernel(
       }
     }
     if (sums_tokens) {
-      shares[threadIdx.y * blockDim.x + threadIdx.x] = sum;
+      partial_sums[threadIdx.y * blockDim.x + threadIdx.x] = sum;
       __syncthreads();
       for (unsigned y = 1; threadIdx.y == 0 && y < blockDim.y; ++y) {
-        sum += shares[y * blockDim.x + threadIdx.x];
+        sum += partial_sums[y * blockDim.x + threadIdx.x];
       }
       __syncthreads();
     }
@@ -120,7 +121,7 @@ Tensor softmax_bias_backward(
   const bool is_double = values.scalar_type() == ScalarType::Double;
   Tensor grad_bias = torch::stable::new_empty(values, shape, is_double ? ScalarType::Double : ScalarType::Float);
   const Launcher launch(values);
-  const dim3 threads = shape[2] == 1 ? dim3(8, kThreads / 8) : dim3(kThreads);
+  const dim3 threads = shape[2] == 1 ? dim3(kColumns, kThreads / kColumns) : dim3(kThreads);
   with_element<true>(values, "softmax", [&](auto zero) {
     using T = decltype(zero);
     launch(

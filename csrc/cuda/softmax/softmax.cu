@@ -15,16 +15,18 @@
 
 #include "../../checks.h"
 #include "../../compute.h"
+#include "../../packing.h"
 #include "../common/elements.h"
 #include "../common/launch.h"
 #include "../common/logits.h"
 #include "../common/vector.h"
+#include "tuning.h"
 
 namespace ds_sparse {
 namespace {
 
 constexpr int kLanes = 32;
-constexpr int kHeld = 5;  // runs that a thread holds; more than four, as half of the rows are above the mean
+constexpr int kHeld = SoftmaxTuning::kHeld;
 constexpr int kElements = kHeld * 8;  // of 16 bits in those
 
 // The row strips of a layout, and its copies: matrices where all heads share it, else batches.
@@ -53,9 +55,9 @@ struct RowStrip {
     const int4 listed = strips.listed[number % strips.count];
     block_row = listed.x;
     first_entry = listed.y;
-    const int log_rows_of_all = listed.w & 31;
+    const int log_rows_of_all = log_rows_of(listed.w);
     log_rows = max(log_rows_of_all - kLogThreadBlocks, 0);
-    first_row = (listed.w >> 5) + (thread_block << log_rows);
+    first_row = first_row_of(listed.w) + (thread_block << log_rows);
     log_row = log_block - kLogRun;
     runs = thread_block >> (log_rows_of_all - log_rows) == 0 ? listed.z << (log_row + log_rows) : 0;
     first_run = ((int64_t{copy} * strips.live + first_entry) << (log_block + log_row)) + (first_row << log_row);
@@ -188,29 +190,29 @@ struct SoftmaxForward {
 template <class T, int kThreads>
 struct Logits {
   using A = Compute<T>;
-  static constexpr int kParts = kRun<T> / kRun<A>;
-  uint4 parts[kHeld][kParts][kThreads];
+  static constexpr int kRuns = kRun<T> / kRun<A>;
+  uint4 runs[kHeld][kRuns][kThreads];
 
   __device__ void get(int i, A (&to)[kRun<T>]) const {
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      A of_part[kRun<A>];
-      unpack<A>(parts[i][part][threadIdx.x], of_part);
+    for (int run = 0; run < kRuns; ++run) {
+      A of_run[kRun<A>];
+      unpack<A>(runs[i][run][threadIdx.x], of_run);
 #pragma unroll
       for (int e = 0; e < kRun<A>; ++e) {
-        to[part * kRun<A> + e] = of_part[e];
+        to[run * kRun<A> + e] = of_run[e];
       }
     }
   }
   __device__ void set(int i, const A (&from)[kRun<T>]) {
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      A of_part[kRun<A>];
+    for (int run = 0; run < kRuns; ++run) {
+      A of_run[kRun<A>];
 #pragma unroll
       for (int e = 0; e < kRun<A>; ++e) {
-        of_part[e] = from[part * kRun<A> + e];
+        of_run[e] = from[run * kRun<A> + e];
       }
-      parts[i][part][threadIdx.x] = pack<A>(of_part);
+      runs[i][run][threadIdx.x] = pack<A>(of_run);
     }
   }
 };
@@ -218,7 +220,7 @@ struct Logits {
 // kPlain: scale is positive, and there is nothing else. Then it is left to the exponents, whose differences it scales.
 // Powers are taken again when their sum is known, so that more threads have room.
 template <class T, bool kPlain, int kThreads>
-__global__ void __launch_bounds__(kThreads, (kPlain && sizeof(T) < 8 ? 1536 : 1024) / kThreads)
+__global__ void __launch_bounds__(kThreads, (SoftmaxTuning::kForwardThreads<T, kPlain> / kThreads))
     softmax_forward_kernel(const __grid_constant__ SoftmaxForward<T> p) {
   using A = Compute<T>;
   const RowStrip<T> strip(p.strips);
@@ -290,23 +292,23 @@ __global__ void __launch_bounds__(kThreads, (kPlain && sizeof(T) < 8 ? 1536 : 10
       logits.get(i, to);
     }
   };
-  A largest = -infinity<A>(), sum = 0;
+  A row_max = -infinity<A>(), row_sum = 0;
   for (uint32_t first = 0; first < strip.runs; first += kHeld * kThreads) {
     read(first);
-    A larger = largest;
+    A new_max = row_max;
     row_threads.for_each_run(strip, first, [&](int i, uint32_t) {
       if constexpr (kPlain) {
-        larger = max(larger, largest_of<T>(held[i]));
+        new_max = max(new_max, largest_of<T>(held[i]));
       } else {
         A run_logits[kRun<T>];
         get(i, run_logits);
-        larger = max(larger, largest_of(run_logits));
+        new_max = max(new_max, largest_of(run_logits));
       }
     });
-    larger = row_threads.of_warp(larger, [](A a, A b) { return max(a, b); });
-    const A reference = finite_reference(larger);
-    sum *= power_of_difference(largest, reference, exponent_scale);
-    largest = larger;
+    new_max = row_threads.of_warp(new_max, [](A a, A b) { return max(a, b); });
+    const A reference = finite_reference(new_max);
+    row_sum *= power_of_difference(row_max, reference, exponent_scale);
+    row_max = new_max;
     row_threads.for_each_run(strip, first, [&](int i, uint32_t) {
       A powers[kRun<T>];
       get(i, powers);
@@ -314,24 +316,24 @@ __global__ void __launch_bounds__(kThreads, (kPlain && sizeof(T) < 8 ? 1536 : 10
       for (A& power : powers) {
         power = power_of_difference(power, reference, exponent_scale);
       }
-      sum += sum_of(powers);
+      row_sum += sum_of(powers);
     });
   }
-  sum = row_threads.of_warp(sum, [](A a, A b) { return a + b; });
-  A reference = finite_reference(largest);
+  row_sum = row_threads.of_warp(row_sum, [](A a, A b) { return a + b; });
+  A reference = finite_reference(row_max);
   if (row_threads.has_several_warps()) {
-    __shared__ A largest_of_warp[kThreads], sum_of_warp[kThreads];
-    largest_of_warp[threadIdx.x] = largest;
-    sum_of_warp[threadIdx.x] = sum;
+    __shared__ A row_max_of_warp[kThreads], row_sum_of_warp[kThreads];
+    row_max_of_warp[threadIdx.x] = row_max;
+    row_sum_of_warp[threadIdx.x] = row_sum;
     __syncthreads();
-    row_threads.for_each_place([&](int place) { largest = max(largest, largest_of_warp[place]); });
-    reference = finite_reference(largest);
-    sum = 0;
+    row_threads.for_each_place([&](int place) { row_max = max(row_max, row_max_of_warp[place]); });
+    reference = finite_reference(row_max);
+    row_sum = 0;
     row_threads.for_each_place([&](int place) {
-      sum += sum_of_warp[place] * power_of_difference(largest_of_warp[place], reference, exponent_scale);
+      row_sum += row_sum_of_warp[place] * power_of_difference(row_max_of_warp[place], reference, exponent_scale);
     });
   }
-  const A factor = sum == 0 ? A(0) : 1 / sum;
+  const A factor = row_sum == 0 ? A(0) : 1 / row_sum;
   for (uint32_t first = 0; first < strip.runs; first += kHeld * kThreads) {
     if (strip.runs > kHeld * kThreads) {
       read(first);
@@ -360,7 +362,7 @@ struct SoftmaxBackward {
 };
 
 template <class T, int kThreads>
-__global__ void __launch_bounds__(kThreads, 896 / kThreads)
+__global__ void __launch_bounds__(kThreads, SoftmaxTuning::kBackwardThreads / kThreads)
     softmax_backward_kernel(const __grid_constant__ SoftmaxBackward<T> p) {
   using A = Compute<T>;
   const RowStrip<T> strip(p.strips);

@@ -15,13 +15,14 @@
 namespace ds_sparse::token {
 namespace {
 
-// What backward knows of a query: the origin of its exponents, 1 over the sum of e^(exponent - origin), and what is
-// taken off the gradients of its probabilities, the sum of grad_output * output less the gradient of lse.
+// What backward knows of a query: the maximum that its exponents are taken relative to, 1 over the sum of
+// e^(exponent - row_max), and what is taken off the gradients of its probabilities, the sum of grad_output * output
+// less the gradient of lse.
 template <class A>
-struct alignas(16) Row {
-  A origin, inverse, delta, unused;
+struct alignas(16) RowStats {
+  A row_max, inverse_sum, delta, unused;
 
-  __device__ A probability(A score) const { return exp_of_difference(score, origin) * inverse; }
+  __device__ A probability(A score) const { return exp_of_difference(score, row_max) * inverse_sum; }
 };
 
 template <class ShapeOfRows>
@@ -29,25 +30,25 @@ struct TokenForward {
   using RowShape = ShapeOfRows;
   using T = typename RowShape::T;
   using A = typename RowShape::A;
-  static constexpr int kBlocks = sizeof(A) == 8 ? 3 : 5;
+  static constexpr int kThreadBlocks = kForwardThreadBlocks<A>;
   struct Memory {
-    A largest[kWarps], totals[kWarps], sums[kWarps][RowShape::kWidth];
+    A row_max[kWarps], row_sum[kWarps], output[kWarps][RowShape::kHeadDim];
   };
   struct Arguments {
     GatheredRows<T> queries, keys, values;
     A scale;
     T* output;
-    A *lse, *statistics;
+    A *lse, *row_max_sums;
     int64_t num_lists;
-    int width;  // of the output
+    int head_dim;  // of the output
   };
 
   Numbers<RowShape> query;
   typename GatheredRows<T>::template Matrix<RowShape> keys, values;
   A scale;
-  // Of the scores so far; sums of e^(score - largest), and of the same times values.
-  A largest = std::numeric_limits<A>::lowest(), total = 0;
-  Numbers<RowShape> sums;
+  // The largest score so far, the sum of e^(score - row_max), and that of the same times values.
+  A row_max = std::numeric_limits<A>::lowest(), row_sum = 0;
+  Numbers<RowShape> output;
 
   __device__ TokenForward(const Arguments& all, const TokenList& list)
       : query(all.queries.template of<RowShape>(list).load(list.token)),
@@ -63,54 +64,54 @@ struct TokenForward {
       gathered_keys[u] = keys.load(tokens[u]);
       gathered_values[u] = values.load(tokens[u]);
     }
-    A scores[kTokens], top = largest;
+    A scores[kTokens], new_max = row_max;
 #pragma unroll
     for (int u = 0; u < kTokens; ++u) {
       const A score = score_of(query.dot(Numbers<RowShape>(gathered_keys[u])), scale);
       scores[u] = tokens[u] < 0 ? -std::numeric_limits<A>::infinity() : score;
-      top = max(top, scores[u]);
+      new_max = max(new_max, scores[u]);
     }
-    take_off(top);
+    rescale_to(new_max);
 #pragma unroll
     for (int u = 0; u < kTokens; ++u) {
-      const A weight = exp_of_difference(scores[u], largest);
-      total += weight;
-      sums.add(weight, Numbers<RowShape>(gathered_values[u]));
+      const A weight = exp_of_difference(scores[u], row_max);
+      row_sum += weight;
+      output.add(weight, Numbers<RowShape>(gathered_values[u]));
     }
   }
 
-  // Goes on with a larger origin of the exponents.
-  __device__ void take_off(A top) {
-    const A decay = exp_of_difference(largest, top);
-    largest = top;
-    total *= decay;
-    sums.scale(decay);
+  // Goes on with a larger maximum.
+  __device__ void rescale_to(A new_max) {
+    const A rescale = exp_of_difference(row_max, new_max);
+    row_max = new_max;
+    row_sum *= rescale;
+    output.scale(rescale);
   }
 
   __device__ void finish_warp() {
-    take_off(max_of_groups<RowShape>(largest));
-    total = sum_of_groups<RowShape>(total);
-    sums.add_groups();
+    rescale_to(max_of_groups<RowShape>(row_max));
+    row_sum = sum_of_groups<RowShape>(row_sum);
+    output.add_groups();
   }
 
   __device__ void finish_block(Memory& memory) {
     const int warp = threadIdx.x / kWarpLanes, lane = threadIdx.x % kWarpLanes;
     if (lane == 0) {
-      memory.largest[warp] = largest;
+      memory.row_max[warp] = row_max;
     }
     __syncthreads();
-    A top = memory.largest[0];
+    A new_max = memory.row_max[0];
     for (int w = 1; w < kWarps; ++w) {
-      top = max(top, memory.largest[w]);
+      new_max = max(new_max, memory.row_max[w]);
     }
-    take_off(top);
+    rescale_to(new_max);
     if (lane == 0) {
-      memory.totals[warp] = total;
+      memory.row_sum[warp] = row_sum;
     }
-    sums.add_warps(memory.sums);
-    total = 0;
+    output.add_warps(memory.output);
+    row_sum = 0;
     for (int w = 0; w < kWarps; ++w) {
-      total += memory.totals[w];
+      row_sum += memory.row_sum[w];
     }
   }
 
@@ -118,14 +119,14 @@ struct TokenForward {
     const bool empty = list.begin == list.end;
     const int64_t at = list.matrix * all.num_lists + list.token;
     if (threadIdx.x % kWarpLanes == 0) {
-      const A origin = empty ? -std::numeric_limits<A>::infinity() : largest;
-      all.statistics[2 * at] = origin;
-      all.statistics[2 * at + 1] = total;
-      all.lse[at] = origin + log(total);
+      const A stored_max = empty ? -std::numeric_limits<A>::infinity() : row_max;
+      all.row_max_sums[2 * at] = stored_max;
+      all.row_max_sums[2 * at + 1] = row_sum;
+      all.lse[at] = stored_max + log(row_sum);
     }
     if (RowShape::group() == 0) {
-      sums.scale(empty ? A(0) : 1 / total);
-      sums.store(all.output + at * all.width, all.width);
+      output.scale(empty ? A(0) : 1 / row_sum);
+      output.store(all.output + at * all.head_dim, all.head_dim);
     }
   }
 };
@@ -135,12 +136,12 @@ template <class T>
 struct TokenBackwardArguments {
   using A = Compute<T>;
   GatheredRows<T> queries, keys, values, grad_outputs, outputs;
-  const A *statistics, *grad_lse;
-  Row<A>* rows;  // (B, H, T), which the sweep over the queries writes
+  const A *row_max_sums, *grad_lse;
+  RowStats<A>* rows;  // (B, H, T), which the sweep over the queries writes
   A scale;
   T *grad_query, *grad_key, *grad_value;
   int64_t num_queries, num_keys;
-  int width, value_width;  // of the gradients
+  int head_dim, value_head_dim;  // of the gradients
 };
 
 template <class ShapeOfRows>
@@ -149,16 +150,16 @@ struct OverQueries {
   using T = typename RowShape::T;
   using A = typename RowShape::A;
   using Arguments = TokenBackwardArguments<T>;
-  static constexpr int kBlocks = sizeof(A) == 8 ? 3 : 4;
+  static constexpr int kThreadBlocks = kBackwardThreadBlocks<A>;
   struct Memory {
-    A sums[kWarps][RowShape::kWidth];
+    A grad_query[kWarps][RowShape::kHeadDim];
   };
 
   Numbers<RowShape> query, grad_output;
   typename GatheredRows<T>::template Matrix<RowShape> keys, values;
-  Row<A> row;
+  RowStats<A> row;
   A scale;
-  Numbers<RowShape> sums;
+  Numbers<RowShape> grad_query;
 
   __device__ OverQueries(const Arguments& all, const TokenList& list)
       : query(all.queries.template of<RowShape>(list).load(list.token)),
@@ -167,10 +168,10 @@ struct OverQueries {
         values(all.values.template of<RowShape>(list)),
         scale(all.scale) {
     const int64_t at = list.matrix * all.num_queries + list.token;
-    const A total = all.statistics[2 * at + 1];
+    const A row_sum = all.row_max_sums[2 * at + 1];
     const A dot = grad_output.dot(Numbers<RowShape>(all.outputs.template of<RowShape>(list).load(list.token)));
-    row.origin = all.statistics[2 * at];
-    row.inverse = total > 0 ? 1 / total : A(0);
+    row.row_max = all.row_max_sums[2 * at];
+    row.inverse_sum = row_sum > 0 ? 1 / row_sum : A(0);
     row.delta = all.grad_lse == nullptr ? dot : dot - all.grad_lse[at];
     row.unused = 0;
   }
@@ -188,19 +189,19 @@ struct OverQueries {
       const Numbers<RowShape> key(gathered_keys[u]);
       const A prob = row.probability(score_of(query.dot(key), scale));
       const A grad = prob * (grad_output.dot(Numbers<RowShape>(gathered_values[u])) - row.delta) * scale;
-      sums.add(tokens[u] < 0 ? A(0) : grad, key);
+      grad_query.add(tokens[u] < 0 ? A(0) : grad, key);
     }
   }
 
-  __device__ void finish_warp() { sums.add_groups(); }
-  __device__ void finish_block(Memory& memory) { sums.add_warps(memory.sums); }
+  __device__ void finish_warp() { grad_query.add_groups(); }
+  __device__ void finish_block(Memory& memory) { grad_query.add_warps(memory.grad_query); }
   __device__ void store(const Arguments& all, const TokenList& list) const {
     const int64_t at = list.matrix * all.num_queries + list.token;
     if (threadIdx.x % kWarpLanes == 0) {
       all.rows[at] = row;
     }
     if (RowShape::group() == 0) {
-      sums.store(all.grad_query + at * all.width, all.width);
+      grad_query.store(all.grad_query + at * all.head_dim, all.head_dim);
     }
   }
 };
@@ -211,14 +212,14 @@ struct OverKeys {
   using T = typename RowShape::T;
   using A = typename RowShape::A;
   using Arguments = TokenBackwardArguments<T>;
-  static constexpr int kBlocks = sizeof(A) == 8 ? 3 : 4;
+  static constexpr int kThreadBlocks = kBackwardThreadBlocks<A>;
   struct Memory {
-    A keys[kWarps][RowShape::kWidth], values[kWarps][RowShape::kWidth];
+    A keys[kWarps][RowShape::kHeadDim], values[kWarps][RowShape::kHeadDim];
   };
 
   Numbers<RowShape> key, value;
   typename GatheredRows<T>::template Matrix<RowShape> queries, grad_outputs;
-  const Row<A>* rows;  // of the matrix
+  const RowStats<A>* rows;  // of the matrix
   A scale;
   Numbers<RowShape> grad_key, grad_value;
 
@@ -233,12 +234,12 @@ struct OverKeys {
   __device__ void add(uint32_t, const int (&tokens)[RowShape::kTokens]) {
     constexpr int kTokens = RowShape::kTokens;
     GatheredRow<RowShape> gathered_queries[kTokens], gathered_grads[kTokens];
-    Row<A> of_tokens[kTokens];
+    RowStats<A> of_tokens[kTokens];
 #pragma unroll
     for (int u = 0; u < kTokens; ++u) {
       gathered_queries[u] = queries.load(tokens[u]);
       gathered_grads[u] = grad_outputs.load(tokens[u]);
-      of_tokens[u] = tokens[u] < 0 ? Row<A>{} : rows[tokens[u]];
+      of_tokens[u] = tokens[u] < 0 ? RowStats<A>{} : rows[tokens[u]];
     }
 #pragma unroll
     for (int u = 0; u < kTokens; ++u) {
@@ -263,8 +264,8 @@ struct OverKeys {
   __device__ void store(const Arguments& all, const TokenList& list) const {
     const int64_t at = list.matrix * all.num_keys + list.token;
     if (RowShape::group() == 0) {
-      grad_key.store(all.grad_key + at * all.width, all.width);
-      grad_value.store(all.grad_value + at * all.value_width, all.value_width);
+      grad_key.store(all.grad_key + at * all.head_dim, all.head_dim);
+      grad_value.store(all.grad_value + at * all.value_head_dim, all.value_head_dim);
     }
   }
 };
@@ -280,24 +281,30 @@ std::tuple<Tensor, Tensor, Tensor> token_attention_forward(
   check_token_operands({{&query, "query"}, {&key, "key"}, {&value, "value"}});
   check_size(key, 3, query.size(3), "key");
   check_size(value, 2, key.size(2), "value");
-  const int64_t batch = query.size(0), heads = query.size(1), tokens = query.size(2), width = value.size(3);
+  const int64_t batch = query.size(0), heads = query.size(1), tokens = query.size(2), head_dim = value.size(3);
   const TokenLists lists(row_offsets, columns, std::nullopt, list_batch, list_heads, query, tokens);
-  Tensor output = torch::stable::new_empty(query, {batch, heads, tokens, width}),
+  Tensor output = torch::stable::new_empty(query, {batch, heads, tokens, head_dim}),
          lse = torch::stable::new_empty(query, {batch, heads, tokens}, lse_type(query)),
          statistics = torch::stable::new_empty(query, {batch, heads, tokens, 2}, lse_type(query));
   if (lse.numel() == 0) {
     return {output, lse, statistics};
   }
   const Launcher launch(query);
-  with_shape(query, std::max(query.size(3), width), [&](auto shape) {
+  with_shape(query, std::max(query.size(3), head_dim), [&](auto shape) {
     using S = decltype(shape);
     using T = typename S::T;
     using A = typename S::A;
     const RowsOperand<T> queries(query), keys(key), values(value);
     const typename TokenForward<S>::Arguments arguments{
-        queries.rows(),         keys.rows(),     values.rows(),          static_cast<A>(scale),
-        written<T>(output),     written<A>(lse), written<A>(statistics), tokens,
-        static_cast<int>(width)};
+        queries.rows(),
+        keys.rows(),
+        values.rows(),
+        static_cast<A>(scale),
+        written<T>(output),
+        written<A>(lse),
+        written<A>(statistics),
+        tokens,
+        static_cast<int>(head_dim)};
     launch(lists_kernel<TokenForward<S>>, lists.work_tiles(), kThreads, lists, arguments);
   });
   return {output, lse, statistics};
@@ -342,7 +349,7 @@ std::tuple<Tensor, Tensor, Tensor> token_attention_backward(
         outputs.rows(),
         static_cast<const A*>(statistics.const_data_ptr()),
         grad_lse ? static_cast<const A*>(grad_lse->const_data_ptr()) : nullptr,
-        static_cast<Row<A>*>(rows.mutable_data_ptr()),
+        static_cast<RowStats<A>*>(rows.mutable_data_ptr()),
         static_cast<A>(scale),
         written<T>(grad_query),
         written<T>(grad_key),

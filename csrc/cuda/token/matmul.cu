@@ -13,7 +13,7 @@ struct PairProducts {
   using RowShape = ShapeOfRows;
   using T = typename RowShape::T;
   using A = typename RowShape::A;
-  static constexpr int kBlocks = 6;
+  static constexpr int kThreadBlocks = kProductThreadBlocks;
   struct Memory {};
   struct Arguments {
     GatheredRows<T> queries, keys;
@@ -61,9 +61,9 @@ struct WeightedSum {
   using RowShape = ShapeOfRows;
   using T = typename RowShape::T;
   using A = typename RowShape::A;
-  static constexpr int kBlocks = 6;
+  static constexpr int kThreadBlocks = kProductThreadBlocks;
   struct Memory {
-    A sums[kWarps][RowShape::kWidth];
+    A sums[kWarps][RowShape::kHeadDim];
   };
   struct Arguments {
     const T* values;
@@ -72,7 +72,7 @@ struct WeightedSum {
     GatheredRows<T> rows;
     T* out;
     int64_t num_lists;
-    int width;  // of out
+    int head_dim;  // of out
   };
 
   typename GatheredRows<T>::template Matrix<RowShape> rows;
@@ -104,7 +104,7 @@ struct WeightedSum {
   __device__ void finish_block(Memory& memory) { sums.add_warps(memory.sums); }
   __device__ void store(const Arguments& all, const TokenList& list) const {
     if (RowShape::group() == 0) {
-      sums.store(all.out + (list.matrix * all.num_lists + list.token) * all.width, all.width);
+      sums.store(all.out + (list.matrix * all.num_lists + list.token) * all.head_dim, all.head_dim);
     }
   }
 };
@@ -138,25 +138,25 @@ Tensor token_matmul_dsd(
   check(
       list_batch > 0 && list_heads > 0 && (offsets.size(0) - 1) % (list_batch * list_heads) == 0,
       "offsets has to have one entry a line of each list, and one.");
-  const int64_t num_lists = (offsets.size(0) - 1) / (list_batch * list_heads), width = dense.size(3);
+  const int64_t num_lists = (offsets.size(0) - 1) / (list_batch * list_heads), head_dim = dense.size(3);
   const TokenLists lists(offsets, indices, slots, list_batch, list_heads, dense, num_lists);
   check_dim(values, 2, "values");
   check_like(values, dense, "values");
   check_contiguous(values, "values");
   check_size(values, 0, lists.repeats(), "values");
   check_size(values, 1, lists.num_entries, "values");
-  Tensor out = torch::stable::new_empty(dense, {dense.size(0), dense.size(1), num_lists, width});
+  Tensor out = torch::stable::new_empty(dense, {dense.size(0), dense.size(1), num_lists, head_dim});
   if (out.numel() == 0) {
     return out;
   }
   const Launcher launch(dense);
-  with_shape(dense, width, [&](auto shape) {
+  with_shape(dense, head_dim, [&](auto shape) {
     using S = decltype(shape);
     using T = typename S::T;
     const RowsOperand<T> rows(dense);
     const typename WeightedSum<S>::Arguments arguments{
-        static_cast<const T*>(values.const_data_ptr()), lists.slots, lists.num_entries,      rows.rows(),
-        static_cast<T*>(out.mutable_data_ptr()),        num_lists,   static_cast<int>(width)};
+        static_cast<const T*>(values.const_data_ptr()), lists.slots, lists.num_entries,         rows.rows(),
+        static_cast<T*>(out.mutable_data_ptr()),        num_lists,   static_cast<int>(head_dim)};
     launch(lists_kernel<WeightedSum<S>>, lists.work_tiles(), kThreads, lists, arguments);
   });
   return out;

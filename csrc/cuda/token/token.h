@@ -22,16 +22,13 @@
 #include "../../compute.h"
 #include "../common/launch.h"
 #include "../common/vector.h"
+#include "tuning.h"
 
 namespace ds_sparse::token {
 
 constexpr int kWarpLanes = 32;
-constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarpLanes;
-constexpr int kMaxWidth = 256;
-
-// Tokens that a warp does by itself, so that a list does not set the time.
-constexpr uint32_t kLong = 512;
+constexpr int kMaxHeadDim = 256;
 
 // How a row lies in the lanes of a group: lane l has the runs of 16 bytes l, l + kLanes, and so on, kPieces of them.
 template <class Element, int kLanesOfGroup, int kPiecesOfLane>
@@ -40,9 +37,9 @@ struct RowShape {
   using A = Compute<T>;
   static constexpr int kLanes = kLanesOfGroup, kPieces = kPiecesOfLane;
   static constexpr int kGroups = kWarpLanes / kLanes;
-  static constexpr int kWidth = kLanes * kPieces * kRun<T>;
+  static constexpr int kHeadDim = kLanes * kPieces * kRun<T>;
   // Tokens of a group whose rows are on their way together.
-  static constexpr int kTokens = kPieces < 4 ? 4 / kPieces : 1;
+  static constexpr int kTokens = tokens_together(kPieces);
   static constexpr int kStep = kTokens * kGroups;
 
   __device__ static int lane() { return threadIdx.x % kLanes; }
@@ -150,7 +147,7 @@ struct Numbers {
   }
 
   // Adds up those of the warps, which `memory` passes on, in their order; for the whole thread block.
-  __device__ void add_warps(A (&memory)[kWarps][S::kWidth]) {
+  __device__ void add_warps(A (&memory)[kWarps][S::kHeadDim]) {
     if (S::group() == 0) {
       for_each([&](A& number, int p, int i) { memory[warp()][S::column(p) + i] = number; });
     }
@@ -163,14 +160,14 @@ struct Numbers {
     });
   }
 
-  // Writes a row of `width` numbers, of contiguous ones. By one group.
-  __device__ void store(typename S::T* to, int width) const {
+  // Writes a row of `head_dim` numbers, of contiguous ones. By one group.
+  __device__ void store(typename S::T* to, int head_dim) const {
     using T = typename S::T;
 #pragma unroll
     for (int p = 0; p < S::kPieces; ++p) {
       const int column = S::column(p);
-      if (width % kCount == 0) {
-        if (column < width) {
+      if (head_dim % kCount == 0) {
+        if (column < head_dim) {
           Run<T, kCount> run;
 #pragma unroll
           for (int i = 0; i < kCount; ++i) {
@@ -182,7 +179,7 @@ struct Numbers {
       }
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        if (column + i < width) {
+        if (column + i < head_dim) {
           to[column + i] = static_cast<T>(piece[p][i]);
         }
       }
@@ -256,7 +253,7 @@ struct TokenLists {
 //   finish_block(memory)        what the warps have, by a whole thread block
 //   store(arguments, list)      by every lane of one warp
 template <class Job>
-__global__ void __launch_bounds__(kThreads, Job::kBlocks)
+__global__ void __launch_bounds__(kThreads, Job::kThreadBlocks)
     lists_kernel(const __grid_constant__ TokenLists lists, const __grid_constant__ typename Job::Arguments arguments) {
   using S = typename Job::RowShape;
   __shared__ typename Job::Memory memory;
@@ -283,9 +280,9 @@ __global__ void __launch_bounds__(kThreads, Job::kBlocks)
       list.end = __shfl_sync(0xffffffffu, end, from);
       uint32_t first = list.begin, last = list.end;
       if (together) {
-        const uint32_t share = ((last - first + kWarps - 1) / kWarps + S::kStep - 1) / S::kStep * S::kStep;
-        first = min(first + warp * share, last);
-        last = min(first + share, last);
+        const uint32_t of_warp = ((last - first + kWarps - 1) / kWarps + S::kStep - 1) / S::kStep * S::kStep;
+        first = min(first + warp * of_warp, last);
+        last = min(first + of_warp, last);
       }
       Job job(arguments, list);
       const auto read = [&](uint32_t n, int (&tokens)[S::kTokens]) {
@@ -320,13 +317,13 @@ __global__ void __launch_bounds__(kThreads, Job::kBlocks)
   }
 }
 
-// A tensor (B, H, tokens, width) whose rows kernels gather: each begins at a multiple of 16 bytes and is whole runs.
+// A tensor (B, H, tokens, head_dim) whose rows kernels gather: each begins at a multiple of 16 bytes and is whole runs.
 template <class T>
 struct GatheredRows {
   const T* data;
   int64_t batch_stride, head_stride;
   uint32_t token_bytes;
-  int width;
+  int head_dim;
 
   // A lane's part of the rows of one matrix; tokens of -1 and what is beyond the row are zeros.
   template <class S>
@@ -339,7 +336,7 @@ struct GatheredRows {
         : first(reinterpret_cast<const char*>(data + S::column(0))), token_bytes(rows.token_bytes) {
 #pragma unroll
       for (int p = 0; p < S::kPieces; ++p) {
-        beyond[p] = S::column(p) < rows.width ? 0 : -1;
+        beyond[p] = S::column(p) < rows.head_dim ? 0 : -1;
       }
     }
 
@@ -388,9 +385,9 @@ class RowsOperand {
   }
 
   static Tensor copy(const Tensor& x) {
-    const int64_t width = x.size(3), padded = (width + kRun<T> - 1) / kRun<T> * kRun<T>;
+    const int64_t head_dim = x.size(3), padded = (head_dim + kRun<T> - 1) / kRun<T> * kRun<T>;
     Tensor to = torch::stable::new_zeros(x, {x.size(0), x.size(1), x.size(2), padded});
-    Tensor inside = torch::stable::narrow(to, 3, 0, width);
+    Tensor inside = torch::stable::narrow(to, 3, 0, head_dim);
     torch::stable::copy_(inside, x);
     return to;
   }
@@ -398,16 +395,16 @@ class RowsOperand {
   Tensor tensor_;
 };
 
-// e^(x - origin).
+// e^(x - row_max).
 template <class A>
-__device__ __forceinline__ A exp_of_difference(A x, A origin) {
+__device__ __forceinline__ A exp_of_difference(A x, A row_max) {
   if constexpr (std::is_same_v<A, float>) {
     // expf brings back results below 2^-126, which is not worth its instructions here.
     float power;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"((x - origin) * 1.4426950408889634f));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"((x - row_max) * 1.4426950408889634f));
     return power;
   } else {
-    return exp(x - origin);
+    return exp(x - row_max);
   }
 }
 
@@ -425,17 +422,17 @@ __device__ __forceinline__ A score_of(A dot, A scale) {
   return score < lowest ? lowest : score;
 }
 
-// Calls f with a RowShape for rows of up to `width` numbers of x's type.
+// Calls f with a RowShape for rows of up to `head_dim` numbers of x's type.
 template <class F>
-void with_shape(const Tensor& x, int64_t width, const F& f) {
+void with_shape(const Tensor& x, int64_t head_dim, const F& f) {
   check(
-      width <= kMaxWidth,
-      "tokens have " + std::to_string(width) + " numbers; on CUDA they have up to " + std::to_string(kMaxWidth) + ".");
+      head_dim <= kMaxHeadDim, "tokens have " + std::to_string(head_dim) + " numbers; on CUDA they have up to " +
+                                   std::to_string(kMaxHeadDim) + ".");
   const auto with_halves = [&](auto zero) {
     using T = decltype(zero);
-    if (width <= 64) {
+    if (head_dim <= 64) {
       f(RowShape<T, 8, 1>{});
-    } else if (width <= 128) {
+    } else if (head_dim <= 128) {
       f(RowShape<T, 16, 1>{});
     } else {
       f(RowShape<T, 32, 1>{});
@@ -447,12 +444,12 @@ void with_shape(const Tensor& x, int64_t width, const F& f) {
     case ScalarType::BFloat16:
       return with_halves(__nv_bfloat16{});
     case ScalarType::Float:
-      if (width <= 64) {
+      if (head_dim <= 64) {
         return f(RowShape<float, 16, 1>{});
       }
-      return width <= 128 ? f(RowShape<float, 32, 1>{}) : f(RowShape<float, 32, 2>{});
+      return head_dim <= 128 ? f(RowShape<float, 32, 1>{}) : f(RowShape<float, 32, 2>{});
     case ScalarType::Double:
-      return width <= 64 ? f(RowShape<double, 32, 1>{}) : f(RowShape<double, 32, 4>{});
+      return head_dim <= 64 ? f(RowShape<double, 32, 1>{}) : f(RowShape<double, 32, 4>{});
     default:
       check(false, "tokens are fp32, fp64, fp16 or bf16.");
   }

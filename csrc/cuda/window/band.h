@@ -55,7 +55,7 @@ template <class T>
 struct TokenRows {
   const T* data;
   int64_t batch_stride, head_stride, token_stride, tokens;
-  int width;
+  int head_dim;
 
   // `x` has that order of memory: `in_runs` gives it.
   explicit TokenRows(const torch::stable::Tensor& x)
@@ -64,7 +64,7 @@ struct TokenRows {
         head_stride(x.size(1) == 1 ? 0 : x.stride(1)),
         token_stride(x.size(2) == 1 ? 0 : x.stride(2)),
         tokens(x.size(2)),
-        width(static_cast<int>(x.size(3))) {}
+        head_dim(static_cast<int>(x.size(3))) {}
 
   __device__ const T* of(int64_t batch, int64_t head) const { return data + batch * batch_stride + head * head_stride; }
 };
@@ -84,7 +84,7 @@ class TokenLoader {
   // Starts the copies of a k block of the next tokens, which `token` is the first of.
   __device__ __forceinline__ void operator()(uint32_t tile, int64_t token, int k_block) const {
     const T* from = from_ + k_block * kBlockK<T>;
-    const int given = k_block * kBlockK<T> + run() * kRun<T> < x_.width ? 16 : 0;
+    const int given = k_block * kBlockK<T> + run() * kRun<T> < x_.head_dim ? 16 : 0;
     if (all_there_) {
 #pragma unroll
       for (int i = 0; i < kTokens / kLines; ++i) {
@@ -119,15 +119,15 @@ class TokenLoader {
 // x, or where its order of memory is another one a copy that `TokenRows` can read: with zeros after a token's numbers.
 inline torch::stable::Tensor in_runs(const torch::stable::Tensor& x) {
   const int64_t run = 16 / static_cast<int64_t>(x.element_size());
-  const int64_t width = std::max<int64_t>(1, (x.size(3) + run - 1) / run) * run;
-  bool fits = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0 && width == x.size(3) && x.stride(3) == 1;
+  const int64_t head_dim = std::max<int64_t>(1, (x.size(3) + run - 1) / run) * run;
+  bool fits = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0 && head_dim == x.size(3) && x.stride(3) == 1;
   for (int64_t dim = 0; dim < 3; ++dim) {
     fits = fits && (x.size(dim) == 1 || x.stride(dim) % run == 0);
   }
   if (fits) {
     return x;
   }
-  torch::stable::Tensor copy = torch::stable::new_zeros(x, {x.size(0), x.size(1), x.size(2), width});
+  torch::stable::Tensor copy = torch::stable::new_zeros(x, {x.size(0), x.size(1), x.size(2), head_dim});
   torch::stable::Tensor numbers = torch::stable::narrow(copy, 3, 0, x.size(3));
   torch::stable::copy_(numbers, x);
   return copy;

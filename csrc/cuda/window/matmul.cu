@@ -17,27 +17,24 @@
 #include "../common/launch.h"
 #include "band.h"
 #include "matmul.h"
+#include "tuning.h"
 
 namespace ds_sparse {
 namespace {
 
-// In a step: rows of a thread block, 32 of them a warp's, and columns.
-constexpr int kRows = 128, kWarpRows = 32, kColumns = 64;
-constexpr int kGroup = 32;               // columns that a warp has sums of at a time
-constexpr int kFar = 1 << 12;            // steps or columns: as good as any other number as large
-constexpr int kRing = 3;                 // steps in flight or in use
-constexpr int64_t kFewestWorkTiles = 8;  // for a multiprocessor, where there is work for them
-constexpr int kHeldThreadBlocks = 4;
-constexpr int64_t kL2Bytes = 280 << 10;  // of L2, for what a multiprocessor is writing
+using Tuning = WindowMatmulTuning;
+constexpr int kRows = Tuning::kRows, kWarpRows = Tuning::kWarpRows, kColumns = Tuning::kColumns,
+              kGroup = Tuning::kGroup, kRing = Tuning::kRing;
+constexpr int kFar = 1 << 12;  // steps or columns: as good as any other number as large
 
 template <class T>
 struct MatmulArguments {
   TokenRows<T> a, b;
   T* out;
   int64_t batch, heads, tokens, window;
-  int64_t row_tiles, column_parts;
+  int64_t row_tiles, column_tiles;
   int64_t pitch;  // of eight rows of the band
-  int steps_in_part, k_blocks;
+  int steps_of_tile, k_blocks;
   bool rows_stay;
 };
 
@@ -212,7 +209,7 @@ struct Group {
 // each warp holds in registers; 0: rows are read with each step. Two k blocks lie in the ring's later stages while its
 // first one fills.
 template <class T, int kCount, int kHeld>
-__global__ void __launch_bounds__(kThreads, kHeld == 1 ? kHeldThreadBlocks : 3)
+__global__ void __launch_bounds__(kThreads, Tuning::kThreadBlocks<kHeld>)
     window_matmul_kernel(const __grid_constant__ MatmulArguments<T> p) {
   extern __shared__ __align__(128) unsigned char shared[];
   using M = Mma<T>;
@@ -228,17 +225,17 @@ __global__ void __launch_bounds__(kThreads, kHeld == 1 ? kHeldThreadBlocks : 3)
   const uint32_t rows = columns + (kHeld == 2 ? kStage : sizeof(Memory));
   const uint32_t of_a = rows + warp_row * kLineBytes + Fragments::place_of_a(lane);
   const uint32_t of_b = keep(columns + Fragments::place_of_b(lane));
-  const int64_t tiles_of_head = p.row_tiles * p.column_parts, work_tiles = p.batch * p.heads * tiles_of_head;
+  const int64_t tiles_of_head = p.row_tiles * p.column_tiles, work_tiles = p.batch * p.heads * tiles_of_head;
 
   for (int64_t number = blockIdx.x; number < work_tiles; number += gridDim.x) {
     const WorkTile work(number, p.heads, tiles_of_head);
-    const int64_t row = work.tile / p.column_parts * kRows, top = row + warp_row;
+    const int64_t row = work.tile / p.column_tiles * kRows, top = row + warp_row;
     const BandMatrix<T> band(
         p.out + (work.batch * p.heads + work.head) * p.tokens * (2 * p.window + 1), p.tokens, p.window);
-    const int64_t first = band.aligned(row - p.window) + work.tile % p.column_parts * p.steps_in_part * kColumns;
+    const int64_t first = band.aligned(row - p.window) + work.tile % p.column_tiles * p.steps_of_tile * kColumns;
     const int64_t past = min(row + kRows, p.tokens) + p.window;
     const int steps =
-        first < past ? static_cast<int>(min(int64_t{p.steps_in_part}, (past - first + kColumns - 1) / kColumns)) : 0;
+        first < past ? static_cast<int>(min(int64_t{p.steps_of_tile}, (past - first + kColumns - 1) / kColumns)) : 0;
     const bool all_tokens = first >= 0 && first + int64_t{steps} * kColumns <= p.tokens;
     const TokenLoader<T, kRows> load_rows(p.a, p.a.of(work.batch, work.head), row, row + kRows <= p.tokens);
     TokenLoader<T, kColumns> load_columns(p.b, p.b.of(work.batch, work.head), first, all_tokens);
@@ -263,7 +260,7 @@ __global__ void __launch_bounds__(kThreads, kHeld == 1 ? kHeldThreadBlocks : 3)
     GroupEdges edges;
     edges.lines = static_cast<int>(max(int64_t{0}, min(p.tokens - top, int64_t{kWarpRows})));
     // A row's two ends have to be this work tile's.
-    edges.seams = p.column_parts == 1 ? columns + offsetof(Memory, seams) + warp_row * 16 : 0;
+    edges.seams = p.column_tiles == 1 ? columns + offsetof(Memory, seams) + warp_row * 16 : 0;
     const int64_t past_first = edges.lines > 0 ? top + p.window + 1 - first : -kRows;
     const int last_step = keep(static_cast<uint32_t>(past_first >> log2_of(kColumns)));
     const int past_last = keep(static_cast<uint32_t>(past_first) % kColumns);
@@ -422,8 +419,8 @@ Tensor window_matmul(const Tensor& a, const Tensor& b, int64_t window, const std
     const int64_t row_tiles = ceil_div(tokens, kRows), matrices = batch * heads;
     // A tile's columns begin up to 31 bytes before its windows. They are shared out where rows alone are too few.
     const int64_t steps = ceil_div(2 * window + std::min<int64_t>(kRows, tokens) + 32 / sizeof(T) - 1, kColumns);
-    const int64_t column_parts =
-        std::min(steps, ceil_div(kFewestWorkTiles * launch.multiprocessors(), matrices * row_tiles));
+    const int64_t column_tiles =
+        std::min(steps, ceil_div(Tuning::kFewestWorkTiles * launch.multiprocessors(), matrices * row_tiles));
     const MatmulArguments<T> arguments{
         TokenRows<T>(rows),
         TokenRows<T>(columns),
@@ -433,24 +430,24 @@ Tensor window_matmul(const Tensor& a, const Tensor& b, int64_t window, const std
         tokens,
         window,
         row_tiles,
-        column_parts,
+        column_tiles,
         8 * (2 * window),
-        static_cast<int>(ceil_div(steps, column_parts)),
+        static_cast<int>(ceil_div(steps, column_tiles)),
         k_blocks,
         rows_stay};
     // Rows that are being written should stay in L2 until they are whole, or they leave it in pieces: where windows are
     // wide, thread blocks ask for so much shared memory that fewer are on a multiprocessor.
     const auto bytes_for = [&](int held) {
       const size_t bytes = held == 2 ? MatmulMemory<2>::bytes(0) : MatmulMemory<1>::bytes(rows_stay ? k_blocks : kRing);
-      const int64_t fit = std::max<int64_t>(2, kL2Bytes / (kRows * (2 * window + 1) * int64_t{sizeof(T)}));
-      const bool fewer = held > 0 && fit < kHeldThreadBlocks;
+      const int64_t fit = std::max<int64_t>(2, Tuning::kL2Bytes / (kRows * (2 * window + 1) * int64_t{sizeof(T)}));
+      const bool fewer = held > 0 && fit < Tuning::kHeldThreadBlocks;
       return fewer ? std::max(bytes, launch.shared_memory() / (fit + 1) / 16 * 16 + 16) : bytes;
     };
     static_assert(MatmulMemory<1>::bytes(kRing) <= kPortableMemory && MatmulMemory<2>::bytes(0) <= kPortableMemory);
     const auto run = [&](auto count, auto held) {
       constexpr int kHeld = decltype(held)::value;
       launch.with_shared_memory(
-          window_matmul_kernel<T, decltype(count)::value, kHeld>, matrices * row_tiles * column_parts, kThreads,
+          window_matmul_kernel<T, decltype(count)::value, kHeld>, matrices * row_tiles * column_tiles, kThreads,
           bytes_for(kHeld), arguments);
     };
     const auto with_count = [&](auto count) {

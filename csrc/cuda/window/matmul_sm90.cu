@@ -13,16 +13,17 @@
 #include "../common/gemm_sm90.h"
 #include "band.h"
 #include "matmul.h"
+#include "tuning.h"
 
 namespace ds_sparse {
 namespace {
 
 using namespace hopper;
 
-constexpr int kConsumerWarpgroups = 2;  // which multiply
+using Tuning = WindowMatmulOnHopperTuning;
+constexpr int kConsumerWarpgroups = Tuning::kConsumerWarpgroups;
 constexpr int kRows = kConsumerWarpgroups * kTile, kConsumerWarps = kRows / kWarpTileRows;
 constexpr int kBlockThreads = kConsumerWarps * 32 + 32;  // and a producer warp
-constexpr int kThreadBlocks = 2;                         // of a multiprocessor
 
 template <class T>
 struct BandArguments {
@@ -33,7 +34,7 @@ struct BandArguments {
 // A stage has rows of a tile, for one warpgroup, or a step's columns.
 template <class T, int kPanels>
 struct Memory {
-  static constexpr int kStages = kPanels == 1 ? 6 : 4;
+  static constexpr int kStages = Tuning::kStages<kPanels>;
   T stages[kStages][kPanels][kTileElements];
   T results[kConsumerWarpgroups][kTileElements];  // of a step
   T seams[kConsumerWarpgroups][kTileElements];    // the line that each row begins in
@@ -277,7 +278,7 @@ __device__ __forceinline__ void run_consumer(const BandArguments<T>& p, Memory<T
 }
 
 template <class T, int kPanels>
-__global__ void __launch_bounds__(kBlockThreads, kThreadBlocks) window_matmul_on_hopper_kernel(
+__global__ void __launch_bounds__(kBlockThreads, Tuning::kThreadBlocks) window_matmul_on_hopper_kernel(
     const __grid_constant__ BandArguments<T> p, const __grid_constant__ CUtensorMap a,
     const __grid_constant__ CUtensorMap b) {
   extern __shared__ unsigned char shared[];
@@ -322,7 +323,7 @@ void window_matmul_on_hopper(
         static_cast<int>(ceil_div(a.size(2), kRows))};
     launch.with_shared_memory(
         window_matmul_on_hopper_kernel<T, kPanels>,
-        std::min<int64_t>(arguments.work_tiles, launch.multiprocessors() * kThreadBlocks), kBlockThreads,
+        std::min<int64_t>(arguments.work_tiles, launch.multiprocessors() * Tuning::kThreadBlocks), kBlockThreads,
         sizeof(Memory<T, kPanels>) + kPanelAlignment, arguments, tensor_map(a, kTile), tensor_map(b, kTile));
   };
   const auto with_depth = [&](auto zero) {

@@ -19,25 +19,25 @@
 #include "../common/launch.h"
 #include "../common/logits.h"
 #include "../common/vector.h"
+#include "tuning.h"
 
 namespace ds_sparse {
 namespace {
 
-constexpr int kThreads = 128;
+using Tuning = WindowSoftmaxTuning;
+constexpr int kThreads = Tuning::kThreads, kStages = Tuning::kStages;
 constexpr int kLanes = 32;
 constexpr int kWarps = kThreads / kLanes;
-constexpr int kStages = 2;
-constexpr int kRowsInTurn = 8;   // times that a warp takes rows, where there are enough for all
 constexpr int kMostHeads = 256;  // with windows of their own in one launch
 
-// How the rows of some heads are shared out: 2^log_lanes lanes to each, and neighbouring ones of a head to a warp.
-struct Shares {
+// How the rows of some heads are divided: 2^log_lanes lanes to each, and neighbouring ones of a head to a warp.
+struct RowPlan {
   int64_t heads, first_head, count;            // of each batch; those of this launch
   int64_t matrices, tokens, pieces, elements;  // a warp takes a piece of a matrix; elements of the whole tensor
   int width, log_lanes, stage_runs;
 
   template <class T>
-  Shares(T, const Tensor& band, int64_t first_head, int64_t count)
+  RowPlan(T, const Tensor& band, int64_t first_head, int64_t count)
       : heads(band.size(1)),
         first_head(first_head),
         count(count),
@@ -46,9 +46,8 @@ struct Shares {
         elements(band.numel()),
         width(static_cast<int>(band.size(3))),
         log_lanes(1) {
-    // Up to eight runs a lane, or four: long rows with two lanes each would meet in banks of shared memory.
     const int64_t runs = (width - 1) / kRun<T>;
-    while (log_lanes < log2_of(kLanes) && (log_lanes < 2 ? 4 : 8) << log_lanes < runs) {
+    while (log_lanes < log2_of(kLanes) && Tuning::runs_of_lane(log_lanes) << log_lanes < runs) {
       ++log_lanes;
     }
     pieces = (tokens + rows() - 1) / rows();
@@ -67,7 +66,7 @@ struct Shares {
 
   int64_t thread_blocks(const Launcher& launch) const {
     const int64_t warps = matrices * pieces, all = (warps + kWarps - 1) / kWarps;
-    return std::min(all, std::max(launch.multiprocessors() * 16, all / kRowsInTurn));
+    return std::min(all, std::max(launch.multiprocessors() * Tuning::kFewestThreadBlocks, all / Tuning::kRowsInTurn));
   }
   size_t shared_bytes(int inputs) const { return size_t{16} * kWarps * kStages * inputs * stage_runs; }
 
@@ -108,12 +107,12 @@ struct Interval {
 
   // Calls f(run, exists) for the runs, shared out over 2^log_lanes: where there is none for a lane, with the last.
   template <class F>
-  __device__ __forceinline__ void for_each_run(const Shares& shares, const F& f) const {
-    int run = first + shares.lane();
+  __device__ __forceinline__ void for_each_run(const RowPlan& plan, const F& f) const {
+    int run = first + plan.lane();
 #pragma unroll 4
-    for (int turns = (last - first + (1 << shares.log_lanes) - 1) >> shares.log_lanes; turns > 0; --turns) {
+    for (int turns = (last - first + (1 << plan.log_lanes) - 1) >> plan.log_lanes; turns > 0; --turns) {
       f(::min(run, last - 1), run < last);
-      run += 1 << shares.log_lanes;
+      run += 1 << plan.log_lanes;
     }
   }
 };
@@ -125,13 +124,13 @@ struct BandRows {
   int64_t token, run_element;  // the first token; the first element of the run that the rows begin in
   int number, begin, end;      // of rows; where they begin and end, counted from there
 
-  __device__ BandRows(const Shares& shares, int64_t matrix, int64_t piece) : matrix(matrix), piece(piece) {
-    token = piece * shares.rows();
-    number = static_cast<int>(::min(int64_t{shares.rows()}, shares.tokens - token));
-    const int64_t element = (shares.head(matrix) * shares.tokens + token) * shares.width;
+  __device__ BandRows(const RowPlan& plan, int64_t matrix, int64_t piece) : matrix(matrix), piece(piece) {
+    token = piece * plan.rows();
+    number = static_cast<int>(::min(int64_t{plan.rows()}, plan.tokens - token));
+    const int64_t element = (plan.head(matrix) * plan.tokens + token) * plan.width;
     begin = static_cast<int>(element) & (kRun<T> - 1);
     run_element = element - begin;
-    end = begin + number * shares.width;
+    end = begin + number * plan.width;
   }
 };
 
@@ -140,18 +139,18 @@ struct BandRows {
 // are written, so that an element of it cannot be read once its result is there.
 template <bool kStaged, class T, int kInputs, class Work>
 __device__ __forceinline__ void for_all_rows(
-    const Shares& shares, const T* const (&inputs)[kInputs], T* results, const Work& work) {
+    const RowPlan& plan, const T* const (&inputs)[kInputs], T* results, const Work& work) {
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
   extern __shared__ __align__(16) unsigned char shared[];
   const auto stage_of = [&](int stage, int input) {
     const int number = (warp * kStages + stage) * kInputs + input;
-    return reinterpret_cast<uint4*>(shared) + number * shares.stage_runs;
+    return reinterpret_cast<uint4*>(shared) + number * plan.stage_runs;
   };
   const auto start = [&](const BandRows<T>& rows, int stage) {
-    if (rows.matrix < shares.matrices) {
+    if (rows.matrix < plan.matrices) {
       const int count = (rows.end + kRun<T> - 1) >> log2_of(kRun<T>);
       // The tensor may end within the last run.
-      const int64_t left = shares.elements - rows.run_element;
+      const int64_t left = plan.elements - rows.run_element;
       const int whole = left < int64_t{count} * kRun<T> ? count - 1 : count;
 #pragma unroll
       for (int input = 0; input < kInputs; ++input) {
@@ -179,14 +178,14 @@ __device__ __forceinline__ void for_all_rows(
   };
 
   const int64_t first = blockIdx.x * int64_t{kWarps} + warp, step = gridDim.x * int64_t{kWarps};
-  const int64_t matrices = step / shares.pieces, pieces = step % shares.pieces;
-  BandRows<T> rows(shares, first / shares.pieces, first % shares.pieces);
+  const int64_t matrices = step / plan.pieces, pieces = step % plan.pieces;
+  BandRows<T> rows(plan, first / plan.pieces, first % plan.pieces);
   if constexpr (kStaged) {
     start(rows, 0);
   }
-  for (int stage = 0; rows.matrix < shares.matrices; stage ^= 1) {
-    const bool wraps = rows.piece + pieces >= shares.pieces;
-    const BandRows<T> next(shares, rows.matrix + matrices + wraps, rows.piece + pieces - (wraps ? shares.pieces : 0));
+  for (int stage = 0; rows.matrix < plan.matrices; stage ^= 1) {
+    const bool wraps = rows.piece + pieces >= plan.pieces;
+    const BandRows<T> next(plan, rows.matrix + matrices + wraps, rows.piece + pieces - (wraps ? plan.pieces : 0));
     const T* given[kInputs];
     if constexpr (kStaged) {
       start(next, stage ^ 1);
@@ -215,7 +214,7 @@ template <class T>
 struct ForwardArguments {
   const T* band;
   T* probs;
-  Shares shares;
+  RowPlan plan;
   const float* key_bias;  // null: none
   int64_t bias_stride;
   bool of_heads, causal;  // whether heads have windows of their own
@@ -225,25 +224,25 @@ struct ForwardArguments {
 
 // kPlain: scale is positive, and there is no bias. Then it is left to the exponents, whose differences it scales.
 template <class T, bool kPlain, bool kStaged>
-__global__ void __launch_bounds__(kThreads, 8)
+__global__ void __launch_bounds__(kThreads, Tuning::kThreadBlocks)
     window_softmax_forward_kernel(const __grid_constant__ ForwardArguments<T> p) {
-  const Shares& shares = p.shares;
-  const int lane = shares.lane(), lanes = 1 << shares.log_lanes, side = shares.width / 2;
+  const RowPlan& plan = p.plan;
+  const int lane = plan.lane(), lanes = 1 << plan.log_lanes, side = plan.width / 2;
   const float exponent_scale = kPlain ? p.scale * kLog2E<float> : kLog2E<float>;
-  for_all_rows<kStaged, T, 1>(shares, {p.band}, p.probs, [&](const BandRows<T>& rows, const auto& inputs, T* results) {
+  for_all_rows<kStaged, T, 1>(plan, {p.band}, p.probs, [&](const BandRows<T>& rows, const auto& inputs, T* results) {
     const T* scores = inputs[0];
-    const int64_t token = rows.token + shares.row(), window = p.windows[p.of_heads ? rows.matrix % shares.count : 0];
-    const int row = rows.begin + shares.row() * shares.width;
-    const bool exists = shares.row() < rows.number;
+    const int64_t token = rows.token + plan.row(), window = p.windows[p.of_heads ? rows.matrix % plan.count : 0];
+    const int row = rows.begin + plan.row() * plan.width;
+    const bool exists = plan.row() < rows.number;
     int begin = row, end = row;
     if (exists) {
       begin += side - static_cast<int>(min(window, token));
-      end += side + 1 + (p.causal ? 0 : static_cast<int>(min(window, shares.tokens - 1 - token)));
+      end += side + 1 + (p.causal ? 0 : static_cast<int>(min(window, plan.tokens - 1 - token)));
     }
     Interval<T> live(begin, end, kPlain);
     const float* bias = nullptr;
     if (!kPlain && p.key_bias != nullptr) {
-      bias = p.key_bias + shares.head(rows.matrix) / shares.heads * p.bias_stride + (token - side - row);
+      bias = p.key_bias + plan.head(rows.matrix) / plan.heads * p.bias_stride + (token - side - row);
     }
     const auto logit = [&](int element) {
       const float score = static_cast<float>(scores[element]);
@@ -256,12 +255,13 @@ __global__ void __launch_bounds__(kThreads, 8)
     };
     const auto run_of = [&](int run) { return reinterpret_cast<const uint4*>(scores)[run]; };
 
-    float largest = -infinity<float>();
-    live.for_each_run(shares, [&](int run, bool) { largest = max(largest, largest_of<T>(run_of(run))); });
-    live.for_each_single(lane, lanes, [&](int element) { largest = max(largest, logit(element)); });
-    const float reference = finite_reference(shares.max(largest));
-    // Scaled logits less this are an instruction less than scaled differences. It is rounded, which scales all powers
-    // alike: by next to nothing, unless it is far larger than logits are. Then elements are taken one by one.
+    float row_max = -infinity<float>();
+    live.for_each_run(plan, [&](int run, bool) { row_max = max(row_max, largest_of<T>(run_of(run))); });
+    live.for_each_single(lane, lanes, [&](int element) { row_max = max(row_max, logit(element)); });
+    const float reference = finite_reference(plan.max(row_max));
+    // Scaled logits less this are an instruction less than scaled differences. It is rounded, which scales all
+    // powers alike: by next to nothing, unless it is far larger than logits are. Then elements are taken one by
+    // one.
     const float offset = reference * exponent_scale;
     const bool has_offset = fabsf(offset) < float{1 << 20};
     if (!has_offset) {
@@ -278,17 +278,17 @@ __global__ void __launch_bounds__(kThreads, 8)
       const float x = logit(element);
       return power_of_two(has_offset ? fmaf(x, exponent_scale, -offset) : (x - reference) * exponent_scale);
     };
-    float sum = 0;
-    live.for_each_run(shares, [&](int run, bool exists) {
+    float row_sum = 0;
+    live.for_each_run(plan, [&](int run, bool exists) {
       float powers[kRun<T>];
       to_powers(run, powers);
       const float of_run = sum_of(powers);
-      sum += exists ? of_run : 0.0f;
+      row_sum += exists ? of_run : 0.0f;
     });
-    live.for_each_single(lane, lanes, [&](int element) { sum += power_of(element); });
-    sum = shares.sum(sum);
-    const float factor = sum == 0 ? 0.0f : 1 / sum;
-    live.for_each_run(shares, [&](int run, bool exists) {
+    live.for_each_single(lane, lanes, [&](int element) { row_sum += power_of(element); });
+    row_sum = plan.sum(row_sum);
+    const float factor = row_sum == 0 ? 0.0f : 1 / row_sum;
+    live.for_each_run(plan, [&](int run, bool exists) {
       float powers[kRun<T>];
       to_powers(run, powers);
 #pragma unroll
@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(kThreads, 8)
       for (int element = row + lane; element < begin; element += lanes) {
         results[element] = T(0.0f);
       }
-      for (int element = end + lane; element < row + shares.width; element += lanes) {
+      for (int element = end + lane; element < row + plan.width; element += lanes) {
         results[element] = T(0.0f);
       }
     }
@@ -318,27 +318,27 @@ struct SoftmaxBackwardArguments {
   const T* grad;
   const T* probs;
   T* grad_scores;
-  Shares shares;
+  RowPlan plan;
   float scale;
 };
 
 template <class T, bool kStaged>
-__global__ void __launch_bounds__(kThreads, 8)
+__global__ void __launch_bounds__(kThreads, Tuning::kThreadBlocks)
     window_softmax_backward_kernel(const __grid_constant__ SoftmaxBackwardArguments<T> p) {
-  const Shares& shares = p.shares;
-  const int lane = shares.lane(), lanes = 1 << shares.log_lanes;
+  const RowPlan& plan = p.plan;
+  const int lane = plan.lane(), lanes = 1 << plan.log_lanes;
   for_all_rows<kStaged, T, 2>(
-      shares, {p.grad, p.probs}, p.grad_scores, [&](const BandRows<T>& rows, const auto& inputs, T* results) {
+      plan, {p.grad, p.probs}, p.grad_scores, [&](const BandRows<T>& rows, const auto& inputs, T* results) {
         const T* grads = inputs[0];
         const T* probs = inputs[1];
-        const int row = rows.begin + shares.row() * shares.width;
-        const Interval<T> all(row, row + (shares.row() < rows.number ? shares.width : 0), true);
+        const int row = rows.begin + plan.row() * plan.width;
+        const Interval<T> all(row, row + (plan.row() < rows.number ? plan.width : 0), true);
         const auto unpack_run = [&](int run, float (&grad)[kRun<T>], float (&prob)[kRun<T>]) {
           unpack<T>(reinterpret_cast<const uint4*>(grads)[run], grad);
           unpack<T>(reinterpret_cast<const uint4*>(probs)[run], prob);
         };
         float dot = 0;
-        all.for_each_run(shares, [&](int run, bool exists) {
+        all.for_each_run(plan, [&](int run, bool exists) {
           float grad[kRun<T>], prob[kRun<T>];
           unpack_run(run, grad, prob);
           float of_run = 0;
@@ -351,8 +351,8 @@ __global__ void __launch_bounds__(kThreads, 8)
         all.for_each_single(lane, lanes, [&](int element) {
           dot += static_cast<float>(grads[element]) * static_cast<float>(probs[element]);
         });
-        dot = shares.sum(dot);
-        all.for_each_run(shares, [&](int run, bool exists) {
+        dot = plan.sum(dot);
+        all.for_each_run(plan, [&](int run, bool exists) {
           float grad[kRun<T>], prob[kRun<T>];
           unpack_run(run, grad, prob);
 #pragma unroll
@@ -379,11 +379,10 @@ void check_width(const Tensor& band) {
 // Runs the kernel that stages rows where shared memory holds those of a thread block.
 template <int kInputs, class Arguments>
 void run(const Launcher& launch, void (*staged)(Arguments), void (*direct)(Arguments), const Arguments& arguments) {
-  const Shares& shares = arguments.shares;
-  const size_t bytes = shares.shared_bytes(kInputs);
+  const RowPlan& plan = arguments.plan;
+  const size_t bytes = plan.shared_bytes(kInputs);
   const bool fits = bytes <= launch.shared_memory();
-  launch.with_shared_memory(
-      fits ? staged : direct, shares.thread_blocks(launch), kThreads, fits ? bytes : 0, arguments);
+  launch.with_shared_memory(fits ? staged : direct, plan.thread_blocks(launch), kThreads, fits ? bytes : 0, arguments);
 }
 
 Tensor window_softmax_forward(
@@ -408,7 +407,7 @@ Tensor window_softmax_forward(
       ForwardArguments<T> p{
           static_cast<const T*>(scores.const_data_ptr()),
           static_cast<T*>(probs.mutable_data_ptr()),
-          Shares(zero, band, first, count),
+          RowPlan(zero, band, first, count),
           key_bias ? key_bias->const_data_ptr<float>() : nullptr,
           key_bias && key_bias->size(0) > 1 ? key_bias->stride(0) : 0,
           of_heads,
@@ -444,7 +443,7 @@ Tensor window_softmax_backward(const Tensor& grad, const Tensor& probs, double s
     const Tensor aligned_grad = launch.aligned(grad), aligned_probs = launch.aligned(probs);
     const SoftmaxBackwardArguments<T> p{
         static_cast<const T*>(aligned_grad.const_data_ptr()), static_cast<const T*>(aligned_probs.const_data_ptr()),
-        static_cast<T*>(grad_scores.mutable_data_ptr()), Shares(zero, grad, 0, grad.size(1)),
+        static_cast<T*>(grad_scores.mutable_data_ptr()), RowPlan(zero, grad, 0, grad.size(1)),
         static_cast<float>(scale)};
     run<2>(launch, window_softmax_backward_kernel<T, true>, window_softmax_backward_kernel<T, false>, p);
   });

@@ -2,7 +2,7 @@
 // ds_sparse/reference.py; where a band has what: band.h.
 //
 // A thread block has some tokens of the result, and walks those that their windows have; transposed, these are the
-// band's rows. Each warp copies and reads a part of the band of its own. Products are transposed: the band is their
+// band's rows. Each warp copies and reads a tile of the band of its own. Products are transposed: the band is their
 // right operand, which a warp has all of while it goes through the depth of dense tokens.
 
 #include <torch/csrc/stable/library.h>
@@ -16,12 +16,12 @@
 #include "../common/gemm_tile.h"
 #include "../common/launch.h"
 #include "band.h"
+#include "tuning.h"
 
 namespace ds_sparse {
 namespace {
 
-constexpr int kWarpTokens = 32;    // of the result
-constexpr int kRing = 3;           // steps in flight or in use
+constexpr int kWarpTokens = UnwindowMatmulTuning::kWarpTokens, kRing = UnwindowMatmulTuning::kRing;
 constexpr int kNowhere = 1 << 24;  // as good as any other number as large: a walk is shorter
 
 struct Span {
@@ -66,16 +66,16 @@ struct TileEdges {
   }
 };
 
-// A warp's part of a band in shared memory: the windows of its tokens of the result, and of them kStep numbers that
+// A warp's tile of a band in shared memory: the windows of its tokens of the result, and of them kStep numbers that
 // are summed. Lines are rows of the band; where these are 64 bytes long, the second half of them is beside the first.
 // kCount: numbers that are copied together.
 template <class T, bool kTransposed, int kCount>
-class BandPart {
+class BandTile {
  public:
   static constexpr int kStep = kBlockK<T>, kBytes = 32 * kLineBytes;
 
   // `pitch`: of the band's rows.
-  __device__ explicit BandPart(int64_t pitch) : pitch_(pitch) {}
+  __device__ explicit BandTile(int64_t pitch) : pitch_(pitch) {}
 
   // The first number that the lane copies.
   static __device__ int line() { return lane() / kLanes; }
@@ -115,7 +115,7 @@ class BandPart {
   int64_t pitch_;
 };
 
-// What products take of a part at a time: kDepth numbers that are summed, of all tokens.
+// What products take of a tile at a time: kDepth numbers that are summed, of all tokens.
 template <class T, bool kTransposed>
 class BandFragments {
  public:
@@ -148,7 +148,7 @@ class BandFragments {
     }
   }
 
-  // What the lane adds to a part's address.
+  // What the lane adds to a tile's address.
   static __device__ uint32_t place() {
     if constexpr (sizeof(T) == 2) {
       return kTransposed ? swizzled(lane() % 16, lane() / 16) : swizzled(lane() % 8 + lane() / 16 * 8, lane() / 8 % 2);
@@ -158,7 +158,7 @@ class BandFragments {
     }
   }
 
-  // Those from the `first` of a part on.
+  // Those from the `first` of a tile on.
   __device__ __forceinline__ void read(uint32_t address, int first) {
 #pragma unroll
     for (int product = 0; product < kProducts; ++product) {
@@ -254,7 +254,7 @@ struct UnwindowArguments {
   int64_t batch_stride, head_stride;
   TokenRows<T> dense;
   T* out;
-  int64_t batch, heads, tokens, window, width;
+  int64_t batch, heads, tokens, window, head_dim;
   int64_t tiles;
   int column_tiles;
 };
@@ -262,14 +262,14 @@ struct UnwindowArguments {
 // What a kernel is made of. kKBlocks: of a thread block's depth.
 template <class T, bool kTransposed, int kCount, int kKBlocks>
 struct KernelShape {
-  using Part = BandPart<T, kTransposed, kCount>;
+  using Tile = BandTile<T, kTransposed, kCount>;
   static constexpr int kWarps = kThreads / 32, kTokens = kWarps * kWarpTokens;
-  static constexpr int kWidth = kKBlocks * kBlockK<T>;
-  static constexpr int kThreadBlocks = kWidth > 64 ? 2 : 3;
+  static constexpr int kColumns = kKBlocks * kBlockK<T>;
+  static constexpr int kThreadBlocks = UnwindowMatmulTuning::kThreadBlocks<kColumns>;
 
-  // A stage of the ring: dense tokens and the warps' parts.
-  static constexpr int kDenseTile = Part::kStep * kLineBytes, kDense = kKBlocks * kDenseTile;
-  static constexpr int kStage = kDense + kWarps * Part::kBytes;
+  // A stage of the ring: dense tokens and the warps' tiles.
+  static constexpr int kDenseTile = Tile::kStep * kLineBytes, kDense = kKBlocks * kDenseTile;
+  static constexpr int kStage = kDense + kWarps * Tile::kBytes;
   static constexpr size_t kBytes = kRing * kStage;
   // Results take its place, a k block of them at a time.
   static constexpr int kResultPitch = pitch_of<T>(kBlockK<T>);
@@ -294,14 +294,14 @@ __global__ void __launch_bounds__(kThreads, (KernelShape<T, kTransposed, kCount,
     unwindow_matmul_kernel(const __grid_constant__ UnwindowArguments<T> p) {
   extern __shared__ __align__(128) unsigned char shared[];
   using S = KernelShape<T, kTransposed, kCount, kKBlocks>;
-  using Part = typename S::Part;
+  using Tile = typename S::Tile;
   using OfBand = BandFragments<T, kTransposed>;
   using OfDense = DepthFragments<T>;
   using M = Mma<T>;
   constexpr int kGroups = OfBand::kGroups, kTiles = kBlockK<T> / 16;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const uint32_t ring = keep(shared_address(shared)), own_part = S::kDense + warp * Part::kBytes;
-  const uint32_t of_dense = keep(ring + OfDense::place(lane)), of_band = keep(ring + own_part + OfBand::place());
+  const uint32_t ring = keep(shared_address(shared)), own_tile = S::kDense + warp * Tile::kBytes;
+  const uint32_t of_dense = keep(ring + OfDense::place(lane)), of_band = keep(ring + own_tile + OfBand::place());
   const int64_t tiles_of_head = p.tiles * p.column_tiles, work_tiles = p.batch * p.heads * tiles_of_head;
 
   for (int64_t number = blockIdx.x; number < work_tiles; number += gridDim.x) {
@@ -323,27 +323,27 @@ __global__ void __launch_bounds__(kThreads, (KernelShape<T, kTransposed, kCount,
       first = band.aligned(first);
     }
     const int64_t past = min(min(token + S::kTokens, p.tokens) + p.window, p.tokens);
-    const int steps = static_cast<int>((past - first + Part::kStep - 1) / Part::kStep);
-    const bool all_there = first >= 0 && first + int64_t{steps} * Part::kStep <= p.tokens;
-    TokenLoader<T, Part::kStep> load_tokens(p.dense, dense, first, all_there);
+    const int steps = static_cast<int>((past - first + Tile::kStep - 1) / Tile::kStep);
+    const bool all_there = first >= 0 && first + int64_t{steps} * Tile::kStep <= p.tokens;
+    TokenLoader<T, Tile::kStep> load_tokens(p.dense, dense, first, all_there);
 
     // The warp's walk: a place in it is how far it has come from `first`.
     const int64_t own = token + warp * kWarpTokens, pitch = 2 * p.window;
     const TileEdges edges(band, kTransposed ? first : own, kTransposed ? own : first);
     const Span whole = OfBand::whole(edges), met = OfBand::met(edges);
     const auto edges_at = [&](int place) { return kTransposed ? edges.from(place, 0) : edges.from(0, place); };
-    const Part part(pitch);
-    const T* from = (kTransposed ? band.at(first, own) : band.at(own, first)) + Part::line() * pitch + Part::column();
+    const Tile band_tile(pitch);
+    const T* from = (kTransposed ? band.at(first, own) : band.at(own, first)) + Tile::line() * pitch + Tile::column();
     const auto load = [&](int step, uint32_t stage) {
       if (step < steps) {
         const uint32_t tile = ring + stage * S::kStage;
-        const int place = step * Part::kStep, last = place + Part::kStep - OfBand::kDepth;
+        const int place = step * Tile::kStep, last = place + Tile::kStep - OfBand::kDepth;
         if (whole.has(place) && whole.has(last)) {
-          part.copy(tile + own_part, from);
+          band_tile.copy(tile + own_tile, from);
         } else if (met.meets(place, last)) {
-          part.copy_some(tile + own_part, from, edges_at(place));
+          band_tile.copy_some(tile + own_tile, from, edges_at(place));
         }
-        from += Part::kStep * (kTransposed ? pitch : 1);
+        from += Tile::kStep * (kTransposed ? pitch : 1);
 #pragma unroll
         for (int k_block = 0; k_block < kKBlocks; ++k_block) {
           load_tokens(tile + k_block * S::kDenseTile, first + place, first_k_block + k_block);
@@ -358,7 +358,7 @@ __global__ void __launch_bounds__(kThreads, (KernelShape<T, kTransposed, kCount,
     for (int step = 0; step < kRing - 1; ++step) {
       load(step, step);
     }
-    float sum[S::kWidth / 16][kGroups][4] = {};
+    float sum[S::kColumns / 16][kGroups][4] = {};
     uint32_t stage = 0;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
@@ -366,8 +366,8 @@ __global__ void __launch_bounds__(kThreads, (KernelShape<T, kTransposed, kCount,
       __syncthreads();
       load(step + kRing - 1, stage == 0 ? kRing - 1 : stage - 1);
 #pragma unroll
-      for (int k = 0; k < Part::kStep; k += OfBand::kDepth) {
-        const int place = step * Part::kStep + k;
+      for (int k = 0; k < Tile::kStep; k += OfBand::kDepth) {
+        const int place = step * Tile::kStep + k;
         if (met.has(place)) {
           OfBand b;
           b.read(of_band + stage * S::kStage, k);
@@ -377,7 +377,7 @@ __global__ void __launch_bounds__(kThreads, (KernelShape<T, kTransposed, kCount,
 #pragma unroll
           for (int product = 0; product < OfBand::kProducts; ++product) {
 #pragma unroll
-            for (int t = 0; t < S::kWidth / 16; ++t) {
+            for (int t = 0; t < S::kColumns / 16; ++t) {
               typename M::FragmentA a;
               OfDense::read(
                   a, of_dense + stage * S::kStage + t / kTiles * S::kDenseTile, k + product * M::kDepth,
@@ -395,7 +395,7 @@ __global__ void __launch_bounds__(kThreads, (KernelShape<T, kTransposed, kCount,
 
     __syncthreads();  // the ring is free
     T* result = reinterpret_cast<T*>(shared) + warp * kWarpTokens * S::kResultPitch;
-    T* out = p.out + ((work.batch * p.heads + work.head) * p.tokens + own) * p.width + first_k_block * kBlockK<T>;
+    T* out = p.out + ((work.batch * p.heads + work.head) * p.tokens + own) * p.head_dim + first_k_block * kBlockK<T>;
     // The warp's tokens that there are.
     const int begin = static_cast<int>(max(-own, int64_t{0}));
     const int end = static_cast<int>(min(p.tokens - own, int64_t{kWarpTokens}));
@@ -413,23 +413,24 @@ __global__ void __launch_bounds__(kThreads, (KernelShape<T, kTransposed, kCount,
         }
       }
       __syncwarp();
-      const int width = static_cast<int>(min(p.width - (first_k_block + k_block) * kBlockK<T>, int64_t{kBlockK<T>}));
+      const int columns =
+          static_cast<int>(min(p.head_dim - (first_k_block + k_block) * kBlockK<T>, int64_t{kBlockK<T>}));
       T* to = out + k_block * kBlockK<T>;
-      if (p.width % kRun<T> == 0) {
+      if (p.head_dim % kRun<T> == 0) {
         const int c = lane % 8 * kRun<T>;
 #pragma unroll
         for (int i = 0; i < kWarpTokens; i += 4) {
           const int token = i + lane / 8;
-          if (token >= begin && token < end && c < width) {
-            store_run(to + token * p.width + c, load_aligned(result + token * S::kResultPitch + c));
+          if (token >= begin && token < end && c < columns) {
+            store_run(to + token * p.head_dim + c, load_aligned(result + token * S::kResultPitch + c));
           }
         }
       } else {
 #pragma unroll 1
         for (int token = begin; token < end; ++token) {
 #pragma unroll 1
-          for (int c = lane; c < width; c += 32) {
-            to[token * p.width + c] = result[token * S::kResultPitch + c];
+          for (int c = lane; c < columns; c += 32) {
+            to[token * p.head_dim + c] = result[token * S::kResultPitch + c];
           }
         }
       }
@@ -437,12 +438,12 @@ __global__ void __launch_bounds__(kThreads, (KernelShape<T, kTransposed, kCount,
     // A number that is not finite, times the zeros beside the windows, has spoilt rows that do not see it.
     if (!__all_sync(0xffffffffu, zero == 0)) {
       __syncwarp();  // a vote does not show a lane what others have written
-      const int width = static_cast<int>(min(p.width - first_k_block * kBlockK<T>, int64_t{S::kWidth}));
+      const int columns = static_cast<int>(min(p.head_dim - first_k_block * kBlockK<T>, int64_t{S::kColumns}));
 #pragma unroll 1
       for (int token = begin; token < end; ++token) {
 #pragma unroll 1
-        for (int c = lane; c < width; c += 32) {
-          T& number = out[token * p.width + c];
+        for (int c = lane; c < columns; c += 32) {
+          T& number = out[token * p.head_dim + c];
           if (!isfinite(static_cast<float>(number))) {
             number = static_cast<T>(sum_of_window<kTransposed>(
                 band, dense + first_k_block * kBlockK<T> + c, p.dense.token_stride, own + token));
@@ -467,7 +468,7 @@ Tensor with_adjacent_rows(const Tensor& x) {
 Tensor unwindow_matmul(const Tensor& band, const Tensor& dense, bool transposed) {
   check_operands({{&dense, "dense"}, {&band, "band"}}, 3);
   check_band(band, "band");
-  const int64_t batch = dense.size(0), heads = dense.size(1), tokens = dense.size(2), width = dense.size(3);
+  const int64_t batch = dense.size(0), heads = dense.size(1), tokens = dense.size(2), head_dim = dense.size(3);
   Tensor out = torch::stable::new_empty(dense, dense.sizes());
   const Launcher launch(dense);
   with_element<false>(dense, "unwindow_matmul", [&](auto zero) {
@@ -483,7 +484,7 @@ Tensor unwindow_matmul(const Tensor& band, const Tensor& dense, bool transposed)
       using S = KernelShape<T, kTransposed, kCount, kKBlocks>;
       // Transposed, the first tile begins up to 31 bytes before the first token.
       const int64_t tiles = ceil_div(tokens + (kTransposed ? 32 / sizeof(T) - 1 : 0), S::kTokens);
-      const int column_tiles = static_cast<int>(ceil_div(width, S::kWidth));
+      const int column_tiles = static_cast<int>(ceil_div(head_dim, S::kColumns));
       const UnwindowArguments<T> arguments{
           static_cast<const T*>(rows.const_data_ptr()),
           rows.stride(0),
@@ -494,7 +495,7 @@ Tensor unwindow_matmul(const Tensor& band, const Tensor& dense, bool transposed)
           heads,
           tokens,
           window,
-          width,
+          head_dim,
           tiles,
           column_tiles};
       static_assert(S::kBytes <= kPortableMemory);
@@ -502,17 +503,17 @@ Tensor unwindow_matmul(const Tensor& band, const Tensor& dense, bool transposed)
           unwindow_matmul_kernel<T, kTransposed, kCount, kKBlocks>, batch * heads * tiles * column_tiles, kThreads,
           S::kBytes, arguments);
     };
-    const auto with_width = [&](auto is_transposed, auto count) {
+    const auto with_head_dim = [&](auto is_transposed, auto count) {
       if constexpr (sizeof(T) == 2) {
-        if (width <= kBlockK<T>) {
+        if (head_dim <= kBlockK<T>) {
           return run(is_transposed, count, std::integral_constant<int, 1>{});
         }
       }
       run(is_transposed, count, std::integral_constant<int, 2>{});
     };
     const auto with_count = [&](auto is_transposed) {
-      has_whole_runs<T>(window) ? with_width(is_transposed, std::integral_constant<int, kRun<T>>{})
-                                : with_width(is_transposed, std::integral_constant<int, 2>{});
+      has_whole_runs<T>(window) ? with_head_dim(is_transposed, std::integral_constant<int, kRun<T>>{})
+                                : with_head_dim(is_transposed, std::integral_constant<int, 2>{});
     };
     transposed ? with_count(std::true_type{}) : with_count(std::false_type{});
   });
