@@ -90,6 +90,12 @@ class Implementation:
     tiles: Mapping[int, int] | None = None
     more: tuple[Limit, ...] = ()
 
+    def tile(self, block: int) -> int:
+        """Tokens of the tiles that it walks, for a block that it takes."""
+        if self.tiles is None:
+            raise TypeError(f"The implementation {self.name!r} walks no tiles.")
+        return self.tiles[block]
+
     @property
     def reads_boxes(self) -> bool:
         """Whether it reads operands by the copy engine, as `readable_in_boxes` asks."""
@@ -115,7 +121,7 @@ def choose(operation: str, call: Call, forced: str | None = None) -> Implementat
     Raises:
         ValueError: none takes it; or not the one that is forced. Says why.
     """
-    candidates = _candidates(operation, forced or _forced)
+    candidates = _candidates(operation, forced or _Forced.name)
     for implementation in candidates:
         if implementation.takes(call):
             return implementation
@@ -136,11 +142,11 @@ def _candidates(operation: str, forced: str | None) -> list[Implementation]:
 def reasons(operation: str, call: Call) -> dict[str, list[str]]:
     """For each implementation, by name, why it is not chosen, in sentences; of the chosen one an empty list."""
     chosen, found = None, {}
-    candidates = _candidates(operation, _forced)
+    candidates = _candidates(operation, _Forced.name)
     for implementation in IMPLEMENTATIONS[operation]:
         found[implementation.name] = why = implementation.obstacles(call)
         if implementation not in candidates:
-            why.append(f"force_implementation names {_forced!r}.")
+            why.append(f"force_implementation names {_Forced.name!r}.")
         elif not why and chosen is None:
             chosen = implementation.name
         elif not why:
@@ -165,23 +171,25 @@ def force_implementation(name: str) -> Iterator[None]:
         with ds_sparse.force_implementation("portable"):
             output = ds_sparse.block_sparse_attention(query, key, value, layout)
     """
-    global _forced
     names = list(dict.fromkeys(i.name for those in IMPLEMENTATIONS.values() for i in those))
     if name not in names:
         raise ValueError(f"There is no implementation {name!r}; there are {listed(names, 'and')}.")
-    before, _forced = _forced, name
+    before, _Forced.name = _Forced.name, name
     try:
         yield
     finally:
-        _forced = before
+        _Forced.name = before
 
 
-_forced: str | None = None
+class _Forced:
+    """What `force_implementation` has set."""
+
+    name: str | None = None
 
 
 def forced_implementation() -> str | None:
     """The name that `force_implementation` has set, if it has."""
-    return _forced
+    return _Forced.name
 
 
 def tile_heights(operation: str, device: torch.device, block: int) -> list[int]:

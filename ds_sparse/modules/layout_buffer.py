@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ..master_layout import MasterLayout
+from ..index.master_layout import MasterLayout
 
 _EMPTY_LIKE = torch.empty_like
 _NOT_WRITING = ("requires_grad_", "__index__", "__int__", "__invert__")

@@ -9,8 +9,9 @@ import torch
 from torch.nn.functional import dropout, pad
 
 from ..index import BlockIndex, lasting, plain
+from ..index.cache import kept
+from ..index.master_layout import MasterLayout
 from ..layout import as_bool_layout, crop, on_cpu, share_equal_heads
-from ..master_layout import MasterLayout, kept
 from ..ops import MatMul, Softmax, block_sparse_attention
 from ..ops.softmax import as_additive
 from ..ranks import from_rank_0, world_size

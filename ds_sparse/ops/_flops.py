@@ -15,8 +15,8 @@ from torch._subclasses import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .._ops import ops
+from ..index.master_layout import MasterLayout
 from ..index.packing import MAX_LINES, owner_bit
-from ..master_layout import MasterLayout
 
 FORWARD, BACKWARD, BIAS_BACKWARD = 4, 10, 4
 """Operations of attention for each live score and number of a head."""

@@ -9,8 +9,8 @@ from ..dispatch import forced_implementation
 from ..index import BlockIndex, as_index
 from ..index.lasting import refuse_meta
 from ..index.lookup import copy_of, index_of_layout
+from ..index.master_layout import MasterLayout
 from ..layout import with_heads
-from ..master_layout import MasterLayout
 from ..wording import listed
 from ._autograd import Function, differentiable_once
 from ._library import check_inputs, require_kernel, under_autocast

@@ -11,7 +11,7 @@ import torch
 from .._ops import add_op_namespace_prefix, ops
 from ..dispatch import Call, Implementation, choose
 from ..index import BlockIndex
-from ..master_layout import MasterLayout
+from ..index.master_layout import MasterLayout
 from .operands import empty_as, lists_of_tiles, wide_dtype
 
 LAYOUT_OPERATORS = ("layout_attention_forward", "layout_attention_backward", "layout_attention_bias_backward")
@@ -23,7 +23,7 @@ def attention_forward(index: BlockIndex | MasterLayout, *call) -> tuple[torch.Te
         return ops.layout_attention_forward(*call, index.text)
     *tensors, scale, causal, dropout_p = call
     chosen = implementation_for(index, call[0])
-    tile = chosen.tiles[index.block]
+    tile = chosen.tile(index.block)
     return ops.block_attention_forward(
         *tensors, *lists_of_tiles(index.tiles("rows", tile)), index.layout_heads, index.block, tile, scale, causal,
         dropout_p, chosen.name,
@@ -38,7 +38,7 @@ def attention_backward(
         return ops.layout_attention_backward(*call, index.text)
     *tensors, scale, causal, dropout_p, deterministic = call
     chosen = implementation_for(index, tensors[2], forced)
-    tile = chosen.tiles[index.block]
+    tile = chosen.tile(index.block)
     lists = (*lists_of_tiles(index.tiles("rows", tile)), *lists_of_tiles(index.tiles("columns", tile)))
     return ops.block_attention_backward(
         *tensors, *lists, index.layout_heads, index.block, tile, scale, causal, dropout_p, deterministic, chosen.name
@@ -50,7 +50,7 @@ def attention_bias_backward(index: BlockIndex | MasterLayout, *call) -> torch.Te
     if isinstance(index, MasterLayout):
         return ops.layout_attention_bias_backward(*call, index.text)
     *tensors, scale, causal, dropout_p, shape = call
-    tile = implementation_for(index, tensors[2], operation="gradient of rpe").tiles[index.block]
+    tile = implementation_for(index, tensors[2], operation="gradient of rpe").tile(index.block)
     return ops.block_attention_bias_backward(
         *tensors, *lists_of_tiles(index.tiles("rows", tile)), index.layout_heads, index.block, tile, scale, causal,
         dropout_p, shape,

@@ -8,7 +8,7 @@ import torch
 
 from ..dispatch import IMPLEMENTATIONS, Call, choose, reasons
 from ..index import BlockIndex, TokenIndex, WindowIndex
-from ..master_layout import MasterLayout
+from ..index.master_layout import MasterLayout
 from ._library import under_autocast
 from .attention import index_for
 from .operands import check_attention_operands, is_readable
@@ -106,8 +106,8 @@ def _notes(call: Call, chosen: str | None, operands: dict[str, torch.Tensor], rp
     copied = [name for name, x in operands.items() if chosen is not None and not x.is_meta and not is_readable(x)]
     notes = [
         f"{name} is copied at each call: kernels read head sizes and strides that are multiples of 8, numbers of a "
-        f"token that are adjacent, and what begins at a multiple of 16 bytes; its shape is {tuple(operands[name].shape)}, "
-        f"its strides {operands[name].stride()}."
+        "token that are adjacent, and what begins at a multiple of 16 bytes; its shape is "
+        f"{tuple(operands[name].shape)}, its strides {operands[name].stride()}."
         for name in copied
     ]
     if chosen == "hopper":

@@ -223,7 +223,7 @@ def _tiles(index: BlockIndex, side: str, chosen: Implementation) -> tuple[torch.
     """Lines, entries, units, cuts and slots of the tiles of a side, where the implementation walks them."""
     if chosen.tiles is None:
         return (None,) * 5
-    tile = chosen.tiles[index.block]
+    tile = chosen.tile(index.block)
     tiles = index.tiles(side, tile)
     return tiles.lines, tiles.entries, tiles.units, tiles.cuts, index.lists.slots[side, tile]
 

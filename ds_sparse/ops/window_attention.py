@@ -160,7 +160,7 @@ class _WindowAttention(Function):
     def forward(query, key, value, key_bias, index: WindowIndex, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         blocks = index.blocks
         chosen = implementation_for(blocks, query)
-        tile = chosen.tiles[blocks.block]
+        tile = chosen.tile(blocks.block)
         output, _, rows = ops.window_attention_forward(
             query, key, value, key_bias, index.limits, index.places, *lists_of_tiles(blocks.tiles("rows", tile)),
             blocks.layout_heads, blocks.block, tile, index.num_global, scale, index.causal, chosen.name,
@@ -183,7 +183,7 @@ class _WindowAttention(Function):
         grad_output = torch.zeros_like(output) if grad_output is None else readable(grad_output)
         index, blocks = ctx.index, ctx.index.blocks
         chosen = implementation_for(blocks, query, ctx.forced)
-        tile = chosen.tiles[blocks.block]
+        tile = chosen.tile(blocks.block)
         grads = ops.window_attention_backward(
             grad_output, query, key, value, output, rows, key_bias, index.limits, index.places,
             *lists_of_tiles(blocks.tiles("rows", tile)), *lists_of_tiles(blocks.tiles("columns", tile)),

@@ -16,7 +16,7 @@ from helpers import seeded
 from ds_sparse import BlockIndex, TokenIndex, WindowIndex
 from ds_sparse.index import cache
 from ds_sparse.index.cache import kept, kept_with
-from ds_sparse.master_layout import MasterLayout
+from ds_sparse.index.master_layout import MasterLayout
 from ds_sparse.ops import MatMul, Softmax
 
 

@@ -22,7 +22,7 @@ from ds_sparse import (
     VariableSparsityConfig,
     reference,
 )
-from ds_sparse.master_layout import MasterLayout
+from ds_sparse.index.master_layout import MasterLayout
 
 HEADS, BLOCK, TOKENS = 4, 16, 128
 

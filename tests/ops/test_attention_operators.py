@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import random, seeded
 
-from ds_sparse.master_layout import MasterLayout
+from ds_sparse.index.master_layout import MasterLayout
 from ds_sparse.ops.attention_operators import (
     LAYOUT_OPERATORS,
     attention_backward,

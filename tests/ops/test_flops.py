@@ -22,7 +22,7 @@ from ds_sparse import (
     window_attention,
     window_matmul,
 )
-from ds_sparse.master_layout import MasterLayout
+from ds_sparse.index.master_layout import MasterLayout
 from ds_sparse.ops import _library
 
 OPERATORS = _library.OPERATORS

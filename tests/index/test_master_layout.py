@@ -10,8 +10,8 @@ from helpers import seeded
 
 from ds_sparse.index import BlockIndex
 from ds_sparse.index.cache import captured
+from ds_sparse.index.master_layout import MasterLayout
 from ds_sparse.layout import crop
-from ds_sparse.master_layout import MasterLayout
 
 
 def random_layout(heads=3, blocks=11, seed=0):

@@ -12,9 +12,9 @@ from zlib import compress, decompress
 
 import torch
 
-from .index import BlockIndex
-from .index.cache import kept, refuse_captured, refuse_traced
-from .layout import crop, pack_bits, unpack_bits
+from ..layout import crop, pack_bits, unpack_bits
+from .block import BlockIndex
+from .cache import kept, refuse_captured, refuse_traced
 
 
 class MasterLayout:
