@@ -77,10 +77,10 @@ if TYPE_CHECKING:
         sparse_matmul_vo,
         torch_sparse_attention,
         unwindow_matmul,
-        window_attention,
         window_matmul,
         window_softmax,
     )
+    from .ops.window_attention import window_attention
     from .sparsity import (
         BigBirdSparsityConfig,
         BSLongformerSparsityConfig,
@@ -100,6 +100,7 @@ def _load_launcher_of_checkout() -> None:
     place = Path(__file__).resolve().parent.parent / "launcher" / "__init__.py"
     if place.exists() and find_spec("ds_sparse.launcher") is None:
         spec = spec_from_file_location("ds_sparse.launcher", place, submodule_search_locations=[str(place.parent)])
+        assert spec is not None and spec.loader is not None
         sys.modules[spec.name] = module_from_spec(spec)
         spec.loader.exec_module(sys.modules[spec.name])
 

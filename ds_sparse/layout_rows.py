@@ -35,4 +35,5 @@ class LayoutRows:
             TypeError, ValueError: as `as_bool_layout`.
         """
         live = as_bool_layout(layout).cpu()
-        return cls(*live.shape, lambda h: lambda rows: live[h, rows.start : rows.stop])
+        heads, rows, columns = live.shape
+        return cls(heads, rows, columns, lambda h: lambda rows: live[h, rows.start : rows.stop])

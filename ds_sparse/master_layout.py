@@ -6,6 +6,7 @@ from base64 import b85decode, b85encode
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from weakref import WeakValueDictionary
 from zlib import compress, decompress
 
@@ -43,7 +44,7 @@ class MasterLayout:
         # Layers that were built one by one from one structure have one tensor, and one index.
         equal = _in_use.get(self.text)
         self._equal = equal  # found by the text as long as one of the equals lives
-        self.layout = layout if equal is None else equal.layout
+        self.layout: torch.Tensor = layout if equal is None else equal.layout
         self._indices: OrderedDict[tuple[int, torch.device, bool], BlockIndex]
         self._indices = OrderedDict() if equal is None else equal._indices
         _in_use.setdefault(self.text, self)
@@ -98,7 +99,7 @@ class MasterLayout:
         for index in tuple(self._indices.values()):
             yield from index._held()
 
-    def __deepcopy__(self, memo) -> MasterLayout:
+    def __deepcopy__(self, memo: Any) -> MasterLayout:
         return self
 
     def __reduce__(self):

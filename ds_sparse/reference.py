@@ -205,9 +205,11 @@ def window_attention(
     tokens = query.shape[2]
     mask = window_mask(tokens, windows, causal, global_tokens, dilations)
     everything = torch.ones(1, 1, dtype=torch.bool)
-    return attention(
+    output = attention(
         query, key, value, everything, tokens, scale, key_padding_mask=key_padding_mask, attn_mask=mask[None]
     )
+    assert isinstance(output, torch.Tensor)
+    return output
 
 
 def token_scores(query: torch.Tensor, key: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:

@@ -92,8 +92,13 @@ def check(asked: Invocation) -> None:
 def start(asked: Invocation) -> None:
     """Runs the program on all ranks and waits; leaves by SystemExit where a rank fails, as `deepspeed` does."""
     program = child.arguments(asked.kind, asked.sparse, [asked.program, *asked.arguments])
-    terminated = []
-    signal.signal(signal.SIGTERM, lambda *_: terminated.append(_end_workers()))
+    terminated: list[int] = []
+
+    def end(number: int, frame: Any) -> None:
+        _end_workers()
+        terminated.append(number)
+
+    signal.signal(signal.SIGTERM, end)
     # The child as a script, since DeepSpeed's --module goes neither with --launcher mpich nor with --autotuning.
     runner.main([*asked.options, child.__file__, *program])
     if terminated:
@@ -124,7 +129,7 @@ def _is_mistyped(mode: str, modes: Sequence[str]) -> bool:
     return bool(difflib.get_close_matches(word, modes, cutoff=0.8)) and not any(known in word for known in modes)
 
 
-def _parsed(words: list[str]):
+def _parsed(words: list[str]) -> tuple[Any, str]:
     """What DeepSpeed's parser makes of the words, or None and its complaint."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):

@@ -29,13 +29,13 @@ def install(deepspeed: ModuleType) -> None:
     below = deepspeed.initialize
 
     @functools.wraps(below)
-    def initialize(*positional: Any, **keywords: Any):
+    def initialize(*positional: Any, **keywords: Any) -> Any:
         from ds_sparse.integrations.deepspeed import initialize_unchanged_program
 
         return initialize_unchanged_program(*positional, **keywords)
 
-    initialize.below = below
-    deepspeed.initialize = initialize
+    initialize.below = below  # type: ignore[attr-defined]
+    deepspeed.initialize = initialize  # type: ignore[attr-defined]
     sys.excepthook = _say_wrong_blocks(sys.excepthook)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CHECK, FORMAT = ("ruff", "check"), ("ruff", "format", "--check")
+CHECK, FORMAT, TYPES = ("ruff", "check"), ("ruff", "format", "--check"), ("mypy",)
 
 
 def run(tool: tuple[str, ...], *arguments: str, source: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -29,6 +29,12 @@ def test_sources_are_formatted():
     assert done.returncode == 0, f"{done.stdout}{done.stderr}`.venv/bin/ruff format` mends it."
 
 
+def test_types_agree():
+    """Ten seconds where mypy keeps nothing of an earlier run in .mypy_cache."""
+    done = run(TYPES)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}`.venv/bin/mypy` says this again."
+
+
 @pytest.mark.parametrize(
     "tool, source, found",
     [
@@ -42,3 +48,11 @@ def test_a_fault_is_found(tool: tuple[str, ...], source: str, found: str):
     done = run(tool, "--stdin-filename", "ds_sparse/new.py", "-", source=source)
     assert done.returncode == 1
     assert found in done.stdout + done.stderr
+
+
+def test_a_wrong_type_is_found(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text("import ds_sparse\n\nds_sparse.BlockIndex.build(layout=1, block=16)\n")
+    done = run(TYPES, str(script))
+    assert done.returncode == 1
+    assert '"int"; expected "Tensor"' in done.stdout

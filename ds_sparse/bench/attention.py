@@ -145,10 +145,10 @@ class References:
             layout = torch.ones_like(self.layout) if dense else self.layout
             self._known[dense] = []
             for batch, head in self.places:
-                mine = [x[batch, head] for x in (*self.inputs, self.grad)]
-                live = layout[head % len(layout)]
-                plain, _ = attention_by_block_rows(*mine, live, self.case.block)
-                exact, terms = attention_by_block_rows(*(x.double() for x in mine), live, self.case.block)
+                q, k, v, grad = (x[batch, head] for x in (*self.inputs, self.grad))
+                live, block = layout[head % len(layout)], self.case.block
+                plain, _ = attention_by_block_rows(q, k, v, grad, live, block)
+                exact, terms = attention_by_block_rows(q.double(), k.double(), v.double(), grad.double(), live, block)
                 self._known[dense].append((plain, exact, terms))
         return self._known[dense]
 

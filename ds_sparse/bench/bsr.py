@@ -70,7 +70,7 @@ def bsr_operations(layout: Tensor, block: int, matrices: int, dtype: torch.dtype
         return dsd(probs, value.mT).mT
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        operands = (x.flatten(0, 1) for x in (query, key, value))
-        return _triton_ops._scaled_dot_product_attention(*operands, attn_mask=result).view(query.shape)
+        q, k, v = (x.flatten(0, 1) for x in (query, key, value))
+        return _triton_ops._scaled_dot_product_attention(q, k, v, attn_mask=result).view(query.shape)
 
     return {"sdd": sdd, "softmax": softmax, "dsd": dsd, "dds": dds, "attention": attention}

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from fnmatch import fnmatch
 from itertools import product
@@ -439,7 +439,7 @@ def say_conditions(device: torch.device, dtypes: Iterable[str] = (), **versions:
     return conditions
 
 
-def by_device(values: dict[str, object]) -> str:
+def by_device(values: Mapping[str, object]) -> str:
     """Defaults as help says them."""
     on_cpu, on_gpu = in_option(values["cpu"]), in_option(values["cuda"])
     return on_cpu if on_cpu == on_gpu else f"{on_cpu}; on a GPU {on_gpu}"

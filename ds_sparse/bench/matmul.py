@@ -179,12 +179,13 @@ def our_operations(layout: Tensor, block: int, head_dim: int) -> dict[str, Calla
 def their_meaning(case: Case, layout: Tensor, heads: int) -> dict[str, Callable[..., Tensor]]:
     """The same operations from `ds_sparse.reference`."""
     block = case.block
+    attention: Callable[..., Any] = reference.attention
     return {
         "sdd": lambda query, key: reference.matmul(query, key, layout, block, "sdd", False, True),
         "softmax": lambda scores: reference.softmax(scores, layout, block, heads),
         "dsd": lambda probs, value: reference.matmul(probs, value, layout, block, "dsd", False, False),
         "dds": lambda value, probs: reference.matmul(value, probs, layout, block, "dds", False, True),
-        "attention": lambda query, key, value: reference.attention(query, key, value, layout, block, scale=case.scale),
+        "attention": lambda query, key, value: attention(query, key, value, layout, block, scale=case.scale),
     }
 
 
@@ -215,6 +216,7 @@ def bsr_competitors(
     Only what their calls raise is such a reason: their inputs and the reference are ours, and so is what fails there.
     """
     found: list[Competitor] = []
+    calls: dict[str, Callable[..., Tensor]] = {}
     reasons: dict[str, str] = {}
     with warnings.catch_warnings():
         # That block-sparse rows are in beta state, and that their parameters are not tuned for this GPU.

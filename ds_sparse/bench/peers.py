@@ -50,7 +50,8 @@ class Peer:
 
 def fused(problem: Problem) -> Peer:
     index = BlockIndex.build(problem.layout, problem.case.block)
-    return Peer(lambda query, key, value: block_sparse_attention(query, key, value, index))
+    attention: Callable[..., Any] = block_sparse_attention
+    return Peer(lambda query, key, value: attention(query, key, value, index))
 
 
 def composition(problem: Problem) -> Peer:
@@ -96,7 +97,7 @@ def flex(tile: int | None, mode: str | None) -> Callable[[Problem], Peer]:
         # Timing the backward alone needs the graph twice.
         config.donated_buffer = False
         # Forward tiles of 32 are not among those that autotuning tries.
-        options = {"fwd_BLOCK_M": side, "fwd_BLOCK_N": side} if side < 64 else None
+        options: Any = {"fwd_BLOCK_M": side, "fwd_BLOCK_N": side} if side < 64 else None
         compiled = torch.compile(flex_attention, dynamic=False, mode=mode)
         return Peer(lambda query, key, value: compiled(query, key, value, block_mask=mask, kernel_options=options))
 
@@ -115,11 +116,10 @@ def block_mask(layout: Tensor, block: int, side: int) -> Any:
     def live(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return layout[h if heads > 1 else 0, q // block, k // block]
 
+    some_counts, some_columns = lists(some & ~full, full.shape[2])
+    full_counts, full_columns = lists(full, full.shape[2])
     return BlockMask.from_kv_blocks(
-        *(x[None] for x in lists(some & ~full, full.shape[2])),
-        *(x[None] for x in lists(full, full.shape[2])),
-        BLOCK_SIZE=side,
-        mask_mod=live,
+        some_counts[None], some_columns[None], full_counts[None], full_columns[None], BLOCK_SIZE=side, mask_mod=live
     )
 
 

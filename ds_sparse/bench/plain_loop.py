@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ def plain_loop(index: TokenIndex) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         Unsupported: no compiler; when called, another device or dtype.
     """
     attention = _compiled().attention
-    columns, offsets = index.csr()
+    lists: tuple[Any, ...] = index.csr()
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if q.device.type != "cpu" or q.dtype != torch.float32:
@@ -62,9 +63,9 @@ def plain_loop(index: TokenIndex) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         output = torch.empty_like(v)
         for matrices in zip(*(x.flatten(0, 1) for x in (q, k, v, output)), strict=True):
             *given, written = (ctypes.c_void_p(x.data_ptr()) for x in matrices)
-            lists = (ctypes.c_void_p(x.data_ptr()) for x in (columns, offsets))
+            numbers = (ctypes.c_void_p(x.data_ptr()) for x in lists)
             sizes = (ctypes.c_int64(n) for n in q.shape[2:])
-            attention(*given, *lists, *sizes, ctypes.c_float(q.shape[3] ** -0.5), written)
+            attention(*given, *numbers, *sizes, ctypes.c_float(q.shape[3] ** -0.5), written)
         return output
 
     return call

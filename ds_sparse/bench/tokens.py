@@ -118,11 +118,11 @@ class Step:
     numbers_of_all: int = 0
 
 
-def of_pairs(function: Callable[..., Tensor], **options: Any) -> Step:
+def of_pairs(function: Callable[..., Any], **options: Any) -> Step:
     return Step(lambda problem: lambda q, k, v: function(q, k, v, problem.index), **options)
 
 
-def native_scores(product: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, index: TokenIndex) -> Tensor:
+def native_scores(product: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, index: TokenIndex) -> Tensor:
     """A native product alone: `product(q, k, index)` gives the scores, `index_add` the rest."""
     scores = product(q, k, index).flatten(0, 1) * q.shape[-1] ** -0.5
     sums, totals = weighted_sums(index, scores, v.flatten(0, 1))
@@ -142,7 +142,8 @@ def flex_attention(problem: Problem) -> Callable[[Tensor, Tensor, Tensor], Tenso
 
     # After a few compilations of one function, those of the cases before, it would run uncompiled.
     torch._dynamo.reset()
-    tiles = flex.create_block_mask(live, None, None, *mask.shape, device=mask.device)
+    queries, keys = mask.shape
+    tiles = flex.create_block_mask(live, None, None, queries, keys, device=mask.device)
     compiled = torch.compile(flex.flex_attention, dynamic=False)
     return lambda q, k, v: compiled(q, k, v, block_mask=tiles)
 
@@ -283,8 +284,9 @@ class References:
         """Plain, exact, and the sizes of the exact sums' terms."""
         if dense not in self._known:
             mask = torch.ones_like(self.mask) if dense else self.mask
-            plain, _ = attention_by_block_rows(*self.mine, mask, 1)
-            exact, terms = attention_by_block_rows(*(x.double() for x in self.mine), mask, 1)
+            q, k, v, grad = self.mine
+            plain, _ = attention_by_block_rows(q, k, v, grad, mask, 1)
+            exact, terms = attention_by_block_rows(q.double(), k.double(), v.double(), grad.double(), mask, 1)
             self._known[dense] = plain, exact, terms
         return self._known[dense]
 

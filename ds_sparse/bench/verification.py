@@ -81,7 +81,8 @@ def require_same_meaning(
         plain = output_and_gradients(theirs[name], there, grad.to(device))
         for i, results in enumerate(zip(mine, plain, exact, strict=True)):
             part = f"gradient {i}" if i else "output"
-            require_as_accurate(f"{what}: {part} of {name}", *(x.to(device) for x in results))
+            found, rounded, wanted = (x.to(device) for x in results)
+            require_as_accurate(f"{what}: {part} of {name}", found, rounded, wanted)
 
 
 def attention_by_block_rows(

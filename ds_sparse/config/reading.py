@@ -269,7 +269,7 @@ def _describe(schema: Mapping[str, Any]) -> str | None:
         return one_of(schema["enum"])
     if "anyOf" in schema:
         parts = [_describe(part) for part in schema["anyOf"]]
-        return " or ".join(parts) if all(parts) else None
+        return " or ".join(filter(None, parts)) if all(parts) else None
     match schema.get("type"):
         case "boolean":
             return "true or false"

@@ -19,7 +19,7 @@ def json_schema() -> dict[str, Any]:
     reader does. Conditions between fields are the reader's alone.
     """
     fields_of = {mode: json_fields(cls) for mode, cls in loaded_classes().items()}
-    definitions = {}
+    definitions: dict[str, Any] = {}
     for mode, fields in fields_of.items():
         schema = json_model(mode, fields).model_json_schema()
         foreign = {

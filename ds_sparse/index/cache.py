@@ -28,19 +28,21 @@ class Holder(Protocol):
         """All tensors whose memory it keeps; some may come twice."""
 
 
-Key, Kept = TypeVar("Key", bound=Hashable), TypeVar("Kept", bound=Holder)
+Key = TypeVar("Key", bound=Hashable)
+Kept = TypeVar("Kept", bound="Holder | tuple[Holder, ...]")
+Index = TypeVar("Index", bound=Holder)
 
-captured: set[Holder] = set()
+captured: set[Holder | tuple[Holder, ...]] = set()
 """Kept for good: graphs read their memory whenever they are replayed."""
 
 _keeping = RLock()  # modules of one structure share a part, and may run in threads of their own
 
 
 @dataclass(frozen=True, eq=False)
-class Made(Generic[Kept]):
+class Made(Generic[Index]):
     """What was made of some owners, and how these were then."""
 
-    index: Kept
+    index: Index
     versions: list[int]
     owners: list[WeakIdRef]
 
@@ -69,12 +71,12 @@ def kept(part: OrderedDict[Key, Kept], key: Key, build: Callable[[], Kept], most
 
 
 def kept_with(
-    part: OrderedDict[Hashable, Made[Kept]],
+    part: OrderedDict[Hashable, Made[Index]],
     owners: Sequence[object],
     key: Hashable,
-    build: Callable[[], Kept],
+    build: Callable[[], Index],
     most: int = KEPT,
-) -> Kept:
+) -> Index:
     """`kept` of what is made of `owners`, tensors among them: as long as all live and no tensor is changed in place."""
     versions = []
     for x in owners:
@@ -122,14 +124,14 @@ def _is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def _use(part: OrderedDict, key: Hashable, found: Holder) -> Holder:
+def _use(part: OrderedDict[Key, Kept], key: Key, found: Kept) -> Kept:
     part.move_to_end(key)
     if _is_capturing():
         captured.add(found)
     return found
 
 
-def _add(part: OrderedDict, key: Hashable, made: Holder, most: int) -> Holder:
+def _add(part: OrderedDict[Key, Kept], key: Key, made: Kept, most: int) -> Kept:
     part[key] = made
     while len(part) > 1 and (len(part) > most or _bytes(part) > BYTES):
         part.popitem(last=False)

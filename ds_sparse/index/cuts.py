@@ -19,7 +19,8 @@ def cut_lists(lengths: list[list[int]], block: int) -> tuple[list[tuple[int, ...
     a head shorter by more than LEAST_CUT tokens, a unit has at most one and a half times the mean of its head's, in
     whole steps, or LEAST_CUT tokens where that is more."""
     step = max(1, STEP // block)
-    units, cuts = [], []
+    units: list[tuple[int, ...]] = []
+    cuts: list[tuple[int, ...]] = []
     tile = first = part = 0
     for of_head in lengths:
         above_the_mean = _ceil_div(3 * sum(of_head), 2 * len(of_head) * step)

@@ -52,8 +52,14 @@ class Lists:
 
     def to(self, device: torch.device | str) -> Lists:
         """The same lists on another device, without slots."""
-        lists = (self.row_offsets, self.row_columns, self.column_offsets, self.column_rows, self.column_slots)
-        return Lists(*(x.to(device) for x in lists), slots={})
+        return Lists(
+            row_offsets=self.row_offsets.to(device),
+            row_columns=self.row_columns.to(device),
+            column_offsets=self.column_offsets.to(device),
+            column_rows=self.column_rows.to(device),
+            column_slots=self.column_slots.to(device),
+            slots={},
+        )
 
 
 def _slots(live: torch.Tensor, place: torch.Tensor, tiles: Tiles, side: str, block: int) -> torch.Tensor:

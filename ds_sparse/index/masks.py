@@ -32,7 +32,7 @@ def layout_of_mask(mask: Tensor, block: int, partial: str) -> Tensor:
         raise ValueError(
             f"A mask has shape (queries, keys) or (heads, queries, keys), none of them 0, got {tuple(mask.shape)}."
         )
-    tokens = mask.shape[-2:]
+    tokens = (mask.shape[-2], mask.shape[-1])
     missing = (0, -tokens[1] % block, 0, -tokens[0] % block)
 
     def in_blocks(filled_with: bool) -> Tensor:
@@ -67,7 +67,7 @@ def layout_of_flex(mask: BlockMask, partial: str) -> tuple[Tensor, int]:
             "B=None, or call once for each."
         )
     cut, live = _listed(mask.kv_num_blocks, mask.kv_indices), None
-    if mask.full_kv_num_blocks is not None:
+    if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
         live = _listed(mask.full_kv_num_blocks, mask.full_kv_indices)
     live = cut if live is None else live | cut
     if partial == "error" and mask.mask_mod is not noop_mask:

@@ -238,5 +238,5 @@ def _first(x: torch.Tensor, count: int) -> torch.Tensor:
     return x if x.shape[1] == count else x.narrow(1, 0, count)
 
 
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _joined(parts: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)

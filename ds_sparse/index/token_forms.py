@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -146,10 +146,11 @@ def csr_of_jagged(x: Nested) -> tuple[Nested, Nested]:
         return list(values), list(offsets)
     if not isinstance(x, Tensor) or not x.is_nested or x.layout != torch.jagged or x.dim() != 2:
         raise TypeError("Give a nested tensor of layout torch.jagged with 2 dimensions, or a list of such.")
-    if x.lengths() is not None:
+    jagged: Any = x  # of a class that torch keeps to itself
+    if jagged.lengths() is not None:
         # Its rows are parts of what lies between the offsets.
-        return torch.cat([x.values()[:0], *x.unbind()]), pad(x.lengths().cumsum(0), (1, 0))
-    return x.values(), x.offsets()
+        return torch.cat([jagged.values()[:0], *jagged.unbind()]), pad(jagged.lengths().cumsum(0), (1, 0))
+    return jagged.values(), jagged.offsets()
 
 
 def _as_lists(name: str, x: Nested, dims: int) -> tuple[list[Tensor], int, int]:
@@ -188,8 +189,8 @@ def _in_list(p: int, lists: list[Tensor]) -> str:
 def of_lists(numbers: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
     """int64 (N): for each pair its list's number."""
     total = sum(counts)
-    numbers, counts = torch.tensor([numbers, counts]).to(device)
-    return numbers.repeat_interleave(counts, output_size=total)
+    number, count = torch.tensor([numbers, counts]).to(device)
+    return number.repeat_interleave(count, output_size=total)
 
 
 def _refuse_pairs(lists: list[Tensor], queries: int, keys: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -159,7 +160,7 @@ class WindowIndex:
     @lasting
     def _copied(self, device: torch.device) -> WindowIndex:
         self.ready()
-        lists = {name: x for name, x in vars(self).items() if isinstance(x, torch.Tensor | BlockIndex)}
+        lists: dict[str, Any] = {name: x for name, x in vars(self).items() if isinstance(x, torch.Tensor | BlockIndex)}
         return replace(self, **{name: x.to(device) for name, x in lists.items()})
 
 

@@ -90,7 +90,7 @@ def get_sparse_attention_config(args: argparse.Namespace, num_heads: int) -> Spa
     return config
 
 
-def initialize(*positional: Any, **keywords: Any):
+def initialize(*positional: Any, **keywords: Any) -> Any:
     """`deepspeed.initialize` for a JSON with a `"sparse_attention"` block: the same arguments, the same four results.
 
     DeepSpeed 0.19.7 and later refuse the block, so it is taken out first. With `args.deepspeed_sparse_attention` (where
@@ -107,13 +107,13 @@ def initialize(*positional: Any, **keywords: Any):
     return _initialize(positional, keywords, launcher_decides=False)
 
 
-def initialize_unchanged_program(*positional: Any, **keywords: Any):
+def initialize_unchanged_program(*positional: Any, **keywords: Any) -> Any:
     """`deepspeed.initialize` of a program that `ds_sparse run` started: as `initialize`, and the launcher's flag counts
     also where the program's own parser knows the flag and did not get it."""
     return _initialize(positional, keywords, launcher_decides=True)
 
 
-def _initialize(positional: tuple[Any, ...], keywords: dict[str, Any], launcher_decides: bool):
+def _initialize(positional: tuple[Any, ...], keywords: dict[str, Any], launcher_decides: bool) -> Any:
     arguments = inspect.signature(deepspeed.initialize).bind(*positional, **keywords).arguments
     args, model = arguments.pop("args", None), arguments.pop("model", None)
     given = [arguments.pop("config", None), arguments.pop("config_params", None)]
@@ -223,14 +223,14 @@ def _keep_seeds(engine: Any, model: nn.Module) -> None:
     save, load = engine.save_checkpoint, engine.load_checkpoint
 
     @functools.wraps(save)
-    def save_checkpoint(*positional: Any, **keywords: Any):
+    def save_checkpoint(*positional: Any, **keywords: Any) -> Any:
         call = inspect.signature(save).bind(*positional, **keywords)
         seeds = [getattr(config, BLOCK_KEY)["seed"] for config in configs]
         call.arguments["client_state"] = {**(call.arguments.get("client_state") or {}), _SEEDS_KEY: seeds}
         return save(*call.args, **call.kwargs)
 
     @functools.wraps(load)
-    def load_checkpoint(*positional: Any, **keywords: Any):
+    def load_checkpoint(*positional: Any, **keywords: Any) -> Any:
         path, client_state = load(*positional, **keywords)
         for config, seed in zip(configs, (client_state or {}).pop(_SEEDS_KEY, []), strict=False):
             setattr(config, BLOCK_KEY, {**getattr(config, BLOCK_KEY), "seed": seed})

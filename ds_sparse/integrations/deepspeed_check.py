@@ -92,7 +92,7 @@ def _refusal(key: str, value: Any) -> list[str]:
     if not isinstance(error, TypeError | AttributeError):
         return [f"{show_key(key)}: got {show(value)}; DeepSpeed refuses it: {_said(error)}"]
     # It took a shape for granted: one that it takes says which.
-    shapes = {"an object {...}": {}} | ({"a number": 1} if key in _BATCH else {"true or false": True})
+    shapes: dict[str, Any] = {"an object {...}": {}, **({"a number": 1} if key in _BATCH else {"true or false": True})}
     taken = [
         words
         for words, shape in shapes.items()
@@ -131,8 +131,8 @@ def _known_fields(title: str, place: tuple[Any, ...]) -> list[str]:
     models = [model for model in DeepSpeedConfigModel.__subclasses__() if model.__name__ == title]
     for part in place[:-1]:
         fields = {name: field for model in models for name, field in model.model_fields.items()}
-        kinds = (fields[part].annotation,) if part in fields else ()
-        kinds = [kind for outer in kinds for kind in (outer, *get_args(outer))]
+        outermost = (fields[part].annotation,) if part in fields else ()
+        kinds = [kind for outer in outermost for kind in (outer, *get_args(outer))]
         models = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
     return [name for model in models for name in model.model_fields]
 
@@ -203,8 +203,8 @@ def _warned(config: Mapping[str, Any]) -> list[str]:
 def _fit_to_one_rank(config: dict[str, Any]) -> list[str]:
     """Where all three batch sizes are given they say the number of ranks: takes it out of `config`, for DeepSpeed reads
     it for one."""
-    sizes = [config.get(key) for key in _BATCH]
-    if not all(type(size) is int and size > 0 for size in sizes):
+    sizes = [size for size in (config.get(key) for key in _BATCH) if type(size) is int and size > 0]
+    if len(sizes) < len(_BATCH):
         return []
     train, micro, steps = sizes
     ranks, rest = divmod(train, micro * steps)

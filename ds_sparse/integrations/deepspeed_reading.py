@@ -53,7 +53,7 @@ class Asked(dict):
         self.read = True
         return super().get(key, default)
 
-    def keys(self) -> KeysView[Any]:
+    def keys(self) -> KeysView[Any]:  # type: ignore[override]  # dict's own kind cannot be made
         return KeysView(self)
 
 
@@ -77,7 +77,7 @@ def _logged() -> Iterator[list[logging.LogRecord]]:
     from deepspeed.utils import logger
 
     records: list[logging.LogRecord] = []
-    collector = logging.Handler(logging.WARNING)
+    collector: Any = logging.Handler(logging.WARNING)
     collector.emit = records.append
     handlers, logger.handlers = logger.handlers, [collector]
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from types import ModuleType
+from typing import Any
 
 from torch import nn
 
@@ -63,7 +64,8 @@ class TransformersEncoders(Family):
         """Their mask is then (batch, tokens), not a matrix of tokens x tokens."""
         if base in pretrained_model_around(model) and through_interface(base):
             _interface().give_own_configs(model)
-            base.set_attn_implementation(_interface().NAME)
+            pretrained: Any = base
+            pretrained.set_attn_implementation(_interface().NAME)
 
 
 def _interface() -> ModuleType:

@@ -20,10 +20,17 @@ class Change(Protocol):
         attention: what computes when they are sparse.
     """
 
-    layers: Mapping[str, nn.Module]
-    was: Sequence[str]
-    now: Sequence[str]
-    attention: StructuredAttention
+    @property
+    def layers(self) -> Mapping[str, nn.Module]: ...
+
+    @property
+    def was(self) -> Sequence[str]: ...
+
+    @property
+    def now(self) -> Sequence[str]: ...
+
+    @property
+    def attention(self) -> StructuredAttention: ...
 
     def on(self) -> None: ...
 

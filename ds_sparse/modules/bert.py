@@ -29,6 +29,10 @@ class BertSparseSelfAttention(nn.Module):
             heads.
     """
 
+    query: nn.Module
+    key: nn.Module
+    value: nn.Module
+
     def __init__(
         self,
         config: Any,

@@ -20,7 +20,8 @@ def ours_and_others(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, n
     `q_proj`, `k_proj` and `v_proj`, `q_lin`, ..., `query_key_value`, `c_attn`, `qkv`), and no `SparseSelfAttention`;
     and `nn.MultiheadAttention`.
     """
-    ours, others = {}, {}
+    ours: dict[str, nn.Module] = {}
+    others: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if isinstance(module, SparseSelfAttention):
             ours[name] = module

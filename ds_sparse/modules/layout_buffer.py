@@ -38,7 +38,9 @@ class LayoutBuffer(Tensor):
         return buffer
 
     @classmethod
-    def __torch_function__(cls, func, types, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func is _EMPTY_LIKE:
             return args[0]
         if _writes(func.__name__) and isinstance(args[0], cls):

@@ -203,8 +203,8 @@ class SparseSelfAttention(nn.Module):
         seq_len, head_dim = query.shape[-2:]
         if key.shape[-2:] == (head_dim, seq_len):
             key = self.transpose_key_for_scores(key, seq_len)
+        key_padding_mask = as_key_padding_mask(key_padding_mask)
         if key_padding_mask is not None:
-            key_padding_mask = as_key_padding_mask(key_padding_mask)
             key_padding_mask = _in_mode("key_padding_mask", key_padding_mask, self.key_padding_mask_mode, query.dtype)
         if attn_mask is not None:
             if attn_mask.numel() == seq_len**2 and attn_mask.squeeze().shape == (seq_len, seq_len):
@@ -260,7 +260,7 @@ class SparseSelfAttention(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         if layout is not None:
             try:
-                self.master_layout = layout
+                self.master_layout = layout  # type: ignore[misc]  # __setattr__ takes it
             except (TypeError, ValueError) as error:
                 errors.append(
                     f"{prefix}master_layout: {error} Build the model with the sparsity config that the checkpoint was "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import dropout, pad
@@ -123,16 +123,27 @@ class StructuredAttention:
         self._synchronize_layout()
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         causal = getattr(self.sparsity_config, "causal", False)
-        masks = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+        masks: dict[str, Any] = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
         if self.implementation == "separate":
             return self._attend_separately(query, key, value, scale, causal, dropout_p, **masks)
-        layout = self._covering(query.shape[2])
-        return block_sparse_attention(
+        layout: Any = self._covering(query.shape[2])  # a MasterLayout, which only modules give
+        output: Any = block_sparse_attention(
             query, key, value, layout, scale=scale, causal=causal, dropout_p=dropout_p, **masks
         )
+        return output
 
     def _attend_separately(
-        self, query, key, value, scale, causal, dropout_p, *, rpe, key_padding_mask, attn_mask
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        causal: bool,
+        dropout_p: float,
+        *,
+        rpe: torch.Tensor | None,
+        key_padding_mask: torch.Tensor | None,
+        attn_mask: torch.Tensor | None,
     ) -> torch.Tensor:
         heads, tokens = query.shape[1:3]
         if key.shape[1] != heads:
@@ -157,7 +168,15 @@ class StructuredAttention:
         output = ops.output(probs, value)
         return output[:, :, :tokens] if missing else output
 
-    def _check(self, query, key, value, rpe, key_padding_mask, attn_mask) -> None:
+    def _check(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rpe: torch.Tensor | None,
+        key_padding_mask: torch.Tensor | None,
+        attn_mask: torch.Tensor | None,
+    ) -> None:
         alike = key.shape == value.shape and key.shape[:1] + key.shape[2:] == query.shape[:1] + query.shape[2:]
         if not alike or not key.shape[1] or query.shape[1] % key.shape[1]:
             raise NotImplementedError(
@@ -268,7 +287,7 @@ def of_keys_or_pairs(mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
     return {} if mask is None else {"key_padding_mask" if mask.dim() == 2 else "attn_mask": mask}
 
 
-def _softmax_mask(name: str, mask: torch.Tensor | None, dtype: torch.dtype) -> dict[str, torch.Tensor | str]:
+def _softmax_mask(name: str, mask: torch.Tensor | None, dtype: torch.dtype) -> dict[str, Any]:
     """The arguments of Softmax for a mask that keeps where True, or is added."""
     if mask is None:
         return {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, wraps
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,16 +24,18 @@ class Function(torch.autograd.Function):
             return super(Function, _without_forward_mode(cls)).apply(*args)
         function = cls if forward_ad._current_level < 0 else _without_forward_mode(cls)
         # Without binding them to forward's names, which takes a tenth of a small call's time.
-        return super(torch.autograd.Function, function).apply(*unwrap_dead_wrappers(args))
+        return super(torch.autograd.Function, function).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]
 
 
 @cache
 def _without_forward_mode(function: type[Function]) -> type[Function]:
     """The function with a `jvp` that raises a sentence; torch.compile takes none that has one."""
 
+    backward: Any = function.backward
+
     def jvp(ctx, *tangents):
         raise NotImplementedError(
-            f"{function.backward.operation} has no derivatives in forward mode (torch.func.jvp, jacfwd, hessian; "
+            f"{backward.operation} has no derivatives in forward mode (torch.func.jvp, jacfwd, hessian; "
             "torch.autograd.forward_ad). Use torch.func.vjp or jacrev, or compute this part in plain PyTorch "
             "(ds_sparse.reference, or gather_attention for lists of tokens)."
         )
@@ -78,7 +81,7 @@ def differentiable_once(operation: str) -> Callable[[Callable], Callable]:
             ends = iter(_End.apply(sentence, len(own), *own, *of))
             return tuple(None if x is None else next(ends) for x in results)
 
-        once.operation = operation
+        once.operation = operation  # type: ignore[attr-defined]
         return once
 
     return decorated

@@ -34,7 +34,7 @@ Rule = Callable[..., str | None]
 """A condition between fields. Its parameters are the names of the fields it reads; it returns the sentence that says
 what is wrong, or None."""
 
-RowStep = Callable[["Tensor", range], None]
+RowStep = Callable[["Tensor", range], object]
 """A step of a layout that sets the live blocks of some block rows of a head, in place, in a tensor (rows, blocks) of
 any dtype."""
 
@@ -119,7 +119,7 @@ def declared(cls: _Structure) -> _Structure:
     A pydantic dataclass, except that attributes which a subclass sets before calling `super().__init__` survive,
     that the class's `rules` are checked (ValueError), and that its `cautions` are given once a process.
     """
-    made = dataclass(config=ConfigDict(strict=True, extra="forbid"), eq=False)(cls)
+    made: Any = dataclass(config=ConfigDict(strict=True, extra="forbid"), eq=False)(cls)
     validated_init = made.__init__
     parameters = inspect.signature(made).parameters.values()
     positional = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
@@ -171,23 +171,28 @@ class SparsityConfig:
     """
 
     num_heads: int = Field(ge=1, description="Number of attention heads of the model.")
-    block: Block = Field(16, description="Tokens in a block: the layout decides over block x block scores at a time.")
+    block: Block = Field(
+        default=16, description="Tokens in a block: the layout decides over block x block scores at a time."
+    )
     different_layout_per_head: bool = Field(
-        False, description="Give each head a layout of its own, where the structure has something to vary."
+        default=False, description="Give each head a layout of its own, where the structure has something to vary."
     )
     seed: int | None = Field(
-        None,
+        default=None,
         ge=0,
         kw_only=True,
         description="Seed of the random blocks. With it they come from a generator of their own and are equal on every "
         "rank and after resume; without it from Python's random.",
     )
     causal: bool = Field(
-        False,
+        default=False,
         kw_only=True,
         description="Mask later tokens inside the live blocks as well (token-level causal attention).",
     )
-    strict_causal: bool = Field(False, kw_only=True, description="Drop every block above the diagonal.")
+    strict_causal: bool = Field(default=False, kw_only=True, description="Drop every block above the diagonal.")
+
+    if TYPE_CHECKING:
+        num_layout_heads: int = Field(init=False)  # what is laid out: all heads, or the one that all share
 
     rules: ClassVar[tuple[Rule, ...]] = ()
     """Conditions between fields, checked by the constructor and, over the fields that are valid, by the JSON reader."""

@@ -29,7 +29,8 @@ def json_fields(cls: type[SparsityConfig]) -> dict[str, FieldInfo]:
 def json_model(title: str, fields: dict[str, FieldInfo]) -> type[BaseModel]:
     """A strict pydantic model of these fields: it validates the values and gives the JSON schema."""
     config = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
-    return create_model(title, __config__=config, **{name: (field.annotation, field) for name, field in fields.items()})
+    definitions: dict[str, Any] = {name: (field.annotation, field) for name, field in fields.items()}
+    return create_model(title, __config__=config, **definitions)
 
 
 def build(cls: type[SparsityConfig], num_heads: int, values: dict[str, Any]) -> SparsityConfig:
@@ -43,7 +44,7 @@ def build(cls: type[SparsityConfig], num_heads: int, values: dict[str, Any]) -> 
 
 
 def _keyword_only_fields() -> dict[str, FieldInfo]:
-    return {name: field for name, field in SparsityConfig.__pydantic_fields__.items() if field.kw_only}
+    return {name: field for name, field in vars(SparsityConfig)["__pydantic_fields__"].items() if field.kw_only}
 
 
 def _constructor_fields(mro: tuple[type, ...]) -> dict[str, FieldInfo]:
@@ -52,12 +53,13 @@ def _constructor_fields(mro: tuple[type, ...]) -> dict[str, FieldInfo]:
     if owner is object:
         return {}
     if "__pydantic_fields__" in vars(owner):
-        return {name: field for name, field in owner.__pydantic_fields__.items() if field.init is not False}
+        return {name: field for name, field in vars(owner)["__pydantic_fields__"].items() if field.init is not False}
 
     inherited = _constructor_fields(mro[place + 1 :])
-    hints = get_type_hints(owner.__init__, include_extras=True)
+    init = vars(owner)["__init__"]
+    hints = get_type_hints(init, include_extras=True)
     fields: dict[str, FieldInfo] = {}
-    for name, parameter in list(inspect.signature(owner.__init__).parameters.items())[1:]:
+    for name, parameter in list(inspect.signature(init).parameters.items())[1:]:
         if parameter.kind is parameter.VAR_KEYWORD:
             fields |= {name: field for name, field in inherited.items() if name not in fields}
         elif parameter.kind is not parameter.VAR_POSITIONAL:

@@ -49,7 +49,9 @@ class BigBirdSparsityConfig(SparsityConfig):
 
     num_random_blocks: RandomBlocks = 1
     num_sliding_window_blocks: WindowWidth = 3
-    num_global_blocks: int = Field(1, ge=0, description="Leading blocks that attend to all and are attended by all.")
+    num_global_blocks: int = Field(
+        default=1, ge=0, description="Leading blocks that attend to all and are attended by all."
+    )
     attention: Attention = "bidirectional"
 
     json_rules = (first_row_has_one_candidate,)

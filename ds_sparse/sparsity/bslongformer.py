@@ -42,7 +42,8 @@ class BSLongformerSparsityConfig(SparsityConfig):
 
     num_sliding_window_blocks: WindowWidth = 3
     global_block_indices: Indices = Field(
-        [0], description="Blocks that attend to all and are attended by all; starts of ranges when ends are given."
+        default=[0],
+        description="Blocks that attend to all and are attended by all; starts of ranges when ends are given.",
     )
     global_block_end_indices: GlobalBlockEndIndices = None
     attention: Attention = "bidirectional"

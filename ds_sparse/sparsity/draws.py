@@ -81,9 +81,9 @@ def _try(structure: SparsityConfig, seq_len: int) -> Draws:
 
 def _make(structure: SparsityConfig, seed: int, seq_len: int, drawn: list[int]) -> Tensor:
     """The layout of a copy with this seed; `drawn` gets what its samplers draw."""
-    tried = copy.copy(structure)
+    tried: Any = copy.copy(structure)
     tried.seed = seed
-    sampler = getattr(tried, "sampler", None)
+    sampler: Any = getattr(tried, "sampler", None)
 
     def noting(h: int) -> Callable[..., list[int]]:
         sample = sampler(h)

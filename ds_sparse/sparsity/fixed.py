@@ -68,14 +68,14 @@ class FixedSparsityConfig(SparsityConfig):
             global attention on a unidirectional layout, more patterns than heads may differ by or a window can hold.
     """
 
-    num_local_blocks: int = Field(4, ge=1, description="Size of a local window in blocks.")
+    num_local_blocks: int = Field(default=4, ge=1, description="Size of a local window in blocks.")
     num_global_blocks: int = Field(
-        1, ge=1, description="Blocks of each window that are attended by all. Divides num_local_blocks."
+        default=1, ge=1, description="Blocks of each window that are attended by all. Divides num_local_blocks."
     )
     attention: Attention = "bidirectional"
     horizontal_global_attention: HorizontalGlobalAttention = False
     num_different_global_patterns: int = Field(
-        1,
+        default=1,
         ge=1,
         description="In how many ways heads choose their global blocks. More than 1 needs different_layout_per_head; "
         "at most num_local_blocks / num_global_blocks.",

@@ -23,7 +23,7 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
         ValueError: a field of the wrong type or out of bounds; at `make_layout`, fewer blocks in a row than the window.
     """
 
-    different_layout_per_head: bool = Field(False, init=False)
+    different_layout_per_head: bool = Field(default=False, init=False)
     num_sliding_window_blocks: WindowWidth = 3
     attention: Attention = "unidirectional"
 

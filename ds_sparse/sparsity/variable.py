@@ -47,10 +47,10 @@ class VariableSparsityConfig(SparsityConfig):
 
     num_random_blocks: RandomBlocks = 0
     local_window_blocks: WindowSizes = Field(
-        [4], description="Sizes in blocks of the consecutive local windows; the last one repeats to the end."
+        default=[4], description="Sizes in blocks of the consecutive local windows; the last one repeats to the end."
     )
     global_block_indices: Indices = Field(
-        [0], description="Blocks that are attended by all; starts of ranges when ends are given."
+        default=[0], description="Blocks that are attended by all; starts of ranges when ends are given."
     )
     global_block_end_indices: GlobalBlockEndIndices = None
     attention: Attention = "bidirectional"

@@ -33,7 +33,7 @@ class AfterDeepSpeed(MetaPathFinder):
                     # Programs go on without DeepSpeed where its import fails by an ImportError.
                     raise RuntimeError(f"ds_sparse run: {sys.executable} cannot import ds_sparse: {error}") from error
 
-            spec.loader.exec_module = execute_and_hook
+            spec.loader.exec_module = execute_and_hook  # type: ignore[method-assign]
         return spec
 
 

@@ -96,7 +96,7 @@ def register_config() -> None:
     below = config.DeepSpeedConfig.__init__
 
     @functools.wraps(below)
-    def __init__(self, config, *positional: Any, **keywords: Any) -> None:
+    def __init__(self: Any, config: Any, *positional: Any, **keywords: Any) -> None:
         deepspeed_config, block = load_config(config)
         complete = None if block is None else _complete(block, source=config)
         below(self, config if block is None else deepspeed_config, *positional, **keywords)

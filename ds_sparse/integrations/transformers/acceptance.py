@@ -99,7 +99,8 @@ def _heads_in_a_trial(model: PreTrainedModel, around: Sequence[PreTrainedModel])
 
     def prepare(tried: PreTrainedModel, double: PreTrainedModel) -> None:
         for (name, module), twin in zip(tried.named_modules(), double.modules(), strict=True):
-            twin._ds_sparse = Attached(None, 0, functools.partial(_note, heads, module), name)
+            noting: Any = functools.partial(_note, heads, module)
+            twin._ds_sparse = Attached(None, 0, noting, name)
             if module is model:
                 set_config(twin.config, {})
                 twin.config._attn_implementation_internal = NAME

@@ -43,7 +43,8 @@ _made: weakref.WeakValueDictionary[tuple, StructuredAttention] = weakref.WeakVal
 
 def attached_to(layer: nn.Module) -> Attached:
     """What is on a layer, made from its config when it is first used or the config has changed since."""
-    config, attached = layer.config, vars(layer).get("_ds_sparse")
+    config: Any = layer.config
+    attached: Attached | None = vars(layer).get("_ds_sparse")
     block = getattr(config, BLOCK_KEY, None)
     if attached is not None and attached.block == block and (block is None or attached.tokens == tokens_of(config)):
         return attached
@@ -52,8 +53,9 @@ def attached_to(layer: nn.Module) -> Attached:
             f"config.{BLOCK_KEY} has changed since the model was made sparse, and torch.compile cannot trace what "
             "makes a layout of it; call the model once before."
         )
-    layer._ds_sparse = Attached(block, tokens_of(config), _attention_for(config, block))
-    return layer._ds_sparse
+    attached = Attached(block, tokens_of(config), _attention_for(config, block))
+    vars(layer)["_ds_sparse"] = attached
+    return attached
 
 
 def _attention_for(config: PreTrainedConfig, block: dict[str, Any] | None) -> StructuredAttention:

@@ -56,7 +56,8 @@ def attention(
     _refuse_what_is_not_computed(module, query, key, attention_mask, is_causal, more)
     rpe = position_bias
     if attention_mask is not None and attention_mask.requires_grad:
-        attention_mask, rpe = None, attention_mask if rpe is None else attention_mask + rpe
+        rpe = attention_mask if rpe is None else attention_mask + rpe
+        attention_mask = None
     sparse = attached_to(module).attention
     masks = {**of_keys_or_pairs(attention_mask), "rpe": None if rpe is None else rpe.to(query.dtype)}
     output = sparse(query, key, value, scale=scaling, dropout_p=dropout, **masks)
@@ -97,7 +98,7 @@ def key_padding_mask(
     kv_length: int,
     mask_function: Callable,
     q_length: int | None = None,
-    cache_position: torch.Tensor | None = None,
+    cache_position: Any = None,
     attention_mask: torch.Tensor | None = None,
     allow_is_bidirectional_skip: bool = True,
     **_: Any,

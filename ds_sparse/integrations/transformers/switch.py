@@ -81,7 +81,7 @@ class Switch:
         block, tokens = getattr(config, BLOCK_KEY, None), tokens_of(config)
         self._hooks = []
         for name, layer in self.layers.items():
-            layer._ds_sparse = Attached(block, tokens, self.attention, name)
+            vars(layer)["_ds_sparse"] = Attached(block, tokens, self.attention, name)
             self._hooks.append(layer.register_forward_hook(_check_is_switched))
 
     def off(self) -> None:
@@ -103,7 +103,8 @@ def _reproducible_block(attention: StructuredAttention) -> dict[str, Any]:
 
 def _check_is_switched(layer: nn.Module, arguments: tuple, output: Any) -> None:
     """Forward hook: nobody has switched the layer to another implementation since, with which it has run."""
-    attached, implementation = vars(layer).get("_ds_sparse"), layer.config._attn_implementation
+    config: Any = layer.config
+    attached, implementation = vars(layer).get("_ds_sparse"), config._attn_implementation
     if attached is not None and implementation != NAME:
         raise RuntimeError(
             f"layer {attached.name} ({type(layer).__name__}) ran without {NAME}: its attention implementation is "

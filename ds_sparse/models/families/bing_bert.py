@@ -39,10 +39,11 @@ class BingBert(Family):
         alike: dict[tuple[int, int, float], dict[str, nn.Module]] = {}
         for name, layer in layers.items():
             _check_replaceable(name, layer)
-            kind = (_heads(name, layer, structures.wanted), layer.query.out_features, _dropout(name, layer))
+            projection: Any = layer.query
+            kind = (_heads(name, layer, structures.wanted), projection.out_features, _dropout(name, layer))
             alike.setdefault(kind, {})[name] = layer
         tokens = longest_sequence(getattr(model, "config", None)) if max_seq_length is None else max_seq_length
-        swaps = []
+        swaps: list[Change] = []
         for (heads, hidden, dropout), those in alike.items():
             config = SimpleNamespace(
                 hidden_size=hidden, num_attention_heads=heads, attention_probs_dropout_prob=dropout
@@ -92,7 +93,7 @@ def _check_replaceable(name: str, layer: nn.Module) -> None:
     what = f"attention layer {name or 'of the model itself'} ({type(layer).__name__})"
     if not name:
         raise ValueError(f"{what} cannot be replaced from inside; pass the module that holds it.")
-    projections = [getattr(layer, projection, None) for projection in _QUERY_KEY_VALUE]
+    projections: list[Any] = [getattr(layer, projection, None) for projection in _QUERY_KEY_VALUE]
     if not all(hasattr(projection, "out_features") for projection in projections):
         raise ValueError(
             f"{what} would stay dense: sparsify replaces layers that hold Linear modules query, key and value; put "
@@ -141,5 +142,5 @@ def _dropout(name: str, layer: nn.Module) -> float:
 def _exchange(model: nn.Module, new_for: Mapping[nn.Module, nn.Module]) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
-            if child in new_for:
+            if child is not None and child in new_for:
                 setattr(parent, name, new_for[child])
