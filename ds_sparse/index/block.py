@@ -59,7 +59,7 @@ class BlockIndex:
     live_blocks: int
     reaches_ahead: bool
     bits: torch.Tensor
-    _made: dict[str | tuple[str, int], Lists | Strips | Tiles | BlockIndex]
+    _made: dict[Any, Any]  # Lists, Strips, Tiles and a BlockIndex, by what they are
     _ready: ReadyEvent = field(init=False)
 
     def __new__(cls, *given: Any, **fields: Any) -> BlockIndex:
@@ -152,7 +152,7 @@ class BlockIndex:
         if layout.dtype != torch.bool:
             asked["is_0_or_1"] = (layout == live).all()
         # All that the host has to know comes in one transfer, of each head since equal ones are not known before.
-        answers, live_blocks, *lengths = _on_host(
+        answers, counts, *fetched = _on_host(
             torch.stack(list(asked.values())), plans[0].live_blocks, *(plan.lengths for plan in plans)
         )
         facts = dict(zip(asked, answers))
@@ -160,12 +160,12 @@ class BlockIndex:
             check_values(layout)
         layout_heads = 1 if facts.get("is_first", True) else heads
         of_rows = slice(0, layout_heads * len(plans[0].sides), len(plans[0].sides))
-        live_blocks = sum(live_blocks[of_rows])
+        live_blocks = sum(counts[of_rows])
         if live_blocks >= 2**31:
             raise ValueError(
                 f"The layout has {live_blocks} live blocks; the index holds fewer than 2**31. Use a larger block."
             )
-        lengths = [plan.split(of_plan, layout_heads) for plan, of_plan in zip(plans, lengths)]
+        lengths = [plan.split(of_plan, layout_heads) for plan, of_plan in zip(plans, fetched)]
         tiles = {key: made for plan, of_plan in zip(plans, lengths) for key, made in plan.pack(of_plan).items()}
         if for_hopper and block >= HOPPER_TILE:
             tiles |= {(side, HOPPER_TILE): replace(tiles[side, TILE], tile=HOPPER_TILE) for side in SIDES}
@@ -323,7 +323,7 @@ class BlockIndex:
         self._ready.wait(self._tensors)
         return vars(self)
 
-    def _once(self, key: str | tuple[str, int], make: Callable[[], Lists | Strips | Tiles]) -> Lists | Strips | Tiles:
+    def _once(self, key: str | tuple[str, int], make: Callable[[], Lists | Strips | Tiles]) -> Any:
         """What is made at the first call, and kept; the current stream goes behind the end of the making."""
         if key not in self._made:
             self._made[key] = make()
@@ -350,7 +350,7 @@ class BlockIndex:
 
     @lasting
     def _make_lists(self) -> Lists:
-        walked = ()
+        walked: set[tuple[str, int]] = set()
         if is_hopper(self.device) and self.block in PRODUCT_BLOCKS:
             walked = {("rows", sdd_tile(self.block)), *((side, HOPPER_TILE) for side in SIDES)}
         tiles = {key: self.tiles(*key) for key in walked}
@@ -363,7 +363,7 @@ class BlockIndex:
     @lasting
     def _make_tiles(self, side: str, tile: int) -> Tiles:
         plan = TilePlan.make({side: _lines(self.layout(), side)}, self.block, tile)
-        return plan.pack(plan.split(*_on_host(plan.lengths), self.layout_heads))[side, tile]
+        return plan.pack(plan.split(_on_host(plan.lengths)[0], self.layout_heads))[side, tile]
 
 
 def as_index(layout: torch.Tensor | BlockIndex, block: int) -> BlockIndex:

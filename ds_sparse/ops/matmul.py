@@ -39,8 +39,8 @@ class MatMul(OnLayout):
     reach rows beside those whose blocks want them.
 
     Args:
-        layout: tensor of bool, or of 0 and 1 in any type, (R, C) or (H or 1, R, C), one head shared by any number of heads;
-            or a `BlockIndex` built from one (for torch.compile and CUDA graphs over several layouts).
+        layout: tensor of bool, or of 0 and 1 in any type, (R, C) or (H or 1, R, C), one head shared by any number of
+            heads; or a `BlockIndex` built from one (for torch.compile and CUDA graphs over several layouts).
         block: tokens on a block's side, a power of two, 8 or more.
         mode: 'sdd', 'dsd' or 'dds'.
         trans_a, trans_b: whether A, B are transposed first.
@@ -198,6 +198,7 @@ def _sdd(a: torch.Tensor, b: torch.Tensor, index: BlockIndex) -> torch.Tensor:
 def _dsd(
     values: torch.Tensor, dense: torch.Tensor, index: BlockIndex, transposed: bool, transpose_result: bool
 ) -> torch.Tensor:
+    lists: tuple[torch.Tensor | None, ...]
     if transposed:
         lists = (index.column_offsets, index.column_rows, index.column_slots)
     else:
@@ -221,8 +222,8 @@ def product_tiles(
 
 
 def _token_by_token(x: torch.Tensor, index: BlockIndex) -> torch.Tensor:
-    """x, (B, H, tokens, D), with the numbers of each token adjacent in memory, if the kernels that walk tiles take it then: a
-    copy costs less than the other kernels do. They do not take what is expanded."""
+    """x, (B, H, tokens, D), with the numbers of each token adjacent in memory, if the kernels that walk tiles take it
+    then: a copy costs less than the other kernels do. They do not take what is expanded."""
     if x.stride(-1) == 1 or 0 in x.stride() or x.shape[-1] > MOST_WIDTH or x.shape[-1] % 8 != 0:
         return x
     walks_tiles = product_tiles(index, "rows", x.dtype)[0] is not None

@@ -124,11 +124,11 @@ def sparse_attn(
     index = token_index(values, offsets, q, k)
     scale = _factor(scale, q.shape[-1])
     _check_native("token_attention_forward", q, v)
-    in_4d = [as_4d(x) for x in (q, k, v)]
+    q_in_4d, k_in_4d, v_in_4d = (as_4d(x) for x in (q, k, v))
     if token_tiles.takes(q, v) and q.numel() > 0 and index.tiles is not None:
-        output, lse = token_tiles.tiled_attention(*in_4d, index.tiles, scale)
+        output, lse = token_tiles.tiled_attention(q_in_4d, k_in_4d, v_in_4d, index.tiles, scale)
     else:
-        output, lse, _ = _Attention.apply(*in_4d, index, scale)
+        output, lse, _ = _Attention.apply(q_in_4d, k_in_4d, v_in_4d, index, scale)
     if q.dim() != 4:
         lead = q.shape[:-2]
         output, lse = output.reshape(*lead, *output.shape[2:]), lse.reshape(*lead, lse.shape[2])
