@@ -7,8 +7,9 @@ import torch
 from helpers import as_on_hopper, implementation_on, is_hopper, seeded
 
 import ds_sparse
-from ds_sparse import BlockIndex, TokenIndex, WindowIndex, dispatch
-from ds_sparse.dispatch import IMPLEMENTATIONS, Call, Implementation, choose, reasons
+from ds_sparse import BlockIndex, TokenIndex, WindowIndex, implementations
+from ds_sparse.dispatch import choose, reasons
+from ds_sparse.implementations import IMPLEMENTATIONS, Call, Implementation
 from ds_sparse.strides import readable_in_boxes
 
 GPU = torch.device("cuda:0")
@@ -31,8 +32,8 @@ def chip(monkeypatch: pytest.MonkeyPatch):
     """Sets the first number of the compute capability of a GPU that this machine may not have."""
 
     def of(major: int) -> None:
-        monkeypatch.setattr(dispatch, "chip_of", lambda device: major if device.type == "cuda" else 0)
-        monkeypatch.setattr(dispatch, "multiprocessors", lambda device: 132)
+        monkeypatch.setattr(implementations, "chip_of", lambda device: major if device.type == "cuda" else 0)
+        monkeypatch.setattr(implementations, "multiprocessors", lambda device: 132)
 
     of(9)
     return of

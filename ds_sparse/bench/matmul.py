@@ -216,6 +216,7 @@ def bsr_competitors(
     Only what their calls raise is such a reason: their inputs and the reference are ours, and so is what fails there.
     """
     found: list[Competitor] = []
+    calls: dict[str, Callable[..., Tensor]] = {}
     reasons: dict[str, str] = {}
     with warnings.catch_warnings():
         # That block-sparse rows are in beta state, and that their parameters are not tuned for this GPU.

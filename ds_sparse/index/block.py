@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..dispatch import TILE, tile_heights
+from ..dispatch import tile_heights
+from ..implementations import TILE
 from ..layout import causal_cut, check_values, unpack_bits, with_heads
 from .lasting import lasting, plain
 from .lists import Lists
@@ -60,7 +61,7 @@ class BlockIndex:
     live_blocks: int
     reaches_ahead: bool
     bits: torch.Tensor
-    _made: dict[str | tuple[str, int], Lists | Strips | Tiles | BlockIndex]
+    _made: dict[Any, Any]  # Lists, Strips, Tiles and a BlockIndex, by what they are
     _ready: ReadyEvent = field(init=False)
 
     def __new__(cls, *given: Any, **fields: Any) -> BlockIndex:
@@ -155,7 +156,7 @@ class BlockIndex:
         if layout.dtype != torch.bool:
             asked["is_0_or_1"] = (layout == live).all()
         # All that the host has to know comes in one transfer, of each head since equal ones are not known before.
-        answers, live_blocks, *lengths = _on_host(
+        answers, counts, *fetched = _on_host(
             torch.stack(list(asked.values())), plans[0].live_blocks, *(plan.lengths for plan in plans)
         )
         facts = dict(zip(asked, answers))
@@ -163,12 +164,12 @@ class BlockIndex:
             check_values(layout)
         layout_heads = 1 if facts.get("is_first", True) else heads
         of_rows = slice(0, layout_heads * len(plans[0].sides), len(plans[0].sides))
-        live_blocks = sum(live_blocks[of_rows])
+        live_blocks = sum(counts[of_rows])
         if live_blocks >= 2**31:
             raise ValueError(
                 f"The layout has {live_blocks} live blocks; the index holds fewer than 2**31. Use a larger block."
             )
-        lengths = [plan.split(of_plan, layout_heads) for plan, of_plan in zip(plans, lengths)]
+        lengths = [plan.split(of_plan, layout_heads) for plan, of_plan in zip(plans, fetched)]
         tiles = {key: made for plan, of_plan in zip(plans, lengths) for key, made in plan.pack(of_plan).items()}
         for side, height in product(SIDES, heights):
             tiles.setdefault((side, height), replace(tiles[side, least], tile=height))
@@ -321,7 +322,7 @@ class BlockIndex:
         self._ready.wait(self._tensors)
         return vars(self)
 
-    def _once(self, key: str | tuple[str, int], make: Callable[[], Lists | Strips | Tiles]) -> Lists | Strips | Tiles:
+    def _once(self, key: str | tuple[str, int], make: Callable[[], Lists | Strips | Tiles]) -> Any:
         """What is made at the first call, and kept; the current stream goes behind the end of the making."""
         if key not in self._made:
             self._made[key] = make()
@@ -360,7 +361,7 @@ class BlockIndex:
     @lasting
     def _make_tiles(self, side: str, tile: int) -> Tiles:
         plan = TilePlan.make({side: _lines(self.layout(), side)}, self.block, tile)
-        return plan.pack(plan.split(*_on_host(plan.lengths), self.layout_heads))[side, tile]
+        return plan.pack(plan.split(_on_host(plan.lengths)[0], self.layout_heads))[side, tile]
 
 
 def as_index(layout: torch.Tensor | BlockIndex, block: int) -> BlockIndex:

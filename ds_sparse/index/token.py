@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -326,14 +327,14 @@ class TokenIndex:
     def _split(self, x: Tensor, dim: int = 0) -> list[Tensor]:
         return list(x.split([end - start for start, end in zip((0, *self.ends), self.ends)], dim))
 
-    def _nested(self, lists: list[Tensor]) -> Nested:
+    def _nested(self, lists: list[Any]) -> Nested:
         if self.num_lists == 1:
             return lists[0]
         if self.batch == 1:
             return lists
         return [lists[b * self.heads : (b + 1) * self.heads] for b in range(self.batch)]
 
-    def _once(self, name: object, make: Callable):
+    def _once(self, name: object, make: Callable) -> Any:
         if name not in self._made:
             what, instead = (
                 "What is missing of a TokenIndex cannot be made",
@@ -381,6 +382,7 @@ class TokenIndex:
     def _make_listed(self) -> Tensor:
         starts = (0, *self.ends[:-1])
         counts = [end - start for start, end in zip(starts, self.ends, strict=True)]
+        assert self.order is not None
         listed = torch.empty_like(self.order)
         listed[self.order + of_lists(starts, counts, self.device)] = torch.arange(self.num_pairs, device=self.device)
         return listed

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..dispatch import HOPPER_TILE
+from ..implementations import HOPPER_TILE
 from .block import BlockIndex
 from .packing import block_of, place_of
 from .tiles import Tiles
@@ -49,7 +49,7 @@ class TokenTiles:
     def may_pay(num_pairs: int, heads: int, queries: int, keys: int) -> bool:
         """Whether a layout, a square of the tokens, would be no larger than the list."""
         blocks = heads * -(-queries // BLOCK) * -(-keys // BLOCK)
-        return 0 < num_pairs and blocks <= MOST_BLOCKS * num_pairs
+        return num_pairs > 0 and blocks <= MOST_BLOCKS * num_pairs
 
     @staticmethod
     def pay(rows: torch.Tensor, columns: torch.Tensor, queries: int, keys: int) -> bool:

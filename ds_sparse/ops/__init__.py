@@ -3,7 +3,7 @@
 from . import _flops, _vmap
 from ._library import BLOCK_OPERATORS, check_inputs, missing_kernels
 from .attention import block_sparse_attention
-from .explain import Explanation, explain
+from .explanation import Explanation, explain
 from .matmul import MatMul
 from .softmax import Softmax
 from .token import sparse_attn, sparse_matmul, sparse_matmul_vo

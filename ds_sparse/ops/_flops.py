@@ -1,9 +1,9 @@
-"""What `torch.utils.flop_counter.FlopCounterMode` counts of the operators: the products, two operations a multiplication.
+"""What `torch.utils.flop_counter.FlopCounterMode` counts of operators: products, two operations a multiplication.
 
 Attention counts whole blocks, as kernels walk them, whatever masks, causality and short last blocks leave of a block:
 4 D operations a live score forward, 10 D backward, D the head size rounded up to a multiple of 8. The gradient of `rpe`
-is computed apart, of scores and probabilities that are computed again: 4 D more. Lists of tokens count their pairs, bands
-what belongs to a token that there is. Softmax counts nothing, as in PyTorch.
+is computed apart, of scores and probabilities that are computed again: 4 D more. Lists of tokens count their pairs,
+bands what belongs to a token that there is. Softmax counts nothing, as in PyTorch.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def live_blocks(entries: Tensor) -> int:
     """
     if isinstance(entries, FakeTensor) or entries.is_meta:
         raise RuntimeError(
-            "FlopCounterMode has to know the live blocks of attention, and the layout's index has no values here; build "
-            "it outside of FakeTensorMode, and give meta tensors an index on the CPU."
+            "FlopCounterMode has to know the live blocks of attention, and the layout's index has no values here; "
+            "build it outside of FakeTensorMode, and give meta tensors an index on the CPU."
         )
     return sum(int(owner_bit(entries, line).sum()) for line in range(MAX_LINES))
 

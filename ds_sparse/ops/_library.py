@@ -63,7 +63,7 @@ def check_inputs(**given: torch.Tensor | None) -> None:
         ValueError: another kind of tensor.
     """
     for name, x in given.items():
-        if x is None or type(x) in _ORDINARY and x.layout is _STRIDED and not x.is_nested:
+        if x is None or (type(x) in _ORDINARY and x.layout is _STRIDED and not x.is_nested):
             continue
         _refuse_kinds(name, x)
 
@@ -151,7 +151,7 @@ def require_kernel(operator: str, device: torch.device) -> None:
 @functools.cache
 def cuda_versions() -> tuple[int, int]:
     """Of the CUDA library's runtime, and the latest that the GPU driver serves; 12.8 is 12080."""
-    library = ctypes.CDLL(CUDA_LIBRARY)
+    library = ctypes.CDLL(str(CUDA_LIBRARY))
     return library.ds_sparse_cuda_runtime_version(), library.ds_sparse_cuda_driver_version()
 
 

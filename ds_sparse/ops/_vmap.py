@@ -1,8 +1,9 @@
-"""How the raw operators run under `torch.vmap`: the vmapped dimension becomes part of the batch, so that one call does it."""
+"""How the raw operators run under `torch.vmap`: the vmapped dimension becomes part of the batch, for one call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,9 +55,10 @@ def _rule(operator: str) -> Callable:
             return _one_by_one(call, given, dims, number)
         if given.get("list_batch", 1) > 1:
             return _one_by_one(call, given, dims, number)
-        batch = given[first].shape[0 if dims[first] is None else _after(dims[first])]
+        of_samples = dims[first]
+        batch = given[first].shape[0 if of_samples is None else _after(of_samples)]
         for name, x in given.items():
-            if x is not None and (name in OPERANDS or name in BIASES and (dims[name] is not None or x.shape[0] > 1)):
+            if x is not None and (name in OPERANDS or (name in BIASES and (dims[name] is not None or x.shape[0] > 1))):
                 x = _folded(x, dims[name], number, batch if name in BIASES else -1)
                 x = readable(x) if name in AS_KERNELS_READ and x.dim() == 4 else x
                 given[name] = x.contiguous() if name in CONTIGUOUS else x
@@ -65,7 +67,7 @@ def _rule(operator: str) -> Callable:
         shape = given.get("shape")
         if shape is not None:
             given["shape"] = (number * batch, *shape[1:])
-        results = _unfolded(call(*given.values()), number)
+        results: Any = _unfolded(call(*given.values()), number)
         if shape is not None and shape[0] == 1:
             results = results.sum(1, keepdim=True)
         return results, 0 if isinstance(results, Tensor) else (0,) * len(results)

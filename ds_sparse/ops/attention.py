@@ -45,12 +45,12 @@ def block_sparse_attention(
     """softmax(scale * query @ key^T + rpe + masks) @ value on the live blocks.
 
     Differentiable in query, key, value and rpe. Memory is linear in tokens: backward recomputes the probabilities from
-    two numbers saved for each row. Statistics and sums are in fp32 or wider. The same input gives the same bits, forward
-    and backward, but for the gradient of query on a Hopper GPU: there its sums are added in memory as they come, in one
-    sweep with the others, unless `torch.use_deterministic_algorithms(True)` is set, which costs a sweep more. A bool
-    mask keeps where True, a float one is added; only -inf, False and absent blocks mask, while finite large negatives
-    such as -10000 or finfo.min are ordinary arithmetic (those below -1e30 count as -1e30). A row with nothing left is
-    zeros, its lse -inf, its gradients zero. Under autocast query, key and value are cast.
+    two numbers saved for each row. Statistics and sums are in fp32 or wider. The same input gives the same bits,
+    forward and backward, but for the gradient of query on a Hopper GPU: there its sums are added in memory as they
+    come, in one sweep with the others, unless `torch.use_deterministic_algorithms(True)` is set, which costs a sweep
+    more. A bool mask keeps where True, a float one is added; only -inf, False and absent blocks mask, while finite
+    large negatives such as -10000 or finfo.min are ordinary arithmetic (those below -1e30 count as -1e30). A row with
+    nothing left is zeros, its lse -inf, its gradients zero. Under autocast query, key and value are cast.
 
     Sources: Dao et al., "FlashAttention", 2022 (softmax in one sweep, recomputed backwards); Child et al., "Generating
     long sequences with sparse transformers", 2019 (block layouts); DeepSpeed's sparse attention (the options).
@@ -205,7 +205,8 @@ class _Attention(Function):
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         saved = (grad_output, grad_lse, query, key, value, output, rows, rpe, key_bias, attn_mask, seed)
         numbers = (ctx.scale, ctx.causal, ctx.dropout_p)
-        grads, grad_rpe = (None, None, None), None
+        grads: tuple[torch.Tensor | None, ...] = (None, None, None)
+        grad_rpe = None
         if any(ctx.needs_input_grad[:3]):
             deterministic = torch.are_deterministic_algorithms_enabled()
             grads = attention_backward(ctx.index, *saved, *numbers, deterministic, forced=ctx.forced)

@@ -1,7 +1,7 @@
 """The kernels of `block_sparse_attention` as operators: what they are called with, and what they return when traced.
 
-Each takes the lists of an index. Its twin, `layout_attention_*`, takes a `MasterLayout` as text and finds the index when
-it runs: this is what compiled and exported graphs hold, for any length.
+Each takes the lists of an index. Its twin, `layout_attention_*`, takes a `MasterLayout` as text and finds the index
+when it runs: this is what compiled and exported graphs hold, for any length.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
-from ..dispatch import Call, Implementation, choose
+from ..dispatch import choose
+from ..implementations import Call, Implementation
 from ..index import BlockIndex
 from ..index.master_layout import MasterLayout
 from .operands import empty_as, lists_of_tiles, wide_dtype
@@ -71,8 +72,9 @@ _SAVED = (
 )
 _operators = torch.library.Library(ops.name, "FRAGMENT")
 _operators.define(
-    "layout_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? rpe, Tensor? key_bias, Tensor? attn_mask, "
-    "Tensor? dropout_seed, float scale, bool causal, float dropout_p, str layout) -> (Tensor, Tensor, Tensor)"
+    "layout_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? rpe, Tensor? key_bias, "
+    "Tensor? attn_mask, Tensor? dropout_seed, float scale, bool causal, float dropout_p, str layout) "
+    "-> (Tensor, Tensor, Tensor)"
 )
 _operators.define(f"layout_attention_backward({_SAVED}, bool deterministic, str layout) -> (Tensor, Tensor, Tensor)")
 _operators.define(f"layout_attention_bias_backward({_SAVED}, SymInt[] shape, str layout) -> Tensor")
@@ -80,20 +82,20 @@ _operators.define(f"layout_attention_bias_backward({_SAVED}, SymInt[] shape, str
 
 @torch.library.impl(_operators, "layout_attention_forward", "CompositeExplicitAutograd")
 def _(query, *call):
-    *call, text = call
-    return attention_forward(_index(text, query, call[-2]), query, *call)
+    *given, text = call
+    return attention_forward(_index(text, query, given[-2]), query, *given)
 
 
 @torch.library.impl(_operators, "layout_attention_backward", "CompositeExplicitAutograd")
 def _(*call):
-    *call, text = call
-    return attention_backward(_index(text, call[2], call[-3]), *call)
+    *given, text = call
+    return attention_backward(_index(text, given[2], given[-3]), *given)
 
 
 @torch.library.impl(_operators, "layout_attention_bias_backward", "CompositeExplicitAutograd")
 def _(*call):
-    *call, text = call
-    return attention_bias_backward(_index(text, call[2], call[-3]), *call)
+    *given, text = call
+    return attention_bias_backward(_index(text, given[2], given[-3]), *given)
 
 
 def _index(text: str, query: torch.Tensor, causal: bool) -> BlockIndex:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
-from ..dispatch import Call, Implementation, choose, forced_implementation
+from ..dispatch import choose, forced_implementation
+from ..implementations import Call, Implementation
 from ..index import BlockIndex, as_index
 from ._autograd import Function, differentiable_once
 from ._library import check_dtype, check_inputs, require_kernel, under_autocast
@@ -36,8 +37,8 @@ class MatMul(OnLayout):
     reach rows beside those whose blocks want them.
 
     Args:
-        layout: tensor of bool, or of 0 and 1 in any type, (R, C) or (H or 1, R, C), one head shared by any number of heads;
-            or a `BlockIndex` built from one (for torch.compile and CUDA graphs over several layouts).
+        layout: tensor of bool, or of 0 and 1 in any type, (R, C) or (H or 1, R, C), one head shared by any number of
+            heads; or a `BlockIndex` built from one (for torch.compile and CUDA graphs over several layouts).
         block: tokens on a block's side, a power of two, 8 or more.
         mode: 'sdd', 'dsd' or 'dds'.
         trans_a, trans_b: whether A, B are transposed first.
@@ -202,6 +203,7 @@ def _dsd(
     transpose_result: bool,
     forced: str | None = None,
 ) -> torch.Tensor:
+    lists: tuple[torch.Tensor | None, ...]
     if transposed:
         side, lists = "columns", (index.column_offsets, index.column_rows, index.column_slots)
     else:

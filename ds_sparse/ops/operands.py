@@ -52,8 +52,8 @@ def check_bias(
     dims: tuple[int, ...],
     query_name: str = "query",
 ) -> None:
-    """Raises ValueError unless something added to scores, or a mask of them, fits their `full` shape; `dims`: the numbers
-    of dimensions that it may have."""
+    """Raises ValueError unless something added to scores, or a mask of them, fits their `full` shape; `dims`: the
+    numbers of dimensions that it may have."""
     if x is None:
         return
     is_mask = name != "rpe"
@@ -91,7 +91,7 @@ def matrices(x: torch.Tensor, dtype: torch.dtype, keys: int) -> torch.Tensor:
 
 
 def key_bias_of(mask: torch.Tensor, dtype: torch.dtype, keys: int, may_be_bool: bool) -> torch.Tensor:
-    """A key padding mask as kernels take it, something added in `dtype`; or bool, which is faster where they take that."""
+    """A key padding mask as kernels take it, added in `dtype`; or bool, which is faster where they take that."""
     if mask.dtype != torch.bool:
         mask = _added(mask, dtype)
     elif not may_be_bool:

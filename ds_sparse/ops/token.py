@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .._ops import add_op_namespace_prefix, ops
-from ..dispatch import Call, Implementation, choose, largest_head_dim
+from ..dispatch import choose, largest_head_dim
+from ..implementations import Call, Implementation
 from ..index import TokenIndex
 from ..index.lookup import index_of_lists
 from ..index.token_forms import Nested, lists_of, tensors_in
@@ -124,11 +125,11 @@ def sparse_attn(
     index = token_index(values, offsets, q, k)
     scale = factor_of(scale, q.shape[-1])
     _check_native("token_attention_forward", q, v)
-    in_4d = [as_4d(x) for x in (q, k, v)]
-    if _chosen(q, v, index).name == "hopper":
-        output, lse = tiled_attention(*in_4d, index.tiles, scale)
+    q_in_4d, k_in_4d, v_in_4d = (as_4d(x) for x in (q, k, v))
+    if _chosen(q, v, index).name == "hopper" and index.tiles is not None:
+        output, lse = tiled_attention(q_in_4d, k_in_4d, v_in_4d, index.tiles, scale)
     else:
-        output, lse, _ = _Attention.apply(*in_4d, index, scale)
+        output, lse, _ = _Attention.apply(q_in_4d, k_in_4d, v_in_4d, index, scale)
     if q.dim() != 4:
         lead = q.shape[:-2]
         output, lse = output.reshape(*lead, *output.shape[2:]), lse.reshape(*lead, lse.shape[2])

@@ -180,6 +180,14 @@ def test_a_deepspeed_that_has_the_package_keeps_it_unless_asked():
     assert not hasattr(importlib.import_module("deepspeed.ops.sparse_attention"), "REAL")
 
 
+@pytest.mark.usefixtures("real_package")
+def test_a_folder_that_an_older_deepspeed_left_is_not_the_package(tmp_path):
+    for path in (tmp_path / "sparse_attention").iterdir():
+        path.unlink()
+    deepspeed_ops.register()
+    assert importlib.import_module("deepspeed.ops.sparse_attention.matmul").MatMul is ds_sparse.MatMul
+
+
 def test_registering_again_changes_nothing():
     before = runtime_config.DeepSpeedConfig.__init__, sys.modules["deepspeed.ops.sparse_attention"]
     deepspeed_ops.register()

@@ -243,7 +243,7 @@ def test_the_same_bits_every_time(device: str, block: int):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("block", "width"), [(16, 128), (64, 64), (128, 64)])
 def test_the_same_bits_while_memory_is_busy(device: str, block: int, width: int):
-    """Stores hold up what warps read of their operands: once the copy engine overtook it, in 5, 12 and 4 of 40 calls."""
+    """Stores hold up what warps read of operands: once the copy engine overtook it, in 5, 12 and 4 of 40 calls."""
     if device == "cpu":
         pytest.skip("the same bits with any number of threads are another test's")
     layout = BSLongformerSparsityConfig(1, block, num_sliding_window_blocks=9).make_layout(4096)

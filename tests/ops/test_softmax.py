@@ -166,7 +166,7 @@ def check(case: Case, dtype: torch.dtype, device: str, views: tuple[str, str], o
     terms = exact_found["x"] / case.scale
     largest_term = terms.abs().max().item() if terms.numel() else 0.0
     for name, x, y in zip(filter(wants.get, given), found, plain_found, strict=True):
-        # That of x is scale * probs * (grad - their row sum), two terms in fp32 that cancel where a probability is near 1.
+        # That of x is scale * probs * (grad - their row sum), two terms in fp32 that cancel where one is near 1.
         cancelling = (
             abs(case.scale) * (exact_result.detach() * grad.double()).abs().max().item() if grad.numel() else 0.0
         )

@@ -126,7 +126,7 @@ def test_what_samples_cannot_have_of_their_own_is_said(device: str):
 
 
 def drops(device: str) -> Callable:
-    """Attention whose output shows which pairs dropout left: uniform probabilities of values that are the unit vectors."""
+    """Attention whose output shows which pairs dropout left: uniform probabilities of values that are unit vectors."""
     eye = torch.eye(TOKENS, device=device).expand(BATCH, HEADS, -1, -1)
     zeros = torch.zeros(BATCH, HEADS, TOKENS, TOKENS, device=device)
     index = BlockIndex.build(torch.ones(2, 2, dtype=torch.bool, device=device), 8)

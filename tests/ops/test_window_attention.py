@@ -64,8 +64,8 @@ class Case:
 
     def oracle(self, inputs: list[torch.Tensor]) -> torch.Tensor:
         return reference.window_attention(
-            *inputs, self.windows, **self.options(inputs[0]), global_tokens=self.global_tokens, dilations=self.dilations,
-            scale=self.scale,
+            *inputs, self.windows, **self.options(inputs[0]), global_tokens=self.global_tokens,
+            dilations=self.dilations, scale=self.scale,
         )  # fmt: skip
 
     def ours(self, inputs: list[torch.Tensor]) -> torch.Tensor:

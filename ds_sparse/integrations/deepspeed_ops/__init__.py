@@ -41,7 +41,8 @@ def register(*, replace: bool = False) -> None:
         replace: also where this DeepSpeed has the package itself (0.19.6 and earlier), which is left alone otherwise.
     """
     present = importlib.util.find_spec(PACKAGE)
-    if present is None or (replace and not (present.origin or "").startswith(OVERLAY)):
+    # Without an origin it is a folder that an older DeepSpeed has left.
+    if present is None or present.origin is None or (replace and not present.origin.startswith(OVERLAY)):
         _register_package()
         register_builder()
     present = getattr(deepspeed.runtime.config, "get_sparse_attention", None)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..dispatch import IMPLEMENTATIONS, Call, choose, reasons
+from ..dispatch import choose, reasons
+from ..implementations import IMPLEMENTATIONS, Call
 from ..index import BlockIndex, TokenIndex, WindowIndex
 from ..index.master_layout import MasterLayout
 from ._library import under_autocast
@@ -99,7 +100,8 @@ def _blocks_of(
     if isinstance(layout, WindowIndex):
         return layout.blocks
     device = layout.device if query.is_meta else query.device
-    return index_for(layout, block, device, query.shape[2], key.shape[2], causal)
+    index = index_for(layout, block, device, query.shape[2], key.shape[2], causal)
+    return index.index(query.shape[2], device, causal) if isinstance(index, MasterLayout) else index
 
 
 def _notes(call: Call, chosen: str | None, operands: dict[str, torch.Tensor], rpe: torch.Tensor | None) -> list[str]:
