@@ -236,6 +236,71 @@ __device__ __forceinline__ void run_grad_query_consumer(
   }
 }
 
+// Adds the bias of a lane's two keys to its scores.
+template <int kCount>
+__device__ __forceinline__ void add_bias_of_rows(float (&scores)[kCount], float bias0, float bias8) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    scores[i] += i % 4 < 2 ? bias0 : bias8;
+  }
+}
+
+// Scores (64 keys by kBlockN queries) become probabilities. inverse_sum_of(n): 1 over the sums of the n-th pair of
+// queries.
+template <bool kPlain, int kBlockN, class F>
+__device__ __forceinline__ void exponentiate(
+    float (&probs)[kBlockN / 2], const float2 (&row_maxima)[kBlockN / 8], float softmax_scale_log2,
+    const F& inverse_sum_of) {
+#pragma unroll
+  for (int n = 0; n < kBlockN / 8; ++n) {
+    const float2 row_max = row_maxima[n], inverse_sum = kPlain ? make_float2(1, 1) : inverse_sum_of(n);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      float& prob = probs[4 * n + e];
+      const float of_row = e % 2 ? row_max.y : row_max.x;
+      prob = kPlain ? exp2_approx(prob * softmax_scale_log2 - of_row)
+                    : exp2_approx((prob - of_row) * softmax_scale_log2) * (e % 2 ? inverse_sum.y : inverse_sum.x);
+    }
+  }
+}
+
+// Gradients of probabilities become those of scores. delta_of(n): those of the n-th pair of queries; factor_of(i): what
+// dropout multiplies a probability by.
+template <int kBlockN, class D, class F>
+__device__ __forceinline__ void to_score_gradients(
+    float (&grads)[kBlockN / 2], const float (&probs)[kBlockN / 2], const D& delta_of, const F& factor_of) {
+#pragma unroll
+  for (int n = 0; n < kBlockN / 8; ++n) {
+    const float2 delta = delta_of(n);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      float& grad = grads[4 * n + e];
+      const float factor = factor_of(4 * n + e);
+      grad = probs[4 * n + e] * (grad * factor - (e % 2 ? delta.y : delta.x));
+    }
+  }
+}
+
+// The epilogue: a warp's gradients of keys and values. Its space has room for both results, or for one after the other.
+template <class T, int kHeadDim>
+__device__ __forceinline__ void store_gradients(
+    const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, const WorkItem& item, T* space, float of_dropout,
+    int lane, const float (&grad_key)[kHeadDim / 2], const float (&grad_value)[kHeadDim / 2]) {
+  constexpr int kPanelsOfSpace = 2, kElements = 16 * kPanel;
+  warp_tma_store_wait(lane);
+  store_work_tile<kHeadDim>(
+      grad_key, p.scoring.scale, p, sweep, item, space, kElements, &maps.grad_key, sweep.first_splits,
+      sweep.first_shares);
+  if constexpr (kHeadDim == kPanelsOfSpace * kPanel) {
+    warp_tma_store_wait(lane);
+  } else {
+    space += kElements;
+  }
+  store_work_tile<kHeadDim>(
+      grad_value, of_dropout, p, sweep, item, space, kElements, &maps.grad_value, sweep.second_splits,
+      sweep.second_shares);
+}
+
 template <class T, int kHeadDim, Scores kScores, bool kWithQueries>
 __device__ __forceinline__ void run_consumer(
     const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kHeadDim, are_limited(kScores)>& memory) {
@@ -356,26 +421,13 @@ __device__ __forceinline__ void run_consumer(
         warpgroup_fence_operand(probs);
         finish_scores<T, kBlockN, kPlain, true>(probs, p.scoring, item, groups);
         if (biased) {
-#pragma unroll
-          for (int i = 0; i < kBlockN / 2; ++i) {
-            probs[i] += i % 4 < 2 ? bias0 : bias8;
-          }
+          add_bias_of_rows(probs, bias0, bias8);
         }
         if (!live.is_whole<kBlockN>()) {
           mask_scores<kBlockN, true, kLimited>(
               probs, live, groups, item, p.scoring, sweep.lists.pairs == nullptr ? nullptr : memory.pairs[pipe.index]);
         }
-#pragma unroll
-        for (int n = 0; n < kBlockN / 8; ++n) {
-          const float2 row_max = row_maxima[n], inverse_sum = kPlain ? make_float2(1, 1) : of_rows(3, n);
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            float& prob = probs[4 * n + e];
-            const float of_row = e % 2 ? row_max.y : row_max.x;
-            prob = kPlain ? exp2_approx(prob * softmax_scale_log2 - of_row)
-                          : exp2_approx((prob - of_row) * softmax_scale_log2) * (e % 2 ? inverse_sum.y : inverse_sum.x);
-          }
-        }
+        exponentiate<kPlain, kBlockN>(probs, row_maxima, softmax_scale_log2, [&](int n) { return of_rows(3, n); });
         round_sums<T, kBlockN>(left_probs, probs);
         if (drops) {
           kept.mask(left_probs);
@@ -385,16 +437,11 @@ __device__ __forceinline__ void run_consumer(
         warpgroup_commit_batch();
         warpgroup_wait<1>();
         warpgroup_fence_operand(grads);
-#pragma unroll
-        for (int n = 0; n < kBlockN / 8; ++n) {
-          const float2 delta = of_rows(1, n);
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            float& grad = grads[4 * n + e];
-            const float factor = !drops ? 1.0f : kept[4 * n + e] ? of_dropout : 0.0f;
-            grad = probs[4 * n + e] * (grad * factor - (e % 2 ? delta.y : delta.x));
-          }
-        }
+        to_score_gradients<kBlockN>(
+            grads, probs, [&](int n) { return of_rows(1, n); },
+            [&](int i) { return !drops    ? 1.0f
+                                : kept[i] ? of_dropout
+                                          : 0.0f; });
         round_sums<T, kBlockN>(left_grads, grads);
         hand_over(left_grads);
         float sums[32];
@@ -429,21 +476,9 @@ __device__ __forceinline__ void run_consumer(
     warpgroup_wait<0>();
     are_added();
     warp_arrive(memory.own_empty[own_pipe.index], lane);
-    // The warp's space has room for both results, or for one after the other.
-    constexpr int kPanelsOfSpace = 2, kElements = 16 * kPanel;
-    T* space = reinterpret_cast<T*>(memory.spaces[warp_tile / 16]);
-    warp_tma_store_wait(lane);
-    store_work_tile<kHeadDim>(
-        grad_key, p.scoring.scale, p, sweep, item, space, kElements, &maps.grad_key, sweep.first_splits,
-        sweep.first_shares);
-    if constexpr (kHeadDim == kPanelsOfSpace * kPanel) {
-      warp_tma_store_wait(lane);
-    } else {
-      space += kElements;
-    }
-    store_work_tile<kHeadDim>(
-        grad_value, of_dropout, p, sweep, item, space, kElements, &maps.grad_value, sweep.second_splits,
-        sweep.second_shares);
+    store_gradients<T, kHeadDim>(
+        p, sweep, maps, item, reinterpret_cast<T*>(memory.spaces[warp_tile / 16]), of_dropout, lane, grad_key,
+        grad_value);
     warp_arrive(memory.work_empty[work_pipe.index], lane);
   }
   if (lane == 0) {

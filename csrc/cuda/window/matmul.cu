@@ -205,192 +205,249 @@ struct Group {
   }
 };
 
-// kCount: elements that are written together, a run of 16 bytes or a pair. kHeld: k blocks of rows, all of them, which
-// each warp holds in registers; 0: rows are read with each step. Two k blocks lie in the ring's later stages while its
-// first one fills.
+// A work tile: some rows of a head, and the steps over columns of their windows. kCount: elements that are written
+// together, a run of 16 bytes or a pair. kHeld: k blocks of rows, all of them, which each warp holds in registers; 0:
+// rows are read with each step. Two k blocks lie in the ring's later stages while its first one fills.
+template <class T, int kCount, int kHeld>
+struct RowTile {
+  static constexpr int kKBlocks = std::max(kHeld, 1);
+  using M = Mma<T>;
+  using Fragments = LineFragments<T, kCount>;
+  using Memory = MatmulMemory<kKBlocks>;
+  static constexpr int kStage = kKBlocks * Memory::kColumnTile;
+  static_assert(kHeld != 2 || kHeld * Memory::kRowTile <= (kRing - 1) * kStage);
+  static constexpr int kGroups = kColumns / kGroup, kProducts = 4;  // in a step; along a k block
+
+  // The lane, and its places in shared memory: of columns and rows, and what it reads of them.
+  struct Places {
+    int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * kWarpRows;
+    uint32_t columns, rows, of_a, of_b;
+
+    __device__ __forceinline__ explicit Places(Memory& memory) {
+      columns = keep(shared_address(memory.columns));
+      rows = columns + (kHeld == 2 ? kStage : sizeof(Memory));
+      of_a = rows + warp_row * kLineBytes + Fragments::place_of_a(lane);
+      of_b = keep(columns + Fragments::place_of_b(lane));
+    }
+  };
+
+  const MatmulArguments<T>& p;
+  const Places& places;
+  const int64_t row, top;  // the first of all, and of the warp's
+  BandMatrix<T> band;
+  const int64_t first;
+  const int steps;
+  const bool all_tokens;
+  const TokenLoader<T, kRows> load_rows;
+  TokenLoader<T, kColumns> load_columns;
+  // The part of the warp's windows in a group; `last_step`: until the last ones, as far as it matters.
+  GroupEdges edges;
+  int last_step, past_last, begin;
+  T* to;
+  uint32_t stage = 0;
+
+  __device__ __forceinline__ RowTile(const MatmulArguments<T>& p, const Places& places, const WorkTile& work)
+      : p(p),
+        places(places),
+        row(work.tile / p.column_tiles * kRows),
+        top(row + places.warp_row),
+        band(p.out + (work.batch * p.heads + work.head) * p.tokens * (2 * p.window + 1), p.tokens, p.window),
+        first(band.aligned(row - p.window) + work.tile % p.column_tiles * p.steps_of_tile * kColumns),
+        steps(steps_until(min(row + kRows, p.tokens) + p.window)),
+        all_tokens(first >= 0 && first + int64_t{steps} * kColumns <= p.tokens),
+        load_rows(p.a, p.a.of(work.batch, work.head), row, row + kRows <= p.tokens),
+        load_columns(p.b, p.b.of(work.batch, work.head), first, all_tokens) {
+    edges.lines = static_cast<int>(max(int64_t{0}, min(p.tokens - top, int64_t{kWarpRows})));
+    // A row's two ends have to be this work tile's.
+    edges.seams = p.column_tiles == 1 ? places.columns + offsetof(Memory, seams) + places.warp_row * 16 : 0;
+    const int64_t past_first = edges.lines > 0 ? top + p.window + 1 - first : -kRows;
+    last_step = keep(static_cast<uint32_t>(past_first >> log2_of(kColumns)));
+    past_last = keep(static_cast<uint32_t>(past_first) % kColumns);
+    begin = static_cast<int>(max(top - p.window - first, int64_t{-kFar}));
+    to = band.at(top + places.lane / 4, first + places.lane % 4 * kCount);
+  }
+
+  __device__ __forceinline__ uint32_t free_stage() const { return stage == 0 ? kRing - 1 : stage - 1; }
+  __device__ __forceinline__ void next_stage() { stage = stage == kRing - 1 ? 0 : stage + 1; }
+
+  __device__ __forceinline__ void load(int step, int k_block, uint32_t to_stage) {
+    if (step < steps) {
+      if (!kHeld && (!p.rows_stay || step == 0)) {
+        load_rows(places.rows + (p.rows_stay ? k_block : to_stage) * Memory::kRowTile, row, k_block);
+      }
+#pragma unroll
+      for (int i = 0; i < kKBlocks; ++i) {
+        load_columns(
+            places.columns + to_stage * kStage + i * Memory::kColumnTile, first + int64_t{step} * kColumns,
+            k_block + i);
+      }
+      if (kHeld || k_block + 1 == p.k_blocks) {
+        load_columns.advance();
+      }
+    }
+    end_of_copies();
+  }
+
+  __device__ __forceinline__ void begin_step(int step) {
+    edges.begin = begin;
+    edges.end = min(last_step - step, kFar) * kColumns + past_last;
+    begin = max(begin - kColumns, -kFar);
+  }
+
+  __device__ __forceinline__ void keep_tokens(Group<T, kCount>& group, int step, int offset) const {
+    if (!all_tokens) {
+      const int64_t column = first + int64_t{step} * kColumns + offset;
+      const int from = static_cast<int>(max(-column, int64_t{0}));
+      const int until = static_cast<int>(min(p.tokens - column, int64_t{kGroup}));
+      if (from > 0 || until < kGroup) {
+        group.keep_tokens(from, until);
+      }
+    }
+  }
+
+  // Rows to registers, while the first columns are on their way.
+  __device__ __forceinline__ void read_rows(typename M::FragmentA (&a)[kKBlocks * kProducts][2]) {
+#pragma unroll
+    for (int k_block = 0; k_block < kHeld; ++k_block) {
+      load_rows(places.rows + k_block * Memory::kRowTile, row, k_block);
+    }
+    if constexpr (kHeld == 2) {
+      end_of_copies();
+      load(0, 0, 0);
+    } else {
+#pragma unroll 1
+      for (int step = 0; step < kRing - 1; ++step) {
+        load(step, 0, step);
+      }
+    }
+    wait_for_copies<kRing - 2>();
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kHeld * kProducts; ++k) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        Fragments::read_a(a[k][i], places.of_a + k / kProducts * Memory::kRowTile, 16 * i, k % kProducts * 2);
+      }
+    }
+    if constexpr (kHeld == 2) {
+      __syncthreads();
+      load(1, 0, 1);
+    }
+  }
+
+  // All steps with rows that are held.
+  __device__ __forceinline__ void multiply_held() {
+    typename M::FragmentA a[kKBlocks * kProducts][2];
+    read_rows(a);
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      wait_for_copies<kRing - 2>();
+      __syncthreads();
+      load(step + kRing - 1, 0, free_stage());
+      begin_step(step);
+      uint32_t tile = places.of_b + stage * kStage;
+#pragma unroll 1
+      for (int offset = 0; offset < kColumns; offset += kGroup) {
+        if (edges.meets()) {
+          Group<T, kCount> group{};
+#pragma unroll
+          for (int k = 0; k < kHeld * kProducts; ++k) {
+            group.multiply_add(a[k], tile + k / kProducts * Memory::kColumnTile, k % kProducts * 2);
+          }
+          keep_tokens(group, step, offset);
+          group.store(to, p.pitch, edges);
+        }
+        to += kGroup;
+        tile += kGroup * kLineBytes;
+        edges.begin -= kGroup;
+        edges.end -= kGroup;
+      }
+      next_stage();
+    }
+  }
+
+  // Adds the product of a k block that has arrived to the groups that the windows meet.
+  template <class F>
+  __device__ __forceinline__ void multiply_add(
+      Group<T, kCount> (&groups)[kGroups], int k_block, const F& edges_of) const {
+    const uint32_t rows = places.of_a + (p.rows_stay ? k_block : stage) * Memory::kRowTile;
+    const uint32_t tile = places.of_b + stage * Memory::kColumnTile;
+#pragma unroll
+    for (int k = 0; k < kProducts; ++k) {
+      typename M::FragmentA a[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        Fragments::read_a(a[i], rows, 16 * i, 2 * k);
+      }
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        if (edges_of(g).meets()) {
+          groups[g].multiply_add(a, tile + g * (kGroup * kLineBytes), 2 * k);
+        }
+      }
+    }
+  }
+
+  // All steps, a k block at a time.
+  __device__ __forceinline__ void multiply() {
+    int ahead = 0, ahead_k_block = 0;
+    const auto load_next = [&](uint32_t to_stage) {
+      load(ahead, ahead_k_block, to_stage);
+      if (++ahead_k_block == p.k_blocks) {
+        ahead_k_block = 0;
+        ++ahead;
+      }
+    };
+#pragma unroll 1
+    for (uint32_t first = 0; first < kRing - 1; ++first) {
+      load_next(first);
+    }
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      begin_step(step);
+      const auto edges_of = [&](int g) {
+        return GroupEdges{edges.begin - g * kGroup, edges.end - g * kGroup, edges.lines, edges.seams};
+      };
+      Group<T, kCount> groups[kGroups] = {};
+#pragma unroll 1
+      for (int k_block = 0; k_block < p.k_blocks; ++k_block) {
+        wait_for_copies<kRing - 2>();
+        __syncthreads();
+        load_next(free_stage());
+        multiply_add(groups, k_block, edges_of);
+        next_stage();
+      }
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        if (edges_of(g).meets()) {
+          keep_tokens(groups[g], step, g * kGroup);
+          groups[g].store(to + g * kGroup, p.pitch, edges_of(g));
+        }
+      }
+      to += kColumns;
+    }
+  }
+
+ private:
+  __device__ __forceinline__ int steps_until(int64_t past) const {
+    return first < past ? static_cast<int>(min(int64_t{p.steps_of_tile}, (past - first + kColumns - 1) / kColumns)) : 0;
+  }
+};
+
 template <class T, int kCount, int kHeld>
 __global__ void __launch_bounds__(kThreads, Tuning::kThreadBlocks<kHeld>)
     window_matmul_kernel(const __grid_constant__ MatmulArguments<T> p) {
   extern __shared__ __align__(128) unsigned char shared[];
-  using M = Mma<T>;
-  using Fragments = LineFragments<T, kCount>;
-  constexpr int kKBlocks = std::max(kHeld, 1);
-  using Memory = MatmulMemory<kKBlocks>;
-  constexpr int kStage = kKBlocks * Memory::kColumnTile;
-  static_assert(kHeld != 2 || kHeld * Memory::kRowTile <= (kRing - 1) * kStage);
-  constexpr int kGroups = kColumns / kGroup, kProducts = 4;  // in a step; along a k block
-  auto& memory = *reinterpret_cast<Memory*>(shared);
-  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * kWarpRows;
-  const uint32_t columns = keep(shared_address(memory.columns));
-  const uint32_t rows = columns + (kHeld == 2 ? kStage : sizeof(Memory));
-  const uint32_t of_a = rows + warp_row * kLineBytes + Fragments::place_of_a(lane);
-  const uint32_t of_b = keep(columns + Fragments::place_of_b(lane));
+  using Tile = RowTile<T, kCount, kHeld>;
+  const typename Tile::Places places(*reinterpret_cast<typename Tile::Memory*>(shared));
   const int64_t tiles_of_head = p.row_tiles * p.column_tiles, work_tiles = p.batch * p.heads * tiles_of_head;
-
   for (int64_t number = blockIdx.x; number < work_tiles; number += gridDim.x) {
-    const WorkTile work(number, p.heads, tiles_of_head);
-    const int64_t row = work.tile / p.column_tiles * kRows, top = row + warp_row;
-    const BandMatrix<T> band(
-        p.out + (work.batch * p.heads + work.head) * p.tokens * (2 * p.window + 1), p.tokens, p.window);
-    const int64_t first = band.aligned(row - p.window) + work.tile % p.column_tiles * p.steps_of_tile * kColumns;
-    const int64_t past = min(row + kRows, p.tokens) + p.window;
-    const int steps =
-        first < past ? static_cast<int>(min(int64_t{p.steps_of_tile}, (past - first + kColumns - 1) / kColumns)) : 0;
-    const bool all_tokens = first >= 0 && first + int64_t{steps} * kColumns <= p.tokens;
-    const TokenLoader<T, kRows> load_rows(p.a, p.a.of(work.batch, work.head), row, row + kRows <= p.tokens);
-    TokenLoader<T, kColumns> load_columns(p.b, p.b.of(work.batch, work.head), first, all_tokens);
-    const auto load = [&](int step, int k_block, uint32_t stage) {
-      if (step < steps) {
-        if (!kHeld && (!p.rows_stay || step == 0)) {
-          load_rows(rows + (p.rows_stay ? k_block : stage) * Memory::kRowTile, row, k_block);
-        }
-#pragma unroll
-        for (int i = 0; i < kKBlocks; ++i) {
-          load_columns(
-              columns + stage * kStage + i * Memory::kColumnTile, first + int64_t{step} * kColumns, k_block + i);
-        }
-        if (kHeld || k_block + 1 == p.k_blocks) {
-          load_columns.advance();
-        }
-      }
-      end_of_copies();
-    };
-
-    // The part of the warp's windows in a group; `steps_left`: until the last ones, as far as it matters.
-    GroupEdges edges;
-    edges.lines = static_cast<int>(max(int64_t{0}, min(p.tokens - top, int64_t{kWarpRows})));
-    // A row's two ends have to be this work tile's.
-    edges.seams = p.column_tiles == 1 ? columns + offsetof(Memory, seams) + warp_row * 16 : 0;
-    const int64_t past_first = edges.lines > 0 ? top + p.window + 1 - first : -kRows;
-    const int last_step = keep(static_cast<uint32_t>(past_first >> log2_of(kColumns)));
-    const int past_last = keep(static_cast<uint32_t>(past_first) % kColumns);
-    int begin = static_cast<int>(max(top - p.window - first, int64_t{-kFar}));
-    T* to = band.at(top + lane / 4, first + lane % 4 * kCount);
-    const auto begin_step = [&](int step) {
-      edges.begin = begin;
-      edges.end = min(last_step - step, kFar) * kColumns + past_last;
-      begin = max(begin - kColumns, -kFar);
-    };
-    const auto keep_tokens = [&](Group<T, kCount>& group, int step, int offset) {
-      if (!all_tokens) {
-        const int64_t column = first + int64_t{step} * kColumns + offset;
-        const int begin = static_cast<int>(max(-column, int64_t{0}));
-        const int end = static_cast<int>(min(p.tokens - column, int64_t{kGroup}));
-        if (begin > 0 || end < kGroup) {
-          group.keep_tokens(begin, end);
-        }
-      }
-    };
-
+    Tile tile(p, places, WorkTile(number, p.heads, tiles_of_head));
     __syncthreads();  // what the work tile before read is free
-    uint32_t stage = 0;
-    const auto free = [&] { return stage == 0 ? kRing - 1 : stage - 1; };
-    const auto next_tile = [&] { stage = stage == kRing - 1 ? 0 : stage + 1; };
     if constexpr (kHeld > 0) {
-#pragma unroll
-      for (int k_block = 0; k_block < kHeld; ++k_block) {
-        load_rows(rows + k_block * Memory::kRowTile, row, k_block);
-      }
-      if constexpr (kHeld == 2) {
-        end_of_copies();
-        load(0, 0, 0);
-      } else {
-#pragma unroll 1
-        for (int step = 0; step < kRing - 1; ++step) {
-          load(step, 0, step);
-        }
-      }
-      wait_for_copies<kRing - 2>();
-      __syncthreads();
-      typename M::FragmentA a[kHeld * kProducts][2];
-#pragma unroll
-      for (int k = 0; k < kHeld * kProducts; ++k) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          Fragments::read_a(a[k][i], of_a + k / kProducts * Memory::kRowTile, 16 * i, k % kProducts * 2);
-        }
-      }
-      if constexpr (kHeld == 2) {
-        __syncthreads();
-        load(1, 0, 1);
-      }
-#pragma unroll 1
-      for (int step = 0; step < steps; ++step) {
-        wait_for_copies<kRing - 2>();
-        __syncthreads();
-        load(step + kRing - 1, 0, free());
-        begin_step(step);
-        uint32_t tile = of_b + stage * kStage;
-#pragma unroll 1
-        for (int offset = 0; offset < kColumns; offset += kGroup) {
-          if (edges.meets()) {
-            Group<T, kCount> group{};
-#pragma unroll
-            for (int k = 0; k < kHeld * kProducts; ++k) {
-              group.multiply_add(a[k], tile + k / kProducts * Memory::kColumnTile, k % kProducts * 2);
-            }
-            keep_tokens(group, step, offset);
-            group.store(to, p.pitch, edges);
-          }
-          to += kGroup;
-          tile += kGroup * kLineBytes;
-          edges.begin -= kGroup;
-          edges.end -= kGroup;
-        }
-        next_tile();
-      }
+      tile.multiply_held();
     } else {
-      int ahead = 0, ahead_k_block = 0;
-      const auto load_next = [&](uint32_t stage) {
-        load(ahead, ahead_k_block, stage);
-        if (++ahead_k_block == p.k_blocks) {
-          ahead_k_block = 0;
-          ++ahead;
-        }
-      };
-#pragma unroll 1
-      for (uint32_t first = 0; first < kRing - 1; ++first) {
-        load_next(first);
-      }
-#pragma unroll 1
-      for (int step = 0; step < steps; ++step) {
-        begin_step(step);
-        const auto edges_of = [&](int g) {
-          return GroupEdges{edges.begin - g * kGroup, edges.end - g * kGroup, edges.lines, edges.seams};
-        };
-        Group<T, kCount> groups[kGroups] = {};
-#pragma unroll 1
-        for (int k_block = 0; k_block < p.k_blocks; ++k_block) {
-          wait_for_copies<kRing - 2>();
-          __syncthreads();
-          load_next(free());
-          const uint32_t rows = of_a + (p.rows_stay ? k_block : stage) * Memory::kRowTile;
-          const uint32_t tile = of_b + stage * Memory::kColumnTile;
-#pragma unroll
-          for (int k = 0; k < kProducts; ++k) {
-            typename M::FragmentA a[2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              Fragments::read_a(a[i], rows, 16 * i, 2 * k);
-            }
-#pragma unroll
-            for (int g = 0; g < kGroups; ++g) {
-              if (edges_of(g).meets()) {
-                groups[g].multiply_add(a, tile + g * (kGroup * kLineBytes), 2 * k);
-              }
-            }
-          }
-          next_tile();
-        }
-#pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
-          if (edges_of(g).meets()) {
-            keep_tokens(groups[g], step, g * kGroup);
-            groups[g].store(to + g * kGroup, p.pitch, edges_of(g));
-          }
-        }
-        to += kColumns;
-      }
+      tile.multiply();
     }
   }
 }

@@ -289,6 +289,71 @@ __device__ float sum_of_window(const BandMatrix<const T>& band, const T* dense, 
   return sum;
 }
 
+// Writes a warp's sums, by way of shared memory where the ring was; `own`: the first of the warp's tokens.
+template <class S, bool kTransposed, int kKBlocks, class T, int kGroups>
+__device__ __forceinline__ void store_results(
+    const UnwindowArguments<T>& p, const WorkTile& work, const BandMatrix<const T>& band, const T* dense, int64_t own,
+    int first_k_block, T* results, const float (&sum)[S::kColumns / 16][kGroups][4]) {
+  constexpr int kTiles = kBlockK<T> / 16;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  T* result = results + warp * kWarpTokens * S::kResultPitch;
+  T* out = p.out + ((work.batch * p.heads + work.head) * p.tokens + own) * p.head_dim + first_k_block * kBlockK<T>;
+  // The warp's tokens that there are.
+  const int begin = static_cast<int>(max(-own, int64_t{0}));
+  const int end = static_cast<int>(min(p.tokens - own, int64_t{kWarpTokens}));
+  float zero = 0;  // or NaN, if a sum is not finite
+#pragma unroll
+  for (int k_block = 0; k_block < kKBlocks; ++k_block) {
+    __syncwarp();
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        const float (&of)[4] = sum[k_block * kTiles + t][group];
+        zero += 0 * of[0] + 0 * of[1] + 0 * of[2] + 0 * of[3];
+        store_transposed(result + 8 * group * S::kResultPitch + 16 * t, S::kResultPitch, of);
+      }
+    }
+    __syncwarp();
+    const int columns = static_cast<int>(min(p.head_dim - (first_k_block + k_block) * kBlockK<T>, int64_t{kBlockK<T>}));
+    T* to = out + k_block * kBlockK<T>;
+    if (p.head_dim % kRun<T> == 0) {
+      const int c = lane % 8 * kRun<T>;
+#pragma unroll
+      for (int i = 0; i < kWarpTokens; i += 4) {
+        const int token = i + lane / 8;
+        if (token >= begin && token < end && c < columns) {
+          store_run(to + token * p.head_dim + c, load_aligned(result + token * S::kResultPitch + c));
+        }
+      }
+    } else {
+#pragma unroll 1
+      for (int token = begin; token < end; ++token) {
+#pragma unroll 1
+        for (int c = lane; c < columns; c += 32) {
+          to[token * p.head_dim + c] = result[token * S::kResultPitch + c];
+        }
+      }
+    }
+  }
+  // A number that is not finite, times the zeros beside the windows, has spoilt rows that do not see it.
+  if (!__all_sync(0xffffffffu, zero == 0)) {
+    __syncwarp();  // a vote does not show a lane what others have written
+    const int columns = static_cast<int>(min(p.head_dim - first_k_block * kBlockK<T>, int64_t{S::kColumns}));
+#pragma unroll 1
+    for (int token = begin; token < end; ++token) {
+#pragma unroll 1
+      for (int c = lane; c < columns; c += 32) {
+        T& number = out[token * p.head_dim + c];
+        if (!isfinite(static_cast<float>(number))) {
+          number = static_cast<T>(sum_of_window<kTransposed>(
+              band, dense + first_k_block * kBlockK<T> + c, p.dense.token_stride, own + token));
+        }
+      }
+    }
+  }
+}
+
 template <class T, bool kTransposed, int kCount, int kKBlocks>
 __global__ void __launch_bounds__(kThreads, (KernelShape<T, kTransposed, kCount, kKBlocks>::kThreadBlocks))
     unwindow_matmul_kernel(const __grid_constant__ UnwindowArguments<T> p) {
@@ -394,63 +459,8 @@ __global__ void __launch_bounds__(kThreads, (KernelShape<T, kTransposed, kCount,
     }
 
     __syncthreads();  // the ring is free
-    T* result = reinterpret_cast<T*>(shared) + warp * kWarpTokens * S::kResultPitch;
-    T* out = p.out + ((work.batch * p.heads + work.head) * p.tokens + own) * p.head_dim + first_k_block * kBlockK<T>;
-    // The warp's tokens that there are.
-    const int begin = static_cast<int>(max(-own, int64_t{0}));
-    const int end = static_cast<int>(min(p.tokens - own, int64_t{kWarpTokens}));
-    float zero = 0;  // or NaN, if a sum is not finite
-#pragma unroll
-    for (int k_block = 0; k_block < kKBlocks; ++k_block) {
-      __syncwarp();
-#pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
-#pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
-          const float (&of)[4] = sum[k_block * kTiles + t][group];
-          zero += 0 * of[0] + 0 * of[1] + 0 * of[2] + 0 * of[3];
-          store_transposed(result + 8 * group * S::kResultPitch + 16 * t, S::kResultPitch, of);
-        }
-      }
-      __syncwarp();
-      const int columns =
-          static_cast<int>(min(p.head_dim - (first_k_block + k_block) * kBlockK<T>, int64_t{kBlockK<T>}));
-      T* to = out + k_block * kBlockK<T>;
-      if (p.head_dim % kRun<T> == 0) {
-        const int c = lane % 8 * kRun<T>;
-#pragma unroll
-        for (int i = 0; i < kWarpTokens; i += 4) {
-          const int token = i + lane / 8;
-          if (token >= begin && token < end && c < columns) {
-            store_run(to + token * p.head_dim + c, load_aligned(result + token * S::kResultPitch + c));
-          }
-        }
-      } else {
-#pragma unroll 1
-        for (int token = begin; token < end; ++token) {
-#pragma unroll 1
-          for (int c = lane; c < columns; c += 32) {
-            to[token * p.head_dim + c] = result[token * S::kResultPitch + c];
-          }
-        }
-      }
-    }
-    // A number that is not finite, times the zeros beside the windows, has spoilt rows that do not see it.
-    if (!__all_sync(0xffffffffu, zero == 0)) {
-      __syncwarp();  // a vote does not show a lane what others have written
-      const int columns = static_cast<int>(min(p.head_dim - first_k_block * kBlockK<T>, int64_t{S::kColumns}));
-#pragma unroll 1
-      for (int token = begin; token < end; ++token) {
-#pragma unroll 1
-        for (int c = lane; c < columns; c += 32) {
-          T& number = out[token * p.head_dim + c];
-          if (!isfinite(static_cast<float>(number))) {
-            number = static_cast<T>(sum_of_window<kTransposed>(
-                band, dense + first_k_block * kBlockK<T> + c, p.dense.token_stride, own + token));
-          }
-        }
-      }
-    }
+    store_results<S, kTransposed, kKBlocks>(
+        p, work, band, dense, own, first_k_block, reinterpret_cast<T*>(shared), sum);
   }
 }
 

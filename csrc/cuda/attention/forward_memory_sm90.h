@@ -1,0 +1,31 @@
+// What a consumer group has in shared memory while the forward pass runs on Hopper: stages of keys and values, work
+// items with their queries, and the pipelines' barriers.
+
+#pragma once
+
+#include "epilogue_sm90.h"
+#include "scores_sm90.h"
+
+namespace ds_sparse::attention {
+
+template <class T, int kHeadDim, Scores kScores>
+struct alignas(kPanelAlignment) ForwardMemory {
+  using Tuning = ForwardTuning<kHeadDim, are_plain(kScores)>;
+  static constexpr int kBlockN = Tuning::kBlockN, kStages = Tuning::kStages, kWorkStages = Tuning::kWorkStages;
+  static constexpr bool kLimited = are_limited(kScores);
+  struct Stage {
+    Panels<T, kHeadDim, kBlockN> keys, values;
+  };
+  Panels<T, kHeadDim, kHopperBlockM> queries[kWorkStages];  // then the work tile's results
+  Stage stages[kStages];
+  Octet groups[kStages][kBlockN / 16];
+  LiveGroups live[kStages][LiveGroupFinder::kWarpTiles];
+  RowMaxSum row_max_sums[kWorkStages][kHopperBlockM];  // of results
+  alignas(16) PairsOfStep<kBlockN, kLimited> pairs[kStages];
+  WorkItemOf<kLimited> work_items[kWorkStages];
+  Barrier work_full[kWorkStages], q_full[kWorkStages],
+      work_empty[kWorkStages];  // full but for the queries; with them; done with
+  Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+};
+
+}  // namespace ds_sparse::attention
