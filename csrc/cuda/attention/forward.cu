@@ -202,8 +202,8 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
   const float of_dropout = !kPlain && p.scoring.drops() ? p.scoring.dropout().factor() : 1.0f;
   const float factor0 = row_sum0 > 0 ? of_dropout / row_sum0 : 0.0f,
               factor8 = row_sum8 > 0 ? of_dropout / row_sum8 : 0.0f;
-  const float to_origin = kPlain ? p.scoring.scale : 1.0f;
-  const RowMaxSum stats0(row_max0 * to_origin, row_sum0), stats8(row_max8 * to_origin, row_sum8);
+  const float to_row_max = kPlain ? p.scoring.scale : 1.0f;
+  const RowMaxSum stats0(row_max0 * to_row_max, row_sum0), stats8(row_max8 * to_row_max, row_sum8);
   // Before the queries' memory serves another purpose, everybody is through with it: each warp has its own warp tile.
   wait_for_copies<0>();
   if (work.split >= 0) {
