@@ -21,7 +21,8 @@ def choose(operation: str, call: Call, forced: str | None = None) -> Implementat
     Raises:
         ValueError: none takes it; or not the one that is forced. Says why.
     """
-    candidates = _candidates(operation, forced or _Forced.name)
+    forced = forced or _Forced.name
+    candidates = IMPLEMENTATIONS[operation] if forced is None else _candidates(operation, forced)
     for implementation in candidates:
         if implementation.takes(call):
             return implementation
@@ -33,10 +34,10 @@ def choose(operation: str, call: Call, forced: str | None = None) -> Implementat
     raise ValueError(f"{asked} {verb} this call of {operation}. {why}")
 
 
-def _candidates(operation: str, forced: str | None) -> list[Implementation]:
+def _candidates(operation: str, forced: str | None) -> tuple[Implementation, ...]:
     """The implementations of an operation; of those that have been forced it alone, where there is such a one."""
     those = IMPLEMENTATIONS[operation]
-    return [i for i in those if i.name == forced] or list(those)
+    return tuple(i for i in those if i.name == forced) or those
 
 
 def reasons(operation: str, call: Call) -> dict[str, list[str]]:

@@ -101,7 +101,10 @@ class Implementation:
         return _READABLE in self.more
 
     def takes(self, call: Call) -> bool:
-        return all(limit.holds(self, call) for limit in (*LIMITS, *self.more))
+        for limit in (*LIMITS, *self.more):  # this runs at each call, and a generator costs it microseconds
+            if not limit.holds(self, call):
+                return False
+        return True
 
     def obstacles(self, call: Call) -> list[str]:
         """Why it does not take the call, a sentence for each reason. Where the device is another, that is all."""
@@ -182,7 +185,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 _READABLE = Limit(
-    lambda i, call: all(readable_in_boxes(x) for x in call.operands),
+    lambda i, call: all(map(readable_in_boxes, call.operands)),
     lambda i, call: (
         "It reads tokens whose numbers are adjacent, that begin at multiples of 16 bytes and are not expanded, and an "
         "operand's strides are "
@@ -190,16 +193,14 @@ _READABLE = Limit(
         + "."
     ),
 )
-_NOT_EMPTY = Limit(
-    lambda i, call: all(x.numel() > 0 for x in call.operands), lambda i, call: "An operand has no numbers."
-)
+_NOT_EMPTY = Limit(lambda i, call: all(map(torch.numel, call.operands)), lambda i, call: "An operand has no numbers.")
 _WHOLE_WINDOWS = Limit(
     # Bounds far away keep the kernel's numbers within 32 bits.
     lambda i, call: 64 <= call.window < 2**29 and call.window % 32 == 0 and call.operands[0].shape[2] < 2**29,
     lambda i, call: f"The window is {call.window}, and it takes multiples of 32 from 64, of fewer than 2**29 tokens.",
 )
 _NOT_EXPANDED = Limit(
-    lambda i, call: all(is_whole(x) for x in call.operands), lambda i, call: "Operands are expanded; copy them."
+    lambda i, call: all(map(is_whole, call.operands)), lambda i, call: "Operands are expanded; copy them."
 )
 _FILLS_THE_GPU = Limit(
     lambda i, call: multiprocessors(call.device) <= _tiles_of_windows(call) < 2**30,

@@ -20,8 +20,12 @@ def is_aligned(x: torch.Tensor) -> bool:
 def readable_in_boxes(x: torch.Tensor) -> bool:
     """Whether Hopper's copy engine reads x, (B, H, tokens, D) in 16 bits, in place."""
     *outer, last = x.stride()
-    fits = all(x.shape[dim] == 1 or (stride > 0 and stride % 8 == 0) for dim, stride in enumerate(outer))
-    return last == 1 and fits and is_aligned(x)
+    if last != 1:
+        return False
+    for size, stride in zip(x.shape, outer):
+        if size != 1 and (stride <= 0 or stride % 8):
+            return False
+    return is_aligned(x)
 
 
 def is_whole(x: torch.Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import as_on_hopper, implementation_on, is_hopper, seeded
+from torch._dynamo.testing import CompileCounter
 
 import ds_sparse
 from ds_sparse import BlockIndex, TokenIndex, WindowIndex, implementations
@@ -140,6 +141,25 @@ def test_implementations_of_an_operation_have_names_of_their_own():
     for those in IMPLEMENTATIONS.values():
         assert len({i.name for i in those}) == len(those)
         assert all(isinstance(i, Implementation) and i.about for i in those)
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=str)
+def test_the_choice_is_traced_into_one_graph_for_any_length(dynamic: bool | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(implementations, "multiprocessors", lambda device: 132)
+    counter = CompileCounter()
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        operands = {"operands": (x, x), "window": 64, "lists": Lists(True), "value_dim": 64}
+        given = Call(x.device, x.dtype, x.shape[-1], **operands)
+        names = [choose(operation, given).name for operation in IMPLEMENTATIONS]
+        return x + names.count("hopper")
+
+    compiled = torch.compile(run, fullgraph=True, backend=counter, dynamic=dynamic)
+    with as_on_hopper():
+        for tokens in (256, 320, 512, 1024):
+            x = torch.zeros(4, 40, tokens, 64, dtype=HALF)
+            assert compiled(x).max() == run(x).max() == len(IMPLEMENTATIONS) - 1
+    assert counter.frame_count <= 2
 
 
 def operands(device: str, dtype: torch.dtype = torch.float32, **sizes) -> list[torch.Tensor]:
