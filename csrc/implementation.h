@@ -1,4 +1,4 @@
-// Which implementation of an operator runs is chosen in Python, by ds_sparse/dispatch.py; an operator is given its
+// Which implementation of an operator runs is chosen in Python, by ds_sparse/dispatch; an operator is given its
 // name. Nothing here chooses: a name that cannot run is refused.
 #pragma once
 

@@ -29,7 +29,7 @@
 // A number for each pair is (R, N) with R = B*H / P: those of the r-th of the sequences and heads, in (batch, head)
 // order, that share a list.
 //
-// implementation: the one that runs, as ds_sparse/dispatch.py has chosen: on a CPU "cpu", on a GPU "portable" or the
+// implementation: the one that runs, as ds_sparse/dispatch has chosen: on a CPU "cpu", on a GPU "portable" or the
 // name of a chip that has its own. What an operator has to be given for it is said there; what cannot run is refused.
 //
 // allow_tf32: products of fp32 on CUDA may round their operands to TF32; without it they have fp32's precision.

@@ -44,7 +44,9 @@ def implementation_on(device: torch.device | str) -> str:
 @contextmanager
 def as_on_hopper() -> Iterator[None]:
     """Indices are built as on a Hopper GPU, wherever they are."""
-    with mock.patch.multiple("ds_sparse.implementations", kind_of=lambda device: "cuda", chip_of=lambda device: 9):
+    with mock.patch.multiple(
+        "ds_sparse.dispatch.implementations", kind_of=lambda device: "cuda", chip_of=lambda device: 9
+    ):
         yield
 
 

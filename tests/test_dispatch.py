@@ -8,10 +8,9 @@ from helpers import as_on_hopper, implementation_on, is_hopper, seeded
 from torch._dynamo.testing import CompileCounter
 
 import ds_sparse
-from ds_sparse import BlockIndex, TokenIndex, WindowIndex, implementations
-from ds_sparse.dispatch import choose, reasons
-from ds_sparse.implementations import IMPLEMENTATIONS, Call, Implementation
-from ds_sparse.strides import readable_in_boxes
+from ds_sparse import BlockIndex, TokenIndex, WindowIndex
+from ds_sparse.dispatch import IMPLEMENTATIONS, Call, Implementation, choose, implementations, reasons
+from ds_sparse.dispatch.strides import readable_in_boxes
 
 GPU = torch.device("cuda:0")
 HALF = torch.float16

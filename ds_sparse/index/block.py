@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..dispatch import tile_heights
-from ..implementations import TILE
+from ..dispatch import TILE, tile_heights
 from ..layout import causal_cut, check_values, unpack_bits, with_heads
 from .lasting import lasting, plain
 from .lists import Lists

@@ -10,7 +10,7 @@ from itertools import chain, islice, pairwise
 import torch
 from torch.nn.functional import pad
 
-from ..implementations import HOPPER_TILE
+from ..dispatch import HOPPER_TILE
 from ..layout import count_live, pack_bits
 from .cuts import cut_lists
 from .packing import MAX_LINES, pack_entries_

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..implementations import HOPPER_TILE
+from ..dispatch import HOPPER_TILE
 from .block import BlockIndex
 from .packing import block_of, place_of
 from .tiles import Tiles

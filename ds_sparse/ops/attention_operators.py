@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
-from ..dispatch import choose
-from ..implementations import Call, Implementation
+from ..dispatch import Call, Implementation, choose
 from ..index import BlockIndex
 from ..index.master_layout import MasterLayout
 from .operands import empty_as, lists_of_tiles, wide_dtype

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..dispatch import choose, reasons
-from ..implementations import IMPLEMENTATIONS, Call
+from ..dispatch import IMPLEMENTATIONS, Call, choose, reasons
 from ..index import BlockIndex, TokenIndex, WindowIndex
 from ..index.master_layout import MasterLayout
 from ._library import under_autocast

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
-from ..dispatch import choose, forced_implementation
-from ..implementations import Call, Implementation
+from ..dispatch import Call, Implementation, choose, forced_implementation
 from ..index import BlockIndex, as_index
 from ._autograd import Function, differentiable_once
 from ._library import check_dtype, check_inputs, require_kernel, under_autocast

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from ..dispatch import dtypes_on, largest_head_dim
+from ..dispatch import dtypes_on, is_aligned, largest_head_dim
 from ..index.tiles import Tiles
-from ..strides import is_aligned
 from ._library import DTYPES, check_alike, check_scale
 
 # Biases below are counted as this: the sum of several, times log2(e), must not reach -inf, which masks.

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .._ops import add_op_namespace_prefix, ops
-from ..dispatch import choose, largest_head_dim
-from ..implementations import Call, Implementation
+from ..dispatch import Call, Implementation, choose, largest_head_dim
 from ..index import TokenIndex
 from ..index.lookup import index_of_lists
 from ..index.token_forms import Nested, lists_of, tensors_in

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
-from ..dispatch import choose, dtypes_on, forced_implementation
-from ..implementations import Call
+from ..dispatch import Call, choose, dtypes_on, forced_implementation
 from ..index.window_sizes import Numbers, of_heads
 from ._autograd import Function, differentiable_once
 from ._library import check_alike, check_dtype, check_inputs, check_scale, require_kernel, under_autocast

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sparse import BSLongformerSparsityConfig, FixedSparsityConfig
-from ds_sparse.implementations import IMPLEMENTATIONS
+from ds_sparse.dispatch import IMPLEMENTATIONS
 from ds_sparse.index import block as block_module
 from ds_sparse.index.block import BlockIndex
 from ds_sparse.index.tile_plan import TilePlan

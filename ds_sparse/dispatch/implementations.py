@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .block_sizes import BLOCK_SIZES
+from ..block_sizes import BLOCK_SIZES
+from ..wording import listed
 from .strides import is_whole, readable_in_boxes
-from .wording import listed
 
 TILE = 64
 """Tokens of a tile's height, unless an implementation walks others."""

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from ..wording import listed
 from .implementations import ALL_DTYPES, IMPLEMENTATIONS, LIMITS, Call, Implementation, kind_of
-from .wording import listed
 
 
 def choose(operation: str, call: Call, forced: str | None = None) -> Implementation:

@@ -1,0 +1,31 @@
+"""Which implementation of an operation runs: `implementations` says what each takes, `choice` chooses."""
+
+from .choice import (
+    choose,
+    dtypes_on,
+    force_implementation,
+    forced_implementation,
+    largest_head_dim,
+    reasons,
+    serves,
+    tile_heights,
+)
+from .implementations import HOPPER_TILE, IMPLEMENTATIONS, TILE, Call, Implementation
+from .strides import is_aligned
+
+__all__ = [
+    "HOPPER_TILE",
+    "IMPLEMENTATIONS",
+    "TILE",
+    "Call",
+    "Implementation",
+    "choose",
+    "dtypes_on",
+    "force_implementation",
+    "forced_implementation",
+    "is_aligned",
+    "largest_head_dim",
+    "reasons",
+    "serves",
+    "tile_heights",
+]
