@@ -1,5 +1,4 @@
-// block_attention_forward, block_attention_backward and block_attention_bias_backward on the CPU; schemas and letters
-// in ../library.cpp.
+// The passes of attention on the CPU; schemas and letters in ../library.cpp.
 //
 // Work is by row strips, and takes from the tiles only their lists. Scores of a row strip are made a few blocks at a
 // time and never stored. Backward goes once over the block columns, so that it makes them once: a task has neighbouring
@@ -123,7 +122,7 @@ struct AllRowStats {
 };
 
 template <class T>
-AllRowStats<Compute<T>> row_stats_of(const Attention& attention, const Gradients& gradients) {
+AllRowStats<Compute<T>> row_stats_of(const Attention& attention, const AttentionResults& results) {
   using C = Compute<T>;
   constexpr C infinity = std::numeric_limits<C>::infinity();
   int64_t block = attention.block, depth = attention.depth, heads = attention.heads, tokens = attention.tokens,
@@ -137,7 +136,7 @@ AllRowStats<Compute<T>> row_stats_of(const Attention& attention, const Gradients
       auto from = [&](const Tensor& x) {
         return pointer<T>(x) + b * x.stride(0) + head * x.stride(1) + first * x.stride(2);
       };
-      const Tensor &output = gradients.output, &grad = gradients.grad_output;
+      const Tensor &output = results.output, &grad = results.grad_output;
       C *row_max = row_stats.row_max.data() + at, *inverse_sum = row_stats.inverse_sum.data() + at,
         *delta = row_stats.delta.data() + at;
       std::fill(row_max, row_max + block, infinity);
@@ -146,14 +145,14 @@ AllRowStats<Compute<T>> row_stats_of(const Attention& attention, const Gradients
       kernels<T>().row_dots(
           from(output), output.stride(2), output.stride(3), from(grad), grad.stride(2), grad.stride(3), there, depth,
           delta);
-      const C* rows = pointer<C>(gradients.rows) + 2 * (matrix * tokens + first);
+      const C* rows = pointer<C>(results.rows) + 2 * (matrix * tokens + first);
       for (int64_t r = 0; r < there; ++r) {
         if (rows[2 * r + 1] > 0) {
           row_max[r] = rows[2 * r];
           inverse_sum[r] = 1 / rows[2 * r + 1];
         }
-        if (gradients.grad_lse) {
-          const Tensor& x = *gradients.grad_lse;
+        if (results.grad_lse) {
+          const Tensor& x = *results.grad_lse;
           delta[r] -= pointer<C>(x)[b * x.stride(0) + head * x.stride(1) + (first + r) * x.stride(2)];
         }
       }
@@ -215,13 +214,13 @@ std::vector<ColumnGroup> group_columns(const Attention& attention, const BlockLi
 
 template <class T>
 void backward(
-    const Attention& attention, const Gradients& gradients, const BlockLists& lists, const Tensor& grad_query,
+    const Attention& attention, const AttentionResults& results, const BlockLists& lists, const Tensor& grad_query,
     const Tensor& grad_key, const Tensor& grad_value) {
   using C = Compute<T>;
   int64_t block = attention.block, depth = attention.depth, rows = attention.strip_rows, width = padded<T>(depth),
           heads = attention.heads, key_heads = attention.key_heads, group = attention.group(),
           padded = attention.rows * block;
-  auto row_stats = row_stats_of<T>(attention, gradients);
+  auto row_stats = row_stats_of<T>(attention, results);
   auto groups = group_columns(attention, lists);
   int64_t num_groups = groups.size(), repeats = lists.layout_heads == 1 ? key_heads : 1;
 
@@ -254,7 +253,7 @@ void backward(
       for (int64_t i = 0; i < group * num_slots; ++i) {
         int64_t head = key_head * group + i / num_slots, first = columns.blocks[i % num_slots] * block, at = i * block;
         pack_tokens<T>(attention.query, b, head, first, block, width, query.data() + at * width);
-        pack_tokens<T>(gradients.grad_output, b, head, first, block, width, grad_output.data() + at * width);
+        pack_tokens<T>(results.grad_output, b, head, first, block, width, grad_output.data() + at * width);
         pack_block_panels(query.data() + at * width, width, block, depth, query_panels.data() + at * depth);
         pack_block_panels(grad_output.data() + at * width, width, block, depth, grad_output_panels.data() + at * depth);
         auto from = row_stats.from((b * heads + head) * padded + first);
@@ -334,12 +333,12 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Attention& attention,
 }
 
 std::tuple<Tensor, Tensor, Tensor> attention_backward(
-    const Attention& attention, const Gradients& gradients, const BlockLists& lists) {
+    const Attention& attention, const AttentionResults& results, const BlockLists& lists) {
   Tensor grad_query = empty_in_order_of(attention.query), grad_key = empty_in_order_of(attention.key),
          grad_value = empty_in_order_of(attention.value);
   if (attention.batch * attention.heads > 0) {
     for_dtype(attention.query.scalar_type(), [&](auto* type) {
-      backward<std::remove_pointer_t<decltype(type)>>(attention, gradients, lists, grad_query, grad_key, grad_value);
+      backward<std::remove_pointer_t<decltype(type)>>(attention, results, lists, grad_query, grad_key, grad_value);
     });
   } else {
     for (Tensor* grad : {&grad_key, &grad_value}) torch::stable::zero_(*grad);
@@ -351,12 +350,13 @@ namespace {
 
 // A task owns the rows of one row strip in one output matrix, and adds in the order batch, head.
 template <class T>
-void bias_backward(const Attention& attention, const Gradients& gradients, const BlockLists& lists, const Tensor& out) {
+void bias_backward(
+    const Attention& attention, const AttentionResults& results, const BlockLists& lists, const Tensor& out) {
   using C = Compute<T>;
   int64_t block = attention.block, depth = attention.depth, rows = attention.strip_rows, width = padded<T>(depth),
           keys = attention.columns * block, heads = attention.heads, padded = attention.rows * block,
           strips = padded / rows, out_batch = out.size(0), out_heads = out.size(1);
-  auto row_stats = row_stats_of<T>(attention, gradients);
+  auto row_stats = row_stats_of<T>(attention, results);
   auto key_panels = pack_all<T>(attention.key, block, width, true);
   auto value_panels = pack_all<T>(attention.value, block, width, true);
   run_tasks(out_batch * out_heads * strips, [&] {
@@ -371,7 +371,7 @@ void bias_backward(const Attention& attention, const Gradients& gradients, const
         for (int64_t head = out_heads == 1 ? 0 : out_head; head < (out_heads == 1 ? heads : out_head + 1); ++head) {
           int64_t matrix = (b * attention.key_heads + head / attention.group()) * keys * depth;
           pack_tokens<T>(attention.query, b, head, first, rows, depth, query.data());
-          pack_tokens<T>(gradients.grad_output, b, head, first, rows, depth, grad_output.data());
+          pack_tokens<T>(results.grad_output, b, head, first, rows, depth, grad_output.data());
           kernels<T>().attention_bias_backward(
               attention.strip(b, head, first, false), query.data(), grad_output.data(), key_panels.data() + matrix,
               value_panels.data() + matrix, row_stats.from((b * heads + head) * padded + first), lists.begin(head, row),
@@ -382,69 +382,18 @@ void bias_backward(const Attention& attention, const Gradients& gradients, const
   });
 }
 
-std::tuple<Tensor, Tensor, Tensor> block_attention_forward(
-    Tensor query, Tensor key, Tensor value, std::optional<Tensor> rpe, std::optional<Tensor> key_bias,
-    std::optional<Tensor> attn_mask, std::optional<Tensor> dropout_seed, Tensor row_lines, Tensor row_entries,
-    Tensor row_units, Tensor row_cuts, int64_t layout_heads, int64_t block, int64_t tile, double scale, bool causal,
-    double dropout_p, std::string implementation) {
-  check_implementation(implementation, "cpu");
-  check_attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, dropout_p, layout_heads, block, tile);
-  check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);
-  Attention attention(query, key, value, {&rpe, &attn_mask, &key_bias}, block, scale, causal);
-  attention.drop(dropout_seed, dropout_p);
-  auto lists = lists_by_block_row(
-      row_lines, row_entries, row_units, layout_heads, attention.rows, attention.columns, block, tile);
-  return attention_forward(attention, lists);
-}
-
-std::tuple<Tensor, Tensor, Tensor> block_attention_backward(
-    Tensor grad_output, std::optional<Tensor> grad_lse, Tensor query, Tensor key, Tensor value, Tensor output,
-    Tensor rows, std::optional<Tensor> rpe, std::optional<Tensor> key_bias, std::optional<Tensor> attn_mask,
-    std::optional<Tensor> dropout_seed, Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts,
-    Tensor column_lines, Tensor column_entries, Tensor column_units, Tensor column_cuts, int64_t layout_heads,
-    int64_t block, int64_t tile, double scale, bool causal, double dropout_p, bool /*deterministic*/,
-    std::string implementation) {
-  check_implementation(implementation, "cpu");
-  check_attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, dropout_p, layout_heads, block, tile);
-  check_attention_backward(grad_output, grad_lse, query, output, rows);
-  check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);
-  check_tiles(column_lines, column_entries, column_units, column_cuts, key.size(2), query, layout_heads, block, tile);
-  Attention attention(query, key, value, {&rpe, &attn_mask, &key_bias}, block, scale, causal);
-  attention.drop(dropout_seed, dropout_p);
-  auto lists = lists_by_block_row(
-      column_lines, column_entries, column_units, layout_heads, attention.columns, attention.rows, block, tile);
-  return attention_backward(attention, {grad_output, output, rows, grad_lse}, lists);
-}
-
-Tensor block_attention_bias_backward(
-    Tensor grad_output, std::optional<Tensor> grad_lse, Tensor query, Tensor key, Tensor value, Tensor output,
-    Tensor rows, std::optional<Tensor> rpe, std::optional<Tensor> key_bias, std::optional<Tensor> attn_mask,
-    std::optional<Tensor> dropout_seed, Tensor row_lines, Tensor row_entries, Tensor row_units, Tensor row_cuts,
-    int64_t layout_heads, int64_t block, int64_t tile, double scale, bool causal, double dropout_p,
-    std::vector<int64_t> shape) {
-  check_attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, dropout_p, layout_heads, block, tile);
-  check_attention_backward(grad_output, grad_lse, query, output, rows);
-  check_attention_bias_shape(shape, query, key);
-  check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);
-  Attention attention(query, key, value, {&rpe, &attn_mask, &key_bias}, block, scale, causal);
-  attention.drop(dropout_seed, dropout_p);
-  auto lists = lists_by_block_row(
-      row_lines, row_entries, row_units, layout_heads, attention.rows, attention.columns, block, tile);
-  Tensor out = fresh(torch::stable::new_empty(query, shape, lse_type(query)));
-  if (out.numel() == 0) return out;
-  if (attention.batch * attention.heads == 0) return torch::stable::zero_(out);
-  for_dtype(query.scalar_type(), [&](auto* type) {
-    bias_backward<std::remove_pointer_t<decltype(type)>>(attention, {grad_output, output, rows, grad_lse}, lists, out);
-  });
-  return out;
-}
-
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(ds_sparse, CPU, m) {
-  m.impl("block_attention_forward", TORCH_BOX(&block_attention_forward));
-  m.impl("block_attention_backward", TORCH_BOX(&block_attention_backward));
-  m.impl("block_attention_bias_backward", TORCH_BOX(&block_attention_bias_backward));
+Tensor attention_bias_backward(
+    const Attention& attention, const AttentionResults& results, const BlockLists& lists,
+    const std::vector<int64_t>& shape) {
+  Tensor out = fresh(torch::stable::new_empty(attention.query, shape, lse_type(attention.query)));
+  if (out.numel() == 0) return out;
+  if (attention.batch * attention.heads == 0) return torch::stable::zero_(out);
+  for_dtype(attention.query.scalar_type(), [&](auto* type) {
+    bias_backward<std::remove_pointer_t<decltype(type)>>(attention, results, lists, out);
+  });
+  return out;
 }
 
 }  // namespace ds_sparse::cpu

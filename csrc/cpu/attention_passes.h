@@ -1,14 +1,14 @@
-// The passes of attention over the block lists of a layout or of a window: what their operators give to attention.cpp.
+// The passes of attention over the block lists of a layout or of a window: what attention_operators.cpp gives to
+// attention.cpp.
 #pragma once
 
-#include <initializer_list>
 #include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "../attention_call.h"
 #include "../dropout.h"
-#include "../implementation.h"
 #include "arguments.h"
 #include "operands.h"
 
@@ -31,19 +31,18 @@ struct Attention {
   int64_t rows = blocks_of(tokens, block), columns = blocks_of(keys, block);
   int64_t strip_rows = attention_rows(block);
 
-  // biases: rpe, attn_mask, key_bias, those that there are.
-  Attention(
-      const Tensor& query, const Tensor& key, const Tensor& value,
-      std::initializer_list<const std::optional<Tensor>*> biases_given, int64_t block, double scale, bool causal)
-      : query(query), key(key), value(value), block(block), scale(scale), causal(causal) {
-    for (const auto* bias : biases_given)
+  explicit Attention(const AttentionCall& call)
+      : query(call.query), key(call.key), value(call.value), block(call.block), scale(call.scale), causal(call.causal) {
+    for (const auto* bias : {&call.rpe, &call.attn_mask, &call.key_bias})
       if (*bias) biases.emplace_back(**bias, query.scalar_type());
-  }
-
-  void drop(const std::optional<Tensor>& seed, double dropout_p) {
-    uint32_t threshold = Dropout::threshold_of(dropout_p);
+    if (call.window) {
+      limits = &call.window->limits;
+      places = call.window->places ? &*call.window->places : nullptr;
+      num_global = call.window->num_global;
+    }
+    uint32_t threshold = Dropout::threshold_of(call.dropout_p);
     if (threshold == 0) return;
-    const int64_t* numbers = pointer<int64_t>(*seed);
+    const int64_t* numbers = pointer<int64_t>(*call.dropout_seed);
     dropout = Dropout{static_cast<uint64_t>(numbers[0]), static_cast<uint32_t>(numbers[1]), threshold};
   }
 
@@ -79,17 +78,16 @@ struct Attention {
   }
 };
 
-// The gradients of output and lse, and what else backward passes have of the forward one.
-struct Gradients {
-  const Tensor &grad_output, &output, &rows;
-  const std::optional<Tensor>& grad_lse;
-};
-
 // Output, lse and rows, as block_attention_forward gives them. lists: by block rows.
 std::tuple<Tensor, Tensor, Tensor> attention_forward(const Attention& attention, const BlockLists& lists);
 
 // Gradients of query, key and value. lists: by block columns.
 std::tuple<Tensor, Tensor, Tensor> attention_backward(
-    const Attention& attention, const Gradients& gradients, const BlockLists& lists);
+    const Attention& attention, const AttentionResults& results, const BlockLists& lists);
+
+// The gradient of rpe. lists: by block rows.
+Tensor attention_bias_backward(
+    const Attention& attention, const AttentionResults& results, const BlockLists& lists,
+    const std::vector<int64_t>& shape);
 
 }  // namespace ds_sparse::cpu

@@ -90,24 +90,36 @@ inline void check_alignment(const Tensor& x, const char* name) {
                    " has to begin at a multiple of 16 bytes, and its strides have to be such; make it contiguous.");
 }
 
+inline WindowLimits window_limits_of(const WindowTensors& window) {
+  const Tensor& limits = window.limits;
+  const std::optional<Tensor>& places = window.places;
+  const auto stride = [](const Tensor& x) { return x.size(0) == 1 ? 0 : x.stride(0); };
+  return {
+      reinterpret_cast<const Range*>(limits.const_data_ptr<int32_t>()),
+      places ? places->const_data_ptr<int32_t>() : nullptr, stride(limits) / 2, places ? stride(*places) : 0,
+      static_cast<int>(window.num_global)};
+}
+
 // All but the bias of keys.
-inline Scoring scoring_of(const Attention& attention) {
-  const Tensor &query = attention.query, &key = attention.key;
+inline Scoring scoring_of(const AttentionCall& call) {
+  const Tensor &query = call.query, &key = call.key;
   check_alignment(query, "query");
   check_alignment(key, "key");
-  check_alignment(attention.value, "value");
+  check_alignment(call.value, "value");
   Scoring scoring{};
-  scoring.scale = static_cast<float>(attention.scale);
+  scoring.scale = static_cast<float>(call.scale);
   scoring.queries = static_cast<int>(query.size(2));
   scoring.keys = static_cast<int>(key.size(2));
-  scoring.causal = attention.causal;
-  scoring.rpe = bias_of(attention.rpe, query);
-  scoring.attn_mask = bias_of(attention.attn_mask, query);
-  scoring.dropout_threshold = Dropout::threshold_of(attention.dropout_p);
-  if (attention.dropout_seed && scoring.dropout_threshold > 0) {
-    scoring.dropout_seed = attention.dropout_seed->const_data_ptr<int64_t>();
+  scoring.causal = call.causal;
+  scoring.rpe = bias_of(call.rpe, query);
+  scoring.attn_mask = bias_of(call.attn_mask, query);
+  scoring.dropout_threshold = Dropout::threshold_of(call.dropout_p);
+  if (call.dropout_seed && scoring.dropout_threshold > 0) {
+    scoring.dropout_seed = call.dropout_seed->const_data_ptr<int64_t>();
   }
-  scoring.window = attention.window;
+  if (call.window) {
+    scoring.window = window_limits_of(*call.window);
+  }
   return scoring;
 }
 
@@ -138,16 +150,16 @@ void with_plain(const Scoring& scoring, const F& f) {
 }
 
 // Whether a call is for Hopper's kernels; refuses what those that it is for cannot run.
-inline bool runs_on_hopper(const Launcher& launch, const Attention& attention) {
-  const bool on_hopper = is_for_hopper(launch, attention.implementation);
-  const Tensor& query = attention.query;
+inline bool runs_on_hopper(const Launcher& launch, const AttentionCall& call) {
+  const bool on_hopper = is_for_hopper(launch, call.implementation);
+  const Tensor& query = call.query;
   check(
-      !on_hopper || (query.element_size() == 2 && query.size(3) <= 128 && attention.block >= 16),
+      !on_hopper || (query.element_size() == 2 && query.size(3) <= 128 && call.block >= 16),
       "implementation is \"hopper\", which is for fp16 and bf16, up to 128 numbers a token and blocks of 16 or more.");
   const int64_t wanted = on_hopper ? kHopperBlockM : kBlockM;
   check(
-      attention.tile == wanted, "tile has to be " + std::to_string(wanted) + " for implementation \"" +
-                                    attention.implementation + "\", got " + std::to_string(attention.tile) + ".");
+      call.tile == wanted, "tile has to be " + std::to_string(wanted) + " for implementation \"" + call.implementation +
+                               "\", got " + std::to_string(call.tile) + ".");
   return on_hopper;
 }
 

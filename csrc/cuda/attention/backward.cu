@@ -312,18 +312,14 @@ __global__ void add_shares_kernel(
 }  // namespace
 
 std::tuple<Tensor, Tensor, Tensor> attention_backward(
-    const Attention& attention, const Results& results, const TileTensors& rows, const TileTensors& columns,
+    const AttentionCall& call, const AttentionResults& results, const TileTensors& rows, const TileTensors& columns,
     bool deterministic) {
-  const Tensor &query = attention.query, &key = attention.key, &value = attention.value;
+  const Tensor &query = call.query, &key = call.key, &value = call.value;
   const Tensor &grad_output = results.grad_output, &output = results.output;
   const int64_t batch = query.size(0), heads = query.size(1), key_heads = key.size(1), head_dim = query.size(3);
-  const int64_t layout_heads = attention.layout_heads, block = attention.block, tile = attention.tile;
-  check_attention_backward(grad_output, results.grad_lse, query, output, results.rows);
+  const int64_t layout_heads = call.layout_heads, block = call.block, tile = call.tile;
   check_alignment(grad_output, "grad_output");
   check_alignment(output, "output");
-  check_tiles(rows.lines, rows.entries, rows.units, rows.cuts, query.size(2), query, layout_heads, block, tile);
-  check_tiles(
-      columns.lines, columns.entries, columns.units, columns.cuts, key.size(2), query, layout_heads, block, tile);
   Tensor grad_query = empty_in_order_of(query, head_dim, query.scalar_type());
   Tensor grad_key = empty_in_order_of(key, head_dim, query.scalar_type());
   Tensor grad_value = empty_in_order_of(value, head_dim, query.scalar_type());
@@ -332,9 +328,9 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
   }
   const int64_t copies = layout_heads == 1 ? batch * heads : batch;
   const Launcher launch(query);
-  Scoring scoring = scoring_of(attention);
-  const KeyBias of_keys = set_key_bias(launch, attention.key_bias, scoring);
-  const bool on_hopper = runs_on_hopper(launch, attention);
+  Scoring scoring = scoring_of(call);
+  const KeyBias of_keys = set_key_bias(launch, call.key_bias, scoring);
+  const bool on_hopper = runs_on_hopper(launch, call);
   const auto [row_stats_data, row_stats] =
       make_row_stats(launch, grad_output, results.grad_lse, output, results.rows, block);
   const bool in_one_sweep = on_hopper && !deterministic;
@@ -426,27 +422,4 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
   return {grad_query, grad_key, grad_value};
 }
 
-namespace {
-
-std::tuple<Tensor, Tensor, Tensor> block_attention_backward(
-    const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key,
-    const Tensor& value, const Tensor& output, const Tensor& rows, const std::optional<Tensor>& rpe,
-    const std::optional<Tensor>& key_bias, const std::optional<Tensor>& attn_mask,
-    const std::optional<Tensor>& dropout_seed, const Tensor& row_lines, const Tensor& row_entries,
-    const Tensor& row_units, const Tensor& row_cuts, const Tensor& column_lines, const Tensor& column_entries,
-    const Tensor& column_units, const Tensor& column_cuts, int64_t layout_heads, int64_t block, int64_t tile,
-    double scale, bool causal, double dropout_p, bool deterministic, const std::string& implementation) {
-  check_attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, dropout_p, layout_heads, block, tile);
-  return attention_backward(
-      {query, key, value, layout_heads, block, tile, implementation, scale, causal, key_bias, rpe, attn_mask,
-       dropout_seed, dropout_p},
-      {grad_output, grad_lse, output, rows}, {row_lines, row_entries, row_units, row_cuts},
-      {column_lines, column_entries, column_units, column_cuts}, deterministic);
-}
-
-}  // namespace
 }  // namespace ds_sparse::attention
-
-STABLE_TORCH_LIBRARY_IMPL(ds_sparse, CUDA, m) {
-  m.impl("block_attention_backward", TORCH_BOX(&ds_sparse::attention::block_attention_backward));
-}

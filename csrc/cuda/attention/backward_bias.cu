@@ -154,19 +154,16 @@ __global__ void __launch_bounds__(kThreads) bias_backward_kernel(const __grid_co
   }
 }
 
-Tensor block_attention_bias_backward(
-    const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& key,
-    const Tensor& value, const Tensor& output, const Tensor& row_sums, const std::optional<Tensor>& rpe,
-    const std::optional<Tensor>& key_bias, const std::optional<Tensor>& attn_mask,
-    const std::optional<Tensor>& dropout_seed, const Tensor& row_lines, const Tensor& row_entries,
-    const Tensor& row_units, const Tensor& row_cuts, int64_t layout_heads, int64_t block, int64_t tile, double scale,
-    bool causal, double dropout_p, const std::vector<int64_t>& shape) {
-  check_attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, dropout_p, layout_heads, block, tile);
-  check_attention_backward(grad_output, grad_lse, query, output, row_sums);
+}  // namespace
+
+Tensor attention_bias_backward(
+    const AttentionCall& call, const AttentionResults& results, const TileTensors& rows,
+    const std::vector<int64_t>& shape) {
+  const Tensor &query = call.query, &key = call.key, &value = call.value;
+  const Tensor &grad_output = results.grad_output, &output = results.output;
+  const int64_t layout_heads = call.layout_heads, block = call.block, tile = call.tile;
   check_alignment(grad_output, "grad_output");
   check_alignment(output, "output");
-  check_tiles(row_lines, row_entries, row_units, row_cuts, query.size(2), query, layout_heads, block, tile);
-  check_attention_bias_shape(shape, query, key);
   Tensor grad = torch::stable::new_zeros(query, shape, ScalarType::Float);
   if (query.numel() == 0) {
     return grad;
@@ -174,12 +171,11 @@ Tensor block_attention_bias_backward(
   const int64_t heads = query.size(1);
   const Launcher launch(query);
   check(tile == kBlockM, "tile has to be 64, got " + std::to_string(tile) + ".");
-  const auto [row_stats_data, row_stats] = make_row_stats(launch, grad_output, grad_lse, output, row_sums, block);
-  const TileLists lists = lists_of({row_lines, row_entries, row_units, row_cuts}, layout_heads, block, tile);
-  Scoring scoring = scoring_of(
-      {query, key, value, layout_heads, block, tile, "portable", scale, causal, key_bias, rpe, attn_mask, dropout_seed,
-       dropout_p});
-  const KeyBias of_keys = set_key_bias(launch, key_bias, scoring);
+  const auto [row_stats_data, row_stats] =
+      make_row_stats(launch, grad_output, results.grad_lse, output, results.rows, block);
+  const TileLists lists = lists_of(rows, layout_heads, block, tile);
+  Scoring scoring = scoring_of(call);
+  const KeyBias of_keys = set_key_bias(launch, call.key_bias, scoring);
   with_head_dim(query, [&](auto zero, auto padded) {
     using T = decltype(zero);
     constexpr int kHeadDim = decltype(padded)::value;
@@ -215,9 +211,4 @@ Tensor block_attention_bias_backward(
   return grad;
 }
 
-}  // namespace
 }  // namespace ds_sparse::attention
-
-STABLE_TORCH_LIBRARY_IMPL(ds_sparse, CUDA, m) {
-  m.impl("block_attention_bias_backward", TORCH_BOX(&ds_sparse::attention::block_attention_bias_backward));
-}

@@ -285,11 +285,10 @@ __global__ void __launch_bounds__(2 * kThreads)
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> attention_forward(const Attention& attention, const TileTensors& rows) {
-  const Tensor &query = attention.query, &key = attention.key, &value = attention.value;
+std::tuple<Tensor, Tensor, Tensor> attention_forward(const AttentionCall& call, const TileTensors& rows) {
+  const Tensor &query = call.query, &key = call.key, &value = call.value;
   const int64_t batch = query.size(0), heads = query.size(1), tokens = query.size(2), head_dim = query.size(3);
-  const int64_t layout_heads = attention.layout_heads, block = attention.block, tile = attention.tile;
-  check_tiles(rows.lines, rows.entries, rows.units, rows.cuts, tokens, query, layout_heads, block, tile);
+  const int64_t layout_heads = call.layout_heads, block = call.block, tile = call.tile;
   Tensor output = empty_in_order_of(query, head_dim, query.scalar_type());
   Tensor lse = torch::stable::new_empty(query, {batch, heads, tokens}, ScalarType::Float);
   Tensor row_sums = torch::stable::new_empty(query, {batch, heads, tokens, 2}, ScalarType::Float);
@@ -298,9 +297,9 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Attention& attention,
   }
   const Launcher launch(query);
   const TileLists lists = lists_of(rows, layout_heads, block, tile);
-  Scoring scoring = scoring_of(attention);
-  const KeyBias of_keys = set_key_bias(launch, attention.key_bias, scoring);
-  const bool on_hopper = runs_on_hopper(launch, attention);
+  Scoring scoring = scoring_of(call);
+  const KeyBias of_keys = set_key_bias(launch, call.key_bias, scoring);
+  const bool on_hopper = runs_on_hopper(launch, call);
   const int64_t copies = layout_heads == 1 ? batch * heads : batch;
   const int64_t num_cuts = rows.cuts.size(0), splits = num_splits(rows, lists);
   const int64_t split_row_count = copies * splits * lists.sub_tiles * tile;
@@ -344,24 +343,4 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Attention& attention,
   return {output, lse, row_sums};
 }
 
-namespace {
-
-std::tuple<Tensor, Tensor, Tensor> block_attention_forward(
-    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& rpe,
-    const std::optional<Tensor>& key_bias, const std::optional<Tensor>& attn_mask,
-    const std::optional<Tensor>& dropout_seed, const Tensor& row_lines, const Tensor& row_entries,
-    const Tensor& row_units, const Tensor& row_cuts, int64_t layout_heads, int64_t block, int64_t tile, double scale,
-    bool causal, double dropout_p, const std::string& implementation) {
-  check_attention(query, key, value, rpe, key_bias, attn_mask, dropout_seed, dropout_p, layout_heads, block, tile);
-  return attention_forward(
-      {query, key, value, layout_heads, block, tile, implementation, scale, causal, key_bias, rpe, attn_mask,
-       dropout_seed, dropout_p},
-      {row_lines, row_entries, row_units, row_cuts});
-}
-
-}  // namespace
 }  // namespace ds_sparse::attention
-
-STABLE_TORCH_LIBRARY_IMPL(ds_sparse, CUDA, m) {
-  m.impl("block_attention_forward", TORCH_BOX(&ds_sparse::attention::block_attention_forward));
-}

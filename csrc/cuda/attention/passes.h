@@ -2,46 +2,24 @@
 
 #pragma once
 
-#include <optional>
-#include <string>
 #include <tuple>
+#include <vector>
 
-#include "scoring.h"
+#include "../../attention_call.h"
 
 namespace ds_sparse::attention {
 
-// A call. Schemas and shapes: csrc/library.cpp.
-struct Attention {
-  const Tensor &query, &key, &value;
-  int64_t layout_heads, block, tile;
-  std::string implementation;
-  double scale;
-  bool causal;
-  std::optional<Tensor> key_bias, rpe = {}, attn_mask = {}, dropout_seed = {};
-  double dropout_p = 0;
-  WindowLimits window = {};
-};
-
-// Tiles of one side. pairs: int32 (1 or H, E, tile, 2), a bit for each pair in the blocks of 64 tokens that the entries
-// are; on Hopper.
-struct TileTensors {
-  const Tensor &lines, &entries, &units, &cuts;
-  const Tensor* pairs = nullptr;  // null: all of them count
-};
-
-// What forward made, and the gradients of it.
-struct Results {
-  const Tensor& grad_output;
-  const std::optional<Tensor>& grad_lse;
-  const Tensor &output, &rows;
-};
-
 // Output, lse and rows. forward.cu
-std::tuple<Tensor, Tensor, Tensor> attention_forward(const Attention& attention, const TileTensors& rows);
+std::tuple<Tensor, Tensor, Tensor> attention_forward(const AttentionCall& call, const TileTensors& rows);
 
 // Gradients of query, key and value. backward.cu
 std::tuple<Tensor, Tensor, Tensor> attention_backward(
-    const Attention& attention, const Results& results, const TileTensors& rows, const TileTensors& columns,
+    const AttentionCall& call, const AttentionResults& results, const TileTensors& rows, const TileTensors& columns,
     bool deterministic);
+
+// The gradient of rpe. backward_bias.cu
+Tensor attention_bias_backward(
+    const AttentionCall& call, const AttentionResults& results, const TileTensors& rows,
+    const std::vector<int64_t>& shape);
 
 }  // namespace ds_sparse::attention

@@ -30,8 +30,7 @@ void check_pairs(
       std::string(name) + " has to begin at a multiple of 16 bytes; make a copy.");
 }
 
-Attention attention_of(
-    const Tensor& query, const Tensor& key, const Tensor& value, int64_t layout_heads, double scale) {
+AttentionCall call_of(const Tensor& query, const Tensor& key, const Tensor& value, int64_t layout_heads, double scale) {
   check_attention(query, key, value, {}, {}, {}, {}, 0, layout_heads, kBlock, kHopperBlockM);
   return {query, key, value, layout_heads, kBlock, kHopperBlockM, "hopper", scale, false, {}};
 }
@@ -40,8 +39,10 @@ std::tuple<Tensor, Tensor, Tensor> token_tiles_forward(
     const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& row_lines, const Tensor& row_entries,
     const Tensor& row_units, const Tensor& row_cuts, const Tensor& row_pairs, int64_t layout_heads, double scale) {
   check_pairs(row_pairs, row_entries, query, layout_heads, "row_pairs");
-  return attention_forward(
-      attention_of(query, key, value, layout_heads, scale), {row_lines, row_entries, row_units, row_cuts, &row_pairs});
+  const AttentionCall call = call_of(query, key, value, layout_heads, scale);
+  const TileTensors tiles{row_lines, row_entries, row_units, row_cuts, &row_pairs};
+  check_row_tiles(call, tiles);
+  return attention_forward(call, tiles);
 }
 
 std::tuple<Tensor, Tensor, Tensor> token_tiles_backward(
@@ -52,10 +53,13 @@ std::tuple<Tensor, Tensor, Tensor> token_tiles_backward(
     int64_t layout_heads, double scale, bool deterministic) {
   check_pairs(row_pairs, row_entries, query, layout_heads, "row_pairs");
   check_pairs(column_pairs, column_entries, query, layout_heads, "column_pairs");
-  return attention_backward(
-      attention_of(query, key, value, layout_heads, scale), {grad_output, grad_lse, output, rows},
-      {row_lines, row_entries, row_units, row_cuts, &row_pairs},
-      {column_lines, column_entries, column_units, column_cuts, &column_pairs}, deterministic);
+  const AttentionCall call = call_of(query, key, value, layout_heads, scale);
+  const TileTensors row_tiles{row_lines, row_entries, row_units, row_cuts, &row_pairs},
+      column_tiles{column_lines, column_entries, column_units, column_cuts, &column_pairs};
+  check_attention_backward(grad_output, grad_lse, query, output, rows);
+  check_row_tiles(call, row_tiles);
+  check_column_tiles(call, column_tiles);
+  return attention_backward(call, {grad_output, grad_lse, output, rows}, row_tiles, column_tiles, deterministic);
 }
 
 }  // namespace

@@ -1,0 +1,56 @@
+// A call of attention, as its operators hand it to a device's passes.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "checks.h"
+
+namespace ds_sparse {
+
+// What limits live blocks token by token, in a window.
+struct WindowTensors {
+  const Tensor& limits;
+  const std::optional<Tensor>& places;
+  int64_t num_global;
+};
+
+// Schemas and shapes: library.cpp.
+struct AttentionCall {
+  const Tensor &query, &key, &value;
+  int64_t layout_heads, block, tile;
+  std::string implementation;
+  double scale;
+  bool causal;
+  std::optional<Tensor> key_bias, rpe = {}, attn_mask = {}, dropout_seed = {};
+  double dropout_p = 0;
+  std::optional<WindowTensors> window = {};
+};
+
+// Tiles of one side. pairs: int32 (1 or H, E, tile, 2), a bit for each pair in the blocks of 64 tokens that the entries
+// are; on Hopper.
+struct TileTensors {
+  const Tensor &lines, &entries, &units, &cuts;
+  const Tensor* pairs = nullptr;  // null: all of them count
+};
+
+// What forward made, and the gradients of it.
+struct AttentionResults {
+  const Tensor& grad_output;
+  const std::optional<Tensor>& grad_lse;
+  const Tensor &output, &rows;
+};
+
+inline void check_row_tiles(const AttentionCall& call, const TileTensors& rows) {
+  check_tiles(
+      rows.lines, rows.entries, rows.units, rows.cuts, call.query.size(2), call.query, call.layout_heads, call.block,
+      call.tile);
+}
+
+inline void check_column_tiles(const AttentionCall& call, const TileTensors& columns) {
+  check_tiles(
+      columns.lines, columns.entries, columns.units, columns.cuts, call.key.size(2), call.query, call.layout_heads,
+      call.block, call.tile);
+}
+
+}  // namespace ds_sparse
