@@ -85,9 +85,9 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   // query's dtype or lse's, attn_mask also bool (keeps where true); key_bias (B or 1, S) of lse's dtype, on CUDA also
   // bool; causal drops keys after the row's token; dropout_seed int64 (2): seed and offset for dropout.h
   // -> output (B, H, T, D) in query's order of memory; lse (B, H, T) in fp32 (fp64 for fp64); rows (B, H, T, 2) like
-  // it, contiguous: the origin of a row's exponents, near or at the largest of them, and the sum of
-  // exp(exponent - origin), of which the backward passes make its probabilities: in lse, of both, an origin such as
-  // -10000 or -1e30 leaves little of the sum. A row with nothing left is zeros, its lse and origin -inf.
+  // it, contiguous: row_max, near or at a row's largest exponent, and row_sum, the sum of
+  // exp(exponent - row_max), of which the backward passes make its probabilities: in lse, of both, a row_max such as
+  // -10000 or -1e30 leaves little of the sum. A row with nothing left is zeros, its lse and row_max -inf.
   m.def(
       "block_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? rpe, Tensor? key_bias, "
       "Tensor? attn_mask, Tensor? dropout_seed, Tensor row_lines, Tensor row_entries, Tensor row_units, "
@@ -95,7 +95,7 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
       "str implementation) -> (Tensor output, Tensor lse, Tensor rows)");
 
   // Gradients for query, key and value, in their orders of memory, from those of output and, perhaps, of lse.
-  // Probabilities are exp(exponent - origin) over the sum, by the row's two numbers. With deterministic all sums are in
+  // Probabilities are exp(exponent - row_max) / row_sum, by the row's two numbers. With deterministic all sums are in
   // a fixed order, as they always are on the CPU; without, those of grad_query may be in any.
   m.def(
       "block_attention_backward(Tensor grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
@@ -121,7 +121,7 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
   m.def("window_matmul(Tensor a, Tensor b, int window, str implementation) -> Tensor");
 
   // out[t] = sum over j of band[t, j] * dense[t - w + j]; transposed: sum over j of band[t - w + j, 2w - j] *
-  // dense[t - w + j]. What the band has for tokens that there are not is not read.
+  // dense[t - w + j]. Band entries outside the sequence are never read.
   // band (B, H, T, 2w + 1) and dense (B, H, T, D), any strides -> (B, H, T, D) contiguous
   m.def("unwindow_matmul(Tensor band, Tensor dense, bool transposed) -> Tensor");
 
@@ -164,8 +164,8 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
 
   // softmax(scale * query @ key^T) @ value over the pairs, the log of each row's sum of exponentials, and what gives
   // its probabilities again.   query (B, H, T, D), key (B, H, S, D), value (B, H, S, E), any strides
-  // -> output (B, H, T, E) contiguous; lse (B, H, T) in fp32 (fp64 for fp64); rows (B, H, T, 2) like it: the origin of
-  // a row's exponents and the sum of exp(exponent - origin). A row without a pair is zeros, its lse and origin -inf.
+  // -> output (B, H, T, E) contiguous; lse (B, H, T) in fp32 (fp64 for fp64); rows (B, H, T, 2) like it: row_max
+  // and row_sum, the sum of exp(exponent - row_max). A row without a pair is zeros, its lse and row_max -inf.
   m.def(
       "token_attention_forward(Tensor query, Tensor key, Tensor value, Tensor row_offsets, Tensor columns, "
       "int list_batch, int list_heads, float scale) -> (Tensor output, Tensor lse, Tensor rows)");

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from ds_sparse import reference
-from ds_sparse.dispatch import serves
+from ds_sparse.dispatch import choice
 from ds_sparse.layout import as_bool_layout
 
 # The same examples in every run, and no clock: a slow machine is not a failure.
@@ -33,7 +33,8 @@ BACKENDS = ("aot_eager", pytest.param("inductor", marks=NEEDS_COMPILER))
 
 
 def is_hopper(device: torch.device | str) -> bool:
-    return serves("block_sparse_attention", "hopper", torch.device(device))
+    device = torch.device(device)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def implementation_on(device: torch.device | str) -> str:
@@ -43,11 +44,14 @@ def implementation_on(device: torch.device | str) -> str:
 
 @contextmanager
 def as_on_hopper() -> Iterator[None]:
-    """Indices are built as on a Hopper GPU, wherever they are."""
-    with mock.patch.multiple(
-        "ds_sparse.dispatch.implementations", kind_of=lambda device: "cuda", chip_of=lambda device: 9
-    ):
-        yield
+    """What depends on the device is chosen as on a Hopper GPU, wherever it is: indices have its tiles."""
+    hopper = {"kind_of": lambda device: "cuda", "chip_of": lambda device: 9, "multiprocessors": lambda device: 132}
+    choice._known_shortlist.cache_clear()
+    try:
+        with mock.patch.multiple("ds_sparse.dispatch.implementations", **hopper):
+            yield
+    finally:
+        choice._known_shortlist.cache_clear()
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from helpers import as_on_hopper, implementation_on, is_hopper, seeded
 from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_sparse
 from ds_sparse import BlockIndex, TokenIndex, WindowIndex
-from ds_sparse.dispatch import IMPLEMENTATIONS, Call, Implementation, choose, implementations, reasons
+from ds_sparse.dispatch import (
+    IMPLEMENTATIONS,
+    Call,
+    Implementation,
+    choice,
+    choose,
+    forced_implementation,
+    implementations,
+    reasons,
+)
 from ds_sparse.dispatch.strides import readable_in_boxes
 
 GPU = torch.device("cuda:0")
@@ -32,11 +44,13 @@ def chip(monkeypatch: pytest.MonkeyPatch):
     """Sets the first number of the compute capability of a GPU that this machine may not have."""
 
     def of(major: int) -> None:
+        choice._known_shortlist.cache_clear()
         monkeypatch.setattr(implementations, "chip_of", lambda device: major if device.type == "cuda" else 0)
         monkeypatch.setattr(implementations, "multiprocessors", lambda device: 132)
 
     of(9)
-    return of
+    yield of
+    choice._known_shortlist.cache_clear()
 
 
 @pytest.mark.parametrize("operation", IMPLEMENTATIONS)
@@ -66,7 +80,6 @@ LIMITS = [
     ("dsd", {"operands": (NOT_ALIGNED,)}, "begin at multiples of 16 bytes"),
     ("window_matmul", {"window": 65}, "The window is 65, and it takes multiples of 32 from 64"),
     ("window_matmul", {"window": 32}, "The window is 32"),
-    ("window_matmul", {"operands": (EXPANDED, EXPANDED)}, "Operands are expanded"),
     (
         "window_matmul",
         {"operands": (torch.zeros(1, 1, 2048, 64),)},
@@ -113,10 +126,17 @@ def test_a_forced_implementation_is_taken_or_says_why_not(chip):
             choose("dsd", call())
         assert choose("dsd", call()).name == "portable"
     assert choose("sdd", call()).name == "hopper"
-    # Forward's name is backward's, wherever that is called.
+    # Forward's name is backward's, wherever that is called, and also where forward had none.
     assert choose("sdd", call(), forced="portable").name == "portable"
+    with ds_sparse.force_implementation("portable"):
+        assert forced_implementation() == "portable"
+        assert choose("sdd", call(), forced="").name == "hopper"
+    assert forced_implementation() == ""
     with ds_sparse.force_implementation("hopper"):
         assert choose("gradient of rpe", call()).name == "portable", "the only one that a GPU has"
+        # What would only be slower is not asked.
+        assert choose("dsd", call(operands=(EXPANDED,))).name == "hopper"
+        assert choose("window_matmul", call(operands=(torch.zeros(1, 1, 256, 64),))).name == "hopper"
 
 
 def test_a_name_that_there_is_not_is_refused():
@@ -142,23 +162,100 @@ def test_implementations_of_an_operation_have_names_of_their_own():
         assert all(isinstance(i, Implementation) and i.about for i in those)
 
 
-@pytest.mark.parametrize("dynamic", [None, True], ids=str)
-def test_the_choice_is_traced_into_one_graph_for_any_length(dynamic: bool | None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(implementations, "multiprocessors", lambda device: 132)
+@pytest.mark.parametrize(("dynamic", "graphs"), [(None, 3), (True, 2)], ids=str)
+def test_the_choice_is_traced_with_a_graph_more_where_it_changes(dynamic: bool | None, graphs: int):
+    """Of windows, where there are too few tokens to fill the GPU."""
     counter = CompileCounter()
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        operands = {"operands": (x, x), "window": 64, "lists": Lists(True), "value_dim": 64}
-        given = Call(x.device, x.dtype, x.shape[-1], **operands)
+        given = Call(x.device, x.dtype, x.shape[-1], operands=(x, x), window=64, lists=Lists(True), value_dim=64)
         names = [choose(operation, given).name for operation in IMPLEMENTATIONS]
         return x + names.count("hopper")
 
     compiled = torch.compile(run, fullgraph=True, backend=counter, dynamic=dynamic)
     with as_on_hopper():
-        for tokens in (256, 320, 512, 1024):
-            x = torch.zeros(4, 40, tokens, 64, dtype=HALF)
-            assert compiled(x).max() == run(x).max() == len(IMPLEMENTATIONS) - 1
-    assert counter.frame_count <= 2
+        for tokens in (4096, 5120, 8192, 16384, 1024, 2048):
+            x = torch.zeros(2, 4, tokens, 64, dtype=HALF)
+            expected = len(IMPLEMENTATIONS) - 1 - (tokens < 4096)
+            assert compiled(x).max() == run(x).max() == expected
+    assert counter.frame_count == graphs
+
+
+def test_exported_programs_take_any_size():
+    class Band(torch.nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return ds_sparse.window_matmul(a, b.mT, 3)
+
+    sizes = {0: torch.export.Dim("batch"), 2: torch.export.Dim("tokens"), 3: torch.export.Dim("head_dim")}
+    a, b = (torch.randn(2, 2, 20, 8, generator=seeded()) for _ in range(2))
+    program = torch.export.export(Band(), (a, b), dynamic_shapes=(sizes, sizes)).module()
+    for shape in ((3, 2, 30, 16), (2, 2, 7, 300)):
+        a, b = (torch.randn(shape, generator=seeded()) for _ in range(2))
+        assert torch.equal(program(a, b), Band()(a, b))
+
+
+def test_samples_of_vmap_are_counted_together():
+    """Of window_matmul, whose choice depends on how much there is to do."""
+    chosen = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            if operator is torch.ops.ds_sparse.window_matmul.default:
+                chosen.append(args[-1])
+                args = (*args[:-1], "cpu")
+            return operator(*args, **(kwargs or {}))
+
+    x, b = torch.randn(40, 1, 1, 1024, 8).half(), torch.randn(1, 1, 1024, 8).half()
+    with as_on_hopper(), Record():
+        torch.vmap(lambda x: ds_sparse.window_matmul(x, b.mT, 64))(x)
+        ds_sparse.window_matmul(x[0], b.mT, 64)
+    assert chosen == ["hopper", "portable"]
+
+
+@pytest.mark.gpu
+def test_a_hopper_gpu_has_its_own_for_each_operation(device: str):
+    if not is_hopper(device):
+        pytest.skip("not a Hopper GPU")
+    for operation in IMPLEMENTATIONS:
+        x = torch.zeros(4, 40, 2048, 64, dtype=HALF, device=device)
+        found = choose(operation, call(device=x.device, operands=(x, x)))
+        assert found.name == ("portable" if operation == "gradient of rpe" else "hopper")
+
+
+@pytest.mark.parametrize("wrong", ["hopper", "portable", "no such", ""])
+def test_an_operator_refuses_what_its_device_does_not_have(wrong: str):
+    x = torch.zeros(1, 1, 64, 8)
+    torch.ops.ds_sparse.window_matmul(x, x, 2, "cpu")
+    with pytest.raises(RuntimeError, match=f'implementation is "{wrong}"; on this device it has to be "cpu"'):
+        torch.ops.ds_sparse.window_matmul(x, x, 2, wrong)
+
+
+@pytest.mark.gpu
+def test_an_operator_refuses_what_hopper_does_not_take(device: str):
+    if not is_hopper(device):
+        pytest.skip("not a Hopper GPU")
+    x = torch.zeros(1, 1, 128, 8, device=device)
+    index = BlockIndex.build(torch.ones(8, 8), 16).to(device).with_lists()
+    products = (index.row_offsets, index.row_columns, *(None,) * 4, 1, 16, False, "hopper")
+    for tensor in (x, x.half()):
+        with pytest.raises(RuntimeError, match="needs tile_"):
+            torch.ops.ds_sparse.matmul_sdd(tensor, tensor.mT, *products)
+        with pytest.raises(RuntimeError, match="fp16 and bf16, up to 128 numbers a token and windows of 64"):
+            torch.ops.ds_sparse.window_matmul(tensor, tensor, 2, "hopper")
+    tiles = index.row_tiles
+    lists = (tiles.lines, tiles.entries, tiles.units, tiles.cuts, 1, 16, 64, 1.0, False, 0.0, "hopper")
+    with pytest.raises(RuntimeError, match="tile has to be 128"):
+        torch.ops.ds_sparse.block_attention_forward(*(x.half(),) * 3, *(None,) * 4, *lists)
+
+
+def test_an_index_that_is_loaded_on_a_hopper_gpu_has_what_is_walked_there():
+    layout = torch.rand(1, 9, 9, generator=seeded()) < 0.5
+    saved = pickle.dumps(BlockIndex.build(layout, 16).with_lists())
+    with as_on_hopper():
+        loaded, built = pickle.loads(saved), BlockIndex.build(layout, 16).with_lists()
+        assert loaded._made.keys() == built._made.keys()
+        assert loaded.lists.slots.keys() == built.lists.slots.keys()
+    assert not pickle.loads(saved).lists.slots
 
 
 def operands(device: str, dtype: torch.dtype = torch.float32, **sizes) -> list[torch.Tensor]:
@@ -199,13 +296,31 @@ def test_explain_says_what_the_gradient_of_rpe_takes(device: str):
     )
 
 
-def test_explain_takes_the_indices_of_windows_and_of_tokens(device: str):
+def test_explain_refuses_what_the_operation_refuses(device: str):
     query, key, value = operands(device)
+    rpe = torch.zeros(1, 2, 64, 64, device=device)
+    window = WindowIndex.build(32, 5, device=device)
+    pairs = TokenIndex.from_mask(torch.ones(32, 64, dtype=torch.bool)).to(query.device)
+    for layout, options, sentence in (
+        (torch.ones(3, 4, 4, dtype=torch.bool), {}, "query has 2 heads and the layout 3"),
+        (window, {}, "The WindowIndex is for 32 tokens"),
+        (window, {"rpe": rpe}, "attention on a WindowIndex takes none"),
+        (pairs, {}, "The lists are for 32 query and 64 key tokens"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            ds_sparse.explain(query, key, value, layout, **options)
+    with pytest.raises(TypeError, match="query is a list; it has to be a tensor"):
+        ds_sparse.explain([1.0], key, value, window)
+
+
+def test_explain_takes_the_indices_of_windows_and_of_tokens(device: str):
+    query, key, value = operands(device, head_dim=20)
     window = WindowIndex.build(64, 5, device=device)
     assert ds_sparse.explain(query, key, value, window).implementation == implementation_on(device)
     pairs = TokenIndex.from_mask(torch.ones(64, 64, dtype=torch.bool)).to(query.device)
     found = ds_sparse.explain(query, key, value, pairs)
     assert (found.operation, found.implementation) == ("sparse_attn", implementation_on(device))
+    assert not found.notes, "each query gathers from operands as they are"
 
 
 @pytest.mark.gpu

@@ -7,7 +7,6 @@ from .choice import (
     forced_implementation,
     largest_head_dim,
     reasons,
-    serves,
     tile_heights,
 )
 from .implementations import HOPPER_TILE, IMPLEMENTATIONS, TILE, Call, Implementation
@@ -26,6 +25,5 @@ __all__ = [
     "is_aligned",
     "largest_head_dim",
     "reasons",
-    "serves",
     "tile_heights",
 ]

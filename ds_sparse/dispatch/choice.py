@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,16 +17,18 @@ def choose(operation: str, call: Call, forced: str | None = None) -> Implementat
 
     Args:
         operation: one of `IMPLEMENTATIONS`.
-        forced: what `force_implementation` had named when forward ran, for the choices of backward.
+        forced: for backward, what `forced_implementation` said when forward ran; None: what it says now.
 
     Raises:
         ValueError: none takes it; or not the one that is forced. Says why.
     """
-    forced = forced or _Forced.name
-    candidates = IMPLEMENTATIONS[operation] if forced is None else _candidates(operation, forced)
-    for implementation in candidates:
-        if implementation.takes(call):
+    if forced is None:
+        forced = _Forced.name
+    shortlist = _shortlist if torch.compiler.is_compiling() else _known_shortlist
+    for implementation in shortlist(operation, call.device, call.dtype, call.block, forced):
+        if implementation.takes(call, forced != ""):
             return implementation
+    candidates = _candidates(operation, forced)
     asked = (
         f"{candidates[0].name!r}, which force_implementation names," if len(candidates) == 1 else "No implementation"
     )
@@ -34,7 +37,19 @@ def choose(operation: str, call: Call, forced: str | None = None) -> Implementat
     raise ValueError(f"{asked} {verb} this call of {operation}. {why}")
 
 
-def _candidates(operation: str, forced: str | None) -> tuple[Implementation, ...]:
+def _shortlist(
+    operation: str, device: torch.device, dtype: torch.dtype, block: int, forced: str
+) -> tuple[Implementation, ...]:
+    """The implementations that are for calls such as these."""
+    call = Call(device, dtype, 1, block)
+    return tuple(i for i in _candidates(operation, forced) if i.is_for(call))
+
+
+# The same for most calls of a program; torch.compile warns of a cache.
+_known_shortlist = functools.cache(_shortlist)
+
+
+def _candidates(operation: str, forced: str) -> tuple[Implementation, ...]:
     """The implementations of an operation; of those that have been forced it alone, where there is such a one."""
     those = IMPLEMENTATIONS[operation]
     return tuple(i for i in those if i.name == forced) or those
@@ -59,8 +74,9 @@ def reasons(operation: str, call: Call) -> dict[str, list[str]]:
 def force_implementation(name: str) -> Iterator[None]:
     """Has operations run by the implementation of a name, in the whole process, for tests and reports of faults.
 
-    The gradients of what was called inside are computed by it as well, wherever backward is called. Graphs of
-    torch.compile that hold a master layout choose when they run.
+    The gradients of what was called inside are computed by it as well, wherever backward is called, and of what was
+    called outside never. What computes forward again, as checkpointing does, and graphs of torch.compile that hold a
+    master layout choose when they run. Blocks of several threads must not overlap.
 
     Args:
         name: 'hopper', 'portable' or 'cpu'. Operations that have none of that name, such as softmax, run as always.
@@ -85,11 +101,11 @@ def force_implementation(name: str) -> Iterator[None]:
 class _Forced:
     """What `force_implementation` has set."""
 
-    name: str | None = None
+    name = ""
 
 
-def forced_implementation() -> str | None:
-    """The name that `force_implementation` has set, if it has."""
+def forced_implementation() -> str:
+    """The name that `force_implementation` has set; "" if it has not."""
     return _Forced.name
 
 
@@ -99,19 +115,13 @@ def tile_heights(operation: str, device: torch.device, block: int) -> list[int]:
     return sorted({i.tiles[block] for i in of_device if i.tiles and block in i.tiles})
 
 
-def serves(operation: str, name: str, device: torch.device) -> bool:
-    """Whether a device is one that the implementation of a name is for."""
-    call = Call(device, torch.float16, 1)
-    return any(LIMITS[0].holds(i, call) for i in IMPLEMENTATIONS[operation] if i.name == name)
-
-
 def dtypes_on(operation: str, device: torch.device) -> tuple[torch.dtype, ...]:
     """The dtypes that some implementation on a kind of device takes."""
     return _DTYPES[operation, kind_of(device)]
 
 
-def largest_head_dim(operation: str, device: torch.device) -> int:
-    """The most numbers of a token that some implementation on a kind of device takes."""
+def largest_head_dim(operation: str, device: torch.device) -> int | None:
+    """The most numbers of a token that some implementation on a kind of device takes; None: any number."""
     return _LARGEST_HEAD_DIMS[operation, kind_of(device)]
 
 
@@ -121,7 +131,8 @@ _DTYPES = {
     for kind in ("cpu", "cuda")
 }
 _LARGEST_HEAD_DIMS = {
-    (operation, kind): max(i.head_dims[1] for i in those if i.device == kind)
+    (operation, kind): None if None in most else max(x for x in most if x is not None)
     for operation, those in IMPLEMENTATIONS.items()
     for kind in ("cpu", "cuda")
+    for most in [[i.head_dims[1] for i in those if i.device == kind]]
 }

@@ -7,7 +7,6 @@ new chip is an entry here, and its files in csrc/cuda.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ import torch
 
 from ..block_sizes import BLOCK_SIZES
 from ..wording import listed
-from .strides import is_whole, readable_in_boxes
+from .strides import readable_in_boxes
 
 TILE = 64
 """Tokens of a tile's height, unless an implementation walks others."""
@@ -33,7 +32,7 @@ ALL_DTYPES = (*ON_CUDA, torch.float64)
 
 
 class Call(NamedTuple):
-    """What the choice depends on. Of what a limit asks and an operation has not, the default fits.
+    """What the choice depends on. An operation leaves out what it does not have.
 
     Attributes:
         device: of the operands; of the index where they are meta tensors.
@@ -61,6 +60,8 @@ class Limit(NamedTuple):
     holds: Callable[[Implementation, Call], bool]
     sentence: Callable[[Implementation, Call], str]
     """Says why not, where it does not hold."""
+    for_speed: bool = False
+    """It would run, but another one is faster: what is forced is not asked."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,10 +74,11 @@ class Implementation:
         device: 'cpu' or 'cuda'.
         chip: the first number of the compute capability; 0 for any.
         dtypes: of the operands.
-        head_dims: the least and the most numbers of a token.
+        head_dims: the least and the most numbers of a token; None: any number.
         multiple: what they have to be a multiple of.
         tiles: for each block that it takes, tokens of the tiles that it walks; None: any block, and no tiles.
         more: what else it asks.
+        in_any_order: what backward adds up in any order, unless `torch.use_deterministic_algorithms` is set.
     """
 
     name: str
@@ -84,10 +86,11 @@ class Implementation:
     device: str
     chip: int = 0
     dtypes: tuple[torch.dtype, ...] = ALL_DTYPES
-    head_dims: tuple[int, int] = (0, sys.maxsize)
+    head_dims: tuple[int, int | None] = (0, None)
     multiple: int = 1
     tiles: Mapping[int, int] | None = None
     more: tuple[Limit, ...] = ()
+    in_any_order: str = ""
 
     def tile(self, block: int) -> int:
         """Tokens of the tiles that it walks, for a block that it takes."""
@@ -100,9 +103,16 @@ class Implementation:
         """Whether it reads operands by the copy engine, as `readable_in_boxes` asks."""
         return _READABLE in self.more
 
-    def takes(self, call: Call) -> bool:
-        for limit in (*LIMITS, *self.more):  # this runs at each call, and a generator costs it microseconds
-            if not limit.holds(self, call):
+    def is_for(self, call: Call) -> bool:
+        """Whether it takes calls of this device, dtype and block, of some sizes."""
+        return all(limit.holds(self, call) for limit in LIMITS)
+
+    def takes(self, call: Call, forced: bool = False) -> bool:
+        """Whether it takes a call that it is for."""
+        if not _in_range(self, call):
+            return False
+        for limit in self.more:
+            if not (forced and limit.for_speed) and not limit.holds(self, call):
                 return False
         return True
 
@@ -110,7 +120,8 @@ class Implementation:
         """Why it does not take the call, a sentence for each reason. Where the device is another, that is all."""
         if not LIMITS[0].holds(self, call):
             return [LIMITS[0].sentence(self, call)]
-        return [limit.sentence(self, call) for limit in (*LIMITS, *self.more) if not limit.holds(self, call)]
+        limits = (*LIMITS, Limit(_in_range, _out_of_range), *self.more)
+        return [limit.sentence(self, call) for limit in limits if not limit.holds(self, call)]
 
 
 def kind_of(device: torch.device) -> str:
@@ -154,14 +165,14 @@ def _other_device(i: Implementation, call: Call) -> str:
 
 def _in_range(i: Implementation, call: Call) -> bool:
     least, most = i.head_dims
-    of_value = call.head_dim if call.value_dim is None else call.value_dim
-    return least <= call.head_dim <= most and of_value <= most and call.head_dim % i.multiple == 0
+    if most is not None and (call.head_dim > most or (call.value_dim is not None and call.value_dim > most)):
+        return False
+    return (least == 0 or call.head_dim >= least) and (i.multiple == 1 or call.head_dim % i.multiple == 0)
 
 
 def _out_of_range(i: Implementation, call: Call) -> str:
     multiples = f", a multiple of {i.multiple}" if i.multiple > 1 else ""
-    fits = i.head_dims[0] <= call.head_dim <= i.head_dims[1] and call.head_dim % i.multiple == 0
-    given = call.value_dim if fits else call.head_dim
+    given = call.head_dim if _in_range(i, call._replace(head_dim=i.multiple)) else call.value_dim
     return f"Head size is {given}, and it takes {i.head_dims[0]} to {i.head_dims[1]}{multiples}."
 
 
@@ -171,13 +182,12 @@ LIMITS = (
         lambda i, call: call.dtype in i.dtypes,
         lambda i, call: f"Tensors are {_name(call.dtype)}, and it takes {listed(map(_name, i.dtypes), 'and')}.",
     ),
-    Limit(_in_range, _out_of_range),
     Limit(
         lambda i, call: i.tiles is None or call.block in i.tiles,
         lambda i, call: f"block is {call.block}, and it takes {listed(i.tiles or (), 'and')}.",
     ),
 )
-"""What each implementation has; the device comes first."""
+"""What each implementation has beside sizes; the device comes first."""
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -192,22 +202,27 @@ _READABLE = Limit(
         + listed([str(x.stride()) for x in call.operands if not readable_in_boxes(x)], "and")
         + "."
     ),
+    for_speed=True,
 )
 _NOT_EMPTY = Limit(lambda i, call: all(map(torch.numel, call.operands)), lambda i, call: "An operand has no numbers.")
 _WHOLE_WINDOWS = Limit(
-    # Bounds far away keep the kernel's numbers within 32 bits.
-    lambda i, call: 64 <= call.window < 2**29 and call.window % 32 == 0 and call.operands[0].shape[2] < 2**29,
-    lambda i, call: f"The window is {call.window}, and it takes multiples of 32 from 64, of fewer than 2**29 tokens.",
+    lambda i, call: 64 <= call.window < 2**29 and call.window % 32 == 0,
+    lambda i, call: f"The window is {call.window}, and it takes multiples of 32 from 64.",
 )
-_NOT_EXPANDED = Limit(
-    lambda i, call: all(map(is_whole, call.operands)), lambda i, call: "Operands are expanded; copy them."
+_COUNTABLE = Limit(
+    # An exported program is for all sizes; the kernel looks again.
+    lambda i, call: torch.compiler.is_exporting() or _tiles_of_windows(call) < 2**22,
+    lambda i, call: (
+        f"There are {_tiles_of_windows(call)} tiles of {HOPPER_TILE} tokens, and it takes fewer than 2**22."
+    ),
 )
 _FILLS_THE_GPU = Limit(
-    lambda i, call: multiprocessors(call.device) <= _tiles_of_windows(call) < 2**30,
+    lambda i, call: torch.compiler.is_exporting() or _tiles_of_windows(call) >= multiprocessors(call.device),
     lambda i, call: (
         f"There are {_tiles_of_windows(call)} tiles of {HOPPER_TILE} tokens, and it is for "
         f"{multiprocessors(call.device)} and more, one for each multiprocessor."
     ),
+    for_speed=True,
 )
 _SAME_HEAD_SIZES = Limit(
     lambda i, call: call.value_dim == call.head_dim,
@@ -217,8 +232,8 @@ _LISTS_FILL_TILES = Limit(
     # The first such question makes the tiles: it comes last.
     lambda i, call: call.lists.tiles is not None,
     lambda i, call: (
-        "The lists do not fill tiles: it is for pairs that all sequences share, none of them listed twice, of which "
-        "blocks that have any have one in 50."
+        "The lists do not fill tiles: it is for lists that all sequences share, that name no pair twice, and that "
+        "have one pair in 50 and more in the blocks in which they have any."
     ),
 )
 
@@ -246,7 +261,7 @@ _CPU = Implementation("cpu", "vector instructions of the CPU, all threads", "cpu
 
 IMPLEMENTATIONS: Mapping[str, tuple[Implementation, ...]] = {
     "block_sparse_attention": (
-        replace(_HOPPER, tiles=_LARGE_TILES),
+        replace(_HOPPER, tiles=_LARGE_TILES, in_any_order="the gradient of query"),
         replace(_PORTABLE, dtypes=ON_CUDA, head_dims=(1, 256), tiles=_TILES),
         replace(_CPU, head_dims=(1, 256), tiles=_TILES),
     ),
@@ -255,7 +270,7 @@ IMPLEMENTATIONS: Mapping[str, tuple[Implementation, ...]] = {
         replace(_CPU, head_dims=(1, 256), tiles=_TILES),
     ),
     "sparse_attn": (
-        replace(_HOPPER, more=_FOR_PAIRS),
+        replace(_HOPPER, tiles={TILE: HOPPER_TILE}, more=_FOR_PAIRS, in_any_order="the gradient of q"),
         replace(_PORTABLE, about="each query gathers the keys of its list", head_dims=(1, 256)),
         _CPU,
     ),
@@ -272,7 +287,7 @@ IMPLEMENTATIONS: Mapping[str, tuple[Implementation, ...]] = {
         _CPU,
     ),
     "window_matmul": (
-        replace(_HOPPER, more=(_NOT_EXPANDED, _WHOLE_WINDOWS, _FILLS_THE_GPU)),
+        replace(_HOPPER, more=(_WHOLE_WINDOWS, _COUNTABLE, _FILLS_THE_GPU)),
         replace(_PORTABLE, dtypes=ON_CUDA),
         _CPU,
     ),

@@ -26,8 +26,3 @@ def readable_in_boxes(x: torch.Tensor) -> bool:
         if size != 1 and (stride <= 0 or stride % 8):
             return False
     return is_aligned(x)
-
-
-def is_whole(x: torch.Tensor) -> bool:
-    """Whether x repeats nothing: no dimension is expanded."""
-    return all(stride > 0 or x.shape[dim] == 1 for dim, stride in enumerate(x.stride()))

@@ -321,6 +321,21 @@ class BlockIndex:
         self._ready.wait(self._tensors)
         return vars(self)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """On another kind of device than it was made on, what that one's kernels walk is made now, not in a call."""
+        vars(self).update(state)
+        vars(self)["_ready"] = ReadyEvent(self.device)
+        if "lists" in self._made and self._made["lists"].slots.keys() != self._walked():
+            del self._made["lists"]
+            _ = self.lists
+        for side, height in product(SIDES, tile_heights("block_sparse_attention", self.device, self.block)):
+            self.tiles(side, height)
+
+    def _walked(self) -> set[tuple[str, int]]:
+        """Sides and heights of the tiles that products walk."""
+        by_rows = {("rows", height) for height in tile_heights("sdd", self.device, self.block)}
+        return by_rows | set(product(SIDES, tile_heights("dsd", self.device, self.block)))
+
     def _once(self, key: str | tuple[str, int], make: Callable[[], Lists | Strips | Tiles]) -> Any:
         """What is made at the first call, and kept; the current stream goes behind the end of the making."""
         if key not in self._made:
@@ -348,9 +363,7 @@ class BlockIndex:
 
     @lasting
     def _make_lists(self) -> Lists:
-        walked = {("rows", height) for height in tile_heights("sdd", self.device, self.block)}
-        walked |= set(product(SIDES, tile_heights("dsd", self.device, self.block)))
-        tiles = {key: self.tiles(*key) for key in walked}
+        tiles = {key: self.tiles(*key) for key in self._walked()}
         return Lists.make(self.layout(), self.live_blocks, tiles, self.block)
 
     @lasting

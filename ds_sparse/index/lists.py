@@ -23,7 +23,8 @@ class Lists:
         column_rows: (N). The block row of each entry in column order, ascending within a column.
         column_slots: (N). The entry's number in row order, which is where sparse values store it.
         slots: (E, r), for each side and height of tiles that products walk: of each entry and each line of its tile the
-            live block's number in row order, -1 where the line has none. Only with `PRODUCT_BLOCKS`, on a Hopper GPU.
+            live block's number in row order, -1 where the line has none. Only for blocks that products walk in tiles,
+            on a Hopper GPU.
     """
 
     row_offsets: torch.Tensor

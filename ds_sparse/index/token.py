@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch import serves
+from ..dispatch import tile_heights
 from ..layout import to_token_mask
 from .block import BlockIndex
 from .cache import refuse_captured, refuse_traced
@@ -206,7 +206,9 @@ class TokenIndex:
     @property
     def tiles(self) -> TokenTiles | None:
         """The pairs as bits in tiles, where a Hopper GPU's kernels are faster with these. Made at the first call."""
-        return self._once("tiles", lambda: self.make_tiles() if serves("sparse_attn", "hopper", self.device) else None)
+        return self._once(
+            "tiles", lambda: self.make_tiles() if tile_heights("sparse_attn", self.device, BLOCK) else None
+        )
 
     @property
     def repeated(self) -> tuple[int, int] | None:

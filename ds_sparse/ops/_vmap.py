@@ -12,6 +12,7 @@ from .._ops import add_op_namespace_prefix, ops
 from ._library import HOPPER_OPERATORS, OPERATORS
 from .attention_operators import LAYOUT_OPERATORS
 from .operands import readable
+from .window import band_implementation
 
 BIASES = frozenset({"rpe", "key_bias", "attn_mask", "key_padding_mask"})
 """Operands with a batch in dimension 0, or 1 for all of it."""
@@ -67,6 +68,9 @@ def _rule(operator: str) -> Callable:
         shape = given.get("shape")
         if shape is not None:
             given["shape"] = (number * batch, *shape[1:])
+        if operator == "window_matmul":
+            # How much there is to do depends on the number of samples.
+            given["implementation"] = band_implementation(given["a"], given["b"], given["window"])
         results: Any = _unfolded(call(*given.values()), number)
         if shape is not None and shape[0] == 1:
             results = results.sum(1, keepdim=True)

@@ -95,10 +95,7 @@ def block_sparse_attention(
         raise ValueError(f"dropout_p is {dropout_p}; it has to be 0 or more and below 1.")
     # Meta tensors take an index with values, which FLOP counters ask for.
     index = index_for(layout, block, layout.device if query.is_meta else query.device, tokens, keys, causal)
-    if index.num_heads != 1 and index.num_heads != heads:
-        raise ValueError(
-            f"query has {heads} heads and the layout {index.num_heads}; give the layout as many heads, or one."
-        )
+    check_heads(index, heads)
     check_bias("rpe", rpe, query, (batch, heads, tokens, keys), (2, 3, 4))
     check_bias("attn_mask", attn_mask, query, (batch, heads, tokens, keys), (2, 4))
     check_bias("key_padding_mask", key_padding_mask, query, (batch, keys), (2,))
@@ -129,6 +126,14 @@ def block_sparse_attention(
 def dropout_seed(device: torch.device) -> torch.Tensor:
     """Seed and offset of a call's dropout, drawn on the device from torch's generator: replayed where that is."""
     return torch.randint(2**62, (2,), device=device)
+
+
+def check_heads(index: BlockIndex | MasterLayout, heads: int) -> None:
+    """Raises ValueError unless the layout is for so many heads."""
+    if index.num_heads not in (1, heads):
+        raise ValueError(
+            f"query has {heads} heads and the layout {index.num_heads}; give the layout as many heads, or one."
+        )
 
 
 def index_for(

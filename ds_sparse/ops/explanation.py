@@ -9,10 +9,11 @@ import torch
 from ..dispatch import IMPLEMENTATIONS, Call, choose, reasons
 from ..index import BlockIndex, TokenIndex, WindowIndex
 from ..index.master_layout import MasterLayout
-from ._library import under_autocast
-from .attention import index_for
+from ._library import check_inputs, under_autocast
+from .attention import check_heads, index_for
 from .operands import check_attention_operands, is_readable
-from .token import check_operands
+from .token import check_operands, fitting
+from .window_attention import fitting_window
 
 
 @dataclass(frozen=True)
@@ -63,21 +64,26 @@ def explain(
     Example:
         ds_sparse.explain(query, key, value, layout)
     """
+    check_inputs(query=query, key=key, value=value, rpe=rpe)
     query, key, value = under_autocast(query, key, value)
+    if rpe is not None and isinstance(layout, TokenIndex | WindowIndex):
+        raise ValueError(f"rpe is given, and attention on a {type(layout).__name__} takes none; leave it out.")
     if isinstance(layout, TokenIndex):
         check_operands(query, key, value)
+        fitting(layout, query, key)
         operation, described = "sparse_attn", f"{layout}"
         sizes = {"head_dim": query.shape[-1], "value_dim": value.shape[-1]}
         call = Call(query.device, query.dtype, **sizes, operands=(query,), lists=layout)
     else:
         check_attention_operands(query, key, value)
         index = _blocks_of(layout, block, query, key, causal)
+        check_heads(index, query.shape[1])
         operation, described = "block_sparse_attention", f"{layout if isinstance(layout, WindowIndex) else index}"
         device = index.device if query.is_meta else query.device
         call = Call(device, query.dtype, query.shape[-1], index.block)
     why = reasons(operation, call)
     chosen = next((name for name, sentences in why.items() if not sentences), None)
-    notes = _notes(call, chosen, {"query": query, "key": key, "value": value}, rpe)
+    notes = _notes(operation, call, chosen, {"query": query, "key": key, "value": value}, rpe)
     lines = [f"{operation} of query {tuple(query.shape)}, {query.dtype}, on {_place(query.device)}; {described}"]
     for implementation in IMPLEMENTATIONS[operation]:
         sentences = why[implementation.name]
@@ -97,26 +103,33 @@ def _blocks_of(
     causal: bool,
 ) -> BlockIndex:
     if isinstance(layout, WindowIndex):
-        return layout.blocks
+        return fitting_window(layout, query).blocks
     device = layout.device if query.is_meta else query.device
     index = index_for(layout, block, device, query.shape[2], key.shape[2], causal)
     return index.index(query.shape[2], device, causal) if isinstance(index, MasterLayout) else index
 
 
-def _notes(call: Call, chosen: str | None, operands: dict[str, torch.Tensor], rpe: torch.Tensor | None) -> list[str]:
-    copied = [name for name, x in operands.items() if chosen is not None and not x.is_meta and not is_readable(x)]
+def _notes(
+    operation: str, call: Call, chosen: str | None, operands: dict[str, torch.Tensor], rpe: torch.Tensor | None
+) -> list[str]:
+    if chosen is None:
+        return []
+    if operands["query"].numel() == 0:
+        return ["There is nothing to compute: no kernel is called."]
+    (implementation,) = (i for i in IMPLEMENTATIONS[operation] if i.name == chosen)
+    in_place = operation == "sparse_attn" and implementation.tiles is None
     notes = [
         f"{name} is copied at each call: kernels read head sizes and strides that are multiples of 8, numbers of a "
         "token that are adjacent, and what begins at a multiple of 16 bytes; its shape is "
-        f"{tuple(operands[name].shape)}, its strides {operands[name].stride()}."
-        for name in copied
+        f"{tuple(x.shape)}, its strides {x.stride()}."
+        for name, x in operands.items()
+        if not (in_place or x.is_meta or is_readable(x))
     ]
-    if chosen == "hopper":
-        if torch.are_deterministic_algorithms_enabled():
-            notes.append("Backward is deterministic, which costs a sweep of its own for the gradient of query.")
-        else:
-            notes.append("Backward adds up the gradient of query in any order, as torch allows unless told otherwise.")
-    if chosen is not None and rpe is not None and rpe.requires_grad:
+    if implementation.in_any_order and not torch.are_deterministic_algorithms_enabled():
+        notes.append(f"Backward adds up {implementation.in_any_order} in any order, as torch allows by default.")
+    elif implementation.in_any_order:
+        notes.append(f"Backward takes a sweep more, to add up {implementation.in_any_order} in a fixed order.")
+    if rpe is not None and rpe.requires_grad:
         name = choose("gradient of rpe", call).name
         notes.append(f"The gradient of rpe is a kernel of its own, by the implementation {name}.")
     return notes

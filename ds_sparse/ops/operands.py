@@ -26,7 +26,7 @@ def check_attention_operands(query: torch.Tensor, key: torch.Tensor, value: torc
     if heads % key_heads if key_heads else heads:
         raise ValueError(f"query has {heads} heads and key {key_heads}; they have to be a multiple of key's.")
     largest = largest_head_dim("block_sparse_attention", query.device)
-    if not 1 <= query.shape[3] <= largest:
+    if query.shape[3] < 1 or (largest is not None and query.shape[3] > largest):
         raise ValueError(f"Head size is {query.shape[3]}; it has to be from 1 to {largest}.")
     if 0 in (query.shape[2], key.shape[2]):
         raise ValueError(f"Shapes are {shapes}; there has to be at least one token.")

@@ -125,7 +125,7 @@ def sparse_attn(
     scale = factor_of(scale, q.shape[-1])
     _check_native("token_attention_forward", q, v)
     q_in_4d, k_in_4d, v_in_4d = (as_4d(x) for x in (q, k, v))
-    if _chosen(q, v, index).name == "hopper" and index.tiles is not None:
+    if _chosen(q, v, index).tiles is not None and index.tiles is not None:
         output, lse = tiled_attention(q_in_4d, k_in_4d, v_in_4d, index.tiles, scale)
     else:
         output, lse, _ = _Attention.apply(q_in_4d, k_in_4d, v_in_4d, index, scale)
@@ -142,13 +142,13 @@ def token_index(
     if isinstance(values, TokenIndex):
         if offsets is not None:
             raise ValueError("values is a TokenIndex, which has its offsets; leave offsets out.")
-        return _fitting(values, q, k)
+        return fitting(values, q, k)
     values = lists_of("values", values, 1)
     if offsets is None:
         raise ValueError("offsets is not given; values need the end of each row, or give a TokenIndex as values.")
     lengths = q.shape[-2], k.shape[-2]
     given = values, lists_of("offsets", offsets, 1)
-    return _fitting(index_of_lists(lambda: TokenIndex.from_csr(*given, *lengths), given, *lengths), q, k)
+    return fitting(index_of_lists(lambda: TokenIndex.from_csr(*given, *lengths), given, *lengths), q, k)
 
 
 def check_operands(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
@@ -178,7 +178,7 @@ def _check_native(operator: str, *tensors: Tensor) -> None:
     """Raises RuntimeError or ValueError unless a kernel takes tensors (..., tokens, head size) such as these."""
     require_kernel(operator, tensors[0].device)
     given, largest = max(x.shape[-1] for x in tensors), largest_head_dim("sparse_attn", tensors[0].device)
-    if given > largest:
+    if largest is not None and given > largest:
         raise ValueError(
             f"Head size is {given}; on CUDA it has to be up to {largest}. Move tensors to the CPU, or use "
             "gather_attention."
@@ -187,13 +187,13 @@ def _check_native(operator: str, *tensors: Tensor) -> None:
 
 def _index_of_pairs(indices: Tensor | Sequence | TokenIndex, q: Tensor, k: Tensor) -> TokenIndex:
     if isinstance(indices, TokenIndex):
-        return _fitting(indices, q, k)
+        return fitting(indices, q, k)
     lengths = q.shape[-2], k.shape[-2]
     given = lists_of("indices", indices, 2)
-    return _fitting(index_of_lists(lambda: TokenIndex.from_pairs(given, *lengths), (given,), *lengths), q, k)
+    return fitting(index_of_lists(lambda: TokenIndex.from_pairs(given, *lengths), (given,), *lengths), q, k)
 
 
-def _fitting(index: TokenIndex, q: Tensor, k: Tensor) -> TokenIndex:
+def fitting(index: TokenIndex, q: Tensor, k: Tensor) -> TokenIndex:
     """The index on q's device, after a check that it fits."""
     if (index.queries, index.keys) != (q.shape[-2], k.shape[-2]):
         raise ValueError(

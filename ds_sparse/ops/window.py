@@ -177,8 +177,13 @@ def _with_heads(x: torch.Tensor, leading: torch.Size) -> torch.Tensor:
 
 def _band(a: torch.Tensor, b: torch.Tensor, window: int, forced: str | None = None) -> torch.Tensor:
     """The band of a and b, both (B, H, T, D). forced: as of `dispatch.choose`."""
+    return ops.window_matmul(a, b, window, band_implementation(a, b, window, forced))
+
+
+def band_implementation(a: torch.Tensor, b: torch.Tensor, window: int, forced: str | None = None) -> str:
+    """The name of what makes the band of a and b, both (B, H, T, D)."""
     call = Call(a.device, a.dtype, a.shape[-1], operands=(a, b), window=window)
-    return ops.window_matmul(a, b, window, choose("window_matmul", call, forced).name)
+    return choose("window_matmul", call, forced).name
 
 
 class _WindowMatmul(Function):

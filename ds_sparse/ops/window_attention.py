@@ -111,22 +111,32 @@ def _index(
 ) -> WindowIndex:
     """The index that is given, or that of the numbers, after a check that it fits the query."""
     _, heads, tokens, _ = query.shape
-    device = torch.device("cpu") if query.device.type == "meta" else query.device
     if not isinstance(given, WindowIndex):
         refuse_traced_window()
         windows, dilations = of_heads("window_size", given, 0, heads), of_heads("dilation", dilation, 1, heads)
         numbers = windows, bool(causal), global_numbers(global_tokens, tokens), dilations
-        return index_of_window(tokens, *numbers, device).ready()
+        return index_of_window(tokens, *numbers, _device_of(query)).ready()
     if causal or global_tokens is not None or not isinstance(dilation, int) or dilation != 1:
         raise ValueError("A WindowIndex is given, and causal, global_tokens or dilation besides; build it with them.")
+    return fitting_window(given, query)
+
+
+def fitting_window(given: WindowIndex, query: torch.Tensor) -> WindowIndex:
+    """The index, ready, after a check that it fits the query."""
+    _, heads, tokens, _ = query.shape
     if given.tokens != tokens or given.num_heads not in (1, heads):
         raise ValueError(
             f"The WindowIndex is for {given.tokens} tokens and {given.num_heads} heads (1: any), and query has "
             f"{tokens} tokens and {heads} heads; build it for these."
         )
+    device = _device_of(query)
     if given.device != device:
         raise ValueError(f"The WindowIndex is on {given.device} and query on {device}; pass index.to({str(device)!r}).")
     return given.ready()
+
+
+def _device_of(query: torch.Tensor) -> torch.device:
+    return torch.device("cpu") if query.device.type == "meta" else query.device
 
 
 def _ordered(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

@@ -82,15 +82,16 @@ inline bool takes_boxes(const Tensor& x) {
   return takes;
 }
 
-// x, or a copy where the copy engine does not take it. Who chooses has seen strides, but of a traced tensor no address.
-inline Tensor readable_in_boxes(const Tensor& x) {
-  if (takes_boxes(x)) {
-    return x;
-  }
+// A copy that the copy engine takes.
+inline Tensor copy_for_boxes(const Tensor& x) {
   Tensor copy = torch::stable::new_empty(x, {x.size(0), x.size(1), x.size(2), (x.size(3) + 7) / 8 * 8});
   Tensor numbers = torch::stable::narrow(copy, 3, 0, x.size(3));
   torch::stable::copy_(numbers, x);
   return numbers;
 }
+
+// x, or a copy where the copy engine does not take it. Who chooses has seen strides, but of a traced tensor no address,
+// and of one that torch.vmap widens not what it becomes.
+inline Tensor readable_in_boxes(const Tensor& x) { return takes_boxes(x) ? x : copy_for_boxes(x); }
 
 }  // namespace ds_sparse::hopper

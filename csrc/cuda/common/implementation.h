@@ -17,7 +17,7 @@ inline bool is_for_hopper(const Launcher& launch, const std::string& implementat
   }
   check(
       launch.is_hopper(),
-      "implementation is \"hopper\", and this GPU's compute capability is not 9.0; give \"portable\".");
+      "implementation is \"hopper\", and this GPU's compute capability does not begin with 9; give \"portable\".");
   return true;
 }
 

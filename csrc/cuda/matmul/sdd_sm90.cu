@@ -291,7 +291,10 @@ void sdd_on_hopper(
   const Tensor read_a = readable_in_boxes(a);
   Tensor b_rows = readable_in_boxes(torch::stable::transpose(b, 2, 3));
   if (!RunsMap::takes(b_rows)) {
-    b_rows = torch::stable::contiguous(b_rows);
+    b_rows = copy_for_boxes(b_rows);
+    check(
+        RunsMap::takes(b_rows),
+        "implementation is \"hopper\", and b has 2^31 tokens or more in all; give \"portable\".");
   }
   const Tensor taken = launch.zeros(a, 1, ScalarType::Int);
   const auto run = [&](auto zero, auto panels, auto tokens) {

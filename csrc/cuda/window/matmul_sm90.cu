@@ -310,7 +310,7 @@ void window_matmul_on_hopper(
           window >= kTile && window < 1 << 29 && a.size(2) < 1 << 29 && work_tiles_of(a) < 1 << 30,
       "implementation is \"hopper\", which is for fp16 and bf16, up to 128 numbers a token and windows of 64 or more, "
       "multiples of 32.");
-  check(takes_boxes(a) && takes_boxes(b), "implementation is \"hopper\", which reads no expanded operands.");
+  const Tensor read_a = readable_in_boxes(a), read_b = readable_in_boxes(b);
   const auto run = [&](auto zero, auto panels) {
     using T = decltype(zero);
     constexpr int kPanels = decltype(panels)::value;
@@ -324,7 +324,7 @@ void window_matmul_on_hopper(
     launch.with_shared_memory(
         window_matmul_on_hopper_kernel<T, kPanels>,
         std::min<int64_t>(arguments.work_tiles, launch.multiprocessors() * Tuning::kThreadBlocks), kBlockThreads,
-        sizeof(Memory<T, kPanels>) + kPanelAlignment, arguments, tensor_map(a, kTile), tensor_map(b, kTile));
+        sizeof(Memory<T, kPanels>) + kPanelAlignment, arguments, tensor_map(read_a, kTile), tensor_map(read_b, kTile));
   };
   const auto with_depth = [&](auto zero) {
     a.size(3) <= kPanel ? run(zero, std::integral_constant<int, 1>{}) : run(zero, std::integral_constant<int, 2>{});
