@@ -292,4 +292,4 @@ IMPLEMENTATIONS: Mapping[str, tuple[Implementation, ...]] = {
         _CPU,
     ),
 }
-"""By operation, the best first."""
+"""By operation, the best first. Each takes all options of its operation."""
