@@ -136,6 +136,7 @@ def test_a_forced_implementation_is_taken_or_says_why_not(chip):
         assert choose("gradient of rpe", call()).name == "portable", "the only one that a GPU has"
         # What would only be slower is not asked.
         assert choose("dsd", call(operands=(EXPANDED,))).name == "hopper"
+        assert reasons("dsd", call(operands=(EXPANDED,)))["hopper"] == []
         assert choose("window_matmul", call(operands=(torch.zeros(1, 1, 256, 64),))).name == "hopper"
 
 

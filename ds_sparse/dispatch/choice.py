@@ -33,7 +33,7 @@ def choose(operation: str, call: Call, forced: str | None = None) -> Implementat
         f"{candidates[0].name!r}, which force_implementation names," if len(candidates) == 1 else "No implementation"
     )
     verb = "does not take" if len(candidates) == 1 else "takes"
-    why = " ".join(f"{i.name}: {' '.join(i.obstacles(call))}" for i in candidates)
+    why = " ".join(f"{i.name}: {' '.join(i.obstacles(call, forced != ''))}" for i in candidates)
     raise ValueError(f"{asked} {verb} this call of {operation}. {why}")
 
 
@@ -60,7 +60,7 @@ def reasons(operation: str, call: Call) -> dict[str, list[str]]:
     chosen, found = None, {}
     candidates = _candidates(operation, _Forced.name)
     for implementation in IMPLEMENTATIONS[operation]:
-        found[implementation.name] = why = implementation.obstacles(call)
+        found[implementation.name] = why = implementation.obstacles(call, _Forced.name != "")
         if implementation not in candidates:
             why.append(f"force_implementation names {_Forced.name!r}.")
         elif not why and chosen is None:

@@ -116,12 +116,13 @@ class Implementation:
                 return False
         return True
 
-    def obstacles(self, call: Call) -> list[str]:
+    def obstacles(self, call: Call, forced: bool = False) -> list[str]:
         """Why it does not take the call, a sentence for each reason. Where the device is another, that is all."""
         if not LIMITS[0].holds(self, call):
             return [LIMITS[0].sentence(self, call)]
         limits = (*LIMITS, Limit(_in_range, _out_of_range), *self.more)
-        return [limit.sentence(self, call) for limit in limits if not limit.holds(self, call)]
+        asked = [limit for limit in limits if not (forced and limit.for_speed)]
+        return [limit.sentence(self, call) for limit in asked if not limit.holds(self, call)]
 
 
 def kind_of(device: torch.device) -> str:
