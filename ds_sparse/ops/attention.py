@@ -130,7 +130,8 @@ def dropout_seed(device: torch.device) -> torch.Tensor:
 
 def check_heads(index: BlockIndex | MasterLayout, heads: int) -> None:
     """Raises ValueError unless the layout is for so many heads."""
-    if index.num_heads not in (1, heads):
+    # Heads of a traced tensor may be symbolic, which torch.compile does not find in a tuple.
+    if index.num_heads != 1 and index.num_heads != heads:
         raise ValueError(
             f"query has {heads} heads and the layout {index.num_heads}; give the layout as many heads, or one."
         )

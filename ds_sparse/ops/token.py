@@ -202,7 +202,7 @@ def fitting(index: TokenIndex, q: Tensor, k: Tensor) -> TokenIndex:
         )
     batch, heads = _batch_and_heads(q)
     for name, own, size in (("heads", index.heads, heads), ("sequences", index.batch, batch)):
-        if own not in (1, size):
+        if own != 1 and own != size:
             raise ValueError(f"There are lists for {own} {name}, and q has {size}; give as many, or one for all.")
     return index if q.device.type == "meta" else index.to(q.device).ready()
 

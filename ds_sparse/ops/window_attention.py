@@ -124,7 +124,8 @@ def _index(
 def fitting_window(given: WindowIndex, query: torch.Tensor) -> WindowIndex:
     """The index, ready, after a check that it fits the query."""
     _, heads, tokens, _ = query.shape
-    if given.tokens != tokens or given.num_heads not in (1, heads):
+    # Sizes of a traced tensor may be symbolic, which torch.compile does not find in a tuple.
+    if given.tokens != tokens or (given.num_heads != 1 and given.num_heads != heads):
         raise ValueError(
             f"The WindowIndex is for {given.tokens} tokens and {given.num_heads} heads (1: any), and query has "
             f"{tokens} tokens and {heads} heads; build it for these."

@@ -739,3 +739,12 @@ def test_on_a_gpu_a_capture_does_not_make_what_is_missing(gpu: str):
         refused,
     ):
         _ = index.by_key
+
+
+def test_a_list_a_head_compiles_where_all_sizes_are_symbolic(device: str):
+    mask = torch.rand(3, 40, 40, generator=seeded()) < 0.3
+    index = TokenIndex.from_mask(mask).to(torch.device(device)).prepared()
+    compiled = torch.compile(lambda *x: sparse_attn(*x, index), fullgraph=True, backend="aot_eager", dynamic=True)
+    for batch in (2, 3, 5):
+        inputs = [random(seeded(), batch, 3, 40, 24, dtype=torch.float32).to(device) for _ in range(3)]
+        torch.testing.assert_close(compiled(*inputs), sparse_attn(*inputs, index))

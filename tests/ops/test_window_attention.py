@@ -503,3 +503,11 @@ def test_captured_in_a_cuda_graph(device: str, options: dict):
     graph.replay()
     with deterministic_algorithms():
         assert all(torch.equal(x, y) for x, y in zip(results, run(), strict=True))
+
+
+def test_a_window_a_head_compiles_where_all_sizes_are_symbolic(device: str):
+    index = WindowIndex.build(40, (5, 2, 9), device=device)
+    compiled = torch.compile(lambda *x: window_attention(*x, index), fullgraph=True, backend="aot_eager", dynamic=True)
+    for batch in (2, 3, 5):
+        inputs = [random(seeded(), batch, 3, 40, 24, dtype=torch.float32).to(device) for _ in range(3)]
+        torch.testing.assert_close(compiled(*inputs), window_attention(*inputs, index))
