@@ -39,8 +39,7 @@ def reason(error: Exception) -> str:
 
 
 def one_of(choices: Iterable[Any]) -> str:
-    *first, last = (show(choice) for choice in choices)
-    return f"{', '.join(first)} or {last}" if first else last
+    return listed(map(show, choices), "or")
 
 
 def listed(items: Iterable[Any], word: str) -> str:
@@ -50,8 +49,7 @@ def listed(items: Iterable[Any], word: str) -> str:
 
 
 def list_modes(modes: list[str]) -> str:
-    *first, last = (show(mode) for mode in modes)
-    return f"modes {', '.join(first)} and {last}" if first else f"mode {last}"
+    return f"mode{'s' if len(modes) > 1 else ''} {listed(map(show, modes), 'and')}"
 
 
 def did_you_mean(word: Any, known: Iterable[str]) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -125,14 +126,17 @@ def largest_head_dim(operation: str, device: torch.device) -> int | None:
     return _LARGEST_HEAD_DIMS[operation, kind_of(device)]
 
 
+def _largest(bounds: Iterable[int | None]) -> int | None:
+    return max(bounds, key=lambda bound: math.inf if bound is None else bound)
+
+
 _DTYPES = {
     (operation, kind): tuple(x for x in ALL_DTYPES if any(x in i.dtypes for i in those if i.device == kind))
     for operation, those in IMPLEMENTATIONS.items()
     for kind in ("cpu", "cuda")
 }
 _LARGEST_HEAD_DIMS = {
-    (operation, kind): None if None in most else max(x for x in most if x is not None)
+    (operation, kind): _largest(i.head_dims[1] for i in those if i.device == kind)
     for operation, those in IMPLEMENTATIONS.items()
     for kind in ("cpu", "cuda")
-    for most in [[i.head_dims[1] for i in those if i.device == kind]]
 }

@@ -24,7 +24,7 @@ class Function(torch.autograd.Function):
             return super(Function, _without_forward_mode(cls)).apply(*args)
         function = cls if forward_ad._current_level < 0 else _without_forward_mode(cls)
         # Without binding them to forward's names, which takes a tenth of a small call's time.
-        return super(torch.autograd.Function, function).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]
+        return super(torch.autograd.Function, function).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]  # C++'s
 
 
 @cache
@@ -81,7 +81,7 @@ def differentiable_once(operation: str) -> Callable[[Callable], Callable]:
             ends = iter(_End.apply(sentence, len(own), *own, *of))
             return tuple(None if x is None else next(ends) for x in results)
 
-        once.operation = operation  # type: ignore[attr-defined]
+        once.operation = operation  # type: ignore[attr-defined]  # for `_without_forward_mode`
         return once
 
     return decorated

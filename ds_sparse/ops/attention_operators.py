@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
-from ..dispatch import Call, Implementation, choose
+from ..dispatch import Implementation, choose
 from ..index import BlockIndex
 from ..index.master_layout import MasterLayout
-from .operands import empty_as, lists_of_tiles, wide_dtype
+from .operands import call_on, empty_as, lists_of_tiles, wide_dtype
 
 LAYOUT_OPERATORS = ("layout_attention_forward", "layout_attention_backward", "layout_attention_bias_backward")
 
@@ -61,8 +61,7 @@ def implementation_for(
     index: BlockIndex, query: torch.Tensor, forced: str | None = None, operation: str = "block_sparse_attention"
 ) -> Implementation:
     """The implementation that runs attention of a query (B, H, T, D) on a layout. forced: as of `dispatch.choose`."""
-    device = index.device if query.is_meta else query.device
-    return choose(operation, Call(device, query.dtype, query.shape[-1], index.block), forced)
+    return choose(operation, call_on(index, query), forced)
 
 
 _SAVED = (

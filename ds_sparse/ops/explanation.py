@@ -11,8 +11,8 @@ from ..index import BlockIndex, TokenIndex, WindowIndex
 from ..index.master_layout import MasterLayout
 from ._library import check_inputs, under_autocast
 from .attention import check_heads, index_for
-from .operands import check_attention_operands, is_readable
-from .token import check_operands, fitting
+from .operands import call_on, check_attention_operands, is_readable
+from .token import call_on_pairs, check_operands, fitting
 from .window_attention import fitting_window
 
 
@@ -71,16 +71,13 @@ def explain(
     if isinstance(layout, TokenIndex):
         check_operands(query, key, value)
         fitting(layout, query, key)
-        operation, described = "sparse_attn", f"{layout}"
-        sizes = {"head_dim": query.shape[-1], "value_dim": value.shape[-1]}
-        call = Call(query.device, query.dtype, **sizes, operands=(query,), lists=layout)
+        operation, described, call = "sparse_attn", repr(layout), call_on_pairs(layout, query, value)
     else:
         check_attention_operands(query, key, value)
         index = _blocks_of(layout, block, query, key, causal)
         check_heads(index, query.shape[1])
-        operation, described = "block_sparse_attention", f"{layout if isinstance(layout, WindowIndex) else index}"
-        device = index.device if query.is_meta else query.device
-        call = Call(device, query.dtype, query.shape[-1], index.block)
+        described = repr(layout if isinstance(layout, WindowIndex) else index)
+        operation, call = "block_sparse_attention", call_on(index, query)
     why = reasons(operation, call)
     chosen = next((name for name, sentences in why.items() if not sentences), None)
     notes = _notes(operation, call, chosen, {"query": query, "key": key, "value": value}, rpe)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
-from ..dispatch import Call, Implementation, choose, forced_implementation
+from ..dispatch import Implementation, choose, forced_implementation
 from ..index import BlockIndex, as_index
 from ._autograd import Function, differentiable_once
 from ._library import check_dtype, check_inputs, require_kernel, under_autocast
 from ._on_layout import OnLayout
+from .operands import call_on
 
 MODES = ("sdd", "dsd", "dds")
 
@@ -186,7 +187,7 @@ def _expand(name: str, x: torch.Tensor, batch: int, heads: int) -> torch.Tensor:
 def _sdd(a: torch.Tensor, b: torch.Tensor, index: BlockIndex, forced: str | None = None) -> torch.Tensor:
     """a @ b on the live blocks. forced: as of `dispatch.choose`."""
     a, b = _token_by_token("sdd", a, index, forced), _token_by_token("sdd", b.mT, index, forced)
-    chosen = choose("sdd", _call(index, a, b), forced)
+    chosen = choose("sdd", call_on(index, a, b), forced)
     lines, entries, units, _, slots = _tiles(index, "rows", chosen)
     return ops.matmul_sdd(
         a, b.mT, index.row_offsets, index.row_columns, lines, entries, units, slots,
@@ -208,16 +209,11 @@ def _dsd(
     else:
         side, lists = "rows", (index.row_offsets, index.row_columns, None)
     values, dense = values.contiguous(), _token_by_token("dsd", dense, index, forced)
-    chosen = choose("dsd", _call(index, dense, values), forced)
+    chosen = choose("dsd", call_on(index, dense, values), forced)
     return ops.matmul_dsd(
         values, dense, *lists, *_tiles(index, side, chosen), index.layout_heads, index.block, transpose_result,
         _allow_tf32(), chosen.name,
     )  # fmt: skip
-
-
-def _call(index: BlockIndex, dense: torch.Tensor, *others: torch.Tensor) -> Call:
-    device = index.device if dense.is_meta else dense.device
-    return Call(device, dense.dtype, dense.shape[-1], index.block, (dense, *others))
 
 
 def _tiles(index: BlockIndex, side: str, chosen: Implementation) -> tuple[torch.Tensor | None, ...]:
@@ -234,7 +230,7 @@ def _token_by_token(operation: str, x: torch.Tensor, index: BlockIndex, forced: 
     that read boxes: a copy costs less than the other kernels do. What is expanded is not copied."""
     if x.stride(-1) == 1 or 0 in x.stride() or x.shape[-1] % 8 != 0:
         return x
-    if_copied = choose(operation, _call(index, x)._replace(operands=()), forced)
+    if_copied = choose(operation, call_on(index, x)._replace(operands=()), forced)
     return ops.transpose(x) if if_copied.reads_boxes else x
 
 

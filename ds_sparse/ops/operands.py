@@ -1,11 +1,12 @@
-"""What attention's operations are given, checked and made as kernels take it."""
+"""What operations are given, those of attention foremost: checked, and made as kernels take it."""
 
 from __future__ import annotations
 
 import torch
 from torch.nn.functional import pad
 
-from ..dispatch import dtypes_on, is_aligned, largest_head_dim
+from ..dispatch import Call, dtypes_on, is_aligned, largest_head_dim
+from ..index import BlockIndex
 from ..index.tiles import Tiles
 from ._library import DTYPES, check_alike, check_scale
 
@@ -136,3 +137,10 @@ def is_readable(x: torch.Tensor) -> bool:
     """Whether attention's kernels read x, (B, H, T, D), in place."""
     *strides, last = x.stride()
     return last == 1 and x.shape[-1] % 8 == 0 and all(stride % 8 == 0 for stride in strides) and is_aligned(x)
+
+
+def call_on(index: BlockIndex, dense: torch.Tensor, *others: torch.Tensor) -> Call:
+    """A call on the blocks of an index, of dense operands (B, H, T, D); of meta tensors it is one on the index's
+    device."""
+    device = index.device if dense.is_meta else dense.device
+    return Call(device, dense.dtype, dense.shape[-1], index.block, (dense, *others))

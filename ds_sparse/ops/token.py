@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .._ops import add_op_namespace_prefix, ops
-from ..dispatch import Call, Implementation, choose, largest_head_dim
+from ..dispatch import Call, choose, largest_head_dim
 from ..index import TokenIndex
 from ..index.lookup import index_of_lists
 from ..index.token_forms import Nested, lists_of, tensors_in
@@ -125,7 +125,8 @@ def sparse_attn(
     scale = factor_of(scale, q.shape[-1])
     _check_native("token_attention_forward", q, v)
     q_in_4d, k_in_4d, v_in_4d = (as_4d(x) for x in (q, k, v))
-    if _chosen(q, v, index).tiles is not None and index.tiles is not None:
+    chosen = choose("sparse_attn", call_on_pairs(index, q, v))
+    if chosen.tiles is not None and index.tiles is not None:
         output, lse = tiled_attention(q_in_4d, k_in_4d, v_in_4d, index.tiles, scale)
     else:
         output, lse, _ = _Attention.apply(q_in_4d, k_in_4d, v_in_4d, index, scale)
@@ -169,9 +170,8 @@ def check_operands(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
     check_alike(**operands)
 
 
-def _chosen(q: Tensor, v: Tensor, index: TokenIndex) -> Implementation:
-    call = Call(q.device, q.dtype, q.shape[-1], operands=(q,), value_dim=v.shape[-1], lists=index)
-    return choose("sparse_attn", call)
+def call_on_pairs(index: TokenIndex, q: Tensor, v: Tensor) -> Call:
+    return Call(q.device, q.dtype, q.shape[-1], operands=(q,), value_dim=v.shape[-1], lists=index)
 
 
 def _check_native(operator: str, *tensors: Tensor) -> None:
