@@ -1,31 +1,24 @@
 """The README's own code does what the README says."""
 
 import json
-import re
-import textwrap
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from snippets import ROOT, indented
 
 import ds_sparse
 
-README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+README = (ROOT / "README.md").read_text()
 
 
 def section(title):
     return README.split(f"## {title}\n")[1].split("\n## ")[0]
 
 
-def blocks(text):
-    """The indented code blocks of a section."""
-    return [textwrap.dedent(code) for code in re.findall(r"(?:^(?: {4}.*)?\n)+", text, re.MULTILINE) if code.strip()]
-
-
 @pytest.mark.usefixtures("registry")
 def test_write_your_own_structure():
-    code, block = blocks(section("Write your own structure"))
+    code, block = indented(section("Write your own structure"))
     exec(code, {"ds_sparse": ds_sparse})
     block = json.loads("{" + block + "}")["sparse_attention"]
     layout = ds_sparse.parse_sparse_attention(block, num_heads=2).make_layout(512)
@@ -37,7 +30,7 @@ def test_write_your_own_structure():
 
 def test_attention_over_token_pairs():
     names = {"torch": torch, "ds_sparse": ds_sparse}
-    (code,) = blocks(section("Attention over token pairs"))
+    (code,) = indented(section("Attention over token pairs"))
     exec(code, names)
     operands = [names[name] for name in ("query", "key", "value")]
     expected = ds_sparse.masked_attention(*operands, names["mask"])
@@ -53,7 +46,7 @@ def test_transformers_models(tmp_path, capsys):
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     config = transformers.RobertaConfig(vocab_size=99, max_position_embeddings=130, **sizes)
     transformers.RobertaForMaskedLM(config).save_pretrained(tmp_path)
-    first, second = blocks(section("Transformers models"))
+    first, second = indented(section("Transformers models"))
     names = {"transformers": transformers, "ds_sparse": ds_sparse}
     exec(first.replace("roberta-base", str(tmp_path)), names)
     assert "RobertaSelfAttention, ds_sparse" in capsys.readouterr().out
@@ -66,7 +59,7 @@ def test_transformers_models(tmp_path, capsys):
 
 
 def test_windows():
-    attention, parts = blocks(section("Windows"))
+    attention, parts = indented(section("Windows"))
     names = {name: torch.randn(2, 3, 300, 16) for name in ("query", "key", "value")}
     names |= {"ds_sparse": ds_sparse, "head_dim": 16}
     exec(attention, names)

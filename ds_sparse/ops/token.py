@@ -64,7 +64,8 @@ def sparse_matmul_vo(
         (..., H, N), the scores in the order of `values`; of padded and of several lists as in `sparse_matmul`.
 
     Raises:
-        As `sparse_matmul`; ValueError also for offsets that fall or end elsewhere.
+        TypeError, RuntimeError: as `sparse_matmul`.
+        ValueError: as `sparse_matmul`; offsets that fall or end elsewhere.
     """
     q, k = _operands_of_scores(q, k)
     index = token_index(values, offsets, q, k)

@@ -1,0 +1,162 @@
+"""The site: it builds, its links lead somewhere, and the code on its pages runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+import structure_keys
+import yaml
+from snippets import PAGES, ROOT, fenced, run_python
+
+import ds_sparse
+from ds_sparse.cli import main
+
+
+class Page(HTMLParser):
+    """Where a page leads, and the places that can be led to."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.anchors: set[str] = set()
+        self.targets: set[str] = set()
+        self.feed(file.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.anchors |= {values[name] or "" for name in ("id", "name") if name in values}
+        self.targets |= {values[name] or "" for name in ("href", "src") if name in values}
+
+
+def settings() -> dict:
+    """mkdocs.yml, its Python names as texts."""
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_multi_constructor("tag:yaml.org,2002:python/name:", lambda loader, name, node: name)
+    return yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)
+
+
+def in_navigation(entry: object) -> list[str]:
+    if isinstance(entry, str):
+        return [entry]
+    parts = entry.values() if isinstance(entry, dict) else entry
+    return [name for part in parts for name in in_navigation(part)]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the built site."""
+    for name in ("zensical", "mkdocstrings", "latex2mathml"):
+        if find_spec(name) is None:
+            pytest.skip(f"{name} is not installed: pip install 'ds_sparse[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    shutil.copy(ROOT / "mkdocs.yml", folder)
+    shutil.copytree(ROOT / "docs", folder / "docs")  # Zensical does not follow a link to it
+    for name in ("website", "ds_sparse"):
+        (folder / name).symlink_to(ROOT / name)
+    command = [sys.executable, "-m", "zensical", "build", "--strict"]
+    built = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, env=os.environ | {"NO_COLOR": "1"}
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert "griffe" not in built.stdout + built.stderr, "docstrings do not fit their functions:\n" + built.stderr
+    return folder / "site"
+
+
+def test_each_page_is_in_the_navigation_and_each_entry_a_page():
+    assert sorted(in_navigation(settings()["nav"])) == [page.name for page in PAGES]
+
+
+def test_every_link_picture_and_anchor_is_there(site):
+    pages = {file: Page(file) for file in site.rglob("*.html") if file.name != "404.html"}
+    assert len(pages) == len(PAGES)
+    wrong = []
+    for file, page in pages.items():
+        for target in page.targets:
+            parts = urlsplit(target)
+            if parts.scheme or parts.netloc:
+                continue
+            place = (file.parent / unquote(parts.path)).resolve() if parts.path else file
+            place = place / "index.html" if place.is_dir() else place
+            known = pages[place].anchors if place in pages else set()
+            if not place.exists() or (parts.fragment and unquote(parts.fragment) not in known | {"__toc", "__drawer"}):
+                wrong.append(f"{file.name}: {target}")
+    assert not wrong
+
+
+def test_nothing_is_loaded_from_elsewhere(site):
+    loaded = r'<(?:script|img|iframe)[^>]*\ssrc="?(?:https?:)?//|<link[^>]*rel="?(?:stylesheet|preconnect)[^>]*//'
+    assert not [file.name for file in site.rglob("*.html") if re.search(loaded, file.read_text())]
+
+
+def test_formulas_need_no_script(site):
+    written = (ROOT / "docs" / "structures.md").read_text().count("```math")
+    assert written and (site / "structures.html").read_text().count("</math>") == written
+
+
+def test_the_api_has_each_public_name(site):
+    names = re.findall(r"^::: ds_sparse\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert sorted(names) == ds_sparse.__all__
+    assert {f"ds_sparse.{name}" for name in names} <= Page(site / "api.html").anchors
+
+
+def test_tables_of_keys_are_those_of_the_structures():
+    page = structure_keys.PAGE.read_text()
+    assert page == structure_keys.with_tables(page), "run website/structure_keys.py"
+
+
+def test_each_run_of_the_benchmarks_is_shown():
+    shown = re.findall(r'--8<-- "(.*)"', (ROOT / "docs" / "benchmark-runs.md").read_text())
+    results = (ROOT / "ds_sparse" / "bench" / "results").glob("*.txt")
+    assert sorted(shown) == sorted(str(file.relative_to(ROOT)) for file in results)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.usefixtures("registry")
+@pytest.mark.filterwarnings("ignore::ds_sparse.SparsityWarning")
+def test_python_runs(page):
+    run_python(page, {})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.usefixtures("registry")
+def test_blocks_of_json_are_right(page):
+    run_python(ROOT / "docs" / "writing-a-structure.md", {})
+    for snippet in fenced(page):
+        if snippet.language == "json":
+            block = json.loads(snippet.code)["sparse_attention"]
+            ds_sparse.parse_sparse_attention(block, num_heads=4, seq_len=1024)
+
+
+WITH_COMMANDS = [page for page in PAGES if any(snippet.language == "console" for snippet in fenced(page))]
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.stem)
+def test_commands_run(page, tmp_path, monkeypatch, capsys):
+    """Those after a `$`, in a folder with the files that have a title on the page."""
+    monkeypatch.chdir(tmp_path)
+    for snippet in fenced(page):
+        if snippet.title is not None:
+            (tmp_path / snippet.title).write_text(snippet.code)
+    for snippet in fenced(page):
+        if snippet.language == "console":
+            for line in re.findall(r"^\$ (.*)$", snippet.code, re.MULTILINE):
+                program, *words = shlex.split(line)
+                if program == "ds_sparse":
+                    assert main(words) == 0, (line, capsys.readouterr())
+                else:
+                    assert program == "python"
+                    ran = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+                    assert ran.returncode == 0, ran.stdout + ran.stderr
