@@ -1,9 +1,8 @@
-"""The code on pages: fenced blocks with their language and title, and indented ones."""
+"""The code on pages: fenced blocks with their language and title."""
 
 from __future__ import annotations
 
 import re
-import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,11 +23,6 @@ def fenced(page: Path) -> list[Snippet]:
     text = page.read_text()
     found = re.finditer(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```$', text, re.MULTILINE | re.DOTALL)
     return [Snippet(m[1], m[2], m[3], text.count("\n", 0, m.start(3)) + 1) for m in found]
-
-
-def indented(text: str) -> list[str]:
-    """The indented blocks of a text."""
-    return [textwrap.dedent(code) for code in re.findall(r"(?:^(?: {4}.*)?\n)+", text, re.MULTILINE) if code.strip()]
 
 
 def run_python(page: Path, names: dict[str, object]) -> None:

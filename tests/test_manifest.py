@@ -35,7 +35,7 @@ def tracked(folder: str) -> list[str]:
     return [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
 
 
-@pytest.mark.parametrize("folder", ["csrc", "ds_sparse", "launcher", "examples", "configs", "tests"])
+@pytest.mark.parametrize("folder", ["csrc", "ds_sparse", "launcher", "examples", "configs", "tests", "docs", "website"])
 def test_the_source_distribution_has_every_file_of(folder: str, packed: set[str]):
     files = set(tracked(folder))
     assert files

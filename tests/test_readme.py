@@ -1,75 +1,70 @@
-"""The README's own code does what the README says."""
+"""The README's own code does what the README says, and its links and figures are there."""
 
 import json
+import re
 
 import pytest
 import torch
 import transformers
-from snippets import ROOT, indented
+from snippets import ROOT, fenced
 
 import ds_sparse
 
-README = (ROOT / "README.md").read_text()
+README = ROOT / "README.md"
 
 
-def section(title):
-    return README.split(f"## {title}\n")[1].split("\n## ")[0]
+def code(word):
+    """The Python of the README in which a word stands."""
+    (found,) = [snippet.code for snippet in fenced(README) if snippet.language == "python" and word in snippet.code]
+    return found
 
 
-@pytest.mark.usefixtures("registry")
-def test_write_your_own_structure():
-    code, block = indented(section("Write your own structure"))
-    exec(code, {"ds_sparse": ds_sparse})
-    block = json.loads("{" + block + "}")["sparse_attention"]
-    layout = ds_sparse.parse_sparse_attention(block, num_heads=2).make_layout(512)
-    assert layout.shape == (2, 16, 16)
-    assert (layout[:, :, ::8] == 1).all() and layout.sum() == 2 * 16 * 2
-    with pytest.raises(ValueError, match='Did you mean "every"'):
-        ds_sparse.parse_sparse_attention(block | {"evry": 4}, num_heads=2)
+def test_the_block():
+    (block,) = [json.loads(snippet.code) for snippet in fenced(README) if snippet.language == "json"]
+    layout = ds_sparse.parse_sparse_attention(block["sparse_attention"], num_heads=2).make_layout(1024)
+    assert layout.shape == (2, 32, 32)
+    assert layout[:, 16].all() and layout[:, :, 16].all()
 
 
-def test_attention_over_token_pairs():
-    names = {"torch": torch, "ds_sparse": ds_sparse}
-    (code,) = indented(section("Attention over token pairs"))
-    exec(code, names)
-    operands = [names[name] for name in ("query", "key", "value")]
-    expected = ds_sparse.masked_attention(*operands, names["mask"])
-    torch.testing.assert_close(names["out"], expected)
-    assert torch.equal(names["same"], names["out"])
-    for found, right in zip((x.grad for x in operands), torch.autograd.grad(expected.sum(), operands), strict=True):
-        torch.testing.assert_close(found, right)
-    scores = (operands[0] @ operands[1].mT).masked_fill(~names["mask"], 0)
-    torch.testing.assert_close(names["matrices"].to_dense(), scores)
+def test_your_own_script():
+    """Its lines are lines of a script on a page, which the page's test starts."""
+    scripts = fenced(ROOT / "docs" / "json-and-flag.md")
+    (script,) = [snippet.code for snippet in scripts if snippet.title == "train.py"]
+    lines = [line.split("  #")[0].rstrip() for line in script.splitlines()]
+    assert set(code("initialize").splitlines()) <= set(lines)
 
 
-def test_transformers_models(tmp_path, capsys):
+def test_old_imports():
+    pytest.importorskip("deepspeed")
+    names = {}
+    exec(code("deepspeed_ops"), names)
+    assert names["FixedSparsityConfig"](num_heads=2).make_layout(64).shape == (2, 4, 4)
+
+
+def test_transformers_model(tmp_path, capsys):
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     config = transformers.RobertaConfig(vocab_size=99, max_position_embeddings=130, **sizes)
     transformers.RobertaForMaskedLM(config).save_pretrained(tmp_path)
-    first, second = indented(section("Transformers models"))
     names = {"transformers": transformers, "ds_sparse": ds_sparse}
-    exec(first.replace("roberta-base", str(tmp_path)), names)
+    exec(code("sparsify").replace("roberta-base", str(tmp_path)), names)
     assert "RobertaSelfAttention, ds_sparse" in capsys.readouterr().out
     assert names["model"].config._attn_implementation == "sdpa"
-    ds_sparse.sparsify(names["model"], {"mode": "bslongformer", "block": 32})
-    names["model"].save_pretrained(tmp_path)
-    sparse, ids = names["model"].eval(), torch.arange(100)[None] % 99
-    exec(second, names | {"folder": tmp_path}, names)
-    assert names["model"] is not sparse and torch.equal(names["model"].eval()(ids).logits, sparse(ids).logits)
 
 
-def test_windows():
-    attention, parts = indented(section("Windows"))
-    names = {name: torch.randn(2, 3, 300, 16) for name in ("query", "key", "value")}
-    names |= {"ds_sparse": ds_sparse, "head_dim": 16}
-    exec(attention, names)
-    in_one = names["out"]
-    exec(parts, names)
-    assert names["scores"].shape == names["probs"].shape == (2, 3, 300, 257)
-    assert in_one.shape == names["out"].shape == (2, 3, 300, 16)
-    # The global token is what the parts do not have: beyond its window nothing else differs.
-    tokens, mask = torch.arange(300), torch.ones(300, 300).tril(128).triu(-128).bool()
-    sdpa = torch.nn.functional.scaled_dot_product_attention
+def test_the_operation():
+    names = {name: torch.randn(1, 4, 1024, 16) for name in ("query", "key", "value")} | {"ds_sparse": ds_sparse}
+    exec(code("block_sparse_attention"), names)
+    mask = names["layout"].bool().repeat_interleave(64, 1).repeat_interleave(64, 2)
     operands = names["query"], names["key"], names["value"]
-    torch.testing.assert_close(names["out"], sdpa(*operands, attn_mask=mask))
-    torch.testing.assert_close(in_one, sdpa(*operands, attn_mask=mask | (tokens == 0) | (tokens == 0)[:, None]))
+    expected = torch.nn.functional.scaled_dot_product_attention(*operands, attn_mask=mask)
+    torch.testing.assert_close(names["out"], expected)
+
+
+def test_links_lead_to_files():
+    targets = re.findall(r'\]\(([^)#]+)(?:#[^)]*)?\)|src="([^"]+)"', README.read_text())
+    assert targets and not [name for pair in targets for name in pair if name and not (ROOT / name).exists()]
+
+
+def test_figures_are_those_of_the_benchmarks():
+    figures = re.findall(r"^\| [\d,]+ \|.*$", README.read_text(), re.MULTILINE)
+    assert figures and set(figures) <= set((ROOT / "docs" / "benchmarks.md").read_text().splitlines())
