@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -140,23 +141,39 @@ def test_blocks_of_json_are_right(page):
             ds_sparse.parse_sparse_attention(block, num_heads=4, seq_len=1024)
 
 
+def output_of(line: str, capfd: pytest.CaptureFixture[str]) -> str:
+    """What a command prints. Those of ds_sparse run in this process, but for `run`, which starts others."""
+    program, *words = shlex.split(line)
+    if program == "ds_sparse" and words[0] != "run":
+        status = main(words)
+        output = "".join(capfd.readouterr())
+    else:
+        if program == "ds_sparse":
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                words = ["-m", "ds_sparse", "run", f"--master_port={probe.getsockname()[1]}", *words[1:]]
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+        status, output = done.returncode, done.stdout + done.stderr
+    assert status == 0, f"{line}\n{output}"
+    return output
+
+
 WITH_COMMANDS = [page for page in PAGES if any(snippet.language == "console" for snippet in fenced(page))]
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.stem)
-def test_commands_run(page, tmp_path, monkeypatch, capsys):
-    """Those after a `$`, in a folder with the files that have a title on the page."""
+def test_commands_run_and_print_what_the_page_says(page, tmp_path, monkeypatch, capfd):
+    """Those after a `$`, in a folder with the files that have a title on the page. A block of text after them is what
+    they print, among other lines."""
     monkeypatch.chdir(tmp_path)
-    for snippet in fenced(page):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    snippets = fenced(page)
+    for snippet in snippets:
         if snippet.title is not None:
             (tmp_path / snippet.title).write_text(snippet.code)
-    for snippet in fenced(page):
+    for snippet, following in zip(snippets, [*snippets[1:], None]):
         if snippet.language == "console":
-            for line in re.findall(r"^\$ (.*)$", snippet.code, re.MULTILINE):
-                program, *words = shlex.split(line)
-                if program == "ds_sparse":
-                    assert main(words) == 0, (line, capsys.readouterr())
-                else:
-                    assert program == "python"
-                    ran = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
-                    assert ran.returncode == 0, ran.stdout + ran.stderr
+            commands = re.findall(r"^\$ (.*)$", snippet.code, re.MULTILINE)
+            printed = "\n".join(output_of(line, capfd) for line in commands)
+            if following is not None and following.language == "text":
+                assert not [line for line in following.code.splitlines() if line not in printed]
