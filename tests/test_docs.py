@@ -127,7 +127,8 @@ def test_each_run_of_the_benchmarks_is_shown():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 @pytest.mark.usefixtures("registry")
 @pytest.mark.filterwarnings("ignore::ds_sparse.SparsityWarning")
-def test_python_runs(page):
+def test_python_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     run_python(page, {})
 
 
