@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [
     *("CONTRIBUTING.md", "SECURITY.md", "csrc/cuda/README.md"),
-    *(f"docs/{name}.md" for name in ("architecture", "kernels", "lab-notebook", "semantics")),
+    *(f"docs/{name}.md" for name in ("architecture", "contributing", "kernels", "lab-notebook", "semantics")),
 ]
 FOLDERS = ("ds_sparse", "csrc", "tests", "docs", "configs", "launcher", "examples", ".ci")
 
