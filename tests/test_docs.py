@@ -10,18 +10,23 @@ import shutil
 import socket
 import subprocess
 import sys
+import tomllib
+from functools import cache
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
 import pytest
 import structure_keys
+import torch
 import yaml
 from snippets import PAGES, ROOT, fenced, run_python
 
 import ds_sparse
 from ds_sparse.cli import main
+from ds_sparse.sparsity._registry import ENTRY_POINT_GROUP
 
 
 class Page(HTMLParser):
@@ -178,3 +183,56 @@ def test_commands_run_and_print_what_the_page_says(page, tmp_path, monkeypatch, 
             printed = "\n".join(output_of(line, capfd) for line in commands)
             if following is not None and following.language == "text":
                 assert not [line for line in following.code.splitlines() if line not in printed]
+
+
+LONG_COMMANDS = [
+    (page.name, snippet.code)
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES)
+    for snippet in fenced(page)
+    if snippet.language in ("bash", "sh")
+]
+"""Those that would take minutes, or make environments and wheels: what they name is there."""
+
+
+@cache
+def training_options() -> str:
+    command = [sys.executable, ROOT / "examples" / "bing_bert" / "deepspeed_train.py", "--help"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(("page", "code"), LONG_COMMANDS)
+def test_what_a_long_command_names_is_there(page, code):
+    assert subprocess.run(["bash", "-n"], input=code, text=True, check=False).returncode == 0
+    for line in code.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        paths = [word for word in words if re.match(r"(examples|configs|tests|website|\.ci)/", word)]
+        assert not [name for name in paths if not (ROOT / name).exists()], f"{page}: {line}"
+        programs = {word.rsplit("/", 1)[-1] for word in words}
+        if {"deepspeed_train.py", "run.sh"} & programs and "tests/run.sh" not in words:
+            assert not [word for word in words if word.startswith("--") and word not in training_options()], (
+                f"{page}: {line}"
+            )
+        for extra in re.findall(r"\[(\w+)\]", line):
+            assert extra in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+def test_layers_of_your_own(tmp_path, monkeypatch):
+    """The code of the page on JSON and flag that makes some layers sparse, with its JSON."""
+    snippets = {snippet.title: snippet.code for snippet in fenced(ROOT / "docs" / "json-and-flag.md")}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text(snippets["ds.json"])
+    layer = SimpleNamespace(attention=SimpleNamespace(self=None))
+    names = {
+        "ds_sparse": ds_sparse,
+        "config": SimpleNamespace(hidden_size=48, num_attention_heads=12, attention_probs_dropout_prob=0.0),
+        "model": SimpleNamespace(encoder=SimpleNamespace(layer=[layer])),
+        "args": SimpleNamespace(deepspeed_config="ds.json", deepspeed_sparse_attention=True),
+    }
+    exec(snippets["layers.py"], names)
+    assert layer.attention.self(torch.randn(1, 64, 48), torch.zeros(1, 1, 1, 64)).shape == (1, 64, 48)
+
+
+def test_the_group_of_entry_points_is_the_one_that_is_read():
+    snippets = fenced(ROOT / "docs" / "writing-a-structure.md")
+    (settings,) = [tomllib.loads(snippet.code) for snippet in snippets if snippet.language == "toml"]
+    assert list(settings["project"]["entry-points"]) == [ENTRY_POINT_GROUP]
