@@ -205,17 +205,6 @@ def floors_of(
     return floors, {way: size.attention(way).l2_bytes / ceilings.l2_bytes_per_ms for way in ways}
 
 
-def reached(result: Result, direction: str) -> bool | None:
-    """Whether ds_sparse reaches the case's goal forward or backward; None without a goal or a time."""
-    case, row = result.case, result.row(OURS, direction)
-    goal = {FORWARD: case.forward_goal, BACKWARD: case.backward_goal}.get(direction)
-    if row is None or row.to_floor is None or direction == TRAIN:
-        return None
-    if goal is not None:
-        return row.tflops >= goal
-    return None if case.floor_goal is None else row.to_floor <= case.floor_goal
-
-
 def best_peer(result: Result, direction: str) -> Row | None:
     """The fastest of those beside us."""
     others = [row for row in result.rows if row.direction == direction and not row.reason and row.peer != OURS]
@@ -248,8 +237,6 @@ def table(result: Result) -> Iterator[str]:
             missing.setdefault((row.peer, row.reason), []).append(row.direction)
     for (name, reason), directions in missing.items():
         yield f"{name:16}  no {'time' if len(directions) == len(DIRECTIONS) else ' or '.join(directions)}: {reason}"
-    if (goal := goal_line(result)) is not None:
-        yield goal
     spent = ", ".join(f"{name} {seconds:.0f}" for name, seconds in result.preparation.items() if seconds >= 1)
     if spent:
         yield f"seconds to build and verify: {spent}"
@@ -266,18 +253,9 @@ def number(x: float | None) -> str:
     return "-" if x is None else f"{x:.2f}" if x < 999.5 else in_three_digits(x)
 
 
-def goal_line(result: Result) -> str | None:
-    case = result.case
-    verdicts = [reached(result, direction) for direction in (FORWARD, BACKWARD)]
-    if None in verdicts:
-        return None
-    wanted = f"{case.floor_goal} x floor" if case.floor_goal else f"{case.forward_goal} / {case.backward_goal} TFLOP/s"
-    return f"goal {wanted}: " + " / ".join("reached" if verdict else "missed" for verdict in verdicts)
-
-
 def summary(results: list[Result]) -> Iterator[str]:
-    """A line a case and direction: ds_sparse, whether it reaches its goal, and the fastest peer's time over ours."""
-    yield f"{'ds_sparse':24}{'':8} {'ms':>8} {'TFLOP/s':>8} {'x floor':>8} {'goal':>8} {'best peer':>20}"
+    """A line a case and direction: ds_sparse, and the fastest peer's time over ours."""
+    yield f"{'ds_sparse':24}{'':8} {'ms':>8} {'TFLOP/s':>8} {'x floor':>8} {'best peer':>20}"
     for result in results:
         for direction in (FORWARD, BACKWARD):
             row, best = result.row(OURS, direction), best_peer(result, direction)
@@ -285,10 +263,9 @@ def summary(results: list[Result]) -> Iterator[str]:
             if row is None:
                 yield f"{start} {'-':>8}"
                 continue
-            goal = {True: "reached", False: "missed", None: "-"}[reached(result, direction)]
             beside = f"{best.peer} {number(best.to_ours)}" if best else "-"
             yield (
-                f"{start} {in_three_digits(row.milliseconds):>8} {row.tflops:8.3g} {number(row.to_floor):>8} {goal:>8} "
+                f"{start} {in_three_digits(row.milliseconds):>8} {row.tflops:8.3g} {number(row.to_floor):>8} "
                 f"{beside:>20}"
             )
 
@@ -342,7 +319,6 @@ def record(result: Result) -> list[dict[str, Any]]:
         about
         | {"floor_ms": result.floors.get(row.direction), "l2_floor_ms": result.l2_floors.get(row.direction)}
         | asdict(row)
-        | {"goal_reached": reached(result, row.direction) if row.peer == OURS else None}
         for row in result.rows
     ]
 

@@ -369,8 +369,7 @@ def run_tokens(args: argparse.Namespace, device: torch.device) -> int:
             write(args.json, conditions, rows)
         show(*tokens.table(of_shape))
         results += of_shape
-    if args.device == "cpu":
-        show(*tokens.goals(results))
+    show(*tokens.ratios(results))
     failed = tokens.OURS in args.peers and any(result.row(tokens.OURS, machine.TRAIN) is None for result in results)
     return status_of(tokens.OURS, failed)
 

@@ -71,11 +71,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """What a device is measured on. Without a batch it is what `SCORES_ON_A_GPU` has room for, one sequence at least."""
 
-GOALS = {"sdd": 0.80, "softmax": 0.85, "dsd": 0.80, "dds": 0.80}
-"""The share of its floor that an operation is to reach on a GPU, in cases of `SHORTEST_MS` and more."""
-
-SHORTEST_MS = 0.05
-
 
 @dataclass(frozen=True)
 class Case:
@@ -391,16 +386,10 @@ def in_summary(row: Row | None) -> str:
 
 
 def verdicts(results: list[Result]) -> Iterator[str]:
-    """A line an operation and direction: in how many cases it is faster than the others, and where there are floors how
-    often it reaches its goal."""
+    """A line an operation and direction: in how many cases it is faster than the others."""
     for name, dense in DENSE.items():
         for direction in (FORWARD, BACKWARD):
-            ours = [row for result in results if (row := find(result.rows, name, direction)) is not None]
-            long = [row.to_floor for row in ours if row.to_floor and row.milliseconds >= SHORTEST_MS]
             said = []
-            if name in GOALS and long:
-                reached = sum(1 / to_floor >= GOALS[name] for to_floor in long)
-                said.append(f"{GOALS[name]:.0%} of its floor in {reached} of the {len(long)} cases of 50 us and more")
             for other in (dense, f"{BSR} {name}"):
                 pairs = [(find(r.rows, name, direction), find(r.rows, other, direction)) for r in results]
                 ratios = [theirs.milliseconds / mine.milliseconds for mine, theirs in pairs if mine and theirs]

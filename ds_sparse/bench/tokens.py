@@ -377,41 +377,21 @@ def beats_from(results: list[Result], name: str, other: str, direction: str) -> 
     return least
 
 
-GOALS = (
-    ("forward, of torch.sparse", TORCH_SPARSE, FORWARD, 2.0),
-    ("forward, of the C++ loop", LOOP, FORWARD, 5.0),
-    ("forward, of dense SDPA", SDPA, FORWARD, 1.0),
-    ("forward+backward, of torch.sparse", TORCH_SPARSE, TRAIN, 10.0),
-)
-"""What `sparse_attn` is to reach on a CPU in fp32 with D 64: how many times faster than whom."""
+def ratios(results: list[Result]) -> Iterator[str]:
+    """A line a step: its time over that of `sparse_attn`, the least and the largest of all cases."""
+    steps = dict.fromkeys(row.step for result in results for row in result.rows if row.to_ours and row.step != OURS)
+    if not steps:
+        return
+    yield f"over the time of {OURS}, least and largest of {len(results)} cases"
+    yield f"{'':16}" + "".join(f"{direction:>20}" for direction in DIRECTIONS)
+    for step in steps:
+        yield f"{step:16}" + "".join(f"{spread(results, step, direction):>20}" for direction in DIRECTIONS)
 
 
-def in_goal(result: Result, step: str) -> bool:
-    """Whether a goal speaks of the case: dense attention's from 90 % and 1024 tokens on, the others' where torch.sparse
-    takes 0.25 ms or more."""
-    case, slow = result.case, result.row(TORCH_SPARSE, FORWARD)
-    if case.dtype != "fp32" or case.head_dim != 64:
-        return False
-    if step == SDPA:
-        return case.seq_len >= 1024 and 1 - result.pairs / case.seq_len**2 >= 0.895
-    return slow is not None and slow.milliseconds >= 0.25
-
-
-def goals(results: list[Result]) -> Iterator[str]:
-    """A line a goal: in how many cases it is reached, and the case that is furthest from it."""
-    for name, step, direction, wanted in GOALS:
-        reached = [
-            (row.to_ours, result.case)
-            for result in results
-            if in_goal(result, step) and (row := result.row(step, direction)) is not None and row.to_ours is not None
-        ]
-        if reached:
-            least, case = min(reached, key=lambda pair: pair[0])
-            count = sum(times >= wanted for times, _ in reached)
-            yield (
-                f"{wanted:g} times as fast {name}: {count} of {len(reached)} cases; least {least:.1f} times, "
-                f"{describe(case)}"
-            )
+def spread(results: list[Result], step: str, direction: str) -> str:
+    rows = [result.row(step, direction) for result in results]
+    ratios = [row.to_ours for row in rows if row is not None and row.to_ours is not None]
+    return f"{in_three_digits(min(ratios))} - {in_three_digits(max(ratios))}" if ratios else "-"
 
 
 def record(result: Result) -> list[dict[str, Any]]:

@@ -60,7 +60,7 @@ def widest(lines):
 @pytest.mark.parametrize("number", WIDEST)
 def test_tables_of_attention_fit(number):
     name = max((case.small().name for case in (*cases.TABLE, *cases.BREAK_EVEN)), key=len)
-    case = dataclasses.replace(cases.TABLE[0], name=name, floor_goal=1.4)
+    case = dataclasses.replace(cases.TABLE[0], name=name)
     rows = [
         attention.Row(peer, direction, number, 1234.5, number, number, rounds=20)
         for peer, direction in itertools.product(peers.PEERS, DIRECTIONS)
