@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from .floors import Ceilings, Size
 from .machine import BACKWARD, DIRECTIONS, DTYPES, FORWARD, TRAIN, in_three_digits, in_turns
 from .peers import DENSE, OURS, PACKAGES, PEERS, Peer, Problem
 from .reasons import in_short
+from .runs import restored
 from .verification import attention_by_block_rows, output_and_gradients, random_tensors, require_as_accurate
 
 
@@ -205,6 +206,22 @@ def floors_of(
     return floors, {way: size.attention(way).l2_bytes / ceilings.l2_bytes_per_ms for way in ways}
 
 
+def report(results: Iterable[Result], break_even_with: str = "", grows: bool = False) -> Iterator[Iterable[str]]:
+    """What is printed: a table a result, as they come, and for each dtype the summary, and where they are asked for the
+    densities of `break_even` with a dense peer and the lengths of `growth`."""
+    seen = []
+    for result in results:
+        seen.append(result)
+        yield table(result)
+    for dtype in dict.fromkeys(result.dtype for result in seen):
+        of_dtype = [result for result in seen if result.dtype == dtype]
+        yield summary(of_dtype)
+        if break_even_with:
+            yield break_even(of_dtype, break_even_with)
+        if grows:
+            yield growth(of_dtype)
+
+
 def best_peer(result: Result, direction: str) -> Row | None:
     """The fastest of those beside us."""
     others = [row for row in result.rows if row.direction == direction and not row.reason and row.peer != OURS]
@@ -317,10 +334,53 @@ def record(result: Result) -> list[dict[str, Any]]:
     about = asdict(result.case) | {"dtype": result.dtype, "density": result.density}
     return [
         about
-        | {"floor_ms": result.floors.get(row.direction), "l2_floor_ms": result.l2_floors.get(row.direction)}
+        | {
+            "floor_ms": result.floors.get(row.direction),
+            "l2_floor_ms": result.l2_floors.get(row.direction),
+            "preparation_s": result.preparation.get(row.peer),
+        }
         | asdict(row)
         for row in result.rows
     ]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a row of the JSON has beside its case and its `Row`."""
+
+    dtype: str
+    density: float
+    direction: str
+    peer: str
+    floor_ms: float | None = None
+    l2_floor_ms: float | None = None
+    preparation_s: float | None = None
+
+
+def restore(rows: Sequence[Mapping[str, Any]]) -> list[Result]:
+    """The results whose `record` these are, one after the other.
+
+    Raises:
+        ValueError: a row lacks a field, or has one of another type.
+    """
+    results = []
+    for (case, dtype), group in groupby(rows, key=lambda row: (restored(Case, row), restored(Recorded, row).dtype)):
+        recorded, measured = [], []
+        for row in group:
+            recorded.append(restored(Recorded, row))
+            measured.append(restored(Row, row))
+        results.append(
+            Result(
+                case,
+                dtype,
+                recorded[0].density,
+                {row.direction: row.floor_ms for row in recorded if row.floor_ms is not None},
+                {row.direction: row.l2_floor_ms for row in recorded if row.l2_floor_ms is not None},
+                measured,
+                {row.peer: row.preparation_s for row in recorded if row.preparation_s is not None},
+            )
+        )
+    return results
 
 
 def versions() -> dict[str, str]:

@@ -7,9 +7,10 @@ or is wrong, is named with the reason.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from .floors import bytes_of_gathers, l2_read_rate
 from .machine import DTYPES, FORWARD, TRAIN, in_three_digits, in_turns, time_of
 from .plain_loop import plain_loop
 from .reasons import Unsupported
+from .runs import by_case, restored
 from .verification import attention_by_block_rows, output_and_gradients, random_tensors, require_as_accurate
 
 DIRECTIONS = (FORWARD, TRAIN)
@@ -325,6 +327,17 @@ def describe(case: Case) -> str:
     return f"T {case.seq_len}, d_model {case.d_model}, heads {case.heads}, {case.sparsity:.0%} sparse {case.pattern}"
 
 
+def report(results: Iterable[Iterable[Result]]) -> Iterator[Iterable[str]]:
+    """What is printed of results by shape and pattern: a table of each, as they come, and the `ratios` of all."""
+    seen = []
+    for of_shape in results:
+        some = list(of_shape)
+        seen += some
+        yield table(some)
+    if lines := list(ratios(seen)):
+        yield lines
+
+
 def table(results: list[Result]) -> Iterator[str]:
     """Lines of the results of one shape and pattern: milliseconds, a line a step and a column a sparsity, and who beats
     dense."""
@@ -397,6 +410,38 @@ def spread(results: list[Result], step: str, direction: str) -> str:
 def record(result: Result) -> list[dict[str, Any]]:
     """The rows with their case, flat, as they go into the JSON."""
     return [
-        asdict(result.case) | {"pairs": result.pairs, "l2_floor_ms": result.l2_floors.get(row.direction)} | asdict(row)
+        asdict(result.case)
+        | {
+            "pairs": result.pairs,
+            "l2_floor_ms": result.l2_floors.get(row.direction),
+            "operators": result.operators.get(row.step, []),
+        }
+        | asdict(row)
         for row in result.rows
     ]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a row of the JSON has beside its case and its `Row`."""
+
+    pairs: int
+    step: str
+    direction: str
+    l2_floor_ms: float | None = None
+    operators: list[str] = field(default_factory=list)
+
+
+def restore(rows: Sequence[dict[str, Any]]) -> list[list[Result]]:
+    """The results whose `record` these are, by shape and pattern.
+
+    Raises:
+        ValueError: a row lacks a field, or has one of another type.
+    """
+    results = []
+    for case, of_case in by_case(Case, rows):
+        recorded = [restored(Recorded, row) for row in of_case]
+        operators = {row.step: row.operators for row in recorded if row.operators}
+        floors = {row.direction: row.l2_floor_ms for row in recorded if row.l2_floor_ms is not None}
+        results.append(Result(case, recorded[0].pairs, [restored(Row, row) for row in of_case], operators, floors))
+    return [list(group) for _, group in groupby(results, key=lambda result: replace(result.case, sparsity=0))]

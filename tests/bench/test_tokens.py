@@ -164,14 +164,15 @@ def test_ratios_are_from_the_least_to_the_largest_of_the_cases():
     assert list(tokens.ratios([])) == []
 
 
-def test_command_prints_the_table_and_writes_the_rows(tmp_path, capsys):
+def test_command_prints_the_table_and_writes_the_rows(tmp_path, printed_again):
     path = tmp_path / "rows.json"
     arguments = (
         "bench tokens --seq-len 64 --heads 2,1 --head-dim 16 --sparsity 75,99 --peers masked,gather,sparse_attn "
-        "--repeats 2 --batch 2"
+        "--repeats 2 --batch 2 --profile 1"
     )
     assert main([*arguments.split(), "--json", str(path)]) == 0
-    printed = capsys.readouterr().out
+    printed = printed_again(path)
+    assert "over the time of sparse_attn, least and largest of 4 cases" in printed
     assert "beats masked from" in printed and "B 2, T 64, d_model 32, heads 2, random pairs, fp32" in printed
     rows = json.loads(path.read_text())["rows"]
     assert {(row["d_model"], row["sparsity"], row["step"]) for row in rows} == {
