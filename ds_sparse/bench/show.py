@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from . import command
+from . import command, markdown
 from .runs import Run, read, show
+
+Loaded = tuple[Run, argparse.Namespace, list[Any]]
+"""A run, the options that it was measured with, and its results."""
 
 
 class Options(argparse.ArgumentParser):
@@ -22,18 +26,24 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="ds_sparse bench show")
     parser.description = "Prints what runs printed, or tables for a page, from their files."
     parser.add_argument("files", nargs="+", metavar="FILE", help="written by ds_sparse bench OPERATION --json FILE")
+    parser.add_argument(
+        "--markdown", action="store_true", help="tables of an operation's runs together, as Markdown for a page"
+    )
     args = parser.parse_args(arguments)
     try:
         loaded = [load(path) for path in args.files]
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
+    if args.markdown:
+        print("\n\n".join(tables_of(loaded)))
+        return 0
     for run, options, results in loaded:
         show_run(run, options, results)
     return 0
 
 
-def load(path: str) -> tuple[Run, argparse.Namespace, list[Any]]:
+def load(path: str) -> Loaded:
     """A run, the options that it was measured with, and its results.
 
     Raises:
@@ -50,6 +60,20 @@ def load(path: str) -> tuple[Run, argparse.Namespace, list[Any]]:
         )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def tables_of(loaded: list[Loaded]) -> Iterator[str]:
+    """Tables in Markdown, and below them the runs that they are of: those of one operation are together."""
+    kinds: dict[tuple[str, bool, bool], list[Loaded]] = {}
+    for run, options, results in loaded:
+        kind = run.operation, getattr(options, "break_even", False), getattr(options, "growth", False)
+        kinds.setdefault(kind, []).append((run, options, results))
+    for together in kinds.values():
+        run, options, _ = together[0]
+        everything = [result for _, _, results in together for result in results]
+        for table in markdown.tables(run.operation, options, everything).values():
+            yield table.in_markdown()
+        yield "\n".join(markdown.source(run) for run, _, _ in together)
 
 
 def show_run(run: Run, options: argparse.Namespace, results: list[Any]) -> None:
