@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 from . import attention, bert_results, matmul, tokens, window
@@ -19,6 +19,9 @@ from .runs import Run
 
 STEPS = (tokens.OURS, tokens.TORCH_SPARSE, tokens.SDPA, tokens.FLEX, tokens.LOOP)
 """What a table of token pairs has a column of, as far as it was measured."""
+
+SHAPE = "B, H, T, D"
+"""A column that is left out where all rows have the same."""
 
 Pair = tuple[float | None, ...]
 """A number for each direction; None where there is none."""
@@ -37,18 +40,27 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
     def in_markdown(self) -> str:
-        lines = [self.heading, ["---"] * len(self.heading), *self.rows]
+        shapes = {row[self.heading.index(SHAPE)] for row in self.rows} if SHAPE in self.heading else set()
+        shown = [name != SHAPE or len(shapes) > 1 or len(self.rows) == 1 for name in self.heading]
+        lines = [list(compress(row, shown)) for row in (self.heading, ["---"] * len(self.heading), *self.rows)]
         table = "\n".join("".join(f"| {cell} ".replace("  ", " ") for cell in cells) + "|" for cells in lines)
         ways = [f"Numbers with a slash are {' / '.join(self.ways)}."] if self.ways else []
+        if not all(shown):
+            ways = [" ".join([*ways, f"{SHAPE} are {shapes.pop()}."])]
         notes = ["\n".join(f"- {note}" for note in self.notes)] if self.notes else []
         return "\n\n".join([table, *ways, *notes])
 
 
-def source(run: Run) -> str:
-    """Where, when and with which command a run was measured."""
-    about = (f"{run.conditions['machine']}, torch {run.conditions['torch']}", f"commit {run.conditions['commit']}")
-    driver = [f"driver {run.conditions['driver']}"] if "driver" in run.conditions else []
-    return ", ".join([about[0], *driver, about[1], run.conditions["date"]]) + f": `{run.command}`"
+def sources(runs: Sequence[Run], links: Sequence[str] = ()) -> str:
+    """Where and when runs were measured, a line each place, with their commands; links come after these."""
+    commands: dict[str, list[str]] = {}
+    for run, link in zip(runs, links or [""] * len(runs)):
+        about = run.conditions
+        driver = f", driver {about['driver']}" if "driver" in about else ""
+        where = f"{about['machine']}{driver}, torch {about['torch']}, commit {about['commit']}, {about['date']}"
+        printed = f" ([printed]({link}))" if link else ""
+        commands.setdefault(where, []).append(f"`{run.command}`{printed}")
+    return "\n\n".join(f"{where}: {', '.join(said)}" for where, said in commands.items())
 
 
 def pair(numbers: Iterable[float | None], write: Callable[[float], str] = in_three_digits) -> str:
@@ -75,10 +87,10 @@ def span(ratios: Iterable[float | None]) -> str:
 
 
 def spans(who: str, ours: str, pairs: Sequence[Pair], directions: Sequence[str]) -> Iterator[str]:
-    """A sentence of all rows: how many times as long as ours another takes."""
+    """A sentence of all rows, which begins with who takes how many times as long as ours."""
     said = [f"{text} times as long {way}" for text, way in zip(map(span, zip(*pairs)), directions) if text]
     if said:
-        yield f"{who} takes {', '.join(said)} as {ours}."
+        yield f"{who} {', '.join(said)} as {ours}."
 
 
 def milliseconds(rows: Iterable[Any]) -> Pair:
@@ -126,8 +138,8 @@ def attention_cases(results: list[attention.Result]) -> Table:
                 *(pair(ratios[peer][-1], ratio) for peer in peers),
             ]
         )
-    heading = ["layout, density", "B, H, T, D", "ms", "TFLOP/s", *(f"`{peer}` takes" for peer in peers)]
-    notes = [line for peer in peers for line in spans(f"`{peer}`", f"`{OURS}`", ratios[peer], ways)]
+    heading = ["layout, density", SHAPE, "ms", "TFLOP/s", *(f"`{peer}` takes" for peer in peers)]
+    notes = [line for peer in peers for line in spans(f"`{peer}` takes", f"`{OURS}`", ratios[peer], ways)]
     return Table(heading, lines, ways, notes)
 
 
@@ -155,7 +167,7 @@ def growth(results: list[attention.Result]) -> Table:
         ratios.append(over(now, half))
         shape = f"{case.batch}, {case.heads}, {case.head_dim}"
         lines.append([f"{case.seq_len:,}", shape, pair(now), pair(ratios[-1], lambda number: f"{number:.2f}")])
-    notes = list(spans("Twice the tokens", "half of them", ratios, DIRECTIONS))
+    notes = list(spans("Twice the tokens take", "half of them", ratios, DIRECTIONS))
     return Table(["tokens", "B, H, D", "ms", "times those of half the tokens"], lines, DIRECTIONS, notes)
 
 
@@ -166,7 +178,7 @@ def of_matmul(results: list[matmul.Result]) -> dict[str, Table]:
     if "attention" in names:
         layouts = [[*about(result, results), result.rows] for result in results]
         others = ["SDPA dense", "SDPA bool mask", "loop over block rows"]
-        found["attention"] = beside(("layout, density", "B, H, T, D"), layouts, "attention", others)
+        found["attention"] = beside(("layout, density", SHAPE), layouts, "attention", others)
     return found
 
 
@@ -188,9 +200,9 @@ def operations(results: list[matmul.Result], names: list[str]) -> Table:
     for name in names:
         for other in (matmul.DENSE[name], f"{matmul.BSR} {name}"):
             times = [[milliseconds(find(r.rows, who, way) for way in ways) for r in results] for who in (other, name)]
-            notes += spans(f"`{other}`", f"`{name}`", [over(*both) for both in zip(*times)], ways)
-    beside = ", of the floor" if any(map(matmul.has_floors, results)) else ""
-    return Table(["layout, density", "B, H, T, D", *(f"`{name}`, ms{beside}" for name in names)], lines, ways, notes)
+            notes += spans(f"`{other}` takes", f"`{name}`", [over(*both) for both in zip(*times)], ways)
+    beside = " (of the floor)" if any(map(matmul.has_floors, results)) else ""
+    return Table(["layout, density", SHAPE, *(f"`{name}`, ms{beside}" for name in names)], lines, ways, notes)
 
 
 def with_floor(rows: list[Row | None]) -> str:
@@ -212,7 +224,7 @@ def of_window(results: list[window.Result]) -> dict[str, Table]:
     ]
     names = dict.fromkeys(row.name for _, rows in results for row in rows if row.dense == window.DENSE_ATTENTION)
     others = [name for name in names if name not in ("window_attention", "attention in parts")]
-    start = ("window, each side", "B, H, T, D")
+    start = ("window, each side", SHAPE)
     return {
         "attention": beside(start, cases, "window_attention", others, window.DIRECTIONS),
         "products": window_products(start, cases),
@@ -230,7 +242,7 @@ def beside(
         for other in others:
             ratios[other].append(over(milliseconds(find(rows, other, way) for way in ways), mine))
         lines.append([*cells, pair(mine), *(pair(ratios[other][-1], ratio) for other in others)])
-    notes = [line for other in others for line in spans(other, f"`{ours}`", ratios[other], ways)]
+    notes = [line for other in others for line in spans(f"{other} takes", f"`{ours}`", ratios[other], ways)]
     return Table([*start, f"`{ours}`, ms", *(f"{other} takes" for other in others)], lines, ways, notes)
 
 
@@ -245,9 +257,11 @@ def window_products(start: Sequence[str], cases: list[list[Any]]) -> Table:
         found = [[find(rows, name, way) for way in ways] for *_, rows in cases]
         ratios = [tuple(None if row is None else 1 / row.to_dense for row in rows) for rows in found]
         dense = next((row.dense for rows in found for row in rows if row is not None), "")
-        notes += spans(f"`{dense}`", f"`{name}`", ratios, ways)
+        notes += spans(f"`{dense}` takes", f"`{name}`", ratios, ways)
     floors = any(row.to_floor for *_, rows in cases for row in rows)
-    return Table([*start, *(f"`{name}`, ms{', of the floor' if floors else ''}" for name in names)], lines, ways, notes)
+    return Table(
+        [*start, *(f"`{name}`, ms{' (of the floor)' if floors else ''}" for name in names)], lines, ways, notes
+    )
 
 
 def token_pairs(results: list[tokens.Result]) -> Table:
@@ -266,8 +280,8 @@ def token_pairs(results: list[tokens.Result]) -> Table:
     notes: list[str] = []
     for step in steps[1:] if tokens.OURS in steps else ():
         ratios = [over(*both) for both in zip(times[step], times[tokens.OURS])]
-        notes += spans(f"`{step}`", f"`{tokens.OURS}`", ratios, tokens.DIRECTIONS)
-    return Table(["B, H, T, D", "sparsity", *(f"`{step}`, ms" for step in steps)], lines, tokens.DIRECTIONS, notes)
+        notes += spans(f"`{step}` takes", f"`{tokens.OURS}`", ratios, tokens.DIRECTIONS)
+    return Table([SHAPE, "sparsity", *(f"`{step}`, ms" for step in steps)], lines, tokens.DIRECTIONS, notes)
 
 
 def of_bert(results: list[bert_results.Result]) -> dict[str, Table]:

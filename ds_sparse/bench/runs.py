@@ -127,6 +127,8 @@ def show(*lines: str) -> None:
     for line in lines:
         wrapped = [line]
         if len(line) > WIDTH:
-            wrapped = textwrap.wrap(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+            wrapped = textwrap.wrap(
+                line, WIDTH, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False
+            )
         print(*wrapped, sep="\n")
     sys.stdout.flush()

@@ -73,7 +73,7 @@ def tables_of(loaded: list[Loaded]) -> Iterator[str]:
         everything = [result for _, _, results in together for result in results]
         for table in markdown.tables(run.operation, options, everything).values():
             yield table.in_markdown()
-        yield "\n".join(markdown.source(run) for run, _, _ in together)
+        yield markdown.sources([run for run, _, _ in together])
 
 
 def show_run(run: Run, options: argparse.Namespace, results: list[Any]) -> None:

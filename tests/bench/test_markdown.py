@@ -106,8 +106,8 @@ def cells(text):
         (
             "attention",
             [
-                ["random, block 16, 5.0 %", "2, 4, 1024, 64", "1.00 / 2.00", "100 / 50", "3.5 / 3.5", ""],
-                ["random, block 64, 25 %", "2, 4, 1024, 64", "1.00 / 2.00", "100 / 50", "1.2 / 1.2", ""],
+                ["random, block 16, 5.0 %", "1.00 / 2.00", "100 / 50", "3.5 / 3.5", ""],
+                ["random, block 64, 25 %", "1.00 / 2.00", "100 / 50", "1.2 / 1.2", ""],
             ],
             "- `cudnn` takes 1.2 to 3.5 times as long forward, 1.2 to 3.5 times as long backward as `ds_sparse`.",
         ),
@@ -130,8 +130,8 @@ def cells(text):
         (
             "tokens",
             [
-                ["1, 2, 1000, 64", "90 %", "1.00 / 1.00", "2.00 / 2.00"],
-                ["1, 2, 1000, 64", "99 %", "1.00 / 1.00", "0.500 / 0.500"],
+                ["90 %", "1.00 / 1.00", "2.00 / 2.00"],
+                ["99 %", "1.00 / 1.00", "0.500 / 0.500"],
             ],
             "- `sdpa` takes 0.50 to 2.0 times as long forward, 0.50 to 2.0 times as long forward+backward as "
             "`sparse_attn`.",
@@ -153,6 +153,14 @@ def test_tables_say_what_the_rows_say(operation, rows, note):
     assert note in text.splitlines() or not note
 
 
+def test_a_shape_that_all_rows_have_is_said_once():
+    same, other = RESULTS["attention"], attention_result(random_case(16, 0.05, 2048), 3.5)
+    texts = [markdown.tables("attention", ALONE, results)["cases"].in_markdown() for results in (same, [*same, other])]
+    assert texts[0].startswith("| layout, density | ms |")
+    assert "Numbers with a slash are forward / backward. B, H, T, D are 2, 4, 1024, 64." in texts[0].splitlines()
+    assert texts[1].startswith("| layout, density | B, H, T, D | ms |") and "are 2, 4" not in texts[1]
+
+
 def test_break_even_and_growth_have_tables_of_their_own():
     crossed = [attention_result(random_case(16, density), dense) for density, dense in ((0.1, 4.0), (0.5, 0.25))]
     options = argparse.Namespace(break_even=True, growth=False, device="cuda")
@@ -166,10 +174,14 @@ def test_break_even_and_growth_have_tables_of_their_own():
     ]
 
 
-def test_the_source_names_machine_commit_day_and_command():
-    run = Run("window", ["--window", "64"], CONDITIONS)
-    said = "a GPU, torch 2.13, driver 580, commit abc, 2026-11-23: `ds_sparse bench window --window 64`"
-    assert markdown.source(run) == said
+def test_sources_name_machine_commit_day_and_commands():
+    runs = [Run("window", ["--window", "64"], CONDITIONS), Run("window", [], CONDITIONS | {"commit": "def"})]
+    runs.append(Run("tokens", [], CONDITIONS))
+    assert markdown.sources(runs, ["a", "b", "c"]).split("\n\n") == [
+        "a GPU, driver 580, torch 2.13, commit abc, 2026-11-23: `ds_sparse bench window --window 64` ([printed](a)), "
+        "`ds_sparse bench tokens` ([printed](c))",
+        "a GPU, driver 580, torch 2.13, commit def, 2026-11-23: `ds_sparse bench window` ([printed](b))",
+    ]
 
 
 def test_show_puts_runs_of_an_operation_into_one_table(tmp_path, capsys):
@@ -179,7 +191,8 @@ def test_show_puts_runs_of_an_operation_into_one_table(tmp_path, capsys):
         Run("tokens", ["--repeats", str(i + 1)], CONDITIONS).add(tokens.record(of_shape), paths[-1])
     assert main(["bench", "show", "--markdown", *paths]) == 0
     printed = capsys.readouterr().out
-    assert [row[1] for row in cells(printed)] == ["90 %", "99 %"]
-    assert printed.splitlines()[-2:] == [
-        f"a GPU, torch 2.13, driver 580, commit abc, 2026-11-23: `ds_sparse bench tokens --repeats {n}`" for n in (1, 2)
-    ]
+    assert [row[0] for row in cells(printed)] == ["90 %", "99 %"]
+    assert printed.splitlines()[-1] == (
+        "a GPU, driver 580, torch 2.13, commit abc, 2026-11-23: `ds_sparse bench tokens --repeats 1`, "
+        "`ds_sparse bench tokens --repeats 2`"
+    )
