@@ -81,7 +81,9 @@ def read(path: str) -> Run:
         raise ValueError(f"{path} is not JSON; give what ds_sparse bench OPERATION --json has written.") from None
     lacking = [name for name in NEEDED if not isinstance(data, dict) or name not in data]
     if lacking:
-        raise ValueError(f"{path} has no {', '.join(lacking)}; measure again: ds_sparse bench OPERATION --json {path}")
+        raise ValueError(
+            f"{path} has no {', '.join(lacking)}; give what ds_sparse bench OPERATION --json has written, of this version."
+        )
     own = ("operation", "arguments", "ceilings", "rows")
     try:
         return restored(Run, data | {"conditions": {name: data[name] for name in data if name not in own}})

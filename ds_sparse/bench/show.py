@@ -52,12 +52,12 @@ def load(path: str) -> Loaded:
     run = read(path)
     if run.operation not in command.RESULTS:
         raise ValueError(f"{path}: operation {run.operation!r} is not one of {', '.join(command.RESULTS)}.")
+    for number, row in enumerate(run.rows, 1):
+        if row.get("milliseconds") is None and not row.get("reason"):
+            raise ValueError(f"{path}: row {number} has neither milliseconds nor a reason.")
     try:
-        return (
-            run,
-            command.parse(run.operation, run.arguments, Options),
-            command.RESULTS[run.operation].restore(run.rows),
-        )
+        options = command.parse(run.operation, run.arguments, Options)
+        return run, options, command.RESULTS[run.operation].restore(run.rows)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

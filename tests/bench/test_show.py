@@ -43,9 +43,13 @@ def changed(path, change):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda run: run.pop("operation"), " has no operation; measure again: ds_sparse bench OPERATION --json "),
+        (
+            lambda run: run.pop("operation"),
+            " has no operation; give what ds_sparse bench OPERATION --json has written, of this version.",
+        ),
         (lambda run: run.update(operation="show"), ": operation 'show' is not one of matmul, attention, window"),
         (lambda run: run["rows"][0].pop("window"), ": window of a case: Field required."),
+        (lambda run: run["rows"][1].pop("milliseconds"), ": row 2 has neither milliseconds nor a reason."),
         (
             lambda run: run.update(arguments=["--speed", "3"]),
             ": ds_sparse bench window does not take the options of this run: unrecognized arguments: --speed 3.",
