@@ -82,7 +82,7 @@ def read(path: str) -> Run:
     lacking = [name for name in NEEDED if not isinstance(data, dict) or name not in data]
     if lacking:
         raise ValueError(
-            f"{path} has no {', '.join(lacking)}; give what ds_sparse bench OPERATION --json has written, of this version."
+            f"{path} has no {', '.join(lacking)}; give what this version of ds_sparse bench has written with --json."
         )
     own = ("operation", "arguments", "ceilings", "rows")
     try:

@@ -60,7 +60,10 @@ def test_a_row_gives_what_it_was_made_of():
     ("text", "sentence"),
     [
         ("garbage", "is not JSON; give what ds_sparse bench OPERATION --json has written."),
-        ("[]", "has no operation, arguments, machine, torch, commit, date, ceilings, rows; give what ds_sparse bench "),
+        (
+            "[]",
+            "has no operation, arguments, machine, torch, commit, date, ceilings, rows; give what this ",
+        ),
         ('{"machine": "", "torch": "", "commit": "", "rows": []}', "has no operation, arguments, date, ceilings; "),
     ],
 )

@@ -45,7 +45,7 @@ def changed(path, change):
     [
         (
             lambda run: run.pop("operation"),
-            " has no operation; give what ds_sparse bench OPERATION --json has written, of this version.",
+            " has no operation; give what this version of ds_sparse bench has written with --json.",
         ),
         (lambda run: run.update(operation="show"), ": operation 'show' is not one of matmul, attention, window"),
         (lambda run: run["rows"][0].pop("window"), ": window of a case: Field required."),
