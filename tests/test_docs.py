@@ -123,12 +123,6 @@ def test_tables_of_keys_are_those_of_the_structures():
     assert page == structure_keys.with_tables(page), "run website/structure_keys.py"
 
 
-def test_each_run_of_the_benchmarks_is_shown():
-    shown = re.findall(r'--8<-- "(.*)"', (ROOT / "docs" / "benchmark-runs.md").read_text())
-    results = (ROOT / "ds_sparse" / "bench" / "results").glob("*.txt")
-    assert sorted(shown) == sorted(str(file.relative_to(ROOT)) for file in results)
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 @pytest.mark.usefixtures("registry")
 @pytest.mark.filterwarnings("ignore::ds_sparse.SparsityWarning")

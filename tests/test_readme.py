@@ -1,4 +1,4 @@
-"""The README's own code does what the README says, and its links and figures are there."""
+"""The README's own code does what the README says, and its links lead to files."""
 
 import json
 import re
@@ -63,8 +63,3 @@ def test_the_operation():
 def test_links_lead_to_files():
     targets = re.findall(r'\]\(([^)#]+)(?:#[^)]*)?\)|src="([^"]+)"', README.read_text())
     assert targets and not [name for pair in targets for name in pair if name and not (ROOT / name).exists()]
-
-
-def test_figures_are_those_of_the_benchmarks():
-    figures = re.findall(r"^\| [\d,]+ \|.*$", README.read_text(), re.MULTILINE)
-    assert figures and set(figures) <= set((ROOT / "docs" / "benchmarks.md").read_text().splitlines())

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from .floors import Ceilings, Size
 from .machine import BACKWARD, DIRECTIONS, DTYPES, FORWARD, TRAIN, in_three_digits, in_turns
 from .peers import DENSE, OURS, PACKAGES, PEERS, Peer, Problem
 from .reasons import in_short
+from .runs import restored
 from .verification import attention_by_block_rows, output_and_gradients, random_tensors, require_as_accurate
 
 
@@ -205,15 +206,20 @@ def floors_of(
     return floors, {way: size.attention(way).l2_bytes / ceilings.l2_bytes_per_ms for way in ways}
 
 
-def reached(result: Result, direction: str) -> bool | None:
-    """Whether ds_sparse reaches the case's goal forward or backward; None without a goal or a time."""
-    case, row = result.case, result.row(OURS, direction)
-    goal = {FORWARD: case.forward_goal, BACKWARD: case.backward_goal}.get(direction)
-    if row is None or row.to_floor is None or direction == TRAIN:
-        return None
-    if goal is not None:
-        return row.tflops >= goal
-    return None if case.floor_goal is None else row.to_floor <= case.floor_goal
+def report(results: Iterable[Result], break_even_with: str = "", grows: bool = False) -> Iterator[Iterable[str]]:
+    """What is printed: a table a result, as they come, and for each dtype the summary, and where they are asked for the
+    densities of `break_even` with a dense peer and the lengths of `growth`."""
+    seen = []
+    for result in results:
+        seen.append(result)
+        yield table(result)
+    for dtype in dict.fromkeys(result.dtype for result in seen):
+        of_dtype = [result for result in seen if result.dtype == dtype]
+        yield summary(of_dtype)
+        if break_even_with:
+            yield break_even(of_dtype, break_even_with)
+        if grows:
+            yield growth(of_dtype)
 
 
 def best_peer(result: Result, direction: str) -> Row | None:
@@ -248,8 +254,6 @@ def table(result: Result) -> Iterator[str]:
             missing.setdefault((row.peer, row.reason), []).append(row.direction)
     for (name, reason), directions in missing.items():
         yield f"{name:16}  no {'time' if len(directions) == len(DIRECTIONS) else ' or '.join(directions)}: {reason}"
-    if (goal := goal_line(result)) is not None:
-        yield goal
     spent = ", ".join(f"{name} {seconds:.0f}" for name, seconds in result.preparation.items() if seconds >= 1)
     if spent:
         yield f"seconds to build and verify: {spent}"
@@ -266,18 +270,9 @@ def number(x: float | None) -> str:
     return "-" if x is None else f"{x:.2f}" if x < 999.5 else in_three_digits(x)
 
 
-def goal_line(result: Result) -> str | None:
-    case = result.case
-    verdicts = [reached(result, direction) for direction in (FORWARD, BACKWARD)]
-    if None in verdicts:
-        return None
-    wanted = f"{case.floor_goal} x floor" if case.floor_goal else f"{case.forward_goal} / {case.backward_goal} TFLOP/s"
-    return f"goal {wanted}: " + " / ".join("reached" if verdict else "missed" for verdict in verdicts)
-
-
 def summary(results: list[Result]) -> Iterator[str]:
-    """A line a case and direction: ds_sparse, whether it reaches its goal, and the fastest peer's time over ours."""
-    yield f"{'ds_sparse':24}{'':8} {'ms':>8} {'TFLOP/s':>8} {'x floor':>8} {'goal':>8} {'best peer':>20}"
+    """A line a case and direction: ds_sparse, and the fastest peer's time over ours."""
+    yield f"{'ds_sparse':24}{'':8} {'ms':>8} {'TFLOP/s':>8} {'x floor':>8} {'best peer':>20}"
     for result in results:
         for direction in (FORWARD, BACKWARD):
             row, best = result.row(OURS, direction), best_peer(result, direction)
@@ -285,10 +280,9 @@ def summary(results: list[Result]) -> Iterator[str]:
             if row is None:
                 yield f"{start} {'-':>8}"
                 continue
-            goal = {True: "reached", False: "missed", None: "-"}[reached(result, direction)]
             beside = f"{best.peer} {number(best.to_ours)}" if best else "-"
             yield (
-                f"{start} {in_three_digits(row.milliseconds):>8} {row.tflops:8.3g} {number(row.to_floor):>8} {goal:>8} "
+                f"{start} {in_three_digits(row.milliseconds):>8} {row.tflops:8.3g} {number(row.to_floor):>8} "
                 f"{beside:>20}"
             )
 
@@ -340,11 +334,53 @@ def record(result: Result) -> list[dict[str, Any]]:
     about = asdict(result.case) | {"dtype": result.dtype, "density": result.density}
     return [
         about
-        | {"floor_ms": result.floors.get(row.direction), "l2_floor_ms": result.l2_floors.get(row.direction)}
+        | {
+            "floor_ms": result.floors.get(row.direction),
+            "l2_floor_ms": result.l2_floors.get(row.direction),
+            "preparation_s": result.preparation.get(row.peer),
+        }
         | asdict(row)
-        | {"goal_reached": reached(result, row.direction) if row.peer == OURS else None}
         for row in result.rows
     ]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a row of the JSON has beside its case and its `Row`."""
+
+    dtype: str
+    density: float
+    direction: str
+    peer: str
+    floor_ms: float | None = None
+    l2_floor_ms: float | None = None
+    preparation_s: float | None = None
+
+
+def restore(rows: Sequence[Mapping[str, Any]]) -> list[Result]:
+    """The results whose `record` these are, one after the other.
+
+    Raises:
+        ValueError: a row lacks a field, or has one of another type.
+    """
+    results = []
+    for (case, dtype), group in groupby(rows, key=lambda row: (restored(Case, row), restored(Recorded, row).dtype)):
+        recorded, measured = [], []
+        for row in group:
+            recorded.append(restored(Recorded, row))
+            measured.append(restored(Row, row))
+        results.append(
+            Result(
+                case,
+                dtype,
+                recorded[0].density,
+                {row.direction: row.floor_ms for row in recorded if row.floor_ms is not None},
+                {row.direction: row.l2_floor_ms for row in recorded if row.l2_floor_ms is not None},
+                measured,
+                {row.peer: row.preparation_s for row in recorded if row.preparation_s is not None},
+            )
+        )
+    return results
 
 
 def versions() -> dict[str, str]:

@@ -7,8 +7,7 @@ dtype that is measured. This bench stands on the patch of models, above all othe
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from ..extras import optional_imports
 from ..layout import to_token_mask
 from ..models.sparsify import sparsify
 from ..modules.structured_attention import whole_blocks
+from .bert_results import Case, Row
 from .cases import IN_BERT, NO_ATTENTION
 from .machine import DTYPES, in_turns, timed
 from .reasons import in_short
@@ -28,9 +28,6 @@ from .verification import require_as_accurate
 with optional_imports():
     import transformers
     from transformers import AttentionInterface, BertConfig, BertForMaskedLM
-
-TOKENS = {"cpu": 2048, "cuda": 32768}
-"""In a step; one sequence where that is longer."""
 
 MODEL = {
     "cpu": {
@@ -56,43 +53,6 @@ LEAST_ERROR_ALLOWED = 1e-3
 """Relative; another layout makes a hundred times that. In fp32 the layers above differ by more than a few roundings."""
 
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Case:
-    """One line of the grid: sequences of `seq_len` tokens, `dropout` in attention and elsewhere.
-
-    Attributes:
-        predicts_all: logits of all tokens, as Transformers' model computes them; else of those with a label alone, as
-            bing_bert does.
-    """
-
-    seq_len: int
-    dropout: float
-    dtype: str
-    device: str
-    predicts_all: bool = True
-
-    @property
-    def batch(self) -> int:
-        return max(1, TOKENS[self.device] // self.seq_len)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One attention in one case; numbers are None where it was not measured, and `reason` says why.
-
-    Attributes:
-        of_ceiling: the time without any attention over this one.
-        peak_gib: memory on the GPU at its highest during the step, with model and gradients; None on a CPU.
-    """
-
-    attention: str
-    milliseconds: float | None = None
-    of_ceiling: float | None = None
-    peak_gib: float | None = None
-    rounds: int = 0
-    reason: str = ""
 
 
 def require_layouts(names: Sequence[str], seq_lens: Sequence[int]) -> None:
@@ -257,29 +217,6 @@ def value_as_it_is(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: A
 
 _VALUE, _MASKED = "ds_sparse_bench_value", "ds_sparse_bench_masked"
 AttentionInterface.register(_VALUE, value_as_it_is)
-
-
-def table(case: Case, rows: list[Row]) -> Iterator[str]:
-    """Lines: milliseconds of a step, the share of what it takes without attention, memory."""
-    rounds = max((row.rounds for row in rows), default=0)
-    yield (
-        f"{case.seq_len} tokens, {case.batch} {'sequences' if case.batch > 1 else 'sequence'}, "
-        f"dropout {case.dropout:g}, {case.dtype}{'' if case.predicts_all else ', labelled tokens predicted'}; "
-        f"medians of {rounds} rounds"
-    )
-    yield f"{'':16} {'ms':>9} {'of ceiling':>11} {'peak GiB':>9}"
-    for row in rows:
-        if row.reason:
-            yield f"{row.attention:16} no time: {row.reason}"
-            continue
-        share = "-" if row.of_ceiling is None else f"{row.of_ceiling:.0%}"
-        peak = "-" if row.peak_gib is None else f"{row.peak_gib:.1f}"
-        yield f"{row.attention:16} {row.milliseconds:9.1f} {share:>11} {peak:>9}"
-
-
-def record(case: Case, rows: list[Row]) -> list[dict[str, Any]]:
-    """The rows with their case, flat, as they go into the JSON."""
-    return [asdict(case) | {"batch": case.batch} | asdict(row) for row in rows]
 
 
 def versions() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The grid of `ds_sparse bench attention`, as data: shapes, layouts and goals; and the structures of `bench bert`."""
+"""The grid of `ds_sparse bench attention`, as data: shapes and layouts; and the structures of `bench bert`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ class Case:
     Attributes:
         structure: of `STRUCTURES`, all heads alike; or "random", where each head has a layout of its own.
         options: of the structure's configuration; for "random" the density.
-        forward_goal, backward_goal: TFLOP/s on live blocks, on an H200 in bf16.
-        floor_goal: the ratio to the floor that is to be reached both ways, where there are no such goals.
     """
 
     name: str
@@ -33,9 +31,6 @@ class Case:
     seq_len: int
     head_dim: int
     options: Mapping[str, Any] = field(default_factory=dict)
-    forward_goal: float | None = None
-    backward_goal: float | None = None
-    floor_goal: float | None = None
 
     def config(self, num_heads: int) -> SparsityConfig:
         """Of `STRUCTURES`."""
@@ -50,21 +45,12 @@ class Case:
         return self.config(self.heads).make_bool_layout(self.seq_len)
 
     def small(self, heads: int = 4, seq_len: int = 2048) -> Case:
-        """The case cut to one sequence, so many heads and tokens, without goals: for a CPU. Its name says the tokens
-        where they are fewer."""
+        """The case cut to one sequence, so many heads and tokens: for a CPU. Its name says the tokens where they
+        are fewer."""
         name = self.name
         if seq_len < self.seq_len:
             name = f"{name.removesuffix(in_k(self.seq_len))}{in_k(seq_len)}"
-        return replace(
-            self,
-            name=name,
-            batch=1,
-            heads=min(self.heads, heads),
-            seq_len=min(self.seq_len, seq_len),
-            forward_goal=None,
-            backward_goal=None,
-            floor_goal=None,
-        )
+        return replace(self, name=name, batch=1, heads=min(self.heads, heads), seq_len=min(self.seq_len, seq_len))
 
 
 def in_k(seq_len: int) -> str:
@@ -80,26 +66,26 @@ QUARTER = {"density": 0.25}
 
 # fmt: off
 TABLE = [
-    #    name                   structure    block B  H   T      D    options        forward backward x floor
-    Case("fixed-16",            "fixed",      16, 8, 16,  4096,  64, FIXED,         420, 380),
-    Case("fixed-16-16k",        "fixed",      16, 2, 16, 16384,  64, FIXED,         floor_goal=1.4),
-    Case("fixed-16-d128",       "fixed",      16, 8, 16,  4096, 128, FIXED,         floor_goal=1.4),
-    Case("fixed-32",            "fixed",      32, 8, 16,  4096,  64, FIXED,         floor_goal=1.4),
-    Case("fixed-32-d128",       "fixed",      32, 8, 16,  4096, 128, FIXED,         floor_goal=1.4),
-    Case("longformer-16",       "longformer", 16, 8, 16,  4096,  64, WINDOW,        floor_goal=1.4),
-    Case("longformer-32",       "longformer", 32, 8, 16,  4096,  64, WINDOW,        floor_goal=1.4),
-    Case("bigbird-16",          "bigbird",    16, 8, 16,  4096,  64, SMALL_BIGBIRD, floor_goal=3.0),
-    Case("bigbird-16-d128",     "bigbird",    16, 8, 16,  4096, 128, SMALL_BIGBIRD, floor_goal=3.0),
-    Case("bigbird-32",          "bigbird",    32, 8, 16,  4096,  64, SMALL_BIGBIRD, floor_goal=1.4),
-    Case("bigbird-64",          "bigbird",    64, 8, 16,  4096,  64, BIGBIRD,       430, 410),
-    Case("bigbird-64-16k",      "bigbird",    64, 2, 16, 16384,  64, BIGBIRD,       430, 410),
-    Case("bigbird-64-d128",     "bigbird",    64, 2, 16, 16384, 128, BIGBIRD,       520, 460),
-    Case("longformer-64",       "longformer", 64, 4, 16,  8192,  64, WINDOW,        450, 430),
-    Case("longformer-64-d128",  "longformer", 64, 4, 16,  8192, 128, WINDOW,        560, 500),
-    Case("longformer-128",      "longformer", 128, 2, 16, 16384,  64, WINDOW,       490, 470),
-    Case("longformer-128-d128", "longformer", 128, 2, 16, 16384, 128, WINDOW,       620, 560),
-    Case("random-64",           "random",     64, 4, 16,  8192,  64, QUARTER,       460, 430),
-    Case("random-128-d128",     "random",     128, 4, 16, 8192, 128, QUARTER,       640, 580),
+    #    name                   structure    block B  H   T      D    options
+    Case("fixed-16",            "fixed",      16, 8, 16,  4096,  64, FIXED),
+    Case("fixed-16-16k",        "fixed",      16, 2, 16, 16384,  64, FIXED),
+    Case("fixed-16-d128",       "fixed",      16, 8, 16,  4096, 128, FIXED),
+    Case("fixed-32",            "fixed",      32, 8, 16,  4096,  64, FIXED),
+    Case("fixed-32-d128",       "fixed",      32, 8, 16,  4096, 128, FIXED),
+    Case("longformer-16",       "longformer", 16, 8, 16,  4096,  64, WINDOW),
+    Case("longformer-32",       "longformer", 32, 8, 16,  4096,  64, WINDOW),
+    Case("bigbird-16",          "bigbird",    16, 8, 16,  4096,  64, SMALL_BIGBIRD),
+    Case("bigbird-16-d128",     "bigbird",    16, 8, 16,  4096, 128, SMALL_BIGBIRD),
+    Case("bigbird-32",          "bigbird",    32, 8, 16,  4096,  64, SMALL_BIGBIRD),
+    Case("bigbird-64",          "bigbird",    64, 8, 16,  4096,  64, BIGBIRD),
+    Case("bigbird-64-16k",      "bigbird",    64, 2, 16, 16384,  64, BIGBIRD),
+    Case("bigbird-64-d128",     "bigbird",    64, 2, 16, 16384, 128, BIGBIRD),
+    Case("longformer-64",       "longformer", 64, 4, 16,  8192,  64, WINDOW),
+    Case("longformer-64-d128",  "longformer", 64, 4, 16,  8192, 128, WINDOW),
+    Case("longformer-128",      "longformer", 128, 2, 16, 16384,  64, WINDOW),
+    Case("longformer-128-d128", "longformer", 128, 2, 16, 16384, 128, WINDOW),
+    Case("random-64",           "random",     64, 4, 16,  8192,  64, QUARTER),
+    Case("random-128-d128",     "random",     128, 4, 16, 8192, 128, QUARTER),
 ]
 """What is measured by default: the structures that people configure, and random blocks."""
 # fmt: on

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-import textwrap
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatch
 from itertools import product
 from pathlib import Path
@@ -18,16 +15,22 @@ import torch
 
 from ..arguments import positive
 from ..block_sizes import BLOCK_SIZES
-from . import attention, cases, floors, layouts, machine, matmul, peers, tokens, window
+from . import attention, bert_results, cases, floors, layouts, machine, matmul, peers, tokens, window
+from .runs import Run, show, without_json
 
 Case = TypeVar("Case")
-Measured = tuple[Iterable[str], list[dict[str, Any]]]
-"""A case's table, and its rows for the JSON."""
+
+RESULTS: dict[str, Any] = {
+    "matmul": matmul,
+    "attention": attention,
+    "window": window,
+    "tokens": tokens,
+    "bert": bert_results,
+}
+"""Operation to the module that makes rows of its results (`record`), results of rows (`restore`), and lines to print
+(`report`)."""
 
 BF16_ON_A_GPU = {"cpu": ["fp32"], "cuda": ["bf16"]}
-
-WIDTH = 120
-"""Of what is printed, in characters."""
 
 NO_FLOOR = (
     "A CPU has no floor: dense results of hundreds of megabytes get new memory at every call, which takes longer than "
@@ -37,15 +40,7 @@ NO_FLOOR = (
 
 def measure(operation: str, arguments: list[str]) -> int:
     """Runs `ds_sparse bench OPERATION ARGUMENTS` and returns its exit status."""
-    parser = argparse.ArgumentParser(prog=f"ds_sparse bench {operation}")
-    {
-        "matmul": add_matmul,
-        "attention": add_attention,
-        "window": add_window,
-        "tokens": add_tokens,
-        "bert": add_bert,
-    }[operation](parser)
-    args = parser.parse_args(arguments)
+    args = parse(operation, arguments)
     if args.device == "cuda" and not torch.cuda.is_available():
         print("--device cuda: torch finds no CUDA GPU; leave it out to measure the CPU.", file=sys.stderr)
         return 1
@@ -54,6 +49,32 @@ def measure(operation: str, arguments: list[str]) -> int:
         return 1
     args.dtype = args.dtype or args.dtype_of[args.device]
     return args.measure(args, torch.device(args.device))
+
+
+def parse(
+    operation: str, arguments: list[str], parser_type: type[argparse.ArgumentParser] = argparse.ArgumentParser
+) -> argparse.Namespace:
+    """The options of an operation; with it as `operation`, and as `arguments` those that say what is measured."""
+    parser = parser_type(prog=f"ds_sparse bench {operation}")
+    add = {
+        "matmul": add_matmul,
+        "attention": add_attention,
+        "window": add_window,
+        "tokens": add_tokens,
+        "bert": add_bert,
+    }
+    add[operation](parser)
+    parser.set_defaults(operation=operation, arguments=without_json(arguments))
+    return parser.parse_args(arguments)
+
+
+def show_report(args: argparse.Namespace, results: Iterable[Any]) -> None:
+    """Prints an operation's results, as they come."""
+    options: dict[str, Any] = {}
+    if args.operation == "attention":
+        options = {"break_even_with": peers.DENSE[args.device] if args.break_even else "", "grows": args.growth}
+    for lines in RESULTS[args.operation].report(results, **options):
+        show(*lines)
 
 
 def unwritable(path: str) -> str:
@@ -254,27 +275,21 @@ def run_matmul(args: argparse.Namespace, device: torch.device) -> int:
     for name, default in matmul.DEFAULTS[device.type].items():
         if getattr(args, name) is None:
             setattr(args, name, default)
-    results: list[matmul.Result] = []
 
-    def measured(case: matmul.Case) -> Measured:
-        results.append(matmul.run_case(case, args.operations, device, args.repeats, args.seconds))
-        return matmul.table(results[-1]), matmul.record(results[-1])
+    def measured(case: matmul.Case) -> matmul.Result:
+        return matmul.run_case(case, args.operations, device, args.repeats, args.seconds)
 
     grid = [
         case
         for heads, batch in product(args.heads, args.batch or [None])
         for case in matmul.grid(args.layout, args.block, args.dtype, args.seq_len, args.head_dim, heads, batch)
     ]
-    status = run_grid(args, device, grid, measured)
-    if results:
-        show(*matmul.summary(results), "", *matmul.verdicts(results))
-    return status
+    return run_grid(args, device, grid, measured)
 
 
 def run_window(args: argparse.Namespace, device: torch.device) -> int:
-    def measured(case: window.Case) -> Measured:
-        rows = window.run_case(case, args.peers, device, args.repeats, args.seconds)
-        return window.table(case, rows), window.record(case, rows)
+    def measured(case: window.Case) -> window.Result:
+        return case, window.run_case(case, args.peers, device, args.repeats, args.seconds)
 
     grid = [
         case
@@ -285,21 +300,22 @@ def run_window(args: argparse.Namespace, device: torch.device) -> int:
 
 
 def run_grid(
-    args: argparse.Namespace, device: torch.device, grid: Iterable[Case], measured: Callable[[Case], Measured]
+    args: argparse.Namespace, device: torch.device, grid: Iterable[Case], measured: Callable[[Case], Any]
 ) -> int:
     """Prints and writes case after case; one that is wrong or fails is the last."""
-    records: list[dict[str, Any]] = []
-    try:
-        conditions = say_conditions(device, args.dtype)
-        for case in grid:
-            lines, rows = measured(case)
-            show(*lines)
-            records += rows
-            write(args.json, conditions, records)
-    except (ValueError, ArithmeticError, RuntimeError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+    failures: list[Exception] = []
+
+    def results() -> Iterator[Any]:
+        try:
+            run = begin(args, device, args.dtype)
+            for case in grid:
+                yield keep(args, run, measured(case))
+        except (ValueError, ArithmeticError, RuntimeError) as error:
+            print(error, file=sys.stderr)
+            failures.append(error)
+
+    show_report(args, results())
+    return int(bool(failures))
 
 
 def run_attention(args: argparse.Namespace, device: torch.device) -> int:
@@ -318,25 +334,18 @@ def run_attention(args: argparse.Namespace, device: torch.device) -> int:
         # Cases that differ in what was cut away are one.
         chosen = list({case.name: case for case in small}.values())
     names = args.peers or default_peers(args)
-    conditions = say_conditions(device, args.dtype, **attention.versions())
-    results: list[attention.Result] = []
+    repeats = min(args.repeats, 3) if args.quick else args.repeats
+    run = begin(args, device, args.dtype, **attention.versions())
     failed = False
-    for dtype, case in product(args.dtype, chosen):
-        result = attention.run_case(
-            case, names, device, dtype, min(args.repeats, 3) if args.quick else args.repeats, args.seconds
-        )
-        results.append(result)
-        show(*attention.table(result))
-        write(args.json, conditions, [row for result in results for row in attention.record(result)])
-        if peers.OURS in names and result.row(peers.OURS, machine.TRAIN) is None:
-            failed = True
-    for dtype in args.dtype:
-        of_dtype = [result for result in results if result.dtype == dtype]
-        show(*attention.summary(of_dtype))
-        if args.break_even:
-            show(*attention.break_even(of_dtype, peers.DENSE[args.device]))
-        if args.growth:
-            show(*attention.growth(of_dtype))
+
+    def results() -> Iterator[attention.Result]:
+        nonlocal failed
+        for dtype, case in product(args.dtype, chosen):
+            result = attention.run_case(case, names, device, dtype, repeats, args.seconds)
+            failed |= peers.OURS in names and result.row(peers.OURS, machine.TRAIN) is None
+            yield keep(args, run, result)
+
+    show_report(args, results())
     return status_of(peers.OURS, failed)
 
 
@@ -357,21 +366,20 @@ def choose(grid: list[cases.Case], patterns: list[str]) -> list[cases.Case]:
 
 
 def run_tokens(args: argparse.Namespace, device: torch.device) -> int:
-    conditions = say_conditions(device)
-    results: list[tokens.Result] = []
-    shapes = product(args.dtype, args.pairs, args.seq_len, args.heads, args.head_dim, args.batch)
-    for dtype, pattern, seq_len, heads, head_dim, batch in shapes:
-        of_shape = []
+    run = begin(args, device)
+    failed = False
+
+    def results(shape: tuple[Any, ...]) -> Iterator[tokens.Result]:
+        nonlocal failed
+        dtype, pattern, seq_len, heads, head_dim, batch = shape
         for sparsity in args.sparsity:
             case = tokens.Case(seq_len, heads * head_dim, heads, sparsity, pattern, dtype, batch)
-            of_shape.append(tokens.run_case(case, args.peers, device, args.repeats, args.seconds, args.profile))
-            rows = [row for result in (*results, *of_shape) for row in tokens.record(result)]
-            write(args.json, conditions, rows)
-        show(*tokens.table(of_shape))
-        results += of_shape
-    if args.device == "cpu":
-        show(*tokens.goals(results))
-    failed = tokens.OURS in args.peers and any(result.row(tokens.OURS, machine.TRAIN) is None for result in results)
+            result = tokens.run_case(case, args.peers, device, args.repeats, args.seconds, args.profile)
+            failed |= tokens.OURS in args.peers and result.row(tokens.OURS, machine.TRAIN) is None
+            yield keep(args, run, result)
+
+    shapes = product(args.dtype, args.pairs, args.seq_len, args.heads, args.head_dim, args.batch)
+    show_report(args, map(results, shapes))
     return status_of(tokens.OURS, failed)
 
 
@@ -387,28 +395,21 @@ def run_bert(args: argparse.Namespace, device: torch.device) -> int:
     except ValueError as error:
         print(f"--seq-len: {error}", file=sys.stderr)
         return 1
-    conditions = say_conditions(device, **bert.versions())
-    records: list[dict[str, Any]] = []
+    run = begin(args, device, **bert.versions())
     failed = False
-    for dtype in args.dtype:
-        wrong = bert.wrong_ones(args.peers, dtype, device)
-        for seq_len in seq_lens:
-            case = bert.Case(seq_len, args.dropout, dtype, args.device, not args.labelled_only)
-            rows = bert.run_case(case, args.peers, wrong, device, args.repeats, args.seconds)
-            show(*bert.table(case, rows))
-            records += bert.record(case, rows)
-            write(args.json, conditions, records)
-            failed |= any(row.reason for row in rows if row.attention in cases.IN_BERT)
+
+    def results() -> Iterator[bert_results.Result]:
+        nonlocal failed
+        for dtype in args.dtype:
+            wrong = bert.wrong_ones(args.peers, dtype, device)
+            for seq_len in seq_lens:
+                case = bert_results.Case(seq_len, args.dropout, dtype, args.device, not args.labelled_only)
+                rows = bert.run_case(case, args.peers, wrong, device, args.repeats, args.seconds)
+                failed |= any(row.reason for row in rows if row.attention in cases.IN_BERT)
+                yield keep(args, run, (case, rows))
+
+    show_report(args, results())
     return status_of(peers.OURS, failed)
-
-
-def show(*lines: str) -> None:
-    """Prints an empty line and these. Sentences that are too long are wrapped; tables are narrower."""
-    print()
-    for line in lines:
-        wrapped = textwrap.wrap(line, WIDTH, subsequent_indent="    ") if len(line) > WIDTH else [line]
-        print(*wrapped, sep="\n")
-    sys.stdout.flush()
 
 
 def status_of(ours: str, failed: bool) -> int:
@@ -428,15 +429,19 @@ def default_peers(args: argparse.Namespace) -> list[str]:
     return [peers.OURS, "composition", "cudnn", "flash"] if args.quick else peers.ON_CUDA
 
 
-def say_conditions(device: torch.device, dtypes: Iterable[str] = (), **versions: str) -> dict[str, Any]:
-    """Prints what the numbers depend on, and the rates that a GPU has in these dtypes; returns it for the JSON."""
-    conditions: dict[str, Any] = machine.conditions(device) | versions
-    show(", ".join(f"{name} {value}" for name, value in conditions.items()))
-    for name in dtypes if device.type == "cuda" else ():
-        ceilings = floors.Ceilings.measure(device, machine.DTYPES[name])
-        print(f"measured here in {name}: {ceilings.in_words()}", flush=True)
-        conditions.setdefault("ceilings", {})[name] = asdict(ceilings)
-    return conditions
+def begin(args: argparse.Namespace, device: torch.device, dtypes: Iterable[str] = (), **versions: str) -> Run:
+    """Prints what the numbers depend on, and the rates that a GPU has in these dtypes."""
+    on_cuda = device.type == "cuda"
+    ceilings = {name: floors.Ceilings.measure(device, machine.DTYPES[name]) for name in dtypes if on_cuda}
+    run = Run(args.operation, args.arguments, machine.conditions(device) | versions, ceilings)
+    show(*run.heading())
+    return run
+
+
+def keep(args: argparse.Namespace, run: Run, result: Case) -> Case:
+    """The result, when its rows are written."""
+    run.add(RESULTS[args.operation].record(result), args.json)
+    return result
 
 
 def by_device(values: Mapping[str, object]) -> str:
@@ -450,13 +455,6 @@ def in_option(value: object) -> str:
     if value is None:
         return "as many as have 48 x 4096 x 4096 scores"
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def write(path: str | None, conditions: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """After every case, so that what was measured outlives what interrupts the rest."""
-    if path is not None:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({**conditions, "rows": rows}, file, indent=1)
 
 
 def listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:

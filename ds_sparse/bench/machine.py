@@ -6,6 +6,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
@@ -108,7 +109,8 @@ def conditions(device: torch.device) -> dict[str, str]:
     else:
         threads = torch.get_num_threads()
         described = {"machine": f"{processor()}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads"}
-    return described | {"torch": torch.__version__, "commit": commit()}
+    date = datetime.now(UTC).date().isoformat()
+    return described | {"torch": torch.__version__, "commit": commit(), "date": date}
 
 
 def driver() -> str:

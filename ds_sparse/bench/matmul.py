@@ -7,7 +7,7 @@ does not take a case, or is wrong, is named with the reason.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from .layouts import make_layout
 from .machine import BACKWARD, DIRECTIONS, DTYPES, FORWARD, in_three_digits
 from .operations import Competitor, Row, competitor, find, measure, without_time
 from .reasons import Unsupported, in_short
+from .runs import by_case, restored
 from .verification import random_tensors, require_as_accurate, require_same_meaning
 
 DENSE = {
@@ -70,11 +71,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 """What a device is measured on. Without a batch it is what `SCORES_ON_A_GPU` has room for, one sequence at least."""
-
-GOALS = {"sdd": 0.80, "softmax": 0.85, "dsd": 0.80, "dds": 0.80}
-"""The share of its floor that an operation is to reach on a GPU, in cases of `SHORTEST_MS` and more."""
-
-SHORTEST_MS = 0.05
 
 
 @dataclass(frozen=True)
@@ -322,6 +318,16 @@ def verify_ends(name: str, case: Case, layout: Tensor, output: Tensor, inputs: S
     require_as_accurate(f"output of {name}", ends(output), plain, exact, parts=2)
 
 
+def report(results: Iterable[Result]) -> Iterator[Iterable[str]]:
+    """What is printed: a table a result, as they come; then the summary, and who is faster how often."""
+    seen = []
+    for result in results:
+        seen.append(result)
+        yield table(result)
+    if seen:
+        yield [*summary(seen), "", *verdicts(seen)]
+
+
 def table(result: Result) -> Iterator[str]:
     """Lines: milliseconds, ratio to the dense competitor, on a GPU the share of the floor; the break-even densities.
 
@@ -391,16 +397,10 @@ def in_summary(row: Row | None) -> str:
 
 
 def verdicts(results: list[Result]) -> Iterator[str]:
-    """A line an operation and direction: in how many cases it is faster than the others, and where there are floors how
-    often it reaches its goal."""
+    """A line an operation and direction: in how many cases it is faster than the others."""
     for name, dense in DENSE.items():
         for direction in (FORWARD, BACKWARD):
-            ours = [row for result in results if (row := find(result.rows, name, direction)) is not None]
-            long = [row.to_floor for row in ours if row.to_floor and row.milliseconds >= SHORTEST_MS]
             said = []
-            if name in GOALS and long:
-                reached = sum(1 / to_floor >= GOALS[name] for to_floor in long)
-                said.append(f"{GOALS[name]:.0%} of its floor in {reached} of the {len(long)} cases of 50 us and more")
             for other in (dense, f"{BSR} {name}"):
                 pairs = [(find(r.rows, name, direction), find(r.rows, other, direction)) for r in results]
                 ratios = [theirs.milliseconds / mine.milliseconds for mine, theirs in pairs if mine and theirs]
@@ -414,3 +414,22 @@ def verdicts(results: list[Result]) -> Iterator[str]:
 def record(result: Result) -> list[dict[str, Any]]:
     """The rows with their case, flat, as they go into the JSON."""
     return [asdict(result.case) | {"density": result.density} | asdict(row) for row in result.rows]
+
+
+@dataclass(frozen=True)
+class Density:
+    """What a row of the JSON has beside its case and its `Row`."""
+
+    density: float
+
+
+def restore(rows: Sequence[dict[str, Any]]) -> list[Result]:
+    """The results whose `record` these are, one after the other.
+
+    Raises:
+        ValueError: a row lacks a field, or has one of another type.
+    """
+    return [
+        Result(case, restored(Density, of_case[0]).density, [restored(Row, row) for row in of_case])
+        for case, of_case in by_case(Case, rows)
+    ]

@@ -7,9 +7,10 @@ or is wrong, is named with the reason.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from .floors import bytes_of_gathers, l2_read_rate
 from .machine import DTYPES, FORWARD, TRAIN, in_three_digits, in_turns, time_of
 from .plain_loop import plain_loop
 from .reasons import Unsupported
+from .runs import by_case, restored
 from .verification import attention_by_block_rows, output_and_gradients, random_tensors, require_as_accurate
 
 DIRECTIONS = (FORWARD, TRAIN)
@@ -325,6 +327,17 @@ def describe(case: Case) -> str:
     return f"T {case.seq_len}, d_model {case.d_model}, heads {case.heads}, {case.sparsity:.0%} sparse {case.pattern}"
 
 
+def report(results: Iterable[Iterable[Result]]) -> Iterator[Iterable[str]]:
+    """What is printed of results by shape and pattern: a table of each, as they come, and the `ratios` of all."""
+    seen = []
+    for of_shape in results:
+        some = list(of_shape)
+        seen += some
+        yield table(some)
+    if lines := list(ratios(seen)):
+        yield lines
+
+
 def table(results: list[Result]) -> Iterator[str]:
     """Lines of the results of one shape and pattern: milliseconds, a line a step and a column a sparsity, and who beats
     dense."""
@@ -377,46 +390,58 @@ def beats_from(results: list[Result], name: str, other: str, direction: str) -> 
     return least
 
 
-GOALS = (
-    ("forward, of torch.sparse", TORCH_SPARSE, FORWARD, 2.0),
-    ("forward, of the C++ loop", LOOP, FORWARD, 5.0),
-    ("forward, of dense SDPA", SDPA, FORWARD, 1.0),
-    ("forward+backward, of torch.sparse", TORCH_SPARSE, TRAIN, 10.0),
-)
-"""What `sparse_attn` is to reach on a CPU in fp32 with D 64: how many times faster than whom."""
+def ratios(results: list[Result]) -> Iterator[str]:
+    """A line a step: its time over that of `sparse_attn`, the least and the largest of all cases."""
+    steps = dict.fromkeys(row.step for result in results for row in result.rows if row.to_ours and row.step != OURS)
+    if not steps:
+        return
+    yield f"over the time of {OURS}, least and largest of {len(results)} cases"
+    yield f"{'':16}" + "".join(f"{direction:>20}" for direction in DIRECTIONS)
+    for step in steps:
+        yield f"{step:16}" + "".join(f"{spread(results, step, direction):>20}" for direction in DIRECTIONS)
 
 
-def in_goal(result: Result, step: str) -> bool:
-    """Whether a goal speaks of the case: dense attention's from 90 % and 1024 tokens on, the others' where torch.sparse
-    takes 0.25 ms or more."""
-    case, slow = result.case, result.row(TORCH_SPARSE, FORWARD)
-    if case.dtype != "fp32" or case.head_dim != 64:
-        return False
-    if step == SDPA:
-        return case.seq_len >= 1024 and 1 - result.pairs / case.seq_len**2 >= 0.895
-    return slow is not None and slow.milliseconds >= 0.25
-
-
-def goals(results: list[Result]) -> Iterator[str]:
-    """A line a goal: in how many cases it is reached, and the case that is furthest from it."""
-    for name, step, direction, wanted in GOALS:
-        reached = [
-            (row.to_ours, result.case)
-            for result in results
-            if in_goal(result, step) and (row := result.row(step, direction)) is not None and row.to_ours is not None
-        ]
-        if reached:
-            least, case = min(reached, key=lambda pair: pair[0])
-            count = sum(times >= wanted for times, _ in reached)
-            yield (
-                f"{wanted:g} times as fast {name}: {count} of {len(reached)} cases; least {least:.1f} times, "
-                f"{describe(case)}"
-            )
+def spread(results: list[Result], step: str, direction: str) -> str:
+    rows = [result.row(step, direction) for result in results]
+    ratios = [row.to_ours for row in rows if row is not None and row.to_ours is not None]
+    return f"{in_three_digits(min(ratios))} - {in_three_digits(max(ratios))}" if ratios else "-"
 
 
 def record(result: Result) -> list[dict[str, Any]]:
     """The rows with their case, flat, as they go into the JSON."""
     return [
-        asdict(result.case) | {"pairs": result.pairs, "l2_floor_ms": result.l2_floors.get(row.direction)} | asdict(row)
+        asdict(result.case)
+        | {
+            "pairs": result.pairs,
+            "l2_floor_ms": result.l2_floors.get(row.direction),
+            "operators": result.operators.get(row.step, []),
+        }
+        | asdict(row)
         for row in result.rows
     ]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a row of the JSON has beside its case and its `Row`."""
+
+    pairs: int
+    step: str
+    direction: str
+    l2_floor_ms: float | None = None
+    operators: list[str] = field(default_factory=list)
+
+
+def restore(rows: Sequence[dict[str, Any]]) -> list[list[Result]]:
+    """The results whose `record` these are, by shape and pattern.
+
+    Raises:
+        ValueError: a row lacks a field, or has one of another type.
+    """
+    results = []
+    for case, of_case in by_case(Case, rows):
+        recorded = [restored(Recorded, row) for row in of_case]
+        operators = {row.step: row.operators for row in recorded if row.operators}
+        floors = {row.direction: row.l2_floor_ms for row in recorded if row.l2_floor_ms is not None}
+        results.append(Result(case, recorded[0].pairs, [restored(Row, row) for row in of_case], operators, floors))
+    return [list(group) for _, group in groupby(results, key=lambda result: replace(result.case, sparsity=0))]

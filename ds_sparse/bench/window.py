@@ -5,7 +5,7 @@ A case is data; `run_case` verifies it, times all competitors in turns in one pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..ops import unwindow_matmul, window_attention, window_matmul, window_softm
 from .floors import Size
 from .machine import DTYPES, FORWARD, TRAIN, in_three_digits
 from .operations import Competitor, Row, competitor, find, measure, without_time
+from .runs import by_case, restored
 from .verification import random_tensors, require_as_accurate, require_same_meaning
 
 VERIFIED_TOKENS, VERIFIED_HEADS = 1024, 2
@@ -53,6 +54,10 @@ class Case:
     @property
     def scale(self) -> float:
         return self.head_dim**-0.5
+
+
+Result = tuple[Case, list[Row]]
+"""A case, measured."""
 
 
 def grid(
@@ -239,6 +244,11 @@ def describe(case: Case) -> str:
     return f"window {case.window} {case.dtype}, T {case.seq_len}, density {case.density:.1%}"
 
 
+def report(results: Iterable[Result]) -> Iterator[Iterable[str]]:
+    """What is printed: a table a case, as they come."""
+    return (table(case, rows) for case, rows in results)
+
+
 def table(case: Case, rows: list[Row]) -> Iterator[str]:
     """Lines: milliseconds, ratio to the dense competitor, on a GPU ratio to the floor."""
     yield f"{describe(case)}, B {case.batch}, H {case.heads}, D {case.head_dim}; medians of {rows[0].rounds} rounds"
@@ -259,6 +269,16 @@ def cell(row: Row | None) -> str:
     return f"{in_three_digits(row.milliseconds):>9} {row.to_dense:8.3f}{floor}"
 
 
-def record(case: Case, rows: list[Row]) -> list[dict[str, Any]]:
+def record(result: Result) -> list[dict[str, Any]]:
     """The rows with their case, flat, as they go into the JSON."""
+    case, rows = result
     return [asdict(case) | {"density": case.density} | asdict(row) for row in rows]
+
+
+def restore(rows: Sequence[dict[str, Any]]) -> list[Result]:
+    """The results whose `record` these are, one after the other.
+
+    Raises:
+        ValueError: a row lacks a field, or has one of another type.
+    """
+    return [(case, [restored(Row, row) for row in of_case]) for case, of_case in by_case(Case, rows)]

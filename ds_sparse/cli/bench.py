@@ -10,15 +10,19 @@ OPERATIONS = {
     "tokens": "attention over token pairs, step by step",
     "bert": "a training step of BERT with sparse, dense and no attention",
 }
+SHOW = "show"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     width = max(map(len, OPERATIONS))
     parser.description = "Verifies an operation against float64, then times it beside its peers in the same process."
-    parser.epilog = "operations:\n" + "\n".join(f"  {name:{width}}  {line}" for name, line in OPERATIONS.items())
+    operations = "\n".join(f"  {name:{width}}  {line}" for name, line in OPERATIONS.items())
+    parser.epilog = f"operations:\n{operations}\n\n{SHOW} FILE...: prints runs again, from what --json FILE has written"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     # Optional for argparse, whose sentence would ask for `arguments` too.
-    parser.add_argument("operation", nargs="?", choices=OPERATIONS, metavar="operation", help=", ".join(OPERATIONS))
+    parser.add_argument(
+        "operation", nargs="?", choices=[*OPERATIONS, SHOW], metavar="operation", help=", ".join([*OPERATIONS, SHOW])
+    )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see: ds_sparse bench operation --help")
 
 
@@ -28,7 +32,11 @@ def run(args: argparse.Namespace) -> int:
             f"ds_sparse bench: name what to time: {', '.join(OPERATIONS)}. See ds_sparse bench --help", file=sys.stderr
         )
         return 2
-    # Here and not above: it imports torch, which help does without.
+    # Here and not above: they import torch, which help does without.
+    if args.operation == SHOW:
+        from ..bench.show import main
+
+        return main(args.arguments)
     from ..bench.command import measure
 
     return measure(args.operation, args.arguments)

@@ -1,5 +1,7 @@
 import pytest
 
+from ds_sparse.cli import main
+
 
 @pytest.fixture
 def spoil(monkeypatch):
@@ -16,3 +18,17 @@ def spoil(monkeypatch):
         monkeypatch.setattr(module, "our_operations", spoiled)
 
     return replace
+
+
+@pytest.fixture
+def printed_again(capsys):
+    """printed_again(path): what a run printed until now, which `show` prints again from its file, without a goal."""
+
+    def compare(path):
+        printed = capsys.readouterr().out
+        assert main(["bench", "show", str(path)]) == 0
+        assert capsys.readouterr().out == printed
+        assert "goal" not in printed
+        return printed
+
+    return compare

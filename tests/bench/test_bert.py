@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ds_sparse.bench import bert, cases
+from ds_sparse.bench import bert, bert_results, cases
 from ds_sparse.cli import main
 
 CPU = torch.device("cpu")
-CASE = bert.Case(seq_len=1024, dropout=0.0, dtype="fp32", device="cpu")
-SHORT = bert.Case(seq_len=64, dropout=0.3, dtype="fp32", device="cpu")
+CASE = bert_results.Case(seq_len=1024, dropout=0.0, dtype="fp32", device="cpu")
+SHORT = bert_results.Case(seq_len=64, dropout=0.3, dtype="fp32", device="cpu")
 
 
 def measured(case, *names, device=CPU):
@@ -83,10 +83,10 @@ def test_what_fails_is_named_in_the_table(monkeypatch, fails):
     monkeypatch.setattr(bert, fails, out_of_memory)
     rows = list(measured(CASE, "sdpa").values())
     assert [row.reason for row in rows] == ["RuntimeError: out of memory"] * 2
-    assert [line.split()[1:3] for line in list(bert.table(CASE, rows))[2:]] == [["no", "time:"]] * 2
+    assert [line.split()[1:3] for line in list(bert_results.table(CASE, rows))[2:]] == [["no", "time:"]] * 2
 
 
-def test_command_prints_a_table_and_writes_the_rows(tmp_path, capsys):
+def test_command_prints_a_table_and_writes_the_rows(tmp_path, printed_again):
     path = tmp_path / "rows.json"
     arguments = (
         "bench bert --seq-len 1024,2048 --peers bigbird-64 --dropout 0.1 --labelled-only --repeats 3 --seconds 1"
@@ -97,7 +97,7 @@ def test_command_prints_a_table_and_writes_the_rows(tmp_path, capsys):
         (1024, 2, "none"), (1024, 2, "bigbird-64"), (2048, 1, "none"), (2048, 1, "bigbird-64"),
     ]  # fmt: skip
     assert {row["predicts_all"] for row in written["rows"]} == {False} and written["transformers"]
-    printed = capsys.readouterr().out
+    printed = printed_again(path)
     assert "of ceiling" in printed and "labelled tokens predicted" in printed
 
 
@@ -127,7 +127,7 @@ def test_dropout_is_a_probability(capsys, dropout):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
 def test_peak_memory_is_that_of_one_model_and_its_step():
-    device, case = torch.device("cuda"), bert.Case(seq_len=2048, dropout=0.0, dtype="bf16", device="cuda")
+    device, case = torch.device("cuda"), bert_results.Case(seq_len=2048, dropout=0.0, dtype="bf16", device="cuda")
     alone, beside = measured(case, "bigbird-64", device=device), measured(case, "sdpa", "bigbird-64", device=device)
     # Parameters and gradients of BERT-base alone are 0.4 GiB.
     assert 0.4 < alone["bigbird-64"].peak_gib == pytest.approx(beside["bigbird-64"].peak_gib, rel=0.1)

@@ -5,9 +5,10 @@ import itertools
 
 import pytest
 
-from ds_sparse.bench import attention, bert, cases, command, layouts, matmul, peers, tokens, window
+from ds_sparse.bench import attention, bert_results, cases, layouts, matmul, peers, tokens, window
 from ds_sparse.bench.machine import DIRECTIONS, FORWARD, TRAIN
 from ds_sparse.bench.operations import Row
+from ds_sparse.bench.runs import WIDTH
 from ds_sparse.cli import main
 
 OPERATIONS = ("matmul", "attention", "window", "tokens", "bert")
@@ -60,15 +61,15 @@ def widest(lines):
 @pytest.mark.parametrize("number", WIDEST)
 def test_tables_of_attention_fit(number):
     name = max((case.small().name for case in (*cases.TABLE, *cases.BREAK_EVEN)), key=len)
-    case = dataclasses.replace(cases.TABLE[0], name=name, floor_goal=1.4)
+    case = dataclasses.replace(cases.TABLE[0], name=name)
     rows = [
         attention.Row(peer, direction, number, 1234.5, number, number, rounds=20)
         for peer, direction in itertools.product(peers.PEERS, DIRECTIONS)
     ]
     result = attention.Result(case, "bf16", 0.25, dict.fromkeys(DIRECTIONS, number), {}, rows, {})
-    assert len(widest(list(attention.table(result))[2:])) <= command.WIDTH
-    assert len(widest(attention.summary([result]))) <= command.WIDTH
-    assert len(widest(attention.growth([result]))) <= command.WIDTH
+    assert len(widest(list(attention.table(result))[2:])) <= WIDTH
+    assert len(widest(attention.summary([result]))) <= WIDTH
+    assert len(widest(attention.growth([result]))) <= WIDTH
 
 
 @pytest.mark.parametrize("number", WIDEST)
@@ -81,10 +82,10 @@ def test_tables_of_matmul_fit(number):
     ]
     result = matmul.Result(case, 0.25, rows)
     is_table = [line for line in matmul.table(result) if not line.startswith("break-even")][1:]
-    assert len(widest(is_table)) <= command.WIDTH
-    assert len(widest(matmul.summary([result]))) <= command.WIDTH
+    assert len(widest(is_table)) <= WIDTH
+    assert len(widest(matmul.summary([result]))) <= WIDTH
     of_cpu = [dataclasses.replace(row, to_dense=12.34, to_floor=None) for row in rows]
-    assert len(widest(matmul.summary([matmul.Result(case, 0.25, of_cpu)]))) <= command.WIDTH
+    assert len(widest(matmul.summary([matmul.Result(case, 0.25, of_cpu)]))) <= WIDTH
 
 
 @pytest.mark.parametrize("number", WIDEST)
@@ -94,7 +95,7 @@ def test_tables_of_tokens_fit(number):
         rows = [tokens.Row(step, direction, number) for step in tokens.STEPS for direction in (FORWARD, TRAIN)]
         case = tokens.Case(1 << 20, 768, 12, sparsity)
         results.append(tokens.Result(case, 1 << 38, rows, {}, {FORWARD: number, TRAIN: number}))
-    assert len(widest(line for line in tokens.table(results) if not line.startswith("beats"))) <= command.WIDTH
+    assert len(widest(line for line in tokens.table(results) if not line.startswith("beats"))) <= WIDTH
 
 
 @pytest.mark.parametrize("number", WIDEST)
@@ -103,14 +104,7 @@ def test_tables_of_window_and_bert_fit(number):
         Row("attention in parts", direction, "", number, number, number, number, "memory", 20)
         for direction in DIRECTIONS
     ]
-    assert len(widest(window.table(window.Case(1 << 20, 65536, "bf16", 128, 128, 128), rows))) <= command.WIDTH
-    case = bert.Case(1 << 20, 0.125, "bf16", "cuda", predicts_all=False)
-    of_bert = [bert.Row(name, number, number, number, rounds=20) for name in cases.BERT_ATTENTIONS]
-    assert len(widest(bert.table(case, of_bert))) <= command.WIDTH
-
-
-def test_long_sentences_are_wrapped_and_tables_stand(capsys):
-    command.show("a sentence " * 20, f"{'':30}heading")
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "" and lines[-1] == f"{'':30}heading"
-    assert max(map(len, lines)) <= command.WIDTH and lines[2].startswith("    a sentence")
+    assert len(widest(window.table(window.Case(1 << 20, 65536, "bf16", 128, 128, 128), rows))) <= WIDTH
+    case = bert_results.Case(1 << 20, 0.125, "bf16", "cuda", predicts_all=False)
+    of_bert = [bert_results.Row(name, number, number, number, rounds=20) for name in cases.BERT_ATTENTIONS]
+    assert len(widest(bert_results.table(case, of_bert))) <= WIDTH

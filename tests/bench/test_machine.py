@@ -47,7 +47,7 @@ def test_what_is_called_in_a_direction(direction, forwards, backwards):
 
 def test_conditions_name_the_machine():
     conditions = machine.conditions(torch.device("cpu"))
-    assert set(conditions) == {"machine", "torch", "commit"}
+    assert set(conditions) == {"machine", "torch", "commit", "date"}
     assert f"{torch.get_num_threads()} threads" in conditions["machine"]
 
 

@@ -153,24 +153,26 @@ def test_from_which_sparsity_on_a_step_beats_dense():
     assert tokens.beats_from(results(times), tokens.OURS, tokens.DENSE, TRAIN) == "-"
 
 
-def test_goals_are_counted_where_they_apply():
+def test_ratios_are_from_the_least_to_the_largest_of_the_cases():
     times = {tokens.OURS: [2.0, 0.5, 0.1], tokens.TORCH_SPARSE: [5.0, 0.9, 0.2], tokens.SDPA: [1.0, 1.0, 1.0]}
-    lines = list(tokens.goals(results(times)))
-    place = "T 1024, d_model 64, heads 1, 90% sparse random"
-    assert lines == [
-        f"2 times as fast forward, of torch.sparse: 1 of 2 cases; least 1.8 times, {place}",
-        f"1 times as fast forward, of dense SDPA: 2 of 2 cases; least 2.0 times, {place}",
-    ]
+    heading, directions, *lines = tokens.ratios(results(times))
+    assert heading == "over the time of sparse_attn, least and largest of 3 cases"
+    assert directions.split() == list(tokens.DIRECTIONS)
+    assert [line.split() for line in lines] == [
+        ["torch.sparse", "1.80", "-", "2.50", "-"], ["sdpa", "0.500", "-", "10.0", "-"],
+    ]  # fmt: skip
+    assert list(tokens.ratios([])) == []
 
 
-def test_command_prints_the_table_and_writes_the_rows(tmp_path, capsys):
+def test_command_prints_the_table_and_writes_the_rows(tmp_path, printed_again):
     path = tmp_path / "rows.json"
     arguments = (
         "bench tokens --seq-len 64 --heads 2,1 --head-dim 16 --sparsity 75,99 --peers masked,gather,sparse_attn "
-        "--repeats 2 --batch 2"
+        "--repeats 2 --batch 2 --profile 1"
     )
     assert main([*arguments.split(), "--json", str(path)]) == 0
-    printed = capsys.readouterr().out
+    printed = printed_again(path)
+    assert "over the time of sparse_attn, least and largest of 4 cases" in printed
     assert "beats masked from" in printed and "B 2, T 64, d_model 32, heads 2, random pairs, fp32" in printed
     rows = json.loads(path.read_text())["rows"]
     assert {(row["d_model"], row["sparsity"], row["step"]) for row in rows} == {

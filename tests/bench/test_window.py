@@ -81,7 +81,7 @@ def test_a_wrong_peer_is_not_timed(monkeypatch, capsys):
     assert "output of sliding chunks, batch 0, head" in capsys.readouterr().err
 
 
-def test_command_prints_a_table_and_writes_the_rows(tmp_path, capsys):
+def test_command_prints_a_table_and_writes_the_rows(tmp_path, printed_again):
     path = tmp_path / "rows.json"
     arguments = "bench window --dtype fp32,bf16 --seq-len 64,100 --window 8 --heads 2 --repeats 2 --peers sdpa-mask"
     assert main([*arguments.split(), "--json", str(path)]) == 0
@@ -90,5 +90,5 @@ def test_command_prints_a_table_and_writes_the_rows(tmp_path, capsys):
         (n, dtype) for n in (64, 100) for dtype in ("fp32", "bf16")
     }
     assert written["torch"] == torch.__version__
-    printed = capsys.readouterr().out
+    printed = printed_again(path)
     assert "floor" not in printed and "threads" in printed and "SDPA band mask" in printed

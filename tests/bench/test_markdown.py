@@ -1,0 +1,198 @@
+"""Tables for pages: they are well-formed, and say what the rows say."""
+
+import argparse
+import re
+
+import pytest
+
+from ds_sparse.bench import attention, bert_results, markdown, matmul, tokens, window
+from ds_sparse.bench.cases import Case
+from ds_sparse.bench.machine import BACKWARD, DIRECTIONS, FORWARD, TRAIN
+from ds_sparse.bench.operations import Row
+from ds_sparse.bench.runs import Run
+from ds_sparse.cli import main
+
+CONDITIONS = {"machine": "a GPU", "driver": "580", "torch": "2.13", "commit": "abc", "date": "2026-11-23"}
+ALONE = argparse.Namespace(break_even=False, growth=False)
+
+
+def attention_result(case, dense, ms=1.0):
+    """Forward in `ms`, backward in twice that, the dense peer in `dense` times that."""
+    times = {FORWARD: ms, BACKWARD: 2 * ms, TRAIN: 3 * ms}
+    rows = [
+        attention.Row(peer, way, factor * time, 100 / time, 1.0, factor, 3)
+        for peer, factor in (("ds_sparse", 1), ("cudnn", dense))
+        for way, time in times.items()
+    ]
+    rows.append(attention.Row("vsa", FORWARD, reason="blocks of 64 only"))
+    return attention.Result(case, "bf16", case.options["density"], {}, {}, rows, {})
+
+
+def random_case(block, density, seq_len=1024):
+    return Case("", "random", block, 2, 4, seq_len, 64, {"density": density})
+
+
+def operation_rows(names, ours, dense, to_floor=None, ways=DIRECTIONS):
+    """Ours in 1 ms, each dense one in `dense`, in all directions."""
+    rows = [Row(ours, way, names[0], 1.0, 1 / dense, to_floor and 1.0, to_floor, "copy", 3) for way in ways]
+    return rows + [Row(name, way, names[0], dense, 1.0, rounds=3) for name in names for way in ways]
+
+
+RESULTS = {
+    "attention": [attention_result(random_case(16, 0.05), 3.5), attention_result(random_case(64, 0.25), 1.25)],
+    "matmul": [
+        matmul.Result(
+            matmul.Case("fixed", 16, "bf16"),
+            0.25,
+            [
+                *operation_rows(["dense q @ k^T"], "sdd", 2.5, to_floor=1.25),
+                *operation_rows(["SDPA dense", "SDPA bool mask"], "attention", 4.0),
+            ],
+        )
+    ],
+    "window": [
+        (
+            window.Case(4096, 64, "bf16"),
+            [
+                *operation_rows(["SDPA dense", "FlexAttention"], "window_attention", 8.0, ways=window.DIRECTIONS),
+                *operation_rows(["dense q @ k^T"], "window_matmul", 20.0, 1.6, window.DIRECTIONS),
+            ],
+        )
+    ],
+    "tokens": [
+        [
+            tokens.Result(
+                tokens.Case(1000, 128, 2, sparsity),
+                pairs,
+                [
+                    tokens.Row(step, way, ms)
+                    for step, ms in (("sparse_attn", 1.0), ("sdpa", ms), ("gather", 9.0))
+                    for way in tokens.DIRECTIONS
+                ],
+                {},
+                {},
+            )
+            for sparsity, pairs, ms in ((0.9, 100_000, 2.0), (0.99, 10_000, 0.5))
+        ]
+    ],
+    "bert": [
+        (
+            bert_results.Case(8192, 0.1, "bf16", "cuda", predicts_all=False),
+            [
+                bert_results.Row("none", 60.0, 1.0, 15.1, 3),
+                bert_results.Row("sdpa", 150.0, 0.4, 15.2, 3),
+                bert_results.Row("bigbird-64", reason="out of memory"),
+            ],
+        )
+    ],
+}  # fmt: skip
+
+
+def cells(text):
+    """The rows of the tables of a text, after it was seen that each is as wide as its heading."""
+    tables = re.findall(r"(?:^\|.*\|\n)+", f"{text}\n", re.MULTILINE)
+    rows = []
+    for table in tables:
+        heading, line, *body = [[cell.strip() for cell in row[1:-1].split("|")] for row in table.splitlines()]
+        assert line == ["---"] * len(heading)
+        assert body and all(len(row) == len(heading) for row in body)
+        rows += body
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("operation", "rows", "note"),
+    [
+        (
+            "attention",
+            [
+                ["random, block 16, 5.0 %", "1.00 / 2.00", "100 / 50", "3.5 / 3.5", ""],
+                ["random, block 64, 25 %", "1.00 / 2.00", "100 / 50", "1.2 / 1.2", ""],
+            ],
+            "- `cudnn` takes 1.2 to 3.5 times as long forward, 1.2 to 3.5 times as long backward as `ds_sparse`.",
+        ),
+        (
+            "matmul",
+            [
+                ["fixed, block 16, 25 %", "1, 12, 2048, 64", "1.00 / 1.00 (80 / 80 %)"],
+                ["fixed, block 16, 25 %", "1, 12, 2048, 64", "1.00 / 1.00", "4.0 / 4.0", "4.0 / 4.0", ""],
+            ],
+            "- `dense q @ k^T` takes 2.5 times as long forward, 2.5 times as long backward as `sdd`.",
+        ),
+        (
+            "window",
+            [
+                ["64", "1, 4, 4096, 64", "1.00 / 1.00", "8.0 / 8.0", "8.0 / 8.0"],
+                ["64", "1, 4, 4096, 64", "1.00 / 1.00 (62 / 62 %)", "", ""],
+            ],
+            "- `dense q @ k^T` takes 20 times as long forward, 20 times as long forward+backward as `window_matmul`.",
+        ),
+        (
+            "tokens",
+            [
+                ["90 %", "1.00 / 1.00", "2.00 / 2.00"],
+                ["99 %", "1.00 / 1.00", "0.500 / 0.500"],
+            ],
+            "- `sdpa` takes 0.50 to 2.0 times as long forward, 0.50 to 2.0 times as long forward+backward as "
+            "`sparse_attn`.",
+        ),
+        (
+            "bert",
+            [
+                ["8,192, dropout 0.1, logits of labelled tokens alone", "60.0", "150 (40 %)", ""],
+                ["8,192, dropout 0.1, logits of labelled tokens alone", "15.1", "15.2", ""],
+            ],
+            "",
+        ),
+    ],
+)  # fmt: skip
+def test_tables_say_what_the_rows_say(operation, rows, note):
+    tables = markdown.tables(operation, ALONE, RESULTS[operation])
+    text = "\n\n".join(table.in_markdown() for table in tables.values())
+    assert cells(text) == rows
+    assert note in text.splitlines() or not note
+
+
+def test_a_shape_that_all_rows_have_is_said_once():
+    same, other = RESULTS["attention"], attention_result(random_case(16, 0.05, 2048), 3.5)
+    texts = [markdown.tables("attention", ALONE, results)["cases"].in_markdown() for results in (same, [*same, other])]
+    assert texts[0].startswith("| layout, density | ms |")
+    assert "Numbers with a slash are forward / backward. B, H, T, D are 2, 4, 1024, 64." in texts[0].splitlines()
+    assert texts[1].startswith("| layout, density | B, H, T, D | ms |") and "are 2, 4" not in texts[1]
+
+
+def test_break_even_and_growth_have_tables_of_their_own():
+    crossed = [attention_result(random_case(16, density), dense) for density, dense in ((0.1, 4.0), (0.5, 0.25))]
+    options = argparse.Namespace(break_even=True, growth=False, device="cuda")
+    (table,) = markdown.tables("attention", options, crossed).values()
+    assert cells(table.in_markdown()) == [["16", "0.30", "0.30", "0.30"]]
+    longer = [attention_result(random_case(16, 0.1, tokens), 1.0, ms) for tokens, ms in ((1024, 1.0), (2048, 2.1))]
+    (table,) = markdown.tables("attention", argparse.Namespace(break_even=False, growth=True), longer).values()
+    assert cells(table.in_markdown()) == [
+        ["1,024", "2, 4, 64", "1.00 / 2.00 / 3.00", ""],
+        ["2,048", "2, 4, 64", "2.10 / 4.20 / 6.30", "2.10 / 2.10 / 2.10"],
+    ]
+
+
+def test_sources_name_machine_commit_day_and_commands():
+    runs = [Run("window", ["--window", "64"], CONDITIONS), Run("window", [], CONDITIONS | {"commit": "def"})]
+    runs.append(Run("tokens", [], CONDITIONS))
+    assert markdown.sources(runs, ["a", "b", "c"]).split("\n\n") == [
+        "a GPU, driver 580, torch 2.13, commit abc, 2026-11-23: `ds_sparse bench window --window 64` ([printed](a)), "
+        "`ds_sparse bench tokens` ([printed](c))",
+        "a GPU, driver 580, torch 2.13, commit def, 2026-11-23: `ds_sparse bench window` ([printed](b))",
+    ]
+
+
+def test_show_puts_runs_of_an_operation_into_one_table(tmp_path, capsys):
+    paths = []
+    for i, of_shape in enumerate(RESULTS["tokens"][0]):
+        paths.append(str(tmp_path / f"{i}.json"))
+        Run("tokens", ["--repeats", str(i + 1)], CONDITIONS).add(tokens.record(of_shape), paths[-1])
+    assert main(["bench", "show", "--markdown", *paths]) == 0
+    printed = capsys.readouterr().out
+    assert [row[0] for row in cells(printed)] == ["90 %", "99 %"]
+    assert printed.splitlines()[-1] == (
+        "a GPU, driver 580, torch 2.13, commit abc, 2026-11-23: `ds_sparse bench tokens --repeats 1`, "
+        "`ds_sparse bench tokens --repeats 2`"
+    )
