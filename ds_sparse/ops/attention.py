@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 
 from ..block_sizes import BLOCK_SIZES
@@ -25,6 +27,60 @@ from .operands import (
     readable,
     wide_dtype,
 )
+
+
+@overload
+def block_sparse_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: torch.Tensor | BlockIndex,
+    *,
+    block: int | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    key_padding_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | None = None,
+    rpe: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: Literal[False] = False,
+) -> torch.Tensor: ...
+
+
+@overload
+def block_sparse_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: torch.Tensor | BlockIndex,
+    *,
+    block: int | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    key_padding_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | None = None,
+    rpe: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def block_sparse_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: torch.Tensor | BlockIndex,
+    *,
+    block: int | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    key_padding_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | None = None,
+    rpe: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def block_sparse_attention(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -18,6 +19,14 @@ from ._autograd import Function, differentiable_once
 from ._library import check_alike, check_inputs, require_kernel, under_autocast
 from .operands import factor_of, wide_dtype
 from .token_tiles import tiled_attention
+
+
+@overload
+def sparse_matmul(q: Tensor, k: Tensor, indices: Tensor) -> Tensor: ...
+
+
+@overload
+def sparse_matmul(q: Tensor, k: Tensor, indices: Tensor | Sequence | TokenIndex) -> Nested: ...
 
 
 def sparse_matmul(q: Tensor, k: Tensor, indices: Tensor | Sequence | TokenIndex) -> Nested:
@@ -51,6 +60,16 @@ def sparse_matmul(q: Tensor, k: Tensor, indices: Tensor | Sequence | TokenIndex)
     return _padded(_scores(q, k, index), indices, -2, q.shape[:-2])
 
 
+@overload
+def sparse_matmul_vo(q: Tensor, k: Tensor, values: Tensor, offsets: Tensor | Sequence | None = None) -> Tensor: ...
+
+
+@overload
+def sparse_matmul_vo(
+    q: Tensor, k: Tensor, values: Tensor | Sequence | TokenIndex, offsets: Tensor | Sequence | None = None
+) -> Nested: ...
+
+
 def sparse_matmul_vo(
     q: Tensor, k: Tensor, values: Tensor | Sequence | TokenIndex, offsets: Tensor | Sequence | None = None
 ) -> Nested:
@@ -70,6 +89,45 @@ def sparse_matmul_vo(
     q, k = _operands_of_scores(q, k)
     index = token_index(values, offsets, q, k)
     return _padded(_scores(q, k, index), values, -1, q.shape[:-2])
+
+
+@overload
+def sparse_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    values: Tensor | Sequence | TokenIndex,
+    offsets: Tensor | Sequence | None = None,
+    scale: float | None = None,
+    *,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def sparse_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    values: Tensor | Sequence | TokenIndex,
+    offsets: Tensor | Sequence | None = None,
+    scale: float | None = None,
+    *,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def sparse_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    values: Tensor | Sequence | TokenIndex,
+    offsets: Tensor | Sequence | None = None,
+    scale: float | None = None,
+    *,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def sparse_attn(
