@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError, ValidationError
 
 from ..block_sizes import BLOCK_SIZES
 from ..wording import listed
+from ._docstring import with_fields
 
 if TYPE_CHECKING:
     import torch
@@ -120,7 +121,8 @@ def declared(cls: _Structure) -> _Structure:
     """Class decorator: the annotated fields become the constructor, its strict validation and the JSON schema.
 
     A pydantic dataclass, except that attributes which a subclass sets before calling `super().__init__` survive,
-    that the class's `rules` are checked (ValueError), and that its `cautions` are given once a process.
+    that the class's `rules` are checked (ValueError), that its `cautions` are given once a process, and that the
+    docstring lists the fields.
     """
     made: Any = dataclass(config=ConfigDict(strict=True, extra="forbid"), eq=False)(cls)
     validated_init = made.__init__
@@ -148,6 +150,7 @@ def declared(cls: _Structure) -> _Structure:
                 warnings.warn(sentence, SparsityWarning, stacklevel=2)
 
     made.__init__ = __init__
+    made.__doc__ = with_fields(made.__doc__ or made.__name__, made.__pydantic_fields__)
     return made
 
 
