@@ -6,7 +6,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Mapping
-from typing import Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -41,7 +41,7 @@ def _entry(name: str, field: FieldInfo) -> str:
 
 def _choices(field: FieldInfo) -> list[str]:
     """A sentence with the values that a field takes, where these are a few."""
-    values = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    values: Any = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
     more = field.json_schema_extra
     if isinstance(more, Mapping):
         values = more.get("enum", values)
