@@ -8,38 +8,32 @@ import inspect
 import re
 from collections.abc import Callable
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from snippets import ROOT
 
-import ds_sparse
 from ds_sparse import reference
 
-
-def is_own_function(module: ModuleType, name: str) -> bool:
-    value = getattr(module, name)
-    return name[0] != "_" and inspect.isfunction(value) and value.__module__ == module.__name__
-
-
-OF_MODULES = [
-    "ops.Explanation",
-    "sparsity.sparsity_class",
-    "sparsity.sparsity_modes",
-    "integrations.deepspeed_ops.register",
-    *(f"reference.{name}" for name in vars(reference) if is_own_function(reference, name)),
+OF_REFERENCE = [
+    f"{reference.__name__}.{name}"
+    for name, value in vars(reference).items()
+    if name[0] != "_" and getattr(value, "__module__", None) == reference.__name__
 ]
-"""Public names that the package itself does not have."""
+SHOWN = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+"""On the site; test_docs.py finds each public name there."""
 
-NAMES = [*ds_sparse.__all__, *OF_MODULES]
+NAMES = [name for path in SHOWN for name in (OF_REFERENCE if path == reference.__name__ else [path])]
+
+
+def found(path: str) -> Any:
+    """What a path such as `ds_sparse.ops.MatMul` names."""
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
+
 
 SECTIONS = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Examples):$", re.MULTILINE)
-
-
-def found(name: str) -> Any:
-    module, _, attribute = name.rpartition(".")
-    return getattr(import_module(f"ds_sparse.{module}".rstrip(".")), attribute)
 
 
 def sections(docstring: str) -> dict[str, str]:
