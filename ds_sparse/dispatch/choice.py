@@ -83,7 +83,7 @@ def force_implementation(name: str) -> Iterator[None]:
         name: 'hopper', 'portable' or 'cpu'. Operations that have none of that name, such as softmax, run as always.
 
     Yields:
-        Nothing: it is for a `with` statement, or decorates a function.
+        nothing; it stands in a `with` statement, or decorates a function.
 
     Raises:
         ValueError: another name; in an operation, one that does not take the call, which says why.

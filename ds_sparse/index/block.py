@@ -284,8 +284,14 @@ class BlockIndex:
         return self
 
     def tiles(self, side: str, tile: int = TILE) -> Tiles:
-        """The tiles of a side, 'rows' or 'columns', of a height of `tile` tokens. Those of another height than `TILE`
-        are made at the first call, which synchronises once.
+        """The tiles of a side. Those of another height than `TILE` are made at the first call, which synchronises once.
+
+        Args:
+            side: 'rows' or 'columns'.
+            tile: tokens of a tile's height, a power of two, up to 8 blocks.
+
+        Returns:
+            The tiles, on the index's device.
 
         Raises:
             ValueError: another side; a height that is not a power of two, or above 8 blocks.
@@ -295,8 +301,11 @@ class BlockIndex:
         return self._once((side, tile), partial(self._make_tiles, side, tile))
 
     def causal(self) -> BlockIndex:
-        """The index without the blocks above the diagonal; itself where there are none. Built at the first call, which
-        synchronises once."""
+        """The index without the blocks above the diagonal. Built at the first call, which synchronises once.
+
+        Returns:
+            The index for causal attention; itself where there are no such blocks.
+        """
         if not self.reaches_ahead:
             return self
         if "causal" not in self._made:
@@ -304,13 +313,25 @@ class BlockIndex:
         return self._made["causal"]
 
     def layout(self) -> torch.Tensor:
-        """The layout, bool (L, R, C), unpacked at each call."""
+        """The layout, unpacked at each call.
+
+        Returns:
+            bool (L, R, C), on the index's device.
+        """
         self._ready.wait(self._tensors)
         return unpack_bits(self.bits, self.columns)
 
     def to(self, device: torch.device | str) -> BlockIndex:
-        """The same index on another device, with its lists and its causal part if they have been made; itself if it is
-        there already. On a GPU it is built from the bits, as there the tiles depend on the device."""
+        """The same index on another device, with its lists and its causal part if they have been made.
+
+        On a GPU it is built from the bits, as there the tiles depend on the device.
+
+        Args:
+            device: where it is to be.
+
+        Returns:
+            The index there; itself if it is there already.
+        """
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -335,13 +356,26 @@ class BlockIndex:
         return moved
 
     def num_values(self, heads: int) -> int:
-        """V, the live blocks of `heads` heads: the size of dimension 1 of sparse values."""
+        """V, the size of dimension 1 of sparse values.
+
+        Args:
+            heads: H.
+
+        Returns:
+            The live blocks of so many heads.
+        """
         return self.live_blocks * heads // self.layout_heads
 
     def heads_of(self, num_values: int) -> int | None:
-        """The number of heads whose sparse values have `num_values` blocks; None where there is none.
+        """The number of heads that sparse values are of.
 
         A layout without a live block says nothing about heads: its own number is taken.
+
+        Args:
+            num_values: V, the size of dimension 1 of sparse values.
+
+        Returns:
+            H; None where no number of heads has so many.
         """
         if self.live_blocks == 0:
             return self.num_heads if num_values == 0 else None

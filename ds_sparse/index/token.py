@@ -233,7 +233,14 @@ class TokenIndex:
         return self
 
     def to(self, device: torch.device | str) -> TokenIndex:
-        """The same index on another device, copied there once; itself if it is there already."""
+        """The same index on another device, copied there once.
+
+        Args:
+            device: where it is to be.
+
+        Returns:
+            The index there; itself if it is there already.
+        """
         device = torch.device(device)
         if device.type == self.device.type and device.index in (None, self.device.index):
             return self
@@ -246,8 +253,11 @@ class TokenIndex:
         )  # fmt: skip
 
     def prepared(self) -> TokenIndex:
-        """The index itself, with all made that operations and their gradients need: what is compiled later cannot make
-        it."""
+        """All is made that operations and their gradients need: what is compiled later cannot make it.
+
+        Returns:
+            The index itself.
+        """
         _ = self.by_key, self.tiles, self.places, self.repeated
         if self.order is not None:
             _ = self.listed
@@ -271,7 +281,11 @@ class TokenIndex:
             raise ValueError(f"The pair {self.repeated} is listed twice, which {form} cannot say; list it once.")
 
     def mask(self) -> Tensor:
-        """bool (T, S); (H, T, S) of lists of each head, (B, H or 1, T, S) of lists of each sequence.
+        """The pairs as a mask over tokens.
+
+        Returns:
+            bool (T, S), True where a query sees a key; (H, T, S) of lists of each head, (B, H or 1, T, S) of lists of
+            each sequence.
 
         Raises:
             ValueError: a pair is listed twice.
@@ -283,14 +297,22 @@ class TokenIndex:
         return mask.view(*self._lead, self.queries, self.keys)
 
     def pairs(self) -> Nested:
-        """int64 (N, 2), in row order; of each list."""
+        """The pairs (i, j), in row order.
+
+        Returns:
+            int64 (N, 2); a list of such, one a head, or a list of such lists, one a sequence, where these have lists of
+            their own.
+        """
         rows, _ = self.places
         return self._nested(self._split(torch.stack((rows % max(1, self.queries), self.columns.long()), 1)))
 
     def csr(self) -> tuple[Nested, Nested]:
-        """Values, int64 (N,), and offsets, int64 (T + 1,) with the leading 0; of each list.
+        """The key of each pair in row order, and where the rows begin and end.
 
-        The ends of rows, without the 0, are offsets[1:].
+        The ends of rows, without the leading 0, are offsets[1:].
+
+        Returns:
+            Values, int64 (N,), and offsets, int64 (T + 1,); each nested as in `pairs`.
         """
         starts = (0, *self.ends[:-1])
         rows = self.row_offsets.long()
@@ -298,14 +320,24 @@ class TokenIndex:
         return self._nested(self._split(self.columns.long())), self._nested(offsets)
 
     def jagged(self) -> Nested:
-        """A nested tensor of jagged layout, int64 (T, keys of the query); of each list."""
+        """The keys of each query as a nested tensor of jagged layout.
+
+        Returns:
+            int64 (T, keys of the query), nested as in `pairs`.
+        """
         values, offsets = (tensors_in(x) for x in self.csr())
         return self._nested(
             [torch.nested.nested_tensor_from_jagged(v, o) for v, o in zip(values, offsets, strict=True)]
         )
 
     def blocks(self, block: int) -> BlockIndex:
-        """The index of all blocks of `block` x `block` tokens that hold a pair, for lists that sequences share.
+        """The index of all blocks of tokens that hold a pair, for lists that sequences share.
+
+        Args:
+            block: tokens on a block's side, a power of two, 8 or more.
+
+        Returns:
+            The index, on this one's device.
 
         Raises:
             ValueError: lists of each sequence; a block that is no power of two, or below 8.
@@ -324,6 +356,12 @@ class TokenIndex:
 
         Of lists that all heads share (..., N) becomes one tensor (..., T, S); of others each list becomes one.
         Differentiable in the scores where these have one dimension, which is as far as PyTorch goes.
+
+        Args:
+            scores: (..., N) in the order in which the pairs were listed, nested as in `pairs`.
+
+        Returns:
+            Sparse CSR tensors (..., T, S) in the dtype of the scores, nested as in `pairs`.
 
         Raises:
             ValueError: a pair is listed twice; scores of another number of pairs.

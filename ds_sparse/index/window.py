@@ -166,7 +166,14 @@ class WindowIndex:
         yield from self.blocks._held()
 
     def to(self, device: torch.device | str) -> WindowIndex:
-        """The same index on another device; itself if it is there already."""
+        """The same index on another device.
+
+        Args:
+            device: where it is to be.
+
+        Returns:
+            The index there; itself if it is there already.
+        """
         device = torch.device(device)
         return self if self.device == device else self._copied(device)
 

@@ -246,7 +246,22 @@ class SparseSelfAttention(nn.Module):
         key_padding_mask: torch.Tensor | None = None,
         attn_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`forward` for any T, and with masks that say by their dtype what they mean: see `StructuredAttention`."""
+        """`forward` for any T, and with masks that say by their dtype what they mean.
+
+        Args:
+            query: (B, H, T, D), T above 0.
+            key, value: (B, H, T, D), or with fewer heads, which divide H.
+            rpe: (T, T), or (B or 1, H or 1, T or 1, T), added after scaling.
+            key_padding_mask: (B or 1, T); bool keeps where True, float is added.
+            attn_mask: (T, T), or (B or 1, H or 1, T or 1, T); likewise.
+
+        Returns:
+            (B, H, T, D); rows with nothing left are zeros.
+
+        Raises:
+            NotImplementedError: as in `forward`.
+            ValueError: as in `forward`; a mask that is neither bool nor floating point.
+        """
         return self.attention(
             query,
             key,

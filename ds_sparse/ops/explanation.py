@@ -60,9 +60,11 @@ def explain(
     """Prints which implementation runs attention of these operands, and why each other one does not; runs nothing.
 
     Args:
-        query, key, value, block, causal, rpe: as of `block_sparse_attention`; with a `TokenIndex` as of `sparse_attn`.
+        query, key, value: as of `block_sparse_attention`; with a `TokenIndex` as of `sparse_attn`.
         layout: as of `block_sparse_attention`; or the `WindowIndex` of `window_attention`, or the `TokenIndex` of
             `sparse_attn`.
+        block, causal: as of `block_sparse_attention`. With a `WindowIndex` or a `TokenIndex` they change nothing.
+        rpe: as of `block_sparse_attention`. With a `WindowIndex` or a `TokenIndex` there is none.
 
     Returns:
         what is printed, and its parts.

@@ -26,7 +26,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
     """The dense baseline: all scores, those outside the mask set to -inf.
 
     Args:
-        q, k, v: (..., H, T, D), (..., H, S, D), (..., H, S, E), floating point.
+        q, k, v: (..., H, T, D), (..., H, S, D), (..., H, S, E), fp16, bf16, fp32 or fp64.
         mask: (T, S), or what broadcasts to (..., H, T, S), such as (H, T, S) and (B, 1, T, S); bool, True where a query
             sees a key, or floating point, which is added to the scores.
         scale: 1 / sqrt(D) if it is not given.
@@ -86,7 +86,7 @@ def gather_attention(
     wider.
 
     Args:
-        q, k, v, values, offsets, scale: as in `sparse_attn`; of any floating dtype and head size.
+        q, k, v, values, offsets, scale: as in `sparse_attn`; head sizes have no bound on CUDA either.
 
     Returns:
         (..., H, T, E) in q's dtype.
@@ -142,7 +142,7 @@ def jagged_attention(
     ones beside the value sums the exponentials.
 
     Args:
-        q, k, v, values, offsets, scale: as in `sparse_attn`; of any floating dtype and head size.
+        q, k, v, values, offsets, scale: as in `sparse_attn`; head sizes have no bound on CUDA either.
 
     Returns:
         (..., H, T, E) in q's dtype.
@@ -197,7 +197,8 @@ def torch_sparse_attention(
     One head after another: these operations take matrices. Autocast does not change the dtype.
 
     Args:
-        q, k, v, values, offsets, scale: as in `sparse_attn`; q, k and v in fp32 or fp64, of any head size.
+        q, k, v, values, offsets, scale: as in `sparse_attn`; q, k and v in fp32 or fp64, and head sizes have no
+            bound on CUDA either.
 
     Returns:
         (..., H, T, E) in q's dtype.

@@ -415,7 +415,19 @@ class SparsityConfig:
         return LayoutRows(self.num_layout_heads, blocks, blocks, maker)
 
     def row_steps(self, h: int, blocks: int) -> list[RowStep]:
-        """The steps of `lay_out` for head `h`, for some rows at a time. What is random is drawn here."""
+        """The steps of `lay_out` for some rows at a time. What is random is drawn here.
+
+        Args:
+            h: the head, from 0.
+            blocks: blocks in a row, R = C.
+
+        Returns:
+            The steps, each of which sets live blocks in place.
+
+        Raises:
+            NotImplementedError: a structure that has none.
+            ValueError: too few blocks for the structure.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no rows of its own.")
 
     def sampler(self, h: int) -> Callable[[range, int], list[int]]:
