@@ -58,45 +58,48 @@ _PUBLIC = {
 
 __all__ = sorted(_PUBLIC)
 
-if TYPE_CHECKING:
-    from .config import SparseAttentionConfigError, load_config, parse_sparse_attention
-    from .dispatch import force_implementation
-    from .index import BlockIndex, TokenIndex, WindowIndex
-    from .integrations.deepspeed import add_config_arguments, get_sparse_attention_config, init_distributed, initialize
-    from .models.report import SparsifyReport
-    from .models.sparse_attention_utils import SparseAttentionUtils
-    from .models.sparsify import sparsify
-    from .modules.bert import BertSparseSelfAttention
-    from .modules.self_attention import SparseSelfAttention
-    from .ops import (
-        MatMul,
-        Softmax,
-        block_sparse_attention,
-        explain,
-        gather_attention,
-        jagged_attention,
-        masked_attention,
-        sparse_attn,
-        sparse_matmul,
-        sparse_matmul_vo,
-        torch_sparse_attention,
-        unwindow_matmul,
-        window_matmul,
-        window_softmax,
-    )
-    from .ops.window_attention import window_attention
-    from .sparsity import (
-        BigBirdSparsityConfig,
-        BSLongformerSparsityConfig,
-        DenseSparsityConfig,
-        FixedSparsityConfig,
-        LocalSlidingWindowSparsityConfig,
-        SparsityConfig,
-        SparsityWarning,
-        VariableSparsityConfig,
-        declared,
-        register_sparsity,
-    )
+if TYPE_CHECKING:  # "as" their own names: what type checkers and editors offer to others
+    from .config import SparseAttentionConfigError as SparseAttentionConfigError
+    from .config import load_config as load_config
+    from .config import parse_sparse_attention as parse_sparse_attention
+    from .dispatch import force_implementation as force_implementation
+    from .index import BlockIndex as BlockIndex
+    from .index import TokenIndex as TokenIndex
+    from .index import WindowIndex as WindowIndex
+    from .integrations.deepspeed import add_config_arguments as add_config_arguments
+    from .integrations.deepspeed import get_sparse_attention_config as get_sparse_attention_config
+    from .integrations.deepspeed import init_distributed as init_distributed
+    from .integrations.deepspeed import initialize as initialize
+    from .models.report import SparsifyReport as SparsifyReport
+    from .models.sparse_attention_utils import SparseAttentionUtils as SparseAttentionUtils
+    from .models.sparsify import sparsify as sparsify
+    from .modules.bert import BertSparseSelfAttention as BertSparseSelfAttention
+    from .modules.self_attention import SparseSelfAttention as SparseSelfAttention
+    from .ops import MatMul as MatMul
+    from .ops import Softmax as Softmax
+    from .ops import block_sparse_attention as block_sparse_attention
+    from .ops import explain as explain
+    from .ops import gather_attention as gather_attention
+    from .ops import jagged_attention as jagged_attention
+    from .ops import masked_attention as masked_attention
+    from .ops import sparse_attn as sparse_attn
+    from .ops import sparse_matmul as sparse_matmul
+    from .ops import sparse_matmul_vo as sparse_matmul_vo
+    from .ops import torch_sparse_attention as torch_sparse_attention
+    from .ops import unwindow_matmul as unwindow_matmul
+    from .ops import window_matmul as window_matmul
+    from .ops import window_softmax as window_softmax
+    from .ops.window_attention import window_attention as window_attention
+    from .sparsity import BigBirdSparsityConfig as BigBirdSparsityConfig
+    from .sparsity import BSLongformerSparsityConfig as BSLongformerSparsityConfig
+    from .sparsity import DenseSparsityConfig as DenseSparsityConfig
+    from .sparsity import FixedSparsityConfig as FixedSparsityConfig
+    from .sparsity import LocalSlidingWindowSparsityConfig as LocalSlidingWindowSparsityConfig
+    from .sparsity import SparsityConfig as SparsityConfig
+    from .sparsity import SparsityWarning as SparsityWarning
+    from .sparsity import VariableSparsityConfig as VariableSparsityConfig
+    from .sparsity import declared as declared
+    from .sparsity import register_sparsity as register_sparsity
 
 
 def _load_launcher_of_checkout() -> None:
@@ -126,19 +129,22 @@ def _refuse_second_copy() -> None:
 _refuse_second_copy()
 
 
-def __getattr__(name: str) -> Any:
-    """Imports a public name when it is first used: configurations need no native library, operations no DeepSpeed."""
-    if name == "flash_attn_varlen_func":
-        raise ImportError(
-            "Transformers asks the kernel of a repository that attn_implementation names for FlashAttention's "
-            "functions, which ds_sparse has not; load it with kernels.get_kernel(...) and give "
-            'attn_implementation="ds_sparse".'
-        )
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'ds_sparse' has no attribute {name!r}")
-    value = getattr(import_module(f".{_PUBLIC[name]}", __name__), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # where any name would be one
+
+    def __getattr__(name: str) -> Any:
+        """Imports a public name when it is first used: configurations need no native library, operations no
+        DeepSpeed."""
+        if name == "flash_attn_varlen_func":
+            raise ImportError(
+                "Transformers asks the kernel of a repository that attn_implementation names for FlashAttention's "
+                "functions, which ds_sparse has not; load it with kernels.get_kernel(...) and give "
+                'attn_implementation="ds_sparse".'
+            )
+        if name not in _PUBLIC:
+            raise AttributeError(f"module 'ds_sparse' has no attribute {name!r}")
+        value = getattr(import_module(f".{_PUBLIC[name]}", __name__), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

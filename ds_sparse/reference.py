@@ -12,7 +12,26 @@ from .layout import as_bool_layout, to_token_mask
 
 
 def to_dense(values: torch.Tensor, layout: torch.Tensor, block: int, heads: int) -> torch.Tensor:
-    """Sparse values (B, V, b, b) -> (B, H, R*b, C*b), zero outside the live blocks."""
+    """Sparse values as a dense matrix.
+
+    Args:
+        values: (B, V, b, b), the live blocks in (head, row, column) order.
+        layout: (R, C) or (H or 1, R, C).
+        block: b, tokens on a block's side.
+        heads: H.
+
+    Returns:
+        (B, H, R * b, C * b), zero outside the live blocks.
+
+    Examples:
+        >>> import torch
+        >>> from ds_sparse.reference import to_dense
+        >>> to_dense(torch.ones(1, 2, 2, 2), torch.eye(2), block=2, heads=1)
+        tensor([[[[1., 1., 0., 0.],
+                  [1., 1., 0., 0.],
+                  [0., 0., 1., 1.],
+                  [0., 0., 1., 1.]]]])
+    """
     layout = as_bool_layout(layout).expand(heads, -1, -1)
     _, rows, columns = layout.shape
     head, row, column = layout.nonzero(as_tuple=True)
@@ -22,7 +41,26 @@ def to_dense(values: torch.Tensor, layout: torch.Tensor, block: int, heads: int)
 
 
 def to_sparse(dense: torch.Tensor, layout: torch.Tensor, block: int) -> torch.Tensor:
-    """(B, H, R*b, C*b) -> the live blocks (B, V, b, b) in (head, row, column) order."""
+    """The live blocks of a dense matrix.
+
+    Args:
+        dense: (B, H, R * b, C * b).
+        layout: (R, C) or (H or 1, R, C).
+        block: b, tokens on a block's side.
+
+    Returns:
+        (B, V, b, b) in (head, row, column) order.
+
+    Examples:
+        >>> import torch
+        >>> from ds_sparse.reference import to_sparse
+        >>> to_sparse(torch.arange(16.0).reshape(1, 1, 4, 4), torch.eye(2), block=2)
+        tensor([[[[ 0.,  1.],
+                  [ 4.,  5.]],
+        <BLANKLINE>
+                 [[10., 11.],
+                  [14., 15.]]]])
+    """
     batch, heads, rows, columns = dense.shape
     layout = as_bool_layout(layout).expand(heads, -1, -1)
     blocks = dense.reshape(batch, heads, rows // block, block, columns // block, block).transpose(3, 4)
@@ -36,6 +74,23 @@ def matmul(
     """op(a) @ op(b) with one of a, b (mode 'dsd', 'dds') or the result ('sdd') block-sparse; 4-D operands.
 
     The dense operand sets the number of heads. Source: DeepSpeed's `MatMul`.
+
+    Args:
+        a, b: dense (B, H, M, K) and (B, H, K, N), or one of them sparse values (B, V, block, block).
+        layout: (R, C) or (H or 1, R, C).
+        block: tokens on a block's side.
+        mode: 'sdd', 'dsd' or 'dds'.
+        trans_a, trans_b: whether the last two dimensions of a, b are swapped first.
+
+    Returns:
+        (B, H, M, N); in mode 'sdd' the sparse values (B, V, block, block).
+
+    Examples:
+        >>> import torch
+        >>> from ds_sparse.reference import matmul
+        >>> query = key = torch.randn(1, 2, 32, 8)
+        >>> matmul(query, key, torch.eye(2), 16, "sdd", trans_a=False, trans_b=True).shape
+        torch.Size([1, 4, 16, 16])
     """
     if mode == "dsd":
         a = to_dense(a, layout, block, b.shape[1])
@@ -60,12 +115,23 @@ def softmax(
 
     Args:
         scores: (B, V, b, b).
+        layout: (R, C) or (H or 1, R, C).
+        block: b, tokens on a block's side.
+        heads: H.
+        scale: factor of scores alone.
         rpe, attn_mask: (B or 1, H or 1, T or 1, S); a bool attn_mask keeps where True, a float one is added.
         key_padding_mask: (B or 1, S); bool keeps where True, float is added.
         causal: a token sees no later token.
 
     Returns:
         (B, V, b, b); a row with nothing left is zeros.
+
+    Examples:
+        >>> import torch
+        >>> from ds_sparse.reference import softmax
+        >>> softmax(torch.zeros(1, 2, 2, 2), torch.eye(2), block=2, heads=1, causal=True)[0, 1]
+        tensor([[1.0000, 0.0000],
+                [0.5000, 0.5000]])
     """
     dense = to_dense(scores, layout, block, heads) * scale
     live = to_token_mask(as_bool_layout(layout), block).expand(heads, -1, -1)
@@ -94,13 +160,24 @@ def attention(
         query: (B, H, T, D).
         key, value: (B, Hkv, S, D); query head h reads head h // (H / Hkv).
         layout: (R, C) or (H or 1, R, C), enough blocks for T and S tokens; the last ones may be short.
+        block: tokens on a block's side.
         scale: 1 / sqrt(D) if it is not given.
         rpe, key_padding_mask, attn_mask, causal: as in `softmax`.
         dropout_p, dropout_seed: what `dropout_keep` is asked; the seed and the offset.
+        return_lse: whether to return each row's log of its sum of exponentials as well.
 
     Returns:
         (B, H, T, D); with `return_lse` also (B, H, T), the log of each row's sum of exponentials before dropout, in
         fp32 or wider. A row with nothing left is zeros, its lse -inf.
+
+    Examples:
+        >>> import torch
+        >>> import ds_sparse
+        >>> from ds_sparse.reference import attention
+        >>> query, key, value = (torch.randn(1, 2, 60, 8, dtype=torch.float64) for _ in range(3))
+        >>> layout = ds_sparse.BSLongformerSparsityConfig(num_heads=2, block=16).make_layout(64)
+        >>> expected = attention(query, key, value, layout, block=16)
+        >>> torch.testing.assert_close(ds_sparse.block_sparse_attention(query, key, value, layout), expected)
     """
     batch, heads, tokens, head_dim = query.shape
     keys, shared_by = key.shape[2], heads // key.shape[1]
@@ -120,9 +197,23 @@ def attention(
 
 
 def window_matmul(a: torch.Tensor, b: torch.Tensor, window: int) -> torch.Tensor:
-    """a (..., T, D) @ b (..., D, T) near the diagonal: (..., T, 2 * window + 1), 0 where there is no such column.
+    """a @ b near the diagonal, 0 where there is no such column. Source: pytorch-window-matmul.
 
-    Source: pytorch-window-matmul.
+    Args:
+        a: (..., T, D).
+        b: (..., D, T).
+        window: tokens on each side.
+
+    Returns:
+        (..., T, 2 * window + 1).
+
+    Examples:
+        >>> import torch
+        >>> from ds_sparse.reference import window_matmul
+        >>> window_matmul(torch.ones(3, 1), torch.ones(1, 3), window=1)
+        tensor([[0., 1., 1.],
+                [1., 1., 1.],
+                [1., 1., 0.]])
     """
     column, is_there = _columns_of_band(a.shape[-2], window)
     product = a @ b
@@ -130,9 +221,23 @@ def window_matmul(a: torch.Tensor, b: torch.Tensor, window: int) -> torch.Tensor
 
 
 def unwindow_matmul(p: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
-    """The band p (..., T, 2 * window + 1), as a matrix that is zero beside it, times v (..., T, D).
+    """A band, as a matrix that is zero beside it, times v. Source: pytorch-window-matmul.
 
-    Source: pytorch-window-matmul.
+    Args:
+        p: the band, (..., T, 2 * window + 1).
+        v: (..., T, D).
+        window: tokens on each side.
+
+    Returns:
+        (..., T, D).
+
+    Examples:
+        >>> import torch
+        >>> from ds_sparse.reference import unwindow_matmul
+        >>> unwindow_matmul(torch.ones(3, 3), torch.ones(3, 1), window=1)
+        tensor([[2.],
+                [3.],
+                [2.]])
     """
     row, column = torch.arange(p.shape[-2])[:, None], torch.arange(p.shape[-2])
     place = column - row + window
@@ -151,11 +256,21 @@ def window_softmax(
 
     Args:
         scores: (B, H, T, 2 * w + 1), w the largest of the windows.
-        windows: one for all heads, or one a head.
+        windows: tokens on each side, one number for all heads, or one a head.
+        scale: factor of scores alone.
+        causal: a token sees no later token.
         key_padding_mask: (B or 1, T); bool keeps where True, float is added.
 
     Returns:
-        like scores; a row with nothing left is zeros.
+        of the shape of scores; a row with nothing left is zeros.
+
+    Examples:
+        >>> import torch
+        >>> from ds_sparse.reference import window_softmax
+        >>> window_softmax(torch.zeros(1, 1, 3, 3), windows=(1,), causal=True)
+        tensor([[[[0.0000, 1.0000, 0.0000],
+                  [0.5000, 0.5000, 0.0000],
+                  [0.5000, 0.5000, 0.0000]]]])
     """
     tokens, widest = scores.shape[-2], scores.shape[-1] // 2
     column, live = _columns_of_band(tokens, widest)
@@ -175,10 +290,25 @@ def window_mask(
     global_tokens: tuple[int, ...] = (),
     dilations: tuple[int, ...] = (1,),
 ) -> torch.Tensor:
-    """Who sees whom in windowed attention, bool (1 or H, T, T): tokens a multiple of the dilation apart, at most
-    `window` times; global tokens all, and all see them; with causal none what comes later.
+    """Who sees whom in windowed attention. Source: Beltagy et al., "Longformer", 2020.
 
-    Source: Beltagy et al., "Longformer", 2020.
+    Args:
+        tokens: T.
+        windows: how many tokens are seen on each side, one number for all heads, or one a head.
+        causal: a token sees no later token; nor does a global one.
+        global_tokens: see all tokens, and all see them.
+        dilations: distance of the tokens that are seen, one for all heads, or one a head.
+
+    Returns:
+        bool (1 or H, T, T), True where a query sees a key.
+
+    Examples:
+        >>> from ds_sparse.reference import window_mask
+        >>> window_mask(4, windows=(1,), global_tokens=(0,)).int()
+        tensor([[[1, 1, 1, 1],
+                 [1, 1, 1, 0],
+                 [1, 1, 1, 1],
+                 [1, 0, 1, 1]]], dtype=torch.int32)
     """
     window, dilation = (torch.tensor(numbers)[:, None, None] for numbers in (windows, dilations))
     row, column = torch.arange(tokens)[:, None], torch.arange(tokens)
@@ -201,7 +331,23 @@ def window_attention(
     dilations: tuple[int, ...] = (1,),
     scale: float | None = None,
 ) -> torch.Tensor:
-    """softmax(scale * query @ key^T) @ value over what `window_mask` keeps; shapes as in `attention`, T = S."""
+    """softmax(scale * query @ key^T) @ value over what `window_mask` keeps.
+
+    Args:
+        query, key, value, key_padding_mask, scale: as in `attention`, with as many key tokens as query tokens.
+        windows, causal, global_tokens, dilations: as in `window_mask`.
+
+    Returns:
+        (B, H, T, D); a row with nothing left is zeros.
+
+    Examples:
+        >>> import torch
+        >>> import ds_sparse
+        >>> from ds_sparse.reference import window_attention
+        >>> query, key, value = (torch.randn(1, 2, 20, 8, dtype=torch.float64) for _ in range(3))
+        >>> expected = window_attention(query, key, value, windows=(3,), causal=True)
+        >>> torch.testing.assert_close(ds_sparse.window_attention(query, key, value, 3, causal=True), expected)
+    """
     tokens = query.shape[2]
     mask = window_mask(tokens, windows, causal, global_tokens, dilations)
     everything = torch.ones(1, 1, dtype=torch.bool)
@@ -213,7 +359,23 @@ def window_attention(
 
 
 def token_scores(query: torch.Tensor, key: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
-    """query[..., i, :] . key[..., j, :] for each pair (i, j) of (M, 2) -> (..., M)."""
+    """query[..., i, :] . key[..., j, :] for each pair (i, j).
+
+    Args:
+        query: (..., T, D).
+        key: (..., S, D).
+        pairs: integers (M, 2).
+
+    Returns:
+        (..., M).
+
+    Examples:
+        >>> import torch
+        >>> from ds_sparse.reference import token_scores
+        >>> query = key = torch.tensor([[1.0, 0.0], [1.0, 2.0]])
+        >>> token_scores(query, key, torch.tensor([[1, 0], [1, 1]]))
+        tensor([1., 5.])
+    """
     return (query[..., pairs[:, 0], :] * key[..., pairs[:, 1], :]).sum(-1)
 
 
@@ -233,10 +395,19 @@ def token_attention(
         value: (B, H, S, E).
         counts: integers (B or 1, H or 1, T, S), how often the pair is listed; 0: never.
         scale: 1 / sqrt(D) if it is not given.
+        return_lse: whether to return each row's log of its sum of exponentials as well.
 
     Returns:
         (B, H, T, E); with `return_lse` also (B, H, T), the log of each row's sum of exponentials, in fp32 or wider. A
         row without a pair is zeros, its lse -inf.
+
+    Examples:
+        >>> import torch
+        >>> from ds_sparse.reference import token_attention
+        >>> query, key, value = (torch.randn(1, 2, 3, 8) for _ in range(3))
+        >>> output = token_attention(query, key, value, counts=torch.eye(3, dtype=torch.int64)[None, None])
+        >>> torch.equal(output, value)
+        True
     """
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
     live = counts > 0
@@ -253,10 +424,24 @@ def token_attention(
 def dropout_keep(
     seed: int, offset: int, batch: int, heads: int, tokens: int, keys: int, dropout_p: float
 ) -> torch.Tensor:
-    """Which probabilities dropout keeps, bool (B, H, T, S): those whose 15-bit random number reaches the threshold.
+    """Which probabilities dropout keeps: those whose 15-bit random number reaches the threshold.
 
     The numbers are a function of the seed, the offset and the element's place: eight elements of a 16 x 16 square share
     the 128 bits of a Philox4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+
+    Args:
+        seed, offset: the seed, of 64 bits, and the offset, whose 32 lower bits count.
+        batch, heads, tokens, keys: B, H, T and S.
+        dropout_p: share that is dropped, 0 to below 1, in steps of 1/32768.
+
+    Returns:
+        bool (B, H, T, S).
+
+    Examples:
+        >>> from ds_sparse.reference import dropout_keep
+        >>> dropout_keep(seed=0, offset=0, batch=1, heads=1, tokens=2, keys=4, dropout_p=0.5).int()
+        tensor([[[[0, 1, 1, 0],
+                  [0, 0, 1, 1]]]], dtype=torch.int32)
     """
     low = 0xFFFFFFFF
     i, j, matrix = torch.arange(tokens)[:, None], torch.arange(keys), torch.arange(batch * heads)[:, None, None]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tomllib
 from functools import cache
+from html import unescape
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +27,8 @@ from snippets import PAGES, ROOT, fenced, run_python
 
 import ds_sparse
 from ds_sparse.cli import main
+from ds_sparse.sparsity import sparsity_class, sparsity_modes
+from ds_sparse.sparsity._fields import json_fields
 from ds_sparse.sparsity._registry import ENTRY_POINT_GROUP
 
 
@@ -113,9 +116,18 @@ def test_formulas_need_no_script(site):
 
 
 def test_the_api_has_each_public_name(site):
-    names = re.findall(r"^::: ds_sparse\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
-    assert sorted(names) == ds_sparse.__all__
-    assert {f"ds_sparse.{name}" for name in names} <= Page(site / "api.html").anchors
+    shown = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    missing = {f"ds_sparse.{name}" for name in ds_sparse.__all__} - set(shown)
+    assert not missing and len(shown) == len(set(shown))
+    assert set(shown) <= Page(site / "api.html").anchors
+
+
+def test_the_api_describes_the_fields_of_structures(site):
+    page = unescape(re.sub(r"<[^>]+>", "", (site / "api.html").read_text()))
+    descriptions = [
+        field.description for mode in sparsity_modes() for field in json_fields(sparsity_class(mode)).values()
+    ]
+    assert not [sentence for sentence in descriptions if " ".join(sentence.split()) not in " ".join(page.split())]
 
 
 def test_tables_of_keys_are_those_of_the_structures():

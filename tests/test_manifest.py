@@ -1,4 +1,5 @@
-"""The source distribution: all that a build from it needs, on whichever machine it was made."""
+"""The source distribution: all that a build from it needs, on whichever machine it was made. The wheel: all of the
+package."""
 
 from __future__ import annotations
 
@@ -14,20 +15,38 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The paths in a source distribution made without nvcc, of a copy: setuptools writes beside its setup.py."""
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of this one: setuptools writes beside its setup.py."""
     copy = tmp_path_factory.mktemp("checkout")
     for name in tracked("."):
         target = copy / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.symlink_to(ROOT / name)
+    return copy
+
+
+def run_setup(checkout: Path, *command: str) -> None:
     subprocess.run(
-        [sys.executable, "setup.py", "--quiet", "sdist"],
-        cwd=copy, env=os.environ | {"DS_SPARSE_CUDA": "0"}, check=True, capture_output=True,
+        [sys.executable, "setup.py", "--quiet", *command],
+        cwd=checkout, env=os.environ | {"DS_SPARSE_CUDA": "0"}, check=True, capture_output=True,
     )  # fmt: skip
-    (archive,) = (copy / "dist").iterdir()
+
+
+@pytest.fixture(scope="module")
+def packed(checkout: Path) -> set[str]:
+    """The paths in a source distribution made without nvcc."""
+    run_setup(checkout, "sdist")
+    (archive,) = (checkout / "dist").iterdir()
     with tarfile.open(archive) as files:
         return {name.partition("/")[2] for name in files.getnames()}
+
+
+@pytest.fixture(scope="module")
+def installed(checkout: Path) -> set[str]:
+    """The paths that a wheel installs, but for the libraries."""
+    run_setup(checkout, "build_py", "--build-lib", "built")
+    built = checkout / "built"
+    return {path.relative_to(built).as_posix() for path in built.rglob("*") if path.is_file()}
 
 
 def tracked(folder: str) -> list[str]:
@@ -45,3 +64,8 @@ def test_the_source_distribution_has_every_file_of(folder: str, packed: set[str]
 def test_the_source_distribution_has_what_a_build_reads_and_nothing_built(packed: set[str]):
     assert {"setup.py", "pyproject.toml", "README.md", "LICENSE"} <= packed
     assert not [name for name in packed if name.endswith((".so", ".o", ".pyc"))]
+
+
+def test_a_wheel_has_every_file_of_the_package_and_its_marker_of_types(installed: set[str]):
+    assert "ds_sparse/py.typed" in installed
+    assert set(tracked("ds_sparse")) | {f"ds_sparse/{name}" for name in tracked("launcher")} <= installed

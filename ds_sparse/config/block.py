@@ -36,8 +36,18 @@ def parse_sparse_attention(
         whole: the layout must also fit into memory, as training needs it; False where rows of it are enough.
         notices: receives a sentence for each thing that is accepted but deserves a line, for rank 0 to print.
 
+    Returns:
+        The structure.
+
     Raises:
         SparseAttentionConfigError: with every mistake of the block.
+
+    Examples:
+        >>> import ds_sparse
+        >>> block = {"mode": "bigbird", "block": 32, "num_random_blocks": 1, "seed": 0}
+        >>> structure = ds_sparse.parse_sparse_attention(block, num_heads=4, seq_len=1024)
+        >>> structure.make_layout(1024).shape
+        torch.Size([4, 32, 32])
     """
     name = name_of(source)
     check_is_object(block, name)

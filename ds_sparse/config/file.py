@@ -26,7 +26,21 @@ _ALSO_OF_OTHERS = ("seed", "causal", "strict_causal", "attention")
 
 
 class SparseAttentionConfigError(ValueError):
-    """Everything that is wrong with a configuration, one sentence each in `mistakes`."""
+    """Everything that is wrong with a configuration, one sentence each in `mistakes`.
+
+    Args:
+        mistakes: the sentences. The error's text has one a line.
+
+    Examples:
+        >>> import ds_sparse
+        >>> try:
+        ...     ds_sparse.parse_sparse_attention({"mode": "fixed", "num_local_blocks": 0, "blok": 16}, num_heads=2)
+        ... except ds_sparse.SparseAttentionConfigError as error:
+        ...     for sentence in error.mistakes:
+        ...         print(sentence)
+        the config: sparse_attention.blok: unknown key (given 16). Did you mean "block"?
+        the config: sparse_attention.num_local_blocks: got 0; wanted an integer of at least 1.
+    """
 
     def __init__(self, mistakes: list[str]) -> None:
         super().__init__("\n".join(mistakes))
@@ -41,11 +55,25 @@ class LoadedConfig(NamedTuple):
 
 
 def load_config(config: Source) -> LoadedConfig:
-    """Reads a configuration as DeepSpeed does: a path to an hjson file, a dict, or such a file's text in base64.
+    """Reads a configuration as DeepSpeed does, and takes the `sparse_attention` block out.
+
+    Args:
+        config: a path to an hjson file, a dict, which stays as it is, or such a file's text in base64.
+
+    Returns:
+        `deepspeed`, the configuration without the block, and `block`, not yet validated, or None where there is none;
+        a named tuple of both.
 
     Raises:
-        SparseAttentionConfigError: the file cannot be read or parsed, has a key twice, or the block is no object.
+        SparseAttentionConfigError: the file cannot be read or parsed, has a key twice, the block is no object, or it
+            has another name or place than `sparse_attention` at the top level.
         TypeError: none of the three.
+
+    Examples:
+        >>> import ds_sparse
+        >>> deepspeed, block = ds_sparse.load_config({"train_batch_size": 8, "sparse_attention": {"mode": "fixed"}})
+        >>> deepspeed, block
+        ({'train_batch_size': 8}, {'mode': 'fixed'})
     """
     if not isinstance(config, str | os.PathLike | Mapping):
         raise TypeError(f"A DeepSpeed config is a path, a dict or a base64 string, got {type(config).__name__}.")

@@ -82,12 +82,24 @@ def force_implementation(name: str) -> Iterator[None]:
     Args:
         name: 'hopper', 'portable' or 'cpu'. Operations that have none of that name, such as softmax, run as always.
 
+    Yields:
+        nothing; it stands in a `with` statement, or decorates a function.
+
     Raises:
         ValueError: another name; in an operation, one that does not take the call, which says why.
 
-    Example:
-        with ds_sparse.force_implementation("portable"):
-            output = ds_sparse.block_sparse_attention(query, key, value, layout)
+    Examples:
+        >>> import torch
+        >>> import ds_sparse
+        >>> query, key, value = (torch.randn(1, 2, 32, 8) for _ in range(3))
+        >>> layout = torch.ones(2, 2, dtype=torch.bool)
+        >>> with ds_sparse.force_implementation("cpu"):
+        ...     output = ds_sparse.block_sparse_attention(query, key, value, layout)
+        >>> with ds_sparse.force_implementation("hopper"):
+        ...     output = ds_sparse.block_sparse_attention(query, key, value, layout)
+        Traceback (most recent call last):
+            ...
+        ValueError: 'hopper', which force_implementation names, does not take this call of block_sparse_attention. ...
     """
     names = list(dict.fromkeys(i.name for those in IMPLEMENTATIONS.values() for i in those))
     if name not in names:

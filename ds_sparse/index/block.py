@@ -29,12 +29,12 @@ SIDES = ("rows", "columns")
 
 @dataclass(frozen=True, eq=False)
 class BlockIndex:
-    """The live blocks of a layout, in tiles and one by one. Built once, immutable, shared by every operation, on any
-    stream (see `ReadyEvent`).
+    """The live blocks of a layout, in tiles and one by one.
 
-    The tiles are what attention walks, and products on a Hopper GPU. The rest is made from the layout's bits when it is
-    first asked for, and kept: the `Lists` of MatMul and Softmax, the `Strips` of Softmax on a GPU, tiles of another
-    height, the index cut for causal attention.
+    Built once, by `build`, `from_mask` or `from_flex`; immutable, shared by every operation, on any stream (see
+    `ReadyEvent`). The tiles are what attention walks, and products on a Hopper GPU. The rest is made from the layout's
+    bits when it is first asked for, and kept: the `Lists` of MatMul and Softmax, the `Strips` of Softmax on a GPU,
+    tiles of another height, the index cut for causal attention.
 
     Letters: L stored layout heads (1 when all heads are equal, else `num_heads`), R/C block rows and columns,
     N live blocks of the L stored heads together.
@@ -50,6 +50,22 @@ class BlockIndex:
         row_tiles: block rows in tiles of `TILE` tokens, which list block columns.
         column_tiles: block columns in tiles of `TILE` tokens, which list block rows.
         row_offsets, row_columns, column_offsets, column_rows, column_slots: those of `lists`.
+
+    Raises:
+        TypeError: the class is called, in place of one of these.
+
+    Examples:
+        >>> import torch
+        >>> import ds_sparse
+        >>> layout = ds_sparse.LocalSlidingWindowSparsityConfig(num_heads=4, block=16, causal=True).make_layout(64)
+        >>> index = ds_sparse.BlockIndex.build(layout, block=16)
+        >>> index
+        BlockIndex(4 x 4 blocks of 16, 4 heads alike, density 43.8%, cpu)
+        >>> index.live_blocks, index.reaches_ahead
+        (7, False)
+        >>> query, key, value = (torch.randn(2, 4, 64, 16) for _ in range(3))
+        >>> ds_sparse.block_sparse_attention(query, key, value, index, causal=True).shape
+        torch.Size([2, 4, 64, 16])
     """
 
     block: int
@@ -79,7 +95,10 @@ class BlockIndex:
 
         Args:
             layout: bool, or 0 and 1 as numbers, (R, C) or (H or 1, R, C).
-            block: a power of two, 8 or more.
+            block: tokens on a block's side, a power of two, 8 or more.
+
+        Returns:
+            The index, on the layout's device.
 
         Raises:
             TypeError, ValueError: a layout of another type, dtype, shape or value; another block; 2**31 live blocks or
@@ -95,17 +114,25 @@ class BlockIndex:
 
         Args:
             token_mask: bool (T, S) or (H, T, S), True where a query sees a key; the last blocks may be short.
-            block: a power of two, 8 or more.
+            block: tokens on a block's side, a power of two, 8 or more.
             partial: what becomes of blocks of which the mask keeps a part: 'error', or 'live', which takes all of each;
                 the mask then has to go to the operation too, as attn_mask, or causal=True.
+
+        Returns:
+            The index, on the mask's device.
 
         Raises:
             TypeError: not a bool tensor.
             ValueError: another shape, block or `partial`; the mask cuts through a block, named by its place.
 
-        Example:
-            index = BlockIndex.from_mask(torch.ones(1024, 1024, dtype=torch.bool).tril(), 64, partial="live")
-            output = block_sparse_attention(query, key, value, index, causal=True)
+        Examples:
+            >>> import torch
+            >>> import ds_sparse
+            >>> mask = torch.ones(64, 64, dtype=torch.bool).tril()
+            >>> index = ds_sparse.BlockIndex.from_mask(mask, 16, partial="live")
+            >>> query, key, value = (torch.randn(1, 2, 64, 8) for _ in range(3))
+            >>> ds_sparse.block_sparse_attention(query, key, value, index, causal=True).shape
+            torch.Size([1, 2, 64, 8])
         """
         check_block(block)
         mask = plain("token_mask", token_mask) if isinstance(token_mask, torch.Tensor) else token_mask
@@ -123,15 +150,20 @@ class BlockIndex:
                 for queries and keys, a power of two, 8 or more.
             partial: as in `from_mask`.
 
+        Returns:
+            The index, on the mask's device.
+
         Raises:
             TypeError: not a BlockMask.
             ValueError: several sequences; another BLOCK_SIZE or `partial`; partial blocks, the first named by its
                 place.
 
-        Example:
-            mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 4096, 4096, device)
-            index = BlockIndex.from_flex(mask, partial="live")
-            output = block_sparse_attention(query, key, value, index, causal=True)
+        Examples:
+            >>> import ds_sparse
+            >>> from torch.nn.attention.flex_attention import create_block_mask
+            >>> mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 64, 64, "cpu", BLOCK_SIZE=16)
+            >>> ds_sparse.BlockIndex.from_flex(mask, partial="live")
+            BlockIndex(4 x 4 blocks of 16, any heads, density 62.5%, cpu)
         """
         layout, block = layout_of_flex(block_mask, partial)
         return cls.build(layout, block)
@@ -194,6 +226,7 @@ class BlockIndex:
 
     @property
     def device(self) -> torch.device:
+        """Where the index is."""
         return self.bits.device
 
     @property
@@ -251,8 +284,14 @@ class BlockIndex:
         return self
 
     def tiles(self, side: str, tile: int = TILE) -> Tiles:
-        """The tiles of a side, 'rows' or 'columns', of a height of `tile` tokens. Those of another height than `TILE`
-        are made at the first call, which synchronises once.
+        """The tiles of a side. Those of another height than `TILE` are made at the first call, which synchronises once.
+
+        Args:
+            side: 'rows' or 'columns'.
+            tile: tokens of a tile's height, a power of two, up to 8 blocks.
+
+        Returns:
+            The tiles, on the index's device.
 
         Raises:
             ValueError: another side; a height that is not a power of two, or above 8 blocks.
@@ -262,8 +301,11 @@ class BlockIndex:
         return self._once((side, tile), partial(self._make_tiles, side, tile))
 
     def causal(self) -> BlockIndex:
-        """The index without the blocks above the diagonal; itself where there are none. Built at the first call, which
-        synchronises once."""
+        """The index without the blocks above the diagonal. Built at the first call, which synchronises once.
+
+        Returns:
+            The index for causal attention; itself where there are no such blocks.
+        """
         if not self.reaches_ahead:
             return self
         if "causal" not in self._made:
@@ -271,13 +313,25 @@ class BlockIndex:
         return self._made["causal"]
 
     def layout(self) -> torch.Tensor:
-        """The layout, bool (L, R, C), unpacked at each call."""
+        """The layout, unpacked at each call.
+
+        Returns:
+            bool (L, R, C), on the index's device.
+        """
         self._ready.wait(self._tensors)
         return unpack_bits(self.bits, self.columns)
 
     def to(self, device: torch.device | str) -> BlockIndex:
-        """The same index on another device, with its lists and its causal part if they have been made; itself if it is
-        there already. On a GPU it is built from the bits, as there the tiles depend on the device."""
+        """The same index on another device, with its lists and its causal part if they have been made.
+
+        On a GPU it is built from the bits, as there the tiles depend on the device.
+
+        Args:
+            device: where it is to be.
+
+        Returns:
+            The index there; itself if it is there already.
+        """
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -302,13 +356,26 @@ class BlockIndex:
         return moved
 
     def num_values(self, heads: int) -> int:
-        """V, the live blocks of `heads` heads: the size of dimension 1 of sparse values."""
+        """V, the size of dimension 1 of sparse values.
+
+        Args:
+            heads: H.
+
+        Returns:
+            The live blocks of so many heads.
+        """
         return self.live_blocks * heads // self.layout_heads
 
     def heads_of(self, num_values: int) -> int | None:
-        """The number of heads whose sparse values have `num_values` blocks; None where there is none.
+        """The number of heads that sparse values are of.
 
         A layout without a live block says nothing about heads: its own number is taken.
+
+        Args:
+            num_values: V, the size of dimension 1 of sparse values.
+
+        Returns:
+            H; None where no number of heads has so many.
         """
         if self.live_blocks == 0:
             return self.num_heads if num_values == 0 else None

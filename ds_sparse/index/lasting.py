@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_gradtrackingtensor
 
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
 
-def lasting(make: Callable) -> Callable:
+
+def lasting(make: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
     """Decorates what makes something that is kept: outside of inference mode and of torch.func's transforms, as it
     outlives both. What it is made of is `plain`."""
 
     @wraps(make)
-    def made(*args, **kwargs):
+    def made(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
         with torch.inference_mode(False), torch._C._DisableFuncTorch():
             return make(*args, **kwargs)
 

@@ -37,6 +37,9 @@ from .token_tiles import BLOCK, TokenTiles
 class TokenIndex:
     """Lists of token pairs as operations walk them. Built once from any form, immutable, shared by every operation.
 
+    `from_mask`, `from_pairs`, `from_csr`, `from_jagged` and `from_blocks` build it, and `mask`, `pairs`, `csr`,
+    `jagged` and `blocks` are the ways back.
+
     Letters: T query tokens, S key tokens; P = batch * heads lists, one after another in (batch, head) order; N pairs of
     all lists. Tensors are int32 but for `order`.
 
@@ -48,6 +51,23 @@ class TokenIndex:
         columns: (N). The key of each pair, ascending within a row.
         ends: where each list ends in N.
         order: int64 (N), where the caller listed each pair, within its list; None where that is the order here.
+
+    Examples:
+        >>> import torch
+        >>> import ds_sparse
+        >>> index = ds_sparse.TokenIndex.from_pairs([[2, 0], [0, 0], [2, 2]], queries=3, keys=3)
+        >>> index
+        TokenIndex(3 x 3 tokens, 3 pairs, any heads, cpu)
+        >>> index.mask().int()
+        tensor([[1, 0, 0],
+                [0, 0, 0],
+                [1, 0, 1]], dtype=torch.int32)
+        >>> values, offsets = index.csr()
+        >>> values.tolist(), offsets.tolist()
+        ([0, 0, 2], [0, 1, 1, 3])
+        >>> query, key, value = (torch.randn(1, 2, 3, 8) for _ in range(3))
+        >>> ds_sparse.sparse_attn(query, key, value, index).shape
+        torch.Size([1, 2, 3, 8])
     """
 
     queries: int
@@ -66,7 +86,13 @@ class TokenIndex:
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> TokenIndex:
-        """From a bool mask, True where a query sees a key: (T, S), (H or 1, T, S) or (B or 1, H or 1, T, S).
+        """From a mask over tokens.
+
+        Args:
+            mask: bool, True where a query sees a key: (T, S), (H or 1, T, S) or (B or 1, H or 1, T, S).
+
+        Returns:
+            The index, on the mask's device.
 
         Raises:
             TypeError: not a bool tensor.
@@ -81,6 +107,10 @@ class TokenIndex:
         Args:
             pairs: int32 or int64 (M, 2), or a list of pairs of integers, for all heads; or a list of such, one a head;
                 or, padded at the end by rows of -1, (H or 1, M, 2) or (B or 1, H or 1, M, 2).
+            queries, keys: T and S, the tokens that there are.
+
+        Returns:
+            The index, on the device of the pairs.
 
         Raises:
             TypeError: another type or dtype.
@@ -97,6 +127,10 @@ class TokenIndex:
                 anything, (H or 1, N) or (B or 1, H or 1, N). Keys of a row may stand in any order.
             offsets: int32 or int64 (T,), the end of each row; or (T + 1,), a CSR row pointer, which begins with 0;
                 of each head where `values` are, a list or stacked.
+            queries, keys: T and S, the tokens that there are.
+
+        Returns:
+            The index, on the device of `values`.
 
         Raises:
             TypeError: another type or dtype.
@@ -107,8 +141,15 @@ class TokenIndex:
 
     @classmethod
     def from_jagged(cls, lists: Nested, keys: int) -> TokenIndex:
-        """From a nested tensor of jagged layout, (T, keys of the query); or a list of such, one a head; or a list of
-        such lists, one a sequence.
+        """From nested tensors of jagged layout.
+
+        Args:
+            lists: int32 or int64 (T, keys of the query); or a list of such, one a head; or a list of such lists, one a
+                sequence.
+            keys: S, the key tokens that there are.
+
+        Returns:
+            The index, on the device of the lists.
 
         Raises:
             TypeError, ValueError: something else; a key that does not exist, named by its place.
@@ -117,7 +158,15 @@ class TokenIndex:
 
     @classmethod
     def from_blocks(cls, index: BlockIndex, queries: int | None = None, keys: int | None = None) -> TokenIndex:
-        """From all tokens of the live blocks, cropped to so many query and key tokens. Takes T x S bytes a list."""
+        """From all tokens of the live blocks. Takes T x S bytes a list.
+
+        Args:
+            index: whose blocks they are.
+            queries, keys: T and S, to which the blocks are cropped; by default all tokens of the blocks.
+
+        Returns:
+            The index, on the device of the other.
+        """
         return cls.from_mask(to_token_mask(index.layout(), index.block)[..., :queries, :keys])
 
     @classmethod
@@ -150,6 +199,7 @@ class TokenIndex:
 
     @property
     def device(self) -> torch.device:
+        """Where the index is."""
         return self.columns.device
 
     @property
@@ -183,7 +233,14 @@ class TokenIndex:
         return self
 
     def to(self, device: torch.device | str) -> TokenIndex:
-        """The same index on another device, copied there once; itself if it is there already."""
+        """The same index on another device, copied there once.
+
+        Args:
+            device: where it is to be.
+
+        Returns:
+            The index there; itself if it is there already.
+        """
         device = torch.device(device)
         if device.type == self.device.type and device.index in (None, self.device.index):
             return self
@@ -196,8 +253,11 @@ class TokenIndex:
         )  # fmt: skip
 
     def prepared(self) -> TokenIndex:
-        """The index itself, with all made that operations and their gradients need: what is compiled later cannot make
-        it."""
+        """All is made that operations and their gradients need: what is compiled later cannot make it.
+
+        Returns:
+            The index itself.
+        """
         _ = self.by_key, self.tiles, self.places, self.repeated
         if self.order is not None:
             _ = self.listed
@@ -221,7 +281,11 @@ class TokenIndex:
             raise ValueError(f"The pair {self.repeated} is listed twice, which {form} cannot say; list it once.")
 
     def mask(self) -> Tensor:
-        """bool (T, S); (H, T, S) of lists of each head, (B, H or 1, T, S) of lists of each sequence.
+        """The pairs as a mask over tokens.
+
+        Returns:
+            bool (T, S), True where a query sees a key; (H, T, S) of lists of each head, (B, H or 1, T, S) of lists of
+            each sequence.
 
         Raises:
             ValueError: a pair is listed twice.
@@ -233,14 +297,22 @@ class TokenIndex:
         return mask.view(*self._lead, self.queries, self.keys)
 
     def pairs(self) -> Nested:
-        """int64 (N, 2), in row order; of each list."""
+        """The pairs (i, j), in row order.
+
+        Returns:
+            int64 (N, 2); a list of such, one a head, or a list of such lists, one a sequence, where these have lists of
+            their own.
+        """
         rows, _ = self.places
         return self._nested(self._split(torch.stack((rows % max(1, self.queries), self.columns.long()), 1)))
 
     def csr(self) -> tuple[Nested, Nested]:
-        """Values, int64 (N,), and offsets, int64 (T + 1,) with the leading 0; of each list.
+        """The key of each pair in row order, and where the rows begin and end.
 
-        The ends of rows, without the 0, are offsets[1:].
+        The ends of rows, without the leading 0, are offsets[1:].
+
+        Returns:
+            Values, int64 (N,), and offsets, int64 (T + 1,); each nested as in `pairs`.
         """
         starts = (0, *self.ends[:-1])
         rows = self.row_offsets.long()
@@ -248,14 +320,24 @@ class TokenIndex:
         return self._nested(self._split(self.columns.long())), self._nested(offsets)
 
     def jagged(self) -> Nested:
-        """A nested tensor of jagged layout, int64 (T, keys of the query); of each list."""
+        """The keys of each query as a nested tensor of jagged layout.
+
+        Returns:
+            int64 (T, keys of the query), nested as in `pairs`.
+        """
         values, offsets = (tensors_in(x) for x in self.csr())
         return self._nested(
             [torch.nested.nested_tensor_from_jagged(v, o) for v, o in zip(values, offsets, strict=True)]
         )
 
     def blocks(self, block: int) -> BlockIndex:
-        """The index of all blocks of `block` x `block` tokens that hold a pair, for lists that sequences share.
+        """The index of all blocks of tokens that hold a pair, for lists that sequences share.
+
+        Args:
+            block: tokens on a block's side, a power of two, 8 or more.
+
+        Returns:
+            The index, on this one's device.
 
         Raises:
             ValueError: lists of each sequence; a block that is no power of two, or below 8.
@@ -274,6 +356,12 @@ class TokenIndex:
 
         Of lists that all heads share (..., N) becomes one tensor (..., T, S); of others each list becomes one.
         Differentiable in the scores where these have one dimension, which is as far as PyTorch goes.
+
+        Args:
+            scores: (..., N) in the order in which the pairs were listed, nested as in `pairs`.
+
+        Returns:
+            Sparse CSR tensors (..., T, S) in the dtype of the scores, nested as in `pairs`.
 
         Raises:
             ValueError: a pair is listed twice; scores of another number of pairs.

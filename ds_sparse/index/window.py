@@ -23,12 +23,12 @@ MAX_ROWS = 2048
 
 @dataclass(frozen=True, eq=False)
 class WindowIndex:
-    """What `window_attention` walks: built once for a length and a window, immutable, for any stream (see
-    `ReadyEvent`).
+    """What `window_attention` walks: built once for a length and a window, by `build`; immutable.
 
-    Kernels see tokens in an order of their own: first the global ones, then those whose dilated windows belong
-    together, each in the order of the sequence. What a token sees are then the global tokens and one range of others.
-    Without dilation, and with global tokens at the beginning or none, it is the sequence's own order.
+    Any stream may use it (see `ReadyEvent`). Kernels see tokens in an order of their own: first the global ones, then
+    those whose dilated windows belong together, each in the order of the sequence. What a token sees are then the
+    global tokens and one range of others. Without dilation, and with global tokens at the beginning or none, it is the
+    sequence's own order.
 
     Letters: T tokens; L heads, 1 when all have the same window, else as many as were given.
 
@@ -42,6 +42,14 @@ class WindowIndex:
         order: int64 (L, T). The kernels' tokens as places in the sequence; None where that is their order.
         inverse: int64 (L, T). The sequence's tokens as places among the kernels'; None likewise.
         places: int32 (L, T). The order again, for causality to go by; None where it goes by the kernels' order.
+
+    Examples:
+        >>> import ds_sparse
+        >>> index = ds_sparse.WindowIndex.build(100, window_size=8, global_tokens=[0], dilation=2)
+        >>> index
+        WindowIndex(100 tokens, any heads, 1 global, blocks of 16, cpu)
+        >>> index.order[0, :6].tolist()
+        [0, 2, 4, 6, 8, 10]
     """
 
     tokens: int
@@ -79,6 +87,9 @@ class WindowIndex:
             block: 8, 16, 32, 64 or 128 tokens on the side of the blocks that kernels walk; chosen by the window if it
                 is not given.
             device: where the index is to be.
+
+        Returns:
+            The index, on the device.
 
         Raises:
             TypeError, ValueError: arguments of another type or value; numbers for different numbers of heads.
@@ -139,6 +150,7 @@ class WindowIndex:
 
     @property
     def device(self) -> torch.device:
+        """Where the index is."""
         return self.limits.device
 
     def ready(self) -> WindowIndex:
@@ -154,7 +166,14 @@ class WindowIndex:
         yield from self.blocks._held()
 
     def to(self, device: torch.device | str) -> WindowIndex:
-        """The same index on another device; itself if it is there already."""
+        """The same index on another device.
+
+        Args:
+            device: where it is to be.
+
+        Returns:
+            The index there; itself if it is there already.
+        """
         device = torch.device(device)
         return self if self.device == device else self._copied(device)
 

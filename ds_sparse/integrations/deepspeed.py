@@ -34,7 +34,25 @@ NO_BLOCK = "deepspeed sparse attention is not set; Fixed sparsity is used as def
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """`deepspeed.add_config_arguments`, and `--deepspeed_sparse_attention`."""
+    """`deepspeed.add_config_arguments`, and `--deepspeed_sparse_attention`.
+
+    Args:
+        parser: the script's. The flag's default is what was given to `ds_sparse run`.
+
+    Returns:
+        The parser.
+
+    Raises:
+        argparse.ArgumentError: the parser has one of the options already.
+
+    Examples:
+        >>> import argparse
+        >>> import ds_sparse
+        >>> parser = ds_sparse.add_config_arguments(argparse.ArgumentParser())
+        >>> args = parser.parse_args(["--deepspeed_config", "ds.json", "--deepspeed_sparse_attention"])
+        >>> args.deepspeed_config, args.deepspeed_sparse_attention
+        ('ds.json', True)
+    """
     parser = deepspeed.add_config_arguments(parser)
     group = parser.add_argument_group("ds_sparse", "block-sparse attention")
     group.add_argument(
@@ -50,6 +68,16 @@ def init_distributed(**arguments: Any) -> None:
     """`deepspeed.init_distributed`, which also works without a launcher, a compiler, ninja or mpi4py.
 
     A process that no launcher started becomes rank 0 of 1. On the CPU gloo communicates, and nothing is compiled.
+
+    Args:
+        arguments: those of `deepspeed.init_distributed`, by name.
+
+    Examples:
+        >>> import torch
+        >>> import ds_sparse
+        >>> ds_sparse.init_distributed()
+        >>> torch.distributed.get_rank(), torch.distributed.get_world_size()
+        (0, 1)
     """
     if not is_launched():
         with socket.socket() as probe:
@@ -69,10 +97,21 @@ def get_sparse_attention_config(args: argparse.Namespace, num_heads: int) -> Spa
         args: has `deepspeed_config`, and `deepspeed_sparse_attention`; without that the flag of `ds_sparse run` counts.
         num_heads: attention heads of the model.
 
+    Returns:
+        The structure; that of a JSON without a block is `FixedSparsityConfig`, and a line says so.
+
     Raises:
-        SparseAttentionConfigError: the block is wrong (a ValueError; all mistakes in one go).
+        SparseAttentionConfigError: the JSON or its block is wrong (a ValueError; all mistakes in one go).
         ValueError: the flag is on without a JSON, or together with `--deepspeed_transformer_kernel`.
         RuntimeError: several ranks would draw a seed before torch.distributed runs.
+
+    Examples:
+        >>> import argparse
+        >>> import ds_sparse
+        >>> json = {"train_batch_size": 8, "sparse_attention": {"mode": "fixed", "num_local_blocks": 8}}
+        >>> args = argparse.Namespace(deepspeed_sparse_attention=True, deepspeed_config=json)
+        >>> ds_sparse.get_sparse_attention_config(args, num_heads=4).num_local_blocks
+        8
     """
     if not is_on(args):
         return None
@@ -99,10 +138,37 @@ def initialize(*positional: Any, **keywords: Any) -> Any:
     Without the flag a block in the JSON is off. One line says what is the case. The engine's checkpoints keep the seed
     that random blocks of a Transformers model were drawn with, and restore it where the JSON has none.
 
+    Args:
+        positional, keywords: those of `deepspeed.initialize`, such as `args`, `model` and `config`.
+
+    Returns:
+        The engine, the optimizer, the loader of the training data and the scheduler, as `deepspeed.initialize` gives
+        them.
+
     Raises:
         SparseAttentionConfigError: the JSON cannot be read; with the flag, its block is wrong.
         ValueError: two configurations or none, no model; with the flag, a model that cannot be made sparse, that is
             sparse in part, or that is sparse in another way than the JSON says.
+
+    Examples:
+        >>> import argparse
+        >>> import torch
+        >>> import transformers
+        >>> import ds_sparse
+        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+        >>> model = transformers.BertModel(transformers.BertConfig(vocab_size=50, max_position_embeddings=64, **sizes))
+        >>> config = {
+        ...     "train_batch_size": 2,
+        ...     "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+        ...     "sparse_attention": {"mode": "bslongformer", "block": 16},
+        ... }
+        >>> args = argparse.Namespace(deepspeed_sparse_attention=True)
+        >>> engine, *_ = ds_sparse.initialize(args, model, config=config)
+        ds_sparse: 1 attention layer made sparse: BSLongformerSparsityConfig, block 16, density 87.5% at 64 tokens.
+        ds_sparse: sparse attention is on in 1 of 1 attention layers.
+        >>> hidden = engine(torch.full((2, 64), 7, device=engine.device)).last_hidden_state
+        >>> loss = engine.backward(hidden.square().mean())
+        >>> engine.step()
     """
     return _initialize(positional, keywords, launcher_decides=False)
 

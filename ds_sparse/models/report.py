@@ -46,14 +46,39 @@ class Replaced(NamedTuple):
 
 
 class SparsifyReport:
-    """What `sparsify` changed: `replaced` has an entry a layer, `str()` is a table, `undo()` puts the model back. Then
-    `replaced` is empty, and the table says what became dense again."""
+    """What `sparsify` changed: `replaced` has an entry a layer, `str()` is a table, `undo()` puts the model back.
+
+    Then `replaced` is empty, and the table says what became dense again.
+
+    Args:
+        changes: those of the model, which are on. `sparsify` gives them.
+
+    Examples:
+        >>> import torch
+        >>> import ds_sparse
+        >>> class Attention(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.query, self.key, self.value = (torch.nn.Linear(32, 32) for _ in range(3))
+        ...         self.num_attention_heads = 4
+        >>> model = torch.nn.ModuleDict({"attention": Attention()})
+        >>> report = ds_sparse.sparsify(model, {"mode": "bslongformer", "block": 16}, max_seq_length=128)
+        >>> print(report)
+        1 attention layer made sparse: BSLongformerSparsityConfig, block 16, density 53.1% at 128 tokens
+          attention  Attention  ->  BertSparseSelfAttention
+        >>> report.replaced[0].name, type(model["attention"]).__name__
+        ('attention', 'BertSparseSelfAttention')
+        >>> report.undo()
+        >>> type(model["attention"]).__name__
+        'Attention'
+    """
 
     def __init__(self, changes: list[Change]):
         self._changes, self._on = changes, True
 
     @property
     def replaced(self) -> list[Replaced]:
+        """The attention layers that are sparse by this: the name of each in the model, what it was, what it is now."""
         return [replaced for change in self._changes for replaced in _replaced(change)] if self._on else []
 
     def undo(self) -> None:

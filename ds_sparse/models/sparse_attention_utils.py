@@ -21,19 +21,41 @@ if TYPE_CHECKING:
 
 
 class SparseAttentionUtils:
-    """Static helpers around a sparse model. Source: DeepSpeed's class of this name."""
+    """Static helpers around a sparse model. Source: DeepSpeed's class of this name.
+
+    Examples:
+        >>> import torch
+        >>> import transformers
+        >>> from ds_sparse import FixedSparsityConfig, SparseAttentionUtils
+        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+        >>> model = transformers.BertModel(transformers.BertConfig(vocab_size=50, max_position_embeddings=64, **sizes))
+        >>> model = SparseAttentionUtils.extend_position_embedding(model, 128)
+        ds_sparse: extended position embeddings from 64 to 128 tokens.
+        >>> structure = FixedSparsityConfig(num_heads=2, block=16)
+        >>> model = SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention(model, 128, structure)
+        >>> input_ids, mask = torch.full((2, 90), 7), torch.ones(2, 90)
+        >>> pad_len, input_ids, mask, *_ = SparseAttentionUtils.pad_to_block_size(
+        ...     16, input_ids, mask.long(), None, None, None, pad_token_id=0
+        ... )
+        >>> pad_len, input_ids.shape
+        (6, torch.Size([2, 96]))
+        >>> output = model(input_ids, attention_mask=mask).last_hidden_state
+        >>> SparseAttentionUtils.unpad_sequence_output(pad_len, output).shape
+        torch.Size([2, 90, 32])
+    """
 
     @staticmethod
     def extend_position_embedding(model: nn.Module, max_position: int) -> nn.Module:
-        """Makes room for `max_position` tokens in the table of learned positions: position p gets the weights of
-        position p mod n of the n that there are.
+        """Makes room for more tokens in the table of learned positions.
 
-        In place; the rows that RoBERTa reserves stay in front. The table's parameter is a new one, so make the
-        optimizer afterwards. The config and the buffers of position and segment numbers follow.
+        Position p gets the weights of position p mod n of the n that there are. In place; the rows that RoBERTa
+        reserves stay in front. The table's parameter is a new one, so make the optimizer afterwards. The config and the
+        buffers of position and segment numbers follow.
 
         Args:
             model: with a head or a base model, that has `embeddings.position_embeddings`: BERT, RoBERTa, XLM-RoBERTa,
                 CamemBERT, ELECTRA, DistilBERT, ALBERT and others.
+            max_position: tokens that there shall be room for.
 
         Returns:
             The model.
@@ -75,7 +97,15 @@ class SparseAttentionUtils:
     def update_tokenizer_model_max_length(
         tokenizer: PreTrainedTokenizerBase, max_position: int
     ) -> PreTrainedTokenizerBase:
-        """Sets the longest sequence of a tokenizer, also in what it saves. Returns the tokenizer."""
+        """Sets the longest sequence of a tokenizer, also in what it saves.
+
+        Args:
+            tokenizer: one of Transformers.
+            max_position: tokens.
+
+        Returns:
+            The tokenizer.
+        """
         tokenizer.model_max_length = max_position
         tokenizer.init_kwargs["model_max_length"] = max_position
         say(f"updated tokenizer model maximum length to {max_position}.")
@@ -126,8 +156,9 @@ class SparseAttentionUtils:
     def replace_self_attention_layer_with_sparse_self_attention_layer(
         config: Any, layers: nn.ModuleList, sparsity_config: SparsityConfig | None = None
     ) -> nn.ModuleList:
-        """Puts `BertSparseSelfAttention` around `layer.attention.self.query`, `.key` and `.value` of each layer, the
-        same modules. All layers share one layout.
+        """Puts `BertSparseSelfAttention` around the projections of each layer, as the modules that they are.
+
+        They are `layer.attention.self.query`, `.key` and `.value`. All layers share one layout.
 
         Args:
             config: the model's; the layout is built for its `max_position_embeddings`, or 2048 tokens without.
@@ -168,8 +199,9 @@ class SparseAttentionUtils:
             token_type_ids: (B, T), filled with 0.
             position_ids: (B, T), filled with `pad_token_id`.
             inputs_embeds: (B, T, hidden); filled with `model_embeddings` of `pad_token_id`.
-            model_embeddings: the word embeddings, for `inputs_embeds` alone. DeepSpeed before 0.7 called it
-                `model_mbeddings`.
+            pad_token_id: the number of the padding token.
+            model_embeddings: the word embeddings, for `inputs_embeds` alone.
+            model_mbeddings: the same, as DeepSpeed before 0.7 called it.
 
         Returns:
             The number of tokens added, then the five tensors in this order; None stays None.
@@ -204,7 +236,15 @@ class SparseAttentionUtils:
 
     @staticmethod
     def unpad_sequence_output(pad_len: int, sequence_output: torch.Tensor) -> torch.Tensor:
-        """Drops the last `pad_len` tokens of (B, T, ...)."""
+        """Drops the tokens that `pad_to_block_size` added.
+
+        Args:
+            pad_len: how many.
+            sequence_output: (B, T, ...).
+
+        Returns:
+            (B, T - pad_len, ...), a view.
+        """
         return sequence_output[:, : sequence_output.shape[1] - pad_len]
 
 

@@ -37,6 +37,9 @@ def sparsify(
         max_seq_length: tokens that the layout is built for, rounded up to whole blocks; by default
             `config.max_position_embeddings`, and 2048 where a model that is not of Transformers has none.
 
+    Returns:
+        What was changed; its `undo()` puts the model back.
+
     Raises:
         SparseAttentionConfigError: the dict is wrong (a ValueError).
         ValueError: a model with a sparse layer, without an attention layer, or with one that would stay dense; a
@@ -44,6 +47,20 @@ def sparsify(
         TypeError: neither a structure nor a dict.
         RuntimeError: several ranks would draw a seed before torch.distributed runs; later, in a forward, a layer
             that ran without its sparse attention.
+
+    Examples:
+        >>> import transformers
+        >>> import ds_sparse
+        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+        >>> config = transformers.BertConfig(vocab_size=50, max_position_embeddings=128, **sizes)
+        >>> model = transformers.BertModel(config)
+        >>> report = ds_sparse.sparsify(model, ds_sparse.BSLongformerSparsityConfig(num_heads=2, block=16))
+        >>> print(report)
+        1 attention layer made sparse: BSLongformerSparsityConfig, block 16, density 53.1% at 128 tokens
+          encoder.layer.0.attention.self  BertSelfAttention, sdpa  ->  BertSelfAttention, ds_sparse
+        >>> report.undo()
+        >>> report.replaced
+        []
     """
     sparse, dense = attention_layers(model)
     refuse_sparse(model, sparse)

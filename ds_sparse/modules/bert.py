@@ -26,7 +26,17 @@ class BertSparseSelfAttention(nn.Module):
 
     Raises:
         ValueError: hidden_size is not a multiple of the number of heads, or the structure is for another number of
-            heads.
+            heads; what `SparseSelfAttention` refuses.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> import torch
+        >>> import ds_sparse
+        >>> config = SimpleNamespace(hidden_size=32, num_attention_heads=4)
+        >>> structure = ds_sparse.BSLongformerSparsityConfig(num_heads=4, block=16)
+        >>> layer = ds_sparse.BertSparseSelfAttention(config, structure, max_seq_length=128)
+        >>> layer(torch.randn(2, 100, 32)).shape
+        torch.Size([2, 100, 32])
     """
 
     query: nn.Module
@@ -85,12 +95,17 @@ class BertSparseSelfAttention(nn.Module):
         hidden), None) is returned.
 
         Args:
+            hidden_states: (B, T, hidden).
             attention_mask: added to the scores: (B, T) or (B, 1, 1, T) for each key, (B, 1, T, T) for each pair; 0
                 keeps, -10000 or -inf drops. Bool ones are added as numbers, with a warning, except in a call of
                 Transformers.
             more, named: what else Transformers hands over, by its names of version 5 or in the order of version 4.
 
+        Returns:
+            (B, T, hidden); where Transformers calls it, that and None.
+
         Raises:
+            TypeError: operands that are no tensors.
             ValueError: a mask for another number of tokens; a call for what this layer does not compute:
                 cross-attention, cached keys, a head mask, causal or packed attention, the attention probabilities.
         """

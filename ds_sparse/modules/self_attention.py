@@ -56,6 +56,19 @@ class SparseSelfAttention(nn.Module):
     Raises:
         ValueError: an unknown mask mode or implementation, `max_seq_length` that is not a multiple of the block, what
             the structure refuses.
+
+    Examples:
+        >>> import torch
+        >>> import ds_sparse
+        >>> structure = ds_sparse.BigBirdSparsityConfig(num_heads=4, block=16, seed=0)
+        >>> attention = ds_sparse.SparseSelfAttention(structure, max_seq_length=128)
+        >>> attention
+        SparseSelfAttention(BigBirdSparsityConfig, num_heads=4, block=16, max_seq_length=128)
+        >>> query, key, value = (torch.randn(2, 4, 64, 8) for _ in range(3))
+        >>> padding = torch.zeros(2, 64)
+        >>> padding[:, 60:] = float("-inf")
+        >>> attention(query, key, value, key_padding_mask=padding).shape
+        torch.Size([2, 4, 64, 8])
     """
 
     def __init__(
@@ -130,7 +143,13 @@ class SparseSelfAttention(nn.Module):
         self.attention._awaits_other_ranks = needed
 
     def get_layout(self, L: int) -> torch.Tensor:
-        """The layout for `L` tokens, int64 (H, R, C) on the CPU.
+        """The layout for a length.
+
+        Args:
+            L: tokens, a multiple of the block.
+
+        Returns:
+            int64 (H, R, C) on the CPU.
 
         Raises:
             ValueError: as in `forward`.
@@ -140,11 +159,14 @@ class SparseSelfAttention(nn.Module):
         return self.attention.layout_for(L).to(torch.int64).expand(self.sparsity_config.num_heads, -1, -1)
 
     def get_ops(self, H: int, L: int) -> tuple[MatMul, MatMul, Softmax]:
-        """The separate operations for `L` tokens: scores (sdd, B transposed), output (dsd) and softmax. They take
-        operands on any device and share one index for each.
+        """The separate operations for a length, which take operands on any device and share one index for each.
 
         Args:
             H: heads. Not used: the layout has them, and the operations check them.
+            L: tokens, a multiple of the block.
+
+        Returns:
+            Scores (sdd, B transposed), output (dsd) and softmax.
 
         Raises:
             TypeError: arguments that are no numbers.
@@ -192,6 +214,7 @@ class SparseSelfAttention(nn.Module):
             (B, H, T, D); rows with nothing left are zeros.
 
         Raises:
+            TypeError: operands that are no tensors.
             NotImplementedError: shapes of query, key and value differ in more than the number of heads.
             ValueError: another number of heads than the structure's; T not a multiple of the block, or 0; a mask of
                 another shape; several ranks that would draw different layouts for a T above `max_seq_length`.
@@ -223,7 +246,22 @@ class SparseSelfAttention(nn.Module):
         key_padding_mask: torch.Tensor | None = None,
         attn_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`forward` for any T, and with masks that say by their dtype what they mean: see `StructuredAttention`."""
+        """`forward` for any T, and with masks that say by their dtype what they mean.
+
+        Args:
+            query: (B, H, T, D), T above 0.
+            key, value: (B, H, T, D), or with fewer heads, which divide H.
+            rpe: (T, T), or (B or 1, H or 1, T or 1, T), added after scaling.
+            key_padding_mask: (B or 1, T); bool keeps where True, float is added.
+            attn_mask: (T, T), or (B or 1, H or 1, T or 1, T); likewise.
+
+        Returns:
+            (B, H, T, D); rows with nothing left are zeros.
+
+        Raises:
+            NotImplementedError: as in `forward`.
+            ValueError: as in `forward`; a mask that is neither bool nor floating point.
+        """
         return self.attention(
             query,
             key,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 
 from ..block_sizes import BLOCK_SIZES
@@ -25,6 +27,60 @@ from .operands import (
     readable,
     wide_dtype,
 )
+
+
+@overload
+def block_sparse_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: torch.Tensor | BlockIndex,
+    *,
+    block: int | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    key_padding_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | None = None,
+    rpe: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: Literal[False] = False,
+) -> torch.Tensor: ...
+
+
+@overload
+def block_sparse_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: torch.Tensor | BlockIndex,
+    *,
+    block: int | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    key_padding_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | None = None,
+    rpe: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def block_sparse_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: torch.Tensor | BlockIndex,
+    *,
+    block: int | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    key_padding_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | None = None,
+    rpe: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def block_sparse_attention(
@@ -60,7 +116,7 @@ def block_sparse_attention(
             D, such as a transposed (B, T, H, D) or a part of a packed projection, is read in place where D, offsets and
             other strides are multiples of 8 elements.
         key, value: (B, Hkv, S, D), H a multiple of Hkv: query head h reads head h // (H / Hkv).
-        layout: 0/1 tensor of bool or integers, (R, C) or (H or 1, R, C) with R = ceil(T / block), C = ceil(S / block),
+        layout: bool, or 0 and 1 as numbers, (R, C) or (H or 1, R, C) with R = ceil(T / block), C = ceil(S / block),
             whose index is built at first use and kept as long as the tensor is not changed; or a `BlockIndex` built
             from one, on query's device, as torch.compile and CUDA graphs want (with `causal`, that index's `causal()`).
         block: 8, 16, 32, 64 or 128 tokens on a block's side; found from the shapes if it is not given.
@@ -77,10 +133,23 @@ def block_sparse_attention(
         (B, H, T, D) in query's dtype; with `return_lse` also (B, H, T) in fp32 (fp64 for fp64), differentiable.
 
     Raises:
-        TypeError: a layout that is no tensor, or neither bool nor integer.
+        TypeError: operands that are no tensors; a layout that is no dense tensor, or of another dtype; a scale that is
+            no number.
         ValueError: shapes, dtypes, devices, a layout, block or number that do not fit; a mask that requires a gradient.
         RuntimeError: a device without the kernel; a layout in place of its index under torch.compile or in the capture
             of a CUDA graph.
+
+    Examples:
+        >>> import torch
+        >>> import ds_sparse
+        >>> query, key, value = (torch.randn(2, 4, 64, 16, requires_grad=True) for _ in range(3))
+        >>> layout = ds_sparse.FixedSparsityConfig(num_heads=4, block=16).make_layout(64)
+        >>> output, lse = ds_sparse.block_sparse_attention(query, key, value, layout, causal=True, return_lse=True)
+        >>> output.shape, lse.shape
+        (torch.Size([2, 4, 64, 16]), torch.Size([2, 4, 64]))
+        >>> output.sum().backward()
+        >>> query.grad.shape
+        torch.Size([2, 4, 64, 16])
     """
     check_inputs(query=query, key=key, value=value)
     check_inputs(rpe=rpe, attn_mask=attn_mask, key_padding_mask=key_padding_mask)

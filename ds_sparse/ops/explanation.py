@@ -26,6 +26,15 @@ class Explanation:
         reasons: by name, why an implementation does not run, in sentences; of the one that does none.
         notes: what the call costs besides, in sentences.
         text: all of it, as `explain` prints it.
+
+    Examples:
+        >>> import torch
+        >>> import ds_sparse
+        >>> query = torch.randn(1, 2, 32, 8)
+        >>> found = ds_sparse.explain(query, query, query, torch.ones(2, 2, dtype=torch.bool))
+        block_sparse_attention of query (1, 2, 32, 8), torch.float32, on cpu; ...
+        >>> found.implementation, found.reasons["cpu"], found.reasons["hopper"]
+        ('cpu', [], ['Tensors are on cpu, and it is for a CUDA GPU.'])
     """
 
     operation: str
@@ -51,9 +60,11 @@ def explain(
     """Prints which implementation runs attention of these operands, and why each other one does not; runs nothing.
 
     Args:
-        query, key, value, block, causal, rpe: as of `block_sparse_attention`.
+        query, key, value: as of `block_sparse_attention`; with a `TokenIndex` as of `sparse_attn`.
         layout: as of `block_sparse_attention`; or the `WindowIndex` of `window_attention`, or the `TokenIndex` of
             `sparse_attn`.
+        block, causal: as of `block_sparse_attention`. With a `WindowIndex` or a `TokenIndex` they change nothing.
+        rpe: as of `block_sparse_attention`. With a `WindowIndex` or a `TokenIndex` there is none.
 
     Returns:
         what is printed, and its parts.
@@ -61,8 +72,16 @@ def explain(
     Raises:
         TypeError, ValueError: operands or a layout that the operation refuses.
 
-    Example:
-        ds_sparse.explain(query, key, value, layout)
+    Examples:
+        >>> import torch
+        >>> import ds_sparse
+        >>> query, key, value = (torch.randn(1, 2, 32, 8) for _ in range(3))
+        >>> ds_sparse.explain(query, key, value, torch.ones(2, 2, dtype=torch.bool))
+        block_sparse_attention of query (1, 2, 32, 8), torch.float32, on cpu; BlockIndex(2 x 2 blocks of 16, ...)
+          hopper    Tensors are on cpu, and it is for a CUDA GPU.
+          portable  Tensors are on cpu, and it is for a CUDA GPU.
+          cpu       runs: vector instructions of the CPU, all threads.
+        Explanation(block_sparse_attention by 'cpu')
     """
     check_inputs(query=query, key=key, value=value, rpe=rpe)
     query, key, value = under_autocast(query, key, value)

@@ -46,8 +46,19 @@ class MatMul(OnLayout):
 
     Raises:
         NotImplementedError: another mode.
-        ValueError: layout or block that cannot be; in the call, operands that do not fit them or each other.
-        RuntimeError: in the call, a device without the kernel.
+        TypeError: a layout that is no dense tensor, or of another dtype.
+        ValueError: a layout or block that cannot be; an index that was built for another block.
+
+    Examples:
+        >>> import torch
+        >>> import ds_sparse
+        >>> layout = torch.eye(4, dtype=torch.bool)
+        >>> query, key, value = (torch.randn(2, 3, 64, 8) for _ in range(3))
+        >>> scores = ds_sparse.MatMul(layout, 16, "sdd", trans_b=True)(query, key)
+        >>> scores.shape
+        torch.Size([2, 12, 16, 16])
+        >>> ds_sparse.MatMul(layout, 16, "dsd")(scores, value).shape
+        torch.Size([2, 3, 64, 8])
     """
 
     def __init__(
@@ -69,6 +80,21 @@ class MatMul(OnLayout):
         return f"MatMul({self.mode}{transposed}, {self._index})"
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """op(a) @ op(b).
+
+        Args:
+            a: A of the mode, dense (B or 1, H or 1, M, K), or the sparse values (B or 1, V, b, b).
+            b: B of the mode, alike; of a's dtype and device.
+
+        Returns:
+            C of the mode, in the operands' dtype, dense (B, H, M, N), or the sparse values (B, V, b, b); with as many
+            dimensions as the operand that has more.
+
+        Raises:
+            TypeError: operands that are no tensors.
+            ValueError: operands that do not fit the layout, or each other; nested and sparse ones; another dtype.
+            RuntimeError: a device without the kernel.
+        """
         check_inputs(a=a, b=b)
         if a.device != b.device:
             raise ValueError(

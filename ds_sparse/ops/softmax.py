@@ -28,22 +28,17 @@ class Softmax(OnLayout):
         block: tokens on a block's side, a power of two, 8 or more.
         bench: accepted for old callers; times are in `ds_sparse bench matmul`.
 
-    Call:
-        x: sparse values (B, V, b, b), or (V, b, b).
-        scale: factor of x alone.
-        rpe: relative position bias (B or 1, H or 1, T, S), x's dtype, added unscaled; leading dimensions may be
-            missing.
-        key_padding_mask: (B or 1, S).
-        attn_mask: (T, S), or (B or 1, H or 1, T or 1, S).
-        key_padding_mask_mode, attn_mask_mode: 'add' adds a mask of x's dtype (a bool one as 0 and 1, as DeepSpeed did,
-            with a warning); 'mul' keeps where the mask is not zero.
-        causal: a token sees no later token, inside blocks too (JSON: "causal").
-
     Raises:
-        TypeError: a scale that is no number.
-        ValueError: another layout, block, mask mode, shape, dtype or device; a scale that is not finite, or requires a
-            gradient.
-        RuntimeError: a device without the kernel.
+        TypeError: a layout that is no dense tensor, or of another dtype.
+        ValueError: a layout or block that cannot be; an index that was built for another block.
+
+    Examples:
+        >>> import torch
+        >>> import ds_sparse
+        >>> softmax = ds_sparse.Softmax(torch.eye(2, dtype=torch.bool), 16)
+        >>> probs = softmax(torch.zeros(1, 2, 16, 16), causal=True)
+        >>> probs.shape, probs[0, 1, 3, :5].tolist()
+        (torch.Size([1, 2, 16, 16]), [0.25, 0.25, 0.25, 0.25, 0.0])
     """
 
     def __init__(self, layout: torch.Tensor | BlockIndex, block: int, bench: bool = False):
@@ -69,6 +64,28 @@ class Softmax(OnLayout):
         *,
         causal: bool = False,
     ) -> torch.Tensor:
+        """The probabilities of scores.
+
+        Args:
+            x: sparse values (B, V, b, b), or (V, b, b); fp16, bf16, fp32 or fp64.
+            scale: factor of x alone.
+            rpe: relative position bias (B or 1, H or 1, T, S), x's dtype, added unscaled; leading dimensions may be
+                missing.
+            key_padding_mask: (B or 1, S).
+            attn_mask: (T, S), or (B or 1, H or 1, T or 1, S).
+            key_padding_mask_mode, attn_mask_mode: 'add' adds a mask of x's dtype (a bool one as 0 and 1, as DeepSpeed
+                did, with a warning); 'mul' keeps where the mask is not zero.
+            causal: a token sees no later token, inside blocks too (JSON: "causal").
+
+        Returns:
+            Sparse values, of x's shape and dtype.
+
+        Raises:
+            TypeError: operands that are no tensors; a scale that is no number.
+            ValueError: another mask mode, shape, dtype or device; nested and sparse tensors; a scale that is not
+                finite, or requires a gradient.
+            RuntimeError: a device without the kernel.
+        """
         check_inputs(x=x, rpe=rpe, key_padding_mask=key_padding_mask, attn_mask=attn_mask)
         if x.dim() == 3:
             x, squeeze = x[None], True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -18,6 +19,14 @@ from ._autograd import Function, differentiable_once
 from ._library import check_alike, check_inputs, require_kernel, under_autocast
 from .operands import factor_of, wide_dtype
 from .token_tiles import tiled_attention
+
+
+@overload
+def sparse_matmul(q: Tensor, k: Tensor, indices: Tensor) -> Tensor: ...
+
+
+@overload
+def sparse_matmul(q: Tensor, k: Tensor, indices: Tensor | Sequence | TokenIndex) -> Nested: ...
 
 
 def sparse_matmul(q: Tensor, k: Tensor, indices: Tensor | Sequence | TokenIndex) -> Nested:
@@ -42,13 +51,30 @@ def sparse_matmul(q: Tensor, k: Tensor, indices: Tensor | Sequence | TokenIndex)
         tensors of them.
 
     Raises:
-        TypeError: pairs of another type or dtype.
+        TypeError: operands that are no tensors; pairs of another type or dtype.
         ValueError: shapes, dtypes, devices that do not fit; a token that does not exist, named by its place.
         RuntimeError: tensors on a device without kernels; pairs in place of their index under torch.compile.
+
+    Examples:
+        >>> import torch
+        >>> import ds_sparse
+        >>> query = key = torch.tensor([[1.0, 0.0], [1.0, 2.0]])
+        >>> ds_sparse.sparse_matmul(query, key, torch.tensor([[1, 0], [1, 1]]))
+        tensor([1., 5.])
     """
     q, k = _operands_of_scores(q, k)
     index = _index_of_pairs(indices, q, k)
     return _padded(_scores(q, k, index), indices, -2, q.shape[:-2])
+
+
+@overload
+def sparse_matmul_vo(q: Tensor, k: Tensor, values: Tensor, offsets: Tensor | Sequence | None = None) -> Tensor: ...
+
+
+@overload
+def sparse_matmul_vo(
+    q: Tensor, k: Tensor, values: Tensor | Sequence | TokenIndex, offsets: Tensor | Sequence | None = None
+) -> Nested: ...
 
 
 def sparse_matmul_vo(
@@ -66,10 +92,56 @@ def sparse_matmul_vo(
     Raises:
         TypeError, RuntimeError: as `sparse_matmul`.
         ValueError: as `sparse_matmul`; offsets that fall or end elsewhere.
+
+    Examples:
+        >>> import torch
+        >>> import ds_sparse
+        >>> query = key = torch.tensor([[1.0, 0.0], [1.0, 2.0]])
+        >>> ds_sparse.sparse_matmul_vo(query, key, values=torch.tensor([0, 1]), offsets=torch.tensor([0, 2]))
+        tensor([1., 5.])
     """
     q, k = _operands_of_scores(q, k)
     index = token_index(values, offsets, q, k)
     return _padded(_scores(q, k, index), values, -1, q.shape[:-2])
+
+
+@overload
+def sparse_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    values: Tensor | Sequence | TokenIndex,
+    offsets: Tensor | Sequence | None = None,
+    scale: float | None = None,
+    *,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def sparse_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    values: Tensor | Sequence | TokenIndex,
+    offsets: Tensor | Sequence | None = None,
+    scale: float | None = None,
+    *,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def sparse_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    values: Tensor | Sequence | TokenIndex,
+    offsets: Tensor | Sequence | None = None,
+    scale: float | None = None,
+    *,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def sparse_attn(
@@ -114,10 +186,23 @@ def sparse_attn(
         (..., H, T, E) in q's dtype; with `return_lse` also (..., H, T) in fp32 (fp64 for fp64), differentiable.
 
     Raises:
-        TypeError: values or offsets of another type or dtype.
+        TypeError: operands that are no tensors; values or offsets of another type or dtype; a scale that is no number.
         ValueError: shapes, dtypes, devices or a scale that do not fit; a key that does not exist, offsets that fall or
             end elsewhere, each named by its place.
         RuntimeError: tensors on a device without kernels; lists in place of their index under torch.compile.
+
+    Examples:
+        Token 0 sees itself, token 1 none, token 2 the first and itself.
+
+        >>> import torch
+        >>> import ds_sparse
+        >>> query, key, value = (torch.randn(2, 4, 3, 8) for _ in range(3))
+        >>> values, offsets = torch.tensor([0, 0, 2]), torch.tensor([1, 1, 3])
+        >>> output = ds_sparse.sparse_attn(query, key, value, values, offsets)
+        >>> output.shape
+        torch.Size([2, 4, 3, 8])
+        >>> torch.equal(output[:, :, 0], value[:, :, 0]), output[:, :, 1].any().item()
+        (True, False)
     """
     check_inputs(q=q, k=k, v=v)
     q, k, v = under_autocast(q, k, v)

@@ -26,7 +26,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
     """The dense baseline: all scores, those outside the mask set to -inf.
 
     Args:
-        q, k, v: (..., H, T, D), (..., H, S, D), (..., H, S, E), floating point.
+        q, k, v: (..., H, T, D), (..., H, S, D), (..., H, S, E), fp16, bf16, fp32 or fp64.
         mask: (T, S), or what broadcasts to (..., H, T, S), such as (H, T, S) and (B, 1, T, S); bool, True where a query
             sees a key, or floating point, which is added to the scores.
         scale: 1 / sqrt(D) if it is not given.
@@ -35,8 +35,17 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
         (..., H, T, E).
 
     Raises:
-        TypeError: a mask that is neither bool nor floating point.
+        TypeError: operands that are no tensors; a mask that is neither bool nor floating point; a scale that is no
+            number.
         ValueError: shapes, dtypes, devices or a scale that do not fit.
+
+    Examples:
+        >>> import torch
+        >>> import ds_sparse
+        >>> query, key, value = (torch.randn(2, 4, 3, 8) for _ in range(3))
+        >>> output = ds_sparse.masked_attention(query, key, value, torch.eye(3, dtype=torch.bool))
+        >>> torch.equal(output, value)
+        True
     """
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
@@ -73,8 +82,26 @@ def gather_attention(
 ) -> Tensor:
     """`index_select` of a query, key and value for each pair, `index_add` of exponentials and of weighted values.
 
-    Work is that of the pairs alone, but every pair's numbers go through memory several times. Arguments, results and
-    errors as `sparse_attn`; sums in fp32 or wider.
+    Work is that of the pairs alone, but every pair's numbers go through memory several times. Sums are in fp32 or
+    wider.
+
+    Args:
+        q, k, v, values, offsets, scale: as in `sparse_attn`; head sizes have no bound on CUDA either.
+
+    Returns:
+        (..., H, T, E) in q's dtype.
+
+    Raises:
+        TypeError, ValueError: as `sparse_attn`.
+        RuntimeError: lists in place of their index under torch.compile.
+
+    Examples:
+        >>> import torch
+        >>> import ds_sparse
+        >>> query, key, value = (torch.randn(2, 4, 3, 8) for _ in range(3))
+        >>> lists = torch.tensor([0, 0, 2]), torch.tensor([1, 1, 3])
+        >>> output = ds_sparse.gather_attention(query, key, value, *lists)
+        >>> torch.testing.assert_close(output, ds_sparse.sparse_attn(query, key, value, *lists))
     """
     check_inputs(q=q, k=k, v=v)
     q, k, v = under_autocast(q, k, v)
@@ -109,13 +136,29 @@ def jagged_attention(
 ) -> Tensor:
     """Nested tensors of jagged layout: every query has a matrix of its keys and one of its values, of their own length.
 
-    Arguments, results and errors as `sparse_attn`; sums in fp32 or wider. Of jagged tensors PyTorch 2.13 has products
-    that train, while gradients of their softmax are wrong, a sum has none, and those of a product with a dense tensor
-    take memory that grows with the square of the tokens. So each row's largest score, and its sums, come from
-    `segment_reduce` over the jagged values; a column of ones beside the value sums the exponentials. Besides:
+    Sums are in fp32 or wider. Of jagged tensors PyTorch 2.13 has products that train, while gradients of their softmax
+    are wrong, a sum has none, and those of a product with a dense tensor take memory that grows with the square of the
+    tokens. So each row's largest score, and its sums, come from `segment_reduce` over the jagged values; a column of
+    ones beside the value sums the exponentials.
+
+    Args:
+        q, k, v, values, offsets, scale: as in `sparse_attn`; head sizes have no bound on CUDA either.
+
+    Returns:
+        (..., H, T, E) in q's dtype.
 
     Raises:
-        RuntimeError: under one of torch.func's transforms, which do not take nested tensors.
+        TypeError, ValueError: as `sparse_attn`.
+        RuntimeError: under one of torch.func's transforms, which do not take nested tensors; lists in place of their
+            index under torch.compile.
+
+    Examples:
+        >>> import torch
+        >>> import ds_sparse
+        >>> query, key, value = (torch.randn(2, 4, 3, 8) for _ in range(3))
+        >>> lists = torch.tensor([0, 0, 2]), torch.tensor([1, 1, 3])
+        >>> output = ds_sparse.jagged_attention(query, key, value, *lists)
+        >>> torch.testing.assert_close(output, ds_sparse.sparse_attn(query, key, value, *lists))
     """
     check_inputs(q=q, k=k, v=v)
     _refuse_transforms("jagged_attention", "nested")
@@ -151,12 +194,28 @@ def torch_sparse_attention(
 ) -> Tensor:
     """torch.sparse: `sampled_addmm` for the scores, their softmax in CSR's values, and a sparse matrix product.
 
-    One head after another: these operations take matrices. fp32 and fp64, and autocast does not change that. Other
-    arguments, results and errors as `sparse_attn`; besides:
+    One head after another: these operations take matrices. Autocast does not change the dtype.
+
+    Args:
+        q, k, v, values, offsets, scale: as in `sparse_attn`; q, k and v in fp32 or fp64, and head sizes have no
+            bound on CUDA either.
+
+    Returns:
+        (..., H, T, E) in q's dtype.
 
     Raises:
-        ValueError: another dtype; a pair that is listed twice, which a CSR tensor cannot say.
-        RuntimeError: under one of torch.func's transforms, which do not take sparse tensors.
+        TypeError, ValueError: as `sparse_attn`; another dtype; a pair that is listed twice, which a CSR tensor cannot
+            say.
+        RuntimeError: under one of torch.func's transforms, which do not take sparse tensors; lists in place of their
+            index under torch.compile.
+
+    Examples:
+        >>> import torch
+        >>> import ds_sparse
+        >>> query, key, value = (torch.randn(2, 4, 3, 8) for _ in range(3))
+        >>> lists = torch.tensor([0, 0, 2]), torch.tensor([1, 1, 3])
+        >>> output = ds_sparse.torch_sparse_attention(query, key, value, *lists)
+        >>> torch.testing.assert_close(output, ds_sparse.sparse_attn(query, key, value, *lists))
     """
     check_inputs(q=q, k=k, v=v)
     _refuse_transforms("torch_sparse_attention", "sparse CSR")

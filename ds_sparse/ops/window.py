@@ -27,12 +27,21 @@ def window_matmul(a: torch.Tensor, b: torch.Tensor, window_size: int) -> torch.T
             heads, as the result has one width: for narrower heads take the widest, and `window_softmax` with theirs.
 
     Returns:
-        (..., T, 2 * window_size + 1).
+        (..., T, 2 * window_size + 1) in a's dtype.
 
     Raises:
-        TypeError: a window_size that is no integer.
+        TypeError: operands that are no tensors; a window_size that is no integer.
         ValueError: a negative window_size; shapes, dtypes or devices that do not fit.
         RuntimeError: a device without the kernel.
+
+    Examples:
+        >>> import torch
+        >>> import ds_sparse
+        >>> query = key = torch.tensor([[1.0], [2.0], [3.0]])
+        >>> ds_sparse.window_matmul(query, key.mT, 1)
+        tensor([[0., 1., 2.],
+                [2., 4., 6.],
+                [6., 9., 0.]])
     """
     check_inputs(a=a, b=b)
     a, b = under_autocast(a, b)
@@ -63,12 +72,21 @@ def unwindow_matmul(p: torch.Tensor, v: torch.Tensor, window_size: int) -> torch
         window_size: 0 or more, the same for all heads.
 
     Returns:
-        (..., T, D).
+        (..., T, D) in p's dtype.
 
     Raises:
-        TypeError: a window_size that is no integer.
+        TypeError: operands that are no tensors; a window_size that is no integer.
         ValueError: a negative window_size; shapes, dtypes or devices that do not fit.
         RuntimeError: a device without the kernel.
+
+    Examples:
+        >>> import torch
+        >>> import ds_sparse
+        >>> value = torch.tensor([[1.0], [2.0], [3.0]])
+        >>> ds_sparse.unwindow_matmul(torch.ones(3, 3), value, 1)
+        tensor([[3.],
+                [6.],
+                [5.]])
     """
     check_inputs(p=p, v=v)
     p, v = under_autocast(p, v)
@@ -106,12 +124,22 @@ def window_softmax(
         key_padding_mask: (B or 1, T); bool keeps where True, float is added.
 
     Returns:
-        like scores; 0 outside the windows.
+        of the shape and dtype of scores; 0 outside the windows.
 
     Raises:
-        TypeError: a window_size that holds other than integers; a scale that is no number.
+        TypeError: operands that are no tensors; a window_size that holds other than integers; a scale that is no
+            number.
         ValueError: shapes, dtypes, devices or a scale that do not fit; a mask or a scale that requires a gradient.
         RuntimeError: a device without the kernel.
+
+    Examples:
+        >>> import torch
+        >>> import ds_sparse
+        >>> ds_sparse.window_softmax(torch.zeros(4, 3), 1, causal=True)
+        tensor([[0.0000, 1.0000, 0.0000],
+                [0.5000, 0.5000, 0.0000],
+                [0.5000, 0.5000, 0.0000],
+                [0.5000, 0.5000, 0.0000]])
     """
     check_inputs(scores=scores, key_padding_mask=key_padding_mask)
     check_dtype(scores)

@@ -65,10 +65,21 @@ def window_attention(
         (B, H, T, D) in query's dtype.
 
     Raises:
-        TypeError: a window_size, global_tokens or dilation that holds other than integers.
+        TypeError: operands that are no tensors; a window_size, global_tokens or dilation that holds other than
+            integers; a scale that is no number.
         ValueError: shapes, dtypes, devices or numbers that do not fit; a mask that requires a gradient.
         RuntimeError: a device without the kernel; numbers in place of their index under torch.compile, or at their
             first use in the capture of a CUDA graph.
+
+    Examples:
+        >>> import torch
+        >>> import ds_sparse
+        >>> query, key, value = (torch.randn(2, 4, 100, 16) for _ in range(3))
+        >>> ds_sparse.window_attention(query, key, value, 8, causal=True, global_tokens=[0]).shape
+        torch.Size([2, 4, 100, 16])
+        >>> index = ds_sparse.WindowIndex.build(100, window_size=[4, 4, 16, 16], dilation=[1, 2, 1, 2])
+        >>> ds_sparse.window_attention(query, key, value, index).shape
+        torch.Size([2, 4, 100, 16])
     """
     check_inputs(query=query, key=key, value=value, key_padding_mask=key_padding_mask)
     query, key, value = under_autocast(query, key, value)

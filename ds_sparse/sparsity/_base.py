@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError, ValidationError
 
 from ..block_sizes import BLOCK_SIZES
 from ..wording import listed
+from ._docstring import with_fields
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +47,15 @@ _given: set[str] = set()
 
 
 class SparsityWarning(UserWarning):
-    """A structure that does what was asked, but perhaps not what was meant."""
+    """A structure that does what was asked, but perhaps not what was meant.
+
+    Examples:
+        >>> import warnings
+        >>> import ds_sparse
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore", ds_sparse.SparsityWarning)
+        ...     structure = ds_sparse.FixedSparsityConfig(num_heads=2, attention="unidirectional")
+    """
 
 
 def _block_size(block: int) -> int:
@@ -120,7 +129,37 @@ def declared(cls: _Structure) -> _Structure:
     """Class decorator: the annotated fields become the constructor, its strict validation and the JSON schema.
 
     A pydantic dataclass, except that attributes which a subclass sets before calling `super().__init__` survive,
-    that the class's `rules` are checked (ValueError), and that its `cautions` are given once a process.
+    that the class's `rules` are checked (ValueError), that its `cautions` are given once a process, and that the
+    docstring lists the fields.
+
+    Args:
+        cls: a subclass of `SparsityConfig`. A field is annotated and has a default, as those of `SparsityConfig` have,
+            unless it is keyword-only; pydantic's `Field` gives it bounds and a description.
+
+    Returns:
+        The class, whose constructor takes its own fields after those of its base.
+
+    Raises:
+        TypeError: a field without a default that is not keyword-only.
+
+    Examples:
+        >>> import ds_sparse
+        >>> from pydantic import Field
+        >>> @ds_sparse.declared
+        ... class StripesSparsityConfig(ds_sparse.SparsityConfig):
+        ...     every: int = Field(default=4, ge=1, description="Columns from one live one to the next.")
+        ...
+        ...     def lay_out(self, h, layout):
+        ...         layout[h, :, :: self.every] = 1
+        ...         return layout
+        >>> StripesSparsityConfig(num_heads=1, every=2).make_layout(seq_len=64)[0, 0]
+        tensor([1, 0, 1, 0])
+        >>> StripesSparsityConfig(num_heads=1, every=0)
+        Traceback (most recent call last):
+            ...
+        pydantic_core._pydantic_core.ValidationError: 1 validation error for StripesSparsityConfig
+        every
+          Input should be greater than or equal to 1 ...
     """
     made: Any = dataclass(config=ConfigDict(strict=True, extra="forbid"), eq=False)(cls)
     validated_init = made.__init__
@@ -148,6 +187,7 @@ def declared(cls: _Structure) -> _Structure:
                 warnings.warn(sentence, SparsityWarning, stacklevel=2)
 
     made.__init__ = __init__
+    made.__doc__ = with_fields(made.__doc__ or made.__name__, made.__pydantic_fields__)
     return made
 
 
@@ -171,6 +211,16 @@ class SparsityConfig:
 
     Raises:
         ValueError: a field of the wrong type or out of bounds (pydantic's ValidationError is one).
+
+    Examples:
+        >>> import ds_sparse
+        >>> class DiagonalSparsityConfig(ds_sparse.SparsityConfig):
+        ...     def lay_out(self, h, layout):
+        ...         layout[h].fill_diagonal_(1)
+        ...         return layout
+        >>> DiagonalSparsityConfig(num_heads=2, block=16).make_bool_layout(seq_len=32)
+        tensor([[[ True, False],
+                 [False,  True]]])
     """
 
     num_heads: int = Field(ge=1, description="Number of attention heads of the model.")
@@ -232,7 +282,18 @@ class SparsityConfig:
         yield from ()
 
     def lay_out(self, h: int, layout: Tensor) -> Tensor:
-        """Sets the live blocks of head `h` in place in `layout` (H, R, C) of any dtype, and returns it."""
+        """Sets the live blocks of one head, in place.
+
+        Args:
+            h: the head, from 0.
+            layout: (H, R, C) of any dtype.
+
+        Returns:
+            `layout`.
+
+        Raises:
+            NotImplementedError: in `SparsityConfig` itself.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} lays nothing out: use one of its structures (FixedSparsityConfig, ...), "
             "or override make_layout(seq_len) in a subclass."
@@ -240,7 +301,13 @@ class SparsityConfig:
 
     @_on_cpu
     def setup_layout(self, seq_len: int) -> Tensor:
-        """Zeros, int64 (num_heads, R, C) on the CPU, R = C = seq_len / block.
+        """A layout without a live block.
+
+        Args:
+            seq_len: tokens, a multiple of the block.
+
+        Returns:
+            Zeros, int64 (num_heads, R, C) on the CPU, R = C = seq_len / block.
 
         Raises:
             ValueError: seq_len is not a positive multiple of the block.
@@ -251,14 +318,27 @@ class SparsityConfig:
         return self._no_blocks(self.num_heads, seq_len, torch.int64)
 
     def check_and_propagate_first_head_layout(self, layout: Tensor) -> Tensor:
-        """Copies head 0 to all others, in place, unless each head has a layout of its own."""
+        """Copies head 0 to all others, in place, unless each head has a layout of its own.
+
+        Args:
+            layout: (H, R, C).
+
+        Returns:
+            `layout`.
+        """
         if not self.different_layout_per_head:
             layout[1:] = layout[:1]
         return layout
 
     @_on_cpu
     def make_layout(self, seq_len: int) -> Tensor:
-        """The layout as DeepSpeed gave it: int64 (num_heads, R, C), 0/1, on the CPU.
+        """The layout as DeepSpeed gave it.
+
+        Args:
+            seq_len: tokens, a multiple of the block.
+
+        Returns:
+            int64 (num_heads, R, C), 0/1, on the CPU.
 
         Raises:
             ValueError: seq_len is not a positive multiple of the block, or too short for the structure.
@@ -269,10 +349,16 @@ class SparsityConfig:
 
     @_on_cpu
     def make_bool_layout(self, seq_len: int) -> Tensor:
-        """The layout as the training path uses it: bool (H, R, C) on the CPU, H = 1 when all heads are equal.
+        """The layout as the training path uses it.
 
         Same blocks as `make_layout`, which it calls when a subclass overrides how layouts are made. The built-in
         structures never build the int64 tensor (1.6 GB at 65,536 tokens, block 16, 12 heads).
+
+        Args:
+            seq_len: tokens, a multiple of the block.
+
+        Returns:
+            bool (H, R, C) on the CPU, H = 1 when all heads are equal.
 
         Raises:
             ValueError, TypeError: as `make_layout`, or what it returned is not a layout.
@@ -296,6 +382,12 @@ class SparsityConfig:
 
         A million tokens in blocks of 16 are 4 GiB a head when whole. A structure that overrides how layouts are made
         has no rows of its own: its layout is made whole.
+
+        Args:
+            seq_len: tokens, a multiple of the block.
+
+        Returns:
+            The rows, bool, by head.
 
         Raises:
             ValueError, TypeError: as `make_bool_layout`.
@@ -323,11 +415,30 @@ class SparsityConfig:
         return LayoutRows(self.num_layout_heads, blocks, blocks, maker)
 
     def row_steps(self, h: int, blocks: int) -> list[RowStep]:
-        """The steps of `lay_out` for head `h`, for some rows at a time. What is random is drawn here."""
+        """The steps of `lay_out` for some rows at a time. What is random is drawn here.
+
+        Args:
+            h: the head, from 0.
+            blocks: blocks in a row, R = C.
+
+        Returns:
+            The steps, each of which sets live blocks in place.
+
+        Raises:
+            NotImplementedError: a structure that has none.
+            ValueError: too few blocks for the structure.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no rows of its own.")
 
     def sampler(self, h: int) -> Callable[[range, int], list[int]]:
-        """`random.sample` for head `h`: Python's own without a seed, else one that starts afresh at every call."""
+        """What draws the random blocks of a head.
+
+        Args:
+            h: the head, from 0.
+
+        Returns:
+            `random.sample`, Python's own without a seed, else one that starts afresh at every call of `sampler`.
+        """
         return random.sample if self.seed is None else random.Random(f"{self.seed}/{h}").sample
 
     def _no_blocks(self, heads: int, seq_len: int, dtype: torch.dtype) -> Tensor:

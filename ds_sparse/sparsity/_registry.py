@@ -21,9 +21,31 @@ def register_sparsity(mode: str) -> Callable[[_Structure], _Structure]:
     An installed package does the same without being imported first, through an entry point of the group
     `ds_sparse.sparsity` whose name is the mode and whose value is the class.
 
+    Args:
+        mode: what the JSON block calls it.
+
+    Returns:
+        The decorator, which returns the class.
+
     Raises:
-        TypeError: not a subclass of SparsityConfig, or one that lays nothing out.
-        ValueError: another class has the mode already.
+        TypeError: in the decorator, not a subclass of SparsityConfig, or one that lays nothing out.
+        ValueError: in the decorator, another class has the mode already.
+
+    Examples:
+        >>> import ds_sparse
+        >>> @ds_sparse.register_sparsity("stripes")
+        ... class StripesSparsityConfig(ds_sparse.SparsityConfig):
+        ...     def __init__(self, num_heads: int, block: int = 16, every: int = 4):
+        ...         super().__init__(num_heads, block)
+        ...         self.every = every
+        ...
+        ...     def make_layout(self, seq_len):
+        ...         layout = self.setup_layout(seq_len)
+        ...         layout[:, :, :: self.every] = 1
+        ...         return layout
+        >>> structure = ds_sparse.parse_sparse_attention({"mode": "stripes", "every": 2}, num_heads=1)
+        >>> structure.make_layout(64)[0, 0]
+        tensor([1, 0, 1, 0])
     """
 
     def register(cls: _Structure) -> _Structure:
@@ -43,17 +65,37 @@ def register_sparsity(mode: str) -> Callable[[_Structure], _Structure]:
 
 
 def sparsity_modes() -> list[str]:
-    """All modes by name: built-in, registered, and those of entry points, which are not loaded for this."""
+    """All modes by name: built-in, registered, and those of entry points, which are not loaded for this.
+
+    Returns:
+        The names, without repetition.
+
+    Examples:
+        >>> from ds_sparse.sparsity import sparsity_modes
+        >>> "fixed" in sparsity_modes()
+        True
+    """
     return [*_classes, *(name for name in _entry_points() if name not in _classes)]
 
 
 def sparsity_class(mode: str) -> type[SparsityConfig]:
     """The class behind a mode; an entry point is loaded at its first use.
 
+    Args:
+        mode: what the JSON block calls it.
+
+    Returns:
+        A subclass of `SparsityConfig`.
+
     Raises:
         KeyError: no such mode.
-        TypeError: the entry point is not a subclass of SparsityConfig.
+        TypeError: the entry point is not a subclass of SparsityConfig, or lays nothing out.
         ImportError, AttributeError: the entry point does not load.
+
+    Examples:
+        >>> from ds_sparse.sparsity import sparsity_class
+        >>> sparsity_class("fixed").__name__
+        'FixedSparsityConfig'
     """
     if mode not in _classes:
         register_sparsity(mode)(_entry_points()[mode].load())

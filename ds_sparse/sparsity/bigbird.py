@@ -37,14 +37,26 @@ def first_row_has_one_candidate(num_random_blocks: int, attention: str, strict_c
 @register_sparsity("bigbird")
 @declared
 class BigBirdSparsityConfig(SparsityConfig):
-    """BigBird, internal transformer construction: random blocks, a sliding window, and leading global rows and columns
-    (Zaheer et al. 2020, arXiv 2007.14062; DeepSpeed mode "bigbird").
+    """Random blocks, a sliding window, and leading global rows and columns: mode "bigbird".
+
+    Sources: Zaheer et al., "Big Bird: transformers for longer sequences", 2020, arXiv 2007.14062, its internal
+    transformer construction; DeepSpeed's mode of this name.
 
     Random blocks may fall on blocks that are live anyway. The class draws 1 a row by default, the JSON block 0.
 
     Raises:
         ValueError: a field of the wrong type or out of bounds; at `make_layout`, fewer blocks in a row than asked for,
             or unidirectional with two or more random blocks and no `strict_causal`.
+
+    Examples:
+        >>> import ds_sparse
+        >>> structure = ds_sparse.BigBirdSparsityConfig(num_heads=1, block=16, num_sliding_window_blocks=1, seed=0)
+        >>> structure.make_layout(seq_len=80)
+        tensor([[[1, 1, 1, 1, 1],
+                 [1, 1, 0, 1, 0],
+                 [1, 0, 1, 1, 0],
+                 [1, 0, 0, 1, 0],
+                 [1, 0, 0, 1, 1]]])
     """
 
     num_random_blocks: RandomBlocks = 1
@@ -64,12 +76,15 @@ class BigBirdSparsityConfig(SparsityConfig):
         return self.set_global_layout_itc(h, layout)
 
     def set_random_layout(self, h: int, layout: Tensor) -> Tensor:
+        """The step of `lay_out` for the random blocks, by DeepSpeed's name."""
         return set_rows(self._random(h, layout.shape[1]), h, layout)
 
     def set_sliding_window_layout(self, h: int, layout: Tensor) -> Tensor:
+        """The step of `lay_out` for the sliding window, by DeepSpeed's name."""
         return set_rows(self._window(layout.shape[1]), h, layout)
 
     def set_global_layout_itc(self, h: int, layout: Tensor) -> Tensor:
+        """The step of `lay_out` for the global blocks, by DeepSpeed's name."""
         return set_rows(self._global(layout.shape[1]), h, layout)
 
     def row_steps(self, h: int, blocks: int) -> list[RowStep]:

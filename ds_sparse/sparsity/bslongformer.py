@@ -32,12 +32,23 @@ if TYPE_CHECKING:
 @register_sparsity("bslongformer")
 @declared
 class BSLongformerSparsityConfig(SparsityConfig):
-    """Longformer on blocks: a sliding window and chosen global rows and columns (Beltagy et al. 2020, arXiv 2004.05150;
-    DeepSpeed mode "bslongformer").
+    """Longformer on blocks, a sliding window and chosen global rows and columns: mode "bslongformer".
+
+    Sources: Beltagy et al., "Longformer: the long-document transformer", 2020, arXiv 2004.05150; DeepSpeed's mode of
+    this name.
 
     Raises:
         ValueError: a field of the wrong type or out of bounds, starts and ends of the global ranges that do not match;
             at `make_layout`, fewer blocks in a row than the window, or an index before the first block.
+
+    Examples:
+        >>> import ds_sparse
+        >>> ds_sparse.BSLongformerSparsityConfig(num_heads=1, block=16).make_layout(seq_len=80)
+        tensor([[[1, 1, 1, 1, 1],
+                 [1, 1, 1, 0, 0],
+                 [1, 1, 1, 1, 0],
+                 [1, 0, 1, 1, 1],
+                 [1, 0, 0, 1, 1]]])
     """
 
     num_sliding_window_blocks: WindowWidth = 3
@@ -60,9 +71,11 @@ class BSLongformerSparsityConfig(SparsityConfig):
         return self.set_global_layout(h, layout)
 
     def set_sliding_window_layout(self, h: int, layout: Tensor) -> Tensor:
+        """The step of `lay_out` for the sliding window, by DeepSpeed's name."""
         return set_rows(self._window(layout.shape[1]), h, layout)
 
     def set_global_layout(self, h: int, layout: Tensor) -> Tensor:
+        """The step of `lay_out` for the global blocks, by DeepSpeed's name."""
         return set_rows(self._global(layout.shape[1]), h, layout)
 
     def row_steps(self, h: int, blocks: int) -> list[RowStep]:

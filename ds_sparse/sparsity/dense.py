@@ -12,7 +12,19 @@ if TYPE_CHECKING:
 @register_sparsity("dense")
 @declared
 class DenseSparsityConfig(SparsityConfig):
-    """Every block is live: dense attention through the sparse operations, for comparison (DeepSpeed mode "dense")."""
+    """Every block is live, dense attention through the sparse operations, for comparison: mode "dense".
+
+    Source: DeepSpeed's mode of this name.
+
+    Raises:
+        ValueError: a field of the wrong type or out of bounds.
+
+    Examples:
+        >>> import ds_sparse
+        >>> ds_sparse.DenseSparsityConfig(num_heads=1, block=16).make_layout(seq_len=32)
+        tensor([[[1, 1],
+                 [1, 1]]])
+    """
 
     def lay_out(self, h: int, layout: Tensor) -> Tensor:
         layout[h] = 1

@@ -56,8 +56,10 @@ def patterns_fit_in_window(
 @register_sparsity("fixed")
 @declared
 class FixedSparsityConfig(SparsityConfig):
-    """Local windows of one size, and in each window some blocks that all attend to (Child et al. 2019,
-    arXiv 1904.10509; DeepSpeed mode "fixed", the default).
+    """Local windows of one size, and in each window some blocks that all attend to: mode "fixed", the default.
+
+    Sources: Child et al., "Generating long sequences with sparse transformers", 2019, arXiv 1904.10509; DeepSpeed's
+    mode of this name.
 
     With `different_layout_per_head` and several patterns, head h takes pattern `h % num_different_global_patterns`:
     the last global blocks of the window, those before, and so on. The density tends to
@@ -66,6 +68,16 @@ class FixedSparsityConfig(SparsityConfig):
     Raises:
         ValueError: a field of the wrong type or out of bounds, windows that global blocks do not divide, horizontal
             global attention on a unidirectional layout, more patterns than heads may differ by or a window can hold.
+
+    Examples:
+        >>> import ds_sparse
+        >>> structure = ds_sparse.FixedSparsityConfig(num_heads=1, block=16, num_local_blocks=2)
+        >>> structure.make_layout(seq_len=80)
+        tensor([[[1, 1, 0, 1, 1],
+                 [1, 1, 0, 1, 1],
+                 [0, 1, 1, 1, 1],
+                 [0, 1, 1, 1, 1],
+                 [0, 1, 0, 1, 1]]])
     """
 
     num_local_blocks: int = Field(default=4, ge=1, description="Size of a local window in blocks.")
@@ -97,9 +109,11 @@ class FixedSparsityConfig(SparsityConfig):
         return self.set_global_layout(h, layout)
 
     def set_local_layout(self, h: int, layout: Tensor) -> Tensor:
+        """The step of `lay_out` for the local windows, by DeepSpeed's name."""
         return set_rows(self._local(layout.shape[1]), h, layout)
 
     def set_global_layout(self, h: int, layout: Tensor) -> Tensor:
+        """The step of `lay_out` for the global blocks, by DeepSpeed's name."""
         return set_rows(self._global(h, layout.shape[1]), h, layout)
 
     def row_steps(self, h: int, blocks: int) -> list[RowStep]:

@@ -14,13 +14,24 @@ if TYPE_CHECKING:
 @register_sparsity("local_sliding_window")
 @declared
 class LocalSlidingWindowSparsityConfig(SparsityConfig):
-    """A band around the diagonal and nothing else (DeepSpeed `LocalSlidingWindowSparsityConfig`; no mode before ours).
+    """A band around the diagonal and nothing else: mode "local_sliding_window".
+
+    Source: DeepSpeed's class of this name, which had no mode.
 
     Unidirectional by default, and then only the `num_sliding_window_blocks // 2 + 1` blocks up to the diagonal.
     All heads share one layout.
 
     Raises:
         ValueError: a field of the wrong type or out of bounds; at `make_layout`, fewer blocks in a row than the window.
+
+    Examples:
+        >>> import ds_sparse
+        >>> ds_sparse.LocalSlidingWindowSparsityConfig(num_heads=1, block=16, causal=True).make_layout(seq_len=80)
+        tensor([[[1, 0, 0, 0, 0],
+                 [1, 1, 0, 0, 0],
+                 [0, 1, 1, 0, 0],
+                 [0, 0, 1, 1, 0],
+                 [0, 0, 0, 1, 1]]])
     """
 
     different_layout_per_head: bool = Field(default=False, init=False)
@@ -33,6 +44,7 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
         return self.set_sliding_window_layout(h, layout)
 
     def set_sliding_window_layout(self, h: int, layout: Tensor) -> Tensor:
+        """The step of `lay_out` for the sliding window, by DeepSpeed's name."""
         return set_rows(self._window(layout.shape[1]), h, layout)
 
     def row_steps(self, h: int, blocks: int) -> list[RowStep]:

@@ -37,12 +37,24 @@ if TYPE_CHECKING:
 @register_sparsity("variable")
 @declared
 class VariableSparsityConfig(SparsityConfig):
-    """Local windows of listed sizes, chosen global columns, random blocks (DeepSpeed mode "variable").
+    """Local windows of listed sizes, chosen global columns, random blocks: mode "variable".
+
+    Source: DeepSpeed's mode of this name.
 
     Raises:
         ValueError: a field of the wrong type or out of bounds, starts and ends of the global ranges that do not match,
             horizontal global attention on a unidirectional layout; at `make_layout`, fewer blocks in a row than
             random blocks, or an index before the first block.
+
+    Examples:
+        >>> import ds_sparse
+        >>> structure = ds_sparse.VariableSparsityConfig(num_heads=1, block=16, local_window_blocks=[1, 2])
+        >>> structure.make_layout(seq_len=80)
+        tensor([[[1, 0, 0, 0, 0],
+                 [1, 1, 1, 0, 0],
+                 [1, 1, 1, 0, 0],
+                 [1, 0, 0, 1, 1],
+                 [1, 0, 0, 1, 1]]])
     """
 
     num_random_blocks: RandomBlocks = 0
@@ -81,12 +93,15 @@ class VariableSparsityConfig(SparsityConfig):
         return self.set_global_layout(h, layout)
 
     def set_random_layout(self, h: int, layout: Tensor) -> Tensor:
+        """The step of `lay_out` for the random blocks, by DeepSpeed's name."""
         return set_rows(self._random(h, layout.shape[1]), h, layout)
 
     def set_local_layout(self, h: int, layout: Tensor) -> Tensor:
+        """The step of `lay_out` for the local windows, by DeepSpeed's name."""
         return set_rows(self._local(layout.shape[1]), h, layout)
 
     def set_global_layout(self, h: int, layout: Tensor) -> Tensor:
+        """The step of `lay_out` for the global blocks, by DeepSpeed's name."""
         return set_rows(self._global(layout.shape[1]), h, layout)
 
     def row_steps(self, h: int, blocks: int) -> list[RowStep]:

@@ -34,11 +34,20 @@ OVERLAY = str(Path(__file__).parent / "overlay")
 
 
 def register(*, replace: bool = False) -> None:
-    """Makes `deepspeed.ops.sparse_attention` importable, DeepSpeed's configuration take and show the block, and its
-    list of operations show `sparse_attn`.
+    """Makes `deepspeed.ops.sparse_attention` importable, on ds_sparse. Importing this module calls it.
+
+    DeepSpeed's configuration then takes and shows the block, and its list of operations shows `sparse_attn`.
 
     Args:
         replace: also where this DeepSpeed has the package itself (0.19.6 and earlier), which is left alone otherwise.
+
+    Examples:
+        >>> import ds_sparse
+        >>> from ds_sparse.integrations import deepspeed_ops
+        >>> deepspeed_ops.register(replace=True)
+        >>> from deepspeed.ops.sparse_attention import FixedSparsityConfig
+        >>> FixedSparsityConfig is ds_sparse.FixedSparsityConfig
+        True
     """
     present = importlib.util.find_spec(PACKAGE)
     # Without an origin it is a folder that an older DeepSpeed has left.

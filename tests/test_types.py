@@ -1,0 +1,66 @@
+"""py.typed: what type checkers and editors learn of an installed ds_sparse."""
+
+from __future__ import annotations
+
+import ast
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ds_sparse
+
+ROOT = Path(__file__).parents[1]
+
+SETTINGS = """\
+[mypy]
+strict = True
+[mypy-deepspeed.*,numpy.*,pydantic.*,torch.*,transformers.*]
+follow_imports = skip
+"""
+"""Of a client. The types of other packages are not ours to check, and take most of the time."""
+
+
+def imported_for_type_checkers() -> dict[str, str]:
+    """Name to module of what ds_sparse/__init__.py imports under TYPE_CHECKING."""
+    tree = ast.parse((ROOT / "ds_sparse" / "__init__.py").read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.asname or "": node.module or "" for node in imports for alias in node.names}
+
+
+def test_type_checkers_are_offered_each_public_name_and_no_other():
+    imported = imported_for_type_checkers()
+    assert imported.keys() == ds_sparse._PUBLIC.keys()
+    assert not [name for name, module in imported.items() if not f"{module}.".startswith(f"{ds_sparse._PUBLIC[name]}.")]
+
+
+def checked(folder: Path, program: str) -> str:
+    """What strict mypy says of a program whose environment has ds_sparse."""
+    pytest.importorskip("mypy", reason="mypy is not installed")
+    (folder / "program.py").write_text(program)
+    (folder / "mypy.ini").write_text(SETTINGS)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "mypy", "program.py"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
+def test_strict_mypy_takes_every_public_name_from_us_and_refuses_others(tmp_path: Path):
+    names = [f"ds_sparse.{name}" for name in ds_sparse.__all__]
+    said = checked(
+        tmp_path, "\n".join(["import ds_sparse", *names, "reveal_type(ds_sparse.sparsify)", "ds_sparse.nme"])
+    )
+    lines = said.splitlines()
+    assert "ds_sparse.models.report.SparsifyReport" in lines[0]
+    assert lines[1].endswith('Module has no attribute "nme"  [attr-defined]')
+    assert lines[2].startswith("Found 1 error")
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_program_with_types_runs():
+    """test_style.py checks its types."""
+    runpy.run_path(str(ROOT / "tests" / "typed_client.py"), run_name="__main__")
