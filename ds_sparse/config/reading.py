@@ -142,7 +142,8 @@ class Reading:
                 )
             else:
                 known = ["mode", *fields, *foreign]
-                hint = did_you_mean(key, known) or f" Mode {show(mode)} knows {', '.join(['mode', *fields])}."
+                who = f"Mode {show(mode)} knows" if mode in fields_of else "The modes that are known take"
+                hint = did_you_mean(key, known) or f" {who} {', '.join(['mode', *fields])}."
                 self.mistakes.append(f"{self.at}.{show_key(key)}: unknown key (given {show(value)}).{hint}")
 
     def _check_values(self, given: dict[str, Any], fields: dict[str, FieldInfo]) -> tuple[dict[str, Any], set[str]]:

@@ -194,8 +194,9 @@ class SparseAttentionUtils:
         Args:
             block_size: tokens on a block's side.
             input_ids: (B, T), or None when `inputs_embeds` is given; filled with `pad_token_id`.
-            attention_mask: (..., T); bool and integer masks keep where not zero and are filled with 0, float masks are
-                added to the scores and are filled with the dtype's lowest number.
+            attention_mask: (..., T); bool and integer masks keep where not zero and are filled with 0, and so are float
+                masks of 0 and 1 alone that have a 1; other float masks are added to the scores, and are filled with
+                the dtype's lowest number.
             token_type_ids: (B, T), filled with 0.
             position_ids: (B, T), filled with `pad_token_id`.
             inputs_embeds: (B, T, hidden); filled with `model_embeddings` of `pad_token_id`.
@@ -223,8 +224,7 @@ class SparseAttentionUtils:
             position_ids = _pad(position_ids, pad_len, pad_token_id)
             token_type_ids = _pad(token_type_ids, pad_len, 0)
             if attention_mask is not None:
-                additive = attention_mask.is_floating_point()
-                attention_mask = _pad(attention_mask, pad_len, torch.finfo(attention_mask.dtype).min if additive else 0)
+                attention_mask = _pad_mask(attention_mask, pad_len)
             if inputs_embeds is not None:
                 if model_embeddings is None:
                     raise ValueError(
@@ -246,6 +246,15 @@ class SparseAttentionUtils:
             (B, T - pad_len, ...), a view.
         """
         return sequence_output[:, : sequence_output.shape[1] - pad_len]
+
+
+def _pad_mask(mask: torch.Tensor, pad_len: int) -> torch.Tensor:
+    """Padding that no query sees. What a float mask is, its numbers say; they are not waited for on a device."""
+    fill = torch.zeros((), dtype=mask.dtype, device=mask.device)
+    if mask.is_floating_point():
+        keeps = ((mask == 0) | (mask == 1)).all() & mask.any()
+        fill = torch.where(keeps, fill, torch.finfo(mask.dtype).min)
+    return torch.cat([mask, fill.expand(*mask.shape[:-1], pad_len)], dim=-1)
 
 
 def _replace_layers(

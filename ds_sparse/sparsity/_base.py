@@ -96,7 +96,9 @@ WindowSizes = Annotated[list[Annotated[int, Field(ge=1)]], BeforeValidator(_list
 Attention = Annotated[
     Literal["bidirectional", "unidirectional"],
     WrapValidator(_attention),
-    Field(description="Whether a block sees the blocks after it; unidirectional is block-level only."),
+    Field(
+        description="Whether a block sees the blocks after it; inside a block all tokens see each other, see causal."
+    ),
 ]
 HorizontalGlobalAttention = Annotated[
     bool, Field(description="Whether global blocks also attend to all. Needs bidirectional attention.")
@@ -228,7 +230,8 @@ class SparsityConfig:
         default=16, description="Tokens in a block: the layout decides over block x block scores at a time."
     )
     different_layout_per_head: bool = Field(
-        default=False, description="Give each head a layout of its own, where the structure has something to vary."
+        default=False,
+        description="A layout of its own for each head, where there are random blocks or several global patterns.",
     )
     seed: int | None = Field(
         default=None,

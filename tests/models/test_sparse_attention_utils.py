@@ -256,3 +256,21 @@ def test_replacing_leaves_another_model_with_the_same_config_alone():
     before = other(**batch).last_hidden_state
     SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention(model, 64)
     assert torch.equal(other(**batch).last_hidden_state, before)
+
+
+@pytest.mark.parametrize(
+    ("mask", "filled"),
+    [
+        (torch.tensor([[1.0, 1.0, 0.0]]), 0.0),
+        (torch.tensor([[1.0, 1.0, 1.0]], dtype=torch.float16), 0.0),
+        (torch.tensor([[0.0, 0.0, 0.0]]), torch.finfo(torch.float32).min),
+        (torch.tensor([[0.0, 0.0, -10000.0]], dtype=torch.bfloat16), torch.finfo(torch.bfloat16).min),
+        (torch.tensor([[1, 1, 0]]), 0),
+        (torch.tensor([[True, True, False]]), False),
+    ],
+)
+def test_padding_of_a_mask_is_what_no_query_sees(mask, filled):
+    """A float mask of 0 and 1 keeps where it is 1, as old scripts have it; the lowest number would keep, too."""
+    _, _, padded, *_ = pad(4, torch.ones(1, 3, dtype=torch.long), mask, None, None, None, pad_token_id=0)
+    assert padded.dtype == mask.dtype
+    assert padded[0, :3].equal(mask[0]) and padded[0, 3] == filled
