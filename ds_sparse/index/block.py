@@ -101,8 +101,8 @@ class BlockIndex:
             The index, on the layout's device.
 
         Raises:
-            TypeError, ValueError: a layout of another type, dtype, shape or value; another block; 2**31 live blocks or
-                more; above 2**24 rows or columns.
+            TypeError, ValueError: a layout of another type, dtype, shape or value; another block; `2**31` live blocks
+                or more; above `2**24` rows or columns.
         """
         check_block(block)
         layout = plain("The layout", with_heads(layout))

@@ -47,7 +47,7 @@ class TokenIndex:
         queries, keys: T and S.
         batch: sequences with lists of their own; 1 where all share them.
         heads: heads with lists of their own; 1 where all share them.
-        row_offsets: (P*T + 1). Query i of list p sees the pairs from row_offsets[p*T+i] to row_offsets[p*T+i+1].
+        row_offsets: `(P*T + 1)`. Query i of list p sees the pairs from `row_offsets[p*T+i]` to `row_offsets[p*T+i+1]`.
         columns: (N). The key of each pair, ascending within a row.
         ends: where each list ends in N.
         order: int64 (N), where the caller listed each pair, within its list; None where that is the order here.
@@ -212,13 +212,13 @@ class TokenIndex:
 
     @property
     def by_key(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The pairs by keys: offsets (P*S + 1), the query of each (N), ascending within a key, and its number in row
+        """The pairs by keys: offsets `(P*S + 1)`, the query of each (N), ascending within a key, and its number in row
         order (N). Made at the first call."""
         return self._once("by_key", self._make_by_key)
 
     @property
     def places(self) -> tuple[Tensor, Tensor]:
-        """int64 (N) each: of every pair the row, p*T + i, and the column, p*S + j. Made at the first call."""
+        """int64 (N) each: of every pair the row, `p*T + i`, and the column, `p*S + j`. Made at the first call."""
         return self._once("places", self.make_places)
 
     @property
