@@ -56,7 +56,9 @@ def attention(block: dict[str, Any] | None, terms: dict[str, Any]) -> dict[str, 
     seq_len = terms["max_seq_length"]
     structure = ds_sparse.parse_sparse_attention(block, terms["model"]["num_attention_heads"], seq_len=seq_len)
     window = block.get("num_sliding_window_blocks")
+    random = block.get("num_random_blocks")
     name = f"`{block['mode']}`, block {structure.block}" + (f", window {window}" if window else "")
+    name += f", {random} random" if random else ""
     return {"name": name, "density": density(structure.make_layout(seq_len).bool())}
 
 

@@ -58,6 +58,7 @@ def sources(runs: Sequence[Run], links: Sequence[str] = ()) -> str:
         about = run.conditions
         driver = f", driver {about['driver']}" if "driver" in about else ""
         where = f"{about['machine']}{driver}, torch {about['torch']}, commit {about['commit']}, {about['date']}"
+        where += f" ({about['note']})" if "note" in about else ""
         printed = f" ([printed]({link}))" if link else ""
         commands.setdefault(where, []).append(f"`{run.command}`{printed}")
     return "\n\n".join(f"{where}: {', '.join(said)}" for where, said in commands.items())
@@ -299,7 +300,7 @@ def of_bert(results: list[bert_results.Result]) -> dict[str, Table]:
 
     found = {"steps": Table(heading, lines(time))}
     if any(row.peak_gib is not None for _, rows in results for row in rows):
-        found["memory"] = Table(heading, lines(lambda row: f"{row.peak_gib:.1f}"))
+        found["memory"] = Table(heading, lines(lambda row: "" if row.peak_gib is None else f"{row.peak_gib:.1f}"))
     return found
 
 

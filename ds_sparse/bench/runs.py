@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import shlex
 import sys
 import textwrap
@@ -35,7 +36,7 @@ class Run:
 
     Attributes:
         arguments: those after the operation, but for `--json`.
-        conditions: what the numbers depend on besides the case: machine, versions, commit, date.
+        conditions: what the numbers depend on besides the case: machine, versions, commit, date; perhaps a note.
         ceilings: rates of a GPU by dtype; empty on a CPU.
         rows: so far.
     """
@@ -63,8 +64,10 @@ class Run:
         if path is not None:
             ceilings = {name: asdict(rates) for name, rates in self.ceilings.items()}
             about = {"operation": self.operation, "arguments": self.arguments, **self.conditions, "ceilings": ceilings}
-            with open(path, "w", encoding="utf-8") as file:
+            unfinished = f"{path}.unfinished"
+            with open(unfinished, "w", encoding="utf-8") as file:
                 json.dump(about | {"rows": self.rows}, file, indent=1)
+            os.replace(unfinished, path)
 
 
 def read(path: str) -> Run:

@@ -20,6 +20,9 @@ class Options(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{self.prog} does not take the options of this run: {message}.")
 
+    def print_help(self, file: Any = None) -> NoReturn:
+        self.error("--help measures nothing")
+
 
 def main(arguments: list[str]) -> int:
     """Runs `ds_sparse bench show ARGUMENTS` and returns its exit status."""
@@ -63,11 +66,11 @@ def load(path: str) -> Loaded:
 
 
 def tables_of(loaded: list[Loaded]) -> Iterator[str]:
-    """Tables in Markdown, and below them the runs that they are of: those of one operation are together."""
-    kinds: dict[tuple[str, bool, bool], list[Loaded]] = {}
+    """Tables in Markdown, and below them the runs that they are of: those of one operation and device are together."""
+    kinds: dict[tuple[str, str, bool, bool], list[Loaded]] = {}
     for run, options, results in loaded:
-        kind = run.operation, getattr(options, "break_even", False), getattr(options, "growth", False)
-        kinds.setdefault(kind, []).append((run, options, results))
+        mode = getattr(options, "break_even", False), getattr(options, "growth", False)
+        kinds.setdefault((run.operation, options.device, *mode), []).append((run, options, results))
     for together in kinds.values():
         run, options, _ = together[0]
         everything = [result for _, _, results in together for result in results]

@@ -1,5 +1,5 @@
 // What was tuned, in one place: tiles, stages, roles of warps and their registers. Measurements, and what was tried
-// besides: docs/lab-notebook.md, "Fused attention".
+// besides: csrc/cuda/README.md.
 
 #pragma once
 
