@@ -54,6 +54,7 @@ def changed(path, change):
             lambda run: run.update(arguments=["--speed", "3"]),
             ": ds_sparse bench window does not take the options of this run: unrecognized arguments: --speed 3.",
         ),
+        (lambda run: run.update(arguments=["--help"]), ": ds_sparse bench window does not take the options of this"),
     ],
 )
 def test_a_file_that_lacks_something_ends_in_a_sentence_before_anything_is_printed(written, capsys, change, sentence):
@@ -62,3 +63,12 @@ def test_a_file_that_lacks_something_ends_in_a_sentence_before_anything_is_print
     printed = capsys.readouterr()
     assert not printed.out
     assert printed.err.startswith(f"{path}{sentence}")
+
+
+def test_a_cpus_and_a_gpus_runs_are_tables_of_their_own(written, capsys):
+    on_cpu, on_gpu = written("8"), written("16")
+    changed(on_gpu, lambda run: run.update(arguments=["--device", "cuda"], note="cut off"))
+    assert main(["bench", "show", "--markdown", str(on_cpu), str(on_gpu), str(on_cpu)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("| window, each side |") == 4  # attention and products, of each device
+    assert "2026-11-23 (cut off): `ds_sparse bench window --device cuda`" in printed
