@@ -24,7 +24,7 @@ from ds_sparse.extras import optional_imports
 from ds_sparse.integrations.flag import FLAG, KERNEL_EXCLUDED, TRANSFORMER_KERNEL
 from ds_sparse.sparsity import sparsity_modes
 
-from . import child
+from . import child, machines
 
 with optional_imports():
     import psutil
@@ -79,6 +79,7 @@ def check(asked: Invocation) -> None:
         raise ValueError(f"{asked.program}: no such program, or not executable.")
     if asked.kind == "script" and not os.path.exists(asked.program):
         raise ValueError(f"{asked.program}: no such script; give its path, or --module and the name of a module.")
+    machines.check(_parsed([*asked.options, asked.program])[0])
     if asked.sparse and f"--{TRANSFORMER_KERNEL}" in asked.arguments:
         raise ValueError(KERNEL_EXCLUDED)
     for path in _config_paths(asked.arguments):

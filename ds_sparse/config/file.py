@@ -145,7 +145,7 @@ def _parse(raw: bytes, source: str) -> dict[str, Any]:
         ) from error
     try:
         content = hjson.loads(text, object_pairs_hook=collect)
-    except (ValueError, OverflowError) as error:
+    except (ValueError, OverflowError, IndexError) as error:
         raise SparseAttentionConfigError([f"{source}: not valid JSON: {_why_not_json(text, error)}."]) from error
     except RecursionError as error:
         raise SparseAttentionConfigError([f"{source}: not a DeepSpeed config: nested too deeply to read."]) from error
@@ -168,6 +168,9 @@ def _why_not_json(text: str, error: Exception) -> str:
     comments."""
     if isinstance(error, OverflowError):
         return "a number beyond all bounds"
+    if isinstance(error, IndexError):  # where hjson reads beyond the end
+        only_line = "" if "\n" in text else ", or such a text stands on the file's only line"
+        return f"a comment that begins with /* or a text that begins with ''' is not closed{only_line}"
     if any(line.lstrip().startswith(("#", "//", "/*")) for line in text.splitlines()):
         return reason(error)
     constants: list[str] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +20,12 @@ from ..wording import did_you_mean, hint_of_text, list_modes, one_of, reason, sh
 from .file import BLOCK_KEY
 
 DEFAULT_MODE = "fixed"
+
+NONE = "None[, ]*"
+"""Text that is read as null where a key takes null and not this text."""
+
+Foreign = dict[str, tuple[list[str], Any]]
+"""Keys that only other modes have."""
 
 _OF_YOUR_OWN = (
     " One of your own is known after @ds_sparse.register_sparsity, or through the entry-point group ds_sparse.sparsity."
@@ -51,7 +59,7 @@ class Reading:
         self.cause: Exception | None = None
 
     def read(self, block: Mapping[str, Any], num_heads: int, seq_len: int | None) -> SparsityConfig | None:
-        given = {key: self._null_for_none(key, value) for key, value in block.items()}
+        given = {key: _with_integers(value) for key, value in block.items()}
         mode = given.pop("mode", DEFAULT_MODE)
         fields_of = {name: json_fields(known) for name, known in loaded_classes().items()}
         cls = self._class_of(mode)
@@ -61,7 +69,9 @@ class Reading:
         else:
             fields = json_fields(cls)
 
-        self._check_keys(given, mode, fields, fields_of)
+        foreign = foreign_keys(fields, fields_of)
+        given = {key: self._null_for_none(key, value, fields, foreign) for key, value in given.items()}
+        self._check_keys(given, mode, fields, fields_of, foreign)
         values, invalid = self._check_values(given, fields)
         size = values.get("block")
         if seq_len is not None and size is not None and seq_len % size:
@@ -83,12 +93,14 @@ class Reading:
             self._check_length_rules(cls, given, values, seq_len)
         return None
 
-    def _null_for_none(self, key: str, value: Any) -> Any:
+    def _null_for_none(self, key: str, value: Any, fields: dict[str, FieldInfo], foreign: Foreign) -> Any:
         # DeepSpeed's documentation shows Python's None, which hjson reads as text, with the comma that follows it.
-        if isinstance(value, str) and value.rstrip(", ") == "None":
-            self.notices.append(f"{self.at}.{key}: None is read as null, which is how JSON spells it.")
-            return None
-        return value
+        if not isinstance(value, str) or not re.fullmatch(NONE, value):
+            return value
+        if (key in fields and _takes(key, fields[key], value)) or (key in foreign and foreign[key][1] == value):
+            return value
+        self.notices.append(f"{self.at}.{key}: None is read as null, which is how JSON spells it.")
+        return None
 
     def _class_of(self, mode: Any) -> type[SparsityConfig] | None:
         modes = sparsity_modes()
@@ -111,14 +123,14 @@ class Reading:
         mode: Any,
         fields: dict[str, FieldInfo],
         fields_of: dict[str, dict[str, FieldInfo]],
+        foreign: Foreign,
     ) -> None:
-        foreign = foreign_keys(fields, fields_of)
         for key, value in given.items():
             if key in fields:
                 continue
             if key in foreign:
                 owners, default = foreign[key]
-                if show(value) == show(default):
+                if _same(value, default):
                     self.notices.append(
                         f"{self.at}.{key}: belongs to {list_modes(owners)}; at its default {show(default)} it is "
                         "ignored."
@@ -252,16 +264,36 @@ class Reading:
         self.notices += [f"{self.at}.{option}: {sentence}" for option, sentence in cautions]
 
 
-def foreign_keys(
-    fields: dict[str, FieldInfo], fields_of: dict[str, dict[str, FieldInfo]]
-) -> dict[str, tuple[list[str], Any]]:
+def foreign_keys(fields: dict[str, FieldInfo], fields_of: dict[str, dict[str, FieldInfo]]) -> Foreign:
     """Keys that only other modes have, with those modes and the documented default (that of the first of them)."""
-    foreign: dict[str, tuple[list[str], Any]] = {}
+    foreign: Foreign = {}
     for mode, others in fields_of.items():
         for key, field in others.items():
             if key not in fields and not field.is_required():
                 foreign.setdefault(key, ([], field.get_default(call_default_factory=True)))[0].append(mode)
     return foreign
+
+
+def _with_integers(value: Any) -> Any:
+    """JSON has one kind of number: 2.0 is 2, as for a schema, and as hjson reads it."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {key: _with_integers(part) for key, part in value.items()}
+    return type(value)(map(_with_integers, value)) if type(value) in (list, tuple) else value
+
+
+def _takes(key: str, field: FieldInfo, value: Any) -> bool:
+    try:
+        json_model("block", {key: field}).model_validate({key: value})
+    except ValidationError:
+        return False
+    return True
+
+
+def _same(value: Any, default: Any) -> bool:
+    """Whether both stand in a file as the same, which 1 and true do not."""
+    return json.dumps(value, default=repr) == json.dumps(_with_integers(default), default=repr)
 
 
 def _describe(schema: Mapping[str, Any]) -> str | None:

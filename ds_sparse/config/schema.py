@@ -9,7 +9,9 @@ from ..sparsity._fields import json_fields, json_model
 from ..sparsity._registry import loaded_classes
 from ..wording import list_modes
 from .file import BLOCK_KEY
-from .reading import DEFAULT_MODE, foreign_keys
+from .reading import DEFAULT_MODE, NONE, foreign_keys
+
+_NONE = {"type": "string", "pattern": f"^{NONE}$", "description": "Python's None, read as null."}
 
 
 def json_schema() -> dict[str, Any]:
@@ -24,13 +26,15 @@ def json_schema() -> dict[str, Any]:
         schema = json_model(mode, fields).model_json_schema()
         foreign = {
             key: {
-                "const": default,
+                **({"const": default} if default is not None else {"anyOf": [{"const": None}, _NONE]}),
                 "description": f"Belongs to {list_modes(owners)}; ignored, and only at its default.",
             }
             for key, (owners, default) in foreign_keys(fields, fields_of).items()
         }
         for entry in schema["properties"].values():
             entry.pop("title", None)
+            if {"type": "null"} in entry.get("anyOf", ()):
+                entry["anyOf"].append(_NONE)
         definitions |= schema.pop("$defs", {})
         definitions[mode] = {
             **schema,

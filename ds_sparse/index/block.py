@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 SIDES = ("rows", "columns")
+
+MAX_BLOCK = 1 << 15
+"""A block has fewer than 2**31 numbers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +108,7 @@ class BlockIndex:
             TypeError, ValueError: a layout of another type, dtype, shape or value; another block; `2**31` live blocks
                 or more; above `2**24` rows or columns.
         """
-        check_block(block)
+        block = check_block(block)
         layout = plain("The layout", with_heads(layout))
         return cls._of(layout, block, len(layout))
 
@@ -134,7 +138,7 @@ class BlockIndex:
             >>> ds_sparse.block_sparse_attention(query, key, value, index, causal=True).shape
             torch.Size([1, 2, 64, 8])
         """
-        check_block(block)
+        block = check_block(block)
         mask = plain("token_mask", token_mask) if isinstance(token_mask, torch.Tensor) else token_mask
         return cls.build(lasting(layout_of_mask)(mask, block, partial), block)
 
@@ -451,10 +455,14 @@ def as_index(layout: torch.Tensor | BlockIndex, block: int) -> BlockIndex:
     return index
 
 
-def check_block(block: int) -> None:
-    """Raises ValueError unless `block` is a power of two and at least 8."""
-    if not isinstance(block, int) or isinstance(block, bool) or block < 8 or block & (block - 1):
-        raise ValueError(f"block is {block!r}; it has to be a power of two and at least 8, such as 16, 32, 64 or 128.")
+def check_block(block: int) -> int:
+    """`block` as an integer of Python. Raises ValueError unless it is a power of two, 8 to `MAX_BLOCK`."""
+    if not isinstance(block, Integral) or isinstance(block, bool) or not 8 <= block <= MAX_BLOCK or block & (block - 1):
+        raise ValueError(
+            f"block is {block!r}; it has to be a power of two and at least 8, such as 16, 32, 64 or 128, and at most "
+            f"{MAX_BLOCK}."
+        )
+    return int(block)
 
 
 def _plans(live: torch.Tensor, block: int, tiles: tuple[int, ...]) -> list[TilePlan]:

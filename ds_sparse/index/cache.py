@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdRef
 
+from .contents import Contents, can_tell
+
 BYTES = 1 << 32
 """Of the tensors that a part keeps; what was used last is kept however large it is."""
 
@@ -40,23 +42,24 @@ _keeping = RLock()  # modules of one structure share a part, and may run in thre
 
 @dataclass(frozen=True, eq=False)
 class Made(Generic[Index]):
-    """What was made of some owners, and how these were then."""
+    """What was made of some owners, and what those of them that are tensors held then."""
 
     index: Index
-    versions: list[int]
     owners: list[WeakIdRef]
+    contents: list[Contents | None]
 
-    def is_of(self, owners: Sequence[object], versions: list[int]) -> bool:
-        """Whether it was made of these, which have such versions now: none has been changed in place since."""
-        if self.versions != versions:
-            return False
-        for ref, x in zip(self.owners, owners, strict=True):
-            if ref() is not x:
+    def is_of(self, owners: Sequence[object]) -> bool:
+        """Whether it was made of these, and none has been changed since."""
+        for ref, held, x in zip(self.owners, self.contents, owners, strict=True):
+            if ref() is not x or not (held is None or held.are_of(x, _is_capturing)):
                 return False
         return True
 
     def _held(self) -> Iterator[Tensor]:
-        return self.index._held()
+        yield from self.index._held()
+        for held in self.contents:
+            if held is not None and held.copy is not None:
+                yield held.copy
 
 
 def kept(part: OrderedDict[Key, Kept], key: Key, build: Callable[[], Kept], most: int = KEPT) -> Kept:
@@ -77,15 +80,9 @@ def kept_with(
     build: Callable[[], Index],
     most: int = KEPT,
 ) -> Index:
-    """`kept` of what is made of `owners`, tensors among them: as long as all live and no tensor is changed in place."""
-    versions = []
-    for x in owners:
-        if isinstance(x, Tensor):
-            if x.is_inference():
-                # Made in inference mode, it has no version that would tell of a change.
-                return build()
-            versions.append(x._version)
-    if not owners:
+    """`kept` of what is made of `owners`, tensors among them: as long as all live and no tensor is changed, as far as
+    `Contents` can tell."""
+    if not owners or not all(can_tell(x) for x in owners if isinstance(x, Tensor)):
         return build()
     key = (key, *map(id, owners))
 
@@ -95,9 +92,11 @@ def kept_with(
 
     with _keeping:
         found = part.get(key)
-        if found is not None and found.is_of(owners, versions):
+        if found is not None and found.is_of(owners):
             return _use(part, key, found).index
-        made = Made(build(), versions, [WeakIdRef(x, forget) for x in owners])
+        # Before the index is built: what is written meanwhile is seen at the next look.
+        contents = [Contents(x) if isinstance(x, Tensor) else None for x in owners]
+        made = Made(build(), [WeakIdRef(x, forget) for x in owners], contents)
         part.pop(key, None)
         return _add(part, key, made, most).index
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .block import BlockIndex
 from .cache import Made, kept, kept_with, refuse_captured, refuse_traced
-from .lasting import lasting
+from .lasting import lasting, plain
 from .token import TokenIndex
 from .token_forms import tensors_in
 from .window import WindowIndex
@@ -29,13 +29,15 @@ _of_lists: OrderedDict[Hashable, Made[TokenIndex]] = OrderedDict()
 
 
 def index_of_layout(layout: torch.Tensor, block: int, device: torch.device) -> BlockIndex:
-    """The index of a layout on the device, built at first use and after a change in place.
+    """The index of a layout on the device, built at first use and after a change, as far as `Contents` can tell.
 
     Raises:
+        ValueError: another layout for each sample of torch.vmap.
         RuntimeError: under torch.compile; where it would have to be built in the capture of a CUDA graph.
     """
     what, instead = "The index of a layout cannot be built", "pass BlockIndex.build(layout, block) as the layout"
     refuse_traced(what, f"{instead}, on the device of query.")
+    layout = plain("The layout", layout)
     on = layout.device if device.type == "meta" else device
 
     def build() -> BlockIndex:
@@ -92,7 +94,7 @@ _NO_WINDOW = "The index of a window cannot be built", "pass WindowIndex.build(to
 
 def index_of_lists(build: Callable[[], TokenIndex], given: Sequence, queries: int, keys: int) -> TokenIndex:
     """What `build` makes of what is given, tensors and nested lists of them, and of the lengths; kept as long as the
-    tensors live, until one is changed in place.
+    tensors live, until one is changed.
 
     Raises:
         RuntimeError: under torch.compile; where it would have to be built in the capture of a CUDA graph.

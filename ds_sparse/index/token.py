@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..dispatch import tile_heights
 from ..layout import to_token_mask
-from .block import BlockIndex
+from .block import BlockIndex, check_block
 from .cache import refuse_captured, refuse_traced
 from .lasting import lasting
 from .ready_event import ReadyEvent
@@ -24,6 +24,7 @@ from .token_forms import (
     Nested,
     TokenPairs,
     csr_of_jagged,
+    length,
     of_lists,
     pairs_of_csr,
     pairs_of_mask,
@@ -113,8 +114,9 @@ class TokenIndex:
             The index, on the device of the pairs.
 
         Raises:
-            TypeError: another type or dtype.
-            ValueError: another shape; a token that does not exist, named by its place.
+            TypeError: another type or dtype; `queries` or `keys` that are no integers.
+            ValueError: another shape; a token that does not exist, named by its place; `queries` or `keys` below 0 or
+                above `2**31 - 1`.
         """
         return cls._build(pairs_of_pairs(pairs, queries, keys))
 
@@ -133,9 +135,8 @@ class TokenIndex:
             The index, on the device of `values`.
 
         Raises:
-            TypeError: another type or dtype.
-            ValueError: another shape; offsets that fall or end elsewhere, a key that does not exist, each named by its
-                place.
+            TypeError, ValueError: as `from_pairs`; ValueError also for offsets that fall or end elsewhere, named by
+                their place.
         """
         return cls._build(pairs_of_csr(values, offsets, queries, keys))
 
@@ -166,7 +167,11 @@ class TokenIndex:
 
         Returns:
             The index, on the device of the other.
+
+        Raises:
+            TypeError, ValueError: `queries` or `keys` are no numbers of tokens.
         """
+        queries, keys = (None if n is None else length(name, n) for name, n in (("queries", queries), ("keys", keys)))
         return cls.from_mask(to_token_mask(index.layout(), index.block)[..., :queries, :keys])
 
     @classmethod
@@ -340,10 +345,11 @@ class TokenIndex:
             The index, on this one's device.
 
         Raises:
-            ValueError: lists of each sequence; a block that is no power of two, or below 8.
+            ValueError: lists of each sequence; a block that is no power of two from 8 on.
         """
         if self.batch > 1:
             raise ValueError(f"The lists are those of {self.batch} sequences; a BlockIndex is shared by all sequences.")
+        block = check_block(block)
         rows, columns = self.make_places()
         height, width = -(-self.queries // block), -(-self.keys // block)
         layout = torch.zeros(self.heads, height, width, dtype=torch.bool, device=self.device)

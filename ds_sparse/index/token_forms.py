@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, TypeAlias
 
 import torch
@@ -60,6 +61,7 @@ def pairs_of_mask(mask: Tensor) -> TokenPairs:
 
 def pairs_of_pairs(pairs: Tensor | Sequence, queries: int, keys: int) -> TokenPairs:
     """Raises TypeError, ValueError as `TokenIndex.from_pairs`."""
+    queries, keys = length("queries", queries), length("keys", keys)
     pairs = lists_of("indices", pairs, 2)
     lists, batch, heads = _as_lists("indices", pairs, 2)
     for p, one in enumerate(lists):
@@ -81,6 +83,7 @@ def pairs_of_pairs(pairs: Tensor | Sequence, queries: int, keys: int) -> TokenPa
 
 def pairs_of_csr(values: Tensor | Sequence, offsets: Tensor | Sequence, queries: int, keys: int) -> TokenPairs:
     """Raises TypeError, ValueError as `TokenIndex.from_csr`."""
+    queries, keys = length("queries", queries), length("keys", keys)
     values, offsets = lists_of("values", values, 1), lists_of("offsets", offsets, 1)
     lists, batch, heads = _as_lists("values", values, 1)
     all_offsets, *of_offsets = _as_lists("offsets", offsets, 1)
@@ -135,8 +138,24 @@ def lists_of(name: str, x: Tensor | Sequence, dims: int) -> Nested:
     while isinstance(leaf, (list, tuple)) and leaf:
         depth, leaf = depth + 1, leaf[0]
     if isinstance(leaf, int) and depth == dims:
-        return lists_of(name, torch.tensor(x), dims)
+        return lists_of(name, _as_tensor(name, x), dims)
     return [lists_of(f"{name}[{i}]", part, dims) for i, part in enumerate(x)]
+
+
+def _as_tensor(name: str, x: list | tuple) -> Tensor:
+    try:
+        return torch.tensor(x)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} are no lists of integers of equal lengths: {error}.") from error
+
+
+def length(name: str, tokens: int) -> int:
+    """A number of tokens as an integer of Python."""
+    if isinstance(tokens, bool) or not isinstance(tokens, Integral):
+        raise TypeError(f"{name} is {tokens!r}; it has to be an integer, the number of tokens.")
+    if not 0 <= tokens < 2**31:
+        raise ValueError(f"{name} is {tokens!r}; it has to be 0 or more and below 2**31, the number of tokens.")
+    return int(tokens)
 
 
 def csr_of_jagged(x: Nested) -> tuple[Nested, Nested]:

@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import pad
 
 from ..block_sizes import BLOCK_SIZES
+from ..memory import refuse_too_large
 from ..wording import listed
 from .block import BlockIndex
 from .lasting import lasting
@@ -93,6 +94,7 @@ class WindowIndex:
 
         Raises:
             TypeError, ValueError: arguments of another type or value; numbers for different numbers of heads.
+            MemoryError: it is larger than the device's memory.
         """
         windows, dilations = of_heads("window_size", window_size, 0), of_heads("dilation", dilation, 1)
         num_heads = max(len(windows), len(dilations))
@@ -108,6 +110,10 @@ class WindowIndex:
         tokens, global_tokens = int(tokens), global_numbers(global_tokens, tokens)
         if block is None:
             block = fitting_block(tokens, max(windows), torch.device(device).type)
+        need = num_heads * (8 * tokens + (-(-tokens // block)) ** 2)
+        refuse_too_large(
+            f"An index of {tokens} tokens in blocks of {block}", need, torch.device(device), "take shorter sequences"
+        )
         window, dilation = (
             # No window reaches further than the sequence, and no product overflows.
             torch.tensor([min(n, tokens) for n in numbers], device=device).expand(num_heads)[:, None]

@@ -30,7 +30,8 @@ def integers(name: str, given: Numbers, least: int) -> tuple[int, ...]:
             raise TypeError(f"{name} is {given!r}; it has to be an integer, or a sequence of integers.")
         if number < least:
             raise ValueError(f"{name} is {given!r}; it has to be {least} or more.")
-    return numbers
+    # NumPy's integers would overflow in what is computed of them.
+    return tuple(int(number) if isinstance(number, Integral) else number for number in numbers)
 
 
 def of_heads(name: str, given: Numbers, least: int, heads: int | None = None) -> tuple[int, ...]:

@@ -65,9 +65,9 @@ class StructuredAttention:
 
     @property
     def layout(self) -> torch.Tensor:
-        """The layout for `max_seq_length` tokens: bool (H, R, R), H = 1 when all heads are equal; assign to replace
-        it."""
-        return self._master.layout
+        """The layout for `max_seq_length` tokens: bool (H, R, R), H = 1 when all heads are equal. A copy at each call,
+        as layers share theirs; assign to replace it."""
+        return self._master.layout.clone()
 
     @layout.setter
     def layout(self, layout: torch.Tensor) -> None:
@@ -91,9 +91,9 @@ class StructuredAttention:
         return LayoutBuffer.of(self._master, self.sparsity_config.num_heads)
 
     def layout_for(self, seq_len: int) -> torch.Tensor:
-        """The layout for `seq_len` tokens: bool (1 or H, R, R), the last block perhaps short."""
+        """The layout for `seq_len` tokens: bool (1 or H, R, R), the last block perhaps short. A copy at each call."""
         blocks = -(-seq_len // self.sparsity_config.block)
-        return crop(self._covering(seq_len).layout, blocks, blocks)
+        return crop(self._covering(seq_len).layout, blocks, blocks).clone()
 
     def index(self, seq_len: int, device: torch.device) -> BlockIndex:
         """The index for `seq_len` tokens, rounded up to whole blocks."""

@@ -11,11 +11,21 @@ from ..index import BlockIndex
 
 
 class OnLayout:
-    """Holds a layout as it was given, and its index, which is copied to a device when it is first asked for there."""
+    """Holds the index of a layout, which is copied to a device when it is first asked for there."""
 
     def __init__(self, layout: torch.Tensor | BlockIndex, index: BlockIndex):
-        self.layout, self.block = layout, index.block
+        self.block = index.block
+        self._given = layout if isinstance(layout, BlockIndex) else (layout.dtype, layout.shape)
         self._indices = {index.device: index}
+
+    @property
+    def layout(self) -> torch.Tensor | BlockIndex:
+        """The layout that this works on, which it read when it was made, in the given form: the `BlockIndex`, or a
+        tensor of the given dtype and shape, unpacked at each call."""
+        if isinstance(self._given, BlockIndex):
+            return self._given
+        dtype, shape = self._given
+        return self._index.layout().to(dtype).expand((self._index.num_heads, -1, -1)).reshape(shape)
 
     @property
     def spdims(self) -> torch.Size:

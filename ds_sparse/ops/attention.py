@@ -117,8 +117,11 @@ def block_sparse_attention(
             other strides are multiples of 8 elements.
         key, value: (B, Hkv, S, D), H a multiple of Hkv: query head h reads head h // (H / Hkv).
         layout: bool, or 0 and 1 as numbers, (R, C) or (H or 1, R, C) with R = ceil(T / block), C = ceil(S / block),
-            whose index is built at first use and kept as long as the tensor is not changed; or a `BlockIndex` built
-            from one, on query's device, as torch.compile and CUDA graphs want (with `causal`, that index's `causal()`).
+            whose index is built at first use and kept until the tensor is changed; or a `BlockIndex` built from one, on
+            query's device, as torch.compile and CUDA graphs want (with `causal`, that index's `causal()`). Each call
+            compares a tensor on the CPU with what it held, 2 us for 64 x 64 blocks. On a GPU that would wait, and a
+            write that PyTorch does not count, such as to `layout.data`, goes unseen, unless DS_SPARSE_CHECK_LAYOUTS=1
+            is set.
         block: 8, 16, 32, 64 or 128 tokens on a block's side; found from the shapes if it is not given.
         scale: factor of the scores; 1 / sqrt(D) if it is not given.
         causal: query token i sees key tokens j <= i only, inside blocks too.

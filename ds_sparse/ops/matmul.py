@@ -38,7 +38,8 @@ class MatMul(OnLayout):
 
     Args:
         layout: tensor of bool, or of 0 and 1 in any type, (R, C) or (H or 1, R, C), one head shared by any number of
-            heads; or a `BlockIndex` built from one (for torch.compile and CUDA graphs over several layouts).
+            heads; or a `BlockIndex` built from one (for torch.compile and CUDA graphs over several layouts). It is read
+            here, once: operations that hand values to each other keep the blocks that they were made with.
         block: tokens on a block's side, a power of two, 8 or more.
         mode: 'sdd', 'dsd' or 'dds'.
         trans_a, trans_b: whether A, B are transposed first.

@@ -24,7 +24,7 @@ class Softmax(OnLayout):
 
     Args:
         layout: tensor of bool, or of 0 and 1 in any type, (R, C) or (H or 1, R, C), one head shared by any number of
-            heads; or a `BlockIndex`.
+            heads; or a `BlockIndex`. It is read here, once, as `MatMul` reads it.
         block: tokens on a block's side, a power of two, 8 or more.
         bench: accepted for old callers; times are in `ds_sparse bench matmul`.
 

@@ -43,7 +43,8 @@ def sparse_matmul(q: Tensor, k: Tensor, indices: Tensor | Sequence | TokenIndex)
         k: (..., H, S, D) or (S, D).
         indices: int32 or int64 (M, 2), pairs for all heads in any order; or a list of such, one a head; or, padded at
             the end by rows of -1, (H or 1, M, 2) or (B or 1, H or 1, M, 2), B the product of what stands before H; or a
-            `TokenIndex`. The index of tensors is built at first use and kept as long as they are not changed.
+            `TokenIndex`. The index of tensors is built at first use and kept until they are changed, which each call
+            looks for as `block_sparse_attention` does in a layout.
 
     Returns:
         (..., H, M) in q's dtype and in the order of the list; of padded lists the same, 0 where these are padded; of a
@@ -176,7 +177,8 @@ def sparse_attn(
         values: int32 or int64 (N,), the key of each pair in row order, in any order within a row, for all heads; or a
             list of such, one a head; or, padded at the end by anything, (H or 1, N) or (B or 1, H or 1, N), B the
             product of what stands before H; or a `TokenIndex`, and then no offsets.
-            The index of tensors is built at first use and kept as long as they are not changed.
+            The index of tensors is built at first use and kept until they are changed, which each call looks for as
+            `block_sparse_attention` does in a layout.
         offsets: int32 or int64 (T,), the end of each row in `values`, or a CSR row pointer (T + 1,), which begins with
             0; of each head where `values` are.
         scale: factor of the scores; 1 / sqrt(D) if it is not given.

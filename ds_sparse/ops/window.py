@@ -7,9 +7,13 @@ import torch
 from .._ops import add_op_namespace_prefix, ops
 from ..dispatch import Call, choose, dtypes_on, forced_implementation
 from ..index.window_sizes import Numbers, of_heads
+from ..memory import refuse_too_large
 from ._autograd import Function, differentiable_once
 from ._library import check_alike, check_dtype, check_inputs, check_scale, require_kernel, under_autocast
 from .operands import check_bias, key_bias_of, wide_dtype
+
+MAX_WINDOW = 1 << 30
+"""A band has fewer than 2**31 numbers a token."""
 
 
 def window_matmul(a: torch.Tensor, b: torch.Tensor, window_size: int) -> torch.Tensor:
@@ -31,7 +35,8 @@ def window_matmul(a: torch.Tensor, b: torch.Tensor, window_size: int) -> torch.T
 
     Raises:
         TypeError: operands that are no tensors; a window_size that is no integer.
-        ValueError: a negative window_size; shapes, dtypes or devices that do not fit.
+        ValueError: a window_size below 0 or from `2**30` on; shapes, dtypes or devices that do not fit.
+        MemoryError: the band is larger than the device's memory.
         RuntimeError: a device without the kernel.
 
     Examples:
@@ -52,6 +57,8 @@ def window_matmul(a: torch.Tensor, b: torch.Tensor, window_size: int) -> torch.T
             "same T and D."
         )
     leading = _leading(a=a, b=b)
+    if not torch.compiler.is_compiling():
+        _refuse_wide(a, leading, window)
     require_kernel("window_matmul", a.device)
     band = _WindowMatmul.apply(_with_heads(a, leading), _with_heads(b.transpose(-1, -2), leading), window)
     return band.reshape(*leading, *band.shape[2:])
@@ -76,7 +83,7 @@ def unwindow_matmul(p: torch.Tensor, v: torch.Tensor, window_size: int) -> torch
 
     Raises:
         TypeError: operands that are no tensors; a window_size that is no integer.
-        ValueError: a negative window_size; shapes, dtypes or devices that do not fit.
+        ValueError: a window_size below 0 or from `2**30` on; shapes, dtypes or devices that do not fit.
         RuntimeError: a device without the kernel.
 
     Examples:
@@ -173,7 +180,17 @@ def _one_window(window_size: int) -> int:
             f"window_size has {len(windows)} numbers, and the band has one width; give the widest, and window_softmax "
             "that of each head."
         )
+    if windows[0] >= MAX_WINDOW:
+        raise ValueError(f"window_size is {window_size!r}; of a band it has to be below 2**30.")
     return windows[0]
+
+
+def _refuse_wide(a: torch.Tensor, leading: torch.Size, window: int) -> None:
+    """Raises MemoryError where the band of a and another operand can never fit."""
+    tokens, width = a.shape[-2], 2 * window + 1
+    size = max(1, leading.numel() * tokens) * width * a.element_size()
+    what = f"With window_size {window} a band of {width} numbers for each of {tokens} tokens"
+    refuse_too_large(what, size, a.device, f"{tokens} is a window over all of them, and the rest of the band is 0")
 
 
 def _leading(**operands: torch.Tensor) -> torch.Size:

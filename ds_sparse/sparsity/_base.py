@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 import numbers
-import os
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError, ValidationError
 
 from ..block_sizes import BLOCK_SIZES
+from ..memory import machine_memory
 from ..wording import listed
 from ._docstring import with_fields
 
@@ -476,7 +476,7 @@ def need_memory(heads: int, blocks: int, dtype: torch.dtype) -> None:
     """Raises MemoryError if making a layout (heads, blocks, blocks) would take more than half of this machine's memory:
     the layout itself, and about three masks of its shape on the way."""
     need = heads * blocks * blocks * (dtype.itemsize + 3)
-    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    have = machine_memory()
     if need > have // 2:
         raise MemoryError(
             f"A layout of {heads} x {blocks} x {blocks} blocks takes about {need >> 30:,} GiB to make, more than half "

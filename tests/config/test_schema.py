@@ -5,9 +5,13 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from ds_sparse.config import SparseAttentionConfigError, json_schema, load_config, parse_sparse_attention
-from ds_sparse.sparsity import SparsityConfig, register_sparsity
+from ds_sparse.config import BLOCK_KEY, SparseAttentionConfigError, json_schema, load_config, parse_sparse_attention
+from ds_sparse.sparsity import SparsityConfig, register_sparsity, sparsity_class
+from ds_sparse.sparsity._base import rule_fields
+from ds_sparse.sparsity._fields import json_fields
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 EXAMPLES = sorted(path for path in CONFIGS.glob("*.json") if "schema" not in path.name)
@@ -51,6 +55,9 @@ def test_the_schema_is_a_schema_with_descriptions_and_defaults():
         {"mode": "dense"},
         {"mode": "variable", "global_block_end_indices": [3]},
         {"mode": "bigbird", "seed": 1},
+        {"mode": "bigbird", "block": 16.0, "local_window_blocks": [4.0], "seed": 1e30},
+        {"mode": "variable", "global_block_end_indices": "None"},
+        {"global_block_end_indices": "None,", "seed": "None"},
     ],
     ids=str,
 )
@@ -68,6 +75,8 @@ def test_the_schema_takes_what_the_reader_takes(block):
         {"block": 24},
         {"mode": "fixd"},
         {"num_random_blocks": 2},
+        {"num_random_blocks": False},
+        {"block": "None"},
         {"mode": "dense", "attention": "unidirectional"},
         {"mode": "variable", "local_window_blocks": []},
         {"mode": "bigbird", "num_global_blocks": -1},
@@ -81,6 +90,111 @@ def test_the_schema_refuses_what_the_reader_refuses(block):
         parse_sparse_attention(block, 4)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({"sparse_attention": block}, json_schema())
+
+
+class Painted(SparsityConfig):
+    """A structure of a user's own, with fields of the kinds that ours have not."""
+
+    def __init__(
+        self, num_heads, block=16, name: str = "plain", scale: float = 1.0, label: str | None = None, anything=None
+    ):
+        super().__init__(num_heads, block)
+
+    def make_layout(self, seq_len):
+        return self.setup_layout(seq_len)
+
+
+NUMBERS = st.one_of(
+    st.integers(-2, 5),
+    st.sampled_from([8, 16, 24, 32, 64, 128, 2**31, 2**63, 10**30]),
+    st.sampled_from([-1.0, -0.0, 0.0, 1.0, 1.5, 4.0, 16.0, 1e-9, 1e10, 1e30]),
+)
+WORDS = st.sampled_from(
+    ["None", "None,", "None ,", "none", "null", "", "1", "16", "true", "bidirectional", "unidirectional", "plain", "é"]
+)
+SIMPLE = st.one_of(NUMBERS, WORDS, st.booleans(), st.none())
+VALUES = st.one_of(
+    SIMPLE, st.lists(SIMPLE, max_size=3), st.lists(NUMBERS, max_size=3), st.just({}), st.just({"a": 1.0})
+)
+
+
+def right(entry: dict) -> st.SearchStrategy:
+    """Values that the schema takes for a key, but for the largest."""
+    if "anyOf" in entry:
+        return st.one_of(*map(right, entry["anyOf"]))
+    named = [entry["const"]] if "const" in entry else entry.get("enum")
+    if named is not None:
+        return st.sampled_from(named)
+    if "type" not in entry:
+        return VALUES
+    least = entry.get("minimum", 0)
+    kinds = {
+        "integer": st.one_of(st.integers(least, least + 4), st.sampled_from([least + 0.0, least + 3.0])),
+        "array": st.lists(right(entry.get("items", {})), min_size=entry.get("minItems", 0), max_size=3),
+        "boolean": st.booleans(),
+        "null": st.none(),
+        "string": st.sampled_from(["None", "None ,"]) if "pattern" in entry else WORDS,
+        "number": NUMBERS,
+    }
+    return kinds[entry["type"]]
+
+
+@st.composite
+def blocks(draw: st.DrawFn, modes: dict) -> dict:
+    """Keys of a mode at values that are right; and in every other block one key more, at any value."""
+    block = {"mode": draw(st.sampled_from(sorted(modes)))} if draw(st.integers(0, 7)) else {}
+    own = modes[block.get("mode", "fixed")]["properties"]
+    for key in draw(st.lists(st.sampled_from(sorted(own)), max_size=4)):
+        if key != "mode":
+            block[key] = draw(right(own[key]))
+    if draw(st.booleans()):
+        other = st.sampled_from([*modes["variable"]["properties"], *modes["painted"]["properties"], "x", ""])
+        block[draw(st.one_of(st.sampled_from(sorted(own)), other))] = draw(VALUES)
+    return block
+
+
+def as_read(value):
+    if isinstance(value, list):
+        return [as_read(part) for part in value]
+    if isinstance(value, float) and value == int(value):
+        return int(value)
+    return None if isinstance(value, str) and value.startswith("None") else value
+
+
+def between_fields(block: dict) -> list[str]:
+    """What the rules between fields of its mode say about a block, of which each value is right."""
+    cls = sparsity_class(block.get("mode", "fixed"))
+    values = {key: field.get_default() for key, field in json_fields(cls).items()}
+    values |= {key: as_read(value) for key, value in block.items()}
+    rules = [rule for rule in (*cls.rules, *cls.json_rules) if len(rule_fields(rule)) > 1]
+    return [said for rule in rules if (said := rule(**{name: values[name] for name in rule_fields(rule)}))]
+
+
+@pytest.mark.usefixtures("registry")
+def test_the_schema_takes_a_block_if_and_only_if_the_reader_does():
+    """But for rules between fields, which are the reader's alone."""
+    register_sparsity("painted")(Painted)
+    schema = json_schema()
+    validator = jsonschema.Draft202012Validator(schema)
+    outcomes = set()
+
+    @settings(max_examples=300, derandomize=True, deadline=None, database=None)
+    @given(blocks(schema["$defs"]))
+    def agree(block: dict) -> None:
+        said, mistakes = [error.message for error in validator.iter_errors({BLOCK_KEY: block})], []
+        try:
+            parse_sparse_attention(block, 12)
+        except SparseAttentionConfigError as error:
+            mistakes = error.mistakes
+        if said:
+            assert mistakes, (block, said)
+        else:
+            rules = tuple(between_fields(block)) if mistakes else ()
+            assert [mistake for mistake in mistakes if not mistake.endswith(rules)] == [], block
+        outcomes.add((bool(said), bool(mistakes)))
+
+    agree()
+    assert outcomes == {(True, True), (False, False), (False, True)}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from helpers import EXAMPLES, Layout, as_on_hopper, is_hopper, layouts, seeded
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sparse import BSLongformerSparsityConfig, FixedSparsityConfig
 from ds_sparse.index import block as block_module
-from ds_sparse.index.block import BlockIndex
+from ds_sparse.index.block import MAX_BLOCK, BlockIndex
 from ds_sparse.index.tile_plan import TilePlan
 from ds_sparse.index.tiles import Tiles
 
@@ -428,10 +429,17 @@ def test_building_takes_a_few_times_the_memory_of_the_layout():
     assert torch.cuda.max_memory_allocated() - before < 5 * layout.nbytes
 
 
-@pytest.mark.parametrize("block", [0, 4, 7, 12, 48, -16, 16.0, True, "16"])
+@pytest.mark.parametrize("block", [0, 4, 7, 12, 48, -16, 16.0, True, "16", 2**16, 2**62, 2**100])
 def test_block_is_a_power_of_two_from_8(block: object):
     with pytest.raises(ValueError, match="power of two and at least 8"):
         BlockIndex.build(torch.ones(2, 2, dtype=torch.bool), block)
+
+
+def test_a_block_may_be_a_number_of_numpy():
+    layout = torch.ones(2, 2, dtype=torch.bool)
+    assert type(BlockIndex.build(layout, np.int64(16)).block) is int
+    assert BlockIndex.from_mask(torch.ones(32, 32, dtype=torch.bool), np.int32(16)).rows == 2
+    assert BlockIndex.build(layout, MAX_BLOCK).with_strips().block == MAX_BLOCK
 
 
 @pytest.mark.parametrize(

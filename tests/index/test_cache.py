@@ -90,7 +90,7 @@ def test_what_is_made_of_tensors_lasts_until_one_changes_or_goes():
     first = kept_with(part, tensors, "key", lambda: Index(1))
     assert kept_with(part, tensors, "key", AssertionError) is first
     assert kept_with(part, tensors, "other", lambda: Index(1)) is not first
-    tensors[1][0] = 1
+    tensors[1].numpy()[0] = 1
     changed = kept_with(part, tensors, "key", lambda: Index(1))
     assert changed is not first and kept_with(part, tensors, "key", AssertionError) is changed
     assert len(part) == 2
@@ -99,12 +99,23 @@ def test_what_is_made_of_tensors_lasts_until_one_changes_or_goes():
     assert not part
 
 
-def test_tensors_made_in_inference_mode_keep_nothing():
-    part = OrderedDict()
-    with torch.inference_mode():
-        x = torch.zeros(2)
-    assert kept_with(part, [x], "key", lambda: Index(1)) is not kept_with(part, [x], "key", lambda: Index(1))
+def test_what_nothing_tells_of_a_change_keeps_nothing():
+    part, x = OrderedDict(), torch.zeros(2)
+    with mock.patch.object(cache, "can_tell", return_value=False):
+        assert kept_with(part, [x], "key", lambda: Index(1)) is not kept_with(part, [x], "key", lambda: Index(1))
     assert not part
+
+
+def test_what_is_written_while_it_is_built_is_seen_by_the_next_call():
+    part, x = OrderedDict(), torch.zeros(2)
+
+    def build() -> Index:
+        x.numpy()[0] += 1
+        return Index(1)
+
+    kept_with(part, [x], "key", build)
+    second = kept_with(part, [x], "key", lambda: Index(1))
+    assert kept_with(part, [x], "key", AssertionError) is second
 
 
 def test_what_a_graph_reads_is_kept_for_good(captures: mock.Mock):
@@ -149,6 +160,9 @@ def test_all_that_an_index_keeps_counts():
     assert size(windows) == size(windows.blocks) + sum(
         x.nbytes for x in (windows.limits, windows.order, windows.inverse)
     )
+    part, x = OrderedDict(), torch.zeros(3)
+    kept_with(part, [x, index], "key", lambda: Index(5))
+    assert cache._bytes(part) == 5 + x.nbytes
     pairs = TokenIndex.from_mask(torch.ones(4, 5, dtype=torch.bool))
     before = size(pairs)
     _ = pairs.by_key

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
 
-from ds_sparse import TokenIndex, block_sparse_attention, sparse_attn, window_attention
+from ds_sparse import TokenIndex, block_sparse_attention, sparse_attn, sparse_matmul, sparse_matmul_vo, window_attention
 from ds_sparse.index import cache, lookup
 from ds_sparse.index.lookup import copy_of, index_of_layout, index_of_lists, index_of_window
 
@@ -84,11 +85,79 @@ def test_an_index_is_kept_until_its_tensors_change_or_go():
     assert kept() is None
 
 
-def test_tensors_made_in_inference_mode_are_read_each_time():
+def by_another_view(x: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(x.numpy())
+
+
+WRITES = {
+    "numpy": torch.Tensor.numpy,
+    "data": lambda x: x.data,
+    "another view": by_another_view,
+    "in place": lambda x: x,
+}
+"""What shares the memory of a tensor, and is written to; PyTorch counts the last alone."""
+
+
+def attention_on(layout: torch.Tensor) -> torch.Tensor:
+    x = torch.arange(32.0 * 8).view(1, 1, 32, 8).sin()
+    return block_sparse_attention(x, x, x, layout)
+
+
+def attention_of_lists(values: torch.Tensor) -> torch.Tensor:
+    x = torch.arange(16.0).view(1, 2, 8)
+    return sparse_attn(x, x, x, values, torch.tensor([1, 3]))
+
+
+def attention_of_ends(ends: torch.Tensor) -> torch.Tensor:
+    x = torch.arange(16.0).view(1, 2, 8)
+    return sparse_attn(x, x, x, torch.tensor([0, 1, 0]), ends)
+
+
+def scores_of_lists(values: torch.Tensor) -> torch.Tensor:
+    x = torch.arange(16.0).view(1, 2, 8)
+    return sparse_matmul_vo(x, x, [values], [torch.tensor([1, 3])])[0]
+
+
+def scores_of_pairs(pairs: torch.Tensor) -> torch.Tensor:
+    x = torch.arange(16.0).view(1, 2, 8)
+    return sparse_matmul(x, x, pairs)
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize(
+    ("call", "given", "then"),
+    [
+        (attention_on, torch.ones(2, 2, dtype=torch.bool), [[True, False], [True, True]]),
+        (attention_on, torch.ones(1, 2, 2, dtype=torch.int64), [[[1, 0], [0, 1]]]),
+        (attention_on, torch.ones(2, 2).T, [[1, 0], [1, 1]]),
+        (attention_of_lists, torch.tensor([0, 1, 0]), [1, 0, 1]),
+        (attention_of_ends, torch.tensor([1, 3]), [2, 3]),
+        (scores_of_lists, torch.tensor([0, 1, 0]), [1, 0, 1]),
+        (scores_of_pairs, torch.tensor([[0, 0], [1, 1]]), [[0, 1], [1, 0]]),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_write_counts_however_it_is_made(write: str, call: Callable, given: torch.Tensor, then: list):
+    given = given.clone()
+    before = call(given)
+    WRITES[write](given)[...] = WRITES[write](torch.tensor(then, dtype=given.dtype))
+    assert torch.equal(call(given), call(given.clone())) and not torch.equal(call(given), before)
+
+
+def test_tensors_made_in_inference_mode_are_kept_until_they_change():
     with torch.inference_mode():
-        values, ends = torch.tensor(VALUES), torch.tensor(ENDS)
-        made = [index_of_lists(lambda: TokenIndex.from_csr(values, ends, 4, 5), (values, ends), 4, 5) for _ in range(2)]
-    assert made[0] is not made[1]
+        layout = torch.ones(2, 2, dtype=torch.bool)
+    first, cpu = index_of_layout(layout, 16, torch.device("cpu")), torch.device("cpu")
+    assert index_of_layout(layout, 16, cpu) is first
+    with torch.inference_mode():
+        layout[0, 1] = False
+    assert index_of_layout(layout, 16, cpu).live_blocks == 3
+
+
+def test_a_layout_for_each_sample_gets_a_sentence():
+    x = torch.ones(1, 1, 32, 8)
+    with pytest.raises(ValueError, match="The layout is another one for each sample of torch.vmap"):
+        torch.vmap(lambda layout: block_sparse_attention(x, x, x, layout))(torch.ones(3, 2, 2))
 
 
 def test_a_layout_has_an_index_for_each_block_and_device():
@@ -106,7 +175,7 @@ def test_nothing_is_built_in_a_trace_or_a_capture(captures: mock.Mock):
         index_of_layout(layout, 16, gpu)
     with pytest.raises(RuntimeError, match="captured; pass WindowIndex.build.*or call once before the capture"):
         index_of_window(64, (3,), False, (), (1,), gpu)
-    pairs = mock.Mock(spec=torch.Tensor, device=gpu, _version=0)
+    pairs = mock.Mock(spec=torch.Tensor, device=gpu, _version=0, is_cpu=False)
     pairs.is_inference.return_value = False
     with pytest.raises(RuntimeError, match="captured; build a TokenIndex before.*or call once before the capture"):
         index_of_lists(AssertionError, (pairs,), 4, 5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from helpers import EXAMPLES, Pairs, generator, random_pairs, seeded
@@ -204,6 +205,43 @@ REFUSED_PAIRS = [
 def test_pairs_that_are_refused(device: str, pairs: object, error: type[Exception], sentence: str):
     with pytest.raises(error, match=sentence):
         TokenIndex.from_pairs(on_device(pairs, device), 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("length", "error", "sentence"),
+    [
+        (-1, ValueError, r"is -1; it has to be 0 or more and below 2\*\*31"),
+        (2**31, ValueError, r"is 2147483648; it has to be 0 or more and below 2\*\*31"),
+        (10**30, ValueError, "is 10{30}; it has to be 0 or more and below"),
+        (True, TypeError, "is True; it has to be an integer, the number of tokens"),
+        (4.0, TypeError, "is 4.0; it has to be an integer"),
+        (None, TypeError, "is None; it has to be an integer"),
+    ],
+)
+def test_lengths_that_are_none(length: object, error: type[Exception], sentence: str):
+    pairs, values, ends = torch.zeros(1, 2, dtype=LONG), torch.tensor([0]), torch.tensor([1])
+    blocks = BlockIndex.build(torch.ones(1, 1, dtype=torch.bool), 8)
+    for name, sizes in (("queries", (length, 1)), ("keys", (1, length))):
+        with pytest.raises(error, match=f"^{name} {sentence}"):
+            TokenIndex.from_pairs(pairs, *sizes)
+        with pytest.raises(error, match=f"^{name} {sentence}"):
+            TokenIndex.from_csr(values, ends, *sizes)
+        if length is not None:
+            with pytest.raises(error, match=f"^{name} {sentence}"):
+                TokenIndex.from_blocks(blocks, *sizes)
+    assert type(TokenIndex.from_pairs(pairs, np.int64(1), np.uint8(1)).queries) is int
+
+
+@pytest.mark.parametrize("pairs", [[[0, 2**63]], [[0, 1], [1]], [[0, "1"]], [[0, None]]])
+def test_lists_of_python_that_make_no_tensor(pairs: list):
+    with pytest.raises(TypeError, match="^indices are no lists of integers of equal lengths: "):
+        TokenIndex.from_pairs(pairs, 4, 5)
+
+
+@pytest.mark.parametrize("block", [0, 7, -8, True, 2**40])
+def test_a_block_of_blocks_is_a_power_of_two(block: int):
+    with pytest.raises(ValueError, match="block is .*; it has to be a power of two"):
+        TokenIndex.from_pairs(torch.zeros(1, 2, dtype=LONG), 4, 5).blocks(block)
 
 
 def on_device(x: object, device: str) -> object:

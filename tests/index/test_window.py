@@ -109,6 +109,12 @@ def test_arguments_that_do_not_fit(change, sentence):
         WindowIndex.build(**{"tokens": 40, "window_size": 3, **change})
 
 
+@pytest.mark.parametrize("tokens", [2**40, 2**63, 10**30])
+def test_more_tokens_than_memory_holds_get_a_sentence(tokens: int):
+    with pytest.raises(MemoryError, match=f"An index of {tokens} tokens in blocks of 128 takes .*; take shorter"):
+        WindowIndex.build(tokens, 3)
+
+
 def test_numbers_for_different_heads_are_refused():
     with pytest.raises(
         ValueError, match="window_size has 3 numbers and dilation 2; give each one number, or one a head"

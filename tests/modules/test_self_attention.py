@@ -354,7 +354,7 @@ def test_layers_of_one_structure_share_one_tensor_of_one_head():
     twin = copy.deepcopy(module)
     buffer = module.master_layout
     assert buffer is twin.master_layout and buffer is make().master_layout
-    assert module.attention.layout is make().attention.layout
+    assert module.attention._master.layout is make().attention._master.layout
     assert buffer.shape == (HEADS, 8, 8) and buffer.untyped_storage().nbytes() == 8 * 8 * 8
     states = module.state_dict()["master_layout"], twin.state_dict()["master_layout"]
     assert all(type(state) is torch.Tensor and state.is_contiguous() for state in states)
@@ -379,6 +379,17 @@ def test_the_layout_is_for_reading_until_another_is_assigned():
     module.master_layout = module.master_layout.float()
     for copied in (copy.deepcopy(module.master_layout), pickle.loads(pickle.dumps(module.master_layout))):
         assert type(copied) is torch.Tensor and torch.equal(copied, module.sparsity_config.make_layout(TOKENS))
+
+
+def test_no_write_to_what_a_module_hands_out_reaches_its_layout():
+    module, x = make(BigBirdSparsityConfig(num_heads=1, block=BLOCK, seed=1)), inputs()[0][:, :1]
+    before, attended = module.get_layout(TOKENS), module(x, x, x)
+    attention, (scores, *_) = module.attention, module.get_ops(1, TOKENS)
+    layouts = (attention.layout, attention.layout_for(TOKENS), module.get_layout(TOKENS), scores.layout.layout())
+    for given in layouts:
+        given.numpy()[...] = 0
+    assert torch.equal(module.master_layout, before) and torch.equal(module.get_layout(TOKENS), before)
+    assert torch.equal(module(x, x, x), attended)
 
 
 def test_accelerate_writes_the_layout_where_it_finds_the_buffer():

@@ -703,11 +703,24 @@ def test_layouts_of_any_type_and_what_old_code_asks_the_operation_for(dtype):
     layout = torch.tensor([[1, 0], [1, 1]])
     given = layout.to(dtype)
     multiply = MatMul(given, 16, "sdd")
-    assert multiply.layout is given and multiply.spdims == (1, 2, 2)
+    assert torch.equal(multiply.layout, given) and multiply.layout.dtype == dtype and multiply.spdims == (1, 2, 2)
     assert MatMul(given.expand(3, 2, 2), 16, "dsd").spdims == (3, 2, 2)
     assert list(multiply.lut_cache) == [torch.device("cpu")]
     a, b = torch.randn(2, 1, 1, 32, 32, dtype=torch.float64)
     assert torch.equal(multiply(a, b), MatMul(layout, 16, "sdd")(a, b))
+
+
+@pytest.mark.parametrize("operation", [lambda layout: MatMul(layout, 16, "sdd"), lambda layout: Softmax(layout, 16)])
+def test_what_becomes_of_the_layout_later_changes_no_operation(operation):
+    """The values of one operation go to the next: all read the layout when they are made."""
+    for shape in ((2, 2), (1, 2, 2), (3, 2, 2)):
+        layout = torch.ones(shape, dtype=torch.int64)
+        made = operation(layout)
+        layout[..., 0, 1] = 0
+        layout.numpy()[..., 1, 0] = 0
+        assert torch.equal(made.layout, torch.ones_like(layout)) and made._index.live_blocks == 4
+    index = BlockIndex.build(layout, 16)
+    assert operation(index).layout is index
 
 
 def test_its_repr_is_one_short_line():

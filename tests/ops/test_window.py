@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from helpers import (
@@ -26,7 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ds_sparse
-from ds_sparse import reference, unwindow_matmul, window_matmul, window_softmax
+from ds_sparse import memory, reference, unwindow_matmul, window_matmul, window_softmax
 
 HALVES = (torch.float16, torch.bfloat16)
 OPERATORS = ("window_matmul", "unwindow_matmul", "window_softmax_forward", "window_softmax_backward")
@@ -589,6 +590,9 @@ def test_windows_of_another_type(window_size: object):
     ("call", "sentence"),
     [
         (lambda x: window_matmul(x, x.mT, -1), "window_size is -1; it has to be 0 or more"),
+        (lambda x: window_matmul(x, x.mT, 2**30), r"window_size is 1073741824; of a band it has to be below 2\*\*30"),
+        (lambda x: unwindow_matmul(x, x, 10**30), r"of a band it has to be below 2\*\*30"),
+        (lambda x: window_softmax(x, np.int32(2**31 - 1)), r"it has to be \(..., T, 4294967295\)"),
         (lambda x: window_matmul(x, x.mT, [2, 1]), "has 2 numbers, and the band has one width; .*window_softmax"),
         (lambda x: window_matmul(x, x.mT, []), "window_size has 0 numbers; give one"),
         (lambda x: window_matmul(x, x, 2), r"a \(2, 3, 8, 4\), b \(2, 3, 8, 4\); they have to be \(..., T, D\) and"),
@@ -623,3 +627,21 @@ def test_windows_of_another_type(window_size: object):
 def test_arguments_that_do_not_fit(call, sentence: str):
     with pytest.raises(ValueError, match=sentence):
         call(torch.zeros(2, 3, 8, 4))
+
+
+def test_a_band_that_no_memory_holds_gets_a_sentence(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory, "machine_memory", lambda: 64 << 30)
+    x = torch.zeros(1, 2, 32, 8)
+    with pytest.raises(
+        MemoryError, match="With window_size 536870912 a band of 1073741825 numbers for each of 32 tokens"
+    ):
+        window_matmul(x, x.mT, 2**29)
+
+
+def test_numbers_of_numpy_are_numbers():
+    x = torch.randn(1, 2, 8, 4, generator=seeded())
+    band = window_matmul(x, x.mT, 2)
+    for window in (np.int64(2), np.uint8(2), [np.int32(2)], torch.tensor(2)):
+        assert torch.equal(window_matmul(x, x.mT, window), band)
+        assert torch.equal(unwindow_matmul(band, x, window), unwindow_matmul(band, x, 2))
+        assert torch.equal(window_softmax(band, window), window_softmax(band, 2))
