@@ -23,7 +23,7 @@ from ds_sparse.ranks import from_rank_0
 
 from damage import read_state, sealed, wrong_with
 from files import checksum, flush, reason, write_atomically
-from plain_data import plain_data_only, random_states, restore_random_states
+from plain_data import plain_data_only, random_states, restore_random_states, why
 from report import say
 
 KEPT = 2
@@ -102,8 +102,10 @@ def _write(engine: Any, folder: Path, tag: str) -> tuple[dict[str, dict[str, Any
             if path.is_file() and _owner(name) == dist.get_rank():
                 files[name] = {"bytes": path.stat().st_size, "checksum": checksum(path)}
                 flush(path)
-    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError where the disk is full
+    except OSError as error:
         return {}, reason(error)
+    except RuntimeError as error:  # what torch.save raises where the disk is full
+        return {}, f"PyTorch could not write a file ({reason(error)})"
     return files, None
 
 
@@ -262,7 +264,7 @@ def load(engine: Any, checkpoint: Checkpoint) -> None:
         restore_random_states(states)
     except _LOADING_ERRORS as error:
         raise ValueError(
-            f"The checkpoint {folder / tag} cannot be loaded: {reason(error)}. Write the name of an older one beside "
+            f"The checkpoint {folder / tag} cannot be loaded: {why(error)}. Write the name of an older one beside "
             f"it into {folder / 'latest'}, or {_WAY_OUT}"
         ) from error
     _at_rank_0(lambda: _set_aside(folder, tag, damaged))

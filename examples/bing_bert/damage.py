@@ -52,4 +52,5 @@ def wrong_with(file: Path, written: dict[str, Any] | None) -> str | None:
         return "is missing"
     except OSError as error:
         return f"cannot be read: {reason(error)}"
-    return refusal(file) if file.suffix == ".pt" else None
+    refused = refusal(file) if file.suffix == ".pt" else None
+    return f"is not loaded: {refused}" if refused else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import random
 import re
 import zipfile
@@ -47,18 +46,22 @@ def plain_data_only() -> Iterator[None]:
 
 
 def refusal(file: Path) -> str | None:
-    """Says why torch.load refuses a file. Reads no tensor where it can map them, so this takes a millisecond."""
+    """Why torch.load refuses a file, None if it does not. Tensors are mapped, not read, so it takes a millisecond."""
     try:
         with plain_data_only():
             torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except pickle.UnpicklingError as error:
-        asked = re.search(r"GLOBAL (\S+)", str(error))
-        if asked:
-            return f"asks for {asked[1]}, which is no plain data; it is not loaded"
-        return f"is no plain data, and is not loaded: {reason(error)}"
     except Exception as error:  # noqa: BLE001 - a damaged file stops its reader in any way
-        return f"is damaged: {reason(error)}"
+        return why(error)
     return None
+
+
+def why(error: BaseException) -> str:
+    """Why torch.load stopped, in one line."""
+    asked = re.search(r"GLOBAL (\S+)", str(error))
+    if asked:
+        return f"it asks for {asked[1]}, which is no plain data"
+    detail = re.search(r"WeightsUnpickler error: (.+)", str(error))
+    return detail[1] if detail else reason(error)
 
 
 def random_states() -> dict[str, Any]:

@@ -199,7 +199,8 @@ def check(args: argparse.Namespace, folder: Path, reference: list[dict[str, floa
     for ours, theirs in zip(losses(args, folder), reference, strict=True):
         assert ours and ours == {step: theirs[step] for step in ours}, f"{what}: {ours} {theirs}"
     if named:
-        print(f"{what}: {said.replace(f'{folder}/', '').splitlines()[0]}", flush=True)
+        sentence = next(line for line in said.splitlines() if DAMAGED.search(line))
+        print(f"{what}: {sentence.replace(f'{folder}/', '')}", flush=True)
 
 
 def flip(file: Path) -> None:

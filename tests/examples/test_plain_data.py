@@ -33,7 +33,7 @@ def test_what_deepspeed_keeps_is_read(tmp_path):
 def test_all_else_is_refused_and_not_run_even_where_the_caller_asks_for_any_pickle(tmp_path, monkeypatch, as_zip):
     monkeypatch.chdir(tmp_path)
     torch.save(Code(), "file.pt", _use_new_zipfile_serialization=as_zip)
-    assert refusal(tmp_path / "file.pt") == "asks for posix.mkdir, which is no plain data; it is not loaded"
+    assert refusal(tmp_path / "file.pt") == "it asks for posix.mkdir, which is no plain data"
     with plain_data_only(), pytest.raises(pickle.UnpicklingError):
         torch.load("file.pt", weights_only=False)
     assert not (tmp_path / "ran").exists()
@@ -52,7 +52,8 @@ def test_a_damaged_pickle_ends_in_one_line(tmp_path):
     data = (tmp_path / "file.pt").read_bytes()
     for length in range(len(data)):
         (tmp_path / "file.pt").write_bytes(data[:length])
-        assert "\n" not in refusal(tmp_path / "file.pt")
+        sentence = refusal(tmp_path / "file.pt")
+        assert sentence and "\n" not in sentence and "PyTorch 2.6" not in sentence
 
 
 def test_random_states_need_no_more_than_pytorch_itself_reads(tmp_path):
