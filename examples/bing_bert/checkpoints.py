@@ -1,55 +1,55 @@
-"""Folders of runs, checkpoints that a kill cannot spoil, and resume that continues exactly."""
+"""Checkpoints that a kill, a full disk or a damaged file cannot spoil, and resume that continues exactly.
+
+A checkpoint is a folder, `step40`, or `step40.1` where that name is taken: nothing is written over. Its last file is
+`state.json`, which lists the size and the checksum of all others; then `latest` is moved to it. `find` verifies what
+`latest` names, and takes the newest whole checkpoint beside it where that is damaged.
+"""
 
 from __future__ import annotations
 
-import json
 import os
-import random
+import pickle
+import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy
 import torch
 import torch.distributed as dist
 
+from ds_sparse.ranks import from_rank_0
+
+from damage import read_state, sealed, wrong_with
+from files import checksum, flush, reason, write_atomically
+from plain_data import plain_data_only, random_states, restore_random_states, why
+from report import say
+
 KEPT = 2
 STATE = "state.json"
-_OLDER = "write the name of an older checkpoint beside it into {}."
+RANDOM_STATES = "random_states_rank{}.pt"
+_TAG = re.compile(r"step(\d+)(?:\.(\d+))?")
+_OWNER = re.compile(r"(?:zero_pp_rank_|random_states_rank)(\d+)")
+_LOADING_ERRORS = (
+    AssertionError, AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, ValueError,
+    pickle.UnpicklingError,
+)  # fmt: skip
+_WAY_OUT = "put back a copy, or start a new run without --resume."
 
 
-def new_run_folder(output_dir: Path) -> Path:
-    """Makes the next numbered folder of `output_dir`; runs that start together each get one of their own."""
-    number = max(_numbers(output_dir), default=0) + 1
-    while True:
-        folder = output_dir / f"{number:04d}"
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-        else:
-            return folder
-
-
-def newest_run_folder(output_dir: Path) -> Path:
-    """The numbered folder of `output_dir` with the highest number.
-
-    Raises:
-        ValueError: there is none.
-    """
-    numbers = _numbers(output_dir)
-    if not numbers:
-        raise ValueError(f"There is no run in {output_dir} to resume; start one without --resume.")
-    return output_dir / f"{max(numbers):04d}"
-
-
-def _numbers(output_dir: Path) -> list[int]:
-    return [int(path.name) for path in output_dir.glob("[0-9]*") if path.name.isdigit()]
+class Checkpoint(NamedTuple):
+    folder: Path
+    """The folder of all checkpoints of the run."""
+    tag: str
+    position: dict[str, Any]
+    """As it was given to `save`."""
+    damaged: list[str]
+    """Checkpoints that would have come before this one; `load` sets them aside."""
 
 
 def save(engine: Any, folder: Path, step: int, terms: dict[str, Any], position: dict[str, Any]) -> None:
-    """Writes checkpoint `step{step}` under `folder` on all ranks and then makes it the latest one.
+    """Writes a new checkpoint of `step` under `folder` on all ranks and then makes it the latest one.
 
     The name of the latest checkpoint is replaced in one move after everything else is on disk, so a kill at any moment
     leaves the one before it in force. The last two are kept; what a kill left unfinished is removed.
@@ -58,95 +58,240 @@ def save(engine: Any, folder: Path, step: int, terms: dict[str, Any], position: 
         engine: the DeepSpeed engine.
         terms: what has to be equal for the run to continue; plain JSON values, the same on every rank.
         position: where the run is; plain JSON values.
+
+    Raises:
+        ValueError: a file cannot be written, on all ranks; the checkpoint before it stays in force.
     """
-    tag = f"step{step}"
-    if dist.get_rank() == 0:
-        in_force = latest(folder)
-        _remove(path for number, path in _checkpoints(folder) if in_force is None or number > _number(in_force))
-    dist.barrier()
-    engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
-    torch.save(_random_states(), folder / tag / f"random_states_rank{dist.get_rank()}.pt")
-    dist.barrier()
-    if dist.get_rank() == 0:
-        (folder / tag / STATE).write_text(json.dumps({"terms": terms, "position": position}))
-        for path in (folder / tag).iterdir():
-            _flush(path)
+    tag = _at_rank_0(lambda: _begin(folder, step))
+    files, failure = _write(engine, folder, tag)
+    written = _from_all((files, failure))
+    failure = next((failure for _, failure in written if failure), None)
+    if failure is None:
+        files = {name: facts for files, _ in written for name, facts in files.items()}
+        state = {"terms": terms, "position": position, "files": files}
+        failure = from_rank_0(_put_in_force(folder, tag, state) if dist.get_rank() == 0 else None)
+    if failure is not None:
+        raise ValueError(_at_rank_0(lambda: _give_up(folder, tag, failure)))
+    _at_rank_0(lambda: _remove(folder / tag for tag in _tags(folder)[:-KEPT]))
+
+
+def _begin(folder: Path, step: int) -> str:
+    """Makes the folder of a new checkpoint, after removing what a kill left unfinished; its name."""
+    in_force, _ = _latest(folder)
+    _remove(folder / tag for tag in _tags(folder) if in_force is None or _order(tag) > _order(in_force))
+    taken = {path.name.removesuffix(".damaged") for path in folder.iterdir()}
+    tag, again = f"step{step}", 0
+    while tag in taken:
+        again += 1
+        tag = f"step{step}.{again}"
+    (folder / tag).mkdir()
+    return tag
+
+
+def _write(engine: Any, folder: Path, tag: str) -> tuple[dict[str, dict[str, Any]], str | None]:
+    """Writes all but state.json; the size and checksum of this rank's files, by name, or why they cannot be written."""
+    files = {}
+    try:
+        with _failures_kept(engine) as failures:
+            engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+        if failures:
+            raise failures[0]
+        torch.save(random_states(), folder / tag / RANDOM_STATES.format(dist.get_rank()))
+        for path in sorted((folder / tag).rglob("*")):
+            name = path.relative_to(folder / tag).as_posix()
+            if path.is_file() and _owner(name) == dist.get_rank():
+                files[name] = {"bytes": path.stat().st_size, "checksum": checksum(path)}
+                flush(path)
+    except OSError as error:
+        return {}, reason(error)
+    except RuntimeError as error:  # what torch.save raises where the disk is full
+        return {}, f"PyTorch could not write a file ({reason(error)})"
+    return files, None
+
+
+@contextmanager
+def _failures_kept(engine: Any) -> Iterator[list[OSError | RuntimeError]]:
+    """Keeps what stops DeepSpeed's writer until all ranks are through: those that go on would wait for one that stops.
+
+    Half a file is removed at once: DeepSpeed still has small files to write, and they need room.
+    """
+    writer, failures = engine.checkpoint_engine, []
+    write = writer.save
+
+    def attempt(state_dict: dict[str, Any], path: str) -> None:
+        try:
+            write(state_dict, path)
+        except (OSError, RuntimeError) as error:
+            failures.append(error)
+            Path(path).unlink(missing_ok=True)
+
+    writer.save = attempt
+    try:
+        yield failures
+    finally:
+        del writer.save
+
+
+def _put_in_force(folder: Path, tag: str, state: dict[str, Any]) -> str | None:
+    """Writes state.json and moves `latest`; why that cannot be done."""
+    try:
+        write_atomically(folder / tag / STATE, sealed(state))
+        flush(folder)
         write_atomically(folder / "latest", tag)
-        _remove(path for _, path in _checkpoints(folder)[:-KEPT])
-    dist.barrier()
+    except OSError as error:
+        return reason(error)
+    return None
 
 
-def latest(folder: Path) -> str | None:
-    """The tag of the newest complete checkpoint, None where there is none."""
-    file = folder / "latest"
-    return file.read_text().strip() if file.exists() else None
+def _give_up(folder: Path, tag: str, failure: str) -> str:
+    """Removes what there is of a checkpoint that cannot be written, and says so."""
+    free = shutil.disk_usage(folder).free / 2**30
+    in_force, _ = _latest(folder)
+    if in_force != tag:
+        shutil.rmtree(folder / tag, ignore_errors=True)
+    left = f"{in_force} stays in force" if in_force else "there is none before it"
+    return (
+        f"The checkpoint {folder / tag} cannot be written: {failure} ({free:.2f} GiB were free there); {left}. Make "
+        "room, then continue with --resume."
+    )
 
 
-def read_position(folder: Path, terms: dict[str, Any]) -> dict[str, Any] | None:
-    """The position given to `save` with the latest checkpoint; None where there is no checkpoint.
+def find(folder: Path, terms: dict[str, Any]) -> Checkpoint | None:
+    """The checkpoint to continue from, verified, the same on every rank; None where there is none yet.
+
+    It is the one that `latest` names. Where that is damaged, it is the newest whole one, and lines say what is wrong
+    with the others. Each rank verifies its own files.
 
     Args:
         terms: those of this run; a run only continues under the terms it was started with.
 
     Raises:
-        ValueError: the checkpoint was made under other terms, or its files are gone.
+        ValueError: the checkpoint was made under other terms, or none is whole.
     """
-    tag = latest(folder)
-    if tag is None:
-        return None
+    tags, remarks = _at_rank_0(lambda: _candidates(folder))
+    for tried, tag in enumerate(tags):
+        state, damage = _examine(folder / tag, terms)
+        if damage is not None:
+            remarks.append(damage)
+            continue
+        for remark in remarks:
+            say(f"{remark}.")
+        if remarks and tag != from_rank_0(_latest(folder)[0]):
+            lost = _order(tags[0])[0] - _order(tag)[0]
+            again = f"; the {lost} steps after it are trained again" if lost > 0 else ""
+            say(f"{folder / tag} is whole and is taken instead{again}.")
+        if "files" not in state:
+            say(f"{folder / tag} is of an earlier version, which kept no checksums: it is taken unverified.")
+        return Checkpoint(folder, tag, state["position"], tags[:tried])
+    if remarks:
+        raise ValueError(f"{'. '.join(remarks)}. No checkpoint in {folder} is whole; {_WAY_OUT}")
+    return None
+
+
+def _candidates(folder: Path) -> tuple[list[str], list[str]]:
+    """The checkpoints to try, the one in force first and then the newest, and what there is to say before."""
+    in_force, wrong = _latest(folder)
+    finished = [tag for tag in reversed(_tags(folder)) if (folder / tag / STATE).exists()]
+    remarks = [wrong] if wrong and (finished or (folder / "latest").exists()) else []
+    if in_force is None:
+        return finished, remarks
+    newer = [tag for tag in finished if _order(tag) > _order(in_force)]
+    if newer:
+        remarks.append(
+            f"{folder / 'latest'} names {in_force}; {newer[0]} is newer, and goes when the next checkpoint is written"
+        )
+    return [in_force, *(tag for tag in finished if tag != in_force)], remarks
+
+
+def _latest(folder: Path) -> tuple[str | None, str | None]:
+    """The checkpoint that is in force, or what is wrong with the file that names it."""
+    file = folder / "latest"
     try:
-        state = json.loads((folder / tag / STATE).read_text())
-    except FileNotFoundError as error:
-        raise ValueError(f"{error.filename} is missing; {_OLDER.format(folder / 'latest')}") from error
-    old = state["terms"]
-    differing = [
-        f"{name} was {old.get(name)!r} and is {terms[name]!r}" for name in terms if old.get(name) != terms[name]
-    ]
+        tag = file.read_text(errors="replace").strip()
+    except FileNotFoundError:
+        return None, f"{file} is missing"
+    except OSError as error:
+        return None, f"{file} cannot be read ({reason(error)})"
+    if not _TAG.fullmatch(tag):
+        return None, f"{file} holds {tag[:40]!r}, which is no checkpoint's name" if tag else f"{file} is empty"
+    return (tag, None) if (folder / tag).is_dir() else (None, f"{file} names {tag}, which is not there")
+
+
+def _examine(path: Path, terms: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """What state.json of a checkpoint holds, and what is damaged in the checkpoint, the same on every rank."""
+    state, damage = from_rank_0(read_state(path / STATE) if dist.get_rank() == 0 else None)
+    if damage is None:
+        _check_terms(path, state["terms"], terms)
+        damage = next(filter(None, _from_all(_damage(path, state))), None)
+    return state, damage
+
+
+def _check_terms(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    differing = [f"{name} was {old.get(name)!r} and is {new[name]!r}" for name in new if old.get(name) != new[name]]
     if differing:
         raise ValueError(
-            f"The checkpoint {folder / tag} cannot be continued exactly: {'; '.join(differing)}. Give the old "
-            "values, or start a new run without --resume."
+            f"The checkpoint {path} cannot be continued exactly: {'; '.join(differing)}. Give the old values, or start "
+            "a new run without --resume."
         )
-    return state["position"]
 
 
-def load(engine: Any, folder: Path) -> None:
-    """Loads the latest checkpoint: weights, layouts, optimizer, schedule, and the random states of this rank.
+def _damage(path: Path, state: dict[str, Any]) -> str | None:
+    """What is wrong with the first damaged file of this rank."""
+    listed = state.get("files") or {file.name: None for file in sorted(path.glob("*.pt"))}
+    for name, written in listed.items():
+        if _owner(name) == dist.get_rank():
+            wrong = wrong_with(path / name, written)
+            if wrong is not None:
+                return f"{path / name} {wrong}"
+    return None
+
+
+def load(engine: Any, checkpoint: Checkpoint) -> None:
+    """Loads what `find` found: weights, layouts, optimizer, schedule, and the random states of this rank.
+
+    Then it is the latest checkpoint; damaged ones that `latest` would have come to first are renamed to `.damaged`.
 
     Raises:
-        ValueError: DeepSpeed finds nothing to load under its name.
+        ValueError: DeepSpeed cannot load it.
     """
-    tag = latest(folder)
-    path, _ = engine.load_checkpoint(str(folder), tag=tag)
-    if path is None:
-        raise ValueError(f"DeepSpeed found no checkpoint {folder / tag}; {_OLDER.format(folder / 'latest')}")
-    _restore_random_states(torch.load(folder / tag / f"random_states_rank{dist.get_rank()}.pt", weights_only=False))
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces a small file in one move."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    _flush(temporary)
-    os.replace(temporary, path)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    folder, tag, _, damaged = checkpoint
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        with plain_data_only():
+            path, _ = engine.load_checkpoint(str(folder), tag=tag)
+            states = torch.load(folder / tag / RANDOM_STATES.format(dist.get_rank()), weights_only=True)
+        if path is None:
+            raise ValueError("DeepSpeed finds no files of its own there")
+        restore_random_states(states)
+    except _LOADING_ERRORS as error:
+        raise ValueError(
+            f"The checkpoint {folder / tag} cannot be loaded: {why(error)}. Write the name of an older one beside "
+            f"it into {folder / 'latest'}, or {_WAY_OUT}"
+        ) from error
+    _at_rank_0(lambda: _set_aside(folder, tag, damaged))
 
 
-def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Steps and folders of all checkpoints, finished or not, the newest last."""
-    tags = [path for path in folder.glob("step*") if path.name.removeprefix("step").isdigit()]
-    return sorted((_number(path.name), path) for path in tags)
+def _set_aside(folder: Path, tag: str, damaged: list[str]) -> None:
+    if _latest(folder)[0] != tag:
+        write_atomically(folder / "latest", tag)
+    for name in damaged:
+        os.replace(folder / name, folder / f"{name}.damaged")
 
 
-def _number(tag: str) -> int:
-    return int(tag.removeprefix("step"))
+def _tags(folder: Path) -> list[str]:
+    """The names of all checkpoints, finished or not, the newest last."""
+    return sorted((path.name for path in folder.glob("step*/") if _TAG.fullmatch(path.name)), key=_order)
+
+
+def _order(tag: str) -> tuple[int, int]:
+    """The step of a checkpoint, and how many of that step were there before it."""
+    step, again = _TAG.fullmatch(tag).groups(default="0")
+    return int(step), int(again)
+
+
+def _owner(name: str) -> int:
+    """The rank that a file of a checkpoint is verified by: the one whose states it holds, or rank 0."""
+    rank = _OWNER.search(name)
+    return int(rank[1]) if rank else 0
 
 
 def _remove(folders: Iterable[Path]) -> None:
@@ -154,16 +299,21 @@ def _remove(folders: Iterable[Path]) -> None:
         shutil.rmtree(path)
 
 
-def _random_states() -> dict[str, Any]:
-    states = {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
+def _at_rank_0(do: Callable[[], Any]) -> Any:
+    """What `do` returns on rank 0, on every rank; a failure of it ends all ranks in the same sentence."""
+    outcome = None, None
+    if dist.get_rank() == 0:
+        try:
+            outcome = do(), None
+        except OSError as error:
+            outcome = None, f"{error.filename}: {reason(error)}; mend that, then continue with --resume."
+    value, failure = from_rank_0(outcome)
+    if failure is not None:
+        raise ValueError(failure)
+    return value
 
 
-def _restore_random_states(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    numpy.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
+def _from_all(value: Any) -> list[Any]:
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

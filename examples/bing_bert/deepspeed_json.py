@@ -148,6 +148,11 @@ def check_for_deepspeed(config: dict[str, Any], source: str) -> type | None:
     except (DeepSpeedConfigError, AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
         # DeepSpeed asserts relations between keys, and trips over a value of another shape than it expects.
         raise ValueError(f"{source}: DeepSpeed refuses it: {type(error).__name__}: {error}") from error
+    if (read.checkpoint_config["writer"] or {}).get("decoupled") or read.datastates_config.enabled:
+        raise ValueError(
+            f"{source}: checkpoint.writer.decoupled and datastates_ckpt write checkpoints while training goes on; here "
+            "one is verified and put in force once it is written. Leave them out."
+        )
     if config.get("scheduler"):
         _check_scheduler(config["scheduler"], source)
     offload = read.zero_config.offload_optimizer

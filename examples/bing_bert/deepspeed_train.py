@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import errno
 import logging
 import math
 import os
@@ -15,13 +16,15 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 from torch.nn import functional as F
 
 from device import DEVICE, DEVICE_SENTENCE  # sets what DeepSpeed will use, so it comes before imports of DeepSpeed
@@ -32,11 +35,22 @@ from ds_sparse.drawing import draw, save_drawing
 from ds_sparse.ranks import rank
 
 import checkpoints
+import run_folders
 from data import Batch, PretrainingData, open_corpus
 from deepspeed_json import adapt_to_device, check_for_deepspeed, load_kernels, read_deepspeed_config
+from files import reason
 from masked_lines import MaskedLines
 from modeling import BertConfig, BertForPreTrainingPreLN, parameter_groups
-from report import Metrics, Progress, draw_loss_curve, forget_peak_memory, peak_memory_gib, read_metrics, say
+from report import (
+    Metrics,
+    Progress,
+    draw_loss_curve,
+    forget_peak_memory,
+    mistakes,
+    peak_memory_gib,
+    read_metrics,
+    say,
+)
 
 STARTED = time.monotonic()
 HERE = Path(__file__).resolve().parent
@@ -135,11 +149,11 @@ def learning_rate_factor(warmup_steps: int, step: int) -> float:
     return min((step + 1) / warmup_steps, math.sqrt(warmup_steps / (step + 1)))
 
 
-@dataclass
+@dataclass(config=ConfigDict(extra="forbid"))
 class Position:
     """Where a run is; kept with its checkpoints."""
 
-    step: int = 0
+    step: int
     held_out_loss: float = math.nan
     held_out_step: int = -1
     """The step that `held_out_loss` was computed after."""
@@ -153,6 +167,17 @@ class Position:
     """It reached its end, by steps or by time, and was not stopped before."""
     max_steps: int | None = None
     """The --max-steps that it was started with last."""
+
+    @classmethod
+    def of(cls, checkpoint: checkpoints.Checkpoint | None) -> Position:
+        """That of a checkpoint, or of a start; ValueError if a checkpoint holds something else."""
+        if checkpoint is None:
+            return cls(step=0)
+        try:
+            return TypeAdapter(cls).validate_python(checkpoint.position)
+        except ValidationError as error:
+            file = checkpoint.folder / checkpoint.tag / checkpoints.STATE
+            raise ValueError(f"{file}: position: {mistakes(error)}.") from error
 
 
 class Outcome(NamedTuple):
@@ -194,20 +219,20 @@ def pretrain(
     data: PretrainingData,
     lines: MaskedLines,
     folder: Path,
-    position: Position | None,
+    checkpoint: checkpoints.Checkpoint | None,
+    position: Position,
     max_steps: int | None,
     deadline: float,
 ) -> Outcome:
-    """One training run into `folder`, from its start, or from the checkpoint there, which is at `position`.
+    """One training run into `folder`, from its start, or from `checkpoint`, which is at `position`.
 
     It ends after `max_steps`, or before a step that could pass `deadline` (seconds of time.monotonic).
     """
     forget_peak_memory()
-    resumed = position is not None
-    position = position or Position()
+    resumed = checkpoint is not None
     engine, position.layout_seed = build_engine(args, terms, model_config, data, folder, position.layout_seed)
     if resumed:
-        checkpoints.load(engine, folder / "checkpoints")
+        checkpoints.load(engine, checkpoint)
         say(f"{name}: continuing after step {position.step} of {folder}")
     position.max_steps = args.max_steps
 
@@ -397,7 +422,7 @@ def run_folder(output_dir: Path, resume: bool) -> Path:
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            outcome[0] = checkpoints.newest_run_folder(output_dir) if resume else checkpoints.new_run_folder(output_dir)
+            outcome[0] = run_folders.newest_run_folder(output_dir) if resume else run_folders.new_run_folder(output_dir)
         except OSError as error:
             outcome[1] = f"--output-dir {output_dir} cannot be used: {error.strerror}; give another folder."
         except ValueError as error:
@@ -440,14 +465,13 @@ def main() -> int:
     names = ["sparse" if args.deepspeed_sparse_attention else "dense"] + ["dense"] * args.compare_dense
     folder = run_folder(Path(args.output_dir), args.resume)
     terms = {name: terms_of(name, args, model_config, config, data) for name in names}
-    positions: dict[str, Position | None] = dict.fromkeys(names)
+    found: dict[str, checkpoints.Checkpoint | None] = dict.fromkeys(names)
     if args.resume:
         for name in names:
-            saved = checkpoints.read_position(folder / name / "checkpoints", terms[name])
-            if saved is None:
+            found[name] = checkpoints.find(folder / name / "checkpoints", terms[name])
+            if found[name] is None:
                 say(f"{name}: {folder} has no checkpoint of it yet; it starts from step 0.")
-            else:
-                positions[name] = Position(**saved)
+    positions = {name: Position.of(found[name]) for name in names}
     if dist.get_rank() == 0:
         data.write_manifest(folder)
 
@@ -457,15 +481,15 @@ def main() -> int:
     torch.utils.deterministic.fill_uninitialized_memory = False
     outcomes: dict[str, Outcome] = {}
     for number, name in enumerate(names):
-        position, now = positions[name], time.monotonic()
+        checkpoint, position, now = found[name], positions[name], time.monotonic()
         deadline = now + (STARTED + args.max_minutes * 60 - now) / (len(names) - number)
         max_steps = outcomes["sparse"].position.step if number else args.max_steps
-        if position is not None and is_done(name, position, max_steps, args):
+        if checkpoint is not None and is_done(name, position, max_steps, args):
             say(f"{name}: nothing left to train, {position.step} steps are done; a larger --max-steps continues.")
             outcomes[name] = Outcome(position, read_metrics(folder / name / "metrics.jsonl", before=position.step + 1))
             continue
         outcome = pretrain(
-            name, args, terms[name], model_config, data, lines, folder / name, position, max_steps, deadline
+            name, args, terms[name], model_config, data, lines, folder / name, checkpoint, position, max_steps, deadline
         )
         if outcome.signal:
             say(f"Stopped by signal {outcome.signal} after step {outcome.position.step}; continue with --resume.")
@@ -502,9 +526,15 @@ if __name__ == "__main__":
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # DeepSpeed calls collectives by names that torch is about to rename, in every step.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    NAME = f"deepspeed_train.py{f' (rank {rank()})' if rank() else ''}"
     try:
         code = main()
     except ValueError as error:
-        sys.exit(f"deepspeed_train.py{f' (rank {rank()})' if rank() else ''}: {error}")
+        sys.exit(f"{NAME}: {error}")
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        sys.exit(f"{NAME}: {where}{reason(error)}; make room, then continue with --resume.")
     dist.destroy_process_group()
     sys.exit(code)

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from ds_sparse.ranks import rank
 
-from checkpoints import write_atomically
+from files import write_atomically
 
 
 def say(text: str) -> None:
@@ -64,11 +64,31 @@ class Metrics:
 
 
 def read_metrics(path: Path, before: int) -> list[dict[str, Any]]:
-    """The complete records of a metrics.jsonl of steps before `before`; none where there is no file."""
-    if not path.exists():
-        return []
-    records = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
-    return [record for record in records if record["step"] < before]
+    """The complete records of a metrics.jsonl of steps before `before`; says which lines are none, and what is missing.
+
+    A last line without an end is what a kill leaves, and of a step that is trained again.
+    """
+    text = path.read_text(errors="replace") if path.exists() else ""
+    lines = text.split("\n")[:-1]
+    parsed = [_record(line) for line in lines]
+    damaged = [number for number, record in enumerate(parsed, 1) if record is None]
+    if damaged:
+        say(f"{path}: {len(damaged)} of {len(lines)} lines are no records, the first is line {damaged[0]}: left out.")
+    records = [record for record in parsed if record is not None and record["step"] < before]
+    missing = set(range(1, before)) - {record["step"] for record in records if "mlm_loss" in record}
+    if missing:
+        say(f"{path} has no record of {len(missing)} of the {before - 1} steps so far; the curve goes without them.")
+    return records
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    """What a line of metrics.jsonl holds, None if that is no record."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    numbers = isinstance(record, dict) and all(isinstance(value, int | float) for value in record.values())
+    return record if numbers and isinstance(record.get("step"), int) else None
 
 
 def _tensorboard_writer(folder: Path, first_step: int) -> Any:

@@ -1,119 +1,387 @@
-"""Folders of runs, and checkpoints of which a kill at any moment leaves a whole one."""
+"""Checkpoints of which a kill, a full disk or a damaged file leaves a whole one, and what is said of the others."""
 
+import errno
 import json
-from concurrent.futures import ThreadPoolExecutor
+import os
+import pickle
+import random
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
 
 import checkpoints
+from damage import sealed
 
 TERMS = {"seed": 1}
-
-
-class Killed(BaseException):
-    pass
 
 
 class Engine:
     """Writes a checkpoint as DeepSpeed does, without its model."""
 
+    def __init__(self, step=0):
+        self.weights, self.checkpoint_engine = torch.full((64,), float(step)), self
+
+    def save(self, state_dict, path):
+        torch.save(state_dict, path)
+
     def save_checkpoint(self, folder, tag, save_latest):
         assert not save_latest
-        path = checkpoints.Path(folder) / tag
-        path.mkdir(exist_ok=True)
-        (path / "weights.pt").write_text(tag)
+        self.checkpoint_engine.save({"module": self.weights}, f"{folder}/{tag}/mp_rank_00_model_states.pt")
+        self.checkpoint_engine.save({"m": self.weights}, f"{folder}/{tag}/zero_pp_rank_0_mp_rank_00_optim_states.pt")
 
     def load_checkpoint(self, folder, tag):
-        path = checkpoints.Path(folder) / tag / "weights.pt"
-        return (str(path), {}) if path.exists() else (None, None)
+        path = Path(folder) / tag / "mp_rank_00_model_states.pt"
+        if not path.exists():
+            return None, None
+        self.weights = torch.load(path, weights_only=False)["module"]  # as DeepSpeed does
+        return str(path), {}
 
 
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch):
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "barrier", lambda: None)
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
-def save(folder, step):
-    checkpoints.save(Engine(), folder, step, TERMS, {"step": step})
+def save(folder, *steps):
+    for step in steps:
+        checkpoints.save(Engine(step), folder, step, TERMS, {"step": step})
 
 
-def kill(*args, **kwargs):
-    raise Killed
+def resume(folder):
+    """The step of what is continued, after its weights were found to be of that step."""
+    found, engine = checkpoints.find(folder, TERMS), Engine()
+    checkpoints.load(engine, found)
+    assert torch.equal(engine.weights, torch.full((64,), float(found.position["step"])))
+    return found.position["step"]
 
 
-@pytest.mark.parametrize("at", ["random states", "state", "flush", "latest", "clean-up"])
-def test_a_kill_while_a_checkpoint_is_written_leaves_a_whole_one_in_force(tmp_path, monkeypatch, at):
-    save(tmp_path, 1)
+def names(folder):
+    return {path.name for path in folder.glob("step*")}
+
+
+def latest(folder):
+    return (folder / "latest").read_text()
+
+
+def test_a_kill_before_any_write_leaves_a_checkpoint_that_continues_exactly():
+    """Real kills, of forks; the same program kills ranks of DeepSpeed's."""
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("attack_checkpoints.py")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[0]) >= 15  # folder, three files in two halves, seal, name, and an old one to remove
+
+
+def test_two_checkpoints_are_kept_and_a_step_saved_again_gets_a_name_of_its_own(tmp_path):
+    save(tmp_path, 1, 2)
+    before = {path: path.read_bytes() for path in (tmp_path / "step2").iterdir()}
     save(tmp_path, 2)
-    with monkeypatch.context() as patch:
-        owner, name = {
-            "random states": (torch, "save"),
-            "state": (checkpoints.json, "dumps"),
-            "flush": (checkpoints, "_flush"),
-            "latest": (checkpoints.os, "replace"),
-            "clean-up": (checkpoints.shutil, "rmtree"),
-        }[at]
-        patch.setattr(owner, name, kill)
-        with pytest.raises(Killed):
-            save(tmp_path, 3)
-    in_force = 3 if at == "clean-up" else 2
-    assert checkpoints.latest(tmp_path) == f"step{in_force}"
-    assert checkpoints.read_position(tmp_path, TERMS) == {"step": in_force}
-    checkpoints.load(Engine(), tmp_path)
-
-    save(tmp_path, 4)
-    assert checkpoints.read_position(tmp_path, TERMS) == {"step": 4}
-    assert {path.name for path in tmp_path.glob("step*")} == {f"step{in_force}", "step4"}
+    assert names(tmp_path) == {"step2", "step2.1"} and latest(tmp_path) == "step2.1"
+    assert {path: path.read_bytes() for path in (tmp_path / "step2").iterdir()} == before
+    save(tmp_path, 2, 10)
+    assert names(tmp_path) == {"step2.2", "step10"}
+    assert resume(tmp_path) == 10
 
 
 def test_random_states_come_back(tmp_path):
     save(tmp_path, 1)
-    wanted = torch.rand(3)
-    checkpoints.load(Engine(), tmp_path)
-    assert torch.equal(torch.rand(3), wanted)
+    wanted = random.random(), numpy.random.rand(), numpy.random.randn(3).tolist(), torch.rand(3).tolist()
+    resume(tmp_path)
+    assert (random.random(), numpy.random.rand(), numpy.random.randn(3).tolist(), torch.rand(3).tolist()) == wanted
 
 
 def test_no_checkpoint_is_none_and_other_terms_are_refused(tmp_path):
-    assert checkpoints.read_position(tmp_path, TERMS) is None
+    assert checkpoints.find(tmp_path, TERMS) is None
     save(tmp_path, 1)
     with pytest.raises(ValueError, match="seed was 1 and is 2"):
-        checkpoints.read_position(tmp_path, {"seed": 2})
+        checkpoints.find(tmp_path, {"seed": 2})
 
 
-def test_a_checkpoint_without_its_files_names_the_file_and_the_way_out(tmp_path):
+def test_what_a_kill_left_of_a_first_checkpoint_is_no_checkpoint(tmp_path):
+    (tmp_path / "step1").mkdir()
+    assert checkpoints.find(tmp_path, TERMS) is None
     save(tmp_path, 1)
+    assert resume(tmp_path) == 1
+
+
+class Code:
+    """A pickle that runs a command when it is loaded."""
+
+    def __init__(self, command):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def cut(file):
+    data = file.read_bytes()
+    file.write_bytes(data[: len(data) // 2])
+
+
+def empty(file):
+    file.write_bytes(b"")
+
+
+def hold(text):
+    return lambda file: file.write_text(text)
+
+
+MODEL, OPTIMIZER = "step3/mp_rank_00_model_states.pt", "step3/zero_pp_rank_0_mp_rank_00_optim_states.pt"
+RANDOM, STATE = "step3/random_states_rank0.pt", "step3/state.json"
+DAMAGES = [
+    *((file, cut, "is damaged: it has ") for file in (MODEL, OPTIMIZER, RANDOM)),
+    *((file, flip, "is damaged: its checksum is not that of what was written") for file in (MODEL, OPTIMIZER, RANDOM)),
+    *((file, empty, "is empty") for file in (MODEL, OPTIMIZER, RANDOM, STATE, "latest")),
+    *((file, Path.unlink, "is missing") for file in (MODEL, OPTIMIZER, RANDOM, STATE)),
+    (STATE, cut, "is damaged: "),
+    (STATE, flip, "is damaged: "),
+    (STATE, hold("{}"), "is damaged: it holds no terms and position"),
+    (STATE, hold("[" * 100000), "is damaged: "),
+    (STATE, lambda file: file.write_bytes(b"\xff\xfe"), "is damaged: 'utf-8' codec can't decode byte 0xff"),
+    ("latest", hold("../../elsewhere"), "holds '../../elsewhere', which is no checkpoint's name"),
+    ("latest", lambda file: file.write_bytes(b"\xff\x00\n"), "holds '\ufffd\\x00', which is no checkpoint's name"),
+    ("latest", hold("step9"), "names step9, which is not there"),
+    ("latest", Path.unlink, "is missing"),
+    ("step3", shutil.rmtree, "latest names step3, which is not there"),
+]
+
+
+@pytest.mark.parametrize("name, damage, sentence", DAMAGES)
+def test_a_damaged_file_is_named_and_the_newest_whole_checkpoint_taken(tmp_path, capsys, name, damage, sentence):
+    save(tmp_path, 1, 3)
+    damage(tmp_path / name)
+    whole = 3 if name == "latest" else 1
+    assert resume(tmp_path) == whole
+    said = capsys.readouterr().out
+    file = tmp_path / name
+    assert said.startswith(f"{tmp_path / sentence}." if name == "step3" else f"{file} {sentence}")
+    assert f"{tmp_path}/step{whole} is whole and is taken instead" in said
+    assert ("the 2 steps after it are trained again" in said) == name.startswith("step3/")
+
+    assert latest(tmp_path) == f"step{whole}"
+    save(tmp_path, 3)
+    assert resume(tmp_path) == 3 and capsys.readouterr().out == ""
+    assert (tmp_path / "step3.damaged").exists() == (name.startswith("step3/"))
+
+
+@pytest.mark.parametrize("name", [MODEL, OPTIMIZER, RANDOM, STATE])
+def test_where_no_checkpoint_is_whole_the_sentence_says_what_to_do(tmp_path, name):
+    save(tmp_path, 3)
+    (tmp_path / name).unlink()
+    with pytest.raises(
+        ValueError, match=rf"{name} is missing. No checkpoint in .* is whole; put back a copy, or start"
+    ):
+        checkpoints.find(tmp_path, TERMS)
+    shutil.rmtree(tmp_path / "step3")
+    with pytest.raises(ValueError, match="latest names step3, which is not there. No checkpoint"):
+        checkpoints.find(tmp_path, TERMS)
+
+
+def test_an_older_checkpoint_is_taken_where_the_user_names_it_and_a_line_says_so(tmp_path, capsys):
+    save(tmp_path, 1, 3)
+    (tmp_path / "latest").write_text("step1\n")
+    assert resume(tmp_path) == 1
+    assert (
+        "latest names step1; step3 is newer, and goes when the next checkpoint is written." in capsys.readouterr().out
+    )
     save(tmp_path, 2)
-    (tmp_path / "step2" / "weights.pt").unlink()
-    with pytest.raises(ValueError, match="step2; write the name of an older checkpoint beside it into .*latest"):
-        checkpoints.load(Engine(), tmp_path)
-    (tmp_path / "step2" / checkpoints.STATE).unlink()
-    with pytest.raises(ValueError, match="state.json is missing; write the name of an older checkpoint"):
-        checkpoints.read_position(tmp_path, TERMS)
-    (tmp_path / "latest").write_text("step1")
-    assert checkpoints.read_position(tmp_path, TERMS) == {"step": 1}
+    assert names(tmp_path) == {"step1", "step2"}
 
 
-def test_runs_that_start_together_get_folders_of_their_own(tmp_path):
-    (tmp_path / "0003").mkdir()
-    with ThreadPoolExecutor(8) as pool:
-        folders = list(pool.map(lambda _: checkpoints.new_run_folder(tmp_path), range(16)))
-    assert sorted(folder.name for folder in folders) == [f"{number:04d}" for number in range(4, 20)]
-    assert checkpoints.newest_run_folder(tmp_path).name == "0019"
+def seal_again(path):
+    """As someone does who changes a file and knows of the checksums."""
+    state = json.loads((path / "state.json").read_text())
+    del state["seal"]
+    state["files"] = {
+        name: {"bytes": (path / name).stat().st_size, "checksum": checkpoints.checksum(path / name)}
+        for name in state["files"]
+    }
+    (path / "state.json").write_text(sealed(state))
 
 
-def test_the_newest_run_of_an_empty_folder_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="There is no run in .* to resume"):
-        checkpoints.newest_run_folder(tmp_path)
+@pytest.mark.parametrize("name", [MODEL, OPTIMIZER, RANDOM])
+@pytest.mark.parametrize("as_zip", [True, False])
+def test_a_pickle_that_runs_code_is_refused_before_it_runs(tmp_path, capsys, name, as_zip):
+    save(tmp_path, 1, 3)
+    code = Code(f"touch {tmp_path / 'ran'}")
+    if as_zip:
+        torch.save(code, tmp_path / name)
+    else:
+        (tmp_path / name).write_bytes(pickle.dumps(code, protocol=2))
+    seal_again(tmp_path / "step3")
+    assert resume(tmp_path) == 1
+    assert not (tmp_path / "ran").exists()
+    assert f"{name} is not loaded: it asks for posix.system, which is no plain data." in capsys.readouterr().out
 
 
-def test_write_atomically_leaves_the_old_text_or_the_new(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    checkpoints.write_atomically(path, json.dumps([1]))
+def test_what_deepspeed_unpickles_is_plain_data_even_if_it_changed_after_it_was_verified(tmp_path):
+    save(tmp_path, 3)
+    found = checkpoints.find(tmp_path, TERMS)
+    torch.save(Code(f"touch {tmp_path / 'ran'}"), tmp_path / MODEL)
+    with pytest.raises(ValueError, match="cannot be loaded: it asks for posix.system, which is"):
+        checkpoints.load(Engine(), found)
+    assert not (tmp_path / "ran").exists()
+
+
+def write_as_before(folder, step):
+    """A checkpoint of the versions that kept no checksums and NumPy's random state as an array."""
+    path = folder / f"step{step}"
+    path.mkdir()
+    Engine(step).save_checkpoint(folder, path.name, save_latest=False)
+    states = {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
+    torch.save(states, path / "random_states_rank0.pt")
+    (path / "state.json").write_text(json.dumps({"terms": TERMS, "position": {"step": step}}))
+    (folder / "latest").write_text(path.name)
+
+
+def test_a_checkpoint_of_an_earlier_version_continues_and_a_line_says_that_it_has_no_checksums(tmp_path, capsys):
+    write_as_before(tmp_path, 3)
+    wanted = random.random(), numpy.random.rand(), torch.rand(3).tolist()
+    assert resume(tmp_path) == 3
+    assert (random.random(), numpy.random.rand(), torch.rand(3).tolist()) == wanted
+    assert "step3 is of an earlier version, which kept no checksums: it is taken unverified." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name, damage, sentence",
+    [
+        (MODEL, cut, "is not loaded: PytorchStreamReader failed"),
+        (OPTIMIZER, empty, "is empty"),
+        (RANDOM, lambda file: torch.save(Code("true"), file), "is not loaded: it asks for posix.system"),
+        (STATE, cut, "is damaged: "),
+        (STATE, hold("{}"), "is damaged: it holds no terms and position"),
+    ],
+)
+def test_a_damaged_checkpoint_of_an_earlier_version_is_named_too(tmp_path, capsys, name, damage, sentence):
+    write_as_before(tmp_path, 1)
+    write_as_before(tmp_path, 3)
+    damage(tmp_path / name)
+    assert resume(tmp_path) == 1
+    assert f"{tmp_path / name} {sentence}" in capsys.readouterr().out
+
+
+def test_files_of_an_earlier_version_that_deepspeed_misses_end_in_a_sentence(tmp_path):
+    write_as_before(tmp_path, 3)
+    (tmp_path / MODEL).unlink()
+    found = checkpoints.find(tmp_path, TERMS)
+    with pytest.raises(ValueError, match=r"step3 cannot be loaded: .*Write the name of an older one beside it into"):
+        checkpoints.load(Engine(), found)
+
+
+def no_room(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+FULL = {
+    "folder": (Path, "mkdir"),
+    "a file of DeepSpeed's": (Engine, "save"),
+    "random states": (torch, "save"),
+    "state.json": (checkpoints, "write_atomically"),
+    "latest": (checkpoints.os, "replace"),
+}
+
+
+@pytest.mark.parametrize("at", FULL)
+def test_a_full_disk_ends_in_a_sentence_and_leaves_the_checkpoint_in_force(tmp_path, monkeypatch, at):
+    save(tmp_path, 1, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints.os, "replace", kill)
-        with pytest.raises(Killed):
-            checkpoints.write_atomically(path, json.dumps([2]))
-    assert json.loads(path.read_text()) == [1]
+        patch.setattr(*FULL[at], no_room)
+        with pytest.raises(ValueError, match="No space left on device.*, then continue with --resume"):
+            save(tmp_path, 3)
+    assert names(tmp_path) == {"step1", "step2"} and resume(tmp_path) == 2
+    save(tmp_path, 3)
+    assert resume(tmp_path) == 3
+
+
+def test_all_of_a_checkpoint_is_on_the_disk_before_latest_is_moved_to_it(tmp_path, monkeypatch):
+    flushed, move = set(), os.replace
+
+    def moved(old, new):
+        if new.name == "latest":
+            monkeypatch.undo()
+            written = set((tmp_path / "step1").rglob("*")) | {tmp_path, tmp_path / "step1", old}
+            assert {str(path) for path in written} <= {
+                path.replace(".state.json.tmp", "state.json") for path in flushed
+            }
+        move(old, new)
+
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.add(os.readlink(f"/proc/self/fd/{descriptor}")))
+    monkeypatch.setattr(os, "replace", moved)
+    save(tmp_path, 1)
+    assert flushed and latest(tmp_path) == "step1"
+
+
+@pytest.mark.parametrize("room", [1000, 10000])
+def test_files_that_find_no_room_are_removed(tmp_path, room):
+    """A limit of the process stops PyTorch's writer and Python's as a full disk does."""
+    save(tmp_path, 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        with pytest.raises(ValueError) as caught:
+            save(tmp_path, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    print(caught.value)
+    assert str(caught.value).startswith(f"The checkpoint {tmp_path / 'step2'} cannot be written: ")
+    assert "GiB were free there); step1 stays in force. Make room, then continue with --resume." in str(caught.value)
+    assert names(tmp_path) == {"step1"} and resume(tmp_path) == 1
+
+
+TWO_RANKS = """
+import argparse, errno, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from attack_checkpoints import dist, losses, printed, run, torch
+
+args, folder = argparse.Namespace(ranks=2, stage=None), Path(sys.argv[2]) / "run"
+folder.mkdir()
+run(args, folder, 2, {})
+losses(args, folder)
+with (folder / "step2" / "random_states_rank1.pt").open("r+b") as file:
+    file.truncate(100)
+run(args, folder, 2, {})
+losses(args, folder)
+print(printed(args, folder))
+
+save = torch.save
+def full_on_rank_1(state, path, **options):
+    if dist.get_rank() == 1:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    save(state, path, **options)
+torch.save = full_on_rank_1
+run(args, folder, 3, {})
+print(printed(args, folder))
+"""
+
+
+def test_ranks_agree_on_what_one_of_them_finds_and_on_what_one_cannot_write(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_RANKS, Path(__file__).parent, tmp_path],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("random_states_rank1.pt is damaged: it has 100 bytes of the") == 1
+    assert done.stdout.count("step1 is whole and is taken instead; the 1 steps after it are trained again.") == 1
+    assert done.stdout.count("step3 cannot be written: No space left on device") == 2  # on both ranks
+    assert names(tmp_path / "run") == {"step1", "step2.1", "step2.damaged"} and latest(tmp_path / "run") == "step2.1"

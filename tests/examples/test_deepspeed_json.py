@@ -87,6 +87,7 @@ def test_fp16_is_replaced_where_deepspeed_does_not_have_it(read, monkeypatch):
             {"zero_optimization": {"stage": 2}, "optimizer": {"type": "SGD"}},
             ["zero_optimization.stage is 2, and DeepSpeed has ZeRO for Adam, AdamW, Adagrad and Lion, not for SGD"],
         ),
+        ({"checkpoint": {"writer": {"decoupled": True}}}, ["checkpoint.writer.decoupled", "Leave them out."]),
         ({"optimizer": {"type": "lr_scheduler"}}, ["optimizer.type: DeepSpeed and torch.optim have no lr_scheduler"]),
         ({"scheduler": {"type": "WarmupLr"}}, ["scheduler.type: ", "have no WarmupLr; DeepSpeed has LRRangeTest, "]),
         (

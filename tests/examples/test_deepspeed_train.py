@@ -178,16 +178,29 @@ def resumed(workplace, one_rank, stopped):
         "from the start": (one_rank[0], "--max_steps", str(STEPS + 2)),
         "longer": (one_rank[0], "--max_steps", str(STEPS + 2)),
         "again": (one_rank[0],),
+        "damaged": (one_rank[0], "--max_steps", str(STEPS + 2)),
         "stopped": (stopped[0], "--max_steps", "2"),
     }
     outputs = {name: copied(run[0], workplace / f"resumed {name}") for name, run in runs.items()}
     shutil.rmtree(outputs["from the start"] / "0001" / "sparse" / "checkpoints")
+    damage(outputs["damaged"] / "0001" / "sparse")
     commands = [command(workplace, outputs[name], *flags, *more) for name, (_, *more) in runs.items()]
     commands.append(command(workplace, outputs["stopped"], *flags, "--max_steps", "2"))
     found = run_in_one_process(workplace, commands)
     assert [ended for ended, _ in found] == [0] * len(commands), found
     assert found[-1][1].count("nothing left to train") == 1
     return {name: (outputs[name], printed) for name, (_, printed) in zip(runs, found)}
+
+
+def damage(folder):
+    """Flips a bit of the weights that are in force, and spoils a line of the metrics."""
+    weights = folder / "checkpoints" / f"step{STEPS}" / "mp_rank_00_model_states.pt"
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    lines[2] = "garbage"
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
 
 
 @pytest.fixture(scope="module")
@@ -290,10 +303,31 @@ def test_a_finished_run_continues_with_more_steps(resumed):
     assert losses(output)[-1] == losses(resumed["from the start"][0])[-1]
 
 
-def test_a_finished_run_has_nothing_left_to_do(one_rank, resumed):
+def test_a_finished_run_has_nothing_left_to_do_and_writes_no_checkpoint(one_rank, resumed):
     output, printed = resumed["again"]
     assert f"nothing left to train, {STEPS} steps are done" in printed and f"after {STEPS} steps" in printed
     assert losses(output) == losses(one_rank[0])
+    assert checkpoint_files(output) == checkpoint_files(one_rank[0])
+
+
+def checkpoint_files(output):
+    """When each file of the checkpoints was written, and what is in it."""
+    folder = output / "0001" / "sparse" / "checkpoints"
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+def test_a_damaged_run_says_what_is_damaged_and_continues_from_the_checkpoint_before(resumed):
+    output, printed = resumed["damaged"]
+    folder = output / "0001" / "sparse"
+    weights = folder / "checkpoints" / f"step{STEPS}" / "mp_rank_00_model_states.pt"
+    assert f"{weights} is damaged: its checksum is not that of what was written." in printed
+    assert f"step{STEPS - 1} is whole and is taken instead; the 1 steps after it are trained again." in printed
+    metrics = folder / "metrics.jsonl"
+    assert f"{metrics}: 1 of {STEPS + 2} lines are no records, the first is line 3: left out." in printed
+    assert f"{metrics} has no record of 1 of the {STEPS - 1} steps so far" in printed
+    expected = training_losses(resumed["longer"][0])
+    assert training_losses(output) == expected[:1] + expected[2:]
 
 
 def test_a_stopped_run_saves_and_says_how_to_continue(stopped):
@@ -310,6 +344,10 @@ def test_a_stopped_run_that_has_its_steps_only_gets_its_held_out_loss(stopped, r
     assert f"after {step} steps" in printed
     assert losses(output)[:-1] == losses(stopped[0])
     assert losses(output)[-1][0] == step and losses(output)[-1][3] is not None
+    before, after = checkpoint_files(stopped[0]), checkpoint_files(output)
+    assert before["latest"][1] == f"step{step}".encode() and after["latest"][1] == f"step{step}.1".encode()
+    kept = {name for name in before if name.startswith(f"step{step}/")}
+    assert kept and all(after[name] == before[name] for name in kept)  # not written over
 
 
 def test_a_second_interrupt_ends_the_process_at_once(workplace):

@@ -55,6 +55,36 @@ def test_tensorboard_shows_no_step_twice_after_a_kill(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("mlm_loss")] == [(1, 1.0), (2, 20.0)]
 
 
+@pytest.mark.parametrize(
+    "garbage", ["garbage", "[1]", "{}", '{"step": "1"}', '{"step": 2, "mlm_loss": "x"}', "[" * 100000]
+)
+def test_lines_that_are_no_records_are_left_out_and_named(tmp_path, capsys, garbage):
+    path = tmp_path / "metrics.jsonl"
+    write(path, 0, 1)
+    path.write_text(f'{path.read_text()}{garbage}\n{{"step": 3, "mlm_loss": 1.5}}\n')
+    assert [record["step"] for record in read_metrics(path, before=4)] == [0, 1, 3]
+    said = capsys.readouterr().out
+    assert f"{path}: 1 of 4 lines are no records, the first is line 3: left out.\n" in said
+    assert f"{path} has no record of 1 of the 3 steps so far; the curve goes without them.\n" in said
+
+
+@pytest.mark.parametrize("data", [None, b"", b"\xff\xfe\x00"])
+def test_metrics_that_are_gone_are_missed(tmp_path, capsys, data):
+    path = tmp_path / "metrics.jsonl"
+    if data is not None:
+        path.write_bytes(data)
+    assert read_metrics(path, before=4) == []
+    assert f"{path} has no record of 3 of the 3 steps so far" in capsys.readouterr().out
+    draw_loss_curve(tmp_path / "loss.png", {"sparse": []}, unigram=1.0)
+
+
+def test_whole_metrics_are_read_without_a_word(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    write(path, 0, 1, 2, tail='{"step": 3, "mlm_')
+    read_metrics(path, before=3)
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.parametrize("out, err", [(True, True), (True, False), (False, True), (False, False)])
 def test_a_bar_on_a_terminal_and_lines_in_a_file(monkeypatch, out, err):
     monkeypatch.setattr(sys, "stdout", Stream(out))

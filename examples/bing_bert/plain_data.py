@@ -1,0 +1,87 @@
+"""What a run reads back of what it wrote: tensors and plain values. A pickle that asks for more is refused, not run."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from files import reason
+
+# What DeepSpeed's files hold beside tensors and plain values, whatever the ZeRO stage and the precision.
+_DEEPSPEED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+# Checkpoints of earlier versions have NumPy's random state as an array, pickled by NumPy 1 or 2.
+_ARRAY = numpy.zeros(0, numpy.uint32)
+_RECONSTRUCT = _ARRAY.__reduce__()[0]
+_NUMPY = [numpy.ndarray, numpy.dtype, type(_ARRAY.dtype), _RECONSTRUCT]
+_NUMPY_1 = [(_RECONSTRUCT, "numpy.core.multiarray._reconstruct")]
+
+
+@contextmanager
+def plain_data_only() -> Iterator[None]:
+    """Lets torch.load make tensors, plain values and what DeepSpeed keeps, and nothing else that a pickle asks for.
+
+    The variable of PyTorch's holds for DeepSpeed's calls of torch.load too, which ask for whole pickles.
+    """
+    names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    os.environ[names[0]] = "1"
+    try:
+        with torch.serialization.safe_globals(_DEEPSPEED + _NUMPY + _NUMPY_1):
+            yield
+    finally:
+        del os.environ[names[0]]
+        os.environ.update(before)
+
+
+def refusal(file: Path) -> str | None:
+    """Why torch.load refuses a file, None if it does not. Tensors are mapped, not read, so it takes a millisecond."""
+    try:
+        with plain_data_only():
+            torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except Exception as error:  # noqa: BLE001 - a damaged file stops its reader in any way
+        return why(error)
+    return None
+
+
+def why(error: BaseException) -> str:
+    """Why torch.load stopped, in one line."""
+    asked = re.search(r"GLOBAL (\S+)", str(error))
+    if asked:
+        return f"it asks for {asked[1]}, which is no plain data"
+    detail = re.search(r"WeightsUnpickler error: (.+)", str(error))
+    return detail[1] if detail else reason(error)
+
+
+def random_states() -> dict[str, Any]:
+    """The states of this rank's generators, as tensors and plain values."""
+    name, keys, *rest = numpy.random.get_state()
+    states = {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(keys), *rest),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Takes what `random_states` gave, and the array of NumPy's in checkpoints of earlier versions."""
+    name, keys, *rest = states["numpy"]
+    random.setstate(states["python"])
+    numpy.random.set_state((name, numpy.asarray(keys), *rest))
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
