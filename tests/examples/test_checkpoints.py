@@ -46,9 +46,14 @@ class Engine:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    """A process group of this process alone; a test before may have left one."""
+    if dist.is_initialized():
+        assert dist.get_world_size() == 1
+        yield
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
 
 
 def save(folder, *steps):
