@@ -20,6 +20,7 @@ def test_what_is_larger_than_all_memory_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
 def test_on_a_gpu_it_is_the_gpus_memory_that_counts():
     with pytest.raises(MemoryError, match="^It takes 1,048,576 GiB, and cuda:0 has .* GiB; take less.$"):
         refuse_too_large("It", 1 << 50, torch.device("cuda:0"), "take less")

@@ -112,6 +112,7 @@ def test_no_values_are_looked_at_in_a_capture(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
 def test_a_gpu_is_looked_at_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(contents, "COMPARED_ON_GPU", True)
     x, layout = torch.randn(1, 1, 32, 8, device="cuda"), torch.ones(2, 2, dtype=torch.bool, device="cuda")
