@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -25,16 +26,32 @@ inline void check(bool condition, const std::string& sentence) {
   if (!condition) throw std::runtime_error("ds_sparse: " + sentence);
 }
 
-inline void check_block(int64_t block) {
-  check(
-      block >= 8 && (block & (block - 1)) == 0,
-      "block has to be a power of two and at least 8, got " + std::to_string(block) + ".");
+// The product of numbers of 0 or more. A size that no tensor can have is refused, so that no caller has to ask whether
+// arithmetic on its arguments overflows.
+inline int64_t product(std::initializer_list<int64_t> factors) {
+  constexpr int64_t kLargest = int64_t{1} << 60;
+  int64_t result = 1;
+  for (int64_t factor : factors) {
+    check(
+        factor >= 0 && !__builtin_mul_overflow(result, factor, &result) && result <= kLargest,
+        "the arguments give a size below 0, or beyond 2**60 numbers.");
+  }
+  return result;
 }
 
+inline void check_block(int64_t block) {
+  check(
+      block >= 8 && block <= int64_t{1} << 20 && (block & (block - 1)) == 0,
+      "block has to be a power of two, at least 8 and at most 2**20, got " + std::to_string(block) + ".");
+}
+
+// Empty tensors, and those that repeat numbers, may have sizes whose product overflows: they are refused, too.
 inline void check_dim(const Tensor& x, int64_t dim, const char* name) {
   check(
       x.dim() == dim, std::string(name) + " has " + std::to_string(x.dim()) + " dimensions; it has to have " +
                           std::to_string(dim) + ".");
+  int64_t numbers = 1;
+  for (int64_t i = 0; i < dim; ++i) numbers = product({numbers, std::max<int64_t>(1, x.size(i))});
 }
 
 inline void check_size(const Tensor& x, int64_t dim, int64_t size, const char* name) {
@@ -133,7 +150,7 @@ inline void check_dsd(
   check(dense.size(2) % block == 0, "the rows of dense have to be a multiple of the block.");
   check_lists(offsets, layout_heads, dense.size(1), values);
   check_list(indices, values, "indices");
-  check_size(values, 1, indices.size(0) * dense.size(1) / layout_heads, "values");
+  check_size(values, 1, product({indices.size(0), dense.size(1)}) / layout_heads, "values");
   if (slots) {
     check_list(*slots, values, "slots");
     check_size(*slots, 0, indices.size(0), "slots");
@@ -148,7 +165,7 @@ inline void check_bias_backward(
   check_values(values, block, "values");
   check_lists(row_offsets, layout_heads, heads, values);
   check_list(columns, values, "columns");
-  check_size(values, 1, columns.size(0) * heads / layout_heads, "values");
+  check_size(values, 1, product({columns.size(0), heads}) / layout_heads, "values");
   check(shape.size() == 4, "shape has to have four numbers.");
   int64_t full[] = {values.size(0), heads, (row_offsets.size(0) - 1) / layout_heads * block};
   for (int i = 0; i < 3; ++i)
@@ -264,7 +281,7 @@ inline void check_tiles(
   check_rows(units, 4, query, "units");
   check_rows(cuts, 3, query, "cuts");
   const int64_t per_tile = std::max<int64_t>(1, tile / block), blocks = (tokens + block - 1) / block;
-  check_size(lines, 0, layout_heads * ((blocks + per_tile - 1) / per_tile) * per_tile, "lines");
+  check_size(lines, 0, product({layout_heads, (blocks + per_tile - 1) / per_tile, per_tile}), "lines");
 }
 
 // Tokens of the tiles that products walk. sdd takes half of it for small blocks: thread blocks of fewer warps, more of
@@ -386,7 +403,18 @@ inline void check_token_lists(
     check(
         given == 1 || (given > 1 && given == size), std::string(name) + " is " + std::to_string(given) + " for " +
                                                         std::to_string(size) + "; it has to be 1 or as many.");
-  check_size(offsets, 0, list_batch * list_heads * lines + 1, "offsets");
+  check_size(offsets, 0, product({list_batch, list_heads, lines}) + 1, "offsets");
+}
+
+// The lines of each list, by its offsets.
+inline int64_t lines_of(const Tensor& offsets, int64_t list_batch, int64_t list_heads, const Tensor& x) {
+  check_list(offsets, x, "offsets");
+  check(list_batch > 0 && list_heads > 0, "list_batch and list_heads have to be 1 or more.");
+  const int64_t lists = product({list_batch, list_heads});
+  check(
+      offsets.size(0) > 0 && (offsets.size(0) - 1) % lists == 0,
+      "offsets has to have one entry a line of each list, and one.");
+  return (offsets.size(0) - 1) / lists;
 }
 
 // Tensors (B, H, tokens, D) of the same batch and heads.
@@ -398,7 +426,7 @@ inline void check_token_operands(const std::vector<std::pair<const Tensor*, cons
 // The heads whose values fill V > 0 blocks, where a layout of layout_heads heads has `live`.
 inline int64_t heads_of(int64_t num_values, int64_t live, int64_t layout_heads) {
   check(
-      layout_heads > 0 && live > 0 && num_values * layout_heads % live == 0,
+      layout_heads > 0 && live > 0 && product({num_values, layout_heads}) % live == 0,
       "values do not hold the live blocks of a whole number of heads.");
   return num_values * layout_heads / live;
 }

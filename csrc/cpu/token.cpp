@@ -40,7 +40,7 @@ struct TokenLists {
         entries(pointer<int32_t>(entries)),
         slots(slots ? pointer<int32_t>(*slots) : nullptr),
         num_entries(entries.size(0)),
-        copies(list_batch * list_heads),
+        copies(product({list_batch, list_heads})),
         list_batch(list_batch),
         list_heads(list_heads),
         batch(x.size(0)),
@@ -53,6 +53,7 @@ struct TokenLists {
       check_list(*slots, x, "slots");
       check_size(*slots, 0, num_entries, "slots");
     }
+    pair_cost = std::min(pair_cost, task_cost);
     int64_t cost = task_cost;
     for (int64_t list = 0; list < copies * num_lists; ++list) {
       int64_t count = this->offsets[list + 1] - this->offsets[list];
@@ -304,10 +305,7 @@ Tensor token_matmul_dsd(
     Tensor values, Tensor dense, Tensor offsets, Tensor indices, std::optional<Tensor> slots, int64_t list_batch,
     int64_t list_heads) {
   check_token_operands({{&dense, "dense"}});
-  check(
-      list_batch > 0 && list_heads > 0 && (offsets.size(0) - 1) % (list_batch * list_heads) == 0,
-      "offsets has to have one entry a line of each list, and one.");
-  int64_t lines = (offsets.size(0) - 1) / (list_batch * list_heads);
+  int64_t lines = lines_of(offsets, list_batch, list_heads, dense);
   TokenLists lists(offsets, indices, slots, list_batch, list_heads, dense, lines, dense.size(2), dense.size(3));
   check_dim(values, 2, "values");
   check_like(values, dense, "values");

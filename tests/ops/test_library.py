@@ -158,6 +158,22 @@ def test_tiles_that_do_not_fit_are_refused(
         call(**{**tiles, name: spoil(tiles[name])})
 
 
+@pytest.mark.parametrize(
+    ("sentence", "offsets", "list_batch", "list_heads"),
+    [
+        ("offsets has to have one entry a line of each list, and one", [], 1, 1),
+        ("have to be 1 or more", [0], 1, 0),
+        ("a size below 0, or beyond 2[*][*]60", [0], 2**32, 2**32),
+        ("a size below 0, or beyond 2[*][*]60", [0], 2**62, 4),
+        ("have to be 1 or more", [0], -1, -1),
+    ],
+)
+def test_numbers_of_lists_are_checked_before_they_are_multiplied(sentence, offsets, list_batch, list_heads):
+    dense, lists = torch.randn(1, 1, 4, 8), torch.tensor(offsets, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=sentence):
+        torch.ops.ds_sparse.token_matmul_dsd(torch.randn(1, 0), dense, lists, lists[:0], None, list_batch, list_heads)
+
+
 def test_a_bias_narrower_than_the_layout_is_refused():
     index = BlockIndex.build(torch.tensor([[1, 1], [0, 1]]), 16)
     lists = (index.row_offsets, index.row_columns, None, 0, 1, 16, 1.0, False)

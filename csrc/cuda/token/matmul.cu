@@ -135,10 +135,7 @@ Tensor token_matmul_dsd(
     const Tensor& values, const Tensor& dense, const Tensor& offsets, const Tensor& indices,
     const std::optional<Tensor>& slots, int64_t list_batch, int64_t list_heads) {
   check_token_operands({{&dense, "dense"}});
-  check(
-      list_batch > 0 && list_heads > 0 && (offsets.size(0) - 1) % (list_batch * list_heads) == 0,
-      "offsets has to have one entry a line of each list, and one.");
-  const int64_t num_lists = (offsets.size(0) - 1) / (list_batch * list_heads), head_dim = dense.size(3);
+  const int64_t num_lists = lines_of(offsets, list_batch, list_heads, dense), head_dim = dense.size(3);
   const TokenLists lists(offsets, indices, slots, list_batch, list_heads, dense, num_lists);
   check_dim(values, 2, "values");
   check_like(values, dense, "values");
