@@ -31,11 +31,10 @@ inline void check(bool condition, const std::string& sentence) {
 inline int64_t product(std::initializer_list<int64_t> factors) {
   constexpr int64_t kLargest = int64_t{1} << 60;
   int64_t result = 1;
-  for (int64_t factor : factors) {
-    check(
-        factor >= 0 && !__builtin_mul_overflow(result, factor, &result) && result <= kLargest,
-        "the arguments give a size below 0, or beyond 2**60 numbers.");
-  }
+  bool fits = true;
+  for (int64_t factor : factors)
+    fits = fits && factor >= 0 && !__builtin_mul_overflow(result, factor, &result) && result <= kLargest;
+  if (!fits) check(false, "the arguments give a size below 0, or beyond 2**60 numbers.");  // no text where all is well
   return result;
 }
 

@@ -2,11 +2,12 @@
 
 Calls that public operations make, forward and backward, are recorded; then one to three of their arguments are
 spoiled: numbers at the edges of int64, lists that lead outside, empty, repeated, misaligned and transposed tensors,
-other dtypes. `operators.py SECONDS SEED` runs cases, and `operators.py SEED/NUMBER` shows one.
+other dtypes.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import random
@@ -152,11 +153,11 @@ def is_small(args: tuple[Any, ...]) -> bool:
     return all(count <= LARGEST_RESULT or (count >= 2**33 and "ASAN_OPTIONS" not in os.environ) for count in numbers)
 
 
-def run(seconds: float, seed: int, first: int = 0) -> None:
+def run(seed: int, cases: float, seconds: float) -> None:
     """Prints the number of each case before it runs: the last line names the one that ended the process."""
     torch.set_num_threads(1)
-    calls, end, number, refused = recorded(), time.monotonic() + seconds, first, 0
-    while time.monotonic() < end:
+    calls, end, number, refused = recorded(), time.monotonic() + seconds, 0, 0
+    while number < cases and time.monotonic() < end:
         print(f"case {seed}/{number}", flush=True)
         func, args = case(calls, f"{seed}/{number}")
         number += 1
@@ -166,9 +167,7 @@ def run(seconds: float, seed: int, first: int = 0) -> None:
             func(*args)
         except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, MemoryError):
             refused += 1
-    print(
-        f"{number - first} calls of {len({func for func, _ in calls})} operators, {refused} of them refused", flush=True
-    )
+    print(f"{number} calls of {len({func for func, _ in calls})} operators, {refused} of them refused", flush=True)
 
 
 def describe(seed: str) -> str:
@@ -185,8 +184,20 @@ def describe(seed: str) -> str:
     return "\n".join([str(func), *(f"  {name} = {word(x)}" for name, x in zip(names, args))])
 
 
-if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        print(describe(sys.argv[1]))
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("show", nargs="?", metavar="SEED/NUMBER", help="show this case in place of running any")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--cases", type=float, default=math.inf)
+    parser.add_argument("--seconds", type=float, default=math.inf)
+    args = parser.parse_args()
+    if args.show:
+        print(describe(args.show))
+    elif math.isinf(min(args.cases, args.seconds)):
+        parser.error("give --cases N or --seconds S, after which it ends")
     else:
-        run(float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0)
+        run(args.seed, args.cases, args.seconds)
+
+
+if __name__ == "__main__":
+    main()
