@@ -364,10 +364,10 @@ def token_scores(query: torch.Tensor, key: torch.Tensor, pairs: torch.Tensor) ->
     Args:
         query: (..., T, D).
         key: (..., S, D).
-        pairs: integers (M, 2).
+        pairs: integers (N, 2).
 
     Returns:
-        (..., M).
+        (..., N).
 
     Examples:
         >>> import torch

@@ -17,6 +17,7 @@ from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -135,7 +136,18 @@ def test_tables_of_keys_are_those_of_the_structures():
     assert page == structure_keys.with_tables(page), "run website/structure_keys.py"
 
 
+def pages_with(language: str) -> list[Path]:
+    """The pages that have code in a language."""
+    return [page for page in PAGES if any(snippet.language == language for snippet in fenced(page))]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_each_fence_is_read(page):
+    """A block without a language, or one that is indented, would be passed over."""
+    assert len(re.findall(r"^\s*```", page.read_text(), re.MULTILINE)) == 2 * len(fenced(page))
+
+
+@pytest.mark.parametrize("page", pages_with("python"), ids=lambda page: page.stem)
 @pytest.mark.usefixtures("registry")
 @pytest.mark.filterwarnings("ignore::ds_sparse.SparsityWarning")
 def test_python_runs(page, tmp_path, monkeypatch):
@@ -143,7 +155,16 @@ def test_python_runs(page, tmp_path, monkeypatch):
     run_python(page, {})
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_code_for_a_gpu_runs(device):
+    page = ROOT / "docs" / "getting-started.md"
+    code = {snippet.title: snippet.code for snippet in fenced(page)}["on_a_gpu.py"]
+    names: dict[str, Any] = {}
+    run_python(page, names)
+    exec(code.replace("cuda", device), names)
+    assert names["out"].device.type == device and names["out"].shape == (1, 4, 2048, 64)
+
+
+@pytest.mark.parametrize("page", pages_with("json"), ids=lambda page: page.stem)
 @pytest.mark.usefixtures("registry")
 def test_blocks_of_json_are_right(page):
     run_python(ROOT / "docs" / "writing-a-structure.md", {})
@@ -170,10 +191,7 @@ def output_of(line: str, capfd: pytest.CaptureFixture[str]) -> str:
     return output
 
 
-WITH_COMMANDS = [page for page in PAGES if any(snippet.language == "console" for snippet in fenced(page))]
-
-
-@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", pages_with("console"), ids=lambda page: page.stem)
 def test_commands_run_and_print_what_the_page_says(page, tmp_path, monkeypatch, capfd):
     """Those after a `$`, in a folder with the files that have a title on the page. A block of text after them is what
     they print, among other lines."""
@@ -206,6 +224,13 @@ def training_options() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+@cache
+def options_of(*command: str) -> str:
+    """The help of a command of ds_sparse."""
+    call = [sys.executable, "-m", "ds_sparse", *command, "--help"]
+    return subprocess.run(call, capture_output=True, text=True, check=True).stdout
+
+
 @pytest.mark.parametrize(("page", "code"), LONG_COMMANDS)
 def test_what_a_long_command_names_is_there(page, code):
     assert subprocess.run(["bash", "-n"], input=code, text=True, check=False).returncode == 0
@@ -218,6 +243,9 @@ def test_what_a_long_command_names_is_there(page, code):
             assert not [word for word in words if word.startswith("--") and word not in training_options()], (
                 f"{page}: {line}"
             )
+        if words and words[0].rsplit("/", 1)[-1] == "ds_sparse" and words[1] != "run":
+            known = options_of(*words[1 : 3 if words[1] == "bench" else 2])
+            assert not [word for word in words if word.startswith("--") and word not in known], f"{page}: {line}"
         for extra in re.findall(r"\[(\w+)\]", line):
             assert extra in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 

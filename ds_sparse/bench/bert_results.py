@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .runs import by_case, restored
+from .runs import rows_by_case
 
 TOKENS = {"cpu": 2048, "cuda": 32768}
 """In a step; one sequence where that is longer."""
@@ -88,4 +88,4 @@ def restore(rows: Sequence[dict[str, Any]]) -> list[Result]:
     Raises:
         ValueError: a row lacks a field, or has one of another type.
     """
-    return [(case, [restored(Row, row) for row in of_case]) for case, of_case in by_case(Case, rows)]
+    return rows_by_case(Case, Row, rows)

@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from .floors import Ceilings
 
 Kind = TypeVar("Kind")
+Other = TypeVar("Other")
 Row = dict[str, Any]
 """A row of the JSON: a case's fields, and what was measured of one competitor in one direction."""
 
@@ -124,6 +125,15 @@ def by_case(kind: type[Kind], rows: Iterable[Row]) -> Iterator[tuple[Kind, list[
     """Cases, each with its rows, which are next to each other."""
     for case, group in groupby(rows, key=functools.partial(restored, kind)):
         yield case, list(group)
+
+
+def rows_by_case(case: type[Kind], row: type[Other], rows: Iterable[Row]) -> list[tuple[Kind, list[Other]]]:
+    """Cases, each with what was measured in it.
+
+    Raises:
+        ValueError: a row lacks a field, or has one of another type.
+    """
+    return [(of, [restored(row, fields) for fields in group]) for of, group in by_case(case, rows)]
 
 
 def show(*lines: str) -> None:

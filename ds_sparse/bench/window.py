@@ -19,7 +19,7 @@ from ..ops import unwindow_matmul, window_attention, window_matmul, window_softm
 from .floors import Size
 from .machine import DTYPES, FORWARD, TRAIN, in_three_digits
 from .operations import Competitor, Row, competitor, find, measure, without_time
-from .runs import by_case, restored
+from .runs import rows_by_case
 from .verification import random_tensors, require_as_accurate, require_same_meaning
 
 VERIFIED_TOKENS, VERIFIED_HEADS = 1024, 2
@@ -281,4 +281,4 @@ def restore(rows: Sequence[dict[str, Any]]) -> list[Result]:
     Raises:
         ValueError: a row lacks a field, or has one of another type.
     """
-    return [(case, [restored(Row, row) for row in of_case]) for case, of_case in by_case(Case, rows)]
+    return rows_by_case(Case, Row, rows)

@@ -41,14 +41,14 @@ class BlockIndex:
     tiles of another height, the index cut for causal attention.
 
     Letters: L stored layout heads (1 when all heads are equal, else `num_heads`), R/C block rows and columns,
-    N live blocks of the L stored heads together.
+    V live blocks of the L stored heads together.
 
     Attributes:
         block: tokens on a block's side.
         num_heads: heads of the layout as given; 1 means that any number of heads share it.
         layout_heads: L.
         rows, columns: R and C.
-        live_blocks: N.
+        live_blocks: V.
         reaches_ahead: whether a block above the diagonal is live.
         bits: uint8 (L, R, ceil(C / 8)). The layout, as `layout.pack_bits` packs it.
         row_tiles: block rows in tiles of `TILE` tokens, which list block columns.

@@ -18,10 +18,10 @@ class Lists:
     Attributes:
         row_offsets: (L*R + 1). Block row i of layout head l owns the entries from row_offsets[l*R+i] to
             row_offsets[l*R+i+1].
-        row_columns: (N). The block column of each entry, ascending within a row.
+        row_columns: (V). The block column of each entry, ascending within a row.
         column_offsets: (L*C + 1). The same by columns.
-        column_rows: (N). The block row of each entry in column order, ascending within a column.
-        column_slots: (N). The entry's number in row order, which is where sparse values store it.
+        column_rows: (V). The block row of each entry in column order, ascending within a column.
+        column_slots: (V). The entry's number in row order, which is where sparse values store it.
         slots: (E, r), for each side and height of tiles that products walk: of each entry and each line of its tile the
             live block's number in row order, -1 where the line has none. Only for blocks that products walk in tiles,
             on a Hopper GPU.
@@ -68,7 +68,7 @@ def _slots(live: torch.Tensor, place: torch.Tensor, tiles: Tiles, side: str, blo
 
     Args:
         live: bool (L, R, C).
-        place: int64 (N), ascending. The numbers of those that are true, counted through all of `live`.
+        place: int64 (V), ascending. The numbers of those that are true, counted through all of `live`.
     """
     heads, rows, columns = live.shape
     height = tiles.tile // block

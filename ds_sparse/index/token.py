@@ -106,8 +106,8 @@ class TokenIndex:
         """From pairs (i, j) in any order.
 
         Args:
-            pairs: int32 or int64 (M, 2), or a list of pairs of integers, for all heads; or a list of such, one a head;
-                or, padded at the end by rows of -1, (H or 1, M, 2) or (B or 1, H or 1, M, 2).
+            pairs: int32 or int64 (N, 2), or a list of pairs of integers, for all heads; or a list of such, one a head;
+                or, padded at the end by rows of -1, (H or 1, N, 2) or (B or 1, H or 1, N, 2).
             queries, keys: T and S, the tokens that there are.
 
         Returns:

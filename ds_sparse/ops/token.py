@@ -41,14 +41,14 @@ def sparse_matmul(q: Tensor, k: Tensor, indices: Tensor | Sequence | TokenIndex)
     Args:
         q: (..., H, T, D) or (T, D), fp16, bf16, fp32 or fp64, any strides; on CUDA D is up to 256.
         k: (..., H, S, D) or (S, D).
-        indices: int32 or int64 (M, 2), pairs for all heads in any order; or a list of such, one a head; or, padded at
-            the end by rows of -1, (H or 1, M, 2) or (B or 1, H or 1, M, 2), B the product of what stands before H; or a
+        indices: int32 or int64 (N, 2), pairs for all heads in any order; or a list of such, one a head; or, padded at
+            the end by rows of -1, (H or 1, N, 2) or (B or 1, H or 1, N, 2), B the product of what stands before H; or a
             `TokenIndex`. The index of tensors is built at first use and kept until they are changed, which each call
             looks for as `block_sparse_attention` does in a layout.
 
     Returns:
-        (..., H, M) in q's dtype and in the order of the list; of padded lists the same, 0 where these are padded; of a
-        list, or a `TokenIndex` of several, a list of (..., M) for each head. `TokenIndex.sparse_csr` makes sparse CSR
+        (..., H, N) in q's dtype and in the order of the list; of padded lists the same, 0 where these are padded; of a
+        list, or a `TokenIndex` of several, a list of (..., N) for each head. `TokenIndex.sparse_csr` makes sparse CSR
         tensors of them.
 
     Raises:
@@ -319,7 +319,7 @@ def _scores(q: Tensor, k: Tensor, index: TokenIndex) -> Nested:
 
 
 def _padded(scores: Nested, given: Tensor | Sequence | TokenIndex, pairs_dim: int, lead: torch.Size) -> Nested:
-    """Scores of lists that were given in one padded tensor in one tensor as well, (..., H, M)."""
+    """Scores of lists that were given in one padded tensor in one tensor as well, (..., H, N)."""
     if not isinstance(given, Tensor) or given.dim() == -pairs_dim:
         return scores
     width = given.shape[pairs_dim]

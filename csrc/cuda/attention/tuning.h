@@ -1,5 +1,5 @@
 // What was tuned, in one place: tiles, stages, roles of warps and their registers. Measurements, and what was tried
-// besides: csrc/cuda/README.md.
+// besides: docs/lab-notebook.md, "Fused attention".
 
 #pragma once
 

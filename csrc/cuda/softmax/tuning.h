@@ -1,6 +1,6 @@
 // What was tuned in softmax over live blocks, in one place: threads, what each of them holds, thread blocks on a
-// multiprocessor. Measurements, and what was tried besides: csrc/cuda/README.md, "Products and softmax". How rows are
-// cut into row strips, and into how many threads' elements, is ds_sparse/index/strips.py's choice.
+// multiprocessor. Measurements, and what was tried besides: docs/lab-notebook.md, "Softmax over live blocks". How rows
+// are cut into row strips, and into how many threads' elements, is ds_sparse/index/strips.py's choice.
 
 #pragma once
 

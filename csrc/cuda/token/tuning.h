@@ -1,5 +1,5 @@
 // What was tuned in the kernels over lists of token pairs, in one place: warps, lists that are shared, rows on their
-// way, thread blocks on a multiprocessor. Measurements, and what was tried besides: csrc/cuda/README.md.
+// way, thread blocks on a multiprocessor. Measurements, and what was tried besides: docs/lab-notebook.md.
 
 #pragma once
 

@@ -1,5 +1,5 @@
 // What was tuned in products and softmax of windows, in one place: tiles, stages, thread blocks on a multiprocessor.
-// Measurements, and what was tried besides: csrc/cuda/README.md, "Products and softmax".
+// Measurements, and what was tried besides: docs/lab-notebook.md, "Windows".
 
 #pragma once
 
