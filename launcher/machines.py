@@ -23,7 +23,8 @@ def check(given: Any) -> None:
     """Checks what DeepSpeed's parser has read, and the hostfile that it names.
 
     Raises:
-        ValueError: a host that is no name; more ranks than any machine has, or fewer than none; no such port.
+        ValueError: a host that is no name; more ranks than any machine has, or fewer than none; no such port; what is
+            included or excluded is not there, leaves nothing, or stands beside options that it does not go with.
     """
     _check_number("--num_gpus", given.num_gpus, -1, MOST_RANKS, "the accelerators of one machine")
     _check_number("--master_port", given.master_port, 0, 65535, "a port")
@@ -32,10 +33,31 @@ def check(given: Any) -> None:
             _check_host(option, node.partition(":")[0])
     if given.master_addr:
         _check_host("--master_addr", given.master_addr)
-    if os.path.isfile(given.hostfile):
-        for host, slots in _read(given.hostfile).items():
-            _check_host(given.hostfile, host)
-            _check_number(f"{given.hostfile}: slots of {host}", slots, 0, MOST_RANKS, "the accelerators of one machine")
+    slots_of = _read(given.hostfile) if os.path.isfile(given.hostfile) else {}
+    for host, slots in slots_of.items():
+        _check_host(given.hostfile, host)
+        _check_number(f"{given.hostfile}: slots of {host}", slots, 0, MOST_RANKS, "the accelerators of one machine")
+    _check_choice(given, slots_of)
+
+
+def _check_choice(given: Any, slots_of: dict[str, int]) -> None:
+    """Checks which of the machines are to be used; `slots_of` is empty without a hostfile."""
+    if given.num_nodes > 1 and not slots_of:
+        raise ValueError(f"--num_nodes is {given.num_nodes}, and {given.hostfile}, the hostfile, is not there.")
+    chosen = [option for option in ("--include", "--exclude") if getattr(given, option[2:])]
+    counts = [option for option in ("--num_nodes", "--num_gpus") if getattr(given, option[2:]) >= 0]
+    if not chosen:
+        return
+    if len([*chosen, *counts]) > 1:
+        raise ValueError(f"{' and '.join([*chosen, *counts])} do not go together; give one of them.")
+    known = slots_of or {"localhost": runner.get_accelerator().device_count()}
+    text, listed = getattr(given, chosen[0][2:]), ", ".join(f"{host} with {slots}" for host, slots in known.items())
+    try:
+        left = runner.parse_inclusion_exclusion(known, given.include, given.exclude)
+    except ValueError as error:
+        raise ValueError(f"{chosen[0]} is {text!r}: {error}. Machines and their ranks: {listed}.") from error
+    if not left:
+        raise ValueError(f"{chosen[0]} is {text!r}, and leaves no machine. Machines and their ranks: {listed}.")
 
 
 def _read(hostfile: str) -> dict[str, int]:

@@ -306,6 +306,8 @@ def test_explain_refuses_what_the_operation_refuses(device: str):
         (torch.ones(3, 4, 4, dtype=torch.bool), {}, "query has 2 heads and the layout 3"),
         (window, {}, "The WindowIndex is for 32 tokens"),
         (window, {"rpe": rpe}, "attention on a WindowIndex takes none"),
+        (window, {"causal": True}, "causal is given, and attention on a WindowIndex takes none"),
+        (pairs, {"block": 16}, "block is given, and attention on a TokenIndex takes none"),
         (pairs, {}, "The lists are for 32 query and 64 key tokens"),
     ):
         with pytest.raises(ValueError, match=sentence):

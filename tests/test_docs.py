@@ -147,6 +147,19 @@ def test_each_fence_is_read(page):
     assert len(re.findall(r"^\s*```", page.read_text(), re.MULTILINE)) == 2 * len(fenced(page))
 
 
+def test_code_fits_into_the_width_of_a_page():
+    """Those of a desktop; what programs print, and long commands after a `$`, scroll."""
+    lines = [
+        f"{page.name}:{snippet.line + number}"
+        for page in PAGES
+        for snippet in fenced(page)
+        if snippet.language in ("python", "json", "bash")
+        for number, line in enumerate(snippet.code.splitlines())
+        if len(line) > 88
+    ]
+    assert not lines
+
+
 @pytest.mark.parametrize("page", pages_with("python"), ids=lambda page: page.stem)
 @pytest.mark.usefixtures("registry")
 @pytest.mark.filterwarnings("ignore::ds_sparse.SparsityWarning")

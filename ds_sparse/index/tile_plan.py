@@ -75,9 +75,9 @@ class TilePlan:
         if any(taller != 2 * tile for tile, taller in pairwise(tiles)):
             raise ValueError(f"tiles are {tiles}; each has to be twice the one before.")
         for tile in tiles:
-            if tile < 1 or tile & (tile - 1) or tile > MAX_LINES * block:
+            if not isinstance(tile, int) or tile < 1 or tile & (tile - 1) or tile > MAX_LINES * block:
                 raise ValueError(
-                    f"tile is {tile}; it has to be a power of two and at most {MAX_LINES} blocks of {block} tokens."
+                    f"tile is {tile!r}; it has to be a power of two and at most {MAX_LINES} blocks of {block} tokens."
                 )
         live = torch.stack(list(sides.values()), 1).flatten(0, 1).view(torch.uint8)
         bits, count = pack_bits(live), count_live(live)

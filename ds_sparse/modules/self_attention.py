@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..ops import MatMul, Softmax, check_inputs
+from ..ops.attention import check_dropout
 from ..ops.softmax import MASK_MODES, as_additive
 from ..sparsity import FixedSparsityConfig, SparsityConfig
 from .structured_attention import StructuredAttention
@@ -54,8 +55,8 @@ class SparseSelfAttention(nn.Module):
             gradients of masks).
 
     Raises:
-        ValueError: an unknown mask mode or implementation, `max_seq_length` that is not a multiple of the block, what
-            the structure refuses.
+        ValueError: an unknown mask mode or implementation, `max_seq_length` that is not a multiple of the block,
+            `attention_dropout` outside of 0 to below 1, what the structure refuses.
 
     Examples:
         >>> import torch
@@ -86,6 +87,7 @@ class SparseSelfAttention(nn.Module):
         for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
             if mode not in MASK_MODES:
                 raise ValueError(f"{name} is {mode!r}; it has to be 'add' or 'mul'.")
+        check_dropout("attention_dropout", attention_dropout)
         self.sparsity_config = sparsity_config or FixedSparsityConfig(num_heads=4)
         self.key_padding_mask_mode = key_padding_mask_mode
         self.attn_mask_mode = attn_mask_mode

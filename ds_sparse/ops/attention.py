@@ -163,8 +163,7 @@ def block_sparse_attention(
     batch, heads, tokens, head_dim = query.shape
     keys = key.shape[2]
     scale = factor_of(scale, head_dim)
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p is {dropout_p}; it has to be 0 or more and below 1.")
+    check_dropout("dropout_p", dropout_p)
     # Meta tensors take an index with values, which FLOP counters ask for.
     index = index_for(layout, block, layout.device if query.is_meta else query.device, tokens, keys, causal)
     check_heads(index, heads)
@@ -198,6 +197,12 @@ def block_sparse_attention(
 def dropout_seed(device: torch.device) -> torch.Tensor:
     """Seed and offset of a call's dropout, drawn on the device from torch's generator: replayed where that is."""
     return torch.randint(2**62, (2,), device=device)
+
+
+def check_dropout(name: str, probability: float) -> None:
+    """Raises ValueError for a probability that is not 0 to below 1, of which something is left."""
+    if not 0 <= probability < 1:
+        raise ValueError(f"{name} is {probability}; it has to be 0 or more and below 1.")
 
 
 def check_heads(index: BlockIndex | MasterLayout, heads: int) -> None:

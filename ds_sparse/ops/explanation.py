@@ -63,8 +63,7 @@ def explain(
         query, key, value: as of `block_sparse_attention`; with a `TokenIndex` as of `sparse_attn`.
         layout: as of `block_sparse_attention`; or the `WindowIndex` of `window_attention`, or the `TokenIndex` of
             `sparse_attn`.
-        block, causal: as of `block_sparse_attention`. With a `WindowIndex` or a `TokenIndex` they change nothing.
-        rpe: as of `block_sparse_attention`. With a `WindowIndex` or a `TokenIndex` there is none.
+        block, causal, rpe: as of `block_sparse_attention`. With a `WindowIndex` or a `TokenIndex` there is none of them.
 
     Returns:
         what is printed, and its parts.
@@ -85,8 +84,10 @@ def explain(
     """
     check_inputs(query=query, key=key, value=value, rpe=rpe)
     query, key, value = under_autocast(query, key, value)
-    if rpe is not None and isinstance(layout, TokenIndex | WindowIndex):
-        raise ValueError(f"rpe is given, and attention on a {type(layout).__name__} takes none; leave it out.")
+    if isinstance(layout, TokenIndex | WindowIndex):
+        for name, is_given in (("block", block is not None), ("causal", causal), ("rpe", rpe is not None)):
+            if is_given:
+                raise ValueError(f"{name} is given, and attention on a {type(layout).__name__} takes none; leave it out.")
     if isinstance(layout, TokenIndex):
         check_operands(query, key, value)
         fitting(layout, query, key)

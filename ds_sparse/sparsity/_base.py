@@ -313,6 +313,7 @@ class SparsityConfig:
             Zeros, int64 (num_heads, R, C) on the CPU, R = C = seq_len / block.
 
         Raises:
+            TypeError: seq_len is not an integer.
             ValueError: seq_len is not a positive multiple of the block.
             MemoryError: so many heads and blocks do not fit into this machine; nothing has been allocated.
         """
@@ -344,6 +345,7 @@ class SparsityConfig:
             int64 (num_heads, R, C), 0/1, on the CPU.
 
         Raises:
+            TypeError: seq_len is not an integer.
             ValueError: seq_len is not a positive multiple of the block, or too short for the structure.
             MemoryError: as `setup_layout`.
         """
@@ -452,6 +454,8 @@ class SparsityConfig:
         return torch.zeros((heads, blocks, blocks), dtype=dtype)
 
     def _blocks_in(self, seq_len: int) -> int:
+        if not hasattr(seq_len, "__index__") or isinstance(seq_len, bool):
+            raise TypeError(f"A layout needs a sequence length that is an integer, got {seq_len!r}.")
         if seq_len < 1:
             raise ValueError(f"A layout needs a sequence length of at least 1, got {seq_len}.")
         if seq_len % self.block:

@@ -314,8 +314,8 @@ def test_heights_together_double():
         TilePlan.make({"rows": torch.ones(1, 2, 2, dtype=torch.bool)}, 16, 32, 128)
 
 
-@pytest.mark.parametrize("tile", [0, 48, -64, 256])
-def test_heights_that_cannot_be(tile: int):
+@pytest.mark.parametrize("tile", [0, 48, -64, 256, 32.0, "3"])
+def test_heights_that_cannot_be(tile: object):
     with pytest.raises(ValueError, match="power of two and at most 8 blocks of 16 tokens"):
         make_tiles(torch.ones(1, 2, 2, dtype=torch.bool), 16, tile)
 

@@ -33,10 +33,35 @@ def hosts(tmp_path, monkeypatch):
 
 def test_usual_names_and_numbers_pass(hosts):
     check()
-    check("--num_gpus", "4096", "--num_nodes", "2", "--master_port", "65535", "--master_addr", "2001:db8::1")
+    check("--num_gpus", "4096", "--num_nodes", "1", "--master_port", "65535", "--master_addr", "2001:db8::1")
     names = ("worker-0", "10.0.0.1", "me@node_1.example.org", "fe80::1%eth0", "[2001:db8::1]", "knoten-ä")
     check("-H", hosts("# a comment", "", *(f"{name} slots=8" for name in names)), "--include", "worker-0@10.0.0.1:0,2")
-    check("-H", "no_such_file", "--exclude", "worker-1:0")
+    check("-H", "hosts", "--num_nodes", "2", "--num_gpus", "8")
+    check("-H", "hosts", "--exclude", "worker-0:0,1@10.0.0.1")
+    check("-H", "no_such_file", "--include", "localhost:0")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--include", "worker-3"], "--include is 'worker-3': .*'worker-3' not found.* ranks: worker-0 with 2, b with 4."),
+        (["--exclude", "b:7"], "--exclude is 'b:7': No slot '7' .* Machines and their ranks: "),
+        (["--include", "b:x"], "--include is 'b:x': .* Machines and their ranks: "),
+        (["--exclude", "worker-0@b"], "--exclude is 'worker-0@b', and leaves no machine. "),
+        (["--include", "b", "--exclude", "b:1"], "--include and --exclude do not go together; give one of them."),
+        (["--include", "b", "--num_gpus", "1"], "--include and --num_gpus do not go together; give one of them."),
+    ],
+)
+def test_a_choice_of_machines_that_are_not_there_is_refused(hosts, words, sentence):
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        check("-H", hosts("worker-0 slots=2", "b slots=4"), *words)
+
+
+def test_without_a_hostfile_there_is_this_machine_alone(monkeypatch):
+    with pytest.raises(ValueError, match="^--include is 'foo': .*Machines and their ranks: localhost with "):
+        check("-H", "no_such_file", "--include", "foo")
+    with pytest.raises(ValueError, match="^--num_nodes is 2, and no_such_file, the hostfile, is not there.$"):
+        check("-H", "no_such_file", "--num_nodes", "2")
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,12 @@ def test_relative_position_bias_is_trained():
     torch.testing.assert_close(ours, truth)
 
 
+@pytest.mark.parametrize("probability", [-0.1, 1.0, 1.5, float("nan")])
+def test_a_dropout_that_leaves_nothing_is_refused_when_the_module_is_built(probability):
+    with pytest.raises(ValueError, match=rf"^attention_dropout is {probability}; it has to be 0 or more and below 1.$"):
+        make(attention_dropout=probability)
+
+
 def test_dropout_drops_in_training_only_and_repeats_with_the_seed():
     query, key, value = inputs()
     module, plain = make(attention_dropout=0.5), make()

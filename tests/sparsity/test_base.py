@@ -276,6 +276,9 @@ def test_lengths_are_positive_multiples_of_the_block(method):
     make = getattr(sparsity.DenseSparsityConfig(2), method)
     with pytest.raises(ValueError, match="Sequence Length, 40, needs to be dividable by Block size 16!"):
         make(40)
+    for length in ([3], 64.0, True, "64"):
+        with pytest.raises(TypeError, match="needs a sequence length that is an integer, got "):
+            make(length)
     with pytest.raises(ValueError, match="at least 1, got 0"):
         make(0)
 
