@@ -77,8 +77,9 @@ def check_bias(
 def _added(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What is added to scores in `dtype`: -inf stays, and no finite value becomes it."""
     shape = x.shape
-    # What an expanded view repeats is converted once.
-    x = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
+    if not x.requires_grad:
+        # What an expanded view repeats is converted once. With a gradient each repeat has its own.
+        x = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
     x = x.to(torch.promote_types(x.dtype, dtype))
     return torch.where(x == float("-inf"), x, x.clamp(min=LOWEST_BIAS)).to(dtype).expand(shape)
 

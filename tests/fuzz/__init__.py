@@ -1,0 +1,1 @@
+"""The attack on the operations: `python -m tests.fuzz --help`."""

@@ -1,0 +1,218 @@
+"""Cases of operations on the blocks of a layout: block_sparse_attention, MatMul, Softmax."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_sparse import BlockIndex, MatMul, Softmax, block_sparse_attention
+from ds_sparse.ops.attention import dropout_seed
+from ds_sparse.reference import dropout_keep
+
+from . import reference
+from .cases import Case, Draw
+from .meanings import Attention, Product, RowSoftmax, Tensors
+from .reference import as_bias, blocks_of, dense_of, kept, seen_tokens
+
+HEAD_DIMS = (16, 16, 32, 64, 8, 1, 3, 20, 40, 72, 96, 128, 136, 256)
+FORMS = (torch.bool, torch.bool, torch.int64, torch.uint8, torch.float32)
+
+
+def sizes_of_layout(draw: Draw, block: int) -> tuple[int, int]:
+    """Block rows and columns."""
+    most = {8: 9, 16: 6, 32: 4, 64: 3}.get(block, 2)
+    rows = draw.random.randint(1, most)
+    return rows, rows if draw.maybe(0.5) else draw.random.randint(1, most)
+
+
+def given_layout(draw: Draw, layout: Tensor, block: int) -> Callable[[str], Tensor | BlockIndex]:
+    """The layout in one of the forms that operations take, on a device."""
+    form = draw.pick("layout's dtype", FORMS)
+    given = layout.to(form)
+    if len(layout) == 1 and draw.maybe(0.5):
+        given = given[0]
+    as_index = draw.maybe(0.3)
+    draw.words["layout as"] = f"{'BlockIndex' if as_index else 'tensor'} {tuple(given.shape)}"
+    return lambda device: BlockIndex.build(given.to(device), block) if as_index else given.to(device)
+
+
+def attention(draw: Draw, skew: float) -> Case:
+    dtype, block = draw.dtype(float64_on_cuda=False), draw.pick("block", (8, 16, 16, 32, 64, 128))
+    rows, columns = sizes_of_layout(draw, block)
+    tokens = rows * block - draw.pick("", (0, 0, 1, 5, block - 1))
+    keys = columns * block - draw.pick("", (0, 0, 1, 6, block - 1))
+    group, key_heads = draw.pick("group", (1, 1, 1, 2, 3)), draw.size("key heads", (1, 2, 2))
+    batch, depth = draw.size("batch", (1, 1, 2, 2, 3)), draw.pick("head size", HEAD_DIMS)
+    heads, full = group * key_heads, (batch, group * key_heads, tokens, keys)
+    layout = draw.layout(heads, rows, columns, block)
+    layout_of = given_layout(draw, layout, block)
+    tensors: Tensors = {"query": draw.values("query", (batch, heads, tokens, depth), dtype)}
+    for name in ("key", "value"):
+        tensors[name] = draw.values(name, (batch, key_heads, keys, depth), dtype)
+    bias_dtype = draw.pick("dtype of biases", (dtype, dtype, torch.float32, torch.float64))
+    if draw.maybe(0.3):
+        tensors["rpe"] = draw.bias("rpe", draw.subset(full, draw.pick("", (2, 3, 4))), bias_dtype, may_be_bool=False)
+    if draw.maybe(0.3):
+        tensors["attn_mask"] = draw.bias("attn_mask", draw.subset(full, draw.pick("", (2, 4))), bias_dtype)
+    if draw.maybe(0.3):
+        tensors["key_padding_mask"] = draw.bias("key_padding_mask", draw.subset((batch, keys), 2), bias_dtype)
+    scale, causal, with_lse = draw.scale(), draw.pick("causal", (False, False, True)), draw.pick("lse", (False, True))
+    dropout_p = draw.pick("dropout", (0.0, 0.0, 0.0, 0.1, 0.6))
+    factor = depth**-0.5 if scale is None else scale
+    options: dict[str, Any] = {"scale": factor * skew if skew != 1 else scale, "causal": causal}
+    options |= {"dropout_p": dropout_p, "block": block if rows * columns == 1 or draw.maybe(0.5) else None}
+    if options["block"] is None and fits_another(block, (rows, columns), tokens, keys):
+        options["block"] = block
+    random_seed = draw.random.randrange(2**31)
+
+    def call(given: Tensors) -> Tensors:
+        torch.manual_seed(random_seed)
+        found = block_sparse_attention(
+            **given, layout=layout_of(str(given["query"].device)), **options, return_lse=with_lse
+        )
+        return dict(zip(("output", "lse"), found)) if with_lse else {"output": found}
+
+    def keep() -> Tensor:
+        if dropout_p == 0 or 0 in full:
+            return torch.ones((), dtype=torch.float64)
+        torch.manual_seed(random_seed)
+        seed, offset = dropout_seed(torch.device(draw.device)).tolist()
+        share = round(dropout_p * 32768) / 32768
+        return dropout_keep(seed, offset, *full, dropout_p).double() / (1 - share)
+
+    seen = seen_tokens(layout, block, tokens, keys)
+    seen = seen & reference.before(tokens, keys) if causal else seen
+    biases = {name: as_bias for name in ("rpe", "attn_mask") if name in tensors}
+    if "key_padding_mask" in tensors:
+        biases["key_padding_mask"] = over_keys
+    meaning = Attention(
+        ("query", "key", "value"), seen, factor, biases, keep, with_lse=with_lse, bias_dtype=bias_dtype
+    )
+    wanted = ("query", "key", "value", "rpe") if "rpe" in tensors else ("query", "key", "value")
+    return Case("block_sparse_attention", dtype, tensors, wanted, call, meaning, draw.grads(), draw.words)
+
+
+def over_keys(mask: Tensor) -> Tensor:
+    """A key padding mask (B or 1, S) as a bias."""
+    return as_bias(mask)[:, None, None]
+
+
+def fits_another(block: int, shape: tuple[int, int], tokens: int, keys: int) -> bool:
+    """A smaller block would cover the tokens as well."""
+    smaller = [b for b in (8, 16, 32, 64, 128) if b < block]
+    return any((-(-tokens // b), -(-keys // b)) == shape for b in smaller)
+
+
+def matmul(draw: Draw, skew: float) -> Case:
+    dtype, mode = draw.dtype(), draw.pick("mode", ("sdd", "dsd", "dds"))
+    block = draw.pick("block", (8, 16, 16, 32, 64, 128))
+    rows, columns = sizes_of_layout(draw, block)
+    trans_a, trans_b = draw.pick("trans_a", (False, True)), draw.pick("trans_b", (False, True))
+    heads, batch = draw.pick("heads", (1, 2, 3)), draw.size("batch", (1, 2, 2))
+    width = draw.size("width", (16, 32, 64, 8, 1, 3, 20, 72, 128, 136))
+    layout = draw.layout(heads, rows, columns, block)
+    layout_of = given_layout(draw, layout, block)
+    of_a, of_b = (batch if draw.maybe(0.8) or not batch else 1 for _ in range(2))
+    batch = of_a if of_b == 1 else of_b
+    num_values = len(reference.live_blocks(layout, heads))
+
+    def dense(name: str, of_batch: int, size: tuple[int, int], transposed: bool) -> Tensor:
+        own = 1 if len(layout) == heads and heads > 1 and draw.maybe(0.2) and mode != "sdd" else heads
+        shape = (of_batch, own, *(size[::-1] if transposed else size))
+        dims = 4 if of_batch != 1 or own != 1 else draw.pick("", (2, 3, 4))
+        return draw.values(name, shape[4 - dims :], dtype)
+
+    def sparse(name: str, of_batch: int) -> Tensor:
+        shape = (of_batch, num_values, block, block)
+        return draw.values(name, shape[1:] if of_batch == 1 and draw.maybe(0.3) else shape, dtype)
+
+    tall, wide = rows * block, columns * block
+    if mode == "sdd":
+        a = dense("a", of_a, (tall, width), trans_a)
+        b = dense("b", of_b, (width, wide), trans_b)
+    elif mode == "dsd":
+        a, b = sparse("a", of_a), dense("b", of_b, (tall if trans_a else wide, width), trans_b)
+    else:
+        a, b = dense("a", of_a, (width, wide if trans_b else tall), trans_a), sparse("b", of_b)
+
+    def product(operands: list[Tensor]) -> Tensor:
+        left, right = (x.reshape((1,) * (4 - x.dim()) + tuple(x.shape)) for x in operands)
+        left = dense_of(left, layout, block, heads) if mode == "dsd" else left
+        right = dense_of(right, layout, block, heads) if mode == "dds" else right
+        result = (left.mT if trans_a else left) @ (right.mT if trans_b else right)
+        result = result.expand(-1, heads, -1, -1)
+        result = blocks_of(result, layout, block) if mode == "sdd" else result
+        for _ in range(4 - max(x.dim() for x in operands)):
+            result = result.squeeze(0)
+        return result
+
+    def call(given: Tensors) -> Tensors:
+        operation = MatMul(layout_of(str(given["a"].device)), block, mode, trans_a, trans_b)
+        return {"result": operation(given["a"], given["b"])}
+
+    meaning = Product(("a", "b"), product)
+    return Case("MatMul", dtype, {"a": a, "b": b}, ("a", "b"), call, meaning, draw.grads(), draw.words)
+
+
+def softmax(draw: Draw, skew: float) -> Case:
+    dtype, block = draw.dtype(), draw.pick("block", (8, 16, 16, 32, 64, 128))
+    rows, columns = sizes_of_layout(draw, block)
+    heads, batch = draw.pick("heads", (1, 2, 3)), draw.size("batch", (1, 2, 2))
+    layout = draw.layout(heads, rows, columns, block)
+    # Values of a shared layout without live blocks do not tell of how many heads they are.
+    heads = heads if layout.any() else len(layout)
+    layout_of = given_layout(draw, layout, block)
+    full = (batch, heads, rows * block, columns * block)
+    num_values = len(reference.live_blocks(layout, heads))
+    flat = batch == 1 and draw.maybe(0.4)
+    tensors: Tensors = {"x": draw.values("x", (num_values, block, block) if flat else (batch, num_values, block, block), dtype)}
+    modes = {name: draw.pick(f"mode of {name}", ("add", "mul")) for name in ("key_padding_mask", "attn_mask")}
+    biases: dict[str, Callable[[Tensor], Tensor]] = {}
+    wanted = ["x"]
+    if draw.maybe(0.3):
+        tensors["rpe"] = draw.bias("rpe", draw.subset(full, draw.pick("", (2, 3, 4))), dtype, may_be_bool=False)
+        biases["rpe"], wanted = as_bias, [*wanted, "rpe"]
+    for name, sizes, dims in (("attn_mask", full, (2, 4)), ("key_padding_mask", (batch, full[3]), (2,))):
+        if draw.maybe(0.3):
+            mask = draw.bias(name, draw.subset(sizes, draw.pick("", dims)), dtype)
+            tensors[name], biases[name] = mask, added_or_kept(modes[name], over=name == "key_padding_mask")
+            if modes[name] == "add" and mask.dtype == dtype and draw.maybe(0.5):
+                wanted.append(name)
+    scale = draw.scale()
+    factor, causal = 1.0 if scale is None else scale, draw.pick("causal", (False, False, True))
+    options = {f"{name}_mode": mode for name, mode in modes.items()} | {"causal": causal, "scale": factor * skew}
+
+    def call(given: Tensors) -> Tensors:
+        operation = Softmax(layout_of(str(given["x"].device)), block)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of bool masks that are added
+            return {"probs": operation(**given, **options)}
+
+    def spread(x: Tensor) -> Tensor:
+        return dense_of(x[None] if flat else x, layout, block, heads)
+
+    def gather(dense: Tensor) -> Tensor:
+        values = blocks_of(dense, layout, block)
+        return values[0] if flat else values
+
+    seen = seen_tokens(layout, block, *full[2:])
+    seen = seen & reference.before(*full[2:]) if causal else seen
+    meaning = RowSoftmax("x", spread, gather, seen, factor, biases)
+    return Case("Softmax", dtype, tensors, tuple(wanted), call, meaning, draw.grads(), draw.words)
+
+
+def added_or_kept(mode: str, over: bool) -> Callable[[Tensor], Tensor]:
+    """A mask of Softmax as a bias: 'add' adds bools as numbers, 'mul' keeps what is not 0."""
+
+    def bias(mask: Tensor) -> Tensor:
+        mask = mask.double() if mode == "add" else kept(mask != 0)
+        return mask[:, None, None] if over else mask
+
+    return bias
+
+
+OPERATIONS = {"block_sparse_attention": attention, "MatMul": matmul, "Softmax": softmax}

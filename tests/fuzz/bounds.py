@@ -1,0 +1,207 @@
+"""How far a result may be from the exact one: roundings counted, and multiplied by sums of absolute values.
+
+Letters: u is the unit roundoff of the dtype in question, half its epsilon. A sum of n terms, added in any order, is off
+by `walk(n) * u * sum |terms|`: each rounding is at most u, and n of them add up like a random walk (Higham and Mary,
+"A new approach to probabilistic rounding error analysis", 2019); up to 16 terms the worst case is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .reference import Scored
+
+EXACT = 2.0**-53
+"""u of the reference."""
+
+
+@dataclass(frozen=True)
+class Units:
+    """The unit roundoffs of a call.
+
+    Attributes:
+        sums: of what sums and statistics are kept in.
+        handed: of what one product hands to the next, such as probabilities.
+        stored: of results.
+        least: of `handed`, the smallest number above 0.
+        least_stored: of `stored`, likewise.
+    """
+
+    sums: float
+    handed: float
+    stored: float
+    least: float
+    least_stored: float
+
+
+def units_of(dtype: torch.dtype, device: str, composed: bool = False) -> Units:
+    """composed: of PyTorch's operations, which round each step to the dtype."""
+    info = torch.finfo(dtype)
+    wide = torch.finfo(torch.promote_types(dtype, torch.float32))
+    # Tensor cores cut where others round, and in fp32 leave out the product of the operands' last parts.
+    sums = wide.eps / 2 * (4 if device == "cuda" else 1)
+    if composed:
+        sums = info.eps if dtype.itemsize == 2 else sums
+    least = info.tiny * info.eps * (4 if composed else 1)
+    return Units(sums + EXACT, info.eps / 2 if dtype.itemsize == 2 else sums, info.eps / 2, least, least)
+
+
+def stored_as(dtype: torch.dtype, units: Units) -> Units:
+    """For results of that dtype, which are made from what sums are kept in."""
+    info = torch.finfo(dtype)
+    return replace(units, stored=max(info.eps / 2, units.sums), least_stored=info.tiny * info.eps)
+
+
+def walk(terms: Tensor | int) -> Tensor:
+    terms = torch.as_tensor(terms, dtype=torch.float64)
+    return torch.minimum(terms, 4 * terms.sqrt())
+
+
+def stored(exact: Tensor, error: Tensor, units: Units, times: int = 1) -> Tensor:
+    """The error of a number with an error after it is rounded so many times."""
+    return error + times * (units.stored * (exact.abs() + error) + units.least_stored)
+
+
+def of_product(
+    product: Callable[[list[Tensor]], Tensor], operands: list[Tensor], grad: Tensor, exact: list[Tensor], units: Units
+) -> list[Tensor]:
+    """Bounds of a product's result and of the gradients of its operands, `exact` in this order.
+
+    The product of absolute values has the sums of absolute values, that of ones the numbers of terms; gradients alike.
+    """
+
+    def followed(of: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        leaves = [of(x).requires_grad_() for x in operands]
+        result = product(leaves)
+        return [result.detach(), *_gradients(result, leaves, of(grad))]
+
+    magnitudes, terms = followed(lambda x: x.detach().abs()), followed(torch.ones_like)
+    errors = [units.sums * walk(n) * size for n, size in zip(terms, magnitudes)]
+    # An operand that is broadcast has a gradient that is rounded for each place, and then added up.
+    partial = [0.0 * errors[0], *(units.stored * size for size in magnitudes[1:])]
+    return [stored(x, e + p, units) for x, e, p in zip(exact, errors, partial)]
+
+
+def _gradients(result: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
+    found = torch.autograd.grad(result, leaves, grad, allow_unused=True) if result.requires_grad else [None] * 2
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found)]
+
+
+class Softened:
+    """Errors of the probabilities of scores.
+
+    Attributes:
+        probs: of each.
+        lse: of the log of a row's sum.
+    """
+
+    def __init__(self, scored: Scored, of_scores: Tensor, units: Units):
+        u, live, probs = units.sums, scored.live, scored.probs.detach()
+        below = (scored.logits - scored.highest).detach().abs() * live
+        added = sum((b.detach().abs().nan_to_num(0, 0, 0) for b in scored.biases), torch.zeros(()))
+        # Factors, biases and the row maximum are rounded one after the other, in units of the power of 2; then the power.
+        exponent = of_scores + u * (4 * (scored.scores.detach().abs() + added) + 2 * below + 6)
+        exponent = torch.where(live, exponent, 0)
+        weighted = torch.where(probs > 0, probs * exponent.expm1(), 0).sum(-1, keepdim=True)
+        largest = exponent.amax(-1, keepdim=True) if live.numel() else weighted
+        terms = live.sum(-1, keepdim=True) if scored.times is None else (live * scored.times).sum(-1, keepdim=True)
+        of_total = torch.minimum(weighted.log1p(), largest) + u * walk(terms)
+        relative = (exponent + of_total).expm1() + 2 * u
+        # Powers below the smallest normal number may be 0. No probability is above 1.
+        floor = torch.finfo(torch.float32 if u > 1e-12 else torch.float64).tiny
+        self.probs = torch.where(probs > 0, (probs * relative).clamp(max=1), 0) + floor * live
+        self.lse = (of_total + 4 * u * (scored.lse.detach().unsqueeze(-1).abs().nan_to_num(0, 0, 0) + 1)).squeeze(-1)
+
+
+@dataclass(frozen=True)
+class Attended:
+    """An attention with everything that its bounds want, float64; heads of keys repeated for those of queries.
+
+    Attributes:
+        query, key, value, grad: (B, H, T, D), (B, H, S, D), (B, H, S, E), (B, H, T, E).
+        scored: solved.
+        factor: of the scores.
+        keep: what dropout makes of a probability: 0, or the factor above 1; broadcast to the scores.
+        grad_lse: (B, H, T) or None.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scored: Scored
+    factor: float
+    keep: Tensor
+    grad: Tensor
+    grad_lse: Tensor | None
+
+
+def of_attention(x: Attended, units: Units) -> dict[str, Tensor]:
+    """Bounds of output and lse, and of the gradients of query, key, value and scores, before results are rounded; the
+    last is the gradient of a bias, and comes with the gradient itself as "of scores"."""
+    u, probs = units.sums, x.scored.probs.detach()
+    q, k, v, go = x.query.abs(), x.key.abs(), x.value.abs(), x.grad.abs()
+    factor, depth, width = abs(x.factor), x.query.shape[-1], x.value.shape[-1]
+    soft = Softened(x.scored, u * walk(depth) * factor * (q @ k.mT), units)
+
+    row_terms = walk(x.scored.live.sum(-1, keepdim=True))
+    column_terms = walk(x.scored.live.sum(-2)).unsqueeze(-1)
+    # Exponentials up to 1 are handed on before they are divided by the row's sum.
+    least = units.least / x.scored.total.clamp(min=1) * x.scored.live
+    handed = (soft.probs + units.handed * (probs + soft.probs) + least) * x.keep
+    weights = probs * x.keep
+    output = weights @ x.value
+    of_output = handed @ v + u * row_terms * (weights @ v) + 3 * u * output.abs()
+    rounded = stored(output, of_output, units)
+
+    grad_probs, sizes = (x.grad @ x.value.mT) * x.keep, (go @ v.mT) * x.keep
+    delta = (x.grad * output).sum(-1, keepdim=True)
+    of_delta = (go * rounded).sum(-1, keepdim=True) + u * walk(width) * (go * output.abs()).sum(-1, keepdim=True)
+    lse_grad = torch.zeros_like(delta) if x.grad_lse is None else x.grad_lse.unsqueeze(-1)
+    inner = grad_probs - delta + lse_grad
+    of_inner = u * walk(width) * sizes + of_delta + 3 * u * (grad_probs.abs() + delta.abs() + lse_grad.abs())
+    scores = probs * inner
+    of_scores = soft.probs * (inner.abs() + of_inner) + probs * of_inner + 2 * u * scores.abs()
+    given = of_scores + units.handed * (scores.abs() + of_scores) + units.least * max(1.0, 1 / max(factor, 1e-30))
+    given = given * x.scored.live
+
+    terms = scores.abs() + of_scores
+    return {
+        "output": of_output,
+        "lse": soft.lse,
+        "query": factor * (given @ k + u * (row_terms + 2) * (terms @ k)),
+        "key": factor * (given.mT @ q + u * (column_terms + 2) * (terms.mT @ q)),
+        "value": handed.mT @ go + u * (column_terms + 2) * (weights.mT @ go),
+        "scores": of_scores,
+        "of scores": scores,
+    }
+
+
+def of_bias(errors: dict[str, Tensor], shape: torch.Size, u: float, rounded: Units | None = None) -> Tensor:
+    """Of the gradient of a bias of that shape, which broadcasts to the scores; rounded: as what terms are stored before
+    they are added up."""
+    sizes = errors["of scores"].abs()
+    error = errors["scores"] if rounded is None else stored(sizes, errors["scores"], rounded) * (errors["scores"] > 0)
+    terms = (errors["scores"] > 0).double().sum_to_size(shape)
+    return error.sum_to_size(shape) + u * walk(terms) * (sizes + error).sum_to_size(shape)
+
+
+def of_softmax(scored: Scored, grad: Tensor, factor: float, units: Units) -> dict[str, Tensor]:
+    """Bounds of the probabilities, and of the gradients of x and of scores, before results are rounded; grad is that of
+    the probabilities, dense, as are all."""
+    u, probs = units.sums, scored.probs.detach()
+    soft = Softened(scored, torch.zeros_like(probs), units)
+    rounded = stored(probs, soft.probs, units)
+    terms = walk(scored.live.sum(-1, keepdim=True))
+    # Backward has the probabilities as they were stored.
+    delta = (probs * grad).sum(-1, keepdim=True)
+    sizes = (probs * grad.abs()).sum(-1, keepdim=True)
+    of_delta = (rounded * grad.abs() * scored.live).sum(-1, keepdim=True) + u * terms * sizes
+    inner = grad - delta
+    scores = probs * inner
+    of_scores = rounded * inner.abs() + (probs + rounded) * (of_delta + 2 * u * (grad.abs() + delta.abs()))
+    of_scores = (of_scores + 3 * u * scores.abs()) * scored.live
+    return {"output": soft.probs, "x": abs(factor) * of_scores, "scores": of_scores, "of scores": scores}

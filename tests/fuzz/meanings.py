@@ -1,0 +1,144 @@
+"""What a case means: exact results of its tensors, and bounds of the errors that results may have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from . import bounds
+from .bounds import Units
+from .reference import Scored
+
+Tensors = dict[str, Tensor]
+
+
+def gradient_of(name: str) -> str:
+    return f"gradient of {name}"
+
+
+class Meaning(Protocol):
+    def results(self, given: Tensors) -> Tensors:
+        """Of float64 tensors, differentiable."""
+
+    def errors(self, given: Tensors, grads: Tensors, exact: Tensors, units: Units) -> Tensors:
+        """Bounds for all that `exact` has: results, and what `gradient_of` names."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of two tensors, linear in each; its result is "result"."""
+
+    operands: tuple[str, str]
+    function: Callable[[list[Tensor]], Tensor]
+
+    def results(self, given: Tensors) -> Tensors:
+        return {"result": self.function([given[name] for name in self.operands])}
+
+    def errors(self, given: Tensors, grads: Tensors, exact: Tensors, units: Units) -> Tensors:
+        names = ["result", *map(gradient_of, self.operands)]
+        operands = [given[name].detach() for name in self.operands]
+        known = [exact.get(name, torch.zeros(())) for name in names]
+        found = bounds.of_product(self.function, operands, grads["result"], known, units)
+        return {name: error for name, error in zip(names, found) if name in exact}
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention of `operands`, query, key and value; its results are "output" and, if it is wanted, "lse".
+
+    Attributes:
+        seen: bool, broadcast to the scores.
+        biases: by name, how a tensor becomes what is added to the scores.
+        keep: what dropout makes of probabilities, as of `bounds.Attended`.
+        times: how often each pair counts.
+        bias_dtype: in which gradients of biases are stored.
+    """
+
+    operands: tuple[str, str, str]
+    seen: Tensor
+    factor: float
+    biases: dict[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    keep: Callable[[], Tensor] = lambda: torch.ones((), dtype=torch.float64)
+    times: Tensor | None = None
+    with_lse: bool = False
+    bias_dtype: torch.dtype = torch.float64
+
+    def _operands(self, given: Tensors) -> list[Tensor]:
+        query, key, value = (given[name] for name in self.operands)
+        group = query.shape[1] // key.shape[1] if key.shape[1] else 1
+        return [query, key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)]
+
+    def _scored(self, given: Tensors) -> Scored:
+        query, key, _ = self._operands(given)
+        biases = [of(given[name]) for name, of in self.biases.items()]
+        return Scored(query @ key.mT * self.factor, self.seen, biases, self.times).solve()
+
+    def results(self, given: Tensors) -> Tensors:
+        scored = self._scored(given)
+        output = (scored.probs * self.keep()) @ self._operands(given)[2]
+        return {"output": output, "lse": scored.lse} if self.with_lse else {"output": output}
+
+    def errors(self, given: Tensors, grads: Tensors, exact: Tensors, units: Units) -> Tensors:
+        given = {name: x.detach() for name, x in given.items()}
+        attended = bounds.Attended(
+            *self._operands(given), self._scored(given), self.factor, self.keep(), grads["output"], grads.get("lse")
+        )
+        found = bounds.of_attention(attended, units)
+        errors = {"output": bounds.stored(exact["output"], found["output"], units), "lse": found["lse"]}
+        for role, name in zip(("query", "key", "value"), self.operands):
+            if gradient_of(name) in exact:
+                error, group = found[role], found[role].shape[1] // max(given[name].shape[1], 1)
+                error = error.unflatten(1, (-1, group)).sum(2) if group > 1 else error
+                errors[gradient_of(name)] = bounds.stored(exact[gradient_of(name)], error, units)
+        for name, of in self.biases.items():
+            if gradient_of(name) in exact:
+                as_bias = bounds.stored_as(self.bias_dtype, units)
+                shape = of(given[name]).shape
+                # PyTorch sums over queries what the operation has stored for each.
+                rounded = as_bias if len(shape) < 2 or shape[-2] == 1 else None
+                error = bounds.of_bias(found, shape, units.sums, rounded).view(given[name].shape)
+                errors[gradient_of(name)] = bounds.stored(exact[gradient_of(name)], error, as_bias)
+        return {name: errors[name] for name in exact}
+
+
+@dataclass(frozen=True)
+class RowSoftmax:
+    """Softmax of `operand`; its result is "probs".
+
+    Attributes:
+        spread: the operand's numbers as a matrix (B, H, T, S).
+        gather: such a matrix in the shape of the operand.
+        seen, biases: as of `Attention`.
+    """
+
+    operand: str
+    spread: Callable[[Tensor], Tensor]
+    gather: Callable[[Tensor], Tensor]
+    seen: Tensor
+    factor: float
+    biases: dict[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+
+    def _scored(self, given: Tensors) -> Scored:
+        biases = [of(given[name]) for name, of in self.biases.items()]
+        return Scored(self.spread(given[self.operand]) * self.factor, self.seen, biases).solve()
+
+    def results(self, given: Tensors) -> Tensors:
+        return {"probs": self.gather(self._scored(given).probs)}
+
+    def errors(self, given: Tensors, grads: Tensors, exact: Tensors, units: Units) -> Tensors:
+        given = {name: x.detach() for name, x in given.items()}
+        found = bounds.of_softmax(self._scored(given), self.spread(grads["probs"]), self.factor, units)
+        errors = {"probs": bounds.stored(exact["probs"], self.gather(found["output"]), units)}
+        operand = gradient_of(self.operand)
+        if operand in exact:
+            # Where biases have a gradient, the sum's is stored before the factor comes to it.
+            errors[operand] = bounds.stored(exact[operand], self.gather(found["x"]), units, times=2)
+        for name, of in self.biases.items():
+            if gradient_of(name) in exact:
+                error = bounds.of_bias(found, of(given[name]).shape, units.sums, units).view(given[name].shape)
+                errors[gradient_of(name)] = bounds.stored(exact[gradient_of(name)], error, units)
+        return {name: errors[name] for name in exact}

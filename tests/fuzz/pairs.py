@@ -1,0 +1,247 @@
+"""Cases of operations on lists of token pairs: sparse_attn, its steps in PyTorch, sparse_matmul, sparse_matmul_vo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ds_sparse
+from ds_sparse import TokenIndex
+
+from .cases import DENSITIES, Case, Draw
+from .meanings import Attention, Product, Tensors
+from .reference import as_bias
+
+DEPTHS = (16, 32, 8, 1, 3, 20, 64, 100, 128)
+STEPS = ("gather_attention", "jagged_attention", "torch_sparse_attention")
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Pairs of each list, int64 (M, 2), in (batch, head) order; of so many sequences and heads, which may be 1."""
+
+    pairs: list[Tensor]
+    batch: int
+    heads: int
+    tokens: int
+    keys: int
+
+    @property
+    def times(self) -> Tensor:
+        """(batch, heads, T, S), how often each pair is listed."""
+        times = torch.zeros(len(self.pairs), self.tokens, self.keys, dtype=torch.float64)
+        for count, pairs in zip(times, self.pairs):
+            for i, j in pairs.tolist():
+                count[i, j] += 1
+        return times.view(self.batch, self.heads, self.tokens, self.keys)
+
+    def number(self, b: int, h: int) -> int:
+        """Which list a sequence and a head have."""
+        return (b % self.batch) * self.heads + h % self.heads
+
+    def by_rows(self) -> list[tuple[Tensor, Tensor]]:
+        """The key of each pair, in the order of rows, and where each row ends."""
+        of_rows = [pairs[pairs[:, 0].argsort(stable=True)] for pairs in self.pairs]
+        return [(pairs[:, 1], torch.bincount(pairs[:, 0], minlength=self.tokens).cumsum(0)) for pairs in of_rows]
+
+    def nested(self, lists: list[Any]) -> Any:
+        """One a list, as callers give it: alone, a list of heads, or a list of such."""
+        if len(lists) == 1:
+            return lists[0]
+        return [lists[b * self.heads :][: self.heads] for b in range(self.batch)] if self.batch > 1 else lists
+
+    def padded(self, lists: list[Tensor], filler: int) -> Tensor:
+        """One tensor of all lists, (heads, ...) or (batch, heads, ...)."""
+        longest = max(map(len, lists)) + 1
+        rows = [torch.cat([x, x.new_full((longest - len(x), *x.shape[1:]), filler)]) for x in lists]
+        stacked = torch.stack(rows)
+        return stacked.view(self.batch, self.heads, *stacked.shape[1:]) if self.batch > 1 else stacked
+
+
+def draw_lists(draw: Draw, batch: int, heads: int, tokens: int, keys: int, repeated: bool) -> Lists:
+    own_batch, own_heads = batch if batch and draw.maybe(0.3) else 1, heads if heads and draw.maybe(0.5) else 1
+    density, pairs = draw.pick("density of pairs", DENSITIES), []
+    for _ in range(own_batch * own_heads):
+        listed = (draw.uniform(tokens, keys) < density).nonzero()
+        if repeated and len(listed) and draw.maybe(0.3):
+            listed = torch.cat([listed, listed[torch.randint(len(listed), (5,), generator=draw.numbers)]])
+        pairs.append(listed[torch.randperm(len(listed), generator=draw.numbers)])
+    draw.words["lists"] = f"{own_batch} x {own_heads} of {[len(x) for x in pairs]} pairs"
+    return Lists(pairs, own_batch, own_heads, tokens, keys)
+
+
+def moved(given: Any, device: str) -> Any:
+    if isinstance(given, list):
+        return [moved(x, device) for x in given]
+    return given.to(device)
+
+
+def rows_given(draw: Draw, lists: Lists) -> Callable[[str], tuple[Any, ...]]:
+    """values and offsets, or an index in place of both, on a device."""
+    form = draw.pick("lists as", ("lists", "lists", "padded", "TokenIndex"))
+    dtype = draw.pick("", (torch.int64, torch.int32))
+    values, ends = (list(x) for x in zip(*lists.by_rows()))
+    if draw.maybe(0.4):
+        ends = [torch.cat([x.new_zeros(1), x]) for x in ends]
+    values, ends = [x.to(dtype) for x in values], [x.to(dtype) for x in ends]
+    if form == "padded" and len(lists.pairs) > 1:
+        stacked = torch.stack(ends)
+        stacked = stacked.view(lists.batch, lists.heads, -1) if lists.batch > 1 else stacked
+        return lambda device: (lists.padded(values, 7).to(device), stacked.to(device))
+    given = lists.nested(values), lists.nested(ends)
+    if form == "TokenIndex":
+        return lambda device: (TokenIndex.from_csr(*given, lists.tokens, lists.keys).to(device),)
+    return lambda device: tuple(moved(x, device) for x in given)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of operands, and how dimensions before the tokens are given: "as they are", none, one or three."""
+
+    batch: int
+    heads: int
+    tokens: int
+    keys: int
+    depth: int
+    lead: str
+
+    def folded(self, x: Tensor) -> Tensor:
+        return {"none": lambda: x[0, 0], "one": lambda: x[0], "three": lambda: x[None]}.get(self.lead, lambda: x)()
+
+    def unfolded(self, x: Tensor) -> Tensor:
+        return {"none": lambda: x[None, None], "one": lambda: x[None], "three": lambda: x[0]}.get(self.lead, lambda: x)()
+
+
+def draw_sizes(draw: Draw) -> Sizes:
+    batch, heads = draw.size("batch", (1, 1, 2, 3)), draw.size("heads", (1, 2, 3))
+    tokens = draw.size("tokens", (17, 33, 64, 1, 5, 90))
+    keys = tokens if draw.maybe(0.5) else draw.size("keys", (20, 64, 1, 7))
+    leads = ["as they are", "three"] + ["one"] * (batch == 1) + ["none"] * (batch == heads == 1)
+    return Sizes(batch, heads, tokens, keys, draw.pick("head size", DEPTHS), draw.pick("dimensions before", leads))
+
+
+def operands(draw: Draw, sizes: Sizes, dtype: torch.dtype, width: int | None = None) -> Tensors:
+    tensors = {"q": draw.values("q", (sizes.batch, sizes.heads, sizes.tokens, sizes.depth), dtype)}
+    tensors["k"] = draw.values("k", (sizes.batch, sizes.heads, sizes.keys, sizes.depth), dtype)
+    if width is not None:
+        tensors["v"] = draw.values("v", (sizes.batch, sizes.heads, sizes.keys, width), dtype)
+    return tensors
+
+
+def attention_of(draw: Draw, skew: float, name: str) -> Case:
+    """sparse_attn, or one of its steps, which have no lse."""
+    dtype = draw.pick("dtype", (torch.float32, torch.float64)) if name == "torch_sparse_attention" else draw.dtype()
+    sizes = draw_sizes(draw)
+    width = sizes.depth if draw.maybe(0.7) else draw.pick("head size of values", DEPTHS)
+    tensors = operands(draw, sizes, dtype, width)
+    lists = draw_lists(
+        draw, sizes.batch, sizes.heads, sizes.tokens, sizes.keys, repeated=name != "torch_sparse_attention"
+    )
+    lists_on, scale = rows_given(draw, lists), draw.scale()
+    factor, is_native = sizes.depth**-0.5 if scale is None else scale, name == "sparse_attn"
+    with_lse = is_native and draw.pick("lse", (False, True))
+
+    def call(given: Tensors) -> Tensors:
+        folded = [sizes.folded(x) for x in given.values()]
+        options = {"scale": factor * skew if skew != 1 else scale} | ({"return_lse": with_lse} if is_native else {})
+        found = getattr(ds_sparse, name)(*folded, *lists_on(str(given["q"].device)), **options)
+        results = dict(zip(("output", "lse"), found)) if with_lse else {"output": found}
+        return {key: sizes.unfolded(x) for key, x in results.items()}
+
+    times = lists.times
+    meaning = Attention(("q", "k", "v"), times > 0, factor, times=times, with_lse=with_lse)
+    return Case(
+        name, dtype, tensors, ("q", "k", "v"), call, meaning, draw.grads(), draw.words, composed=not is_native
+    )  # fmt: skip
+
+
+def masked(draw: Draw, skew: float) -> Case:
+    dtype, sizes = draw.dtype(), draw_sizes(draw)
+    tensors = operands(draw, sizes, dtype, sizes.depth)
+    full = (sizes.batch, sizes.heads, sizes.tokens, sizes.keys)
+    shape = draw.subset(full, draw.pick("", (2, 4 if sizes.lead in ("as they are", "three") else 2)))
+    tensors["mask"], scale = draw.bias("mask", shape, dtype), draw.scale()
+    factor = sizes.depth**-0.5 if scale is None else scale
+
+    def call(given: Tensors) -> Tensors:
+        folded = [sizes.folded(given[name]) for name in ("q", "k", "v")]
+        output = ds_sparse.masked_attention(*folded, given["mask"], scale=factor * skew if skew != 1 else scale)
+        return {"output": sizes.unfolded(output)}
+
+    meaning = Attention(("q", "k", "v"), torch.ones((), dtype=torch.bool), factor, {"mask": as_bias})
+    return Case(
+        "masked_attention", dtype, tensors, ("q", "k", "v"), call, meaning, draw.grads(), draw.words, composed=True
+    )  # fmt: skip
+
+
+def scores_of(draw: Draw, skew: float, by_rows: bool) -> Case:
+    dtype, sizes = draw.dtype(), draw_sizes(draw)
+    tensors = operands(draw, sizes, dtype)
+    lists = draw_lists(draw, sizes.batch, sizes.heads, sizes.tokens, sizes.keys, repeated=True)
+    if by_rows:
+        lists_on = rows_given(draw, lists)
+        ordered = [pairs[pairs[:, 0].argsort(stable=True)] for pairs in lists.pairs]
+    else:
+        form, ordered = draw.pick("lists as", ("lists", "padded", "TokenIndex")), lists.pairs
+        given_lists = lists.nested(lists.pairs)
+        if form == "padded" and len(lists.pairs) > 1:
+            given_lists = lists.padded(lists.pairs, -1)
+        if form == "TokenIndex":
+            index = TokenIndex.from_pairs(lists.nested(lists.pairs), lists.tokens, lists.keys)
+            lists_on = lambda device: (index.to(device),)  # noqa: E731
+        else:
+            lists_on = lambda device: (moved(given_lists, device),)  # noqa: E731
+
+    def call(given: Tensors) -> Tensors:
+        operation = ds_sparse.sparse_matmul_vo if by_rows else ds_sparse.sparse_matmul
+        found = operation(sizes.folded(given["q"]), sizes.folded(given["k"]), *lists_on(str(given["q"].device)))
+        return {"result": in_order(found, lists, ordered, sizes)}
+
+    def product(x: list[Tensor]) -> Tensor:
+        scores = (x[0] @ x[1].mT).flatten(0, 1)
+        found = []
+        for n in range(sizes.batch * sizes.heads):
+            b, h = divmod(n, sizes.heads)
+            pairs = ordered[lists.number(b, h)]
+            found.append(scores[n, pairs[:, 0], pairs[:, 1]])
+        return torch.cat(found) if found else scores.flatten()[:0]
+
+    name = "sparse_matmul_vo" if by_rows else "sparse_matmul"
+    meaning = Product(("q", "k"), product)
+    return Case(name, dtype, tensors, ("q", "k"), call, meaning, draw.grads(), draw.words)
+
+
+def in_order(found: Any, lists: Lists, ordered: list[Tensor], sizes: Sizes) -> Tensor:
+    """Scores as they are returned, one sequence's and head's after the other's; what is padded has to be 0."""
+    parts = []
+    for n in range(sizes.batch * sizes.heads):
+        b, h = divmod(n, sizes.heads)
+        if isinstance(found, Tensor):
+            row = found.reshape(sizes.batch * sizes.heads, found.shape[-1])[n]
+        elif lists.batch == 1:
+            row = found[h].reshape(sizes.batch, -1)[b]
+        else:
+            row = found[b][0].reshape(sizes.heads, -1)[h] if lists.heads == 1 else found[b][h]
+        count = len(ordered[lists.number(b, h)])
+        if row[count:].any():
+            raise AssertionError("scores behind the end of a list are not 0")
+        parts.append(row[:count])
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=first_of(found).dtype)
+
+
+def first_of(found: Any) -> Tensor:
+    """The first of them."""
+    return found if isinstance(found, Tensor) else first_of(found[0])
+
+
+OPERATIONS = {
+    "sparse_attn": lambda draw, skew: attention_of(draw, skew, "sparse_attn"),
+    **{name: lambda draw, skew, name=name: attention_of(draw, skew, name) for name in STEPS},
+    "masked_attention": masked,
+    "sparse_matmul": lambda draw, skew: scores_of(draw, skew, by_rows=False),
+    "sparse_matmul_vo": lambda draw, skew: scores_of(draw, skew, by_rows=True),
+}
