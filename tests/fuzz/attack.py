@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-
 from . import blocks, pairs, windows
 from .cases import Case, Draw
 from .compare import Outcome, check
@@ -31,10 +30,10 @@ class Report:
     largest: dict[str, tuple[float, str]] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
-        rows = [
-            f"{name:24} {count:7} cases, largest error {self.largest[name][0]:.3f} of its bound: {self.largest[name][1]}"
-            for name, count in sorted(self.cases.items())
-        ]
+        rows = []
+        for name, count in sorted(self.cases.items()):
+            ratio, of = self.largest[name]
+            rows.append(f"{name:24} {count:7} cases, largest error {ratio:.3f} of its bound: {of}")
         return [*rows, f"{self.cases.total()} cases on {self.device}, {len(self.failures)} failed"]
 
 
@@ -84,7 +83,9 @@ def run(
         name, case = operation_of(number), case_of(seed, number, device, skew)
         outcome = outcome_of(case, device)
         report.cases[name] += 1
-        report.largest[name] = max(report.largest.get(name, (0.0, "")), (outcome.ratio, f"{outcome.of}, {seed}/{number}"))
+        report.largest[name] = max(
+            report.largest.get(name, (0.0, "")), (outcome.ratio, f"{outcome.of}, {seed}/{number}")
+        )
         if outcome.faults:
             report.failures.append(told(case, outcome, seed, number, device))
             say(report.failures[-1])
@@ -117,5 +118,7 @@ def repeat(seed: int, number: int, device: str, skew: float = 0.0) -> bool:
     if outcome.faults:
         print(told(case, outcome, seed, number, device))
     else:
-        print(f"passed {case.operation}: {described(case)}\n  largest error {outcome.ratio:.3f} of its bound: {outcome.of}")
+        print(
+            f"passed {case.operation}: {described(case)}\n  largest error {outcome.ratio:.3f} of its bound: {outcome.of}"
+        )
     return not outcome.faults

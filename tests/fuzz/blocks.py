@@ -89,9 +89,7 @@ def attention(draw: Draw, skew: float) -> Case:
     biases = {name: as_bias for name in ("rpe", "attn_mask") if name in tensors}
     if "key_padding_mask" in tensors:
         biases["key_padding_mask"] = over_keys
-    meaning = Attention(
-        ("query", "key", "value"), seen, factor, biases, keep, with_lse=with_lse, bias_dtype=bias_dtype
-    )
+    meaning = Attention(("query", "key", "value"), seen, factor, biases, keep, with_lse=with_lse, bias_dtype=bias_dtype)
     wanted = ("query", "key", "value", "rpe") if "rpe" in tensors else ("query", "key", "value")
     return Case("block_sparse_attention", dtype, tensors, wanted, call, meaning, draw.grads(), draw.words)
 
@@ -169,7 +167,9 @@ def softmax(draw: Draw, skew: float) -> Case:
     full = (batch, heads, rows * block, columns * block)
     num_values = len(reference.live_blocks(layout, heads))
     flat = batch == 1 and draw.maybe(0.4)
-    tensors: Tensors = {"x": draw.values("x", (num_values, block, block) if flat else (batch, num_values, block, block), dtype)}
+    tensors: Tensors = {
+        "x": draw.values("x", (num_values, block, block) if flat else (batch, num_values, block, block), dtype)
+    }
     modes = {name: draw.pick(f"mode of {name}", ("add", "mul")) for name in ("key_padding_mask", "attn_mask")}
     biases: dict[str, Callable[[Tensor], Tensor]] = {}
     wanted = ["x"]

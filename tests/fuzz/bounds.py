@@ -103,7 +103,7 @@ class Softened:
         u, live, probs = units.sums, scored.live, scored.probs.detach()
         below = (scored.logits - scored.highest).detach().abs() * live
         added = sum((b.detach().abs().nan_to_num(0, 0, 0) for b in scored.biases), torch.zeros(()))
-        # Factors, biases and the row maximum are rounded one after the other, in units of the power of 2; then the power.
+        # Factors, biases and the row maximum are rounded one after the other, in units of the power of 2; then that.
         exponent = of_scores + u * (4 * (scored.scores.detach().abs() + added) + 2 * below + 6)
         exponent = torch.where(live, exponent, 0)
         weighted = torch.where(probs > 0, probs * exponent.expm1(), 0).sum(-1, keepdim=True)

@@ -112,11 +112,14 @@ class Draw:
 
     def subset(self, sizes: Sequence[int], dims: int) -> tuple[int, ...]:
         """The last dims of the sizes, all but the last perhaps 1."""
-        return tuple(1 if self.maybe(0.35) else size for size in sizes[-dims:-1]) + (sizes[-1],)
+        return (*(1 if self.maybe(0.35) else size for size in sizes[-dims:-1]), sizes[-1])
 
     def grads(self) -> Callable[[str, Tensor], Tensor]:
         """Gradients of results, by name and exact result: float64 values that the result's dtype has."""
-        view, seed = self.pick("gradients", ("as it is", "transposed", "expanded", "tokens first")), self.random.random()
+        view, seed = (
+            self.pick("gradients", ("as it is", "transposed", "expanded", "tokens first")),
+            self.random.random(),
+        )
 
         def grad(name: str, like: Tensor) -> Tensor:
             rng = torch.Generator().manual_seed(int(seed * 2**40) + sum(map(ord, name)))

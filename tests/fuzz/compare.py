@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -51,9 +51,7 @@ def gradients(results: Tensors, leaves: Tensors, wanted: tuple[str, ...], grads:
         return {gradient_of(name): torch.zeros_like(leaves[name]) for name in wanted}
     outputs, given, inputs = [results[n] for n in names], [grads[n] for n in names], [leaves[n] for n in wanted]
     found = torch.autograd.grad(outputs, inputs, given, allow_unused=True)
-    return {
-        gradient_of(name): torch.zeros_like(leaves[name]) if g is None else g for name, g in zip(wanted, found)
-    }
+    return {gradient_of(name): torch.zeros_like(leaves[name]) if g is None else g for name, g in zip(wanted, found)}
 
 
 def check(case: Case, device: str) -> Outcome:

@@ -113,7 +113,9 @@ class Sizes:
         return {"none": lambda: x[0, 0], "one": lambda: x[0], "three": lambda: x[None]}.get(self.lead, lambda: x)()
 
     def unfolded(self, x: Tensor) -> Tensor:
-        return {"none": lambda: x[None, None], "one": lambda: x[None], "three": lambda: x[0]}.get(self.lead, lambda: x)()
+        return {"none": lambda: x[None, None], "one": lambda: x[None], "three": lambda: x[0]}.get(
+            self.lead, lambda: x
+        )()
 
 
 def draw_sizes(draw: Draw) -> Sizes:

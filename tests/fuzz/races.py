@@ -46,7 +46,9 @@ class Variant(NamedTuple):
     def __str__(self) -> str:
         order = "sums in a fixed order" if self.deterministic else "sums as they come"
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.operation}, {self.implementation}, block {self.block}, head size {self.head_dim}, {dtype}, {order}"
+        return (
+            f"{self.operation}, {self.implementation}, block {self.block}, head size {self.head_dim}, {dtype}, {order}"
+        )
 
 
 def variants(device: str) -> list[Variant]:
@@ -114,7 +116,10 @@ def call_of(variant: Variant, device: str, seed: int) -> Run:
 
     def run() -> list[Tensor]:
         leaves = {name: x.detach().requires_grad_() for name, x in operands.items()}
-        with poisoned_memory() if variant.deterministic else nullcontext(), force_implementation(variant.implementation):
+        with (
+            poisoned_memory() if variant.deterministic else nullcontext(),
+            force_implementation(variant.implementation),
+        ):
             results = function(*leaves.values())
             grads = torch.autograd.grad(results, list(leaves.values()), [torch.ones_like(x) for x in results])
         kept = [grad for name, grad in zip(leaves, grads) if name != in_any_order]

@@ -6,10 +6,10 @@ from itertools import count
 
 import pytest
 import torch
-from fuzz import races
-from fuzz.races import Variant
 
 from ds_sparse.dispatch import IMPLEMENTATIONS
+from fuzz import races
+from fuzz.races import Variant
 
 ALL = {"cpu": 3, "cuda": 8}
 """Repeats of each variant."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from fuzz import soak
 from fuzz.compare import cpu_threads
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-
 import ds_sparse
 from ds_sparse import WindowIndex, window_attention
 

@@ -673,6 +673,20 @@ def test_an_expanded_mask_of_another_dtype_is_converted_once(device: str):
     assert torch.equal(found, block_sparse_attention(*inputs, index, attn_mask=mask.float(), rpe=mask.float()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_each_element_of_an_expanded_bias_has_its_own_gradient(device: str, dtype: torch.dtype):
+    """Also where it is converted: its gradient is not that of the number which it repeats."""
+    inputs = packed(device, "BTHD")
+    layout = torch.ones(3, 3, dtype=torch.bool)
+    bias = random(seeded(), 1, 1, 48, 48, dtype=dtype).to(device)
+    found = []
+    for rpe in (bias.expand(2, 4, -1, -1), bias.repeat(2, 4, 1, 1)):
+        rpe = rpe.detach().requires_grad_()
+        output = block_sparse_attention(*inputs, layout, rpe=rpe)
+        found.append(torch.autograd.grad(output, rpe, torch.ones_like(output))[0])
+    assert found[0][1, 3].any() and torch.equal(*found)
+
+
 def test_a_key_padding_mask_of_any_strides(device: str):
     inputs = packed(device, "BTHD")
     layout = torch.ones(3, 3, dtype=torch.bool)
