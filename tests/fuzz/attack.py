@@ -118,7 +118,6 @@ def repeat(seed: int, number: int, device: str, skew: float = 0.0) -> bool:
     if outcome.faults:
         print(told(case, outcome, seed, number, device))
     else:
-        print(
-            f"passed {case.operation}: {described(case)}\n  largest error {outcome.ratio:.3f} of its bound: {outcome.of}"
-        )
+        print(f"passed {case.operation}: {described(case)}")
+        print(f"  largest error {outcome.ratio:.3f} of its bound: {outcome.of}")
     return not outcome.faults
