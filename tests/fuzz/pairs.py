@@ -33,11 +33,9 @@ class Lists:
     @property
     def times(self) -> Tensor:
         """(batch, heads, T, S), how often each pair is listed."""
-        times = torch.zeros(len(self.pairs), self.tokens, self.keys, dtype=torch.float64)
-        for count, pairs in zip(times, self.pairs):
-            for i, j in pairs.tolist():
-                count[i, j] += 1
-        return times.view(self.batch, self.heads, self.tokens, self.keys)
+        places = [pairs[:, 0] * self.keys + pairs[:, 1] for pairs in self.pairs]
+        times = torch.stack([torch.bincount(x, minlength=self.tokens * self.keys) for x in places])
+        return times.double().view(self.batch, self.heads, self.tokens, self.keys)
 
     def number(self, b: int, h: int) -> int:
         """Which list a sequence and a head have."""

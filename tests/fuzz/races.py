@@ -96,14 +96,16 @@ class Sizes(NamedTuple):
     tokens: int
 
 
-def sizes_on(device: str, block: int) -> Sizes:
-    return Sizes(2, 8, 2048) if device == "cuda" else Sizes(2, 2, max(3 * block, 96))
+def sizes_of(variant: Variant, device: str) -> Sizes:
+    if device == "cuda":
+        return Sizes(2, 8, 1024 if variant.operation == "sparse_attn" else 2048)
+    return Sizes(2, 2, max(3 * variant.block, 96))
 
 
 def call_of(variant: Variant, device: str, seed: int) -> Run:
     """Forward and backward of a variant on one input, which each call of it takes anew."""
     rng = torch.Generator().manual_seed(seed)
-    sizes = sizes_on(device, variant.block)
+    sizes = sizes_of(variant, device)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=rng).to(device, variant.dtype)

@@ -68,15 +68,15 @@ def test_one_wrong_number_in_a_result_is_found(operation: str):
     assert any(found)
 
 
-def test_a_failing_case_prints_the_line_that_repeats_it():
+def test_a_failing_case_prints_the_line_that_repeats_it(capsys: pytest.CaptureFixture[str]):
     report = attack.run(1, "cpu", 60, operation="Softmax", skew=1e-2, failures=1, say=silent)
     command = report.failures[0].splitlines()[-1].removeprefix("  again: python ").split()
     root = Path(__file__).resolve().parents[2]
-    passed = subprocess.run([sys.executable, *command], cwd=root, capture_output=True, text=True, check=False)
-    assert passed.returncode == 0, passed.stderr
-    assert passed.stdout.startswith("passed Softmax: ")
-    failed = subprocess.run(
+    done = subprocess.run(
         [sys.executable, *command, "--skew", "1e-2"], cwd=root, capture_output=True, text=True, check=False
     )
-    assert failed.returncode == 1
-    assert failed.stdout.strip() == report.failures[0]
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.strip() == report.failures[0]
+    seed, number = map(int, command[-1].split("/"))
+    assert attack.repeat(seed, number, "cpu")
+    assert capsys.readouterr().out.startswith("passed Softmax: ")
