@@ -172,7 +172,11 @@ def block_sparse_attention(
     check_bias("key_padding_mask", key_padding_mask, query, (batch, keys), (2,))
     require_kernel("block_attention_forward", query.device)
 
-    rpe = None if rpe is None else matrices(rpe, query.dtype, keys).expand(-1, -1, tokens, -1)
+    if rpe is not None:
+        if rpe.shape[-2] != tokens or rpe.shape[-1] != keys:
+            # PyTorch sums its gradient over what is repeated, in the dtype that it is given in here.
+            rpe = rpe.to(torch.promote_types(rpe.dtype, wide_dtype(query.dtype)))
+        rpe = matrices(rpe, query.dtype, keys).expand(-1, -1, tokens, -1)
     attn_mask = None if attn_mask is None else matrices(attn_mask, query.dtype, keys)
     key_bias = (
         None

@@ -111,8 +111,8 @@ class Draw:
         return self.pick("scale", (None, None, None, 0.3, -0.5, 1.0, 1e-6, 0.0, 2.5))
 
     def subset(self, sizes: Sequence[int], dims: int) -> tuple[int, ...]:
-        """The last dims of the sizes, all but the last perhaps 1."""
-        return (*(1 if self.maybe(0.35) else size for size in sizes[-dims:-1]), sizes[-1])
+        """The last dims of the sizes, any of them perhaps 1."""
+        return (*(1 if self.maybe(0.35) else size for size in sizes[-dims:-1]), 1 if self.maybe(0.05) else sizes[-1])
 
     def grads(self) -> Callable[[str, Tensor], Tensor]:
         """Gradients of results, by name and exact result: float64 values that the result's dtype has."""

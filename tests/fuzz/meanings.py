@@ -97,10 +97,7 @@ class Attention:
         for name, of in self.biases.items():
             if gradient_of(name) in exact:
                 as_bias = bounds.stored_as(self.bias_dtype, units)
-                shape = of(given[name]).shape
-                # PyTorch sums over queries what the operation has stored for each.
-                rounded = as_bias if len(shape) < 2 or shape[-2] == 1 else None
-                error = bounds.of_bias(found, shape, units.sums, rounded).view(given[name].shape)
+                error = bounds.of_bias(found, of(given[name]).shape, units.sums).view(given[name].shape)
                 errors[gradient_of(name)] = bounds.stored(exact[gradient_of(name)], error, as_bias)
         return {name: errors[name] for name in exact}
 

@@ -687,6 +687,19 @@ def test_each_element_of_an_expanded_bias_has_its_own_gradient(device: str, dtyp
     assert found[0][1, 3].any() and torch.equal(*found)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 48), (4, 48, 1), (1, 1, 1, 1)])
+def test_the_gradient_of_a_bias_that_is_repeated_is_rounded_once(device: str, shape: tuple[int, ...], dtype):
+    inputs, layout = packed(device, "BTHD", dtype), torch.ones(3, 3, dtype=torch.bool)
+    weights = random(seeded(1), 2, 4, 48, 32, dtype=dtype).to(device)
+    bias, found = random(seeded(2), *shape, dtype=dtype).to(device), []
+    for rpe in (bias, bias.float()):
+        rpe = rpe.requires_grad_()
+        output = block_sparse_attention(*inputs, layout, rpe=rpe)
+        found.append(torch.autograd.grad(output, rpe, weights)[0])
+    assert torch.equal(found[0], found[1].to(dtype))
+
+
 def test_a_key_padding_mask_of_any_strides(device: str):
     inputs = packed(device, "BTHD")
     layout = torch.ones(3, 3, dtype=torch.bool)
