@@ -65,6 +65,8 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
         seen, scores = mask, scores.masked_fill(~mask, float("-inf"))
     else:
         seen, scores = mask != float("-inf"), scores + mask
+        # A finite number, such as the lowest of fp16, hides no key: the sum must not become -inf.
+        scores = scores.clamp(min=torch.finfo(scores.dtype).min).masked_fill(~seen, float("-inf"))
     # A row of -inf would become NaN; 0 in its place becomes 0 again after the softmax.
     nothing = ~seen.any(-1, keepdim=True)
     probs = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)

@@ -206,9 +206,11 @@ def on_device(x: Tensor, device: str) -> Tensor:
     """x there, strides and what lies between kept."""
     if device == "cpu":
         return x.detach()
-    if 0 in x.stride() and x.numel():
+    if not x.numel():
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    if 0 in x.stride():
         once = x.detach()[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
         return once.to(device).expand_as(x)
-    size = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride())) if x.numel() else 0
+    size = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))
     whole = x.detach().as_strided((x.storage_offset() + size,), (1,), 0).to(device)
     return whole.as_strided(x.shape, x.stride(), x.storage_offset())

@@ -56,6 +56,8 @@ class Attention:
         keep: what dropout makes of probabilities, as of `bounds.Attended`.
         times: how often each pair counts.
         bias_dtype: in which gradients of biases are stored.
+        shares: whether key and value are repeated for the query heads of a group, whose gradients are then rounded one
+            by one before they are added up.
     """
 
     operands: tuple[str, str, str]
@@ -66,6 +68,7 @@ class Attention:
     times: Tensor | None = None
     with_lse: bool = False
     bias_dtype: torch.dtype = torch.float64
+    shares: bool = False
 
     def _operands(self, given: Tensors) -> list[Tensor]:
         query, key, value = (given[name] for name in self.operands)
@@ -82,8 +85,19 @@ class Attention:
         output = (scored.probs * self.keep()) @ self._operands(given)[2]
         return {"output": output, "lse": scored.lse} if self.with_lse else {"output": output}
 
+    def _gradients_of_heads(self, given: Tensors, grads: Tensors) -> Tensors:
+        """Those of key and value for each query head alone."""
+        query, key, value = (x.detach().clone().requires_grad_() for x in self._operands(given))
+        biases = [of(given[name]) for name, of in self.biases.items()]
+        scored = Scored(query @ key.mT * self.factor, self.seen, biases, self.times).solve()
+        found = torch.autograd.grad(
+            (scored.probs * self.keep()) @ value, (key, value), grads["output"], materialize_grads=True, allow_unused=True
+        )
+        return dict(zip(("key", "value"), found))
+
     def errors(self, given: Tensors, grads: Tensors, exact: Tensors, units: Units) -> Tensors:
         given = {name: x.detach() for name, x in given.items()}
+        of_heads = self._gradients_of_heads(given, grads) if self.shares else {}
         attended = bounds.Attended(
             *self._operands(given), self._scored(given), self.factor, self.keep(), grads["output"], grads.get("lse")
         )
@@ -92,6 +106,7 @@ class Attention:
         for role, name in zip(("query", "key", "value"), self.operands):
             if gradient_of(name) in exact:
                 error, group = found[role], found[role].shape[1] // max(given[name].shape[1], 1)
+                error = bounds.stored(of_heads[role], error, units) if role in of_heads else error
                 error = error.unflatten(1, (-1, group)).sum(2) if group > 1 else error
                 errors[gradient_of(name)] = bounds.stored(exact[gradient_of(name)], error, units)
         for name, of in self.biases.items():

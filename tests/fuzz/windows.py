@@ -125,7 +125,9 @@ def attention(draw: Draw, skew: float) -> Case:
         }
 
     seen = seen_in_windows(tokens, windows, dilations, chosen, causal)
-    meaning = Attention(("query", "key", "value"), seen, factor, biases)
+    # Heads with tokens in an order of their own share no key.
+    shares = group > 1 and max(len(windows), len(dilations)) > 1
+    meaning = Attention(("query", "key", "value"), seen, factor, biases, shares=shares)
     wanted = ("query", "key", "value")
     return Case("window_attention", dtype, tensors, wanted, call, meaning, draw.grads(), draw.words)
 

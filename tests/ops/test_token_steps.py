@@ -180,3 +180,12 @@ def test_what_is_no_mask_is_refused():
         masked_attention(q, k, v, torch.ones(5, 7, dtype=torch.bool, device="meta"))
     with pytest.raises(ValueError, match="k is torch.float32 and q torch.float64"):
         masked_attention(q, k.float(), v, torch.ones(5, 7, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_finite_mask_hides_no_key_whatever_the_scores_are(device: str, dtype: torch.dtype):
+    """The lowest number of a dtype and a score below 0 are beyond that dtype."""
+    query, value = torch.full((2, 1, 4, 8), 8.0, device=device, dtype=dtype), torch.randn(1, 1, 8, device=device)
+    mask = torch.full((4, 1), torch.finfo(dtype).min, device=device, dtype=dtype)
+    value = value.to(dtype).expand(2, 1, 1, 8)
+    torch.testing.assert_close(masked_attention(query, -query[:, :, :1], value, mask), value.expand(2, 1, 4, 8))
