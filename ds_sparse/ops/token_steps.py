@@ -209,7 +209,7 @@ def torch_sparse_attention(
         TypeError, ValueError: as `sparse_attn`; another dtype; a pair that is listed twice, which a CSR tensor cannot
             say.
         RuntimeError: under one of torch.func's transforms, which do not take sparse tensors; lists in place of their
-            index under torch.compile.
+            index under torch.compile; on CUDA with torch 2.11, in the backward pass under deterministic algorithms.
 
     Examples:
         >>> import torch

@@ -48,15 +48,16 @@ def units_of(dtype: torch.dtype, device: str, composed: bool = False) -> Units:
     if composed:
         sums = info.eps if dtype.itemsize == 2 else sums
     least = info.tiny * info.eps * (4 if composed else 1)
-    if composed and device == "cuda":
-        least = max(least, torch.finfo(torch.float32).tiny)  # exponentials below it are 0 there
+    if device == "cuda" and dtype != torch.float64:
+        least = max(least, 4 * torch.finfo(torch.float32).tiny)  # exponentials and products below that are 0 there
     return Units(sums + EXACT, info.eps / 2 if dtype.itemsize == 2 else sums, info.eps / 2, least, least)
 
 
 def stored_as(dtype: torch.dtype, units: Units) -> Units:
     """For results of that dtype, which are made from what sums are kept in."""
     info = torch.finfo(dtype)
-    return replace(units, stored=max(info.eps / 2, units.sums), least_stored=info.tiny * info.eps)
+    least = max(info.tiny * info.eps, units.least) if units.sums > 2 * EXACT else info.tiny * info.eps
+    return replace(units, stored=max(info.eps / 2, units.sums), least_stored=least)
 
 
 def walk(terms: Tensor | int) -> Tensor:
@@ -153,8 +154,10 @@ def of_attention(x: Attended, units: Units) -> dict[str, Tensor]:
     row_terms = walk(x.scored.live.sum(-1, keepdim=True))
     column_terms = walk(x.scored.live.sum(-2)).unsqueeze(-1)
     # Exponentials up to 1 are handed on before they are divided by the row's sum.
-    least = units.least / x.scored.total.clamp(min=1) * x.scored.live
-    handed = (soft.probs + units.handed * (probs + soft.probs) + least) * x.keep
+    least = units.least * x.scored.live
+    exact_handed = soft.probs + units.handed * (probs + soft.probs)
+    handed = (exact_handed + least / x.scored.total.clamp(min=1)) * x.keep
+    handed_backward = (exact_handed + least) * x.keep
     weights = probs * x.keep
     output = weights @ x.value
     of_output = handed @ v + u * row_terms * (weights @ v) + 3 * u * output.abs()
@@ -168,6 +171,7 @@ def of_attention(x: Attended, units: Units) -> dict[str, Tensor]:
     of_inner = u * walk(width) * sizes + of_delta + 3 * u * (grad_probs.abs() + delta.abs() + lse_grad.abs())
     scores = probs * inner
     of_scores = soft.probs * (inner.abs() + of_inner) + probs * of_inner + 2 * u * scores.abs()
+    of_scores = of_scores + torch.finfo(torch.float32 if u > 1e-12 else torch.float64).tiny * x.scored.live
     given = of_scores + units.handed * (scores.abs() + of_scores) + units.least * max(1.0, 1 / max(factor, 1e-30))
     given = given * x.scored.live
 
@@ -177,7 +181,7 @@ def of_attention(x: Attended, units: Units) -> dict[str, Tensor]:
         "lse": soft.lse,
         "query": factor * (given @ k + u * (row_terms + 2) * (terms @ k)),
         "key": factor * (given.mT @ q + u * (column_terms + 2) * (terms.mT @ q)),
-        "value": handed.mT @ go + u * (column_terms + 2) * (weights.mT @ go),
+        "value": handed_backward.mT @ go + u * (column_terms + 2) * (weights.mT @ go),
         "scores": of_scores,
         "of scores": scores,
     }
