@@ -40,12 +40,13 @@ prepare() {
     (cd "$root" && "$venv/bin/python" setup.py --quiet build_ext --inplace) || stop "the native library could not be built; the reason is above."
     return
   fi
-  echo "ds_sparse: installing torch and the other requirements into .venv (once, a minute or two)"
+  echo "ds_sparse: installing torch into .venv (once, a minute or two)"
   pinned=$("$venv/bin/python" -c 'import sys, tomllib; print(*tomllib.load(open(sys.argv[1], "rb"))["build-system"]["requires"])' \
     "$root/pyproject.toml") || stop "pyproject.toml cannot be read; the reason is above."
   # Unquoted: one word for each requirement.
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check $pinned \
     || stop "pip could not install torch; the reason is above (no network, no space, or a Python that torch 2.13 has no wheel for)."
+  echo "ds_sparse: installing the other requirements, and compiling (once, some minutes)"
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable "$root${extras:+[$extras]}" \
     || stop "pip could not install ds_sparse; the reason is above."
   echo "$wanted" >"$stamp"

@@ -63,7 +63,7 @@ def explain(
         query, key, value: as of `block_sparse_attention`; with a `TokenIndex` as of `sparse_attn`.
         layout: as of `block_sparse_attention`; or the `WindowIndex` of `window_attention`, or the `TokenIndex` of
             `sparse_attn`.
-        block, causal, rpe: as of `block_sparse_attention`. With a `WindowIndex` or a `TokenIndex` there is none of them.
+        block, causal, rpe: as of `block_sparse_attention`; none of them with a `WindowIndex` or a `TokenIndex`.
 
     Returns:
         what is printed, and its parts.
@@ -87,7 +87,9 @@ def explain(
     if isinstance(layout, TokenIndex | WindowIndex):
         for name, is_given in (("block", block is not None), ("causal", causal), ("rpe", rpe is not None)):
             if is_given:
-                raise ValueError(f"{name} is given, and attention on a {type(layout).__name__} takes none; leave it out.")
+                raise ValueError(
+                    f"{name} is given, and attention on a {type(layout).__name__} takes none; leave it out."
+                )
     if isinstance(layout, TokenIndex):
         check_operands(query, key, value)
         fitting(layout, query, key)

@@ -90,9 +90,8 @@ class Attention:
         query, key, value = (x.detach().clone().requires_grad_() for x in self._operands(given))
         biases = [of(given[name]) for name, of in self.biases.items()]
         scored = Scored(query @ key.mT * self.factor, self.seen, biases, self.times).solve()
-        found = torch.autograd.grad(
-            (scored.probs * self.keep()) @ value, (key, value), grads["output"], materialize_grads=True, allow_unused=True
-        )
+        output = (scored.probs * self.keep()) @ value
+        found = torch.autograd.grad(output, (key, value), grads["output"], materialize_grads=True, allow_unused=True)
         return dict(zip(("key", "value"), found))
 
     def errors(self, given: Tensors, grads: Tensors, exact: Tensors, units: Units) -> Tensors:

@@ -44,7 +44,7 @@ def test_usual_names_and_numbers_pass(hosts):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--include", "worker-3"], "--include is 'worker-3': .*'worker-3' not found.* ranks: worker-0 with 2, b with 4."),
+        (["--include", "worker-3"], "--include is 'worker-3': .* not found.* ranks: worker-0 with 2, b with 4."),
         (["--exclude", "b:7"], "--exclude is 'b:7': No slot '7' .* Machines and their ranks: "),
         (["--include", "b:x"], "--include is 'b:x': .* Machines and their ranks: "),
         (["--exclude", "worker-0@b"], "--exclude is 'worker-0@b', and leaves no machine. "),
