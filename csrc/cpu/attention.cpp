@@ -5,6 +5,9 @@
 // ones of a head, whose gradients of key and value it completes, and adds up gradients of query for the queries that
 // see them, which are summed over tasks in the end. Tasks, and with them the orders of all sums, depend on sizes and
 // lists alone.
+//
+// A masked pair has probability 0, and 0 times NaN is NaN. So packing says which blocks have a number that is not
+// finite, and products leave out the masked pairs of those (`add_live_pairs` in attention.h).
 
 #include <torch/csrc/stable/library.h>
 
@@ -85,7 +88,8 @@ void forward(
   int64_t block = attention.block, depth = attention.depth, rows = attention.strip_rows, width = padded<T>(depth),
           keys = attention.columns * block;
   auto panels = pack_all<T>(attention.key, block, width, true);
-  auto values = pack_all<T>(attention.value, block, width, false);
+  Buffer<bool> spoilt(attention.batch * attention.key_heads * attention.columns);
+  auto values = pack_all<T>(attention.value, block, width, false, spoilt.data());
   auto pieces = cut_row_strips(attention, lists, 2 * width);
   run_pieces(pieces, attention.batch, attention.heads, lists.layout_heads, [&] {
     return [&, query = Buffer<C>(rows * depth), sum = Buffer<C>(rows * width), row_max = Buffer<C>(rows),
@@ -96,8 +100,8 @@ void forward(
       pack_tokens<T>(attention.query, b, head, first, rows, depth, query.data());
       kernels<T>().attention_forward(
           attention.strip(b, head, first, false), query.data(), panels.data() + matrix * keys * depth,
-          values.data() + matrix * keys * width, width, lists.begin(head, piece.row), count, sum.data(), row_max.data(),
-          row_sum.data(), scratch.data());
+          values.data() + matrix * keys * width, spoilt.data() + matrix * attention.columns, width,
+          lists.begin(head, piece.row), count, sum.data(), row_max.data(), row_sum.data(), scratch.data());
       store_tokens<T>(sum.data(), width, b, head, first, rows, output);
       int64_t at = (b * attention.heads + head) * attention.tokens + first;
       C *lse_to = static_cast<C*>(lse.mutable_data_ptr()) + at,
@@ -242,7 +246,7 @@ void backward(
             row_max = Buffer<C>(tokens), inverse_sum = Buffer<C>(tokens), delta = Buffer<C>(tokens),
             key = Buffer<C>(rows * width), value = Buffer<C>(rows * width), key_sum = Buffer<C>(rows * width),
             value_sum = Buffer<C>(rows * width), whole_query_sum = Buffer<C>(most_whole * group * block * width),
-            scratch = Buffer<C>(attention_scratch(block)),
+            scratch = Buffer<C>(attention_scratch(block)), spoilt = Buffer<bool>(most_slots * group),
             slots = std::vector<int32_t>(attention.rows)](int64_t task) mutable {
       const ColumnGroup& columns = groups[task % num_groups];
       int64_t repeat = task / num_groups, b = repeat / repeats, key_head = columns.key_head + repeat % repeats,
@@ -257,6 +261,9 @@ void backward(
         pack_block_panels(query.data() + at * width, width, block, depth, query_panels.data() + at * depth);
         pack_block_panels(grad_output.data() + at * width, width, block, depth, grad_output_panels.data() + at * depth);
         auto from = row_stats.from((b * heads + head) * padded + first);
+        spoilt.data()[i] = !kernels<C>().are_finite(query.data() + at * width, block * width) ||
+                           !kernels<C>().are_finite(grad_output.data() + at * width, block * width) ||
+                           !kernels<C>().are_finite(from.delta, block);
         std::copy(from.row_max, from.row_max + block, row_max.data() + at);
         std::copy(from.inverse_sum, from.inverse_sum + block, inverse_sum.data() + at);
         std::copy(from.delta, from.delta + block, delta.data() + at);
@@ -265,6 +272,8 @@ void backward(
         int64_t column = first / block;
         pack_tokens<T>(attention.key, b, key_head, first, rows, width, key.data());
         pack_tokens<T>(attention.value, b, key_head, first, rows, width, value.data());
+        bool spoilt_own =
+            !kernels<C>().are_finite(key.data(), rows * width) || !kernels<C>().are_finite(value.data(), rows * width);
         std::fill(key_sum.data(), key_sum.data() + rows * width, C(0));
         std::fill(value_sum.data(), value_sum.data() + rows * width, C(0));
         for (int64_t h = 0; h < group; ++h) {
@@ -283,6 +292,8 @@ void backward(
               blocks,
               slots.data(),
               count,
+              spoilt_own,
+              spoilt.data() + h * num_slots,
               key_sum.data(),
               value_sum.data(),
               query_sum + at * width};

@@ -120,11 +120,44 @@ static void dropout_blocks(const AttentionRowStrip& strip, const int32_t* blocks
   }
 }
 
+// Calls plain(n, count) for each run of those of `count` blocks that are not spoilt, and careful(n) for each other.
+template <class Spoilt, class Plain, class Careful>
+DS_SPARSE_INLINE void in_runs(int64_t count, const Spoilt& spoilt, const Plain& plain, const Careful& careful) {
+  for (int64_t n = 0, end; n < count; n = end) {
+    end = n + 1;
+    if (spoilt(n)) {
+      careful(n);
+      continue;
+    }
+    while (end < count && !spoilt(end)) ++end;
+    plain(n, end - n);
+  }
+}
+
+// sum += the product of one block and dense rows, where some numbers are not finite: masked pairs are left out, where
+// dsd_columns would add zero times those. Weights and scores (m, k) lie at m * m_stride + k * k_stride; a score is -inf
+// where it is masked.
+template <class C>
+static void add_live_pairs(
+    const C* weights, const C* scores, int64_t m_stride, int64_t k_stride, int64_t m, int64_t k, const C* dense,
+    int64_t width, C* sum) {
+  constexpr int N = native_width<C>;
+  for (int64_t i = 0; i < m; ++i) {
+    C* to = sum + i * width;
+    for (int64_t j = 0; j < k; ++j) {
+      int64_t at = i * m_stride + j * k_stride;
+      if (scores[at] == -infinity<C>) continue;
+      for (int64_t c = 0; c < width; c += N)
+        store<C, N>(to + c, Vec<C, N>(load<C, N>(to + c) + weights[at] * load<C, N>(dense + j * width + c)));
+    }
+  }
+}
+
 template <class T, int W>
 static void attention_forward_of(
     const AttentionRowStrip& strip, const Compute<T>* query, const Compute<T>* key_panels, const Compute<T>* value,
-    int64_t width, const int32_t* blocks, int64_t count, Compute<T>* sum, Compute<T>* top, Compute<T>* total,
-    Compute<T>* scratch) {
+    const bool* spoilt, int64_t width, const int32_t* blocks, int64_t count, Compute<T>* sum, Compute<T>* top,
+    Compute<T>* total, Compute<T>* scratch) {
   using C = Compute<T>;
   using V = Vec<C, W>;
   constexpr int N = native_width<C>;
@@ -172,8 +205,20 @@ static void attention_forward_of(
       for (int64_t i = 0; i < here * size; i += W)
         store<C, W>(scores + i, V(load<C, W>(scores + i) * load<C, W>(extra + i)));
     }
-    Blocks<C> probs{scores, nullptr, size, block, 1};
-    dsd_columns<C, tile_vectors>(probs, value, width, blocks + done, here, block, rows, 0, width, done > 0, sum, width);
+    const int32_t* live = blocks + done;
+    in_runs(
+        here, [&](int64_t n) { return spoilt[live[n]]; },
+        [&](int64_t n, int64_t run) {
+          dsd_columns<C, tile_vectors>(
+              {scores + n * size, nullptr, size, block, 1}, value, width, live + n, run, block, rows, 0, width,
+              done + n > 0, sum, width);
+        },
+        [&](int64_t n) {
+          for (int64_t i = 0; done + n == 0 && i < rows * width; ++i) sum[i] = 0;
+          attention_scores<T, W>(strip, query, strip.depth, key_panels, live + n, live + n, 1, extra, extra + size);
+          add_live_pairs<C>(
+              scores + n * size, extra, block, 1, rows, block, value + live[n] * block * width, width, sum);
+        });
   }
   for (int64_t r = 0; r < rows; ++r) {
     C inverse = total[r] == 0 ? C(0) : 1 / total[r];
@@ -185,13 +230,13 @@ static void attention_forward_of(
 template <class T>
 static void attention_forward(
     const AttentionRowStrip& strip, const Compute<T>* query, const Compute<T>* key_panels, const Compute<T>* value,
-    int64_t width, const int32_t* blocks, int64_t count, Compute<T>* sum, Compute<T>* top, Compute<T>* total,
-    Compute<T>* scratch) {
+    const bool* spoilt, int64_t width, const int32_t* blocks, int64_t count, Compute<T>* sum, Compute<T>* top,
+    Compute<T>* total, Compute<T>* scratch) {
   constexpr int W = native_width<Compute<T>>;
   if (strip.block >= W)
-    attention_forward_of<T, W>(strip, query, key_panels, value, width, blocks, count, sum, top, total, scratch);
+    attention_forward_of<T, W>(strip, query, key_panels, value, spoilt, width, blocks, count, sum, top, total, scratch);
   else
-    attention_forward_of<T, 8>(strip, query, key_panels, value, width, blocks, count, sum, top, total, scratch);
+    attention_forward_of<T, 8>(strip, query, key_panels, value, spoilt, width, blocks, count, sum, top, total, scratch);
 }
 
 template <class T, int W>
@@ -230,16 +275,28 @@ static void attention_backward_of(
         }
       }
     }
-    dsd_columns<C, tile_vectors>(
-        {probs, nullptr, size, block, 1}, column.grad_output, width, slots, here, block, rows, 0, width, true,
-        column.grad_value, width);
-    dsd_columns<C, tile_vectors>(
-        {grads, nullptr, size, block, 1}, column.query, width, slots, here, block, rows, 0, width, true,
-        column.grad_key, width);
-    for (int64_t n = 0; n < here; ++n)
+    auto add_products = [&](int64_t n, int64_t run) {
+      Blocks<C> of_values{probs + n * size, nullptr, size, block, 1},
+          of_keys{grads + n * size, nullptr, size, block, 1};
       dsd_columns<C, tile_vectors>(
-          {grads + n * size, nullptr, 0, 1, block}, column.key, width, &own, 1, rows, block, 0, width, true,
-          column.grad_query + slots[n] * block * width, width);
+          of_values, column.grad_output, width, slots + n, run, block, rows, 0, width, true, column.grad_value, width);
+      dsd_columns<C, tile_vectors>(
+          of_keys, column.query, width, slots + n, run, block, rows, 0, width, true, column.grad_key, width);
+      for (int64_t i = n; i < n + run; ++i)
+        dsd_columns<C, tile_vectors>(
+            {grads + i * size, nullptr, 0, 1, block}, column.key, width, &own, 1, rows, block, 0, width, true,
+            column.grad_query + slots[i] * block * width, width);
+    };
+    auto add_live = [&](int64_t n) {
+      C *prob = probs + n * size, *grad = grads + n * size, *again = factors;
+      int64_t at = slots[n] * block * width;
+      attention_scores<T, W>(strip, column.key, width, column.query_panels, slots + n, blocks + n, 1, again, extra);
+      add_live_pairs<C>(prob, again, block, 1, rows, block, column.grad_output + at, width, column.grad_value);
+      add_live_pairs<C>(grad, again, block, 1, rows, block, column.query + at, width, column.grad_key);
+      add_live_pairs<C>(grad, again, 1, block, block, rows, column.key, width, column.grad_query + at);
+    };
+    in_runs(
+        here, [&](int64_t n) { return column.spoilt_own || column.spoilt_slots[slots[n]]; }, add_products, add_live);
   }
 }
 
@@ -277,8 +334,10 @@ static void attention_bias_backward_of(
         C* to = out + r * out_stride + column;
         for (int64_t c = 0; c < block; c += W) {
           int64_t at = n * size + r * block + c;
-          V prob = exp_nonpositive<C, W>(load<C, W>(probs + at) - row_stats.row_max[r]) * row_stats.inverse_sum[r];
+          V score = load<C, W>(probs + at);
+          V prob = exp_nonpositive<C, W>(score - row_stats.row_max[r]) * row_stats.inverse_sum[r];
           V grad = prob * (load<C, W>(grads + at) - row_stats.delta[r]);
+          grad = score == -infinity<C> ? V{} : grad;
           if (c + W <= columns)
             store<C, W>(to + c, V(load<C, W>(to + c) + grad));
           else

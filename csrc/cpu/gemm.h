@@ -80,6 +80,18 @@ static void pack_rows(
   }
 }
 
+template <class C>
+static bool are_finite(const C* x, int64_t count) {
+  constexpr int W = native_width<C>;
+  Vec<C, W> zeros[4] = {};
+  int64_t i = 0;
+  for (; i + 4 * W <= count; i += 4 * W)
+    for (int v = 0; v < 4; ++v) zeros[v] += load<C, W>(x + i + v * W) * C(0);
+  Vec<C, 8> rest{};
+  for (; i < count; i += 8) rest += load<C, 8>(x + i) * C(0);
+  return sum_lanes<C, W>(zeros[0] + zeros[1] + (zeros[2] + zeros[3])) + sum_lanes<C, 8>(rest) == 0;
+}
+
 // V panels, which may belong to different blocks: panel v is at b[v], its columns of the result at out[v].
 template <class T, int W, int V>
 static void sdd_panels(

@@ -14,6 +14,7 @@ constexpr Kernels<T> table = {
     native_width<Compute<T>>,
     pack_panels<T>,
     pack_rows<T>,
+    are_finite<Compute<T>>,
     sdd<T>,
     dsd<T>,
     store_rows<T>,

@@ -94,6 +94,8 @@ struct AttentionColumn {
   int64_t width;
   const int32_t *blocks, *slots;  // the row strip's live blocks, and where they lie
   int64_t count;
+  bool spoilt_own;           // whether a number of the row strip's keys or values is not finite
+  const bool* spoilt_slots;  // whether one of a slot's queries, of their outputs' gradients or of their deltas is not
   C *grad_key, *grad_value;  // the row strip's own, added to
   C* grad_query;             // by slots, added to
 };
@@ -178,6 +180,9 @@ struct Kernels {
   void (*pack_rows)(
       const T* x, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns, C* out, int64_t out_stride);
 
+  // Whether all of x[0] to x[count - 1] are finite; count is a multiple of 8.
+  bool (*are_finite)(const C* x, int64_t count);
+
   // out[n] = a @ panels of columns[n], n < count; a (rows, depth) with unit column stride, out[n] (rows, b).
   void (*sdd)(
       const C* a, int64_t a_stride, int64_t rows, const C* panels, const int32_t* columns, int64_t count, int64_t block,
@@ -211,11 +216,12 @@ struct Kernels {
       int64_t rows, int64_t columns, C* out);
 
   // The row strip's softmax over `count` live blocks times value, its largest scores and sums of exponentials.
-  // query (rows, depth), key_panels and value (columns, width) whole, sum (rows, width).
+  // query (rows, depth), key_panels and value (columns, width) whole, sum (rows, width). spoilt: of all blocks, whether
+  // a number of their values is not finite.
   // scratch, here and below: attention_scratch of C.
   void (*attention_forward)(
-      const AttentionRowStrip& strip, const C* query, const C* key_panels, const C* value, int64_t width,
-      const int32_t* blocks, int64_t count, C* sum, C* top, C* total, C* scratch);
+      const AttentionRowStrip& strip, const C* query, const C* key_panels, const C* value, const bool* spoilt,
+      int64_t width, const int32_t* blocks, int64_t count, C* sum, C* top, C* total, C* scratch);
 
   void (*attention_backward)(const AttentionRowStrip& strip, const AttentionColumn<C>& column, C* scratch);
 

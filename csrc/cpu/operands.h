@@ -35,9 +35,10 @@ void pack_block_panels(const C* rows, int64_t width, int64_t block, int64_t dept
   kernel.pack_panels(rows, 1, width, depth, block, kernel.panel_width(block), panels);
 }
 
-// All blocks of x (B, H, tokens, depth), as rows or as panels, the heads one after another.
+// All blocks of x (B, H, tokens, depth), as rows or as panels, the heads one after another. spoilt, of rows: null, or
+// for each block whether a number of it is not finite.
 template <class T>
-Buffer<Compute<T>> pack_all(const Tensor& x, int64_t block, int64_t width, bool panels) {
+Buffer<Compute<T>> pack_all(const Tensor& x, int64_t block, int64_t width, bool panels, bool* spoilt = nullptr) {
   using C = Compute<T>;
   int64_t heads = x.size(1), depth = x.size(3), blocks = blocks_of(x.size(2), block),
           size = block * (panels ? depth : width);
@@ -50,6 +51,7 @@ Buffer<Compute<T>> pack_all(const Tensor& x, int64_t block, int64_t width, bool 
       C* to = packed.data() + i * size;
       pack_tokens<T>(x, matrix / heads, matrix % heads, i % blocks * block, block, width, panels ? rows.data() : to);
       if (panels) pack_block_panels(rows.data(), width, block, depth, to);
+      if (spoilt) spoilt[i] = !kernels<C>().are_finite(to, size);
     }
   });
   return packed;

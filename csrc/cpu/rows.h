@@ -111,6 +111,30 @@ static void softmax_forward(const SoftmaxRows<T>& rows, Compute<T>* scratch) {
     softmax_forward_of<T, 8>(rows, scratch);
 }
 
+// A row of softmax's gradients where a gradient of its probabilities is not finite, in `runs` runs of `length` numbers:
+// those of probabilities that are 0, as of masked scores, do not count.
+template <class T>
+static __attribute__((noinline)) void spoilt_softmax_backward(
+    const T* grad, const T* probs, T* out, int64_t runs, int64_t length, int64_t stride, double scale) {
+  using C = Compute<T>;
+  C sum = 0;
+  for (int64_t n = 0; n < runs; ++n)
+    for (int64_t at = n * stride; at < n * stride + length; ++at) {
+      C prob = load_one<C>(probs + at);
+      if (prob != 0) sum += prob * load_one<C>(grad + at);
+    }
+  for (int64_t n = 0; n < runs; ++n)
+    for (int64_t at = n * stride; at < n * stride + length; ++at) {
+      C prob = load_one<C>(probs + at);
+      store_one<C>(out + at, prob == 0 ? C(0) : C(scale) * prob * (load_one<C>(grad + at) - sum));
+    }
+}
+
+template <class C>
+DS_SPARSE_INLINE bool is_finite(C x) {
+  return x - x == 0;
+}
+
 template <class T, int W>
 static void softmax_backward_of(
     const T* grad, const T* probs, T* out, int64_t count, int64_t block, int64_t begin, int64_t end, double factor) {
@@ -124,6 +148,11 @@ static void softmax_backward_of(
       for (int64_t c = at; c < at + block; c += W) sums += load<C, W>(grad + c) * load<C, W>(probs + c);
     }
     C sum = sum_lanes<C, W>(sums);
+    if (!is_finite(sum)) {
+      int64_t at = r * block;
+      spoilt_softmax_backward<T>(grad + at, probs + at, out + at, count, block, block * block, factor);
+      continue;
+    }
     for (int64_t n = 0; n < count; ++n) {
       int64_t at = (n * block + r) * block;
       for (int64_t c = at; c < at + block; c += W)

@@ -158,6 +158,10 @@ static void window_softmax_backward(
   for (int64_t r = 0; r < count; ++r, grad += width, probs += width, out += width) {
     C sum;
     row_dots<T>(grad, width, 1, probs, width, 1, 1, width, &sum);
+    if (!is_finite(sum)) {
+      spoilt_softmax_backward<T>(grad, probs, out, 1, width, width, factor);
+      continue;
+    }
     int64_t c = 0;
     for (; c + W <= width; c += W)
       store<C, W>(out + c, Vec<C, W>(scale * load<C, W>(probs + c) * (load<C, W>(grad + c) - sum)));

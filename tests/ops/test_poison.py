@@ -1,0 +1,222 @@
+"""Numbers that are not finite stay with the rows that see them, and with the gradients of what these see.
+
+On the CPU whatever limits pairs. On CUDA where each query gathers its keys; docs/semantics.md has what else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from helpers import DTYPES, leaf, random, seeded
+
+from ds_sparse import (
+    Softmax,
+    TokenIndex,
+    block_sparse_attention,
+    gather_attention,
+    sparse_attn,
+    window_attention,
+    window_softmax,
+)
+
+OPERATORS = ("token_attention_forward", "token_attention_backward")
+POISONS = (math.nan, math.inf, -math.inf)
+KEY_SIDE = ("key", "value", "key and value")
+OPERANDS = (*KEY_SIDE, "query", "grad")
+
+LIVE = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 0, 1]], dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention: what it is called with, and which pairs count, (B, H, T, S)."""
+
+    call: Callable[..., torch.Tensor]
+    seen: torch.Tensor
+    key_heads: int = 2
+    head_dim: int = 16
+
+    def operands(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        batch, heads, queries, keys = self.seen.shape
+        shapes = {"query": (heads, queries), "key": (self.key_heads, keys), "value": (self.key_heads, keys)}
+        shapes["grad"] = shapes["query"]
+        return {
+            name: random(seeded(i), batch, *shape, self.head_dim, dtype=dtype)
+            for i, (name, shape) in enumerate(shapes.items())
+        }
+
+
+def on_blocks(block: int, device: str, option: str) -> Attention:
+    """Rows of blocks that are live for some, with something that limits pairs besides."""
+    batch, heads, tokens = 2, 2, 3 * block - 5
+    seen = LIVE.repeat_interleave(block, 0).repeat_interleave(block, 1)[:tokens, :tokens]
+    seen = seen.repeat(batch, heads, 1, 1)
+    token = torch.arange(tokens)
+    kept = torch.rand(batch, tokens, generator=seeded(7)) < 0.6
+    options: dict = {}
+    if option == "key_padding_mask":
+        options["key_padding_mask"], limit = kept.to(device), kept[:, None, None]
+    elif option == "float key_padding_mask":
+        added = torch.zeros(batch, tokens).masked_fill(~kept, -math.inf)
+        options["key_padding_mask"], limit = added.to(device), kept[:, None, None]
+    elif option == "causal":
+        options["causal"], limit = True, token[:, None] >= token
+    elif option == "attn_mask":
+        limit = torch.rand(batch, 1, tokens, tokens, generator=seeded(8)) < 0.6
+        options["attn_mask"] = limit.to(device)
+    elif option == "dropout":
+        options["dropout_p"], options["key_padding_mask"], limit = 0.3, kept.to(device), kept[:, None, None]
+    else:
+        limit = torch.ones(1, dtype=torch.bool)
+
+    def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)
+        return block_sparse_attention(query, key, value, LIVE, block=block, **options)
+
+    return Attention(call, seen & limit, key_heads=1 if option == "key_padding_mask" else 2)
+
+
+def in_windows(device: str, option: str) -> Attention:
+    tokens, token = 150, torch.arange(150)
+    distance = (token[:, None] - token).abs()
+    options: dict = {"window_size": 9}
+    seen = (distance <= 9).repeat(2, 2, 1, 1)
+    if option == "causal":
+        options["causal"] = True
+        seen &= token[:, None] >= token
+    elif option == "global_tokens":
+        options["global_tokens"] = [3, 70]
+        seen[:, :, [3, 70]] = seen[:, :, :, [3, 70]] = True
+    elif option == "dilation":
+        options["dilation"] = 2
+        seen = ((distance <= 18) & (distance % 2 == 0)).repeat(2, 2, 1, 1)
+    elif option == "key_padding_mask":
+        kept = torch.rand(2, tokens, generator=seeded(7)) < 0.6
+        options["key_padding_mask"] = kept.to(device)
+        seen &= kept[:, None, None]
+    return Attention(lambda *x: window_attention(*x, **options), seen)
+
+
+def of_pairs(operation: Callable[..., torch.Tensor], density: float) -> Attention:
+    seen = torch.rand(150, 150, generator=seeded(9)) < density
+    index = TokenIndex.from_pairs(seen.nonzero(), 150, 150)
+    return Attention(lambda *x: operation(*x, index), seen.repeat(2, 2, 1, 1))
+
+
+def passes(attention: Attention, operands: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
+    inputs = [leaf(operands[name], device) for name in ("query", "key", "value")]
+    output = attention.call(*inputs)
+    grads = torch.autograd.grad(output, inputs, operands["grad"].to(device))
+    names = ("output", "grad_query", "grad_key", "grad_value")
+    return {name: x.detach().cpu() for name, x in zip(names, (output, *grads), strict=True)}
+
+
+def check(attention: Attention, operand: str, tokens: torch.Tensor, poison: float, dtype: torch.dtype, device: str):
+    """With numbers of these tokens, (B, Hkv, S) or (B, H, T), not finite, whoever has no part in them has the results
+    that zeros in their place give."""
+    clean = attention.operands(dtype)
+    for name in ("key", "value") if operand == "key and value" else (operand,):
+        clean[name][tokens] = 0
+    spoilt = {name: x.clone() for name, x in clean.items()}
+    for name in ("key", "value") if operand == "key and value" else (operand,):
+        spoilt[name][tokens] = poison
+    expected, found = passes(attention, clean, device), passes(attention, spoilt, device)
+
+    seen, group = attention.seen, attention.seen.shape[1] // attention.key_heads
+    if operand in ("query", "grad"):
+        rows = tokens
+    else:
+        rows = (seen & tokens.repeat_interleave(group, 1).unsqueeze(2)).any(3)
+    keys = (seen & rows.unsqueeze(3)).any(2).unflatten(1, (-1, group)).any(2)
+    assert not rows.all() and not keys.all(), "nothing to look at"
+    for name, x in found.items():
+        clear = ~(keys if name in ("grad_key", "grad_value") else rows)
+        torch.testing.assert_close(x[clear], expected[name][clear], msg=lambda text, name=name: f"{name}: {text}")
+    if operand == "value" and math.isnan(poison):
+        assert found["output"][rows].isnan().all(), "what a row sees has to show"
+
+
+def some_of(attention: Attention, operand: str) -> torch.Tensor:
+    """A few tokens of the first sequence's first head."""
+    batch, heads, queries, keys = attention.seen.shape
+    of_keys = operand in KEY_SIDE
+    tokens = torch.zeros(batch, attention.key_heads if of_keys else heads, keys if of_keys else queries).bool()
+    tokens[0, 0, [5, 6, 40]] = True
+    return tokens
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("option", ["key_padding_mask", "float key_padding_mask", "dropout"])
+def test_behind_a_key_padding_mask(option: str, dtype: torch.dtype):
+    """Every masked key may hold anything: no row changes, and its own gradients are zero."""
+    for block, poison in zip((16, 32, 64), POISONS, strict=True):
+        attention = on_blocks(block, "cpu", option)
+        batch, _, _, keys = attention.seen.shape
+        hidden = ~attention.seen.any((1, 2)).unsqueeze(1).expand(batch, attention.key_heads, keys)
+        check(attention, "key and value", hidden, poison, dtype, "cpu")
+
+
+@pytest.mark.parametrize("operand", OPERANDS)
+@pytest.mark.parametrize("option", ["no option", "key_padding_mask", "causal", "attn_mask"])
+def test_what_some_rows_see_is_in_those_alone(option: str, operand: str):
+    attention = on_blocks(16, "cpu", option)
+    check(attention, operand, some_of(attention, operand), math.nan, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("operand", OPERANDS)
+@pytest.mark.parametrize("option", ["no option", "causal", "global_tokens", "dilation", "key_padding_mask"])
+def test_outside_of_a_window(option: str, operand: str):
+    attention = in_windows("cpu", option)
+    check(attention, operand, some_of(attention, operand), math.nan, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("operand", OPERANDS)
+@pytest.mark.parametrize("operation", [sparse_attn, gather_attention])
+def test_tokens_of_no_pair(device: str, operation: Callable[..., torch.Tensor], operand: str):
+    attention = of_pairs(operation, 0.05)
+    check(attention, operand, some_of(attention, operand), math.nan, torch.float32, device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_gradient_of_rpe_where_pairs_are_masked(dtype: torch.dtype):
+    """It is summed over sequences: what one hides is another's."""
+    attention = on_blocks(16, "cpu", "no option")
+    kept = torch.rand(2, 43, generator=seeded(7)) < 0.6
+    found = []
+    for hidden in (0.0, math.nan):
+        query, key, value, grad = attention.operands(dtype).values()
+        for x in (key, value):
+            x.masked_fill_(~kept[:, None, :, None], hidden)
+        rpe = torch.zeros(1, 1, 43, 43, dtype=dtype, requires_grad=True)
+        output = block_sparse_attention(query, key, value, LIVE, block=16, rpe=rpe, key_padding_mask=kept)
+        found.append(torch.autograd.grad(output, rpe, grad)[0])
+    assert found[0].any()
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_of_masked_probabilities(dtype: torch.dtype, poison: float):
+    """They are made of values that may hold anything."""
+    kept = torch.rand(2, 48, generator=seeded(7)) < 0.6
+    scores = random(seeded(), 2, 5, 16, 16, dtype=dtype)
+    of_blocks = torch.stack([kept.unflatten(1, (3, 16))[:, column] for column in LIVE.nonzero()[:, 1]], 1).unsqueeze(2)
+    band, width = random(seeded(1), 2, 2, 48, 15, dtype=dtype), torch.arange(15)
+    places = torch.arange(48)[:, None] + width - 7
+    of_band = ((places >= 0) & (places < 48) & kept[:, places.clamp(0, 47)]).unsqueeze(1)
+    softmax = Softmax(LIVE, 16)
+    for x, seen, call in (
+        (scores, of_blocks, lambda x: softmax(x, key_padding_mask=kept, key_padding_mask_mode="mul")),
+        (band, of_band, lambda x: window_softmax(x, 7, key_padding_mask=kept)),
+    ):
+        x.requires_grad_()
+        grad = random(seeded(2), *x.shape, dtype=dtype)
+        expected, found = (
+            torch.autograd.grad(call(x), x, grad.masked_fill(~seen.expand_as(grad), hidden))[0]
+            for hidden in (0.0, poison)
+        )
+        assert expected.any()
+        torch.testing.assert_close(found, expected)
