@@ -261,13 +261,18 @@ void backward(
         pack_block_panels(query.data() + at * width, width, block, depth, query_panels.data() + at * depth);
         pack_block_panels(grad_output.data() + at * width, width, block, depth, grad_output_panels.data() + at * depth);
         auto from = row_stats.from((b * heads + head) * padded + first);
-        spoilt.data()[i] = !kernels<C>().are_finite(query.data() + at * width, block * width) ||
-                           !kernels<C>().are_finite(grad_output.data() + at * width, block * width) ||
-                           !kernels<C>().are_finite(from.delta, block);
         std::copy(from.row_max, from.row_max + block, row_max.data() + at);
         std::copy(from.inverse_sum, from.inverse_sum + block, inverse_sum.data() + at);
         std::copy(from.delta, from.delta + block, delta.data() + at);
       }
+      auto finite = [&](int64_t at, int64_t count) {
+        return kernels<C>().are_finite(query.data() + at * width, count * width) &&
+               kernels<C>().are_finite(grad_output.data() + at * width, count * width) &&
+               kernels<C>().are_finite(delta.data() + at, count);
+      };
+      // All at once first, as that is how it is.
+      bool all_finite = finite(0, group * num_slots * block);
+      for (int64_t i = 0; i < group * num_slots; ++i) spoilt.data()[i] = !all_finite && !finite(i * block, block);
       for (int64_t first = columns.begin * block; first < columns.end * block; first += rows) {
         int64_t column = first / block;
         pack_tokens<T>(attention.key, b, key_head, first, rows, width, key.data());

@@ -80,16 +80,29 @@ static void pack_rows(
   }
 }
 
+// Of numbers that are 0 or NaN.
+template <class C, int W>
+DS_SPARSE_INLINE bool is_all_zero(Vec<C, W> x) {
+  auto words = bit_cast<Vec<uint64_t, W * sizeof(C) / 8>>(x);
+  uint64_t any = 0;
+  for (int i = 0; i < int(W * sizeof(C) / 8); ++i) any |= words[i];
+  return any == 0;
+}
+
 template <class C>
 static bool are_finite(const C* x, int64_t count) {
   constexpr int W = native_width<C>;
-  Vec<C, W> zeros[4] = {};
+  Vec<C, W> a{}, b{}, c{}, d{};
   int64_t i = 0;
-  for (; i + 4 * W <= count; i += 4 * W)
-    for (int v = 0; v < 4; ++v) zeros[v] += load<C, W>(x + i + v * W) * C(0);
+  for (; i + 4 * W <= count; i += 4 * W) {
+    a += load<C, W>(x + i) * C(0);
+    b += load<C, W>(x + i + W) * C(0);
+    c += load<C, W>(x + i + 2 * W) * C(0);
+    d += load<C, W>(x + i + 3 * W) * C(0);
+  }
   Vec<C, 8> rest{};
   for (; i < count; i += 8) rest += load<C, 8>(x + i) * C(0);
-  return sum_lanes<C, W>(zeros[0] + zeros[1] + (zeros[2] + zeros[3])) + sum_lanes<C, 8>(rest) == 0;
+  return is_all_zero<C, W>(a + b + (c + d)) && is_all_zero<C, 8>(rest);
 }
 
 // V panels, which may belong to different blocks: panel v is at b[v], its columns of the result at out[v].

@@ -51,8 +51,11 @@ Buffer<Compute<T>> pack_all(const Tensor& x, int64_t block, int64_t width, bool 
       C* to = packed.data() + i * size;
       pack_tokens<T>(x, matrix / heads, matrix % heads, i % blocks * block, block, width, panels ? rows.data() : to);
       if (panels) pack_block_panels(rows.data(), width, block, depth, to);
-      if (spoilt) spoilt[i] = !kernels<C>().are_finite(to, size);
     }
+    if (!spoilt) return;
+    bool all_finite = kernels<C>().are_finite(packed.data() + begin * size, (end - begin) * size);
+    for (int64_t i = begin; i < end; ++i)
+      spoilt[i] = !all_finite && !kernels<C>().are_finite(packed.data() + i * size, size);
   });
   return packed;
 }
