@@ -42,8 +42,8 @@ def units_of(dtype: torch.dtype, device: str, composed: bool = False) -> Units:
     """composed: of PyTorch's operations, which round each step to the dtype."""
     info = torch.finfo(dtype)
     wide = torch.finfo(torch.promote_types(dtype, torch.float32))
-    # Tensor cores cut where others round. In fp32 they multiply three parts of 11 bits, and leave out the products of the
-    # last ones, so that a single product may be off by some 2**-21.
+    # Tensor cores cut where others round. In fp32 they multiply parts of 11 bits, and leave out the product of the last
+    # ones, so that a single product may be off by some 2**-21.
     sums = wide.eps / 2 * ({torch.float32: 16, torch.float64: 1}.get(dtype, 4) if device == "cuda" else 1)
     if composed:
         sums = info.eps if dtype.itemsize == 2 else sums
