@@ -118,12 +118,8 @@ def call_of(variant: Variant, device: str, seed: int) -> Run:
 
     def run() -> list[Tensor]:
         leaves = {name: x.detach().requires_grad_() for name, x in operands.items()}
-        with (
-            poisoned_memory() if variant.deterministic else nullcontext(),
-            force_implementation(variant.implementation),
-        ):
-            results = function(*leaves.values())
-            grads = torch.autograd.grad(results, list(leaves.values()), [torch.ones_like(x) for x in results])
+        results = function(*leaves.values())
+        grads = torch.autograd.grad(results, list(leaves.values()), [torch.ones_like(x) for x in results])
         kept = [grad for name, grad in zip(leaves, grads) if name != in_any_order]
         return [x.detach() for x in (*results, *kept)]
 
@@ -261,7 +257,12 @@ def repeated(run: Run, device: str, repeats: int, busy: Callable[[], None]) -> I
 def check(variant: Variant, device: str, seed: int, repeats: int, busy: Callable[[], None]) -> str:
     """What is wrong with a variant, in words that repeat it; "" if nothing is."""
     try:
-        wrong = differing(call_of(variant, device, seed), device, repeats, busy)
+        # Around all threads, as both count for the whole process.
+        with (
+            poisoned_memory() if variant.deterministic else nullcontext(),
+            force_implementation(variant.implementation),
+        ):
+            wrong = differing(call_of(variant, device, seed), device, repeats, busy)
     except Exception as error:  # noqa: BLE001
         wrong = f"{type(error).__name__}: {error}"
     return f"FAILED {variant}, seed {seed}: {wrong}" if wrong else ""

@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 import torch
 
-from ds_sparse.dispatch import IMPLEMENTATIONS
+from ds_sparse.dispatch import IMPLEMENTATIONS, forced_implementation
 from fuzz import races
 from fuzz.races import Variant
 
@@ -27,6 +27,7 @@ def test_each_variant_gives_the_same_bits_while_memory_is_busy(device: str):
     with races.busy_memory(device) as busy:
         wrong = [races.check(variant, device, 1, REPEATS[device], busy) for variant in tried(device)]
     assert not any(wrong), "\n".join(filter(None, wrong))
+    assert not forced_implementation(), "left behind for other tests"
 
 
 def test_every_implementation_has_its_variants():
