@@ -113,6 +113,8 @@ def call_of(variant: Variant, device: str, seed: int) -> Run:
     blocks = -(-sizes.tokens // variant.block)
     live = torch.rand(sizes.heads, blocks, blocks, generator=rng) < min(0.4, 24 / blocks)
     live[:, 0] = live[:, :, 0] = True
+    # Tiles without a step wait for nothing but their own copies.
+    live[-1, blocks // 2 :] = live[-1, :, blocks // 2 :] = False
     operands, function = OPERATIONS[variant.operation](variant, sizes, live.to(device), drawn)
     in_any_order = "" if variant.deterministic else "query"
 

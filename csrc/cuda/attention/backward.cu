@@ -224,7 +224,11 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
 
+  // Rows of a warp tile are copied by all threads, and where there is no step, nobody has waited for the others.
   wait_for_copies<0>();
+  if (steps == 0) {
+    __syncthreads();
+  }
   const int columns = p.head_dim - first_column;
   const auto store = [&](const auto& sums, float factor, const T* own, const Matrices<T>& grad,
                          const SplitResults& splits, float* shares) {

@@ -204,8 +204,12 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
               factor8 = row_sum8 > 0 ? of_dropout / row_sum8 : 0.0f;
   const float to_row_max = kPlain ? p.scoring.scale : 1.0f;
   const RowMaxSum stats0(row_max0 * to_row_max, row_sum0), stats8(row_max8 * to_row_max, row_sum8);
-  // Before the queries' memory serves another purpose, everybody is through with it: each warp has its own warp tile.
+  // Before the queries' memory serves another purpose, everybody is through with it: each warp has its own warp tile. But
+  // its rows are copied by all threads, and where there is no step, nobody has waited for the others.
   wait_for_copies<0>();
+  if (steps == 0) {
+    __syncthreads();
+  }
   if (work.split >= 0) {
     const int64_t place = p.split_outputs.first_row(p.lists, work.copy, work.split, work.sub_tile) + warp_tile * 16;
     store_sums<kColumns>(output, factor0, factor8, p.head_dim - first_column, [&](int tile_row) -> float* {
