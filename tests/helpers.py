@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from fuzz.modes import deterministic_algorithms, poisoned_memory  # noqa: F401  # operations' tests take them from here
 from hypothesis import settings
 from hypothesis import strategies as st
 
@@ -220,22 +221,6 @@ def leaf(x: torch.Tensor, device: str, requires_grad: bool = True) -> torch.Tens
         else:
             moved.copy_(x.detach())
     return moved.requires_grad_(requires_grad) if requires_grad else moved
-
-
-@contextmanager
-def deterministic_algorithms():
-    """Sums are in a fixed order, where operations have one."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-def poisoned_memory():
-    """Memory that torch hands out uninitialised holds NaN, as in this mode: an element that a kernel forgets shows."""
-    return deterministic_algorithms()
 
 
 def oracle_matmul(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from .bounds import units_of
 from .cases import Case, on_device
 from .meanings import Tensors, gradient_of
+from .modes import cpu_threads, poisoned_memory
 
 
 class Outcome(NamedTuple):
@@ -20,28 +20,6 @@ class Outcome(NamedTuple):
     faults: list[str]
     ratio: float
     of: str
-
-
-@contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """What PyTorch hands out uninitialised holds NaN, and sums are in a fixed order."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-@contextmanager
-def cpu_threads(number: int) -> Iterator[None]:
-    """So many for an operation: for small tensors one is fastest, above all beside other work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def gradients(results: Tensors, leaves: Tensors, wanted: tuple[str, ...], grads: Tensors) -> Tensors:

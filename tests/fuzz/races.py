@@ -24,7 +24,7 @@ from ds_sparse.block_sizes import BLOCK_SIZES
 from ds_sparse.dispatch import IMPLEMENTATIONS, Call
 from ds_sparse.dispatch.implementations import ALL_DTYPES, LIMITS, ON_CUDA
 
-from .compare import cpu_threads, poisoned_memory
+from .modes import cpu_threads, poisoned_memory
 
 HEAD_DIMS = (8, 16, 40, 64, 72, 96, 128, 192, 256)
 THREADS = 3

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import ds_sparse
 
-from .compare import cpu_threads
+from .modes import cpu_threads
 
 HEADS, HEAD_DIM, BLOCK = 2, 16, 16
 LENGTHS = (32, 64, 96, 128, 160)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fuzz import soak
-from fuzz.compare import cpu_threads
+from fuzz.modes import cpu_threads
 
 STEPS = 200
 
