@@ -98,7 +98,9 @@ def key_bias_of(mask: torch.Tensor, dtype: torch.dtype, keys: int, may_be_bool: 
     elif not may_be_bool:
         # The logarithm of 1 and 0 is 0 and -inf.
         mask = mask.to(dtype).log()
-    return mask.expand(-1, keys).contiguous()
+    mask = mask.expand(-1, keys)
+    # PyTorch calls every empty tensor contiguous, whatever its strides are.
+    return mask.contiguous() if mask.numel() else mask.new_empty(mask.shape)
 
 
 def distinct_when_traced(query: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -645,3 +645,9 @@ def test_numbers_of_numpy_are_numbers():
         assert torch.equal(window_matmul(x, x.mT, window), band)
         assert torch.equal(unwindow_matmul(band, x, window), unwindow_matmul(band, x, 2))
         assert torch.equal(window_softmax(band, window), window_softmax(band, 2))
+
+
+def test_softmax_of_no_sequence_takes_a_mask_that_is_repeated(device: str):
+    scores = torch.randn(0, 2, 20, 7, device=device)
+    mask = torch.ones(0, 1, device=device).expand(0, 20)
+    assert window_softmax(scores, 3, key_padding_mask=mask).shape == scores.shape
