@@ -117,7 +117,7 @@ class Softened:
         relative = (exponent + of_total).expm1() + 2 * u
         # Powers below the smallest normal number may be 0. No probability is above 1.
         floor = torch.finfo(torch.float32 if u > 1e-12 else torch.float64).tiny
-        self.probs = torch.where(probs > 0, (probs * relative).clamp(max=1), 0) + floor * live
+        self.probs = torch.where(probs > 0, (probs * relative).clamp(max=1), 0) + floor * live.double()
         self.lse = (of_total + 4 * u * (scored.lse.detach().unsqueeze(-1).abs().nan_to_num(0, 0, 0) + 1)).squeeze(-1)
 
 
@@ -154,7 +154,7 @@ def of_attention(x: Attended, units: Units) -> dict[str, Tensor]:
     row_terms = walk(x.scored.live.sum(-1, keepdim=True))
     column_terms = walk(x.scored.live.sum(-2)).unsqueeze(-1)
     # Exponentials up to 1 are handed on before they are divided by the row's sum.
-    least = units.least * x.scored.live
+    least = units.least * x.scored.live.double()  # in float32 it may be 0
     exact_handed = soft.probs + units.handed * (probs + soft.probs)
     handed = (exact_handed + least / x.scored.total.clamp(min=1)) * x.keep
     handed_backward = (exact_handed + least) * x.keep
@@ -171,7 +171,7 @@ def of_attention(x: Attended, units: Units) -> dict[str, Tensor]:
     of_inner = u * walk(width) * sizes + of_delta + 3 * u * (grad_probs.abs() + delta.abs() + lse_grad.abs())
     scores = probs * inner
     of_scores = soft.probs * (inner.abs() + of_inner) + probs * of_inner + 2 * u * scores.abs()
-    of_scores = of_scores + torch.finfo(torch.float32 if u > 1e-12 else torch.float64).tiny * x.scored.live
+    of_scores = of_scores + torch.finfo(torch.float32 if u > 1e-12 else torch.float64).tiny * x.scored.live.double()
     given = of_scores + units.handed * (scores.abs() + of_scores) + units.least * max(1.0, 1 / max(factor, 1e-30))
     given = given * x.scored.live
 
