@@ -7,6 +7,7 @@ from torch.nn.functional import pad
 
 from ..dispatch import Call, dtypes_on, is_aligned, largest_head_dim
 from ..index import BlockIndex
+from ..index.master_layout import MasterLayout
 from ..index.tiles import Tiles
 from ._library import DTYPES, check_alike, check_scale
 
@@ -36,6 +37,15 @@ def check_attention_operands(query: torch.Tensor, key: torch.Tensor, value: torc
         raise ValueError(
             "Tensors are float64 on CUDA, where this operation takes float16, bfloat16 and float32; use MatMul and "
             "Softmax, which take float64, or the CPU."
+        )
+
+
+def check_heads(index: BlockIndex | MasterLayout, heads: int) -> None:
+    """Raises ValueError unless the layout is for so many heads."""
+    # Heads of a traced tensor may be symbolic, which torch.compile does not find in a tuple.
+    if index.num_heads != 1 and index.num_heads != heads:
+        raise ValueError(
+            f"query has {heads} heads and the layout {index.num_heads}; give the layout as many heads, or one."
         )
 
 
