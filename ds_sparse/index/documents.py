@@ -46,8 +46,8 @@ class Documents:
         edges = plain("cu_seqlens", cu_seqlens).tolist()
         if edges[0] != 0 or edges[-1] < 1:
             raise ValueError(
-                f"cu_seqlens goes from {edges[0]} to {edges[-1]}; it has to begin with 0 and end with the number of all "
-                "tokens, one at least."
+                f"cu_seqlens goes from {edges[0]} to {edges[-1]}; it has to begin with 0 and end with the number of "
+                "all tokens, one at least."
             )
         for number, (first, end) in enumerate(pairwise(edges)):
             if first > end:

@@ -108,9 +108,9 @@ def row_index_of(
     return kept_with(_of_rows, _owners(layout, cu_seqlens), (block, tokens, causal, device), build, MOST_OF_TENSORS)
 
 
-def _owners(layout: torch.Tensor | BlockIndex, cu_seqlens: torch.Tensor) -> list:
-    """What an index of documents is made of, where it can be kept."""
-    return [x for x in (layout, cu_seqlens) if isinstance(x, torch.Tensor | BlockIndex)]
+def _owners(*given: torch.Tensor | BlockIndex) -> list:
+    """What an index of documents is made of; anything else is refused when it is built."""
+    return [x for x in given if isinstance(x, torch.Tensor | BlockIndex)]
 
 
 def index_of_window(
@@ -120,6 +120,7 @@ def index_of_window(
     global_tokens: tuple[int, ...],
     dilations: tuple[int, ...],
     device: torch.device,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> WindowIndex:
     """The index of arguments that have been seen before, or a new one. `refuse_traced_window` has been called.
 
@@ -130,9 +131,14 @@ def index_of_window(
     def build() -> WindowIndex:
         what, instead = _NO_WINDOW
         refuse_captured(what, device, f"{instead}, or call once before the capture.")
-        return WindowIndex.build(tokens, windows, causal, global_tokens, dilations, device=device)
+        return WindowIndex.build(
+            tokens, windows, causal, global_tokens, dilations, device=device, cu_seqlens=cu_seqlens
+        )
 
-    return kept(_of_windows, (tokens, windows, causal, global_tokens, dilations, device), build, MOST_WINDOWS)
+    key = (tokens, windows, causal, global_tokens, dilations, device)
+    if cu_seqlens is not None:
+        return kept_with(_of_rows, _owners(cu_seqlens), key, build, MOST_OF_TENSORS)
+    return kept(_of_windows, key, build, MOST_WINDOWS)
 
 
 def refuse_traced_window() -> None:

@@ -89,7 +89,9 @@ class PackedIndex:
         if isinstance(layout, BlockIndex):
             layout, block = layout.layout(), layout.block if block is None else block
         if block is None:
-            raise ValueError("A layout is given without its block; pass block, as the layout may be larger than needed.")
+            raise ValueError(
+                "A layout is given without its block; pass block, as the layout may be larger than needed."
+            )
         block = check_block(block)
         layout = plain("The layout", with_heads(layout))
         layout = layout.to(layout.device if device is None else device)
@@ -144,9 +146,9 @@ class PackedIndex:
         """Tokens on a block's side."""
         return self.blocks.block
 
-    def causal(self) -> PackedIndex:
-        """The index without the blocks above the diagonal; itself where there are none."""
-        return self if not self.blocks.reaches_ahead else replace(self, blocks=self.blocks.causal())
+    def causal_blocks(self, causal: bool) -> BlockIndex:
+        """The blocks; with `causal` without those above the diagonal."""
+        return self.blocks.causal() if causal else self.blocks
 
     def ready(self) -> PackedIndex:
         """The index itself, for what the current stream does next."""
@@ -186,6 +188,6 @@ def _check_covers(layout: torch.Tensor, documents: Documents, block: int) -> Non
     if rows != columns or rows * block < longest:
         wanted = -(-longest // block)
         raise ValueError(
-            f"The layout has {rows} x {columns} blocks of {block}; the longest document has {longest} tokens, for which "
-            f"it has to be square and have {wanted} x {wanted} blocks or more."
+            f"The layout has {rows} x {columns} blocks of {block}; the longest document has {longest} tokens, for "
+            f"which it has to be square and have {wanted} x {wanted} blocks or more."
         )

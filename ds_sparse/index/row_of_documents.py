@@ -45,8 +45,8 @@ def index_of_row(
     wanted = -(-tokens // block)
     if rows != columns or rows < wanted:
         raise ValueError(
-            f"The layout has {rows} x {columns} blocks of {block}; for a row of {tokens} tokens it has to be square and "
-            f"have {wanted} x {wanted} blocks or more."
+            f"The layout has {rows} x {columns} blocks of {block}; for a row of {tokens} tokens it has to be square "
+            f"and have {wanted} x {wanted} blocks or more."
         )
     limits = Documents.read(cu_seqlens).check_fills(tokens).of_tokens(device)
     first, end = pad(limits.T, (0, -tokens % block), mode="replicate").unflatten(1, (wanted, block))

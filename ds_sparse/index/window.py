@@ -120,8 +120,8 @@ class WindowIndex:
         if cu_seqlens is not None:
             if global_tokens:
                 raise ValueError(
-                    "Both cu_seqlens and global_tokens are given, and global tokens see all documents; leave one out, or "
-                    "use a layout with global blocks, which each document has of its own."
+                    "Both cu_seqlens and global_tokens are given, and global tokens see all documents; leave one out, "
+                    "or use a layout with global blocks, which each document has of its own."
                 )
             limits_of_tokens = Documents.read(cu_seqlens).check_fills(tokens).of_tokens(device)
         need = num_heads * (8 * tokens + (-(-tokens // block)) ** 2)

@@ -20,8 +20,10 @@ from .attention_operators import attention_backward, attention_bias_backward, at
 from .operands import (
     check_attention_operands,
     check_bias,
+    check_dropout,
     check_heads,
     distinct_when_traced,
+    dropout_seed,
     factor_of,
     key_bias_of,
     matrices,
@@ -135,11 +137,11 @@ def block_sparse_attention(
             write that PyTorch does not count, such as to `layout.data`, goes unseen, unless DS_SPARSE_CHECK_LAYOUTS=1
             is set.
         block: 8, 16, 32, 64 or 128 tokens on a block's side; found from the shapes if it is not given.
-        cu_seqlens: int32 or int64 (documents + 1), ascending from 0 to T, as FlashAttention has it: operands are one row
-            of packed documents, of which none sees another, (1, H, T, D) or (T, H, D), the result likewise; or jagged
-            nested tensors (B, H, tokens, D), which need no cu_seqlens. Causality counts from a document's start. The
-            layout may be larger than needed, and `block` has to be given. No masks, no rpe. The index is built once for
-            these tensors; `PackedIndex.build` builds it beforehand, and is then given as the layout.
+        cu_seqlens: int32 or int64 (documents + 1), ascending from 0 to T, as FlashAttention has it: operands are one
+            row of packed documents, of which none sees another, (1, H, T, D) or (T, H, D), the result likewise; or
+            jagged nested tensors (B, H, tokens, D), which need no cu_seqlens. Causality counts from a document's start.
+            The layout may be larger than needed, and `block` has to be given. No masks, no rpe. The index is built once
+            for these tensors; or beforehand, by `PackedIndex.build`, and is then given as the layout.
         document_layout: of packed documents. 'own': each has the layout from its own start, so that results are those
             of separate calls. 'row': the layout is that of the row, and ends at the borders of documents; without
             dropout and lse.
@@ -222,17 +224,6 @@ def block_sparse_attention(
         )  # fmt: skip
         output = output[..., :head_dim] if head_dim % 8 else output
     return (output, lse) if return_lse else output
-
-
-def dropout_seed(device: torch.device) -> torch.Tensor:
-    """Seed and offset of a call's dropout, drawn on the device from torch's generator: replayed where that is."""
-    return torch.randint(2**62, (2,), device=device)
-
-
-def check_dropout(name: str, probability: float) -> None:
-    """Raises ValueError for a probability that is not 0 to below 1, of which something is left."""
-    if not 0 <= probability < 1:
-        raise ValueError(f"{name} is {probability}; it has to be 0 or more and below 1.")
 
 
 def index_for(

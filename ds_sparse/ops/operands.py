@@ -49,6 +49,17 @@ def check_heads(index: BlockIndex | MasterLayout, heads: int) -> None:
         )
 
 
+def dropout_seed(device: torch.device) -> torch.Tensor:
+    """Seed and offset of a call's dropout, drawn on the device from torch's generator: replayed where that is."""
+    return torch.randint(2**62, (2,), device=device)
+
+
+def check_dropout(name: str, probability: float) -> None:
+    """Raises ValueError for a probability that is not 0 to below 1, of which something is left."""
+    if not 0 <= probability < 1:
+        raise ValueError(f"{name} is {probability}; it has to be 0 or more and below 1.")
+
+
 def factor_of(scale: float | None, head_dim: int) -> float:
     """The factor of the scores."""
     return head_dim**-0.5 if scale is None else check_scale(scale)

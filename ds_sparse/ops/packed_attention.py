@@ -12,7 +12,15 @@ from ..index import BlockIndex, PackedIndex, WindowIndex
 from ..index.lookup import packed_index_of, row_index_of
 from ._autograd import Function, differentiable_once
 from ._library import check_inputs, under_autocast
-from .operands import check_attention_operands, check_heads
+from .operands import (
+    check_attention_operands,
+    check_dropout,
+    check_heads,
+    distinct_when_traced,
+    dropout_seed,
+    factor_of,
+)
+from .packed_in_place import attention_in_place, is_read_in_place
 from .window_attention import window_attention
 
 DOCUMENT_LAYOUTS = ("own", "row")
@@ -76,6 +84,7 @@ def packed_attention(
             f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}; packed documents are one row, of which "
             "queries and keys are the same tokens: (1, H, T, D), or (T, H, D)."
         )
+    check_dropout("dropout_p", dropout_p)
     if document_layout == "row":
         if return_lse or dropout_p:
             raise ValueError(
@@ -84,13 +93,21 @@ def packed_attention(
         index = _row_index(layout, cu_seqlens, block, query, causal)
         return as_given(window_attention(query, key, value, index, scale=scale))
     index = _own_index(layout, cu_seqlens, block, query)
-    query, key, value = (_Moved.apply(x, index.tokens_of, index.aligned, None) for x in (query, key, value))
-    results = attend(
-        query, key, value, index.blocks, key_padding_mask=index.exists, causal=causal, dropout_p=dropout_p, scale=scale,
-        return_lse=True,
-    )  # fmt: skip
-    output, lse = (_Moved.apply(x, index.aligned, index.tokens_of, index.exists[0]) for x in results)
-    return (as_given(output), as_given(lse)) if return_lse else as_given(output)
+    check_heads(index.blocks, query.shape[1])
+    back = index.aligned, index.tokens_of, index.exists[0]
+    if is_read_in_place(index, query):
+        scale = factor_of(scale, query.shape[-1])
+        seed = dropout_seed(query.device) if dropout_p > 0 else None
+        query, key, value = distinct_when_traced(query, key, value)
+        output, lse = attention_in_place(query, key, value, index, scale, causal, float(dropout_p), seed)
+    else:
+        query, key, value = (_Moved.apply(x, index.tokens_of, index.aligned, None) for x in (query, key, value))
+        output, lse = attend(
+            query, key, value, index.causal_blocks(causal), key_padding_mask=index.exists, causal=causal,
+            dropout_p=dropout_p, scale=scale, return_lse=True,
+        )  # fmt: skip
+        output = _Moved.apply(output, *back)
+    return (as_given(output), as_given(_Moved.apply(lse, *back))) if return_lse else as_given(output)
 
 
 def packed_operands(
@@ -110,8 +127,8 @@ def packed_operands(
         return Packed(query, key, value, cu_seqlens, lambda x: x)
     if key.dim() != 3 or value.dim() != 3:
         raise ValueError(
-            f"Shapes are query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}; all have to be "
-            "(T, heads, D), or all (1, heads, T, D)."
+            f"Shapes are query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}; all have to "
+            "be (T, heads, D), or all (1, heads, T, D)."
         )
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     return Packed(query, key, value, cu_seqlens, lambda x: x[0].transpose(0, 1))
@@ -152,17 +169,18 @@ def _own_index(
     if not isinstance(layout, PackedIndex):
         layout = packed_index_of(layout, cu_seqlens, block, query.device)
     elif cu_seqlens is not None or block not in (None, layout.block):
-        raise ValueError("A PackedIndex is given, and cu_seqlens or block besides; it was built with them, so leave them out.")
+        raise ValueError(
+            "A PackedIndex is given, and cu_seqlens or block besides; it was built with them, so leave them out."
+        )
     tokens = query.shape[2]
     if layout.tokens != tokens:
         raise ValueError(
-            f"The documents have {layout.tokens} tokens together, and query has {tokens}; the last number of cu_seqlens "
-            "has to be the number of tokens."
+            f"The documents have {layout.tokens} tokens together, and query has {tokens}; the last number of "
+            "cu_seqlens has to be the number of tokens."
         )
     if layout.device != query.device:
         raise ValueError(
-            f"The PackedIndex is on {layout.device} and query on {query.device}; pass "
-            f"index.to({str(query.device)!r})."
+            f"The PackedIndex is on {layout.device} and query on {query.device}; pass index.to({str(query.device)!r})."
         )
     return layout.ready()
 

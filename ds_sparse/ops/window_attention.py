@@ -38,6 +38,7 @@ def window_attention(
     dilation: Numbers = 1,
     *,
     scale: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(scale * query @ key^T) @ value, where token i sees tokens i + k * dilation for |k| <= window_size.
 
@@ -60,6 +61,8 @@ def window_attention(
         global_tokens: numbers of tokens that see all tokens and are seen by all, in all sequences and heads.
         dilation: distance of the tokens in a window, 1 or more; or one a head.
         scale: factor of the scores; 1 / sqrt(D) if it is not given.
+        cu_seqlens: int32 or int64 (documents + 1), ascending from 0 to T, as FlashAttention has it: each sequence is a
+            row of documents packed like that, and windows end with their document. Without global tokens.
 
     Returns:
         (B, H, T, D) in query's dtype.
@@ -90,7 +93,7 @@ def window_attention(
     scale = factor_of(scale, head_dim)
     check_bias("key_padding_mask", key_padding_mask, query, (batch, tokens), (2,))
     require_kernel("window_attention_forward", query.device)
-    index = _index(window_size, causal, global_tokens, dilation, query)
+    index = _index(window_size, causal, global_tokens, dilation, cu_seqlens, query)
     if query.numel() == 0:
         # No batch or no heads. Sums of nothing keep what was given in the graph.
         return query + key.sum() + value.sum()
@@ -118,6 +121,7 @@ def _index(
     causal: bool,
     global_tokens: Sequence[int] | torch.Tensor | None,
     dilation: Numbers,
+    cu_seqlens: torch.Tensor | None,
     query: torch.Tensor,
 ) -> WindowIndex:
     """The index that is given, or that of the numbers, after a check that it fits the query."""
@@ -126,9 +130,12 @@ def _index(
         refuse_traced_window()
         windows, dilations = of_heads("window_size", given, 0, heads), of_heads("dilation", dilation, 1, heads)
         numbers = windows, bool(causal), global_numbers(global_tokens, tokens), dilations
-        return index_of_window(tokens, *numbers, _device_of(query)).ready()
-    if causal or global_tokens is not None or not isinstance(dilation, int) or dilation != 1:
-        raise ValueError("A WindowIndex is given, and causal, global_tokens or dilation besides; build it with them.")
+        return index_of_window(tokens, *numbers, _device_of(query), cu_seqlens).ready()
+    besides = causal or global_tokens is not None or cu_seqlens is not None
+    if besides or not isinstance(dilation, int) or dilation != 1:
+        raise ValueError(
+            "A WindowIndex is given, and causal, global_tokens, dilation or cu_seqlens besides; build it with them."
+        )
     return fitting_window(given, query)
 
 
