@@ -10,8 +10,8 @@ from ..arguments import positive
 from ..config import (
     BLOCK_KEY,
     DEFAULT_MODE,
-    STRUCTURE_ERRORS,
     LAYERS_KEY,
+    STRUCTURE_ERRORS,
     LoadedConfig,
     SparseAttentionConfigError,
     load_config,

@@ -19,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=positive, default=64, help="width in characters (default: 64)")
     parser.add_argument(
         "--out",
-        help="write a picture instead, .png or .svg (needs matplotlib); where layers have structures of their own, a file "
-        "for each, named after the layers",
+        help="write a picture instead, .png or .svg (needs matplotlib); where layers have structures of their own, a "
+        "file for each, named after the layers",
     )
 
 

@@ -14,7 +14,7 @@ from .block import (
     sparse_attention_block,
 )
 from .file import BLOCK_KEY, LAYERS_KEY, LoadedConfig, Source, SparseAttentionConfigError, load_config, parse_config
-from .layers import LayerStructures, block_of_layer, layer_entries
+from .layers import LayerStructures, beyond, block_of_layer, layer_entries, layers_of, seed_of
 from .reading import DEFAULT_MODE, STRUCTURE_ERRORS
 from .schema import json_schema
 
@@ -28,15 +28,18 @@ __all__ = [
     "LoadedConfig",
     "Source",
     "SparseAttentionConfigError",
+    "beyond",
     "block_of_layer",
     "json_schema",
     "layer_entries",
     "layer_structures_block",
+    "layers_of",
     "load_config",
     "mode_of",
     "parse_config",
     "parse_sparse_attention",
     "parse_sparse_attention_layers",
     "read_block",
+    "seed_of",
     "sparse_attention_block",
 ]

@@ -76,6 +76,12 @@ def block_of_layer(block: Mapping[str, Any], layer: int) -> dict[str, Any] | Non
     return None if is_null(named[-1]) else merged(alone, named[-1])
 
 
+def seed_of(block: Mapping[str, Any]) -> int | None:
+    """The seed that a block has for what draws blocks: its own, or the first that an entry has."""
+    seeds = [part.get("seed") for part in (block, *layer_entries(block).values()) if isinstance(part, Mapping)]
+    return next((seed for seed in seeds if seed is not None), None)
+
+
 def merged(block: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
     """A block with the differences of an entry. With another mode, keys that this mode does not have stay behind."""
     mode, other = block.get("mode", DEFAULT_MODE), entry.get("mode", block.get("mode", DEFAULT_MODE))

@@ -17,6 +17,7 @@ from ..config import BLOCK_KEY
 from ..models.families import Family, register_family
 from ..models.report import Change
 from ..models.structures import Structures
+from ..modules.dense_attention import dense_attention
 from ..sparsity import SparsityWarning
 from .pretrained import is_switched, layers_by_model, models_around, pretrained_model_around, through_interface
 
@@ -43,18 +44,25 @@ class TransformersEncoders(Family):
         switches = []
         for owner, those in layers_of.items():
             config, hf = owner.config, _interface()
-            structure = structures.make(config.num_attention_heads, getattr(config, BLOCK_KEY, None))
+            by_layer = structures.by_layer(
+                config.num_attention_heads, len(those), getattr(config, BLOCK_KEY, None), type(owner).__name__
+            )
             tokens = max_seq_length
             if structures.wanted is None and tokens is None:
                 tokens = getattr(config, hf.MAX_SEQ_LENGTH_KEY, None)
-            switches.append(hf.Switch(owner, those, models_around(model, owner), structure, tokens))
+            switches.append(hf.Switch(owner, those, models_around(model, owner), by_layer, tokens))
         for reason in dict.fromkeys(switch.not_saved for switch in switches if switch.not_saved):
             warnings.warn(f"The structure is not saved with the model: {reason}", SparsityWarning, stacklevel=3)
         return switches
 
     def switched(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         owners = pretrained_model_around(model)
-        return {name: layer for name, layer in layers.items() if is_switched(owners.get(layer))}
+        switched = {name: layer for name, layer in layers.items() if is_switched(owners.get(layer))}
+        return {name: layer for name, layer in switched.items() if not self.left_dense(layer)}
+
+    def left_dense(self, layer: nn.Module) -> bool:
+        attached: Any = vars(layer).get("_ds_sparse")
+        return attached is not None and attached.attention is dense_attention
 
     def prepare(self, model: nn.Module) -> None:
         if pretrained_model_around(model):

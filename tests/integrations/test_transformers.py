@@ -14,8 +14,10 @@ from transformers.masking_utils import causal_mask_function
 
 import ds_sparse
 from ds_sparse.integrations import transformers as interface
-from ds_sparse.integrations.transformers import functions
+from ds_sparse.integrations.transformers import binding, functions
 from ds_sparse.layout import to_token_mask
+from ds_sparse.models.layers import attention_layers
+from ds_sparse.modules.structured_attention import StructuredAttention
 
 HEADS, BLOCK, VOCABULARY = 4, 16, 99
 SIZES = {
@@ -184,6 +186,25 @@ def test_random_blocks_follow_the_seed_that_was_saved(tmp_path, capsys):
     assert not torch.equal(loaded(**batch).logits, model(**batch).logits)
 
 
+def test_the_layout_of_a_model_without_a_longest_sequence_doubles_with_the_batch(monkeypatch):
+    monkeypatch.setattr(binding, "FIRST_LENGTH", 32)
+    model = make(ENCODERS["t5_encoder"][:2]).eval()
+    report = ds_sparse.sparsify(model, {**RANDOM, "num_global_blocks": 1})
+    assert "at 32 tokens" in str(report) and not hasattr(model.config, "sparse_attention_max_seq_length")
+    layout = ds_sparse.parse_sparse_attention({**RANDOM, "num_global_blocks": 1}, HEADS).make_bool_layout(128)
+    live = to_token_mask(layout, BLOCK)[None, :, :70, :70]
+    batch = {name: x for name, x in make_batch(70).items() if name != "labels"}
+    keep = batch["attention_mask"] != 0
+    ours = model(**batch).last_hidden_state[keep]
+    attention = vars(model.encoder.block[0].layer[0].SelfAttention)["_ds_sparse"].attention
+    for tokens in (20, 100, 128):
+        assert torch.isfinite(model(torch.ones(1, tokens, dtype=torch.long)).last_hidden_state).all()
+    assert list(attention._master.longer) == [8]
+    report.undo()
+    masked = model(batch["input_ids"], attention_mask=live & keep[:, None, None, :]).last_hidden_state[keep]
+    torch.testing.assert_close(ours, masked, rtol=1e-4, atol=1e-5)
+
+
 def test_the_length_of_the_layout_can_be_given():
     model = make()
     report = ds_sparse.sparsify(model, RANDOM, max_seq_length=40)
@@ -278,6 +299,83 @@ def test_layers_share_one_layout():
     named(**make_batch())
     first, second = (layer.attention.self for layer in named.bert.encoder.layer)
     assert interface.structure_of(first) is interface.structure_of(second)
+
+
+LAYERS = {"num_hidden_layers": 5}
+BY_LAYER = RANDOM | {"layers": {"1,3": {"mode": "dense"}, "2": {"num_random_blocks": 2}, "3-4": None}}
+
+
+def test_layers_have_structures_of_their_own_and_equal_ones_one_layout(device):
+    model, batch = make(**LAYERS).to(device), make_batch(50, device)
+    report = ds_sparse.sparsify(model, BY_LAYER)
+    layers = [layer.attention.self for layer in model.bert.encoder.layer]
+    kinds = [getattr(interface.structure_of(layer), "num_random_blocks", None) for layer in layers]
+    assert kinds == [1, None, 2, None, None]
+    assert isinstance(interface.structure_of(layers[1]), ds_sparse.DenseSparsityConfig)
+    assert [line for line in str(report).splitlines() if not line.startswith(" ")] == report.headings
+    assert [line.partition(":")[0] for line in report.headings] == [
+        "1 attention layer made sparse", "1 attention layer made sparse", "1 attention layer made sparse",
+        "2 attention layers stay dense",
+    ]  # fmt: skip
+    assert [name for name, *_ in report.dense] == [f"bert.encoder.layer.{n}.attention.self" for n in (3, 4)]
+    names, dense = attention_layers(model)
+    assert len(names) == 3 and len(dense) == 2 and torch.isfinite(model(**batch).loss)
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert"])
+def test_layers_that_stay_dense_compute_what_the_untouched_model_does(name, device):
+    more = {"n_layers": 3} if name == "distilbert" else {"num_hidden_layers": 3}
+    model, batch = make(FAMILIES[name], **more).to(device), make_batch(50, device)
+    truth = run(model, batch)
+    ds_sparse.sparsify(model, {"mode": "dense", "layers": {"1-2": None}})
+    assert_close(run(model, batch), truth)
+
+
+def test_structures_by_layer_are_saved_and_loaded(tmp_path):
+    model, batch = make(**LAYERS).eval(), make_batch()
+    block = {**BY_LAYER, "seed": None}
+    ds_sparse.sparsify(model, block)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.BertForMaskedLM.from_pretrained(tmp_path, attn_implementation="ds_sparse").eval()
+    assert torch.equal(loaded(**batch).logits, model(**batch).logits)
+    assert loaded.config.sparse_attention == model.config.sparse_attention
+    ours, theirs = ([layer.attention.self for layer in m.bert.encoder.layer] for m in (model, loaded))
+    attention = [[vars(layer)["_ds_sparse"].attention for layer in layers] for layers in (ours, theirs)]
+    assert all(mine is loaded_one for mine, loaded_one in zip(*attention, strict=True))
+    again = transformers.BertForMaskedLM.from_pretrained(tmp_path).eval()
+    ds_sparse.sparsify(again)
+    assert torch.equal(again(**batch).logits, model(**batch).logits)
+
+
+def test_another_layer_or_number_of_layers_builds_no_layout_anew():
+    model, batch = make(**LAYERS).eval(), make_batch()
+    ds_sparse.sparsify(model, BY_LAYER)
+    layers = [layer.attention.self for layer in model.bert.encoder.layer]
+    before = [vars(layer)["_ds_sparse"].attention for layer in layers]
+    with mock.patch.object(StructuredAttention, "_build", side_effect=AssertionError("a layout is built")):
+        model.config.sparse_attention["layers"]["4"] = {}
+        model(**batch)
+        ds_sparse.sparsify(other := make(num_hidden_layers=7), {**model.config.sparse_attention})
+    after = [vars(layer)["_ds_sparse"].attention for layer in layers]
+    assert after[:4] == before[:4] and after[4] is after[0]
+    assert vars(other.bert.encoder.layer[6].attention.self)["_ds_sparse"].attention is before[0]
+
+
+@pytest.mark.parametrize(
+    "layers, sentence",
+    [
+        ({"4-5": None}, 'layers."4-5": names layer 5, and Bert.* has 5 attention layers, 0 to 4'),
+        ({"0": {"mode": "bigbrid"}}, 'layers."0".mode: got "bigbrid"'),
+    ],
+)
+def test_wrong_layers_are_refused_by_both_doors(layers, sentence):
+    model, block = make(**LAYERS), RANDOM | {"layers": layers}
+    with pytest.raises(ValueError, match=sentence):
+        ds_sparse.sparsify(model, block)
+    model.config.sparse_attention = block
+    with pytest.raises(ValueError, match=sentence):
+        model.set_attn_implementation("ds_sparse")
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_config_that_changes_is_followed():

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..pretrained import NAME, through_interface
-from .binding import Attached, named, set_config
+from .binding import Attached, Length, named, set_config
 from .trial import Refused, Untried
 from .trial import run as run_trial
 
@@ -100,7 +100,7 @@ def _heads_in_a_trial(model: PreTrainedModel, around: Sequence[PreTrainedModel])
     def prepare(tried: PreTrainedModel, double: PreTrainedModel) -> None:
         for (name, module), twin in zip(tried.named_modules(), double.modules(), strict=True):
             noting: Any = functools.partial(_note, heads, module)
-            twin._ds_sparse = Attached(None, 0, noting, name)
+            twin._ds_sparse = Attached(None, Length(0, False), noting, name)
             if module is model:
                 set_config(twin.config, {})
                 twin.config._attn_implementation_internal = NAME

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..pretrained import NAME, layers_by_model, through_interface
 from .acceptance import why_not
-from .binding import attached_to
+from .binding import attach
 
 
 def _refuse_what_stays_dense(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> None:
@@ -21,8 +21,7 @@ def _refuse_what_stays_dense(model: PreTrainedModel, layers: Mapping[str, nn.Mod
     if reason is not None:
         raise ValueError(reason)
     with torch.device("cpu"):  # Transformers makes models that it loads on the meta device
-        for layer in layers.values():
-            attached_to(layer)
+        attach(layers)
 
 
 _accepted = PreTrainedModel.get_correct_attn_implementation

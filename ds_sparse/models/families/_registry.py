@@ -38,6 +38,10 @@ class Family(ABC):
         """Those of the layers without a `SparseSelfAttention` that are sparse all the same."""
         return {}
 
+    def left_dense(self, layer: nn.Module) -> bool:
+        """Whether a layer of a model that is sparse was left dense, as the model or the block wants it."""
+        return False
+
     def prepare(self, model: nn.Module) -> None:
         """Is called before changes of a model are switched on."""
 
