@@ -10,7 +10,7 @@ import torch
 import transformers
 from helpers import assert_as_accurate
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 import ds_sparse
 from ds_sparse.integrations import transformers as interface
@@ -542,7 +542,16 @@ REFUSED = {
         {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": VOCABULARY},
         r"BartEncoder is no encoder \(its config has a decoder\)",
     ),
-    "modernbert": (transformers.ModernBertModel, MODERN, "has layers of sliding_attention"),
+    "modernbert_dropping": (
+        transformers.ModernBertModel,
+        MODERN | {"attention_dropout": 0.1},
+        r"layer layers.1.attn \(ModernBertAttention\) .* is local and drops attention probabilities",
+    ),
+    "large_heads": (
+        transformers.EmbeddingGemma2TextModel,
+        MODERN | {"global_head_dim": 512},
+        r"layer layers.1.self_attn .* gives the attention what it does not take. Head size is 512; .* from 1 to 256",
+    ),
     "clip": (transformers.CLIPModel, CLIP, r"layer encoder.layers.0.self_attn \(CLIPAttention\) is causal"),
     "different_heads": (
         transformers.SwinModel,
@@ -554,19 +563,31 @@ REFUSED = {
 
 
 GLOBAL = MODERN | {"layer_types": ["full_attention"] * 2}
+LOCAL = MODERN | {"layer_types": ["full_attention", "sliding_attention"]}
+GEMMA = LOCAL | {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16, "use_bidirectional_attention": True}
+GEMMA2 = LOCAL | {"num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8, "sliding_window": 7}
+GEMMA2["layer_types"] = ["sliding_attention", "full_attention"]
 GROUPED = MODERN | {"num_key_value_heads": 2}
+NEOMME = MODERN | {"layer_types": ["full_attention", "sliding_attention"]}
 CONVOLUTIONS = {"conv_dim": [16, 16], "conv_kernel": [10, 8], "conv_stride": [8, 8], "num_conv_pos_embeddings": 16}
 WAVES = VISION | CONVOLUTIONS | {"num_feat_extract_layers": 2, "num_conv_pos_embedding_groups": 4}
 WAVES |= dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout"), 0.0)
 WAVES |= {"layerdrop": 0.0, "mask_time_prob": 0.0, "mask_feature_prob": 0.0}
 TEXT, PICTURE, SOUND = ("input_ids",), ("pixel_values", 3, 32, 32), ("input_values", 4000)
 ENCODERS = {
+    "embedding_gemma": (transformers.Gemma3TextModel, GEMMA, TEXT),
+    "embedding_gemma2": (transformers.EmbeddingGemma2TextModel, GEMMA2, TEXT),
+    "esm": (transformers.EsmModel, SIZES | {"pad_token_id": 1, "position_embedding_type": "rotary"}, TEXT),
     "eurobert": (transformers.EuroBertModel, GROUPED, TEXT),
+    "gte": (transformers.GteModel, SIZES, TEXT),
     "layoutlm": (transformers.LayoutLMModel, SIZES, TEXT),
+    "modernbert": (transformers.ModernBertModel, LOCAL | {"local_attention": 14}, TEXT),
     "modernbert_global": (transformers.ModernBertModel, GLOBAL, TEXT),
     "nomic_bert": (transformers.NomicBertModel, MODERN, TEXT),
+    "neomme": (transformers.NeoMMEModel, NEOMME, TEXT),
     "t5_encoder": (transformers.T5EncoderModel, T5 | {"num_layers": 2, "dropout_rate": 0.0}, TEXT),
     "vit": (transformers.ViTModel, VISION, PICTURE),
+    "ultrabert": (transformers.UltrabertModel, LOCAL | {"sliding_window": 9}, TEXT),
     "umt5_encoder": (transformers.UMT5EncoderModel, T5 | {"num_layers": 2, "dropout_rate": 0.0}, TEXT),
     "wav2vec2": (transformers.Wav2Vec2Model, WAVES, SOUND),
 }
@@ -608,6 +629,67 @@ def test_encoders_of_every_kind_are_sparse_by_both_doors(name):
     assert_close(states_and_gradients(named, inputs), truth)
     report.undo()
     assert torch.equal(model.eval()(**inputs)[0], dense.eval()(**inputs)[0])
+
+
+@pytest.mark.parametrize("name", ["modernbert", "embedding_gemma", "embedding_gemma2"])
+def test_local_layers_have_the_models_own_window_and_global_ones_the_structure(name, device):
+    cls, sizes, _ = ENCODERS[name]
+    model, batch = make((cls, sizes)).eval().to(device), make_batch(50, device)
+    keep, ids = batch["attention_mask"] != 0, batch["input_ids"]
+    place = torch.arange(50, device=device)
+    window = 8 if name == "embedding_gemma" else 7
+    near = (place[:, None] - place).abs() <= window
+    live = to_token_mask(ds_sparse.parse_sparse_attention(RANDOM, HEADS).make_bool_layout(64), BLOCK)[None, :, :50, :50]
+    model.set_attn_implementation("eager")
+    eager = model(ids, attention_mask=batch["attention_mask"]).last_hidden_state[keep]
+    model.set_attn_implementation("sdpa")
+    seen = {"full_attention": live.to(device), "sliding_attention": near}
+    seen = {kind: mask & keep[:, None, None] for kind, mask in seen.items()}
+    truth = model(ids, attention_mask=seen).last_hidden_state[keep]
+    report = ds_sparse.sparsify(model, RANDOM, max_seq_length=64)
+    assert f"1 attention layer made sparse: the model's own window, {window} tokens on each side" in report.headings
+    ours = model(ids, attention_mask=batch["attention_mask"]).last_hidden_state[keep]
+    torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-5)
+    report.undo()
+    ds_sparse.sparsify(model, {"mode": "dense"})
+    ours = model(ids, attention_mask=batch["attention_mask"]).last_hidden_state[keep]
+    torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
+
+
+def test_a_window_that_a_layer_does_not_tell_the_mask_is_refused():
+    model = make(ENCODERS["modernbert"][:2])
+    model.layers[1].attn.sliding_window = 5
+    sentence = r"layer layers.1.attn .* not the same window \(7, 4 and 4 tokens on each side"
+    with pytest.raises(ValueError, match=sentence):
+        ds_sparse.sparsify(model, RANDOM)
+
+
+def test_an_entry_for_local_layers_alone_is_refused():
+    model = make(ENCODERS["modernbert"][:2])
+    with pytest.raises(ValueError, match='layers."1": local layers of ModernBertModel, which keep the window'):
+        ds_sparse.sparsify(model, RANDOM | {"layers": {"1": {"block": 32}}})
+    report = ds_sparse.sparsify(model, RANDOM | {"layers": {"0-1": {"block": 32}}})
+    assert "block 32" in report.headings[0] and "7 tokens on each side" in report.headings[1]
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_packed_documents_are_refused(by_name):
+    cls, sizes, _ = ENCODERS["modernbert"]
+    model = make((cls, sizes), sparse_attention=RANDOM)
+    report = model.set_attn_implementation("ds_sparse") if by_name else ds_sparse.sparsify(model)
+    ids, start_again = torch.ones(1, 40, dtype=torch.long), torch.arange(40)[None] % 20
+    with pytest.raises(ValueError, match="position_ids of ModernBertModel start again within a row"):
+        model(ids, position_ids=start_again)
+    with pytest.raises(ValueError, match="asks the attention for cu_seq_lens_q"):
+        model(ids, cu_seq_lens_q=torch.tensor([0, 20, 40], dtype=torch.int32))
+    assert torch.isfinite(model(ids, position_ids=torch.arange(40)[None]).last_hidden_state).all()
+    assert torch.isfinite(model(ids, torch.ones_like(ids), position_ids=start_again).last_hidden_state).all()
+    if by_name:
+        model.set_attn_implementation("sdpa")
+    else:
+        report.undo()
+        assert not model._forward_pre_hooks
+    model(ids, position_ids=start_again)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -813,7 +895,7 @@ def test_masks_that_are_no_padding_are_an_error_where_a_layer_takes_them():
     ds_sparse.sparsify(model, RANDOM)
     layer, query = model.bert.encoder.layer[0].attention.self, torch.randn(2, HEADS, 20, 8)
     sizes = {"batch_size": 2, "q_length": 20, "kv_length": 20}
-    bidirectional = functions.bidirectional_mask_function
+    bidirectional = bidirectional_mask_function
     for wrong in (
         {"mask_function": causal_mask_function},
         {"mask_function": bidirectional, "kv_length": 30},
@@ -822,7 +904,7 @@ def test_masks_that_are_no_padding_are_an_error_where_a_layer_takes_them():
     ):
         mask = interface.key_padding_mask(**sizes | wrong)
         assert mask.is_meta  # nothing of tokens by tokens is stored
-        with pytest.raises(ValueError, match="is given a mask that is causal, windowed, packed or for cross-attention"):
+        with pytest.raises(ValueError, match="a mask that is causal, packed, with an overlay or for cross-attention"):
             interface.attention(layer, query, query, query, mask)
     assert interface.key_padding_mask(**sizes, mask_function=bidirectional) is None
     del sizes["q_length"]  # as Transformers 5.0 calls it

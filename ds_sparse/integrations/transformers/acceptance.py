@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...ops.operands import check_attention_operands
 from ..pretrained import NAME, through_interface
-from .binding import Attached, Length, named, set_config
+from .binding import Attached, Length, local_attention_of, named, set_config
 from .trial import Refused, Untried
 from .trial import run as run_trial
 
@@ -47,9 +48,19 @@ def why_not(
     if causal or any(getattr(config, key, False) for key in _DECODER_KEYS):
         what = f"{named(causal)} is causal" if causal else "its config has a decoder"
         return f"{name} is no encoder ({what}), and {NAME} serves bidirectional self-attention alone; train it dense."
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         return f"{name} has layers of {', '.join(sorted(kinds))}, a sparse structure of its own; train it as it is."
+    dropping = {
+        layer: module
+        for layer, module in layers.items()
+        if local_attention_of(module) is not None and getattr(module, "attention_dropout", 0)
+    }
+    if dropping:
+        return (
+            f"{named(dropping)} of {name} is local and drops attention probabilities, which window attention does not; "
+            "set config.attention_dropout to 0."
+        )
     foreign = {layer: module for layer, module in layers.items() if getattr(module, "config", None) is not config}
     if foreign:
         return (
@@ -99,7 +110,7 @@ def _heads_in_a_trial(model: PreTrainedModel, around: Sequence[PreTrainedModel])
 
     def prepare(tried: PreTrainedModel, double: PreTrainedModel) -> None:
         for (name, module), twin in zip(tried.named_modules(), double.modules(), strict=True):
-            noting: Any = functools.partial(_note, heads, module)
+            noting: Any = functools.partial(_note, heads, name, module)
             twin._ds_sparse = Attached(None, Length(0, False), noting, name)
             if module is model:
                 set_config(twin.config, {})
@@ -118,6 +129,7 @@ def _heads_in_a_trial(model: PreTrainedModel, around: Sequence[PreTrainedModel])
 
 def _note(
     heads: dict[nn.Module, int],
+    name: str,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -125,5 +137,9 @@ def _note(
     **_: Any,
 ) -> torch.Tensor:
     """Stands for StructuredAttention in a trial."""
+    try:
+        check_attention_operands(query, key, value)
+    except ValueError as error:
+        raise Refused(f"{named({name: module})} gives the attention what it does not take. {error}") from error
     heads[module] = query.shape[1]
     return torch.empty_like(query)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from ..pretrained import NAME, layers_by_model, through_interface
 from .acceptance import why_not
 from .binding import attach
+from .packing import watch
 
 
 def _refuse_what_stays_dense(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> None:
@@ -22,6 +23,7 @@ def _refuse_what_stays_dense(model: PreTrainedModel, layers: Mapping[str, nn.Mod
         raise ValueError(reason)
     with torch.device("cpu"):  # Transformers makes models that it loads on the meta device
         attach(layers)
+    watch(model)
 
 
 _accepted = PreTrainedModel.get_correct_attn_implementation

@@ -28,6 +28,7 @@ from .binding import (
     set_config,
 )
 from .doors import set_unchecked
+from .packing import watch
 
 
 def give_own_configs(model: nn.Module) -> None:
@@ -124,7 +125,7 @@ class Switch:
         set_unchecked(self.model, NAME)
         config = self.model.config
         block, length = getattr(config, BLOCK_KEY, None), Length.of(config)
-        self._hooks = []
+        self._hooks = [hook for hook in (watch(self.model),) if hook is not None]
         for number, (name, layer) in enumerate(self.layers.items()):
             vars(layer)["_ds_sparse"] = Attached(block, length, self._attentions[name], name, number)
             self._hooks.append(layer.register_forward_hook(_check_is_switched))

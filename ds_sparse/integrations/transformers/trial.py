@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ...modules.local_attention import LocalAttention
 
 TOKENS = 8
 """Tokens of a trial, in a batch of two."""
@@ -33,6 +36,40 @@ class Untried(Exception):
     """The model did not run on made-up inputs; the text is its error."""
 
 
+_windows: dict[int, tuple[torch.Tensor, float]] | None = None
+"""The masks that were made in the trial that runs, with the window of each; None while none runs."""
+
+
+def is_running() -> bool:
+    """Whether a trial runs."""
+    return _windows is not None
+
+
+def note_mask(mask: torch.Tensor | None, window: float, shape: tuple[int, int]) -> torch.Tensor:
+    """A mask of its own for the layers of a trial, by which `check_window` knows the window."""
+    own = torch.ones(shape, dtype=torch.bool) if mask is None else mask.clone()
+    assert _windows is not None
+    _windows[id(own)] = (own, window)
+    return own
+
+
+def check_window(layer: str, mask: torch.Tensor | None, local: LocalAttention | None, given: int | None) -> None:
+    """Raises Refused unless the mask of a layer, its `sliding_window` and what it gives to the attention are one."""
+    assert _windows is not None
+    by_layer, by_call = (
+        math.inf if window is None else window for window in (local and local.window, given and given - 1)
+    )
+    any_window = any(window != math.inf for _, window in _windows.values())
+    unknown = math.nan if any_window and mask is not None else math.inf
+    by_mask = _windows[id(mask)][1] if id(mask) in _windows else unknown
+    if not by_layer == by_call == by_mask:
+        raise Refused(
+            f"{layer} is local, and its mask, its sliding_window and what it tells the attention function are not "
+            f"the same window ({by_mask}, {by_layer} and {by_call} tokens on each side; inf: all, nan: a mask made "
+            "anew by the model)."
+        )
+
+
 def run(model: nn.Module, prepare: Callable[[nn.Module], None]) -> None:
     """Runs a copy of a PreTrainedModel without weights, in eval mode, on fake tensors: a batch of two sequences.
     Nothing is computed, and neither the model nor its hooks notice.
@@ -44,9 +81,11 @@ def run(model: nn.Module, prepare: Callable[[nn.Module], None]) -> None:
         Refused: a layer or a mask asks for what is not computed.
         Untried: the model runs on none of the inputs that its forward and its config let one make up.
     """
+    global _windows  # noqa: PLW0603  what the mask function and the attention function of this trial share
     problem: Exception = TypeError(f"its forward takes ({', '.join(inspect.signature(model.forward).parameters)})")
     for inputs in _inputs(model):
         try:
+            _windows = {}
             with _silent(), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"), torch.no_grad():
                 double = _without_weights(model)
                 prepare(double)
@@ -56,6 +95,8 @@ def run(model: nn.Module, prepare: Callable[[nn.Module], None]) -> None:
             raise
         except Exception as error:  # noqa: BLE001  code that is not ours, on inputs that it does not expect
             problem = error
+        finally:
+            _windows = None
     raise Untried(f"{type(problem).__name__}: {(str(problem).strip() or 'no message').splitlines()[0]}")
 
 
