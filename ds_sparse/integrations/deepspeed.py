@@ -294,7 +294,8 @@ def _check_layers(
             "ds_sparse.SparseSelfAttention or ds_sparse.BertSparseSelfAttention in it, or leave the flag away."
         )
     numbers = _numbers({**sparse, **dense}, model)
-    left = {name for name, layer in dense.items() if _left_dense(layer, numbers.get(name), block)}
+    left = {name for name in dense if name in numbers and block_of_layer(block, numbers[name]) is None}
+    left = left.union(*(family.left_dense(model, dense) for family in families()))
     if sparse and dense.keys() - left:
         names = [name for name in dense if name not in left]
         raise ValueError(
@@ -312,12 +313,6 @@ def _numbers(layers: Mapping[str, nn.Module], model: nn.Module) -> dict[str, int
     owners = pretrained_model_around(model)
     own = sorted((name for name, layer in layers.items() if layer not in owners), key=places.__getitem__)
     return {name: number for number, name in enumerate(own)}
-
-
-def _left_dense(layer: nn.Module, number: int | None, block: Mapping[str, Any]) -> bool:
-    """Whether a dense layer beside sparse ones is meant to be dense."""
-    by_block = number is not None and block_of_layer(block, number) is None
-    return by_block or any(family.left_dense(layer) for family in families())
 
 
 def _check_structures(

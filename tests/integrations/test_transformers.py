@@ -510,6 +510,8 @@ MODERN = SMALL | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_
 VISION = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 64}
 VISION |= {"image_size": 32, "patch_size": 8}
 CLIP = {"text_config": SMALL | {"bos_token_id": 1, "eos_token_id": 2}, "vision_config": VISION}
+LED = {"vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "attention_window": 8}
+LED |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), HEADS)
 REFUSED = {
     "deberta": (transformers.DebertaForMaskedLM, SMALL, ITSELF),
     "deberta_v2": (transformers.DebertaV2Model, SMALL, ITSELF),
@@ -537,11 +539,12 @@ REFUSED = {
         {"n_embd": 32, "n_layer": 1, "n_head": 4},
         r"is no encoder \(layer h.0.attn \(GPT2Attention\) is causal\)",
     ),
-    "bart": (
-        transformers.BartModel,
+    "bart_decoder": (
+        transformers.BartForCausalLM,
         {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": VOCABULARY},
-        r"BartEncoder is no encoder \(its config has a decoder\)",
+        r"BartDecoder is no encoder \(layer model.decoder.layers.0.self_attn \(BartAttention\) is causal\)",
     ),
+    "led": (transformers.LEDModel, LED, "LED(Encoder|Model) " + ITSELF),
     "modernbert_dropping": (
         transformers.ModernBertModel,
         MODERN | {"attention_dropout": 0.1},
@@ -552,7 +555,11 @@ REFUSED = {
         MODERN | {"global_head_dim": 512},
         r"layer layers.1.self_attn .* gives the attention what it does not take. Head size is 512; .* from 1 to 256",
     ),
-    "clip": (transformers.CLIPModel, CLIP, r"layer encoder.layers.0.self_attn \(CLIPAttention\) is causal"),
+    "clip_text": (
+        transformers.CLIPTextModel,
+        CLIP["text_config"],
+        r"CLIPTextModel is no encoder: layer .*encoder.layers.0.self_attn \(CLIPAttention\) is causal",
+    ),
     "different_heads": (
         transformers.SwinModel,
         {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "image_size": 32, "window_size": 2},
@@ -591,6 +598,82 @@ ENCODERS = {
     "umt5_encoder": (transformers.UMT5EncoderModel, T5 | {"num_layers": 2, "dropout_rate": 0.0}, TEXT),
     "wav2vec2": (transformers.Wav2Vec2Model, WAVES, SOUND),
 }
+
+
+BART = {"vocab_size": VOCABULARY, "d_model": 32, "dropout": 0.0, "pad_token_id": 0, "max_position_embeddings": 64}
+for side in ("encoder", "decoder"):
+    BART |= {f"{side}_layers": 2, f"{side}_attention_heads": HEADS, f"{side}_ffn_dim": 64}
+WHISPER = {key: value for key, value in BART.items() if key != "max_position_embeddings"}
+WHISPER |= {"num_mel_bins": 8, "max_source_positions": 30, "max_target_positions": 20, "decoder_start_token_id": 1}
+LATER, HEARD = ("decoder_input_ids",), ("input_features", 8, 60)
+SIGLIP = {"text_config": CLIP["text_config"] | {"projection_size": 32}, "vision_config": VISION}
+CROSSING = "4 attention layers stay dense: {} is causal, and has cross-attention"
+BESIDE_OTHERS = {
+    "bart": (transformers.BartModel, BART, (TEXT, LATER), CROSSING.format("BartDecoder")),
+    "clip": (transformers.CLIPModel, CLIP, (TEXT, PICTURE), "2 attention layers stay dense: CLIPTextModel is causal"),
+    "siglip": (
+        transformers.SiglipModel,
+        SIGLIP,
+        (TEXT, PICTURE),
+        "1 attention layer stays dense: cross-attention: its keys are of another sequence than its queries",
+    ),
+    "t5": (
+        transformers.T5Model,
+        T5 | {"num_layers": 2, "dropout_rate": 0.0},
+        (TEXT, LATER),
+        CROSSING.format("T5Stack"),
+    ),
+    "whisper": (transformers.WhisperModel, WHISPER, (HEARD, LATER), CROSSING.format("WhisperDecoder")),
+}
+
+
+def states_of_both(model, inputs):
+    """What the two halves of a model give in the end, and the gradients of all parameters."""
+    model.zero_grad()
+    output = model(**inputs)
+    if hasattr(output, "image_embeds"):
+        states = torch.cat([output.text_embeds, output.image_embeds])
+    else:
+        states = output.last_hidden_state
+    states.square().mean().backward()
+    return states.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", BESIDE_OTHERS)
+def test_encoders_are_sparse_beside_decoders_and_causal_towers_that_stay_dense(name, tmp_path, capsys):
+    cls, sizes, kinds, heading = BESIDE_OTHERS[name]
+    dense, inputs = make((cls, sizes)).double().train(), {}
+    for kind in kinds:
+        inputs |= {LATER[0]: make_batch(9)["input_ids"]} if kind == LATER else make_inputs(kind)
+    truth = states_of_both(dense, inputs)
+    model = copy.deepcopy(dense)
+    report = ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK})
+    assert heading in report.headings
+    sparse, others = attention_layers(model)
+    assert list(sparse) == [entry.name for entry in report.replaced] and len(sparse) == (4 if name == "siglip" else 2)
+    assert set(others) == {entry.name for entry in report.dense} and others
+    with mock.patch.object(functions, "attached_to", wraps=functions.attached_to) as asked:
+        assert_close(states_of_both(model, inputs), truth)
+    assert {call.args[0] for call in asked.call_args_list} == set(sparse.values())
+    capsys.readouterr()
+    model.save_pretrained(tmp_path)
+    loaded = cls.from_pretrained(tmp_path, attn_implementation="ds_sparse", dtype=torch.float64).train()
+    assert "stay dense" in capsys.readouterr().out
+    assert list(attention_layers(loaded)[0]) == list(sparse)
+    states, gradients = states_of_both(loaded, inputs)
+    assert_close((states, {key: gradients[key] for key in truth[1]}), truth)  # Whisper's positions train when loaded
+    report.undo()
+    assert not attention_layers(model)[0] and not hasattr(model.config, "sparse_attention")
+    assert_close(states_of_both(model, inputs), truth)
+
+
+def test_a_sparse_encoder_generates_with_its_decoder():
+    sizes = BESIDE_OTHERS["bart"][1]
+    model = make((transformers.BartForConditionalGeneration, sizes)).eval()
+    inputs = {name: make_batch(50)[name] for name in ("input_ids", "attention_mask")}
+    truth = model.generate(**inputs, max_new_tokens=5, do_sample=False)
+    ds_sparse.sparsify(model, {"mode": "dense"})
+    assert torch.equal(model.generate(**inputs, max_new_tokens=5, do_sample=False), truth)
 
 
 def make_inputs(kind, tokens=50):

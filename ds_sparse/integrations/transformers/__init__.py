@@ -20,6 +20,7 @@ from ..pretrained import NAME
 from .acceptance import why_not
 from .binding import MAX_SEQ_LENGTH_KEY, number_of, structure_of
 from .functions import attention, key_padding_mask
+from .roles import roles
 from .switch import Switch, give_own_configs
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "give_own_configs",
     "key_padding_mask",
     "number_of",
+    "roles",
     "structure_of",
     "why_not",
 ]

@@ -17,7 +17,7 @@ from ...modules.structured_attention import of_keys_or_pairs
 from ..pretrained import NAME
 from .binding import attached_to, local_attention_of, which
 from .mask_windows import window_of_mask
-from .trial import Refused, check_window, is_running, note_mask
+from .trial import NotBidirectional, Refused, check_window, is_running, note_mask
 
 _NOT_COMPUTED = tuple(name for name in VARIANTS if name != "position_bias")
 
@@ -86,12 +86,12 @@ def _refuse_what_is_not_computed(
         )
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     if causal or query.shape[2] != key.shape[2]:
-        raise Refused(
+        raise NotBidirectional(
             f"{which(module)} is {'causal' if causal else 'cross-attention, or has cached keys'}, and {NAME} "
             'serves the bidirectional self-attention of encoders; use attn_implementation="sdpa".'
         )
     if attention_mask is not None and attention_mask.is_meta and not query.is_meta:
-        raise Refused(
+        raise NotBidirectional(
             f"{which(module)} is given a mask that is causal, packed, with an overlay or for cross-attention, and "
             f'{NAME} serves the bidirectional self-attention of encoders; use attn_implementation="sdpa".'
         )

@@ -29,6 +29,7 @@ from .binding import (
 )
 from .doors import set_unchecked
 from .packing import watch
+from .roles import give_back, give_encoder_its_config
 
 
 def give_own_configs(model: nn.Module) -> None:
@@ -49,6 +50,7 @@ class Switch:
             the structure too (T5's encoder may have a copy).
         structures: for the model's number of heads, with a seed where they draw blocks.
         max_seq_length: tokens that layouts are built for; by default those of the config.
+        decoders: the models beside it that stay dense, which may have the same config.
 
     Raises:
         ValueError: a structure has no layout of that length, or `layers` of the block name a layer that there is not.
@@ -61,8 +63,9 @@ class Switch:
         around: Sequence[PreTrainedModel],
         structures: LayerStructures,
         max_seq_length: int | None = None,
+        decoders: Sequence[PreTrainedModel] = (),
     ):
-        self.model, self.layers = model, layers
+        self.model, self.layers, self._decoders = model, layers, list(decoders)
         self._holders = [model, *(outer for outer in around if type(outer.config) is type(model.config))]
         self._implementation = model.config._attn_implementation
         self._length = Length.of(model.config, max_seq_length)
@@ -118,6 +121,7 @@ class Switch:
         return Kind(layers, was, was, NULL, sparse=False)
 
     def on(self) -> None:
+        self._shared_config = give_encoder_its_config(self.model, self._decoders)
         configs = {id(holder.config): holder.config for holder in self._holders}.values()
         self._before = [(c, {key: vars(c)[key] for key in CONFIG_KEYS if key in vars(c)}) for c in configs]
         for config in configs:
@@ -138,6 +142,8 @@ class Switch:
         for config, entries in self._before:
             set_config(config, entries)
         self.model.set_attn_implementation(self._implementation)
+        if self._shared_config is not None:
+            give_back(self.model, self._shared_config)
 
 
 def _check_is_switched(layer: nn.Module, arguments: tuple, output: Any) -> None:

@@ -32,6 +32,10 @@ class Refused(ValueError):
     """The attention or the mask function was called for what it does not compute."""
 
 
+class NotBidirectional(Refused):
+    """It was called for causal attention, or for keys of other tokens."""
+
+
 class Untried(Exception):
     """The model did not run on made-up inputs; the text is its error."""
 
