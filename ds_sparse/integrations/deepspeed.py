@@ -149,8 +149,8 @@ def get_sparse_attention_layers(
         A structure a layer, the same object where they are of one entry; None for a layer that stays dense.
 
     Raises:
-        as `get_sparse_attention_config`.
-        SparseAttentionConfigError: an entry of `layers` names a layer that there is not.
+        SparseAttentionConfigError, ValueError, RuntimeError: as `get_sparse_attention_config`; an entry of `layers`
+            names a layer that there is not.
 
     Examples:
         >>> import argparse
