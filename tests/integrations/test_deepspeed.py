@@ -156,6 +156,19 @@ def test_layers_built_by_the_block_are_taken_and_others_are_named(make_args, cap
         ds_sparse.initialize(args, torch.nn.Sequential(built[0], Layer(structures[2]), Dense()))
 
 
+def test_the_decoder_of_a_sparse_encoder_stays_dense(make_args, capsys):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 20, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4}
+    for already in (False, True):
+        model = transformers.T5Model(transformers.T5Config(**sizes))
+        if already:
+            ds_sparse.sparsify(model, {"mode": "dense"})
+        ds_sparse.initialize(make_args(block={"mode": "dense"}), model)
+        out = capsys.readouterr().out
+        assert "sparse attention is on in 2 of 6 attention layers." in out
+        assert already or "4 attention layers stay dense: T5Stack is causal, and has cross-attention." in out
+
+
 def test_a_checkpoint_keeps_the_seed_that_an_entry_was_drawn_with(make_args, tmp_path):
     transformers = pytest.importorskip("transformers")
     engines = []
