@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ...ops.operands import check_attention_operands
 from ..pretrained import NAME, through_interface
 from .binding import Attached, Length, local_attention_of, named, set_config
-from .trial import NotBidirectional, Refused, Untried
+from .trial import Masks, NotBidirectional, Refused, Untried
 from .trial import run as run_trial
 
 _DECODER_KEYS = ("is_decoder", "add_cross_attention")
@@ -141,6 +141,7 @@ def _heads_in_a_trial(model: PreTrainedModel, around: Sequence[PreTrainedModel])
             if module is model:
                 set_config(twin.config, {})
                 twin.config._attn_implementation_internal = NAME
+                Masks().note_in(twin.config)
 
     problems = []
     for tried in (model, *around):

@@ -17,7 +17,7 @@ from ...modules.structured_attention import of_keys_or_pairs
 from ..pretrained import NAME
 from .binding import attached_to, local_attention_of, which
 from .mask_windows import window_of_mask
-from .trial import NotBidirectional, Refused, check_window, is_running, note_mask
+from .trial import Masks, NotBidirectional, Refused
 
 _NOT_COMPUTED = tuple(name for name in VARIANTS if name != "position_bias")
 
@@ -54,8 +54,9 @@ def attention(
         SparseAttentionConfigError: the structure in the config is wrong.
     """
     _refuse_what_is_not_computed(module, query, key, attention_mask, is_causal, more)
-    if is_running():
-        check_window(which(module), attention_mask, local_attention_of(module), more.get("sliding_window"))
+    tried = Masks.of(module.config)
+    if tried is not None:
+        tried.check(which(module), attention_mask, local_attention_of(module), more.get("sliding_window"))
     rpe = position_bias
     if attention_mask is not None and attention_mask.requires_grad:
         rpe = attention_mask if rpe is None else attention_mask + rpe
@@ -109,6 +110,7 @@ def key_padding_mask(
     allow_is_bidirectional_skip: bool | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
+    config: Any = None,
     **_: Any,
 ) -> torch.Tensor | None:
     """The mask function: the padding mask (B, T), True keeps, as it is, so that nothing of size T x T exists.
@@ -121,7 +123,8 @@ def key_padding_mask(
     window = window_of_mask(mask_function, local_size, allow_is_causal_skip, allow_is_bidirectional_skip, use_vmap)
     if window is None or q_length != kv_length or (attention_mask is not None and attention_mask.dim() != 2):
         return torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
-    return note_mask(attention_mask, window, (batch_size, kv_length)) if is_running() else attention_mask
+    tried = Masks.of(config)
+    return attention_mask if tried is None else tried.note(attention_mask, window, (batch_size, kv_length))
 
 
 AttentionInterface.register(NAME, attention)

@@ -40,38 +40,44 @@ class Untried(Exception):
     """The model did not run on made-up inputs; the text is its error."""
 
 
-_windows: dict[int, tuple[torch.Tensor, float]] | None = None
-"""The masks that were made in the trial that runs, with the window of each; None while none runs."""
+_MASKS = "_ds_sparse_masks"
+"""The attribute of a config in a trial where its masks are."""
 
 
-def is_running() -> bool:
-    """Whether a trial runs."""
-    return _windows is not None
+class Masks:
+    """The masks that were made in a trial, with the window of each. The config of the model that is tried holds it, so
+    that no other thread notices."""
 
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[torch.Tensor, float]] = {}
 
-def note_mask(mask: torch.Tensor | None, window: float, shape: tuple[int, int]) -> torch.Tensor:
-    """A mask of its own for the layers of a trial, by which `check_window` knows the window."""
-    own = torch.ones(shape, dtype=torch.bool) if mask is None else mask.clone()
-    assert _windows is not None
-    _windows[id(own)] = (own, window)
-    return own
+    @classmethod
+    def of(cls, config: Any) -> Masks | None:
+        """Those of the trial that a config is in; None where it is in none."""
+        return getattr(config, _MASKS, None)
 
+    def note_in(self, config: Any) -> None:
+        setattr(config, _MASKS, self)
 
-def check_window(layer: str, mask: torch.Tensor | None, local: LocalAttention | None, given: int | None) -> None:
-    """Raises Refused unless the mask of a layer, its `sliding_window` and what it gives to the attention are one."""
-    assert _windows is not None
-    by_layer, by_call = (
-        math.inf if window is None else window for window in (local and local.window, given and given - 1)
-    )
-    any_window = any(window != math.inf for _, window in _windows.values())
-    unknown = math.nan if any_window and mask is not None else math.inf
-    by_mask = _windows[id(mask)][1] if id(mask) in _windows else unknown
-    if not by_layer == by_call == by_mask:
-        raise Refused(
-            f"{layer} is local, and its mask, its sliding_window and what it tells the attention function are not "
-            f"the same window ({by_mask}, {by_layer} and {by_call} tokens on each side; inf: all, nan: a mask made "
-            "anew by the model)."
-        )
+    def note(self, mask: torch.Tensor | None, window: float, shape: tuple[int, int]) -> torch.Tensor:
+        """A mask of its own for the layers of the trial, by which `check` knows the window."""
+        own = torch.ones(shape, dtype=torch.bool) if mask is None else mask.clone()
+        self._made[id(own)] = (own, window)
+        return own
+
+    def check(self, layer: str, mask: torch.Tensor | None, local: LocalAttention | None, given: int | None) -> None:
+        """Raises Refused unless the mask of a layer, its window and the `sliding_window` of its call are one."""
+        by_layer = math.inf if local is None else local.window
+        by_call = math.inf if given is None else given - 1
+        any_window = any(window != math.inf for _, window in self._made.values())
+        unknown = math.nan if any_window and mask is not None else math.inf
+        by_mask = self._made[id(mask)][1] if id(mask) in self._made else unknown
+        if not by_layer == by_call == by_mask:
+            raise Refused(
+                f"{layer} is local, and its mask, its sliding_window and what it tells the attention function are not "
+                f"the same window ({by_mask}, {by_layer} and {by_call} tokens on each side; inf: all, nan: a mask made "
+                "anew by the model)."
+            )
 
 
 def run(model: nn.Module, prepare: Callable[[nn.Module], None]) -> None:
@@ -85,11 +91,9 @@ def run(model: nn.Module, prepare: Callable[[nn.Module], None]) -> None:
         Refused: a layer or a mask asks for what is not computed.
         Untried: the model runs on none of the inputs that its forward and its config let one make up.
     """
-    global _windows  # noqa: PLW0603  what the mask function and the attention function of this trial share
     problem: Exception = TypeError(f"its forward takes ({', '.join(inspect.signature(model.forward).parameters)})")
     for inputs in _inputs(model):
         try:
-            _windows = {}
             with _silent(), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"), torch.no_grad():
                 double = _without_weights(model)
                 prepare(double)
@@ -99,8 +103,6 @@ def run(model: nn.Module, prepare: Callable[[nn.Module], None]) -> None:
             raise
         except Exception as error:  # noqa: BLE001  code that is not ours, on inputs that it does not expect
             problem = error
-        finally:
-            _windows = None
     raise Untried(f"{type(problem).__name__}: {(str(problem).strip() or 'no message').splitlines()[0]}")
 
 
