@@ -47,10 +47,12 @@ class StructuredAttention:
         rpe: relative position bias (B or 1, H or 1, T, T), added after scaling.
         key_padding_mask: (B or 1, T); attn_mask: (T, T), or (B or 1, H or 1, T or 1, T). Bool keeps where True, a
             float is added.
+        sinks: (H,), a logit a head in the softmax's denominator, without a value.
         Returns (B, H, T, D); rows with nothing left are zeros.
 
     Raises:
-        ValueError: as `SparseSelfAttention`; in the call, a mask that is neither bool nor floating.
+        ValueError: as `SparseSelfAttention`; in the call, a mask that is neither bool nor floating, and sinks with
+            `implementation="separate"`.
         NotImplementedError: in the call, shapes of query, key and value differ in more than that.
     """
 
@@ -119,6 +121,7 @@ class StructuredAttention:
         rpe: torch.Tensor | None = None,
         key_padding_mask: torch.Tensor | None = None,
         attn_mask: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self._check(query, key, value, rpe, key_padding_mask, attn_mask)
         self._synchronize_layout()
@@ -126,10 +129,12 @@ class StructuredAttention:
         causal = getattr(self.sparsity_config, "causal", False)
         masks: dict[str, Any] = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
         if self.implementation == "separate":
+            if sinks is not None:
+                raise ValueError('sinks are given, and only implementation="fused" takes them; build it so.')
             return self._attend_separately(query, key, value, scale, causal, dropout_p, **masks)
         layout: Any = self._covering(query.shape[2])  # a MasterLayout, which only modules give
         output: Any = block_sparse_attention(
-            query, key, value, layout, scale=scale, causal=causal, dropout_p=dropout_p, **masks
+            query, key, value, layout, scale=scale, causal=causal, dropout_p=dropout_p, sinks=sinks, **masks
         )
         return output
 

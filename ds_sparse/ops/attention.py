@@ -27,6 +27,7 @@ from .operands import (
     readable,
     wide_dtype,
 )
+from .sinks import check_sinks, grad_of_sinks, with_sinks
 
 
 @overload
@@ -42,6 +43,7 @@ def block_sparse_attention(
     key_padding_mask: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
     rpe: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: Literal[False] = False,
 ) -> torch.Tensor: ...
@@ -60,6 +62,7 @@ def block_sparse_attention(
     key_padding_mask: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
     rpe: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -78,6 +81,7 @@ def block_sparse_attention(
     key_padding_mask: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
     rpe: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
@@ -95,20 +99,21 @@ def block_sparse_attention(
     key_padding_mask: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
     rpe: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * query @ key^T + rpe + masks) @ value on the live blocks.
 
-    Differentiable in query, key, value and rpe. Memory is linear in tokens: backward recomputes the probabilities from
-    two numbers saved for each row. Statistics and sums are in fp32 or wider. The same input gives the same bits,
-    forward and backward, but for the gradient of query on a Hopper GPU: there its sums are added in memory as they
-    come, in one sweep with the others, unless `torch.use_deterministic_algorithms(True)` is set, which costs a sweep
-    more. A bool mask keeps where True, a float one is added; only -inf, False and absent blocks mask, while finite
-    large negatives such as -10000 or finfo.min are ordinary arithmetic (those below -1e30 count as -1e30). A row with
-    nothing left is zeros, its lse -inf, its gradients zero. NaN and infinities do not reach rows that do not see them
-    on the CPU; on CUDA those in dead blocks or behind masks may reach rows of the same tile, so padding has to be
-    finite there. Under autocast query, key and value are cast.
+    Differentiable in query, key, value, rpe and sinks. Memory is linear in tokens: backward recomputes the
+    probabilities from two numbers saved for each row. Statistics and sums are in fp32 or wider. The same input
+    gives the same bits, forward and backward, but for the gradient of query on a Hopper GPU: there its sums are
+    added in memory as they come, in one sweep with the others, unless `torch.use_deterministic_algorithms(True)` is
+    set, which costs a sweep more. A bool mask keeps where True, a float one is added; only -inf, False and absent
+    blocks mask, while finite large negatives such as -10000 or finfo.min are ordinary arithmetic (those below -1e30
+    count as -1e30). A row with nothing left is zeros, its lse -inf or the sink, its gradients zero. NaN and
+    infinities do not reach rows that do not see them on the CPU; on CUDA those in dead blocks or behind masks may
+    reach rows of the same tile, so padding has to be finite there. Under autocast query, key and value are cast.
 
     Sources: Dao et al., "FlashAttention", 2022 (softmax in one sweep, recomputed backwards); Child et al., "Generating
     long sequences with sparse transformers", 2019 (block layouts); DeepSpeed's sparse attention (the options).
@@ -130,9 +135,11 @@ def block_sparse_attention(
         key_padding_mask: (B or 1, S). On CUDA a bool one costs least: what it drops is not computed.
         attn_mask: (T, S), or (B or 1, H or 1, T or 1, S).
         rpe: relative position bias (T, S), (H, T, S) or (B or 1, H or 1, T, S), added unscaled.
+        sinks: (H,), a logit a head in the softmax's denominator, without a value; unscaled.
         dropout_p: share of the probabilities that are dropped after the softmax, 0 to below 1, in steps of 1/32768;
             random numbers are drawn from torch's generator of the device.
-        return_lse: whether to return each row's log of its sum of exponentials as well, before dropout.
+        return_lse: whether to return each row's log of its sum of exponentials as well, before dropout; the sink's is
+            in the sum.
 
     Returns:
         (B, H, T, D) in query's dtype; with `return_lse` also (B, H, T) in fp32 (fp64 for fp64), differentiable.
@@ -157,7 +164,7 @@ def block_sparse_attention(
         torch.Size([2, 4, 64, 16])
     """
     check_inputs(query=query, key=key, value=value)
-    check_inputs(rpe=rpe, attn_mask=attn_mask, key_padding_mask=key_padding_mask)
+    check_inputs(rpe=rpe, attn_mask=attn_mask, key_padding_mask=key_padding_mask, sinks=sinks)
     query, key, value = under_autocast(query, key, value)
     check_attention_operands(query, key, value)
     if not isinstance(layout, BlockIndex | MasterLayout):
@@ -172,6 +179,7 @@ def block_sparse_attention(
     check_bias("rpe", rpe, query, (batch, heads, tokens, keys), (2, 3, 4))
     check_bias("attn_mask", attn_mask, query, (batch, heads, tokens, keys), (2, 4))
     check_bias("key_padding_mask", key_padding_mask, query, (batch, keys), (2,))
+    check_sinks(sinks, query)
     require_kernel("block_attention_forward", query.device)
 
     if rpe is not None:
@@ -187,13 +195,13 @@ def block_sparse_attention(
     )
     if query.numel() == 0:
         # No batch or no heads. Sums of nothing keep what was given in the graph.
-        output = query + key.sum() + value.sum() + (0 if rpe is None else rpe.sum())
+        output = query + key.sum() + value.sum() + sum(x.sum() for x in (rpe, sinks) if x is not None)
         lse = output.to(wide_dtype(query.dtype)).sum(-1)
     else:
         seed = dropout_seed(query.device) if dropout_p > 0 else None
         query, key, value = distinct_when_traced(query, key, value)
         output, lse, _ = _Attention.apply(
-            readable(query), readable(key), readable(value), rpe, key_bias, attn_mask, seed,
+            readable(query), readable(key), readable(value), rpe, sinks, key_bias, attn_mask, seed,
             index, scale, causal, float(dropout_p),
         )  # fmt: skip
         output = output[..., :head_dim] if head_dim % 8 else output
@@ -272,33 +280,37 @@ def _check_block(block: int) -> None:
 class _Attention(Function):
     @staticmethod
     def forward(
-        query, key, value, rpe, key_bias, attn_mask, seed, index: BlockIndex, scale: float, causal: bool,
+        query, key, value, rpe, sinks, key_bias, attn_mask, seed, index: BlockIndex, scale: float, causal: bool,
         dropout_p: float,
     ):  # fmt: skip
-        return attention_forward(index, query, key, value, rpe, key_bias, attn_mask, seed, scale, causal, dropout_p)
+        tensors = (query, key, value, rpe, key_bias, attn_mask, seed)
+        output, lse, rows = attention_forward(index, *tensors, scale, causal, dropout_p)
+        return (output, lse, rows) if sinks is None else with_sinks(output, rows, sinks)
 
     @staticmethod
     def setup_context(ctx, inputs, results):
-        query, key, value, rpe, key_bias, attn_mask, seed, ctx.index, ctx.scale, ctx.causal, ctx.dropout_p = inputs
+        *tensors, ctx.index, ctx.scale, ctx.causal, ctx.dropout_p = inputs
         output, _, rows = results
         ctx.forced = forced_implementation()
         ctx.mark_non_differentiable(rows)
-        ctx.save_for_backward(query, key, value, output, rows, rpe, key_bias, attn_mask, seed)
+        ctx.save_for_backward(output, rows, *tensors)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     @differentiable_once("block_sparse_attention")
     def backward(ctx, grad_output: torch.Tensor | None, grad_lse: torch.Tensor | None, _):
-        query, key, value, output, rows, rpe, key_bias, attn_mask, seed = ctx.saved_tensors
+        output, rows, query, key, value, rpe, sinks, key_bias, attn_mask, seed = ctx.saved_tensors
         grad_output = torch.zeros_like(output) if grad_output is None else readable(grad_output)
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         saved = (grad_output, grad_lse, query, key, value, output, rows, rpe, key_bias, attn_mask, seed)
         numbers = (ctx.scale, ctx.causal, ctx.dropout_p)
         grads: tuple[torch.Tensor | None, ...] = (None, None, None)
-        grad_rpe = None
+        grad_rpe = grad_sinks = None
         if any(ctx.needs_input_grad[:3]):
             deterministic = torch.are_deterministic_algorithms_enabled()
             grads = attention_backward(ctx.index, *saved, *numbers, deterministic, forced=ctx.forced)
         if ctx.needs_input_grad[3]:
             grad_rpe = attention_bias_backward(ctx.index, *saved, *numbers, rpe.shape).to(rpe.dtype)
-        return *grads, grad_rpe, *(None,) * 7
+        if ctx.needs_input_grad[4]:
+            grad_sinks = grad_of_sinks(grad_output, grad_lse, output, rows, sinks)
+        return *grads, grad_rpe, grad_sinks, *(None,) * 7

@@ -25,6 +25,7 @@ from .operands import (
     readable,
     wide_dtype,
 )
+from .sinks import check_sinks, grad_of_sinks, with_sinks
 
 
 def window_attention(
@@ -38,11 +39,12 @@ def window_attention(
     dilation: Numbers = 1,
     *,
     scale: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(scale * query @ key^T) @ value, where token i sees tokens i + k * dilation for |k| <= window_size.
 
-    Differentiable in query, key and value; memory is linear in tokens, whatever the window. Statistics and sums are in
-    fp32 or wider. The same input gives the same bits, but for the gradient of query on a Hopper GPU, as in
+    Differentiable in query, key, value and sinks; memory is linear in tokens, whatever the window. Statistics and sums
+    are in fp32 or wider. The same input gives the same bits, but for the gradient of query on a Hopper GPU, as in
     `block_sparse_attention`. A row with nothing left is zeros, with zero gradient. NaN and infinities do not reach rows
     that do not see them on the CPU; on CUDA they may reach rows of the same tile, whatever the masks. Under autocast
     query, key and value are cast.
@@ -60,6 +62,7 @@ def window_attention(
         global_tokens: numbers of tokens that see all tokens and are seen by all, in all sequences and heads.
         dilation: distance of the tokens in a window, 1 or more; or one a head.
         scale: factor of the scores; 1 / sqrt(D) if it is not given.
+        sinks: (H,), a logit a head in the softmax's denominator, without a value; unscaled.
 
     Returns:
         (B, H, T, D) in query's dtype.
@@ -81,7 +84,7 @@ def window_attention(
         >>> ds_sparse.window_attention(query, key, value, index).shape
         torch.Size([2, 4, 100, 16])
     """
-    check_inputs(query=query, key=key, value=value, key_padding_mask=key_padding_mask)
+    check_inputs(query=query, key=key, value=value, key_padding_mask=key_padding_mask, sinks=sinks)
     query, key, value = under_autocast(query, key, value)
     check_attention_operands(query, key, value)
     batch, heads, tokens, head_dim = query.shape
@@ -89,11 +92,12 @@ def window_attention(
         raise ValueError(f"query has {tokens} tokens and key {key.shape[2]}; in a window they are the same tokens.")
     scale = factor_of(scale, head_dim)
     check_bias("key_padding_mask", key_padding_mask, query, (batch, tokens), (2,))
+    check_sinks(sinks, query)
     require_kernel("window_attention_forward", query.device)
     index = _index(window_size, causal, global_tokens, dilation, query)
     if query.numel() == 0:
         # No batch or no heads. Sums of nothing keep what was given in the graph.
-        return query + key.sum() + value.sum()
+        return query + key.sum() + value.sum() + (0 if sinks is None else sinks.sum())
 
     key_bias = None
     if key_padding_mask is not None:
@@ -106,7 +110,7 @@ def window_attention(
             key_bias = _ordered(key_bias.expand(-1, len(index.order), -1).unsqueeze(3), index.order).squeeze(3)
     query, key, value = distinct_when_traced(query, key, value)
     output, _ = _WindowAttention.apply(
-        readable(query), readable(key), readable(value),
+        readable(query), readable(key), readable(value), sinks,
         None if key_bias is None else key_bias.unsqueeze(2), index, scale,
     )  # fmt: skip
     output = output[..., :head_dim] if head_dim % 8 else output
@@ -179,7 +183,7 @@ class _Ordered(Function):
 
 class _WindowAttention(Function):
     @staticmethod
-    def forward(query, key, value, key_bias, index: WindowIndex, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(query, key, value, sinks, key_bias, index: WindowIndex, scale: float):
         blocks = index.blocks
         chosen = implementation_for(blocks, query)
         tile = chosen.tile(blocks.block)
@@ -187,21 +191,23 @@ class _WindowAttention(Function):
             query, key, value, key_bias, index.limits, index.places, *lists_of_tiles(blocks.tiles("rows", tile)),
             blocks.layout_heads, blocks.block, tile, index.num_global, scale, index.causal, chosen.name,
         )  # fmt: skip
+        if sinks is not None:
+            output, _, rows = with_sinks(output, rows, sinks)
         return output, rows
 
     @staticmethod
     def setup_context(ctx, inputs, results):
-        query, key, value, key_bias, ctx.index, ctx.scale = inputs
+        query, key, value, sinks, key_bias, ctx.index, ctx.scale = inputs
         output, rows = results
         ctx.forced = forced_implementation()
         ctx.mark_non_differentiable(rows)
-        ctx.save_for_backward(query, key, value, output, rows, key_bias)
+        ctx.save_for_backward(query, key, value, output, rows, sinks, key_bias)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     @differentiable_once("window_attention")
     def backward(ctx, grad_output: torch.Tensor | None, _):
-        query, key, value, output, rows, key_bias = ctx.saved_tensors
+        query, key, value, output, rows, sinks, key_bias = ctx.saved_tensors
         grad_output = torch.zeros_like(output) if grad_output is None else readable(grad_output)
         index, blocks = ctx.index, ctx.index.blocks
         chosen = implementation_for(blocks, query, ctx.forced)
@@ -212,7 +218,8 @@ class _WindowAttention(Function):
             blocks.layout_heads, blocks.block, tile, index.num_global, ctx.scale, index.causal,
             torch.are_deterministic_algorithms_enabled(), chosen.name,
         )  # fmt: skip
-        return *grads, None, None, None
+        grad_sinks = grad_of_sinks(grad_output, None, output, rows, sinks) if ctx.needs_input_grad[3] else None
+        return *grads, grad_sinks, None, None, None
 
 
 @torch.library.register_fake(add_op_namespace_prefix("window_attention_forward"))
