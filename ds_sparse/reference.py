@@ -151,6 +151,7 @@ def attention(
     attn_mask: torch.Tensor | None = None,
     causal: bool = False,
     sinks: torch.Tensor | None = None,
+    query_offset: int = 0,
     dropout_p: float = 0.0,
     dropout_seed: tuple[int, int] = (0, 0),
     return_lse: bool = False,
@@ -165,6 +166,7 @@ def attention(
         scale: 1 / sqrt(D) if it is not given.
         rpe, key_padding_mask, attn_mask, causal: as in `softmax`.
         sinks: (H,), a logit a head in the softmax's denominator, without a value.
+        query_offset: the position of the first query; the layout's rows and `causal` count from there.
         dropout_p, dropout_seed: what `dropout_keep` is asked; the seed and the offset.
         return_lse: whether to return each row's log of its sum of exponentials as well.
 
@@ -185,8 +187,10 @@ def attention(
     keys, shared_by = key.shape[2], heads // key.shape[1]
     key, value = key.repeat_interleave(shared_by, dim=1), value.repeat_interleave(shared_by, dim=1)
     scores = query @ key.transpose(-1, -2) * (head_dim**-0.5 if scale is None else scale)
-    live = to_token_mask(as_bool_layout(layout), block)[:, :tokens, :keys]
-    scores, alive = _masked(scores, live, rpe, key_padding_mask, attn_mask, causal)
+    live = to_token_mask(as_bool_layout(layout), block)[:, query_offset : query_offset + tokens, :keys]
+    if causal:
+        live = live & torch.ones(tokens, keys, dtype=torch.bool, device=live.device).tril(query_offset)
+    scores, alive = _masked(scores, live, rpe, key_padding_mask, attn_mask, causal=False)
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None, None].to(scores.dtype).expand(batch, -1, tokens, 1)], -1)
         alive = alive | (sinks[:, None, None] > float("-inf"))

@@ -12,6 +12,7 @@ from ..index import BlockIndex, as_index
 from ..index.lasting import refuse_meta
 from ..index.lookup import copy_of, index_of_layout
 from ..index.master_layout import MasterLayout
+from ..index.parts import Parts
 from ..layout import with_heads
 from ..wording import listed
 from ._autograd import Function, differentiable_once
@@ -27,6 +28,7 @@ from .operands import (
     readable,
     wide_dtype,
 )
+from .query_offset import Options, attention_at, parts_at
 from .sinks import check_sinks, grad_of_sinks, with_sinks
 
 
@@ -38,6 +40,7 @@ def block_sparse_attention(
     layout: torch.Tensor | BlockIndex,
     *,
     block: int | None = None,
+    query_offset: int | torch.Tensor | None = None,
     scale: float | None = None,
     causal: bool = False,
     key_padding_mask: torch.Tensor | None = None,
@@ -57,6 +60,7 @@ def block_sparse_attention(
     layout: torch.Tensor | BlockIndex,
     *,
     block: int | None = None,
+    query_offset: int | torch.Tensor | None = None,
     scale: float | None = None,
     causal: bool = False,
     key_padding_mask: torch.Tensor | None = None,
@@ -76,6 +80,7 @@ def block_sparse_attention(
     layout: torch.Tensor | BlockIndex,
     *,
     block: int | None = None,
+    query_offset: int | torch.Tensor | None = None,
     scale: float | None = None,
     causal: bool = False,
     key_padding_mask: torch.Tensor | None = None,
@@ -94,6 +99,7 @@ def block_sparse_attention(
     layout: torch.Tensor | BlockIndex,
     *,
     block: int | None = None,
+    query_offset: int | torch.Tensor | None = None,
     scale: float | None = None,
     causal: bool = False,
     key_padding_mask: torch.Tensor | None = None,
@@ -130,6 +136,11 @@ def block_sparse_attention(
             write that PyTorch does not count, such as to `layout.data`, goes unseen, unless DS_SPARSE_CHECK_LAYOUTS=1
             is set.
         block: 8, 16, 32, 64 or 128 tokens on a block's side; found from the shapes if it is not given.
+        query_offset: the position of the first query among the keys, 0 or more, S - T while decoding; or (B,) int32 or
+            int64, one a sequence. The layout's rows and `causal` count from there, and the layout may be larger than
+            the tokens, as one for the longest sequence is: a tensor then comes with `block`. A GPU is waited for where
+            a tensor of positions, or rows of a layout that is not on the CPU, are read. Up to 16 queries gather the
+            keys of their block rows alone; there, what one of the queries sees may be NaN for all.
         scale: factor of the scores; 1 / sqrt(D) if it is not given.
         causal: query token i sees key tokens j <= i only, inside blocks too.
         key_padding_mask: (B or 1, S). On CUDA a bool one costs least: what it drops is not computed.
@@ -149,7 +160,7 @@ def block_sparse_attention(
             no number.
         ValueError: shapes, dtypes, devices, a layout, block or number that do not fit; a mask that requires a gradient.
         RuntimeError: a device without the kernel; a layout in place of its index under torch.compile or in the capture
-            of a CUDA graph.
+            of a CUDA graph; `query_offset` under torch.compile.
 
     Examples:
         >>> import torch
@@ -162,6 +173,10 @@ def block_sparse_attention(
         >>> output.sum().backward()
         >>> query.grad.shape
         torch.Size([2, 4, 64, 16])
+        >>> last = ds_sparse.block_sparse_attention(
+        ...     query[:, :, -1:], key, value, layout, block=16, query_offset=63, causal=True
+        ... )
+        >>> torch.testing.assert_close(last, output[:, :, -1:])
     """
     check_inputs(query=query, key=key, value=value)
     check_inputs(rpe=rpe, attn_mask=attn_mask, key_padding_mask=key_padding_mask, sinks=sinks)
@@ -174,13 +189,23 @@ def block_sparse_attention(
     scale = factor_of(scale, head_dim)
     check_dropout("dropout_p", dropout_p)
     # Meta tensors take an index with values, which FLOP counters ask for.
-    index = index_for(layout, block, layout.device if query.is_meta else query.device, tokens, keys, causal)
+    device = layout.device if query.is_meta else query.device
+    index: BlockIndex | MasterLayout | Parts
+    if query_offset is None:
+        index = index_for(layout, block, device, tokens, keys, causal)
+    else:
+        offsets, index = parts_at(query_offset, layout, block, query, keys)
+        _check_block(index.block)
     check_heads(index, heads)
     check_bias("rpe", rpe, query, (batch, heads, tokens, keys), (2, 3, 4))
     check_bias("attn_mask", attn_mask, query, (batch, heads, tokens, keys), (2, 4))
     check_bias("key_padding_mask", key_padding_mask, query, (batch, keys), (2,))
     check_sinks(sinks, query)
     require_kernel("block_attention_forward", query.device)
+    if isinstance(index, Parts) and query.numel():
+        options = Options(scale, causal, key_padding_mask, attn_mask, rpe, sinks, dropout_p)
+        output, lse = attention_at(block_sparse_attention, offsets, index, query, key, value, options, device)
+        return (output, lse) if return_lse else output
 
     if rpe is not None:
         if rpe.shape[-2] != tokens or rpe.shape[-1] != keys:
@@ -219,7 +244,7 @@ def check_dropout(name: str, probability: float) -> None:
         raise ValueError(f"{name} is {probability}; it has to be 0 or more and below 1.")
 
 
-def check_heads(index: BlockIndex | MasterLayout, heads: int) -> None:
+def check_heads(index: BlockIndex | MasterLayout | Parts, heads: int) -> None:
     """Raises ValueError unless the layout is for so many heads."""
     # Heads of a traced tensor may be symbolic, which torch.compile does not find in a tuple.
     if index.num_heads != 1 and index.num_heads != heads:

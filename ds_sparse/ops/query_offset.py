@@ -1,0 +1,279 @@
+"""Attention of queries that begin at a later position than the keys, as while a text is generated.
+
+Few of them gather the keys and values of their block rows, in plain PyTorch. Many are padded in front to a whole block;
+where they are causal, what lies before their first block row is one call of the kernels and what begins there, where
+causality cuts, is another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout, pad
+
+from ..index import BlockIndex
+from ..index.cache import refuse_traced
+from ..index.lookup import index_of_layout
+from ..index.master_layout import MasterLayout
+from ..index.parts import Parts, parts_of
+from .operands import key_bias_of, matrices, wide_dtype
+
+FEW_QUERIES = 16
+"""Query tokens up to which the keys of their block rows are gathered."""
+
+Offset = int | Tensor
+
+
+class Options(NamedTuple):
+    """What a call of `block_sparse_attention` is given besides operands and layout."""
+
+    scale: float
+    causal: bool
+    key_padding_mask: Tensor | None
+    attn_mask: Tensor | None
+    rpe: Tensor | None
+    sinks: Tensor | None
+    dropout_p: float
+
+    def of_sequences(self, part: slice) -> Options:
+        """Those of some sequences of the batch."""
+
+        def of(x: Tensor | None, dims: int) -> Tensor | None:
+            return x if x is None or x.dim() < dims or len(x) == 1 else x[part]
+
+        masks = {"attn_mask": of(self.attn_mask, 4), "rpe": of(self.rpe, 4)}
+        return self._replace(key_padding_mask=of(self.key_padding_mask, 2), **masks)
+
+    def of_keys(self, part: slice) -> Options:
+        """Those of some keys."""
+
+        def of(x: Tensor | None) -> Tensor | None:
+            return x if x is None or x.shape[-1] == 1 else x[..., part]
+
+        masks = {"attn_mask": of(self.attn_mask), "rpe": of(self.rpe)}
+        return self._replace(key_padding_mask=of(self.key_padding_mask), **masks)
+
+    def after_queries(self, number: int) -> Options:
+        """Those of so many more queries in front, of which nothing is used."""
+
+        def of(x: Tensor | None) -> Tensor | None:
+            return x if x is None or x.shape[-2] == 1 else pad(x, (0, 0, number, 0))
+
+        return self._replace(attn_mask=of(self.attn_mask), rpe=of(self.rpe))
+
+
+def parts_at(
+    offset: Offset, layout: Tensor | BlockIndex | MasterLayout, block: int | None, query: Tensor, keys: int
+) -> tuple[tuple[int, ...], Parts]:
+    """The position of each sequence's first query, once where they are equal, and the layout, after a check that it
+    covers them and the keys.
+
+    Raises:
+        TypeError: an offset that is no integer and no tensor of such.
+        ValueError: an offset below 0, or not one a sequence; a layout that is too small, or a tensor without its block.
+        RuntimeError: under torch.compile.
+    """
+    refuse_traced("query_offset cannot be read", "call outside of what is compiled.")
+    offsets = _offsets(offset, len(query))
+    if isinstance(layout, Tensor):
+        if block is None:
+            raise ValueError(
+                "query_offset is given and block is not; the layout may be larger than the tokens, so give its block."
+            )
+        layout = index_of_layout(layout, block, layout.device)
+    elif block is not None and block != layout.block:
+        raise ValueError(f"block is {block}, and the index was built for blocks of {layout.block}; leave it out.")
+    parts, tokens = parts_of(layout), query.shape[2]
+    rows, columns = (blocks * parts.block for blocks in parts.layout.shape[1:])
+    if max(offsets) + tokens > rows or keys > columns:
+        raise ValueError(
+            f"The layout covers {rows} query and {columns} key tokens, the last query is at "
+            f"{max(offsets) + tokens - 1} and there are {keys} keys; build it for a longer sequence."
+        )
+    return offsets, parts
+
+
+def _offsets(offset: Offset, batch: int) -> tuple[int, ...]:
+    if isinstance(offset, Tensor) and offset.dtype in (torch.int32, torch.int64):
+        if offset.dim() and offset.shape != (batch,):
+            raise ValueError(
+                f"query_offset has shape {tuple(offset.shape)}; it has to be an integer, or ({batch},), one a sequence."
+            )
+        offsets = tuple(offset.reshape(-1).tolist()) or (0,)
+    elif isinstance(offset, int) and not isinstance(offset, bool):
+        offsets = (offset,)
+    else:
+        what = f"a tensor of {offset.dtype}" if isinstance(offset, Tensor) else repr(offset)
+        raise TypeError(f"query_offset is {what}; it has to be an integer, or int32 or int64 numbers, one a sequence.")
+    if min(offsets) < 0:
+        raise ValueError(f"query_offset is {min(offsets)}; it is the position of the first query, 0 or more.")
+    return offsets if len(set(offsets)) > 1 else offsets[:1]
+
+
+def attention_at(
+    attend: Callable[..., Any],
+    offsets: tuple[int, ...],
+    parts: Parts,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: Options,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Output and lse of queries at these positions.
+
+    Args:
+        attend: `block_sparse_attention`.
+        offsets, parts: from `parts_at`.
+        device: where the index is to be.
+    """
+    if query.shape[2] <= FEW_QUERIES:
+        with nullcontext() if query.is_meta else torch.autocast(query.device.type, enabled=False):
+            return _gathered(offsets, parts, query, key, value, options, device)
+    if len(offsets) == 1:
+        return _in_blocks(attend, offsets[0], parts, query, key, value, options, device)
+    results = []
+    for i, offset in enumerate(offsets):
+        part = slice(i, i + 1)
+        given = (query[part], key[part], value[part], options.of_sequences(part))
+        results.append(_in_blocks(attend, offset, parts, *given, device))
+    output, lse = zip(*results, strict=True)
+    return torch.cat(output), torch.cat(lse)
+
+
+def _in_blocks(
+    attend: Callable[..., Any],
+    offset: int,
+    parts: Parts,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: Options,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """By the kernels, in one call or two."""
+    block, tokens, keys = parts.block, query.shape[2], key.shape[2]
+    first, before = divmod(offset, block)
+    rows, columns = range(first, -(-(offset + tokens) // block)), -(-keys // block)
+    if before:
+        query, options = pad(query, (0, 0, before, 0)), options.after_queries(before)
+
+    def call(columns: range, causal: bool, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        part = slice(columns.start * block, min(columns.stop * block, keys))
+        given = options.of_keys(part)._replace(causal=causal, sinks=sinks)._asdict()
+        index = parts.index(rows, columns, device)
+        return attend(query, key[:, :, part], value[:, :, part], index, return_lse=True, **given)
+
+    past = range(min(first, columns))
+    ahead = range(first, min(rows.stop, columns))
+    if not options.causal:
+        output, lse = call(range(columns), False, options.sinks)
+    elif len(past) == 0 or (len(ahead) and parts.is_empty(rows, past)):
+        output, lse = call(ahead, True, options.sinks)
+    elif len(ahead) == 0:
+        output, lse = call(past, False, options.sinks)
+    else:
+        output, lse = merged(call(past, False, None), call(ahead, True, options.sinks))
+    return output[:, :, before:], lse[:, :, before:]
+
+
+def merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Output and lse of attention over the keys of two calls together, each with output and lse."""
+    nothing = (one[1] == float("-inf")) & (other[1] == float("-inf"))
+    a, b = (lse.masked_fill(nothing, 0) for _, lse in (one, other))
+    share = torch.sigmoid(a - b).unsqueeze(-1)
+    output = (one[0] * share + other[0] * (1 - share)).to(one[0].dtype)
+    return output, torch.logaddexp(a, b).masked_fill(nothing, float("-inf"))
+
+
+def _gathered(
+    offsets: tuple[int, ...],
+    parts: Parts,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: Options,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """In plain PyTorch, on the keys and values that a block row of the queries sees."""
+    batch, heads, tokens, _ = query.shape
+    wide = wide_dtype(query.dtype)
+    token, seen = _tokens_seen(offsets, parts, tokens, key.shape[2], options.causal, device)
+    scores_bias = torch.zeros((), dtype=wide, device=device)
+    if options.key_padding_mask is not None:
+        of_keys = key_bias_of(options.key_padding_mask, wide, key.shape[2], True)
+        of_keys = of_keys[:, None, None].expand(max(batch, 1), token.shape[1], 1, -1)
+        of_keys = of_keys.gather(-1, token.unsqueeze(2).expand(len(of_keys), -1, -1, -1))
+        seen, scores_bias = _with_bias(seen, scores_bias, of_keys)
+    is_read = seen.any(2)  # what no query sees may be NaN
+    for bias in (options.attn_mask, options.rpe):
+        if bias is not None:
+            of_pairs = matrices(bias, query.dtype, key.shape[2])
+            shape = (*torch.broadcast_shapes(of_pairs.shape[:2], token.shape[:2]), of_pairs.shape[2])
+            of_pairs = of_pairs.expand(*shape, -1).gather(-1, token.unsqueeze(2).expand(*shape, -1))
+            seen, scores_bias = _with_bias(seen, scores_bias, of_pairs)
+    key, value = (_of_tokens(x, token, is_read, heads).to(wide) for x in (key, value))
+    grouped = (query.to(wide) * options.scale).unflatten(1, (key.shape[1], -1)).flatten(2, 3)
+    scores = (grouped @ key.mT).unflatten(2, (-1, tokens)).flatten(1, 2) + scores_bias
+    probs, lse = _softmax(scores.masked_fill(~seen, float("-inf")), seen, options.sinks)
+    probs = dropout(probs, options.dropout_p) if options.dropout_p else probs
+    output = probs.unflatten(1, (key.shape[1], -1)).flatten(2, 3) @ value
+    return output.unflatten(2, (-1, tokens)).flatten(1, 2).to(query.dtype), lse
+
+
+def _tokens_seen(
+    offsets: tuple[int, ...], parts: Parts, tokens: int, keys: int, causal: bool, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Key tokens (P, L, M) that block rows of the queries see, P = 1 or B, and which of them each query sees,
+    (P, L, T, M)."""
+    block = parts.block
+    first = tuple(offset // block for offset in offsets)
+    rows = max((offset + tokens - 1) // block - row for offset, row in zip(offsets, first)) + 1
+    columns = -(-keys // block)
+    columns = min(columns, max(first) + rows) if causal else columns
+    lists = parts.lists(first, rows, columns, device)
+    inside = torch.arange(block, device=device)
+    token = (lists.columns.unsqueeze(-1) * block + inside).flatten(-2)
+    # The numbers of rows and positions, (P, T), are made where the offsets are known.
+    at = torch.tensor(offsets)[:, None] + torch.arange(tokens)
+    row, at = (at // block - torch.tensor(first)[:, None]).to(device), at.to(device)
+    shape = (-1, lists.live.shape[1], -1, lists.live.shape[3])
+    seen = lists.live.gather(2, row[:, None, :, None].expand(len(row), shape[1], tokens, shape[3]))
+    seen = seen.repeat_interleave(block, dim=-1) & (token < keys).unsqueeze(2)
+    if causal:
+        seen = seen & (token.unsqueeze(2) <= at[:, None, :, None])
+    return token.clamp(max=keys - 1), seen
+
+
+def _of_tokens(x: Tensor, token: Tensor, is_read: Tensor, heads: int) -> Tensor:
+    """Tokens (P, L, M) of keys or values (B, Hkv, S, D) in the order of their list, with zeros where nothing is read:
+    (B, Hkv, M, D) where L is 1, else (B, H, M, D)."""
+    batch, key_heads = x.shape[:2]
+    head = torch.arange(key_heads, device=x.device)
+    head = head if token.shape[1] == 1 else head.repeat_interleave(heads // key_heads)
+    found = x[torch.arange(batch, device=x.device)[:, None, None], head[:, None], token]
+    return found.masked_fill(~is_read.unsqueeze(-1), 0)
+
+
+def _with_bias(seen: Tensor, total: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """What is seen, and the sum of what is added to scores, with one mask or bias more."""
+    if bias.dtype == torch.bool:
+        return seen & bias, total
+    masked = bias == float("-inf")
+    return seen & ~masked, total + bias.masked_fill(masked, 0).to(total.dtype)
+
+
+def _softmax(scores: Tensor, seen: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Probabilities of scores (B, H, T, M), -inf where they are not seen, and lse; of rows with nothing zeros and
+    -inf."""
+    keys, alive = scores.shape[-1], seen.any(-1, keepdim=True).expand(*scores.shape[:3], 1)
+    if sinks is not None:
+        of_sinks = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        scores, alive = torch.cat([scores, of_sinks], -1), alive | (of_sinks > float("-inf"))
+    scores = scores.masked_fill(~alive, 0)
+    probs = (torch.softmax(scores, -1) * alive)[..., :keys]
+    return probs, torch.logsumexp(scores, -1).masked_fill(~alive[..., 0], float("-inf"))
