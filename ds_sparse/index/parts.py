@@ -51,8 +51,10 @@ class Parts:
 
     def _held(self) -> Iterator[Tensor]:
         yield self.layout
-        for made in (*self._indices.values(), *self._lists.values()):
-            yield from made._held()
+        for index in tuple(self._indices.values()):
+            yield from index._held()
+        for lists in tuple(self._lists.values()):
+            yield from lists._held()
 
     def is_empty(self, rows: range, columns: range) -> bool:
         return not self.layout[:, rows.start : rows.stop, columns.start : columns.stop].any()

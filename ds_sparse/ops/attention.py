@@ -191,6 +191,7 @@ def block_sparse_attention(
     # Meta tensors take an index with values, which FLOP counters ask for.
     device = layout.device if query.is_meta else query.device
     index: BlockIndex | MasterLayout | Parts
+    offsets: tuple[int, ...] = ()
     if query_offset is None:
         index = index_for(layout, block, device, tokens, keys, causal)
     else:

@@ -8,7 +8,7 @@ causality cuts, is another.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -45,8 +45,8 @@ class Options(NamedTuple):
         def of(x: Tensor | None, dims: int) -> Tensor | None:
             return x if x is None or x.dim() < dims or len(x) == 1 else x[part]
 
-        masks = {"attn_mask": of(self.attn_mask, 4), "rpe": of(self.rpe, 4)}
-        return self._replace(key_padding_mask=of(self.key_padding_mask, 2), **masks)
+        padding, mask, rpe = of(self.key_padding_mask, 2), of(self.attn_mask, 4), of(self.rpe, 4)
+        return self._replace(key_padding_mask=padding, attn_mask=mask, rpe=rpe)
 
     def of_keys(self, part: slice) -> Options:
         """Those of some keys."""
@@ -54,8 +54,8 @@ class Options(NamedTuple):
         def of(x: Tensor | None) -> Tensor | None:
             return x if x is None or x.shape[-1] == 1 else x[..., part]
 
-        masks = {"attn_mask": of(self.attn_mask), "rpe": of(self.rpe)}
-        return self._replace(key_padding_mask=of(self.key_padding_mask), **masks)
+        padding, mask, rpe = of(self.key_padding_mask), of(self.attn_mask), of(self.rpe)
+        return self._replace(key_padding_mask=padding, attn_mask=mask, rpe=rpe)
 
     def after_queries(self, number: int) -> Options:
         """Those of so many more queries in front, of which nothing is used."""
@@ -132,7 +132,7 @@ def attention_at(
         device: where the index is to be.
     """
     if query.shape[2] <= FEW_QUERIES:
-        with nullcontext() if query.is_meta else torch.autocast(query.device.type, enabled=False):
+        with _in_own_dtype(query):
             return _gathered(offsets, parts, query, key, value, options, device)
     if len(offsets) == 1:
         return _in_blocks(attend, offsets[0], parts, query, key, value, options, device)
@@ -143,6 +143,66 @@ def attention_at(
         results.append(_in_blocks(attend, offset, parts, *given, device))
     output, lse = zip(*results, strict=True)
     return torch.cat(output), torch.cat(lse)
+
+
+def window_at(
+    attend: Callable[..., Tensor],
+    offset: int,
+    windows: tuple[int, ...],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: Options,
+) -> Tensor:
+    """Output of queries that begin at a position, of attention to the tokens around.
+
+    Args:
+        attend: `window_attention`.
+        offset: from `check_window_offset`.
+        windows: tokens on each side, one number, or one a head.
+    """
+    tokens, widest = query.shape[2], max(windows)
+    part = slice(max(0, offset - widest), offset + tokens + (0 if options.causal else widest))
+    key, value, options, offset = key[:, :, part], value[:, :, part], options.of_keys(part), offset - part.start
+    keys = key.shape[2]
+    if tokens > FEW_QUERIES:
+        query = pad(query, (0, 0, offset, keys - offset - tokens))
+        numbers = {"causal": options.causal, "scale": options.scale, "sinks": options.sinks}
+        output = attend(query, key, value, windows, key_padding_mask=options.key_padding_mask, **numbers)
+        return output[:, :, offset : offset + tokens]
+    away = torch.arange(keys, device=query.device) - torch.arange(offset, offset + tokens, device=query.device)[:, None]
+    seen = away.abs() <= torch.tensor(windows, device=query.device)[:, None, None]
+    seen = seen & (away <= 0) if options.causal else seen
+    seen, bias = seen[None], torch.zeros((), dtype=wide_dtype(query.dtype), device=query.device)
+    with _in_own_dtype(query):
+        if options.key_padding_mask is not None:
+            of_keys = key_bias_of(options.key_padding_mask, bias.dtype, keys, True)[:, None, None]
+            seen, bias = _with_bias(seen, bias, of_keys)
+            is_read = seen.any(2).any(1)[:, None, :, None]
+            key, value = (x.masked_fill(~is_read, 0) for x in (key, value))
+        return _plainly(query, key, value, seen, bias, options)[0]
+
+
+def check_window_offset(offset: object, tokens: int, keys: int) -> int:
+    """The offset of queries in windows.
+
+    Raises:
+        TypeError: no integer.
+        ValueError: below 0; queries behind the last key.
+    """
+    if not isinstance(offset, int) or isinstance(offset, bool):
+        raise TypeError(f"query_offset is {offset!r}; in a window it has to be an integer, the same for all sequences.")
+    if not 0 <= offset <= keys - tokens:
+        raise ValueError(
+            f"query_offset is {offset}, for {tokens} queries among {keys} keys; in a window it has to be from 0 to "
+            f"{keys - tokens}, so that the queries' own keys are there."
+        )
+    return offset
+
+
+def _in_own_dtype(query: Tensor) -> AbstractContextManager:
+    """Without autocast, which casts products of fp32."""
+    return nullcontext() if query.is_meta else torch.autocast(query.device.type, enabled=False)
 
 
 def _in_blocks(
@@ -216,9 +276,23 @@ def _gathered(
             shape = (*torch.broadcast_shapes(of_pairs.shape[:2], token.shape[:2]), of_pairs.shape[2])
             of_pairs = of_pairs.expand(*shape, -1).gather(-1, token.unsqueeze(2).expand(*shape, -1))
             seen, scores_bias = _with_bias(seen, scores_bias, of_pairs)
-    key, value = (_of_tokens(x, token, is_read, heads).to(wide) for x in (key, value))
+    key, value = (_of_tokens(x, token, is_read, heads) for x in (key, value))
+    return _plainly(query, key, value, seen, scores_bias, options)
+
+
+def _plainly(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, bias: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    """Output and lse of few queries (B, H, T, D), in fp32 or wider.
+
+    Args:
+        key, value: (B, Hkv, M, D).
+        seen: bool, which broadcasts to (B, H, T, M); bias: what is added to the scores, alike.
+    """
+    tokens, wide = query.shape[2], wide_dtype(query.dtype)
+    key, value = key.to(wide), value.to(wide)
     grouped = (query.to(wide) * options.scale).unflatten(1, (key.shape[1], -1)).flatten(2, 3)
-    scores = (grouped @ key.mT).unflatten(2, (-1, tokens)).flatten(1, 2) + scores_bias
+    scores = (grouped @ key.mT).unflatten(2, (-1, tokens)).flatten(1, 2) + bias
     probs, lse = _softmax(scores.masked_fill(~seen, float("-inf")), seen, options.sinks)
     probs = dropout(probs, options.dropout_p) if options.dropout_p else probs
     output = probs.unflatten(1, (key.shape[1], -1)).flatten(2, 3) @ value

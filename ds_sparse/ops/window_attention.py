@@ -25,6 +25,7 @@ from .operands import (
     readable,
     wide_dtype,
 )
+from .query_offset import Options, check_window_offset, window_at
 from .sinks import check_sinks, grad_of_sinks, with_sinks
 
 
@@ -40,6 +41,7 @@ def window_attention(
     *,
     scale: float | None = None,
     sinks: torch.Tensor | None = None,
+    query_offset: int | None = None,
 ) -> torch.Tensor:
     """softmax(scale * query @ key^T) @ value, where token i sees tokens i + k * dilation for |k| <= window_size.
 
@@ -63,6 +65,9 @@ def window_attention(
         dilation: distance of the tokens in a window, 1 or more; or one a head.
         scale: factor of the scores; 1 / sqrt(D) if it is not given.
         sinks: (H,), a logit a head in the softmax's denominator, without a value; unscaled.
+        query_offset: the position of the first query among the keys, of which there may then be more, S in place of T:
+            up to S - T, as while decoding. Keys before the first window are not read. Without global tokens, dilation
+            and `WindowIndex`.
 
     Returns:
         (B, H, T, D) in query's dtype.
@@ -88,12 +93,22 @@ def window_attention(
     query, key, value = under_autocast(query, key, value)
     check_attention_operands(query, key, value)
     batch, heads, tokens, head_dim = query.shape
-    if key.shape[2] != tokens:
-        raise ValueError(f"query has {tokens} tokens and key {key.shape[2]}; in a window they are the same tokens.")
+    keys = key.shape[2]
+    if query_offset is not None:
+        query_offset = check_window_offset(query_offset, tokens, keys)
+    elif keys != tokens:
+        raise ValueError(
+            f"query has {tokens} tokens and key {keys}; in a window they are the same tokens. Give query_offset where "
+            "the queries are a part of them."
+        )
     scale = factor_of(scale, head_dim)
-    check_bias("key_padding_mask", key_padding_mask, query, (batch, tokens), (2,))
+    check_bias("key_padding_mask", key_padding_mask, query, (batch, keys), (2,))
     check_sinks(sinks, query)
     require_kernel("window_attention_forward", query.device)
+    if query_offset is not None and query.numel():
+        windows = _plain_windows(window_size, global_tokens, dilation, heads)
+        options = Options(scale, causal, key_padding_mask, None, None, sinks, 0.0)
+        return window_at(window_attention, query_offset, windows, query, key, value, options)
     index = _index(window_size, causal, global_tokens, dilation, query)
     if query.numel() == 0:
         # No batch or no heads. Sums of nothing keep what was given in the graph.
@@ -115,6 +130,18 @@ def window_attention(
     )  # fmt: skip
     output = output[..., :head_dim] if head_dim % 8 else output
     return output if index.order is None else _Ordered.apply(output, index.inverse, index.order)
+
+
+def _plain_windows(
+    given: Numbers | WindowIndex, global_tokens: Sequence[int] | torch.Tensor | None, dilation: Numbers, heads: int
+) -> tuple[int, ...]:
+    """Tokens on each side where there is a query_offset, one number for all heads, or one a head."""
+    if isinstance(given, WindowIndex) or global_tokens is not None or not isinstance(dilation, int) or dilation != 1:
+        raise ValueError(
+            "query_offset is given with a WindowIndex, global_tokens or a dilation, which are for whole sequences; "
+            "give window_size as a number, or one a head."
+        )
+    return of_heads("window_size", given, 0, heads)
 
 
 def _index(

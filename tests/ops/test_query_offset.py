@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ds_sparse
-from ds_sparse import BlockIndex, block_sparse_attention, reference
+from ds_sparse import BlockIndex, block_sparse_attention, reference, window_attention
 from ds_sparse.index.master_layout import MasterLayout
 from ds_sparse.index.parts import parts_of
 from ds_sparse.ops.query_offset import FEW_QUERIES
 
-OPERATORS = ("block_attention_forward", "block_attention_backward")
+OPERATORS = ("block_attention_forward", "window_attention_forward")
 
 BLOCK = 8
 
@@ -59,7 +59,7 @@ def compare(device: str, layout, live, offsets, inputs: dict, **options) -> None
     torch.testing.assert_close([x.cpu().double() for x in grads], list(wanted), **near)
 
 
-@settings(EXAMPLES, max_examples=60)
+@settings(EXAMPLES, max_examples=30)
 @given(data=st.data())
 def test_output_lse_and_gradients(device: str, data: st.DataObject):
     draw = data.draw
@@ -195,6 +195,53 @@ def test_lists_of_rows_are_kept_for_the_tokens_and_layers_that_share_them(device
         keys = (x[:, :, : offset + 1] for x in (key, value))
         block_sparse_attention(query, *keys, index, query_offset=offset, causal=True)
     assert len(parts_of(index)._lists) == 1
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("windows", [0, 5, 200, [3, 9]], ids=str)
+@pytest.mark.parametrize(("offset", "tokens"), [(0, 1), (0, 40), (30, 1), (59, 1), (20, 16), (21, 30), (20, 40)])
+def test_rows_of_windows(device: str, offset: int, tokens: int, windows, causal: bool):
+    rng = seeded(offset + tokens)
+    keys = 60 if not causal else offset + tokens
+    padding = torch.rand(2, 60, generator=rng) < 0.8
+    exact = [leaf(x, "cpu") for x in (*random(rng, 1, 2, 4, 60, 8), *random(rng, 2, 2, 2, 60, 8), random(rng, 4))]
+    numbers = tuple(windows) * 2 if isinstance(windows, list) else (windows,)
+    *others, sinks = exact
+    expected = reference.window_attention(*others, numbers, causal, padding, sinks=sinks)
+    expected = expected[:, :, offset : offset + tokens]
+    dtype = torch.float64 if device == "cpu" else torch.float32
+    query, key, value, sinks = ours = [leaf(x.detach().to(dtype), device) for x in exact]
+    output = window_attention(
+        query[:, :, offset : offset + tokens], key[:, :, :keys], value[:, :, :keys],
+        numbers if len(numbers) > 1 else windows, causal, padding[:, :keys].to(device), sinks=sinks,
+        query_offset=offset,
+    )  # fmt: skip
+    near = {"atol": 1e-10, "rtol": 1e-10} if dtype == torch.float64 else {"atol": 1e-4, "rtol": 1e-4}
+    torch.testing.assert_close(output.cpu().double(), expected, **near)
+    found = torch.autograd.grad(output.sin().sum(), ours)
+    wanted = torch.autograd.grad(expected.sin().sum(), exact)
+    torch.testing.assert_close([x.cpu().double() for x in found], list(wanted), **near)
+
+
+def test_keys_before_a_window_are_not_read(device: str):
+    query, key, value = (torch.randn(1, 2, n, 8, device=device) for n in (1, 50, 50))
+    key[:, :, :45] = value[:, :, :45] = math.nan
+    assert torch.isfinite(window_attention(query, key, value, 4, causal=True, query_offset=49)).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "sentence"),
+    [
+        ({"query_offset": 17}, ValueError, "query_offset is 17, for 4 queries among 20 keys; .* from 0 to 16"),
+        ({"query_offset": torch.tensor([1, 2])}, TypeError, "it has to be an integer, the same for all sequences"),
+        ({"dilation": 2}, ValueError, "global_tokens or a dilation, which are for whole sequences"),
+        ({"query_offset": None}, ValueError, "query has 4 tokens and key 20; .* Give query_offset where"),
+    ],
+)
+def test_arguments_of_windows_that_do_not_fit(change: dict, error: type[Exception], sentence: str):
+    given = {"query": zeros(2, 2, 4, 8), "key": zeros(2, 2, 20, 8), "value": zeros(2, 2, 20, 8), "window_size": 3}
+    with pytest.raises(error, match=sentence):
+        window_attention(**{**given, "query_offset": 16, **change})
 
 
 def zeros(*shape: int) -> torch.Tensor:
