@@ -138,7 +138,7 @@ class StructuredAttention:
                 if given is not None:
                     raise ValueError(f'{name} is given, and only implementation="fused" takes it; build it so.')
             return self._attend_separately(query, key, value, scale, causal, dropout_p, **masks)
-        layout: Any = self._master if query_offset is not None else self._covering(query.shape[2])
+        layout: Any = self._covering(query.shape[2]) if query_offset is None else self._for_cached(key.shape[2])
         output: Any = block_sparse_attention(  # of a MasterLayout, which only modules give
             query, key, value, layout, scale=scale, causal=causal, dropout_p=dropout_p, sinks=sinks,
             query_offset=query_offset, **masks,
@@ -246,6 +246,15 @@ class StructuredAttention:
                 )
             longer[blocks] = self._build(seq_len)
         return longer[blocks]
+
+    def _for_cached(self, seq_len: int) -> _Layout:
+        if seq_len > self.max_seq_length:
+            raise ValueError(
+                f"The sequence has {seq_len} tokens with those that are cached, and the layout was made for "
+                f"{self.max_seq_length}; what the cached ones have seen cannot change, so build it with "
+                f"max_seq_length={seq_len} or more from the start."
+            )
+        return self._master
 
     def _synchronize_layout(self) -> None:
         """Takes rank 0's layout where ranks may have drawn different ones (DeepSpeed PR 534)."""

@@ -14,7 +14,7 @@ from transformers.masking_utils import causal_mask_function
 
 import ds_sparse
 from ds_sparse.integrations import transformers as interface
-from ds_sparse.integrations.transformers import functions
+from ds_sparse.integrations.transformers import doors, functions
 from ds_sparse.layout import to_token_mask
 
 HEADS, BLOCK, VOCABULARY = 4, 16, 99
@@ -429,23 +429,27 @@ REFUSED = {
         {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64},
         "FNetModel has no attention layer that ds_sparse knows",
     ),
-    "decoder": (
-        transformers.BertLMHeadModel,
-        SMALL | {"is_decoder": True},
-        r"is no encoder \(layer .*encoder.layer.0.attention.self \(BertSelfAttention\) is causal\)",
-    ),
     "gpt2": (
         transformers.GPT2Model,
-        {"n_embd": 32, "n_layer": 1, "n_head": 4},
-        r"is no encoder \(layer h.0.attn \(GPT2Attention\) is causal\)",
+        {"n_embd": 32, "n_layer": 1, "n_head": 4, "add_cross_attention": True},
+        "GPT2Model has cross-attention",
+    ),
+    "gemma2": (
+        transformers.Gemma2Model,
+        SMALL | {"head_dim": 8, "num_key_value_heads": 2},
+        r"layer .*self_attn \(Gemma2Attention\) asks the attention for softcap, which ds_sparse does not compute",
+    ),
+    "mistral": (
+        transformers.MistralModel,
+        SMALL | {"num_key_value_heads": 2, "attention_dropout": 0.1},
+        "MistralModel has a sliding window and attention_dropout 0.1, .* set it to 0",
     ),
     "bart": (
         transformers.BartModel,
         {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": VOCABULARY},
-        r"BartEncoder is no encoder \(its config has a decoder\)",
+        r"BartEncoder has cross-attention \(its config says so\)",
     ),
     "modernbert": (transformers.ModernBertModel, MODERN, "has layers of sliding_attention"),
-    "clip": (transformers.CLIPModel, CLIP, r"layer encoder.layers.0.self_attn \(CLIPAttention\) is causal"),
     "different_heads": (
         transformers.SwinModel,
         {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "image_size": 32, "window_size": 2},
@@ -618,7 +622,10 @@ def test_the_name_is_set_for_a_part_of_a_model():
     assert (ours, theirs) == ("ds_sparse", "sdpa")
     output = model(**make_inputs(TEXT), pixel_values=torch.randn(2, 3, 32, 32))
     assert torch.isfinite(output.logits_per_image).all()
-    with pytest.raises(ValueError, match="CLIPAttention.* is causal"):
+    with (
+        pytest.raises(ValueError, match="is wrong"),
+        mock.patch.object(doors, "why_not", return_value="The text model is wrong."),
+    ):
         model.set_attn_implementation({"text_config": "ds_sparse"})
     assert model.text_model.config._attn_implementation == "sdpa"
 
@@ -702,8 +709,6 @@ def test_what_the_attention_function_does_not_compute_is_an_error():
     for asked in ({"sliding_window": 4}, {"cu_seq_lens_q": torch.tensor([0, 20])}, {"softcap": 30.0}):
         with pytest.raises(ValueError, match=f"asks the attention for {next(iter(asked))}"):
             interface.attention(layer, query, query, query, None, **asked)
-    with pytest.raises(ValueError, match=r"\(BertSelfAttention\) is causal"):
-        interface.attention(layer, query, query, query, None, is_causal=True)
     with pytest.raises(ValueError, match="is cross-attention, or has cached keys"):
         interface.attention(layer, query, query[:, :, :16], query[:, :, :16], None)
     with pytest.raises(ValueError, match="attn_mask is torch.int64; it has to be bool"):
@@ -717,15 +722,18 @@ def test_masks_that_are_no_padding_are_an_error_where_a_layer_takes_them():
     sizes = {"batch_size": 2, "q_length": 20, "kv_length": 20}
     bidirectional = functions.bidirectional_mask_function
     for wrong in (
-        {"mask_function": causal_mask_function},
+        {"mask_function": lambda *_: True},
         {"mask_function": bidirectional, "kv_length": 30},
         {"mask_function": bidirectional, "attention_mask": torch.ones(2, 20, 20, dtype=torch.bool)},
         {"mask_function": bidirectional, "allow_is_bidirectional_skip": False},
     ):
         mask = interface.key_padding_mask(**sizes | wrong)
         assert mask.is_meta  # nothing of tokens by tokens is stored
-        with pytest.raises(ValueError, match="is given a mask that is causal, windowed, packed or for cross-attention"):
+        with pytest.raises(ValueError, match="given a mask that is causal, windowed, packed or for cross-attention"):
             interface.attention(layer, query, query, query, mask)
+    mask = interface.key_padding_mask(**sizes, mask_function=causal_mask_function)
+    with pytest.raises(ValueError, match="is bidirectional and given a mask that is causal"):
+        interface.attention(layer, query, query, query, mask)
     assert interface.key_padding_mask(**sizes, mask_function=bidirectional) is None
     del sizes["q_length"]  # as Transformers 5.0 calls it
     assert interface.key_padding_mask(**sizes, mask_function=bidirectional, cache_position=torch.arange(20)) is None

@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 
 from ..pretrained import NAME, through_interface
 from .binding import Attached, named, set_config
+from .causal import is_causal, why_not_causal
 from .trial import Refused, Untried
 from .trial import run as run_trial
 
-_DECODER_KEYS = ("is_decoder", "add_cross_attention", "is_encoder_decoder")
+_CROSS_KEYS = ("add_cross_attention", "is_encoder_decoder")
 _WHAT_TO_USE = (
     "use BERT, RoBERTa, XLM-RoBERTa, ELECTRA, DistilBERT, ALBERT or another encoder on Transformers' attention "
     "interface. For BERT code of your own there is "
@@ -43,13 +44,17 @@ def why_not(
             f"{name} has no attention layer that ds_sparse knows by its projections, and would stay dense; "
             f"{_WHAT_TO_USE}"
         )
-    causal = {layer: module for layer, module in layers.items() if getattr(module, "is_causal", False)}
-    if causal or any(getattr(config, key, False) for key in _DECODER_KEYS):
-        what = f"{named(causal)} is causal" if causal else "its config has a decoder"
-        return f"{name} is no encoder ({what}), and {NAME} serves bidirectional self-attention alone; train it dense."
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if any(getattr(config, key, False) for key in _CROSS_KEYS):
+        return (
+            f"{name} has cross-attention (its config says so), and {NAME} serves self-attention alone; train it dense."
+        )
+    known = {"full_attention", "sliding_attention"} if all(map(is_causal, layers.values())) else {"full_attention"}
+    kinds = set(getattr(config, "layer_types", None) or ()) - known
     if kinds:
         return f"{name} has layers of {', '.join(sorted(kinds))}, a sparse structure of its own; train it as it is."
+    reason = why_not_causal(model, layers)
+    if reason is not None:
+        return reason
     foreign = {layer: module for layer, module in layers.items() if getattr(module, "config", None) is not config}
     if foreign:
         return (

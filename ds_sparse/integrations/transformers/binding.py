@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ...config import BLOCK_KEY, parse_sparse_attention
+from ...modules.local_attention import LocalAttention
 from ...modules.structured_attention import StructuredAttention, whole_blocks
 from ...sparsity import SparsityConfig
 from ...sparsity.draws import Draws, draws, why_unrepeatable
@@ -30,7 +31,7 @@ class Attached:
 
     block: dict[str, Any] | None  # what the config said when `attention` was made; None: a structure that has no block
     tokens: int
-    attention: StructuredAttention
+    attention: StructuredAttention | LocalAttention
     name: str = ""
 
     def __post_init__(self):
@@ -53,7 +54,8 @@ def attached_to(layer: nn.Module) -> Attached:
             f"config.{BLOCK_KEY} has changed since the model was made sparse, and torch.compile cannot trace what "
             "makes a layout of it; call the model once before."
         )
-    attached = Attached(block, tokens_of(config), _attention_for(config, block))
+    structured = _attention_for(config, block)
+    attached = Attached(block, tokens_of(config), local_attention_of(layer) or structured)
     vars(layer)["_ds_sparse"] = attached
     return attached
 
@@ -73,6 +75,16 @@ def _attention_for(config: PreTrainedConfig, block: dict[str, Any] | None) -> St
         check_is_repeated(attention)
         _made[key] = attention
     return attention
+
+
+def local_attention_of(layer: nn.Module) -> LocalAttention | None:
+    """The window of a local layer, from its `sliding_window`, or from the config's where all layers of a decoder have
+    one: as Transformers gives it to FlashAttention, one more than the tokens that are seen on a side. None for a layer
+    that sees all."""
+    sliding_window, config = getattr(layer, "sliding_window", None), getattr(layer, "config", None)
+    if getattr(layer, "is_causal", False) and not hasattr(layer, "sliding_window"):
+        sliding_window = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
+    return LocalAttention(sliding_window - 1) if isinstance(sliding_window, int) else None
 
 
 def check_is_repeated(attention: StructuredAttention) -> None:
@@ -103,9 +115,9 @@ def positions_of(config: PreTrainedConfig) -> int:
     return tokens
 
 
-def structure_of(layer: nn.Module) -> SparsityConfig:
-    """The structure of a layer whose config has `attn_implementation="ds_sparse"`."""
-    return attached_to(layer).attention.sparsity_config
+def structure_of(layer: nn.Module) -> SparsityConfig | None:
+    """The structure of a layer whose config has `attn_implementation="ds_sparse"`; None for a local layer."""
+    return getattr(attached_to(layer).attention, "sparsity_config", None)
 
 
 def set_config(config: PreTrainedConfig, entries: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from ..pretrained import NAME, layers_by_model, through_interface
 from .acceptance import why_not
 from .binding import attached_to
+from .causal import say_what_is_cut
 
 
 def _refuse_what_stays_dense(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> None:
@@ -23,6 +24,7 @@ def _refuse_what_stays_dense(model: PreTrainedModel, layers: Mapping[str, nn.Mod
     with torch.device("cpu"):  # Transformers makes models that it loads on the meta device
         for layer in layers.values():
             attached_to(layer)
+        say_what_is_cut(model, layers)
 
 
 _accepted = PreTrainedModel.get_correct_attn_implementation

@@ -16,10 +16,9 @@ from transformers.masking_utils import bidirectional_mask_function
 from ...modules.bert import VARIANTS
 from ...modules.structured_attention import of_keys_or_pairs
 from ..pretrained import NAME
+from . import causal
 from .binding import attached_to, which
 from .trial import Refused
-
-_NOT_COMPUTED = tuple(name for name in VARIANTS if name != "position_bias")
 
 
 def attention(
@@ -32,28 +31,40 @@ def attention(
     dropout: float = 0.0,
     is_causal: bool | None = None,
     position_bias: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function: sparse self-attention of an encoder's layer.
+    """The attention function: sparse self-attention of an encoder's or a decoder's layer.
 
     Args:
         module: the layer; its `config.sparse_attention` says the structure.
-        query: (B, H, T, D), any strides, any T; key, value: alike, or with fewer heads that divide H.
+        query: (B, H, T, D), any strides, any T; key, value: alike, or with fewer heads that divide H. Of a causal layer
+            they may have cached keys in front.
         attention_mask: (B, T) bool, True keeps; or (B, 1 or H, 1 or T, T), where bool keeps and a float is added; a
-            float that requires a gradient gets one.
+            float that requires a gradient gets one. Of a causal layer what `key_padding_mask` gives.
         scaling: factor of the scores, 1 / sqrt(D) by default.
         dropout: probability with which attention probabilities are dropped.
         position_bias: (1 or B, H, T, T), T5's relative positions, added after scaling; it gets a gradient.
+        sliding_window, s_aux: of a causal layer, its own window and its sinks, a logit a head.
 
     Returns:
         (B, T, H, D), contiguous, and None: there is no matrix of attention probabilities.
 
     Raises:
-        ValueError: a call for what is not computed (the probabilities, causal or cross-attention, ...), no structure,
-            a mask of another kind.
+        ValueError: a call for what is not computed (the probabilities, cross-attention, packed documents, ...), no
+            structure, a mask of another kind.
         SparseAttentionConfigError: the structure in the config is wrong.
     """
-    _refuse_what_is_not_computed(module, query, key, attention_mask, is_causal, more)
+    if causal.is_causal(module) if is_causal is None else is_causal:
+        _refuse_what_is_asked(module, {**more, "position_bias": position_bias})
+        output = causal.attend(
+            module, query, key, value, attention_mask, scale=scaling, dropout_p=dropout,
+            sliding_window=sliding_window, sinks=s_aux,
+        )  # fmt: skip
+        return output.transpose(1, 2).contiguous(), None
+    _refuse_what_is_asked(module, {**more, "sliding_window": sliding_window, "s_aux": s_aux})
+    _refuse_what_is_no_encoder(module, query, key, attention_mask)
     rpe = position_bias
     if attention_mask is not None and attention_mask.requires_grad:
         rpe = attention_mask if rpe is None else attention_mask + rpe
@@ -64,31 +75,29 @@ def attention(
     return output.transpose(1, 2).contiguous(), None
 
 
-def _refuse_what_is_not_computed(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    is_causal: bool | None,
-    more: Mapping[str, Any],
-) -> None:
-    asked = [name for name in _NOT_COMPUTED if more.get(name) is not None and more[name] is not False]
+def _refuse_what_is_asked(module: nn.Module, more: Mapping[str, Any]) -> None:
+    asked = [name for name in VARIANTS if more.get(name) is not None and more[name] is not False]
     asked += ["output_attentions"] if getattr(module.config, "output_attentions", False) else []
     if asked:
         raise Refused(
             f"{which(module)} asks the attention for {', '.join(asked)}, which {NAME} does not compute; leave "
             'that out, or use attn_implementation="sdpa" or "eager".'
         )
-    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-    if causal or query.shape[2] != key.shape[2]:
+
+
+def _refuse_what_is_no_encoder(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, attention_mask: torch.Tensor | None
+) -> None:
+    if query.shape[2] != key.shape[2]:
         raise Refused(
-            f"{which(module)} is {'causal' if causal else 'cross-attention, or has cached keys'}, and {NAME} "
-            'serves the bidirectional self-attention of encoders; use attn_implementation="sdpa".'
+            f"{which(module)} is cross-attention, or has cached keys, and {NAME} serves the self-attention of encoders "
+            'and decoders; use attn_implementation="sdpa".'
         )
-    if attention_mask is not None and attention_mask.is_meta and not query.is_meta:
+    is_causal_mask = attention_mask is not None and attention_mask.dtype == causal.MASK_DTYPE
+    if attention_mask is not None and (is_causal_mask or (attention_mask.is_meta and not query.is_meta)):
         raise Refused(
-            f"{which(module)} is given a mask that is causal, windowed, packed or for cross-attention, and "
-            f'{NAME} serves the bidirectional self-attention of encoders; use attn_implementation="sdpa".'
+            f"{which(module)} is bidirectional and given a mask that is causal, windowed, packed or for "
+            f'cross-attention, which {NAME} does not compute there; use attn_implementation="sdpa".'
         )
 
 
@@ -99,20 +108,30 @@ def key_padding_mask(
     mask_function: Callable,
     q_length: int | None = None,
     cache_position: Any = None,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
     attention_mask: torch.Tensor | None = None,
     allow_is_bidirectional_skip: bool = True,
+    allow_is_causal_skip: bool = False,
+    local_size: int | None = None,
+    device: torch.device | None = None,
     **_: Any,
 ) -> torch.Tensor | None:
-    """The mask function: the padding mask (B, T), True keeps, as it is, so that nothing of size T x T exists.
+    """The mask function: the padding mask (B, T), True keeps, as it is, so that nothing of size T x T exists; of causal
+    self-attention, in windows or not, `causal.padding_mask`.
 
-    For another mask than that of bidirectional self-attention, a tensor without data (device "meta"): some models make
-    masks that none of their layers takes, and `attention` refuses it.
+    For any other mask, a tensor without data (device "meta"): some models make masks that none of their layers takes,
+    and `attention` refuses it.
     """
-    q_length = len(cache_position) if q_length is None else q_length  # the first 5.x releases give the positions
-    plain = mask_function is bidirectional_mask_function and allow_is_bidirectional_skip and q_length == kv_length
-    if not plain or (attention_mask is not None and attention_mask.dim() != 2):
-        return torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
-    return attention_mask
+    if q_length is None:  # the first 5.x releases give the positions
+        q_length, q_offset = len(cache_position), cache_position[0]
+    if attention_mask is None or attention_mask.dim() == 2:
+        if causal.is_plain(mask_function, local_size, allow_is_causal_skip, kv_offset):
+            return causal.padding_mask(batch_size, q_length, kv_offset, q_offset, attention_mask, device)
+        plain = mask_function is bidirectional_mask_function and allow_is_bidirectional_skip
+        if plain and q_length == kv_length:
+            return attention_mask
+    return torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
 
 
 AttentionInterface.register(NAME, attention)

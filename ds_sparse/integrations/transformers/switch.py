@@ -18,10 +18,12 @@ from .binding import (
     MAX_SEQ_LENGTH_KEY,
     Attached,
     check_is_repeated,
+    local_attention_of,
     positions_of,
     set_config,
     tokens_of,
 )
+from .causal import say_what_is_cut
 from .doors import set_unchecked
 
 
@@ -60,7 +62,7 @@ class Switch:
         self._holders = [model, *(outer for outer in around if type(outer.config) is type(model.config))]
         self._implementation = model.config._attn_implementation
         self.was = [f"{type(layer).__name__}, {self._implementation}" for layer in layers.values()]
-        self.now = [f"{type(layer).__name__}, {NAME}" for layer in layers.values()]
+        self.now = [f"{type(layer).__name__}, {NAME}{_own_window(layer)}" for layer in layers.values()]
         tokens = positions_of(model.config) if max_seq_length is None else max_seq_length
         self.attention = StructuredAttention(structure, whole_blocks(tokens, structure.block))
         self._entries: dict[str, Any] = {} if max_seq_length is None else {MAX_SEQ_LENGTH_KEY: max_seq_length}
@@ -81,8 +83,9 @@ class Switch:
         block, tokens = getattr(config, BLOCK_KEY, None), tokens_of(config)
         self._hooks = []
         for name, layer in self.layers.items():
-            vars(layer)["_ds_sparse"] = Attached(block, tokens, self.attention, name)
+            vars(layer)["_ds_sparse"] = Attached(block, tokens, local_attention_of(layer) or self.attention, name)
             self._hooks.append(layer.register_forward_hook(_check_is_switched))
+        say_what_is_cut(self.model, self.layers)
 
     def off(self) -> None:
         for hook in self._hooks:
@@ -92,6 +95,11 @@ class Switch:
         for config, entries in self._before:
             set_config(config, entries)
         self.model.set_attn_implementation(self._implementation)
+
+
+def _own_window(layer: nn.Module) -> str:
+    local = local_attention_of(layer)
+    return "" if local is None else f", its own window of {local.window + 1} tokens"
 
 
 def _reproducible_block(attention: StructuredAttention) -> dict[str, Any]:
