@@ -255,6 +255,8 @@ def _check_structures(layers: Mapping[str, nn.Module], block: Mapping[str, Any],
     """Raises ValueError unless each layer has the structure of the block; a seed may differ that is not in it."""
     for name, layer in layers.items():
         config = _structure_of(layer)
+        if config is None:
+            continue
         wanted = parse_sparse_attention(block, config.num_heads, source=source)
         fields = [field for field in vars(wanted) if field != "seed" or wanted.seed is not None]
         differing = sorted(field for field in fields if getattr(config, field, None) != getattr(wanted, field))
@@ -270,7 +272,8 @@ def _show(config: SparsityConfig, fields: list[str]) -> str:
     return f"{type(config).__name__}({', '.join(f'{field}={getattr(config, field, None)!r}' for field in fields)})"
 
 
-def _structure_of(layer: nn.Module) -> SparsityConfig:
+def _structure_of(layer: nn.Module) -> SparsityConfig | None:
+    """The structure of a sparse layer; None for one with a window of its model's own."""
     if isinstance(layer, SparseSelfAttention):
         return layer.sparsity_config
     from .transformers import structure_of

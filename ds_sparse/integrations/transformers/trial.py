@@ -83,9 +83,10 @@ def _without_weights(model: nn.Module) -> nn.Module:
     for module in double.modules():
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
-        if hasattr(getattr(module, "config", None), "_experts_implementation_internal"):
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_experts_implementation_internal"):
             # That of mixtures of experts which fake tensors run: others read values, or want bf16 of them.
-            module.config._experts_implementation_internal = "batched_mm"
+            config._experts_implementation_internal = "batched_mm"
     return double
 
 
