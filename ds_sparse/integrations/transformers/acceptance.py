@@ -11,15 +11,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..pretrained import NAME, through_interface
-from .binding import Attached, named, set_config
+from .binding import Attached, named, set_config, which
 from .causal import is_causal, why_not_causal
 from .trial import Refused, Untried
 from .trial import run as run_trial
 
 _CROSS_KEYS = ("add_cross_attention", "is_encoder_decoder")
 _WHAT_TO_USE = (
-    "use BERT, RoBERTa, XLM-RoBERTa, ELECTRA, DistilBERT, ALBERT or another encoder on Transformers' attention "
-    "interface. For BERT code of your own there is "
+    "use BERT, RoBERTa, XLM-RoBERTa, ELECTRA, DistilBERT, ALBERT, GPT-NeoX, Llama or another model on Transformers' "
+    "attention interface. For BERT code of your own there is "
     "SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention."
 )
 
@@ -130,5 +130,10 @@ def _note(
     **_: Any,
 ) -> torch.Tensor:
     """Stands for StructuredAttention in a trial."""
+    if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+        raise Refused(
+            f"{which(module)} has queries {tuple(query.shape)}, keys {tuple(key.shape)} and values "
+            f"{tuple(value.shape)}, and {NAME} takes heads of one size; train it dense."
+        )
     heads[module] = query.shape[1]
     return torch.empty_like(query)
