@@ -260,23 +260,26 @@ def _gathered(
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """In plain PyTorch, on the keys and values that a block row of the queries sees."""
-    batch, heads, tokens, _ = query.shape
     wide = wide_dtype(query.dtype)
-    token, seen = _tokens_seen(offsets, parts, tokens, key.shape[2], options.causal, device)
+    listed = parts.keys_seen(offsets, query.shape[2], key.shape[2], options.causal, device)
+    token, seen = listed.token, listed.seen
     scores_bias = torch.zeros((), dtype=wide, device=device)
     if options.key_padding_mask is not None:
         of_keys = key_bias_of(options.key_padding_mask, wide, key.shape[2], True)
-        of_keys = of_keys[:, None, None].expand(max(batch, 1), token.shape[1], 1, -1)
+        of_keys = of_keys[:, None, None].expand(len(query), token.shape[1], 1, -1)
         of_keys = of_keys.gather(-1, token.unsqueeze(2).expand(len(of_keys), -1, -1, -1))
         seen, scores_bias = _with_bias(seen, scores_bias, of_keys)
-    is_read = seen.any(2)  # what no query sees may be NaN
+    is_read = seen.any(2).unsqueeze(-1)
     for bias in (options.attn_mask, options.rpe):
         if bias is not None:
             of_pairs = matrices(bias, query.dtype, key.shape[2])
             shape = (*torch.broadcast_shapes(of_pairs.shape[:2], token.shape[:2]), of_pairs.shape[2])
             of_pairs = of_pairs.expand(*shape, -1).gather(-1, token.unsqueeze(2).expand(*shape, -1))
             seen, scores_bias = _with_bias(seen, scores_bias, of_pairs)
-    key, value = (_of_tokens(x, token, is_read, heads) for x in (key, value))
+    key, value = (_of_tokens(x, token, query.shape[1]) for x in (key, value))
+    if options.key_padding_mask is not None or not listed.all_read:
+        # What no query sees may be NaN.
+        key, value = (x.masked_fill(~is_read, 0) for x in (key, value))
     return _plainly(query, key, value, seen, scores_bias, options)
 
 
@@ -299,38 +302,15 @@ def _plainly(
     return output.unflatten(2, (-1, tokens)).flatten(1, 2).to(query.dtype), lse
 
 
-def _tokens_seen(
-    offsets: tuple[int, ...], parts: Parts, tokens: int, keys: int, causal: bool, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Key tokens (P, L, M) that block rows of the queries see, P = 1 or B, and which of them each query sees,
-    (P, L, T, M)."""
-    block = parts.block
-    first = tuple(offset // block for offset in offsets)
-    rows = max((offset + tokens - 1) // block - row for offset, row in zip(offsets, first)) + 1
-    columns = -(-keys // block)
-    columns = min(columns, max(first) + rows) if causal else columns
-    lists = parts.lists(first, rows, columns, device)
-    inside = torch.arange(block, device=device)
-    token = (lists.columns.unsqueeze(-1) * block + inside).flatten(-2)
-    # The numbers of rows and positions, (P, T), are made where the offsets are known.
-    at = torch.tensor(offsets)[:, None] + torch.arange(tokens)
-    row, at = (at // block - torch.tensor(first)[:, None]).to(device), at.to(device)
-    shape = (-1, lists.live.shape[1], -1, lists.live.shape[3])
-    seen = lists.live.gather(2, row[:, None, :, None].expand(len(row), shape[1], tokens, shape[3]))
-    seen = seen.repeat_interleave(block, dim=-1) & (token < keys).unsqueeze(2)
-    if causal:
-        seen = seen & (token.unsqueeze(2) <= at[:, None, :, None])
-    return token.clamp(max=keys - 1), seen
-
-
-def _of_tokens(x: Tensor, token: Tensor, is_read: Tensor, heads: int) -> Tensor:
-    """Tokens (P, L, M) of keys or values (B, Hkv, S, D) in the order of their list, with zeros where nothing is read:
-    (B, Hkv, M, D) where L is 1, else (B, H, M, D)."""
+def _of_tokens(x: Tensor, token: Tensor, heads: int) -> Tensor:
+    """Tokens (P, L, M) of keys or values (B, Hkv, S, D) in the order of their list: (B, Hkv, M, D) where L is 1, else
+    (B, H, M, D)."""
     batch, key_heads = x.shape[:2]
+    if len(token) == token.shape[1] == 1:
+        return x.index_select(2, token[0, 0])
     head = torch.arange(key_heads, device=x.device)
     head = head if token.shape[1] == 1 else head.repeat_interleave(heads // key_heads)
-    found = x[torch.arange(batch, device=x.device)[:, None, None], head[:, None], token]
-    return found.masked_fill(~is_read.unsqueeze(-1), 0)
+    return x[torch.arange(batch, device=x.device)[:, None, None], head[:, None], token]
 
 
 def _with_bias(seen: Tensor, total: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

@@ -152,7 +152,7 @@ def test_a_token_changes_nothing_before_it(name, structure):
 @pytest.mark.parametrize("name", DECODERS)
 def test_generation_is_that_of_the_untouched_model_under_a_dense_structure(name):
     model, batch = make(name), make_batch(20, 6, 0)
-    options = {"max_new_tokens": 40, "do_sample": False}
+    options = {"max_new_tokens": 25, "do_sample": False}
     truth = dense_twin(model).generate(**batch, **options)
     ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK})
     assert torch.equal(model.generate(**batch, **options), truth)
@@ -164,7 +164,7 @@ def test_generation_is_that_of_the_untouched_model_under_a_dense_structure(name)
 def test_generation_with_a_cache_is_that_without(name, structure):
     model, batch = make(name), make_batch(20, 6, 0)
     ds_sparse.sparsify(model, STRUCTURES[structure] | {"block": BLOCK})
-    options = {"max_new_tokens": 50, "do_sample": False}
+    options = {"max_new_tokens": 30, "do_sample": False}
     found = model.generate(**batch, **options)
     assert torch.equal(found, model.generate(**batch, **options, use_cache=False))
 
@@ -191,7 +191,7 @@ def test_pieces_of_a_text_give_what_the_whole_gives(name):
 def test_a_static_cache_has_room_behind_its_keys():
     model, batch = make("llama"), make_batch(20, 6, 0)
     ds_sparse.sparsify(model, STRUCTURES["bslongformer"] | {"block": BLOCK})
-    options = {"max_new_tokens": 40, "do_sample": False}
+    options = {"max_new_tokens": 25, "do_sample": False}
     truth = model.generate(**batch, **options)
     found = model.generate(**batch, **options, cache_implementation="static", disable_compile=True)
     assert torch.equal(found, truth)

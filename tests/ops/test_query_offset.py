@@ -188,13 +188,13 @@ def test_a_changed_layout_is_seen(device: str):
     assert not torch.equal(before, after)
 
 
-def test_lists_of_rows_are_kept_for_the_tokens_and_layers_that_share_them(device: str):
+def test_what_is_listed_is_kept_for_the_layers_of_a_step_and_for_the_tokens_of_a_row(device: str):
     index = BlockIndex.build(torch.ones(4, 4, dtype=torch.bool), 8).to(device)
     query, key, value = (torch.randn(1, 1, n, 8, device=device) for n in (1, 32, 32))
-    for offset in (24, 25, 31):
+    for offset in (24, 25, 25, 31):
         keys = (x[:, :, : offset + 1] for x in (key, value))
         block_sparse_attention(query, *keys, index, query_offset=offset, causal=True)
-    assert len(parts_of(index)._lists) == 1
+    assert len(parts_of(index)._lists) == 1 and len(parts_of(index)._seen) == 3
 
 
 @pytest.mark.parametrize("causal", [False, True])
