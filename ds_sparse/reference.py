@@ -150,6 +150,8 @@ def attention(
     key_padding_mask: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
     causal: bool = False,
+    sinks: torch.Tensor | None = None,
+    query_offset: int = 0,
     dropout_p: float = 0.0,
     dropout_seed: tuple[int, int] = (0, 0),
     return_lse: bool = False,
@@ -163,12 +165,14 @@ def attention(
         block: tokens on a block's side.
         scale: 1 / sqrt(D) if it is not given.
         rpe, key_padding_mask, attn_mask, causal: as in `softmax`.
+        sinks: (H,), a logit a head in the softmax's denominator, without a value.
+        query_offset: the position of the first query; the layout's rows and `causal` count from there.
         dropout_p, dropout_seed: what `dropout_keep` is asked; the seed and the offset.
         return_lse: whether to return each row's log of its sum of exponentials as well.
 
     Returns:
         (B, H, T, D); with `return_lse` also (B, H, T), the log of each row's sum of exponentials before dropout, in
-        fp32 or wider. A row with nothing left is zeros, its lse -inf.
+        fp32 or wider. A row with nothing left is zeros, its lse -inf, or the sink.
 
     Examples:
         >>> import torch
@@ -183,9 +187,14 @@ def attention(
     keys, shared_by = key.shape[2], heads // key.shape[1]
     key, value = key.repeat_interleave(shared_by, dim=1), value.repeat_interleave(shared_by, dim=1)
     scores = query @ key.transpose(-1, -2) * (head_dim**-0.5 if scale is None else scale)
-    live = to_token_mask(as_bool_layout(layout), block)[:, :tokens, :keys]
-    scores, alive = _masked(scores, live, rpe, key_padding_mask, attn_mask, causal)
-    probs = _probabilities(scores, alive)
+    live = to_token_mask(as_bool_layout(layout), block)[:, query_offset : query_offset + tokens, :keys]
+    if causal:
+        live = live & torch.ones(tokens, keys, dtype=torch.bool, device=live.device).tril(query_offset)
+    scores, alive = _masked(scores, live, rpe, key_padding_mask, attn_mask, causal=False)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].to(scores.dtype).expand(batch, -1, tokens, 1)], -1)
+        alive = alive | (sinks[:, None, None] > float("-inf"))
+    probs = _probabilities(scores, alive)[..., :keys]
     if dropout_p > 0:
         keep = dropout_keep(*dropout_seed, batch, heads, tokens, keys, dropout_p).to(probs.device)
         probs = probs * keep * (32768 / (32768 - _dropout_threshold(dropout_p)))
@@ -330,11 +339,12 @@ def window_attention(
     global_tokens: tuple[int, ...] = (),
     dilations: tuple[int, ...] = (1,),
     scale: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(scale * query @ key^T) @ value over what `window_mask` keeps.
 
     Args:
-        query, key, value, key_padding_mask, scale: as in `attention`, with as many key tokens as query tokens.
+        query, key, value, key_padding_mask, scale, sinks: as in `attention`, with as many key tokens as query tokens.
         windows, causal, global_tokens, dilations: as in `window_mask`.
 
     Returns:
@@ -352,8 +362,9 @@ def window_attention(
     mask = window_mask(tokens, windows, causal, global_tokens, dilations)
     everything = torch.ones(1, 1, dtype=torch.bool)
     output = attention(
-        query, key, value, everything, tokens, scale, key_padding_mask=key_padding_mask, attn_mask=mask[None]
-    )
+        query, key, value, everything, tokens, scale, key_padding_mask=key_padding_mask, attn_mask=mask[None],
+        sinks=sinks,
+    )  # fmt: skip
     assert isinstance(output, torch.Tensor)
     return output
 

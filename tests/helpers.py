@@ -296,7 +296,8 @@ def attention_allowances(
         dtype: of the operands in question.
 
     Returns:
-        Of "scores", "query", "key" and "value", in the shapes of their gradients.
+        Of "scores", "query", "key", "value" and "sinks", in the shapes of their gradients. A row's sink has what is
+        missing of its probabilities.
     """
     key_heads = key.shape[1]
     group = query.shape[1] // key_heads
@@ -306,6 +307,7 @@ def attention_allowances(
     delta = (probs * grad_probs).sum(-1, keepdim=True)
     terms = grad_probs if lse_grad is None else grad_probs + lse_grad.abs().unsqueeze(-1)
     scores = probs * (rounding(dtype) * delta + rounding(wide(dtype)) * terms)
+    of_sink = (1 - probs.sum(-1, keepdim=True)).clamp(min=0) * (rounding(dtype) * delta + rounding(wide(dtype)) * terms)
     of_key, of_value = scale * scores.mT @ query.abs(), probs.mT @ output_grad.abs() / (1 - dropout_p)
     of_key, of_value = (x.unflatten(1, (key_heads, group)).sum(2) for x in (of_key, of_value))
     return {
@@ -313,4 +315,5 @@ def attention_allowances(
         "query": scale * scores @ key.abs(),
         "key": of_key,
         "value": rounding(wide(dtype)) * of_value,
+        "sinks": of_sink.amax(-1).sum((0, 2)),
     }

@@ -49,6 +49,9 @@ def of_blocks(device: str) -> dict[str, Operation]:
         output, lse = block_sparse_attention(q, k, v, layout, return_lse=True)
         return output.sum(-1) + lse.to(output.dtype)
 
+    def with_sinks(q, k, v, sinks):
+        return block_sparse_attention(q, k, v, layout, sinks=sinks)
+
     def softmax(values, bias, mask):
         return Softmax(layout, 8)(values, 0.3, rpe=bias, attn_mask=mask)
 
@@ -57,6 +60,7 @@ def of_blocks(device: str) -> dict[str, Operation]:
         "attention": (attention(key_padding_mask=padding), [QUERY] * 3),
         "attention, causal, with rpe": (attention(causal=True), [*[QUERY] * 3, BIAS]),
         "attention, shared rpe": (attention(), [*[QUERY] * 3, (1, 1, TOKENS, TOKENS)]),
+        "attention, with sinks": (with_sinks, [*[QUERY] * 3, (HEADS,)]),
         "attention, grouped heads of another size": (attention(), grouped),
         "attention with lse": (with_lse, [QUERY] * 3),
         "sdd": (lambda a, b: MatMul(layout, 8, "sdd", trans_b=True)(a, b), [QUERY] * 2),

@@ -1,4 +1,4 @@
-"""Transformers encoders as a family of models for `sparsify`: switched through their attention interface.
+"""Transformers models as a family of models for `sparsify`: switched through their attention interface.
 
 `on_import` imports this, which registers the family, with Transformers. Our side of its interface is imported for a
 model of theirs only.

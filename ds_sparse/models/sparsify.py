@@ -22,7 +22,7 @@ def sparsify(
 ) -> SparsifyReport:
     """Makes every attention layer of a model block-sparse. The parameters stay the same objects.
 
-    A Transformers encoder is switched through its attention interface: no module changes, nor a key of the state dict,
+    A Transformers model is switched through its attention interface: no module changes, nor a key of the state dict,
     and the structure is written to `model.config.sparse_attention`, which is saved with the model. That config becomes
     a copy, since other models may hold the one that it was made with; so give the whole model, not a base model inside
     it. In other models each layer that holds `query`, `key` and `value`, is called with (hidden_states, attention_mask)

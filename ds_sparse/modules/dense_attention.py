@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 
 def dense_attention(
@@ -16,17 +16,36 @@ def dense_attention(
     rpe: torch.Tensor | None = None,
     key_padding_mask: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    query_offset: int | None = None,
+    causal: bool = False,
 ) -> torch.Tensor:
     """softmax(scale * query @ key^T + rpe) @ value over all keys that the masks keep; operands and masks are those of
-    `StructuredAttention`."""
+    `StructuredAttention`, with an integer as `query_offset`."""
     if key_padding_mask is not None:
         key_padding_mask = key_padding_mask[:, None, None, :]
     mask = None
     for given in (key_padding_mask, attn_mask, rpe):
         mask = given if mask is None else _both(mask, given, query.dtype)
+    alone = causal and mask is None and sinks is None and not query_offset
+    if causal and not alone:
+        tokens, keys = query.shape[2], key.shape[2]
+        seen = torch.ones(tokens, keys, dtype=torch.bool, device=query.device).tril(query_offset or 0)
+        mask = seen if mask is None else _both(mask, seen, query.dtype)
+    if sinks is not None:
+        mask = _with_sinks(mask, sinks, query, key)
+        key, value = (pad(x, (0, 0, 0, 1)) for x in (key, value))
     return scaled_dot_product_attention(
-        query, key, value, mask, dropout_p, scale=scale, enable_gqa=key.shape[1] != query.shape[1]
+        query, key, value, mask, dropout_p, is_causal=alone, scale=scale, enable_gqa=key.shape[1] != query.shape[1]
     )
+
+
+def _with_sinks(mask: torch.Tensor | None, sinks: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """What is added to the scores, with that of one key more, which is zeros, as its value is."""
+    batch, heads, tokens, _ = query.shape
+    shape = batch, heads, tokens, key.shape[2]
+    added = query.new_zeros(shape) if mask is None else _added(mask, query.dtype).expand(shape)
+    return torch.cat([added, sinks.to(query.dtype)[:, None, None].expand(*shape[:3], 1)], -1)
 
 
 def _both(mask: torch.Tensor, given: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

@@ -10,10 +10,10 @@ from ..ops import window_attention
 
 
 class LocalAttention(NamedTuple):
-    """Attention of each token to those at most `window` tokens away, on either side.
+    """Attention of each token to those at most `window` tokens away.
 
     Call:
-        As `StructuredAttention`, without `rpe`, `attn_mask` and dropout.
+        As `StructuredAttention`, without `rpe`, `attn_mask` and dropout; `query_offset` is an integer.
 
     Raises:
         ValueError: in the call, one of these.
@@ -32,6 +32,9 @@ class LocalAttention(NamedTuple):
         rpe: torch.Tensor | None = None,
         key_padding_mask: torch.Tensor | None = None,
         attn_mask: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+        query_offset: int | None = None,
+        causal: bool = False,
     ) -> torch.Tensor:
         given = {"rpe": rpe is not None, "attn_mask": attn_mask is not None, "dropout_p": dropout_p != 0}
         refused = [name for name, is_given in given.items() if is_given]
@@ -40,4 +43,7 @@ class LocalAttention(NamedTuple):
                 f"a local layer with a window of {self.window} tokens is given {', '.join(refused)}, which window "
                 "attention does not compute; leave it out."
             )
-        return window_attention(query, key, value, self.window, key_padding_mask=key_padding_mask, scale=scale)
+        return window_attention(
+            query, key, value, self.window, causal, key_padding_mask, scale=scale, sinks=sinks,
+            query_offset=query_offset,
+        )  # fmt: skip

@@ -49,10 +49,15 @@ class StructuredAttention:
         rpe: relative position bias (B or 1, H or 1, T, T), added after scaling.
         key_padding_mask: (B or 1, T); attn_mask: (T, T), or (B or 1, H or 1, T or 1, T). Bool keeps where True, a
             float is added.
+        sinks: (H,), a logit a head in the softmax's denominator, without a value.
+        query_offset: the position of the first query, or (B,), one a sequence; queries and keys may then differ in
+            number. The layout is not made for longer sequences then: what a row sees would change while they grow.
+        causal: whether tokens see none after them, whatever the structure says.
         Returns (B, H, T, D); rows with nothing left are zeros.
 
     Raises:
-        ValueError: as `SparseSelfAttention`; in the call, a mask that is neither bool nor floating.
+        ValueError: as `SparseSelfAttention`; in the call, a mask that is neither bool nor floating, sinks or a
+            query_offset with `implementation="separate"`, and with a query_offset more tokens than `max_seq_length`.
         NotImplementedError: in the call, shapes of query, key and value differ in more than that.
     """
 
@@ -128,18 +133,25 @@ class StructuredAttention:
         rpe: torch.Tensor | None = None,
         key_padding_mask: torch.Tensor | None = None,
         attn_mask: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+        query_offset: int | torch.Tensor | None = None,
+        causal: bool = False,
     ) -> torch.Tensor:
-        self._check(query, key, value, rpe, key_padding_mask, attn_mask)
+        self._check(query, key, value, rpe, key_padding_mask, attn_mask, query_offset)
         self._synchronize_layout()
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        causal = getattr(self.sparsity_config, "causal", False)
+        causal = causal or getattr(self.sparsity_config, "causal", False)
         masks: dict[str, Any] = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
         if self.implementation == "separate":
+            for name, given in (("sinks", sinks), ("query_offset", query_offset)):
+                if given is not None:
+                    raise ValueError(f'{name} is given, and only implementation="fused" takes it; build it so.')
             return self._attend_separately(query, key, value, scale, causal, dropout_p, **masks)
-        layout: Any = self._covering(query.shape[2])  # a MasterLayout, which only modules give
-        output: Any = block_sparse_attention(
-            query, key, value, layout, scale=scale, causal=causal, dropout_p=dropout_p, **masks
-        )
+        layout: Any = self._covering(query.shape[2]) if query_offset is None else self._for_cached(key.shape[2])
+        output: Any = block_sparse_attention(  # of a MasterLayout, which only modules give
+            query, key, value, layout, scale=scale, causal=causal, dropout_p=dropout_p, sinks=sinks,
+            query_offset=query_offset, **masks,
+        )  # fmt: skip
         return output
 
     def _attend_separately(
@@ -186,8 +198,10 @@ class StructuredAttention:
         rpe: torch.Tensor | None,
         key_padding_mask: torch.Tensor | None,
         attn_mask: torch.Tensor | None,
+        query_offset: int | torch.Tensor | None,
     ) -> None:
-        alike = key.shape == value.shape and key.shape[:1] + key.shape[2:] == query.shape[:1] + query.shape[2:]
+        dims = (0, 2, 3) if query_offset is None else (0, 3)
+        alike = key.shape == value.shape and all(key.shape[dim] == query.shape[dim] for dim in dims)
         if not alike or not key.shape[1] or query.shape[1] % key.shape[1]:
             raise NotImplementedError(
                 f"only self-attention is supported for now: query, key and value have to be (B, H, T, D) alike, where "
@@ -207,9 +221,10 @@ class StructuredAttention:
                     f"{name} is {mask.dtype}; it has to be bool (keeps where True) or floating (added to the scores)."
                 )
         batch, heads, tokens, _ = query.shape
-        _check_broadcasts("rpe", rpe, (batch, heads, tokens, tokens))
-        _check_broadcasts("key_padding_mask", key_padding_mask, (batch, tokens))
-        _check_broadcasts("attn_mask", attn_mask, (batch, heads, tokens, tokens))
+        pairs = (batch, heads, tokens, key.shape[2])
+        _check_broadcasts("rpe", rpe, pairs)
+        _check_broadcasts("key_padding_mask", key_padding_mask, (batch, key.shape[2]))
+        _check_broadcasts("attn_mask", attn_mask, pairs)
 
     @lasting
     @on_cpu()
@@ -242,6 +257,15 @@ class StructuredAttention:
                 )
             longer[blocks] = self._build(seq_len)
         return longer[blocks]
+
+    def _for_cached(self, seq_len: int) -> _Layout:
+        if seq_len > self.max_seq_length:
+            raise ValueError(
+                f"The sequence has {seq_len} tokens with those that are cached, and the layout was made for "
+                f"{self.max_seq_length}; what the cached ones have seen cannot change, so build it with "
+                f"max_seq_length={seq_len} or more from the start."
+            )
+        return self._master
 
     def _synchronize_layout(self) -> None:
         """Takes rank 0's layout where ranks may have drawn different ones (DeepSpeed PR 534)."""

@@ -12,6 +12,7 @@ from ..index import BlockIndex, PackedIndex, as_index
 from ..index.lasting import refuse_meta
 from ..index.lookup import copy_of, index_of_layout
 from ..index.master_layout import MasterLayout
+from ..index.parts import Parts
 from ..layout import with_heads
 from ..wording import listed
 from ._autograd import Function, differentiable_once
@@ -31,6 +32,8 @@ from .operands import (
     wide_dtype,
 )
 from .packed_attention import is_packed, packed_attention
+from .query_offset import Options, attention_at, parts_at
+from .sinks import check_sinks, grad_of_sinks, with_sinks
 
 
 @overload
@@ -43,11 +46,13 @@ def block_sparse_attention(
     block: int | None = None,
     cu_seqlens: torch.Tensor | None = None,
     document_layout: str = "own",
+    query_offset: int | torch.Tensor | None = None,
     scale: float | None = None,
     causal: bool = False,
     key_padding_mask: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
     rpe: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: Literal[False] = False,
 ) -> torch.Tensor: ...
@@ -63,11 +68,13 @@ def block_sparse_attention(
     block: int | None = None,
     cu_seqlens: torch.Tensor | None = None,
     document_layout: str = "own",
+    query_offset: int | torch.Tensor | None = None,
     scale: float | None = None,
     causal: bool = False,
     key_padding_mask: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
     rpe: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -83,11 +90,13 @@ def block_sparse_attention(
     block: int | None = None,
     cu_seqlens: torch.Tensor | None = None,
     document_layout: str = "own",
+    query_offset: int | torch.Tensor | None = None,
     scale: float | None = None,
     causal: bool = False,
     key_padding_mask: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
     rpe: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
@@ -102,25 +111,27 @@ def block_sparse_attention(
     block: int | None = None,
     cu_seqlens: torch.Tensor | None = None,
     document_layout: str = "own",
+    query_offset: int | torch.Tensor | None = None,
     scale: float | None = None,
     causal: bool = False,
     key_padding_mask: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
     rpe: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * query @ key^T + rpe + masks) @ value on the live blocks.
 
-    Differentiable in query, key, value and rpe. Memory is linear in tokens: backward recomputes the probabilities from
-    two numbers saved for each row. Statistics and sums are in fp32 or wider. The same input gives the same bits,
-    forward and backward, but for the gradient of query on a Hopper GPU: there its sums are added in memory as they
-    come, in one sweep with the others, unless `torch.use_deterministic_algorithms(True)` is set, which costs a sweep
-    more. A bool mask keeps where True, a float one is added; only -inf, False and absent blocks mask, while finite
-    large negatives such as -10000 or finfo.min are ordinary arithmetic (those below -1e30 count as -1e30). A row with
-    nothing left is zeros, its lse -inf, its gradients zero. NaN and infinities do not reach rows that do not see them
-    on the CPU; on CUDA those in dead blocks or behind masks may reach rows of the same tile, so padding has to be
-    finite there. Under autocast query, key and value are cast.
+    Differentiable in query, key, value, rpe and sinks. Memory is linear in tokens: backward recomputes the
+    probabilities from two numbers saved for each row. Statistics and sums are in fp32 or wider. The same input
+    gives the same bits, forward and backward, but for the gradient of query on a Hopper GPU: there its sums are
+    added in memory as they come, in one sweep with the others, unless `torch.use_deterministic_algorithms(True)` is
+    set, which costs a sweep more. A bool mask keeps where True, a float one is added; only -inf, False and absent
+    blocks mask, while finite large negatives such as -10000 or finfo.min are ordinary arithmetic (those below -1e30
+    count as -1e30). A row with nothing left is zeros, its lse -inf or the sink, its gradients zero. NaN and
+    infinities do not reach rows that do not see them on the CPU; on CUDA those in dead blocks or behind masks may
+    reach rows of the same tile, so padding has to be finite there. Under autocast query, key and value are cast.
 
     Sources: Dao et al., "FlashAttention", 2022 (softmax in one sweep, recomputed backwards); Child et al., "Generating
     long sequences with sparse transformers", 2019 (block layouts); DeepSpeed's sparse attention (the options).
@@ -140,19 +151,27 @@ def block_sparse_attention(
         cu_seqlens: int32 or int64 (documents + 1), ascending from 0 to T, as FlashAttention has it: operands are one
             row of packed documents, of which none sees another, (1, H, T, D) or (T, H, D), the result likewise; or
             jagged nested tensors (B, H, tokens, D), which need no cu_seqlens. Causality counts from a document's start.
-            The layout may be larger than needed, and `block` has to be given. No masks, no rpe. The index is built once
-            for these tensors; or beforehand, by `PackedIndex.build`, and is then given as the layout.
+            The layout may be larger than needed, and `block` has to be given. No masks, no rpe and no query_offset. The
+            index is built once for these tensors; or beforehand, by `PackedIndex.build`, and is then given as the
+            layout.
         document_layout: of packed documents. 'own': each has the layout from its own start, so that results are those
             of separate calls. 'row': the layout is that of the row, and ends at the borders of documents; without
             dropout and lse.
+        query_offset: the position of the first query among the keys, 0 or more, S - T while decoding; or (B,) int32 or
+            int64, one a sequence. The layout's rows and `causal` count from there, and the layout may be larger than
+            the tokens, as one for the longest sequence is: a tensor then comes with `block`. A GPU is waited for where
+            a tensor of positions, or rows of a layout that is not on the CPU, are read. Up to 16 queries gather the
+            keys of their block rows alone; there, what one of the queries sees may be NaN for all.
         scale: factor of the scores; 1 / sqrt(D) if it is not given.
         causal: query token i sees key tokens j <= i only, inside blocks too.
         key_padding_mask: (B or 1, S). On CUDA a bool one costs least: what it drops is not computed.
         attn_mask: (T, S), or (B or 1, H or 1, T or 1, S).
         rpe: relative position bias (T, S), (H, T, S) or (B or 1, H or 1, T, S), added unscaled.
+        sinks: (H,), a logit a head in the softmax's denominator, without a value; unscaled.
         dropout_p: share of the probabilities that are dropped after the softmax, 0 to below 1, in steps of 1/32768;
             random numbers are drawn from torch's generator of the device.
-        return_lse: whether to return each row's log of its sum of exponentials as well, before dropout.
+        return_lse: whether to return each row's log of its sum of exponentials as well, before dropout; the sink's is
+            in the sum.
 
     Returns:
         (B, H, T, D) in query's dtype; with `return_lse` also (B, H, T) in fp32 (fp64 for fp64), differentiable.
@@ -162,7 +181,7 @@ def block_sparse_attention(
             no number.
         ValueError: shapes, dtypes, devices, a layout, block or number that do not fit; a mask that requires a gradient.
         RuntimeError: a device without the kernel; a layout in place of its index under torch.compile or in the capture
-            of a CUDA graph.
+            of a CUDA graph; `query_offset` under torch.compile.
 
     Examples:
         >>> import torch
@@ -175,15 +194,19 @@ def block_sparse_attention(
         >>> output.sum().backward()
         >>> query.grad.shape
         torch.Size([2, 4, 64, 16])
+        >>> last = ds_sparse.block_sparse_attention(
+        ...     query[:, :, -1:], key, value, layout, block=16, query_offset=63, causal=True
+        ... )
+        >>> torch.testing.assert_close(last, output[:, :, -1:])
     """
     if is_packed(query, layout, cu_seqlens):
         return packed_attention(
             query, key, value, layout, cu_seqlens, document_layout, block, block_sparse_attention, causal=causal,
-            return_lse=return_lse, dropout_p=dropout_p, scale=scale, rpe=rpe, attn_mask=attn_mask,
-            key_padding_mask=key_padding_mask,
+            return_lse=return_lse, dropout_p=dropout_p, scale=scale, sinks=sinks, rpe=rpe, attn_mask=attn_mask,
+            key_padding_mask=key_padding_mask, query_offset=query_offset,
         )  # fmt: skip
     check_inputs(query=query, key=key, value=value)
-    check_inputs(rpe=rpe, attn_mask=attn_mask, key_padding_mask=key_padding_mask)
+    check_inputs(rpe=rpe, attn_mask=attn_mask, key_padding_mask=key_padding_mask, sinks=sinks)
     query, key, value = under_autocast(query, key, value)
     check_attention_operands(query, key, value)
     if not isinstance(layout, BlockIndex | MasterLayout):
@@ -193,12 +216,24 @@ def block_sparse_attention(
     scale = factor_of(scale, head_dim)
     check_dropout("dropout_p", dropout_p)
     # Meta tensors take an index with values, which FLOP counters ask for.
-    index = index_for(layout, block, layout.device if query.is_meta else query.device, tokens, keys, causal)
+    device = layout.device if query.is_meta else query.device
+    index: BlockIndex | MasterLayout | Parts
+    offsets: tuple[int, ...] = ()
+    if query_offset is None:
+        index = index_for(layout, block, device, tokens, keys, causal)
+    else:
+        offsets, index = parts_at(query_offset, layout, block, query, keys)
+        _check_block(index.block)
     check_heads(index, heads)
     check_bias("rpe", rpe, query, (batch, heads, tokens, keys), (2, 3, 4))
     check_bias("attn_mask", attn_mask, query, (batch, heads, tokens, keys), (2, 4))
     check_bias("key_padding_mask", key_padding_mask, query, (batch, keys), (2,))
+    check_sinks(sinks, query)
     require_kernel("block_attention_forward", query.device)
+    if isinstance(index, Parts) and query.numel():
+        options = Options(scale, causal, key_padding_mask, attn_mask, rpe, sinks, dropout_p)
+        output, lse = attention_at(block_sparse_attention, offsets, index, query, key, value, options, device)
+        return (output, lse) if return_lse else output
 
     if rpe is not None:
         if rpe.shape[-2] != tokens or rpe.shape[-1] != keys:
@@ -213,13 +248,13 @@ def block_sparse_attention(
     )
     if query.numel() == 0:
         # No batch or no heads. Sums of nothing keep what was given in the graph.
-        output = query + key.sum() + value.sum() + (0 if rpe is None else rpe.sum())
+        output = query + key.sum() + value.sum() + sum(x.sum() for x in (rpe, sinks) if x is not None)
         lse = output.to(wide_dtype(query.dtype)).sum(-1)
     else:
         seed = dropout_seed(query.device) if dropout_p > 0 else None
         query, key, value = distinct_when_traced(query, key, value)
         output, lse, _ = _Attention.apply(
-            readable(query), readable(key), readable(value), rpe, key_bias, attn_mask, seed,
+            readable(query), readable(key), readable(value), rpe, sinks, key_bias, attn_mask, seed,
             index, scale, causal, float(dropout_p),
         )  # fmt: skip
         output = output[..., :head_dim] if head_dim % 8 else output
@@ -278,33 +313,37 @@ def _check_block(block: int) -> None:
 class _Attention(Function):
     @staticmethod
     def forward(
-        query, key, value, rpe, key_bias, attn_mask, seed, index: BlockIndex, scale: float, causal: bool,
+        query, key, value, rpe, sinks, key_bias, attn_mask, seed, index: BlockIndex, scale: float, causal: bool,
         dropout_p: float,
     ):  # fmt: skip
-        return attention_forward(index, query, key, value, rpe, key_bias, attn_mask, seed, scale, causal, dropout_p)
+        tensors = (query, key, value, rpe, key_bias, attn_mask, seed)
+        output, lse, rows = attention_forward(index, *tensors, scale, causal, dropout_p)
+        return (output, lse, rows) if sinks is None else with_sinks(output, rows, sinks)
 
     @staticmethod
     def setup_context(ctx, inputs, results):
-        query, key, value, rpe, key_bias, attn_mask, seed, ctx.index, ctx.scale, ctx.causal, ctx.dropout_p = inputs
+        *tensors, ctx.index, ctx.scale, ctx.causal, ctx.dropout_p = inputs
         output, _, rows = results
         ctx.forced = forced_implementation()
         ctx.mark_non_differentiable(rows)
-        ctx.save_for_backward(query, key, value, output, rows, rpe, key_bias, attn_mask, seed)
+        ctx.save_for_backward(output, rows, *tensors)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     @differentiable_once("block_sparse_attention")
     def backward(ctx, grad_output: torch.Tensor | None, grad_lse: torch.Tensor | None, _):
-        query, key, value, output, rows, rpe, key_bias, attn_mask, seed = ctx.saved_tensors
+        output, rows, query, key, value, rpe, sinks, key_bias, attn_mask, seed = ctx.saved_tensors
         grad_output = torch.zeros_like(output) if grad_output is None else readable(grad_output)
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         saved = (grad_output, grad_lse, query, key, value, output, rows, rpe, key_bias, attn_mask, seed)
         numbers = (ctx.scale, ctx.causal, ctx.dropout_p)
         grads: tuple[torch.Tensor | None, ...] = (None, None, None)
-        grad_rpe = None
+        grad_rpe = grad_sinks = None
         if any(ctx.needs_input_grad[:3]):
             deterministic = torch.are_deterministic_algorithms_enabled()
             grads = attention_backward(ctx.index, *saved, *numbers, deterministic, forced=ctx.forced)
         if ctx.needs_input_grad[3]:
             grad_rpe = attention_bias_backward(ctx.index, *saved, *numbers, rpe.shape).to(rpe.dtype)
-        return *grads, grad_rpe, *(None,) * 7
+        if ctx.needs_input_grad[4]:
+            grad_sinks = grad_of_sinks(grad_output, grad_lse, output, rows, sinks)
+        return *grads, grad_rpe, grad_sinks, *(None,) * 7

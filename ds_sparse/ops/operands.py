@@ -8,6 +8,7 @@ from torch.nn.functional import pad
 from ..dispatch import Call, dtypes_on, is_aligned, largest_head_dim
 from ..index import BlockIndex
 from ..index.master_layout import MasterLayout
+from ..index.parts import Parts
 from ..index.tiles import Tiles
 from ._library import DTYPES, check_alike, check_scale
 
@@ -40,7 +41,7 @@ def check_attention_operands(query: torch.Tensor, key: torch.Tensor, value: torc
         )
 
 
-def check_heads(index: BlockIndex | MasterLayout, heads: int) -> None:
+def check_heads(index: BlockIndex | MasterLayout | Parts, heads: int) -> None:
     """Raises ValueError unless the layout is for so many heads."""
     # Heads of a traced tensor may be symbolic, which torch.compile does not find in a tuple.
     if index.num_heads != 1 and index.num_heads != heads:

@@ -21,6 +21,7 @@ from .operands import (
     factor_of,
 )
 from .packed_in_place import attention_in_place, is_read_in_place
+from .sinks import check_sinks
 from .window_attention import window_attention
 
 DOCUMENT_LAYOUTS = ("own", "row")
@@ -55,7 +56,8 @@ def packed_attention(
     return_lse: bool,
     dropout_p: float,
     scale: float | None,
-    **others: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    **others: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`block_sparse_attention` of packed documents.
 
@@ -85,17 +87,19 @@ def packed_attention(
             "queries and keys are the same tokens: (1, H, T, D), or (T, H, D)."
         )
     check_dropout("dropout_p", dropout_p)
+    check_inputs(sinks=sinks)
+    check_sinks(sinks, query)
     if document_layout == "row":
         if return_lse or dropout_p:
             raise ValueError(
                 "return_lse and dropout_p are for document_layout='own'; leave them out with document_layout='row'."
             )
         index = _row_index(layout, cu_seqlens, block, query, causal)
-        return as_given(window_attention(query, key, value, index, scale=scale))
+        return as_given(window_attention(query, key, value, index, scale=scale, sinks=sinks))
     index = _own_index(layout, cu_seqlens, block, query)
     check_heads(index.blocks, query.shape[1])
     back = index.aligned, index.tokens_of, index.exists[0]
-    if is_read_in_place(index, query):
+    if sinks is None and is_read_in_place(index, query):
         scale = factor_of(scale, query.shape[-1])
         seed = dropout_seed(query.device) if dropout_p > 0 else None
         query, key, value = distinct_when_traced(query, key, value)
@@ -104,7 +108,7 @@ def packed_attention(
         query, key, value = (_Moved.apply(x, index.tokens_of, index.aligned, None) for x in (query, key, value))
         output, lse = attend(
             query, key, value, index.causal_blocks(causal), key_padding_mask=index.exists, causal=causal,
-            dropout_p=dropout_p, scale=scale, return_lse=True,
+            dropout_p=dropout_p, scale=scale, sinks=sinks, return_lse=True,
         )  # fmt: skip
         output = _Moved.apply(output, *back)
     return (as_given(output), as_given(_Moved.apply(lse, *back))) if return_lse else as_given(output)

@@ -25,6 +25,8 @@ from .operands import (
     readable,
     wide_dtype,
 )
+from .query_offset import Options, check_window_offset, window_at
+from .sinks import check_sinks, grad_of_sinks, with_sinks
 
 
 def window_attention(
@@ -39,11 +41,13 @@ def window_attention(
     *,
     scale: float | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    query_offset: int | None = None,
 ) -> torch.Tensor:
     """softmax(scale * query @ key^T) @ value, where token i sees tokens i + k * dilation for |k| <= window_size.
 
-    Differentiable in query, key and value; memory is linear in tokens, whatever the window. Statistics and sums are in
-    fp32 or wider. The same input gives the same bits, but for the gradient of query on a Hopper GPU, as in
+    Differentiable in query, key, value and sinks; memory is linear in tokens, whatever the window. Statistics and sums
+    are in fp32 or wider. The same input gives the same bits, but for the gradient of query on a Hopper GPU, as in
     `block_sparse_attention`. A row with nothing left is zeros, with zero gradient. NaN and infinities do not reach rows
     that do not see them on the CPU; on CUDA they may reach rows of the same tile, whatever the masks. Under autocast
     query, key and value are cast.
@@ -63,6 +67,10 @@ def window_attention(
         scale: factor of the scores; 1 / sqrt(D) if it is not given.
         cu_seqlens: int32 or int64 (documents + 1), ascending from 0 to T, as FlashAttention has it: each sequence is a
             row of documents packed like that, and windows end with their document. Without global tokens.
+        sinks: (H,), a logit a head in the softmax's denominator, without a value; unscaled.
+        query_offset: the position of the first query among the keys, of which there may then be more, S in place of T:
+            up to S - T, as while decoding. Keys before the first window are not read. Without global tokens,
+            dilation, cu_seqlens and `WindowIndex`.
 
     Returns:
         (B, H, T, D) in query's dtype.
@@ -84,19 +92,30 @@ def window_attention(
         >>> ds_sparse.window_attention(query, key, value, index).shape
         torch.Size([2, 4, 100, 16])
     """
-    check_inputs(query=query, key=key, value=value, key_padding_mask=key_padding_mask)
+    check_inputs(query=query, key=key, value=value, key_padding_mask=key_padding_mask, sinks=sinks)
     query, key, value = under_autocast(query, key, value)
     check_attention_operands(query, key, value)
     batch, heads, tokens, head_dim = query.shape
-    if key.shape[2] != tokens:
-        raise ValueError(f"query has {tokens} tokens and key {key.shape[2]}; in a window they are the same tokens.")
+    keys = key.shape[2]
+    if query_offset is not None:
+        query_offset = check_window_offset(query_offset, tokens, keys)
+    elif keys != tokens:
+        raise ValueError(
+            f"query has {tokens} tokens and key {keys}; in a window they are the same tokens. Give query_offset where "
+            "the queries are a part of them."
+        )
     scale = factor_of(scale, head_dim)
-    check_bias("key_padding_mask", key_padding_mask, query, (batch, tokens), (2,))
+    check_bias("key_padding_mask", key_padding_mask, query, (batch, keys), (2,))
+    check_sinks(sinks, query)
     require_kernel("window_attention_forward", query.device)
+    if query_offset is not None and query.numel():
+        windows = _plain_windows(window_size, global_tokens, dilation, cu_seqlens, heads)
+        options = Options(scale, causal, key_padding_mask, None, None, sinks, 0.0)
+        return window_at(window_attention, query_offset, windows, query, key, value, options)
     index = _index(window_size, causal, global_tokens, dilation, cu_seqlens, query)
     if query.numel() == 0:
         # No batch or no heads. Sums of nothing keep what was given in the graph.
-        return query + key.sum() + value.sum()
+        return query + key.sum() + value.sum() + (0 if sinks is None else sinks.sum())
 
     key_bias = None
     if key_padding_mask is not None:
@@ -109,11 +128,28 @@ def window_attention(
             key_bias = _ordered(key_bias.expand(-1, len(index.order), -1).unsqueeze(3), index.order).squeeze(3)
     query, key, value = distinct_when_traced(query, key, value)
     output, _ = _WindowAttention.apply(
-        readable(query), readable(key), readable(value),
+        readable(query), readable(key), readable(value), sinks,
         None if key_bias is None else key_bias.unsqueeze(2), index, scale,
     )  # fmt: skip
     output = output[..., :head_dim] if head_dim % 8 else output
     return output if index.order is None else _Ordered.apply(output, index.inverse, index.order)
+
+
+def _plain_windows(
+    given: Numbers | WindowIndex,
+    global_tokens: Sequence[int] | torch.Tensor | None,
+    dilation: Numbers,
+    cu_seqlens: torch.Tensor | None,
+    heads: int,
+) -> tuple[int, ...]:
+    """Tokens on each side where there is a query_offset, one number for all heads, or one a head."""
+    dilated = not isinstance(dilation, int) or dilation != 1
+    if isinstance(given, WindowIndex) or global_tokens is not None or dilated or cu_seqlens is not None:
+        raise ValueError(
+            "query_offset is given with a WindowIndex, global_tokens, a dilation or cu_seqlens, which are for whole "
+            "sequences; give window_size as a number, or one a head."
+        )
+    return of_heads("window_size", given, 0, heads)
 
 
 def _index(
@@ -186,7 +222,7 @@ class _Ordered(Function):
 
 class _WindowAttention(Function):
     @staticmethod
-    def forward(query, key, value, key_bias, index: WindowIndex, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(query, key, value, sinks, key_bias, index: WindowIndex, scale: float):
         blocks = index.blocks
         chosen = implementation_for(blocks, query)
         tile = chosen.tile(blocks.block)
@@ -194,21 +230,23 @@ class _WindowAttention(Function):
             query, key, value, key_bias, index.limits, index.places, *lists_of_tiles(blocks.tiles("rows", tile)),
             blocks.layout_heads, blocks.block, tile, index.num_global, scale, index.causal, chosen.name,
         )  # fmt: skip
+        if sinks is not None:
+            output, _, rows = with_sinks(output, rows, sinks)
         return output, rows
 
     @staticmethod
     def setup_context(ctx, inputs, results):
-        query, key, value, key_bias, ctx.index, ctx.scale = inputs
+        query, key, value, sinks, key_bias, ctx.index, ctx.scale = inputs
         output, rows = results
         ctx.forced = forced_implementation()
         ctx.mark_non_differentiable(rows)
-        ctx.save_for_backward(query, key, value, output, rows, key_bias)
+        ctx.save_for_backward(query, key, value, output, rows, sinks, key_bias)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     @differentiable_once("window_attention")
     def backward(ctx, grad_output: torch.Tensor | None, _):
-        query, key, value, output, rows, key_bias = ctx.saved_tensors
+        query, key, value, output, rows, sinks, key_bias = ctx.saved_tensors
         grad_output = torch.zeros_like(output) if grad_output is None else readable(grad_output)
         index, blocks = ctx.index, ctx.index.blocks
         chosen = implementation_for(blocks, query, ctx.forced)
@@ -219,7 +257,8 @@ class _WindowAttention(Function):
             blocks.layout_heads, blocks.block, tile, index.num_global, ctx.scale, index.causal,
             torch.are_deterministic_algorithms_enabled(), chosen.name,
         )  # fmt: skip
-        return *grads, None, None, None
+        grad_sinks = grad_of_sinks(grad_output, None, output, rows, sinks) if ctx.needs_input_grad[3] else None
+        return *grads, grad_sinks, None, None, None
 
 
 @torch.library.register_fake(add_op_namespace_prefix("window_attention_forward"))

@@ -14,7 +14,7 @@ def test_the_table_of_the_documentation_is_what_the_models_say():
 
 def test_what_stays_dense_and_what_is_refused_has_its_reason():
     bart, led = rows(["BART", "LED"])
-    assert bart == ("BART", "sparse, part stays dense", "BartDecoder is causal, and has cross-attention")
+    assert bart == ("BART", "sparse, part stays dense", "BartDecoder has cross-attention")
     assert led.what == "refused" and led.why.startswith("LEDEncoder computes its attention itself")
 
 

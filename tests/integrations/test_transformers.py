@@ -18,6 +18,7 @@ from ds_sparse.integrations.transformers import binding, functions
 from ds_sparse.layout import to_token_mask
 from ds_sparse.models.layers import attention_layers
 from ds_sparse.modules.structured_attention import StructuredAttention
+from ds_sparse.notices import _said
 
 HEADS, BLOCK, VOCABULARY = 4, 16, 99
 SIZES = {
@@ -529,20 +530,25 @@ REFUSED = {
         {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64},
         "FNetModel has no attention layer that ds_sparse knows",
     ),
-    "decoder": (
-        transformers.BertLMHeadModel,
-        SMALL | {"is_decoder": True},
-        r"is no encoder \(layer .*encoder.layer.0.attention.self \(BertSelfAttention\) is causal\)",
-    ),
     "gpt2": (
         transformers.GPT2Model,
-        {"n_embd": 32, "n_layer": 1, "n_head": 4},
-        r"is no encoder \(layer h.0.attn \(GPT2Attention\) is causal\)",
+        {"n_embd": 32, "n_layer": 1, "n_head": 4, "add_cross_attention": True},
+        "GPT2Model has cross-attention",
+    ),
+    "gemma2": (
+        transformers.Gemma2Model,
+        SMALL | {"head_dim": 8, "num_key_value_heads": 2},
+        r"layer .*self_attn \(Gemma2Attention\) asks the attention for softcap, which ds_sparse does not compute",
+    ),
+    "mistral": (
+        transformers.MistralModel,
+        SMALL | {"num_key_value_heads": 2, "attention_dropout": 0.1},
+        r"layer layers.0.self_attn \(MistralAttention\) .* is local and drops attention probabilities",
     ),
     "bart_decoder": (
         transformers.BartForCausalLM,
         {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": VOCABULARY},
-        r"BartDecoder is no encoder \(layer model.decoder.layers.0.self_attn \(BartAttention\) is causal\)",
+        r"BartDecoder has cross-attention \(layer model.decoder.layers.0.encoder_attn \(BartAttention\)\)",
     ),
     "led": (transformers.LEDModel, LED, "LED(Encoder|Model) " + ITSELF),
     "modernbert_dropping": (
@@ -554,11 +560,6 @@ REFUSED = {
         transformers.EmbeddingGemma2TextModel,
         MODERN | {"global_head_dim": 512},
         r"layer layers.1.self_attn .* gives the attention what it does not take. Head size is 512; .* from 1 to 256",
-    ),
-    "clip_text": (
-        transformers.CLIPTextModel,
-        CLIP["text_config"],
-        r"CLIPTextModel is no encoder: layer .*encoder.layers.0.self_attn \(CLIPAttention\) is causal",
     ),
     "different_heads": (
         transformers.SwinModel,
@@ -607,10 +608,9 @@ WHISPER = {key: value for key, value in BART.items() if key != "max_position_emb
 WHISPER |= {"num_mel_bins": 8, "max_source_positions": 30, "max_target_positions": 20, "decoder_start_token_id": 1}
 LATER, HEARD = ("decoder_input_ids",), ("input_features", 8, 60)
 SIGLIP = {"text_config": CLIP["text_config"] | {"projection_size": 32}, "vision_config": VISION}
-CROSSING = "4 attention layers stay dense: {} is causal, and has cross-attention"
+CROSSING = "4 attention layers stay dense: {} has cross-attention"
 BESIDE_OTHERS = {
     "bart": (transformers.BartModel, BART, (TEXT, LATER), CROSSING.format("BartDecoder")),
-    "clip": (transformers.CLIPModel, CLIP, (TEXT, PICTURE), "2 attention layers stay dense: CLIPTextModel is causal"),
     "siglip": (
         transformers.SiglipModel,
         SIGLIP,
@@ -640,7 +640,7 @@ def states_of_both(model, inputs):
 
 
 @pytest.mark.parametrize("name", BESIDE_OTHERS)
-def test_encoders_are_sparse_beside_decoders_and_causal_towers_that_stay_dense(name, tmp_path, capsys):
+def test_encoders_are_sparse_beside_what_attends_to_another_sequence(name, tmp_path, capsys):
     cls, sizes, kinds, heading = BESIDE_OTHERS[name]
     dense, inputs = make((cls, sizes)).double().train(), {}
     for kind in kinds:
@@ -665,6 +665,21 @@ def test_encoders_are_sparse_beside_decoders_and_causal_towers_that_stay_dense(n
     report.undo()
     assert not attention_layers(model)[0] and not hasattr(model.config, "sparse_attention")
     assert_close(states_of_both(model, inputs), truth)
+
+
+def test_a_causal_tower_is_sparse_beside_a_bidirectional_one(capsys):
+    model = make((transformers.CLIPModel, CLIP)).double().train()
+    inputs = {**make_inputs(TEXT), **make_inputs(PICTURE)}
+    truth = states_of_both(model, inputs)
+    _said.clear()
+    report = ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK})
+    assert len(report.replaced) == 4 and not report.dense
+    assert capsys.readouterr().out.count("CLIPTextModel is causal: DenseSparsityConfig has blocks above") == 1
+    with mock.patch.object(functions.causal, "attend", wraps=functions.causal.attend) as attend:
+        assert_close(states_of_both(model, inputs), truth)
+    assert {call.args[0] for call in attend.call_args_list} == {
+        layer.self_attn for layer in model.text_model.encoder.layers
+    }
 
 
 def test_a_sparse_encoder_generates_with_its_decoder():
@@ -742,7 +757,7 @@ def test_local_layers_have_the_models_own_window_and_global_ones_the_structure(n
 def test_a_window_that_a_layer_does_not_tell_the_mask_is_refused():
     model = make(ENCODERS["modernbert"][:2])
     model.layers[1].attn.sliding_window = 5
-    sentence = r"layer layers.1.attn .* not the same window \(7, 4 and 4 tokens on each side"
+    sentence = r"layer layers.1.attn .* not the same window \(7 and 4 tokens on a side"
     with pytest.raises(ValueError, match=sentence):
         ds_sparse.sparsify(model, RANDOM)
 
@@ -881,9 +896,12 @@ def test_the_name_is_set_for_a_part_of_a_model():
     assert (ours, theirs) == ("ds_sparse", "sdpa")
     output = model(**make_inputs(TEXT), pixel_values=torch.randn(2, 3, 32, 32))
     assert torch.isfinite(output.logits_per_image).all()
-    with pytest.raises(ValueError, match="CLIPAttention.* is causal"):
-        model.set_attn_implementation({"text_config": "ds_sparse"})
-    assert model.text_model.config._attn_implementation == "sdpa"
+    sizes = with_structure(transformers.BertConfig(**SMALL)).to_dict()
+    both = {"encoder": sizes, "decoder": sizes | {"is_decoder": True, "add_cross_attention": True}}
+    model = transformers.EncoderDecoderModel(transformers.EncoderDecoderConfig(**both))
+    with pytest.raises(ValueError, match="BertModel has cross-attention"):
+        model.set_attn_implementation({"decoder": "ds_sparse"})
+    assert model.decoder.config._attn_implementation == "sdpa"
 
 
 def test_a_trial_leaves_the_model_its_hooks_and_the_random_numbers_alone():
@@ -965,8 +983,6 @@ def test_what_the_attention_function_does_not_compute_is_an_error():
     for asked in ({"sliding_window": 4}, {"cu_seq_lens_q": torch.tensor([0, 20])}, {"softcap": 30.0}):
         with pytest.raises(ValueError, match=f"asks the attention for {next(iter(asked))}"):
             interface.attention(layer, query, query, query, None, **asked)
-    with pytest.raises(ValueError, match=r"\(BertSelfAttention\) is causal"):
-        interface.attention(layer, query, query, query, None, is_causal=True)
     with pytest.raises(ValueError, match="is cross-attention, or has cached keys"):
         interface.attention(layer, query, query[:, :, :16], query[:, :, :16], None)
     with pytest.raises(ValueError, match="attn_mask is torch.int64; it has to be bool"):
@@ -980,7 +996,7 @@ def test_masks_that_are_no_padding_are_an_error_where_a_layer_takes_them():
     sizes = {"batch_size": 2, "q_length": 20, "kv_length": 20}
     bidirectional = bidirectional_mask_function
     for wrong in (
-        {"mask_function": causal_mask_function},
+        {"mask_function": lambda *_: True},
         {"mask_function": bidirectional, "kv_length": 30},
         {"mask_function": bidirectional, "attention_mask": torch.ones(2, 20, 20, dtype=torch.bool)},
         {"mask_function": bidirectional, "allow_is_bidirectional_skip": False},
@@ -989,6 +1005,9 @@ def test_masks_that_are_no_padding_are_an_error_where_a_layer_takes_them():
         assert mask.is_meta  # nothing of tokens by tokens is stored
         with pytest.raises(ValueError, match="a mask that is causal, packed, with an overlay or for cross-attention"):
             interface.attention(layer, query, query, query, mask)
+    mask = interface.key_padding_mask(**sizes, mask_function=causal_mask_function)
+    with pytest.raises(ValueError, match="is bidirectional and given a mask that is causal"):
+        interface.attention(layer, query, query, query, mask)
     assert interface.key_padding_mask(**sizes, mask_function=bidirectional) is None
     del sizes["q_length"]  # as Transformers 5.0 calls it
     assert interface.key_padding_mask(**sizes, mask_function=bidirectional, cache_position=torch.arange(20)) is None

@@ -21,6 +21,20 @@ def test_tokens_see_the_window_but_no_padding():
         torch.testing.assert_close(mine, other.nan_to_num())
 
 
+def test_the_last_queries_of_a_causal_layer_see_the_window_before_them():
+    query, key, value = (torch.randn(1, 2, 30, 8, dtype=torch.float64) for _ in range(3))
+    sinks = torch.randn(2, dtype=torch.float64)
+    place = torch.arange(30)
+    away = place[:, None] - place
+    scores = (8**-0.5 * query @ key.mT).masked_fill((away < 0) | (away > 5), float("-inf"))
+    with_sinks = torch.cat([scores, sinks[:, None, None].expand(1, 2, 30, 1)], -1)
+    truth = torch.softmax(with_sinks, -1)[..., :30] @ value
+    attention = LocalAttention(5)
+    torch.testing.assert_close(attention(query, key, value, causal=True, sinks=sinks), truth)
+    last = attention(query[:, :, 27:], key, value, causal=True, sinks=sinks, query_offset=27)
+    torch.testing.assert_close(last, truth[:, :, 27:])
+
+
 @pytest.mark.parametrize("more", [{"rpe": torch.zeros(1)}, {"attn_mask": torch.zeros(1)}, {"dropout_p": 0.1}])
 def test_what_a_window_does_not_compute_is_an_error(more):
     x = torch.randn(1, 1, 8, 8)

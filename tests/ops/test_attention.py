@@ -62,6 +62,7 @@ class Case:
     rpe: torch.Tensor | None = None
     key_padding_mask: torch.Tensor | None = None
     attn_mask: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
     scale: float | None = None
     causal: bool = False
     dropout_p: float = 0.0
@@ -69,7 +70,7 @@ class Case:
 
     def inputs(self, dtype: torch.dtype, views: tuple[str, str] = ("contiguous", "contiguous")):
         """Everything given: operands in `dtype` behind the first view, rpe and masks behind the second."""
-        names = ("query", "key", "value", "rpe", "key_padding_mask", "attn_mask")
+        names = ("query", "key", "value", "rpe", "key_padding_mask", "attn_mask", "sinks")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         for name, x in given.items():
             is_operand = name in ("query", "key", "value")
@@ -79,7 +80,7 @@ class Case:
         return given
 
     def differentiable(self) -> list[str]:
-        return ["query", "key", "value"] + (["rpe"] if self.rpe is not None else [])
+        return ["query", "key", "value", *(name for name in ("rpe", "sinks") if getattr(self, name) is not None)]
 
     def oracle(self, inputs: dict[str, torch.Tensor], seed: tuple[int, int] = (0, 0)):
         return reference.attention(
@@ -139,6 +140,7 @@ def cases(draw: st.DrawFn) -> Case:
         rpe=random(rng, *shape((2, 3, 4), 3)) if draw(st.booleans()) else None,
         key_padding_mask=mask(draw(st.sampled_from((batch, 1))), keys) if draw(st.booleans()) else None,
         attn_mask=mask(*shape((2, 4), 3)) if draw(st.booleans()) else None,
+        sinks=random(rng, heads) if draw(st.booleans()) else None,
         scale=draw(st.sampled_from((None, None, 0.3, -0.5))),
         causal=draw(st.booleans()),
         dropout_p=draw(st.sampled_from((0.0, 0.0, 0.1, 0.6))),
@@ -213,7 +215,7 @@ def draws(function):
         case=cases(),
         dtype=st.sampled_from(DTYPES),
         views=st.tuples(st.sampled_from(OPERAND_VIEWS), st.sampled_from(VIEWS)),
-        only=st.sampled_from((None, None, None, "query", "key", "value", "rpe")),
+        only=st.sampled_from((None, None, None, "query", "key", "value", "rpe", "sinks")),
         grad_view=st.sampled_from(OPERAND_VIEWS),
         deterministic=st.booleans(),
     )(function)
@@ -258,6 +260,7 @@ def test_every_block_and_dtype_with_every_option(device: str, block: int, dtype:
     case = make_case(
         MIXED, block, tokens, keys, key_heads=1, head_dim=32, rng=rng, rpe=random(rng, 1, 2, tokens, keys),
         attn_mask=mask, key_padding_mask=torch.rand(2, keys, generator=rng) < 0.8, causal=True, dropout_p=0.2,
+        sinks=random(rng, 2),
     )  # fmt: skip
     check(case, dtype, device, ("tokens_first", "contiguous"))
 
@@ -926,6 +929,7 @@ def test_gradcheck(device: str, causal: bool, dropout_p: float):
     case = make_case(
         layout, 8, 13, 15, key_heads=1, head_dim=5, causal=causal, dropout_p=dropout_p, scale=0.7,
         rpe=random(seeded(), 1, 2, 13, 15), key_padding_mask=torch.rand(2, 15, generator=seeded()) < 0.8,
+        sinks=random(seeded(), 2) if dropout_p else None,
     )  # fmt: skip
     inputs = {name: leaf(x, device, name in case.differentiable()) for name, x in case.inputs(torch.float64).items()}
 
@@ -967,14 +971,15 @@ def test_opcheck(device: str, operator: str, dtype: torch.dtype, view: str):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiles_into_one_graph(device: str, backend: str):
-    case = make_case(tokens=41, keys=43, rpe=random(seeded(), 1, 2, 41, 43), head_dim=20, causal=True)
+    sinks = random(seeded(), 2)
+    case = make_case(tokens=41, keys=43, rpe=random(seeded(), 1, 2, 41, 43), head_dim=20, causal=True, sinks=sinks)
     inputs = [leaf(x.float(), device) for x in case.inputs(torch.float64).values()]
     padding = (torch.rand(2, 43, generator=seeded()) < 0.8).to(device)
     index = BlockIndex.build(MIXED.given, 16).causal().to(device)
 
-    def run(query, key, value, rpe):
+    def run(query, key, value, rpe, sinks):
         output, lse = block_sparse_attention(
-            query * 2, key, value, index, rpe=rpe, key_padding_mask=padding, causal=True, return_lse=True
+            query * 2, key, value, index, rpe=rpe, sinks=sinks, key_padding_mask=padding, causal=True, return_lse=True
         )
         return output * 2, lse.exp()
 
@@ -1304,6 +1309,10 @@ def zeros(*shape: int, **options) -> torch.Tensor:
         ({"rpe": zeros(32, 32, device="meta")}, "rpe is on meta and query on cpu"),
         ({"attn_mask": zeros(32, 32, device="meta")}, "attn_mask is on meta and query on cpu"),
         ({"key_padding_mask": zeros(2, 32, device="meta")}, "key_padding_mask is on meta and query on cpu"),
+        ({"sinks": zeros(2, device="meta")}, "sinks is on meta and query on cpu"),
+        ({"sinks": zeros(3)}, r"sinks has shape \(3,\); it has to be \(2,\), a logit a head"),
+        ({"sinks": zeros(2, 1)}, r"sinks has shape \(2, 1\)"),
+        ({"sinks": zeros(2).long()}, "sinks is torch.int64; it has to be float16"),
     ],
 )  # fmt: skip
 def test_arguments_that_do_not_fit(change: dict[str, object], sentence: str):

@@ -213,6 +213,24 @@ def test_a_rows_layout_ends_at_borders_of_documents(device: str, causal: bool, d
         torch.testing.assert_close(ours, right, **(tolerance or {"rtol": 1e-4, "atol": 1e-5}))
 
 
+@pytest.mark.parametrize("document_layout", ["own", "row"])
+def test_sinks_of_packed_documents_are_those_of_separate_calls(device: str, document_layout: str):
+    cu_seqlens, blocks = cu_seqlens_of(LENGTHS[0], device), -(-sum(LENGTHS[0]) // 16)
+    live, sinks = torch.ones(blocks, blocks, device=device), torch.randn(4, device=device, requires_grad=True)
+    given = [*operands(device), sinks]
+    options = {"causal": True, "sinks": sinks, "block": 16}
+    found = block_sparse_attention(*given[:3], live, cu_seqlens=cu_seqlens, document_layout=document_layout, **options)
+    parts = []
+    for first, end in each(cu_seqlens):
+        size = -(-(end - first) // 16)
+        document = (x[:, :, first:end] for x in given[:3])
+        parts.append(block_sparse_attention(*document, live[:size, :size], **options))
+    truth = torch.cat(parts, 2)
+    torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-5)
+    ours, theirs = (torch.autograd.grad(x.square().sum(), given) for x in (found, truth))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_window_ends_at_borders_of_documents(device: str, causal: bool):
     cu_seqlens, given = cu_seqlens_of(LENGTHS[0], device), operands(device)
@@ -264,6 +282,8 @@ CU_SEQLENS = cu_seqlens_of(LENGTHS[0], "cpu")
         ({"cu_seqlens": torch.tensor([0, 100, 200, 330])}, "documents have 330 tokens together, and query has 331"),
         ({"key_padding_mask": torch.ones(1, 331)}, "key_padding_mask is given for packed documents"),
         ({"rpe": torch.ones(331, 331)}, "rpe is given for packed documents, .* call once for each document"),
+        ({"query_offset": 3}, "query_offset is given for packed documents, and goes by places in a row"),
+        ({"sinks": torch.zeros(3)}, r"sinks has shape \(3,\); it has to be \(4,\)"),
         ({"block": None}, "without its block; pass block"),
         ({"document_layout": "whole"}, "document_layout is 'whole'; it has to be 'own', .* or 'row'"),
         ({"document_layout": "row", "return_lse": True}, "are for document_layout='own'"),

@@ -14,19 +14,19 @@ from transformers import PreTrainedModel
 from ...ops.operands import check_attention_operands
 from ..pretrained import NAME, through_interface
 from .binding import Attached, Length, local_attention_of, named, set_config
-from .trial import Masks, NotBidirectional, Refused, Untried
+from .causal import is_causal, note_causal
+from .trial import Masks, OtherKeys, Refused, Untried
 from .trial import run as run_trial
 
-_DECODER_KEYS = ("is_decoder", "add_cross_attention")
 _WHAT_TO_USE = (
-    "use BERT, RoBERTa, XLM-RoBERTa, ELECTRA, DistilBERT, ALBERT or another encoder on Transformers' attention "
-    "interface. For BERT code of your own there is "
+    "use BERT, RoBERTa, XLM-RoBERTa, ELECTRA, DistilBERT, ALBERT, GPT-NeoX, Llama or another model on Transformers' "
+    "attention interface. For BERT code of your own there is "
     "SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention."
 )
 
 
 class OfDecoder(str):
-    """The reason why a model cannot be sparse that is a decoder, which may stay dense beside an encoder."""
+    """The reason why a decoder with cross-attention cannot be sparse, which may stay dense beside its encoder."""
 
 
 _across: WeakSet[nn.Module] = WeakSet()
@@ -59,12 +59,9 @@ def why_not(
             f"{name} has no attention layer that ds_sparse knows by its projections, and would stay dense; "
             f"{_WHAT_TO_USE}"
         )
-    causal = {layer: module for layer, module in layers.items() if getattr(module, "is_causal", False)}
-    if causal or any(getattr(config, key, False) for key in _DECODER_KEYS):
-        what = f"{named(causal)} is causal" if causal else "its config has a decoder"
-        return OfDecoder(
-            f"{name} is no encoder ({what}), and {NAME} serves bidirectional self-attention alone; train it dense."
-        )
+    crossing = _cross_attention(layers)
+    if crossing or getattr(config, "add_cross_attention", False):
+        return _with_cross_attention(model, named(crossing) if crossing else "its config says so")
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         return f"{name} has layers of {', '.join(sorted(kinds))}, a sparse structure of its own; train it as it is."
@@ -93,14 +90,26 @@ def why_not(
     return _why_not_by_trial(model, layers, around)
 
 
+def _cross_attention(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The layers of a decoder that are not causal."""
+    other = {name: layer for name, layer in layers.items() if not is_causal(layer)}
+    return other if len(other) < len(layers) else {}
+
+
+def _with_cross_attention(model: PreTrainedModel, where: str) -> OfDecoder:
+    return OfDecoder(
+        f"{type(model).__name__} has cross-attention ({where}), and {NAME} serves self-attention alone; train it dense."
+    )
+
+
 def _why_not_by_trial(
     model: PreTrainedModel, layers: Mapping[str, nn.Module], around: Sequence[PreTrainedModel]
 ) -> str | None:
     name, heads = type(model).__name__, getattr(model.config, "num_attention_heads", None)
     try:
         seen = _heads_in_a_trial(model, around)
-    except NotBidirectional as refusal:
-        return OfDecoder(f"{name} is no encoder: {refusal}")
+    except OtherKeys as refusal:
+        return _with_cross_attention(model, str(refusal))
     except Refused as refusal:
         return f"{name} cannot be sparse: {refusal}"
     except Untried as error:
@@ -170,6 +179,7 @@ def _note(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    causal: bool = False,
     **_: Any,
 ) -> torch.Tensor:
     """Stands for StructuredAttention in a trial."""
@@ -177,5 +187,7 @@ def _note(
         check_attention_operands(query, key, value)
     except ValueError as error:
         raise Refused(f"{named({name: module})} gives the attention what it does not take. {error}") from error
+    if causal:
+        note_causal(module)
     heads[module] = query.shape[1]
     return torch.empty_like(query)

@@ -136,9 +136,12 @@ def attention_on(structure: SparsityConfig, block: dict[str, Any] | None, length
 
 
 def local_attention_of(layer: nn.Module) -> LocalAttention | None:
-    """The window of a local layer, from its `sliding_window`: as Transformers gives it to FlashAttention, one more than
-    the tokens that are seen on either side. None for a layer that sees all."""
-    sliding_window = getattr(layer, "sliding_window", None)
+    """The window of a local layer, from its `sliding_window`, or from the config's where all layers of a decoder have
+    one: as Transformers gives it to FlashAttention, one more than the tokens that are seen on a side. None for a layer
+    that sees all."""
+    sliding_window, config = getattr(layer, "sliding_window", None), getattr(layer, "config", None)
+    if getattr(layer, "is_causal", False) and not hasattr(layer, "sliding_window"):
+        sliding_window = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
     return LocalAttention(sliding_window - 1) if isinstance(sliding_window, int) else None
 
 

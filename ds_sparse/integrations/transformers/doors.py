@@ -13,6 +13,7 @@ from ...notices import say_notices
 from ..pretrained import NAME, layers_by_model, models_around, through_interface
 from .acceptance import why_not
 from .binding import attach
+from .causal import say_what_is_cut
 from .packing import watch
 from .roles import give_encoder_its_config, roles
 
@@ -33,6 +34,7 @@ def _settle(model: PreTrainedModel, one_by_one: bool = False) -> None:
         give_encoder_its_config(owner, found.decoders)
         with torch.device("cpu"):  # Transformers makes models that it loads on the meta device
             attach(layers)
+            say_what_is_cut(owner, layers)
         watch(owner)
     for decoder in found.decoders:
         others = [

@@ -34,6 +34,7 @@ _TOWERS = {"text_config": _TEXT, "vision_config": _PICTURE}
 _WAVES = {"conv_dim": [8, 8], "conv_kernel": [10, 8], "conv_stride": [8, 8], "num_feat_extract_layers": 2}
 _WAVES |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
 _LOCAL = {"head_dim": 8, "num_key_value_heads": 1, "sliding_window": 4}
+_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": {"rope_type": "default"}}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "BERT": ("BertModel", _TEXT),
@@ -70,8 +71,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "MPNet": ("MPNetModel", _TEXT),
     "Megatron-BERT": ("MegatronBertModel", _TEXT),
     "FNet": ("FNetModel", {key: _TEXT[key] for key in ("vocab_size", "hidden_size", "intermediate_size")}),
+    "GPT-NeoX": ("GPTNeoXModel", _TEXT),
     "GPT-2": ("GPT2Model", {"vocab_size": 20, "n_embd": 16, "n_layer": 2, "n_head": 2}),
     "Llama": ("LlamaModel", _TEXT),
+    "Mistral": ("MistralModel", _TEXT | {"head_dim": 8, "num_key_value_heads": 1}),
+    "Qwen3": ("Qwen3Model", _TEXT | {"head_dim": 8, "num_key_value_heads": 1}),
+    "Gemma 2": ("Gemma2Model", _TEXT | _LOCAL),
+    "Gemma 3": ("Gemma3TextModel", _TEXT | _LOCAL),
+    "GPT-OSS": ("GptOssModel", _TEXT | _LOCAL | _EXPERTS),
 }
 """Family to a class of Transformers and a small config for it."""
 

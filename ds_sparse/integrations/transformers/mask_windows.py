@@ -18,7 +18,7 @@ ALL = math.inf
 def window_of_mask(
     mask_function: Callable[..., torch.Tensor],
     local_size: int | None,
-    allow_is_causal_skip: bool,
+    allow_is_causal_skip: bool | None,
     allow_is_bidirectional_skip: bool | None,
     use_vmap: bool,
 ) -> float | None:
@@ -33,7 +33,7 @@ def window_of_mask(
         return None
     if mask_function is bidirectional_mask_function:
         return ALL
-    if allow_is_bidirectional_skip and not allow_is_causal_skip and local_size is not None:
+    if allow_is_bidirectional_skip and allow_is_causal_skip is False and local_size is not None:
         return local_size
     if not use_vmap or torch.compiler.is_compiling() or _holds_tensors(mask_function):
         return None

@@ -23,7 +23,12 @@ def _refuse_packed(model: nn.Module, arguments: tuple, named: dict[str, Any]) ->
     config: Any = model.config
     given = {**dict(zip(inspect.signature(model.forward).parameters, arguments, strict=False)), **named}
     positions = given.get("position_ids")
-    if positions is None or given.get("attention_mask") is not None or config._attn_implementation != NAME:
+    if (
+        positions is None
+        or positions.dim() > 2
+        or given.get("attention_mask") is not None
+        or config._attn_implementation != NAME
+    ):
         return
     if not torch.compiler.is_compiling() and bool((positions.diff(dim=-1) < 0).any()):
         raise ValueError(

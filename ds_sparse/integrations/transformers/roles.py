@@ -22,7 +22,7 @@ class Roles(NamedTuple):
     Attributes:
         sparse: those that become sparse, by the innermost Transformers model around them and by name.
         dense: those that stay dense, by why.
-        decoders: the Transformers models that stay dense.
+        decoders: the Transformers models that stay dense, which have cross-attention.
     """
 
     sparse: dict[PreTrainedModel, dict[str, nn.Module]]
@@ -31,7 +31,7 @@ class Roles(NamedTuple):
 
 
 def roles(model: nn.Module, layers_of: Mapping[PreTrainedModel, Mapping[str, nn.Module]]) -> Roles:
-    """What each of the Transformers models in a model becomes. A decoder, or a causal tower, stays dense beside an
+    """What each of the Transformers models in a model becomes. A decoder with cross-attention stays dense beside its
     encoder.
 
     Raises:
@@ -45,7 +45,7 @@ def roles(model: nn.Module, layers_of: Mapping[PreTrainedModel, Mapping[str, nn.
     decoders = [owner for owner, reason in reasons.items() if isinstance(reason, OfDecoder)]
     dense: dict[str, dict[str, nn.Module]] = {}
     for owner in decoders:
-        dense.setdefault(_why_dense(owner, layers_of[owner]), {}).update(layers_of[owner])
+        dense.setdefault(f"{type(owner).__name__} has cross-attention", {}).update(layers_of[owner])
     for owner, of_owner in sparse.items():
         across = {name: layer for name, layer in layers_of[owner].items() if name not in of_owner}
         if across:
@@ -72,10 +72,3 @@ def _exchange_config(model: PreTrainedModel, old: Any, new: Any) -> None:
     for module in model.modules():
         if vars(module).get("config") is old:
             module.config = new
-
-
-def _why_dense(decoder: PreTrainedModel, layers: Mapping[str, nn.Module]) -> str:
-    crosses = any(
-        getattr(layer, "is_decoder", False) and not getattr(layer, "is_causal", False) for layer in layers.values()
-    )
-    return f"{type(decoder).__name__} is causal{', and has cross-attention' if crosses else ''}"

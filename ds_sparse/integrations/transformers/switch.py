@@ -27,6 +27,7 @@ from .binding import (
     local_attention_of,
     set_config,
 )
+from .causal import is_causal, say_what_is_cut
 from .doors import set_unchecked
 from .packing import watch
 from .roles import give_back, give_encoder_its_config
@@ -115,7 +116,8 @@ class Switch:
         was = [f"{type(layer).__name__}, {self._implementation}" for layer in layers.values()]
         now = [f"{type(layer).__name__}, {NAME}" for layer in layers.values()]
         if isinstance(attention, LocalAttention):
-            return Kind(layers, was, now, f"the model's own window, {attention.window} tokens on each side")
+            side = "before each" if any(map(is_causal, layers.values())) else "on each side"
+            return Kind(layers, was, now, f"the model's own window, {attention.window} tokens {side}")
         if isinstance(attention, StructuredAttention):
             return Kind(layers, was, now, describe(attention))
         return Kind(layers, was, was, NULL, sparse=False)
@@ -133,6 +135,7 @@ class Switch:
         for number, (name, layer) in enumerate(self.layers.items()):
             vars(layer)["_ds_sparse"] = Attached(block, length, self._attentions[name], name, number)
             self._hooks.append(layer.register_forward_hook(_check_is_switched))
+        say_what_is_cut(self.model, self.layers)
 
     def off(self) -> None:
         for hook in self._hooks:

@@ -32,8 +32,8 @@ class Refused(ValueError):
     """The attention or the mask function was called for what it does not compute."""
 
 
-class NotBidirectional(Refused):
-    """It was called for causal attention, or for keys of other tokens."""
+class OtherKeys(Refused):
+    """It was called for the keys of another sequence than that of the queries."""
 
 
 class Untried(Exception):
@@ -65,18 +65,16 @@ class Masks:
         self._made[id(own)] = (own, window)
         return own
 
-    def check(self, layer: str, mask: torch.Tensor | None, local: LocalAttention | None, given: int | None) -> None:
-        """Raises Refused unless the mask of a layer, its window and the `sliding_window` of its call are one."""
+    def check(self, layer: str, mask: torch.Tensor | None, local: LocalAttention | None) -> None:
+        """Raises Refused unless the mask of a layer has the layer's window."""
         by_layer = math.inf if local is None else local.window
-        by_call = math.inf if given is None else given - 1
         any_window = any(window != math.inf for _, window in self._made.values())
         unknown = math.nan if any_window and mask is not None else math.inf
         by_mask = self._made[id(mask)][1] if id(mask) in self._made else unknown
-        if not by_layer == by_call == by_mask:
+        if by_layer != by_mask:
             raise Refused(
-                f"{layer} is local, and its mask, its sliding_window and what it tells the attention function are not "
-                f"the same window ({by_mask}, {by_layer} and {by_call} tokens on each side; inf: all, nan: a mask made "
-                "anew by the model)."
+                f"{layer} is local, and its mask and its sliding_window are not the same window ({by_mask} and "
+                f"{by_layer} tokens on a side; inf: all, nan: a mask made anew by the model)."
             )
 
 
@@ -130,6 +128,10 @@ def _without_weights(model: nn.Module) -> nn.Module:
     for module in double.modules():
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_experts_implementation_internal"):
+            # That of mixtures of experts which fake tensors run: others read values, or want bf16 of them.
+            config._experts_implementation_internal = "batched_mm"
     return double
 
 

@@ -1,0 +1,169 @@
+"""Rows of a layout that stand for a part of a sequence: what queries need that begin at a later position."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..layout import on_cpu
+from .block import BlockIndex
+from .cache import Made, kept, kept_with, refuse_captured
+from .lasting import lasting
+from .master_layout import MasterLayout
+from .ready_event import ReadyEvent
+
+MOST_PARTS = 64
+"""Parts and lists of a layout that are kept, the last that were used."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowLists:
+    """The live blocks of some neighbouring block rows, as lists of one length, on the CPU.
+
+    Letters: P places where the rows begin, K rows from each, L stored layout heads, N the longest list.
+
+    Attributes:
+        columns: int64 (P, L, N), the block columns that one of the K rows sees, ascending; others behind a list's end.
+        live: bool (P, L, K, N), whether a row sees the column.
+    """
+
+    columns: Tensor
+    live: Tensor
+
+    def _held(self) -> Iterator[Tensor]:
+        yield from (self.columns, self.live)
+
+
+@dataclass(frozen=True, eq=False)
+class KeysSeen:
+    """The key tokens that some queries see.
+
+    Letters: P 1, or the sequences of the batch; L stored layout heads; T queries; M tokens of the longest list.
+
+    Attributes:
+        token: int64 (P, L, M).
+        seen: bool (P, L, T, M), whether a query sees the token.
+        all_read: whether each token is seen by a query.
+    """
+
+    token: Tensor
+    seen: Tensor
+    all_read: bool
+    _ready: ReadyEvent = field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "_ready", ReadyEvent(self.token.device))
+
+    def ready(self) -> KeysSeen:
+        """Itself, for the current stream."""
+        self._ready.wait(self._held)
+        return self
+
+    def _held(self) -> Iterator[Tensor]:
+        yield from (self.token, self.seen)
+
+
+class Parts:
+    """The layout of a `BlockIndex` or a `MasterLayout`, on the CPU, and what has been made of its rows.
+
+    Attributes:
+        layout: bool (L, R, C).
+        block, num_heads: as of what it was made of.
+    """
+
+    def __init__(self, layout: Tensor, block: int, num_heads: int):
+        self.layout, self.block, self.num_heads = layout, block, num_heads
+        self._indices: OrderedDict[Hashable, BlockIndex] = OrderedDict()
+        self._lists: OrderedDict[Hashable, RowLists] = OrderedDict()
+        self._seen: OrderedDict[Hashable, KeysSeen] = OrderedDict()
+
+    def _held(self) -> Iterator[Tensor]:
+        yield self.layout
+        for index in tuple(self._indices.values()):
+            yield from index._held()
+        for lists in tuple(self._lists.values()):
+            yield from lists._held()
+        for seen in tuple(self._seen.values()):
+            yield from seen._held()
+
+    def is_empty(self, rows: range, columns: range) -> bool:
+        return not self.layout[:, rows.start : rows.stop, columns.start : columns.stop].any()
+
+    def index(self, rows: range, columns: range, device: torch.device) -> BlockIndex:
+        """The index of some rows and columns alone, built at first use."""
+
+        @lasting
+        def build() -> BlockIndex:
+            refuse_captured("The index of rows of a layout cannot be built", device, "call once before the capture.")
+            part = self.layout[:, rows.start : rows.stop, columns.start : columns.stop]
+            return BlockIndex.build(part.to(device), self.block)
+
+        return kept(self._indices, (rows, columns, device), build, MOST_PARTS)
+
+    def keys_seen(
+        self, offsets: tuple[int, ...], tokens: int, keys: int, causal: bool, device: torch.device
+    ) -> KeysSeen:
+        """What `tokens` queries see that begin at each of these positions, of so many keys. Made once for all layers of
+        a step."""
+
+        @lasting
+        @on_cpu()
+        def build() -> KeysSeen:
+            refuse_captured("The keys that queries see cannot be listed", device, "call once before the capture.")
+            seen = self._keys_seen(offsets, tokens, keys, causal)
+            return KeysSeen(seen.token.to(device), seen.seen.to(device), seen.all_read)
+
+        return kept(self._seen, (offsets, tokens, keys, causal, device), build, MOST_PARTS).ready()
+
+    def _keys_seen(self, offsets: tuple[int, ...], tokens: int, keys: int, causal: bool) -> KeysSeen:
+        first = tuple(offset // self.block for offset in offsets)
+        rows = max((offset + tokens - 1) // self.block - row for offset, row in zip(offsets, first)) + 1
+        columns = -(-keys // self.block)
+        lists = self._lists_of(first, rows, min(columns, max(first) + rows) if causal else columns)
+        token = (lists.columns.unsqueeze(-1) * self.block + torch.arange(self.block)).flatten(-2)
+        at = torch.tensor(offsets)[:, None] + torch.arange(tokens)
+        row = at // self.block - torch.tensor(first)[:, None]
+        seen = lists.live[torch.arange(len(first))[:, None], :, row].transpose(1, 2)
+        seen = seen.repeat_interleave(self.block, dim=-1) & (token < keys).unsqueeze(2)
+        if causal:
+            seen = seen & (token.unsqueeze(2) <= at[:, None, :, None])
+        is_read = seen.any(2)
+        if len(is_read) == is_read.shape[1] == 1 and is_read.any():
+            token, seen, is_read = token[..., is_read[0, 0]], seen[..., is_read[0, 0]], is_read[..., is_read[0, 0]]
+        return KeysSeen(token.clamp(max=keys - 1), seen, bool(is_read.all()))
+
+    def _lists_of(self, first_rows: tuple[int, ...], rows: int, columns: int) -> RowLists:
+        """The lists of `rows` block rows from each of some rows, of the first `columns` block columns. What is below
+        the last row is no row."""
+
+        def build() -> RowLists:
+            row = torch.tensor(first_rows)[:, None] + torch.arange(rows)
+            there = row < self.layout.shape[1]
+            of_rows = self.layout[:, row.clamp(max=self.layout.shape[1] - 1), :columns].transpose(0, 1)
+            of_rows = of_rows & there[:, None, :, None]
+            seen = of_rows.any(2)
+            longest = max(1, int(seen.sum(-1).max()))
+            order = seen.byte().argsort(dim=-1, descending=True, stable=True)[..., :longest]
+            return RowLists(order, of_rows.gather(-1, order.unsqueeze(2).expand(-1, -1, rows, -1)))
+
+        return kept(self._lists, (first_rows, rows, columns), build, MOST_PARTS)
+
+
+def parts_of(layout: BlockIndex | MasterLayout) -> Parts:
+    """The parts of a layout, kept as long as it lives. The first call waits for an index's device."""
+
+    @lasting
+    def build() -> Parts:
+        if isinstance(layout, MasterLayout):
+            return Parts(layout.layout.cpu(), layout.block, layout.num_heads)
+        refuse_captured("The layout of an index cannot be read", layout.device, "call once before the capture.")
+        return Parts(layout.layout().cpu(), layout.block, layout.num_heads)
+
+    return kept_with(_parts, [layout], None, build, MOST_PARTS)
+
+
+_parts: OrderedDict[Hashable, Made[Parts]] = OrderedDict()

@@ -1,0 +1,333 @@
+"""Attention of queries that begin at a later position than the keys, as while a text is generated.
+
+Few of them gather the keys and values of their block rows, in plain PyTorch. Many are padded in front to a whole block;
+where they are causal, what lies before their first block row is one call of the kernels and what begins there, where
+causality cuts, is another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout, pad
+
+from ..index import BlockIndex
+from ..index.cache import refuse_traced
+from ..index.lookup import index_of_layout
+from ..index.master_layout import MasterLayout
+from ..index.parts import Parts, parts_of
+from .operands import key_bias_of, matrices, wide_dtype
+
+FEW_QUERIES = 16
+"""Query tokens up to which the keys of their block rows are gathered."""
+
+Offset = int | Tensor
+
+
+class Options(NamedTuple):
+    """What a call of `block_sparse_attention` is given besides operands and layout."""
+
+    scale: float
+    causal: bool
+    key_padding_mask: Tensor | None
+    attn_mask: Tensor | None
+    rpe: Tensor | None
+    sinks: Tensor | None
+    dropout_p: float
+
+    def of_sequences(self, part: slice) -> Options:
+        """Those of some sequences of the batch."""
+
+        def of(x: Tensor | None, dims: int) -> Tensor | None:
+            return x if x is None or x.dim() < dims or len(x) == 1 else x[part]
+
+        padding, mask, rpe = of(self.key_padding_mask, 2), of(self.attn_mask, 4), of(self.rpe, 4)
+        return self._replace(key_padding_mask=padding, attn_mask=mask, rpe=rpe)
+
+    def of_keys(self, part: slice) -> Options:
+        """Those of some keys."""
+
+        def of(x: Tensor | None) -> Tensor | None:
+            return x if x is None or x.shape[-1] == 1 else x[..., part]
+
+        padding, mask, rpe = of(self.key_padding_mask), of(self.attn_mask), of(self.rpe)
+        return self._replace(key_padding_mask=padding, attn_mask=mask, rpe=rpe)
+
+    def after_queries(self, number: int) -> Options:
+        """Those of so many more queries in front, of which nothing is used."""
+
+        def of(x: Tensor | None) -> Tensor | None:
+            return x if x is None or x.shape[-2] == 1 else pad(x, (0, 0, number, 0))
+
+        return self._replace(attn_mask=of(self.attn_mask), rpe=of(self.rpe))
+
+
+def parts_at(
+    offset: Offset, layout: Tensor | BlockIndex | MasterLayout, block: int | None, query: Tensor, keys: int
+) -> tuple[tuple[int, ...], Parts]:
+    """The position of each sequence's first query, once where they are equal, and the layout, after a check that it
+    covers them and the keys.
+
+    Raises:
+        TypeError: an offset that is no integer and no tensor of such.
+        ValueError: an offset below 0, or not one a sequence; a layout that is too small, or a tensor without its block.
+        RuntimeError: under torch.compile.
+    """
+    refuse_traced("query_offset cannot be read", "call outside of what is compiled.")
+    offsets = _offsets(offset, len(query))
+    if isinstance(layout, Tensor):
+        if block is None:
+            raise ValueError(
+                "query_offset is given and block is not; the layout may be larger than the tokens, so give its block."
+            )
+        layout = index_of_layout(layout, block, layout.device)
+    elif block is not None and block != layout.block:
+        raise ValueError(f"block is {block}, and the index was built for blocks of {layout.block}; leave it out.")
+    parts, tokens = parts_of(layout), query.shape[2]
+    rows, columns = (blocks * parts.block for blocks in parts.layout.shape[1:])
+    if max(offsets) + tokens > rows or keys > columns:
+        raise ValueError(
+            f"The layout covers {rows} query and {columns} key tokens, the last query is at "
+            f"{max(offsets) + tokens - 1} and there are {keys} keys; build it for a longer sequence."
+        )
+    return offsets, parts
+
+
+def _offsets(offset: Offset, batch: int) -> tuple[int, ...]:
+    if isinstance(offset, Tensor) and offset.dtype in (torch.int32, torch.int64):
+        if offset.dim() and offset.shape != (batch,):
+            raise ValueError(
+                f"query_offset has shape {tuple(offset.shape)}; it has to be an integer, or ({batch},), one a sequence."
+            )
+        offsets = tuple(offset.reshape(-1).tolist()) or (0,)
+    elif isinstance(offset, int) and not isinstance(offset, bool):
+        offsets = (offset,)
+    else:
+        what = f"a tensor of {offset.dtype}" if isinstance(offset, Tensor) else repr(offset)
+        raise TypeError(f"query_offset is {what}; it has to be an integer, or int32 or int64 numbers, one a sequence.")
+    if min(offsets) < 0:
+        raise ValueError(f"query_offset is {min(offsets)}; it is the position of the first query, 0 or more.")
+    return offsets if len(set(offsets)) > 1 else offsets[:1]
+
+
+def attention_at(
+    attend: Callable[..., Any],
+    offsets: tuple[int, ...],
+    parts: Parts,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: Options,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Output and lse of queries at these positions.
+
+    Args:
+        attend: `block_sparse_attention`.
+        offsets, parts: from `parts_at`.
+        device: where the index is to be.
+    """
+    if query.shape[2] <= FEW_QUERIES:
+        with _in_own_dtype(query):
+            return _gathered(offsets, parts, query, key, value, options, device)
+    if len(offsets) == 1:
+        return _in_blocks(attend, offsets[0], parts, query, key, value, options, device)
+    results = []
+    for i, offset in enumerate(offsets):
+        part = slice(i, i + 1)
+        given = (query[part], key[part], value[part], options.of_sequences(part))
+        results.append(_in_blocks(attend, offset, parts, *given, device))
+    output, lse = zip(*results, strict=True)
+    return torch.cat(output), torch.cat(lse)
+
+
+def window_at(
+    attend: Callable[..., Tensor],
+    offset: int,
+    windows: tuple[int, ...],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: Options,
+) -> Tensor:
+    """Output of queries that begin at a position, of attention to the tokens around.
+
+    Args:
+        attend: `window_attention`.
+        offset: from `check_window_offset`.
+        windows: tokens on each side, one number, or one a head.
+    """
+    tokens, widest = query.shape[2], max(windows)
+    part = slice(max(0, offset - widest), offset + tokens + (0 if options.causal else widest))
+    key, value, options, offset = key[:, :, part], value[:, :, part], options.of_keys(part), offset - part.start
+    keys = key.shape[2]
+    if tokens > FEW_QUERIES:
+        query = pad(query, (0, 0, offset, keys - offset - tokens))
+        numbers = {"causal": options.causal, "scale": options.scale, "sinks": options.sinks}
+        output = attend(query, key, value, windows, key_padding_mask=options.key_padding_mask, **numbers)
+        return output[:, :, offset : offset + tokens]
+    away = torch.arange(keys, device=query.device) - torch.arange(offset, offset + tokens, device=query.device)[:, None]
+    seen = away.abs() <= torch.tensor(windows, device=query.device)[:, None, None]
+    seen = seen & (away <= 0) if options.causal else seen
+    seen, bias = seen[None], torch.zeros((), dtype=wide_dtype(query.dtype), device=query.device)
+    with _in_own_dtype(query):
+        if options.key_padding_mask is not None:
+            of_keys = key_bias_of(options.key_padding_mask, bias.dtype, keys, True)[:, None, None]
+            seen, bias = _with_bias(seen, bias, of_keys)
+            is_read = seen.any(2).any(1)[:, None, :, None]
+            key, value = (x.masked_fill(~is_read, 0) for x in (key, value))
+        return _plainly(query, key, value, seen, bias, options)[0]
+
+
+def check_window_offset(offset: object, tokens: int, keys: int) -> int:
+    """The offset of queries in windows.
+
+    Raises:
+        TypeError: no integer.
+        ValueError: below 0; queries behind the last key.
+    """
+    if not isinstance(offset, int) or isinstance(offset, bool):
+        raise TypeError(f"query_offset is {offset!r}; in a window it has to be an integer, the same for all sequences.")
+    if not 0 <= offset <= keys - tokens:
+        raise ValueError(
+            f"query_offset is {offset}, for {tokens} queries among {keys} keys; in a window it has to be from 0 to "
+            f"{keys - tokens}, so that the queries' own keys are there."
+        )
+    return offset
+
+
+def _in_own_dtype(query: Tensor) -> AbstractContextManager:
+    """Without autocast, which casts products of fp32."""
+    return nullcontext() if query.is_meta else torch.autocast(query.device.type, enabled=False)
+
+
+def _in_blocks(
+    attend: Callable[..., Any],
+    offset: int,
+    parts: Parts,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: Options,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """By the kernels, in one call or two."""
+    block, tokens, keys = parts.block, query.shape[2], key.shape[2]
+    first, before = divmod(offset, block)
+    rows, columns = range(first, -(-(offset + tokens) // block)), -(-keys // block)
+    if before:
+        query, options = pad(query, (0, 0, before, 0)), options.after_queries(before)
+
+    def call(columns: range, causal: bool, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        part = slice(columns.start * block, min(columns.stop * block, keys))
+        given = options.of_keys(part)._replace(causal=causal, sinks=sinks)._asdict()
+        index = parts.index(rows, columns, device)
+        return attend(query, key[:, :, part], value[:, :, part], index, return_lse=True, **given)
+
+    past = range(min(first, columns))
+    ahead = range(first, min(rows.stop, columns))
+    if not options.causal:
+        output, lse = call(range(columns), False, options.sinks)
+    elif len(past) == 0 or (len(ahead) and parts.is_empty(rows, past)):
+        output, lse = call(ahead, True, options.sinks)
+    elif len(ahead) == 0:
+        output, lse = call(past, False, options.sinks)
+    else:
+        output, lse = merged(call(past, False, None), call(ahead, True, options.sinks))
+    return output[:, :, before:], lse[:, :, before:]
+
+
+def merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Output and lse of attention over the keys of two calls together, each with output and lse."""
+    nothing = (one[1] == float("-inf")) & (other[1] == float("-inf"))
+    a, b = (lse.masked_fill(nothing, 0) for _, lse in (one, other))
+    share = torch.sigmoid(a - b).unsqueeze(-1)
+    output = (one[0] * share + other[0] * (1 - share)).to(one[0].dtype)
+    return output, torch.logaddexp(a, b).masked_fill(nothing, float("-inf"))
+
+
+def _gathered(
+    offsets: tuple[int, ...],
+    parts: Parts,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: Options,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """In plain PyTorch, on the keys and values that a block row of the queries sees."""
+    wide = wide_dtype(query.dtype)
+    listed = parts.keys_seen(offsets, query.shape[2], key.shape[2], options.causal, device)
+    token, seen = listed.token, listed.seen
+    scores_bias = torch.zeros((), dtype=wide, device=device)
+    if options.key_padding_mask is not None:
+        of_keys = key_bias_of(options.key_padding_mask, wide, key.shape[2], True)
+        of_keys = of_keys[:, None, None].expand(len(query), token.shape[1], 1, -1)
+        of_keys = of_keys.gather(-1, token.unsqueeze(2).expand(len(of_keys), -1, -1, -1))
+        seen, scores_bias = _with_bias(seen, scores_bias, of_keys)
+    is_read = seen.any(2).unsqueeze(-1)
+    for bias in (options.attn_mask, options.rpe):
+        if bias is not None:
+            of_pairs = matrices(bias, query.dtype, key.shape[2])
+            shape = (*torch.broadcast_shapes(of_pairs.shape[:2], token.shape[:2]), of_pairs.shape[2])
+            of_pairs = of_pairs.expand(*shape, -1).gather(-1, token.unsqueeze(2).expand(*shape, -1))
+            seen, scores_bias = _with_bias(seen, scores_bias, of_pairs)
+    key, value = (_of_tokens(x, token, query.shape[1]) for x in (key, value))
+    if options.key_padding_mask is not None or not listed.all_read:
+        # What no query sees may be NaN.
+        key, value = (x.masked_fill(~is_read, 0) for x in (key, value))
+    return _plainly(query, key, value, seen, scores_bias, options)
+
+
+def _plainly(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, bias: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    """Output and lse of few queries (B, H, T, D), in fp32 or wider.
+
+    Args:
+        key, value: (B, Hkv, M, D).
+        seen: bool, which broadcasts to (B, H, T, M); bias: what is added to the scores, alike.
+    """
+    tokens, wide = query.shape[2], wide_dtype(query.dtype)
+    key, value = key.to(wide), value.to(wide)
+    grouped = (query.to(wide) * options.scale).unflatten(1, (key.shape[1], -1)).flatten(2, 3)
+    scores = (grouped @ key.mT).unflatten(2, (-1, tokens)).flatten(1, 2) + bias
+    probs, lse = _softmax(scores.masked_fill(~seen, float("-inf")), seen, options.sinks)
+    probs = dropout(probs, options.dropout_p) if options.dropout_p else probs
+    output = probs.unflatten(1, (key.shape[1], -1)).flatten(2, 3) @ value
+    return output.unflatten(2, (-1, tokens)).flatten(1, 2).to(query.dtype), lse
+
+
+def _of_tokens(x: Tensor, token: Tensor, heads: int) -> Tensor:
+    """Tokens (P, L, M) of keys or values (B, Hkv, S, D) in the order of their list: (B, Hkv, M, D) where L is 1, else
+    (B, H, M, D)."""
+    batch, key_heads = x.shape[:2]
+    if len(token) == token.shape[1] == 1:
+        return x.index_select(2, token[0, 0])
+    head = torch.arange(key_heads, device=x.device)
+    head = head if token.shape[1] == 1 else head.repeat_interleave(heads // key_heads)
+    return x[torch.arange(batch, device=x.device)[:, None, None], head[:, None], token]
+
+
+def _with_bias(seen: Tensor, total: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """What is seen, and the sum of what is added to scores, with one mask or bias more."""
+    if bias.dtype == torch.bool:
+        return seen & bias, total
+    masked = bias == float("-inf")
+    return seen & ~masked, total + bias.masked_fill(masked, 0).to(total.dtype)
+
+
+def _softmax(scores: Tensor, seen: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Probabilities of scores (B, H, T, M), -inf where they are not seen, and lse; of rows with nothing zeros and
+    -inf."""
+    keys, alive = scores.shape[-1], seen.any(-1, keepdim=True).expand(*scores.shape[:3], 1)
+    if sinks is not None:
+        of_sinks = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        scores, alive = torch.cat([scores, of_sinks], -1), alive | (of_sinks > float("-inf"))
+    scores = scores.masked_fill(~alive, 0)
+    probs = (torch.softmax(scores, -1) * alive)[..., :keys]
+    return probs, torch.logsumexp(scores, -1).masked_fill(~alive[..., 0], float("-inf"))

@@ -1,0 +1,259 @@
+"""A small decoder in the GPT-NeoX manner, trained through DeepSpeed, its attention block-sparse or dense.
+
+The model is Transformers' GPTNeoXForCausalLM, its tokens are bytes. Corpora, the DeepSpeed JSON, the device and what a
+run shows are those of examples/bing_bert. `main` trains once, or twice with --compare-dense, and prints held-out losses
+and text that each model generates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import logging
+import math
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import transformers
+
+import bing_bert_modules  # noqa: F401 - makes those below importable
+
+# isort: split
+from device import DEVICE, DEVICE_SENTENCE  # sets what DeepSpeed will use, so it comes before imports of DeepSpeed
+
+# isort: split
+import ds_sparse
+from ds_sparse.ranks import rank
+
+import run_folders
+from byte_text import Text, readable
+from corpus import load_corpus
+from deepspeed_json import adapt_to_device, check_for_deepspeed, load_kernels, read_deepspeed_config
+from modeling import parameter_groups
+from report import Progress, forget_peak_memory, peak_memory_gib, say
+
+STARTED = time.monotonic()
+HERE = Path(__file__).resolve().parent
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="train.py",
+        usage="%(prog)s --deepspeed_config FILE [--deepspeed_sparse_attention] [options]",
+        description="Trains a small GPT-NeoX decoder on bytes with DeepSpeed. The structure of its attention is the "
+        '"sparse_attention" block of the DeepSpeed JSON; without the flag the same JSON trains dense.',
+    )
+    add = parser.add_argument
+    add("--corpus", metavar="NAME", default="stdlib", help="as of examples/bing_bert (default: stdlib)")
+    add("--config-file", metavar="FILE", default=str(HERE / "neox_tiny.json"), help="a GPTNeoXConfig as JSON")
+    add("--max-seq-length", metavar="N", type=int, default=1024, help="bytes in a sequence (default: 1024)")
+    add("--max-minutes", metavar="M", type=float, default=10.0, help="minutes to end after, in all (default: 10)")
+    add("--max-steps", metavar="N", type=int, help="optimizer steps to end after")
+    add("--compare-dense", action="store_true", help="train sparse in half of the time, then dense for as many steps")
+    add("--warmup-steps", metavar="N", type=int, default=100, help="then inverse square root (default: 100)")
+    add("--eval-sequences", metavar="N", type=int, default=32, help="held-out sequences (default: 32)")
+    add("--generate", metavar="N", type=int, default=200, help="bytes to generate at the end (default: 200)")
+    add("--print-steps", metavar="N", type=int, default=10, help="steps between lines where no bar is (default: 10)")
+    add("--output-dir", metavar="DIR", default="runs/gpt_neox", help="for models (default: runs/gpt_neox)")
+    add("--seed", metavar="N", type=int, default=42, help="of weights and data order (default: 42)")
+    add("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
+    ds_sparse.add_config_arguments(parser)
+    args = parser.parse_args()
+    if args.deepspeed_config is None:
+        parser.error("--deepspeed_config FILE is needed, for example configs/bslongformer.json")
+    if args.compare_dense and not args.deepspeed_sparse_attention:
+        parser.error("--compare-dense compares with a sparse run; add --deepspeed_sparse_attention")
+    for name in ("max_seq_length", "max_minutes", "max_steps", "warmup_steps", "eval_sequences", "print_steps"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            parser.error(f"--{name.replace('_', '-')} is {value}; it has to be above 0")
+    if not 0 <= args.generate <= args.max_seq_length // 2:
+        parser.error(f"--generate is {args.generate}; it has to be from 0 to half of --max-seq-length")
+    return args
+
+
+def check_json(config: dict[str, Any], source: str) -> None:
+    """Raises ValueError for what this script does not train with."""
+    if config.get("fp16", {}).get("enabled"):
+        raise ValueError(f"{source}: fp16 is not for this example; take bf16.")
+    if config.get("zero_optimization", {}).get("stage", 0) == 3:
+        raise ValueError(f"{source}: ZeRO stage 3 keeps no whole weights to generate with; take stage 2 at most.")
+
+
+class Outcome(NamedTuple):
+    steps: int
+    held_out_loss: float
+    tokens_per_second: float
+    text: str
+    """What the model generates after the prompt."""
+
+
+def train(
+    name: str,
+    args: argparse.Namespace,
+    config: dict[str, Any],
+    model_config: transformers.GPTNeoXConfig,
+    text: Text,
+    folder: Path,
+    max_steps: int | None,
+    deadline: float,
+) -> Outcome:
+    """One training run, to `max_steps`, or until a step could pass `deadline` (seconds of time.monotonic)."""
+    forget_peak_memory()
+    engine = build_engine(name, args, config, model_config)
+    micro_batch, global_batch = engine.train_micro_batch_size_per_gpu(), engine.train_batch_size()
+    batches = text.batches(micro_batch, dist.get_rank(), dist.get_world_size())
+    started = time.monotonic()
+    progress = Progress(name, 0, max_steps, deadline - started, args.print_steps)
+    step, slowest_step, finished = 0, 0.0, False
+    while not finished:
+        began = time.monotonic()
+        loss = train_step(engine, batches)
+        if not math.isfinite(loss):
+            raise ValueError(f"The loss is {loss} after step {step}; lower the learning rate in the JSON.")
+        step, seconds = step + 1, time.monotonic() - began
+        slowest_step = max(slowest_step, seconds)
+        if dist.get_rank() == 0:
+            progress.show(step, loss, global_batch * args.max_seq_length / seconds, peak_memory_gib())
+        finished = agree(time.monotonic() + 3 * slowest_step > deadline or step == max_steps)
+    tokens_per_second = step * global_batch * args.max_seq_length / (time.monotonic() - started)
+    progress.close()
+    if dist.get_rank() == 0:
+        engine.module.save_pretrained(folder / name)
+    return Outcome(step, held_out_loss(engine, text), tokens_per_second, generated(engine, text, args))
+
+
+def build_engine(
+    name: str, args: argparse.Namespace, config: dict[str, Any], model_config: transformers.GPTNeoXConfig
+) -> Any:
+    """The DeepSpeed engine with a new model, which `ds_sparse.initialize` makes sparse where the flag is on."""
+    args, config = argparse.Namespace(**vars(args)), copy.deepcopy(config)
+    args.deepspeed_sparse_attention = name == "sparse"
+    if args.compare_dense and name == "dense":
+        config.pop("sparse_attention", None)  # the block is off by design: nobody needs a line about it
+    args.deepspeed_config = config
+    torch.manual_seed(args.seed)
+    model = transformers.GPTNeoXForCausalLM(copy.deepcopy(model_config))
+
+    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return transformers.get_inverse_sqrt_schedule(optimizer, args.warmup_steps)
+
+    engine, *_ = ds_sparse.initialize(
+        args=args,
+        model=model,
+        model_parameters=parameter_groups(model, config["optimizer"]["params"].get("weight_decay", 0.0)),
+        lr_scheduler=None if config.get("scheduler") else schedule,
+    )
+    torch.manual_seed(args.seed + dist.get_rank())
+    return engine
+
+
+def train_step(engine: Any, batches: Any) -> float:
+    """One optimizer step; the loss before it, in nats a byte, a mean over all ranks."""
+    total, accumulation = torch.zeros((), device=DEVICE), engine.gradient_accumulation_steps()
+    engine.train()
+    for _ in range(accumulation):
+        tokens = next(batches).to(DEVICE)
+        loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        total += loss.detach().float() / accumulation
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).item()
+
+
+def held_out_loss(engine: Any, text: Text) -> float:
+    """Mean loss of all held-out bytes, in nats."""
+    total = torch.zeros(2, dtype=torch.float64, device=DEVICE)
+    engine.eval()
+    with torch.no_grad():
+        for batch in text.held_out_batches(
+            engine.train_micro_batch_size_per_gpu(), dist.get_rank(), dist.get_world_size()
+        ):
+            tokens = batch.to(DEVICE)
+            loss = engine.module(input_ids=tokens, labels=tokens, use_cache=False).loss.double()
+            total += torch.stack([loss * len(tokens), torch.full_like(loss, len(tokens))])
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+def generated(engine: Any, text: Text, args: argparse.Namespace) -> str:
+    """What a model writes after the first half of a held-out sequence, of which it reads the cached keys of its
+    layout alone."""
+    if not args.generate:
+        return ""
+    prompt = text.held_out[:1, : args.max_seq_length // 2].long().to(DEVICE)
+    torch.manual_seed(args.seed)
+    tokens = engine.module.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=args.generate, do_sample=True, top_k=20,
+        temperature=0.7, eos_token_id=None,
+    )  # fmt: skip
+    return readable(tokens[0, prompt.shape[1] :])
+
+
+def agree(finished: bool) -> bool:
+    """Whether rank 0 says that the run is finished."""
+    decision = torch.tensor([int(finished)], device=DEVICE)
+    dist.broadcast(decision, src=0)
+    return bool(decision[0])
+
+
+def new_folder(output_dir: Path) -> Path:
+    """A numbered folder, the same on every rank."""
+    found = [run_folders.new_run_folder(output_dir) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def main() -> None:
+    args = parse_arguments()
+    say(DEVICE_SENTENCE)
+    model_config = transformers.GPTNeoXConfig.from_json_file(args.config_file)
+    model_config.max_position_embeddings = args.max_seq_length
+    config = read_deepspeed_config(args, model_config.num_attention_heads)
+    check_json(config, args.deepspeed_config)
+    ds_sparse.init_distributed(verbose=False)
+    config = adapt_to_device(config, DEVICE)
+    load_kernels(check_for_deepspeed(config, args.deepspeed_config), args.deepspeed_config)
+    text = Text(load_corpus(args.corpus).split(), args.max_seq_length, args.seed, args.eval_sequences)
+    say(text.describe())
+
+    names = ["sparse" if args.deepspeed_sparse_attention else "dense"] + ["dense"] * args.compare_dense
+    folder, outcomes = new_folder(Path(args.output_dir)), {}
+    for number, name in enumerate(names):
+        now = time.monotonic()
+        deadline = now + (STARTED + args.max_minutes * 60 - now) / (len(names) - number)
+        max_steps = outcomes["sparse"].steps if number else args.max_steps
+        outcomes[name] = train(name, args, config, model_config, text, folder, max_steps, deadline)
+    show_results(outcomes, text, args, folder)
+    dist.barrier()
+
+
+def show_results(outcomes: dict[str, Outcome], text: Text, args: argparse.Namespace, folder: Path) -> None:
+    unigram = text.unigram_cross_entropy()
+    for name, outcome in outcomes.items():
+        say(
+            f"{name}: held-out loss {outcome.held_out_loss:.4f} nats a byte after {outcome.steps} steps, "
+            f"{outcome.tokens_per_second:,.0f} bytes/s; the unigram cross-entropy is {unigram:.4f}"
+        )
+    if args.generate:
+        prompt = readable(text.held_out[0, : args.max_seq_length // 2])
+        say(f"The end of a held-out prompt:\n{prompt[-200:]}")
+        for name, outcome in outcomes.items():
+            say(f"What {name} writes after it:\n{outcome.text}")
+    say(f"Models, for from_pretrained: {folder}")
+
+
+if __name__ == "__main__":
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(f"train.py{f' (rank {rank()})' if rank() else ''}: {error}")
+    dist.destroy_process_group()

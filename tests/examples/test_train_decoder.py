@@ -1,0 +1,70 @@
+"""The decoder's run as its users start it: sparse and dense, its losses, what it writes, and its saved models."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import ds_sparse
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "gpt_neox" / "train.py"
+JSON = {
+    "train_batch_size": 4,
+    "train_micro_batch_size_per_gpu": 2,
+    "steps_per_print": 1000000,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+    "sparse_attention": {"mode": "bslongformer", "block": 16, "num_sliding_window_blocks": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("gpt_neox")
+    (folder / "corpus").mkdir()
+    words = (Path(os.__file__).parent / "argparse.py").read_text().split()
+    for number in range(40):
+        (folder / "corpus" / f"{number}.txt").write_text(" ".join(words[number * 100 : number * 100 + 400]))
+    tiny = json.loads((SCRIPT.parent / "neox_tiny.json").read_text())
+    tiny |= {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    (folder / "tiny.json").write_text(json.dumps(tiny))
+    return folder
+
+
+def start(folder: Path, config: dict, *options: str) -> subprocess.CompletedProcess:
+    (folder / "ds.json").write_text(json.dumps(config))
+    command = [sys.executable, str(SCRIPT), "--deepspeed_config", "ds.json", "--corpus", "corpus"]
+    command += ["--config-file", "tiny.json", "--max-seq-length", "128", "--output-dir", "runs", *options]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500, check=False)
+
+
+def test_sparse_and_dense_learn_write_and_are_saved(folder: Path):
+    options = ("--compare-dense", "--max-steps", "40", "--warmup-steps", "10", "--generate", "40")
+    ended = start(folder, JSON, "--deepspeed_sparse_attention", *options)
+    assert ended.returncode == 0, ended.stderr
+    assert "sparse attention is on in 2 of 2 attention layers" in ended.stdout
+    found = re.findall(r"(sparse|dense): held-out loss ([\d.]+) nats a byte after 40 steps", ended.stdout)
+    unigram = float(re.search(r"the unigram cross-entropy is ([\d.]+)", ended.stdout)[1])
+    assert [name for name, _ in found] == ["sparse", "dense"]
+    assert all(float(loss) < unigram for _, loss in found)
+    written = re.search(r"What sparse writes after it:\n(.*?)\nWhat dense writes", ended.stdout, re.DOTALL)[1]
+    assert len(written) >= 20
+    models = folder / "runs" / "0001"
+    tokens = torch.randint(1, 256, (1, 100))
+    sparse = transformers.AutoModelForCausalLM.from_pretrained(models / "sparse", attn_implementation="ds_sparse")
+    dense = transformers.AutoModelForCausalLM.from_pretrained(models / "sparse")
+    assert sparse.config.sparse_attention["mode"] == "bslongformer"
+    assert not torch.equal(sparse(tokens).logits, dense(tokens).logits)
+    ds_sparse.sparsify(dense)
+    assert torch.equal(sparse(tokens).logits, dense(tokens).logits)
+
+
+def test_what_it_does_not_train_with_ends_in_a_sentence(folder: Path):
+    ended = start(folder, JSON | {"fp16": {"enabled": True}}, "--generate", "0")
+    assert ended.returncode == 1
+    assert ended.stderr.strip().splitlines()[-1] == "train.py: ds.json: fp16 is not for this example; take bf16."

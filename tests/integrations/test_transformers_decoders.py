@@ -1,0 +1,306 @@
+"""Transformers' decoders under attn_implementation="ds_sparse": causality, padding, windows, sinks, and generation."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+
+import ds_sparse
+from ds_sparse.integrations.transformers import functions, structure_of
+from ds_sparse.layout import to_token_mask
+from ds_sparse.notices import _said
+
+HEADS, BLOCK, VOCABULARY = 4, 8, 99
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 64,
+    "max_position_embeddings": 96,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+GROUPED = SIZES | {"num_key_value_heads": 2, "head_dim": 8}
+LOCAL = {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]}
+GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": HEADS, "n_positions": 96}
+GPT2 |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+GPT2 |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+EXPERTS = {
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+DECODERS = {
+    "gpt_neox": (transformers.GPTNeoXForCausalLM, SIZES),
+    "gpt2": (transformers.GPT2LMHeadModel, GPT2),
+    "llama": (transformers.LlamaForCausalLM, GROUPED),
+    "mistral": (transformers.MistralForCausalLM, GROUPED | {"sliding_window": None}),
+    "mistral_local": (transformers.MistralForCausalLM, GROUPED | {"sliding_window": 11}),
+    "qwen3": (transformers.Qwen3ForCausalLM, GROUPED),
+    "gemma3": (transformers.Gemma3ForCausalLM, GROUPED | LOCAL | {"query_pre_attn_scalar": 8}),
+    "gpt_oss": (transformers.GptOssForCausalLM, GROUPED | LOCAL | EXPERTS),
+    "bert_decoder": (transformers.BertLMHeadModel, SIZES | NO_DROPOUT | {"is_decoder": True}),
+}
+STRUCTURES = {
+    "dense": {"mode": "dense"},
+    "fixed": {"mode": "fixed", "num_local_blocks": 2, "attention": "unidirectional"},
+    "bslongformer": {"mode": "bslongformer", "num_sliding_window_blocks": 3},
+    "bigbird": {"mode": "bigbird", "num_random_blocks": 1, "different_layout_per_head": True, "seed": 3},
+    "local": {"mode": "local_sliding_window", "num_sliding_window_blocks": 3},
+}
+
+
+def make(name: str, **changes) -> transformers.PreTrainedModel:
+    """In eval mode, with weights so large that attention decides what is said."""
+    cls, sizes = DECODERS[name]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = cls(cls.config_class(**sizes | changes)).eval()
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model if name == "gpt_oss" else model.double()  # whose experts are products in 32 bits
+
+
+def dense_twin(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    twin = copy.deepcopy(model)
+    if not twin._supports_sdpa:
+        twin.set_attn_implementation("eager")
+    return twin
+
+
+def make_batch(tokens: int = 50, left: int = 7, right: int = 10) -> dict[str, torch.Tensor]:
+    """Two sequences, one padded on the left and one on the right."""
+    generator = torch.Generator().manual_seed(tokens)
+    mask = torch.ones(2, tokens, dtype=torch.long)
+    mask[0, :left], mask[1, tokens - right :] = 0, 0
+    ids = torch.randint(5, VOCABULARY, (2, tokens), generator=generator)
+    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+
+
+def run(model, batch: dict[str, torch.Tensor], mask: torch.Tensor | None = None):
+    """Logits of the tokens that are no padding, and the gradients of all parameters."""
+    keep = batch["attention_mask"] != 0
+    given = batch if mask is None else batch | {"attention_mask": mask}
+    model.zero_grad()
+    logits = model(**given, use_cache=False).logits[keep]
+    logits.sin().mean().backward()
+    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_close(ours, truth) -> None:
+    near = {"rtol": 1e-8, "atol": 1e-10} if truth[0].dtype == torch.float64 else {"rtol": 1e-3, "atol": 1e-4}
+    torch.testing.assert_close(ours[0], truth[0], **near)
+    assert ours[1].keys() == truth[1].keys()
+    for name, gradient in ours[1].items():
+        torch.testing.assert_close(gradient, truth[1][name], **near, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_dense_structure_gives_what_the_untouched_model_gives(name):
+    model, batch = make(name), make_batch()
+    truth = run(dense_twin(model), batch)
+    report = ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK})
+    with mock.patch.object(functions.causal, "attend", wraps=functions.causal.attend) as attend:
+        ours = run(model, batch)
+    layers = {model.get_submodule(entry.name) for entry in report.replaced}
+    assert len(layers) == 2 and {call.args[0] for call in attend.call_args_list} == layers
+    assert_close(ours, truth)
+    without = {"input_ids": batch["input_ids"]}
+    torch.testing.assert_close(model(**without).logits, dense_twin(make(name))(**without).logits, rtol=1e-3, atol=1e-4)
+    report.undo()
+    assert model.config._attn_implementation != "ds_sparse"
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("name", ["gpt_neox", "llama"])
+def test_a_structure_gives_what_the_untouched_model_gives_under_its_mask(name, structure):
+    model, batch = make(name), make_batch()
+    block = STRUCTURES[structure] | {"block": BLOCK}
+    layout = ds_sparse.parse_sparse_attention(block, HEADS).make_bool_layout(96)
+    live = to_token_mask(layout, BLOCK)[None, :, :50, :50].tril()
+    live = live & batch["attention_mask"][:, None, None, :].bool()
+    live = live | torch.eye(50, dtype=torch.bool)  # so that padding sees something
+    truth = run(dense_twin(model), batch, mask=live)
+    dense = run(dense_twin(model), batch)
+    ds_sparse.sparsify(model, block)
+    ours = run(model, batch)
+    torch.testing.assert_close(ours[0], truth[0], rtol=1e-8, atol=1e-10)
+    assert structure == "dense" or not torch.allclose(ours[0], dense[0], atol=1e-3)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("name", ["gpt2", "gemma3"])
+def test_a_token_changes_nothing_before_it(name, structure):
+    model = make(name).float()
+    ds_sparse.sparsify(model, STRUCTURES[structure] | {"block": BLOCK})
+    ids = make_batch(40, 0, 0)["input_ids"]
+    with torch.no_grad():
+        before = model(ids).logits
+        for changed in range(40):
+            other = ids.clone()
+            other[:, changed] = (other[:, changed] + 1) % VOCABULARY
+            after = model(other).logits
+            assert torch.equal(after[:, :changed], before[:, :changed])
+            assert not torch.equal(after[:, changed], before[:, changed])
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_generation_is_that_of_the_untouched_model_under_a_dense_structure(name):
+    model, batch = make(name), make_batch(20, 6, 0)
+    options = {"max_new_tokens": 25, "do_sample": False}
+    truth = dense_twin(model).generate(**batch, **options)
+    ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK})
+    assert torch.equal(model.generate(**batch, **options), truth)
+    assert len(truth[0].unique()) > 10
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("name", ["gpt_neox", "gemma3"])
+def test_generation_with_a_cache_is_that_without(name, structure):
+    model, batch = make(name), make_batch(20, 6, 0)
+    ds_sparse.sparsify(model, STRUCTURES[structure] | {"block": BLOCK})
+    options = {"max_new_tokens": 30, "do_sample": False}
+    found = model.generate(**batch, **options)
+    assert torch.equal(found, model.generate(**batch, **options, use_cache=False))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_layers_of_a_decoder_stay_dense_where_the_block_says_so(name):
+    model, batch, prompt = make(name), make_batch(), make_batch(20, 6, 0)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    truth, text = run(dense_twin(model), batch), dense_twin(model).generate(**prompt, **options)
+    report = ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK, "layers": {"1": None}})
+    assert [entry.name for entry in report.dense] == ["model.layers.1.self_attn"]
+    assert_close(run(model, batch), truth)
+    assert torch.equal(model.generate(**prompt, **options), text)
+
+
+def test_layers_of_a_decoder_generate_with_structures_of_their_own():
+    model, batch = make("gpt_neox"), make_batch(20, 6, 0)
+    ds_sparse.sparsify(model, STRUCTURES["fixed"] | {"block": BLOCK, "layers": {"1": {"num_local_blocks": 4}}})
+    first, second = (layer.attention for layer in model.gpt_neox.layers)
+    assert [structure_of(layer).num_local_blocks for layer in (first, second)] == [2, 4]
+    options = {"max_new_tokens": 30, "do_sample": False}
+    assert torch.equal(model.generate(**batch, **options), model.generate(**batch, **options, use_cache=False))
+
+
+def logits_in_pieces(model, ids: torch.Tensor, lengths: list[int], cache=None) -> torch.Tensor:
+    cache, logits, at = transformers.DynamicCache(config=model.config) if cache is None else cache, [], 0
+    for length in lengths:
+        logits.append(model(ids[:, at : at + length], past_key_values=cache).logits)
+        at += length
+    return torch.cat(logits, 1)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral_local", "gpt_oss"])
+def test_pieces_of_a_text_give_what_the_whole_gives(name):
+    model, ids = make(name), make_batch(70, 0, 0)["input_ids"]
+    ds_sparse.sparsify(model, STRUCTURES["bslongformer"] | {"block": BLOCK})
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        found = logits_in_pieces(model, ids, [23, 1, 1, 17, 20, 3, 5])
+    near = {"rtol": 1e-3, "atol": 1e-3} if name == "gpt_oss" else {"rtol": 1e-8, "atol": 1e-8}
+    torch.testing.assert_close(found, whole, **near)
+
+
+def test_a_static_cache_has_room_behind_its_keys():
+    model, batch = make("llama"), make_batch(20, 6, 0)
+    ds_sparse.sparsify(model, STRUCTURES["bslongformer"] | {"block": BLOCK})
+    options = {"max_new_tokens": 25, "do_sample": False}
+    truth = model.generate(**batch, **options)
+    found = model.generate(**batch, **options, cache_implementation="static", disable_compile=True)
+    assert torch.equal(found, truth)
+
+
+def test_a_static_cache_of_windows_is_refused():
+    model, batch = make("gemma3"), make_batch(20, 0, 0)
+    ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK})
+    with pytest.raises(ValueError, match="a mask .*of a static cache of windows.*with the default cache"):
+        model.generate(**batch, max_new_tokens=4, cache_implementation="static", disable_compile=True)
+
+
+def test_more_tokens_than_the_layout_has_are_refused_while_generating():
+    model, batch = make("llama"), make_batch(20, 0, 0)
+    ds_sparse.sparsify(model, {"mode": "fixed", "block": BLOCK}, max_seq_length=24)
+    with pytest.raises(ValueError, match="has 25 tokens with those that are cached, .* made for 24; .* from the start"):
+        model.generate(**batch, max_new_tokens=10, do_sample=False)
+
+
+def test_beams_are_searched():
+    model, batch = make("llama"), make_batch(20, 6, 0)
+    options = {"max_new_tokens": 12, "do_sample": False, "num_beams": 3}
+    truth = dense_twin(model).generate(**batch, **options)
+    ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK})
+    assert torch.equal(model.generate(**batch, **options), truth)
+
+
+def test_learned_sinks_are_in_the_denominator_and_have_a_gradient():
+    model, batch = make("gpt_oss"), make_batch()
+    ds_sparse.sparsify(model, STRUCTURES["local"] | {"block": BLOCK})
+    logits, gradients = run(model, batch)
+    assert all(gradients[f"model.layers.{layer}.self_attn.sinks"].any() for layer in range(2))
+    with torch.no_grad():
+        model.model.layers[1].self_attn.sinks += 5
+    assert not torch.allclose(run(model, batch)[0], logits)
+
+
+def test_the_report_says_which_layers_keep_their_window():
+    report = ds_sparse.sparsify(make("gemma3"), {"mode": "dense", "block": BLOCK})
+    first, second = report.replaced
+    assert {first.name[-18:], second.name[-18:]} == {"layers.0.self_attn", "layers.1.self_attn"}
+    assert "1 attention layer made sparse: the model's own window, 10 tokens before each" in report.headings
+
+
+def test_a_bidirectional_structure_is_cut_with_one_notice(capsys):
+    _said.clear()
+    for _ in range(2):
+        ds_sparse.sparsify(make("llama"), STRUCTURES["bslongformer"] | {"block": BLOCK})
+    said = capsys.readouterr().out
+    assert said.count("LlamaModel is causal: BSLongformerSparsityConfig has blocks above the diagonal") == 1
+    ds_sparse.sparsify(make("llama"), STRUCTURES["fixed"] | {"block": BLOCK})
+    assert "above the diagonal" not in capsys.readouterr().out
+
+
+def test_a_structure_that_no_layer_uses_is_said(capsys):
+    _said.clear()
+    ds_sparse.sparsify(make("mistral_local"), {"mode": "dense", "block": BLOCK})
+    assert "All attention layers of MistralModel have a sliding window of their own" in capsys.readouterr().out
+
+
+def test_packed_documents_are_refused():
+    model, batch = make("llama"), make_batch(20, 0, 0)
+    ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK})
+    positions = torch.cat([torch.arange(12), torch.arange(8)])[None].expand(2, -1)
+    with pytest.raises(ValueError, match="position_ids of LlamaModel start again within a row, as of documents"):
+        model(batch["input_ids"], position_ids=positions, use_cache=False)
+    with pytest.raises(ValueError, match="asks the attention for cu_seq_lens_q"):
+        model(batch["input_ids"], cu_seq_lens_q=torch.tensor([0, 12, 20]))
+
+
+def test_masks_of_pairs_are_refused():
+    model, batch = make("llama"), make_batch(20, 0, 0)
+    ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK})
+    with pytest.raises(ValueError, match=r"is causal and given a mask of its own.* takes \(batch, tokens\) there"):
+        model(batch["input_ids"], attention_mask=torch.ones(2, 1, 20, 20, dtype=torch.bool))
+
+
+def test_a_saved_decoder_is_loaded_with_its_structure(tmp_path):
+    model, batch = make("llama"), make_batch()
+    ds_sparse.sparsify(model, STRUCTURES["bigbird"] | {"block": BLOCK})
+    model.save_pretrained(tmp_path)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="ds_sparse").eval()
+    assert torch.equal(loaded(**batch).logits, model(**batch).logits)
+
+
+def test_a_decoder_compiles_into_one_graph():
+    model, batch = make("llama"), make_batch()
+    ds_sparse.sparsify(model, STRUCTURES["bslongformer"] | {"block": BLOCK})
+    truth = run(model, batch)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    logits = compiled(**batch, use_cache=False).logits[batch["attention_mask"] != 0]
+    torch.testing.assert_close(logits.detach(), truth[0])

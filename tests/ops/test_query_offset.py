@@ -1,0 +1,281 @@
+"""Queries that begin at a later position, against the float64 reference and against calls on the whole sequence."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers import EXAMPLES, generator, leaf, random, seeded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ds_sparse
+from ds_sparse import BlockIndex, block_sparse_attention, reference, window_attention
+from ds_sparse.index.master_layout import MasterLayout
+from ds_sparse.index.parts import parts_of
+from ds_sparse.ops.query_offset import FEW_QUERIES
+
+OPERATORS = ("block_attention_forward", "window_attention_forward")
+
+BLOCK = 8
+
+
+def compare(device: str, layout, live, offsets, inputs: dict, **options) -> None:
+    """Output, lse and every gradient, for each sequence its own offset."""
+    block = options.pop("block", BLOCK)
+    dtype = torch.float64 if device == "cpu" else torch.float32
+    names = [name for name in inputs if not name.endswith("mask")]
+
+    def leaves(of: torch.dtype, on: str) -> dict:
+        cast = {name: x if x.dtype == torch.bool else x.to(of) for name, x in inputs.items()}
+        return {name: leaf(x, on, name in names) for name, x in cast.items()}
+
+    ours, exact = leaves(dtype, device), leaves(torch.float64, "cpu")
+    batch = len(inputs["query"])
+    each = offsets.tolist() if isinstance(offsets, torch.Tensor) else [offsets] * batch
+    found = block_sparse_attention(**ours, layout=layout, block=block, query_offset=offsets, return_lse=True, **options)
+
+    def of(name: str, x: torch.Tensor, i: int) -> torch.Tensor:
+        is_whole = name == "sinks" or (name in ("rpe", "attn_mask") and x.dim() < 4) or len(x) == 1
+        return x if is_whole else x[i : i + 1]
+
+    results = [
+        reference.attention(
+            **{name: of(name, x, i) for name, x in exact.items()}, layout=live, block=block, query_offset=each[i],
+            return_lse=True, **options,
+        )
+        for i in range(batch)
+    ]  # fmt: skip
+    expected = [torch.cat(x) for x in zip(*results)]
+    near = {"atol": 1e-10, "rtol": 1e-10} if dtype == torch.float64 else {"atol": 1e-4, "rtol": 1e-4}
+    torch.testing.assert_close([x.cpu().double() for x in found], expected, **near)
+    weights = random(seeded(5), *expected[0].shape), random(seeded(6), *expected[1].shape)
+    dead = expected[1] == -math.inf
+    loss = sum((x.cpu().double().masked_fill(x.cpu() == -math.inf, 0) * w).sum() for x, w in zip(found, weights))
+    exact_loss = (expected[0] * weights[0]).sum() + (expected[1].masked_fill(dead, 0) * weights[1]).sum()
+    grads = torch.autograd.grad(loss, [ours[name] for name in names])
+    wanted = torch.autograd.grad(exact_loss, [exact[name] for name in names])
+    torch.testing.assert_close([x.cpu().double() for x in grads], list(wanted), **near)
+
+
+@settings(EXAMPLES, max_examples=30)
+@given(data=st.data())
+def test_output_lse_and_gradients(device: str, data: st.DataObject):
+    draw = data.draw
+    rng = generator(draw)
+    rows, columns = draw(st.integers(1, 7)), draw(st.integers(1, 7))
+    key_heads, group = draw(st.sampled_from((1, 2))), draw(st.sampled_from((1, 2)))
+    heads, batch = key_heads * group, draw(st.integers(1, 2))
+    live = torch.rand(draw(st.sampled_from((1, heads))), rows, columns, generator=rng) < 0.5
+    live[:, 0, 0] = True
+    tokens = draw(st.integers(1, rows * BLOCK))
+    keys = draw(st.integers(1, columns * BLOCK))
+    offset = draw(st.integers(0, rows * BLOCK - tokens))
+    if draw(st.booleans()):
+        offset = torch.tensor([draw(st.integers(0, rows * BLOCK - tokens)) for _ in range(batch)])
+    key_shape = (batch, key_heads, keys, 8)
+    inputs = {"query": random(rng, batch, heads, tokens, 8), "key": random(rng, *key_shape)}
+    inputs["value"] = random(rng, *key_shape)
+    pairs = [(tokens, keys), (batch, heads, tokens, keys), (1, heads, 1, keys), (batch, 1, tokens, keys)]
+    if draw(st.booleans()):
+        inputs["rpe"] = random(rng, *draw(st.sampled_from(pairs)))
+    if draw(st.booleans()):
+        mask = random(rng, *draw(st.sampled_from(pairs)))
+        inputs["attn_mask"] = mask > -1 if draw(st.booleans()) else mask.masked_fill(mask < -1, -math.inf)
+    if draw(st.booleans()):
+        padding = torch.rand(draw(st.sampled_from((1, batch))), keys, generator=rng) < 0.7
+        is_bool = draw(st.booleans())
+        inputs["key_padding_mask"] = padding if is_bool else torch.zeros(padding.shape).masked_fill(~padding, -math.inf)
+    if draw(st.booleans()):
+        inputs["sinks"] = random(rng, heads)
+    index = BlockIndex.build(live, BLOCK)
+    layout = draw(st.sampled_from((live, index)))
+    compare(device, layout, live, offset, inputs, causal=draw(st.booleans()), scale=draw(st.sampled_from((None, 0.7))))
+
+
+@pytest.mark.parametrize("block", [16, 64, 128])
+@pytest.mark.parametrize("tokens", [1, 5, 40, 130])
+def test_blocks_and_numbers_of_queries(device: str, block: int, tokens: int):
+    rng = seeded(tokens)
+    live = (torch.rand(2, 6, 6, generator=rng) < 0.4) | torch.eye(6, dtype=torch.bool)
+    inputs = {name: random(rng, 1, 2, n, 16) for name, n in (("query", tokens), ("key", 400), ("value", 400))}
+    if 6 * block < 400:
+        inputs |= {name: inputs[name][:, :, : 6 * block] for name in ("key", "value")}
+    offset = inputs["key"].shape[2] - tokens
+    if offset >= 0:
+        compare(device, live, live, offset, inputs, causal=True, block=block)
+
+
+def test_a_sequence_in_pieces_is_the_sequence(device: str):
+    structure = ds_sparse.BSLongformerSparsityConfig(num_heads=2, block=16, causal=True)
+    layout = structure.make_layout(512)
+    query, key, value = (x.to(device, torch.float32) for x in random(seeded(), 3, 2, 2, 200, 16))
+    whole = block_sparse_attention(query, key, value, layout[:, :13, :13], block=16, causal=True)
+    at, pieces = 0, []
+    for length in (70, 1, 1, 30, 16, 17, 64, 1):
+        end = at + length
+        pieces.append(
+            block_sparse_attention(
+                query[:, :, at:end], key[:, :, :end], value[:, :, :end], layout, block=16, query_offset=at, causal=True
+            )
+        )
+        at = end
+    torch.testing.assert_close(torch.cat(pieces, 2), whole)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "BlockIndex", "MasterLayout"])
+def test_a_new_token_reads_the_keys_of_its_block_row_alone(device: str, kind: str):
+    live = torch.zeros(64, 64, dtype=torch.bool)
+    live[40, [0, 3, 40]] = True
+    layout = {"tensor": live, "BlockIndex": BlockIndex.build(live, 16), "MasterLayout": MasterLayout(live[None], 16)}
+    query = torch.randn(1, 2, 1, 8, device=device)
+    key, value = torch.full((2, 1, 2, 655, 8), math.nan, device=device)
+    for block in (0, 3, 40):
+        for x in (key, value):
+            tokens = x[:, :, block * 16 : block * 16 + 16]
+            tokens.copy_(torch.randn_like(tokens))
+    output = block_sparse_attention(query, key, value, layout[kind], block=16, query_offset=40 * 16 + 5, causal=True)
+    assert torch.isfinite(output).all()
+
+
+def test_padding_may_be_nan_while_decoding(device: str):
+    layout, padding = torch.ones(4, 4, dtype=torch.bool), torch.ones(1, 30, dtype=torch.bool, device=device)
+    padding[:, :3] = False
+    query, key, value = (torch.randn(1, 2, n, 8, device=device) for n in (1, 30, 30))
+    options = {"block": 8, "query_offset": 29, "causal": True, "key_padding_mask": padding}
+    expected = block_sparse_attention(query, key, value, layout, **options)
+    key[:, :, :3] = value[:, :, :3] = math.nan
+    assert torch.equal(block_sparse_attention(query, key, value, layout, **options), expected)
+
+
+@pytest.mark.parametrize("tokens", [2, FEW_QUERIES + 1])
+def test_dropout_leaves_the_mean(device: str, tokens: int):
+    layout = torch.ones(8, 8, dtype=torch.bool)
+    query, key = (torch.randn(1, 4, n, 8, device=device) for n in (tokens, 64))
+    value = torch.ones(1, 4, 64, 8, device=device)
+    options = {"block": 8, "query_offset": 64 - tokens, "causal": True, "dropout_p": 0.5}
+    outputs = torch.stack([block_sparse_attention(query, key, value, layout, **options) for _ in range(300)])
+    assert outputs.std() > 0.05 and abs(outputs.mean().item() - 1) < 0.05
+
+
+def test_under_autocast_statistics_stay_wide(device: str):
+    layout = torch.ones(8, 8, dtype=torch.bool)
+    query, key, value = (torch.randn(1, 2, n, 16, device=device) for n in (1, 64, 64))
+    options = {"block": 8, "query_offset": 63, "return_lse": True}
+    with torch.autocast(device, torch.bfloat16):
+        output, lse = block_sparse_attention(query, key, value, layout, **options)
+    assert output.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    halves = [x.bfloat16() for x in (query, key, value)]
+    assert torch.equal(block_sparse_attention(*halves, layout, **options)[1], lse)
+
+
+def test_an_offset_of_zero_takes_the_top_left_of_a_larger_layout(device: str):
+    live = torch.rand(2, 10, 10, generator=seeded()) < 0.5
+    query, key, value = (x.to(device, torch.float32) for x in random(seeded(), 3, 1, 2, 50, 8))
+    for causal in (False, True):
+        found = block_sparse_attention(query, key, value, live, block=8, query_offset=0, causal=causal)
+        expected = block_sparse_attention(query, key, value, live[:, :7, :7].clone(), block=8, causal=causal)
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_changed_layout_is_seen(device: str):
+    layout = torch.ones(4, 4, dtype=torch.bool)
+    query, key, value = (torch.randn(1, 1, n, 8, device=device) for n in (1, 32, 32))
+    before = block_sparse_attention(query, key, value, layout, block=8, query_offset=31)
+    layout[3, 0] = False
+    after = block_sparse_attention(query, key, value, layout, block=8, query_offset=31)
+    assert not torch.equal(before, after)
+
+
+def test_what_is_listed_is_kept_for_the_layers_of_a_step_and_for_the_tokens_of_a_row(device: str):
+    index = BlockIndex.build(torch.ones(4, 4, dtype=torch.bool), 8).to(device)
+    query, key, value = (torch.randn(1, 1, n, 8, device=device) for n in (1, 32, 32))
+    for offset in (24, 25, 25, 31):
+        keys = (x[:, :, : offset + 1] for x in (key, value))
+        block_sparse_attention(query, *keys, index, query_offset=offset, causal=True)
+    assert len(parts_of(index)._lists) == 1 and len(parts_of(index)._seen) == 3
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("windows", [0, 5, 200, [3, 9]], ids=str)
+@pytest.mark.parametrize(("offset", "tokens"), [(0, 1), (0, 40), (30, 1), (59, 1), (20, 16), (21, 30), (20, 40)])
+def test_rows_of_windows(device: str, offset: int, tokens: int, windows, causal: bool):
+    rng = seeded(offset + tokens)
+    keys = 60 if not causal else offset + tokens
+    padding = torch.rand(2, 60, generator=rng) < 0.8
+    exact = [leaf(x, "cpu") for x in (*random(rng, 1, 2, 4, 60, 8), *random(rng, 2, 2, 2, 60, 8), random(rng, 4))]
+    numbers = tuple(windows) * 2 if isinstance(windows, list) else (windows,)
+    *others, sinks = exact
+    expected = reference.window_attention(*others, numbers, causal, padding, sinks=sinks)
+    expected = expected[:, :, offset : offset + tokens]
+    dtype = torch.float64 if device == "cpu" else torch.float32
+    query, key, value, sinks = ours = [leaf(x.detach().to(dtype), device) for x in exact]
+    output = window_attention(
+        query[:, :, offset : offset + tokens], key[:, :, :keys], value[:, :, :keys],
+        numbers if len(numbers) > 1 else windows, causal, padding[:, :keys].to(device), sinks=sinks,
+        query_offset=offset,
+    )  # fmt: skip
+    near = {"atol": 1e-10, "rtol": 1e-10} if dtype == torch.float64 else {"atol": 1e-4, "rtol": 1e-4}
+    torch.testing.assert_close(output.cpu().double(), expected, **near)
+    found = torch.autograd.grad(output.sin().sum(), ours)
+    wanted = torch.autograd.grad(expected.sin().sum(), exact)
+    torch.testing.assert_close([x.cpu().double() for x in found], list(wanted), **near)
+
+
+def test_keys_before_a_window_are_not_read(device: str):
+    query, key, value = (torch.randn(1, 2, n, 8, device=device) for n in (1, 50, 50))
+    key[:, :, :45] = value[:, :, :45] = math.nan
+    assert torch.isfinite(window_attention(query, key, value, 4, causal=True, query_offset=49)).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "sentence"),
+    [
+        ({"query_offset": 17}, ValueError, "query_offset is 17, for 4 queries among 20 keys; .* from 0 to 16"),
+        ({"query_offset": torch.tensor([1, 2])}, TypeError, "it has to be an integer, the same for all sequences"),
+        ({"dilation": 2}, ValueError, "global_tokens, a dilation or cu_seqlens, which are for whole"),
+        ({"cu_seqlens": torch.tensor([0, 9, 20])}, ValueError, "or cu_seqlens, which are for whole sequences"),
+        ({"query_offset": None}, ValueError, "query has 4 tokens and key 20; .* Give query_offset where"),
+    ],
+)
+def test_arguments_of_windows_that_do_not_fit(change: dict, error: type[Exception], sentence: str):
+    given = {"query": zeros(2, 2, 4, 8), "key": zeros(2, 2, 20, 8), "value": zeros(2, 2, 20, 8), "window_size": 3}
+    with pytest.raises(error, match=sentence):
+        window_attention(**{**given, "query_offset": 16, **change})
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "sentence"),
+    [
+        ({"query_offset": -1}, ValueError, "query_offset is -1; it is the position of the first query, 0 or more"),
+        ({"query_offset": 1.0}, TypeError, "query_offset is 1.0; it has to be an integer"),
+        ({"query_offset": True}, TypeError, "query_offset is True"),
+        ({"query_offset": torch.ones(2)}, TypeError, "query_offset is a tensor of torch.float32; .* int32 or int64"),
+        ({"query_offset": torch.ones(3).long()}, ValueError, r"has shape \(3,\); .* or \(2,\), one a sequence"),
+        ({"block": None}, ValueError, "query_offset is given and block is not; .* give its block"),
+        ({"query_offset": 62}, ValueError, "covers 64 query and 64 key tokens, the last query is at 65 .* are 20 keys"),
+        ({"key": zeros(2, 2, 65, 8), "value": zeros(2, 2, 65, 8)}, ValueError, "and there are 65 keys; build it for"),
+        ({"layout": BlockIndex.build(torch.ones(4, 4), 16), "block": 8}, ValueError, "block is 8, .* blocks of 16"),
+        ({"layout": torch.ones(3, 8, 8).bool()}, ValueError, "query has 2 heads and the layout 3"),
+        ({"sinks": zeros(3)}, ValueError, r"sinks has shape \(3,\)"),
+    ],
+)
+def test_arguments_that_do_not_fit(change: dict, error: type[Exception], sentence: str):
+    given = {"query": zeros(2, 2, 4, 8), "key": zeros(2, 2, 20, 8), "value": zeros(2, 2, 20, 8), "block": 8}
+    given |= {"layout": torch.ones(8, 8).bool(), "query_offset": 16}
+    with pytest.raises(error, match=sentence):
+        block_sparse_attention(**{**given, **change})
+
+
+def test_under_compile_it_is_refused():
+    index, x = BlockIndex.build(torch.ones(4, 4), 8), zeros(1, 1, 32, 8)
+    compiled = torch.compile(
+        lambda x: block_sparse_attention(x[:, :, :1], x, x, index, query_offset=31), backend="eager", fullgraph=True
+    )
+    with pytest.raises(RuntimeError, match="query_offset cannot be read under torch.compile"):
+        compiled(x)
