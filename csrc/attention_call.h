@@ -25,6 +25,11 @@ struct AttentionCall {
   std::optional<Tensor> key_bias, rpe = {}, attn_mask = {}, dropout_seed = {};
   double dropout_p = 0;
   std::optional<WindowTensors> window = {};
+  const Tensor* spans = nullptr;  // of packed documents: int32 (N, 2), the first token of each block, and how many it has
+
+  // Tokens as kernels count them: aligned to whole blocks.
+  int64_t queries() const { return spans ? spans->size(0) * block : query.size(2); }
+  int64_t keys() const { return spans ? spans->size(0) * block : key.size(2); }
 };
 
 // Tiles of one side. pairs: int32 (1 or H, E, tile, 2), a bit for each pair in the blocks of 64 tokens that the entries
@@ -43,13 +48,13 @@ struct AttentionResults {
 
 inline void check_row_tiles(const AttentionCall& call, const TileTensors& rows) {
   check_tiles(
-      rows.lines, rows.entries, rows.units, rows.cuts, call.query.size(2), call.query, call.layout_heads, call.block,
+      rows.lines, rows.entries, rows.units, rows.cuts, call.queries(), call.query, call.layout_heads, call.block,
       call.tile);
 }
 
 inline void check_column_tiles(const AttentionCall& call, const TileTensors& columns) {
   check_tiles(
-      columns.lines, columns.entries, columns.units, columns.cuts, call.key.size(2), call.query, call.layout_heads,
+      columns.lines, columns.entries, columns.units, columns.cuts, call.keys(), call.query, call.layout_heads,
       call.block, call.tile);
 }
 

@@ -241,10 +241,10 @@ inline void check_attention(
   }
 }
 
-// What came out of the forward pass, and the gradients of it.
+// What came out of the forward pass, and the gradients of it. row_count: rows of statistics, where not one a query.
 inline void check_attention_backward(
     const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& query, const Tensor& output,
-    const Tensor& rows) {
+    const Tensor& rows, std::optional<int64_t> row_count = {}) {
   for (auto [x, name] : {std::pair{&grad_output, "grad_output"}, {&output, "output"}}) {
     check_dim(*x, 4, name);
     check_like(*x, query, name);
@@ -252,7 +252,8 @@ inline void check_attention_backward(
   }
   auto check_statistics = [&](const Tensor& x, int64_t dims, const char* name) {
     check_dim(x, dims, name);
-    for (int64_t dim = 0; dim < 3; ++dim) check_size(x, dim, query.size(dim), name);
+    for (int64_t dim = 0; dim < 2; ++dim) check_size(x, dim, query.size(dim), name);
+    check_size(x, 2, row_count.value_or(query.size(2)), name);
     check(x.scalar_type() == lse_type(query), std::string(name) + " has to be fp32, or fp64 for fp64.");
     check(x.device() == query.device(), std::string(name) + " has to be on the device of the other arguments.");
   };

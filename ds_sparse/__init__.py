@@ -17,6 +17,7 @@ _PUBLIC = {
     "MatMul": "ops",
     "Softmax": "ops",
     "block_sparse_attention": "ops",
+    "PackedIndex": "index",
     "WindowIndex": "index",
     "window_matmul": "ops",
     "unwindow_matmul": "ops",
@@ -64,6 +65,7 @@ if TYPE_CHECKING:  # "as" their own names: what type checkers and editors offer 
     from .config import parse_sparse_attention as parse_sparse_attention
     from .dispatch import force_implementation as force_implementation
     from .index import BlockIndex as BlockIndex
+    from .index import PackedIndex as PackedIndex
     from .index import TokenIndex as TokenIndex
     from .index import WindowIndex as WindowIndex
     from .integrations.deepspeed import add_config_arguments as add_config_arguments

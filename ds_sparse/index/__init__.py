@@ -2,7 +2,8 @@
 
 from .block import BlockIndex, as_index
 from .lasting import lasting, plain
+from .packed import PackedIndex
 from .token import TokenIndex
 from .window import WindowIndex
 
-__all__ = ["BlockIndex", "TokenIndex", "WindowIndex", "as_index", "lasting", "plain"]
+__all__ = ["BlockIndex", "PackedIndex", "TokenIndex", "WindowIndex", "as_index", "lasting", "plain"]

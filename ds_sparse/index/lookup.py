@@ -12,6 +12,8 @@ from torch import Tensor
 from .block import BlockIndex
 from .cache import Made, kept, kept_with, refuse_captured, refuse_traced
 from .lasting import lasting, plain
+from .packed import PackedIndex
+from .row_of_documents import index_of_row
 from .token import TokenIndex
 from .token_forms import tensors_in
 from .window import WindowIndex
@@ -25,6 +27,8 @@ MOST_WINDOWS = 64
 _of_layouts: OrderedDict[Hashable, Made[BlockIndex]] = OrderedDict()
 _copies: OrderedDict[Hashable, Made[BlockIndex]] = OrderedDict()
 _of_windows: OrderedDict[Hashable, WindowIndex] = OrderedDict()
+_of_documents: OrderedDict[Hashable, Made[PackedIndex]] = OrderedDict()
+_of_rows: OrderedDict[Hashable, Made[WindowIndex]] = OrderedDict()
 _of_lists: OrderedDict[Hashable, Made[TokenIndex]] = OrderedDict()
 
 
@@ -61,6 +65,54 @@ def copy_of(index: BlockIndex, device: torch.device) -> BlockIndex:
     return kept_with(_copies, [index], device, lambda: index.to(device), MOST_OF_TENSORS)
 
 
+def packed_index_of(
+    layout: torch.Tensor | BlockIndex, cu_seqlens: torch.Tensor, block: int | None, device: torch.device
+) -> PackedIndex:
+    """The index of a layout and of the documents of a batch, built at first use and after a change of either.
+
+    Raises:
+        TypeError, ValueError: as of `PackedIndex.build`.
+        RuntimeError: as of `index_of_layout`.
+    """
+    what, instead = "The index of packed documents cannot be built", "pass PackedIndex.build(layout, cu_seqlens, block)"
+    refuse_traced(what, f"{instead} as the layout.")
+
+    def build() -> PackedIndex:
+        refuse_captured(what, device, f"{instead} as the layout, or call once before the capture.")
+        return PackedIndex.build(layout, cu_seqlens, block, device=device)
+
+    return kept_with(_of_documents, _owners(layout, cu_seqlens), (block, device), build, MOST_OF_TENSORS)
+
+
+def row_index_of(
+    layout: torch.Tensor | BlockIndex,
+    cu_seqlens: torch.Tensor,
+    block: int | None,
+    tokens: int,
+    causal: bool,
+    device: torch.device,
+) -> WindowIndex:
+    """The index of a row's layout that ends at the borders of documents, built at first use and after a change.
+
+    Raises:
+        TypeError, ValueError: as of `index_of_row`.
+        RuntimeError: as of `index_of_layout`.
+    """
+    what, instead = "The index of a row of documents cannot be built", "call without torch.compile"
+    refuse_traced(what, f"{instead}.")
+
+    def build() -> WindowIndex:
+        refuse_captured(what, device, "call once before the capture.")
+        return index_of_row(layout, cu_seqlens, block, tokens, causal, device)
+
+    return kept_with(_of_rows, _owners(layout, cu_seqlens), (block, tokens, causal, device), build, MOST_OF_TENSORS)
+
+
+def _owners(*given: torch.Tensor | BlockIndex) -> list:
+    """What an index of documents is made of; anything else is refused when it is built."""
+    return [x for x in given if isinstance(x, torch.Tensor | BlockIndex)]
+
+
 def index_of_window(
     tokens: int,
     windows: tuple[int, ...],
@@ -68,6 +120,7 @@ def index_of_window(
     global_tokens: tuple[int, ...],
     dilations: tuple[int, ...],
     device: torch.device,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> WindowIndex:
     """The index of arguments that have been seen before, or a new one. `refuse_traced_window` has been called.
 
@@ -78,9 +131,14 @@ def index_of_window(
     def build() -> WindowIndex:
         what, instead = _NO_WINDOW
         refuse_captured(what, device, f"{instead}, or call once before the capture.")
-        return WindowIndex.build(tokens, windows, causal, global_tokens, dilations, device=device)
+        return WindowIndex.build(
+            tokens, windows, causal, global_tokens, dilations, device=device, cu_seqlens=cu_seqlens
+        )
 
-    return kept(_of_windows, (tokens, windows, causal, global_tokens, dilations, device), build, MOST_WINDOWS)
+    key = (tokens, windows, causal, global_tokens, dilations, device)
+    if cu_seqlens is not None:
+        return kept_with(_of_rows, _owners(cu_seqlens), key, build, MOST_OF_TENSORS)
+    return kept(_of_windows, key, build, MOST_WINDOWS)
 
 
 def refuse_traced_window() -> None:

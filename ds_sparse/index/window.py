@@ -14,6 +14,7 @@ from ..block_sizes import BLOCK_SIZES
 from ..memory import refuse_too_large
 from ..wording import listed
 from .block import BlockIndex
+from .documents import Documents
 from .lasting import lasting
 from .ready_event import ReadyEvent
 from .window_sizes import Numbers, global_numbers, of_heads
@@ -79,6 +80,7 @@ class WindowIndex:
         *,
         block: int | None = None,
         device: torch.device | str = "cpu",
+        cu_seqlens: torch.Tensor | None = None,
     ) -> WindowIndex:
         """Builds the index for sequences of so many tokens; waits for the device.
 
@@ -88,12 +90,15 @@ class WindowIndex:
             block: 8, 16, 32, 64 or 128 tokens on the side of the blocks that kernels walk; chosen by the window if it
                 is not given.
             device: where the index is to be.
+            cu_seqlens: int32 or int64 (documents + 1), ascending from 0 to T: windows end with their document. Without
+                global tokens.
 
         Returns:
             The index, on the device.
 
         Raises:
-            TypeError, ValueError: arguments of another type or value; numbers for different numbers of heads.
+            TypeError, ValueError: arguments of another type or value; numbers for different numbers of heads; global
+                tokens beside documents.
             MemoryError: it is larger than the device's memory.
         """
         windows, dilations = of_heads("window_size", window_size, 0), of_heads("dilation", dilation, 1)
@@ -110,6 +115,15 @@ class WindowIndex:
         tokens, global_tokens = int(tokens), global_numbers(global_tokens, tokens)
         if block is None:
             block = fitting_block(tokens, max(windows), torch.device(device).type)
+        # Where the tokens that each may see begin and end.
+        limits_of_tokens = torch.tensor([[0, tokens]], device=device).expand(tokens, 2)
+        if cu_seqlens is not None:
+            if global_tokens:
+                raise ValueError(
+                    "Both cu_seqlens and global_tokens are given, and global tokens see all documents; leave one out, "
+                    "or use a layout with global blocks, which each document has of its own."
+                )
+            limits_of_tokens = Documents.read(cu_seqlens).check_fills(tokens).of_tokens(device)
         need = num_heads * (8 * tokens + (-(-tokens // block)) ** 2)
         refuse_too_large(
             f"An index of {tokens} tokens in blocks of {block}", need, torch.device(device), "take shorter sequences"
@@ -130,8 +144,9 @@ class WindowIndex:
         start = place % dilation * tokens
         numbers, order = torch.where(is_global, place - tokens, start + place).sort(1)
         start, reach = start.gather(1, order), window * dilation
-        first = torch.searchsorted(numbers, start + (order - reach).clamp(min=0))
-        end = torch.searchsorted(numbers, start + (order + reach).clamp(max=tokens - 1), right=True)
+        earliest, after = limits_of_tokens[order].unbind(-1)
+        first = torch.searchsorted(numbers, start + (order - reach).maximum(earliest))
+        end = torch.searchsorted(numbers, start + (order + reach).minimum(after - 1), right=True)
         limits = torch.stack([first, end], 2)
         limits[:, : len(global_tokens)] = torch.tensor([0, tokens], device=device)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..ops import MatMul, Softmax, check_inputs
-from ..ops.attention import check_dropout
+from ..ops.operands import check_dropout
 from ..ops.softmax import MASK_MODES, as_additive
 from ..sparsity import FixedSparsityConfig, SparsityConfig
 from .structured_attention import StructuredAttention

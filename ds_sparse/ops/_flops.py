@@ -128,6 +128,8 @@ _FORMULAS = {
     "layout_attention_bias_backward": _of_structured_attention(BIAS_BACKWARD),
     "window_attention_forward": _of_attention(FORWARD),
     "window_attention_backward": _of_attention(BACKWARD),
+    "packed_attention_forward": _of_attention(FORWARD),
+    "packed_attention_backward": _of_attention(BACKWARD),
     "token_attention_forward": _of_pairs(1, 1),
     "token_attention_backward": _of_pairs(3, 2),
     "token_tiles_forward": _of_pairs_in_tiles(FORWARD),

@@ -41,7 +41,13 @@ TOKEN_OPERATORS = (
     "token_attention_forward",
     "token_attention_backward",
 )
-HOPPER_OPERATORS = ("transpose", "token_tiles_forward", "token_tiles_backward")
+HOPPER_OPERATORS = (
+    "transpose",
+    "token_tiles_forward",
+    "token_tiles_backward",
+    "packed_attention_forward",
+    "packed_attention_backward",
+)
 """Faster ways of others, for one kind of GPU."""
 
 OPERATORS = BLOCK_OPERATORS + WINDOW_OPERATORS + TOKEN_OPERATORS

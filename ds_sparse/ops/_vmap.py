@@ -54,7 +54,7 @@ def _rule(operator: str) -> Callable:
         elif given.get("dropout_p", 0) > 0:
             # vmap's randomness="same", or the gradients of one forward: the same ones for each.
             return _one_by_one(call, given, dims, number)
-        if given.get("list_batch", 1) > 1:
+        if given.get("list_batch", 1) > 1 or "spans" in given:  # packed documents are one row
             return _one_by_one(call, given, dims, number)
         of_samples = dims[first]
         batch = given[first].shape[0 if of_samples is None else _after(of_samples)]

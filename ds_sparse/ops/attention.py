@@ -8,7 +8,7 @@ import torch
 
 from ..block_sizes import BLOCK_SIZES
 from ..dispatch import forced_implementation
-from ..index import BlockIndex, as_index
+from ..index import BlockIndex, PackedIndex, as_index
 from ..index.lasting import refuse_meta
 from ..index.lookup import copy_of, index_of_layout
 from ..index.master_layout import MasterLayout
@@ -21,13 +21,17 @@ from .attention_operators import attention_backward, attention_bias_backward, at
 from .operands import (
     check_attention_operands,
     check_bias,
+    check_dropout,
+    check_heads,
     distinct_when_traced,
+    dropout_seed,
     factor_of,
     key_bias_of,
     matrices,
     readable,
     wide_dtype,
 )
+from .packed_attention import is_packed, packed_attention
 from .query_offset import Options, attention_at, parts_at
 from .sinks import check_sinks, grad_of_sinks, with_sinks
 
@@ -37,10 +41,12 @@ def block_sparse_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    layout: torch.Tensor | BlockIndex,
+    layout: torch.Tensor | BlockIndex | PackedIndex,
     *,
     block: int | None = None,
     query_offset: int | torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    document_layout: str = "own",
     scale: float | None = None,
     causal: bool = False,
     key_padding_mask: torch.Tensor | None = None,
@@ -57,10 +63,12 @@ def block_sparse_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    layout: torch.Tensor | BlockIndex,
+    layout: torch.Tensor | BlockIndex | PackedIndex,
     *,
     block: int | None = None,
     query_offset: int | torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    document_layout: str = "own",
     scale: float | None = None,
     causal: bool = False,
     key_padding_mask: torch.Tensor | None = None,
@@ -77,10 +85,12 @@ def block_sparse_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    layout: torch.Tensor | BlockIndex,
+    layout: torch.Tensor | BlockIndex | PackedIndex,
     *,
     block: int | None = None,
     query_offset: int | torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    document_layout: str = "own",
     scale: float | None = None,
     causal: bool = False,
     key_padding_mask: torch.Tensor | None = None,
@@ -96,10 +106,12 @@ def block_sparse_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    layout: torch.Tensor | BlockIndex,
+    layout: torch.Tensor | BlockIndex | PackedIndex,
     *,
     block: int | None = None,
     query_offset: int | torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    document_layout: str = "own",
     scale: float | None = None,
     causal: bool = False,
     key_padding_mask: torch.Tensor | None = None,
@@ -141,6 +153,14 @@ def block_sparse_attention(
             the tokens, as one for the longest sequence is: a tensor then comes with `block`. A GPU is waited for where
             a tensor of positions, or rows of a layout that is not on the CPU, are read. Up to 16 queries gather the
             keys of their block rows alone; there, what one of the queries sees may be NaN for all.
+        cu_seqlens: int32 or int64 (documents + 1), ascending from 0 to T, as FlashAttention has it: operands are one
+            row of packed documents, of which none sees another, (1, H, T, D) or (T, H, D), the result likewise; or
+            jagged nested tensors (B, H, tokens, D), which need no cu_seqlens. Causality counts from a document's start.
+            The layout may be larger than needed, and `block` has to be given. No masks, rpe or query_offset. The index
+            is built once for these tensors; or beforehand, by `PackedIndex.build`, and is then given as the layout.
+        document_layout: of packed documents. 'own': each has the layout from its own start, so that results are those
+            of separate calls. 'row': the layout is that of the row, and ends at the borders of documents; without
+            dropout and lse.
         scale: factor of the scores; 1 / sqrt(D) if it is not given.
         causal: query token i sees key tokens j <= i only, inside blocks too.
         key_padding_mask: (B or 1, S). On CUDA a bool one costs least: what it drops is not computed.
@@ -178,6 +198,12 @@ def block_sparse_attention(
         ... )
         >>> torch.testing.assert_close(last, output[:, :, -1:])
     """
+    if is_packed(query, layout, cu_seqlens):
+        return packed_attention(
+            query, key, value, layout, cu_seqlens, document_layout, block, block_sparse_attention, causal=causal,
+            return_lse=return_lse, dropout_p=dropout_p, scale=scale, sinks=sinks, rpe=rpe, attn_mask=attn_mask,
+            key_padding_mask=key_padding_mask, query_offset=query_offset,
+        )  # fmt: skip
     check_inputs(query=query, key=key, value=value)
     check_inputs(rpe=rpe, attn_mask=attn_mask, key_padding_mask=key_padding_mask, sinks=sinks)
     query, key, value = under_autocast(query, key, value)
@@ -232,26 +258,6 @@ def block_sparse_attention(
         )  # fmt: skip
         output = output[..., :head_dim] if head_dim % 8 else output
     return (output, lse) if return_lse else output
-
-
-def dropout_seed(device: torch.device) -> torch.Tensor:
-    """Seed and offset of a call's dropout, drawn on the device from torch's generator: replayed where that is."""
-    return torch.randint(2**62, (2,), device=device)
-
-
-def check_dropout(name: str, probability: float) -> None:
-    """Raises ValueError for a probability that is not 0 to below 1, of which something is left."""
-    if not 0 <= probability < 1:
-        raise ValueError(f"{name} is {probability}; it has to be 0 or more and below 1.")
-
-
-def check_heads(index: BlockIndex | MasterLayout | Parts, heads: int) -> None:
-    """Raises ValueError unless the layout is for so many heads."""
-    # Heads of a traced tensor may be symbolic, which torch.compile does not find in a tuple.
-    if index.num_heads != 1 and index.num_heads != heads:
-        raise ValueError(
-            f"query has {heads} heads and the layout {index.num_heads}; give the layout as many heads, or one."
-        )
 
 
 def index_for(

@@ -10,8 +10,8 @@ from ..dispatch import IMPLEMENTATIONS, Call, choose, reasons
 from ..index import BlockIndex, TokenIndex, WindowIndex
 from ..index.master_layout import MasterLayout
 from ._library import check_inputs, under_autocast
-from .attention import check_heads, index_for
-from .operands import call_on, check_attention_operands, is_readable
+from .attention import index_for
+from .operands import call_on, check_attention_operands, check_heads, is_readable
 from .token import call_on_pairs, check_operands, fitting
 from .window_attention import fitting_window
 

@@ -7,6 +7,8 @@ from torch.nn.functional import pad
 
 from ..dispatch import Call, dtypes_on, is_aligned, largest_head_dim
 from ..index import BlockIndex
+from ..index.master_layout import MasterLayout
+from ..index.parts import Parts
 from ..index.tiles import Tiles
 from ._library import DTYPES, check_alike, check_scale
 
@@ -37,6 +39,26 @@ def check_attention_operands(query: torch.Tensor, key: torch.Tensor, value: torc
             "Tensors are float64 on CUDA, where this operation takes float16, bfloat16 and float32; use MatMul and "
             "Softmax, which take float64, or the CPU."
         )
+
+
+def check_heads(index: BlockIndex | MasterLayout | Parts, heads: int) -> None:
+    """Raises ValueError unless the layout is for so many heads."""
+    # Heads of a traced tensor may be symbolic, which torch.compile does not find in a tuple.
+    if index.num_heads != 1 and index.num_heads != heads:
+        raise ValueError(
+            f"query has {heads} heads and the layout {index.num_heads}; give the layout as many heads, or one."
+        )
+
+
+def dropout_seed(device: torch.device) -> torch.Tensor:
+    """Seed and offset of a call's dropout, drawn on the device from torch's generator: replayed where that is."""
+    return torch.randint(2**62, (2,), device=device)
+
+
+def check_dropout(name: str, probability: float) -> None:
+    """Raises ValueError for a probability that is not 0 to below 1, of which something is left."""
+    if not 0 <= probability < 1:
+        raise ValueError(f"{name} is {probability}; it has to be 0 or more and below 1.")
 
 
 def factor_of(scale: float | None, head_dim: int) -> float:

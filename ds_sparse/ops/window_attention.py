@@ -42,6 +42,7 @@ def window_attention(
     scale: float | None = None,
     sinks: torch.Tensor | None = None,
     query_offset: int | None = None,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(scale * query @ key^T) @ value, where token i sees tokens i + k * dilation for |k| <= window_size.
 
@@ -68,6 +69,8 @@ def window_attention(
         query_offset: the position of the first query among the keys, of which there may then be more, S in place of T:
             up to S - T, as while decoding. Keys before the first window are not read. Without global tokens, dilation
             and `WindowIndex`.
+        cu_seqlens: int32 or int64 (documents + 1), ascending from 0 to T, as FlashAttention has it: each sequence is a
+            row of documents packed like that, and windows end with their document. Without global tokens.
 
     Returns:
         (B, H, T, D) in query's dtype.
@@ -106,10 +109,10 @@ def window_attention(
     check_sinks(sinks, query)
     require_kernel("window_attention_forward", query.device)
     if query_offset is not None and query.numel():
-        windows = _plain_windows(window_size, global_tokens, dilation, heads)
+        windows = _plain_windows(window_size, global_tokens, dilation, cu_seqlens, heads)
         options = Options(scale, causal, key_padding_mask, None, None, sinks, 0.0)
         return window_at(window_attention, query_offset, windows, query, key, value, options)
-    index = _index(window_size, causal, global_tokens, dilation, query)
+    index = _index(window_size, causal, global_tokens, dilation, cu_seqlens, query)
     if query.numel() == 0:
         # No batch or no heads. Sums of nothing keep what was given in the graph.
         return query + key.sum() + value.sum() + (0 if sinks is None else sinks.sum())
@@ -133,13 +136,18 @@ def window_attention(
 
 
 def _plain_windows(
-    given: Numbers | WindowIndex, global_tokens: Sequence[int] | torch.Tensor | None, dilation: Numbers, heads: int
+    given: Numbers | WindowIndex,
+    global_tokens: Sequence[int] | torch.Tensor | None,
+    dilation: Numbers,
+    cu_seqlens: torch.Tensor | None,
+    heads: int,
 ) -> tuple[int, ...]:
     """Tokens on each side where there is a query_offset, one number for all heads, or one a head."""
-    if isinstance(given, WindowIndex) or global_tokens is not None or not isinstance(dilation, int) or dilation != 1:
+    dilated = not isinstance(dilation, int) or dilation != 1
+    if isinstance(given, WindowIndex) or global_tokens is not None or cu_seqlens is not None or dilated:
         raise ValueError(
-            "query_offset is given with a WindowIndex, global_tokens or a dilation, which are for whole sequences; "
-            "give window_size as a number, or one a head."
+            "query_offset is given with a WindowIndex, global_tokens, cu_seqlens or a dilation, which are for whole "
+            "sequences; give window_size as a number, or one a head."
         )
     return of_heads("window_size", given, 0, heads)
 
@@ -149,6 +157,7 @@ def _index(
     causal: bool,
     global_tokens: Sequence[int] | torch.Tensor | None,
     dilation: Numbers,
+    cu_seqlens: torch.Tensor | None,
     query: torch.Tensor,
 ) -> WindowIndex:
     """The index that is given, or that of the numbers, after a check that it fits the query."""
@@ -157,9 +166,12 @@ def _index(
         refuse_traced_window()
         windows, dilations = of_heads("window_size", given, 0, heads), of_heads("dilation", dilation, 1, heads)
         numbers = windows, bool(causal), global_numbers(global_tokens, tokens), dilations
-        return index_of_window(tokens, *numbers, _device_of(query)).ready()
-    if causal or global_tokens is not None or not isinstance(dilation, int) or dilation != 1:
-        raise ValueError("A WindowIndex is given, and causal, global_tokens or dilation besides; build it with them.")
+        return index_of_window(tokens, *numbers, _device_of(query), cu_seqlens).ready()
+    besides = causal or global_tokens is not None or cu_seqlens is not None
+    if besides or not isinstance(dilation, int) or dilation != 1:
+        raise ValueError(
+            "A WindowIndex is given, and causal, global_tokens, dilation or cu_seqlens besides; build it with them."
+        )
     return fitting_window(given, query)
 
 

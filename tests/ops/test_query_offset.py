@@ -234,7 +234,7 @@ def test_keys_before_a_window_are_not_read(device: str):
     [
         ({"query_offset": 17}, ValueError, "query_offset is 17, for 4 queries among 20 keys; .* from 0 to 16"),
         ({"query_offset": torch.tensor([1, 2])}, TypeError, "it has to be an integer, the same for all sequences"),
-        ({"dilation": 2}, ValueError, "global_tokens or a dilation, which are for whole sequences"),
+        ({"dilation": 2}, ValueError, "global_tokens, cu_seqlens or a dilation, which are for whole"),
         ({"query_offset": None}, ValueError, "query has 4 tokens and key 20; .* Give query_offset where"),
     ],
 )

@@ -33,7 +33,13 @@ Matrices<T> matrices_of(const Tensor& x) {
 
 inline RowMaxSum* row_max_sums_in(Tensor& x) { return reinterpret_cast<RowMaxSum*>(x.mutable_data_ptr<float>()); }
 
-inline TileLists lists_of(const TileTensors& tiles, int64_t layout_heads, int64_t block, int64_t tile) {
+inline BlockSpans spans_of(const AttentionCall& call) {
+  const int2* spans = call.spans ? reinterpret_cast<const int2*>(call.spans->const_data_ptr<int32_t>()) : nullptr;
+  return {spans, log2_of(call.block)};
+}
+
+inline TileLists lists_of(
+    const TileTensors& tiles, int64_t layout_heads, int64_t block, int64_t tile, const BlockSpans& spans) {
   const int64_t block_rows_per_tile = std::max<int64_t>(1, tile / block);
   return {
       tiles.lines.const_data_ptr<int32_t>(),
@@ -46,7 +52,8 @@ inline TileLists lists_of(const TileTensors& tiles, int64_t layout_heads, int64_
       static_cast<int>(tile),
       static_cast<int>(std::max<int64_t>(1, block / tile)),
       tiles.pairs == nullptr ? nullptr : reinterpret_cast<const uint2*>(tiles.pairs->const_data_ptr<int32_t>()),
-      tiles.pairs == nullptr || tiles.pairs->size(0) == 1 ? 0 : tiles.entries.size(0) * tile};
+      tiles.pairs == nullptr || tiles.pairs->size(0) == 1 ? 0 : tiles.entries.size(0) * tile,
+      spans};
 }
 
 // Space for so many numbers, perhaps none, while it lives.
@@ -108,8 +115,8 @@ inline Scoring scoring_of(const AttentionCall& call) {
   check_alignment(call.value, "value");
   Scoring scoring{};
   scoring.scale = static_cast<float>(call.scale);
-  scoring.queries = static_cast<int>(query.size(2));
-  scoring.keys = static_cast<int>(key.size(2));
+  scoring.queries = static_cast<int>(call.queries());
+  scoring.keys = static_cast<int>(call.keys());
   scoring.causal = call.causal;
   scoring.rpe = bias_of(call.rpe, query);
   scoring.attn_mask = bias_of(call.attn_mask, query);

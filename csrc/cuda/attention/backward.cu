@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(2 * kThreads) combine_splits_kernel(
         *reinterpret_cast<float4*>(shares + (cut.matrix * length + token) * head_dim + column) = sum;
       } else {
         store_run(
-            grad.of(cut.batch, cut.head) + token * grad.token_stride + column,
+            grad.of(cut.batch, cut.head) + sweep.lists.spans.token(token) * grad.token_stride + column,
             Run<T, 4>{T(sum.x), T(sum.y), T(sum.z), T(sum.w)});
       }
     };
@@ -298,18 +298,21 @@ __global__ void __launch_bounds__(2 * kThreads) combine_splits_kernel(
 // Adds the shares of the query heads of a group, (B, H, S, D), in the order of heads.
 template <class T>
 __global__ void add_shares_kernel(
-    const float* shares, Matrices<T> grad, int64_t elements, int key_heads, int heads_of_group, int length,
-    int head_dim) {
+    const float* shares, Matrices<T> grad, BlockSpans spans, int64_t elements, int key_heads, int heads_of_group,
+    int length, int head_dim) {
   for (int64_t number = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; number < elements;
        number += int64_t{gridDim.x} * blockDim.x) {
     const int column = number % head_dim;
     const int token = number / head_dim % length;
     const int64_t matrix = number / head_dim / length;  // batch * key_heads + key head
+    if (!spans.has(token)) {
+      continue;
+    }
     float sum = 0;
     for (int head = 0; head < heads_of_group; ++head) {
       sum += shares[((matrix * heads_of_group + head) * length + token) * head_dim + column];
     }
-    grad.of(matrix / key_heads, matrix % key_heads)[token * grad.token_stride + column] = T(sum);
+    grad.of(matrix / key_heads, matrix % key_heads)[spans.token(token) * grad.token_stride + column] = T(sum);
   }
 }
 
@@ -336,9 +339,9 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
   const KeyBias of_keys = set_key_bias(launch, call.key_bias, scoring);
   const bool on_hopper = runs_on_hopper(launch, call);
   const auto [row_stats_data, row_stats] =
-      make_row_stats(launch, grad_output, results.grad_lse, output, results.rows, block);
+      make_row_stats(launch, grad_output, results.grad_lse, output, results.rows, spans_of(call));
   const bool in_one_sweep = on_hopper && !deterministic;
-  const int64_t padded_queries = (query.size(2) + 15) / 16 * 16, padded_head_dim = head_dim <= 64 ? 64 : 128;
+  const int64_t padded_queries = (call.queries() + 15) / 16 * 16, padded_head_dim = head_dim <= 64 ? 64 : 128;
   std::optional<Tensor> sums;
   if (in_one_sweep) {
     sums = launch.zeros(query, batch * heads * padded_queries * padded_head_dim, ScalarType::Float);
@@ -363,8 +366,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
     const auto sweep = [&](auto by_columns, const TileTensors& tiles, const Tensor& grad_first,
                            const Tensor& grad_second, bool grouped) {
       constexpr bool kByColumns = decltype(by_columns)::value;
-      const TileLists lists = lists_of(tiles, layout_heads, block, tile);
-      const int64_t length = grad_first.size(2), num_cuts = tiles.cuts.size(0), splits = num_splits(tiles, lists);
+      const TileLists lists = lists_of(tiles, layout_heads, block, tile, spans_of(call));
+      const int64_t length = kByColumns ? call.keys() : call.queries(), num_cuts = tiles.cuts.size(0), splits = num_splits(tiles, lists);
       const int64_t split_size = copies * splits * lists.sub_tiles * tile * head_dim;
       const int64_t share_size = grouped ? batch * heads * length * head_dim : 0;
       const Space first_splits(query, split_size), second_splits(query, kByColumns ? split_size : 0);
@@ -403,14 +406,15 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
           combine_splits_kernel<T, kByColumns>, copies * num_cuts * lists.sub_tiles * tile / kCombineRows, 2 * kThreads,
           s, tiles.cuts.const_data_ptr<int32_t>(), static_cast<int>(num_cuts), p.heads, p.layout_heads,
           static_cast<int>(length));
-      const auto add_shares = [&](const Tensor& to, const Matrices<T>& grad, const float* shares) {
+      const auto add_shares = [&](const Matrices<T>& grad, const float* shares) {
+        const int64_t elements = batch * key_heads * length * head_dim;
         launch(
-            add_shares_kernel<T>, std::min<int64_t>((to.numel() + 255) / 256, 1 << 16), 256, shares, grad, to.numel(),
-            static_cast<int>(key_heads), p.heads_of_group, static_cast<int>(length), p.head_dim);
+            add_shares_kernel<T>, std::min<int64_t>((elements + 255) / 256, 1 << 16), 256, shares, grad, lists.spans,
+            elements, static_cast<int>(key_heads), p.heads_of_group, static_cast<int>(length), p.head_dim);
       };
       if (grouped) {
-        add_shares(grad_first, s.grad_first, s.first_shares);
-        add_shares(grad_second, s.grad_second, s.second_shares);
+        add_shares(s.grad_first, s.first_shares);
+        add_shares(s.grad_second, s.second_shares);
       }
     };
     if (!in_one_sweep) {
@@ -419,7 +423,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
     sweep(std::true_type{}, columns, grad_key, grad_value, heads != key_heads);
     if (in_one_sweep) {
       if constexpr (sizeof(T) == 2 && kHeadDim <= 128) {
-        round_grad_query(launch, p, matrices_of<T>(grad_query), batch);
+        round_grad_query(launch, p, matrices_of<T>(grad_query), spans_of(call), batch);
       }
     }
   });

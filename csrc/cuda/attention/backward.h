@@ -53,6 +53,8 @@ void columns_on_hopper(
     const Launcher& launch, const Backward<T>& p, const Sweep<T>& sweep, const Tensor& query, const Tensor& key,
     const Tensor& value, const Tensor& grad_output, const Tensor& grad_key, const Tensor& grad_value, int64_t copies);
 template <class T>
-void round_grad_query(const Launcher& launch, const Backward<T>& p, const Matrices<T>& grad_query, int64_t batch);
+void round_grad_query(
+    const Launcher& launch, const Backward<T>& p, const Matrices<T>& grad_query, const BlockSpans& spans,
+    int64_t batch);
 
 }  // namespace ds_sparse::attention

@@ -172,8 +172,8 @@ Tensor attention_bias_backward(
   const Launcher launch(query);
   check(tile == kBlockM, "tile has to be 64, got " + std::to_string(tile) + ".");
   const auto [row_stats_data, row_stats] =
-      make_row_stats(launch, grad_output, results.grad_lse, output, results.rows, block);
-  const TileLists lists = lists_of(rows, layout_heads, block, tile);
+      make_row_stats(launch, grad_output, results.grad_lse, output, results.rows, spans_of(call));
+  const TileLists lists = lists_of(rows, layout_heads, block, tile, spans_of(call));
   Scoring scoring = scoring_of(call);
   const KeyBias of_keys = set_key_bias(launch, call.key_bias, scoring);
   with_head_dim(query, [&](auto zero, auto padded) {

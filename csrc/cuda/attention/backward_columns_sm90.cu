@@ -92,8 +92,9 @@ __device__ __forceinline__ void run_scheduler(
     if (steps > 0 && boxes.any) {
       // Where there are no keys, the copy engine brings zeros.
       const int token = item.tokens[boxes.tile_row] < 0 ? p.scoring.keys : item.tokens[boxes.tile_row];
-      boxes.copy(own.keys, &maps.key, &full, token, kv_head, work.batch);
-      boxes.copy(own.values, &maps.value, &full, token, kv_head, work.batch);
+      const int from = item.tokens[boxes.tile_row] < 0 ? token : lists.spans.token(token);
+      boxes.copy(own.keys, &maps.key, &full, from, kv_head, work.batch);
+      boxes.copy(own.values, &maps.value, &full, from, kv_head, work.batch);
     }
   }
   memory.work_empty[work_pipe.index].wait(work_pipe.phase ^ 1);
@@ -125,7 +126,8 @@ __device__ __forceinline__ void run_producer(
     }
     if (steps > 0) {
       const OtherSide<kBlockN> other{
-          lists.entries + work.first_entry, work.num_entries, lists.log_block, p.scoring.queries, nullptr};
+          lists.entries + work.first_entry, work.num_entries, lists.log_block, p.scoring.queries, nullptr,
+          lists.spans};
       const auto group_mask = GroupMask<kLimited>::template of_warp_tile<true>(p.scoring, lists, item);
       Gathered<kBlockN> next(other, boxes, 0);
       for (int step = 0; step < steps; ++step, pipe.next()) {
@@ -143,7 +145,7 @@ __device__ __forceinline__ void run_producer(
           }
           __syncwarp();
           if (boxes.any) {
-            boxes.copy(stage.grads, &maps.grad_output, &full, here.token, work.head, work.batch);
+            boxes.copy(stage.grads, &maps.grad_output, &full, here.token_in_memory, work.head, work.batch);
             for (int member = boxes.panel; member < members; member += kHeadDim / kPanel) {
               bulk_load(
                   memory.row_stats[pipe.index][member] + boxes.tile_row,
@@ -156,7 +158,7 @@ __device__ __forceinline__ void run_producer(
           announce_step<kBlockN, kLimited>(
               memory, pipe.index, full, here, live, sizeof(stage.queries), lists, work, step);
           if (boxes.any) {
-            boxes.copy(stage.queries, &maps.query, &full, here.token, work.head, work.batch);
+            boxes.copy(stage.queries, &maps.query, &full, here.token_in_memory, work.head, work.batch);
           }
         }
       }
@@ -289,7 +291,7 @@ __device__ __forceinline__ void store_gradients(
   constexpr int kPanelsOfSpace = 2, kElements = 16 * kPanel;
   warp_tma_store_wait(lane);
   store_work_tile<kHeadDim>(
-      grad_key, p.scoring.scale, p, sweep, item, space, kElements, &maps.grad_key, sweep.first_splits,
+      grad_key, p.scoring.scale, p, sweep, item, space, kElements, &maps.grad_key, sweep.grad_first, sweep.first_splits,
       sweep.first_shares);
   if constexpr (kHeadDim == kPanelsOfSpace * kPanel) {
     warp_tma_store_wait(lane);
@@ -297,8 +299,8 @@ __device__ __forceinline__ void store_gradients(
     space += kElements;
   }
   store_work_tile<kHeadDim>(
-      grad_value, of_dropout, p, sweep, item, space, kElements, &maps.grad_value, sweep.second_splits,
-      sweep.second_shares);
+      grad_value, of_dropout, p, sweep, item, space, kElements, &maps.grad_value, sweep.grad_second,
+      sweep.second_splits, sweep.second_shares);
 }
 
 template <class T, int kHeadDim, Scores kScores, bool kWithQueries>
@@ -539,14 +541,14 @@ __global__ void __launch_bounds__(kColumnThreads<kHeadDim, kWithQueries>, 1) col
 // gradients.
 template <class T>
 __global__ void round_grad_query_kernel(
-    GradQuerySums sums, Matrices<T> grad, int heads, int queries, int head_dim, float scale) {
+    GradQuerySums sums, Matrices<T> grad, BlockSpans spans, int heads, int queries, int head_dim, float scale) {
   const int64_t warp_tiles = sums.padded / 16, number = blockIdx.x;
   const int64_t matrix = number / warp_tiles;
   const int warp_tile = number % warp_tiles;
   T* to = grad.of(matrix / heads, matrix % heads);
   for (int place = threadIdx.x; place < 2 * head_dim; place += blockDim.x) {
     const int tile_row = place % 16, run = place / 16, token = 16 * warp_tile + tile_row;
-    if (token >= queries) {
+    if (token >= queries || !spans.has(token)) {
       continue;
     }
     // Four lanes hold two of the run's eight columns each.
@@ -557,7 +559,7 @@ __global__ void round_grad_query_kernel(
     for (int lane = 0; lane < 4; ++lane) {
       pair[lane] = AccumulatorAsA<T>::pack(from[4 * lane] * scale, from[4 * lane + 1] * scale);
     }
-    *reinterpret_cast<uint4*>(to + token * grad.token_stride + 8 * run) = rounded;
+    *reinterpret_cast<uint4*>(to + spans.token(token) * grad.token_stride + 8 * run) = rounded;
   }
 }
 
@@ -592,17 +594,19 @@ void columns_on_hopper(
 }
 
 template <class T>
-void round_grad_query(const Launcher& launch, const Backward<T>& p, const Matrices<T>& grad_query, int64_t batch) {
+void round_grad_query(
+    const Launcher& launch, const Backward<T>& p, const Matrices<T>& grad_query, const BlockSpans& spans,
+    int64_t batch) {
   launch(
       round_grad_query_kernel<T>, batch * p.heads * p.grad_query_sums.padded / 16, p.head_dim <= 64 ? 128 : 256,
-      p.grad_query_sums, grad_query, p.heads, p.scoring.queries, p.head_dim, p.scoring.scale);
+      p.grad_query_sums, grad_query, spans, p.heads, p.scoring.queries, p.head_dim, p.scoring.scale);
 }
 
 #define DS_SPARSE_COLUMNS(T)                                                                             \
   template void columns_on_hopper(                                                                       \
       const Launcher&, const Backward<T>&, const Sweep<T>&, const Tensor&, const Tensor&, const Tensor&, \
       const Tensor&, const Tensor&, const Tensor&, int64_t);                                             \
-  template void round_grad_query(const Launcher&, const Backward<T>&, const Matrices<T>&, int64_t);
+  template void round_grad_query(const Launcher&, const Backward<T>&, const Matrices<T>&, const BlockSpans&, int64_t);
 DS_SPARSE_COLUMNS(__half)
 DS_SPARSE_COLUMNS(__nv_bfloat16)
 #undef DS_SPARSE_COLUMNS

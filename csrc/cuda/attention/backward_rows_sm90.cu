@@ -53,7 +53,7 @@ __device__ __forceinline__ void run_producer(
     const int kv_head = work.head / p.heads_of_group;
     const OtherSide<kBlockN> other{
         lists.entries + work.first_entry, work.num_entries, lists.log_block, p.scoring.keys,
-        p.scoring.key_states_of(work.batch, work.head)};
+        p.scoring.key_states_of(work.batch, work.head), lists.spans};
     const int steps = other.steps();
     auto& item = memory.work_items[work_pipe.index];
     auto& own = memory.own[work_pipe.index];
@@ -66,8 +66,9 @@ __device__ __forceinline__ void run_producer(
       q_full.arrive_and_expect_tx(2 * copies * own_boxes.bytes());
     }
     if (token >= 0) {
-      own_boxes.copy(own.queries, &maps.query, &q_full, token, work.head, work.batch);
-      own_boxes.copy(own.grads, &maps.grad_output, &q_full, token, work.head, work.batch);
+      const int from = lists.spans.token(token);
+      own_boxes.copy(own.queries, &maps.query, &q_full, from, work.head, work.batch);
+      own_boxes.copy(own.grads, &maps.grad_output, &q_full, from, work.head, work.batch);
     }
     if (steps == 0) {
       continue;
@@ -85,8 +86,8 @@ __device__ __forceinline__ void run_producer(
       memory.stage_empty[pipe.index].wait(pipe.phase ^ 1);
       announce_step<kBlockN, kLimited>(memory, pipe.index, full, here, live, sizeof(stage), lists, work, step);
       if (boxes.any) {
-        boxes.copy(stage.keys, &maps.key, &full, here.token, kv_head, work.batch);
-        boxes.copy(stage.values, &maps.value, &full, here.token, kv_head, work.batch);
+        boxes.copy(stage.keys, &maps.key, &full, here.token_in_memory, kv_head, work.batch);
+        boxes.copy(stage.values, &maps.value, &full, here.token_in_memory, kv_head, work.batch);
       }
     }
   }
@@ -224,7 +225,7 @@ __device__ __forceinline__ void run_consumer(
     named_barrier_sync<128>(1 + warpgroup);  // until the warpgroup is done with its queries, whose space serves now
     store_work_tile<kHeadDim>(
         sums, p.scoring.scale, p, sweep, item, memory.own[work_pipe.index].queries[0] + warp_tile * kPanel,
-        kHopperBlockM * kPanel, &maps.grad_query, sweep.first_splits, sweep.first_shares);
+        kHopperBlockM * kPanel, &maps.grad_query, sweep.grad_first, sweep.first_splits, sweep.first_shares);
     if (lane == 0) {
       tma_store_wait();
     }

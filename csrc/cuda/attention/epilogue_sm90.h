@@ -9,6 +9,26 @@
 
 namespace ds_sparse::attention {
 
+// Writes those of `count` rows of panels to memory whose box, of so many neighbouring rows, has no token for its last:
+// the copy engine would write the box to the end. By a whole warp, between other uses of the panels by itself.
+template <int kHeadDim, class T>
+__device__ __forceinline__ void store_short_boxes(
+    const T* panels, int panel_elements, const int* tokens, int count, int log_tokens, const BlockSpans& spans, T* to,
+    int64_t token_stride, int head_dim) {
+  const int runs = head_dim / 8;
+#pragma unroll 1
+  for (int number = threadIdx.x % 32; number < count * runs; number += 32) {
+    const int tile_row = number / runs, run = number % runs;
+    const int token = tokens[tile_row], last = tokens[tile_row | ((1 << log_tokens) - 1)];
+    if (token >= 0 && last < 0) {
+      *reinterpret_cast<uint4*>(to + spans.token(token) * token_stride + 8 * run) =
+          *reinterpret_cast<const uint4*>(run_of_line(panels + run / 8 * panel_elements, tile_row, run % 8));
+    }
+  }
+  fence_view_async_shared();
+  __syncwarp();
+}
+
 // Writes a warp tile's rounded sums (16 x 64) to its rows of a panel, which begin at `row`.
 template <class T>
 __device__ __forceinline__ void store_rows_to_panel(T* panel, int tile_row, const uint32_t (&rounded)[4][4]) {
@@ -67,7 +87,8 @@ __device__ __forceinline__ void store_sums(
 template <int kHeadDim, class T>
 __device__ __forceinline__ void store_work_tile(
     const float (&sums)[kHeadDim / 2], float factor, const Backward<T>& p, const Sweep<T>& sweep, const WorkItem& item,
-    T* lines, int panel_elements, const CUtensorMap* grad, const SplitResults& splits, float* shares) {
+    T* lines, int panel_elements, const CUtensorMap* grad, const Matrices<T>& to, const SplitResults& splits,
+    float* shares) {
   const WorkTile& work = item.work;
   const int tile_row0 = lane_row();
   if (work.split >= 0) {
@@ -82,11 +103,16 @@ __device__ __forceinline__ void store_work_tile(
   } else {
     store_warp_tile_to_panels<kHeadDim>(lines, panel_elements, sums, factor, factor);
     __syncwarp();
-    const int token = item.tokens[warp_tile_row()];
-    if (threadIdx.x % 32 == 0 && token >= 0) {
+    const BlockSpans& spans = sweep.lists.spans;
+    const int* tokens = item.tokens + warp_tile_row();
+    const int token = tokens[0];
+    if (spans.spans != nullptr && token >= 0 && tokens[15] < 0) {
+      store_short_boxes<kHeadDim>(
+          lines, panel_elements, tokens, 16, 4, spans, to.of(work.batch, work.head), to.token_stride, p.head_dim);
+    } else if (threadIdx.x % 32 == 0 && token >= 0) {
 #pragma unroll
       for (int panel = 0; panel < kHeadDim / kPanel; ++panel) {
-        tma_store(grad, lines + panel * panel_elements, panel * kPanel, token, work.head, work.batch);
+        tma_store(grad, lines + panel * panel_elements, panel * kPanel, spans.token(token), work.head, work.batch);
       }
       tma_store_arrive();
     }

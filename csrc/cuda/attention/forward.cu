@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(2 * kThreads)
     }
     const float factor = sum > 0 ? 1 / sum : 0.0f;
     store_run(
-        p.output.of(cut.batch, cut.head) + token * p.output.token_stride + column,
+        p.output.of(cut.batch, cut.head) + p.lists.spans.token(token) * p.output.token_stride + column,
         Run<T, 4>{T(value.x * factor), T(value.y * factor), T(value.z * factor), T(value.w * factor)});
     if (column == 0) {
       const RowMaxSum row(row_max, sum);
@@ -291,7 +291,7 @@ __global__ void __launch_bounds__(2 * kThreads)
 
 std::tuple<Tensor, Tensor, Tensor> attention_forward(const AttentionCall& call, const TileTensors& rows) {
   const Tensor &query = call.query, &key = call.key, &value = call.value;
-  const int64_t batch = query.size(0), heads = query.size(1), tokens = query.size(2), head_dim = query.size(3);
+  const int64_t batch = query.size(0), heads = query.size(1), tokens = call.queries(), head_dim = query.size(3);
   const int64_t layout_heads = call.layout_heads, block = call.block, tile = call.tile;
   Tensor output = empty_in_order_of(query, head_dim, query.scalar_type());
   Tensor lse = torch::stable::new_empty(query, {batch, heads, tokens}, ScalarType::Float);
@@ -300,7 +300,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const AttentionCall& call, 
     return {output, lse, row_sums};
   }
   const Launcher launch(query);
-  const TileLists lists = lists_of(rows, layout_heads, block, tile);
+  const TileLists lists = lists_of(rows, layout_heads, block, tile, spans_of(call));
   Scoring scoring = scoring_of(call);
   const KeyBias of_keys = set_key_bias(launch, call.key_bias, scoring);
   const bool on_hopper = runs_on_hopper(launch, call);

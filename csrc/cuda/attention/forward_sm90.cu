@@ -28,9 +28,17 @@ __device__ __forceinline__ void run_scheduler(
     if (split >= 0) {
       return;
     }
-    if (boxes.any && item.tokens[boxes.tile_row] >= 0) {
-      boxes.store(output_map, memory.queries[work_pipe.index], item.tokens[boxes.tile_row], work.head, work.batch);
+    const int token = boxes.any ? item.tokens[boxes.tile_row] : -1;
+    const bool is_short = token >= 0 && item.tokens[boxes.tile_row + (1 << boxes.log_tokens) - 1] < 0;
+    if (token >= 0 && !(is_short && p.lists.spans.spans != nullptr)) {
+      boxes.store(
+          output_map, memory.queries[work_pipe.index], p.lists.spans.token(token), work.head, work.batch);
       tma_store_arrive();
+    }
+    if (p.lists.spans.spans != nullptr && __any_sync(0xffffffffu, is_short)) {
+      store_short_boxes<kHeadDim>(
+          memory.queries[work_pipe.index][0], kHopperBlockM * kPanel, item.tokens, kHopperBlockM, boxes.log_tokens,
+          p.lists.spans, p.output.of(work.batch, work.head), p.output.token_stride, p.head_dim);
     }
     const int64_t first = work.matrix * p.scoring.queries;
     for (int tile_row = lane; tile_row < kHopperBlockM; tile_row += 32) {
@@ -70,7 +78,8 @@ __device__ __forceinline__ void run_scheduler(
       full.arrive_and_expect_tx(copies * boxes.bytes());
     }
     if (token >= 0) {
-      boxes.copy(memory.queries[work_pipe.index], query_map, &full, token, work.head, work.batch);
+      boxes.copy(
+          memory.queries[work_pipe.index], query_map, &full, p.lists.spans.token(token), work.head, work.batch);
     }
     number = TileScheduler::tile_of(ticket);
     ticket = scheduler.draw();
@@ -108,7 +117,7 @@ __device__ __forceinline__ void run_producer(
     const int head = item.work.head / p.heads_of_group, batch = item.work.batch;
     const OtherSide<kBlockN> other{
         p.lists.entries + item.work.first_entry, item.work.num_entries, p.lists.log_block, p.scoring.keys,
-        p.scoring.key_states_of(batch, item.work.head)};
+        p.scoring.key_states_of(batch, item.work.head), p.lists.spans};
     const auto group_mask = GroupMask<kLimited>::template of_warp_tile<false>(p.scoring, p.lists, item);
 
     // By one warp, values come after the next step's keys: these are needed sooner, and their space is free sooner.
@@ -139,7 +148,7 @@ __device__ __forceinline__ void run_producer(
           announce_step<kBlockN, kLimited>(
               memory, pipe.index, full, here, live, sizeof(memory.stages[0].keys), p.lists, item.work, step);
           if (boxes.any) {
-            boxes.copy(memory.stages[pipe.index].keys, key_map, &full, here.token, head, batch);
+            boxes.copy(memory.stages[pipe.index].keys, key_map, &full, here.token_in_memory, head, batch);
           }
         }
         if constexpr (kLoads == Loads::kBoth) {
@@ -148,7 +157,7 @@ __device__ __forceinline__ void run_producer(
           }
         }
         last = pipe;
-        last_token = here.token;
+        last_token = here.token_in_memory;
         if constexpr (kLoads == Loads::kValues) {
           copy_values();
         }

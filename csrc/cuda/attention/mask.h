@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "../../packing.h"
+#include "block_spans.h"
 #include "scoring.h"
 
 namespace ds_sparse::attention {
@@ -30,6 +31,7 @@ struct OtherSide {
   const uint32_t* entries;
   int num_entries, log_block, length;  // tokens that exist
   const uint8_t* states;               // of keys; null: nothing is added to any, or they are no keys
+  BlockSpans spans = {};
 
   __device__ int steps() const { return ((num_entries << log_block) + kTokens - 1) / kTokens; }
 
@@ -55,7 +57,7 @@ struct OtherSide {
     }
     const uint32_t word = entries[entry];
     Octet octet{static_cast<int>(block_of(word) << log_block) + (place & ((1 << log_block) - 1)), owners_of(word)};
-    if (octet.token >= length) {
+    if (octet.token >= length || !spans.has(octet.token)) {
       octet.owners = 0;
     } else if (states != nullptr) {
       const uint8_t* state = states + octet.token / 8;

@@ -46,6 +46,7 @@ struct Boxes {
 template <int kTokens>
 struct Gathered {
   int token;
+  int token_in_memory;
   Octet group;  // the first eight of it stand for all
 
   // The last step may lack tokens: others take their place, which nobody sees.
@@ -55,6 +56,7 @@ struct Gathered {
     const int entry = min(place >> other.log_block, other.num_entries - 1);
     token =
         static_cast<int>(block_of(other.entries[entry]) << other.log_block) + (place & ((1 << other.log_block) - 1));
+    token_in_memory = other.spans.token(token);
     group = lane < kTokens / 16 ? other.group(step, lane) : Octet{0, 0};
   }
 };

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "../common/launch.h"
+#include "block_spans.h"
 #include "scoring.h"
 
 namespace ds_sparse::attention {
@@ -20,7 +21,7 @@ struct RowStats {
 // One that has no probabilities, or does not exist.
 __host__ __device__ constexpr RowStats no_row_stats() { return {kInfinity, 0.0f, kInfinity, 0.0f}; }
 
-// Those of all rows, (B, H, 4, padded T), each member in a plane of its own: the copy engine brings whole blocks, past
+// Those of all rows, (B, H, 4, padded T), by their aligned numbers, each member in a plane of its own: the copy engine brings whole blocks, past
 // the last token too, and there are as many.
 struct RowStatsPlanes {
   const float* data;
@@ -36,6 +37,6 @@ struct RowStatsPlanes {
 // The tensor that holds them, and how kernels read it. row_stats.cu
 std::pair<Tensor, RowStatsPlanes> make_row_stats(
     const Launcher& launch, const Tensor& grad_output, const std::optional<Tensor>& grad_lse, const Tensor& output,
-    const Tensor& row_sums, int64_t block);
+    const Tensor& row_sums, const BlockSpans& spans);
 
 }  // namespace ds_sparse::attention

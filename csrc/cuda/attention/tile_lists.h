@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "block_spans.h"
 #include "tuning.h"
 
 namespace ds_sparse::attention {
@@ -24,13 +25,14 @@ struct TileLists {
   // (1 or H, E, tile): for each entry, a block of 64 tokens, those that a row sees. Null: all.
   const uint2* pairs;
   int64_t pairs_stride;  // of heads
+  BlockSpans spans;
 
-  // The token at `row` of a tile or sub-tile, or -1; of so many that exist.
+  // The (aligned) token at `row` of a tile or sub-tile, or -1; of so many that exist.
   __device__ int token(int number, int sub_tile, int tile_row, int length) const {
     const int block = 1 << log_block;
     const int of_tile = block_rows[number * block_rows_per_tile + min(tile_row >> log_block, block_rows_per_tile - 1)];
     const int token = of_tile < 0 ? -1 : (of_tile << log_block) + ((sub_tile * tile + tile_row) & (block - 1));
-    return token < length ? token : -1;
+    return token < length && (token < 0 || spans.has(token)) ? token : -1;
   }
   // Of a tile: `copy` counts matrices where all heads share a layout, else batches.
   __device__ int2 batch_and_head(int copy, int number, int heads, int layout_heads) const {

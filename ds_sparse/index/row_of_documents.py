@@ -1,0 +1,66 @@
+"""The layout of a whole row that holds several documents, of which none sees another."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+from ..layout import with_heads
+from .block import BlockIndex, check_block
+from .documents import Documents
+from .lasting import lasting, plain
+from .window import WindowIndex
+
+
+@lasting
+def index_of_row(
+    layout: torch.Tensor | BlockIndex,
+    cu_seqlens: torch.Tensor,
+    block: int | None,
+    tokens: int,
+    causal: bool,
+    device: torch.device,
+) -> WindowIndex:
+    """The blocks of a row's layout in which a document sees itself, and for each token the range of its document.
+
+    Args:
+        layout: bool, or 0 and 1 as numbers, (R, R) or (H or 1, R, R), R = ceil(tokens / block) or more, of which the
+            top-left part counts; or a `BlockIndex` of such a layout.
+        cu_seqlens: int32 or int64 (documents + 1), ascending from 0 to `tokens`.
+        block: tokens on a block's side; that of the `BlockIndex` if one is given.
+        tokens: of the row.
+        causal: whether tokens see none after them.
+        device: where the index is to be.
+
+    Raises:
+        TypeError, ValueError: arguments of other types or values; a layout that is not square, or too small.
+    """
+    if isinstance(layout, BlockIndex):
+        layout, block = layout.layout(), layout.block if block is None else block
+    if block is None:
+        raise ValueError("A layout is given without its block; pass block, as the layout may be larger than needed.")
+    block = check_block(block)
+    layout = plain("The layout", with_heads(layout)).to(device)
+    heads, rows, columns = layout.shape
+    wanted = -(-tokens // block)
+    if rows != columns or rows < wanted:
+        raise ValueError(
+            f"The layout has {rows} x {columns} blocks of {block}; for a row of {tokens} tokens it has to be square "
+            f"and have {wanted} x {wanted} blocks or more."
+        )
+    limits = Documents.read(cu_seqlens).check_fills(tokens).of_tokens(device)
+    first, end = pad(limits.T, (0, -tokens % block), mode="replicate").unflatten(1, (wanted, block))
+    first, end = first.amin(1), end.amax(1)
+    share = (first[:, None] < end) & (first < end[:, None])
+    blocks = BlockIndex.build(layout[:, :wanted, :wanted].bool() & share, block)
+    return WindowIndex(
+        tokens=tokens,
+        causal=causal,
+        num_heads=heads,
+        num_global=0,
+        blocks=blocks.causal() if causal else blocks,
+        limits=limits.int().unsqueeze(0),
+        order=None,
+        inverse=None,
+        places=None,
+    )

@@ -1,0 +1,348 @@
+"""Attention over documents packed in one row: the same as a call for each document."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import pairwise
+
+import pytest
+import torch
+from helpers import assert_as_accurate, deterministic_algorithms, is_hopper, poisoned_memory, seeded
+
+from ds_sparse import PackedIndex, block_sparse_attention, force_implementation, reference, window_attention
+
+OPERATORS = ("block_attention_forward", "window_attention_forward")
+LENGTHS = (
+    (100, 1, 0, 64, 37, 129),
+    (200,),
+    (16, 16, 16),
+    (5, 300, 3, 3, 70, 128, 1),
+)
+CASES = [
+    # lengths, block, heads, key heads, head size, layouts of heads differ, causal, sums in a fixed order
+    (LENGTHS[0], 16, 4, 2, 64, False, False, False),
+    (LENGTHS[0], 32, 4, 4, 40, True, True, False),
+    (LENGTHS[0], 64, 2, 1, 128, True, False, True),
+    (LENGTHS[1], 128, 2, 2, 64, False, True, True),
+    (LENGTHS[2], 16, 3, 3, 96, True, False, False),
+    (LENGTHS[3], 8, 2, 2, 20, True, True, False),
+    (LENGTHS[3], 64, 4, 2, 64, False, True, False),
+    (LENGTHS[3], 128, 2, 2, 128, True, False, False),
+    (LENGTHS[3], 32, 2, 2, 200, False, False, False),
+    (LENGTHS[3], 16, 4, 1, 64, True, True, True),
+]
+
+
+def cu_seqlens_of(lengths: tuple[int, ...], device: str) -> torch.Tensor:
+    return torch.tensor([0, *lengths], device=device).cumsum(0).int()
+
+
+def each(cu_seqlens: torch.Tensor) -> list[tuple[int, int]]:
+    return [(first, end) for first, end in pairwise(cu_seqlens.tolist()) if first < end]
+
+
+def separately(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, live: torch.Tensor, block: int, causal: bool,
+    cu_seqlens: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Plain PyTorch, a document after the other."""
+    parts = [
+        reference.attention(
+            *(x[:, :, first:end] for x in (query, key, value)), live, block, causal=causal, return_lse=True
+        )
+        for first, end in each(cu_seqlens)
+    ]
+    output, lse = (torch.cat(x, 2) for x in zip(*parts, strict=True))
+    return output, lse
+
+
+def layout_for(lengths: tuple[int, ...], block: int, heads: int) -> torch.Tensor:
+    blocks = -(-max(lengths) // block) + 1
+    live = torch.rand(heads, blocks, blocks, generator=seeded(7)) < 0.5
+    live[:, torch.arange(blocks), torch.arange(blocks)] = True
+    live[0, blocks // 2] = False  # rows that see nothing
+    return live
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "block", "heads", "key_heads", "head_dim", "differ", "causal", "deterministic"), CASES
+)
+def test_packed_documents_are_as_separate_calls(
+    device: str, lengths: tuple[int, ...], block: int, heads: int, key_heads: int, head_dim: int, differ: bool,
+    causal: bool, deterministic: bool, dtype: torch.dtype,
+):  # fmt: skip
+    if device == "cuda" and dtype == torch.float64:
+        pytest.skip("fp64 is refused on CUDA")
+    cu_seqlens, rng = cu_seqlens_of(lengths, device), seeded(1)
+    live = layout_for(lengths, block, heads if differ else 1)
+    shapes = [(1, h, sum(lengths), head_dim) for h in (heads, key_heads, key_heads)]
+    given = [torch.randn(shape, generator=rng, dtype=torch.float64).to(dtype) for shape in shapes]
+    grad = torch.randn(shapes[0], generator=rng, dtype=torch.float64).to(dtype)
+    grad_lse = torch.randn(shapes[0][:3], generator=rng, dtype=torch.float64)
+
+    def run(attend: Callable, on: str, wide: torch.dtype) -> list[torch.Tensor]:
+        leaves = [x.to(on, wide).requires_grad_() for x in given]
+        output, lse = attend(*leaves)
+        of_lse = grad_lse.to(lse.device, lse.dtype).masked_fill(lse.isinf(), 0)
+        grads = torch.autograd.grad((output, lse), leaves, (grad.to(on, wide), of_lse))
+        return [output.detach(), lse.detach(), *grads]
+
+    with deterministic_algorithms() if deterministic else nullcontext():
+        found = run(
+            lambda *qkv: block_sparse_attention(
+                *qkv, live.to(device), block=block, cu_seqlens=cu_seqlens, causal=causal, return_lse=True
+            ), device, dtype,
+        )  # fmt: skip
+    rows = cu_seqlens.cpu()
+    plain, exact = (
+        run(lambda *qkv: separately(*qkv, live, block, causal, rows), "cpu", wide) for wide in (dtype, torch.float64)
+    )
+    for name, ours, of_torch, right in zip(
+        ("output", "lse", "query", "key", "value"), found, plain, exact, strict=True
+    ):
+        seen = ~right.isinf()
+        assert torch.equal(ours.cpu().isinf(), ~seen), name
+        assert_as_accurate(name, ours.cpu()[seen], of_torch[seen], right[seen])
+
+
+def operands(
+    device: str, tokens: int = 331, dtype: torch.dtype = torch.float32, head_dim: int = 16
+) -> list[torch.Tensor]:
+    return [
+        torch.randn(1, heads, tokens, head_dim, generator=seeded(heads)).to(device, dtype).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+
+
+LAYOUT = layout_for(LENGTHS[0], 16, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_documents_are_read_where_they_lie_and_nothing_else_is_written(head_dim: int):
+    """On Hopper, with memory poisoned, and with the copies that other GPUs make, bit by bit but for the gradient of
+    query, which has sums in any order."""
+    if not is_hopper("cuda"):
+        pytest.skip("other GPUs copy")
+    cu_seqlens = cu_seqlens_of(LENGTHS[0], "cuda")
+    query, key, value = operands("cuda", dtype=torch.bfloat16, head_dim=head_dim)
+    grad = torch.randn(query.shape, generator=seeded(3)).to(query)
+
+    def run(causal: bool) -> list[torch.Tensor]:
+        results = block_sparse_attention(
+            query, key, value, LAYOUT.cuda(), block=16, cu_seqlens=cu_seqlens, causal=causal, return_lse=True
+        )
+        grads = torch.autograd.grad(results[0], (query, key, value), grad)
+        return [*results, *grads]
+
+    for causal in (True, False):
+        with poisoned_memory():
+            found = run(causal)
+            again = run(causal)
+        with poisoned_memory(), force_implementation("portable"):
+            copied = run(causal)
+        for one, other, by_copies in zip(found, again, copied, strict=True):
+            assert torch.equal(one, other)
+            torch.testing.assert_close(one, by_copies, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dropout_of_packed_documents_is_replayed_backwards(device: str, dtype: torch.dtype):
+    cu_seqlens = cu_seqlens_of(LENGTHS[0], device)
+    query, key, _ = operands(device, dtype=dtype)
+    ones = torch.ones_like(key).requires_grad_()
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(5)
+        output = block_sparse_attention(
+            query, key, ones, LAYOUT.to(device), block=16, cu_seqlens=cu_seqlens, dropout_p=0.4
+        )
+        return output, torch.autograd.grad(output.sum(), ones)[0]
+
+    output, grad = run()
+    kept = output.detach().float()
+    assert kept[kept > 0].std() > 0.01 and abs(kept[kept > 0].mean() - 1) < 0.1
+    # What a probability gives forward is what its gradient is multiplied by.
+    torch.testing.assert_close(grad.float().sum(), kept.sum(), rtol=0.02, atol=0.1)
+    assert torch.equal(run()[0], output)
+
+
+@pytest.mark.parametrize("form", ["tokens first", "nested"])
+def test_other_forms_of_a_packed_row_give_the_same(device: str, form: str):
+    cu_seqlens, given = cu_seqlens_of(LENGTHS[0], device), operands(device)
+    layout = LAYOUT.to(device)
+
+    def grads_of(output: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(
+            (output * torch.arange(output.numel(), device=device).view(output.shape)).sum(), given
+        )
+
+    expected = block_sparse_attention(*given, layout, block=16, cu_seqlens=cu_seqlens)
+    first = [x[0].transpose(0, 1) for x in given]
+    if form == "tokens first":
+        output, lse = block_sparse_attention(*first, layout, block=16, cu_seqlens=cu_seqlens, return_lse=True)
+        assert output.shape == (331, 4, 16) and lse.shape == (331, 4)
+        output = output.transpose(0, 1).unsqueeze(0)
+    else:
+        nested = [torch.nested.nested_tensor_from_jagged(x, cu_seqlens.long()).transpose(1, 2) for x in first]
+        output = block_sparse_attention(*nested, layout, block=16)
+        assert output.is_nested and output.size(0) == len(LENGTHS[0]) and output.size(1) == 4
+        output = output.values().unsqueeze(0)
+    assert torch.equal(output, expected)
+    for found, right in zip(grads_of(output), grads_of(expected), strict=True):
+        torch.testing.assert_close(found, right)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_rows_layout_ends_at_borders_of_documents(device: str, causal: bool, dtype: torch.dtype):
+    cu_seqlens, given = cu_seqlens_of(LENGTHS[0], device), operands(device, dtype=dtype)
+    live = torch.rand(4, 22, 22, generator=seeded(4)) < 0.5
+    document = torch.repeat_interleave(torch.arange(len(LENGTHS[0])), torch.tensor(LENGTHS[0])).to(device)
+    arguments = {"block": 16, "causal": causal}
+    found = block_sparse_attention(*given, live.to(device), cu_seqlens=cu_seqlens, document_layout="row", **arguments)
+    expected = block_sparse_attention(
+        *given, live[:, :21, :21].to(device), attn_mask=document[:, None] == document, **arguments
+    )
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(found, expected, **tolerance)
+    grad = torch.randn_like(found)
+    for ours, right in zip(*(torch.autograd.grad(x, given, grad) for x in (found, expected)), strict=True):
+        torch.testing.assert_close(ours, right, **(tolerance or {"rtol": 1e-4, "atol": 1e-5}))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_ends_at_borders_of_documents(device: str, causal: bool):
+    cu_seqlens, given = cu_seqlens_of(LENGTHS[0], device), operands(device)
+    found = window_attention(*given, 9, causal, cu_seqlens=cu_seqlens)
+    parts = [
+        window_attention(*(x[:, :, first:end] for x in given), 9, causal) for first, end in each(cu_seqlens)
+    ]  # fmt: skip
+    torch.testing.assert_close(found, torch.cat(parts, 2))
+
+
+def test_the_index_of_a_batch_is_built_once_and_again_after_a_change(device: str):
+    cu_seqlens, given = cu_seqlens_of(LENGTHS[0], device), operands(device)
+    layout, built = LAYOUT.to(device), []
+    build = PackedIndex.build
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PackedIndex, "build", lambda *x, **y: built.append(1) or build(*x, **y))
+        for _ in range(3):
+            first = block_sparse_attention(*given, layout, block=16, cu_seqlens=cu_seqlens)
+        assert len(built) == 1
+        cu_seqlens[1] = 90
+        second = block_sparse_attention(*given, layout, block=16, cu_seqlens=cu_seqlens)
+        assert len(built) == 2 and not torch.equal(first, second)
+
+
+def test_an_index_that_was_built_before_is_taken_and_compiled(device: str):
+    given = operands(device)
+    index = PackedIndex.build(LAYOUT, cu_seqlens_of(LENGTHS[0], "cpu"), 16, device=device)
+    eager = block_sparse_attention(*given, index)
+    assert torch.equal(
+        block_sparse_attention(*given, LAYOUT.to(device), block=16, cu_seqlens=cu_seqlens_of(LENGTHS[0], device)), eager
+    )
+    compiled = torch.compile(lambda *qkv: block_sparse_attention(*qkv, index), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*given), eager)
+
+
+def test_a_document_alone_in_its_row_is_plain_attention(device: str):
+    given = operands(device, 100)
+    live = torch.ones(7, 7, dtype=torch.bool, device=device)
+    found = block_sparse_attention(*given, live, block=16, cu_seqlens=torch.tensor([0, 100], device=device))
+    torch.testing.assert_close(found, block_sparse_attention(*given, live))
+
+
+CU_SEQLENS = cu_seqlens_of(LENGTHS[0], "cpu")
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"cu_seqlens": torch.tensor([0, 100, 200, 330])}, "documents have 330 tokens together, and query has 331"),
+        ({"key_padding_mask": torch.ones(1, 331)}, "key_padding_mask is given for packed documents"),
+        ({"rpe": torch.ones(331, 331)}, "rpe is given for packed documents, .* call once for each document"),
+        ({"block": None}, "without its block; pass block"),
+        ({"document_layout": "whole"}, "document_layout is 'whole'; it has to be 'own', .* or 'row'"),
+        ({"document_layout": "row", "return_lse": True}, "are for document_layout='own'"),
+        ({"document_layout": "row", "layout": torch.ones(3, 3)}, "for a row of 331 tokens .* 21 x 21 blocks"),
+        ({"layout": torch.ones(3, 3)}, "the longest document has 129 tokens, .* 9 x 9 blocks or more"),
+        ({"layout": torch.ones(3, 21, 21)}, "query has 4 heads and the layout 3"),
+        ({"layout": torch.ones(3, 21, 21), "document_layout": "row"}, "query has 4 heads and the layout 3"),
+        ({"query": torch.zeros(2, 4, 331, 16)}, "batch and head size"),
+        ({"dropout_p": 1.0}, "dropout_p is 1.0"),
+        ({"layout": PackedIndex.build(LAYOUT, CU_SEQLENS, 16)}, "it was built with them, so leave them out"),
+        (
+            {"layout": PackedIndex.build(LAYOUT, CU_SEQLENS, 16), "document_layout": "row"},
+            "A PackedIndex is for document_layout='own'",
+        ),
+    ],
+)
+def test_what_does_not_fit_packed_documents_is_refused(changed: dict, sentence: str):
+    query, key, value = operands("cpu")
+    given = {"query": query, "key": key, "value": value, "layout": LAYOUT, "block": 16, "cu_seqlens": CU_SEQLENS}
+    with pytest.raises(ValueError, match=sentence):
+        block_sparse_attention(**(given | changed))
+
+
+def test_rows_of_several_sequences_and_of_other_keys_are_refused():
+    two = [torch.zeros(2, 2, 331, 16)] * 3
+    with pytest.raises(ValueError, match="packed documents are one row"):
+        block_sparse_attention(*two, LAYOUT[:1], block=16, cu_seqlens=CU_SEQLENS)
+    with pytest.raises(ValueError, match="of which queries and keys are the same tokens"):
+        block_sparse_attention(
+            two[0][:1], *[torch.zeros(1, 2, 40, 16)] * 2, LAYOUT[:1], block=16, cu_seqlens=CU_SEQLENS
+        )  # fmt: skip
+
+
+def test_nested_tensors_of_other_kinds_are_refused():
+    values = torch.zeros(331, 4, 16)
+    nested = torch.nested.nested_tensor_from_jagged(values, CU_SEQLENS.long())
+    with pytest.raises(ValueError, match=r"not jagged \(B, H, tokens, D\) without holes; .*transpose\(1, 2\)"):
+        block_sparse_attention(nested, nested, nested, LAYOUT, block=16)
+    query = nested.transpose(1, 2)
+    with pytest.raises(ValueError, match="all nested, without cu_seqlens"):
+        block_sparse_attention(query, query, query, LAYOUT, block=16, cu_seqlens=CU_SEQLENS)
+    other = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 31, 331])).transpose(1, 2)
+    with pytest.raises(ValueError, match="key has documents of other lengths than query"):
+        block_sparse_attention(query, other, other, LAYOUT, block=16)
+
+
+def test_flops_of_packed_documents_are_those_of_their_live_blocks(device: str):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    given = operands(device)
+    index = PackedIndex.build(LAYOUT[:1], CU_SEQLENS, 16, device=device)
+    with FlopCounterMode(display=False) as counter:
+        block_sparse_attention(*given, index)
+    assert counter.get_total_flops() == 4 * index.blocks.live_blocks * 16 * 16 * 16 * 4
+
+
+@pytest.mark.parametrize("document_layout", ["own", "row"])
+def test_sinks_of_packed_documents(device: str, document_layout: str):
+    cu_seqlens = cu_seqlens_of((40, 1, 23), device)
+    query, key, value = (torch.randn(1, 2, 64, 16, device=device) for _ in range(3))
+    sinks = torch.randn(2, device=device, requires_grad=True)
+    everything = torch.ones(8, 8, dtype=torch.bool)
+    packed = block_sparse_attention(
+        query, key, value, everything, block=8, cu_seqlens=cu_seqlens, document_layout=document_layout, sinks=sinks
+    )
+    parts = [
+        block_sparse_attention(
+            *(x[:, :, first:end] for x in (query, key, value)), everything, block=8, query_offset=0, sinks=sinks
+        )
+        for first, end in each(cu_seqlens)
+    ]
+    expected = torch.cat(parts, 2)
+    near = {"atol": 1e-5, "rtol": 1e-4}
+    torch.testing.assert_close(packed, expected, **near)
+    found, wanted = (torch.autograd.grad(x.sin().sum(), sinks)[0] for x in (packed, expected))
+    torch.testing.assert_close(found, wanted, **near)
+
+
+def test_a_query_offset_of_packed_documents_is_refused():
+    x, documents = torch.zeros(1, 1, 8, 8), torch.tensor([0, 8], dtype=torch.int32)
+    with pytest.raises(ValueError, match="query_offset is given for packed documents"):
+        block_sparse_attention(x, x, x, torch.ones(1, 1), block=8, cu_seqlens=documents, query_offset=0)
