@@ -71,7 +71,8 @@ std::pair<Tensor, RowStatsPlanes> make_row_stats(
   if (grad_lse) {
     check_contiguous(*grad_lse, "grad_lse");
   }
-  const int64_t batch = output.size(0), heads = output.size(1), queries = row_sums.size(2), block = 1 << spans.log_block;
+  const int64_t batch = output.size(0), heads = output.size(1), queries = row_sums.size(2),
+                block = 1 << spans.log_block;
   const int64_t multiple = std::max<int64_t>(block, kHopperBlockM);
   const int64_t padded = (queries + multiple - 1) / multiple * multiple, rows = batch * heads * padded;
   Tensor data = torch::stable::new_empty(output, {4 * rows}, ScalarType::Float);
