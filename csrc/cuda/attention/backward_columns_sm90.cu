@@ -538,7 +538,7 @@ __global__ void __launch_bounds__(kColumnThreads<kHeadDim, kWithQueries>, 1) col
 
 // Rounds the sums of a warp tile of 16 queries and 64 columns, as a warp's lanes hold them, and writes the queries'
 // gradients.
-template <class T>
+template <class T, bool kPacked>
 __global__ void round_grad_query_kernel(
     GradQuerySums sums, Matrices<T> grad, BlockSpans spans, int heads, int queries, int head_dim, float scale) {
   const int64_t warp_tiles = sums.padded / 16, number = blockIdx.x;
@@ -547,7 +547,7 @@ __global__ void round_grad_query_kernel(
   T* to = grad.of(matrix / heads, matrix % heads);
   for (int place = threadIdx.x; place < 2 * head_dim; place += blockDim.x) {
     const int tile_row = place % 16, run = place / 16, token = 16 * warp_tile + tile_row;
-    if (token >= queries || !spans.has(token)) {
+    if (token >= queries || (kPacked && !spans.has(token))) {
       continue;
     }
     // Four lanes hold two of the run's eight columns each.
@@ -558,7 +558,7 @@ __global__ void round_grad_query_kernel(
     for (int lane = 0; lane < 4; ++lane) {
       pair[lane] = AccumulatorAsA<T>::pack(from[4 * lane] * scale, from[4 * lane + 1] * scale);
     }
-    *reinterpret_cast<uint4*>(to + spans.token(token) * grad.token_stride + 8 * run) = rounded;
+    *reinterpret_cast<uint4*>(to + (kPacked ? spans.token(token) : token) * grad.token_stride + 8 * run) = rounded;
   }
 }
 
@@ -597,8 +597,9 @@ void round_grad_query(
     const Launcher& launch, const Backward<T>& p, const Matrices<T>& grad_query, const BlockSpans& spans,
     int64_t batch) {
   launch(
-      round_grad_query_kernel<T>, batch * p.heads * p.grad_query_sums.padded / 16, p.head_dim <= 64 ? 128 : 256,
-      p.grad_query_sums, grad_query, spans, p.heads, p.scoring.queries, p.head_dim, p.scoring.scale);
+      spans.spans == nullptr ? round_grad_query_kernel<T, false> : round_grad_query_kernel<T, true>,
+      batch * p.heads * p.grad_query_sums.padded / 16, p.head_dim <= 64 ? 128 : 256, p.grad_query_sums, grad_query,
+      spans, p.heads, p.scoring.queries, p.head_dim, p.scoring.scale);
 }
 
 #define DS_SPARSE_COLUMNS(T)                                                                             \
