@@ -38,6 +38,7 @@ _PUBLIC = {
     "SparseAttentionUtils": "models.sparse_attention_utils",
     "SparsifyReport": "models.report",
     "sparsify": "models.sparsify",
+    "adapt": "integrations.transformers.adapt",
     "SparsityConfig": "sparsity",
     "DenseSparsityConfig": "sparsity",
     "FixedSparsityConfig": "sparsity",
@@ -72,6 +73,7 @@ if TYPE_CHECKING:  # "as" their own names: what type checkers and editors offer 
     from .integrations.deepspeed import get_sparse_attention_config as get_sparse_attention_config
     from .integrations.deepspeed import init_distributed as init_distributed
     from .integrations.deepspeed import initialize as initialize
+    from .integrations.transformers.adapt import adapt as adapt
     from .models.report import SparsifyReport as SparsifyReport
     from .models.sparse_attention_utils import SparseAttentionUtils as SparseAttentionUtils
     from .models.sparsify import sparsify as sparsify

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 COMMANDS = {
+    "adapt": "continue a dense checkpoint of Transformers at longer lengths, with block-sparse attention",
     "bench": "time the operations beside dense PyTorch, after verifying them",
     "check": "say what is wrong with a DeepSpeed JSON and its sparse_attention block, without training",
     "draw": "draw the layout that a DeepSpeed JSON gives, in the terminal or as a picture",
