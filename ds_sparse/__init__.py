@@ -39,6 +39,7 @@ _PUBLIC = {
     "SparsifyReport": "models.report",
     "sparsify": "models.sparsify",
     "adapt": "integrations.transformers.adapt",
+    "convert": "integrations.transformers.convert",
     "SparsityConfig": "sparsity",
     "DenseSparsityConfig": "sparsity",
     "FixedSparsityConfig": "sparsity",
@@ -46,6 +47,7 @@ _PUBLIC = {
     "BigBirdSparsityConfig": "sparsity",
     "BSLongformerSparsityConfig": "sparsity",
     "LocalSlidingWindowSparsityConfig": "sparsity",
+    "TransformersBigBirdSparsityConfig": "sparsity",
     "SparsityWarning": "sparsity",
     "declared": "sparsity",
     "register_sparsity": "sparsity",
@@ -74,6 +76,7 @@ if TYPE_CHECKING:  # "as" their own names: what type checkers and editors offer 
     from .integrations.deepspeed import init_distributed as init_distributed
     from .integrations.deepspeed import initialize as initialize
     from .integrations.transformers.adapt import adapt as adapt
+    from .integrations.transformers.convert import convert as convert
     from .models.report import SparsifyReport as SparsifyReport
     from .models.sparse_attention_utils import SparseAttentionUtils as SparseAttentionUtils
     from .models.sparsify import sparsify as sparsify
@@ -101,6 +104,7 @@ if TYPE_CHECKING:  # "as" their own names: what type checkers and editors offer 
     from .sparsity import LocalSlidingWindowSparsityConfig as LocalSlidingWindowSparsityConfig
     from .sparsity import SparsityConfig as SparsityConfig
     from .sparsity import SparsityWarning as SparsityWarning
+    from .sparsity import TransformersBigBirdSparsityConfig as TransformersBigBirdSparsityConfig
     from .sparsity import VariableSparsityConfig as VariableSparsityConfig
     from .sparsity import declared as declared
     from .sparsity import register_sparsity as register_sparsity

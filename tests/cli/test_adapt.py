@@ -18,6 +18,7 @@ def folder(tmp_path, monkeypatch):
     transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained("dense")
     (tmp_path / "ds.json").write_text(json.dumps({"sparse_attention": {"mode": "bslongformer", "block": 16}}))
     (tmp_path / "dense.json").write_text("{}")
+    (tmp_path / "wrong.json").write_text(json.dumps({"sparse_attention": {"mode": "fixd"}}))
     return tmp_path
 
 
@@ -45,6 +46,7 @@ def test_a_checkpoint_is_continued_at_a_longer_length(folder, capsys):
             ["dense", "long", "--config", "dense.json"],
             "dense.json: no sparse_attention block, so there is no structure",
         ),
+        (["dense", "long", "--config", "wrong.json"], 'wrong.json: sparse_attention.mode: got "fixd"'),
         (["dnse", "long", "--config", "ds.json"], "dnse: no such folder, and no model of this name in the hub's cache"),
     ],
 )

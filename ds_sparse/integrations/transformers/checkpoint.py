@@ -30,9 +30,9 @@ class Checkpoint:
     model: PreTrainedModel
     tokenizer: Any
 
-    def save(self, folder: Path, max_position: int) -> None:
-        """Writes it to an empty folder, with the files of sentence-transformers, whose longest sequence is that of the
-        model then."""
+    def save(self, folder: Path, max_position: int | None = None) -> None:
+        """Writes it to an empty folder, with the files of sentence-transformers, whose longest sequence is
+        `max_position` then, where it is given."""
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         _copy_sentence_transformers(self.folder, folder, max_position)
@@ -156,7 +156,7 @@ def _class_of(folder: Path, config: PreTrainedConfig) -> Any:
     return getattr(transformers, names[0])
 
 
-def _copy_sentence_transformers(source: Path, target: Path, max_position: int) -> None:
+def _copy_sentence_transformers(source: Path, target: Path, max_position: int | None) -> None:
     if not (source / _MODULES).is_file():
         return
     modules = json.loads((source / _MODULES).read_text())
@@ -166,7 +166,9 @@ def _copy_sentence_transformers(source: Path, target: Path, max_position: int) -
     for file in (source / _MODULES, *source.glob("config_sentence_transformers.json")):
         shutil.copy(file, target)
     for file in source.glob("sentence_*_config.json"):
-        settings = json.loads(file.read_text()) | {"max_seq_length": max_position}
+        settings = json.loads(file.read_text())
+        if max_position is not None:
+            settings["max_seq_length"] = max_position
         (target / file.name).write_text(json.dumps(settings, indent=2) + "\n")
 
 
