@@ -216,3 +216,11 @@ def test_another_structure_can_be_given_and_another_family_cannot(tmp_path):
     ):
         ds_sparse.convert(tmp_path / "bert", tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["LongformerModel", "BigBirdModel"])
+def test_who_makes_them_sparse_as_they_are_is_told_of_convert(name):
+    with pytest.raises(
+        ValueError, match="computes its attention itself .* ds_sparse convert makes a (RoBERTa|BERT) of"
+    ):
+        ds_sparse.sparsify(make(name), {"mode": "fixed", "block": BLOCK})

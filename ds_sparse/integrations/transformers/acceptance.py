@@ -22,6 +22,12 @@ _WHAT_TO_USE = (
     "SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention."
 )
 
+_CONVERTED = {
+    "longformer": "ds_sparse convert makes a RoBERTa of it, which can be sparse.",
+    "big_bird": "ds_sparse convert makes a BERT of it, which can be sparse.",
+}
+"""What to do with models of others' sparse attention, by the model_type of their config."""
+
 
 def why_not(
     model: PreTrainedModel, layers: Mapping[str, nn.Module], around: Sequence[PreTrainedModel] = ()
@@ -37,7 +43,8 @@ def why_not(
     name, config = type(model).__name__, model.config
     if not through_interface(model):
         where = f" ({named(layers)})" if layers else ""
-        return f"{name} computes its attention itself{where} and would stay dense; {_WHAT_TO_USE}"
+        what_to_use = _CONVERTED.get(config.model_type, _WHAT_TO_USE)
+        return f"{name} computes its attention itself{where} and would stay dense; {what_to_use}"
     if not layers:
         return (
             f"{name} has no attention layer that ds_sparse knows by its projections, and would stay dense; "

@@ -5,7 +5,7 @@ and by the docstring of its last function or class, which is about what stands f
 document first. Printed is the mean reciprocal rank of the module that a docstring belongs to, among all of them.
 
     ds_sparse adapt ./all-MiniLM-L6-v2 ./minilm-4096 --max-position 4096 --config ds.json
-    python examples/rank_long_documents.py ./all-MiniLM-L6-v2 ./minilm-4096
+    python examples/longer_sequences/rank_long_documents.py ./all-MiniLM-L6-v2 ./minilm-4096
 """
 
 from __future__ import annotations
@@ -91,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     adapted = Embedder(args.adapted, attn_implementation="ds_sparse")
     long = [document for document in documents(args.sources) if original.count(document.text) >= args.tokens]
     long = long[: args.documents]
+    if not long:
+        parser.error(f"{args.sources} has no module of {args.tokens} tokens or more with docstrings")
     print(f"{len(long)} documents of at least {args.tokens} tokens in {args.sources.name}")
     texts, purposes, details = zip(*long, strict=True)
     print("mean reciprocal rank by       purpose  detail")
