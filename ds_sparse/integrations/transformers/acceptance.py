@@ -23,10 +23,10 @@ _WHAT_TO_USE = (
 )
 
 _CONVERTED = {
-    "longformer": "ds_sparse convert makes a RoBERTa of it, which can be sparse.",
-    "big_bird": "ds_sparse convert makes a BERT of it, which can be sparse.",
+    "longformer": " ds_sparse convert makes a RoBERTa of this one.",
+    "big_bird": " ds_sparse convert makes a BERT of this one.",
 }
-"""What to do with models of others' sparse attention, by the model_type of their config."""
+"""What else there is for models with a sparse attention of their own, by the model_type of their config."""
 
 
 def why_not(
@@ -43,8 +43,8 @@ def why_not(
     name, config = type(model).__name__, model.config
     if not through_interface(model):
         where = f" ({named(layers)})" if layers else ""
-        what_to_use = _CONVERTED.get(config.model_type, _WHAT_TO_USE)
-        return f"{name} computes its attention itself{where} and would stay dense; {what_to_use}"
+        converted = _CONVERTED.get(config.model_type, "")
+        return f"{name} computes its attention itself{where} and would stay dense; {_WHAT_TO_USE}{converted}"
     if not layers:
         return (
             f"{name} has no attention layer that ds_sparse knows by its projections, and would stay dense; "
