@@ -100,6 +100,22 @@ def test_random_blocks_without_a_seed_are_the_same_each_time_it_is_loaded(tmp_pa
     assert torch.equal(outputs(first, make_batch(160)), outputs(again, make_batch(160)))
 
 
+def test_a_name_of_the_hub_is_found_in_its_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    repository = tmp_path / "cache" / "models--someone--encoder"
+    write(repository / "snapshots" / "5eed")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("5eed")
+    ds_sparse.adapt("someone/encoder", tmp_path / "long", max_position=160, sparsity_config=SPARSE)
+    assert (tmp_path / "long" / "model.safetensors").exists()
+
+
+def test_the_dtype_of_a_checkpoint_stays(tmp_path):
+    write(tmp_path / "dense").to(torch.bfloat16).save_pretrained(tmp_path / "dense")
+    ds_sparse.adapt(tmp_path / "dense", tmp_path / "long", max_position=160, sparsity_config=SPARSE)
+    assert transformers.AutoModel.from_pretrained(tmp_path / "long").dtype == torch.bfloat16
+
+
 def test_the_tokenizer_takes_as_many_tokens(tmp_path):
     write(tmp_path / "dense")
     ds_sparse.adapt(tmp_path / "dense", tmp_path / "long", max_position=160, sparsity_config=SPARSE)
