@@ -30,12 +30,21 @@ def add_places(parser: argparse.ArgumentParser, description: str, examples: str)
 
 def write(args: argparse.Namespace, make: Callable[[Any], SparsifyReport]) -> int:
     """Calls what writes to OUT, with the block of the file --config, and returns the exit status."""
+    from ..config import SparseAttentionConfigError
+    from ..config.file import name_of
+
+    block: dict[str, Any] | None = None
     try:
         from ..integrations.transformers.checkpoint import quiet
 
-        block = None if args.config is None else _block(args.config)
+        if args.config is not None:
+            block = _block(args.config)
         with quiet():
             report = make(block)
+    except SparseAttentionConfigError as error:
+        of_block = name_of(block or {})  # what a mistake in it names, which is read without its file
+        print(*(mistake.replace(of_block, args.config, 1) for mistake in error.mistakes), sep="\n", file=sys.stderr)
+        return 1
     except (ValueError, ImportError, MemoryError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -45,10 +54,9 @@ def write(args: argparse.Namespace, make: Callable[[Any], SparsifyReport]) -> in
 
 
 def _block(file: str) -> dict[str, Any]:
-    from ..config import ANY_NUM_HEADS, SparseAttentionConfigError, load_config, parse_sparse_attention
+    from ..config import SparseAttentionConfigError, load_config
 
     _, block = load_config(file)
     if block is None:
         raise SparseAttentionConfigError([f"{file}: no sparse_attention block, so there is no structure."])
-    parse_sparse_attention(block, ANY_NUM_HEADS, source=file)  # before the model is loaded, and with the file's name
     return block

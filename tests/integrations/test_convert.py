@@ -77,11 +77,11 @@ def sparse_as_itself(converter, model):
 @pytest.mark.parametrize("head", [head for head in LongformerConverter.heads if head != "ForMultipleChoice"])
 @torch.no_grad()
 def test_longformer_is_the_sparse_roberta_under_the_mask_of_the_window(head):
-    longformer, batch = make(f"Longformer{head}"), make_batch()
+    longformer, batch = make(f"Longformer{head}"), make_batch(200)
     roberta = sparse_as_itself(LongformerConverter(), longformer)
     assert type(roberta).__name__ == f"Roberta{head}" and not roberta.training
     local = {"global_attention_mask": torch.zeros_like(batch["input_ids"])}  # some heads make tokens global
-    ours = roberta(**batch | and_padding(window(TOKENS, 32), batch))
+    ours = roberta(**batch | and_padding(window(200, 32), batch))
     torch.testing.assert_close(seen(ours, batch), seen(longformer(**batch, **local), batch), **CLOSE)
 
 
@@ -181,6 +181,15 @@ def test_big_bird_that_is_too_short_for_blocks_attends_to_all():
 def test_what_bert_does_not_have_is_refused(name, changes, sentence):
     with pytest.raises(ValueError, match=sentence):
         BigBirdConverter().convert(make(name, **changes))
+
+
+def test_what_a_head_was_made_for_stays_and_what_bert_does_not_have_is_said(capsys):
+    labels = {0: "no", 1: "yes", 2: "perhaps"}
+    roberta = LongformerConverter().convert(make("LongformerForTokenClassification", id2label=labels))
+    assert roberta.config.id2label == labels and roberta.classifier.out_features == 3
+    BigBirdConverter().convert(make("BigBirdForMaskedLM"))
+    said = "left out, as BertForMaskedLM does not have it: bert.pooler.dense.weight, bert.pooler.dense.bias."
+    assert said in capsys.readouterr().out
 
 
 def save(model, folder):

@@ -56,8 +56,8 @@ def adapt(
     """
     with new_folder(out) as folder:
         checkpoint = load(folder_of(model))
-        make_room(checkpoint.model, max_position)
         report = sparsify(checkpoint.model, sparsity_config, max_seq_length=max_position)
+        make_room(checkpoint.model, max_position)
         SparseAttentionUtils.update_tokenizer_model_max_length(checkpoint.tokenizer, max_position)
         checkpoint.save(folder, max_position)
     return report

@@ -10,6 +10,7 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...models.position_table import position_table, reserved_rows
+from ...ranks import say
 
 Weights = dict[str, torch.Tensor]
 Block = dict[str, Any]
@@ -64,9 +65,11 @@ class Converter(ABC):
             here + key.removeprefix(there) if key.startswith(there) else key: weight
             for key, weight in self.weights(model).items()
         }
-        missing = converted.load_state_dict(weights, strict=False).missing_keys
+        missing, unexpected = converted.load_state_dict(weights, strict=False)
         if missing:
             raise ValueError(f"{name} lacks {', '.join(missing)}, which {cls.__name__} has; it cannot be converted.")
+        if unexpected:
+            say(f"left out, as {cls.__name__} does not have it: {', '.join(unexpected)}.")
         converted.tie_weights()
         return converted.eval()
 
