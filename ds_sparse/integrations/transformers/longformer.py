@@ -24,9 +24,12 @@ class LongformerConverter(Converter):
 
     def weights(self, model: PreTrainedModel) -> Weights:
         apart = max(
-            (getattr(layer, f"{kind}_global").weight - getattr(layer, kind).weight).abs().max().item()
+            (own - common).abs().max().item()
             for layer in attention_layers(model)
             for kind in ("query", "key", "value")
+            for own, common in zip(
+                getattr(layer, f"{kind}_global").parameters(), getattr(layer, kind).parameters(), strict=True
+            )
         )
         how = f"which differ from those of all tokens by up to {apart:.3g}" if apart else "equal to those of all tokens"
         say(f"the projections of global tokens, {how}, are left out.")
