@@ -209,7 +209,7 @@ def test_errors_are_sentences_and_leave_nothing_behind(tmp_path):
     def assert_refused(sentence, model=dense, max_position=160, block=SPARSE):
         with pytest.raises(ValueError, match=sentence):
             ds_sparse.adapt(model, long, max_position=max_position, sparsity_config=block)
-        assert not long.exists()
+        assert not long.parent.exists()
 
     assert_refused("no-such-model: no such folder, and no model of this name in the hub's cache", "no-such-model")
     assert_refused("no/such/model: no such folder", "no/such/model")
@@ -220,7 +220,14 @@ def test_errors_are_sentences_and_leave_nothing_behind(tmp_path):
     assert_refused("wordless: .*tokenizer", tmp_path / "wordless")
     (dense / "model.safetensors").rename(tmp_path / "weights")
     assert_refused("its weights cannot be loaded: .*no file named model.safetensors")
+    (dense / "model.safetensors").write_bytes(b"no weights")
+    assert_refused("its weights cannot be loaded: SafetensorError")
     (tmp_path / "weights").rename(dense / "model.safetensors")
+    (dense / "modules.json").write_text("{")
+    assert_refused("modules.json: not valid JSON")
+    (dense / "modules.json").write_text('[{"path": "../../elsewhere"}]')
+    assert_refused("../../elsewhere is not a folder beside it")
+    (dense / "modules.json").unlink()
     change_config(dense, architectures=["OurBertModel"])
     assert_refused("names the class OurBertModel, which transformers .* does not have")
     change_config(dense, model_type="our_bert")

@@ -77,7 +77,7 @@ def load(folder: Path) -> Checkpoint:
     tokenizer = _tokenizer(folder)
     try:
         model, found = cls.from_pretrained(folder, local_files_only=True, output_loading_info=True)
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # each format of weights has errors of its own
         raise ValueError(f"{folder}: its weights cannot be loaded: {_line(error)}") from error
     if found["missing_keys"]:
         say(f"not in the checkpoint, and initialized anew: {', '.join(sorted(found['missing_keys']))}.")
@@ -94,9 +94,9 @@ def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
         ValueError: there is something, or no folder can be made there.
     """
     folder = Path(out)
-    there = os.path.lexists(folder)
+    made = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
     try:
-        if there and (not folder.is_dir() or any(folder.iterdir())):
+        if not made and (not folder.is_dir() or any(folder.iterdir())):
             raise ValueError(f"{folder}: there is something already, and nothing is overwritten; give a new folder.")
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -108,8 +108,8 @@ def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
     except BaseException:
         for entry in folder.iterdir():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        if not there:
-            folder.rmdir()
+        for place in made:
+            place.rmdir()
         raise
 
 
@@ -159,17 +159,25 @@ def _class_of(folder: Path, config: PreTrainedConfig) -> Any:
 def _copy_sentence_transformers(source: Path, target: Path, max_position: int | None) -> None:
     if not (source / _MODULES).is_file():
         return
-    modules = json.loads((source / _MODULES).read_text())
-    for path in filter(None, (module["path"] for module in modules)):
+    for path in filter(None, (module["path"] for module in _read(source / _MODULES))):
+        if Path(path).is_absolute() or ".." in Path(path).parts:
+            raise ValueError(
+                f"{source / _MODULES}: {path} is not a folder beside it; nothing is copied from elsewhere."
+            )
         if (source / path).is_dir():
             shutil.copytree(source / path, target / path)
     for file in (source / _MODULES, *source.glob("config_sentence_transformers.json")):
         shutil.copy(file, target)
     for file in source.glob("sentence_*_config.json"):
-        settings = json.loads(file.read_text())
-        if max_position is not None:
-            settings["max_seq_length"] = max_position
+        settings = _read(file) | ({} if max_position is None else {"max_seq_length": max_position})
         (target / file.name).write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _read(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file}: not valid JSON: {_line(error)}") from error
 
 
 def _line(error: Exception) -> str:
