@@ -27,7 +27,10 @@ FAMILIES = {
         {"vocab_size": 50, "dim": 32, "hidden_dim": 64, "n_heads": 4, "n_layers": 2, "max_position_embeddings": 64},
     ),
     "nomic": (transformers.NomicBertModel, SIZES),
-    "t5": (transformers.T5EncoderModel, {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4}),
+    "t5": (
+        transformers.T5EncoderModel,
+        {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "num_layers": 1},
+    ),
 }
 DENSE = {"mode": "dense", "block": 16}
 SPARSE = {"mode": "bslongformer", "block": 16}
