@@ -18,6 +18,7 @@ COMMANDS = {
     "check": "say what is wrong with a DeepSpeed JSON and its sparse_attention block, without training",
     "convert": "make a checkpoint of Longformer or BigBird one of RoBERTa or BERT, with block-sparse attention",
     "draw": "draw the layout that a DeepSpeed JSON gives, in the terminal or as a picture",
+    "families": "say which Transformers models become sparse, which do not, and why",
     "run": "start a training script that knows nothing of ds_sparse, through DeepSpeed's launcher",
     "schema": "print the JSON schema of the sparse_attention block",
 }
