@@ -38,6 +38,8 @@ _PUBLIC = {
     "SparseAttentionUtils": "models.sparse_attention_utils",
     "SparsifyReport": "models.report",
     "sparsify": "models.sparsify",
+    "adapt": "integrations.transformers.adapt",
+    "convert": "integrations.transformers.convert",
     "SparsityConfig": "sparsity",
     "DenseSparsityConfig": "sparsity",
     "FixedSparsityConfig": "sparsity",
@@ -45,14 +47,17 @@ _PUBLIC = {
     "BigBirdSparsityConfig": "sparsity",
     "BSLongformerSparsityConfig": "sparsity",
     "LocalSlidingWindowSparsityConfig": "sparsity",
+    "TransformersBigBirdSparsityConfig": "sparsity",
     "SparsityWarning": "sparsity",
     "declared": "sparsity",
     "register_sparsity": "sparsity",
     "SparseAttentionConfigError": "config",
     "load_config": "config",
     "parse_sparse_attention": "config",
+    "parse_sparse_attention_layers": "config",
     "add_config_arguments": "integrations.deepspeed",
     "get_sparse_attention_config": "integrations.deepspeed",
+    "get_sparse_attention_layers": "integrations.deepspeed",
     "init_distributed": "integrations.deepspeed",
     "initialize": "integrations.deepspeed",
 }
@@ -63,6 +68,7 @@ if TYPE_CHECKING:  # "as" their own names: what type checkers and editors offer 
     from .config import SparseAttentionConfigError as SparseAttentionConfigError
     from .config import load_config as load_config
     from .config import parse_sparse_attention as parse_sparse_attention
+    from .config import parse_sparse_attention_layers as parse_sparse_attention_layers
     from .dispatch import force_implementation as force_implementation
     from .index import BlockIndex as BlockIndex
     from .index import PackedIndex as PackedIndex
@@ -70,8 +76,11 @@ if TYPE_CHECKING:  # "as" their own names: what type checkers and editors offer 
     from .index import WindowIndex as WindowIndex
     from .integrations.deepspeed import add_config_arguments as add_config_arguments
     from .integrations.deepspeed import get_sparse_attention_config as get_sparse_attention_config
+    from .integrations.deepspeed import get_sparse_attention_layers as get_sparse_attention_layers
     from .integrations.deepspeed import init_distributed as init_distributed
     from .integrations.deepspeed import initialize as initialize
+    from .integrations.transformers.adapt import adapt as adapt
+    from .integrations.transformers.convert import convert as convert
     from .models.report import SparsifyReport as SparsifyReport
     from .models.sparse_attention_utils import SparseAttentionUtils as SparseAttentionUtils
     from .models.sparsify import sparsify as sparsify
@@ -99,6 +108,7 @@ if TYPE_CHECKING:  # "as" their own names: what type checkers and editors offer 
     from .sparsity import LocalSlidingWindowSparsityConfig as LocalSlidingWindowSparsityConfig
     from .sparsity import SparsityConfig as SparsityConfig
     from .sparsity import SparsityWarning as SparsityWarning
+    from .sparsity import TransformersBigBirdSparsityConfig as TransformersBigBirdSparsityConfig
     from .sparsity import VariableSparsityConfig as VariableSparsityConfig
     from .sparsity import declared as declared
     from .sparsity import register_sparsity as register_sparsity

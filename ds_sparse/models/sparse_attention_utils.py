@@ -14,7 +14,7 @@ from .families import families
 from .families.bing_bert import around, longest_sequence
 from .layers import attention_layers, refuse_sparse
 from .position_table import base_model, configs, position_table, reserved_rows, why_no_table
-from .structures import make_structure
+from .structures import for_all_layers, make_structures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -108,6 +108,10 @@ class SparseAttentionUtils:
         """
         tokenizer.model_max_length = max_position
         tokenizer.init_kwargs["model_max_length"] = max_position
+        backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        truncation = getattr(backend, "truncation", None)
+        if truncation is not None:  # which its file keeps, for those who read it without Transformers
+            backend.enable_truncation(**truncation | {"max_length": max_position})
         say(f"updated tokenizer model maximum length to {max_position}.")
         return tokenizer
 
@@ -270,7 +274,7 @@ def _replace_layers(
             f"this {type(config).__name__} has output_attentions, and BertSparseSelfAttention computes no attention "
             "probabilities; set it to False."
         )
-    structure = make_structure(sparsity_config, config.num_attention_heads)
+    structure = for_all_layers(make_structures(sparsity_config, config.num_attention_heads))
     attentions: list[Any] = [layer.attention for layer in layers]
     replacements = around([attention.self for attention in attentions], config, structure, max_position)
     for attention, replacement in zip(attentions, replacements, strict=True):
