@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from torch import nn
@@ -52,6 +53,7 @@ class SparsifyReport:
 
     Args:
         changes: those of the model, which are on. `sparsify` gives them.
+        cross_attention: layers that stay dense, by name, as their keys are of another sequence.
 
     Examples:
         >>> import torch
@@ -73,8 +75,8 @@ class SparsifyReport:
         'Attention'
     """
 
-    def __init__(self, changes: list[Change]):
-        self._changes, self._on = changes, True
+    def __init__(self, changes: list[Change], cross_attention: Mapping[str, nn.Module] = MappingProxyType({})):
+        self._changes, self._cross_attention, self._on = changes, dict(cross_attention), True
 
     @property
     def replaced(self) -> list[Replaced]:
@@ -102,6 +104,10 @@ class SparsifyReport:
             rows = [(name, was, now) if self._on else (name, now, was) for name, was, now in _replaced(change)]
             widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
             lines += [f"  {name:{widths[0]}}  {was:{widths[1]}}  ->  {now}" for name, was, now in rows]
+        if self._cross_attention and self._on:
+            count = len(self._cross_attention)
+            lines.append(f"{count} layer{'s' if count > 1 else ''} of cross-attention left dense")
+            lines += [f"  {name}  {type(layer).__name__}" for name, layer in self._cross_attention.items()]
         return "\n".join(lines)
 
     __repr__ = __str__

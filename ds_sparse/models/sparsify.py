@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ..modules.layers import cross_attention_layers
 from ..sparsity import SparsityConfig
 from .families import families
 from .layers import attention_layers, refuse_sparse
@@ -79,4 +80,4 @@ def sparsify(
         family.prepare(model)
     for change in changes:
         change.on()
-    return SparsifyReport(changes)
+    return SparsifyReport(changes, cross_attention_layers(model))

@@ -9,6 +9,7 @@ from typing import Any
 from ..common_seed import set_common_seed
 from ..config import parse_sparse_attention
 from ..modules.bert import check_num_heads
+from ..modules.multihead_attention import check_repeatable
 from ..notices import say_notices
 from ..sparsity import FixedSparsityConfig, SparsityConfig
 
@@ -30,6 +31,16 @@ class Structures:
             self._made[key] = make_structure(wanted, num_heads, seed)
         return self._made[key]
 
+    def make_repeatable(self, num_heads: int) -> SparsityConfig:
+        """`make` for a model that saves neither structure nor layout: random blocks need a seed from who asked.
+
+        Raises:
+            ValueError: they have none, too.
+        """
+        if self.wanted is not None:
+            check_repeatable(_read(self.wanted, num_heads))
+        return self.make(num_heads)
+
 
 def make_structure(
     wanted: SparsityConfig | Mapping[str, Any] | None, num_heads: int, seed: int | None = None
@@ -44,6 +55,12 @@ def make_structure(
     """
     if wanted is None:
         return FixedSparsityConfig(num_heads=num_heads)
+    structure = _read(wanted, num_heads)
+    set_common_seed(structure, seed)
+    return structure
+
+
+def _read(wanted: SparsityConfig | Mapping[str, Any], num_heads: int) -> SparsityConfig:
     if isinstance(wanted, Mapping):
         notices: list[str] = []
         structure = parse_sparse_attention(wanted, num_heads, source=wanted, notices=notices)
@@ -56,5 +73,4 @@ def make_structure(
             "or a dict with the keys of the sparse_attention block."
         )
     check_num_heads(structure, num_heads)
-    set_common_seed(structure, seed)
     return structure

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from .multihead_attention import SparseMultiheadAttention
 from .self_attention import SparseSelfAttention
 
 _PROJECTIONS = (
@@ -14,22 +15,33 @@ _PROJECTIONS = (
 
 
 def ours_and_others(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """The self-attention layers of a model, by name: each `SparseSelfAttention`, and the others.
+    """The self-attention layers of a model, by name: each `SparseSelfAttention` and `SparseMultiheadAttention`, and
+    the others.
 
     Another is a module that holds projections by the names that models give them (`query`, `key` and `value` of BERT,
     `q_proj`, `k_proj` and `v_proj`, `q_lin`, ..., `query_key_value`, `c_attn`, `qkv`), and no `SparseSelfAttention`;
-    and `nn.MultiheadAttention`.
+    and `nn.MultiheadAttention`, but for `cross_attention_layers`.
     """
+    cross_attention = set(cross_attention_layers(model).values())
     ours: dict[str, nn.Module] = {}
     others: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if isinstance(module, SparseSelfAttention):
+        if isinstance(module, SparseSelfAttention | SparseMultiheadAttention):
             ours[name] = module
-        elif not (isinstance(module, nn.MultiheadAttention) or _has_projections(module)):
+        elif module in cross_attention or not (isinstance(module, nn.MultiheadAttention) or _has_projections(module)):
             continue
         elif not any(isinstance(child, SparseSelfAttention) for child in module.modules()):
             others[name] = module
     return ours, others
+
+
+def cross_attention_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers of PyTorch's decoders, by name, whose keys are of another sequence than their queries."""
+    return {
+        f"{name}.multihead_attn" if name else "multihead_attn": module.multihead_attn
+        for name, module in model.named_modules()
+        if isinstance(module, nn.TransformerDecoderLayer)
+    }
 
 
 def _has_projections(module: nn.Module) -> bool:

@@ -100,8 +100,9 @@ def test_a_family_that_is_registered_makes_its_layers_sparse_and_leaves_the_othe
 
 @pytest.mark.usefixtures("registered")
 def test_nothing_changes_where_a_later_family_refuses_a_layer():
-    model = nn.ModuleList([Fused(), nn.MultiheadAttention(32, HEADS)])
-    with pytest.raises(ValueError, match=r"attention layer 1 \(MultiheadAttention\) would stay dense"):
+    unknown = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("q_proj", "k_proj", "v_proj")})
+    model = nn.ModuleList([Fused(), unknown])
+    with pytest.raises(ValueError, match=r"attention layer 1 \(ModuleDict\) would stay dense"):
         ds_sparse.sparsify(model, max_seq_length=TOKENS)
     assert model[0].attend is scaled_dot_product_attention
 

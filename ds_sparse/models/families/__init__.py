@@ -2,7 +2,9 @@
 
 from ._registry import Family, families, register_family
 from .bing_bert import BingBert
+from .multihead_attention import MultiheadAttention
 
 register_family(BingBert())
+register_family(MultiheadAttention())
 
 __all__ = ["Family", "families", "register_family"]

@@ -122,10 +122,6 @@ class WithoutHeads(Attention):
         ),
         (CrossAttention(), r"is called with \(hidden_states, context\)"),
         (
-            nn.MultiheadAttention(32, 4),
-            r"attention layer 0 \(MultiheadAttention\) would stay dense: sparsify replaces layers",
-        ),
-        (
             nn.ModuleDict({name: nn.Linear(2, 2) for name in ("q_proj", "k_proj", "v_proj")}),
             "Linear modules query, key and value",
         ),
