@@ -18,7 +18,7 @@ from ..config import ANY_NUM_HEADS, BLOCK_KEY, Source, load_config, parse_sparse
 from ..extras import optional_imports
 from ..models.layers import attention_layers
 from ..models.sparsify import sparsify
-from ..modules.self_attention import SparseSelfAttention
+from ..modules.layers import structure_of
 from ..notices import say_notices
 from ..ranks import is_launched, say
 from ..sparsity import FixedSparsityConfig, SparsityConfig
@@ -200,12 +200,14 @@ def _initialize(positional: tuple[Any, ...], keywords: dict[str, Any], launcher_
         _check_layers(model, sparse, dense, block or {}, sources[0])
     rendezvous = {name: arguments[name] for name in ("distributed_port", "dist_init_required") if name in arguments}
     init_distributed(**rendezvous)
+    left_dense: dict[str, nn.Module] = {}
     if on and dense:
         report = sparsify(model, block or {})  # ranks that draw blocks have to be able to talk
+        left_dense = {name: layer for name, layer in report.left_dense.items() if name in dense}
         say(str(report).partition("\n")[0] + ".")
     if on:
         total = len(sparse) + len(dense)
-        say(f"sparse attention is on in {total} of {total} attention layers.")
+        say(f"sparse attention is on in {total - len(left_dense)} of {total} attention layers.")
     elif block is not None and sparse:
         say(f"the sparse_attention block is off (no --{FLAG}), and {len(sparse)} layers were built sparse without it.")
     elif block is not None:
@@ -271,11 +273,12 @@ def _show(config: SparsityConfig, fields: list[str]) -> str:
 
 
 def _structure_of(layer: nn.Module) -> SparsityConfig:
-    if isinstance(layer, SparseSelfAttention):
-        return layer.sparsity_config
-    from .transformers import structure_of
+    structure = structure_of(layer)
+    if structure is not None:
+        return structure
+    from . import transformers
 
-    return structure_of(layer)
+    return transformers.structure_of(layer)
 
 
 def _keep_seeds(engine: Any, model: nn.Module) -> None:

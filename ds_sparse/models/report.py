@@ -48,12 +48,13 @@ class Replaced(NamedTuple):
 
 class SparsifyReport:
     """What `sparsify` changed: `replaced` has an entry a layer, `str()` is a table, `undo()` puts the model back.
-
     Then `replaced` is empty, and the table says what became dense again.
+
+    `left_dense` has the layers of cross-attention by name, for which there is no structure.
 
     Args:
         changes: those of the model, which are on. `sparsify` gives them.
-        cross_attention: layers that stay dense, by name, as their keys are of another sequence.
+        left_dense: layers of cross-attention by name, which stay dense.
 
     Examples:
         >>> import torch
@@ -75,8 +76,9 @@ class SparsifyReport:
         'Attention'
     """
 
-    def __init__(self, changes: list[Change], cross_attention: Mapping[str, nn.Module] = MappingProxyType({})):
-        self._changes, self._cross_attention, self._on = changes, dict(cross_attention), True
+    def __init__(self, changes: list[Change], left_dense: Mapping[str, nn.Module] = MappingProxyType({})):
+        self._changes, self._on = changes, True
+        self.left_dense = dict(left_dense)
 
     @property
     def replaced(self) -> list[Replaced]:
@@ -104,10 +106,10 @@ class SparsifyReport:
             rows = [(name, was, now) if self._on else (name, now, was) for name, was, now in _replaced(change)]
             widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
             lines += [f"  {name:{widths[0]}}  {was:{widths[1]}}  ->  {now}" for name, was, now in rows]
-        if self._cross_attention and self._on:
-            count = len(self._cross_attention)
+        if self.left_dense and self._on:
+            count = len(self.left_dense)
             lines.append(f"{count} layer{'s' if count > 1 else ''} of cross-attention left dense")
-            lines += [f"  {name}  {type(layer).__name__}" for name, layer in self._cross_attention.items()]
+            lines += [f"  {name}  {type(layer).__name__}" for name, layer in self.left_dense.items()]
         return "\n".join(lines)
 
     __repr__ = __str__

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..modules.layers import cross_attention_layers
 from ..sparsity import SparsityConfig
+from .by_hand import BY_HAND
 from .families import families
 from .layers import attention_layers, refuse_sparse
 from .report import Change, SparsifyReport
@@ -67,17 +68,19 @@ def sparsify(
     refuse_sparse(model, sparse)
     structures = Structures(sparsity_config)
     changes: list[Change] = []
+    left_dense = cross_attention_layers(model)
     for family in families():
         layers = family.of_this_family(model, dense)
-        changes += family.changes(model, layers, structures, max_seq_length)
         dense = {name: layer for name, layer in dense.items() if name not in layers}
+        left_dense |= family.left_dense(model, layers)
+        layers = {name: layer for name, layer in layers.items() if name not in left_dense}
+        changes += family.changes(model, layers, structures, max_seq_length)
     if not changes:
         raise ValueError(
-            f"{type(model).__name__} has no attention layer that ds_sparse knows; put ds_sparse.SparseSelfAttention or "
-            "ds_sparse.BertSparseSelfAttention in it."
+            f"{type(model).__name__} has no attention layer that ds_sparse knows; where it computes it, {BY_HAND}"
         )
     for family in families():
         family.prepare(model)
     for change in changes:
         change.on()
-    return SparsifyReport(changes, cross_attention_layers(model))
+    return SparsifyReport(changes, left_dense)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from ..sparsity import SparsityConfig
+from .intercepted_attention import SparseCalls, structure_of_calls
 from .multihead_attention import SparseMultiheadAttention
 from .self_attention import SparseSelfAttention
 
@@ -11,6 +13,7 @@ _PROJECTIONS = (
     {"query", "key", "value"}, {"q_proj", "k_proj", "v_proj"}, {"q_lin", "k_lin", "v_lin"}, {"to_q", "to_k", "to_v"},
     {"q", "k", "v"}, {"wq", "wk", "wv"}, {"query_proj", "key_proj", "value_proj"}, {"linear_q", "linear_k", "linear_v"},
     {"q_head", "k_head", "v_head"}, {"query_key_value"}, {"c_attn"}, {"qkv"}, {"wqkv"}, {"to_qkv"}, {"qkv_proj"},
+    {"to_q", "to_kv"}, {"q", "kv"},
 )  # fmt: skip
 
 
@@ -33,6 +36,15 @@ def ours_and_others(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, n
         elif not any(isinstance(child, SparseSelfAttention) for child in module.modules()):
             others[name] = module
     return ours, others
+
+
+def structure_of(layer: nn.Module) -> SparsityConfig | None:
+    """The structure of a layer that computes with a module of this package; None for another."""
+    if isinstance(layer, SparseSelfAttention):
+        return layer.sparsity_config
+    if isinstance(layer, SparseMultiheadAttention):
+        return layer.attention.sparsity_config
+    return structure_of_calls(layer) if isinstance(layer, SparseCalls) else None
 
 
 def cross_attention_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -24,8 +24,9 @@ class Attention(nn.Module):
             linear(hidden_states).unflatten(-1, (HEADS, -1)).transpose(1, 2)
             for linear in (self.query, self.key, self.value)
         )
-        out = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask)
-        return out.transpose(1, 2).flatten(2)
+        scores = query @ key.mT / query.shape[-1] ** 0.5
+        scores = scores if attention_mask is None else scores + attention_mask
+        return (scores.softmax(-1) @ value).transpose(1, 2).flatten(2)
 
 
 class Layer(nn.Module):
