@@ -196,7 +196,7 @@ def check_repeatable(structure: SparsityConfig) -> None:
     if how is Draws.BY_SEED and getattr(structure, "seed", None) is None:
         raise ValueError(
             f"{type(structure).__name__} has random blocks and no seed, so they would differ between ranks and after "
-            "loading, as the state dict does not keep them; give it one, such as seed=0."
+            'loading, as the state dict does not keep them; give it one (seed=0, or "seed": 0 in a block).'
         )
 
 
