@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from types import CodeType, FunctionType
+from typing import Any
 
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -44,14 +45,15 @@ def _callers(model: nn.Module, known: set[nn.Module]) -> dict[str, nn.Module]:
     for name, module in reversed(list(model.named_modules())):  # what is inside comes before what is around it
         if module in inside or not around.isdisjoint(module.modules()):
             continue
-        if _names_the_function(type(module)):
+        kind: Any = type(module)
+        if _names_the_function(kind):
             found[name] = module
             around.add(module)
     return dict(reversed(found.items()))
 
 
 @functools.cache
-def _names_the_function(kind: type) -> bool:
+def _names_the_function(kind: Any) -> bool:
     own = [base for base in kind.__mro__ if issubclass(base, nn.Module) and not base.__module__.startswith("torch.")]
     functions = [value for base in own for name, value in vars(base).items() if name != "__init__"]
     return any(_names(function.__code__) for function in functions if isinstance(function, FunctionType))

@@ -48,6 +48,7 @@ class Replaced(NamedTuple):
 
 class SparsifyReport:
     """What `sparsify` changed: `replaced` has an entry a layer, `str()` is a table, `undo()` puts the model back.
+
     Then `replaced` is empty, and the table says what became dense again.
 
     `left_dense` has the layers of cross-attention by name, for which there is no structure.

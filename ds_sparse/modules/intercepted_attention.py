@@ -81,14 +81,15 @@ class SparseCalls(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # Copies and pickles find the class by the module's own.
-        _, _, *state = super().__reduce_ex__(protocol)
-        return _new, (dense_class(self),), *state
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _new, (dense_class(self),), *reduced[2:]
 
 
 def make_calls_sparse(module: nn.Module, name: str, attention: Callable[..., torch.Tensor]) -> None:
     """Has `attention` compute what a module asks scaled_dot_product_attention for."""
     setattr(module, _INTERCEPTION, Interception(name, attention))
-    module.__class__ = _sparse_class(type(module))
+    dense: Any = type(module)
+    module.__class__ = _sparse_class(dense)
 
 
 def make_calls_dense(module: nn.Module) -> None:
@@ -110,13 +111,13 @@ def dense_class(module: nn.Module) -> type[nn.Module]:
 
 
 @functools.cache
-def _sparse_class(dense: type[nn.Module]) -> type[nn.Module]:
+def _sparse_class(dense: Any) -> type[nn.Module]:
     parameters = list(inspect.signature(dense.forward).parameters)[1:]
     others = tuple((place, name) for place, name in enumerate(parameters) if name in _OTHER_SEQUENCES)
     return type(f"Sparse{dense.__name__}", (SparseCalls, dense), {"_other_sequences": others})
 
 
-def _new(dense: type[nn.Module]) -> nn.Module:
+def _new(dense: Any) -> nn.Module:
     sparse = _sparse_class(dense)
     return sparse.__new__(sparse)
 
@@ -145,9 +146,10 @@ class _Calls(TorchFunctionMode):
                 "calls multi_head_attention_forward, whose attention would stay dense; give the model a "
                 "torch.nn.MultiheadAttention for it, which ds_sparse.sparsify takes.",
             )
-        if args and getattr(torch.Tensor, getattr(func, "__name__", ""), None) is func:
+        name = getattr(func, "__name__", "")
+        if args and getattr(torch.Tensor, name, None) is func:
             # torch.compile does not trace methods that PyTorch has in Python, such as unflatten, as functions.
-            return getattr(args[0], func.__name__)(*args[1:], **kwargs)
+            return getattr(args[0], name)(*args[1:], **kwargs)
         return func(*args, **kwargs)
 
 

@@ -250,7 +250,7 @@ def _wanted(module: SparseMultiheadAttention) -> str:
 
 def _masks(
     key_padding_mask: torch.Tensor | None, attn_mask: torch.Tensor | None, query: torch.Tensor, unbatched: bool
-) -> dict[str, torch.Tensor | None]:
+) -> dict[str, Any]:
     """PyTorch's masks, of which a bool one drops where True, as the arguments of `StructuredAttention`."""
     batch, heads, tokens, _ = query.shape
     _check_mask("key_padding_mask", key_padding_mask, [(tokens,)] if unbatched else [(batch, tokens)])
