@@ -29,13 +29,16 @@ def sparsify(
     a copy, since other models may hold the one that it was made with; so give the whole model, not a base model inside
     it. In other models each layer that holds `query`, `key` and `value`, is called with (hidden_states, attention_mask)
     and returns a tensor, as bing_bert's `attention.self` does, gives its place to a `BertSparseSelfAttention` around
-    the same three.
+    the same three; each `nn.MultiheadAttention` becomes a `SparseMultiheadAttention`; and in a layer that calls
+    `scaled_dot_product_attention` what it calls for becomes sparse. Their cross-attention stays dense, and the report
+    says so.
 
     Args:
-        model: a Transformers model, a model in the bing_bert manner, or a module that holds such.
+        model: a Transformers model, a model in the bing_bert manner or in plain PyTorch, or a module that holds such.
         sparsity_config: the structure, or a dict with the keys of the JSON block; by default what the Transformers
             model's config says, else `FixedSparsityConfig`. Random blocks without a seed get that of the model's
             config, else one that rank 0 draws.
+            A model in plain PyTorch keeps no seed, so random blocks need one.
         max_seq_length: tokens that the layout is built for, rounded up to whole blocks; by default
             `config.max_position_embeddings`, and 2048 where a model that is not of Transformers has none.
 
@@ -48,7 +51,7 @@ def sparsify(
             structure for another number of heads, or without a layout of this length. Nothing has been changed then.
         TypeError: neither a structure nor a dict.
         RuntimeError: several ranks would draw a seed before torch.distributed runs; later, in a forward, a layer
-            that ran without its sparse attention.
+            that ran without its sparse attention. A forward raises ValueError for cross-attention.
 
     Examples:
         >>> import transformers
