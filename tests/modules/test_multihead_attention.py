@@ -11,13 +11,13 @@ from torch import nn
 from ds_sparse import (
     BigBirdSparsityConfig,
     DenseSparsityConfig,
-    FixedSparsityConfig,
+    LocalSlidingWindowSparsityConfig,
     SparseMultiheadAttention,
 )
 
 HEADS, EMBED, TOKENS, BLOCK = 4, 32, 50, 16
 DENSE = DenseSparsityConfig(HEADS, BLOCK)
-LOCAL = FixedSparsityConfig(HEADS, BLOCK, num_local_blocks=2, attention="unidirectional")
+LOCAL = LocalSlidingWindowSparsityConfig(HEADS, BLOCK, attention="bidirectional")
 
 
 def pair(structure=DENSE, **arguments):
@@ -260,7 +260,7 @@ def test_nested_tensors_of_pytorchs_encoder_are_refused_with_the_way_out():
 
 def test_it_compiles_into_one_graph_inside_pytorchs_encoder():
     torch._dynamo.reset()
-    model = encoder(pair(LOCAL, batch_first=True)[1], enable_nested_tensor=False)
+    model = encoder(pair(LOCAL, batch_first=True)[1], enable_nested_tensor=False).layers[0]
     x = random(seeded(), 2, TOKENS, EMBED).requires_grad_()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     found, wanted = (f(x, src_key_padding_mask=padding()) for f in (compiled, model))
