@@ -133,7 +133,8 @@ class _Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
             self.count += 1
-            if _where_autograd_is() != self.where:
+            here = _where_autograd_is()
+            if here is not None and self.where is not None and here != self.where:
                 raise CannotBeSparse(
                     self.module,
                     "calls scaled_dot_product_attention under a checkpoint or a no_grad of its own, and what backward "
@@ -153,10 +154,11 @@ class _Calls(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _where_autograd_is() -> tuple[bool, Any]:
-    """What a checkpoint changes while it computes: whether gradients are on, or what is done with saved tensors."""
+def _where_autograd_is() -> tuple[bool, Any] | None:
+    """What a checkpoint changes while it computes: whether gradients are on, and what is done with saved tensors. None
+    in a trace, whose backward computes again what is in the graph."""
     if torch.compiler.is_compiling():
-        return True, None  # a checkpoint in a graph computes again what the graph has
+        return None
     return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 

@@ -206,6 +206,25 @@ def test_a_compiled_model_is_one_graph():
     torch.testing.assert_close(output_and_gradients(compiled, x), output_and_gradients(model, x))
 
 
+class Compiled(Fused):
+    """Whose forward is compiled where it is written."""
+
+    @torch.compile(backend="eager")
+    def forward(self, x):
+        return super().forward(x)
+
+
+def test_a_forward_that_was_compiled_before_is_sparse_and_dense_again():
+    torch._dynamo.reset()
+    model, eager, x = Compiled(), Fused(), hidden()
+    eager.load_state_dict(model.state_dict())
+    wanted = model(x)
+    reports = [ds_sparse.sparsify(both, LOCAL, max_seq_length=64) for both in (model, eager)]
+    torch.testing.assert_close(model(x), eager(x))
+    reports[0].undo()
+    torch.testing.assert_close(model(x), wanted)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_around_a_layer_computes_the_same_again(reentrant):
     model = Fused()
