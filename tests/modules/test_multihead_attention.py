@@ -83,6 +83,16 @@ def test_a_dense_structure_gives_what_pytorchs_module_gives(masks, batch_first):
     assert_alike(*pair(batch_first=batch_first), [x, x, x], masks)
 
 
+def test_each_device_gives_what_pytorchs_module_gives(device):
+    dense, sparse = (module.to(device, torch.float32) for module in pair(batch_first=True))
+    x = torch.randn(2, TOKENS, EMBED, device=device)
+    found = []
+    for module, more in ((dense, {"need_weights": False}), (sparse, {})):
+        output = module(x, x, x, key_padding_mask=padding().to(device), **more)[0]
+        found.append((output, torch.autograd.grad(output.square().sum(), list(module.parameters()))))
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+
+
 def test_operands_may_have_no_batch_and_the_module_no_bias():
     x = random(seeded(), TOKENS, EMBED).requires_grad_()
     masks = {"key_padding_mask": padding()[1], "attn_mask": dropped(HEADS, TOKENS, TOKENS)}

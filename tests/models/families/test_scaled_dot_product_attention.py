@@ -158,6 +158,13 @@ def test_a_dense_structure_gives_what_the_model_gave_and_undo_puts_it_back(model
     torch.testing.assert_close(output_and_gradients(model, *inputs), wanted, rtol=0, atol=0)
 
 
+def test_each_device_gives_what_the_model_gave(device):
+    model, x = Sequence(Fused(is_causal=True), Outer()).to(device), hidden().to(device)
+    wanted = output_and_gradients(model, x)
+    ds_sparse.sparsify(model, DENSE, max_seq_length=64)
+    torch.testing.assert_close(output_and_gradients(model, x), wanted, rtol=1e-3, atol=1e-3)
+
+
 def test_a_structure_is_a_mask_of_its_blocks_and_the_report_names_layers():
     model, x = Sequence(Fused(), Outer()), hidden()
     twin = copy.deepcopy(model)
