@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from ..modules.layers import cross_attention_layers
 from ..sparsity import SparsityConfig
 from .by_hand import BY_HAND
 from .families import families
@@ -35,12 +34,13 @@ def sparsify(
 
     Args:
         model: a Transformers model, a model in the bing_bert manner or in plain PyTorch, or a module that holds such.
-        sparsity_config: the structure, or a dict with the keys of the JSON block; by default what the Transformers
-            model's config says, else `FixedSparsityConfig`. Random blocks without a seed get that of the model's
-            config, else one that rank 0 draws.
-            A model in plain PyTorch keeps no seed, so random blocks need one.
+        sparsity_config: the structure, or a dict with the keys of the JSON block, whose `layers` give layers a
+            structure of their own, or leave them dense; by default what the Transformers model's config says, else
+            `FixedSparsityConfig`. Random blocks without a seed get that of the model's config, else one that rank 0
+            draws; a model in plain PyTorch keeps no seed, so its random blocks need one.
         max_seq_length: tokens that the layout is built for, rounded up to whole blocks; by default
-            `config.max_position_embeddings`, and 2048 where a model that is not of Transformers has none.
+            `config.max_position_embeddings`. Without that it is 2048; the layout of a Transformers model then doubles
+            until it covers the batch.
 
     Returns:
         What was changed; its `undo()` puts the model back.
@@ -71,19 +71,19 @@ def sparsify(
     refuse_sparse(model, sparse)
     structures = Structures(sparsity_config)
     changes: list[Change] = []
-    left_dense = cross_attention_layers(model)
     for family in families():
         layers = family.of_this_family(model, dense)
-        dense = {name: layer for name, layer in dense.items() if name not in layers}
-        left_dense |= family.left_dense(model, layers)
-        layers = {name: layer for name, layer in layers.items() if name not in left_dense}
         changes += family.changes(model, layers, structures, max_seq_length)
+        dense = {name: layer for name, layer in dense.items() if name not in layers}
     if not changes:
         raise ValueError(
             f"{type(model).__name__} has no attention layer that ds_sparse knows; where it computes it, {BY_HAND}"
         )
+    reasons = {kind.what for change in changes for kind in change.kinds}
+    if not any(kind.sparse for change in changes for kind in change.kinds):
+        raise ValueError(f"No attention layer of {type(model).__name__} would be sparse: {'; '.join(sorted(reasons))}.")
     for family in families():
         family.prepare(model)
     for change in changes:
         change.on()
-    return SparsifyReport(changes, left_dense)
+    return SparsifyReport(changes)

@@ -200,8 +200,8 @@ def _attend(
 
 
 _WAY_OUT = (
-    "; keep it dense: call ds_sparse.sparsify on the part of the model without it, or write SparseSelfAttention into "
-    "the layers that are to be sparse."
+    '; keep it dense, by null in "layers" of the block or with ds_sparse.sparsify on the part of the model without it, '
+    "or write SparseSelfAttention into the layers that are to be sparse."
 )
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import bidirectional_mask_function
 
 from ...modules.bert import VARIANTS
 from ...modules.structured_attention import of_keys_or_pairs
 from ..pretrained import NAME
-from .binding import attached_to, which
-from .trial import Refused
+from .binding import attached_to, local_attention_of, which
+from .mask_windows import window_of_mask
+from .trial import Masks, NotBidirectional, Refused
 
 _NOT_COMPUTED = tuple(name for name in VARIANTS if name != "position_bias")
 
@@ -54,6 +54,9 @@ def attention(
         SparseAttentionConfigError: the structure in the config is wrong.
     """
     _refuse_what_is_not_computed(module, query, key, attention_mask, is_causal, more)
+    tried = Masks.of(module.config)
+    if tried is not None:
+        tried.check(which(module), attention_mask, local_attention_of(module), more.get("sliding_window"))
     rpe = position_bias
     if attention_mask is not None and attention_mask.requires_grad:
         rpe = attention_mask if rpe is None else attention_mask + rpe
@@ -72,7 +75,10 @@ def _refuse_what_is_not_computed(
     is_causal: bool | None,
     more: Mapping[str, Any],
 ) -> None:
+    local = local_attention_of(module)
+    computed = local is not None and more.get("sliding_window") == local.window + 1
     asked = [name for name in _NOT_COMPUTED if more.get(name) is not None and more[name] is not False]
+    asked = [name for name in asked if name != "sliding_window" or not computed]
     asked += ["output_attentions"] if getattr(module.config, "output_attentions", False) else []
     if asked:
         raise Refused(
@@ -81,13 +87,13 @@ def _refuse_what_is_not_computed(
         )
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     if causal or query.shape[2] != key.shape[2]:
-        raise Refused(
+        raise NotBidirectional(
             f"{which(module)} is {'causal' if causal else 'cross-attention, or has cached keys'}, and {NAME} "
             'serves the bidirectional self-attention of encoders; use attn_implementation="sdpa".'
         )
     if attention_mask is not None and attention_mask.is_meta and not query.is_meta:
-        raise Refused(
-            f"{which(module)} is given a mask that is causal, windowed, packed or for cross-attention, and "
+        raise NotBidirectional(
+            f"{which(module)} is given a mask that is causal, packed, with an overlay or for cross-attention, and "
             f'{NAME} serves the bidirectional self-attention of encoders; use attn_implementation="sdpa".'
         )
 
@@ -100,19 +106,25 @@ def key_padding_mask(
     q_length: int | None = None,
     cache_position: Any = None,
     attention_mask: torch.Tensor | None = None,
-    allow_is_bidirectional_skip: bool = True,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    config: Any = None,
     **_: Any,
 ) -> torch.Tensor | None:
     """The mask function: the padding mask (B, T), True keeps, as it is, so that nothing of size T x T exists.
 
-    For another mask than that of bidirectional self-attention, a tensor without data (device "meta"): some models make
-    masks that none of their layers takes, and `attention` refuses it.
+    That is for all masks that bidirectional self-attention has, also inside a window, which a local layer knows itself
+    (a trial has made sure). For another mask, a tensor without data (device "meta"): some models make masks that none
+    of their layers takes, and `attention` refuses it.
     """
     q_length = len(cache_position) if q_length is None else q_length  # the first 5.x releases give the positions
-    plain = mask_function is bidirectional_mask_function and allow_is_bidirectional_skip and q_length == kv_length
-    if not plain or (attention_mask is not None and attention_mask.dim() != 2):
+    window = window_of_mask(mask_function, local_size, allow_is_causal_skip, allow_is_bidirectional_skip, use_vmap)
+    if window is None or q_length != kv_length or (attention_mask is not None and attention_mask.dim() != 2):
         return torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
-    return attention_mask
+    tried = Masks.of(config)
+    return attention_mask if tried is None else tried.note(attention_mask, window, (batch_size, kv_length))
 
 
 AttentionInterface.register(NAME, attention)

@@ -34,13 +34,13 @@ class Family(ABC):
             ValueError: a layer that would stay dense, or would not be computed as before; nothing has been changed.
         """
 
-    def left_dense(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-        """Those of these layers that are cross-attention, and stay dense for that; `changes` is called without them."""
-        return {}
-
     def switched(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         """Those of the layers without a `SparseSelfAttention` that are sparse all the same."""
         return {}
+
+    def left_dense(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> set[str]:
+        """The names of those dense layers that are to be dense beside sparse ones of the same model."""
+        return set()
 
     def prepare(self, model: nn.Module) -> None:
         """Is called before changes of a model are switched on."""

@@ -7,12 +7,13 @@ from typing import Any
 
 from torch import nn
 
+from ...modules.layers import cross_attention_layers
 from ...modules.multihead_attention import SparseMultiheadAttention, refuse_added_keys
-from ...modules.structured_attention import StructuredAttention, whole_blocks
-from ..report import Change
+from ...modules.structured_attention import StructuredAttention
+from ..report import NULL, Change, Kind, StayDense, describe
 from ..structures import Structures
+from ._plain import CROSS_ATTENTION, by_structure
 from ._registry import Family
-from .bing_bert import longest_sequence
 
 
 class MultiheadAttention(Family):
@@ -28,46 +29,39 @@ class MultiheadAttention(Family):
         structures: Structures,
         max_seq_length: int | None,
     ) -> list[Change]:
-        alike: dict[int, dict[str, nn.MultiheadAttention]] = {}
-        for name, layer in layers.items():
-            assert isinstance(layer, nn.MultiheadAttention)
-            _check(name, layer)
-            alike.setdefault(layer.num_heads, {})[name] = layer
-        tokens = longest_sequence(getattr(model, "config", None)) if max_seq_length is None else max_seq_length
-        changes: list[Change] = []
-        for heads, those in alike.items():
-            structure = structures.make_repeatable(heads)
-            attention = StructuredAttention(structure, whole_blocks(tokens, structure.block))
-            changes.append(Turn(model, those, attention))
-        return changes
+        heads = {name: _heads(name, layer) for name, layer in layers.items()}
+        alike, left = by_structure(model, layers, heads, structures, max_seq_length)
+        changes: list[Change] = [Turn(model, those, attention) for attention, those in alike]
+        kept = {NULL: left, CROSS_ATTENTION: cross_attention_layers(model)}
+        return changes + [StayDense(those, why) for why, those in kept.items() if those]
 
 
 class Turn:
     """Layers of as many heads that `on` turns into SparseMultiheadAttention and `off` back. The objects stay, and with
     them parameters, hooks and whatever else holds them."""
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, nn.MultiheadAttention], attention: StructuredAttention):
-        self.layers, self.attention = layers, attention
-        self.was = [nn.MultiheadAttention.__name__] * len(layers)
-        self.now = [SparseMultiheadAttention.__name__] * len(layers)
+    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module], attention: StructuredAttention):
+        was, now = nn.MultiheadAttention.__name__, SparseMultiheadAttention.__name__
+        self.kinds = [Kind(layers, [was] * len(layers), [now] * len(layers), describe(attention))]
+        self._layers, self._attention = list(layers.values()), attention
         # These hand nested tensors to their layers in evaluation.
         self._encoders = [
             module
             for module in model.modules()
-            if isinstance(module, nn.TransformerEncoder) and not set(layers.values()).isdisjoint(module.modules())
+            if isinstance(module, nn.TransformerEncoder) and not set(self._layers).isdisjoint(module.modules())
         ]
 
     def on(self) -> None:
-        for layer in self.layers.values():
-            layer.__class__ = SparseMultiheadAttention
+        for layer in self._layers:
             sparse: Any = layer
-            sparse.attend_with(self.attention)
+            sparse.__class__ = SparseMultiheadAttention
+            sparse.attend_with(self._attention)
         self._nested = [encoder.use_nested_tensor for encoder in self._encoders]
         for encoder in self._encoders:
             encoder.use_nested_tensor = False
 
     def off(self) -> None:
-        for layer in self.layers.values():
+        for layer in self._layers:
             sparse: Any = layer
             sparse.attend_densely()
             layer.__class__ = nn.MultiheadAttention
@@ -75,8 +69,8 @@ class Turn:
             encoder.use_nested_tensor = nested
 
 
-def _check(name: str, layer: nn.MultiheadAttention) -> None:
-    """Raises ValueError unless SparseMultiheadAttention does all that the layer does."""
+def _heads(name: str, layer: nn.Module) -> int:
+    """The number of heads of a layer; raises ValueError unless SparseMultiheadAttention does all that it does."""
     what = f"attention layer {name or 'of the model itself'} ({type(layer).__name__})"
     if type(layer) is not nn.MultiheadAttention:
         raise ValueError(
@@ -89,3 +83,4 @@ def _check(name: str, layer: nn.MultiheadAttention) -> None:
             f"{what} would stay dense: its forward was replaced, as hooks of accelerate do; call sparsify before that."
         )
     refuse_added_keys(what, layer.bias_k is not None or layer.bias_v is not None, layer.add_zero_attn)
+    return layer.num_heads

@@ -23,12 +23,13 @@ from ...modules.intercepted_attention import (
     make_calls_dense,
     make_calls_sparse,
 )
-from ...modules.structured_attention import StructuredAttention, whole_blocks
+from ...modules.structured_attention import StructuredAttention
 from ..fake_copy import fake_copy, trying
-from ..report import Change
+from ..report import NULL, Change, Kind, StayDense, describe
 from ..structures import Structures
+from ._plain import CROSS_ATTENTION, by_structure
 from ._registry import Family
-from .bing_bert import in_the_manner, longest_sequence
+from .bing_bert import in_the_manner
 
 TOKENS = 8
 """Tokens of a trial, in a batch of two."""
@@ -41,13 +42,6 @@ class ScaledDotProductAttention(Family):
         candidates = {name: layer for name, layer in layers.items() if not in_the_manner(name, layer)}
         return {name: candidates[name] for name, tried in _try(model, candidates).items() if tried.called}
 
-    def left_dense(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-        return {
-            name: layers[name]
-            for name, tried in _try(model, layers).items()
-            if isinstance(tried.refusal, CrossAttention) and not tried.heads
-        }
-
     def changes(
         self,
         model: nn.Module,
@@ -55,16 +49,16 @@ class ScaledDotProductAttention(Family):
         structures: Structures,
         max_seq_length: int | None,
     ) -> list[Change]:
-        alike: dict[int, dict[str, nn.Module]] = {}
-        for name, tried in _try(model, layers).items():
-            alike.setdefault(_heads(name, layers[name], tried), {})[name] = layers[name]
-        tokens = longest_sequence(getattr(model, "config", None)) if max_seq_length is None else max_seq_length
-        changes: list[Change] = []
-        for heads, those in alike.items():
-            structure = structures.make_repeatable(heads)
-            attention = StructuredAttention(structure, whole_blocks(tokens, structure.block))
-            changes.append(Interceptions(those, attention))
-        return changes
+        tried = _try(model, layers)
+        cross_attention = {name: layers[name] for name, seen in tried.items() if seen.is_cross_attention}
+        heads = {name: _heads(name, layers[name], seen) for name, seen in tried.items() if name not in cross_attention}
+        alike, left = by_structure(model, layers, heads, structures, max_seq_length)
+        changes: list[Change] = [Interceptions(those, attention) for attention, those in alike]
+        kept = {NULL: left, CROSS_ATTENTION: cross_attention}
+        return changes + [StayDense(those, why) for why, those in kept.items() if those]
+
+    def left_dense(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> set[str]:
+        return {name for name, seen in _try(model, layers).items() if seen.is_cross_attention}
 
     def switched(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         return {name: layer for name, layer in layers.items() if isinstance(layer, SparseCalls)}
@@ -74,16 +68,17 @@ class Interceptions:
     """Layers of as many heads whose calls `on` makes sparse and `off` dense again."""
 
     def __init__(self, layers: Mapping[str, nn.Module], attention: StructuredAttention):
-        self.layers, self.attention = layers, attention
-        self.was = [f"{type(layer).__name__}, scaled_dot_product_attention" for layer in layers.values()]
-        self.now = [f"{type(layer).__name__}, ds_sparse" for layer in layers.values()]
+        was = [f"{type(layer).__name__}, scaled_dot_product_attention" for layer in layers.values()]
+        now = [f"{type(layer).__name__}, ds_sparse" for layer in layers.values()]
+        self.kinds = [Kind(layers, was, now, describe(attention))]
+        self._layers, self._attention = layers, attention
 
     def on(self) -> None:
-        for name, layer in self.layers.items():
-            make_calls_sparse(layer, name, self.attention)
+        for name, layer in self._layers.items():
+            make_calls_sparse(layer, name, self._attention)
 
     def off(self) -> None:
-        for layer in self.layers.values():
+        for layer in self._layers.values():
             make_calls_dense(layer)
 
 
@@ -97,6 +92,10 @@ class _Tried:
     @property
     def called(self) -> bool:
         return bool(self.heads) or self.refusal is not None
+
+    @property
+    def is_cross_attention(self) -> bool:
+        return isinstance(self.refusal, CrossAttention) and not self.heads
 
     def attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any) -> torch.Tensor:
         """Stands for StructuredAttention."""

@@ -85,13 +85,14 @@ def test_a_decoder_keeps_its_cross_attention_and_the_report_says_so():
     report = ds_sparse.sparsify(model, DENSE, max_seq_length=64)
     assert [name for name, *_ in report.replaced] == ["encoder.layers.0.self_attn", "decoder.layers.0.self_attn"]
     assert str(report).endswith(
-        "1 layer of cross-attention left dense\n  decoder.layers.0.multihead_attn  MultiheadAttention"
+        "1 attention layer stays dense: cross-attention, whose keys are of another sequence\n"
+        "  decoder.layers.0.multihead_attn  MultiheadAttention"
     )
     torch.testing.assert_close(model(source, target, **masks), wanted)
     torch.testing.assert_close(model(source, target, tgt_mask=causal), wanted)
     assert type(model.decoder.layers[0].multihead_attn) is nn.MultiheadAttention
     report.undo()
-    assert "left dense" not in str(report)
+    assert "stays dense" not in str(report)
 
 
 class Own(nn.Module):
@@ -156,3 +157,19 @@ def test_what_would_not_compute_the_same_is_refused_before_anything_changes(laye
     with pytest.raises(ValueError, match=sentence):
         ds_sparse.sparsify(model, structure, max_seq_length=64)
     assert type(model[0]) is nn.MultiheadAttention and not capsys.readouterr().out
+
+
+def test_layers_may_have_structures_of_their_own_or_stay_dense():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(EMBED, HEADS, 64, batch_first=True), 4)
+    report = ds_sparse.sparsify(model, {**LOCAL, "layers": {"1": DENSE, "2": None}}, max_seq_length=64)
+    assert [name for name, *_ in report.replaced] == [f"layers.{n}.self_attn" for n in (0, 3, 1)]
+    assert report.dense == [("layers.2.self_attn", "MultiheadAttention", 'null in "layers" of the block')]
+    first, second, third, last = (layer.self_attn for layer in model.layers)
+    assert first.attention is last.attention is not second.attention and type(third) is nn.MultiheadAttention
+    report.undo()
+    assert type(first) is nn.MultiheadAttention and model.use_nested_tensor
+    with pytest.raises(ds_sparse.SparseAttentionConfigError, match="4"):
+        ds_sparse.sparsify(model, {**LOCAL, "layers": {"4": None}}, max_seq_length=64)
+    random_blocks = {"mode": "bigbird", "num_random_blocks": 1}
+    with pytest.raises(ValueError, match="has random blocks and no seed"):
+        ds_sparse.sparsify(model, {**LOCAL, "layers": {"0": random_blocks}}, max_seq_length=64)

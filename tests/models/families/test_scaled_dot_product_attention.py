@@ -329,7 +329,7 @@ def test_cross_attention_is_left_dense_and_reported():
     wanted = model(x)
     report = ds_sparse.sparsify(model, DENSE, max_seq_length=64)
     assert [name for name, *_ in report.replaced] == ["layers.0"]
-    assert str(report).endswith("1 layer of cross-attention left dense\n  layers.1  Pooling")
+    assert report.dense == [("layers.1", "Pooling", "cross-attention, whose keys are of another sequence")]
     torch.testing.assert_close(model(x), wanted)
 
 

@@ -1,0 +1,43 @@
+"""LocalAttention: the window of a model's own local layers, called as `StructuredAttention` is."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..ops import window_attention
+
+
+class LocalAttention(NamedTuple):
+    """Attention of each token to those at most `window` tokens away, on either side.
+
+    Call:
+        As `StructuredAttention`, without `rpe`, `attn_mask` and dropout.
+
+    Raises:
+        ValueError: in the call, one of these.
+    """
+
+    window: int
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+        rpe: torch.Tensor | None = None,
+        key_padding_mask: torch.Tensor | None = None,
+        attn_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        given = {"rpe": rpe is not None, "attn_mask": attn_mask is not None, "dropout_p": dropout_p != 0}
+        refused = [name for name, is_given in given.items() if is_given]
+        if refused:
+            raise ValueError(
+                f"a local layer with a window of {self.window} tokens is given {', '.join(refused)}, which window "
+                "attention does not compute; leave it out."
+            )
+        return window_attention(query, key, value, self.window, key_padding_mask=key_padding_mask, scale=scale)
