@@ -35,6 +35,7 @@ _PUBLIC = {
     "torch_sparse_attention": "ops",
     "SparseSelfAttention": "modules.self_attention",
     "BertSparseSelfAttention": "modules.bert",
+    "SparseMultiheadAttention": "modules.multihead_attention",
     "SparseAttentionUtils": "models.sparse_attention_utils",
     "SparsifyReport": "models.report",
     "sparsify": "models.sparsify",
@@ -85,6 +86,7 @@ if TYPE_CHECKING:  # "as" their own names: what type checkers and editors offer 
     from .models.sparse_attention_utils import SparseAttentionUtils as SparseAttentionUtils
     from .models.sparsify import sparsify as sparsify
     from .modules.bert import BertSparseSelfAttention as BertSparseSelfAttention
+    from .modules.multihead_attention import SparseMultiheadAttention as SparseMultiheadAttention
     from .modules.self_attention import SparseSelfAttention as SparseSelfAttention
     from .ops import MatMul as MatMul
     from .ops import Softmax as Softmax

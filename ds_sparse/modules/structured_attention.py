@@ -46,6 +46,7 @@ class StructuredAttention:
         key, value: alike, or with fewer heads, which divide H: query head h reads head h // (H / their number).
         scale: factor of the scores, 1 / sqrt(D) by default.
         dropout_p: probability with which attention probabilities are dropped.
+        causal: whether a token sees itself and those before it alone, whatever the structure says.
         rpe: relative position bias (B or 1, H or 1, T, T), added after scaling.
         key_padding_mask: (B or 1, T); attn_mask: (T, T), or (B or 1, H or 1, T or 1, T). Bool keeps where True, a
             float is added.
@@ -125,6 +126,7 @@ class StructuredAttention:
         *,
         scale: float | None = None,
         dropout_p: float = 0.0,
+        causal: bool = False,
         rpe: torch.Tensor | None = None,
         key_padding_mask: torch.Tensor | None = None,
         attn_mask: torch.Tensor | None = None,
@@ -132,7 +134,7 @@ class StructuredAttention:
         self._check(query, key, value, rpe, key_padding_mask, attn_mask)
         self._synchronize_layout()
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        causal = getattr(self.sparsity_config, "causal", False)
+        causal = causal or getattr(self.sparsity_config, "causal", False)
         masks: dict[str, Any] = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
         if self.implementation == "separate":
             return self._attend_separately(query, key, value, scale, causal, dropout_p, **masks)

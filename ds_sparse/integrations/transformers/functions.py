@@ -62,7 +62,7 @@ def attention(
         rpe = attention_mask if rpe is None else attention_mask + rpe
         attention_mask = None
     sparse = attached_to(module).attention
-    masks = {**of_keys_or_pairs(attention_mask), "rpe": None if rpe is None else rpe.to(query.dtype)}
+    masks: dict[str, Any] = {**of_keys_or_pairs(attention_mask), "rpe": None if rpe is None else rpe.to(query.dtype)}
     output = sparse(query, key, value, scale=scaling, dropout_p=dropout, **masks)
     return output.transpose(1, 2).contiguous(), None
 
