@@ -138,8 +138,9 @@ def get_sparse_attention_config(args: argparse.Namespace, num_heads: int) -> Spa
 def get_sparse_attention_layers(
     args: argparse.Namespace, num_heads: int, num_layers: int
 ) -> list[SparsityConfig | None] | None:
-    """The structure of each layer that the JSON asks for, or None without the flag: `get_sparse_attention_config` for
-    models whose layers may have structures of their own.
+    """The structure of each layer that the JSON asks for, or None without the flag.
+
+    This is `get_sparse_attention_config` for models whose layers may have structures of their own.
 
     Args:
         args, num_heads: as in `get_sparse_attention_config`.

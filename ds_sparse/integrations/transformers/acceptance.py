@@ -78,7 +78,7 @@ def why_not(
     dropping = {
         layer: module
         for layer, module in layers.items()
-        if local_attention_of(module) is not None and getattr(module, "attention_dropout", 0)
+        if local_attention_of(module) is not None and getattr(module, "attention_dropout", False)
     }
     if dropping:
         return (
