@@ -176,7 +176,7 @@ def block_sparse_attention(
         >>> query.grad.shape
         torch.Size([2, 4, 64, 16])
     """
-    if is_packed(query, layout, cu_seqlens):
+    if isinstance(layout, PackedIndex) or is_packed(query, cu_seqlens):
         return packed_attention(
             query, key, value, layout, cu_seqlens, document_layout, block, block_sparse_attention, causal=causal,
             return_lse=return_lse, dropout_p=dropout_p, scale=scale, rpe=rpe, attn_mask=attn_mask,

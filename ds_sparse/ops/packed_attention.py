@@ -35,9 +35,9 @@ class Packed(NamedTuple):
     as_given: Callable[[torch.Tensor], torch.Tensor]
 
 
-def is_packed(query: torch.Tensor, layout: object, cu_seqlens: torch.Tensor | None) -> bool:
-    """Whether a call of attention is over packed documents."""
-    return cu_seqlens is not None or isinstance(layout, PackedIndex) or getattr(query, "is_nested", False)
+def is_packed(query: torch.Tensor, cu_seqlens: torch.Tensor | None) -> bool:
+    """Whether a call of attention is over packed documents, where its layout is no `PackedIndex`."""
+    return cu_seqlens is not None or getattr(query, "is_nested", False)
 
 
 def packed_attention(
