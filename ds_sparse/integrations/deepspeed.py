@@ -29,7 +29,7 @@ from ..models.families import families
 from ..models.layers import attention_layers
 from ..models.sparsify import sparsify
 from ..models.structures import set_common_seeds
-from ..modules.self_attention import SparseSelfAttention
+from ..modules.layers import structure_of
 from ..notices import say_notices
 from ..ranks import is_launched, say
 from ..sparsity import FixedSparsityConfig, SparsityConfig
@@ -343,11 +343,12 @@ def _show(config: SparsityConfig, fields: list[str]) -> str:
 
 def _structure_of(layer: nn.Module, number: int | None) -> tuple[int, SparsityConfig | None]:
     """The number of a sparse layer in its model, and its structure."""
-    if isinstance(layer, SparseSelfAttention):
-        return number or 0, layer.sparsity_config
-    from .transformers import number_of, structure_of
+    structure = structure_of(layer)
+    if structure is not None:
+        return number or 0, structure
+    from . import transformers
 
-    return number_of(layer), structure_of(layer)
+    return transformers.number_of(layer), transformers.structure_of(layer)
 
 
 def _keep_seeds(engine: Any, model: nn.Module, block: Mapping[str, Any]) -> None:

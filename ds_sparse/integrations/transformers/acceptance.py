@@ -24,6 +24,12 @@ _WHAT_TO_USE = (
     "SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention."
 )
 
+_CONVERTED = {
+    "longformer": " ds_sparse convert makes a RoBERTa of this one.",
+    "big_bird": " ds_sparse convert makes a BERT of this one.",
+}
+"""What else there is for models with a sparse attention of their own, by the model_type of their config."""
+
 
 class OfDecoder(str):
     """The reason why a decoder with cross-attention cannot be sparse, which may stay dense beside its encoder."""
@@ -53,7 +59,8 @@ def why_not(
     name, config = type(model).__name__, model.config
     if not through_interface(model):
         where = f" ({named(layers)})" if layers else ""
-        return f"{name} computes its attention itself{where} and would stay dense; {_WHAT_TO_USE}"
+        converted = _CONVERTED.get(config.model_type, "")
+        return f"{name} computes its attention itself{where} and would stay dense; {_WHAT_TO_USE}{converted}"
     if not layers:
         return (
             f"{name} has no attention layer that ds_sparse knows by its projections, and would stay dense; "
