@@ -51,8 +51,10 @@ _PUBLIC = {
     "SparseAttentionConfigError": "config",
     "load_config": "config",
     "parse_sparse_attention": "config",
+    "parse_sparse_attention_layers": "config",
     "add_config_arguments": "integrations.deepspeed",
     "get_sparse_attention_config": "integrations.deepspeed",
+    "get_sparse_attention_layers": "integrations.deepspeed",
     "init_distributed": "integrations.deepspeed",
     "initialize": "integrations.deepspeed",
 }
@@ -63,6 +65,7 @@ if TYPE_CHECKING:  # "as" their own names: what type checkers and editors offer 
     from .config import SparseAttentionConfigError as SparseAttentionConfigError
     from .config import load_config as load_config
     from .config import parse_sparse_attention as parse_sparse_attention
+    from .config import parse_sparse_attention_layers as parse_sparse_attention_layers
     from .dispatch import force_implementation as force_implementation
     from .index import BlockIndex as BlockIndex
     from .index import PackedIndex as PackedIndex
@@ -70,6 +73,7 @@ if TYPE_CHECKING:  # "as" their own names: what type checkers and editors offer 
     from .index import WindowIndex as WindowIndex
     from .integrations.deepspeed import add_config_arguments as add_config_arguments
     from .integrations.deepspeed import get_sparse_attention_config as get_sparse_attention_config
+    from .integrations.deepspeed import get_sparse_attention_layers as get_sparse_attention_layers
     from .integrations.deepspeed import init_distributed as init_distributed
     from .integrations.deepspeed import initialize as initialize
     from .models.report import SparsifyReport as SparsifyReport

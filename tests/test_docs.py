@@ -184,7 +184,7 @@ def test_blocks_of_json_are_right(page):
     for snippet in fenced(page):
         if snippet.language == "json":
             block = json.loads(snippet.code)["sparse_attention"]
-            ds_sparse.parse_sparse_attention(block, num_heads=4, seq_len=1024)
+            ds_sparse.parse_sparse_attention_layers(block, num_heads=4, num_layers=12, seq_len=1024)
 
 
 def output_of(line: str, capfd: pytest.CaptureFixture[str]) -> str:

@@ -16,6 +16,7 @@ COMMANDS = {
     "bench": "time the operations beside dense PyTorch, after verifying them",
     "check": "say what is wrong with a DeepSpeed JSON and its sparse_attention block, without training",
     "draw": "draw the layout that a DeepSpeed JSON gives, in the terminal or as a picture",
+    "families": "say which Transformers models become sparse, which do not, and why",
     "run": "start a training script that knows nothing of ds_sparse, through DeepSpeed's launcher",
     "schema": "print the JSON schema of the sparse_attention block",
 }

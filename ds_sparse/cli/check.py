@@ -10,16 +10,18 @@ from ..arguments import positive
 from ..config import (
     BLOCK_KEY,
     DEFAULT_MODE,
+    LAYERS_KEY,
     STRUCTURE_ERRORS,
     LoadedConfig,
     SparseAttentionConfigError,
     load_config,
+    mode_of,
     parse_config,
-    parse_sparse_attention,
+    read_block,
 )
 from ..sparsity import SparsityConfig
 from ..sparsity.draws import Draws, draws, why_unrepeatable
-from ..wording import printable, reason
+from ..wording import printable, reason, show
 
 _USUAL_LENGTH = 2048
 
@@ -41,14 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seq", type=positive, help="sequence length in tokens that the layout must exist at")
     parser.add_argument("--heads", type=positive, default=12, help="attention heads of the model (default: 12)")
+    parser.add_argument("--layers", type=positive, help="attention layers of the model, which no entry may go beyond")
     parser.add_argument(
         "--block-only", action="store_true", help="the block alone, without DeepSpeed; without --seq no density: 0.3 s"
     )
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print a list with an object for each file: file, ok, mode, block, density, seq_len, deepspeed (its "
-        "version; null: not asked), mistakes, notices",
+        help="print a list with an object for each file: file, ok, mode, block, density, layers (mode, block and "
+        "density of each entry, null: dense), seq_len, deepspeed (its version; null: not asked), mistakes, notices",
     )
 
 
@@ -62,6 +65,8 @@ class Result:
     block: int | None = None
     density: float | None = None
     """Share of live blocks at `seq_len` tokens; None where no layout was made."""
+    layers: dict[str, dict[str, Any] | None] = field(default_factory=dict)
+    """Mode, block and density of the entries of `layers`; None for one that is dense by the model's own attention."""
     seq_len: int | None = None
     deepspeed: str | None = None
     """The version of the DeepSpeed that read the rest; None where it was not asked."""
@@ -93,12 +98,17 @@ def _summary(result: Result) -> str:
     if result.mode is None:
         summary = f"no {BLOCK_KEY} block: it trains dense, or {DEFAULT_MODE} at its defaults if switched on"
     else:
-        summary = f"mode {result.mode}, block {result.block}"
-    if result.density is not None:
-        summary += f", density {result.density:.1%} at {result.seq_len} tokens"
+        summary = _structure(result.mode, result.block, result.density)
+        summary += f" at {result.seq_len} tokens" if result.density is not None else ""
+    for key, entry in result.layers.items():
+        summary += f"; layers {key}: {'dense, null' if entry is None else _structure(**entry)}"
     if result.deepspeed is not None:
         summary += f"; DeepSpeed {result.deepspeed} takes the rest"
     return summary
+
+
+def _structure(mode: str | None, block: int | None, density: float | None) -> str:
+    return f"mode {mode}, block {block}{'' if density is None else f', density {density:.1%}'}"
 
 
 def _check(file: str, args: argparse.Namespace) -> Result:
@@ -123,32 +133,46 @@ def _check(file: str, args: argparse.Namespace) -> Result:
 def _check_block(block: dict[str, Any], result: Result, args: argparse.Namespace) -> None:
     notices: list[str] = []
     try:
-        structure = parse_sparse_attention(block, args.heads, source=result.file, seq_len=args.seq, notices=notices)
+        structures = read_block(
+            block, args.heads, source=result.file, seq_len=args.seq, notices=notices, num_layers=args.layers
+        )
     except SparseAttentionConfigError as error:
         result.mistakes += _without_name(error.mistakes, result.file)
         return
-    result.mode, result.block = block.get("mode", DEFAULT_MODE), structure.block
     result.notices += _without_name(notices, result.file)
+    others = _about(structures.others, BLOCK_KEY, result, args)
+    result.mode, result.block, result.density = others["mode"], others["block"], others["density"]
+    for key, structure in structures.entries.items():
+        at = f"{BLOCK_KEY}.{LAYERS_KEY}.{show(key)}"
+        result.layers[key] = None if structure is None else _about(structure, at, result, args)
+
+
+def _about(structure: SparsityConfig, at: str, result: Result, args: argparse.Namespace) -> dict[str, Any]:
+    """Mode, block and density of a structure; the result gets the notices about it, and the length."""
     how = draws(structure, args.seq)
     if how is Draws.UNREPEATABLY:
-        result.notices.append(f"{BLOCK_KEY}.mode: {why_unrepeatable(structure)}")
+        result.notices.append(f"{at}.mode: {why_unrepeatable(structure)}")
     if how is Draws.BY_SEED and structure.seed is None:
         result.notices.append(
-            f"{BLOCK_KEY}.seed: not given: each run draws random blocks of its own, one layout on all its ranks. Set "
+            f"{at}.seed: not given: each run draws random blocks of its own, one layout on all its ranks. Set "
             '"seed" to have the same layout in every run.'
         )
+    measured = None
     if args.seq is not None or not args.block_only:
-        _measure(structure, args.seq or _USUAL_LENGTH, result)
+        measured = _measure(structure, args.seq or _USUAL_LENGTH, at, result)
+    return {"mode": mode_of(type(structure)), "block": structure.block, "density": measured}
 
 
-def _measure(structure: SparsityConfig, seq_len: int, result: Result) -> None:
+def _measure(structure: SparsityConfig, seq_len: int, at: str, result: Result) -> float | None:
     from ..layout import density
 
     try:
-        result.density, result.seq_len = density(structure.make_bool_layout(seq_len)), seq_len
+        measured, result.seq_len = density(structure.make_bool_layout(seq_len)), seq_len
     except STRUCTURE_ERRORS as error:
-        # Only at the length that nobody asked for: parse_sparse_attention has tried the other.
-        result.notices.append(f"{BLOCK_KEY}: no layout at {seq_len} tokens ({reason(error)}).")
+        # Only at the length that nobody asked for: the reader has tried the other.
+        result.notices.append(f"{at}: no layout at {seq_len} tokens ({reason(error)}).")
+        return None
+    return measured
 
 
 def _check_rest(loaded: LoadedConfig, result: Result) -> None:

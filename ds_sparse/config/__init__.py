@@ -4,8 +4,17 @@ DeepSpeed refuses the block since 0.19.7, so it never sees it. Keys, defaults an
 those of DeepSpeed's own documentation of the block.
 """
 
-from .block import ANY_NUM_HEADS, parse_sparse_attention, sparse_attention_block
-from .file import BLOCK_KEY, LoadedConfig, Source, SparseAttentionConfigError, load_config, parse_config
+from .block import (
+    ANY_NUM_HEADS,
+    layer_structures_block,
+    mode_of,
+    parse_sparse_attention,
+    parse_sparse_attention_layers,
+    read_block,
+    sparse_attention_block,
+)
+from .file import BLOCK_KEY, LAYERS_KEY, LoadedConfig, Source, SparseAttentionConfigError, load_config, parse_config
+from .layers import LayerStructures, beyond, block_of_layer, layer_entries, layers_of, seed_of
 from .reading import DEFAULT_MODE, STRUCTURE_ERRORS
 from .schema import json_schema
 
@@ -13,13 +22,24 @@ __all__ = [
     "ANY_NUM_HEADS",
     "BLOCK_KEY",
     "DEFAULT_MODE",
+    "LAYERS_KEY",
     "STRUCTURE_ERRORS",
+    "LayerStructures",
     "LoadedConfig",
     "Source",
     "SparseAttentionConfigError",
+    "beyond",
+    "block_of_layer",
     "json_schema",
+    "layer_entries",
+    "layer_structures_block",
+    "layers_of",
     "load_config",
+    "mode_of",
     "parse_config",
     "parse_sparse_attention",
+    "parse_sparse_attention_layers",
+    "read_block",
+    "seed_of",
     "sparse_attention_block",
 ]

@@ -21,6 +21,9 @@ Source = str | os.PathLike[str] | Mapping[str, Any]
 
 BLOCK_KEY = "sparse_attention"
 
+LAYERS_KEY = "layers"
+"""The key of a block that gives layers a structure of their own."""
+
 _ALSO_OF_OTHERS = ("seed", "causal", "strict_causal", "attention")
 """Keys of a block that a program may have for itself at the top level of its JSON."""
 

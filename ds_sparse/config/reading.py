@@ -17,7 +17,7 @@ from ..sparsity._fields import build, json_fields, json_model
 from ..sparsity._registry import loaded_classes
 from ..sparsity.draws import random_numbers_kept
 from ..wording import did_you_mean, hint_of_text, list_modes, one_of, reason, show, show_key
-from .file import BLOCK_KEY
+from .file import BLOCK_KEY, LAYERS_KEY
 
 DEFAULT_MODE = "fixed"
 
@@ -57,6 +57,13 @@ class Reading:
         self.mistakes: list[str] = []
         self.notices: list[str] = []
         self.cause: Exception | None = None
+
+    def take(self, other: Reading) -> None:
+        """Takes over the mistakes and notices of a reading of a part, but for those that were found here already."""
+        for own, more in ((self.mistakes, other.mistakes), (self.notices, other.notices)):
+            said = {sentence.removeprefix(self.at) for sentence in own}
+            own += [sentence for sentence in more if sentence.removeprefix(other.at) not in said]
+        self.cause = self.cause or other.cause
 
     def read(self, block: Mapping[str, Any], num_heads: int, seq_len: int | None) -> SparsityConfig | None:
         given = {key: _with_integers(value) for key, value in block.items()}
@@ -153,7 +160,7 @@ class Reading:
                     f"{self.at}.num_heads: got {show(value)}; the model says how many heads. Remove it."
                 )
             else:
-                known = ["mode", *fields, *foreign]
+                known = ["mode", LAYERS_KEY, *fields, *foreign]
                 who = f"Mode {show(mode)} knows" if mode in fields_of else "The modes that are known take"
                 hint = did_you_mean(key, known) or f" {who} {', '.join(['mode', *fields])}."
                 self.mistakes.append(f"{self.at}.{show_key(key)}: unknown key (given {show(value)}).{hint}")

@@ -8,7 +8,8 @@ from ..sparsity import SparsityConfig
 from ..sparsity._fields import json_fields, json_model
 from ..sparsity._registry import loaded_classes
 from ..wording import list_modes
-from .file import BLOCK_KEY
+from .file import BLOCK_KEY, LAYERS_KEY
+from .layers import KEY_PATTERN
 from .reading import DEFAULT_MODE, NONE, foreign_keys
 
 _NONE = {"type": "string", "pattern": f"^{NONE}$", "description": "Python's None, read as null."}
@@ -22,6 +23,7 @@ def json_schema() -> dict[str, Any]:
     """
     fields_of = {mode: json_fields(cls) for mode, cls in loaded_classes().items()}
     definitions: dict[str, Any] = {}
+    required: dict[str, dict[str, list[str]]] = {}
     for mode, fields in fields_of.items():
         schema = json_model(mode, fields).model_json_schema()
         foreign = {
@@ -36,15 +38,17 @@ def json_schema() -> dict[str, Any]:
             if {"type": "null"} in entry.get("anyOf", ()):
                 entry["anyOf"].append(_NONE)
         definitions |= schema.pop("$defs", {})
+        required[mode] = {"required": schema.pop("required")} if "required" in schema else {}
+        by_layer = {} if LAYERS_KEY in fields else {LAYERS_KEY: _layers(mode)}
         definitions[mode] = {
             **schema,
             "description": _summary(loaded_classes()[mode]),
-            "properties": {"mode": {"const": mode}} | schema["properties"] | foreign,
+            "properties": {"mode": {"const": mode}} | schema["properties"] | foreign | by_layer,
         }
     choices = [
         {
             "if": {"properties": {"mode": {"const": mode}}, "required": [] if mode == DEFAULT_MODE else ["mode"]},
-            "then": {"$ref": f"#/$defs/{mode}"},
+            "then": {"$ref": f"#/$defs/{mode}", **required[mode]},
         }
         for mode in fields_of
     ]
@@ -55,6 +59,24 @@ def json_schema() -> dict[str, Any]:
         "type": "object",
         "properties": {BLOCK_KEY: {"type": "object", "properties": {"mode": mode_entry}, "allOf": choices}},
         "$defs": definitions,
+    }
+
+
+def _layers(mode: str) -> dict[str, Any]:
+    """The schema of `layers` in a block of this mode, which an entry without one has too."""
+    entry = {
+        "type": "object",
+        "properties": {LAYERS_KEY: False},
+        "if": {"required": ["mode"]},
+        "then": {"$ref": f"#/properties/{BLOCK_KEY}"},
+        "else": {"$ref": f"#/$defs/{mode}"},
+    }
+    return {
+        "type": "object",
+        "description": "Layers and ranges of layers, counted from 0, with what differs from this block, or null for "
+        "layers that stay dense; later entries win.",
+        "propertyNames": {"pattern": f"^{KEY_PATTERN}$"},
+        "additionalProperties": {"anyOf": [entry, {"type": "null"}, _NONE]},
     }
 
 

@@ -13,11 +13,22 @@ from typing import Any
 
 from torch import nn
 
-from ..common_seed import set_common_seed
-from ..config import ANY_NUM_HEADS, BLOCK_KEY, Source, load_config, parse_sparse_attention
+from ..config import (
+    ANY_NUM_HEADS,
+    BLOCK_KEY,
+    LAYERS_KEY,
+    LayerStructures,
+    Source,
+    block_of_layer,
+    layer_entries,
+    load_config,
+    read_block,
+)
 from ..extras import optional_imports
+from ..models.families import families
 from ..models.layers import attention_layers
 from ..models.sparsify import sparsify
+from ..models.structures import set_common_seeds
 from ..modules.self_attention import SparseSelfAttention
 from ..notices import say_notices
 from ..ranks import is_launched, say
@@ -102,7 +113,8 @@ def get_sparse_attention_config(args: argparse.Namespace, num_heads: int) -> Spa
 
     Raises:
         SparseAttentionConfigError: the JSON or its block is wrong (a ValueError; all mistakes in one go).
-        ValueError: the flag is on without a JSON, or together with `--deepspeed_transformer_kernel`.
+        ValueError: the flag is on without a JSON, or together with `--deepspeed_transformer_kernel`; the block has
+            `layers`, for which there is `get_sparse_attention_layers`.
         RuntimeError: several ranks would draw a seed before torch.distributed runs.
 
     Examples:
@@ -113,6 +125,46 @@ def get_sparse_attention_config(args: argparse.Namespace, num_heads: int) -> Spa
         >>> ds_sparse.get_sparse_attention_config(args, num_heads=4).num_local_blocks
         8
     """
+    structures = _asked_for(args, num_heads)
+    if structures is not None and structures.entries:
+        raise ValueError(
+            f"{args.deepspeed_config}: the {BLOCK_KEY} block has {LAYERS_KEY}, and this program asks for one structure "
+            f"for all layers; build each with ds_sparse.get_sparse_attention_layers(args, num_heads, num_layers), or "
+            f"leave {LAYERS_KEY} out."
+        )
+    return None if structures is None else structures.others
+
+
+def get_sparse_attention_layers(
+    args: argparse.Namespace, num_heads: int, num_layers: int
+) -> list[SparsityConfig | None] | None:
+    """The structure of each layer that the JSON asks for, or None without the flag: `get_sparse_attention_config` for
+    models whose layers may have structures of their own.
+
+    Args:
+        args, num_heads: as in `get_sparse_attention_config`.
+        num_layers: attention layers of the model.
+
+    Returns:
+        A structure a layer, the same object where they are of one entry; None for a layer that stays dense.
+
+    Raises:
+        SparseAttentionConfigError, ValueError, RuntimeError: as `get_sparse_attention_config`; an entry of `layers`
+            names a layer that there is not.
+
+    Examples:
+        >>> import argparse
+        >>> import ds_sparse
+        >>> json = {"sparse_attention": {"mode": "fixed", "layers": {"1": None}}}
+        >>> args = argparse.Namespace(deepspeed_sparse_attention=True, deepspeed_config=json)
+        >>> [structure is None for structure in ds_sparse.get_sparse_attention_layers(args, num_heads=4, num_layers=3)]
+        [False, True, False]
+    """
+    structures = _asked_for(args, num_heads, num_layers)
+    return None if structures is None else structures.of_all(num_layers)
+
+
+def _asked_for(args: argparse.Namespace, num_heads: int, num_layers: int | None = None) -> LayerStructures | None:
     if not is_on(args):
         return None
     source = getattr(args, "deepspeed_config", None)
@@ -121,12 +173,12 @@ def get_sparse_attention_config(args: argparse.Namespace, num_heads: int) -> Spa
     _, block = load_config(source)
     if block is None:
         say(NO_BLOCK)
-        return FixedSparsityConfig(num_heads=num_heads)
+        return LayerStructures(FixedSparsityConfig(num_heads=num_heads), {})
     notices: list[str] = []
-    config = parse_sparse_attention(block, num_heads, source=source, notices=notices)
+    structures = read_block(block, num_heads, source=source, notices=notices, num_layers=num_layers)
     say_notices(notices)
-    set_common_seed(config)
-    return config
+    set_common_seeds(structures)
+    return structures
 
 
 def initialize(*positional: Any, **keywords: Any) -> Any:
@@ -200,12 +252,12 @@ def _initialize(positional: tuple[Any, ...], keywords: dict[str, Any], launcher_
         _check_layers(model, sparse, dense, block or {}, sources[0])
     rendezvous = {name: arguments[name] for name in ("distributed_port", "dist_init_required") if name in arguments}
     init_distributed(**rendezvous)
-    if on and dense:
-        report = sparsify(model, block or {})  # ranks that draw blocks have to be able to talk
-        say(str(report).partition("\n")[0] + ".")
+    if on and not sparse:
+        for heading in sparsify(model, block or {}).headings:  # ranks that draw blocks have to be able to talk
+            say(f"{heading}.")
+        sparse, dense = attention_layers(model)
     if on:
-        total = len(sparse) + len(dense)
-        say(f"sparse attention is on in {total} of {total} attention layers.")
+        say(f"sparse attention is on in {len(sparse)} of {len(sparse) + len(dense)} attention layers.")
     elif block is not None and sparse:
         say(f"the sparse_attention block is off (no --{FLAG}), and {len(sparse)} layers were built sparse without it.")
     elif block is not None:
@@ -214,8 +266,8 @@ def _initialize(positional: tuple[Any, ...], keywords: dict[str, Any], launcher_
     below = getattr(deepspeed.initialize, "below", deepspeed.initialize)
     with _without_config_argument(args):
         engine, *rest = below(args, model, config=deepspeed_config, **arguments)
-    if on and (block or {}).get("seed") is None:
-        _keep_seeds(engine, model)
+    if on:
+        _keep_seeds(engine, model, block or {})
     return engine, *rest
 
 
@@ -224,7 +276,7 @@ def _check_block(block: Mapping[str, Any] | None, source: Source) -> None:
         say(NO_BLOCK)
     else:
         notices: list[str] = []
-        parse_sparse_attention(block, ANY_NUM_HEADS, source=source, notices=notices)
+        read_block(block, ANY_NUM_HEADS, source=source, notices=notices)
         say_notices(notices)
 
 
@@ -241,30 +293,46 @@ def _check_layers(
             f"--{FLAG} is on and {type(model).__name__} has no self-attention layer that ds_sparse knows; use "
             "ds_sparse.SparseSelfAttention or ds_sparse.BertSparseSelfAttention in it, or leave the flag away."
         )
-    if sparse and dense:
+    numbers = _numbers({**sparse, **dense}, model)
+    left = {name for name in dense if name in numbers and block_of_layer(block, numbers[name]) is None}
+    left = left.union(*(family.left_dense(model, dense) for family in families()))
+    if sparse and dense.keys() - left:
+        names = [name for name in dense if name not in left]
         raise ValueError(
             f"--{FLAG} is on and {len(sparse)} of the model's {len(sparse) + len(dense)} attention layers are sparse "
-            f"(dense: {', '.join(list(dense)[:3])}{', ...' if len(dense) > 3 else ''}); build all of them sparse, with "
+            f"(dense: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}); build all of them sparse, with "
             "ds_sparse.get_sparse_attention_config(args, num_heads), or none, and the flag makes them so. Without the "
             "flag the model trains as it is."
         )
-    _check_structures(sparse, block, source)
+    _check_structures(sparse, numbers, block, source)
 
 
-def _check_structures(layers: Mapping[str, nn.Module], block: Mapping[str, Any], source: Source) -> None:
+def _numbers(layers: Mapping[str, nn.Module], model: nn.Module) -> dict[str, int]:
+    """The numbers of layers outside Transformers models, in the model's order."""
+    places = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    owners = pretrained_model_around(model)
+    own = sorted((name for name, layer in layers.items() if layer not in owners), key=places.__getitem__)
+    return {name: number for number, name in enumerate(own)}
+
+
+def _check_structures(
+    layers: Mapping[str, nn.Module], numbers: Mapping[str, int], block: Mapping[str, Any], source: Source
+) -> None:
     """Raises ValueError unless each layer has the structure of the block; a seed may differ that is not in it."""
     for name, layer in layers.items():
-        config = _structure_of(layer)
-        if config is None:
+        number, config = _structure_of(layer, numbers.get(name))
+        if config is None:  # a local layer, whose window is the model's
             continue
-        wanted = parse_sparse_attention(block, config.num_heads, source=source)
-        fields = [field for field in vars(wanted) if field != "seed" or wanted.seed is not None]
+        wanted = read_block(block, config.num_heads, source=source).of(number)
+        fields = (
+            [] if wanted is None else [field for field in vars(wanted) if field != "seed" or wanted.seed is not None]
+        )
         differing = sorted(field for field in fields if getattr(config, field, None) != getattr(wanted, field))
         if type(config) is not type(wanted) or differing:
             raise ValueError(
                 f"--{FLAG} is on, and layer {name} has {_show(config, differing)} where the JSON says "
-                f"{_show(wanted, differing)}; build it with ds_sparse.get_sparse_attention_config(args, num_heads), or "
-                "leave the flag away."
+                f"{'null, dense attention' if wanted is None else _show(wanted, differing)}; build it with "
+                "ds_sparse.get_sparse_attention_config(args, num_heads), or leave the flag away."
             )
 
 
@@ -272,20 +340,21 @@ def _show(config: SparsityConfig, fields: list[str]) -> str:
     return f"{type(config).__name__}({', '.join(f'{field}={getattr(config, field, None)!r}' for field in fields)})"
 
 
-def _structure_of(layer: nn.Module) -> SparsityConfig | None:
-    """The structure of a sparse layer; None for one with a window of its model's own."""
+def _structure_of(layer: nn.Module, number: int | None) -> tuple[int, SparsityConfig | None]:
+    """The number of a sparse layer in its model, and its structure."""
     if isinstance(layer, SparseSelfAttention):
-        return layer.sparsity_config
-    from .transformers import structure_of
+        return number or 0, layer.sparsity_config
+    from .transformers import number_of, structure_of
 
-    return structure_of(layer)
+    return number_of(layer), structure_of(layer)
 
 
-def _keep_seeds(engine: Any, model: nn.Module) -> None:
-    """Has the engine's checkpoints keep the seeds of Transformers models, whose state dicts have no layout."""
+def _keep_seeds(engine: Any, model: nn.Module, block: Mapping[str, Any]) -> None:
+    """Has the engine's checkpoints keep the seeds of Transformers models that are not in the JSON's block: their state
+    dicts have no layout."""
     owners = innermost_pretrained_models(pretrained_model_around(model))
     configs = [
-        owner.config for owner in owners if (getattr(owner.config, BLOCK_KEY, None) or {}).get("seed") is not None
+        owner.config for owner in owners if _drawn_seed(block, getattr(owner.config, BLOCK_KEY, None) or {}) is not None
     ]
     if not configs:
         return
@@ -294,7 +363,7 @@ def _keep_seeds(engine: Any, model: nn.Module) -> None:
     @functools.wraps(save)
     def save_checkpoint(*positional: Any, **keywords: Any) -> Any:
         call = inspect.signature(save).bind(*positional, **keywords)
-        seeds = [getattr(config, BLOCK_KEY)["seed"] for config in configs]
+        seeds = [_drawn_seed(block, getattr(config, BLOCK_KEY)) for config in configs]
         call.arguments["client_state"] = {**(call.arguments.get("client_state") or {}), _SEEDS_KEY: seeds}
         return save(*call.args, **call.kwargs)
 
@@ -302,10 +371,34 @@ def _keep_seeds(engine: Any, model: nn.Module) -> None:
     def load_checkpoint(*positional: Any, **keywords: Any) -> Any:
         path, client_state = load(*positional, **keywords)
         for config, seed in zip(configs, (client_state or {}).pop(_SEEDS_KEY, []), strict=False):
-            setattr(config, BLOCK_KEY, {**getattr(config, BLOCK_KEY), "seed": seed})
+            written = getattr(config, BLOCK_KEY)
+            setattr(config, BLOCK_KEY, _with_seed(written, _drawn_seed(block, written), seed))
         return path, client_state
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+
+
+def _drawn_seed(block: Mapping[str, Any], written: Mapping[str, Any]) -> int | None:
+    """The seed that was drawn for a block without one, from the block that was written to a config."""
+    if block.get("seed") is None and written.get("seed") is not None:
+        return written["seed"]
+    given = layer_entries(block)
+    seeds = [
+        entry["seed"]
+        for key, entry in layer_entries(written).items()
+        if entry and entry.get("seed") is not None and (given.get(key) or {}).get("seed", block.get("seed")) is None
+    ]
+    return next(iter(seeds), None)
+
+
+def _with_seed(written: Mapping[str, Any], drawn: int | None, seed: int) -> dict[str, Any]:
+    """A written block with another seed where it has the one that was drawn."""
+
+    def changed(part: Mapping[str, Any]) -> dict[str, Any]:
+        return {**part, "seed": seed} if part.get("seed") == drawn else dict(part)
+
+    entries = {key: entry and changed(entry) for key, entry in layer_entries(written).items()}
+    return changed(written) | ({LAYERS_KEY: entries} if entries else {})
 
 
 @contextmanager

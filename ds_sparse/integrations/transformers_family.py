@@ -15,8 +15,9 @@ from torch import nn
 
 from ..config import BLOCK_KEY
 from ..models.families import Family, register_family
-from ..models.report import Change
+from ..models.report import Change, StayDense
 from ..models.structures import Structures
+from ..modules.dense_attention import dense_attention
 from ..sparsity import SparsityWarning
 from .pretrained import is_switched, layers_by_model, models_around, pretrained_model_around, through_interface
 
@@ -36,25 +37,39 @@ class TransformersEncoders(Family):
         max_seq_length: int | None,
     ) -> list[Change]:
         layers_of = layers_by_model(model)
-        for owner, those in layers_of.items():
-            reason = _interface().why_not(owner, those, models_around(model, owner))
-            if reason is not None:
-                raise ValueError(reason)
+        if not layers_of:
+            return []
+        hf = _interface()
+        found = hf.roles(model, layers_of)
         switches = []
-        for owner, those in layers_of.items():
-            config, hf = owner.config, _interface()
-            structure = structures.make(config.num_attention_heads, getattr(config, BLOCK_KEY, None))
+        for owner, those in found.sparse.items():
+            config = owner.config
+            by_layer = structures.by_layer(
+                config.num_attention_heads, len(those), getattr(config, BLOCK_KEY, None), type(owner).__name__
+            )
             tokens = max_seq_length
             if structures.wanted is None and tokens is None:
                 tokens = getattr(config, hf.MAX_SEQ_LENGTH_KEY, None)
-            switches.append(hf.Switch(owner, those, models_around(model, owner), structure, tokens))
+            around = models_around(model, owner)
+            switches.append(hf.Switch(owner, those, around, by_layer, tokens, found.decoders))
         for reason in dict.fromkeys(switch.not_saved for switch in switches if switch.not_saved):
             warnings.warn(f"The structure is not saved with the model: {reason}", SparsityWarning, stacklevel=3)
-        return switches
+        return [*switches, *(StayDense(layers, why) for why, layers in found.dense.items())]
 
     def switched(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         owners = pretrained_model_around(model)
-        return {name: layer for name, layer in layers.items() if is_switched(owners.get(layer))}
+        switched = {name: layer for name, layer in layers.items() if is_switched(owners.get(layer))}
+        return {name: layer for name, layer in switched.items() if _computes_sparse(layer)}
+
+    def left_dense(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> set[str]:
+        owners = pretrained_model_around(model)
+        of_sparse_models = {
+            module
+            for outer in owners.values()
+            if any(is_switched(inner) for inner in outer.modules() if inner in owners.values())
+            for module in outer.modules()
+        }
+        return {name for name, layer in layers.items() if layer in of_sparse_models}
 
     def prepare(self, model: nn.Module) -> None:
         if pretrained_model_around(model):
@@ -66,6 +81,13 @@ class TransformersEncoders(Family):
             _interface().give_own_configs(model)
             pretrained: Any = base
             pretrained.set_attn_implementation(_interface().NAME)
+
+
+def _computes_sparse(layer: nn.Module) -> bool:
+    """Whether a layer of a switched model is sparse, too: not one that its block leaves dense, nor one that is not on
+    the attention interface."""
+    attached: Any = vars(layer).get("_ds_sparse")
+    return not isinstance(layer, nn.MultiheadAttention) and getattr(attached, "attention", None) is not dense_attention
 
 
 def _interface() -> ModuleType:

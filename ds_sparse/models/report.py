@@ -10,31 +10,65 @@ from torch import nn
 from ..layout import density
 from ..modules.structured_attention import StructuredAttention
 
+NULL = 'null in "layers" of the block'
+"""Why a layer stays dense."""
 
-class Change(Protocol):
-    """Attention layers, alike, that `on` makes sparse and `off` dense again.
+
+class Kind(NamedTuple):
+    """Attention layers of a model that compute the same.
 
     Attributes:
-        layers: the dense ones by name.
-        was, now: what each of them is, dense and sparse, for the report.
-        attention: what computes when they are sparse.
+        layers: the dense ones, by name.
+        was, now: what each of them is, before and after, for the report.
+        what: what they compute afterwards; of layers that stay dense, why.
+        sparse: whether they become sparse.
     """
 
-    @property
-    def layers(self) -> Mapping[str, nn.Module]: ...
+    layers: Mapping[str, nn.Module]
+    was: Sequence[str]
+    now: Sequence[str]
+    what: str
+    sparse: bool = True
+
+
+class Change(Protocol):
+    """Attention layers that `on` makes sparse and `off` dense again, and those beside them that stay dense."""
 
     @property
-    def was(self) -> Sequence[str]: ...
-
-    @property
-    def now(self) -> Sequence[str]: ...
-
-    @property
-    def attention(self) -> StructuredAttention: ...
+    def kinds(self) -> Sequence[Kind]: ...
 
     def on(self) -> None: ...
 
     def off(self) -> None: ...
+
+
+class StayDense:
+    """A change that is none: layers that stay dense."""
+
+    def __init__(self, layers: Mapping[str, nn.Module], why: str):
+        names = [type(layer).__name__ for layer in layers.values()]
+        self.kinds = [Kind(layers, names, names, why, sparse=False)]
+
+    def on(self) -> None: ...
+
+    def off(self) -> None: ...
+
+
+def describe(attention: StructuredAttention) -> str:
+    """What computes in a layer, in a few words."""
+    structure, tokens = attention.sparsity_config, attention.max_seq_length
+    return (
+        f"{type(structure).__name__}, block {structure.block}, density {density(attention.layout):.1%} at {tokens} "
+        "tokens"
+    )
+
+
+class Dense(NamedTuple):
+    """An attention layer that `sparsify` left dense."""
+
+    name: str
+    was: str
+    why: str
 
 
 class Replaced(NamedTuple):
@@ -46,9 +80,10 @@ class Replaced(NamedTuple):
 
 
 class SparsifyReport:
-    """What `sparsify` changed: `replaced` has an entry a layer, `str()` is a table, `undo()` puts the model back.
+    """What `sparsify` changed: `replaced` has an entry a sparse layer, `dense` one a layer that stays dense, `str()` is
+    a table of both, a heading for each kind of layers, `undo()` puts the model back.
 
-    Then `replaced` is empty, and the table says what became dense again.
+    After that `replaced` is empty, and the table says what became dense again.
 
     Args:
         changes: those of the model, which are on. `sparsify` gives them.
@@ -79,7 +114,19 @@ class SparsifyReport:
     @property
     def replaced(self) -> list[Replaced]:
         """The attention layers that are sparse by this: the name of each in the model, what it was, what it is now."""
-        return [replaced for change in self._changes for replaced in _replaced(change)] if self._on else []
+        kinds = [kind for kind in self._kinds() if kind.sparse and self._on]
+        return [Replaced(*entry) for kind in kinds for entry in zip(kind.layers, kind.was, kind.now, strict=True)]
+
+    @property
+    def dense(self) -> list[Dense]:
+        """The attention layers that this left dense: the name of each in the model, what it is, and why."""
+        kinds = [kind for kind in self._kinds() if not kind.sparse]
+        return [Dense(name, was, kind.what) for kind in kinds for name, was in zip(kind.layers, kind.was, strict=True)]
+
+    @property
+    def headings(self) -> list[str]:
+        """A line for each kind of layers."""
+        return [self._heading(kind) for kind in self._shown()]
 
     def undo(self) -> None:
         """Puts modules, config and attention implementation back. A second call changes nothing."""
@@ -90,22 +137,27 @@ class SparsifyReport:
 
     def __str__(self) -> str:
         lines = []
-        for change in self._changes:
-            attention, count = change.attention, len(change.layers)
-            structure = attention.sparsity_config
-            layers = f"{count} attention layer{'s' if count > 1 else ''}"
-            lines.append(
-                f"{f'{layers} made sparse' if self._on else f'undone: {layers} dense again, no longer'}: "
-                f"{type(structure).__name__}, block {structure.block}, density {density(attention.layout):.1%} at "
-                f"{attention.max_seq_length} tokens"
-            )
-            rows = [(name, was, now) if self._on else (name, now, was) for name, was, now in _replaced(change)]
-            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-            lines += [f"  {name:{widths[0]}}  {was:{widths[1]}}  ->  {now}" for name, was, now in rows]
+        for kind in self._shown():
+            before, after = (kind.was, kind.now) if self._on else (kind.now, kind.was)
+            columns = [list(kind.layers), before, after] if kind.sparse else [list(kind.layers), before]
+            widths = [max(map(len, column)) for column in columns]
+            rows = zip(*columns, strict=True)
+            padded = [[f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)] for row in rows]
+            lines += [self._heading(kind)]
+            lines += [f"  {row[0]}  {'  ->  '.join(row[1:])}".rstrip() for row in padded]
         return "\n".join(lines)
 
     __repr__ = __str__
 
+    def _kinds(self) -> list[Kind]:
+        return [kind for change in self._changes for kind in change.kinds]
 
-def _replaced(change: Change) -> list[Replaced]:
-    return [Replaced(*entry) for entry in zip(change.layers, change.was, change.now, strict=True)]
+    def _shown(self) -> list[Kind]:
+        return [kind for kind in self._kinds() if kind.sparse or self._on]
+
+    def _heading(self, kind: Kind) -> str:
+        count = len(kind.layers)
+        layers = f"{count} attention layer{'s' if count > 1 else ''}"
+        if not kind.sparse:
+            return f"{layers} stay{'s' if count == 1 else ''} dense: {kind.what}"
+        return f"{f'{layers} made sparse' if self._on else f'undone: {layers} dense again, no longer'}: {kind.what}"

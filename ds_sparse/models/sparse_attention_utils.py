@@ -14,7 +14,7 @@ from .families import families
 from .families.bing_bert import around, longest_sequence
 from .layers import attention_layers, refuse_sparse
 from .position_table import base_model, configs, position_table, reserved_rows, why_no_table
-from .structures import make_structure
+from .structures import for_all_layers, make_structures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -270,7 +270,7 @@ def _replace_layers(
             f"this {type(config).__name__} has output_attentions, and BertSparseSelfAttention computes no attention "
             "probabilities; set it to False."
         )
-    structure = make_structure(sparsity_config, config.num_attention_heads)
+    structure = for_all_layers(make_structures(sparsity_config, config.num_attention_heads))
     attentions: list[Any] = [layer.attention for layer in layers]
     replacements = around([attention.self for attention in attentions], config, structure, max_position)
     for attention, replacement in zip(attentions, replacements, strict=True):

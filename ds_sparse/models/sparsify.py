@@ -31,11 +31,13 @@ def sparsify(
 
     Args:
         model: a Transformers model, a model in the bing_bert manner, or a module that holds such.
-        sparsity_config: the structure, or a dict with the keys of the JSON block; by default what the Transformers
-            model's config says, else `FixedSparsityConfig`. Random blocks without a seed get that of the model's
-            config, else one that rank 0 draws.
+        sparsity_config: the structure, or a dict with the keys of the JSON block, whose `layers` give layers a
+            structure of their own, or leave them dense; by default what the Transformers model's config says, else
+            `FixedSparsityConfig`. Random blocks without a seed get that of the model's config, else one that rank 0
+            draws.
         max_seq_length: tokens that the layout is built for, rounded up to whole blocks; by default
-            `config.max_position_embeddings`, and 2048 where a model that is not of Transformers has none.
+            `config.max_position_embeddings`. Without that it is 2048; the layout of a Transformers model then doubles
+            until it covers the batch.
 
     Returns:
         What was changed; its `undo()` puts the model back.
@@ -75,6 +77,9 @@ def sparsify(
             f"{type(model).__name__} has no attention layer that ds_sparse knows; put ds_sparse.SparseSelfAttention or "
             "ds_sparse.BertSparseSelfAttention in it."
         )
+    reasons = {kind.what for change in changes for kind in change.kinds}
+    if not any(kind.sparse for change in changes for kind in change.kinds):
+        raise ValueError(f"No attention layer of {type(model).__name__} would be sparse: {'; '.join(sorted(reasons))}.")
     for family in families():
         family.prepare(model)
     for change in changes:

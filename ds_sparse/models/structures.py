@@ -1,4 +1,4 @@
-"""The structure that was asked for, for the number of heads that layers have."""
+"""The structures that were asked for, for the number of heads that layers have."""
 
 from __future__ import annotations
 
@@ -7,54 +7,91 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..common_seed import set_common_seed
-from ..config import parse_sparse_attention
+from ..config import BLOCK_KEY, LAYERS_KEY, LayerStructures, SparseAttentionConfigError, beyond, read_block, seed_of
 from ..modules.bert import check_num_heads
 from ..notices import say_notices
 from ..sparsity import FixedSparsityConfig, SparsityConfig
 
 
 class Structures:
-    """The structure that was asked for, by number of heads, so that all layers of a kind have the same."""
+    """The structures that were asked for, by number of heads, so that all layers of a kind have the same."""
 
     def __init__(self, wanted: SparsityConfig | Mapping[str, Any] | None):
         self.wanted = wanted
-        self._made: dict[tuple[int, int, int | None], SparsityConfig] = {}
+        self._made: dict[tuple[int, int, int | None], LayerStructures] = {}
 
     def make(self, num_heads: int, saved: Mapping[str, Any] | None = None) -> SparsityConfig:
-        """The structure for so many heads; where none was asked for, that of the block that was saved with the model,
-        and where it has no seed, with the seed of that block."""
+        """The one structure of all layers, as `by_layer`.
+
+        Raises:
+            ValueError: as `by_layer`; layers have structures of their own.
+        """
+        return for_all_layers(self.by_layer(num_heads, saved=saved))
+
+    def by_layer(
+        self, num_heads: int, num_layers: int | None = None, saved: Mapping[str, Any] | None = None, model: str = ""
+    ) -> LayerStructures:
+        """The structures for so many heads; where none was asked for, those of the block that was saved with the model,
+        and where they have no seed, with the seed of that block.
+
+        Raises:
+            ValueError: as `make_structures`; an entry names a layer that the model, of this name, does not have.
+        """
         wanted = saved if self.wanted is None else self.wanted
-        seed = saved.get("seed") if isinstance(saved, Mapping) else None
+        seed = None if saved is None else seed_of(saved)
         key = (id(wanted), num_heads, seed)
         if key not in self._made:
-            self._made[key] = make_structure(wanted, num_heads, seed)
-        return self._made[key]
+            self._made[key] = make_structures(wanted, num_heads, seed)
+        structures = self._made[key]
+        wrong = [] if num_layers is None else beyond(structures.entries, num_layers, model or "the model")
+        if wrong:
+            raise SparseAttentionConfigError([f"{BLOCK_KEY}.{LAYERS_KEY}.{sentence}" for sentence in wrong])
+        return structures
 
 
-def make_structure(
+def for_all_layers(structures: LayerStructures) -> SparsityConfig:
+    """The structure of all layers. Raises ValueError where layers have structures of their own."""
+    if structures.entries:
+        raise ValueError(
+            f"the {BLOCK_KEY} block has {LAYERS_KEY}, and all layers of this model are to have one structure; leave "
+            f"{LAYERS_KEY} out."
+        )
+    return structures.others
+
+
+def make_structures(
     wanted: SparsityConfig | Mapping[str, Any] | None, num_heads: int, seed: int | None = None
-) -> SparsityConfig:
-    """The structure that was asked for, a copy, with `seed` or one that rank 0 draws where it has none.
+) -> LayerStructures:
+    """The structures that were asked for, copies, with `seed` or one that rank 0 draws where they have none.
 
     Raises:
         SparseAttentionConfigError: the dict is wrong (a ValueError).
-        ValueError: it is for another number of heads.
+        ValueError: they are for another number of heads.
         TypeError: neither a structure nor a dict.
         RuntimeError: several ranks would draw a seed before torch.distributed runs.
     """
     if wanted is None:
-        return FixedSparsityConfig(num_heads=num_heads)
+        return LayerStructures(FixedSparsityConfig(num_heads=num_heads), {})
     if isinstance(wanted, Mapping):
         notices: list[str] = []
-        structure = parse_sparse_attention(wanted, num_heads, source=wanted, notices=notices)
+        structures = read_block(wanted, num_heads, source=wanted, notices=notices)
         say_notices(notices)
     elif hasattr(wanted, "make_layout") and not isinstance(wanted, type):
-        structure = copy.copy(wanted)
+        structures = LayerStructures(copy.copy(wanted), {})
     else:
         raise TypeError(
             f"sparsity_config is {type(wanted).__name__}; it has to be a sparsity config, such as FixedSparsityConfig, "
             "or a dict with the keys of the sparse_attention block."
         )
-    check_num_heads(structure, num_heads)
-    set_common_seed(structure, seed)
-    return structure
+    check_num_heads(structures.others, num_heads)
+    set_common_seeds(structures, seed)
+    return structures
+
+
+def set_common_seeds(structures: LayerStructures, seed: int | None = None) -> None:
+    """`set_common_seed` for all of them; those without a seed get one and the same."""
+    for structure in (structures.others, *structures.entries.values()):
+        if structure is not None:
+            had_none = getattr(structure, "seed", None) is None
+            set_common_seed(structure, seed)
+            seed = structure.seed if had_none and seed is None and hasattr(structure, "seed") else seed

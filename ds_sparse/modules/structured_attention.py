@@ -38,6 +38,8 @@ class StructuredAttention:
     Args:
         sparsity_config, max_seq_length, implementation: as `SparseSelfAttention` has them, and so are the layouts for
             other lengths and what ranks do about random blocks.
+        doubles: longer sequences use the top-left part of a layout for twice `max_seq_length`, or four times, and so
+            on, for models whose sequences have no longest; otherwise each has a layout of its length.
 
     Call:
         query: (B, H, T, D), any strides, any T above 0.
@@ -59,11 +61,18 @@ class StructuredAttention:
         NotImplementedError: in the call, shapes of query, key and value differ in more than that.
     """
 
-    def __init__(self, sparsity_config: SparsityConfig, max_seq_length: int, implementation: str = "fused"):
+    def __init__(
+        self,
+        sparsity_config: SparsityConfig,
+        max_seq_length: int,
+        implementation: str = "fused",
+        doubles: bool = False,
+    ):
         if implementation not in IMPLEMENTATIONS:
             raise ValueError(f"implementation is {implementation!r}; it has to be 'fused' or 'separate'.")
         self.sparsity_config = sparsity_config
         self.implementation = implementation
+        self.doubles = doubles
         self._master = self._build(max_seq_length)
         self._awaits_other_ranks = without_seed(sparsity_config)
         self._synchronize_layout()
@@ -231,6 +240,8 @@ class StructuredAttention:
         if seq_len <= self.max_seq_length:
             return self._master
         longer, blocks = self._master.longer, -(-seq_len // self.sparsity_config.block)
+        if self.doubles:
+            blocks = self._master.blocks << ((blocks - 1) // self._master.blocks).bit_length()
         if blocks not in longer:
             seq_len = blocks * self.sparsity_config.block
             if torch.compiler.is_compiling():

@@ -63,7 +63,7 @@ class Shapes(BaseModel):
     activation_checkpointing: dict[str, Any] = {}
 
 
-def read_deepspeed_config(args: argparse.Namespace, num_heads: int) -> dict[str, Any]:
+def read_deepspeed_config(args: argparse.Namespace, num_heads: int, num_layers: int) -> dict[str, Any]:
     """The DeepSpeed JSON, its `sparse_attention` block checked for this model and length; prints what deserves a line.
 
     Raises:
@@ -71,14 +71,17 @@ def read_deepspeed_config(args: argparse.Namespace, num_heads: int) -> dict[str,
     """
     config, block = ds_sparse.load_config(args.deepspeed_config)
     if block is not None:
-        size = block.get("block", 16)
-        valid = isinstance(size, int) and size > 0
+        layers = block.get("layers")
+        entries = [entry for entry in layers.values() if isinstance(entry, dict)] if isinstance(layers, dict) else []
+        sizes = [size for part in (block, *entries) if isinstance(size := part.get("block", 16), int) and size > 0]
+        size = math.lcm(*sizes) if all(size <= 128 for size in sizes) else 1
         notices: list[str] = []
-        ds_sparse.parse_sparse_attention(
+        ds_sparse.parse_sparse_attention_layers(
             block,
             num_heads,
+            num_layers,
             source=args.deepspeed_config,
-            seq_len=math.ceil(args.max_seq_length / size) * size if valid else None,
+            seq_len=math.ceil(args.max_seq_length / size) * size if sizes else None,
             notices=notices,
         )
         if not args.deepspeed_sparse_attention:  # with the flag, who makes the structure says them

@@ -323,10 +323,10 @@ def build_engine(
     unigram = data.unigram_log_probabilities
     unused_rows = len(model.decoder_bias) - len(unigram)
     model.decoder_bias.data.copy_(F.pad(unigram, (0, unused_rows), value=unigram.min().item()))
-    structure = model.bert.sparse_attention_config
+    structures = model.bert.sparse_attention_config
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    if structure is not None:
-        show_layout(model, args.max_seq_length, folder)
+    if structures is not None:
+        show_layouts(model, args.max_seq_length, folder)
 
     def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(args.warmup_steps, step))
@@ -338,7 +338,8 @@ def build_engine(
         lr_scheduler=None if deepspeed_config.get("scheduler") else schedule,
     )
     torch.manual_seed(args.seed + dist.get_rank())
-    return engine, getattr(structure, "seed", None)
+    seeds = [structure.seed for structure in structures or () if getattr(structure, "seed", None) is not None]
+    return engine, next(iter(seeds), None)
 
 
 def train_step(engine: Any, batches: Iterator[Batch]) -> tuple[float, float]:
@@ -375,14 +376,20 @@ def held_out_loss(engine: Any, data: PretrainingData) -> float:
     return (total[0] / total[1]).item()
 
 
-def show_layout(model: BertForPreTrainingPreLN, max_seq_length: int, folder: Path) -> None:
-    """Prints the layout that the first layer uses, and writes it as layout.png."""
-    attention = next(module for module in model.modules() if isinstance(module, ds_sparse.SparseSelfAttention))
-    block = attention.sparsity_config.block
-    layout = attention.get_layout(math.ceil(max_seq_length / block) * block)
-    say(draw(layout, block))
-    if dist.get_rank() == 0:
-        save_drawing(layout, block, folder / "layout.png")
+def show_layouts(model: BertForPreTrainingPreLN, max_seq_length: int, folder: Path) -> None:
+    """Prints the layouts that the layers use, and writes them: layout.png of the first sparse layer, layout-N.png of
+    layer N, the first with another structure."""
+    seen: list[ds_sparse.SparsityConfig] = []
+    for number, layer in enumerate(model.bert.encoder.layer):
+        structure = model.bert.sparse_attention_config[number]
+        if structure is None or structure in seen:
+            continue
+        seen.append(structure)
+        attention, block = layer.attention.self.sparse_self_attention, structure.block
+        layout = attention.get_layout(math.ceil(max_seq_length / block) * block)
+        say(draw(layout, block))
+        if dist.get_rank() == 0:
+            save_drawing(layout, block, folder / ("layout.png" if len(seen) == 1 else f"layout-{number}.png"))
 
 
 _signal = 0
@@ -452,7 +459,7 @@ def main() -> int:
     args = parse_arguments()
     say(DEVICE_SENTENCE)
     model_config = BertConfig.read(args.config_file)
-    config = read_deepspeed_config(args, model_config.num_attention_heads)
+    config = read_deepspeed_config(args, model_config.num_attention_heads, model_config.num_hidden_layers)
     ds_sparse.init_distributed(verbose=False)
     config = adapt_to_device(config, DEVICE)
     load_kernels(check_for_deepspeed(config, args.deepspeed_config), args.deepspeed_config)

@@ -9,6 +9,7 @@ import argparse
 import copy
 import json
 import math
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -185,36 +186,44 @@ class BertLayer(nn.Module):
 
 
 class BertEncoder(nn.Module):
-    """The layers, all with one layout when `sparse_attention_config` is given.
+    """The layers; those that have one structure have one layout.
 
     Args:
         config: the model.
         args: has `max_seq_length` and `checkpoint_activations`.
-        sparse_attention_config: the structure, or None for dense attention.
+        sparse_attention_config: the structure of each layer, where None leaves it dense; None is dense attention.
     """
 
     def __init__(
         self,
         config: BertConfig,
         args: argparse.Namespace,
-        sparse_attention_config: ds_sparse.SparsityConfig | None = None,
+        sparse_attention_config: Sequence[ds_sparse.SparsityConfig | None] | None = None,
     ):
         super().__init__()
-        layer = BertLayer(config)
-        if sparse_attention_config is not None:
-            block = sparse_attention_config.block
-            with torch.random.fork_rng(devices=[]):  # dense and sparse models start from the same weights
-                layer.attention.self = ds_sparse.BertSparseSelfAttention(
-                    config,
-                    sparsity_config=sparse_attention_config,
-                    max_seq_length=math.ceil(args.max_seq_length / block) * block,
-                )
-        self.layer = nn.ModuleList(copy.deepcopy(layer) for _ in range(config.num_hidden_layers))
+        dense = BertLayer(config)
+        layers = {None: dense}
+        structures = sparse_attention_config or [None] * config.num_hidden_layers
+        for structure in structures:
+            if structure not in layers:
+                layers[structure] = copy.deepcopy(dense)
+                with torch.random.fork_rng(devices=[]):  # dense and sparse models start from the same weights
+                    layers[structure].attention.self = ds_sparse.BertSparseSelfAttention(
+                        config,
+                        sparsity_config=structure,
+                        max_seq_length=math.ceil(args.max_seq_length / structure.block) * structure.block,
+                    )
+        self.layer = nn.ModuleList(copy.deepcopy(layers[structure]) for structure in structures)
         self.FinalLayerNorm = nn.LayerNorm(config.hidden_size, eps=1e-12)
         self.checkpoint_activations = args.checkpoint_activations
 
-    def forward(self, hidden_states: torch.Tensor, padding: Padding) -> torch.Tensor:
+    def forward(
+        self, hidden_states: torch.Tensor, lengths: list[int], attention_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Dense layers go by the lengths, sparse ones by the mask."""
         for layer in self.layer:
+            is_sparse = isinstance(layer.attention.self, ds_sparse.BertSparseSelfAttention)
+            padding = attention_mask if is_sparse else lengths
             if self.checkpoint_activations and self.training:
                 hidden_states = checkpoint(layer, hidden_states, padding, use_reentrant=False)
             else:
@@ -228,7 +237,9 @@ class BertModel(nn.Module):
     def __init__(self, config: BertConfig, args: argparse.Namespace):
         super().__init__()
         self.pad_token_id = 0
-        self.sparse_attention_config = ds_sparse.get_sparse_attention_config(args, config.num_attention_heads)
+        self.sparse_attention_config = ds_sparse.get_sparse_attention_layers(
+            args, config.num_attention_heads, config.num_hidden_layers
+        )
         self.embeddings = BertEmbeddings(config)
         self.encoder = BertEncoder(config, args, sparse_attention_config=self.sparse_attention_config)
         self.pooler = nn.Linear(config.hidden_size, config.hidden_size)
@@ -246,7 +257,7 @@ class BertModel(nn.Module):
             encoded = self.encoder(self.embeddings(input_ids, token_type_ids, attention_mask), lengths)
         else:
             pad_len, input_ids, attention_mask, token_type_ids, _, _ = ds_sparse.SparseAttentionUtils.pad_to_block_size(
-                block_size=self.sparse_attention_config.block,
+                block_size=max(structure.block for structure in self.sparse_attention_config if structure),
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 token_type_ids=token_type_ids,
@@ -259,7 +270,7 @@ class BertModel(nn.Module):
             extended_mask = None
             if pad_len or min(lengths) < input_ids.shape[1]:  # attention is faster without a mask
                 extended_mask = (1.0 - attention_mask[:, None, None, :].to(embedded.dtype)) * -10000.0
-            encoded = self.encoder(embedded, extended_mask)
+            encoded = self.encoder(embedded, lengths, extended_mask)
             encoded = ds_sparse.SparseAttentionUtils.unpad_sequence_output(pad_len, encoded)
         return encoded, torch.tanh(self.pooler(encoded[:, 0]))
 

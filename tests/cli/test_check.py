@@ -57,6 +57,25 @@ def test_mistakes_of_the_block_and_of_the_rest_come_together(capsys, write):
     )
 
 
+def test_structures_by_layer_are_named_and_checked(capsys, write):
+    layers = {"0-1": {"num_local_blocks": 2}, "3": None, "4": {"mode": "bigbird", "num_random_blocks": 1}}
+    path = write({"block": 32, "layers": layers})
+    assert main(["check", "--block-only", "--seq", "1024", path]) == 0
+    summary, notice = capsys.readouterr().out.splitlines()
+    assert summary.startswith(
+        f"{path}: mode fixed, block 32, density 34.4% at 1024 tokens; layers 0-1: mode fixed, block 32, density 53.1%; "
+        "layers 3: dense, null; layers 4: mode bigbird, block 32, density "
+    )
+    assert notice.startswith(f'{path}: sparse_attention.layers."4".seed: not given')
+    assert main(["check", "--block-only", "--json", path]) == 0
+    (result,) = json.loads(capsys.readouterr().out)
+    assert result["layers"]["0-1"] == {"mode": "fixed", "block": 32, "density": None} and result["layers"]["3"] is None
+    assert main(["check", "--block-only", "--layers", "4", path]) == 1
+    assert capsys.readouterr().err == (
+        f'{path}: sparse_attention.layers."4": names layer 4, and the model has 4 attention layers, 0 to 3.\n'
+    )
+
+
 def test_random_blocks_without_a_seed_get_a_notice(capsys, write):
     path = write({"mode": "bigbird", "num_random_blocks": 1})
     assert main(["check", "--block-only", path]) == 0
@@ -85,7 +104,7 @@ def test_json_has_the_same_for_programs(capsys, write):
     assert first.pop("density") == pytest.approx(0.2734, abs=1e-4)
     assert first == {
         "file": str(FIXED), "ok": True, "mode": "fixed", "block": 16, "seq_len": 2048,
-        "deepspeed": deepspeed.__version__, "mistakes": [], "notices": [],
+        "deepspeed": deepspeed.__version__, "mistakes": [], "notices": [], "layers": {},
     }  # fmt: skip
     assert second["file"] == wrong and second["ok"] is False
     assert second["mistakes"] == ["sparse_attention.block: got 17; wanted 8, 16, 32, 64 or 128."]

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,32 @@ def test_a_layout_as_a_picture(tmp_path, capsys, name):
     )
     assert (tmp_path / name).stat().st_size > 1000
     assert capsys.readouterr().out.endswith(f"drawn to {tmp_path / name}.\n")
+
+
+BY_LAYER = {"mode": "dense", "layers": {"0-1,4": {"mode": "bslongformer"}, "2": {"block": 32}, "3": None}}
+
+
+def test_there_is_a_picture_of_every_structure_that_layers_have(tmp_path, capsys):
+    file, out = tmp_path / "ds.json", tmp_path / "layout.svg"
+    file.write_text(json.dumps({"sparse_attention": BY_LAYER}))
+    assert main(["draw", str(file), "--seq", "128"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if ":" in line and "live block" not in line]
+    assert lines == [
+        "other layers: mode dense",
+        "all heads: 8 x 8 blocks of 16 tokens, density 100.0%",
+        "layers 0-1,4: mode bslongformer",
+        "all heads: 8 x 8 blocks of 16 tokens, density 53.1%",
+        "layers 2: mode dense",
+        "all heads: 4 x 4 blocks of 32 tokens, density 100.0%",
+    ]
+    assert main(["draw", str(file), "--seq", "128", "--out", str(out)]) == 0
+    names = [f"layout.{layers}.svg" for layers in ("layers-0-1,4", "layers-2", "other-layers")]
+    assert sorted(path.name for path in tmp_path.glob("*.svg")) == names
+    capsys.readouterr()
+    assert main(["draw", str(file), "--seq", "128", "--layer", "4"]) == 0
+    assert capsys.readouterr().out.startswith("all heads: 8 x 8 blocks of 16 tokens, density 53.1%")
+    assert main(["draw", str(file), "--seq", "128", "--layer", "3"]) == 1
+    assert "layer 3 is null, dense without blocks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

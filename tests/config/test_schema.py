@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_sparse.config import BLOCK_KEY, SparseAttentionConfigError, json_schema, load_config, parse_sparse_attention
+from ds_sparse.config import (
+    BLOCK_KEY,
+    SparseAttentionConfigError,
+    json_schema,
+    load_config,
+    parse_sparse_attention,
+    read_block,
+)
 from ds_sparse.sparsity import SparsityConfig, register_sparsity, sparsity_class
 from ds_sparse.sparsity._base import rule_fields
 from ds_sparse.sparsity._fields import json_fields
@@ -58,11 +65,14 @@ def test_the_schema_is_a_schema_with_descriptions_and_defaults():
         {"mode": "bigbird", "block": 16.0, "local_window_blocks": [4.0], "seed": 1e30},
         {"mode": "variable", "global_block_end_indices": "None"},
         {"global_block_end_indices": "None,", "seed": "None"},
+        {"layers": {}},
+        {"layers": {"0-5,7": {"num_local_blocks": 8}, "8": None, " 9 - 10 , 3": "None"}},
+        {"mode": "dense", "layers": {"0": {"mode": "fixed", "num_local_blocks": 8}, "1": {"block": 32}}},
     ],
     ids=str,
 )
 def test_the_schema_takes_what_the_reader_takes(block):
-    parse_sparse_attention(block, 4)
+    read_block(block, 4)
     jsonschema.validate({"train_batch_size": 8, "sparse_attention": block}, json_schema())
 
 
@@ -82,12 +92,20 @@ def test_the_schema_takes_what_the_reader_takes(block):
         {"mode": "bigbird", "num_global_blocks": -1},
         {"attention": "both"},
         {"num_heads": 4},
+        {"layers": None},
+        {"layers": {"-1": None}},
+        {"layers": {"first": None}},
+        {"layers": {"0": 4}},
+        {"layers": {"0": {"blok": 16}}},
+        {"layers": {"0": {"layers": {}}}},
+        {"mode": "dense", "layers": {"0": {"num_local_blocks": 8}}},
+        {"layers": {"0": {"mode": "dense", "num_local_blocks": 8}}},
     ],
     ids=str,
 )
 def test_the_schema_refuses_what_the_reader_refuses(block):
     with pytest.raises(SparseAttentionConfigError):
-        parse_sparse_attention(block, 4)
+        read_block(block, 4)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({"sparse_attention": block}, json_schema())
 
@@ -135,6 +153,7 @@ def right(entry: dict) -> st.SearchStrategy:
         "null": st.none(),
         "string": st.sampled_from(["None", "None ,"]) if "pattern" in entry else WORDS,
         "number": NUMBERS,
+        "object": st.dictionaries(st.sampled_from(["0", "1 - 2,5"]), st.sampled_from([None, {}, {"block": 32.0}])),
     }
     return kinds[entry["type"]]
 
@@ -183,7 +202,7 @@ def test_the_schema_takes_a_block_if_and_only_if_the_reader_does():
     def agree(block: dict) -> None:
         said, mistakes = [error.message for error in validator.iter_errors({BLOCK_KEY: block})], []
         try:
-            parse_sparse_attention(block, 12)
+            read_block(block, 12)
         except SparseAttentionConfigError as error:
             mistakes = error.mistakes
         if said:

@@ -30,7 +30,7 @@ def read(tmp_path):
 
 def read_file(path, device):
     args = argparse.Namespace(deepspeed_config=str(path), max_seq_length=512, deepspeed_sparse_attention=False)
-    config = adapt_to_device(read_deepspeed_config(args, num_heads=4), device)
+    config = adapt_to_device(read_deepspeed_config(args, num_heads=4, num_layers=2), device)
     check_for_deepspeed(config, str(path))
     return config
 

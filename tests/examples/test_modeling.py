@@ -198,3 +198,17 @@ def test_biases_and_norms_have_no_weight_decay():
     assert decayed["weight_decay"] == 0.01 and plain["weight_decay"] == 0.0
     assert all(p.dim() > 1 for p in decayed["params"]) and all(p.dim() == 1 for p in plain["params"])
     assert len(decayed["params"]) + len(plain["params"]) == len(list(model.parameters()))
+
+
+def test_layers_may_have_structures_of_their_own_or_stay_dense():
+    batch = make_batch(50, padding=17)
+    dense = make_model(arguments(50), num_hidden_layers=4)
+    layers = {"1": None, "2-3": {"block": 32}}
+    model = make_model(arguments(50, {"mode": "dense", "layers": layers}), num_hidden_layers=4)
+    kinds = [type(layer.attention.self).__name__ for layer in model.bert.encoder.layer]
+    assert kinds == ["BertSparseSelfAttention", "BertSelfAttention", *["BertSparseSelfAttention"] * 2]
+    first, _, third, last = (getattr(x.attention.self, "sparse_self_attention", None) for x in model.bert.encoder.layer)
+    assert (first.sparsity_config.block, third.sparsity_config.block) == (16, 32)
+    assert third.attention._master is last.attention._master
+    model.load_state_dict({name: x for name, x in dense.state_dict().items()}, strict=False)
+    torch.testing.assert_close(model(batch)["loss"], dense(batch)["loss"])

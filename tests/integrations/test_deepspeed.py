@@ -47,6 +47,16 @@ class Layer(torch.nn.Module):
         return self.self(x).square().mean()
 
 
+class Dense(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.self = DenseLayer()
+        self.self.num_attention_heads = 4
+
+    def forward(self, x):
+        return self.self(x)
+
+
 class DenseLayer(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -104,6 +114,75 @@ def test_the_flag_needs_a_json_and_excludes_the_transformer_kernel(make_args):
         ds_sparse.get_sparse_attention_config(argparse.Namespace(deepspeed_sparse_attention=True), 4)
     with pytest.raises(ValueError, match="--deepspeed_transformer_kernel are both on"):
         ds_sparse.get_sparse_attention_config(make_args(deepspeed_transformer_kernel=True), 4)
+
+
+BY_LAYER = {"mode": "dense", "layers": {"0": {"mode": "bigbird", "num_random_blocks": 1}, "1": None}}
+
+
+def test_layers_of_the_block_are_given_one_by_one(make_args):
+    first, second, third = ds_sparse.get_sparse_attention_layers(make_args(block=BY_LAYER), 4, 3)
+    assert isinstance(first, ds_sparse.BigBirdSparsityConfig) and isinstance(first.seed, int)
+    assert second is None and isinstance(third, ds_sparse.DenseSparsityConfig)
+    assert ds_sparse.get_sparse_attention_layers(make_args(flag=False, block=BY_LAYER), 4, 3) is None
+    with pytest.raises(
+        ds_sparse.SparseAttentionConfigError, match='layers."1": names layer 1, and the model has 1 att'
+    ):
+        ds_sparse.get_sparse_attention_layers(make_args(block=BY_LAYER), 4, 1)
+    with pytest.raises(ValueError, match="build each with ds_sparse.get_sparse_attention_layers"):
+        ds_sparse.get_sparse_attention_config(make_args(block=BY_LAYER), 4)
+
+
+def test_initialize_makes_each_layer_what_its_entry_says(make_args, capsys):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Dense(), Dense(), Dense())
+    ds_sparse.initialize(make_args(block=BY_LAYER), model)
+    assert [type(layer.self).__name__ for layer in model] == [
+        "BertSparseSelfAttention", "DenseLayer", "BertSparseSelfAttention",
+    ]  # fmt: skip
+    out = capsys.readouterr().out
+    assert '1 attention layer stays dense: null in "layers" of the block.' in out
+    assert "sparse attention is on in 2 of 3 attention layers." in out
+
+
+def test_layers_built_by_the_block_are_taken_and_others_are_named(make_args, capsys):
+    args = make_args(block=BY_LAYER)
+    structures = ds_sparse.get_sparse_attention_layers(args, 4, 3)
+    built = [Dense() if structure is None else Layer(structure) for structure in structures]
+    ds_sparse.initialize(args, torch.nn.Sequential(*built))
+    assert "sparse attention is on in 2 of 3 attention layers." in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"layer 1.self.* where the JSON says null, dense attention"):
+        ds_sparse.initialize(args, torch.nn.Sequential(built[0], Layer(structures[2]), built[2]))
+    with pytest.raises(ValueError, match=r"2 of the model's 3 attention layers are sparse \(dense: 2.self\)"):
+        ds_sparse.initialize(args, torch.nn.Sequential(built[0], Layer(structures[2]), Dense()))
+
+
+def test_the_decoder_of_a_sparse_encoder_stays_dense(make_args, capsys):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 20, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4}
+    for already in (False, True):
+        model = transformers.T5Model(transformers.T5Config(**sizes))
+        if already:
+            ds_sparse.sparsify(model, {"mode": "dense"})
+        ds_sparse.initialize(make_args(block={"mode": "dense"}), model)
+        out = capsys.readouterr().out
+        assert "sparse attention is on in 2 of 6 attention layers." in out
+        assert already or "4 attention layers stay dense: T5Stack is causal, and has cross-attention." in out
+
+
+def test_a_checkpoint_keeps_the_seed_that_an_entry_was_drawn_with(make_args, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    engines = []
+    for _ in range(2):
+        model = transformers.BertModel(transformers.BertConfig(**BERT))
+        engines.append(
+            ds_sparse.initialize(make_args(block=BY_LAYER | {"layers": {"0": BY_LAYER["layers"]["0"]}}), model)[0]
+        )
+    blocks = [engine.module.config.sparse_attention for engine in engines]
+    seeds = [block["layers"]["0"]["seed"] for block in blocks]
+    assert seeds[0] != seeds[1]
+    engines[0].save_checkpoint(tmp_path)
+    engines[1].load_checkpoint(tmp_path)
+    assert engines[1].module.config.sparse_attention == blocks[0]
 
 
 def test_initialize_trains_sparse_and_hands_over_the_rest(make_args, capsys):

@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import ds_sparse
 from ds_sparse.models.families import Family, _registry, register_family
 from ds_sparse.models.layers import attention_layers
+from ds_sparse.models.report import Kind, describe
 from ds_sparse.modules.structured_attention import StructuredAttention
 
 HEADS, TOKENS = 4, 64
@@ -42,7 +43,8 @@ class BingBert(nn.Module):
 
 class Exchange:
     def __init__(self, name, layer, attention):
-        self.layers, self.was, self.now, self.attention = {name: layer}, ["Fused"], ["Fused, sparse"], attention
+        self.layers, self.attention = {name: layer}, attention
+        self.kinds = [Kind(self.layers, ["Fused"], ["Fused, sparse"], describe(attention))]
 
     def on(self):
         for layer in self.layers.values():

@@ -18,8 +18,9 @@ if int(transformers.__version__.split(".")[0]) < 5:
 
 from ..pretrained import NAME
 from .acceptance import why_not
-from .binding import MAX_SEQ_LENGTH_KEY, structure_of
+from .binding import MAX_SEQ_LENGTH_KEY, number_of, structure_of
 from .functions import attention, key_padding_mask
+from .roles import roles
 from .switch import Switch, give_own_configs
 
 __all__ = [
@@ -29,6 +30,8 @@ __all__ = [
     "attention",
     "give_own_configs",
     "key_padding_mask",
+    "number_of",
+    "roles",
     "structure_of",
     "why_not",
 ]

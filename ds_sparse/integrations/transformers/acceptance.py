@@ -5,23 +5,39 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...ops.operands import check_attention_operands
 from ..pretrained import NAME, through_interface
-from .binding import Attached, named, set_config, which
-from .causal import is_causal, why_not_causal
-from .trial import Refused, Untried
+from .binding import Attached, Length, local_attention_of, named, set_config
+from .causal import is_causal
+from .trial import Masks, NotBidirectional, Refused, Untried
 from .trial import run as run_trial
 
-_CROSS_KEYS = ("add_cross_attention", "is_encoder_decoder")
+_DECODER_KEYS = ("is_decoder", "add_cross_attention")
 _WHAT_TO_USE = (
     "use BERT, RoBERTa, XLM-RoBERTa, ELECTRA, DistilBERT, ALBERT, GPT-NeoX, Llama or another model on Transformers' "
     "attention interface. For BERT code of your own there is "
     "SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention."
 )
+
+
+class OfDecoder(str):
+    """The reason why a model cannot be sparse that is a decoder, which may stay dense beside an encoder."""
+
+
+_across: WeakSet[nn.Module] = WeakSet()
+"""The modules that were seen to attend to another sequence than that of their queries."""
+
+
+def self_attention(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The layers of a model that `why_not` takes which are to be sparse: not those which attend to another sequence, as
+    where a learned query gathers a picture into one token."""
+    return {name: layer for name, layer in layers.items() if layer not in _across}
 
 
 def why_not(
@@ -44,18 +60,32 @@ def why_not(
             f"{name} has no attention layer that ds_sparse knows by its projections, and would stay dense; "
             f"{_WHAT_TO_USE}"
         )
-    if any(getattr(config, key, False) for key in _CROSS_KEYS):
-        return (
-            f"{name} has cross-attention (its config says so), and {NAME} serves self-attention alone; train it dense."
+    causal = {layer: module for layer, module in layers.items() if is_causal(module)}
+    of_decoder = bool(causal) or any(getattr(config, key, False) for key in _DECODER_KEYS)
+    if of_decoder and (len(causal) < len(layers) or getattr(config, "add_cross_attention", False)):
+        what = f"{named(causal)} is causal" if causal else "its config has a decoder"
+        return OfDecoder(
+            f"{name} is a decoder with cross-attention ({what}), and {NAME} serves self-attention alone; train it "
+            "dense."
         )
-    known = {"full_attention", "sliding_attention"} if all(map(is_causal, layers.values())) else {"full_attention"}
-    kinds = set(getattr(config, "layer_types", None) or ()) - known
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         return f"{name} has layers of {', '.join(sorted(kinds))}, a sparse structure of its own; train it as it is."
-    reason = why_not_causal(model, layers)
-    if reason is not None:
-        return reason
-    foreign = {layer: module for layer, module in layers.items() if getattr(module, "config", None) is not config}
+    dropping = {
+        layer: module
+        for layer, module in layers.items()
+        if local_attention_of(module) is not None and getattr(module, "attention_dropout", 0)
+    }
+    if dropping:
+        return (
+            f"{named(dropping)} of {name} is local and drops attention probabilities, which window attention does not; "
+            "set config.attention_dropout to 0."
+        )
+    foreign = {
+        layer: module
+        for layer, module in layers.items()
+        if getattr(module, "config", None) is not config and not isinstance(module, nn.MultiheadAttention)
+    }
     if foreign:
         return (
             f"{named(foreign)} of {name} does not read the model's config, where the structure is kept, and would stay "
@@ -72,6 +102,8 @@ def _why_not_by_trial(
     name, heads = type(model).__name__, getattr(model.config, "num_attention_heads", None)
     try:
         seen = _heads_in_a_trial(model, around)
+    except NotBidirectional as refusal:
+        return OfDecoder(f"{name} is no encoder: {refusal}")
     except Refused as refusal:
         return f"{name} cannot be sparse: {refusal}"
     except Untried as error:
@@ -79,6 +111,7 @@ def _why_not_by_trial(
             f"{name} did not run on inputs that ds_sparse made up, to see what its attention does ({error}); give "
             "ds_sparse.sparsify the whole model, or train it dense."
         )
+    layers = self_attention(layers)
     silent = {layer: module for layer, module in layers.items() if module not in seen}
     if silent:
         return f"{named(silent)} of {name} did not call the attention function, and would stay dense; {_WHAT_TO_USE}"
@@ -104,11 +137,14 @@ def _heads_in_a_trial(model: PreTrainedModel, around: Sequence[PreTrainedModel])
 
     def prepare(tried: PreTrainedModel, double: PreTrainedModel) -> None:
         for (name, module), twin in zip(tried.named_modules(), double.modules(), strict=True):
-            noting: Any = functools.partial(_note, heads, module)
-            twin._ds_sparse = Attached(None, 0, noting, name)
+            noting: Any = functools.partial(_note, heads, name, module)
+            if isinstance(module, nn.MultiheadAttention):
+                twin.register_forward_pre_hook(functools.partial(_note_across, module), with_kwargs=True)
+            twin._ds_sparse = Attached(None, Length(0, False), noting, name)
             if module is model:
                 set_config(twin.config, {})
                 twin.config._attn_implementation_internal = NAME
+                Masks().note_in(twin.config)
 
     problems = []
     for tried in (model, *around):
@@ -121,8 +157,18 @@ def _heads_in_a_trial(model: PreTrainedModel, around: Sequence[PreTrainedModel])
     raise problems[0]
 
 
+def _note_across(module: nn.Module, twin: nn.Module, arguments: tuple, named: dict[str, Any]) -> None:
+    """Forward hook of an nn.MultiheadAttention in a trial."""
+    query, key = (
+        named.get(name, arguments[n] if n < len(arguments) else None) for n, name in enumerate(("query", "key"))
+    )
+    if query is not None and key is not None and query.shape != key.shape:
+        _across.add(module)
+
+
 def _note(
     heads: dict[nn.Module, int],
+    name: str,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -130,10 +176,9 @@ def _note(
     **_: Any,
 ) -> torch.Tensor:
     """Stands for StructuredAttention in a trial."""
-    if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
-        raise Refused(
-            f"{which(module)} has queries {tuple(query.shape)}, keys {tuple(key.shape)} and values "
-            f"{tuple(value.shape)}, and {NAME} takes heads of one size; train it dense."
-        )
+    try:
+        check_attention_operands(query, key, value)
+    except ValueError as error:
+        raise Refused(f"{named({name: module})} gives the attention what it does not take. {error}") from error
     heads[module] = query.shape[1]
     return torch.empty_like(query)

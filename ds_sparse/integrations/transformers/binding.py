@@ -5,19 +5,29 @@ from __future__ import annotations
 import copy
 import json
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ...config import BLOCK_KEY, parse_sparse_attention
+from ...config import (
+    BLOCK_KEY,
+    LAYERS_KEY,
+    SparseAttentionConfigError,
+    beyond,
+    block_of_layer,
+    layers_of,
+    read_block,
+)
+from ...modules.dense_attention import dense_attention
 from ...modules.local_attention import LocalAttention
 from ...modules.structured_attention import StructuredAttention, whole_blocks
 from ...sparsity import SparsityConfig
 from ...sparsity.draws import Draws, draws, why_unrepeatable
+from ...wording import show
 from ..pretrained import NAME
 
 MAX_SEQ_LENGTH_KEY = f"{BLOCK_KEY}_max_seq_length"
@@ -25,14 +35,22 @@ CONFIG_KEYS = (BLOCK_KEY, MAX_SEQ_LENGTH_KEY)
 """What we write to a config."""
 
 
+FIRST_LENGTH = 2048
+"""Tokens that the layout of a model without a longest sequence is first built for; it doubles with the batch."""
+
+Attention = StructuredAttention | LocalAttention | Callable[..., torch.Tensor]
+"""What computes in a layer: blocks, the window of a local layer, or `dense_attention`."""
+
+
 @dataclass
 class Attached:
     """What the attention function keeps on a layer."""
 
     block: dict[str, Any] | None  # what the config said when `attention` was made; None: a structure that has no block
-    tokens: int
-    attention: StructuredAttention | LocalAttention
+    length: Length
+    attention: Attention
     name: str = ""
+    number: int | None = None  # of the layer, among the attention layers of its model; None: not known
 
     def __post_init__(self):
         self.block = copy.deepcopy(self.block)  # the config's own may be edited in place
@@ -42,38 +60,78 @@ _made: weakref.WeakValueDictionary[tuple, StructuredAttention] = weakref.WeakVal
 """What layers that say the same share."""
 
 
+def attach(layers: Mapping[str, nn.Module]) -> None:
+    """Gives the attention layers of a model what computes, by its config.
+
+    Raises:
+        ValueError: the structure in the config is wrong, or has an entry for a layer that there is not.
+    """
+    config: Any = next(iter(layers.values())).config
+    check_entries(_entries(config), list(layers.values()), type(config).__name__)
+    for number, (name, layer) in enumerate(layers.items()):
+        vars(layer)["_ds_sparse"] = _attached(layer, name, number)
+
+
 def attached_to(layer: nn.Module) -> Attached:
     """What is on a layer, made from its config when it is first used or the config has changed since."""
     config: Any = layer.config
     attached: Attached | None = vars(layer).get("_ds_sparse")
     block = getattr(config, BLOCK_KEY, None)
-    if attached is not None and attached.block == block and (block is None or attached.tokens == tokens_of(config)):
+    if attached is not None and attached.block == block and (block is None or attached.length == Length.of(config)):
         return attached
     if torch.compiler.is_compiling():
         raise RuntimeError(
             f"config.{BLOCK_KEY} has changed since the model was made sparse, and torch.compile cannot trace what "
             "makes a layout of it; call the model once before."
         )
-    structured = _attention_for(config, block)
-    attached = Attached(block, tokens_of(config), local_attention_of(layer) or structured)
+    attached = _attached(layer, *((attached.name, attached.number) if attached is not None else ("", None)))
     vars(layer)["_ds_sparse"] = attached
     return attached
 
 
-def _attention_for(config: PreTrainedConfig, block: dict[str, Any] | None) -> StructuredAttention:
+def _attached(layer: nn.Module, name: str, number: int | None) -> Attached:
+    config: Any = layer.config
+    block = getattr(config, BLOCK_KEY, None)
     if block is None:
         raise ValueError(
             f"{type(config).__name__} has no {BLOCK_KEY}; set it before the model takes the name {NAME}, as in "
             f'config.{BLOCK_KEY} = {{"mode": "fixed", "block": 16}}, or call ds_sparse.sparsify, which does.'
         )
-    structure = parse_sparse_attention(block, config.num_attention_heads, source=type(config).__name__)
-    tokens = whole_blocks(tokens_of(config), structure.block)
-    key = (type(structure), json.dumps(block, sort_keys=True), structure.num_heads, tokens)
-    attention = _made.get(key)
+    return Attached(block, Length.of(config), _attention_for(layer, block, number), name, number)
+
+
+def _attention_for(layer: nn.Module, block: dict[str, Any], number: int | None) -> Attention:
+    config: Any = layer.config
+    structures = read_block(block, config.num_attention_heads, source=type(config).__name__)
+    if structures.entries and number is None:
+        raise ValueError(
+            f"config.{BLOCK_KEY} has structures by layer, and {type(layer).__name__} does not know which layer it is; "
+            f'call model.set_attn_implementation("{NAME}"), which numbers them.'
+        )
+    local = local_attention_of(layer)
+    if local is not None:
+        return local
+    structure = structures.others if number is None else structures.of(number)
+    if structure is None:
+        return dense_attention
+    return attention_on(structure, block_of_layer(block, number or 0), Length.of(config))
+
+
+def attention_on(structure: SparsityConfig, block: dict[str, Any] | None, length: Length) -> StructuredAttention:
+    """What layers of any model share that say this block, for so many tokens; without a block a new one.
+
+    Raises:
+        ValueError: the structure has no layout of this length.
+        Unrepeatable: ranks would draw other blocks, and so would the model when it is loaded.
+    """
+    tokens = whole_blocks(length.tokens, structure.block)
+    key = (type(structure), json.dumps(block, sort_keys=True), structure.num_heads, tokens, length.doubles)
+    attention = None if block is None else _made.get(key)
     if attention is None:
-        attention = StructuredAttention(structure, tokens)
-        check_is_repeated(attention)
-        _made[key] = attention
+        attention = StructuredAttention(structure, tokens, doubles=length.doubles)
+        if block is not None:
+            _check_is_repeated(attention)
+            _made[key] = attention
     return attention
 
 
@@ -87,37 +145,70 @@ def local_attention_of(layer: nn.Module) -> LocalAttention | None:
     return LocalAttention(sliding_window - 1) if isinstance(sliding_window, int) else None
 
 
-def check_is_repeated(attention: StructuredAttention) -> None:
-    """Raises ValueError where ranks would draw other blocks, and so would the model when it is loaded."""
+def check_entries(entries: Iterable[str], layers: Sequence[nn.Module], model: str) -> None:
+    """Raises ValueError where the `layers` of a block name a layer that there is not, or local layers alone."""
+    entries = list(entries)
+    wrong = beyond(entries, len(layers), model)
+    local = {number for number, layer in enumerate(layers) if local_attention_of(layer) is not None}
+    for key in () if wrong else entries:
+        if all(number in local for part in layers_of(key) for number in part):
+            wrong.append(f"{show(key)}: local layers of {model}, which keep the window that the model gives them.")
+    if wrong:
+        raise SparseAttentionConfigError([f"{BLOCK_KEY}.{LAYERS_KEY}.{sentence}" for sentence in wrong])
+
+
+def _entries(config: PreTrainedConfig) -> Iterable[str]:
+    block = getattr(config, BLOCK_KEY, None)
+    if not isinstance(block, Mapping) or not isinstance(block.get(LAYERS_KEY), Mapping):
+        return ()
+    return read_block(block, config.num_attention_heads, source=type(config).__name__).entries
+
+
+class Unrepeatable(ValueError):
+    """A structure that draws blocks at random and without a seed that repeats them."""
+
+
+def _check_is_repeated(attention: StructuredAttention) -> None:
     structure = attention.sparsity_config
     how = draws(structure, attention.max_seq_length)
     if how is Draws.UNREPEATABLY:
-        raise ValueError(why_unrepeatable(structure))
+        raise Unrepeatable(why_unrepeatable(structure))
     if how is Draws.BY_SEED and structure.seed is None:
-        raise ValueError(
+        raise Unrepeatable(
             f"{type(structure).__name__} has random blocks and no seed, so they would differ between ranks and after "
             f'loading; add one to config.{BLOCK_KEY}, such as "seed": 0.'
         )
 
 
-def tokens_of(config: PreTrainedConfig) -> int:
-    """Tokens that the layout of a model is built for, not yet in whole blocks."""
-    return getattr(config, MAX_SEQ_LENGTH_KEY, None) or positions_of(config)
+class Length(NamedTuple):
+    """How long the layouts of a model are.
 
+    Attributes:
+        tokens: not yet in whole blocks.
+        doubles: whether a longer batch gets a layout twice as long, as the model has no longest sequence.
+    """
 
-def positions_of(config: PreTrainedConfig) -> int:
-    tokens = getattr(config, "max_position_embeddings", None)
-    if tokens is None:
-        raise ValueError(
-            f"{type(config).__name__} has no max_position_embeddings, so the length that the layout is to be built for "
-            f"is not known; pass max_seq_length to ds_sparse.sparsify, or set config.{MAX_SEQ_LENGTH_KEY}."
-        )
-    return tokens
+    tokens: int
+    doubles: bool
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, max_seq_length: int | None = None) -> Length:
+        """`max_seq_length`, else what the config says."""
+        said = max_seq_length if max_seq_length is not None else getattr(config, MAX_SEQ_LENGTH_KEY, None)
+        tokens = said if said is not None else getattr(config, "max_position_embeddings", None)
+        return cls(FIRST_LENGTH if tokens is None else tokens, doubles=tokens is None)
 
 
 def structure_of(layer: nn.Module) -> SparsityConfig | None:
-    """The structure of a layer whose config has `attn_implementation="ds_sparse"`; None for a local layer."""
+    """The structure of a layer whose config has `attn_implementation="ds_sparse"`; None for a local layer, and for one
+    that stays dense."""
     return getattr(attached_to(layer).attention, "sparsity_config", None)
+
+
+def number_of(layer: nn.Module) -> int:
+    """The number of a layer whose config has `attn_implementation="ds_sparse"`, among the attention layers of its
+    model."""
+    return attached_to(layer).number or 0
 
 
 def set_config(config: PreTrainedConfig, entries: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
+from ...modules.local_attention import LocalAttention
 from ...modules.structured_attention import StructuredAttention
 from ...notices import say_notices
 from ..pretrained import NAME
@@ -101,18 +102,6 @@ def attend(
     )  # fmt: skip
 
 
-def why_not_causal(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> str | None:
-    """The sentence that says why layers of a decoder cannot be sparse."""
-    dropout = getattr(model.config, "attention_dropout", 0.0)
-    local = [name for name, layer in layers.items() if is_causal(layer) and local_attention_of(layer) is not None]
-    if local and dropout:
-        return (
-            f"layer {local[0]} of {type(model).__name__} has a sliding window and attention_dropout {dropout}, which "
-            "window attention does not compute; set it to 0."
-        )
-    return None
-
-
 def say_what_is_cut(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> None:
     """Prints what becomes of the structure of a decoder's layers, once a process."""
     causal = [layer for layer in layers.values() if is_causal(layer)]
@@ -125,6 +114,6 @@ def say_what_is_cut(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> 
         for x in structured
         if x.layout.triu(1).any()
     ]
-    if attentions and not structured:
+    if attentions and all(isinstance(x, LocalAttention) for x in attentions.values()):
         notices.append(f"All attention layers of {name} have a sliding window of their own; none uses the structure.")
     say_notices(notices)

@@ -3,28 +3,64 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import sys
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
-from ..pretrained import NAME, layers_by_model, through_interface
+from ...notices import say_notices
+from ..pretrained import NAME, layers_by_model, models_around, through_interface
 from .acceptance import why_not
-from .binding import attached_to
+from .binding import attach
 from .causal import say_what_is_cut
+from .packing import watch
+from .roles import give_encoder_its_config, roles
 
 
-def _refuse_what_stays_dense(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> None:
-    """Raises ValueError unless these layers of a model that has our name are sparse in every forward."""
-    reason = why_not(model, layers)
-    if reason is not None:
-        raise ValueError(reason)
-    with torch.device("cpu"):  # Transformers makes models that it loads on the meta device
-        for layer in layers.values():
-            attached_to(layer)
-        say_what_is_cut(model, layers)
+def _settle(model: PreTrainedModel, one_by_one: bool = False) -> None:
+    """Makes what has our name in a model sparse, and what stays dense beside it dense by name too.
+
+    Args:
+        one_by_one: the parts of the model were named, so each has to be sparse.
+
+    Raises:
+        ValueError: attention layers that have the name would stay dense, or fail later.
+    """
+    found = roles(model, {owner: layers for owner, layers in layers_by_model(model).items() if _has_name(owner)})
+    if one_by_one and found.decoders:
+        raise ValueError(why_not(found.decoders[0], layers_by_model(model)[found.decoders[0]]))
+    for owner, layers in found.sparse.items():
+        give_encoder_its_config(owner, found.decoders)
+        with torch.device("cpu"):  # Transformers makes models that it loads on the meta device
+            attach(layers)
+            say_what_is_cut(owner, layers)
+        watch(owner)
+    for decoder in found.decoders:
+        others = [
+            outer for outer in models_around(model, decoder) if getattr(outer.config, "is_encoder_decoder", False)
+        ]
+        for dense in (decoder, *others):
+            dense.config._attn_implementation_internal = _accepted(dense, None)
+    say_notices(
+        f"{type(model).__name__}: {len(layers)} attention layers stay dense: {why}."
+        for why, layers in found.dense.items()
+    )
+
+
+def _has_name(model: PreTrainedModel) -> bool:
+    return model.config._attn_implementation == NAME
+
+
+def _is_being_made() -> bool:
+    """Whether this is called by the constructor of a Transformers model that another one contains: that one settles
+    both."""
+    frame, making = sys._getframe(1), set()
+    while frame is not None:
+        if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), PreTrainedModel):
+            making.add(id(frame.f_locals["self"]))
+        frame = frame.f_back
+    return len(making) > 1
 
 
 _accepted = PreTrainedModel.get_correct_attn_implementation
@@ -42,10 +78,9 @@ def _accepted_where_used(self: PreTrainedModel, requested_attention: str | None,
 @functools.wraps(_post_init)
 def _post_init_and_check(self: PreTrainedModel) -> None:
     _post_init(self)
-    if self.config._attn_implementation == NAME:
-        layers = layers_by_model(self)
-        if self in layers:  # the models inside it have been checked when they were made
-            _refuse_what_stays_dense(self, layers[self])
+    named = [module for module in self.modules() if isinstance(module, PreTrainedModel) and _has_name(module)]
+    if named and not _is_being_made():
+        _settle(self)
 
 
 @functools.wraps(set_unchecked)
@@ -56,9 +91,10 @@ def _set_attn_implementation_and_check(
     before = {key: config._attn_implementation for key, config in configs.items()}
     try:
         set_unchecked(self, attn_implementation, *more, **named)
-        for model, layers in layers_by_model(self).items():
-            if attn_implementation == NAME or model.config._attn_implementation == NAME:
-                _refuse_what_stays_dense(model, layers)
+        if attn_implementation == NAME:
+            for model in layers_by_model(self):
+                model.config._attn_implementation_internal = NAME
+        _settle(self, one_by_one=isinstance(attn_implementation, dict))
     except ValueError:
         for key, config in configs.items():
             config._attn_implementation_internal = before[key]

@@ -9,22 +9,28 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...config import BLOCK_KEY, sparse_attention_block
-from ...modules.structured_attention import StructuredAttention, whole_blocks
-from ...sparsity import SparsityConfig
+from ...config import BLOCK_KEY, LayerStructures, block_of_layer, layer_structures_block
+from ...models.report import NULL, Kind, describe
+from ...modules.dense_attention import dense_attention
+from ...modules.local_attention import LocalAttention
+from ...modules.structured_attention import StructuredAttention
 from ..pretrained import NAME
 from .binding import (
     CONFIG_KEYS,
     MAX_SEQ_LENGTH_KEY,
     Attached,
-    check_is_repeated,
+    Attention,
+    Length,
+    Unrepeatable,
+    attention_on,
+    check_entries,
     local_attention_of,
-    positions_of,
     set_config,
-    tokens_of,
 )
-from .causal import say_what_is_cut
+from .causal import is_causal, say_what_is_cut
 from .doors import set_unchecked
+from .packing import watch
+from .roles import give_back, give_encoder_its_config
 
 
 def give_own_configs(model: nn.Module) -> None:
@@ -43,11 +49,12 @@ class Switch:
         layers: its attention layers by name.
         around: the Transformers models around it, whose configs are saved; of these, a config of the same class gets
             the structure too (T5's encoder may have a copy).
-        structure: for the model's number of heads, with a seed where it draws blocks.
-        max_seq_length: tokens that the layout is built for; by default those of the config.
+        structures: for the model's number of heads, with a seed where they draw blocks.
+        max_seq_length: tokens that layouts are built for; by default those of the config.
+        decoders: the models beside it that stay dense, which may have the same config.
 
     Raises:
-        ValueError: the structure has no layout of that length, or no length is known.
+        ValueError: a structure has no layout of that length, or `layers` of the block name a layer that there is not.
     """
 
     def __init__(
@@ -55,35 +62,78 @@ class Switch:
         model: PreTrainedModel,
         layers: Mapping[str, nn.Module],
         around: Sequence[PreTrainedModel],
-        structure: SparsityConfig,
+        structures: LayerStructures,
         max_seq_length: int | None = None,
+        decoders: Sequence[PreTrainedModel] = (),
     ):
-        self.model, self.layers = model, layers
+        self.model, self.layers, self._decoders = model, layers, list(decoders)
         self._holders = [model, *(outer for outer in around if type(outer.config) is type(model.config))]
         self._implementation = model.config._attn_implementation
-        self.was = [f"{type(layer).__name__}, {self._implementation}" for layer in layers.values()]
-        self.now = [f"{type(layer).__name__}, {NAME}{_own_window(layer)}" for layer in layers.values()]
-        tokens = positions_of(model.config) if max_seq_length is None else max_seq_length
-        self.attention = StructuredAttention(structure, whole_blocks(tokens, structure.block))
+        self._length = Length.of(model.config, max_seq_length)
         self._entries: dict[str, Any] = {} if max_seq_length is None else {MAX_SEQ_LENGTH_KEY: max_seq_length}
         self.not_saved: str | None = None
         """Why the structure cannot be saved with the model; None where it can."""
+        check_entries(structures.entries, list(layers.values()), type(model).__name__)
+        block = self._written(structures)
         try:
-            self._entries[BLOCK_KEY] = _reproducible_block(self.attention)
+            attentions = self._attention_of_each(structures, block)
+        except Unrepeatable as error:
+            self.not_saved, block = str(error), None
+            attentions = self._attention_of_each(structures, block)
+        if block is not None:
+            self._entries[BLOCK_KEY] = block
+        self._attentions = dict(zip(layers, attentions, strict=True))
+        self.kinds = self._kinds()
+
+    def _written(self, structures: LayerStructures) -> dict[str, Any] | None:
+        try:
+            return layer_structures_block(structures)
         except ValueError as error:
             self.not_saved = str(error)
+            return None
+
+    def _attention_of_each(self, structures: LayerStructures, block: dict[str, Any] | None) -> list[Attention]:
+        made: dict[int, Attention] = {}
+        attentions: list[Attention] = []
+        for number, layer in enumerate(self.layers.values()):
+            local, structure = local_attention_of(layer), structures.of(number)
+            if local is None and structure is not None and id(structure) not in made:
+                own = None if block is None else block_of_layer(block, number)
+                made[id(structure)] = attention_on(structure, own, self._length)
+            attentions.append(local or (dense_attention if structure is None else made[id(structure)]))
+        return attentions
+
+    def _kinds(self) -> list[Kind]:
+        alike: dict[int, dict[str, nn.Module]] = {}
+        for name, attention in self._attentions.items():
+            alike.setdefault(attention if isinstance(attention, LocalAttention) else id(attention), {})[name] = (
+                self.layers[name]
+            )
+        return [self._kind(layers) for layers in alike.values()]
+
+    def _kind(self, layers: dict[str, nn.Module]) -> Kind:
+        attention = self._attentions[next(iter(layers))]
+        was = [f"{type(layer).__name__}, {self._implementation}" for layer in layers.values()]
+        now = [f"{type(layer).__name__}, {NAME}" for layer in layers.values()]
+        if isinstance(attention, LocalAttention):
+            side = "before" if all(map(is_causal, layers.values())) else "on each side"
+            return Kind(layers, was, now, f"the model's own window, {attention.window} tokens {side}")
+        if isinstance(attention, StructuredAttention):
+            return Kind(layers, was, now, describe(attention))
+        return Kind(layers, was, was, NULL, sparse=False)
 
     def on(self) -> None:
+        self._shared_config = give_encoder_its_config(self.model, self._decoders)
         configs = {id(holder.config): holder.config for holder in self._holders}.values()
         self._before = [(c, {key: vars(c)[key] for key in CONFIG_KEYS if key in vars(c)}) for c in configs]
         for config in configs:
             set_config(config, self._entries)
         set_unchecked(self.model, NAME)
         config = self.model.config
-        block, tokens = getattr(config, BLOCK_KEY, None), tokens_of(config)
-        self._hooks = []
-        for name, layer in self.layers.items():
-            vars(layer)["_ds_sparse"] = Attached(block, tokens, local_attention_of(layer) or self.attention, name)
+        block, length = getattr(config, BLOCK_KEY, None), Length.of(config)
+        self._hooks = [hook for hook in (watch(self.model),) if hook is not None]
+        for number, (name, layer) in enumerate(self.layers.items()):
+            vars(layer)["_ds_sparse"] = Attached(block, length, self._attentions[name], name, number)
             self._hooks.append(layer.register_forward_hook(_check_is_switched))
         say_what_is_cut(self.model, self.layers)
 
@@ -95,18 +145,8 @@ class Switch:
         for config, entries in self._before:
             set_config(config, entries)
         self.model.set_attn_implementation(self._implementation)
-
-
-def _own_window(layer: nn.Module) -> str:
-    local = local_attention_of(layer)
-    return "" if local is None else f", its own window of {local.window + 1} tokens"
-
-
-def _reproducible_block(attention: StructuredAttention) -> dict[str, Any]:
-    """The block that makes this layout again. Raises ValueError where there is none."""
-    block = sparse_attention_block(attention.sparsity_config)
-    check_is_repeated(attention)
-    return block
+        if self._shared_config is not None:
+            give_back(self.model, self._shared_config)
 
 
 def _check_is_switched(layer: nn.Module, arguments: tuple, output: Any) -> None:

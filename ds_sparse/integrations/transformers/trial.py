@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ...modules.local_attention import LocalAttention
 
 TOKENS = 8
 """Tokens of a trial, in a batch of two."""
@@ -29,8 +32,52 @@ class Refused(ValueError):
     """The attention or the mask function was called for what it does not compute."""
 
 
+class NotBidirectional(Refused):
+    """It was called for causal attention, or for keys of other tokens."""
+
+
 class Untried(Exception):
     """The model did not run on made-up inputs; the text is its error."""
+
+
+_MASKS = "_ds_sparse_masks"
+"""The attribute of a config in a trial where its masks are."""
+
+
+class Masks:
+    """The masks that were made in a trial, with the window of each. The config of the model that is tried holds it, so
+    that no other thread notices."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[torch.Tensor, float]] = {}
+
+    @classmethod
+    def of(cls, config: Any) -> Masks | None:
+        """Those of the trial that a config is in; None where it is in none."""
+        return getattr(config, _MASKS, None)
+
+    def note_in(self, config: Any) -> None:
+        setattr(config, _MASKS, self)
+
+    def note(self, mask: torch.Tensor | None, window: float, shape: tuple[int, int]) -> torch.Tensor:
+        """A mask of its own for the layers of the trial, by which `check` knows the window."""
+        own = torch.ones(shape, dtype=torch.bool) if mask is None else mask.clone()
+        self._made[id(own)] = (own, window)
+        return own
+
+    def check(self, layer: str, mask: torch.Tensor | None, local: LocalAttention | None, given: int | None) -> None:
+        """Raises Refused unless the mask of a layer, its window and the `sliding_window` of its call are one."""
+        by_layer = math.inf if local is None else local.window
+        by_call = math.inf if given is None else given - 1
+        any_window = any(window != math.inf for _, window in self._made.values())
+        unknown = math.nan if any_window and mask is not None else math.inf
+        by_mask = self._made[id(mask)][1] if id(mask) in self._made else unknown
+        if not by_layer == by_call == by_mask:
+            raise Refused(
+                f"{layer} is local, and its mask, its sliding_window and what it tells the attention function are not "
+                f"the same window ({by_mask}, {by_layer} and {by_call} tokens on each side; inf: all, nan: a mask made "
+                "anew by the model)."
+            )
 
 
 def run(model: nn.Module, prepare: Callable[[nn.Module], None]) -> None:

@@ -38,6 +38,10 @@ class Family(ABC):
         """Those of the layers without a `SparseSelfAttention` that are sparse all the same."""
         return {}
 
+    def left_dense(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> set[str]:
+        """The names of those dense layers that are to be dense beside sparse ones of the same model."""
+        return set()
+
     def prepare(self, model: nn.Module) -> None:
         """Is called before changes of a model are switched on."""
 

@@ -12,7 +12,7 @@ from torch import nn
 from ...modules.bert import BertSparseSelfAttention
 from ...modules.structured_attention import whole_blocks
 from ...sparsity import SparsityConfig
-from ..report import Change
+from ..report import NULL, Change, Kind, StayDense, describe
 from ..structures import Structures
 from ._registry import Family
 
@@ -36,21 +36,29 @@ class BingBert(Family):
         structures: Structures,
         max_seq_length: int | None,
     ) -> list[Change]:
-        alike: dict[tuple[int, int, float], dict[str, nn.Module]] = {}
-        for name, layer in layers.items():
+        alike: dict[tuple[Any, ...], dict[str, nn.Module]] = {}
+        given: dict[tuple[Any, ...], SparsityConfig] = {}
+        left: dict[str, nn.Module] = {}
+        for number, (name, layer) in enumerate(layers.items()):
             _check_replaceable(name, layer)
             projection: Any = layer.query
-            kind = (_heads(name, layer, structures.wanted), projection.out_features, _dropout(name, layer))
+            heads = _heads(name, layer, structures.wanted)
+            structure = structures.by_layer(heads, len(layers), model=type(model).__name__).of(number)
+            if structure is None:
+                left[name] = layer
+                continue
+            kind = (heads, projection.out_features, _dropout(name, layer), id(structure))
             alike.setdefault(kind, {})[name] = layer
+            given[kind] = structure
         tokens = longest_sequence(getattr(model, "config", None)) if max_seq_length is None else max_seq_length
-        swaps: list[Change] = []
-        for (heads, hidden, dropout), those in alike.items():
+        changes: list[Change] = []
+        for kind, those in alike.items():
+            heads, hidden, dropout, _ = kind
             config = SimpleNamespace(
                 hidden_size=hidden, num_attention_heads=heads, attention_probs_dropout_prob=dropout
             )
-            replacements = around(list(those.values()), config, structures.make(heads), tokens)
-            swaps.append(Swap(model, those, replacements))
-        return swaps
+            changes.append(Swap(model, those, around(list(those.values()), config, given[kind], tokens)))
+        return changes + ([StayDense(left, NULL)] if left else [])
 
 
 class Swap:
@@ -58,10 +66,10 @@ class Swap:
     back."""
 
     def __init__(self, model: nn.Module, layers: dict[str, nn.Module], replacements: list[BertSparseSelfAttention]):
-        self.model, self.layers = model, layers
-        self.was = [type(layer).__name__ for layer in layers.values()]
-        self.now = [BertSparseSelfAttention.__name__] * len(layers)
-        self.attention = replacements[0].sparse_self_attention.attention
+        self.model = model
+        was = [type(layer).__name__ for layer in layers.values()]
+        now = [BertSparseSelfAttention.__name__] * len(layers)
+        self.kinds = [Kind(layers, was, now, describe(replacements[0].sparse_self_attention.attention))]
         self._sparse_for = dict(zip(layers.values(), replacements, strict=True))
 
     def on(self) -> None:

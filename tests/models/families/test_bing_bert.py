@@ -148,3 +148,62 @@ def test_layers_that_cannot_be_replaced_are_named_before_anything_changes(layer,
 def test_an_attention_layer_alone_cannot_be_replaced():
     with pytest.raises(ValueError, match="pass the module that holds it"):
         ds_sparse.sparsify(Attention())
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(Attention()) for _ in range(4)])
+
+    def forward(self, hidden_states, attention_mask):
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, attention_mask)
+        return hidden_states
+
+
+def test_layers_get_the_structures_of_their_entries_and_null_stays_dense():
+    model, inputs = Deep(), make_states()
+    before = model(*inputs)
+    report = ds_sparse.sparsify(
+        model, {"mode": "dense", "layers": {"1-2": {"block": 32}, "2": None}}, max_seq_length=60
+    )
+    assert [type(layer.self).__name__ for layer in model.layers] == [
+        "BertSparseSelfAttention", "BertSparseSelfAttention", "Attention", "BertSparseSelfAttention",
+    ]  # fmt: skip
+    assert str(report).splitlines() == [
+        "2 attention layers made sparse: DenseSparsityConfig, block 16, density 100.0% at 64 tokens",
+        "  layers.0.self  Attention  ->  BertSparseSelfAttention",
+        "  layers.3.self  Attention  ->  BertSparseSelfAttention",
+        "1 attention layer made sparse: DenseSparsityConfig, block 32, density 100.0% at 64 tokens",
+        "  layers.1.self  Attention  ->  BertSparseSelfAttention",
+        '1 attention layer stays dense: null in "layers" of the block',
+        "  layers.2.self  Attention",
+    ]
+    assert report.dense == [("layers.2.self", "Attention", 'null in "layers" of the block')]
+    first, last = (model.layers[n].self.sparse_self_attention.attention for n in (0, 3))
+    assert first._master is last._master
+    torch.testing.assert_close(model(*inputs), before)
+    report.undo()
+    assert all(type(layer.self) is Attention for layer in model.layers)
+
+
+@pytest.mark.parametrize(
+    "layers, sentence",
+    [
+        ({"2-4": None}, 'sparse_attention.layers."2-4": names layer 4, and Deep has 4 attention layers, 0 to 3'),
+        ({"0-3": None}, 'No attention layer of Deep would be sparse: null in "layers" of the block'),
+    ],
+)
+def test_layers_that_there_are_not_and_nothing_sparse_are_refused(layers, sentence):
+    model = Deep()
+    with pytest.raises(ValueError, match=sentence):
+        ds_sparse.sparsify(model, {"layers": layers}, max_seq_length=64)
+    assert all(type(layer.self) is Attention for layer in model.layers)
+
+
+def test_layers_without_a_seed_get_one_and_the_same(capsys):
+    block = {"mode": "bigbird", "layers": {"1": {"num_random_blocks": 1}, "2": {"num_random_blocks": 2}}}
+    model = Deep()
+    ds_sparse.sparsify(model, block, max_seq_length=128)
+    seeds = [layer.self.sparse_self_attention.sparsity_config.seed for layer in model.layers]
+    assert seeds[0] is None and seeds[1] == seeds[2] and capsys.readouterr().out.count("drawn with seed") == 1
