@@ -35,9 +35,12 @@ _PUBLIC = {
     "torch_sparse_attention": "ops",
     "SparseSelfAttention": "modules.self_attention",
     "BertSparseSelfAttention": "modules.bert",
+    "SparseMultiheadAttention": "modules.multihead_attention",
     "SparseAttentionUtils": "models.sparse_attention_utils",
     "SparsifyReport": "models.report",
     "sparsify": "models.sparsify",
+    "adapt": "integrations.transformers.adapt",
+    "convert": "integrations.transformers.convert",
     "SparsityConfig": "sparsity",
     "DenseSparsityConfig": "sparsity",
     "FixedSparsityConfig": "sparsity",
@@ -45,6 +48,7 @@ _PUBLIC = {
     "BigBirdSparsityConfig": "sparsity",
     "BSLongformerSparsityConfig": "sparsity",
     "LocalSlidingWindowSparsityConfig": "sparsity",
+    "TransformersBigBirdSparsityConfig": "sparsity",
     "SparsityWarning": "sparsity",
     "declared": "sparsity",
     "register_sparsity": "sparsity",
@@ -76,10 +80,13 @@ if TYPE_CHECKING:  # "as" their own names: what type checkers and editors offer 
     from .integrations.deepspeed import get_sparse_attention_layers as get_sparse_attention_layers
     from .integrations.deepspeed import init_distributed as init_distributed
     from .integrations.deepspeed import initialize as initialize
+    from .integrations.transformers.adapt import adapt as adapt
+    from .integrations.transformers.convert import convert as convert
     from .models.report import SparsifyReport as SparsifyReport
     from .models.sparse_attention_utils import SparseAttentionUtils as SparseAttentionUtils
     from .models.sparsify import sparsify as sparsify
     from .modules.bert import BertSparseSelfAttention as BertSparseSelfAttention
+    from .modules.multihead_attention import SparseMultiheadAttention as SparseMultiheadAttention
     from .modules.self_attention import SparseSelfAttention as SparseSelfAttention
     from .ops import MatMul as MatMul
     from .ops import Softmax as Softmax
@@ -103,6 +110,7 @@ if TYPE_CHECKING:  # "as" their own names: what type checkers and editors offer 
     from .sparsity import LocalSlidingWindowSparsityConfig as LocalSlidingWindowSparsityConfig
     from .sparsity import SparsityConfig as SparsityConfig
     from .sparsity import SparsityWarning as SparsityWarning
+    from .sparsity import TransformersBigBirdSparsityConfig as TransformersBigBirdSparsityConfig
     from .sparsity import VariableSparsityConfig as VariableSparsityConfig
     from .sparsity import declared as declared
     from .sparsity import register_sparsity as register_sparsity

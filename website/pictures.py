@@ -21,6 +21,7 @@ BLOCKS = {
         "mode": "bslongformer", "block": 32, "num_sliding_window_blocks": 5, "global_block_indices": [0, 16],
     },
     "local_sliding_window": {"mode": "local_sliding_window", "block": 32, "num_sliding_window_blocks": 7},
+    "transformers_bigbird": {"mode": "transformers_bigbird", "block": 32, "num_random_blocks": 3, "seed": 1},
 }  # fmt: skip
 """The block of the JSON for each picture."""
 

@@ -7,6 +7,8 @@ from itertools import pairwise
 
 import torch
 
+from ..layout import with_heads
+from .block import BlockIndex, check_block
 from .lasting import plain
 
 
@@ -79,3 +81,30 @@ class Documents:
         lengths = edges.diff()
         both = torch.stack([edges[:-1], edges[1:]], 1)
         return both.repeat_interleave(lengths, 0, output_size=self.tokens)
+
+
+def square_layout(
+    layout: torch.Tensor | BlockIndex, block: int | None, tokens: int, of: str, device: torch.device | str | None
+) -> tuple[torch.Tensor, int]:
+    """The layout (1 or H, R, R) on the device, its own where none is given, and its block.
+
+    Raises:
+        TypeError: a layout of another type or dtype.
+        ValueError: no block, or one that is none; a layout that is not square, or has too few blocks for so many tokens
+            `of` something.
+    """
+    if isinstance(layout, BlockIndex):
+        block = layout.block if block is None else block
+        layout = layout.layout()
+    if block is None:
+        raise ValueError("A layout is given without its block; pass block, as the layout may be larger than needed.")
+    block = check_block(block)
+    layout = plain("The layout", with_heads(layout))
+    _, rows, columns = layout.shape
+    wanted = -(-tokens // block)
+    if rows != columns or rows < wanted:
+        raise ValueError(
+            f"The layout has {rows} x {columns} blocks of {block}; for {of} of {tokens} tokens it has to be square and "
+            f"have {wanted} x {wanted} blocks or more."
+        )
+    return layout.to(layout.device if device is None else device), block

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from ..layout import with_heads
-from .block import BlockIndex, check_block
-from .documents import Documents
-from .lasting import lasting, plain
+from .block import BlockIndex
+from .documents import Documents, square_layout
+from .lasting import lasting
 from .ready_event import ReadyEvent
 
 
@@ -42,7 +41,7 @@ class PackedIndex:
         >>> layout = ds_sparse.BSLongformerSparsityConfig(num_heads=4, block=16).make_layout(128)
         >>> index = ds_sparse.PackedIndex.build(layout, torch.tensor([0, 100, 130, 200]), block=16)
         >>> index
-        PackedIndex(3 documents of 200 tokens together, 14 blocks of 16, density 24.5%, cpu)
+        PackedIndex(3 documents of 200 tokens together, 14 blocks of 16, density 26.5%, cpu)
         >>> index.spans[6:9].tolist()
         [[96, 4], [100, 16], [116, 14]]
     """
@@ -86,18 +85,9 @@ class PackedIndex:
             ValueError: a layout that is smaller than a document, or not square; no block; `cu_seqlens` that does not
                 ascend from 0, or ends with 0.
         """
-        if isinstance(layout, BlockIndex):
-            layout, block = layout.layout(), layout.block if block is None else block
-        if block is None:
-            raise ValueError(
-                "A layout is given without its block; pass block, as the layout may be larger than needed."
-            )
-        block = check_block(block)
-        layout = plain("The layout", with_heads(layout))
-        layout = layout.to(layout.device if device is None else device)
         documents = Documents.read(cu_seqlens)
         tokens = documents.tokens
-        _check_covers(layout, documents, block)
+        layout, block = square_layout(layout, block, max(documents.lengths), "the longest document", device)
 
         # A block's document, its number there, and its tokens: small, so made on the host.
         lengths = torch.tensor(documents.lengths)
@@ -179,15 +169,3 @@ class PackedIndex:
     def _held(self) -> Iterator[torch.Tensor]:
         yield from self._tensors()
         yield from self.blocks._held()
-
-
-def _check_covers(layout: torch.Tensor, documents: Documents, block: int) -> None:
-    """Raises ValueError unless the layout is square and as large as the longest document."""
-    _, rows, columns = layout.shape
-    longest = max(documents.lengths)
-    if rows != columns or rows * block < longest:
-        wanted = -(-longest // block)
-        raise ValueError(
-            f"The layout has {rows} x {columns} blocks of {block}; the longest document has {longest} tokens, for "
-            f"which it has to be square and have {wanted} x {wanted} blocks or more."
-        )

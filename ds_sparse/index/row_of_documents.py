@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from ..layout import with_heads
-from .block import BlockIndex, check_block
-from .documents import Documents
-from .lasting import lasting, plain
+from .block import BlockIndex
+from .documents import Documents, square_layout
+from .lasting import lasting
 from .window import WindowIndex
 
 
@@ -35,20 +34,10 @@ def index_of_row(
     Raises:
         TypeError, ValueError: arguments of other types or values; a layout that is not square, or too small.
     """
-    if isinstance(layout, BlockIndex):
-        layout, block = layout.layout(), layout.block if block is None else block
-    if block is None:
-        raise ValueError("A layout is given without its block; pass block, as the layout may be larger than needed.")
-    block = check_block(block)
-    layout = plain("The layout", with_heads(layout)).to(device)
-    heads, rows, columns = layout.shape
+    documents = Documents.read(cu_seqlens).check_fills(tokens)
+    layout, block = square_layout(layout, block, tokens, "a row", device)
     wanted = -(-tokens // block)
-    if rows != columns or rows < wanted:
-        raise ValueError(
-            f"The layout has {rows} x {columns} blocks of {block}; for a row of {tokens} tokens it has to be square "
-            f"and have {wanted} x {wanted} blocks or more."
-        )
-    limits = Documents.read(cu_seqlens).check_fills(tokens).of_tokens(device)
+    limits = documents.of_tokens(device)
     first, end = pad(limits.T, (0, -tokens % block), mode="replicate").unflatten(1, (wanted, block))
     first, end = first.amin(1), end.amax(1)
     share = (first[:, None] < end) & (first < end[:, None])
@@ -56,7 +45,7 @@ def index_of_row(
     return WindowIndex(
         tokens=tokens,
         causal=causal,
-        num_heads=heads,
+        num_heads=len(layout),
         num_global=0,
         blocks=blocks.causal() if causal else blocks,
         limits=limits.int().unsqueeze(0),

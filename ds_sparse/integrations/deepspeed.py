@@ -29,7 +29,7 @@ from ..models.families import families
 from ..models.layers import attention_layers
 from ..models.sparsify import sparsify
 from ..models.structures import set_common_seeds
-from ..modules.self_attention import SparseSelfAttention
+from ..modules.layers import structure_of
 from ..notices import say_notices
 from ..ranks import is_launched, say
 from ..sparsity import FixedSparsityConfig, SparsityConfig
@@ -138,8 +138,9 @@ def get_sparse_attention_config(args: argparse.Namespace, num_heads: int) -> Spa
 def get_sparse_attention_layers(
     args: argparse.Namespace, num_heads: int, num_layers: int
 ) -> list[SparsityConfig | None] | None:
-    """The structure of each layer that the JSON asks for, or None without the flag: `get_sparse_attention_config` for
-    models whose layers may have structures of their own.
+    """The structure of each layer that the JSON asks for, or None without the flag.
+
+    This is `get_sparse_attention_config` for models whose layers may have structures of their own.
 
     Args:
         args, num_heads: as in `get_sparse_attention_config`.
@@ -342,11 +343,12 @@ def _show(config: SparsityConfig, fields: list[str]) -> str:
 
 def _structure_of(layer: nn.Module, number: int | None) -> tuple[int, SparsityConfig | None]:
     """The number of a sparse layer in its model, and its structure."""
-    if isinstance(layer, SparseSelfAttention):
-        return number or 0, layer.sparsity_config
-    from .transformers import number_of, structure_of
+    structure = structure_of(layer)
+    if structure is not None:
+        return number or 0, structure
+    from . import transformers
 
-    return number_of(layer), structure_of(layer)
+    return transformers.number_of(layer), transformers.structure_of(layer)
 
 
 def _keep_seeds(engine: Any, model: nn.Module, block: Mapping[str, Any]) -> None:

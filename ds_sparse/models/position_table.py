@@ -30,17 +30,26 @@ def position_table(base: nn.Module) -> nn.Embedding | None:
     return table if isinstance(table, nn.Embedding) else None
 
 
-def why_no_table(model: nn.Module, max_position: int) -> str:
-    """The sentence for a model without a table, by the kind of positions that it has."""
-    name = type(model).__name__
+def kind_without_table(model: nn.Module) -> tuple[str, str] | None:
+    """The kind of positions of a model that needs no table, "rotary" or "relative", and the module that computes them;
+    None where no name tells."""
     for kind, words in _WITHOUT_TABLE.items():
         found = next((path for path, _ in model.named_modules() if any(word in path.lower() for word in words)), None)
         if found is not None:
-            return (
-                f"{name} has {kind} positions ({found}) and no table of positions, so it needs none that is longer; "
-                f"leave this call out. sparsify(model, ..., max_seq_length={max_position}) builds the layout for that "
-                "length."
-            )
+            return kind, found
+    return None
+
+
+def why_no_table(model: nn.Module, max_position: int) -> str:
+    """The sentence for a model without a table, by the kind of positions that it has."""
+    name, known = type(model).__name__, kind_without_table(model)
+    if known is not None:
+        kind, found = known
+        return (
+            f"{name} has {kind} positions ({found}) and no table of positions, so it needs none that is longer; "
+            f"leave this call out. sparsify(model, ..., max_seq_length={max_position}) builds the layout for that "
+            "length."
+        )
     return (
         f"{name} has no embeddings.position_embeddings, the table that extend_position_embedding makes longer; BERT, "
         "RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT and ALBERT have it. Make the table of this model longer "

@@ -80,10 +80,11 @@ class Replaced(NamedTuple):
 
 
 class SparsifyReport:
-    """What `sparsify` changed: `replaced` has an entry a sparse layer, `dense` one a layer that stays dense, `str()` is
-    a table of both, a heading for each kind of layers, `undo()` puts the model back.
+    """What `sparsify` changed: `replaced` has an entry a layer, `str()` is a table, `undo()` puts the model back.
 
-    After that `replaced` is empty, and the table says what became dense again.
+    The table has a heading for each kind of layers. `dense` has an entry for each layer that stays dense.
+
+    After `undo()`, `replaced` is empty and the table says what became dense again.
 
     Args:
         changes: those of the model, which are on. `sparsify` gives them.

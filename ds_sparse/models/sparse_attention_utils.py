@@ -108,6 +108,10 @@ class SparseAttentionUtils:
         """
         tokenizer.model_max_length = max_position
         tokenizer.init_kwargs["model_max_length"] = max_position
+        backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        truncation = getattr(backend, "truncation", None)
+        if truncation is not None:  # which its file keeps, for those who read it without Transformers
+            backend.enable_truncation(**truncation | {"max_length": max_position})
         say(f"updated tokenizer model maximum length to {max_position}.")
         return tokenizer
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..sparsity import SparsityConfig
+from .by_hand import BY_HAND
 from .families import families
 from .layers import attention_layers, refuse_sparse
 from .report import Change, SparsifyReport
@@ -27,14 +28,16 @@ def sparsify(
     a copy, since other models may hold the one that it was made with; so give the whole model, not a base model inside
     it. In other models each layer that holds `query`, `key` and `value`, is called with (hidden_states, attention_mask)
     and returns a tensor, as bing_bert's `attention.self` does, gives its place to a `BertSparseSelfAttention` around
-    the same three.
+    the same three; each `nn.MultiheadAttention` becomes a `SparseMultiheadAttention`; and in a layer that calls
+    `scaled_dot_product_attention` what it calls for becomes sparse. Their cross-attention stays dense, and the report
+    says so.
 
     Args:
-        model: a Transformers model, a model in the bing_bert manner, or a module that holds such.
+        model: a Transformers model, a model in the bing_bert manner or in plain PyTorch, or a module that holds such.
         sparsity_config: the structure, or a dict with the keys of the JSON block, whose `layers` give layers a
             structure of their own, or leave them dense; by default what the Transformers model's config says, else
             `FixedSparsityConfig`. Random blocks without a seed get that of the model's config, else one that rank 0
-            draws.
+            draws; a model in plain PyTorch keeps no seed, so its random blocks need one.
         max_seq_length: tokens that the layout is built for, rounded up to whole blocks; by default
             `config.max_position_embeddings`. Without that it is 2048; the layout of a Transformers model then doubles
             until it covers the batch.
@@ -48,7 +51,7 @@ def sparsify(
             structure for another number of heads, or without a layout of this length. Nothing has been changed then.
         TypeError: neither a structure nor a dict.
         RuntimeError: several ranks would draw a seed before torch.distributed runs; later, in a forward, a layer
-            that ran without its sparse attention.
+            that ran without its sparse attention. A forward raises ValueError for cross-attention.
 
     Examples:
         >>> import transformers
@@ -74,8 +77,7 @@ def sparsify(
         dense = {name: layer for name, layer in dense.items() if name not in layers}
     if not changes:
         raise ValueError(
-            f"{type(model).__name__} has no attention layer that ds_sparse knows; put ds_sparse.SparseSelfAttention or "
-            "ds_sparse.BertSparseSelfAttention in it."
+            f"{type(model).__name__} has no attention layer that ds_sparse knows; where it computes it, {BY_HAND}"
         )
     reasons = {kind.what for change in changes for kind in change.kinds}
     if not any(kind.sparse for change in changes for kind in change.kinds):

@@ -9,6 +9,7 @@ from typing import Any
 from ..common_seed import set_common_seed
 from ..config import BLOCK_KEY, LAYERS_KEY, LayerStructures, SparseAttentionConfigError, beyond, read_block, seed_of
 from ..modules.bert import check_num_heads
+from ..modules.multihead_attention import check_repeatable
 from ..notices import say_notices
 from ..sparsity import FixedSparsityConfig, SparsityConfig
 
@@ -48,6 +49,19 @@ class Structures:
             raise SparseAttentionConfigError([f"{BLOCK_KEY}.{LAYERS_KEY}.{sentence}" for sentence in wrong])
         return structures
 
+    def repeatable_by_layer(self, num_heads: int, num_layers: int, model: str) -> LayerStructures:
+        """`by_layer` for a model that saves neither structure nor layout: random blocks need a seed from who asked.
+
+        Raises:
+            ValueError: as `by_layer`; they have none.
+        """
+        if self.wanted is not None:
+            given = _read(self.wanted, num_heads)
+            for structure in (given.others, *given.entries.values()):
+                if structure is not None:
+                    check_repeatable(structure)
+        return self.by_layer(num_heads, num_layers, model=model)
+
 
 def for_all_layers(structures: LayerStructures) -> SparsityConfig:
     """The structure of all layers. Raises ValueError where layers have structures of their own."""
@@ -72,6 +86,12 @@ def make_structures(
     """
     if wanted is None:
         return LayerStructures(FixedSparsityConfig(num_heads=num_heads), {})
+    structures = _read(wanted, num_heads)
+    set_common_seeds(structures, seed)
+    return structures
+
+
+def _read(wanted: SparsityConfig | Mapping[str, Any], num_heads: int) -> LayerStructures:
     if isinstance(wanted, Mapping):
         notices: list[str] = []
         structures = read_block(wanted, num_heads, source=wanted, notices=notices)
@@ -84,7 +104,6 @@ def make_structures(
             "or a dict with the keys of the sparse_attention block."
         )
     check_num_heads(structures.others, num_heads)
-    set_common_seeds(structures, seed)
     return structures
 
 

@@ -17,31 +17,39 @@ def dense_attention(
     key_padding_mask: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
-    query_offset: int | None = None,
     causal: bool = False,
+    query_offset: int | None = None,
 ) -> torch.Tensor:
-    """softmax(scale * query @ key^T + rpe) @ value over all keys that the masks keep; operands and masks are those of
+    """softmax(scale * query @ key^T + rpe) @ value over all keys that the masks keep; arguments are those of
     `StructuredAttention`."""
-    tokens, keys, offset = query.shape[2], key.shape[2], query_offset or 0
-    is_causal = causal and offset == 0 and sinks is key_padding_mask is attn_mask is rpe is None and tokens == keys
-    if causal and not is_causal and offset < keys - 1:
-        seen = torch.ones(tokens, keys, dtype=torch.bool, device=query.device).tril(offset)
-        attn_mask = seen if attn_mask is None else _both(attn_mask, seen, query.dtype)
     if key_padding_mask is not None:
         key_padding_mask = key_padding_mask[:, None, None, :]
+    earlier = _earlier(query, key, query_offset or 0) if causal else None
     mask = None
-    for given in (key_padding_mask, attn_mask, rpe):
+    for given in (key_padding_mask, attn_mask, earlier, rpe):
         mask = given if mask is None else _both(mask, given, query.dtype)
     if sinks is not None:
-        # A key of zeros with a value of zeros, whose score is the sink.
-        key, value = (pad(x, (0, 0, 0, 1)) for x in (key, value))
-        mask = torch.zeros(1, 1, 1, keys, dtype=query.dtype, device=query.device) if mask is None else mask
-        mask = _added(mask, query.dtype)[(None,) * (4 - mask.dim())]
-        sinks = sinks.to(query.dtype)[:, None, None].expand(len(mask), -1, mask.shape[2], 1)
-        mask = torch.cat([mask.expand(-1, sinks.shape[1], -1, -1), sinks], -1)
+        key, value, mask = _with_sinks(query, key, value, mask, sinks)
     return scaled_dot_product_attention(
-        query, key, value, mask, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=key.shape[1] != query.shape[1]
+        query, key, value, mask, dropout_p, scale=scale, enable_gqa=key.shape[1] != query.shape[1]
     )
+
+
+def _earlier(query: torch.Tensor, key: torch.Tensor, offset: int) -> torch.Tensor:
+    """bool (T, S): the keys up to each query, of which the first is at place `offset` among them."""
+    place = torch.arange(key.shape[2], device=query.device)
+    return place <= place[: query.shape[2], None] + offset
+
+
+def _with_sinks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys, values and mask with one key more, of zeros: its score is the sink, and its value is nothing."""
+    shape = (len(query), query.shape[1], query.shape[2])
+    added = query.new_zeros(1) if mask is None else _added(mask, query.dtype)
+    score = sinks.to(query.dtype)[:, None, None].expand(*shape, 1)
+    key, value = (pad(x, (0, 0, 0, 1)) for x in (key, value))
+    return key, value, torch.cat([added.expand(*shape, key.shape[2] - 1), score], -1)
 
 
 def _both(mask: torch.Tensor, given: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

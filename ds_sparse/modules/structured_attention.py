@@ -46,13 +46,13 @@ class StructuredAttention:
         key, value: alike, or with fewer heads, which divide H: query head h reads head h // (H / their number).
         scale: factor of the scores, 1 / sqrt(D) by default.
         dropout_p: probability with which attention probabilities are dropped.
+        causal: whether a token sees itself and those before it alone, whatever the structure says.
         rpe: relative position bias (B or 1, H or 1, T, T), added after scaling.
         key_padding_mask: (B or 1, T); attn_mask: (T, T), or (B or 1, H or 1, T or 1, T). Bool keeps where True, a
             float is added.
         sinks: (H,), a logit a head in the softmax's denominator, without a value.
         query_offset: the position of the first query, or (B,), one a sequence; queries and keys may then differ in
             number. The layout is not made for longer sequences then: what a row sees would change while they grow.
-        causal: whether tokens see none after them, whatever the structure says.
         Returns (B, H, T, D); rows with nothing left are zeros.
 
     Raises:
@@ -130,12 +130,12 @@ class StructuredAttention:
         *,
         scale: float | None = None,
         dropout_p: float = 0.0,
+        causal: bool = False,
         rpe: torch.Tensor | None = None,
         key_padding_mask: torch.Tensor | None = None,
         attn_mask: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
         query_offset: int | torch.Tensor | None = None,
-        causal: bool = False,
     ) -> torch.Tensor:
         self._check(query, key, value, rpe, key_padding_mask, attn_mask, query_offset)
         self._synchronize_layout()

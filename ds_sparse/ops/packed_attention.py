@@ -17,7 +17,6 @@ from .operands import (
     check_dropout,
     check_heads,
     distinct_when_traced,
-    dropout_seed,
     factor_of,
 )
 from .packed_in_place import attention_in_place, is_read_in_place
@@ -93,16 +92,14 @@ def packed_attention(
             raise ValueError(
                 "return_lse and dropout_p are for document_layout='own'; leave them out with document_layout='row'."
             )
-        index = _row_index(layout, cu_seqlens, block, query, causal)
-        return as_given(window_attention(query, key, value, index, scale=scale, sinks=sinks))
+        of_row = _row_index(layout, cu_seqlens, block, query, causal)
+        return as_given(window_attention(query, key, value, of_row, scale=scale, sinks=sinks))
     index = _own_index(layout, cu_seqlens, block, query)
     check_heads(index.blocks, query.shape[1])
     back = index.aligned, index.tokens_of, index.exists[0]
-    if is_read_in_place(index, query) and sinks is None:
-        scale = factor_of(scale, query.shape[-1])
-        seed = dropout_seed(query.device) if dropout_p > 0 else None
+    if is_read_in_place(index, query, dropout_p) and sinks is None:
         query, key, value = distinct_when_traced(query, key, value)
-        output, lse = attention_in_place(query, key, value, index, scale, causal, float(dropout_p), seed)
+        output, lse = attention_in_place(query, key, value, index, factor_of(scale, query.shape[-1]), causal)
     else:
         query, key, value = (_Moved.apply(x, index.tokens_of, index.aligned, None) for x in (query, key, value))
         output, lse = attend(
@@ -140,7 +137,7 @@ def packed_operands(
 def _from_nested(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor | None, all_are: bool
 ) -> Packed:
-    those = {"query": query, "key": key, "value": value}
+    those: dict[str, Any] = {"query": query, "key": key, "value": value}  # types know no jagged tensors
     if cu_seqlens is not None or not all_are:
         raise ValueError(
             "Nested tensors know their documents: give query, key and value all nested, without cu_seqlens."
@@ -151,7 +148,7 @@ def _from_nested(
                 f"{name} is a nested tensor that is not jagged (B, H, tokens, D) without holes; make it by "
                 "torch.nested.nested_tensor_from_jagged(values, offsets) of values (T, H, D), and .transpose(1, 2)."
             )
-    offsets = query.offsets()
+    offsets = those["query"].offsets()
     for name, x in those.items():
         if x.offsets() is not offsets and not torch.equal(x.offsets(), offsets):
             raise ValueError(f"{name} has documents of other lengths than query; give them the same offsets.")
@@ -159,7 +156,8 @@ def _from_nested(
     def as_given(x: torch.Tensor) -> torch.Tensor:
         return torch.nested.nested_tensor_from_jagged(x[0], offsets, jagged_dim=2)
 
-    return Packed(*(x.values().unsqueeze(0) for x in those.values()), offsets, as_given)
+    query, key, value = (x.values().unsqueeze(0) for x in those.values())
+    return Packed(query, key, value, offsets, as_given)
 
 
 def _own_index(
@@ -170,6 +168,7 @@ def _own_index(
 ) -> PackedIndex:
     """The index that is given, or that of the layout and the documents, after a check that it fits the query."""
     if not isinstance(layout, PackedIndex):
+        assert cu_seqlens is not None, "or the row would not be packed"
         layout = packed_index_of(layout, cu_seqlens, block, query.device)
     elif cu_seqlens is not None or block not in (None, layout.block):
         raise ValueError(
@@ -198,6 +197,7 @@ def _row_index(
     """The index of a row's layout, cut at the borders of documents."""
     if isinstance(layout, PackedIndex):
         raise ValueError("A PackedIndex is for document_layout='own'; give the row's layout and cu_seqlens.")
+    assert cu_seqlens is not None, "or the row would not be packed"
     index = row_index_of(layout, cu_seqlens, block, query.shape[2], causal, query.device)
     check_heads(index.blocks, query.shape[1])
     return index

@@ -13,73 +13,67 @@ from .attention_operators import implementation_for
 from .operands import empty_as, lists_of_tiles, readable, wide_dtype
 
 
-def is_read_in_place(index: PackedIndex, query: Tensor) -> bool:
+def is_read_in_place(index: PackedIndex, query: Tensor, dropout_p: float) -> bool:
     """Whether there is a kernel that reads these documents, (1, H, T, D), where they lie."""
-    return implementation_for(index.blocks, query).name == "hopper"
+    return dropout_p == 0 and implementation_for(index.blocks, query).name == "hopper"
 
 
 def attention_in_place(
-    query: Tensor, key: Tensor, value: Tensor, index: PackedIndex, scale: float, causal: bool, dropout_p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    query: Tensor, key: Tensor, value: Tensor, index: PackedIndex, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
     """Output (1, H, T, D), and lse (1, H, N * block) by aligned numbers, as of `block_sparse_attention`."""
     depth = query.shape[-1]
-    output, lse, _ = _PackedAttention.apply(
-        readable(query), readable(key), readable(value), seed, index, scale, causal, dropout_p
-    )
+    output, lse, _ = _PackedAttention.apply(readable(query), readable(key), readable(value), index, scale, causal)
     return output[..., :depth] if depth % 8 else output, lse
 
 
 class _PackedAttention(Function):
     @staticmethod
     def forward(
-        query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None, index: PackedIndex, scale: float, causal: bool,
-        dropout_p: float,
-    ):  # fmt: skip
+        query: Tensor, key: Tensor, value: Tensor, index: PackedIndex, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
         blocks = index.causal_blocks(causal)
         tile = implementation_for(blocks, query).tile(blocks.block)
         return ops.packed_attention_forward(
-            query, key, value, index.exists, index.spans, seed, *lists_of_tiles(blocks.tiles("rows", tile)),
-            blocks.layout_heads, blocks.block, scale, causal, dropout_p,
+            query, key, value, index.spans, *lists_of_tiles(blocks.tiles("rows", tile)), blocks.layout_heads,
+            blocks.block, scale, causal,
         )  # fmt: skip
 
     @staticmethod
     def setup_context(ctx, inputs, results):
-        query, key, value, seed, ctx.index, ctx.scale, ctx.causal, ctx.dropout_p = inputs
+        query, key, value, ctx.index, ctx.scale, ctx.causal = inputs
         output, _, rows = results
         ctx.mark_non_differentiable(rows)
-        ctx.save_for_backward(query, key, value, output, rows, seed)
+        ctx.save_for_backward(query, key, value, output, rows)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     @differentiable_once("block_sparse_attention")
     def backward(ctx, grad_output: Tensor | None, grad_lse: Tensor | None, _):
-        query, key, value, output, rows, seed = ctx.saved_tensors
+        query, key, value, output, rows = ctx.saved_tensors
         index, blocks = ctx.index, ctx.index.causal_blocks(ctx.causal)
         grad_output = torch.zeros_like(output) if grad_output is None else readable(grad_output)
         tile = implementation_for(blocks, query, "hopper").tile(blocks.block)
         grads = ops.packed_attention_backward(
             grad_output, None if grad_lse is None else grad_lse.contiguous(), query, key, value, output, rows,
-            index.exists, index.spans, seed, *lists_of_tiles(blocks.tiles("rows", tile)),
+            index.spans, *lists_of_tiles(blocks.tiles("rows", tile)),
             *lists_of_tiles(blocks.tiles("columns", tile)), blocks.layout_heads, blocks.block, ctx.scale, ctx.causal,
-            ctx.dropout_p, torch.are_deterministic_algorithms_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
-        return *grads, None, None, None, None, None
+        return *grads, None, None, None
 
 
 @torch.library.register_fake(add_op_namespace_prefix("packed_attention_forward"))
 def _(
-    query, key, value, exists, spans, dropout_seed, row_lines, row_entries, row_units, row_cuts, layout_heads, block,
-    scale, causal, dropout_p,
+    query, key, value, spans, row_lines, row_entries, row_units, row_cuts, layout_heads, block, scale, causal
 ):  # fmt: skip
-    shape, wide = (1, query.shape[1], exists.shape[1]), wide_dtype(query.dtype)
+    shape, wide = (1, query.shape[1], spans.shape[0] * block), wide_dtype(query.dtype)
     return empty_as(query), query.new_empty(shape, dtype=wide), query.new_empty((*shape, 2), dtype=wide)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("packed_attention_backward"))
 def _(
-    grad_output, grad_lse, query, key, value, output, rows, exists, spans, dropout_seed, row_lines, row_entries,
-    row_units, row_cuts, column_lines, column_entries, column_units, column_cuts, layout_heads, block, scale, causal,
-    dropout_p, deterministic,
+    grad_output, grad_lse, query, key, value, output, rows, spans, row_lines, row_entries, row_units, row_cuts,
+    column_lines, column_entries, column_units, column_cuts, layout_heads, block, scale, causal, deterministic,
 ):  # fmt: skip
     return empty_as(query), empty_as(key), empty_as(value)

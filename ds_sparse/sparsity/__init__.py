@@ -7,6 +7,7 @@ from .bslongformer import BSLongformerSparsityConfig
 from .dense import DenseSparsityConfig
 from .fixed import FixedSparsityConfig
 from .local_sliding_window import LocalSlidingWindowSparsityConfig
+from .transformers_bigbird import TransformersBigBirdSparsityConfig
 from .variable import VariableSparsityConfig
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "LocalSlidingWindowSparsityConfig",
     "SparsityConfig",
     "SparsityWarning",
+    "TransformersBigBirdSparsityConfig",
     "VariableSparsityConfig",
     "declared",
     "register_sparsity",

@@ -110,7 +110,7 @@ WRONG = [
         None,
         [
             'sparse_attention.mode: got "bigbrid"; wanted "bigbird", "bslongformer", "dense", "fixed", '
-            '"local_sliding_window" or "variable". Did you mean "bigbird"?'
+            '"local_sliding_window", "transformers_bigbird" or "variable". Did you mean "bigbird"?'
         ],
     ),
     (
@@ -118,7 +118,7 @@ WRONG = [
         None,
         [
             'sparse_attention.mode: got null; wanted "bigbird", "bslongformer", "dense", "fixed", '
-            '"local_sliding_window" or "variable".'
+            '"local_sliding_window", "transformers_bigbird" or "variable".'
         ],
     ),
     (
@@ -126,7 +126,7 @@ WRONG = [
         None,
         [
             'sparse_attention.mode: got "local"; wanted "bigbird", "bslongformer", "dense", "fixed", '
-            '"local_sliding_window" or "variable". Did you mean "local_sliding_window"?',
+            '"local_sliding_window", "transformers_bigbird" or "variable". Did you mean "local_sliding_window"?',
             'sparse_attention.blok: unknown key (given 16). Did you mean "block"?',
             "sparse_attention.block: got 5; wanted 8, 16, 32, 64 or 128.",
         ],
@@ -136,7 +136,7 @@ WRONG = [
         None,
         [
             'sparse_attention.num_random_blocks: got 2, but mode "fixed" has no such key; it belongs to modes '
-            '"bigbird" and "variable". Remove it or change the mode.'
+            '"bigbird", "transformers_bigbird" and "variable". Remove it or change the mode.'
         ],
     ),
     (
@@ -322,8 +322,8 @@ def test_the_documented_block_is_accepted_in_every_mode_with_a_notice_a_foreign_
 def test_a_notice_is_a_sentence():
     _, notices = notices_of({"num_random_blocks": 0})
     assert notices == [
-        'ds.json: sparse_attention.num_random_blocks: belongs to modes "bigbird" and "variable"; at its default 0 it '
-        "is ignored."
+        'ds.json: sparse_attention.num_random_blocks: belongs to modes "bigbird", "transformers_bigbird" and '
+        '"variable"; at its default 0 it is ignored.'
     ]
 
 

@@ -282,6 +282,33 @@ def test_a_transformers_model_is_made_sparse_and_held_to_the_json(make_args, cap
         ds_sparse.initialize(args=make_args(block=BLOCK | {"num_random_blocks": 2}), model=model)
 
 
+class Calls(torch.nn.Module):
+    """Of a kind of its own: it calls scaled_dot_product_attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = torch.nn.Linear(32, 96)
+
+    def forward(self, x):
+        heads = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        return torch.nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+
+
+def test_plain_pytorch_models_are_made_sparse_and_held_to_the_json(make_args, capsys):
+    decoder = torch.nn.TransformerDecoderLayer(32, 4, 64, batch_first=True)
+    model = torch.nn.ModuleDict({"decoder": decoder, "calls": Calls()})
+    args = make_args(block=BLOCK | {"seed": 1})
+    for _ in range(2):
+        ds_sparse.initialize(args=args, model=model, model_parameters=model.parameters())
+    assert capsys.readouterr().out.count("sparse attention is on in 2 of 2 attention layers.") == 2
+    for name in ("decoder.self_attn", "calls"):
+        with pytest.raises(ValueError, match=f"layer {name} has BigBirdSparsityConfig.*JSON says Fixed"):
+            ds_sparse.initialize(args=make_args(block={"mode": "fixed"}), model=model)
+        del model[name.partition(".")[0]]
+    with pytest.raises(ValueError, match='no seed.*"seed": 0 in a block'):
+        ds_sparse.initialize(args=make_args(), model=torch.nn.ModuleList([Calls()]))
+
+
 @pytest.mark.parametrize("make_model", ["DenseModel", "BertModel"])
 def test_a_checkpoint_keeps_random_blocks_that_were_drawn(make_args, make_model, tmp_path):
     transformers = pytest.importorskip("transformers")
@@ -335,8 +362,9 @@ def test_the_flag_with_a_model_that_it_cannot_serve_is_an_error(make_args, monke
         ds_sparse.initialize(args=make_args(), model=model)
     with pytest.raises(ValueError, match="Linear has no self-attention layer"):
         ds_sparse.initialize(args=make_args(), model=torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="MultiheadAttention"):
-        ds_sparse.initialize(args=make_args(), model=torch.nn.ModuleList([torch.nn.MultiheadAttention(32, 4)]))
+    own = type("Own", (torch.nn.MultiheadAttention,), {})(32, 4)
+    with pytest.raises(ValueError, match=r"attention layer 0 \(Own\) would stay dense"):
+        ds_sparse.initialize(args=make_args(), model=torch.nn.ModuleList([own]))
 
 
 def test_the_flag_with_another_structure_than_the_jsons_is_an_error(make_args):

@@ -77,9 +77,21 @@ def registered(monkeypatch):
     register_family(FusedModels())
 
 
-def test_a_layer_of_a_kind_that_no_family_knows_is_refused():
-    with pytest.raises(ValueError, match=r"attention layer 0 \(Fused\) would stay dense"):
-        ds_sparse.sparsify(nn.ModuleList([Fused()]), max_seq_length=TOKENS)
+class ByHand(Fused):
+    def forward(self, x):
+        query, key, value = self.qkv(x).unflatten(-1, (3, HEADS, 8)).permute(2, 0, 3, 1, 4)
+        return ((query @ key.mT).softmax(-1) @ value).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("model", [nn.ModuleList([ByHand()]), nn.Linear(2, 2)], ids=["layer", "none"])
+def test_the_error_about_attention_that_no_family_knows_has_the_lines_to_write(model):
+    with pytest.raises(ValueError, match="would stay dense|has no attention layer") as caught:
+        ds_sparse.sparsify(model, max_seq_length=TOKENS)
+    lines = [line.strip() for line in str(caught.value).splitlines()[1:]]
+    names = {"ds_sparse": ds_sparse, "self": nn.Module(), "heads": HEADS, "tokens": 128}
+    names |= dict.fromkeys(("query", "key", "value"), torch.randn(2, HEADS, 100, 8))
+    exec("\n".join(lines), names)
+    assert len(lines) == 3 and names["context"].shape == (2, HEADS, 100, 8)
 
 
 @pytest.mark.usefixtures("registered")
@@ -102,8 +114,9 @@ def test_a_family_that_is_registered_makes_its_layers_sparse_and_leaves_the_othe
 
 @pytest.mark.usefixtures("registered")
 def test_nothing_changes_where_a_later_family_refuses_a_layer():
-    model = nn.ModuleList([Fused(), nn.MultiheadAttention(32, HEADS)])
-    with pytest.raises(ValueError, match=r"attention layer 1 \(MultiheadAttention\) would stay dense"):
+    unknown = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("q_proj", "k_proj", "v_proj")})
+    model = nn.ModuleList([Fused(), unknown])
+    with pytest.raises(ValueError, match=r"attention layer 1 \(ModuleDict\) would stay dense"):
         ds_sparse.sparsify(model, max_seq_length=TOKENS)
     assert model[0].attend is scaled_dot_product_attention
 

@@ -5,7 +5,7 @@ import transformers
 from torch import nn
 
 import ds_sparse
-from ds_sparse.modules.layers import ours_and_others
+from ds_sparse.modules.layers import cross_attention_layers, ours_and_others
 
 BERT = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 
@@ -34,3 +34,12 @@ def test_torchs_own_layer_is_one_too_and_what_holds_ours_is_none():
     layer = ds_sparse.BertSparseSelfAttention(config, ds_sparse.FixedSparsityConfig(4))
     ours, others = ours_and_others(nn.ModuleDict({"theirs": theirs, "layer": layer}))
     assert others == {"theirs": theirs} and ours == {"layer.sparse_self_attention": layer.sparse_self_attention}
+
+
+def test_cross_attention_of_pytorchs_decoders_is_no_self_attention():
+    decoder = nn.TransformerDecoderLayer(32, 4)
+    ours, others = ours_and_others(nn.ModuleDict({"decoder": decoder}))
+    assert not ours and others == {"decoder.self_attn": decoder.self_attn}
+    assert cross_attention_layers(decoder) == {"multihead_attn": decoder.multihead_attn}
+    sparse = ds_sparse.SparseMultiheadAttention(32, 4)
+    assert ours_and_others(nn.ModuleDict({"layer": sparse})) == ({"layer": sparse}, {})

@@ -268,7 +268,7 @@ CU_SEQLENS = cu_seqlens_of(LENGTHS[0], "cpu")
         ({"document_layout": "whole"}, "document_layout is 'whole'; it has to be 'own', .* or 'row'"),
         ({"document_layout": "row", "return_lse": True}, "are for document_layout='own'"),
         ({"document_layout": "row", "layout": torch.ones(3, 3)}, "for a row of 331 tokens .* 21 x 21 blocks"),
-        ({"layout": torch.ones(3, 3)}, "the longest document has 129 tokens, .* 9 x 9 blocks or more"),
+        ({"layout": torch.ones(3, 3)}, "for the longest document of 129 tokens .* 9 x 9 blocks or more"),
         ({"layout": torch.ones(3, 21, 21)}, "query has 4 heads and the layout 3"),
         ({"layout": torch.ones(3, 21, 21), "document_layout": "row"}, "query has 4 heads and the layout 3"),
         ({"query": torch.zeros(2, 4, 331, 16)}, "batch and head size"),

@@ -367,7 +367,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
                            const Tensor& grad_second, bool grouped) {
       constexpr bool kByColumns = decltype(by_columns)::value;
       const TileLists lists = lists_of(tiles, layout_heads, block, tile, spans_of(call));
-      const int64_t length = kByColumns ? call.keys() : call.queries(), num_cuts = tiles.cuts.size(0), splits = num_splits(tiles, lists);
+      const int64_t length = kByColumns ? call.keys() : call.queries(), num_cuts = tiles.cuts.size(0),
+                    splits = num_splits(tiles, lists);
       const int64_t split_size = copies * splits * lists.sub_tiles * tile * head_dim;
       const int64_t share_size = grouped ? batch * heads * length * head_dim : 0;
       const Space first_splits(query, split_size), second_splits(query, kByColumns ? split_size : 0);

@@ -72,7 +72,7 @@ __device__ __forceinline__ void run_scheduler(
     auto& own = memory.own[own_pipe.index];
     Barrier& full = memory.kv_full[work_pipe.index];
     memory.work_empty[work_pipe.index].wait(work_pipe.phase ^ 1);
-    item.set(work, 0, lists, p.scoring.keys, p.scoring);
+    item.template set<are_packed(kScores)>(work, 0, lists, p.scoring.keys, p.scoring);
     // Keys that are all masked have nothing to do.
     const uint8_t* states = p.scoring.key_states_of(work.batch, work.head);
     bool any = states == nullptr;
@@ -92,7 +92,7 @@ __device__ __forceinline__ void run_scheduler(
     if (steps > 0 && boxes.any) {
       // Where there are no keys, the copy engine brings zeros.
       const int token = item.tokens[boxes.tile_row] < 0 ? p.scoring.keys : item.tokens[boxes.tile_row];
-      const int from = item.tokens[boxes.tile_row] < 0 ? token : lists.spans.token(token);
+      const int from = are_packed(kScores) && item.tokens[boxes.tile_row] >= 0 ? lists.spans.token(token) : token;
       boxes.copy(own.keys, &maps.key, &full, from, kv_head, work.batch);
       boxes.copy(own.values, &maps.value, &full, from, kv_head, work.batch);
     }
@@ -110,7 +110,7 @@ __device__ __forceinline__ void run_scheduler(
 template <class T, int kHeadDim, Scores kScores, bool kOfGrads>
 __device__ __forceinline__ void run_producer(
     const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kHeadDim, are_limited(kScores)>& memory) {
-  constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores);
+  constexpr bool kPlain = are_plain(kScores), kLimited = are_limited(kScores), kPacked = are_packed(kScores);
   const int lane = threadIdx.x % 32;
   const TileLists& lists = sweep.lists;
   const Boxes<T, kHeadDim, kBlockN> boxes(lists.log_block);
@@ -125,17 +125,16 @@ __device__ __forceinline__ void run_producer(
       return;
     }
     if (steps > 0) {
-      const OtherSide<kBlockN> other{
-          lists.entries + work.first_entry, work.num_entries, lists.log_block, p.scoring.queries, nullptr,
-          lists.spans};
+      const OtherSide<kBlockN, kPacked> other{
+          lists.entries + work.first_entry, work.num_entries, lists.log_block, p.scoring.queries, nullptr, lists.spans};
       const auto group_mask = GroupMask<kLimited>::template of_warp_tile<true>(p.scoring, lists, item);
-      Gathered<kBlockN> next(other, boxes, 0);
+      Gathered<kBlockN, kPacked> next(other, boxes, 0);
       for (int step = 0; step < steps; ++step, pipe.next()) {
         auto& stage = memory.stages[pipe.index];
         Barrier& full = memory.stage_full[pipe.index];
-        const Gathered<kBlockN> here = next;
+        const Gathered<kBlockN, kPacked> here = next;
         if (step + 1 < steps) {
-          next = Gathered<kBlockN>(other, boxes, step + 1);
+          next = Gathered<kBlockN, kPacked>(other, boxes, step + 1);
         }
         if constexpr (kOfGrads) {
           constexpr int members = kPlain ? 2 : 4;
@@ -284,13 +283,13 @@ __device__ __forceinline__ void to_score_gradients(
 }
 
 // The epilogue: a warp's gradients of keys and values. Its space has room for both results, or for one after the other.
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, bool kPacked>
 __device__ __forceinline__ void store_gradients(
     const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, const WorkItem& item, T* space, float of_dropout,
     int lane, const float (&grad_key)[kHeadDim / 2], const float (&grad_value)[kHeadDim / 2]) {
   constexpr int kPanelsOfSpace = 2, kElements = 16 * kPanel;
   warp_tma_store_wait(lane);
-  store_work_tile<kHeadDim>(
+  store_work_tile<kHeadDim, kPacked>(
       grad_key, p.scoring.scale, p, sweep, item, space, kElements, &maps.grad_key, sweep.grad_first, sweep.first_splits,
       sweep.first_shares);
   if constexpr (kHeadDim == kPanelsOfSpace * kPanel) {
@@ -298,7 +297,7 @@ __device__ __forceinline__ void store_gradients(
   } else {
     space += kElements;
   }
-  store_work_tile<kHeadDim>(
+  store_work_tile<kHeadDim, kPacked>(
       grad_value, of_dropout, p, sweep, item, space, kElements, &maps.grad_value, sweep.grad_second,
       sweep.second_splits, sweep.second_shares);
 }
@@ -478,7 +477,7 @@ __device__ __forceinline__ void run_consumer(
     warpgroup_wait<0>();
     are_added();
     warp_arrive(memory.own_empty[own_pipe.index], lane);
-    store_gradients<T, kHeadDim>(
+    store_gradients<T, kHeadDim, are_packed(kScores)>(
         p, sweep, maps, item, reinterpret_cast<T*>(memory.spaces[warp_tile / 16]), of_dropout, lane, grad_key,
         grad_value);
     warp_arrive(memory.work_empty[work_pipe.index], lane);
@@ -539,7 +538,7 @@ __global__ void __launch_bounds__(kColumnThreads<kHeadDim, kWithQueries>, 1) col
 
 // Rounds the sums of a warp tile of 16 queries and 64 columns, as a warp's lanes hold them, and writes the queries'
 // gradients.
-template <class T>
+template <class T, bool kPacked>
 __global__ void round_grad_query_kernel(
     GradQuerySums sums, Matrices<T> grad, BlockSpans spans, int heads, int queries, int head_dim, float scale) {
   const int64_t warp_tiles = sums.padded / 16, number = blockIdx.x;
@@ -548,7 +547,7 @@ __global__ void round_grad_query_kernel(
   T* to = grad.of(matrix / heads, matrix % heads);
   for (int place = threadIdx.x; place < 2 * head_dim; place += blockDim.x) {
     const int tile_row = place % 16, run = place / 16, token = 16 * warp_tile + tile_row;
-    if (token >= queries || !spans.has(token)) {
+    if (token >= queries || (kPacked && !spans.has(token))) {
       continue;
     }
     // Four lanes hold two of the run's eight columns each.
@@ -559,7 +558,7 @@ __global__ void round_grad_query_kernel(
     for (int lane = 0; lane < 4; ++lane) {
       pair[lane] = AccumulatorAsA<T>::pack(from[4 * lane] * scale, from[4 * lane + 1] * scale);
     }
-    *reinterpret_cast<uint4*>(to + spans.token(token) * grad.token_stride + 8 * run) = rounded;
+    *reinterpret_cast<uint4*>(to + (kPacked ? spans.token(token) : token) * grad.token_stride + 8 * run) = rounded;
   }
 }
 
@@ -598,8 +597,9 @@ void round_grad_query(
     const Launcher& launch, const Backward<T>& p, const Matrices<T>& grad_query, const BlockSpans& spans,
     int64_t batch) {
   launch(
-      round_grad_query_kernel<T>, batch * p.heads * p.grad_query_sums.padded / 16, p.head_dim <= 64 ? 128 : 256,
-      p.grad_query_sums, grad_query, spans, p.heads, p.scoring.queries, p.head_dim, p.scoring.scale);
+      spans.spans == nullptr ? round_grad_query_kernel<T, false> : round_grad_query_kernel<T, true>,
+      batch * p.heads * p.grad_query_sums.padded / 16, p.head_dim <= 64 ? 128 : 256, p.grad_query_sums, grad_query,
+      spans, p.heads, p.scoring.queries, p.head_dim, p.scoring.scale);
 }
 
 #define DS_SPARSE_COLUMNS(T)                                                                             \

@@ -35,7 +35,7 @@ struct Maps {
   CUtensorMap query, grad_output, key, value, grad_query;
 };
 
-template <class T, int kHeadDim, bool kLimited>
+template <class T, int kHeadDim, bool kLimited, bool kPacked>
 __device__ __forceinline__ void run_producer(
     const Backward<T>& p, const Sweep<T>& sweep, const Maps& maps, Memory<T, kHeadDim, kLimited>& memory,
     TileScheduler scheduler) {
@@ -51,22 +51,26 @@ __device__ __forceinline__ void run_producer(
     ticket = scheduler.draw();
     const WorkTile work(lists, number, p.heads, p.layout_heads, 1);
     const int kv_head = work.head / p.heads_of_group;
-    const OtherSide<kBlockN> other{
-        lists.entries + work.first_entry, work.num_entries, lists.log_block, p.scoring.keys,
-        p.scoring.key_states_of(work.batch, work.head), lists.spans};
+    const OtherSide<kBlockN, kPacked> other{
+        lists.entries + work.first_entry,
+        work.num_entries,
+        lists.log_block,
+        p.scoring.keys,
+        p.scoring.key_states_of(work.batch, work.head),
+        lists.spans};
     const int steps = other.steps();
     auto& item = memory.work_items[work_pipe.index];
     auto& own = memory.own[work_pipe.index];
     Barrier& q_full = memory.q_full[work_pipe.index];
     memory.work_empty[work_pipe.index].wait(work_pipe.phase ^ 1);
-    item.set(work, steps, lists, p.scoring.queries, p.scoring);
+    item.template set<kPacked>(work, steps, lists, p.scoring.queries, p.scoring);
     const int token = own_boxes.any && steps > 0 ? item.tokens[own_boxes.tile_row] : -1;
     const int copies = __popc(__ballot_sync(0xffffffffu, token >= 0));
     if (lane == 0) {
       q_full.arrive_and_expect_tx(2 * copies * own_boxes.bytes());
     }
     if (token >= 0) {
-      const int from = lists.spans.token(token);
+      const int from = kPacked ? lists.spans.token(token) : token;
       own_boxes.copy(own.queries, &maps.query, &q_full, from, work.head, work.batch);
       own_boxes.copy(own.grads, &maps.grad_output, &q_full, from, work.head, work.batch);
     }
@@ -74,13 +78,13 @@ __device__ __forceinline__ void run_producer(
       continue;
     }
     const auto group_mask = GroupMask<kLimited>::template of_warp_tile<false>(p.scoring, lists, item);
-    Gathered<kBlockN> next(other, boxes, 0);
+    Gathered<kBlockN, kPacked> next(other, boxes, 0);
     for (int step = 0; step < steps; ++step, pipe.next()) {
       auto& stage = memory.stages[pipe.index];
       Barrier& full = memory.stage_full[pipe.index];
-      const Gathered<kBlockN> here = next;
+      const Gathered<kBlockN, kPacked> here = next;
       if (step + 1 < steps) {
-        next = Gathered<kBlockN>(other, boxes, step + 1);
+        next = Gathered<kBlockN, kPacked>(other, boxes, step + 1);
       }
       const LiveGroups live = finder.template find<kBlockN / 16>(here.group, group_mask);
       memory.stage_empty[pipe.index].wait(pipe.phase ^ 1);
@@ -160,6 +164,9 @@ __device__ __forceinline__ void run_consumer(
         add_key_bias<kBlockN>(probs, live, groups, p.scoring, work, bias_factor);
         mask_scores<kBlockN, false, kLimited>(
             probs, live, groups, item, p.scoring, sweep.lists.pairs == nullptr ? nullptr : memory.pairs[pipe.index]);
+        if constexpr (are_packed(kScores)) {
+          mask_missing<kBlockN>(probs, live, groups);
+        }
       }
       if (drops) {
         kept.find(dropout, work.matrix, item.tokens[warp_tile], groups);
@@ -223,7 +230,7 @@ __device__ __forceinline__ void run_consumer(
       added(last);
     }
     named_barrier_sync<128>(1 + warpgroup);  // until the warpgroup is done with its queries, whose space serves now
-    store_work_tile<kHeadDim>(
+    store_work_tile<kHeadDim, are_packed(kScores)>(
         sums, p.scoring.scale, p, sweep, item, memory.own[work_pipe.index].queries[0] + warp_tile * kPanel,
         kHopperBlockM * kPanel, &maps.grad_query, sweep.grad_first, sweep.first_splits, sweep.first_shares);
     if (lane == 0) {
@@ -254,7 +261,9 @@ __global__ void __launch_bounds__(kHopperThreads<1>, 1) rows_on_hopper_kernel(
   __syncthreads();
   run_roles<1, M::Tuning::kProducerRegisters, M::Tuning::kConsumerRegisters>(
       [&](int) { run_consumer<T, kHeadDim, kScores>(p, sweep, maps, memory); },
-      [&](int) { run_producer<T, kHeadDim, are_limited(kScores)>(p, sweep, maps, memory, scheduler); });
+      [&](int) {
+        run_producer<T, kHeadDim, are_limited(kScores), are_packed(kScores)>(p, sweep, maps, memory, scheduler);
+      });
 }
 
 }  // namespace

@@ -9,24 +9,47 @@
 
 namespace ds_sparse::attention {
 
-// Writes those of `count` rows of panels to memory whose box, of so many neighbouring rows, has no token for its last:
-// the copy engine would write the box to the end. By a whole warp, between other uses of the panels by itself.
-template <int kHeadDim, class T>
-__device__ __forceinline__ void store_short_boxes(
-    const T* panels, int panel_elements, const int* tokens, int count, int log_tokens, const BlockSpans& spans, T* to,
+// Writes those of 16 rows of panels, from `first` on, that have a token: the copy engine would write all 16, and with
+// them the next document's. By a whole warp.
+template <class T>
+__device__ __forceinline__ void store_short_warp_tile(
+    const T* panels, int panel_elements, int first, const int* tokens, const BlockSpans& spans, T* to,
     int64_t token_stride, int head_dim) {
   const int runs = head_dim / 8;
 #pragma unroll 1
-  for (int number = threadIdx.x % 32; number < count * runs; number += 32) {
-    const int tile_row = number / runs, run = number % runs;
-    const int token = tokens[tile_row], last = tokens[tile_row | ((1 << log_tokens) - 1)];
-    if (token >= 0 && last < 0) {
+  for (int number = threadIdx.x % 32; number < 16 * runs; number += 32) {
+    const int tile_row = first + number / runs, run = number % runs, token = tokens[tile_row];
+    if (token >= 0) {
       *reinterpret_cast<uint4*>(to + spans.token(token) * token_stride + 8 * run) =
           *reinterpret_cast<const uint4*>(run_of_line(panels + run / 8 * panel_elements, tile_row, run % 8));
     }
   }
   fence_view_async_shared();
   __syncwarp();
+}
+
+// Stores the rows of a tile of packed documents, by the scheduler warp: warp tiles by the copy engine, but for short
+// ones.
+template <int kHeadDim, class T>
+__device__ __forceinline__ void store_packed_tile(
+    const CUtensorMap* map, const T* panels, const WorkItem& item, const BlockSpans& spans, const Matrices<T>& to,
+    int head_dim) {
+  constexpr int kPanels = kHeadDim / kPanel, panel_elements = kHopperBlockM * kPanel;
+  static_assert(kHopperBlockM / 16 * kPanels <= 32);
+  const int lane = threadIdx.x % 32, panel = lane % kPanels, first = lane / kPanels * 16;
+  const int token = first < kHopperBlockM ? item.tokens[first] : -1;
+  const bool is_short = token >= 0 && item.tokens[first + 15] < 0;
+  if (token >= 0 && !is_short) {
+    tma_store(
+        map, panels + panel * panel_elements + first * kPanel, panel * kPanel, spans.token(token), item.work.head,
+        item.work.batch);
+    tma_store_arrive();
+  }
+  for (uint32_t left = __ballot_sync(0xffffffffu, is_short && panel == 0); left != 0; left &= left - 1) {
+    store_short_warp_tile(
+        panels, panel_elements, (__ffs(left) - 1) / kPanels * 16, item.tokens, spans,
+        to.of(item.work.batch, item.work.head), to.token_stride, head_dim);
+  }
 }
 
 // Writes a warp tile's rounded sums (16 x 64) to its rows of a panel, which begin at `row`.
@@ -84,7 +107,7 @@ __device__ __forceinline__ void store_sums(
 
 // Writes what a work tile of a sweep has summed for its own tokens: to a split, to a head's share, or to the gradient,
 // by way of `rows` of panels that are so many elements apart: they are read until the first lane's stores are done.
-template <int kHeadDim, class T>
+template <int kHeadDim, bool kPacked, class T>
 __device__ __forceinline__ void store_work_tile(
     const float (&sums)[kHeadDim / 2], float factor, const Backward<T>& p, const Sweep<T>& sweep, const WorkItem& item,
     T* lines, int panel_elements, const CUtensorMap* grad, const Matrices<T>& to, const SplitResults& splits,
@@ -103,16 +126,17 @@ __device__ __forceinline__ void store_work_tile(
   } else {
     store_warp_tile_to_panels<kHeadDim>(lines, panel_elements, sums, factor, factor);
     __syncwarp();
-    const BlockSpans& spans = sweep.lists.spans;
     const int* tokens = item.tokens + warp_tile_row();
     const int token = tokens[0];
-    if (spans.spans != nullptr && token >= 0 && tokens[15] < 0) {
-      store_short_boxes<kHeadDim>(
-          lines, panel_elements, tokens, 16, 4, spans, to.of(work.batch, work.head), to.token_stride, p.head_dim);
+    if (kPacked && token >= 0 && tokens[15] < 0) {
+      store_short_warp_tile(
+          lines, panel_elements, 0, tokens, sweep.lists.spans, to.of(work.batch, work.head), to.token_stride,
+          p.head_dim);
     } else if (threadIdx.x % 32 == 0 && token >= 0) {
+      const int place = kPacked ? sweep.lists.spans.token(token) : token;
 #pragma unroll
       for (int panel = 0; panel < kHeadDim / kPanel; ++panel) {
-        tma_store(grad, lines + panel * panel_elements, panel * kPanel, spans.token(token), work.head, work.batch);
+        tma_store(grad, lines + panel * panel_elements, panel * kPanel, place, work.head, work.batch);
       }
       tma_store_arrive();
     }

@@ -204,8 +204,8 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
               factor8 = row_sum8 > 0 ? of_dropout / row_sum8 : 0.0f;
   const float to_row_max = kPlain ? p.scoring.scale : 1.0f;
   const RowMaxSum stats0(row_max0 * to_row_max, row_sum0), stats8(row_max8 * to_row_max, row_sum8);
-  // Before the queries' memory serves another purpose, everybody is through with it: each warp has its own warp tile. But
-  // its rows are copied by all threads, and where there is no step, nobody has waited for the others.
+  // Before the queries' memory serves another purpose, everybody is through with it: each warp has its own warp tile.
+  // But its rows are copied by all threads, and where there is no step, nobody has waited for the others.
   wait_for_copies<0>();
   if (steps == 0) {
     __syncthreads();

@@ -12,7 +12,7 @@ template <class T, int kHeadDim, Scores kScores>
 struct alignas(kPanelAlignment) ForwardMemory {
   using Tuning = ForwardTuning<kHeadDim, are_plain(kScores)>;
   static constexpr int kBlockN = Tuning::kBlockN, kStages = Tuning::kStages, kWorkStages = Tuning::kWorkStages;
-  static constexpr bool kLimited = are_limited(kScores);
+  static constexpr bool kLimited = are_limited(kScores), kPacked = are_packed(kScores);
   struct Stage {
     Panels<T, kHeadDim, kBlockN> keys, values;
   };

@@ -28,17 +28,12 @@ __device__ __forceinline__ void run_scheduler(
     if (split >= 0) {
       return;
     }
-    const int token = boxes.any ? item.tokens[boxes.tile_row] : -1;
-    const bool is_short = token >= 0 && item.tokens[boxes.tile_row + (1 << boxes.log_tokens) - 1] < 0;
-    if (token >= 0 && !(is_short && p.lists.spans.spans != nullptr)) {
-      boxes.store(
-          output_map, memory.queries[work_pipe.index], p.lists.spans.token(token), work.head, work.batch);
+    if constexpr (M::kPacked) {
+      store_packed_tile<kHeadDim>(
+          output_map, memory.queries[work_pipe.index][0], item, p.lists.spans, p.output, p.head_dim);
+    } else if (boxes.any && item.tokens[boxes.tile_row] >= 0) {
+      boxes.store(output_map, memory.queries[work_pipe.index], item.tokens[boxes.tile_row], work.head, work.batch);
       tma_store_arrive();
-    }
-    if (p.lists.spans.spans != nullptr && __any_sync(0xffffffffu, is_short)) {
-      store_short_boxes<kHeadDim>(
-          memory.queries[work_pipe.index][0], kHopperBlockM * kPanel, item.tokens, kHopperBlockM, boxes.log_tokens,
-          p.lists.spans, p.output.of(work.batch, work.head), p.output.token_stride, p.head_dim);
     }
     const int64_t first = work.matrix * p.scoring.queries;
     for (int tile_row = lane; tile_row < kHopperBlockM; tile_row += 32) {
@@ -69,7 +64,7 @@ __device__ __forceinline__ void run_scheduler(
     }
     const WorkTile work(p.lists, number, p.heads, p.layout_heads, 1);
     const int steps = OtherSide<kBlockN>{nullptr, work.num_entries, p.lists.log_block}.steps();
-    item.set(work, steps, p.lists, p.scoring.queries, p.scoring);
+    item.template set<M::kPacked>(work, steps, p.lists, p.scoring.queries, p.scoring);
     // What does not exist is not copied, and nobody looks at what is in its place.
     const int token = boxes.any && steps > 0 ? item.tokens[boxes.tile_row] : -1;
     const int copies = __popc(__ballot_sync(0xffffffffu, token >= 0));
@@ -78,8 +73,8 @@ __device__ __forceinline__ void run_scheduler(
       full.arrive_and_expect_tx(copies * boxes.bytes());
     }
     if (token >= 0) {
-      boxes.copy(
-          memory.queries[work_pipe.index], query_map, &full, p.lists.spans.token(token), work.head, work.batch);
+      const int from = M::kPacked ? p.lists.spans.token(token) : token;
+      boxes.copy(memory.queries[work_pipe.index], query_map, &full, from, work.head, work.batch);
     }
     number = TileScheduler::tile_of(ticket);
     ticket = scheduler.draw();
@@ -115,8 +110,8 @@ __device__ __forceinline__ void run_producer(
       return;
     }
     const int head = item.work.head / p.heads_of_group, batch = item.work.batch;
-    const OtherSide<kBlockN> other{
-        p.lists.entries + item.work.first_entry, item.work.num_entries, p.lists.log_block, p.scoring.keys,
+    const OtherSide<kBlockN, M::kPacked> other{
+        p.lists.entries + item.work.first_entry,        item.work.num_entries, p.lists.log_block, p.scoring.keys,
         p.scoring.key_states_of(batch, item.work.head), p.lists.spans};
     const auto group_mask = GroupMask<kLimited>::template of_warp_tile<false>(p.scoring, p.lists, item);
 
@@ -135,11 +130,11 @@ __device__ __forceinline__ void run_producer(
     };
 
     if (steps > 0) {
-      Gathered<kBlockN> next(other, boxes, 0);
+      Gathered<kBlockN, M::kPacked> next(other, boxes, 0);
       for (int step = 0; step < steps; ++step, pipe.next()) {
-        const Gathered<kBlockN> here = next;
+        const Gathered<kBlockN, M::kPacked> here = next;
         if (step + 1 < steps) {
-          next = Gathered<kBlockN>(other, boxes, step + 1);
+          next = Gathered<kBlockN, M::kPacked>(other, boxes, step + 1);
         }
         if constexpr (kLoads != Loads::kValues) {
           const LiveGroups live = finder.template find<kBlockN / 16>(here.group, group_mask);
@@ -229,7 +224,8 @@ void forward_on_hopper(
     const int64_t count = copies * p.lists.num_work_tiles * p.lists.sub_tiles;
     const int block = 1 << p.lists.log_block;
     const int own_box = std::min(block, kHopperBlockM);
-    const CUtensorMap query_map = tensor_map(query, own_box), output_map = tensor_map(output, own_box);
+    const CUtensorMap query_map = tensor_map(query, own_box),
+                      output_map = tensor_map(output, M::kPacked ? 16 : own_box);
     const CUtensorMap key_map = tensor_map(key, std::min(block, kBlockN)),
                       value_map = tensor_map(value, std::min(block, kBlockN));
     with_scheduler(launch, query, count, kConsumerGroups, [&](const TileScheduler& scheduler, int64_t blocks) {

@@ -17,6 +17,7 @@ namespace ds_sparse::attention {
 // list has their block. None: 0 owners.
 struct Octet {
   static constexpr uint32_t kBiased = 1 << 8;  // beside the owners: some of them have a bias
+  static constexpr int kLeft = 16;             // from this bit on: how many of a group of 16 exist; 0: all
   int token;
   uint32_t owners;
 
@@ -25,8 +26,9 @@ struct Octet {
   }
 };
 
-// The tokens of the other side that a work tile walks, kTokens in a step.
-template <int kTokens>
+// The tokens of the other side that a work tile walks, kTokens in a step. kPacked: blocks have the tokens that spans
+// say.
+template <int kTokens, bool kPacked = false>
 struct OtherSide {
   const uint32_t* entries;
   int num_entries, log_block, length;  // tokens that exist
@@ -57,7 +59,14 @@ struct OtherSide {
     }
     const uint32_t word = entries[entry];
     Octet octet{static_cast<int>(block_of(word) << log_block) + (place & ((1 << log_block) - 1)), owners_of(word)};
-    if (octet.token >= length || !spans.has(octet.token)) {
+    if constexpr (kPacked) {
+      const int left = spans.left(octet.token);
+      octet.owners = left <= 0          ? 0
+                     : left < 8 * count ? octet.owners | Octet::kBiased | left << Octet::kLeft
+                                        : octet.owners;
+      return octet;
+    }
+    if (octet.token >= length) {
       octet.owners = 0;
     } else if (states != nullptr) {
       const uint8_t* state = states + octet.token / 8;

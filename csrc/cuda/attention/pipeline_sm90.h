@@ -43,7 +43,7 @@ struct Boxes {
 };
 
 // A step of the other side, as a producer warp sees it: its box's first token, and a group of 16 for the first lanes.
-template <int kTokens>
+template <int kTokens, bool kPacked>
 struct Gathered {
   int token;
   int token_in_memory;
@@ -51,12 +51,12 @@ struct Gathered {
 
   // The last step may lack tokens: others take their place, which nobody sees.
   template <class B>
-  __device__ __forceinline__ Gathered(const OtherSide<kTokens>& other, const B& boxes, int step) {
+  __device__ __forceinline__ Gathered(const OtherSide<kTokens, kPacked>& other, const B& boxes, int step) {
     const int place = step * kTokens + boxes.tile_row, lane = threadIdx.x % 32;
     const int entry = min(place >> other.log_block, other.num_entries - 1);
     token =
         static_cast<int>(block_of(other.entries[entry]) << other.log_block) + (place & ((1 << other.log_block) - 1));
-    token_in_memory = other.spans.token(token);
+    token_in_memory = kPacked ? other.spans.token(token) : token;
     group = lane < kTokens / 16 ? other.group(step, lane) : Octet{0, 0};
   }
 };
@@ -83,9 +83,9 @@ __device__ __forceinline__ void copy_pairs(
 
 // Writes what a step is about, by a producer warp, and makes `full` wait for so many bytes and, where they are given,
 // for the step's pairs, whose copy it starts.
-template <int kTokens, bool kLimited, class M>
+template <int kTokens, bool kLimited, bool kPacked, class M>
 __device__ __forceinline__ void announce_step(
-    M& memory, int stage, Barrier& full, const Gathered<kTokens>& here, const LiveGroups& live, int bytes,
+    M& memory, int stage, Barrier& full, const Gathered<kTokens, kPacked>& here, const LiveGroups& live, int bytes,
     const TileLists& lists, const WorkTile& work, int step) {
   const int lane = threadIdx.x % 32;
   if (lane < kTokens / 16) {

@@ -16,7 +16,7 @@ constexpr int kBeside = 32 / kLanes;  // rows that a warp reads together
 constexpr int kRowsOfWarp = kBeside * kAtOnce, kRowsOfBlock = kThreads / 32 * kRowsOfWarp;
 static_assert(kHopperBlockM % kRowsOfBlock == 0);
 
-template <class T>
+template <class T, bool kPacked>
 __global__ void __launch_bounds__(kThreads) row_stats_kernel(
     Matrices<const T> grad_output, Matrices<const T> output, const float2* row_sums, const float* grad_lse, float* to,
     int blocks_of_matrix, int64_t padded, int heads, int queries, int head_dim, BlockSpans spans) {
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads) row_stats_kernel(
   // A lane reads of the rows of its eight lanes, and writes what is known of one of the warp's.
   const int own = first + lane % kRowsOfWarp;
   const int64_t place = int64_t{matrix} * queries + own;
-  const bool exists = own < queries && spans.has(own);
+  const bool exists = own < queries && (!kPacked || spans.has(own));
   const float2 of_row = exists ? row_sums[place] : make_float2(-kInfinity, 0);  // row_max and row_sum
   const float of_lse = exists && grad_lse != nullptr ? grad_lse[place] : 0.0f;
   const T *a = grad_output.of(batch, head), *b = output.of(batch, head);
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads) row_stats_kernel(
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int aligned = min(first + i * kBeside + lane / kLanes, queries - 1);
-      const int64_t token = spans.has(aligned) ? spans.token(aligned) : 0;
+      const int64_t token = !kPacked ? aligned : spans.has(aligned) ? spans.token(aligned) : 0;
       const auto x = load_aligned(a + token * grad_output.token_stride + column);
       const auto y = load_aligned(b + token * output.token_stride + column);
 #pragma unroll
@@ -71,7 +71,8 @@ std::pair<Tensor, RowStatsPlanes> make_row_stats(
   if (grad_lse) {
     check_contiguous(*grad_lse, "grad_lse");
   }
-  const int64_t batch = output.size(0), heads = output.size(1), queries = row_sums.size(2), block = 1 << spans.log_block;
+  const int64_t batch = output.size(0), heads = output.size(1), queries = row_sums.size(2),
+                block = 1 << spans.log_block;
   const int64_t multiple = std::max<int64_t>(block, kHopperBlockM);
   const int64_t padded = (queries + multiple - 1) / multiple * multiple, rows = batch * heads * padded;
   Tensor data = torch::stable::new_empty(output, {4 * rows}, ScalarType::Float);
@@ -79,8 +80,9 @@ std::pair<Tensor, RowStatsPlanes> make_row_stats(
   with_element<false>(output, "attention", [&](auto zero) {
     using T = decltype(zero);
     launch(
-        row_stats_kernel<T>, rows / kRowsOfBlock, kThreads, matrices_of<const T>(grad_output),
-        matrices_of<const T>(output), reinterpret_cast<const float2*>(row_sums.const_data_ptr<float>()),
+        spans.spans == nullptr ? row_stats_kernel<T, false> : row_stats_kernel<T, true>, rows / kRowsOfBlock, kThreads,
+        matrices_of<const T>(grad_output), matrices_of<const T>(output),
+        reinterpret_cast<const float2*>(row_sums.const_data_ptr<float>()),
         grad_lse ? grad_lse->const_data_ptr<float>() : nullptr, to, static_cast<int>(padded / kRowsOfBlock), padded,
         static_cast<int>(heads), static_cast<int>(queries), static_cast<int>(output.size(3)), spans);
   });

@@ -21,8 +21,8 @@ struct RowStats {
 // One that has no probabilities, or does not exist.
 __host__ __device__ constexpr RowStats no_row_stats() { return {kInfinity, 0.0f, kInfinity, 0.0f}; }
 
-// Those of all rows, (B, H, 4, padded T), by their aligned numbers, each member in a plane of its own: the copy engine brings whole blocks, past
-// the last token too, and there are as many.
+// Those of all rows, (B, H, 4, padded T), by their aligned numbers, each member in a plane of its own: the copy engine
+// brings whole blocks, past the last token too, and there are as many.
 struct RowStatsPlanes {
   const float* data;
   int64_t padded;

@@ -81,10 +81,11 @@ struct WorkItemOf : WorkItem {
   int places[kLimited ? kHopperBlockM : 1];
 
   // By the scheduler warp.
+  template <bool kPacked = false>
   __device__ __forceinline__ void set(
       const WorkTile& next, int num_steps, const TileLists& lists, int length, const Scoring& scoring) {
     for (int tile_row = threadIdx.x % 32; tile_row < kHopperBlockM; tile_row += 32) {
-      const int token = lists.token(next.tile, next.sub_tile, tile_row, length);
+      const int token = lists.token<kPacked>(next.tile, next.sub_tile, tile_row, length);
       tokens[tile_row] = token;
       if constexpr (kLimited) {
         limits[tile_row] = scoring.limits_of(next.head, token);

@@ -11,8 +11,9 @@
 namespace ds_sparse::attention {
 
 // What kernels are made for: products times a positive number, which exponents can take with them, or masked; the same
-// with dropout; the same limited token by token; and all else.
-enum class Scores { kPlain, kDropped, kLimited, kOptions };
+// with documents packed in a row; with dropout; the same limited token by token; and all else.
+enum class Scores { kPlain, kPacked, kDropped, kLimited, kOptions };
+constexpr bool are_packed(Scores scores) { return scores == Scores::kPacked; }
 constexpr bool are_plain(Scores scores) { return scores != Scores::kOptions; }
 // By a window or pair by pair, perhaps.
 constexpr bool are_limited(Scores scores) { return scores == Scores::kLimited || scores == Scores::kOptions; }
@@ -133,6 +134,24 @@ __device__ __forceinline__ void mask_scores(
   }
 }
 
+// Leaves -inf where a group of keys, at the end of a document, has fewer than 16.
+template <int kBlockN>
+__device__ __forceinline__ void mask_missing(
+    float (&scores)[kBlockN / 2], const LiveGroups& live, const Octet* groups) {
+#pragma unroll
+  for (int g = 0; g < kBlockN / 16; ++g) {
+    const uint32_t left = groups[g].owners >> Octet::kLeft;
+    if ((live.ragged() >> g & 1) && left != 0) {
+      const uint32_t first = threadIdx.x % 4 * 2;
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        float& score = scores[8 * g + e];
+        score = first + e / 4 * 8 + e % 2 < left ? score : -kInfinity;
+      }
+    }
+  }
+}
+
 // Adds the bias of keys, which is not 0 in ragged groups only, where these are the other side.
 template <int kBlockN>
 __device__ __forceinline__ void add_key_bias(
@@ -162,7 +181,9 @@ template <class F>
 void with_hopper_kernel(const Scoring& scoring, const TileLists& lists, int head_dim, const F& f) {
   const auto with_options = [&](auto padded) {
     const bool limited = scoring.window.limits != nullptr || lists.pairs != nullptr;
-    if (!scoring.plain() || (limited && scoring.drops())) {
+    if (lists.spans.spans != nullptr) {  // packed.cu gives nothing besides
+      f(padded, std::integral_constant<Scores, Scores::kPacked>{});
+    } else if (!scoring.plain() || (limited && scoring.drops())) {
       f(padded, std::integral_constant<Scores, Scores::kOptions>{});
     } else if (limited) {
       f(padded, std::integral_constant<Scores, Scores::kLimited>{});

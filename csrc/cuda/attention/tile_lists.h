@@ -27,12 +27,13 @@ struct TileLists {
   int64_t pairs_stride;  // of heads
   BlockSpans spans;
 
-  // The (aligned) token at `row` of a tile or sub-tile, or -1; of so many that exist.
+  // The token at `row` of a tile or sub-tile, or -1; of so many that exist. kPacked: spans may say that one does not.
+  template <bool kPacked = false>
   __device__ int token(int number, int sub_tile, int tile_row, int length) const {
     const int block = 1 << log_block;
     const int of_tile = block_rows[number * block_rows_per_tile + min(tile_row >> log_block, block_rows_per_tile - 1)];
     const int token = of_tile < 0 ? -1 : (of_tile << log_block) + ((sub_tile * tile + tile_row) & (block - 1));
-    return token < length && (token < 0 || spans.has(token)) ? token : -1;
+    return token < length && (!kPacked || token < 0 || spans.has(token)) ? token : -1;
   }
   // Of a tile: `copy` counts matrices where all heads share a layout, else batches.
   __device__ int2 batch_and_head(int copy, int number, int heads, int layout_heads) const {
@@ -99,7 +100,7 @@ struct CombineRows {
   }
   // Of one of the rows, the token or -1; and its place among the rows of all splits, in one of the tile's splits.
   __device__ int token(const TileLists& lists, int tile_row, int length) const {
-    return lists.token(tile, sub_tile, first_row + tile_row, length);
+    return lists.token<true>(tile, sub_tile, first_row + tile_row, length);
   }
   __device__ int64_t place(const TileLists& lists, const SplitResults& splits, int split, int tile_row) const {
     return splits.first_row(lists, copy, first_split + split, sub_tile) + first_row + tile_row;

@@ -25,6 +25,12 @@ _WHAT_TO_USE = (
     "SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention."
 )
 
+_CONVERTED = {
+    "longformer": " ds_sparse convert makes a RoBERTa of this one.",
+    "big_bird": " ds_sparse convert makes a BERT of this one.",
+}
+"""What else there is for models with a sparse attention of their own, by the model_type of their config."""
+
 
 class OfDecoder(str):
     """The reason why a model cannot be sparse that is a decoder, which may stay dense beside an encoder."""
@@ -54,7 +60,8 @@ def why_not(
     name, config = type(model).__name__, model.config
     if not through_interface(model):
         where = f" ({named(layers)})" if layers else ""
-        return f"{name} computes its attention itself{where} and would stay dense; {_WHAT_TO_USE}"
+        converted = _CONVERTED.get(config.model_type, "")
+        return f"{name} computes its attention itself{where} and would stay dense; {_WHAT_TO_USE}{converted}"
     if not layers:
         return (
             f"{name} has no attention layer that ds_sparse knows by its projections, and would stay dense; "
@@ -74,7 +81,7 @@ def why_not(
     dropping = {
         layer: module
         for layer, module in layers.items()
-        if local_attention_of(module) is not None and getattr(module, "attention_dropout", 0)
+        if local_attention_of(module) is not None and getattr(module, "attention_dropout", False)
     }
     if dropping:
         return (
@@ -141,6 +148,9 @@ def _heads_in_a_trial(model: PreTrainedModel, around: Sequence[PreTrainedModel])
             if isinstance(module, nn.MultiheadAttention):
                 twin.register_forward_pre_hook(functools.partial(_note_across, module), with_kwargs=True)
             twin._ds_sparse = Attached(None, Length(0, False), noting, name)
+            if hasattr(getattr(twin, "config", None), "_experts_implementation_internal"):
+                # Fake tensors run no other mixture of experts: those read values, or want bf16 of them.
+                twin.config._experts_implementation_internal = "batched_mm"
             if module is model:
                 set_config(twin.config, {})
                 twin.config._attn_implementation_internal = NAME

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -55,7 +56,8 @@ def _has_name(model: PreTrainedModel) -> bool:
 def _is_being_made() -> bool:
     """Whether this is called by the constructor of a Transformers model that another one contains: that one settles
     both."""
-    frame, making = sys._getframe(1), set()
+    frame: FrameType | None = sys._getframe(1)
+    making = set()
     while frame is not None:
         if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), PreTrainedModel):
             making.add(id(frame.f_locals["self"]))

@@ -38,10 +38,11 @@ def roles(model: nn.Module, layers_of: Mapping[PreTrainedModel, Mapping[str, nn.
         ValueError: one cannot be sparse, or none would be.
     """
     reasons = {owner: why_not(owner, layers, models_around(model, owner)) for owner, layers in layers_of.items()}
-    refused = [reason for reason in reasons.values() if reason is not None and not isinstance(reason, OfDecoder)]
+    given = [reason for reason in reasons.values() if reason is not None]
+    refused = [reason for reason in given if not isinstance(reason, OfDecoder)]
     sparse = {owner: self_attention(layers) for owner, layers in layers_of.items() if reasons[owner] is None}
     if refused or (layers_of and not sparse):
-        raise ValueError((refused or list(reasons.values()))[0])
+        raise ValueError((refused or given)[0])
     decoders = [owner for owner, reason in reasons.items() if isinstance(reason, OfDecoder)]
     dense: dict[str, dict[str, nn.Module]] = {}
     for owner in decoders:

@@ -104,7 +104,7 @@ class Switch:
         return attentions
 
     def _kinds(self) -> list[Kind]:
-        alike: dict[int, dict[str, nn.Module]] = {}
+        alike: dict[LocalAttention | int, dict[str, nn.Module]] = {}
         for name, attention in self._attentions.items():
             alike.setdefault(attention if isinstance(attention, LocalAttention) else id(attention), {})[name] = (
                 self.layers[name]

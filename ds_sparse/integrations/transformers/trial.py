@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ...models.fake_copy import fake_copy, first_line, trying
 from ...modules.local_attention import LocalAttention
 
 TOKENS = 8
@@ -24,8 +21,6 @@ SAMPLES = 8000
 
 _ATTACHED = "_ds_sparse"
 """The attribute of a layer where its structure and layouts are."""
-
-_LEFT_OUT = object()
 
 
 class Refused(ValueError):
@@ -94,8 +89,8 @@ def run(model: nn.Module, prepare: Callable[[nn.Module], None]) -> None:
     problem: Exception = TypeError(f"its forward takes ({', '.join(inspect.signature(model.forward).parameters)})")
     for inputs in _inputs(model):
         try:
-            with _silent(), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"), torch.no_grad():
-                double = _without_weights(model)
+            with trying():
+                double = fake_copy(model, without=_ATTACHED)
                 prepare(double)
                 double(**{name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in inputs.items()})
             return
@@ -103,38 +98,7 @@ def run(model: nn.Module, prepare: Callable[[nn.Module], None]) -> None:
             raise
         except Exception as error:  # noqa: BLE001  code that is not ours, on inputs that it does not expect
             problem = error
-    raise Untried(f"{type(problem).__name__}: {(str(problem).strip() or 'no message').splitlines()[0]}")
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Without what PyTorch logs about an operation that does not take its fake inputs."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
-def _without_weights(model: nn.Module) -> nn.Module:
-    """A copy in eval mode and without hooks, with fake tensors for its parameters and buffers."""
-    memo: dict[int, Any] = {}
-    for x in (*model.parameters(), *model.buffers()):
-        fake = torch.empty(getattr(x, "ds_shape", x.shape), dtype=x.dtype)  # ZeRO 3 keeps the whole shape in ds_shape
-        memo[id(x)] = nn.Parameter(fake, requires_grad=False) if isinstance(x, nn.Parameter) else fake
-    for module in model.modules():
-        if _ATTACHED in vars(module):
-            memo[id(vars(module)[_ATTACHED])] = _LEFT_OUT
-    double = copy.deepcopy(model, memo).eval()
-    for module in double.modules():
-        module._forward_hooks.clear()
-        module._forward_pre_hooks.clear()
-        config: Any = getattr(module, "config", None)
-        if hasattr(config, "_experts_implementation_internal"):
-            # That of mixtures of experts which fake tensors run: others read values, or want bf16 of them.
-            config._experts_implementation_internal = "batched_mm"
-    return double
+    raise Untried(first_line(problem))
 
 
 Inputs = dict[str, tuple[tuple[int, ...], torch.dtype]]

@@ -12,6 +12,7 @@ from torch import nn
 from ...modules.bert import BertSparseSelfAttention
 from ...modules.structured_attention import whole_blocks
 from ...sparsity import SparsityConfig
+from ..by_hand import BY_HAND
 from ..report import NULL, Change, Kind, StayDense, describe
 from ..structures import Structures
 from ._registry import Family
@@ -96,6 +97,16 @@ def longest_sequence(config: Any) -> int:
     return getattr(config, "max_position_embeddings", None) or 2048
 
 
+def in_the_manner(name: str, layer: nn.Module) -> bool:
+    """Whether a BertSparseSelfAttention can take the place of a layer."""
+    try:
+        _check_replaceable(name, layer)
+        _dropout(name, layer)
+    except ValueError:
+        return False
+    return True
+
+
 def _check_replaceable(name: str, layer: nn.Module) -> None:
     """Raises ValueError unless a BertSparseSelfAttention around query, key and value does all that the layer does."""
     what = f"attention layer {name or 'of the model itself'} ({type(layer).__name__})"
@@ -104,21 +115,22 @@ def _check_replaceable(name: str, layer: nn.Module) -> None:
     projections: list[Any] = [getattr(layer, projection, None) for projection in _QUERY_KEY_VALUE]
     if not all(hasattr(projection, "out_features") for projection in projections):
         raise ValueError(
-            f"{what} would stay dense: sparsify replaces layers that hold Linear modules query, key and value; put "
-            "ds_sparse.SparseSelfAttention into this one."
+            f"{what} would stay dense: sparsify takes layers that hold Linear modules query, key and value, and those "
+            "that call scaled_dot_product_attention, as a trial of this one on made-up inputs did not. Have it call "
+            f"that, or {BY_HAND}"
         )
     taken = [parameter.name for parameter in inspect.signature(layer.forward).parameters.values()]
     if len(taken) > 1 and "mask" not in taken[1]:
         raise ValueError(
             f"{what} would stay dense: it is called with ({', '.join(taken)}), and sparsify replaces layers that take "
-            "(hidden_states, attention_mask); put ds_sparse.SparseSelfAttention into it."
+            f"(hidden_states, attention_mask); {BY_HAND}"
         )
     own = {id(x) for projection in projections for x in (*projection.parameters(), *projection.buffers())}
     more = [key for key, x in (*layer.named_parameters(), *layer.named_buffers()) if id(x) not in own]
     if more or len({projection.out_features for projection in projections}) > 1:
         raise ValueError(
             f"{what} would stay dense: besides the attention of query, key and value of one size it has "
-            f"{', '.join(more) or 'projections of several sizes'}; put ds_sparse.SparseSelfAttention into it."
+            f"{', '.join(more) or 'projections of several sizes'}; {BY_HAND}"
         )
 
 
@@ -142,7 +154,7 @@ def _dropout(name: str, layer: nn.Module) -> float:
     if len(modules) > 1:
         raise ValueError(
             f"attention layer {name} ({type(layer).__name__}) would stay dense: it has {len(modules)} Dropout modules, "
-            "of which one at most can be that of the attention; put ds_sparse.SparseSelfAttention into it."
+            f"of which one at most can be that of the attention; {BY_HAND}"
         )
     return float((modules or numbers or [0.0])[0])
 

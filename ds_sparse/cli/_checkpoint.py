@@ -1,0 +1,62 @@
+"""What the commands share that write a checkpoint of Transformers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..models.report import SparsifyReport
+
+
+def add_places(parser: argparse.ArgumentParser, description: str, examples: str) -> None:
+    """MODEL and OUT, and the text of the help around the options."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # for the examples
+    parser.description = fill(description, 100)
+    exit_status = (
+        "exit status: 0 if the checkpoint is written, 1 if the model, the config or OUT do not allow it, 2 for wrong "
+        "usage."
+    )
+    parser.epilog = (
+        f"examples:\n{examples}\nthen, in Python, after import ds_sparse:\n"
+        f'  AutoModel.from_pretrained(OUT, attn_implementation="ds_sparse")\n\n{fill(exit_status, 100)}'
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder of the checkpoint, or its name in the hub's cache")
+    parser.add_argument("out", metavar="OUT", help="folder of the new checkpoint; it is new or empty")
+
+
+def write(args: argparse.Namespace, make: Callable[[Any], SparsifyReport]) -> int:
+    """Calls what writes to OUT, with the block of the file --config, and returns the exit status."""
+    from ..config import SparseAttentionConfigError
+    from ..config.file import name_of
+
+    block: dict[str, Any] | None = None
+    try:
+        from ..integrations.transformers.checkpoint import quiet
+
+        if args.config is not None:
+            block = _block(args.config)
+        with quiet():
+            report = make(block)
+    except SparseAttentionConfigError as error:
+        of_block = name_of(block or {})  # what a mistake in it names, which is read without its file
+        print(*(mistake.replace(of_block, args.config, 1) for mistake in error.mistakes), sep="\n", file=sys.stderr)
+        return 1
+    except (ValueError, ImportError, MemoryError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(report)
+    print(f'{args.out}: saved. Load it with attn_implementation="ds_sparse".')
+    return 0
+
+
+def _block(file: str) -> dict[str, Any]:
+    from ..config import SparseAttentionConfigError, load_config
+
+    _, block = load_config(file)
+    if block is None:
+        raise SparseAttentionConfigError([f"{file}: no sparse_attention block, so there is no structure."])
+    return block

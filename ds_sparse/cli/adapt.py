@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from ..arguments import positive
+from . import _checkpoint
+
+if TYPE_CHECKING:
+    from ..models.report import SparsifyReport
+
+_EXAMPLES = """\
+  ds_sparse adapt roberta-base roberta-4096 --max-position 4096 --config ds.json
+  ds_sparse adapt ./all-MiniLM-L6-v2 ./minilm-4096 --max-position 4096 --config ds.json"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    description = (
+        "Writes a checkpoint for longer sequences, made of a dense one of Transformers: its learned positions are "
+        "repeated, and its config gets the sparse_attention block. Model, tokenizer and files of sentence-transformers "
+        "are saved. Nothing is downloaded, trained or overwritten."
+    )
+    _checkpoint.add_places(parser, description, _EXAMPLES)
+    parser.add_argument(
+        "--max-position", type=positive, required=True, metavar="N", help="tokens that there shall be room for"
+    )
+    parser.add_argument(
+        "--config", required=True, metavar="FILE", help="DeepSpeed JSON with the sparse_attention block"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    def make(block: Any) -> SparsifyReport:
+        from ..integrations.transformers.adapt import adapt
+
+        return adapt(args.model, args.out, max_position=args.max_position, sparsity_config=block)
+
+    return _checkpoint.write(args, make)

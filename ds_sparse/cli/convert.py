@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from . import _checkpoint
+
+if TYPE_CHECKING:
+    from ..models.report import SparsifyReport
+
+_EXAMPLES = """\
+  ds_sparse convert allenai/longformer-base-4096 roberta-4096
+  ds_sparse convert ./bigbird-roberta-base ./bert-4096"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    description = (
+        "Writes a checkpoint of RoBERTa, made of one of Longformer, or of BERT, made of one of BigBird: with the same "
+        "weights and tokenizer, and the sparse structure nearest to the model's own. Nothing is downloaded, trained or "
+        "overwritten."
+    )
+    _checkpoint.add_places(parser, description, _EXAMPLES)
+    parser.add_argument(
+        "--config", metavar="FILE", help="DeepSpeed JSON with another structure (default: the model's own)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    def make(block: Any) -> SparsifyReport:
+        from ..integrations.transformers.convert import convert
+
+        return convert(args.model, args.out, sparsity_config=block)
+
+    return _checkpoint.write(args, make)

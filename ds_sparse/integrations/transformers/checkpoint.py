@@ -1,0 +1,184 @@
+"""A checkpoint of Transformers as a folder: read from one, or from the hub's cache, and written to a new one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+
+from ...ranks import say
+from ...wording import reason
+
+_MODULES = "modules.json"
+"""Of sentence-transformers: what comes after the model, such as its pooling, each with the folder of its settings."""
+
+
+@dataclass
+class Checkpoint:
+    """A model with its tokenizer, and the folder that they are from."""
+
+    folder: Path
+    model: PreTrainedModel
+    tokenizer: Any
+
+    def save(self, folder: Path, max_position: int | None = None) -> None:
+        """Writes it to an empty folder, with the files of sentence-transformers, whose longest sequence is
+        `max_position` then, where it is given."""
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        _copy_sentence_transformers(self.folder, folder, max_position)
+
+
+def folder_of(model: str | os.PathLike[str]) -> Path:
+    """Where the files of a checkpoint are: the folder itself, or that of a name in the hub's cache.
+
+    Raises:
+        ValueError: neither, or a folder without a config.json.
+    """
+    name = os.fspath(model)
+    folder = Path(name)
+    if not folder.exists():
+        try:
+            folder = Path(snapshot_download(name, local_files_only=True))
+        except (OSError, ValueError) as error:  # no name of the hub, or one that is not in the cache
+            raise ValueError(
+                f"{name}: no such folder, and no model of this name in the hub's cache; give the folder of a "
+                f"checkpoint, or download it first: hf download {name}"
+            ) from error
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{name}: no checkpoint of Transformers: it has no config.json.")
+    return folder
+
+
+def config_of(folder: Path) -> PreTrainedConfig:
+    """Raises ValueError for a config that this Transformers cannot read."""
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder}: its config.json cannot be read: {_line(error)}") from error
+
+
+def load(folder: Path) -> Checkpoint:
+    """The model, by the class that its config names, and the tokenizer. What the weights lack or have besides is said.
+
+    Raises:
+        ValueError: a model or a tokenizer that this Transformers cannot load, no tokenizer.
+    """
+    cls = _class_of(folder, config_of(folder))
+    tokenizer = _tokenizer(folder)
+    try:
+        model, found = cls.from_pretrained(folder, local_files_only=True, output_loading_info=True)
+    except Exception as error:  # each format of weights has errors of its own
+        raise ValueError(f"{folder}: its weights cannot be loaded: {_line(error)}") from error
+    if found["missing_keys"]:
+        say(f"not in the checkpoint, and initialized anew: {', '.join(sorted(found['missing_keys']))}.")
+    if found["unexpected_keys"]:
+        say(f"in the checkpoint, and left out: {', '.join(sorted(found['unexpected_keys']))}.")
+    return Checkpoint(folder, model.eval(), tokenizer)
+
+
+@contextmanager
+def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
+    """A folder to write to, which is new or empty; after an error it is as it was.
+
+    Raises:
+        ValueError: there is something, or no folder can be made there.
+    """
+    folder = Path(out)
+    made = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
+    try:
+        if not made and (not folder.is_dir() or any(folder.iterdir())):
+            raise ValueError(f"{folder}: there is something already, and nothing is overwritten; give a new folder.")
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{folder}: no folder can be made there: {error.strerror}.") from error
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{folder}: no file can be made there: permission denied.")
+    try:
+        yield folder
+    except BaseException:
+        for entry in folder.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        for place in made:
+            place.rmdir()
+        raise
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the progress bars and reports of Transformers; what matters of them is said by `load`."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _tokenizer(folder: Path) -> Any:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ValueError(f"{folder}: its tokenizer cannot be loaded: {_line(error)}") from error
+    # Transformers makes a tokenizer that knows no word where there is none.
+    vocabulary = set(tokenizer.vocab_files_names.values())
+    if vocabulary and not any((folder / name).is_file() for name in vocabulary | {"tokenizer.json"}):
+        raise ValueError(
+            f"{folder}: it has no tokenizer ({', '.join(sorted(vocabulary | {'tokenizer.json'}))}), whose longest "
+            "sequence is to be extended with the model; add that of the model to the folder."
+        )
+    return tokenizer
+
+
+def _class_of(folder: Path, config: PreTrainedConfig) -> Any:
+    names = getattr(config, "architectures", None)
+    if not names:
+        return AutoModel
+    if not hasattr(transformers, names[0]):
+        raise ValueError(
+            f"{folder}: its config.json names the class {names[0]}, which transformers {transformers.__version__} does "
+            "not have; code that comes with a checkpoint is not run."
+        )
+    return getattr(transformers, names[0])
+
+
+def _copy_sentence_transformers(source: Path, target: Path, max_position: int | None) -> None:
+    if not (source / _MODULES).is_file():
+        return
+    for path in filter(None, (module["path"] for module in _read(source / _MODULES))):
+        if Path(path).is_absolute() or ".." in Path(path).parts:
+            raise ValueError(
+                f"{source / _MODULES}: {path} is not a folder beside it; nothing is copied from elsewhere."
+            )
+        if (source / path).is_dir():
+            shutil.copytree(source / path, target / path)
+    for file in (source / _MODULES, *source.glob("config_sentence_transformers.json")):
+        shutil.copy(file, target)
+    for file in source.glob("sentence_*_config.json"):
+        settings = _read(file) | ({} if max_position is None else {"max_seq_length": max_position})
+        (target / file.name).write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _read(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file}: not valid JSON: {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    return reason(error).splitlines()[0]

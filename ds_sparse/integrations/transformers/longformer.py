@@ -1,0 +1,56 @@
+"""Longformer as RoBERTa: a window on blocks instead of one on tokens."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from transformers import PreTrainedModel
+
+from ...ranks import say
+from .converter import Block, Converter, Weights, attention_layers, positions
+
+
+class LongformerConverter(Converter):
+    source, target = "Longformer", "Roberta"
+    heads = (
+        "Model",
+        "ForMaskedLM",
+        "ForSequenceClassification",
+        "ForTokenClassification",
+        "ForQuestionAnswering",
+        "ForMultipleChoice",
+    )
+    own_keys = ("attention_window", "onnx_export")
+
+    def weights(self, model: PreTrainedModel) -> Weights:
+        apart = max(
+            (own - common).abs().max().item()
+            for layer in attention_layers(model)
+            for kind in ("query", "key", "value")
+            for own, common in zip(
+                getattr(layer, f"{kind}_global").parameters(), getattr(layer, kind).parameters(), strict=True
+            )
+        )
+        how = f"which differ from those of all tokens by up to {apart:.3g}" if apart else "equal to those of all tokens"
+        say(f"the projections of global tokens, {how}, are left out.")
+        return {key: weight for key, weight in model.state_dict().items() if "_global." not in key}
+
+    def structure(self, model: PreTrainedModel) -> Block:
+        sides, tokens = [layer.one_sided_attn_window_size for layer in attention_layers(model)], positions(model)
+        block = next((block for block in (64, 32, 16) if all(side % block == 0 for side in sides)), 16)
+        layers_of: defaultdict[int, list[str]] = defaultdict(list)
+        for layer, side in enumerate(sides):
+            layers_of[2 * -(-side // block) + 1].append(str(layer))
+        (width, _), *others = sorted(layers_of.items(), key=lambda entry: len(entry[1]), reverse=True)
+        # The head that makes a token global by itself: the first one.
+        global_blocks = [0] if type(model).__name__.endswith("ForSequenceClassification") else []
+        blocks = -(-tokens // block)
+        by_layer = {",".join(layers): _window(width, blocks, global_blocks) for width, layers in others}
+        structure = {"block": block} | _window(width, blocks, global_blocks)
+        return structure | ({"layers": by_layer} if by_layer else {})
+
+
+def _window(width: int, blocks: int, global_blocks: list[int]) -> Block:
+    if width > blocks:  # it is wider than a row
+        return {"mode": "dense"}
+    return {"mode": "bslongformer", "num_sliding_window_blocks": width, "global_block_indices": global_blocks}

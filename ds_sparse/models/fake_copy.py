@@ -1,0 +1,52 @@
+"""A copy of a model to try without computing: fake tensors, no weights, no hooks."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+_LEFT_OUT = object()
+
+
+@contextmanager
+def trying() -> Iterator[None]:
+    """Where a copy is made and runs: nothing is computed, and PyTorch does not log what operations do not take."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"), torch.no_grad():
+            yield
+    finally:
+        logger.disabled = before
+
+
+def fake_copy(model: nn.Module, without: str | None = None) -> nn.Module:
+    """A copy in eval mode and without hooks, with fake tensors for its parameters and buffers.
+
+    Args:
+        without: the name of attributes of modules that the copy is made without.
+    """
+    memo: dict[int, Any] = {}
+    for x in (*model.parameters(), *model.buffers()):
+        fake = torch.empty(getattr(x, "ds_shape", x.shape), dtype=x.dtype)  # ZeRO 3 keeps the whole shape in ds_shape
+        memo[id(x)] = nn.Parameter(fake, requires_grad=False) if isinstance(x, nn.Parameter) else fake
+    for module in model.modules():
+        if without in vars(module):
+            memo[id(vars(module)[without])] = _LEFT_OUT
+    double = copy.deepcopy(model, memo).eval()
+    for module in double.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    return double
+
+
+def first_line(error: Exception) -> str:
+    """An error of code that is not ours, in a sentence of ours."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"

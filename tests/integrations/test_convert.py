@@ -1,0 +1,235 @@
+"""convert: Longformer and BigBird beside the RoBERTa and BERT that are made of them, in evaluation, with padding."""
+
+import math
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models
+
+import ds_sparse
+from ds_sparse.integrations.transformers.big_bird import BigBirdConverter
+from ds_sparse.integrations.transformers.longformer import LongformerConverter
+from ds_sparse.layout import to_token_mask
+
+TOKENS, VOCABULARY, LAYERS, BLOCK = 256, 50, 2, 16
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "initializer_range": 0.2,  # so that attention is not nearly even
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "pad_token_id": 1,
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+    "sep_token_id": 3,
+}
+LONGFORMER = SIZES | {"max_position_embeddings": TOKENS + 2, "attention_window": 64}
+BIG_BIRD = SIZES | {"max_position_embeddings": TOKENS, "block_size": BLOCK, "num_random_blocks": 2}
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def make(name, **changes):
+    """A model of Transformers with random weights, such as LongformerForMaskedLM."""
+    config = LONGFORMER if name.startswith("Longformer") else BIG_BIRD
+    cls = getattr(transformers, name)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = cls(cls.config_class(**config | changes))
+        for parameter in model.parameters():  # also biases and norms, of which a new model has zeros and ones
+            torch.nn.init.normal_(parameter, parameter.mean().item(), 0.1) if parameter.dim() == 1 else None
+    return model.eval()
+
+
+def make_batch(tokens=TOKENS, last=150):
+    ids = torch.randint(5, VOCABULARY, (2, tokens), generator=torch.Generator().manual_seed(tokens))
+    mask = torch.ones_like(ids)
+    mask[1, last:] = 0
+    return {"input_ids": ids.masked_fill(mask == 0, 1), "attention_mask": mask}
+
+
+def seen(outputs, batch):
+    """The outputs about tokens that are no padding, or of a head that has one for each sequence, and which it is."""
+    first = outputs[0]
+    return first if first.shape[:2] != batch["input_ids"].shape else first[batch["attention_mask"] != 0]
+
+
+def window(tokens, side, global_tokens=0):
+    at = torch.arange(tokens)
+    near = (at[:, None] - at).abs() <= side
+    return near | (at < global_tokens) | (at[:, None] < global_tokens)
+
+
+def and_padding(pairs, batch):
+    return {"attention_mask": pairs[..., :, :] & batch["attention_mask"][:, None, None].bool()}
+
+
+def sparse_as_itself(converter, model):
+    """The converted model with the structure of the original."""
+    converted = converter.convert(model)
+    ds_sparse.sparsify(converted, converter.structure(model), max_seq_length=TOKENS)
+    return converted
+
+
+@pytest.mark.parametrize("head", [head for head in LongformerConverter.heads if head != "ForMultipleChoice"])
+@torch.no_grad()
+def test_longformer_is_the_sparse_roberta_under_the_mask_of_the_window(head):
+    longformer, batch = make(f"Longformer{head}"), make_batch(200)
+    roberta = sparse_as_itself(LongformerConverter(), longformer)
+    assert type(roberta).__name__ == f"Roberta{head}" and not roberta.training
+    local = {"global_attention_mask": torch.zeros_like(batch["input_ids"])}  # some heads make tokens global
+    ours = roberta(**batch | and_padding(window(200, 32), batch))
+    torch.testing.assert_close(seen(ours, batch), seen(longformer(**batch, **local), batch), **CLOSE)
+
+
+@torch.no_grad()
+def test_longformer_is_roberta_where_the_window_is_all_there_is():
+    longformer, batch = make("LongformerForMultipleChoice", attention_window=2 * TOKENS), make_batch()
+    roberta = sparse_as_itself(LongformerConverter(), longformer)
+    assert roberta.config.sparse_attention["mode"] == "dense"
+    batch = {name: x[:, None] for name, x in batch.items()}
+    local = {"global_attention_mask": torch.zeros_like(batch["input_ids"])}
+    torch.testing.assert_close(roberta(**batch).logits, longformer(**batch, **local).logits, **CLOSE)
+
+
+@pytest.mark.parametrize(("side", "block"), [(32, 32), (64, 64), (24, 16), (2, 16)])
+def test_blocks_cover_the_window_and_less_than_a_block_more(side, block):
+    structure = LongformerConverter().structure(make("LongformerModel", attention_window=2 * side))
+    layout = ds_sparse.parse_sparse_attention(structure, 4, seq_len=TOKENS).make_bool_layout(TOKENS)
+    tokens = to_token_mask(layout, structure["block"])[0]
+    assert structure["block"] == block
+    assert (
+        tokens[window(TOKENS, side)].all() and not tokens[~window(TOKENS, -(-side // block) * block + block - 1)].any()
+    )
+
+
+@torch.no_grad()
+def test_global_tokens_are_the_same_while_their_projections_are_those_of_all(capsys):
+    longformer, batch = make("LongformerForSequenceClassification"), make_batch()
+    for layer in longformer.longformer.encoder.layer:
+        for kind in ("query", "key", "value"):
+            own, common = (getattr(layer.attention.self, name) for name in (f"{kind}_global", kind))
+            own.load_state_dict(common.state_dict())
+    roberta = sparse_as_itself(LongformerConverter(), longformer)
+    assert "equal to those of all tokens, are left out" in capsys.readouterr().out
+    assert roberta.config.sparse_attention["global_block_indices"] == [0]
+    ours = roberta(**batch | and_padding(window(TOKENS, 32, global_tokens=1), batch)).logits
+    torch.testing.assert_close(ours, longformer(**batch).logits, **CLOSE)
+
+
+def test_that_global_projections_differ_is_said(capsys):
+    LongformerConverter().convert(make("LongformerModel"))
+    assert "which differ from those of all tokens by up to" in capsys.readouterr().out
+
+
+def test_windows_of_their_own_become_structures_by_layer():
+    longformer = make("LongformerModel", num_hidden_layers=3, attention_window=[64, 32, 64])
+    assert LongformerConverter().structure(longformer) == {
+        "mode": "bslongformer",
+        "block": 16,
+        "num_sliding_window_blocks": 5,
+        "global_block_indices": [],
+        "layers": {"1": {"mode": "bslongformer", "num_sliding_window_blocks": 3, "global_block_indices": []}},
+    }
+
+
+@pytest.mark.parametrize("head", [head for head in BigBirdConverter.heads if head != "ForMultipleChoice"])
+@torch.no_grad()
+def test_big_bird_with_full_attention_is_bert(head):
+    big_bird, batch = make(f"BigBird{head}", attention_type="original_full", use_bias=False), make_batch(100, 60)
+    bert = sparse_as_itself(BigBirdConverter(), big_bird)
+    assert type(bert).__name__ == f"Bert{head}" and bert.config.sparse_attention["mode"] == "dense"
+    torch.testing.assert_close(seen(bert(**batch), batch), seen(big_bird(**batch), batch), **CLOSE)
+
+
+@torch.no_grad()
+def test_big_bird_in_training_is_the_sparse_bert():
+    """Dropout is 0 here; Transformers draws random blocks in training alone."""
+    big_bird, batch = make("BigBirdForMaskedLM"), make_batch()
+    bert = sparse_as_itself(BigBirdConverter(), big_bird)
+    torch.testing.assert_close(seen(bert(**batch), batch), seen(big_bird.train()(**batch), batch), **CLOSE)
+
+
+@torch.no_grad()
+def test_big_bird_in_evaluation_is_the_window_with_the_first_block_counted_more_often():
+    """Transformers draws no random blocks then, and sees the first block once more for each of them."""
+    big_bird, batch = make("BigBirdModel"), make_batch()
+    bert = BigBirdConverter().convert(big_bird)
+    block = {"mode": "bslongformer", "block": BLOCK, "global_block_indices": [0, -1]}
+    ds_sparse.sparsify(bert, block, max_seq_length=TOKENS)
+    added = torch.zeros(TOKENS, TOKENS)
+    added[BLOCK:-BLOCK, :BLOCK] = math.log(1 + BIG_BIRD["num_random_blocks"])
+    added = added.masked_fill(batch["attention_mask"][:, None, None] == 0, -math.inf)
+    ours = bert(**batch | {"attention_mask": added})
+    torch.testing.assert_close(seen(ours, batch), seen(big_bird(**batch), batch), **CLOSE)
+
+
+def test_big_bird_that_is_too_short_for_blocks_attends_to_all():
+    assert BigBirdConverter().structure(make("BigBirdModel", max_position_embeddings=9 * BLOCK))["mode"] == "dense"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "sentence"),
+    [
+        ("BigBirdForSequenceClassification", {}, "has a head that Bert does not have; convert its base model"),
+        ("BigBirdModel", {"rescale_embeddings": True}, "no BERT scales its word embeddings"),
+    ],
+)
+def test_what_bert_does_not_have_is_refused(name, changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        BigBirdConverter().convert(make(name, **changes))
+
+
+def test_what_a_head_was_made_for_stays_and_what_bert_does_not_have_is_said(capsys):
+    labels = {0: "no", 1: "yes", 2: "perhaps"}
+    roberta = LongformerConverter().convert(make("LongformerForTokenClassification", id2label=labels))
+    assert roberta.config.id2label == labels and roberta.classifier.out_features == 3
+    BigBirdConverter().convert(make("BigBirdForMaskedLM"))
+    said = "left out, as BertForMaskedLM does not have it: bert.pooler.dense.weight, bert.pooler.dense.bias."
+    assert said in capsys.readouterr().out
+
+
+def save(model, folder):
+    model.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=TOKENS).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", ["LongformerForMaskedLM", "BigBirdForMaskedLM"])
+@torch.no_grad()
+def test_a_checkpoint_is_converted_with_its_tokenizer_and_its_weights_stay_tied(name, tmp_path):
+    original, batch = make(name), make_batch()
+    save(original, tmp_path / "original")
+    report = ds_sparse.convert(tmp_path / "original", tmp_path / "converted")
+    assert len(report.replaced) == LAYERS
+    load = transformers.AutoModelForMaskedLM.from_pretrained
+    converted = load(tmp_path / "converted", attn_implementation="ds_sparse").eval()
+    assert converted.get_input_embeddings().weight is converted.get_output_embeddings().weight
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "converted").model_max_length == TOKENS
+    converter = LongformerConverter() if name.startswith("Longformer") else BigBirdConverter()
+    expected = sparse_as_itself(converter, original)
+    assert torch.equal(seen(converted(**batch), batch), seen(expected(**batch), batch))
+
+
+def test_another_structure_can_be_given_and_another_family_cannot(tmp_path):
+    save(make("LongformerModel"), tmp_path / "longformer")
+    block = {"mode": "fixed", "block": 64}
+    report = ds_sparse.convert(tmp_path / "longformer", tmp_path / "fixed", sparsity_config=block)
+    assert "FixedSparsityConfig, block 64" in str(report)
+    save(transformers.BertModel(transformers.BertConfig(**SIZES)), tmp_path / "bert")
+    with pytest.raises(
+        ValueError, match="BertModel is neither a Longformer nor a BigBird; sparsify and ds_sparse adapt"
+    ):
+        ds_sparse.convert(tmp_path / "bert", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["LongformerModel", "BigBirdModel"])
+def test_who_makes_them_sparse_as_they_are_is_told_of_convert(name):
+    with pytest.raises(
+        ValueError, match="computes its attention itself .* ds_sparse convert makes a (RoBERTa|BERT) of"
+    ):
+        ds_sparse.sparsify(make(name), {"mode": "fixed", "block": BLOCK})
