@@ -465,7 +465,10 @@ class Refusal:
         Refusal({"key_padding_mask": torch.ones(2, 32, requires_grad=True)}, "key_padding_mask requires a gradient"),
         Refusal({"window_size": WindowIndex.build(31, 2)}, "WindowIndex is for 31 tokens .* query has 32 tokens"),
         Refusal({"window_size": WindowIndex.build(32, (1, 2, 3))}, "and 3 heads .* and 2 heads"),
-        Refusal({"window_size": WindowIndex.build(32, 2), "causal": True}, "causal, global_tokens, dilation or cu_seqlens besides"),
+        Refusal(
+            {"window_size": WindowIndex.build(32, 2), "causal": True},
+            "causal, global_tokens, dilation or cu_seqlens besides",
+        ),
         Refusal({"window_size": WindowIndex.build(32, 2), "dilation": 2}, "build it with them"),
         Refusal({"window_size": WindowIndex.build(32, 2), "global_tokens": ()}, "build it with them"),
     ],
