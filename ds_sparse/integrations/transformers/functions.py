@@ -86,7 +86,8 @@ def _attend(
 ) -> torch.Tensor:
     """Attention of a bidirectional layer, (B, H, T, D)."""
     if mask is not None and mask.requires_grad:
-        mask, rpe = None, mask if rpe is None else mask + rpe
+        rpe = mask if rpe is None else mask + rpe
+        mask = None
     masks: dict[str, Any] = {**of_keys_or_pairs(mask), "rpe": None if rpe is None else rpe.to(query.dtype)}
     return attached_to(module).attention(query, key, value, scale=scale, dropout_p=dropout_p, **masks)
 
