@@ -215,7 +215,7 @@ def main() -> None:
     say(DEVICE_SENTENCE)
     model_config = transformers.GPTNeoXConfig.from_json_file(args.config_file)
     model_config.max_position_embeddings = args.max_seq_length
-    config = read_deepspeed_config(args, model_config.num_attention_heads)
+    config = read_deepspeed_config(args, model_config.num_attention_heads, model_config.num_hidden_layers)
     check_json(config, args.deepspeed_config)
     ds_sparse.init_distributed(verbose=False)
     config = adapt_to_device(config, DEVICE)
