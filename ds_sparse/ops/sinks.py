@@ -41,8 +41,9 @@ def with_sinks(
     of_keys = row_sum * (row_max - maximum).exp()
     total = of_keys + (given - maximum).exp()
     share = (of_keys / total).masked_fill(empty, 0).unsqueeze(-1)
-    if torch._C._are_functorch_transforms_active():
-        output = (output * share).to(output.dtype)  # under vmap the sinks alone may have samples
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        # Under vmap the sinks alone may have samples; PyTorch 2.11 saves what was there before a traced write.
+        output = (output * share).to(output.dtype)
     else:
         output *= share
     return output, maximum + total.log(), torch.stack([maximum, total.masked_fill(empty, 0)], -1)
