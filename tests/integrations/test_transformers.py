@@ -513,61 +513,75 @@ VISION |= {"image_size": 32, "patch_size": 8}
 CLIP = {"text_config": SMALL | {"bos_token_id": 1, "eos_token_id": 2}, "vision_config": VISION}
 LED = {"vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "attention_window": 8}
 LED |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), HEADS)
-REFUSED = {
-    "deberta": (transformers.DebertaForMaskedLM, SMALL, ITSELF),
-    "deberta_v2": (transformers.DebertaV2Model, SMALL, ITSELF),
-    "longformer": (transformers.LongformerModel, SMALL | {"attention_window": 16}, ITSELF),
-    "big_bird": (transformers.BigBirdModel, SMALL, ITSELF),
-    "mpnet": (transformers.MPNetModel, SMALL, ITSELF),
-    "megatron_bert": (transformers.MegatronBertModel, SMALL, ITSELF),
-    "falcon": (
-        transformers.FalconModel,  # which has a dict of its layers' classes by implementation
-        {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": HEADS},
-        ITSELF,
-    ),
-    "fnet": (
-        transformers.FNetModel,
-        {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64},
-        "FNetModel has no attention layer that ds_sparse knows",
-    ),
-    "gpt2": (
-        transformers.GPT2Model,
-        {"n_embd": 32, "n_layer": 1, "n_head": 4, "add_cross_attention": True},
-        "GPT2Model has cross-attention",
-    ),
-    "gemma2": (
-        transformers.Gemma2Model,
-        SMALL | {"head_dim": 8, "num_key_value_heads": 2},
-        r"layer .*self_attn \(Gemma2Attention\) asks the attention for softcap, which ds_sparse does not compute",
-    ),
-    "mistral": (
-        transformers.MistralModel,
-        SMALL | {"num_key_value_heads": 2, "attention_dropout": 0.1},
-        r"layer layers.0.self_attn \(MistralAttention\) .* is local and drops attention probabilities",
-    ),
-    "bart_decoder": (
-        transformers.BartForCausalLM,
-        {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": VOCABULARY},
-        r"BartDecoder has cross-attention \(layer model.decoder.layers.0.encoder_attn \(BartAttention\)\)",
-    ),
-    "led": (transformers.LEDModel, LED, "LED(Encoder|Model) " + ITSELF),
-    "modernbert_dropping": (
-        transformers.ModernBertModel,
-        MODERN | {"attention_dropout": 0.1},
-        r"layer layers.1.attn \(ModernBertAttention\) .* is local and drops attention probabilities",
-    ),
-    "large_heads": (
-        transformers.EmbeddingGemma2TextModel,
-        MODERN | {"global_head_dim": 512},
-        r"layer layers.1.self_attn .* gives the attention what it does not take. Head size is 512; .* from 1 to 256",
-    ),
-    "different_heads": (
-        transformers.SwinModel,
-        {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "image_size": 32, "window_size": 2},
-        "SwinEncoder",
-    ),
-    "output_attentions": (transformers.BertModel, SMALL | {"output_attentions": True}, "set it to False"),
-}
+
+
+def newest(name: str) -> type | None:
+    """A class that older versions of Transformers, of those that serve, do not have."""
+    return getattr(transformers, name, None)
+
+
+def known(cases: dict[str, tuple]) -> dict[str, tuple]:
+    """Those whose class the installed Transformers has."""
+    return {name: case for name, case in cases.items() if case[0] is not None}
+
+
+REFUSED = known(
+    {
+        "deberta": (transformers.DebertaForMaskedLM, SMALL, ITSELF),
+        "deberta_v2": (transformers.DebertaV2Model, SMALL, ITSELF),
+        "longformer": (transformers.LongformerModel, SMALL | {"attention_window": 16}, ITSELF),
+        "big_bird": (transformers.BigBirdModel, SMALL, ITSELF),
+        "mpnet": (transformers.MPNetModel, SMALL, ITSELF),
+        "megatron_bert": (transformers.MegatronBertModel, SMALL, ITSELF),
+        "falcon": (
+            transformers.FalconModel,  # which has a dict of its layers' classes by implementation
+            {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": HEADS},
+            ITSELF,
+        ),
+        "fnet": (
+            transformers.FNetModel,
+            {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64},
+            "FNetModel has no attention layer that ds_sparse knows",
+        ),
+        "gpt2": (
+            transformers.GPT2Model,
+            {"n_embd": 32, "n_layer": 1, "n_head": 4, "add_cross_attention": True},
+            "GPT2Model has cross-attention",
+        ),
+        "gemma2": (
+            transformers.Gemma2Model,
+            SMALL | {"head_dim": 8, "num_key_value_heads": 2},
+            r"layer .*self_attn \(Gemma2Attention\) asks the attention for softcap, which ds_sparse does not compute",
+        ),
+        "mistral": (
+            transformers.MistralModel,
+            SMALL | {"num_key_value_heads": 2, "attention_dropout": 0.1},
+            r"layer layers.0.self_attn \(MistralAttention\) .* is local and drops attention probabilities",
+        ),
+        "bart_decoder": (
+            transformers.BartForCausalLM,
+            {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": VOCABULARY},
+            r"BartDecoder has cross-attention \(layer model.decoder.layers.0.encoder_attn \(BartAttention\)\)",
+        ),
+        "led": (transformers.LEDModel, LED, "LED(Encoder|Model) " + ITSELF),
+        "modernbert_dropping": (
+            transformers.ModernBertModel,
+            MODERN | {"attention_dropout": 0.1},
+            r"layer layers.1.attn \(ModernBertAttention\) .* is local and drops attention probabilities",
+        ),
+        "large_heads": (
+            newest("EmbeddingGemma2TextModel"),
+            MODERN | {"global_head_dim": 512},
+            r"layer layers.1.self_attn .* gives the attention what it does not take. Head size is 512; .* from 1 to 256",
+        ),
+        "different_heads": (
+            transformers.SwinModel,
+            {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "image_size": 32, "window_size": 2},
+            "SwinEncoder",
+        ),
+        "output_attentions": (transformers.BertModel, SMALL | {"output_attentions": True}, "set it to False"),
+    }
+)
 
 
 GLOBAL = MODERN | {"layer_types": ["full_attention"] * 2}
@@ -582,23 +596,25 @@ WAVES = VISION | CONVOLUTIONS | {"num_feat_extract_layers": 2, "num_conv_pos_emb
 WAVES |= dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout"), 0.0)
 WAVES |= {"layerdrop": 0.0, "mask_time_prob": 0.0, "mask_feature_prob": 0.0}
 TEXT, PICTURE, SOUND = ("input_ids",), ("pixel_values", 3, 32, 32), ("input_values", 4000)
-ENCODERS = {
-    "embedding_gemma": (transformers.Gemma3TextModel, GEMMA, TEXT),
-    "embedding_gemma2": (transformers.EmbeddingGemma2TextModel, GEMMA2, TEXT),
-    "esm": (transformers.EsmModel, SIZES | {"pad_token_id": 1, "position_embedding_type": "rotary"}, TEXT),
-    "eurobert": (transformers.EuroBertModel, GROUPED, TEXT),
-    "gte": (transformers.GteModel, SIZES, TEXT),
-    "layoutlm": (transformers.LayoutLMModel, SIZES, TEXT),
-    "modernbert": (transformers.ModernBertModel, LOCAL | {"local_attention": 14}, TEXT),
-    "modernbert_global": (transformers.ModernBertModel, GLOBAL, TEXT),
-    "nomic_bert": (transformers.NomicBertModel, MODERN, TEXT),
-    "neomme": (transformers.NeoMMEModel, NEOMME, TEXT),
-    "t5_encoder": (transformers.T5EncoderModel, T5 | {"num_layers": 2, "dropout_rate": 0.0}, TEXT),
-    "vit": (transformers.ViTModel, VISION, PICTURE),
-    "ultrabert": (transformers.UltrabertModel, LOCAL | {"sliding_window": 9}, TEXT),
-    "umt5_encoder": (transformers.UMT5EncoderModel, T5 | {"num_layers": 2, "dropout_rate": 0.0}, TEXT),
-    "wav2vec2": (transformers.Wav2Vec2Model, WAVES, SOUND),
-}
+ENCODERS = known(
+    {
+        "embedding_gemma": (transformers.Gemma3TextModel, GEMMA, TEXT),
+        "embedding_gemma2": (newest("EmbeddingGemma2TextModel"), GEMMA2, TEXT),
+        "esm": (transformers.EsmModel, SIZES | {"pad_token_id": 1, "position_embedding_type": "rotary"}, TEXT),
+        "eurobert": (transformers.EuroBertModel, GROUPED, TEXT),
+        "gte": (newest("GteModel"), SIZES, TEXT),
+        "layoutlm": (transformers.LayoutLMModel, SIZES, TEXT),
+        "modernbert": (transformers.ModernBertModel, LOCAL | {"local_attention": 14}, TEXT),
+        "modernbert_global": (transformers.ModernBertModel, GLOBAL, TEXT),
+        "nomic_bert": (newest("NomicBertModel"), MODERN, TEXT),
+        "neomme": (newest("NeoMMEModel"), NEOMME, TEXT),
+        "t5_encoder": (transformers.T5EncoderModel, T5 | {"num_layers": 2, "dropout_rate": 0.0}, TEXT),
+        "vit": (transformers.ViTModel, VISION, PICTURE),
+        "ultrabert": (newest("UltrabertModel"), LOCAL | {"sliding_window": 9}, TEXT),
+        "umt5_encoder": (transformers.UMT5EncoderModel, T5 | {"num_layers": 2, "dropout_rate": 0.0}, TEXT),
+        "wav2vec2": (transformers.Wav2Vec2Model, WAVES, SOUND),
+    }
+)
 
 
 BART = {"vocab_size": VOCABULARY, "d_model": 32, "dropout": 0.0, "pad_token_id": 0, "max_position_embeddings": 64}
