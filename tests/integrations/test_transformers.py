@@ -572,7 +572,7 @@ REFUSED = known(
         "large_heads": (
             newest("EmbeddingGemma2TextModel"),
             MODERN | {"global_head_dim": 512},
-            r"layer layers.1.self_attn .* gives the attention what it does not take. Head size is 512; .* from 1 to 256",
+            r"layer layers.1.self_attn .* gives the attention what it does not take. Head size is 512; .* 1 to 256",
         ),
         "different_heads": (
             transformers.SwinModel,
