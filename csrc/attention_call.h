@@ -25,7 +25,8 @@ struct AttentionCall {
   std::optional<Tensor> key_bias, rpe = {}, attn_mask = {}, dropout_seed = {};
   double dropout_p = 0;
   std::optional<WindowTensors> window = {};
-  const Tensor* spans = nullptr;  // of packed documents: int32 (N, 2), the first token of each block, and how many it has
+  // Of packed documents: int32 (N, 2), the first token of each block, and how many it has.
+  const Tensor* spans = nullptr;
 
   // Tokens as kernels count them: aligned to whole blocks.
   int64_t queries() const { return spans ? spans->size(0) * block : query.size(2); }

@@ -115,6 +115,10 @@ class WindowIndex:
         tokens, global_tokens = int(tokens), global_numbers(global_tokens, tokens)
         if block is None:
             block = fitting_block(tokens, max(windows), torch.device(device).type)
+        need = num_heads * (8 * tokens + (-(-tokens // block)) ** 2)
+        refuse_too_large(
+            f"An index of {tokens} tokens in blocks of {block}", need, torch.device(device), "take shorter sequences"
+        )
         # Where the tokens that each may see begin and end.
         limits_of_tokens = torch.tensor([[0, tokens]], device=device).expand(tokens, 2)
         if cu_seqlens is not None:
@@ -124,10 +128,6 @@ class WindowIndex:
                     "or use a layout with global blocks, which each document has of its own."
                 )
             limits_of_tokens = Documents.read(cu_seqlens).check_fills(tokens).of_tokens(device)
-        need = num_heads * (8 * tokens + (-(-tokens // block)) ** 2)
-        refuse_too_large(
-            f"An index of {tokens} tokens in blocks of {block}", need, torch.device(device), "take shorter sequences"
-        )
         window, dilation = (
             # No window reaches further than the sequence, and no product overflows.
             torch.tensor([min(n, tokens) for n in numbers], device=device).expand(num_heads)[:, None]

@@ -199,7 +199,7 @@ def block_sparse_attention(
         ... )
         >>> torch.testing.assert_close(last, output[:, :, -1:])
     """
-    if isinstance(layout, PackedIndex) or is_packed(query, cu_seqlens):
+    if isinstance(layout, PackedIndex) or is_packed(query, key, value, cu_seqlens):
         return packed_attention(
             query, key, value, layout, cu_seqlens, document_layout, block, block_sparse_attention, causal=causal,
             return_lse=return_lse, dropout_p=dropout_p, scale=scale, sinks=sinks, rpe=rpe, attn_mask=attn_mask,

@@ -194,7 +194,8 @@ def _four_dimensional(x: torch.Tensor) -> torch.Tensor:
 
 def _heads(given: int, index: BlockIndex) -> int:
     """The number of heads of the product, from the dense operand's and the layout's."""
-    if 1 not in (given, index.num_heads) and given != index.num_heads:
+    # Sizes of a traced tensor may be symbolic, which torch.compile does not find in a tuple.
+    if given != 1 and index.num_heads != 1 and given != index.num_heads:
         raise ValueError(
             f"The dense operand has {given} heads and the layout {index.num_heads}; give the layout as many heads, "
             "or one."
@@ -203,7 +204,7 @@ def _heads(given: int, index: BlockIndex) -> int:
 
 
 def _expand(name: str, x: torch.Tensor, batch: int, heads: int) -> torch.Tensor:
-    if x.shape[0] not in (1, batch) or x.shape[1] not in (1, heads):
+    if any(size != 1 and size != wanted for size, wanted in zip(x.shape[:2], (batch, heads))):
         raise ValueError(
             f"Tensor {name} has batch {x.shape[0]} and {x.shape[1]} heads, the other operand or the layout batch "
             f"{batch} and {heads} heads; give both the same, or 1."

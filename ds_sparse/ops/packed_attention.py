@@ -36,9 +36,9 @@ class Packed(NamedTuple):
     as_given: Callable[[torch.Tensor], torch.Tensor]
 
 
-def is_packed(query: torch.Tensor, cu_seqlens: torch.Tensor | None) -> bool:
+def is_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor | None) -> bool:
     """Whether a call of attention is over packed documents, where its layout is no `PackedIndex`."""
-    return cu_seqlens is not None or getattr(query, "is_nested", False)
+    return cu_seqlens is not None or all(getattr(x, "layout", None) == torch.jagged for x in (query, key, value))
 
 
 def packed_attention(

@@ -119,13 +119,12 @@ def operands(
 LAYOUT = layout_for(LENGTHS[0], 16, 4)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_documents_are_read_where_they_lie_and_nothing_else_is_written(head_dim: int):
+def test_documents_are_read_where_they_lie_and_nothing_else_is_written(device: str, head_dim: int):
     """On Hopper, with memory poisoned, and with the copies that other GPUs make, bit by bit but for the gradient of
     query, which has sums in any order."""
-    if not is_hopper("cuda"):
-        pytest.skip("other GPUs copy")
+    if not is_hopper(device):
+        pytest.skip("others copy")
     cu_seqlens = cu_seqlens_of(LENGTHS[0], "cuda")
     query, key, value = operands("cuda", dtype=torch.bfloat16, head_dim=head_dim)
     grad = torch.randn(query.shape, generator=seeded(3)).to(query)
