@@ -179,7 +179,7 @@ class MatMul(OnLayout):
                 f"got {tuple(values.shape[1:])}"
             )
         batch = max(values.shape[0], dense.shape[0])
-        if values.shape[0] not in (1, batch):
+        if values.shape[0] != 1 and values.shape[0] != batch:
             raise ValueError(
                 f"Tensor {sparse_name} has batch {values.shape[0]} and tensor {dense_name} {dense.shape[0]}; give both "
                 "the same, or 1."

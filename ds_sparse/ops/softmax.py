@@ -165,7 +165,7 @@ def _broadcastable(name: str, x: torch.Tensor, device: torch.device, shape: tupl
     given = tuple(x.shape)
     if x.dim() <= len(shape):
         x = x.reshape((1,) * (len(shape) - x.dim()) + given)
-        if all(size in (1, full) for size, full in zip(x.shape, shape)):
+        if all(size == 1 or size == full for size, full in zip(x.shape, shape)):
             return x.expand(*x.shape[:-1], shape[-1])
     raise ValueError(f"{name} has shape {given}; it has to be {shape}, where any dimension may be 1.")
 

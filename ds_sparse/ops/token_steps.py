@@ -58,7 +58,9 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
     if mask.device != q.device:
         raise ValueError(f"mask is on {mask.device} and q on {q.device}; move it there.")
     whole = (*q.shape[:-1], k.shape[-2])
-    if mask.dim() > len(whole) or any(size not in (1, wanted) for size, wanted in zip(mask.shape[::-1], whole[::-1])):
+    if mask.dim() > len(whole) or any(
+        size != 1 and size != wanted for size, wanted in zip(mask.shape[::-1], whole[::-1])
+    ):
         raise ValueError(f"mask has shape {tuple(mask.shape)}; it has to broadcast to {whole}.")
     scores = (q @ k.mT) * factor_of(scale, q.shape[-1])
     if mask.dtype == torch.bool:
