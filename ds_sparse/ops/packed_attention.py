@@ -38,7 +38,11 @@ class Packed(NamedTuple):
 
 def is_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor | None) -> bool:
     """Whether a call of attention is over packed documents, where its layout is no `PackedIndex`."""
-    return cu_seqlens is not None or all(getattr(x, "layout", None) == torch.jagged for x in (query, key, value))
+    if cu_seqlens is not None:
+        return True
+    return getattr(query, "is_nested", False) and all(
+        getattr(x, "layout", None) == torch.jagged for x in (query, key, value)
+    )
 
 
 def packed_attention(
