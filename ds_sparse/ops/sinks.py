@@ -42,7 +42,7 @@ def with_sinks(
     total = of_keys + (given - maximum).exp()
     share = (of_keys / total).masked_fill(empty, 0).unsqueeze(-1)
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        # Under vmap the sinks alone may have samples; PyTorch 2.11 saves what was there before a traced write.
+        # Under vmap the sinks alone may have samples; what is traced is not written in place.
         output = (output * share).to(output.dtype)
     else:
         output *= share
