@@ -167,8 +167,7 @@ def block_sparse_attention(
         key_padding_mask: (B or 1, S). On CUDA a bool one costs least: what it drops is not computed.
         attn_mask: (T, S), or (B or 1, H or 1, T or 1, S).
         rpe: relative position bias (T, S), (H, T, S) or (B or 1, H or 1, T, S), added unscaled.
-        sinks: (H,), a logit a head in the softmax's denominator, without a value; unscaled. Not with torch.compile on a
-            GPU beside PyTorch 2.11: gradients are wrong there.
+        sinks: (H,), a logit a head in the softmax's denominator, without a value; unscaled.
         dropout_p: share of the probabilities that are dropped after the softmax, 0 to below 1, in steps of 1/32768;
             random numbers are drawn from torch's generator of the device.
         return_lse: whether to return each row's log of its sum of exponentials as well, before dropout; the sink's is

@@ -42,8 +42,9 @@ def with_sinks(
     total = of_keys + (given - maximum).exp()
     share = (of_keys / total).masked_fill(empty, 0).unsqueeze(-1)
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        # Under vmap the sinks alone may have samples; what is traced is not written in place.
-        output = (output * share).to(output.dtype)
+        # Under vmap the sinks alone may have samples. Traced by torch 2.11, a result that is also another value of
+        # forward (written in place, or `to` its own dtype without a copy) is returned twice and loses its gradient.
+        output = (output * share).to(output.dtype, copy=True)
     else:
         output *= share
     return output, maximum + total.log(), torch.stack([maximum, total.masked_fill(empty, 0)], -1)

@@ -2,7 +2,8 @@
 
 Letters: u is the unit roundoff of the dtype in question, half its epsilon. A sum of n terms, added in any order, is off
 by `walk(n) * u * sum |terms|`: each rounding is at most u, and n of them add up like a random walk (Higham and Mary,
-"A new approach to probabilistic rounding error analysis", 2019); up to 16 terms the worst case is counted.
+"A new approach to probabilistic rounding error analysis", 2019). The worst case, n of them, is counted up to 16 terms,
+and where terms are alike: adding the same number again and again is rounded the same way.
 """
 
 from __future__ import annotations
@@ -60,9 +61,15 @@ def stored_as(dtype: torch.dtype, units: Units) -> Units:
     return replace(units, stored=max(info.eps / 2, units.sums), least_stored=least)
 
 
-def walk(terms: Tensor | int) -> Tensor:
+def walk(terms: Tensor | int, *factors: Tensor) -> Tensor:
+    """factors: of the terms, if they may be alike."""
     terms = torch.as_tensor(terms, dtype=torch.float64)
-    return torch.minimum(terms, 4 * terms.sqrt())
+    return terms if factors and all(map(_repeats, factors)) else torch.minimum(terms, 4 * terms.sqrt())
+
+
+def _repeats(x: Tensor) -> bool:
+    """Whether rows or columns of x are constant."""
+    return any(bool((x == x.narrow(dim, 0, 1)).all()) for dim in range(-min(2, x.dim()), 0) if x.numel())
 
 
 def stored(exact: Tensor, error: Tensor, units: Units, times: int = 1) -> Tensor:
@@ -84,7 +91,8 @@ def of_product(
         return [result.detach(), *_gradients(result, leaves, of(grad))]
 
     magnitudes, terms = followed(lambda x: x.detach().abs()), followed(torch.ones_like)
-    errors = [units.sums * walk(n) * size for n, size in zip(terms, magnitudes)]
+    factors = [operands, *([grad, x] for x in reversed(operands))]
+    errors = [units.sums * walk(n, *of) * size for n, size, of in zip(terms, magnitudes, factors)]
     # An operand that is broadcast has a gradient that is rounded for each place, and then added up.
     partial = [0.0 * errors[0], *(units.stored * size for size in magnitudes[1:])]
     return [stored(x, e + p, units) for x, e, p in zip(exact, errors, partial)]
@@ -149,7 +157,7 @@ def of_attention(x: Attended, units: Units) -> dict[str, Tensor]:
     u, probs = units.sums, x.scored.probs.detach()
     q, k, v, go = x.query.abs(), x.key.abs(), x.value.abs(), x.grad.abs()
     factor, depth, width = abs(x.factor), x.query.shape[-1], x.value.shape[-1]
-    soft = Softened(x.scored, u * walk(depth) * factor * (q @ k.mT), units)
+    soft = Softened(x.scored, u * walk(depth, q, k) * factor * (q @ k.mT), units)
 
     row_terms = walk(x.scored.live.sum(-1, keepdim=True))
     column_terms = walk(x.scored.live.sum(-2)).unsqueeze(-1)
