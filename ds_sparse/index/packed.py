@@ -11,6 +11,7 @@ import torch
 from .block import BlockIndex
 from .documents import Documents, square_layout
 from .lasting import lasting
+from .packing import block_of
 from .ready_event import ReadyEvent
 
 
@@ -53,6 +54,7 @@ class PackedIndex:
     aligned: torch.Tensor
     tokens_of: torch.Tensor
     exists: torch.Tensor
+    _made: dict[tuple[str, int, bool], torch.Tensor] = field(init=False, default_factory=dict)
     _ready: ReadyEvent = field(init=False)
 
     def __post_init__(self):
@@ -140,6 +142,27 @@ class PackedIndex:
         """The blocks; with `causal` without those above the diagonal."""
         return self.blocks.causal() if causal else self.blocks
 
+    def entry_spans(self, side: str, tile: int, causal: bool) -> torch.Tensor:
+        """The spans of the blocks that the entries of tiles are, made at the first call.
+
+        Args:
+            side, tile: of the tiles, as `BlockIndex.tiles` has them.
+            causal: of `causal_blocks`.
+
+        Returns:
+            int32 (E, 2): for kernels, which would have to wait for an entry before they could look its span up.
+        """
+        key = side, tile, causal
+        if key not in self._made:
+            self._made[key] = self._make_entry_spans(*key)
+            self._ready.record()
+        self._ready.wait(self._tensors)
+        return self._made[key]
+
+    @lasting
+    def _make_entry_spans(self, side: str, tile: int, causal: bool) -> torch.Tensor:
+        return self.spans.index_select(0, block_of(self.causal_blocks(causal).tiles(side, tile).entries))
+
     def ready(self) -> PackedIndex:
         """The index itself, for what the current stream does next."""
         self._ready.wait(self._tensors)
@@ -164,7 +187,8 @@ class PackedIndex:
         return replace(self, **{name: x.to(device) for name, x in parts.items()})
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        return (x for x in vars(self).values() if isinstance(x, torch.Tensor))
+        yield from (x for x in vars(self).values() if isinstance(x, torch.Tensor))
+        yield from tuple(self._made.values())
 
     def _held(self) -> Iterator[torch.Tensor]:
         yield from self._tensors()

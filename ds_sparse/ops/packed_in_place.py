@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .._ops import add_op_namespace_prefix, ops
 from ..index import PackedIndex
+from ..index.block import SIDES
 from ._autograd import Function, differentiable_once
 from .attention_operators import implementation_for
 from .operands import empty_as, lists_of_tiles, readable, wide_dtype
@@ -35,8 +36,8 @@ class _PackedAttention(Function):
         blocks = index.causal_blocks(causal)
         tile = implementation_for(blocks, query).tile(blocks.block)
         return ops.packed_attention_forward(
-            query, key, value, index.spans, *lists_of_tiles(blocks.tiles("rows", tile)), blocks.layout_heads,
-            blocks.block, scale, causal,
+            query, key, value, index.spans, index.entry_spans("rows", tile, causal),
+            *lists_of_tiles(blocks.tiles("rows", tile)), blocks.layout_heads, blocks.block, scale, causal,
         )  # fmt: skip
 
     @staticmethod
@@ -56,16 +57,16 @@ class _PackedAttention(Function):
         tile = implementation_for(blocks, query, "hopper").tile(blocks.block)
         grads = ops.packed_attention_backward(
             grad_output, None if grad_lse is None else grad_lse.contiguous(), query, key, value, output, rows,
-            index.spans, *lists_of_tiles(blocks.tiles("rows", tile)),
-            *lists_of_tiles(blocks.tiles("columns", tile)), blocks.layout_heads, blocks.block, ctx.scale, ctx.causal,
-            torch.are_deterministic_algorithms_enabled(),
+            index.spans, *(index.entry_spans(side, tile, ctx.causal) for side in SIDES),
+            *(x for side in SIDES for x in lists_of_tiles(blocks.tiles(side, tile))),
+            blocks.layout_heads, blocks.block, ctx.scale, ctx.causal, torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
         return *grads, None, None, None
 
 
 @torch.library.register_fake(add_op_namespace_prefix("packed_attention_forward"))
 def _(
-    query, key, value, spans, row_lines, row_entries, row_units, row_cuts, layout_heads, block, scale, causal
+    query, key, value, spans, row_spans, row_lines, row_entries, row_units, row_cuts, layout_heads, block, scale, causal
 ):  # fmt: skip
     shape, wide = (1, query.shape[1], spans.shape[0] * block), wide_dtype(query.dtype)
     return empty_as(query), query.new_empty(shape, dtype=wide), query.new_empty((*shape, 2), dtype=wide)
@@ -73,7 +74,8 @@ def _(
 
 @torch.library.register_fake(add_op_namespace_prefix("packed_attention_backward"))
 def _(
-    grad_output, grad_lse, query, key, value, output, rows, spans, row_lines, row_entries, row_units, row_cuts,
-    column_lines, column_entries, column_units, column_cuts, layout_heads, block, scale, causal, deterministic,
+    grad_output, grad_lse, query, key, value, output, rows, spans, row_spans, column_spans, row_lines, row_entries,
+    row_units, row_cuts, column_lines, column_entries, column_units, column_cuts, layout_heads, block, scale, causal,
+    deterministic,
 ):  # fmt: skip
     return empty_as(query), empty_as(key), empty_as(value)

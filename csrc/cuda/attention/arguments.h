@@ -53,7 +53,8 @@ inline TileLists lists_of(
       static_cast<int>(std::max<int64_t>(1, block / tile)),
       tiles.pairs == nullptr ? nullptr : reinterpret_cast<const uint2*>(tiles.pairs->const_data_ptr<int32_t>()),
       tiles.pairs == nullptr || tiles.pairs->size(0) == 1 ? 0 : tiles.entries.size(0) * tile,
-      spans};
+      spans,
+      tiles.spans == nullptr ? nullptr : reinterpret_cast<const int2*>(tiles.spans->const_data_ptr<int32_t>())};
 }
 
 // Space for so many numbers, perhaps none, while it lives.

@@ -126,7 +126,12 @@ __device__ __forceinline__ void run_producer(
     }
     if (steps > 0) {
       const OtherSide<kBlockN, kPacked> other{
-          lists.entries + work.first_entry, work.num_entries, lists.log_block, p.scoring.queries, nullptr, lists.spans};
+          lists.entries + work.first_entry,
+          work.num_entries,
+          lists.log_block,
+          p.scoring.queries,
+          nullptr,
+          kPacked ? lists.entry_spans + work.first_entry : nullptr};
       const auto group_mask = GroupMask<kLimited>::template of_warp_tile<true>(p.scoring, lists, item);
       Gathered<kBlockN, kPacked> next(other, boxes, 0);
       for (int step = 0; step < steps; ++step, pipe.next()) {

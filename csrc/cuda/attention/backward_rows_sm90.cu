@@ -57,7 +57,7 @@ __device__ __forceinline__ void run_producer(
         lists.log_block,
         p.scoring.keys,
         p.scoring.key_states_of(work.batch, work.head),
-        lists.spans};
+        kPacked ? lists.entry_spans + work.first_entry : nullptr};
     const int steps = other.steps();
     auto& item = memory.work_items[work_pipe.index];
     auto& own = memory.own[work_pipe.index];

@@ -17,8 +17,6 @@ struct BlockSpans {
   __device__ __forceinline__ bool has(int aligned) const {
     return spans == nullptr || in_block(aligned) < spans[aligned >> log_block].y;
   }
-  // How many tokens of its block there are from one on; perhaps none, or fewer.
-  __device__ __forceinline__ int left(int aligned) const { return spans[aligned >> log_block].y - in_block(aligned); }
   // The token in memory; where there is none, somewhere.
   __device__ __forceinline__ int token(int aligned) const {
     return spans == nullptr ? aligned : spans[aligned >> log_block].x + in_block(aligned);

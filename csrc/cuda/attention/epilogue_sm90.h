@@ -28,26 +28,48 @@ __device__ __forceinline__ void store_short_warp_tile(
   __syncwarp();
 }
 
-// Stores the rows of a tile of packed documents, by the scheduler warp: warp tiles by the copy engine, but for short
-// ones.
-template <int kHeadDim, class T>
+// Descriptions of the output: boxes as `Boxes` has them, and of packed documents also a warp tile's.
+template <bool kPacked>
+struct OutputMaps {
+  CUtensorMap box;
+};
+template <>
+struct OutputMaps<true> {
+  CUtensorMap box, warp_tile;
+};
+
+// Stores the rows of a tile of packed documents, by the scheduler warp and the copy engine: whole boxes, and of the
+// others whole warp tiles. What is left is written row by row.
+template <class T, int kHeadDim>
 __device__ __forceinline__ void store_packed_tile(
-    const CUtensorMap* map, const T* panels, const WorkItem& item, const BlockSpans& spans, const Matrices<T>& to,
-    int head_dim) {
-  constexpr int kPanels = kHeadDim / kPanel, panel_elements = kHopperBlockM * kPanel;
+    const OutputMaps<true>& maps, const Boxes<T, kHeadDim, kHopperBlockM>& boxes,
+    const Panels<T, kHeadDim, kHopperBlockM>& panels, const WorkItem& item, const BlockSpans& spans,
+    const Matrices<T>& to, int head_dim) {
+  constexpr int kPanels = kHeadDim / kPanel;
   static_assert(kHopperBlockM / 16 * kPanels <= 32);
-  const int lane = threadIdx.x % 32, panel = lane % kPanels, first = lane / kPanels * 16;
-  const int token = first < kHopperBlockM ? item.tokens[first] : -1;
-  const bool is_short = token >= 0 && item.tokens[first + 15] < 0;
+  const int lane = threadIdx.x % 32, rest_of_box = (1 << boxes.log_tokens) - 1;
+  const int token = boxes.any ? item.tokens[boxes.tile_row] : -1;
+  const bool is_short = token >= 0 && item.tokens[boxes.tile_row + rest_of_box] < 0;
   if (token >= 0 && !is_short) {
-    tma_store(
-        map, panels + panel * panel_elements + first * kPanel, panel * kPanel, spans.token(token), item.work.head,
-        item.work.batch);
+    boxes.store(&maps.box, panels, spans.token(token), item.work.head, item.work.batch);
     tma_store_arrive();
   }
-  for (uint32_t left = __ballot_sync(0xffffffffu, is_short && panel == 0); left != 0; left &= left - 1) {
+  if (!__any_sync(0xffffffffu, is_short)) {
+    return;
+  }
+  const int panel = lane % kPanels, tile_row = lane / kPanels * 16;
+  const bool is_left =
+      tile_row < kHopperBlockM && item.tokens[tile_row] >= 0 && item.tokens[tile_row | rest_of_box] < 0;
+  const bool is_whole = is_left && item.tokens[tile_row + 15] >= 0;
+  if (is_whole) {
+    tma_store(
+        &maps.warp_tile, panels[panel] + tile_row * kPanel, panel * kPanel, spans.token(item.tokens[tile_row]),
+        item.work.head, item.work.batch);
+    tma_store_arrive();
+  }
+  for (uint32_t left = __ballot_sync(0xffffffffu, is_left && !is_whole && panel == 0); left != 0; left &= left - 1) {
     store_short_warp_tile(
-        panels, panel_elements, (__ffs(left) - 1) / kPanels * 16, item.tokens, spans,
+        panels[0], kHopperBlockM * kPanel, (__ffs(left) - 1) / kPanels * 16, item.tokens, spans,
         to.of(item.work.batch, item.work.head), to.token_stride, head_dim);
   }
 }

@@ -12,7 +12,7 @@ namespace {
 template <class T, int kHeadDim, Scores kScores>
 __device__ __forceinline__ void run_scheduler(
     const Forward<T>& p, ForwardMemory<T, kHeadDim, kScores>& memory, const CUtensorMap* query_map,
-    const CUtensorMap* output_map, TileScheduler scheduler, int consumer_group) {
+    const OutputMaps<are_packed(kScores)>& output_maps, TileScheduler scheduler, int consumer_group) {
   using M = ForwardMemory<T, kHeadDim, kScores>;
   constexpr int kBlockN = M::kBlockN, kWorkStages = M::kWorkStages;
   const int lane = threadIdx.x % 32;
@@ -29,10 +29,10 @@ __device__ __forceinline__ void run_scheduler(
       return;
     }
     if constexpr (M::kPacked) {
-      store_packed_tile<kHeadDim>(
-          output_map, memory.queries[work_pipe.index][0], item, p.lists.spans, p.output, p.head_dim);
+      store_packed_tile(output_maps, boxes, memory.queries[work_pipe.index], item, p.lists.spans, p.output, p.head_dim);
     } else if (boxes.any && item.tokens[boxes.tile_row] >= 0) {
-      boxes.store(output_map, memory.queries[work_pipe.index], item.tokens[boxes.tile_row], work.head, work.batch);
+      boxes.store(
+          &output_maps.box, memory.queries[work_pipe.index], item.tokens[boxes.tile_row], work.head, work.batch);
       tma_store_arrive();
     }
     const int64_t first = work.matrix * p.scoring.queries;
@@ -111,8 +111,12 @@ __device__ __forceinline__ void run_producer(
     }
     const int head = item.work.head / p.heads_of_group, batch = item.work.batch;
     const OtherSide<kBlockN, M::kPacked> other{
-        p.lists.entries + item.work.first_entry,        item.work.num_entries, p.lists.log_block, p.scoring.keys,
-        p.scoring.key_states_of(batch, item.work.head), p.lists.spans};
+        p.lists.entries + item.work.first_entry,
+        item.work.num_entries,
+        p.lists.log_block,
+        p.scoring.keys,
+        p.scoring.key_states_of(batch, item.work.head),
+        M::kPacked ? p.lists.entry_spans + item.work.first_entry : nullptr};
     const auto group_mask = GroupMask<kLimited>::template of_warp_tile<false>(p.scoring, p.lists, item);
 
     // By one warp, values come after the next step's keys: these are needed sooner, and their space is free sooner.
@@ -170,7 +174,7 @@ __global__ void __launch_bounds__(kHopperThreads<ForwardTuning<kHeadDim, are_pla
     forward_on_hopper_kernel(
         const __grid_constant__ Forward<T> p, const __grid_constant__ CUtensorMap query_map,
         const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map,
-        const __grid_constant__ CUtensorMap output_map, TileScheduler scheduler) {
+        const __grid_constant__ OutputMaps<are_packed(kScores)> output_maps, TileScheduler scheduler) {
   extern __shared__ unsigned char shared[];
   using M = ForwardMemory<T, kHeadDim, kScores>;
   using Tuning = typename M::Tuning;
@@ -196,7 +200,7 @@ __global__ void __launch_bounds__(kHopperThreads<ForwardTuning<kHeadDim, are_pla
     run_consumer<T, kHeadDim, kScores>(p, memories[consumer_group], consumer_group);
   };
   const auto schedule = [&](int consumer_group) {
-    run_scheduler(p, memories[consumer_group], &query_map, &output_map, scheduler, consumer_group);
+    run_scheduler(p, memories[consumer_group], &query_map, output_maps, scheduler, consumer_group);
   };
   if constexpr (Tuning::kProducerWarps == 2) {
     run_roles<kConsumerGroups, Tuning::kProducerRegisters, Tuning::kConsumerRegisters>(
@@ -224,14 +228,17 @@ void forward_on_hopper(
     const int64_t count = copies * p.lists.num_work_tiles * p.lists.sub_tiles;
     const int block = 1 << p.lists.log_block;
     const int own_box = std::min(block, kHopperBlockM);
-    const CUtensorMap query_map = tensor_map(query, own_box),
-                      output_map = tensor_map(output, M::kPacked ? 16 : own_box);
+    const CUtensorMap query_map = tensor_map(query, own_box);
+    OutputMaps<M::kPacked> output_maps{tensor_map(output, own_box)};
+    if constexpr (M::kPacked) {
+      output_maps.warp_tile = tensor_map(output, 16);
+    }
     const CUtensorMap key_map = tensor_map(key, std::min(block, kBlockN)),
                       value_map = tensor_map(value, std::min(block, kBlockN));
     with_scheduler(launch, query, count, kConsumerGroups, [&](const TileScheduler& scheduler, int64_t blocks) {
       launch.with_shared_memory(
           forward_on_hopper_kernel<T, kHeadDim, kScores>, blocks, kHopperThreads<kConsumerGroups>,
-          kConsumerGroups * sizeof(M) + kPanelAlignment, p, query_map, key_map, value_map, output_map, scheduler);
+          kConsumerGroups * sizeof(M) + kPanelAlignment, p, query_map, key_map, value_map, output_maps, scheduler);
     });
   });
 }

@@ -27,13 +27,13 @@ struct Octet {
 };
 
 // The tokens of the other side that a work tile walks, kTokens in a step. kPacked: blocks have the tokens that spans
-// say.
+// say, of which each entry has a copy, so that nobody waits for one load to start the other.
 template <int kTokens, bool kPacked = false>
 struct OtherSide {
   const uint32_t* entries;
   int num_entries, log_block, length;  // tokens that exist
   const uint8_t* states;               // of keys; null: nothing is added to any, or they are no keys
-  BlockSpans spans = {};
+  const int2* spans = nullptr;         // of the entries
 
   __device__ int steps() const { return ((num_entries << log_block) + kTokens - 1) / kTokens; }
 
@@ -58,9 +58,10 @@ struct OtherSide {
       return {0, 0};
     }
     const uint32_t word = entries[entry];
-    Octet octet{static_cast<int>(block_of(word) << log_block) + (place & ((1 << log_block) - 1)), owners_of(word)};
+    const int in_block = place & ((1 << log_block) - 1);
+    Octet octet{static_cast<int>(block_of(word) << log_block) + in_block, owners_of(word)};
     if constexpr (kPacked) {
-      const int left = spans.left(octet.token);
+      const int left = spans[entry].y - in_block;
       octet.owners = left <= 0          ? 0
                      : left < 8 * count ? octet.owners | Octet::kBiased | left << Octet::kLeft
                                         : octet.owners;

@@ -54,9 +54,9 @@ struct Gathered {
   __device__ __forceinline__ Gathered(const OtherSide<kTokens, kPacked>& other, const B& boxes, int step) {
     const int place = step * kTokens + boxes.tile_row, lane = threadIdx.x % 32;
     const int entry = min(place >> other.log_block, other.num_entries - 1);
-    token =
-        static_cast<int>(block_of(other.entries[entry]) << other.log_block) + (place & ((1 << other.log_block) - 1));
-    token_in_memory = kPacked ? other.spans.token(token) : token;
+    const int in_block = place & ((1 << other.log_block) - 1);
+    token = static_cast<int>(block_of(other.entries[entry]) << other.log_block) + in_block;
+    token_in_memory = kPacked ? other.spans[entry].x + in_block : token;
     group = lane < kTokens / 16 ? other.group(step, lane) : Octet{0, 0};
   }
 };

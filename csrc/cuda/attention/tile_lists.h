@@ -26,6 +26,7 @@ struct TileLists {
   const uint2* pairs;
   int64_t pairs_stride;  // of heads
   BlockSpans spans;
+  const int2* entry_spans;  // those of the blocks that entries are; null with spans
 
   // The token at `row` of a tile or sub-tile, or -1; of so many that exist. kPacked: spans may say that one does not.
   template <bool kPacked = false>
