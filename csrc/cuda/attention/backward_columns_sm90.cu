@@ -550,20 +550,23 @@ __global__ void round_grad_query_kernel(
   const int64_t matrix = number / warp_tiles;
   const int warp_tile = number % warp_tiles;
   T* to = grad.of(matrix / heads, matrix % heads);
+  const int first = 16 * warp_tile;
+  // What is behind the last block has no span.
+  const int2 span = kPacked ? first < queries ? spans.sixteen(first) : int2{0, 0} : int2{first, queries - first};
   for (int place = threadIdx.x; place < 2 * head_dim; place += blockDim.x) {
-    const int tile_row = place % 16, run = place / 16, token = 16 * warp_tile + tile_row;
-    if (token >= queries || (kPacked && !spans.has(token))) {
+    const int tile_row = place % 16, run = place / 16;
+    if (tile_row >= span.y) {
       continue;
     }
     // Four lanes hold two of the run's eight columns each.
-    const float* from = sums.warp_tile(matrix, 16 * warp_tile) + run * 128 + tile_row % 8 * 16 + tile_row / 8 * 2;
+    const float* from = sums.warp_tile(matrix, first) + run * 128 + tile_row % 8 * 16 + tile_row / 8 * 2;
     uint4 rounded;
     uint32_t* pair = &rounded.x;
 #pragma unroll
     for (int lane = 0; lane < 4; ++lane) {
       pair[lane] = AccumulatorAsA<T>::pack(from[4 * lane] * scale, from[4 * lane + 1] * scale);
     }
-    *reinterpret_cast<uint4*>(to + (kPacked ? spans.token(token) : token) * grad.token_stride + 8 * run) = rounded;
+    *reinterpret_cast<uint4*>(to + int64_t{span.x + tile_row} * grad.token_stride + 8 * run) = rounded;
   }
 }
 

@@ -17,6 +17,12 @@ struct BlockSpans {
   __device__ __forceinline__ bool has(int aligned) const {
     return spans == nullptr || in_block(aligned) < spans[aligned >> log_block].y;
   }
+  // Of 16 aligned numbers from one on, which are one block's: the first's token in memory, and how many exist; perhaps
+  // none, or fewer.
+  __device__ __forceinline__ int2 sixteen(int aligned) const {
+    const int2 span = spans[aligned >> log_block];
+    return make_int2(span.x + in_block(aligned), span.y - in_block(aligned));
+  }
   // The token in memory; where there is none, somewhere.
   __device__ __forceinline__ int token(int aligned) const {
     return spans == nullptr ? aligned : spans[aligned >> log_block].x + in_block(aligned);

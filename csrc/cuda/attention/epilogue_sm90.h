@@ -11,15 +11,15 @@ namespace ds_sparse::attention {
 
 // Writes those of 16 rows of panels, from `first` on, that have a token: the copy engine would write all 16, and with
 // them the next document's. By a whole warp.
-template <class T>
+template <int kHeadDim, class T>
 __device__ __forceinline__ void store_short_warp_tile(
     const T* panels, int panel_elements, int first, const int* tokens, const BlockSpans& spans, T* to,
     int64_t token_stride, int head_dim) {
-  const int runs = head_dim / 8;
+  constexpr int runs = kHeadDim / 8;
 #pragma unroll 1
-  for (int number = threadIdx.x % 32; number < 16 * runs; number += 32) {
+  for (int number = lane_asked_anew(); number < 16 * runs; number += 32) {
     const int tile_row = first + number / runs, run = number % runs, token = tokens[tile_row];
-    if (token >= 0) {
+    if (token >= 0 && 8 * run < head_dim) {
       *reinterpret_cast<uint4*>(to + spans.token(token) * token_stride + 8 * run) =
           *reinterpret_cast<const uint4*>(run_of_line(panels + run / 8 * panel_elements, tile_row, run % 8));
     }
@@ -68,7 +68,7 @@ __device__ __forceinline__ void store_packed_tile(
     tma_store_arrive();
   }
   for (uint32_t left = __ballot_sync(0xffffffffu, is_left && !is_whole && panel == 0); left != 0; left &= left - 1) {
-    store_short_warp_tile(
+    store_short_warp_tile<kHeadDim>(
         panels[0], kHopperBlockM * kPanel, (__ffs(left) - 1) / kPanels * 16, item.tokens, spans,
         to.of(item.work.batch, item.work.head), to.token_stride, head_dim);
   }
@@ -151,7 +151,7 @@ __device__ __forceinline__ void store_work_tile(
     const int* tokens = item.tokens + warp_tile_row();
     const int token = tokens[0];
     if (kPacked && token >= 0 && tokens[15] < 0) {
-      store_short_warp_tile(
+      store_short_warp_tile<kHeadDim>(
           lines, panel_elements, 0, tokens, sweep.lists.spans, to.of(work.batch, work.head), to.token_stride,
           p.head_dim);
     } else if (threadIdx.x % 32 == 0 && token >= 0) {

@@ -14,7 +14,7 @@ constexpr int kLanes = 8;             // of a row
 constexpr int kAtOnce = 4;            // rows of a thread, whose reads are under way together
 constexpr int kBeside = 32 / kLanes;  // rows that a warp reads together
 constexpr int kRowsOfWarp = kBeside * kAtOnce, kRowsOfBlock = kThreads / 32 * kRowsOfWarp;
-static_assert(kHopperBlockM % kRowsOfBlock == 0);
+static_assert(kHopperBlockM % kRowsOfBlock == 0 && kRowsOfWarp == 16);
 
 template <class T, bool kPacked>
 __global__ void __launch_bounds__(kThreads) row_stats_kernel(
@@ -26,7 +26,9 @@ __global__ void __launch_bounds__(kThreads) row_stats_kernel(
   // A lane reads of the rows of its eight lanes, and writes what is known of one of the warp's.
   const int own = first + lane % kRowsOfWarp;
   const int64_t place = int64_t{matrix} * queries + own;
-  const bool exists = own < queries && (!kPacked || spans.has(own));
+  // What is behind the last block has no span.
+  const int2 span = kPacked ? first < queries ? spans.sixteen(first) : int2{0, 0} : int2{first, queries - first};
+  const bool exists = own - first < span.y;
   const float2 of_row = exists ? row_sums[place] : make_float2(-kInfinity, 0);  // row_max and row_sum
   const float of_lse = exists && grad_lse != nullptr ? grad_lse[place] : 0.0f;
   const T *a = grad_output.of(batch, head), *b = output.of(batch, head);
@@ -34,8 +36,8 @@ __global__ void __launch_bounds__(kThreads) row_stats_kernel(
   for (int column = lane % kLanes * kRun<T>; column < head_dim; column += kLanes * kRun<T>) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int aligned = min(first + i * kBeside + lane / kLanes, queries - 1);
-      const int64_t token = !kPacked ? aligned : spans.has(aligned) ? spans.token(aligned) : 0;
+      const int row = i * kBeside + lane / kLanes;
+      const int64_t token = kPacked ? row < span.y ? span.x + row : 0 : min(first + row, queries - 1);
       const auto x = load_aligned(a + token * grad_output.token_stride + column);
       const auto y = load_aligned(b + token * output.token_stride + column);
 #pragma unroll

@@ -49,6 +49,13 @@ __device__ __forceinline__ int consumer_thread() {
   return number % kConsumerGroupThreads;
 }
 
+// The lane, for what is rare: what follows from it would else be made beforehand, and take registers all the time.
+__device__ __forceinline__ int lane_asked_anew() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 // Hands work tiles out in their order, to whichever consumer group is free: persistent thread blocks, dynamic
 // scheduling. The first one of a consumer group has the number blockIdx.x + consumer_group * gridDim.x.
 struct TileScheduler {

@@ -138,11 +138,14 @@ __device__ __forceinline__ void mask_scores(
 template <int kBlockN>
 __device__ __forceinline__ void mask_missing(
     float (&scores)[kBlockN / 2], const LiveGroups& live, const Octet* groups) {
+  if (live.ragged() == 0) {
+    return;
+  }
 #pragma unroll
   for (int g = 0; g < kBlockN / 16; ++g) {
     const uint32_t left = groups[g].owners >> Octet::kLeft;
     if ((live.ragged() >> g & 1) && left != 0) {
-      const uint32_t first = threadIdx.x % 4 * 2;
+      const uint32_t first = consumer_thread() % 4 * 2;
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
         float& score = scores[8 * g + e];
