@@ -38,7 +38,7 @@ struct AttentionCall {
 struct TileTensors {
   const Tensor &lines, &entries, &units, &cuts;
   const Tensor* pairs = nullptr;  // null: all of them count
-  const Tensor* spans = nullptr;  // of packed documents: those of the blocks that the entries are
+  const Tensor* spans = nullptr;  // of packed documents: those of the blocks that lines and then entries are
 };
 
 // What forward made, and the gradients of it.

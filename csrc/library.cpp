@@ -107,8 +107,9 @@ STABLE_TORCH_LIBRARY(ds_sparse, m) {
 
   // block_attention_forward and block_attention_backward of documents that are packed in one row, on a Hopper GPU: the
   // layout is of the blocks of all documents, spans int32 (N, 2) says which token each begins with, and how many it
-  // has; row_spans and column_spans, int32 (E, 2), say so of the blocks that the entries are. query (1, H, T, D), key
-  // and value (1, Hkv, T, D), fp16 or bf16, D up to 128 -> output (1, H, T, D); lse (1, H, N * block) and rows (1, H, N
+  // has; row_spans and column_spans, int32 (lines + E, 2), say so of the blocks that lines and then entries are. query
+  // (1, H, T, D), key and value (1, Hkv, T, D), fp16 or bf16, D up to 128 -> output (1, H, T, D); lse (1, H, N * block)
+  // and rows (1, H, N
   // * block, 2), by aligned numbers of tokens (the block's number times block, and the token's place in it), unset
   // where there is none; and so is grad_lse.
   m.def(

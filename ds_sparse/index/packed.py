@@ -142,26 +142,29 @@ class PackedIndex:
         """The blocks; with `causal` without those above the diagonal."""
         return self.blocks.causal() if causal else self.blocks
 
-    def entry_spans(self, side: str, tile: int, causal: bool) -> torch.Tensor:
-        """The spans of the blocks that the entries of tiles are, made at the first call.
+    def tile_spans(self, side: str, tile: int, causal: bool) -> torch.Tensor:
+        """The spans of the blocks that tiles' lines and entries are, made at the first call.
 
         Args:
             side, tile: of the tiles, as `BlockIndex.tiles` has them.
             causal: of `causal_blocks`.
 
         Returns:
-            int32 (E, 2): for kernels, which would have to wait for an entry before they could look its span up.
+            int32 (lines + E, 2), those of lines first, zeros where a tile is not filled: for kernels, which would have
+            to wait for a block's number before they could look its span up.
         """
         key = side, tile, causal
         if key not in self._made:
-            self._made[key] = self._make_entry_spans(*key)
+            self._made[key] = self._make_tile_spans(*key)
             self._ready.record()
         self._ready.wait(self._tensors)
         return self._made[key]
 
     @lasting
-    def _make_entry_spans(self, side: str, tile: int, causal: bool) -> torch.Tensor:
-        return self.spans.index_select(0, block_of(self.causal_blocks(causal).tiles(side, tile).entries))
+    def _make_tile_spans(self, side: str, tile: int, causal: bool) -> torch.Tensor:
+        tiles = self.causal_blocks(causal).tiles(side, tile)
+        of_lines = self.spans.index_select(0, tiles.lines.clamp(min=0)) * (tiles.lines >= 0)[:, None]
+        return torch.cat([of_lines, self.spans.index_select(0, block_of(tiles.entries))])
 
     def ready(self) -> PackedIndex:
         """The index itself, for what the current stream does next."""

@@ -36,7 +36,7 @@ class _PackedAttention(Function):
         blocks = index.causal_blocks(causal)
         tile = implementation_for(blocks, query).tile(blocks.block)
         return ops.packed_attention_forward(
-            query, key, value, index.spans, index.entry_spans("rows", tile, causal),
+            query, key, value, index.spans, index.tile_spans("rows", tile, causal),
             *lists_of_tiles(blocks.tiles("rows", tile)), blocks.layout_heads, blocks.block, scale, causal,
         )  # fmt: skip
 
@@ -57,7 +57,7 @@ class _PackedAttention(Function):
         tile = implementation_for(blocks, query, "hopper").tile(blocks.block)
         grads = ops.packed_attention_backward(
             grad_output, None if grad_lse is None else grad_lse.contiguous(), query, key, value, output, rows,
-            index.spans, *(index.entry_spans(side, tile, ctx.causal) for side in SIDES),
+            index.spans, *(index.tile_spans(side, tile, ctx.causal) for side in SIDES),
             *(x for side in SIDES for x in lists_of_tiles(blocks.tiles(side, tile))),
             blocks.layout_heads, blocks.block, ctx.scale, ctx.causal, torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip

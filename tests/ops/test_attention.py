@@ -983,15 +983,16 @@ def test_compiles_into_one_graph(device: str, backend: str):
         )
         return output * 2, lse.exp()
 
+    def check(found, wanted):
+        # Sums of numbers up to the largest: Inductor's own kernels round them otherwise.
+        for x, y in zip(found, wanted, strict=True):
+            torch.testing.assert_close(x, y, rtol=2e-6, atol=1e-6 * y.abs().max().item())
+
     compiled = torch.compile(run, fullgraph=True, backend=backend)
     results, expected = compiled(*inputs), run(*inputs)
-    torch.testing.assert_close(results, expected)
-    found, wanted = (torch.autograd.grad(x.square().sum() + y.sum(), inputs) for x, y in (results, expected))
-    torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(
-        torch.autograd.grad(compiled(*inputs)[0].square().sum(), inputs),
-        torch.autograd.grad(run(*inputs)[0].square().sum(), inputs),
-    )
+    check(results, expected)
+    check(*(torch.autograd.grad(x.square().sum() + y.sum(), inputs) for x, y in (results, expected)))
+    check(*(torch.autograd.grad(f(*inputs)[0].square().sum(), inputs) for f in (compiled, run)))
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

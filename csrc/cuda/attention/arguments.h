@@ -41,6 +41,8 @@ inline BlockSpans spans_of(const AttentionCall& call) {
 inline TileLists lists_of(
     const TileTensors& tiles, int64_t layout_heads, int64_t block, int64_t tile, const BlockSpans& spans) {
   const int64_t block_rows_per_tile = std::max<int64_t>(1, tile / block);
+  const int2* own_spans =
+      tiles.spans == nullptr ? nullptr : reinterpret_cast<const int2*>(tiles.spans->const_data_ptr<int32_t>());
   return {
       tiles.lines.const_data_ptr<int32_t>(),
       reinterpret_cast<const uint32_t*>(tiles.entries.const_data_ptr<int32_t>()),
@@ -54,7 +56,8 @@ inline TileLists lists_of(
       tiles.pairs == nullptr ? nullptr : reinterpret_cast<const uint2*>(tiles.pairs->const_data_ptr<int32_t>()),
       tiles.pairs == nullptr || tiles.pairs->size(0) == 1 ? 0 : tiles.entries.size(0) * tile,
       spans,
-      tiles.spans == nullptr ? nullptr : reinterpret_cast<const int2*>(tiles.spans->const_data_ptr<int32_t>())};
+      own_spans,
+      own_spans == nullptr ? nullptr : own_spans + tiles.lines.size(0)};
 }
 
 // Space for so many numbers, perhaps none, while it lives.

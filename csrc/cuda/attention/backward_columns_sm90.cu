@@ -91,8 +91,8 @@ __device__ __forceinline__ void run_scheduler(
     }
     if (steps > 0 && boxes.any) {
       // Where there are no keys, the copy engine brings zeros.
-      const int token = item.tokens[boxes.tile_row] < 0 ? p.scoring.keys : item.tokens[boxes.tile_row];
-      const int from = are_packed(kScores) && item.tokens[boxes.tile_row] >= 0 ? lists.spans.token(token) : token;
+      const int from = item.tokens[boxes.tile_row] < 0 ? p.scoring.keys
+                                                       : item.template in_memory<are_packed(kScores)>(boxes.tile_row);
       boxes.copy(own.keys, &maps.key, &full, from, kv_head, work.batch);
       boxes.copy(own.values, &maps.value, &full, from, kv_head, work.batch);
     }

@@ -70,7 +70,7 @@ __device__ __forceinline__ void run_producer(
       q_full.arrive_and_expect_tx(2 * copies * own_boxes.bytes());
     }
     if (token >= 0) {
-      const int from = kPacked ? lists.spans.token(token) : token;
+      const int from = item.template in_memory<kPacked>(own_boxes.tile_row);
       own_boxes.copy(own.queries, &maps.query, &q_full, from, work.head, work.batch);
       own_boxes.copy(own.grads, &maps.grad_output, &q_full, from, work.head, work.batch);
     }

@@ -13,15 +13,15 @@ namespace ds_sparse::attention {
 // them the next document's. By a whole warp.
 template <int kHeadDim, class T>
 __device__ __forceinline__ void store_short_warp_tile(
-    const T* panels, int panel_elements, int first, const int* tokens, const BlockSpans& spans, T* to,
-    int64_t token_stride, int head_dim) {
+    const T* panels, int panel_elements, int first, const int* tokens, int first_in_memory, T* to, int64_t token_stride,
+    int head_dim) {
   constexpr int runs = kHeadDim / 8;
 #pragma unroll 1
   for (int number = lane_asked_anew(); number < 16 * runs; number += 32) {
-    const int tile_row = first + number / runs, run = number % runs, token = tokens[tile_row];
-    if (token >= 0 && 8 * run < head_dim) {
-      *reinterpret_cast<uint4*>(to + spans.token(token) * token_stride + 8 * run) =
-          *reinterpret_cast<const uint4*>(run_of_line(panels + run / 8 * panel_elements, tile_row, run % 8));
+    const int row = number / runs, run = number % runs;
+    if (tokens[first + row] >= 0 && 8 * run < head_dim) {
+      *reinterpret_cast<uint4*>(to + (first_in_memory + row) * token_stride + 8 * run) =
+          *reinterpret_cast<const uint4*>(run_of_line(panels + run / 8 * panel_elements, first + row, run % 8));
     }
   }
   fence_view_async_shared();
@@ -43,15 +43,14 @@ struct OutputMaps<true> {
 template <class T, int kHeadDim>
 __device__ __forceinline__ void store_packed_tile(
     const OutputMaps<true>& maps, const Boxes<T, kHeadDim, kHopperBlockM>& boxes,
-    const Panels<T, kHeadDim, kHopperBlockM>& panels, const WorkItem& item, const BlockSpans& spans,
-    const Matrices<T>& to, int head_dim) {
+    const Panels<T, kHeadDim, kHopperBlockM>& panels, const WorkItem& item, const Matrices<T>& to, int head_dim) {
   constexpr int kPanels = kHeadDim / kPanel;
   static_assert(kHopperBlockM / 16 * kPanels <= 32);
   const int lane = threadIdx.x % 32, rest_of_box = (1 << boxes.log_tokens) - 1;
   const int token = boxes.any ? item.tokens[boxes.tile_row] : -1;
   const bool is_short = token >= 0 && item.tokens[boxes.tile_row + rest_of_box] < 0;
   if (token >= 0 && !is_short) {
-    boxes.store(&maps.box, panels, spans.token(token), item.work.head, item.work.batch);
+    boxes.store(&maps.box, panels, item.in_memory<true>(boxes.tile_row), item.work.head, item.work.batch);
     tma_store_arrive();
   }
   if (!__any_sync(0xffffffffu, is_short)) {
@@ -63,13 +62,14 @@ __device__ __forceinline__ void store_packed_tile(
   const bool is_whole = is_left && item.tokens[tile_row + 15] >= 0;
   if (is_whole) {
     tma_store(
-        &maps.warp_tile, panels[panel] + tile_row * kPanel, panel * kPanel, spans.token(item.tokens[tile_row]),
+        &maps.warp_tile, panels[panel] + tile_row * kPanel, panel * kPanel, item.in_memory<true>(tile_row),
         item.work.head, item.work.batch);
     tma_store_arrive();
   }
   for (uint32_t left = __ballot_sync(0xffffffffu, is_left && !is_whole && panel == 0); left != 0; left &= left - 1) {
+    const int first = (__ffs(left) - 1) / kPanels * 16;
     store_short_warp_tile<kHeadDim>(
-        panels[0], kHopperBlockM * kPanel, (__ffs(left) - 1) / kPanels * 16, item.tokens, spans,
+        panels[0], kHopperBlockM * kPanel, first, item.tokens, item.in_memory<true>(first),
         to.of(item.work.batch, item.work.head), to.token_stride, head_dim);
   }
 }
@@ -152,10 +152,10 @@ __device__ __forceinline__ void store_work_tile(
     const int token = tokens[0];
     if (kPacked && token >= 0 && tokens[15] < 0) {
       store_short_warp_tile<kHeadDim>(
-          lines, panel_elements, 0, tokens, sweep.lists.spans, to.of(work.batch, work.head), to.token_stride,
-          p.head_dim);
+          lines, panel_elements, 0, tokens, item.in_memory<true>(warp_tile_row()), to.of(work.batch, work.head),
+          to.token_stride, p.head_dim);
     } else if (threadIdx.x % 32 == 0 && token >= 0) {
-      const int place = kPacked ? sweep.lists.spans.token(token) : token;
+      const int place = item.in_memory<kPacked>(warp_tile_row());
 #pragma unroll
       for (int panel = 0; panel < kHeadDim / kPanel; ++panel) {
         tma_store(grad, lines + panel * panel_elements, panel * kPanel, place, work.head, work.batch);

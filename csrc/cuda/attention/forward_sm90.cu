@@ -29,7 +29,7 @@ __device__ __forceinline__ void run_scheduler(
       return;
     }
     if constexpr (M::kPacked) {
-      store_packed_tile(output_maps, boxes, memory.queries[work_pipe.index], item, p.lists.spans, p.output, p.head_dim);
+      store_packed_tile(output_maps, boxes, memory.queries[work_pipe.index], item, p.output, p.head_dim);
     } else if (boxes.any && item.tokens[boxes.tile_row] >= 0) {
       boxes.store(
           &output_maps.box, memory.queries[work_pipe.index], item.tokens[boxes.tile_row], work.head, work.batch);
@@ -73,7 +73,7 @@ __device__ __forceinline__ void run_scheduler(
       full.arrive_and_expect_tx(copies * boxes.bytes());
     }
     if (token >= 0) {
-      const int from = M::kPacked ? p.lists.spans.token(token) : token;
+      const int from = item.template in_memory<M::kPacked>(boxes.tile_row);
       boxes.copy(memory.queries[work_pipe.index], query_map, &full, from, work.head, work.batch);
     }
     number = TileScheduler::tile_of(ticket);

@@ -27,7 +27,7 @@ struct Octet {
 };
 
 // The tokens of the other side that a work tile walks, kTokens in a step. kPacked: blocks have the tokens that spans
-// say, of which each entry has a copy, so that nobody waits for one load to start the other.
+// say.
 template <int kTokens, bool kPacked = false>
 struct OtherSide {
   const uint32_t* entries;

@@ -19,10 +19,10 @@ void check_spans(const Tensor& spans, const Tensor& query, const char* name) {
       std::string(name) + " has to begin at a multiple of 8 bytes; make a copy.");
 }
 
-// Those of the entries of tiles.
+// Those of the lines of tiles, and of their entries.
 void check_spans_of(const TileTensors& tiles, const Tensor& query, const char* name) {
   check_spans(*tiles.spans, query, name);
-  check_size(*tiles.spans, 0, tiles.entries.size(0), name);
+  check_size(*tiles.spans, 0, tiles.lines.size(0) + tiles.entries.size(0), name);
 }
 
 AttentionCall call_of(

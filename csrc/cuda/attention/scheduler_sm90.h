@@ -79,6 +79,13 @@ struct WorkItem {
   WorkTile work;
   int steps;                  // -1: there is nothing left to do
   int tokens[kHopperBlockM];  // of the tile; -1 where there is none
+  // Of packed documents, where the first of each 16 is in memory; the others are behind it.
+  int first_in_memory[kHopperBlockM / 16];
+
+  template <bool kPacked>
+  __device__ __forceinline__ int in_memory(int tile_row) const {
+    return kPacked ? first_in_memory[tile_row / 16] + tile_row % 16 : tokens[tile_row];
+  }
 };
 
 // And what its tokens see of a window, where kernels serve that; everything where there is none.
@@ -98,6 +105,10 @@ struct WorkItemOf : WorkItem {
         limits[tile_row] = scoring.limits_of(next.head, token);
         places[tile_row] = scoring.place_of(next.head, token);
       }
+    }
+    if (kPacked && threadIdx.x % 32 < kHopperBlockM / 16) {
+      const int number = threadIdx.x % 32;
+      this->first_in_memory[number] = lists.token_in_memory(next.tile, next.sub_tile, 16 * number);
     }
     if (threadIdx.x % 32 == 0) {
       work = next;

@@ -26,19 +26,34 @@ struct TileLists {
   const uint2* pairs;
   int64_t pairs_stride;  // of heads
   BlockSpans spans;
-  const int2* entry_spans;  // those of the blocks that entries are; null with spans
+  // Those of the blocks that block rows and entries are, so that nobody waits for one load to start the other; null
+  // with spans.
+  const int2 *block_row_spans, *entry_spans;
 
   // The token at `row` of a tile or sub-tile, or -1; of so many that exist. kPacked: spans may say that one does not.
   template <bool kPacked = false>
   __device__ int token(int number, int sub_tile, int tile_row, int length) const {
-    const int block = 1 << log_block;
-    const int of_tile = block_rows[number * block_rows_per_tile + min(tile_row >> log_block, block_rows_per_tile - 1)];
-    const int token = of_tile < 0 ? -1 : (of_tile << log_block) + ((sub_tile * tile + tile_row) & (block - 1));
-    return token < length && (!kPacked || token < 0 || spans.has(token)) ? token : -1;
+    const int place = block_row_place(number, tile_row), of_tile = block_rows[place];
+    const int in_block = place_in_block(sub_tile, tile_row),
+              token = of_tile < 0 ? -1 : (of_tile << log_block) + in_block;
+    const bool exists = !kPacked || spans.spans == nullptr || in_block < block_row_spans[place].y;
+    return token < length && exists ? token : -1;
+  }
+  // Of packed documents, where that token is in memory; where there is none, somewhere.
+  __device__ int token_in_memory(int number, int sub_tile, int tile_row) const {
+    return block_row_spans[block_row_place(number, tile_row)].x + place_in_block(sub_tile, tile_row);
   }
   // Of a tile: `copy` counts matrices where all heads share a layout, else batches.
   __device__ int2 batch_and_head(int copy, int number, int heads, int layout_heads) const {
     return layout_heads == 1 ? make_int2(copy / heads, copy % heads) : make_int2(copy, number / tiles_per_head);
+  }
+
+ private:
+  __device__ int block_row_place(int number, int tile_row) const {
+    return number * block_rows_per_tile + min(tile_row >> log_block, block_rows_per_tile - 1);
+  }
+  __device__ int place_in_block(int sub_tile, int tile_row) const {
+    return (sub_tile * tile + tile_row) & ((1 << log_block) - 1);
   }
 };
 
