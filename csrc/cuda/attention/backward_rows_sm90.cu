@@ -162,11 +162,8 @@ __device__ __forceinline__ void run_consumer(
       finish_scores<T, kBlockN, kPlain>(probs, p.scoring, item, groups);
       if (!live.is_whole<kBlockN>()) {
         add_key_bias<kBlockN>(probs, live, groups, p.scoring, work, bias_factor);
-        mask_scores<kBlockN, false, kLimited>(
+        mask_scores<kBlockN, false, kLimited, are_packed(kScores)>(
             probs, live, groups, item, p.scoring, sweep.lists.pairs == nullptr ? nullptr : memory.pairs[pipe.index]);
-        if constexpr (are_packed(kScores)) {
-          mask_missing<kBlockN>(probs, live, groups);
-        }
       }
       if (drops) {
         kept.find(dropout, work.matrix, item.tokens[warp_tile], groups);

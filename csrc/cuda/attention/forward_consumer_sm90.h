@@ -136,11 +136,9 @@ struct ForwardConsumer {
     finish_scores<T, kBlockN, kPlain>(scores, p.scoring, item(), groups);
     if (!live.is_whole<kBlockN>()) {
       add_key_bias<kBlockN>(scores, live, groups, p.scoring, item().work, bias_factor);
-      mask_scores<kBlockN, false, kLimited>(
+      mask_scores<kBlockN, false, kLimited, M::kPacked>(
           scores, live, groups, item(), p.scoring, p.lists.pairs == nullptr ? nullptr : memory.pairs[pipe.index]);
-      if constexpr (M::kPacked) {
-        mask_missing<kBlockN>(scores, live, groups);
-      }
+
       if (kLimited && p.lists.pairs != nullptr) {
         // Pairs are overwritten when keys are freed, which may be the next thing that happens.
         fence_view_async_shared();

@@ -70,8 +70,8 @@ __device__ __forceinline__ void finish_scores(
 
 // Leaves -inf where scores do not count: groups that are not the warp tile's, and of ragged ones what the row does not
 // see. Without branches within a group, as all lanes go through it anyway. pairs: of the step; null: all that the row
-// sees.
-template <int kBlockN, bool kTransposed, bool kLimited>
+// sees. kPacked: groups at the end of a document may have fewer than 16.
+template <int kBlockN, bool kTransposed, bool kLimited, bool kPacked = false>
 __device__ __forceinline__ void mask_scores(
     float (&scores)[kBlockN / 2], const LiveGroups& live, const Octet* groups, const WorkItemOf<kLimited>& item,
     const Scoring& scoring, const uint2 (*pairs)[kLimited ? kHopperBlockM : 1]) {
@@ -104,52 +104,43 @@ __device__ __forceinline__ void mask_scores(
     }
   }
   if (live.ragged() != 0) {
-    // A row at a time, and then what causality by places denies: registers are short.
-    const auto keep = [&](int half, const auto& token_mask) {
+    // A row at a time, and then what causality by places denies: registers are short. mask_of(group): of its tokens.
+    const int thread =
+        kPacked ? consumer_thread() : threadIdx.x % kConsumerGroupThreads;  // packed, registers are shorter
+    const auto keep = [&](int half, const auto& mask_of) {
 #pragma unroll
       for (int g = 0; g < kBlockN / 16; ++g) {
         if (live.ragged() >> g & 1) {
-          const int first = groups[g].token + threadIdx.x % 4 * 2;
+          const auto sees = mask_of(groups[g]);
+          const int first = groups[g].token + thread % 4 * 2;
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             float& score = scores[8 * g + e / 2 * 4 + 2 * half + e % 2];
-            score = token_mask(first + e / 2 * 8 + e % 2) ? score : -kInfinity;
+            score = sees(first + e / 2 * 8 + e % 2) ? score : -kInfinity;
           }
         }
       }
     };
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const auto token_mask = item.template mask_of<kTransposed>(lane_row() + 8 * half, scoring);
-      keep(half, [&](int token) { return token_mask.has(token); });
+      const int tile_row = lane_row(thread) + 8 * half;
+      if constexpr (kPacked) {
+        const int row_end = scoring.causal ? item.tokens[tile_row] + 1 : INT32_MAX;
+        keep(half, [&](const Octet& group) {
+          const int left = group.owners >> Octet::kLeft, end = left == 0 ? row_end : min(row_end, group.token + left);
+          return [=](int token) { return token < end; };
+        });
+      } else {
+        const auto token_mask = item.template mask_of<kTransposed>(tile_row, scoring);
+        keep(half, [&](const Octet&) { return [&](int token) { return token_mask.has(token); }; });
+      }
     }
     if constexpr (kLimited) {
       if (scoring.goes_by_places()) {
         for (int half = 0; half < 2; ++half) {
           const auto token_mask = item.template mask_of<kTransposed>(lane_row() + 8 * half, scoring);
-          keep(half, [&](int token) { return token_mask.is_in_order(token); });
+          keep(half, [&](const Octet&) { return [&](int token) { return token_mask.is_in_order(token); }; });
         }
-      }
-    }
-  }
-}
-
-// Leaves -inf where a group of keys, at the end of a document, has fewer than 16.
-template <int kBlockN>
-__device__ __forceinline__ void mask_missing(
-    float (&scores)[kBlockN / 2], const LiveGroups& live, const Octet* groups) {
-  if (live.ragged() == 0) {
-    return;
-  }
-#pragma unroll
-  for (int g = 0; g < kBlockN / 16; ++g) {
-    const uint32_t left = groups[g].owners >> Octet::kLeft;
-    if ((live.ragged() >> g & 1) && left != 0) {
-      const uint32_t first = consumer_thread() % 4 * 2;
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        float& score = scores[8 * g + e];
-        score = first + e / 4 * 8 + e % 2 < left ? score : -kInfinity;
       }
     }
   }
