@@ -11,7 +11,7 @@ from ds_sparse.bench.operations import Row
 from ds_sparse.bench.runs import WIDTH
 from ds_sparse.cli import main
 
-OPERATIONS = ("matmul", "attention", "window", "tokens", "bert")
+OPERATIONS = ("matmul", "attention", "window", "packed", "tokens", "bert")
 WIDEST = (1.23e-5, 0.123, 123.4, 98765.4)
 
 
@@ -27,7 +27,7 @@ def test_the_same_thing_has_the_same_name_in_all_operations(capsys):
         assert {"--device", "--dtype", "--repeats", "--seconds", "--json"} <= these, operation
     for operation in ("matmul", "window", "tokens"):
         assert {"--seq-len", "--heads", "--head-dim", "--batch"} <= options[operation]
-    for operation in ("attention", "window", "tokens", "bert"):
+    for operation in ("attention", "window", "packed", "tokens", "bert"):
         assert "--peers" in options[operation]
 
 
