@@ -23,6 +23,7 @@ from . import (
     layouts,
     machine,
     matmul,
+    modernbert_results,
     packed,
     packed_cases,
     packed_peers,
@@ -42,6 +43,7 @@ RESULTS: dict[str, Any] = {
     "packed": packed,
     "tokens": tokens,
     "bert": bert_results,
+    "modernbert": modernbert_results,
 }
 """Operation to the module that makes rows of its results (`record`), results of rows (`restore`), and lines to print
 (`report`)."""
@@ -79,6 +81,7 @@ def parse(
         "packed": add_packed,
         "tokens": add_tokens,
         "bert": add_bert,
+        "modernbert": add_modernbert,
     }
     add[operation](parser)
     parser.set_defaults(operation=operation, arguments=without_json(arguments))
@@ -143,6 +146,14 @@ def add_cases(parser: argparse.ArgumentParser, grid: Iterable[Any], such_as: str
         type=lambda text: text.split(","),
         default=["*"],
         help=f"patterns, such as {such_as}: {', '.join(case.name for case in grid)} (default: all)",
+    )
+
+
+def add_labelled_only(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--labelled-only",
+        action="store_true",
+        help="logits of tokens with a label alone, as bing_bert computes them (default: of all, as Transformers does)",
     )
 
 
@@ -307,12 +318,32 @@ def add_bert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dropout", type=probability, default=0.0, help="in attention and everywhere else (default: 0)"
     )
-    parser.add_argument(
-        "--labelled-only",
-        action="store_true",
-        help="logits of tokens with a label alone, as bing_bert computes them (default: of all, as Transformers does)",
-    )
+    add_labelled_only(parser)
     parser.set_defaults(measure=run_bert)
+
+
+def add_modernbert(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "A training step of Transformers' ModernBERT-base on packed documents, whose lengths are drawn around a median "
+        "of 400: masked-language modelling, forward, backward and AdamW, up to 32,768 tokens a step, or one row where "
+        "that is longer; on a CPU a small model and 2,048. Global layers are BigBird's with blocks of 64, local ones "
+        "have the model's window; peers are dense in each document's global layers. Before that each is verified in a "
+        "model of four layers: the gradient of the first layer's query weight. The floor's attention returns the "
+        "value, and the projections of query and key keep their backward; 'of floor' is its time over that with "
+        "attention."
+    )
+    add_shared(parser, BF16_ON_A_GPU)
+    parser.add_argument(
+        "--seq-len", type=listed(positive), help="tokens of a row (default: on a CPU 1024, on a GPU 8192)"
+    )
+    parser.add_argument(
+        "--peers",
+        type=listed(one_of(modernbert_results.ATTENTIONS)),
+        default=list(modernbert_results.ATTENTIONS),
+        help=f"{', '.join(modernbert_results.ATTENTIONS)} (default: all)",
+    )
+    add_labelled_only(parser)
+    parser.set_defaults(measure=run_modernbert)
 
 
 def run_matmul(args: argparse.Namespace, device: torch.device) -> int:
@@ -475,6 +506,35 @@ def run_bert(args: argparse.Namespace, device: torch.device) -> int:
                 case = bert_results.Case(seq_len, args.dropout, dtype, args.device, not args.labelled_only)
                 rows = bert.run_case(case, args.peers, wrong, device, args.repeats, args.seconds)
                 failed |= any(row.reason for row in rows if row.attention in cases.IN_BERT)
+                yield keep(args, run, (case, rows))
+
+    show_report(args, results())
+    return status_of(peers.OURS, failed)
+
+
+def run_modernbert(args: argparse.Namespace, device: torch.device) -> int:
+    try:
+        from . import bert, modernbert
+    except ImportError as error:
+        print(f"bench modernbert measures Transformers' ModernBERT. {error}", file=sys.stderr)
+        return 1
+    seq_lens = args.seq_len or ([8192] if args.device == "cuda" else [1024])
+    try:
+        bert.require_layouts([modernbert.STRUCTURE], seq_lens)
+    except ValueError as error:
+        print(f"--seq-len: {error}", file=sys.stderr)
+        return 1
+    run = begin(args, device, **attention.versions(), **modernbert.versions())
+    failed = False
+
+    def results() -> Iterator[modernbert_results.Result]:
+        nonlocal failed
+        for dtype in args.dtype:
+            wrong = modernbert.wrong_ones(args.peers, dtype, device)
+            for seq_len in seq_lens:
+                case = modernbert_results.Case(seq_len, dtype, args.device, not args.labelled_only)
+                rows = modernbert.run_case(case, args.peers, wrong, device, args.repeats, args.seconds)
+                failed |= any(row.reason for row in rows if row.attention.startswith(peers.OURS))
                 yield keep(args, run, (case, rows))
 
     show_report(args, results())

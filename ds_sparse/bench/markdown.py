@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain, compress
 from typing import Any
 
-from . import attention, bert_results, matmul, packed, tokens, window
+from . import attention, bert_results, matmul, modernbert_results, packed, tokens, window
 from .cases import NO_ATTENTION
 from .machine import BACKWARD, DIRECTIONS, FORWARD, TRAIN, in_three_digits
 from .operations import Row, find
@@ -116,6 +116,7 @@ def tables(operation: str, options: Any, results: list[Any]) -> dict[str, Table]
         "packed": of_packed,
         "tokens": lambda results: {"pairs": token_pairs(list(chain.from_iterable(results)))},
         "bert": of_bert,
+        "modernbert": lambda results: {"steps": modernbert_steps(results)},
     }
     return {name: table for name, table in of_operation[operation](results).items() if table.rows}
 
@@ -377,3 +378,32 @@ def of_bert(results: list[bert_results.Result]) -> dict[str, Table]:
 def of_step(case: bert_results.Case) -> str:
     dropout = f", dropout {case.dropout:g}" if case.dropout else ""
     return f"{case.seq_len:,}{dropout}{'' if case.predicts_all else ', logits of labelled tokens alone'}"
+
+
+def modernbert_steps(results: list[modernbert_results.Result]) -> Table:
+    """A line an attention that was measured: its step, the share of it that the floor takes, and memory."""
+    several = len({case for case, _ in results}) > 1
+    memory = any(row.peak_gib is not None for _, rows in results for row in rows)
+    lines = []
+    for case, rows in results:
+        for row in rows:
+            if row.reason:
+                continue
+            share = None if row.of_floor is None or row.attention == modernbert_results.FLOOR else row.of_floor
+            lines.append(
+                [
+                    *([of_packed_step(case)] if several else []),
+                    "floor" if row.attention == modernbert_results.FLOOR else f"`{row.attention}`",
+                    in_three_digits(row.milliseconds),
+                    "" if share is None else percent(share),
+                    f"{row.tokens_per_second:,.0f}",
+                    *([f"{row.peak_gib:.1f}"] if memory else []),
+                ]
+            )
+    heading = ["attention", "ms", "of the floor's speed", "tokens/s"]
+    return Table([*(["rows"] if several else []), *heading, *(["peak GiB"] if memory else [])], lines)
+
+
+def of_packed_step(case: modernbert_results.Case) -> str:
+    rows = f"{len(case.lengths)} x {case.seq_len:,}, {case.dtype}"
+    return f"{rows}{'' if case.predicts_all else ', logits of labelled tokens alone'}"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ..index import BlockIndex, PackedIndex, WindowIndex
 from ..ops import block_sparse_attention, window_attention
@@ -27,7 +27,7 @@ FLEX_TILE = 128
 """Tokens on a side of FlexAttention's tiles."""
 
 ROWS_AT_ONCE = 1024
-"""Of a row's mask that tiles are made of."""
+"""Queries of a mask that tiles are made of, at a time."""
 
 
 class Problem:
@@ -185,18 +185,11 @@ def sdpa_mask(problem: Problem) -> Peer:
 
 def flex(problem: Problem) -> Peer:
     """FlexAttention, compiled, with a document mask: tiles without a live score are left out."""
-    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+    from torch.nn.attention.flex_attention import flex_attention
 
     if problem.device.type != "cuda":
         raise Unsupported("on CUDA only: on a CPU it has no backward")
-    live = mask_function(problem)
-    some, full = tiles_of(live, problem.case.tokens, FLEX_TILE, problem.device)
-    some_counts, some_columns = lists(some & ~full, some.shape[2])
-    full_counts, full_columns = lists(full, full.shape[2])
-    mask = BlockMask.from_kv_blocks(
-        some_counts[None], some_columns[None], full_counts[None], full_columns[None], BLOCK_SIZE=FLEX_TILE,
-        mask_mod=live, seq_lengths=(problem.case.tokens, problem.case.tokens),
-    )  # fmt: skip
+    mask = block_mask(mask_function(problem), 1, problem.case.tokens, problem.device)
     compiled = torch.compile(flex_attention, dynamic=False)
     return Peer(lambda query, key, value: compiled(query, key, value, block_mask=mask))
 
@@ -219,17 +212,32 @@ def mask_function(problem: Problem) -> Callable[[Any, Any, Tensor, Tensor], Tens
     return (lambda b, h, q, k: live(b, h, q, k) & (q >= k)) if case.causal else live
 
 
+def block_mask(live: Callable[[Any, Any, Tensor, Tensor], Tensor], rows: int, tokens: int, device: torch.device) -> Any:
+    """FlexAttention's `BlockMask` of rows of so many tokens, the same for all heads. live: from (row, head, query, key)
+    to whether the query sees the key."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    tiles = [tiles_of(live, row, tokens, FLEX_TILE, device) for row in range(rows)]
+    some, full = (torch.cat(of_rows) for of_rows in zip(*tiles, strict=True))
+    some_counts, some_columns = lists(some & ~full, some.shape[2])
+    full_counts, full_columns = lists(full, full.shape[2])
+    return BlockMask.from_kv_blocks(
+        some_counts[:, None], some_columns[:, None], full_counts[:, None], full_columns[:, None],
+        BLOCK_SIZE=FLEX_TILE, mask_mod=live, seq_lengths=(tokens, tokens),
+    )  # fmt: skip
+
+
 def tiles_of(
-    live: Callable[[Any, Any, Tensor, Tensor], Tensor], tokens: int, side: int, device: torch.device
+    live: Callable[[Any, Any, Tensor, Tensor], Tensor], row: int, tokens: int, side: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """bool (1, R, R) each: which tiles of a row have a live score, and which nothing else. The mask itself would be
-    tokens by tokens: it is made and forgotten a few rows at a time."""
+    tokens by tokens: it is made and forgotten some queries at a time."""
     some, full = [], []
     key = torch.arange(tokens, device=device)
     for first in range(0, tokens, ROWS_AT_ONCE):
         query = key[first : first + ROWS_AT_ONCE, None]
         rest = (0, -tokens % side, 0, -len(query) % side)
-        mask = torch.nn.functional.pad(live(None, None, query, key), rest)
+        mask = pad(live(row, None, query, key), rest)
         counts = mask.unflatten(1, (-1, side)).unflatten(0, (-1, side)).sum((1, 3), dtype=torch.int32)
         some.append(counts > 0)
         full.append(counts == side * side)

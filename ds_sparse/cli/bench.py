@@ -10,6 +10,7 @@ OPERATIONS = {
     "packed": "attention over packed documents, windows too",
     "tokens": "attention over token pairs, step by step",
     "bert": "a training step of BERT with sparse, dense and no attention",
+    "modernbert": "a training step of ModernBERT on packed documents",
 }
 SHOW = "show"
 

@@ -100,7 +100,7 @@ def test_tiles_of_a_document_mask(case):
     token = torch.arange(case.tokens)
     expected = mask_of_row(problem)
     assert torch.equal(live(None, None, token[:, None], token), expected)
-    some, full = packed_peers.tiles_of(live, case.tokens, 32, CPU)
+    some, full = packed_peers.tiles_of(live, 0, case.tokens, 32, CPU)
     rest = -case.tokens % 32
     tiles = torch.nn.functional.pad(expected, (0, rest, 0, rest)).unflatten(1, (-1, 32)).unflatten(0, (-1, 32))
     assert torch.equal(some[0], tiles.any(3).any(1)) and torch.equal(full[0], tiles.all(3).all(1))
@@ -111,15 +111,14 @@ def test_flex_attention_gets_the_documents(monkeypatch, case):
     # Not compiled, FlexAttention goes by the mask function alone.
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     problem = packed_peers.Problem(case, CPU)
-    monkeypatch.setattr(problem, "device", types.SimpleNamespace(type="cuda"))
-    for name in ("mask_function", "tiles_of"):
-        on_cpu = getattr(packed_peers, name)
+    right = packed_peers.mask_function
 
-        def there(*given, on_cpu=on_cpu):
-            problem.device = CPU
-            return on_cpu(*given[:3], CPU) if len(given) == 4 else on_cpu(*given)
+    def on_cpu(problem):
+        problem.device = CPU
+        return right(problem)
 
-        monkeypatch.setattr(packed_peers, name, there)
+    monkeypatch.setattr(packed_peers, "mask_function", on_cpu)
+    problem.device = types.SimpleNamespace(type="cuda")
     inputs = random_tensors(3, (1, 2, case.tokens, 16), torch.float32, CPU)
     found, expected = (packed_peers.PEERS[name](problem).call(*inputs) for name in ("flex", "sdpa-mask"))
     torch.testing.assert_close(found, expected)
