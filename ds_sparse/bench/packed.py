@@ -106,8 +106,6 @@ def run_case(
 ) -> Result:
     """Verifies ours and the peers, then times them in turns: `repeats` rounds, or as many as begin within `seconds`,
     three at least. Never raises for a peer's sake."""
-    if device.type == "cuda":
-        torch._dynamo.reset()  # what was compiled for the case before
     names = list(dict.fromkeys([*ALWAYS, *names]))
     problem = Problem(case, device)
     *inputs, grad = random_tensors(4, (1, case.heads, case.tokens, case.head_dim), DTYPES[dtype], device)

@@ -18,13 +18,16 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ..index import BlockIndex, PackedIndex, WindowIndex
 from ..ops import block_sparse_attention, window_attention
-from .documents import cu_seqlens_of, places_of
+from .documents import LONGEST, cu_seqlens_of, places_of
 from .packed_cases import Case
 from .peers import lists
 from .reasons import Unsupported
 
 FLEX_TILE = 128
 """Tokens on a side of FlexAttention's tiles."""
+
+MOST_COMPILATIONS = 64
+"""Of FlexAttention in a process, far more than all cases need."""
 
 ROWS_AT_ONCE = 1024
 """Queries of a mask that tiles are made of, at a time."""
@@ -190,7 +193,9 @@ def flex(problem: Problem) -> Peer:
     if problem.device.type != "cuda":
         raise Unsupported("on CUDA only: on a CPU it has no backward")
     mask = block_mask(mask_function(problem), 1, problem.case.tokens, problem.device)
-    compiled = torch.compile(flex_attention, dynamic=False)
+    # Cases that differ in nothing but numbers share what is compiled. Past the limit, a full graph is an error.
+    torch._dynamo.config.recompile_limit = MOST_COMPILATIONS
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     return Peer(lambda query, key, value: compiled(query, key, value, block_mask=mask))
 
 
@@ -198,8 +203,11 @@ def mask_function(problem: Problem) -> Callable[[Any, Any, Tensor, Tensor], Tens
     """What FlexAttention asks of each score: from (batch, head, query, key) to whether the query sees the key."""
     case = problem.case
     document, place = places_of(problem.lengths, problem.device)
-    layout = None if problem.layout is None else problem.layout[0]
-    size = case.size
+    layout, size = None, case.size
+    if problem.layout is not None:
+        # Of one shape for all lengths, or each would be compiled anew.
+        missing = max(0, -(-min(case.tokens, LONGEST) // size) - problem.layout.shape[1])
+        layout = pad(problem.layout[0], (0, missing, 0, missing))
 
     def near(b: Any, h: Any, q: Tensor, k: Tensor) -> Tensor:
         return (document[q] == document[k]) & ((q - k).abs() <= size)
@@ -305,4 +313,4 @@ ALWAYS = (OURS, UNPACKED)
 
 OTHERS = tuple(name for name in PEERS if name not in ALWAYS)
 ON_CPU = [PADDED, "sdpa-padded", "sdpa-mask"]
-ON_CUDA = [PADDED, "sdpa-padded", "varlen", "fa4-varlen", "flex"]
+ON_CUDA = [PADDED, "varlen", "fa4-varlen", "flex"]

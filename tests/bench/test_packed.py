@@ -35,6 +35,16 @@ def measure(case, names=NAMES):
     return packed.run_case(case, names, CPU, "fp32", repeats=3, seconds=60)
 
 
+def on_cpu(mask_function):
+    """FlexAttention is for a GPU's problems: this puts one back before its mask is made."""
+
+    def back(problem):
+        problem.device = CPU
+        return mask_function(problem)
+
+    return back
+
+
 def mask_of_row(problem):
     case = problem.case
     return torch.block_diag(*(case.mask(problem.layout, length, CPU) for length in problem.lengths)).bool()
@@ -111,17 +121,43 @@ def test_flex_attention_gets_the_documents(monkeypatch, case):
     # Not compiled, FlexAttention goes by the mask function alone.
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     problem = packed_peers.Problem(case, CPU)
-    right = packed_peers.mask_function
-
-    def on_cpu(problem):
-        problem.device = CPU
-        return right(problem)
-
-    monkeypatch.setattr(packed_peers, "mask_function", on_cpu)
+    monkeypatch.setattr(packed_peers, "mask_function", on_cpu(packed_peers.mask_function))
     problem.device = types.SimpleNamespace(type="cuda")
     inputs = random_tensors(3, (1, 2, case.tokens, 16), torch.float32, CPU)
     found, expected = (packed_peers.PEERS[name](problem).call(*inputs) for name in ("flex", "sdpa-mask"))
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("structure", ["bigbird", "window"])
+def test_cases_that_differ_in_numbers_share_what_flex_attention_compiled(monkeypatch, structure):
+    torch._dynamo.reset()
+    compiled, compile = [], torch.compile
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile(function, backend=backend, **options))
+    inputs = random_tensors(3, (1, 1, 512, 16), torch.float32, CPU)
+    monkeypatch.setattr(packed_peers, "mask_function", on_cpu(packed_peers.mask_function))
+    with torch._dynamo.config.patch(recompile_limit=1):  # `flex` has a limit of its own
+        for length in (128, 200, None):
+            problem = packed_peers.Problem(Case("", length, structure, 8, False, 512, 1, 16), CPU)
+            expected = packed_peers.sdpa_mask(problem).call(*inputs)
+            problem.device = types.SimpleNamespace(type="cuda")
+            torch.testing.assert_close(packed_peers.flex(problem).call(*inputs), expected)
+    assert len(compiled) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
+@pytest.mark.parametrize("structure", ["bigbird", "window"])
+def test_peers_of_a_gpu_are_right(structure):
+    case = Case("", 300, structure, 64, False, 2048, 2, 64)
+    if structure == "bigbird":
+        case = replace(case, length=1000)
+    rows = packed.run_case(case, ["padded", "varlen", "flex"], torch.device("cuda"), "bf16", repeats=3, seconds=1).rows
+    assert [row.reason for row in rows if row.reason] == []
 
 
 @pytest.mark.parametrize("name", ["varlen", "fa4-varlen"])
@@ -215,7 +251,9 @@ def test_names_of_the_table_differ_and_cases_are_cut_for_a_cpu():
     assert all(sum(case.lengths) == case.tokens for case in (*TABLE, *small))
 
 
-def test_command_prints_tables_and_writes_the_rows(tmp_path, printed_again):
+def test_command_prints_tables_and_writes_the_rows(monkeypatch, tmp_path, printed_again):
+    small = Case.small
+    monkeypatch.setattr(Case, "small", lambda case: replace(small(case), heads=1, tokens=1024))
     path = tmp_path / "rows.json"
     arguments = "bench packed --dtype fp32,bf16 --cases window-corpus --repeats 2 --peers padded"
     assert main([*arguments.split(), "--json", str(path)]) == 0
