@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from . import machine
 from .machine import DTYPES, FORWARD, TRAIN, in_three_digits, in_turns
 from .packed_cases import Case
-from .packed_peers import ALWAYS, OURS, PADDED, PEERS, UNPACKED, Peer, Problem
+from .packed_peers import ALWAYS, OURS, PADDED, PEERS, UNPACKED, Peer, Problem, on_documents
 from .reasons import in_short
 from .runs import restored
 from .verification import attention_of_documents, output_and_gradients, random_tensors, require_as_accurate
@@ -129,12 +129,16 @@ def run_case(
     times = in_turns(runs, repeats, seconds, case.name)
 
     medians = {key: statistics.median(samples) for key, samples in times.items() if key[0] not in reasons}
+    batch, sequence = case.unpacked(problem.layout)
+    work = dict.fromkeys(names, (case.tokens, case.live_scores(problem.layout, problem.lengths)))
+    work[UNPACKED] = batch * sequence, batch * case.live_scores(problem.layout, [sequence])
     rows = [
-        row_of(name, direction, problem, medians, len(times.get((name, direction), ())), reasons.get(name, ""))
+        Row(name, direction, reason=reasons[name])
+        if name in reasons
+        else row_of(name, direction, work, medians, len(times[name, direction]))
         for name in names
         for direction in DIRECTIONS
     ]
-    batch, sequence = case.unpacked(problem.layout)
     filled, unpacked_filled = (peers[name].filled if name in peers else None for name in ALWAYS)
     about = About(
         dtype, len(problem.lengths), min(problem.lengths), problem.longest, batch, sequence, filled, unpacked_filled,
@@ -146,30 +150,19 @@ def run_case(
 def row_of(
     name: str,
     direction: str,
-    problem: Problem,
+    work: Mapping[str, tuple[int, int]],
     medians: Mapping[tuple[str, str], float],
     rounds: int,
-    reason: str,
 ) -> Row:
-    if reason:
-        return Row(name, direction, reason=reason)
-    case, layout, mine = problem.case, problem.layout, medians[name, direction]
-    batch, sequence = case.unpacked(layout)
-
-    def work(peer: str) -> tuple[int, int]:
-        """Tokens, and live scores of a head."""
-        if peer == UNPACKED:
-            return batch * sequence, batch * case.live_scores(layout, [sequence])
-        return case.tokens, case.live_scores(layout, problem.lengths)
-
-    tokens, scores = work(name)
-    plain, ours = medians.get((UNPACKED, direction)), medians.get((OURS, direction))
+    """work: by peer, its tokens and the live scores of a head."""
+    (tokens, scores), mine = work[name], medians[name, direction]
+    unpacked, ours = medians.get((UNPACKED, direction)), medians.get((OURS, direction))
     return Row(
         name,
         direction,
         mine,
         tokens_per_second=tokens / mine * 1e3,
-        of_unpacked=scores / mine / (work(UNPACKED)[1] / plain) if plain else None,
+        of_unpacked=scores / mine / (work[UNPACKED][1] / unpacked) if unpacked else None,
         to_ours=mine / ours if ours and name != UNPACKED else None,
         rounds=rounds,
     )
@@ -197,11 +190,11 @@ def cost_of_index(problem: Problem, inputs: list[Tensor], grad: Tensor) -> float
     for _ in range(INDICES):
         wait_for(problem.device)
         start = time.perf_counter()
-        peer = PEERS[OURS](problem)
-        output_and_gradients(peer.call, inputs, grad)
+        call, _ = on_documents(problem)
+        output_and_gradients(call, inputs, grad)
         wait_for(problem.device)
         with_index = time.perf_counter()
-        output_and_gradients(peer.call, inputs, grad)
+        output_and_gradients(call, inputs, grad)
         wait_for(problem.device)
         costs.append((with_index - start) - (time.perf_counter() - with_index))
     return max(0.0, statistics.median(costs)) * 1e3

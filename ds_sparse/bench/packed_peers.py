@@ -88,18 +88,24 @@ class Peer:
 
 def packed(problem: Problem) -> Peer:
     """Ours: the index of the batch's documents, made once for all layers."""
-    case, filled = problem.case, None
+    call, blocks = on_documents(problem)
+    return Peer(call, filled=filled_part(problem, blocks, problem.lengths))
+
+
+def on_documents(problem: Problem) -> tuple[Callable[[Tensor, Tensor, Tensor], Tensor], BlockIndex]:
+    """Attention of the row, with a new index; and the blocks that are computed."""
+    case = problem.case
     if problem.layout is None:
-        of_row = WindowIndex.build(
+        window = WindowIndex.build(
             case.tokens, case.size, case.causal, device=problem.device, cu_seqlens=problem.cu_seqlens
         )
-        filled = filled_part(problem, of_row.blocks, problem.lengths)
-        return Peer(lambda query, key, value: window_attention(query, key, value, of_row), filled=filled)
+        return lambda query, key, value: window_attention(query, key, value, window), window.blocks
     index = PackedIndex.build(problem.layout, problem.cu_seqlens, case.size)
-    filled = filled_part(problem, index.causal_blocks(case.causal), problem.lengths)
-    return Peer(
-        lambda query, key, value: block_sparse_attention(query, key, value, index, causal=case.causal), filled=filled
-    )
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return block_sparse_attention(query, key, value, index, causal=case.causal)
+
+    return call, index.causal_blocks(case.causal)
 
 
 def unpacked(problem: Problem) -> Peer:

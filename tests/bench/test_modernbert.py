@@ -6,7 +6,9 @@ from itertools import pairwise
 import pytest
 import torch
 
+from ds_sparse import block_sparse_attention, window_attention
 from ds_sparse.bench import modernbert, modernbert_results
+from ds_sparse.bench.cases import IN_BERT
 from ds_sparse.cli import main
 
 CPU = torch.device("cpu")
@@ -51,6 +53,29 @@ def test_all_attentions_are_verified(other_documents, dtype):
     assert list(wrong) == list(ON_CPU)
     for reason in wrong.values():
         assert "the gradient of the first layer's query weight has an RMS error" in reason
+
+
+@pytest.mark.parametrize("name", ["ds_sparse", "flash_attention_4"])
+def test_the_flat_row_says_where_documents_are(monkeypatch, name):
+    """An attention that goes by the edges alone is right, as FlashAttention's is."""
+    structure = IN_BERT[modernbert.STRUCTURE](2)
+    layout = structure.make_bool_layout(1024) if name == "ds_sparse" else torch.ones(16, 16, dtype=torch.bool)
+
+    def by_edges(module, query, key, value, mask, cu_seq_lens_q, cu_seq_lens_k, max_length_q, sliding_window, **_):
+        assert mask is None and cu_seq_lens_q is cu_seq_lens_k and max_length_q == cu_seq_lens_q.diff().max()
+        if sliding_window is None:
+            output = block_sparse_attention(query, key, value, layout, block=64, cu_seqlens=cu_seq_lens_q)
+        else:
+            output = window_attention(query, key, value, sliding_window - 1, cu_seqlens=cu_seq_lens_q)
+        return output.transpose(1, 2), None
+
+    modernbert.AttentionInterface.register("by_edges", by_edges)
+    monkeypatch.setattr(modernbert, "switch", lambda model, name: model.set_attn_implementation("by_edges"))
+    modernbert.verify(name, "fp32", CPU, {})
+    right = modernbert.cu_seqlens_of
+    monkeypatch.setattr(modernbert, "cu_seqlens_of", lambda lengths, device: right(lengths[::-1], device))
+    with pytest.raises(ArithmeticError, match=f"{name}: the gradient"):
+        modernbert.verify(name, "fp32", CPU, {})
 
 
 def test_a_dense_one_is_not_taken_for_the_structure():

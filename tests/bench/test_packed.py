@@ -1,6 +1,7 @@
 import json
 import re
 import sys
+import time
 import types
 from dataclasses import replace
 
@@ -79,6 +80,14 @@ def test_numbers_are_ratios_of_the_times(case):
             assert row.tokens_per_second == pytest.approx(case.tokens / row.milliseconds * 1e3)
         assert packed.of_left(result, way) == pytest.approx(ours.of_unpacked / result.about.left)
     assert result.about.index_ms >= 0
+
+
+@pytest.mark.parametrize(("slow", "counts"), [("PackedIndex", True), ("filled_part", False)])
+def test_an_index_costs_what_is_made_for_a_batch_alone(monkeypatch, slow, counts):
+    right = getattr(packed_peers, slow)
+    late = types.SimpleNamespace(build=lambda *given: time.sleep(0.1) or right.build(*given))
+    monkeypatch.setattr(packed_peers, slow, late if counts else lambda *given: time.sleep(0.1) or right(*given))
+    assert (measure(CASES[0], []).about.index_ms > 90) == counts
 
 
 def test_partial_blocks_are_what_rounding_up_costs(monkeypatch):
