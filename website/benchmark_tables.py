@@ -2,7 +2,8 @@
 
 It writes the tables of docs/benchmarks.md and README.md, between the comments `<!-- table: RUN[,RUN...] [TABLE] -->`
 and `<!-- end -->`; beside each RUN.json the text that `ds_sparse bench show` prints; and the sections of
-docs/benchmark-runs.md with these texts. TABLE is needed where an operation has several.
+docs/benchmark-runs.md with these texts. TABLE is needed where an operation has several. With nothing between the
+comments, the place of a table whose runs are still to be measured stays empty.
 """
 
 import contextlib
@@ -76,13 +77,15 @@ def training_table() -> str:
 
 
 def with_tables(page: str, link: str) -> str:
-    """The page with all its tables made anew."""
-    return re.sub(
-        r"<!-- table: (\S+)(?: (\S+))? -->\n.*?<!-- end -->",
-        lambda found: f"{found[0].splitlines()[0]}\n\n{table(found[1].split(','), found[2], link)}\n\n<!-- end -->",
-        page,
-        flags=re.DOTALL,
-    )
+    """The page with all its tables made anew. The place of one whose runs are still to be measured stays as it is."""
+
+    def made(found: re.Match[str]) -> str:
+        runs = found[1].split(",")
+        if found[3] == "" and not any((RESULTS / f"{name}.json").exists() for name in runs):
+            return found[0]
+        return f"{found[0].splitlines()[0]}\n\n{table(runs, found[2], link)}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- table: (\S+)(?: (\S+))? -->\n(.*?)<!-- end -->", made, page, flags=re.DOTALL)
 
 
 def with_runs(page: str) -> str:

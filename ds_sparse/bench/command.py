@@ -15,17 +15,35 @@ import torch
 
 from ..arguments import positive
 from ..block_sizes import BLOCK_SIZES
-from . import attention, bert_results, cases, floors, layouts, machine, matmul, peers, tokens, window
+from . import (
+    attention,
+    bert_results,
+    cases,
+    floors,
+    layouts,
+    machine,
+    matmul,
+    modernbert_results,
+    packed,
+    packed_cases,
+    packed_peers,
+    peers,
+    tokens,
+    window,
+)
 from .runs import Run, show, without_json
 
 Case = TypeVar("Case")
+Named = TypeVar("Named", cases.Case, packed_cases.Case)
 
 RESULTS: dict[str, Any] = {
     "matmul": matmul,
     "attention": attention,
     "window": window,
+    "packed": packed,
     "tokens": tokens,
     "bert": bert_results,
+    "modernbert": modernbert_results,
 }
 """Operation to the module that makes rows of its results (`record`), results of rows (`restore`), and lines to print
 (`report`)."""
@@ -60,8 +78,10 @@ def parse(
         "matmul": add_matmul,
         "attention": add_attention,
         "window": add_window,
+        "packed": add_packed,
         "tokens": add_tokens,
         "bert": add_bert,
+        "modernbert": add_modernbert,
     }
     add[operation](parser)
     parser.set_defaults(operation=operation, arguments=without_json(arguments))
@@ -118,6 +138,25 @@ def add_sizes(parser: argparse.ArgumentParser, seq_len: str, heads: str) -> None
         parser.add_argument(option, type=type, default=type(default), help=f"{help} (default: {default})")
 
 
+def add_cases(parser: argparse.ArgumentParser, grid: Iterable[Any], such_as: str) -> None:
+    """Which cases of a grid, by name."""
+    parser.add_argument(
+        "--cases",
+        metavar="NAMES",
+        type=lambda text: text.split(","),
+        default=["*"],
+        help=f"patterns, such as {such_as}: {', '.join(case.name for case in grid)} (default: all)",
+    )
+
+
+def add_labelled_only(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--labelled-only",
+        action="store_true",
+        help="logits of tokens with a label alone, as bing_bert computes them (default: of all, as Transformers does)",
+    )
+
+
 def add_matmul(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Verifies the operations against float64, then times them in turns beside dense PyTorch and, on a GPU, "
@@ -167,13 +206,7 @@ def add_attention(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="a window and one global block over 8k to 128k tokens, and one head of 1M, in place of the table",
     )
-    parser.add_argument(
-        "--cases",
-        metavar="NAMES",
-        type=lambda text: text.split(","),
-        default=["*"],
-        help=f"patterns, such as fixed-*,random-64: {', '.join(case.name for case in cases.TABLE)} (default: all)",
-    )
+    add_cases(parser, cases.TABLE, "fixed-*,random-64")
     parser.add_argument(
         "--peers",
         type=listed(one_of(peers.PEERS)),
@@ -206,6 +239,28 @@ def add_window(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(window.PEERS)}; flex is compiled for each case (default: all)",
     )
     parser.set_defaults(measure=run_window)
+
+
+def add_packed(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Attention over documents packed in one row: ours, beside ours on a plain batch of sequences ('unpacked'), on "
+        "the same documents padded to the longest, and beside its peers. Outputs and gradients are verified against "
+        "float64, then all are timed in turns. 'of unpacked' is the live scores computed a second over those of the "
+        "plain batch; 'of what is left' the same over the part that blocks leave which are not full; 'x ours' the "
+        "ratio to ds_sparse's time. Names end with the documents' length; 'corpus' draws lengths around a median of "
+        "400, up to 8,192. varlen and fa4-varlen are dense in each document where there is no window. A peer that does "
+        "not take a case is named with the reason. On a CPU the cases are cut to two heads and 4,096 tokens, which "
+        "their names say (-4k)."
+    )
+    add_shared(parser, BF16_ON_A_GPU)
+    add_cases(parser, packed_cases.TABLE, "window-*,bigbird-512")
+    parser.add_argument(
+        "--peers",
+        type=listed(one_of(packed_peers.OTHERS)),
+        help=f"{', '.join(packed_peers.OTHERS)}, besides {' and '.join(packed_peers.ALWAYS)} (default: on a CPU "
+        f"{','.join(packed_peers.ON_CPU)}; on a GPU {','.join(packed_peers.ON_CUDA)})",
+    )
+    parser.set_defaults(measure=run_packed)
 
 
 def add_tokens(parser: argparse.ArgumentParser) -> None:
@@ -263,12 +318,32 @@ def add_bert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dropout", type=probability, default=0.0, help="in attention and everywhere else (default: 0)"
     )
-    parser.add_argument(
-        "--labelled-only",
-        action="store_true",
-        help="logits of tokens with a label alone, as bing_bert computes them (default: of all, as Transformers does)",
-    )
+    add_labelled_only(parser)
     parser.set_defaults(measure=run_bert)
+
+
+def add_modernbert(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "A training step of Transformers' ModernBERT-base on packed documents, whose lengths are drawn around a median "
+        "of 400: masked-language modelling, forward, backward and AdamW, up to 32,768 tokens a step, or one row where "
+        "that is longer; on a CPU a small model and 2,048. Global layers are BigBird's with blocks of 64, local ones "
+        "have the model's window; peers are dense in each document's global layers. Before that each is verified in a "
+        "model of four layers: the gradient of the first layer's query weight. The floor's attention returns the "
+        "value, and the projections of query and key keep their backward; 'of floor' is its time over that with "
+        "attention."
+    )
+    add_shared(parser, BF16_ON_A_GPU)
+    parser.add_argument(
+        "--seq-len", type=listed(positive), help="tokens of a row (default: on a CPU 1024, on a GPU 8192)"
+    )
+    parser.add_argument(
+        "--peers",
+        type=listed(one_of(modernbert_results.ATTENTIONS)),
+        default=list(modernbert_results.ATTENTIONS),
+        help=f"{', '.join(modernbert_results.ATTENTIONS)} (default: all)",
+    )
+    add_labelled_only(parser)
+    parser.set_defaults(measure=run_modernbert)
 
 
 def run_matmul(args: argparse.Namespace, device: torch.device) -> int:
@@ -349,20 +424,45 @@ def run_attention(args: argparse.Namespace, device: torch.device) -> int:
     return status_of(peers.OURS, failed)
 
 
-def choose(grid: list[cases.Case], patterns: list[str]) -> list[cases.Case]:
+def choose(grid: list[Named], patterns: list[str]) -> list[Named]:
     """The cases whose name, or the name of what a CPU runs of them, matches a pattern.
 
     Raises:
         ValueError: a pattern that no case matches.
     """
 
-    def matches(case: cases.Case, pattern: str) -> bool:
+    def matches(case: Named, pattern: str) -> bool:
         return fnmatch(case.name, pattern) or fnmatch(case.small().name, pattern)
 
     for pattern in patterns:
         if not any(matches(case, pattern) for case in grid):
             raise ValueError(f"--cases {pattern}: none of {', '.join(case.name for case in grid)}.")
     return [case for case in grid if any(matches(case, pattern) for pattern in patterns)]
+
+
+def run_packed(args: argparse.Namespace, device: torch.device) -> int:
+    if args.device == "cuda" and "fp32" in args.dtype:
+        print("--dtype fp32: on a GPU the peers are those of bf16 and fp16.", file=sys.stderr)
+        return 1
+    try:
+        chosen = choose(packed_cases.TABLE, args.cases)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    chosen = chosen if args.device == "cuda" else [case.small() for case in chosen]
+    names = args.peers or (packed_peers.ON_CUDA if args.device == "cuda" else packed_peers.ON_CPU)
+    run = begin(args, device, **attention.versions())
+    failed = False
+
+    def results() -> Iterator[packed.Result]:
+        nonlocal failed
+        for dtype, case in product(args.dtype, chosen):
+            result = packed.run_case(case, names, device, dtype, args.repeats, args.seconds)
+            failed |= result.row(packed_peers.OURS, machine.TRAIN) is None
+            yield keep(args, run, result)
+
+    show_report(args, results())
+    return status_of(packed_peers.OURS, failed)
 
 
 def run_tokens(args: argparse.Namespace, device: torch.device) -> int:
@@ -406,6 +506,35 @@ def run_bert(args: argparse.Namespace, device: torch.device) -> int:
                 case = bert_results.Case(seq_len, args.dropout, dtype, args.device, not args.labelled_only)
                 rows = bert.run_case(case, args.peers, wrong, device, args.repeats, args.seconds)
                 failed |= any(row.reason for row in rows if row.attention in cases.IN_BERT)
+                yield keep(args, run, (case, rows))
+
+    show_report(args, results())
+    return status_of(peers.OURS, failed)
+
+
+def run_modernbert(args: argparse.Namespace, device: torch.device) -> int:
+    try:
+        from . import bert, modernbert
+    except ImportError as error:
+        print(f"bench modernbert measures Transformers' ModernBERT. {error}", file=sys.stderr)
+        return 1
+    seq_lens = args.seq_len or ([8192] if args.device == "cuda" else [1024])
+    try:
+        bert.require_layouts([modernbert.STRUCTURE], seq_lens)
+    except ValueError as error:
+        print(f"--seq-len: {error}", file=sys.stderr)
+        return 1
+    run = begin(args, device, **attention.versions(), **modernbert.versions())
+    failed = False
+
+    def results() -> Iterator[modernbert_results.Result]:
+        nonlocal failed
+        for dtype in args.dtype:
+            wrong = modernbert.wrong_ones(args.peers, dtype, device)
+            for seq_len in seq_lens:
+                case = modernbert_results.Case(seq_len, dtype, args.device, not args.labelled_only)
+                rows = modernbert.run_case(case, args.peers, wrong, device, args.repeats, args.seconds)
+                failed |= any(row.reason for row in rows if row.attention.startswith(peers.OURS))
                 yield keep(args, run, (case, rows))
 
     show_report(args, results())

@@ -34,10 +34,10 @@ CYCLES_PER_MS = 2_000_000
 LONGEST_WAIT_MS = 100
 
 
-def timed(call: Callable[[], object], device: torch.device) -> float:
+def timed(call: Callable[[], object], device: torch.device, calls: int = CALLS_ON_CUDA) -> float:
     """Milliseconds of one call.
 
-    On CUDA those of the device alone, mean of several calls in a row: it is kept waiting until Python has issued them
+    On CUDA those of the device alone, mean of so many calls in a row: it is kept waiting until Python has issued them
     all. What they work on is in L2 as far as the call before left it there.
     """
     start = time.perf_counter()
@@ -45,13 +45,13 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         issued_ms = (time.perf_counter() - start) * 1e3
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(int(min(2 * CALLS_ON_CUDA * issued_ms, LONGEST_WAIT_MS) * CYCLES_PER_MS))
+        torch.cuda._sleep(int(min(2 * calls * issued_ms, LONGEST_WAIT_MS) * CYCLES_PER_MS))
         begin.record()
-        for _ in range(CALLS_ON_CUDA):
+        for _ in range(calls):
             call()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) / CALLS_ON_CUDA
+        return begin.elapsed_time(end) / calls
     start = time.perf_counter()
     call()
     return (time.perf_counter() - start) * 1e3

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from itertools import chain, compress
 from typing import Any
 
-from . import attention, bert_results, matmul, tokens, window
+from . import attention, bert_results, matmul, modernbert_results, packed, tokens, window
 from .cases import NO_ATTENTION
 from .machine import BACKWARD, DIRECTIONS, FORWARD, TRAIN, in_three_digits
 from .operations import Row, find
+from .packed_peers import ALWAYS, PADDED
 from .peers import DENSE, OURS
 from .runs import Run
 
@@ -112,8 +113,10 @@ def tables(operation: str, options: Any, results: list[Any]) -> dict[str, Table]
         "attention": lambda results: {"cases": attention_cases(results)},
         "matmul": of_matmul,
         "window": of_window,
+        "packed": of_packed,
         "tokens": lambda results: {"pairs": token_pairs(list(chain.from_iterable(results)))},
         "bert": of_bert,
+        "modernbert": lambda results: {"steps": modernbert_steps(results)},
     }
     return {name: table for name, table in of_operation[operation](results).items() if table.rows}
 
@@ -265,6 +268,74 @@ def window_products(start: Sequence[str], cases: list[list[Any]]) -> Table:
     )
 
 
+def of_packed(results: list[packed.Result]) -> dict[str, Table]:
+    return {"documents": packed_documents(results), "peers": packed_peers(results)}
+
+
+def packed_start(result: packed.Result, results: list[packed.Result]) -> list[str]:
+    case, about = result.case, result.about
+    documents = f"{about.documents} of {packed.lengths_of(about)}"
+    return [
+        f"{packed.structure_of(case)}{dtype_of(about.dtype, [other.about for other in results])}",
+        documents,
+        f"{case.heads}, {case.tokens:,}, {case.head_dim}",
+    ]
+
+
+PACKED_START = ("structure", "documents, tokens", "H, T, D")
+
+
+def packed_documents(results: list[packed.Result]) -> Table:
+    """A line a case: ours, its rates over those without documents, tokens a second over those with padding, and what
+    the index costs."""
+    ways = packed.DIRECTIONS
+    lines, reached, paddings = [], [], []
+    for result in results:
+        about, ours = result.about, [result.row(OURS, way) for way in ways]
+        paddings.append(over(milliseconds(result.row(PADDED, way) for way in ways), milliseconds(ours)))
+        reached.append(tuple(packed.of_left(result, way) for way in ways))
+        rates = pair((None if row is None else row.of_unpacked for row in ours), lambda part: f"{part:.0%}")
+        lines.append(
+            [
+                *packed_start(result, results),
+                pair(milliseconds(ours)),
+                pair((None if row is None else row.tokens_per_second for row in ours), in_millions),
+                f"{about.batch} x {about.sequence:,}",
+                rates.replace("%", " %"),
+                "" if about.left is None else percent(about.left),
+                pair(reached[-1], lambda part: f"{part:.0%}").replace("%", " %"),
+                pair(paddings[-1], ratio),
+                "" if about.index_ms is None else in_three_digits(about.index_ms),
+            ]
+        )
+    heading = [
+        *PACKED_START, "ms", "million tokens/s", "unpacked batch", "of its rate", "partial blocks leave",
+        "of what they leave", "padded takes", "index, ms",
+    ]  # fmt: skip
+    notes = list(spans("The padded batch takes", "packed documents", paddings, ways))
+    return Table(heading, lines, ways, notes)
+
+
+def packed_peers(results: list[packed.Result]) -> Table:
+    """A line a case: ours, and what each peer takes."""
+    ways, ours_too = packed.DIRECTIONS, (*ALWAYS, PADDED)
+    seen = dict.fromkeys(row.peer for result in results for row in result.rows if not row.reason)
+    peers = [name for name in seen if name not in ours_too]
+    ratios: dict[str, list[Pair]] = {peer: [] for peer in peers}
+    lines = []
+    for result in results:
+        ours = milliseconds(result.row(OURS, way) for way in ways)
+        for peer in peers:
+            ratios[peer].append(over(milliseconds(result.row(peer, way) for way in ways), ours))
+        lines.append([*packed_start(result, results), pair(ours), *(pair(ratios[peer][-1], ratio) for peer in peers)])
+    notes = [line for peer in peers for line in spans(f"`{peer}` takes", f"`{OURS}`", ratios[peer], ways)]
+    return Table([*PACKED_START, "ms", *(f"`{peer}` takes" for peer in peers)], lines, ways, notes)
+
+
+def in_millions(number: float) -> str:
+    return in_three_digits(number / 1e6)
+
+
 def token_pairs(results: list[tokens.Result]) -> Table:
     """A line a case: ours and others, forward / forward and backward."""
     steps = [step for step in STEPS if any(result.row(step, FORWARD) for result in results)]
@@ -307,3 +378,32 @@ def of_bert(results: list[bert_results.Result]) -> dict[str, Table]:
 def of_step(case: bert_results.Case) -> str:
     dropout = f", dropout {case.dropout:g}" if case.dropout else ""
     return f"{case.seq_len:,}{dropout}{'' if case.predicts_all else ', logits of labelled tokens alone'}"
+
+
+def modernbert_steps(results: list[modernbert_results.Result]) -> Table:
+    """A line an attention that was measured: its step, the share of it that the floor takes, and memory."""
+    several = len({case for case, _ in results}) > 1
+    memory = any(row.peak_gib is not None for _, rows in results for row in rows)
+    lines = []
+    for case, rows in results:
+        for row in rows:
+            if row.reason:
+                continue
+            share = None if row.of_floor is None or row.attention == modernbert_results.FLOOR else row.of_floor
+            lines.append(
+                [
+                    *([of_packed_step(case)] if several else []),
+                    "floor" if row.attention == modernbert_results.FLOOR else f"`{row.attention}`",
+                    in_three_digits(row.milliseconds),
+                    "" if share is None else percent(share),
+                    f"{row.tokens_per_second:,.0f}",
+                    *([f"{row.peak_gib:.1f}"] if memory else []),
+                ]
+            )
+    heading = ["attention", "ms", "of the floor's speed", "tokens/s"]
+    return Table([*(["rows"] if several else []), *heading, *(["peak GiB"] if memory else [])], lines)
+
+
+def of_packed_step(case: modernbert_results.Case) -> str:
+    rows = f"{len(case.lengths)} x {case.seq_len:,}, {case.dtype}"
+    return f"{rows}{'' if case.predicts_all else ', logits of labelled tokens alone'}"

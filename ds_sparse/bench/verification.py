@@ -10,6 +10,9 @@ from torch import Tensor
 ERROR_ALLOWED = 4.0
 """Our RMS error may be this many times that of plain PyTorch at the same precision: sums run in another order."""
 
+ROWS_AT_ONCE = 1024
+"""Whose scores against a whole document are there at a time."""
+
 
 def random_tensors(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """The same numbers at every call on a device."""
@@ -96,26 +99,65 @@ def attention_by_block_rows(
     Returns:
         Those four, and for each the sums of the absolute values of its terms.
     """
-    scale = query.shape[1] ** -0.5
-    wide = torch.promote_types(query.dtype, torch.float32)
-    sums = [torch.zeros_like(x, dtype=wide) for x in (query, query, key, value)]
-    terms = [torch.zeros_like(x) for x in sums]
+    sums, terms = zeros_for(query, key, value)
     for row, live in enumerate(layout):
         tokens = (live.nonzero() * block + torch.arange(block)).flatten().to(key.device)
-        if not len(tokens):
-            continue
-        mine = slice(row * block, (row + 1) * block)
-        keys, values = key[tokens], value[tokens]
-        probs = (query[mine] @ keys.mT * scale).softmax(-1)
-        grad_probs = grad[mine] @ values.mT
-        grad_scores = probs * (grad_probs - (grad_probs * probs).sum(-1, keepdim=True)) * scale
-        products = (
-            (mine, probs, values),
-            (mine, grad_scores, keys),
-            (tokens, grad_scores.mT, query[mine]),
-            (tokens, probs.mT, grad[mine]),
-        )
-        for total, size, (place, a, b) in zip(sums, terms, products, strict=True):
-            total[place] += a @ b
-            size[place] += a.abs() @ b.abs()
+        if len(tokens):
+            mine = slice(row * block, (row + 1) * block)
+            add_attention(sums, terms, query, key, value, grad, mine, tokens)
     return sums, terms
+
+
+def attention_of_documents(
+    query: Tensor, key: Tensor, value: Tensor, grad: Tensor, lengths: Sequence[int], mask: Callable[[int], Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The same of one head's attention within documents that follow one another, `ROWS_AT_ONCE` rows at a time.
+
+    mask: from a document's length to bool (length, length), what each token of it sees; every token sees one at least.
+    """
+    sums, terms = zeros_for(query, key, value)
+    first = 0
+    for length in lengths:
+        live, document = mask(length), slice(first, first + length)
+        for begin in range(0, length, ROWS_AT_ONCE):
+            end = min(begin + ROWS_AT_ONCE, length)
+            mine = slice(first + begin, first + end)
+            add_attention(sums, terms, query, key, value, grad, mine, document, live[begin:end])
+        first += length
+    return sums, terms
+
+
+def zeros_for(query: Tensor, key: Tensor, value: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """For the output and the gradients of query, key and value: sums in fp32 or wider, and sizes of their terms."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    sums = [torch.zeros_like(x, dtype=wide) for x in (query, query, key, value)]
+    return sums, [torch.zeros_like(x) for x in sums]
+
+
+def add_attention(
+    sums: Sequence[Tensor],
+    terms: Sequence[Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad: Tensor,
+    mine: slice,
+    tokens: slice | Tensor,
+    live: Tensor | None = None,
+) -> None:
+    """Adds what the rows `mine` make of the keys `tokens`, of which they see those where `live`, or all."""
+    scale = query.shape[1] ** -0.5
+    keys, values = key[tokens], value[tokens]
+    scores = query[mine] @ keys.mT * scale
+    probs = (scores if live is None else scores.masked_fill(~live, float("-inf"))).softmax(-1)
+    grad_probs = grad[mine] @ values.mT
+    grad_scores = probs * (grad_probs - (grad_probs * probs).sum(-1, keepdim=True)) * scale
+    products = (
+        (mine, probs, values),
+        (mine, grad_scores, keys),
+        (tokens, grad_scores.mT, query[mine]),
+        (tokens, probs.mT, grad[mine]),
+    )
+    for total, size, (place, a, b) in zip(sums, terms, products, strict=True):
+        total[place] += a @ b
+        size[place] += a.abs() @ b.abs()

@@ -7,8 +7,10 @@ OPERATIONS = {
     "matmul": "MatMul, Softmax, and attention of both",
     "attention": "fused attention on live blocks",
     "window": "products, softmax and attention of windows",
+    "packed": "attention over packed documents, windows too",
     "tokens": "attention over token pairs, step by step",
     "bert": "a training step of BERT with sparse, dense and no attention",
+    "modernbert": "a training step of ModernBERT on packed documents",
 }
 SHOW = "show"
 

@@ -5,13 +5,26 @@ import itertools
 
 import pytest
 
-from ds_sparse.bench import attention, bert_results, cases, layouts, matmul, peers, tokens, window
+from ds_sparse.bench import (
+    attention,
+    bert_results,
+    cases,
+    layouts,
+    matmul,
+    modernbert_results,
+    packed,
+    packed_cases,
+    packed_peers,
+    peers,
+    tokens,
+    window,
+)
 from ds_sparse.bench.machine import DIRECTIONS, FORWARD, TRAIN
 from ds_sparse.bench.operations import Row
 from ds_sparse.bench.runs import WIDTH
 from ds_sparse.cli import main
 
-OPERATIONS = ("matmul", "attention", "window", "tokens", "bert")
+OPERATIONS = ("matmul", "attention", "window", "packed", "tokens", "bert", "modernbert")
 WIDEST = (1.23e-5, 0.123, 123.4, 98765.4)
 
 
@@ -27,7 +40,7 @@ def test_the_same_thing_has_the_same_name_in_all_operations(capsys):
         assert {"--device", "--dtype", "--repeats", "--seconds", "--json"} <= these, operation
     for operation in ("matmul", "window", "tokens"):
         assert {"--seq-len", "--heads", "--head-dim", "--batch"} <= options[operation]
-    for operation in ("attention", "window", "tokens", "bert"):
+    for operation in ("attention", "window", "packed", "tokens", "bert", "modernbert"):
         assert "--peers" in options[operation]
 
 
@@ -108,3 +121,22 @@ def test_tables_of_window_and_bert_fit(number):
     case = bert_results.Case(1 << 20, 0.125, "bf16", "cuda", predicts_all=False)
     of_bert = [bert_results.Row(name, number, number, number, rounds=20) for name in cases.BERT_ATTENTIONS]
     assert len(widest(bert_results.table(case, of_bert))) <= WIDTH
+
+
+@pytest.mark.parametrize("number", WIDEST)
+def test_tables_of_packed_documents_fit(number):
+    rows = [
+        packed.Row(peer, direction, number, 1e3 * number, number, number, 20)
+        for peer, direction in itertools.product(packed_peers.PEERS, packed.DIRECTIONS)
+    ]
+    for case in packed_cases.TABLE:
+        about = packed.About("bf16", 99999, 1, 1 << 20, 99999, 1 << 20, 0.5, 1.0, number)
+        result = packed.Result(case.small(), about, rows)
+        # Sentences are wrapped; tables stand.
+        assert len(widest(line for line in packed.table(result) if ": " not in line)) <= WIDTH
+        assert len(widest(packed.summary([result]))) <= WIDTH
+    case = modernbert_results.Case(8192, "bf16", "cuda")
+    steps = [
+        modernbert_results.Row(name, number, 1, 1e3 * number, number, 20) for name in modernbert_results.ATTENTIONS
+    ]
+    assert len(widest(modernbert_results.table(case, steps))) <= WIDTH

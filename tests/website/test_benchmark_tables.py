@@ -38,3 +38,12 @@ def test_each_run_is_shown_and_each_text_is_of_a_run():
 def test_one_of_several_tables_has_to_be_named():
     with pytest.raises(ValueError, match="window-h200: name one of the tables attention, products."):
         benchmark_tables.table(["window-h200"], None, "{}")
+
+
+def test_the_place_of_runs_to_come_stays_empty():
+    to_come = "<!-- table: not-measured peers -->\n<!-- end -->"
+    assert benchmark_tables.with_tables(to_come, "{}") == to_come
+    with pytest.raises(ValueError, match="not-measured.json cannot be read: No such file"):
+        benchmark_tables.with_tables(to_come.replace("\n", "\n| a table |\n"), "{}")
+    with pytest.raises(ValueError, match="not-measured.json cannot be read: No such file"):
+        benchmark_tables.with_tables(to_come.replace("not-measured", "bert-h200,not-measured"), "{}")
