@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
+
+from ..index import lasting
+from ..ops import block_sparse_attention
+
+BLOCK = 64
+"""Side of the blocks that packed documents are computed in, all of them live."""
 
 
 def dense_attention(
@@ -19,9 +27,18 @@ def dense_attention(
     sinks: torch.Tensor | None = None,
     query_offset: int | None = None,
     causal: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
 ) -> torch.Tensor:
     """softmax(scale * query @ key^T + rpe) @ value over all keys that the masks keep; operands and masks are those of
-    `StructuredAttention`, with an integer as `query_offset`."""
+    `StructuredAttention`, with an integer as `query_offset`. Of packed documents it is our own kernels' attention."""
+    if cu_seqlens is not None:
+        longest = int(cu_seqlens.diff().max()) if max_seqlen is None else max_seqlen
+        return block_sparse_attention(
+            query, key, value, _all_live(max(longest - 1, 0) // BLOCK), block=BLOCK, cu_seqlens=cu_seqlens, scale=scale,
+            causal=causal, dropout_p=dropout_p, sinks=sinks, rpe=rpe, attn_mask=attn_mask,
+            key_padding_mask=key_padding_mask, query_offset=query_offset,
+        )  # fmt: skip
     if key_padding_mask is not None:
         key_padding_mask = key_padding_mask[:, None, None, :]
     mask = None
@@ -38,6 +55,14 @@ def dense_attention(
     return scaled_dot_product_attention(
         query, key, value, mask, dropout_p, is_causal=alone, scale=scale, enable_gqa=key.shape[1] != query.shape[1]
     )
+
+
+@lru_cache(maxsize=8)
+@lasting
+def _all_live(last: int) -> torch.Tensor:
+    """A layout that reaches block `last`, of few sizes, so that indices of documents are found again."""
+    side = 1 << last.bit_length()
+    return torch.ones(1, side, side, dtype=torch.bool, device="cpu")
 
 
 def _with_sinks(mask: torch.Tensor | None, sinks: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,8 @@ class LocalAttention(NamedTuple):
         sinks: torch.Tensor | None = None,
         query_offset: int | None = None,
         causal: bool = False,
+        cu_seqlens: torch.Tensor | None = None,
+        max_seqlen: int | None = None,
     ) -> torch.Tensor:
         given = {"rpe": rpe is not None, "attn_mask": attn_mask is not None, "dropout_p": dropout_p != 0}
         refused = [name for name, is_given in given.items() if is_given]
@@ -45,5 +47,5 @@ class LocalAttention(NamedTuple):
             )
         return window_attention(
             query, key, value, self.window, causal, key_padding_mask, scale=scale, sinks=sinks,
-            query_offset=query_offset,
+            query_offset=query_offset, cu_seqlens=cu_seqlens,
         )  # fmt: skip

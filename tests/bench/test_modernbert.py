@@ -13,7 +13,7 @@ from ds_sparse.cli import main
 
 CPU = torch.device("cpu")
 CASE = modernbert_results.Case(1024, "fp32", "cpu")
-ON_CPU = ("ds_sparse-padded", "sdpa", "sdpa-padded")
+ON_CPU = ("ds_sparse", "ds_sparse-padded", "sdpa", "sdpa-padded")
 """What has a backward on a CPU, but for the packed row of ours, of which the tests below are."""
 
 

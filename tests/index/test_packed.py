@@ -29,6 +29,18 @@ def test_aligned_numbers_lead_to_tokens_and_back():
     assert index.exists.shape == (1, 48) and index.exists.sum() == 41 and index.exists[0, index.aligned].all()
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("side", ["rows", "columns"])
+def test_spans_lie_beside_lines_and_entries(side: str, causal: bool):
+    index = PackedIndex.build(LAYOUT, CU_SEQLENS, block=8)
+    tiles = index.causal_blocks(causal).tiles(side, 32)
+    blocks = [*tiles.lines.tolist(), *(entry & 0xFFFFFF for entry in tiles.entries.tolist())]
+    assert -1 in blocks
+    assert index.tile_spans(side, 32, causal).tolist() == [
+        [0, 0] if block < 0 else index.spans[block].tolist() for block in blocks
+    ]
+
+
 def test_heads_of_a_layout_are_kept_and_those_of_a_block_index():
     layout = torch.stack([LAYOUT, LAYOUT.mT])
     expected = PackedIndex.build(layout, CU_SEQLENS, block=8)

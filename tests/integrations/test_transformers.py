@@ -786,26 +786,6 @@ def test_an_entry_for_local_layers_alone_is_refused():
     assert "block 32" in report.headings[0] and "7 tokens on each side" in report.headings[1]
 
 
-@pytest.mark.parametrize("by_name", [False, True])
-def test_packed_documents_are_refused(by_name):
-    cls, sizes, _ = ENCODERS["modernbert"]
-    model = make((cls, sizes), sparse_attention=RANDOM)
-    report = model.set_attn_implementation("ds_sparse") if by_name else ds_sparse.sparsify(model)
-    ids, start_again = torch.ones(1, 40, dtype=torch.long), torch.arange(40)[None] % 20
-    with pytest.raises(ValueError, match="position_ids of ModernBertModel start again within a row"):
-        model(ids, position_ids=start_again)
-    with pytest.raises(ValueError, match="asks the attention for cu_seq_lens_q"):
-        model(ids, cu_seq_lens_q=torch.tensor([0, 20, 40], dtype=torch.int32))
-    assert torch.isfinite(model(ids, position_ids=torch.arange(40)[None]).last_hidden_state).all()
-    assert torch.isfinite(model(ids, torch.ones_like(ids), position_ids=start_again).last_hidden_state).all()
-    if by_name:
-        model.set_attn_implementation("sdpa")
-    else:
-        report.undo()
-        assert not model._forward_pre_hooks
-    model(ids, position_ids=start_again)
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_models_that_cannot_be_sparse_are_refused_before_anything_changes(name):
     cls, sizes, sentence = REFUSED[name]
@@ -996,7 +976,7 @@ def test_what_the_attention_function_does_not_compute_is_an_error():
     layer, query = model.bert.encoder.layer[0].attention.self, torch.randn(1, HEADS, 20, 8)
     with pytest.raises(ValueError, match=r"\(BertSelfAttention\) asks the attention for output_attentions"):
         model(**batch, output_attentions=True)
-    for asked in ({"sliding_window": 4}, {"cu_seq_lens_q": torch.tensor([0, 20])}, {"softcap": 30.0}):
+    for asked in ({"sliding_window": 4}, {"softcap": 30.0}):
         with pytest.raises(ValueError, match=f"asks the attention for {next(iter(asked))}"):
             interface.attention(layer, query, query, query, None, **asked)
     with pytest.raises(ValueError, match="is cross-attention, or has cached keys"):

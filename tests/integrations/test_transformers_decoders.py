@@ -272,16 +272,6 @@ def test_a_structure_that_no_layer_uses_is_said(capsys):
     assert "All attention layers of MistralModel have a sliding window of their own" in capsys.readouterr().out
 
 
-def test_packed_documents_are_refused():
-    model, batch = make("llama"), make_batch(20, 0, 0)
-    ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK})
-    positions = torch.cat([torch.arange(12), torch.arange(8)])[None].expand(2, -1)
-    with pytest.raises(ValueError, match="position_ids of LlamaModel start again within a row, as of documents"):
-        model(batch["input_ids"], position_ids=positions, use_cache=False)
-    with pytest.raises(ValueError, match="asks the attention for cu_seq_lens_q"):
-        model(batch["input_ids"], cu_seq_lens_q=torch.tensor([0, 12, 20]))
-
-
 def test_masks_of_pairs_are_refused():
     model, batch = make("llama"), make_batch(20, 0, 0)
     ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK})

@@ -18,6 +18,7 @@ from ..pretrained import NAME
 from . import causal
 from .binding import attached_to, local_attention_of, which
 from .mask_windows import window_of_mask
+from .packing import ARGUMENTS, Packing, is_causal_within_documents, is_under_way, packing_of
 from .trial import Masks, OtherKeys, Refused
 
 
@@ -48,16 +49,20 @@ def attention(
         position_bias: (1 or B, H, T, T), T5's relative positions, added after scaling; it gets a gradient.
         sliding_window: the layer's own window, as `local_attention_of` finds it too.
         s_aux: of a causal layer, its sinks, a logit a head.
+        more: among others `cu_seq_lens_q` and `cu_seq_lens_k`, int32 (documents + 1), as of the B rows one behind the
+            other: no document sees another, each has the structure from its own start, and there is no mask.
 
     Returns:
         (B, T, H, D), contiguous, and None: there is no matrix of attention probabilities.
 
     Raises:
-        ValueError: a call for what is not computed (the probabilities, cross-attention, packed documents, ...), no
-            structure, a mask of another kind.
+        ValueError: a call for what is not computed (the probabilities, cross-attention, ...), no structure, a mask
+            of another kind.
         SparseAttentionConfigError: the structure in the config is wrong.
     """
     is_causal = causal.is_causal(module) if is_causal is None else is_causal
+    packing = packing_of(module, more)
+    more = {name: value for name, value in more.items() if name not in ARGUMENTS}
     _refuse_what_is_asked(module, {**more, **({"position_bias": position_bias} if is_causal else {"s_aux": s_aux})})
     _refuse_other_windows(module, sliding_window)
     if is_causal:
@@ -67,7 +72,21 @@ def attention(
     tried = Masks.of(module.config)
     if tried is not None:
         tried.check(which(module), attention_mask, local_attention_of(module))
-    if is_causal:
+    if packing is not None:
+        output = _attend_to_documents(
+            module,
+            query,
+            key,
+            value,
+            packing,
+            attention_mask,
+            scale=scaling,
+            dropout_p=dropout,
+            rpe=position_bias,
+            sinks=s_aux,
+            causal=is_causal,
+        )
+    elif is_causal:
         output = causal.attend(module, query, key, value, attention_mask, scaling, dropout, s_aux)
     else:
         output = _attend(module, query, key, value, attention_mask, scaling, dropout, position_bias)
@@ -90,6 +109,30 @@ def _attend(
         mask = None
     masks: dict[str, Any] = {**of_keys_or_pairs(mask), "rpe": None if rpe is None else rpe.to(query.dtype)}
     return attached_to(module).attention(query, key, value, scale=scale, dropout_p=dropout_p, **masks)
+
+
+@torch.compiler.disable(reason="The index of packed documents is made while the model runs.")
+def _attend_to_documents(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Packing,
+    mask: torch.Tensor | None,
+    **named: Any,
+) -> torch.Tensor:
+    """Attention within packed documents, (B, H, T, D), whose rows are put one behind the other."""
+    rows, heads, tokens, _ = query.shape
+    if key.shape[2] != tokens or not (mask is None or mask.stride(-1) == 0):
+        raise Refused(
+            f"{which(module)} is given documents that are packed in a row, and a mask or cached keys besides; leave "
+            "them out, as documents have neither padding nor a past."
+        )
+    query, key, value = (x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (query, key, value))
+    output = attached_to(module).attention(
+        query, key, value, cu_seqlens=packing.cu_seqlens, max_seqlen=packing.longest, **named
+    )
+    return output.view(heads, rows, tokens, -1).transpose(0, 1)
 
 
 def _refuse_what_is_asked(module: nn.Module, more: Mapping[str, Any]) -> None:
@@ -162,6 +205,8 @@ def key_padding_mask(
         elif q_length == kv_length:
             skips = allow_is_causal_skip, allow_is_bidirectional_skip
             window = window_of_mask(mask_function, local_size, *skips, use_vmap)
+    if window is None and is_under_way() and is_causal_within_documents(mask_function):
+        return causal.padding_mask(batch_size, q_length, kv_offset, q_offset, None, device)
     if window is None:
         return torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
     tried = Masks.of(config)

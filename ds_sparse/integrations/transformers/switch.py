@@ -131,7 +131,7 @@ class Switch:
         set_unchecked(self.model, NAME)
         config = self.model.config
         block, length = getattr(config, BLOCK_KEY, None), Length.of(config)
-        self._hooks = [hook for hook in (watch(self.model),) if hook is not None]
+        self._hooks = watch(self.model)
         for number, (name, layer) in enumerate(self.layers.items()):
             vars(layer)["_ds_sparse"] = Attached(block, length, self._attentions[name], name, number)
             self._hooks.append(layer.register_forward_hook(_check_is_switched))
