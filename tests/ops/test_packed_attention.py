@@ -306,6 +306,16 @@ def test_what_does_not_fit_packed_documents_is_refused(changed: dict, sentence: 
         block_sparse_attention(**(given | changed))
 
 
+def test_a_document_layout_without_documents_is_refused():
+    given = operands("cpu", 100)
+    with pytest.raises(
+        ValueError, match="document_layout is 'row', and there are no packed documents; give cu_seqlens"
+    ):
+        block_sparse_attention(*given, torch.ones(7, 7), block=16, document_layout="row")
+    with pytest.raises(ValueError, match="document_layout is 'whole'; it has to be 'own'"):
+        block_sparse_attention(*given, torch.ones(7, 7), block=16, document_layout="whole")
+
+
 def test_rows_of_several_sequences_and_of_other_keys_are_refused():
     two = [torch.zeros(2, 2, 331, 16)] * 3
     with pytest.raises(ValueError, match="packed documents are one row"):
