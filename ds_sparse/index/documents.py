@@ -11,7 +11,6 @@ from ..layout import with_heads
 from .block import BlockIndex, check_block
 from .lasting import plain
 
-
 DOCUMENT_LAYOUTS = ("own", "row")
 
 
