@@ -192,6 +192,14 @@ def test_a_layout_has_an_index_for_each_block_and_device():
     assert copied.device == meta and copy_of(index, meta) is copied
 
 
+def test_pairs_of_documents_are_kept_for_each_index_and_document_layout():
+    own = packed_pairs_of(ALL, EDGES, "own")
+    assert packed_pairs_of(ALL, EDGES, "own") is own
+    assert packed_pairs_of(ALL, EDGES, "row") is not own
+    other = TokenIndex.from_mask(torch.ones(3, 3, dtype=torch.bool).tril())
+    assert packed_pairs_of(other, EDGES, "own").num_pairs == 4 and own.num_pairs == 5
+
+
 def test_nothing_is_built_in_a_trace_or_a_capture(captures: mock.Mock):
     layout, gpu = torch.ones(2, 2, dtype=torch.bool), torch.device("cuda")
     with pytest.raises(RuntimeError, match="captured; pass BlockIndex.build.*or call once before the capture"):
