@@ -125,13 +125,13 @@ def test_documents_are_read_where_they_lie_and_nothing_else_is_written(device: s
     query, which has sums in any order."""
     if not is_hopper(device):
         pytest.skip("others copy")
-    cu_seqlens = cu_seqlens_of(LENGTHS[0], "cuda")
-    query, key, value = operands("cuda", dtype=torch.bfloat16, head_dim=head_dim)
+    cu_seqlens = cu_seqlens_of(LENGTHS[0], device)
+    query, key, value = operands(device, dtype=torch.bfloat16, head_dim=head_dim)
     grad = torch.randn(query.shape, generator=seeded(3)).to(query)
 
     def run(causal: bool) -> list[torch.Tensor]:
         results = block_sparse_attention(
-            query, key, value, LAYOUT.cuda(), block=16, cu_seqlens=cu_seqlens, causal=causal, return_lse=True
+            query, key, value, LAYOUT.to(device), block=16, cu_seqlens=cu_seqlens, causal=causal, return_lse=True
         )
         grads = torch.autograd.grad(results[0], (query, key, value), grad)
         return [*results, *grads]
