@@ -18,7 +18,7 @@ from ..index.lookup import index_of_lists, packed_pairs_of
 from ..index.token_forms import Nested, lists_of, tensors_in
 from ._autograd import Function, differentiable_once
 from ._library import check_alike, check_inputs, require_kernel, under_autocast
-from .operands import factor_of, wide_dtype
+from .operands import broadcasts, factor_of, wide_dtype
 from .packed_operands import check_row, check_tokens, is_packed, packed_operands
 from .token_tiles import tiled_attention
 
@@ -361,7 +361,7 @@ def fitting(index: TokenIndex, q: Tensor, k: Tensor) -> TokenIndex:
         )
     batch, heads = _batch_and_heads(q)
     for name, own, size in (("heads", index.heads, heads), ("sequences", index.batch, batch)):
-        if own != 1 and own != size:
+        if not broadcasts((own,), (size,)):
             raise ValueError(f"There are lists for {own} {name}, and q has {size}; give as many, or one for all.")
     return index if q.device.type == "meta" else index.to(q.device).ready()
 
