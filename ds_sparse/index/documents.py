@@ -11,6 +11,17 @@ from ..layout import with_heads
 from .block import BlockIndex, check_block
 from .lasting import plain
 
+DOCUMENT_LAYOUTS = ("own", "row")
+
+
+def check_document_layout(document_layout: str) -> None:
+    """Raises ValueError unless it is one of the two meanings that a layout, or token pairs, have for documents."""
+    if document_layout not in DOCUMENT_LAYOUTS:
+        raise ValueError(
+            f"document_layout is {document_layout!r}; it has to be 'own', where each document has the layout from its "
+            "own start, or 'row', where the row's layout ends at the borders of documents."
+        )
+
 
 @dataclass(frozen=True)
 class Documents:

@@ -30,6 +30,7 @@ _of_windows: OrderedDict[Hashable, WindowIndex] = OrderedDict()
 _of_documents: OrderedDict[Hashable, Made[PackedIndex]] = OrderedDict()
 _of_rows: OrderedDict[Hashable, Made[WindowIndex]] = OrderedDict()
 _of_lists: OrderedDict[Hashable, Made[TokenIndex]] = OrderedDict()
+_of_packed_pairs: OrderedDict[Hashable, Made[TokenIndex]] = OrderedDict()
 
 
 def index_of_layout(layout: torch.Tensor, block: int, device: torch.device) -> BlockIndex:
@@ -108,9 +109,26 @@ def row_index_of(
     return kept_with(_of_rows, _owners(layout, cu_seqlens), (block, tokens, causal, device), build, MOST_OF_TENSORS)
 
 
-def _owners(*given: torch.Tensor | BlockIndex) -> list:
+def packed_pairs_of(index: TokenIndex, cu_seqlens: torch.Tensor, document_layout: str) -> TokenIndex:
+    """The pairs of the documents of a batch, built at first use and after a change of `cu_seqlens`.
+
+    Raises:
+        TypeError, ValueError: as of `TokenIndex.packed`.
+        RuntimeError: as of `index_of_lists`.
+    """
+    what, instead = "The pairs of packed documents cannot be found", "pass index.packed(cu_seqlens).prepared()"
+    refuse_traced(what, f"{instead}, without cu_seqlens.")
+
+    def build() -> TokenIndex:
+        refuse_captured(what, index.device, f"{instead}, without cu_seqlens, or call once before the capture.")
+        return index.packed(cu_seqlens, document_layout)
+
+    return kept_with(_of_packed_pairs, _owners(index, cu_seqlens), document_layout, build, MOST_OF_TENSORS)
+
+
+def _owners(*given: torch.Tensor | BlockIndex | TokenIndex) -> list:
     """What an index of documents is made of; anything else is refused when it is built."""
-    return [x for x in given if isinstance(x, torch.Tensor | BlockIndex)]
+    return [x for x in given if isinstance(x, torch.Tensor | BlockIndex | TokenIndex)]
 
 
 def index_of_window(

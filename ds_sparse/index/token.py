@@ -18,7 +18,9 @@ from ..dispatch import tile_heights
 from ..layout import to_token_mask
 from .block import BlockIndex, check_block
 from .cache import refuse_captured, refuse_traced
+from .documents import Documents, check_document_layout
 from .lasting import lasting
+from .packed_pairs import pairs_of_documents
 from .ready_event import ReadyEvent
 from .token_forms import (
     Nested,
@@ -256,6 +258,49 @@ class TokenIndex:
                 self.ends, None if self.order is None else self.order.to(device),
             ),
         )  # fmt: skip
+
+    @lasting
+    def packed(self, cu_seqlens: Tensor, document_layout: str = "own") -> TokenIndex:
+        """The pairs of documents packed in one row, of which none sees another. Built at each call, which waits for the
+        device twice, however many documents there are; `sparse_attn` with `cu_seqlens` keeps what it builds.
+
+        Args:
+            cu_seqlens: int32 or int64 (documents + 1), ascending from 0 to the row's tokens, as FlashAttention has it.
+            document_layout: 'own': the pairs are those of one document from its own start, and one of l tokens has
+                those (i, j) with i, j < l. 'row': they are those of the row, and pairs between documents are left out.
+
+        Returns:
+            The index of the row, which has as many queries as keys, on this one's device; its pairs are in row order.
+
+        Raises:
+            TypeError: `cu_seqlens` is no tensor of integers.
+            ValueError: `cu_seqlens` that does not ascend from 0, or ends with 0; another `document_layout`; pairs for
+                fewer tokens than the longest document, or the row, has; lists of each sequence; `2**31` pairs or more.
+
+        Examples:
+            >>> import torch
+            >>> import ds_sparse
+            >>> index = ds_sparse.TokenIndex.from_mask(torch.ones(3, 3, dtype=torch.bool).tril())
+            >>> index.packed(torch.tensor([0, 3, 5])).mask().int()
+            tensor([[1, 0, 0, 0, 0],
+                    [1, 1, 0, 0, 0],
+                    [1, 1, 1, 0, 0],
+                    [0, 0, 0, 1, 0],
+                    [0, 0, 0, 1, 1]], dtype=torch.int32)
+        """
+        check_document_layout(document_layout)
+        if self.batch > 1:
+            raise ValueError(
+                f"The lists are those of {self.batch} sequences, and packed documents are one row; give lists that "
+                "sequences share."
+            )
+        documents = Documents.read(cu_seqlens)
+        rows, _ = self.ready().make_places()
+        size = self.queries, self.keys
+        row_offsets, columns, ends = pairs_of_documents(
+            rows, self.columns, self.heads, size, documents, document_layout
+        )
+        return TokenIndex(documents.tokens, documents.tokens, 1, self.heads, row_offsets, columns, ends, None)
 
     def prepared(self) -> TokenIndex:
         """All is made that operations and their gradients need: what is compiled later cannot make it.

@@ -31,7 +31,8 @@ from .operands import (
     readable,
     wide_dtype,
 )
-from .packed_attention import is_packed, packed_attention
+from .packed_attention import packed_attention
+from .packed_operands import is_packed
 from .query_offset import Options, attention_at, parts_at
 from .sinks import check_sinks, grad_of_sinks, with_sinks
 
@@ -199,7 +200,7 @@ def block_sparse_attention(
         ... )
         >>> torch.testing.assert_close(last, output[:, :, -1:])
     """
-    if isinstance(layout, PackedIndex) or is_packed(query, key, value, cu_seqlens):
+    if isinstance(layout, PackedIndex) or is_packed(query, key, value, cu_seqlens, document_layout):
         return packed_attention(
             query, key, value, layout, cu_seqlens, document_layout, block, block_sparse_attention, causal=causal,
             return_lse=return_lse, dropout_p=dropout_p, scale=scale, sinks=sinks, rpe=rpe, attn_mask=attn_mask,

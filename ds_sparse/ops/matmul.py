@@ -10,7 +10,7 @@ from ..index import BlockIndex, as_index
 from ._autograd import Function, differentiable_once
 from ._library import check_dtype, check_inputs, require_kernel, under_autocast
 from ._on_layout import OnLayout
-from .operands import call_on
+from .operands import broadcasts, call_on
 
 MODES = ("sdd", "dsd", "dds")
 
@@ -179,7 +179,7 @@ class MatMul(OnLayout):
                 f"got {tuple(values.shape[1:])}"
             )
         batch = max(values.shape[0], dense.shape[0])
-        if values.shape[0] != 1 and values.shape[0] != batch:
+        if not broadcasts(values.shape[:1], (batch,)):
             raise ValueError(
                 f"Tensor {sparse_name} has batch {values.shape[0]} and tensor {dense_name} {dense.shape[0]}; give both "
                 "the same, or 1."
@@ -194,8 +194,7 @@ def _four_dimensional(x: torch.Tensor) -> torch.Tensor:
 
 def _heads(given: int, index: BlockIndex) -> int:
     """The number of heads of the product, from the dense operand's and the layout's."""
-    # Sizes of a traced tensor may be symbolic, which torch.compile does not find in a tuple.
-    if given != 1 and index.num_heads != 1 and given != index.num_heads:
+    if index.num_heads != 1 and not broadcasts((given,), (index.num_heads,)):
         raise ValueError(
             f"The dense operand has {given} heads and the layout {index.num_heads}; give the layout as many heads, "
             "or one."
@@ -204,7 +203,7 @@ def _heads(given: int, index: BlockIndex) -> int:
 
 
 def _expand(name: str, x: torch.Tensor, batch: int, heads: int) -> torch.Tensor:
-    if any(size != 1 and size != wanted for size, wanted in zip(x.shape[:2], (batch, heads))):
+    if not broadcasts(x.shape[:2], (batch, heads)):
         raise ValueError(
             f"Tensor {name} has batch {x.shape[0]} and {x.shape[1]} heads, the other operand or the layout batch "
             f"{batch} and {heads} heads; give both the same, or 1."

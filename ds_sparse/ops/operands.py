@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn.functional import pad
 
@@ -41,10 +43,18 @@ def check_attention_operands(query: torch.Tensor, key: torch.Tensor, value: torc
         )
 
 
+def broadcasts(sizes: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether each of the sizes is 1 or the wanted one, the last beside the last.
+
+    They are compared one by one: sizes of a traced tensor may be symbols, which torch.compile does not find in a tuple,
+    as in `size in (1, wanted)`.
+    """
+    return len(sizes) <= len(wanted) and all(size == 1 or size == full for size, full in zip(sizes[::-1], wanted[::-1]))
+
+
 def check_heads(index: BlockIndex | MasterLayout | Parts, heads: int) -> None:
     """Raises ValueError unless the layout is for so many heads."""
-    # Heads of a traced tensor may be symbolic, which torch.compile does not find in a tuple.
-    if index.num_heads != 1 and index.num_heads != heads:
+    if not broadcasts((index.num_heads,), (heads,)):
         raise ValueError(
             f"query has {heads} heads and the layout {index.num_heads}; give the layout as many heads, or one."
         )
@@ -91,7 +101,7 @@ def check_bias(
             f"{name} requires a gradient, and masks have none here; detach it, or "
             + ("give it as rpe, which has one." if name == "attn_mask" else "use MatMul and Softmax, where it has one.")
         )
-    if x.dim() not in dims or any(size != 1 and size != wanted for size, wanted in zip(x.shape[::-1], full[::-1])):
+    if x.dim() not in dims or not broadcasts(x.shape, full):
         shapes = " or ".join(str(full[-n:]) for n in dims)
         raise ValueError(f"{name} has shape {tuple(x.shape)}; it has to be {shapes}, where any dimension may be 1.")
 

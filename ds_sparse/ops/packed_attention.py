@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..index import BlockIndex, PackedIndex, WindowIndex
+from ..index.documents import check_document_layout
 from ..index.lookup import packed_index_of, row_index_of
 from ._autograd import Function, differentiable_once
 from ._library import check_inputs, under_autocast
@@ -20,29 +21,9 @@ from .operands import (
     factor_of,
 )
 from .packed_in_place import attention_in_place, is_read_in_place
+from .packed_operands import check_row, check_tokens, packed_operands
 from .sinks import check_sinks
 from .window_attention import window_attention
-
-DOCUMENT_LAYOUTS = ("own", "row")
-
-
-class Packed(NamedTuple):
-    """Operands of a packed row, (1, H, T, D), and how results go back to the form that was given."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    cu_seqlens: torch.Tensor | None
-    as_given: Callable[[torch.Tensor], torch.Tensor]
-
-
-def is_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor | None) -> bool:
-    """Whether a call of attention is over packed documents, where its layout is no `PackedIndex`."""
-    if cu_seqlens is not None:
-        return True
-    return getattr(query, "is_nested", False) and all(
-        getattr(x, "layout", None) == torch.jagged for x in (query, key, value)
-    )
 
 
 def packed_attention(
@@ -76,19 +57,11 @@ def packed_attention(
                 f"{name} is given for packed documents, and goes by places in a row; leave it out (padding too: packed "
                 "documents have none), or call once for each document."
             )
-    if document_layout not in DOCUMENT_LAYOUTS:
-        raise ValueError(
-            f"document_layout is {document_layout!r}; it has to be 'own', where each document has the layout from its "
-            "own start, or 'row', where the row's layout ends at the borders of documents."
-        )
+    check_document_layout(document_layout)
     query, key, value, cu_seqlens, as_given = packed_operands(query, key, value, cu_seqlens)
     query, key, value = under_autocast(query, key, value)
     check_attention_operands(query, key, value)
-    if query.shape[0] != 1 or key.shape[2] != query.shape[2]:
-        raise ValueError(
-            f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}; packed documents are one row, of which "
-            "queries and keys are the same tokens: (1, H, T, D), or (T, H, D)."
-        )
+    check_row(query, key, value)
     check_dropout("dropout_p", dropout_p)
     check_inputs(sinks=sinks)
     check_sinks(sinks, query)
@@ -115,56 +88,6 @@ def packed_attention(
     return (as_given(output), as_given(_Moved.apply(lse, *back))) if return_lse else as_given(output)
 
 
-def packed_operands(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor | None
-) -> Packed:
-    """The operands in the form of a row.
-
-    Raises:
-        TypeError: operands that are no tensors.
-        ValueError: kinds or shapes that do not go together.
-    """
-    nested = [getattr(x, "is_nested", False) for x in (query, key, value)]
-    if any(nested):
-        return _from_nested(query, key, value, cu_seqlens, all(nested))
-    check_inputs(query=query, key=key, value=value)
-    if query.dim() != 3:
-        return Packed(query, key, value, cu_seqlens, lambda x: x)
-    if key.dim() != 3 or value.dim() != 3:
-        raise ValueError(
-            f"Shapes are query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}; all have to "
-            "be (T, heads, D), or all (1, heads, T, D)."
-        )
-    query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    return Packed(query, key, value, cu_seqlens, lambda x: x[0].transpose(0, 1))
-
-
-def _from_nested(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor | None, all_are: bool
-) -> Packed:
-    those: dict[str, Any] = {"query": query, "key": key, "value": value}  # types know no jagged tensors
-    if cu_seqlens is not None or not all_are:
-        raise ValueError(
-            "Nested tensors know their documents: give query, key and value all nested, without cu_seqlens."
-        )
-    for name, x in those.items():
-        if x.layout != torch.jagged or x.dim() != 4 or x._ragged_idx != 2 or x.lengths() is not None:
-            raise ValueError(
-                f"{name} is a nested tensor that is not jagged (B, H, tokens, D) without holes; make it by "
-                "torch.nested.nested_tensor_from_jagged(values, offsets) of values (T, H, D), and .transpose(1, 2)."
-            )
-    offsets = those["query"].offsets()
-    for name, x in those.items():
-        if x.offsets() is not offsets and not torch.equal(x.offsets(), offsets):
-            raise ValueError(f"{name} has documents of other lengths than query; give them the same offsets.")
-
-    def as_given(x: torch.Tensor) -> torch.Tensor:
-        return torch.nested.nested_tensor_from_jagged(x[0], offsets, jagged_dim=2)
-
-    query, key, value = (x.values().unsqueeze(0) for x in those.values())
-    return Packed(query, key, value, offsets, as_given)
-
-
 def _own_index(
     layout: torch.Tensor | BlockIndex | PackedIndex,
     cu_seqlens: torch.Tensor | None,
@@ -179,12 +102,7 @@ def _own_index(
         raise ValueError(
             "A PackedIndex is given, and cu_seqlens or block besides; it was built with them, so leave them out."
         )
-    tokens = query.shape[2]
-    if layout.tokens != tokens:
-        raise ValueError(
-            f"The documents have {layout.tokens} tokens together, and query has {tokens}; the last number of "
-            "cu_seqlens has to be the number of tokens."
-        )
+    check_tokens(layout.tokens, query)
     if layout.device != query.device:
         raise ValueError(
             f"The PackedIndex is on {layout.device} and query on {query.device}; pass index.to({str(query.device)!r})."

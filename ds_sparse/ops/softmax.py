@@ -11,6 +11,7 @@ from ..index import BlockIndex, as_index
 from ._autograd import Function, differentiable_once
 from ._library import check_dtype, check_inputs, check_scale, require_kernel
 from ._on_layout import OnLayout
+from .operands import broadcasts
 
 MASK_MODES = ("add", "mul")
 
@@ -162,12 +163,10 @@ def _broadcastable(name: str, x: torch.Tensor, device: torch.device, shape: tupl
     """x with leading dimensions of 1 added, its last dimension spelled out."""
     if x.device != device:
         raise ValueError(f"{name} is on {x.device} and x on {device}; move it there.")
-    given = tuple(x.shape)
-    if x.dim() <= len(shape):
-        x = x.reshape((1,) * (len(shape) - x.dim()) + given)
-        if all(size == 1 or size == full for size, full in zip(x.shape, shape)):
-            return x.expand(*x.shape[:-1], shape[-1])
-    raise ValueError(f"{name} has shape {given}; it has to be {shape}, where any dimension may be 1.")
+    if not broadcasts(x.shape, shape):
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; it has to be {shape}, where any dimension may be 1.")
+    x = x.reshape((1,) * (len(shape) - x.dim()) + x.shape)
+    return x.expand(*x.shape[:-1], shape[-1])
 
 
 class _Softmax(Function):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Literal, overload
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -13,12 +13,18 @@ from torch.nn.functional import pad
 from .._ops import add_op_namespace_prefix, ops
 from ..dispatch import Call, choose, largest_head_dim
 from ..index import TokenIndex
-from ..index.lookup import index_of_lists
+from ..index.documents import check_document_layout
+from ..index.lookup import index_of_lists, packed_pairs_of
 from ..index.token_forms import Nested, lists_of, tensors_in
 from ._autograd import Function, differentiable_once
 from ._library import check_alike, check_inputs, require_kernel, under_autocast
-from .operands import factor_of, wide_dtype
+from .operands import broadcasts, factor_of, wide_dtype
+from .packed_operands import check_row, check_tokens, is_packed, packed_operands
 from .token_tiles import tiled_attention
+
+Lists: TypeAlias = Tensor | Sequence | TokenIndex
+NAMES = ("q", "k", "v")
+"""How sentences about packed operands call them here."""
 
 
 @overload
@@ -26,10 +32,10 @@ def sparse_matmul(q: Tensor, k: Tensor, indices: Tensor) -> Tensor: ...
 
 
 @overload
-def sparse_matmul(q: Tensor, k: Tensor, indices: Tensor | Sequence | TokenIndex) -> Nested: ...
+def sparse_matmul(q: Tensor, k: Tensor, indices: Lists) -> Nested: ...
 
 
-def sparse_matmul(q: Tensor, k: Tensor, indices: Tensor | Sequence | TokenIndex) -> Nested:
+def sparse_matmul(q: Tensor, k: Tensor, indices: Lists) -> Nested:
     """q[..., i, :] . k[..., j, :] for each pair (i, j) of a list, unscaled.
 
     Differentiable in q and k. A pair that is listed twice has two scores. Sums are in fp32 or wider and in a fixed
@@ -73,14 +79,10 @@ def sparse_matmul_vo(q: Tensor, k: Tensor, values: Tensor, offsets: Tensor | Seq
 
 
 @overload
-def sparse_matmul_vo(
-    q: Tensor, k: Tensor, values: Tensor | Sequence | TokenIndex, offsets: Tensor | Sequence | None = None
-) -> Nested: ...
+def sparse_matmul_vo(q: Tensor, k: Tensor, values: Lists, offsets: Tensor | Sequence | None = None) -> Nested: ...
 
 
-def sparse_matmul_vo(
-    q: Tensor, k: Tensor, values: Tensor | Sequence | TokenIndex, offsets: Tensor | Sequence | None = None
-) -> Nested:
+def sparse_matmul_vo(q: Tensor, k: Tensor, values: Lists, offsets: Tensor | Sequence | None = None) -> Nested:
     """`sparse_matmul` of pairs given by rows: the key of each pair, and where each row ends.
 
     Args:
@@ -111,10 +113,12 @@ def sparse_attn(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    values: Tensor | Sequence | TokenIndex,
+    values: Lists,
     offsets: Tensor | Sequence | None = None,
     scale: float | None = None,
     *,
+    cu_seqlens: Tensor | None = None,
+    document_layout: str = "own",
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -124,10 +128,12 @@ def sparse_attn(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    values: Tensor | Sequence | TokenIndex,
+    values: Lists,
     offsets: Tensor | Sequence | None = None,
     scale: float | None = None,
     *,
+    cu_seqlens: Tensor | None = None,
+    document_layout: str = "own",
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -137,10 +143,12 @@ def sparse_attn(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    values: Tensor | Sequence | TokenIndex,
+    values: Lists,
     offsets: Tensor | Sequence | None = None,
     scale: float | None = None,
     *,
+    cu_seqlens: Tensor | None = None,
+    document_layout: str = "own",
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
@@ -149,10 +157,12 @@ def sparse_attn(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    values: Tensor | Sequence | TokenIndex,
+    values: Lists,
     offsets: Tensor | Sequence | None = None,
     scale: float | None = None,
     *,
+    cu_seqlens: Tensor | None = None,
+    document_layout: str = "own",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q @ k^T) @ v over lists of token pairs, in one operation.
@@ -183,6 +193,13 @@ def sparse_attn(
         offsets: int32 or int64 (T,), the end of each row in `values`, or a CSR row pointer (T + 1,), which begins with
             0; of each head where `values` are.
         scale: factor of the scores; 1 / sqrt(D) if it is not given.
+        cu_seqlens: int32 or int64 (documents + 1), ascending from 0 to T, as FlashAttention has it: operands are one
+            row of packed documents, of which none sees another, (1, H, T, D) or (T, H, D), the result likewise; or
+            jagged nested tensors (B, H, tokens, D), which need no cu_seqlens. The pairs of a batch are found once for
+            the same index and cu_seqlens; or beforehand, by `TokenIndex.packed`, and are then given without cu_seqlens.
+        document_layout: of packed documents. 'own': values are a `TokenIndex` of one document, for as many tokens as
+            the longest has or more; one of l tokens has its pairs (i, j) with i, j < l, so that results are those of
+            separate calls. 'row': the pairs are those of the row, and those between documents are left out.
         return_lse: whether to return each row's log of its sum of exponentials as well.
 
     Returns:
@@ -206,7 +223,19 @@ def sparse_attn(
         torch.Size([2, 4, 3, 8])
         >>> torch.equal(output[:, :, 0], value[:, :, 0]), output[:, :, 1].any().item()
         (True, False)
+
+        Packed documents of 2 and 3 tokens, in which each token sees itself and those before it.
+
+        >>> index = ds_sparse.TokenIndex.from_mask(torch.ones(4, 4, dtype=torch.bool).tril())
+        >>> query, key, value = (torch.randn(5, 4, 8) for _ in range(3))
+        >>> output = ds_sparse.sparse_attn(query, key, value, index, cu_seqlens=torch.tensor([0, 2, 5]))
+        >>> torch.equal(output[[0, 2]], value[[0, 2]])
+        True
     """
+    if is_packed(q, k, v, cu_seqlens, document_layout):
+        return packed_documents(
+            sparse_attn, q, k, v, values, offsets, cu_seqlens, document_layout, scale=scale, return_lse=return_lse
+        )
     check_inputs(q=q, k=k, v=v)
     q, k, v = under_autocast(q, k, v)
     check_operands(q, k, v)
@@ -225,13 +254,49 @@ def sparse_attn(
     return (output, lse) if return_lse else output
 
 
-def token_index(
-    values: Tensor | Sequence | TokenIndex, offsets: Tensor | Sequence | None, q: Tensor, k: Tensor
-) -> TokenIndex:
+def packed_documents(
+    attend: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    values: Lists,
+    offsets: Tensor | Sequence | None,
+    cu_seqlens: Tensor | None,
+    document_layout: str,
+    **options: object,
+) -> Any:
+    """What `attend`, which is `sparse_attn` or a step to it, gives for packed documents, in the form of the operands.
+
+    Raises:
+        TypeError, ValueError: what does not fit, in a sentence.
+        RuntimeError: under torch.compile, and where pairs would have to be found in the capture of a CUDA graph.
+    """
+    check_document_layout(document_layout)
+    q, k, v, cu_seqlens, as_given = packed_operands(q, k, v, cu_seqlens, NAMES)
+    assert cu_seqlens is not None, "or the operands would not be packed"
+    check_row(q, k, v, NAMES)
+    if isinstance(values, TokenIndex):
+        _refuse_offsets(offsets)
+        index = values if q.is_meta else values.to(q.device)
+    elif document_layout == "row":
+        index = token_index(values, offsets, q, k)
+    else:
+        lists_of("values", values, 1)
+        raise ValueError(
+            "values are the pairs of one document, and do not say for how many tokens they are; give a TokenIndex, "
+            "such as TokenIndex.from_csr(values, offsets, tokens, tokens), or document_layout='row' if they are the "
+            "row's."
+        )
+    index = packed_pairs_of(index, cu_seqlens, document_layout)
+    check_tokens(index.queries, q)
+    results = attend(q, k, v, index, **options)
+    return tuple(map(as_given, results)) if isinstance(results, tuple) else as_given(results)
+
+
+def token_index(values: Lists, offsets: Tensor | Sequence | None, q: Tensor, k: Tensor) -> TokenIndex:
     """The index of values and offsets for these operands, which have been checked, on q's device."""
     if isinstance(values, TokenIndex):
-        if offsets is not None:
-            raise ValueError("values is a TokenIndex, which has its offsets; leave offsets out.")
+        _refuse_offsets(offsets)
         return fitting(values, q, k)
     values = lists_of("values", values, 1)
     if offsets is None:
@@ -239,6 +304,11 @@ def token_index(
     lengths = q.shape[-2], k.shape[-2]
     given = values, lists_of("offsets", offsets, 1)
     return fitting(index_of_lists(lambda: TokenIndex.from_csr(*given, *lengths), given, *lengths), q, k)
+
+
+def _refuse_offsets(offsets: Tensor | Sequence | None) -> None:
+    if offsets is not None:
+        raise ValueError("values is a TokenIndex, which has its offsets; leave offsets out.")
 
 
 def check_operands(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
@@ -274,7 +344,7 @@ def _check_native(operator: str, *tensors: Tensor) -> None:
         )
 
 
-def _index_of_pairs(indices: Tensor | Sequence | TokenIndex, q: Tensor, k: Tensor) -> TokenIndex:
+def _index_of_pairs(indices: Lists, q: Tensor, k: Tensor) -> TokenIndex:
     if isinstance(indices, TokenIndex):
         return fitting(indices, q, k)
     lengths = q.shape[-2], k.shape[-2]
@@ -291,7 +361,7 @@ def fitting(index: TokenIndex, q: Tensor, k: Tensor) -> TokenIndex:
         )
     batch, heads = _batch_and_heads(q)
     for name, own, size in (("heads", index.heads, heads), ("sequences", index.batch, batch)):
-        if own != 1 and own != size:
+        if not broadcasts((own,), (size,)):
             raise ValueError(f"There are lists for {own} {name}, and q has {size}; give as many, or one for all.")
     return index if q.device.type == "meta" else index.to(q.device).ready()
 
@@ -319,7 +389,7 @@ def _scores(q: Tensor, k: Tensor, index: TokenIndex) -> Nested:
     return index.scores_of(flat, tuple(q.shape[:-2]))
 
 
-def _padded(scores: Nested, given: Tensor | Sequence | TokenIndex, pairs_dim: int, lead: torch.Size) -> Nested:
+def _padded(scores: Nested, given: Lists, pairs_dim: int, lead: torch.Size) -> Nested:
     """Scores of lists that were given in one padded tensor in one tensor as well, (..., H, N)."""
     if not isinstance(given, Tensor) or given.dim() == -pairs_dim:
         return scores

@@ -14,15 +14,24 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..index import TokenIndex
+from ..index.packed_pairs import mask_of_documents
 from ._autograd import first_derivatives_only
 from ._library import check_inputs, under_autocast
-from .operands import factor_of
-from .token import as_4d, check_operands, token_index
+from .operands import broadcasts, factor_of
+from .packed_operands import check_row, is_packed, packed_operands
+from .token import NAMES, Lists, as_4d, check_operands, packed_documents, token_index
 
-_Lists = Tensor | Sequence | TokenIndex
 
-
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
+def masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    document_layout: str = "own",
+) -> Tensor:
     """The dense baseline: all scores, those outside the mask set to -inf.
 
     Args:
@@ -30,6 +39,8 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
         mask: (T, S), or what broadcasts to (..., H, T, S), such as (H, T, S) and (B, 1, T, S); bool, True where a query
             sees a key, or floating point, which is added to the scores.
         scale: 1 / sqrt(D) if it is not given.
+        cu_seqlens, document_layout: of packed documents, as in `sparse_attn`, with the mask of one document, or of the
+            row, in place of pairs; it may be larger than needed. Each call waits for the device of cu_seqlens.
 
     Returns:
         (..., H, T, E).
@@ -38,6 +49,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
         TypeError: operands that are no tensors; a mask that is neither bool nor floating point; a scale that is no
             number.
         ValueError: shapes, dtypes, devices or a scale that do not fit.
+        RuntimeError: packed documents under torch.compile, or in the capture of a CUDA graph.
 
     Examples:
         >>> import torch
@@ -53,14 +65,19 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
             f"mask is {given}; it has to be a tensor, bool, True where a query sees a key, or floating point, which is "
             "added. TokenIndex.mask() makes one of lists."
         )
-    check_inputs(q=q, k=k, v=v, mask=mask)
+    check_inputs(mask=mask)
+    if is_packed(q, k, v, cu_seqlens, document_layout):
+        q, k, v, documents, as_given = packed_operands(q, k, v, cu_seqlens, NAMES)
+        check_row(q, k, v, NAMES)
+        assert documents is not None, "or the operands would not be packed"
+        mask = mask_of_documents(mask, documents, document_layout, q.shape[2])
+        return as_given(masked_attention(q, k, v, mask, scale))
+    check_inputs(q=q, k=k, v=v)
     check_operands(*under_autocast(q, k, v))
     if mask.device != q.device:
         raise ValueError(f"mask is on {mask.device} and q on {q.device}; move it there.")
     whole = (*q.shape[:-1], k.shape[-2])
-    if mask.dim() > len(whole) or any(
-        size != 1 and size != wanted for size, wanted in zip(mask.shape[::-1], whole[::-1])
-    ):
+    if not broadcasts(mask.shape, whole):
         raise ValueError(f"mask has shape {tuple(mask.shape)}; it has to broadcast to {whole}.")
     scores = (q @ k.mT) * factor_of(scale, q.shape[-1])
     if mask.dtype == torch.bool:
@@ -80,9 +97,12 @@ def gather_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    values: _Lists,
+    values: Lists,
     offsets: Tensor | Sequence | None = None,
     scale: float | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    document_layout: str = "own",
 ) -> Tensor:
     """`index_select` of a query, key and value for each pair, `index_add` of exponentials and of weighted values.
 
@@ -90,7 +110,8 @@ def gather_attention(
     wider.
 
     Args:
-        q, k, v, values, offsets, scale: as in `sparse_attn`; head sizes have no bound on CUDA either.
+        q, k, v, values, offsets, scale, cu_seqlens, document_layout: as in `sparse_attn`; head sizes have no bound on
+            CUDA either.
 
     Returns:
         (..., H, T, E) in q's dtype.
@@ -107,6 +128,8 @@ def gather_attention(
         >>> output = ds_sparse.gather_attention(query, key, value, *lists)
         >>> torch.testing.assert_close(output, ds_sparse.sparse_attn(query, key, value, *lists))
     """
+    if is_packed(q, k, v, cu_seqlens, document_layout):
+        return packed_documents(gather_attention, q, k, v, values, offsets, cu_seqlens, document_layout, scale=scale)
     check_inputs(q=q, k=k, v=v)
     q, k, v = under_autocast(q, k, v)
     index, scale, lead = _start(q, k, v, values, offsets, scale)
@@ -134,9 +157,12 @@ def jagged_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    values: _Lists,
+    values: Lists,
     offsets: Tensor | Sequence | None = None,
     scale: float | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    document_layout: str = "own",
 ) -> Tensor:
     """Nested tensors of jagged layout: every query has a matrix of its keys and one of its values, of their own length.
 
@@ -146,7 +172,8 @@ def jagged_attention(
     ones beside the value sums the exponentials.
 
     Args:
-        q, k, v, values, offsets, scale: as in `sparse_attn`; head sizes have no bound on CUDA either.
+        q, k, v, values, offsets, scale, cu_seqlens, document_layout: as in `sparse_attn`; head sizes have no bound on
+            CUDA either.
 
     Returns:
         (..., H, T, E) in q's dtype.
@@ -164,6 +191,8 @@ def jagged_attention(
         >>> output = ds_sparse.jagged_attention(query, key, value, *lists)
         >>> torch.testing.assert_close(output, ds_sparse.sparse_attn(query, key, value, *lists))
     """
+    if is_packed(q, k, v, cu_seqlens, document_layout):
+        return packed_documents(jagged_attention, q, k, v, values, offsets, cu_seqlens, document_layout, scale=scale)
     check_inputs(q=q, k=k, v=v)
     _refuse_transforms("jagged_attention", "nested")
     q, k, v = under_autocast(q, k, v)
@@ -192,17 +221,20 @@ def torch_sparse_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    values: _Lists,
+    values: Lists,
     offsets: Tensor | Sequence | None = None,
     scale: float | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    document_layout: str = "own",
 ) -> Tensor:
     """torch.sparse: `sampled_addmm` for the scores, their softmax in CSR's values, and a sparse matrix product.
 
     One head after another: these operations take matrices. Autocast does not change the dtype.
 
     Args:
-        q, k, v, values, offsets, scale: as in `sparse_attn`; q, k and v in fp32 or fp64, and head sizes have no
-            bound on CUDA either.
+        q, k, v, values, offsets, scale, cu_seqlens, document_layout: as in `sparse_attn`; q, k and v in fp32 or fp64,
+            and head sizes have no bound on CUDA either.
 
     Returns:
         (..., H, T, E) in q's dtype.
@@ -221,6 +253,10 @@ def torch_sparse_attention(
         >>> output = ds_sparse.torch_sparse_attention(query, key, value, *lists)
         >>> torch.testing.assert_close(output, ds_sparse.sparse_attn(query, key, value, *lists))
     """
+    if is_packed(q, k, v, cu_seqlens, document_layout):
+        return packed_documents(
+            torch_sparse_attention, q, k, v, values, offsets, cu_seqlens, document_layout, scale=scale
+        )
     check_inputs(q=q, k=k, v=v)
     _refuse_transforms("torch_sparse_attention", "sparse CSR")
     index, scale, lead = _start(q, k, v, values, offsets, scale)
@@ -251,7 +287,7 @@ def _torch_sparse(q: Tensor, k: Tensor, v: Tensor, index: TokenIndex, scale: flo
 
 
 def _start(
-    q: Tensor, k: Tensor, v: Tensor, values: _Lists, offsets: Tensor | Sequence | None, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, values: Lists, offsets: Tensor | Sequence | None, scale: float | None
 ) -> tuple[TokenIndex, float, torch.Size]:
     check_operands(q, k, v)
     index = token_index(values, offsets, q, k)

@@ -15,6 +15,7 @@ from ._autograd import Function, differentiable_once
 from ._library import check_inputs, require_kernel, under_autocast
 from .attention_operators import implementation_for
 from .operands import (
+    broadcasts,
     check_attention_operands,
     check_bias,
     distinct_when_traced,
@@ -178,8 +179,7 @@ def _index(
 def fitting_window(given: WindowIndex, query: torch.Tensor) -> WindowIndex:
     """The index, ready, after a check that it fits the query."""
     _, heads, tokens, _ = query.shape
-    # Sizes of a traced tensor may be symbolic, which torch.compile does not find in a tuple.
-    if given.tokens != tokens or (given.num_heads != 1 and given.num_heads != heads):
+    if given.tokens != tokens or not broadcasts((given.num_heads,), (heads,)):
         raise ValueError(
             f"The WindowIndex is for {given.tokens} tokens and {given.num_heads} heads (1: any), and query has "
             f"{tokens} tokens and {heads} heads; build it for these."

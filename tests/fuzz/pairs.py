@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -78,9 +79,11 @@ def moved(given: Any, device: str) -> Any:
     return given.to(device)
 
 
-def rows_given(draw: Draw, lists: Lists) -> Callable[[str], tuple[Any, ...]]:
+def rows_given(
+    draw: Draw, lists: Lists, forms: tuple[str, ...] = ("lists", "lists", "padded", "TokenIndex")
+) -> Callable[[str], tuple[Any, ...]]:
     """values and offsets, or an index in place of both, on a device."""
-    form = draw.pick("lists as", ("lists", "lists", "padded", "TokenIndex"))
+    form = draw.pick("lists as", forms)
     dtype = draw.pick("", (torch.int64, torch.int32))
     values, ends = (list(x) for x in zip(*lists.by_rows()))
     if draw.maybe(0.4):
@@ -98,7 +101,8 @@ def rows_given(draw: Draw, lists: Lists) -> Callable[[str], tuple[Any, ...]]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of operands, and how dimensions before the tokens are given: "as they are", none, one or three."""
+    """Of operands, and how dimensions before the tokens are given: "as they are", none, one or three; or behind them,
+    of packed documents."""
 
     batch: int
     heads: int
@@ -108,12 +112,46 @@ class Sizes:
     lead: str
 
     def folded(self, x: Tensor) -> Tensor:
-        return {"none": lambda: x[0, 0], "one": lambda: x[0], "three": lambda: x[None]}.get(self.lead, lambda: x)()
+        return {
+            "none": lambda: x[0, 0], "one": lambda: x[0], "three": lambda: x[None],
+            "tokens first": lambda: x[0].transpose(0, 1),
+        }.get(self.lead, lambda: x)()  # fmt: skip
 
     def unfolded(self, x: Tensor) -> Tensor:
-        return {"none": lambda: x[None, None], "one": lambda: x[None], "three": lambda: x[0]}.get(
-            self.lead, lambda: x
-        )()
+        return {
+            "none": lambda: x[None, None], "one": lambda: x[None], "three": lambda: x[0],
+            "tokens first": lambda: x.transpose(0, 1)[None],
+        }.get(self.lead, lambda: x)()  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Documents:
+    """How a row is cut into documents, and what its pairs, or its mask, mean for them."""
+
+    cu_seqlens: Tensor
+    layout: str
+
+    def options(self, device: str) -> dict[str, Any]:
+        return {"cu_seqlens": self.cu_seqlens.to(device), "document_layout": self.layout}
+
+    def of_row(self, x: Tensor, between: float) -> Tensor:
+        """What (..., T, T) of one document, or of the row, is for the whole row."""
+        row = torch.full_like(x, between)
+        for first, end in pairwise(self.cu_seqlens.tolist()):
+            of_x = slice(0, end - first) if self.layout == "own" else slice(first, end)
+            row[..., first:end, first:end] = x[..., of_x, of_x]
+        return row
+
+
+def draw_documents(draw: Draw, sizes: Sizes) -> tuple[Documents | None, Sizes]:
+    """Documents, now and then, where the operands may be a row of them; how the operands are given then."""
+    if sizes.batch != 1 or sizes.tokens != sizes.keys or sizes.tokens == 0 or draw.maybe(0.6):
+        return None, sizes
+    edges = torch.randint(sizes.tokens + 1, (draw.pick("", (0, 1, 3, 9)),), generator=draw.numbers).tolist()
+    cu_seqlens = torch.tensor(sorted([0, sizes.tokens, *edges]), dtype=draw.pick("", (torch.int32, torch.int64)))
+    draw.words["documents"] = str(cu_seqlens.tolist())
+    documents = Documents(cu_seqlens, draw.pick("layout of documents", ("own", "row")))
+    return documents, replace(sizes, lead=draw.pick("dimensions before", ("as they are", "tokens first")))
 
 
 def draw_sizes(draw: Draw) -> Sizes:
@@ -141,18 +179,22 @@ def attention_of(draw: Draw, skew: float, name: str) -> Case:
     lists = draw_lists(
         draw, sizes.batch, sizes.heads, sizes.tokens, sizes.keys, repeated=name != "torch_sparse_attention"
     )
-    lists_on, scale = rows_given(draw, lists), draw.scale()
+    documents, sizes = draw_documents(draw, sizes)
+    needs_index = documents is not None and documents.layout == "own"
+    lists_on = rows_given(draw, lists, ("TokenIndex",)) if needs_index else rows_given(draw, lists)
+    scale = draw.scale()
     factor, is_native = sizes.depth**-0.5 if scale is None else scale, name == "sparse_attn"
     with_lse = is_native and draw.pick("lse", (False, True))
 
     def call(given: Tensors) -> Tensors:
         folded = [sizes.folded(x) for x in given.values()]
         options = {"scale": factor * skew if skew != 1 else scale} | ({"return_lse": with_lse} if is_native else {})
+        options |= {} if documents is None else documents.options(str(given["q"].device))
         found = getattr(ds_sparse, name)(*folded, *lists_on(str(given["q"].device)), **options)
         results = dict(zip(("output", "lse"), found)) if with_lse else {"output": found}
         return {key: sizes.unfolded(x) for key, x in results.items()}
 
-    times = lists.times
+    times = lists.times if documents is None else documents.of_row(lists.times, 0)
     meaning = Attention(("q", "k", "v"), times > 0, factor, times=times, with_lse=with_lse)
     return Case(
         name, dtype, tensors, ("q", "k", "v"), call, meaning, draw.grads(), draw.words, composed=not is_native

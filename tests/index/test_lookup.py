@@ -13,7 +13,8 @@ import torch
 
 from ds_sparse import TokenIndex, block_sparse_attention, sparse_attn, sparse_matmul, sparse_matmul_vo, window_attention
 from ds_sparse.index import cache, lookup
-from ds_sparse.index.lookup import copy_of, index_of_layout, index_of_lists, index_of_window
+from ds_sparse.index.lookup import copy_of, index_of_layout, index_of_lists, index_of_window, packed_pairs_of
+from ds_sparse.index.packed_pairs import mask_of_documents
 
 VALUES, ENDS = [0, 4, 1, 2], [1, 1, 3, 4]
 
@@ -33,10 +34,17 @@ def of_pairs() -> tuple:
     return values, lambda: sparse_attn(x, x, x, values, offsets)
 
 
+def of_packed_pairs() -> tuple:
+    cu_seqlens, x = torch.tensor([0, 2, 5]), torch.ones(1, 1, 5, 8)
+    index = TokenIndex.from_mask(torch.ones(3, 3, dtype=torch.bool))
+    return cu_seqlens[1:2], lambda: sparse_attn(x, x, x, index, cu_seqlens=cu_seqlens)
+
+
 PARTS = {
     "layout": (of_a_layout, "_of_layouts"),
     "window": (of_a_window, "_of_windows"),
     "pairs": (of_pairs, "_of_lists"),
+    "packed pairs": (of_packed_pairs, "_of_packed_pairs"),
 }
 
 
@@ -113,6 +121,16 @@ def attention_of_ends(ends: torch.Tensor) -> torch.Tensor:
     return sparse_attn(x, x, x, torch.tensor([0, 1, 0]), ends)
 
 
+def attention_of_documents(cu_seqlens: torch.Tensor) -> torch.Tensor:
+    x = torch.arange(24.0).view(1, 1, 3, 8).sin()
+    return sparse_attn(x, x, x, ALL, cu_seqlens=cu_seqlens)
+
+
+def attention_of_a_row(values: torch.Tensor) -> torch.Tensor:
+    x, arguments = torch.arange(24.0).view(3, 1, 8).sin(), {"cu_seqlens": EDGES, "document_layout": "row"}
+    return sparse_attn(x, x, x, values, torch.tensor([1, 2, 4]), **arguments)
+
+
 def scores_of_lists(values: torch.Tensor) -> torch.Tensor:
     x = torch.arange(16.0).view(1, 2, 8)
     return sparse_matmul_vo(x, x, [values], [torch.tensor([1, 3])])[0]
@@ -121,6 +139,9 @@ def scores_of_lists(values: torch.Tensor) -> torch.Tensor:
 def scores_of_pairs(pairs: torch.Tensor) -> torch.Tensor:
     x = torch.arange(16.0).view(1, 2, 8)
     return sparse_matmul(x, x, pairs)
+
+
+ALL, EDGES = TokenIndex.from_mask(torch.ones(3, 3, dtype=torch.bool)), torch.tensor([0, 1, 3])
 
 
 @pytest.mark.parametrize("write", WRITES)
@@ -132,6 +153,8 @@ def scores_of_pairs(pairs: torch.Tensor) -> torch.Tensor:
         (attention_on, torch.ones(2, 2).T, [[1, 0], [1, 1]]),
         (attention_of_lists, torch.tensor([0, 1, 0]), [1, 0, 1]),
         (attention_of_ends, torch.tensor([1, 3]), [2, 3]),
+        (attention_of_documents, torch.tensor([0, 1, 3]), [0, 2, 3]),
+        (attention_of_a_row, torch.tensor([0, 1, 1, 2]), [0, 2, 1, 2]),
         (scores_of_lists, torch.tensor([0, 1, 0]), [1, 0, 1]),
         (scores_of_pairs, torch.tensor([[0, 0], [1, 1]]), [[0, 1], [1, 0]]),
     ],
@@ -169,6 +192,14 @@ def test_a_layout_has_an_index_for_each_block_and_device():
     assert copied.device == meta and copy_of(index, meta) is copied
 
 
+def test_pairs_of_documents_are_kept_for_each_index_and_document_layout():
+    own = packed_pairs_of(ALL, EDGES, "own")
+    assert packed_pairs_of(ALL, EDGES, "own") is own
+    assert packed_pairs_of(ALL, EDGES, "row") is not own
+    other = TokenIndex.from_mask(torch.ones(3, 3, dtype=torch.bool).tril())
+    assert packed_pairs_of(other, EDGES, "own").num_pairs == 4 and own.num_pairs == 5
+
+
 def test_nothing_is_built_in_a_trace_or_a_capture(captures: mock.Mock):
     layout, gpu = torch.ones(2, 2, dtype=torch.bool), torch.device("cuda")
     with pytest.raises(RuntimeError, match="captured; pass BlockIndex.build.*or call once before the capture"):
@@ -179,8 +210,15 @@ def test_nothing_is_built_in_a_trace_or_a_capture(captures: mock.Mock):
     pairs.is_inference.return_value = False
     with pytest.raises(RuntimeError, match="captured; build a TokenIndex before.*or call once before the capture"):
         index_of_lists(AssertionError, (pairs,), 4, 5)
+    index = mock.Mock(spec=TokenIndex, device=gpu)
+    with pytest.raises(RuntimeError, match="captured; pass index.packed.*or call once before the capture"):
+        packed_pairs_of(index, torch.tensor([0, 3]), "own")
     with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
         with pytest.raises(RuntimeError, match="under torch.compile; pass BlockIndex.build.*on the device of query"):
             index_of_layout(layout, 16, gpu)
         with pytest.raises(RuntimeError, match="under torch.compile; build a TokenIndex before"):
             index_of_lists(AssertionError, (pairs,), 4, 5)
+        with pytest.raises(RuntimeError, match="under torch.compile; pass index.packed.*without cu_seqlens"):
+            packed_pairs_of(ALL, EDGES, "own")
+        with pytest.raises(RuntimeError, match="under torch.compile; give the mask of the whole row"):
+            mask_of_documents(layout, EDGES, "own", 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from unittest import mock
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from helpers import EXAMPLES, Pairs, generator, random_pairs, seeded
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sparse import BlockIndex, TokenIndex, sparse_matmul
 from ds_sparse.index.token_forms import tensors_in
@@ -296,10 +298,73 @@ def test_lists_of_heads_and_of_sequences_are_told_apart():
     torch.testing.assert_close(sequences[1][0][:, 1], (x[1, :, 1] * x[1, :, 1]).sum(-1))
 
 
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("document_layout", ["own", "row"])
+def test_packed_documents_have_the_pairs_of_each_and_none_between(device: str, document_layout: str, heads: int):
+    lengths = torch.tensor([5, 0, 1, 13, 7])
+    cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    tokens = 15 if document_layout == "own" else 26
+    pairs = random_pairs(seeded(heads), tokens, tokens + 2, 1, heads, repeated=True)
+    index = TokenIndex.from_pairs(pairs.nested(list(pairs.lists)), tokens, tokens + 2).to(device)
+    packed = index.packed(cu_seqlens.to(device, torch.int32), document_layout)
+    assert (packed.queries, packed.keys, packed.batch, packed.heads) == (26, 26, 1, heads)
+    expected = torch.zeros(heads, 26, 26, dtype=torch.int64)
+    for first, end in pairwise(cu_seqlens.tolist()):
+        those = slice(0, end - first) if document_layout == "own" else slice(first, end)
+        expected[:, first:end, first:end] = pairs.counts[0][:, those, those]
+    found = torch.stack([
+        torch.bincount((one[:, 0] * 26 + one[:, 1]).cpu(), minlength=26 * 26).view(26, 26)
+        for one in tensors_in(packed.pairs())
+    ])  # fmt: skip
+    assert expected.max() > 1 and torch.equal(found, expected)
+
+
+def test_packing_takes_no_more_steps_for_more_documents():
+    index = TokenIndex.from_mask(torch.rand(40, 40) < 0.3)
+
+    def steps(documents: int) -> int:
+        with CountedOperators() as counted:
+            index.packed(torch.arange(documents + 1) * 3)
+        return counted.number
+
+    assert steps(300) == steps(2) > 5
+
+
+@pytest.mark.parametrize(
+    ("index", "arguments", "sentence"),
+    [
+        (
+            TokenIndex.from_mask(torch.ones(4, 3) > 0),
+            {},
+            "for 4 query and 3 key tokens, and the longest .* has 4",
+        ),
+        (TokenIndex.from_mask(torch.ones(5, 6) > 0), {"document_layout": "row"}, "5 query .* and the row has 6"),
+        (
+            TokenIndex.from_mask(torch.ones(2, 1, 6, 6) > 0),
+            {},
+            "of 2 sequences, and packed documents are one row",
+        ),
+        (TokenIndex.from_mask(torch.ones(6, 6) > 0), {"document_layout": "both"}, "document_layout is 'both'; it has"),
+    ],
+)
+def test_pairs_that_do_not_fit_packed_documents_are_refused(index: TokenIndex, arguments: dict, sentence: str):
+    with pytest.raises(ValueError, match=sentence):
+        index.packed(torch.tensor([0, 2, 6]), **arguments)
+
+
 def test_an_index_made_in_inference_mode_serves_training():
     with torch.inference_mode():
         index = TokenIndex.from_pairs(torch.tensor([[1, 0], [0, 1]]), 2, 2).prepared()
-    tensors = [index.row_offsets, index.columns, index.order, *index.by_key]
+        packed = index.packed(torch.tensor([0, 1, 3])).prepared()
+    tensors = [
+        packed.row_offsets,
+        packed.columns,
+        *packed.by_key,
+        index.row_offsets,
+        index.columns,
+        index.order,
+        *index.by_key,
+    ]
     assert not any(x.is_inference() for x in tensors)
 
 
@@ -318,6 +383,16 @@ def test_another_stream_waits_for_the_one_that_made_it():
             _ = index.by_key  # made here, so that the first stream waits in its turn
         index.ready()
         assert wait.call_count == 2
+
+
+class CountedOperators(TorchDispatchMode):
+    """Counts the operators of PyTorch that are called."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.number += 1
+        return function(*args, **(kwargs or {}))
 
 
 def test_its_repr_is_one_short_line():

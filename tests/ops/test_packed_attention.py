@@ -125,13 +125,13 @@ def test_documents_are_read_where_they_lie_and_nothing_else_is_written(device: s
     query, which has sums in any order."""
     if not is_hopper(device):
         pytest.skip("others copy")
-    cu_seqlens = cu_seqlens_of(LENGTHS[0], "cuda")
-    query, key, value = operands("cuda", dtype=torch.bfloat16, head_dim=head_dim)
+    cu_seqlens = cu_seqlens_of(LENGTHS[0], device)
+    query, key, value = operands(device, dtype=torch.bfloat16, head_dim=head_dim)
     grad = torch.randn(query.shape, generator=seeded(3)).to(query)
 
     def run(causal: bool) -> list[torch.Tensor]:
         results = block_sparse_attention(
-            query, key, value, LAYOUT.cuda(), block=16, cu_seqlens=cu_seqlens, causal=causal, return_lse=True
+            query, key, value, LAYOUT.to(device), block=16, cu_seqlens=cu_seqlens, causal=causal, return_lse=True
         )
         grads = torch.autograd.grad(results[0], (query, key, value), grad)
         return [*results, *grads]
@@ -304,6 +304,16 @@ def test_what_does_not_fit_packed_documents_is_refused(changed: dict, sentence: 
     given = {"query": query, "key": key, "value": value, "layout": LAYOUT, "block": 16, "cu_seqlens": CU_SEQLENS}
     with pytest.raises(ValueError, match=sentence):
         block_sparse_attention(**(given | changed))
+
+
+def test_a_document_layout_without_documents_is_refused():
+    given = operands("cpu", 100)
+    with pytest.raises(
+        ValueError, match="document_layout is 'row', and there are no packed documents; give cu_seqlens"
+    ):
+        block_sparse_attention(*given, torch.ones(7, 7), block=16, document_layout="row")
+    with pytest.raises(ValueError, match="document_layout is 'whole'; it has to be 'own'"):
+        block_sparse_attention(*given, torch.ones(7, 7), block=16, document_layout="whole")
 
 
 def test_rows_of_several_sequences_and_of_other_keys_are_refused():

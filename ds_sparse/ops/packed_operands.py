@@ -1,0 +1,126 @@
+"""Operands of packed documents: one row, in each of the forms in which callers give it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..index.documents import check_document_layout
+from ._library import check_inputs
+
+QUERY_KEY_VALUE = ("query", "key", "value")
+"""How sentences call the operands, where the operation has no other names for them."""
+
+
+class Packed(NamedTuple):
+    """Operands of a packed row, (1, H, T, D), and how results go back to the form that was given."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    cu_seqlens: torch.Tensor | None
+    as_given: Callable[[torch.Tensor], torch.Tensor]
+
+
+def is_packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    document_layout: str,
+) -> bool:
+    """Whether a call of attention is over packed documents, where its layout is no `PackedIndex`.
+
+    Raises:
+        ValueError: it is not, and has a `document_layout`.
+    """
+    if cu_seqlens is not None:
+        return True
+    if getattr(query, "is_nested", False) and all(
+        getattr(x, "layout", None) == torch.jagged for x in (query, key, value)
+    ):
+        return True
+    if document_layout != "own":
+        check_document_layout(document_layout)
+        raise ValueError(
+            f"document_layout is {document_layout!r}, and there are no packed documents; give cu_seqlens, or leave it "
+            "out."
+        )
+    return False
+
+
+def packed_operands(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    names: tuple[str, str, str] = QUERY_KEY_VALUE,
+) -> Packed:
+    """The operands in the form of a row.
+
+    Raises:
+        TypeError: operands that are no tensors.
+        ValueError: kinds or shapes that do not go together.
+    """
+    those: dict[str, Any] = dict(zip(names, (query, key, value)))  # types know no jagged tensors
+    nested = [getattr(x, "is_nested", False) for x in those.values()]
+    if any(nested):
+        return _from_nested(those, cu_seqlens, all(nested))
+    check_inputs(**those)
+    if query.dim() != 3:
+        return Packed(query, key, value, cu_seqlens, lambda x: x)
+    if key.dim() != 3 or value.dim() != 3:
+        raise ValueError(f"Shapes are {_shapes(those)}; all have to be (T, heads, D), or all (1, heads, T, D).")
+    query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    return Packed(query, key, value, cu_seqlens, lambda x: x[0].transpose(0, 1))
+
+
+def check_row(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, names: tuple[str, str, str] = QUERY_KEY_VALUE
+) -> None:
+    """Raises ValueError unless `packed_operands` are one row, of which queries and keys are the same tokens."""
+    if any(x.dim() != 4 for x in (query, key, value)) or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
+        raise ValueError(
+            f"Shapes are {_shapes(dict(zip(names, (query, key, value))))}; packed documents are one row, of which "
+            "queries and keys are the same tokens: (1, H, T, D), or (T, H, D)."
+        )
+
+
+def check_tokens(of_documents: int, query: torch.Tensor) -> None:
+    """Raises ValueError unless the documents have together as many tokens as the query, (1, H, T, D)."""
+    tokens = query.shape[2]
+    if of_documents != tokens:
+        raise ValueError(
+            f"The documents have {of_documents} tokens together, and query has {tokens}; the last number of "
+            "cu_seqlens has to be the number of tokens."
+        )
+
+
+def _from_nested(those: dict[str, Any], cu_seqlens: torch.Tensor | None, all_are: bool) -> Packed:
+    first, second, third = those
+    if cu_seqlens is not None or not all_are:
+        raise ValueError(
+            f"Nested tensors know their documents: give {first}, {second} and {third} all nested, without cu_seqlens."
+        )
+    for name, x in those.items():
+        if x.layout != torch.jagged or x.dim() != 4 or x._ragged_idx != 2 or x.lengths() is not None:
+            raise ValueError(
+                f"{name} is a nested tensor that is not jagged (B, H, tokens, D) without holes; make it by "
+                "torch.nested.nested_tensor_from_jagged(values, offsets) of values (T, H, D), and .transpose(1, 2)."
+            )
+    offsets = those[first].offsets()
+    for name, x in those.items():
+        if x.offsets() is not offsets and not torch.equal(x.offsets(), offsets):
+            raise ValueError(f"{name} has documents of other lengths than {first}; give them the same offsets.")
+
+    def as_given(x: torch.Tensor) -> torch.Tensor:
+        return torch.nested.nested_tensor_from_jagged(x[0], offsets, jagged_dim=2)
+
+    query, key, value = (x.values().unsqueeze(0) for x in those.values())
+    return Packed(query, key, value, offsets, as_given)
+
+
+def _shapes(those: dict[str, torch.Tensor]) -> str:
+    return ", ".join(f"{name} {tuple(x.shape)}" for name, x in those.items())
