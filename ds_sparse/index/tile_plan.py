@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, pairwise
+from itertools import islice, pairwise
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 
@@ -118,7 +118,7 @@ class TilePlan:
         sizes = [sum(of_heads[head]) for head in range(heads) for of_heads in lengths.values()]
         entries = _entries(self._in_order(lengths, sum(sizes)), sum(sizes)).split(sizes)
         units, cuts = zip(*(cut_lists(of_heads, self.block) for of_heads in lengths.values()))
-        units, cuts = _rows(units, 4, device), _rows(cuts, 3, device)
+        units, cuts = _rows(units, device), _rows(cuts, device)
         lines = {tile: lines.unbind() for tile, lines in zip(self.tiles, self.lines)}
         made = {}
         for i, (side, tile) in enumerate(lengths):
@@ -221,15 +221,14 @@ def _hashes(bits: torch.Tensor) -> torch.Tensor:
     return (bits * weights).sum(-1)
 
 
-def _rows(rows: Sequence[list[tuple[int, ...]]], width: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Each list of rows of numbers as int32 (rows, width)."""
-    numbers = array("i", chain.from_iterable(chain.from_iterable(rows)))
-    return _on_device(numbers, torch.int32, device).view(-1, width).split([len(of_one) for of_one in rows])
+def _rows(rows: Sequence[np.ndarray], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Arrays of int32 (rows, width) as tensors."""
+    return _on_device(np.concatenate(rows), torch.int32, device).view(-1, rows[0].shape[1]).split(list(map(len, rows)))
 
 
-def _on_device(numbers: array | bytearray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _on_device(numbers: np.ndarray | bytearray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     # What is not pinned has been read when the call returns, which does not wait for the device.
-    on_host = torch.frombuffer(numbers, dtype=dtype) if numbers else torch.empty(0, dtype=dtype, device="cpu")
+    on_host = torch.frombuffer(numbers, dtype=dtype) if len(numbers) else torch.empty(0, dtype=dtype, device="cpu")
     return on_host.to(device, non_blocking=True)
 
 
