@@ -14,10 +14,9 @@ _Made = TypeVar("_Made")
 
 
 def lasting(make: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
-    """Decorates what makes something that is kept: outside of inference mode, of torch.func's transforms and of what
-    torch.compile traces, as it outlives them. What it is made of is `plain`."""
+    """Decorates what makes something that is kept: outside of inference mode and of torch.func's transforms, as it
+    outlives both. What it is made of is `plain`."""
 
-    @torch.compiler.disable
     @wraps(make)
     def made(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
         with torch.inference_mode(False), torch._C._DisableFuncTorch():

@@ -112,8 +112,10 @@ class TilePlan:
                     found[side, tile].append(list(islice(left, lines.shape[1] // _height(tile, self.block))))
         return found
 
+    @torch.compiler.disable
     def pack(self, lengths: Lengths) -> dict[tuple[str, int], Tiles]:
-        """Makes the tiles of what `split` returned."""
+        """Makes the tiles of what `split` returned. Arrays of NumPy are no tensors here, as torch.compile would have
+        them."""
         device, heads = self.owners.device, len(next(iter(lengths.values())))
         sizes = [sum(of_heads[head]) for head in range(heads) for of_heads in lengths.values()]
         entries = _entries(self._in_order(lengths, sum(sizes)), sum(sizes)).split(sizes)

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from ..index import lasting
-from ..ops import block_sparse_attention
-
-BLOCK = 64
-"""Side of the blocks that packed documents are computed in, all of them live."""
+from ..index.documents import Documents
 
 
 def dense_attention(
@@ -28,17 +22,25 @@ def dense_attention(
     query_offset: int | None = None,
     causal: bool = False,
     cu_seqlens: torch.Tensor | None = None,
-    max_seqlen: int | None = None,
 ) -> torch.Tensor:
     """softmax(scale * query @ key^T + rpe) @ value over all keys that the masks keep; operands and masks are those of
-    `StructuredAttention`, with an integer as `query_offset`. Of packed documents it is our own kernels' attention."""
+    `StructuredAttention`, with an integer as `query_offset`.
+
+    Raises:
+        ValueError: cu_seqlens with a mask, rpe or a query_offset, or for another number of tokens.
+    """
     if cu_seqlens is not None:
-        longest = int(cu_seqlens.diff().max()) if max_seqlen is None else max_seqlen
-        return block_sparse_attention(
-            query, key, value, _all_live(max(longest - 1, 0) // BLOCK), block=BLOCK, cu_seqlens=cu_seqlens, scale=scale,
-            causal=causal, dropout_p=dropout_p, sinks=sinks, rpe=rpe, attn_mask=attn_mask,
-            key_padding_mask=key_padding_mask, query_offset=query_offset,
-        )  # fmt: skip
+        if any(given is not None for given in (rpe, key_padding_mask, attn_mask, query_offset)):
+            raise ValueError(
+                "a mask, rpe or query_offset is given for packed documents, and goes by places in a row; leave it out."
+            )
+        lengths = [n for n in Documents.read(cu_seqlens).check_fills(query.shape[2]).lengths if n]
+        # One call a document: a mask of all would be tokens by tokens.
+        outputs = [
+            dense_attention(*those, scale=scale, dropout_p=dropout_p, sinks=sinks, causal=causal)
+            for those in zip(*(x.split(lengths, 2) for x in (query, key, value)), strict=True)
+        ]
+        return torch.cat(outputs, 2)
     if key_padding_mask is not None:
         key_padding_mask = key_padding_mask[:, None, None, :]
     mask = None
@@ -55,14 +57,6 @@ def dense_attention(
     return scaled_dot_product_attention(
         query, key, value, mask, dropout_p, is_causal=alone, scale=scale, enable_gqa=key.shape[1] != query.shape[1]
     )
-
-
-@lru_cache(maxsize=8)
-@lasting
-def _all_live(last: int) -> torch.Tensor:
-    """A layout that reaches block `last`, of few sizes, so that indices of documents are found again."""
-    side = 1 << last.bit_length()
-    return torch.ones(1, side, side, dtype=torch.bool, device="cpu")
 
 
 def _with_sinks(mask: torch.Tensor | None, sinks: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,6 @@ class LocalAttention(NamedTuple):
         query_offset: int | None = None,
         causal: bool = False,
         cu_seqlens: torch.Tensor | None = None,
-        max_seqlen: int | None = None,
     ) -> torch.Tensor:
         given = {"rpe": rpe is not None, "attn_mask": attn_mask is not None, "dropout_p": dropout_p != 0}
         refused = [name for name, is_given in given.items() if is_given]
@@ -46,6 +45,6 @@ class LocalAttention(NamedTuple):
                 "attention does not compute; leave it out."
             )
         return window_attention(
-            query, key, value, self.window, causal, key_padding_mask, scale=scale, sinks=sinks,
-            query_offset=query_offset, cu_seqlens=cu_seqlens,
+            query, key, value, self.window, causal, key_padding_mask, scale=scale, cu_seqlens=cu_seqlens, sinks=sinks,
+            query_offset=query_offset,
         )  # fmt: skip

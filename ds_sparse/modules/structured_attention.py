@@ -10,6 +10,7 @@ from torch.nn.functional import dropout, pad
 
 from ..index import BlockIndex, lasting, plain
 from ..index.cache import kept
+from ..index.documents import Documents
 from ..index.master_layout import MasterLayout
 from ..layout import as_bool_layout, crop, on_cpu, share_equal_heads
 from ..ops import MatMul, Softmax, block_sparse_attention
@@ -53,14 +54,15 @@ class StructuredAttention:
         sinks: (H,), a logit a head in the softmax's denominator, without a value.
         query_offset: the position of the first query, or (B,), one a sequence; queries and keys may then differ in
             number. The layout is not made for longer sequences then: what a row sees would change while they grow.
-        cu_seqlens: documents packed in one row, B = 1, as of `block_sparse_attention`: each has the layout of a
-            sequence of its own. max_seqlen: tokens of the longest one, asked of cu_seqlens where it is not given.
+        cu_seqlens: int32 or int64 (documents + 1): query, key and value are one row of packed documents, (1, H, T, D),
+            each with the layout from its own start, that for the longest of them. On the CPU it is read without waiting
+            for a device. Without masks, rpe and query_offset.
         Returns (B, H, T, D); rows with nothing left are zeros.
 
     Raises:
         ValueError: as `SparseSelfAttention`; in the call, a mask that is neither bool nor floating, sinks, a
-            query_offset or cu_seqlens with `implementation="separate"`, and with a query_offset more tokens than
-            `max_seq_length`.
+            query_offset or cu_seqlens with `implementation="separate"`, with a query_offset more tokens than
+            `max_seq_length`, and with cu_seqlens masks, rpe or a query_offset.
         NotImplementedError: in the call, shapes of query, key and value differ in more than that.
     """
 
@@ -140,7 +142,6 @@ class StructuredAttention:
         sinks: torch.Tensor | None = None,
         query_offset: int | torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
-        max_seqlen: int | None = None,
     ) -> torch.Tensor:
         self._check(query, key, value, rpe, key_padding_mask, attn_mask, query_offset)
         self._synchronize_layout()
@@ -152,14 +153,15 @@ class StructuredAttention:
                 if given is not None:
                     raise ValueError(f'{name} is given, and only implementation="fused" takes it; build it so.')
             return self._attend_separately(query, key, value, scale, causal, dropout_p, **masks)
-        layout: Any
         if cu_seqlens is not None:
-            layout = self._for_documents(cu_seqlens, max_seqlen, query.shape[2]).layout
-            masks |= {"cu_seqlens": cu_seqlens, "block": self.sparsity_config.block}
-        elif query_offset is not None:
-            layout = self._for_cached(key.shape[2])
-        else:
-            layout = self._covering(query.shape[2])
+            covering = self._covering(max(Documents.read(cu_seqlens).lengths))
+            # On the device already, where the index of each batch is made of it.
+            index = covering.index(covering.blocks * covering.block, query.device)
+            return block_sparse_attention(
+                query, key, value, index, cu_seqlens=cu_seqlens, scale=scale, causal=causal, dropout_p=dropout_p,
+                sinks=sinks, query_offset=query_offset, **masks,
+            )  # fmt: skip
+        layout: Any = self._covering(query.shape[2]) if query_offset is None else self._for_cached(key.shape[2])
         output: Any = block_sparse_attention(  # of a MasterLayout, which only modules give
             query, key, value, layout, scale=scale, causal=causal, dropout_p=dropout_p, sinks=sinks,
             query_offset=query_offset, **masks,
@@ -278,11 +280,6 @@ class StructuredAttention:
                 f"max_seq_length={seq_len} or more from the start."
             )
         return self._master
-
-    def _for_documents(self, cu_seqlens: torch.Tensor, max_seqlen: int | None, tokens: int) -> _Layout:
-        if max_seqlen is None:
-            max_seqlen = tokens if tokens <= self.max_seq_length else int(cu_seqlens.diff().max())
-        return self._covering(max_seqlen)
 
     def _synchronize_layout(self) -> None:
         """Takes rank 0's layout where ranks may have drawn different ones (DeepSpeed PR 534)."""

@@ -976,7 +976,7 @@ def test_what_the_attention_function_does_not_compute_is_an_error():
     layer, query = model.bert.encoder.layer[0].attention.self, torch.randn(1, HEADS, 20, 8)
     with pytest.raises(ValueError, match=r"\(BertSelfAttention\) asks the attention for output_attentions"):
         model(**batch, output_attentions=True)
-    for asked in ({"sliding_window": 4}, {"softcap": 30.0}):
+    for asked in ({"sliding_window": 4}, {"cu_seq_lens_q": torch.tensor([0, 20])}, {"softcap": 30.0}):
         with pytest.raises(ValueError, match=f"asks the attention for {next(iter(asked))}"):
             interface.attention(layer, query, query, query, None, **asked)
     with pytest.raises(ValueError, match="is cross-attention, or has cached keys"):

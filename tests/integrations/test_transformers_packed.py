@@ -1,244 +1,446 @@
-"""Documents packed in rows, as Transformers' collator packs them, under attn_implementation="ds_sparse"."""
+"""Documents packed as Transformers packs them, under attn_implementation="ds_sparse": each is computed alone."""
 
 from unittest import mock
 
 import pytest
 import torch
 import transformers
+from torch.nn.functional import cross_entropy
 
 import ds_sparse
 from ds_sparse.index import PackedIndex, WindowIndex
-from ds_sparse.integrations.transformers.packing import Packing, is_causal_within_documents, is_under_way
+from ds_sparse.integrations.transformers import packing
+from ds_sparse.integrations.transformers.family_table import FAMILIES
+from ds_sparse.notices import _said
 
-HEADS, BLOCK, VOCABULARY = 2, 16, 60
+HEADS, BLOCK, VOCABULARY = 4, 8, 99
 SIZES = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": HEADS,
-    "intermediate_size": 32, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-MODERN = {"cls_token_id": 1, "sep_token_id": 2, "local_attention": 16, "global_attn_every_n_layers": 3}
+BERT = SIZES | NO_DROPOUT
+GROUPED = SIZES | {"num_key_value_heads": 2, "head_dim": 8}
+LOCAL = {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+MODERN = SIZES | {"cls_token_id": 1, "sep_token_id": 2, "local_attention": 14, "global_attn_every_n_layers": 2}
 GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": HEADS, "n_positions": 64}
 GPT2 |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
-GROUPED = SIZES | {"head_dim": 16, "num_key_value_heads": 1}
-LOCAL = GROUPED | {"sliding_window": 8}
-MIXED = LOCAL | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": {"rope_type": "default"}}
-ENCODERS = {
-    "bert": ("BertForMaskedLM", SIZES | NO_DROPOUT),
-    "modernbert": ("ModernBertForMaskedLM", SIZES | MODERN),
-    "eurobert": ("EuroBertForMaskedLM", SIZES | {"mask_token_id": 3}),
-    "nomicbert": ("NomicBertForMaskedLM", SIZES | NO_DROPOUT),
+EXPERTS = {
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }
-DECODERS = {
-    "gpt_neox": ("GPTNeoXForCausalLM", SIZES),
-    "gpt2": ("GPT2LMHeadModel", GPT2),
-    "llama": ("LlamaForCausalLM", GROUPED),
-    "mistral": ("MistralForCausalLM", LOCAL),
-    "qwen3": ("Qwen3ForCausalLM", GROUPED),
-    "gemma3": ("Gemma3ForCausalLM", MIXED | {"query_pre_attn_scalar": 16}),
-    "gpt_oss": ("GptOssForCausalLM", MIXED | EXPERTS),
+MODELS = {
+    "modernbert": (transformers.ModernBertForMaskedLM, MODERN),
+    "eurobert": (transformers.EuroBertForMaskedLM, GROUPED | {"mask_token_id": 3}),
+    "bert": (transformers.BertForMaskedLM, BERT),
+    "roberta": (transformers.RobertaForMaskedLM, BERT | {"max_position_embeddings": 65}),
+    "gpt_neox": (transformers.GPTNeoXForCausalLM, SIZES),
+    "gpt2": (transformers.GPT2LMHeadModel, GPT2),
+    "llama": (transformers.LlamaForCausalLM, GROUPED),
+    "mistral": (transformers.MistralForCausalLM, GROUPED | {"sliding_window": 11}),
+    "qwen3": (transformers.Qwen3ForCausalLM, GROUPED),
+    "gemma3": (transformers.Gemma3ForCausalLM, GROUPED | LOCAL | {"query_pre_attn_scalar": 8}),
+    "gpt_oss": (transformers.GptOssForCausalLM, GROUPED | LOCAL | EXPERTS),
 }
-STRUCTURE = {"mode": "bigbird", "block": BLOCK, "num_random_blocks": 1, "num_sliding_window_blocks": 1, "seed": 3}
-LENGTHS = (20, 1, 47, 33)
+BIGBIRD = {"mode": "bigbird", "block": BLOCK, "different_layout_per_head": True, "seed": 3}
+LENGTHS = (37, 1, 8, 54, 20)
+START_AGAIN = torch.cat([torch.arange(12), torch.arange(8)])[None]
+EDGES = torch.tensor([0, 12, 20], dtype=torch.int32)
 
 
-def make(name: str, structure: dict = STRUCTURE) -> transformers.PreTrainedModel:
-    cls, sizes = (ENCODERS | DECODERS)[name]
-    if not hasattr(transformers, cls):
-        pytest.skip(f"Transformers {transformers.__version__} has no {cls}")
+def make(name: str, device: str = "cpu", block=BIGBIRD, sparse: bool = True, **changes):
+    """In eval mode, with weights so large that attention decides what is said."""
+    cls, sizes = MODELS[name]
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        cls = getattr(transformers, cls)
-        model = cls(cls.config_class(**sizes))
+        model = cls(cls.config_class(**sizes | changes)).eval().to(device)
         for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.2)
-    model = model if name == "gpt_oss" else model.double()  # whose experts are products in 32 bits
-    ds_sparse.sparsify(model, structure)
-    return model
+            torch.nn.init.normal_(parameter, std=0.3)
+    if sparse:
+        ds_sparse.sparsify(model, block)
+    return model if name == "gpt_oss" or device != "cpu" else model.double()  # whose experts are products in 32 bits
 
 
-def documents(*lengths: int) -> list[dict[str, list[int]]]:
-    generator = torch.Generator().manual_seed(0)
-    return [{"input_ids": torch.randint(3, VOCABULARY, (n,), generator=generator).tolist()} for n in lengths]
+def first_position(name: str) -> int:
+    return 1 if name == "roberta" else 0  # its padding_idx is 0
 
 
-def collated(*lengths: int, **options) -> dict[str, torch.Tensor]:
-    """A batch of Transformers' own collator, without labels."""
-    collator = transformers.DataCollatorWithFlattening(**options)
-    return {name: x for name, x in collator(documents(*lengths)).items() if name != "labels"}
+def documents(lengths=LENGTHS) -> list[dict[str, list[int]]]:
+    generator = torch.Generator().manual_seed(1)
+    return [{"input_ids": torch.randint(5, VOCABULARY, (n,), generator=generator).tolist()} for n in lengths]
 
 
-def run(model: transformers.PreTrainedModel, *batches: dict):
-    """Logits of calls (tokens, vocabulary), one call's behind the other's, and the gradients of all parameters."""
+def collated(name: str, features, device: str = "cpu", **options) -> dict:
+    collate = transformers.DataCollatorWithFlattening(position_ids_start=first_position(name), **options)
+    batch = collate(features)
+    return {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in batch.items()}
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def run_packed(model, batch, compiled=None):
+    """Loss, logits, and the gradients of all parameters."""
     model.zero_grad()
-    logits = torch.cat([model(**batch).logits.flatten(0, 1) for batch in batches])
-    logits.sin().mean().backward()
-    named = model.named_parameters()
-    return logits.detach(), {name.removeprefix("_orig_mod."): p.grad.clone() for name, p in named if p.grad is not None}
+    output = (model if compiled is None else compiled)(**batch)
+    output.loss.backward()
+    return output.loss.detach(), output.logits.detach(), gradients(model)
 
 
-def assert_same(found, wanted, name: str = "in 32 bits") -> None:
-    exact = name not in ("gpt_oss", "gemma3", "in 32 bits")  # rotations and some norms are in 32 bits
-    near = {"rtol": 1e-8, "atol": 1e-10} if exact else {"rtol": 1e-3, "atol": 1e-5}
-    torch.testing.assert_close(found[0], wanted[0], **near)
-    assert found[1].keys() == wanted[1].keys()
-    for key, gradient in found[1].items():
-        torch.testing.assert_close(gradient, wanted[1][key], **near, msg=lambda m, key=key: f"{key}: {m}")
+def run_apart(model, features, device: str):
+    """Loss of the separate documents, as the collator weighs it: all but the first token of each."""
+    model.zero_grad()
+    causal = "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__
+    losses, all_logits, count = [], [], 0
+    for feature in features:
+        ids = torch.tensor([feature["input_ids"]], device=device)
+        logits = model(ids, use_cache=False).logits[0] if causal else model(ids).logits[0]
+        said = logits[:-1] if causal else logits[1:]
+        losses.append(cross_entropy(said.float() if causal else said, ids[0, 1:], reduction="sum"))
+        all_logits.append(logits)
+        count += len(said)
+    loss = sum(losses) / count
+    loss.backward()
+    return loss.detach(), torch.cat(all_logits)[None].detach(), gradients(model)
 
 
-def one_by_one(*lengths: int) -> list[dict[str, torch.Tensor]]:
-    return [{"input_ids": torch.tensor([doc["input_ids"]])} for doc in documents(*lengths)]
+def assert_same(ours, truth) -> None:
+    in_double = truth[1].dtype == torch.float64
+    near = {"rtol": 1e-9, "atol": 1e-9} if in_double else {"rtol": 1e-3, "atol": 1e-4}
+    torch.testing.assert_close(ours[1], truth[1], **near)
+    # Transformers computes the loss of causal models in 32 bits.
+    near = {"rtol": 1e-4, "atol": 1e-5} if in_double else near
+    torch.testing.assert_close(ours[0], truth[0], check_dtype=False, **near)
+    assert ours[2].keys() == truth[2].keys() and ours[2]
+    for name, gradient in ours[2].items():
+        torch.testing.assert_close(gradient, truth[2][name], **near, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("with_lengths", [False, True])
-@pytest.mark.parametrize("name", [*ENCODERS, *DECODERS])
-def test_a_flattened_batch_is_as_each_document_alone(name: str, with_lengths: bool):
-    model = make(name)
-    batch = collated(*LENGTHS, return_flash_attn_kwargs=with_lengths)
-    assert ("cu_seq_lens_q" in batch) == with_lengths
-    assert_same(run(model, batch), run(model, *one_by_one(*LENGTHS)), name)
-    assert not is_under_way()
+HOW = {
+    "positions": {},
+    "cumulative": {"return_position_ids": False, "return_flash_attn_kwargs": True},
+    "both": {"return_flash_attn_kwargs": True},
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", MODELS)
+def test_collated_documents_are_computed_as_each_alone(name, how, device):
+    model, features = make(name, device), documents()
+    batch = collated(name, features, device, **HOW[how])
+    assert ("position_ids" in batch) == (how != "cumulative") and "attention_mask" not in batch
+    assert_same(run_packed(model, batch), run_apart(model, features, device))
 
 
 @pytest.mark.parametrize("name", ["modernbert", "llama"])
-def test_rows_of_a_batch_may_have_documents_each(name: str):
-    model, lengths = make(name), (20, 12, 5, 27)
-    ids = collated(*lengths)["input_ids"].view(2, 32)
-    positions = torch.cat([torch.arange(n) for n in lengths]).view(2, 32)
-    packed = run(model, {"input_ids": ids, "position_ids": positions})
-    assert_same(packed, run(model, *one_by_one(*lengths)), name)
-    same = torch.arange(16).repeat(2)[None]  # of both rows
-    assert_same(
-        run(model, {"input_ids": ids, "position_ids": same}),
-        run(model, *({"input_ids": half} for half in ids.view(4, 1, 16))), name,
-    )  # fmt: skip
+def test_it_matters_where_documents_begin(name):
+    model, features = make(name), documents()
+    with torch.no_grad():
+        packed = model(**collated(name, features)).logits
+        row = model(collated(name, features)["input_ids"][:, :64]).logits
+    assert not torch.allclose(packed[:, 37:64], row[:, 37:64], atol=1e-2)
 
 
-@pytest.mark.parametrize("name", ["modernbert", "gpt_neox"])
-def test_gradient_checkpointing_sees_the_same_documents(name: str):
-    model = make(name)
-    batch = collated(*LENGTHS)
-    expected = run(model, batch)
-    model.gradient_checkpointing_enable()
-    model.train()
-    assert_same(run(model, batch), expected, name)
+@pytest.mark.parametrize("name", MODELS)
+def test_several_rows_may_be_packed(name, device):
+    model, features = make(name, device), documents((30, 10, 15, 25))
+    rows = [collated(name, features[:2], device), collated(name, features[2:], device)]
+    batch = {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
+    truth = run_apart(model, features, device)
+    ours = run_packed(model, batch)
+    assert ours[1].shape[:2] == (2, 40)
+    assert_same((ours[0], ours[1].flatten(0, 1)[None], ours[2]), truth)
+    edges = torch.tensor([0, 30, 40, 55, 80], dtype=torch.int32, device=device)
+    del batch["position_ids"]
+    again = model(**batch, cu_seq_lens_q=edges, cu_seq_lens_k=edges)
+    torch.testing.assert_close(again.logits.detach(), ours[1])
 
 
-def test_layers_that_stay_dense_keep_to_documents():
-    model = make("bert", STRUCTURE | {"layers": {"1": None}})
-    assert_same(run(model, collated(*LENGTHS)), run(model, *one_by_one(*LENGTHS)), "bert")
+def test_one_row_of_positions_counts_for_all_rows():
+    model, positions = make("modernbert"), torch.cat([torch.arange(12), torch.arange(8)])[None]
+    ids = torch.randint(5, VOCABULARY, (3, 20))
+    with torch.no_grad():
+        apart = torch.cat([model(part).logits for part in ids.split([12, 8], 1)], 1)
+        torch.testing.assert_close(model(ids, position_ids=positions).logits, apart)
 
 
-def test_lengths_alone_are_enough():
-    model, batch = make("llama"), collated(*LENGTHS, return_flash_attn_kwargs=True)
-    del batch["position_ids"]  # rotary positions are relative
-    assert_same(run(model, batch), run(model, *one_by_one(*LENGTHS)))
+@pytest.mark.parametrize("name", ["modernbert", "llama"])
+def test_arguments_may_be_given_in_their_order(name):
+    model, ids = make(name).base_model, torch.randint(5, VOCABULARY, (1, 20))
+    with torch.no_grad():
+        in_order = model(ids, None, START_AGAIN).last_hidden_state
+        assert torch.equal(in_order, model(input_ids=ids, position_ids=START_AGAIN).last_hidden_state)
+        embedded = model.get_input_embeddings()(ids)
+        by_states = model(inputs_embeds=embedded, position_ids=START_AGAIN).last_hidden_state
+    assert torch.equal(in_order, by_states)
 
 
-def test_all_layers_of_a_step_share_an_index():
-    model = make("modernbert")
+def test_rows_of_one_document_are_what_they_were():
+    model, ids = make("llama"), torch.randint(5, VOCABULARY, (2, 20))
+    edges = torch.tensor([0, 20, 40])
+    with mock.patch.object(packing, "PackedDocuments", side_effect=AssertionError), torch.no_grad():
+        plain = model(ids).logits
+        for given in (
+            {"position_ids": torch.arange(20)[None]},
+            {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges},
+            # The numbers say that they see each other, whatever the positions.
+            {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "position_ids": torch.arange(20).expand(2, -1)},
+        ):
+            assert torch.equal(model(ids, **given).logits, plain)
+
+
+def test_explicit_numbers_count_more_than_positions():
+    model, ids = make("llama", block={"mode": "dense", "block": BLOCK}), torch.randint(5, VOCABULARY, (1, 20))
+    start_again = torch.cat([torch.arange(12), torch.arange(8)])[None]
+    edges = torch.tensor([0, 20])
+    dense = make("llama", sparse=False)
+    with torch.no_grad():
+        ours = model(ids, position_ids=start_again, cu_seq_lens_q=edges, cu_seq_lens_k=edges).logits
+        truth = dense(ids, torch.ones_like(ids), position_ids=start_again).logits
+    torch.testing.assert_close(ours, truth)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name, kinds", [("modernbert", 1), ("gemma3", 1), ("llama", 0)])
+def test_layers_of_a_step_share_what_is_read_and_built(name, kinds, how, checkpointed):
+    model, features = make(name).train(), documents()
+    truth = run_apart(model, features, "cpu")
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    batch = collated(name, features, **HOW[how])
     with (
-        mock.patch.object(PackedIndex, "build", wraps=PackedIndex.build) as of_blocks,
-        mock.patch.object(WindowIndex, "build", wraps=WindowIndex.build) as of_windows,
+        mock.patch.object(PackedIndex, "build", wraps=PackedIndex.build) as packed,
+        mock.patch.object(WindowIndex, "build", wraps=WindowIndex.build) as windows,
+        mock.patch.object(packing, "PackedDocuments", wraps=packing.PackedDocuments) as read,
     ):
-        run(model, collated(*LENGTHS))
-    assert of_blocks.call_count == 1 and of_windows.call_count == 1
+        ours = run_packed(model, batch)
+    assert_same(ours, truth)
+    assert (read.call_count, packed.call_count, windows.call_count) == (1, 1, kinds)
 
 
-def test_a_trainer_trains_on_flattened_batches(tmp_path):
+DENSE = {"modernbert": "2", "llama": "1", "gpt_oss": "1"}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_layers_that_stay_dense_compute_each_document_alone(name):
+    model, features = make(name, block=BIGBIRD | {"layers": {DENSE[name]: None}}), documents()
+    assert_same(run_packed(model, collated(name, features)), run_apart(model, features, "cpu"))
+
+
+def test_structures_by_layer_are_packed_each():
+    model, features = make("gpt_neox", block=BIGBIRD | {"layers": {"1": {"mode": "fixed"}}}), documents()
+    assert_same(run_packed(model, collated("gpt_neox", features)), run_apart(model, features, "cpu"))
+
+
+def test_a_row_may_be_longer_than_the_model():
+    model, features = make("gpt2"), documents((60, 50, 64))  # for 64 tokens
+    assert_same(run_packed(model, collated("gpt2", features)), run_apart(model, features, "cpu"))
+
+
+def test_dropout_of_probabilities_stays_within_a_document():
+    model = make("bert", attention_probs_dropout_prob=0.5).float()
+    batch = collated("bert", documents((30, 20)))
+    other = batch | {"input_ids": torch.cat([batch["input_ids"][:, :30], batch["input_ids"][:, 30:].flip(1)], 1)}
+    evaluated = model(**batch).logits
+    model.train()
+    found = []
+    for given in (batch, other):
+        torch.manual_seed(2)
+        found.append(model(**given).logits)
+    assert torch.equal(found[0][:, :30], found[1][:, :30]) and not torch.equal(found[0][:, 30:], found[1][:, 30:])
+    assert not torch.allclose(found[0], evaluated, atol=1e-2)
+    found[0].sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+def test_trainer_trains_on_packed_documents_as_on_separate_ones(tmp_path):
+    features = documents((37, 20, 8))
     model = make("llama").float()
+    expected = run_apart(model, features, "cpu")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
     arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=4, report_to="none", use_cpu=True,
-        learning_rate=1e-2, disable_tqdm=True, save_strategy="no",
+        output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=3, learning_rate=0.1, optim="sgd",
+        max_grad_norm=0.0, use_cpu=True, report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True,
     )  # fmt: skip
-    data = documents(*[23] * 16)
-    trainer = transformers.Trainer(
-        model, arguments, train_dataset=data, data_collator=transformers.DataCollatorWithFlattening()
-    )
-    before = sum(float(model(**batch, labels=batch["input_ids"]).loss) for batch in one_by_one(*[23] * 16))
-    trainer.train()
-    after = sum(float(model(**batch, labels=batch["input_ids"]).loss) for batch in one_by_one(*[23] * 16))
-    assert after < before
+    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    trainer = transformers.Trainer(model, arguments, data_collator=collate, train_dataset=features)
+    loss = trainer.train().training_loss
+    assert loss == pytest.approx(expected[0].item(), rel=1e-4)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(before[name] - p.detach(), 0.1 * expected[2][name], rtol=1e-2, atol=1e-4)
 
 
-def test_documents_longer_than_the_layout_are_refused_and_longer_rows_are_not():
-    model = make("bert")
-    assert model(**collated(*[64] * 3)).logits.shape[1] == 192
-    llama = make("llama")  # whose layouts may be longer than it was made for, as its positions are computed
-    assert llama(**collated(70, 3)).logits.shape[1] == 73
-
-
-@pytest.mark.parametrize("name", ["modernbert", "llama"])
-def test_positions_with_a_mask_are_of_one_text(name: str):
-    """As in Transformers: a mask says what there is."""
-    model, batch = make(name), collated(20, 20)
-    mask = torch.ones_like(batch["input_ids"])
-    assert not torch.equal(model(**batch).logits, model(**batch, attention_mask=mask, use_cache=False).logits)
+REFUSED = {"LayoutLM", "T5", "UMT5", "BART", "Pegasus"}
+"""Families of texts in which documents cannot be told apart."""
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    "family", [name for name, (_, sizes) in FAMILIES.items() if "vocab_size" in sizes and name != "Whisper"]
+)
+def test_in_every_family_documents_do_not_see_each_other_or_are_refused(family):
+    name, sizes = FAMILIES[family]
+    cls = getattr(transformers, name, None)
+    if cls is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = cls(cls.config_class(**sizes)).eval()
+    try:
+        ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK})
+    except ValueError:
+        return  # the family cannot be sparse
+    ids = torch.randint(3, 20, (1, 24))
+    other = torch.cat([ids[:, :10], (ids[:, 10:] - 2) % 17 + 3], 1)
+    first = 1 if "oberta" in name.lower() or name == "CamembertModel" else 0
+    positions = torch.cat([torch.arange(first, first + 10), torch.arange(first, first + 14)])[None]
+    edges = torch.tensor([0, 10, 24])
+    for given in ({"position_ids": positions}, {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges}):
+        given |= {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+        with torch.no_grad():
+            if family in REFUSED:
+                with pytest.raises(ValueError, match="given packed documents"):
+                    model(ids, **given)
+                continue
+            found = [model(x, **given).last_hidden_state for x in (ids, other)]
+        torch.testing.assert_close(found[0][:, :10], found[1][:, :10])
+        assert not torch.allclose(found[0][:, 10:], found[1][:, 10:], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "given, sentence",
     [
-        ({"attention_mask": torch.ones(1, 40)}, "documents that are packed in a row, and attention_mask besides"),
-        ({"use_cache": True}, "and use_cache=True besides. Leave that out"),
-        ({"cu_seq_lens_k": torch.tensor([0, 21, 40])}, "cu_seq_lens_q and cu_seq_lens_k that are not the same"),
-        ({"cu_seq_lens_q": None}, "cu_seq_lens_q and cu_seq_lens_k that are not the same"),
-        ({"cu_seq_lens_q": None, "cu_seq_lens_k": None, "seq_idx": torch.zeros(1, 40)}, "seq_idx alone"),
-        ({"cu_seq_lens_q": torch.tensor([0, 20]), "cu_seq_lens_k": None}, "The documents have 20 tokens together"),
-        ({"output_attentions": True}, "asks the attention for output_attentions"),
+        ({"position_ids": START_AGAIN, "use_cache": True}, "packed documents .* and a cache.* Pass use_cache=False"),
+        ({"cu_seq_lens_q": EDGES, "cu_seq_lens_k": EDGES, "use_cache": True}, "packed documents .* and a cache"),
+        (
+            {"cu_seq_lens_q": EDGES, "cu_seq_lens_k": EDGES, "attention_mask": torch.ones(1, 20, dtype=torch.long)},
+            "of packed documents and an attention_mask. Leave the mask out",
+        ),
+        ({"cu_seq_lens_q": EDGES}, "cu_seq_lens_q without cu_seq_lens_k"),
+        ({"cu_seq_lens_k": EDGES}, "cu_seq_lens_q without cu_seq_lens_k"),
+        ({"cu_seq_lens_q": EDGES, "cu_seq_lens_k": EDGES + EDGES % 8}, "or with other numbers"),
+        ({"cu_seq_lens_q": EDGES - 1, "cu_seq_lens_k": EDGES - 1}, "cu_seqlens goes from -1 to 19"),
+        ({"cu_seq_lens_q": EDGES[:2], "cu_seq_lens_k": EDGES[:2]}, "end at 12, and query has 20 tokens"),
+        ({"position_ids": START_AGAIN, "seq_idx": START_AGAIN}, "asks the attention for seq_idx"),
     ],
 )
-def test_what_does_not_go_with_packed_documents_is_refused(given: dict, sentence: str):
-    model, batch = make("llama"), collated(20, 20, return_flash_attn_kwargs=True)
-    if "seq_idx" in given:
-        del batch["position_ids"]
+def test_what_does_not_go_with_packed_documents_is_refused(given, sentence):
+    model = make("llama")
     with pytest.raises(ValueError, match=sentence):
-        model(**batch | given)
-    assert not is_under_way()
-    assert torch.isfinite(model(**batch).logits).all()
+        model(torch.randint(5, VOCABULARY, (1, 20)), **given)
 
 
-def test_a_model_that_keeps_its_documents_to_itself_is_refused():
-    model = make("bert")
-
-    class Keeps(torch.nn.Module):
-        def __init__(self, layer: torch.nn.Module):
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, *given, **_):
-            return self.layer(*given)
-
-    layers = model.bert.encoder.layer
-    layers[0] = Keeps(layers[0])
-    with pytest.raises(ValueError, match="is not told of the documents that are packed in its rows"):
-        model(**collated(20, 20))
+def test_packed_documents_are_no_prompt():
+    model, ids = make("llama"), torch.randint(5, VOCABULARY, (1, 20))
+    with pytest.raises(ValueError, match="give each prompt a row, with an attention_mask"):
+        model.generate(ids, position_ids=START_AGAIN, max_new_tokens=2)
+    cache = transformers.DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="packed documents .* and a cache"):
+        model(ids, past_key_values=cache, position_ids=20 + START_AGAIN)
 
 
-@pytest.mark.parametrize("name", ["bert", "modernbert"])
-def test_under_compile_lengths_are_needed(name: str):
-    model, batch = make(name), collated(*LENGTHS, return_flash_attn_kwargs=True)
-    compiled = torch.compile(model, backend="eager")
-    assert_same(run(compiled, batch), run(model, batch))
-    with pytest.raises(Exception, match=r"start again within a row.* has to be given their lengths too"):
-        compiled(input_ids=batch["input_ids"], position_ids=batch["position_ids"])
-    one = {"input_ids": batch["input_ids"][:, :50], "position_ids": torch.arange(50)[None]}
-    assert_same(run(compiled, one), run(model, one))
-    assert not is_under_way()
+def test_packed_documents_leave_no_cache_behind():
+    model, batch = make("llama"), collated("llama", documents())
+    assert model.config.use_cache and model(**batch).past_key_values is None
 
 
-def test_positions_say_where_documents_begin():
-    packing = Packing.of_positions(torch.tensor([[0, 1, 0, 0, 1, 2], [4, 5, 6, 9, 2, 3]]), 2)
-    assert packing.cu_seqlens.tolist() == [0, 2, 3, 6, 9, 10, 12] and packing.longest == 3
-    assert Packing.of_positions(torch.arange(3)[None], 2).cu_seqlens.tolist() == [0, 3, 6]
+def test_a_layer_that_does_not_hear_of_the_documents_is_an_error():
+    model = make("llama")
+    layer = model.model.layers[1]
+    forward = layer.forward
+
+    def drop(*arguments, **named):
+        return forward(*arguments, **{name: x for name, x in named.items() if name != packing.TOLD})
+
+    with mock.patch.object(layer, "forward", drop), pytest.raises(ValueError, match="1 of its attention layers"):
+        model(torch.randint(5, VOCABULARY, (1, 20)), position_ids=START_AGAIN)
 
 
-def test_masks_of_packed_documents_are_known_from_others():
-    masking = transformers.masking_utils
-    inside = masking.packed_sequence_mask_function(torch.zeros(1, 4))
-    causal = masking.and_masks(masking.causal_mask_function, inside)
-    assert is_causal_within_documents(causal)
-    assert is_causal_within_documents(masking.and_masks(masking.sliding_window_causal_mask_function(3), inside))
-    assert not is_causal_within_documents(masking.causal_mask_function)
-    assert not is_causal_within_documents(masking.or_masks(causal, masking.bidirectional_mask_function))
-    assert not is_causal_within_documents(masking.and_masks(causal, lambda *places: places[2] > 2))
+def test_a_model_that_hands_nothing_on_is_refused():
+    model = make("llama")
+    forward = model.model.forward
+
+    def closed(input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None):
+        return forward(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds)
+
+    model.model.forward = closed
+    with pytest.raises(ValueError, match="forward hands nothing on to its attention layers"):
+        model.model(torch.randint(5, VOCABULARY, (1, 20)), position_ids=START_AGAIN)
+
+
+@pytest.mark.parametrize("name", ["modernbert", "llama"])
+def test_with_a_mask_a_row_is_one_sequence_as_in_transformers_and_a_line_says_so(name, capsys):
+    model, dense = make(name, block={"mode": "dense", "block": BLOCK}), make(name, sparse=False)
+    ids = torch.randint(5, VOCABULARY, (2, 20))
+    padded = torch.ones_like(ids)
+    padded[0, :3] = 0
+    from_mask = (padded.cumsum(-1) - 1).clamp(min=0)  # starts again in the padding
+    _said.clear()
+    capsys.readouterr()
+    with torch.no_grad():
+        kept = padded.bool()
+        ours = model(ids, attention_mask=padded, position_ids=from_mask).logits[kept]
+        torch.testing.assert_close(ours, dense(ids, attention_mask=padded, position_ids=from_mask).logits[kept])
+        assert "start again" not in capsys.readouterr().out
+        packed = {"attention_mask": torch.ones_like(ids), "position_ids": START_AGAIN}
+        torch.testing.assert_close(model(ids, **packed).logits, dense(ids, **packed).logits)
+    assert "position_ids that start again and an attention_mask: with a mask a row is one" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name, how", [("modernbert", "positions"), ("llama", "both")])
+def test_compiled_models_compute_packed_documents_outside_of_graphs(name, how):
+    torch._dynamo.reset()
+    model = make(name).float()
+    compiled = torch.compile(model, backend="aot_eager")
+    for lengths in (LENGTHS, (20, 30)):
+        batch = collated(name, documents(lengths), **HOW[how])
+        truth = run_packed(model, batch)
+        assert_same(run_packed(model, batch, compiled), truth)
+
+
+@pytest.mark.parametrize("name", ["eurobert", "llama"])
+def test_one_graph_cannot_tell_documents_and_says_so(name):
+    torch._dynamo.reset()
+    model, ids = make(name).float(), torch.randint(5, VOCABULARY, (1, 20))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for given in ({"position_ids": START_AGAIN}, {"cu_seq_lens_q": EDGES, "cu_seq_lens_k": EDGES}):
+        with pytest.raises(Exception, match="compile without fullgraph=True. Or leave position_ids out"):
+            compiled(ids, **given)
+    plain = {"attention_mask": torch.ones_like(ids), "position_ids": torch.arange(20)[None]}
+    plain |= {"use_cache": False} if name == "llama" else {}
+    torch.testing.assert_close(compiled(ids, **plain).logits, model(ids, **plain).logits)
+
+
+def test_exported_models_take_no_positions_without_a_mask():
+    model, ids = make("eurobert").float(), torch.randint(5, VOCABULARY, (1, 20))
+    with pytest.raises(Exception, match="outside of graphs"):
+        torch.export.export(model, (ids,), {"position_ids": START_AGAIN}, strict=False)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_undone_or_switched_the_model_is_transformers_own(by_name):
+    cls, sizes = MODELS["llama"]
+    model = cls(cls.config_class(**sizes, sparse_attention=BIGBIRD)).eval()
+    if by_name:
+        model.set_attn_implementation("ds_sparse")
+    else:
+        report = ds_sparse.sparsify(model, BIGBIRD)
+    batch = collated("llama", documents(), return_flash_attn_kwargs=True)
+    apart = run_apart(model, documents(), "cpu")
+    assert_same(run_packed(model, batch), apart)
+    if by_name:
+        model.set_attn_implementation("sdpa")
+    else:
+        report.undo()
+        assert not model.model._forward_pre_hooks and not model.model._forward_hooks
+    model(**batch)

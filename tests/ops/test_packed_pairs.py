@@ -115,8 +115,10 @@ def test_other_forms_of_a_packed_row_give_the_same(
         output = step(*nested, pairs, document_layout=document_layout)
         assert output.is_nested and output.size(0) == len(LENGTHS) and output.size(1) == HEADS
         output = output.values().unsqueeze(0)
-    assert torch.equal(output, expected)
-    weights = torch.arange(output.numel(), device=device).view(output.shape)
+    if step is sparse_attn:
+        assert torch.equal(output, expected)
+    torch.testing.assert_close(output, expected)  # on a GPU, sums of PyTorch's steps have no fixed order
+    weights = torch.arange(output.numel(), device=device).view(output.shape) / output.numel()
     found, right = (torch.autograd.grad((x * weights).sum(), given) for x in (output, expected))
     torch.testing.assert_close(found, right)
 

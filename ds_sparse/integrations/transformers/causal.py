@@ -18,6 +18,7 @@ from ...modules.structured_attention import StructuredAttention
 from ...notices import say_notices
 from ..pretrained import NAME
 from .binding import attached_to, which
+from .mask_windows import hides_nothing, is_seen_to_hide_nothing
 from .trial import Refused
 
 MASK_DTYPE = torch.uint8
@@ -69,8 +70,8 @@ def padding_mask(
             )
         q_offset = int(q_offset)
     keys = q_offset + q_length - kv_offset
-    if attention_mask is None:
-        return torch.ones(1, 1, dtype=MASK_DTYPE, device=device).expand(batch_size, keys)
+    if attention_mask is None or is_seen_to_hide_nothing(attention_mask):
+        return hides_nothing(batch_size, keys, MASK_DTYPE, device)
     kept = attention_mask[:, kv_offset : kv_offset + keys]
     return pad(kept, (0, keys - kept.shape[1])).to(MASK_DTYPE)
 
@@ -104,7 +105,7 @@ def attend(
             f"{which(module)} has {query.shape[2]} queries, {key.shape[2]} keys and a mask of {keys}; {NAME} wants the "
             "keys of all queries, and a mask of all keys."
         )
-    padding = None if mask is None or mask.stride(1) == 0 else mask.bool()
+    padding = None if mask is None or is_seen_to_hide_nothing(mask) else mask.bool()
     return attached_to(module).attention(
         query, key[:, :, :keys], value[:, :, :keys], scale=scale, dropout_p=dropout_p, key_padding_mask=padding,
         sinks=sinks, causal=True, query_offset=offset or None,

@@ -17,8 +17,8 @@ from ...modules.structured_attention import of_keys_or_pairs
 from ..pretrained import NAME
 from . import causal
 from .binding import attached_to, local_attention_of, which
-from .mask_windows import window_of_mask
-from .packing import ARGUMENTS, Packing, is_causal_within_documents, is_under_way, packing_of
+from .mask_windows import is_seen_to_hide_nothing, window_of_mask
+from .packing import PackedDocuments
 from .trial import Masks, OtherKeys, Refused
 
 
@@ -34,6 +34,7 @@ def attention(
     position_bias: torch.Tensor | None = None,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
+    ds_sparse_documents: PackedDocuments | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function: sparse self-attention of an encoder's or a decoder's layer.
@@ -49,22 +50,22 @@ def attention(
         position_bias: (1 or B, H, T, T), T5's relative positions, added after scaling; it gets a gradient.
         sliding_window: the layer's own window, as `local_attention_of` finds it too.
         s_aux: of a causal layer, its sinks, a logit a head.
-        more: among others `cu_seq_lens_q` and `cu_seq_lens_k`, int32 (documents + 1), as of the B rows one behind the
-            other: no document sees another, each has the structure from its own start, and there is no mask.
+        ds_sparse_documents: where documents begin that are packed in the rows, as the model's forward has read it.
 
     Returns:
         (B, T, H, D), contiguous, and None: there is no matrix of attention probabilities.
 
     Raises:
-        ValueError: a call for what is not computed (the probabilities, cross-attention, ...), no structure, a mask
-            of another kind.
+        ValueError: a call for what is not computed (the probabilities, cross-attention, masks beside packed documents,
+            ...), no structure, a mask of another kind.
         SparseAttentionConfigError: the structure in the config is wrong.
     """
     is_causal = causal.is_causal(module) if is_causal is None else is_causal
-    packing = packing_of(module, more)
-    more = {name: value for name, value in more.items() if name not in ARGUMENTS}
     _refuse_what_is_asked(module, {**more, **({"position_bias": position_bias} if is_causal else {"s_aux": s_aux})})
     _refuse_other_windows(module, sliding_window)
+    if ds_sparse_documents is not None:
+        _refuse_beside_documents(module, query, key, attention_mask, position_bias)
+        return _attend_packed(module, query, key, value, scaling, dropout, s_aux, is_causal, ds_sparse_documents), None
     if is_causal:
         causal.refuse_other_masks(module, attention_mask)
     else:
@@ -72,21 +73,7 @@ def attention(
     tried = Masks.of(module.config)
     if tried is not None:
         tried.check(which(module), attention_mask, local_attention_of(module))
-    if packing is not None:
-        output = _attend_to_documents(
-            module,
-            query,
-            key,
-            value,
-            packing,
-            attention_mask,
-            scale=scaling,
-            dropout_p=dropout,
-            rpe=position_bias,
-            sinks=s_aux,
-            causal=is_causal,
-        )
-    elif is_causal:
+    if is_causal:
         output = causal.attend(module, query, key, value, attention_mask, scaling, dropout, s_aux)
     else:
         output = _attend(module, query, key, value, attention_mask, scaling, dropout, position_bias)
@@ -107,32 +94,37 @@ def _attend(
     if mask is not None and mask.requires_grad:
         rpe = mask if rpe is None else mask + rpe
         mask = None
+    if mask is not None and mask.dim() == 2 and is_seen_to_hide_nothing(mask):
+        mask = None
     masks: dict[str, Any] = {**of_keys_or_pairs(mask), "rpe": None if rpe is None else rpe.to(query.dtype)}
     return attached_to(module).attention(query, key, value, scale=scale, dropout_p=dropout_p, **masks)
 
 
-@torch.compiler.disable(reason="The index of packed documents is made while the model runs.")
-def _attend_to_documents(
+@torch.compiler.disable(
+    reason=f"{NAME} computes packed documents outside of graphs, as their index is another one in each batch: compile "
+    "without fullgraph=True."
+)
+def _attend_packed(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    packing: Packing,
-    mask: torch.Tensor | None,
-    **named: Any,
+    scale: float | None,
+    dropout_p: float,
+    sinks: torch.Tensor | None,
+    is_causal: bool,
+    documents: PackedDocuments,
 ) -> torch.Tensor:
-    """Attention within packed documents, (B, H, T, D), whose rows are put one behind the other."""
-    rows, heads, tokens, _ = query.shape
-    if key.shape[2] != tokens or not (mask is None or mask.stride(-1) == 0):
-        raise Refused(
-            f"{which(module)} is given documents that are packed in a row, and a mask or cached keys besides; leave "
-            "them out, as documents have neither padding nor a past."
-        )
-    query, key, value = (x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (query, key, value))
+    """Attention of each document alone, (B, T, H, D). The rows become one, which copies nothing where heads lie within
+    tokens, as models have them: the end of a row is the end of a document, too."""
+    rows, tokens = query.shape[0], query.shape[2]
+    query, key, value = (x.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     output = attached_to(module).attention(
-        query, key, value, cu_seqlens=packing.cu_seqlens, max_seqlen=packing.longest, **named
-    )
-    return output.view(heads, rows, tokens, -1).transpose(0, 1)
+        query, key, value, scale=scale, dropout_p=dropout_p, sinks=sinks, causal=is_causal,
+        cu_seqlens=documents.cu_seqlens,
+    )  # fmt: skip
+    documents.told.add(module)
+    return output[0].transpose(0, 1).unflatten(0, (rows, tokens)).contiguous()
 
 
 def _refuse_what_is_asked(module: nn.Module, more: Mapping[str, Any]) -> None:
@@ -142,6 +134,30 @@ def _refuse_what_is_asked(module: nn.Module, more: Mapping[str, Any]) -> None:
         raise Refused(
             f"{which(module)} asks the attention for {', '.join(asked)}, which {NAME} does not compute; leave "
             'that out, or use attn_implementation="sdpa" or "eager".'
+        )
+
+
+def _refuse_beside_documents(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_bias: torch.Tensor | None,
+) -> None:
+    masked = attention_mask is not None and (attention_mask.dim() != 2 or not is_seen_to_hide_nothing(attention_mask))
+    beside = [
+        name
+        for name, is_given in (
+            ("a mask that its model has made", masked),
+            ("position_bias", position_bias is not None),
+            ("other keys than those of its queries", query.shape[2] != key.shape[2]),
+        )
+        if is_given
+    ]
+    if beside:
+        raise Refused(
+            f"{which(module)} is given packed documents and {' and '.join(beside)}, which {NAME} does not compute "
+            "together. Give each document a row, with an attention_mask for the padding."
         )
 
 
@@ -205,8 +221,6 @@ def key_padding_mask(
         elif q_length == kv_length:
             skips = allow_is_causal_skip, allow_is_bidirectional_skip
             window = window_of_mask(mask_function, local_size, *skips, use_vmap)
-    if window is None and is_under_way() and is_causal_within_documents(mask_function):
-        return causal.padding_mask(batch_size, q_length, kv_offset, q_offset, None, device)
     if window is None:
         return torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
     tried = Masks.of(config)

@@ -60,3 +60,13 @@ def _holds_tensors(value: Any) -> bool:
         return any(map(_holds_tensors, value))
     cells = getattr(value, "__closure__", None) or ()
     return isinstance(value, torch.Tensor) or any(_holds_tensors(cell.cell_contents) for cell in cells)
+
+
+def hides_nothing(rows: int, tokens: int, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
+    """A mask (rows, tokens) of ones, which tells by its stride that it hides nothing."""
+    return torch.ones(1, 1, dtype=dtype, device=device).expand(rows, tokens)
+
+
+def is_seen_to_hide_nothing(mask: torch.Tensor) -> bool:
+    """Whether a mask (rows, tokens) is of `hides_nothing`, without reading it."""
+    return mask.stride(1) == 0
