@@ -16,13 +16,10 @@ import torch
 from torch import Tensor
 
 from .extras import optional_imports
-from .layout_rows import LayoutRows, RowMaker
+from .layout_rows import ROWS_AT_ONCE, LayoutRows, RowMaker
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-ROWS_AT_ONCE = 128
-"""Block rows that exist at a time. So few that uint8 holds their sums."""
 
 CELLS = 512
 """Most cells along a side of a picture in a file."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from .layout import as_bool_layout
+
+ROWS_AT_ONCE = 128
+"""Block rows that exist at a time. So few that uint8 holds their sums."""
 
 RowMaker = Callable[[range], Tensor]
 """From a range of block rows of one head to bool (rows, columns)."""
@@ -37,3 +40,15 @@ class LayoutRows:
         live = as_bool_layout(layout).cpu()
         heads, rows, columns = live.shape
         return cls(heads, rows, columns, lambda h: lambda rows: live[h, rows.start : rows.stop])
+
+    def pieces(self, h: int) -> Iterator[tuple[range, Tensor]]:
+        """All rows of a head, bool, no more than ROWS_AT_ONCE at a time, and which they are."""
+        make = self.maker(h)
+        for start in range(0, self.rows, ROWS_AT_ONCE):
+            piece = range(start, min(start + ROWS_AT_ONCE, self.rows))
+            yield piece, make(piece)
+
+    def density(self) -> float:
+        """Share of live blocks, 0 to 1, over all heads."""
+        live = sum(int(part.count_nonzero()) for h in range(self.heads) for _, part in self.pieces(h))
+        return live / (self.heads * self.rows * self.columns)

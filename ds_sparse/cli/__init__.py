@@ -19,6 +19,8 @@ COMMANDS = {
     "convert": "make a checkpoint of Longformer or BigBird one of RoBERTa or BERT, with block-sparse attention",
     "draw": "draw the layout that a DeepSpeed JSON gives, in the terminal or as a picture",
     "families": "say which Transformers models become sparse, which do not, and why",
+    "modes": "show the structures a sparse_attention block may have: a picture, keys, bounds, defaults",
+    "new": "write a commented DeepSpeed JSON with a sparse_attention block, from a few options",
     "run": "start a training script that knows nothing of ds_sparse, through DeepSpeed's launcher",
     "schema": "print the JSON schema of the sparse_attention block",
 }

@@ -13,10 +13,11 @@ from .block import (
     read_block,
     sparse_attention_block,
 )
+from .example import example_block
 from .file import BLOCK_KEY, LAYERS_KEY, LoadedConfig, Source, SparseAttentionConfigError, load_config, parse_config
 from .layers import LayerStructures, beyond, block_of_layer, layer_entries, layers_of, seed_of
-from .reading import DEFAULT_MODE, STRUCTURE_ERRORS
-from .schema import json_schema
+from .reading import DEFAULT_MODE, STRUCTURE_ERRORS, describe
+from .schema import json_schema, summary
 
 __all__ = [
     "ANY_NUM_HEADS",
@@ -30,6 +31,8 @@ __all__ = [
     "SparseAttentionConfigError",
     "beyond",
     "block_of_layer",
+    "describe",
+    "example_block",
     "json_schema",
     "layer_entries",
     "layer_structures_block",
@@ -42,4 +45,5 @@ __all__ = [
     "read_block",
     "seed_of",
     "sparse_attention_block",
+    "summary",
 ]

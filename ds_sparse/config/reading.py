@@ -181,7 +181,7 @@ class Reading:
             values = {key: getattr(valid, key) for key in fields}
         for key, message in invalid.items():
             schema = json_model("block", {key: fields[key]}).model_json_schema()["properties"][key]
-            wanted = _describe(schema) or message
+            wanted = describe(schema) or message
             self.mistakes.append(
                 f"{self.at}.{key}: got {show(own[key])}; wanted {wanted}.{hint_of_text(own[key])}"
                 if key in own
@@ -303,12 +303,12 @@ def _same(value: Any, default: Any) -> bool:
     return json.dumps(value, default=repr) == json.dumps(_with_integers(default), default=repr)
 
 
-def _describe(schema: Mapping[str, Any]) -> str | None:
+def describe(schema: Mapping[str, Any]) -> str | None:
     """What a value may be, in words, from its JSON schema; None for a schema that we have no words for."""
     if "enum" in schema:
         return one_of(schema["enum"])
     if "anyOf" in schema:
-        parts = [_describe(part) for part in schema["anyOf"]]
+        parts = [describe(part) for part in schema["anyOf"]]
         return " or ".join(filter(None, parts)) if all(parts) else None
     match schema.get("type"):
         case "boolean":
@@ -322,7 +322,7 @@ def _describe(schema: Mapping[str, Any]) -> str | None:
             most = f" of at most {schema['maximum']}" if "maximum" in schema else ""
             return f"{'an integer' if kind == 'integer' else 'a number'}{least}{' and' if least and most else ''}{most}"
         case "array":
-            items = _describe(schema.get("items", {}))
+            items = describe(schema.get("items", {}))
             size = " of at least one" if schema.get("minItems") else ""
             return f"a list{size}, each {items}" if items else None
     return None

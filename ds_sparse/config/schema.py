@@ -42,7 +42,7 @@ def json_schema() -> dict[str, Any]:
         by_layer = {} if LAYERS_KEY in fields else {LAYERS_KEY: _layers(mode)}
         definitions[mode] = {
             **schema,
-            "description": _summary(loaded_classes()[mode]),
+            "description": summary(loaded_classes()[mode]),
             "properties": {"mode": {"const": mode}} | schema["properties"] | foreign | by_layer,
         }
     choices = [
@@ -80,5 +80,6 @@ def _layers(mode: str) -> dict[str, Any]:
     }
 
 
-def _summary(cls: type[SparsityConfig]) -> str:
+def summary(cls: type[SparsityConfig]) -> str:
+    """What a structure is, in a sentence: the first of its class's docstring."""
     return " ".join((cls.__doc__ or cls.__name__).split("\n\n")[0].split())

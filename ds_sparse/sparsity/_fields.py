@@ -18,12 +18,16 @@ def json_fields(cls: type[SparsityConfig]) -> dict[str, FieldInfo]:
     The fields of a `@declared` class; of a plain `__init__` its parameters, with their annotations and defaults.
     `seed`, `causal` and `strict_causal` are always among them. `num_heads` is not: it comes from the model.
     """
-    fields = _constructor_fields(cls.__mro__)
-    fields |= {name: field for name, field in _keyword_only_fields().items() if name not in fields}
-    fields.pop("num_heads", None)
+    fields = _class_fields(cls)
     for name, default in cls.json_defaults.items():
         fields[name] = _with_default(fields[name], default)
     return fields
+
+
+def class_defaults(cls: type[SparsityConfig]) -> dict[str, Any]:
+    """The same keys, of those that need not be given, with what Python's constructor takes: not JSON's defaults."""
+    fields = _class_fields(cls).items()
+    return {name: field.get_default(call_default_factory=True) for name, field in fields if not field.is_required()}
 
 
 def json_model(title: str, fields: dict[str, FieldInfo]) -> type[BaseModel]:
@@ -41,6 +45,13 @@ def build(cls: type[SparsityConfig], num_heads: int, values: dict[str, Any]) -> 
         if name not in taken:
             setattr(structure, name, value)
     return structure
+
+
+def _class_fields(cls: type[SparsityConfig]) -> dict[str, FieldInfo]:
+    fields = _constructor_fields(cls.__mro__)
+    fields |= {name: field for name, field in _keyword_only_fields().items() if name not in fields}
+    fields.pop("num_heads", None)
+    return fields
 
 
 def _keyword_only_fields() -> dict[str, FieldInfo]:

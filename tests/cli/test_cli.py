@@ -22,6 +22,7 @@ COMPUTES_NOTHING = [
     ["--help"],
     *([name, "--help"] for name in COMMANDS),
     ["schema"],
+    ["modes", "--json"],
     ["check", "--block-only", str(CONFIGS / "bigbird.json")],
 ]
 IMPORTS = """

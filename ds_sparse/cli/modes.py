@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..config import DEFAULT_MODE, STRUCTURE_ERRORS, describe, example_block, parse_sparse_attention, summary
+from ..sparsity import sparsity_class, sparsity_modes
+from ..sparsity._fields import json_fields, json_model
+from ..wording import did_you_mean, one_of, reason
+
+_BLOCKS = 24
+"""Blocks in a row of a picture: few, and enough for the random blocks of every mode."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Shows the structures that a sparse_attention block may name as its mode: a picture of each, its keys, what "
+        "they take, their defaults. Read from the classes, those of your own packages too."
+    )
+    parser.add_argument("modes", nargs="*", metavar="mode", help="such as bigbird (default: all that are known)")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print a list with an object for each mode, without its picture: mode, default (whether a block without a "
+        "mode has it), about, keys (of each: takes, required, default, about, schema)",
+    )
+
+
+@dataclass
+class Key:
+    """A key of a mode, in words and as JSON schema has it."""
+
+    takes: str | None
+    required: bool
+    default: Any
+    about: str
+    schema: dict[str, Any]
+
+
+@dataclass
+class Mode:
+    """What is said about a mode."""
+
+    mode: str
+    default: bool
+    about: str
+    keys: dict[str, Key]
+
+
+def run(args: argparse.Namespace) -> int:
+    known = sparsity_modes()
+    for mode in args.modes:
+        if mode not in known:
+            hint = did_you_mean(mode, known)
+            print(f"ds_sparse modes: {mode!r} is no mode; wanted {one_of(known)}.{hint}", file=sys.stderr)
+            return 1
+    try:
+        found = [_mode(mode) for mode in args.modes or known]
+    except STRUCTURE_ERRORS as error:  # an entry point of a package, which is loaded here
+        print(f"ds_sparse modes: a mode's class does not load: {reason(error)}", file=sys.stderr)
+        return 1
+    if args.json:
+        print(json.dumps([asdict(mode) for mode in found], indent=2, default=repr))
+    else:
+        _say(found, alone=bool(args.modes))
+    return 0
+
+
+def _mode(mode: str) -> Mode:
+    cls = sparsity_class(mode)
+    fields = json_fields(cls)
+    schemas = json_model(mode, fields).model_json_schema()["properties"]
+    keys = {}
+    for name, field in fields.items():
+        default = None if field.is_required() else field.get_default(call_default_factory=True)
+        about = field.description or ""
+        keys[name] = Key(describe(schemas[name]), field.is_required(), default, about, schemas[name])
+    return Mode(mode, mode == DEFAULT_MODE, summary(cls), keys)
+
+
+def _say(modes: list[Mode], alone: bool) -> None:
+    """Keys that all modes have stand once, at the end, unless modes were asked for by name."""
+    width = min(100, shutil.get_terminal_size((100, 24)).columns)
+    common = [] if alone else [key for key in modes[0].keys if all(_same(modes[0], mode, key) for mode in modes)]
+    for mode in modes:
+        print(mode.mode)
+        print(textwrap.fill(mode.about, width, initial_indent="  ", subsequent_indent="  "))
+        print()
+        print(textwrap.indent(_picture(mode), "  "))
+        print()
+        own = {name: key for name, key in mode.keys.items() if name not in common}
+        _say_keys(own.items(), width)
+    if common:
+        print("keys of every mode")
+        _say_keys(((name, modes[0].keys[name]) for name in common), width)
+
+
+def _say_keys(keys: Iterable[tuple[str, Key]], width: int) -> None:
+    for name, key in keys:
+        default = "required" if key.required else f"default {json.dumps(key.default, default=repr)}"
+        takes = f"; {key.takes}" if key.takes else ""
+        print(textwrap.fill(f"{name}: {default}{takes}", width, initial_indent="  ", subsequent_indent=" " * 6))
+        if key.about:
+            print(textwrap.fill(key.about, width, initial_indent=" " * 6, subsequent_indent=" " * 6))
+    print()
+
+
+def _same(mode: Mode, other: Mode, key: str) -> bool:
+    return key in other.keys and asdict(mode.keys[key]) == asdict(other.keys[key])
+
+
+def _picture(mode: Mode) -> str:
+    """The layout of an example, or why there is none."""
+    from ..drawing import draw
+    from ..sparsity.draws import random_numbers_kept
+
+    try:
+        block = example_block(mode.mode)
+        structure = parse_sparse_attention(block, 1)
+        with random_numbers_kept():
+            picture = draw(structure.make_rows(_BLOCKS * structure.block), structure.block, _BLOCKS)
+    except STRUCTURE_ERRORS as error:
+        return f"no picture: {reason(error)}"
+    usual = {name: key.default for name, key in mode.keys.items()}
+    other = [f", {name} {json.dumps(value)}" for name, value in block.items() if value != usual.get(name, value)]
+    lines = picture.splitlines()[1:-1]
+    return "\n".join([f"{_BLOCKS} x {_BLOCKS} blocks{''.join(other)}", *lines])

@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from ..arguments import positive
+from ..config import (
+    BLOCK_KEY,
+    DEFAULT_MODE,
+    STRUCTURE_ERRORS,
+    describe,
+    example_block,
+    parse_sparse_attention,
+    summary,
+)
+from ..sparsity import sparsity_class, sparsity_modes
+from ..sparsity._fields import json_fields, json_model
+from ..wording import did_you_mean, one_of, printable, show
+
+_EXAMPLES = """\
+examples:
+  ds_sparse new ds.json --mode bslongformer --block 64 --seq 8192 --micro-batch 4
+  ds_sparse new ds.json --mode bigbird --set num_random_blocks=3 --set num_sliding_window_blocks=7
+  ds_sparse new - --mode variable --set local_window_blocks=[4,8,16] --plain > ds.json"""
+
+_WIDTH = 100
+
+Entry = tuple[str, str, Any]
+"""A key, what its comment says, and its value: as JSON has it, or a tuple of entries."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # for the examples
+    parser.description = textwrap.fill(
+        "Writes a DeepSpeed JSON with every key of a sparse_attention block and what it means. The block is checked "
+        "first, and a file that exists is not overwritten. ds_sparse modes shows the modes and their keys.",
+        _WIDTH,
+    )
+    parser.epilog = _EXAMPLES
+    parser.add_argument("file", help="the file to write; - is standard output")
+    parser.add_argument("--mode", default=DEFAULT_MODE, help=f"the structure (default: {DEFAULT_MODE})")
+    parser.add_argument("--block", type=positive, help="tokens in a block (default: that of the mode)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="another key of the mode, its value as in JSON"
+    )
+    parser.add_argument(
+        "--seq", type=positive, default=2048, help="length in tokens that the layout must exist at (default: 2048)"
+    )
+    parser.add_argument("--heads", type=positive, default=12, help="attention heads of the model (default: 12)")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="precision (default: bf16)")
+    parser.add_argument("--micro-batch", type=positive, default=1, help="sequences a GPU at a time (default: 1)")
+    parser.add_argument("--accumulate", type=positive, default=1, help="micro batches a step (default: 1)")
+    parser.add_argument("--lr", type=_rate, default=1e-4, help="learning rate of AdamW (default: 1e-4)")
+    parser.add_argument("--zero", type=int, choices=range(4), default=1, help="stage of ZeRO (default: 1)")
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="without comments, which Transformers' Trainer and accelerate do not read",
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite a file that exists")
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        if args.file != "-":
+            _require_writable(args.file, args.force)
+        given = _given(args)
+        block = example_block(args.mode, given, num_heads=args.heads, seq_len=args.seq, source="ds_sparse new")
+        density = parse_sparse_attention(block, args.heads, whole=False).make_rows(args.seq).density()
+        said = f"mode {args.mode}, block {block['block']}, density {density:.1%} at {args.seq} tokens"
+        text = "\n".join(_file(args, block, said)) + "\n"
+        if args.file == "-":
+            print(text, end="")
+            return 0
+        with open(args.file, "w" if args.force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        print(f"{printable(args.file)}: cannot be written: {error.strerror or error}.", file=sys.stderr)
+        return 1
+    except STRUCTURE_ERRORS as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{printable(args.file)}: {said}.")
+    return 0
+
+
+def _require_writable(path: str, force: bool) -> None:
+    """Raises ValueError where the file would not be written, before anything is computed for it."""
+    if os.path.isdir(path):
+        raise ValueError(f"{printable(path)} cannot be written: it is a folder.")
+    if os.path.lexists(path) and not force:
+        raise ValueError(
+            f"{printable(path)} is there already, and stays as it is. Choose another name, or add --force."
+        )
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """The keys of the block that options give.
+
+    Raises:
+        ValueError: an unknown mode; what is not KEY=VALUE; a key twice.
+    """
+    known = sparsity_modes()
+    if args.mode not in known:
+        raise ValueError(f"--mode {args.mode}: wanted {one_of(known)}.{did_you_mean(args.mode, known)}")
+    given: dict[str, Any] = {} if args.block is None else {"block": args.block}
+    for words in args.set:
+        key, equals, value = words.partition("=")
+        if not equals or not key or key == "mode":
+            raise ValueError(f"--set {words}: wanted KEY=VALUE, with a key of the mode, such as --set seed=1.")
+        if key in given:
+            raise ValueError(f"--set {words}: {key} is given already, as {show(given[key])}.")
+        given[key] = _value(value)
+    return given
+
+
+def _value(text: str) -> Any:
+    """JSON, or text without the quotes that a shell takes away."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _file(args: argparse.Namespace, block: dict[str, Any], said: str) -> Iterator[str]:
+    """The lines of the file."""
+    about = (
+        f"Which blocks of keys each block of queries sees: {said}. Training takes it with the flag "
+        "--deepspeed_sparse_attention; without the flag it trains dense from the same file."
+    )
+    entries = (*_training(args), (BLOCK_KEY, about, tuple(_keys(args.mode, block))))
+    yield from ["{", *_written(entries, not args.plain, "  "), "}"]
+
+
+def _training(args: argparse.Namespace) -> Iterator[Entry]:
+    """What is beside the block."""
+    yield "train_micro_batch_size_per_gpu", "Sequences that a GPU takes at a time.", args.micro_batch
+    yield (
+        "gradient_accumulation_steps",
+        "Micro batches of a step: a step has this times the micro batch times the number of GPUs.",
+        args.accumulate,
+    )
+    optimizer = {"type": "AdamW", "params": {"lr": args.lr, "weight_decay": 0.01, "torch_adam": True}}
+    yield "optimizer", "torch_adam: the AdamW of PyTorch, for which DeepSpeed has nothing to compile.", optimizer
+    yield "gradient_clipping", "Gradients of a larger norm are scaled down to this one.", 1.0
+    if args.dtype == "bf16":
+        yield "bf16", "Computes in bfloat16.", {"enabled": True}
+    if args.dtype == "fp16":
+        scale = {"enabled": True, "loss_scale": 0}
+        yield "fp16", "Computes in float16; a loss_scale of 0 follows the gradients.", scale
+    stages = "GPUs share the optimizer's state at stage 1, gradients too at 2, parameters too at 3, nothing at 0."
+    yield "zero_optimization", f"ZeRO: {stages}", {"stage": args.zero}
+
+
+def _keys(mode: str, block: dict[str, Any]) -> Iterator[Entry]:
+    """The block, its comments from the fields of the mode's class."""
+    yield "mode", summary(sparsity_class(mode)), mode
+    fields = json_fields(sparsity_class(mode))
+    schemas = json_model(mode, fields).model_json_schema()["properties"]
+    for key, field in fields.items():
+        default = field.get_default(call_default_factory=True)
+        said = "no default" if field.is_required() else f"default {show(default)}"
+        takes = describe(schemas[key])
+        about = f"{field.description} " if field.description else ""
+        yield key, f"{about}({f'{takes}; ' if takes else ''}{said})", block[key]
+
+
+def _written(entries: tuple[Entry, ...], comments: bool, indent: str) -> Iterator[str]:
+    """The lines of an object's entries."""
+    for number, (key, comment, value) in enumerate(entries):
+        if comments:
+            yield from textwrap.wrap(comment, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+        comma = "," if number + 1 < len(entries) else ""
+        if isinstance(value, tuple):
+            yield f"{indent}{json.dumps(key)}: {{"
+            yield from _written(value, comments, f"{indent}  ")
+            yield f"{indent}}}{comma}"
+        else:
+            yield f"{indent}{json.dumps(key)}: {json.dumps(value)}{comma}"
+
+
+def _rate(text: str) -> float:
+    """argparse type: a learning rate."""
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return rate
