@@ -8,6 +8,7 @@ from .choice import (
     largest_head_dim,
     reasons,
     tile_heights,
+    walkers,
 )
 from .implementations import HOPPER_TILE, IMPLEMENTATIONS, TILE, Call, Implementation
 from .strides import is_aligned
@@ -26,4 +27,5 @@ __all__ = [
     "largest_head_dim",
     "reasons",
     "tile_heights",
+    "walkers",
 ]

@@ -128,6 +128,13 @@ def tile_heights(operation: str, device: torch.device, block: int) -> list[int]:
     return sorted({i.tiles[block] for i in of_device if i.tiles and block in i.tiles})
 
 
+def walkers(operation: str, block: int) -> dict[int, list[str]]:
+    """By tokens of a tile's height, ascending: the names of the implementations that walk such tiles, on any device,
+    for a block."""
+    heights = [(i.tiles[block], i.name) for i in IMPLEMENTATIONS[operation] if i.tiles and block in i.tiles]
+    return {tile: [name for height, name in heights if height == tile] for tile in sorted(dict(heights))}
+
+
 def dtypes_on(operation: str, device: torch.device) -> tuple[torch.dtype, ...]:
     """The dtypes that some implementation on a kind of device takes."""
     return _DTYPES[operation, kind_of(device)]

@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+from layout_pages import data_of
 
 from ds_sparse.cli import main
 
@@ -78,11 +79,48 @@ def test_there_is_a_picture_of_every_structure_that_layers_have(tmp_path, capsys
     assert "layer 3 is null, dense without blocks" in capsys.readouterr().err
 
 
+def test_files_are_drawn_one_after_the_other_under_their_names(capsys):
+    dense, fixed = str(CONFIGS / "dense.json"), str(CONFIGS / "fixed.json")
+    assert main(["draw", dense, fixed, "--seq", "64", "--heads", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{dense}: mode dense" and f"{fixed}: mode fixed" in lines
+
+
+def test_a_page_has_every_structure_of_every_file(tmp_path, capsys):
+    file, out = tmp_path / "ds.json", tmp_path / "layout.html"
+    file.write_text(json.dumps({"sparse_attention": BY_LAYER}))
+    assert main(["draw", str(file), str(CONFIGS / "fixed.json"), "--seq", "128", "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"{file} and {CONFIGS / 'fixed.json'}: drawn to {out}.\n"
+    data = data_of(out)
+    assert [(sheet["file"], sheet["name"], sheet["block"]) for sheet in data["sheets"]] == [
+        ("ds.json", "other layers", 16), ("ds.json", "layers 0-1,4", 16), ("ds.json", "layers 2", 32),
+        ("fixed.json", "", 16),
+    ]  # fmt: skip
+    assert data["sheets"][0]["about"]["mode"] == "dense"
+    assert data["notes"] == ["ds.json: layers 3 are null, the model's own dense attention, and have no layout."]
+    assert "<h1>ds.json and fixed.json at 128 tokens</h1>" in out.read_text()
+
+
+def test_a_page_of_one_head_and_one_layer_has_these_alone(tmp_path):
+    file, out = tmp_path / "ds.json", tmp_path / "layout.html"
+    file.write_text(json.dumps({"sparse_attention": BY_LAYER}))
+    assert main(["draw", str(file), "--seq", "128", "--layer", "4", "--head", "3", "--out", str(out)]) == 0
+    (sheet,) = data_of(out)["sheets"]
+    assert [head["name"] for head in sheet["heads"]] == ["head 3"] and sheet["about"]["mode"] == "bslongformer"
+
+
+def test_a_picture_is_of_one_file(tmp_path, capsys):
+    files = [str(CONFIGS / "dense.json"), str(CONFIGS / "fixed.json")]
+    assert main(["draw", *files, "--out", str(tmp_path / "a.png")]) == 1
+    assert "a picture is of one file; a page, .html, has several." in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("file", "options", "sentence"),
     [
         ("bigbird.json", ["--seq", "40"], "the sequence length 40 is not a multiple"),
-        ("bigbird.json", ["--out", "a.jpg"], ".png or .svg"),
+        ("bigbird.json", ["--out", "a.jpg"], "drawn as .png, .svg or .html, got 'a.jpg'"),
         ("bigbird.json", ["--out", "no_such_directory/a.png"], "there is no folder no_such_directory. Make it first."),
         ("bigbird.json", ["--head", "12"], "--head 12: there are 12 heads, from 0 to 11."),
         ("bigbird.json", ["--seq", "16"], "must be smaller than overall number of blocks"),

@@ -1,25 +1,30 @@
-"""Layouts as pictures: text for a terminal, .png and .svg files. A layout need not exist whole to be drawn."""
+"""Layouts as pictures: text for a terminal, .png and .svg files."""
 
 from __future__ import annotations
 
 import os
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby, zip_longest
+from itertools import zip_longest
 from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .extras import optional_imports
-from .layout_rows import ROWS_AT_ONCE, LayoutRows, RowMaker
+from ..extras import optional_imports
+from ..layout_rows import ROWS_AT_ONCE, LayoutRows, RowMaker
+from .heads import head_name
+from .writing import require_writable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+PICTURES = (".png", ".svg")
+"""Endings of the files that `save_drawing` writes."""
 
 CELLS = 512
 """Most cells along a side of a picture in a file."""
@@ -105,7 +110,7 @@ def save_drawing(
         ValueError: another ending, or a path that no file can be written to.
         ImportError: matplotlib is not installed.
     """
-    require_writable(path)
+    require_writable(path, PICTURES)
     with optional_imports():
         import matplotlib
 
@@ -117,20 +122,6 @@ def save_drawing(
             figure.savefig(path, dpi=150, bbox_inches="tight", metadata={"Date": None} if svg else None)
     except OSError as error:
         raise ValueError(f"{os.fspath(path)} cannot be written: {error.strerror or error}.") from error
-
-
-def require_writable(path: str | os.PathLike[str]) -> None:
-    """Raises ValueError where `save_drawing` cannot write, before it takes the time to draw."""
-    name = os.fspath(path)
-    folder = os.path.dirname(name) or "."
-    if os.path.splitext(name)[1].lower() not in (".png", ".svg"):
-        raise ValueError(f"A layout is drawn as .png or .svg, got {name!r}.")
-    if not os.path.isdir(folder):
-        raise ValueError(f"{name} cannot be written: there is no folder {folder}. Make it first.")
-    if os.path.isdir(name):
-        raise ValueError(f"{name} cannot be written: it is a folder.")
-    if not os.access(name if os.path.exists(name) else folder, os.W_OK):
-        raise ValueError(f"{name} cannot be written: permission denied.")
 
 
 def takes_ascii_only(stream: TextIO) -> bool:
@@ -214,17 +205,7 @@ def _counted(counts: Tensor, live: Tensor, piece: range, cell: tuple[int, int]) 
 
 
 def _name(panel: Panel, rows: LayoutRows, head: int | None) -> str:
-    if head is not None:
-        return f"head {head}"
-    if len(panel.heads) == rows.heads:
-        return "all heads"
-    return f"head{'s' * (len(panel.heads) > 1)} {_in_ranges(panel.heads)}"
-
-
-def _in_ranges(numbers: Sequence[int]) -> str:
-    """Sorted numbers, three and more in a row as a range: "0, 1, 4-7"."""
-    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+    return head_name(panel.heads, rows.heads, head)
 
 
 def _text(panel: Panel, cell: int, characters: Characters) -> list[str]:

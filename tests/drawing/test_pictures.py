@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_sparse import drawing
-from ds_sparse.drawing import draw, save_drawing, takes_ascii_only
+from ds_sparse.drawing import draw, pictures, save_drawing, takes_ascii_only
 from ds_sparse.layout_rows import LayoutRows
 from ds_sparse.sparsity import BigBirdSparsityConfig, FixedSparsityConfig
 
@@ -76,7 +75,7 @@ def test_a_cell_is_the_share_of_its_live_blocks(rows, columns, cell_rows, cell_c
     generator = torch.Generator().manual_seed(seed)
     kinds = torch.rand(2, rows, columns, generator=generator) < 0.5
     layout = kinds[torch.randint(0, 2, (4,), generator=generator)]
-    panels = drawing._panels(LayoutRows.of(layout), (cell_rows, cell_columns))
+    panels = pictures._panels(LayoutRows.of(layout), (cell_rows, cell_columns))
     assert sorted(head for panel in panels for head in panel.heads) == [0, 1, 2, 3]
     assert len(panels) == len({head.numpy().tobytes() for head in layout})
     for panel in panels:
@@ -176,7 +175,7 @@ def test_titles_are_whole_and_nothing_is_empty_above_them(tmp_path, heads, token
 
 def test_the_title_is_above_the_panels_and_not_over_them():
     layout = torch.stack([LIVE.roll(head, 0) for head in range(3)])
-    figure = drawing._figure(LayoutRows.of(layout), 350_000, "a title", None)
+    figure = pictures._figure(LayoutRows.of(layout), 350_000, "a title", None)
     figure.canvas.draw()
     title = figure._suptitle.get_window_extent()
     assert all(axes.get_tightbbox().y1 <= title.y0 for axes in figure.axes)

@@ -1,0 +1,17 @@
+"""Layouts as pictures: text for a terminal, .png and .svg files, a page for a browser. A layout need not exist whole to
+be drawn."""
+
+from .page import PAGES, Sheet, save_page
+from .pictures import PICTURES, draw, save_drawing, takes_ascii_only
+from .writing import require_writable
+
+__all__ = [
+    "PAGES",
+    "PICTURES",
+    "Sheet",
+    "draw",
+    "require_writable",
+    "save_drawing",
+    "save_page",
+    "takes_ascii_only",
+]

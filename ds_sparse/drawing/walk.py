@@ -1,0 +1,65 @@
+"""What kernels walk of a layout: its tiles, and how much of them is waste, for the page that shows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..dispatch import HOPPER_TILE, walkers
+from ..index.tile_plan import TilePlan
+
+OPERATION = "block_sparse_attention"
+
+LARGEST = 8192
+"""Block rows above which no tiles are made for a page: the layout has to be whole for them."""
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The tiles of a head from one side. `index.Tiles` says what lines, entries and owner bits are.
+
+    Attributes:
+        side: "rows", which forward and the gradient of the query walk, or "columns", those of key and value.
+        tile: tokens of a tile's height.
+        by: the implementations that walk such tiles.
+        height: lines of a tile.
+        parts: of a tile that leave out alone what none of their lines has: 2 on Hopper, else 1.
+        lines: int32 (tiles * height), the lines tile by tile, -1 for none.
+        entries: of all lists together.
+        walked: blocks that lines walk, of all entries and all lines of the part of the tile that has the block.
+        live: those of them that are live; the others are waste.
+    """
+
+    side: str
+    tile: int
+    by: list[str]
+    height: int
+    parts: int
+    lines: np.ndarray
+    entries: int
+    walked: int
+    live: int
+
+
+def walks(live: Tensor, block: int) -> list[Walk]:
+    """What each implementation of attention walks of a head, bool (R, R)."""
+    found, live_blocks = [], int(live.count_nonzero())
+    for tile, by in walkers(OPERATION, block).items():
+        # Heads one by one: all that is asked for is which lines share a tile.
+        plan = TilePlan.make({"rows": live[None], "columns": live.T[None]}, block, tile)
+        height = max(1, tile // block)
+        parts = 2 if tile == HOPPER_TILE and height > 1 else 1
+        for number, side in enumerate(plan.sides):
+            lines, entries = plan.lines[0][number].numpy(), int(plan.lengths[number].sum())
+            walked = _walked(plan.owners[number], height, parts)
+            found.append(Walk(side, tile, by, height, parts, lines, entries, walked, live_blocks))
+    return found
+
+
+def _walked(owners: Tensor, height: int, parts: int) -> int:
+    of_part = height // parts
+    masks = [((1 << of_part) - 1) << of_part * part for part in range(parts)]
+    return sum(int(torch.count_nonzero(owners & mask)) * of_part for mask in masks)
