@@ -44,15 +44,15 @@ class Browser:
         assert "error" not in answer, (method, answer)
         return answer["result"]
 
-    def open(self, path: Path, width: int = 1280, height: int = 900, scheme: str = "light", scale: float = 1) -> None:
-        """Opens a file, and waits until it is drawn."""
+    def open(self, address: str, width: int = 1280, height: int = 900, scheme: str = "light") -> None:
+        """Opens a page, and waits until it is drawn."""
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **metrics)
-        self.call("Page.navigate", url=path.as_uri())
-        self.value(
-            "new Promise((done) => document.readyState === 'complete' ? done() : addEventListener('load', done))"
-        )
+        self.call(
+            "Page.navigate", url="about:blank"
+        )  # the same address but for what follows "#" would not be read anew
+        self.call("Page.navigate", url=address)
         self.drawn(0)
 
     def value(self, expression: str) -> Any:
@@ -64,7 +64,7 @@ class Browser:
     def drawn(self, more_than: int) -> int:
         """Waits for a drawing after so many, and returns their number."""
         return self.value(
-            "new Promise((done) => { const look = () => { const n = Number(document.body.dataset.drawn || 0); "
+            "new Promise((done) => { const look = () => { const n = Number(document.body?.dataset.drawn || 0); "
             f"n > {more_than} ? done(n) : setTimeout(look, 10); }}; look(); }})"
         )
 

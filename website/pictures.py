@@ -1,9 +1,13 @@
-"""Draws the pictures of docs/structures.md into docs/pictures: .venv/bin/python website/pictures.py"""
+"""Draws the pictures of docs/structures.md into docs/pictures, and, where Chromium is installed, that of the page in
+docs/json-and-flag.md: .venv/bin/python website/pictures.py"""
 
+import shutil
+import subprocess
+import tempfile
 from pathlib import Path
 
 import ds_sparse
-from ds_sparse.drawing import save_drawing
+from ds_sparse.drawing import Sheet, save_drawing, save_page
 
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 
@@ -30,6 +34,26 @@ def main() -> None:
     for name, block in BLOCKS.items():
         structure = ds_sparse.parse_sparse_attention(block, num_heads=1, seq_len=TOKENS)
         save_drawing(structure.make_rows(TOKENS), structure.block, PICTURES / f"{name}.png", name)
+    browser = shutil.which("chromium")
+    if browser is not None:
+        picture_of_page(browser)
+
+
+def picture_of_page(browser: str) -> None:
+    """Two structures with their tiles, as the browser shows them."""
+    sheets = []
+    for name in ("bigbird", "bslongformer"):
+        block = BLOCKS[name] | {"block": 16}
+        structure = ds_sparse.parse_sparse_attention(block, num_heads=1)
+        sheets.append(Sheet(f"{name}.json", "", structure.make_rows(TOKENS), structure.block, 1, about=block))
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "layout.html"
+        save_page(sheets, page, f"bigbird.json and bslongformer.json at {TOKENS:,} tokens")
+        options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1100,1000"]
+        picture = f"--screenshot={PICTURES / 'layout-page.png'}"
+        address = f"{page.as_uri()}#left=0&right=1&tiles=rows+64"
+        command = [browser, *options, "--virtual-time-budget=5000", picture, address]
+        subprocess.run(command, check=True, capture_output=True)
 
 
 if __name__ == "__main__":

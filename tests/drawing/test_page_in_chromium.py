@@ -27,7 +27,7 @@ def browser():
 
 @pytest.fixture
 def page(tmp_path, capsys):
-    """Writes a page of blocks, and gives its path."""
+    """Writes a page of blocks, and gives its address."""
 
     def write(*blocks, seq=TOKENS, heads=3):
         files = []
@@ -36,7 +36,7 @@ def page(tmp_path, capsys):
             files[-1].write_text(json.dumps({"sparse_attention": block}))
         out = tmp_path / "layout.html"
         assert main(["draw", *map(str, files), "--seq", str(seq), "--heads", str(heads), "--out", str(out)]) == 0
-        return out
+        return out.as_uri()
 
     return write
 
@@ -83,16 +83,16 @@ def seen(browser):
 
 
 def test_every_head_is_drawn_as_it_is_and_nothing_is_asked_of_a_network(browser, page):
+    address = page(BIGBIRD)
     browser.requests.clear()
-    path = page(BIGBIRD)
-    browser.open(path)
+    browser.open(address)
     layout = layout_of(BIGBIRD)
     assert browser.value("document.querySelectorAll('.square').length") == 3
     for head in range(3):
         assert (colours(browser, 32, head) == np.where(layout[head], "live", "none")).all()
     caption = browser.value("document.querySelectorAll('figcaption')[1].textContent")
     assert caption == f"head 1: density {layout[1].double().mean():.1%}"
-    assert browser.requests == [path.as_uri()] and browser.errors == []
+    assert browser.requests == [address] and browser.errors == []
 
 
 def test_a_head_is_chosen_and_what_is_under_the_pointer_is_said(browser, page):
@@ -197,6 +197,26 @@ def test_two_files_stand_side_by_side_and_show_the_same_tokens(browser, page):
     assert said(browser, 1)["queries"].startswith("block row 6, tokens 192-223")
     browser.choose("right", "")
     assert browser.value("document.querySelectorAll('.pane').length") == 1
+
+
+def test_what_is_seen_stands_in_the_address_and_a_reload_shows_it_again(browser, page):
+    browser.open(page(BIGBIRD, FIXED))
+    browser.choose("right", "")
+    browser.choose("head", "2")
+    browser.choose("tiles", "columns 64")
+    browser.after("document.getElementById('in').click()")
+    shown = seen(browser), browser.value("location.href")
+    assert "head=2&tiles=columns+64" in shown[1]
+    browser.open(shown[1])
+    assert (seen(browser), browser.value("location.href")) == shown
+    assert browser.value("['left', 'right', 'head', 'tiles'].map((id) => document.getElementById(id).value)") == [
+        "0", "", "2", "columns 64",
+    ]  # fmt: skip
+
+
+def test_an_address_that_says_nonsense_shows_the_whole(browser, page):
+    browser.open(f"{page(FIXED)}#left=9&right=-1&head=x&tiles=y&x=a&y=2&size=-3")
+    assert seen(browser) == "Seen: queries 0-511, keys 0-511" and browser.errors == []
 
 
 def test_structures_of_layers_are_chosen_by_name(browser, page):

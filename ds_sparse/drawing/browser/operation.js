@@ -87,8 +87,26 @@ function draw() {
     }
     panes.forEach((pane) => pane.say());
     legend();
+    remember();
     document.body.dataset.drawn = ++drawn;
   });
+}
+
+/* What is seen stands in the address, so that a reload, or who gets the address, sees it too. */
+function remember() {
+  const [left, right = ""] = chosen.sheets, { x, y, size } = view;
+  const place = size < 1 ? { x: x.toFixed(7), y: y.toFixed(7), size: size.toFixed(7) } : {};
+  history.replaceState(null, "", `#${new URLSearchParams({ left, right, head: chosen.head, tiles: chosen.tiles, ...place })}`);
+}
+
+function recall() {
+  const second = page.sheets.findIndex((sheet) => sheet.file !== page.sheets[0].file);
+  const said = new URLSearchParams(location.hash.slice(1));
+  chosen.sheets = [said.get("left") ?? 0, said.get("right") ?? (second < 0 ? "" : second)];
+  chosen.head = said.get("head") ?? "all";
+  chosen.tiles = said.get("tiles") ?? "";
+  const place = ["x", "y", "size"].map((name) => Number(said.get(name) ?? NaN));
+  if (place.every(Number.isFinite)) [view.x, view.y, view.size] = place;
 }
 
 function legend() {
@@ -138,8 +156,6 @@ function choose() {
   move(view.x, view.y, view.size);
 }
 
-const second = page.sheets.findIndex((sheet) => sheet.file !== page.sheets[0].file);
-chosen.sheets = [0, second < 0 ? "" : second];
 element("notes").replaceChildren(...page.notes.map((note) => {
   const item = document.createElement("li");
   item.textContent = note;
@@ -155,4 +171,5 @@ element("whole").addEventListener("click", () => move(0, 0, 1));
 element("controls").addEventListener("submit", (event) => event.preventDefault());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 addEventListener("resize", draw);
+recall();
 choose();
