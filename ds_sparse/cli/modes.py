@@ -88,17 +88,22 @@ def _say(modes: list[Mode], alone: bool) -> None:
     """Keys that all modes have stand once, at the end, unless modes were asked for by name."""
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
     common = [] if alone else [key for key in modes[0].keys if all(_same(modes[0], mode, key) for mode in modes)]
+    legends: dict[str, None] = {}
     for mode in modes:
         print(mode.mode)
         print(textwrap.fill(mode.about, width, initial_indent="  ", subsequent_indent="  "))
         print()
-        print(textwrap.indent(_picture(mode), "  "))
+        picture, legend = _picture(mode)
+        print(textwrap.indent(picture, "  "))
         print()
         own = {name: key for name, key in mode.keys.items() if name not in common}
         _say_keys(own.items(), width)
+        legends |= {legend: None} if legend else {}
     if common:
         print("keys of every mode")
         _say_keys(((name, modes[0].keys[name]) for name in common), width)
+    for legend in legends:
+        print(f"pictures: {legend}")
 
 
 def _say_keys(keys: Iterable[tuple[str, Key]], width: int) -> None:
@@ -115,8 +120,8 @@ def _same(mode: Mode, other: Mode, key: str) -> bool:
     return key in other.keys and asdict(mode.keys[key]) == asdict(other.keys[key])
 
 
-def _picture(mode: Mode) -> str:
-    """The layout of an example, or why there is none."""
+def _picture(mode: Mode) -> tuple[str, str]:
+    """The layout of an example, and what its characters are; or why there is none."""
     from ..drawing import draw
     from ..sparsity.draws import random_numbers_kept
 
@@ -126,8 +131,8 @@ def _picture(mode: Mode) -> str:
         with random_numbers_kept():
             picture = draw(structure.make_rows(_BLOCKS * structure.block), structure.block, _BLOCKS)
     except STRUCTURE_ERRORS as error:
-        return f"no picture: {reason(error)}"
+        return f"no picture: {reason(error)}", ""
     usual = {name: key.default for name, key in mode.keys.items()}
     other = [f", {name} {json.dumps(value)}" for name, value in block.items() if value != usual.get(name, value)]
-    lines = picture.splitlines()[1:-1]
-    return "\n".join([f"{_BLOCKS} x {_BLOCKS} blocks{''.join(other)}", *lines])
+    *lines, legend = picture.splitlines()[1:]
+    return "\n".join([f"{_BLOCKS} x {_BLOCKS} blocks{''.join(other)}", *lines]), legend

@@ -26,6 +26,8 @@ def test_each_mode_has_its_picture_and_its_keys(capsys):
             assert field.description.split(".")[0][:60] in " ".join(out.split())
     assert max(map(len, out.splitlines())) <= 100
     assert "\x1b" not in out
+    assert out.endswith("\npictures: █ live block, blank: no block; rows are queries, columns keys\n")
+    assert out.count("pictures: ") == 1
 
 
 def test_one_mode_has_all_of_its_keys_and_the_picture_of_its_layout(capsys):
