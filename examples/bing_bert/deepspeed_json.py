@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import difflib
+import importlib.util
 import inspect
 import math
 from typing import Any
@@ -156,6 +157,7 @@ def check_for_deepspeed(config: dict[str, Any], source: str) -> type | None:
             f"{source}: checkpoint.writer.decoupled and datastates_ckpt write checkpoints while training goes on; here "
             "one is verified and put in force once it is written. Leave them out."
         )
+    _check_monitors(read, source)
     if config.get("scheduler"):
         _check_scheduler(config["scheduler"], source)
     offload = read.zero_config.offload_optimizer
@@ -191,6 +193,17 @@ def load_kernels(optimizer: type | None, source: str) -> None:
             f"{source}: optimizer.type: DeepSpeed cannot compile its {optimizer.__name__} here ({reason}); take "
             'PyTorch\'s, "type": "AdamW" with "torch_adam": true, or install nvcc (CUDA toolkit) and ninja for a GPU.'
         ) from error
+
+
+def _check_monitors(read: DeepSpeedConfig, source: str) -> None:
+    """Raises ValueError where the package of a monitor that the JSON asks for is not installed."""
+    monitors = read.monitor_config
+    for key, package in (("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")):
+        if getattr(monitors, key).enabled and importlib.util.find_spec(package) is None:
+            raise ValueError(
+                f"{source}: {key}.enabled is true, and the package {package} is not installed; pip install {package}, "
+                f"or leave {key} out."
+            )
 
 
 def _optimizer_class(optimizer: dict[str, Any], offloaded: bool) -> type | None:

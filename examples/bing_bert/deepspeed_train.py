@@ -125,6 +125,11 @@ def parse_arguments() -> argparse.Namespace:
         help="continue the newest run of --output-dir exactly where its last checkpoint is, to --max-steps or for "
         "another --max-minutes; a comparison continues with what it has not reached yet",
     )
+    option(
+        "resume-or-start",
+        action="store_true",
+        help="--resume where --output-dir has a run, else start one: for jobs that a scheduler starts again",
+    )
     option("save-steps", metavar="N", type=int, default=100, help="steps between checkpoints (default: 100)")
     option("eval-steps", metavar="N", type=int, default=100, help="steps between held-out losses (default: 100)")
     option("eval-sequences", metavar="N", type=int, default=32, help="held-out sequences (default: 32)")
@@ -136,6 +141,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--deepspeed_config FILE is needed, for example configs/bslongformer.json")
     if args.compare_dense and not args.deepspeed_sparse_attention:
         parser.error("--compare-dense compares with a sparse run; add --deepspeed_sparse_attention")
+    args.resume = args.resume or args.resume_or_start
     lengths = ("max_seq_length", "max_steps", "max_minutes", "warmup_steps", "eval_steps", "save_steps", "print_steps")
     for name in lengths:
         value = getattr(args, name)
@@ -241,7 +247,7 @@ def pretrain(
     batches = data.batches(global_batch, micro_batch, first_sample, dist.get_rank(), dist.get_world_size())
     metrics = progress = None
     if dist.get_rank() == 0:
-        metrics = Metrics(folder / "metrics.jsonl", position.step if resumed else None)
+        metrics = Metrics(folder / "metrics.jsonl", position.step if resumed else None, engine)
         progress = Progress(name, position.step, max_steps, deadline - time.monotonic(), args.print_steps)
 
     def evaluate() -> None:
@@ -251,6 +257,7 @@ def pretrain(
         position.evaluation_seconds = time.monotonic() - started
         if metrics is not None:
             metrics.add(step=position.step, held_out_mlm_loss=position.held_out_loss)
+        say(f"{name}: step {position.step}  held-out loss {position.held_out_loss:.4f}")
 
     def save() -> None:
         checkpoints.save(engine, folder / "checkpoints", position.step, terms, asdict(position))
@@ -420,8 +427,9 @@ def agree(finished: bool) -> tuple[bool, int]:
     return bool(decision[0]), int(decision[1])
 
 
-def run_folder(output_dir: Path, resume: bool) -> Path:
-    """The newest run of output_dir to resume, or a new folder, the same on every rank.
+def run_folder(output_dir: Path, resume: bool, or_start: bool) -> Path:
+    """The newest run of output_dir to resume, or a new folder, the same on every rank; `or_start`: also a new one where
+    there is none to resume.
 
     Raises:
         ValueError: there is nothing to resume, or the folder cannot be made.
@@ -429,6 +437,7 @@ def run_folder(output_dir: Path, resume: bool) -> Path:
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
+            resume = resume and not (or_start and not run_folders.has_runs(output_dir))
             outcome[0] = run_folders.newest_run_folder(output_dir) if resume else run_folders.new_run_folder(output_dir)
         except OSError as error:
             outcome[1] = f"--output-dir {output_dir} cannot be used: {error.strerror}; give another folder."
@@ -470,7 +479,7 @@ def main() -> int:
     say(data.describe())
 
     names = ["sparse" if args.deepspeed_sparse_attention else "dense"] + ["dense"] * args.compare_dense
-    folder = run_folder(Path(args.output_dir), args.resume)
+    folder = run_folder(Path(args.output_dir), args.resume, args.resume_or_start)
     terms = {name: terms_of(name, args, model_config, config, data) for name in names}
     found: dict[str, checkpoints.Checkpoint | None] = dict.fromkeys(names)
     if args.resume:

@@ -1,4 +1,6 @@
-"""What a run shows: one progress bar or plain lines, metrics.jsonl, TensorBoard where installed, the loss curve."""
+"""What a run shows: one progress bar or plain lines, metrics.jsonl, TensorBoard where installed, the loss curve.
+
+Weights & Biases, Comet and CSV files are DeepSpeed's, by the keys of its JSON; they get the same figures."""
 
 from __future__ import annotations
 
@@ -36,14 +38,16 @@ def mistakes(error: ValidationError) -> str:
 
 
 class Metrics:
-    """metrics.jsonl, one record a line, and TensorBoard.
+    """metrics.jsonl, one record a line, TensorBoard, and what the DeepSpeed JSON asks for.
 
     Args:
         resumed_step: records after it are dropped, a half-written one too; None drops all.
+        engine: the DeepSpeed engine, whose monitor gets the figures as "run/figure"; None: there is none.
     """
 
-    def __init__(self, path: Path, resumed_step: int | None):
+    def __init__(self, path: Path, resumed_step: int | None, engine: Any = None):
         self.path = path
+        self._engine = engine if engine is not None and engine.monitor.enabled else None
         first_step = 0 if resumed_step is None else resumed_step + 1
         self.records = read_metrics(path, before=first_step)
         write_atomically(path, "".join(json.dumps(record) + "\n" for record in self.records))
@@ -57,6 +61,12 @@ class Metrics:
             for name, value in record.items():
                 if name != "step":
                     self._tensorboard.add_scalar(name, value, record["step"])
+        if self._engine is not None:
+            # By sequences, as the engine's own events are: Weights & Biases drops what lies before the last it got.
+            sequences, run = record["step"] * self._engine.train_batch_size(), self.path.parent.name
+            self._engine.monitor.write_events(
+                [(f"{run}/{name}", value, sequences) for name, value in record.items() if name != "step"]
+            )
 
     def close(self) -> None:
         if self._tensorboard is not None:

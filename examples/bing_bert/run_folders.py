@@ -18,6 +18,11 @@ def new_run_folder(output_dir: Path) -> Path:
             return folder
 
 
+def has_runs(output_dir: Path) -> bool:
+    """Whether there is a run in `output_dir` to resume."""
+    return bool(_numbers(output_dir))
+
+
 def newest_run_folder(output_dir: Path) -> Path:
     """The numbered folder of `output_dir` with the highest number.
 
@@ -26,7 +31,9 @@ def newest_run_folder(output_dir: Path) -> Path:
     """
     numbers = _numbers(output_dir)
     if not numbers:
-        raise ValueError(f"There is no run in {output_dir} to resume; start one without --resume.")
+        raise ValueError(
+            f"There is no run in {output_dir} to resume; start one without --resume, or with --resume-or-start."
+        )
     return output_dir / f"{max(numbers):04d}"
 
 

@@ -1,6 +1,7 @@
 """The DeepSpeed JSON of a run: adapted to the device, and refused with sentences before anything is built from it."""
 
 import argparse
+import importlib.util
 import json
 from pathlib import Path
 
@@ -49,6 +50,15 @@ def test_lamb_is_replaced_on_the_cpu_alone(read, capsys):
     replaced = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.02, "torch_adam": True}}
     assert read(CPU, optimizer=lamb)["optimizer"] == replaced
     assert "AdamW with lr 1e-3 is used on the CPU" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("key, package", [("wandb", "wandb"), ("comet", "comet_ml"), ("tensorboard", "tensorboard")])
+def test_a_monitor_whose_package_is_missing_is_a_sentence(read, monkeypatch, key, package):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else found(name))
+    with pytest.raises(ValueError, match=rf"{key}.enabled is true, .* package {package} .* pip install {package}, or"):
+        read(**{key: {"enabled": True}})
+    read(**{key: {"enabled": False}})
 
 
 @pytest.mark.parametrize("named", ["fp16 off", "bf16 off", "bf16 on"])

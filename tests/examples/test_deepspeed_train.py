@@ -296,6 +296,43 @@ def test_a_resume_without_a_checkpoint_says_that_it_starts_again(one_rank, resum
     assert len(losses(output)) == STEPS + 2 + 2
 
 
+@pytest.fixture(scope="module")
+def monitored(workplace):
+    """A job that is started twice with the same command but for its steps, watched by DeepSpeed's monitor."""
+    output, monitor = workplace / "monitored", workplace / "monitor"
+    csv = {"enabled": True, "output_path": str(monitor), "job_name": "job"}
+    config = write_config(workplace, "monitored.json", csv_monitor=csv)
+    flags = ("--deepspeed_sparse_attention", "--resume-or-start", "--eval-steps", "2", "--max_steps")
+    runs = [command(workplace, output, *flags, steps, config=config) for steps in ("2", "4")]
+    found = run_in_one_process(workplace, runs)
+    assert [ended for ended, _ in found] == [0, 0], found
+    return output, monitor / "job", [printed for _, printed in found]
+
+
+def test_resume_or_start_starts_a_run_and_then_continues_it(monitored):
+    output, _, printed = monitored
+    assert "continuing" not in printed[0] and "continuing after step 2" in printed[1]
+    assert [path.name for path in output.iterdir()] == ["0001"]
+    assert [step for step, *_ in training_losses(output)] == [1, 2, 3, 4]
+
+
+def test_a_run_says_its_held_out_loss_as_it_goes(monitored):
+    output, _, printed = monitored
+    held_out = {step: loss for step, *_, loss in losses(output) if loss is not None}
+    assert sorted(held_out) == [0, 2, 4]
+    assert f"sparse: step 0  held-out loss {held_out[0]:.4f}\n" in printed[0]
+    assert f"sparse: step 4  held-out loss {held_out[4]:.4f}\n" in printed[1]
+
+
+def test_the_monitors_of_the_json_get_the_figures_by_sequences(monitored):
+    output, folder, _ = monitored
+    lines = (folder / "sparse_held_out_mlm_loss.csv").read_text().splitlines()
+    rows = [line for line in lines if not line.startswith("step")]  # the head, once a start
+    wanted = [(4 * step, loss) for step, *_, loss in losses(output) if loss is not None]
+    assert [(int(at), float(value)) for at, value in (row.split(",") for row in rows)] == wanted
+    assert (folder / "sparse_mlm_loss.csv").exists() and (folder / "sparse_tokens_per_second.csv").exists()
+
+
 def test_a_finished_run_continues_with_more_steps(resumed):
     output, printed = resumed["longer"]
     assert f"continuing after step {STEPS}" in printed and f"after {STEPS + 2} steps" in printed

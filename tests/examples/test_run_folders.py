@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from run_folders import new_run_folder, newest_run_folder
+from run_folders import has_runs, new_run_folder, newest_run_folder
 
 
 def test_runs_that_start_together_get_folders_of_their_own(tmp_path):
@@ -16,5 +16,8 @@ def test_runs_that_start_together_get_folders_of_their_own(tmp_path):
 
 
 def test_the_newest_run_of_an_empty_folder_is_an_error(tmp_path):
+    assert not has_runs(tmp_path) and not has_runs(tmp_path / "nothing")
     with pytest.raises(ValueError, match="There is no run in .* to resume"):
         newest_run_folder(tmp_path)
+    new_run_folder(tmp_path)
+    assert has_runs(tmp_path)
