@@ -78,8 +78,7 @@ def run_case(
 ) -> Result:
     """Verifies the peers, then times them in turns: `repeats` rounds, or as many as begin within `seconds`, three at
     least. Never raises for a peer's sake."""
-    if device.type == "cuda":
-        torch._dynamo.reset()  # what was compiled for the case before
+    torch._dynamo.reset()  # what was compiled for the case before
     layout = case.layout()
     problem = Problem(case, layout.to(device), DTYPES[dtype])
     shape = (case.batch, case.heads, case.seq_len, case.head_dim)

@@ -553,9 +553,9 @@ def default_peers(args: argparse.Namespace) -> list[str]:
         return [peers.OURS]
     if args.break_even:
         return [peers.OURS, peers.DENSE[args.device]]
-    if args.device == "cpu":
-        return peers.ON_CPU
-    return [peers.OURS, "composition", "cudnn", "flash"] if args.quick else peers.ON_CUDA
+    if args.quick:
+        return peers.QUICK[args.device]
+    return peers.ON_CPU if args.device == "cpu" else peers.ON_CUDA
 
 
 def begin(args: argparse.Namespace, device: torch.device, dtypes: Iterable[str] = (), **versions: str) -> Run:

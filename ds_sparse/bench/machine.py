@@ -30,6 +30,9 @@ DIRECTIONS = (FORWARD, BACKWARD, TRAIN)
 CALLS_ON_CUDA = 8
 """Calls between two events."""
 
+MATRIX_FEATURES = ("amx_bf16", "amx_fp16", "avx512_bf16", "avx512_fp16")
+"""What a CPU may have for products of 16 bits, by the names that Linux gives them."""
+
 CYCLES_PER_MS = 2_000_000
 LONGEST_WAIT_MS = 100
 
@@ -107,8 +110,8 @@ def conditions(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         described = {"machine": torch.cuda.get_device_name(device), "driver": driver()}
     else:
-        threads = torch.get_num_threads()
-        described = {"machine": f"{processor()}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads"}
+        parts = [processor(), torch.backends.cpu.get_cpu_capability(), *matrix_features()]
+        described = {"machine": ", ".join([*parts, f"{torch.get_num_threads()} threads"])}
     date = datetime.now(UTC).date().isoformat()
     return described | {"torch": torch.__version__, "commit": commit(), "date": date}
 
@@ -124,10 +127,19 @@ def driver() -> str:
 
 
 def processor() -> str:
+    return _of_cpuinfo("model name") or platform.machine()
+
+
+def matrix_features() -> list[str]:
+    """Those of `MATRIX_FEATURES` that the CPU has."""
+    return [name for name in MATRIX_FEATURES if name in _of_cpuinfo("flags").split()]
+
+
+def _of_cpuinfo(key: str) -> str:
+    """What Linux says of the first core under this key; empty where it says nothing."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(key)), "")
 
 
 def commit() -> str:

@@ -81,7 +81,8 @@ def sdpa_by(backend: SDPBackend) -> Callable[[Problem], Peer]:
 
 
 def flex(tile: int | None, mode: str | None) -> Callable[[Problem], Peer]:
-    """FlexAttention, compiled in a mode; its block mask has tiles of so many tokens, or of the layout's block."""
+    """FlexAttention, compiled in a mode; its block mask has tiles of so many tokens, or of the layout's block. On a CPU
+    it has no backward, and refuses tensors that require gradients."""
 
     def build(problem: Problem) -> Peer:
         from torch._functorch import config
@@ -99,7 +100,13 @@ def flex(tile: int | None, mode: str | None) -> Callable[[Problem], Peer]:
         # Forward tiles of 32 are not among those that autotuning tries.
         options: Any = {"fwd_BLOCK_M": side, "fwd_BLOCK_N": side} if side < 64 else None
         compiled = torch.compile(flex_attention, dynamic=False, mode=mode)
-        return Peer(lambda query, key, value: compiled(query, key, value, block_mask=mask, kernel_options=options))
+
+        def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return compiled(query, key, value, block_mask=mask, kernel_options=options)
+
+        if layout.device.type == "cpu":
+            return Peer(lambda *qkv: call(*(x.detach() for x in qkv)), no_backward="on a CPU it is forward only")
+        return Peer(call)
 
     return build
 
@@ -244,8 +251,11 @@ PEERS: dict[str, Callable[[Problem], Peer]] = {
 """Name to builder. MatMul, Softmax and MatMul are the composition; sdpa is dense, by the backend of PyTorch's choice;
 flex-max and flex-blocks are autotuned, which takes long, and flex-blocks has the layout's own blocks for tiles."""
 
-ON_CPU = [OURS, "composition", "sdpa", "sdpa-mask"]
+ON_CPU = [OURS, "composition", "sdpa", "sdpa-mask", "flex"]
 ON_CUDA = [OURS, "composition", "cudnn", "flash", "flex", "fa4", "cudnn-frontend", "vsa"]
+
+QUICK = {"cpu": [OURS, "composition", "sdpa", "sdpa-mask"], "cuda": [OURS, "composition", "cudnn", "flash"]}
+"""None of these has to be compiled."""
 
 DENSE = {"cpu": "sdpa", "cuda": "cudnn"}
 """What dense attention costs on a device."""

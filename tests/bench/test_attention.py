@@ -120,6 +120,13 @@ def test_a_peer_without_a_backward_is_timed_forward(monkeypatch):
     assert "composition       no backward or forward+backward: forward only" in "\n".join(attention.table(result))
 
 
+def test_flex_attention_is_timed_forward_on_a_cpu():
+    case = Case("toy", "random", 16, 1, 2, 256, 16, {"density": 0.4})
+    result = attention.run_case(case, ["ds_sparse", "flex"], torch.device("cpu"), "fp32", 2, 1.0)
+    assert result.row("flex", "forward").milliseconds > 0
+    assert [row.reason for row in result.rows if row.peer == "flex"][1:] == ["on a CPU it is forward only"] * 2
+
+
 def test_a_peer_gets_the_memory_order_that_it_asks_for(monkeypatch):
     seen = []
 

@@ -51,6 +51,14 @@ def test_conditions_name_the_machine():
     assert f"{torch.get_num_threads()} threads" in conditions["machine"]
 
 
+def test_the_machine_is_named_with_what_it_has_for_16_bits(monkeypatch):
+    flags = "model name\t: Some CPU\nflags\t\t: fpu avx512f avx512_bf16 amx_bf16 amx_tile\n"
+    monkeypatch.setattr(machine.Path, "exists", lambda path: True)
+    monkeypatch.setattr(machine.Path, "read_text", lambda path: flags + flags)
+    described = machine.conditions(torch.device("cpu"))["machine"]
+    assert described.startswith("Some CPU, ") and ", amx_bf16, avx512_bf16, " in described
+
+
 def test_without_nvidias_program_the_driver_is_unknown(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert machine.driver() == "unknown"
