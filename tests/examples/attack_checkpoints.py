@@ -110,10 +110,10 @@ def kills_at_random_moments(trials: Trials, number: int, seed: int) -> str:
 
 
 def is_half_written(folder: Path) -> bool:
-    """Whether there is more than the checkpoints that are kept, and the file that names the one in force."""
-    return {path.name for path in folder.iterdir()} != {"latest", *checkpoints._tags(folder)[-checkpoints.KEPT :]} or (
-        (folder / "latest").read_text() != checkpoints._tags(folder)[-1]
-    )
+    """Whether there is more of checkpoints than those that are kept, the last of them in force."""
+    kept = checkpoints._tags(folder)[-checkpoints.KEPT :]
+    there = {path.name for path in folder.iterdir() if path.name.startswith(("step", "."))}
+    return there != set(kept) or (folder / "latest").read_text() != kept[-1]
 
 
 def flip(file: Path) -> None:
