@@ -168,13 +168,13 @@ def _parse(raw: bytes, source: str) -> dict[str, Any]:
 def _why_not_json(text: str, error: Exception) -> str:
     """What Python's reader of strict JSON says, which is nearer to the mistake: hjson takes a word that it does not
     know for text up to the end of its line, and then misses what stands there. hjson's own where the file has
-    comments."""
+    comments or texts of several lines."""
     if isinstance(error, OverflowError):
         return "a number beyond all bounds"
     if isinstance(error, IndexError):  # where hjson reads beyond the end
         only_line = "" if "\n" in text else ", or such a text stands on the file's only line"
         return f"a comment that begins with /* or a text that begins with ''' is not closed{only_line}"
-    if any(line.lstrip().startswith(("#", "//", "/*")) for line in text.splitlines()):
+    if "'''" in text or any(line.lstrip().startswith(("#", "//", "/*")) for line in text.splitlines()):
         return reason(error)
     constants: list[str] = []
     try:

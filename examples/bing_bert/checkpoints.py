@@ -111,25 +111,28 @@ def _write(engine: Any, folder: Path, tag: str) -> tuple[dict[str, dict[str, Any
 
 @contextmanager
 def _failures_kept(engine: Any) -> Iterator[list[OSError | RuntimeError]]:
-    """Keeps what stops DeepSpeed's writer until all ranks are through: those that go on would wait for one that stops.
+    """Keeps what stops DeepSpeed from writing until all ranks are through: those that go on would wait for one that
+    stops. Beside what its writer writes, rank 0 copies scripts."""
+    failures: list[OSError | RuntimeError] = []
 
-    Half a file is removed at once: DeepSpeed still has small files to write, and they need room.
-    """
-    writer, failures = engine.checkpoint_engine, []
-    write = writer.save
+    def kept(write: Callable[..., Any]) -> Callable[..., None]:
+        def attempt(*args: Any, **kwargs: Any) -> None:
+            try:
+                write(*args, **kwargs)
+            except (OSError, RuntimeError) as error:
+                failures.append(error)
 
-    def attempt(state_dict: dict[str, Any], path: str) -> None:
-        try:
-            write(state_dict, path)
-        except (OSError, RuntimeError) as error:
-            failures.append(error)
-            Path(path).unlink(missing_ok=True)
+        return attempt
 
-    writer.save = attempt
+    writers = [(engine.checkpoint_engine, "save"), (engine, "_copy_recovery_script")]
+    writers = [(owner, name) for owner, name in writers if hasattr(owner, name)]
+    for owner, name in writers:
+        setattr(owner, name, kept(getattr(owner, name)))
     try:
         yield failures
     finally:
-        del writer.save
+        for owner, name in writers:
+            delattr(owner, name)
 
 
 def _put_in_force(folder: Path, tag: str, state: dict[str, Any]) -> str | None:

@@ -42,6 +42,7 @@ def test_files_are_read_as_deepspeed_reads_them(write):
             "not valid JSON: a comment that begins with /* or a text that begins with ''' is not "
             "closed, or such a text stands on the file's only line.",
         ),
+        ("{\n a: '''one\n}", "not valid JSON: Bad multiline string: line 3 column 2"),
         ('{"a": 1' + "0" * 5000 + "}", "not valid JSON: Exceeds the limit"),
         ("[1, 2]", "a DeepSpeed config is an object {...}, got [1, 2]."),
         ("\xff\xfe".encode("latin-1"), "not UTF-8 text (byte 0): save it as UTF-8."),

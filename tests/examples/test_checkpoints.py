@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import damage_table
 import numpy
 import pytest
 import torch
@@ -77,17 +78,24 @@ def latest(folder):
     return (folder / "latest").read_text()
 
 
-def test_a_kill_before_any_write_leaves_a_checkpoint_that_continues_exactly():
-    """Real kills, of forks; the same program kills ranks of DeepSpeed's."""
+ATTACKS = {
+    "at every write": ([], 15),  # folder, three files in two halves, seal, name, and an old one to remove
+    "at random moments": (["--stage", "3", "--ranks", "2", "--random", "3", "--seed", "1"], 3),
+    "full disk": (["--stage", "2", "--ranks", "2", "--full"], 6),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_kill_and_a_full_disk_leave_a_checkpoint_that_continues_exactly(attack):
+    """Real kills, of forks that are ranks; the program does more of each by hand."""
+    options, least = ATTACKS[attack]
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("attack_checkpoints.py")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+        [sys.executable, Path(__file__).with_name("attack_checkpoints.py"), *options],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[0]) >= 15  # folder, three files in two halves, seal, name, and an old one to remove
+    last = done.stdout.splitlines()[-1]
+    assert int(last.split()[0]) >= least and last.endswith("nothing lost, each continued bit for bit")
 
 
 def test_two_checkpoints_are_kept_and_a_step_saved_again_gets_a_name_of_its_own(tmp_path):
@@ -187,6 +195,11 @@ def test_a_damaged_file_is_named_and_the_newest_whole_checkpoint_taken(tmp_path,
     save(tmp_path, 3)
     assert resume(tmp_path) == 3 and capsys.readouterr().out == ""
     assert (tmp_path / "step3.damaged").exists() == (name.startswith("step3/"))
+
+
+def test_the_page_says_of_damages_what_a_run_says():
+    page = damage_table.PAGE.read_text()
+    assert page == damage_table.with_table(page), "run website/damage_table.py"
 
 
 @pytest.mark.parametrize("name", [MODEL, OPTIMIZER, RANDOM, STATE])
@@ -354,20 +367,20 @@ def test_files_that_find_no_room_are_removed(tmp_path, room):
 
 
 TWO_RANKS = """
-import argparse, errno, sys
+import errno, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from attack_checkpoints import dist, losses, printed, run, torch
+from saving_ranks import Ranks, dist, torch
 
-args, folder = argparse.Namespace(ranks=2, stage=None), Path(sys.argv[2]) / "run"
+folder = Path(sys.argv[2]) / "run"
 folder.mkdir()
-run(args, folder, 2, {})
-losses(args, folder)
+ranks = Ranks(2, None, Path(sys.argv[2]) / "ranks")
+assert ranks.run(folder, 2).ended()
 with (folder / "step2" / "random_states_rank1.pt").open("r+b") as file:
     file.truncate(100)
-run(args, folder, 2, {})
-losses(args, folder)
-print(printed(args, folder))
+run = ranks.run(folder, 2)
+assert run.ended()
+print(run.printed)
 
 save = torch.save
 def full_on_rank_1(state, path, **options):
@@ -375,8 +388,7 @@ def full_on_rank_1(state, path, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
     save(state, path, **options)
 torch.save = full_on_rank_1
-run(args, folder, 3, {})
-print(printed(args, folder))
+print(ranks.run(folder, 3).printed)
 """
 
 

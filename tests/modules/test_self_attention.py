@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zipfile
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -377,11 +378,43 @@ def test_what_fills_missing_buffers_leaves_the_layout_and_what_a_checkpoint_wrot
     assert torch.equal(module.master_layout, other)
 
 
-def test_the_layout_is_for_reading_until_another_is_assigned():
+WRITES = {
+    "all": torch.Tensor.zero_,
+    "a part": lambda layout: layout.__setitem__(0, 1),
+    "an operator": lambda layout: layout.__ior__(1),
+    "a view": lambda layout: layout[0].zero_(),
+    "a view of a view": lambda layout: layout[0].T[1].fill_(0),
+    "a loop": lambda layout: [head.zero_() for head in layout],
+    "data": lambda layout: layout.data[0].zero_(),
+    "other data": lambda layout: setattr(layout, "data", torch.zeros_like(layout)),
+    "detached": lambda layout: layout.detach()[0].zero_(),
+    "out": lambda layout: torch.add(layout[0], 1, out=layout[0]),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_the_layout_is_for_reading_and_so_is_what_shares_its_memory(write):
     module = make()
-    for write in (torch.Tensor.zero_, lambda layout: layout.__setitem__(0, 1), lambda layout: layout.__ior__(1)):
-        with pytest.raises(RuntimeError, match="master_layout is for reading.*module.master_layout = layout"):
-            write(module.master_layout)
+    layout = module.master_layout
+    before = layout.clone()
+    with pytest.raises(RuntimeError, match="master_layout is for reading.*module.master_layout = layout"):
+        write(layout)
+    assert torch.equal(layout, before)
+
+
+def test_arrays_of_the_layout_are_read_only_and_copies_are_not():
+    layout = make().master_layout
+    for array in (layout.numpy(), np.asarray(layout), layout[0].numpy()):
+        with pytest.raises(ValueError, match="read-only"):
+            array[...] = 0
+    for changed in (layout.clone(), layout.float(), layout + 0):
+        assert type(changed) is torch.Tensor
+        changed.numpy()[...] = 0
+    assert not torch.equal(layout, layout.clone().zero_())
+
+
+def test_another_layout_is_assigned_and_copies_are_plain():
+    module = make()
     module.master_layout = module.master_layout.float()
     for copied in (copy.deepcopy(module.master_layout), pickle.loads(pickle.dumps(module.master_layout))):
         assert type(copied) is torch.Tensor and torch.equal(copied, module.sparsity_config.make_layout(TOKENS))
