@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from numbers import Integral
@@ -13,9 +13,11 @@ import torch
 
 from ..dispatch import TILE, tile_heights
 from ..layout import causal_cut, check_values, unpack_bits, with_heads
+from .cache import refuse_captured, refuse_traced
 from .lasting import lasting, plain
 from .lists import Lists
 from .masks import layout_of_flex, layout_of_mask
+from .on_device import OnDevice
 from .packing import MAX_BLOCKS
 from .ready_event import ReadyEvent
 from .strips import Strips
@@ -32,7 +34,7 @@ MAX_BLOCK = 1 << 15
 
 
 @dataclass(frozen=True, eq=False)
-class BlockIndex:
+class BlockIndex(OnDevice):
     """The live blocks of a layout, in tiles and one by one.
 
     Built once, by `build`, `from_mask` or `from_flex`; immutable, shared by every operation, on any stream (see
@@ -81,7 +83,6 @@ class BlockIndex:
     reaches_ahead: bool
     bits: torch.Tensor
     _made: dict[Any, Any]  # Lists, Strips, Tiles and a BlockIndex, by what they are
-    _ready: ReadyEvent = field(init=False)
 
     def __new__(cls, *given: Any, **fields: Any) -> BlockIndex:
         if given or (fields and "_made" not in fields):
@@ -89,9 +90,6 @@ class BlockIndex:
                 "A BlockIndex is built from a layout: BlockIndex.build(layout, block), or from_mask or from_flex."
             )
         return super().__new__(cls)
-
-    def __post_init__(self):
-        object.__setattr__(self, "_ready", ReadyEvent(self.device))
 
     @classmethod
     def build(cls, layout: torch.Tensor, block: int) -> BlockIndex:
@@ -313,8 +311,16 @@ class BlockIndex:
         if not self.reaches_ahead:
             return self
         if "causal" not in self._made:
+            what, instead = "The blocks above the diagonal cannot be left out of an index", "pass index.causal()."
+            refuse_traced(what, instead)
+            refuse_captured(what, self.device, instead)
             self._made["causal"] = self._make_causal()
         return self._made["causal"]
+
+    @property
+    def has_causal(self) -> bool:
+        """Whether `causal()` is there, and builds nothing."""
+        return not self.reaches_ahead or "causal" in self._made
 
     def layout(self) -> torch.Tensor:
         """The layout, unpacked at each call.
@@ -325,24 +331,10 @@ class BlockIndex:
         self._ready.wait(self._tensors)
         return unpack_bits(self.bits, self.columns)
 
-    def to(self, device: torch.device | str) -> BlockIndex:
-        """The same index on another device, with its lists and its causal part if they have been made.
-
-        On a GPU it is built from the bits, as there the tiles depend on the device.
-
-        Args:
-            device: where it is to be.
-
-        Returns:
-            The index there; itself if it is there already.
-        """
-        device = torch.device(device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        return self if self.device == device else self._copied(device)
-
     @lasting
     def _copied(self, device: torch.device) -> BlockIndex:
+        """With its lists and its causal part if they have been made; on a GPU it is built from the bits, as there the
+        tiles depend on the device."""
         self._ready.wait(self._tensors)
         bits = self.bits.to(device)
         if device.type == "cuda":

@@ -7,8 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from ..layout import with_heads
-from .block import BlockIndex, check_block
+from .block import BlockIndex, as_index
 from .lasting import plain
 
 DOCUMENT_LAYOUTS = ("own", "row")
@@ -94,28 +93,23 @@ class Documents:
         return both.repeat_interleave(lengths, 0, output_size=self.tokens)
 
 
-def square_layout(
-    layout: torch.Tensor | BlockIndex, block: int | None, tokens: int, of: str, device: torch.device | str | None
-) -> tuple[torch.Tensor, int]:
-    """The layout (1 or H, R, R) on the device, its own where none is given, and its block.
+def index_of_square(layout: torch.Tensor | BlockIndex, block: int | None, tokens: int, of: str) -> BlockIndex:
+    """The index of a layout, or the one given, which may be larger than so many tokens `of` something need.
 
     Raises:
         TypeError: a layout of another type or dtype.
-        ValueError: no block, or one that is none; a layout that is not square, or has too few blocks for so many tokens
-            `of` something.
+        ValueError: no block, one that is none, or another than that of the index; a layout that is not square, or has
+            too few blocks.
     """
     if isinstance(layout, BlockIndex):
         block = layout.block if block is None else block
-        layout = layout.layout()
     if block is None:
         raise ValueError("A layout is given without its block; pass block, as the layout may be larger than needed.")
-    block = check_block(block)
-    layout = plain("The layout", with_heads(layout))
-    _, rows, columns = layout.shape
-    wanted = -(-tokens // block)
-    if rows != columns or rows < wanted:
+    index = as_index(layout, block)
+    wanted = -(-tokens // index.block)
+    if index.rows != index.columns or index.rows < wanted:
         raise ValueError(
-            f"The layout has {rows} x {columns} blocks of {block}; for {of} of {tokens} tokens it has to be square and "
-            f"have {wanted} x {wanted} blocks or more."
+            f"The layout has {index.rows} x {index.columns} blocks of {index.block}; for {of} of {tokens} tokens it "
+            f"has to be square and have {wanted} x {wanted} blocks or more."
         )
-    return layout.to(layout.device if device is None else device), block
+    return index

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
-from .block import BlockIndex
+from .block import BlockIndex, check_block
 from .cache import Made, kept, kept_with, refuse_captured, refuse_traced
 from .lasting import lasting, plain
 from .packed import PackedIndex
@@ -80,7 +80,7 @@ def packed_index_of(
 
     def build() -> PackedIndex:
         refuse_captured(what, device, f"{instead} as the layout, or call once before the capture.")
-        return PackedIndex.build(layout, cu_seqlens, block, device=device)
+        return PackedIndex.build(_indexed(layout, block), cu_seqlens, block, device=device)
 
     return kept_with(_of_documents, _owners(layout, cu_seqlens), (block, device), build, MOST_OF_TENSORS)
 
@@ -104,9 +104,16 @@ def row_index_of(
 
     def build() -> WindowIndex:
         refuse_captured(what, device, "call once before the capture.")
-        return index_of_row(layout, cu_seqlens, block, tokens, causal, device)
+        return index_of_row(_indexed(layout, block), cu_seqlens, block, tokens, causal, device)
 
     return kept_with(_of_rows, _owners(layout, cu_seqlens), (block, tokens, causal, device), build, MOST_OF_TENSORS)
+
+
+def _indexed(layout: torch.Tensor | BlockIndex, block: int | None) -> torch.Tensor | BlockIndex:
+    """A layout's own index, which batches of other documents share; a layout as it is where `block` is missing."""
+    if not isinstance(layout, torch.Tensor) or block is None:
+        return layout
+    return index_of_layout(layout, check_block(block), layout.device)
 
 
 def packed_pairs_of(index: TokenIndex, cu_seqlens: torch.Tensor, document_layout: str) -> TokenIndex:

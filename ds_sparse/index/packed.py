@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 
-from .block import BlockIndex
-from .documents import Documents, square_layout
+from ..dispatch import tile_heights
+from ..memory import refuse_too_large
+from .block import SIDES, BlockIndex
+from .cache import refuse_captured, refuse_traced
+from .documents import Documents, index_of_square
 from .lasting import lasting
+from .on_device import OnDevice
 from .packing import block_of
-from .ready_event import ReadyEvent
 
 
 @dataclass(frozen=True, eq=False)
-class PackedIndex:
+class PackedIndex(OnDevice):
     """What `block_sparse_attention` walks for documents packed in one row, each with the layout from its own start.
 
     Built once for a batch, by `build`, and used by all layers; immutable. Any stream may use it (see `ReadyEvent`).
@@ -55,10 +56,6 @@ class PackedIndex:
     tokens_of: torch.Tensor
     exists: torch.Tensor
     _made: dict[tuple[str, int, bool], torch.Tensor] = field(init=False, default_factory=dict)
-    _ready: ReadyEvent = field(init=False)
-
-    def __post_init__(self):
-        object.__setattr__(self, "_ready", ReadyEvent(self.device))
 
     @classmethod
     @lasting
@@ -70,7 +67,10 @@ class PackedIndex:
         *,
         device: torch.device | str | None = None,
     ) -> PackedIndex:
-        """Builds the index of a batch; waits for the device twice, however many documents there are.
+        """Builds the index of a batch.
+
+        Waits for the device twice, however many documents there are, and once more for a layout that is no `BlockIndex`
+        and not on the CPU.
 
         Args:
             layout: bool, or 0 and 1 as numbers, (R, R) or (H or 1, R, R), for the longest document or more: one of l
@@ -84,12 +84,14 @@ class PackedIndex:
 
         Raises:
             TypeError: arguments of other types.
-            ValueError: a layout that is smaller than a document, or not square; no block; `cu_seqlens` that does not
-                ascend from 0, or ends with 0.
+            ValueError: a layout that is smaller than a document, or not square; no block, or another than that of the
+                `BlockIndex`; `cu_seqlens` that does not ascend from 0, or ends with 0.
+            MemoryError: it is larger than the device's memory.
         """
         documents = Documents.read(cu_seqlens)
         tokens = documents.tokens
-        layout, block = square_layout(layout, block, max(documents.lengths), "the longest document", device)
+        of_one = index_of_square(layout, block, max(documents.lengths), "the longest document")
+        block, device = of_one.block, torch.device(of_one.device if device is None else device)
 
         # A block's document, its number there, and its tokens: small, so made on the host.
         lengths = torch.tensor(documents.lengths)
@@ -99,21 +101,27 @@ class PackedIndex:
         number = torch.arange(len(document)) - before[document]
         first = torch.tensor(documents.edges[:-1])[document] + number * block
         size = (lengths[document] - number * block).clamp(max=block)
-        document, number, first, size = torch.stack([document, number, first, size]).to(layout.device)
+        refuse_too_large(
+            f"An index of packed documents of {tokens} tokens in blocks of {block}",
+            3 * of_one.layout_heads * len(document) ** 2,
+            device,
+            "use larger blocks, or pack fewer documents in a row",
+        )
+        document, number, first, size = torch.stack([document, number, first, size]).to(device)
 
-        live = layout.index_select(1, number).index_select(2, number)
-        live = live.bool() & (document[:, None] == document)
-        place = torch.arange(block, device=layout.device)
+        live = of_one.layout().to(device).index_select(1, number).index_select(2, number)
+        live &= document[:, None] == document
+        place = torch.arange(block, device=device)
         exists = place < size[:, None]
         tokens_of = torch.where(exists, first[:, None] + place, 0).flatten()
         # What stands in for tokens that do not exist is written behind the last.
-        aligned = torch.empty(tokens + 1, dtype=torch.int64, device=layout.device)
-        numbers = torch.arange(len(tokens_of), device=layout.device)
+        aligned = torch.empty(tokens + 1, dtype=torch.int64, device=device)
+        numbers = torch.arange(len(tokens_of), device=device)
         aligned[torch.where(exists.flatten(), tokens_of, tokens)] = numbers
         return cls(
             tokens=tokens,
             documents=len(lengths),
-            blocks=BlockIndex.build(live, block),
+            blocks=BlockIndex.build(live, block).for_heads(of_one.num_heads),
             spans=torch.stack([first, size], 1).int(),
             aligned=aligned[:tokens].clone(),
             tokens_of=tokens_of,
@@ -138,9 +146,34 @@ class PackedIndex:
         """Tokens on a block's side."""
         return self.blocks.block
 
+    def prepared(self, causal: bool = False) -> PackedIndex:
+        """All is made that attention and its gradients walk: what is compiled or captured later cannot make it.
+
+        Args:
+            causal: of the attention.
+
+        Returns:
+            The index itself.
+        """
+        blocks = self.causal_blocks(causal)
+        for tile in tile_heights("block_sparse_attention", self.device, self.block):
+            for side in SIDES:
+                blocks.tiles(side, tile)
+                self.tile_spans(side, tile, causal)
+        return self
+
     def causal_blocks(self, causal: bool) -> BlockIndex:
-        """The blocks; with `causal` without those above the diagonal."""
+        """The blocks; with `causal` without those above the diagonal, cut at the first call."""
+        if causal and not self.blocks.has_causal:
+            self._refuse_to_make(causal)
         return self.blocks.causal() if causal else self.blocks
+
+    def _refuse_to_make(self, causal: bool) -> None:
+        """Raises RuntimeError where nothing can be made: under torch.compile, and in the capture of a CUDA graph."""
+        what = "What is missing of a PackedIndex cannot be made"
+        instead = f"pass index.prepared({'causal=True' if causal else ''})."
+        refuse_traced(what, instead)
+        refuse_captured(what, self.device, instead)
 
     def tile_spans(self, side: str, tile: int, causal: bool) -> torch.Tensor:
         """The spans of the blocks that tiles' lines and entries are, made at the first call.
@@ -155,6 +188,7 @@ class PackedIndex:
         """
         key = side, tile, causal
         if key not in self._made:
+            self._refuse_to_make(causal)
             self._made[key] = self._make_tile_spans(*key)
             self._ready.record()
         self._ready.wait(self._tensors)
@@ -165,34 +199,3 @@ class PackedIndex:
         tiles = self.causal_blocks(causal).tiles(side, tile)
         of_lines = self.spans.index_select(0, tiles.lines.clamp(min=0)) * (tiles.lines >= 0)[:, None]
         return torch.cat([of_lines, self.spans.index_select(0, block_of(tiles.entries))])
-
-    def ready(self) -> PackedIndex:
-        """The index itself, for what the current stream does next."""
-        self._ready.wait(self._tensors)
-        return self
-
-    def to(self, device: torch.device | str) -> PackedIndex:
-        """The same index on another device.
-
-        Args:
-            device: where it is to be.
-
-        Returns:
-            The index there; itself if it is there already.
-        """
-        device = torch.device(device)
-        return self if self.device == device else self._copied(device)
-
-    @lasting
-    def _copied(self, device: torch.device) -> PackedIndex:
-        self.ready()
-        parts: dict[str, Any] = {name: x for name, x in vars(self).items() if isinstance(x, torch.Tensor | BlockIndex)}
-        return replace(self, **{name: x.to(device) for name, x in parts.items()})
-
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        yield from (x for x in vars(self).values() if isinstance(x, torch.Tensor))
-        yield from tuple(self._made.values())
-
-    def _held(self) -> Iterator[torch.Tensor]:
-        yield from self._tensors()
-        yield from self.blocks._held()

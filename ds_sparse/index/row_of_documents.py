@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import pad
 
 from .block import BlockIndex
-from .documents import Documents, square_layout
+from .documents import Documents, index_of_square
 from .lasting import lasting
 from .window import WindowIndex
 
@@ -32,20 +32,23 @@ def index_of_row(
         device: where the index is to be.
 
     Raises:
-        TypeError, ValueError: arguments of other types or values; a layout that is not square, or too small.
+        TypeError, ValueError: arguments of other types or values; a layout that is not square, or too small; an index
+            for another block.
     """
     documents = Documents.read(cu_seqlens).check_fills(tokens)
-    layout, block = square_layout(layout, block, tokens, "a row", device)
+    of_row = index_of_square(layout, block, tokens, "a row")
+    block = of_row.block
     wanted = -(-tokens // block)
     limits = documents.of_tokens(device)
     first, end = pad(limits.T, (0, -tokens % block), mode="replicate").unflatten(1, (wanted, block))
     first, end = first.amin(1), end.amax(1)
     share = (first[:, None] < end) & (first < end[:, None])
-    blocks = BlockIndex.build(layout[:, :wanted, :wanted].bool() & share, block)
+    live = of_row.layout()[:, :wanted, :wanted].to(device) & share
+    blocks = BlockIndex.build(live, block).for_heads(of_row.num_heads)
     return WindowIndex(
         tokens=tokens,
         causal=causal,
-        num_heads=len(layout),
+        num_heads=of_row.num_heads,
         num_global=0,
         blocks=blocks.causal() if causal else blocks,
         limits=limits.int().unsqueeze(0),

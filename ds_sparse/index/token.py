@@ -20,8 +20,8 @@ from .block import BlockIndex, check_block
 from .cache import refuse_captured, refuse_traced
 from .documents import Documents, check_document_layout
 from .lasting import lasting
+from .on_device import OnDevice
 from .packed_pairs import pairs_of_documents
-from .ready_event import ReadyEvent
 from .token_forms import (
     Nested,
     TokenPairs,
@@ -37,7 +37,7 @@ from .token_tiles import BLOCK, TokenTiles
 
 
 @dataclass(frozen=True, eq=False)
-class TokenIndex:
+class TokenIndex(OnDevice):
     """Lists of token pairs as operations walk them. Built once from any form, immutable, shared by every operation.
 
     `from_mask`, `from_pairs`, `from_csr`, `from_jagged` and `from_blocks` build it, and `mask`, `pairs`, `csr`,
@@ -82,10 +82,6 @@ class TokenIndex:
     ends: tuple[int, ...]
     order: Tensor | None
     _made: dict[object, object] = field(default_factory=dict)
-    _ready: ReadyEvent = field(init=False)
-
-    def __post_init__(self):
-        object.__setattr__(self, "_ready", ReadyEvent(self.device))
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> TokenIndex:
@@ -233,31 +229,6 @@ class TokenIndex:
         """int64 (N), the number of each pair here, in the order in which the caller listed them, where that is another.
         Made at the first call."""
         return self._once("listed", self._make_listed)
-
-    def ready(self) -> TokenIndex:
-        """The index itself, for what the current stream does next (see `ReadyEvent`)."""
-        self._ready.wait(self._tensors)
-        return self
-
-    def to(self, device: torch.device | str) -> TokenIndex:
-        """The same index on another device, copied there once.
-
-        Args:
-            device: where it is to be.
-
-        Returns:
-            The index there; itself if it is there already.
-        """
-        device = torch.device(device)
-        if device.type == self.device.type and device.index in (None, self.device.index):
-            return self
-        return self._once(
-            device,
-            lambda: TokenIndex(
-                self.queries, self.keys, self.batch, self.heads, self.row_offsets.to(device), self.columns.to(device),
-                self.ends, None if self.order is None else self.order.to(device),
-            ),
-        )  # fmt: skip
 
     @lasting
     def packed(self, cu_seqlens: Tensor, document_layout: str = "own") -> TokenIndex:
@@ -474,6 +445,16 @@ class TokenIndex:
         if self.batch == 1:
             return lists
         return [lists[b * self.heads : (b + 1) * self.heads] for b in range(self.batch)]
+
+    def _copied(self, device: torch.device) -> TokenIndex:
+        """Copied there once."""
+        return self._once(
+            device,
+            lambda: TokenIndex(
+                self.queries, self.keys, self.batch, self.heads, self.row_offsets.to(device), self.columns.to(device),
+                self.ends, None if self.order is None else self.order.to(device),
+            ),
+        )  # fmt: skip
 
     def _once(self, name: object, make: Callable) -> Any:
         if name not in self._made:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -16,7 +15,7 @@ from ..wording import listed
 from .block import BlockIndex
 from .documents import Documents
 from .lasting import lasting
-from .ready_event import ReadyEvent
+from .on_device import OnDevice
 from .window_sizes import Numbers, global_numbers, of_heads
 
 MAX_ROWS = 2048
@@ -24,7 +23,7 @@ MAX_ROWS = 2048
 
 
 @dataclass(frozen=True, eq=False)
-class WindowIndex:
+class WindowIndex(OnDevice):
     """What `window_attention` walks: built once for a length and a window, by `build`; immutable.
 
     Any stream may use it (see `ReadyEvent`). Kernels see tokens in an order of their own: first the global ones, then
@@ -63,10 +62,6 @@ class WindowIndex:
     order: torch.Tensor | None
     inverse: torch.Tensor | None
     places: torch.Tensor | None
-    _ready: ReadyEvent = field(init=False)
-
-    def __post_init__(self):
-        object.__setattr__(self, "_ready", ReadyEvent(self.device))
 
     @classmethod
     @lasting
@@ -173,36 +168,6 @@ class WindowIndex:
     def device(self) -> torch.device:
         """Where the index is."""
         return self.limits.device
-
-    def ready(self) -> WindowIndex:
-        """The index itself, for what the current stream does next."""
-        self._ready.wait(self._tensors)
-        return self
-
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        return (x for x in vars(self).values() if isinstance(x, torch.Tensor))
-
-    def _held(self) -> Iterator[torch.Tensor]:
-        yield from self._tensors()
-        yield from self.blocks._held()
-
-    def to(self, device: torch.device | str) -> WindowIndex:
-        """The same index on another device.
-
-        Args:
-            device: where it is to be.
-
-        Returns:
-            The index there; itself if it is there already.
-        """
-        device = torch.device(device)
-        return self if self.device == device else self._copied(device)
-
-    @lasting
-    def _copied(self, device: torch.device) -> WindowIndex:
-        self.ready()
-        lists: dict[str, Any] = {name: x for name, x in vars(self).items() if isinstance(x, torch.Tensor | BlockIndex)}
-        return replace(self, **{name: x.to(device) for name, x in lists.items()})
 
 
 def fitting_block(tokens: int, window: int, device_type: str) -> int:

@@ -281,13 +281,7 @@ def index_for(
     else:
         _, rows, columns = with_heads(layout).shape
         index = index_of_layout(layout, _fitting_block((rows, columns), block, tokens, keys), device)
-    if causal and index.reaches_ahead:
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                "The layout has blocks above the diagonal, and under torch.compile its index cannot be cut for causal "
-                "attention; pass index.causal()."
-            )
-        index = index.causal()
+    index = index.causal() if causal else index
     return index if index.device == device else copy_of(index, device)
 
 

@@ -36,11 +36,7 @@ def is_packed(
     Raises:
         ValueError: it is not, and has a `document_layout`.
     """
-    if cu_seqlens is not None:
-        return True
-    if getattr(query, "is_nested", False) and all(
-        getattr(x, "layout", None) == torch.jagged for x in (query, key, value)
-    ):
+    if cu_seqlens is not None or _are_jagged(query, key, value):
         return True
     if document_layout != "own":
         check_document_layout(document_layout)
@@ -49,6 +45,20 @@ def is_packed(
             "out."
         )
     return False
+
+
+def is_row(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, has_documents: bool) -> bool:
+    """Whether operands are a packed row in another form than (B, H, T, D): nested, or (T, H, D) where something else
+    knows the documents."""
+    if _are_jagged(query, key, value):
+        return True
+    plain = [x for x in (query, key, value) if isinstance(x, torch.Tensor) and not x.is_nested]
+    return has_documents and any(x.dim() == 3 for x in plain)
+
+
+def _are_jagged(*operands: torch.Tensor) -> bool:
+    first = operands[0]
+    return getattr(first, "is_nested", False) and all(getattr(x, "layout", None) == torch.jagged for x in operands)
 
 
 def packed_operands(

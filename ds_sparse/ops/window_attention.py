@@ -26,6 +26,7 @@ from .operands import (
     readable,
     wide_dtype,
 )
+from .packed_operands import check_row, is_row, packed_operands
 from .query_offset import Options, check_window_offset, window_at
 from .sinks import check_sinks, grad_of_sinks, with_sinks
 
@@ -67,7 +68,9 @@ def window_attention(
         dilation: distance of the tokens in a window, 1 or more; or one a head.
         scale: factor of the scores; 1 / sqrt(D) if it is not given.
         cu_seqlens: int32 or int64 (documents + 1), ascending from 0 to T, as FlashAttention has it: each sequence is a
-            row of documents packed like that, and windows end with their document. Without global tokens.
+            row of documents packed like that, and windows end with their document. Without global tokens. Operands of
+            one row may then be (T, H, D), the result likewise; or jagged nested tensors (B, H, tokens, D), which need
+            no cu_seqlens.
         sinks: (H,), a logit a head in the softmax's denominator, without a value; unscaled.
         query_offset: the position of the first query among the keys, of which there may then be more, S in place of T:
             up to S - T, as while decoding. Keys before the first window are not read. Without global tokens,
@@ -93,6 +96,15 @@ def window_attention(
         >>> ds_sparse.window_attention(query, key, value, index).shape
         torch.Size([2, 4, 100, 16])
     """
+    if is_row(query, key, value, cu_seqlens is not None or isinstance(window_size, WindowIndex)):
+        row = packed_operands(query, key, value, cu_seqlens)
+        check_row(*row[:3])
+        return row.as_given(
+            window_attention(
+                *row[:3], window_size, causal, key_padding_mask, global_tokens, dilation, scale=scale,
+                cu_seqlens=row.cu_seqlens, sinks=sinks, query_offset=query_offset,
+            )
+        )  # fmt: skip
     check_inputs(query=query, key=key, value=value, key_padding_mask=key_padding_mask, sinks=sinks)
     query, key, value = under_autocast(query, key, value)
     check_attention_operands(query, key, value)

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from ds_sparse import BlockIndex, PackedIndex, WindowIndex
+from ds_sparse import BlockIndex, PackedIndex, WindowIndex, memory
 from ds_sparse.index.documents import Documents
 from ds_sparse.index.row_of_documents import index_of_row
 
@@ -49,6 +49,20 @@ def test_heads_of_a_layout_are_kept_and_those_of_a_block_index():
     assert torch.equal(found.blocks.layout(), expected.blocks.layout())
 
 
+def test_equal_heads_of_a_layout_are_stored_once():
+    index = PackedIndex.build(LAYOUT.long().expand(12, -1, -1), CU_SEQLENS, block=8)
+    assert (index.blocks.num_heads, index.blocks.layout_heads) == (12, 1)
+    assert torch.equal(index.blocks.layout(), PackedIndex.build(LAYOUT, CU_SEQLENS, block=8).blocks.layout())
+
+
+def test_more_blocks_than_memory_holds_get_a_sentence(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory, "machine_memory", lambda: 1 << 30)
+    row = torch.tensor([0, 20480 * 8])
+    layout = BlockIndex.build(torch.eye(20480, dtype=torch.bool), 8)
+    with pytest.raises(MemoryError, match="163840 tokens in blocks of 8 takes 1 GiB, .* use larger blocks, or pack"):
+        PackedIndex.build(layout, row)
+
+
 def test_a_copy_is_the_same(device: str):
     index = PackedIndex.build(LAYOUT, CU_SEQLENS, block=8)
     copy = pickle.loads(pickle.dumps(index.to(device)))
@@ -70,6 +84,8 @@ def test_a_copy_is_the_same(device: str):
         ({"layout": LAYOUT[:, :2]}, ValueError, "has 3 x 2 blocks of 8; .* square"),
         ({"block": None}, ValueError, "without its block; pass block"),
         ({"block": 7}, ValueError, "block is 7"),
+        ({"layout": BlockIndex.build(LAYOUT, 16)}, ValueError, "block is 8, and the index was built for blocks of 16"),
+        ({"layout": LAYOUT.int() * 2}, ValueError, "holds only 0 and 1"),
     ],
 )
 def test_what_does_not_fit_is_refused(changed: dict, error: type[Exception], sentence: str):

@@ -10,7 +10,15 @@ import pytest
 import torch
 from helpers import assert_as_accurate, deterministic_algorithms, is_hopper, poisoned_memory, seeded
 
-from ds_sparse import PackedIndex, block_sparse_attention, force_implementation, reference, window_attention
+from ds_sparse import (
+    BlockIndex,
+    PackedIndex,
+    WindowIndex,
+    block_sparse_attention,
+    force_implementation,
+    reference,
+    window_attention,
+)
 
 OPERATORS = ("block_attention_forward", "window_attention_forward")
 LENGTHS = (
@@ -263,6 +271,60 @@ def test_an_index_that_was_built_before_is_taken_and_compiled(device: str):
     )
     compiled = torch.compile(lambda *qkv: block_sparse_attention(*qkv, index), backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(*given), eager)
+
+
+def test_a_causal_index_is_compiled_when_it_is_prepared(device: str):
+    given = operands(device)
+    index = PackedIndex.build(LAYOUT, cu_seqlens_of(LENGTHS[0], "cpu"), 16, device=device)
+
+    def attend(*qkv):
+        return block_sparse_attention(*qkv, index, causal=True)
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match=r"missing of a PackedIndex cannot be made under torch\.compile; pass index"):
+        compiled(*given)
+    index.prepared(causal=True)
+    assert torch.equal(compiled(*given), attend(*given))
+
+
+@pytest.mark.parametrize("document_layout", ["own", "row"])
+def test_an_index_for_another_block_is_refused(document_layout: str):
+    query, key, value = operands("cpu")
+    index = BlockIndex.build(torch.ones(21, 21), 16)
+    with pytest.raises(ValueError, match="block is 32, and the index was built for blocks of 16"):
+        block_sparse_attention(
+            query, key, value, index, block=32, cu_seqlens=CU_SEQLENS, document_layout=document_layout
+        )
+
+
+@pytest.mark.parametrize("given_as", ["tokens first", "nested", "index"])
+def test_windows_take_a_packed_row_in_other_forms(device: str, given_as: str):
+    cu_seqlens, given = cu_seqlens_of(LENGTHS[0], device), [x.requires_grad_() for x in operands(device)]
+    expected = window_attention(*given, 9, True, cu_seqlens=cu_seqlens)
+    rows = [x[0].transpose(0, 1) for x in given]
+    if given_as == "nested":
+        nested = [torch.nested.nested_tensor_from_jagged(x, cu_seqlens.long()).transpose(1, 2) for x in rows]
+        found = window_attention(*nested, 9, True).transpose(1, 2).values()
+    elif given_as == "index":
+        index = WindowIndex.build(331, 9, True, device=device, cu_seqlens=cu_seqlens)
+        found = window_attention(*rows, index)
+    else:
+        found = window_attention(*rows, 9, True, cu_seqlens=cu_seqlens)
+    assert torch.equal(found, expected[0].transpose(0, 1))
+    grad = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, given, grad)
+    for x, y in zip(torch.autograd.grad(found, given, grad[0].transpose(0, 1)), wanted, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_windows_of_a_row_of_other_shapes_are_refused():
+    row = torch.zeros(331, 4, 16)
+    with pytest.raises(ValueError, match=r"all have to be \(T, heads, D\), or all \(1, heads, T, D\)"):
+        window_attention(row, row[None], row, 9, cu_seqlens=CU_SEQLENS)
+    with pytest.raises(ValueError, match="of which queries and keys are the same tokens"):
+        window_attention(row, row[:40], row[:40], 9, cu_seqlens=CU_SEQLENS)
+    with pytest.raises(ValueError, match=r"have to be \(batch, heads, tokens, head size\)"):
+        window_attention(row, row, row, 9)
 
 
 def test_a_document_alone_in_its_row_is_plain_attention(device: str):
