@@ -19,8 +19,10 @@ COMMANDS = {
     "convert": "make a checkpoint of Longformer or BigBird one of RoBERTa or BERT, with block-sparse attention",
     "draw": "draw the layout that a DeepSpeed JSON gives, in the terminal or as a picture",
     "families": "say which Transformers models become sparse, which do not, and why",
+    "report": "say what serves this machine, why not something faster, and what to do about each problem",
     "run": "start a training script that knows nothing of ds_sparse, through DeepSpeed's launcher",
     "schema": "print the JSON schema of the sparse_attention block",
+    "verify": "hold every kernel of this machine to float64, forward and backward, and look for races",
 }
 """Subcommand to its line of help; the module of the same name is imported only when it is called."""
 
