@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import subprocess
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+
+from ..hardware import driver, processor
 
 try:
     from tqdm import tqdm
@@ -111,23 +112,6 @@ def conditions(device: torch.device) -> dict[str, str]:
         described = {"machine": f"{processor()}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads"}
     date = datetime.now(UTC).date().isoformat()
     return described | {"torch": torch.__version__, "commit": commit(), "date": date}
-
-
-def driver() -> str:
-    """The version of NVIDIA's driver; 'unknown' where its own program does not say."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return printed.splitlines()[0].strip()
-
-
-def processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def commit() -> str:

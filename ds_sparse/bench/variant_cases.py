@@ -100,9 +100,12 @@ def _block_attention(s: Setting) -> Case:
     return Case(operands, call, meaning)
 
 
-def _attention(*operands: Tensor | int, **options: Tensor | bool | None) -> Results:
-    output, lse = reference.attention(*operands, **options, return_lse=True)  # type: ignore[arg-type]
-    return output, lse
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, live: Tensor, block: int, rpe: Tensor | None = None, causal: bool = False
+) -> Results:
+    results = reference.attention(query, key, value, live, block, rpe=rpe, causal=causal, return_lse=True)
+    assert isinstance(results, tuple)
+    return results
 
 
 def _packed_attention(s: Setting) -> Case:
@@ -113,9 +116,10 @@ def _packed_attention(s: Setting) -> Case:
     def call(query: Tensor, key: Tensor, value: Tensor) -> Results:
         return (block_sparse_attention(query, key, value, index, causal=s.causal),)
 
-    def meaning(*row: Tensor) -> Results:
-        documents = [[x[:, :, begin:end] for x in row] for begin, end in pairwise(ends)]
-        outputs = [_attention(*document, s.live, s.block, causal=s.causal)[0] for document in documents]
+    def meaning(query: Tensor, key: Tensor, value: Tensor) -> Results:
+        places = [slice(begin, end) for begin, end in pairwise(ends)]
+        documents = [(query[:, :, at], key[:, :, at], value[:, :, at]) for at in places]
+        outputs = [_attention(q, k, v, s.live, s.block, causal=s.causal)[0] for q, k, v in documents]
         return (torch.cat(outputs, 2),)
 
     return Case(s.attended(batch=1), call, meaning)
@@ -128,8 +132,8 @@ def _window_attention(s: Setting) -> Case:
     )
     return Case(
         s.attended(),
-        lambda *operands: (window_attention(*operands, index),),
-        lambda *operands: (reference.window_attention(*operands, windows, s.causal, global_tokens=global_tokens),),
+        lambda q, k, v: (window_attention(q, k, v, index),),
+        lambda q, k, v: (reference.window_attention(q, k, v, windows, s.causal, global_tokens=global_tokens),),
     )
 
 
@@ -137,8 +141,8 @@ def _pair_attention(s: Setting) -> Case:
     index = TokenIndex.from_blocks(BlockIndex.build(s.live, s.block), s.tokens, s.tokens)
     return Case(
         s.attended(),
-        lambda *operands: sparse_attn(*operands, index, return_lse=True),
-        lambda *operands: _attention(*operands, s.live, s.block),
+        lambda q, k, v: sparse_attn(q, k, v, index, return_lse=True),
+        lambda q, k, v: _attention(q, k, v, s.live, s.block),
     )
 
 

@@ -24,8 +24,8 @@ SHOWN = 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Calls every kernel variant of this machine, forward and backward: each implementation, block, head size, "
-        "dtype and order of sums. Results have to be as near to float64 as plain PyTorch's, and the same bits each time "
-        "while memory is busy. The numbers are the same in every run."
+        "dtype and order of sums. Results have to be as near to float64 as plain PyTorch's, and the same bits each "
+        "time while memory is busy. The numbers are the same in every run."
     )
     parser.epilog = (
         "exit status: 0 if all variants are right; 1 if one is wrong, or the device is not there; 2 for wrong usage."
