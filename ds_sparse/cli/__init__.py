@@ -16,6 +16,7 @@ COMMANDS = {
     "adapt": "continue a dense checkpoint of Transformers at longer lengths, with block-sparse attention",
     "bench": "time the operations beside dense PyTorch, after verifying them",
     "check": "say what is wrong with a DeepSpeed JSON and its sparse_attention block, without training",
+    "completion": "print a script with which bash, zsh or fish completes this command",
     "convert": "make a checkpoint of Longformer or BigBird one of RoBERTa or BERT, with block-sparse attention",
     "draw": "draw the layout that a DeepSpeed JSON gives, in the terminal or as a picture",
     "families": "say which Transformers models become sparse, which do not, and why",

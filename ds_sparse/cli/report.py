@@ -75,7 +75,7 @@ def _cuda(facts: Facts) -> str:
     )
     capability = f"compute capability {facts.gpu_capability}; " if facts.gpu_capability else ""
     count = f"{len(facts.gpus)} of {facts.gpus[0].memory}; " if facts.gpus else ""
-    driver = f"driver {facts.driver}" if facts.driver != "unknown" else "no driver of NVIDIA's says anything"
+    driver = f"driver {facts.driver}" if facts.driver != "unknown" else "no NVIDIA driver found"
     return f"{count}{capability}{driver}{served}; {torch}"
 
 
