@@ -14,7 +14,6 @@ EXTRAS = {
     "tokenizers": "train",
     "tqdm": "train",
     "accelerate": "transformers",
-    "rich": "terminal",
     "shtab": "terminal",
 }
 """Package to the extra that brings it."""
