@@ -6,22 +6,13 @@ place of this one (.ci/kernels): a build of its has one library, with its operat
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
-_FOLDER = Path(__file__).absolute().parent / "lib"  # a cache of a hub has links for files, which lead elsewhere
-CPU_LIBRARY = _FOLDER / "libds_sparse_cpu.so"
-CUDA_LIBRARY = _FOLDER / "libds_sparse_cuda.so"
+from . import native
 
-if not CPU_LIBRARY.exists():
-    raise ImportError(
-        f"ds_sparse's native library is not built ({CPU_LIBRARY.name} is missing); install the package with a C++ "
-        "compiler present: `pip install --no-build-isolation -e .` in its folder."
-    )
-torch.ops.load_library(CPU_LIBRARY)
-if torch.version.cuda is not None and CUDA_LIBRARY.exists():
-    torch.ops.load_library(CUDA_LIBRARY)
+CPU_LIBRARY, CUDA_LIBRARY = native.CPU_LIBRARY, native.CUDA_LIBRARY
+for _library in native.wanted():
+    native.load(_library)
 
 ops = torch.ops.ds_sparse
 

@@ -14,6 +14,7 @@ EXTRAS = {
     "tokenizers": "train",
     "tqdm": "train",
     "accelerate": "transformers",
+    "shtab": "terminal",
 }
 """Package to the extra that brings it."""
 

@@ -36,7 +36,8 @@ def to_dense(values: torch.Tensor, layout: torch.Tensor, block: int, heads: int)
     _, rows, columns = layout.shape
     head, row, column = layout.nonzero(as_tuple=True)
     blocks = values.new_zeros(values.shape[0], heads, rows, columns, block, block)
-    blocks = blocks.index_put((torch.arange(len(values))[:, None], head, row, column), values)
+    sequence = torch.arange(len(values), device=values.device)[:, None]
+    blocks = blocks.index_put((sequence, head, row, column), values)
     return blocks.transpose(3, 4).reshape(values.shape[0], heads, rows * block, columns * block)
 
 
@@ -224,7 +225,7 @@ def window_matmul(a: torch.Tensor, b: torch.Tensor, window: int) -> torch.Tensor
                 [1., 1., 1.],
                 [1., 1., 0.]])
     """
-    column, is_there = _columns_of_band(a.shape[-2], window)
+    column, is_there = _columns_of_band(a.shape[-2], window, a.device)
     product = a @ b
     return product.gather(-1, column.clamp(0, a.shape[-2] - 1).expand(*product.shape[:-2], -1, -1)) * is_there
 
@@ -248,7 +249,8 @@ def unwindow_matmul(p: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tens
                 [3.],
                 [2.]])
     """
-    row, column = torch.arange(p.shape[-2])[:, None], torch.arange(p.shape[-2])
+    column = torch.arange(p.shape[-2], device=p.device)
+    row = column[:, None]
     place = column - row + window
     matrix = p.gather(-1, place.clamp(0, 2 * window).expand(*p.shape[:-2], -1, -1))
     return matrix.masked_fill((column - row).abs() > window, 0) @ v
@@ -282,9 +284,9 @@ def window_softmax(
                   [0.5000, 0.5000, 0.0000]]]])
     """
     tokens, widest = scores.shape[-2], scores.shape[-1] // 2
-    column, live = _columns_of_band(tokens, widest)
-    away = torch.arange(-widest, widest + 1)
-    live = live & (away.abs() <= torch.tensor(windows)[:, None, None])
+    column, live = _columns_of_band(tokens, widest, scores.device)
+    away = torch.arange(-widest, widest + 1, device=scores.device)
+    live = live & (away.abs() <= torch.tensor(windows, device=scores.device)[:, None, None])
     if causal:
         live = live & (away <= 0)
     mask = None if key_padding_mask is None else key_padding_mask[:, column.clamp(0, tokens - 1)][:, None]
@@ -359,8 +361,8 @@ def window_attention(
         >>> torch.testing.assert_close(ds_sparse.window_attention(query, key, value, 3, causal=True), expected)
     """
     tokens = query.shape[2]
-    mask = window_mask(tokens, windows, causal, global_tokens, dilations)
-    everything = torch.ones(1, 1, dtype=torch.bool)
+    mask = window_mask(tokens, windows, causal, global_tokens, dilations).to(query.device)
+    everything = torch.ones(1, 1, dtype=torch.bool, device=query.device)
     output = attention(
         query, key, value, everything, tokens, scale, key_padding_mask=key_padding_mask, attn_mask=mask[None],
         sinks=sinks,
@@ -474,9 +476,9 @@ def _dropout_threshold(dropout_p: float) -> int:
     return min(int(dropout_p * 32768 + 0.5), 32767)
 
 
-def _columns_of_band(tokens: int, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _columns_of_band(tokens: int, window: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The column that each number of a band belongs to, (T, 2 * window + 1), and whether there is such a column."""
-    column = torch.arange(tokens)[:, None] + torch.arange(-window, window + 1)
+    column = torch.arange(tokens, device=device)[:, None] + torch.arange(-window, window + 1, device=device)
     return column, (column >= 0) & (column < tokens)
 
 

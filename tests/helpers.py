@@ -10,11 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
-from fuzz.modes import deterministic_algorithms, poisoned_memory  # noqa: F401  # operations' tests take them from here
 from hypothesis import settings
 from hypothesis import strategies as st
 
 from ds_sparse import reference
+from ds_sparse.bench.torch_settings import deterministic_algorithms, poisoned_memory  # noqa: F401  # operations' tests take them from here
 from ds_sparse.dispatch import choice
 from ds_sparse.layout import as_bool_layout
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import subprocess
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+
+from ..hardware import FOR_16_BITS, driver, features, processor
 
 try:
     from tqdm import tqdm
@@ -29,9 +30,6 @@ DIRECTIONS = (FORWARD, BACKWARD, TRAIN)
 
 CALLS_ON_CUDA = 8
 """Calls between two events."""
-
-MATRIX_FEATURES = ("amx_bf16", "amx_fp16", "avx512_bf16", "avx512_fp16")
-"""What a CPU may have for products of 16 bits, by the names that Linux gives them."""
 
 CYCLES_PER_MS = 2_000_000
 LONGEST_WAIT_MS = 100
@@ -110,36 +108,14 @@ def conditions(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         described = {"machine": torch.cuda.get_device_name(device), "driver": driver()}
     else:
-        parts = [processor(), torch.backends.cpu.get_cpu_capability(), *matrix_features()]
+        parts = [
+            processor(),
+            torch.backends.cpu.get_cpu_capability(),
+            *(name for name in features() if name in FOR_16_BITS),
+        ]
         described = {"machine": ", ".join([*parts, f"{torch.get_num_threads()} threads"])}
     date = datetime.now(UTC).date().isoformat()
     return described | {"torch": torch.__version__, "commit": commit(), "date": date}
-
-
-def driver() -> str:
-    """The version of NVIDIA's driver; 'unknown' where its own program does not say."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return printed.splitlines()[0].strip()
-
-
-def processor() -> str:
-    return _of_cpuinfo("model name") or platform.machine()
-
-
-def matrix_features() -> list[str]:
-    """Those of `MATRIX_FEATURES` that the CPU has."""
-    return [name for name in MATRIX_FEATURES if name in _of_cpuinfo("flags").split()]
-
-
-def _of_cpuinfo(key: str) -> str:
-    """What Linux says of the first core under this key; empty where it says nothing."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(key)), "")
 
 
 def commit() -> str:

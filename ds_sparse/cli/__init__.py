@@ -16,13 +16,16 @@ COMMANDS = {
     "adapt": "continue a dense checkpoint of Transformers at longer lengths, with block-sparse attention",
     "bench": "time the operations beside dense PyTorch, after verifying them",
     "check": "say what is wrong with a DeepSpeed JSON and its sparse_attention block, without training",
+    "completion": "print a script with which bash, zsh or fish completes this command",
     "convert": "make a checkpoint of Longformer or BigBird one of RoBERTa or BERT, with block-sparse attention",
     "draw": "draw the layout that a DeepSpeed JSON gives, in the terminal or as a picture",
     "families": "say which Transformers models become sparse, which do not, and why",
     "modes": "show the structures a sparse_attention block may have: a picture, keys, bounds, defaults",
     "new": "write a commented DeepSpeed JSON with a sparse_attention block, from a few options",
+    "report": "say what serves this machine, why not something faster, and what to do about each problem",
     "run": "start a training script that knows nothing of ds_sparse, through DeepSpeed's launcher",
     "schema": "print the JSON schema of the sparse_attention block",
+    "verify": "hold every kernel of this machine to float64, forward and backward, and look for races",
 }
 """Subcommand to its line of help; the module of the same name is imported only when it is called."""
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from ds_sparse import hardware
 from ds_sparse.bench import machine
 
 
@@ -53,8 +54,8 @@ def test_conditions_name_the_machine():
 
 def test_the_machine_is_named_with_what_it_has_for_16_bits(monkeypatch):
     flags = "model name\t: Some CPU\nflags\t\t: fpu avx512f avx512_bf16 amx_bf16 amx_tile\n"
-    monkeypatch.setattr(machine.Path, "exists", lambda path: True)
-    monkeypatch.setattr(machine.Path, "read_text", lambda path: flags + flags)
+    monkeypatch.setattr(hardware.Path, "exists", lambda path: True)
+    monkeypatch.setattr(hardware.Path, "read_text", lambda path: flags + flags)
     described = machine.conditions(torch.device("cpu"))["machine"]
     assert described.startswith("Some CPU, ") and ", amx_bf16, avx512_bf16, " in described
 

@@ -5,7 +5,6 @@
     python -m tests.fuzz --operation Softmax --seconds 60        of one operation
     python -m tests.fuzz --case 7/1234                           one case again
     python -m tests.fuzz --skew 2e-5 --cases 200                 with a fault that has to be found
-    python -m tests.fuzz --device cuda --races --seconds 600     the same input again while memory is busy
     python -m tests.fuzz --device cuda --soak --steps 10000      training steps that must not take more and more memory
 
 The status is 1 where something failed.
@@ -20,7 +19,7 @@ import warnings
 
 import torch
 
-from . import attack, races, soak
+from . import attack, soak
 
 
 def arguments() -> argparse.Namespace:
@@ -36,7 +35,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--skew", type=float, default=0.0, help="multiply the scale that operations are given by 1 + this: a fault"
     )
-    parser.add_argument("--races", action="store_true", help="compare repeats bit by bit")
     parser.add_argument("--soak", action="store_true", help="run training steps and watch memory")
     parser.add_argument("--steps", type=int, default=10000, help="of a soak")
     args = parser.parse_args()
@@ -55,8 +53,6 @@ def main() -> int:
         return 0 if attack.repeat(seed, number, args.device, args.skew) else 1
     if args.soak:
         return soak.main(args.device, args.steps, args.seed)
-    if args.races:
-        return races.main(args.device, args.seconds, args.cases, args.seed)
     report = attack.run(args.seed, args.device, args.cases, args.seconds, args.operation, args.skew)
     print("\n".join([*report.lines(), f"seed {args.seed}"]))
     return 1 if report.failures else 0

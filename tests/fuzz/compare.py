@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ds_sparse.bench.torch_settings import cpu_threads, poisoned_memory
+
 from .bounds import units_of
 from .cases import Case, on_device
 from .meanings import Tensors, gradient_of
-from .modes import cpu_threads, poisoned_memory
 
 
 class Outcome(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ds_sparse.bench.torch_settings import cpu_threads
 from fuzz import soak
-from fuzz.modes import cpu_threads
 
 STEPS = 200
 

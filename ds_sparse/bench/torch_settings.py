@@ -1,4 +1,4 @@
-"""Modes of torch for a time; each counts for the whole process."""
+"""Settings of torch for a time; each counts for the whole process."""
 
 from __future__ import annotations
 

@@ -1,0 +1,180 @@
+"""What `ds_sparse report` finds out. Each part stands alone: what is broken is what the report is for."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import warnings
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from .. import __version__, hardware
+from ..hardware import Gpu
+from ..wording import reason
+
+PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "triton", "numpy")
+
+
+@dataclass
+class Library:
+    """state: '' if it is loaded, else why not. missing: operators that it has to have and has not."""
+
+    built: bool
+    state: str = ""
+    missing: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Facts:
+    """Of a machine and what is installed. Attributes that end in `error` are sentences, '' where all is well.
+
+    Attributes:
+        installed: the version that pip has of ds_sparse; None: it is on the path only.
+        torch_cuda: the version of CUDA that torch is built with; None: without.
+        gpus: those of the driver.
+        gpu: torch's name of the one that kernels run on; '' where torch can use none.
+        driver_cuda: the latest CUDA that the driver serves, and runtime_cuda that of our library, as 13020.
+        operations: by device, operation and dtype, the implementations that serve, the best first.
+        others: by device, implementations that do not serve, and why.
+    """
+
+    version: str = __version__
+    installed: str | None = None
+    python: str = platform.python_version()
+    system: str = f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver()) or 'no glibc'}"
+    packages: dict[str, str | None] = field(default_factory=dict)
+    processor: str = ""
+    cores: int = 0
+    threads: int = 0
+    features: list[str] = field(default_factory=list)
+    instruction_set: str = ""
+    capability_limit: str = ""
+    torch_error: str = ""
+    torch_cuda: str | None = None
+    torch_hip: str | None = None
+    driver: str = "unknown"
+    gpus: list[Gpu] = field(default_factory=list)
+    gpu: str = ""
+    gpu_capability: str = ""
+    cuda_error: str = ""
+    driver_cuda: int = 0
+    runtime_cuda: int = 0
+    libraries: dict[str, Library] = field(default_factory=dict)
+    operators_error: str = ""
+    operations: dict[str, dict[str, dict[str, list[str]]]] = field(default_factory=dict)
+    others: dict[str, dict[str, str]] = field(default_factory=dict)
+
+
+def gather() -> Facts:
+    """Looks at this machine and this process; raises nothing for what is broken."""
+    facts = Facts(installed=_version("ds_sparse"), packages={name: _version(name) for name in PACKAGES})
+    facts.processor, facts.features = hardware.processor(), hardware.features()
+    facts.cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    facts.capability_limit = os.environ.get("ATEN_CPU_CAPABILITY", "")
+    facts.driver, facts.gpus = hardware.driver(), hardware.gpus()
+    try:
+        import torch
+    except Exception as error:  # noqa: BLE001  # a broken installation fails in many ways
+        facts.torch_error = without_paths(error)
+        return facts
+    facts.packages["torch"], facts.torch_cuda, facts.torch_hip = (
+        torch.__version__,
+        torch.version.cuda,
+        torch.version.hip,
+    )
+    facts.threads = torch.get_num_threads()
+    # csrc/cpu/instruction_set.cpp looks at the features, and at the variable, that torch looks at.
+    chosen = torch.backends.cpu.get_cpu_capability()
+    facts.instruction_set = {"AVX512": "avx512", "AVX2": "avx2"}.get(chosen, "portable")
+    _look_at_gpu(facts)
+    _look_at_libraries(facts)
+    _look_at_operations(facts)
+    return facts
+
+
+def without_paths(error: Exception) -> str:
+    """An error in one line, with the names of files and without the folders that they lie in, which name users."""
+    return re.sub(r"(?<![\w./])/(?!/)(?:[^\s:'\"(),]+/)+", "", reason(error)).rstrip(".")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _look_at_gpu(facts: Facts) -> None:
+    import torch
+
+    if facts.torch_cuda is None:
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.cuda.init()
+            facts.gpu = torch.cuda.get_device_name()
+            facts.gpu_capability = "{}.{}".format(*torch.cuda.get_device_capability())
+    except Exception as error:  # noqa: BLE001
+        facts.cuda_error = without_paths(error).split(". ")[0]
+
+
+def _look_at_libraries(facts: Facts) -> None:
+    from .. import native
+
+    for name, path in (("CPU", native.CPU_LIBRARY), ("CUDA", native.CUDA_LIBRARY)):
+        facts.libraries[name] = Library(path.exists(), _state(name, path, facts))
+    try:
+        from ..ops._library import HOPPER_OPERATORS, OPERATORS, cuda_versions, missing_kernels
+    except Exception as error:  # noqa: BLE001
+        facts.operators_error = without_paths(error)
+        return
+    facts.libraries["CPU"].missing = missing_kernels("cpu")
+    if not facts.libraries["CUDA"].state:
+        facts.libraries["CUDA"].missing = missing_kernels("cuda", OPERATORS + HOPPER_OPERATORS)
+        try:
+            facts.runtime_cuda, facts.driver_cuda = cuda_versions()
+        except (OSError, AttributeError) as error:
+            facts.libraries["CUDA"].state = without_paths(error)
+
+
+def _state(name: str, path: Path, facts: Facts) -> str:
+    from .. import native
+
+    if not path.exists():
+        return "not built"
+    if name == "CUDA" and facts.torch_cuda is None:
+        return "not loaded, as this torch is without CUDA"
+    try:
+        native.load(path)
+    except ImportError as error:
+        return without_paths(error.__cause__ if isinstance(error.__cause__, OSError) else error)
+    return ""
+
+
+def _look_at_operations(facts: Facts) -> None:
+    import torch
+
+    from ..bench.variants import variants
+    from ..dispatch import IMPLEMENTATIONS, Call
+    from ..dispatch.implementations import LIMITS
+
+    served = {"cpu": not facts.libraries["CPU"].state, "cuda": bool(facts.gpu) and not facts.libraries["CUDA"].state}
+    for name in (name for name, is_served in served.items() if is_served and not facts.operators_error):
+        device = torch.device(name)
+        table: dict[str, dict[str, list[str]]] = {}
+        for variant in variants(device):
+            by_dtype = table.setdefault(variant.operation, {})
+            names = by_dtype.setdefault(str(variant.dtype).removeprefix("torch."), [])
+            if variant.implementation not in names:
+                names.append(variant.implementation)
+        facts.operations[name] = table
+        limit, call = LIMITS[0], Call(device, torch.float16, 1)
+        facts.others[name] = {
+            i.name: limit.sentence(i, call)
+            for those in IMPLEMENTATIONS.values()
+            for i in those
+            if not limit.holds(i, call)
+        }

@@ -1,0 +1,60 @@
+"""The machine, without torch: its processor, and the GPUs that NVIDIA's driver knows."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+FOR_16_BITS = ("amx_bf16", "amx_fp16", "avx512_bf16", "avx512_fp16")
+"""What a processor may have for products of 16 bits."""
+
+FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", *FOR_16_BITS, "asimd", "sve", "bf16")
+"""Of processors, as Linux names them: those that kernels here, or PyTorch's, are chosen by."""
+
+
+class Gpu(NamedTuple):
+    """capability: as NVIDIA writes it, such as '9.0'."""
+
+    name: str
+    capability: str
+    memory: str
+
+
+def processor() -> str:
+    names = _told_by_linux("model name")
+    return names or platform.machine()
+
+
+def features() -> list[str]:
+    """Those of `FEATURES` that the processor has."""
+    told = (_told_by_linux("flags") or _told_by_linux("Features")).split()
+    return [name for name in FEATURES if name in told]
+
+
+def _told_by_linux(key: str) -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(key)), "")
+
+
+def driver() -> str:
+    """The version of NVIDIA's driver; 'unknown' where its own program does not say."""
+    told = _told_by_driver("driver_version")
+    return told[0][0] if told else "unknown"
+
+
+def gpus() -> list[Gpu]:
+    """Those of NVIDIA's driver, whether torch can use them or not; none where its own program does not say."""
+    return [Gpu(*told) for told in _told_by_driver("name", "compute_cap", "memory.total") if len(told) == 3]
+
+
+def _told_by_driver(*fields: str) -> list[list[str]]:
+    """The fields of each GPU."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [[word.strip() for word in line.split(",")] for line in printed.splitlines() if line.strip()]
