@@ -19,6 +19,7 @@ COMMANDS = {
     "convert": "make a checkpoint of Longformer or BigBird one of RoBERTa or BERT, with block-sparse attention",
     "draw": "draw the layout that a DeepSpeed JSON gives, in the terminal or as a picture",
     "families": "say which Transformers models become sparse, which do not, and why",
+    "plan": "say what a training run will cost, in time and memory, and what it gains over dense attention",
     "run": "start a training script that knows nothing of ds_sparse, through DeepSpeed's launcher",
     "schema": "print the JSON schema of the sparse_attention block",
 }

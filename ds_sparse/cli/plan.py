@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..arguments import positive
+
+if TYPE_CHECKING:
+    from ..plan.rates import Rates
+
+AUTO, HERE, H200 = "auto", "here", "h200"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Says what a training run will cost: FLOPs, time, memory, what is gained over dense attention and where dense "
+        "is faster, from rates that were measured. Nothing is trained."
+    )
+    parser.add_argument("file", help="DeepSpeed JSON with a sparse_attention block")
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="bert-base, bert-large, modernbert-base, bing_bert-base or neox-small (those of the examples), or a "
+        "config.json of Transformers",
+    )
+    parser.add_argument("--model-type", help="the model_type that the config.json counts as")
+    parser.add_argument("--seq", type=positive, required=True, help="tokens of a sequence")
+    parser.add_argument("--micro-batch", type=positive, help="sequences of a pass on one GPU (default: the JSON's)")
+    parser.add_argument("--gpus", type=positive, default=1, help="(default: 1)")
+    parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="(default: the JSON's)")
+    parser.add_argument("--dropout", type=float, help="of the model, in attention too (default: the model's)")
+    parser.add_argument(
+        "--checkpoint-activations",
+        action=argparse.BooleanOptionalAction,
+        help="layers are computed again in the backward pass (default: if the JSON has activation_checkpointing)",
+    )
+    parser.add_argument("--document-tokens", type=positive, metavar="N", help="mean tokens of a sequence that are text")
+    parser.add_argument("--memory", type=float, metavar="GIB", help="of the GPU (default: what it has)")
+    parser.add_argument(
+        "--on",
+        choices=[AUTO, HERE, H200],
+        default=AUTO,
+        help="whose rates: committed ones of an H200, or of this machine, measured now, which takes a minute or two "
+        "(default: h200 where no other GPU is here)",
+    )
+    parser.add_argument(
+        "--rates",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="take rates from what `ds_sparse bench attention --json` and `bench bert --json` wrote on another machine",
+    )
+    parser.add_argument("--json", action="store_true", help="print all numbers: milliseconds, bytes, FLOPs, tokens")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..config import load_config
+    from ..plan.model import find_model
+    from ..plan.plan import make_plan
+    from ..plan.settings import read_settings
+    from ..plan.text import as_json, printed
+
+    try:
+        model = find_model(args.model, args.model_type, dropout=args.dropout, attention_dropout=args.dropout)
+        deepspeed, block = load_config(args.file)
+        settings = read_settings(
+            deepspeed, args.file, args.micro_batch, args.gpus, args.dtype, args.checkpoint_activations
+        )
+        rates, memory = _rates(args)
+        _require_dtype(settings.dtype, rates)
+        plan = make_plan(block, args.file, model, settings, rates, args.seq, args.document_tokens, memory)
+    except (ValueError, OSError, MemoryError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    if block is None:
+        print(f"{args.file}: no sparse_attention block; this is the plan of dense training.", file=sys.stderr)
+    print(json.dumps(as_json(plan), indent=2) if args.json else printed(plan))
+    return 0
+
+
+def _rates(args: argparse.Namespace) -> tuple[Rates, float | None]:
+    """The rates, and the GiB of the GPU that they are of, as far as they are known."""
+    import torch
+
+    from ..plan.committed import MEMORY_GIB, committed_rates
+    from ..plan.results import H200 as COMMITTED
+    from ..plan.results import from_files
+    from ..plan.training import complete_rates
+
+    gpu: Any = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    here = (args.memory or gpu.total_memory / 2**30) if gpu else args.memory
+    if args.rates:
+        rates = complete_rates(from_files(args.rates))
+        return rates, here if gpu is not None and gpu.name == rates.machine else args.memory
+    if args.on == HERE or (args.on == AUTO and gpu is not None and gpu.name != COMMITTED):
+        from ..plan.measure import measured_rates
+
+        name = gpu.name if gpu else "this CPU"
+        print(f"No committed rates of {name}: measuring, which takes a minute or two ...", file=sys.stderr)
+        return measured_rates("cuda" if gpu else "cpu"), here
+    if gpu is None and args.on == AUTO:
+        print(f"No GPU here: planned for an {COMMITTED}. --on here measures this CPU.", file=sys.stderr)
+    return committed_rates(), args.memory or (
+        here if gpu is not None and gpu.name == COMMITTED else None
+    ) or MEMORY_GIB[COMMITTED]
+
+
+def _require_dtype(dtype: str, rates: Rates) -> None:
+    """Raises ValueError where the rates are of other numbers than those of the training."""
+    if (dtype == "fp32") != (rates.itemsize == 4):
+        measured = "fp32" if rates.itemsize == 4 else "16 bits"
+        raise ValueError(
+            f"The training is in {dtype}, and the rates of {rates.machine} are of {measured}; turn on "
+            f"{'bf16' if rates.itemsize != 4 else 'neither bf16 nor fp16'} in the JSON, or pass "
+            f"--dtype {'fp32' if rates.itemsize == 4 else 'bf16'}."
+        )
