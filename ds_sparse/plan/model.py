@@ -18,6 +18,7 @@ class Family:
     Attributes:
         gated: the feed-forward part multiplies two projections (GeGLU, SwiGLU).
         biases: linear layers have them.
+        rms_norm: norms are RMS norms, computed in fp32 step by step.
         rotary: part of the numbers of a head that are rotated by position.
         learned_positions: the model has a table of them.
         transform: a linear layer and a norm before the logits.
@@ -29,6 +30,7 @@ class Family:
 
     gated: bool = False
     biases: bool = True
+    rms_norm: bool = False
     rotary: float = 0.0
     learned_positions: bool = True
     transform: bool = True
@@ -55,6 +57,7 @@ FAMILIES = {
     "llama": Family(
         gated=True,
         biases=False,
+        rms_norm=True,
         rotary=1.0,
         learned_positions=False,
         transform=False,
@@ -119,10 +122,12 @@ class Model:
 
     def parameters(self, seq_len: int) -> int:
         """Of the whole model, for sequences of so many tokens."""
-        norm = (1 + int(self.does.biases)) * self.hidden
+        biases = int(self.does.biases)
+        norm = (1 + biases) * self.hidden
         embeddings = (self.vocabulary + self.table(seq_len) + 2 * self.does.learned_positions) * self.hidden
-        head = self.vocabulary + (self.hidden**2 + self.hidden + norm if self.does.transform else 0)
-        head += 0 if self.tied else self.vocabulary * self.hidden
+        head = 0 if self.tied else self.vocabulary * self.hidden
+        if self.does.transform:
+            head += self.vocabulary + self.hidden**2 + biases * self.hidden + norm
         return embeddings + norm + self.layers * self.layer_parameters() + head
 
 

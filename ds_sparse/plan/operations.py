@@ -72,8 +72,11 @@ def elementwise(numbers: float, forward: float, backward: float, saved: float = 
     return Part(Work(moved=forward * size), Work(moved=backward * size), saved * size)
 
 
-def norm(numbers: int) -> Part:
-    """Backward the gradient of the input and those of the weights each read input and gradient."""
+def norm(numbers: int, rms: bool = False) -> Part:
+    """Backward the gradient of the input and those of the weights each read input and gradient. An RMS norm is several
+    kernels: to fp32, squared, meaned, scaled, back, times the weight; the input is kept in fp32."""
+    if rms:
+        return elementwise(numbers, 16, 20, 3)
     return elementwise(numbers, 2, 5, 1) + Part(saved=2 * FP32)
 
 
@@ -129,7 +132,8 @@ def layer(model: Model, attends: bool = True) -> Part:
         linear(middle, hidden, does.biases),
         dropout(hidden, model.dropout),
     ]
-    around = [norm(hidden), norm(hidden), residual(hidden), residual(hidden), Part(saved=ITEM * hidden)]
+    norms = norm(hidden, does.rms_norm)
+    around = [norms, norms, residual(hidden), residual(hidden), Part(saved=ITEM * hidden)]
     return together([*into, *attention, *feed_forward, *around])
 
 
@@ -142,7 +146,7 @@ def embeddings(model: Model) -> Part:
     """Tables looked up and summed; backward their gradients are scattered."""
     tables = 3 if model.does.learned_positions else 1
     looked_up = elementwise(model.hidden, 2 * tables + 3 * (tables - 1), 3 * tables)
-    return looked_up + norm(model.hidden) + dropout(model.hidden, model.dropout)
+    return looked_up + norm(model.hidden, model.does.rms_norm) + dropout(model.hidden, model.dropout)
 
 
 def logits(model: Model) -> Part:
