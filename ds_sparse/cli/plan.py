@@ -64,6 +64,10 @@ def run(args: argparse.Namespace) -> int:
     from ..plan.text import as_json, printed
 
     try:
+        if args.dropout is not None and not 0 <= args.dropout < 1:
+            raise ValueError(f"--dropout {args.dropout:g}: wanted a number from 0 to below 1.")
+        if args.memory is not None and not args.memory > 0:
+            raise ValueError(f"--memory {args.memory:g}: wanted GiB above 0.")
         model = find_model(args.model, args.model_type, dropout=args.dropout, attention_dropout=args.dropout)
         deepspeed, block = load_config(args.file)
         settings = read_settings(

@@ -9,15 +9,13 @@ from ..wording import listed
 from .layers import Kind
 from .memory import LEFT_FREE
 from .model import Model
-from .rates import Rates, Walked
+from .rates import Rates
 from .settings import Settings, unknown_optimizer
 
 
-def said_of(
-    rates: Rates, model: Model, settings: Settings, kinds: Sequence[Kind], walks: Sequence[Walked], seq_len: int
-) -> list[str]:
+def said_of(rates: Rates, model: Model, settings: Settings, kinds: Sequence[Kind], seq_len: int) -> list[str]:
     """Sentences, first of what is assumed, then, with "not measured" in front, of what is extrapolated."""
-    beyond = [f"not measured: {sentence}" for sentence in _beyond(rates, model, settings, kinds, walks, seq_len)]
+    beyond = [f"not measured: {sentence}" for sentence in _beyond(rates, model, settings, kinds, seq_len)]
     return [*_assumed(rates, model, settings), *beyond]
 
 
@@ -44,9 +42,7 @@ def _assumed(rates: Rates, model: Model, settings: Settings) -> list[str]:
     return said
 
 
-def _beyond(
-    rates: Rates, model: Model, settings: Settings, kinds: Sequence[Kind], walks: Sequence[Walked], seq_len: int
-) -> list[str]:
+def _beyond(rates: Rates, model: Model, settings: Settings, kinds: Sequence[Kind], seq_len: int) -> list[str]:
     of, said = rates.measured, []
     if not of.tokens[0] <= seq_len <= of.tokens[1]:
         said.append(f"attention over {seq_len:,} tokens; measured are {of.tokens[0]:,} to {of.tokens[1]:,}.")

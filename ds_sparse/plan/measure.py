@@ -22,7 +22,7 @@ CASES = {
 
 BERT_LENGTHS = {"cuda": "8192,16384", "cpu": "1024,2048"}
 PEERS = {"cuda": "ds_sparse,cudnn", "cpu": "ds_sparse,sdpa"}
-SHORT = ["--repeats", "3", "--seconds", "0.5"]
+SHORT = ["--repeats", "3", "--seconds", "1"]
 
 RUNS = "attention", "bert", "bert with labelled tokens", "bert with dropout"
 

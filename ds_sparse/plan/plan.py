@@ -162,7 +162,7 @@ def make_plan(
         longest=None if memory_gib is None else min(MOST_TOKENS, longest(model, settings, largest, memory_gib)),
         odd_vocabulary=odd_vocabulary(rates, model, settings, padded),
         lengths=compare(rates, model, settings, kinds, seq_len),
-        remarks=said_of(rates, model, settings, kinds, walks, seq_len),
+        remarks=said_of(rates, model, settings, kinds, seq_len),
     )
 
 

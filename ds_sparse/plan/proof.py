@@ -24,7 +24,7 @@ MODERNBERT = "modernbert-h200"
 """The file of `COMMITTED` with steps of ModernBERT."""
 
 BF16_ADAMW_BYTES, BF16_ADAMW_STATES = 14, 4
-"""Of a parameter where all of AdamW is in bf16: moved by a step, four numbers read and three written; and its moments."""
+"""Of a parameter where all of AdamW is in bf16: moved by a step (four numbers read, three written), and its moments."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,9 @@ from ..bench.runs import WIDTH
 from .memory import GIB, MOST_TOKENS
 from .plan import Plan
 
+UNCERTAIN = 0.05
+"""Steps nearer to each other than this are not told apart: predictions of measured steps are off by as much."""
+
 
 def lines_of(plan: Plan) -> Iterator[str]:
     """What is printed, line by line."""
@@ -126,7 +129,9 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 
 def _dense(plan: Plan) -> Iterator[str]:
-    if plan.gain >= 1:
+    if abs(plan.gain - 1) < UNCERTAIN:
+        yield f"gain: none that the rates can tell: a dense step takes {plan.gain:.2f} times as long."
+    elif plan.gain > 1:
         yield f"gain: a dense step takes {plan.gain:.2f} times as long."
     else:
         yield (

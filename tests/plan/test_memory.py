@@ -22,9 +22,7 @@ def test_where_the_optimizer_alone_is_too_large_nothing_fits():
 
 
 def test_zero_divides_what_it_partitions_among_gpus():
-    sizes = {
-        stage: memory_of(MODEL, Settings(1, accumulation=2, gpus=8, zero_stage=stage), 8192) for stage in range(4)
-    }
+    sizes = {stage: memory_of(MODEL, Settings(1, accumulation=2, gpus=8, zero_stage=stage), 8192) for stage in range(4)}
     assert sizes[1].optimizer == sizes[0].optimizer / 8
     assert sizes[2].gradients == sizes[1].gradients / 8
     assert sizes[3].weights == sizes[2].weights / 8

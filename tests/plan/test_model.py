@@ -26,7 +26,9 @@ def test_a_named_model_is_that_of_transformers_defaults(name, tmp_path):
     assert found == vars(NAMED[name])
 
 
-@pytest.mark.parametrize("name, file", [("bing_bert-base", "bing_bert/bert_base"), ("neox-small", "gpt_neox/neox_small")])
+@pytest.mark.parametrize(
+    "name, file", [("bing_bert-base", "bing_bert/bert_base"), ("neox-small", "gpt_neox/neox_small")]
+)
 def test_a_model_of_the_examples_is_that_of_its_file(name, file, request):
     path = str(request.config.rootpath / "examples" / f"{file}.json")
     found = vars(find_model(path, "gpt_neox" if name == "neox-small" else None))
