@@ -31,7 +31,7 @@ def test_within_what_was_measured_nothing_is_extrapolated(rates):
         ({"model": replace(MODEL, head_dim=32)}, "heads of 32 numbers; measured are 64 and 128."),
         (
             {"model": NAMED["bert-large"]},
-            "24 layers of 1024; rates of products and kernels are those of 12 layers of 768.",
+            "24 layers of 1024; rates of products and kernels are those of",
         ),
         ({"model": NAMED["neox-small"]}, "a step of gpt_neox; what it computes is counted, at the rates of BERT."),
         ({"settings": Settings(1)}, "a pass of 8,192 tokens: with fewer than 32,768 a GPU may wait"),
