@@ -3,6 +3,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,14 +40,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--document-tokens", type=positive, metavar="N", help="mean tokens of a sequence that are text")
     parser.add_argument("--memory", type=float, metavar="GIB", help="of the GPU (default: what it has)")
-    parser.add_argument(
+    whose = parser.add_mutually_exclusive_group()
+    whose.add_argument(
         "--on",
         choices=[AUTO, HERE, H200],
         default=AUTO,
-        help="whose rates: committed ones of an H200, or of this machine, measured now, which takes a minute or two "
+        help="whose rates: committed ones of an H200, or of this machine, measured now, which takes some minutes "
         "(default: h200 where no other GPU is here)",
     )
-    parser.add_argument(
+    whose.add_argument(
         "--rates",
         nargs="+",
         type=Path,
@@ -57,7 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    import torch
+
     from ..config import load_config
+    from ..plan.committed import committed_rates
     from ..plan.model import find_model
     from ..plan.plan import make_plan
     from ..plan.settings import read_settings
@@ -73,51 +78,65 @@ def run(args: argparse.Namespace) -> int:
         settings = read_settings(
             deepspeed, args.file, args.micro_batch, args.gpus, args.dtype, args.checkpoint_activations
         )
-        rates, memory = _rates(args)
-        _require_dtype(settings.dtype, rates)
-        plan = make_plan(block, args.file, model, settings, rates, args.seq, args.document_tokens, memory)
+        plan = partial(make_plan, block, args.file, model, settings)
+        gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+        if _measures(args, gpu):
+            _require_dtype(settings.dtype, "fp32" if gpu is None else "bf16", "this CPU" if gpu is None else gpu.name)
+            plan(committed_rates(), args.seq, args.document_tokens)  # what is wrong is said before anything is measured
+        rates = _rates(args, gpu)
+        _require_dtype(settings.dtype, "fp32" if rates.itemsize == 4 else "bf16", rates.machine)
+        made = plan(rates, args.seq, args.document_tokens, _memory(args, gpu, rates))
     except (ValueError, OSError, MemoryError) as error:
         print(error, file=sys.stderr)
         return 1
     if block is None:
         print(f"{args.file}: no sparse_attention block; this is the plan of dense training.", file=sys.stderr)
-    print(json.dumps(as_json(plan), indent=2) if args.json else printed(plan))
+    print(json.dumps(as_json(made), indent=2) if args.json else printed(made))
     return 0
 
 
-def _rates(args: argparse.Namespace) -> tuple[Rates, float | None]:
-    """The rates, and the GiB of the GPU that they are of, as far as they are known."""
-    import torch
+def _measures(args: argparse.Namespace, gpu: Any) -> bool:
+    """Whether rates are measured now; `gpu` has the properties of the GPU that is here, or is None."""
+    from ..plan.results import H200 as COMMITTED
 
-    from ..plan.committed import MEMORY_GIB, committed_rates
+    return not args.rates and (args.on == HERE or (args.on == AUTO and gpu is not None and gpu.name != COMMITTED))
+
+
+def _rates(args: argparse.Namespace, gpu: Any) -> Rates:
+    from ..plan.committed import committed_rates
     from ..plan.results import H200 as COMMITTED
     from ..plan.results import from_files
     from ..plan.training import complete_rates
 
-    gpu: Any = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
-    here = (args.memory or gpu.total_memory / 2**30) if gpu else args.memory
     if args.rates:
-        rates = complete_rates(from_files(args.rates))
-        return rates, here if gpu is not None and gpu.name == rates.machine else args.memory
-    if args.on == HERE or (args.on == AUTO and gpu is not None and gpu.name != COMMITTED):
+        return complete_rates(from_files(args.rates))
+    if _measures(args, gpu):
         from ..plan.measure import measured_rates
 
-        name = gpu.name if gpu else "this CPU"
-        print(f"No committed rates of {name}: measuring, which takes a minute or two ...", file=sys.stderr)
-        return measured_rates("cuda" if gpu else "cpu"), here
+        name = "this CPU" if gpu is None else gpu.name
+        print(f"No committed rates of {name}: measuring, which takes some minutes ...", file=sys.stderr)
+        return measured_rates("cpu" if gpu is None else "cuda")
     if gpu is None and args.on == AUTO:
         print(f"No GPU here: planned for an {COMMITTED}. --on here measures this CPU.", file=sys.stderr)
-    return committed_rates(), args.memory or (
-        here if gpu is not None and gpu.name == COMMITTED else None
-    ) or MEMORY_GIB[COMMITTED]
+    return committed_rates()
 
 
-def _require_dtype(dtype: str, rates: Rates) -> None:
+def _memory(args: argparse.Namespace, gpu: Any, rates: Rates) -> float | None:
+    """GiB of the GPU that the rates are of; None where they are not known."""
+    from ..plan.committed import MEMORY_GIB
+
+    if args.memory is not None:
+        return args.memory
+    if gpu is not None and gpu.name == rates.machine:
+        return gpu.total_memory / 2**30
+    return MEMORY_GIB.get(rates.machine)
+
+
+def _require_dtype(dtype: str, of_rates: str, machine: str) -> None:
     """Raises ValueError where the rates are of other numbers than those of the training."""
-    if (dtype == "fp32") != (rates.itemsize == 4):
-        measured = "fp32" if rates.itemsize == 4 else "16 bits"
+    if (dtype == "fp32") != (of_rates == "fp32"):
+        turn = "turn off bf16 and fp16" if of_rates == "fp32" else "turn on bf16"
         raise ValueError(
-            f"The training is in {dtype}, and the rates of {rates.machine} are of {measured}; turn on "
-            f"{'bf16' if rates.itemsize != 4 else 'neither bf16 nor fp16'} in the JSON, or pass "
-            f"--dtype {'fp32' if rates.itemsize == 4 else 'bf16'}."
+            f"The training is in {dtype}, and the rates of {machine} are of {of_rates}; {turn} in the JSON, or pass "
+            f"--dtype {of_rates}."
         )

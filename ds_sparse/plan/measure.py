@@ -16,19 +16,20 @@ from .training import complete_rates
 CASES = {
     "cuda": "fixed-16,longformer-16,bigbird-16,bigbird-32,bigbird-64,longformer-64,longformer-128,random-64,"
     "bigbird-64-d128,longformer-64-d128,longformer-128-d128",
-    "cpu": "fixed-16,bigbird-16,longformer-64,longformer-128",
+    "cpu": "fixed-16,longformer-16,longformer-128",
 }
 """Of the table of `ds_sparse bench attention`: small and large blocks, few and many of them."""
 
-BERT_LENGTHS = {"cuda": "8192,16384", "cpu": "1024,2048"}
+BERT_LENGTHS = {"cuda": "8192,16384", "cpu": "1024"}
 PEERS = {"cuda": "ds_sparse,cudnn", "cpu": "ds_sparse,sdpa"}
-SHORT = ["--repeats", "3", "--seconds", "1"]
+SHORT = {"cuda": ["--repeats", "3", "--seconds", "1"], "cpu": ["--repeats", "1", "--seconds", "1"]}
 
 RUNS = "attention", "bert", "bert with labelled tokens", "bert with dropout"
 
 
 def measured_rates(device: str) -> Rates:
-    """Measures attention, and steps of BERT; on a GPU a minute or two. Progress and tables go to standard error.
+    """Measures attention, and steps of BERT, on a CPU those of a small one; some minutes. Progress and tables go to
+    standard error.
 
     Args:
         device: 'cuda' or 'cpu'.
@@ -36,9 +37,9 @@ def measured_rates(device: str) -> Rates:
     Raises:
         ValueError: a run failed; its sentence is on standard error.
     """
-    bert = [*SHORT, "--peers", "none,sdpa,longformer-64", "--seq-len", BERT_LENGTHS[device], "--device", device]
+    bert = [*SHORT[device], "--peers", "none,sdpa,longformer-64", "--seq-len", BERT_LENGTHS[device], "--device", device]
     runs = [
-        ("attention", [*SHORT, "--cases", CASES[device], "--peers", PEERS[device], "--device", device]),
+        ("attention", [*SHORT[device], "--cases", CASES[device], "--peers", PEERS[device], "--device", device]),
         ("bert", bert),
         ("bert", [*bert, "--labelled-only"]),
         ("bert", [*bert, "--dropout", "0.1"]),

@@ -78,7 +78,7 @@ def test_another_gpu_is_measured_and_a_line_says_so(capsys, gpu, measured):
     gpu("NVIDIA B200")
     assert main(["plan", TRAINED, "--model", "bing_bert-base", "--seq", "8192"]) == 0
     assert measured == ["cuda"]
-    assert "No committed rates of NVIDIA B200: measuring, which takes a minute or two" in capsys.readouterr().err
+    assert "No committed rates of NVIDIA B200: measuring, which takes some minutes" in capsys.readouterr().err
 
 
 def test_there_rates_of_an_h200_can_be_asked_for(capsys, gpu, measured):
@@ -95,7 +95,15 @@ def test_rates_come_from_files_of_bench(capsys):
         "attention-flex-h200: commit 1c5bfb93e7a7, 2026-11-23",
         "bert-h200: commit 1c5bfb93e7a7, 2026-11-23",
     ]
-    assert found["step"]["training"] == 0 and found["memory_gib"] is None
+    assert found["step"]["training"] == 0 and found["memory_gib"] == 139
+
+
+def test_what_is_wrong_is_said_before_anything_is_measured(capsys, gpu, measured):
+    gpu("NVIDIA B200")
+    words = ["plan", TRAINED, "--model", "bing_bert-base", "--seq", "8192"]
+    for wrong in (["--dtype", "fp32"], ["--document-tokens", "9000"], ["--memory", "-1"]):
+        assert main([*words, *wrong]) == 1
+    assert measured == [] and "rates of NVIDIA B200 are of bf16; turn on bf16" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
