@@ -13,6 +13,7 @@ import torch
 from ..config import mode_of, read_block
 from ..layout import causal_cut
 from ..sparsity import SparsityConfig
+from ..wording import reason
 from .model import Model
 from .walk import Walk
 
@@ -84,8 +85,15 @@ def walk_of(kind: Kind, model: Model, seq_len: int) -> Walk | None:
             f"{heads} layouts of {blocks:,} x {blocks:,} blocks are too large to be laid out for a plan; give a larger "
             "block, one layout for all heads, or a shorter --seq."
         )
-    with _same_draws():
-        layout = structure.make_bool_layout(blocks * structure.block)
+    tokens = blocks * structure.block
+    try:
+        with _same_draws():
+            layout = structure.make_bool_layout(tokens)
+    except ValueError as error:
+        raise ValueError(
+            f"{kind.in_words()}: no layout of {tokens:,} tokens ({reason(error)}); give a longer --seq, or change the "
+            "structure."
+        ) from None
     if structure.causal or model.does.causal:
         layout = causal_cut(layout)
     return Walk.of(layout, structure.block)

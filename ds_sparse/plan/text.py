@@ -77,10 +77,11 @@ def _sources(sources: Sequence[str]) -> str:
 
 def _layers(plan: Plan) -> Iterator[str]:
     width = max(len(of.attention) for of in plan.layers)
-    yield f"{'layers':10} {'attention':{width}} {'density':>8} {'computed':>9} {'loaded':>8} {'ms':>7} {'dense ms':>9}"
+    numbers = max(10, *(len(of.layers) for of in plan.layers))
+    yield f"{'layers':{numbers}} {'attention':{width}} {'density':>8} {'computed':>9} {'loaded':>8} {'ms':>7} {'dense ms':>9}"
     for of in plan.layers:
         yield (
-            f"{of.layers:10} {of.attention:{width}} {of.density:8.1%} {of.computed:9.1%} {of.loaded:8.1%} "
+            f"{of.layers:{numbers}} {of.attention:{width}} {of.density:8.1%} {of.computed:9.1%} {of.loaded:8.1%} "
             f"{in_three_digits(of.milliseconds):>7} {in_three_digits(of.dense_milliseconds):>9}"
         )
     yield (
@@ -143,7 +144,8 @@ def _dense(plan: Plan) -> Iterator[str]:
     unmeasured = (
         f" (shorter than {shortest:,}: not measured)" if plan.lengths and plan.lengths[0].seq_len < shortest else ""
     )
-    yield f"with as many tokens in sequences of other lengths, dense over sparse: {at}{unmeasured}."
+    if len(plan.lengths) > 1:
+        yield f"with as many tokens in sequences of other lengths, dense over sparse: {at}{unmeasured}."
     if plan.dense_is_faster_to is not None and plan.gain >= 1:
         yield f"dense is faster at {plan.dense_is_faster_to:,} tokens and fewer."
     for of in plan.layers:
