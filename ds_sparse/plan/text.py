@@ -78,7 +78,8 @@ def _sources(sources: Sequence[str]) -> str:
 def _layers(plan: Plan) -> Iterator[str]:
     width = max(len(of.attention) for of in plan.layers)
     numbers = max(10, *(len(of.layers) for of in plan.layers))
-    yield f"{'layers':{numbers}} {'attention':{width}} {'density':>8} {'computed':>9} {'loaded':>8} {'ms':>7} {'dense ms':>9}"
+    names = f"{'layers':{numbers}} {'attention':{width}}"
+    yield f"{names} {'density':>8} {'computed':>9} {'loaded':>8} {'ms':>7} {'dense ms':>9}"
     for of in plan.layers:
         yield (
             f"{of.layers:{numbers}} {of.attention:{width}} {of.density:8.1%} {of.computed:9.1%} {of.loaded:8.1%} "
