@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from ds_sparse.bench.cases import NO_ATTENTION
 from ds_sparse.bench.machine import BACKWARD, FORWARD
 from ds_sparse.plan.model import NAMED
 from ds_sparse.plan.operations import Work
@@ -49,6 +50,13 @@ def test_a_head_size_takes_the_rates_of_the_next_one_measured(rates, head_dim, t
 
 def test_numbers_of_32_bits_take_twice_the_bytes(rates):
     assert replace(rates, itemsize=4).work(Work(moved=1e9)) == 2 * rates.work(Work(moved=1e9))
+
+
+def test_steps_of_a_cpu_are_those_of_its_small_model_in_32_bits(results):
+    none = [step for step in results.bert if step.attention == NO_ATTENTION and not step.case.dropout]
+    on_cpu = [replace(step, case=replace(step.case, device="cpu", dtype="fp32", seq_len=1024)) for step in none]
+    found = rates_of(replace(results, kernels=results.kernels[:8], bert=on_cpu))
+    assert (found.itemsize, found.measured.hidden, found.measured.layers) == (4, 128, 2)
 
 
 def test_what_is_missing_is_said(results):
