@@ -19,7 +19,7 @@ from ..extras import optional_imports
 from ..layout import to_token_mask
 from ..models.sparsify import sparsify
 from ..modules.structured_attention import whole_blocks
-from .bert_results import Case, Row
+from .bert_results import LABELLED, MODEL, Case, Row
 from .cases import IN_BERT, NO_ATTENTION
 from .machine import DTYPES, in_turns, timed
 from .reasons import in_short
@@ -28,21 +28,6 @@ from .verification import require_as_accurate
 with optional_imports():
     import transformers
     from transformers import AttentionInterface, BertConfig, BertForMaskedLM
-
-MODEL = {
-    "cpu": {
-        "num_hidden_layers": 2,
-        "hidden_size": 128,
-        "num_attention_heads": 2,
-        "intermediate_size": 512,
-        "vocab_size": 1000,
-    },
-    "cuda": {},
-}
-"""What differs from BERT-base, the default of `BertConfig`: on a CPU a small model."""
-
-LABELLED = 0.15
-"""Part of the tokens that have a label."""
 
 VERIFIED_TOKENS, VERIFIED_LAYERS = 1024, 2
 

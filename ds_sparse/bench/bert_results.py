@@ -11,6 +11,21 @@ from .runs import rows_by_case
 TOKENS = {"cpu": 2048, "cuda": 32768}
 """In a step; one sequence where that is longer."""
 
+MODEL: dict[str, dict[str, int]] = {
+    "cpu": {
+        "num_hidden_layers": 2,
+        "hidden_size": 128,
+        "num_attention_heads": 2,
+        "intermediate_size": 512,
+        "vocab_size": 1000,
+    },
+    "cuda": {},
+}
+"""What differs from BERT-base, the default of `BertConfig`: on a CPU a small model."""
+
+LABELLED = 0.15
+"""Part of the tokens that have a label."""
+
 
 @dataclass(frozen=True)
 class Case:

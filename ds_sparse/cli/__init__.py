@@ -22,6 +22,7 @@ COMMANDS = {
     "families": "say which Transformers models become sparse, which do not, and why",
     "modes": "show the structures a sparse_attention block may have: a picture, keys, bounds, defaults",
     "new": "write a commented DeepSpeed JSON with a sparse_attention block, from a few options",
+    "plan": "say what a training run will cost, in time and memory, and what it gains over dense attention",
     "report": "say what serves this machine, why not something faster, and what to do about each problem",
     "run": "start a training script that knows nothing of ds_sparse, through DeepSpeed's launcher",
     "schema": "print the JSON schema of the sparse_attention block",

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..arguments import positive
+
+if TYPE_CHECKING:
+    from ..plan.rates import Rates
+
+AUTO, HERE, H200 = "auto", "here", "h200"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Says what a training run will cost: FLOPs, time, memory, what is gained over dense attention and where dense "
+        "is faster, from rates that were measured. Nothing is trained."
+    )
+    parser.add_argument("file", help="DeepSpeed JSON with a sparse_attention block")
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="bert-base, bert-large, modernbert-base, bing_bert-base or neox-small (those of the examples), or a "
+        "config.json of Transformers",
+    )
+    parser.add_argument("--model-type", help="the model_type that the config.json counts as")
+    parser.add_argument("--seq", type=positive, required=True, help="tokens of a sequence")
+    parser.add_argument("--micro-batch", type=positive, help="sequences of a pass on one GPU (default: the JSON's)")
+    parser.add_argument("--gpus", type=positive, default=1, help="(default: 1)")
+    parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="(default: the JSON's)")
+    parser.add_argument("--dropout", type=float, help="of the model, in attention too (default: the model's)")
+    parser.add_argument(
+        "--checkpoint-activations",
+        action=argparse.BooleanOptionalAction,
+        help="layers are computed again in the backward pass (default: if the JSON has activation_checkpointing)",
+    )
+    parser.add_argument("--document-tokens", type=positive, metavar="N", help="mean tokens of a sequence that are text")
+    parser.add_argument("--memory", type=float, metavar="GIB", help="of the GPU (default: what it has)")
+    whose = parser.add_mutually_exclusive_group()
+    whose.add_argument(
+        "--on",
+        choices=[AUTO, HERE, H200],
+        default=AUTO,
+        help="whose rates: committed ones of an H200, or of this machine, measured now, which takes some minutes "
+        "(default: h200 where no other GPU is here)",
+    )
+    whose.add_argument(
+        "--rates",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="take rates from what `ds_sparse bench attention --json` and `bench bert --json` wrote on another machine",
+    )
+    parser.add_argument("--json", action="store_true", help="print all numbers: milliseconds, bytes, FLOPs, tokens")
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    from ..config import load_config
+    from ..plan.committed import committed_rates
+    from ..plan.model import find_model
+    from ..plan.plan import make_plan
+    from ..plan.settings import read_settings
+    from ..plan.text import as_json, printed
+
+    try:
+        if args.dropout is not None and not 0 <= args.dropout < 1:
+            raise ValueError(f"--dropout {args.dropout:g}: wanted a number from 0 to below 1.")
+        if args.memory is not None and not args.memory > 0:
+            raise ValueError(f"--memory {args.memory:g}: wanted GiB above 0.")
+        model = find_model(args.model, args.model_type, dropout=args.dropout, attention_dropout=args.dropout)
+        deepspeed, block = load_config(args.file)
+        settings = read_settings(
+            deepspeed, args.file, args.micro_batch, args.gpus, args.dtype, args.checkpoint_activations
+        )
+        plan = partial(make_plan, block, args.file, model, settings)
+        gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+        if _measures(args, gpu):
+            _require_dtype(settings.dtype, "fp32" if gpu is None else "bf16", "this CPU" if gpu is None else gpu.name)
+            plan(committed_rates(), args.seq, args.document_tokens)  # what is wrong is said before anything is measured
+        rates = _rates(args, gpu)
+        _require_dtype(settings.dtype, "fp32" if rates.itemsize == 4 else "bf16", rates.machine)
+        made = plan(rates, args.seq, args.document_tokens, _memory(args, gpu, rates))
+    except (ValueError, OSError, MemoryError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    if block is None:
+        print(f"{args.file}: no sparse_attention block; this is the plan of dense training.", file=sys.stderr)
+    print(json.dumps(as_json(made), indent=2) if args.json else printed(made))
+    return 0
+
+
+def _measures(args: argparse.Namespace, gpu: Any) -> bool:
+    """Whether rates are measured now; `gpu` has the properties of the GPU that is here, or is None."""
+    from ..plan.results import H200 as COMMITTED
+
+    return not args.rates and (args.on == HERE or (args.on == AUTO and gpu is not None and gpu.name != COMMITTED))
+
+
+def _rates(args: argparse.Namespace, gpu: Any) -> Rates:
+    from ..plan.committed import committed_rates
+    from ..plan.results import H200 as COMMITTED
+    from ..plan.results import from_files
+    from ..plan.training import complete_rates
+
+    if args.rates:
+        return complete_rates(from_files(args.rates))
+    if _measures(args, gpu):
+        from ..plan.measure import measured_rates
+
+        name = "this CPU" if gpu is None else gpu.name
+        print(f"No committed rates of {name}: measuring, which takes some minutes ...", file=sys.stderr)
+        return measured_rates("cpu" if gpu is None else "cuda")
+    if gpu is None and args.on == AUTO:
+        print(f"No GPU here: planned for an {COMMITTED}. --on here measures this CPU.", file=sys.stderr)
+    return committed_rates()
+
+
+def _memory(args: argparse.Namespace, gpu: Any, rates: Rates) -> float | None:
+    """GiB of the GPU that the rates are of; None where they are not known."""
+    from ..plan.committed import MEMORY_GIB
+
+    if args.memory is not None:
+        return args.memory
+    if gpu is not None and gpu.name == rates.machine:
+        return gpu.total_memory / 2**30
+    return MEMORY_GIB.get(rates.machine)
+
+
+def _require_dtype(dtype: str, of_rates: str, machine: str) -> None:
+    """Raises ValueError where the rates are of other numbers than those of the training."""
+    if (dtype == "fp32") != (of_rates == "fp32"):
+        turn = "turn off bf16 and fp16" if of_rates == "fp32" else "turn on bf16"
+        raise ValueError(
+            f"The training is in {dtype}, and the rates of {machine} are of {of_rates}; {turn} in the JSON, or pass "
+            f"--dtype {of_rates}."
+        )

@@ -1,0 +1,121 @@
+"""What the layers of a model attend to by a `sparse_attention` block, and what kernels walk of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..config import mode_of, read_block
+from ..layout import causal_cut
+from ..sparsity import SparsityConfig
+from ..wording import reason
+from .model import Model
+from .walk import Walk
+
+WINDOW_BLOCK = 64
+"""Tokens on the side of the blocks that a model's own windows are counted in."""
+
+MOST_BLOCKS = 2**28
+"""Blocks of a layout, all its heads together, that are laid out to be walked."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Layers that attend alike.
+
+    Attributes:
+        layers: their numbers, from 0.
+        structure: None is dense, or the model's own window where `window` says how many tokens on either side.
+    """
+
+    layers: tuple[int, ...]
+    structure: SparsityConfig | None
+    window: int | None = None
+
+    @property
+    def block(self) -> int:
+        return WINDOW_BLOCK if self.structure is None else self.structure.block
+
+    def in_words(self) -> str:
+        if self.window is not None:
+            return f"own window of {self.window} tokens on either side"
+        return "dense" if self.structure is None else f"{mode_of(type(self.structure))}, block {self.structure.block}"
+
+
+def kinds_of(block: Mapping[str, Any], model: Model, source: str) -> list[Kind]:
+    """The kinds of layers that a block gives a model, in the order of their first layers.
+
+    Raises:
+        SparseAttentionConfigError: what is wrong with the block.
+    """
+    structures = read_block(block, model.heads, source=source, num_layers=model.layers).of_all(model.layers)
+    found: dict[tuple[int, int | None], Kind] = {}
+    for number, structure in enumerate(structures):
+        window = model.windows[number] if model.windows else None
+        if window is not None:
+            structure = None
+        key = id(structure), window
+        before = found[key].layers if key in found else ()
+        found[key] = Kind((*before, number), structure, window)
+    return list(found.values())
+
+
+def walk_of(kind: Kind, model: Model, seq_len: int) -> Walk | None:
+    """What kernels walk in layers of a kind; None for dense attention.
+
+    Raises:
+        ValueError: the structure has no layout of this length; a layout too large to be laid out here.
+    """
+    blocks = -(-seq_len // kind.block)
+    if kind.window is not None:
+        row = torch.arange(blocks)
+        near = (row[:, None] - row).abs() <= -(-kind.window // WINDOW_BLOCK)
+        return Walk.of(near[None], WINDOW_BLOCK)
+    if kind.structure is None:
+        return None
+    structure = kind.structure
+    heads = structure.num_heads if structure.different_layout_per_head else 1
+    if heads * blocks**2 > MOST_BLOCKS:
+        raise ValueError(
+            f"{heads} layouts of {blocks:,} x {blocks:,} blocks are too large to be laid out for a plan; give a larger "
+            "block, one layout for all heads, or a shorter --seq."
+        )
+    tokens = blocks * structure.block
+    try:
+        with _same_draws():
+            layout = structure.make_bool_layout(tokens)
+    except ValueError as error:
+        raise ValueError(
+            f"{kind.in_words()}: no layout of {tokens:,} tokens ({reason(error)}); give a longer --seq, or change the "
+            "structure."
+        ) from None
+    if structure.causal or model.does.causal:
+        layout = causal_cut(layout)
+    return Walk.of(layout, structure.block)
+
+
+@contextmanager
+def _same_draws() -> Iterator[None]:
+    """Structures without a seed draw the same blocks each time; Python's random numbers stay as they are."""
+    state = random.getstate()
+    random.seed(0)
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+def layers_in_words(numbers: tuple[int, ...]) -> str:
+    """As in the keys of `layers`: 0-5,7."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts)

@@ -1,0 +1,67 @@
+"""What a plan says of itself: what it assumes, and where it goes beyond what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..bench.bert_results import TOKENS
+from ..wording import listed
+from .layers import Kind
+from .memory import LEFT_FREE
+from .model import Model
+from .rates import Rates
+from .settings import Settings, unknown_optimizer
+
+
+def said_of(rates: Rates, model: Model, settings: Settings, kinds: Sequence[Kind], seq_len: int) -> list[str]:
+    """Sentences, first of what is assumed, then, with "not measured" in front, of what is extrapolated."""
+    beyond = [f"not measured: {sentence}" for sentence in _beyond(rates, model, settings, kinds, seq_len)]
+    return [*_assumed(rates, model, settings), *beyond]
+
+
+def _assumed(rates: Rates, model: Model, settings: Settings) -> list[str]:
+    kept = "made again layer by layer" if settings.checkpoints else "kept"
+    predicted = "all" if model.does.labelled == 1 else f"{model.does.labelled:.0%} of the"
+    said = [
+        f"eager PyTorch, activations {kept}, logits of {predicted} tokens, dropout {model.dropout:g}, in attention "
+        f"{model.attention_dropout:g}.",
+        f"{LEFT_FREE:.0%} of the GPU's memory is left to CUDA, libraries and the allocator.",
+    ]
+    if unknown := unknown_optimizer(settings):
+        said.append(unknown)
+    if settings.gpus > 1:
+        said.append("time that GPUs spend on communication is not counted.")
+    if settings.offloads:
+        said.append("what an optimizer on the CPU takes is not counted.")
+    if settings.dtype == "fp16":
+        said.append("fp16 is counted as bf16, whose rates were measured.")
+    if rates.training is None:
+        said.append("what DeepSpeed and the program's loop take besides is not counted: no training was measured here.")
+    if any(model.windows):
+        said.append("the model's own windows are counted in blocks of 64; dense steps, as if they had no mask.")
+    return said
+
+
+def _beyond(rates: Rates, model: Model, settings: Settings, kinds: Sequence[Kind], seq_len: int) -> list[str]:
+    of, said = rates.measured, []
+    if not of.tokens[0] <= seq_len <= of.tokens[1]:
+        said.append(f"attention over {seq_len:,} tokens; measured are {of.tokens[0]:,} to {of.tokens[1]:,}.")
+    if seq_len > of.dense_tokens[1]:
+        said.append(f"dense attention over {seq_len:,} tokens; measured are up to {of.dense_tokens[1]:,}.")
+    if blocks := sorted({kind.block for kind in kinds if kind.structure is not None} - set(of.blocks)):
+        said.append(f"blocks of {listed(blocks, 'and')}; measured are {listed(of.blocks, 'and')}.")
+    if model.head_dim not in of.head_dims:
+        said.append(f"heads of {model.head_dim} numbers; measured are {listed(of.head_dims, 'and')}.")
+    if model.does.causal or any(kind.structure is not None and kind.structure.causal for kind in kinds):
+        said.append("attention that masks later tokens; it is counted as if blocks on the diagonal had no mask.")
+    if not model.does.measured:
+        said.append(f"a step of {model.family}; what it computes is counted, at the rates of BERT.")
+    if (model.hidden, model.layers) != (of.hidden, of.layers):
+        said.append(
+            f"{model.layers} layers of {model.hidden}; rates of products and kernels are those of {of.layers} layers "
+            f"of {of.hidden}."
+        )
+    tokens, least = settings.micro_batch * seq_len, min(TOKENS.values()) if rates.itemsize > 2 else TOKENS["cuda"]
+    if tokens < least:
+        said.append(f"a pass of {tokens:,} tokens: with fewer than {least:,} a GPU may wait for Python's launches.")
+    return said

@@ -1,0 +1,99 @@
+"""What a step needs of a GPU's memory, by what it is for, and the longest sequences that fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .model import Model
+from .operations import FP32, ITEM, embeddings, kept_by_attention, layer, logits_at_the_highest
+from .settings import Settings
+
+GIB = 2**30
+
+LEFT_FREE = 0.05
+"""Part of the memory that is not counted on: CUDA's context, libraries, what the allocator cannot use."""
+
+MOST_TOKENS = 2**24
+"""Beyond this no length is looked for."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes when most are in use: while the loss is computed, or while the optimizer steps.
+
+    Attributes:
+        optimizer: weights in fp32 and the states of the optimizer.
+        attention: query, key, value, output and lse of all layers.
+        activations: all else that waits for the backward pass.
+        buckets: in which ZeRO collects gradients.
+        at: the moment, in words.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    attention: float
+    logits: float
+    buckets: float
+    at: str
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, float]:
+        """By name, in bytes."""
+        return {name: value for name, value in vars(self).items() if name != "at"}
+
+
+def memory_of(model: Model, settings: Settings, seq_len: int, trains: bool = True) -> Memory:
+    """The memory of a step on one GPU.
+
+    Args:
+        seq_len: tokens of a sequence, whole blocks.
+        trains: False for a step without an optimizer, in 16 bits, as `ds_sparse bench bert` measures it.
+    """
+    tokens = settings.micro_batch * seq_len
+    wide = 2 if settings.dtype == "fp32" else 1
+    parameters = model.parameters(seq_len)
+    stage, gpus = settings.zero_stage, settings.gpus
+    weights = wide * ITEM * parameters / (gpus if stage == 3 else 1)
+    gradients = wide * ITEM * parameters / (gpus if stage >= 2 else 1)
+    states = 0.0
+    if trains and not settings.offloads:
+        states = FP32 * (settings.states + (wide == 1)) * parameters / (gpus if stage else 1)
+    activations, attention = (wide * tokens * part for part in _waiting(model, settings))
+    logits = wide * tokens * model.does.labelled * logits_at_the_highest(model)
+    if settings.checkpoints:  # one layer is made again when the logits are gone
+        logits = max(logits, wide * tokens * layer(model).saved)
+    held = gradients if settings.accumulation > 1 else 0.0
+    bucket = float(settings.bucket_bytes) if trains else 0.0
+    at_loss = Memory(weights, held, states, activations, attention, logits, bucket, "while the loss is computed")
+    if not trains:
+        return at_loss
+    fp32_gradients = 0.0 if settings.offloads or wide > 1 else FP32 * parameters / (gpus if stage else 1)
+    stepping = Memory(weights, gradients + fp32_gradients, states, 0.0, 0.0, 0.0, bucket, "while the optimizer steps")
+    return max(at_loss, stepping, key=lambda memory: memory.total)
+
+
+def _waiting(model: Model, settings: Settings) -> tuple[float, float]:
+    """Bytes of a token that wait for the backward pass: of all but attention, and of attention."""
+    around = embeddings(model).saved
+    if settings.checkpoints:
+        return around + model.layers * ITEM * model.hidden, 0.0
+    attention = model.layers * kept_by_attention(model)
+    return around + model.layers * layer(model).saved - attention, attention
+
+
+def longest(model: Model, settings: Settings, block: int, memory_gib: float) -> int:
+    """The most tokens of a sequence, whole blocks, whose step fits: 0 where none does, `MOST_TOKENS` where more do."""
+    room = memory_gib * GIB * (1 - LEFT_FREE)
+    low, high = 0, MOST_TOKENS // block
+    while low < high:
+        middle = (low + high + 1) // 2
+        if memory_of(model, settings, middle * block).total <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return low * block

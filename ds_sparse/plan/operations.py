@@ -1,0 +1,166 @@
+"""What a model computes beside attention, operation by operation: products, bytes that kernels move, what is kept.
+
+Everything is of one token. Kernels are those of eager PyTorch: each reads and writes its tensors once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import reduce
+
+from .model import Model
+
+ITEM, FP32 = 2, 4
+"""Bytes of a number of 16 bits, and of 32."""
+
+ALIGNED = 8
+"""Numbers of 16 bits that matrix products load together: rows of other lengths take slower kernels."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Attributes:
+    flops: of matrix products.
+    odd_flops: of those whose rows are not `ALIGNED`.
+    moved: bytes that all other kernels read and write.
+    """
+
+    flops: float = 0
+    odd_flops: float = 0
+    moved: float = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.odd_flops + other.odd_flops, self.moved + other.moved)
+
+    def __mul__(self, count: float) -> Work:
+        return Work(self.flops * count, self.odd_flops * count, self.moved * count)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Work forward and backward, and the bytes that wait for the backward pass."""
+
+    forward: Work = Work()
+    backward: Work = Work()
+    saved: float = 0
+
+    def __add__(self, other: Part) -> Part:
+        return Part(self.forward + other.forward, self.backward + other.backward, self.saved + other.saved)
+
+    def __mul__(self, count: float) -> Part:
+        return Part(self.forward * count, self.backward * count, self.saved * count)
+
+
+def together(parts: Iterable[Part]) -> Part:
+    return reduce(Part.__add__, parts, Part())
+
+
+def linear(inputs: int, outputs: int, bias: bool = True, saves: bool = True, trains: bool = True) -> Part:
+    """y = x W + b. `saves` is False where another operation keeps x; without `trains` no gradient arrives."""
+    flops = 2.0 * inputs * outputs
+    odd = outputs % ALIGNED != 0 or inputs % ALIGNED != 0
+    forward = Work(odd_flops=flops) if odd else Work(flops)
+    reduced = Work(moved=ITEM * outputs if bias else 0)
+    backward = forward * 2 + reduced if trains else Work()
+    return Part(forward, backward, ITEM * inputs if saves else 0)
+
+
+def elementwise(numbers: float, forward: float, backward: float, saved: float = 0, item: int = ITEM) -> Part:
+    """A kernel that reads and writes so many tensors of `numbers`."""
+    size = item * numbers
+    return Part(Work(moved=forward * size), Work(moved=backward * size), saved * size)
+
+
+def norm(numbers: int, rms: bool = False) -> Part:
+    """Backward the gradient of the input and those of the weights each read input and gradient. An RMS norm is several
+    kernels: to fp32, squared, meaned, scaled, back, times the weight; the input is kept in fp32."""
+    if rms:
+        return elementwise(numbers, 16, 20, 3)
+    return elementwise(numbers, 2, 5, 1) + Part(saved=2 * FP32)
+
+
+def residual(numbers: int) -> Part:
+    """The sum, and backward the sum of the two gradients."""
+    return elementwise(numbers, 3, 3)
+
+
+def activation(numbers: int) -> Part:
+    return elementwise(numbers, 2, 3, 1)
+
+
+def gate(numbers: int) -> Part:
+    """activation(a) * b, a and b halves of one tensor."""
+    return activation(numbers) + elementwise(numbers, 3, 6, 2) + elementwise(numbers, 0, 4)
+
+
+def dropout(numbers: int, p: float) -> Part:
+    """With a mask of a byte a number."""
+    return elementwise(numbers, 2, 2) + Part(Work(moved=numbers), Work(moved=numbers), numbers) if p else Part()
+
+
+def rotation(numbers: float) -> Part:
+    """q cos + rotate_half(q) sin, in fp32: two products, a sum, halves negated and joined, and casts."""
+    return elementwise(numbers, 10, 10, item=FP32)
+
+
+def layer(model: Model, attends: bool = True) -> Part:
+    """One layer without the kernel of attention. Without `attends` that returns the value, as in `ds_sparse bench
+    bert`, so that query and key have no backward pass."""
+    does, hidden = model.does, model.hidden
+    into = [
+        linear(hidden, model.attention_width, does.biases, saves=False, trains=attends),
+        linear(hidden, model.key_width, does.biases, saves=False, trains=attends),
+        linear(hidden, model.key_width, does.biases, saves=False),
+        elementwise(hidden, 0, 3 * (2 if attends else 0)),  # gradients of what three projections read
+    ]
+    if attends:
+        into += [
+            Part(saved=kept_by_attention(model)),
+            rotation(does.rotary * (model.attention_width + model.key_width)),
+            # Gradients are put into the order of tokens.
+            elementwise(model.attention_width + 2 * model.key_width, 0, 2),
+        ]
+    else:
+        into.append(elementwise(model.attention_width, 2, 2, 1))
+    middle = model.intermediate
+    attention = [linear(model.attention_width, hidden, does.biases, saves=False), dropout(hidden, model.dropout)]
+    inner = [gate(middle)] if does.gated else [activation(middle)]
+    feed_forward = [
+        linear(hidden, middle * (2 if does.gated else 1), does.biases),
+        *inner,
+        linear(middle, hidden, does.biases),
+        dropout(hidden, model.dropout),
+    ]
+    norms = norm(hidden, does.rms_norm)
+    around = [norms, norms, residual(hidden), residual(hidden), Part(saved=ITEM * hidden)]
+    return together([*into, *attention, *feed_forward, *around])
+
+
+def kept_by_attention(model: Model) -> int:
+    """Bytes of a token that attention keeps in a layer: query, key, value, output, and each head's lse."""
+    return ITEM * 2 * (model.attention_width + model.key_width) + FP32 * model.heads
+
+
+def embeddings(model: Model) -> Part:
+    """Tables looked up and summed; backward their gradients are scattered."""
+    tables = 3 if model.does.learned_positions else 1
+    looked_up = elementwise(model.hidden, 2 * tables + 3 * (tables - 1), 3 * tables)
+    return looked_up + norm(model.hidden, model.does.rms_norm) + dropout(model.hidden, model.dropout)
+
+
+def logits(model: Model) -> Part:
+    """What follows the last layer, of a token that has logits, with the cross-entropy."""
+    words, item = model.vocabulary, FP32 if model.does.logits_in_fp32 else ITEM
+    transform = []
+    if model.does.transform:
+        transform = [linear(model.hidden, model.hidden), activation(model.hidden), norm(model.hidden)]
+    # log_softmax forward reads and writes; backward zeros are written, and three tensors pass.
+    loss = elementwise(words, 2, 4, 1, item)
+    casts = [elementwise(words, 3, 3)] if model.does.logits_in_fp32 else []
+    return together([*transform, linear(model.hidden, words), loss, *casts])
+
+
+def logits_at_the_highest(model: Model) -> float:
+    """Bytes of a token's logits when most of them are there: the gradient of the loss, log_softmax, its gradient."""
+    return 3 * model.vocabulary * (FP32 if model.does.logits_in_fp32 else ITEM)

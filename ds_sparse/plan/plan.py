@@ -1,0 +1,207 @@
+"""The plan of a training run: FLOPs, memory, time, the gain over dense, where dense is faster, what fits."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..bench.machine import BACKWARD, FORWARD
+from .layers import Kind, kinds_of, layers_in_words, walk_of
+from .limits import said_of
+from .memory import MOST_TOKENS, Memory, longest, memory_of
+from .model import Model
+from .rates import Rates, Walked
+from .settings import Settings
+from .step import Step, flops_of, odd_vocabulary, step_of
+
+SHORTEST = 512
+"""Tokens of the shortest sequence that dense and sparse are compared at."""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Layers that attend alike, in one forward and backward pass.
+
+    Attributes:
+        layers: as in the JSON: "0-5,7".
+        density: live part of the scores; 1 for dense.
+        computed: part of the scores that tiles multiply, mean of forward and backward.
+        loaded: part of the scores in whole tiles.
+        waste: part of what is computed that no live block has.
+        milliseconds, dense_milliseconds: of attention in one layer.
+    """
+
+    layers: str
+    attention: str
+    count: int
+    density: float
+    computed: float
+    loaded: float
+    waste: float
+    milliseconds: float
+    dense_milliseconds: float
+
+
+@dataclass(frozen=True)
+class AtLength:
+    """Milliseconds of a step with sequences of this length, the tokens in a step being the same."""
+
+    seq_len: int
+    sparse: float
+    dense: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Attributes:
+    errors: by what rates were taken from, how far they are from it: relative, in the median and at most.
+    measured_tokens: the shortest and the longest sequences whose attention was measured.
+    padded: tokens of a sequence, in whole blocks.
+    document_tokens: mean tokens of a sequence that are text; None: all.
+    model_flops, attention_flops: of a step, live blocks alone.
+    dense_attention_flops: the same where all is dense.
+    longest: tokens of the longest sequence that fits; None: the memory is not known.
+    memory_gib: of the GPU.
+    odd_vocabulary: milliseconds that a vocabulary of an odd size costs in a step.
+    lengths: ascending, to the length of the plan.
+    remarks: what is assumed, and what lies outside of what was measured.
+    """
+
+    file: str
+    model: Model
+    settings: Settings
+    machine: str
+    rates_from: tuple[str, ...]
+    errors: dict[str, tuple[float, float]]
+    measured_tokens: tuple[int, int]
+    seq_len: int
+    padded: int
+    document_tokens: int | None
+    layers: list[Layers]
+    model_flops: float
+    attention_flops: float
+    dense_attention_flops: float
+    step: Step
+    dense_step: Step
+    memory: Memory
+    memory_gib: float | None
+    longest: int | None
+    odd_vocabulary: float
+    lengths: list[AtLength]
+    remarks: list[str]
+
+    @property
+    def tokens(self) -> int:
+        """In a step, on all GPUs."""
+        return self.seq_len * self.settings.micro_batch * self.settings.accumulation * self.settings.gpus
+
+    @property
+    def gain(self) -> float:
+        """How many times as long a dense step takes."""
+        return self.dense_step.total / self.step.total
+
+    @property
+    def dense_is_faster_to(self) -> int | None:
+        """The longest of the lengths compared at which a dense step is faster; None: at none."""
+        return max((at.seq_len for at in self.lengths if at.dense < at.sparse), default=None)
+
+
+def make_plan(
+    block: Mapping[str, Any] | None,
+    source: str,
+    model: Model,
+    settings: Settings,
+    rates: Rates,
+    seq_len: int,
+    document_tokens: int | None = None,
+    memory_gib: float | None = None,
+) -> Plan:
+    """Plans a run.
+
+    Args:
+        block: the `sparse_attention` block; None trains dense.
+        source: names the file.
+        document_tokens: mean tokens of a sequence that are text, the rest being padding.
+        memory_gib: of the GPU, where it is known.
+
+    Raises:
+        ValueError: a block that is wrong, a length that it has no layout for, documents longer than sequences.
+    """
+    if document_tokens is not None and document_tokens > seq_len:
+        raise ValueError(f"--document-tokens {document_tokens} is more than --seq {seq_len}; give their mean length.")
+    kinds = [Kind(tuple(range(model.layers)), None)]
+    if block is not None:
+        kinds = kinds_of(block, model, source)
+    largest = max((kind.block for kind in kinds if kind.structure is not None), default=1)
+    padded = -(-seq_len // largest) * largest
+    walks = [walk_of(kind, model, padded) for kind in kinds]
+    of_layers = spread(kinds, walks)
+    dense: list[Walked] = [None] * model.layers
+    linear_flops, attention_flops = flops_of(model, settings, padded, of_layers)
+    return Plan(
+        file=source,
+        model=model,
+        settings=settings,
+        machine=rates.machine,
+        rates_from=rates.sources,
+        errors={name: _of_errors(errors) for name, errors in rates.errors.items()},
+        measured_tokens=rates.measured.tokens,
+        seq_len=seq_len,
+        padded=padded,
+        document_tokens=document_tokens,
+        layers=[_layers(kind, walked, rates, model, settings, padded) for kind, walked in zip(kinds, walks)],
+        model_flops=linear_flops,
+        attention_flops=attention_flops,
+        dense_attention_flops=flops_of(model, settings, seq_len, dense)[1],
+        step=step_of(rates, model, settings, padded, of_layers),
+        dense_step=step_of(rates, model, settings, seq_len, dense),
+        memory=memory_of(model, settings, padded),
+        memory_gib=memory_gib,
+        longest=None if memory_gib is None else min(MOST_TOKENS, longest(model, settings, largest, memory_gib)),
+        odd_vocabulary=odd_vocabulary(rates, model, settings, padded),
+        lengths=compare(rates, model, settings, kinds, seq_len),
+        remarks=said_of(rates, model, settings, kinds, seq_len),
+    )
+
+
+def spread(kinds: Sequence[Kind], walks: Sequence[Walked]) -> list[Walked]:
+    """What each layer attends to, by its number."""
+    by_layer = {number: walked for kind, walked in zip(kinds, walks) for number in kind.layers}
+    return [by_layer[number] for number in sorted(by_layer)]
+
+
+def compare(rates: Rates, model: Model, settings: Settings, kinds: Sequence[Kind], seq_len: int) -> list[AtLength]:
+    """Steps at half the length, a quarter and so on, with as many tokens; lengths without a layout are left out."""
+    found: list[AtLength] = []
+    length, batch = seq_len, settings.micro_batch
+    while length >= SHORTEST:
+        try:
+            walks = spread(kinds, [walk_of(kind, model, length) for kind in kinds])
+        except ValueError:
+            break
+        same_tokens = replace(settings, micro_batch=batch)
+        sparse, dense = (
+            step_of(rates, model, same_tokens, length, of_layers).total for of_layers in (walks, [None] * model.layers)
+        )
+        found.append(AtLength(length, sparse, dense))
+        length, batch = length // 2, batch * 2
+    return found[::-1]
+
+
+def _layers(kind: Kind, walked: Walked, rates: Rates, model: Model, settings: Settings, seq_len: int) -> Layers:
+    sparse, dense = (
+        sum(rates.attention(those, settings.micro_batch, model, seq_len, way) for way in (FORWARD, BACKWARD))
+        for those in (walked, None)
+    )
+    parts = (1.0, 1.0, 1.0, 0.0)
+    if walked is not None:
+        parts = walked.density, walked.computed, walked.loaded, walked.waste
+    return Layers(layers_in_words(kind.layers), kind.in_words(), len(kind.layers), *parts, sparse, dense)
+
+
+def _of_errors(errors: Sequence[float]) -> tuple[float, float]:
+    """The median and the largest, without sign."""
+    sizes = [abs(error) for error in errors]
+    return statistics.median(sizes), max(sizes)

@@ -1,0 +1,130 @@
+"""What a DeepSpeed JSON says of a step: batch, dtype, ZeRO, optimizer, checkpoints of activations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..wording import listed, show
+
+MICRO, TRAIN, STEPS = "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps"
+ZERO, BUCKET, CHECKPOINTS = "zero_optimization", 500_000_000, "activation_checkpointing"
+
+STATES = {"sgd": 0, "adagrad": 1, "lion": 1, "muon": 1}
+"""Numbers of fp32 a parameter that optimizers keep beside the weights; all others are counted as Adam's two."""
+
+ADAMS = ("adam", "adamw", "fusedadam", "lamb", "fusedlamb", "onebitadam", "onebitlamb", "zerooneadam")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Attributes:
+    micro_batch: sequences of a forward pass on one GPU.
+    accumulation: forward passes before the optimizer steps.
+    dtype: "bf16", "fp16" or "fp32".
+    zero_stage: 0 to 3.
+    states: numbers of fp32 a parameter, beside the weights in fp32.
+    offloads: optimizer states are on the CPU.
+    bucket_bytes: of the buffers in which ZeRO collects gradients.
+    checkpoints: activations are made again in the backward pass, layer by layer.
+    """
+
+    micro_batch: int
+    accumulation: int = 1
+    gpus: int = 1
+    dtype: str = "bf16"
+    zero_stage: int = 0
+    optimizer: str = "AdamW"
+    states: int = 2
+    offloads: bool = False
+    bucket_bytes: int = 0
+    checkpoints: bool = False
+
+
+def read_settings(
+    config: Mapping[str, Any],
+    source: str,
+    micro_batch: int | None = None,
+    gpus: int = 1,
+    dtype: str | None = None,
+    checkpoints: bool | None = None,
+) -> Settings:
+    """The settings of a configuration without its `sparse_attention` block; what is given counts for what it says.
+
+    Args:
+        source: names the file in errors.
+
+    Raises:
+        ValueError: no batch size; sizes that do not fit together; a value of another type.
+    """
+    micro, accumulation = _batches(config, source, micro_batch, gpus)
+    zero = _object(config, ZERO, source)
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+        raise ValueError(f"{source}: {ZERO}.stage: got {show(stage)}; wanted 0, 1, 2 or 3.")
+    optimizer = _object(config, "optimizer", source).get("type", "AdamW")
+    if not isinstance(optimizer, str):
+        raise ValueError(f"{source}: optimizer.type: got {show(optimizer)}; wanted a name.")
+    offload = zero.get("offload_optimizer") or {}
+    bucket = 0
+    if stage in (1, 2) and zero.get("contiguous_gradients", True):
+        elements = zero.get("reduce_bucket_size", BUCKET)
+        if not isinstance(elements, int | float):
+            raise ValueError(f'{source}: {ZERO}.reduce_bucket_size: got {show(elements)}; give a number, not "auto".')
+        bucket = int(elements) * 2 * (2 if zero.get("overlap_comm") else 1)
+    return Settings(
+        micro_batch=micro,
+        accumulation=accumulation,
+        gpus=gpus,
+        dtype=dtype or _dtype(config, source),
+        zero_stage=stage,
+        optimizer=optimizer,
+        states=STATES.get(optimizer.lower(), 2),
+        offloads=isinstance(offload, Mapping) and offload.get("device", "none") != "none",
+        bucket_bytes=bucket,
+        checkpoints=CHECKPOINTS in config if checkpoints is None else checkpoints,
+    )
+
+
+def _batches(config: Mapping[str, Any], source: str, micro: int | None, gpus: int) -> tuple[int, int]:
+    """Sequences of a forward pass, and forward passes a step."""
+    found = {key: config.get(key) for key in (MICRO, TRAIN, STEPS)}
+    for key, value in found.items():
+        if value == "auto":
+            found[key] = None
+        elif value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{source}: {key}: got {show(value)}; wanted an integer of at least 1.")
+    of_micro, train, steps = micro or found[MICRO], found[TRAIN], found[STEPS]
+    if of_micro is None:
+        if train is None:
+            raise ValueError(f"{source}: neither {MICRO} nor {TRAIN} gives a number; add one, or pass --micro-batch.")
+        of_micro, rest = divmod(train, gpus * (steps or 1))
+        if rest or not of_micro:
+            raise ValueError(
+                f"{source}: {TRAIN} {train} is no multiple of {gpus} GPUs x {steps or 1} {STEPS}; "
+                "pass --gpus or --micro-batch."
+            )
+    if steps is None:
+        steps = max(1, train // (of_micro * gpus)) if train else 1
+    return of_micro, steps
+
+
+def _dtype(config: Mapping[str, Any], source: str) -> str:
+    on = [name for name in ("bf16", "bfloat16", "fp16") if _object(config, name, source).get("enabled") is True]
+    return {"bfloat16": "bf16"}.get(on[0], on[0]) if on else "fp32"
+
+
+def _object(config: Mapping[str, Any], key: str, source: str) -> Mapping[str, Any]:
+    value = config.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{source}: {key}: got {show(value)}; wanted an object {{...}}.")
+    return value
+
+
+def unknown_optimizer(settings: Settings) -> str | None:
+    """A sentence where the optimizer is counted as another."""
+    name = settings.optimizer.lower()
+    if name in STATES or name in ADAMS:
+        return None
+    return f"optimizer {settings.optimizer} is counted as Adam; known are {listed((*STATES, *ADAMS), 'and')}."

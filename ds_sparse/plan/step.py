@@ -1,0 +1,97 @@
+"""The time of a training step, from what it computes and how fast the machine is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..bench.machine import BACKWARD, FORWARD
+from .model import Model
+from .operations import Work, embeddings, layer, logits
+from .rates import Rates, Walked
+from .settings import Settings
+
+FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10
+"""Of attention, for each score and number of a head: two products, and five."""
+
+OPTIMIZER_BYTES = 40
+"""Moved for a parameter by a step of Adam with clipping: gradient, fp32 weight and two moments are read, the latter
+three and the 16-bit weight written, and the gradient is made fp32 and read once more for its norm."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Milliseconds of an optimizer's step, all its forward passes together.
+
+    Attributes:
+        products: matrix products of linear layers.
+        kernels: all else but attention: norms, activations, sums, the loss.
+        attention: forward and backward.
+        checkpoints: forward passes once more.
+        optimizer: what it moves in memory.
+        training: what DeepSpeed, launches and the program's loop take, as measured; 0 where none was.
+    """
+
+    products: float
+    kernels: float
+    attention: float
+    checkpoints: float
+    optimizer: float
+    training: float
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+
+def step_of(rates: Rates, model: Model, settings: Settings, seq_len: int, walks: Sequence[Walked]) -> Step:
+    """Predicts a step.
+
+    Args:
+        seq_len: tokens of a sequence, whole blocks.
+        walks: what each layer attends to.
+    """
+    tokens = settings.micro_batch * seq_len
+    batch, passes = settings.micro_batch, settings.accumulation
+    work = model_work(model) * tokens
+    ways = {
+        way: sum(
+            count * rates.attention(walked, batch, model, seq_len, way) for walked, count in Counter(walks).items()
+        )
+        for way in (FORWARD, BACKWARD)
+    }
+    again = rates.work(layer(model).forward * (model.layers * tokens)) + ways[FORWARD] if settings.checkpoints else 0.0
+    updated = model.parameters(seq_len) / (settings.gpus if settings.zero_stage else 1)
+    optimizer = 0.0 if settings.offloads else rates.work(Work(moved=OPTIMIZER_BYTES * updated))
+    return Step(
+        products=passes * rates.work(replace(work, moved=0)),
+        kernels=passes * rates.work(Work(moved=work.moved)),
+        attention=passes * sum(ways.values()),
+        checkpoints=passes * again,
+        optimizer=optimizer,
+        training=(rates.training or 0.0) * model.layers / rates.measured.layers,
+    )
+
+
+def model_work(model: Model) -> Work:
+    """Of a token, forward and backward, all but the kernels of attention."""
+    of_token = layer(model) * model.layers + embeddings(model) + logits(model) * model.does.labelled
+    return of_token.forward + of_token.backward
+
+
+def odd_vocabulary(rates: Rates, model: Model, settings: Settings, seq_len: int) -> float:
+    """Milliseconds of a step that rows of logits of an odd length cost; 0 where they are not odd."""
+    odd = logits(model) * (model.does.labelled * settings.micro_batch * seq_len * settings.accumulation)
+    slower = rates.odd_products - rates.products
+    return max(0.0, slower) * (odd.forward.odd_flops + odd.backward.odd_flops)
+
+
+def flops_of(model: Model, settings: Settings, seq_len: int, walks: Sequence[Walked]) -> tuple[float, float]:
+    """FLOPs of a step: of linear layers, and of attention, live blocks alone."""
+    passes = settings.micro_batch * settings.accumulation
+    work = model_work(model)
+    whole = float(seq_len**2) / (2 if model.does.causal else 1)
+    scores = sum(whole if walked is None else walked.live for walked in walks)
+    attention = (FORWARD_FLOPS + BACKWARD_FLOPS) * model.head_dim * model.heads * scores
+    return passes * seq_len * (work.flops + work.odd_flops), passes * attention
