@@ -28,6 +28,7 @@ BLOCK = "\n".join(
 CORE = """
 import torch, ds_sparse
 import ds_sparse.cli.bench, ds_sparse.cli.check, ds_sparse.cli.draw
+assert "torch._dynamo" not in sys.modules, "torch.compile takes seconds to import"
 of_core = [name for name, module in ds_sparse._PUBLIC.items() if not module.startswith("integrations.")]
 for name in of_core:
     getattr(ds_sparse, name)

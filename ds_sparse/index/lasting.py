@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -21,6 +22,21 @@ def lasting(make: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
     def made(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
         with torch.inference_mode(False), torch._C._DisableFuncTorch():
             return make(*args, **kwargs)
+
+    return made
+
+
+def outside_of_graphs(make: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+    """Decorates what torch.compile is not to trace. `torch.compiler.disable` imports all of torch.compile, which takes
+    seconds, so it is asked where that has been imported already."""
+
+    @cache
+    def disabled() -> Callable[_Given, _Made]:
+        return torch.compiler.disable(make)
+
+    @wraps(make)
+    def made(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
+        return (disabled() if "torch._dynamo" in sys.modules else make)(*args, **kwargs)
 
     return made
 

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from ..dispatch import HOPPER_TILE
 from ..layout import count_live, pack_bits
 from .cuts import cut_lists
+from .lasting import outside_of_graphs
 from .packing import MAX_LINES, pack_entries_
 from .tiles import Tiles
 
@@ -112,7 +113,7 @@ class TilePlan:
                     found[side, tile].append(list(islice(left, lines.shape[1] // _height(tile, self.block))))
         return found
 
-    @torch.compiler.disable
+    @outside_of_graphs
     def pack(self, lengths: Lengths) -> dict[tuple[str, int], Tiles]:
         """Makes the tiles of what `split` returned. Arrays of NumPy are no tensors here, as torch.compile would have
         them."""
