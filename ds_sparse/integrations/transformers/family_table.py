@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from ...models.report import SparsifyReport
 from ...models.sparsify import sparsify
+from .distances import makes_positions
 
 _TEXT = {
     "vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16,
@@ -126,8 +127,8 @@ def _what(report: SparsifyReport) -> str:
 
 def _notes(model: nn.Module, report: SparsifyReport) -> Iterator[str]:
     yield from dict.fromkeys(layer.why for layer in report.dense)
-    if any("relative_attention_bias" in name for name, _ in model.named_modules()):
-        yield "its relative positions are a matrix of tokens by tokens"
+    if any(map(makes_positions, model.modules())):
+        yield "its relative positions are a bias by distance, with gradient"
     if any("2048 tokens" in heading for heading in report.headings):
         yield "it knows no longest sequence, so layouts double with the batch"
 
