@@ -115,8 +115,15 @@ def _what_and_why(cls: type[Any], sizes: dict[str, Any]) -> tuple[str, str]:
         try:
             report = sparsify(model, {"mode": "dense"})
         except ValueError as error:
-            return "refused", str(error).partition("; ")[0]
+            return "refused", _short(str(error))
     return _what(report), "; ".join(_notes(model, report)) or "on Transformers' attention interface"
+
+
+def _short(refusal: str) -> str:
+    """Why a model is refused, and what it may be converted to, without what else there is."""
+    why, _, others = refusal.partition("; ")
+    _, command, made = others.partition("ds_sparse convert")
+    return f"{why}; {command}{made.rstrip('.')}" if command else why
 
 
 def _what(report: SparsifyReport) -> str:
