@@ -93,7 +93,9 @@ def attention_by_distance(
 def _distances(bias: Tensor, dtype: torch.dtype, rows: int, keys: int, causal: bool) -> Tensor:
     """The bias for so many queries in the opposite order, (H or 1, rows + keys - 1): of i and j number i + j."""
     middle = bias.shape[1] // 2 + 1
-    distances = pad(as_added(bias, wide_dtype(dtype)), (rows - middle, keys - middle))
+    wide = wide_dtype(dtype)
+    wider = bias.to(wide) if bias.dtype in (dtype, wide) else as_added(bias, wide)  # kernels know finite lows
+    distances = pad(wider, (rows - middle, keys - middle))
     if causal:
         ahead = torch.arange(rows + keys - 1, device=bias.device) >= rows
         distances = distances.masked_fill(ahead, float("-inf"))

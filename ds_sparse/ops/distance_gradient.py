@@ -18,7 +18,7 @@ from .._ops import ops
 from ..dispatch import Call, choose
 from .live_dropout import STEPS, kept_on_blocks, threshold_of
 from .matmul import allow_tf32
-from .operands import wide_dtype
+from .operands import as_added, wide_dtype
 
 SCORES_AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 24}
 """Scores that are held at a time: some tens of MB, on a GPU some hundreds. Not fewer than those of one block row."""
@@ -80,7 +80,9 @@ def gradient_of_distances(
     batch, heads, tokens, keys = *query.shape[:3], key.shape[2]
     block, wide = blocks.block, wide_dtype(query.dtype)
     columns = -(-keys // block)
-    windows = pad(distances, (0, columns * block - keys)).unfold(-1, 2 * block - 1, block)  # of each antidiagonal
+    windows = pad(as_added(distances, wide), (0, columns * block - keys)).unfold(
+        -1, 2 * block - 1, block
+    )  # of each antidiagonal
     total = query.new_zeros(tokens // block + columns - 1, len(distances), 2 * block - 1, dtype=wide)
     per_sequence = sum(blocks.row_lengths) * heads // blocks.layout_heads * block**2
     room = SCORES_AT_ONCE["cuda" if query.is_cuda else "cpu"]
@@ -193,7 +195,7 @@ def _add_part(
             dead = dead | ~mask
         else:
             dead = dead | (mask == float("-inf"))
-            scores += mask
+            scores += as_added(mask, scores.dtype)
     probs = scores.sub_(of_rows(given.maximum)).exp_().mul_(of_rows(given.share))
     grad = _product(given.grad_output[:, heads, tokens], given.value[:, heads], part, block)
     if dropped is not None:
