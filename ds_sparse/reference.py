@@ -153,6 +153,7 @@ def attention(
     causal: bool = False,
     sinks: torch.Tensor | None = None,
     query_offset: int = 0,
+    distance_bias: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: tuple[int, int] = (0, 0),
     return_lse: bool = False,
@@ -167,7 +168,8 @@ def attention(
         scale: 1 / sqrt(D) if it is not given.
         rpe, key_padding_mask, attn_mask, causal: as in `softmax`.
         sinks: (H,), a logit a head in the softmax's denominator, without a value.
-        query_offset: the position of the first query; the layout's rows and `causal` count from there.
+        query_offset: the position of the first query; the layout's rows, `causal` and distances count from there.
+        distance_bias: (H or 1, 2M - 1), what `bias_of_pairs` takes: it is added as rpe is.
         dropout_p, dropout_seed: what `dropout_keep` is asked; the seed and the offset.
         return_lse: whether to return each row's log of its sum of exponentials as well.
 
@@ -191,6 +193,9 @@ def attention(
     live = to_token_mask(as_bool_layout(layout), block)[:, query_offset : query_offset + tokens, :keys]
     if causal:
         live = live & torch.ones(tokens, keys, dtype=torch.bool, device=live.device).tril(query_offset)
+    if distance_bias is not None:
+        by_distance = bias_of_pairs(distance_bias, tokens, keys, query_offset)
+        rpe = by_distance if rpe is None else rpe + by_distance
     scores, alive = _masked(scores, live, rpe, key_padding_mask, attn_mask, causal=False)
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None, None].to(scores.dtype).expand(batch, -1, tokens, 1)], -1)
@@ -204,6 +209,30 @@ def attention(
         return output
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(~alive, 0)
     return output, torch.logsumexp(wide, dim=-1).masked_fill(~alive[..., 0], float("-inf"))
+
+
+def bias_of_pairs(distance_bias: torch.Tensor, tokens: int, keys: int, query_offset: int = 0) -> torch.Tensor:
+    """The matrix of a bias that depends on the distance of two tokens alone, as T5's.
+
+    Args:
+        distance_bias: (..., 2M - 1), M above every distance: the bias of the distance d, a key's position less a
+            query's, is number M - 1 + d. That of 0 is in the middle.
+        tokens, keys: T and S.
+        query_offset: the position of the first query.
+
+    Returns:
+        (..., T, S).
+
+    Examples:
+        >>> import torch
+        >>> from ds_sparse.reference import bias_of_pairs
+        >>> bias_of_pairs(torch.tensor([-2, -1, 0, 1, 2]), tokens=3, keys=3)
+        tensor([[ 0,  1,  2],
+                [-1,  0,  1],
+                [-2, -1,  0]])
+    """
+    distance = torch.arange(keys) - torch.arange(query_offset, query_offset + tokens)[:, None]
+    return distance_bias[..., distance.to(distance_bias.device) + distance_bias.shape[-1] // 2]
 
 
 def window_matmul(a: torch.Tensor, b: torch.Tensor, window: int) -> torch.Tensor:

@@ -45,6 +45,9 @@ def of_blocks(device: str) -> dict[str, Operation]:
     def attention(**options) -> Callable:
         return lambda q, k, v, *rpe: block_sparse_attention(q, k, v, layout, rpe=rpe[0] if rpe else None, **options)
 
+    def by_distance(q, k, v, bias):
+        return block_sparse_attention(q, k, v, layout, distance_bias=bias, key_padding_mask=padding)
+
     def with_lse(q, k, v):
         output, lse = block_sparse_attention(q, k, v, layout, return_lse=True)
         return output.sum(-1) + lse.to(output.dtype)
@@ -58,6 +61,7 @@ def of_blocks(device: str) -> dict[str, Operation]:
     grouped = [(1, 2, TOKENS, 20), *[(1, 1, TOKENS, 20)] * 2]
     return {
         "attention": (attention(key_padding_mask=padding), [QUERY] * 3),
+        "attention by distance": (by_distance, [*[QUERY] * 3, (HEADS, 2 * TOKENS - 1)]),
         "attention, causal, with rpe": (attention(causal=True), [*[QUERY] * 3, BIAS]),
         "attention, shared rpe": (attention(), [*[QUERY] * 3, (1, 1, TOKENS, TOKENS)]),
         "attention, with sinks": (with_sinks, [*[QUERY] * 3, (HEADS,)]),

@@ -297,6 +297,19 @@ def test_explain_says_what_the_gradient_of_rpe_takes(device: str):
     )
 
 
+def test_explain_says_how_a_bias_by_distance_is_read_and_its_gradient_made(device: str):
+    (query, key, value), layout = operands(device), torch.ones(4, 4, dtype=torch.bool)
+    bias = torch.zeros(2, 2 * query.shape[2] - 1, device=device)
+    (note,) = ds_sparse.explain(query, key, value, layout, distance_bias=bias).notes[-1:]
+    assert note.startswith("query is copied in the opposite order")
+    *_, note = ds_sparse.explain(query, key, value, layout, distance_bias=bias.requires_grad_()).notes
+    assert note.startswith("The gradient of distance_bias is not a kernel")
+    name = "cpu" if device == "cpu" else "portable"
+    assert note.endswith(f"by the products (sdd) of the implementation {name}.")
+    with pytest.raises(ValueError, match="has 1 distances, up to 0"):
+        ds_sparse.explain(query, key, value, layout, distance_bias=bias[:, :1])
+
+
 def test_explain_refuses_what_the_operation_refuses(device: str):
     query, key, value = operands(device)
     rpe = torch.zeros(1, 2, 64, 64, device=device)

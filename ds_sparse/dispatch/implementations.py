@@ -270,6 +270,7 @@ IMPLEMENTATIONS: Mapping[str, tuple[Implementation, ...]] = {
         replace(_PORTABLE, dtypes=ON_CUDA, head_dims=(1, 256), tiles=_TILES),
         replace(_CPU, head_dims=(1, 256), tiles=_TILES),
     ),
+    "gradient of distance_bias": (_PORTABLE, _CPU),
     "sparse_attn": (
         replace(_HOPPER, tiles={TILE: HOPPER_TILE}, more=_FOR_PAIRS, in_any_order="the gradient of q"),
         replace(_PORTABLE, about="each query gathers the keys of its list", head_dims=(1, 256)),

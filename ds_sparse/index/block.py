@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,7 @@ class BlockIndex(OnDevice):
     Built once, by `build`, `from_mask` or `from_flex`; immutable, shared by every operation, on any stream (see
     `ReadyEvent`). The tiles are what attention walks, and products on a Hopper GPU. The rest is made from the layout's
     bits when it is first asked for, and kept: the `Lists` of MatMul and Softmax, the `Strips` of Softmax on a GPU,
-    tiles of another height, the index cut for causal attention.
+    tiles of another height, the index cut for causal attention, or with its rows in the opposite order.
 
     Letters: L stored layout heads (1 when all heads are equal, else `num_heads`), R/C block rows and columns,
     V live blocks of the L stored heads together.
@@ -322,6 +322,27 @@ class BlockIndex(OnDevice):
         """Whether `causal()` is there, and builds nothing."""
         return not self.reaches_ahead or "causal" in self._made
 
+    def reversed(self) -> BlockIndex:
+        """The index with its block rows in the opposite order, as `distance_bias` has the queries. Built at the first
+        call, which synchronises; call it before torch.compile traces, or a CUDA graph is captured.
+
+        Returns:
+            The index of the layout whose first block row is the last one here.
+        """
+        if "reversed" not in self._made:
+            self._made["reversed"] = self._make_reversed()
+        return self._made["reversed"]
+
+    @property
+    def has_reversed(self) -> bool:
+        """Whether `reversed` has been called."""
+        return "reversed" in self._made
+
+    @cached_property
+    def row_lengths(self) -> list[int]:
+        """The live blocks of each block row, L * R numbers on the host; asking for them first synchronises once."""
+        return self.lists.row_offsets.diff().tolist()
+
     def layout(self) -> torch.Tensor:
         """The layout, unpacked at each call.
 
@@ -417,12 +438,19 @@ class BlockIndex(OnDevice):
 
     def _held(self) -> Iterator[torch.Tensor]:
         yield from self._tensors()
-        if "causal" in self._made:
-            yield from self._made["causal"]._held()
+        for made in ("causal", "reversed"):
+            if made in self._made:
+                yield from self._made[made]._held()
 
     @lasting
     def _make_causal(self) -> BlockIndex:
         return self._of(causal_cut(self.layout()), self.block, self.num_heads)
+
+    @lasting
+    def _make_reversed(self) -> BlockIndex:
+        index = self._of(self.layout().flip(1), self.block, self.num_heads)
+        _ = index.row_lengths
+        return index
 
     @lasting
     def _make_lists(self) -> Lists:

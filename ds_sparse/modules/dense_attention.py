@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ..index.documents import Documents
+from ..ops.distance_attention import as_matrix
 
 
 def dense_attention(
@@ -16,6 +17,7 @@ def dense_attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     rpe: torch.Tensor | None = None,
+    distance_bias: torch.Tensor | None = None,
     key_padding_mask: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -24,15 +26,19 @@ def dense_attention(
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(scale * query @ key^T + rpe) @ value over all keys that the masks keep; operands and masks are those of
-    `StructuredAttention`, with an integer as `query_offset`.
+    `StructuredAttention`, with an integer as `query_offset`. A distance_bias becomes a matrix of tokens by tokens.
 
     Raises:
-        ValueError: cu_seqlens with a mask, rpe or a query_offset, or for another number of tokens.
+        ValueError: cu_seqlens with a mask, a bias or a query_offset, or for another number of tokens; distance_bias
+            with a query_offset.
     """
+    if distance_bias is not None and query_offset is not None:
+        raise ValueError("distance_bias and query_offset are both given, which no model asks of a layer that is dense.")
     if cu_seqlens is not None:
-        if any(given is not None for given in (rpe, key_padding_mask, attn_mask, query_offset)):
+        if any(given is not None for given in (rpe, distance_bias, key_padding_mask, attn_mask, query_offset)):
             raise ValueError(
-                "a mask, rpe or query_offset is given for packed documents, and goes by places in a row; leave it out."
+                "a mask, rpe, distance_bias or query_offset is given for packed documents, and goes by places in a "
+                "row; leave it out."
             )
         lengths = [n for n in Documents.read(cu_seqlens).check_fills(query.shape[2]).lengths if n]
         # One call a document: a mask of all would be tokens by tokens.
@@ -44,7 +50,8 @@ def dense_attention(
     if key_padding_mask is not None:
         key_padding_mask = key_padding_mask[:, None, None, :]
     mask = None
-    for given in (key_padding_mask, attn_mask, rpe):
+    of_pairs = None if distance_bias is None else as_matrix(distance_bias, query.shape[2], key.shape[2])[None]
+    for given in (key_padding_mask, attn_mask, rpe, of_pairs):
         mask = given if mask is None else _both(mask, given, query.dtype)
     alone = causal and mask is None and sinks is None and not query_offset
     if causal and not alone:

@@ -13,7 +13,7 @@ class LocalAttention(NamedTuple):
     """Attention of each token to those at most `window` tokens away.
 
     Call:
-        As `StructuredAttention`, without `rpe`, `attn_mask` and dropout; `query_offset` is an integer.
+        As `StructuredAttention`, without `rpe`, `distance_bias`, `attn_mask` and dropout; `query_offset` is an integer.
 
     Raises:
         ValueError: in the call, one of these.
@@ -30,6 +30,7 @@ class LocalAttention(NamedTuple):
         scale: float | None = None,
         dropout_p: float = 0.0,
         rpe: torch.Tensor | None = None,
+        distance_bias: torch.Tensor | None = None,
         key_padding_mask: torch.Tensor | None = None,
         attn_mask: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
@@ -37,7 +38,8 @@ class LocalAttention(NamedTuple):
         causal: bool = False,
         cu_seqlens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        given = {"rpe": rpe is not None, "attn_mask": attn_mask is not None, "dropout_p": dropout_p != 0}
+        given = {"rpe": rpe is not None, "distance_bias": distance_bias is not None}
+        given |= {"attn_mask": attn_mask is not None, "dropout_p": dropout_p != 0}
         refused = [name for name, is_given in given.items() if is_given]
         if refused:
             raise ValueError(

@@ -201,6 +201,8 @@ class SparseSelfAttention(nn.Module):
         rpe: torch.Tensor | None = None,
         key_padding_mask: torch.Tensor | None = None,
         attn_mask: torch.Tensor | None = None,
+        *,
+        distance_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of each token to the live blocks of its row.
 
@@ -211,6 +213,8 @@ class SparseSelfAttention(nn.Module):
             rpe: relative position bias (B or 1, H or 1, T, T), added after scaling.
             key_padding_mask: (B, T), or with dimensions of 1 between, such as (B, 1, 1, T).
             attn_mask: (T, T), also with dimensions of 1 anywhere, or (B or 1, H or 1, T, T).
+            distance_bias: relative position bias by distance, (H or 1, 2M - 1), as `block_sparse_attention` takes it,
+                in memory linear in tokens; for `implementation="fused"`.
 
         Returns:
             (B, H, T, D); rows with nothing left are zeros.
@@ -236,7 +240,10 @@ class SparseSelfAttention(nn.Module):
                 attn_mask = attn_mask.squeeze()
             attn_mask = _in_mode("attn_mask", attn_mask, self.attn_mask_mode, query.dtype)
         self._check_length(seq_len)
-        return self.attend(query, key, value, rpe=rpe, key_padding_mask=key_padding_mask, attn_mask=attn_mask)
+        return self.attend(
+            query, key, value, rpe=rpe, key_padding_mask=key_padding_mask, attn_mask=attn_mask,
+            distance_bias=distance_bias,
+        )  # fmt: skip
 
     def attend(
         self,
@@ -247,6 +254,7 @@ class SparseSelfAttention(nn.Module):
         rpe: torch.Tensor | None = None,
         key_padding_mask: torch.Tensor | None = None,
         attn_mask: torch.Tensor | None = None,
+        distance_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`forward` for any T, and with masks that say by their dtype what they mean.
 
@@ -256,6 +264,7 @@ class SparseSelfAttention(nn.Module):
             rpe: (T, T), or (B or 1, H or 1, T or 1, T), added after scaling.
             key_padding_mask: (B or 1, T); bool keeps where True, float is added.
             attn_mask: (T, T), or (B or 1, H or 1, T or 1, T); likewise.
+            distance_bias: as in `forward`.
 
         Returns:
             (B, H, T, D); rows with nothing left are zeros.
@@ -272,6 +281,7 @@ class SparseSelfAttention(nn.Module):
             rpe=rpe,
             key_padding_mask=key_padding_mask,
             attn_mask=attn_mask,
+            distance_bias=distance_bias,
         )
 
     def _check_length(self, seq_len: int) -> None:

@@ -48,7 +48,8 @@ class StructuredAttention:
         scale: factor of the scores, 1 / sqrt(D) by default.
         dropout_p: probability with which attention probabilities are dropped.
         causal: whether a token sees itself and those before it alone, whatever the structure says.
-        rpe: relative position bias (B or 1, H or 1, T, T), added after scaling.
+        rpe: relative position bias (B or 1, H or 1, T, T), added after scaling; distance_bias: that of distances, as
+            `block_sparse_attention` takes it, (H or 1, 2M - 1).
         key_padding_mask: (B or 1, T); attn_mask: (T, T), or (B or 1, H or 1, T or 1, T). Bool keeps where True, a
             float is added.
         sinks: (H,), a logit a head in the softmax's denominator, without a value.
@@ -56,13 +57,13 @@ class StructuredAttention:
             number. The layout is not made for longer sequences then: what a row sees would change while they grow.
         cu_seqlens: int32 or int64 (documents + 1): query, key and value are one row of packed documents, (1, H, T, D),
             each with the layout from its own start, that for the longest of them. On the CPU it is read without waiting
-            for a device. Without masks, rpe and query_offset.
+            for a device. Without masks, rpe, distance_bias and query_offset.
         Returns (B, H, T, D); rows with nothing left are zeros.
 
     Raises:
         ValueError: as `SparseSelfAttention`; in the call, a mask that is neither bool nor floating, sinks, a
-            query_offset or cu_seqlens with `implementation="separate"`, with a query_offset more tokens than
-            `max_seq_length`, and with cu_seqlens masks, rpe or a query_offset.
+            query_offset, a distance_bias or cu_seqlens with `implementation="separate"`, with a query_offset more
+            tokens than `max_seq_length`, and with cu_seqlens masks, a bias or a query_offset.
         NotImplementedError: in the call, shapes of query, key and value differ in more than that.
     """
 
@@ -139,6 +140,7 @@ class StructuredAttention:
         rpe: torch.Tensor | None = None,
         key_padding_mask: torch.Tensor | None = None,
         attn_mask: torch.Tensor | None = None,
+        distance_bias: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
         query_offset: int | torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
@@ -149,7 +151,8 @@ class StructuredAttention:
         causal = causal or getattr(self.sparsity_config, "causal", False)
         masks: dict[str, Any] = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
         if self.implementation == "separate":
-            for name, given in (("sinks", sinks), ("query_offset", query_offset), ("cu_seqlens", cu_seqlens)):
+            of_fused = {"distance_bias": distance_bias, "sinks": sinks, "query_offset": query_offset}
+            for name, given in (of_fused | {"cu_seqlens": cu_seqlens}).items():
                 if given is not None:
                     raise ValueError(f'{name} is given, and only implementation="fused" takes it; build it so.')
             return self._attend_separately(query, key, value, scale, causal, dropout_p, **masks)
@@ -159,12 +162,12 @@ class StructuredAttention:
             index = covering.index(covering.blocks * covering.block, query.device)
             return block_sparse_attention(
                 query, key, value, index, cu_seqlens=cu_seqlens, scale=scale, causal=causal, dropout_p=dropout_p,
-                sinks=sinks, query_offset=query_offset, **masks,
+                distance_bias=distance_bias, sinks=sinks, query_offset=query_offset, **masks,
             )  # fmt: skip
         layout: Any = self._covering(query.shape[2]) if query_offset is None else self._for_cached(key.shape[2])
         output: Any = block_sparse_attention(  # of a MasterLayout, which only modules give
-            query, key, value, layout, scale=scale, causal=causal, dropout_p=dropout_p, sinks=sinks,
-            query_offset=query_offset, **masks,
+            query, key, value, layout, scale=scale, causal=causal, dropout_p=dropout_p, distance_bias=distance_bias,
+            sinks=sinks, query_offset=query_offset, **masks,
         )  # fmt: skip
         return output
 

@@ -2,8 +2,8 @@
 
 Attention counts whole blocks, as kernels walk them, whatever masks, causality and short last blocks leave of a block:
 4 D operations a live score forward, 10 D backward, D the head size rounded up to a multiple of 8. The gradient of `rpe`
-is computed apart, of scores and probabilities that are computed again: 4 D more. Lists of tokens count their pairs,
-bands what belongs to a token that there is. Softmax counts nothing, as in PyTorch.
+or `distance_bias` is computed apart, of scores and probabilities that are computed again: 4 D more. Lists of tokens
+count their pairs, bands what belongs to a token that there is. Softmax counts nothing, as in PyTorch.
 """
 
 from __future__ import annotations
@@ -77,6 +77,11 @@ def _of_structured_attention(each: int) -> Callable[[dict], int]:
     return formula
 
 
+def _of_distances(given: dict) -> int:
+    live = given["row_columns"].shape[0]
+    return attention_flops(given["query"], live, given["layout_heads"], given["block"], BIAS_BACKWARD)
+
+
 def _of_pairs(in_scores: int, in_values: int) -> Callable[[dict], int]:
     """Attention over lists of pairs, of products with the head size of scores, and that of values."""
 
@@ -126,6 +131,10 @@ _FORMULAS = {
     "layout_attention_forward": _of_structured_attention(FORWARD),
     "layout_attention_backward": _of_structured_attention(BACKWARD),
     "layout_attention_bias_backward": _of_structured_attention(BIAS_BACKWARD),
+    "distance_bias_backward": _of_distances,
+    "layout_distance_forward": _of_structured_attention(FORWARD),
+    "layout_distance_backward": _of_structured_attention(BACKWARD),
+    "layout_distance_bias_backward": _of_structured_attention(BIAS_BACKWARD),
     "window_attention_forward": _of_attention(FORWARD),
     "window_attention_backward": _of_attention(BACKWARD),
     "packed_attention_forward": _of_attention(FORWARD),

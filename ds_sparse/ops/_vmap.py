@@ -11,6 +11,7 @@ from torch import Tensor
 from .._ops import add_op_namespace_prefix, ops
 from ._library import HOPPER_OPERATORS, OPERATORS
 from .attention_operators import LAYOUT_OPERATORS
+from .distance_operators import DISTANCE_OPERATORS
 from .operands import readable
 from .window import band_implementation
 
@@ -35,6 +36,8 @@ def register_rules() -> None:
     """Registers the rules of all operators."""
     for operator in (*OPERATORS, *HOPPER_OPERATORS, *LAYOUT_OPERATORS):
         torch.library.register_vmap(add_op_namespace_prefix(operator), _rule(operator))
+    for operator in DISTANCE_OPERATORS:
+        torch.library.register_vmap(add_op_namespace_prefix(operator), _rule_of_distances(operator))
 
 
 def _rule(operator: str) -> Callable:
@@ -75,6 +78,24 @@ def _rule(operator: str) -> Callable:
         if shape is not None and shape[0] == 1:
             results = results.sum(1, keepdim=True)
         return results, 0 if isinstance(results, Tensor) else (0,) * len(results)
+
+    return rule
+
+
+def _rule_of_distances(operator: str) -> Callable:
+    """A call for each sample: distances have no batch, and each sample may have its own."""
+    call = getattr(ops, operator)
+    names = [argument.name for argument in call.default._schema.arguments]
+
+    def rule(info, in_dims, *args):
+        given = dict(zip(names, args, strict=True))
+        dims = {name: dim if isinstance(dim, int) else None for name, dim in zip(names, in_dims, strict=True)}
+        if dims["dropout_seed"] is not None:
+            raise RuntimeError(
+                "distance_bias with dropout draws the same numbers for each sample of torch.vmap alone; give vmap "
+                'randomness="same", or a batch in place of samples.'
+            )
+        return _one_by_one(call, given, dims, info.batch_size)
 
     return rule
 

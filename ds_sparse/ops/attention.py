@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -18,6 +18,7 @@ from ..wording import listed
 from ._autograd import Function, differentiable_once
 from ._library import check_inputs, require_kernel, under_autocast
 from .attention_operators import attention_backward, attention_bias_backward, attention_forward
+from .distance_attention import attention_by_distance, check_distance_bias
 from .operands import (
     check_attention_operands,
     check_bias,
@@ -53,6 +54,7 @@ def block_sparse_attention(
     key_padding_mask: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
     rpe: torch.Tensor | None = None,
+    distance_bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: Literal[False] = False,
@@ -75,6 +77,7 @@ def block_sparse_attention(
     key_padding_mask: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
     rpe: torch.Tensor | None = None,
+    distance_bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: Literal[True],
@@ -97,6 +100,7 @@ def block_sparse_attention(
     key_padding_mask: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
     rpe: torch.Tensor | None = None,
+    distance_bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: bool,
@@ -118,14 +122,15 @@ def block_sparse_attention(
     key_padding_mask: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
     rpe: torch.Tensor | None = None,
+    distance_bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * query @ key^T + rpe + masks) @ value on the live blocks.
 
-    Differentiable in query, key, value, rpe and sinks. Memory is linear in tokens: backward recomputes the
-    probabilities from two numbers saved for each row. Statistics and sums are in fp32 or wider. The same input
+    Differentiable in query, key, value, rpe, distance_bias and sinks. Memory is linear in tokens: backward recomputes
+    the probabilities from two numbers saved for each row. Statistics and sums are in fp32 or wider. The same input
     gives the same bits, forward and backward, but for the gradient of query on a Hopper GPU: there its sums are
     added in memory as they come, in one sweep with the others, unless `torch.use_deterministic_algorithms(True)` is
     set, which costs a sweep more. A bool mask keeps where True, a float one is added; only -inf, False and absent
@@ -152,9 +157,9 @@ def block_sparse_attention(
         cu_seqlens: int32 or int64 (documents + 1), ascending from 0 to T, as FlashAttention has it: operands are one
             row of packed documents, of which none sees another, (1, H, T, D) or (T, H, D), the result likewise; or
             jagged nested tensors (B, H, tokens, D), which need no cu_seqlens. Causality counts from a document's start.
-            The layout may be larger than needed, and `block` has to be given. No masks, no rpe and no query_offset. The
-            index is built once for these tensors; or beforehand, by `PackedIndex.build`, and is then given as the
-            layout.
+            The layout may be larger than needed, and `block` has to be given. No masks, no rpe, no distance_bias and no
+            query_offset. The index is built once for these tensors; or beforehand, by `PackedIndex.build`, and is then
+            given as the layout.
         document_layout: of packed documents. 'own': each has the layout from its own start, so that results are those
             of separate calls. 'row': the layout is that of the row, and ends at the borders of documents; without
             dropout and lse.
@@ -168,6 +173,10 @@ def block_sparse_attention(
         key_padding_mask: (B or 1, S). On CUDA a bool one costs least: what it drops is not computed.
         attn_mask: (T, S), or (B or 1, H or 1, T or 1, S).
         rpe: relative position bias (T, S), (H, T, S) or (B or 1, H or 1, T, S), added unscaled.
+        distance_bias: relative position bias by distance, (H or 1, 2M - 1), in memory linear in tokens: the bias of the
+            distance d, a key's position less a query's, is number M - 1 + d, that of 0 in the middle; M is above every
+            distance, max(T, S) or more. Added unscaled, as rpe is, in fp32 or wider, and -inf masks. Its gradient, that
+            of live blocks, is summed in fp32 or wider, in the same order each time. Not with rpe, nor cu_seqlens.
         sinks: (H,), a logit a head in the softmax's denominator, without a value; unscaled.
         dropout_p: share of the probabilities that are dropped after the softmax, 0 to below 1, in steps of 1/32768;
             random numbers are drawn from torch's generator of the device.
@@ -203,11 +212,12 @@ def block_sparse_attention(
     if isinstance(layout, PackedIndex) or is_packed(query, key, value, cu_seqlens, document_layout):
         return packed_attention(
             query, key, value, layout, cu_seqlens, document_layout, block, block_sparse_attention, causal=causal,
-            return_lse=return_lse, dropout_p=dropout_p, scale=scale, sinks=sinks, rpe=rpe, attn_mask=attn_mask,
-            key_padding_mask=key_padding_mask, query_offset=query_offset,
+            return_lse=return_lse, dropout_p=dropout_p, scale=scale, sinks=sinks, rpe=rpe, distance_bias=distance_bias,
+            attn_mask=attn_mask, key_padding_mask=key_padding_mask, query_offset=query_offset,
         )  # fmt: skip
     check_inputs(query=query, key=key, value=value)
     check_inputs(rpe=rpe, attn_mask=attn_mask, key_padding_mask=key_padding_mask, sinks=sinks)
+    check_inputs(distance_bias=distance_bias)
     query, key, value = under_autocast(query, key, value)
     check_attention_operands(query, key, value)
     if not isinstance(layout, BlockIndex | MasterLayout):
@@ -230,9 +240,11 @@ def block_sparse_attention(
     check_bias("attn_mask", attn_mask, query, (batch, heads, tokens, keys), (2, 4))
     check_bias("key_padding_mask", key_padding_mask, query, (batch, keys), (2,))
     check_sinks(sinks, query)
+    if distance_bias is not None:
+        check_distance_bias(distance_bias, query, keys, max(offsets, default=0) + tokens - 1, rpe)
     require_kernel("block_attention_forward", query.device)
     if isinstance(index, Parts) and query.numel():
-        options = Options(scale, causal, key_padding_mask, attn_mask, rpe, sinks, dropout_p)
+        options = Options(scale, causal, key_padding_mask, attn_mask, rpe, distance_bias, sinks, dropout_p)
         output, lse = attention_at(block_sparse_attention, offsets, index, query, key, value, options, device)
         return (output, lse) if return_lse else output
 
@@ -249,15 +261,17 @@ def block_sparse_attention(
     )
     if query.numel() == 0:
         # No batch or no heads. Sums of nothing keep what was given in the graph.
-        output = query + key.sum() + value.sum() + sum(x.sum() for x in (rpe, sinks) if x is not None)
+        given = (key, value, rpe, distance_bias, sinks)
+        output = query + sum(x.sum() for x in given if x is not None)
         lse = output.to(wide_dtype(query.dtype)).sum(-1)
     else:
         seed = dropout_seed(query.device) if dropout_p > 0 else None
         query, key, value = distinct_when_traced(query, key, value)
-        output, lse, _ = _Attention.apply(
-            readable(query), readable(key), readable(value), rpe, sinks, key_bias, attn_mask, seed,
-            index, scale, causal, float(dropout_p),
-        )  # fmt: skip
+        more: Any = (sinks, key_bias, attn_mask, seed, index, scale, causal, float(dropout_p))
+        if distance_bias is not None:
+            output, lse = attention_by_distance(query, key, value, distance_bias, *more)
+        else:
+            output, lse, _ = _Attention.apply(readable(query), readable(key), readable(value), rpe, *more)
         output = output[..., :head_dim] if head_dim % 8 else output
     return (output, lse) if return_lse else output
 

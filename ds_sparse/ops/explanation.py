@@ -11,6 +11,7 @@ from ..index import BlockIndex, TokenIndex, WindowIndex
 from ..index.master_layout import MasterLayout
 from ._library import check_inputs, under_autocast
 from .attention import index_for
+from .distance_attention import check_distance_bias
 from .operands import call_on, check_attention_operands, check_heads, is_readable
 from .token import call_on_pairs, check_operands, fitting
 from .window_attention import fitting_window
@@ -56,6 +57,7 @@ def explain(
     block: int | None = None,
     causal: bool = False,
     rpe: torch.Tensor | None = None,
+    distance_bias: torch.Tensor | None = None,
 ) -> Explanation:
     """Prints which implementation runs attention of these operands, and why each other one does not; runs nothing.
 
@@ -63,7 +65,8 @@ def explain(
         query, key, value: as of `block_sparse_attention`; with a `TokenIndex` as of `sparse_attn`.
         layout: as of `block_sparse_attention`; or the `WindowIndex` of `window_attention`, or the `TokenIndex` of
             `sparse_attn`.
-        block, causal, rpe: as of `block_sparse_attention`; none of them with a `WindowIndex` or a `TokenIndex`.
+        block, causal, rpe, distance_bias: as of `block_sparse_attention`; none of them with a `WindowIndex` or a
+            `TokenIndex`.
 
     Returns:
         what is printed, and its parts.
@@ -82,10 +85,11 @@ def explain(
           cpu       runs: vector instructions of the CPU, all threads.
         Explanation(block_sparse_attention by 'cpu')
     """
-    check_inputs(query=query, key=key, value=value, rpe=rpe)
+    check_inputs(query=query, key=key, value=value, rpe=rpe, distance_bias=distance_bias)
     query, key, value = under_autocast(query, key, value)
     if isinstance(layout, TokenIndex | WindowIndex):
-        for name, is_given in (("block", block is not None), ("causal", causal), ("rpe", rpe is not None)):
+        biases = ("rpe", rpe is not None), ("distance_bias", distance_bias is not None)
+        for name, is_given in (("block", block is not None), ("causal", causal), *biases):
             if is_given:
                 raise ValueError(
                     f"{name} is given, and attention on a {type(layout).__name__} takes none; leave it out."
@@ -98,11 +102,13 @@ def explain(
         check_attention_operands(query, key, value)
         index = _blocks_of(layout, block, query, key, causal)
         check_heads(index, query.shape[1])
+        if distance_bias is not None:
+            check_distance_bias(distance_bias, query, key.shape[2], query.shape[2] - 1, rpe)
         described = repr(layout if isinstance(layout, WindowIndex) else index)
         operation, call = "block_sparse_attention", call_on(index, query)
     why = reasons(operation, call)
     chosen = next((name for name, sentences in why.items() if not sentences), None)
-    notes = _notes(operation, call, chosen, {"query": query, "key": key, "value": value}, rpe)
+    notes = _notes(operation, call, chosen, {"query": query, "key": key, "value": value}, rpe, distance_bias)
     lines = [f"{operation} of query {tuple(query.shape)}, {query.dtype}, on {_place(query.device)}; {described}"]
     for implementation in IMPLEMENTATIONS[operation]:
         sentences = why[implementation.name]
@@ -129,7 +135,12 @@ def _blocks_of(
 
 
 def _notes(
-    operation: str, call: Call, chosen: str | None, operands: dict[str, torch.Tensor], rpe: torch.Tensor | None
+    operation: str,
+    call: Call,
+    chosen: str | None,
+    operands: dict[str, torch.Tensor],
+    rpe: torch.Tensor | None,
+    distance_bias: torch.Tensor | None,
 ) -> list[str]:
     if chosen is None:
         return []
@@ -151,6 +162,17 @@ def _notes(
     if rpe is not None and rpe.requires_grad:
         name = choose("gradient of rpe", call).name
         notes.append(f"The gradient of rpe is a kernel of its own, by the implementation {name}.")
+    if distance_bias is not None:
+        notes.append(
+            "query is copied in the opposite order at each call, in which the kernels read distance_bias as a matrix "
+            "that is not in memory."
+        )
+    if distance_bias is not None and distance_bias.requires_grad:
+        name = choose("gradient of distance_bias", call).name
+        notes.append(
+            "The gradient of distance_bias is not a kernel: scores of live blocks are computed again in fp32 or wider, "
+            f"some block rows at a time, by the products (sdd) of the implementation {name}."
+        )
     return notes
 
 

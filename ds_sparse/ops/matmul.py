@@ -218,7 +218,7 @@ def _sdd(a: torch.Tensor, b: torch.Tensor, index: BlockIndex, forced: str | None
     lines, entries, units, _, slots = _tiles(index, "rows", chosen)
     return ops.matmul_sdd(
         a, b.mT, index.row_offsets, index.row_columns, lines, entries, units, slots,
-        index.layout_heads, index.block, _allow_tf32(), chosen.name,
+        index.layout_heads, index.block, allow_tf32(), chosen.name,
     )  # fmt: skip
 
 
@@ -239,7 +239,7 @@ def _dsd(
     chosen = choose("dsd", call_on(index, dense, values), forced)
     return ops.matmul_dsd(
         values, dense, *lists, *_tiles(index, side, chosen), index.layout_heads, index.block, transpose_result,
-        _allow_tf32(), chosen.name,
+        allow_tf32(), chosen.name,
     )  # fmt: skip
 
 
@@ -261,7 +261,7 @@ def _token_by_token(operation: str, x: torch.Tensor, index: BlockIndex, forced: 
     return ops.transpose(x) if if_copied.reads_boxes else x
 
 
-def _allow_tf32() -> bool:
+def allow_tf32() -> bool:
     """Whether fp32 products on CUDA may round their operands to TF32, as torch's own may."""
     return torch.backends.cuda.matmul.allow_tf32
 

@@ -106,7 +106,7 @@ def check_bias(
         raise ValueError(f"{name} has shape {tuple(x.shape)}; it has to be {shapes}, where any dimension may be 1.")
 
 
-def _added(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def as_added(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What is added to scores in `dtype`: -inf stays, and no finite value becomes it."""
     shape = x.shape
     if not x.requires_grad:
@@ -119,14 +119,14 @@ def _added(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def matrices(x: torch.Tensor, dtype: torch.dtype, keys: int) -> torch.Tensor:
     """rpe or attn_mask as kernels take it, (B or 1, H or 1, T or 1, S) in a dtype of theirs, nothing repeated."""
     if x.dtype not in (torch.bool, dtype, wide_dtype(dtype)):
-        x = _added(x, wide_dtype(dtype))
+        x = as_added(x, wide_dtype(dtype))
     return x.reshape((1,) * (4 - x.dim()) + x.shape).expand(-1, -1, -1, keys)
 
 
 def key_bias_of(mask: torch.Tensor, dtype: torch.dtype, keys: int, may_be_bool: bool) -> torch.Tensor:
     """A key padding mask as kernels take it, added in `dtype`; or bool, which is faster where they take that."""
     if mask.dtype != torch.bool:
-        mask = _added(mask, dtype)
+        mask = as_added(mask, dtype)
     elif not may_be_bool:
         # The logarithm of 1 and 0 is 0 and -inf.
         mask = mask.to(dtype).log()

@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout, pad
+from torch.nn.functional import dropout, embedding, pad
 
 from ..index import BlockIndex
 from ..index.cache import refuse_traced
 from ..index.lookup import index_of_layout
 from ..index.master_layout import MasterLayout
 from ..index.parts import Parts, parts_of
-from .operands import key_bias_of, matrices, wide_dtype
+from .distance_attention import shifted
+from .operands import as_added, key_bias_of, matrices, wide_dtype
 
 FEW_QUERIES = 16
 """Query tokens up to which the keys of their block rows are gathered."""
@@ -36,6 +37,7 @@ class Options(NamedTuple):
     key_padding_mask: Tensor | None
     attn_mask: Tensor | None
     rpe: Tensor | None
+    distance_bias: Tensor | None
     sinks: Tensor | None
     dropout_p: float
 
@@ -55,7 +57,12 @@ class Options(NamedTuple):
             return x if x is None or x.shape[-1] == 1 else x[..., part]
 
         padding, mask, rpe = of(self.key_padding_mask), of(self.attn_mask), of(self.rpe)
-        return self._replace(key_padding_mask=padding, attn_mask=mask, rpe=rpe)
+        return self._replace(key_padding_mask=padding, attn_mask=mask, rpe=rpe).away(part.start)
+
+    def away(self, by: int) -> Options:
+        """Those of tokens of which the first key is by so much further from the first query."""
+        bias = self.distance_bias
+        return self if bias is None else self._replace(distance_bias=shifted(bias, by))
 
     def after_queries(self, number: int) -> Options:
         """Those of so many more queries in front, of which nothing is used."""
@@ -221,6 +228,7 @@ def _in_blocks(
     rows, columns = range(first, -(-(offset + tokens) // block)), -(-keys // block)
     if before:
         query, options = pad(query, (0, 0, before, 0)), options.after_queries(before)
+    options = options.away(-first * block)
 
     def call(columns: range, causal: bool, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         part = slice(columns.start * block, min(columns.stop * block, keys))
@@ -276,6 +284,9 @@ def _gathered(
             shape = (*torch.broadcast_shapes(of_pairs.shape[:2], token.shape[:2]), of_pairs.shape[2])
             of_pairs = of_pairs.expand(*shape, -1).gather(-1, token.unsqueeze(2).expand(*shape, -1))
             seen, scores_bias = _with_bias(seen, scores_bias, of_pairs)
+    if options.distance_bias is not None:
+        of_pairs = _by_distance(options.distance_bias, offsets, query.shape[2], token, wide)
+        seen, scores_bias = _with_bias(seen, scores_bias, of_pairs)
     key, value = (_of_tokens(x, token, query.shape[1]) for x in (key, value))
     if options.key_padding_mask is not None or not listed.all_read:
         # What no query sees may be NaN.
@@ -311,6 +322,17 @@ def _of_tokens(x: Tensor, token: Tensor, heads: int) -> Tensor:
     head = torch.arange(key_heads, device=x.device)
     head = head if token.shape[1] == 1 else head.repeat_interleave(heads // key_heads)
     return x[torch.arange(batch, device=x.device)[:, None, None], head[:, None], token]
+
+
+def _by_distance(bias: Tensor, offsets: tuple[int, ...], queries: int, token: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a bias by distance (H or 1, 2M - 1) adds for queries at offsets and their keys, tokens (P, L, M): (P, H or
+    L, T, M). The gradient of an embedding is summed in the same order each time."""
+    position = torch.tensor(offsets, device=token.device)[:, None] + torch.arange(queries, device=token.device)
+    number = token[:, :, None] - position[:, None, :, None] + bias.shape[1] // 2
+    of_heads = embedding(number.clamp(0, bias.shape[1] - 1), as_added(bias, dtype).T)  # (P, L, T, M, H or 1)
+    if token.shape[1] == 1:
+        return of_heads.squeeze(1).movedim(-1, 1)
+    return of_heads.squeeze(-1) if len(bias) == 1 else of_heads.diagonal(0, 1, 4).movedim(-1, 1)
 
 
 def _with_bias(seen: Tensor, total: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

@@ -123,7 +123,7 @@ def window_attention(
     require_kernel("window_attention_forward", query.device)
     if query_offset is not None and query.numel():
         windows = _plain_windows(window_size, global_tokens, dilation, cu_seqlens, heads)
-        options = Options(scale, causal, key_padding_mask, None, None, sinks, 0.0)
+        options = Options(scale, causal, key_padding_mask, None, None, None, sinks, 0.0)
         return window_at(window_attention, query_offset, windows, query, key, value, options)
     index = _index(window_size, causal, global_tokens, dilation, cu_seqlens, query)
     if query.numel() == 0:

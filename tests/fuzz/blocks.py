@@ -56,6 +56,10 @@ def attention(draw: Draw, skew: float) -> Case:
     bias_dtype = draw.pick("dtype of biases", (dtype, dtype, torch.float32, torch.float64))
     if draw.maybe(0.3):
         tensors["rpe"] = draw.bias("rpe", draw.subset(full, draw.pick("", (2, 3, 4))), bias_dtype, may_be_bool=False)
+    elif draw.maybe(0.2):
+        distances = 2 * (max(tokens, keys) + draw.pick("", (0, 0, 3))) - 1
+        shape = (draw.pick("heads of distances", (1, heads)), distances)
+        tensors["distance_bias"] = draw.bias("distance_bias", shape, bias_dtype, may_be_bool=False)
     if draw.maybe(0.3):
         tensors["attn_mask"] = draw.bias("attn_mask", draw.subset(full, draw.pick("", (2, 4))), bias_dtype)
     if draw.maybe(0.3):
@@ -82,16 +86,28 @@ def attention(draw: Draw, skew: float) -> Case:
         torch.manual_seed(random_seed)
         seed, offset = dropout_seed(torch.device(draw.device)).tolist()
         share = round(dropout_p * 32768) / 32768
-        return dropout_keep(seed, offset, *full, dropout_p).double() / (1 - share)
+        if "distance_bias" not in tensors:
+            return dropout_keep(seed, offset, *full, dropout_p).double() / (1 - share)
+        # Queries come in the opposite order, behind what fills their last block.
+        kept_of_blocks = dropout_keep(seed, offset, batch, heads, rows * block, keys, dropout_p).flip(2)
+        return kept_of_blocks[:, :, :tokens].double() / (1 - share)
 
     seen = seen_tokens(layout, block, tokens, keys)
     seen = seen & reference.before(tokens, keys) if causal else seen
     biases = {name: as_bias for name in ("rpe", "attn_mask") if name in tensors}
     if "key_padding_mask" in tensors:
         biases["key_padding_mask"] = over_keys
+    if "distance_bias" in tensors:
+        biases["distance_bias"] = lambda bias: by_distance(bias, tokens, keys)
     meaning = Attention(("query", "key", "value"), seen, factor, biases, keep, with_lse=with_lse, bias_dtype=bias_dtype)
-    wanted = ("query", "key", "value", "rpe") if "rpe" in tensors else ("query", "key", "value")
+    wanted = ("query", "key", "value", *(name for name in ("rpe", "distance_bias") if name in tensors))
     return Case("block_sparse_attention", dtype, tensors, wanted, call, meaning, draw.grads(), draw.words)
+
+
+def by_distance(bias: Tensor, tokens: int, keys: int) -> Tensor:
+    """A bias by distance (H or 1, 2M - 1) as one of pairs."""
+    distance = torch.arange(keys) - torch.arange(tokens)[:, None]
+    return as_bias(bias[:, distance + bias.shape[1] // 2])[None]
 
 
 def over_keys(mask: Tensor) -> Tensor:

@@ -195,13 +195,25 @@ def of_attention(x: Attended, units: Units) -> dict[str, Tensor]:
     }
 
 
-def of_bias(errors: dict[str, Tensor], shape: torch.Size, u: float, rounded: Units | None = None) -> Tensor:
-    """Of the gradient of a bias of that shape, which broadcasts to the scores; rounded: as what terms are stored before
-    they are added up."""
+def of_bias(
+    errors: dict[str, Tensor], summed: Callable[[Tensor], Tensor], u: float, rounded: Units | None = None
+) -> Tensor:
+    """Of the gradient of a bias; summed: adds up what is of scores as the gradient is; rounded: as what terms are
+    stored before they are added up."""
     sizes = errors["of scores"].abs()
     error = errors["scores"] if rounded is None else stored(sizes, errors["scores"], rounded) * (errors["scores"] > 0)
-    terms = (errors["scores"] > 0).double().sum_to_size(shape)
-    return error.sum_to_size(shape) + u * walk(terms) * (sizes + error).sum_to_size(shape)
+    terms = summed((errors["scores"] > 0).double())
+    return summed(error) + u * walk(terms) * summed(sizes + error)
+
+
+def summed_into(bias: Tensor, of: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Adds up what is of scores over all that a number of the bias is added to; of: what is added, of the bias."""
+
+    def summed(x: Tensor) -> Tensor:
+        own = torch.zeros_like(bias).requires_grad_()
+        return torch.autograd.grad(of(own).expand_as(x), own, x)[0]
+
+    return summed
 
 
 def of_softmax(scored: Scored, grad: Tensor, factor: float, units: Units) -> dict[str, Tensor]:

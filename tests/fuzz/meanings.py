@@ -111,7 +111,7 @@ class Attention:
         for name, of in self.biases.items():
             if gradient_of(name) in exact:
                 as_bias = bounds.stored_as(self.bias_dtype, units)
-                error = bounds.of_bias(found, of(given[name]).shape, units.sums).view(given[name].shape)
+                error = bounds.of_bias(found, bounds.summed_into(given[name], of), units.sums)
                 errors[gradient_of(name)] = bounds.stored(exact[gradient_of(name)], error, as_bias)
         return {name: errors[name] for name in exact}
 
@@ -150,6 +150,6 @@ class RowSoftmax:
             errors[operand] = bounds.stored(exact[operand], self.gather(found["x"]), units, times=2)
         for name, of in self.biases.items():
             if gradient_of(name) in exact:
-                error = bounds.of_bias(found, of(given[name]).shape, units.sums, units).view(given[name].shape)
+                error = bounds.of_bias(found, bounds.summed_into(given[name], of), units.sums, units)
                 errors[gradient_of(name)] = bounds.stored(exact[gradient_of(name)], error, units)
         return {name: errors[name] for name in exact}

@@ -1,4 +1,5 @@
-"""convert: Longformer and BigBird beside the RoBERTa and BERT that are made of them, in evaluation, with padding."""
+"""convert: Longformer, BigBird and LED beside the RoBERTa, BERT and BART that are made of them, in evaluation, with
+padding."""
 
 import math
 
@@ -9,6 +10,7 @@ from tokenizers import Tokenizer, models
 
 import ds_sparse
 from ds_sparse.integrations.transformers.big_bird import BigBirdConverter
+from ds_sparse.integrations.transformers.led import LEDConverter
 from ds_sparse.integrations.transformers.longformer import LongformerConverter
 from ds_sparse.layout import to_token_mask
 
@@ -29,12 +31,26 @@ SIZES = {
 }
 LONGFORMER = SIZES | {"max_position_embeddings": TOKENS + 2, "attention_window": 64}
 BIG_BIRD = SIZES | {"max_position_embeddings": TOKENS, "block_size": BLOCK, "num_random_blocks": 2}
+LED = {name: SIZES[name] for name in SIZES if name.endswith("_id") or name == "vocab_size"} | {
+    "d_model": 32,
+    "attention_window": 64,
+    "max_encoder_position_embeddings": TOKENS,
+    "max_decoder_position_embeddings": 100,
+    "init_std": 0.2,
+    "dropout": 0.0,
+    "decoder_start_token_id": 2,
+}
+for _side in ("encoder", "decoder"):
+    LED |= {f"{_side}_layers": LAYERS, f"{_side}_attention_heads": 4, f"{_side}_ffn_dim": 64}
+ALL_THERE_IS = {"attention_window": 2 * TOKENS, "max_encoder_position_embeddings": 2 * TOKENS}  # LED pads to a window
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+CONFIGS = {"Longformer": LONGFORMER, "BigBird": BIG_BIRD, "LED": LED}
 
 
 def make(name, **changes):
     """A model of Transformers with random weights, such as LongformerForMaskedLM."""
-    config = LONGFORMER if name.startswith("Longformer") else BIG_BIRD
+    config = next(c for family, c in CONFIGS.items() if name.startswith(family))
     cls = getattr(transformers, name)
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -136,6 +152,73 @@ def test_windows_of_their_own_become_structures_by_layer():
     }
 
 
+@torch.no_grad()
+def test_leds_encoder_is_the_sparse_barts_under_the_mask_of_the_window():
+    led, batch = make("LEDModel"), make_batch(200)
+    bart = sparse_as_itself(LEDConverter(), led)
+    assert type(bart).__name__ == "BartModel" and not bart.training
+    assert bart.config.sparse_attention["num_sliding_window_blocks"] == 3
+    ours, theirs = bart.encoder(**batch | and_padding(window(200, 32), batch)), led.encoder(**batch)
+    torch.testing.assert_close(seen(ours, batch), seen(theirs, batch), **CLOSE)
+    given = {"encoder_outputs": theirs, "attention_mask": batch["attention_mask"]}
+    given["decoder_input_ids"] = batch["input_ids"][:, :100]  # as many as LED's decoder has positions
+    torch.testing.assert_close(bart(**given)[0], led(**given)[0], **CLOSE)
+
+
+@pytest.mark.parametrize("head", LEDConverter.heads)
+@torch.no_grad()
+def test_led_is_bart_where_the_window_is_all_there_is(head):
+    led, batch = make(f"LED{head}", **ALL_THERE_IS), make_batch()
+    bart = sparse_as_itself(LEDConverter(), led)
+    assert type(bart).__name__ == f"Bart{head}" and bart.config.sparse_attention["mode"] == "dense"
+    more = {"decoder_input_ids": make_batch(60)["input_ids"]}
+    torch.testing.assert_close(bart(**batch, **more)[0], led(**batch, **more)[0], **CLOSE)
+
+
+@torch.no_grad()
+def test_leds_global_tokens_are_the_same_while_their_projections_are_those_of_all(capsys):
+    led, batch = make("LEDModel"), make_batch()
+    LEDConverter().convert(led)
+    assert "which differ from those of all tokens by up to" in capsys.readouterr().out
+    for layer in led.encoder.layers:
+        for kind in ("query", "key", "value"):
+            own, common = (getattr(layer.self_attn.longformer_self_attn, name) for name in (f"{kind}_global", kind))
+            own.load_state_dict(common.state_dict())
+    bart = LEDConverter().convert(led)
+    said = capsys.readouterr().out
+    assert "equal to those of all tokens, are left out" in said
+    assert "the decoder's 100 positions are repeated up to 256" in said
+    block = LEDConverter().structure(led) | {"global_block_indices": [0]}
+    ds_sparse.sparsify(bart, block, max_seq_length=TOKENS)
+    first = {"global_attention_mask": (torch.arange(TOKENS) < 1).int().expand(2, -1)}
+    ours = bart.encoder(**batch | and_padding(window(TOKENS, 32, global_tokens=1), batch))
+    torch.testing.assert_close(seen(ours, batch), seen(led.encoder(**batch, **first), batch), **CLOSE)
+
+
+def test_an_encoder_of_fewer_positions_than_the_decoder_is_repeated(capsys):
+    led = make("LEDModel", max_encoder_position_embeddings=128, max_decoder_position_embeddings=300)
+    bart = LEDConverter().convert(led)
+    assert "the encoder's 128 positions are repeated up to 300" in capsys.readouterr().out
+    table = led.encoder.embed_positions.weight
+    assert torch.equal(bart.encoder.embed_positions.weight[2:], torch.cat([table, table, table])[:300])
+    assert bart.config.max_position_embeddings == LEDConverter().longest(led) == 300
+
+
+@torch.no_grad()
+def test_a_converted_led_generates_what_it_generated(tmp_path):
+    led, batch = make("LEDForConditionalGeneration", **ALL_THERE_IS), make_batch()
+    led.generation_config.num_beams, led.generation_config.max_new_tokens = 2, 7
+    save(led, tmp_path / "led")
+    report = ds_sparse.convert(tmp_path / "led", tmp_path / "bart")
+    assert len(report.replaced) == LAYERS and {layer.why for layer in report.dense} == {
+        "BartDecoder has cross-attention"
+    }
+    load = transformers.AutoModelForSeq2SeqLM.from_pretrained
+    bart = load(tmp_path / "bart", attn_implementation="ds_sparse").eval()
+    assert bart.get_input_embeddings().weight is bart.get_output_embeddings().weight
+    assert torch.equal(bart.generate(**batch), led.generate(**batch))
+
+
 @pytest.mark.parametrize("head", [head for head in BigBirdConverter.heads if head != "ForMultipleChoice"])
 @torch.no_grad()
 def test_big_bird_with_full_attention_is_bert(head):
@@ -221,15 +304,15 @@ def test_another_structure_can_be_given_and_another_family_cannot(tmp_path):
     assert "FixedSparsityConfig, block 64" in str(report)
     save(transformers.BertModel(transformers.BertConfig(**SIZES)), tmp_path / "bert")
     with pytest.raises(
-        ValueError, match="BertModel is neither a Longformer nor a BigBird; sparsify and ds_sparse adapt"
+        ValueError, match="BertModel is neither a Longformer nor a BigBird nor an LED; sparsify and ds_sparse adapt"
     ):
         ds_sparse.convert(tmp_path / "bert", tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("name", ["LongformerModel", "BigBirdModel"])
+@pytest.mark.parametrize("name", ["LongformerModel", "BigBirdModel", "LEDModel"])
 def test_who_makes_them_sparse_as_they_are_is_told_of_convert(name):
     with pytest.raises(
-        ValueError, match="computes its attention itself .* ds_sparse convert makes a (RoBERTa|BERT) of"
+        ValueError, match="computes its attention itself .* ds_sparse convert makes a (RoBERTa|BERT|BART) of"
     ):
         ds_sparse.sparsify(make(name), {"mode": "fixed", "block": BLOCK})

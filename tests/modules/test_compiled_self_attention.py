@@ -60,6 +60,25 @@ def test_compiles_into_one_graph_with_masks_and_a_bias(device: str, structure, k
     assert_equal_with_gradients(compiled, run, [*inputs(device, key_heads=key_heads), rpe])
 
 
+@pytest.mark.parametrize(
+    ("structure", "backend"),
+    [(RANDOM, "aot_eager"), (CAUSAL, "aot_eager"), pytest.param(CAUSAL, "inductor", marks=NEEDS_COMPILER)],
+    ids=["random", "causal", "inductor"],
+)
+def test_a_bias_by_distance_takes_two_graphs_for_all_lengths(structure, backend: str):
+    """One of whole blocks, and one of a short last block."""
+    module = make(structure)
+    bias = random(seeded(), HEADS, 255, dtype=torch.float32).requires_grad_()
+
+    def run(query, key, value, bias):
+        return module.attend(query * 2, key, value, distance_bias=bias)
+
+    compiled = torch.compile(run, fullgraph=True, backend=backend, dynamic=True)
+    for tokens in (21, 64, 90, 128):
+        assert_equal_with_gradients(compiled, run, [*inputs("cpu", tokens), bias])
+    assert counters["stats"]["unique_graphs"] == 2
+
+
 def test_twenty_lengths_are_one_dynamic_graph(device: str):
     module = make()
     compiled = torch.compile(module.attend, fullgraph=True, backend="aot_eager", dynamic=True)

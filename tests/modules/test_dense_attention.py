@@ -4,11 +4,14 @@ import pytest
 import torch
 
 from ds_sparse.modules.dense_attention import dense_attention
+from ds_sparse.reference import bias_of_pairs
 
 SHAPE = (2, 4, 10, 8)
 PADDING = torch.tensor([[True] * 10, [True] * 6 + [False] * 4])
 PAIRS = torch.rand(10, 10, generator=torch.Generator().manual_seed(1)) > 0.3
 BIAS = torch.randn(1, 4, 10, 10, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+DISTANCES = torch.randn(4, 23, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
 def added(mask):
@@ -25,6 +28,7 @@ def added(mask):
         ({"key_padding_mask": PADDING, "attn_mask": PAIRS}, added(PADDING)[:, None, None] + added(PAIRS)),
         ({"key_padding_mask": PADDING, "rpe": BIAS}, added(PADDING)[:, None, None] + BIAS),
         ({"rpe": BIAS, "attn_mask": added(PAIRS)}, added(PAIRS) + BIAS),
+        ({"distance_bias": DISTANCES}, bias_of_pairs(DISTANCES, *[SHAPE[2]] * 2)),
     ],
 )
 def test_masks_of_every_kind_and_fewer_key_heads(masks, bias, key_heads):

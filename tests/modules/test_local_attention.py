@@ -35,7 +35,9 @@ def test_the_last_queries_of_a_causal_layer_see_the_window_before_them():
     torch.testing.assert_close(last, truth[:, :, 27:])
 
 
-@pytest.mark.parametrize("more", [{"rpe": torch.zeros(1)}, {"attn_mask": torch.zeros(1)}, {"dropout_p": 0.1}])
+@pytest.mark.parametrize(
+    "more", [*({name: torch.zeros(1)} for name in ("rpe", "distance_bias", "attn_mask")), {"dropout_p": 0.1}]
+)
 def test_what_a_window_does_not_compute_is_an_error(more):
     x = torch.randn(1, 1, 8, 8)
     with pytest.raises(ValueError, match=f"window of 5 tokens is given {next(iter(more))}"):

@@ -50,6 +50,7 @@ def test_documents_have_to_be_the_row(kind):
     "more",
     [
         {"rpe": torch.zeros(64, 64)},
+        {"distance_bias": torch.zeros(4, 127)},
         {"attn_mask": torch.zeros(64, 64)},
         {"key_padding_mask": torch.ones(1, 64, dtype=torch.bool)},
         {"query_offset": 0},

@@ -24,6 +24,7 @@ from ds_sparse import (
     reference,
 )
 from ds_sparse.index.master_layout import MasterLayout
+from ds_sparse.reference import bias_of_pairs
 
 HEADS, BLOCK, TOKENS = 4, 16, 128
 
@@ -198,6 +199,18 @@ def test_relative_position_bias_is_trained():
     (ours,) = torch.autograd.grad(module(query, key, value, rpe=bias).square().sum(), bias)
     (truth,) = torch.autograd.grad(expected(module, query, key, value, rpe=bias).square().sum(), bias)
     torch.testing.assert_close(ours, truth)
+
+
+def test_a_bias_by_distance_is_trained_as_the_matrix_is():
+    query, key, value = inputs()
+    bias = torch.randn(HEADS, 2 * TOKENS - 1, dtype=torch.float64, requires_grad=True)
+    module = make()
+    rpe = bias_of_pairs(bias, TOKENS, TOKENS)[None]
+    (ours,) = torch.autograd.grad(module(query, key, value, distance_bias=bias).square().sum(), bias)
+    (truth,) = torch.autograd.grad(expected(module, query, key, value, rpe=rpe).square().sum(), bias)
+    torch.testing.assert_close(ours, truth)
+    with pytest.raises(ValueError, match='distance_bias is given, and only implementation="fused" takes it'):
+        make(implementation="separate")(query, key, value, distance_bias=bias)
 
 
 @pytest.mark.parametrize("probability", [-0.1, 1.0, 1.5, float("nan")])

@@ -27,6 +27,7 @@ _WHAT_TO_USE = (
 _CONVERTED = {
     "longformer": " ds_sparse convert makes a RoBERTa of this one.",
     "big_bird": " ds_sparse convert makes a BERT of this one.",
+    "led": " ds_sparse convert makes a BART of this one.",
 }
 """What else there is for models with a sparse attention of their own, by the model_type of their config."""
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from .converter import Block, Converter, Weights, positions
+from .converter import Block, Converter, Weights
 
 
 class BigBirdConverter(Converter):
@@ -30,7 +30,7 @@ class BigBirdConverter(Converter):
 
     def structure(self, model: PreTrainedModel) -> Block:
         config: Any = model.config
-        random_blocks, blocks = config.num_random_blocks, -(-positions(model) // config.block_size)
+        random_blocks, blocks = config.num_random_blocks, -(-self.longest(model) // config.block_size)
         # Up to so many blocks Transformers attends to all.
         if config.attention_type == "original_full" or blocks <= 5 + 2 * random_blocks:
             return {"mode": "dense", "block": config.block_size}

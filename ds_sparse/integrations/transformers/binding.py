@@ -29,6 +29,7 @@ from ...sparsity import SparsityConfig
 from ...sparsity.draws import Draws, draws, why_unrepeatable
 from ...wording import show
 from ..pretrained import NAME
+from .distances import give_distances
 
 MAX_SEQ_LENGTH_KEY = f"{BLOCK_KEY}_max_seq_length"
 CONFIG_KEYS = (BLOCK_KEY, MAX_SEQ_LENGTH_KEY)
@@ -70,6 +71,7 @@ def attach(layers: Mapping[str, nn.Module]) -> None:
     check_entries(_entries(config), list(layers.values()), type(config).__name__)
     for number, (name, layer) in enumerate(layers.items()):
         vars(layer)["_ds_sparse"] = _attached(layer, name, number)
+    give_distances(layers.values())
 
 
 def attached_to(layer: nn.Module) -> Attached:

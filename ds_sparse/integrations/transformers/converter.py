@@ -1,4 +1,4 @@
-"""Converter: from a model of a family that computes its attention itself, the same one of BERT's family."""
+"""Converter: from a model of a family that computes its attention itself, the same one of BERT's family or BART."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_THE_CLASS = ("model_type", "architectures", "transformers_version", "dtype")
 
 
 class Converter(ABC):
-    """A family of models, and that of BERT's kind which has its weights.
+    """A family of models, and that on Transformers' attention interface which has its weights.
 
     Attributes:
         source, target: the names of both, in front of those of their classes.
@@ -45,6 +45,11 @@ class Converter(ABC):
     @abstractmethod
     def structure(self, model: PreTrainedModel) -> Block:
         """The block of the structure nearest to the model's own, at its longest sequence."""
+
+    def longest(self, model: PreTrainedModel) -> int:
+        """Tokens of the longest sequence, for which the layout is built."""
+        table: Any = position_table(model.base_model)
+        return table.num_embeddings - reserved_rows(table)
 
     def convert(self, model: PreTrainedModel) -> PreTrainedModel:
         """The model of the target, dense, in eval mode and with weights of its own.
@@ -76,12 +81,6 @@ class Converter(ABC):
     def _config(self, cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
         left_out = {*self.own_keys, *_OF_THE_CLASS}
         return cls.config_class(**{key: value for key, value in config.to_dict().items() if key not in left_out})
-
-
-def positions(model: PreTrainedModel) -> int:
-    """The longest sequence of a model with a table of positions."""
-    table: Any = position_table(model.base_model)
-    return table.num_embeddings - reserved_rows(table)
 
 
 def attention_layers(model: PreTrainedModel) -> list[Any]:

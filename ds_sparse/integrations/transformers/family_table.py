@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from ...models.report import SparsifyReport
 from ...models.sparsify import sparsify
+from .distances import makes_positions
 
 _TEXT = {
     "vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16,
@@ -114,8 +115,15 @@ def _what_and_why(cls: type[Any], sizes: dict[str, Any]) -> tuple[str, str]:
         try:
             report = sparsify(model, {"mode": "dense"})
         except ValueError as error:
-            return "refused", str(error).partition("; ")[0]
+            return "refused", _short(str(error))
     return _what(report), "; ".join(_notes(model, report)) or "on Transformers' attention interface"
+
+
+def _short(refusal: str) -> str:
+    """Why a model is refused, and what it may be converted to, without what else there is."""
+    why, _, others = refusal.partition("; ")
+    _, command, made = others.partition("ds_sparse convert")
+    return f"{why}; {command}{made.rstrip('.')}" if command else why
 
 
 def _what(report: SparsifyReport) -> str:
@@ -126,8 +134,8 @@ def _what(report: SparsifyReport) -> str:
 
 def _notes(model: nn.Module, report: SparsifyReport) -> Iterator[str]:
     yield from dict.fromkeys(layer.why for layer in report.dense)
-    if any("relative_attention_bias" in name for name, _ in model.named_modules()):
-        yield "its relative positions are a matrix of tokens by tokens"
+    if any(map(makes_positions, model.modules())):
+        yield "its relative positions are a bias by distance, with gradient"
     if any("2048 tokens" in heading for heading in report.headings):
         yield "it knows no longest sequence, so layouts double with the batch"
 

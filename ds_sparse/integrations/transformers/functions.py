@@ -17,6 +17,7 @@ from ...modules.structured_attention import of_keys_or_pairs
 from ..pretrained import NAME
 from . import causal
 from .binding import attached_to, local_attention_of, which
+from .distances import of_distances
 from .mask_windows import is_seen_to_hide_nothing, window_of_mask
 from .packing import PackedDocuments
 from .trial import Masks, OtherKeys, Refused
@@ -47,7 +48,8 @@ def attention(
             float that requires a gradient gets one. Of a causal layer what `key_padding_mask` gives.
         scaling: factor of the scores, 1 / sqrt(D) by default.
         dropout: probability with which attention probabilities are dropped.
-        position_bias: (1 or B, H, T, T), T5's relative positions, added after scaling; it gets a gradient.
+        position_bias: T5's relative positions, added after scaling, with gradient: by distance, (1, H, 1, 2T - 1), as
+            `distances` has its layers make them; or of pairs of tokens, (1 or B, H, T, T).
         sliding_window: the layer's own window, as `local_attention_of` finds it too.
         s_aux: of a causal layer, its sinks, a logit a head.
         ds_sparse_documents: where documents begin that are packed in the rows, as the model's forward has read it.
@@ -88,16 +90,27 @@ def _attend(
     mask: torch.Tensor | None,
     scale: float | None,
     dropout_p: float,
-    rpe: torch.Tensor | None,
+    position_bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of a bidirectional layer, (B, H, T, D)."""
+    distance_bias = of_distances(position_bias, query.shape[2])
+    rpe = position_bias if distance_bias is None else None
+    if mask is not None and mask.requires_grad and distance_bias is not None:
+        raise Refused(
+            f"{which(module)} is given a mask that requires a gradient, beside relative positions by distance, which "
+            f'{NAME} does not compute together; detach the mask, or use attn_implementation="sdpa".'
+        )
     if mask is not None and mask.requires_grad:
         rpe = mask if rpe is None else mask + rpe
         mask = None
     if mask is not None and mask.dim() == 2 and is_seen_to_hide_nothing(mask):
         mask = None
-    masks: dict[str, Any] = {**of_keys_or_pairs(mask), "rpe": None if rpe is None else rpe.to(query.dtype)}
-    return attached_to(module).attention(query, key, value, scale=scale, dropout_p=dropout_p, **masks)
+    added: dict[str, Any] = of_keys_or_pairs(mask)
+    if rpe is not None:
+        added["rpe"] = rpe.to(query.dtype)
+    if distance_bias is not None:
+        added["distance_bias"] = distance_bias
+    return attached_to(module).attention(query, key, value, scale=scale, dropout_p=dropout_p, **added)
 
 
 @torch.compiler.disable(

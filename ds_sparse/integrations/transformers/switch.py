@@ -28,6 +28,7 @@ from .binding import (
     set_config,
 )
 from .causal import is_causal, say_what_is_cut
+from .distances import give_distances, take_distances
 from .doors import set_unchecked
 from .packing import watch
 from .roles import give_back, give_encoder_its_config
@@ -135,6 +136,7 @@ class Switch:
         for number, (name, layer) in enumerate(self.layers.items()):
             vars(layer)["_ds_sparse"] = Attached(block, length, self._attentions[name], name, number)
             self._hooks.append(layer.register_forward_hook(_check_is_switched))
+        give_distances(self.layers.values())
         say_what_is_cut(self.model, self.layers)
 
     def off(self) -> None:
@@ -142,6 +144,7 @@ class Switch:
             hook.remove()
         for layer in self.layers.values():
             del layer._ds_sparse
+        take_distances(self.layers.values())
         for config, entries in self._before:
             set_config(config, entries)
         self.model.set_attn_implementation(self._implementation)
