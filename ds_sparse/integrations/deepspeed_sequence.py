@@ -9,6 +9,7 @@ from typing import Any
 from torch import distributed, nn
 
 from ..config import SparseAttentionConfigError
+from ..ranks import say
 from .flag import FLAG
 
 KEY = "sequence_parallel_size"
@@ -51,12 +52,15 @@ def refuse(size: int, arguments: Mapping[str, Any], is_sparse: bool) -> None:
 def parallelize(model: nn.Module, size: int, config: dict[str, Any]) -> dict[str, Any]:
     """Has a sparse model compute its sequences on groups of `size` ranks.
 
+    Args:
+        config: DeepSpeed's, which is changed where DeepSpeed would take gradients for means.
+
     Returns:
         What `deepspeed.initialize` is given besides: its groups.
 
     Raises:
         ValueError: the number of ranks is no multiple; the model cannot be computed in parts; this process has groups
-            of another size.
+            of another size; ZeRO 3 with options under which its gradients would be too small.
     """
     from .transformers import sequence_parallel
 
@@ -71,8 +75,31 @@ def parallelize(model: nn.Module, size: int, config: dict[str, Any]) -> dict[str
             f"to {ranks // size}."
         )
     groups = _groups(size)
+    _sum_over_ranks_of_a_sequence(model, config)
     sequence_parallel(model, groups.get_sequence_parallel_group())
     return {"mpu": groups}
+
+
+def _sum_over_ranks_of_a_sequence(model: nn.Module, config: dict[str, Any]) -> None:
+    """Has ZeRO 3 sum gradients over ranks that hold one sequence, as the other stages do. Its reduce-scatter takes their
+    mean (seen in DeepSpeed 0.19.8), its all-reduce of contiguous gradients the sum."""
+    zero = config.get("zero_optimization") or {}
+    if zero.get("stage") != 3:
+        return
+    largest = max(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
+    needed = {"contiguous_gradients": True, "zero_quantized_gradients": False}
+    wrong = [f"{key} {str(zero[key]).lower()}" for key, value in needed.items() if zero.get(key, value) != value]
+    bucket = zero.get("reduce_bucket_size", largest)
+    if isinstance(bucket, int | float) and bucket < largest:
+        wrong.append(f"reduce_bucket_size {bucket}, below the {largest} numbers of the largest parameter")
+    if wrong:
+        raise ValueError(
+            f"{KEY} is set, and zero_optimization has stage 3 with {' and '.join(wrong)}, where DeepSpeed would make "
+            "gradients too small; leave that out, or use stage 2."
+        )
+    if zero.get("reduce_scatter", True):
+        config["zero_optimization"] = {**zero, "reduce_scatter": False}
+        say("ZeRO 3 has reduce_scatter off, with which gradients would be too small where ranks share a sequence.")
 
 
 class _Groups:

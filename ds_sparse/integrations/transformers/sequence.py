@@ -320,9 +320,11 @@ def _why_not(model: PreTrainedModel, ranks: RanksOfSequence) -> str | None:
             "its output is not one of each token, of which ranks hold parts; use a base model with "
             f"add_pooling_layer=False, or one of {', '.join('...' + end for end in _HEADS)}."
         )
-    rope = str((getattr(config, "rope_parameters", None) or {}).get("rope_type", "default"))
-    if rope in _ROPE_BY_LENGTH:
-        return f'its rotary positions are of type "{rope}", which depend on the longest position that a rank sees.'
+    parameters = getattr(config, "rope_parameters", None) or {}
+    of_layers = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    by_length = [of["rope_type"] for of in of_layers if of.get("rope_type") in _ROPE_BY_LENGTH]
+    if by_length:
+        return f'its rotary positions are of type "{by_length[0]}", which depends on the longest position of a rank.'
     check_ranks(config.num_attention_heads, ranks.size)
     return None
 
