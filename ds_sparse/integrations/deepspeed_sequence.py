@@ -81,8 +81,8 @@ def parallelize(model: nn.Module, size: int, config: dict[str, Any]) -> dict[str
 
 
 def _sum_over_ranks_of_a_sequence(model: nn.Module, config: dict[str, Any]) -> None:
-    """Has ZeRO 3 sum gradients over ranks that hold one sequence, as the other stages do. Its reduce-scatter takes their
-    mean (seen in DeepSpeed 0.19.8), its all-reduce of contiguous gradients the sum."""
+    """Has ZeRO 3 sum gradients over ranks that hold one sequence, as the other stages do. Its reduce-scatter takes
+    their mean (seen in DeepSpeed 0.19.8), its all-reduce of contiguous gradients the sum."""
     zero = config.get("zero_optimization") or {}
     if zero.get("stage") != 3:
         return

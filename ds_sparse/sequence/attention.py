@@ -129,8 +129,8 @@ class SequenceParallelAttention:
         check_dropout("dropout_p", dropout_p)
         if dropout_p and not isinstance(self._attention, StructuredAttention):
             raise ValueError(
-                f"dropout_p is {dropout_p} in a layer that is dense or has a window of the model's own, where ranks would "
-                "drop pairs by numbers of their own; give dense layers the mode \"dense\" in the place of null, or set "
+                f"dropout_p is {dropout_p} in a layer that is dense or has a window of the model's own, where ranks "
+                'would drop pairs by numbers of their own; give dense layers the mode "dense" in the place of null, or set '
                 "the model's attention dropout to 0."
             )
         self._check_lengths(lengths, query.shape[2])
@@ -142,9 +142,7 @@ class SequenceParallelAttention:
         output = self._with_dropout(own, heads, options, dropout_p) if dropout_p else own.attend(*heads, **options)
         return heads_to_tokens(output, own.deal, lengths, self._ranks)
 
-    def _own(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int, causal: bool
-    ) -> _OwnHeads:
+    def _own(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int, causal: bool) -> _OwnHeads:
         """Which heads each rank has of a sequence of so many tokens, and what computes this rank's."""
         attention, heads, key_heads = self._attention, query.shape[1], key.shape[1]
         if not isinstance(attention, StructuredAttention):
@@ -241,7 +239,7 @@ def _say(deal: HeadDeal, tokens: int) -> None:
         loads = ", ".join(f"{load:,}" for load in deal.loads)
         say_notices(
             [
-                f"the heads of a sequence of {tokens:,} tokens do not deal evenly to {len(deal.loads)} ranks: they have "
-                f"{heads} heads with {loads} live blocks, and wait for the one that has most."
+                f"the heads of a sequence of {tokens:,} tokens do not deal evenly to {len(deal.loads)} ranks: they "
+                f"have {heads} heads with {loads} live blocks, and wait for the one that has most."
             ]
         )

@@ -34,8 +34,8 @@ def check_ranks(heads: int, ranks: int) -> None:
     if ranks > heads:
         raise ValueError(
             f"Attention has {heads} heads, and {ranks} ranks are to share them; each rank needs one, so at most "
-            f"{heads} ranks can hold a sequence: set sequence_parallel_size to {heads} or less, and use the other ranks "
-            "for data parallelism."
+            f"{heads} ranks can hold a sequence: set sequence_parallel_size to {heads} or less, and use the other "
+            "ranks for data parallelism."
         )
 
 
@@ -100,7 +100,7 @@ def _parts(costs: Sequence[int], ranks: int) -> list[list[int]]:
 
 def _spread(costs: Sequence[int], parts: list[list[int]]) -> float:
     loads = [sum(costs[unit] for unit in part) for part in parts]
-    return (max(loads) - min(loads)) / max(max(loads), 1)
+    return (max(loads) - min(loads)) / max(*loads, 1)
 
 
 def _greedy(costs: Sequence[int], ranks: int, room: int) -> list[list[int]]:

@@ -88,9 +88,7 @@ def tokens_to_heads(
     own, each = counts[ranks.rank], batch * width
     of = [own * length * each for length in lengths]
     received = ranks.exchange(torch.stack(heads).flatten(), [count * tokens * each for count in counts], of)
-    parts = [
-        part.view(own, batch, length, width) for part, length in zip(received.split(of), lengths, strict=True)
-    ]
+    parts = [part.view(own, batch, length, width) for part, length in zip(received.split(of), lengths, strict=True)]
     queries, keys = len(deal.queries[ranks.rank]), len(deal.keys[ranks.rank])
     query, key, value = torch.cat(parts, 2).transpose(0, 1).split([queries, keys, keys], 1)
     return query, key, value

@@ -6,6 +6,7 @@ import functools
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -22,9 +23,8 @@ def reports(program: str, ranks: int) -> dict[str, str]:
         [sys.executable, *start], env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    printed, *texts = done.stdout.split("\n=== ")
     found = {"": done.stdout}
-    for text in texts:
+    for text in done.stdout.split("\n=== ")[1:]:
         name, _, report = text.partition("\n")
         found[name] = report
     return found
@@ -38,8 +38,4 @@ def assert_passed(program: str, ranks: int, case: str) -> None:
 def cases_of(program: str) -> list[str]:
     """The names of a program's cases, by its text: it is not imported."""
     lines = (PROGRAMS / program).read_text().splitlines()
-    return [
-        after.removeprefix("def ").partition("(")[0]
-        for line, after in zip(lines, lines[1:], strict=False)
-        if line == "@case"
-    ]
+    return [after.removeprefix("def ").partition("(")[0] for line, after in pairwise(lines) if line == "@case"]

@@ -45,9 +45,6 @@ _PASSED_ON = ("return_dict", "output_hidden_states", "use_cache")
 _IN_PARTS = "_ds_sparse_in_parts"
 """On the attention layers of a sequence-parallel model."""
 
-_ROPE_BY_LENGTH = ("dynamic", "longrope")
-"""Rotary positions that depend on the longest position, which ranks would see each of their own part."""
-
 
 class Part:
     """The tokens of one forward that this rank has.
@@ -90,7 +87,7 @@ class Part:
         causal: bool,
     ) -> torch.Tensor:
         """Attention of a layer over the whole sequence, (B, T_r, H, D), contiguous."""
-        attention = attached_to(layer).attention
+        attention: Any = attached_to(layer).attention
         if attention not in self._attentions:
             self._attentions[attention] = SequenceParallelAttention.around(attention, self.ranks)
         query, key, value = under_autocast(query, key, value)
@@ -146,11 +143,12 @@ def sequence_parallel(model: nn.Module, group: distributed.ProcessGroup | None =
     `attention_mask`, `token_type_ids`, `position_ids` and `labels`, and makes positions. The loss is that of the whole
     batch on every rank; its gradient on a rank is that of the rank's tokens, so that the sum over the group is the
     gradient of the whole, which DeepSpeed takes (`ds_sparse.initialize` with `"sequence_parallel_size"` calls this) and
-    which in a loop of your own is an all-reduce without a mean. Logits and hidden states are those of the rank's tokens.
+    which in a loop of your own is an all-reduce without a mean. Logits and hidden states are those of the rank's
+    tokens.
 
     Args:
-        model: a Transformers model that `ds_sparse.sparsify` has made sparse, or a module around one: a `...ForMaskedLM`,
-            `...ForCausalLM` or `...ForTokenClassification`, or a base model without a pooler.
+        model: a Transformers model that `ds_sparse.sparsify` has made sparse, or a module around one: a
+            `...ForMaskedLM`, `...ForCausalLM` or `...ForTokenClassification`, or a base model without a pooler.
         group: the ranks, of torch.distributed, in the order of their parts; all if it is not given.
 
     Returns:
@@ -190,7 +188,7 @@ class SequenceParallel:
     def __init__(self, model: PreTrainedModel, ranks: RanksOfSequence):
         self.ranks = ranks
         self._attentions: dict[Any, SequenceParallelAttention] = {}
-        self._layers = [layer for layer in model.modules() if "_ds_sparse" in vars(layer)]
+        self._layers = [layer for layers in layers_by_model(model).values() for layer in layers.values()]
         for layer in self._layers:
             vars(layer)[_IN_PARTS] = True
         self._hooks = [
@@ -234,7 +232,7 @@ class SequenceParallel:
             whole["shift_labels"] = _shifted(given["labels"])
         cut = {name: part.of(x) if name in (*_SPLIT, "shift_labels") else x for name, x in whole.items()}
         if mask is None:
-            cut["attention_mask"] = hides_nothing(*cut["input_ids"].shape, torch.bool, ids.device)
+            cut["attention_mask"] = hides_nothing(len(ids), lengths[self.ranks.rank], torch.bool, ids.device)
         if "use_cache" in parameters:
             cut["use_cache"] = False
         return (), {**cut, TOLD: part}
@@ -320,11 +318,6 @@ def _why_not(model: PreTrainedModel, ranks: RanksOfSequence) -> str | None:
             "its output is not one of each token, of which ranks hold parts; use a base model with "
             f"add_pooling_layer=False, or one of {', '.join('...' + end for end in _HEADS)}."
         )
-    parameters = getattr(config, "rope_parameters", None) or {}
-    of_layers = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    by_length = [of["rope_type"] for of in of_layers if of.get("rope_type") in _ROPE_BY_LENGTH]
-    if by_length:
-        return f'its rotary positions are of type "{by_length[0]}", which depends on the longest position of a rank.'
     check_ranks(config.num_attention_heads, ranks.size)
     return None
 
@@ -332,7 +325,7 @@ def _why_not(model: PreTrainedModel, ranks: RanksOfSequence) -> str | None:
 def _refuse_what_has_no_parts(model: nn.Module, given: Mapping[str, Any]) -> None:
     name = type(model).__name__
     if "input_ids" not in given:
-        raise ValueError(f"{name} is sequence parallel and given no input_ids, which ranks take their parts of; give them.")
+        raise ValueError(f"{name} is sequence parallel and given no input_ids, of which ranks take parts; give them.")
     documents = [key for key in given if key.startswith(("cu_seq_lens", "max_length_"))]
     positions = given.get("position_ids")
     if not documents and positions is not None and "attention_mask" not in given:
@@ -345,7 +338,7 @@ def _refuse_what_has_no_parts(model: nn.Module, given: Mapping[str, Any]) -> Non
         )
     if "num_items_in_batch" in given:
         raise ValueError(
-            f"{name} is sequence parallel and given num_items_in_batch, as Transformers' Trainer does, which deals each "
+            f"{name} is sequence parallel and given num_items_in_batch, as by Transformers' Trainer, which deals each "
             "rank a batch of its own; train with a loop of DeepSpeed, or without sequence_parallel_size."
         )
     known = (*_SPLIT, *_PASSED_ON)

@@ -18,6 +18,15 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
+def refusal(call: Callable[[], object]) -> str:
+    """The sentence of the ValueError that the call raises."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("it was not refused")
+
+
 def run_all() -> None:
     """Runs all cases, and has rank 0 print of each what went wrong, or "ok"."""
     if not distributed.is_initialized():

@@ -1,4 +1,4 @@
-"""`ds_sparse.initialize` with "sequence_parallel_size" against one rank: two groups of two ranks, DeepSpeed on the CPU."""
+"""`ds_sparse.initialize` with "sequence_parallel_size" against one rank: two groups of two ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import deepspeed
 import torch
 import transformers
-from cases import case, run_all
+from cases import case, refusal, run_all
 from torch import distributed
 
 import ds_sparse
@@ -118,14 +118,6 @@ def a_checkpoint_loads_on_another_number_of_ranks_a_sequence():
     alone.load_state_dict(state["module"])
     for own, saved in zip(engine.module.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(own.detach(), saved.detach())
-
-
-def refusal(call):
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    raise AssertionError("it was not refused")
 
 
 @case
