@@ -130,8 +130,8 @@ class SequenceParallelAttention:
         if dropout_p and not isinstance(self._attention, StructuredAttention):
             raise ValueError(
                 f"dropout_p is {dropout_p} in a layer that is dense or has a window of the model's own, where ranks "
-                'would drop pairs by numbers of their own; give dense layers the mode "dense" in the place of null, or set '
-                "the model's attention dropout to 0."
+                'would drop pairs by numbers of their own; give dense layers the mode "dense" in the place of null, or '
+                "set the model's attention dropout to 0."
             )
         self._check_lengths(lengths, query.shape[2])
         own = self._own(query, key, value, sum(lengths), causal)

@@ -291,8 +291,8 @@ def _check(model: nn.Module, ranks: RanksOfSequence) -> PreTrainedModel:
     name = type(model).__name__
     if len(outermost) != 1:
         raise ValueError(
-            f"{name} holds {len(outermost)} models of Transformers, and sequences are computed in parts in exactly one; "
-            "write attention with ds_sparse.SequenceParallelAttention in a model of your own."
+            f"{name} holds {len(outermost)} models of Transformers, and ranks share sequences in exactly one; write "
+            "attention with ds_sparse.SequenceParallelAttention in a model of your own."
         )
     outer = outermost[0]
     reason = _why_not(outer, ranks)
