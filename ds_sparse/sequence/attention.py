@@ -37,24 +37,8 @@ class SequenceParallelAttention:
         max_seq_length: tokens of the whole sequence that a layout is first built for, a multiple of the block.
         group: the ranks, of torch.distributed, in the order of their parts; all if it is not given.
 
-    Call:
-        query: (B, H, T_r, D), the rank's own tokens, on all ranks at once; any strides, any lengths, 1 or more.
-        key, value: alike, or with fewer heads, which divide H; they may be fewer than ranks, H may not.
-        lengths: T_r of each rank, so that nothing has to be asked; else ranks ask each other, and a GPU is waited for.
-        scale: factor of the scores, 1 / sqrt(D) by default.
-        causal: whether a token sees itself and those before it in the whole sequence alone.
-        key_padding_mask: (B or 1, T_r), of the rank's own tokens: bool keeps where True, a float is added.
-        sinks: (H,), a logit a head in the softmax's denominator, on all ranks the same. The gradient on a rank is that
-            of its heads: summed over ranks, as that of any parameter, it is whole.
-        dropout_p: share of the probabilities that are dropped. The random numbers are a function of the head, whose
-            call is one of its own: the same pairs are dropped on any number of ranks. The seed is the first rank's.
-        Returns (B, H, T_r, D) in query's dtype.
-
     Raises:
         RuntimeError: torch.distributed does not run.
-        ValueError: in the call, fewer heads than ranks; shapes, dtypes or lengths that do not fit, or that ranks do not
-            agree on.
-        NotImplementedError: in the call, shapes of query, key and value differ in more than heads.
 
     Examples:
         >>> import torch
@@ -77,8 +61,15 @@ class SequenceParallelAttention:
 
     @classmethod
     def around(cls, attention: Callable[..., torch.Tensor], ranks: RanksOfSequence) -> SequenceParallelAttention:
-        """Of what a layer has: a `StructuredAttention`, whose layouts it shares, a `LocalAttention` or
-        `dense_attention`."""
+        """The same around what a layer has already.
+
+        Args:
+            attention: a `StructuredAttention`, whose layouts are shared, a `LocalAttention` or `dense_attention`.
+            ranks: those that hold the parts.
+
+        Returns:
+            What computes over these ranks.
+        """
         made = cls.__new__(cls)
         made._is_of(attention, ranks)
         return made
@@ -100,6 +91,27 @@ class SequenceParallelAttention:
         sinks: torch.Tensor | None = None,
         dropout_p: float = 0.0,
     ) -> torch.Tensor:
+        """Attention of the rank's own tokens to those of the whole sequence; all ranks call it.
+
+        Args:
+            query: (B, H, T_r, D), T_r the rank's own tokens, 1 or more; any strides.
+            key, value: alike, or with fewer heads, which divide H; they may be fewer than ranks, H may not.
+            lengths: T_r of each rank. Without it ranks ask each other, and a GPU is waited for.
+            scale: factor of the scores, 1 / sqrt(D) by default.
+            causal: whether a token sees itself and those before it in the whole sequence alone.
+            key_padding_mask: (B or 1, T_r), of the rank's own tokens: bool keeps where True, a float is added.
+            sinks: (H,), a logit a head in the softmax's denominator, the same on all ranks. Its gradient on a rank is
+                that of the rank's heads: summed over ranks, as that of any parameter, it is whole.
+            dropout_p: share of the probabilities that are dropped. Each head draws by its own number from the first
+                rank's seed, in a call of its own: any number of ranks drops the same pairs.
+
+        Returns:
+            (B, H, T_r, D) in query's dtype.
+
+        Raises:
+            ValueError: fewer heads than ranks; shapes, dtypes or lengths that do not fit, or that differ between ranks.
+            NotImplementedError: shapes of query, key and value differ in more than heads.
+        """
         check_inputs(query=query, key=key, value=value, key_padding_mask=key_padding_mask, sinks=sinks)
         query, key, value = under_autocast(query, key, value)
         check_attention_operands(query, key, value)

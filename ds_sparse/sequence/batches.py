@@ -40,8 +40,9 @@ class SequenceBatches:
 
 
 def sequence_batches(loader: Collection[Any], group: distributed.ProcessGroup | None = None) -> SequenceBatches:
-    """The batches of a loader that deals each rank one of its own, for ranks that hold parts of a sequence: the first
-    rank's to all, then the second's, and so on.
+    """The batches of a loader that deals each rank one of its own, for ranks that share sequences and want the same.
+
+    The first rank's goes to all, then the second's, and so on.
 
     Source: DeepSpeed's `UlyssesSPDataLoaderAdapter`, which hands out parts; here `forward` cuts them.
 
