@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import tempfile
 from pathlib import Path
+from unittest import mock
 
+import accelerate
 import deepspeed
 import torch
 import transformers
@@ -133,6 +135,8 @@ def what_cannot_be_sequence_parallel_is_refused():
     assert "data_parallel_size is 4" in refusal(lambda: engine_of(make(), config={"data_parallel_size": 4}))
     buckets = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 10}}
     assert "gradients too small" in refusal(lambda: engine_of(make(), config=buckets))
+    with mock.patch.dict(accelerate.state.AcceleratorState._shared_state, {"device": "cpu"}):
+        assert "accelerate runs, as in Transformers' Trainer" in refusal(lambda: engine_of(make()))
     engine, *_ = engine_of(make())
     ids = torch.full((1, TOKENS), 3 + distributed.get_rank())
     assert "given different batches" in refusal(lambda: engine(input_ids=ids, labels=ids))
