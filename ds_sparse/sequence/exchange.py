@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import distributed
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn.functional import pad
 
 from .deal import HeadDeal
@@ -63,6 +62,9 @@ class RanksOfSequence:
     def exchange(self, sent: torch.Tensor, to: list[int], of: list[int]) -> torch.Tensor:
         """Sends `to[r]` elements of a flat tensor to rank r, and returns `of[r]` of each rank, in order.
         Differentiable."""
+        # Not above: a PyTorch that is built without distributed has no such module, and imports this file all the same.
+        from torch.distributed._functional_collectives import all_to_all_single_autograd
+
         return all_to_all_single_autograd(sent, of, to, self.group)
 
 

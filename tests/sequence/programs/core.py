@@ -76,6 +76,11 @@ def single_precision():
 
 
 @case
+def sixteen_bits():
+    compare(bigbird(4), dtype=torch.bfloat16, with_mask=True)
+
+
+@case
 def one_layout_for_all_heads_and_heads_that_ranks_do_not_divide():
     compare(ds_sparse.FixedSparsityConfig(5, block=16))
 

@@ -109,7 +109,7 @@ def training_data_deals_the_same_rows_to_the_ranks_of_a_sequence():
 
 
 @case
-def a_checkpoint_loads_on_another_number_of_ranks_a_sequence():
+def the_weights_of_a_checkpoint_load_on_one_rank():
     folder = [tempfile.mkdtemp() if distributed.get_rank() == 0 else None]
     distributed.broadcast_object_list(folder, src=0)
     engine, *_ = engine_of(make(), stage=1)
