@@ -36,6 +36,9 @@ _PUBLIC = {
     "SparseSelfAttention": "modules.self_attention",
     "BertSparseSelfAttention": "modules.bert",
     "SparseMultiheadAttention": "modules.multihead_attention",
+    "SequenceParallelAttention": "sequence",
+    "sequence_batches": "sequence",
+    "sequence_parallel": "integrations.transformers.sequence",
     "SparseAttentionUtils": "models.sparse_attention_utils",
     "SparsifyReport": "models.report",
     "sparsify": "models.sparsify",
@@ -82,6 +85,7 @@ if TYPE_CHECKING:  # "as" their own names: what type checkers and editors offer 
     from .integrations.deepspeed import initialize as initialize
     from .integrations.transformers.adapt import adapt as adapt
     from .integrations.transformers.convert import convert as convert
+    from .integrations.transformers.sequence import sequence_parallel as sequence_parallel
     from .models.report import SparsifyReport as SparsifyReport
     from .models.sparse_attention_utils import SparseAttentionUtils as SparseAttentionUtils
     from .models.sparsify import sparsify as sparsify
@@ -103,6 +107,8 @@ if TYPE_CHECKING:  # "as" their own names: what type checkers and editors offer 
     from .ops import window_matmul as window_matmul
     from .ops import window_softmax as window_softmax
     from .ops.window_attention import window_attention as window_attention
+    from .sequence import SequenceParallelAttention as SequenceParallelAttention
+    from .sequence import sequence_batches as sequence_batches
     from .sparsity import BigBirdSparsityConfig as BigBirdSparsityConfig
     from .sparsity import BSLongformerSparsityConfig as BSLongformerSparsityConfig
     from .sparsity import DenseSparsityConfig as DenseSparsityConfig

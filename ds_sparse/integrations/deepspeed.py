@@ -24,6 +24,7 @@ from ..config import (
     load_config,
     read_block,
 )
+from ..config.file import name_of
 from ..extras import optional_imports
 from ..models.families import families
 from ..models.layers import attention_layers
@@ -34,6 +35,7 @@ from ..notices import say_notices
 from ..ranks import is_launched, say
 from ..sparsity import FixedSparsityConfig, SparsityConfig
 from .cpu_communication import leave_out_compiled_all_reduce
+from .deepspeed_sequence import parallelize, refuse, sequence_parallel_size
 from .flag import FLAG, is_on
 from .pretrained import innermost_pretrained_models, pretrained_model_around
 
@@ -246,8 +248,10 @@ def _initialize(positional: tuple[Any, ...], keywords: dict[str, Any], launcher_
     if model is None:
         raise ValueError("model is None; pass the torch.nn.Module to train as model=.")
     deepspeed_config, block = load_config(sources[0])
+    size = sequence_parallel_size(deepspeed_config, name_of(sources[0]))
     sparse, dense = attention_layers(model)
     on = is_on(args, launcher_decides=launcher_decides)
+    refuse(size, arguments, on)
     if on:
         _check_block(block, sources[0])
         _check_layers(model, sparse, dense, block or {}, sources[0])
@@ -263,6 +267,9 @@ def _initialize(positional: tuple[Any, ...], keywords: dict[str, Any], launcher_
         say(f"the sparse_attention block is off (no --{FLAG}), and {len(sparse)} layers were built sparse without it.")
     elif block is not None:
         say(f"the JSON has a sparse_attention block and it is off: training is dense. Add --{FLAG} to switch it on.")
+    if on and size > 1:
+        arguments |= parallelize(model, size, deepspeed_config)
+        say(f"each sequence is shared by {size} ranks.")
     # The attribute leads beneath ourselves, where `ds_sparse run` has put us in the place of DeepSpeed's function.
     below = getattr(deepspeed.initialize, "below", deepspeed.initialize)
     with _without_config_argument(args):

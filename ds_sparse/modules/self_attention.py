@@ -157,7 +157,7 @@ class SparseSelfAttention(nn.Module):
             ValueError: as in `forward`.
         """
         self._check_length(L)
-        self.attention._synchronize_layout()
+        self.attention.synchronize_layout()
         return self.attention.layout_for(L).to(torch.int64).expand(self.sparsity_config.num_heads, -1, -1)
 
     def get_ops(self, H: int, L: int) -> tuple[MatMul, MatMul, Softmax]:
@@ -177,7 +177,7 @@ class SparseSelfAttention(nn.Module):
         if not isinstance(H, int) or not isinstance(L, int):
             raise TypeError(f"get_ops takes heads and tokens, two numbers, got {H!r} and {L!r}.")
         self._check_length(L)
-        self.attention._synchronize_layout()
+        self.attention.synchronize_layout()
         ops = self.attention.ops(L, torch.device("cpu"))
         return ops.scores, ops.output, ops.softmax
 

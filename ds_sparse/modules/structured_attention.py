@@ -81,7 +81,7 @@ class StructuredAttention:
         self.doubles = doubles
         self._master = self._build(max_seq_length)
         self._awaits_other_ranks = without_seed(sparsity_config)
-        self._synchronize_layout()
+        self.synchronize_layout()
 
     @property
     def layout(self) -> torch.Tensor:
@@ -102,6 +102,11 @@ class StructuredAttention:
             self._master = replacement
 
     @property
+    def causal(self) -> bool:
+        """Whether the structure masks later tokens, whatever a call says."""
+        return getattr(self.sparsity_config, "causal", False)
+
+    @property
     def max_seq_length(self) -> int:
         """Tokens that `layout` covers."""
         return self._master.blocks * self.sparsity_config.block
@@ -113,15 +118,15 @@ class StructuredAttention:
     def layout_for(self, seq_len: int) -> torch.Tensor:
         """The layout for `seq_len` tokens: bool (1 or H, R, R), the last block perhaps short. A copy at each call."""
         blocks = -(-seq_len // self.sparsity_config.block)
-        return crop(self._covering(seq_len).layout, blocks, blocks).clone()
+        return crop(self.covering(seq_len).layout, blocks, blocks).clone()
 
     def index(self, seq_len: int, device: torch.device) -> BlockIndex:
         """The index for `seq_len` tokens, rounded up to whole blocks."""
-        return self._covering(seq_len).index(seq_len, device)
+        return self.covering(seq_len).index(seq_len, device)
 
     def ops(self, seq_len: int, device: torch.device) -> SparseOps:
         """The separate operations for `seq_len` tokens, rounded up to whole blocks; they share one index."""
-        return self._covering(seq_len).ops(seq_len, device)
+        return self.covering(seq_len).ops(seq_len, device)
 
     def ops_made(self) -> dict[int, SparseOps]:
         """What `ops` has made and still keeps, by length."""
@@ -145,10 +150,10 @@ class StructuredAttention:
         query_offset: int | torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        self._check(query, key, value, rpe, key_padding_mask, attn_mask, query_offset)
-        self._synchronize_layout()
+        self.check(query, key, value, rpe, key_padding_mask, attn_mask, query_offset)
+        self.synchronize_layout()
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        causal = causal or getattr(self.sparsity_config, "causal", False)
+        causal = causal or self.causal
         masks: dict[str, Any] = {"rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
         if self.implementation == "separate":
             of_fused = {"distance_bias": distance_bias, "sinks": sinks, "query_offset": query_offset}
@@ -157,14 +162,14 @@ class StructuredAttention:
                     raise ValueError(f'{name} is given, and only implementation="fused" takes it; build it so.')
             return self._attend_separately(query, key, value, scale, causal, dropout_p, **masks)
         if cu_seqlens is not None:
-            covering = self._covering(max(Documents.read(cu_seqlens).lengths))
+            covering = self.covering(max(Documents.read(cu_seqlens).lengths))
             # On the device already, where the index of each batch is made of it.
             index = covering.index(covering.blocks * covering.block, query.device)
             return block_sparse_attention(
                 query, key, value, index, cu_seqlens=cu_seqlens, scale=scale, causal=causal, dropout_p=dropout_p,
                 distance_bias=distance_bias, sinks=sinks, query_offset=query_offset, **masks,
             )  # fmt: skip
-        layout: Any = self._covering(query.shape[2]) if query_offset is None else self._for_cached(key.shape[2])
+        layout: Any = self.covering(query.shape[2]) if query_offset is None else self._for_cached(key.shape[2])
         output: Any = block_sparse_attention(  # of a MasterLayout, which only modules give
             query, key, value, layout, scale=scale, causal=causal, dropout_p=dropout_p, distance_bias=distance_bias,
             sinks=sinks, query_offset=query_offset, **masks,
@@ -207,16 +212,17 @@ class StructuredAttention:
         output = ops.output(probs, value)
         return output[:, :, :tokens] if missing else output
 
-    def _check(
+    def check(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        rpe: torch.Tensor | None,
-        key_padding_mask: torch.Tensor | None,
-        attn_mask: torch.Tensor | None,
-        query_offset: int | torch.Tensor | None,
+        rpe: torch.Tensor | None = None,
+        key_padding_mask: torch.Tensor | None = None,
+        attn_mask: torch.Tensor | None = None,
+        query_offset: int | torch.Tensor | None = None,
     ) -> None:
+        """Raises what the call raises for operands and masks."""
         dims = (0, 2, 3) if query_offset is None else (0, 3)
         alike = key.shape == value.shape and all(key.shape[dim] == query.shape[dim] for dim in dims)
         if not alike or not key.shape[1] or query.shape[1] % key.shape[1]:
@@ -252,7 +258,7 @@ class StructuredAttention:
         make = getattr(config, "make_bool_layout", config.make_layout)
         return _Layout(make(seq_len), config.block, config.num_heads)
 
-    def _covering(self, seq_len: int) -> _Layout:
+    def covering(self, seq_len: int) -> _Layout:
         """The layout whose top-left part serves so many tokens."""
         if seq_len <= self.max_seq_length:
             return self._master
@@ -284,7 +290,7 @@ class StructuredAttention:
             )
         return self._master
 
-    def _synchronize_layout(self) -> None:
+    def synchronize_layout(self) -> None:
         """Takes rank 0's layout where ranks may have drawn different ones (DeepSpeed PR 534)."""
         distributed = torch.distributed
         if self._awaits_other_ranks and distributed.is_available() and distributed.is_initialized():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch.nn.functional import pad
@@ -60,9 +62,25 @@ def check_heads(index: BlockIndex | MasterLayout | Parts, heads: int) -> None:
         )
 
 
+_given_seed: ContextVar[torch.Tensor | None] = ContextVar("given_seed", default=None)
+
+
 def dropout_seed(device: torch.device) -> torch.Tensor:
-    """Seed and offset of a call's dropout, drawn on the device from torch's generator: replayed where that is."""
-    return torch.randint(2**62, (2,), device=device)
+    """Seed and offset of a call's dropout, drawn on the device from torch's generator: replayed where that is. Inside
+    `dropout_seeded` what is given there."""
+    given = _given_seed.get()
+    return torch.randint(2**62, (2,), device=device) if given is None else given
+
+
+@contextmanager
+def dropout_seeded(seed: torch.Tensor) -> Iterator[None]:
+    """Calls of attention take this seed and offset, int64 (2,), in the place of numbers of their own: where several
+    make up one operation."""
+    token = _given_seed.set(seed)
+    try:
+        yield
+    finally:
+        _given_seed.reset(token)
 
 
 def check_dropout(name: str, probability: float) -> None:

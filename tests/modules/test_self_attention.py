@@ -95,7 +95,7 @@ def test_a_module_keeps_few_indices_however_many_lengths_it_meets():
     assert attention.index(BLOCK, torch.device("cpu")) is first
     for blocks in range(2, 40):
         attention.index(blocks * BLOCK, torch.device("cpu"))
-    assert len(attention._covering(1)._indices) <= 16
+    assert len(attention.covering(1)._indices) <= 16
     assert attention.index(BLOCK, torch.device("cpu")) is not first
 
 

@@ -21,6 +21,7 @@ from .acceptance import why_not
 from .binding import MAX_SEQ_LENGTH_KEY, number_of, structure_of
 from .functions import attention, key_padding_mask
 from .roles import roles
+from .sequence import sequence_parallel
 from .switch import Switch, give_own_configs
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "key_padding_mask",
     "number_of",
     "roles",
+    "sequence_parallel",
     "structure_of",
     "why_not",
 ]

@@ -20,6 +20,7 @@ from .binding import attached_to, local_attention_of, which
 from .distances import of_distances
 from .mask_windows import is_seen_to_hide_nothing, window_of_mask
 from .packing import PackedDocuments
+from .sequence import Part, attend_part, is_in_parts
 from .trial import Masks, OtherKeys, Refused
 
 
@@ -36,6 +37,7 @@ def attention(
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
     ds_sparse_documents: PackedDocuments | None = None,
+    ds_sparse_sequence: Part | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function: sparse self-attention of an encoder's or a decoder's layer.
@@ -53,6 +55,7 @@ def attention(
         sliding_window: the layer's own window, as `local_attention_of` finds it too.
         s_aux: of a causal layer, its sinks, a logit a head.
         ds_sparse_documents: where documents begin that are packed in the rows, as the model's forward has read it.
+        ds_sparse_sequence: of a sequence-parallel model, which part of the sequence the tokens are.
 
     Returns:
         (B, T, H, D), contiguous, and None: there is no matrix of attention probabilities.
@@ -65,6 +68,12 @@ def attention(
     is_causal = causal.is_causal(module) if is_causal is None else is_causal
     _refuse_what_is_asked(module, {**more, **({"position_bias": position_bias} if is_causal else {"s_aux": s_aux})})
     _refuse_other_windows(module, sliding_window)
+    if ds_sparse_sequence is not None or is_in_parts(module):
+        beside = {"position_bias": position_bias, "packed documents": ds_sparse_documents}
+        return attend_part(
+            module, query, key, value, attention_mask, ds_sparse_sequence, beside, scale=scaling, dropout_p=dropout,
+            sinks=s_aux, causal=is_causal,
+        ), None  # fmt: skip
     if ds_sparse_documents is not None:
         _refuse_beside_documents(module, query, key, attention_mask, position_bias)
         return _attend_packed(module, query, key, value, scaling, dropout, s_aux, is_causal, ds_sparse_documents), None

@@ -15,6 +15,7 @@ from ...models.position_table import position_table, reserved_rows
 from ...notices import say_notices
 from ..pretrained import NAME, pretrained_model_around
 from .mask_windows import hides_nothing
+from .sequence import TOLD as IN_PARTS
 
 TOLD = "ds_sparse_documents"
 """The keyword under which a model hands `PackedDocuments` to its attention layers, as it hands on all that it does not
@@ -55,7 +56,7 @@ def watch(model: nn.Module) -> list[RemovableHandle]:
 def _tell(model: nn.Module, arguments: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """Forward pre-hook: replaces what says where documents begin by what the attention layers take."""
     config: Any = model.config
-    if config._attn_implementation != NAME:
+    if config._attn_implementation != NAME or IN_PARTS in named:  # a part's positions have been read
         return None
     parameters = inspect.signature(model.forward).parameters
     given = {**dict(zip(parameters, arguments, strict=False)), **named}

@@ -1,0 +1,376 @@
+"""Models of Transformers over ranks that hold parts of a sequence: each takes the whole batch and computes its part."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+from ...ops._library import under_autocast
+from ...sequence import SequenceParallelAttention
+from ...sequence.deal import check_ranks
+from ...sequence.exchange import RanksOfSequence
+from ..pretrained import NAME, is_switched, layers_by_model, pretrained_model_around
+from .binding import attached_to, which
+from .mask_windows import hides_nothing
+from .trial import Refused
+
+TOLD = "ds_sparse_sequence"
+"""The keyword under which a model hands the `Part` to its attention layers."""
+
+MODEL_TYPES = (
+    "albert", "bert", "camembert", "distilbert", "electra", "eurobert", "gpt_neox", "llama", "mistral", "modernbert",
+    "qwen3", "roberta", "xlm-roberta",
+)  # fmt: skip
+"""Outside of their attention layers these compute each token alone, and take its place in the sequence as
+`position_ids`: as is tested."""
+
+_HEADS = ("ForMaskedLM", "ForCausalLM", "ForTokenClassification")
+"""Ends of the names of models whose loss is the mean cross entropy of labelled tokens."""
+
+_IGNORED = -100
+"""The label of a token that is not in the loss."""
+
+_SPLIT = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "labels")
+"""What has a number for each token, (B, T) or (1, T)."""
+
+_PASSED_ON = ("return_dict", "output_hidden_states", "use_cache")
+"""What else a forward may be given. There is no cache all the same."""
+
+_IN_PARTS = "_ds_sparse_in_parts"
+"""On the attention layers of a sequence-parallel model."""
+
+
+class Part:
+    """The tokens of one forward that this rank has.
+
+    Attributes:
+        lengths: tokens of each rank.
+        mask: the key padding mask of the whole sequence, bool (B, T), or None.
+        attentions: what computes in layers, by what does on one rank.
+        told: the attention layers that have computed with it.
+    """
+
+    def __init__(
+        self, ranks: RanksOfSequence, lengths: tuple[int, ...], mask: torch.Tensor | None, attentions: dict[Any, Any]
+    ):
+        self.ranks, self.lengths, self.mask, self._attentions = ranks, lengths, mask, attentions
+        self.told: set[nn.Module] = set()
+
+    @property
+    def own(self) -> slice:
+        """The places of the rank's tokens."""
+        first = sum(self.lengths[: self.ranks.rank])
+        return slice(first, first + self.lengths[self.ranks.rank])
+
+    def of(self, given: torch.Tensor) -> torch.Tensor:
+        """The rank's part of (B, T), contiguous, as losses of Transformers want labels."""
+        return given[:, self.own].contiguous()
+
+    @torch.compiler.disable(
+        reason=f"{NAME} computes sequences over several ranks outside of graphs: compile without fullgraph=True."
+    )
+    def attend(
+        self,
+        layer: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None,
+        dropout_p: float,
+        sinks: torch.Tensor | None,
+        causal: bool,
+    ) -> torch.Tensor:
+        """Attention of a layer over the whole sequence, (B, T_r, H, D), contiguous."""
+        attention: Any = attached_to(layer).attention
+        if attention not in self._attentions:
+            self._attentions[attention] = SequenceParallelAttention.around(attention, self.ranks)
+        query, key, value = under_autocast(query, key, value)
+        output = self._attentions[attention].attend(
+            query, key, value, self.lengths, scale=scale, causal=causal, key_padding_mask=self.mask, sinks=sinks,
+            dropout_p=dropout_p,
+        )  # fmt: skip
+        self.told.add(layer)
+        return output.transpose(1, 2).contiguous()
+
+
+def is_in_parts(layer: nn.Module) -> bool:
+    """Whether a layer is of a sequence-parallel model."""
+    return _IN_PARTS in vars(layer)
+
+
+def attend_part(
+    layer: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    part: Part | None,
+    beside: Mapping[str, Any],
+    **options: Any,
+) -> torch.Tensor:
+    """What `attention` returns where the model is over several ranks.
+
+    Raises:
+        Refused: a mask of pairs of tokens, cached keys, or one of `beside`, which go by places in the sequence; no
+            part, as where a model inside the one that cuts its batch is called.
+    """
+    if part is None:
+        raise Refused(
+            f"{which(layer)} of a sequence-parallel model ran without the part of the sequence that is this rank's; "
+            "call the whole model, which ds_sparse.sequence_parallel was given, or undo() what it returned."
+        )
+    asked = [name for name, value in beside.items() if value is not None]
+    asked += ["a mask of pairs of tokens"] if mask is not None and mask.dim() != 2 else []
+    asked += ["cached keys"] if query.shape[2] != key.shape[2] else []
+    if asked:
+        raise Refused(
+            f"{which(layer)} of a sequence-parallel model asks the attention for {', '.join(asked)}, which goes by "
+            "places in the whole sequence; leave it out, or train without sequence_parallel_size."
+        )
+    return part.attend(layer, query, key, value, **options)
+
+
+def sequence_parallel(model: nn.Module, group: distributed.ProcessGroup | None = None) -> SequenceParallel:
+    """Has a sparse model of Transformers compute each sequence on all ranks of a group.
+
+    Each rank is given the same whole batch, and computes its part of the tokens: `forward` cuts `input_ids`,
+    `attention_mask`, `token_type_ids`, `position_ids` and `labels`, and makes positions. The loss is that of the whole
+    batch on every rank; its gradient on a rank is that of the rank's tokens, so that the sum over the group is the
+    gradient of the whole, which DeepSpeed takes (`ds_sparse.initialize` with `"sequence_parallel_size"` calls this) and
+    which in a loop of your own is an all-reduce without a mean. Logits and hidden states are those of the rank's
+    tokens.
+
+    Args:
+        model: a Transformers model that `ds_sparse.sparsify` has made sparse, or a module around one: a
+            `...ForMaskedLM`, `...ForCausalLM` or `...ForTokenClassification`, or a base model without a pooler.
+        group: the ranks, of torch.distributed, in the order of their parts; all if it is not given.
+
+    Returns:
+        What was done; its `undo()` ends it.
+
+    Raises:
+        RuntimeError: torch.distributed does not run.
+        ValueError: a model that is not sparse or cannot be computed in parts; fewer heads than ranks. Nothing has been
+            changed then. Later, in a forward: ranks that are given other batches, fewer tokens than ranks, packed
+            documents, a cache, training without `labels`.
+
+    Examples:
+        >>> import torch
+        >>> import transformers
+        >>> import ds_sparse
+        >>> ds_sparse.init_distributed()  # here of one rank
+        >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+        >>> model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=50, **sizes))
+        >>> report = ds_sparse.sparsify(model, {"mode": "bslongformer", "block": 16})
+        >>> parallel = ds_sparse.sequence_parallel(model)
+        >>> tokens = torch.full((2, 64), 7)
+        >>> model(input_ids=tokens, labels=tokens).loss.backward()
+        >>> parallel.undo()
+    """
+    ranks = RanksOfSequence(group)
+    outer = _check(model, ranks)
+    return SequenceParallel(outer, ranks)
+
+
+class SequenceParallel:
+    """A model whose forward computes the rank's part of the batch.
+
+    Attributes:
+        ranks: those that hold parts of a sequence.
+    """
+
+    def __init__(self, model: PreTrainedModel, ranks: RanksOfSequence):
+        self.ranks = ranks
+        self._attentions: dict[Any, SequenceParallelAttention] = {}
+        self._layers = [layer for layers in layers_by_model(model).values() for layer in layers.values()]
+        for layer in self._layers:
+            vars(layer)[_IN_PARTS] = True
+        self._hooks = [
+            model.register_forward_pre_hook(self._cut, with_kwargs=True),
+            model.register_forward_hook(self._whole, with_kwargs=True),
+        ]
+
+    def undo(self) -> None:
+        """The model computes whole batches on each rank again."""
+        for hook in self._hooks:
+            hook.remove()
+        for layer in self._layers:
+            vars(layer).pop(_IN_PARTS, None)
+
+    @torch.compiler.disable(reason="a sequence is cut for several ranks outside of graphs")
+    def _cut(self, model: nn.Module, arguments: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Forward pre-hook: the rank's part of the batch."""
+        parameters = inspect.signature(model.forward).parameters
+        given = {**dict(zip(parameters, arguments, strict=False)), **named}
+        given = {name: value for name, value in given.items() if value is not None}
+        _refuse_what_has_no_parts(model, given)
+        ids = given["input_ids"]
+        tokens = ids.shape[1]
+        if tokens < self.ranks.size:
+            raise ValueError(
+                f"{type(model).__name__} is given sequences of {tokens} tokens for {self.ranks.size} ranks; each wants "
+                "one or more: give longer sequences, or set sequence_parallel_size to less."
+            )
+        if model.training and torch.is_grad_enabled() and "labels" not in given:
+            raise ValueError(
+                f"{type(model).__name__} is trained without labels over {self.ranks.size} ranks that hold parts of a "
+                "sequence, where a loss of your own would be that of this rank's tokens; pass labels and take the loss "
+                "of the output."
+            )
+        self._check_is_same_on_all(given)
+        mask = given.get("attention_mask")
+        lengths = tuple(len(part) for part in torch.arange(tokens).tensor_split(self.ranks.size))
+        part = Part(self.ranks, lengths, None if mask is None else mask != 0, self._attentions)
+        whole = {"position_ids": _positions(model, ids)} | given
+        if "labels" in given and _is_shifted(model):
+            whole["shift_labels"] = _shifted(given["labels"])
+        cut = {name: part.of(x) if name in (*_SPLIT, "shift_labels") else x for name, x in whole.items()}
+        if mask is None:
+            cut["attention_mask"] = hides_nothing(len(ids), lengths[self.ranks.rank], torch.bool, ids.device)
+        if "use_cache" in parameters:
+            cut["use_cache"] = False
+        return (), {**cut, TOLD: part}
+
+    def _check_is_same_on_all(self, given: Mapping[str, Any]) -> None:
+        """Raises ValueError where the ranks of a group are given different batches. Waits for the device."""
+        ids = given["input_ids"]
+        numbers = [torch.tensor([*ids.shape, *(int(name in given) for name in _SPLIT)], device=ids.device)]
+        weights = torch.arange(1, ids.shape[1] + 1, device=ids.device)
+        for name in ("input_ids", "attention_mask", "labels"):
+            given_numbers = given[name].to(ids.device).long() if name in given else ids.new_zeros(1, 1)
+            numbers.append((given_numbers * weights[: given_numbers.shape[1]]).sum().long().reshape(1))
+        rows = self.ranks.rows_of_all(torch.cat(numbers))
+        if bool((rows != rows[0]).any()):
+            raise ValueError(
+                f"The {self.ranks.size} ranks that hold parts of a sequence are given different batches (of "
+                f"{', '.join(f'{row[0]} x {row[1]}' for row in rows.tolist())} tokens); give them the same one: pass "
+                "training_data to ds_sparse.initialize, give ds_sparse.sequence_batches(loader) in the place of a "
+                "loader that deals batches to all ranks, or a DistributedSampler with num_replicas=world_size // "
+                f"{self.ranks.size} and rank=rank // {self.ranks.size}."
+            )
+
+    @torch.compiler.disable(reason="losses of several ranks are put together outside of graphs")
+    def _whole(self, model: nn.Module, arguments: tuple, named: dict[str, Any], output: Any) -> Any:
+        """Forward hook: the loss of the whole batch, and a look at whether all layers have computed a part."""
+        part: Part = named[TOLD]
+        untold = [layer for layer in self._layers if layer not in part.told]
+        if untold:
+            raise ValueError(
+                f"{which(untold[0])} and {len(untold) - 1} more attention layers did not hear of the parts that ranks "
+                "hold, as their model does not hand on what it is given, and saw their own tokens alone; train without "
+                "sequence_parallel_size."
+            )
+        labels = named.get("shift_labels", named.get("labels"))
+        if labels is None:
+            return output
+        loss = self._loss_of_all(output[0], (labels != _IGNORED).sum())
+        if isinstance(output, tuple):
+            return (loss, *output[1:])
+        output.loss = loss
+        return output
+
+    def _loss_of_all(self, mean: torch.Tensor, labelled: torch.Tensor) -> torch.Tensor:
+        """The mean over the labelled tokens of all ranks, with the gradient of the share that this rank has: their sum
+        is that of the whole. The mean of no tokens is NaN, and has no share."""
+        total = self.ranks.sum_of(labelled)
+        share = torch.where(labelled > 0, mean, torch.zeros_like(mean)) * (labelled / total)
+        return share + (self.ranks.sum_of(share) - share.detach())
+
+
+def _check(model: nn.Module, ranks: RanksOfSequence) -> PreTrainedModel:
+    """The outermost model of Transformers, after a look at whether it can be computed in parts."""
+    owners = pretrained_model_around(model)
+    models = dict.fromkeys(owners.values())
+    outermost = [x for x in models if not any(x is not y and x in set(y.modules()) for y in models)]
+    name = type(model).__name__
+    if len(outermost) != 1:
+        raise ValueError(
+            f"{name} holds {len(outermost)} models of Transformers, and ranks share sequences in exactly one; write "
+            "attention with ds_sparse.SequenceParallelAttention in a model of your own."
+        )
+    outer = outermost[0]
+    reason = _why_not(outer, ranks)
+    if reason is not None:
+        raise ValueError(f"{type(outer).__name__} cannot be sequence parallel: {reason}")
+    return outer
+
+
+def _why_not(model: PreTrainedModel, ranks: RanksOfSequence) -> str | None:
+    config, layers = model.config, layers_by_model(model)
+    if any(_IN_PARTS in vars(layer) for those in layers.values() for layer in those.values()):
+        return "it is already; call undo() of what ds_sparse.sequence_parallel returned first."
+    if not layers or not all(is_switched(owner) for owner in layers):
+        return "it is not sparse; call ds_sparse.sparsify(model, ...) first."
+    if config.model_type not in MODEL_TYPES:
+        return (
+            f"whether a {config.model_type} model computes each token alone outside of attention has not been tested; "
+            f"tested are {', '.join(MODEL_TYPES)}."
+        )
+    is_base = model.base_model is model and getattr(model, "pooler", None) is None
+    if not is_base and not type(model).__name__.endswith(_HEADS):
+        return (
+            "its output is not one of each token, of which ranks hold parts; use a base model with "
+            f"add_pooling_layer=False, or one of {', '.join('...' + end for end in _HEADS)}."
+        )
+    check_ranks(config.num_attention_heads, ranks.size)
+    return None
+
+
+def _refuse_what_has_no_parts(model: nn.Module, given: Mapping[str, Any]) -> None:
+    name = type(model).__name__
+    if "input_ids" not in given:
+        raise ValueError(f"{name} is sequence parallel and given no input_ids, of which ranks take parts; give them.")
+    documents = [key for key in given if key.startswith(("cu_seq_lens", "max_length_"))]
+    positions = given.get("position_ids")
+    if not documents and positions is not None and "attention_mask" not in given:
+        documents = ["position_ids that start again"] if bool((positions.diff(dim=-1) != 1).any()) else []
+    if documents:
+        raise ValueError(
+            f"{name} is sequence parallel and given packed documents ({', '.join(documents)}), which are computed on "
+            "one rank alone; give each document a row, with an attention_mask for the padding, or train without "
+            "sequence_parallel_size."
+        )
+    if "num_items_in_batch" in given:
+        raise ValueError(
+            f"{name} is sequence parallel and given num_items_in_batch, as by Transformers' Trainer, which deals each "
+            "rank a batch of its own; train with a loop of DeepSpeed, or without sequence_parallel_size."
+        )
+    known = (*_SPLIT, *_PASSED_ON)
+    other = [key for key, value in given.items() if key not in known and value is not False]
+    if other:
+        raise ValueError(
+            f"{name} is sequence parallel and given {', '.join(other)}, of which it is not known how ranks share it; "
+            f"give {', '.join(_SPLIT)} alone."
+        )
+    shape = given["input_ids"].shape
+    for key in _SPLIT:
+        if key in given and (given[key].dim() != 2 or given[key].shape[1] != shape[1]):
+            raise ValueError(
+                f"{key} has shape {tuple(given[key].shape)}; where ranks hold parts of a sequence it has to be "
+                f"{tuple(shape)}, a number for each token."
+            )
+
+
+def _positions(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """The positions that the model would make of the whole sequence, (B or 1, T)."""
+    for module in model.modules():
+        make: Any = getattr(module, "create_position_ids_from_input_ids", None)
+        if make is not None:  # RoBERTa's count from behind the number of padding, and padding does not count
+            return make(ids, module.padding_idx)
+    return torch.arange(ids.shape[1], device=ids.device)[None]
+
+
+def _is_shifted(model: nn.Module) -> bool:
+    """Whether a model's labels are those of the tokens before them."""
+    return type(model).__name__.endswith("ForCausalLM")
+
+
+def _shifted(labels: torch.Tensor) -> torch.Tensor:
+    """Of each token the label that the model is to say after it."""
+    return pad(labels, (0, 1), value=_IGNORED)[:, 1:]

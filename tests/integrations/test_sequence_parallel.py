@@ -1,0 +1,18 @@
+import pytest
+from sequence.ranks import assert_passed, cases_of, reports
+
+
+@pytest.mark.parametrize("case", cases_of("transformers_models.py"))
+def test_sequence_parallel_models_of_transformers(case):
+    assert_passed("transformers_models.py", 2, case)
+
+
+@pytest.mark.parametrize("case", cases_of("deepspeed_engine.py"))
+def test_sequence_parallel_with_deepspeed(case):
+    assert_passed("deepspeed_engine.py", 4, case)
+
+
+def test_sequence_parallel_says_what_it_does_and_what_it_changes():
+    printed = reports("deepspeed_engine.py", 4)[""]
+    assert "ds_sparse: each sequence is shared by 2 ranks." in printed
+    assert printed.count("ds_sparse: ZeRO 3 has reduce_scatter off") == 1

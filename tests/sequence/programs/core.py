@@ -1,0 +1,180 @@
+"""`SequenceParallelAttention` against `block_sparse_attention` of one rank."""
+
+from __future__ import annotations
+
+import torch
+from cases import case, refusal, run_all
+from torch import distributed
+from torch.utils.checkpoint import checkpoint
+
+import ds_sparse
+from ds_sparse import reference
+from ds_sparse.ops import operands
+from ds_sparse.sequence.exchange import RanksOfSequence
+
+TOKENS = 165  # ends inside a block, and no number of ranks divides it
+
+
+def bigbird(heads):
+    """A layout for each head, of unequal costs."""
+    return ds_sparse.BigBirdSparsityConfig(heads, block=16, num_random_blocks=2, different_layout_per_head=True, seed=1)
+
+
+def uneven_lengths():
+    others = distributed.get_world_size() - 1
+    return (TOKENS - 30 * others, *[30] * others)
+
+
+def own_part():
+    lengths, rank = uneven_lengths(), distributed.get_rank()
+    return slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
+
+
+def operands_of(heads, key_heads, dtype):
+    generator = torch.Generator().manual_seed(5)
+    return [
+        torch.randn(2, h, TOKENS, 8, generator=generator, dtype=dtype) for h in (heads, key_heads, key_heads, heads)
+    ]
+
+
+def compare(config, key_heads=None, dtype=torch.float64, causal=False, with_mask=False, with_sinks=False, **options):
+    heads = config.num_heads
+    *whole, grad = operands_of(heads, key_heads or heads, dtype)
+    mask = torch.rand(2, TOKENS, generator=torch.Generator().manual_seed(6)) > 0.2 if with_mask else None
+    sinks = torch.linspace(-1, 1, heads, dtype=dtype) if with_sinks else None
+    part = own_part()
+    parts = [x[:, :, part].clone().requires_grad_() for x in whole]
+    whole = [x.requires_grad_() for x in whole]
+    own_sinks = None if sinks is None else sinks.clone().requires_grad_()
+    sinks = None if sinks is None else sinks.requires_grad_()
+
+    layout = config.make_bool_layout(176)
+    wanted = ds_sparse.block_sparse_attention(
+        *whole, layout, block=16, causal=causal, key_padding_mask=mask, sinks=sinks
+    )
+    wanted.backward(grad)
+    attention = ds_sparse.SequenceParallelAttention(config, 176)
+    own_mask = None if mask is None else mask[:, part]
+    output = attention(*parts, causal=causal, key_padding_mask=own_mask, sinks=own_sinks, **options)
+    output.backward(grad[:, :, part])
+
+    torch.testing.assert_close(output, wanted[:, :, part])
+    for own, of_all in zip(parts, whole, strict=True):
+        torch.testing.assert_close(own.grad, of_all.grad[:, :, part])
+    if sinks is not None:
+        torch.testing.assert_close(RanksOfSequence().sum_of(own_sinks.grad), sinks.grad)
+
+
+@case
+def layouts_per_head():
+    compare(bigbird(4))
+
+
+@case
+def single_precision():
+    compare(bigbird(4), dtype=torch.float32)
+
+
+@case
+def sixteen_bits():
+    compare(bigbird(4), dtype=torch.bfloat16, with_mask=True)
+
+
+@case
+def one_layout_for_all_heads_and_heads_that_ranks_do_not_divide():
+    compare(ds_sparse.FixedSparsityConfig(5, block=16))
+
+
+@case
+def padding_and_sinks():
+    compare(bigbird(4), with_mask=True, with_sinks=True)
+
+
+@case
+def causal_with_grouped_heads():
+    compare(bigbird(8), key_heads=2, causal=True, lengths=uneven_lengths())
+
+
+@case
+def fewer_key_heads_than_ranks():
+    compare(bigbird(4), key_heads=1, with_mask=True)
+
+
+@case
+def activation_checkpointing():
+    *whole, grad = operands_of(4, 4, torch.float64)
+    parts = [x[:, :, own_part()].clone().requires_grad_() for x in whole]
+    attention = ds_sparse.SequenceParallelAttention(bigbird(4), 176)
+    grad = grad[:, :, own_part()]
+    generator = torch.get_rng_state()
+    first = torch.autograd.grad(attention(*parts, dropout_p=0.25), parts, grad)
+    torch.set_rng_state(generator)
+    again = torch.autograd.grad(
+        checkpoint(lambda *x: attention(*x, dropout_p=0.25), *parts, use_reentrant=False), parts, grad
+    )
+    for x, y in zip(first, again, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@case
+def dropout_drops_the_pairs_that_seed_and_head_say():
+    query, key, value, grad = operands_of(4, 2, torch.float64)
+    whole = [x.clone().requires_grad_() for x in (query, key, value)]
+    parts = [x[:, :, own_part()].clone().requires_grad_() for x in (query, key, value)]
+    torch.manual_seed(distributed.get_rank())  # ranks take the first one's
+    attention = ds_sparse.SequenceParallelAttention(bigbird(4), 176)
+    output = attention(*parts, dropout_p=0.5)
+    output.backward(grad[:, :, own_part()])
+    torch.manual_seed(0)
+    seed, offset = operands.dropout_seed(torch.device("cpu")).tolist()
+    layout = bigbird(4).make_bool_layout(176)
+    of_heads = [
+        reference.attention(
+            whole[0][:, h : h + 1], *(x[:, h // 2 : h // 2 + 1] for x in whole[1:]), layout[h : h + 1], 16,
+            dropout_p=0.5, dropout_seed=(seed, offset + h),
+        )
+        for h in range(4)
+    ]  # fmt: skip
+    wanted = torch.cat(of_heads, 1)
+    wanted.backward(grad)
+    torch.testing.assert_close(output, wanted[:, :, own_part()])
+    for own, of_all in zip(parts, whole, strict=True):
+        torch.testing.assert_close(own.grad, of_all.grad[:, :, own_part()])
+
+
+def refused(*operands, **options):
+    attention = ds_sparse.SequenceParallelAttention(bigbird(operands[0].shape[1]), 176)
+    return refusal(lambda: attention(*operands, **options))
+
+
+@case
+def what_ranks_do_not_agree_on_is_refused_on_all():
+    rank = distributed.get_rank()
+    x = torch.ones(2 if rank else 1, 4, 40, 8)
+    assert "Ranks give their parts of a sequence in different shapes" in refused(x, x, x)
+    x = torch.ones(2, 4, 40, 8)
+    mask = None if rank else torch.ones(2, 40, dtype=torch.bool)
+    assert "to all or to none" in refused(x, x, x, key_padding_mask=mask)
+    assert "lengths are" in refused(x, x, x, lengths=(40,))
+
+
+@case
+def fewer_heads_than_ranks_are_refused():
+    x = torch.ones(1, 1, 40, 8)
+    assert "at most 1 ranks can hold a sequence" in refused(x, x, x)
+
+
+@case
+def batches_of_each_rank_reach_all():
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    loader = torch.utils.data.DataLoader(torch.arange(4) + 10 * rank, batch_size=2)
+    batches = ds_sparse.sequence_batches(loader)
+    wanted = [torch.tensor([10 * r + i, 10 * r + i + 1]) for i in (0, 2) for r in range(size)]
+    for _ in range(2):
+        assert torch.equal(torch.stack(list(batches)), torch.stack(wanted))
+    assert len(batches) == 2 * size
+    shorter = torch.utils.data.DataLoader(torch.arange(4 if rank else 2), batch_size=2)
+    assert "different numbers of batches" in refusal(lambda: list(ds_sparse.sequence_batches(shorter)))
+
+
+run_all()

@@ -1,0 +1,201 @@
+"""Sequence-parallel models of Transformers against the same models on one rank."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import transformers
+from cases import case, refusal, run_all
+from torch import distributed
+
+import ds_sparse
+from ds_sparse.integrations.transformers.sequence import MODEL_TYPES
+from ds_sparse.sequence.exchange import RanksOfSequence
+
+TOKENS = 165
+TEXT = {
+    "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32,
+    "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+BERT = TEXT | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+DISTILBERT = {
+    "vocab_size": 50, "dim": 32, "hidden_dim": 32, "n_heads": 4, "n_layers": 2, "max_position_embeddings": 256,
+    "dropout": 0.0, "attention_dropout": 0.0,
+}  # fmt: skip
+GROUPED = TEXT | {"num_key_value_heads": 2, "head_dim": 8}
+MODELS = {
+    "BertForMaskedLM": BERT,
+    "RobertaForMaskedLM": BERT,
+    "XLMRobertaForTokenClassification": BERT,
+    "CamembertForMaskedLM": BERT,
+    "ElectraForMaskedLM": BERT | {"embedding_size": 16},
+    "AlbertForMaskedLM": BERT | {"embedding_size": 16},
+    "DistilBertForMaskedLM": DISTILBERT,
+    "ModernBertForMaskedLM": TEXT | {"cls_token_id": 1, "sep_token_id": 2, "local_attention": 32},
+    "EuroBertForMaskedLM": TEXT | {"mask_token_id": 3},
+    "GPTNeoXForCausalLM": TEXT | {"hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "LlamaForCausalLM": TEXT | {"num_key_value_heads": 1},
+    "MistralForCausalLM": GROUPED | {"sliding_window": None},
+    "Qwen3ForCausalLM": GROUPED,
+}
+BLOCK = {"mode": "bigbird", "block": 16, "num_random_blocks": 1, "different_layout_per_head": True, "seed": 3}
+
+
+def make(name="BertForMaskedLM", **more):
+    torch.manual_seed(0)
+    cls = getattr(transformers, name)
+    model = cls(cls.config_class(**MODELS[name], **more)).double()
+    ds_sparse.sparsify(model, BLOCK)
+    return model
+
+
+def batch_of(name):
+    """One row that is filled, and one whose second half is padding, so that the last rank has no label of it."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 50, (2, TOKENS), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, 60:] = 0
+    ids[1, 60:] = 0
+    drawn = (torch.rand(ids.shape, generator=generator) < 0.2) & (mask == 1)
+    labels = torch.where(drawn, ids % 2 if "Token" in name else ids, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def step(model, batch):
+    """The loss and the gradients of one backward."""
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def assert_step_is(model, batch, wanted):
+    loss, grads = step(model, batch)
+    torch.testing.assert_close(loss, wanted[0])
+    for grad, of_one in zip(grads, wanted[1], strict=True):
+        torch.testing.assert_close(RanksOfSequence().sum_of(grad), of_one)
+
+
+@case
+def models_have_the_loss_and_gradients_of_one_rank():
+    types = set()
+    for name in MODELS:
+        model, batch = make(name), batch_of(name)
+        wanted = step(model, batch)
+        ds_sparse.sequence_parallel(model)
+        assert_step_is(model, batch, wanted)
+        types.add(model.config.model_type)
+    assert types == set(MODEL_TYPES)
+
+
+@case
+def without_a_mask_and_where_a_rank_has_no_labels():
+    for name in ("RobertaForMaskedLM", "GPTNeoXForCausalLM"):
+        model, batch = make(name), batch_of(name)
+        del batch["attention_mask"]
+        batch["labels"][:, 70:] = -100
+        wanted = step(model, batch)
+        ds_sparse.sequence_parallel(model)
+        assert_step_is(model, batch, wanted)
+
+
+@case
+def activation_checkpointing_and_two_forwards_before_a_backward():
+    model, batch = make(), batch_of("BertForMaskedLM")
+    shorter = {key: value[:, :100].contiguous() for key, value in batch.items()}
+    first, second = step(model, batch), step(model, shorter)
+    ds_sparse.sequence_parallel(model)
+    model.activation_checkpointing_enable()
+    assert_step_is(model, batch, first)
+    model.zero_grad()
+    (model(**batch).loss + model(**shorter).loss).backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    for grad, *of_one in zip(grads, first[1], second[1], strict=True):
+        torch.testing.assert_close(RanksOfSequence().sum_of(grad), sum(of_one))
+
+
+@case
+def attention_dropout_trains_and_is_repeated_by_checkpoints():
+    model, batch = make(), batch_of("BertForMaskedLM")
+    model.config.attention_probs_dropout_prob = 0.3
+    for module in model.modules():
+        if hasattr(module, "dropout") and "SelfAttention" in type(module).__name__:
+            module.dropout.p = 0.3
+    dry = step(make(), batch)
+    ds_sparse.sequence_parallel(model)
+    torch.manual_seed(distributed.get_rank())
+    plain = step(model, batch)
+    model.activation_checkpointing_enable()
+    torch.manual_seed(distributed.get_rank())
+    again = step(model, batch)
+    assert not torch.allclose(plain[0], dry[0])
+    for one, other in zip((plain[0], *plain[1]), (again[0], *again[1]), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@case
+def tuples_evaluation_and_undo():
+    model, batch = make(), batch_of("BertForMaskedLM")
+    loss, logits = model(**batch, return_dict=False)
+    parallel = ds_sparse.sequence_parallel(model)
+    own_loss, own_logits = model(**batch, return_dict=False)
+    torch.testing.assert_close(own_loss, loss)
+    model.eval()
+    with torch.no_grad():
+        own = model(batch["input_ids"], batch["attention_mask"]).logits
+    first = 83 * distributed.get_rank()
+    torch.testing.assert_close(own, logits[:, first : first + own.shape[1]])
+    torch.testing.assert_close(own_logits, own)
+    parallel.undo()
+    torch.testing.assert_close(model(**batch).loss, loss)
+
+
+@case
+def batches_that_cannot_be_cut_are_refused_on_all_ranks():
+    model, batch = make(), batch_of("BertForMaskedLM")
+    ds_sparse.sequence_parallel(model)
+    other = copy.deepcopy(batch)
+    other["input_ids"] += distributed.get_rank()
+    assert "given different batches" in refusal(lambda: model(**other))
+    shorter = {key: value[:, : 160 - distributed.get_rank()] for key, value in batch.items()}
+    assert "(of 2 x 160, 2 x 159 tokens)" in refusal(lambda: model(**shorter))
+    ids, labels = batch["input_ids"], batch["labels"]
+    packed = torch.arange(TOKENS)[None] % 50
+    assert "packed documents" in refusal(lambda: model(input_ids=ids, labels=labels, position_ids=packed))
+    assert "without labels" in refusal(lambda: model(input_ids=ids))
+    assert "num_items_in_batch" in refusal(lambda: model(**batch, num_items_in_batch=torch.tensor(3)))
+    assert "no input_ids" in refusal(lambda: model(inputs_embeds=torch.ones(2, TOKENS, 32)))
+    pairs = batch | {"attention_mask": torch.ones(2, 1, TOKENS, TOKENS)}
+    assert "attention_mask has shape" in refusal(lambda: model(**pairs))
+    short = {key: value[:, :1] for key, value in batch.items()}
+    assert "sequences of 1 tokens for 2 ranks" in refusal(lambda: model(**short))
+    assert "call the whole model" in refusal(lambda: model.bert(ids))
+
+
+@case
+def models_that_cannot_be_cut_are_refused():
+    parallel = ds_sparse.sequence_parallel
+
+    def sparse(cls, config):
+        model = cls(config)
+        ds_sparse.sparsify(model, {"mode": "fixed", "block": 16})
+        return model
+
+    config = transformers.BertConfig(**BERT)
+    assert "is not sparse" in refusal(lambda: parallel(transformers.BertForMaskedLM(config)))
+    pooled = sparse(transformers.BertModel, config)
+    assert "not one of each token" in refusal(lambda: parallel(pooled))
+    assert "not one of each token" in refusal(lambda: parallel(sparse(transformers.BertLMHeadModel, config)))
+    esm = transformers.EsmConfig(**BERT, position_embedding_type="rotary")
+    assert "a esm model" in refusal(lambda: parallel(sparse(transformers.EsmForMaskedLM, esm)))
+    one_head = transformers.BertConfig(**BERT | {"num_attention_heads": 1})
+    few = sparse(transformers.BertForMaskedLM, one_head)
+    assert "at most 1 ranks" in refusal(lambda: parallel(few))
+    model = make()
+    parallel(model)
+    assert "it is already" in refusal(lambda: parallel(model))
+    assert "holds 0 models" in refusal(lambda: parallel(torch.nn.Linear(2, 2)))
+
+
+run_all()

@@ -1,0 +1,21 @@
+import pytest
+from sequence.ranks import assert_passed, cases_of, reports
+
+from ds_sparse import FixedSparsityConfig, SequenceParallelAttention
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("case", cases_of("core.py"))
+def test_sequence_parallel_attention_is_that_of_one_rank(case, ranks):
+    assert_passed("core.py", ranks, case)
+
+
+def test_sequence_parallel_a_deal_that_is_not_even_is_printed_once():
+    printed = reports("core.py", 4)[""]
+    line = "do not deal evenly to 4 ranks: they have 2, 1, 1, 1 heads with 126, 63, 63, 63 live blocks"
+    assert printed.count(line) == 1, printed
+
+
+def test_sequence_parallel_attention_without_other_ranks_says_what_to_call():
+    with pytest.raises(RuntimeError, match="torch.distributed does not run.*init_process_group"):
+        SequenceParallelAttention(FixedSparsityConfig(num_heads=4))
