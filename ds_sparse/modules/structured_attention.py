@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 from torch.nn.functional import dropout, pad
 
 from ..index import BlockIndex, lasting, plain
-from ..index.cache import kept
+from ..index.cache import kept, refuse_traced
 from ..index.documents import Documents
 from ..index.master_layout import MasterLayout
 from ..layout import as_bool_layout, crop, on_cpu, share_equal_heads
@@ -79,6 +80,7 @@ class StructuredAttention:
         self.sparsity_config = sparsity_config
         self.implementation = implementation
         self.doubles = doubles
+        self._parts: dict[range, StructuredAttention] = {}
         self._master = self._build(max_seq_length)
         self._awaits_other_ranks = without_seed(sparsity_config)
         self.synchronize_layout()
@@ -127,6 +129,17 @@ class StructuredAttention:
     def ops(self, seq_len: int, device: torch.device) -> SparseOps:
         """The separate operations for `seq_len` tokens, rounded up to whole blocks; they share one index."""
         return self.covering(seq_len).ops(seq_len, device)
+
+    def of_heads(self, heads: range) -> StructuredAttention:
+        """Attention of some of the heads on their part of the layouts, as a rank has them under tensor parallelism.
+
+        Raises:
+            RuntimeError: it has not been asked for before, and torch.compile traces.
+        """
+        if heads not in self._parts:
+            refuse_traced("The layout of a rank's heads cannot be made", "call once with this length before.")
+            self._parts[heads] = _OfHeads(self, heads)
+        return self._parts[heads]
 
     def ops_made(self) -> dict[int, SparseOps]:
         """What `ops` has made and still keeps, by length."""
@@ -301,6 +314,37 @@ class StructuredAttention:
                 )
             self.layout = from_rank_0(self._master.layout)
             self._awaits_other_ranks = False
+
+
+class _OfHeads(StructuredAttention):
+    """Some heads of another one, on its layouts."""
+
+    def __init__(self, whole: StructuredAttention, heads: range):
+        self._whole, self._heads = whole, slice(heads.start, heads.stop)
+        self._of_layouts: dict[int, tuple[_Layout, _Layout]] = {}
+        self.sparsity_config = copy.copy(whole.sparsity_config)
+        self.sparsity_config.num_heads = len(heads)
+        self.implementation, self.doubles = whole.implementation, whole.doubles
+
+    @property
+    def _master(self) -> _Layout:  # type: ignore[override] # there it is an attribute
+        return self._of(self._whole._master)
+
+    def covering(self, seq_len: int) -> _Layout:
+        return self._of(self._whole.covering(seq_len))
+
+    def synchronize_layout(self) -> None:
+        self._whole.synchronize_layout()
+
+    def _of(self, layout: _Layout) -> _Layout:
+        """The heads' part of a layout of all heads, made once."""
+        of, part = self._of_layouts.get(layout.blocks, (None, None))
+        if part is None or of is not layout:
+            refuse_traced("The layout of a rank's heads cannot be made", "call once with this length before.")
+            heads = layout.layout if len(layout.layout) == 1 else layout.layout[self._heads]
+            part = _Layout(heads, layout.block, self.sparsity_config.num_heads)
+            self._of_layouts[layout.blocks] = layout, part
+        return part
 
 
 class _Layout(MasterLayout):

@@ -19,6 +19,7 @@ from ...notices import say_notices
 from ..pretrained import NAME
 from .binding import attached_to, which
 from .mask_windows import hides_nothing, is_seen_to_hide_nothing
+from .tensor_parallel import attention_of
 from .trial import Refused
 
 MASK_DTYPE = torch.uint8
@@ -106,7 +107,7 @@ def attend(
             "keys of all queries, and a mask of all keys."
         )
     padding = None if mask is None or is_seen_to_hide_nothing(mask) else mask.bool()
-    return attached_to(module).attention(
+    return attention_of(module, query)(
         query, key[:, :, :keys], value[:, :, :keys], scale=scale, dropout_p=dropout_p, key_padding_mask=padding,
         sinks=sinks, causal=True, query_offset=offset or None,
     )  # fmt: skip

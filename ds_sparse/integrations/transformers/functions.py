@@ -12,15 +12,17 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from ...layout import is_distributed
 from ...modules.bert import VARIANTS
 from ...modules.structured_attention import of_keys_or_pairs
 from ..pretrained import NAME
 from . import causal
-from .binding import attached_to, local_attention_of, which
+from .binding import local_attention_of, which
 from .distances import of_distances
 from .mask_windows import is_seen_to_hide_nothing, window_of_mask
 from .packing import PackedDocuments
 from .sequence import Part, attend_part, is_in_parts
+from .tensor_parallel import attention_of, on_local_heads
 from .trial import Masks, OtherKeys, Refused
 
 
@@ -45,7 +47,7 @@ def attention(
     Args:
         module: the layer; its `config.sparse_attention` says the structure.
         query: (B, H, T, D), any strides, any T; key, value: alike, or with fewer heads that divide H. Of a causal layer
-            they may have cached keys in front.
+            they may have cached keys in front. Under tensor parallelism H are this rank's heads; or DTensors by heads.
         attention_mask: (B, T) bool, True keeps; or (B, 1 or H, 1 or T, T), where bool keeps and a float is added; a
             float that requires a gradient gets one. Of a causal layer what `key_padding_mask` gives.
         scaling: factor of the scores, 1 / sqrt(D) by default.
@@ -65,6 +67,14 @@ def attention(
             ...), no structure, a mask of another kind.
         SparseAttentionConfigError: the structure in the config is wrong.
     """
+    if any(map(is_distributed, (query, key, value))):
+        more |= {"dropout": dropout, "is_causal": is_causal, "position_bias": position_bias, "s_aux": s_aux}
+        more |= {"ds_sparse_documents": ds_sparse_documents, "ds_sparse_sequence": ds_sparse_sequence}
+
+        def attend(*local: torch.Tensor) -> torch.Tensor:
+            return attention(module, *local, attention_mask, scaling, sliding_window=sliding_window, **more)[0]
+
+        return on_local_heads(module, attend, query, key, value), None
     is_causal = causal.is_causal(module) if is_causal is None else is_causal
     _refuse_what_is_asked(module, {**more, **({"position_bias": position_bias} if is_causal else {"s_aux": s_aux})})
     _refuse_other_windows(module, sliding_window)
@@ -119,7 +129,7 @@ def _attend(
         added["rpe"] = rpe.to(query.dtype)
     if distance_bias is not None:
         added["distance_bias"] = distance_bias
-    return attached_to(module).attention(query, key, value, scale=scale, dropout_p=dropout_p, **added)
+    return attention_of(module, query)(query, key, value, scale=scale, dropout_p=dropout_p, **added)
 
 
 @torch.compiler.disable(
@@ -141,7 +151,7 @@ def _attend_packed(
     tokens, as models have them: the end of a row is the end of a document, too."""
     rows, tokens = query.shape[0], query.shape[2]
     query, key, value = (x.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    output = attached_to(module).attention(
+    output = attention_of(module, query)(
         query, key, value, scale=scale, dropout_p=dropout_p, sinks=sinks, causal=is_causal,
         cu_seqlens=documents.cu_seqlens,
     )  # fmt: skip
