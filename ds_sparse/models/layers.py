@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
-from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
 
+from ..modules.code_names import calls_attention
 from ..modules.layers import cross_attention_layers, ours_and_others
 from .families import families
 
@@ -46,19 +44,7 @@ def _callers(model: nn.Module, known: set[nn.Module]) -> dict[str, nn.Module]:
         if module in inside or not around.isdisjoint(module.modules()):
             continue
         kind: Any = type(module)
-        if _names_the_function(kind):
+        if calls_attention(kind):
             found[name] = module
             around.add(module)
     return dict(reversed(found.items()))
-
-
-@functools.cache
-def _names_the_function(kind: Any) -> bool:
-    own = [base for base in kind.__mro__ if issubclass(base, nn.Module) and not base.__module__.startswith("torch.")]
-    functions = [value for base in own for name, value in vars(base).items() if name != "__init__"]
-    return any(_names(function.__code__) for function in functions if isinstance(function, FunctionType))
-
-
-def _names(code: CodeType) -> bool:
-    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return scaled_dot_product_attention.__name__ in code.co_names or any(map(_names, inner))

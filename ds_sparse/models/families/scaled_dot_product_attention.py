@@ -2,7 +2,7 @@
 
 A layer is tried first, without weights and without computing: alone on made-up hidden states, and where it wants more
 than these, inside the model. Only one that called the function, on query, key and value (B, H, T, D) of one sequence,
-is taken. What a trial cannot show is seen in each forward, which raises where nothing was computed sparsely
+is taken. What a trial cannot show is seen in each call, which raises where nothing was computed sparsely
 (`modules/intercepted_attention.py`).
 """
 
@@ -22,6 +22,7 @@ from ...modules.intercepted_attention import (
     SparseCalls,
     make_calls_dense,
     make_calls_sparse,
+    watched_methods,
 )
 from ...modules.structured_attention import StructuredAttention
 from ..fake_copy import fake_copy, trying
@@ -110,9 +111,11 @@ def _heads(name: str, layer: nn.Module, tried: _Tried) -> int:
         raise ValueError(str(tried.refusal)) from tried.refusal
     if len(tried.heads) > 1:
         raise ValueError(f"{what} calls scaled_dot_product_attention with {sorted(tried.heads)} heads; give all one.")
-    if "forward" in vars(layer):
+    replaced = next((method for method in ("forward", *watched_methods(type(layer))) if method in vars(layer)), None)
+    if replaced is not None:
         raise ValueError(
-            f"{what} would stay dense: its forward was replaced, as hooks of accelerate do; call sparsify before that."
+            f"{what} would stay dense: its {replaced} was replaced, as hooks of accelerate do; call sparsify before "
+            "that."
         )
     return next(iter(tried.heads))
 
