@@ -309,6 +309,17 @@ def test_plain_pytorch_models_are_made_sparse_and_held_to_the_json(make_args, ca
         ds_sparse.initialize(args=make_args(), model=torch.nn.ModuleList([Calls()]))
 
 
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_model_of_several_kinds_that_sparsify_made_sparse_is_taken_with_the_same_entries(make_args, number, capsys):
+    encoder = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model = torch.nn.Sequential(Calls(), encoder, Calls())
+    block = {"mode": "fixed", "block": 16, "layers": {str(number): None, "2": {"mode": "dense"}}}
+    ds_sparse.sparsify(model, block, max_seq_length=64)
+    ds_sparse.initialize(args=make_args(block=block), model=model, model_parameters=model.parameters())
+    sparse = 3 if number == 2 else 2
+    assert f"sparse attention is on in {sparse} of 3 attention layers." in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("make_model", ["DenseModel", "BertModel"])
 def test_a_checkpoint_keeps_random_blocks_that_were_drawn(make_args, make_model, tmp_path):
     transformers = pytest.importorskip("transformers")

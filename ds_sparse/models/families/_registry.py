@@ -15,6 +15,10 @@ class Family(ABC):
     """A kind of models, and how their attention layers become sparse. A file of its own has a subclass, and registers
     an object of it."""
 
+    counts_by_model = False
+    """Whether each model of this family counts its attention layers by itself for `layers` of the block; the layers of
+    all other families are counted together, and `Structures.of_layer` has the structure of each."""
+
     @abstractmethod
     def of_this_family(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         """Those of the dense attention layers of a model, by name, that belong to models of this family."""

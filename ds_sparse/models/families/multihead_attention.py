@@ -29,9 +29,10 @@ class MultiheadAttention(Family):
         structures: Structures,
         max_seq_length: int | None,
     ) -> list[Change]:
-        heads = {name: _heads(name, layer) for name, layer in layers.items()}
-        alike, left = by_structure(model, layers, heads, structures, max_seq_length)
-        changes: list[Change] = [Turn(model, those, attention) for attention, those in alike]
+        kinds = {name: (_heads(name, layer),) for name, layer in layers.items()}
+        structures.check_repeatable(kinds.values())
+        alike, left = by_structure(layers, kinds, structures)
+        changes: list[Change] = [Turn(model, those.layers, those.attention(model, max_seq_length)) for those in alike]
         kept = {NULL: left, CROSS_ATTENTION: cross_attention_layers(model)}
         return changes + [StayDense(those, why) for why, those in kept.items() if those]
 

@@ -52,9 +52,11 @@ class ScaledDotProductAttention(Family):
     ) -> list[Change]:
         tried = _try(model, layers)
         cross_attention = {name: layers[name] for name, seen in tried.items() if seen.is_cross_attention}
-        heads = {name: _heads(name, layers[name], seen) for name, seen in tried.items() if name not in cross_attention}
-        alike, left = by_structure(model, layers, heads, structures, max_seq_length)
-        changes: list[Change] = [Interceptions(those, attention) for attention, those in alike]
+        selves = {name: seen for name, seen in tried.items() if name not in cross_attention}
+        kinds = {name: (_heads(name, layers[name], seen),) for name, seen in selves.items()}
+        structures.check_repeatable(kinds.values())
+        alike, left = by_structure(layers, kinds, structures)
+        changes: list[Change] = [Interceptions(those.layers, those.attention(model, max_seq_length)) for those in alike]
         kept = {NULL: left, CROSS_ATTENTION: cross_attention}
         return changes + [StayDense(those, why) for why, those in kept.items() if those]
 
