@@ -294,11 +294,14 @@ def _check_layers(
             f"--{FLAG} is on and {type(model).__name__} has no self-attention layer that ds_sparse knows; use "
             "ds_sparse.SparseSelfAttention or ds_sparse.BertSparseSelfAttention in it, or leave the flag away."
         )
+    if not sparse:
+        return
     numbered = numbers(model, {**sparse, **dense})
     left = {name for name in dense if name in numbered and block_of_layer(block, numbered[name]) is None}
-    left = left.union(*(family.left_dense(model, dense) for family in families()))
-    if sparse and dense.keys() - left:
-        names = [name for name in dense if name not in left]
+    others = {name: layer for name, layer in dense.items() if name not in left}
+    beside = set[str]().union(*(family.left_dense(model, others) for family in families()))
+    names = [name for name in others if name not in beside]
+    if names:
         raise ValueError(
             f"--{FLAG} is on and {len(sparse)} of the model's {len(sparse) + len(dense)} attention layers are sparse "
             f"(dense: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}); build all of them sparse, with "

@@ -294,6 +294,19 @@ class Calls(torch.nn.Module):
         return torch.nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
 
 
+def test_a_model_is_tried_once(make_args):
+    class Counted(Calls):
+        ran = 0
+
+        def forward(self, x):
+            Counted.ran += 1
+            return super().forward(x)
+
+    model = torch.nn.Sequential(Counted(), Counted())
+    ds_sparse.initialize(args=make_args(block={"mode": "fixed"}), model=model, model_parameters=model.parameters())
+    assert Counted.ran == 2
+
+
 def test_plain_pytorch_models_are_made_sparse_and_held_to_the_json(make_args, capsys):
     decoder = torch.nn.TransformerDecoderLayer(32, 4, 64, batch_first=True)
     model = torch.nn.ModuleDict({"decoder": decoder, "calls": Calls()})

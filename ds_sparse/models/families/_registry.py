@@ -34,6 +34,9 @@ class Family(ABC):
         """What makes these layers sparse, ready to be switched on. It is called without layers too: the model may hold
         attention that is known by no projection.
 
+        Args:
+            layers: what `of_this_family` has returned.
+
         Raises:
             ValueError: a layer that would stay dense, or would not be computed as before; nothing has been changed.
         """

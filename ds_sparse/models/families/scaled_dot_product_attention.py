@@ -41,7 +41,8 @@ class ScaledDotProductAttention(Family):
 
     def of_this_family(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         candidates = {name: layer for name, layer in layers.items() if not in_the_manner(name, layer)}
-        return {name: candidates[name] for name, tried in _try(model, candidates).items() if tried.called}
+        tried = {name: seen for name, seen in _try(model, candidates).items() if seen.called}
+        return _TriedLayers({name: candidates[name] for name in tried}, tried)
 
     def changes(
         self,
@@ -50,7 +51,7 @@ class ScaledDotProductAttention(Family):
         structures: Structures,
         max_seq_length: int | None,
     ) -> list[Change]:
-        tried = _try(model, layers)
+        tried = layers.tried if isinstance(layers, _TriedLayers) else _try(model, layers)
         cross_attention = {name: layers[name] for name, seen in tried.items() if seen.is_cross_attention}
         selves = {name: seen for name, seen in tried.items() if name not in cross_attention}
         kinds = {name: (_heads(name, layers[name], seen),) for name, seen in selves.items()}
@@ -104,6 +105,14 @@ class _Tried:
         """Stands for StructuredAttention."""
         self.heads.add(query.shape[1])
         return torch.empty_like(query)
+
+
+class _TriedLayers(dict[str, nn.Module]):
+    """Layers by name, with what they called in the trial that found them: a trial takes some 40 ms a layer."""
+
+    def __init__(self, layers: Mapping[str, nn.Module], tried: Mapping[str, _Tried]):
+        super().__init__(layers)
+        self.tried = tried
 
 
 def _heads(name: str, layer: nn.Module, tried: _Tried) -> int:
