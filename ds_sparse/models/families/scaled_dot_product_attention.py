@@ -9,7 +9,7 @@ is taken. What a trial cannot show is seen in each call, which raises where noth
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,15 +25,12 @@ from ...modules.intercepted_attention import (
     watched_methods,
 )
 from ...modules.structured_attention import StructuredAttention
-from ..fake_copy import fake_copy, trying
+from ..fake_copy import TOKENS, fake_copy, made_up_inputs, trying
 from ..report import NULL, Change, Kind, StayDense, describe
 from ..structures import Structures
 from ._plain import CROSS_ATTENTION, by_structure
 from ._registry import Family
 from .bing_bert import in_the_manner
-
-TOKENS = 8
-"""Tokens of a trial, in a batch of two."""
 
 
 class ScaledDotProductAttention(Family):
@@ -150,20 +147,11 @@ def _alone(name: str, layer: nn.Module) -> _Tried:
 
 def _inside(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, _Tried]:
     names = {layer: name for name, layer in layers.items()}
-    for dtype, shape in _inputs(model):
+    for dtype, shape in made_up_inputs(model):
         seen = {name: _Tried() for name in layers}
         if _run(model, names, seen, dtype, shape):
             return seen
     return {name: _Tried() for name in layers}
-
-
-def _inputs(model: nn.Module) -> Iterator[tuple[torch.dtype, tuple[int, ...]]]:
-    """Token ids where a model has a table of embeddings; hidden states."""
-    if any(isinstance(module, nn.Embedding) for module in model.modules()):
-        yield torch.int64, (2, TOKENS)
-    widths = [module.in_features for module in model.modules() if isinstance(module, nn.Linear)]
-    if widths:
-        yield torch.float32, (2, TOKENS, widths[0])
 
 
 def _run(
