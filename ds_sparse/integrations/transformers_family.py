@@ -25,6 +25,8 @@ from .pretrained import is_switched, layers_by_model, models_around, pretrained_
 class TransformersEncoders(Family):
     """Models on the attention interface: no module changes, nor a key of the state dict."""
 
+    counts_by_model = True  # as the config of each keeps the block
+
     def of_this_family(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         owners = pretrained_model_around(model)
         return {name: layer for name, layer in layers.items() if layer in owners}

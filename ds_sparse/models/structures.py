@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..common_seed import set_common_seed
@@ -15,10 +15,22 @@ from ..sparsity import FixedSparsityConfig, SparsityConfig
 
 
 class Structures:
-    """The structures that were asked for, by number of heads, so that all layers of a kind have the same."""
+    """The structures that were asked for, by number of heads, so that all layers of a kind have the same.
 
-    def __init__(self, wanted: SparsityConfig | Mapping[str, Any] | None):
-        self.wanted = wanted
+    Args:
+        wanted: the structure, or a dict with the keys of the JSON block.
+        numbers: those of layers, by name, by which `layers` of the block counts them (`models/layers.py`); not those
+            of families that count them themselves.
+        model: the name of the model, for errors.
+    """
+
+    def __init__(
+        self,
+        wanted: SparsityConfig | Mapping[str, Any] | None,
+        numbers: Mapping[str, int] | None = None,
+        model: str = "the model",
+    ):
+        self.wanted, self._numbers, self._model = wanted, numbers or {}, model
         self._made: dict[tuple[int, int, int | None], LayerStructures] = {}
 
     def make(self, num_heads: int, saved: Mapping[str, Any] | None = None) -> SparsityConfig:
@@ -30,7 +42,11 @@ class Structures:
         return for_all_layers(self.by_layer(num_heads, saved=saved))
 
     def by_layer(
-        self, num_heads: int, num_layers: int | None = None, saved: Mapping[str, Any] | None = None, model: str = ""
+        self,
+        num_heads: int,
+        num_layers: int | None = None,
+        saved: Mapping[str, Any] | None = None,
+        model: str = "the model",
     ) -> LayerStructures:
         """The structures for so many heads; where none was asked for, those of the block that was saved with the model,
         and where they have no seed, with the seed of that block.
@@ -44,23 +60,28 @@ class Structures:
         if key not in self._made:
             self._made[key] = make_structures(wanted, num_heads, seed)
         structures = self._made[key]
-        wrong = [] if num_layers is None else beyond(structures.entries, num_layers, model or "the model")
+        wrong = [] if num_layers is None else beyond(structures.entries, num_layers, model)
         if wrong:
             raise SparseAttentionConfigError([f"{BLOCK_KEY}.{LAYERS_KEY}.{sentence}" for sentence in wrong])
         return structures
 
-    def repeatable_by_layer(self, num_heads: int, num_layers: int, model: str) -> LayerStructures:
-        """`by_layer` for a model that saves neither structure nor layout: random blocks need a seed from who asked.
+    def of_layer(self, name: str, num_heads: int) -> SparsityConfig | None:
+        """The structure of a layer that `numbers` has, for its number of heads; None where it is to stay dense.
 
         Raises:
-            ValueError: as `by_layer`; they have none.
+            ValueError: as `by_layer`.
         """
-        if self.wanted is not None:
-            given = _read(self.wanted, num_heads)
-            for structure in (given.others, *given.entries.values()):
-                if structure is not None:
-                    check_repeatable(structure)
-        return self.by_layer(num_heads, num_layers, model=model)
+        return self.by_layer(num_heads, len(self._numbers), model=self._model).of(self._numbers[name])
+
+    def check_repeatable(self, kinds: Iterable[tuple[int, ...]]) -> None:
+        """Raises ValueError where random blocks have no seed from who asked, for layers that save neither structure nor
+        layout. A kind of layers begins with their number of heads."""
+        given = (
+            [] if self.wanted is None else [_read(self.wanted, heads) for heads in {kind[0]: None for kind in kinds}]
+        )
+        for structure in (structure for those in given for structure in (those.others, *those.entries.values())):
+            if structure is not None:
+                check_repeatable(structure)
 
 
 def for_all_layers(structures: LayerStructures) -> SparsityConfig:
