@@ -171,6 +171,13 @@ def test_big_bird_that_is_too_short_for_blocks_attends_to_all():
     assert BigBirdConverter().structure(make("BigBirdModel", max_position_embeddings=9 * BLOCK))["mode"] == "dense"
 
 
+@pytest.mark.parametrize("size", [4, 20])
+def test_big_bird_with_blocks_of_another_size_needs_a_structure(size):
+    sentence = f"has config.block_size {size}, and blocks have 8, 16, 32, 64 or 128 tokens; give a structure"
+    with pytest.raises(ValueError, match=sentence):
+        BigBirdConverter().structure(make("BigBirdModel", block_size=size))
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "sentence"),
     [

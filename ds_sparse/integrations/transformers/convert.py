@@ -41,8 +41,9 @@ def convert(
         What became sparse; `str()` is a table.
 
     Raises:
-        ValueError: no such model, one of another family, with a head that RoBERTa or BERT does not have, or without a
-            tokenizer, an `out` that holds something. Then nothing has been written.
+        ValueError: no such model, one of another family, with a head that RoBERTa or BERT does not have, a BigBird with
+            blocks of a size that structures do not have and no `sparsity_config`, one without a tokenizer, an `out`
+            that holds something. Then nothing has been written.
         SparseAttentionConfigError: the dict is wrong (a ValueError).
         TypeError: neither a structure nor a dict.
 
@@ -58,8 +59,8 @@ def convert(
                 f"{type(checkpoint.model).__name__} is neither a Longformer nor a BigBird; sparsify and ds_sparse "
                 "adapt take other encoders as they are."
             )
-        converted = converter.convert(checkpoint.model)
         structure = converter.structure(checkpoint.model) if sparsity_config is None else sparsity_config
+        converted = converter.convert(checkpoint.model)
         report = sparsify(converted, structure, max_seq_length=positions(converted))
         dataclasses.replace(checkpoint, model=converted).save(folder)
     return report

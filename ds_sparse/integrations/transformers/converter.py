@@ -44,7 +44,11 @@ class Converter(ABC):
 
     @abstractmethod
     def structure(self, model: PreTrainedModel) -> Block:
-        """The block of the structure nearest to the model's own, at its longest sequence."""
+        """The block of the structure nearest to the model's own, at its longest sequence.
+
+        Raises:
+            ValueError: the model's own has blocks of a size that structures do not have.
+        """
 
     def convert(self, model: PreTrainedModel) -> PreTrainedModel:
         """The model of the target, dense, in eval mode and with weights of its own.
