@@ -13,7 +13,7 @@ import torch
 
 from ..dispatch import TILE, tile_heights
 from ..layout import causal_cut, check_values, unpack_bits, with_heads
-from .lasting import lasting, plain
+from .lasting import lasting, plain, refuse_without_values
 from .lists import Lists
 from .masks import layout_of_flex, layout_of_mask
 from .packing import MAX_BLOCKS
@@ -343,6 +343,7 @@ class BlockIndex:
 
     @lasting
     def _copied(self, device: torch.device) -> BlockIndex:
+        refuse_without_values("The index", self.bits)
         self._ready.wait(self._tensors)
         bits = self.bits.to(device)
         if device.type == "cuda":

@@ -17,6 +17,7 @@ from torch.nn.functional import dropout, pad
 
 from ..index import BlockIndex
 from ..index.cache import refuse_traced
+from ..index.lasting import refuse_without_values
 from ..index.lookup import index_of_layout
 from ..index.master_layout import MasterLayout
 from ..index.parts import Parts, parts_of
@@ -99,6 +100,7 @@ def parts_at(
 
 def _offsets(offset: Offset, batch: int) -> tuple[int, ...]:
     if isinstance(offset, Tensor) and offset.dtype in (torch.int32, torch.int64):
+        refuse_without_values("query_offset", offset)
         if offset.dim() and offset.shape != (batch,):
             raise ValueError(
                 f"query_offset has shape {tuple(offset.shape)}; it has to be an integer, or ({batch},), one a sequence."
@@ -262,8 +264,8 @@ def _gathered(
     """In plain PyTorch, on the keys and values that a block row of the queries sees."""
     wide = wide_dtype(query.dtype)
     listed = parts.keys_seen(offsets, query.shape[2], key.shape[2], options.causal, device)
-    token, seen = listed.token, listed.seen
-    scores_bias = torch.zeros((), dtype=wide, device=device)
+    token, seen = listed.token.to(query.device), listed.seen.to(query.device)  # which meta tensors are not on
+    scores_bias = torch.zeros((), dtype=wide, device=query.device)
     if options.key_padding_mask is not None:
         of_keys = key_bias_of(options.key_padding_mask, wide, key.shape[2], True)
         of_keys = of_keys[:, None, None].expand(len(query), token.shape[1], 1, -1)
