@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -106,8 +107,8 @@ def _offsets(offset: Offset, batch: int) -> tuple[int, ...]:
                 f"query_offset has shape {tuple(offset.shape)}; it has to be an integer, or ({batch},), one a sequence."
             )
         offsets = tuple(offset.reshape(-1).tolist()) or (0,)
-    elif isinstance(offset, int) and not isinstance(offset, bool):
-        offsets = (offset,)
+    elif isinstance(offset, Integral) and not isinstance(offset, bool):
+        offsets = (int(offset),)
     else:
         what = f"a tensor of {offset.dtype}" if isinstance(offset, Tensor) else repr(offset)
         raise TypeError(f"query_offset is {what}; it has to be an integer, or int32 or int64 numbers, one a sequence.")
@@ -192,14 +193,14 @@ def check_window_offset(offset: object, tokens: int, keys: int) -> int:
         TypeError: no integer.
         ValueError: below 0; queries behind the last key.
     """
-    if not isinstance(offset, int) or isinstance(offset, bool):
+    if not isinstance(offset, Integral) or isinstance(offset, bool):
         raise TypeError(f"query_offset is {offset!r}; in a window it has to be an integer, the same for all sequences.")
     if not 0 <= offset <= keys - tokens:
         raise ValueError(
             f"query_offset is {offset}, for {tokens} queries among {keys} keys; in a window it has to be from 0 to "
             f"{keys - tokens}, so that the queries' own keys are there."
         )
-    return offset
+    return int(offset)
 
 
 def _in_own_dtype(query: Tensor) -> AbstractContextManager:

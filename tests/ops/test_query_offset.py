@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from helpers import EXAMPLES, generator, leaf, random, seeded
@@ -178,6 +179,16 @@ def test_an_offset_of_zero_takes_the_top_left_of_a_larger_layout(device: str):
         found = block_sparse_attention(query, key, value, live, block=8, query_offset=0, causal=causal)
         expected = block_sparse_attention(query, key, value, live[:, :7, :7].clone(), block=8, causal=causal)
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("tokens", [3, FEW_QUERIES + 4])
+def test_an_integer_of_numpy_is_an_offset(tokens: int):
+    query, key = (random(seeded(), 1, 2, n, 8) for n in (tokens, 40))
+    for attend in (
+        lambda offset: block_sparse_attention(query, key, key, torch.ones(8, 8), block=8, query_offset=offset),
+        lambda offset: window_attention(query, key, key, 4, query_offset=offset),
+    ):
+        assert attend(np.int64(9)).equal(attend(9))
 
 
 def test_a_changed_layout_is_seen(device: str):
