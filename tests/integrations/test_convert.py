@@ -221,6 +221,16 @@ def test_a_checkpoint_is_converted_with_its_tokenizer_and_its_weights_stay_tied(
     assert torch.equal(seen(converted(**batch), batch), seen(expected(**batch), batch))
 
 
+def test_the_dtype_stays():
+    assert BigBirdConverter().convert(make("BigBirdModel").bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_word_embeddings_stay_tied_or_apart(tied):
+    bert = BigBirdConverter().convert(make("BigBirdForMaskedLM", tie_word_embeddings=tied))
+    assert (bert.get_input_embeddings().weight is bert.get_output_embeddings().weight) == tied
+
+
 def test_another_structure_can_be_given_and_another_family_cannot(tmp_path):
     save(make("LongformerModel"), tmp_path / "longformer")
     block = {"mode": "fixed", "block": 64}

@@ -221,7 +221,10 @@ def test_a_static_cache_has_room_behind_its_keys():
 def test_a_static_cache_of_windows_is_refused():
     model, batch = make("gemma3"), make_batch(20, 0, 0)
     ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK})
-    with pytest.raises(ValueError, match=r"has \d+ queries and room for \d+ keys, as in a static cache of layers with a window.*the default cache"):
+    with pytest.raises(
+        ValueError,
+        match=r"has \d+ queries and room for \d+ keys, as in a static cache of layers with a window.*the default cache",
+    ):
         model.generate(**batch, max_new_tokens=4, cache_implementation="static", disable_compile=True)
 
 
@@ -276,7 +279,9 @@ def test_a_structure_that_no_layer_uses_is_said(capsys):
 def test_masks_of_pairs_are_refused():
     model, batch = make("llama"), make_batch(20, 0, 0)
     ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK})
-    with pytest.raises(ValueError, match=r"a mask of pairs of tokens, \(2, 1, 20, 20\); .* takes \(batch, tokens\) there"):
+    with pytest.raises(
+        ValueError, match=r"a mask of pairs of tokens, \(2, 1, 20, 20\); .* takes \(batch, tokens\) there"
+    ):
         model(batch["input_ids"], attention_mask=torch.ones(2, 1, 20, 20, dtype=torch.bool))
 
 

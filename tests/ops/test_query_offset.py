@@ -151,6 +151,17 @@ def test_padding_may_be_nan_while_decoding(device: str):
     assert torch.equal(block_sparse_attention(query, key, value, layout, **options), expected)
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_padding_in_a_window_may_be_nan_while_decoding(device: str, tokens: int):
+    padding = torch.ones(1, 30, dtype=torch.bool, device=device)
+    padding[:, :26] = False
+    query, key, value = (torch.randn(1, 2, n, 8, device=device) for n in (tokens, 30, 30))
+    options = {"causal": True, "key_padding_mask": padding, "query_offset": 30 - tokens}
+    expected = window_attention(query, key, value, 8, **options)
+    key[:, :, :26] = value[:, :, :26] = math.nan
+    assert torch.equal(window_attention(query, key, value, 8, **options), expected)
+
+
 @pytest.mark.parametrize("tokens", [2, FEW_QUERIES + 1])
 def test_dropout_leaves_the_mean(device: str, tokens: int):
     layout = torch.ones(8, 8, dtype=torch.bool)
