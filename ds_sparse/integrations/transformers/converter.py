@@ -74,7 +74,6 @@ class Converter(ABC):
             raise ValueError(f"{name} lacks {', '.join(missing)}, which {cls.__name__} has; it cannot be converted.")
         if unexpected:
             say(f"left out, as {cls.__name__} does not have it: {', '.join(unexpected)}.")
-        converted.tie_weights()
         return converted.eval()
 
     def _config(self, cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
