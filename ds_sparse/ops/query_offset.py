@@ -195,7 +195,7 @@ def check_window_offset(offset: object, tokens: int, keys: int) -> int:
     """
     if not isinstance(offset, Integral) or isinstance(offset, bool):
         raise TypeError(f"query_offset is {offset!r}; in a window it has to be an integer, the same for all sequences.")
-    if not 0 <= offset <= keys - tokens:
+    if not 0 <= int(offset) <= keys - tokens:
         raise ValueError(
             f"query_offset is {offset}, for {tokens} queries among {keys} keys; in a window it has to be from 0 to "
             f"{keys - tokens}, so that the queries' own keys are there."

@@ -94,8 +94,8 @@ def refuse_other_masks(module: nn.Module, mask: torch.Tensor | None) -> None:
             "without cache_implementation."
         )
     raise Refused(
-        f"{which(module)} is causal, and its model makes a mask of more than causality and padding for it, as for packed "
-        f"documents that position_ids tell of under torch.compile, which {NAME} does not take there. Give an "
+        f"{which(module)} is causal, and its model makes a mask of more than causality and padding for it, as for "
+        f"packed documents that position_ids tell of under torch.compile, which {NAME} does not take there. Give an "
         "attention_mask (batch, tokens), of ones where nothing is padding, and use_cache=False: then a row is one "
         "sequence. To keep documents apart, call without torch.compile."
     )
