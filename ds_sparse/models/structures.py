@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..common_seed import set_common_seed
-from ..config import BLOCK_KEY, LAYERS_KEY, LayerStructures, SparseAttentionConfigError, beyond, read_block, seed_of
-from ..modules.bert import check_num_heads
+from ..config import BLOCK_KEY, LAYERS_KEY, LayerStructures, SparseAttentionConfigError, beyond, seed_of
 from ..modules.multihead_attention import check_repeatable
-from ..notices import say_notices
-from ..sparsity import FixedSparsityConfig, SparsityConfig
+from ..modules.structure_argument import for_all_layers, read_structures
+from ..sparsity import SparsityConfig
 
 
 class Structures:
@@ -77,21 +75,13 @@ class Structures:
         """Raises ValueError where random blocks have no seed from who asked, for layers that save neither structure nor
         layout. A kind of layers begins with their number of heads."""
         given = (
-            [] if self.wanted is None else [_read(self.wanted, heads) for heads in {kind[0]: None for kind in kinds}]
+            []
+            if self.wanted is None
+            else [read_structures(self.wanted, heads) for heads in {kind[0]: None for kind in kinds}]
         )
         for structure in (structure for those in given for structure in (those.others, *those.entries.values())):
             if structure is not None:
                 check_repeatable(structure)
-
-
-def for_all_layers(structures: LayerStructures) -> SparsityConfig:
-    """The structure of all layers. Raises ValueError where layers have structures of their own."""
-    if structures.entries:
-        raise ValueError(
-            f"the {BLOCK_KEY} block has {LAYERS_KEY}, and all layers of this model are to have one structure; leave "
-            f"{LAYERS_KEY} out."
-        )
-    return structures.others
 
 
 def make_structures(
@@ -105,26 +95,8 @@ def make_structures(
         TypeError: neither a structure nor a dict.
         RuntimeError: several ranks would draw a seed before torch.distributed runs.
     """
-    if wanted is None:
-        return LayerStructures(FixedSparsityConfig(num_heads=num_heads), {})
-    structures = _read(wanted, num_heads)
+    structures = read_structures(wanted, num_heads)
     set_common_seeds(structures, seed)
-    return structures
-
-
-def _read(wanted: SparsityConfig | Mapping[str, Any], num_heads: int) -> LayerStructures:
-    if isinstance(wanted, Mapping):
-        notices: list[str] = []
-        structures = read_block(wanted, num_heads, source=wanted, notices=notices)
-        say_notices(notices)
-    elif hasattr(wanted, "make_layout") and not isinstance(wanted, type):
-        structures = LayerStructures(copy.copy(wanted), {})
-    else:
-        raise TypeError(
-            f"sparsity_config is {type(wanted).__name__}; it has to be a sparsity config, such as FixedSparsityConfig, "
-            "or a dict with the keys of the sparse_attention block."
-        )
-    check_num_heads(structures.others, num_heads)
     return structures
 
 
