@@ -74,11 +74,8 @@ class Structures:
     def check_repeatable(self, kinds: Iterable[tuple[int, ...]]) -> None:
         """Raises ValueError where random blocks have no seed from who asked, for layers that save neither structure nor
         layout. A kind of layers begins with their number of heads."""
-        given = (
-            []
-            if self.wanted is None
-            else [read_structures(self.wanted, heads) for heads in {kind[0]: None for kind in kinds}]
-        )
+        heads = {kind[0] for kind in kinds} if self.wanted is not None else ()
+        given = [read_structures(self.wanted, number) for number in sorted(heads)]
         for structure in (structure for those in given for structure in (those.others, *those.entries.values())):
             if structure is not None:
                 check_repeatable(structure)
