@@ -29,7 +29,8 @@ def add_places(parser: argparse.ArgumentParser, description: str, examples: str)
 
 
 def write(args: argparse.Namespace, make: Callable[[Any], SparsifyReport]) -> int:
-    """Calls what writes to OUT, with the block of the file --config, and returns the exit status."""
+    """Calls what writes to OUT, with the block of the file --config, and returns the exit status. Mistakes of a block
+    are those of its file, or of the checkpoint that it was made of where there is none."""
     from ..config import SparseAttentionConfigError
     from ..config.file import name_of
 
@@ -43,7 +44,8 @@ def write(args: argparse.Namespace, make: Callable[[Any], SparsifyReport]) -> in
             report = make(block)
     except SparseAttentionConfigError as error:
         of_block = name_of(block or {})  # what a mistake in it names, which is read without its file
-        print(*(mistake.replace(of_block, args.config, 1) for mistake in error.mistakes), sep="\n", file=sys.stderr)
+        source = args.model if args.config is None else args.config
+        print(*(mistake.replace(of_block, source, 1) for mistake in error.mistakes), sep="\n", file=sys.stderr)
         return 1
     except (ValueError, ImportError, MemoryError) as error:
         print(error, file=sys.stderr)

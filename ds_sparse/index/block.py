@@ -14,7 +14,7 @@ import torch
 from ..dispatch import TILE, tile_heights
 from ..layout import causal_cut, check_values, unpack_bits, with_heads
 from .cache import refuse_captured, refuse_traced
-from .lasting import lasting, plain
+from .lasting import lasting, plain, refuse_without_values
 from .lists import Lists
 from .masks import layout_of_flex, layout_of_mask
 from .on_device import OnDevice
@@ -356,6 +356,7 @@ class BlockIndex(OnDevice):
     def _copied(self, device: torch.device) -> BlockIndex:
         """With its lists and its causal part if they have been made; on a GPU it is built from the bits, as there the
         tiles depend on the device."""
+        refuse_without_values("The index", self.bits)
         self._ready.wait(self._tensors)
         bits = self.bits.to(device)
         if device.type == "cuda":

@@ -9,18 +9,19 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_gradtrackingtensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
 
 
 def lasting(make: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
-    """Decorates what makes something that is kept: outside of inference mode and of torch.func's transforms, as it
-    outlives both. What it is made of is `plain`."""
+    """Decorates what makes something that is kept: outside of inference mode, of FakeTensorMode and of torch.func's
+    transforms, as it outlives them. What it is made of is `plain`."""
 
     @wraps(make)
     def made(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
-        with torch.inference_mode(False), torch._C._DisableFuncTorch():
+        with torch.inference_mode(False), unset_fake_temporarily(), torch._C._DisableFuncTorch():
             return make(*args, **kwargs)
 
     return made
@@ -54,11 +55,15 @@ def plain(name: str, x: torch.Tensor) -> torch.Tensor:
         x = get_unwrapped(x)
     if is_batchedtensor(x):
         raise ValueError(f"{name} is another one for each sample of torch.vmap; give one for all, with in_dims None.")
-    refuse_meta(name, x)
+    refuse_without_values(name, x)
     return x
 
 
-def refuse_meta(name: str, x: torch.Tensor) -> None:
-    """Raises ValueError where x is on the meta device."""
+def refuse_without_values(name: str, x: torch.Tensor) -> None:
+    """Raises ValueError where x is on the meta device, or a fake tensor outside of a trace."""
     if x.is_meta:
         raise ValueError(f"{name} is on the meta device, where it has no values; make it on the CPU.")
+    if isinstance(x, FakeTensor) and not torch.compiler.is_compiling():
+        raise ValueError(
+            f"{name} is a fake tensor, which has no values; make it, or the index of it, outside of FakeTensorMode."
+        )

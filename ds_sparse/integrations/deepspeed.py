@@ -27,7 +27,7 @@ from ..config import (
 from ..config.file import name_of
 from ..extras import optional_imports
 from ..models.families import families
-from ..models.layers import attention_layers
+from ..models.layers import attention_layers, numbers
 from ..models.sparsify import sparsify
 from ..models.structures import set_common_seeds
 from ..modules.layers import structure_of
@@ -301,34 +301,29 @@ def _check_layers(
             f"--{FLAG} is on and {type(model).__name__} has no self-attention layer that ds_sparse knows; use "
             "ds_sparse.SparseSelfAttention or ds_sparse.BertSparseSelfAttention in it, or leave the flag away."
         )
-    numbers = _numbers({**sparse, **dense}, model)
-    left = {name for name in dense if name in numbers and block_of_layer(block, numbers[name]) is None}
-    left = left.union(*(family.left_dense(model, dense) for family in families()))
-    if sparse and dense.keys() - left:
-        names = [name for name in dense if name not in left]
+    if not sparse:
+        return
+    numbered = numbers(model, {**sparse, **dense})
+    left = {name for name in dense if name in numbered and block_of_layer(block, numbered[name]) is None}
+    others = {name: layer for name, layer in dense.items() if name not in left}
+    beside = set[str]().union(*(family.left_dense(model, others) for family in families()))
+    names = [name for name in others if name not in beside]
+    if names:
         raise ValueError(
             f"--{FLAG} is on and {len(sparse)} of the model's {len(sparse) + len(dense)} attention layers are sparse "
             f"(dense: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}); build all of them sparse, with "
             "ds_sparse.get_sparse_attention_config(args, num_heads), or none, and the flag makes them so. Without the "
             "flag the model trains as it is."
         )
-    _check_structures(sparse, numbers, block, source)
-
-
-def _numbers(layers: Mapping[str, nn.Module], model: nn.Module) -> dict[str, int]:
-    """The numbers of layers outside Transformers models, in the model's order."""
-    places = {name: place for place, (name, _) in enumerate(model.named_modules())}
-    owners = pretrained_model_around(model)
-    own = sorted((name for name, layer in layers.items() if layer not in owners), key=places.__getitem__)
-    return {name: number for number, name in enumerate(own)}
+    _check_structures(sparse, numbered, block, source)
 
 
 def _check_structures(
-    layers: Mapping[str, nn.Module], numbers: Mapping[str, int], block: Mapping[str, Any], source: Source
+    layers: Mapping[str, nn.Module], numbered: Mapping[str, int], block: Mapping[str, Any], source: Source
 ) -> None:
     """Raises ValueError unless each layer has the structure of the block; a seed may differ that is not in it."""
     for name, layer in layers.items():
-        number, config = _structure_of(layer, numbers.get(name))
+        number, config = _structure_of(layer, numbered.get(name))
         if config is None:  # a local layer, whose window is the model's
             continue
         wanted = read_block(block, config.num_heads, source=source).of(number)

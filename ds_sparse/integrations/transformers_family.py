@@ -22,8 +22,10 @@ from ..sparsity import SparsityWarning
 from .pretrained import is_switched, layers_by_model, models_around, pretrained_model_around, through_interface
 
 
-class TransformersEncoders(Family):
+class TransformersModels(Family):
     """Models on the attention interface: no module changes, nor a key of the state dict."""
+
+    counts_by_model = True  # as the config of each keeps the block
 
     def of_this_family(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         owners = pretrained_model_around(model)
@@ -96,4 +98,4 @@ def _interface() -> ModuleType:
     return transformers
 
 
-register_family(TransformersEncoders())
+register_family(TransformersModels())

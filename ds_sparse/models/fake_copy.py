@@ -12,6 +12,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+TOKENS = 8
+"""Tokens of a trial of a model in plain PyTorch, in a batch of two."""
+
 _LEFT_OUT = object()
 
 
@@ -45,6 +48,16 @@ def fake_copy(model: nn.Module, without: str | None = None) -> nn.Module:
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
     return double
+
+
+def made_up_inputs(model: nn.Module) -> Iterator[tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtype and shape of what a model in plain PyTorch may take: token ids where it has a table of embeddings; hidden
+    states."""
+    if any(isinstance(module, nn.Embedding) for module in model.modules()):
+        yield torch.int64, (2, TOKENS)
+    widths = [module.in_features for module in model.modules() if isinstance(module, nn.Linear)]
+    if widths:
+        yield torch.float32, (2, TOKENS, widths[0])
 
 
 def first_line(error: Exception) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
-from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
 
+from ..modules.code_names import calls_attention
 from ..modules.layers import cross_attention_layers, ours_and_others
 from .families import families
 
@@ -19,13 +17,28 @@ def attention_layers(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, 
 
     Sparse is what `ours_and_others` says is ours, and what its family says is switched, such as a layer of a
     Transformers model on the attention interface whose implementation is "ds_sparse". Dense are the others that it
-    finds, and the innermost modules outside of these whose code names scaled_dot_product_attention.
+    finds, and the innermost modules outside of these whose code names scaled_dot_product_attention. Both are in the
+    model's order.
     """
     sparse, dense = ours_and_others(model)
     dense |= _callers(model, {*sparse.values(), *dense.values(), *cross_attention_layers(model).values()})
     for family in families():
         sparse |= family.switched(model, dense)
+    places = _places(model)
+    sparse, dense = (dict(sorted(those.items(), key=lambda item: places[item[0]])) for those in (sparse, dense))
     return sparse, {name: layer for name, layer in dense.items() if name not in sparse}
+
+
+def numbers(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, int]:
+    """The number of each attention layer, by name, by which `layers` of a block counts it: from 0, in the model's
+    order, whatever family it is of. Layers of a family that counts them by model have none here.
+
+    Args:
+        layers: all attention layers of the model, sparse and dense.
+    """
+    apart = {name for family in families() if family.counts_by_model for name in family.of_this_family(model, layers)}
+    together = sorted(layers.keys() - apart, key=_places(model).__getitem__)
+    return {name: number for number, name in enumerate(together)}
 
 
 def refuse_sparse(model: nn.Module, sparse: Mapping[str, nn.Module]) -> None:
@@ -37,6 +50,10 @@ def refuse_sparse(model: nn.Module, sparse: Mapping[str, nn.Module]) -> None:
         )
 
 
+def _places(model: nn.Module) -> dict[str, int]:
+    return {name: place for place, (name, _) in enumerate(model.named_modules())}
+
+
 def _callers(model: nn.Module, known: set[nn.Module]) -> dict[str, nn.Module]:
     """The innermost modules, neither inside nor around the known ones, whose code names the function."""
     inside = {module for layer in known for module in layer.modules()}
@@ -46,19 +63,7 @@ def _callers(model: nn.Module, known: set[nn.Module]) -> dict[str, nn.Module]:
         if module in inside or not around.isdisjoint(module.modules()):
             continue
         kind: Any = type(module)
-        if _names_the_function(kind):
+        if calls_attention(kind):
             found[name] = module
             around.add(module)
     return dict(reversed(found.items()))
-
-
-@functools.cache
-def _names_the_function(kind: Any) -> bool:
-    own = [base for base in kind.__mro__ if issubclass(base, nn.Module) and not base.__module__.startswith("torch.")]
-    functions = [value for base in own for name, value in vars(base).items() if name != "__init__"]
-    return any(_names(function.__code__) for function in functions if isinstance(function, FunctionType))
-
-
-def _names(code: CodeType) -> bool:
-    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return scaled_dot_product_attention.__name__ in code.co_names or any(map(_names, inner))

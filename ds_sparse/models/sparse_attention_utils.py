@@ -8,13 +8,15 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
+from ..modules.structure_argument import for_all_layers
 from ..ranks import say
 from ..sparsity import SparsityConfig
 from .families import families
-from .families.bing_bert import around, longest_sequence
+from .families._plain import longest_sequence
+from .families.bing_bert import around
 from .layers import attention_layers, refuse_sparse
 from .position_table import base_model, configs, position_table, reserved_rows, why_no_table
-from .structures import for_all_layers, make_structures
+from .structures import make_structures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,7 +10,7 @@ from torch import nn
 from ..sparsity import SparsityConfig
 from .by_hand import BY_HAND
 from .families import families
-from .layers import attention_layers, refuse_sparse
+from .layers import attention_layers, numbers, refuse_sparse
 from .report import Change, SparsifyReport
 from .structures import Structures
 
@@ -69,7 +69,7 @@ def sparsify(
     """
     sparse, dense = attention_layers(model)
     refuse_sparse(model, sparse)
-    structures = Structures(sparsity_config)
+    structures = Structures(sparsity_config, numbers(model, dense), type(model).__name__)
     changes: list[Change] = []
     for family in families():
         layers = family.of_this_family(model, dense)

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..common_seed import set_common_seed
-from ..config import BLOCK_KEY, LAYERS_KEY, LayerStructures, SparseAttentionConfigError, beyond, read_block, seed_of
-from ..modules.bert import check_num_heads
+from ..config import BLOCK_KEY, LAYERS_KEY, LayerStructures, SparseAttentionConfigError, beyond, seed_of
 from ..modules.multihead_attention import check_repeatable
-from ..notices import say_notices
-from ..sparsity import FixedSparsityConfig, SparsityConfig
+from ..modules.structure_argument import for_all_layers, read_structures
+from ..sparsity import SparsityConfig
 
 
 class Structures:
-    """The structures that were asked for, by number of heads, so that all layers of a kind have the same."""
+    """The structures that were asked for, by number of heads, so that all layers of a kind have the same.
 
-    def __init__(self, wanted: SparsityConfig | Mapping[str, Any] | None):
-        self.wanted = wanted
+    Args:
+        wanted: the structure, or a dict with the keys of the JSON block.
+        numbers: those of layers, by name, by which `layers` of the block counts them (`models/layers.py`); not those
+            of families that count them themselves.
+        model: the name of the model, for errors.
+    """
+
+    def __init__(
+        self,
+        wanted: SparsityConfig | Mapping[str, Any] | None,
+        numbers: Mapping[str, int] | None = None,
+        model: str = "the model",
+    ):
+        self.wanted, self._numbers, self._model = wanted, numbers or {}, model
         self._made: dict[tuple[int, int, int | None], LayerStructures] = {}
 
     def make(self, num_heads: int, saved: Mapping[str, Any] | None = None) -> SparsityConfig:
@@ -30,7 +40,11 @@ class Structures:
         return for_all_layers(self.by_layer(num_heads, saved=saved))
 
     def by_layer(
-        self, num_heads: int, num_layers: int | None = None, saved: Mapping[str, Any] | None = None, model: str = ""
+        self,
+        num_heads: int,
+        num_layers: int | None = None,
+        saved: Mapping[str, Any] | None = None,
+        model: str = "the model",
     ) -> LayerStructures:
         """The structures for so many heads; where none was asked for, those of the block that was saved with the model,
         and where they have no seed, with the seed of that block.
@@ -44,33 +58,27 @@ class Structures:
         if key not in self._made:
             self._made[key] = make_structures(wanted, num_heads, seed)
         structures = self._made[key]
-        wrong = [] if num_layers is None else beyond(structures.entries, num_layers, model or "the model")
+        wrong = [] if num_layers is None else beyond(structures.entries, num_layers, model)
         if wrong:
             raise SparseAttentionConfigError([f"{BLOCK_KEY}.{LAYERS_KEY}.{sentence}" for sentence in wrong])
         return structures
 
-    def repeatable_by_layer(self, num_heads: int, num_layers: int, model: str) -> LayerStructures:
-        """`by_layer` for a model that saves neither structure nor layout: random blocks need a seed from who asked.
+    def of_layer(self, name: str, num_heads: int) -> SparsityConfig | None:
+        """The structure of a layer that `numbers` has, for its number of heads; None where it is to stay dense.
 
         Raises:
-            ValueError: as `by_layer`; they have none.
+            ValueError: as `by_layer`.
         """
-        if self.wanted is not None:
-            given = _read(self.wanted, num_heads)
-            for structure in (given.others, *given.entries.values()):
-                if structure is not None:
-                    check_repeatable(structure)
-        return self.by_layer(num_heads, num_layers, model=model)
+        return self.by_layer(num_heads, len(self._numbers), model=self._model).of(self._numbers[name])
 
-
-def for_all_layers(structures: LayerStructures) -> SparsityConfig:
-    """The structure of all layers. Raises ValueError where layers have structures of their own."""
-    if structures.entries:
-        raise ValueError(
-            f"the {BLOCK_KEY} block has {LAYERS_KEY}, and all layers of this model are to have one structure; leave "
-            f"{LAYERS_KEY} out."
-        )
-    return structures.others
+    def check_repeatable(self, kinds: Iterable[tuple[int, ...]]) -> None:
+        """Raises ValueError where random blocks have no seed from who asked, for layers that save neither structure nor
+        layout. A kind of layers begins with their number of heads."""
+        heads = {kind[0] for kind in kinds} if self.wanted is not None else ()
+        given = [read_structures(self.wanted, number) for number in sorted(heads)]
+        for structure in (structure for those in given for structure in (those.others, *those.entries.values())):
+            if structure is not None:
+                check_repeatable(structure)
 
 
 def make_structures(
@@ -84,26 +92,8 @@ def make_structures(
         TypeError: neither a structure nor a dict.
         RuntimeError: several ranks would draw a seed before torch.distributed runs.
     """
-    if wanted is None:
-        return LayerStructures(FixedSparsityConfig(num_heads=num_heads), {})
-    structures = _read(wanted, num_heads)
+    structures = read_structures(wanted, num_heads)
     set_common_seeds(structures, seed)
-    return structures
-
-
-def _read(wanted: SparsityConfig | Mapping[str, Any], num_heads: int) -> LayerStructures:
-    if isinstance(wanted, Mapping):
-        notices: list[str] = []
-        structures = read_block(wanted, num_heads, source=wanted, notices=notices)
-        say_notices(notices)
-    elif hasattr(wanted, "make_layout") and not isinstance(wanted, type):
-        structures = LayerStructures(copy.copy(wanted), {})
-    else:
-        raise TypeError(
-            f"sparsity_config is {type(wanted).__name__}; it has to be a sparsity config, such as FixedSparsityConfig, "
-            "or a dict with the keys of the sparse_attention block."
-        )
-    check_num_heads(structures.others, num_heads)
     return structures
 
 

@@ -1,9 +1,10 @@
 """Modules whose calls of scaled_dot_product_attention are computed under a structure, without a change of their code.
 
-A module in which such calls are sparse is of a class made of its own and `SparseCalls`, whose forward runs the module's
-own under a mode of PyTorch that sees each function of PyTorch that is called in it. So it does not matter how the
-module names the function, nor which of the modules inside it calls. A forward in which nothing was computed sparsely,
-or of which that cannot be said, raises.
+A module in which such calls are sparse is of a class made of its own and `SparseCalls`, whose methods run the module's
+own under a mode of PyTorch that sees each function of PyTorch that is called in them. So it does not matter how the
+module names the function, which of its methods a model calls, nor which of the modules inside it calls the function;
+and where a model calls a module inside it past its methods, that one is watched too. A forward in which nothing was
+computed sparsely, or of which that cannot be said, raises, and so does another method whose code names the function.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ..sparsity import SparsityConfig
+from .code_names import calls_attention, functions_of, name_attention
 from .self_attention import as_key_padding_mask
 from .structured_attention import of_keys_or_pairs
 
@@ -48,36 +50,23 @@ class CrossAttention(CannotBeSparse):
 
 
 class Interception(NamedTuple):
-    """What a module has of ours: its name in the model, and what computes, called as `StructuredAttention` is."""
+    """What a module has of ours: its name in the model, and what computes, called as `StructuredAttention` is.
+
+    `inside` is True for a module inside the one of that name, which is watched where it is called past it."""
 
     name: str
     attention: Callable[..., torch.Tensor]
+    inside: bool = False
 
 
 class SparseCalls(nn.Module):
-    """The class before the module's own, in the order of methods, where its calls are sparse.
+    """The class before the module's own, in the order of methods, where its calls are sparse. `_sparse_class` gives it
+    the methods.
 
     Raises:
-        CannotBeSparse: a call of attention that is not computed, such as cross-attention (a ValueError).
+        CannotBeSparse: in a method, a call of attention that is not computed, such as cross-attention (a ValueError).
         RuntimeError: nothing was computed sparsely.
     """
-
-    _other_sequences: tuple[tuple[int, str], ...]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        for place, name in self._other_sequences:
-            given = kwargs.get(name) if len(args) <= place else args[place]
-            if given is not None:
-                raise CrossAttention(self, f"is given {name}, the keys of another sequence{_WAY_OUT}")
-        calls = _Calls(self)
-        with calls:
-            output = super().forward(*args, **kwargs)
-        if not calls.count:
-            raise RuntimeError(
-                f"{_named(self)} ran without a call of scaled_dot_product_attention, so its attention was dense; have "
-                "it call that function in each forward, or call undo() of what ds_sparse.sparsify returned."
-            )
-        return output
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # Copies and pickles find the class by the module's own.
@@ -87,15 +76,18 @@ class SparseCalls(nn.Module):
 
 def make_calls_sparse(module: nn.Module, name: str, attention: Callable[..., torch.Tensor]) -> None:
     """Has `attention` compute what a module asks scaled_dot_product_attention for."""
-    setattr(module, _INTERCEPTION, Interception(name, attention))
-    dense: Any = type(module)
-    module.__class__ = _sparse_class(dense)
+    _intercept(module, Interception(name, attention))
+    for inner in _callers_inside(module):
+        if not isinstance(inner, SparseCalls):
+            _intercept(inner, Interception(name, attention, inside=True))
 
 
 def make_calls_dense(module: nn.Module) -> None:
     """The way back from `make_calls_sparse`."""
-    module.__class__ = dense_class(module)
-    delattr(module, _INTERCEPTION)
+    for inner in (module, *_callers_inside(module)):
+        if inner is module or (isinstance(inner, SparseCalls) and _interception(inner).inside):
+            inner.__class__ = dense_class(inner)
+            delattr(inner, _INTERCEPTION)
 
 
 def structure_of_calls(module: SparseCalls) -> SparsityConfig:
@@ -104,17 +96,69 @@ def structure_of_calls(module: SparseCalls) -> SparsityConfig:
     return attention.sparsity_config
 
 
-def dense_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a module had before `make_calls_sparse`."""
+def dense_class(module: nn.Module) -> Any:
+    """The class that a module has without `make_calls_sparse`."""
     classes = type(module).__mro__
-    return classes[classes.index(SparseCalls) + 1]
+    return classes[classes.index(SparseCalls) + 1] if SparseCalls in classes else type(module)
+
+
+def watched_methods(kind: Any) -> list[str]:
+    """The methods of a module's class in which calls are sparse."""
+    return [name for name in functions_of(kind) if name in _CALLED or not name.startswith("__")]
+
+
+_CALLED = ("forward", "__call__")
+
+
+def _intercept(module: nn.Module, interception: Interception) -> None:
+    setattr(module, _INTERCEPTION, interception)
+    module.__class__ = _sparse_class(dense_class(module))
+
+
+def _callers_inside(module: nn.Module) -> list[nn.Module]:
+    return [inner for inner in module.modules() if inner is not module and calls_attention(dense_class(inner))]
 
 
 @functools.cache
 def _sparse_class(dense: Any) -> type[nn.Module]:
-    parameters = list(inspect.signature(dense.forward).parameters)[1:]
-    others = tuple((place, name) for place, name in enumerate(parameters) if name in _OTHER_SEQUENCES)
-    return type(f"Sparse{dense.__name__}", (SparseCalls, dense), {"_other_sequences": others})
+    methods = {name: _watched(name, dense) for name in dict.fromkeys(("forward", *watched_methods(dense)))}
+    return type(f"Sparse{dense.__name__}", (SparseCalls, dense), methods)
+
+
+def _watched(name: str, dense: Any) -> Callable[..., Any]:
+    """A method of a module's class that computes sparsely what it calls for."""
+    own = getattr(dense, name)
+    attends = name == "forward" or name_attention(functions_of(dense)[name])
+    parameters = list(inspect.signature(own).parameters)[1:] if attends else []
+    others = [(place, parameter) for place, parameter in enumerate(parameters) if parameter in _OTHER_SEQUENCES]
+
+    # What decorators keep on a function, such as torch.compile, is for that function.
+    @functools.wraps(own, updated=())
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _is_watched(self):
+            return own(self, *args, **kwargs)
+        for place, other in others:
+            given = kwargs.get(other) if len(args) <= place else args[place]
+            if given is not None:
+                raise CrossAttention(self, f"is given {other}, the keys of another sequence{_WAY_OUT}")
+        calls = _Calls(self)
+        with calls:
+            output = own(self, *args, **kwargs)
+        # What returns nothing is no attention: it may choose the function that others call.
+        if attends and not calls.count and (output is not None or name == "forward"):
+            raise RuntimeError(
+                f"{_named(self)} ran without a call of scaled_dot_product_attention, so its attention was dense; have "
+                f"{name} call that function each time, or call undo() of what ds_sparse.sparsify returned."
+            )
+        return output
+
+    return method
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether a method of a module runs inside one that is watched: its own, or of the layer that it is inside of."""
+    running = [mode.module for mode in _get_current_function_mode_stack() if isinstance(mode, _Calls)]
+    return any(outer is module for outer in running) or (bool(running) and _interception(module).inside)
 
 
 def _new(dense: Any) -> nn.Module:

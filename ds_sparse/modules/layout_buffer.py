@@ -15,6 +15,7 @@ from ..index.master_layout import MasterLayout
 
 _EMPTY_LIKE = torch.empty_like
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_GET_BASE = Tensor._base.__get__  # type: ignore[union-attr]
 _NOT_WRITING = ("requires_grad_", "__index__", "__int__", "__invert__", "__iter__")
 
 
@@ -61,9 +62,10 @@ class LayoutBuffer(Tensor):
                 return given[-1]
 
             plain_args, plain_kwargs = tree_map_only(cls, plain, (args, kwargs))
-            return tree_map_only(
-                (Tensor, np.ndarray), lambda x: _for_reading(x, given, cls), func(*plain_args, **plain_kwargs)
-            )
+            results = func(*plain_args, **plain_kwargs)
+            if func == _GET_BASE:  # of which another view would have a base in turn, without end
+                return results
+            return tree_map_only((Tensor, np.ndarray), lambda x: _for_reading(x, given, cls), results)
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.unbind(0))

@@ -9,13 +9,11 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from ..config import parse_sparse_attention
-from ..notices import say_notices
 from ..ops import check_inputs
 from ..ops.attention import check_dropout
-from ..sparsity import FixedSparsityConfig, SparsityConfig
+from ..sparsity import SparsityConfig
 from ..sparsity.draws import Draws, draws, why_unrepeatable
-from .bert import check_num_heads
+from .structure_argument import for_all_layers, read_structures
 from .structured_attention import StructuredAttention, whole_blocks
 
 
@@ -40,8 +38,10 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
 
     Raises:
         SparseAttentionConfigError: the dict is wrong (a ValueError).
-        ValueError: `add_bias_kv` or `add_zero_attn`; a structure for another number of heads, or with random blocks
-            that no seed repeats, as the state dict keeps no layout; dropout outside of 0 to below 1.
+        TypeError: a `sparsity_config` that is neither a structure nor a dict; a length that is no integer.
+        ValueError: `add_bias_kv` or `add_zero_attn`; a structure for another number of heads, by layer, or with random
+            blocks that no seed repeats, as the state dict keeps no layout; a length below 1; dropout outside of 0 to
+            below 1.
         AssertionError: embed_dim is not a multiple of num_heads.
 
     Examples:
@@ -85,8 +85,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
             embed_dim, num_heads, dropout, bias,
             kdim=kdim, vdim=vdim, batch_first=batch_first, device=device, dtype=dtype,
         )  # fmt: skip
-        structure = _structure(sparsity_config, num_heads)
-        check_num_heads(structure, num_heads)
+        structure = for_all_layers(read_structures(sparsity_config, num_heads))
         check_repeatable(structure)
         self.attend_with(StructuredAttention(structure, whole_blocks(max_seq_length, structure.block)))
 
@@ -198,17 +197,6 @@ def check_repeatable(structure: SparsityConfig) -> None:
             f"{type(structure).__name__} has random blocks and no seed, so they would differ between ranks and after "
             'loading, as the state dict does not keep them; give it one (seed=0, or "seed": 0 in a block).'
         )
-
-
-def _structure(wanted: SparsityConfig | Mapping[str, Any] | None, heads: int) -> SparsityConfig:
-    if wanted is None:
-        return FixedSparsityConfig(num_heads=heads)
-    if not isinstance(wanted, Mapping):
-        return wanted
-    notices: list[str] = []
-    structure = parse_sparse_attention(wanted, heads, source=wanted, notices=notices)
-    say_notices(notices)
-    return structure
 
 
 def _check_call(

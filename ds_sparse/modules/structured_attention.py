@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -380,8 +381,17 @@ class _Layout(MasterLayout):
 
 
 def whole_blocks(tokens: int, block: int) -> int:
-    """Tokens rounded up to a multiple of the block."""
-    return -(-tokens // block) * block
+    """The tokens of the longest sequence, as a caller or a config says, rounded up to a multiple of the block.
+
+    Raises:
+        TypeError, ValueError: no integer; below 1.
+    """
+    if isinstance(tokens, bool) or not isinstance(tokens, Integral) or tokens < 1:
+        raise (ValueError if isinstance(tokens, Integral) else TypeError)(
+            f"max_seq_length, or what the model's config says of its longest sequence, is {tokens!r}; it has to be an "
+            "integer of 1 or more, in tokens."
+        )
+    return -(-int(tokens) // block) * block
 
 
 def of_keys_or_pairs(mask: torch.Tensor | None) -> dict[str, torch.Tensor]:

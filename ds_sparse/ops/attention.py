@@ -9,7 +9,7 @@ import torch
 from ..block_sizes import BLOCK_SIZES
 from ..dispatch import forced_implementation
 from ..index import BlockIndex, PackedIndex, as_index
-from ..index.lasting import refuse_meta
+from ..index.lasting import refuse_without_values
 from ..index.lookup import copy_of, index_of_layout
 from ..index.master_layout import MasterLayout
 from ..index.parts import Parts
@@ -221,7 +221,7 @@ def block_sparse_attention(
     query, key, value = under_autocast(query, key, value)
     check_attention_operands(query, key, value)
     if not isinstance(layout, BlockIndex | MasterLayout):
-        refuse_meta("The layout", with_heads(layout))
+        refuse_without_values("The layout", with_heads(layout))
     batch, heads, tokens, head_dim = query.shape
     keys = key.shape[2]
     scale = factor_of(scale, head_dim)

@@ -68,7 +68,8 @@ _given_seed: ContextVar[torch.Tensor | None] = ContextVar("given_seed", default=
 def dropout_seed(device: torch.device) -> torch.Tensor:
     """Seed and offset of a call's dropout, drawn on the device from torch's generator: replayed where that is. Inside
     `dropout_seeded` what is given there."""
-    given = _given_seed.get()
+    # What torch.compile traces is no part of another operation, and it cannot read the variable.
+    given = None if torch.compiler.is_compiling() else _given_seed.get()
     return torch.randint(2**62, (2,), device=device) if given is None else given
 
 

@@ -36,7 +36,7 @@ def is_packed(
     Raises:
         ValueError: it is not, and has a `document_layout`.
     """
-    if cu_seqlens is not None or _are_jagged(query, key, value):
+    if cu_seqlens is not None or any(getattr(x, "is_nested", False) for x in (query, key, value)):
         return True
     if document_layout != "own":
         check_document_layout(document_layout)
@@ -118,6 +118,7 @@ def _from_nested(those: dict[str, Any], cu_seqlens: torch.Tensor | None, all_are
         if x.layout != torch.jagged or x.dim() != 4 or x._ragged_idx != 2 or x.lengths() is not None:
             raise ValueError(
                 f"{name} is a nested tensor that is not jagged (B, H, tokens, D) without holes; make it by "
+                "torch.nested.nested_tensor(documents, layout=torch.jagged) of documents (tokens, H, D), or by "
                 "torch.nested.nested_tensor_from_jagged(values, offsets) of values (T, H, D), and .transpose(1, 2)."
             )
     offsets = those[first].offsets()

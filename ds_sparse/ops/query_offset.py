@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn.functional import dropout, embedding, pad
 
 from ..index import BlockIndex
 from ..index.cache import refuse_traced
+from ..index.lasting import refuse_without_values
 from ..index.lookup import index_of_layout
 from ..index.master_layout import MasterLayout
 from ..index.parts import Parts, parts_of
@@ -106,13 +108,14 @@ def parts_at(
 
 def _offsets(offset: Offset, batch: int) -> tuple[int, ...]:
     if isinstance(offset, Tensor) and offset.dtype in (torch.int32, torch.int64):
+        refuse_without_values("query_offset", offset)
         if offset.dim() and offset.shape != (batch,):
             raise ValueError(
                 f"query_offset has shape {tuple(offset.shape)}; it has to be an integer, or ({batch},), one a sequence."
             )
         offsets = tuple(offset.reshape(-1).tolist()) or (0,)
-    elif isinstance(offset, int) and not isinstance(offset, bool):
-        offsets = (offset,)
+    elif isinstance(offset, Integral) and not isinstance(offset, bool):
+        offsets = (int(offset),)
     else:
         what = f"a tensor of {offset.dtype}" if isinstance(offset, Tensor) else repr(offset)
         raise TypeError(f"query_offset is {what}; it has to be an integer, or int32 or int64 numbers, one a sequence.")
@@ -197,14 +200,14 @@ def check_window_offset(offset: object, tokens: int, keys: int) -> int:
         TypeError: no integer.
         ValueError: below 0; queries behind the last key.
     """
-    if not isinstance(offset, int) or isinstance(offset, bool):
+    if not isinstance(offset, Integral) or isinstance(offset, bool):
         raise TypeError(f"query_offset is {offset!r}; in a window it has to be an integer, the same for all sequences.")
-    if not 0 <= offset <= keys - tokens:
+    if not 0 <= int(offset) <= keys - tokens:
         raise ValueError(
             f"query_offset is {offset}, for {tokens} queries among {keys} keys; in a window it has to be from 0 to "
             f"{keys - tokens}, so that the queries' own keys are there."
         )
-    return offset
+    return int(offset)
 
 
 def _in_own_dtype(query: Tensor) -> AbstractContextManager:
@@ -270,8 +273,8 @@ def _gathered(
     """In plain PyTorch, on the keys and values that a block row of the queries sees."""
     wide = wide_dtype(query.dtype)
     listed = parts.keys_seen(offsets, query.shape[2], key.shape[2], options.causal, device)
-    token, seen = listed.token, listed.seen
-    scores_bias = torch.zeros((), dtype=wide, device=device)
+    token, seen = listed.token.to(query.device), listed.seen.to(query.device)  # which meta tensors are not on
+    scores_bias = torch.zeros((), dtype=wide, device=query.device)
     if options.key_padding_mask is not None:
         of_keys = key_bias_of(options.key_padding_mask, wide, key.shape[2], True)
         of_keys = of_keys[:, None, None].expand(len(query), token.shape[1], 1, -1)

@@ -55,3 +55,20 @@ def test_what_is_refused_is_a_sentence(words, sentence, folder, capsys):
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith(sentence) and printed.err.count("\n") == 1
     assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"block_size": 20}, "BigBirdModel has config.block_size 20, and blocks have 8, 16, 32, 64 or 128 tokens"),
+        ({"num_random_blocks": -1}, "bigbird: sparse_attention.num_random_blocks: got -1; wanted an integer"),
+    ],
+)
+def test_a_checkpoint_whose_own_structure_there_is_not_is_refused_in_a_sentence(changes, sentence, folder, capsys):
+    config = transformers.BigBirdConfig(**SIZES | {"max_position_embeddings": 256, "block_size": 16} | changes)
+    transformers.BigBirdModel(config).save_pretrained("bigbird")
+    transformers.AutoTokenizer.from_pretrained("longformer").save_pretrained("bigbird")
+    capsys.readouterr()  # Transformers' progress
+    assert main(["convert", "bigbird", "bert"]) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith(sentence) and printed.count("\n") == 1 and not (folder / "bert").exists()

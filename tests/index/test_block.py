@@ -15,6 +15,7 @@ import torch
 from helpers import EXAMPLES, Layout, as_on_hopper, is_hopper, layouts, seeded
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_sparse import BSLongformerSparsityConfig, FixedSparsityConfig
@@ -497,3 +498,5 @@ def test_layouts_of_another_kind_are_refused_with_a_way_out(layout: torch.Tensor
 def test_a_layout_without_values_is_refused():
     with pytest.raises(ValueError, match="layout is on the meta device, where it has no values; make it on the CPU"):
         BlockIndex.build(torch.ones(2, 2, dtype=torch.bool, device="meta"), 16)
+    with FakeTensorMode(), pytest.raises(ValueError, match="layout is a fake tensor, which has no values; make it"):
+        BlockIndex.build(torch.ones(2, 2), 16)

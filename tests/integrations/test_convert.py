@@ -254,6 +254,13 @@ def test_big_bird_that_is_too_short_for_blocks_attends_to_all():
     assert BigBirdConverter().structure(make("BigBirdModel", max_position_embeddings=9 * BLOCK))["mode"] == "dense"
 
 
+@pytest.mark.parametrize("size", [4, 20])
+def test_big_bird_with_blocks_of_another_size_needs_a_structure(size):
+    sentence = f"has config.block_size {size}, and blocks have 8, 16, 32, 64 or 128 tokens; give a structure"
+    with pytest.raises(ValueError, match=sentence):
+        BigBirdConverter().structure(make("BigBirdModel", block_size=size))
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "sentence"),
     [
@@ -295,6 +302,16 @@ def test_a_checkpoint_is_converted_with_its_tokenizer_and_its_weights_stay_tied(
     converter = LongformerConverter() if name.startswith("Longformer") else BigBirdConverter()
     expected = sparse_as_itself(converter, original)
     assert torch.equal(seen(converted(**batch), batch), seen(expected(**batch), batch))
+
+
+def test_the_dtype_stays():
+    assert BigBirdConverter().convert(make("BigBirdModel").bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_word_embeddings_stay_tied_or_apart(tied):
+    bert = BigBirdConverter().convert(make("BigBirdForMaskedLM", tie_word_embeddings=tied))
+    assert (bert.get_input_embeddings().weight is bert.get_output_embeddings().weight) == tied
 
 
 def test_another_structure_can_be_given_and_another_family_cannot(tmp_path):

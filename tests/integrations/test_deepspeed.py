@@ -294,6 +294,19 @@ class Calls(torch.nn.Module):
         return torch.nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
 
 
+def test_a_model_is_tried_once(make_args):
+    class Counted(Calls):
+        ran = 0
+
+        def forward(self, x):
+            Counted.ran += 1
+            return super().forward(x)
+
+    model = torch.nn.Sequential(Counted(), Counted())
+    ds_sparse.initialize(args=make_args(block={"mode": "fixed"}), model=model, model_parameters=model.parameters())
+    assert Counted.ran == 2
+
+
 def test_plain_pytorch_models_are_made_sparse_and_held_to_the_json(make_args, capsys):
     decoder = torch.nn.TransformerDecoderLayer(32, 4, 64, batch_first=True)
     model = torch.nn.ModuleDict({"decoder": decoder, "calls": Calls()})
@@ -307,6 +320,17 @@ def test_plain_pytorch_models_are_made_sparse_and_held_to_the_json(make_args, ca
         del model[name.partition(".")[0]]
     with pytest.raises(ValueError, match='no seed.*"seed": 0 in a block'):
         ds_sparse.initialize(args=make_args(), model=torch.nn.ModuleList([Calls()]))
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_model_of_several_kinds_that_sparsify_made_sparse_is_taken_with_the_same_entries(make_args, number, capsys):
+    encoder = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model = torch.nn.Sequential(Calls(), encoder, Calls())
+    block = {"mode": "fixed", "block": 16, "layers": {str(number): None, "2": {"mode": "dense"}}}
+    ds_sparse.sparsify(model, block, max_seq_length=64)
+    ds_sparse.initialize(args=make_args(block=block), model=model, model_parameters=model.parameters())
+    sparse = 3 if number == 2 else 2
+    assert f"sparse attention is on in {sparse} of 3 attention layers." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("make_model", ["DenseModel", "BertModel"])

@@ -281,6 +281,17 @@ def test_masks_of_every_form_mean_the_same():
     assert torch.equal(model(**without).logits, model(**without | {"attention_mask": None}).logits)
 
 
+@pytest.mark.parametrize("kind", ["modernbert", "embedding_gemma"])
+def test_a_local_layer_that_is_given_what_a_window_does_not_compute_is_named(kind):
+    make_model, sizes, _ = ENCODERS[kind]
+    model = make_model(make_model.config_class(**sizes)).eval()
+    ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK})
+    ids, layer = torch.randint(5, 20, (2, 50)), r"layer layers.1.(attn|self_attn) \(\w+Attention\) is local"
+    for mask in (torch.ones(2, 1, 50, 50, dtype=torch.bool), torch.zeros(2, 1, 1, 50)):
+        with pytest.raises(ValueError, match=rf"{layer}, .* given a mask of shape .*\(batch, tokens\)"):
+            model(ids, attention_mask=mask)
+
+
 def test_copies_and_pickles_are_sparse_too():
     model, batch = make().eval(), make_batch()
     report = ds_sparse.sparsify(model, RANDOM)

@@ -9,6 +9,7 @@ import transformers
 
 import ds_sparse
 from ds_sparse.integrations.transformers import functions, structure_of
+from ds_sparse.integrations.transformers.causal import refuse_other_masks
 from ds_sparse.layout import to_token_mask
 from ds_sparse.notices import _said
 
@@ -220,7 +221,10 @@ def test_a_static_cache_has_room_behind_its_keys():
 def test_a_static_cache_of_windows_is_refused():
     model, batch = make("gemma3"), make_batch(20, 0, 0)
     ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK})
-    with pytest.raises(ValueError, match="a mask .*of a static cache of windows.*with the default cache"):
+    with pytest.raises(
+        ValueError,
+        match=r"has \d+ queries and room for \d+ keys, as in a static cache of layers with a window.*the default cache",
+    ):
         model.generate(**batch, max_new_tokens=4, cache_implementation="static", disable_compile=True)
 
 
@@ -275,8 +279,16 @@ def test_a_structure_that_no_layer_uses_is_said(capsys):
 def test_masks_of_pairs_are_refused():
     model, batch = make("llama"), make_batch(20, 0, 0)
     ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK})
-    with pytest.raises(ValueError, match=r"is causal and given a mask of its own.* takes \(batch, tokens\) there"):
+    with pytest.raises(
+        ValueError, match=r"a mask of pairs of tokens, \(2, 1, 20, 20\); .* takes \(batch, tokens\) there"
+    ):
         model(batch["input_ids"], attention_mask=torch.ones(2, 1, 20, 20, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("mask", [torch.empty(2, 1, 20, 20, device="meta"), torch.ones(2, 20, dtype=torch.bool)])
+def test_masks_that_the_model_makes_of_documents_are_refused(mask):
+    with pytest.raises(ValueError, match="makes a mask of more than causality and padding .* call without torch.comp"):
+        refuse_other_masks(torch.nn.Identity(), mask)
 
 
 def test_a_saved_decoder_is_loaded_with_its_structure(tmp_path):

@@ -173,6 +173,29 @@ def test_one_row_of_positions_counts_for_all_rows():
         torch.testing.assert_close(model(ids, position_ids=positions).logits, apart)
 
 
+def test_a_jump_forward_in_positions_begins_a_document():
+    model, ids = make("llama"), torch.randint(5, VOCABULARY, (1, 20))
+    positions = torch.cat([torch.arange(12), torch.arange(30, 38)])[None]
+    with torch.no_grad():
+        parts = zip(ids.split([12, 8], 1), positions.split([12, 8], 1), strict=True)
+        apart = torch.cat([model(part, position_ids=those, use_cache=False).logits for part, those in parts], 1)
+        torch.testing.assert_close(model(ids, position_ids=positions).logits, apart)
+
+
+def test_a_buffer_of_documents_may_be_written_anew_before_a_checkpoint_runs_again():
+    model, ids, found = make("llama").train(), torch.randint(5, VOCABULARY, (1, 20)), []
+    model.gradient_checkpointing_enable()
+    for written in (False, True):
+        buffer = EDGES.clone()
+        loss = model(ids, cu_seq_lens_q=buffer, cu_seq_lens_k=buffer, labels=ids).loss
+        if written:
+            buffer[1] = 3  # those of the next batch
+        model.zero_grad()
+        loss.backward()
+        found.append(gradients(model))
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("name", ["modernbert", "llama"])
 def test_arguments_may_be_given_in_their_order(name):
     model, ids = make(name).base_model, torch.randint(5, VOCABULARY, (1, 20))

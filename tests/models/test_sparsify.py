@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import ds_sparse
 from ds_sparse.models.families import Family, _registry, register_family
-from ds_sparse.models.layers import attention_layers
+from ds_sparse.models.layers import attention_layers, numbers
 from ds_sparse.models.report import Kind, describe
 from ds_sparse.modules.structured_attention import StructuredAttention
 
@@ -103,13 +103,31 @@ def test_a_family_that_is_registered_makes_its_layers_sparse_and_leaves_the_othe
         ("0", "Fused", "Fused, sparse"),
         ("1", "BingBert", "BertSparseSelfAttention"),
     ]
-    assert list(attention_layers(model)[0]) == ["1.sparse_self_attention", "0"] and not attention_layers(model)[1]
+    assert list(attention_layers(model)[0]) == ["0", "1.sparse_self_attention"] and not attention_layers(model)[1]
     torch.testing.assert_close(model(x), truth)
     with pytest.raises(ValueError, match="is sparse already"):
         ds_sparse.sparsify(model, max_seq_length=TOKENS)
     report.undo()
     assert model[0].attend is scaled_dot_product_attention and isinstance(model[1], BingBert)
     assert list(attention_layers(model)[1]) == ["0", "1"]
+
+
+def test_layers_of_several_families_are_counted_together_in_the_models_order():
+    heads = {"batch_first": True, "dim_feedforward": 32}
+    for number, name in enumerate(["0.self_attn", "1", "2", "3.self_attn", "4"]):
+        model = nn.Sequential(
+            nn.TransformerEncoderLayer(32, HEADS, **heads), Fused(), BingBert(),
+            nn.TransformerEncoderLayer(32, HEADS, **heads), Fused(),
+        )  # fmt: skip
+        block = {"mode": "fixed", "block": 16, "layers": {str(number): None}}
+        report = ds_sparse.sparsify(model, block, max_seq_length=TOKENS)
+        assert [layer.name for layer in report.dense] == [name] and len(report.replaced) == 4
+        layers = {**attention_layers(model)[0], **attention_layers(model)[1]}
+        names = ["0.self_attn", "1", "2.sparse_self_attention" if number != 2 else "2", "3.self_attn", "4"]
+        assert numbers(model, layers) == {layer: place for place, layer in enumerate(names)}
+        report.undo()
+    with pytest.raises(ds_sparse.SparseAttentionConfigError, match=r"Sequential has 5 attention layers, 0 to 4"):
+        ds_sparse.sparsify(model, {"mode": "fixed", "layers": {"5": None}}, max_seq_length=TOKENS)
 
 
 @pytest.mark.usefixtures("registered")

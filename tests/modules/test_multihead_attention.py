@@ -8,6 +8,7 @@ import torch
 from helpers import random, seeded
 from torch import nn
 
+import ds_sparse
 from ds_sparse import (
     BigBirdSparsityConfig,
     DenseSparsityConfig,
@@ -254,6 +255,25 @@ def test_it_runs_inside_pytorchs_encoder_in_training_and_in_evaluation(monkeypat
         model(x)
         model.layers[0](x)
     assert len(calls) == 2 + 2 + 2 + 1
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "sentence"),
+    [
+        ({"sparsity_config": 3}, TypeError, r"sparsity_config is int; .* such as FixedSparsityConfig\(num_heads=4\)"),
+        ({"sparsity_config": ds_sparse.FixedSparsityConfig}, TypeError, "is the class FixedSparsityConfig; it has to"),
+        ({"sparsity_config": {"layers": {"0": None}}}, ValueError, "has layers, and one structure is wanted here"),
+        ({"max_seq_length": "x"}, TypeError, "max_seq_length, or .*, is 'x'; it has to be an integer of 1 or more"),
+        ({"max_seq_length": 12.5}, TypeError, "is 12.5; it has to be an integer"),
+        ({"max_seq_length": -5}, ValueError, "is -5; it has to be an integer of 1 or more, in tokens"),
+    ],
+)
+def test_a_structure_or_length_of_another_type_is_refused(given, error, sentence):
+    with pytest.raises(error, match=sentence):
+        ds_sparse.SparseMultiheadAttention(16, 4, **given)
+    if "layers" not in str(given):
+        with pytest.raises(error, match=sentence):
+            ds_sparse.sparsify(nn.TransformerEncoderLayer(16, 4), **{"sparsity_config": {}} | given)
 
 
 def test_nested_tensors_of_pytorchs_encoder_are_refused_with_the_way_out():

@@ -393,6 +393,9 @@ def test_nested_tensors_of_other_kinds_are_refused():
     nested = torch.nested.nested_tensor_from_jagged(values, CU_SEQLENS.long())
     with pytest.raises(ValueError, match=r"not jagged \(B, H, tokens, D\) without holes; .*transpose\(1, 2\)"):
         block_sparse_attention(nested, nested, nested, LAYOUT, block=16)
+    strided = torch.nested.nested_tensor([torch.zeros(4, n, 16) for n in (31, 300)])
+    with pytest.raises(ValueError, match=r"query is a nested tensor that is not jagged .* layout=torch\.jagged"):
+        block_sparse_attention(strided, strided, strided, LAYOUT, block=16)
     query = nested.transpose(1, 2)
     with pytest.raises(ValueError, match="all nested, without cu_seqlens"):
         block_sparse_attention(query, query, query, LAYOUT, block=16, cu_seqlens=CU_SEQLENS)

@@ -261,6 +261,9 @@ def test_nested_tensors_of_other_kinds_are_refused():
     nested = torch.nested.nested_tensor_from_jagged(torch.zeros(TOKENS, HEADS, 16), CPU_CU_SEQLENS.long())
     with pytest.raises(ValueError, match=r"q is a nested tensor that is not jagged \(B, H, tokens, D\) without holes"):
         sparse_attn(nested, nested, nested, INDEX)
+    strided = torch.nested.nested_tensor([torch.zeros(HEADS, n, 16) for n in (7, 9)])
+    with pytest.raises(ValueError, match=r"q is a nested tensor that is not jagged .* layout=torch\.jagged"):
+        sparse_attn(strided, strided, strided, INDEX)
     query = nested.transpose(1, 2)
     with pytest.raises(ValueError, match="give q, k and v all nested, without cu_seqlens"):
         sparse_attn(query, query, query, INDEX, cu_seqlens=CPU_CU_SEQLENS)

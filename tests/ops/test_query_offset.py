@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from helpers import EXAMPLES, generator, leaf, random, seeded
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import ds_sparse
 from ds_sparse import BlockIndex, block_sparse_attention, reference, window_attention
@@ -149,6 +151,17 @@ def test_padding_may_be_nan_while_decoding(device: str):
     assert torch.equal(block_sparse_attention(query, key, value, layout, **options), expected)
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_padding_in_a_window_may_be_nan_while_decoding(device: str, tokens: int):
+    padding = torch.ones(1, 30, dtype=torch.bool, device=device)
+    padding[:, :26] = False
+    query, key, value = (torch.randn(1, 2, n, 8, device=device) for n in (tokens, 30, 30))
+    options = {"causal": True, "key_padding_mask": padding, "query_offset": 30 - tokens}
+    expected = window_attention(query, key, value, 8, **options)
+    key[:, :, :26] = value[:, :, :26] = math.nan
+    assert torch.equal(window_attention(query, key, value, 8, **options), expected)
+
+
 @pytest.mark.parametrize("tokens", [2, FEW_QUERIES + 1])
 def test_dropout_leaves_the_mean(device: str, tokens: int):
     layout = torch.ones(8, 8, dtype=torch.bool)
@@ -177,6 +190,16 @@ def test_an_offset_of_zero_takes_the_top_left_of_a_larger_layout(device: str):
         found = block_sparse_attention(query, key, value, live, block=8, query_offset=0, causal=causal)
         expected = block_sparse_attention(query, key, value, live[:, :7, :7].clone(), block=8, causal=causal)
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("tokens", [3, FEW_QUERIES + 4])
+def test_an_integer_of_numpy_is_an_offset(tokens: int):
+    query, key = (random(seeded(), 1, 2, n, 8) for n in (tokens, 40))
+    for attend in (
+        lambda offset: block_sparse_attention(query, key, key, torch.ones(8, 8), block=8, query_offset=offset),
+        lambda offset: window_attention(query, key, key, 4, query_offset=offset),
+    ):
+        assert attend(np.int64(9)).equal(attend(9))
 
 
 def test_a_changed_layout_is_seen(device: str):
@@ -257,6 +280,7 @@ def zeros(*shape: int) -> torch.Tensor:
         ({"query_offset": True}, TypeError, "query_offset is True"),
         ({"query_offset": torch.ones(2)}, TypeError, "query_offset is a tensor of torch.float32; .* int32 or int64"),
         ({"query_offset": torch.ones(3).long()}, ValueError, r"has shape \(3,\); .* or \(2,\), one a sequence"),
+        ({"query_offset": torch.ones(2).long().to("meta")}, ValueError, "query_offset is on the meta device"),
         ({"block": None}, ValueError, "query_offset is given and block is not; .* give its block"),
         ({"query_offset": 62}, ValueError, "covers 64 query and 64 key tokens, the last query is at 65 .* are 20 keys"),
         ({"key": zeros(2, 2, 65, 8), "value": zeros(2, 2, 65, 8)}, ValueError, "and there are 65 keys; build it for"),
@@ -270,6 +294,32 @@ def test_arguments_that_do_not_fit(change: dict, error: type[Exception], sentenc
     given |= {"layout": torch.ones(8, 8).bool(), "query_offset": 16}
     with pytest.raises(error, match=sentence):
         block_sparse_attention(**{**given, **change})
+
+
+def given_tokens(tokens: int, **kind) -> dict:
+    query, key, value = (torch.zeros(2, 4, n, 8, **kind).requires_grad_() for n in (tokens, 40, 40))
+    padding, rpe = torch.ones(2, 40, dtype=torch.bool, **kind), torch.zeros(tokens, 40, **kind)
+    return {"query": query, "key": key, "value": value, "key_padding_mask": padding, "rpe": rpe}
+
+
+@pytest.mark.parametrize("tokens", [3, FEW_QUERIES + 4])
+def test_meta_tensors_give_shapes_and_gradients(tokens: int):
+    for layout in (torch.ones(8, 8), BlockIndex.build(torch.ones(8, 8), 8)):
+        given = given_tokens(tokens, device="meta")
+        output, lse = block_sparse_attention(**given, layout=layout, block=8, query_offset=20, return_lse=True)
+        assert output.is_meta and output.shape == (2, 4, tokens, 8) and lse.shape == (2, 4, tokens)
+        (grad,) = torch.autograd.grad(output.sum(), given["key"])
+        assert grad.is_meta and grad.shape == (2, 4, 40, 8)
+
+
+@pytest.mark.parametrize("tokens", [3, FEW_QUERIES + 4])
+def test_fake_tensors_give_shapes_and_leave_nothing_fake_in_the_index(tokens: int):
+    index = BlockIndex.build(torch.ones(8, 8), 8)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        output = block_sparse_attention(**given_tokens(tokens), layout=index, query_offset=20)
+    assert isinstance(output, FakeTensor) and output.shape == (2, 4, tokens, 8)
+    output = block_sparse_attention(**given_tokens(tokens), layout=index, query_offset=20)
+    assert not isinstance(output, FakeTensor) and output.equal(torch.zeros(2, 4, tokens, 8))
 
 
 def test_under_compile_it_is_refused():

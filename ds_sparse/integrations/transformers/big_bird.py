@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...block_sizes import BLOCK_SIZES
+from ...wording import listed
 from .converter import Block, Converter, Weights
 
 
@@ -30,6 +32,11 @@ class BigBirdConverter(Converter):
 
     def structure(self, model: PreTrainedModel) -> Block:
         config: Any = model.config
+        if config.block_size not in BLOCK_SIZES:
+            raise ValueError(
+                f"{type(model).__name__} has config.block_size {config.block_size}, and blocks have "
+                f"{listed(BLOCK_SIZES, 'or')} tokens; give a structure with one of them (sparsity_config, or --config)."
+            )
         random_blocks, blocks = config.num_random_blocks, -(-self.longest(model) // config.block_size)
         # Up to so many blocks Transformers attends to all.
         if config.attention_type == "original_full" or blocks <= 5 + 2 * random_blocks:

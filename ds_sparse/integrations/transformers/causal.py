@@ -78,14 +78,28 @@ def padding_mask(
 
 
 def refuse_other_masks(module: nn.Module, mask: torch.Tensor | None) -> None:
-    """Raises Refused for a mask of a causal layer that is not of `padding_mask`."""
-    if mask is not None and (mask.dim() != 2 or mask.dtype != MASK_DTYPE):
+    """Raises Refused for a mask of a causal layer that is not of `padding_mask`. One on the device "meta" is what
+    `key_padding_mask` gives for a mask of the model that is more than causality, padding and a window."""
+    if mask is None or (mask.dim() == 2 and mask.dtype == MASK_DTYPE):
+        return
+    if mask.dim() != 2 and not mask.is_meta:
         raise Refused(
-            f"{which(module)} is causal and given a mask of its own, of packed documents, of a static cache of windows "
-            f"or of another kind, and {NAME} takes (batch, tokens) there, 1 keeps. Give that as attention_mask, under "
-            "torch.compile with use_cache=False too, where Transformers cannot tell packed documents; generate with "
-            "the default cache."
+            f"{which(module)} is causal and given a mask of pairs of tokens, {tuple(mask.shape)}; {NAME} takes (batch, "
+            "tokens) there, 1 keeps, and causality from the model. Give that as attention_mask, or none where nothing "
+            "is padding."
         )
+    if mask.dim() != 2 and mask.shape[-1] != mask.shape[-2]:
+        raise Refused(
+            f"{which(module)} is causal and has {mask.shape[-2]} queries and room for {mask.shape[-1]} keys, as in a "
+            f"static cache of layers with a window, which {NAME} does not take; generate with the default cache, "
+            "without cache_implementation."
+        )
+    raise Refused(
+        f"{which(module)} is causal, and its model makes a mask of more than causality and padding for it, as for "
+        f"packed documents that position_ids tell of under torch.compile, which {NAME} does not take there. Give an "
+        "attention_mask (batch, tokens), of ones where nothing is padding, and use_cache=False: then a row is one "
+        "sequence. To keep documents apart, call without torch.compile."
+    )
 
 
 def attend(

@@ -43,8 +43,9 @@ def convert(
         What became sparse; `str()` is a table.
 
     Raises:
-        ValueError: no such model, one of another family, with a head that the new family does not have, or without a
-            tokenizer, an `out` that holds something. Then nothing has been written.
+        ValueError: no such model, one of another family, with a head that the new family does not have, a BigBird with
+            blocks of a size that structures do not have and no `sparsity_config`, one without a tokenizer, an `out`
+            that holds something. Then nothing has been written.
         SparseAttentionConfigError: the dict is wrong (a ValueError).
         TypeError: neither a structure nor a dict.
 
@@ -60,8 +61,8 @@ def convert(
                 f"{type(checkpoint.model).__name__} is neither a Longformer nor a BigBird nor an LED; sparsify and "
                 "ds_sparse adapt take other encoders as they are."
             )
-        converted = converter.convert(checkpoint.model)
         structure = converter.structure(checkpoint.model) if sparsity_config is None else sparsity_config
+        converted = converter.convert(checkpoint.model)
         report = sparsify(converted, structure, max_seq_length=converter.longest(checkpoint.model))
         dataclasses.replace(checkpoint, model=converted).save(folder)
     return report

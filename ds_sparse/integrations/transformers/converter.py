@@ -44,7 +44,11 @@ class Converter(ABC):
 
     @abstractmethod
     def structure(self, model: PreTrainedModel) -> Block:
-        """The block of the structure nearest to the model's own, at its longest sequence."""
+        """The block of the structure nearest to the model's own, at its longest sequence.
+
+        Raises:
+            ValueError: the model's own has blocks of a size that structures do not have.
+        """
 
     def longest(self, model: PreTrainedModel) -> int:
         """Tokens of the longest sequence, for which the layout is built."""
@@ -75,7 +79,6 @@ class Converter(ABC):
             raise ValueError(f"{name} lacks {', '.join(missing)}, which {cls.__name__} has; it cannot be converted.")
         if unexpected:
             say(f"left out, as {cls.__name__} does not have it: {', '.join(unexpected)}.")
-        converted.tie_weights()
         return converted.eval()
 
     def _config(self, cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:

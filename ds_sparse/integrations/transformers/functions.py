@@ -86,11 +86,13 @@ def attention(
         ), None  # fmt: skip
     if ds_sparse_documents is not None:
         _refuse_beside_documents(module, query, key, attention_mask, position_bias)
+        _refuse_beside_a_window(module, None, None, dropout)
         return _attend_packed(module, query, key, value, scaling, dropout, s_aux, is_causal, ds_sparse_documents), None
     if is_causal:
         causal.refuse_other_masks(module, attention_mask)
     else:
         _refuse_what_is_no_encoder(module, query, key, attention_mask)
+    _refuse_beside_a_window(module, attention_mask, position_bias, dropout)
     tried = Masks.of(module.config)
     if tried is not None:
         tried.check(which(module), attention_mask, local_attention_of(module))
@@ -199,6 +201,27 @@ def _refuse_other_windows(module: nn.Module, sliding_window: int | None) -> None
         raise Refused(
             f"{which(module)} asks the attention for sliding_window={sliding_window}, which {NAME} did not find in it; "
             'use attn_implementation="sdpa" or "eager".'
+        )
+
+
+def _refuse_beside_a_window(
+    module: nn.Module, mask: torch.Tensor | None, position_bias: torch.Tensor | None, dropout: float
+) -> None:
+    local = local_attention_of(module)
+    if local is None:
+        return
+    beside = {
+        f"a mask of shape {tuple(mask.shape) if mask is not None else ()}": mask is not None and mask.dim() != 2,
+        "a mask that requires a gradient": mask is not None and mask.requires_grad,
+        "position_bias": position_bias is not None,
+        f"dropout={dropout}": dropout != 0,
+    }
+    asked = [name for name, is_given in beside.items() if is_given]
+    if asked:
+        raise Refused(
+            f"{which(module)} is local, with a window of {local.window} tokens, and given {' and '.join(asked)}, which "
+            f"{NAME} does not compute there. Give padding as attention_mask (batch, tokens), no position_bias and no "
+            'attention dropout, or use attn_implementation="sdpa".'
         )
 
 

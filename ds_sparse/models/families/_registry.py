@@ -15,6 +15,10 @@ class Family(ABC):
     """A kind of models, and how their attention layers become sparse. A file of its own has a subclass, and registers
     an object of it."""
 
+    counts_by_model = False
+    """Whether each model of this family counts its attention layers by itself for `layers` of the block; the layers of
+    all other families are counted together, and `Structures.of_layer` has the structure of each."""
+
     @abstractmethod
     def of_this_family(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         """Those of the dense attention layers of a model, by name, that belong to models of this family."""
@@ -29,6 +33,9 @@ class Family(ABC):
     ) -> list[Change]:
         """What makes these layers sparse, ready to be switched on. It is called without layers too: the model may hold
         attention that is known by no projection.
+
+        Args:
+            layers: what `of_this_family` has returned.
 
         Raises:
             ValueError: a layer that would stay dense, or would not be computed as before; nothing has been changed.

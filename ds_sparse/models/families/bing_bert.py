@@ -15,6 +15,7 @@ from ...sparsity import SparsityConfig
 from ..by_hand import BY_HAND
 from ..report import NULL, Change, Kind, StayDense, describe
 from ..structures import Structures
+from ._plain import Alike, by_structure, tokens_of_layout
 from ._registry import Family
 
 _QUERY_KEY_VALUE = ("query", "key", "value")
@@ -37,28 +38,12 @@ class BingBert(Family):
         structures: Structures,
         max_seq_length: int | None,
     ) -> list[Change]:
-        alike: dict[tuple[Any, ...], dict[str, nn.Module]] = {}
-        given: dict[tuple[Any, ...], SparsityConfig] = {}
-        left: dict[str, nn.Module] = {}
-        for number, (name, layer) in enumerate(layers.items()):
+        for name, layer in layers.items():
             _check_replaceable(name, layer)
-            projection: Any = layer.query
-            heads = _heads(name, layer, structures.wanted)
-            structure = structures.by_layer(heads, len(layers), model=type(model).__name__).of(number)
-            if structure is None:
-                left[name] = layer
-                continue
-            kind = (heads, projection.out_features, _dropout(name, layer), id(structure))
-            alike.setdefault(kind, {})[name] = layer
-            given[kind] = structure
-        tokens = longest_sequence(getattr(model, "config", None)) if max_seq_length is None else max_seq_length
-        changes: list[Change] = []
-        for kind, those in alike.items():
-            heads, hidden, dropout, _ = kind
-            config = SimpleNamespace(
-                hidden_size=hidden, num_attention_heads=heads, attention_probs_dropout_prob=dropout
-            )
-            changes.append(Swap(model, those, around(list(those.values()), config, given[kind], tokens)))
+        kinds = {name: _kind(name, layer, structures.wanted) for name, layer in layers.items()}
+        alike, left = by_structure(layers, kinds, structures)
+        tokens = tokens_of_layout(model, max_seq_length)
+        changes: list[Change] = [Swap(model, those.layers, _around(those, tokens)) for those in alike]
         return changes + ([StayDense(left, NULL)] if left else [])
 
 
@@ -92,9 +77,15 @@ def around(
     return [replacement.train(layer.training) for replacement, layer in zip(sparse, layers, strict=True)]
 
 
-def longest_sequence(config: Any) -> int:
-    """Tokens that a layout is built for where none are asked for."""
-    return getattr(config, "max_position_embeddings", None) or 2048
+def _around(alike: Alike, tokens: int) -> list[BertSparseSelfAttention]:
+    heads, hidden, dropout = alike.kind
+    config = SimpleNamespace(hidden_size=hidden, num_attention_heads=heads, attention_probs_dropout_prob=dropout)
+    return around(list(alike.layers.values()), config, alike.structure, tokens)
+
+
+def _kind(name: str, layer: nn.Module, wanted: Any) -> tuple[int, int, float]:
+    projection: Any = layer.query
+    return _heads(name, layer, wanted), projection.out_features, _dropout(name, layer)
 
 
 def in_the_manner(name: str, layer: nn.Module) -> bool:

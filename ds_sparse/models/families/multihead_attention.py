@@ -12,6 +12,7 @@ from ...modules.multihead_attention import SparseMultiheadAttention, refuse_adde
 from ...modules.structured_attention import StructuredAttention
 from ..report import NULL, Change, Kind, StayDense, describe
 from ..structures import Structures
+from ._past_layers import refuse_computed_past
 from ._plain import CROSS_ATTENTION, by_structure
 from ._registry import Family
 
@@ -29,9 +30,11 @@ class MultiheadAttention(Family):
         structures: Structures,
         max_seq_length: int | None,
     ) -> list[Change]:
-        heads = {name: _heads(name, layer) for name, layer in layers.items()}
-        alike, left = by_structure(model, layers, heads, structures, max_seq_length)
-        changes: list[Change] = [Turn(model, those, attention) for attention, those in alike]
+        kinds = {name: (_heads(name, layer),) for name, layer in layers.items()}
+        structures.check_repeatable(kinds.values())
+        alike, left = by_structure(layers, kinds, structures)
+        refuse_computed_past(model, {name: layer for name, layer in layers.items() if name not in left})
+        changes: list[Change] = [Turn(model, those.layers, those.attention(model, max_seq_length)) for those in alike]
         kept = {NULL: left, CROSS_ATTENTION: cross_attention_layers(model)}
         return changes + [StayDense(those, why) for why, those in kept.items() if those]
 

@@ -2,14 +2,14 @@
 
 A layer is tried first, without weights and without computing: alone on made-up hidden states, and where it wants more
 than these, inside the model. Only one that called the function, on query, key and value (B, H, T, D) of one sequence,
-is taken. What a trial cannot show is seen in each forward, which raises where nothing was computed sparsely
+is taken. What a trial cannot show is seen in each call, which raises where nothing was computed sparsely
 (`modules/intercepted_attention.py`).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,17 +22,15 @@ from ...modules.intercepted_attention import (
     SparseCalls,
     make_calls_dense,
     make_calls_sparse,
+    watched_methods,
 )
 from ...modules.structured_attention import StructuredAttention
-from ..fake_copy import fake_copy, trying
+from ..fake_copy import TOKENS, fake_copy, made_up_inputs, trying
 from ..report import NULL, Change, Kind, StayDense, describe
 from ..structures import Structures
 from ._plain import CROSS_ATTENTION, by_structure
 from ._registry import Family
 from .bing_bert import in_the_manner
-
-TOKENS = 8
-"""Tokens of a trial, in a batch of two."""
 
 
 class ScaledDotProductAttention(Family):
@@ -40,7 +38,8 @@ class ScaledDotProductAttention(Family):
 
     def of_this_family(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         candidates = {name: layer for name, layer in layers.items() if not in_the_manner(name, layer)}
-        return {name: candidates[name] for name, tried in _try(model, candidates).items() if tried.called}
+        tried = {name: seen for name, seen in _try(model, candidates).items() if seen.called}
+        return _TriedLayers({name: candidates[name] for name in tried}, tried)
 
     def changes(
         self,
@@ -49,11 +48,13 @@ class ScaledDotProductAttention(Family):
         structures: Structures,
         max_seq_length: int | None,
     ) -> list[Change]:
-        tried = _try(model, layers)
+        tried = layers.tried if isinstance(layers, _TriedLayers) else _try(model, layers)
         cross_attention = {name: layers[name] for name, seen in tried.items() if seen.is_cross_attention}
-        heads = {name: _heads(name, layers[name], seen) for name, seen in tried.items() if name not in cross_attention}
-        alike, left = by_structure(model, layers, heads, structures, max_seq_length)
-        changes: list[Change] = [Interceptions(those, attention) for attention, those in alike]
+        selves = {name: seen for name, seen in tried.items() if name not in cross_attention}
+        kinds = {name: (_heads(name, layers[name], seen),) for name, seen in selves.items()}
+        structures.check_repeatable(kinds.values())
+        alike, left = by_structure(layers, kinds, structures)
+        changes: list[Change] = [Interceptions(those.layers, those.attention(model, max_seq_length)) for those in alike]
         kept = {NULL: left, CROSS_ATTENTION: cross_attention}
         return changes + [StayDense(those, why) for why, those in kept.items() if those]
 
@@ -103,6 +104,14 @@ class _Tried:
         return torch.empty_like(query)
 
 
+class _TriedLayers(dict[str, nn.Module]):
+    """Layers by name, with what they called in the trial that found them: a trial takes some 40 ms a layer."""
+
+    def __init__(self, layers: Mapping[str, nn.Module], tried: Mapping[str, _Tried]):
+        super().__init__(layers)
+        self.tried = tried
+
+
 def _heads(name: str, layer: nn.Module, tried: _Tried) -> int:
     """The number of heads of a layer that can be sparse; raises ValueError for another."""
     what = f"attention layer {name or 'of the model itself'} ({type(layer).__name__})"
@@ -110,9 +119,11 @@ def _heads(name: str, layer: nn.Module, tried: _Tried) -> int:
         raise ValueError(str(tried.refusal)) from tried.refusal
     if len(tried.heads) > 1:
         raise ValueError(f"{what} calls scaled_dot_product_attention with {sorted(tried.heads)} heads; give all one.")
-    if "forward" in vars(layer):
+    replaced = next((method for method in ("forward", *watched_methods(type(layer))) if method in vars(layer)), None)
+    if replaced is not None:
         raise ValueError(
-            f"{what} would stay dense: its forward was replaced, as hooks of accelerate do; call sparsify before that."
+            f"{what} would stay dense: its {replaced} was replaced, as hooks of accelerate do; call sparsify before "
+            "that."
         )
     return next(iter(tried.heads))
 
@@ -136,20 +147,11 @@ def _alone(name: str, layer: nn.Module) -> _Tried:
 
 def _inside(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, _Tried]:
     names = {layer: name for name, layer in layers.items()}
-    for dtype, shape in _inputs(model):
+    for dtype, shape in made_up_inputs(model):
         seen = {name: _Tried() for name in layers}
         if _run(model, names, seen, dtype, shape):
             return seen
     return {name: _Tried() for name in layers}
-
-
-def _inputs(model: nn.Module) -> Iterator[tuple[torch.dtype, tuple[int, ...]]]:
-    """Token ids where a model has a table of embeddings; hidden states."""
-    if any(isinstance(module, nn.Embedding) for module in model.modules()):
-        yield torch.int64, (2, TOKENS)
-    widths = [module.in_features for module in model.modules() if isinstance(module, nn.Linear)]
-    if widths:
-        yield torch.float32, (2, TOKENS, widths[0])
 
 
 def _run(

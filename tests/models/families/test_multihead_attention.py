@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import ds_sparse
@@ -157,6 +158,60 @@ def test_what_would_not_compute_the_same_is_refused_before_anything_changes(laye
     with pytest.raises(ValueError, match=sentence):
         ds_sparse.sparsify(model, structure, max_seq_length=64)
     assert type(model[0]) is nn.MultiheadAttention and not capsys.readouterr().out
+
+
+class ByWeights(Own):
+    """Computes the attention of its module from the module's weights."""
+
+    def forward(self, x):
+        m, options = self.attention, {"training": self.training, "need_weights": False}
+        biases = (None, None, False, 0.0, m.out_proj.weight, m.out_proj.bias)
+        return F.multi_head_attention_forward(
+            x, x, x, EMBED, HEADS, m.in_proj_weight, m.in_proj_bias, *biases, **options
+        )[0]
+
+
+def attention_of(m, x):
+    heads = F.linear(x, m.in_proj_weight, m.in_proj_bias).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+    return m.out_proj(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+
+
+class ByFunction(Own):
+    def forward(self, x):
+        return x + attention_of(self.attention, x)
+
+
+class Needy(ByWeights):
+    """Which a trial cannot run."""
+
+    def forward(self, x, more):
+        return super().forward(x) + more
+
+
+class Initialized(Own):
+    """Which reads the weights for other ends."""
+
+    def start(self):
+        nn.init.normal_(self.attention.in_proj_weight)
+
+    def forward(self, x):
+        return super().forward(x.to(self.attention.in_proj_weight.dtype))
+
+
+@pytest.mark.parametrize("kind", [ByWeights, ByFunction, Needy])
+def test_a_model_that_computes_a_layer_from_its_weights_is_refused(kind):
+    model = nn.Sequential(Own(), kind())
+    with pytest.raises(
+        ValueError, match=r"attention layer 1.attention \(MultiheadAttention\) would stay dense: .* Call the"
+    ):
+        ds_sparse.sparsify(model, DENSE, max_seq_length=64)
+    assert type(model[0].attention) is nn.MultiheadAttention
+    report = ds_sparse.sparsify(model, {**DENSE, "layers": {"1": None}}, max_seq_length=64)
+    assert [name for name, *_ in report.replaced] == ["0.attention"]
+
+
+def test_a_model_that_reads_the_weights_of_a_layer_for_other_ends_is_taken():
+    assert len(ds_sparse.sparsify(nn.Sequential(Initialized(), Initialized()), DENSE).replaced) == 2
 
 
 def test_layers_may_have_structures_of_their_own_or_stay_dense():

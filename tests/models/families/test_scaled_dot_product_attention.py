@@ -281,6 +281,95 @@ def test_a_forward_without_the_call_raises():
         model(hidden())
 
 
+class Around(nn.Module):
+    """Calls something else of a layer than its forward in evaluation."""
+
+    def __init__(self, layer, call):
+        super().__init__()
+        self.layer, self.call = layer, call
+
+    def forward(self, x):
+        return self.layer(x) if self.training else self.call(self.layer, x)
+
+
+class WithoutForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.projections = nn.Linear(EMBED, 3 * EMBED)
+
+    attention = Block.attention
+
+
+class Mixin:
+    @torch.autocast("cpu", enabled=False)
+    def attend(self, x):
+        return Fused.forward(self, x)
+
+    def through(self, x):
+        return self.attend(x)
+
+
+class Mixed(Mixin, Fused):
+    pass
+
+
+def past_its_methods(layer, x):
+    heads = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in (layer.to_q(x), *layer.to_kv(x).chunk(2, -1)))
+    return layer.attend(*heads).transpose(1, 2).flatten(2)
+
+
+INSTEAD = {
+    "a method": (Block(), lambda layer, x: x + layer.attention(layer.norm(x))),
+    "the only method": (WithoutForward(), lambda layer, x: layer.attention(x)),
+    "a decorated one of another base": (Mixed(), lambda layer, x: layer.attend(x)),
+    "one that calls it": (Mixed(), lambda layer, x: layer.through(x)),
+    "a module inside": (Outer(), past_its_methods),
+}
+
+
+@pytest.mark.parametrize(("layer", "call"), INSTEAD.values(), ids=INSTEAD)
+def test_what_a_model_calls_instead_of_the_forward_is_sparse_too(layer, call):
+    model, x = Around(layer, call).eval(), hidden()
+    dense = model(x)
+    for structure in (DENSE, LOCAL):
+        report = ds_sparse.sparsify(model, structure, max_seq_length=64)
+        sparse = model(x)
+        assert torch.allclose(sparse, dense, atol=1e-6) == (structure is DENSE)
+        if structure is LOCAL and not isinstance(layer, WithoutForward):
+            torch.testing.assert_close(model.train()(x), model.eval()(x))
+        report.undo()
+        assert torch.equal(model(x), dense) and "Sparse" not in repr(model)
+
+
+def test_what_a_model_calls_instead_of_the_forward_is_compiled_into_one_graph():
+    torch._dynamo.reset()
+    model, x = Sequence(*(Around(*INSTEAD[name]).eval() for name in ("a method", "a module inside"))), hidden()
+    ds_sparse.sparsify(model, LOCAL, max_seq_length=64)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_a_method_that_names_the_call_and_makes_none_raises_unless_it_returns_nothing():
+    class Chosen(Block):
+        by_hand = False
+
+        def attention(self, x):
+            return x if self.by_hand else super().attention(x)
+
+        def choose(self):
+            self.function = scaled_dot_product_attention
+
+    model = Chosen()
+    ds_sparse.sparsify(model, DENSE, max_seq_length=64)
+    model.choose()
+    model.by_hand = True
+    for call in (model, model.attention):
+        with pytest.raises(
+            RuntimeError, match=r"ran without a call of scaled_dot_product_attention.* have (forward|attention) call"
+        ):
+            call(hidden())
+
+
 class MultiHead(Switchable):
     """Attention by PyTorch's whole function, beside a call that is sparse."""
 
@@ -350,9 +439,8 @@ class TwoKinds(Fused):
         )
 
 
-def replaced():
-    layer = Fused()
-    layer.forward = layer.forward
+def replaced(layer, method):
+    setattr(layer, method, getattr(layer, method))
     return layer
 
 
@@ -361,7 +449,8 @@ def replaced():
     [
         (WithoutBatch(), DENSE, r"layer layers.1 \(WithoutBatch\) calls .* takes \(batch, heads, tokens, head size\)"),
         (TwoKinds(), DENSE, r"attention layer layers.1 \(TwoKinds\) calls .* with \[2, 4\] heads"),
-        (replaced(), DENSE, r"layers.1 \(Fused\) would stay dense: its forward was replaced"),
+        (replaced(Fused(), "forward"), DENSE, r"layers.1 \(Fused\) would stay dense: its forward was replaced"),
+        (replaced(Block(), "attention"), DENSE, r"layers.1 \(Block\) would stay dense: its attention was replaced"),
         (
             Rotated(),
             DENSE,

@@ -1,0 +1,47 @@
+"""The argument `sparsity_config` of layers and models: what it may be, and the structures that it says."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from ..config import BLOCK_KEY, LAYERS_KEY, LayerStructures, read_block
+from ..notices import say_notices
+from ..sparsity import FixedSparsityConfig, SparsityConfig
+from .bert import check_num_heads
+
+
+def read_structures(wanted: SparsityConfig | Mapping[str, Any] | None, num_heads: int) -> LayerStructures:
+    """The structures that were asked for, copies; `FixedSparsityConfig` where none was.
+
+    Raises:
+        SparseAttentionConfigError: the dict is wrong (a ValueError).
+        ValueError: they are for another number of heads.
+        TypeError: neither a structure nor a dict.
+    """
+    if wanted is None:
+        return LayerStructures(FixedSparsityConfig(num_heads=num_heads), {})
+    if isinstance(wanted, Mapping):
+        notices: list[str] = []
+        structures = read_block(wanted, num_heads, source=wanted, notices=notices)
+        say_notices(notices)
+    elif hasattr(wanted, "make_layout") and not isinstance(wanted, type):
+        structures = LayerStructures(copy.copy(wanted), {})
+    else:
+        what = f"the class {wanted.__name__}" if isinstance(wanted, type) else type(wanted).__name__
+        raise TypeError(
+            f"sparsity_config is {what}; it has to be a sparsity config, such as FixedSparsityConfig(num_heads="
+            f"{num_heads}), or a dict with the keys of the {BLOCK_KEY} block."
+        )
+    check_num_heads(structures.others, num_heads)
+    return structures
+
+
+def for_all_layers(structures: LayerStructures) -> SparsityConfig:
+    """The structure of all layers. Raises ValueError where layers have structures of their own."""
+    if structures.entries:
+        raise ValueError(
+            f"the {BLOCK_KEY} block has {LAYERS_KEY}, and one structure is wanted here; leave {LAYERS_KEY} out."
+        )
+    return structures.others
