@@ -71,8 +71,9 @@ def attention(
         more |= {"dropout": dropout, "is_causal": is_causal, "position_bias": position_bias, "s_aux": s_aux}
         more |= {"ds_sparse_documents": ds_sparse_documents, "ds_sparse_sequence": ds_sparse_sequence}
 
-        def attend(*local: torch.Tensor) -> torch.Tensor:
-            return attention(module, *local, attention_mask, scaling, sliding_window=sliding_window, **more)[0]
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            own: Any = attention
+            return own(module, query, key, value, attention_mask, scaling, sliding_window=sliding_window, **more)[0]
 
         return on_local_heads(module, attend, query, key, value), None
     is_causal = causal.is_causal(module) if is_causal is None else is_causal

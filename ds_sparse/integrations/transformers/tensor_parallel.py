@@ -51,8 +51,9 @@ def on_local_heads(
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     operands: list[Any] = [query, key, value]
-    placements = [x.placements if is_distributed(x) else None for x in operands]
-    if placements[0] is None or placements.count(placements[0]) < 3 or not set(placements[0]) <= {Replicate(), Shard(1)}:
+    placements: list[Any] = [x.placements if is_distributed(x) else None for x in operands]
+    alike = placements[0] is not None and placements.count(placements[0]) == len(operands)
+    if not alike or not set(placements[0]) <= {Replicate(), Shard(1)}:
         raise Refused(
             f"{which(layer)} is given DTensors that are dealt in another way than by heads (query, key and value are "
             f"{', '.join(str(x) for x in placements)}); shard the projections of query, key and value by columns."
@@ -64,6 +65,7 @@ def on_local_heads(
 
 def _place(layer: nn.Module) -> tuple[int, int] | None:
     """Which of how many ranks this is, that share the layer's heads; None where none do."""
+    parameter: Any
     for parameter in layer.parameters():
         if is_distributed(parameter):
             mesh, placements = parameter.device_mesh, parameter.placements

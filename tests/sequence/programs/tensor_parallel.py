@@ -1,0 +1,133 @@
+"""Layers of which each rank has some heads, and models whose parameters ranks share, against the same models whole."""
+
+from __future__ import annotations
+
+import deepspeed
+import torch
+import transformers
+from cases import case, refusal, run_all
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import ds_sparse
+
+TEXT = {
+    "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32,
+    "max_position_embeddings": 256,
+}  # fmt: skip
+BERT = TEXT | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+BLOCK = {"mode": "bigbird", "block": 16, "num_random_blocks": 1, "different_layout_per_head": True, "seed": 3}
+SAME = {"mode": "bslongformer", "block": 16}
+MODELS = {"BertForMaskedLM": BERT, "LlamaForCausalLM": TEXT | {"num_key_value_heads": 2}}
+LAYERS = {
+    "BertForMaskedLM": ("bert.encoder.layer", ["query", "key", "value"], "attention.self.", "attention.output.dense"),
+    "LlamaForCausalLM": ("model.layers", ["q_proj", "k_proj", "v_proj"], "self_attn.", "self_attn.o_proj"),
+}
+
+
+def make(name):
+    torch.manual_seed(0)
+    cls = getattr(transformers, name)
+    return cls(cls.config_class(**MODELS[name])).double()
+
+
+def batch_of():
+    ids = torch.randint(3, 50, (2, 165), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, 60:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids}
+
+
+def deal(model, name, **columns):
+    """The projections of query, key and value by columns, that of the output by rows."""
+    layers, projections, inside, output = LAYERS[name]
+    plan = {f"{inside}{projection}": ColwiseParallel(**columns) for projection in projections}
+    for layer in model.get_submodule(layers):
+        parallelize_module(layer, init_device_mesh("cpu", (2,)), plan | {output: RowwiseParallel()})
+
+
+def step(model):
+    loss = model(**batch_of()).loss
+    loss.backward()
+    whole = (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters())
+    return loss.detach(), [grad for grad in whole if grad is not None]
+
+
+def assert_same(found, wanted):
+    torch.testing.assert_close(found[0], wanted[0])
+    for grad, of_whole in zip(found[1], wanted[1], strict=True):
+        torch.testing.assert_close(grad, of_whole)
+
+
+@case
+def a_rank_has_some_heads_and_their_layouts():
+    for name in MODELS:
+        for block in (BLOCK, SAME):
+            whole, model = make(name), make(name)
+            ds_sparse.sparsify(whole, block)
+            ds_sparse.sparsify(model, block)
+            deal(model, name)
+            assert_same(step(model), step(whole))
+
+
+@case
+def dtensors_by_heads_are_taken():
+    # Rotary positions are tensors, which PyTorch does not multiply with DTensors.
+    whole, model = make("BertForMaskedLM"), make("BertForMaskedLM")
+    ds_sparse.sparsify(whole, BLOCK)
+    ds_sparse.sparsify(model, BLOCK)
+    deal(model, "BertForMaskedLM", use_local_output=False)
+    assert_same(step(model), step(whole))
+
+
+@case
+def dtensors_that_are_dealt_otherwise_are_refused():
+    model = make("BertForMaskedLM")
+    ds_sparse.sparsify(model, BLOCK)
+    deal(model, "BertForMaskedLM", use_local_output=False)
+    layer = model.bert.encoder.layer[0].attention.self
+    layer.query.register_forward_hook(lambda module, given, output: output.redistribute(placements=[Replicate()]))
+    said = refusal(lambda: model(**batch_of()))
+    assert "dealt in another way than by heads" in said and "shard the projections" in said, said
+
+
+@case
+def a_dealt_model_becomes_sparse():
+    whole, model = make("LlamaForCausalLM"), make("LlamaForCausalLM")
+    ds_sparse.sparsify(whole, BLOCK)
+    deal(model, "LlamaForCausalLM")
+    ds_sparse.sparsify(model, BLOCK)
+    assert_same(step(model), step(whole))
+
+
+@case
+def parameters_are_shared_by_fully_shard():
+    for name in MODELS:
+        whole, model = make(name), make(name)
+        ds_sparse.sparsify(whole, BLOCK)
+        ds_sparse.sparsify(model, BLOCK)
+        for layer in model.get_submodule(LAYERS[name][0]):
+            fully_shard(layer)
+        fully_shard(model)
+        assert_same(step(model), step(whole))
+
+
+@case
+def deepspeeds_tensor_parallelism_deals_layouts_too():
+    whole, model = make("LlamaForCausalLM").float(), make("LlamaForCausalLM").float()
+    ds_sparse.sparsify(whole, BLOCK)
+    ds_sparse.sparsify(model, BLOCK)
+    expected = whole(**batch_of()).loss
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    config = {"train_batch_size": 2, "optimizer": optimizer, "tensor_parallel": {"autotp_size": 2}}
+    engine, *_ = deepspeed.initialize(model=deepspeed.tp_model_init(model, 2, torch.float32), config=config)
+    loss = engine(**batch_of()).loss
+    torch.testing.assert_close(loss, expected)
+    engine.backward(loss)
+    engine.step()
+    assert engine(**batch_of()).loss < loss
+
+
+run_all()
