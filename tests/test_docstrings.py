@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import doctest
 import inspect
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
+import deepspeed  # says once which accelerator it takes, and not amid an example
 import pytest
 import torch
 from snippets import ROOT
@@ -105,6 +107,20 @@ def examples(name: str) -> list[doctest.DocTest]:
     return [test for test in tests if test.examples]
 
 
+@pytest.fixture
+def without_ranks() -> Iterator[None]:
+    """Ends the process group that an example begins, and takes back what that writes into the environment."""
+    before, had_group = dict(os.environ), torch.distributed.is_initialized()
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+    if torch.distributed.is_initialized() and not had_group:
+        torch.distributed.destroy_process_group()
+        deepspeed.comm.comm.cdb = None
+
+
+@pytest.mark.usefixtures("without_ranks")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.usefixtures("registry")
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
