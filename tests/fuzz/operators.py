@@ -22,6 +22,8 @@ import torch
 from public_operations import NATIVE, inputs, operations
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ds_sparse.ops._library import OPERATORS
+
 Call = tuple[Any, tuple[Any, ...]]
 
 INTEGERS = (0, 1, -1, 2, 3, 7, 8, 16, 2**20, 2**31 - 1, 2**31, 2**32, 2**61, 2**62, 2**63 - 1, -(2**31), -(2**63))
@@ -43,14 +45,14 @@ LARGEST_RESULT = 2**22
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps the calls of ds_sparse's operators."""
+    """Keeps the calls of ds_sparse's operators in C++, of which those in Python are made."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func.namespace == "ds_sparse":
+        if func.namespace == "ds_sparse" and func._opname in OPERATORS:
             self.calls.append((func, tuple(args)))
         return func(*args, **(kwargs or {}))
 

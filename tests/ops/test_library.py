@@ -52,8 +52,10 @@ def test_every_operator_of_the_schema_is_listed():
     registered = {
         name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("ds_sparse::")
     }
-    of_graphs = {f"layout_attention_{name}" for name in ("forward", "backward", "bias_backward")}
-    assert registered == {*_library.OPERATORS, *_library.HOPPER_OPERATORS, *of_graphs}
+    ways = ("forward", "backward", "bias_backward")
+    in_python = {f"layout_{kind}_{way}" for kind in ("attention", "distance") for way in ways}
+    in_python.add("distance_bias_backward")
+    assert registered == {*_library.OPERATORS, *_library.HOPPER_OPERATORS, *in_python}
 
 
 @pytest.mark.gpu
@@ -492,7 +494,7 @@ def test_meta_tensors_give_the_shape_of_every_operation(name: str):
     call, shapes = operations("cpu")[name]
     given = inputs("cpu", shapes)
     expected = call(*given)
-    if name in ("attention", "window_softmax", "window_attention", "masked_attention"):
+    if name in ("attention", "attention by distance", "window_softmax", "window_attention", "masked_attention"):
         return  # their masks are tensors on another device, which tests of their own give
     found = call(*(x.to("meta") for x in given))
     assert (found.device.type, found.shape, found.dtype) == ("meta", expected.shape, expected.dtype)
