@@ -679,7 +679,7 @@ def test_encoders_are_sparse_beside_what_attends_to_another_sequence(name, tmp_p
     sparse, others = attention_layers(model)
     assert list(sparse) == [entry.name for entry in report.replaced] and len(sparse) == (4 if name == "siglip" else 2)
     assert set(others) == {entry.name for entry in report.dense} and others
-    with mock.patch.object(functions, "attached_to", wraps=functions.attached_to) as asked:
+    with mock.patch.object(functions, "attention_of", wraps=functions.attention_of) as asked:
         assert_close(states_of_both(model, inputs), truth)
     assert {call.args[0] for call in asked.call_args_list} == set(sparse.values())
     capsys.readouterr()
@@ -742,7 +742,7 @@ def test_encoders_of_every_kind_are_sparse_by_both_doors(name):
     truth = states_and_gradients(dense, inputs)
     model = copy.deepcopy(dense)
     report = ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK}, max_seq_length=128)
-    with mock.patch.object(functions, "attached_to", wraps=functions.attached_to) as asked:
+    with mock.patch.object(functions, "attention_of", wraps=functions.attention_of) as asked:
         sparse = states_and_gradients(model, inputs)
     layers = {model.get_submodule(entry.name) for entry in report.replaced}
     assert len(layers) == 2 and {call.args[0] for call in asked.call_args_list} == layers
