@@ -13,7 +13,6 @@ import torch
 
 from ..dispatch import TILE, tile_heights
 from ..layout import causal_cut, check_values, unpack_bits, with_heads
-from .cache import refuse_captured, refuse_traced
 from .lasting import lasting, plain, refuse_without_values
 from .lists import Lists
 from .masks import layout_of_flex, layout_of_mask
@@ -311,9 +310,7 @@ class BlockIndex(OnDevice):
         if not self.reaches_ahead:
             return self
         if "causal" not in self._made:
-            what, instead = "The blocks above the diagonal cannot be left out of an index", "pass index.causal()."
-            refuse_traced(what, instead)
-            refuse_captured(what, self.device, instead)
+            self._refuse_to_make("The blocks above the diagonal cannot be left out of an index", "pass index.causal().")
             self._made["causal"] = self._make_causal()
         return self._made["causal"]
 
@@ -330,6 +327,8 @@ class BlockIndex(OnDevice):
             The index of the layout whose first block row is the last one here.
         """
         if "reversed" not in self._made:
+            what = "An index with its rows in the opposite order, which distance_bias takes, cannot be built"
+            self._refuse_to_make(what, "call index.reversed() once before, which keeps it.")
             self._made["reversed"] = self._make_reversed()
         return self._made["reversed"]
 

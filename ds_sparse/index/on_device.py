@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 
+from .cache import refuse_captured, refuse_traced
 from .lasting import lasting
 from .ready_event import ReadyEvent
 
@@ -51,6 +52,11 @@ class OnDevice:
         index: Any = self
         parts = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, torch.Tensor | OnDevice)}
         return replace(index, **parts)
+
+    def _refuse_to_make(self, what: str, instead: str) -> None:
+        """Raises RuntimeError where nothing can be made: under torch.compile, and in the capture of a CUDA graph."""
+        refuse_traced(what, instead)
+        refuse_captured(what, self.device, instead)
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         """The tensors of its own, those that were made at first use as well."""

@@ -9,7 +9,6 @@ import torch
 from ..dispatch import tile_heights
 from ..memory import refuse_too_large
 from .block import SIDES, BlockIndex
-from .cache import refuse_captured, refuse_traced
 from .documents import Documents, index_of_square
 from .lasting import lasting
 from .on_device import OnDevice
@@ -165,15 +164,12 @@ class PackedIndex(OnDevice):
     def causal_blocks(self, causal: bool) -> BlockIndex:
         """The blocks; with `causal` without those above the diagonal, cut at the first call."""
         if causal and not self.blocks.has_causal:
-            self._refuse_to_make(causal)
+            self._refuse_parts(causal)
         return self.blocks.causal() if causal else self.blocks
 
-    def _refuse_to_make(self, causal: bool) -> None:
-        """Raises RuntimeError where nothing can be made: under torch.compile, and in the capture of a CUDA graph."""
-        what = "What is missing of a PackedIndex cannot be made"
+    def _refuse_parts(self, causal: bool) -> None:
         instead = f"pass index.prepared({'causal=True' if causal else ''})."
-        refuse_traced(what, instead)
-        refuse_captured(what, self.device, instead)
+        self._refuse_to_make("What is missing of a PackedIndex cannot be made", instead)
 
     def tile_spans(self, side: str, tile: int, causal: bool) -> torch.Tensor:
         """The spans of the blocks that tiles' lines and entries are, made at the first call.
@@ -188,7 +184,7 @@ class PackedIndex(OnDevice):
         """
         key = side, tile, causal
         if key not in self._made:
-            self._refuse_to_make(causal)
+            self._refuse_parts(causal)
             self._made[key] = self._make_tile_spans(*key)
             self._ready.record()
         self._ready.wait(self._tensors)

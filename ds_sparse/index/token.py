@@ -17,7 +17,6 @@ from torch import Tensor
 from ..dispatch import tile_heights
 from ..layout import to_token_mask
 from .block import BlockIndex, check_block
-from .cache import refuse_captured, refuse_traced
 from .documents import Documents, check_document_layout
 from .lasting import lasting
 from .on_device import OnDevice
@@ -458,12 +457,8 @@ class TokenIndex(OnDevice):
 
     def _once(self, name: object, make: Callable) -> Any:
         if name not in self._made:
-            what, instead = (
-                "What is missing of a TokenIndex cannot be made",
-                "pass index.prepared(), on the device of the operands.",
-            )
-            refuse_traced(what, instead)
-            refuse_captured(what, self.device, instead)
+            what = "What is missing of a TokenIndex cannot be made"
+            self._refuse_to_make(what, "pass index.prepared(), on the device of the operands.")
             self._made[name] = lasting(make)()
             self._ready.record()
         self.ready()

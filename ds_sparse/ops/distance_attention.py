@@ -8,7 +8,6 @@ from torch.nn.functional import pad
 
 from ..dispatch import forced_implementation
 from ..index import BlockIndex
-from ..index.cache import refuse_captured, refuse_traced
 from ..index.master_layout import MasterLayout
 from ._autograd import Function, differentiable_once
 from ._library import DTYPES
@@ -83,9 +82,11 @@ def attention_by_distance(
 
     if attn_mask is not None and attn_mask.shape[2] > 1:
         attn_mask = turned(attn_mask)
+    if isinstance(index, BlockIndex):
+        index = index.reversed()
     output, lse, _ = _AttentionByDistance.apply(
         readable(turned(query)), readable(key), readable(value), _distances(bias, query.dtype, rows, keys, causal),
-        sinks, key_bias, attn_mask, seed, _reversed(index), scale, causal, dropout_p,
+        sinks, key_bias, attn_mask, seed, index, scale, causal, dropout_p,
     )  # fmt: skip
     return output.flip(2)[:, :, :tokens], lse.flip(2)[:, :, :tokens]
 
@@ -100,17 +101,6 @@ def _distances(bias: Tensor, dtype: torch.dtype, rows: int, keys: int, causal: b
         ahead = torch.arange(rows + keys - 1, device=bias.device) >= rows
         distances = distances.masked_fill(ahead, float("-inf"))
     return distances.contiguous()
-
-
-def _reversed(index: BlockIndex | MasterLayout) -> BlockIndex | MasterLayout:
-    if isinstance(index, MasterLayout):
-        return index
-    if not index.has_reversed:
-        what = "An index with its rows in the opposite order, which distance_bias takes, cannot be built"
-        instead = "call index.reversed() once before, which keeps it."
-        refuse_traced(what, instead)
-        refuse_captured(what, index.device, instead)
-    return index.reversed()
 
 
 class _AttentionByDistance(Function):
