@@ -7,7 +7,6 @@ from typing import Any, Literal, overload
 import torch
 
 from ..block_sizes import BLOCK_SIZES
-from ..dispatch import forced_implementation
 from ..index import BlockIndex, PackedIndex, as_index
 from ..index.lasting import refuse_without_values
 from ..index.lookup import copy_of, index_of_layout
@@ -17,6 +16,7 @@ from ..layout import with_heads
 from ..wording import listed
 from ._autograd import Function, differentiable_once
 from ._library import check_inputs, require_kernel, under_autocast
+from .attention_function import gradients_of, results_of, save
 from .attention_operators import attention_backward, attention_bias_backward, attention_forward
 from .distance_attention import attention_by_distance, check_distance_bias
 from .operands import (
@@ -35,7 +35,7 @@ from .operands import (
 from .packed_attention import packed_attention
 from .packed_operands import is_packed
 from .query_offset import Options, attention_at, parts_at
-from .sinks import check_sinks, grad_of_sinks, with_sinks
+from .sinks import check_sinks
 
 
 @overload
@@ -321,38 +321,15 @@ def _check_block(block: int) -> None:
 
 class _Attention(Function):
     @staticmethod
-    def forward(
-        query, key, value, rpe, sinks, key_bias, attn_mask, seed, index: BlockIndex, scale: float, causal: bool,
-        dropout_p: float,
-    ):  # fmt: skip
-        tensors = (query, key, value, rpe, key_bias, attn_mask, seed)
-        output, lse, rows = attention_forward(index, *tensors, scale, causal, dropout_p)
-        return (output, lse, rows) if sinks is None else with_sinks(output, rows, sinks)
+    def forward(query, key, value, rpe, sinks, key_bias, attn_mask, seed, index, scale, causal, dropout_p):
+        tensors = (query, key, value, rpe, sinks, key_bias, attn_mask, seed)
+        return results_of(attention_forward, *tensors, index, scale, causal, dropout_p)
 
     @staticmethod
     def setup_context(ctx, inputs, results):
-        *tensors, ctx.index, ctx.scale, ctx.causal, ctx.dropout_p = inputs
-        output, _, rows = results
-        ctx.forced = forced_implementation()
-        ctx.mark_non_differentiable(rows)
-        ctx.save_for_backward(output, rows, *tensors)
-        ctx.set_materialize_grads(False)
+        save(ctx, inputs, results)
 
     @staticmethod
     @differentiable_once("block_sparse_attention")
     def backward(ctx, grad_output: torch.Tensor | None, grad_lse: torch.Tensor | None, _):
-        output, rows, query, key, value, rpe, sinks, key_bias, attn_mask, seed = ctx.saved_tensors
-        grad_output = torch.zeros_like(output) if grad_output is None else readable(grad_output)
-        grad_lse = None if grad_lse is None else grad_lse.contiguous()
-        saved = (grad_output, grad_lse, query, key, value, output, rows, rpe, key_bias, attn_mask, seed)
-        numbers = (ctx.scale, ctx.causal, ctx.dropout_p)
-        grads: tuple[torch.Tensor | None, ...] = (None, None, None)
-        grad_rpe = grad_sinks = None
-        if any(ctx.needs_input_grad[:3]):
-            deterministic = torch.are_deterministic_algorithms_enabled()
-            grads = attention_backward(ctx.index, *saved, *numbers, deterministic, forced=ctx.forced)
-        if ctx.needs_input_grad[3]:
-            grad_rpe = attention_bias_backward(ctx.index, *saved, *numbers, rpe.shape).to(rpe.dtype)
-        if ctx.needs_input_grad[4]:
-            grad_sinks = grad_of_sinks(grad_output, grad_lse, output, rows, sinks)
-        return *grads, grad_rpe, grad_sinks, *(None,) * 7
+        return gradients_of(attention_backward, attention_bias_backward, ctx, grad_output, grad_lse)

@@ -49,11 +49,12 @@ def attention_bias_backward(index: BlockIndex | MasterLayout, *call) -> torch.Te
     """The gradient of rpe, by `block_attention_bias_backward`."""
     if isinstance(index, MasterLayout):
         return ops.layout_attention_bias_backward(*call, index.text)
-    *tensors, scale, causal, dropout_p, shape = call
+    *tensors, scale, causal, dropout_p = call
+    rpe = tensors[7]
     tile = implementation_for(index, tensors[2], operation="gradient of rpe").tile(index.block)
     return ops.block_attention_bias_backward(
         *tensors, *lists_of_tiles(index.tiles("rows", tile)), index.layout_heads, index.block, tile, scale, causal,
-        dropout_p, shape,
+        dropout_p, rpe.shape,
     )  # fmt: skip
 
 
@@ -75,7 +76,7 @@ _operators.define(
     "-> (Tensor, Tensor, Tensor)"
 )
 _operators.define(f"layout_attention_backward({_SAVED}, bool deterministic, str layout) -> (Tensor, Tensor, Tensor)")
-_operators.define(f"layout_attention_bias_backward({_SAVED}, SymInt[] shape, str layout) -> Tensor")
+_operators.define(f"layout_attention_bias_backward({_SAVED}, str layout) -> Tensor")
 
 
 @torch.library.impl(_operators, "layout_attention_forward", "CompositeExplicitAutograd")
@@ -93,7 +94,7 @@ def _(*call):
 @torch.library.impl(_operators, "layout_attention_bias_backward", "CompositeExplicitAutograd")
 def _(*call):
     *given, text = call
-    return attention_bias_backward(_index(text, given[2], given[-3]), *given)
+    return attention_bias_backward(_index(text, given[2], given[-2]), *given)
 
 
 def _index(text: str, query: torch.Tensor, causal: bool) -> BlockIndex:
@@ -119,5 +120,5 @@ def _(grad_output, grad_lse, query, *more):
 
 
 @torch.library.register_fake(add_op_namespace_prefix("layout_attention_bias_backward"))
-def _(grad_output, grad_lse, query, *more):
-    return query.new_empty(more[-2], dtype=wide_dtype(query.dtype))
+def _(grad_output, grad_lse, query, key, value, output, rows, rpe, *_):
+    return rpe.new_empty(rpe.shape, dtype=wide_dtype(query.dtype))

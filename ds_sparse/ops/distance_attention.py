@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..dispatch import forced_implementation
 from ..index import BlockIndex
 from ..index.master_layout import MasterLayout
 from ._autograd import Function, differentiable_once
 from ._library import DTYPES
+from .attention_function import gradients_of, results_of, save
 from .distance_operators import distance_backward, distance_bias_backward, distance_forward
 from .operands import as_added, broadcasts, readable, wide_dtype
-from .sinks import grad_of_sinks, with_sinks
 
 
 def check_distance_bias(bias: Tensor, query: Tensor, keys: int, last: int, rpe: Tensor | None) -> None:
@@ -105,38 +104,15 @@ def _distances(bias: Tensor, dtype: torch.dtype, rows: int, keys: int, causal: b
 
 class _AttentionByDistance(Function):
     @staticmethod
-    def forward(
-        query, key, value, distances, sinks, key_bias, attn_mask, seed, index: BlockIndex, scale: float, causal: bool,
-        dropout_p: float,
-    ):  # fmt: skip
-        tensors = (query, key, value, distances, key_bias, attn_mask, seed)
-        output, lse, rows = distance_forward(index, *tensors, scale, causal, dropout_p)
-        return (output, lse, rows) if sinks is None else with_sinks(output, rows, sinks)
+    def forward(query, key, value, distances, sinks, key_bias, attn_mask, seed, index, scale, causal, dropout_p):
+        tensors = (query, key, value, distances, sinks, key_bias, attn_mask, seed)
+        return results_of(distance_forward, *tensors, index, scale, causal, dropout_p)
 
     @staticmethod
     def setup_context(ctx, inputs, results):
-        *tensors, ctx.index, ctx.scale, ctx.causal, ctx.dropout_p = inputs
-        output, _, rows = results
-        ctx.forced = forced_implementation()
-        ctx.mark_non_differentiable(rows)
-        ctx.save_for_backward(output, rows, *tensors)
-        ctx.set_materialize_grads(False)
+        save(ctx, inputs, results)
 
     @staticmethod
     @differentiable_once("block_sparse_attention")
     def backward(ctx, grad_output: Tensor | None, grad_lse: Tensor | None, _):
-        output, rows, query, key, value, distances, sinks, key_bias, attn_mask, seed = ctx.saved_tensors
-        grad_output = torch.zeros_like(output) if grad_output is None else readable(grad_output)
-        grad_lse = None if grad_lse is None else grad_lse.contiguous()
-        saved = (grad_output, grad_lse, query, key, value, output, rows, distances, key_bias, attn_mask, seed)
-        numbers = (ctx.scale, ctx.causal, ctx.dropout_p)
-        grads: tuple[Tensor | None, ...] = (None, None, None)
-        grad_distances = grad_sinks = None
-        if any(ctx.needs_input_grad[:3]):
-            deterministic = torch.are_deterministic_algorithms_enabled()
-            grads = distance_backward(ctx.index, *saved, *numbers, deterministic, forced=ctx.forced)
-        if ctx.needs_input_grad[3]:
-            grad_distances = distance_bias_backward(ctx.index, *saved, *numbers)
-        if ctx.needs_input_grad[4]:
-            grad_sinks = grad_of_sinks(grad_output, grad_lse, output, rows, sinks)
-        return *grads, grad_distances, grad_sinks, *(None,) * 7
+        return gradients_of(distance_backward, distance_bias_backward, ctx, grad_output, grad_lse)

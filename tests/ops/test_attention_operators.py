@@ -32,7 +32,7 @@ def calls(device: str, dtype: torch.dtype, causal: bool, dropout_p: float) -> di
     return {
         "layout_attention_forward": forward,
         "layout_attention_backward": (*saved, *numbers, False),
-        "layout_attention_bias_backward": (*saved, *numbers, [1, 2, TOKENS, TOKENS]),
+        "layout_attention_bias_backward": (*saved, *numbers),
     }
 
 
