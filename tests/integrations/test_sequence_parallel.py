@@ -12,7 +12,16 @@ def test_sequence_parallel_with_deepspeed(case):
     assert_passed("deepspeed_engine.py", 4, case)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "program, case",
+    [(name, case) for name in ("transformers_models.py", "deepspeed_engine.py") for case in cases_of(name, "cuda")],
+)
+def test_sequence_parallel_on_two_gpus(program, case):
+    assert_passed(program, 2, case, "cuda")
+
+
 def test_sequence_parallel_says_what_it_does_and_what_it_changes():
     printed = reports("deepspeed_engine.py", 4)[""]
     assert "ds_sparse: each sequence is shared by 2 ranks." in printed
-    assert printed.count("ds_sparse: ZeRO 3 has reduce_scatter off") == 1
+    assert printed.count("ds_sparse: ZeRO 3 has reduce_scatter off") == 2, "by rank 0, of each engine of stage 3"

@@ -280,7 +280,7 @@ class SequenceParallel:
         is that of the whole. The mean of no tokens is NaN, and has no share."""
         total = self.ranks.sum_of(labelled)
         share = torch.where(labelled > 0, mean, torch.zeros_like(mean)) * (labelled / total)
-        return share + (self.ranks.sum_of(share) - share.detach())
+        return (share + (self.ranks.sum_of(share) - share.detach())).to(mean.dtype)
 
 
 def _check(model: nn.Module, ranks: RanksOfSequence) -> PreTrainedModel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from cases import case, refusal, run_all
+from cases import DEVICE, WIDE, assert_same, case, refusal, run_all
 from torch import distributed
 from torch.utils.checkpoint import checkpoint
 
@@ -30,18 +30,22 @@ def own_part():
     return slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
 
 
-def operands_of(heads, key_heads, dtype):
-    generator = torch.Generator().manual_seed(5)
+def drawn(draw, *shape, seed, dtype=WIDE):
+    return draw(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
+
+
+def operands_of(heads, key_heads, dtype=WIDE):
     return [
-        torch.randn(2, h, TOKENS, 8, generator=generator, dtype=dtype) for h in (heads, key_heads, key_heads, heads)
+        drawn(torch.randn, 2, h, TOKENS, 8, seed=seed, dtype=dtype)
+        for seed, h in enumerate((heads, key_heads, key_heads, heads))
     ]
 
 
-def compare(config, key_heads=None, dtype=torch.float64, causal=False, with_mask=False, with_sinks=False, **options):
+def compare(config, key_heads=None, dtype=WIDE, causal=False, with_mask=False, with_sinks=False, **options):
     heads = config.num_heads
     *whole, grad = operands_of(heads, key_heads or heads, dtype)
-    mask = torch.rand(2, TOKENS, generator=torch.Generator().manual_seed(6)) > 0.2 if with_mask else None
-    sinks = torch.linspace(-1, 1, heads, dtype=dtype) if with_sinks else None
+    mask = drawn(torch.rand, 2, TOKENS, seed=6) > 0.2 if with_mask else None
+    sinks = torch.linspace(-1, 1, heads, dtype=dtype, device=DEVICE) if with_sinks else None
     part = own_part()
     parts = [x[:, :, part].clone().requires_grad_() for x in whole]
     whole = [x.requires_grad_() for x in whole]
@@ -58,11 +62,11 @@ def compare(config, key_heads=None, dtype=torch.float64, causal=False, with_mask
     output = attention(*parts, causal=causal, key_padding_mask=own_mask, sinks=own_sinks, **options)
     output.backward(grad[:, :, part])
 
-    torch.testing.assert_close(output, wanted[:, :, part])
+    assert_same(output, wanted[:, :, part])
     for own, of_all in zip(parts, whole, strict=True):
-        torch.testing.assert_close(own.grad, of_all.grad[:, :, part])
+        assert_same(own.grad, of_all.grad[:, :, part])
     if sinks is not None:
-        torch.testing.assert_close(RanksOfSequence().sum_of(own_sinks.grad), sinks.grad)
+        assert_same(RanksOfSequence().sum_of(own_sinks.grad), sinks.grad)
 
 
 @case
@@ -102,23 +106,23 @@ def fewer_key_heads_than_ranks():
 
 @case
 def activation_checkpointing():
-    *whole, grad = operands_of(4, 4, torch.float64)
+    *whole, grad = operands_of(4, 4)
     parts = [x[:, :, own_part()].clone().requires_grad_() for x in whole]
     attention = ds_sparse.SequenceParallelAttention(bigbird(4), 176)
     grad = grad[:, :, own_part()]
-    generator = torch.get_rng_state()
+    torch.manual_seed(0)
     first = torch.autograd.grad(attention(*parts, dropout_p=0.25), parts, grad)
-    torch.set_rng_state(generator)
+    torch.manual_seed(0)
     again = torch.autograd.grad(
         checkpoint(lambda *x: attention(*x, dropout_p=0.25), *parts, use_reentrant=False), parts, grad
     )
     for x, y in zip(first, again, strict=True):
-        torch.testing.assert_close(x, y)
+        assert_same(x, y)
 
 
 @case
 def dropout_drops_the_pairs_that_seed_and_head_say():
-    query, key, value, grad = operands_of(4, 2, torch.float64)
+    query, key, value, grad = operands_of(4, 2)
     whole = [x.clone().requires_grad_() for x in (query, key, value)]
     parts = [x[:, :, own_part()].clone().requires_grad_() for x in (query, key, value)]
     torch.manual_seed(distributed.get_rank())  # ranks take the first one's
@@ -126,7 +130,7 @@ def dropout_drops_the_pairs_that_seed_and_head_say():
     output = attention(*parts, dropout_p=0.5)
     output.backward(grad[:, :, own_part()])
     torch.manual_seed(0)
-    seed, offset = operands.dropout_seed(torch.device("cpu")).tolist()
+    seed, offset = operands.dropout_seed(DEVICE).tolist()
     layout = bigbird(4).make_bool_layout(176)
     of_heads = [
         reference.attention(
@@ -137,9 +141,9 @@ def dropout_drops_the_pairs_that_seed_and_head_say():
     ]  # fmt: skip
     wanted = torch.cat(of_heads, 1)
     wanted.backward(grad)
-    torch.testing.assert_close(output, wanted[:, :, own_part()])
+    assert_same(output, wanted[:, :, own_part()])
     for own, of_all in zip(parts, whole, strict=True):
-        torch.testing.assert_close(own.grad, of_all.grad[:, :, own_part()])
+        assert_same(own.grad, of_all.grad[:, :, own_part()])
 
 
 def refused(*operands, **options):
@@ -150,17 +154,17 @@ def refused(*operands, **options):
 @case
 def what_ranks_do_not_agree_on_is_refused_on_all():
     rank = distributed.get_rank()
-    x = torch.ones(2 if rank else 1, 4, 40, 8)
+    x = torch.ones(2 if rank else 1, 4, 40, 8, device=DEVICE)
     assert "Ranks give their parts of a sequence in different shapes" in refused(x, x, x)
-    x = torch.ones(2, 4, 40, 8)
-    mask = None if rank else torch.ones(2, 40, dtype=torch.bool)
+    x = torch.ones(2, 4, 40, 8, device=DEVICE)
+    mask = None if rank else torch.ones(2, 40, dtype=torch.bool, device=DEVICE)
     assert "to all or to none" in refused(x, x, x, key_padding_mask=mask)
     assert "lengths are" in refused(x, x, x, lengths=(40,))
 
 
 @case
 def fewer_heads_than_ranks_are_refused():
-    x = torch.ones(1, 1, 40, 8)
+    x = torch.ones(1, 1, 40, 8, device=DEVICE)
     assert "at most 1 ranks can hold a sequence" in refused(x, x, x)
 
 
