@@ -131,7 +131,7 @@ def dropout_drops_the_pairs_that_seed_and_head_say():
     output.backward(grad[:, :, own_part()])
     torch.manual_seed(0)
     seed, offset = operands.dropout_seed(DEVICE).tolist()
-    layout = bigbird(4).make_bool_layout(176)
+    layout = bigbird(4).make_bool_layout(176).to(DEVICE)
     of_heads = [
         reference.attention(
             whole[0][:, h : h + 1], *(x[:, h // 2 : h // 2 + 1] for x in whole[1:]), layout[h : h + 1], 16,

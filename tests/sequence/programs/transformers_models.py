@@ -120,7 +120,7 @@ def activation_checkpointing_and_two_forwards_before_a_backward():
     shorter = {key: value[:, :100].contiguous() for key, value in batch.items()}
     first, second = step(model, batch), step(model, shorter)
     ds_sparse.sequence_parallel(model)
-    model.activation_checkpointing_enable()
+    model.gradient_checkpointing_enable()
     assert_step_is(model, batch, first)
     model.zero_grad()
     (model(**batch).loss + model(**shorter).loss).backward()
@@ -140,7 +140,7 @@ def attention_dropout_trains_and_is_repeated_by_checkpoints():
     ds_sparse.sequence_parallel(model)
     torch.manual_seed(distributed.get_rank())
     plain = step(model, batch)
-    model.activation_checkpointing_enable()
+    model.gradient_checkpointing_enable()
     torch.manual_seed(distributed.get_rank())
     again = step(model, batch)
     assert not torch.allclose(plain[0], dry[0])
