@@ -395,6 +395,13 @@ def add_sequence(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="parts of a rank's tokens that MLPs (DeepSpeed's TiledMLP) and the loss take in turns (default: 1)",
     )
+    parser.add_argument(
+        "--longest",
+        type=positive,
+        default=0,
+        metavar="SECONDS",
+        help="on a GPU, also look for the longest sequence that fits, for so long on each number of ranks",
+    )
     parser.set_defaults(measure=run_sequence)
 
 
@@ -602,7 +609,7 @@ def run_sequence(args: argparse.Namespace, device: torch.device) -> int:
     seq_lens = args.seq_len or ([16384, 65536, 262144] if args.device == "cuda" else [512, 1024])
     ranks = args.ranks or [torch.cuda.device_count() if args.device == "cuda" else 2]
     try:
-        sequence.require_ranks(ranks, device)
+        sequence.require_gpus(max(ranks), args.longest, device)
         bert.require_layouts([args.structure], seq_lens)
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -619,9 +626,9 @@ def run_sequence(args: argparse.Namespace, device: torch.device) -> int:
 
     def results(run: Run) -> Iterator[sequence_results.Result]:
         nonlocal failed
-        comparison = sequence.Comparison(grid, ranks, args.parallel, args.repeats, args.seconds)
+        comparison = sequence.Comparison(grid, ranks, args.parallel, args.repeats, args.seconds, args.longest)
         for case, row in comparison.results(device):
-            failed |= bool(row.reason)
+            failed |= bool(row.reason) and not row.is_try
             yield keep(args, run, (case, [row]))
 
     with cpu_threads(max(1, torch.get_num_threads() // max(ranks))):

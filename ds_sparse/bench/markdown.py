@@ -441,11 +441,22 @@ def of_sequence(results: list[sequence_results.Result]) -> dict[str, Table]:
             "" if row.loss_alone is None else f"{row.loss_alone:.4f}",
         ]
         for case, row in seen
+        if not row.is_try
     ]
     columns = ["ms", "tokens/s", "efficiency", "peak GiB a rank", "loss", "loss on one rank"]
+    found = [
+        [
+            *start(case, row),
+            "" if failed is None else f"{failed:,}",
+            in_three_digits(row.milliseconds),
+            "" if row.peak_gib is None else f"{row.peak_gib:.1f}",
+        ]
+        for case, row, failed in sequence_results.longest((case, row) for case, rows in results for row in rows)
+    ]
     notes = settings if len(settings) == 1 else []
     return {
         "steps": Table([*heading, *columns], steps, notes=notes),
         "time": parts(lambda row: row.profile, in_three_digits),
         "memory": parts(lambda row: row.memory, lambda gib: f"{gib:.2f}"),
+        "longest": Table([*heading, "too long", "ms", "peak GiB a rank"], found, notes=notes),
     }

@@ -73,7 +73,7 @@ def run(task: Task, device: torch.device) -> Row:
     """Verifies a task, and measures it.
 
     Raises:
-        ArithmeticError: loss or gradient are not those of one rank.
+        ArithmeticError: loss or gradient are not those of one rank, or no numbers.
     """
     torch.set_num_threads(task.threads)
     engine = None
@@ -97,6 +97,8 @@ def measured(task: Task, engine: Any, device: torch.device) -> Row:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     loss, norm = float(step()), engine.get_global_grad_norm()
+    if not math.isfinite(loss):
+        raise ArithmeticError(f"the loss is {loss}")
     row = Row(task.ranks, task.parallel, loss=loss, gradient_norm=None if norm is None else float(norm))
     if task.alone is not None:
         row = compared(row, task.alone, task.case.dtype)
@@ -159,7 +161,8 @@ def step_times(step: Callable[[], object], repeats: int, seconds: float, device:
     agreed = torch.tensor([steps, rounds], device=device)
     distributed.broadcast(agreed, src=0)
     steps, rounds = agreed.tolist()
-    return [elapsed(step, steps, device) for _ in range(rounds)]
+    counted = [first] if steps == 1 else []
+    return counted + [elapsed(step, steps, device) for _ in range(rounds - len(counted))]
 
 
 def elapsed(step: Callable[[], object], steps: int, device: torch.device) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from .machine import in_three_digits
@@ -77,19 +77,24 @@ Result = tuple[Case, list[Row]]
 
 
 def report(results: Iterable[Result]) -> Iterator[Iterable[str]]:
-    """What is printed: some lines a row, as they come, and a table of all."""
+    """What is printed: some lines a row, as they come, a table of all, and the longest sequences."""
     seen = []
     for case, rows in results:
         for row in rows:
             seen.append((case, row))
             yield lines(case, row)
-    yield table(seen)
+    yield table([(case, row) for case, row in seen if not row.is_try])
+    if found := longest(seen):
+        yield (
+            f"the longest that fits, {ranks_of(row)}, {settings_of(case)}: {case.seq_len:,} tokens"
+            for case, row, _ in found
+        )
 
 
 def lines(case: Case, row: Row) -> Iterator[str]:
     """A row in words: what was measured, where the time goes, what memory is for."""
-    ranks = "1 rank" if row.ranks == 1 else f"{row.ranks} ranks"
-    yield f"{case.seq_len:,} tokens, {ranks}{PARALLEL[row.parallel]}; {settings_of(case)}"
+    looked_for = "; is it the longest?" if row.is_try else ""
+    yield f"{case.seq_len:,} tokens, {ranks_of(row)}; {settings_of(case)}{looked_for}"
     if row.milliseconds is None:
         yield f"no time: {row.reason}"
         return
@@ -99,6 +104,10 @@ def lines(case: Case, row: Row) -> Iterator[str]:
         yield f"time: {', '.join(parts)}"
     if row.memory:
         yield f"GiB: {', '.join(f'{name} {gib:.2f}' for name, gib in row.memory.items())}"
+
+
+def ranks_of(row: Row) -> str:
+    return f"{row.ranks} {'rank' if row.ranks == 1 else 'ranks'}{PARALLEL[row.parallel]}"
 
 
 def settings_of(case: Case) -> str:
@@ -139,6 +148,21 @@ def table(seen: Sequence[tuple[Case, Row]]) -> Iterator[str]:
             f"{case.seq_len:9} {row.ranks:5} {sequences:9} {in_three_digits(row.milliseconds):>9} "
             f"{row.tokens_per_second:11,.0f} {efficiency:>10} {peak:>8} {row.loss:8.4f} {one:>11}"
         )
+
+
+def longest(seen: Iterable[tuple[Case, Row]]) -> list[tuple[Case, Row, int | None]]:
+    """Where the longest sequence that fits was looked for: the longest that did, and the shortest that did not."""
+    alike: dict[tuple[Case, int, str], list[tuple[Case, Row]]] = {}
+    for case, row in seen:
+        alike.setdefault((replace(case, seq_len=0), row.ranks, row.parallel), []).append((case, row))
+    found = []
+    for rows in alike.values():
+        fitted = [(case, row) for case, row in rows if row.milliseconds is not None]
+        if fitted and any(row.is_try for _, row in rows):
+            failed = [case.seq_len for case, row in rows if row.reason]
+            case, row = max(fitted, key=lambda one: one[0].seq_len)
+            found.append((case, row, min(failed, default=None)))
+    return found
 
 
 def record(result: Result) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from ds_sparse.cli import main
 
 CPU = torch.device("cpu")
 CASE = Case(512, "bigbird-64", "fp32", "cpu", 2)
+SAVING = "--activations offloaded --tiles 2"
 TIMED = Row(1, ALONE, 100.0, 5120.0, loss=7.0, gradient_norm=2.0, rounds=3)
 
 
@@ -23,7 +24,7 @@ def task(case=CASE, parallel=SEQUENCE, alone=None):
 
 def test_command_measures_one_rank_and_then_two(tmp_path, printed_again):
     path = tmp_path / "rows.json"
-    assert main(f"bench sequence --seq-len 512 --repeats 1 --seconds 1 --json {path}".split()) == 0
+    assert main(f"bench sequence {SAVING} --seq-len 512 --repeats 1 --seconds 1 --json {path}".split()) == 0
     written = json.loads(path.read_text())
     rows = [sequence_results.restore([row])[0][1][0] for row in written["rows"]]
     assert [(row.ranks, row.parallel) for row in rows] == [(1, ALONE), (2, DATA), (2, SEQUENCE)]
@@ -36,7 +37,7 @@ def test_command_measures_one_rank_and_then_two(tmp_path, printed_again):
     assert shared.profile["attention"] > 0 and shared.profile["all-to-all"] > 0
     assert alone.profile["all-to-all"] == 0 and alone.profile["optimizer"] > 0
     printed = printed_again(path)
-    assert "512 tokens, 2 ranks, one sequence; bigbird-64, fp32, ZeRO 2, activations kept" in printed
+    assert "512 tokens, 2 ranks, one sequence; bigbird-64, fp32, ZeRO 2, activations offloaded, 2 tiles" in printed
     assert written["deepspeed"] and written["transformers"]
 
 
@@ -45,6 +46,7 @@ def test_command_measures_one_rank_and_then_two(tmp_path, printed_again):
     [
         ("--seq-len 128", "bigbird-64 has no layout of 128 tokens"),
         ("--dtype fp16", "DeepSpeed leaves steps out"),
+        ("--longest 60", "a CPU's memory is not filled by trying"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_runs(capsys, arguments, sentence):
@@ -55,9 +57,9 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(capsys, argumen
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    sequence.require_ranks([2], torch.device("cuda"))
+    sequence.require_gpus(2, 60, torch.device("cuda"))
     with pytest.raises(ValueError, match="--ranks 4: torch finds 2 GPUs"):
-        sequence.require_ranks([1, 4], torch.device("cuda"))
+        sequence.require_gpus(4, 0, torch.device("cuda"))
 
 
 @pytest.mark.parametrize(("loss", "norm", "wrong"), [(7.01, 2.0, "the loss is 7.01"), (7.0, 1.0, "the norm")])
