@@ -610,6 +610,8 @@ def run_sequence(args: argparse.Namespace, device: torch.device) -> int:
     ranks = args.ranks or [torch.cuda.device_count() if args.device == "cuda" else 2]
     try:
         sequence.require_gpus(max(ranks), args.longest, device)
+        if sequence_results.SEQUENCE in args.parallel:
+            sequence_model.require_heads(max(ranks), args.device)
         bert.require_layouts([args.structure], seq_lens)
     except ValueError as error:
         print(error, file=sys.stderr)

@@ -16,28 +16,29 @@ import torch
 
 from .reasons import in_short
 from .sequence_rank import Task, run, start
-from .sequence_results import Row
+from .sequence_results import Case, Row
 
 LONGEST_WAIT = 300
-"""Seconds for the result of a task; ranks that hang are ended then."""
+"""Seconds for the result of a task, besides those of its rounds; ranks that hang are ended then."""
 
 TOO_LONG = "not tried: a shorter sequence ran out of memory"
 
 
 def rows_of(tasks: Sequence[Task], device: torch.device) -> Iterator[tuple[Task, Row]]:
     """Measures tasks for the same number of ranks, by rising length, in processes that all share. After one that fails,
-    which may leave anything behind, the rest have new processes; after one that does not fit, no longer one is
-    tried."""
-    rest, too_long = list(tasks), set[str]()
+    which may leave anything behind, the rest have new processes; after one that does not fit, no longer one of its kind
+    is tried."""
+    rest, too_long = list(tasks), set[tuple[str, Case]]()
     while rest:
         for task, row in until_one_fails(rest, device):
             rest = rest[1:]
             yield task, row
             if "out of memory" in row.reason:
-                too_long.add(task.parallel)
-        for task in [task for task in rest if task.parallel in too_long]:
+                too_long.add((task.parallel, task.case.of_any_length))
+        skipped = [task for task in rest if (task.parallel, task.case.of_any_length) in too_long]
+        for task in skipped:
             yield task, Row(task.ranks, task.parallel, reason=TOO_LONG)
-        rest = [task for task in rest if task.parallel not in too_long]
+        rest = [task for task in rest if task not in skipped]
 
 
 def until_one_fails(tasks: Sequence[Task], device: torch.device) -> Iterator[tuple[Task, Row]]:
@@ -54,7 +55,7 @@ def until_one_fails(tasks: Sequence[Task], device: torch.device) -> Iterator[tup
             process.start()
         try:
             for task in tasks:
-                found = next_result(results, processes)
+                found = next_result(results, processes, LONGEST_WAIT + task.seconds)
                 if isinstance(found, str):
                     yield task, Row(task.ranks, task.parallel, reason=found, is_try=task.only_tries)
                     return
@@ -65,17 +66,17 @@ def until_one_fails(tasks: Sequence[Task], device: torch.device) -> Iterator[tup
                 process.join()
 
 
-def next_result(results: Any, processes: Sequence[Any]) -> Row | str:
+def next_result(results: Any, processes: Sequence[Any], seconds: float) -> Row | str:
     """A row of rank 0, or why a rank has none."""
-    end = time.monotonic() + LONGEST_WAIT
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
             return results.get(timeout=0.5)
         except queue.Empty:
-            ended = [process for process in processes if process.exitcode is not None]
-        if ended and results.empty():
-            return f"a rank ended with status {ended[0].exitcode}"
-    return f"no result within {LONGEST_WAIT} seconds"
+            broken = [process for process in processes if process.exitcode]
+        if broken and results.empty():
+            return f"a rank ended with status {broken[0].exitcode}"
+    return f"no result within {seconds:g} seconds"
 
 
 def run_rank(rank: int, rendezvous: str, tasks: Sequence[Task], device: torch.device, results: Any) -> None:

@@ -54,13 +54,11 @@ class Comparison:
             else:
                 tasks.append(self._task(case, ranks, way, alone[case]))
         shared: dict[Case, Row] = {}
-        verified = False
         for task, row in rows_of(tasks, device):
-            verified |= row.loss_alone is not None
-            if not verified and not row.reason:
-                row = Row(ranks, task.parallel, reason=UNVERIFIED)
             if task.parallel == SEQUENCE:
                 shared[task.case] = row
+                if not any(one.loss_alone is not None for one in shared.values()) and not row.reason:
+                    row = Row(ranks, SEQUENCE, reason=UNVERIFIED)
             yield task.case, with_efficiency(row, alone[task.case])
         yield from self._tries(shared, ranks, SEQUENCE, device)
 
@@ -68,8 +66,8 @@ class Comparison:
         self, measured: Mapping[Case, Row], ranks: int, parallel: str, device: torch.device
     ) -> Iterator[tuple[Case, Row]]:
         """Looks for the longest sequence, with each of the settings that cases have beside their length."""
-        for settings in dict.fromkeys(replace(case, seq_len=0) for case in measured if self.longest):
-            alike = {case: row for case, row in measured.items() if replace(case, seq_len=0) == settings}
+        for settings in dict.fromkeys(case.of_any_length for case in measured if self.longest):
+            alike = {case: row for case, row in measured.items() if case.of_any_length == settings}
             yield from tries(self._task(settings, ranks, parallel), alike, self.longest, device)
 
     def _task(self, case: Case, ranks: int, parallel: str, alone: Row | None = None) -> Task:

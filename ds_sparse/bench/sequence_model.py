@@ -29,6 +29,7 @@ with optional_imports():
     from transformers.modeling_outputs import MaskedLMOutput
 
 from ..integrations.deepspeed import initialize
+from ..sequence.deal import check_ranks
 
 FLAG = argparse.Namespace(deepspeed_sparse_attention=True)
 
@@ -52,6 +53,11 @@ class LabelledBertForMaskedLM(BertForMaskedLM):
 
     def sum_of_losses(self, hidden: Tensor, answers: Tensor) -> Tensor:
         return cross_entropy(self.cls(hidden).float(), answers, reduction="sum")
+
+
+def require_heads(ranks: int, device: str) -> None:
+    """Raises ValueError where ranks that share a sequence are more than the model's heads."""
+    check_ranks(BertConfig(**MODEL[device]).num_attention_heads, ranks)
 
 
 def make_model(case: Case, device: torch.device) -> LabelledBertForMaskedLM:

@@ -39,6 +39,11 @@ class Case:
     activations: str = KEPT
     tiles: int = 1
 
+    @property
+    def of_any_length(self) -> Case:
+        """What cases share that differ in length alone."""
+        return replace(self, seq_len=0)
+
 
 @dataclass(frozen=True)
 class Row:
@@ -154,7 +159,7 @@ def longest(seen: Iterable[tuple[Case, Row]]) -> list[tuple[Case, Row, int | Non
     """Where the longest sequence that fits was looked for: the longest that did, and the shortest that did not."""
     alike: dict[tuple[Case, int, str], list[tuple[Case, Row]]] = {}
     for case, row in seen:
-        alike.setdefault((replace(case, seq_len=0), row.ranks, row.parallel), []).append((case, row))
+        alike.setdefault((case.of_any_length, row.ranks, row.parallel), []).append((case, row))
     found = []
     for rows in alike.values():
         fitted = [(case, row) for case, row in rows if row.milliseconds is not None]

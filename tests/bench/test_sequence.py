@@ -46,6 +46,7 @@ def test_command_measures_one_rank_and_then_two(tmp_path, printed_again):
     [
         ("--seq-len 128", "bigbird-64 has no layout of 128 tokens"),
         ("--dtype fp16", "DeepSpeed leaves steps out"),
+        ("--ranks 3", "Attention has 2 heads, and 3 ranks are to share them"),
         ("--longest 60", "a CPU's memory is not filled by trying"),
     ],
 )
@@ -118,11 +119,11 @@ def test_after_one_that_does_not_fit_no_longer_one_is_tried(monkeypatch):
     assert [row.reason for one, row in found if one.parallel == SEQUENCE] == [OUT_OF_MEMORY, rank_processes.TOO_LONG]
 
 
-def test_a_rank_that_ends_without_a_word_is_named(monkeypatch):
-    ended, runs = SimpleNamespace(exitcode=-9), SimpleNamespace(exitcode=None)
-    assert rank_processes.next_result(queue.Queue(), [runs, ended]) == "a rank ended with status -9"
-    monkeypatch.setattr(rank_processes, "LONGEST_WAIT", 0)
-    assert rank_processes.next_result(queue.Queue(), [runs]) == "no result within 0 seconds"
+def test_a_rank_that_ends_without_a_word_is_named():
+    broken, done = SimpleNamespace(exitcode=-9), SimpleNamespace(exitcode=0)
+    assert rank_processes.next_result(queue.Queue(), [done, broken], 60) == "a rank ended with status -9"
+    # A rank that is done has nothing more to say than rank 0, which may still be at work.
+    assert rank_processes.next_result(queue.Queue(), [done], 0.1) == "no result within 0.1 seconds"
 
 
 def gradients(case):
@@ -150,3 +151,15 @@ def test_the_loss_is_that_of_transformers():
     of_all = super(type(model), model).forward(input_ids=data.tokens, labels=data.labels).loss
     torch.testing.assert_close(model(input_ids=data.tokens, labels=data.labels).loss, of_all)
     assert CASE.activations == KEPT
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
+def test_on_gpus_time_and_memory_are_named(tmp_path):
+    path = tmp_path / "rows.json"
+    assert main(f"bench sequence --device cuda --seq-len 4096 --repeats 3 --seconds 1 --json {path}".split()) == 0
+    for row in json.loads(path.read_text())["rows"]:
+        assert row["profile"]["attention"] > 0 and row["profile"]["optimizer"] > 0
+        assert (row["profile"]["all-to-all"] > 0) == (row["parallel"] == SEQUENCE)
+        assert 0.2 < row["memory"]["parameters"] < 0.3 and row["memory"]["activations kept"] > 0.1
+        assert row["peak_gib"] > sum(row["memory"][name] for name in ("parameters", "activations kept"))
