@@ -4,9 +4,9 @@ DeepSpeed, with what long sequences ask for."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -77,15 +77,15 @@ def make_model(case: Case, device: torch.device) -> LabelledBertForMaskedLM:
     if case.tiles > 1:
         model.chunks = case.tiles
         for layer in model.bert.encoder.layer:
-            layer.feed_forward_chunk = tiled(layer, case.tiles)
+            # A method, whose layer is copied with it where a copy of the model is tried.
+            layer.tiles, layer.feed_forward_chunk = case.tiles, MethodType(tiled_mlp, layer)
     return model
 
 
-def tiled(layer: Any, tiles: int) -> Callable[[Tensor], Tensor]:
+def tiled_mlp(layer: Any, hidden: Tensor) -> Tensor:
     """A BERT layer's MLP over parts of the tokens, one after the other, and again in backward, as DeepSpeed has it."""
-    whole = type(layer).feed_forward_chunk
     parameters = [*layer.intermediate.parameters(), *layer.output.parameters()]
-    return lambda hidden: TiledMLP.apply(whole, layer, hidden, tiles, parameters)
+    return TiledMLP.apply(type(layer).feed_forward_chunk, layer, hidden, layer.tiles, parameters)
 
 
 def saved(case: Case) -> AbstractContextManager[Any]:
