@@ -10,10 +10,18 @@ from torch import distributed, nn
 
 from ..config import SparseAttentionConfigError
 from ..ranks import say
+from ..wording import show
 from .flag import FLAG
 
 KEY = "sequence_parallel_size"
-_DATA_KEY = "data_parallel_size"
+DATA_KEY = "data_parallel_size"
+
+
+def wrong_size(size: Any) -> str | None:
+    """The sentence about a value of the key that is no number of ranks."""
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 1:
+        return None
+    return f"{KEY}: got {show(size)}; wanted the number of ranks that hold a sequence, 1 or more."
 
 
 def sequence_parallel_size(config: Mapping[str, Any], source: str) -> int:
@@ -23,10 +31,9 @@ def sequence_parallel_size(config: Mapping[str, Any], source: str) -> int:
         SparseAttentionConfigError: it is no integer, or below 1.
     """
     size = config.get(KEY, 1)
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise SparseAttentionConfigError(
-            [f"{source}: {KEY} is {size!r}; it has to be the number of ranks that hold a sequence, 1 or more."]
-        )
+    wrong = wrong_size(size)
+    if wrong is not None:
+        raise SparseAttentionConfigError([f"{source}: {wrong}"])
     return size
 
 
@@ -68,10 +75,10 @@ def parallelize(model: nn.Module, size: int, config: dict[str, Any]) -> dict[str
     if ranks % size:
         raise ValueError(f"{KEY} is {size} and there are {ranks} ranks; their number has to be a multiple of it.")
     # DeepSpeed would make a mesh of both keys, beside the groups that it is given here.
-    data_ranks = config.pop(_DATA_KEY, ranks // size)
+    data_ranks = config.pop(DATA_KEY, ranks // size)
     if data_ranks != ranks // size:
         raise ValueError(
-            f"{_DATA_KEY} is {data_ranks}, {KEY} {size}, and there are {ranks} ranks; leave {_DATA_KEY} out, or set it "
+            f"{DATA_KEY} is {data_ranks}, {KEY} {size}, and there are {ranks} ranks; leave {DATA_KEY} out, or set it "
             f"to {ranks // size}."
         )
     groups = _groups(size)

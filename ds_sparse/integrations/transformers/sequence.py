@@ -11,13 +11,13 @@ from torch import distributed, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from ...ops._library import under_autocast
 from ...sequence import SequenceParallelAttention
 from ...sequence.deal import check_ranks
 from ...sequence.exchange import RanksOfSequence
 from ..pretrained import NAME, is_switched, layers_by_model, pretrained_model_around
 from .binding import attached_to, which
 from .mask_windows import hides_nothing
+from .row_documents import CUMULATIVE, FOR_FLASH_ATTENTION, documents_of, positions_of
 from .trial import Refused
 
 TOLD = "ds_sparse_sequence"
@@ -52,14 +52,21 @@ class Part:
     Attributes:
         lengths: tokens of each rank.
         mask: the key padding mask of the whole sequence, bool (B, T), or None.
+        cu_seqlens: where the packed documents of all rows begin, on the CPU, or None.
         attentions: what computes in layers, by what does on one rank.
         told: the attention layers that have computed with it.
     """
 
     def __init__(
-        self, ranks: RanksOfSequence, lengths: tuple[int, ...], mask: torch.Tensor | None, attentions: dict[Any, Any]
+        self,
+        ranks: RanksOfSequence,
+        lengths: tuple[int, ...],
+        mask: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
+        attentions: dict[Any, Any],
     ):
-        self.ranks, self.lengths, self.mask, self._attentions = ranks, lengths, mask, attentions
+        self.ranks, self.lengths, self.mask, self.cu_seqlens = ranks, lengths, mask, cu_seqlens
+        self._attentions = attentions
         self.told: set[nn.Module] = set()
 
     @property
@@ -90,10 +97,9 @@ class Part:
         attention: Any = attached_to(layer).attention
         if attention not in self._attentions:
             self._attentions[attention] = SequenceParallelAttention.around(attention, self.ranks)
-        query, key, value = under_autocast(query, key, value)
-        output = self._attentions[attention].attend(
-            query, key, value, self.lengths, scale=scale, causal=causal, key_padding_mask=self.mask, sinks=sinks,
-            dropout_p=dropout_p,
+        output = self._attentions[attention](
+            query, key, value, lengths=self.lengths, cu_seqlens=self.cu_seqlens, scale=scale, causal=causal,
+            key_padding_mask=self.mask, sinks=sinks, dropout_p=dropout_p,
         )  # fmt: skip
         self.told.add(layer)
         return output.transpose(1, 2).contiguous()
@@ -140,11 +146,11 @@ def sequence_parallel(model: nn.Module, group: distributed.ProcessGroup | None =
     """Has a sparse model of Transformers compute each sequence on all ranks of a group.
 
     Each rank is given the same whole batch, and computes its part of the tokens: `forward` cuts `input_ids`,
-    `attention_mask`, `token_type_ids`, `position_ids` and `labels`, and makes positions. The loss is that of the whole
-    batch on every rank; its gradient on a rank is that of the rank's tokens, so that the sum over the group is the
-    gradient of the whole, which DeepSpeed takes (`ds_sparse.initialize` with `"sequence_parallel_size"` calls this) and
-    which in a loop of your own is an all-reduce without a mean. Logits and hidden states are those of the rank's
-    tokens.
+    `attention_mask`, `token_type_ids`, `position_ids` and `labels`, and makes positions. Rows of packed documents are
+    told as on one rank, and borders of ranks may lie anywhere in them. The loss is that of the whole batch on every
+    rank; its gradient on a rank is that of the rank's tokens, so that the sum over the group is the gradient of the
+    whole, which DeepSpeed takes (`ds_sparse.initialize` with `"sequence_parallel_size"` calls this) and which in a loop
+    of your own is an all-reduce without a mean. Logits and hidden states are those of the rank's tokens.
 
     Args:
         model: a Transformers model that `ds_sparse.sparsify` has made sparse, or a module around one: a
@@ -157,8 +163,8 @@ def sequence_parallel(model: nn.Module, group: distributed.ProcessGroup | None =
     Raises:
         RuntimeError: torch.distributed does not run.
         ValueError: a model that is not sparse or cannot be computed in parts; fewer heads than ranks. Nothing has been
-            changed then. Later, in a forward: ranks that are given other batches, fewer tokens than ranks, packed
-            documents, a cache, training without `labels`.
+            changed then. Later, in a forward: ranks that are given other batches, fewer tokens than ranks, a cache,
+            training without `labels`.
 
     Examples:
         >>> import torch
@@ -192,7 +198,8 @@ class SequenceParallel:
         for layer in self._layers:
             vars(layer)[_IN_PARTS] = True
         self._hooks = [
-            model.register_forward_pre_hook(self._cut, with_kwargs=True),
+            # Before the hook that reads where documents begin: a part does not say it.
+            model.register_forward_pre_hook(self._cut, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._whole, with_kwargs=True),
         ]
 
@@ -224,10 +231,11 @@ class SequenceParallel:
                 "of the output."
             )
         self._check_is_same_on_all(given)
-        mask = given.get("attention_mask")
+        mask, cu_seqlens = given.get("attention_mask"), documents_of(model, given)
         lengths = tuple(len(part) for part in torch.arange(tokens).tensor_split(self.ranks.size))
-        part = Part(self.ranks, lengths, None if mask is None else mask != 0, self._attentions)
-        whole = {"position_ids": _positions(model, ids)} | given
+        part = Part(self.ranks, lengths, None if mask is None else mask != 0, cu_seqlens, self._attentions)
+        positions = _positions(model, ids) if cu_seqlens is None else positions_of(model, given, cu_seqlens)
+        whole = {"position_ids": positions} | {name: x for name, x in given.items() if name not in FOR_FLASH_ATTENTION}
         if "labels" in given and _is_shifted(model):
             whole["shift_labels"] = _shifted(given["labels"])
         cut = {name: part.of(x) if name in (*_SPLIT, "shift_labels") else x for name, x in whole.items()}
@@ -242,9 +250,12 @@ class SequenceParallel:
         ids = given["input_ids"]
         numbers = [torch.tensor([*ids.shape, *(int(name in given) for name in _SPLIT)], device=ids.device)]
         weights = torch.arange(1, ids.shape[1] + 1, device=ids.device)
-        for name in ("input_ids", "attention_mask", "labels"):
+        for name in ("input_ids", "attention_mask", "position_ids", "labels"):
             given_numbers = given[name].to(ids.device).long() if name in given else ids.new_zeros(1, 1)
             numbers.append((given_numbers * weights[: given_numbers.shape[1]]).sum().long().reshape(1))
+        for name in CUMULATIVE:
+            edges = torch.as_tensor(given.get(name, 0), device=ids.device).long()
+            numbers += [edges.new_tensor([edges.numel()]), (edges * edges).sum().reshape(1)]
         rows = self.ranks.rows_of_all(torch.cat(numbers))
         if bool((rows != rows[0]).any()):
             raise ValueError(
@@ -326,22 +337,12 @@ def _refuse_what_has_no_parts(model: nn.Module, given: Mapping[str, Any]) -> Non
     name = type(model).__name__
     if "input_ids" not in given:
         raise ValueError(f"{name} is sequence parallel and given no input_ids, of which ranks take parts; give them.")
-    documents = [key for key in given if key.startswith(("cu_seq_lens", "max_length_"))]
-    positions = given.get("position_ids")
-    if not documents and positions is not None and "attention_mask" not in given:
-        documents = ["position_ids that start again"] if bool((positions.diff(dim=-1) != 1).any()) else []
-    if documents:
-        raise ValueError(
-            f"{name} is sequence parallel and given packed documents ({', '.join(documents)}), which are computed on "
-            "one rank alone; give each document a row, with an attention_mask for the padding, or train without "
-            "sequence_parallel_size."
-        )
     if "num_items_in_batch" in given:
         raise ValueError(
             f"{name} is sequence parallel and given num_items_in_batch, as by Transformers' Trainer, which deals each "
             "rank a batch of its own; train with a loop of DeepSpeed, or without sequence_parallel_size."
         )
-    known = (*_SPLIT, *_PASSED_ON)
+    known = (*_SPLIT, *FOR_FLASH_ATTENTION, *_PASSED_ON)
     other = [key for key, value in given.items() if key not in known and value is not False]
     if other:
         raise ValueError(

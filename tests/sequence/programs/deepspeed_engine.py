@@ -138,7 +138,9 @@ def what_cannot_be_sequence_parallel_is_refused():
     config = {"train_batch_size": 2, "sparse_attention": BLOCK, "sequence_parallel_size": SIZE}
     assert "Add --deepspeed_sparse_attention" in refusal(lambda: ds_sparse.initialize(dense, make(), config=config))
     assert "an mpu is given" in refusal(lambda: engine_of(make(), mpu=object()))
-    assert "is 'two'" in refusal(lambda: engine_of(make(), config={"sequence_parallel_size": "two"}))
+    assert 'got "two"; wanted the number of ranks' in refusal(
+        lambda: engine_of(make(), config={"sequence_parallel_size": "two"})
+    )
     assert "is 3 and there are 4 ranks" in refusal(lambda: engine_of(make(), config={"sequence_parallel_size": 3}))
     four = {"sequence_parallel_size": 4, "train_batch_size": 1}
     assert "groups of 2 ranks in this process" in refusal(lambda: engine_of(make(), config=four))

@@ -106,6 +106,47 @@ def without_a_mask_and_where_a_rank_has_no_labels():
 
 
 @case
+def packed_documents_have_the_loss_and_gradients_of_one_rank():
+    lengths = torch.tensor([100, 1, 30, 2 * TOKENS - 131])  # of two rows as one, whose border of ranks is in the last
+    ids = torch.randint(3, 50, (1, 2 * TOKENS), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
+    starts = cu_seqlens[:-1].long().repeat_interleave(lengths)
+    positions = (torch.arange(2 * TOKENS) - starts)[None].to(DEVICE)
+    told = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": 199, "max_length_k": 199}
+    two_rows = {"input_ids": ids.view(2, -1), "position_ids": torch.arange(TOKENS, device=DEVICE)[None] % 60}
+    for name in (
+        "BertForMaskedLM",
+        "RobertaForMaskedLM",
+        "ModernBertForMaskedLM",
+        "LlamaForCausalLM",
+        "Qwen3ForCausalLM",
+    ):
+        model = make(name)
+        packed = [
+            {"input_ids": ids, **told},
+            {"input_ids": ids, "position_ids": positions + 1 if "Roberta" in name else positions},
+            two_rows,
+        ]
+        packed = [batch | {"labels": batch["input_ids"]} for batch in packed]
+        wanted = [step(model, batch) for batch in packed]
+        parallel = ds_sparse.sequence_parallel(model)
+        for batch, of_one in zip(packed, wanted, strict=True):
+            assert_step_is(model, batch, of_one)
+        parallel.undo()
+
+
+@case
+def base_models_take_packed_documents():
+    model, ids = make().bert.eval(), torch.arange(TOKENS, device=DEVICE)[None] % 50
+    with torch.no_grad():
+        wanted = model(input_ids=ids, position_ids=ids).last_hidden_state
+        ds_sparse.sequence_parallel(model)
+        own = model(input_ids=ids, position_ids=ids).last_hidden_state
+    first = 83 * distributed.get_rank()
+    assert_same(own, wanted[:, first : first + own.shape[1]])
+
+
+@case
 def sixteen_bits():
     for name in ("BertForMaskedLM", "LlamaForCausalLM"):
         model, batch = make(name).bfloat16(), batch_of(name)
@@ -175,8 +216,13 @@ def batches_that_cannot_be_cut_are_refused_on_all_ranks():
     shorter = {key: value[:, : 160 - distributed.get_rank()] for key, value in batch.items()}
     assert "(of 2 x 160, 2 x 159 tokens)" in refusal(lambda: model(**shorter))
     ids, labels = batch["input_ids"], batch["labels"]
-    packed = torch.arange(TOKENS, device=DEVICE)[None] % 50
-    assert "packed documents" in refusal(lambda: model(input_ids=ids, labels=labels, position_ids=packed))
+    packed = torch.arange(TOKENS, device=DEVICE)[None] % (50 + distributed.get_rank())
+    assert "given different batches" in refusal(lambda: model(input_ids=ids, labels=labels, position_ids=packed))
+    told = {"cu_seq_lens_q": torch.tensor([0, 100, 2 * TOKENS])}
+    assert "without cu_seq_lens_k" in refusal(lambda: model(input_ids=ids, labels=labels, **told))
+    edges = torch.tensor([0, 100 + distributed.get_rank(), 2 * TOKENS])
+    told = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges}
+    assert "given different batches" in refusal(lambda: model(input_ids=ids, labels=labels, **told))
     assert "without labels" in refusal(lambda: model(input_ids=ids))
     assert "num_items_in_batch" in refusal(lambda: model(**batch, num_items_in_batch=torch.tensor(3)))
     assert "no input_ids" in refusal(lambda: model(inputs_embeds=torch.ones(2, TOKENS, 32)))
