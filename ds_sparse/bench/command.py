@@ -396,6 +396,12 @@ def add_sequence(parser: argparse.ArgumentParser) -> None:
         help="parts of a rank's tokens that MLPs (DeepSpeed's TiledMLP) and the loss take in turns (default: 1)",
     )
     parser.add_argument(
+        "--micro-batches",
+        type=positive,
+        default=1,
+        help="passes of a step, whose gradients are added up before the optimizer's (default: 1)",
+    )
+    parser.add_argument(
         "--longest",
         type=positive,
         default=0,
@@ -619,7 +625,7 @@ def run_sequence(args: argparse.Namespace, device: torch.device) -> int:
     if "fp16" in args.dtype:
         print("--dtype fp16: DeepSpeed leaves steps out while it looks for a loss scale; give bf16.", file=sys.stderr)
         return 1
-    settings = args.zero_stage, args.activations, args.tiles
+    settings = args.zero_stage, args.activations, args.tiles, args.micro_batches
     grid = [
         sequence_results.Case(seq_len, args.structure, dtype, args.device, *settings)
         for dtype, seq_len in product(args.dtype, sorted(seq_lens))

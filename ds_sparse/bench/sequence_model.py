@@ -98,7 +98,8 @@ def saved(case: Case) -> AbstractContextManager[Any]:
 def make_engine(model: BertForMaskedLM, case: Case, ranks: int, parallel: str) -> Any:
     """DeepSpeed's engine around a model, its sequences shared or not."""
     config: dict[str, Any] = {
-        "train_batch_size": ranks if parallel == DATA else 1,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": case.micro_batches,
         "bf16": {"enabled": case.dtype == "bf16"},
         "zero_optimization": {"stage": case.zero_stage},
         "gradient_clipping": 1.0,

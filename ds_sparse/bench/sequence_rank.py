@@ -110,7 +110,7 @@ def measured(task: Task, engine: Any, device: torch.device) -> Row:
     row = replace(
         row,
         milliseconds=milliseconds,
-        tokens_per_second=sequences * task.case.seq_len / milliseconds * 1e3,
+        tokens_per_second=sequences * task.case.micro_batches * task.case.seq_len / milliseconds * 1e3,
         peak_gib=peak if device.type == "cuda" else None,
         rounds=len(times),
         is_try=task.only_tries,
@@ -122,7 +122,13 @@ def measured(task: Task, engine: Any, device: torch.device) -> Row:
 
 
 def train_step(engine: Any, data: Batch, case: Case) -> torch.Tensor:
-    """The loss of a step."""
+    """The loss of a step, of its last micro batch."""
+    for _ in range(case.micro_batches):
+        loss = micro_batch(engine, data, case)
+    return loss
+
+
+def micro_batch(engine: Any, data: Batch, case: Case) -> torch.Tensor:
     with saved(case):
         loss = engine(input_ids=data.tokens, labels=data.labels).loss
     engine.backward(loss)
@@ -189,6 +195,8 @@ def peak_gib(device: torch.device) -> float:
 def memory_of(engine: Any, data: Batch, case: Case, device: torch.device) -> dict[str, float]:
     """GiB of a step by what they are for: what stays between steps; what forward keeps for backward; and what else is
     there at the highest in a layer's attention, in the loss, in backward and in the optimizer's step."""
+    for _ in range(case.micro_batches - 1):
+        micro_batch(engine, data, case)
     model, meter = engine.module, MemoryMeter(device)
     parameters = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     at_rest = meter.allocated()

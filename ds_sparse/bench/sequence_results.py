@@ -29,6 +29,7 @@ class Case:
         structure: of `IN_BERT`.
         activations: of `ACTIVATIONS`.
         tiles: parts of a rank's tokens in which MLPs and the loss are computed, one after the other.
+        micro_batches: forward and backward passes of a step, whose gradients are added up.
     """
 
     seq_len: int
@@ -38,6 +39,7 @@ class Case:
     zero_stage: int
     activations: str = KEPT
     tiles: int = 1
+    micro_batches: int = 1
 
     @property
     def of_any_length(self) -> Case:
@@ -117,7 +119,10 @@ def ranks_of(row: Row) -> str:
 
 def settings_of(case: Case) -> str:
     tiles = f", {case.tiles} tiles" if case.tiles > 1 else ""
-    return f"{case.structure}, {case.dtype}, ZeRO {case.zero_stage}, activations {case.activations}{tiles}"
+    micro_batches = f", {case.micro_batches} micro batches" if case.micro_batches > 1 else ""
+    return (
+        f"{case.structure}, {case.dtype}, ZeRO {case.zero_stage}, activations {case.activations}{tiles}{micro_batches}"
+    )
 
 
 def figures(row: Row) -> Iterator[str]:
