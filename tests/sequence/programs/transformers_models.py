@@ -177,14 +177,15 @@ def attention_dropout_trains_and_is_repeated_by_checkpoints():
     for module in model.modules():
         if hasattr(module, "dropout") and "SelfAttention" in type(module).__name__:
             module.dropout.p = 0.3
-    dry = step(make(), batch)
     ds_sparse.sequence_parallel(model)
     torch.manual_seed(distributed.get_rank())
     plain = step(model, batch)
     model.gradient_checkpointing_enable()
     torch.manual_seed(distributed.get_rank())
     again = step(model, batch)
-    assert not torch.allclose(plain[0], dry[0])
+    torch.manual_seed(7)
+    other = step(model, batch)
+    assert any((x - y).abs().max() > 0.01 * x.abs().max() for x, y in zip(plain[1], other[1], strict=True))
     for one, other in zip((plain[0], *plain[1]), (again[0], *again[1]), strict=True):
         assert_same(one, other, at_least=small(plain[1]))
 
