@@ -19,7 +19,7 @@ from ..extras import optional_imports
 from .bert_results import MODEL
 from .cases import IN_BERT
 from .machine import DTYPES
-from .sequence_results import DATA, KEPT, OFFLOADED, SEQUENCE, Case
+from .sequence_results import KEPT, OFFLOADED, SEQUENCE, Case
 
 with optional_imports():
     import deepspeed
