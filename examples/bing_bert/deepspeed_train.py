@@ -32,6 +32,7 @@ from device import DEVICE, DEVICE_SENTENCE  # sets what DeepSpeed will use, so i
 # isort: split
 import ds_sparse
 from ds_sparse.drawing import draw, save_drawing
+from ds_sparse.plan.utilisation import in_words
 from ds_sparse.ranks import rank
 
 import checkpoints
@@ -41,11 +42,13 @@ from deepspeed_json import adapt_to_device, check_for_deepspeed, load_kernels, r
 from files import reason
 from masked_lines import MaskedLines
 from modeling import BertConfig, BertForPreTrainingPreLN, parameter_groups
+from planning import planned_model, step_work
 from report import (
     Metrics,
     Progress,
     draw_loss_curve,
     forget_peak_memory,
+    median_figures,
     mistakes,
     peak_memory_gib,
     read_metrics,
@@ -249,6 +252,8 @@ def pretrain(
     if dist.get_rank() == 0:
         metrics = Metrics(folder / "metrics.jsonl", position.step if resumed else None, engine)
         progress = Progress(name, position.step, max_steps, deadline - time.monotonic(), args.print_steps)
+    model = planned_model(model_config, args, data.max_predictions_per_seq)
+    work = step_work(model, terms["deepspeed_config"], args, terms["sparse"])
 
     def evaluate() -> None:
         started = time.monotonic()
@@ -284,13 +289,13 @@ def pretrain(
         step_seconds = time.monotonic() - started
         slowest_step = max(slowest_step, step_seconds)
         if metrics is not None:
-            tokens_per_second, memory = global_batch * args.max_seq_length / step_seconds, peak_memory_gib()
+            figures, memory = work.figures(step_seconds), peak_memory_gib()
             metrics.add(
                 step=position.step, mlm_loss=mlm_loss, nsp_loss=nsp_loss, learning_rate=engine.get_lr()[0],
-                tokens_per_second=round(tokens_per_second, 1), memory_gib=round(memory, 3),
+                memory_gib=round(memory, 3), **figures,
                 **({"skipped_steps": position.skipped_steps} if engine.fp16_enabled() else {}),
             )  # fmt: skip
-            progress.show(position.step, mlm_loss, tokens_per_second, memory)
+            progress.show(position.step, mlm_loss, figures, memory)
         out_of_time = time.monotonic() + 2 * slowest_step + position.evaluation_seconds > deadline
         finished, stopped_by = agree(out_of_time or position.step == max_steps)
         position.finished = finished and not stopped_by
@@ -518,13 +523,15 @@ def main() -> int:
 
 def show_results(outcomes: dict[str, Outcome], unigram: float, lines: MaskedLines, folder: Path) -> None:
     """Prints each run's held-out loss beside the unigram cross-entropy, what it fills in, and draws the curves."""
-    for name, (position, *_) in outcomes.items():
+    for name, (position, records, *_) in outcomes.items():
         distance = position.held_out_loss - unigram
         say(
             f"{name}: held-out masked-LM loss {position.held_out_loss:.4f} nats after {position.step} steps, "
             f"{abs(distance):.4f} {'below' if distance < 0 else 'above'} the unigram cross-entropy {unigram:.4f} of "
             "the same positions"
         )
+        if figures := median_figures(records):
+            say(f"{name}: {in_words(figures)}, in the median step")
         if position.skipped_steps:
             say(f"{name}: {position.skipped_steps} of the steps overflowed in fp16 and were skipped.")
     if lines.lines:

@@ -10,13 +10,16 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 from tqdm import tqdm
 
+from ds_sparse.plan.utilisation import MFU, TFLOPS, TOKENS, in_words
 from ds_sparse.ranks import rank
 
 from files import write_atomically
@@ -125,8 +128,8 @@ class Progress:
             self.bar = tqdm(total=1.0, desc=label, bar_format="{desc} {percentage:3.0f}%|{bar}| {postfix}", leave=True)
         self.prints_lines = self.bar is None or not sys.stdout.isatty()
 
-    def show(self, step: int, loss: float, tokens_per_second: float, memory_gib: float) -> None:
-        """Shows a step that was trained, so `step` is after `first_step`."""
+    def show(self, step: int, loss: float, figures: Mapping[str, float], memory_gib: float) -> None:
+        """Shows a step that was trained, so `step` is after `first_step`; `figures` are its `StepWork.figures`."""
         elapsed = time.monotonic() - self.started
         left = self.seconds - elapsed
         done = elapsed / self.seconds if left > 0 else 1.0
@@ -134,10 +137,7 @@ class Progress:
             by_steps = (step - self.first_step) / (self.max_steps - self.first_step)
             done, left = max(done, by_steps), min(left, elapsed * (1 / by_steps - 1))
         minutes, seconds = divmod(max(0, int(left)), 60)
-        text = (
-            f"step {step}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {memory_gib:.2f} GiB  "
-            f"{minutes}:{seconds:02d} left"
-        )
+        text = f"step {step}  loss {loss:.4f}  {in_words(figures)}  {memory_gib:.2f} GiB  {minutes}:{seconds:02d} left"
         if self.bar is not None:
             self.bar.n = done
             self.bar.set_postfix_str(text)
@@ -147,6 +147,14 @@ class Progress:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
+
+
+def median_figures(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What `StepWork.figures` gave of each step, in the median step; empty where no step was recorded with it."""
+    steps = [record for record in records if TFLOPS in record]
+    return {
+        name: median(record[name] for record in steps) for name in (TOKENS, TFLOPS, MFU) if steps and name in steps[-1]
+    }
 
 
 def forget_peak_memory() -> None:
