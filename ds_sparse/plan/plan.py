@@ -95,7 +95,7 @@ class Plan:
     @property
     def tokens(self) -> int:
         """In a step, on all GPUs."""
-        return self.seq_len * self.settings.micro_batch * self.settings.accumulation * self.settings.gpus
+        return self.seq_len * self.settings.global_batch
 
     @property
     def gain(self) -> float:

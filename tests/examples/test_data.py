@@ -73,7 +73,7 @@ def tokenized(tmp_path_factory):
     documents = [Document(f"{number}", text) for number, text in enumerate(invented_texts())]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DS_SPARSE_CACHE", str(root))
-        patch.setattr(data_module, "load_corpus", lambda name, column: Corpus("invented", documents))
+        patch.setattr(data_module, "load_corpus", lambda name, column, scratch: Corpus("invented", documents))
         return open_corpus("invented", 512)
 
 
@@ -404,7 +404,7 @@ def test_held_out_text_does_not_shape_the_vocabulary(monkeypatch):
         Document("a", "alpha beta " * 999),
         Document("b", "gamma " * 999),
     ]
-    monkeypatch.setattr(data_module, "load_corpus", lambda name, column: Corpus(name, documents))
+    monkeypatch.setattr(data_module, "load_corpus", lambda name, column, scratch: Corpus(name, documents))
     assert held_out not in open_corpus("invented", 512).vocabulary
 
 
@@ -799,7 +799,7 @@ def test_the_same_texts_elsewhere_share_the_cache_and_not_the_origin(folder, tmp
 
 def test_part_of_the_standard_library_at_2048_tokens(monkeypatch):
     documents = corpus_module.load_corpus("stdlib").documents[:150]
-    monkeypatch.setattr(data_module, "load_corpus", lambda name, column: Corpus(name, documents))
+    monkeypatch.setattr(data_module, "load_corpus", lambda name, column, scratch: Corpus(name, documents))
     tokenized = open_corpus("stdlib", 2048)
     assert tokenized.summary["vocabulary"]["unknown_share"] < 0.001
     data = PretrainingData(tokenized, 2048)
