@@ -247,6 +247,12 @@ def _damage(path: Path, state: dict[str, Any]) -> str | None:
     return None
 
 
+def kept(folder: Path) -> dict[str, int]:
+    """The bytes of each finished checkpoint, by its name, the newest last."""
+    finished = [tag for tag in _tags(folder) if (folder / tag / STATE).exists()]
+    return {tag: sum(path.stat().st_size for path in (folder / tag).rglob("*") if path.is_file()) for tag in finished}
+
+
 def load(engine: Any, checkpoint: Checkpoint) -> None:
     """Loads what `find` found: weights, layouts, optimizer and schedule.
 

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, field
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ import checkpoints
 import dry_run
 import run_folders
 import universal
+from curves import draw_loss_curve
 from data import DROPOUT, Batch, PretrainingData, draw_seed, open_corpus
 from deepspeed_json import adapt_to_device, check_for_deepspeed, load_kernels, read_deepspeed_config
 from files import reason
@@ -47,7 +48,6 @@ from modeling import BertConfig, BertForPreTrainingPreLN, parameter_groups
 from report import (
     Metrics,
     Progress,
-    draw_loss_curve,
     forget_peak_memory,
     median_figures,
     mistakes,
@@ -55,7 +55,8 @@ from report import (
     read_metrics,
     say,
 )
-from training_run import DENSE, SPARSE, TrainingRun
+from run_page import write_page
+from training_run import DENSE, SPARSE, Ended, TrainingRun
 
 STARTED = time.monotonic()
 HERE = Path(__file__).resolve().parent
@@ -522,13 +523,15 @@ def main() -> int:
             say(f"Stopped by signal {outcome.signal} after step {outcome.position.step}; continue with --resume.")
             return 128 + outcome.signal
         outcomes[name] = outcome
-    show_results(outcomes, data.held_out_unigram_cross_entropy, lines, folder)
+    show_results(outcomes, data.held_out_unigram_cross_entropy, lines)
+    if dist.get_rank() == 0:
+        draw_results(runs, outcomes, data.held_out_unigram_cross_entropy, lines, folder)
     dist.barrier()
     return 0
 
 
-def show_results(outcomes: dict[str, Outcome], unigram: float, lines: MaskedLines, folder: Path) -> None:
-    """Prints each run's held-out loss beside the unigram cross-entropy, what it fills in, and draws the curves."""
+def show_results(outcomes: dict[str, Outcome], unigram: float, lines: MaskedLines) -> None:
+    """Prints each run's held-out loss beside the unigram cross-entropy, its speed, and what it fills in."""
     for name, (position, records, *_) in outcomes.items():
         distance = position.held_out_loss - unigram
         say(
@@ -542,13 +545,27 @@ def show_results(outcomes: dict[str, Outcome], unigram: float, lines: MaskedLine
             say(f"{name}: {position.skipped_steps} of the steps overflowed in fp16 and were skipped.")
     if lines.lines:
         say("Held-out lines with masked words, and what fills them in:")
-        say(lines.beside({name: outcome.position.filled_in for name, outcome in outcomes.items()}))
+        say(filled_in(lines, outcomes))
     steps = [outcome.position.step for outcome in outcomes.values()]
     if steps[-1] < steps[0]:
         say(f"dense trained {steps[-1]} of the {steps[0]} steps of sparse in its time; --resume trains the rest.")
-    if dist.get_rank() == 0:
-        draw_loss_curve(folder / "loss.png", {name: outcome.records for name, outcome in outcomes.items()}, unigram)
-        say(f"Loss curve: {folder / 'loss.png'}; figures by step: {folder}/*/metrics.jsonl")
+
+
+def draw_results(
+    runs: Sequence[TrainingRun], outcomes: dict[str, Outcome], unigram: float, lines: MaskedLines, folder: Path
+) -> None:
+    """Draws the loss curve, and writes the page of the run."""
+    draw_loss_curve(folder / "loss.png", {name: outcome.records for name, outcome in outcomes.items()}, unigram)
+    ended = []
+    for run in runs:
+        position, records, _ = outcomes[run.name]
+        ended.append(Ended(run, position.step, position.held_out_loss, position.layout_seed, records))
+    write_page(folder / "report.html", ended, unigram, filled_in(lines, outcomes))
+    say(f"Report: {folder / 'report.html'}; loss curve: {folder / 'loss.png'}; by step: {folder}/*/metrics.jsonl")
+
+
+def filled_in(lines: MaskedLines, outcomes: dict[str, Outcome]) -> str:
+    return lines.beside({name: outcome.position.filled_in for name, outcome in outcomes.items()})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a run shows: one progress bar or plain lines, metrics.jsonl, TensorBoard where installed, the loss curve.
+"""What a run shows: one progress bar or plain lines, metrics.jsonl, TensorBoard where installed, peak memory.
 
 Weights & Biases, Comet and CSV files are DeepSpeed's, by the keys of its JSON; they get the same figures."""
 
@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import resource
 import sys
 import time
@@ -170,30 +169,3 @@ def peak_memory_gib() -> float:
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-def draw_loss_curve(path: Path, runs: dict[str, list[dict[str, Any]]], unigram: float) -> None:
-    """Masked-LM loss by step, training and held-out, one colour a run, beside the unigram cross-entropy. PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5), dpi=120)
-    for colour, (label, records) in zip(("tab:blue", "tab:orange"), runs.items()):
-        training = [(record["step"], record["mlm_loss"]) for record in records if "mlm_loss" in record]
-        held_out = [
-            (record["step"], record["held_out_mlm_loss"]) for record in records if "held_out_mlm_loss" in record
-        ]
-        axes.plot(*zip(*training), color=colour, alpha=0.35, linewidth=1, label=f"{label}, training")
-        axes.plot(*zip(*held_out), color=colour, marker="o", markersize=3, label=f"{label}, held out")
-    axes.axhline(unigram, color="black", linestyle="--", linewidth=1, label="unigram cross-entropy, held out")
-    axes.set_xlabel("step")
-    axes.set_ylabel("masked-LM loss (nats per token)")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    temporary = path.with_name(f".{path.name}")
-    figure.savefig(temporary, format="png")
-    pyplot.close(figure)
-    os.replace(temporary, path)

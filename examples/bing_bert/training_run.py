@@ -78,3 +78,19 @@ class TrainingRun:
             "warmup_steps": self.args.warmup_steps,
             "seed": self.args.seed,
         }
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that has ended.
+
+    Attributes:
+        records: those of metrics.jsonl.
+        layout_seed: of the random blocks of its layout; None: it has none, or the JSON has it.
+    """
+
+    run: TrainingRun
+    step: int
+    held_out_loss: float
+    layout_seed: int | None
+    records: list[dict[str, Any]]

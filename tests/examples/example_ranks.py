@@ -60,8 +60,7 @@ def fork(place: Path, rank: int, ranks: int, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    deepspeed_train.save_drawing = deepspeed_train.draw_loss_curve = lambda *_: (
-        None
-    )  # they take longer than the training
+    # Pictures take longer than the training.
+    deepspeed_train.save_drawing = deepspeed_train.draw_results = lambda *_: None
     for ranks, arguments in json.loads(sys.argv[2]):
         print(json.dumps(run(Path(sys.argv[1]), ranks, arguments)), flush=True)

