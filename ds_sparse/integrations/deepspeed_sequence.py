@@ -124,6 +124,14 @@ class _Groups:
     def get_data_parallel_rank(self) -> int:
         return distributed.get_rank() // self._groups.get_sequence_parallel_world_size()
 
+    # Each rank has the whole model: DeepSpeed would take the ranks of a sequence for those of a tensor, and write that
+    # into checkpoints, which could then not be moved to another number of ranks.
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return 0
+
 
 def _groups(size: int) -> _Groups:
     from deepspeed.runtime.sequence_parallel import parallel_state_sp as groups

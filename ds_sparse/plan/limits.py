@@ -21,7 +21,7 @@ def said_of(rates: Rates, model: Model, settings: Settings, kinds: Sequence[Kind
 
 def _assumed(rates: Rates, model: Model, settings: Settings) -> list[str]:
     kept = "made again layer by layer" if settings.checkpoints else "kept"
-    predicted = "all" if model.does.labelled == 1 else f"{model.does.labelled:.0%} of the"
+    predicted = "all" if model.labelled == 1 else f"{model.labelled:.0%} of the"
     said = [
         f"eager PyTorch, activations {kept}, logits of {predicted} tokens, dropout {model.dropout:g}, in attention "
         f"{model.attention_dropout:g}.",

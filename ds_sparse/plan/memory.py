@@ -64,7 +64,7 @@ def memory_of(model: Model, settings: Settings, seq_len: int, trains: bool = Tru
     if trains and not settings.offloads:
         states = FP32 * (settings.states + (wide == 1)) * parameters / (gpus if stage else 1)
     activations, attention = (wide * tokens * part for part in _waiting(model, settings))
-    logits = wide * tokens * model.does.labelled * logits_at_the_highest(model)
+    logits = wide * tokens * model.labelled * logits_at_the_highest(model)
     if settings.checkpoints:  # one layer is made again when the logits are gone
         logits = max(logits, wide * tokens * layer(model).saved)
     held = gradients if settings.accumulation > 1 else 0.0

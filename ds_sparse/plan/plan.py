@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..bench.machine import BACKWARD, FORWARD
-from .layers import Kind, kinds_of, layers_in_words, walk_of
+from .layers import Kind, in_whole_blocks, kinds_of, largest_block, layers_in_words, spread, walk_of
 from .limits import said_of
 from .memory import MOST_TOKENS, Memory, longest, memory_of
 from .model import Model
@@ -95,7 +95,7 @@ class Plan:
     @property
     def tokens(self) -> int:
         """In a step, on all GPUs."""
-        return self.seq_len * self.settings.micro_batch * self.settings.accumulation * self.settings.gpus
+        return self.seq_len * self.settings.global_batch
 
     @property
     def gain(self) -> float:
@@ -131,15 +131,13 @@ def make_plan(
     """
     if document_tokens is not None and document_tokens > seq_len:
         raise ValueError(f"--document-tokens {document_tokens} is more than --seq {seq_len}; give their mean length.")
-    kinds = [Kind(tuple(range(model.layers)), None)]
-    if block is not None:
-        kinds = kinds_of(block, model, source)
-    largest = max((kind.block for kind in kinds if kind.structure is not None), default=1)
-    padded = -(-seq_len // largest) * largest
+    kinds = kinds_of(block, model, source)
+    padded = in_whole_blocks(kinds, seq_len)
     walks = [walk_of(kind, model, padded) for kind in kinds]
     of_layers = spread(kinds, walks)
     dense: list[Walked] = [None] * model.layers
-    linear_flops, attention_flops = flops_of(model, settings, padded, of_layers)
+    live = [walked.live if walked else None for walked in of_layers]
+    linear_flops, attention_flops = flops_of(model, settings, padded, live)
     return Plan(
         file=source,
         model=model,
@@ -154,22 +152,18 @@ def make_plan(
         layers=[_layers(kind, walked, rates, model, settings, padded) for kind, walked in zip(kinds, walks)],
         model_flops=linear_flops,
         attention_flops=attention_flops,
-        dense_attention_flops=flops_of(model, settings, seq_len, dense)[1],
+        dense_attention_flops=flops_of(model, settings, seq_len, [None] * model.layers)[1],
         step=step_of(rates, model, settings, padded, of_layers),
         dense_step=step_of(rates, model, settings, seq_len, dense),
         memory=memory_of(model, settings, padded),
         memory_gib=memory_gib,
-        longest=None if memory_gib is None else min(MOST_TOKENS, longest(model, settings, largest, memory_gib)),
+        longest=None
+        if memory_gib is None
+        else min(MOST_TOKENS, longest(model, settings, largest_block(kinds), memory_gib)),
         odd_vocabulary=odd_vocabulary(rates, model, settings, padded),
         lengths=compare(rates, model, settings, kinds, seq_len),
         remarks=said_of(rates, model, settings, kinds, seq_len),
     )
-
-
-def spread(kinds: Sequence[Kind], walks: Sequence[Walked]) -> list[Walked]:
-    """What each layer attends to, by its number."""
-    by_layer = {number: walked for kind, walked in zip(kinds, walks) for number in kind.layers}
-    return [by_layer[number] for number in sorted(by_layer)]
 
 
 def compare(rates: Rates, model: Model, settings: Settings, kinds: Sequence[Kind], seq_len: int) -> list[AtLength]:

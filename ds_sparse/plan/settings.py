@@ -9,6 +9,7 @@ from typing import Any
 from ..wording import listed, show
 
 MICRO, TRAIN, STEPS = "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps"
+BATCHES = MICRO, TRAIN, STEPS
 ZERO, BUCKET, CHECKPOINTS = "zero_optimization", 500_000_000, "activation_checkpointing"
 
 STATES = {"sgd": 0, "adagrad": 1, "lion": 1, "muon": 1}
@@ -40,6 +41,11 @@ class Settings:
     offloads: bool = False
     bucket_bytes: int = 0
     checkpoints: bool = False
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of a step on all GPUs."""
+        return self.micro_batch * self.accumulation * self.gpus
 
 
 def read_settings(
@@ -89,7 +95,7 @@ def read_settings(
 
 def _batches(config: Mapping[str, Any], source: str, micro: int | None, gpus: int) -> tuple[int, int]:
     """Sequences of a forward pass, and forward passes a step."""
-    found = {key: config.get(key) for key in (MICRO, TRAIN, STEPS)}
+    found = {key: config.get(key) for key in BATCHES}
     for key, value in found.items():
         if value == "auto":
             found[key] = None

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..bench.machine import BACKWARD, FORWARD
+from ..ops import _flops
 from .model import Model
 from .operations import Work, embeddings, layer, logits
 from .rates import Rates, Walked
 from .settings import Settings
-
-FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10
-"""Of attention, for each score and number of a head: two products, and five."""
 
 OPTIMIZER_BYTES = 40
 """Moved for a parameter by a step of Adam with clipping: gradient, fp32 weight and two moments are read, the latter
@@ -76,22 +74,26 @@ def step_of(rates: Rates, model: Model, settings: Settings, seq_len: int, walks:
 
 def model_work(model: Model) -> Work:
     """Of a token, forward and backward, all but the kernels of attention."""
-    of_token = layer(model) * model.layers + embeddings(model) + logits(model) * model.does.labelled
+    of_token = layer(model) * model.layers + embeddings(model) + logits(model) * model.labelled
     return of_token.forward + of_token.backward
 
 
 def odd_vocabulary(rates: Rates, model: Model, settings: Settings, seq_len: int) -> float:
     """Milliseconds of a step that rows of logits of an odd length cost; 0 where they are not odd."""
-    odd = logits(model) * (model.does.labelled * settings.micro_batch * seq_len * settings.accumulation)
+    odd = logits(model) * (model.labelled * settings.micro_batch * seq_len * settings.accumulation)
     slower = rates.odd_products - rates.products
     return max(0.0, slower) * (odd.forward.odd_flops + odd.backward.odd_flops)
 
 
-def flops_of(model: Model, settings: Settings, seq_len: int, walks: Sequence[Walked]) -> tuple[float, float]:
-    """FLOPs of a step: of linear layers, and of attention, live blocks alone."""
+def flops_of(model: Model, settings: Settings, seq_len: int, live: Sequence[float | None]) -> tuple[float, float]:
+    """FLOPs of a step on one GPU: of linear layers, and of attention, live blocks alone.
+
+    Args:
+        live: scores of live blocks in each layer, mean over heads; None is dense attention.
+    """
     passes = settings.micro_batch * settings.accumulation
     work = model_work(model)
     whole = float(seq_len**2) / (2 if model.does.causal else 1)
-    scores = sum(whole if walked is None else walked.live for walked in walks)
-    attention = (FORWARD_FLOPS + BACKWARD_FLOPS) * model.head_dim * model.heads * scores
+    scores = sum(whole if of_layer is None else of_layer for of_layer in live)
+    attention = (_flops.FORWARD + _flops.BACKWARD) * model.head_dim * model.heads * scores
     return passes * seq_len * (work.flops + work.odd_flops), passes * attention

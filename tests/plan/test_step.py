@@ -50,7 +50,7 @@ def test_an_odd_vocabulary_costs_what_a_multiple_of_8_saves(rates):
 
 
 def test_flops_of_attention_are_those_of_live_blocks():
-    model_flops, attention_flops = flops_of(MODEL, SETTINGS, 8192, WALKS)
+    model_flops, attention_flops = flops_of(MODEL, SETTINGS, 8192, [walk.live for walk in WALKS])
     _, of_dense = flops_of(MODEL, SETTINGS, 8192, [None] * 12)
     assert attention_flops / of_dense == pytest.approx(WALKS[0].density)
     assert of_dense == 2 * 12 * 12 * 8192**2 * 14 * 64
