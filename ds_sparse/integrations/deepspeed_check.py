@@ -17,12 +17,12 @@ from pydantic import BaseModel, ValidationError
 
 from ..wording import cut, did_you_mean, hint_of_text, printable, reason, show, show_key
 from .deepspeed_reading import Asked, import_deepspeed, read
-from .deepspeed_sequence import DATA_KEY, KEY, wrong_size
+from .deepspeed_sequence import BATCH, DATA_KEY, KEY, wrong_size
 
 AUTO = "auto"
 """What Transformers' Trainer and accelerate fill in before DeepSpeed reads it."""
 
-_TRAIN, _MICRO, _STEPS = _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_TRAIN, _MICRO, _ = BATCH
 _IGNORED = "DeepSpeed reads no such key, and ignores it."
 _LONGEST = 240
 """Characters of what DeepSpeed says."""
@@ -50,7 +50,7 @@ def check_deepspeed_config(config: Mapping[str, Any]) -> Verdict:
             f'{_names(auto)}: "{AUTO}" is for Transformers\' Trainer or accelerate to fill in; another '
             "script has to give a value."
         )
-    if auto and not any(key in filled for key in _BATCH) and any(key in auto for key in _BATCH):
+    if auto and not any(key in filled for key in BATCH) and any(key in auto for key in BATCH):
         filled[_MICRO] = 1
     size = filled.pop(KEY, 1)
     wrong = wrong_size(size)
@@ -81,7 +81,7 @@ def _refused_alone(config: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]
 
 def _with_batch_size(passed: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys with a batch size, where that of the configuration is a mistake of its own."""
-    given = [key for key in _BATCH if key in config]
+    given = [key for key in BATCH if key in config]
     return passed if not given or any(key in passed for key in given) else {**passed, _MICRO: 1}
 
 
@@ -95,7 +95,7 @@ def _refusal(key: str, value: Any) -> list[str]:
     if not isinstance(error, TypeError | AttributeError):
         return [f"{show_key(key)}: got {show(value)}; DeepSpeed refuses it: {_said(error)}"]
     # It took a shape for granted: one that it takes says which.
-    shapes: dict[str, Any] = {"an object {...}": {}, **({"a number": 1} if key in _BATCH else {"true or false": True})}
+    shapes: dict[str, Any] = {"an object {...}": {}, **({"a number": 1} if key in BATCH else {"true or false": True})}
     taken = [
         words
         for words, shape in shapes.items()
@@ -206,8 +206,8 @@ def _warned(config: Mapping[str, Any]) -> list[str]:
 def _fit_to_one_rank(config: dict[str, Any], size: int) -> list[str]:
     """Where all three batch sizes are given they say the number of ranks, `size` of which hold a sequence: takes it out
     of `config`, for DeepSpeed reads it for one."""
-    sizes = [size for size in (config.get(key) for key in _BATCH) if type(size) is int and size > 0]
-    if len(sizes) < len(_BATCH):
+    sizes = [size for size in (config.get(key) for key in BATCH) if type(size) is int and size > 0]
+    if len(sizes) < len(BATCH):
         return []
     train, micro, steps = sizes
     groups, rest = divmod(train, micro * steps)

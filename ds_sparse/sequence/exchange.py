@@ -38,6 +38,19 @@ class RanksOfSequence:
         self.size = distributed.get_world_size(self.group)
         self.rank = distributed.get_rank(self.group)
 
+    @classmethod
+    def neighbours(cls, size: int) -> RanksOfSequence:
+        """This rank's among new groups of `size` neighbouring ranks, which all ranks make.
+
+        Raises:
+            RuntimeError: torch.distributed does not run.
+            ValueError: the number of ranks is no multiple of it.
+        """
+        ranks = cls().size
+        if size < 1 or ranks % size:
+            raise ValueError(f"size is {size} and there are {ranks} ranks; their number has to be a multiple of it.")
+        return cls(distributed.new_subgroups(size)[0])
+
     def __deepcopy__(self, memo: object) -> RanksOfSequence:
         return self  # a group of processes has no copy
 

@@ -16,10 +16,19 @@ def test_sequence_parallel_with_deepspeed(case):
     assert_passed("deepspeed_engine.py", 4, case)
 
 
+@pytest.mark.parametrize("case", cases_of("trainer.py"))
+def test_sequence_parallel_with_transformers_trainer_and_accelerate(case):
+    assert_passed("trainer.py", 2, case)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "program, case",
-    [(name, case) for name in ("transformers_models.py", "deepspeed_engine.py") for case in cases_of(name, "cuda")],
+    [
+        (program, case)
+        for program in ("transformers_models.py", "deepspeed_engine.py", "trainer.py")
+        for case in cases_of(program, "cuda")
+    ],
 )
 def test_sequence_parallel_on_two_gpus(program, case):
     assert_passed(program, 2, case, "cuda")

@@ -22,7 +22,7 @@ from .binding import local_attention_of, which
 from .distances import of_distances
 from .mask_windows import is_seen_to_hide_nothing, window_of_mask
 from .packing import PackedDocuments
-from .sequence import Part, attend_part, is_in_parts
+from .sequence import Alone, Part, attend_part, is_in_parts
 from .tensor_parallel import attention_of, on_local_heads
 from .trial import Masks, OtherKeys, Refused
 
@@ -40,7 +40,7 @@ def attention(
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
     ds_sparse_documents: PackedDocuments | None = None,
-    ds_sparse_sequence: Part | None = None,
+    ds_sparse_sequence: Part | Alone | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function: sparse self-attention of an encoder's or a decoder's layer.
@@ -80,7 +80,7 @@ def attention(
     is_causal = causal.is_causal(module) if is_causal is None else is_causal
     _refuse_what_is_asked(module, {**more, **({"position_bias": position_bias} if is_causal else {"s_aux": s_aux})})
     _refuse_other_windows(module, sliding_window)
-    if ds_sparse_sequence is not None or is_in_parts(module):
+    if is_in_parts(module, ds_sparse_sequence):
         beside = {"position_bias": position_bias}
         return attend_part(
             module, query, key, value, attention_mask, ds_sparse_sequence, beside, scale=scaling, dropout_p=dropout,

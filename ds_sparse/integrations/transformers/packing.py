@@ -14,6 +14,7 @@ from ..pretrained import NAME, pretrained_model_around
 from .mask_windows import hides_nothing
 from .row_documents import FOR_FLASH_ATTENTION, documents_of, has_cumulative, ids_of, positions_of, rows_and_tokens
 from .sequence import TOLD as IN_PARTS
+from .sequence import Part
 
 TOLD = "ds_sparse_documents"
 """The keyword under which a model hands `PackedDocuments` to its attention layers, as it hands on all that it does not
@@ -47,7 +48,7 @@ def watch(model: nn.Module) -> list[RemovableHandle]:
 def _tell(model: nn.Module, arguments: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """Forward pre-hook: replaces what says where documents begin by what the attention layers take."""
     config: Any = model.config
-    if config._attn_implementation != NAME or IN_PARTS in named:  # a part's positions have been read
+    if config._attn_implementation != NAME or isinstance(named.get(IN_PARTS), Part):  # of which they have been read
         return None
     parameters = inspect.signature(model.forward).parameters
     given = {**dict(zip(parameters, arguments, strict=False)), **named}

@@ -156,6 +156,20 @@ def sixteen_bits():
 
 
 @case
+def the_loss_is_divided_by_the_items_of_a_batch():
+    for name, first in (("BertForMaskedLM", 0), ("LlamaForCausalLM", 1)):
+        model, batch = make(name), batch_of(name)
+        labelled = (batch["labels"][:, first:] != -100).sum()
+        wanted = step(model, batch)[0] * labelled / 1000
+        ds_sparse.sequence_parallel(model)
+        assert_same(step(model, batch | {"num_items_in_batch": torch.tensor(1000.0)})[0], wanted)
+        model.eval()  # where each rank may have a batch of its own
+        other = batch | {"input_ids": (batch["input_ids"] + distributed.get_rank()) % 50}
+        loss = model(**other).loss
+        assert_same(model(**other, num_items_in_batch=1000).loss, loss * labelled / 1000)
+
+
+@case
 def activation_checkpointing_and_two_forwards_before_a_backward():
     model, batch = make(), batch_of("BertForMaskedLM")
     shorter = {key: value[:, :100].contiguous() for key, value in batch.items()}
@@ -225,7 +239,6 @@ def batches_that_cannot_be_cut_are_refused_on_all_ranks():
     told = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges}
     assert "given different batches" in refusal(lambda: model(input_ids=ids, labels=labels, **told))
     assert "without labels" in refusal(lambda: model(input_ids=ids))
-    assert "num_items_in_batch" in refusal(lambda: model(**batch, num_items_in_batch=torch.tensor(3)))
     assert "no input_ids" in refusal(lambda: model(inputs_embeds=torch.ones(2, TOKENS, 32)))
     pairs = batch | {"attention_mask": torch.ones(2, 1, TOKENS, TOKENS)}
     assert "attention_mask has shape" in refusal(lambda: model(**pairs))
