@@ -41,9 +41,6 @@ class PlainEngine:
     def __init__(self):
         self.weights, self.checkpoint_engine = torch.zeros(64), self
 
-    def zero_optimization(self) -> bool:
-        return False
-
     def train_step(self, step: int) -> float:
         seed_of(step)
         batch = torch.rand(64)

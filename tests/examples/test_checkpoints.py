@@ -32,9 +32,6 @@ class Engine:
     def save(self, state_dict, path):
         torch.save(state_dict, path)
 
-    def zero_optimization(self):
-        return False
-
     def save_checkpoint(self, folder, tag, save_latest):
         assert not save_latest
         self.checkpoint_engine.save({"module": self.weights}, f"{folder}/{tag}/mp_rank_00_model_states.pt")
@@ -346,7 +343,7 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_latest_is_moved_to_it(tmp_pat
     assert flushed and latest(tmp_path) == "step1"
 
 
-@pytest.mark.parametrize("room", [1000, 10000])
+@pytest.mark.parametrize("room", [100, 1000])
 def test_files_that_find_no_room_are_removed(tmp_path, room):
     """A limit of the process stops PyTorch's writer and Python's as a full disk does."""
     save(tmp_path, 1)

@@ -1,7 +1,8 @@
-"""A sequence-parallel engine of each ZeRO stage, whose checkpoint goes on with other numbers of ranks, and of ranks that
-share a sequence. Ranks are forks; prints the losses of each run as JSON.
+"""A sequence-parallel engine, whose checkpoint goes on with other numbers of ranks, and of ranks of a sequence.
 
-    python tests/sequence/programs/moved_checkpoints.py '[[ZeRO stage, [[ranks, ranks of a sequence], ...]], ...]'
+Ranks are forks. Prints the losses of each run as JSON:
+
+python tests/sequence/programs/moved_checkpoints.py '[[ZeRO stage, [[ranks, ranks of a sequence], ...]], ...]'
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from pathlib import Path
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
-import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401 - an engine imports it, which takes seconds
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from deepspeed.checkpoint import ds_to_universal  # noqa: E402
-from torch import distributed  # noqa: E402
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - an engine imports it, which takes seconds
+import torch
+import transformers
+from deepspeed.checkpoint import ds_to_universal
+from torch import distributed
 
-import ds_sparse  # noqa: E402
+import ds_sparse
 
 STEPS, BATCH, TOKENS = 2, 2, 96
 SIZES = {
