@@ -205,6 +205,22 @@ def attention_dropout_trains_and_is_repeated_by_checkpoints():
 
 
 @case
+def a_compiled_model_computes_attention_outside_of_its_graphs():
+    model, batch = make(), batch_of("BertForMaskedLM")
+    wanted = step(model, batch)
+    ds_sparse.sequence_parallel(model)
+    assert_step_is(torch.compile(model, backend="aot_eager"), batch, wanted)
+    torch._dynamo.reset()
+    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+    try:
+        whole(**batch)
+    except torch._dynamo.exc.Unsupported as error:
+        assert "outside of graphs: compile without fullgraph=True" in str(error)
+    else:
+        raise AssertionError("it was compiled as one graph")
+
+
+@case
 def tuples_evaluation_and_undo():
     model, batch = make(), batch_of("BertForMaskedLM")
     loss, logits = model(**batch, return_dict=False)
@@ -264,8 +280,9 @@ def models_that_cannot_be_cut_are_refused():
     esm = transformers.EsmConfig(**BERT, position_embedding_type="rotary")
     assert "a esm model" in refusal(lambda: parallel(sparse(transformers.EsmForMaskedLM, esm)))
     one_head = transformers.BertConfig(**BERT | {"num_attention_heads": 1})
-    few = sparse(transformers.BertForMaskedLM, one_head)
-    assert "at most 1 ranks" in refusal(lambda: parallel(few))
+    one_group = transformers.LlamaConfig(**TEXT | {"num_attention_heads": 1, "num_key_value_heads": 1})
+    for few in (sparse(transformers.BertForMaskedLM, one_head), sparse(transformers.LlamaForCausalLM, one_group)):
+        assert "at most 1 ranks can hold a sequence" in refusal(lambda model=few: parallel(model))
     model = make()
     parallel(model)
     assert "it is already" in refusal(lambda: parallel(model))
