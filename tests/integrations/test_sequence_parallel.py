@@ -35,7 +35,7 @@ def test_sequence_parallel_on_two_gpus(program, case):
 
 
 def test_sequence_parallel_says_what_it_does_and_what_it_changes():
-    printed = reports("deepspeed_engine.py", 4)[""]
+    printed = reports("deepspeed_engine.py", 4, "cpu")[""]
     assert "ds_sparse: each sequence is shared by 2 ranks." in printed
     assert printed.count("ds_sparse: ZeRO 3 has reduce_scatter off") == 2, "by rank 0, of each engine of stage 3"
 

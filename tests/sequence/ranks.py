@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @functools.cache
-def reports(program: str, ranks: int, device: str = "cpu") -> dict[str, str]:
+def reports(program: str, ranks: int, device: str) -> dict[str, str]:
     """The report of each case, "ok" where it passed, and all that was printed, under "". On "cuda" each rank has a GPU;
     skipped with the reason where there are fewer."""
     if device == "cuda" and torch.cuda.device_count() < ranks:

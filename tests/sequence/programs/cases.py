@@ -42,11 +42,11 @@ def assert_same(found: torch.Tensor, wanted: torch.Tensor, at_least: float = 0.0
         torch.testing.assert_close(found, wanted, rtol=0, atol=_OF_LARGEST[found.dtype] * largest)
 
 
-def refusal(call: Callable[[], object]) -> str:
-    """The sentence of the ValueError that the call raises."""
+def refusal(call: Callable[[], object], kind: type[Exception] = ValueError) -> str:
+    """The sentence of the error that the call raises."""
     try:
         call()
-    except ValueError as error:
+    except kind as error:
         return str(error)
     raise AssertionError("it was not refused")
 
