@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..bench.machine import BACKWARD, FORWARD
+from ..sequence.deal import check_ranks
+from .advice import Advice, advise
+from .communication import of_rank
 from .layers import Kind, in_whole_blocks, kinds_of, largest_block, layers_in_words, spread, walk_of
 from .limits import said_of
 from .memory import MOST_TOKENS, Memory, longest, memory_of
 from .model import Model
 from .rates import Rates, Walked
-from .settings import Settings
+from .settings import RANKS, Settings
 from .step import Step, flops_of, odd_vocabulary, step_of
 
 SHORTEST = 512
@@ -60,10 +63,11 @@ class Plan:
     measured_tokens: the shortest and the longest sequences whose attention was measured.
     padded: tokens of a sequence, in whole blocks.
     document_tokens: mean tokens of a sequence that are text; None: all.
-    model_flops, attention_flops: of a step, live blocks alone.
+    model_flops, attention_flops: of a GPU in a step, live blocks alone.
     dense_attention_flops: the same where all is dense.
     longest: tokens of the longest sequence that fits; None: the memory is not known.
     memory_gib: of the GPU.
+    advice: the parallelism to take; None where nothing fits, or the memory is not known.
     odd_vocabulary: milliseconds that a vocabulary of an odd size costs in a step.
     lengths: ascending, to the length of the plan.
     remarks: what is assumed, and what lies outside of what was measured.
@@ -88,6 +92,7 @@ class Plan:
     memory: Memory
     memory_gib: float | None
     longest: int | None
+    advice: Advice | None
     odd_vocabulary: float
     lengths: list[AtLength]
     remarks: list[str]
@@ -95,7 +100,7 @@ class Plan:
     @property
     def tokens(self) -> int:
         """In a step, on all GPUs."""
-        return self.seq_len * self.settings.global_batch
+        return self.seq_len * self.settings.sequences
 
     @property
     def gain(self) -> float:
@@ -127,8 +132,15 @@ def make_plan(
         memory_gib: of the GPU, where it is known.
 
     Raises:
-        ValueError: a block that is wrong, a length that it has no layout for, documents longer than sequences.
+        ValueError: a block that is wrong, a length that it has no layout for, documents longer than sequences; more
+            ranks of a sequence than heads, or several without a block.
     """
+    check_ranks(model.heads, settings.ranks)
+    if settings.ranks > 1 and block is None:
+        raise ValueError(
+            f"{source}: {RANKS} is {settings.ranks}, and there is no sparse_attention block, without which ds_sparse "
+            f'does not cut sequences; add one, of mode "dense" for dense attention, or leave {RANKS} out.'
+        )
     if document_tokens is not None and document_tokens > seq_len:
         raise ValueError(f"--document-tokens {document_tokens} is more than --seq {seq_len}; give their mean length.")
     kinds = kinds_of(block, model, source)
@@ -160,6 +172,7 @@ def make_plan(
         longest=None
         if memory_gib is None
         else min(MOST_TOKENS, longest(model, settings, largest_block(kinds), memory_gib)),
+        advice=None if memory_gib is None else advise(rates, model, settings, padded, of_layers, memory_gib),
         odd_vocabulary=odd_vocabulary(rates, model, settings, padded),
         lengths=compare(rates, model, settings, kinds, seq_len),
         remarks=said_of(rates, model, settings, kinds, seq_len),
@@ -185,8 +198,9 @@ def compare(rates: Rates, model: Model, settings: Settings, kinds: Sequence[Kind
 
 
 def _layers(kind: Kind, walked: Walked, rates: Rates, model: Model, settings: Settings, seq_len: int) -> Layers:
+    own = of_rank(model, settings)
     sparse, dense = (
-        sum(rates.attention(those, settings.micro_batch, model, seq_len, way) for way in (FORWARD, BACKWARD))
+        sum(rates.attention(those, settings.micro_batch, own, seq_len, way) for way in (FORWARD, BACKWARD))
         for those in (walked, None)
     )
     parts = (1.0, 1.0, 1.0, 0.0)

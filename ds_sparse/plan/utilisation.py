@@ -49,7 +49,7 @@ class StepWork:
         padded = in_whole_blocks(kinds, seq_len)
         live = spread(kinds, [live_scores(kind, model, padded) for kind in kinds])
         peak = PEAKS_OF_16_BITS.get(chip) if settings.dtype != "fp32" else None
-        return cls(settings.global_batch * seq_len, sum(flops_of(model, settings, padded, live)), peak)
+        return cls(settings.sequences * seq_len, sum(flops_of(model, settings, padded, live)), peak)
 
     def figures(self, seconds: float) -> dict[str, float]:
         """Of a step that took so long: tokens a second of all ranks; model TFLOP a second of one rank, which has a chip

@@ -30,7 +30,7 @@ def describe(run: TrainingRun, model: nn.Module, step: int, done: bool) -> None:
         ValueError: the batch is one that cannot be dealt, as the run would say.
     """
     settings = run.settings()
-    run.data.batches(settings.global_batch, settings.micro_batch, 0, dist.get_rank(), dist.get_world_size())
+    run.data.batches(settings.sequences, settings.micro_batch, 0, dist.get_rank(), dist.get_world_size())
     for lines in (_work(run, model), _cost(run), _end(run, step, done)):
         for line in lines:
             say(f"{run.name}: {line}")
@@ -45,7 +45,7 @@ def _work(run: TrainingRun, model: nn.Module) -> Iterator[str]:
         live = live_scores(kind, run.model(), padded)
         density = "" if live is None else f", density {live / padded**2:.1%}"
         yield f"layers {layers_in_words(kind.layers)}: {kind.in_words()}{density}"
-    batch, sequences = settings.global_batch, len(run.data.training.sequences)
+    batch, sequences = settings.sequences, len(run.data.training.sequences)
     yield (
         f"a step has {batch} sequences, {batch * tokens:,} tokens, {settings.micro_batch} at once, "
         f"{settings.accumulation} times, on {settings.gpus} rank{'s' if settings.gpus > 1 else ''}, ZeRO "

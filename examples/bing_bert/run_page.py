@@ -63,7 +63,7 @@ def figures_of(ended: Ended, unigram: float) -> dict[str, str]:
     settings = ended.run.settings()
     return {
         "steps": f"{ended.step:,}",
-        "tokens": f"{ended.step * settings.global_batch * ended.run.args.max_seq_length:,}",
+        "tokens": f"{ended.step * settings.sequences * ended.run.args.max_seq_length:,}",
         "held-out loss, nats": f"{ended.held_out_loss:.4f}",
         "unigram cross-entropy, nats": f"{unigram:.4f}",
         "tokens/s, median step": f"{figures[TOKENS]:,.0f}" if figures else "-",

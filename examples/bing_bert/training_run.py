@@ -69,7 +69,7 @@ class TrainingRun:
         return {
             "sparse": self.is_sparse,
             "deepspeed_config": {key: value for key, value in self.config.items() if key not in BATCHES},
-            "train_batch_size": self.settings().global_batch,
+            "train_batch_size": self.settings().sequences,
             "model": self.model_config.model_dump(),
             "data": manifest["cache_entry"],
             "eval_sequences": manifest["eval_sequences"],
