@@ -73,7 +73,7 @@ def test_what_was_not_measured_takes_no_time(rates):
 
 
 def test_flops_of_a_gpu_are_its_part():
-    alone, shared = (flops_of(MODEL, settings, 8192, WALKS) for settings in (SETTINGS, SHARED))
+    alone, shared = (flops_of(MODEL, settings, 8192, [walk.live for walk in WALKS]) for settings in (SETTINGS, SHARED))
     assert alone == tuple(4 * part for part in shared)
 
 
