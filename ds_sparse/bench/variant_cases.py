@@ -57,8 +57,8 @@ class Setting(NamedTuple):
         """Of half of the variants."""
         return (self.block.bit_length() + self.variant.head_dim // 8) % 2 == 0
 
-    def attended(self, batch: int | None = None) -> dict[str, Tensor]:
-        shape = (batch or self.batch, self.heads, self.tokens, self.variant.head_dim)
+    def attended(self) -> dict[str, Tensor]:
+        shape = (self.batch, self.heads, self.tokens, self.variant.head_dim)
         return {name: self.drawn(*shape) for name in ("query", "key", "value")}
 
 
@@ -82,9 +82,10 @@ def case_of(variant: Variant, device: torch.device, seed: int) -> Case:
 
 
 def _sizes(variant: Variant, device: torch.device) -> tuple[int, int, int]:
-    """Sequences, heads and tokens: enough to fill a GPU, or as little as has parts for several threads."""
+    """Sequences, heads and tokens: more tiles of 128 tokens than a GPU has multiprocessors, in short sequences, as their
+    meaning takes tokens by tokens; or as little as has parts for several threads."""
     if device.type == "cuda":
-        return 2, 8, 1024 if variant.operation in ("sparse_attn", "sparse_matmul") else 2048
+        return (1, 32, 1024) if variant.operation == "packed attention" else (4, 8, 1024)
     return 1, 2, max(2 * variant.block, 64)
 
 
@@ -125,7 +126,7 @@ def _packed_attention(s: Setting) -> Case:
         outputs = [_attention(q, k, v, s.live, s.block, causal=s.causal)[0] for q, k, v in documents]
         return (torch.cat(outputs, 2),)
 
-    return Case(s.attended(batch=1), call, meaning)
+    return Case(s.attended(), call, meaning)
 
 
 def _window_attention(s: Setting) -> Case:
