@@ -1,7 +1,5 @@
 import json
-import queue
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -117,13 +115,6 @@ def test_after_one_that_does_not_fit_no_longer_one_is_tried(monkeypatch):
     found = list(rank_processes.rows_of(tasks, CPU))
     assert [row.reason for one, row in found if one.parallel == DATA] == ["", ""]
     assert [row.reason for one, row in found if one.parallel == SEQUENCE] == [OUT_OF_MEMORY, rank_processes.TOO_LONG]
-
-
-def test_a_rank_that_ends_without_a_word_is_named():
-    broken, done = SimpleNamespace(exitcode=-9), SimpleNamespace(exitcode=0)
-    assert rank_processes.next_result(queue.Queue(), [done, broken], 60) == "a rank ended with status -9"
-    # A rank that is done has nothing more to say than rank 0, which may still be at work.
-    assert rank_processes.next_result(queue.Queue(), [done], 0.1) == "no result within 0.1 seconds"
 
 
 def gradients(case):
