@@ -1,5 +1,6 @@
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,6 +90,24 @@ def compared(lengths):
 
 
 OUT_OF_MEMORY = "OutOfMemoryError: CUDA out of memory."
+
+
+def test_the_longest_is_looked_for_from_what_was_measured_on(monkeypatch):
+    def measured(tasks, device):
+        for one in tasks:
+            peak = one.case.seq_len / 100
+            reason = OUT_OF_MEMORY if peak > 100 else ""
+            yield one, replace(TIMED, peak_gib=None if reason else peak, reason=reason, is_try=one.only_tries)
+
+    monkeypatch.setattr(rank_processes, "until_one_fails", measured)
+    properties = SimpleNamespace(total_memory=100 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    cases = [replace(CASE, seq_len=length) for length in (1024, 2048)]
+    found = list(sequence.Comparison(cases, [1], [DATA], 3, 1.0, longest=60).results(CPU))
+    assert [(case.seq_len, row.is_try) for case, row in found[:2]] == [(1024, False), (2048, False)]
+    assert found[2][0].seq_len == 8192 and all(row.is_try for _, row in found[2:])
+    ((case, _, failed),) = sequence_results.longest_of(found)
+    assert case.seq_len <= 10_000 <= failed <= case.seq_len * 17 / 16 + 1024
 
 
 def test_lengths_that_one_rank_does_not_hold_are_shared_after_shorter_ones_were_right(monkeypatch):
