@@ -25,7 +25,7 @@ PAGE = ROOT / "docs" / "what-it-gives-you.md"
 PICTURES = ROOT / "docs" / "pictures"
 
 TO_MEASURE = {
-    "bert-lengths-h200": "--labelled-only --repeats 3 --seconds 2 --seq-len 512,1024,4096,16384,65536,262144 "
+    "bert-lengths-h200": "--labelled-only --repeats 3 --seconds 2 --seq-len 512,1024,4096,16384,65536,131072 "
     "--peers eager,sdpa,flex-bigbird-64,transformers-longformer,transformers-bigbird,longformer-64,bigbird-64",
     "bert-longest-h200": "--labelled-only --whole-step --longest 30 --peers "
     "eager,sdpa,flex-bigbird-64,transformers-longformer,transformers-bigbird,bigbird-64",
