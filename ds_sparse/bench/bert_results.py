@@ -1,15 +1,20 @@
-"""Results of `ds_sparse bench bert`: their table, and their rows in the JSON. Reading them takes no Transformers."""
+"""Results of `ds_sparse bench bert`: their tables, and their rows in the JSON. Reading them takes no Transformers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from .cases import DENSE_IN_BERT, FLOOR, NO_ATTENTION
+from .longest_sequence import Longest, longest
+from .machine import in_three_digits
 from .runs import rows_by_case
 
 TOKENS = {"cpu": 2048, "cuda": 32768}
 """In a step; one sequence where that is longer."""
+
+BASE, LARGE = "base", "large"
 
 MODEL: dict[str, dict[str, int]] = {
     "cpu": {
@@ -23,6 +28,19 @@ MODEL: dict[str, dict[str, int]] = {
 }
 """What differs from BERT-base, the default of `BertConfig`: on a CPU a small model."""
 
+MODELS: dict[str, dict[str, dict[str, int]]] = {
+    BASE: MODEL,
+    LARGE: {
+        "cpu": MODEL["cpu"] | {"num_hidden_layers": 4},
+        "cuda": {
+            "num_hidden_layers": 24,
+            "hidden_size": 1024,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+        },
+    },
+}
+
 LABELLED = 0.15
 """Part of the tokens that have a label."""
 
@@ -34,6 +52,10 @@ class Case:
     Attributes:
         predicts_all: logits of all tokens, as Transformers' model computes them; else of those with a label alone, as
             bing_bert does.
+        model: of `MODELS`.
+        whole_step: with AdamW, and with the batch copied from the CPU; else forward and backward alone.
+        checkpointed: of activations the inputs of layers are kept, and the rest is computed again in backward.
+        is_try: one sequence, to see whether it fits.
     """
 
     seq_len: int
@@ -41,10 +63,19 @@ class Case:
     dtype: str
     device: str
     predicts_all: bool = True
+    model: str = BASE
+    whole_step: bool = False
+    checkpointed: bool = False
+    is_try: bool = False
 
     @property
     def batch(self) -> int:
-        return max(1, TOKENS[self.device] // self.seq_len)
+        return 1 if self.is_try else max(1, TOKENS[self.device] // self.seq_len)
+
+    @property
+    def of_any_length(self) -> Case:
+        """What cases share that differ in length alone."""
+        return replace(self, seq_len=0)
 
 
 @dataclass(frozen=True)
@@ -52,13 +83,12 @@ class Row:
     """One attention in one case; numbers are None where it was not measured, and `reason` says why.
 
     Attributes:
-        of_ceiling: the time without any attention over this one.
-        peak_gib: memory on the GPU at its highest during the step, with model and gradients; None on a CPU.
+        milliseconds: of a step; of a try that of its only one.
+        peak_gib: memory on the GPU at its highest during the step, with model, gradients and optimizer; None on a CPU.
     """
 
     attention: str
     milliseconds: float | None = None
-    of_ceiling: float | None = None
     peak_gib: float | None = None
     rounds: int = 0
     reason: str = ""
@@ -67,28 +97,84 @@ class Row:
 Result = tuple[Case, list[Row]]
 """A case, measured."""
 
+Found = Longest[Case, Row]
+
 
 def report(results: Iterable[Result]) -> Iterator[Iterable[str]]:
-    """What is printed: a table a case, as they come."""
-    return (table(case, rows) for case, rows in results)
+    """What is printed: a table a case, as they come; a line a try, and the longest sequences at the end."""
+    tries = []
+    for case, rows in results:
+        if case.is_try:
+            tries.append((case, rows[0]))
+            yield [line_of_try(case, rows[0])]
+        else:
+            yield table(case, rows)
+    if tries:
+        yield longest_lines(tries)
 
 
-def table(case: Case, rows: list[Row]) -> Iterator[str]:
-    """Lines: milliseconds of a step, the share of what it takes without attention, memory."""
+def table(case: Case, rows: Sequence[Row]) -> Iterator[str]:
+    """Lines: milliseconds of a step, beside those without attention, those of the floor and those of dense attention;
+    memory."""
     rounds = max((row.rounds for row in rows), default=0)
     yield (
-        f"{case.seq_len} tokens, {case.batch} {'sequences' if case.batch > 1 else 'sequence'}, "
-        f"dropout {case.dropout:g}, {case.dtype}{'' if case.predicts_all else ', labelled tokens predicted'}; "
+        f"{case.seq_len} tokens, {case.batch} {'sequences' if case.batch > 1 else 'sequence'}, {settings_of(case)}; "
         f"medians of {rounds} rounds"
     )
-    yield f"{'':16} {'ms':>9} {'of ceiling':>11} {'peak GiB':>9}"
+    yield f"{'':32} {'ms':>9} {'of ceiling':>11} {'of floor':>9} {'x dense':>8} {'peak GiB':>9}"
     for row in rows:
         if row.reason:
-            yield f"{row.attention:16} no time: {row.reason}"
+            yield f"{row.attention:32} no time: {row.reason}"
             continue
-        share = "-" if row.of_ceiling is None else f"{row.of_ceiling:.0%}"
+        shares = (over(rows, name, row) for name in (NO_ATTENTION, FLOOR))
+        ceiling, floor = ("-" if share is None else f"{share:.0%}" for share in shares)
+        dense = over(rows, DENSE_IN_BERT, row)
+        times = "-" if dense is None else in_three_digits(1 / dense)
         peak = "-" if row.peak_gib is None else f"{row.peak_gib:.1f}"
-        yield f"{row.attention:16} {row.milliseconds:9.1f} {share:>11} {peak:>9}"
+        once = " timed once" if row.rounds == 1 < rounds else ""
+        yield f"{row.attention:32} {row.milliseconds:9.1f} {ceiling:>11} {floor:>9} {times:>8} {peak:>9}{once}"
+
+
+def over(rows: Iterable[Row], name: str, row: Row) -> float | None:
+    """The time of another attention of the same case over a row's."""
+    other = next((other.milliseconds for other in rows if other.attention == name), None)
+    return None if other is None or row.milliseconds is None else other / row.milliseconds
+
+
+def settings_of(case: Case) -> str:
+    """What else than its length makes a case."""
+    return ", ".join(
+        [
+            *(["BERT-large"] if case.model == LARGE else []),
+            f"dropout {case.dropout:g}",
+            case.dtype,
+            *([] if case.predicts_all else ["labelled tokens predicted"]),
+            *(["AdamW"] if case.whole_step else []),
+            *(["activations checkpointed"] if case.checkpointed else []),
+        ]
+    )
+
+
+def line_of_try(case: Case, row: Row) -> str:
+    about = f"{row.attention}, {case.seq_len:,} tokens, {settings_of(case)}"
+    if row.reason:
+        return f"{about}: {row.reason}"
+    return f"{about}: fits, peak {row.peak_gib:.1f} GiB, {in_three_digits(row.milliseconds / 1e3)} s"
+
+
+def longest_lines(tries: Sequence[tuple[Case, Row]]) -> Iterator[str]:
+    for attention, found in longest_of(tries):
+        beyond = "" if found.failed is None else f"; {found.failed:,} do not fit"
+        yield f"the longest that fits, {attention}, {settings_of(found.case)}: {found.case.seq_len:,} tokens{beyond}"
+
+
+def longest_of(tries: Iterable[tuple[Case, Row]]) -> list[tuple[str, Found]]:
+    """The longest sequence of each attention for which some fit."""
+    alike: dict[tuple[Case, str], list[tuple[Case, Row]]] = {}
+    for case, row in tries:
+        alike.setdefault((case.of_any_length, row.attention), []).append((case, row))
+    found = ((attention, longest(rows)) for (_, attention), rows in alike.items())
+    return [(attention, one) for attention, one in found if one is not None]
 
 
 def record(result: Result) -> list[dict[str, Any]]:

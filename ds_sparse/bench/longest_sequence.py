@@ -1,17 +1,19 @@
-"""The longest sequence that a step fits into memory with: tries, each in processes of its own."""
+"""The longest sequence that a step fits into memory with: which lengths are tried, and what they say."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from .machine import GIB
-from .rank_processes import rows_of
-from .sequence_rank import Task
-from .sequence_results import Case, Row
+from .reasons import took_too_long
+
+CaseT = TypeVar("CaseT")
+RowT = TypeVar("RowT")
 
 WITHIN = 1 / 16
 """Part of the longest length by which the shortest that does not fit is longer, at most."""
@@ -31,23 +33,31 @@ class Bracket:
         room: GiB of a GPU.
         fitted: GiB at the highest by length.
         failed: lengths that did not fit.
+        first: the length to begin with where none is known; None where nothing is to be tried then.
     """
 
     room: float
     fitted: dict[int, float] = field(default_factory=dict)
     failed: list[int] = field(default_factory=list)
+    first: int | None = None
 
-    def add(self, case: Case, row: Row) -> None:
-        if row.peak_gib is not None:
-            self.fitted[case.seq_len] = row.peak_gib
+    @classmethod
+    def of(cls, device: torch.device, first: int | None = None) -> Bracket:
+        """Of a GPU, with nothing known."""
+        return cls(torch.cuda.get_device_properties(device).total_memory / GIB, first=first)
+
+    def add(self, seq_len: int, peak_gib: float | None) -> None:
+        """A length with its GiB at the highest, or None where it did not fit."""
+        if peak_gib is not None:
+            self.fitted[seq_len] = peak_gib
         else:
-            self.failed.append(case.seq_len)
+            self.failed.append(seq_len)
 
     def next_length(self) -> int | None:
         """What to try next: where a line through the two longest meets the memory, else twice the longest, or the
-        middle. None where the longest is known, or nothing fitted."""
+        middle. None where the longest is known, or nothing fits."""
         if not self.fitted:
-            return None
+            return self._shorter()
         longest, failed = max(self.fitted), min(self.failed, default=None)
         if failed is not None and failed <= longest * (1 + WITHIN) + LENGTHS:
             return None
@@ -55,6 +65,12 @@ class Bracket:
         most = 4 * longest if failed is None else failed / (1 + WITHIN)
         aimed = min(max(self._aimed(), least), most) if least < most else (longest + most * (1 + WITHIN)) / 2
         return int(aimed) // LENGTHS * LENGTHS
+
+    def _shorter(self) -> int | None:
+        if self.first is None or not self.failed:
+            return self.first
+        half = min(self.failed) // 2 // LENGTHS * LENGTHS
+        return half or None
 
     def _aimed(self) -> float:
         longest = max(self.fitted)
@@ -67,20 +83,45 @@ class Bracket:
         return (longest + min(self.failed)) / 2 if self.failed else 2 * longest
 
 
-def tries(task: Task, measured: Mapping[Case, Row], seconds: float, device: torch.device) -> Iterator[tuple[Case, Row]]:
-    """Looks for the longest sequence of a task; none begins after so many seconds.
+def require_gpu(device: torch.device) -> None:
+    """Raises ValueError where no memory could be filled."""
+    if device.type == "cpu":
+        raise ValueError("--longest: a CPU's memory is not filled by trying; measure on a GPU, with --device cuda.")
+
+
+def tries(
+    bracket: Bracket, attempt: Callable[[int, float], tuple[CaseT, RowT]], seconds: float
+) -> Iterator[tuple[CaseT, RowT]]:
+    """Looks for the longest sequence; no try begins after so many seconds, or after one that took too long.
 
     Args:
-        task: of any length.
-        measured: rows of the task's other lengths, from which the search sets out.
-        device: a GPU of the kind that all ranks have.
+        bracket: what is known, from which the search sets out.
+        attempt: `attempt(seq_len, left)`, a case of that length and its row, with `left` of the seconds.
     """
-    begin, room = time.monotonic(), torch.cuda.get_device_properties(device).total_memory / GIB
-    bracket = Bracket(room)
-    for case, row in measured.items():
-        bracket.add(case, row)
-    while (length := bracket.next_length()) is not None and time.monotonic() - begin < seconds:
-        case = replace(task.case, seq_len=length)
-        for _, row in rows_of([replace(task, case=case, alone=None, only_tries=True)], device):
-            bracket.add(case, row)
-            yield case, row
+    begin = time.monotonic()
+    while (length := bracket.next_length()) is not None and (left := begin + seconds - time.monotonic()) > 0:
+        case, row = attempt(length, left)
+        yield case, row
+        about: Any = row
+        if took_too_long(about.reason):
+            return
+        bracket.add(length, about.peak_gib)
+
+
+class Longest(NamedTuple, Generic[CaseT, RowT]):
+    """The longest sequence that fits, and the shortest that does not; None where none was found that does not."""
+
+    case: CaseT
+    row: RowT
+    failed: int | None
+
+
+def longest(tried: Iterable[tuple[CaseT, RowT]]) -> Longest[CaseT, RowT] | None:
+    """Of cases that differ in length alone; None where nothing fitted."""
+    pairs: list[tuple[Any, Any]] = list(tried)
+    fitted = [(case, row) for case, row in pairs if not row.reason]
+    if not fitted:
+        return None
+    failed = [case.seq_len for case, row in pairs if row.reason and not took_too_long(row.reason)]
+    case, row = max(fitted, key=lambda one: one[0].seq_len)
+    return Longest(case, row, min(failed, default=None))

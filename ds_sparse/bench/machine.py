@@ -55,8 +55,17 @@ def timed(call: Callable[[], object], device: torch.device, calls: int = CALLS_O
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) / calls
+    return wall_ms(call, device)
+
+
+def wall_ms(call: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds of one call, what Python takes to issue it included."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     start = time.perf_counter()
     call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return (time.perf_counter() - start) * 1e3
 
 

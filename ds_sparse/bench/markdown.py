@@ -6,12 +6,12 @@ Times are milliseconds. What another takes is how many times as long as ours.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, compress
 from typing import Any
 
 from . import attention, bert_results, matmul, modernbert_results, packed, sequence_results, tokens, window
-from .cases import NO_ATTENTION
+from .cases import EAGER, FLEX_IN_BERT, FLOOR, NO_ATTENTION, STRUCTURES_IN_BERT
 from .machine import BACKWARD, DIRECTIONS, FORWARD, TRAIN, in_three_digits
 from .operations import Row, find
 from .packed_peers import ALWAYS, PADDED
@@ -358,27 +358,107 @@ def token_pairs(results: list[tokens.Result]) -> Table:
 
 
 def of_bert(results: list[bert_results.Result]) -> dict[str, Table]:
-    """Times of a step with the share of the model without attention, and memory."""
-    names = list(dict.fromkeys(row.attention for _, rows in results for row in rows))
-    heading = ["tokens", *("no attention" if name == NO_ATTENTION else f"`{name}`" for name in names)]
+    """Times of a step with the share of the model without attention; how they compare; memory; longest sequences."""
+    steps = [(case, rows) for case, rows in results if not case.is_try]
+    names = list(dict.fromkeys(row.attention for _, rows in steps for row in rows if not row.reason))
+    heading = ["tokens", *({NO_ATTENTION: "no attention", FLOOR: "floor"}.get(name, f"`{name}`") for name in names)]
 
-    def lines(cell: Callable[[bert_results.Row], str]) -> list[list[str]]:
-        found = [(case, {row.attention: row for row in rows if not row.reason}) for case, rows in results]
-        return [[of_step(case), *(cell(rows[name]) if name in rows else "" for name in names)] for case, rows in found]
+    def lines(cell: Callable[[list[bert_results.Row], bert_results.Row], str]) -> list[list[str]]:
+        found = [(case, rows, {row.attention: row for row in rows if not row.reason}) for case, rows in steps]
+        return [
+            [of_step(case), *(cell(rows, timed[name]) if name in timed else "" for name in names)]
+            for case, rows, timed in found
+        ]
 
-    def time(row: bert_results.Row) -> str:
-        share = "" if row.of_ceiling is None or row.attention == NO_ATTENTION else f" ({row.of_ceiling:.0%})"
-        return in_three_digits(row.milliseconds) + share.replace("%", " %")
+    def time(rows: list[bert_results.Row], row: bert_results.Row) -> str:
+        share = None if row.attention == NO_ATTENTION else bert_results.over(rows, NO_ATTENTION, row)
+        return in_three_digits(row.milliseconds) + ("" if share is None else f" ({percent(share)})")
 
-    found = {"steps": Table(heading, lines(time))}
-    if any(row.peak_gib is not None for _, rows in results for row in rows):
-        found["memory"] = Table(heading, lines(lambda row: "" if row.peak_gib is None else f"{row.peak_gib:.1f}"))
-    return found
+    def memory(rows: list[bert_results.Row], row: bert_results.Row) -> str:
+        return "" if row.peak_gib is None else f"{row.peak_gib:.1f}"
+
+    found = {"steps": Table(heading, lines(time)), "beside": bert_beside(steps)}
+    if any(row.peak_gib is not None for _, rows in steps for row in rows):
+        found["memory"] = Table(heading, lines(memory))
+    tries = [(case, row) for case, rows in results for row in rows if case.is_try]
+    return found | {"longest": bert_longest(tries)}
+
+
+def bert_beside(steps: Sequence[bert_results.Result]) -> Table:
+    """A line a length and structure: the share of it that the floor takes, and what each peer takes."""
+    seen = dict.fromkeys(row.attention for _, rows in steps for row in rows if not row.reason)
+    floors = [name for name in (NO_ATTENTION, FLOOR) if name in seen]
+    ours = (*floors, *STRUCTURES_IN_BERT)
+    peers = list(dict.fromkeys("flex" if name in FLEX_IN_BERT else name for name in seen if name not in ours))
+    ratios: dict[str, list[float | None]] = {peer: [] for peer in peers}
+    lines = []
+    for case, rows in steps:
+        for row in rows:
+            if row.reason or row.attention not in STRUCTURES_IN_BERT:
+                continue
+            shares = [bert_results.over(rows, name, row) for name in floors]
+            for peer in peers:
+                name = f"flex-{row.attention}" if peer == "flex" else peer
+                ratios[peer].append(bert_results.over(rows, name, row))
+            takes = [ratios[peer][-1] for peer in peers]
+            lines.append(
+                [
+                    of_step(case),
+                    f"`{row.attention}`",
+                    in_three_digits(row.milliseconds),
+                    *("" if share is None else percent(share) for share in shares),
+                    *("" if number is None else ratio(number) for number in takes),
+                ]
+            )
+    of = ["of " + {NO_ATTENTION: "no attention", FLOOR: "the floor"}[name] for name in floors]
+    notes = [f"`{peer}` takes {text} times as long." for peer in peers if (text := span(ratios[peer]))]
+    return Table(["tokens", "structure", "ms", *of, *(f"`{peer}` takes" for peer in peers)], lines, notes=notes)
+
+
+def bert_longest(tries: Sequence[tuple[bert_results.Case, bert_results.Row]]) -> Table:
+    """A line an attention: the longest sequence with all activations kept and with those of layers alone, and how many
+    times that of eager attention it is."""
+    found: dict[tuple[str, str], dict[bool, bert_results.Found]] = {}
+    for name, one in bert_results.longest_of(tries):
+        settings = ", ".join(unusual(replace(one.case, checkpointed=False)))
+        found.setdefault((settings, name), {})[one.case.checkpointed] = one
+    ways = [way for way in (False, True) if any(way in cells for cells in found.values())]
+    lines = []
+    for (settings, name), cells in found.items():
+        eager = found.get((settings, EAGER), {})
+        line = [f"`{name}`", settings]
+        for way in ways:
+            line += longest_cells(cells.get(way), eager.get(way))
+        lines.append(line)
+    named = {False: "tokens", True: "tokens, checkpointed"}
+    heading = chain.from_iterable((named[way], f"times `{EAGER}`") for way in ways)
+    return Table(["attention", "step", *heading], lines)
+
+
+def longest_cells(found: bert_results.Found | None, eager: bert_results.Found | None) -> list[str]:
+    """Tokens, "at least" where none is known not to fit, and how many times those of eager attention they are."""
+    if found is None:
+        return ["", ""]
+    tokens = f"{'' if found.failed else 'at least '}{found.case.seq_len:,}"
+    return [tokens, "" if eager is None else ratio(found.case.seq_len / eager.case.seq_len)]
 
 
 def of_step(case: bert_results.Case) -> str:
-    dropout = f", dropout {case.dropout:g}" if case.dropout else ""
-    return f"{case.seq_len:,}{dropout}{'' if case.predicts_all else ', logits of labelled tokens alone'}"
+    return ", ".join([f"{case.seq_len:,}", *unusual(case)])
+
+
+def unusual(case: bert_results.Case) -> Iterator[str]:
+    """What of a step of BERT is not the default."""
+    if case.model == bert_results.LARGE:
+        yield "BERT-large"
+    if case.dropout:
+        yield f"dropout {case.dropout:g}"
+    if not case.predicts_all:
+        yield "logits of labelled tokens alone"
+    if case.whole_step:
+        yield "AdamW"
+    if case.checkpointed:
+        yield "activations checkpointed"
 
 
 def modernbert_steps(results: list[modernbert_results.Result]) -> Table:
@@ -390,11 +470,11 @@ def modernbert_steps(results: list[modernbert_results.Result]) -> Table:
         for row in rows:
             if row.reason:
                 continue
-            share = None if row.of_floor is None or row.attention == modernbert_results.FLOOR else row.of_floor
+            share = None if row.of_floor is None or row.attention == FLOOR else row.of_floor
             lines.append(
                 [
                     *([of_packed_step(case)] if several else []),
-                    "floor" if row.attention == modernbert_results.FLOOR else f"`{row.attention}`",
+                    "floor" if row.attention == FLOOR else f"`{row.attention}`",
                     in_three_digits(row.milliseconds),
                     "" if share is None else percent(share),
                     f"{row.tokens_per_second:,.0f}",
@@ -451,7 +531,7 @@ def of_sequence(results: list[sequence_results.Result]) -> dict[str, Table]:
             in_three_digits(row.milliseconds),
             "" if row.peak_gib is None else f"{row.peak_gib:.1f}",
         ]
-        for case, row, failed in sequence_results.longest((case, row) for case, rows in results for row in rows)
+        for case, row, failed in sequence_results.longest_of((case, row) for case, rows in results for row in rows)
     ]
     notes = settings if len(settings) == 1 else []
     return {

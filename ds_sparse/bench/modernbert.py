@@ -7,7 +7,6 @@ measured. All attentions get the same documents, each in a form of its own: one 
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -22,12 +21,14 @@ from ..layout import to_token_mask
 from ..models.sparsify import sparsify
 from ..modules.structured_attention import whole_blocks
 from .bert import LEAST_ERROR_ALLOWED, LOSS_SCALE
-from .cases import IN_BERT
+from .cases import FLOOR, IN_BERT
 from .documents import cu_seqlens_of, places_of
-from .machine import DTYPES, GIB, in_turns, timed
-from .modernbert_results import FLOOR, OURS, OURS_PADDED, Case, Row
+from .machine import DTYPES
+from .modernbert_results import OURS, OURS_PADDED, Case, Row
+from .no_attention import WITHOUT
 from .packed_peers import block_mask
 from .reasons import Unsupported, in_short
+from .step_times import Measured, measure_steps
 from .verification import require_as_accurate
 
 with optional_imports():
@@ -56,9 +57,6 @@ LABELLED = 0.3
 
 VERIFIED_TOKENS, VERIFIED_LAYERS = 1024, 4
 """Of a row, and of the model that attention is verified in: the first and the last layer are global."""
-
-CALLS = 2
-"""Steps between two events on a GPU; one takes long enough."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Kinds of layers, as the model's config names them."""
@@ -89,62 +87,33 @@ class Piece(NamedTuple):
 def run_case(
     case: Case, names: Sequence[str], wrong: Mapping[str, str], device: torch.device, repeats: int, seconds: float
 ) -> list[Row]:
-    """Times the steps in turns: `repeats` rounds, or as many as begin within `seconds`, three at least. The floor too,
-    as the others are compared with that. Those that are `wrong`, with the reason, are not timed."""
-    names = list(dict.fromkeys([FLOOR, *names]))
-    peaks: dict[str, float | None] = {}
-    runs: dict[str, Callable[[], float]] = {}
-    reasons = dict(wrong)
-    for name in names:
-        if name not in reasons:
-            try:
-                step, peaks[name] = prepared(name, case, device)
-            except Exception as error:  # noqa: BLE001 - whatever stops one is a line of the table
-                reasons[name] = in_short(error)
-                continue
-            runs[name] = partial(time_unless_wrong, reasons, name, step, device)
-    times = in_turns(runs, repeats, seconds, f"{case.seq_len} tokens")
-    medians = {name: statistics.median(samples) for name, samples in times.items() if name not in reasons}
-    return [
-        Row(name, reason=reasons[name])
-        if name in reasons
-        else Row(
-            name,
-            medians[name],
-            medians[FLOOR] / medians[name] if FLOOR in medians else None,
-            case.tokens / medians[name] * 1e3,
-            peaks[name],
-            rounds=len(times[name]),
-        )
-        for name in names
-    ]
+    """Times the steps in turns, as `measure_steps` does. The floor too, as the others are compared with that. Those
+    that are `wrong`, with the reason, are not timed."""
+    make = {name: partial(make_step, name, case, device) for name in (FLOOR, *names)}
+    measured = measure_steps(make, wrong, device, repeats, seconds, f"{case.seq_len} tokens")
+    floor = measured[FLOOR].milliseconds
+    return [row_of(name, case, found, floor) for name, found in measured.items()]
 
 
-def time_unless_wrong(reasons: dict[str, str], name: str, step: Callable[[], None], device: torch.device) -> float:
-    """Milliseconds of one step; of one that fails, the reason is noted, and it is not called again."""
-    if name in reasons:
-        return float("nan")
-    try:
-        return timed(step, device, CALLS)
-    except Exception as error:  # noqa: BLE001 - whatever stops one is a line of the table
-        reasons[name] = in_short(error)
-        return float("nan")
+def row_of(name: str, case: Case, found: Measured, floor: float | None) -> Row:
+    if found.reason:
+        return Row(name, reason=found.reason)
+    return Row(
+        name,
+        found.milliseconds,
+        None if floor is None else floor / found.milliseconds,
+        case.tokens / found.milliseconds * 1e3,
+        found.peak_gib,
+        rounds=found.rounds,
+    )
 
 
-def prepared(name: str, case: Case, device: torch.device) -> tuple[Callable[[], None], float | None]:
-    """A step, and the GiB that one takes."""
-    on_cuda = device.type == "cuda"
-    before = torch.cuda.memory_allocated(device) if on_cuda else 0
+def make_step(name: str, case: Case, device: torch.device) -> Callable[[], None]:
     model = make_model(case, device)
     switch(model, name)
     pieces = pieces_of(name, case, case.lengths, model.config, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=on_cuda)
-    step = partial(train_step, model, pieces, optimizer, case.predicts_all)
-    if on_cuda:
-        torch.cuda.reset_peak_memory_stats(device)
-    step()
-    peak = (torch.cuda.max_memory_allocated(device) - before) / GIB if on_cuda else None
-    return step, peak
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
+    return partial(train_step, model, pieces, optimizer, case.predicts_all)
 
 
 def make_model(case: Case, device: torch.device, **sizes: int) -> ModernBertForMaskedLM:
@@ -166,7 +135,7 @@ def switch(model: ModernBertForMaskedLM, name: str) -> None:
         return
     if name.startswith("flash_attention"):
         require_flash_attention(int(name[-1]))
-    model.set_attn_implementation(_VALUE if name == FLOOR else name.removesuffix("-padded"))
+    model.set_attn_implementation(WITHOUT.get(name, name.removesuffix("-padded")))
 
 
 def require_flash_attention(version: int) -> None:
@@ -346,26 +315,7 @@ def with_masks(
     return scaled_dot_product_attention(query, key, value, mask).transpose(1, 2).contiguous(), None
 
 
-class _Value(torch.autograd.Function):
-    """The value as it is. Query and key get its gradient, so that the projections that make them keep their
-    backward."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return value.transpose(1, 2).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        grad = grad.transpose(1, 2)
-        return grad, grad, grad
-
-
-def value_as_it_is(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-    return _Value.apply(query, key, value), None
-
-
-_VALUE, _MASKED = "ds_sparse_bench_value_and_projections", "ds_sparse_bench_document_masks"
-AttentionInterface.register(_VALUE, value_as_it_is)
+_MASKED = "ds_sparse_bench_document_masks"
 
 
 def versions() -> dict[str, str]:

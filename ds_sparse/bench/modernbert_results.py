@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
+from .cases import FLOOR
 from .documents import corpus_lengths
 from .runs import rows_by_case
 
 TOKENS = {"cpu": 2048, "cuda": 32768}
 """In a step; one row where that is longer."""
 
-FLOOR, OURS, OURS_PADDED = "floor", "ds_sparse", "ds_sparse-padded"
+OURS, OURS_PADDED = "ds_sparse", "ds_sparse-padded"
 
 ATTENTIONS = (
     *(FLOOR, OURS, OURS_PADDED),

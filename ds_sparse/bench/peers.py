@@ -86,29 +86,34 @@ def flex(tile: int | None, mode: str | None) -> Callable[[Problem], Peer]:
 
     def build(problem: Problem) -> Peer:
         from torch._functorch import config
-        from torch.nn.attention.flex_attention import flex_attention
 
         block, layout = problem.case.block, problem.layout
-        side = tile or block
         if tile is None and block >= 128:
             raise Unsupported("the same as flex-max for blocks of 128")
         if tile is None and block < 32:
             raise Unsupported("its backward has no tiles below 32")
-        mask = block_mask(layout, block, side)
         # Timing the backward alone needs the graph twice.
         config.donated_buffer = False
-        # Forward tiles of 32 are not among those that autotuning tries.
-        options: Any = {"fwd_BLOCK_M": side, "fwd_BLOCK_N": side} if side < 64 else None
-        compiled = torch.compile(flex_attention, dynamic=False, mode=mode)
-
-        def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return compiled(query, key, value, block_mask=mask, kernel_options=options)
-
+        call = compiled_flex(layout, block, tile or block, mode)
         if layout.device.type == "cpu":
-            return Peer(lambda *qkv: call(*(x.detach() for x in qkv)), no_backward="on a CPU it is forward only")
+            return Peer(lambda *qkv: call(*(x.detach() for x in qkv)), no_backward=FLEX_ON_CPU)
         return Peer(call)
 
     return build
+
+
+FLEX_TILE, FLEX_ON_CPU = 128, "on a CPU it is forward only"
+
+
+def compiled_flex(layout: Tensor, block: int, side: int, mode: str | None = None) -> Callable[..., Tensor]:
+    """FlexAttention on a layout, by tiles of `side` tokens, compiled in a mode at the first call of each shape."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    mask = block_mask(layout, block, side)
+    # Forward tiles of 32 are not among those that autotuning tries.
+    options: Any = {"fwd_BLOCK_M": side, "fwd_BLOCK_N": side} if side < 64 else None
+    compiled = torch.compile(flex_attention, dynamic=False, mode=mode)
+    return lambda query, key, value: compiled(query, key, value, block_mask=mask, kernel_options=options)
 
 
 def block_mask(layout: Tensor, block: int, side: int) -> Any:
@@ -240,8 +245,8 @@ PEERS: dict[str, Callable[[Problem], Peer]] = {
     "sdpa-mask": sdpa_mask,
     "cudnn": sdpa_by(SDPBackend.CUDNN_ATTENTION),
     "flash": sdpa_by(SDPBackend.FLASH_ATTENTION),
-    "flex": flex(128, None),
-    "flex-max": flex(128, "max-autotune-no-cudagraphs"),
+    "flex": flex(FLEX_TILE, None),
+    "flex-max": flex(FLEX_TILE, "max-autotune-no-cudagraphs"),
     "flex-blocks": flex(None, "max-autotune-no-cudagraphs"),
     "fa4": flash_attention_4,
     "fa4-dense": flash_attention_4_dense,

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import queue
-import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from .reasons import in_short
+from .own_processes import Failure, results_of
+from .reasons import TOO_LONG, ran_out_of_memory
 from .sequence_rank import Task, run, start
 from .sequence_results import Case, Row
 
 LONGEST_WAIT = 300
 """Seconds for the result of a task, besides those of its rounds; ranks that hang are ended then."""
-
-TOO_LONG = "not tried: a shorter sequence ran out of memory"
 
 
 def rows_of(tasks: Sequence[Task], device: torch.device) -> Iterator[tuple[Task, Row]]:
@@ -33,7 +26,7 @@ def rows_of(tasks: Sequence[Task], device: torch.device) -> Iterator[tuple[Task,
         for task, row in until_one_fails(rest, device):
             rest = rest[1:]
             yield task, row
-            if "out of memory" in row.reason:
+            if ran_out_of_memory(row.reason):
                 too_long.add((task.parallel, task.case.of_any_length))
         skipped = [task for task in rest if (task.parallel, task.case.of_any_length) in too_long]
         for task in skipped:
@@ -43,53 +36,18 @@ def rows_of(tasks: Sequence[Task], device: torch.device) -> Iterator[tuple[Task,
 
 def until_one_fails(tasks: Sequence[Task], device: torch.device) -> Iterator[tuple[Task, Row]]:
     """Rows of the first tasks, until one has a reason instead of a time."""
-    spawn, ranks = multiprocessing.get_context("spawn"), tasks[0].ranks
-    results = spawn.Queue()
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = str(Path(folder) / "rendezvous")
-        processes = [
-            spawn.Process(target=run_rank, args=(rank, rendezvous, tasks, device, results), daemon=True)
-            for rank in range(ranks)
-        ]
-        for process in processes:
-            process.start()
-        try:
-            for task in tasks:
-                found = next_result(results, processes, LONGEST_WAIT + task.seconds)
-                if isinstance(found, str):
-                    yield task, Row(task.ranks, task.parallel, reason=found, is_try=task.only_tries)
-                    return
-                yield task, found
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+        arguments = [(rank, rendezvous, tasks, device) for rank in range(tasks[0].ranks)]
+        found = results_of(rows_of_rank, arguments, [LONGEST_WAIT + task.seconds for task in tasks])
+        for row, task in zip(found, tasks):
+            if isinstance(row, Failure):
+                row = Row(task.ranks, task.parallel, reason=row.reason, is_try=task.only_tries)
+            yield task, row
 
 
-def next_result(results: Any, processes: Sequence[Any], seconds: float) -> Row | str:
-    """A row of rank 0, or why a rank has none."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
-            return results.get(timeout=0.5)
-        except queue.Empty:
-            broken = [process for process in processes if process.exitcode]
-        if broken and results.empty():
-            return f"a rank ended with status {broken[0].exitcode}"
-    return f"no result within {seconds:g} seconds"
-
-
-def run_rank(rank: int, rendezvous: str, tasks: Sequence[Task], device: torch.device, results: Any) -> None:
-    """A rank's process. What it prints goes to the error output: rows are the parent's."""
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    try:
-        device = start(rank, tasks[0].ranks, rendezvous, device)
-        for task in tasks:
-            row = run(task, device)
-            if rank == 0:
-                results.put(row)
-    except Exception as error:  # noqa: BLE001 - whatever stops one is a line of the table
-        results.put(in_short(error))
-    results.close()
-    results.join_thread()
-    os._exit(0)  # at a usual end PyTorch's threads of groups abort the process now and then
+def rows_of_rank(rank: int, rendezvous: str, tasks: Sequence[Task], device: torch.device) -> Iterator[Row]:
+    """What a rank measures."""
+    device = start(rank, tasks[0].ranks, rendezvous, device)
+    for task in tasks:
+        yield run(task, device)

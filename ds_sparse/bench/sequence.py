@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import torch
 
-from .longest_sequence import tries
+from .longest_sequence import Bracket, require_gpu, tries
 from .rank_processes import rows_of
 from .sequence_rank import Task
 from .sequence_results import ALONE, DATA, SEQUENCE, Case, Row
@@ -67,19 +68,28 @@ class Comparison:
     ) -> Iterator[tuple[Case, Row]]:
         """Looks for the longest sequence, with each of the settings that cases have beside their length."""
         for settings in dict.fromkeys(case.of_any_length for case in measured if self.longest):
-            alike = {case: row for case, row in measured.items() if case.of_any_length == settings}
-            yield from tries(self._task(settings, ranks, parallel), alike, self.longest, device)
+            bracket = Bracket.of(device)
+            for case, row in measured.items():
+                if case.of_any_length == settings:
+                    bracket.add(case.seq_len, row.peak_gib)
+            task = replace(self._task(settings, ranks, parallel), only_tries=True)
+            yield from tries(bracket, partial(attempt, task, device), self.longest)
 
     def _task(self, case: Case, ranks: int, parallel: str, alone: Row | None = None) -> Task:
         return Task(case, ranks, parallel, self.repeats, self.seconds, torch.get_num_threads(), alone)
 
 
+def attempt(task: Task, device: torch.device, seq_len: int, left: float) -> tuple[Case, Row]:
+    """A step of that length; ranks are given as long as any task's."""
+    ((tried, row),) = rows_of([replace(task, case=replace(task.case, seq_len=seq_len))], device)
+    return tried.case, row
+
+
 def require_gpus(ranks: int, longest: float, device: torch.device) -> None:
     """Raises ValueError where there are fewer GPUs than ranks, or none whose memory could be filled."""
-    if device.type == "cpu":
-        if longest:
-            raise ValueError("--longest: a CPU's memory is not filled by trying; measure on a GPU, with --device cuda.")
-    elif ranks > torch.cuda.device_count():
+    if longest:
+        require_gpu(device)
+    if device.type == "cuda" and ranks > torch.cuda.device_count():
         raise ValueError(f"--ranks {ranks}: torch finds {torch.cuda.device_count()} GPUs; each rank wants its own.")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from .longest_sequence import Longest, longest
 from .machine import in_three_digits
 from .runs import rows_by_case
 
@@ -91,7 +92,7 @@ def report(results: Iterable[Result]) -> Iterator[Iterable[str]]:
             seen.append((case, row))
             yield lines(case, row)
     yield table([(case, row) for case, row in seen if not row.is_try])
-    if found := longest(seen):
+    if found := longest_of(seen):
         yield (
             f"the longest that fits, {ranks_of(row)}, {settings_of(case)}: {case.seq_len:,} tokens"
             for case, row, _ in found
@@ -160,19 +161,13 @@ def table(seen: Sequence[tuple[Case, Row]]) -> Iterator[str]:
         )
 
 
-def longest(seen: Iterable[tuple[Case, Row]]) -> list[tuple[Case, Row, int | None]]:
-    """Where the longest sequence that fits was looked for: the longest that did, and the shortest that did not."""
+def longest_of(seen: Iterable[tuple[Case, Row]]) -> list[Longest[Case, Row]]:
+    """The longest sequence that fits, wherever it was looked for."""
     alike: dict[tuple[Case, int, str], list[tuple[Case, Row]]] = {}
     for case, row in seen:
         alike.setdefault((case.of_any_length, row.ranks, row.parallel), []).append((case, row))
-    found = []
-    for rows in alike.values():
-        fitted = [(case, row) for case, row in rows if row.milliseconds is not None]
-        if fitted and any(row.is_try for _, row in rows):
-            failed = [case.seq_len for case, row in rows if row.reason]
-            case, row = max(fitted, key=lambda one: one[0].seq_len)
-            found.append((case, row, min(failed, default=None)))
-    return found
+    found = (longest(rows) for rows in alike.values() if any(row.is_try for _, row in rows))
+    return [one for one in found if one is not None]
 
 
 def record(result: Result) -> list[dict[str, Any]]:

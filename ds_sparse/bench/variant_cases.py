@@ -82,8 +82,8 @@ def case_of(variant: Variant, device: torch.device, seed: int) -> Case:
 
 
 def _sizes(variant: Variant, device: torch.device) -> tuple[int, int, int]:
-    """Sequences, heads and tokens: more tiles of 128 tokens than a GPU has multiprocessors, in short sequences, as their
-    meaning takes tokens by tokens; or as little as has parts for several threads."""
+    """Sequences, heads and tokens: more tiles of 128 tokens than a GPU has multiprocessors, in short sequences, as
+    their meaning takes tokens by tokens; or as little as has parts for several threads."""
     if device.type == "cuda":
         return (1, 32, 1024) if variant.operation == "packed attention" else (4, 8, 1024)
     return 1, 2, max(2 * variant.block, 64)

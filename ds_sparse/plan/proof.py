@@ -9,14 +9,13 @@ from pathlib import Path
 
 from ..bench.bert_results import LABELLED
 from ..bench.bert_results import Case as BertCase
-from ..bench.cases import NO_ATTENTION
-from ..bench.modernbert_results import FLOOR
+from ..bench.cases import DENSE_IN_BERT, FLOOR, NO_ATTENTION
 from ..bench.sequence_results import OFFLOADED, ranks_of
 from . import sequence_steps
 from .memory import GIB, memory_of
 from .model import NAMED
 from .operations import Work
-from .rates import DENSE_ATTENTION, Rates, bert_model, bert_step, walk_in_bert
+from .rates import Rates, bert_model, bert_step, walk_in_bert
 from .results import COMMITTED, LONGEST_LAYOUT, Results, TrainingStep
 from .settings import Settings
 from .step import model_work
@@ -70,7 +69,7 @@ def compared(results: Results, rates: Rates) -> Iterator[Compared]:
             continue
         model = bert_model(step.case.device)
         walked = (
-            None if step.attention == DENSE_ATTENTION else walk_in_bert(step.attention, model.heads, step.case.seq_len)
+            None if step.attention == DENSE_IN_BERT else walk_in_bert(step.attention, model.heads, step.case.seq_len)
         )
         what = "BERT-base, forward and backward"
         what += "" if step.case.predicts_all else ", logits of labelled tokens alone"

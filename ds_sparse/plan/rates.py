@@ -8,16 +8,13 @@ from dataclasses import dataclass, field, replace
 
 from ..bench.bert_results import LABELLED, MODEL
 from ..bench.bert_results import Case as BertCase
-from ..bench.cases import IN_BERT, NO_ATTENTION, Case
+from ..bench.cases import DENSE_IN_BERT, IN_BERT, NO_ATTENTION, Case
 from ..bench.machine import BACKWARD, FORWARD
 from .fit import fit, times
 from .model import NAMED, Model
 from .operations import FP32, ITEM, Part, Work, embeddings, layer, logits
 from .results import Kernel, Results
 from .walk import Walk
-
-DENSE_ATTENTION = "sdpa"
-"""Of `ds_sparse bench bert`: PyTorch's dense attention."""
 
 Walked = Walk | None
 """What a layer attends to; None is dense attention."""
@@ -250,7 +247,7 @@ def _dropout(rates: Rates, results: Results) -> dict[str, float]:
     for kind in found:
         rows, extra = [], []
         for step in results.bert:
-            wanted = step.attention == DENSE_ATTENTION if kind == "dense" else step.attention in IN_BERT
+            wanted = step.attention == DENSE_IN_BERT if kind == "dense" else step.attention in IN_BERT
             if not step.case.dropout or not wanted:
                 continue
             model = bert_model(step.case.device, step.case.dropout)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench import attention, bert_results, sequence_results
-from ..bench.cases import Case
+from ..bench.cases import DENSE_IN_BERT, IN_BERT, NO_ATTENTION, Case
 from ..bench.machine import BACKWARD, FORWARD
 from ..bench.peers import DENSE, OURS
 from ..bench.runs import read
@@ -130,11 +130,13 @@ def kernels_of(results: Iterable[attention.Result]) -> list[Kernel]:
 
 
 def steps_of(results: Iterable[bert_results.Result]) -> list[BertStep]:
+    """Forward and backward of BERT-base with nothing computed again, and attentions that plans know."""
     return [
         BertStep(case, row.attention, row.milliseconds, row.peak_gib)
         for case, rows in results
+        if case == bert_results.Case(case.seq_len, case.dropout, case.dtype, case.device, case.predicts_all)
         for row in rows
-        if row.milliseconds is not None
+        if row.milliseconds is not None and row.attention in (NO_ATTENTION, DENSE_IN_BERT, *IN_BERT)
     ]
 
 

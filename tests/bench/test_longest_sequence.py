@@ -1,42 +1,33 @@
+from dataclasses import replace
+
 import pytest
 
 from ds_sparse.bench import longest_sequence, sequence_results
 from ds_sparse.bench.longest_sequence import Bracket
-from ds_sparse.bench.sequence_rank import Task
+from ds_sparse.bench.reasons import no_result_within
 from ds_sparse.bench.sequence_results import ALONE, Case, Row
 
 CASE = Case(2**18, "bigbird-64", "bf16", "cuda", 2)
 ROOM = 139.0
 
 
-def fits(peak_of):
-    """What stands in the place of processes: whose peak is more than the room runs out of memory."""
-
-    def rows_of(tasks, device):
-        for task in tasks:
-            peak = peak_of(task.case.seq_len)
-            reason = "" if peak <= ROOM else "OutOfMemoryError: CUDA out of memory."
-            measured = {} if reason else {"milliseconds": 1.0, "peak_gib": peak}
-            yield task, Row(1, ALONE, reason=reason, is_try=task.only_tries, **measured)
-
-    return rows_of
-
-
 @pytest.fixture
-def looked_for(monkeypatch):
+def looked_for():
     """looked_for(peak_of): the lengths that were tried, those that did not fit negative."""
 
-    def look(peak_of, measured=(2**18, 2**19), seconds=60):
-        monkeypatch.setattr(longest_sequence, "rows_of", fits(peak_of))
-        properties = type("Properties", (), {"total_memory": int(ROOM * 2**30)})
-        monkeypatch.setattr(longest_sequence.torch.cuda, "get_device_properties", lambda device: properties)
-        rows = {
-            Case(length, *vars_of(CASE)): Row(1, ALONE, 1.0, peak_gib=peak_of(length))
-            for length in measured
-            if peak_of(length) <= ROOM
-        }
-        task = Task(CASE, 1, ALONE, 3, 1.0, 1)
-        tried = longest_sequence.tries(task, rows, seconds, "cuda")
+    def look(peak_of, measured=(2**18, 2**19), seconds=60, first=None):
+        bracket = Bracket(
+            ROOM, {length: peak_of(length) for length in measured if peak_of(length) <= ROOM}, first=first
+        )
+
+        def attempt(seq_len, left):
+            assert 0 < left <= seconds
+            peak = peak_of(seq_len)
+            reason = "" if peak <= ROOM else "OutOfMemoryError: CUDA out of memory."
+            fitted = {} if reason else {"milliseconds": 1.0, "peak_gib": peak}
+            return replace(CASE, seq_len=seq_len), Row(1, ALONE, reason=reason, is_try=True, **fitted)
+
+        tried = longest_sequence.tries(bracket, attempt, seconds)
         return [case.seq_len if row.milliseconds else -case.seq_len for case, row in tried]
 
     return look
@@ -67,6 +58,21 @@ def test_where_nothing_fits_or_time_is_over_nothing_is_tried(looked_for):
     assert looked_for(lambda length: length / 1e6, seconds=0) == []
 
 
+def test_where_nothing_is_known_it_begins_with_a_length_and_halves_what_does_not_fit(looked_for):
+    tried = looked_for(lambda length: ROOM * length / 10_000, measured=(), first=2**15)
+    assert tried[:3] == [-(2**15), -(2**14), 2**13] and max(tried) <= 10_000 <= min(-x for x in tried if x < 0)
+    assert looked_for(lambda length: 1e3, measured=(), first=4096) == [-4096, -2048, -1024]
+
+
+def test_what_takes_too_long_ends_the_search_and_is_not_too_long_a_sequence():
+    slow = Row(1, ALONE, reason=no_result_within(20), is_try=True)
+    bracket = Bracket(ROOM, {2**18: 10.0})
+    tried = list(longest_sequence.tries(bracket, lambda seq_len, left: (replace(CASE, seq_len=seq_len), slow), 60))
+    assert [case.seq_len for case, _ in tried] == [2**19]
+    fitted = CASE, Row(1, ALONE, 10.0, peak_gib=10.0)
+    assert longest_sequence.longest([fitted, *tried]) == (*fitted, None)
+
+
 def test_the_longest_is_said_with_the_shortest_that_did_not_fit():
     rows = [
         (CASE, Row(1, ALONE, 10.0, 1.0, loss=1.0, peak_gib=9.0)),
@@ -74,7 +80,7 @@ def test_the_longest_is_said_with_the_shortest_that_did_not_fit():
         (Case(2**21, *vars_of(CASE)), Row(1, ALONE, reason="out of memory", is_try=True)),
         (CASE, Row(2, "sequence", 5.0, 2.0, loss=1.0)),
     ]
-    ((case, row, failed),) = sequence_results.longest(rows)
+    ((case, row, failed),) = sequence_results.longest_of(rows)
     assert (case.seq_len, row.milliseconds, failed) == (2**20, 40.0, 2**21)
     printed = [list(lines) for lines in sequence_results.report((case, [row]) for case, row in rows)]
     assert printed[-1] == [

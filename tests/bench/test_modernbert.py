@@ -161,7 +161,7 @@ def test_the_floor_keeps_the_backward_of_all_projections():
 
 
 def test_an_optimizer_steps_and_gradients_are_gone():
-    step, _ = modernbert.prepared("floor", CASE, CPU)
+    step = modernbert.make_step("floor", CASE, CPU)
     model = step.args[0]
     before = model.decoder.weight.detach().clone()
     step()
@@ -183,12 +183,11 @@ def test_indices_are_made_anew_in_every_step(monkeypatch):
     assert first is not second and torch.equal(first, second)
 
 
-@pytest.mark.parametrize("fails", ["make_model", "timed"])
-def test_what_fails_is_named_in_the_table(monkeypatch, fails):
+def test_what_fails_is_named_in_the_table(monkeypatch):
     def out_of_memory(*arguments, **options):
         raise RuntimeError("out of memory\nin many lines")
 
-    monkeypatch.setattr(modernbert, fails, out_of_memory)
+    monkeypatch.setattr(modernbert, "make_model", out_of_memory)
     rows = list(measured("sdpa").values())
     assert [row.reason for row in rows] == ["RuntimeError: out of memory"] * 2
     assert [line.split()[1:3] for line in list(modernbert_results.table(CASE, rows))[3:]] == [["no", "time:"]] * 2
@@ -235,7 +234,7 @@ def test_too_short_rows_are_refused_before_anything_is_measured(capsys):
 
 
 def test_without_transformers_it_says_what_to_install(monkeypatch, capsys):
-    for name in ("bert", "modernbert"):
+    for name in ("bert", "bert_models", "modernbert", "no_attention"):
         monkeypatch.delitem(sys.modules, f"ds_sparse.bench.{name}", raising=False)
         monkeypatch.delattr(f"ds_sparse.bench.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)

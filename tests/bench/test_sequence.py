@@ -1,5 +1,4 @@
 import json
-import queue
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -93,6 +92,24 @@ def compared(lengths):
 OUT_OF_MEMORY = "OutOfMemoryError: CUDA out of memory."
 
 
+def test_the_longest_is_looked_for_from_what_was_measured_on(monkeypatch):
+    def measured(tasks, device):
+        for one in tasks:
+            peak = one.case.seq_len / 100
+            reason = OUT_OF_MEMORY if peak > 100 else ""
+            yield one, replace(TIMED, peak_gib=None if reason else peak, reason=reason, is_try=one.only_tries)
+
+    monkeypatch.setattr(rank_processes, "until_one_fails", measured)
+    properties = SimpleNamespace(total_memory=100 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    cases = [replace(CASE, seq_len=length) for length in (1024, 2048)]
+    found = list(sequence.Comparison(cases, [1], [DATA], 3, 1.0, longest=60).results(CPU))
+    assert [(case.seq_len, row.is_try) for case, row in found[:2]] == [(1024, False), (2048, False)]
+    assert found[2][0].seq_len == 8192 and all(row.is_try for _, row in found[2:])
+    ((case, _, failed),) = sequence_results.longest_of(found)
+    assert case.seq_len <= 10_000 <= failed <= case.seq_len * 17 / 16 + 1024
+
+
 def test_lengths_that_one_rank_does_not_hold_are_shared_after_shorter_ones_were_right(monkeypatch):
     shared = Row(2, SEQUENCE, 60.0, 8533.0, loss=7.0, rounds=3)
     found = {
@@ -117,13 +134,6 @@ def test_after_one_that_does_not_fit_no_longer_one_is_tried(monkeypatch):
     found = list(rank_processes.rows_of(tasks, CPU))
     assert [row.reason for one, row in found if one.parallel == DATA] == ["", ""]
     assert [row.reason for one, row in found if one.parallel == SEQUENCE] == [OUT_OF_MEMORY, rank_processes.TOO_LONG]
-
-
-def test_a_rank_that_ends_without_a_word_is_named():
-    broken, done = SimpleNamespace(exitcode=-9), SimpleNamespace(exitcode=0)
-    assert rank_processes.next_result(queue.Queue(), [done, broken], 60) == "a rank ended with status -9"
-    # A rank that is done has nothing more to say than rank 0, which may still be at work.
-    assert rank_processes.next_result(queue.Queue(), [done], 0.1) == "no result within 0.1 seconds"
 
 
 def gradients(case):

@@ -32,6 +32,15 @@ def test_peers_beside_dense_attention_are_left_out(tmp_path):
     assert len(found.kernels) == len(wanted)
 
 
+def test_steps_of_other_models_and_attentions_and_whole_ones_are_left_out(tmp_path):
+    data = json.loads((COMMITTED / "bert-h200.json").read_text())
+    of_large, whole, checkpointed, other = (dict(data["rows"][0]) for _ in range(4))
+    data["rows"] += [of_large | {"model": "large"}, whole | {"whole_step": True}, checkpointed | {"checkpointed": True}]
+    data["rows"].append(other | {"attention": "transformers-longformer"})
+    (tmp_path / "more.json").write_text(json.dumps(data))
+    assert from_files([tmp_path / "more.json"]).bert == from_files([COMMITTED / "bert-h200.json"]).bert
+
+
 def test_files_of_two_machines_and_of_other_operations_are_refused(tmp_path):
     other = json.loads((COMMITTED / "bert-h200.json").read_text()) | {"machine": "NVIDIA B200"}
     (tmp_path / "b200.json").write_text(json.dumps(other))

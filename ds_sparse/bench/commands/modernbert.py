@@ -45,9 +45,10 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
         return 1
     seq_lens = args.seq_len or ([8192] if args.device == "cuda" else [1024])
     try:
-        bert.require_layouts([modernbert.STRUCTURE], seq_lens)
+        for seq_len in seq_lens:
+            bert.require_layout(modernbert.STRUCTURE, seq_len)
     except ValueError as error:
-        print(f"--seq-len: {error}", file=sys.stderr)
+        print(f"--seq-len: {error} Give longer rows.", file=sys.stderr)
         return 1
     run = begin(args, device, **attention.versions(), **modernbert.versions())
     failed = False

@@ -89,7 +89,8 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
         sequence.require_gpus(max(ranks), args.longest, device)
         if sequence_results.SEQUENCE in args.parallel:
             sequence_model.require_heads(max(ranks), args.device)
-        bert.require_layouts([args.structure], seq_lens)
+        for seq_len in seq_lens:
+            bert.require_layout(args.structure, seq_len)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

@@ -1,0 +1,264 @@
+"""Makes the pictures and figures of docs/what-it-gives-you.md of ds_sparse/bench/results/*.json:
+
+    .venv/bin/python website/gains.py
+
+It writes what stands between the comments `<!-- gain: NAME -->` and `<!-- end -->`, and docs/pictures/gain-NAME.svg.
+What is still to be measured is named there with its command.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from benchmark_tables import RESULTS, ROOT, TRAINING
+from matplotlib.figure import Figure
+
+from ds_sparse.bench import bert_results, markdown, modernbert_results
+from ds_sparse.bench.cases import DENSE_IN_BERT, EAGER, FLOOR, LONGFORMER_MODEL, NO_ATTENTION, STRUCTURES_IN_BERT
+from ds_sparse.bench.show import load
+
+PAGE = ROOT / "docs" / "what-it-gives-you.md"
+PICTURES = ROOT / "docs" / "pictures"
+
+TO_MEASURE = {
+    "bert-lengths-h200": "--labelled-only --repeats 3 --seconds 2 --seq-len 512,1024,4096,16384,65536,131072 "
+    "--peers eager,sdpa,flex-bigbird-64,transformers-longformer,transformers-bigbird,longformer-64,bigbird-64",
+    "bert-longest-h200": "--labelled-only --whole-step --longest 30 --peers "
+    "eager,sdpa,flex-bigbird-64,transformers-longformer,transformers-bigbird,bigbird-64",
+    "bert-longest-checkpointed-h200": "--labelled-only --whole-step --activation-checkpointing --longest 30 --peers "
+    "eager,sdpa,flex-bigbird-64,transformers-longformer,transformers-bigbird,bigbird-64",
+}
+"""Runs of `ds_sparse bench bert --device cuda` that the page waits for, with the rest of their commands."""
+
+LENGTHS, OLDER_LENGTHS = ("bert-lengths-h200",), ("bert-h200", "bert-long-h200")
+LONGEST = ("bert-longest-h200", "bert-longest-checkpointed-h200")
+LABELLED, MODERNBERT = "bert-labelled-h200", "modernbert-h200"
+
+TEXT, PLAIN = "#808080", "#9a9a9a"
+OURS, THEIRS = ("#3aa76d", "#2f8fd0", "#7bbf3a"), ("#e8833a", "#d9534f", "#c0569f", "#b08a2e", "#8f7be0", "#5fb0b7")
+"""Colours that are seen on white and on black."""
+
+
+def is_there(runs: Sequence[str]) -> bool:
+    return all((RESULTS / f"{name}.json").exists() for name in runs)
+
+
+def results_of(runs: Iterable[str]) -> list[Any]:
+    return [result for name in runs for result in load(str(RESULTS / f"{name}.json"))[2]]
+
+
+def lengths() -> Sequence[str]:
+    """The runs of step times by length, the older ones as long as there are no others."""
+    return LENGTHS if is_there(LENGTHS) else OLDER_LENGTHS
+
+
+def best(runs: Iterable[str], peer: str) -> str:
+    """How many times as long a peer takes as a structure: the largest of some runs, and where."""
+    found = [
+        (times, row.attention, case.seq_len)
+        for case, rows in results_of(runs)
+        for row in rows
+        if row.attention in STRUCTURES_IN_BERT and (times := bert_results.over(rows, peer, row)) is not None
+    ]
+    times, structure, seq_len = max(found)
+    return f"{markdown.ratio(times)} times, `{structure}` at {seq_len:,} tokens"
+
+
+def longest_gain() -> str:
+    """Of the tries, how many times as long as eager attention's the longest sequence of ours is."""
+    found = bert_results.longest_of((case, row) for case, rows in results_of(LONGEST) for row in rows)
+    by_way: dict[bool, dict[str, int]] = {}
+    for name, one in found:
+        by_way.setdefault(one.case.checkpointed, {})[name] = one.case.seq_len
+    said = []
+    for checkpointed, tokens in by_way.items():
+        ours = max(length for name, length in tokens.items() if name in STRUCTURES_IN_BERT)
+        way = "activations checkpointed" if checkpointed else "activations kept"
+        said.append(f"{markdown.ratio(ours / tokens[EAGER])} times, {ours:,} tokens ({way})")
+    return "; ".join(said)
+
+
+def training_gain() -> str:
+    runs = json.loads((RESULTS / f"{TRAINING}.json").read_text())["runs"]
+    dense = next(run for run in runs if run["density"] == 1)
+    fastest = max(runs, key=lambda run: run["tokens_per_second"])
+    times = markdown.ratio(fastest["tokens_per_second"] / dense["tokens_per_second"])
+    return f"{times} times, {fastest['name'].partition(',')[0]} at {dense['seq_len']:,} tokens"
+
+
+def packed_gain() -> str:
+    ((case, rows),) = results_of([MODERNBERT])
+    ms = {row.attention: row.milliseconds for row in rows}
+    times = markdown.ratio(ms[DENSE_IN_BERT] / ms[modernbert_results.OURS])
+    return f"{times} times, rows of {case.seq_len:,} tokens"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A line of the table. `said` is asked where the runs are there."""
+
+    what: str
+    then: str
+    runs: Sequence[str]
+    said: Callable[[], str]
+
+
+CLAIMS = (
+    Claim("longest sequence, over eager attention", "10 times", LONGEST, longest_gain),
+    Claim(
+        "step of BERT-base, over dense (SDPA)", "up to 6.3 times faster", OLDER_LENGTHS, lambda: best(lengths(), "sdpa")
+    ),
+    Claim("the same, logits of labelled tokens alone", "", [LABELLED], lambda: best([LABELLED], "sdpa")),
+    Claim("training by DeepSpeed, over dense (SDPA)", "", [TRAINING], training_gain),
+    Claim("step of ModernBERT on packed documents, over SDPA", "", [MODERNBERT], packed_gain),
+    Claim("step of BERT-base, over Longformer", "1.5 times faster", LENGTHS, lambda: best(LENGTHS, LONGFORMER_MODEL)),
+)
+
+
+def claims() -> str:
+    lines = []
+    for claim in CLAIMS:
+        if is_there(claim.runs):
+            used = lengths() if claim.runs == OLDER_LENGTHS else claim.runs
+            lines.append([claim.what, claim.then, claim.said(), ", ".join(f"`{name}`" for name in used)])
+        else:
+            lines.append([claim.what, claim.then, "not measured yet", "below"])
+    heading = ["what", "said in 2020, on V100", "here, on an H200", "run"]
+    return f"{markdown.Table(heading, lines).in_markdown()}\n\n{commands()}".rstrip()
+
+
+def commands() -> str:
+    """Of the runs that are not there yet."""
+    missing = [f"- `{name}`: `{command(name)}`" for name in TO_MEASURE if not is_there([name])]
+    return "\n".join(["Not measured yet, with the command of each:", "", *missing]) if missing else ""
+
+
+def command(name: str) -> str:
+    return f"ds_sparse bench bert --device cuda {TO_MEASURE[name]} --json {name}.json"
+
+
+def colours(names: Iterable[str]) -> dict[str, str]:
+    """Greens and blue are ours, greys no attention."""
+    ours, theirs = iter(OURS), iter(THEIRS)
+    plain = {NO_ATTENTION: PLAIN, FLOOR: PLAIN}
+    is_ours = {*STRUCTURES_IN_BERT, modernbert_results.OURS, modernbert_results.OURS_PADDED}
+    return {name: plain.get(name) or next(ours if name in is_ours else theirs) for name in names}
+
+
+def axes() -> tuple[Figure, Any]:
+    figure = Figure(figsize=(7.2, 4.0), layout="constrained")
+    figure.patch.set_alpha(0)
+    plot = figure.add_subplot()
+    plot.patch.set_alpha(0)
+    plot.tick_params(colors=TEXT, which="both")
+    plot.grid(color=TEXT, alpha=0.25, linewidth=0.6)
+    plot.set_axisbelow(True)
+    for side, spine in plot.spines.items():
+        spine.set_color(TEXT)
+        spine.set_visible(side in ("left", "bottom"))
+    return figure, plot
+
+
+def draw_speed() -> Figure:
+    """Tokens a second against the length of a sequence."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for case, rows in results_of(lengths()):
+        for row in rows:
+            if not row.reason:
+                speed = case.batch * case.seq_len / row.milliseconds * 1e3
+                lines.setdefault(row.attention, []).append((case.seq_len, speed))
+    figure, plot = axes()
+    for name, colour in colours(lines).items():
+        style = {NO_ATTENTION: ":", FLOOR: "--"}.get(name, "-")
+        label = {NO_ATTENTION: "no attention"}.get(name, name)
+        plot.plot(*zip(*sorted(lines[name])), style, color=colour, marker="o", markersize=4, label=label)
+    plot.set_xscale("log", base=2)
+    plot.set_ylim(bottom=0)
+    ticks = sorted({length for line in lines.values() for length, _ in line})
+    plot.set_xticks(ticks, [f"{length:,}" for length in ticks])
+    plot.set_xlabel("tokens of a sequence", color=TEXT)
+    plot.set_ylabel("tokens a second", color=TEXT)
+    plot.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    plot.legend(frameon=False, labelcolor=TEXT, fontsize=8)
+    return figure
+
+
+def draw_bars(bars: dict[str, float], label: str) -> Figure:
+    """A bar each, the first on top."""
+    figure, plot = axes()
+    plot.grid(visible=False, axis="y")
+    attentions = [name.partition(",")[0] for name in bars]
+    colour_of = colours(dict.fromkeys(attentions))
+    drawn = plot.barh(list(bars), list(bars.values()), color=[colour_of[name] for name in attentions])
+    plot.bar_label(drawn, [f"{value:,.0f}" for value in bars.values()], color=TEXT, padding=3)
+    plot.invert_yaxis()
+    plot.margins(x=0.15)
+    plot.set_xlabel(label, color=TEXT)
+    plot.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    return figure
+
+
+def draw_longest() -> Figure:
+    tried = ((case, row) for case, rows in results_of(LONGEST) for row in rows)
+    bars = {
+        name + (", checkpointed" if one.case.checkpointed else ""): float(one.case.seq_len)
+        for name, one in bert_results.longest_of(tried)
+    }
+    return draw_bars(bars, "longest sequence that fits, tokens")
+
+
+def draw_packed() -> Figure:
+    ((_, rows),) = results_of([MODERNBERT])
+    return draw_bars({row.attention: row.tokens_per_second for row in rows if not row.reason}, "tokens a second")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Drawn of runs; `about` is what is said to who does not see it."""
+
+    runs: Callable[[], Sequence[str]]
+    draw: Callable[[], Figure]
+    about: str
+
+
+GAINS = {
+    "speed": Picture(lengths, draw_speed, "Tokens a second of a step of BERT-base against the length, by attention"),
+    "longest": Picture(lambda: LONGEST, draw_longest, "The longest sequence that fits, by attention"),
+    "packed": Picture(lambda: [MODERNBERT], draw_packed, "Tokens a second of a step of ModernBERT, by attention"),
+}
+
+
+def shown(name: str) -> str:
+    """What stands on the page for a gain."""
+    if name == "claims":
+        return claims()
+    picture = GAINS[name]
+    if not is_there(picture.runs()):
+        return "Not measured yet; the commands are above."
+    sources = markdown.sources([load(str(RESULTS / f"{run}.json"))[0] for run in picture.runs()])
+    return f'<img src="pictures/gain-{name}.svg" alt="{picture.about}" width="720">\n\n{sources}'
+
+
+def with_gains(page: str) -> str:
+    return re.sub(
+        r"<!-- gain: (\w+) -->\n.*?<!-- end -->",
+        lambda found: f"<!-- gain: {found[1]} -->\n\n{shown(found[1])}\n\n<!-- end -->",
+        page,
+        flags=re.DOTALL,
+    )
+
+
+def main(pictures: Path = PICTURES) -> None:
+    PAGE.write_text(with_gains(PAGE.read_text()))
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "ds_sparse"}):
+        for name, picture in GAINS.items():
+            if is_there(picture.runs()):
+                picture.draw().savefig(pictures / f"gain-{name}.svg", metadata={"Date": None}, transparent=True)
+
+
+if __name__ == "__main__":
+    main()
