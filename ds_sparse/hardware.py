@@ -13,6 +13,25 @@ FOR_16_BITS = ("amx_bf16", "amx_fp16", "avx512_bf16", "avx512_fp16")
 FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", *FOR_16_BITS, "asimd", "sve", "bf16")
 """Of processors, as Linux names them: those that kernels here, or PyTorch's, are chosen by."""
 
+PEAKS_OF_16_BITS = {
+    "NVIDIA A10": 125e12,
+    "NVIDIA A30": 165e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA GH200 480GB": 989e12,
+    "NVIDIA H200 NVL": 835e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+}
+"""FLOPs a second of dense products of 16-bit numbers by NVIDIA's data sheets, by the name that the driver has."""
+
 
 class Gpu(NamedTuple):
     """capability: as NVIDIA writes it, such as '9.0'."""

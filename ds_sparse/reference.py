@@ -390,7 +390,8 @@ def window_attention(
         >>> torch.testing.assert_close(ds_sparse.window_attention(query, key, value, 3, causal=True), expected)
     """
     tokens = query.shape[2]
-    mask = window_mask(tokens, windows, causal, global_tokens, dilations).to(query.device)
+    with query.device:
+        mask = window_mask(tokens, windows, causal, global_tokens, dilations)
     everything = torch.ones(1, 1, dtype=torch.bool, device=query.device)
     output = attention(
         query, key, value, everything, tokens, scale, key_padding_mask=key_padding_mask, attn_mask=mask[None],

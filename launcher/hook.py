@@ -13,6 +13,7 @@ from typing import Any
 from ds_sparse.config import SparseAttentionConfigError
 from ds_sparse.integrations.cpu_communication import leave_out_compiled_all_reduce
 from ds_sparse.integrations.flag import RUN_VARIABLE
+from ds_sparse.integrations.on_import import after_import
 from ds_sparse.ranks import rank
 
 HEAD_START = 10
@@ -23,7 +24,7 @@ first one fails, and rank 0 may be the slower one."""
 def install(deepspeed: ModuleType) -> None:
     """Makes `deepspeed.initialize` that of ds_sparse, JSON files with the block accepted everywhere, old imports work,
     a wrong block a sentence, and a compiler unnecessary on the CPU. Transformers and accelerate look `initialize` up
-    when they call it."""
+    when they call it, and the Trainer deals batches to the ranks of a sequence."""
     importlib.import_module("ds_sparse.integrations.deepspeed_ops")
     leave_out_compiled_all_reduce(deepspeed)
     below = deepspeed.initialize
@@ -36,7 +37,14 @@ def install(deepspeed: ModuleType) -> None:
 
     initialize.below = below  # type: ignore[attr-defined]
     deepspeed.initialize = initialize  # type: ignore[attr-defined]
+    after_import("transformers.trainer", "Trainer", _share_batches)
     sys.excepthook = _say_wrong_blocks(sys.excepthook)
+
+
+def _share_batches() -> None:
+    from ds_sparse.integrations.trainer import share_batches
+
+    share_batches()
 
 
 def _say_wrong_blocks(below: Any) -> Any:

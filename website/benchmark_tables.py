@@ -1,9 +1,9 @@
 """Makes what pages show of ds_sparse/bench/results/*.json: .venv/bin/python website/benchmark_tables.py
 
-It writes the tables of docs/benchmarks.md and README.md, between the comments `<!-- table: RUN[,RUN...] [TABLE] -->`
-and `<!-- end -->`; beside each RUN.json the text that `ds_sparse bench show` prints; and the sections of
-docs/benchmark-runs.md with these texts. TABLE is needed where an operation has several. With nothing between the
-comments, the place of a table whose runs are still to be measured stays empty.
+It writes the tables of README.md, docs/benchmarks.md and docs/sequence-parallel.md, between the comments
+`<!-- table: RUN[,RUN...] [TABLE] -->` and `<!-- end -->`; beside each RUN.json the text that `ds_sparse bench show`
+prints; and the sections of docs/benchmark-runs.md with these texts. TABLE is needed where an operation has several.
+With nothing between the comments, the place of a table whose runs are still to be measured stays empty.
 """
 
 import contextlib
@@ -20,7 +20,11 @@ RESULTS = ROOT / "ds_sparse" / "bench" / "results"
 TRAINING = "training-h200"
 """The summary of `training_table.py`; all others are runs of `ds_sparse bench`."""
 
-PAGES = {"README.md": "ds_sparse/bench/results/{}.txt", "docs/benchmarks.md": "benchmark-runs.md#{}"}
+PAGES = {
+    "README.md": "ds_sparse/bench/results/{}.txt",
+    "docs/benchmarks.md": "benchmark-runs.md#{}",
+    "docs/sequence-parallel.md": "benchmark-runs.md#{}",
+}
 """Pages with tables, and where each leads to what a run printed."""
 
 RUNS = ROOT / "docs" / "benchmark-runs.md"

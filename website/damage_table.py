@@ -29,7 +29,7 @@ import checkpoints  # noqa: E402
 from damage import read_state, sealed  # noqa: E402
 from report import read_metrics  # noqa: E402
 
-MODEL, RANDOM = "step200/mp_rank_00_model_states.pt", "step200/random_states_rank0.pt"
+MODEL, OPTIMIZER = "step200/mp_rank_00_model_states.pt", "step200/zero_pp_rank_0_mp_rank_00_optim_states.pt"
 STATE, LATEST = "step200/state.json", "latest"
 TERMS: dict[str, Any] = {"seed": 42}
 
@@ -41,7 +41,8 @@ class Engine:
         self.checkpoint_engine = SimpleNamespace(save=torch.save)
 
     def save_checkpoint(self, folder: str, tag: str, save_latest: bool) -> None:
-        self.checkpoint_engine.save({"module": torch.zeros(64)}, f"{folder}/{tag}/mp_rank_00_model_states.pt")
+        for name, state in ((MODEL, {"module": torch.zeros(64)}), (OPTIMIZER, {"exp_avg": torch.zeros(64)})):
+            self.checkpoint_engine.save(state, f"{folder}/{tag}/{Path(name).name}")
 
 
 class Code:
@@ -79,11 +80,11 @@ def run_code(file: Path) -> None:
 
 
 DAMAGES: list[tuple[str, str, Callable[[Path], object]]] = [
-    ("weights, optimizer or random states are gone", MODEL, Path.unlink),
+    ("weights or states of the optimizer are gone", MODEL, Path.unlink),
     ("they are emptied", MODEL, empty),
-    ("they are cut", RANDOM, cut),
+    ("they are cut", OPTIMIZER, cut),
     ("one bit of them is flipped", MODEL, flip),
-    ("they are a pickle that runs code, with the right checksum", RANDOM, run_code),
+    ("they are a pickle that runs code, with the right checksum", OPTIMIZER, run_code),
     ("`state.json` is gone", STATE, Path.unlink),
     ("it is emptied", STATE, empty),
     ("it is cut", STATE, hold('{"terms": ')),

@@ -2,19 +2,19 @@
 
     .venv/bin/python website/plan_table.py
 
-It writes ds_sparse/plan/h200.json, and the table of docs/plan.md between the comments `<!-- measured -->` and
-`<!-- end -->`.
+It writes ds_sparse/plan/h200.json, and the tables of docs/plan.md between the comments `<!-- measured -->` or
+`<!-- measured on several -->` and `<!-- end -->`.
 """
 
-import re
 from pathlib import Path
 
 from ds_sparse.bench.machine import in_three_digits
 from ds_sparse.bench.markdown import Table
 from ds_sparse.plan.committed import FILE, written
-from ds_sparse.plan.proof import Compared, compared
+from ds_sparse.plan.limits import TOKENS_OF_A_RANK
+from ds_sparse.plan.proof import Compared, compared, compared_on_several
 from ds_sparse.plan.rates import Rates
-from ds_sparse.plan.results import ATTENTION, BERT, TRAINING, Results, committed
+from ds_sparse.plan.results import ATTENTION, BERT, SEQUENCE, TRAINING, Results, committed
 from ds_sparse.plan.training import complete_rates
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "plan.md"
@@ -23,7 +23,7 @@ HEADING = ["model", "tokens", "attention", "measured, ms", "predicted, ms", "", 
 
 
 def table(rows: list[Compared]) -> str:
-    """A line a step, and a sentence about all."""
+    """A line a step."""
     cells = [
         [
             row.what,
@@ -38,25 +38,44 @@ def table(rows: list[Compared]) -> str:
         ]
         for row in rows
     ]
+    return Table(HEADING, cells).in_markdown()
+
+
+def said(rows: list[Compared]) -> str:
+    """Two sentences about all."""
     time, memory = (max(map(abs, errors)) for errors in zip(*((row.error, row.memory_error) for row in rows)))
-    said = f"{len(rows)} steps. Times differ by at most {time:.1%}, memory by at most {memory:.1%}.".replace("%", " %")
-    return f"{Table(HEADING, cells).in_markdown()}\n\n{said}"
+    said = f"{len(rows)} steps. Times differ by at most {time:.1%}, memory by at most {memory:.1%}."
+    return said.replace("%", " %")
+
+
+def on_several(rows: list[Compared]) -> str:
+    """The steps of several GPUs, and a sentence about those in which ranks have many tokens."""
+    many = [row for row in rows if row.tokens >= TOKENS_OF_A_RANK]
+    return f"{table(rows)}\n\nWhere a rank has {TOKENS_OF_A_RANK:,} tokens of a pass or more: {said(many)}"
 
 
 def sources(results: Results) -> str:
     """Where the figures are from."""
     named = {name: source for source in results.sources for name in [source.partition(":")[0]]}
-    lists = [", ".join(f"`{name}`" for name in names) for names in (ATTENTION, BERT, (TRAINING,))]
+    lists = [", ".join(f"`{name}`" for name in names) for names in (ATTENTION, BERT, (TRAINING,), SEQUENCE)]
     commits = sorted({source.partition("commit ")[2] for source in named.values()})
     return (
         f"{results.machine}, results in `ds_sparse/bench/results`, commits {'; '.join(commits)}. Attention's rates: "
-        f"{lists[0]}. The model's, and measured steps: {lists[1]}. Training: {lists[2]}."
+        f"{lists[0]}. The model's, and measured steps: {lists[1]}. Training: {lists[2]}. Several GPUs: "
+        f"{lists[3]}."
     )
 
 
 def with_table(page: str, results: Results, rates: Rates) -> str:
-    made = f"<!-- measured -->\n\n{table(list(compared(results, rates)))}\n\n{sources(results)}\n\n<!-- end -->"
-    return re.sub(r"<!-- measured -->\n.*?<!-- end -->", lambda _: made, page, flags=re.DOTALL)
+    rows = list(compared(results, rates))
+    made = {
+        "measured": f"{table(rows)}\n\n{said(rows)}\n\n{sources(results)}",
+        "measured on several": on_several(list(compared_on_several(results, rates))),
+    }
+    for name, text in made.items():
+        start, rest = page.split(f"<!-- {name} -->")
+        page = f"{start}<!-- {name} -->\n\n{text}\n\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+    return page
 
 
 def main() -> None:

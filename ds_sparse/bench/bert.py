@@ -21,7 +21,7 @@ from ..models.sparsify import sparsify
 from ..modules.structured_attention import whole_blocks
 from .bert_results import LABELLED, MODEL, Case, Row
 from .cases import IN_BERT, NO_ATTENTION
-from .machine import DTYPES, in_turns, timed
+from .machine import DTYPES, GIB, in_turns, timed
 from .reasons import in_short
 from .verification import require_as_accurate
 
@@ -36,8 +36,6 @@ LOSS_SCALE = 2**12
 
 LEAST_ERROR_ALLOWED = 1e-3
 """Relative; another layout makes a hundred times that. In fp32 the layers above differ by more than a few roundings."""
-
-GIB = 2**30
 
 
 def require_layouts(names: Sequence[str], seq_lens: Sequence[int]) -> None:
@@ -128,9 +126,9 @@ class Batch(NamedTuple):
     labelled: Tensor
 
 
-def batch(sequences: int, seq_len: int, vocabulary: int, device: torch.device) -> Batch:
-    """Random, without padding, the same at every call."""
-    generator = torch.Generator().manual_seed(0)
+def batch(sequences: int, seq_len: int, vocabulary: int, device: torch.device, seed: int = 0) -> Batch:
+    """Random, without padding, the same at every call with a seed."""
+    generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocabulary, (sequences, seq_len), generator=generator)
     has_label = torch.rand(tokens.shape, generator=generator) < LABELLED
     labels = tokens.masked_fill(~has_label, -100)

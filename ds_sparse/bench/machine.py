@@ -25,6 +25,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+GIB = 2**30
+
 FORWARD, BACKWARD, TRAIN = "forward", "backward", "forward+backward"
 DIRECTIONS = (FORWARD, BACKWARD, TRAIN)
 

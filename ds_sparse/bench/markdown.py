@@ -5,12 +5,12 @@ Times are milliseconds. What another takes is how many times as long as ours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
 from typing import Any
 
-from . import attention, bert_results, matmul, modernbert_results, packed, tokens, window
+from . import attention, bert_results, matmul, modernbert_results, packed, sequence_results, tokens, window
 from .cases import NO_ATTENTION
 from .machine import BACKWARD, DIRECTIONS, FORWARD, TRAIN, in_three_digits
 from .operations import Row, find
@@ -117,6 +117,7 @@ def tables(operation: str, options: Any, results: list[Any]) -> dict[str, Table]
         "tokens": lambda results: {"pairs": token_pairs(list(chain.from_iterable(results)))},
         "bert": of_bert,
         "modernbert": lambda results: {"steps": modernbert_steps(results)},
+        "sequence": of_sequence,
     }
     return {name: table for name, table in of_operation[operation](results).items() if table.rows}
 
@@ -407,3 +408,55 @@ def modernbert_steps(results: list[modernbert_results.Result]) -> Table:
 def of_packed_step(case: modernbert_results.Case) -> str:
     rows = f"{len(case.lengths)} x {case.seq_len:,}, {case.dtype}"
     return f"{rows}{'' if case.predicts_all else ', logits of labelled tokens alone'}"
+
+
+def of_sequence(results: list[sequence_results.Result]) -> dict[str, Table]:
+    """Lines of what was measured on each number of ranks; where the time goes, and what memory is for."""
+    seen = [(case, row) for case, rows in results for row in rows if not row.reason]
+    settings = list(dict.fromkeys(sequence_results.settings_of(case) for case, _ in seen))
+
+    def start(case: sequence_results.Case, row: sequence_results.Row) -> list[str]:
+        ranks = f"{row.ranks}{sequence_results.PARALLEL[row.parallel]}"
+        also = [sequence_results.settings_of(case)] if len(settings) > 1 else []
+        return [f"{case.seq_len:,}", ranks, *also]
+
+    def parts(of: Callable[[sequence_results.Row], Mapping[str, float]], write: Callable[[float], str]) -> Table:
+        names = list(dict.fromkeys(name for _, row in seen for name in of(row)))
+        lines = [
+            [*start(case, row), *(write(of(row)[name]) if name in of(row) else "" for name in names)]
+            for case, row in seen
+            if of(row)
+        ]
+        return Table([*heading, *names], lines)
+
+    heading = ["tokens", "ranks", *(["settings"] if len(settings) > 1 else [])]
+    steps = [
+        [
+            *start(case, row),
+            in_three_digits(row.milliseconds),
+            f"{row.tokens_per_second:,.0f}",
+            "" if row.efficiency is None else percent(row.efficiency),
+            "" if row.peak_gib is None else f"{row.peak_gib:.1f}",
+            f"{row.loss:.4f}",
+            "" if row.loss_alone is None else f"{row.loss_alone:.4f}",
+        ]
+        for case, row in seen
+        if not row.is_try
+    ]
+    columns = ["ms", "tokens/s", "efficiency", "peak GiB a rank", "loss", "loss on one rank"]
+    found = [
+        [
+            *start(case, row),
+            "" if failed is None else f"{failed:,}",
+            in_three_digits(row.milliseconds),
+            "" if row.peak_gib is None else f"{row.peak_gib:.1f}",
+        ]
+        for case, row, failed in sequence_results.longest((case, row) for case, rows in results for row in rows)
+    ]
+    notes = settings if len(settings) == 1 else []
+    return {
+        "steps": Table([*heading, *columns], steps, notes=notes),
+        "time": parts(lambda row: row.profile, in_three_digits),
+        "memory": parts(lambda row: row.memory, lambda gib: f"{gib:.2f}"),
+        "longest": Table([*heading, "too long", "ms", "peak GiB a rank"], found, notes=notes),
+    }

@@ -21,10 +21,10 @@ from ..extras import optional_imports
 from ..layout import to_token_mask
 from ..models.sparsify import sparsify
 from ..modules.structured_attention import whole_blocks
-from .bert import GIB, LEAST_ERROR_ALLOWED, LOSS_SCALE
+from .bert import LEAST_ERROR_ALLOWED, LOSS_SCALE
 from .cases import IN_BERT
 from .documents import cu_seqlens_of, places_of
-from .machine import DTYPES, in_turns, timed
+from .machine import DTYPES, GIB, in_turns, timed
 from .modernbert_results import FLOOR, OURS, OURS_PADDED, Case, Row
 from .packed_peers import block_mask
 from .reasons import Unsupported, in_short

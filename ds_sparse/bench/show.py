@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from . import command, markdown
+from .commands.running import RESULTS, show_report
 from .runs import Run, read, show
 
 Loaded = tuple[Run, argparse.Namespace, list[Any]]
@@ -53,14 +54,14 @@ def load(path: str) -> Loaded:
         ValueError: the file is not what `--json` writes; the sentence says what it lacks.
     """
     run = read(path)
-    if run.operation not in command.RESULTS:
-        raise ValueError(f"{path}: operation {run.operation!r} is not one of {', '.join(command.RESULTS)}.")
+    if run.operation not in RESULTS:
+        raise ValueError(f"{path}: operation {run.operation!r} is not one of {', '.join(RESULTS)}.")
     for number, row in enumerate(run.rows, 1):
         if row.get("milliseconds") is None and not row.get("reason"):
             raise ValueError(f"{path}: row {number} has neither milliseconds nor a reason.")
     try:
         options = command.parse(run.operation, run.arguments, Options)
-        return run, options, command.RESULTS[run.operation].restore(run.rows)
+        return run, options, RESULTS[run.operation].restore(run.rows)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -82,4 +83,4 @@ def tables_of(loaded: list[Loaded]) -> Iterator[str]:
 def show_run(run: Run, options: argparse.Namespace, results: list[Any]) -> None:
     """Prints a run as it printed itself."""
     show(*run.heading())
-    command.show_report(options, results)
+    show_report(options, results)

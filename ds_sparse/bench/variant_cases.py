@@ -72,8 +72,11 @@ def case_of(variant: Variant, device: torch.device, seed: int) -> Case:
     # Tiles without a step wait for nothing but their own copies.
     live[-1, blocks // 2 :] = live[-1, :, blocks // 2 :] = False
 
+    # A GPU's numbers by the GPU: one thread of a CPU takes longer for them than all kernels.
+    numbers = torch.Generator(device).manual_seed(seed)
+
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=rng).to(device, variant.dtype)
+        return torch.randn(shape, generator=numbers, device=device).to(variant.dtype)
 
     return CASES[variant.operation](Setting(variant, batch, heads, tokens, live.to(device), drawn))
 

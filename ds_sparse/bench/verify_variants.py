@@ -89,10 +89,10 @@ def _names(case: Case, grads: Sequence[Tensor]) -> list[str]:
 
 def _random_grads(case: Case, seed: int) -> list[Tensor]:
     """One for each result, as large as they are."""
-    rng = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         results = case.call(*case.operands.values())
-    return [torch.randn(x.shape, generator=rng).to(x) for x in results]
+    rng = torch.Generator(results[0].device).manual_seed(seed + 1)
+    return [torch.randn(x.shape, generator=rng, device=x.device).to(x) for x in results]
 
 
 def _results_and_gradients(call: Function, operands: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:

@@ -11,6 +11,7 @@ OPERATIONS = {
     "tokens": "attention over token pairs, step by step",
     "bert": "a training step of BERT with sparse, dense and no attention",
     "modernbert": "a training step of ModernBERT on packed documents",
+    "sequence": "a training step of BERT on several ranks, beside one",
 }
 SHOW = "show"
 

@@ -29,8 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model-type", help="the model_type that the config.json counts as")
     parser.add_argument("--seq", type=positive, required=True, help="tokens of a sequence")
-    parser.add_argument("--micro-batch", type=positive, help="sequences of a pass on one GPU (default: the JSON's)")
-    parser.add_argument("--gpus", type=positive, default=1, help="(default: 1)")
+    parser.add_argument(
+        "--micro-batch",
+        type=positive,
+        help="sequences of a pass on one GPU, or on those that share them (default: the JSON's)",
+    )
+    parser.add_argument(
+        "--gpus", type=positive, help="all of them (default: as many as share a sequence, by sequence_parallel_size)"
+    )
     parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="(default: the JSON's)")
     parser.add_argument("--dropout", type=float, help="of the model, in attention too (default: the model's)")
     parser.add_argument(
@@ -53,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="take rates from what `ds_sparse bench attention --json` and `bench bert --json` wrote on another machine",
+        help="take rates from what `ds_sparse bench attention --json`, `bench bert --json` and, for several GPUs, "
+        "`bench sequence --json` wrote on another machine",
     )
     parser.add_argument("--json", action="store_true", help="print all numbers: milliseconds, bytes, FLOPs, tokens")
 

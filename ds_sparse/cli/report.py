@@ -12,6 +12,7 @@ from ._terminal import Terminal
 
 if TYPE_CHECKING:
     from ._facts import Facts, Library
+    from ._problems import Problem
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,25 +27,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    # Here and not above: it imports torch, which help does without.
-    from ._facts import gather
-    from ._problems import problems
-
-    facts = gather()
-    found = problems(facts)
+    facts, found = _gathered()
     if args.json:
         named = [gpu._asdict() for gpu in facts.gpus]
         print(json.dumps(asdict(facts) | {"gpus": named, "problems": [x._asdict() for x in found]}, indent=2))
         return 0
     terminal = Terminal()
-    for line in lines(facts):
-        terminal.line(line, "" if line.startswith(" ") else "bold")
-    for problem in found:
-        terminal.line(f"problem: {problem.what}", "red")
-        terminal.line(f"  do: {problem.do}")
-    if not found:
-        terminal.line("no problem found", "green")
+    for line, style in _styled(facts, found):
+        terminal.line(line, style)
     return 0
+
+
+def report() -> str:
+    """What the command prints of this machine."""
+    return "\n".join(line for line, _ in _styled(*_gathered()))
+
+
+def _gathered() -> tuple[Facts, list[Problem]]:
+    # Here and not above: it imports torch, which help does without.
+    from ._facts import gather
+    from ._problems import problems
+
+    facts = gather()
+    return facts, problems(facts)
+
+
+def _styled(facts: Facts, found: list[Problem]) -> Iterator[tuple[str, str]]:
+    """The lines, each with what rich is told of it."""
+    for line in lines(facts):
+        yield line, "" if line.startswith(" ") else "bold"
+    for problem in found:
+        yield f"problem: {problem.what}", "red"
+        yield f"  do: {problem.do}", ""
+    if not found:
+        yield "no problem found", "green"
 
 
 def lines(facts: Facts) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Layouts as pictures: text for a terminal, .png and .svg files, a page for a browser. A layout need not exist whole to
 be drawn."""
 
-from .page import PAGES, Sheet, save_page
+from .page import PAGES, Sheet, page_text, save_page
 from .pictures import PICTURES, draw, save_drawing, takes_ascii_only
 from .writing import require_writable
 
@@ -10,6 +10,7 @@ __all__ = [
     "PICTURES",
     "Sheet",
     "draw",
+    "page_text",
     "require_writable",
     "save_drawing",
     "save_page",

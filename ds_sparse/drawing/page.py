@@ -58,27 +58,43 @@ class Sheet:
 
 
 def save_page(sheets: Sequence[Sheet], path: str | os.PathLike[str], title: str, notes: Sequence[str] = ()) -> None:
-    """Writes a page with layouts to look into: at any zoom, a head at a time or all, one beside another, with the tiles
-    that kernels walk.
+    """Writes the page that `page_text` makes.
 
     Args:
-        sheets: the layouts, the first two of which stand beside each other at first if they are of different files.
         path: the file, which ends in .html.
-        title: of the page.
-        notes: sentences to be listed.
 
     Raises:
         ValueError: another ending, or a path that no file can be written to; layouts of too many runs of live blocks.
     """
     require_writable(path, PAGES)
+    text = page_text(sheets, title, notes)
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ValueError(f"{os.fspath(path)} cannot be written: {error.strerror or error}.") from error
+
+
+def page_text(sheets: Sequence[Sheet], title: str, notes: Sequence[str] = ()) -> str:
+    """A page with layouts to look into: at any zoom, a head at a time or all, one beside another, with the tiles that
+    kernels walk.
+
+    Args:
+        sheets: the layouts, the first two of which stand beside each other at first if they are of different files.
+        title: of the page.
+        notes: sentences to be listed.
+
+    Raises:
+        ValueError: layouts of too many runs of live blocks.
+    """
     made, size = [], 0
     for sheet in sheets:
         made.append(_contents(sheet))
         size += sum(len(head["changes"]) for head in made[-1]["heads"])
         if size > _MOST:
             raise ValueError(
-                f"{os.fspath(path)}: the layouts take more than {_MOST >> 20} MiB, too much for a browser. Draw one "
-                "head, one layer, or a shorter sequence."
+                f"The layouts take more than {_MOST >> 20} MiB, too much for a browser. Draw one head, one layer, or a "
+                "shorter sequence."
             )
     parts = {
         "{title}": html.escape(title),
@@ -87,12 +103,7 @@ def save_page(sheets: Sequence[Sheet], path: str | os.PathLike[str], title: str,
         # No "<", so that nothing in it ends the element that it is in.
         "{data}": json.dumps({"sheets": made, "notes": list(notes)}, default=repr).replace("<", "\\u003c"),
     }
-    text = re.sub("|".join(map(re.escape, parts)), lambda found: parts[found[0]], _part("page.html"))
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise ValueError(f"{os.fspath(path)} cannot be written: {error.strerror or error}.") from error
+    return re.sub("|".join(map(re.escape, parts)), lambda found: parts[found[0]], _part("page.html"))
 
 
 def _part(name: str) -> str:

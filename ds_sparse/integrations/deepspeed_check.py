@@ -17,12 +17,12 @@ from pydantic import BaseModel, ValidationError
 
 from ..wording import cut, did_you_mean, hint_of_text, printable, reason, show, show_key
 from .deepspeed_reading import Asked, import_deepspeed, read
+from .deepspeed_sequence import BATCH, DATA_KEY, KEY, wrong_size
 
 AUTO = "auto"
 """What Transformers' Trainer and accelerate fill in before DeepSpeed reads it."""
 
-_TRAIN, _MICRO, _STEPS = _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-_READ_BY_INITIALIZE = ("data_parallel_size", "sequence_parallel_size")
+_TRAIN, _MICRO, _ = BATCH
 _IGNORED = "DeepSpeed reads no such key, and ignores it."
 _LONGEST = 240
 """Characters of what DeepSpeed says."""
@@ -50,10 +50,13 @@ def check_deepspeed_config(config: Mapping[str, Any]) -> Verdict:
             f'{_names(auto)}: "{AUTO}" is for Transformers\' Trainer or accelerate to fill in; another '
             "script has to give a value."
         )
-    if auto and not any(key in filled for key in _BATCH) and any(key in auto for key in _BATCH):
+    if auto and not any(key in filled for key in BATCH) and any(key in auto for key in BATCH):
         filled[_MICRO] = 1
-    notices += _fit_to_one_rank(filled)
+    size = filled.pop(KEY, 1)
+    wrong = wrong_size(size)
+    notices += _fit_to_one_rank(filled, 1 if wrong else size)
     mistakes, passed = _refused_alone(filled)
+    mistakes += [wrong] if wrong else []
     mistakes += _refused_together(passed, filled)
     mistakes += _unknown_types(passed)
     notices += _ignored(filled)
@@ -78,7 +81,7 @@ def _refused_alone(config: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]
 
 def _with_batch_size(passed: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys with a batch size, where that of the configuration is a mistake of its own."""
-    given = [key for key in _BATCH if key in config]
+    given = [key for key in BATCH if key in config]
     return passed if not given or any(key in passed for key in given) else {**passed, _MICRO: 1}
 
 
@@ -92,7 +95,7 @@ def _refusal(key: str, value: Any) -> list[str]:
     if not isinstance(error, TypeError | AttributeError):
         return [f"{show_key(key)}: got {show(value)}; DeepSpeed refuses it: {_said(error)}"]
     # It took a shape for granted: one that it takes says which.
-    shapes: dict[str, Any] = {"an object {...}": {}, **({"a number": 1} if key in _BATCH else {"true or false": True})}
+    shapes: dict[str, Any] = {"an object {...}": {}, **({"a number": 1} if key in BATCH else {"true or false": True})}
     taken = [
         words
         for words, shape in shapes.items()
@@ -176,7 +179,7 @@ def _ignored(config: Mapping[str, Any]) -> list[str]:
     plain = Asked({_MICRO: 1})
     read(recorded)
     read(plain)  # to the end, in case the other is refused
-    recorded.asked |= plain.asked | set(_READ_BY_INITIALIZE)
+    recorded.asked |= plain.asked | {DATA_KEY}  # read by deepspeed.initialize
     near = dict(_never_asked(recorded, ""))
     notices = [f"{key}: {_IGNORED} Did you mean {show(known)}?" for key, known in near.items() if known]
     others = [key for key, known in near.items() if not known]
@@ -200,19 +203,21 @@ def _warned(config: Mapping[str, Any]) -> list[str]:
     return [f"DeepSpeed warns: {sentence.rstrip('.')}." for sentence in said]
 
 
-def _fit_to_one_rank(config: dict[str, Any]) -> list[str]:
-    """Where all three batch sizes are given they say the number of ranks: takes it out of `config`, for DeepSpeed reads
-    it for one."""
-    sizes = [size for size in (config.get(key) for key in _BATCH) if type(size) is int and size > 0]
-    if len(sizes) < len(_BATCH):
+def _fit_to_one_rank(config: dict[str, Any], size: int) -> list[str]:
+    """Where all three batch sizes are given they say the number of ranks, `size` of which hold a sequence: takes it out
+    of `config`, for DeepSpeed reads it for one."""
+    sizes = [size for size in (config.get(key) for key in BATCH) if type(size) is int and size > 0]
+    if len(sizes) < len(BATCH):
         return []
     train, micro, steps = sizes
-    ranks, rest = divmod(train, micro * steps)
+    groups, rest = divmod(train, micro * steps)
+    ranks = groups * size
     if rest or ranks < 2:
         return []
     config[_TRAIN] = micro * steps
+    of_ranks = f"{ranks} ranks" if size == 1 else f"({ranks} ranks / {KEY} {size})"
     return [
-        f"{_TRAIN}: {train} = {micro} x {steps} accumulation steps x {ranks} ranks; DeepSpeed refuses any other number."
+        f"{_TRAIN}: {train} = {micro} x {steps} accumulation steps x {of_ranks}; DeepSpeed refuses any other number."
     ]
 
 

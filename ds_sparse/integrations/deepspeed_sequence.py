@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -10,10 +11,19 @@ from torch import distributed, nn
 
 from ..config import SparseAttentionConfigError
 from ..ranks import say
+from ..wording import show
 from .flag import FLAG
 
 KEY = "sequence_parallel_size"
-_DATA_KEY = "data_parallel_size"
+DATA_KEY = "data_parallel_size"
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def wrong_size(size: Any) -> str | None:
+    """The sentence about a value of the key that is no number of ranks."""
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 1:
+        return None
+    return f"{KEY}: got {show(size)}; wanted the number of ranks that hold a sequence, 1 or more."
 
 
 def sequence_parallel_size(config: Mapping[str, Any], source: str) -> int:
@@ -23,26 +33,27 @@ def sequence_parallel_size(config: Mapping[str, Any], source: str) -> int:
         SparseAttentionConfigError: it is no integer, or below 1.
     """
     size = config.get(KEY, 1)
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise SparseAttentionConfigError(
-            [f"{source}: {KEY} is {size!r}; it has to be the number of ranks that hold a sequence, 1 or more."]
-        )
+    wrong = wrong_size(size)
+    if wrong is not None:
+        raise SparseAttentionConfigError([f"{source}: {wrong}"])
     return size
 
 
 def refuse(size: int, arguments: Mapping[str, Any], is_sparse: bool) -> None:
     """Raises ValueError where a program cannot be sequence parallel, whatever its model is."""
+    mpu = arguments.get("mpu")
+    held = getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)()
+    if is_sparse and size == 1 and held > 1:
+        raise ValueError(
+            f"An mpu is given whose groups of {held} ranks hold a sequence, as accelerate's ParallelismConfig("
+            f"sp_size={held}) makes it: its batches come in parts, and sparse attention would see those of this rank "
+            f'alone. Leave sp_size out, and set "{KEY}": {held} in the JSON.'
+        )
     if size == 1:
         return
-    accelerate: Any = sys.modules.get("accelerate.state")
-    if accelerate is not None and accelerate.AcceleratorState._shared_state:
-        why = (
-            "accelerate runs, as in Transformers' Trainer, which deals each rank a batch of its own and makes its loss "
-            "itself. Train with a loop of DeepSpeed"
-        )
-    elif arguments.get("mpu") is not None and is_sparse:
-        why = "an mpu is given, whose ranks ds_sparse does not know; leave it out"
-    elif arguments.get("mpu") is None and not is_sparse:
+    if mpu is not None and is_sparse:
+        why = "an mpu is given, whose ranks ds_sparse does not know; leave it out (accelerate's sp_size makes one)"
+    elif mpu is None and not is_sparse:
         why = f"sparse attention is off, without which ds_sparse does not cut sequences. Add --{FLAG}"
     else:
         return
@@ -68,16 +79,28 @@ def parallelize(model: nn.Module, size: int, config: dict[str, Any]) -> dict[str
     if ranks % size:
         raise ValueError(f"{KEY} is {size} and there are {ranks} ranks; their number has to be a multiple of it.")
     # DeepSpeed would make a mesh of both keys, beside the groups that it is given here.
-    data_ranks = config.pop(_DATA_KEY, ranks // size)
+    data_ranks = config.pop(DATA_KEY, ranks // size)
     if data_ranks != ranks // size:
         raise ValueError(
-            f"{_DATA_KEY} is {data_ranks}, {KEY} {size}, and there are {ranks} ranks; leave {_DATA_KEY} out, or set it "
+            f"{DATA_KEY} is {data_ranks}, {KEY} {size}, and there are {ranks} ranks; leave {DATA_KEY} out, or set it "
             f"to {ranks // size}."
         )
+    _count_sequences(config, size)
     groups = _groups(size)
     _sum_over_ranks_of_a_sequence(model, config)
     sequence_parallel(model, groups.get_sequence_parallel_group())
     return {"mpu": groups}
+
+
+def _count_sequences(config: dict[str, Any], size: int) -> None:
+    """Takes the ranks of a sequence as one in the batch that accelerate or Transformers' Trainer has filled in for
+    "auto", which is that of all ranks."""
+    accelerate: Any = sys.modules.get("accelerate.state")
+    if accelerate is None or not accelerate.AcceleratorState._shared_state:
+        return
+    train, *others = (config.get(key) for key in BATCH)
+    if train == math.prod(x or 1 for x in others) * distributed.get_world_size():
+        config[BATCH[0]] = train // size
 
 
 def _sum_over_ranks_of_a_sequence(model: nn.Module, config: dict[str, Any]) -> None:
@@ -116,6 +139,14 @@ class _Groups:
 
     def get_data_parallel_rank(self) -> int:
         return distributed.get_rank() // self._groups.get_sequence_parallel_world_size()
+
+    # Each rank has the whole model: DeepSpeed would take the ranks of a sequence for those of a tensor, and write that
+    # into checkpoints, which could then not be moved to another number of ranks.
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return 0
 
 
 def _groups(size: int) -> _Groups:

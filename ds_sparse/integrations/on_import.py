@@ -4,21 +4,25 @@ imported, in either order."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from typing import Any
-
-_WATCHED = "transformers.modeling_utils"
-"""The module of Transformers that holds its attention functions; all models import it."""
 
 
 def register_with_transformers() -> None:
     """Registers the name at once where Transformers' models have been imported, else right after they are. Imports
     neither Transformers nor PyTorch itself."""
-    if hasattr(sys.modules.get(_WATCHED), "PreTrainedModel"):
-        _register()
-    elif not any(isinstance(finder, _Watch) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Watch())
+    # The module holds its attention functions; all models import it.
+    after_import("transformers.modeling_utils", "PreTrainedModel", _register)
+
+
+def after_import(module: str, name: str, action: Callable[[], None]) -> None:
+    """Runs the action at once where a module that has the name has been imported, else right after it is."""
+    if hasattr(sys.modules.get(module), name):
+        action()
+    elif not any(isinstance(finder, _Watch) and finder.watched == module for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Watch(module, action))
 
 
 def _register() -> None:
@@ -29,24 +33,27 @@ def _register() -> None:
 
 
 class _Watch:
-    """A finder of modules that finds nothing itself: it has the watched one's loader register the name afterwards."""
+    """A finder of modules that finds nothing itself: it has the watched one's loader run an action afterwards."""
+
+    def __init__(self, watched: str, action: Callable[[], None]):
+        self.watched, self._action = watched, action
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != _WATCHED:
+        if name != self.watched:
             return None
         others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
         spec = next((spec for finder in others if (spec := finder.find_spec(name, path, target)) is not None), None)
         if spec is not None and spec.loader is not None:
-            self._register_after(spec.loader)
+            self._act_after(spec.loader)
         return spec
 
-    def _register_after(self, loader: Any) -> None:
+    def _act_after(self, loader: Any) -> None:
         execute = loader.exec_module
 
         def exec_module(module: Any) -> None:
             execute(module)
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
-            _register()
+            self._action()
 
         loader.exec_module = exec_module

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Iterator
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from torch.nn.functional import dropout, pad
 
 from ..index import BlockIndex, lasting, plain
-from ..index.cache import kept, refuse_traced
+from ..index.cache import KEPT, kept, refuse_traced
 from ..index.documents import Documents
 from ..index.master_layout import MasterLayout
 from ..layout import as_bool_layout, crop, on_cpu, share_equal_heads
@@ -60,6 +61,8 @@ class StructuredAttention:
         cu_seqlens: int32 or int64 (documents + 1): query, key and value are one row of packed documents, (1, H, T, D),
             each with the layout from its own start, that for the longest of them. On the CPU it is read without waiting
             for a device. Without masks, rpe, distance_bias and query_offset.
+        document_layout: 'row': with cu_seqlens the layout is that of the row, and ends at the borders of documents;
+            without dropout.
         Returns (B, H, T, D); rows with nothing left are zeros.
 
     Raises:
@@ -81,7 +84,7 @@ class StructuredAttention:
         self.sparsity_config = sparsity_config
         self.implementation = implementation
         self.doubles = doubles
-        self._parts: dict[range, StructuredAttention] = {}
+        self._parts: OrderedDict[tuple[int, ...], _OfHeads] = OrderedDict()
         self._master = self._build(max_seq_length)
         self._awaits_other_ranks = without_seed(sparsity_config)
         self.synchronize_layout()
@@ -131,16 +134,19 @@ class StructuredAttention:
         """The separate operations for `seq_len` tokens, rounded up to whole blocks; they share one index."""
         return self.covering(seq_len).ops(seq_len, device)
 
-    def of_heads(self, heads: range) -> StructuredAttention:
-        """Attention of some of the heads on their part of the layouts, as a rank has them under tensor parallelism.
+    def of_heads(self, heads: tuple[int, ...]) -> StructuredAttention:
+        """Attention of some of the heads on their part of the layouts, as a rank has them that shares them with others.
 
         Raises:
             RuntimeError: it has not been asked for before, and torch.compile traces.
         """
-        if heads not in self._parts:
+
+        def build() -> _OfHeads:
             refuse_traced("The layout of a rank's heads cannot be made", "call once with this length before.")
-            self._parts[heads] = _OfHeads(self, heads)
-        return self._parts[heads]
+            return _OfHeads(self, heads)
+
+        # Each head alone, as dropout over several ranks has it, and the deals of several lengths.
+        return kept(self._parts, heads, build, KEPT + self.sparsity_config.num_heads)
 
     def ops_made(self) -> dict[int, SparseOps]:
         """What `ops` has made and still keeps, by length."""
@@ -163,6 +169,7 @@ class StructuredAttention:
         sinks: torch.Tensor | None = None,
         query_offset: int | torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
+        document_layout: str = "own",
     ) -> torch.Tensor:
         self.check(query, key, value, rpe, key_padding_mask, attn_mask, query_offset)
         self.synchronize_layout()
@@ -176,17 +183,19 @@ class StructuredAttention:
                     raise ValueError(f'{name} is given, and only implementation="fused" takes it; build it so.')
             return self._attend_separately(query, key, value, scale, causal, dropout_p, **masks)
         if cu_seqlens is not None:
-            covering = self.covering(max(Documents.read(cu_seqlens).lengths))
+            documents = Documents.read(cu_seqlens)
+            covering = self.covering(documents.tokens if document_layout == "row" else max(documents.lengths))
             # On the device already, where the index of each batch is made of it.
             index = covering.index(covering.blocks * covering.block, query.device)
             return block_sparse_attention(
-                query, key, value, index, cu_seqlens=cu_seqlens, scale=scale, causal=causal, dropout_p=dropout_p,
-                distance_bias=distance_bias, sinks=sinks, query_offset=query_offset, **masks,
+                query, key, value, index, cu_seqlens=cu_seqlens, document_layout=document_layout, scale=scale,
+                causal=causal, dropout_p=dropout_p, distance_bias=distance_bias, sinks=sinks, query_offset=query_offset,
+                **masks,
             )  # fmt: skip
         layout: Any = self.covering(query.shape[2]) if query_offset is None else self._for_cached(key.shape[2])
         output: Any = block_sparse_attention(  # of a MasterLayout, which only modules give
-            query, key, value, layout, scale=scale, causal=causal, dropout_p=dropout_p, distance_bias=distance_bias,
-            sinks=sinks, query_offset=query_offset, **masks,
+            query, key, value, layout, document_layout=document_layout, scale=scale, causal=causal, dropout_p=dropout_p,
+            distance_bias=distance_bias, sinks=sinks, query_offset=query_offset, **masks,
         )  # fmt: skip
         return output
 
@@ -320,8 +329,8 @@ class StructuredAttention:
 class _OfHeads(StructuredAttention):
     """Some heads of another one, on its layouts."""
 
-    def __init__(self, whole: StructuredAttention, heads: range):
-        self._whole, self._heads = whole, slice(heads.start, heads.stop)
+    def __init__(self, whole: StructuredAttention, heads: tuple[int, ...]):
+        self._whole, self._heads = whole, list(heads)
         self._of_layouts: dict[int, tuple[_Layout, _Layout]] = {}
         self.sparsity_config = copy.copy(whole.sparsity_config)
         self.sparsity_config.num_heads = len(heads)
@@ -336,6 +345,10 @@ class _OfHeads(StructuredAttention):
 
     def synchronize_layout(self) -> None:
         self._whole.synchronize_layout()
+
+    def _held(self) -> Iterator[torch.Tensor]:
+        for _, part in self._of_layouts.values():
+            yield from part._held()
 
     def _of(self, layout: _Layout) -> _Layout:
         """The heads' part of a layout of all heads, made once."""

@@ -98,6 +98,16 @@ def check_row(
         )
 
 
+def rows_as_one(x: torch.Tensor) -> torch.Tensor:
+    """(B, H, T, D) as the one row (1, H, B * T, D); nothing is copied where heads lie within tokens, or B is 1."""
+    return x.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0)
+
+
+def one_as_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """`rows_as_one` backwards."""
+    return x[0].transpose(0, 1).unflatten(0, (rows, -1)).transpose(1, 2)
+
+
 def check_tokens(of_documents: int, query: torch.Tensor) -> None:
     """Raises ValueError unless the documents have together as many tokens as the query, (1, H, T, D)."""
     tokens = query.shape[2]

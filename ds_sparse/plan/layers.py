@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +22,9 @@ WINDOW_BLOCK = 64
 
 MOST_BLOCKS = 2**28
 """Blocks of a layout, all its heads together, that are laid out to be walked."""
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,15 @@ class Kind:
         return "dense" if self.structure is None else f"{mode_of(type(self.structure))}, block {self.structure.block}"
 
 
-def kinds_of(block: Mapping[str, Any], model: Model, source: str) -> list[Kind]:
-    """The kinds of layers that a block gives a model, in the order of their first layers.
+def kinds_of(block: Mapping[str, Any] | None, model: Model, source: str) -> list[Kind]:
+    """The kinds of layers that a block gives a model, in the order of their first layers; without a block all are
+    dense.
 
     Raises:
         SparseAttentionConfigError: what is wrong with the block.
     """
+    if block is None:
+        return [Kind(tuple(range(model.layers)), None)]
     structures = read_block(block, model.heads, source=source, num_layers=model.layers).of_all(model.layers)
     found: dict[tuple[int, int | None], Kind] = {}
     for number, structure in enumerate(structures):
@@ -63,6 +69,40 @@ def kinds_of(block: Mapping[str, Any], model: Model, source: str) -> list[Kind]:
         before = found[key].layers if key in found else ()
         found[key] = Kind((*before, number), structure, window)
     return list(found.values())
+
+
+def largest_block(kinds: Sequence[Kind]) -> int:
+    """Tokens on the side of the largest blocks; 1 where all is dense."""
+    return max((kind.block for kind in kinds if kind.structure is not None), default=1)
+
+
+def in_whole_blocks(kinds: Sequence[Kind], seq_len: int) -> int:
+    """Tokens of a sequence that is padded to whole blocks of all kinds."""
+    return -(-seq_len // largest_block(kinds)) * largest_block(kinds)
+
+
+def spread(kinds: Sequence[Kind], of_kinds: Sequence[T]) -> list[T]:
+    """What each kind has, by the numbers of the layers."""
+    by_layer = {number: of_kind for kind, of_kind in zip(kinds, of_kinds) for number in kind.layers}
+    return [by_layer[number] for number in sorted(by_layer)]
+
+
+def live_scores(kind: Kind, model: Model, seq_len: int) -> float | None:
+    """Scores in live blocks, mean over heads, counted a few block rows at a time; None for dense attention.
+
+    Raises:
+        ValueError: the structure has no layout of this length.
+    """
+    if kind.structure is None:
+        walked = walk_of(kind, model, seq_len)
+        return walked.live if walked else None
+    structure = kind.structure
+    with _same_draws():
+        rows = structure.make_rows(-(-seq_len // structure.block) * structure.block)
+        pieces = (piece for head in range(rows.heads) for piece in rows.pieces(head))
+        causal = structure.causal or model.does.causal
+        live = sum(int((part.tril(of_rows.start) if causal else part).count_nonzero()) for of_rows, part in pieces)
+    return live / rows.heads * structure.block**2
 
 
 def walk_of(kind: Kind, model: Model, seq_len: int) -> Walk | None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ..bench.bert_results import TOKENS
 from ..wording import listed
+from .communication import ADAPTER_GBITS, NODE, crosses_nodes
 from .layers import Kind
 from .memory import LEFT_FREE
 from .model import Model
 from .rates import Rates
 from .settings import Settings, unknown_optimizer
+
+TOKENS_OF_A_RANK = 65536
+"""Of a forward pass on several GPUs: with fewer they wait for Python (docs/plan.md)."""
 
 
 def said_of(rates: Rates, model: Model, settings: Settings, kinds: Sequence[Kind], seq_len: int) -> list[str]:
@@ -21,7 +25,7 @@ def said_of(rates: Rates, model: Model, settings: Settings, kinds: Sequence[Kind
 
 def _assumed(rates: Rates, model: Model, settings: Settings) -> list[str]:
     kept = "made again layer by layer" if settings.checkpoints else "kept"
-    predicted = "all" if model.does.labelled == 1 else f"{model.does.labelled:.0%} of the"
+    predicted = "all" if model.labelled == 1 else f"{model.labelled:.0%} of the"
     said = [
         f"eager PyTorch, activations {kept}, logits of {predicted} tokens, dropout {model.dropout:g}, in attention "
         f"{model.attention_dropout:g}.",
@@ -30,7 +34,7 @@ def _assumed(rates: Rates, model: Model, settings: Settings) -> list[str]:
     if unknown := unknown_optimizer(settings):
         said.append(unknown)
     if settings.gpus > 1:
-        said.append("time that GPUs spend on communication is not counted.")
+        said.extend(_sent(rates, settings))
     if settings.offloads:
         said.append("what an optimizer on the CPU takes is not counted.")
     if settings.dtype == "fp16":
@@ -61,7 +65,28 @@ def _beyond(rates: Rates, model: Model, settings: Settings, kinds: Sequence[Kind
             f"{model.layers} layers of {model.hidden}; rates of products and kernels are those of {of.layers} layers "
             f"of {of.hidden}."
         )
-    tokens, least = settings.micro_batch * seq_len, min(TOKENS.values()) if rates.itemsize > 2 else TOKENS["cuda"]
+    tokens, least = settings.tokens(seq_len), min(TOKENS.values()) if rates.itemsize > 2 else TOKENS["cuda"]
+    if settings.gpus > 1:
+        least = TOKENS_OF_A_RANK
     if tokens < least:
         said.append(f"a pass of {tokens:,} tokens: with fewer than {least:,} a GPU may wait for Python's launches.")
+    if settings.gpus > NODE:
+        sent = "all" if crosses_nodes(settings) else "gradients and weights"
+        said.append(
+            f"what nodes of {NODE} GPUs send each other: {sent} by the {ADAPTER_GBITS} Gb/s of an adapter a GPU, its "
+            "vendor's figure."
+        )
     return said
+
+
+def _sent(rates: Rates, settings: Settings) -> Iterator[str]:
+    """What GPUs send each other, and how fast."""
+    parts = {"gradients and weights": rates.reduction}
+    if settings.ranks > 1:
+        parts["heads of a sequence"] = rates.exchange
+    for what, rate in parts.items():
+        yield (
+            f"time that GPUs take to send {what} is not counted: none was measured here."
+            if rate is None
+            else f"each GPU of a node sends {what} at {1e-6 / rate:.0f} GB/s, the fastest that was measured."
+        )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .communication import of_rank
 from .model import Model
-from .operations import FP32, ITEM, embeddings, kept_by_attention, layer, logits_at_the_highest
+from .operations import FP32, ITEM, embeddings, exchange, kept_by_attention, layer, logits_at_the_highest
 from .settings import Settings
 
 GIB = 2**30
@@ -54,7 +55,7 @@ def memory_of(model: Model, settings: Settings, seq_len: int, trains: bool = Tru
         seq_len: tokens of a sequence, whole blocks.
         trains: False for a step without an optimizer, in 16 bits, as `ds_sparse bench bert` measures it.
     """
-    tokens = settings.micro_batch * seq_len
+    tokens = settings.tokens(seq_len)
     wide = 2 if settings.dtype == "fp32" else 1
     parameters = model.parameters(seq_len)
     stage, gpus = settings.zero_stage, settings.gpus
@@ -64,9 +65,9 @@ def memory_of(model: Model, settings: Settings, seq_len: int, trains: bool = Tru
     if trains and not settings.offloads:
         states = FP32 * (settings.states + (wide == 1)) * parameters / (gpus if stage else 1)
     activations, attention = (wide * tokens * part for part in _waiting(model, settings))
-    logits = wide * tokens * model.does.labelled * logits_at_the_highest(model)
+    logits = wide * tokens * model.labelled * logits_at_the_highest(model)
     if settings.checkpoints:  # one layer is made again when the logits are gone
-        logits = max(logits, wide * tokens * layer(model).saved)
+        logits = max(logits, wide * tokens * sum(_of_layer(model, settings)))
     held = gradients if settings.accumulation > 1 else 0.0
     bucket = float(settings.bucket_bytes) if trains else 0.0
     at_loss = Memory(weights, held, states, activations, attention, logits, bucket, "while the loss is computed")
@@ -82,17 +83,29 @@ def _waiting(model: Model, settings: Settings) -> tuple[float, float]:
     around = embeddings(model).saved
     if settings.checkpoints:
         return around + model.layers * ITEM * model.hidden, 0.0
-    attention = model.layers * kept_by_attention(model)
-    return around + model.layers * layer(model).saved - attention, attention
+    others, attention = _of_layer(model, settings)
+    return around + model.layers * others, model.layers * attention
+
+
+def _of_layer(model: Model, settings: Settings) -> tuple[float, float]:
+    """The same of one layer that keeps them."""
+    others = layer(model).saved - kept_by_attention(model)
+    if settings.ranks == 1:
+        return others, kept_by_attention(model)
+    return others + exchange(model).saved, settings.ranks * kept_by_attention(of_rank(model, settings))
+
+
+def fits(model: Model, settings: Settings, seq_len: int, memory_gib: float) -> bool:
+    """Whether a step fits a GPU of so much memory."""
+    return memory_of(model, settings, seq_len).total <= memory_gib * GIB * (1 - LEFT_FREE)
 
 
 def longest(model: Model, settings: Settings, block: int, memory_gib: float) -> int:
     """The most tokens of a sequence, whole blocks, whose step fits: 0 where none does, `MOST_TOKENS` where more do."""
-    room = memory_gib * GIB * (1 - LEFT_FREE)
     low, high = 0, MOST_TOKENS // block
     while low < high:
         middle = (low + high + 1) // 2
-        if memory_of(model, settings, middle * block).total <= room:
+        if fits(model, settings, middle * block, memory_gib):
             low = middle
         else:
             high = middle - 1

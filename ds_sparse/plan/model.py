@@ -75,6 +75,7 @@ class Model:
     key_heads: heads of keys and values; fewer than `heads` where groups of query heads share them.
     positions: rows of the table of learned positions; 0 without one. A longer sequence makes the table longer.
     tied: the logits' weight is that of the embeddings.
+    predicted: part of the tokens whose logits are computed; None: as its family does.
     windows: for each layer the tokens on either side that it sees by the model's own window; None for the layers that
         get the structure.
     """
@@ -92,11 +93,17 @@ class Model:
     dropout: float = 0.0
     attention_dropout: float = 0.0
     tied: bool = True
+    predicted: float | None = None
     windows: tuple[int | None, ...] = ()
 
     @property
     def does(self) -> Family:
         return FAMILIES[self.family]
+
+    @property
+    def labelled(self) -> float:
+        """Part of the tokens whose logits are computed."""
+        return self.does.labelled if self.predicted is None else self.predicted
 
     @property
     def attention_width(self) -> int:
@@ -195,14 +202,24 @@ def _from_file(path: str, model_type: str | None) -> Model:
             "Give the one that it is like with --model-type."
         )
     try:
-        return _of_config(path, family, content)
+        return model_of_config(path, family, content)
     except KeyError as error:
         raise ValueError(f"--model {path}: the key {error} is missing; a config.json of {family} has it.") from None
     except TypeError as error:
         raise ValueError(f"--model {path}: a size is no number: {error}.") from None
 
 
-def _of_config(name: str, family: str, config: Mapping[str, Any]) -> Model:
+def model_of_config(name: str, family: str, config: Mapping[str, Any]) -> Model:
+    """The model of the keys of a config.json.
+
+    Args:
+        family: of `FAMILIES`.
+
+    Raises:
+        KeyError: a size is missing.
+        TypeError: a size is no number.
+        ValueError: sizes that make no heads.
+    """
     hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
     if "head_dim" not in config and hidden % heads:
         raise ValueError(f"--model {name}: hidden_size {hidden} is not a multiple of {heads} heads.")

@@ -142,6 +142,14 @@ def kept_by_attention(model: Model) -> int:
     return ITEM * 2 * (model.attention_width + model.key_width) + FP32 * model.heads
 
 
+def exchange(model: Model) -> Part:
+    """What a layer does besides where ranks share a sequence: query, key, value and output are copied once each way.
+    (Gradients of the first three are copied once more; a layer has that copy, which puts them into the order of
+    tokens.) The output is kept twice, as attention gives it and as the projection reads it."""
+    numbers = 2 * (model.attention_width + model.key_width)
+    return elementwise(numbers, 2, 2) + Part(saved=ITEM * model.attention_width)
+
+
 def embeddings(model: Model) -> Part:
     """Tables looked up and summed; backward their gradients are scattered."""
     tables = 3 if model.does.learned_positions else 1

@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..bench.machine import BACKWARD, FORWARD
-from .layers import Kind, kinds_of, layers_in_words, walk_of
+from ..sequence.deal import check_ranks
+from .advice import Advice, advise
+from .communication import of_rank
+from .layers import Kind, in_whole_blocks, kinds_of, largest_block, layers_in_words, spread, walk_of
 from .limits import said_of
 from .memory import MOST_TOKENS, Memory, longest, memory_of
 from .model import Model
 from .rates import Rates, Walked
-from .settings import Settings
+from .settings import RANKS, Settings
 from .step import Step, flops_of, odd_vocabulary, step_of
 
 SHORTEST = 512
@@ -60,10 +63,11 @@ class Plan:
     measured_tokens: the shortest and the longest sequences whose attention was measured.
     padded: tokens of a sequence, in whole blocks.
     document_tokens: mean tokens of a sequence that are text; None: all.
-    model_flops, attention_flops: of a step, live blocks alone.
+    model_flops, attention_flops: of a GPU in a step, live blocks alone.
     dense_attention_flops: the same where all is dense.
     longest: tokens of the longest sequence that fits; None: the memory is not known.
     memory_gib: of the GPU.
+    advice: the parallelism to take; None where nothing fits, or the memory is not known.
     odd_vocabulary: milliseconds that a vocabulary of an odd size costs in a step.
     lengths: ascending, to the length of the plan.
     remarks: what is assumed, and what lies outside of what was measured.
@@ -88,6 +92,7 @@ class Plan:
     memory: Memory
     memory_gib: float | None
     longest: int | None
+    advice: Advice | None
     odd_vocabulary: float
     lengths: list[AtLength]
     remarks: list[str]
@@ -95,7 +100,7 @@ class Plan:
     @property
     def tokens(self) -> int:
         """In a step, on all GPUs."""
-        return self.seq_len * self.settings.micro_batch * self.settings.accumulation * self.settings.gpus
+        return self.seq_len * self.settings.sequences
 
     @property
     def gain(self) -> float:
@@ -127,19 +132,24 @@ def make_plan(
         memory_gib: of the GPU, where it is known.
 
     Raises:
-        ValueError: a block that is wrong, a length that it has no layout for, documents longer than sequences.
+        ValueError: a block that is wrong, a length that it has no layout for, documents longer than sequences; more
+            ranks of a sequence than heads, or several without a block.
     """
+    check_ranks(model.heads, settings.ranks)
+    if settings.ranks > 1 and block is None:
+        raise ValueError(
+            f"{source}: {RANKS} is {settings.ranks}, and there is no sparse_attention block, without which ds_sparse "
+            f'does not cut sequences; add one, of mode "dense" for dense attention, or leave {RANKS} out.'
+        )
     if document_tokens is not None and document_tokens > seq_len:
         raise ValueError(f"--document-tokens {document_tokens} is more than --seq {seq_len}; give their mean length.")
-    kinds = [Kind(tuple(range(model.layers)), None)]
-    if block is not None:
-        kinds = kinds_of(block, model, source)
-    largest = max((kind.block for kind in kinds if kind.structure is not None), default=1)
-    padded = -(-seq_len // largest) * largest
+    kinds = kinds_of(block, model, source)
+    padded = in_whole_blocks(kinds, seq_len)
     walks = [walk_of(kind, model, padded) for kind in kinds]
     of_layers = spread(kinds, walks)
     dense: list[Walked] = [None] * model.layers
-    linear_flops, attention_flops = flops_of(model, settings, padded, of_layers)
+    live = [walked.live if walked else None for walked in of_layers]
+    linear_flops, attention_flops = flops_of(model, settings, padded, live)
     return Plan(
         file=source,
         model=model,
@@ -154,22 +164,19 @@ def make_plan(
         layers=[_layers(kind, walked, rates, model, settings, padded) for kind, walked in zip(kinds, walks)],
         model_flops=linear_flops,
         attention_flops=attention_flops,
-        dense_attention_flops=flops_of(model, settings, seq_len, dense)[1],
+        dense_attention_flops=flops_of(model, settings, seq_len, [None] * model.layers)[1],
         step=step_of(rates, model, settings, padded, of_layers),
         dense_step=step_of(rates, model, settings, seq_len, dense),
         memory=memory_of(model, settings, padded),
         memory_gib=memory_gib,
-        longest=None if memory_gib is None else min(MOST_TOKENS, longest(model, settings, largest, memory_gib)),
+        longest=None
+        if memory_gib is None
+        else min(MOST_TOKENS, longest(model, settings, largest_block(kinds), memory_gib)),
+        advice=None if memory_gib is None else advise(rates, model, settings, padded, of_layers, memory_gib),
         odd_vocabulary=odd_vocabulary(rates, model, settings, padded),
         lengths=compare(rates, model, settings, kinds, seq_len),
         remarks=said_of(rates, model, settings, kinds, seq_len),
     )
-
-
-def spread(kinds: Sequence[Kind], walks: Sequence[Walked]) -> list[Walked]:
-    """What each layer attends to, by its number."""
-    by_layer = {number: walked for kind, walked in zip(kinds, walks) for number in kind.layers}
-    return [by_layer[number] for number in sorted(by_layer)]
 
 
 def compare(rates: Rates, model: Model, settings: Settings, kinds: Sequence[Kind], seq_len: int) -> list[AtLength]:
@@ -191,8 +198,9 @@ def compare(rates: Rates, model: Model, settings: Settings, kinds: Sequence[Kind
 
 
 def _layers(kind: Kind, walked: Walked, rates: Rates, model: Model, settings: Settings, seq_len: int) -> Layers:
+    own = of_rank(model, settings)
     sparse, dense = (
-        sum(rates.attention(those, settings.micro_batch, model, seq_len, way) for way in (FORWARD, BACKWARD))
+        sum(rates.attention(those, settings.micro_batch, own, seq_len, way) for way in (FORWARD, BACKWARD))
         for those in (walked, None)
     )
     parts = (1.0, 1.0, 1.0, 0.0)

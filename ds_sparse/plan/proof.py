@@ -11,11 +11,13 @@ from ..bench.bert_results import LABELLED
 from ..bench.bert_results import Case as BertCase
 from ..bench.cases import NO_ATTENTION
 from ..bench.modernbert_results import FLOOR
+from ..bench.sequence_results import OFFLOADED, ranks_of
+from . import sequence_steps
 from .memory import GIB, memory_of
 from .model import NAMED
 from .operations import Work
 from .rates import DENSE_ATTENTION, Rates, bert_model, bert_step, walk_in_bert
-from .results import COMMITTED, Results, TrainingStep
+from .results import COMMITTED, LONGEST_LAYOUT, Results, TrainingStep
 from .settings import Settings
 from .step import model_work
 from .training import predicted, predicted_memory, with_training
@@ -35,6 +37,7 @@ class Compared:
         what: the model, and how it is trained.
         measured, predicted: milliseconds.
         measured_gib, predicted_gib: at the highest.
+    tokens: of a rank in a forward pass, where there are several.
     """
 
     what: str
@@ -44,6 +47,7 @@ class Compared:
     predicted: float
     measured_gib: float
     predicted_gib: float
+    tokens: int = 0
 
     @property
     def error(self) -> float:
@@ -64,7 +68,7 @@ def compared(results: Results, rates: Rates) -> Iterator[Compared]:
     for step in results.bert:
         if step.attention == NO_ATTENTION or step.case.dropout:
             continue
-        model = bert_model(step.case)
+        model = bert_model(step.case.device)
         walked = (
             None if step.attention == DENSE_ATTENTION else walk_in_bert(step.attention, model.heads, step.case.seq_len)
         )
@@ -105,9 +109,30 @@ def compared_modernbert(rates: Rates, folder: Path = COMMITTED) -> Compared:
     return Compared(what, "none", row["seq_len"], row["milliseconds"], step, row["peak_gib"], gib)
 
 
+def compared_on_several(results: Results, rates: Rates) -> Iterator[Compared]:
+    """Steps of `ds_sparse bench sequence`, but for those with what is not planned: tiles, activations on the CPU. Rates
+    of what ranks send are from profiles of the same steps; nothing else is."""
+    for case, row in results.sequence:
+        if case.seq_len > LONGEST_LAYOUT or case.tiles > 1 or case.activations == OFFLOADED:
+            continue
+        assert row.milliseconds is not None
+        step, memory = sequence_steps.predicted(rates, case, row), sequence_steps.predicted_memory(case, row)
+        passes = f", {case.micro_batches} micro batches" if case.micro_batches > 1 else ""
+        yield Compared(
+            f"{ranks_of(row)}, activations {case.activations}{passes}",
+            case.structure,
+            case.seq_len,
+            row.milliseconds,
+            step.total,
+            row.peak_gib or 0.0,
+            memory.total / GIB,
+            sequence_steps.settings_of(case, row).tokens(case.seq_len),
+        )
+
+
 def bert_gib(case: BertCase) -> float:
     """Memory of a step of `ds_sparse bench bert`, predicted."""
-    model = bert_model(case)
+    model = bert_model(case.device, case.dropout)
     of_all = memory_of(model, Settings(case.batch), case.seq_len, trains=False)
     share = 1.0 if case.predicts_all else LABELLED
     return replace(of_all, logits=of_all.logits * share).total / GIB

@@ -52,6 +52,8 @@ class Rates:
     dropout: milliseconds that dropout adds a score, forward and backward, of sparse and of dense attention.
     training: milliseconds of a training step that are neither of these: what DeepSpeed, the optimizer's launches and
         the program's loop take. None where no training was measured.
+    exchange, reduction: milliseconds a byte that leaves a rank, of what ranks of a sequence exchange, and of gradients;
+        None where no steps on several GPUs were measured.
     itemsize: bytes of a number in what was measured.
     errors: by what was fitted, the relative errors of the fit.
     """
@@ -67,6 +69,8 @@ class Rates:
     training: float | None
     measured: Measured
     itemsize: int = ITEM
+    exchange: float | None = None
+    reduction: float | None = None
     errors: dict[str, list[float]] = field(default_factory=dict)
 
     def work(self, work: Work) -> float:
@@ -131,7 +135,7 @@ def rates_of(results: Results) -> Rates:
             "Rates need `ds_sparse bench attention` with ds_sparse and dense attention, and `ds_sparse bench bert`; "
             "one of them gave no times."
         )
-    model = bert_model(results.bert[0].case)
+    model = bert_model(results.bert[0].case.device)
     of_dense = [kernel.case.seq_len for kernel in results.kernels if not kernel.sparse]
     measured = Measured(
         tokens=(min(case.seq_len for case in cases), max(case.seq_len for case in cases)),
@@ -160,7 +164,7 @@ def rates_of(results: Results) -> Rates:
         None,
         measured,
         itemsize,
-        errors,
+        errors=errors,
     )
     return replace(rates, dropout=_dropout(rates, results))
 
@@ -208,9 +212,9 @@ def walk_in_bert(name: str, heads: int, seq_len: int) -> Walk:
     return Walk.of(structure.make_bool_layout(seq_len), structure.block)
 
 
-def bert_model(case: BertCase) -> Model:
+def bert_model(device: str, dropout: float = 0.0) -> Model:
     """The model of `ds_sparse bench bert`."""
-    given = MODEL[case.device]
+    given = MODEL[device]
     base = NAMED["bert-base"]
     heads = given.get("num_attention_heads", base.heads)
     hidden = given.get("hidden_size", base.hidden)
@@ -223,14 +227,14 @@ def bert_model(case: BertCase) -> Model:
         head_dim=hidden // heads,
         intermediate=given.get("intermediate_size", base.intermediate),
         vocabulary=given.get("vocab_size", base.vocabulary),
-        dropout=case.dropout,
-        attention_dropout=case.dropout,
+        dropout=dropout,
+        attention_dropout=dropout,
     )
 
 
 def bert_work(case: BertCase, attends: bool) -> Work:
     """All of its step but the kernels of attention, forward and backward."""
-    model = bert_model(case)
+    model = bert_model(case.device, case.dropout)
     share = 1.0 if case.predicts_all else LABELLED
     of_token: Part = layer(model, attends) * model.layers + embeddings(model) + logits(model) * share
     return (of_token.forward + of_token.backward) * (case.batch * case.seq_len)
@@ -249,7 +253,7 @@ def _dropout(rates: Rates, results: Results) -> dict[str, float]:
             wanted = step.attention == DENSE_ATTENTION if kind == "dense" else step.attention in IN_BERT
             if not step.case.dropout or not wanted:
                 continue
-            model = bert_model(step.case)
+            model = bert_model(step.case.device, step.case.dropout)
             walked = None if kind == "dense" else walk_in_bert(step.attention, model.heads, step.case.seq_len)
             without = bert_step(rates, step.case, walked, attention_dropout=0.0)
             scores = (
@@ -264,7 +268,7 @@ def _dropout(rates: Rates, results: Results) -> dict[str, float]:
 
 def bert_step(rates: Rates, case: BertCase, walked: Walked, attention_dropout: float | None = None) -> float:
     """Milliseconds of a step of `ds_sparse bench bert`, predicted."""
-    model = bert_model(case)
+    model = bert_model(case.device, case.dropout)
     if attention_dropout is not None:
         model = replace(model, attention_dropout=attention_dropout)
     kernels = sum(rates.attention(walked, case.batch, model, case.seq_len, way) for way in (FORWARD, BACKWARD))

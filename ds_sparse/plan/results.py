@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..bench import attention, bert_results
+from ..bench import attention, bert_results, sequence_results
 from ..bench.cases import Case
 from ..bench.machine import BACKWARD, FORWARD
 from ..bench.peers import DENSE, OURS
@@ -18,6 +18,7 @@ COMMITTED = Path(__file__).parents[1] / "bench" / "results"
 
 ATTENTION = ("attention-h200", "attention-growth-h200", "attention-break-even-h200", "attention-peers-h200")
 BERT = ("bert-h200", "bert-long-h200", "bert-labelled-h200", "bert-dropout-h200")
+SEQUENCE = ("sequence-h200",)
 TRAINING = "training-h200"
 """Files of `COMMITTED` that hold the rates of an H200."""
 
@@ -62,12 +63,14 @@ class TrainingStep:
 class Results:
     """Attributes:
     machine: its name.
+    sequence: cases and rows of `ds_sparse bench sequence`, those that have a time.
     sources: a line each file or run.
     """
 
     machine: str
     kernels: list[Kernel] = field(default_factory=list)
     bert: list[BertStep] = field(default_factory=list)
+    sequence: list[tuple[sequence_results.Case, sequence_results.Row]] = field(default_factory=list)
     training: list[TrainingStep] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
 
@@ -78,14 +81,14 @@ class Results:
 
 def committed(folder: Path = COMMITTED) -> Results:
     """What is committed for an H200."""
-    found = from_files([folder / f"{name}.json" for name in (*ATTENTION, *BERT)])
+    found = from_files([folder / f"{name}.json" for name in (*ATTENTION, *BERT, *SEQUENCE)])
     about = json.loads((folder / f"{TRAINING}.json").read_text(encoding="utf-8"))
     found.sources.append(f"{TRAINING}: commit {about['commit']}, {about['date']}")
     return replace(found, training=[training_step(run) for run in about["runs"]])
 
 
 def from_files(paths: Iterable[Path]) -> Results:
-    """What `ds_sparse bench attention --json` and `bench bert --json` wrote, of one machine.
+    """What `ds_sparse bench attention --json`, `bench bert --json` and `bench sequence --json` wrote, of one machine.
 
     Raises:
         ValueError: a file that is none of these, or of another machine than the first.
@@ -102,8 +105,12 @@ def from_files(paths: Iterable[Path]) -> Results:
                 found.kernels.extend(kernels_of(attention.restore(run.rows)))
             elif run.operation == "bert":
                 found.bert.extend(steps_of(bert_results.restore(run.rows)))
+            elif run.operation == "sequence":
+                found.sequence.extend(timed(sequence_results.restore(run.rows)))
             else:
-                raise ValueError(f"is of `ds_sparse bench {run.operation}`; rates come from `attention` and `bert`.")
+                raise ValueError(
+                    f"is of `ds_sparse bench {run.operation}`; rates come from `attention`, `bert` and `sequence`."
+                )
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         found.sources.append(f"{path.stem}: commit {run.conditions['commit']}, {run.conditions['date']}")
@@ -129,6 +136,12 @@ def steps_of(results: Iterable[bert_results.Result]) -> list[BertStep]:
         for row in rows
         if row.milliseconds is not None
     ]
+
+
+def timed(
+    results: Iterable[sequence_results.Result],
+) -> list[tuple[sequence_results.Case, sequence_results.Row]]:
+    return [(case, row) for case, rows in results for row in rows if row.milliseconds is not None and not row.is_try]
 
 
 def training_step(run: dict[str, Any]) -> TrainingStep:

@@ -1,4 +1,4 @@
-"""What a DeepSpeed JSON says of a step: batch, dtype, ZeRO, optimizer, checkpoints of activations."""
+"""What a DeepSpeed JSON says of a step: batch, ranks, dtype, ZeRO, optimizer, checkpoints of activations."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..integrations.deepspeed_sequence import KEY as RANKS
+from ..integrations.deepspeed_sequence import sequence_parallel_size
 from ..wording import listed, show
 
 MICRO, TRAIN, STEPS = "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps"
+BATCHES = MICRO, TRAIN, STEPS
 ZERO, BUCKET, CHECKPOINTS = "zero_optimization", 500_000_000, "activation_checkpointing"
 
 STATES = {"sgd": 0, "adagrad": 1, "lion": 1, "muon": 1}
@@ -20,14 +23,16 @@ ADAMS = ("adam", "adamw", "fusedadam", "lamb", "fusedlamb", "onebitadam", "onebi
 @dataclass(frozen=True)
 class Settings:
     """Attributes:
-    micro_batch: sequences of a forward pass on one GPU.
+    micro_batch: sequences of a forward pass on one GPU, or on the ranks that share them.
     accumulation: forward passes before the optimizer steps.
+    gpus: all, a rank each.
     dtype: "bf16", "fp16" or "fp32".
     zero_stage: 0 to 3.
     states: numbers of fp32 a parameter, beside the weights in fp32.
     offloads: optimizer states are on the CPU.
     bucket_bytes: of the buffers in which ZeRO collects gradients.
     checkpoints: activations are made again in the backward pass, layer by layer.
+    ranks: that share a sequence.
     """
 
     micro_batch: int
@@ -40,13 +45,23 @@ class Settings:
     offloads: bool = False
     bucket_bytes: int = 0
     checkpoints: bool = False
+    ranks: int = 1
+
+    def tokens(self, seq_len: int) -> int:
+        """Of a rank in a forward pass."""
+        return self.micro_batch * -(-seq_len // self.ranks)
+
+    @property
+    def sequences(self) -> int:
+        """Of a step, on all GPUs."""
+        return self.micro_batch * self.accumulation * (self.gpus // self.ranks)
 
 
 def read_settings(
     config: Mapping[str, Any],
     source: str,
     micro_batch: int | None = None,
-    gpus: int = 1,
+    gpus: int | None = None,
     dtype: str | None = None,
     checkpoints: bool | None = None,
 ) -> Settings:
@@ -54,11 +69,16 @@ def read_settings(
 
     Args:
         source: names the file in errors.
+        gpus: as many as share a sequence, if not given.
 
     Raises:
         ValueError: no batch size; sizes that do not fit together; a value of another type.
     """
-    micro, accumulation = _batches(config, source, micro_batch, gpus)
+    ranks = sequence_parallel_size(config, source)
+    gpus = gpus or ranks
+    if gpus % ranks:
+        raise ValueError(f"{source}: {RANKS} is {ranks}, and --gpus {gpus} is no multiple of it; give one that is.")
+    micro, accumulation = _batches(config, source, micro_batch, gpus, ranks)
     zero = _object(config, ZERO, source)
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
@@ -84,12 +104,14 @@ def read_settings(
         offloads=isinstance(offload, Mapping) and offload.get("device", "none") != "none",
         bucket_bytes=bucket,
         checkpoints=CHECKPOINTS in config if checkpoints is None else checkpoints,
+        ranks=ranks,
     )
 
 
-def _batches(config: Mapping[str, Any], source: str, micro: int | None, gpus: int) -> tuple[int, int]:
-    """Sequences of a forward pass, and forward passes a step."""
-    found = {key: config.get(key) for key in (MICRO, TRAIN, STEPS)}
+def _batches(config: Mapping[str, Any], source: str, micro: int | None, gpus: int, ranks: int) -> tuple[int, int]:
+    """Sequences of a forward pass, and forward passes a step, by DeepSpeed's rule: a batch counts sequences."""
+    groups = gpus // ranks
+    found = {key: config.get(key) for key in BATCHES}
     for key, value in found.items():
         if value == "auto":
             found[key] = None
@@ -99,14 +121,15 @@ def _batches(config: Mapping[str, Any], source: str, micro: int | None, gpus: in
     if of_micro is None:
         if train is None:
             raise ValueError(f"{source}: neither {MICRO} nor {TRAIN} gives a number; add one, or pass --micro-batch.")
-        of_micro, rest = divmod(train, gpus * (steps or 1))
+        of_micro, rest = divmod(train, groups * (steps or 1))
         if rest or not of_micro:
+            side_by_side = f"{gpus} GPUs" if ranks == 1 else f"{groups} groups of {ranks} GPUs"
             raise ValueError(
-                f"{source}: {TRAIN} {train} is no multiple of {gpus} GPUs x {steps or 1} {STEPS}; "
+                f"{source}: {TRAIN} {train} is no multiple of {side_by_side} x {steps or 1} {STEPS}; "
                 "pass --gpus or --micro-batch."
             )
     if steps is None:
-        steps = max(1, train // (of_micro * gpus)) if train else 1
+        steps = max(1, train // (of_micro * groups)) if train else 1
     return of_micro, steps
 
 

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..bench.machine import BACKWARD, FORWARD
+from ..ops import _flops
+from .communication import BETWEEN_NODES, NODE, crosses_nodes, exchanged, gathered, of_rank, reduced
 from .model import Model
-from .operations import Work, embeddings, layer, logits
+from .operations import Part, Work, embeddings, exchange, layer, logits
 from .rates import Rates, Walked
 from .settings import Settings
-
-FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10
-"""Of attention, for each score and number of a head: two products, and five."""
 
 OPTIMIZER_BYTES = 40
 """Moved for a parameter by a step of Adam with clipping: gradient, fp32 weight and two moments are read, the latter
@@ -31,6 +30,8 @@ class Step:
         checkpoints: forward passes once more.
         optimizer: what it moves in memory.
         training: what DeepSpeed, launches and the program's loop take, as measured; 0 where none was.
+        exchange: what ranks that share a sequence send each other; 0 where none was measured.
+        reduction: gradients that ranks send each other, and weights; 0 where none was measured.
     """
 
     products: float
@@ -39,6 +40,8 @@ class Step:
     checkpoints: float
     optimizer: float
     training: float
+    exchange: float
+    reduction: float
 
     @property
     def total(self) -> float:
@@ -52,16 +55,19 @@ def step_of(rates: Rates, model: Model, settings: Settings, seq_len: int, walks:
         seq_len: tokens of a sequence, whole blocks.
         walks: what each layer attends to.
     """
-    tokens = settings.micro_batch * seq_len
-    batch, passes = settings.micro_batch, settings.accumulation
-    work = model_work(model) * tokens
+    tokens = settings.tokens(seq_len)
+    batch, passes, of_own_heads = settings.micro_batch, settings.accumulation, of_rank(model, settings)
+    copies = exchange(model) if settings.ranks > 1 else Part()
+    work = (model_work(model) + (copies.forward + copies.backward) * model.layers) * tokens
     ways = {
         way: sum(
-            count * rates.attention(walked, batch, model, seq_len, way) for walked, count in Counter(walks).items()
+            count * rates.attention(walked, batch, of_own_heads, seq_len, way)
+            for walked, count in Counter(walks).items()
         )
         for way in (FORWARD, BACKWARD)
     }
-    again = rates.work(layer(model).forward * (model.layers * tokens)) + ways[FORWARD] if settings.checkpoints else 0.0
+    forward = rates.work((layer(model) + copies).forward * (model.layers * tokens)) + ways[FORWARD]
+    again = forward if settings.checkpoints else 0.0
     updated = model.parameters(seq_len) / (settings.gpus if settings.zero_stage else 1)
     optimizer = 0.0 if settings.offloads else rates.work(Work(moved=OPTIMIZER_BYTES * updated))
     return Step(
@@ -71,27 +77,44 @@ def step_of(rates: Rates, model: Model, settings: Settings, seq_len: int, walks:
         checkpoints=passes * again,
         optimizer=optimizer,
         training=(rates.training or 0.0) * model.layers / rates.measured.layers,
+        exchange=_sent(exchanged(model, settings, seq_len), rates.exchange, crosses_nodes(settings)),
+        reduction=_sent(
+            reduced(model, settings, seq_len) + gathered(model, settings, seq_len),
+            rates.reduction,
+            settings.gpus > NODE,
+        ),
     )
+
+
+def _sent(size: float, rate: float | None, between_nodes: bool) -> float:
+    """Milliseconds that so many bytes take to leave a rank; 0 where no rate was measured."""
+    if rate is None:
+        return 0.0
+    return size * (max(rate, BETWEEN_NODES) if between_nodes else rate)
 
 
 def model_work(model: Model) -> Work:
     """Of a token, forward and backward, all but the kernels of attention."""
-    of_token = layer(model) * model.layers + embeddings(model) + logits(model) * model.does.labelled
+    of_token = layer(model) * model.layers + embeddings(model) + logits(model) * model.labelled
     return of_token.forward + of_token.backward
 
 
 def odd_vocabulary(rates: Rates, model: Model, settings: Settings, seq_len: int) -> float:
     """Milliseconds of a step that rows of logits of an odd length cost; 0 where they are not odd."""
-    odd = logits(model) * (model.does.labelled * settings.micro_batch * seq_len * settings.accumulation)
+    odd = logits(model) * (model.labelled * settings.tokens(seq_len) * settings.accumulation)
     slower = rates.odd_products - rates.products
     return max(0.0, slower) * (odd.forward.odd_flops + odd.backward.odd_flops)
 
 
-def flops_of(model: Model, settings: Settings, seq_len: int, walks: Sequence[Walked]) -> tuple[float, float]:
-    """FLOPs of a step: of linear layers, and of attention, live blocks alone."""
-    passes = settings.micro_batch * settings.accumulation
+def flops_of(model: Model, settings: Settings, seq_len: int, live: Sequence[float | None]) -> tuple[float, float]:
+    """FLOPs of a GPU in a step: of linear layers, and of attention, live blocks alone.
+
+    Args:
+        live: scores of live blocks in each layer, mean over heads; None is dense attention.
+    """
+    passes = settings.accumulation
     work = model_work(model)
     whole = float(seq_len**2) / (2 if model.does.causal else 1)
-    scores = sum(whole if walked is None else walked.live for walked in walks)
-    attention = (FORWARD_FLOPS + BACKWARD_FLOPS) * model.head_dim * model.heads * scores
-    return passes * seq_len * (work.flops + work.odd_flops), passes * attention
+    scores = sum(whole if of_layer is None else of_layer for of_layer in live)
+    each = (_flops.FORWARD + _flops.BACKWARD) * settings.micro_batch * of_rank(model, settings).attention_width
+    return passes * settings.tokens(seq_len) * (work.flops + work.odd_flops), passes * each * scores

@@ -9,8 +9,10 @@ from typing import Any
 
 from ..bench.machine import in_three_digits
 from ..bench.runs import WIDTH
+from ..wording import listed
 from .memory import GIB, MOST_TOKENS
 from .plan import Plan
+from .settings import RANKS, Settings
 
 UNCERTAIN = 0.05
 """Steps nearer to each other than this are not told apart: predictions of measured steps are off by as much."""
@@ -23,7 +25,8 @@ def lines_of(plan: Plan) -> Iterator[str]:
         f"{plan.file}: {model.name} ({model.parameters(plan.padded) / 1e6:,.0f} million parameters), "
         f"{settings.micro_batch} x {plan.seq_len:,} tokens a pass"
         + (f", {settings.accumulation} passes a step" if settings.accumulation > 1 else "")
-        + f", {settings.dtype}, ZeRO {settings.zero_stage}, {settings.gpus} GPU{'s' if settings.gpus > 1 else ''}"
+        + f", {settings.dtype}, ZeRO {settings.zero_stage}, {_gpus(settings)}"
+        + (f", {settings.ranks} to a sequence" if settings.ranks > 1 else "")
     )
     yield f"rates: {plan.machine}, from {_sources(plan.rates_from)}"
     yield ""
@@ -32,6 +35,7 @@ def lines_of(plan: Plan) -> Iterator[str]:
     yield from _time(plan)
     yield ""
     yield from _memory(plan)
+    yield from _advice(plan)
     yield ""
     yield from _dense(plan)
     yield from _wasted(plan)
@@ -40,6 +44,10 @@ def lines_of(plan: Plan) -> Iterator[str]:
         yield f"- {remark}"
     fits = "; ".join(f"{name} {median:.1%}, at most {most:.1%}" for name, (median, most) in plan.errors.items())
     yield f"- the rates meet what they were taken from, in the median, within: {fits}."
+
+
+def _gpus(settings: Settings) -> str:
+    return f"{settings.gpus} GPU{'s' if settings.gpus > 1 else ''}"
 
 
 def printed(plan: Plan) -> str:
@@ -58,6 +66,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
     found = asdict(plan)
     found["step"]["total"], found["dense_step"]["total"] = plan.step.total, plan.dense_step.total
     found["memory"]["total"] = plan.memory.total
+    if plan.advice is not None:
+        found["advice"]["step"]["total"] = plan.advice.step.total
+        found["advice"]["tokens_per_second"] = plan.advice.tokens_per_second(plan.seq_len)
     return found | {
         "tokens": plan.tokens,
         "tokens_per_second": plan.tokens / plan.step.total * 1e3,
@@ -100,6 +111,8 @@ def _time(plan: Plan) -> Iterator[str]:
         "checkpoints": "activations once more",
         "optimizer": "optimizer",
         "training": "DeepSpeed and loop",
+        "exchange": "heads between ranks",
+        "reduction": "gradients and weights",
     }
     for name, words in names.items():
         sparse, dense = getattr(plan.step, name), getattr(plan.dense_step, name)
@@ -128,6 +141,32 @@ def _memory(plan: Plan) -> Iterator[str]:
             f"the longest sequence that fits into {plan.memory_gib:.0f} GiB, {plan.settings.micro_batch} at a time: "
             f"{plan.longest:,} tokens{more}"
         )
+
+
+def _advice(plan: Plan) -> Iterator[str]:
+    """Nothing where there is nothing to choose: one GPU, which a sequence fits."""
+    if plan.memory_gib is None:
+        return
+    if plan.advice is None:
+        yield (
+            f"advice: with activation checkpointing, too, nothing makes it fit {_gpus(plan.settings)}; take more "
+            f"(as there are {plan.model.heads} heads, at most as many can share a sequence), or what "
+            "docs/sequence-parallel.md has for a million tokens."
+        )
+        return
+    settings = plan.advice.settings
+    if settings.gpus == 1 and not settings.checkpoints:
+        return
+    parts = [f'"{RANKS}": {settings.ranks}'] if settings.ranks > 1 else []
+    if settings.ranks < settings.gpus:
+        parts.append("data parallelism")
+    if settings.checkpoints:
+        parts.append("activation checkpointing")
+    yield (
+        f"advice for {_gpus(settings)}: {listed(parts, 'and')}, "
+        f"{settings.micro_batch} x {plan.seq_len:,} tokens a pass: "
+        f"{plan.advice.tokens_per_second(plan.seq_len):,.0f} tokens a second."
+    )
 
 
 def _dense(plan: Plan) -> Iterator[str]:

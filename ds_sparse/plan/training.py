@@ -12,6 +12,7 @@ from .memory import Memory, memory_of
 from .model import NAMED
 from .rates import Rates, Walked, rates_of
 from .results import Results, TrainingStep
+from .sequence_steps import with_communication
 from .settings import BUCKET, Settings
 from .step import Step, step_of
 from .walk import Walk
@@ -65,8 +66,9 @@ def predicted_memory(run: TrainingStep) -> Memory:
 
 
 def complete_rates(results: Results) -> Rates:
-    """The rates of results, with what training steps take besides: the mean of what is left of them."""
-    return with_training(rates_of(results), results)
+    """The rates of results, with what training steps take besides, the mean of what is left of them, and with what
+    ranks take to send."""
+    return with_communication(with_training(rates_of(results), results), results)
 
 
 def with_training(rates: Rates, results: Results) -> Rates:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
+from zlib import crc32
 
 import torch
 from torch import distributed
 
 from ..index.cache import KEPT
+from ..index.documents import Documents
 from ..index.master_layout import MasterLayout
 from ..layout import causal_cut, count_live, crop
 from ..modules.structured_attention import StructuredAttention
 from ..notices import say_notices
-from ..ops import block_sparse_attention
 from ..ops._library import DTYPES, check_inputs, under_autocast
 from ..ops.operands import check_attention_operands, check_dropout, dropout_seed, dropout_seeded
+from ..ops.packed_operands import one_as_rows, rows_as_one
 from ..sparsity import SparsityConfig
 from .deal import TOLERANCE, HeadDeal, deal_heads
 from .exchange import RanksOfSequence, heads_to_tokens, tokens_to_heads
@@ -27,8 +29,8 @@ class SequenceParallelAttention:
 
     Each rank gives the queries, keys and values of its own tokens, and gets their outputs. In between ranks exchange
     tokens for heads: each computes some heads over the whole sequence, with their layouts for its whole length. Results
-    and gradients are those of one rank, to rounding. Heads are dealt so that ranks have nearly as many live blocks; a
-    deal by which they differ by more than 3 % is printed once.
+    and gradients are those of one rank, to rounding. Heads are dealt so that ranks have nearly as many live blocks, of
+    packed documents in the longest; the first deal by which they differ by more than 3 % is printed.
 
     Sources: Jacobs et al., "DeepSpeed Ulysses", 2023 (the exchange); DeepSpeed's `DistributedAttention`.
 
@@ -76,7 +78,8 @@ class SequenceParallelAttention:
 
     def _is_of(self, attention: Callable[..., torch.Tensor], ranks: RanksOfSequence) -> None:
         self._attention, self._ranks = attention, ranks
-        self._made = functools.lru_cache(KEPT)(self._make)
+        self._dealt = functools.lru_cache(KEPT)(self._deal_on)
+        self._has_said = False
 
     def __call__(
         self,
@@ -85,6 +88,8 @@ class SequenceParallelAttention:
         value: torch.Tensor,
         *,
         lengths: tuple[int, ...] | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        document_layout: str = "own",
         scale: float | None = None,
         causal: bool = False,
         key_padding_mask: torch.Tensor | None = None,
@@ -97,9 +102,15 @@ class SequenceParallelAttention:
             query: (B, H, T_r, D), T_r the rank's own tokens, 1 or more; any strides.
             key, value: alike, or with fewer heads, which divide H; they may be fewer than ranks, H may not.
             lengths: T_r of each rank. Without it ranks ask each other, and a GPU is waited for.
+            cu_seqlens: int32 or int64 (documents + 1), the same on all ranks: the sequences are rows of packed
+                documents, of which none sees another. It goes from 0 to the tokens of all rows, one whole row after the
+                other, whose ends are ends of documents. Borders of ranks may lie anywhere. No key_padding_mask.
+            document_layout: of packed documents, as `block_sparse_attention` has it: 'own', each has the layout from
+                its own start; or of one row 'row', where the row's layout ends at borders, without dropout.
             scale: factor of the scores, 1 / sqrt(D) by default.
-            causal: whether a token sees itself and those before it in the whole sequence alone.
-            key_padding_mask: (B or 1, T_r), of the rank's own tokens: bool keeps where True, a float is added.
+            causal: whether a token sees itself and those before it alone, in the whole sequence or in its document.
+            key_padding_mask: (B or 1, T_r), of the rank's own tokens, or with `lengths` (B or 1, T), of all: bool keeps
+                where True, a float is added.
             sinks: (H,), a logit a head in the softmax's denominator, the same on all ranks. Its gradient on a rank is
                 that of the rank's heads: summed over ranks, as that of any parameter, it is whole.
             dropout_p: share of the probabilities that are dropped. Each head draws by its own number from the first
@@ -109,35 +120,98 @@ class SequenceParallelAttention:
             (B, H, T_r, D) in query's dtype.
 
         Raises:
-            ValueError: fewer heads than ranks; shapes, dtypes or lengths that do not fit, or that differ between ranks.
+            TypeError: cu_seqlens that is no tensor of integers.
+            ValueError: fewer heads than ranks; shapes, dtypes, lengths or documents that do not fit, or that differ
+                between ranks.
             NotImplementedError: shapes of query, key and value differ in more than heads.
         """
         check_inputs(query=query, key=key, value=value, key_padding_mask=key_padding_mask, sinks=sinks)
         query, key, value = under_autocast(query, key, value)
         check_attention_operands(query, key, value)
+        self._check_dropout(dropout_p)
+        documents = None if cu_seqlens is None else Documents.read(cu_seqlens)
         if lengths is None:
-            lengths = self._agreed_lengths(query, key, key_padding_mask)
+            lengths = self._agreed_lengths(query, key, key_padding_mask, documents)
+        self._check_lengths(lengths, query.shape[2])
+        tokens, options = sum(lengths), dict[str, Any](scale=scale, causal=causal)
         if key_padding_mask is not None:
-            key_padding_mask = self._ranks.all_tokens(key_padding_mask, lengths)
-        return self.attend(
-            query, key, value, lengths, scale=scale, causal=causal, key_padding_mask=key_padding_mask, sinks=sinks,
-            dropout_p=dropout_p,
-        )  # fmt: skip
+            options["key_padding_mask"] = self._whole_mask(key_padding_mask, lengths)
+        if documents is not None:
+            _check_documents(documents, query.shape[0], tokens, document_layout, key_padding_mask)
+            tokens = tokens if document_layout == "row" else max(documents.lengths)
+            options["cu_seqlens"] = cu_seqlens
+        if document_layout != "own":  # windows and dense attention know no other
+            options["document_layout"] = document_layout
+        deal = self._deal(query, key, value, tokens, causal)
+        heads: tuple[torch.Tensor, ...] = tokens_to_heads(query, key, value, deal, lengths, self._ranks)
+        own = deal.queries[self._ranks.rank]
+        if sinks is not None:
+            options["sinks"] = sinks[list(own)]
+        if documents is None:
+            output = self._attend(own, heads, options, dropout_p)
+        else:
+            output = self._attend(own, tuple(map(rows_as_one, heads)), options, dropout_p)
+            output = one_as_rows(output, query.shape[0])
+        return heads_to_tokens(output, deal, lengths, self._ranks)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        lengths: tuple[int, ...],
-        *,
-        scale: float | None = None,
-        causal: bool = False,
-        key_padding_mask: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
+    def _deal(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int, causal: bool) -> HeadDeal:
+        """Which heads each rank has of a sequence of so many tokens; of packed documents by the longest."""
+        attention, heads, key_heads = self._attention, query.shape[1], key.shape[1]
+        if not isinstance(attention, StructuredAttention):
+            return deal_heads([1] * heads, key_heads, self._ranks.size)
+        attention.check(query, key, value)
+        attention.synchronize_layout()
+        layout = attention.covering(tokens)
+        return self._dealt(layout, -(-tokens // layout.block), heads, key_heads, causal or attention.causal)
+
+    def _deal_on(self, layout: MasterLayout, blocks: int, heads: int, key_heads: int, causal: bool) -> HeadDeal:
+        live = _live_blocks(crop(layout.layout, blocks, blocks), causal)
+        deal = deal_heads(live * heads if len(live) == 1 else live, key_heads, self._ranks.size)
+        if deal.spread > TOLERANCE and not self._has_said:
+            self._has_said = True
+            _say(deal, blocks * layout.block)
+        return deal
+
+    def _attend(
+        self, own: tuple[int, ...], operands: tuple[torch.Tensor, ...], options: dict[str, Any], dropout_p: float
     ) -> torch.Tensor:
-        """The call, with the lengths of all ranks and the key padding mask of the whole sequence, (B or 1, T)."""
+        """Attention of this rank's own heads, (B, own heads, T, D) each, over the whole sequence.
+
+        With dropout each head is a call of its own, whose seed has the head's number: kernels number the heads of a
+        call from 0, so that heads of several ranks would drop the same pairs, and other pairs on another number of
+        ranks.
+        """
+        if not dropout_p:
+            return self._of(own)(*operands, **options)
+        query, key, value = operands
+        seed = self._ranks.from_first(dropout_seed(query.device))
+        shared, sinks, outputs = query.shape[1] // key.shape[1], options.pop("sinks", None), []
+        for place, head in enumerate(own):
+            keys = slice(place // shared, place // shared + 1)
+            with dropout_seeded(seed + torch.tensor([0, head], device=seed.device)):
+                output = self._of((head,))(
+                    query[:, place : place + 1], key[:, keys], value[:, keys], dropout_p=dropout_p,
+                    sinks=None if sinks is None else sinks[place : place + 1], **options,
+                )  # fmt: skip
+            outputs.append(output)
+        return torch.cat(outputs, 1)
+
+    def _of(self, heads: tuple[int, ...]) -> Callable[..., torch.Tensor]:
+        """What computes these heads."""
+        attention = self._attention
+        return attention.of_heads(heads) if isinstance(attention, StructuredAttention) else attention
+
+    def _whole_mask(self, mask: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+        """The key padding mask of the whole sequence, (B or 1, T)."""
+        own, whole = lengths[self._ranks.rank], sum(lengths)
+        if mask.dim() != 2 or mask.shape[1] not in (own, whole):
+            raise ValueError(
+                f"key_padding_mask has shape {tuple(mask.shape)}; it has to be (batch or 1, {own}), of the rank's own "
+                f"tokens, or (batch or 1, {whole}), of those of all ranks."
+            )
+        return mask if mask.shape[1] == whole else self._ranks.all_tokens(mask, lengths)
+
+    def _check_dropout(self, dropout_p: float) -> None:
         check_dropout("dropout_p", dropout_p)
         if dropout_p and not isinstance(self._attention, StructuredAttention):
             raise ValueError(
@@ -145,69 +219,33 @@ class SequenceParallelAttention:
                 'would drop pairs by numbers of their own; give dense layers the mode "dense" in the place of null, or '
                 "set the model's attention dropout to 0."
             )
-        self._check_lengths(lengths, query.shape[2])
-        own = self._own(query, key, value, sum(lengths), causal)
-        heads = tokens_to_heads(query, key, value, own.deal, lengths, self._ranks)
-        options = {"scale": scale, "causal": causal, "key_padding_mask": key_padding_mask}
-        if sinks is not None:
-            options["sinks"] = sinks[list(own.deal.queries[self._ranks.rank])]
-        output = self._with_dropout(own, heads, options, dropout_p) if dropout_p else own.attend(*heads, **options)
-        return heads_to_tokens(output, own.deal, lengths, self._ranks)
-
-    def _own(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int, causal: bool) -> _OwnHeads:
-        """Which heads each rank has of a sequence of so many tokens, and what computes this rank's."""
-        attention, heads, key_heads = self._attention, query.shape[1], key.shape[1]
-        if not isinstance(attention, StructuredAttention):
-            deal = deal_heads([1] * heads, key_heads, self._ranks.size)
-            return _OwnHeads(deal, attention, lambda _: attention)
-        attention.check(query, key, value)
-        attention.synchronize_layout()
-        layout = attention.covering(tokens)
-        return self._made(layout, -(-tokens // layout.block), heads, key_heads, causal or attention.causal)
-
-    def _make(self, layout: MasterLayout, blocks: int, heads: int, key_heads: int, causal: bool) -> _OwnHeads:
-        live = _live_blocks(crop(layout.layout, blocks, blocks), causal)
-        deal = deal_heads(live * heads if len(live) == 1 else live, key_heads, self._ranks.size)
-        _say(deal, blocks * layout.block)
-        return _OwnHeads.on(layout, deal, self._ranks.rank)
-
-    def _with_dropout(
-        self, own: _OwnHeads, heads: tuple[torch.Tensor, ...], options: dict[str, Any], dropout_p: float
-    ) -> torch.Tensor:
-        """Each head in a call of its own, whose seed has the head's number: kernels number the heads of a call from 0,
-        so that heads of several ranks would drop the same pairs, and other pairs on another number of ranks."""
-        query, key, value = heads
-        seed = self._ranks.from_first(dropout_seed(query.device))
-        shared, sinks, outputs = query.shape[1] // key.shape[1], options.pop("sinks", None), []
-        for place, head in enumerate(own.deal.queries[self._ranks.rank]):
-            keys = slice(place // shared, place // shared + 1)
-            with dropout_seeded(seed + torch.tensor([0, head], device=seed.device)):
-                output = own.attend_one(place)(
-                    query[:, place : place + 1], key[:, keys], value[:, keys], dropout_p=dropout_p,
-                    sinks=None if sinks is None else sinks[place : place + 1], **options,
-                )  # fmt: skip
-            outputs.append(output)
-        return torch.cat(outputs, 1)
 
     def _agreed_lengths(
-        self, query: torch.Tensor, key: torch.Tensor, key_padding_mask: torch.Tensor | None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        key_padding_mask: torch.Tensor | None,
+        documents: Documents | None,
     ) -> tuple[int, ...]:
         """The lengths of all ranks, after a look at whether the rest of their shapes is the same. Waits for the
         device."""
         batch, heads, tokens, width = query.shape
         masks = 0 if key_padding_mask is None else key_padding_mask.shape[0]
         kinds = [DTYPES.index(query.dtype), -1 if key_padding_mask is None else key_padding_mask.element_size()]
-        mine = [tokens, batch, heads, key.shape[1], width, masks, *kinds]
+        edges = (0, 0) if documents is None else (len(documents.edges) - 1, crc32(repr(documents.edges).encode()))
+        mine = [tokens, batch, heads, key.shape[1], width, masks, *edges, *kinds]
         rows = self._ranks.rows_of_all(torch.tensor(mine, device=query.device)).tolist()
         if any(row[1:] != rows[0][1:] for row in rows):
             shapes = "; ".join(
                 f"rank {rank}: batch {row[1]}, {row[2]} heads, {row[3]} key heads, head size {row[4]}, "
-                f"{f'a mask of {row[5]} rows' if row[5] else 'no mask'}"
+                f"{f'a mask of {row[5]} rows' if row[5] else 'no mask'}, "
+                f"{f'{row[6]} packed documents' if row[6] else 'no cu_seqlens'}"
                 for rank, row in enumerate(rows)
             )
             raise ValueError(
                 f"Ranks give their parts of a sequence in different shapes or dtypes ({shapes}); only the tokens of a "
-                "rank may differ in number: give all ranks the same batch, and a key padding mask to all or to none."
+                "rank may differ in number: give all ranks the same batch and the same cu_seqlens, and a key padding "
+                "mask to all or to none."
             )
         return tuple(row[0] for row in rows)
 
@@ -220,23 +258,22 @@ class SequenceParallelAttention:
             )
 
 
-class _OwnHeads(NamedTuple):
-    """The heads of each rank, what computes those of this one, and what computes one of them."""
-
-    deal: HeadDeal
-    attend: Callable[..., torch.Tensor]
-    attend_one: Callable[[int], Callable[..., torch.Tensor]]
-
-    @classmethod
-    def on(cls, layout: MasterLayout, deal: HeadDeal, rank: int) -> _OwnHeads:
-        """On the layout of all heads, which those of the rank are taken of where heads differ."""
-
-        def attend_on(heads: list[int]) -> Callable[..., torch.Tensor]:
-            of_heads = layout if len(layout.layout) == 1 else MasterLayout(layout.layout[heads], layout.block)
-            return functools.partial(block_sparse_attention, layout=of_heads)
-
-        heads = list(deal.queries[rank])
-        return cls(deal, attend_on(heads), functools.cache(lambda place: attend_on([heads[place]])))
+def _check_documents(
+    documents: Documents, rows: int, tokens: int, document_layout: str, key_padding_mask: torch.Tensor | None
+) -> None:
+    """Raises ValueError unless the rows, of so many tokens each, are of these documents."""
+    if key_padding_mask is not None:
+        raise ValueError(
+            "cu_seqlens and key_padding_mask are both given; packed documents have no padding: leave the mask out."
+        )
+    if document_layout == "row" and rows != 1:
+        raise ValueError(f"document_layout is 'row', which is for one row of documents, and query has {rows}.")
+    ends = set(range(tokens, rows * tokens + 1, tokens))
+    if documents.tokens != rows * tokens or not ends <= set(documents.edges):
+        raise ValueError(
+            f"cu_seqlens ends with {documents.tokens}, and the ranks have {rows} x {tokens} tokens together; it has to "
+            "begin with 0, end with the number of all tokens, and have the end of each row."
+        )
 
 
 def _live_blocks(layout: torch.Tensor, causal: bool) -> list[int]:
@@ -246,12 +283,11 @@ def _live_blocks(layout: torch.Tensor, causal: bool) -> list[int]:
 
 def _say(deal: HeadDeal, tokens: int) -> None:
     """Prints a deal by which ranks differ by more than they should."""
-    if deal.spread > TOLERANCE:
-        heads = ", ".join(str(len(queries)) for queries in deal.queries)
-        loads = ", ".join(f"{load:,}" for load in deal.loads)
-        say_notices(
-            [
-                f"the heads of a sequence of {tokens:,} tokens do not deal evenly to {len(deal.loads)} ranks: they "
-                f"have {heads} heads with {loads} live blocks, and wait for the one that has most."
-            ]
-        )
+    heads = ", ".join(str(len(queries)) for queries in deal.queries)
+    loads = ", ".join(f"{load:,}" for load in deal.loads)
+    say_notices(
+        [
+            f"the heads of a sequence of {tokens:,} tokens do not deal evenly to {len(deal.loads)} ranks: they have "
+            f"{heads} heads with {loads} live blocks, and wait for the one that has most."
+        ]
+    )

@@ -21,6 +21,13 @@ class SequenceBatches:
     def __len__(self) -> int:
         return len(self.loader) * self.ranks.size
 
+    def set_epoch(self, epoch: int) -> None:
+        """That of the loader, or of its sampler, where they have one: rows are shuffled anew in each epoch."""
+        set_epoch: Any = getattr(self.loader, "set_epoch", None)
+        set_epoch = set_epoch or getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self.loader)
         while True:
@@ -39,10 +46,12 @@ class SequenceBatches:
             yield from of_all
 
 
-def sequence_batches(loader: Collection[Any], group: distributed.ProcessGroup | None = None) -> SequenceBatches:
+def sequence_batches(
+    loader: Collection[Any], group: distributed.ProcessGroup | None = None, *, size: int | None = None
+) -> SequenceBatches:
     """The batches of a loader that deals each rank one of its own, for ranks that share sequences and want the same.
 
-    The first rank's goes to all, then the second's, and so on.
+    The first rank's goes to all, then the second's, and so on. What this function has returned is returned again.
 
     Source: DeepSpeed's `UlyssesSPDataLoaderAdapter`, which hands out parts; here `forward` cuts them.
 
@@ -50,13 +59,16 @@ def sequence_batches(loader: Collection[Any], group: distributed.ProcessGroup | 
         loader: of the rank, such as a DataLoader with a DistributedSampler over all ranks.
         group: the ranks that hold parts of a sequence, such as `engine.get_sequence_parallel_group()`; all if it is not
             given.
+        size: in the place of a group, before there is an engine: how many neighbouring ranks hold a sequence. All ranks
+            make the groups then.
 
     Returns:
         An iterable of as many batches as the loaders of the group have together; tensors are on the CPU.
 
     Raises:
         RuntimeError: torch.distributed does not run.
-        ValueError: in the iteration, ranks have different numbers of batches.
+        ValueError: a group and a size; a size that does not divide the number of ranks; in the iteration, ranks have
+            different numbers of batches.
 
     Examples:
         >>> import torch
@@ -66,7 +78,13 @@ def sequence_batches(loader: Collection[Any], group: distributed.ProcessGroup | 
         >>> list(ds_sparse.sequence_batches(loader))
         [tensor([0, 1]), tensor([2, 3])]
     """
-    return SequenceBatches(loader, RanksOfSequence(group))
+    if isinstance(loader, SequenceBatches):
+        return loader
+    if size is None:
+        return SequenceBatches(loader, RanksOfSequence(group))
+    if group is not None:
+        raise ValueError("sequence_batches is given a group and a size; give one of them.")
+    return SequenceBatches(loader, RanksOfSequence.neighbours(size))
 
 
 def _on_cpu(value: Any) -> Any:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
 import torch
 from torch import distributed
 from torch.nn.functional import pad
 
+from ..ops._autograd import differentiable_once
 from .deal import HeadDeal
 
 # DeepSpeed's DistributedAttention takes parts of equal length alone, deals heads in their order, and asks groups of the
 # process for the rank where heads are uneven. Layouts per head want heads in another order, and any length wants uneven
-# parts; torch's differentiable exchange takes both, on gloo and on NCCL.
+# parts; torch's exchange takes both, on gloo and on NCCL.
 
 
 class RanksOfSequence:
@@ -33,6 +37,19 @@ class RanksOfSequence:
         self.group = distributed.group.WORLD if group is None else group
         self.size = distributed.get_world_size(self.group)
         self.rank = distributed.get_rank(self.group)
+
+    @classmethod
+    def neighbours(cls, size: int) -> RanksOfSequence:
+        """This rank's among new groups of `size` neighbouring ranks, which all ranks make.
+
+        Raises:
+            RuntimeError: torch.distributed does not run.
+            ValueError: the number of ranks is no multiple of it.
+        """
+        ranks = cls().size
+        if size < 1 or ranks % size:
+            raise ValueError(f"size is {size} and there are {ranks} ranks; their number has to be a multiple of it.")
+        return cls(distributed.new_subgroups(size)[0])
 
     def __deepcopy__(self, memo: object) -> RanksOfSequence:
         return self  # a group of processes has no copy
@@ -60,12 +77,11 @@ class RanksOfSequence:
         return total
 
     def exchange(self, sent: torch.Tensor, to: list[int], of: list[int]) -> torch.Tensor:
-        """Sends `to[r]` elements of a flat tensor to rank r, and returns `of[r]` of each rank, in order.
-        Differentiable."""
-        # Not above: a PyTorch that is built without distributed has no such module, and imports this file all the same.
-        from torch.distributed._functional_collectives import all_to_all_single_autograd
-
-        return all_to_all_single_autograd(sent, of, to, self.group)
+        """Sends `to[r]` elements of a flat tensor to rank r, and returns `of[r]` of each rank, in order; without a
+        gradient."""
+        received = sent.new_empty(sum(of))
+        distributed.all_to_all_single(received, sent, of, to, group=self.group)
+        return received
 
 
 def tokens_to_heads(
@@ -77,23 +93,8 @@ def tokens_to_heads(
     ranks: RanksOfSequence,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """All tokens of the rank's own heads, (B, own heads, T, D), out of its own tokens of all heads, (B, heads,
-    lengths[rank], D). One exchange carries all three."""
-    batch, _, tokens, width = query.shape
-    q, k, v = (x.unbind(1) for x in (query, key, value))
-    heads = [
-        x[head]
-        for queries, keys in zip(deal.queries, deal.keys, strict=True)
-        for x, of_rank in ((q, queries), (k, keys), (v, keys))
-        for head in of_rank
-    ]
-    counts = [len(queries) + 2 * len(keys) for queries, keys in zip(deal.queries, deal.keys, strict=True)]
-    own, each = counts[ranks.rank], batch * width
-    of = [own * length * each for length in lengths]
-    received = ranks.exchange(torch.stack(heads).flatten(), [count * tokens * each for count in counts], of)
-    parts = [part.view(own, batch, length, width) for part, length in zip(received.split(of), lengths, strict=True)]
-    queries, keys = len(deal.queries[ranks.rank]), len(deal.keys[ranks.rank])
-    query, key, value = torch.cat(parts, 2).transpose(0, 1).split([queries, keys, keys], 1)
-    return query, key, value
+    lengths[rank], D). One exchange carries all three; what it brings is returned in parts."""
+    return _TokensToHeads.apply(query, key, value, _Exchange((deal.queries, deal.keys, deal.keys), lengths, ranks))
 
 
 def heads_to_tokens(
@@ -101,11 +102,101 @@ def heads_to_tokens(
 ) -> torch.Tensor:
     """The rank's own tokens of all heads, (B, heads, lengths[rank], D), tokens before heads in memory, out of all
     tokens of its own heads, (B, own heads, T, D)."""
-    batch, own, _, width = output.shape
-    tokens, order = lengths[ranks.rank], [head for queries in deal.queries for head in queries]
-    sent = torch.cat([part.flatten() for part in output.transpose(0, 1).split(lengths, 2)])
-    to = [own * batch * length * width for length in lengths]
-    of = [len(queries) * batch * tokens * width for queries in deal.queries]
-    heads = ranks.exchange(sent, to, of).view(len(order), batch, tokens, width).unbind(0)
-    places = sorted(range(len(order)), key=order.__getitem__)
-    return torch.stack([heads[place] for place in places], 2).transpose(1, 2)
+    return _HeadsToTokens.apply(output, _Exchange((deal.queries,), lengths, ranks))
+
+
+class _Exchange(NamedTuple):
+    """What goes between ranks at once, both ways, without a gradient. Tokens stand before heads on the way: what a rank
+    gets of all others, one after the other, is then the whole sequence of its heads, and is not copied again.
+
+    Attributes:
+        heads: of each tensor, by rank.
+        lengths: tokens of each rank.
+    """
+
+    heads: tuple[tuple[tuple[int, ...], ...], ...]
+    lengths: tuple[int, ...]
+    ranks: RanksOfSequence
+
+    def to_heads(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """(B, own heads, T, D) of each (B, heads, lengths[rank], D)."""
+        batch, _, _, width = tensors[0].shape
+        by_tokens, by_heads = self._sizes(batch * width)
+        sent = tensors[0].new_empty(sum(by_heads))
+        for part, place in self._places(sent, tensors):
+            part.copy_(place)
+        whole = self.ranks.exchange(sent, by_heads, by_tokens).view(sum(self.lengths), batch, -1, width)
+        return whole.permute(1, 2, 0, 3).split([len(heads[self.ranks.rank]) for heads in self.heads], 1)
+
+    def to_tokens(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """(B, heads, lengths[rank], D) of each (B, own heads, T, D): sums where several ranks have a head."""
+        batch, _, _, width = tensors[0].shape
+        by_tokens, by_heads = self._sizes(batch * width)
+        moved = [x.permute(2, 0, 1, 3) for x in tensors]
+        sent = moved[0].contiguous() if len(moved) == 1 else torch.cat(moved, 2)
+        received = self.ranks.exchange(sent.flatten(), by_tokens, by_heads)
+        numbers = [1 + max(head for own in heads for head in own) for heads in self.heads]
+        is_shared = sum(numbers) * batch * width * self.lengths[self.ranks.rank] < len(received)
+        make = received.new_zeros if is_shared else received.new_empty
+        results = tuple(make(batch, self.lengths[self.ranks.rank], n, width).transpose(1, 2) for n in numbers)
+        for part, place in self._places(received, results):
+            place.copy_(place + part if is_shared else part)
+        return results
+
+    def _sizes(self, each: int) -> tuple[list[int], list[int]]:
+        """Elements of the rank's own heads in the tokens of each rank, and of its own tokens in the heads of each, with
+        `each` for a token of a head."""
+        counts = [sum(map(len, of_rank)) for of_rank in zip(*self.heads, strict=True)]
+        own = self.ranks.rank
+        return [counts[own] * n * each for n in self.lengths], [self.lengths[own] * n * each for n in counts]
+
+    def _places(
+        self, flat: torch.Tensor, tensors: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs of views, (lengths[rank], B, n, D): heads in what goes to or comes from each rank, and these in their
+        tensor, as many at a time as stand side by side there."""
+        batch, _, tokens, width = tensors[0].shape
+        _, by_heads = self._sizes(batch * width)
+        for rank, of_rank in enumerate(flat.split(by_heads)):
+            of_rank, first = of_rank.view(tokens, batch, -1, width), 0
+            for x, heads in zip(tensors, self.heads, strict=True):
+                for start, end in _runs(heads[rank]):
+                    yield of_rank[:, :, first : first + end - start], x[:, start:end].permute(2, 0, 1, 3)
+                    first += end - start
+
+
+def _runs(heads: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Start and end of each run of heads that follow each other.
+
+    >>> list(_runs((3, 4, 5, 0, 7)))
+    [(3, 6), (0, 1), (7, 8)]
+    """
+    start = 0
+    for place in range(1, len(heads) + 1):
+        if place == len(heads) or heads[place] != heads[place - 1] + 1:
+            yield heads[start], heads[place - 1] + 1
+            start = place
+
+
+class _TokensToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, exchange):
+        ctx.exchange = exchange
+        return exchange.to_heads((query, key, value))
+
+    @staticmethod
+    @differentiable_once("SequenceParallelAttention")
+    def backward(ctx, *grads):
+        return *ctx.exchange.to_tokens(grads), None
+
+
+class _HeadsToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, output, exchange):
+        ctx.exchange = exchange
+        return exchange.to_tokens((output,))[0]
+
+    @staticmethod
+    @differentiable_once("SequenceParallelAttention")
+    def backward(ctx, grad):
+        return *ctx.exchange.to_heads((grad,)), None

@@ -2,13 +2,13 @@
 
 A checkpoint is a folder, `step40`, or `step40.1` where that name is taken: nothing is written over. Its last file is
 `state.json`, which lists the size and the checksum of all others; then `latest` is moved to it. `find` verifies what
-`latest` names, and takes the newest whole checkpoint beside it where that is damaged.
+`latest` names, and takes the newest whole checkpoint beside it where that is damaged. `load` takes it on any number of
+ranks.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -16,25 +16,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from ds_sparse.ranks import from_rank_0
 
+import universal
 from damage import read_state, sealed, wrong_with
 from files import checksum, flush, reason, write_atomically
-from plain_data import plain_data_only, random_states, restore_random_states, why
+from plain_data import LOADING_ERRORS, plain_data_only, why
 from report import say
 
 KEPT = 2
 STATE = "state.json"
-RANDOM_STATES = "random_states_rank{}.pt"
 _TAG = re.compile(r"step(\d+)(?:\.(\d+))?")
-_OWNER = re.compile(r"(?:zero_pp_rank_|random_states_rank)(\d+)")
-_LOADING_ERRORS = (
-    AssertionError, AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, ValueError,
-    pickle.UnpicklingError,
-)  # fmt: skip
+_OWNER = re.compile(r"zero_pp_rank_(\d+)")
 _WAY_OUT = "put back a copy, or start a new run without --resume."
 
 
@@ -44,6 +39,8 @@ class Checkpoint(NamedTuple):
     tag: str
     position: dict[str, Any]
     """As it was given to `save`."""
+    ranks: int
+    """The number of ranks that wrote it."""
     damaged: list[str]
     """Checkpoints that would have come before this one; `load` sets them aside."""
 
@@ -68,7 +65,7 @@ def save(engine: Any, folder: Path, step: int, terms: dict[str, Any], position: 
     failure = next((failure for _, failure in written if failure), None)
     if failure is None:
         files = {name: facts for files, _ in written for name, facts in files.items()}
-        state = {"terms": terms, "position": position, "files": files}
+        state = {"terms": terms, "position": position, "ranks": dist.get_world_size(), "files": files}
         failure = from_rank_0(_put_in_force(folder, tag, state) if dist.get_rank() == 0 else None)
     if failure is not None:
         raise ValueError(_at_rank_0(lambda: _give_up(folder, tag, failure)))
@@ -78,6 +75,7 @@ def save(engine: Any, folder: Path, step: int, terms: dict[str, Any], position: 
 def _begin(folder: Path, step: int) -> str:
     """Makes the folder of a new checkpoint, after removing what a kill left unfinished; its name."""
     in_force, _ = _latest(folder)
+    universal.remove_left_over(folder)
     _remove(folder / tag for tag in _tags(folder) if in_force is None or _order(tag) > _order(in_force))
     taken = {path.name.removesuffix(".damaged") for path in folder.iterdir()}
     tag, again = f"step{step}", 0
@@ -96,7 +94,6 @@ def _write(engine: Any, folder: Path, tag: str) -> tuple[dict[str, dict[str, Any
             engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
         if failures:
             raise failures[0]
-        torch.save(random_states(), folder / tag / RANDOM_STATES.format(dist.get_rank()))
         for path in sorted((folder / tag).rglob("*")):
             name = path.relative_to(folder / tag).as_posix()
             if path.is_file() and _owner(name) == dist.get_rank():
@@ -185,7 +182,8 @@ def find(folder: Path, terms: dict[str, Any]) -> Checkpoint | None:
             say(f"{folder / tag} is whole and is taken instead{again}.")
         if "files" not in state:
             say(f"{folder / tag} is of an earlier version, which kept no checksums: it is taken unverified.")
-        return Checkpoint(folder, tag, state["position"], tags[:tried])
+        ranks = state.get("ranks", state["terms"].get("ranks", dist.get_world_size()))
+        return Checkpoint(folder, tag, state["position"], ranks, tags[:tried])
     if remarks:
         raise ValueError(f"{'. '.join(remarks)}. No checkpoint in {folder} is whole; {_WAY_OUT}")
     return None
@@ -249,23 +247,30 @@ def _damage(path: Path, state: dict[str, Any]) -> str | None:
     return None
 
 
+def kept(folder: Path) -> dict[str, int]:
+    """The bytes of each finished checkpoint, by its name, the newest last."""
+    finished = [tag for tag in _tags(folder) if (folder / tag / STATE).exists()]
+    return {tag: sum(path.stat().st_size for path in (folder / tag).rglob("*") if path.is_file()) for tag in finished}
+
+
 def load(engine: Any, checkpoint: Checkpoint) -> None:
-    """Loads what `find` found: weights, layouts, optimizer, schedule, and the random states of this rank.
+    """Loads what `find` found: weights, layouts, optimizer and schedule.
 
     Then it is the latest checkpoint; damaged ones that `latest` would have come to first are renamed to `.damaged`.
 
     Raises:
         ValueError: DeepSpeed cannot load it.
     """
-    folder, tag, _, damaged = checkpoint
+    folder, tag, _, ranks, damaged = checkpoint
     try:
         with plain_data_only():
-            path, _ = engine.load_checkpoint(str(folder), tag=tag)
-            states = torch.load(folder / tag / RANDOM_STATES.format(dist.get_rank()), weights_only=True)
+            if ranks != dist.get_world_size() and engine.zero_optimization():
+                path = universal.load(engine, folder, tag, _at_rank_0)
+            else:
+                path, _ = engine.load_checkpoint(str(folder), tag=tag)
         if path is None:
             raise ValueError("DeepSpeed finds no files of its own there")
-        restore_random_states(states)
-    except _LOADING_ERRORS as error:
+    except LOADING_ERRORS as error:
         raise ValueError(
             f"The checkpoint {folder / tag} cannot be loaded: {why(error)}. Write the name of an older one beside "
             f"it into {folder / 'latest'}, or {_WAY_OUT}"
@@ -292,9 +297,10 @@ def _order(tag: str) -> tuple[int, int]:
 
 
 def _owner(name: str) -> int:
-    """The rank that a file of a checkpoint is verified by: the one whose states it holds, or rank 0."""
+    """The rank that a file of a checkpoint is verified by: on as many ranks as wrote it, the one whose states it holds,
+    or rank 0."""
     rank = _OWNER.search(name)
-    return int(rank[1]) if rank else 0
+    return int(rank[1]) % dist.get_world_size() if rank else 0
 
 
 def _remove(folders: Iterable[Path]) -> None:

@@ -56,6 +56,9 @@ ACCEPTED = (
 )
 
 
+NOTHING_DOWNLOADED = "a dry run downloads nothing"
+
+
 @dataclass(frozen=True)
 class Document:
     """One text. `id` names it for people; `sha256` is its identity."""
@@ -154,11 +157,12 @@ def cache_root() -> Path:
     return Path(os.environ.get("DS_SPARSE_CACHE") or "~/.cache/ds_sparse").expanduser()
 
 
-def load_corpus(name: str, text_column: str | None = None) -> Corpus:
+def load_corpus(name: str, text_column: str | None = None, scratch: Path | None = None) -> Corpus:
     """Reads the corpus called `name`: `stdlib`, `site-packages`, `sotu`, a path, or a dataset's name.
 
     `text_column` chooses the column of .jsonl, .parquet and datasets; without it `text`, else `content`.
     A path that shares its name with a built-in corpus is written with a leading `./`.
+    With `scratch`, a folder, nothing is downloaded, and what would be made in the cache is made there.
 
     Raises ValueError with one sentence if there is no such corpus or it cannot be read.
     """
@@ -172,15 +176,15 @@ def load_corpus(name: str, text_column: str | None = None) -> Corpus:
         documents = (document for part in (_standard_library(), _installed_packages()) for document in part)
         sources = {"python": platform.python_version(), "packages": _package_versions()}
     elif name == "sotu":
-        documents = _state_of_the_union()
+        documents = _state_of_the_union(scratch)
         sources = {"npm": f"{SOTU_PACKAGE}@{SOTU_VERSION}", "sha256": SOTU_SHA256}
     elif Path(name).expanduser().exists():
         files = _local_files(Path(name).expanduser())
-        documents, sources = _local(files, text_column), {"files": list(files)}
+        documents, sources = _local(files, text_column, scratch or cache_root()), {"files": list(files)}
     elif _looks_like_a_path(name):
         raise ValueError(f"There is no file or folder {name}{_nearest_path(name)}. {ACCEPTED}.")
     else:
-        documents, sources = _dataset(name, text_column), {"dataset": name}
+        documents, sources = _dataset(name, text_column, scratch), {"dataset": name}
     return _distinct(name, documents, sources)
 
 
@@ -256,8 +260,12 @@ def _package_versions() -> dict[str, str]:
     return dict(sorted(versions.items(), key=lambda item: item[0].lower()))
 
 
-def _state_of_the_union() -> Iterator[Document]:
-    with tarfile.open(_fetched_state_of_the_union()) as archive:
+def _state_of_the_union(scratch: Path | None) -> Iterator[Document]:
+    file = cache_root() / f"sotu-{SOTU_VERSION}.tgz"
+    if scratch is not None and not file.exists():
+        raise ValueError(f"The corpus sotu is not here yet, and {NOTHING_DOWNLOADED}; give another corpus.")
+    _fetch_state_of_the_union(file)
+    with tarfile.open(file) as archive:
         members = sorted((member for member in archive if member.name.endswith(".txt")), key=lambda m: m.name)
         for member in members:
             content = archive.extractfile(member)
@@ -265,9 +273,8 @@ def _state_of_the_union() -> Iterator[Document]:
                 yield Document(f"sotu/{Path(member.name).name}", _decode(content.read()))
 
 
-def _fetched_state_of_the_union() -> Path:
-    """The package's archive in the cache, fetched on first use and checked on every use."""
-    archive = cache_root() / f"sotu-{SOTU_VERSION}.tgz"
+def _fetch_state_of_the_union(archive: Path) -> None:
+    """The package's archive, fetched on first use and checked on every use."""
     if not archive.exists():
         npm = shutil.which("npm")
         if npm is None:
@@ -294,7 +301,6 @@ def _fetched_state_of_the_union() -> Path:
         except OSError as error:
             raise unwritable_cache(error) from error
     _check_state_of_the_union(archive)
-    return archive
 
 
 def _check_state_of_the_union(archive: Path) -> None:
@@ -330,7 +336,7 @@ def _local_files(path: Path) -> dict[str, Path]:
     return dict(sorted(files.items()))
 
 
-def _local(files: dict[str, Path], text_column: str | None) -> Iterator[Document]:
+def _local(files: dict[str, Path], text_column: str | None, cache: Path) -> Iterator[Document]:
     if text_column is not None and all(path.suffix == ".txt" for path in files.values()):
         raise ValueError(f"A .txt file has no columns; leave --text-column {text_column} out.")
     for name, path in files.items():
@@ -345,17 +351,22 @@ def _local(files: dict[str, Path], text_column: str | None) -> Iterator[Document
             if path.suffix == ".jsonl":
                 _require_utf8(path)
             builder = "json" if path.suffix == ".jsonl" else "parquet"
-            rows = _load_dataset(str(path), builder, data_files=str(path), cache_dir=str(cache_root() / "datasets"))
+            rows = _load_dataset(str(path), builder, data_files=str(path), cache_dir=str(cache / "datasets"))
             yield from _rows(name, rows, text_column)
 
 
-def _dataset(name: str, text_column: str | None) -> Iterator[Document]:
+def _dataset(name: str, text_column: str | None, scratch: Path | None) -> Iterator[Document]:
     near = difflib.get_close_matches(name.lower(), BUILT_IN, n=1, cutoff=0.7)
     if near:
         raise ValueError(f"There is no corpus {name!r}; did you mean {near[0]!r}? {ACCEPTED}.")
     path, _, configuration = name.partition(":")
     if not HUB_NAME.fullmatch(path):
         raise ValueError(f"There is no corpus {name!r}, and no dataset can have that name. {ACCEPTED}.")
+    if scratch is not None and not _datasets(name).config.HF_HUB_OFFLINE:
+        raise ValueError(
+            f"The corpus {name} is a dataset of the hub, and {NOTHING_DOWNLOADED}; to use a copy that an earlier run "
+            "has kept, set HF_HUB_OFFLINE=1."
+        )
     _find_on_the_hub(name, path)
     yield from _rows(name, _load_dataset(name, path, configuration or None), text_column)
 

@@ -17,9 +17,11 @@ import os
 import platform
 import shutil
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -46,8 +48,13 @@ MASKED_SHARE = 0.15
 # Part of every cache key: a change in what the cached files mean must change it.
 CACHE_FORMAT = 1
 
-# First words of the seeds, so that order, training samples and held-out samples are drawn independently.
-ORDER, TRAINING, HELD_OUT = range(3)
+# First words of the seeds, so that order, training samples, held-out samples and dropout are drawn independently.
+ORDER, TRAINING, HELD_OUT, DROPOUT = range(4)
+
+
+def draw_seed(*words: int) -> int:
+    """A seed for one of PyTorch's generators, as good as another's for any other words of at least 0."""
+    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
 
 
 def learn_vocabulary(texts: list[str], size: int) -> list[str]:
@@ -131,22 +138,32 @@ class TokenizedCorpus:
         return -(-len(self.vocabulary) // 8) * 8
 
 
-def open_corpus(name: str, vocabulary_size: int = 8192, text_column: str | None = None) -> TokenizedCorpus:
+def open_corpus(
+    name: str, vocabulary_size: int = 8192, text_column: str | None = None, keeps: bool = True
+) -> TokenizedCorpus:
     """The tokenised corpus called `name` (see `corpus.load_corpus`), from the cache or made now.
+
+    Without `keeps` nothing is downloaded, and the files that are made now are removed when they have been opened. They
+    are mapped, and can be read for as long as the corpus is.
 
     Under torch.distributed every rank calls this: rank 0 makes it, the others wait for it. Raises ValueError, on every
     rank, with one sentence if the corpus or the cache cannot be used.
     """
+    with nullcontext() if keeps else tempfile.TemporaryDirectory() as scratch:
+        return _opened(name, vocabulary_size, text_column, Path(scratch) if scratch else None)
+
+
+def _opened(name: str, vocabulary_size: int, text_column: str | None, scratch: Path | None) -> TokenizedCorpus:
     outcome: list = [None, None, None]
     cause = None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            corpus = load_corpus(name, text_column).split()
+            corpus = load_corpus(name, text_column, scratch).split()
             for note in corpus.notes:
                 print(note, flush=True)
             left_out = {"duplicate_documents": corpus.duplicates, "empty_documents": corpus.empty}
             origin = {"corpus": corpus.name, "sources": corpus.sources, "left_out": left_out, "notes": corpus.notes}
-            outcome = [_tokenized(corpus, vocabulary_size), origin, None]
+            outcome = [_tokenized(corpus, vocabulary_size, scratch), origin, None]
         except ValueError as error:
             outcome, cause = [None, None, str(error)], error
     if dist.is_initialized():
@@ -154,11 +171,14 @@ def open_corpus(name: str, vocabulary_size: int = 8192, text_column: str | None 
     directory, origin, failure = outcome
     if failure:
         raise ValueError(failure) from cause
-    return TokenizedCorpus.open(directory, origin)
+    tokenized = TokenizedCorpus.open(directory, origin)
+    if scratch is not None and dist.is_initialized():
+        dist.barrier()  # before rank 0 removes the files
+    return tokenized
 
 
-def _tokenized(corpus: Corpus, vocabulary_size: int) -> Path:
-    """The corpus's folder in the cache. It appears there whole or not at all."""
+def _tokenized(corpus: Corpus, vocabulary_size: int, scratch: Path | None) -> Path:
+    """The corpus's folder in the cache, where it appears whole or not at all; else one made in `scratch`."""
     if vocabulary_size < 256:
         raise ValueError(f"A vocabulary of {vocabulary_size} is too small: letters alone need 256; 8192 is usual.")
     identity = hashlib.sha256(repr((CACHE_FORMAT, tokenizers.__version__, vocabulary_size)).encode())
@@ -167,6 +187,8 @@ def _tokenized(corpus: Corpus, vocabulary_size: int) -> Path:
     directory = cache_root() / "bing_bert" / identity.hexdigest()[:32]
     if directory.exists():
         return directory
+    if scratch is not None:
+        directory = scratch / directory.name
     partial = directory.with_suffix(".partial")
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, field
 from functools import partial
 from pathlib import Path
@@ -32,11 +32,15 @@ from device import DEVICE, DEVICE_SENTENCE  # sets what DeepSpeed will use, so i
 # isort: split
 import ds_sparse
 from ds_sparse.drawing import draw, save_drawing
+from ds_sparse.plan.utilisation import in_words
 from ds_sparse.ranks import rank
 
 import checkpoints
+import dry_run
 import run_folders
-from data import Batch, PretrainingData, open_corpus
+import universal
+from curves import draw_loss_curve
+from data import DROPOUT, Batch, PretrainingData, draw_seed, open_corpus
 from deepspeed_json import adapt_to_device, check_for_deepspeed, load_kernels, read_deepspeed_config
 from files import reason
 from masked_lines import MaskedLines
@@ -44,13 +48,15 @@ from modeling import BertConfig, BertForPreTrainingPreLN, parameter_groups
 from report import (
     Metrics,
     Progress,
-    draw_loss_curve,
     forget_peak_memory,
+    median_figures,
     mistakes,
     peak_memory_gib,
     read_metrics,
     say,
 )
+from run_page import write_page
+from training_run import DENSE, SPARSE, Ended, TrainingRun
 
 STARTED = time.monotonic()
 HERE = Path(__file__).resolve().parent
@@ -130,6 +136,11 @@ def parse_arguments() -> argparse.Namespace:
         action="store_true",
         help="--resume where --output-dir has a run, else start one: for jobs that a scheduler starts again",
     )
+    option(
+        "dry-run",
+        action="store_true",
+        help="say what the run would do, and what it costs as far as that is known; train, write and download nothing",
+    )
     option("save-steps", metavar="N", type=int, default=100, help="steps between checkpoints (default: 100)")
     option("eval-steps", metavar="N", type=int, default=100, help="steps between held-out losses (default: 100)")
     option("eval-sequences", metavar="N", type=int, default=32, help="held-out sequences (default: 32)")
@@ -194,49 +205,22 @@ class Outcome(NamedTuple):
     """What stopped the run, or 0."""
 
 
-def terms_of(
-    name: str,
-    args: argparse.Namespace,
-    model_config: BertConfig,
-    deepspeed_config: dict[str, Any],
-    data: PretrainingData,
-) -> dict[str, Any]:
-    """What has to be equal for a run to continue; plain JSON values."""
-    manifest = data.manifest()
-    return {
-        "sparse": name == "sparse",
-        "deepspeed_config": deepspeed_config,
-        "model": model_config.model_dump(),
-        "data": manifest["cache_entry"],
-        "eval_sequences": manifest["eval_sequences"],
-        "max_seq_length": args.max_seq_length,
-        "max_predictions_per_seq": data.max_predictions_per_seq,
-        "warmup_steps": args.warmup_steps,
-        "seed": args.seed,
-        "ranks": dist.get_world_size(),
-    }
-
-
 def pretrain(
-    name: str,
-    args: argparse.Namespace,
-    terms: dict[str, Any],
-    model_config: BertConfig,
-    data: PretrainingData,
+    run: TrainingRun,
     lines: MaskedLines,
-    folder: Path,
     checkpoint: checkpoints.Checkpoint | None,
     position: Position,
     max_steps: int | None,
     deadline: float,
 ) -> Outcome:
-    """One training run into `folder`, from its start, or from `checkpoint`, which is at `position`.
+    """Trains from the start, or from `checkpoint`, which is at `position`.
 
     It ends after `max_steps`, or before a step that could pass `deadline` (seconds of time.monotonic).
     """
     forget_peak_memory()
+    name, args, data, folder = run.name, run.args, run.data, run.folder
     resumed = checkpoint is not None
-    engine, position.layout_seed = build_engine(args, terms, model_config, data, folder, position.layout_seed)
+    engine, position.layout_seed = build_engine(run, position.layout_seed)
     if resumed:
         checkpoints.load(engine, checkpoint)
         say(f"{name}: continuing after step {position.step} of {folder}")
@@ -249,6 +233,7 @@ def pretrain(
     if dist.get_rank() == 0:
         metrics = Metrics(folder / "metrics.jsonl", position.step if resumed else None, engine)
         progress = Progress(name, position.step, max_steps, deadline - time.monotonic(), args.print_steps)
+    work = run.work()
 
     def evaluate() -> None:
         started = time.monotonic()
@@ -260,7 +245,7 @@ def pretrain(
         say(f"{name}: step {position.step}  held-out loss {position.held_out_loss:.4f}")
 
     def save() -> None:
-        checkpoints.save(engine, folder / "checkpoints", position.step, terms, asdict(position))
+        checkpoints.save(engine, run.checkpoints, position.step, run.terms(), asdict(position))
 
     position.finished = max_steps is not None and position.step >= max_steps
     if position.finished or not resumed:
@@ -270,7 +255,7 @@ def pretrain(
     slowest_step, stopped_by = 0.0, 0
     while not position.finished and not stopped_by:
         started = time.monotonic()
-        mlm_loss, nsp_loss = train_step(engine, batches)
+        mlm_loss, nsp_loss = train_step(engine, batches, args.seed, position.step)
         skipped = engine.fp16_enabled() and not engine.was_step_applied()
         if not math.isfinite(mlm_loss) and not skipped:
             raise ValueError(f"The loss is {mlm_loss} after step {position.step}; lower the learning rate in the JSON.")
@@ -284,13 +269,13 @@ def pretrain(
         step_seconds = time.monotonic() - started
         slowest_step = max(slowest_step, step_seconds)
         if metrics is not None:
-            tokens_per_second, memory = global_batch * args.max_seq_length / step_seconds, peak_memory_gib()
+            figures, memory = work.figures(step_seconds), peak_memory_gib()
             metrics.add(
                 step=position.step, mlm_loss=mlm_loss, nsp_loss=nsp_loss, learning_rate=engine.get_lr()[0],
-                tokens_per_second=round(tokens_per_second, 1), memory_gib=round(memory, 3),
+                memory_gib=round(memory, 3), **figures,
                 **({"skipped_steps": position.skipped_steps} if engine.fp16_enabled() else {}),
             )  # fmt: skip
-            progress.show(position.step, mlm_loss, tokens_per_second, memory)
+            progress.show(position.step, mlm_loss, figures, memory)
         out_of_time = time.monotonic() + 2 * slowest_step + position.evaluation_seconds > deadline
         finished, stopped_by = agree(out_of_time or position.step == max_steps)
         position.finished = finished and not stopped_by
@@ -304,36 +289,17 @@ def pretrain(
     return Outcome(position, metrics.records if metrics is not None else [], stopped_by)
 
 
-def build_engine(
-    args: argparse.Namespace,
-    terms: dict[str, Any],
-    model_config: BertConfig,
-    data: PretrainingData,
-    folder: Path,
-    layout_seed: int | None,
-) -> tuple[Any, int | None]:
+def build_engine(run: TrainingRun, layout_seed: int | None) -> tuple[Any, int | None]:
     """The DeepSpeed engine with a new model, and the seed of the model's layout.
 
-    The model starts near the unigram cross-entropy, as the biases of its output are the unigram log-probabilities.
     `layout_seed` is that of an earlier start of the run, whose random blocks are drawn again.
     """
-    deepspeed_config = copy.deepcopy(terms["deepspeed_config"])
-    if layout_seed is not None:
-        deepspeed_config["sparse_attention"]["seed"] = layout_seed
-    if args.compare_dense and not terms["sparse"]:
-        deepspeed_config.pop("sparse_attention", None)  # the block is off by design: nobody needs a line about it
-    args = argparse.Namespace(**vars(args))
-    args.deepspeed_config, args.deepspeed_sparse_attention = deepspeed_config, terms["sparse"]
-
-    torch.manual_seed(args.seed)
-    model = BertForPreTrainingPreLN(model_config, args)
-    unigram = data.unigram_log_probabilities
-    unused_rows = len(model.decoder_bias) - len(unigram)
-    model.decoder_bias.data.copy_(F.pad(unigram, (0, unused_rows), value=unigram.min().item()))
+    args = arguments_of(run, layout_seed)
+    model = build_model(run, args)
     structures = model.bert.sparse_attention_config
-    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    run.checkpoints.mkdir(parents=True, exist_ok=True)
     if structures is not None:
-        show_layouts(model, args.max_seq_length, folder)
+        show_layouts(model, args.max_seq_length, run.folder)
 
     def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(args.warmup_steps, step))
@@ -341,22 +307,51 @@ def build_engine(
     engine, *_ = ds_sparse.initialize(
         args=args,
         model=model,
-        model_parameters=parameter_groups(model, deepspeed_config["optimizer"]["params"].get("weight_decay", 0.0)),
-        lr_scheduler=None if deepspeed_config.get("scheduler") else schedule,
+        model_parameters=parameter_groups(model, run.config["optimizer"]["params"].get("weight_decay", 0.0)),
+        lr_scheduler=None if run.config.get("scheduler") else schedule,
     )
-    torch.manual_seed(args.seed + dist.get_rank())
     seeds = [structure.seed for structure in structures or () if getattr(structure, "seed", None) is not None]
     return engine, next(iter(seeds), None)
 
 
-def train_step(engine: Any, batches: Iterator[Batch]) -> tuple[float, float]:
-    """One optimizer step; the masked-LM and next-sentence losses before it, in nats, means over all ranks."""
+def arguments_of(run: TrainingRun, layout_seed: int | None) -> argparse.Namespace:
+    """The options, with the DeepSpeed JSON of this run as an object."""
+    config = copy.deepcopy(run.config)
+    if layout_seed is not None:
+        config["sparse_attention"]["seed"] = layout_seed
+    if run.args.compare_dense and not run.is_sparse:
+        config.pop("sparse_attention", None)  # the block is off by design: nobody needs a line about it
+    args = argparse.Namespace(**vars(run.args))
+    args.deepspeed_config, args.deepspeed_sparse_attention = config, run.is_sparse
+    return args
+
+
+def build_model(run: TrainingRun, args: argparse.Namespace) -> BertForPreTrainingPreLN:
+    """A new model. It starts near the unigram cross-entropy, as the biases of its output are the unigram
+    log-probabilities."""
+    torch.manual_seed(args.seed)
+    model = BertForPreTrainingPreLN(run.model_config, args)
+    unigram = run.data.unigram_log_probabilities
+    unused_rows = len(model.decoder_bias) - len(unigram)
+    model.decoder_bias.data.copy_(F.pad(unigram, (0, unused_rows), value=unigram.min().item()))
+    return model
+
+
+def train_step(engine: Any, batches: Iterator[Batch], seed: int, step: int) -> tuple[float, float]:
+    """The optimizer step after `step` of them; the masked-LM and next-sentence losses before it, in nats, means over
+    all ranks.
+
+    What dropout draws follows from the seed and the number of the micro-batch, so a run goes on as it would have,
+    on other ranks too.
+    """
     losses = torch.zeros(2, device=DEVICE)
     accumulation = engine.gradient_accumulation_steps()
     engine.train()
     # In fp16 without ZeRO, DeepSpeed takes the loss scale off gradients that never had it (its pull request 8393).
     lacks_scale = engine.fp16_enabled() and engine.zero_optimization_stage() == 0
-    for _ in range(accumulation):
+    for turn in range(accumulation):
+        number = (step * accumulation + turn) * dist.get_world_size() + dist.get_rank()
+        torch.manual_seed(draw_seed(DROPOUT, seed, number))
         result = engine(next(batches).to(DEVICE))
         if lacks_scale:
             gradient = engine.optimizer.loss_scale / accumulation
@@ -427,18 +422,19 @@ def agree(finished: bool) -> tuple[bool, int]:
     return bool(decision[0]), int(decision[1])
 
 
-def run_folder(output_dir: Path, resume: bool, or_start: bool) -> Path:
-    """The newest run of output_dir to resume, or a new folder, the same on every rank; `or_start`: also a new one where
-    there is none to resume.
+def run_folder(args: argparse.Namespace) -> Path:
+    """The newest run of --output-dir to resume, or a new folder, the same on every rank. A dry run makes none.
 
     Raises:
         ValueError: there is nothing to resume, or the folder cannot be made.
     """
     outcome: list[Any] = [None, None]
+    output_dir = Path(args.output_dir)
     if dist.get_rank() == 0:
+        new = run_folders.next_run_folder if args.dry_run else run_folders.new_run_folder
+        starts = not args.resume or (args.resume_or_start and not run_folders.has_runs(output_dir))
         try:
-            resume = resume and not (or_start and not run_folders.has_runs(output_dir))
-            outcome[0] = run_folders.newest_run_folder(output_dir) if resume else run_folders.new_run_folder(output_dir)
+            outcome[0] = new(output_dir) if starts else run_folders.newest_run_folder(output_dir)
         except OSError as error:
             outcome[1] = f"--output-dir {output_dir} cannot be used: {error.strerror}; give another folder."
         except ValueError as error:
@@ -448,6 +444,20 @@ def run_folder(output_dir: Path, resume: bool, or_start: bool) -> Path:
     if failure:
         raise ValueError(failure)
     return folder
+
+
+def find_checkpoint(run: TrainingRun) -> checkpoints.Checkpoint | None:
+    """The checkpoint that a run to be resumed continues from; None, and a line, where it has none yet.
+
+    Raises:
+        ValueError: it is damaged, of other terms, or cannot be moved to this number of ranks.
+    """
+    found = checkpoints.find(run.checkpoints, run.terms())
+    if found is None:
+        say(f"{run.name}: {run.folder.parent} has no checkpoint of it yet; it starts from step 0.")
+    else:
+        universal.require_movable(run.config, found.ranks, dist.get_world_size(), run.args.deepspeed_config)
+    return found
 
 
 def is_done(name: str, position: Position, max_steps: int | None, args: argparse.Namespace) -> bool:
@@ -471,23 +481,27 @@ def main() -> int:
     config = read_deepspeed_config(args, model_config.num_attention_heads, model_config.num_hidden_layers)
     ds_sparse.init_distributed(verbose=False)
     config = adapt_to_device(config, DEVICE)
-    load_kernels(check_for_deepspeed(config, args.deepspeed_config), args.deepspeed_config)
+    optimizer = check_for_deepspeed(config, args.deepspeed_config)
+    if not args.dry_run:
+        load_kernels(optimizer, args.deepspeed_config)
 
-    corpus = open_corpus(args.corpus, model_config.vocab_size, args.text_column)
+    corpus = open_corpus(args.corpus, model_config.vocab_size, args.text_column, keeps=not args.dry_run)
     data = PretrainingData(corpus, args.max_seq_length, args.seed, args.max_predictions_per_seq, args.eval_sequences)
     model_config = model_config.model_copy(update={"vocab_size": corpus.padded_vocabulary_size})
     say(data.describe())
 
-    names = ["sparse" if args.deepspeed_sparse_attention else "dense"] + ["dense"] * args.compare_dense
-    folder = run_folder(Path(args.output_dir), args.resume, args.resume_or_start)
-    terms = {name: terms_of(name, args, model_config, config, data) for name in names}
-    found: dict[str, checkpoints.Checkpoint | None] = dict.fromkeys(names)
-    if args.resume:
-        for name in names:
-            found[name] = checkpoints.find(folder / name / "checkpoints", terms[name])
-            if found[name] is None:
-                say(f"{name}: {folder} has no checkpoint of it yet; it starts from step 0.")
-    positions = {name: Position.of(found[name]) for name in names}
+    names = [SPARSE if args.deepspeed_sparse_attention else DENSE] + [DENSE] * args.compare_dense
+    folder = run_folder(args)
+    runs = [TrainingRun(name, args, config, model_config, data, folder / name) for name in names]
+    found = [find_checkpoint(run) if args.resume else None for run in runs]
+    positions = [Position.of(checkpoint) for checkpoint in found]
+    if args.dry_run:
+        for run, checkpoint, position in zip(runs, found, positions):
+            with torch.device("meta"):
+                model = build_model(run, arguments_of(run, position.layout_seed))
+            done = checkpoint is not None and is_done(run.name, position, args.max_steps, args)
+            dry_run.describe(run, model, position.step, done)
+        return 0
     if dist.get_rank() == 0:
         data.write_manifest(folder)
 
@@ -496,46 +510,62 @@ def main() -> int:
     torch.use_deterministic_algorithms(not args.nondeterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False
     outcomes: dict[str, Outcome] = {}
-    for number, name in enumerate(names):
-        checkpoint, position, now = found[name], positions[name], time.monotonic()
-        deadline = now + (STARTED + args.max_minutes * 60 - now) / (len(names) - number)
-        max_steps = outcomes["sparse"].position.step if number else args.max_steps
+    for number, (run, checkpoint, position) in enumerate(zip(runs, found, positions)):
+        name, now = run.name, time.monotonic()
+        deadline = now + (STARTED + args.max_minutes * 60 - now) / (len(runs) - number)
+        max_steps = outcomes[SPARSE].position.step if number else args.max_steps
         if checkpoint is not None and is_done(name, position, max_steps, args):
             say(f"{name}: nothing left to train, {position.step} steps are done; a larger --max-steps continues.")
-            outcomes[name] = Outcome(position, read_metrics(folder / name / "metrics.jsonl", before=position.step + 1))
+            outcomes[name] = Outcome(position, read_metrics(run.folder / "metrics.jsonl", before=position.step + 1))
             continue
-        outcome = pretrain(
-            name, args, terms[name], model_config, data, lines, folder / name, checkpoint, position, max_steps, deadline
-        )
+        outcome = pretrain(run, lines, checkpoint, position, max_steps, deadline)
         if outcome.signal:
             say(f"Stopped by signal {outcome.signal} after step {outcome.position.step}; continue with --resume.")
             return 128 + outcome.signal
         outcomes[name] = outcome
-    show_results(outcomes, data.held_out_unigram_cross_entropy, lines, folder)
+    show_results(outcomes, data.held_out_unigram_cross_entropy, lines)
+    if dist.get_rank() == 0:
+        draw_results(runs, outcomes, data.held_out_unigram_cross_entropy, lines, folder)
     dist.barrier()
     return 0
 
 
-def show_results(outcomes: dict[str, Outcome], unigram: float, lines: MaskedLines, folder: Path) -> None:
-    """Prints each run's held-out loss beside the unigram cross-entropy, what it fills in, and draws the curves."""
-    for name, (position, *_) in outcomes.items():
+def show_results(outcomes: dict[str, Outcome], unigram: float, lines: MaskedLines) -> None:
+    """Prints each run's held-out loss beside the unigram cross-entropy, its speed, and what it fills in."""
+    for name, (position, records, *_) in outcomes.items():
         distance = position.held_out_loss - unigram
         say(
             f"{name}: held-out masked-LM loss {position.held_out_loss:.4f} nats after {position.step} steps, "
             f"{abs(distance):.4f} {'below' if distance < 0 else 'above'} the unigram cross-entropy {unigram:.4f} of "
             "the same positions"
         )
+        if figures := median_figures(records):
+            say(f"{name}: {in_words(figures)}, in the median step")
         if position.skipped_steps:
             say(f"{name}: {position.skipped_steps} of the steps overflowed in fp16 and were skipped.")
     if lines.lines:
         say("Held-out lines with masked words, and what fills them in:")
-        say(lines.beside({name: outcome.position.filled_in for name, outcome in outcomes.items()}))
+        say(filled_in(lines, outcomes))
     steps = [outcome.position.step for outcome in outcomes.values()]
     if steps[-1] < steps[0]:
         say(f"dense trained {steps[-1]} of the {steps[0]} steps of sparse in its time; --resume trains the rest.")
-    if dist.get_rank() == 0:
-        draw_loss_curve(folder / "loss.png", {name: outcome.records for name, outcome in outcomes.items()}, unigram)
-        say(f"Loss curve: {folder / 'loss.png'}; figures by step: {folder}/*/metrics.jsonl")
+
+
+def draw_results(
+    runs: Sequence[TrainingRun], outcomes: dict[str, Outcome], unigram: float, lines: MaskedLines, folder: Path
+) -> None:
+    """Draws the loss curve, and writes the page of the run."""
+    draw_loss_curve(folder / "loss.png", {name: outcome.records for name, outcome in outcomes.items()}, unigram)
+    ended = []
+    for run in runs:
+        position, records, _ = outcomes[run.name]
+        ended.append(Ended(run, position.step, position.held_out_loss, position.layout_seed, records))
+    write_page(folder / "report.html", ended, unigram, filled_in(lines, outcomes))
+    say(f"Report: {folder / 'report.html'}; loss curve: {folder / 'loss.png'}; by step: {folder}/*/metrics.jsonl")
+
+
+def filled_in(lines: MaskedLines, outcomes: dict[str, Outcome]) -> str:
+    return lines.beside({name: outcome.position.filled_in for name, outcome in outcomes.items()})
 
 
 if __name__ == "__main__":

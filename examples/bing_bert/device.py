@@ -28,4 +28,9 @@ def choose_device() -> tuple[torch.device, str]:
     return torch.device("cpu"), f"Training on the CPU with {torch.get_num_threads()} threads: {why}."
 
 
+def device_name() -> str:
+    """The GPU as its driver names it, or CPU."""
+    return torch.cuda.get_device_name(DEVICE) if DEVICE.type == "cuda" else "CPU"
+
+
 DEVICE, DEVICE_SENTENCE = choose_device()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import random
+import pickle
 import re
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
@@ -21,11 +20,17 @@ from files import reason
 
 # What DeepSpeed's files hold beside tensors and plain values, whatever the ZeRO stage and the precision.
 _DEEPSPEED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
-# Checkpoints of earlier versions have NumPy's random state as an array, pickled by NumPy 1 or 2.
+# Checkpoints of earlier versions have random states, NumPy's as an array that NumPy 1 or 2 pickled.
 _ARRAY = numpy.zeros(0, numpy.uint32)
 _RECONSTRUCT = _ARRAY.__reduce__()[0]
 _NUMPY = [numpy.ndarray, numpy.dtype, type(_ARRAY.dtype), _RECONSTRUCT]
 _NUMPY_1 = [(_RECONSTRUCT, "numpy.core.multiarray._reconstruct")]
+
+LOADING_ERRORS = (
+    AssertionError, AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, ValueError,
+    pickle.UnpicklingError,
+)  # fmt: skip
+"""What stops DeepSpeed from reading a file that is not as it wrote it."""
 
 
 @contextmanager
@@ -62,26 +67,3 @@ def why(error: BaseException) -> str:
         return f"it asks for {asked[1]}, which is no plain data"
     detail = re.search(r"WeightsUnpickler error: (.+)", str(error))
     return detail[1] if detail else reason(error)
-
-
-def random_states() -> dict[str, Any]:
-    """The states of this rank's generators, as tensors and plain values."""
-    name, keys, *rest = numpy.random.get_state()
-    states = {
-        "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(keys), *rest),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def restore_random_states(states: dict[str, Any]) -> None:
-    """Takes what `random_states` gave, and the array of NumPy's in checkpoints of earlier versions."""
-    name, keys, *rest = states["numpy"]
-    random.setstate(states["python"])
-    numpy.random.set_state((name, numpy.asarray(keys), *rest))
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])

@@ -1,4 +1,4 @@
-"""What a run shows: one progress bar or plain lines, metrics.jsonl, TensorBoard where installed, the loss curve.
+"""What a run shows: one progress bar or plain lines, metrics.jsonl, TensorBoard where installed, peak memory.
 
 Weights & Biases, Comet and CSV files are DeepSpeed's, by the keys of its JSON; they get the same figures."""
 
@@ -6,17 +6,19 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import resource
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 from tqdm import tqdm
 
+from ds_sparse.plan.utilisation import MFU, TFLOPS, TOKENS, in_words
 from ds_sparse.ranks import rank
 
 from files import write_atomically
@@ -125,8 +127,8 @@ class Progress:
             self.bar = tqdm(total=1.0, desc=label, bar_format="{desc} {percentage:3.0f}%|{bar}| {postfix}", leave=True)
         self.prints_lines = self.bar is None or not sys.stdout.isatty()
 
-    def show(self, step: int, loss: float, tokens_per_second: float, memory_gib: float) -> None:
-        """Shows a step that was trained, so `step` is after `first_step`."""
+    def show(self, step: int, loss: float, figures: Mapping[str, float], memory_gib: float) -> None:
+        """Shows a step that was trained, so `step` is after `first_step`; `figures` are its `StepWork.figures`."""
         elapsed = time.monotonic() - self.started
         left = self.seconds - elapsed
         done = elapsed / self.seconds if left > 0 else 1.0
@@ -134,10 +136,7 @@ class Progress:
             by_steps = (step - self.first_step) / (self.max_steps - self.first_step)
             done, left = max(done, by_steps), min(left, elapsed * (1 / by_steps - 1))
         minutes, seconds = divmod(max(0, int(left)), 60)
-        text = (
-            f"step {step}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {memory_gib:.2f} GiB  "
-            f"{minutes}:{seconds:02d} left"
-        )
+        text = f"step {step}  loss {loss:.4f}  {in_words(figures)}  {memory_gib:.2f} GiB  {minutes}:{seconds:02d} left"
         if self.bar is not None:
             self.bar.n = done
             self.bar.set_postfix_str(text)
@@ -147,6 +146,14 @@ class Progress:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
+
+
+def median_figures(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What `StepWork.figures` gave of each step, in the median step; empty where no step was recorded with it."""
+    steps = [record for record in records if TFLOPS in record]
+    return {
+        name: median(record[name] for record in steps) for name in (TOKENS, TFLOPS, MFU) if steps and name in steps[-1]
+    }
 
 
 def forget_peak_memory() -> None:
@@ -162,30 +169,3 @@ def peak_memory_gib() -> float:
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-def draw_loss_curve(path: Path, runs: dict[str, list[dict[str, Any]]], unigram: float) -> None:
-    """Masked-LM loss by step, training and held-out, one colour a run, beside the unigram cross-entropy. PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5), dpi=120)
-    for colour, (label, records) in zip(("tab:blue", "tab:orange"), runs.items()):
-        training = [(record["step"], record["mlm_loss"]) for record in records if "mlm_loss" in record]
-        held_out = [
-            (record["step"], record["held_out_mlm_loss"]) for record in records if "held_out_mlm_loss" in record
-        ]
-        axes.plot(*zip(*training), color=colour, alpha=0.35, linewidth=1, label=f"{label}, training")
-        axes.plot(*zip(*held_out), color=colour, marker="o", markersize=3, label=f"{label}, held out")
-    axes.axhline(unigram, color="black", linestyle="--", linewidth=1, label="unigram cross-entropy, held out")
-    axes.set_xlabel("step")
-    axes.set_ylabel("masked-LM loss (nats per token)")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    temporary = path.with_name(f".{path.name}")
-    figure.savefig(temporary, format="png")
-    pyplot.close(figure)
-    os.replace(temporary, path)

@@ -24,10 +24,13 @@ import transformers
 import bing_bert_modules  # noqa: F401 - makes those below importable
 
 # isort: split
-from device import DEVICE, DEVICE_SENTENCE  # sets what DeepSpeed will use, so it comes before imports of DeepSpeed
+from device import DEVICE, DEVICE_SENTENCE, device_name  # before DeepSpeed, as it sets what that will use
 
 # isort: split
 import ds_sparse
+from ds_sparse.plan.model import model_of_config
+from ds_sparse.plan.settings import read_settings
+from ds_sparse.plan.utilisation import StepWork, in_words
 from ds_sparse.ranks import rank
 
 import run_folders
@@ -35,7 +38,7 @@ from byte_text import Text, readable
 from corpus import load_corpus
 from deepspeed_json import adapt_to_device, check_for_deepspeed, load_kernels, read_deepspeed_config
 from modeling import parameter_groups
-from report import Progress, forget_peak_memory, peak_memory_gib, say
+from report import Progress, forget_peak_memory, median_figures, peak_memory_gib, say
 
 STARTED = time.monotonic()
 HERE = Path(__file__).resolve().parent
@@ -88,7 +91,8 @@ def check_json(config: dict[str, Any], source: str) -> None:
 class Outcome(NamedTuple):
     steps: int
     held_out_loss: float
-    tokens_per_second: float
+    figures: dict[str, float]
+    """`StepWork.figures` of the median step."""
     text: str
     """What the model generates after the prompt."""
 
@@ -106,10 +110,10 @@ def train(
     """One training run, to `max_steps`, or until a step could pass `deadline` (seconds of time.monotonic)."""
     forget_peak_memory()
     engine = build_engine(name, args, config, model_config)
-    micro_batch, global_batch = engine.train_micro_batch_size_per_gpu(), engine.train_batch_size()
-    batches = text.batches(micro_batch, dist.get_rank(), dist.get_world_size())
+    batches = text.batches(engine.train_micro_batch_size_per_gpu(), dist.get_rank(), dist.get_world_size())
     started = time.monotonic()
     progress = Progress(name, 0, max_steps, deadline - started, args.print_steps)
+    work, all_figures = step_work(name, args, config, model_config), []
     step, slowest_step, finished = 0, 0.0, False
     while not finished:
         began = time.monotonic()
@@ -118,14 +122,24 @@ def train(
             raise ValueError(f"The loss is {loss} after step {step}; lower the learning rate in the JSON.")
         step, seconds = step + 1, time.monotonic() - began
         slowest_step = max(slowest_step, seconds)
+        all_figures.append(work.figures(seconds))
         if dist.get_rank() == 0:
-            progress.show(step, loss, global_batch * args.max_seq_length / seconds, peak_memory_gib())
+            progress.show(step, loss, all_figures[-1], peak_memory_gib())
         finished = agree(time.monotonic() + 3 * slowest_step > deadline or step == max_steps)
-    tokens_per_second = step * global_batch * args.max_seq_length / (time.monotonic() - started)
     progress.close()
     if dist.get_rank() == 0:
         engine.module.save_pretrained(folder / name)
-    return Outcome(step, held_out_loss(engine, text), tokens_per_second, generated(engine, text, args))
+    return Outcome(step, held_out_loss(engine, text), median_figures(all_figures), generated(engine, text, args))
+
+
+def step_work(
+    name: str, args: argparse.Namespace, config: dict[str, Any], model_config: transformers.GPTNeoXConfig
+) -> StepWork:
+    """What a step of the sparse or the dense run computes."""
+    block = config.get("sparse_attention") if name == "sparse" else None
+    model = model_of_config(args.config_file, "gpt_neox", model_config.to_dict())
+    settings = read_settings(config, args.deepspeed_config, gpus=dist.get_world_size())
+    return StepWork.of(block, args.deepspeed_config, model, settings, args.max_seq_length, device_name())
 
 
 def build_engine(
@@ -239,7 +253,7 @@ def show_results(outcomes: dict[str, Outcome], text: Text, args: argparse.Namesp
     for name, outcome in outcomes.items():
         say(
             f"{name}: held-out loss {outcome.held_out_loss:.4f} nats a byte after {outcome.steps} steps, "
-            f"{outcome.tokens_per_second:,.0f} bytes/s; the unigram cross-entropy is {unigram:.4f}"
+            f"{in_words(outcome.figures)}, a token being a byte; the unigram cross-entropy is {unigram:.4f}"
         )
     if args.generate:
         prompt = readable(text.held_out[0, : args.max_seq_length // 2])

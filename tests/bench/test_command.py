@@ -16,6 +16,7 @@ from ds_sparse.bench import (
     packed_cases,
     packed_peers,
     peers,
+    sequence_results,
     tokens,
     window,
 )
@@ -24,7 +25,7 @@ from ds_sparse.bench.operations import Row
 from ds_sparse.bench.runs import WIDTH
 from ds_sparse.cli import main
 
-OPERATIONS = ("matmul", "attention", "window", "packed", "tokens", "bert", "modernbert")
+OPERATIONS = ("matmul", "attention", "window", "packed", "tokens", "bert", "modernbert", "sequence")
 WIDEST = (1.23e-5, 0.123, 123.4, 98765.4)
 
 
@@ -140,3 +141,13 @@ def test_tables_of_packed_documents_fit(number):
         modernbert_results.Row(name, number, 1, 1e3 * number, number, 20) for name in modernbert_results.ATTENTIONS
     ]
     assert len(widest(modernbert_results.table(case, steps))) <= WIDTH
+
+
+@pytest.mark.parametrize("number", WIDEST)
+def test_tables_of_sequences_fit(number):
+    case = sequence_results.Case(1 << 20, "longformer-64", "bf16", "cuda", 2, sequence_results.CHECKPOINTED, 64)
+    row = sequence_results.Row(
+        8, sequence_results.DATA, number, 1e3 * number, 0.987, number, number, loss_alone=number, rounds=20
+    )
+    assert len(widest(sequence_results.table([(case, row)]))) <= WIDTH
+    assert len(next(sequence_results.lines(case, row))) <= WIDTH

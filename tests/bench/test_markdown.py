@@ -5,7 +5,17 @@ import re
 
 import pytest
 
-from ds_sparse.bench import attention, bert_results, markdown, matmul, modernbert_results, packed, tokens, window
+from ds_sparse.bench import (
+    attention,
+    bert_results,
+    markdown,
+    matmul,
+    modernbert_results,
+    packed,
+    sequence_results,
+    tokens,
+    window,
+)
 from ds_sparse.bench.cases import Case
 from ds_sparse.bench.machine import BACKWARD, DIRECTIONS, FORWARD, TRAIN
 from ds_sparse.bench.operations import Row
@@ -63,6 +73,18 @@ RESULTS = {
                 modernbert_results.Row("floor", 100.0, 1.0, 3.2e5, 20.1, 3),
                 modernbert_results.Row("ds_sparse", 110.0, 0.91, 3e5, 21.2, 3),
                 modernbert_results.Row("flash_attention_4", reason="not installed"),
+            ],
+        )
+    ],
+    "sequence": [
+        (
+            sequence_results.Case(16384, "bigbird-64", "bf16", "cuda", 2),
+            [
+                sequence_results.Row(1, "alone", 40.0, 4e5, None, 5.25, 10.5, 1.5, rounds=3),
+                sequence_results.Row(
+                    2, "sequence", 25.0, 6.5e5, 0.8, 3.25, 10.5, 1.5, 10.5001, 1.5, {"attention": 10.0}, {"loss": 0.125}
+                ),
+                sequence_results.Row(2, "data", reason="out of memory"),
             ],
         )
     ],
@@ -187,6 +209,16 @@ def cells(text):
                 ["`ds_sparse`", "110", "91 %", "300,000", "21.2"],
             ],
             "",
+        ),
+        (
+            "sequence",
+            [
+                ["16,384", "1", "40.0", "400,000", "", "5.2", "10.5000", ""],
+                ["16,384", "2, one sequence", "25.0", "650,000", "80 %", "3.2", "10.5000", "10.5001"],
+                ["16,384", "2, one sequence", "10.0"],
+                ["16,384", "2, one sequence", "0.12"],
+            ],
+            "- bigbird-64, bf16, ZeRO 2, activations kept",
         ),
         (
             "bert",

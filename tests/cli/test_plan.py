@@ -68,6 +68,16 @@ def test_options_count_for_what_the_json_says(capsys):
     assert found["step"]["checkpoints"] > 0
 
 
+def test_ranks_share_a_sequence_as_the_json_says(capsys, tmp_path):
+    shared = tmp_path / "ds.json"
+    shared.write_text(json.dumps(json.loads(Path(TRAINED).read_text()) | {"sequence_parallel_size": 4}))
+    alone, found = planned(capsys, "--gpus", "4"), planned(capsys, file=str(shared))
+    assert (found["settings"]["ranks"], found["settings"]["gpus"], found["tokens"]) == (4, 4, alone["tokens"] / 4)
+    assert found["memory"]["logits"] == alone["memory"]["logits"] / 4
+    assert alone["step"]["exchange"] == 0 < found["step"]["exchange"]
+    assert found["advice"]["settings"]["ranks"] == 1
+
+
 def test_an_h200_takes_the_committed_rates_and_its_own_memory(capsys, gpu, measured):
     gpu("NVIDIA H200")
     assert planned(capsys)["memory_gib"] == 80

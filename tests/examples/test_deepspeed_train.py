@@ -33,7 +33,7 @@ sys.path.insert(0, sys.argv[1])
 import deepspeed_train
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 CPU_Accelerator.is_fp16_supported = lambda self: True  # PyTorch has it on every CPU, if slowly
-deepspeed_train.save_drawing = deepspeed_train.draw_loss_curve = lambda *_: None  # they take longer than the training
+deepspeed_train.save_drawing = deepspeed_train.draw_results = lambda *_: None  # they take longer than the training
 for arguments in json.loads(sys.argv[2]):
     sys.argv, printed = ["deepspeed_train.py", *arguments], io.StringIO()
     try:
@@ -239,6 +239,9 @@ def test_a_run_shows_layout_losses_and_the_unigram_line(one_rank):
     assert "Training on the CPU" in printed
     folder = output / "0001"
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG") and (folder / "sparse" / "layout.png").exists()
+    page = (folder / "report.html").read_text()
+    assert f"after {STEPS} steps" in page and "srcdoc" in page and "operations on the CPU" in page
+    assert re.search(r"sparse: [\d,]+ tokens/s  [\d.]+ TFLOP/s a rank, in the median step", printed)
     assert json.loads((folder / "manifest.json").read_text())["sequence_length"] == TOKENS
     steps = [step for step, mlm_loss, *_ in losses(output) if mlm_loss is not None]
     assert steps == list(range(1, STEPS + 1))
@@ -254,7 +257,7 @@ def test_a_run_ends_with_masked_lines_and_what_fills_them_in(one_rank, resumed, 
     *_, lines = one_rank[1].partition("Held-out lines with masked words")
     assert lines.count("[MASK]") == 4 * lines.count("the text") > 0
     assert lines.count("\n    sparse    ") == lines.count("the text")
-    assert lines.partition("Loss curve")[0] in resumed["again"][1]  # kept with the checkpoint
+    assert lines.partition("Report: ")[0] in resumed["again"][1]  # kept with the checkpoint
     assert comparison[1].count("\n    sparse    ") == comparison[1].count("\n    dense     ") > 0
 
 
@@ -517,6 +520,43 @@ def test_wrong_arguments_end_in_a_sentence(refused, number):
     ended, printed = refused[number]
     assert ended != 0
     assert WRONG_ARGUMENTS[number][1] in f"{ended}{printed}"
+
+
+@pytest.fixture(scope="module")
+def dry(workplace, one_rank):
+    """Dry runs, by name: how `main` ended and what it printed."""
+    before = checkpoint_files(one_rank[0])
+    flags = ("--deepspeed_sparse_attention", "--dry-run")
+    runs = {
+        "new": (workplace / "dry", *flags, "--compare-dense"),
+        "continues": (one_rank[0], *flags, "--resume", "--max_steps", str(STEPS + 2)),
+        "done": (one_rank[0], *flags, "--resume"),
+        "none": (workplace / "dry", *flags, "--resume"),
+    }
+    found = run_in_one_process(workplace, [command(workplace, *arguments) for arguments in runs.values()])
+    assert checkpoint_files(one_rank[0]) == before and not (workplace / "dry").exists()
+    return dict(zip(runs, found))
+
+
+def test_a_dry_run_says_what_a_run_would_do_and_does_nothing(workplace, dry):
+    ended, printed = dry["new"]
+    assert ended == 0
+    assert re.search(r"sparse: [\d,]+ parameters, trained in fp32\n", printed)
+    assert re.search(r"sparse: layers 0-1: bigbird, block 16, density [\d.]+%\n", printed)
+    assert "dense: layers 0-1: dense\n" in printed
+    assert "a step has 4 sequences, 1,024 tokens, 2 at once, 2 times, on 1 rank, ZeRO 0; an epoch has " in printed
+    assert "TFLOP a step and rank" in printed and "the time of a step is not known" in printed
+    assert f"sparse: starts at step 0, and ends after step {STEPS} or 10 minutes" in printed
+    folder = workplace / "dry" / "0001"
+    for name in ("sparse", "dense"):
+        assert f"{name}: checkpoints every 1 steps in {folder / name / 'checkpoints'}" in printed
+
+
+def test_a_dry_run_says_what_it_would_continue_or_why_it_could_not(dry):
+    ended, printed = dry["continues"]
+    assert ended == 0 and f"continues after step {STEPS}, and ends after step {STEPS + 2}" in printed
+    assert dry["done"][0] == 0 and f"nothing left to train, {STEPS} steps are done" in dry["done"][1]
+    assert "start one without --resume" in dry["none"][0]
 
 
 def test_other_terms_cannot_be_resumed(refused):

@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from plain_data import plain_data_only, random_states, refusal
+from plain_data import plain_data_only, refusal
 
 
 class Code:
@@ -54,8 +54,3 @@ def test_a_damaged_pickle_ends_in_one_line(tmp_path):
         (tmp_path / "file.pt").write_bytes(data[:length])
         sentence = refusal(tmp_path / "file.pt")
         assert sentence and "\n" not in sentence and "PyTorch 2.6" not in sentence
-
-
-def test_random_states_need_no_more_than_pytorch_itself_reads(tmp_path):
-    torch.save(random_states(), tmp_path / "file.pt")
-    assert torch.load(tmp_path / "file.pt", weights_only=True)["numpy"][0] == "MT19937"

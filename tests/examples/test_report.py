@@ -7,7 +7,9 @@ import sys
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from report import Metrics, Progress, draw_loss_curve, mistakes, read_metrics, say
+from report import Metrics, Progress, median_figures, mistakes, read_metrics, say
+
+FIGURES = {"tokens_per_second": 1000.0, "model_tflops": 0.25}
 
 
 class Stream(io.StringIO):
@@ -75,7 +77,6 @@ def test_metrics_that_are_gone_are_missed(tmp_path, capsys, data):
         path.write_bytes(data)
     assert read_metrics(path, before=4) == []
     assert f"{path} has no record of 3 of the 3 steps so far" in capsys.readouterr().out
-    draw_loss_curve(tmp_path / "loss.png", {"sparse": []}, unigram=1.0)
 
 
 def test_whole_metrics_are_read_without_a_word(tmp_path, capsys):
@@ -91,19 +92,30 @@ def test_a_bar_on_a_terminal_and_lines_in_a_file(monkeypatch, out, err):
     monkeypatch.setattr(sys, "stderr", Stream(err))
     progress = Progress("sparse", first_step=4, max_steps=8, seconds=60, print_steps=2)
     for step in (5, 6, 7, 8):
-        progress.show(step, 1.25, 1000.0, 0.5)
+        progress.show(step, 1.25, FIGURES, 0.5)
         say(f"said {step}")
     progress.close()
     printed, bar = sys.stdout.getvalue(), sys.stderr.getvalue()
     assert [line for line in printed.splitlines() if "said" in line] == [f"said {step}" for step in (5, 6, 7, 8)]
     lines = [line.split("  ")[0] for line in printed.splitlines() if "loss 1.2500" in line]
     assert lines == ([] if out and err else ["sparse: step 6", "sparse: step 8"])
+    assert all(
+        "1,000 tokens/s  0.250 TFLOP/s a rank  0.50 GiB" in line for line in printed.splitlines() if "loss" in line
+    )
     assert ("100%" in bar and "step 8  loss 1.2500" in bar) if err else bar == ""
 
 
 def test_progress_where_the_time_is_already_up(capsys):
-    Progress("dense", first_step=0, max_steps=None, seconds=-1.0, print_steps=1).show(1, 2.0, 10.0, 0.1)
+    Progress("dense", first_step=0, max_steps=None, seconds=-1.0, print_steps=1).show(1, 2.0, FIGURES, 0.1)
     assert "dense: step 1  loss 2.0000" in capsys.readouterr().out
+
+
+def test_the_median_step_is_one_of_those_that_were_recorded_with_their_flops():
+    of_an_earlier_version = {"step": 1, "tokens_per_second": 9.0}
+    held_out = {"step": 1, "held_out_mlm_loss": 2.0}
+    steps = [{"tokens_per_second": x, "model_tflops": 2 * x, "mfu": x / 10} for x in (1.0, 5.0, 3.0)]
+    assert median_figures([of_an_earlier_version, held_out, *steps]) == steps[2]
+    assert median_figures([of_an_earlier_version, held_out]) == {}
 
 
 def test_mistakes_name_the_key_and_what_was_given():
@@ -119,10 +131,3 @@ def test_mistakes_name_the_key_and_what_was_given():
     sentence = mistakes(caught.value)
     assert "fp16: " in sentence and "(given true)" in sentence and "optimizer.type: Field required" in sentence
     assert "http" not in sentence and "\n" not in sentence
-
-
-def test_the_loss_curve_is_a_picture_of_all_runs(tmp_path):
-    records = [{"step": 0, "held_out_mlm_loss": 2.0}, {"step": 1, "mlm_loss": 1.5}]
-    draw_loss_curve(tmp_path / "loss.png", {"sparse": records, "dense": records}, unigram=1.0)
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]

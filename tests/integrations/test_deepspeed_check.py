@@ -112,6 +112,17 @@ def test_three_batch_sizes_say_how_many_ranks_there_are():
     assert check_deepspeed_config(sizes | {"train_batch_size": 60}).mistakes
 
 
+def test_ranks_that_hold_a_sequence_together_count_once_in_the_batch():
+    sizes = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    _, mistakes, notices = check_deepspeed_config(sizes | {"sequence_parallel_size": 2})
+    assert mistakes == [] and len(notices) == 1
+    assert "8 = 4 x 2 accumulation steps x (2 ranks / sequence_parallel_size 2)" in notices[0]
+    _, mistakes, _ = check_deepspeed_config(sizes | {"sequence_parallel_size": "two"})
+    assert mistakes == [
+        'sequence_parallel_size: got "two"; wanted the number of ranks that hold a sequence, 1 or more.'
+    ]
+
+
 def test_what_the_trainer_fills_in_is_no_mistake():
     config = {
         "train_batch_size": "auto",

@@ -1,5 +1,9 @@
+import json
+import subprocess
+import sys
+
 import pytest
-from sequence.ranks import assert_passed, cases_of, reports
+from sequence.ranks import PROGRAMS, assert_passed, cases_of, reports
 
 
 @pytest.mark.parametrize("case", cases_of("transformers_models.py"))
@@ -12,7 +16,38 @@ def test_sequence_parallel_with_deepspeed(case):
     assert_passed("deepspeed_engine.py", 4, case)
 
 
+@pytest.mark.parametrize("case", cases_of("trainer.py"))
+def test_sequence_parallel_with_transformers_trainer_and_accelerate(case):
+    assert_passed("trainer.py", 2, case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "program, case",
+    [
+        (program, case)
+        for program in ("transformers_models.py", "deepspeed_engine.py", "trainer.py")
+        for case in cases_of(program, "cuda")
+    ],
+)
+def test_sequence_parallel_on_two_gpus(program, case):
+    assert_passed(program, 2, case, "cuda")
+
+
 def test_sequence_parallel_says_what_it_does_and_what_it_changes():
-    printed = reports("deepspeed_engine.py", 4)[""]
+    printed = reports("deepspeed_engine.py", 4, "cpu")[""]
     assert "ds_sparse: each sequence is shared by 2 ranks." in printed
-    assert printed.count("ds_sparse: ZeRO 3 has reduce_scatter off") == 1
+    assert printed.count("ds_sparse: ZeRO 3 has reduce_scatter off") == 2, "by rank 0, of each engine of stage 3"
+
+
+def test_a_checkpoint_goes_on_with_other_ranks_and_ranks_of_a_sequence():
+    """Saved by two ranks of one sequence: the losses that follow are the same as on those, and fall."""
+    runs = [[1, [[2, 1], [4, 4]]], [3, [[1, 1]]]]
+    done = subprocess.run(
+        [sys.executable, PROGRAMS / "moved_checkpoints.py", json.dumps(runs)],
+        capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for reference, *others in json.loads(done.stdout.splitlines()[-1]):
+        assert reference[1] < reference[0] - 0.1
+        assert all(losses == pytest.approx(reference, abs=1e-5) for losses in others)

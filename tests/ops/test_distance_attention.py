@@ -84,7 +84,7 @@ def test_in_every_precision_it_is_as_accurate_as_the_matrix(device: str, dtype: 
     """Its gradient is summed in fp32, and more exact than that of a matrix of the operands' dtype."""
     inputs = operands(device, dtype)
     layout = LAYOUT.to(device)
-    wide = [leaf(x.detach().double(), "cpu") for x in inputs]
+    wide = [leaf(x.detach().cpu().double(), "cpu") for x in inputs]
     outputs = [
         attend(*inputs, causal=True),
         block_sparse_attention(

@@ -10,4 +10,4 @@ def test_what_is_written_is_read_again():
 
 
 def test_the_file_names_what_it_was_taken_from():
-    assert len(json.loads(FILE.read_text())["sources"]) == len(committed_rates().sources) == 9
+    assert len(json.loads(FILE.read_text())["sources"]) == len(committed_rates().sources) == 10

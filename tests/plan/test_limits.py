@@ -35,6 +35,9 @@ def test_within_what_was_measured_nothing_is_extrapolated(rates):
         ),
         ({"model": NAMED["neox-small"]}, "a step of gpt_neox; what it computes is counted, at the rates of BERT."),
         ({"settings": Settings(1)}, "a pass of 8,192 tokens: with fewer than 32,768 a GPU may wait"),
+        ({"settings": Settings(8, gpus=2, ranks=2)}, "a pass of 32,768 tokens: with fewer than 65,536 a GPU may wait"),
+        ({"settings": Settings(8, gpus=16, ranks=8)}, "what nodes of 8 GPUs send each other: gradients and weights by"),
+        ({"settings": Settings(8, gpus=12, ranks=12)}, "what nodes of 8 GPUs send each other: all by the 400 Gb/s"),
     ],
 )
 def test_what_lies_beyond_is_said(rates, changes, sentence):
@@ -44,7 +47,8 @@ def test_what_lies_beyond_is_said(rates, changes, sentence):
 @pytest.mark.parametrize(
     "settings, sentence",
     [
-        (Settings(4, gpus=8), "time that GPUs spend on communication is not counted."),
+        (Settings(4, gpus=8), "each GPU of a node sends gradients and weights at "),
+        (Settings(4, gpus=8, ranks=2), "each GPU of a node sends heads of a sequence at "),
         (Settings(4, dtype="fp16"), "fp16 is counted as bf16, whose rates were measured."),
         (Settings(4, offloads=True), "what an optimizer on the CPU takes is not counted."),
         (Settings(4, optimizer="Sophia"), "optimizer Sophia is counted as Adam"),
@@ -52,6 +56,15 @@ def test_what_lies_beyond_is_said(rates, changes, sentence):
 )
 def test_what_is_assumed_is_said(rates, settings, sentence):
     assert any(line.startswith(sentence) for line in said(rates, settings=settings))
+
+
+def test_without_measured_communication_it_is_not_counted_and_that_is_said(rates):
+    alone = replace(rates, exchange=None, reduction=None)
+    lines = [line for line in said(alone, settings=Settings(4, gpus=8, ranks=2)) if "none was measured here" in line]
+    assert [line[: line.index(" is")] for line in lines] == [
+        "time that GPUs take to send gradients and weights",
+        "time that GPUs take to send heads of a sequence",
+    ]
 
 
 def test_without_measured_training_the_loop_is_not_counted_and_that_is_said(rates):

@@ -28,6 +28,24 @@ def test_zero_divides_what_it_partitions_among_gpus():
     assert sizes[3].weights == sizes[2].weights / 8
 
 
+def test_a_rank_keeps_its_part_of_a_sequence_and_the_output_once_more():
+    alone = memory_of(MODEL, Settings(1), 8192)
+    shared = memory_of(MODEL, Settings(1, gpus=4, ranks=4), 8192)
+    assert shared.attention == alone.attention / 4
+    assert shared.activations - alone.activations / 4 == MODEL.layers * 2 * MODEL.hidden * 8192 / 4
+    assert shared.logits == alone.logits / 4 and shared.weights == alone.weights
+
+
+def test_the_rank_with_most_heads_keeps_those():
+    one, two = (memory_of(MODEL, Settings(1, gpus=n, ranks=n), 65536 * 3).attention for n in (12, 8))
+    assert two == 2 * one
+
+
+def test_ranks_hold_longer_sequences():
+    alone, shared = (longest(MODEL, Settings(1, gpus=4, ranks=ranks, zero_stage=2), 64, 80) for ranks in (1, 4))
+    assert 3 < shared / alone < 4
+
+
 def test_checkpoints_leave_the_input_of_each_layer():
     kept, again = (memory_of(MODEL, replace(SETTINGS, checkpoints=on), 8192) for on in (False, True))
     assert again.attention == 0 and again.activations < kept.activations / 5

@@ -53,10 +53,27 @@ def test_tokens_are_those_of_all_gpus_and_passes(rates):
     assert planned(rates, settings=replace(SETTINGS, accumulation=2, gpus=8)).tokens == 4 * 2 * 8 * 8192
 
 
+def test_tokens_are_those_of_sequences_that_ranks_share(rates):
+    plan = planned(rates, settings=replace(SETTINGS, gpus=8, ranks=4))
+    assert plan.tokens == 4 * 2 * 8192
+    (layers,), (alone,) = plan.layers, planned(rates).layers
+    assert plan.attention_flops == planned(rates).attention_flops / 4
+    assert layers.milliseconds < alone.milliseconds / 2
+
+
+def test_advice_needs_the_memory(rates):
+    assert planned(rates).advice is None
+    assert planned(rates, memory_gib=139).advice.settings == SETTINGS
+
+
 def test_what_cannot_be_is_a_sentence(rates):
     with pytest.raises(ValueError, match="--document-tokens 9000 is more than --seq 8192; give their mean length."):
         planned(rates, document_tokens=9000)
     with pytest.raises(SparseAttentionConfigError, match="sparse_attention.blok: unknown key"):
         planned(rates, WINDOW | {"blok": 16})
+    with pytest.raises(ValueError, match="Attention has 12 heads, and 16 ranks are to share them"):
+        planned(rates, settings=replace(SETTINGS, gpus=16, ranks=16))
+    with pytest.raises(ValueError, match="size is 2, and there is no sparse_attention block, without which"):
+        planned(rates, None, settings=replace(SETTINGS, gpus=2, ranks=2))
     with pytest.raises(ValueError, match=r"bslongformer, block 64: no layout of 64 tokens \(.*\); give a longer --seq"):
         planned(rates, seq_len=64)

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from ds_sparse.bench.cases import NO_ATTENTION
-from ds_sparse.plan.proof import compared, compared_modernbert, compared_training
+from ds_sparse.plan.limits import TOKENS_OF_A_RANK
+from ds_sparse.plan.proof import compared, compared_modernbert, compared_on_several, compared_training
 from ds_sparse.plan.rates import rates_of
 
 WITHIN = 0.15
@@ -26,6 +27,21 @@ def test_measured_steps_are_met_within_15_percent(core, rates):
     assert len(rows) == 12 + 8 + 4 + 1
     assert {row.what: row.error for row in rows if abs(row.error) > WITHIN} == {}
     assert {row.what: row.memory_error for row in rows if abs(row.memory_error) > WITHIN} == {}
+
+
+@pytest.fixture(scope="module")
+def on_several(results, rates):
+    return list(compared_on_several(results, rates))
+
+
+def test_steps_of_ranks_with_many_tokens_are_met_within_15_percent(on_several):
+    many = {row.what: row.error for row in on_several if row.tokens >= TOKENS_OF_A_RANK}
+    assert any("one sequence" in what for what in many) and any("a sequence each" in what for what in many)
+    assert {what: error for what, error in many.items() if abs(error) > WITHIN} == {}
+
+
+def test_memory_of_ranks_is_met_within_15_percent(on_several):
+    assert {row.what: row.memory_error for row in on_several if abs(row.memory_error) > WITHIN} == {}
 
 
 def test_no_step_is_among_what_predicts_it(results):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ds_sparse.bench.machine import BACKWARD, FORWARD
-from ds_sparse.plan.results import ATTENTION, BERT, COMMITTED, TRAINING, from_files
+from ds_sparse.plan.results import ATTENTION, BERT, COMMITTED, SEQUENCE, TRAINING, from_files
 
 
 def test_kernels_and_steps_are_the_rows_of_the_files(results):
@@ -19,7 +19,7 @@ def test_kernels_and_steps_are_the_rows_of_the_files(results):
 
 def test_each_file_is_named_with_its_commit(results):
     named = {source.partition(":")[0] for source in results.sources}
-    assert named == {*ATTENTION, *BERT, TRAINING}
+    assert named == {*ATTENTION, *BERT, *SEQUENCE, TRAINING}
     assert all("commit " in source for source in results.sources)
 
 

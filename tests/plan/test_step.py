@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from ds_sparse.plan.communication import exchanged, reduced
 from ds_sparse.plan.model import NAMED
 from ds_sparse.plan.rates import walk_in_bert
 from ds_sparse.plan.settings import Settings
@@ -41,6 +42,41 @@ def test_zero_divides_the_optimizers_work_among_gpus(rates):
     assert shared == pytest.approx(alone / 8)
 
 
+SHARED = replace(SETTINGS, gpus=4, ranks=4)
+
+
+def test_ranks_of_a_sequence_compute_a_part_of_it_and_copy_what_they_send(rates):
+    alone, shared = (step_of(rates, MODEL, settings, 8192, WALKS) for settings in (SETTINGS, SHARED))
+    assert shared.products == pytest.approx(alone.products / 4)
+    assert shared.attention == step_of(rates, replace(MODEL, heads=3, key_heads=3), SETTINGS, 8192, WALKS).attention
+    copied = 12 * 4 * 4 * 768 * 2 * 8192 * 2 / 4  # layers, reads and writes, tensors, numbers, bytes, tokens, sequences
+    assert shared.kernels - alone.kernels / 4 == pytest.approx(rates.moved * copied)
+    assert alone.exchange == alone.reduction == 0 < min(shared.exchange, shared.reduction)
+
+
+def test_the_rank_with_most_heads_sets_the_time(rates):
+    eight = step_of(rates, MODEL, replace(SETTINGS, gpus=8, ranks=8), 8192, WALKS)
+    two_heads = step_of(rates, replace(MODEL, heads=2, key_heads=2), SETTINGS, 8192, WALKS)
+    assert eight.attention == two_heads.attention
+
+
+def test_across_nodes_bytes_go_at_the_rate_of_an_adapter(rates):
+    within, across = (step_of(rates, MODEL, replace(SETTINGS, gpus=12, ranks=ranks), 8192, WALKS) for ranks in (4, 12))
+    assert within.exchange == pytest.approx(rates.exchange * exchanged(MODEL, Settings(2, gpus=12, ranks=4), 8192))
+    assert across.exchange == pytest.approx(exchanged(MODEL, Settings(2, gpus=12, ranks=12), 8192) / 50e6)
+    assert within.reduction == pytest.approx(reduced(MODEL, Settings(2, gpus=12), 8192) / 50e6)
+
+
+def test_what_was_not_measured_takes_no_time(rates):
+    step = step_of(replace(rates, exchange=None, reduction=None), MODEL, SHARED, 8192, WALKS)
+    assert step.exchange == step.reduction == 0
+
+
+def test_flops_of_a_gpu_are_its_part():
+    alone, shared = (flops_of(MODEL, settings, 8192, [walk.live for walk in WALKS]) for settings in (SETTINGS, SHARED))
+    assert alone == tuple(4 * part for part in shared)
+
+
 def test_an_odd_vocabulary_costs_what_a_multiple_of_8_saves(rates):
     even = replace(MODEL, vocabulary=30528)
     saved = (step_of(rates, x, SETTINGS, 8192, WALKS).products for x in (MODEL, even))
@@ -50,7 +86,7 @@ def test_an_odd_vocabulary_costs_what_a_multiple_of_8_saves(rates):
 
 
 def test_flops_of_attention_are_those_of_live_blocks():
-    model_flops, attention_flops = flops_of(MODEL, SETTINGS, 8192, WALKS)
+    model_flops, attention_flops = flops_of(MODEL, SETTINGS, 8192, [walk.live for walk in WALKS])
     _, of_dense = flops_of(MODEL, SETTINGS, 8192, [None] * 12)
     assert attention_flops / of_dense == pytest.approx(WALKS[0].density)
     assert of_dense == 2 * 12 * 12 * 8192**2 * 14 * 64

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import pytest
+
 from ds_sparse.plan.model import NAMED
 from ds_sparse.plan.plan import make_plan
 from ds_sparse.plan.settings import Settings
@@ -11,8 +13,9 @@ from ds_sparse.plan.text import as_json, printed
 WINDOW = {"mode": "bslongformer", "block": 64}
 
 
-def planned(rates, block=WINDOW, seq_len=8192, **options):
-    return make_plan(block, "ds.json", NAMED["bert-base"], Settings(4, zero_stage=1), rates, seq_len, **options)
+def planned(rates, block=WINDOW, seq_len=8192, gpus=1, ranks=1, stage=1, **options):
+    settings = Settings(4, gpus=gpus, ranks=ranks, zero_stage=stage)
+    return make_plan(block, "ds.json", NAMED["bert-base"], settings, rates, seq_len, **options)
 
 
 def test_what_is_printed_has_the_numbers_of_the_plan(rates):
@@ -25,6 +28,32 @@ def test_what_is_printed_has_the_numbers_of_the_plan(rates):
     assert "shorter than 4,096: not measured" in text
     assert max(map(len, text.splitlines())) <= 120
     assert all(f"- {remark}"[:60] in text for remark in plan.remarks)
+
+
+def test_ranks_of_a_sequence_and_what_they_send_are_printed(rates):
+    plan = planned(rates, gpus=8, ranks=2)
+    text = printed(plan)
+    assert "ZeRO 1, 8 GPUs, 2 to a sequence" in text
+    assert f"{'heads between ranks':24} {plan.step.exchange:10.1f}" in text
+    assert f"{'gradients and weights':24} {plan.step.reduction:10.1f}" in text
+
+
+@pytest.mark.parametrize(
+    "gpus, gib, advice",
+    [
+        (8, 80, "advice for 8 GPUs: data parallelism, 4 x 8,192 tokens a pass: "),
+        (8, 4, "advice for 8 GPUs: data parallelism and activation checkpointing, 2 x 8,192 tokens a pass: "),
+        (8, 0.9, 'advice for 8 GPUs: "sequence_parallel_size": 4, data parallelism and activation checkpointing, 1 x'),
+        (8, 0.5, "advice: with activation checkpointing, too, nothing makes it fit 8 GPUs;"),
+        (1, 5, "advice for 1 GPU: activation checkpointing, 2 x"),
+    ],
+)
+def test_a_parallelism_is_advised(rates, gpus, gib, advice):
+    assert advice in " ".join(printed(planned(rates, gpus=gpus, stage=2, memory_gib=gib)).split())
+
+
+def test_where_nothing_is_to_choose_nothing_is_advised(rates):
+    assert "advice" not in printed(planned(rates, memory_gib=80))
 
 
 def test_where_dense_is_faster_that_is_what_is_said(rates):
@@ -50,10 +79,12 @@ def test_without_the_memory_it_is_asked_for(rates):
 
 
 def test_the_json_has_all_numbers_with_their_sums(rates):
-    plan = planned(rates)
+    plan = planned(rates, memory_gib=80)
     found = json.loads(json.dumps(as_json(plan)))
     assert found["step"]["total"] == plan.step.total == sum(v for k, v in found["step"].items() if k != "total")
     assert found["memory"]["total"] == plan.memory.total
     assert found["gain"] == plan.gain and found["tokens_per_second"] == plan.tokens / plan.step.total * 1e3
     assert found["layers"][0]["density"] == plan.layers[0].density
+    assert found["advice"]["tokens_per_second"] == found["tokens_per_second"]
+    assert found["advice"]["step"]["total"] == plan.step.total and found["advice"]["settings"]["ranks"] == 1
     assert len(found["lengths"]) == len(plan.lengths) and found["remarks"] == plan.remarks

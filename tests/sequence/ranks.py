@@ -9,18 +9,26 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
+import torch
+
 PROGRAMS = Path(__file__).parent / "programs"
 ROOT = Path(__file__).parents[2]
 
 
 @functools.cache
-def reports(program: str, ranks: int) -> dict[str, str]:
-    """The report of each case, "ok" where it passed, and all that was printed, under ""."""
+def reports(program: str, ranks: int, device: str) -> dict[str, str]:
+    """The report of each case, "ok" where it passed, and all that was printed, under "". On "cuda" each rank has a GPU;
+    skipped with the reason where there are fewer."""
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA GPUs, and there are {torch.cuda.device_count()}")
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(PROGRAMS / program)]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": device}
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
-        [sys.executable, *start], env=environment, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, *start, device], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = {"": done.stdout}
@@ -30,12 +38,12 @@ def reports(program: str, ranks: int) -> dict[str, str]:
     return found
 
 
-def assert_passed(program: str, ranks: int, case: str) -> None:
-    report = reports(program, ranks)[case]
+def assert_passed(program: str, ranks: int, case: str, device: str = "cpu") -> None:
+    report = reports(program, ranks, device)[case]
     assert report.startswith("ok"), report
 
 
-def cases_of(program: str) -> list[str]:
-    """The names of a program's cases, by its text: it is not imported."""
-    lines = (PROGRAMS / program).read_text().splitlines()
-    return [after.removeprefix("def ").partition("(")[0] for line, after in pairwise(lines) if line == "@case"]
+def cases_of(program: str, device: str = "cpu") -> list[str]:
+    """The names of a program's cases on a device, by its text: it is not imported."""
+    lines, marks = (PROGRAMS / program).read_text().splitlines(), ["@case", f"@case_on_{device}"]
+    return [after.removeprefix("def ").partition("(")[0] for line, after in pairwise(lines) if line in marks]

@@ -11,8 +11,14 @@ def test_sequence_parallel_attention_is_that_of_one_rank(case, ranks):
     assert_passed("core.py", ranks, case)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", cases_of("core.py", "cuda"))
+def test_sequence_parallel_attention_of_two_gpus_is_that_of_one(case):
+    assert_passed("core.py", 2, case, "cuda")
+
+
 def test_sequence_parallel_a_deal_that_is_not_even_is_printed_once():
-    printed = reports("core.py", 4)[""]
+    printed = reports("core.py", 4, "cpu")[""]
     line = "do not deal evenly to 4 ranks: they have 2, 1, 1, 1 heads with 126, 63, 63, 63 live blocks"
     assert printed.count(line) == 1, printed
 

@@ -53,5 +53,6 @@ def test_sequence_parallel_every_query_head_reads_its_own_key_head(heads, key_he
 
 
 def test_sequence_parallel_fewer_heads_than_ranks_are_refused_with_the_largest_number():
-    with pytest.raises(ValueError, match="Attention has 4 heads, and 8 ranks.* at most 4 ranks .*to 4 or less"):
-        deal_heads([1] * 4, key_heads=4, ranks=8)
+    for key_heads in (4, 2, 1):  # of which ranks may get copies
+        with pytest.raises(ValueError, match="Attention has 4 heads, and 8 ranks.* at most 4 ranks .*to 4 or less"):
+            deal_heads([1] * 4, key_heads, ranks=8)

@@ -92,8 +92,10 @@ function draw() {
   });
 }
 
-/* What is seen stands in the address, so that a reload, or who gets the address, sees it too. */
+/* What is seen stands in the address, so that a reload, or who gets the address, sees it too. Inside of another page
+   there is none. */
 function remember() {
+  if (location.protocol === "about:") return;
   const [left, right = ""] = chosen.sheets, { x, y, size } = view;
   const place = size < 1 ? { x: x.toFixed(7), y: y.toFixed(7), size: size.toFixed(7) } : {};
   history.replaceState(null, "", `#${new URLSearchParams({ left, right, head: chosen.head, tiles: chosen.tiles, ...place })}`);

@@ -15,13 +15,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ...layout import is_distributed
 from ...modules.bert import VARIANTS
 from ...modules.structured_attention import of_keys_or_pairs
+from ...ops.packed_operands import one_as_rows, rows_as_one
 from ..pretrained import NAME
 from . import causal
 from .binding import local_attention_of, which
 from .distances import of_distances
 from .mask_windows import is_seen_to_hide_nothing, window_of_mask
 from .packing import PackedDocuments
-from .sequence import Part, attend_part, is_in_parts
+from .sequence import Alone, Part, attend_part, is_in_parts
 from .tensor_parallel import attention_of, on_local_heads
 from .trial import Masks, OtherKeys, Refused
 
@@ -39,7 +40,7 @@ def attention(
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
     ds_sparse_documents: PackedDocuments | None = None,
-    ds_sparse_sequence: Part | None = None,
+    ds_sparse_sequence: Part | Alone | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function: sparse self-attention of an encoder's or a decoder's layer.
@@ -79,8 +80,8 @@ def attention(
     is_causal = causal.is_causal(module) if is_causal is None else is_causal
     _refuse_what_is_asked(module, {**more, **({"position_bias": position_bias} if is_causal else {"s_aux": s_aux})})
     _refuse_other_windows(module, sliding_window)
-    if ds_sparse_sequence is not None or is_in_parts(module):
-        beside = {"position_bias": position_bias, "packed documents": ds_sparse_documents}
+    if is_in_parts(module, ds_sparse_sequence):
+        beside = {"position_bias": position_bias}
         return attend_part(
             module, query, key, value, attention_mask, ds_sparse_sequence, beside, scale=scaling, dropout_p=dropout,
             sinks=s_aux, causal=is_causal,
@@ -150,16 +151,14 @@ def _attend_packed(
     is_causal: bool,
     documents: PackedDocuments,
 ) -> torch.Tensor:
-    """Attention of each document alone, (B, T, H, D). The rows become one, which copies nothing where heads lie within
-    tokens, as models have them: the end of a row is the end of a document, too."""
-    rows, tokens = query.shape[0], query.shape[2]
-    query, key, value = (x.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    """Attention of each document alone, (B, T, H, D). The rows become one: the end of a row is the end of a document,
+    too."""
     output = attention_of(module, query)(
-        query, key, value, scale=scale, dropout_p=dropout_p, sinks=sinks, causal=is_causal,
+        *map(rows_as_one, (query, key, value)), scale=scale, dropout_p=dropout_p, sinks=sinks, causal=is_causal,
         cu_seqlens=documents.cu_seqlens,
     )  # fmt: skip
     documents.told.add(module)
-    return output[0].transpose(0, 1).unflatten(0, (rows, tokens)).contiguous()
+    return one_as_rows(output, query.shape[0]).transpose(1, 2).contiguous()
 
 
 def _refuse_what_is_asked(module: nn.Module, more: Mapping[str, Any]) -> None:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from ...ops._library import under_autocast
 from ...sequence import SequenceParallelAttention
 from ...sequence.deal import check_ranks
 from ...sequence.exchange import RanksOfSequence
 from ..pretrained import NAME, is_switched, layers_by_model, pretrained_model_around
 from .binding import attached_to, which
 from .mask_windows import hides_nothing
+from .row_documents import CUMULATIVE, FOR_FLASH_ATTENTION, documents_of, positions_of
 from .trial import Refused
 
 TOLD = "ds_sparse_sequence"
@@ -42,8 +42,17 @@ _SPLIT = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "labe
 _PASSED_ON = ("return_dict", "output_hidden_states", "use_cache")
 """What else a forward may be given. There is no cache all the same."""
 
+_ITEMS = "num_items_in_batch"
+"""Transformers' Trainer: the labelled tokens that the loss is to be divided by."""
+
 _IN_PARTS = "_ds_sparse_in_parts"
 """On the attention layers of a sequence-parallel model."""
+
+
+class Alone(NamedTuple):
+    """What is handed on in the place of a `Part` where each rank computes a batch of its own, whole."""
+
+    items: torch.Tensor | float | None
 
 
 class Part:
@@ -52,14 +61,23 @@ class Part:
     Attributes:
         lengths: tokens of each rank.
         mask: the key padding mask of the whole sequence, bool (B, T), or None.
+        cu_seqlens: where the packed documents of all rows begin, on the CPU, or None.
+        items: what the loss is divided by, the labelled tokens of the batch if it is None.
         attentions: what computes in layers, by what does on one rank.
         told: the attention layers that have computed with it.
     """
 
     def __init__(
-        self, ranks: RanksOfSequence, lengths: tuple[int, ...], mask: torch.Tensor | None, attentions: dict[Any, Any]
+        self,
+        ranks: RanksOfSequence,
+        lengths: tuple[int, ...],
+        mask: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
+        items: torch.Tensor | float | None,
+        attentions: dict[Any, Any],
     ):
-        self.ranks, self.lengths, self.mask, self._attentions = ranks, lengths, mask, attentions
+        self.ranks, self.lengths, self.mask, self.cu_seqlens = ranks, lengths, mask, cu_seqlens
+        self.items, self._attentions = items, attentions
         self.told: set[nn.Module] = set()
 
     @property
@@ -90,18 +108,17 @@ class Part:
         attention: Any = attached_to(layer).attention
         if attention not in self._attentions:
             self._attentions[attention] = SequenceParallelAttention.around(attention, self.ranks)
-        query, key, value = under_autocast(query, key, value)
-        output = self._attentions[attention].attend(
-            query, key, value, self.lengths, scale=scale, causal=causal, key_padding_mask=self.mask, sinks=sinks,
-            dropout_p=dropout_p,
+        output = self._attentions[attention](
+            query, key, value, lengths=self.lengths, cu_seqlens=self.cu_seqlens, scale=scale, causal=causal,
+            key_padding_mask=self.mask, sinks=sinks, dropout_p=dropout_p,
         )  # fmt: skip
         self.told.add(layer)
         return output.transpose(1, 2).contiguous()
 
 
-def is_in_parts(layer: nn.Module) -> bool:
-    """Whether a layer is of a sequence-parallel model."""
-    return _IN_PARTS in vars(layer)
+def is_in_parts(layer: nn.Module, part: Part | Alone | None) -> bool:
+    """Whether a layer is of a sequence-parallel model, and computes over several ranks with what it was handed."""
+    return isinstance(part, Part) or (part is None and _IN_PARTS in vars(layer))
 
 
 def attend_part(
@@ -110,7 +127,7 @@ def attend_part(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    part: Part | None,
+    part: Any,
     beside: Mapping[str, Any],
     **options: Any,
 ) -> torch.Tensor:
@@ -140,11 +157,11 @@ def sequence_parallel(model: nn.Module, group: distributed.ProcessGroup | None =
     """Has a sparse model of Transformers compute each sequence on all ranks of a group.
 
     Each rank is given the same whole batch, and computes its part of the tokens: `forward` cuts `input_ids`,
-    `attention_mask`, `token_type_ids`, `position_ids` and `labels`, and makes positions. The loss is that of the whole
-    batch on every rank; its gradient on a rank is that of the rank's tokens, so that the sum over the group is the
-    gradient of the whole, which DeepSpeed takes (`ds_sparse.initialize` with `"sequence_parallel_size"` calls this) and
-    which in a loop of your own is an all-reduce without a mean. Logits and hidden states are those of the rank's
-    tokens.
+    `attention_mask`, `token_type_ids`, `position_ids` and `labels`, and makes positions. Rows of packed documents are
+    told as on one rank, and borders of ranks may lie anywhere in them. The loss is that of the whole batch on every
+    rank; its gradient on a rank is that of the rank's tokens, so that the sum over the group is the gradient of the
+    whole, which DeepSpeed takes (`ds_sparse.initialize` with `"sequence_parallel_size"` calls this) and which in a loop
+    of your own is an all-reduce without a mean. Logits and hidden states are those of the rank's tokens.
 
     Args:
         model: a Transformers model that `ds_sparse.sparsify` has made sparse, or a module around one: a
@@ -157,8 +174,8 @@ def sequence_parallel(model: nn.Module, group: distributed.ProcessGroup | None =
     Raises:
         RuntimeError: torch.distributed does not run.
         ValueError: a model that is not sparse or cannot be computed in parts; fewer heads than ranks. Nothing has been
-            changed then. Later, in a forward: ranks that are given other batches, fewer tokens than ranks, packed
-            documents, a cache, training without `labels`.
+            changed then. Later, in a forward: ranks that are given other batches, fewer tokens than ranks, a cache,
+            training without `labels`.
 
     Examples:
         >>> import torch
@@ -192,7 +209,8 @@ class SequenceParallel:
         for layer in self._layers:
             vars(layer)[_IN_PARTS] = True
         self._hooks = [
-            model.register_forward_pre_hook(self._cut, with_kwargs=True),
+            # Before the hook that reads where documents begin: a part does not say it.
+            model.register_forward_pre_hook(self._cut, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._whole, with_kwargs=True),
         ]
 
@@ -209,7 +227,10 @@ class SequenceParallel:
         parameters = inspect.signature(model.forward).parameters
         given = {**dict(zip(parameters, arguments, strict=False)), **named}
         given = {name: value for name, value in given.items() if value is not None}
+        items = given.pop(_ITEMS, None)
         _refuse_what_has_no_parts(model, given)
+        if not self._is_same_on_all(given, model.training):
+            return (), {**given, TOLD: Alone(items)}
         ids = given["input_ids"]
         tokens = ids.shape[1]
         if tokens < self.ranks.size:
@@ -223,11 +244,12 @@ class SequenceParallel:
                 "sequence, where a loss of your own would be that of this rank's tokens; pass labels and take the loss "
                 "of the output."
             )
-        self._check_is_same_on_all(given)
-        mask = given.get("attention_mask")
+        mask, cu_seqlens = given.get("attention_mask"), documents_of(model, given)
         lengths = tuple(len(part) for part in torch.arange(tokens).tensor_split(self.ranks.size))
-        part = Part(self.ranks, lengths, None if mask is None else mask != 0, self._attentions)
-        whole = {"position_ids": _positions(model, ids)} | given
+        mask_of_all = None if mask is None else mask != 0
+        part = Part(self.ranks, lengths, mask_of_all, cu_seqlens, items, self._attentions)
+        positions = _positions(model, ids) if cu_seqlens is None else positions_of(model, given, cu_seqlens)
+        whole = {"position_ids": positions} | {name: x for name, x in given.items() if name not in FOR_FLASH_ATTENTION}
         if "labels" in given and _is_shifted(model):
             whole["shift_labels"] = _shifted(given["labels"])
         cut = {name: part.of(x) if name in (*_SPLIT, "shift_labels") else x for name, x in whole.items()}
@@ -237,50 +259,68 @@ class SequenceParallel:
             cut["use_cache"] = False
         return (), {**cut, TOLD: part}
 
-    def _check_is_same_on_all(self, given: Mapping[str, Any]) -> None:
-        """Raises ValueError where the ranks of a group are given different batches. Waits for the device."""
+    def _is_same_on_all(self, given: Mapping[str, Any], training: bool) -> bool:
+        """Whether the ranks of a group are given one batch. Waits for the device.
+
+        Raises:
+            ValueError: they are given different ones in training; in evaluation each may compute its own.
+        """
         ids = given["input_ids"]
         numbers = [torch.tensor([*ids.shape, *(int(name in given) for name in _SPLIT)], device=ids.device)]
         weights = torch.arange(1, ids.shape[1] + 1, device=ids.device)
-        for name in ("input_ids", "attention_mask", "labels"):
+        for name in ("input_ids", "attention_mask", "position_ids", "labels"):
             given_numbers = given[name].to(ids.device).long() if name in given else ids.new_zeros(1, 1)
             numbers.append((given_numbers * weights[: given_numbers.shape[1]]).sum().long().reshape(1))
+        for name in CUMULATIVE:
+            edges = torch.as_tensor(given.get(name, 0), device=ids.device).long()
+            numbers += [edges.new_tensor([edges.numel()]), (edges * edges).sum().reshape(1)]
         rows = self.ranks.rows_of_all(torch.cat(numbers))
-        if bool((rows != rows[0]).any()):
+        same = not bool((rows != rows[0]).any())
+        if training and not same:
             raise ValueError(
                 f"The {self.ranks.size} ranks that hold parts of a sequence are given different batches (of "
                 f"{', '.join(f'{row[0]} x {row[1]}' for row in rows.tolist())} tokens); give them the same one: pass "
                 "training_data to ds_sparse.initialize, give ds_sparse.sequence_batches(loader) in the place of a "
-                "loader that deals batches to all ranks, or a DistributedSampler with num_replicas=world_size // "
-                f"{self.ranks.size} and rank=rank // {self.ranks.size}."
+                "loader that deals batches to all ranks (of Transformers' Trainer override get_train_dataloader so), "
+                f"or a DistributedSampler with num_replicas=world_size // {self.ranks.size} and rank=rank // "
+                f"{self.ranks.size}."
             )
+        return same
 
     @torch.compiler.disable(reason="losses of several ranks are put together outside of graphs")
     def _whole(self, model: nn.Module, arguments: tuple, named: dict[str, Any], output: Any) -> Any:
         """Forward hook: the loss of the whole batch, and a look at whether all layers have computed a part."""
-        part: Part = named[TOLD]
-        untold = [layer for layer in self._layers if layer not in part.told]
+        part: Part | Alone = named[TOLD]
+        untold = [layer for layer in self._layers if isinstance(part, Part) and layer not in part.told]
         if untold:
             raise ValueError(
                 f"{which(untold[0])} and {len(untold) - 1} more attention layers did not hear of the parts that ranks "
                 "hold, as their model does not hand on what it is given, and saw their own tokens alone; train without "
                 "sequence_parallel_size."
             )
-        labels = named.get("shift_labels", named.get("labels"))
-        if labels is None:
+        labels = named.get("labels")
+        if labels is None or (isinstance(part, Alone) and part.items is None):
             return output
-        loss = self._loss_of_all(output[0], (labels != _IGNORED).sum())
+        if _is_shifted(model):
+            labels = named.get("shift_labels", labels[:, 1:])
+        labelled = (labels != _IGNORED).sum()
+        if isinstance(part, Alone):
+            loss = output[0] * (labelled / part.items)
+        else:
+            loss = self._loss_of_all(output[0], labelled, part.items)
         if isinstance(output, tuple):
             return (loss, *output[1:])
         output.loss = loss
         return output
 
-    def _loss_of_all(self, mean: torch.Tensor, labelled: torch.Tensor) -> torch.Tensor:
-        """The mean over the labelled tokens of all ranks, with the gradient of the share that this rank has: their sum
-        is that of the whole. The mean of no tokens is NaN, and has no share."""
-        total = self.ranks.sum_of(labelled)
+    def _loss_of_all(
+        self, mean: torch.Tensor, labelled: torch.Tensor, items: torch.Tensor | float | None
+    ) -> torch.Tensor:
+        """The mean over the labelled tokens of all ranks, or their sum by `items`, with the gradient of the share that
+        this rank has: their sum is that of the whole. The mean of no tokens is NaN, and has no share."""
+        total = self.ranks.sum_of(labelled) if items is None else items
         share = torch.where(labelled > 0, mean, torch.zeros_like(mean)) * (labelled / total)
-        return share + (self.ranks.sum_of(share) - share.detach())
+        return (share + (self.ranks.sum_of(share) - share.detach())).to(mean.dtype)
 
 
 def _check(model: nn.Module, ranks: RanksOfSequence) -> PreTrainedModel:
@@ -326,22 +366,7 @@ def _refuse_what_has_no_parts(model: nn.Module, given: Mapping[str, Any]) -> Non
     name = type(model).__name__
     if "input_ids" not in given:
         raise ValueError(f"{name} is sequence parallel and given no input_ids, of which ranks take parts; give them.")
-    documents = [key for key in given if key.startswith(("cu_seq_lens", "max_length_"))]
-    positions = given.get("position_ids")
-    if not documents and positions is not None and "attention_mask" not in given:
-        documents = ["position_ids that start again"] if bool((positions.diff(dim=-1) != 1).any()) else []
-    if documents:
-        raise ValueError(
-            f"{name} is sequence parallel and given packed documents ({', '.join(documents)}), which are computed on "
-            "one rank alone; give each document a row, with an attention_mask for the padding, or train without "
-            "sequence_parallel_size."
-        )
-    if "num_items_in_batch" in given:
-        raise ValueError(
-            f"{name} is sequence parallel and given num_items_in_batch, as by Transformers' Trainer, which deals each "
-            "rank a batch of its own; train with a loop of DeepSpeed, or without sequence_parallel_size."
-        )
-    known = (*_SPLIT, *_PASSED_ON)
+    known = (*_SPLIT, *FOR_FLASH_ATTENTION, *_PASSED_ON)
     other = [key for key, value in given.items() if key not in known and value is not False]
     if other:
         raise ValueError(

@@ -33,7 +33,7 @@ def attention_of(layer: nn.Module, query: torch.Tensor) -> Any:
             f"{which(layer)} has {of_all} heads, of which rank {rank} of {ranks} has {heads}; a structure is dealt to "
             f"ranks that have as many heads each: take a number of ranks that divides {of_all}."
         )
-    return attention.of_heads(range(rank * heads, (rank + 1) * heads))
+    return attention.of_heads(tuple(range(rank * heads, (rank + 1) * heads)))
 
 
 def on_local_heads(

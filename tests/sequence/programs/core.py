@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
-from cases import case, refusal, run_all
+from cases import DEVICE, WIDE, assert_same, case, refusal, run_all
 from torch import distributed
 from torch.utils.checkpoint import checkpoint
 
 import ds_sparse
 from ds_sparse import reference
 from ds_sparse.ops import operands
+from ds_sparse.ops.packed_operands import one_as_rows, rows_as_one
 from ds_sparse.sequence.exchange import RanksOfSequence
 
 TOKENS = 165  # ends inside a block, and no number of ranks divides it
@@ -30,18 +31,24 @@ def own_part():
     return slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
 
 
-def operands_of(heads, key_heads, dtype):
-    generator = torch.Generator().manual_seed(5)
+def drawn(draw, *shape, seed, dtype=WIDE):
+    return draw(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
+
+
+def operands_of(heads, key_heads, dtype=WIDE, rows=2):
     return [
-        torch.randn(2, h, TOKENS, 8, generator=generator, dtype=dtype) for h in (heads, key_heads, key_heads, heads)
+        drawn(torch.randn, rows, h, TOKENS, 8, seed=seed, dtype=dtype)
+        for seed, h in enumerate((heads, key_heads, key_heads, heads))
     ]
 
 
-def compare(config, key_heads=None, dtype=torch.float64, causal=False, with_mask=False, with_sinks=False, **options):
+def compare(
+    config, key_heads=None, dtype=WIDE, causal=False, causal_of_one=False, with_mask=False, with_sinks=False, **options
+):
     heads = config.num_heads
     *whole, grad = operands_of(heads, key_heads or heads, dtype)
-    mask = torch.rand(2, TOKENS, generator=torch.Generator().manual_seed(6)) > 0.2 if with_mask else None
-    sinks = torch.linspace(-1, 1, heads, dtype=dtype) if with_sinks else None
+    mask = drawn(torch.rand, 2, TOKENS, seed=6) > 0.2 if with_mask else None
+    sinks = torch.linspace(-1, 1, heads, dtype=dtype, device=DEVICE) if with_sinks else None
     part = own_part()
     parts = [x[:, :, part].clone().requires_grad_() for x in whole]
     whole = [x.requires_grad_() for x in whole]
@@ -50,7 +57,7 @@ def compare(config, key_heads=None, dtype=torch.float64, causal=False, with_mask
 
     layout = config.make_bool_layout(176)
     wanted = ds_sparse.block_sparse_attention(
-        *whole, layout, block=16, causal=causal, key_padding_mask=mask, sinks=sinks
+        *whole, layout, block=16, causal=causal or causal_of_one, key_padding_mask=mask, sinks=sinks
     )
     wanted.backward(grad)
     attention = ds_sparse.SequenceParallelAttention(config, 176)
@@ -58,11 +65,11 @@ def compare(config, key_heads=None, dtype=torch.float64, causal=False, with_mask
     output = attention(*parts, causal=causal, key_padding_mask=own_mask, sinks=own_sinks, **options)
     output.backward(grad[:, :, part])
 
-    torch.testing.assert_close(output, wanted[:, :, part])
+    assert_same(output, wanted[:, :, part])
     for own, of_all in zip(parts, whole, strict=True):
-        torch.testing.assert_close(own.grad, of_all.grad[:, :, part])
+        assert_same(own.grad, of_all.grad[:, :, part])
     if sinks is not None:
-        torch.testing.assert_close(RanksOfSequence().sum_of(own_sinks.grad), sinks.grad)
+        assert_same(RanksOfSequence().sum_of(own_sinks.grad), sinks.grad)
 
 
 @case
@@ -102,23 +109,23 @@ def fewer_key_heads_than_ranks():
 
 @case
 def activation_checkpointing():
-    *whole, grad = operands_of(4, 4, torch.float64)
+    *whole, grad = operands_of(4, 4)
     parts = [x[:, :, own_part()].clone().requires_grad_() for x in whole]
     attention = ds_sparse.SequenceParallelAttention(bigbird(4), 176)
     grad = grad[:, :, own_part()]
-    generator = torch.get_rng_state()
+    torch.manual_seed(0)
     first = torch.autograd.grad(attention(*parts, dropout_p=0.25), parts, grad)
-    torch.set_rng_state(generator)
+    torch.manual_seed(0)
     again = torch.autograd.grad(
         checkpoint(lambda *x: attention(*x, dropout_p=0.25), *parts, use_reentrant=False), parts, grad
     )
     for x, y in zip(first, again, strict=True):
-        torch.testing.assert_close(x, y)
+        assert_same(x, y)
 
 
 @case
 def dropout_drops_the_pairs_that_seed_and_head_say():
-    query, key, value, grad = operands_of(4, 2, torch.float64)
+    query, key, value, grad = operands_of(4, 2)
     whole = [x.clone().requires_grad_() for x in (query, key, value)]
     parts = [x[:, :, own_part()].clone().requires_grad_() for x in (query, key, value)]
     torch.manual_seed(distributed.get_rank())  # ranks take the first one's
@@ -126,8 +133,8 @@ def dropout_drops_the_pairs_that_seed_and_head_say():
     output = attention(*parts, dropout_p=0.5)
     output.backward(grad[:, :, own_part()])
     torch.manual_seed(0)
-    seed, offset = operands.dropout_seed(torch.device("cpu")).tolist()
-    layout = bigbird(4).make_bool_layout(176)
+    seed, offset = operands.dropout_seed(DEVICE).tolist()
+    layout = bigbird(4).make_bool_layout(176).to(DEVICE)
     of_heads = [
         reference.attention(
             whole[0][:, h : h + 1], *(x[:, h // 2 : h // 2 + 1] for x in whole[1:]), layout[h : h + 1], 16,
@@ -137,9 +144,9 @@ def dropout_drops_the_pairs_that_seed_and_head_say():
     ]  # fmt: skip
     wanted = torch.cat(of_heads, 1)
     wanted.backward(grad)
-    torch.testing.assert_close(output, wanted[:, :, own_part()])
+    assert_same(output, wanted[:, :, own_part()])
     for own, of_all in zip(parts, whole, strict=True):
-        torch.testing.assert_close(own.grad, of_all.grad[:, :, own_part()])
+        assert_same(own.grad, of_all.grad[:, :, own_part()])
 
 
 def refused(*operands, **options):
@@ -147,20 +154,96 @@ def refused(*operands, **options):
     return refusal(lambda: attention(*operands, **options))
 
 
+def compare_packed(cu_seqlens, rows=1, key_heads=4, causal=False, attend=None, **options):
+    """Borders of ranks lie inside documents, and some have no token."""
+    *whole, grad = operands_of(4, key_heads, rows=rows)
+    parts = [x[:, :, own_part()].clone().requires_grad_() for x in whole]
+    whole = [x.requires_grad_() for x in whole]
+    cu_seqlens = torch.tensor(cu_seqlens, dtype=torch.int32, device=DEVICE)
+    layout = bigbird(4).make_bool_layout(176)
+    of_one = attend or ds_sparse.block_sparse_attention
+    wanted = of_one(*map(rows_as_one, whole), layout, block=16, cu_seqlens=cu_seqlens, causal=causal, **options)
+    wanted = one_as_rows(wanted, rows)
+    wanted.backward(grad)
+    if attend is not None:
+        options = {"dropout_p": 0.5}
+    attention = ds_sparse.SequenceParallelAttention(bigbird(4), 176)
+    torch.manual_seed(distributed.get_rank())
+    output = attention(*parts, cu_seqlens=cu_seqlens, causal=causal, **options)
+    output.backward(grad[:, :, own_part()])
+    assert_same(output, wanted[:, :, own_part()])
+    for own, of_all in zip(parts, whole, strict=True):
+        assert_same(own.grad, of_all.grad[:, :, own_part()])
+
+
+@case
+def packed_documents():
+    compare_packed([0, 20, 20, 21, 100, TOKENS], causal=True, key_heads=2)
+    compare_packed([0, 70, TOKENS, TOKENS + 30, 2 * TOKENS], rows=2)
+
+
+@case
+def packed_documents_with_the_layout_of_the_row():
+    compare_packed([0, 20, 21, 100, TOKENS], document_layout="row")
+
+
+@case
+def packed_documents_drop_the_pairs_that_seed_and_head_say():
+    def attend(query, key, value, layout, **options):
+        torch.manual_seed(0)
+        seed, outputs = operands.dropout_seed(DEVICE), []
+        for head in range(4):
+            with operands.dropout_seeded(seed + torch.tensor([0, head], device=DEVICE)):
+                own = slice(head, head + 1)
+                of_head = [x[:, own] for x in (query, key, value)]
+                outputs.append(ds_sparse.block_sparse_attention(*of_head, layout[own], dropout_p=0.5, **options))
+        return torch.cat(outputs, 1)
+
+    compare_packed([0, 70, TOKENS], attend=attend)
+
+
+@case
+def a_causal_structure_is_causal():
+    compare(ds_sparse.FixedSparsityConfig(4, block=16, causal=True), causal_of_one=True)
+
+
 @case
 def what_ranks_do_not_agree_on_is_refused_on_all():
     rank = distributed.get_rank()
-    x = torch.ones(2 if rank else 1, 4, 40, 8)
+    x = torch.ones(2 if rank else 1, 4, 40, 8, device=DEVICE)
     assert "Ranks give their parts of a sequence in different shapes" in refused(x, x, x)
-    x = torch.ones(2, 4, 40, 8)
-    mask = None if rank else torch.ones(2, 40, dtype=torch.bool)
+    x = torch.ones(2, 4, 40, 8, device=DEVICE)
+    mask = None if rank else torch.ones(2, 40, dtype=torch.bool, device=DEVICE)
     assert "to all or to none" in refused(x, x, x, key_padding_mask=mask)
     assert "lengths are" in refused(x, x, x, lengths=(40,))
+    tokens = 40 * distributed.get_world_size()
+    others = torch.tensor([0, 30 + rank, tokens], device=DEVICE)
+    x = x[:1]
+    assert "rank 1: batch 1, 4 heads, 4 key heads, head size 8, no mask, 2 packed documents" in refused(
+        x, x, x, cu_seqlens=others
+    )
+
+
+@case
+def documents_that_do_not_fit_are_refused():
+    x = torch.ones(2, 4, 40, 8, device=DEVICE)
+    tokens = 40 * distributed.get_world_size()
+    across = torch.tensor([0, 30, 2 * tokens])
+    assert "have the end of each row" in refused(x, x, x, cu_seqlens=across)
+    assert f"cu_seqlens ends with 40, and the ranks have 2 x {tokens} tokens" in refused(
+        x, x, x, cu_seqlens=torch.tensor([0, 40])
+    )
+    rows = torch.tensor([0, tokens, 2 * tokens])
+    mask = torch.ones(2, 40, dtype=torch.bool, device=DEVICE)
+    assert "leave the mask out" in refused(x, x, x, cu_seqlens=rows, key_padding_mask=mask)
+    assert "one row of documents" in refused(x, x, x, cu_seqlens=rows, document_layout="row")
+    assert "there are no packed documents" in refused(x, x, x, document_layout="row")
+    assert "key_padding_mask has shape" in refused(x, x, x, key_padding_mask=mask[:, :30])
 
 
 @case
 def fewer_heads_than_ranks_are_refused():
-    x = torch.ones(1, 1, 40, 8)
+    x = torch.ones(1, 1, 40, 8, device=DEVICE)
     assert "at most 1 ranks can hold a sequence" in refused(x, x, x)
 
 

@@ -1,17 +1,16 @@
-"""`ds_sparse.initialize` with "sequence_parallel_size" against one rank: two groups of two ranks."""
+"""`ds_sparse.initialize` with "sequence_parallel_size" against one rank: two groups of two ranks, on GPUs one."""
 
 from __future__ import annotations
 
 import argparse
 import tempfile
 from pathlib import Path
-from unittest import mock
 
-import accelerate
 import deepspeed
 import torch
 import transformers
-from cases import case, refusal, run_all
+from cases import DEVICE, case, case_on_cpu, refusal, run_all
+from deepspeed.runtime.sequence_parallel import parallel_state_sp as groups
 from torch import distributed
 
 import ds_sparse
@@ -28,7 +27,7 @@ ARGS = argparse.Namespace(deepspeed_sparse_attention=True)
 
 def make():
     torch.manual_seed(0)
-    return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES))
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)).to(DEVICE)
 
 
 def batches():
@@ -38,7 +37,7 @@ def batches():
     mask = torch.ones_like(ids)
     mask[:, -1, :, 60:] = 0
     drawn = (torch.rand(ids.shape, generator=generator) < 0.2) & (mask == 1)
-    return ids, mask, torch.where(drawn, ids, -100)
+    return [x.to(DEVICE) for x in (ids, mask, torch.where(drawn, ids, -100))]
 
 
 def step_loss(model, ids, mask, labels):
@@ -98,6 +97,16 @@ def every_zero_stage_trains_as_one_rank():
 
 
 @case
+def bf16_trains_nearly_as_one_rank_in_fp32():
+    losses, norms, _ = on_one_rank()
+    for stage in (1, 3):
+        engine, *_ = engine_of(make(), stage, config={"bf16": {"enabled": True}})
+        for of_rows, norm, (loss, own_norm) in zip(losses, norms, train(engine), strict=True):
+            assert abs(loss - of_rows[distributed.get_rank() // SIZE]) < 0.05, (stage, loss, of_rows)
+            torch.testing.assert_close(float(own_norm), float(norm), rtol=0.03, atol=0)
+
+
+@case_on_cpu
 def training_data_deals_the_same_rows_to_the_ranks_of_a_sequence():
     rows = [torch.full((TOKENS,), 3 + row) for row in range(4)]
     _, _, loader, _ = engine_of(make(), training_data=rows)
@@ -116,27 +125,29 @@ def the_weights_of_a_checkpoint_load_on_one_rank():
     list(train(engine))
     engine.save_checkpoint(folder[0], tag="last")
     alone = make()
-    state = torch.load(Path(folder[0]) / "last" / "mp_rank_00_model_states.pt", weights_only=False)
+    state = torch.load(Path(folder[0]) / "last" / "mp_rank_00_model_states.pt", map_location=DEVICE, weights_only=False)
     alone.load_state_dict(state["module"])
     for own, saved in zip(engine.module.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(own.detach(), saved.detach())
 
 
-@case
+@case_on_cpu
 def what_cannot_be_sequence_parallel_is_refused():
     dense = argparse.Namespace(deepspeed_sparse_attention=False)
     config = {"train_batch_size": 2, "sparse_attention": BLOCK, "sequence_parallel_size": SIZE}
     assert "Add --deepspeed_sparse_attention" in refusal(lambda: ds_sparse.initialize(dense, make(), config=config))
     assert "an mpu is given" in refusal(lambda: engine_of(make(), mpu=object()))
-    assert "is 'two'" in refusal(lambda: engine_of(make(), config={"sequence_parallel_size": "two"}))
+    assert 'got "two"; wanted the number of ranks' in refusal(
+        lambda: engine_of(make(), config={"sequence_parallel_size": "two"})
+    )
     assert "is 3 and there are 4 ranks" in refusal(lambda: engine_of(make(), config={"sequence_parallel_size": 3}))
     four = {"sequence_parallel_size": 4, "train_batch_size": 1}
     assert "groups of 2 ranks in this process" in refusal(lambda: engine_of(make(), config=four))
     assert "data_parallel_size is 4" in refusal(lambda: engine_of(make(), config={"data_parallel_size": 4}))
     buckets = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 10}}
     assert "gradients too small" in refusal(lambda: engine_of(make(), config=buckets))
-    with mock.patch.dict(accelerate.state.AcceleratorState._shared_state, {"device": "cpu"}):
-        assert "accelerate runs, as in Transformers' Trainer" in refusal(lambda: engine_of(make()))
+    one = {"sequence_parallel_size": 1}
+    assert "groups of 2 ranks hold a sequence" in refusal(lambda: engine_of(make(), mpu=groups, config=one))
     engine, *_ = engine_of(make())
     ids = torch.full((1, TOKENS), 3 + distributed.get_rank())
     assert "given different batches" in refusal(lambda: engine(input_ids=ids, labels=ids))

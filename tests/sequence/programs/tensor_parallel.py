@@ -6,12 +6,14 @@ import deepspeed
 import torch
 import transformers
 from cases import case, refusal, run_all
+from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ds_sparse
+from ds_sparse.integrations.transformers.tensor_parallel import attention_of
 
 TEXT = {
     "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32,
@@ -91,6 +93,19 @@ def dtensors_that_are_dealt_otherwise_are_refused():
     layer.query.register_forward_hook(lambda module, given, output: output.redistribute(placements=[Replicate()]))
     said = refusal(lambda: model(**batch_of()))
     assert "dealt in another way than by heads" in said and "shard the projections" in said, said
+
+
+@case
+def ranks_that_have_other_numbers_of_heads_are_refused():
+    torch.manual_seed(0)
+    model = transformers.BertForMaskedLM(
+        transformers.BertConfig(**BERT | {"hidden_size": 24, "num_attention_heads": 3})
+    )
+    ds_sparse.sparsify(model, BLOCK)
+    layer, rank = model.bert.encoder.layer[0].attention.self, distributed.get_rank()
+    layer.query.mp_group = distributed.group.WORLD  # as DeepSpeed's AutoTP leaves it
+    said = refusal(lambda: attention_of(layer, torch.ones(1, 2 - rank, 32, 8)))
+    assert f"has 3 heads, of which rank {rank} of 2 has {2 - rank}" in said and "that divides 3" in said, said
 
 
 @case

@@ -1,0 +1,90 @@
+"""A training step of BERT on several ranks of this machine, beside one: data parallel and sequence parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+
+from .longest_sequence import tries
+from .rank_processes import rows_of
+from .sequence_rank import Task
+from .sequence_results import ALONE, DATA, SEQUENCE, Case, Row
+
+UNVERIFIED = "not verified: the one rank has no row of this length, and no shorter one was found right"
+NOT_TRIED = "not tried: one rank does not hold such a sequence"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Measures cases on one rank, and then on more.
+
+    Attributes:
+        cases: by rising length.
+        ranks: numbers of ranks. One is measured first, as all others are compared with it.
+        parallel: what several ranks do, of DATA and SEQUENCE.
+        repeats, seconds: rounds, and after how long none begins.
+        longest: seconds to look for the longest sequence that fits, for each number of ranks.
+    """
+
+    cases: Sequence[Case]
+    ranks: Sequence[int]
+    parallel: Sequence[str]
+    repeats: int
+    seconds: float
+    longest: float = 0
+
+    def results(self, device: torch.device) -> Iterator[tuple[Case, Row]]:
+        """Rows as they come: all lengths on one rank, then all on more."""
+        alone: dict[Case, Row] = {}
+        for task, row in rows_of([self._task(case, 1, ALONE) for case in self.cases], device):
+            alone[task.case] = row
+            yield task.case, row
+        yield from self._tries(alone, 1, ALONE, device)
+        for ranks in sorted(set(self.ranks) - {1}):
+            yield from self._beside(alone, ranks, device)
+
+    def _beside(self, alone: Mapping[Case, Row], ranks: int, device: torch.device) -> Iterator[tuple[Case, Row]]:
+        tasks = []
+        for case, way in product(self.cases, self.parallel):
+            if way == DATA and alone[case].reason:
+                yield case, Row(ranks, way, reason=NOT_TRIED)
+            else:
+                tasks.append(self._task(case, ranks, way, alone[case]))
+        shared: dict[Case, Row] = {}
+        for task, row in rows_of(tasks, device):
+            if task.parallel == SEQUENCE:
+                shared[task.case] = row
+                if not any(one.loss_alone is not None for one in shared.values()) and not row.reason:
+                    row = Row(ranks, SEQUENCE, reason=UNVERIFIED)
+            yield task.case, with_efficiency(row, alone[task.case])
+        yield from self._tries(shared, ranks, SEQUENCE, device)
+
+    def _tries(
+        self, measured: Mapping[Case, Row], ranks: int, parallel: str, device: torch.device
+    ) -> Iterator[tuple[Case, Row]]:
+        """Looks for the longest sequence, with each of the settings that cases have beside their length."""
+        for settings in dict.fromkeys(case.of_any_length for case in measured if self.longest):
+            alike = {case: row for case, row in measured.items() if case.of_any_length == settings}
+            yield from tries(self._task(settings, ranks, parallel), alike, self.longest, device)
+
+    def _task(self, case: Case, ranks: int, parallel: str, alone: Row | None = None) -> Task:
+        return Task(case, ranks, parallel, self.repeats, self.seconds, torch.get_num_threads(), alone)
+
+
+def require_gpus(ranks: int, longest: float, device: torch.device) -> None:
+    """Raises ValueError where there are fewer GPUs than ranks, or none whose memory could be filled."""
+    if device.type == "cpu":
+        if longest:
+            raise ValueError("--longest: a CPU's memory is not filled by trying; measure on a GPU, with --device cuda.")
+    elif ranks > torch.cuda.device_count():
+        raise ValueError(f"--ranks {ranks}: torch finds {torch.cuda.device_count()} GPUs; each rank wants its own.")
+
+
+def with_efficiency(row: Row, alone: Row) -> Row:
+    """What is reached of as many times the one rank's tokens a second as there are ranks."""
+    if row.tokens_per_second is None or alone.tokens_per_second is None:
+        return row
+    return replace(row, efficiency=row.tokens_per_second / (row.ranks * alone.tokens_per_second))

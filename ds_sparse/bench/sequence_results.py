@@ -1,0 +1,190 @@
+"""Results of `ds_sparse bench sequence`: their lines, and their rows in the JSON. Reading them takes no DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from .machine import in_three_digits
+from .runs import rows_by_case
+
+ALONE, DATA, SEQUENCE = "alone", "data", "sequence"
+"""What ranks do: one computes a sequence, each computes one of its own, all share one."""
+
+SEVERAL = (DATA, SEQUENCE)
+
+PARALLEL = {ALONE: "", DATA: ", a sequence each", SEQUENCE: ", one sequence"}
+
+KEPT, CHECKPOINTED, OFFLOADED = "kept", "checkpointed", "offloaded"
+ACTIVATIONS = (KEPT, CHECKPOINTED, OFFLOADED)
+"""What becomes of activations until backward: all are kept; each layer's input is, on the GPU, or on the CPU."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training step of BERT with one sequence of `seq_len` tokens, or one a rank.
+
+    Attributes:
+        structure: of `IN_BERT`.
+        activations: of `ACTIVATIONS`.
+        tiles: parts of a rank's tokens in which MLPs and the loss are computed, one after the other.
+        micro_batches: forward and backward passes of a step, whose gradients are added up.
+    """
+
+    seq_len: int
+    structure: str
+    dtype: str
+    device: str
+    zero_stage: int
+    activations: str = KEPT
+    tiles: int = 1
+    micro_batches: int = 1
+
+    @property
+    def of_any_length(self) -> Case:
+        """What cases share that differ in length alone."""
+        return replace(self, seq_len=0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case on some ranks; numbers are None where it was not measured, and `reason` says why.
+
+    Attributes:
+        parallel: ALONE, DATA or SEQUENCE.
+        efficiency: tokens a second over those of as many ranks as fast as the one alone.
+        peak_gib: memory on a rank's GPU at its highest, of the rank that has most; None on a CPU.
+        loss, gradient_norm: of the first step; a rank's own sequence has the loss of rank 0.
+        loss_alone, gradient_norm_alone: the same of the one rank.
+        profile: milliseconds of a step by where they go.
+        memory: GiB by what it is for.
+        is_try: it was looked for the longest sequence that fits.
+    """
+
+    ranks: int
+    parallel: str
+    milliseconds: float | None = None
+    tokens_per_second: float | None = None
+    efficiency: float | None = None
+    peak_gib: float | None = None
+    loss: float | None = None
+    gradient_norm: float | None = None
+    loss_alone: float | None = None
+    gradient_norm_alone: float | None = None
+    profile: Mapping[str, float] = field(default_factory=dict)
+    memory: Mapping[str, float] = field(default_factory=dict)
+    is_try: bool = False
+    rounds: int = 0
+    reason: str = ""
+
+
+Result = tuple[Case, list[Row]]
+"""A case, measured."""
+
+
+def report(results: Iterable[Result]) -> Iterator[Iterable[str]]:
+    """What is printed: some lines a row, as they come, a table of all, and the longest sequences."""
+    seen = []
+    for case, rows in results:
+        for row in rows:
+            seen.append((case, row))
+            yield lines(case, row)
+    yield table([(case, row) for case, row in seen if not row.is_try])
+    if found := longest(seen):
+        yield (
+            f"the longest that fits, {ranks_of(row)}, {settings_of(case)}: {case.seq_len:,} tokens"
+            for case, row, _ in found
+        )
+
+
+def lines(case: Case, row: Row) -> Iterator[str]:
+    """A row in words: what was measured, where the time goes, what memory is for."""
+    looked_for = "; is it the longest?" if row.is_try else ""
+    yield f"{case.seq_len:,} tokens, {ranks_of(row)}; {settings_of(case)}{looked_for}"
+    if row.milliseconds is None:
+        yield f"no time: {row.reason}"
+        return
+    yield ", ".join(figures(row))
+    if row.profile:
+        parts = (f"{name} {ms:.1f} ms ({ms / row.milliseconds:.0%})" for name, ms in row.profile.items())
+        yield f"time: {', '.join(parts)}"
+    if row.memory:
+        yield f"GiB: {', '.join(f'{name} {gib:.2f}' for name, gib in row.memory.items())}"
+
+
+def ranks_of(row: Row) -> str:
+    return f"{row.ranks} {'rank' if row.ranks == 1 else 'ranks'}{PARALLEL[row.parallel]}"
+
+
+def settings_of(case: Case) -> str:
+    tiles = f", {case.tiles} tiles" if case.tiles > 1 else ""
+    micro_batches = f", {case.micro_batches} micro batches" if case.micro_batches > 1 else ""
+    return (
+        f"{case.structure}, {case.dtype}, ZeRO {case.zero_stage}, activations {case.activations}{tiles}{micro_batches}"
+    )
+
+
+def figures(row: Row) -> Iterator[str]:
+    yield f"{in_three_digits(row.milliseconds)} ms a step ({row.rounds} rounds)"
+    yield f"{row.tokens_per_second:,.0f} tokens/s"
+    if row.efficiency is not None:
+        yield f"efficiency {row.efficiency:.1%}"
+    if row.peak_gib is not None:
+        yield f"peak {row.peak_gib:.1f} GiB a rank"
+    yield f"loss {row.loss:.4f}{alone(row.loss_alone, 4)}"
+    if row.gradient_norm is not None:
+        yield f"gradient norm {row.gradient_norm:.4g}{alone(row.gradient_norm_alone, 4)}"
+
+
+def alone(number: float | None, digits: int) -> str:
+    return "" if number is None else f" ({number:.{digits}f} on one rank)"
+
+
+def table(seen: Sequence[tuple[Case, Row]]) -> Iterator[str]:
+    """A line a row that has a time."""
+    yield (
+        f"{'tokens':>9} {'ranks':>5} {'sequences':>9} {'ms':>9} {'tokens/s':>11} {'efficiency':>10} {'peak GiB':>8} "
+        f"{'loss':>8} {'on one rank':>11}"
+    )
+    for case, row in seen:
+        if row.milliseconds is None:
+            continue
+        sequences = row.ranks if row.parallel == DATA else 1
+        efficiency = "-" if row.efficiency is None else f"{row.efficiency:.1%}"
+        peak = "-" if row.peak_gib is None else f"{row.peak_gib:.1f}"
+        one = "-" if row.loss_alone is None else f"{row.loss_alone:.4f}"
+        yield (
+            f"{case.seq_len:9} {row.ranks:5} {sequences:9} {in_three_digits(row.milliseconds):>9} "
+            f"{row.tokens_per_second:11,.0f} {efficiency:>10} {peak:>8} {row.loss:8.4f} {one:>11}"
+        )
+
+
+def longest(seen: Iterable[tuple[Case, Row]]) -> list[tuple[Case, Row, int | None]]:
+    """Where the longest sequence that fits was looked for: the longest that did, and the shortest that did not."""
+    alike: dict[tuple[Case, int, str], list[tuple[Case, Row]]] = {}
+    for case, row in seen:
+        alike.setdefault((case.of_any_length, row.ranks, row.parallel), []).append((case, row))
+    found = []
+    for rows in alike.values():
+        fitted = [(case, row) for case, row in rows if row.milliseconds is not None]
+        if fitted and any(row.is_try for _, row in rows):
+            failed = [case.seq_len for case, row in rows if row.reason]
+            case, row = max(fitted, key=lambda one: one[0].seq_len)
+            found.append((case, row, min(failed, default=None)))
+    return found
+
+
+def record(result: Result) -> list[dict[str, Any]]:
+    """The rows with their case, flat, as they go into the JSON."""
+    case, rows = result
+    return [asdict(case) | asdict(row) for row in rows]
+
+
+def restore(rows: Sequence[dict[str, Any]]) -> list[Result]:
+    """The results whose `record` these are, one after the other.
+
+    Raises:
+        ValueError: a row lacks a field, or has one of another type.
+    """
+    return rows_by_case(Case, Row, rows)

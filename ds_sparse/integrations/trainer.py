@@ -1,0 +1,26 @@
+"""Transformers' Trainer under `ds_sparse run`: ranks that share sequences are given the same batches."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+from ..sequence import sequence_batches
+from .deepspeed_sequence import sequence_parallel_size
+
+
+def share_batches() -> None:
+    """Has `Trainer.get_train_dataloader`, a method that programs may override too, hand the batch of each rank to all
+    that hold a sequence with it, where the DeepSpeed JSON says so. A program whose own method does not is refused in
+    its first forward."""
+    trainer: Any = sys.modules["transformers.trainer"]
+    below = trainer.Trainer.get_train_dataloader
+
+    @functools.wraps(below)
+    def get_train_dataloader(self: Any) -> Any:
+        loader, plugin = below(self), getattr(self.accelerator.state, "deepspeed_plugin", None)
+        size = 1 if plugin is None else sequence_parallel_size(plugin.deepspeed_config, "the DeepSpeed JSON")
+        return loader if size == 1 else sequence_batches(loader, size=size)
+
+    trainer.Trainer.get_train_dataloader = get_train_dataloader

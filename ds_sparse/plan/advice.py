@@ -1,0 +1,66 @@
+"""Which parallelism to take for a length, a model and a number of GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from .communication import crosses_nodes
+from .memory import fits
+from .model import Model
+from .rates import Rates, Walked
+from .settings import Settings
+from .step import Step, step_of
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Attributes:
+    settings: of the plan, but for ranks of a sequence, checkpoints and the micro batch.
+    step: predicted.
+    """
+
+    settings: Settings
+    step: Step
+
+    def tokens_per_second(self, seq_len: int) -> float:
+        """Of sequences of so many tokens, on all GPUs."""
+        return self.settings.sequences * seq_len / self.step.total * 1e3
+
+
+def advise(
+    rates: Rates, model: Model, settings: Settings, seq_len: int, walks: Sequence[Walked], memory_gib: float
+) -> Advice | None:
+    """The first of these that fits: a sequence a GPU, the same with activation checkpointing, and the fewest ranks of a
+    sequence, within a node if that can be. None where nothing does.
+
+    Args:
+        seq_len: tokens of a sequence, whole blocks.
+        walks: what each layer attends to.
+        memory_gib: of a GPU.
+    """
+    for wanted in _in_order(model, settings):
+        if (found := largest_batch(model, wanted, seq_len, memory_gib)) is not None:
+            return Advice(found, step_of(rates, model, found, seq_len, walks))
+    return None
+
+
+def _in_order(model: Model, settings: Settings) -> Iterator[Settings]:
+    yield replace(settings, ranks=1, checkpoints=False)
+    shared = [
+        replace(settings, ranks=ranks, checkpoints=True)
+        for ranks in range(1, min(model.heads, settings.gpus) + 1)
+        if settings.gpus % ranks == 0
+    ]
+    yield from sorted(shared, key=crosses_nodes)
+
+
+def largest_batch(model: Model, settings: Settings, seq_len: int, memory_gib: float) -> Settings | None:
+    """The settings with the micro batch, or half of it, a quarter and so on, as fits; None where none does."""
+    batch = settings.micro_batch
+    while batch:
+        found = replace(settings, micro_batch=batch)
+        if fits(model, found, seq_len, memory_gib):
+            return found
+        batch //= 2
+    return None

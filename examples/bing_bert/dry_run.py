@@ -1,0 +1,86 @@
+"""What a run would do, without doing it: for --dry-run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_sparse.plan.committed import committed_rates
+from ds_sparse.plan.layers import in_whole_blocks, kinds_of, layers_in_words, live_scores
+from ds_sparse.plan.memory import GIB, memory_of
+from ds_sparse.plan.plan import Plan, make_plan
+
+from device import DEVICE, device_name
+from report import say
+from training_run import TrainingRun
+
+
+def describe(run: TrainingRun, model: nn.Module, step: int, done: bool) -> None:
+    """Prints it of a run.
+
+    Args:
+        model: may be without storage.
+        step: of the checkpoint that it continues from; 0 where it starts.
+        done: it has reached its end.
+
+    Raises:
+        ValueError: the batch is one that cannot be dealt, as the run would say.
+    """
+    settings = run.settings()
+    run.data.batches(settings.sequences, settings.micro_batch, 0, dist.get_rank(), dist.get_world_size())
+    for lines in (_work(run, model), _cost(run), _end(run, step, done)):
+        for line in lines:
+            say(f"{run.name}: {line}")
+
+
+def _work(run: TrainingRun, model: nn.Module) -> Iterator[str]:
+    settings, tokens = run.settings(), run.args.max_seq_length
+    yield f"{sum(weight.numel() for weight in model.parameters()):,} parameters, trained in {settings.dtype}"
+    kinds = kinds_of(run.block, run.model(), run.args.deepspeed_config)
+    padded = in_whole_blocks(kinds, tokens)
+    for kind in kinds:
+        live = live_scores(kind, run.model(), padded)
+        density = "" if live is None else f", density {live / padded**2:.1%}"
+        yield f"layers {layers_in_words(kind.layers)}: {kind.in_words()}{density}"
+    batch, sequences = settings.sequences, len(run.data.training.sequences)
+    yield (
+        f"a step has {batch} sequences, {batch * tokens:,} tokens, {settings.micro_batch} at once, "
+        f"{settings.accumulation} times, on {settings.gpus} rank{'s' if settings.gpus > 1 else ''}, ZeRO "
+        f"{settings.zero_stage}; an epoch has {sequences / batch:,.1f} steps"
+    )
+
+
+def _cost(run: TrainingRun) -> Iterator[str]:
+    """What `ds_sparse plan` says of it, as far as it has been measured for this machine."""
+    settings, tokens = run.settings(), run.args.max_seq_length
+    yield f"{run.work().flops / 1e12:,.3g} TFLOP a step and rank"
+    if DEVICE.type == "cuda":
+        needed, there = memory_of(run.model(), settings, tokens), torch.cuda.get_device_properties(DEVICE).total_memory
+        yield f"{needed.total / GIB:.1f} GiB of the GPU's {there / GIB:.1f} {needed.at}, as planned"
+    rates = committed_rates()
+    if device_name() != rates.machine or settings.dtype == "fp32":
+        yield (
+            f"the time of a step is not known: ds_sparse plan has rates of an {rates.machine} in 16 bits; its "
+            "option --on here measures this machine"
+        )
+        return
+    yield _time(make_plan(run.block, run.args.deepspeed_config, run.model(), settings, rates, tokens))
+
+
+def _time(plan: Plan) -> str:
+    milliseconds = plan.step.total
+    return f"{milliseconds:,.0f} ms a step and {plan.tokens / milliseconds * 1e3:,.0f} tokens/s, as planned"
+
+
+def _end(run: TrainingRun, step: int, done: bool) -> Iterator[str]:
+    args = run.args
+    if done:
+        yield f"nothing left to train, {step} steps are done"
+        return
+    start = f"continues after step {step}" if step else "starts at step 0"
+    steps = f"step {args.max_steps} or " if args.max_steps else ""
+    yield f"{start}, and ends after {steps}{args.max_minutes:g} minutes"
+    yield f"checkpoints every {args.save_steps} steps in {run.checkpoints}"

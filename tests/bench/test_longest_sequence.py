@@ -1,0 +1,90 @@
+import pytest
+
+from ds_sparse.bench import longest_sequence, sequence_results
+from ds_sparse.bench.longest_sequence import Bracket
+from ds_sparse.bench.sequence_rank import Task
+from ds_sparse.bench.sequence_results import ALONE, Case, Row
+
+CASE = Case(2**18, "bigbird-64", "bf16", "cuda", 2)
+ROOM = 139.0
+
+
+def fits(peak_of):
+    """What stands in the place of processes: whose peak is more than the room runs out of memory."""
+
+    def rows_of(tasks, device):
+        for task in tasks:
+            peak = peak_of(task.case.seq_len)
+            reason = "" if peak <= ROOM else "OutOfMemoryError: CUDA out of memory."
+            measured = {} if reason else {"milliseconds": 1.0, "peak_gib": peak}
+            yield task, Row(1, ALONE, reason=reason, is_try=task.only_tries, **measured)
+
+    return rows_of
+
+
+@pytest.fixture
+def looked_for(monkeypatch):
+    """looked_for(peak_of): the lengths that were tried, those that did not fit negative."""
+
+    def look(peak_of, measured=(2**18, 2**19), seconds=60):
+        monkeypatch.setattr(longest_sequence, "rows_of", fits(peak_of))
+        properties = type("Properties", (), {"total_memory": int(ROOM * 2**30)})
+        monkeypatch.setattr(longest_sequence.torch.cuda, "get_device_properties", lambda device: properties)
+        rows = {
+            Case(length, *vars_of(CASE)): Row(1, ALONE, 1.0, peak_gib=peak_of(length))
+            for length in measured
+            if peak_of(length) <= ROOM
+        }
+        task = Task(CASE, 1, ALONE, 3, 1.0, 1)
+        tried = longest_sequence.tries(task, rows, seconds, "cuda")
+        return [case.seq_len if row.milliseconds else -case.seq_len for case, row in tried]
+
+    return look
+
+
+def vars_of(case):
+    return list(vars(case).values())[1:]
+
+
+@pytest.mark.parametrize("most", [2**19 + 1024, 700_000, 3_000_000, 9_000_000])
+@pytest.mark.parametrize("constant", [0.0, 5.0])
+def test_the_longest_is_found_to_about_a_sixteenth(looked_for, most, constant):
+    tried = looked_for(lambda length: constant + (ROOM - constant) * length / most)
+    longest = max([2**19, *(length for length in tried if length > 0)])
+    assert longest <= most <= min(-length for length in tried if length < 0)
+    assert min(-length for length in tried if length < 0) <= longest * 1.07
+    assert len(tried) <= 4 and len(set(tried)) == len(tried)
+
+
+def test_memory_that_grows_in_another_way_takes_more_tries(looked_for):
+    tried = looked_for(lambda length: ROOM * (length / 2_000_000) ** 2)
+    fitted, failed = [x for x in tried if x > 0], [-x for x in tried if x < 0]
+    assert max(fitted) <= 2_000_000 <= min(failed) <= max(fitted) * 1.07 and len(tried) <= 10
+
+
+def test_where_nothing_fits_or_time_is_over_nothing_is_tried(looked_for):
+    assert looked_for(lambda length: 1e3) == []
+    assert looked_for(lambda length: length / 1e6, seconds=0) == []
+
+
+def test_the_longest_is_said_with_the_shortest_that_did_not_fit():
+    rows = [
+        (CASE, Row(1, ALONE, 10.0, 1.0, loss=1.0, peak_gib=9.0)),
+        (Case(2**20, *vars_of(CASE)), Row(1, ALONE, 40.0, 1.0, loss=1.0, is_try=True)),
+        (Case(2**21, *vars_of(CASE)), Row(1, ALONE, reason="out of memory", is_try=True)),
+        (CASE, Row(2, "sequence", 5.0, 2.0, loss=1.0)),
+    ]
+    ((case, row, failed),) = sequence_results.longest(rows)
+    assert (case.seq_len, row.milliseconds, failed) == (2**20, 40.0, 2**21)
+    printed = [list(lines) for lines in sequence_results.report((case, [row]) for case, row in rows)]
+    assert printed[-1] == [
+        "the longest that fits, 1 rank, bigbird-64, bf16, ZeRO 2, activations kept: 1,048,576 tokens"
+    ]
+    assert len(printed[-2]) == 3  # a heading, and what was no try
+
+
+def test_a_bracket_of_one_length_doubles_and_halves():
+    bracket = Bracket(ROOM, {1 << 20: 10.0})
+    assert bracket.next_length() == 1 << 21
+    bracket.failed.append(1 << 21)
+    assert bracket.next_length() == 3 << 19

@@ -1,0 +1,66 @@
+"""Runs of the pretraining example on any number of ranks, one after the other: forks of a process that imports once.
+
+    python tests/examples/example_ranks.py PLACE '[[2, ["--deepspeed_config", "ds.json", ...]], ...]'
+
+prints for each run how its ranks ended, 0 or a sentence, and what rank 0 printed, as JSON, a line a run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import traceback
+from pathlib import Path
+
+os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+sys.path[:0] = [str(Path(__file__).parents[2] / "examples" / "bing_bert")]
+
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401 - an engine imports it, which takes seconds
+
+from ds_sparse import init_distributed  # noqa: E402
+
+import deepspeed_train  # noqa: E402
+
+
+def run(place: Path, ranks: int, arguments: list[str]) -> list[object]:
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    pids = [fork(place, rank, ranks, arguments) for rank in range(ranks)]
+    for pid in pids:
+        os.waitpid(pid, 0)
+    ended = [json.loads(file.read_text()) if (file := place / f"{rank}.json").exists() else "" for rank in range(ranks)]
+    return [*ended, (place / "0.txt").read_text()]
+
+
+def fork(place: Path, rank: int, ranks: int, arguments: list[str]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        out = os.open(place / f"{rank}.txt", os.O_WRONLY | os.O_CREAT)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # asked for, and not used beside a store
+        store = f"file://{place}/store"
+        init_distributed(dist_backend="gloo", init_method=store, rank=rank, world_size=ranks, verbose=False)
+        sys.argv = ["deepspeed_train.py", *arguments]
+        try:
+            ended = deepspeed_train.main()
+        except ValueError as error:
+            ended = str(error)
+        (place / f"{rank}.json").write_text(json.dumps(ended))
+    except BaseException:  # noqa: BLE001 - a fork must not go on as its parent
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    # Pictures take longer than the training.
+    deepspeed_train.save_drawing = deepspeed_train.draw_results = lambda *_: None
+    for ranks, arguments in json.loads(sys.argv[2]):
+        print(json.dumps(run(Path(sys.argv[1]), ranks, arguments)), flush=True)

@@ -1,0 +1,92 @@
+"""The page at the end of a run, looked at in headless Chromium."""
+
+import argparse
+from types import SimpleNamespace
+
+import pytest
+from browser import chromium
+
+import run_page
+from modeling import BertConfig
+from training_run import Ended, TrainingRun
+
+UNIGRAM = 5.0
+CONFIG = {
+    "train_batch_size": 4,
+    "train_micro_batch_size_per_gpu": 2,
+    "sparse_attention": {
+        "mode": "bigbird", "block": 16, "num_random_blocks": 1, "layers": {"1": {"block": 32}, "2": None},
+    },
+}  # fmt: skip
+MODEL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as opened:
+        yield opened
+
+
+def ended(folder, name="sparse", records=None, layout_seed=7):
+    args = argparse.Namespace(
+        deepspeed_config="<b>.json", config_file="model.json", max_seq_length=256, checkpoint_activations=False
+    )
+    data = SimpleNamespace(max_predictions_per_seq=38, describe=lambda: "Corpus <stdlib>: 12 documents")
+    run = TrainingRun(name, args, CONFIG, BertConfig(**MODEL), data, folder / name)
+    return Ended(run, 40, 4.25, layout_seed, records or [{"step": 0, "held_out_mlm_loss": 5.5}, *steps()])
+
+
+def steps():
+    speed = {"tokens_per_second": 2000.0, "model_tflops": 0.5, "mfu": 0.25, "memory_gib": 1.5}
+    return [{"step": n, "mlm_loss": 6 - n / 40, "learning_rate": n / 1e5} | speed for n in range(1, 41)]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """The page of a comparison, and what was given."""
+    folder = tmp_path_factory.mktemp("page") / "0001"
+    (folder / "sparse" / "checkpoints" / "step40").mkdir(parents=True)
+    (folder / "sparse" / "checkpoints" / "step40" / "state.json").write_text("{}")
+    run_page.write_page(folder / "report.html", [ended(folder), ended(folder, "dense")], UNIGRAM, "a [MASK] <line>")
+    return folder / "report.html"
+
+
+def test_it_shows_all_of_a_run_and_asks_for_nothing_from_a_network(browser, page):
+    browser.requests.clear()
+    browser.call("Page.navigate", url=page.as_uri())
+    loaded = "new Promise((done) => { const look = () => document.readyState === 'complete' && "
+    frame = "document.querySelector('iframe')"
+    assert browser.value(
+        f"{loaded} {frame}?.contentDocument?.body?.dataset.drawn ? done(true) : setTimeout(look, 20); look(); }})"
+    )
+    said = browser.value("document.body.innerText")
+    for words in (
+        "after 40 steps",
+        "4.2500",
+        "5.0000",
+        "40,960",
+        "25.0%",
+        "1.50",
+        "step40, 0.0 MiB",
+        "a [MASK] <line>",
+    ):
+        assert words in said, words
+    for words in ("Corpus <stdlib>: 12 documents", "ds_sparse", "CPU:", "learning rate", "tokens/s", "dense, held out"):
+        assert words in said, words
+    layouts = browser.value(f"[...{frame}.contentDocument.getElementById('left').options].map((one) => one.text)")
+    assert layouts == ["<b>.json: layers 0", "<b>.json: layers 1"]
+    assert '"seed": 7' in browser.value(f"{frame}.contentDocument.querySelector('.about').textContent")
+    browser.value("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    configuration = browser.value("document.body.innerText")
+    assert '"train_batch_size": 4' in configuration and '"hidden_size": 32' in configuration
+    wide = browser.value("document.documentElement.scrollWidth > document.documentElement.clientWidth")
+    assert not wide and browser.errors == []
+    assert {address.split(":")[0] for address in browser.requests} <= {"file", "about", "data"}
+
+
+def test_a_dense_run_without_figures_says_so(tmp_path):
+    one = ended(tmp_path, "dense", records=[{"step": 0, "held_out_mlm_loss": 5.5}], layout_seed=None)
+    figures = run_page.figures_of(one, UNIGRAM)
+    assert figures["tokens/s, median step"] == figures["checkpoints"] == "-"
+    run_page.write_page(tmp_path / "report.html", [one], UNIGRAM, "")
+    assert "Attention is dense: there is no layout." in (tmp_path / "report.html").read_text()
