@@ -110,7 +110,7 @@ def _of_cpu(facts: Facts) -> Iterator[Problem]:
                 f"{name} is {limit!r}, which bounds the instructions that CPU kernels use.",
                 "unset it, unless you mean it.",
             )
-    if "amx_bf16" in facts.features and facts.instruction_set == "avx512_bf16" and not facts.cpu_limits:
+    if "amx_bf16" in facts.features and facts.instruction_set == "avx512" and not facts.cpu_limits:
         yield Problem(
             "The processor multiplies bf16 in tiles (amx_bf16), and Linux does not let this process use them: bf16 on "
             "the CPU is slower than it could be.",

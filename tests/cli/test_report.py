@@ -141,7 +141,7 @@ def test_nothing_is_advised_where_all_is_well():
         ({"operators_error": "RuntimeError: no operator"}, "RuntimeError: no operator.", "build ds_sparse again"),
         ({"driver_cuda": 12080}, "is of CUDA 13, and the driver serves CUDA 12.8 at most", "update the driver"),
         ({"gpu_capability": "7.5"}, "has compute capability 7.5", "use the CPU"),
-        ({"features": ["amx_bf16"], "instruction_set": "avx512_bf16"}, "Linux does not let this process", "arch_prctl"),
+        ({"features": ["amx_bf16"], "instruction_set": "avx512"}, "Linux does not let this process", "arch_prctl"),
         ({"torch_hip": "7.0", "gpus": [], "gpu": ""}, "AMD GPUs", "NVIDIA GPU"),
         ({"installed": "0.0.9"}, "pip has ds_sparse 0.0.9", "PYTHONPATH"),
         ({"packages": {"torch": "2.10.1+cu128"}}, "torch is 2.10.1+cu128, and ds_sparse takes 2.11", "torch>=2.11"),
