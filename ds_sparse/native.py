@@ -31,7 +31,7 @@ def wanted() -> list[Path]:
 
 INSTRUCTION_SETS = ("portable", "avx2", "avx512", "avx512_bf16", "amx_bf16")
 """That kernels of the CPU are compiled for; each runs where a later one does. The environment variable DS_SPARSE_CPU
-bounds them by name, PyTorch's ATEN_CPU_CAPABILITY too."""
+names the one to use; PyTorch's ATEN_CPU_CAPABILITY bounds the choice."""
 
 
 @functools.cache
