@@ -36,11 +36,15 @@ CPU_FLAGS = (
     "-std=c++20 -O3 -fPIC -fvisibility=hidden -Wall -Wno-psabi -Wno-maybe-uninitialized -ffp-contract=fast".split()
 )
 # The kernels are compiled once for each instruction set and chosen at run time, so that a library runs on any machine.
-KERNELS = CSRC / "cpu" / "kernels.cpp"
-INSTRUCTION_SETS = {"portable": []}
+KERNELS, BF16_KERNELS = CSRC / "cpu" / "kernels.cpp", CSRC / "cpu" / "kernels_bf16.cpp"
+AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c".split()
+INSTRUCTION_SETS = {KERNELS: {"portable": []}, BF16_KERNELS: {}}
 if platform.machine().lower() in ("x86_64", "amd64"):
-    INSTRUCTION_SETS["avx2"] = "-mavx2 -mfma -mf16c".split()
-    INSTRUCTION_SETS["avx512"] = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c".split()
+    INSTRUCTION_SETS[KERNELS] |= {"avx2": "-mavx2 -mfma -mf16c".split(), "avx512": AVX512}
+    INSTRUCTION_SETS[BF16_KERNELS] |= {
+        "avx512_bf16": [*AVX512, "-mavx512bf16"],
+        "amx_bf16": [*AVX512, "-mavx512bf16", "-DDS_SPARSE_TILES"],
+    }
 CUDA_FLAGS = "-std=c++20 -O3 --expt-relaxed-constexpr -Xcompiler -fPIC,-fvisibility=hidden -DUSE_CUDA".split()
 # Machine code for Ampere and Hopper, PTX for what comes after; sources named *_sm90.cu use what only Hopper has.
 PORTABLE_TARGETS = "-gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=[sm_90,compute_90]".split()
@@ -77,7 +81,7 @@ def build_cpu_library() -> Path:
     base = [compiler, *CPU_FLAGS, *common_flags(torch)]
     steps = []
     for source in cpu_sources():
-        for name, flags in INSTRUCTION_SETS.items() if source == KERNELS else [("", [])]:
+        for name, flags in INSTRUCTION_SETS.get(source, {"": []}).items():
             define = [f"-DDS_SPARSE_ISA={name}"] if name else []
             steps.append((source, name, [*base, *define, *flags, "-c", str(source)]))
     libraries = [f"-L{torch / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10", *system_libraries(compiler)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from pathlib import Path
 
 import torch
@@ -25,6 +27,23 @@ def wanted() -> list[Path]:
     if not CPU_LIBRARY.exists():
         raise ImportError(NOT_BUILT)
     return [CPU_LIBRARY, *([CUDA_LIBRARY] if torch.version.cuda is not None and CUDA_LIBRARY.exists() else [])]
+
+
+INSTRUCTION_SETS = ("portable", "avx2", "avx512", "avx512_bf16", "amx_bf16")
+"""That kernels of the CPU are compiled for; each runs where a later one does. The environment variable DS_SPARSE_CPU
+names the one to use; PyTorch's ATEN_CPU_CAPABILITY bounds the choice."""
+
+
+@functools.cache
+def instruction_set() -> str:
+    """The one of `INSTRUCTION_SETS` that kernels use in this process; "" where DS_SPARSE_CPU names none that runs here.
+
+    Raises:
+        OSError: the CPU library is not built, or does not load.
+    """
+    told = ctypes.CDLL(str(CPU_LIBRARY)).ds_sparse_cpu_instruction_set
+    told.restype = ctypes.c_char_p
+    return told().decode()
 
 
 def load(library: Path) -> None:

@@ -80,27 +80,27 @@ Pieces cut_row_strips(const Attention& attention, const BlockLists& lists, int64
   return pieces;
 }
 
-template <class T>
+template <class T, class O>
 void forward(
     const Attention& attention, const BlockLists& lists, const Tensor& output, const Tensor& lse,
     const Tensor& row_max_sums) {
   using C = Compute<T>;
-  int64_t block = attention.block, depth = attention.depth, rows = attention.strip_rows, width = padded<T>(depth),
-          keys = attention.columns * block;
-  auto panels = pack_all<T>(attention.key, block, width, true);
+  int64_t block = attention.block, rows = attention.strip_rows, width = padded<T>(attention.depth),
+          depth = units_of<T, O>(attention.depth), keys = attention.columns * block;
+  auto panels = pack_all<T, O>(attention.key, block, width, Form::panels);
   Buffer<bool> spoilt(attention.batch * attention.key_heads * attention.columns);
-  auto values = pack_all<T>(attention.value, block, width, false, spoilt.data());
+  auto values = pack_all<T, O>(attention.value, block, width, Form::dense, spoilt.data());
   auto pieces = cut_row_strips(attention, lists, 2 * width);
   run_pieces(pieces, attention.batch, attention.heads, lists.layout_heads, [&] {
-    return [&, query = Buffer<C>(rows * depth), sum = Buffer<C>(rows * width), row_max = Buffer<C>(rows),
+    return [&, query = Buffer<O>(rows * depth), sum = Buffer<C>(rows * width), row_max = Buffer<C>(rows),
             row_sum = Buffer<C>(rows),
             scratch = Buffer<C>(attention_scratch(block))](int64_t b, int64_t head, const Piece& piece) {
       int64_t first = piece.row * block + piece.begin, count = lists.count(head, piece.row),
               matrix = b * attention.key_heads + head / attention.group();
       pack_tokens<T>(attention.query, b, head, first, rows, depth, query.data());
-      kernels<T>().attention_forward(
-          attention.strip(b, head, first, false), query.data(), panels.data() + matrix * keys * depth,
-          values.data() + matrix * keys * width, spoilt.data() + matrix * attention.columns, width,
+      products<T, O>().attention_forward(
+          attention.strip(b, head, first, depth, false), query.data(), panels.data() + matrix * keys * depth,
+          values.data() + matrix * keys / per_unit<O> * width, spoilt.data() + matrix * attention.columns, width,
           lists.begin(head, piece.row), count, sum.data(), row_max.data(), row_sum.data(), scratch.data());
       store_tokens<T>(sum.data(), width, b, head, first, rows, output);
       int64_t at = (b * attention.heads + head) * attention.tokens + first;
@@ -216,14 +216,15 @@ std::vector<ColumnGroup> group_columns(const Attention& attention, const BlockLi
   return groups;
 }
 
-template <class T>
+template <class T, class O>
 void backward(
     const Attention& attention, const AttentionResults& results, const BlockLists& lists, const Tensor& grad_query,
     const Tensor& grad_key, const Tensor& grad_value) {
   using C = Compute<T>;
-  int64_t block = attention.block, depth = attention.depth, rows = attention.strip_rows, width = padded<T>(depth),
-          heads = attention.heads, key_heads = attention.key_heads, group = attention.group(),
-          padded = attention.rows * block;
+  constexpr int64_t P = per_unit<O>;
+  int64_t block = attention.block, rows = attention.strip_rows, width = padded<T>(attention.depth),
+          depth = units_of<T, O>(attention.depth), heads = attention.heads, key_heads = attention.key_heads,
+          group = attention.group(), padded = attention.rows * block;
   auto row_stats = row_stats_of<T>(attention, results);
   auto groups = group_columns(attention, lists);
   int64_t num_groups = groups.size(), repeats = lists.layout_heads == 1 ? key_heads : 1;
@@ -241,11 +242,13 @@ void backward(
 
   run_tasks(attention.batch * repeats * num_groups, [&] {
     int64_t tokens = most_slots * group * block;
-    return [&, query = Buffer<C>(tokens * width), grad_output = Buffer<C>(tokens * width),
-            query_panels = Buffer<C>(tokens * depth), grad_output_panels = Buffer<C>(tokens * depth),
-            row_max = Buffer<C>(tokens), inverse_sum = Buffer<C>(tokens), delta = Buffer<C>(tokens),
-            key = Buffer<C>(rows * width), value = Buffer<C>(rows * width), key_sum = Buffer<C>(rows * width),
-            value_sum = Buffer<C>(rows * width), whole_query_sum = Buffer<C>(most_whole * group * block * width),
+    return [&, query = Buffer<O>(tokens * width / P), grad_output = Buffer<O>(tokens * width / P),
+            query_panels = Buffer<O>(tokens * depth), grad_output_panels = Buffer<O>(tokens * depth),
+            left = Buffer<O>(P == 1 ? 0 : block * width / P), row_max = Buffer<C>(tokens),
+            inverse_sum = Buffer<C>(tokens), delta = Buffer<C>(tokens), key = Buffer<O>(rows * width / P),
+            value = Buffer<O>(rows * width / P), dense_key = Buffer<O>(P == 1 ? 0 : rows * width / P),
+            key_sum = Buffer<C>(rows * width), value_sum = Buffer<C>(rows * width),
+            whole_query_sum = Buffer<C>(most_whole * group * block * width),
             scratch = Buffer<C>(attention_scratch(block)), spoilt = Buffer<bool>(most_slots * group),
             slots = std::vector<int32_t>(attention.rows)](int64_t task) mutable {
       const ColumnGroup& columns = groups[task % num_groups];
@@ -256,40 +259,49 @@ void backward(
       std::fill(query_sum, query_sum + group * num_slots * block * width, C(0));
       for (int64_t i = 0; i < group * num_slots; ++i) {
         int64_t head = key_head * group + i / num_slots, first = columns.blocks[i % num_slots] * block, at = i * block;
-        pack_tokens<T>(attention.query, b, head, first, block, width, query.data() + at * width);
-        pack_tokens<T>(results.grad_output, b, head, first, block, width, grad_output.data() + at * width);
-        pack_block_panels(query.data() + at * width, width, block, depth, query_panels.data() + at * depth);
-        pack_block_panels(grad_output.data() + at * width, width, block, depth, grad_output_panels.data() + at * depth);
+        auto pack = [&](const Tensor& x, O* dense, O* panels) {
+          pack_dense_tokens<T>(x, b, head, first, block, width, dense);
+          const O* rows = dense;
+          if constexpr (P > 1) {
+            pack_tokens<T>(x, b, head, first, block, width / P, left.data());
+            rows = left.data();
+          }
+          pack_block_panels(rows, width / P, block, depth, panels);
+        };
+        pack(attention.query, query.data() + at / P * width, query_panels.data() + at * depth);
+        pack(results.grad_output, grad_output.data() + at / P * width, grad_output_panels.data() + at * depth);
         auto from = row_stats.from((b * heads + head) * padded + first);
         std::copy(from.row_max, from.row_max + block, row_max.data() + at);
         std::copy(from.inverse_sum, from.inverse_sum + block, inverse_sum.data() + at);
         std::copy(from.delta, from.delta + block, delta.data() + at);
       }
       auto finite = [&](int64_t at, int64_t count) {
-        return kernels<C>().are_finite(query.data() + at * width, count * width) &&
-               kernels<C>().are_finite(grad_output.data() + at * width, count * width) &&
-               kernels<C>().are_finite(delta.data() + at, count);
+        return are_finite<T>(query.data() + at / P * width, count / P * width) &&
+               are_finite<T>(grad_output.data() + at / P * width, count / P * width) &&
+               are_finite<C>(delta.data() + at, count);
       };
       // All at once first, as that is how it is.
       bool all_finite = finite(0, group * num_slots * block);
       for (int64_t i = 0; i < group * num_slots; ++i) spoilt.data()[i] = !all_finite && !finite(i * block, block);
       for (int64_t first = columns.begin * block; first < columns.end * block; first += rows) {
         int64_t column = first / block;
-        pack_tokens<T>(attention.key, b, key_head, first, rows, width, key.data());
-        pack_tokens<T>(attention.value, b, key_head, first, rows, width, value.data());
+        pack_tokens<T>(attention.key, b, key_head, first, rows, width / P, key.data());
+        pack_tokens<T>(attention.value, b, key_head, first, rows, width / P, value.data());
+        if constexpr (P > 1) pack_dense_tokens<T>(attention.key, b, key_head, first, rows, width, dense_key.data());
         bool spoilt_own =
-            !kernels<C>().are_finite(key.data(), rows * width) || !kernels<C>().are_finite(value.data(), rows * width);
+            !are_finite<T>(key.data(), rows * width / P) || !are_finite<T>(value.data(), rows * width / P);
         std::fill(key_sum.data(), key_sum.data() + rows * width, C(0));
         std::fill(value_sum.data(), value_sum.data() + rows * width, C(0));
         for (int64_t h = 0; h < group; ++h) {
           int64_t head = key_head * group + h, count = lists.count(head, column), at = h * num_slots * block;
           const int32_t* blocks = lists.begin(head, column);
           for (int64_t n = 0; n < count; ++n) slots[n] = columns.slots[blocks[n]];
-          AttentionColumn<C> work{
+          AttentionColumn<O> work{
               key.data(),
               value.data(),
-              query.data() + at * width,
-              grad_output.data() + at * width,
+              P == 1 ? key.data() : dense_key.data(),
+              query.data() + at / P * width,
+              grad_output.data() + at / P * width,
               query_panels.data() + at * depth,
               grad_output_panels.data() + at * depth,
               {row_max.data() + at, inverse_sum.data() + at, delta.data() + at},
@@ -302,7 +314,7 @@ void backward(
               key_sum.data(),
               value_sum.data(),
               query_sum + at * width};
-          kernels<T>().attention_backward(attention.strip(b, head, first, true), work, scratch.data());
+          products<T, O>().attention_backward(attention.strip(b, head, first, depth, true), work, scratch.data());
         }
         store_tokens<T>(key_sum.data(), width, b, key_head, first, rows, grad_key);
         store_tokens<T>(value_sum.data(), width, b, key_head, first, rows, grad_value);
@@ -343,7 +355,10 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Attention& attention,
   Tensor rows = torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2), 2}, lse_type(query));
   if (lse.numel() == 0) return {output, lse, rows};
   for_dtype(query.scalar_type(), [&](auto* type) {
-    forward<std::remove_pointer_t<decltype(type)>>(attention, lists, output, lse, rows);
+    using T = std::remove_pointer_t<decltype(type)>;
+    for_units<T>(attention.block, [&](auto* unit) {
+      forward<T, std::remove_pointer_t<decltype(unit)>>(attention, lists, output, lse, rows);
+    });
   });
   return {output, lse, rows};
 }
@@ -354,7 +369,10 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
          grad_value = empty_in_order_of(attention.value);
   if (attention.batch * attention.heads > 0) {
     for_dtype(attention.query.scalar_type(), [&](auto* type) {
-      backward<std::remove_pointer_t<decltype(type)>>(attention, results, lists, grad_query, grad_key, grad_value);
+      using T = std::remove_pointer_t<decltype(type)>;
+      for_units<T>(attention.block, [&](auto* unit) {
+        backward<T, std::remove_pointer_t<decltype(unit)>>(attention, results, lists, grad_query, grad_key, grad_value);
+      });
     });
   } else {
     for (Tensor* grad : {&grad_key, &grad_value}) torch::stable::zero_(*grad);
@@ -365,18 +383,18 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
 namespace {
 
 // A task owns the rows of one row strip in one output matrix, and adds in the order batch, head.
-template <class T>
+template <class T, class O>
 void bias_backward(
     const Attention& attention, const AttentionResults& results, const BlockLists& lists, const Tensor& out) {
   using C = Compute<T>;
-  int64_t block = attention.block, depth = attention.depth, rows = attention.strip_rows, width = padded<T>(depth),
-          keys = attention.columns * block, heads = attention.heads, padded = attention.rows * block,
-          strips = padded / rows, out_batch = out.size(0), out_heads = out.size(1);
+  int64_t block = attention.block, rows = attention.strip_rows, width = padded<T>(attention.depth),
+          depth = units_of<T, O>(attention.depth), keys = attention.columns * block, heads = attention.heads,
+          padded = attention.rows * block, strips = padded / rows, out_batch = out.size(0), out_heads = out.size(1);
   auto row_stats = row_stats_of<T>(attention, results);
-  auto key_panels = pack_all<T>(attention.key, block, width, true);
-  auto value_panels = pack_all<T>(attention.value, block, width, true);
+  auto key_panels = pack_all<T, O>(attention.key, block, width, Form::panels);
+  auto value_panels = pack_all<T, O>(attention.value, block, width, Form::panels);
   run_tasks(out_batch * out_heads * strips, [&] {
-    return [&, query = Buffer<C>(rows * depth), grad_output = Buffer<C>(rows * depth),
+    return [&, query = Buffer<O>(rows * depth), grad_output = Buffer<O>(rows * depth),
             scratch = Buffer<C>(attention_scratch(block))](int64_t task) {
       int64_t first = task % strips * rows, row = first / block, out_head = task / strips % out_heads,
               out_b = task / strips / out_heads, there = std::min(rows, attention.tokens - first);
@@ -388,10 +406,11 @@ void bias_backward(
           int64_t matrix = (b * attention.key_heads + head / attention.group()) * keys * depth;
           pack_tokens<T>(attention.query, b, head, first, rows, depth, query.data());
           pack_tokens<T>(results.grad_output, b, head, first, rows, depth, grad_output.data());
-          kernels<T>().attention_bias_backward(
-              attention.strip(b, head, first, false), query.data(), grad_output.data(), key_panels.data() + matrix,
-              value_panels.data() + matrix, row_stats.from((b * heads + head) * padded + first), lists.begin(head, row),
-              lists.count(head, row), to, attention.keys, scratch.data());
+          products<T, O>().attention_bias_backward(
+              attention.strip(b, head, first, depth, false), query.data(), grad_output.data(),
+              key_panels.data() + matrix, value_panels.data() + matrix,
+              row_stats.from((b * heads + head) * padded + first), lists.begin(head, row), lists.count(head, row), to,
+              attention.keys, scratch.data());
         }
       }
     };
@@ -407,7 +426,10 @@ Tensor attention_bias_backward(
   if (out.numel() == 0) return out;
   if (attention.batch * attention.heads == 0) return torch::stable::zero_(out);
   for_dtype(attention.query.scalar_type(), [&](auto* type) {
-    bias_backward<std::remove_pointer_t<decltype(type)>>(attention, results, lists, out);
+    using T = std::remove_pointer_t<decltype(type)>;
+    for_units<T>(attention.block, [&](auto* unit) {
+      bias_backward<T, std::remove_pointer_t<decltype(unit)>>(attention, results, lists, out);
+    });
   });
   return out;
 }

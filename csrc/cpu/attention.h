@@ -53,9 +53,22 @@ DS_SPARSE_INLINE void mask(C* scores, int64_t begin, int64_t end) {
   for (int64_t c = begin; c < end; ++c) scores[c] = -infinity<C>;
 }
 
+// Whether all of the row strip's scores with one block are of tokens that there are, and none is masked.
+static inline bool is_unmasked(const AttentionRowStrip& strip, int64_t column, int64_t rows, int64_t columns) {
+  if (rows < strip.rows || columns < strip.block || (strip.causal && strip.places)) return false;
+  int64_t last_row = strip.first + rows - 1, last_column = column + columns - 1;
+  if (strip.causal && (strip.transposed ? column < last_row : last_column > strip.first)) return false;
+  if (!strip.limits) return true;
+  bool within = strip.first >= strip.num_global;
+  for (int64_t token = strip.first; token <= last_row; ++token)
+    within &= strip.limits[2 * token] <= column && last_column < strip.limits[2 * token + 1];
+  return within;
+}
+
 // -inf to those of the row strip's scores with one block, (rows, b), that are masked or of tokens that there are not.
 template <class C>
 static void mask_block(const AttentionRowStrip& strip, int64_t column, int64_t rows, int64_t columns, C* scores) {
+  if (is_unmasked(strip, column, rows, columns)) return;
   int64_t block = strip.block;
   auto within = [&](int64_t token) { return token < column ? 0 : at_most(token - column, block); };
   for (int64_t r = 0; r < strip.rows; ++r, scores += block) {
@@ -86,13 +99,13 @@ static void mask_block(const AttentionRowStrip& strip, int64_t column, int64_t r
 
 // The scores of the row strip's rows and `count` blocks, each (rows, b), -inf where masked and where there are no
 // tokens.
-template <class T, int W>
+template <class T, class O, int W>
 static void attention_scores(
-    const AttentionRowStrip& strip, const Compute<T>* left, int64_t left_stride, const Compute<T>* panels,
-    const int32_t* slots, const int32_t* blocks, int64_t count, Compute<T>* scores, Compute<T>* scratch) {
+    const AttentionRowStrip& strip, const O* left, int64_t left_stride, const O* panels, const int32_t* slots,
+    const int32_t* blocks, int64_t count, Compute<T>* scores, Compute<T>* scratch) {
   using C = Compute<T>;
   int64_t block = strip.block, size = strip.rows * block;
-  sdd<C>(left, left_stride, strip.rows, panels, slots, count, block, strip.depth, scores);
+  sdd(left, left_stride, strip.rows, panels, slots, count, block, strip.depth, scores);
   C scale = C(strip.scale);
   int64_t rows = at_most(strip.rows, strip.row_end - strip.first);
   for (int64_t n = 0; n < count; ++n, scores += size) {
@@ -135,33 +148,70 @@ DS_SPARSE_INLINE void in_runs(int64_t count, const Spoilt& spoilt, const Plain& 
 }
 
 // sum += the product of one block and dense rows, where some numbers are not finite: masked pairs are left out, where
-// dsd_columns would add zero times those. Weights and scores (m, k) lie at m * m_stride + k * k_stride; a score is -inf
+// dsd_columns would add zero times those. Scores lie as the weights, a number where those have a unit; one is -inf
 // where it is masked.
-template <class C>
+template <class O>
 static void add_live_pairs(
-    const C* weights, const C* scores, int64_t m_stride, int64_t k_stride, int64_t m, int64_t k, const C* dense,
-    int64_t width, C* sum) {
+    const O* weights, const Compute<O>* scores, int64_t m_stride, int64_t k_stride, int64_t m, int64_t k,
+    const O* dense, int64_t width, Compute<O>* sum) {
+  using C = Compute<O>;
   constexpr int N = native_width<C>;
   for (int64_t i = 0; i < m; ++i) {
     C* to = sum + i * width;
     for (int64_t j = 0; j < k; ++j) {
-      int64_t at = i * m_stride + j * k_stride;
-      if (scores[at] == -infinity<C>) continue;
-      for (int64_t c = 0; c < width; c += N)
-        store<C, N>(to + c, Vec<C, N>(load<C, N>(to + c) + weights[at] * load<C, N>(dense + j * width + c)));
+      if (scores[i * m_stride + j * k_stride] == -infinity<C>) continue;
+      int64_t unit = j / per_unit<O>, part = j % per_unit<O>;
+      Units<O, N> weight = broadcast_unit<O, N>(weights[i * m_stride + unit * k_stride]);
+      for (int64_t c = 0; c < width; c += N) {
+        auto right = load_raw<Units<O, N>>(dense + unit * width + c);
+        store<C, N>(to + c, Vec<C, N>(load<C, N>(to + c) + numbers<O, N>(weight, part) * numbers<O, N>(right, part)));
+      }
     }
   }
 }
 
-template <class T, int W>
+// Weights of a row of scores in the scores' memory, row by row: no wider than those, they come after the last read.
+template <class O, int W>
+DS_SPARSE_INLINE void store_weights(Compute<O>* row, int64_t column, Vec<Compute<O>, W> weights) {
+  Number<O>* to = reinterpret_cast<Number<O>*>(row) + column;
+  if constexpr (per_unit<O> > 1) {
+    auto rounded = narrow(weights);
+    memcpy(to, &rounded, sizeof(rounded));
+  } else {
+    store<Compute<O>, W>(to, weights);
+  }
+}
+
+template <class O>
+DS_SPARSE_INLINE const O* weights_in(const Compute<O>* scores) {
+  return reinterpret_cast<const O*>(scores);
+}
+
+template <int W>
+struct Width {
+  static constexpr int value = W;
+};
+
+// Calls f with the width of the vectors that a row of a block is made of.
+template <class O, class F>
+DS_SPARSE_INLINE void for_width(int64_t block, const F& f) {
+  constexpr int W = native_width<Compute<O>>;
+  if (per_unit<O> > 1 || block >= W)
+    f(Width<W>{});
+  else if constexpr (per_unit<O> == 1)
+    f(Width<8>{});
+}
+
+template <class T, class O, int W>
 static void attention_forward_of(
-    const AttentionRowStrip& strip, const Compute<T>* query, const Compute<T>* key_panels, const Compute<T>* value,
-    const bool* spoilt, int64_t width, const int32_t* blocks, int64_t count, Compute<T>* sum, Compute<T>* top,
-    Compute<T>* total, Compute<T>* scratch) {
+    const AttentionRowStrip& strip, const O* query, const O* key_panels, const O* value, const bool* spoilt,
+    int64_t width, const int32_t* blocks, int64_t count, Compute<T>* sum, Compute<T>* top, Compute<T>* total,
+    Compute<T>* scratch) {
   using C = Compute<T>;
   using V = Vec<C, W>;
   constexpr int N = native_width<C>;
-  int64_t block = strip.block, rows = strip.rows, size = rows * block, step = blocks_at_a_time(strip);
+  int64_t block = strip.block, depth = block / per_unit<O>, rows = strip.rows, size = rows * block,
+          step = blocks_at_a_time(strip);
   C *scores = scratch, *extra = scratch + step * size;
   for (int64_t r = 0; r < rows; ++r) {
     top[r] = -infinity<C>;
@@ -170,7 +220,8 @@ static void attention_forward_of(
   for (int64_t i = 0; count == 0 && i < rows * width; ++i) sum[i] = 0;
   for (int64_t done = 0; done < count; done += step) {
     int64_t here = at_most(step, count - done);
-    attention_scores<T, W>(strip, query, strip.depth, key_panels, blocks + done, blocks + done, here, scores, extra);
+    attention_scores<T, O, W>(strip, query, strip.depth, key_panels, blocks + done, blocks + done, here, scores, extra);
+    if (strip.dropout) dropout_blocks<C>(strip, blocks + done, here, extra);
     for (int64_t r = 0; r < rows; ++r) {
       V largest = broadcast<C, W>(top[r]);
       for (int64_t n = 0; n < here; ++n) {
@@ -185,9 +236,9 @@ static void attention_forward_of(
       V sums{};
       for (int64_t n = 0; n < here; ++n) {
         for (int64_t c = 0; c < block; c += W) {
-          C* x = scores + n * size + r * block + c;
-          V e = exp_nonpositive<C, W>(load<C, W>(x) - shift);
-          store<C, W>(x, e);
+          int64_t at = n * size + r * block;
+          V e = exp_nonpositive<C, W>(load<C, W>(scores + at + c) - shift);
+          store_weights<O, W>(scores + at, c, strip.dropout ? V(e * load<C, W>(extra + at + c)) : e);
           sums += e;
         }
       }
@@ -200,26 +251,24 @@ static void attention_forward_of(
       total[r] += sum_lanes<C, W>(sums);
       top[r] = now;
     }
-    if (strip.dropout) {
-      dropout_blocks<C>(strip, blocks + done, here, extra);
-      for (int64_t i = 0; i < here * size; i += W)
-        store<C, W>(scores + i, V(load<C, W>(scores + i) * load<C, W>(extra + i)));
-    }
     const int32_t* live = blocks + done;
+    const O* weights = weights_in<O>(scores);
     in_runs(
         here, [&](int64_t n) { return spoilt[live[n]]; },
         [&](int64_t n, int64_t run) {
-          dsd_columns<C, tile_vectors>(
-              {scores + n * size, nullptr, size, block, 1}, value, width, live + n, run, block, rows, 0, width,
+          expect_depth<O>(depth);
+          dsd_columns<O, tile_vectors>(
+              {weights + n * size, nullptr, size, block, 1}, value, width, live + n, run, depth, rows, 0, width,
               done + n > 0, sum, width);
         },
         [&](int64_t n) {
           for (int64_t i = 0; done + n == 0 && i < rows * width; ++i) sum[i] = 0;
-          attention_scores<T, W>(strip, query, strip.depth, key_panels, live + n, live + n, 1, extra, extra + size);
-          add_live_pairs<C>(
-              scores + n * size, extra, block, 1, rows, block, value + live[n] * block * width, width, sum);
+          attention_scores<T, O, W>(strip, query, strip.depth, key_panels, live + n, live + n, 1, extra, extra + size);
+          add_live_pairs<O>(
+              weights + n * size, extra, block, 1, rows, block, value + live[n] * depth * width, width, sum);
         });
   }
+  end_products<O>();
   for (int64_t r = 0; r < rows; ++r) {
     C inverse = total[r] == 0 ? C(0) : 1 / total[r];
     for (int64_t c = 0; c < width; c += N)
@@ -227,33 +276,35 @@ static void attention_forward_of(
   }
 }
 
-template <class T>
+template <class T, class O>
 static void attention_forward(
-    const AttentionRowStrip& strip, const Compute<T>* query, const Compute<T>* key_panels, const Compute<T>* value,
-    const bool* spoilt, int64_t width, const int32_t* blocks, int64_t count, Compute<T>* sum, Compute<T>* top,
-    Compute<T>* total, Compute<T>* scratch) {
-  constexpr int W = native_width<Compute<T>>;
-  if (strip.block >= W)
-    attention_forward_of<T, W>(strip, query, key_panels, value, spoilt, width, blocks, count, sum, top, total, scratch);
-  else
-    attention_forward_of<T, 8>(strip, query, key_panels, value, spoilt, width, blocks, count, sum, top, total, scratch);
+    const AttentionRowStrip& strip, const O* query, const O* key_panels, const O* value, const bool* spoilt,
+    int64_t width, const int32_t* blocks, int64_t count, Compute<T>* sum, Compute<T>* top, Compute<T>* total,
+    Compute<T>* scratch) {
+  for_width<O>(strip.block, [&](auto width_of) {
+    attention_forward_of<T, O, width_of.value>(
+        strip, query, key_panels, value, spoilt, width, blocks, count, sum, top, total, scratch);
+  });
 }
 
-template <class T, int W>
+template <class T, class O, int W>
 static void attention_backward_of(
-    const AttentionRowStrip& strip, const AttentionColumn<Compute<T>>& column, Compute<T>* scratch) {
+    const AttentionRowStrip& strip, const AttentionColumn<O>& column, Compute<T>* scratch) {
   using C = Compute<T>;
   using V = Vec<C, W>;
+  constexpr int P = per_unit<O>;
   int64_t block = strip.block, rows = strip.rows, size = rows * block, step = blocks_at_a_time(strip),
-          width = column.width;
+          width = column.width, left_stride = width / P;
   C scale = C(strip.scale);
   C *probs = scratch, *grads = scratch + step * size, *factors = grads + step * size, *extra = factors + step * size;
+  // The gradients by the strip's rows, as units of them.
+  O* grad_columns = P == 1 ? reinterpret_cast<O*>(grads) : reinterpret_cast<O*>(extra + step * size);
   const int32_t own = 0;
   for (int64_t done = 0; done < column.count; done += step) {
     int64_t here = at_most(step, column.count - done);
     const int32_t *blocks = column.blocks + done, *slots = column.slots + done;
-    attention_scores<T, W>(strip, column.key, width, column.query_panels, slots, blocks, here, probs, extra);
-    sdd<C>(column.value, width, rows, column.grad_output_panels, slots, here, block, strip.depth, grads);
+    attention_scores<T, O, W>(strip, column.key, left_stride, column.query_panels, slots, blocks, here, probs, extra);
+    sdd(column.value, left_stride, rows, column.grad_output_panels, slots, here, block, strip.depth, grads);
     if (strip.dropout) dropout_blocks<C>(strip, blocks, here, factors);
     for (int64_t n = 0; n < here; ++n) {
       for (int64_t c = 0; c < block; c += W) {
@@ -261,68 +312,79 @@ static void attention_backward_of(
         V row_max = load<C, W>(column.row_stats.row_max + query),
           inverse_sum = load<C, W>(column.row_stats.inverse_sum + query),
           delta = load<C, W>(column.row_stats.delta + query);
-        for (int64_t r = 0; r < rows; ++r) {
-          int64_t at = n * size + r * block + c;
-          V prob = exp_nonpositive<C, W>(load<C, W>(probs + at) - row_max) * inverse_sum, grad = load<C, W>(grads + at),
-            kept = prob;
-          if (strip.dropout) {
-            V factor = load<C, W>(factors + at);
-            kept = prob * factor;
-            grad = grad * factor;
+        for (int64_t r = 0; r < rows; r += P) {
+          V unit[P];
+          for (int p = 0; p < P; ++p) {
+            int64_t at = n * size + (r + p) * block;
+            V prob = exp_nonpositive<C, W>(load<C, W>(probs + at + c) - row_max) * inverse_sum,
+              grad = load<C, W>(grads + at + c), kept = prob;
+            if (strip.dropout) {
+              V factor = load<C, W>(factors + at + c);
+              kept = prob * factor;
+              grad = grad * factor;
+            }
+            unit[p] = prob * (grad - delta) * scale;
+            store_weights<O, W>(probs + at, c, kept);
+            store_weights<O, W>(grads + at, c, unit[p]);
           }
-          store<C, W>(probs + at, kept);
-          store<C, W>(grads + at, V(prob * (grad - delta) * scale));
+          if constexpr (P > 1) {
+            auto pairs = pair_halves(narrow(unit[0], unit[1]));
+            memcpy(grad_columns + (n * rows + r) / P * block + c, &pairs, sizeof(pairs));
+          }
         }
       }
     }
+    const O *prob_weights = weights_in<O>(probs), *grad_weights = weights_in<O>(grads);
     auto add_products = [&](int64_t n, int64_t run) {
-      Blocks<C> of_values{probs + n * size, nullptr, size, block, 1},
-          of_keys{grads + n * size, nullptr, size, block, 1};
-      dsd_columns<C, tile_vectors>(
-          of_values, column.grad_output, width, slots + n, run, block, rows, 0, width, true, column.grad_value, width);
-      dsd_columns<C, tile_vectors>(
-          of_keys, column.query, width, slots + n, run, block, rows, 0, width, true, column.grad_key, width);
+      expect_depth<O>(block / P);
+      dsd_columns<O, tile_vectors>(
+          {prob_weights + n * size, nullptr, size, block, 1}, column.grad_output, width, slots + n, run, block / P,
+          rows, 0, width, true, column.grad_value, width);
+      dsd_columns<O, tile_vectors>(
+          {grad_weights + n * size, nullptr, size, block, 1}, column.query, width, slots + n, run, block / P, rows, 0,
+          width, true, column.grad_key, width);
+      expect_depth<O>(rows / P);
       for (int64_t i = n; i < n + run; ++i)
-        dsd_columns<C, tile_vectors>(
-            {grads + i * size, nullptr, 0, 1, block}, column.key, width, &own, 1, rows, block, 0, width, true,
-            column.grad_query + slots[i] * block * width, width);
+        dsd_columns<O, tile_vectors>(
+            {grad_columns + i * size / P, nullptr, 0, 1, block}, column.dense_key, width, &own, 1, rows / P, block, 0,
+            width, true, column.grad_query + slots[i] * block * width, width);
     };
     auto add_live = [&](int64_t n) {
-      C *prob = probs + n * size, *grad = grads + n * size, *again = factors;
+      C* again = factors;
       int64_t at = slots[n] * block * width;
-      attention_scores<T, W>(strip, column.key, width, column.query_panels, slots + n, blocks + n, 1, again, extra);
-      add_live_pairs<C>(prob, again, block, 1, rows, block, column.grad_output + at, width, column.grad_value);
-      add_live_pairs<C>(grad, again, block, 1, rows, block, column.query + at, width, column.grad_key);
-      add_live_pairs<C>(grad, again, 1, block, block, rows, column.key, width, column.grad_query + at);
+      attention_scores<T, O, W>(
+          strip, column.key, left_stride, column.query_panels, slots + n, blocks + n, 1, again, extra);
+      add_live_pairs<O>(
+          prob_weights + n * size, again, block, 1, rows, block, column.grad_output + at / P, width, column.grad_value);
+      add_live_pairs<O>(
+          grad_weights + n * size, again, block, 1, rows, block, column.query + at / P, width, column.grad_key);
+      add_live_pairs<O>(
+          grad_columns + n * size / P, again, 1, block, block, rows, column.dense_key, width, column.grad_query + at);
     };
     in_runs(
         here, [&](int64_t n) { return column.spoilt_own || column.spoilt_slots[slots[n]]; }, add_products, add_live);
   }
+  end_products<O>();
 }
 
-template <class T>
-static void attention_backward(
-    const AttentionRowStrip& strip, const AttentionColumn<Compute<T>>& column, Compute<T>* scratch) {
-  constexpr int W = native_width<Compute<T>>;
-  if (strip.block >= W)
-    attention_backward_of<T, W>(strip, column, scratch);
-  else
-    attention_backward_of<T, 8>(strip, column, scratch);
+template <class T, class O>
+static void attention_backward(const AttentionRowStrip& strip, const AttentionColumn<O>& column, Compute<T>* scratch) {
+  for_width<O>(strip.block, [&](auto width) { attention_backward_of<T, O, width.value>(strip, column, scratch); });
 }
 
-template <class T, int W>
+template <class T, class O, int W>
 static void attention_bias_backward_of(
-    const AttentionRowStrip& strip, const Compute<T>* query, const Compute<T>* grad_output,
-    const Compute<T>* key_panels, const Compute<T>* value_panels, const RowStats<Compute<T>>& row_stats,
-    const int32_t* blocks, int64_t count, Compute<T>* out, int64_t out_stride, Compute<T>* scratch) {
+    const AttentionRowStrip& strip, const O* query, const O* grad_output, const O* key_panels, const O* value_panels,
+    const RowStats<Compute<T>>& row_stats, const int32_t* blocks, int64_t count, Compute<T>* out, int64_t out_stride,
+    Compute<T>* scratch) {
   using C = Compute<T>;
   using V = Vec<C, W>;
   int64_t block = strip.block, rows = strip.rows, size = rows * block, step = blocks_at_a_time(strip);
   C *probs = scratch, *grads = scratch + step * size, *factors = grads + step * size, *extra = factors + step * size;
   for (int64_t done = 0; done < count; done += step) {
     int64_t here = at_most(step, count - done);
-    attention_scores<T, W>(strip, query, strip.depth, key_panels, blocks + done, blocks + done, here, probs, extra);
-    sdd<C>(grad_output, strip.depth, rows, value_panels, blocks + done, here, block, strip.depth, grads);
+    attention_scores<T, O, W>(strip, query, strip.depth, key_panels, blocks + done, blocks + done, here, probs, extra);
+    sdd(grad_output, strip.depth, rows, value_panels, blocks + done, here, block, strip.depth, grads);
     if (strip.dropout) {
       dropout_blocks<C>(strip, blocks + done, here, factors);
       for (int64_t i = 0; i < here * size; i += W)
@@ -346,20 +408,18 @@ static void attention_bias_backward_of(
       }
     }
   }
+  end_products<O>();
 }
 
-template <class T>
+template <class T, class O>
 static void attention_bias_backward(
-    const AttentionRowStrip& strip, const Compute<T>* query, const Compute<T>* grad_output,
-    const Compute<T>* key_panels, const Compute<T>* value_panels, const RowStats<Compute<T>>& row_stats,
-    const int32_t* blocks, int64_t count, Compute<T>* out, int64_t out_stride, Compute<T>* scratch) {
-  constexpr int W = native_width<Compute<T>>;
-  if (strip.block >= W)
-    attention_bias_backward_of<T, W>(
+    const AttentionRowStrip& strip, const O* query, const O* grad_output, const O* key_panels, const O* value_panels,
+    const RowStats<Compute<T>>& row_stats, const int32_t* blocks, int64_t count, Compute<T>* out, int64_t out_stride,
+    Compute<T>* scratch) {
+  for_width<O>(strip.block, [&](auto width) {
+    attention_bias_backward_of<T, O, width.value>(
         strip, query, grad_output, key_panels, value_panels, row_stats, blocks, count, out, out_stride, scratch);
-  else
-    attention_bias_backward_of<T, 8>(
-        strip, query, grad_output, key_panels, value_panels, row_stats, blocks, count, out, out_stride, scratch);
+  });
 }
 
 }  // namespace ds_sparse::cpu::DS_SPARSE_ISA

@@ -1,5 +1,6 @@
-// Matrix products of blocks: tiles of `tile_rows` rows and up to `tile_vectors` vectors stay in registers over the
-// whole sum.
+// Matrix products of blocks: tiles of some rows and up to `tile_vectors` vectors stay in registers over the whole sum.
+//
+// Operands lie in units of O (kernels.h): a depth is in units, and so are the strides between them.
 #pragma once
 
 #include "vec.h"
@@ -13,21 +14,59 @@ constexpr int tile_vectors = 4;
 constexpr int tile_vectors = 2;
 #endif
 
-// tile += a @ b over `depth`; a[m * m_stride + k * k_stride]; vector v of row k is b[v] + k * b_stride.
-template <class C, int W, int V>
-DS_SPARSE_INLINE void multiply(
-    Vec<C, W> (&tile)[tile_rows][V], const C* a, int64_t m_stride, int64_t k_stride, const C* const (&b)[V],
-    int64_t b_stride, int64_t depth) {
+// A tile of the result: `rows` rows of V vectors of W numbers, in registers while units of O are multiplied.
+template <class O, int W, int V>
+struct Tile {
+  using C = Compute<O>;
+  static constexpr int rows = tile_rows;
+
+  Vec<C, W> sums[rows][V];
+
+  DS_SPARSE_INLINE_MEMBER void clear() {
+    for (int m = 0; m < rows; ++m)
+      for (int v = 0; v < V; ++v) sums[m][v] = Vec<C, W>{};
+  }
+
+  DS_SPARSE_INLINE_MEMBER void load(const C* from, int64_t stride) {
+    for (int m = 0; m < rows; ++m)
+      for (int v = 0; v < V; ++v) sums[m][v] = cpu::DS_SPARSE_ISA::load<C, W>(from + m * stride + v * W);
+  }
+
+  // += a @ b over `depth` units; a[m * m_stride + k * k_stride]; vector v of row k is b[v] + k * b_stride.
+  DS_SPARSE_INLINE_MEMBER void multiply(
+      const O* a, int64_t m_stride, int64_t k_stride, const O* const (&b)[V], int64_t b_stride, int64_t depth) {
 #pragma GCC unroll 2
-  for (int64_t k = 0; k < depth; ++k) {
-    Vec<C, W> right[V];
-    for (int v = 0; v < V; ++v) right[v] = load<C, W>(b[v] + k * b_stride);
-    for (int m = 0; m < tile_rows; ++m) {
-      C left = a[m * m_stride + k * k_stride];
-      for (int v = 0; v < V; ++v) tile[m][v] += left * right[v];
+    for (int64_t k = 0; k < depth; ++k) {
+      Units<O, W> right[V];
+      for (int v = 0; v < V; ++v) right[v] = load_raw<Units<O, W>>(b[v] + k * b_stride);
+      for (int m = 0; m < rows; ++m) {
+        O left = a[m * m_stride + k * k_stride];
+        for (int v = 0; v < V; ++v) sums[m][v] = multiply_add(left, right[v], sums[m][v]);
+      }
     }
   }
-}
+
+  // Vector v of row m to out[v] + m * stride.
+  template <class T>
+  DS_SPARSE_INLINE_MEMBER void store(T* const (&out)[V], int64_t stride) const {
+    for (int m = 0; m < rows; ++m)
+      for (int v = 0; v < V; ++v) cpu::DS_SPARSE_ISA::store<C, W>(out[v] + m * stride, sums[m][v]);
+  }
+};
+
+// What a machine with tiles has to know of products before them, and when there are no more.
+template <class O>
+DS_SPARSE_INLINE void expect_depth(int64_t /*depth*/) {}
+template <class O>
+DS_SPARSE_INLINE void end_products() {}
+
+}  // namespace ds_sparse::cpu::DS_SPARSE_ISA
+
+#if defined(DS_SPARSE_TILES)
+#include "tiles.h"
+#endif
+
+namespace ds_sparse::cpu::DS_SPARSE_ISA {
 
 template <class T>
 static int64_t panel_width(int64_t block) {
@@ -80,6 +119,44 @@ static void pack_rows(
   }
 }
 
+// Rows as they are.
+static inline void copy_rows(
+    const BFloat16* x, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns, BFloat16* out,
+    int64_t out_stride) {
+  for (int64_t r = 0; r < rows; ++r, out += out_stride) {
+    const BFloat16* from = x + r * row_stride;
+    if (column_stride == 1)
+      memcpy(out, from, columns * sizeof(*out));
+    else
+      for (int64_t c = 0; c < columns; ++c) out[c] = from[c * column_stride];
+    memset(out + columns, 0, (out_stride - columns) * sizeof(*out));
+  }
+}
+
+// Rows r and r + 1 side by side; 0 beyond the columns, and for a row that is not there.
+static inline void pair_rows(
+    const BFloat16* x, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns, BFloat16Pair* out,
+    int64_t out_stride) {
+  constexpr int W = native_width<float>;
+  using V = Vec<uint32_t, W>;
+  for (int64_t r = 0; r < rows; r += 2, x += 2 * row_stride, out += out_stride) {
+    uint32_t both = r + 1 < rows ? 0xffffffff : 0xffff;
+    const BFloat16* next = r + 1 < rows ? x + row_stride : x;
+    int64_t c = 0;
+    for (; column_stride == 1 && c + W <= columns; c += W) {
+      auto low = __builtin_convertvector((load_raw<Vec<uint16_t, W>>(x + c)), V),
+           high = __builtin_convertvector((load_raw<Vec<uint16_t, W>>(next + c)), V);
+      V pairs = (low | high << 16) & both;
+      memcpy(out + c, &pairs, sizeof(pairs));
+    }
+    for (; c < columns; ++c) {
+      uint32_t low = x[c * column_stride].bits, high = next[c * column_stride].bits;
+      out[c].bits = (low | high << 16) & both;
+    }
+    memset(out + c, 0, (out_stride - c) * sizeof(*out));
+  }
+}
+
 // Of numbers that are 0 or NaN.
 template <class C, int W>
 DS_SPARSE_INLINE bool is_all_zero(Vec<C, W> x) {
@@ -105,87 +182,105 @@ static bool are_finite(const C* x, int64_t count) {
   return is_all_zero<C, W>(a + b + (c + d)) && is_all_zero<C, 8>(rest);
 }
 
+static inline bool are_finite_bf16(const BFloat16* x, int64_t count) {
+  constexpr int W = 32;
+  Vec<uint16_t, W> found{};
+  for (int64_t i = 0; i < count; i += W) {
+    auto exponents = load_raw<Vec<uint16_t, W>>(x + i) & 0x7f80;
+    found |= exponents == 0x7f80 ? Vec<uint16_t, W>{} + 1 : Vec<uint16_t, W>{};
+  }
+  auto words = bit_cast<Vec<uint64_t, W / 4>>(found);
+  uint64_t any = 0;
+  for (int i = 0; i < W / 4; ++i) any |= words[i];
+  return any == 0;
+}
+
 // V panels, which may belong to different blocks: panel v is at b[v], its columns of the result at out[v].
-template <class T, int W, int V>
+template <class O, class T, int W, int V>
 static void sdd_panels(
-    const Compute<T>* a, int64_t a_stride, int64_t rows, const Compute<T>* const (&b)[V], T* const (&out)[V],
-    int64_t block, int64_t depth) {
-  using C = Compute<T>;
-  for (int64_t m = 0; m < rows; m += tile_rows) {
-    Vec<C, W> tile[tile_rows][V] = {};
-    multiply<C, W, V>(tile, a + m * a_stride, a_stride, 1, b, W, depth);
-    for (int i = 0; i < tile_rows; ++i)
-      for (int v = 0; v < V; ++v) store<C, W>(out[v] + (m + i) * block, tile[i][v]);
+    const O* a, int64_t a_stride, int64_t rows, const O* const (&b)[V], T* const (&out)[V], int64_t block,
+    int64_t depth) {
+  using OneTile = Tile<O, W, V>;
+  for (int64_t m = 0; m < rows; m += OneTile::rows) {
+    OneTile tile;
+    tile.clear();
+    tile.multiply(a + m * a_stride, a_stride, 1, b, W, depth);
+    T* to[V];
+    for (int v = 0; v < V; ++v) to[v] = out[v] + m * block;
+    tile.store(to, block);
   }
 }
 
-template <class T, int W, int V>
+template <class O, class T, int W, int V>
 static void sdd_of(
-    const Compute<T>* a, int64_t a_stride, int64_t rows, const Compute<T>* panels, const int32_t* columns,
-    int64_t first, int64_t last, int64_t block, int64_t depth, T* out) {
-  using C = Compute<T>;
+    const O* a, int64_t a_stride, int64_t rows, const O* panels, const int32_t* columns, int64_t first, int64_t last,
+    int64_t block, int64_t depth, T* out) {
   int64_t per_block = block / W, p = first;
   for (; p + V <= last; p += V) {
-    const C* b[V];
+    const O* b[V];
     T* to[V];
     for (int v = 0; v < V; ++v) {
       int64_t n = (p + v) / per_block, part = (p + v) % per_block;
       b[v] = panels + (columns[n] * per_block + part) * depth * W;
       to[v] = out + n * rows * block + part * W;
     }
-    sdd_panels<T, W, V>(a, a_stride, rows, b, to, block, depth);
+    sdd_panels<O, T, W, V>(a, a_stride, rows, b, to, block, depth);
   }
-  if constexpr (V > 1) sdd_of<T, W, V - 1>(a, a_stride, rows, panels, columns, p, last, block, depth, out);
+  if constexpr (V > 1) sdd_of<O, T, W, V - 1>(a, a_stride, rows, panels, columns, p, last, block, depth, out);
 }
 
-template <class T>
+template <class O, class T>
 static void sdd(
-    const Compute<T>* a, int64_t a_stride, int64_t rows, const Compute<T>* panels, const int32_t* columns,
-    int64_t count, int64_t block, int64_t depth, T* out) {
-  constexpr int W = native_width<Compute<T>>;
+    const O* a, int64_t a_stride, int64_t rows, const O* panels, const int32_t* columns, int64_t count, int64_t block,
+    int64_t depth, T* out) {
+  constexpr int W = native_width<Compute<O>>;
+  expect_depth<O>(depth);
   if (block >= W)
-    sdd_of<T, W, tile_vectors>(a, a_stride, rows, panels, columns, 0, count * (block / W), block, depth, out);
-  else
-    sdd_of<T, 8, tile_vectors>(a, a_stride, rows, panels, columns, 0, count * (block / 8), block, depth, out);
+    sdd_of<O, T, W, tile_vectors>(a, a_stride, rows, panels, columns, 0, count * (block / W), block, depth, out);
+  else if constexpr (per_unit<O> == 1)
+    sdd_of<O, T, 8, tile_vectors>(a, a_stride, rows, panels, columns, 0, count * (block / 8), block, depth, out);
 }
 
-// Blocks as the product reads them: element (m, k) of block n at a[n * block_stride + m * m_stride + k * k_stride].
-template <class C>
+// Blocks as the product reads them: unit (m, k) of block n at a[n * block_stride + m * m_stride + k * k_stride].
+template <class O>
 struct Blocks {
-  const C* a;
+  const O* a;
   const int32_t* slots;
   int64_t block_stride;
   int64_t m_stride, k_stride;
 };
 
-template <class C, int V>
+// depth: units of a block. `expect_depth` of it has to come before.
+template <class O, int V>
 static void dsd_columns(
-    const Blocks<C>& blocks, const C* dense, int64_t dense_stride, const int32_t* indices, int64_t count, int64_t block,
-    int64_t rows, int64_t first, int64_t last, bool add, C* sum, int64_t sum_stride) {
-  constexpr int W = native_width<C>;
+    const Blocks<O>& blocks, const O* dense, int64_t dense_stride, const int32_t* indices, int64_t count, int64_t depth,
+    int64_t rows, int64_t first, int64_t last, bool add, Compute<O>* sum, int64_t sum_stride) {
+  constexpr int W = native_width<Compute<O>>;
+  using OneTile = Tile<O, W, V>;
   int64_t c = first;
   for (; c + V * W <= last; c += V * W) {
-    for (int64_t m = 0; m < rows; m += tile_rows) {
-      C* to = sum + m * sum_stride + c;
-      Vec<C, W> tile[tile_rows][V] = {};
+    for (int64_t m = 0; m < rows; m += OneTile::rows) {
+      Compute<O>* to[V];
+      for (int v = 0; v < V; ++v) to[v] = sum + m * sum_stride + c + v * W;
+      OneTile tile;
       if (add)
-        for (int i = 0; i < tile_rows; ++i)
-          for (int v = 0; v < V; ++v) tile[i][v] = load<C, W>(to + i * sum_stride + v * W);
+        tile.load(to[0], sum_stride);
+      else
+        tile.clear();
       for (int64_t n = 0; n < count; ++n) {
-        const C* a = blocks.a + (blocks.slots ? blocks.slots[n] : n) * blocks.block_stride + m * blocks.m_stride;
-        const C* b[V];
-        for (int v = 0; v < V; ++v) b[v] = dense + indices[n] * block * dense_stride + c + v * W;
+        const O* a = blocks.a + (blocks.slots ? blocks.slots[n] : n) * blocks.block_stride + m * blocks.m_stride;
+        const O* b[V];
+        for (int v = 0; v < V; ++v) b[v] = dense + indices[n] * depth * dense_stride + c + v * W;
         if (blocks.k_stride == 1)
-          multiply<C, W, V>(tile, a, blocks.m_stride, 1, b, dense_stride, block);
+          tile.multiply(a, blocks.m_stride, 1, b, dense_stride, depth);
         else
-          multiply<C, W, V>(tile, a, 1, blocks.k_stride, b, dense_stride, block);
+          tile.multiply(a, 1, blocks.k_stride, b, dense_stride, depth);
       }
-      for (int i = 0; i < tile_rows; ++i)
-        for (int v = 0; v < V; ++v) store<C, W>(to + i * sum_stride + v * W, tile[i][v]);
+      tile.store(to, sum_stride);
     }
   }
   if constexpr (V > 1)
-    dsd_columns<C, V - 1>(blocks, dense, dense_stride, indices, count, block, rows, c, last, add, sum, sum_stride);
+    dsd_columns<O, V - 1>(blocks, dense, dense_stride, indices, count, depth, rows, c, last, add, sum, sum_stride);
 }
 
 template <class T>

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../compute.h"
 
@@ -24,6 +25,20 @@ struct Half {
 struct BFloat16 {
   uint16_t bits;
 };
+
+// Two neighbouring numbers of a sum, the first in the lower bits: what machines that multiply bf16 take at once.
+struct BFloat16Pair {
+  uint32_t bits;
+};
+
+// Operands of products lie in units of O, which is Compute<T>, or BFloat16Pair for bf16 where the machine multiplies
+// it: how many numbers a unit holds, and of what type. Sums are in Compute<O>.
+template <class O>
+constexpr int64_t per_unit = 1;
+template <>
+inline constexpr int64_t per_unit<BFloat16Pair> = 2;
+template <class O>
+using Number = std::conditional_t<std::is_same_v<O, BFloat16Pair>, BFloat16, O>;
 
 // A byte of a bool mask: what is not zero is kept.
 struct Keep {
@@ -61,7 +76,7 @@ struct SoftmaxRows {
 struct AttentionRowStrip {
   bool transposed;
   int64_t block;
-  int64_t depth;                // numbers of a query
+  int64_t depth;                // units of a query
   int64_t first, rows;          // the first token, and how many; a multiple of 8, perhaps beyond the last
   int64_t row_end, column_end;  // tokens that there are
   double scale;
@@ -83,13 +98,17 @@ struct RowStats {
   const C *row_max, *inverse_sum, *delta;
 };
 
-// What a block column needs for its gradients. The other side's blocks lie in slots, each of `block` tokens: as rows of
-// `width` numbers, zero beyond the depth, and as panels of the depth alone.
-template <class C>
+// What a block column needs for its gradients, in units of O. The other side's blocks lie in slots, each of `block`
+// tokens: dense, of `width` numbers that are zero beyond the head's, and as panels of the depth alone. Dense rows have
+// units of neighbouring tokens, other rows of neighbouring numbers.
+template <class O>
 struct AttentionColumn {
-  const C *key, *value;  // the row strip's own, rows of `width`
-  const C *query, *grad_output;
-  const C *query_panels, *grad_output_panels;
+  using C = Compute<O>;
+
+  const O *key, *value;  // the row strip's own, rows of `width` numbers
+  const O* dense_key;
+  const O *query, *grad_output;  // dense
+  const O *query_panels, *grad_output_panels;
   RowStats<C> row_stats;
   int64_t width;
   const int32_t *blocks, *slots;  // the row strip's live blocks, and where they lie
@@ -138,7 +157,7 @@ constexpr int64_t attention_rows(int64_t block) {
 
 constexpr int64_t attention_scratch(int64_t block) {
   int64_t rows = attention_rows(block);
-  return 4 * (rows * block > attention_tile ? rows * block : attention_tile);
+  return 5 * (rows * block > attention_tile ? rows * block : attention_tile);
 }
 
 // Tokens `first` to first + rows - 1 of `tokens`, each with those at most `window` away.
@@ -164,9 +183,44 @@ void dropout_factors(
     const Dropout& dropout, uint32_t matrix, int64_t query, int64_t key, int64_t queries, int64_t keys, C* out,
     int64_t query_stride, int64_t key_stride);
 
+// The kernels that multiply units of O.
+template <class T, class O>
+struct Products {
+  using C = Compute<T>;
+
+  // x[r, c] -> out[r * out_stride + c], zero from `columns` to out_stride.
+  void (*pack_rows)(
+      const T* x, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns, Number<O>* out,
+      int64_t out_stride);
+
+  // The same as dense rows, which have units of neighbouring rows: out_stride is in units.
+  void (*pack_dense)(
+      const T* x, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns, O* out, int64_t out_stride);
+
+  // Whether all of x[0] to x[count - 1] are finite; count is a multiple of 8, or of 32 for bf16.
+  bool (*are_finite)(const Number<O>* x, int64_t count);
+
+  // The row strip's softmax over `count` live blocks times value, its largest scores and sums of exponentials.
+  // query (rows, depth), key_panels and dense value (columns, width) whole, sum (rows, width). spoilt: of all blocks,
+  // whether a number of their values is not finite.
+  // scratch, here and below: attention_scratch of C.
+  void (*attention_forward)(
+      const AttentionRowStrip& strip, const O* query, const O* key_panels, const O* value, const bool* spoilt,
+      int64_t width, const int32_t* blocks, int64_t count, C* sum, C* top, C* total, C* scratch);
+
+  void (*attention_backward)(const AttentionRowStrip& strip, const AttentionColumn<O>& column, C* scratch);
+
+  // out[r * out_stride + j] += the gradient of what was added to the score of row r and key j.
+  void (*attention_bias_backward)(
+      const AttentionRowStrip& strip, const O* query, const O* grad_output, const O* key_panels, const O* value_panels,
+      const RowStats<C>& row_stats, const int32_t* blocks, int64_t count, C* out, int64_t out_stride, C* scratch);
+};
+
 template <class T>
 struct Kernels {
   using C = Compute<T>;
+
+  Products<T, C> products;
 
   // Width of the panels that matmul_sdd's right operand is packed into, and multiple that rows are padded to.
   int64_t (*panel_width)(int64_t block);
@@ -179,9 +233,6 @@ struct Kernels {
   // x[r, c] -> out[r * out_stride + c], zero from `columns` to out_stride.
   void (*pack_rows)(
       const T* x, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns, C* out, int64_t out_stride);
-
-  // Whether all of x[0] to x[count - 1] are finite; count is a multiple of 8.
-  bool (*are_finite)(const C* x, int64_t count);
 
   // out[n] = a @ panels of columns[n], n < count; a (rows, depth) with unit column stride, out[n] (rows, b).
   void (*sdd)(
@@ -214,21 +265,6 @@ struct Kernels {
   void (*row_dots)(
       const T* a, int64_t a_stride, int64_t a_column_stride, const T* b, int64_t b_stride, int64_t b_column_stride,
       int64_t rows, int64_t columns, C* out);
-
-  // The row strip's softmax over `count` live blocks times value, its largest scores and sums of exponentials.
-  // query (rows, depth), key_panels and value (columns, width) whole, sum (rows, width). spoilt: of all blocks, whether
-  // a number of their values is not finite.
-  // scratch, here and below: attention_scratch of C.
-  void (*attention_forward)(
-      const AttentionRowStrip& strip, const C* query, const C* key_panels, const C* value, const bool* spoilt,
-      int64_t width, const int32_t* blocks, int64_t count, C* sum, C* top, C* total, C* scratch);
-
-  void (*attention_backward)(const AttentionRowStrip& strip, const AttentionColumn<C>& column, C* scratch);
-
-  // out[r * out_stride + j] += the gradient of what was added to the score of row r and key j.
-  void (*attention_bias_backward)(
-      const AttentionRowStrip& strip, const C* query, const C* grad_output, const C* key_panels, const C* value_panels,
-      const RowStats<C>& row_stats, const int32_t* blocks, int64_t count, C* out, int64_t out_stride, C* scratch);
 
   // The rows' band, 2 * window + 1 numbers each: a (rows, head_dim) by tokens, of which all are in panels of `lanes`.
   void (*window_matmul)(const WindowRows& rows, const C* a, const C* panels, int64_t head_dim, T* band);
@@ -269,5 +305,16 @@ inline int64_t dsd_scratch(int64_t block, int64_t rows) {
 
 template <class T>
 const Kernels<T>& kernels();
+
+// Null where the machine does not multiply bf16.
+const Products<BFloat16, BFloat16Pair>* bf16_products();
+
+template <class T, class O>
+const Products<T, O>& products() {
+  if constexpr (std::is_same_v<O, BFloat16Pair>)
+    return *bf16_products();
+  else
+    return kernels<T>().products;
+}
 
 }  // namespace ds_sparse::cpu

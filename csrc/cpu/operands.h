@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "arguments.h"
 #include "memory.h"
@@ -18,44 +19,79 @@ int64_t padded(int64_t count) {
   return blocks_of(count, lanes) * lanes;
 }
 
-// `rows` tokens of x[b, head] from `first` on as rows of `width` numbers, zero beyond the tokens and numbers there are.
-template <class T>
-void pack_tokens(
-    const Tensor& x, int64_t b, int64_t head, int64_t first, int64_t rows, int64_t width, Compute<T>* out) {
+// Calls f with a null pointer of the units that attention on blocks of T multiplies on this machine.
+template <class T, class F>
+void for_units(int64_t block, const F& f) {
+  if constexpr (std::is_same_v<T, BFloat16>)
+    if (block >= 16 && bf16_products()) return f(static_cast<BFloat16Pair*>(nullptr));
+  f(static_cast<Compute<T>*>(nullptr));
+}
+
+// Units of O of `depth` numbers of T: as many as there are, or up to a multiple of lanes.
+template <class T, class O>
+int64_t units_of(int64_t depth) {
+  return per_unit<O> == 1 ? depth : padded<T>(depth) / per_unit<O>;
+}
+
+// Whether all numbers of `count` units are finite.
+template <class T, class O>
+bool are_finite(const O* x, int64_t count) {
+  return products<T, O>().are_finite(reinterpret_cast<const Number<O>*>(x), count * per_unit<O>);
+}
+
+// `rows` tokens of x[b, head] from `first` on as rows of `width` units, zero beyond the tokens and numbers there are.
+template <class T, class O>
+void pack_tokens(const Tensor& x, int64_t b, int64_t head, int64_t first, int64_t rows, int64_t width, O* out) {
   int64_t there = std::clamp<int64_t>(x.size(2) - first, 0, rows);
   const T* from = pointer<T>(x) + b * x.stride(0) + head * x.stride(1) + first * x.stride(2);
-  kernels<T>().pack_rows(from, x.stride(2), x.stride(3), there, x.size(3), out, width);
-  std::fill(out + there * width, out + rows * width, Compute<T>(0));
+  products<T, O>().pack_rows(
+      from, x.stride(2), x.stride(3), there, x.size(3), reinterpret_cast<Number<O>*>(out), width * per_unit<O>);
+  std::fill(out + there * width, out + rows * width, O{});
 }
 
-// A block of packed tokens as panels of `depth` of their numbers.
-template <class C>
-void pack_block_panels(const C* rows, int64_t width, int64_t block, int64_t depth, C* panels) {
+// The same as dense rows of `width` numbers.
+template <class T, class O>
+void pack_dense_tokens(const Tensor& x, int64_t b, int64_t head, int64_t first, int64_t rows, int64_t width, O* out) {
+  int64_t there = std::clamp<int64_t>(x.size(2) - first, 0, rows), written = blocks_of(there, per_unit<O>);
+  const T* from = pointer<T>(x) + b * x.stride(0) + head * x.stride(1) + first * x.stride(2);
+  products<T, O>().pack_dense(from, x.stride(2), x.stride(3), there, x.size(3), out, width);
+  std::fill(out + written * width, out + rows / per_unit<O> * width, O{});
+}
+
+// A block of packed tokens, rows of `width` units, as panels of `depth` of them. Units are moved, whatever they hold.
+template <class O>
+void pack_block_panels(const O* rows, int64_t width, int64_t block, int64_t depth, O* panels) {
+  using C = Compute<O>;
   const Kernels<C>& kernel = kernels<C>();
-  kernel.pack_panels(rows, 1, width, depth, block, kernel.panel_width(block), panels);
+  kernel.pack_panels(
+      reinterpret_cast<const C*>(rows), 1, width, depth, block, kernel.panel_width(block),
+      reinterpret_cast<C*>(panels));
 }
 
-// All blocks of x (B, H, tokens, depth), as rows or as panels, the heads one after another. spoilt, of rows: null, or
-// for each block whether a number of it is not finite.
-template <class T>
-Buffer<Compute<T>> pack_all(const Tensor& x, int64_t block, int64_t width, bool panels, bool* spoilt = nullptr) {
-  using C = Compute<T>;
-  int64_t heads = x.size(1), depth = x.size(3), blocks = blocks_of(x.size(2), block),
-          size = block * (panels ? depth : width);
-  Buffer<C> packed(x.size(0) * heads * blocks * size);
+enum class Form { rows, dense, panels };
+
+// All blocks of x (B, H, tokens, depth), one after another: rows and dense ones of `width` numbers, panels of `depth`.
+// spoilt: null, or for each block whether a number of it is not finite; not of panels.
+template <class T, class O = Compute<T>>
+Buffer<O> pack_all(const Tensor& x, int64_t block, int64_t width, Form form, bool* spoilt = nullptr) {
+  int64_t heads = x.size(1), blocks = blocks_of(x.size(2), block), depth = units_of<T, O>(x.size(3)),
+          numbers = block * width, size = form == Form::panels ? block * depth : numbers / per_unit<O>;
+  Buffer<O> packed(x.size(0) * heads * blocks * size);
   int64_t grain = std::max<int64_t>(1, task_cost / 8 / (block * std::max<int64_t>(1, width)));
   torch::stable::parallel_for(0, x.size(0) * heads * blocks, grain, [&](int64_t begin, int64_t end) {
-    Buffer<C> rows(panels ? block * width : 0);
+    Buffer<O> rows(form == Form::panels ? numbers / per_unit<O> : 0);
     for (int64_t i = begin; i < end; ++i) {
-      int64_t matrix = i / blocks;
-      C* to = packed.data() + i * size;
-      pack_tokens<T>(x, matrix / heads, matrix % heads, i % blocks * block, block, width, panels ? rows.data() : to);
-      if (panels) pack_block_panels(rows.data(), width, block, depth, to);
+      int64_t matrix = i / blocks, b = matrix / heads, head = matrix % heads, first = i % blocks * block;
+      O *to = packed.data() + i * size, *rows_to = form == Form::panels ? rows.data() : to;
+      if (form == Form::dense)
+        pack_dense_tokens<T>(x, b, head, first, block, width, to);
+      else
+        pack_tokens<T>(x, b, head, first, block, width / per_unit<O>, rows_to);
+      if (form == Form::panels) pack_block_panels(rows_to, width / per_unit<O>, block, depth, to);
     }
     if (!spoilt) return;
-    bool all_finite = kernels<C>().are_finite(packed.data() + begin * size, (end - begin) * size);
-    for (int64_t i = begin; i < end; ++i)
-      spoilt[i] = !all_finite && !kernels<C>().are_finite(packed.data() + i * size, size);
+    bool all_finite = are_finite<T>(packed.data() + begin * size, (end - begin) * size);
+    for (int64_t i = begin; i < end; ++i) spoilt[i] = !all_finite && !are_finite<T>(packed.data() + i * size, size);
   });
   return packed;
 }

@@ -133,7 +133,7 @@ class Rows {
       }
     }
     head_stride_ = padded<C>(x.size(2)) * head_dim_;
-    packed_ = pack_all<T>(x, kernels<T>().lanes, head_dim_, false);
+    packed_ = pack_all<T>(x, kernels<T>().lanes, head_dim_, Form::rows);
     data_ = packed_.data();
   }
 

@@ -14,7 +14,8 @@
 
 namespace ds_sparse::cpu::DS_SPARSE_ISA {
 
-#define DS_SPARSE_INLINE static inline __attribute__((always_inline))
+#define DS_SPARSE_INLINE_MEMBER inline __attribute__((always_inline))
+#define DS_SPARSE_INLINE static DS_SPARSE_INLINE_MEMBER
 
 template <class C, int W>
 struct VecOf {
@@ -34,6 +35,27 @@ template <>
 struct Bits<double> {
   using Int = int64_t;
 };
+
+template <int... I>
+struct Lanes {};
+template <int N, int... I>
+struct MakeLanes : MakeLanes<N - 1, N - 1, I...> {};
+template <int... I>
+struct MakeLanes<0, I...> {
+  using type = Lanes<I...>;
+};
+
+// W units of O.
+template <class O>
+struct UnitOf {
+  using type = O;
+};
+template <>
+struct UnitOf<BFloat16Pair> {
+  using type = uint32_t;
+};
+template <class O, int W>
+using Units = Vec<typename UnitOf<O>::type, W>;
 
 #if defined(__AVX512F__)
 constexpr int vector_bytes = 64;
@@ -145,6 +167,53 @@ DS_SPARSE_INLINE void store(Half* to, Vec<C, W> x) {
   memcpy(to, &narrow, sizeof(narrow));
 }
 
+// sum + left * right, of all numbers of the units.
+template <class C, class V>
+DS_SPARSE_INLINE V multiply_add(C left, V right, V sum) {
+  return sum + left * right;
+}
+
+template <class O, int W>
+DS_SPARSE_INLINE Units<O, W> broadcast_unit(O x) {
+  return bit_cast<typename UnitOf<O>::type>(x) - Units<O, W>{};
+}
+
+// Number `part` of each of W units.
+template <class O, int W>
+DS_SPARSE_INLINE Vec<Compute<O>, W> numbers(Units<O, W> units, int64_t part) {
+  if constexpr (per_unit<O> == 1)
+    return units;
+  else
+    return bit_cast<Vec<float, W>>(part == 0 ? units << 16 : units & 0xffff0000);
+}
+
+#if defined(__AVX512BF16__)
+DS_SPARSE_INLINE Vec<float, 16> multiply_add(BFloat16Pair left, Units<BFloat16Pair, 16> right, Vec<float, 16> sum) {
+  auto pairs = _mm512_set1_epi32(static_cast<int>(left.bits));
+  return bit_cast<Vec<float, 16>>(
+      _mm512_dpbf16_ps(bit_cast<__m512>(sum), bit_cast<__m512bh>(pairs), bit_cast<__m512bh>(right)));
+}
+
+DS_SPARSE_INLINE Vec<uint16_t, 16> narrow(Vec<float, 16> x) {
+  return bit_cast<Vec<uint16_t, 16>>(_mm512_cvtneps_pbh(bit_cast<__m512>(x)));
+}
+
+// The numbers of `first` and then those of `second`, rounded to bf16.
+DS_SPARSE_INLINE Vec<uint16_t, 32> narrow(Vec<float, 16> first, Vec<float, 16> second) {
+  return bit_cast<Vec<uint16_t, 32>>(_mm512_cvtne2ps_pbh(bit_cast<__m512>(second), bit_cast<__m512>(first)));
+}
+
+// Numbers n and n + 16 side by side.
+template <int... I>
+DS_SPARSE_INLINE Units<BFloat16Pair, 16> pair_halves(Vec<uint16_t, 32> x, Lanes<I...>) {
+  const Vec<uint16_t, 32> order{(I % 2 * 16 + I / 2)...};
+  return bit_cast<Units<BFloat16Pair, 16>>(_mm512_permutexvar_epi16(bit_cast<__m512i>(order), bit_cast<__m512i>(x)));
+}
+DS_SPARSE_INLINE Units<BFloat16Pair, 16> pair_halves(Vec<uint16_t, 32> x) {
+  return pair_halves(x, MakeLanes<32>::type{});
+}
+#endif
+
 // One number at a time, through a vector of the same code.
 template <class C, class T>
 DS_SPARSE_INLINE C load_one(const T* x) {
@@ -190,8 +259,8 @@ DS_SPARSE_INLINE C max_lanes(Vec<C, W> x) {
   return parts[0];
 }
 
-// exp of x <= 0; results below the smallest normal fp32 are 0, NaN stays. Within 1 ulp in fp32: x = n log 2 + r and the
-// Taylor polynomial of degree 7 in r.
+// exp of x <= 0; results below the smallest normal fp32 are 0, NaN stays. Within 1 ulp in fp32: x = n log 2 + r and a
+// polynomial of degree 6 in r, 1 + r and then the coefficients with the least largest relative error.
 template <class C, int W>
 DS_SPARSE_INLINE Vec<C, W> exp_nonpositive(Vec<C, W> x) {
   if constexpr (sizeof(C) == 8) {
@@ -199,32 +268,28 @@ DS_SPARSE_INLINE Vec<C, W> exp_nonpositive(Vec<C, W> x) {
     for (int i = 0; i < W; ++i) y[i] = __builtin_exp(x[i]);
     return y;
   } else {
-    constexpr C round = 0x1.8p23f;
+    constexpr C round = 0x1.8p23f, least = -0x1.5d589ep6f;
     auto shifted = x * 0x1.715476p+0f + round;
     auto n = shifted - round;
     auto r = x - n * 0x1.62e4p-1f;
     r = r - n * 0x1.7f7d1cp-20f;
-    auto p = r * (1.0f / 5040) + (1.0f / 720);
-    p = p * r + (1.0f / 120);
-    p = p * r + (1.0f / 24);
-    p = p * r + (1.0f / 6);
-    p = p * r + 0.5f;
+    auto p = r * 0x1.6a2434p-10f + 0x1.1239e2p-7f;
+    p = p * r + 0x1.5558f2p-5f;
+    p = p * r + 0x1.555492p-3f;
+    p = p * r + 0x1.fffffcp-2f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
+#if defined(__AVX512F__)
+    if constexpr (W == 16) {
+      __mmask16 seen = _mm512_cmp_ps_mask(bit_cast<__m512>(x), _mm512_set1_ps(least), _CMP_NLT_UQ);
+      return bit_cast<Vec<C, W>>(_mm512_maskz_scalef_ps(seen, bit_cast<__m512>(p), bit_cast<__m512>(n)));
+    }
+#endif
     auto exponent = (bit_cast<Vec<int32_t, W>>(shifted) - bit_cast<int32_t>(round) + 127) << 23;
     auto y = p * bit_cast<Vec<C, W>>(exponent);
-    return x < -0x1.5d589ep6f ? Vec<C, W>{} : y;
+    return x < least ? Vec<C, W>{} : y;
   }
 }
-
-template <int... I>
-struct Lanes {};
-template <int N, int... I>
-struct MakeLanes : MakeLanes<N - 1, N - 1, I...> {};
-template <int... I>
-struct MakeLanes<0, I...> {
-  using type = Lanes<I...>;
-};
 
 // One step of a transpose: rows i and i + S of a square exchange their off-diagonal S x S halves.
 template <class C, int W, int S, int... I>

@@ -43,7 +43,7 @@ void multiply(const Tensor& a, const Tensor& b, int64_t window, Tensor& out) {
   using C = Compute<T>;
   int64_t heads = a.size(1), tokens = a.size(2), head_dim = a.size(3), lanes = kernels<T>().lanes,
           panels_size = padded<T>(tokens) * head_dim, width = 2 * window + 1;
-  auto panels = pack_all<T>(b, lanes, padded<T>(head_dim), true);
+  auto panels = pack_all<T>(b, lanes, padded<T>(head_dim), Form::panels);
   T* bands = static_cast<T*>(out.mutable_data_ptr());
   int64_t step = task_rows(tokens, window, head_dim);
   run_rows(a, window, step, [&] {
@@ -98,7 +98,7 @@ void unwindow(const Tensor& band, const Tensor& dense, bool transposed, Tensor& 
   bool band_in_place = same && band.stride(3) == 1;
   bool dense_in_place = same && padded_dim == head_dim && dense.stride(3) == 1 && dense.stride(2) == head_dim;
   int64_t lanes = kernels<T>().lanes, packed_size = padded<T>(tokens) * padded_dim;
-  auto packed = dense_in_place ? Buffer<C>(0) : pack_all<T>(dense, lanes, padded_dim, false);
+  auto packed = dense_in_place ? Buffer<C>(0) : pack_all<T>(dense, lanes, padded_dim, Form::rows);
   int64_t step = task_rows(tokens, window, head_dim);
   run_rows(dense, window, step, [&] {
     return [&, output = Buffer<C>(step * padded_dim),

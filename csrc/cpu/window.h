@@ -24,8 +24,9 @@ static void window_panels(
   for (; p + V <= last; p += V) {
     const C* b[V];
     for (int v = 0; v < V; ++v) b[v] = panels + (p + v) * head_dim * W;
-    Vec<C, W> tile[tile_rows][V] = {};
-    multiply<C, W, V>(tile, a + m * head_dim, head_dim, 1, b, W, head_dim);
+    Tile<C, W, V> tile;
+    tile.clear();
+    tile.multiply(a + m * head_dim, head_dim, 1, b, W, head_dim);
 #pragma GCC unroll 4
     for (int i = 0; i < tile_rows; ++i) {
       if (m + i >= rows.rows) break;
@@ -35,10 +36,10 @@ static void window_panels(
       for (int v = 0; v < V; ++v) {
         int64_t t = (p + v) * W, at = t - token + rows.window;
         if (t >= begin && t + W <= end) {
-          store<C, W>(to + at, tile[i][v]);
+          store<C, W>(to + at, tile.sums[i][v]);
         } else {
           T numbers[W];
-          store<C, W>(numbers, tile[i][v]);
+          store<C, W>(numbers, tile.sums[i][v]);
           int64_t from = begin > t ? begin - t : 0, until = end - t < W ? end - t : W;
           for (int64_t c = from; c < until; ++c) to[at + c] = numbers[c];
         }
@@ -75,7 +76,8 @@ static void unwindow_columns(
     for (int64_t m = 0; m < rows.rows; m += tile_rows) {
       int64_t token = rows.first + m;
       const C* a = band.a + band.offset + m * band.row_stride;
-      Vec<C, W> tile[tile_rows][V] = {};
+      Tile<C, W, V> tile;
+      tile.clear();
       // What all rows of a tile have is a product; the rest, a few tokens on both sides, goes row by row.
       int64_t begin = rows.begin(token + tile_rows - 1), end = rows.end(token);
       bool shared = m + tile_rows <= rows.rows && begin < end;
@@ -84,9 +86,9 @@ static void unwindow_columns(
         for (int v = 0; v < V; ++v) b[v] = dense + begin * head_dim + c + v * W;
         const C* from = a + begin * band.token_stride;
         if (band.token_stride == 1)
-          multiply<C, W, V>(tile, from, band.row_stride, 1, b, head_dim, end - begin);
+          tile.multiply(from, band.row_stride, 1, b, head_dim, end - begin);
         else
-          multiply<C, W, V>(tile, from, 1, band.token_stride, b, head_dim, end - begin);
+          tile.multiply(from, 1, band.token_stride, b, head_dim, end - begin);
       }
 #pragma GCC unroll 4
       for (int i = 0; i < tile_rows; ++i) {
@@ -94,13 +96,13 @@ static void unwindow_columns(
         auto add = [&](int64_t from, int64_t until) {
           for (int64_t t = from; t < until; ++t) {
             C left = a[i * band.row_stride + t * band.token_stride];
-            for (int v = 0; v < V; ++v) tile[i][v] += left * load<C, W>(dense + t * head_dim + c + v * W);
+            for (int v = 0; v < V; ++v) tile.sums[i][v] += left * load<C, W>(dense + t * head_dim + c + v * W);
           }
         };
         int64_t row_end = rows.end(token + i);
         add(rows.begin(token + i), shared ? begin : row_end);
         add(shared ? end : row_end, row_end);
-        for (int v = 0; v < V; ++v) store<C, W>(output + (m + i) * head_dim + c + v * W, tile[i][v]);
+        for (int v = 0; v < V; ++v) store<C, W>(output + (m + i) * head_dim + c + v * W, tile.sums[i][v]);
       }
     }
   }

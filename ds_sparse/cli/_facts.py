@@ -50,7 +50,7 @@ class Facts:
     threads: int = 0
     features: list[str] = field(default_factory=list)
     instruction_set: str = ""
-    capability_limit: str = ""
+    cpu_limits: dict[str, str] = field(default_factory=dict)
     torch_error: str = ""
     torch_cuda: str | None = None
     torch_hip: str | None = None
@@ -72,7 +72,8 @@ def gather() -> Facts:
     facts = Facts(installed=_version("ds_sparse"), packages={name: _version(name) for name in PACKAGES})
     facts.processor, facts.features = hardware.processor(), hardware.features()
     facts.cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    facts.capability_limit = os.environ.get("ATEN_CPU_CAPABILITY", "")
+    limits = {name: os.environ.get(name, "") for name in ("ATEN_CPU_CAPABILITY", "DS_SPARSE_CPU")}
+    facts.cpu_limits = {name: limit for name, limit in limits.items() if limit}
     facts.driver, facts.gpus = hardware.driver(), hardware.gpus()
     try:
         import torch
@@ -85,9 +86,6 @@ def gather() -> Facts:
         torch.version.hip,
     )
     facts.threads = torch.get_num_threads()
-    # csrc/cpu/instruction_set.cpp looks at the features, and at the variable, that torch looks at.
-    chosen = torch.backends.cpu.get_cpu_capability()
-    facts.instruction_set = {"AVX512": "avx512", "AVX2": "avx2"}.get(chosen, "portable")
     _look_at_gpu(facts)
     _look_at_libraries(facts)
     _look_at_operations(facts)
@@ -132,6 +130,7 @@ def _look_at_libraries(facts: Facts) -> None:
         facts.operators_error = without_paths(error)
         return
     facts.libraries["CPU"].missing = missing_kernels("cpu")
+    facts.instruction_set = native.instruction_set()
     if not facts.libraries["CUDA"].state:
         facts.libraries["CUDA"].missing = missing_kernels("cuda", OPERATORS + HOPPER_OPERATORS)
         try:

@@ -99,8 +99,20 @@ def _of_gpus(facts: Facts) -> Iterator[Problem]:
 
 
 def _of_cpu(facts: Facts) -> Iterator[Problem]:
-    if facts.capability_limit:
+    for name, limit in facts.cpu_limits.items():
+        if name == "DS_SPARSE_CPU" and not facts.instruction_set:
+            yield Problem(
+                f"{name} is {limit!r}, which is no instruction set that this machine runs: no operation runs on it.",
+                "unset it.",
+            )
+        else:
+            yield Problem(
+                f"{name} is {limit!r}, which bounds the instructions that CPU kernels use.",
+                "unset it, unless you mean it.",
+            )
+    if "amx_bf16" in facts.features and facts.instruction_set == "avx512" and not facts.cpu_limits:
         yield Problem(
-            f"ATEN_CPU_CAPABILITY is {facts.capability_limit!r}, which bounds the instructions that CPU kernels use.",
-            "unset it, unless you mean it.",
+            "The processor multiplies bf16 in tiles (amx_bf16), and Linux does not let this process use them: bf16 on "
+            "the CPU is slower than it could be.",
+            "run on Linux 5.16 or later; in a container or sandbox, let it call arch_prctl.",
         )

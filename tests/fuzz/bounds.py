@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ds_sparse import native
+
 from .reference import Scored
 
 EXACT = 2.0**-53
@@ -30,6 +32,7 @@ class Units:
         stored: of results.
         least: of `handed`, the smallest number above 0.
         least_stored: of `stored`, likewise.
+        flushed: sums of products below it are 0 at every step.
     """
 
     sums: float
@@ -37,6 +40,7 @@ class Units:
     stored: float
     least: float
     least_stored: float
+    flushed: float
 
 
 def units_of(dtype: torch.dtype, device: str, composed: bool = False) -> Units:
@@ -51,7 +55,11 @@ def units_of(dtype: torch.dtype, device: str, composed: bool = False) -> Units:
     least = info.tiny * info.eps * (4 if composed else 1)
     if device == "cuda" and dtype != torch.float64:
         least = max(least, 4 * torch.finfo(torch.float32).tiny)  # exponentials and products below that are 0 there
-    return Units(sums + EXACT, info.eps / 2 if dtype.itemsize == 2 else sums, info.eps / 2, least, least)
+    # By Intel's manual instructions that multiply or round bf16 take subnormal numbers for 0, and give 0 for them.
+    multiplies_bf16 = device == "cpu" and native.instruction_set().endswith("_bf16")
+    flushed = info.tiny if dtype == torch.bfloat16 and multiplies_bf16 else 0.0
+    handed = info.eps / 2 if dtype.itemsize == 2 else sums
+    return Units(sums + EXACT, handed, info.eps / 2, max(least, flushed), least, flushed)
 
 
 def stored_as(dtype: torch.dtype, units: Units) -> Units:
@@ -159,8 +167,10 @@ def of_attention(x: Attended, units: Units) -> dict[str, Tensor]:
     factor, depth, width = abs(x.factor), x.query.shape[-1], x.value.shape[-1]
     soft = Softened(x.scored, u * walk(depth, q, k) * factor * (q @ k.mT), units)
 
-    row_terms = walk(x.scored.live.sum(-1, keepdim=True))
-    column_terms = walk(x.scored.live.sum(-2)).unsqueeze(-1)
+    row_live, column_live = x.scored.live.sum(-1, keepdim=True), x.scored.live.sum(-2).unsqueeze(-1)
+    row_terms, column_terms = walk(row_live), walk(column_live)
+    # A term takes two additions at most: even and odd ones may have sums of their own.
+    row_flushed, column_flushed = 2 * units.flushed * row_live, 2 * units.flushed * column_live
     # Exponentials up to 1 are handed on before they are divided by the row's sum.
     least = units.least * x.scored.live.double()  # in float32 it may be 0
     exact_handed = soft.probs + units.handed * (probs + soft.probs)
@@ -168,7 +178,7 @@ def of_attention(x: Attended, units: Units) -> dict[str, Tensor]:
     handed_backward = (exact_handed + least) * x.keep
     weights = probs * x.keep
     output = weights @ x.value
-    of_output = handed @ v + u * row_terms * (weights @ v) + 3 * u * output.abs()
+    of_output = handed @ v + u * row_terms * (weights @ v) + 3 * u * output.abs() + row_flushed
     rounded = stored(output, of_output, units)
 
     grad_probs, sizes = (x.grad @ x.value.mT) * x.keep, (go @ v.mT) * x.keep
@@ -177,6 +187,7 @@ def of_attention(x: Attended, units: Units) -> dict[str, Tensor]:
     lse_grad = torch.zeros_like(delta) if x.grad_lse is None else x.grad_lse.unsqueeze(-1)
     inner = grad_probs - delta + lse_grad
     of_inner = u * walk(width) * sizes + of_delta + 3 * u * (grad_probs.abs() + delta.abs() + lse_grad.abs())
+    of_inner = of_inner + 2 * units.flushed * width
     scores = probs * inner
     of_scores = soft.probs * (inner.abs() + of_inner) + probs * of_inner + 2 * u * scores.abs()
     of_scores = of_scores + torch.finfo(torch.float32 if u > 1e-12 else torch.float64).tiny * x.scored.live.double()
@@ -187,9 +198,9 @@ def of_attention(x: Attended, units: Units) -> dict[str, Tensor]:
     return {
         "output": of_output,
         "lse": soft.lse,
-        "query": factor * (given @ k + u * (row_terms + 2) * (terms @ k)),
-        "key": factor * (given.mT @ q + u * (column_terms + 2) * (terms.mT @ q)),
-        "value": handed_backward.mT @ go + u * (column_terms + 2) * (weights.mT @ go),
+        "query": factor * (given @ k + u * (row_terms + 2) * (terms @ k)) + row_flushed,
+        "key": factor * (given.mT @ q + u * (column_terms + 2) * (terms.mT @ q)) + column_flushed,
+        "value": handed_backward.mT @ go + u * (column_terms + 2) * (weights.mT @ go) + column_flushed,
         "scores": of_scores,
         "of scores": scores,
     }

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from unittest import mock
@@ -524,21 +521,6 @@ def test_backward_takes_some_heads_at_a_time(device: str):
     exact = [leaf(x, "cpu") for x in (case.q, case.k, case.v)]
     expected = torch.autograd.grad(reference.token_attention(*exact, pairs.counts).square().sum(), exact)
     torch.testing.assert_close([x.cpu() for x in found], list(expected))
-
-
-@pytest.mark.parametrize("capability", ["default", "avx2"])
-def test_every_instruction_set(capability: str):
-    """Those that this machine has but would not choose; the choice is made once a process."""
-    test = f"{__file__}::test_attention_of_every_head_size_and_dtype"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-k", "cpu", "-p", "no:cacheprovider", test],
-        env=os.environ | {"ATEN_CPU_CAPABILITY": capability},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
 
 
 def test_autocast_casts_the_operands(device: str):

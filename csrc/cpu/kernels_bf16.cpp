@@ -1,0 +1,17 @@
+// The kernels that multiply bf16, for the instruction set this file is compiled for; see kernels.h.
+
+#include "attention.h"
+#include "gemm.h"
+
+namespace ds_sparse::cpu::DS_SPARSE_ISA {
+
+extern const Products<BFloat16, BFloat16Pair> table_pairs = {
+    copy_rows,
+    pair_rows,
+    are_finite_bf16,
+    attention_forward<BFloat16, BFloat16Pair>,
+    attention_backward<BFloat16, BFloat16Pair>,
+    attention_bias_backward<BFloat16, BFloat16Pair>,
+};
+
+}  // namespace ds_sparse::cpu::DS_SPARSE_ISA

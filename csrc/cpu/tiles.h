@@ -1,0 +1,217 @@
+// Products of bf16 in the tiles of AMX: the Tile of gemm.h where its sums lie in tile registers.
+//
+// All that knows of the instructions is in namespace amx. With DS_SPARSE_EMULATE_TILES it is plain C++ instead, so that
+// tests of everything else run on machines without AMX.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "vec.h"
+
+namespace ds_sparse::cpu::DS_SPARSE_ISA {
+
+namespace amx {
+
+constexpr int max_rows = 16, row_bytes = 64;
+
+// As LDTILECFG reads it.
+struct Config {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+static_assert(sizeof(Config) == 64);
+
+#if !defined(DS_SPARSE_EMULATE_TILES)
+
+DS_SPARSE_INLINE void configure(const Config& config) { asm volatile("ldtilecfg %0" ::"m"(config)); }
+DS_SPARSE_INLINE void release() { asm volatile("tilerelease"); }
+
+template <int R>
+DS_SPARSE_INLINE void clear() {
+  asm volatile("tilezero %%tmm%c0" ::"i"(R));
+}
+
+// Row i of the register is at from + i * stride, in bytes.
+template <int R>
+DS_SPARSE_INLINE void load(const void* from, int64_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(R) : "memory");
+}
+template <int R>
+DS_SPARSE_INLINE void store(void* to, int64_t stride) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(R) : "memory");
+}
+
+// sum[m][n] += a[m][k] * b[k][n], for both numbers of all pairs.
+template <int Sum, int A, int B>
+DS_SPARSE_INLINE void multiply() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(A), "i"(B));
+}
+
+#else
+
+struct State {
+  bool configured = false;
+  Config config;
+  uint32_t words[8][max_rows][row_bytes / 4];
+};
+static thread_local State state;
+
+inline void expect(bool holds) {
+  if (!holds) __builtin_trap();
+}
+
+inline void configure(const Config& config) {
+  state = {};
+  state.config = config;
+  state.configured = true;
+}
+
+inline void release() { state = {}; }
+
+template <int R>
+inline void clear() {
+  expect(state.configured && state.config.rows[R] > 0);
+  memset(state.words[R], 0, sizeof(state.words[R]));
+}
+
+template <int R>
+inline void load(const void* from, int64_t stride) {
+  clear<R>();
+  for (int i = 0; i < state.config.rows[R]; ++i)
+    memcpy(state.words[R][i], static_cast<const char*>(from) + i * stride, state.config.row_bytes[R]);
+}
+
+template <int R>
+inline void store(void* to, int64_t stride) {
+  expect(state.configured && state.config.rows[R] > 0);
+  for (int i = 0; i < state.config.rows[R]; ++i)
+    memcpy(static_cast<char*>(to) + i * stride, state.words[R][i], state.config.row_bytes[R]);
+}
+
+// In the order of sums of the instruction: even and odd numbers on their own first. A subnormal number counts as 0.
+template <int Sum, int A, int B>
+inline void multiply() {
+  const Config& config = state.config;
+  expect(state.configured && config.rows[A] == config.rows[Sum] && config.row_bytes[B] == config.row_bytes[Sum]);
+  expect(config.row_bytes[A] == 4 * config.rows[B]);
+  auto flushed = [](uint32_t bits) {
+    bits = (bits & 0x7f800000) == 0 ? bits & 0x80000000 : bits;
+    return bit_cast<float>(bits);
+  };
+  for (int m = 0; m < config.rows[Sum]; ++m) {
+    for (int n = 0; n < config.row_bytes[Sum] / 4; ++n) {
+      float even = 0, odd = 0;
+      for (int k = 0; k < config.rows[B]; ++k) {
+        uint32_t a = state.words[A][m][k], b = state.words[B][k][n];
+        even = __builtin_fmaf(flushed(a << 16), flushed(b << 16), even);
+        odd = __builtin_fmaf(flushed(a & 0xffff0000), flushed(b & 0xffff0000), odd);
+      }
+      float sum = flushed(bit_cast<uint32_t>(even)) + flushed(bit_cast<uint32_t>(odd));
+      uint32_t& to = state.words[Sum][m][n];
+      to = bit_cast<uint32_t>(flushed(to) + flushed(bit_cast<uint32_t>(sum)));
+      to = bit_cast<uint32_t>(flushed(to));
+    }
+  }
+}
+
+#endif
+
+}  // namespace amx
+
+// Units that a tile takes of a depth, which is a multiple of 8.
+DS_SPARSE_INLINE int64_t tile_depth(int64_t depth) { return depth % 16 == 0 ? 16 : 8; }
+
+// Registers 0 to V - 1 are the sums, then come the left operand and, in turns, two right ones. There is one Tile at a
+// time, between `expect_depth` and `end_products`.
+template <int V>
+struct Tile<BFloat16Pair, 16, V> {
+  using O = BFloat16Pair;
+  static constexpr int rows = amx::max_rows, left = 4, right = 5;
+  static_assert(V <= left);
+
+  DS_SPARSE_INLINE_MEMBER void clear() { clear_from<0>(); }
+  DS_SPARSE_INLINE_MEMBER void load(const float* from, int64_t stride) { load_from<0>(from, 4 * stride); }
+  DS_SPARSE_INLINE_MEMBER void store(float* const (&out)[V], int64_t stride) const { store_from<0>(out, 4 * stride); }
+
+  DS_SPARSE_INLINE_MEMBER void multiply(
+      const O* a, int64_t m_stride, int64_t k_stride, const O* const (&b)[V], int64_t b_stride, int64_t depth) {
+    int64_t step = tile_depth(depth);
+    for (int64_t k = 0; k < depth; k += step) {
+      if (k_stride == 1) {
+        amx::load<left>(a + k, 4 * m_stride);
+      } else {
+        alignas(64) O transposed[rows * rows];
+        transpose_units(a + k * k_stride, k_stride, step, transposed);
+        amx::load<left>(transposed, amx::row_bytes);
+      }
+      multiply_from<0>(b, k, 4 * b_stride);
+    }
+  }
+
+ private:
+  // `count` rows of 16 units as columns of the result.
+  DS_SPARSE_INLINE_MEMBER static void transpose_units(const O* from, int64_t stride, int64_t count, O* to) {
+    Vec<float, 16> square[16] = {};
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i)
+      if (i < count) square[i] = load_raw<Vec<float, 16>>(from + i * stride);
+    transpose_square<float, 16>(square);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) memcpy(to + 16 * i, &square[i], sizeof(square[i]));
+  }
+
+  template <int R>
+  DS_SPARSE_INLINE_MEMBER static void clear_from() {
+    if constexpr (R < V) {
+      amx::clear<R>();
+      clear_from<R + 1>();
+    }
+  }
+
+  template <int R>
+  DS_SPARSE_INLINE_MEMBER static void load_from(const float* from, int64_t stride) {
+    if constexpr (R < V) {
+      amx::load<R>(from + 16 * R, stride);
+      load_from<R + 1>(from, stride);
+    }
+  }
+
+  template <int R>
+  DS_SPARSE_INLINE_MEMBER static void store_from(float* const (&out)[V], int64_t stride) {
+    if constexpr (R < V) {
+      amx::store<R>(out[R], stride);
+      store_from<R + 1>(out, stride);
+    }
+  }
+
+  template <int R>
+  DS_SPARSE_INLINE_MEMBER static void multiply_from(const O* const (&b)[V], int64_t k, int64_t stride) {
+    if constexpr (R < V) {
+      amx::load<right + R % 2>(b[R] + k * (stride / 4), stride);
+      amx::multiply<R, left, right + R % 2>();
+      multiply_from<R + 1>(b, k, stride);
+    }
+  }
+};
+
+template <>
+inline void expect_depth<BFloat16Pair>(int64_t depth) {
+  amx::Config config;
+  for (int i = 0; i < 7; ++i) {
+    config.rows[i] = amx::max_rows;
+    config.row_bytes[i] = amx::row_bytes;
+  }
+  int64_t step = tile_depth(depth);
+  config.row_bytes[4] = static_cast<uint16_t>(4 * step);
+  config.rows[5] = config.rows[6] = static_cast<uint8_t>(step);
+  amx::configure(config);
+}
+
+template <>
+inline void end_products<BFloat16Pair>() {
+  amx::release();
+}
+
+}  // namespace ds_sparse::cpu::DS_SPARSE_ISA
