@@ -1,4 +1,5 @@
-"""Transformers' Trainer under `ds_sparse run`: ranks that share sequences are given the same batches."""
+"""Transformers' Trainer under `ds_sparse run`: ranks that share sequences are given the same batches to train on, and
+evaluate their own."""
 
 from __future__ import annotations
 
@@ -14,6 +15,11 @@ def share_batches() -> None:
     """Has `Trainer.get_train_dataloader`, a method that programs may override too, hand the batch of each rank to all
     that hold a sequence with it, where the DeepSpeed JSON says so. A program whose own method does not is refused in
     its first forward."""
+    # Not before Transformers has been imported.
+    import transformers
+
+    from .transformers.sequence import EVALUATES_ALONE
+
     trainer: Any = sys.modules["transformers.trainer"]
     below = trainer.Trainer.get_train_dataloader
 
@@ -21,6 +27,11 @@ def share_batches() -> None:
     def get_train_dataloader(self: Any) -> Any:
         loader, plugin = below(self), getattr(self.accelerator.state, "deepspeed_plugin", None)
         size = 1 if plugin is None else sequence_parallel_size(plugin.deepspeed_config, "the DeepSpeed JSON")
-        return loader if size == 1 else sequence_batches(loader, size=size)
+        if size == 1:
+            return loader
+        for module in self.model.modules():
+            if isinstance(module, transformers.PreTrainedModel):
+                vars(module)[EVALUATES_ALONE] = True
+        return sequence_batches(loader, size=size)
 
     trainer.Trainer.get_train_dataloader = get_train_dataloader

@@ -29,7 +29,13 @@ class Advice:
 
 
 def advise(
-    rates: Rates, model: Model, settings: Settings, seq_len: int, walks: Sequence[Walked], memory_gib: float
+    rates: Rates,
+    model: Model,
+    settings: Settings,
+    seq_len: int,
+    walks: Sequence[Walked],
+    memory_gib: float,
+    most_ranks: int,
 ) -> Advice | None:
     """The first of these that fits: a sequence a GPU, the same with activation checkpointing, and the fewest ranks of a
     sequence, within a node if that can be. None where nothing does.
@@ -38,18 +44,19 @@ def advise(
         seq_len: tokens of a sequence, whole blocks.
         walks: what each layer attends to.
         memory_gib: of a GPU.
+        most_ranks: that can share a sequence.
     """
-    for wanted in _in_order(model, settings):
+    for wanted in _in_order(settings, most_ranks):
         if (found := largest_batch(model, wanted, seq_len, memory_gib)) is not None:
             return Advice(found, step_of(rates, model, found, seq_len, walks))
     return None
 
 
-def _in_order(model: Model, settings: Settings) -> Iterator[Settings]:
+def _in_order(settings: Settings, most_ranks: int) -> Iterator[Settings]:
     yield replace(settings, ranks=1, checkpoints=False)
     shared = [
         replace(settings, ranks=ranks, checkpoints=True)
-        for ranks in range(1, min(model.heads, settings.gpus) + 1)
+        for ranks in range(1, min(most_ranks, settings.gpus) + 1)
         if settings.gpus % ranks == 0
     ]
     yield from sorted(shared, key=crosses_nodes)

@@ -172,7 +172,9 @@ def make_plan(
         longest=None
         if memory_gib is None
         else min(MOST_TOKENS, longest(model, settings, largest_block(kinds), memory_gib)),
-        advice=None if memory_gib is None else advise(rates, model, settings, padded, of_layers, memory_gib),
+        advice=None
+        if memory_gib is None
+        else advise(rates, model, settings, padded, of_layers, memory_gib, model.heads if block is not None else 1),
         odd_vocabulary=odd_vocabulary(rates, model, settings, padded),
         lengths=compare(rates, model, settings, kinds, seq_len),
         remarks=said_of(rates, model, settings, kinds, seq_len),

@@ -101,7 +101,8 @@ class SequenceParallelAttention:
         Args:
             query: (B, H, T_r, D), T_r the rank's own tokens, 1 or more; any strides.
             key, value: alike, or with fewer heads, which divide H; they may be fewer than ranks, H may not.
-            lengths: T_r of each rank. Without it ranks ask each other, and a GPU is waited for.
+            lengths: T_r of each rank. Without it ranks ask each other, and a GPU is waited for;
+                with it nothing is compared between ranks.
             cu_seqlens: int32 or int64 (documents + 1), the same on all ranks: the sequences are rows of packed
                 documents, of which none sees another. It goes from 0 to the tokens of all rows, one whole row after the
                 other, whose ends are ends of documents. Borders of ranks may lie anywhere. No key_padding_mask.
@@ -131,7 +132,8 @@ class SequenceParallelAttention:
         self._check_dropout(dropout_p)
         documents = None if cu_seqlens is None else Documents.read(cu_seqlens)
         if lengths is None:
-            lengths = self._agreed_lengths(query, key, key_padding_mask, documents)
+            chosen = (causal, dropout_p > 0, document_layout == "row", sinks is not None)
+            lengths = self._agreed_lengths(query, key, key_padding_mask, documents, chosen)
         self._check_lengths(lengths, query.shape[2])
         tokens, options = sum(lengths), dict[str, Any](scale=scale, causal=causal)
         if key_padding_mask is not None:
@@ -226,14 +228,15 @@ class SequenceParallelAttention:
         key: torch.Tensor,
         key_padding_mask: torch.Tensor | None,
         documents: Documents | None,
+        options: tuple[bool, ...],
     ) -> tuple[int, ...]:
-        """The lengths of all ranks, after a look at whether the rest of their shapes is the same. Waits for the
-        device."""
+        """The lengths of all ranks, after a look at whether the rest of their shapes, and their options, are the same.
+        Waits for the device."""
         batch, heads, tokens, width = query.shape
         masks = 0 if key_padding_mask is None else key_padding_mask.shape[0]
         kinds = [DTYPES.index(query.dtype), -1 if key_padding_mask is None else key_padding_mask.element_size()]
         edges = (0, 0) if documents is None else (len(documents.edges) - 1, crc32(repr(documents.edges).encode()))
-        mine = [tokens, batch, heads, key.shape[1], width, masks, *edges, *kinds]
+        mine = [tokens, batch, heads, key.shape[1], width, masks, *edges, *kinds, *map(int, options)]
         rows = self._ranks.rows_of_all(torch.tensor(mine, device=query.device)).tolist()
         if any(row[1:] != rows[0][1:] for row in rows):
             shapes = "; ".join(
@@ -243,9 +246,9 @@ class SequenceParallelAttention:
                 for rank, row in enumerate(rows)
             )
             raise ValueError(
-                f"Ranks give their parts of a sequence in different shapes or dtypes ({shapes}); only the tokens of a "
-                "rank may differ in number: give all ranks the same batch and the same cu_seqlens, and a key padding "
-                "mask to all or to none."
+                f"Ranks give their parts of a sequence in different shapes or dtypes, or with other "
+                f"options ({shapes}); only the tokens of a rank may differ in number: give all ranks the same batch, "
+                "the same cu_seqlens and options, and a key padding mask to all or to none."
             )
         return tuple(row[0] for row in rows)
 

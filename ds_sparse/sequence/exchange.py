@@ -102,7 +102,8 @@ def heads_to_tokens(
 ) -> torch.Tensor:
     """The rank's own tokens of all heads, (B, heads, lengths[rank], D), tokens before heads in memory, out of all
     tokens of its own heads, (B, own heads, T, D)."""
-    return _HeadsToTokens.apply(output, _Exchange((deal.queries,), lengths, ranks))
+    # Here, not in the function, whose results may then be written over.
+    return _HeadsToTokens.apply(output, _Exchange((deal.queries,), lengths, ranks)).transpose(1, 2)
 
 
 class _Exchange(NamedTuple):
@@ -125,11 +126,13 @@ class _Exchange(NamedTuple):
         sent = tensors[0].new_empty(sum(by_heads))
         for part, place in self._places(sent, tensors):
             part.copy_(place)
-        whole = self.ranks.exchange(sent, by_heads, by_tokens).view(sum(self.lengths), batch, -1, width)
-        return whole.permute(1, 2, 0, 3).split([len(heads[self.ranks.rank]) for heads in self.heads], 1)
+        received = self.ranks.exchange(sent, by_heads, by_tokens)
+        own = [len(heads[self.ranks.rank]) for heads in self.heads]
+        whole = received.view(sum(self.lengths), batch, sum(own), width)
+        return whole.permute(1, 2, 0, 3).split(own, 1)
 
     def to_tokens(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """(B, heads, lengths[rank], D) of each (B, own heads, T, D): sums where several ranks have a head."""
+        """(B, lengths[rank], heads, D) of each (B, own heads, T, D): sums where several ranks have a head."""
         batch, _, _, width = tensors[0].shape
         by_tokens, by_heads = self._sizes(batch * width)
         moved = [x.permute(2, 0, 1, 3) for x in tensors]
@@ -138,8 +141,8 @@ class _Exchange(NamedTuple):
         numbers = [1 + max(head for own in heads for head in own) for heads in self.heads]
         is_shared = sum(numbers) * batch * width * self.lengths[self.ranks.rank] < len(received)
         make = received.new_zeros if is_shared else received.new_empty
-        results = tuple(make(batch, self.lengths[self.ranks.rank], n, width).transpose(1, 2) for n in numbers)
-        for part, place in self._places(received, results):
+        results = tuple(make(batch, self.lengths[self.ranks.rank], n, width) for n in numbers)
+        for part, place in self._places(received, [x.transpose(1, 2) for x in results]):
             place.copy_(place + part if is_shared else part)
         return results
 
@@ -157,8 +160,8 @@ class _Exchange(NamedTuple):
         tensor, as many at a time as stand side by side there."""
         batch, _, tokens, width = tensors[0].shape
         _, by_heads = self._sizes(batch * width)
-        for rank, of_rank in enumerate(flat.split(by_heads)):
-            of_rank, first = of_rank.view(tokens, batch, -1, width), 0
+        for rank, sent in enumerate(flat.split(by_heads)):
+            of_rank, first = sent.view(tokens, batch, sum(len(heads[rank]) for heads in self.heads), width), 0
             for x, heads in zip(tensors, self.heads, strict=True):
                 for start, end in _runs(heads[rank]):
                     yield of_rank[:, :, first : first + end - start], x[:, start:end].permute(2, 0, 1, 3)
@@ -187,7 +190,7 @@ class _TokensToHeads(torch.autograd.Function):
     @staticmethod
     @differentiable_once("SequenceParallelAttention")
     def backward(ctx, *grads):
-        return *ctx.exchange.to_tokens(grads), None
+        return *(x.transpose(1, 2) for x in ctx.exchange.to_tokens(grads)), None
 
 
 class _HeadsToTokens(torch.autograd.Function):
@@ -199,4 +202,4 @@ class _HeadsToTokens(torch.autograd.Function):
     @staticmethod
     @differentiable_once("SequenceParallelAttention")
     def backward(ctx, grad):
-        return *ctx.exchange.to_heads((grad,)), None
+        return *ctx.exchange.to_heads((grad.transpose(1, 2),)), None

@@ -265,7 +265,7 @@ def load(engine: Any, checkpoint: Checkpoint) -> None:
     try:
         with plain_data_only():
             if ranks != dist.get_world_size() and engine.zero_optimization():
-                path = universal.load(engine, folder, tag, _at_rank_0)
+                path = universal.load(engine, folder, tag, _at_rank_0, wait=dist.barrier)
             else:
                 path, _ = engine.load_checkpoint(str(folder), tag=tag)
         if path is None:

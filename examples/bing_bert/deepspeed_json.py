@@ -130,6 +130,11 @@ def check_for_deepspeed(config: dict[str, Any], source: str) -> type | None:
     Raises:
         ValueError: DeepSpeed refuses the JSON.
     """
+    if config.get("sequence_parallel_size", 1) != 1:
+        raise ValueError(
+            f"{source}: sequence_parallel_size is {config['sequence_parallel_size']!r}; the layers of this example do "
+            "not share sequences, so leave it out, or train a model of Transformers (docs/sequence-parallel.md)."
+        )
     kind, ranks = config["optimizer"]["type"], world_size()
     if kind.lower() not in DEEPSPEED_OPTIMIZERS and not isinstance(getattr(torch.optim, kind, None), type):
         raise ValueError(

@@ -22,6 +22,9 @@ from files import write_atomically
 from report import median_figures
 from training_run import Ended
 
+SECRETS = ("api_key", "token", "password", "secret")
+"""Ends of the keys of a configuration whose values are nobody else's."""
+
 TEMPLATE = Path(__file__).with_name("run_page.html")
 
 
@@ -117,5 +120,17 @@ def _sheets(ended: Ended) -> list[Sheet]:
 
 
 def _details(name: str, content: Mapping[str, Any]) -> str:
-    text = html.escape(json.dumps(content, indent=2, default=str))
+    text = html.escape(json.dumps(without_secrets(content), indent=2, default=str))
     return f"<details><summary>{html.escape(name)}</summary><pre>{text}</pre></details>"
+
+
+def without_secrets(content: Any) -> Any:
+    """The content without what keys such as a monitor's `api_key` hold: pages are passed on."""
+    if isinstance(content, list):
+        return [without_secrets(part) for part in content]
+    if not isinstance(content, Mapping):
+        return content
+    return {
+        key: "(left out)" if str(key).endswith(SECRETS) and isinstance(value, str) else without_secrets(value)
+        for key, value in content.items()
+    }

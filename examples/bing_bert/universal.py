@@ -44,11 +44,14 @@ def require_movable(config: dict[str, Any], written_by: int, ranks: int, source:
         )
 
 
-def load(engine: Any, folder: Path, tag: str, at_rank_0: Callable[[Callable[[], Any]], Any]) -> str | None:
+def load(
+    engine: Any, folder: Path, tag: str, at_rank_0: Callable[[Callable[[], Any]], Any], wait: Callable[[], Any]
+) -> str | None:
     """Loads a checkpoint that another number of ranks wrote into an engine with ZeRO; None where DeepSpeed finds none.
 
     Args:
-        at_rank_0: does something on rank 0, where all ranks wait for it.
+        at_rank_0: does something on rank 0, for which all ranks wait.
+        wait: waits for all ranks.
     """
     made = folder / f".{tag}.universal"
     failure = at_rank_0(lambda: _convert(folder / tag, made))
@@ -64,6 +67,7 @@ def load(engine: Any, folder: Path, tag: str, at_rank_0: Callable[[Callable[[], 
     for state in engine.optimizer.state.values():
         if "step" in state:
             state["step"] = copy.deepcopy(state["step"])
+    wait()  # for those that still read it
     at_rank_0(lambda: shutil.rmtree(made))
     return path
 

@@ -136,6 +136,13 @@ def test_optimizer_params_that_the_optimizer_would_refuse_end_in_a_sentence(read
     assert sentence in str(caught.value)
 
 
+def test_ranks_of_a_sequence_are_refused_before_anything_is_made(read):
+    with pytest.raises(
+        ValueError, match="ds.json: sequence_parallel_size is 2; the layers of this example do not share"
+    ):
+        read(CPU, sequence_parallel_size=2)
+
+
 @pytest.mark.parametrize("stage, device, chosen", [(0, "none", "FusedAdam"), (2, "cpu", "DeepSpeedCPUAdam")])
 def test_adams_params_are_those_of_the_one_that_deepspeed_takes(read, stage, device, chosen):
     zero = {"stage": stage, "offload_optimizer": {"device": device}}

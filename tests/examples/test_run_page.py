@@ -84,6 +84,17 @@ def test_it_shows_all_of_a_run_and_asks_for_nothing_from_a_network(browser, page
     assert {address.split(":")[0] for address in browser.requests} <= {"file", "about", "data"}
 
 
+def test_keys_of_monitors_are_not_on_the_page():
+    found = run_page.without_secrets(
+        {"comet": {"api_key": "abc", "project": "p"}, "tokens": "t", "runs": [{"token": "d"}]}
+    )
+    assert found == {
+        "comet": {"api_key": "(left out)", "project": "p"},
+        "tokens": "t",
+        "runs": [{"token": "(left out)"}],
+    }
+
+
 def test_a_dense_run_without_figures_says_so(tmp_path):
     one = ended(tmp_path, "dense", records=[{"step": 0, "held_out_mlm_loss": 5.5}], layout_seed=None)
     figures = run_page.figures_of(one, UNIGRAM)

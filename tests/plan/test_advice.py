@@ -16,7 +16,7 @@ WALKS = [walk_in_bert("longformer-64", 12, 8192)] * 12
 
 
 def advised(rates, settings, gib):
-    return advise(rates, MODEL, settings, 8192, WALKS, gib)
+    return advise(rates, MODEL, settings, 8192, WALKS, gib, MODEL.heads)
 
 
 def gib_of(settings):
@@ -50,6 +50,13 @@ def test_where_nothing_fits_there_is_no_advice(rates):
 def test_there_are_no_more_ranks_than_heads(rates):
     settings = Settings(1, gpus=16, zero_stage=3)
     assert advised(rates, settings, 0.99 * gib_of(replace(settings, ranks=8, checkpoints=True))) is None
+
+
+def test_without_a_block_no_ranks_share_a_sequence(rates):
+    settings = Settings(1, gpus=16, zero_stage=3)
+    gib = gib_of(replace(settings, ranks=8, checkpoints=True))
+    assert advised(rates, settings, gib).settings.ranks == 8
+    assert advise(rates, MODEL, settings, 8192, WALKS, gib, 1) is None
 
 
 def test_tokens_a_second_are_those_of_all_gpus(rates):

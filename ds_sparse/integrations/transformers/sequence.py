@@ -45,6 +45,9 @@ _PASSED_ON = ("return_dict", "output_hidden_states", "use_cache")
 _ITEMS = "num_items_in_batch"
 """Transformers' Trainer: the labelled tokens that the loss is to be divided by."""
 
+EVALUATES_ALONE = "_ds_sparse_evaluates_alone"
+"""On a model whose ranks evaluate batches of their own, whether or not these happen to be the same."""
+
 _IN_PARTS = "_ds_sparse_in_parts"
 """On the attention layers of a sequence-parallel model."""
 
@@ -229,7 +232,8 @@ class SequenceParallel:
         given = {name: value for name, value in given.items() if value is not None}
         items = given.pop(_ITEMS, None)
         _refuse_what_has_no_parts(model, given)
-        if not self._is_same_on_all(given, model.training):
+        evaluates_alone = EVALUATES_ALONE in vars(model) and not model.training
+        if evaluates_alone or not self._is_same_on_all(given, model.training):
             return (), {**given, TOLD: Alone(items)}
         ids = given["input_ids"]
         tokens = ids.shape[1]
@@ -267,10 +271,10 @@ class SequenceParallel:
         """
         ids = given["input_ids"]
         numbers = [torch.tensor([*ids.shape, *(int(name in given) for name in _SPLIT)], device=ids.device)]
-        weights = torch.arange(1, ids.shape[1] + 1, device=ids.device)
-        for name in ("input_ids", "attention_mask", "position_ids", "labels"):
-            given_numbers = given[name].to(ids.device).long() if name in given else ids.new_zeros(1, 1)
-            numbers.append((given_numbers * weights[: given_numbers.shape[1]]).sum().long().reshape(1))
+        for name in _SPLIT:
+            of_tokens = (given[name].to(ids.device).long() if name in given else ids.new_zeros(1)).flatten()
+            weights = torch.arange(1, len(of_tokens) + 1, device=ids.device)
+            numbers.append((of_tokens * weights).sum().reshape(1))
         for name in CUMULATIVE:
             edges = torch.as_tensor(given.get(name, 0), device=ids.device).long()
             numbers += [edges.new_tensor([edges.numel()]), (edges * edges).sum().reshape(1)]

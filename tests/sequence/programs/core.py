@@ -203,6 +203,16 @@ def packed_documents_drop_the_pairs_that_seed_and_head_say():
 
 
 @case
+def outputs_may_be_written_over_and_there_may_be_no_batch():
+    *parts, grad = (x[:, :, own_part()].clone().requires_grad_() for x in operands_of(4, 2))
+    attention = ds_sparse.SequenceParallelAttention(bigbird(4), 176)
+    wanted = torch.autograd.grad(attention(*parts), parts, 2 * grad)
+    for found, of_twice in zip(torch.autograd.grad(attention(*parts).mul_(2), parts, grad), wanted, strict=True):
+        assert_same(found, of_twice)
+    assert attention(*(x[:0] for x in parts)).shape == (0, *parts[0].shape[1:])
+
+
+@case
 def a_causal_structure_is_causal():
     compare(ds_sparse.FixedSparsityConfig(4, block=16, causal=True), causal_of_one=True)
 
@@ -215,6 +225,8 @@ def what_ranks_do_not_agree_on_is_refused_on_all():
     x = torch.ones(2, 4, 40, 8, device=DEVICE)
     mask = None if rank else torch.ones(2, 40, dtype=torch.bool, device=DEVICE)
     assert "to all or to none" in refused(x, x, x, key_padding_mask=mask)
+    assert "or with other options" in refused(x, x, x, causal=rank == 0)
+    assert "or with other options" in refused(x, x, x, dropout_p=0.5 if rank else 0.0)
     assert "lengths are" in refused(x, x, x, lengths=(40,))
     tokens = 40 * distributed.get_world_size()
     others = torch.tensor([0, 30 + rank, tokens], device=DEVICE)

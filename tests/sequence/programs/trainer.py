@@ -117,6 +117,8 @@ def trainer_trains_and_evaluates_as_one_rank():
             with deepspeed.zero.GatheredParameters([own], enabled=stage == 3):
                 torch.testing.assert_close(own.detach(), of_one, rtol=1e-4, atol=1e-5)
         assert abs(trainer.evaluate()["eval_loss"] - at_end) < 1e-4
+        if cls is transformers.Trainer:  # of a single row each rank is given a copy, which they do not share
+            assert trainer.predict(rows()[:1]).predictions.shape == (1, 165, 50)
 
 
 @case

@@ -240,6 +240,10 @@ def batches_that_cannot_be_cut_are_refused_on_all_ranks():
     other = copy.deepcopy(batch)
     other["input_ids"] += distributed.get_rank()
     assert "given different batches" in refusal(lambda: model(**other))
+    turned = {key: value.flip(0) if distributed.get_rank() else value for key, value in batch.items()}
+    assert "given different batches" in refusal(lambda: model(**turned))
+    types = torch.full_like(batch["input_ids"], distributed.get_rank())
+    assert "given different batches" in refusal(lambda: model(**batch, token_type_ids=types))
     shorter = {key: value[:, : 160 - distributed.get_rank()] for key, value in batch.items()}
     assert "(of 2 x 160, 2 x 159 tokens)" in refusal(lambda: model(**shorter))
     ids, labels = batch["input_ids"], batch["labels"]
