@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from .cases import DENSE_IN_BERT, FLOOR, NO_ATTENTION
-from .longest_sequence import Longest, longest
+from .longest_sequence import Longest, alike, longest
 from .machine import in_three_digits
 from .runs import rows_by_case
 
@@ -71,11 +71,6 @@ class Case:
     @property
     def batch(self) -> int:
         return 1 if self.is_try else max(1, TOKENS[self.device] // self.seq_len)
-
-    @property
-    def of_any_length(self) -> Case:
-        """What cases share that differ in length alone."""
-        return replace(self, seq_len=0)
 
 
 @dataclass(frozen=True)
@@ -170,10 +165,8 @@ def longest_lines(tries: Sequence[tuple[Case, Row]]) -> Iterator[str]:
 
 def longest_of(tries: Iterable[tuple[Case, Row]]) -> list[tuple[str, Found]]:
     """The longest sequence of each attention for which some fit."""
-    alike: dict[tuple[Case, str], list[tuple[Case, Row]]] = {}
-    for case, row in tries:
-        alike.setdefault((case.of_any_length, row.attention), []).append((case, row))
-    found = ((attention, longest(rows)) for (_, attention), rows in alike.items())
+    groups = alike(tries, lambda row: row.attention)
+    found = ((attention, longest(rows)) for (_, attention), rows in groups.items())
     return [(attention, one) for attention, one in found if one is not None]
 
 

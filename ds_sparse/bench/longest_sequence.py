@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -114,6 +114,22 @@ class Longest(NamedTuple, Generic[CaseT, RowT]):
     case: CaseT
     row: RowT
     failed: int | None
+
+
+def of_any_length(case: CaseT) -> CaseT:
+    """What cases share that differ in length alone."""
+    any_case: Any = case
+    return replace(any_case, seq_len=0)
+
+
+def alike(
+    seen: Iterable[tuple[CaseT, RowT]], key: Callable[[RowT], Any]
+) -> dict[tuple[CaseT, Any], list[tuple[CaseT, RowT]]]:
+    """Cases that differ in length alone, with rows of the same key, by what they share."""
+    groups: dict[tuple[CaseT, Any], list[tuple[CaseT, RowT]]] = {}
+    for case, row in seen:
+        groups.setdefault((of_any_length(case), key(row)), []).append((case, row))
+    return groups
 
 
 def longest(tried: Iterable[tuple[CaseT, RowT]]) -> Longest[CaseT, RowT] | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from .longest_sequence import of_any_length
 from .own_processes import Failure, results_of
 from .reasons import TOO_LONG, ran_out_of_memory
 from .sequence_rank import Task, run, start
@@ -27,8 +28,8 @@ def rows_of(tasks: Sequence[Task], device: torch.device) -> Iterator[tuple[Task,
             rest = rest[1:]
             yield task, row
             if ran_out_of_memory(row.reason):
-                too_long.add((task.parallel, task.case.of_any_length))
-        skipped = [task for task in rest if (task.parallel, task.case.of_any_length) in too_long]
+                too_long.add((task.parallel, of_any_length(task.case)))
+        skipped = [task for task in rest if (task.parallel, of_any_length(task.case)) in too_long]
         for task in skipped:
             yield task, Row(task.ranks, task.parallel, reason=TOO_LONG)
         rest = [task for task in rest if task not in skipped]

@@ -9,7 +9,7 @@ from itertools import product
 
 import torch
 
-from .longest_sequence import Bracket, require_gpu, tries
+from .longest_sequence import Bracket, of_any_length, require_gpu, tries
 from .rank_processes import rows_of
 from .sequence_rank import Task
 from .sequence_results import ALONE, DATA, SEQUENCE, Case, Row
@@ -67,10 +67,10 @@ class Comparison:
         self, measured: Mapping[Case, Row], ranks: int, parallel: str, device: torch.device
     ) -> Iterator[tuple[Case, Row]]:
         """Looks for the longest sequence, with each of the settings that cases have beside their length."""
-        for settings in dict.fromkeys(case.of_any_length for case in measured if self.longest):
+        for settings in dict.fromkeys(of_any_length(case) for case in measured if self.longest):
             bracket = Bracket.of(device)
             for case, row in measured.items():
-                if case.of_any_length == settings:
+                if of_any_length(case) == settings:
                     bracket.add(case.seq_len, row.peak_gib)
             task = replace(self._task(settings, ranks, parallel), only_tries=True)
             yield from tries(bracket, partial(attempt, task, device), self.longest)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .longest_sequence import Longest, longest
+from .longest_sequence import Longest, alike, longest
 from .machine import in_three_digits
 from .runs import rows_by_case
 
@@ -41,11 +41,6 @@ class Case:
     activations: str = KEPT
     tiles: int = 1
     micro_batches: int = 1
-
-    @property
-    def of_any_length(self) -> Case:
-        """What cases share that differ in length alone."""
-        return replace(self, seq_len=0)
 
 
 @dataclass(frozen=True)
@@ -163,10 +158,8 @@ def table(seen: Sequence[tuple[Case, Row]]) -> Iterator[str]:
 
 def longest_of(seen: Iterable[tuple[Case, Row]]) -> list[Longest[Case, Row]]:
     """The longest sequence that fits, wherever it was looked for."""
-    alike: dict[tuple[Case, int, str], list[tuple[Case, Row]]] = {}
-    for case, row in seen:
-        alike.setdefault((case.of_any_length, row.ranks, row.parallel), []).append((case, row))
-    found = (longest(rows) for rows in alike.values() if any(row.is_try for _, row in rows))
+    groups = alike(seen, lambda row: (row.ranks, row.parallel))
+    found = (longest(rows) for rows in groups.values() if any(row.is_try for _, row in rows))
     return [one for one in found if one is not None]
 
 

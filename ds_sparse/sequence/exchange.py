@@ -139,7 +139,7 @@ class _Exchange(NamedTuple):
         sent = moved[0].contiguous() if len(moved) == 1 else torch.cat(moved, 2)
         received = self.ranks.exchange(sent.flatten(), by_tokens, by_heads)
         numbers = [1 + max(head for own in heads for head in own) for heads in self.heads]
-        is_shared = sum(numbers) * batch * width * self.lengths[self.ranks.rank] < len(received)
+        is_shared = sum(numbers) < sum(len(own) for heads in self.heads for own in heads)
         make = received.new_zeros if is_shared else received.new_empty
         results = tuple(make(batch, self.lengths[self.ranks.rank], n, width) for n in numbers)
         for part, place in self._places(received, [x.transpose(1, 2) for x in results]):
@@ -160,8 +160,8 @@ class _Exchange(NamedTuple):
         tensor, as many at a time as stand side by side there."""
         batch, _, tokens, width = tensors[0].shape
         _, by_heads = self._sizes(batch * width)
-        for rank, sent in enumerate(flat.split(by_heads)):
-            of_rank, first = sent.view(tokens, batch, sum(len(heads[rank]) for heads in self.heads), width), 0
+        for rank, chunk in enumerate(flat.split(by_heads)):
+            of_rank, first = chunk.view(tokens, batch, sum(len(heads[rank]) for heads in self.heads), width), 0
             for x, heads in zip(tensors, self.heads, strict=True):
                 for start, end in _runs(heads[rank]):
                     yield of_rank[:, :, first : first + end - start], x[:, start:end].permute(2, 0, 1, 3)
