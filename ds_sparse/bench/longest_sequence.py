@@ -59,7 +59,7 @@ class Bracket:
         if not self.fitted:
             return self._shorter()
         longest, failed = max(self.fitted), min(self.failed, default=None)
-        if failed is not None and failed <= longest * (1 + WITHIN) + LENGTHS:
+        if is_near(longest, failed):
             return None
         least = longest * (1 + WITHIN) + LENGTHS
         most = 4 * longest if failed is None else failed / (1 + WITHIN)
@@ -108,12 +108,23 @@ def tries(
         bracket.add(length, about.peak_gib)
 
 
+def is_near(longest: int, failed: int | None) -> bool:
+    """Whether no length between one that fits and one that does not is to be tried."""
+    return failed is not None and failed <= longest * (1 + WITHIN) + LENGTHS
+
+
 class Longest(NamedTuple, Generic[CaseT, RowT]):
     """The longest sequence that fits, and the shortest that does not; None where none was found that does not."""
 
     case: CaseT
     row: RowT
     failed: int | None
+
+    @property
+    def is_known(self) -> bool:
+        """False where longer ones were left to try."""
+        about: Any = self.case
+        return is_near(about.seq_len, self.failed)
 
 
 def of_any_length(case: CaseT) -> CaseT:

@@ -72,7 +72,7 @@ def pair(numbers: Iterable[float | None], write: Callable[[float], str] = in_thr
 
 
 def ratio(number: float) -> str:
-    return f"{number:.2f}" if number < 0.995 else f"{number:.1f}" if number < 9.95 else f"{number:.0f}"
+    return f"{number:.2f}" if number < 1.995 else f"{number:.1f}" if number < 9.95 else f"{number:.0f}"
 
 
 def percent(part: float) -> str:
@@ -360,13 +360,17 @@ def token_pairs(results: list[tokens.Result]) -> Table:
 def of_bert(results: list[bert_results.Result]) -> dict[str, Table]:
     """Times of a step with the share of the model without attention; how they compare; memory; longest sequences."""
     steps = [(case, rows) for case, rows in results if not case.is_try]
-    names = list(dict.fromkeys(row.attention for _, rows in steps for row in rows if not row.reason))
+    measured = {row.attention for _, rows in steps for row in rows if not row.reason}
+    names = [name for name in dict.fromkeys(row.attention for _, rows in steps for row in rows) if name in measured]
     heading = ["tokens", *({NO_ATTENTION: "no attention", FLOOR: "floor"}.get(name, f"`{name}`") for name in names)]
+
+    shared = shared_settings(steps)
+    notes = notes_of(shared)
 
     def lines(cell: Callable[[list[bert_results.Row], bert_results.Row], str]) -> list[list[str]]:
         found = [(case, rows, {row.attention: row for row in rows if not row.reason}) for case, rows in steps]
         return [
-            [of_step(case), *(cell(rows, timed[name]) if name in timed else "" for name in names)]
+            [of_step(case, shared), *(cell(rows, timed[name]) if name in timed else "" for name in names)]
             for case, rows, timed in found
         ]
 
@@ -377,9 +381,9 @@ def of_bert(results: list[bert_results.Result]) -> dict[str, Table]:
     def memory(rows: list[bert_results.Row], row: bert_results.Row) -> str:
         return "" if row.peak_gib is None else f"{row.peak_gib:.1f}"
 
-    found = {"steps": Table(heading, lines(time)), "beside": bert_beside(steps)}
+    found = {"steps": Table(heading, lines(time), notes=notes), "beside": bert_beside(steps)}
     if any(row.peak_gib is not None for _, rows in steps for row in rows):
-        found["memory"] = Table(heading, lines(memory))
+        found["memory"] = Table(heading, lines(memory), notes=notes)
     tries = [(case, row) for case, rows in results for row in rows if case.is_try]
     return found | {"longest": bert_longest(tries)}
 
@@ -391,7 +395,7 @@ def bert_beside(steps: Sequence[bert_results.Result]) -> Table:
     ours = (*floors, *STRUCTURES_IN_BERT)
     peers = list(dict.fromkeys("flex" if name in FLEX_IN_BERT else name for name in seen if name not in ours))
     ratios: dict[str, list[float | None]] = {peer: [] for peer in peers}
-    lines = []
+    lines, shared = [], shared_settings(steps)
     for case, rows in steps:
         for row in rows:
             if row.reason or row.attention not in STRUCTURES_IN_BERT:
@@ -403,7 +407,7 @@ def bert_beside(steps: Sequence[bert_results.Result]) -> Table:
             takes = [ratios[peer][-1] for peer in peers]
             lines.append(
                 [
-                    of_step(case),
+                    of_step(case, shared),
                     f"`{row.attention}`",
                     in_three_digits(row.milliseconds),
                     *("" if share is None else percent(share) for share in shares),
@@ -411,7 +415,8 @@ def bert_beside(steps: Sequence[bert_results.Result]) -> Table:
                 ]
             )
     of = ["of " + {NO_ATTENTION: "no attention", FLOOR: "the floor"}[name] for name in floors]
-    notes = [f"`{peer}` takes {text} times as long." for peer in peers if (text := span(ratios[peer]))]
+    takes_longer = [f"`{peer}` takes {text} times as long." for peer in peers if (text := span(ratios[peer]))]
+    notes = [*notes_of(shared), *takes_longer]
     return Table(["tokens", "structure", "ms", *of, *(f"`{peer}` takes" for peer in peers)], lines, notes=notes)
 
 
@@ -436,15 +441,26 @@ def bert_longest(tries: Sequence[tuple[bert_results.Case, bert_results.Row]]) ->
 
 
 def longest_cells(found: bert_results.Found | None, eager: bert_results.Found | None) -> list[str]:
-    """Tokens, "at least" where none is known not to fit, and how many times those of eager attention they are."""
+    """Tokens, "at least" where longer ones were left to try, and how many times those of eager attention they are."""
     if found is None:
         return ["", ""]
-    tokens = f"{'' if found.failed else 'at least '}{found.case.seq_len:,}"
+    tokens = f"{'' if found.is_known else 'at least '}{found.case.seq_len:,}"
     return [tokens, "" if eager is None else ratio(found.case.seq_len / eager.case.seq_len)]
 
 
-def of_step(case: bert_results.Case) -> str:
-    return ", ".join([f"{case.seq_len:,}", *unusual(case)])
+def of_step(case: bert_results.Case, shared: Sequence[str]) -> str:
+    return ", ".join([f"{case.seq_len:,}", *(setting for setting in unusual(case) if setting not in shared)])
+
+
+def shared_settings(steps: Sequence[bert_results.Result]) -> list[str]:
+    """What of all steps is not the default."""
+    if not steps:
+        return []
+    return [setting for setting in unusual(steps[0][0]) if all(setting in unusual(case) for case, _ in steps)]
+
+
+def notes_of(shared: Sequence[str]) -> list[str]:
+    return [f"All steps: {', '.join(shared)}."] if shared else []
 
 
 def unusual(case: bert_results.Case) -> Iterator[str]:
