@@ -121,7 +121,8 @@ def _rates(args: argparse.Namespace, gpu: Any) -> Rates:
         from ..plan.measure import measured_rates
 
         name = "this CPU" if gpu is None else gpu.name
-        print(f"No committed rates of {name}: measuring, which takes some minutes ...", file=sys.stderr)
+        why = "" if args.on == HERE else f"Rates of {name} do not come with ds_sparse. "
+        print(f"{why}Measuring those of {name}, which takes some minutes ...", file=sys.stderr)
         return measured_rates("cpu" if gpu is None else "cuda")
     if gpu is None and args.on == AUTO:
         print(f"No GPU here: planned for an {COMMITTED}. --on here measures this CPU.", file=sys.stderr)

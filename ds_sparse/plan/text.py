@@ -167,6 +167,11 @@ def _advice(plan: Plan) -> Iterator[str]:
         f"{settings.micro_batch} x {plan.seq_len:,} tokens a pass: "
         f"{plan.advice.tokens_per_second(plan.seq_len):,.0f} tokens a second."
     )
+    if settings.sequences != plan.settings.sequences:
+        yield (
+            f'  a step of it has {settings.sequences:,} sequences ("train_batch_size"), and the JSON\'s has '
+            f"{plan.settings.sequences:,}."
+        )
 
 
 def _dense(plan: Plan) -> Iterator[str]:

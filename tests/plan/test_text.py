@@ -52,6 +52,12 @@ def test_a_parallelism_is_advised(rates, gpus, gib, advice):
     assert advice in " ".join(printed(planned(rates, gpus=gpus, stage=2, memory_gib=gib)).split())
 
 
+def test_advice_says_so_where_a_step_of_it_has_another_batch(rates):
+    fewer = printed(planned(rates, gpus=8, stage=2, memory_gib=4))
+    assert 'a step of it has 16 sequences ("train_batch_size"), and the JSON\'s has 32.' in fewer
+    assert "a step of it" not in printed(planned(rates, gpus=8, stage=2, memory_gib=80))
+
+
 def test_where_nothing_is_to_choose_nothing_is_advised(rates):
     assert "advice" not in printed(planned(rates, memory_gib=80))
 
