@@ -180,10 +180,7 @@ def find(folder: Path, terms: dict[str, Any]) -> Checkpoint | None:
             lost = _order(tags[0])[0] - _order(tag)[0]
             again = f"; the {lost} steps after it are trained again" if lost > 0 else ""
             say(f"{folder / tag} is whole and is taken instead{again}.")
-        if "files" not in state:
-            say(f"{folder / tag} is of an earlier version, which kept no checksums: it is taken unverified.")
-        ranks = state.get("ranks", state["terms"].get("ranks", dist.get_world_size()))
-        return Checkpoint(folder, tag, state["position"], ranks, tags[:tried])
+        return Checkpoint(folder, tag, state["position"], state["ranks"], tags[:tried])
     if remarks:
         raise ValueError(f"{'. '.join(remarks)}. No checkpoint in {folder} is whole; {_WAY_OUT}")
     return None
@@ -238,8 +235,7 @@ def _check_terms(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
 
 def _damage(path: Path, state: dict[str, Any]) -> str | None:
     """What is wrong with the first damaged file of this rank."""
-    listed = state.get("files") or {file.name: None for file in sorted(path.glob("*.pt"))}
-    for name, written in listed.items():
+    for name, written in state["files"].items():
         if _owner(name) == dist.get_rank():
             wrong = wrong_with(path / name, written)
             if wrong is not None:

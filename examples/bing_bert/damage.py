@@ -17,7 +17,7 @@ def sealed(state: dict[str, Any]) -> str:
 
 
 def read_state(file: Path) -> tuple[dict[str, Any], str | None]:
-    """What a state.json holds, and what is wrong with it. Those of earlier versions list no files and have no seal."""
+    """What a state.json holds, and what is wrong with it."""
     try:
         text = file.read_text()
         state = json.loads(text)
@@ -26,27 +26,28 @@ def read_state(file: Path) -> tuple[dict[str, Any], str | None]:
     except (OSError, ValueError, RecursionError) as error:
         empty = file.is_file() and not file.stat().st_size
         return {}, f"{file} is empty" if empty else f"{file} is damaged: {reason(error)}"
-    if not (isinstance(state, dict) and all(isinstance(state.get(key), dict) for key in ("terms", "position"))):
-        return {}, f"{file} is damaged: it holds no terms and position"
-    has_seal = "files" in state or "seal" in state
-    if has_seal and text != sealed({key: value for key, value in state.items() if key != "seal"}):
+    if not (
+        isinstance(state, dict) and all(isinstance(state.get(key), dict) for key in ("terms", "position", "files"))
+    ):
+        return {}, f"{file} is damaged: it holds no terms, position and files"
+    if text != sealed({key: value for key, value in state.items() if key != "seal"}):
         return {}, f"{file} is damaged: what it holds does not fit its own checksum"
     return state, None
 
 
-def wrong_with(file: Path, written: dict[str, Any] | None) -> str | None:
+def wrong_with(file: Path, written: dict[str, Any]) -> str | None:
     """Says how a file differs from what was written, or why it is not loaded; None where it is whole.
 
     Args:
-        written: its size and checksum; None where they are not known.
+        written: its size and checksum.
     """
     try:
         size = file.stat().st_size
-        if not size and (written is None or written["bytes"]):
+        if not size and written["bytes"]:
             return "is empty"
-        if written is not None and size != written["bytes"]:
+        if size != written["bytes"]:
             return f"is damaged: it has {size:,} bytes of the {written['bytes']:,} that were written"
-        if written is not None and checksum(file) != written["checksum"]:
+        if checksum(file) != written["checksum"]:
             return "is damaged: its checksum is not that of what was written"
     except FileNotFoundError:
         return "is missing"

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -20,11 +19,6 @@ from files import reason
 
 # What DeepSpeed's files hold beside tensors and plain values, whatever the ZeRO stage and the precision.
 _DEEPSPEED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
-# Checkpoints of earlier versions have random states, NumPy's as an array that NumPy 1 or 2 pickled.
-_ARRAY = numpy.zeros(0, numpy.uint32)
-_RECONSTRUCT = _ARRAY.__reduce__()[0]
-_NUMPY = [numpy.ndarray, numpy.dtype, type(_ARRAY.dtype), _RECONSTRUCT]
-_NUMPY_1 = [(_RECONSTRUCT, "numpy.core.multiarray._reconstruct")]
 
 LOADING_ERRORS = (
     AssertionError, AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, ValueError,
@@ -43,7 +37,7 @@ def plain_data_only() -> Iterator[None]:
     before = {name: os.environ.pop(name) for name in names if name in os.environ}
     os.environ[names[0]] = "1"
     try:
-        with torch.serialization.safe_globals(_DEEPSPEED + _NUMPY + _NUMPY_1):
+        with torch.serialization.safe_globals(_DEEPSPEED):
             yield
     finally:
         del os.environ[names[0]]

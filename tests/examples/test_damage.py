@@ -35,10 +35,10 @@ def test_a_state_keeps_what_json_has_no_number_for(tmp_path):
     assert wrong is None and state["position"]["1"] == [2] and state["position"]["held_out_loss"] != 0
 
 
-def test_a_state_of_an_earlier_version_needs_no_seal(tmp_path):
+def test_a_state_without_its_seal_is_damaged(tmp_path):
     file = tmp_path / "state.json"
-    file.write_text(json.dumps({"terms": {}, "position": {}}))
-    assert read_state(file) == ({"terms": {}, "position": {}}, None)
+    file.write_text(json.dumps(STATE))
+    assert read_state(file) == ({}, f"{file} is damaged: what it holds does not fit its own checksum")
 
 
 def test_each_flipped_bit_of_a_tensor_is_found(tmp_path):
@@ -52,6 +52,7 @@ def test_each_flipped_bit_of_a_tensor_is_found(tmp_path):
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    assert wrong_with(tmp_path / "a.pt", {"bytes": 3, "checksum": "0"}) == "is missing"
+    written = {"bytes": 3, "checksum": "0"}
+    assert wrong_with(tmp_path / "a.pt", written) == "is missing"
     (tmp_path / "loop.pt").symlink_to("loop.pt")
-    assert wrong_with(tmp_path / "loop.pt", None) == "cannot be read: Too many levels of symbolic links"
+    assert wrong_with(tmp_path / "loop.pt", written) == "cannot be read: Too many levels of symbolic links"

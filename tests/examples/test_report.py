@@ -111,11 +111,11 @@ def test_progress_where_the_time_is_already_up(capsys):
 
 
 def test_the_median_step_is_one_of_those_that_were_recorded_with_their_flops():
-    of_an_earlier_version = {"step": 1, "tokens_per_second": 9.0}
+    without_figures = {"step": 1, "tokens_per_second": 9.0}
     held_out = {"step": 1, "held_out_mlm_loss": 2.0}
     steps = [{"tokens_per_second": x, "model_tflops": 2 * x, "mfu": x / 10} for x in (1.0, 5.0, 3.0)]
-    assert median_figures([of_an_earlier_version, held_out, *steps]) == steps[2]
-    assert median_figures([of_an_earlier_version, held_out]) == {}
+    assert median_figures([without_figures, held_out, *steps]) == steps[2]
+    assert median_figures([without_figures, held_out]) == {}
 
 
 def test_mistakes_name_the_key_and_what_was_given():
