@@ -1,5 +1,5 @@
-"""Transformers' Trainer under `ds_sparse run`: ranks that share sequences are given the same batches to train on, and
-evaluate their own."""
+"""Transformers' Trainer under `ds_sparse run`: ranks that share sequences are given the same batches to train on, from
+where a checkpoint was made if it resumes, and evaluate their own."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import functools
 import sys
 from typing import Any
 
-from ..sequence import sequence_batches
+from ..sequence.batches import SequenceBatches, sequence_batches
 from .deepspeed_sequence import sequence_parallel_size
 
 
 def share_batches() -> None:
     """Has `Trainer.get_train_dataloader`, a method that programs may override too, hand the batch of each rank to all
     that hold a sequence with it, where the DeepSpeed JSON says so. A program whose own method does not is refused in
-    its first forward."""
+    its first forward. What leaves out the batches of a resumed epoch takes accelerate's loaders alone, and is replaced.
+    """
     # Not before Transformers has been imported.
     import transformers
 
@@ -34,4 +35,13 @@ def share_batches() -> None:
                 vars(module)[EVALUATES_ALONE] = True
         return sequence_batches(loader, size=size)
 
+    skip = trainer.skip_first_batches
+
+    @functools.wraps(skip)
+    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+        if isinstance(dataloader, SequenceBatches):
+            return dataloader.after(num_batches, skip)
+        return skip(dataloader, num_batches)
+
     trainer.Trainer.get_train_dataloader = get_train_dataloader
+    trainer.skip_first_batches = skip_first_batches

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,13 +14,22 @@ from .exchange import RanksOfSequence
 
 
 class SequenceBatches:
-    """`sequence_batches`, which can be iterated over as often as the loader."""
+    """`sequence_batches`, which can be iterated over as often as the loader.
 
-    def __init__(self, loader: Collection[Any], ranks: RanksOfSequence):
-        self.loader, self.ranks = loader, ranks
+    Attributes:
+        left_out: batches at the start of an iteration that are not handed on.
+    """
+
+    def __init__(self, loader: Collection[Any], ranks: RanksOfSequence, left_out: int = 0):
+        self.loader, self.ranks, self.left_out = loader, ranks, left_out
 
     def __len__(self) -> int:
-        return len(self.loader) * self.ranks.size
+        return len(self.loader) * self.ranks.size - self.left_out
+
+    def after(self, batches: int, skip: Callable[[Any, int], Any]) -> SequenceBatches:
+        """What comes after so many batches; `skip(loader, n)` is the loader without its first n."""
+        of_loader, left_out = divmod(self.left_out + batches, self.ranks.size)
+        return SequenceBatches(skip(self.loader, of_loader), self.ranks, left_out)
 
     def set_epoch(self, epoch: int) -> None:
         """That of the loader, or of its sampler, where they have one: rows are shuffled anew in each epoch."""
@@ -29,6 +39,9 @@ class SequenceBatches:
             set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
+        return islice(self._batches(), self.left_out, None)
+
+    def _batches(self) -> Iterator[Any]:
         batches = iter(self.loader)
         while True:
             own = tree_map(_on_cpu, next(batches, None))

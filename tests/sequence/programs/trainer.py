@@ -66,12 +66,13 @@ def config_of(stage):
     return config
 
 
-def trainer_of(cls, model, stage):
+def trainer_of(cls, model, stage, folder=None, **settings):
+    settings = {"num_train_epochs": 1, "train_sampling_strategy": "sequential", "save_strategy": "no"} | settings
     arguments = transformers.TrainingArguments(
-        tempfile.mkdtemp(), deepspeed=config_of(stage), per_device_train_batch_size=1, per_device_eval_batch_size=1,
-        gradient_accumulation_steps=ACCUMULATED, max_grad_norm=CLIP, learning_rate=LEARNING_RATE, optim="sgd",
-        num_train_epochs=1, lr_scheduler_type="constant", train_sampling_strategy="sequential", logging_steps=1,
-        report_to="none", save_strategy="no", use_cpu=DEVICE.type == "cpu", disable_tqdm=True,
+        folder or tempfile.mkdtemp(), deepspeed=config_of(stage), per_device_train_batch_size=1,
+        per_device_eval_batch_size=1, gradient_accumulation_steps=ACCUMULATED, max_grad_norm=CLIP,
+        learning_rate=LEARNING_RATE, optim="sgd", lr_scheduler_type="constant", logging_steps=1, report_to="none",
+        use_cpu=DEVICE.type == "cpu", disable_tqdm=True, **settings,
     )  # fmt: skip
     return cls(model=model, args=arguments, train_dataset=rows(), eval_dataset=rows())
 
@@ -119,6 +120,24 @@ def trainer_trains_and_evaluates_as_one_rank():
         assert abs(trainer.evaluate()["eval_loss"] - at_end) < 1e-4
         if cls is transformers.Trainer:  # of a single row each rank is given a copy, which they do not share
             assert trainer.predict(rows()[:1]).predictions.shape == (1, 165, 50)
+
+
+@case
+def a_trainer_resumes_inside_an_epoch():
+    folders, shuffled = [tempfile.mkdtemp()], {"train_sampling_strategy": "random", "num_train_epochs": 2}
+    torch.distributed.broadcast_object_list(folders)
+    saving = {"folder": folders[0], "save_strategy": "steps", "save_steps": 2}
+    whole = trainer_of(transformers.Trainer, make("BertForMaskedLM"), 1, **saving, **shuffled)
+    whole.train()
+    resumed = trainer_of(transformers.Trainer, make("BertForMaskedLM"), 1, **shuffled)
+    resumed.train(resume_from_checkpoint=os.path.join(folders[0], "checkpoint-2"))
+
+    def losses(trainer):
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    assert len(losses(whole)) == 2 * STEPS and losses(resumed) == losses(whole)
+    for own, wanted in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(own, wanted, rtol=0, atol=0)
 
 
 @case
