@@ -21,8 +21,12 @@ def after_import(module: str, name: str, action: Callable[[], None]) -> None:
     """Runs the action at once where a module that has the name has been imported, else right after it is."""
     if hasattr(sys.modules.get(module), name):
         action()
-    elif not any(isinstance(finder, _Watch) and finder.watched == module for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Watch(module, action))
+        return
+    watch = next((each for each in sys.meta_path if isinstance(each, _Watch) and each.watched == module), None)
+    if watch is None:
+        watch = _Watch(module)
+        sys.meta_path.insert(0, watch)
+    watch.actions.setdefault(action)
 
 
 def _register() -> None:
@@ -33,10 +37,15 @@ def _register() -> None:
 
 
 class _Watch:
-    """A finder of modules that finds nothing itself: it has the watched one's loader run an action afterwards."""
+    """A finder of modules that finds nothing itself: it has the watched one's loader run actions afterwards.
 
-    def __init__(self, watched: str, action: Callable[[], None]):
-        self.watched, self._action = watched, action
+    Attributes:
+        actions: in their order, each once.
+    """
+
+    def __init__(self, watched: str):
+        self.watched = watched
+        self.actions: dict[Callable[[], None], None] = {}
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != self.watched:
@@ -54,6 +63,7 @@ class _Watch:
             execute(module)
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
-            self._action()
+            for action in self.actions:
+                action()
 
         loader.exec_module = exec_module

@@ -50,3 +50,20 @@ def test_an_older_transformers_is_imported_without_us(tmp_path):
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import ds_sparse, transformers.modeling_utils as m\n"
     code += "print(m.PreTrainedModel.__name__, 'ds_sparse.integrations.transformers' in sys.modules)"
     assert output_of(code)[0] == "PreTrainedModel False"
+
+
+def test_each_action_for_a_module_runs_once(tmp_path):
+    (tmp_path / "watched.py").write_text("there = 1")
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+from ds_sparse.integrations.on_import import after_import
+done = []
+def first(): done.append("first")
+def second(): done.append("second")
+for action in (first, second, first):
+    after_import("watched", "there", action)
+import watched
+print(done)
+"""
+    assert output_of(code)[0] == "['first', 'second']"
