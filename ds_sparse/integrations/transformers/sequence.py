@@ -45,6 +45,9 @@ _PASSED_ON = ("return_dict", "output_hidden_states", "use_cache")
 _ITEMS = "num_items_in_batch"
 """Transformers' Trainer: the labelled tokens that the loss is to be divided by."""
 
+_POSITIONS_OF_IDS = "create_position_ids_from_input_ids"
+"""The method of a module that makes positions of tokens."""
+
 EVALUATES_ALONE = "_ds_sparse_evaluates_alone"
 """On a model whose ranks evaluate batches of their own, whether or not these happen to be the same."""
 
@@ -208,6 +211,7 @@ class SequenceParallel:
     def __init__(self, model: PreTrainedModel, ranks: RanksOfSequence):
         self.ranks = ranks
         self._attentions: dict[Any, SequenceParallelAttention] = {}
+        self._makes_positions = next((x for x in model.modules() if hasattr(x, _POSITIONS_OF_IDS)), None)
         self._layers = [layer for layers in layers_by_model(model).values() for layer in layers.values()]
         for layer in self._layers:
             vars(layer)[_IN_PARTS] = True
@@ -252,7 +256,7 @@ class SequenceParallel:
         lengths = tuple(len(part) for part in torch.arange(tokens).tensor_split(self.ranks.size))
         mask_of_all = None if mask is None else mask != 0
         part = Part(self.ranks, lengths, mask_of_all, cu_seqlens, items, self._attentions)
-        positions = _positions(model, ids) if cu_seqlens is None else positions_of(model, given, cu_seqlens)
+        positions = self._positions(ids) if cu_seqlens is None else positions_of(model, given, cu_seqlens)
         whole = {"position_ids": positions} | {name: x for name, x in given.items() if name not in FOR_FLASH_ATTENTION}
         if "labels" in given and _is_shifted(model):
             whole["shift_labels"] = _shifted(given["labels"])
@@ -262,6 +266,13 @@ class SequenceParallel:
         if "use_cache" in parameters:
             cut["use_cache"] = False
         return (), {**cut, TOLD: part}
+
+    def _positions(self, ids: torch.Tensor) -> torch.Tensor:
+        """The positions that the model would make of the whole sequence, (B or 1, T)."""
+        maker: Any = self._makes_positions
+        if maker is not None:  # RoBERTa's count from behind the number of padding, and padding does not count
+            return getattr(maker, _POSITIONS_OF_IDS)(ids, maker.padding_idx)
+        return torch.arange(ids.shape[1], device=ids.device)[None]
 
     def _is_same_on_all(self, given: Mapping[str, Any], training: bool) -> bool:
         """Whether the ranks of a group are given one batch. Waits for the device.
@@ -384,15 +395,6 @@ def _refuse_what_has_no_parts(model: nn.Module, given: Mapping[str, Any]) -> Non
                 f"{key} has shape {tuple(given[key].shape)}; where ranks hold parts of a sequence it has to be "
                 f"{tuple(shape)}, a number for each token."
             )
-
-
-def _positions(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """The positions that the model would make of the whole sequence, (B or 1, T)."""
-    for module in model.modules():
-        make: Any = getattr(module, "create_position_ids_from_input_ids", None)
-        if make is not None:  # RoBERTa's count from behind the number of padding, and padding does not count
-            return make(ids, module.padding_idx)
-    return torch.arange(ids.shape[1], device=ids.device)[None]
 
 
 def _is_shifted(model: nn.Module) -> bool:
