@@ -139,9 +139,9 @@ class Exchange:
         Of a single row whose heads stand inside tokens nothing is copied."""
         batch, _, _, width = tensors[0].shape
         by_tokens, by_heads = self._sizes(batch * width)
-        moved = [x.permute(2, 0, 1, 3) for x in tensors]
+        moved = _as_lines(*(x.permute(2, 0, 1, 3) for x in tensors))
         sent = moved[0].contiguous() if len(moved) == 1 else torch.cat(moved, 2)
-        return self._ranks.exchange(sent.flatten(), by_tokens, by_heads)
+        return self._ranks.exchange(sent.flatten().view(tensors[0].dtype), by_tokens, by_heads)
 
     def write_tokens_of(self, flight: Flight, results: Sequence[torch.Tensor], adds: bool) -> None:
         """Writes the rank's own tokens to these heads of (B, heads, lengths[rank], D), or adds them, where several
@@ -162,12 +162,11 @@ class Exchange:
         self, flat: torch.Tensor, tensors: Sequence[torch.Tensor], by_the_line: bool
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Pairs of views, (ranks, lengths[rank], B, n, D): heads in what goes to or comes from ranks, and these in
-        their tensor. With `by_the_line` their elements are 16 bytes wherever both lie so: a GPU copies as many elements
-        a second, whatever they hold."""
+        their tensor; with `by_the_line` as `_as_lines` gives them."""
         for strip in self._strips:
             x, y = tensors[strip.tensor], flat
-            if by_the_line and _lies_in_lines(x):
-                x, y = x.view(torch.complex128), y.view(torch.complex128)
+            if by_the_line:
+                x, y = _as_lines(x, y)
             batch, _, tokens, width = x.shape
             of_batch, of_head, of_token, of_number = x.stride()
             shape = (strip.ranks, tokens, batch, strip.heads, width)
@@ -186,8 +185,12 @@ class Exchange:
             )
 
 
+def _as_lines(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same as elements of 16 bytes, where all lie so: of small ones a GPU copies as many a second as of large."""
+    return tuple(x.view(torch.complex128) for x in tensors) if all(map(_lies_in_lines, tensors)) else tensors
+
+
 def _lies_in_lines(x: torch.Tensor) -> bool:
-    """Whether x may be taken as elements of 16 bytes; what goes between ranks then may, too."""
     line = 16 // x.element_size()
     *outer, last = x.stride()
     return last == 1 and x.data_ptr() % 16 == 0 and not any(n % line for n in (*outer, x.shape[-1], x.storage_offset()))
