@@ -10,6 +10,8 @@ import torch
 from torch import distributed
 from torch.nn.functional import pad
 
+HeadsByRank = tuple[tuple[int, ...], ...]
+"""The heads of a tensor that each rank has."""
 
 # DeepSpeed's DistributedAttention takes parts of equal length alone, deals heads in their order, and asks groups of the
 # process for the rank where heads are uneven. Layouts per head want heads in another order, and any length wants uneven
@@ -111,9 +113,7 @@ class Exchange:
         carries: how many tensors.
     """
 
-    def __init__(
-        self, heads: Sequence[tuple[tuple[int, ...], ...]], lengths: tuple[int, ...], ranks: RanksOfSequence
-    ):
+    def __init__(self, heads: Sequence[HeadsByRank], lengths: tuple[int, ...], ranks: RanksOfSequence):
         self.carries = len(heads)
         self._ranks, self._lengths, self._own_tokens = ranks, lengths, lengths[ranks.rank]
         self._counts = [sum(map(len, of_rank)) for of_rank in zip(*heads, strict=True)]
@@ -170,7 +170,7 @@ class Exchange:
             batch, _, tokens, width = x.shape
             of_batch, of_head, of_token, of_number = x.stride()
             shape = (strip.ranks, tokens, batch, strip.heads, width)
-            row = strip.count * width
+            row = strip.of_rank * width
             yield (
                 y.as_strided(
                     shape,
@@ -204,7 +204,7 @@ class _Strip(NamedTuple):
         start: the first head there.
         ranks, heads: how many.
         before: heads of all tensors that ranks before have.
-        count: heads of all tensors that each of these ranks has.
+        of_rank: heads of all tensors that each of these ranks has.
         first: the first head among those of a rank.
     """
 
@@ -213,11 +213,11 @@ class _Strip(NamedTuple):
     ranks: int
     heads: int
     before: int
-    count: int
+    of_rank: int
     first: int
 
 
-def _strips(heads: Sequence[tuple[tuple[int, ...], ...]], counts: list[int]) -> list[_Strip]:
+def _strips(heads: Sequence[HeadsByRank], counts: list[int]) -> list[_Strip]:
     strips = []
     before = [0, *accumulate(counts)]
     for rank, count in enumerate(counts):
@@ -234,10 +234,10 @@ def _merged(strips: Iterable[_Strip]) -> Iterator[_Strip]:
     order take a copy a tensor, however many ranks there are."""
     longest: dict[tuple[int, int, int, int], _Strip] = {}  # by what all of its ranks have alike
     for strip in strips:
-        alike = strip.tensor, strip.heads, strip.count, strip.first
+        alike = strip.tensor, strip.heads, strip.of_rank, strip.first
         last = longest.get(alike)
         if last is not None:
-            goes_on = last.start + last.ranks * last.heads, last.before + last.ranks * last.count
+            goes_on = last.start + last.ranks * last.heads, last.before + last.ranks * last.of_rank
             if goes_on == (strip.start, strip.before):
                 longest[alike] = last._replace(ranks=last.ranks + 1)
                 continue

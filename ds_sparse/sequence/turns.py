@@ -80,8 +80,9 @@ class Turns:
     ) -> torch.Tensor:
         """Attention of the rank's own tokens of all heads, (B, heads, lengths[rank], D), tokens before heads in memory.
 
-        Backward goes the same way from the end to the start, as autograd takes what was computed last first: gradients
-        of all turns set out, and while those of one are computed those of the other are sent.
+        All turns depart before the first is computed: attention's kernels keep all multiprocessors of a Hopper GPU, so
+        that what is sent beside them has to begin before they do. Backward goes the same way from the end to the start,
+        as autograd takes what was computed last first.
 
         Args:
             attention: `attention(own, query, key, value)`, that of some query heads of this rank, (B, own heads, T, D),

@@ -23,7 +23,8 @@ def task(case=CASE, parallel=SEQUENCE, alone=None):
 
 def test_command_measures_one_rank_and_then_two(tmp_path, printed_again):
     path = tmp_path / "rows.json"
-    assert main(f"bench sequence {SAVING} --seq-len 512 --tokens 1100 --repeats 1 --seconds 1 --json {path}".split()) == 0
+    arguments = f"{SAVING} --seq-len 512 --tokens 1100 --repeats 1 --seconds 1 --json {path}"
+    assert main(["bench", "sequence", *arguments.split()]) == 0
     written = json.loads(path.read_text())
     rows = [sequence_results.restore([row])[0][1][0] for row in written["rows"]]
     assert [(row.ranks, row.parallel) for row in rows] == [(1, ALONE), (2, DATA), (2, SEQUENCE)]

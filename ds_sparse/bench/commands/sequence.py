@@ -20,11 +20,12 @@ from .running import begin, keep, show_report, status_of
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "A training step of Transformers' BERT-base through ds_sparse.initialize and DeepSpeed: forward, backward and "
-        "AdamW, one sequence or more, logits of labelled tokens alone; on a CPU a small model. On one rank, then on "
-        "several of this machine, which have as many each, or share them. Before that loss and gradient norm of the first "
-        "step are held to those of the one rank. 'efficiency' is tokens a second over those of as many ranks as fast "
-        "as the one. 'time' says where a step's time goes on rank 0; on a GPU communication counts where nothing else "
-        "runs. 'GiB' says what memory is for on rank 0: at rest, kept for backward, and what each part takes besides."
+        "AdamW, one sequence or as many as --tokens says, logits of labelled tokens alone; on a CPU a small model. On "
+        "one rank, then on several of this machine, which have as many each, or share them. Before that loss and "
+        "gradient norm of the first step are held to those of the one rank. 'efficiency' is tokens a second over those "
+        "of as many ranks as fast as the one. 'time' says where a step's time goes on rank 0; on a GPU communication "
+        "counts where nothing else runs. 'GiB' says what memory is for on rank 0: at rest, kept for backward, and what "
+        "each part takes besides."
     )
     add_shared(parser, BF16_ON_A_GPU, seconds=10)
     parser.add_argument(
