@@ -512,7 +512,7 @@ def of_sequence(results: list[sequence_results.Result]) -> dict[str, Table]:
     settings = list(dict.fromkeys(sequence_results.settings_of(case) for case, _ in seen))
 
     def start(case: sequence_results.Case, row: sequence_results.Row) -> list[str]:
-        ranks = f"{row.ranks}{sequence_results.PARALLEL[row.parallel]}"
+        ranks = f"{row.ranks}{sequence_results.sequences_of(case, row)}"
         also = [sequence_results.settings_of(case)] if len(settings) > 1 else []
         return [f"{case.seq_len:,}", ranks, *also]
 

@@ -11,11 +11,12 @@ import torch
 
 from .longest_sequence import Bracket, of_any_length, require_gpu, tries
 from .rank_processes import rows_of
+from .reasons import NOT_TRIED, ran_out_of_memory
 from .sequence_rank import Task
 from .sequence_results import ALONE, DATA, SEQUENCE, Case, Row
 
 UNVERIFIED = "not verified: the one rank has no row of this length, and no shorter one was found right"
-NOT_TRIED = "not tried: one rank does not hold such a sequence"
+NOT_HELD = f"{NOT_TRIED}one rank does not hold such sequences"
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Comparison:
         tasks = []
         for case, way in product(self.cases, self.parallel):
             if way == DATA and alone[case].reason:
-                yield case, Row(ranks, way, reason=NOT_TRIED)
+                yield case, Row(ranks, way, reason=NOT_HELD)
             else:
                 tasks.append(self._task(case, ranks, way, alone[case]))
         shared: dict[Case, Row] = {}
@@ -91,6 +92,11 @@ def require_gpus(ranks: int, longest: float, device: torch.device) -> None:
         require_gpu(device)
     if device.type == "cuda" and ranks > torch.cuda.device_count():
         raise ValueError(f"--ranks {ranks}: torch finds {torch.cuda.device_count()} GPUs; each rank wants its own.")
+
+
+def is_failure(row: Row) -> bool:
+    """Whether something was wrong or failed; what does not fit was measured, too."""
+    return bool(row.reason) and not (row.reason.startswith(NOT_TRIED) or ran_out_of_memory(row.reason) or row.is_try)
 
 
 def with_efficiency(row: Row, alone: Row) -> Row:

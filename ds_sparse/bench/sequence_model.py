@@ -29,7 +29,6 @@ with optional_imports():
     from transformers.modeling_outputs import MaskedLMOutput
 
 from ..integrations.deepspeed import initialize
-from ..sequence.deal import check_ranks
 
 FLAG = argparse.Namespace(deepspeed_sparse_attention=True)
 
@@ -57,7 +56,12 @@ class LabelledBertForMaskedLM(BertForMaskedLM):
 
 def require_heads(ranks: int, device: str) -> None:
     """Raises ValueError where ranks that share a sequence are more than the model's heads."""
-    check_ranks(BertConfig(**MODEL[device]).num_attention_heads, ranks)
+    heads = BertConfig(**MODEL[device]).num_attention_heads
+    if ranks > heads:
+        raise ValueError(
+            f"--ranks {ranks}: the model has {heads} heads, and each rank that shares a sequence wants one; give "
+            f"{heads} ranks or fewer, or --parallel data."
+        )
 
 
 def make_model(case: Case, device: torch.device) -> LabelledBertForMaskedLM:
@@ -98,7 +102,7 @@ def saved(case: Case) -> AbstractContextManager[Any]:
 def make_engine(model: BertForMaskedLM, case: Case, ranks: int, parallel: str) -> Any:
     """DeepSpeed's engine around a model, its sequences shared or not."""
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
+        "train_micro_batch_size_per_gpu": case.sequences,
         "gradient_accumulation_steps": case.micro_batches,
         "bf16": {"enabled": case.dtype == "bf16"},
         "zero_optimization": {"stage": case.zero_stage},

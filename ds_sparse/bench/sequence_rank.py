@@ -92,7 +92,7 @@ def run(task: Task, device: torch.device) -> Row:
 def measured(task: Task, engine: Any, device: torch.device) -> Row:
     rank = distributed.get_rank()
     seed = rank if task.parallel == DATA else 0
-    data = batch(1, task.case.seq_len, engine.module.config.vocab_size, device, seed)
+    data = batch(task.case.sequences, task.case.seq_len, engine.module.config.vocab_size, device, seed)
     step = partial(train_step, engine, data, task.case)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -106,7 +106,7 @@ def measured(task: Task, engine: Any, device: torch.device) -> Row:
     own = torch.tensor([statistics.median(times), peak_gib(device)], device=device)
     distributed.all_reduce(own, distributed.ReduceOp.MAX)
     milliseconds, peak = own.tolist()
-    sequences = task.ranks if task.parallel == DATA else 1
+    sequences = task.case.sequences * (task.ranks if task.parallel == DATA else 1)
     row = replace(
         row,
         milliseconds=milliseconds,

@@ -15,8 +15,6 @@ ALONE, DATA, SEQUENCE = "alone", "data", "sequence"
 
 SEVERAL = (DATA, SEQUENCE)
 
-PARALLEL = {ALONE: "", DATA: ", a sequence each", SEQUENCE: ", one sequence"}
-
 KEPT, CHECKPOINTED, OFFLOADED = "kept", "checkpointed", "offloaded"
 ACTIVATIONS = (KEPT, CHECKPOINTED, OFFLOADED)
 """What becomes of activations until backward: all are kept; each layer's input is, on the GPU, or on the CPU."""
@@ -24,13 +22,14 @@ ACTIVATIONS = (KEPT, CHECKPOINTED, OFFLOADED)
 
 @dataclass(frozen=True)
 class Case:
-    """A training step of BERT with one sequence of `seq_len` tokens, or one a rank.
+    """A training step of BERT with sequences of `seq_len` tokens, or as many a rank.
 
     Attributes:
         structure: of `IN_BERT`.
         activations: of `ACTIVATIONS`.
         tiles: parts of a rank's tokens in which MLPs and the loss are computed, one after the other.
         micro_batches: forward and backward passes of a step, whose gradients are added up.
+        tokens: of a pass, which has one sequence where these are fewer than a sequence's, else as many as fit.
     """
 
     seq_len: int
@@ -41,6 +40,12 @@ class Case:
     activations: str = KEPT
     tiles: int = 1
     micro_batches: int = 1
+    tokens: int = 0
+
+    @property
+    def sequences(self) -> int:
+        """Of a pass, on one rank or on those that share them."""
+        return max(1, self.tokens // self.seq_len)
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ def report(results: Iterable[Result]) -> Iterator[Iterable[str]]:
     yield table([(case, row) for case, row in seen if not row.is_try])
     if found := longest_of(seen):
         yield (
-            f"the longest that fits, {ranks_of(row)}, {settings_of(case)}: {case.seq_len:,} tokens"
+            f"the longest that fits, {ranks_of(case, row)}, {settings_of(case)}: {case.seq_len:,} tokens"
             for case, row, _ in found
         )
 
@@ -97,7 +102,7 @@ def report(results: Iterable[Result]) -> Iterator[Iterable[str]]:
 def lines(case: Case, row: Row) -> Iterator[str]:
     """A row in words: what was measured, where the time goes, what memory is for."""
     looked_for = "; is it the longest?" if row.is_try else ""
-    yield f"{case.seq_len:,} tokens, {ranks_of(row)}; {settings_of(case)}{looked_for}"
+    yield f"{case.seq_len:,} tokens, {ranks_of(case, row)}; {settings_of(case)}{looked_for}"
     if row.milliseconds is None:
         yield f"no time: {row.reason}"
         return
@@ -109,15 +114,25 @@ def lines(case: Case, row: Row) -> Iterator[str]:
         yield f"GiB: {', '.join(f'{name} {gib:.2f}' for name, gib in row.memory.items())}"
 
 
-def ranks_of(row: Row) -> str:
-    return f"{row.ranks} {'rank' if row.ranks == 1 else 'ranks'}{PARALLEL[row.parallel]}"
+def ranks_of(case: Case, row: Row) -> str:
+    return f"{row.ranks} {'rank' if row.ranks == 1 else 'ranks'}{sequences_of(case, row)}"
+
+
+def sequences_of(case: Case, row: Row) -> str:
+    """What ranks have, behind their number."""
+    if case.sequences == 1:
+        return {ALONE: "", DATA: ", a sequence each", SEQUENCE: ", one sequence"}[row.parallel]
+    has = {ALONE: "", DATA: " each", SEQUENCE: " that they share"}[row.parallel]
+    return f", {case.sequences} sequences{has}"
 
 
 def settings_of(case: Case) -> str:
     tiles = f", {case.tiles} tiles" if case.tiles > 1 else ""
     micro_batches = f", {case.micro_batches} micro batches" if case.micro_batches > 1 else ""
+    tokens = f", up to {case.tokens:,} tokens a pass or one sequence" if case.tokens else ""
     return (
         f"{case.structure}, {case.dtype}, ZeRO {case.zero_stage}, activations {case.activations}{tiles}{micro_batches}"
+        f"{tokens}"
     )
 
 
@@ -146,7 +161,7 @@ def table(seen: Sequence[tuple[Case, Row]]) -> Iterator[str]:
     for case, row in seen:
         if row.milliseconds is None:
             continue
-        sequences = row.ranks if row.parallel == DATA else 1
+        sequences = case.sequences * (row.ranks if row.parallel == DATA else 1)
         efficiency = "-" if row.efficiency is None else f"{row.efficiency:.1%}"
         peak = "-" if row.peak_gib is None else f"{row.peak_gib:.1f}"
         one = "-" if row.loss_alone is None else f"{row.loss_alone:.4f}"

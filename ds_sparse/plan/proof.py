@@ -118,7 +118,7 @@ def compared_on_several(results: Results, rates: Rates) -> Iterator[Compared]:
         step, memory = sequence_steps.predicted(rates, case, row), sequence_steps.predicted_memory(case, row)
         passes = f", {case.micro_batches} micro batches" if case.micro_batches > 1 else ""
         yield Compared(
-            f"{ranks_of(row)}, activations {case.activations}{passes}",
+            f"{ranks_of(case, row)}, activations {case.activations}{passes}",
             case.structure,
             case.seq_len,
             row.milliseconds,

@@ -24,7 +24,7 @@ def model_of(case: Case) -> Model:
 def settings_of(case: Case, row: Row) -> Settings:
     """Those of the bench's JSON."""
     return Settings(
-        micro_batch=1,
+        micro_batch=case.sequences,
         accumulation=case.micro_batches,
         gpus=row.ranks,
         dtype=case.dtype,

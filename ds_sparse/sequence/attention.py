@@ -21,7 +21,8 @@ from ..ops.operands import check_attention_operands, check_dropout, dropout_seed
 from ..ops.packed_operands import one_as_rows, rows_as_one
 from ..sparsity import SparsityConfig
 from .deal import TOLERANCE, HeadDeal, deal_heads
-from .exchange import RanksOfSequence, heads_to_tokens, tokens_to_heads
+from .exchange import RanksOfSequence
+from .turns import Turns, most_turns
 
 
 class SequenceParallelAttention:
@@ -79,6 +80,7 @@ class SequenceParallelAttention:
     def _is_of(self, attention: Callable[..., torch.Tensor], ranks: RanksOfSequence) -> None:
         self._attention, self._ranks = attention, ranks
         self._dealt = functools.lru_cache(KEPT)(self._deal_on)
+        self._turns = functools.lru_cache(KEPT)(self._turns_of)
         self._has_said = False
 
     def __call__(
@@ -145,48 +147,57 @@ class SequenceParallelAttention:
         if document_layout != "own":  # windows and dense attention know no other
             options["document_layout"] = document_layout
         deal = self._deal(query, key, value, tokens, causal)
-        heads: tuple[torch.Tensor, ...] = tokens_to_heads(query, key, value, deal, lengths, self._ranks)
-        own = deal.queries[self._ranks.rank]
-        if sinks is not None:
-            options["sinks"] = sinks[list(own)]
-        if documents is None:
-            output = self._attend(own, heads, options, dropout_p)
-        else:
-            output = self._attend(own, tuple(map(rows_as_one, heads)), options, dropout_p)
-            output = one_as_rows(output, query.shape[0])
-        return heads_to_tokens(output, deal, lengths, self._ranks)
+        elements = query.shape[0] * max(lengths) * query.shape[3] * (query.shape[1] + 2 * key.shape[1])
+        # Once a call, as all turns are of one sequence.
+        seed = self._ranks.from_first(dropout_seed(query.device)) if dropout_p else None
+
+        def attend(own: tuple[int, ...], *heads: torch.Tensor) -> torch.Tensor:
+            of_turn = options if sinks is None else {**options, "sinks": sinks[list(own)]}
+            if documents is None:
+                return self._attend(own, heads, of_turn, dropout_p, seed)
+            output = self._attend(own, tuple(map(rows_as_one, heads)), of_turn, dropout_p, seed)
+            return one_as_rows(output, len(heads[0]))
+
+        return self._turns(deal, lengths, most_turns(elements)).attend(query, key, value, attend)
 
     def _deal(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int, causal: bool) -> HeadDeal:
         """Which heads each rank has of a sequence of so many tokens; of packed documents by the longest."""
         attention, heads, key_heads = self._attention, query.shape[1], key.shape[1]
         if not isinstance(attention, StructuredAttention):
-            return deal_heads([1] * heads, key_heads, self._ranks.size)
+            return self._dealt(None, 0, heads, key_heads, causal)
         attention.check(query, key, value)
         attention.synchronize_layout()
         layout = attention.covering(tokens)
         return self._dealt(layout, -(-tokens // layout.block), heads, key_heads, causal or attention.causal)
 
-    def _deal_on(self, layout: MasterLayout, blocks: int, heads: int, key_heads: int, causal: bool) -> HeadDeal:
-        live = _live_blocks(crop(layout.layout, blocks, blocks), causal)
+    def _deal_on(self, layout: MasterLayout | None, blocks: int, heads: int, key_heads: int, causal: bool) -> HeadDeal:
+        live = [1] if layout is None else _live_blocks(crop(layout.layout, blocks, blocks), causal)
         deal = deal_heads(live * heads if len(live) == 1 else live, key_heads, self._ranks.size)
-        if deal.spread > TOLERANCE and not self._has_said:
+        if layout is not None and deal.spread > TOLERANCE and not self._has_said:
             self._has_said = True
             _say(deal, blocks * layout.block)
         return deal
 
+    def _turns_of(self, deal: HeadDeal, lengths: tuple[int, ...], most: int) -> Turns:
+        return Turns.of(deal, lengths, self._ranks, most)
+
     def _attend(
-        self, own: tuple[int, ...], operands: tuple[torch.Tensor, ...], options: dict[str, Any], dropout_p: float
+        self,
+        own: tuple[int, ...],
+        operands: tuple[torch.Tensor, ...],
+        options: dict[str, Any],
+        dropout_p: float,
+        seed: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attention of this rank's own heads, (B, own heads, T, D) each, over the whole sequence.
+        """Attention of some of this rank's heads, (B, own heads, T, D) each, over the whole sequence.
 
         With dropout each head is a call of its own, whose seed has the head's number: kernels number the heads of a
         call from 0, so that heads of several ranks would drop the same pairs, and other pairs on another number of
         ranks.
         """
-        if not dropout_p:
+        if seed is None:
             return self._of(own)(*operands, **options)
         query, key, value = operands
-        seed = self._ranks.from_first(dropout_seed(query.device))
         shared, sinks, outputs = query.shape[1] // key.shape[1], options.pop("sinks", None), []
         for place, head in enumerate(own):
             keys = slice(place // shared, place // shared + 1)

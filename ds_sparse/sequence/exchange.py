@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import distributed
 from torch.nn.functional import pad
 
-from ..ops._autograd import differentiable_once
-from .deal import HeadDeal
+HeadsByRank = tuple[tuple[int, ...], ...]
+"""The heads of a tensor that each rank has."""
 
 # DeepSpeed's DistributedAttention takes parts of equal length alone, deals heads in their order, and asks groups of the
 # process for the rank where heads are uneven. Layouts per head want heads in another order, and any length wants uneven
@@ -76,96 +77,173 @@ class RanksOfSequence:
         distributed.all_reduce(total, group=self.group)
         return total
 
-    def exchange(self, sent: torch.Tensor, to: list[int], of: list[int]) -> torch.Tensor:
-        """Sends `to[r]` elements of a flat tensor to rank r, and returns `of[r]` of each rank, in order; without a
-        gradient."""
+    def exchange(self, sent: torch.Tensor, to: list[int], of: list[int]) -> Flight:
+        """Begins to send `to[r]` elements of a flat tensor to rank r, and to receive `of[r]` of each rank, in order;
+        without a gradient."""
         received = sent.new_empty(sum(of))
-        distributed.all_to_all_single(received, sent, of, to, group=self.group)
-        return received
+        work = distributed.all_to_all_single(received, sent, of, to, group=self.group, async_op=True)
+        return Flight(sent, received, work)
 
 
-def tokens_to_heads(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    deal: HeadDeal,
-    lengths: tuple[int, ...],
-    ranks: RanksOfSequence,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """All tokens of the rank's own heads, (B, own heads, T, D), out of its own tokens of all heads, (B, heads,
-    lengths[rank], D). One exchange carries all three; what it brings is returned in parts."""
-    return _TokensToHeads.apply(query, key, value, _Exchange((deal.queries, deal.keys, deal.keys), lengths, ranks))
+class Flight:
+    """What is between ranks. Both tensors are kept until it has landed: the group reads and writes them meanwhile."""
+
+    def __init__(self, sent: torch.Tensor, received: torch.Tensor, work: distributed.Work):
+        self._sent, self._received, self._work = sent, received, work
+
+    def land(self) -> torch.Tensor:
+        """What was received: on a GPU the stream waits for it, not Python."""
+        self._work.wait()
+        return self._received
 
 
-def heads_to_tokens(
-    output: torch.Tensor, deal: HeadDeal, lengths: tuple[int, ...], ranks: RanksOfSequence
-) -> torch.Tensor:
-    """The rank's own tokens of all heads, (B, heads, lengths[rank], D), tokens before heads in memory, out of all
-    tokens of its own heads, (B, own heads, T, D)."""
-    # Here, not in the function, whose results may then be written over.
-    return _HeadsToTokens.apply(output, _Exchange((deal.queries,), lengths, ranks)).transpose(1, 2)
+class Exchange:
+    """What goes between ranks at once, both ways, without a gradient: parts of the tokens of all heads, (B, heads,
+    lengths[rank], D), against all tokens of a part of the heads, (B, own heads, T, D).
 
+    Tokens stand before heads on the way: what a rank gets of all others, one after the other, is then the whole
+    sequence of its heads, and is not copied again.
 
-class _Exchange(NamedTuple):
-    """What goes between ranks at once, both ways, without a gradient. Tokens stand before heads on the way: what a rank
-    gets of all others, one after the other, is then the whole sequence of its heads, and is not copied again.
-
-    Attributes:
+    Args:
         heads: of each tensor, by rank.
         lengths: tokens of each rank.
+        ranks: those that exchange.
+
+    Attributes:
+        carries: how many tensors.
     """
 
-    heads: tuple[tuple[tuple[int, ...], ...], ...]
-    lengths: tuple[int, ...]
-    ranks: RanksOfSequence
+    def __init__(self, heads: Sequence[HeadsByRank], lengths: tuple[int, ...], ranks: RanksOfSequence):
+        self.carries = len(heads)
+        self._ranks, self._lengths, self._own_tokens = ranks, lengths, lengths[ranks.rank]
+        self._counts = [sum(map(len, of_rank)) for of_rank in zip(*heads, strict=True)]
+        self._own = [len(of_tensor[ranks.rank]) for of_tensor in heads]
+        self._strips = _strips(heads, self._counts)
 
-    def to_heads(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """(B, own heads, T, D) of each (B, heads, lengths[rank], D)."""
+    def send_tokens(self, tensors: Sequence[torch.Tensor]) -> Flight:
+        """Begins to send the rank's own tokens, (B, heads, lengths[rank], D) each; `heads_of` ends it."""
         batch, _, _, width = tensors[0].shape
         by_tokens, by_heads = self._sizes(batch * width)
         sent = tensors[0].new_empty(sum(by_heads))
-        for part, place in self._places(sent, tensors):
-            part.copy_(place)
-        received = self.ranks.exchange(sent, by_heads, by_tokens)
-        own = [len(heads[self.ranks.rank]) for heads in self.heads]
-        whole = received.view(sum(self.lengths), batch, sum(own), width)
-        return whole.permute(1, 2, 0, 3).split(own, 1)
+        for on_the_way, in_place in self._pairs(sent, tensors, by_the_line=True):
+            on_the_way.copy_(in_place)
+        return self._ranks.exchange(sent, by_heads, by_tokens)
 
-    def to_tokens(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """(B, lengths[rank], heads, D) of each (B, own heads, T, D): sums where several ranks have a head."""
+    def heads_of(self, flight: Flight, batch: int, width: int) -> tuple[torch.Tensor, ...]:
+        """(B, own heads, T, D) of each tensor."""
+        whole = flight.land().view(sum(self._lengths), batch, sum(self._own), width)
+        return whole.permute(1, 2, 0, 3).split(self._own, 1)
+
+    def send_heads(self, tensors: Sequence[torch.Tensor]) -> Flight:
+        """Begins to send back all tokens of the rank's own heads, (B, own heads, T, D) each; `write_tokens_of` ends it.
+        Of a single row whose heads stand inside tokens nothing is copied."""
         batch, _, _, width = tensors[0].shape
         by_tokens, by_heads = self._sizes(batch * width)
-        moved = [x.permute(2, 0, 1, 3) for x in tensors]
+        moved = _as_lines(*(x.permute(2, 0, 1, 3) for x in tensors))
         sent = moved[0].contiguous() if len(moved) == 1 else torch.cat(moved, 2)
-        received = self.ranks.exchange(sent.flatten(), by_tokens, by_heads)
-        numbers = [1 + max(head for own in heads for head in own) for heads in self.heads]
-        is_shared = sum(numbers) < sum(len(own) for heads in self.heads for own in heads)
-        make = received.new_zeros if is_shared else received.new_empty
-        results = tuple(make(batch, self.lengths[self.ranks.rank], n, width) for n in numbers)
-        for part, place in self._places(received, [x.transpose(1, 2) for x in results]):
-            place.copy_(place + part if is_shared else part)
-        return results
+        return self._ranks.exchange(sent.flatten().view(tensors[0].dtype), by_tokens, by_heads)
+
+    def write_tokens_of(self, flight: Flight, results: Sequence[torch.Tensor], adds: bool) -> None:
+        """Writes the rank's own tokens to these heads of (B, heads, lengths[rank], D), or adds them, where several
+        ranks have a head."""
+        for on_the_way, in_place in self._pairs(flight.land(), results, by_the_line=not adds):
+            if adds:
+                in_place += on_the_way
+            else:
+                in_place.copy_(on_the_way)
 
     def _sizes(self, each: int) -> tuple[list[int], list[int]]:
         """Elements of the rank's own heads in the tokens of each rank, and of its own tokens in the heads of each, with
         `each` for a token of a head."""
-        counts = [sum(map(len, of_rank)) for of_rank in zip(*self.heads, strict=True)]
-        own = self.ranks.rank
-        return [counts[own] * n * each for n in self.lengths], [self.lengths[own] * n * each for n in counts]
+        own = sum(self._own) * each
+        return [own * n for n in self._lengths], [self._own_tokens * each * n for n in self._counts]
 
-    def _places(
-        self, flat: torch.Tensor, tensors: Sequence[torch.Tensor]
+    def _pairs(
+        self, flat: torch.Tensor, tensors: Sequence[torch.Tensor], by_the_line: bool
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of views, (lengths[rank], B, n, D): heads in what goes to or comes from each rank, and these in their
-        tensor, as many at a time as stand side by side there."""
-        batch, _, tokens, width = tensors[0].shape
-        _, by_heads = self._sizes(batch * width)
-        for rank, chunk in enumerate(flat.split(by_heads)):
-            of_rank, first = chunk.view(tokens, batch, sum(len(heads[rank]) for heads in self.heads), width), 0
-            for x, heads in zip(tensors, self.heads, strict=True):
-                for start, end in _runs(heads[rank]):
-                    yield of_rank[:, :, first : first + end - start], x[:, start:end].permute(2, 0, 1, 3)
-                    first += end - start
+        """Pairs of views, (ranks, lengths[rank], B, n, D): heads in what goes to or comes from ranks, and these in
+        their tensor; with `by_the_line` as `_as_lines` gives them."""
+        for strip in self._strips:
+            x, y = tensors[strip.tensor], flat
+            if by_the_line:
+                x, y = _as_lines(x, y)
+            batch, _, tokens, width = x.shape
+            of_batch, of_head, of_token, of_number = x.stride()
+            shape = (strip.ranks, tokens, batch, strip.heads, width)
+            row = strip.of_rank * width
+            yield (
+                y.as_strided(
+                    shape,
+                    (tokens * batch * row, batch * row, row, width, 1),
+                    (tokens * batch * strip.before + strip.first) * width,
+                ),
+                x.as_strided(
+                    shape,
+                    (strip.heads * of_head, of_token, of_batch, of_head, of_number),
+                    x.storage_offset() + strip.start * of_head,
+                ),
+            )
+
+
+def _as_lines(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same as elements of 16 bytes, where all lie so: of small ones a GPU copies as many a second as of large."""
+    return tuple(x.view(torch.complex128) for x in tensors) if all(map(_lies_in_lines, tensors)) else tensors
+
+
+def _lies_in_lines(x: torch.Tensor) -> bool:
+    line = 16 // x.element_size()
+    *outer, last = x.stride()
+    return last == 1 and x.data_ptr() % 16 == 0 and not any(n % line for n in (*outer, x.shape[-1], x.storage_offset()))
+
+
+class _Strip(NamedTuple):
+    """Heads that one copy moves: as many of each of some neighbouring ranks, all side by side in their tensor.
+
+    Attributes:
+        tensor: the number of the tensor.
+        start: the first head there.
+        ranks, heads: how many.
+        before: heads of all tensors that ranks before have.
+        of_rank: heads of all tensors that each of these ranks has.
+        first: the first head among those of a rank.
+    """
+
+    tensor: int
+    start: int
+    ranks: int
+    heads: int
+    before: int
+    of_rank: int
+    first: int
+
+
+def _strips(heads: Sequence[HeadsByRank], counts: list[int]) -> list[_Strip]:
+    strips = []
+    before = [0, *accumulate(counts)]
+    for rank, count in enumerate(counts):
+        first = 0
+        for tensor, by_rank in enumerate(heads):
+            for start, end in _runs(by_rank[rank]):
+                strips.append(_Strip(tensor, start, 1, end - start, before[rank], count, first))
+                first += end - start
+    return list(_merged(strips))
+
+
+def _merged(strips: Iterable[_Strip]) -> Iterator[_Strip]:
+    """With those of neighbouring ranks as one where they follow each other in their tensor: heads that are dealt in
+    order take a copy a tensor, however many ranks there are."""
+    longest: dict[tuple[int, int, int, int], _Strip] = {}  # by what all of its ranks have alike
+    for strip in strips:
+        alike = strip.tensor, strip.heads, strip.of_rank, strip.first
+        last = longest.get(alike)
+        if last is not None:
+            goes_on = last.start + last.ranks * last.heads, last.before + last.ranks * last.of_rank
+            if goes_on == (strip.start, strip.before):
+                longest[alike] = last._replace(ranks=last.ranks + 1)
+                continue
+            yield last
+        longest[alike] = strip
+    yield from longest.values()
 
 
 def _runs(heads: tuple[int, ...]) -> Iterator[tuple[int, int]]:
@@ -179,27 +257,3 @@ def _runs(heads: tuple[int, ...]) -> Iterator[tuple[int, int]]:
         if place == len(heads) or heads[place] != heads[place - 1] + 1:
             yield heads[start], heads[place - 1] + 1
             start = place
-
-
-class _TokensToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, query, key, value, exchange):
-        ctx.exchange = exchange
-        return exchange.to_heads((query, key, value))
-
-    @staticmethod
-    @differentiable_once("SequenceParallelAttention")
-    def backward(ctx, *grads):
-        return *(x.transpose(1, 2) for x in ctx.exchange.to_tokens(grads)), None
-
-
-class _HeadsToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, output, exchange):
-        ctx.exchange = exchange
-        return exchange.to_tokens((output,))[0]
-
-    @staticmethod
-    @differentiable_once("SequenceParallelAttention")
-    def backward(ctx, grad):
-        return *ctx.exchange.to_heads((grad.transpose(1, 2),)), None

@@ -23,7 +23,8 @@ def task(case=CASE, parallel=SEQUENCE, alone=None):
 
 def test_command_measures_one_rank_and_then_two(tmp_path, printed_again):
     path = tmp_path / "rows.json"
-    assert main(f"bench sequence {SAVING} --seq-len 512 --repeats 1 --seconds 1 --json {path}".split()) == 0
+    arguments = f"{SAVING} --seq-len 512 --tokens 1100 --repeats 1 --seconds 1 --json {path}"
+    assert main(["bench", "sequence", *arguments.split()]) == 0
     written = json.loads(path.read_text())
     rows = [sequence_results.restore([row])[0][1][0] for row in written["rows"]]
     assert [(row.ranks, row.parallel) for row in rows] == [(1, ALONE), (2, DATA), (2, SEQUENCE)]
@@ -31,12 +32,14 @@ def test_command_measures_one_rank_and_then_two(tmp_path, printed_again):
     assert data.loss == pytest.approx(alone.loss, rel=1e-5) and data.loss_alone == alone.loss
     assert shared.loss == pytest.approx(alone.loss, rel=1e-5) and shared.loss_alone == alone.loss
     assert shared.gradient_norm == pytest.approx(alone.gradient_norm, rel=1e-3)
-    assert data.tokens_per_second == pytest.approx(2 * 512e3 / data.milliseconds)
+    assert shared.tokens_per_second == pytest.approx(2 * 512e3 / shared.milliseconds)
+    assert data.tokens_per_second == pytest.approx(2 * 2 * 512e3 / data.milliseconds)
     assert shared.efficiency == pytest.approx(alone.milliseconds / (2 * shared.milliseconds))
     assert shared.profile["attention"] > 0 and shared.profile["all-to-all"] > 0
     assert alone.profile["all-to-all"] == 0 and alone.profile["optimizer"] > 0
     printed = printed_again(path)
-    assert "512 tokens, 2 ranks, one sequence; bigbird-64, fp32, ZeRO 2, activations offloaded, 2 tiles" in printed
+    assert "512 tokens, 2 ranks, 2 sequences that they share; bigbird-64, fp32, ZeRO 2" in printed
+    assert "activations offloaded, 2 tiles, up to 1,100 tokens a pass or one sequence" in " ".join(printed.split())
     assert written["deepspeed"] and written["transformers"]
 
 
@@ -45,7 +48,8 @@ def test_command_measures_one_rank_and_then_two(tmp_path, printed_again):
     [
         ("--seq-len 128", "bigbird-64 has no layout of 128 tokens"),
         ("--dtype fp16", "DeepSpeed leaves steps out"),
-        ("--ranks 3", "Attention has 2 heads, and 3 ranks are to share them"),
+        ("--ranks 3", "--ranks 3: the model has 2 heads, and each rank that shares a sequence wants one; give 2 ranks"),
+        ("--longest 60 --tokens 1024", "--longest looks for one sequence"),
         ("--longest 60", "a CPU's memory is not filled by trying"),
     ],
 )
@@ -121,10 +125,28 @@ def test_lengths_that_one_rank_does_not_hold_are_shared_after_shorter_ones_were_
     }
     rows_without_processes(monkeypatch, found)
     rows = {(row.ranks, row.parallel, case.seq_len): row for case, row in compared([512, 1024])}
-    assert rows[2, DATA, 1024].reason == sequence.NOT_TRIED
+    assert rows[2, DATA, 1024].reason == sequence.NOT_HELD
     assert rows[2, SEQUENCE, 1024] == shared and rows[2, SEQUENCE, 512].efficiency == pytest.approx(100 / 120, 1e-3)
     rows = {(row.parallel, case.seq_len): row for case, row in compared([1024])}
     assert rows[SEQUENCE, 1024].reason == sequence.UNVERIFIED
+
+
+@pytest.mark.parametrize(("reason", "status"), [(OUT_OF_MEMORY, 0), ("ArithmeticError: the loss is nan", 1)])
+def test_what_does_not_fit_is_a_row_like_others_and_what_fails_is_a_failure(monkeypatch, capsys, reason, status):
+    found = {
+        (1, ALONE, 512): TIMED,
+        (1, ALONE, 1024): Row(1, ALONE, reason=reason),
+        (2, SEQUENCE, 512): replace(TIMED, ranks=2, parallel=SEQUENCE, loss_alone=7.0),
+        (2, SEQUENCE, 1024): replace(TIMED, ranks=2, parallel=SEQUENCE),
+        (2, DATA, 512): replace(TIMED, ranks=2, parallel=DATA, loss_alone=7.0),
+    }
+    rows_without_processes(monkeypatch, found)
+    assert main("bench sequence --seq-len 512,1024".split()) == status
+    assert f"no time: {reason}" in capsys.readouterr().out
+
+
+def test_a_pass_has_as_many_sequences_as_fit_and_one_at_least():
+    assert [replace(CASE, tokens=tokens).sequences for tokens in (0, 511, 1023, 1024, 5000)] == [1, 1, 1, 2, 9]
 
 
 def test_after_one_that_does_not_fit_no_longer_one_is_tried(monkeypatch):

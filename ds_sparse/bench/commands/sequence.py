@@ -20,17 +20,24 @@ from .running import begin, keep, show_report, status_of
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "A training step of Transformers' BERT-base through ds_sparse.initialize and DeepSpeed: forward, backward and "
-        "AdamW, one sequence, logits of labelled tokens alone; on a CPU a small model. On one rank, then on several "
-        "of this machine, which have a sequence each, or share one. Before that loss and gradient norm of the first "
-        "step are held to those of the one rank. 'efficiency' is tokens a second over those of as many ranks as fast "
-        "as the one. 'time' says where a step's time goes on rank 0; on a GPU communication counts where nothing else "
-        "runs. 'GiB' says what memory is for on rank 0: at rest, kept for backward, and what each part takes besides."
+        "AdamW, one sequence or as many as --tokens says, logits of labelled tokens alone; on a CPU a small model. On "
+        "one rank, then on several of this machine, which have as many each, or share them. Before that loss and "
+        "gradient norm of the first step are held to those of the one rank. 'efficiency' is tokens a second over those "
+        "of as many ranks as fast as the one. 'time' says where a step's time goes on rank 0; on a GPU communication "
+        "counts where nothing else runs. 'GiB' says what memory is for on rank 0: at rest, kept for backward, and what "
+        "each part takes besides."
     )
     add_shared(parser, BF16_ON_A_GPU, seconds=10)
     parser.add_argument(
         "--seq-len",
         type=listed(positive),
         help="tokens of a sequence (default: on a CPU 512,1024, on a GPU 16384,65536,262144)",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=positive,
+        default=0,
+        help="of a pass: as many sequences as fit in, or one where that is longer (default: one sequence)",
     )
     parser.add_argument(
         "--ranks",
@@ -41,7 +48,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--parallel",
         type=listed(one_of(sequence_results.SEVERAL)),
         default=list(sequence_results.SEVERAL),
-        help="what several ranks do: data (a sequence each), sequence (they share one) (default: both)",
+        help="what several ranks do: data (sequences each), sequence (they share them) (default: both)",
     )
     parser.add_argument(
         "--structure",
@@ -83,6 +90,9 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
     except ImportError as error:
         print(f"bench sequence measures Transformers' BERT under DeepSpeed. {error}", file=sys.stderr)
         return 1
+    if args.longest and args.tokens:
+        print("--longest looks for one sequence, and --tokens wants several; leave one of them out.", file=sys.stderr)
+        return 1
     seq_lens = args.seq_len or ([16384, 65536, 262144] if args.device == "cuda" else [512, 1024])
     ranks = args.ranks or [torch.cuda.device_count() if args.device == "cuda" else 2]
     try:
@@ -97,7 +107,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
     if "fp16" in args.dtype:
         print("--dtype fp16: DeepSpeed leaves steps out while it looks for a loss scale; give bf16.", file=sys.stderr)
         return 1
-    settings = args.zero_stage, args.activations, args.tiles, args.micro_batches
+    settings = args.zero_stage, args.activations, args.tiles, args.micro_batches, args.tokens
     grid = [
         sequence_results.Case(seq_len, args.structure, dtype, args.device, *settings)
         for dtype, seq_len in product(args.dtype, sorted(seq_lens))
@@ -108,7 +118,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
         nonlocal failed
         comparison = sequence.Comparison(grid, ranks, args.parallel, args.repeats, args.seconds, args.longest)
         for case, row in comparison.results(device):
-            failed |= bool(row.reason) and not row.is_try
+            failed |= sequence.is_failure(row)
             yield keep(args, run, (case, [row]))
 
     with cpu_threads(max(1, torch.get_num_threads() // max(ranks))):

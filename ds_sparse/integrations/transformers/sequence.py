@@ -45,6 +45,9 @@ _PASSED_ON = ("return_dict", "output_hidden_states", "use_cache")
 _ITEMS = "num_items_in_batch"
 """Transformers' Trainer: the labelled tokens that the loss is to be divided by."""
 
+_POSITIONS_OF_IDS = "create_position_ids_from_input_ids"
+"""The method of a module that makes positions of tokens."""
+
 EVALUATES_ALONE = "_ds_sparse_evaluates_alone"
 """On a model whose ranks evaluate batches of their own, whether or not these happen to be the same."""
 
@@ -208,6 +211,7 @@ class SequenceParallel:
     def __init__(self, model: PreTrainedModel, ranks: RanksOfSequence):
         self.ranks = ranks
         self._attentions: dict[Any, SequenceParallelAttention] = {}
+        self._makes_positions = next((x for x in model.modules() if hasattr(x, _POSITIONS_OF_IDS)), None)
         self._layers = [layer for layers in layers_by_model(model).values() for layer in layers.values()]
         for layer in self._layers:
             vars(layer)[_IN_PARTS] = True
@@ -249,10 +253,11 @@ class SequenceParallel:
                 "of the output."
             )
         mask, cu_seqlens = given.get("attention_mask"), documents_of(model, given)
-        lengths = tuple(len(part) for part in torch.arange(tokens).tensor_split(self.ranks.size))
+        each, more = divmod(tokens, self.ranks.size)
+        lengths = tuple(each + (rank < more) for rank in range(self.ranks.size))
         mask_of_all = None if mask is None else mask != 0
         part = Part(self.ranks, lengths, mask_of_all, cu_seqlens, items, self._attentions)
-        positions = _positions(model, ids) if cu_seqlens is None else positions_of(model, given, cu_seqlens)
+        positions = self._positions(ids) if cu_seqlens is None else positions_of(model, given, cu_seqlens)
         whole = {"position_ids": positions} | {name: x for name, x in given.items() if name not in FOR_FLASH_ATTENTION}
         if "labels" in given and _is_shifted(model):
             whole["shift_labels"] = _shifted(given["labels"])
@@ -263,6 +268,13 @@ class SequenceParallel:
             cut["use_cache"] = False
         return (), {**cut, TOLD: part}
 
+    def _positions(self, ids: torch.Tensor) -> torch.Tensor:
+        """The positions that the model would make of the whole sequence, (B or 1, T)."""
+        maker: Any = self._makes_positions
+        if maker is not None:  # RoBERTa's count from behind the number of padding, and padding does not count
+            return getattr(maker, _POSITIONS_OF_IDS)(ids, maker.padding_idx)
+        return torch.arange(ids.shape[1], device=ids.device)[None]
+
     def _is_same_on_all(self, given: Mapping[str, Any], training: bool) -> bool:
         """Whether the ranks of a group are given one batch. Waits for the device.
 
@@ -270,15 +282,12 @@ class SequenceParallel:
             ValueError: they are given different ones in training; in evaluation each may compute its own.
         """
         ids = given["input_ids"]
-        numbers = [torch.tensor([*ids.shape, *(int(name in given) for name in _SPLIT)], device=ids.device)]
-        for name in _SPLIT:
-            of_tokens = (given[name].to(ids.device).long() if name in given else ids.new_zeros(1)).flatten()
-            weights = torch.arange(1, len(of_tokens) + 1, device=ids.device)
-            numbers.append((of_tokens * weights).sum().reshape(1))
-        for name in CUMULATIVE:
-            edges = torch.as_tensor(given.get(name, 0), device=ids.device).long()
-            numbers += [edges.new_tensor([edges.numel()]), (edges * edges).sum().reshape(1)]
-        rows = self.ranks.rows_of_all(torch.cat(numbers))
+        sums = [_weighted_sum(given[name].to(ids.device)) if name in given else None for name in _SPLIT]
+        edges = [torch.as_tensor(given[name]) if name in given else None for name in CUMULATIVE]
+        sums += [None if x is None else (x.long() ** 2).sum().to(ids.device) for x in edges]
+        counts = [*ids.shape, *(-1 if x is None else x.numel() for x in edges), *(x is not None for x in sums)]
+        told = torch.tensor([*counts, 0], device=ids.device)
+        rows = self.ranks.rows_of_all(torch.stack([*told[:-1], *(told[-1] if x is None else x for x in sums)]))
         same = not bool((rows != rows[0]).any())
         if training and not same:
             raise ValueError(
@@ -322,9 +331,10 @@ class SequenceParallel:
     ) -> torch.Tensor:
         """The mean over the labelled tokens of all ranks, or their sum by `items`, with the gradient of the share that
         this rank has: their sum is that of the whole. The mean of no tokens is NaN, and has no share."""
-        total = self.ranks.sum_of(labelled) if items is None else items
-        share = torch.where(labelled > 0, mean, torch.zeros_like(mean)) * (labelled / total)
-        return (share + (self.ranks.sum_of(share) - share.detach())).to(mean.dtype)
+        own = torch.where(labelled > 0, mean, torch.zeros_like(mean)).double() * labelled
+        labelled_by_all, of_all = self.ranks.sum_of(torch.stack([labelled.double(), own]))
+        total = labelled_by_all if items is None else items
+        return ((own + (of_all - own.detach())) / total).to(mean.dtype)
 
 
 def _check(model: nn.Module, ranks: RanksOfSequence) -> PreTrainedModel:
@@ -386,13 +396,10 @@ def _refuse_what_has_no_parts(model: nn.Module, given: Mapping[str, Any]) -> Non
             )
 
 
-def _positions(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """The positions that the model would make of the whole sequence, (B or 1, T)."""
-    for module in model.modules():
-        make: Any = getattr(module, "create_position_ids_from_input_ids", None)
-        if make is not None:  # RoBERTa's count from behind the number of padding, and padding does not count
-            return make(ids, module.padding_idx)
-    return torch.arange(ids.shape[1], device=ids.device)[None]
+def _weighted_sum(of_tokens: torch.Tensor) -> torch.Tensor:
+    """A number that other tokens, or the same at other places, hardly have: int64."""
+    flat = of_tokens.long().flatten()
+    return (flat * torch.arange(1, len(flat) + 1, device=flat.device)).sum()
 
 
 def _is_shifted(model: nn.Module) -> bool:

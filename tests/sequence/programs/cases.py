@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from unittest import mock
 
 import torch
 from torch import distributed
+
+from ds_sparse.sequence import turns
 
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if sys.argv[1:] == ["cuda"] else torch.device("cpu")
 """Where this rank computes, as the program's argument says: on the CPU through gloo, or each on a GPU through NCCL."""
@@ -49,6 +53,13 @@ def refusal(call: Callable[[], object], kind: type[Exception] = ValueError) -> s
     except kind as error:
         return str(error)
     raise AssertionError("it was not refused")
+
+
+@contextmanager
+def in_turns(most: int = 2) -> Iterator[None]:
+    """Heads are exchanged and computed in so many turns where ranks have as many, as those of long sequences are."""
+    with mock.patch.object(turns, "LEAST_ELEMENTS", 0), mock.patch.object(turns, "MOST_TURNS", most):
+        yield
 
 
 def run_all() -> None:
