@@ -13,6 +13,11 @@ from torch.nn.functional import pad
 HeadsByRank = tuple[tuple[int, ...], ...]
 """The heads of a tensor that each rank has."""
 
+LINES_FROM = {"cuda": 1 << 24}
+"""By device, from how many elements of a tensor on copies are made 16 bytes at a time. A GPU copies as many elements a
+second whether they are small or large. Where they are fewer a step waits for Python, and it takes time to look how they
+lie."""
+
 # DeepSpeed's DistributedAttention takes parts of equal length alone, deals heads in their order, and asks groups of the
 # process for the rank where heads are uneven. Layouts per head want heads in another order, and any length wants uneven
 # parts; torch's exchange takes both, on gloo and on NCCL.
@@ -186,8 +191,11 @@ class Exchange:
 
 
 def _as_lines(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The same as elements of 16 bytes, where all lie so: of small ones a GPU copies as many a second as of large."""
-    return tuple(x.view(torch.complex128) for x in tensors) if all(map(_lies_in_lines, tensors)) else tensors
+    """The same as elements of 16 bytes, where that pays and all lie so."""
+    fewest = LINES_FROM.get(tensors[0].device.type)
+    if fewest is None or tensors[0].numel() < fewest or not all(map(_lies_in_lines, tensors)):
+        return tensors
+    return tuple(x.view(torch.complex128) for x in tensors)
 
 
 def _lies_in_lines(x: torch.Tensor) -> bool:

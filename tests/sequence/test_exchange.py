@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ds_sparse.sequence import exchange as module
 from ds_sparse.sequence.exchange import Exchange
 
 IN_ORDER = ((0, 1), (2, 3), (4, 5))
@@ -51,10 +52,13 @@ def whole_of(heads, dtype, width, rows=2):
     return torch.arange(rows * heads * sum(LENGTHS) * width).view(rows, heads, -1, width).to(dtype)
 
 
-@pytest.mark.parametrize("width", [3, 8])  # as they are, and in elements of 16 bytes
+@pytest.mark.parametrize("width, lines_from", [(8, {}), (8, {"cpu": 0}), (3, {"cpu": 0})])  # 3 are no 16 bytes
 @pytest.mark.parametrize("dtype", [torch.int16, torch.float32])
 @pytest.mark.parametrize("deal", [IN_ORDER, DEALT])
-def test_sequence_parallel_each_rank_gets_all_tokens_of_its_heads_and_its_own_of_all_heads_back(deal, dtype, width):
+def test_sequence_parallel_each_rank_gets_all_tokens_of_its_heads_and_its_own_back(
+    deal, dtype, width, lines_from, monkeypatch
+):
+    monkeypatch.setattr(module, "LINES_FROM", lines_from)
     wholes = [whole_of(6, dtype, width), whole_of(2, dtype, width)]
     heads, all_ranks = (deal, COPIED), ranks()
     exchanges = [Exchange(heads, LENGTHS, rank) for rank in all_ranks]
