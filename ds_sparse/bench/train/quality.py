@@ -28,7 +28,7 @@ VOCABULARY, QUICK_VOCABULARY = 8192, 1024
 SHORT, QUICK_SHORT = 512, 64
 """Tokens of the dense sequences from which a longer one is continued."""
 
-HELD_OUT_TOKENS, QUICK_HELD_OUT_TOKENS = 2**19, 2**13
+HELD_OUT_TOKENS, QUICK_HELD_OUT_TOKENS = 2**20, 2**13
 
 QUICK_BYTES = 2_000_000
 """Of the documents that are read."""
@@ -133,12 +133,16 @@ def spread(documents: list[np.ndarray], rows: int) -> np.ndarray:
 
 
 class QualityTask(MaskedTask):
-    """Args:
-    far: bool as held_out, which tokens a model can know from afar alone.
+    """What can be known from afar alone is masked in all that is held out, so that no part of a name gives the rest
+    away.
+
+    Args:
+        far: bool as held_out, which tokens those are.
     """
 
     def __init__(self, *arguments: Any, far: np.ndarray) -> None:
         super().__init__(*arguments)
+        self.held_out_masked |= far
         self.far = torch.from_numpy(far[self.held_out_masked])
 
     def measures(self) -> dict[str, float]:
