@@ -198,6 +198,7 @@ def test_an_experiment_is_a_module():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
 def test_quick_runs_on_a_gpu(tmp_path):
     path = tmp_path / "rows.json"
     command = "bench train --quick --device cuda --arms dense-64,dense-512,bigbird-512 --minutes 0.02"
