@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
 from torch import distributed
 from torch.nn.functional import pad
+
+from ..ops._autograd import differentiable_once
 
 HeadsByRank = tuple[tuple[int, ...], ...]
 """The heads of a tensor that each rank has."""
@@ -82,24 +84,27 @@ class RanksOfSequence:
         distributed.all_reduce(total, group=self.group)
         return total
 
-    def exchange(self, sent: torch.Tensor, to: list[int], of: list[int]) -> Flight:
-        """Begins to send `to[r]` elements of a flat tensor to rank r, and to receive `of[r]` of each rank, in order;
-        without a gradient."""
+    def exchange(self, sent: torch.Tensor, to: list[int], of: list[int]) -> torch.Tensor:
+        """Sends `to[r]` elements of a flat tensor to rank r, and returns `of[r]` of each rank, in order; without a
+        gradient."""
         received = sent.new_empty(sum(of))
-        work = distributed.all_to_all_single(received, sent, of, to, group=self.group, async_op=True)
-        return Flight(sent, received, work)
+        distributed.all_to_all_single(received, sent, of, to, group=self.group)
+        return received
 
 
-class Flight:
-    """What is between ranks. Both tensors are kept until it has landed: the group reads and writes them meanwhile."""
+def tokens_to_heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, exchange: Exchange
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """All tokens of the rank's own heads, (B, own heads, T, D), out of its own tokens of all heads, (B, heads,
+    lengths[rank], D). One exchange carries all three."""
+    return _TokensToHeads.apply(exchange, query, key, value)
 
-    def __init__(self, sent: torch.Tensor, received: torch.Tensor, work: distributed.Work):
-        self._sent, self._received, self._work = sent, received, work
 
-    def land(self) -> torch.Tensor:
-        """What was received: on a GPU the stream waits for it, not Python."""
-        self._work.wait()
-        return self._received
+def heads_to_tokens(output: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    """The rank's own tokens of all heads, (B, heads, lengths[rank], D), tokens before heads in memory, out of all
+    tokens of its own heads, (B, own heads, T, D)."""
+    # Transposed here, not in the function, whose results may then be written over.
+    return _HeadsToTokens.apply(exchange, output).transpose(1, 2)
 
 
 class Exchange:
@@ -114,48 +119,44 @@ class Exchange:
         lengths: tokens of each rank.
         ranks: those that exchange.
 
-    Attributes:
-        carries: how many tensors.
     """
 
     def __init__(self, heads: Sequence[HeadsByRank], lengths: tuple[int, ...], ranks: RanksOfSequence):
-        self.carries = len(heads)
         self._ranks, self._lengths, self._own_tokens = ranks, lengths, lengths[ranks.rank]
         self._counts = [sum(map(len, of_rank)) for of_rank in zip(*heads, strict=True)]
         self._own = [len(of_tensor[ranks.rank]) for of_tensor in heads]
+        self._numbers = [1 + max(chain(*of_tensor)) for of_tensor in heads]
+        self._is_shared = sum(self._counts) > sum(self._numbers)
         self._strips = _strips(heads, self._counts)
 
-    def send_tokens(self, tensors: Sequence[torch.Tensor]) -> Flight:
-        """Begins to send the rank's own tokens, (B, heads, lengths[rank], D) each; `heads_of` ends it."""
+    def to_heads(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """(B, own heads, T, D) of each (B, heads, lengths[rank], D)."""
         batch, _, _, width = tensors[0].shape
         by_tokens, by_heads = self._sizes(batch * width)
         sent = tensors[0].new_empty(sum(by_heads))
         for on_the_way, in_place in self._pairs(sent, tensors, by_the_line=True):
             on_the_way.copy_(in_place)
-        return self._ranks.exchange(sent, by_heads, by_tokens)
-
-    def heads_of(self, flight: Flight, batch: int, width: int) -> tuple[torch.Tensor, ...]:
-        """(B, own heads, T, D) of each tensor."""
-        whole = flight.land().view(sum(self._lengths), batch, sum(self._own), width)
+        received = self._ranks.exchange(sent, by_heads, by_tokens)
+        whole = received.view(sum(self._lengths), batch, sum(self._own), width)
         return whole.permute(1, 2, 0, 3).split(self._own, 1)
 
-    def send_heads(self, tensors: Sequence[torch.Tensor]) -> Flight:
-        """Begins to send back all tokens of the rank's own heads, (B, own heads, T, D) each; `write_tokens_of` ends it.
-        Of a single row whose heads stand inside tokens nothing is copied."""
+    def to_tokens(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """(B, lengths[rank], heads, D) of each (B, own heads, T, D): sums where several ranks have a head. Of a single
+        row whose heads stand inside tokens nothing is copied before it is sent."""
         batch, _, _, width = tensors[0].shape
         by_tokens, by_heads = self._sizes(batch * width)
         moved = _as_lines(*(x.permute(2, 0, 1, 3) for x in tensors))
         sent = moved[0].contiguous() if len(moved) == 1 else torch.cat(moved, 2)
-        return self._ranks.exchange(sent.flatten().view(tensors[0].dtype), by_tokens, by_heads)
-
-    def write_tokens_of(self, flight: Flight, results: Sequence[torch.Tensor], adds: bool) -> None:
-        """Writes the rank's own tokens to these heads of (B, heads, lengths[rank], D), or adds them, where several
-        ranks have a head."""
-        for on_the_way, in_place in self._pairs(flight.land(), results, by_the_line=not adds):
-            if adds:
+        received = self._ranks.exchange(sent.flatten().view(tensors[0].dtype), by_tokens, by_heads)
+        make = received.new_zeros if self._is_shared else received.new_empty
+        results = tuple(make(batch, self._own_tokens, n, width) for n in self._numbers)
+        by_heads_first = [x.transpose(1, 2) for x in results]
+        for on_the_way, in_place in self._pairs(received, by_heads_first, by_the_line=not self._is_shared):
+            if self._is_shared:
                 in_place += on_the_way
             else:
                 in_place.copy_(on_the_way)
+        return results
 
     def _sizes(self, each: int) -> tuple[list[int], list[int]]:
         """Elements of the rank's own heads in the tokens of each rank, and of its own tokens in the heads of each, with
@@ -265,3 +266,27 @@ def _runs(heads: tuple[int, ...]) -> Iterator[tuple[int, int]]:
         if place == len(heads) or heads[place] != heads[place - 1] + 1:
             yield heads[start], heads[place - 1] + 1
             start = place
+
+
+class _TokensToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, exchange, *tensors):
+        ctx.exchange = exchange
+        return exchange.to_heads(tensors)
+
+    @staticmethod
+    @differentiable_once("SequenceParallelAttention")
+    def backward(ctx, *grads):
+        return None, *(x.transpose(1, 2) for x in ctx.exchange.to_tokens(grads))
+
+
+class _HeadsToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, exchange, output):
+        ctx.exchange = exchange
+        return exchange.to_tokens((output,))[0]
+
+    @staticmethod
+    @differentiable_once("SequenceParallelAttention")
+    def backward(ctx, grad):
+        return None, *ctx.exchange.to_heads((grad.transpose(1, 2),))

@@ -1,7 +1,8 @@
 """`Exchange` of several ranks in one process, between which what is sent is handed on."""
 
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Barrier
 
 import pytest
 import torch
@@ -18,26 +19,27 @@ LENGTHS = (5, 1, 7)
 
 @dataclass
 class Rank:
-    """A rank of some, whose letters lie in one box."""
+    """A rank of three, each in a thread, whose letters lie in one box."""
 
     rank: int
-    box: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    box: dict[tuple[int, int], torch.Tensor]
+    meet: Barrier
 
     def exchange(self, sent, to, of):
         for other, letter in enumerate(sent.split(to)):
             self.box[self.rank, other] = letter
-
-        def land():
-            letters = [self.box[other, self.rank] for other in range(len(of))]
-            assert [len(letter) for letter in letters] == of
-            return torch.cat(letters)
-
-        return SimpleNamespace(land=land)
+        self.meet.wait()
+        letters = [self.box[other, self.rank] for other in range(len(of))]
+        self.meet.wait()
+        assert [len(letter) for letter in letters] == of
+        return torch.cat(letters)
 
 
-def ranks():
-    box = {}
-    return [Rank(rank, box) for rank in range(3)]
+def on_ranks(call, *arguments):
+    """What `call(rank, ...)` returns on each rank, with its own of each of the arguments."""
+    box, meet = {}, Barrier(3, timeout=60)
+    with ThreadPoolExecutor(3) as threads:
+        return list(threads.map(call, [Rank(rank, box, meet) for rank in range(3)], *arguments))
 
 
 class Copies(TorchDispatchMode):
@@ -60,32 +62,38 @@ def test_sequence_parallel_each_rank_gets_all_tokens_of_its_heads_and_its_own_ba
 ):
     monkeypatch.setattr(module, "LINES_FROM", lines_from)
     wholes = [whole_of(6, dtype, width), whole_of(2, dtype, width)]
-    heads, all_ranks = (deal, COPIED), ranks()
-    exchanges = [Exchange(heads, LENGTHS, rank) for rank in all_ranks]
+    heads = (deal, COPIED)
     parts = list(zip(*(whole.split(LENGTHS, 2) for whole in wholes), strict=True))
-    flights = [exchange.send_tokens(those) for exchange, those in zip(exchanges, parts, strict=True)]
-    found = [exchange.heads_of(flight, 2, width) for exchange, flight in zip(exchanges, flights, strict=True)]
+    found = on_ranks(lambda rank, those: Exchange(heads, LENGTHS, rank).to_heads(those), parts)
     for rank, own in enumerate(found):
         for x, whole, dealt in zip(own, wholes, heads, strict=True):
             torch.testing.assert_close(x, whole[:, list(dealt[rank])], rtol=0, atol=0)
-    flights = [exchange.send_heads(own) for exchange, own in zip(exchanges, found, strict=True)]
-    for exchange, flight, (query, key) in zip(exchanges, flights, parts, strict=True):
-        results = [torch.zeros_like(query), torch.zeros_like(key)]
-        exchange.write_tokens_of(flight, results, adds=True)
-        torch.testing.assert_close(results[0], query, rtol=0, atol=0)
-        twice = torch.tensor([2, 1], dtype=dtype)[:, None, None]  # two ranks have the first
-        torch.testing.assert_close(results[1], key * twice, rtol=0, atol=0)
-        exchange.write_tokens_of(flight, results, adds=False)
-        torch.testing.assert_close(results[0], query, rtol=0, atol=0)
+    twice = torch.tensor([2, 1], dtype=dtype)[:, None, None]  # two ranks have the first
+    for back, (query, key) in zip(
+        on_ranks(lambda rank, own: Exchange(heads, LENGTHS, rank).to_tokens(own), found), parts, strict=True
+    ):
+        torch.testing.assert_close(back[0].transpose(1, 2), query, rtol=0, atol=0)
+        torch.testing.assert_close(back[1].transpose(1, 2), key * twice, rtol=0, atol=0)
+    alone = on_ranks(lambda rank, own: Exchange((deal,), LENGTHS, rank).to_tokens(own[:1]), found)
+    for (back,), (query, _) in zip(alone, parts, strict=True):
+        torch.testing.assert_close(back.transpose(1, 2), query, rtol=0, atol=0)
+
+
+class Nobody:
+    """A rank that sends nothing."""
+
+    rank = 0
+
+    def exchange(self, sent, to, of):
+        return sent
 
 
 def test_sequence_parallel_heads_in_order_are_a_copy_a_tensor_and_go_back_without_one():
-    (own, *_), (part, *_) = ranks(), whole_of(6, torch.bfloat16, 8, rows=1).split(LENGTHS, 2)
-    exchange = Exchange((IN_ORDER, IN_ORDER, IN_ORDER), LENGTHS, own)
+    part, *_ = torch.zeros(1, 6, 15, 8, dtype=torch.bfloat16).split(5, 2)
+    even = (5, 5, 5)
     with Copies() as copies:
-        exchange.send_tokens((part, part, part))
+        Exchange((IN_ORDER, IN_ORDER, IN_ORDER), even, Nobody()).to_heads((part, part, part))
     assert copies.count == 3
-    alone, output = Exchange((IN_ORDER,), LENGTHS, own), torch.zeros(1, sum(LENGTHS), 2, 8)
     with Copies() as copies:
-        alone.send_heads((output.transpose(1, 2),))
-    assert copies.count == 0
+        Exchange((IN_ORDER,), even, Nobody()).to_tokens((torch.zeros(1, 15, 2, 8).transpose(1, 2),))
+    assert copies.count == 1, "of what came"

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import distributed
 
-from ds_sparse.sequence import exchange, turns
+from ds_sparse.sequence import exchange
 
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if sys.argv[1:] == ["cuda"] else torch.device("cpu")
 """Where this rank computes, as the program's argument says: on the CPU through gloo, or each on a GPU through NCCL."""
@@ -56,14 +56,9 @@ def refusal(call: Callable[[], object], kind: type[Exception] = ValueError) -> s
 
 
 @contextmanager
-def in_turns(most: int = 2) -> Iterator[None]:
-    """Heads are exchanged and computed in so many turns where ranks have as many, and copied on a GPU, as those of long
-    sequences are."""
-    with (
-        mock.patch.object(turns, "LEAST_ELEMENTS", 0),
-        mock.patch.object(turns, "MOST_TURNS", most),
-        mock.patch.object(exchange, "LINES_FROM", {"cuda": 0}),
-    ):
+def in_lines() -> Iterator[None]:
+    """What goes between ranks is copied 16 bytes at a time, as that of long sequences is on a GPU."""
+    with mock.patch.object(exchange, "LINES_FROM", {DEVICE.type: 0}):
         yield
 
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import random
-from contextlib import contextmanager
-from unittest import mock
-
 import torch
-from cases import DEVICE, WIDE, assert_same, case, in_turns, refusal, run_all
+from cases import DEVICE, WIDE, assert_same, case, in_lines, refusal, run_all
 from torch import distributed
 from torch.utils.checkpoint import checkpoint
 
 import ds_sparse
 from ds_sparse import reference
-from ds_sparse.modules.dense_attention import dense_attention
 from ds_sparse.ops import operands
 from ds_sparse.ops.packed_operands import one_as_rows, rows_as_one
-from ds_sparse.sequence.exchange import Flight, RanksOfSequence
+from ds_sparse.sequence.exchange import RanksOfSequence
 
 TOKENS = 165  # ends inside a block, and no number of ranks divides it
 
@@ -83,6 +78,13 @@ def layouts_per_head():
 
 
 @case
+def sixteen_bytes_at_a_time():
+    with in_lines():
+        compare(bigbird(4), with_mask=True)
+        compare(bigbird(8), key_heads=2, dtype=torch.bfloat16)
+
+
+@case
 def single_precision():
     compare(bigbird(4), dtype=torch.float32)
 
@@ -114,15 +116,9 @@ def fewer_key_heads_than_ranks():
 
 @case
 def activation_checkpointing():
-    check_activation_checkpointing()
-    with in_turns():
-        check_activation_checkpointing()
-
-
-def check_activation_checkpointing():
-    *whole, grad = operands_of(8, 8)
+    *whole, grad = operands_of(4, 4)
     parts = [x[:, :, own_part()].clone().requires_grad_() for x in whole]
-    attention = ds_sparse.SequenceParallelAttention(bigbird(8), 176)
+    attention = ds_sparse.SequenceParallelAttention(bigbird(4), 176)
     grad = grad[:, :, own_part()]
     torch.manual_seed(0)
     first = torch.autograd.grad(attention(*parts, dropout_p=0.25), parts, grad)
@@ -136,12 +132,6 @@ def check_activation_checkpointing():
 
 @case
 def dropout_drops_the_pairs_that_seed_and_head_say():
-    check_dropout()
-    with in_turns():
-        check_dropout()
-
-
-def check_dropout():
     query, key, value, grad = operands_of(4, 2)
     whole = [x.clone().requires_grad_() for x in (query, key, value)]
     parts = [x[:, :, own_part()].clone().requires_grad_() for x in (query, key, value)]
@@ -227,101 +217,6 @@ def outputs_may_be_written_over_and_there_may_be_no_batch():
     for found, of_twice in zip(torch.autograd.grad(attention(*parts).mul_(2), parts, grad), wanted, strict=True):
         assert_same(found, of_twice)
     assert attention(*(x[:0] for x in parts)).shape == (0, *parts[0].shape[1:])
-
-
-def drawn_call(draw):
-    """A call with options that fit together: heads, key heads, lengths, packed documents or padding, sinks."""
-    size = distributed.get_world_size()
-    key_heads = draw.randint(1, 2 * size + 2)
-    heads = key_heads * draw.randint(-(-size // key_heads), -(-size // key_heads) + 1)
-    tokens, borders = draw.randint(40, 200), []
-    while len(set(borders)) < size - 1:
-        borders = sorted(draw.randint(1, tokens - 1) for _ in range(size - 1))
-    lengths = tuple(end - start for start, end in zip([0, *borders], [*borders, tokens], strict=True))
-    rows, options = draw.randint(1, 2), {"lengths": lengths, "causal": draw.random() < 0.5}
-    if draw.random() < 0.3:
-        inner = [draw.randint(0, tokens) for _ in range(3)]
-        edges = sorted([0, *(row * tokens + x for row in range(rows) for x in (*inner, tokens))])
-        options["cu_seqlens"] = torch.tensor(edges)
-    elif draw.random() < 0.5:
-        options["key_padding_mask"] = drawn(torch.rand, rows, tokens, seed=tokens) > 0.2
-    if draw.random() < 0.5:
-        options["sinks"] = torch.linspace(-1, 1, heads, dtype=WIDE, device=DEVICE).requires_grad_()
-    operands = [
-        drawn(torch.randn, rows, h, lengths[distributed.get_rank()], 8, seed=tokens + n)
-        for n, h in enumerate((heads, key_heads, key_heads, heads))
-    ]
-    return operands, options
-
-
-@case
-def heads_in_turns_are_the_same():
-    draw, taken = random.Random(5), 0  # the same calls on all ranks
-    for _ in range(12):
-        (*parts, grad), options = drawn_call(draw)
-        parts = [x.requires_grad_() for x in parts]
-        of = [*parts, options["sinks"]] if "sinks" in options else parts
-        attention = ds_sparse.SequenceParallelAttention(bigbird(grad.shape[1]), 208)
-        whole = attention(*parts, **options)
-        wanted = torch.autograd.grad(whole, of, grad)
-        exchanges = []
-        with in_turns(draw.randint(2, 3)), noted(exchanges):
-            output = attention(*parts, **options)
-            taken += exchanges.count("begun") > 2
-            found = torch.autograd.grad(output, of, grad)
-        assert torch.equal(output, whole)
-        for own, of_one_turn in zip(found, wanted, strict=True):
-            assert_same(own, of_one_turn)
-    assert 4 <= taken < 12, taken  # where a rank has a single key head there is one turn
-
-
-@contextmanager
-def noted(events):
-    """Notes each exchange that is begun, and each that is waited for."""
-
-    def begin(self, *args):
-        events.append("begun")
-        return exchange(self, *args)
-
-    def wait(self):
-        events.append("waited for")
-        return land(self)
-
-    exchange, land = RanksOfSequence.exchange, Flight.land
-    with mock.patch.object(RanksOfSequence, "exchange", begin), mock.patch.object(Flight, "land", wait):
-        yield
-
-
-@case
-def one_turn_is_sent_while_another_is_computed():
-    *parts, grad = (x[:, :, own_part()].clone().requires_grad_() for x in operands_of(8, 8))
-    events = []
-
-    def under_way(what):
-        events.append((what, events.count("begun") - events.count("waited for")))
-
-    def attend(query, *others, **options):
-        under_way("attention")
-        output = dense_attention(query, *others, **options)
-        output.register_hook(lambda _: under_way("gradients"))
-        return output
-
-    attention = ds_sparse.SequenceParallelAttention.around(attend, RanksOfSequence())
-    with in_turns(), noted(events):
-        attention(*parts).backward(grad)
-    # Query, key and value of the second turn, then the output of the first; backwards the gradient of the output of the
-    # first, then those of query, key and value of the second.
-    assert [event for event in events if isinstance(event, tuple)] == [
-        ("attention", 3), ("attention", 1), ("gradients", 1), ("gradients", 3)
-    ]  # fmt: skip
-    assert events.count("begun") == events.count("waited for") == 16
-    del events[:]
-    with noted(events):
-        attention(*parts).backward(grad)
-    assert events == [
-        "begun", "waited for", ("attention", 0), "begun", "waited for",
-        "begun", "waited for", ("gradients", 0), "begun", "waited for",
-    ]  # fmt: skip
 
 
 @case

@@ -6,7 +6,7 @@ import copy
 
 import torch
 import transformers
-from cases import DEVICE, WIDE, assert_same, case, case_on_cpu, in_turns, refusal, run_all
+from cases import DEVICE, WIDE, assert_same, case, case_on_cpu, in_lines, refusal, run_all
 from torch import distributed
 
 import ds_sparse
@@ -176,7 +176,7 @@ def activation_checkpointing_and_two_forwards_before_a_backward():
     first, second = step(model, batch), step(model, shorter)
     ds_sparse.sequence_parallel(model)
     model.gradient_checkpointing_enable()
-    with in_turns():
+    with in_lines():
         assert_step_is(model, batch, first)
     model.zero_grad()
     (model(**batch).loss + model(**shorter).loss).backward()
@@ -210,7 +210,7 @@ def a_compiled_model_computes_attention_outside_of_its_graphs():
     model, batch = make(), batch_of("BertForMaskedLM")
     wanted = step(model, batch)
     ds_sparse.sequence_parallel(model)
-    with in_turns():
+    with in_lines():
         assert_step_is(torch.compile(model, backend="aot_eager"), batch, wanted)
     torch._dynamo.reset()
     whole = torch.compile(model, backend="aot_eager", fullgraph=True)
