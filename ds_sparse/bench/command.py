@@ -10,7 +10,7 @@ from types import ModuleType
 
 import torch
 
-from .commands import attention, bert, matmul, modernbert, packed, sequence, tokens, window
+from .commands import attention, bert, matmul, modernbert, packed, sequence, tokens, train, window
 from .runs import without_json
 
 OPERATIONS: dict[str, ModuleType] = {
@@ -22,6 +22,7 @@ OPERATIONS: dict[str, ModuleType] = {
     "bert": bert,
     "modernbert": modernbert,
     "sequence": sequence,
+    "train": train,
 }
 """By name, what adds the options of each (`add`) and runs it (`measure`)."""
 

@@ -12,6 +12,7 @@ OPERATIONS = {
     "bert": "a training step of BERT with sparse, dense and no attention",
     "modernbert": "a training step of ModernBERT on packed documents",
     "sequence": "a training step of BERT on several ranks, beside one",
+    "train": "the quality that models reach, trained with sparse and dense attention",
 }
 SHOW = "show"
 

@@ -19,9 +19,7 @@ NO_FLOOR = (
 
 
 def add_shared(parser: argparse.ArgumentParser, dtype_of: dict[str, list[str]], seconds: int | None = 60) -> None:
-    """The options that all operations have; `dtype_of` are the dtypes that a device measures by itself."""
-    parser.set_defaults(dtype_of=dtype_of)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
+    """The options of operations that time rounds; `dtype_of` are the dtypes that a device measures by itself."""
     parser.add_argument(
         "--dtype",
         type=listed(one_of(machine.DTYPES)),
@@ -31,6 +29,13 @@ def add_shared(parser: argparse.ArgumentParser, dtype_of: dict[str, list[str]], 
     if seconds is not None:
         help = f"no new round of a case after this long (default: {seconds})"
         parser.add_argument("--seconds", type=positive, default=seconds, help=help)
+    add_device_and_json(parser, dtype_of)
+
+
+def add_device_and_json(parser: argparse.ArgumentParser, dtype_of: Mapping[str, object]) -> None:
+    """The options that all operations have."""
+    parser.set_defaults(dtype_of=dtype_of)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
     parser.add_argument("--json", metavar="OUT", help="write the rows to this file")
 
 
@@ -87,6 +92,24 @@ def listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 def block(text: str) -> int:
     """argparse type: a block size that layouts can have."""
     return int(one_of(list(map(str, BLOCK_SIZES)))(text))
+
+
+def natural(text: str) -> int:
+    """argparse type: an integer of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 0")
+    return int(text)
+
+
+def positive_number(text: str) -> float:
+    """argparse type: above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
 
 
 def percent(text: str) -> float:

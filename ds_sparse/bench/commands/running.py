@@ -26,6 +26,7 @@ from .. import (
     window,
 )
 from ..runs import Run, show
+from ..train import results as train_results
 
 Case = TypeVar("Case")
 Named = TypeVar("Named", cases.Case, packed_cases.Case)
@@ -39,6 +40,7 @@ RESULTS: dict[str, Any] = {
     "bert": bert_results,
     "modernbert": modernbert_results,
     "sequence": sequence_results,
+    "train": train_results,
 }
 """Operation to the module that makes rows of its results (`record`), results of rows (`restore`), and lines to print
 (`report`)."""

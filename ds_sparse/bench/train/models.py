@@ -1,0 +1,81 @@
+"""The model of an arm: Transformers' BERT, dense or made sparse as a user makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ...extras import optional_imports
+from ...models.sparsify import sparsify
+from ...sparsity import SparsityConfig
+from ..cases import DENSE_IN_BERT, STRUCTURES_IN_BERT
+from .results import DENSE
+from .settings import MODELS, Settings
+
+with optional_imports():
+    from transformers import BertConfig, BertForMaskedLM
+
+LARGE_BLOCK = {
+    "bigbird": "bigbird-64",
+    "bslongformer": "longformer-64",
+    "fixed": "fixed-default-64",
+    "variable": "variable-default-64",
+    "local_sliding_window": "local_sliding_window-default-64",
+}
+"""Modes to what is trained of them, by the names of `ds_sparse bench bert`."""
+
+SMALL_BLOCK = {mode: f"{mode}-default-16" for mode in LARGE_BLOCK}
+"""The same where all is small."""
+
+ATTENTIONS = (DENSE, *LARGE_BLOCK)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What an arm's name says: an attention, of `ATTENTIONS`, and the tokens of a sequence."""
+
+    kind: str
+    length: int
+
+
+def attention_of(arm: str) -> Attention | None:
+    """Of a name such as bigbird-4096; None of another."""
+    kind, _, length = arm.rpartition("-")
+    return Attention(kind, int(length)) if kind in ATTENTIONS and length.isdecimal() and int(length) else None
+
+
+def structure_name(kind: str, settings: Settings) -> str:
+    """Of `STRUCTURES_IN_BERT`."""
+    return (SMALL_BLOCK if settings.quick else LARGE_BLOCK)[kind]
+
+
+def structure_of(kind: str, settings: Settings) -> SparsityConfig:
+    make: Callable[[int], SparsityConfig] = STRUCTURES_IN_BERT[structure_name(kind, settings)]
+    return make(MODELS[settings.model]["num_attention_heads"])
+
+
+def make_bert(
+    attention: Attention, settings: Settings, vocabulary: int, seed: int, device: torch.device
+) -> BertForMaskedLM:
+    """With new weights in fp32, the same of a seed, and without dropout: no text is seen often."""
+    config = BertConfig(
+        **MODELS[settings.model],
+        vocab_size=vocabulary,
+        max_position_embeddings=attention.length,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    torch.manual_seed(seed)
+    model = BertForMaskedLM(config).to(device)
+    give_attention(model, attention.kind, settings)
+    return model
+
+
+def give_attention(model: BertForMaskedLM, kind: str, settings: Settings) -> None:
+    """Dense attention is PyTorch's."""
+    if kind == DENSE:
+        model.set_attn_implementation(DENSE_IN_BERT)
+    else:
+        sparsify(model, structure_of(kind, settings))

@@ -1,0 +1,181 @@
+"""Masked-language modelling on Python sources: each structure beside dense attention of short and long sequences, and
+what each knows from afar."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...models.sparse_attention_utils import SparseAttentionUtils
+from ..bert import require_layout
+from . import sources, vocabulary
+from .experiment import Experiment, Part, Task
+from .far import far_tokens
+from .masked import MaskedTask
+from .models import ATTENTIONS, Attention, attention_of, give_attention, make_bert, structure_name
+from .results import DENSE
+from .settings import Settings
+
+VOCABULARY, QUICK_VOCABULARY = 8192, 1024
+"""Tokens, the one that masks included."""
+
+SHORT, QUICK_SHORT = 512, 64
+"""Tokens of the dense sequences from which a longer one is continued."""
+
+HELD_OUT_TOKENS, QUICK_HELD_OUT_TOKENS = 2**19, 2**13
+
+QUICK_BYTES = 2_000_000
+"""Of the documents that are read."""
+
+TOKENIZER_BYTES = 30_000_000
+"""Of the documents that the tokenizer is trained on."""
+
+MOST_PIECES = 16
+"""Of a document, so that a large table is not most of the text."""
+
+FAR = 2048
+"""Tokens between a name and its last place before; in short documents half of their tokens."""
+
+CONTINUED = "continued-"
+
+ARMS = (
+    f"ATTENTION-LENGTH of {', '.join(ATTENTIONS)}, such as bigbird-4096, or {CONTINUED}ATTENTION-LENGTH, whose first "
+    f"half trains dense attention on {SHORT} tokens"
+)
+
+
+def default_arms(settings: Settings) -> list[str]:
+    """Those that decide most."""
+    short, long = short_of(settings), settings.document_tokens
+    return [f"{DENSE}-{short}", f"{DENSE}-{long}", f"bigbird-{long}", f"bslongformer-{long}"]
+
+
+def short_of(settings: Settings) -> int:
+    return QUICK_SHORT if settings.quick else SHORT
+
+
+def require(settings: Settings, arms: list[str]) -> None:
+    """Raises ValueError where an arm is not known, or does not divide documents."""
+    for arm in arms:
+        attention = attention_of(arm.removeprefix(CONTINUED))
+        if attention is None:
+            raise ValueError(f"--arms {arm}: is no arm of quality; give {ARMS}.")
+        if settings.document_tokens % attention.length:
+            raise ValueError(
+                f"--arms {arm}: sequences of {attention.length} tokens do not divide documents of "
+                f"{settings.document_tokens}; give --document-tokens a multiple."
+            )
+        if attention.kind != DENSE:
+            require_layout(structure_name(attention.kind, settings), attention.length)
+
+
+def prepare(settings: Settings, data: Path) -> None:
+    """Writes train.npy and held_out.npy, uint16 (N, T), pieces of documents, far.npy, bool as held_out, and
+    tokenizer.json."""
+    texts = list(some_documents(settings))
+    size = QUICK_VOCABULARY if settings.quick else VOCABULARY
+    tokenizer = vocabulary.train(sample([text for text in texts if not sources.is_held_out(text)]), size - 1)
+    tokenizer.save(str(data / "tokenizer.json"))
+    train, held_out = [], []
+    for text, ids in zip(texts, vocabulary.encoded(tokenizer, texts)):
+        rows = pieces_of(ids, settings.document_tokens)
+        (held_out if sources.is_held_out(text) else train).append(rows)
+    rows = np.concatenate(train)
+    chosen = spread(held_out, held_out_rows(settings))
+    pieces, distance = vocabulary.pieces(tokenizer), min(FAR, settings.document_tokens // 2)
+    np.save(data / "far.npy", np.stack([far_tokens(row, pieces, distance) for row in chosen]))
+    np.save(data / "held_out.npy", chosen)
+    np.save(data / "train.npy", rows)
+
+
+def some_documents(settings: Settings) -> Iterator[str]:
+    """Those long enough to have a piece, if each token is one byte."""
+    left = QUICK_BYTES if settings.quick else float("inf")
+    for text in sources.documents(settings.document_tokens):
+        yield text
+        left -= len(text)
+        if left <= 0:
+            return
+
+
+def sample(texts: list[str]) -> Iterator[str]:
+    """Every so many, of all parts."""
+    every = max(1, -(-sum(map(len, texts)) // TOKENIZER_BYTES))
+    return iter(texts[::every])
+
+
+def pieces_of(ids: np.ndarray, length: int) -> np.ndarray:
+    """(N, length), without the rest."""
+    count = min(len(ids) // length, MOST_PIECES)
+    return ids[: count * length].reshape(count, length)
+
+
+def held_out_rows(settings: Settings) -> int:
+    return (QUICK_HELD_OUT_TOKENS if settings.quick else HELD_OUT_TOKENS) // settings.document_tokens
+
+
+def spread(documents: list[np.ndarray], rows: int) -> np.ndarray:
+    """The first piece of each document, then the second, until there are so many."""
+    most = max(map(len, documents))
+    ordered = [rows_[number] for number in range(most) for rows_ in documents if number < len(rows_)]
+    return np.stack(ordered[:rows])
+
+
+class QualityTask(MaskedTask):
+    """Args:
+    far: bool as held_out, which tokens a model can know from afar alone.
+    """
+
+    def __init__(self, *arguments: Any, far: np.ndarray) -> None:
+        super().__init__(*arguments)
+        self.far = torch.from_numpy(far[self.held_out_masked])
+
+    def measures(self) -> dict[str, float]:
+        losses, right = self.predictions()
+        far = self.far
+        return {
+            "accuracy": right.float().mean().item(),
+            "far_tokens": int(far.sum()),
+            "far_loss": losses[far].mean().item(),
+            "far_accuracy": right[far].float().mean().item(),
+        }
+
+
+def parts(settings: Settings, data: Path, arm: str, seed: int, device: torch.device) -> list[Part]:
+    attention = attention_of(arm.removeprefix(CONTINUED))
+    task = partial(make_task, settings, data, seed=seed, device=device)
+    if not arm.startswith(CONTINUED):
+        return [Part(1.0, partial(task, attention))]
+    return [Part(0.5, partial(task, Attention(DENSE, short_of(settings)))), Part(0.5, partial(task, attention))]
+
+
+def make_task(
+    settings: Settings,
+    data: Path,
+    attention: Attention,
+    before: nn.Module | None,
+    *,
+    seed: int,
+    device: torch.device,
+) -> Task:
+    """Of new weights, or of a dense model's before, which gets room for longer sequences as `ds_sparse adapt` gives it,
+    and the attention."""
+    size = QUICK_VOCABULARY if settings.quick else VOCABULARY
+    if before is None:
+        model = make_bert(attention, settings, size, seed, device)
+    else:
+        model = SparseAttentionUtils.extend_position_embedding(before, attention.length)
+        give_attention(model, attention.kind, settings)
+    train, held_out, far = (np.load(data / f"{name}.npy", mmap_mode="r") for name in ("train", "held_out", "far"))
+    fixed = size - 1, settings.tokens_per_step, seed, device
+    return QualityTask(model, attention.length, train, held_out, *fixed, far=far)
+
+
+EXPERIMENT = Experiment(ARMS, default_arms, require, prepare, parts)

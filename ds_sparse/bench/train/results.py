@@ -1,0 +1,193 @@
+"""Results of `ds_sparse bench train`: their tables, and their rows in the JSON. Reading them takes no Transformers."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from ..runs import rows_by_case
+from .settings import Budget, Job, Settings
+
+DENSE = "dense"
+"""What names of arms with dense attention begin with; all end with the length of their sequences."""
+
+
+@dataclass(frozen=True)
+class Case(Settings):
+    """One arm with one seed; `minutes` or `tokens` is its budget, the other 0."""
+
+    arm: str = ""
+    seed: int = 0
+    minutes: float = 0.0
+    tokens: int = 0
+
+    @property
+    def job(self) -> Job:
+        return Job(self.arm, self.seed, Budget(self.minutes, self.tokens))
+
+
+def case_of(settings: Settings, job: Job) -> Case:
+    return Case(**asdict(settings), arm=job.arm, seed=job.seed, **asdict(job.budget))
+
+
+@dataclass(frozen=True)
+class Point:
+    """The held-out loss after so much training."""
+
+    seconds: float
+    tokens: int
+    held_out: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a job gave; numbers are None where it gave none, and `reason` says why.
+
+    Attributes:
+        milliseconds: of a training step, the mean of all.
+        held_out: the held-out loss at the end, nats.
+        curve: on the way there; seconds are those of training steps alone, without what is compiled before the first,
+            and without evaluation.
+        wall_seconds: with all of that, of each process that trained it.
+        measures: what else the experiment says of the trained model.
+        weights: SHA-256 of the trained weights.
+        commits: of ds_sparse, in the order in which they trained it.
+    """
+
+    milliseconds: float | None = None
+    held_out: float | None = None
+    curve: list[Point] = field(default_factory=list)
+    wall_seconds: float = 0.0
+    tokens_per_second: float | None = None
+    measures: dict[str, float] = field(default_factory=dict)
+    parameters: int = 0
+    weights: str = ""
+    machine: str = ""
+    commits: list[str] = field(default_factory=list)
+    date: str = ""
+    reason: str = ""
+
+
+Result = tuple[Case, Row]
+"""A job, trained."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """The rows of an arm with all its seeds, for one budget."""
+
+    name: str
+    rows: Sequence[Row]
+
+    @property
+    def length(self) -> int:
+        """Tokens of its sequences."""
+        return length_of(self.name)
+
+    @property
+    def held_out(self) -> float:
+        return statistics.mean(row.held_out for row in self.rows)
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation over seeds."""
+        return statistics.stdev(row.held_out for row in self.rows) if len(self.rows) > 1 else None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return statistics.mean(row.tokens_per_second for row in self.rows)
+
+    @property
+    def tokens(self) -> int:
+        return round(statistics.mean(row.curve[-1].tokens for row in self.rows))
+
+    @property
+    def seconds(self) -> float:
+        return statistics.mean(row.curve[-1].seconds for row in self.rows)
+
+    @property
+    def measures(self) -> dict[str, float]:
+        return {name: statistics.mean(row.measures[name] for row in self.rows) for name in self.rows[0].measures}
+
+
+def length_of(arm: str) -> int:
+    return int(arm.rpartition("-")[2])
+
+
+def arms_by_case(results: Iterable[Result]) -> dict[Case, list[Arm]]:
+    """What can be compared: jobs that differ in arm and seed alone."""
+    groups: dict[Case, dict[str, list[Row]]] = {}
+    for case, row in results:
+        if not row.reason:
+            groups.setdefault(replace(case, arm="", seed=0), {}).setdefault(case.arm, []).append(row)
+    return {case: [Arm(name, rows) for name, rows in arms.items()] for case, arms in groups.items()}
+
+
+def dense_for(arm: Arm, arms: Sequence[Arm]) -> Arm | None:
+    """What an arm is compared with: dense attention at its length, else at the greatest there is."""
+    dense = [other for other in arms if other.name.startswith(f"{DENSE}-")]
+    same = [other for other in dense if other.length == arm.length]
+    return same[0] if same else max(dense, key=lambda other: other.length, default=None)
+
+
+def report(results: Iterable[Result]) -> Iterator[Iterable[str]]:
+    """What is printed: a line a job, as they come, and a table of what can be compared at the end."""
+    seen = []
+    for case, row in results:
+        seen.append((case, row))
+        yield [line_of(case, row)]
+    for case, arms in arms_by_case(seen).items():
+        yield table(case, arms)
+
+
+def line_of(case: Case, row: Row) -> str:
+    if row.reason:
+        return f"{case.job}: {row.reason}"
+    last = row.curve[-1]
+    return (
+        f"{case.job}: held-out loss {row.held_out:.4f} after {last.seconds:.1f} s and {last.tokens:,} tokens, "
+        f"{row.milliseconds:.1f} ms a step{''.join(f', {name} {value:.4g}' for name, value in row.measures.items())}"
+    )
+
+
+def table(case: Case, arms: Sequence[Arm]) -> Iterator[str]:
+    """Lines: the held-out loss of each arm beside that of dense attention, means over seeds."""
+    names = list(dict.fromkeys(name for arm in arms for name in arm.measures))
+    yield f"{case.experiment}, {settings_of(case)}, {case.job.budget} an arm; means over seeds"
+    yield (
+        f"{'':28} {'seeds':>5} {'held-out':>9} {'+-':>7} {'x dense':>8} {'seconds':>8} {'tokens':>13} {'tokens/s':>10}"
+        + "".join(f" {name:>12}" for name in names)
+    )
+    for arm in arms:
+        dense = dense_for(arm, arms)
+        ratio = "-" if dense is None else f"{arm.held_out / dense.held_out:.4f}"
+        spread = "-" if arm.spread is None else f"{arm.spread:.4f}"
+        yield (
+            f"{arm.name:28} {len(arm.rows):>5} {arm.held_out:9.4f} {spread:>7} {ratio:>8} {arm.seconds:8.1f} "
+            f"{arm.tokens:13,} {arm.tokens_per_second:10,.0f}"
+            + "".join(f" {arm.measures[name]:12.4g}" if name in arm.measures else f" {'-':>12}" for name in names)
+        )
+
+
+def settings_of(case: Case) -> str:
+    return (
+        f"BERT-{case.model}, {case.dtype}, {case.tokens_per_step:,} tokens a step, documents of "
+        f"{case.document_tokens:,} tokens"
+    )
+
+
+def record(result: Result) -> list[dict[str, Any]]:
+    """The row with its case, flat, as it goes into the JSON."""
+    case, row = result
+    return [asdict(case) | asdict(row)]
+
+
+def restore(rows: Sequence[dict[str, Any]]) -> list[Result]:
+    """The results whose `record` these are.
+
+    Raises:
+        ValueError: a row lacks a field, or has one of another type.
+    """
+    return [(case, row) for case, of_case in rows_by_case(Case, Row, rows) for row in of_case]
