@@ -133,7 +133,7 @@ def test_f1_of_genes_counts_each_gene_once():
     ]
     found = dna_genes.genes_found(predicted, genes)
     assert (found.predicted, found.there, found.right) == (5, 4, 3)
-    assert (found.precision, found.recall, found.f1) == pytest.approx((3 / 5, 3 / 4, 6 / 9))
+    assert found.f1 == pytest.approx(6 / 9)
     assert dna_genes.genes_found([Gene(0, 49, "+")], genes).right == 0
     assert dna_genes.genes_found([], []).f1 == 0
 
@@ -189,9 +189,7 @@ def test_known_bases_alone_are_masked():
     asked = labels != dna_data.IGNORED
     assert asked.mean() == pytest.approx(0.15 * 0.8, abs=0.01)
     assert (labels[asked] == bases[asked]).all() and (bases[asked] > N).all()
-    assert (given[~asked] == bases[~asked]).all()
-    assert (given[asked] == dna_genomes.MASK).mean() == pytest.approx(0.8, abs=0.03)
-    assert (given[asked] == bases[asked]).mean() == pytest.approx(0.125, abs=0.03)
+    assert (given == np.where(asked, dna_genomes.MASK, bases)).all()
 
 
 def test_held_out_stretches_are_the_same_at_every_call_and_labels_those_of_known_genes():

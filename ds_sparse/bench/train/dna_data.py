@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from .dna_genes import BOTH, OTHER_STRAND, Labels, labels_of
-from .dna_genomes import COMPLEMENT, MASK, Bases, Contig, Gene, Genome, N, T
-
-MASKED = 0.15
-"""Part of the known bases that are predicted; of these 8 in 10 are hidden, and 1 in 10 is another base."""
+from .dna_genomes import COMPLEMENT, MASK, Bases, Contig, Gene, Genome, N
+from .masked import MASKED
 
 IGNORED = -100
 """The label of a base that is not predicted."""
@@ -72,15 +68,15 @@ class Windows:
     """Windows of some bases of sequences that are as long, each as probable as any other."""
 
     sequences: Sequence[Annotated]
-    window: int
+    length: int
 
     @cached_property
     def ends(self) -> NDArray[np.int64]:
         """How many windows there are in the sequences up to each."""
-        return np.cumsum([len(one.labels) - self.window + 1 for one in self.sequences])
+        return np.cumsum([len(one.labels) - self.length + 1 for one in self.sequences])
 
     def drawn(self, number: int, generator: np.random.Generator) -> tuple[Bases, Labels]:
-        """(number, window) bases and their classes, half of them read on the other strand."""
+        """(number, length) bases and their classes, half of them read on the other strand."""
         pairs = [self.at(place, generator) for place in generator.integers(self.ends[-1], size=number)]
         bases, labels = zip(*pairs, strict=True)
         return np.stack(bases), np.stack(labels)
@@ -89,7 +85,7 @@ class Windows:
         which = int(np.searchsorted(self.ends, place, side="right"))
         one = self.sequences[which]
         start = int(place - (self.ends[which - 1] if which else 0))
-        part = slice(start, start + self.window)
+        part = slice(start, start + self.length)
         bases, labels = one.contig.bases[part], one.labels[part]
         return reverse_complement(bases, labels) if generator.integers(2) else (bases, labels)
 
@@ -100,13 +96,10 @@ def reverse_complement(bases: Bases, labels: Labels) -> tuple[Bases, Labels]:
 
 
 def masked(bases: Bases, generator: np.random.Generator) -> tuple[Bases, NDArray[np.int64]]:
-    """Bases as a model gets them, and labels of the same shape: the base where it is predicted, else `IGNORED`."""
-    chosen = (generator.random(bases.shape) < MASKED) & (bases > N)
-    how = generator.random(bases.shape)
-    others = generator.integers(N + 1, T + 1, bases.shape, dtype=np.uint8)
-    given = np.where(chosen & (how < 0.8), np.uint8(MASK), bases)
-    given = np.where(chosen & (how >= 0.9), others, given)
-    return given, np.where(chosen, bases.astype(np.int64), IGNORED)
+    """Bases as a model gets them, and labels of the same shape: the base where it is hidden, else `IGNORED`. Of bases
+    that are known `MASKED` are hidden."""
+    hidden = (generator.random(bases.shape) < MASKED) & (bases > N)
+    return np.where(hidden, np.uint8(MASK), bases), np.where(hidden, bases.astype(np.int64), IGNORED)
 
 
 @dataclass(frozen=True)
@@ -149,9 +142,3 @@ class Stretches:
 
 def class_labels(labels: Labels) -> NDArray[np.int64]:
     return np.where(labels == BOTH, IGNORED, labels.astype(np.int64))
-
-
-def batches(given: Bases, wanted: NDArray[np.int64], window: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Stretches cut into windows, `size` of them at a time, int64 (size, window) each."""
-    tokens, labels = (torch.from_numpy(part.astype(np.int64).reshape(-1, window)) for part in (given, wanted))
-    yield from zip(tokens.split(size), labels.split(size), strict=True)

@@ -71,16 +71,8 @@ class Found:
         return Found(self.predicted + other.predicted, self.there + other.there, self.right + other.right)
 
     @property
-    def precision(self) -> float:
-        return self.right / self.predicted if self.predicted else 0.0
-
-    @property
-    def recall(self) -> float:
-        return self.right / self.there if self.there else 0.0
-
-    @property
     def f1(self) -> float:
-        """The harmonic mean of precision and recall."""
+        """The harmonic mean of precision and recall; 0 where nothing is predicted or there."""
         both = self.predicted + self.there
         return 2 * self.right / both if both else 0.0
 
