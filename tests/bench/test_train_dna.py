@@ -1,14 +1,18 @@
 import gzip
 import lzma
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
-from ds_sparse.bench.train import dna_data, dna_files, dna_genes, dna_genomes
+from ds_sparse.bench.show import load
+from ds_sparse.bench.train import dna, dna_data, dna_files, dna_genes, dna_genomes, dna_synthetic, job
 from ds_sparse.bench.train.dna_data import Annotated, Stretches, Windows
 from ds_sparse.bench.train.dna_genes import BOTH, FORWARD, OUTSIDE, REVERSE
 from ds_sparse.bench.train.dna_genomes import A, C, Contig, G, Gene, N, T
+from ds_sparse.cli import main
 
 FASTA = ">Species:chr1:1:+:12\nACGTac\nnryTTT\n>chr2 rest of the line\nGG\n"
 GFF3 = (
@@ -200,3 +204,78 @@ def test_held_out_stretches_are_the_same_at_every_call_and_labels_those_of_known
     assert all((one == other).all() for one, other in zip(stretches.masked, again.masked))
     assert stretches.classes[0].shape == (10, 100)
     assert set(np.unique(stretches.classes[1])) == {OUTSIDE, FORWARD, REVERSE}
+
+
+class ClassOfBase(torch.nn.Module):
+    """Says that C is in a gene on "+" and G in one on "-"; keeps how many sequences it is given."""
+
+    def forward(self, input_ids):
+        self.sequences = len(input_ids)
+        classes = (input_ids == C) * FORWARD + (input_ids == G) * REVERSE
+        return torch.nn.functional.one_hot(classes, dna_genes.CLASSES).float()
+
+
+def test_genes_are_found_over_whole_sequences():
+    bases = np.full(5003, A, np.uint8)
+    bases[300:900], bases[2000:2400], bases[4000:5003] = C, G, C
+    genes = [Gene(300, 900, "+"), Gene(2000, 2400, "-"), Gene(3000, 3500, "-"), Gene(4000, 5003, "+")]
+    contig = Contig("a", bases, genes)
+    one = Annotated(contig, dna_genes.labels_of(contig), True)
+    sequences = dna.Sequences(window=64, per_step=512, device=torch.device("cpu"))
+    model = ClassOfBase()
+    task = dna.Genes(model, sequences, Windows([one], 512), Stretches.of([one], 512).classes, [0])
+    task.known = [one]
+    assert (task.predicted(bases) == np.where(bases == A, OUTSIDE, np.where(bases == C, FORWARD, REVERSE))).all()
+    assert task.measures() == pytest.approx({"base_f1": 2 * 2003 / (2003 + 2503), "gene_f1": 2 * 3 / 7})
+    task.loss(0)
+    assert model.sequences == 8
+
+
+def test_all_lengths_are_asked_for_the_same_bases():
+    one = annotated(5000)
+    losses = []
+    for window in (64, 512):
+        sequences = dna.Sequences(window, per_step=1024, device=torch.device("cpu"))
+        held_out = Stretches.of([one], 512).masked
+        task = dna.MaskedBases(OfEachBase(), sequences, Windows([one], 512), held_out, [0])
+        losses.append((float(task.loss(3)), task.evaluate()))
+    assert losses[0] == pytest.approx(losses[1])
+    assert losses[0][0] != pytest.approx(losses[0][1])
+
+
+class OfEachBase(torch.nn.Module):
+    """Logits of a base that follow from it and the one before, in whichever window."""
+
+    def forward(self, input_ids):
+        table = torch.randn(dna_genomes.VOCABULARY, dna_genomes.VOCABULARY, generator=torch.Generator().manual_seed(0))
+        return SimpleNamespace(logits=table[input_ids])
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(job, "TRIED_STEPS", 2)
+    return ["bench", "train", "--experiment", "dna", "--quick", "--tokens", "4096", "--arms"]
+
+
+def test_a_quick_run_says_loss_and_f1_of_each_arm(tmp_path, quick):
+    assert main([*quick, "dense-64,bigbird-512", "--json", str(tmp_path / "out.json")]) == 0
+    cases, rows = zip(*load(str(tmp_path / "out.json"))[2])
+    assert [case.arm for case in cases] == ["dense-64", "bigbird-512"]
+    for row in rows:
+        assert set(row.measures) == {"masked_loss", "base_f1", "gene_f1"}
+        assert 1 < row.measures["masked_loss"] < 2.5
+        assert row.measures["masked_loss"] == pytest.approx(row.curve[0].held_out)
+
+
+def test_a_run_takes_genomes_of_a_folder_and_says_where_they_are_missing(tmp_path, quick, monkeypatch, capsys):
+    dna_synthetic.write_genome(tmp_path / "mine")
+    assert main([*quick, "dense-64", "--genomes", str(tmp_path / "mine")]) == 0
+    capsys.readouterr()
+    for wrong, sentence in (
+        (["dense-64", "--genomes", str(tmp_path)], "has 0 FASTA files"),
+        (["dense-100"], "sequences of 100 tokens do not divide documents of 512"),
+        (["longformer-64"], "is no arm of dna"),
+        (["dense-64", "--genomes", str(tmp_path), "--experiment", "documents"], "documents reads none"),
+    ):
+        assert main([*quick, *wrong]) == 1
+        assert sentence in capsys.readouterr().err

@@ -10,14 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from . import dna_data
 from .dna_data import HELD_OUT, IGNORED, TRAINING, Annotated, Stretches, Windows, class_labels
 from .dna_files import Files, genomes_of_folder, installed_genomes, read_genome
-from .dna_genes import Found, Labels, bases_found, genes_found, genes_in, owned, window_starts
-from .dna_genomes import Bases
+from .dna_genes import Found, bases_found, genes_found, genes_in, owned, window_starts
 from .dna_models import GeneModel, loss_of, make_masked
 from .dna_synthetic import write_genome
 from .experiment import Experiment, Part, Task
@@ -33,7 +31,7 @@ LENGTHS, QUICK_LENGTHS = (1024, 16384, 65536), (64, 256, 512)
 
 ARMS = f"ATTENTION-LENGTH of {', '.join(ATTENTIONS)}, such as bigbird-65536"
 
-Batch = tuple[Bases, NDArray[np.int64]]
+Batch = tuple[np.ndarray, np.ndarray]
 """Tokens that a model gets, and a label for each, `IGNORED` where none is asked for."""
 
 
@@ -100,7 +98,7 @@ class BaseTask(Task):
         self.tokens_per_step = sequences.per_step
 
     @abstractmethod
-    def batch_of(self, bases: Bases, labels: Labels, generator: np.random.Generator) -> Batch:
+    def batch_of(self, bases: np.ndarray, labels: np.ndarray, generator: np.random.Generator) -> Batch:
         """What is asked of bases of these classes."""
 
     @abstractmethod
@@ -121,7 +119,7 @@ class BaseTask(Task):
 class MaskedBases(BaseTask):
     """Which bases are hidden."""
 
-    def batch_of(self, bases: Bases, labels: Labels, generator: np.random.Generator) -> Batch:
+    def batch_of(self, bases: np.ndarray, labels: np.ndarray, generator: np.random.Generator) -> Batch:
         return dna_data.masked(bases, generator)
 
     def logits(self, tokens: Tensor) -> Tensor:
@@ -137,7 +135,7 @@ class Genes(BaseTask):
 
     known: Sequence[Annotated]
 
-    def batch_of(self, bases: Bases, labels: Labels, generator: np.random.Generator) -> Batch:
+    def batch_of(self, bases: np.ndarray, labels: np.ndarray, generator: np.random.Generator) -> Batch:
         return bases, class_labels(labels)
 
     def logits(self, tokens: Tensor) -> Tensor:
@@ -153,7 +151,7 @@ class Genes(BaseTask):
             genes += genes_found(genes_in(predicted), one.contig.genes)
         return {"base_f1": bases.f1, "gene_f1": genes.f1}
 
-    def predicted(self, bases: Bases) -> Labels:
+    def predicted(self, bases: np.ndarray) -> np.ndarray:
         """The class of each base of a whole sequence."""
         window = self.sequences.window
         starts = window_starts(len(bases), window)

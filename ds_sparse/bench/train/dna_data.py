@@ -9,10 +9,9 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from .dna_genes import BOTH, OTHER_STRAND, Labels, labels_of
-from .dna_genomes import COMPLEMENT, MASK, Bases, Contig, Gene, Genome, N
+from .dna_genes import BOTH, OTHER_STRAND, labels_of
+from .dna_genomes import COMPLEMENT, MASK, Contig, Gene, Genome, N
 from .masked import MASKED
 
 IGNORED = -100
@@ -47,7 +46,7 @@ class Annotated:
     """A sequence with the class of each base, of a genome whose genes are known or are not."""
 
     contig: Contig
-    labels: Labels
+    labels: np.ndarray
     is_annotated: bool
 
 
@@ -71,17 +70,17 @@ class Windows:
     length: int
 
     @cached_property
-    def ends(self) -> NDArray[np.int64]:
+    def ends(self) -> np.ndarray:
         """How many windows there are in the sequences up to each."""
         return np.cumsum([len(one.labels) - self.length + 1 for one in self.sequences])
 
-    def drawn(self, number: int, generator: np.random.Generator) -> tuple[Bases, Labels]:
+    def drawn(self, number: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """(number, length) bases and their classes, half of them read on the other strand."""
         pairs = [self.at(place, generator) for place in generator.integers(self.ends[-1], size=number)]
         bases, labels = zip(*pairs, strict=True)
         return np.stack(bases), np.stack(labels)
 
-    def at(self, place: int, generator: np.random.Generator) -> tuple[Bases, Labels]:
+    def at(self, place: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         which = int(np.searchsorted(self.ends, place, side="right"))
         one = self.sequences[which]
         start = int(place - (self.ends[which - 1] if which else 0))
@@ -90,12 +89,12 @@ class Windows:
         return reverse_complement(bases, labels) if generator.integers(2) else (bases, labels)
 
 
-def reverse_complement(bases: Bases, labels: Labels) -> tuple[Bases, Labels]:
+def reverse_complement(bases: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The same bases read on the other strand."""
     return COMPLEMENT[bases][..., ::-1], OTHER_STRAND[labels][..., ::-1]
 
 
-def masked(bases: Bases, generator: np.random.Generator) -> tuple[Bases, NDArray[np.int64]]:
+def masked(bases: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Bases as a model gets them, and labels of the same shape: the base where it is hidden, else `IGNORED`. Of bases
     that are known `MASKED` are hidden."""
     hidden = (generator.random(bases.shape) < MASKED) & (bases > N)
@@ -106,9 +105,9 @@ def masked(bases: Bases, generator: np.random.Generator) -> tuple[Bases, NDArray
 class Stretches:
     """Stretches of the held-out sequences, (stretches, bases of one): every arm predicts the same bases of them."""
 
-    bases: Bases
-    labels: Labels
-    are_annotated: NDArray[np.bool_]
+    bases: np.ndarray
+    labels: np.ndarray
+    are_annotated: np.ndarray
 
     @classmethod
     def of(cls, sequences: Sequence[Annotated], length: int) -> Stretches:
@@ -130,15 +129,15 @@ class Stretches:
         )
 
     @cached_property
-    def masked(self) -> tuple[Bases, NDArray[np.int64]]:
+    def masked(self) -> tuple[np.ndarray, np.ndarray]:
         """The same for every arm and seed."""
         return masked(self.bases, np.random.default_rng(0))
 
     @cached_property
-    def classes(self) -> tuple[Bases, NDArray[np.int64]]:
+    def classes(self) -> tuple[np.ndarray, np.ndarray]:
         """Bases whose genes are known, and their classes, `IGNORED` where they count nowhere."""
         return self.bases[self.are_annotated], class_labels(self.labels[self.are_annotated])
 
 
-def class_labels(labels: Labels) -> NDArray[np.int64]:
+def class_labels(labels: np.ndarray) -> np.ndarray:
     return np.where(labels == BOTH, IGNORED, labels.astype(np.int64))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import gzip
 import lzma
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 import numpy as np
 
-from .dna_genomes import TOKEN_OF, Bases, Contig, Gene, Genome, in_order, split
+from .dna_genomes import TOKEN_OF, Contig, Gene, Genome, in_order, split
 
 INSTALLED = Path("/usr/share/doc")
 """Where Debian's packages of examples put their files."""
@@ -34,7 +34,7 @@ PACKAGES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """A Debian package to its genomes, each a FASTA file and perhaps a GFF3 file. Genes are those of `ANNOTATED`."""
 
-OPENED_BY = {".gz": gzip.open, ".xz": lzma.open}
+OPENED_BY: dict[str, Callable[..., TextIO]] = {".gz": gzip.open, ".xz": lzma.open}
 FASTA, GFF3 = (".fa", ".fasta"), ".gff3"
 
 
@@ -96,8 +96,7 @@ def stem_of(path: Path) -> str:
 
 
 def open_text(path: Path) -> TextIO:
-    opened: TextIO = OPENED_BY.get(path.suffix, open)(path, "rt", encoding="ascii", errors="replace")
-    return opened
+    return OPENED_BY.get(path.suffix, open)(path, "rt", encoding="ascii", errors="replace")
 
 
 def read_genome(files: Files, least: int) -> Genome:
@@ -120,13 +119,13 @@ def read_genome(files: Files, least: int) -> Genome:
     return split(files.name, contigs, least)
 
 
-def read_fasta(path: Path) -> dict[str, Bases]:
+def read_fasta(path: Path) -> dict[str, np.ndarray]:
     """Sequences by name, the first word after ">"; of a name in MAF's manner, SPECIES:NAME:START:STRAND:LENGTH, NAME.
 
     Raises:
         ValueError: the file is no FASTA, or two of its sequences have one name.
     """
-    found: dict[str, Bases] = {}
+    found: dict[str, np.ndarray] = {}
     for name, lines in records(path):
         if name in found:
             raise ValueError(f"{path} has two sequences called {name}; name them apart.")

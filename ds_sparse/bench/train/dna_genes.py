@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .dna_genomes import Contig, Gene, in_order
 
@@ -30,23 +30,21 @@ twentieth of the annotated genes of U. maydis has up to 466 bases."""
 LEAST_OVERLAP = 0.5
 """A gene is found by an interval on its strand whose Jaccard index with it is this or more."""
 
-Labels = NDArray[np.uint8]
 
-
-def labels_of(contig: Contig) -> Labels:
-    """The class of each base, introns included."""
-    labels = np.zeros(len(contig.bases), np.uint8)
+def labels_of(contig: Contig) -> np.ndarray:
+    """The class of each base, uint8, introns included."""
+    labels: np.ndarray = np.zeros(len(contig.bases), np.uint8)
     for gene in contig.genes:
         labels[gene.start : gene.end] |= STRANDS[gene.strand]
     return labels
 
 
-def genes_in(labels: Labels) -> list[Gene]:
+def genes_in(labels: np.ndarray) -> list[Gene]:
     """The genes that predicted classes say."""
     return in_order(gene for strand in STRANDS for gene in of_strand(labels, strand))
 
 
-def of_strand(labels: Labels, strand: str) -> Iterator[Gene]:
+def of_strand(labels: np.ndarray, strand: str) -> Iterator[Gene]:
     inside = np.concatenate([[0], labels == STRANDS[strand], [0]]).astype(np.int8)
     borders = np.flatnonzero(np.diff(inside)).reshape(-1, 2)
     if not len(borders):
@@ -77,7 +75,7 @@ class Found:
         return 2 * self.right / both if both else 0.0
 
 
-def bases_found(predicted: Labels, labels: Labels) -> Found:
+def bases_found(predicted: np.ndarray, labels: np.ndarray) -> Found:
     """Bases in a gene, on the right strand."""
     counts = labels != BOTH
     return Found(
@@ -95,11 +93,11 @@ def genes_found(predicted: Sequence[Gene], genes: Sequence[Gene]) -> Found:
 def pairs(predicted: Iterable[Gene], genes: Sequence[Gene]) -> Iterator[bool]:
     """Of each predicted one, whether it finds a gene that none before it has found."""
     left = set(genes)
-    starts = np.array([gene.start for gene in genes])
+    starts = [gene.start for gene in genes]
     longest = max((gene.end - gene.start for gene in genes), default=0)
     for one in predicted:
-        near = range(*np.searchsorted(starts, [one.start - longest, one.end]).tolist())
-        free = (genes[place] for place in near if genes[place] in left)
+        near = slice(bisect_left(starts, one.start - longest), bisect_left(starts, one.end))
+        free = (gene for gene in genes[near] if gene in left)
         overlaps, best = max(((overlap(one, gene), gene) for gene in free), key=itemgetter(0), default=(0.0, None))
         if is_found := best is not None and overlaps >= LEAST_OVERLAP:
             left.discard(best)

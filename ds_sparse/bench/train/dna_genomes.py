@@ -7,19 +7,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 PAD, MASK, N, A, C, G, T = range(7)
 """Tokens, one a base; N is any base that is not known. Nothing is padded, but models keep token 0 for padding."""
 
 VOCABULARY = 8
 
-TOKEN_OF = np.full(256, N, np.uint8)
+TOKEN_OF: np.ndarray = np.full(256, N, np.uint8)
 """A byte of a FASTA file to its token."""
 for token, letters in ((A, b"Aa"), (C, b"Cc"), (G, b"Gg"), (T, b"Tt")):
     TOKEN_OF[list(letters)] = token
 
-COMPLEMENT = np.arange(VOCABULARY, dtype=np.uint8)
+COMPLEMENT: np.ndarray = np.arange(VOCABULARY, dtype=np.uint8)
 """A token to that of the base on the other strand."""
 COMPLEMENT[[A, C, G, T]] = T, G, C, A
 
@@ -28,8 +27,6 @@ HELD_OUT_EVERY = 5
 
 HELD_OUT_SHARE = 0.1
 """Of each sequence where a genome has fewer; its end."""
-
-Bases = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class Contig:
     """A sequence of a genome, (bases,) tokens in uint8, and its genes where they are known."""
 
     name: str
-    bases: Bases
+    bases: np.ndarray
     genes: Sequence[Gene] = ()
 
 

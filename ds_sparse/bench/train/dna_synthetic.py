@@ -10,8 +10,8 @@ import numpy as np
 SEQUENCES, BASES, GENE, GAP = 5, 4096, 360, 300
 """Sequences of so many bases, with a gene of `GENE` after about every `GAP`."""
 
-CODONS = [a + b + c for a in "GC" for b in "ACGT" for c in "GC"]
-"""Of genes; the rest is mostly A and T."""
+CODONS = [f"G{second}{third}" for second in "ACGT" for third in "GC"]
+"""Of genes, which say their strand; the rest is mostly A and T."""
 
 COMPLEMENT = str.maketrans("ACGT", "TGCA")
 
@@ -35,7 +35,7 @@ def write_genome(folder: Path) -> None:
 
 def sequence(generator: np.random.Generator) -> tuple[str, list[tuple[int, str]]]:
     """Bases, and where genes begin on which strand."""
-    bases, genes = "", []
+    bases, genes = "", list[tuple[int, str]]()
     while True:
         gap = generator.integers(GAP // 2, GAP * 3 // 2)
         bases += "".join(generator.choice(list("ACGT"), gap, p=[0.4, 0.1, 0.1, 0.4]))
