@@ -17,6 +17,7 @@ from .operations import Row, find
 from .packed_peers import ALWAYS, PADDED
 from .peers import DENSE, OURS
 from .runs import Run
+from .train import results as train_results
 
 STEPS = (tokens.OURS, tokens.TORCH_SPARSE, tokens.SDPA, tokens.FLEX, tokens.LOOP)
 """What a table of token pairs has a column of, as far as it was measured."""
@@ -118,6 +119,7 @@ def tables(operation: str, options: Any, results: list[Any]) -> dict[str, Table]
         "bert": of_bert,
         "modernbert": lambda results: {"steps": modernbert_steps(results)},
         "sequence": of_sequence,
+        "train": of_train,
     }
     return {name: table for name, table in of_operation[operation](results).items() if table.rows}
 
@@ -483,6 +485,36 @@ def modernbert_steps(results: list[modernbert_results.Result]) -> Table:
             )
     heading = ["attention", "ms", "of the floor's speed", "tokens/s"]
     return Table([*(["rows"] if several else []), *heading, *(["peak GiB"] if memory else [])], lines)
+
+
+def of_train(results: list[train_results.Result]) -> dict[str, Table]:
+    """For each budget a line an arm: its held-out loss, beside that of dense attention, and what else was measured."""
+    return {
+        f"{case.experiment}, {case.job.budget}, {train_results.settings_of(case)}": trained_arms(case, arms)
+        for case, arms in train_results.arms_by_case(results).items()
+    }
+
+
+def trained_arms(case: train_results.Case, arms: Sequence[train_results.Arm]) -> Table:
+    measures = list(dict.fromkeys(name for arm in arms for name in arm.measures))
+    lines = []
+    for arm in arms:
+        dense = train_results.dense_for(arm, arms)
+        lines.append(
+            [
+                f"`{arm.name}`",
+                str(len(arm.rows)),
+                f"{arm.held_out:.4f}" + ("" if arm.spread is None else f" ± {arm.spread:.4f}"),
+                "" if dense is None else f"{arm.held_out / dense.held_out:.3f}",
+                f"{arm.seconds / 60:.2f}",
+                f"{arm.tokens / 1e6:.1f}",
+                f"{arm.tokens_per_second:,.0f}",
+                *(f"{arm.measures[name]:.4g}" if name in arm.measures else "" for name in measures),
+            ]
+        )
+    heading = ["arm", "seeds", "held-out loss", "of dense", "minutes", "million tokens", "tokens/s"]
+    about = f"{case.experiment}, {case.job.budget} an arm, {train_results.settings_of(case)}"
+    return Table([*heading, *(name.replace("_", " ") for name in measures)], lines, notes=[about])
 
 
 def of_packed_step(case: modernbert_results.Case) -> str:

@@ -26,6 +26,8 @@ from ds_sparse.bench.runs import WIDTH
 from ds_sparse.cli import main
 
 OPERATIONS = ("matmul", "attention", "window", "packed", "tokens", "bert", "modernbert", "sequence")
+"""Those that time rounds."""
+
 WIDEST = (1.23e-5, 0.123, 123.4, 98765.4)
 
 
@@ -66,6 +68,19 @@ def test_spellings_of_before_are_gone(capsys, option):
         with pytest.raises(SystemExit):
             main(["bench", operation, option])
         assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_training_has_the_options_that_all_operations_have(capsys):
+    assert {"--device", "--dtype", "--json"} <= options_of("train", capsys)
+    for option, sentence in {
+        "--tokens=0": "'0' is not an integer of at least 1",
+        "--minutes=-1": "'-1' is not a number above 0",
+        "--seeds=0,x": "'x' is not an integer of at least 0",
+        "--experiment=chess": "invalid choice: 'chess'",
+    }.items():
+        with pytest.raises(SystemExit):
+            main(["bench", "train", option])
+        assert sentence in capsys.readouterr().err
 
 
 def widest(lines):

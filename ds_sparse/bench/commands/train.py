@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -17,7 +18,7 @@ from ..reasons import NOT_TRIED, in_short
 from ..runs import Run
 from ..train.experiment import Experiment, load
 from ..train.folder import Folder
-from ..train.job import Training
+from ..train.job import Stopped, Training
 from ..train.results import Result, Row, case_of
 from ..train.settings import (
     DOCUMENT_TOKENS,
@@ -38,6 +39,7 @@ MODEL, TOKENS_PER_STEP = {"cpu": TINY, "cuda": SMALL}, {"cpu": 4096, "cuda": 327
 QUICK_TOKENS_PER_STEP, QUICK_DOCUMENT_TOKENS, QUICK_STEPS = 2048, 512, 10
 
 TAKEN = f"{NOT_TRIED}another process trains it; give the command again for its row"
+STOPPED = f"{NOT_TRIED}stopped; give the command again to go on"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -86,6 +88,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--save-seconds", type=natural, default=60, help="between checkpoints of a job, at least (default: 60)"
     )
+    parser.add_argument(
+        "--stop-after",
+        type=natural,
+        metavar="SECONDS",
+        help="save what is trained then, and end; 0 prints what is finished",
+    )
     parser.add_argument("--quick", action="store_true", help="everything small, which takes some seconds on a CPU")
     add_device_and_json(parser, {"cpu": "fp32", "cuda": "bf16"})
 
@@ -100,10 +108,11 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
             if args.folder is None and not args.quick:
                 raise ValueError("--folder: name a folder for data and checkpoints, from which a run can go on.")
             folder = Folder(args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory())), settings)
+            data = folder.data(partial(experiment.prepare, settings))
         except (ImportError, ValueError) as error:
             print(f"bench train: {error}", file=sys.stderr)
             return 1
-        return train(args, device, settings, list(jobs_of(arms, args.seeds, budgets)), experiment, folder)
+        return train(args, device, settings, list(jobs_of(arms, args.seeds, budgets)), experiment, folder, data)
 
 
 def train(
@@ -113,15 +122,16 @@ def train(
     jobs: list[Job],
     experiment: Experiment,
     folder: Folder,
+    data: Path,
 ) -> int:
     failed = False
+    deadline = float("inf") if args.stop_after is None else time.perf_counter() + args.stop_after
 
     def results(run: Run) -> Iterator[Result]:
         nonlocal failed
-        data = folder.data(partial(experiment.prepare, settings))
         for job in jobs:
-            row = row_of(settings, job, experiment, folder, data, device, args.save_seconds)
-            failed |= bool(row.reason) and row.reason != TAKEN
+            row = row_of(settings, job, experiment, folder, data, device, args.save_seconds, deadline)
+            failed |= bool(row.reason) and not row.reason.startswith(NOT_TRIED)
             yield keep(args, run, (case_of(settings, job), row))
 
     show_report(args, results(begin(args, device)))
@@ -136,6 +146,7 @@ def row_of(
     data: Path,
     device: torch.device,
     save_seconds: float,
+    deadline: float,
 ) -> Row:
     """Of a job that is finished, or is now."""
     with folder.claimed(job) as mine:
@@ -143,10 +154,14 @@ def row_of(
             return row
         if not mine:
             return Row(reason=TAKEN)
+        if time.perf_counter() >= deadline:
+            return Row(reason=STOPPED)
         try:
             parts = experiment.parts(settings, data, job.arm, job.seed, device)
             save = partial(folder.save, job)
-            row = Training(settings, job, device, folder.saved(job), save, save_seconds).run(parts)
+            row = Training(settings, job, device, folder.saved(job), save, save_seconds, deadline).run(parts)
+        except Stopped:
+            return Row(reason=STOPPED)
         except (ArithmeticError, RuntimeError) as error:
             return Row(reason=in_short(error))
         folder.finish(job, row)

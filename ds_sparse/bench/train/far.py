@@ -34,7 +34,7 @@ def far_tokens(ids: np.ndarray, pieces: Sequence[bytes], distance: int) -> np.nd
     for found in NAME.finditer(b"".join(parts)):
         token = int(np.searchsorted(ends, found.start(), side="right"))
         places.setdefault(found[0], []).append((token, *found.span()))
-    far = np.zeros(len(ids), dtype=bool)
+    far: np.ndarray = np.zeros(len(ids), dtype=bool)
     for of_name in places.values():
         for before, here, after in zip(of_name, of_name[1:], [*of_name[2:], None]):
             if here[0] - before[0] > distance and (after is None or after[0] - here[0] > distance):

@@ -27,10 +27,14 @@ EVALUATIONS = 10
 
 BETAS, WEIGHT_DECAY, LARGEST_NORM = (0.9, 0.98), 0.01, 1.0
 
-TRIED_STEPS, TRIED_SECONDS = 20, 2.0
-"""At most, to see what a step takes."""
+TRIED_SECONDS = 2.0
+"""Of steps, to see what one takes, where that matters; else two steps."""
 
 Save = Callable[[dict[str, Any]], None]
+
+
+class Stopped(Exception):
+    """The time of this process is over; what is saved goes on in another."""
 
 
 @dataclass
@@ -61,7 +65,8 @@ class Training:
 
     Args:
         saved: what `save` was given last, or None at the beginning.
-        save: called after an evaluation, when the last call is `save_seconds` ago.
+        save: called after an evaluation, when the last call is `save_seconds` ago, and at `deadline`.
+        deadline: when to stop, of `time.perf_counter`.
     """
 
     def __init__(
@@ -72,9 +77,10 @@ class Training:
         saved: dict[str, Any] | None,
         save: Save,
         save_seconds: float,
+        deadline: float,
     ) -> None:
         self.settings, self.job, self.device = settings, job, device
-        self.saved, self.save, self.save_seconds = saved, save, save_seconds
+        self.saved, self.save, self.save_seconds, self.deadline = saved, save, save_seconds, deadline
         self.progress = Progress() if saved is None else restored(Progress, saved["progress"])
         self.began = self.last_saved = time.perf_counter()
         self.conditions = conditions(device)
@@ -82,12 +88,11 @@ class Training:
             self.progress.commits.append(self.conditions["commit"])
 
     def run(self, parts: Sequence[Part]) -> Row:
-        """Raises ArithmeticError where the loss is no number."""
-        model: nn.Module | None = None
+        """Raises ArithmeticError where the loss is no number, Stopped at the deadline."""
+        task: Task | None = None
         for number, part in enumerate(parts):
             torch.manual_seed(self.job.seed)
-            task = part.make(model)
-            model = task.model
+            task = part.make(None if task is None else task.model)
             if number >= self.progress.part:
                 self.train(part, task)
                 with self.evaluating(task):
@@ -110,19 +115,23 @@ class Training:
             if stop > progress.step:
                 self.train_until(stop, task, optimizer)
                 self.evaluate(task)
-                self.save_in_time(task.model, optimizer)
+                if time.perf_counter() - self.last_saved >= self.save_seconds:
+                    self.save_state(task.model, optimizer)
 
     def train_until(self, stop: int, task: Task, optimizer: torch.optim.Optimizer) -> None:
         progress = self.progress
-        began = self.now()
-        for step in range(progress.step, stop):
+        began, first = self.now(), progress.step
+        while progress.step < stop and time.perf_counter() < self.deadline:
             for group in optimizer.param_groups:
-                group["lr"] = self.settings.learning_rate * schedule(step, progress.steps)
-            self.step(task, optimizer, step)
+                group["lr"] = self.settings.learning_rate * schedule(progress.step, progress.steps)
+            self.step(task, optimizer, progress.step)
+            progress.step += 1
         progress.seconds += self.now() - began
-        progress.tokens += (stop - progress.step) * task.tokens_per_step
-        progress.all_steps += stop - progress.step
-        progress.step = stop
+        progress.tokens += (progress.step - first) * task.tokens_per_step
+        progress.all_steps += progress.step - first
+        if progress.step < stop:
+            self.save_state(task.model, optimizer)
+            raise Stopped
 
     def step(self, task: Task, optimizer: torch.optim.Optimizer, step: int) -> None:
         task.model.train()
@@ -145,7 +154,8 @@ class Training:
         before = deepcopy(task.model.state_dict())
         optimizer = self.optimizer(task.model)
         took: list[float] = []
-        while len(took) < 2 or (len(took) < TRIED_STEPS and sum(took[1:]) < TRIED_SECONDS):
+        seconds = TRIED_SECONDS if self.job.budget.minutes else 0.0
+        while len(took) < 2 or sum(took[1:]) < seconds:
             began = self.now()
             self.step(task, optimizer, len(took))
             took.append(self.now() - began)
@@ -175,9 +185,7 @@ class Training:
     def wall_seconds(self) -> float:
         return self.progress.wall_seconds + time.perf_counter() - self.began
 
-    def save_in_time(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if time.perf_counter() - self.last_saved < self.save_seconds:
-            return
+    def save_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         random = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.device)

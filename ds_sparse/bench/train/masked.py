@@ -71,7 +71,8 @@ class MaskedTask(Task):
         seed: int,
         device: torch.device,
     ) -> None:
-        self.model, self.length, self.device, self.seed = model, length, device, seed
+        self.model: Any = model
+        self.length, self.device, self.seed = length, device, seed
         self.tokens, self.held_out, self.mask_token = train, held_out, mask_token
         self.tokens_per_step = tokens_per_step
         self.rows = Rows(len(train), tokens_per_step // train.shape[1], seed)
@@ -80,7 +81,8 @@ class MaskedTask(Task):
     def loss(self, step: int) -> Tensor:
         tokens = self.tokens[self.rows.of(step)]
         data = make_batch(tokens, masked_places(tokens.shape, self.seed, step), self.mask_token, self.length)
-        return loss_of(self.model, data.to(self.device), predicts_all=False)
+        on_cuda = self.device.type == "cuda"
+        return loss_of(self.model, (data.pinned() if on_cuda else data).to(self.device), predicts_all=False)
 
     def evaluate(self) -> float:
         return self.predictions()[0].mean().item()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,12 @@ VOCABULARY, QUICK_VOCABULARY = 8192, 1024
 SHORT, QUICK_SHORT = 512, 64
 """Tokens of the dense sequences from which a longer one is continued."""
 
-HELD_OUT_TOKENS, QUICK_HELD_OUT_TOKENS = 2**19, 2**13
+HELD_OUT_TOKENS, QUICK_HELD_OUT_TOKENS = 2**20, 2**13
 
 QUICK_BYTES = 2_000_000
 """Of the documents that are read."""
 
-TOKENIZER_BYTES = 30_000_000
+TOKENIZER_BYTES = 10_000_000
 """Of the documents that the tokenizer is trained on."""
 
 MOST_PIECES = 16
@@ -73,12 +72,18 @@ def prepare(settings: Settings, data: Path) -> None:
     size = QUICK_VOCABULARY if settings.quick else VOCABULARY
     tokenizer = vocabulary.train(sample([text for text in texts if not sources.is_held_out(text)]), size - 1)
     tokenizer.save(str(data / "tokenizer.json"))
-    train, held_out = [], []
+    train: list[np.ndarray] = []
+    held_out: list[np.ndarray] = []
     for text, ids in zip(texts, vocabulary.encoded(tokenizer, texts)):
         rows = pieces_of(ids, settings.document_tokens)
         (held_out if sources.is_held_out(text) else train).append(rows)
     rows = np.concatenate(train)
     chosen = spread(held_out, held_out_rows(settings))
+    if min(len(rows), len(chosen)) < (least := settings.tokens_per_step // settings.document_tokens):
+        raise ValueError(
+            f"The Python sources here have {len(rows):,} pieces of {settings.document_tokens:,} tokens to train on and "
+            f"{len(chosen):,} held out; a step takes {least}: give shorter --document-tokens."
+        )
     pieces, distance = vocabulary.pieces(tokenizer), min(FAR, settings.document_tokens // 2)
     np.save(data / "far.npy", np.stack([far_tokens(row, pieces, distance) for row in chosen]))
     np.save(data / "held_out.npy", chosen)
@@ -113,29 +118,30 @@ def held_out_rows(settings: Settings) -> int:
 
 def spread(documents: list[np.ndarray], rows: int) -> np.ndarray:
     """The first piece of each document, then the second, until there are so many."""
-    most = max(map(len, documents))
-    ordered = [rows_[number] for number in range(most) for rows_ in documents if number < len(rows_)]
+    ordered = [pieces[number] for number in range(MOST_PIECES) for pieces in documents if number < len(pieces)]
     return np.stack(ordered[:rows])
 
 
 class QualityTask(MaskedTask):
-    """Args:
-    far: bool as held_out, which tokens a model can know from afar alone.
+    """What can be known from afar alone is masked in all that is held out, so that no part of a name gives the rest
+    away.
+
+    Args:
+        far: bool as held_out, which tokens those are.
     """
 
     def __init__(self, *arguments: Any, far: np.ndarray) -> None:
         super().__init__(*arguments)
+        self.held_out_masked |= far
         self.far = torch.from_numpy(far[self.held_out_masked])
 
     def measures(self) -> dict[str, float]:
         losses, right = self.predictions()
         far = self.far
-        return {
-            "accuracy": right.float().mean().item(),
-            "far_tokens": int(far.sum()),
-            "far_loss": losses[far].mean().item(),
-            "far_accuracy": right[far].float().mean().item(),
-        }
+        found = {"accuracy": right.float().mean().item(), "far_tokens": int(far.sum())}
+        if not far.any():
+            return found
+        return found | {"far_loss": losses[far].mean().item(), "far_accuracy": right[far].float().mean().item()}
 
 
 def parts(settings: Settings, data: Path, arm: str, seed: int, device: torch.device) -> list[Part]:

@@ -154,11 +154,9 @@ def line_of(case: Case, row: Row) -> str:
 
 def table(case: Case, arms: Sequence[Arm]) -> Iterator[str]:
     """Lines: the held-out loss of each arm beside that of dense attention, means over seeds."""
-    names = list(dict.fromkeys(name for arm in arms for name in arm.measures))
     yield f"{case.experiment}, {settings_of(case)}, {case.job.budget} an arm; means over seeds"
     yield (
         f"{'':28} {'seeds':>5} {'held-out':>9} {'+-':>7} {'x dense':>8} {'seconds':>8} {'tokens':>13} {'tokens/s':>10}"
-        + "".join(f" {name:>12}" for name in names)
     )
     for arm in arms:
         dense = dense_for(arm, arms)
@@ -167,8 +165,10 @@ def table(case: Case, arms: Sequence[Arm]) -> Iterator[str]:
         yield (
             f"{arm.name:28} {len(arm.rows):>5} {arm.held_out:9.4f} {spread:>7} {ratio:>8} {arm.seconds:8.1f} "
             f"{arm.tokens:13,} {arm.tokens_per_second:10,.0f}"
-            + "".join(f" {arm.measures[name]:12.4g}" if name in arm.measures else f" {'-':>12}" for name in names)
         )
+    for name in dict.fromkeys(name for arm in arms for name in arm.measures):
+        values = (f"{arm.name} {arm.measures[name]:.4g}" for arm in arms if name in arm.measures)
+        yield f"{name}: {', '.join(values)}"
 
 
 def settings_of(case: Case) -> str:

@@ -15,7 +15,7 @@ MODELS: dict[str, dict[str, int]] = {
 }
 """Sizes, by the names of `BertConfig`."""
 
-LEARNING_RATES = {TINY: 2e-3, SMALL: 1e-3, BASE: 4e-4}
+LEARNING_RATES = {TINY: 2e-3, SMALL: 7e-4, BASE: 3e-4}
 """Of AdamW at its highest."""
 
 DOCUMENT_TOKENS = {"quality": 4096, "dna": 65536, "documents": 8192}
