@@ -199,10 +199,10 @@ def test_known_bases_alone_are_masked():
 def test_held_out_stretches_are_the_same_at_every_call_and_labels_those_of_known_genes():
     sequences = [annotated(1000), annotated(90, False), annotated(100, False, seed=1)]
     stretches, again = (Stretches.of(sequences, 100) for _ in range(2))
-    assert stretches.bases.shape == (11, 100)
-    assert stretches.are_annotated.sum() == 10
+    assert stretches.bases.shape == (9, 100)
+    assert stretches.are_annotated.sum() == 8
     assert all((one == other).all() for one, other in zip(stretches.masked, again.masked))
-    assert stretches.classes[0].shape == (10, 100)
+    assert stretches.classes[0].shape == (8, 100)
     assert set(np.unique(stretches.classes[1])) == {OUTSIDE, FORWARD, REVERSE}
 
 

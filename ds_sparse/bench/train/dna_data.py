@@ -17,8 +17,8 @@ from .masked import MASKED
 IGNORED = -100
 """The label of a base that is not predicted."""
 
-STRETCHES = 16
-"""Of each side's genome whose masked bases are predicted, as many at most, spread evenly."""
+STRETCHES = 8
+"""Of genomes with known genes, and of others, as many at most that the held-out loss is of, spread evenly."""
 
 TRAINING, HELD_OUT = "training", "held_out"
 

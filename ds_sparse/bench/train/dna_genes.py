@@ -87,10 +87,10 @@ def bases_found(predicted: np.ndarray, labels: np.ndarray) -> Found:
 
 def genes_found(predicted: Sequence[Gene], genes: Sequence[Gene]) -> Found:
     """Genes that an interval finds; one finds one."""
-    return Found(len(predicted), len(genes), sum(pairs(predicted, genes)))
+    return Found(len(predicted), len(genes), sum(finds(predicted, genes)))
 
 
-def pairs(predicted: Iterable[Gene], genes: Sequence[Gene]) -> Iterator[bool]:
+def finds(predicted: Iterable[Gene], genes: Sequence[Gene]) -> Iterator[bool]:
     """Of each predicted one, whether it finds a gene that none before it has found."""
     left = set(genes)
     starts = [gene.start for gene in genes]

@@ -40,6 +40,9 @@ CHARACTERS = 4
 
 QUICK_PACKAGES = 4
 
+MASKED_ROWS = 64
+"""As long as the longest sequence, of what is held out, as many at most that the loss of masked tokens is of."""
+
 ARMS = f"ATTENTION-LENGTH of {', '.join(ATTENTIONS)}, such as bslongformer-8192"
 
 
@@ -154,8 +157,10 @@ def make_task(
     training, held_out = documents_data.read(data, TRAINING), documents_data.read(data, HELD_OUT)
     if before is None:
         model = make_bert(attention, settings, size, seed, device)
-        rows = partial(documents_data.rows_of, length=settings.document_tokens)
-        return MaskedTask(model, attention.length, rows(training), rows(held_out), size - 1, per_step, seed, device)
+        rows = documents_data.rows_of(training, settings.document_tokens)
+        of_held_out = documents_data.rows_of(held_out, settings.document_tokens)
+        some = of_held_out[:: -(-len(of_held_out) // MASKED_ROWS)]
+        return MaskedTask(model, attention.length, rows, some, size - 1, per_step, seed, device)
     packages = PackageModel(before.base_model, len(documents_data.names(data)))
     return Packages(packages, attention.length, training, held_out, per_step, seed, device)
 
