@@ -8,6 +8,7 @@ What is still to be measured is named there with its command.
 
 import json
 import re
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,22 +21,30 @@ from matplotlib.figure import Figure
 from ds_sparse.bench import bert_results, markdown, modernbert_results
 from ds_sparse.bench.cases import DENSE_IN_BERT, EAGER, FLOOR, LONGFORMER_MODEL, NO_ATTENTION, STRUCTURES_IN_BERT
 from ds_sparse.bench.show import load
+from ds_sparse.bench.train import results as train_results
 
 PAGE = ROOT / "docs" / "what-it-gives-you.md"
 PICTURES = ROOT / "docs" / "pictures"
 
 TO_MEASURE = {
-    "bert-lengths-h200": "--labelled-only --repeats 3 --seconds 2 --seq-len 512,1024,4096,16384,65536,131072 "
+    "bert-lengths-h200": "bert --labelled-only --repeats 3 --seconds 2 --seq-len 512,1024,4096,16384,65536,131072 "
     "--peers eager,sdpa,flex-bigbird-64,transformers-longformer,transformers-bigbird,longformer-64,bigbird-64",
-    "bert-longest-h200": "--labelled-only --whole-step --longest 30 --peers "
+    "bert-longest-h200": "bert --labelled-only --whole-step --longest 30 --peers "
     "eager,sdpa,flex-bigbird-64,transformers-longformer,transformers-bigbird,bigbird-64",
-    "bert-longest-checkpointed-h200": "--labelled-only --whole-step --activation-checkpointing --longest 30 --peers "
-    "eager,sdpa,flex-bigbird-64,transformers-longformer,transformers-bigbird,bigbird-64",
+    "bert-longest-checkpointed-h200": "bert --labelled-only --whole-step --activation-checkpointing --longest 30 "
+    "--peers eager,sdpa,flex-bigbird-64,transformers-longformer,transformers-bigbird,bigbird-64",
+    "train-quality-h200": "train --folder quality --seeds 0,1,2 --tokens 40000000 --minutes 0.4 --arms "
+    "dense-512,dense-4096,bigbird-4096,bslongformer-4096",
+    "train-structures-h200": "train --folder quality --tokens 40000000 --minutes 0.4 --arms "
+    "dense-4096,fixed-4096,variable-4096,local_sliding_window-4096,continued-bigbird-4096",
+    "train-quality-16k-h200": "train --folder quality-16k --document-tokens 16384 --tokens 40000000 --minutes 0.4 "
+    "--arms dense-512,dense-16384,bigbird-16384,bslongformer-16384",
 }
-"""Runs of `ds_sparse bench bert --device cuda` that the page waits for, with the rest of their commands."""
+"""Runs of `ds_sparse bench` on a GPU that the page waits for, with the rest of their commands."""
 
 LENGTHS, OLDER_LENGTHS = ("bert-lengths-h200",), ("bert-h200", "bert-long-h200")
 LONGEST = ("bert-longest-h200", "bert-longest-checkpointed-h200")
+QUALITY = ("train-quality-h200",)
 LABELLED, MODERNBERT = "bert-labelled-h200", "modernbert-h200"
 
 TEXT, PLAIN = "#808080", "#9a9a9a"
@@ -97,6 +106,18 @@ def packed_gain() -> str:
     return f"{times} times, rows of {case.seq_len:,} tokens"
 
 
+def quality_gain() -> str:
+    """Of the best structure of ours, the held-out loss over that of dense attention of its length."""
+    said = []
+    for case, arms in train_results.arms_by_case(results_of(QUALITY)).items():
+        sparse = [arm for arm in arms if not arm.name.startswith(f"{train_results.DENSE}-")]
+        best = min(sparse, key=lambda arm: arm.held_out)
+        dense = train_results.dense_for(best, arms)
+        equal = "tokens" if case.tokens else "minutes"
+        said.append(f"{best.held_out / dense.held_out:.3f} times, `{best.name}`, at equal {equal}")
+    return "; ".join(said)
+
+
 @dataclass(frozen=True)
 class Claim:
     """A line of the table. `said` is asked where the runs are there."""
@@ -116,6 +137,7 @@ CLAIMS = (
     Claim("training by DeepSpeed, over dense (SDPA)", "", [TRAINING], training_gain),
     Claim("step of ModernBERT on packed documents, over SDPA", "", [MODERNBERT], packed_gain),
     Claim("step of BERT-base, over Longformer", "1.5 times faster", LENGTHS, lambda: best(LENGTHS, LONGFORMER_MODEL)),
+    Claim("held-out loss, over dense of the same length", "as good", QUALITY, quality_gain),
 )
 
 
@@ -138,7 +160,8 @@ def commands() -> str:
 
 
 def command(name: str) -> str:
-    return f"ds_sparse bench bert --device cuda {TO_MEASURE[name]} --json {name}.json"
+    operation, _, options = TO_MEASURE[name].partition(" ")
+    return f"ds_sparse bench {operation} --device cuda {options} --json {name}.json"
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
@@ -150,17 +173,24 @@ def colours(names: Iterable[str]) -> dict[str, str]:
 
 
 def axes() -> tuple[Figure, Any]:
+    figure, (plot,) = several_axes(1)
+    return figure, plot
+
+
+def several_axes(number: int) -> tuple[Figure, list[Any]]:
+    """Beside each other, of one height."""
     figure = Figure(figsize=(7.2, 4.0), layout="constrained")
     figure.patch.set_alpha(0)
-    plot = figure.add_subplot()
-    plot.patch.set_alpha(0)
-    plot.tick_params(colors=TEXT, which="both")
-    plot.grid(color=TEXT, alpha=0.25, linewidth=0.6)
-    plot.set_axisbelow(True)
-    for side, spine in plot.spines.items():
-        spine.set_color(TEXT)
-        spine.set_visible(side in ("left", "bottom"))
-    return figure, plot
+    plots = list(figure.subplots(1, number, sharey=True, squeeze=False)[0])
+    for plot in plots:
+        plot.patch.set_alpha(0)
+        plot.tick_params(colors=TEXT, which="both")
+        plot.grid(color=TEXT, alpha=0.25, linewidth=0.6)
+        plot.set_axisbelow(True)
+        for side, spine in plot.spines.items():
+            spine.set_color(TEXT)
+            spine.set_visible(side in ("left", "bottom"))
+    return figure, plots
 
 
 def draw_speed() -> Figure:
@@ -216,18 +246,50 @@ def draw_packed() -> Figure:
     return draw_bars({row.attention: row.tokens_per_second for row in rows if not row.reason}, "tokens a second")
 
 
+def draw_quality() -> Figure:
+    """Held-out loss on the way, against tokens where those are the budget, and against minutes; the mean of seeds."""
+    groups = train_results.arms_by_case(results_of(QUALITY))
+    figure, (of_tokens, of_minutes) = several_axes(2)
+    for case, arms in groups.items():
+        plot = of_tokens if case.tokens else of_minutes
+        for arm, colour in zip(arms, arm_colours(arms)):
+            by_seed = list(zip(*(row.curve for row in arm.rows)))
+            done = [[point.tokens / 1e6 if case.tokens else point.seconds / 60 for point in at] for at in by_seed]
+            losses = [statistics.mean(point.held_out for point in at) for at in by_seed]
+            plot.plot(list(map(statistics.mean, done)), losses, color=colour, label=arm.name)
+    of_tokens.set_xlabel("million tokens", color=TEXT)
+    of_minutes.set_xlabel("minutes of training steps", color=TEXT)
+    of_tokens.set_ylabel("held-out loss", color=TEXT)
+    of_tokens.legend(frameon=False, labelcolor=TEXT, fontsize=8)
+    return figure
+
+
+def arm_colours(arms: Sequence[train_results.Arm]) -> list[str]:
+    """Of sparse arms those of ours."""
+    ours, theirs = iter(OURS), iter(THEIRS)
+    return [next(theirs if arm.name.startswith(f"{train_results.DENSE}-") else ours) for arm in arms]
+
+
+def quality_tables() -> str:
+    return "\n\n".join(table.in_markdown() for table in markdown.tables("train", None, results_of(QUALITY)).values())
+
+
 @dataclass(frozen=True)
 class Picture:
-    """Drawn of runs; `about` is what is said to who does not see it."""
+    """Drawn of runs; `about` is what is said to who does not see it, and `below` what stands under it."""
 
     runs: Callable[[], Sequence[str]]
     draw: Callable[[], Figure]
     about: str
+    below: Callable[[], str] = lambda: ""
 
 
 GAINS = {
     "speed": Picture(lengths, draw_speed, "Tokens a second of a step of BERT-base against the length, by attention"),
     "longest": Picture(lambda: LONGEST, draw_longest, "The longest sequence that fits, by attention"),
+    "quality": Picture(
+        lambda: QUALITY, draw_quality, "Held-out loss against tokens and against minutes, by arm", quality_tables
+    ),
     "packed": Picture(lambda: [MODERNBERT], draw_packed, "Tokens a second of a step of ModernBERT, by attention"),
 }
 
@@ -240,7 +302,8 @@ def shown(name: str) -> str:
     if not is_there(picture.runs()):
         return "Not measured yet; the commands are above."
     sources = markdown.sources([load(str(RESULTS / f"{run}.json"))[0] for run in picture.runs()])
-    return f'<img src="pictures/gain-{name}.svg" alt="{picture.about}" width="720">\n\n{sources}'
+    image = f'<img src="pictures/gain-{name}.svg" alt="{picture.about}" width="720">'
+    return "\n\n".join(part for part in (image, picture.below(), sources) if part)
 
 
 def with_gains(page: str) -> str:

@@ -8,6 +8,7 @@ import difflib
 import importlib.util
 import inspect
 import math
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -21,6 +22,7 @@ from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from torch.utils.cpp_extension import CUDA_HOME
 
 import ds_sparse
 from ds_sparse.ranks import world_size
@@ -95,6 +97,13 @@ def read_deepspeed_config(args: argparse.Namespace, num_heads: int, num_layers: 
     return config if block is None else {**config, "sparse_attention": block}
 
 
+def why_no_lamb(device: torch.device) -> str:
+    """What DeepSpeed's Lamb lacks; empty where it can be compiled."""
+    if device.type == "cpu":
+        return "has on GPUs only"
+    return "" if CUDA_HOME and Path(CUDA_HOME, "bin", "nvcc").exists() else "compiles with nvcc, which is not here"
+
+
 def adapt_to_device(config: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """The JSON with an optimizer and a precision that the device has; says a sentence for each change."""
     default = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01, "torch_adam": True}}
@@ -102,10 +111,13 @@ def adapt_to_device(config: dict[str, Any], device: torch.device) -> dict[str, A
     if optimizer is default:
         say("The JSON has no optimizer: AdamW with lr 1e-3 and weight_decay 0.01 is used.")
     kind, params = optimizer["type"], dict(optimizer.get("params", {}))
-    if device.type == "cpu" and kind.lower() == "lamb":
+    if kind.lower() == "lamb" and (lacking := why_no_lamb(device)):
         params = {name: params[name] for name in ("weight_decay", "betas", "eps") if name in params} | {"lr": 1e-3}
         kind = "AdamW"
-        say("The JSON asks for Lamb, which DeepSpeed has on GPUs only: AdamW with lr 1e-3 is used on the CPU.")
+        if device.type == "cuda":
+            params["torch_adam"] = True
+        where = "GPU" if device.type == "cuda" else "CPU"
+        say(f"The JSON asks for Lamb, which DeepSpeed {lacking}: AdamW with lr 1e-3 is used on the {where}.")
     if device.type == "cpu" and kind.lower() in ("adam", "adamw") and "torch_adam" not in params:
         params["torch_adam"] = True
         say(f"{kind} runs as PyTorch's own on the CPU (torch_adam), so that DeepSpeed does not compile one.")

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, field
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ import universal
 from curves import draw_loss_curve
 from data import DROPOUT, Batch, PretrainingData, draw_seed, open_corpus
 from deepspeed_json import adapt_to_device, check_for_deepspeed, load_kernels, read_deepspeed_config
+from earlier_weights import take_weights
 from files import reason
 from masked_lines import MaskedLines
 from modeling import BertConfig, BertForPreTrainingPreLN, parameter_groups
@@ -113,6 +114,12 @@ def parse_arguments() -> argparse.Namespace:
         type=int,
         default=100,
         help="steps of linear warm-up, then inverse square root, where the JSON has no scheduler (default: 100)",
+    )
+    option(
+        "weights-from",
+        metavar="RUN",
+        help="begin with the weights of the last checkpoint of a run, such as runs/bing_bert/0001/dense, whose "
+        "sequences may be shorter; optimizer and data begin anew",
     )
     option("checkpoint-activations", action="store_true", help="recompute activations in backward to save memory")
     option(
@@ -220,7 +227,7 @@ def pretrain(
     forget_peak_memory()
     name, args, data, folder = run.name, run.args, run.data, run.folder
     resumed = checkpoint is not None
-    engine, position.layout_seed = build_engine(run, position.layout_seed)
+    engine, position.layout_seed = build_engine(run, position.layout_seed, resumed)
     if resumed:
         checkpoints.load(engine, checkpoint)
         say(f"{name}: continuing after step {position.step} of {folder}")
@@ -289,13 +296,15 @@ def pretrain(
     return Outcome(position, metrics.records if metrics is not None else [], stopped_by)
 
 
-def build_engine(run: TrainingRun, layout_seed: int | None) -> tuple[Any, int | None]:
-    """The DeepSpeed engine with a new model, and the seed of the model's layout.
+def build_engine(run: TrainingRun, layout_seed: int | None, resumed: bool) -> tuple[Any, int | None]:
+    """The DeepSpeed engine with a new model, or with the weights of --weights-from, and the seed of the model's layout.
 
     `layout_seed` is that of an earlier start of the run, whose random blocks are drawn again.
     """
     args = arguments_of(run, layout_seed)
     model = build_model(run, args)
+    if args.weights_from is not None and not resumed:
+        take_weights(model, Path(args.weights_from), {name: run.terms()[name] for name in ("model", "data")})
     structures = model.bert.sparse_attention_config
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     if structures is not None:
@@ -568,19 +577,24 @@ def filled_in(lines: MaskedLines, outcomes: dict[str, Outcome]) -> str:
     return lines.beside({name: outcome.position.filled_in for name, outcome in outcomes.items()})
 
 
-if __name__ == "__main__":
+def exit_status(program: Callable[[], int]) -> int:
+    """Runs a program of this folder; what it could not do ends in a sentence."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # DeepSpeed calls collectives by names that torch is about to rename, in every step.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    NAME = f"deepspeed_train.py{f' (rank {rank()})' if rank() else ''}"
+    name = f"{Path(sys.argv[0]).name}{f' (rank {rank()})' if rank() else ''}"
     try:
-        code = main()
+        code = program()
     except ValueError as error:
-        sys.exit(f"{NAME}: {error}")
+        sys.exit(f"{name}: {error}")
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
             raise
         where = f"{error.filename}: " if error.filename else ""
-        sys.exit(f"{NAME}: {where}{reason(error)}; make room, then continue with --resume.")
+        sys.exit(f"{name}: {where}{reason(error)}; make room, then continue with --resume.")
     dist.destroy_process_group()
-    sys.exit(code)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main))

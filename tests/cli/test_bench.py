@@ -5,7 +5,9 @@ import pytest
 from ds_sparse.cli import main
 
 
-@pytest.mark.parametrize("operation", ["matmul", "attention", "window", "packed", "tokens", "bert", "modernbert", "train"])
+@pytest.mark.parametrize(
+    "operation", ["matmul", "attention", "window", "packed", "tokens", "bert", "modernbert", "train"]
+)
 def test_a_folder_that_is_not_there_is_known_before_anything_is_measured(tmp_path, capsys, operation):
     assert main(["bench", operation, "--json", str(tmp_path / "nowhere" / "rows.json")]) == 1
     printed = capsys.readouterr()
@@ -13,7 +15,9 @@ def test_a_folder_that_is_not_there_is_known_before_anything_is_measured(tmp_pat
     assert f"there is no folder {tmp_path / 'nowhere'}; make it first." in printed.err
 
 
-@pytest.mark.parametrize("operation", ["matmul", "attention", "window", "packed", "tokens", "bert", "modernbert", "train"])
+@pytest.mark.parametrize(
+    "operation", ["matmul", "attention", "window", "packed", "tokens", "bert", "modernbert", "train"]
+)
 def test_a_folder_in_place_of_a_file_is_known_before_anything_is_measured(tmp_path, capsys, operation):
     assert main(["bench", operation, "--json", str(tmp_path)]) == 1
     printed = capsys.readouterr()

@@ -10,11 +10,21 @@ import pytest
 import torch
 from deepspeed.ops.lamb import FusedLamb
 
+import deepspeed_json
 from deepspeed_json import adapt_to_device, check_for_deepspeed, load_kernels, read_deepspeed_config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TORCH_ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+
+
+@pytest.fixture(autouse=True)
+def nvcc(monkeypatch, tmp_path_factory):
+    """There is one, as DeepSpeed sees it."""
+    home = tmp_path_factory.mktemp("cuda")
+    (home / "bin").mkdir()
+    (home / "bin" / "nvcc").touch()
+    monkeypatch.setattr(deepspeed_json, "CUDA_HOME", str(home))
 
 
 @pytest.fixture
@@ -43,13 +53,16 @@ def test_every_shipped_json_is_accepted(device):
             assert read_file(path, device)["optimizer"]["type"] in ("AdamW", "Lamb")
 
 
-def test_lamb_is_replaced_on_the_cpu_alone(read, capsys):
+def test_lamb_is_replaced_where_deepspeed_has_none(read, capsys, monkeypatch):
     lamb = {"type": "Lamb", "params": {"lr": 11e-3, "weight_decay": 0.02, "max_coeff": 0.3, "min_coeff": 0.01}}
     assert read(CUDA, optimizer=lamb)["optimizer"] == lamb
     assert "Lamb" not in capsys.readouterr().out
     replaced = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.02, "torch_adam": True}}
     assert read(CPU, optimizer=lamb)["optimizer"] == replaced
     assert "AdamW with lr 1e-3 is used on the CPU" in capsys.readouterr().out
+    monkeypatch.setattr(deepspeed_json, "CUDA_HOME", None)
+    assert read(CUDA, optimizer=lamb)["optimizer"] == replaced
+    assert "compiles with nvcc, which is not here: AdamW with lr 1e-3 is used on the GPU" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("key, package", [("wandb", "wandb"), ("comet", "comet_ml"), ("tensorboard", "tensorboard")])

@@ -9,8 +9,23 @@ import pytest
 
 from ds_sparse.bench import bert_results
 from ds_sparse.bench.command import parse
+from ds_sparse.bench.commands.running import RESULTS
+from ds_sparse.bench.train.results import Case, Point, Row
 
 CASE = bert_results.Case(512, 0.0, "bf16", "cuda", predicts_all=False)
+QUALITY = Case("quality", "small", "bf16", "cuda", False, 32768, 7e-4, 4096)
+
+
+def trained(arm, seed, held_out, **budget):
+    curve = [Point(30.0, 10**6, held_out + 1), Point(60.0, 2 * 10**6, held_out)]
+    return replace(QUALITY, arm=arm, seed=seed, **budget), Row(20.0, held_out, curve, tokens_per_second=1e6)
+
+
+TRAINED = [
+    *(trained("dense-4096", seed, 2.0, **budget) for budget in ({"tokens": 9}, {"minutes": 9.0}) for seed in (0, 1)),
+    *(trained("bigbird-4096", seed, 2.1, tokens=9) for seed in (0, 1)),
+    *(trained("bigbird-4096", seed, 1.9, minutes=9.0) for seed in (0, 1)),
+]
 TRY = replace(CASE, whole_step=True, is_try=True)
 
 
@@ -27,7 +42,8 @@ def test_each_picture_that_can_be_drawn_is_there(name):
 @pytest.mark.parametrize("run", gains.TO_MEASURE)
 def test_commands_of_runs_to_come_can_be_given(run):
     words = shlex.split(gains.command(run))
-    assert words[:3] == ["ds_sparse", "bench", "bert"] and parse("bert", words[3:]).json == f"{run}.json"
+    assert words[:2] == ["ds_sparse", "bench"] and words[2] in ("bert", "train")
+    assert parse(words[2], words[3:]).json == f"{run}.json"
 
 
 @pytest.fixture
@@ -52,10 +68,13 @@ def all_measured(monkeypatch, tmp_path):
             (replace(TRY, seq_len=4 * length, checkpointed=True), [bert_results.Row(name, 9.0, 70.0)])
             for name, length in longest.items()
         ],
+        **{name: TRAINED for name in gains.TO_MEASURE if name.startswith("train-")},
     }
-    about = {"machine": "a GPU", "torch": "", "commit": "", "date": "", "ceilings": {}, "operation": "bert"}
+    about = {"machine": "a GPU", "torch": "", "commit": "", "date": "", "ceilings": {}}
     for name, results in runs.items():
-        rows = [row for result in results for row in bert_results.record(result)]
+        operation = gains.TO_MEASURE[name].split()[0]
+        rows = [row for result in results for row in RESULTS[operation].record(result)]
+        about["operation"] = operation
         arguments = shlex.split(gains.command(name))[3:]
         (tmp_path / f"{name}.json").write_text(json.dumps(about | {"arguments": arguments, "rows": rows}))
     monkeypatch.setattr(gains, "RESULTS", tmp_path)
@@ -67,6 +86,8 @@ def test_runs_that_are_there_take_the_place_of_commands(all_measured):
     assert "| 10 times | 50 times, 512,000 tokens (activations kept); 50 times, 2,048,000 tokens (act" in page
     assert "| up to 6.3 times faster | 13 times, `bigbird-64` at 65,536 tokens | `bert-lengths-h200` |" in page
     assert "| 1.5 times faster | 10 times, `bigbird-64` at " in page
+    assert "| as good | 1.050 times, `bigbird-4096`, at equal tokens; 0.950 times, `bigbird-4096`, at eq" in page
+    assert "| `bigbird-4096` | 2 | 2.1000 ± 0.0000 | 1.050 |" in page
 
 
 def test_pictures_have_what_was_measured(all_measured):
@@ -74,6 +95,12 @@ def test_pictures_have_what_was_measured(all_measured):
     lines = {line.get_label(): line.get_xydata().tolist() for line in plot.get_lines()}
     assert lines["bigbird-64"] == [[4096, pytest.approx(8 * 4096 / 0.05)], [65536, pytest.approx(65536 / 0.05)]]
     assert lines.keys() == {"no attention", "floor", "transformers-longformer", "bigbird-64", "sdpa"}
+    of_tokens, of_minutes = gains.draw_quality().axes
+    lines = [
+        {line.get_label(): line.get_xydata().tolist() for line in plot.get_lines()} for plot in (of_tokens, of_minutes)
+    ]
+    assert lines[0]["bigbird-4096"] == [[1.0, 3.1], [2.0, 2.1]]
+    assert lines[1] == {"dense-4096": [[0.5, 3.0], [1.0, 2.0]], "bigbird-4096": [[0.5, 2.9], [1.0, 1.9]]}
     (plot,) = gains.draw_longest().axes
     assert [bar.get_width() for bar in plot.patches] == [10_240, 512_000, 40_960, 2_048_000]
     assert plot.get_yticklabels()[3].get_text() == "bigbird-64, checkpointed"

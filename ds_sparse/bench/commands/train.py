@@ -16,6 +16,7 @@ import torch
 from ...arguments import positive
 from ..reasons import NOT_TRIED, in_short
 from ..runs import Run
+from ..step_times import release_memory
 from ..train.experiment import Experiment, load
 from ..train.folder import Folder
 from ..train.job import Stopped, Training
@@ -54,7 +55,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--experiment", choices=list(DOCUMENT_TOKENS), default="quality", help="(default: quality)")
     parser.add_argument("--arms", type=lambda text: text.split(","), help="such as dense-512,bigbird-4096")
     parser.add_argument("--seeds", type=listed(natural), default=[0], help="(default: 0)")
-    parser.add_argument("--minutes", type=positive_number, default=0.0, help="of training for each arm and seed")
+    parser.add_argument(
+        "--minutes",
+        type=positive_number,
+        default=0.0,
+        help="of training for each arm and seed: as many steps as fit, at the speed of some that are tried before",
+    )
     parser.add_argument(
         "--tokens",
         type=positive,
@@ -164,6 +170,8 @@ def row_of(
             return Row(reason=STOPPED)
         except (ArithmeticError, RuntimeError) as error:
             return Row(reason=in_short(error))
+        finally:
+            release_memory(device)
         folder.finish(job, row)
         return row
 

@@ -12,6 +12,7 @@ from ...models.sparsify import sparsify
 from ...sparsity import SparsityConfig
 from ..bert import require_layout
 from ..cases import DENSE_IN_BERT, STRUCTURES_IN_BERT
+from .neighbours import add_neighbours
 from .results import DENSE
 from .settings import MODELS, Settings
 
@@ -75,7 +76,8 @@ def structure_of(kind: str, settings: Settings) -> SparsityConfig:
 def make_bert(
     attention: Attention, settings: Settings, vocabulary: int, seed: int, device: torch.device
 ) -> BertForMaskedLM:
-    """With new weights in fp32, the same of a seed, and without dropout: no text is seen often."""
+    """With new weights in fp32, the same of a seed, its embeddings with `Neighbours`, and without dropout: no text is
+    seen often."""
     config = BertConfig(
         **MODELS[settings.model],
         vocab_size=vocabulary,
@@ -84,7 +86,9 @@ def make_bert(
         attention_probs_dropout_prob=0.0,
     )
     torch.manual_seed(seed)
-    model = BertForMaskedLM(config).to(device)
+    model = BertForMaskedLM(config)
+    add_neighbours(model)
+    model.to(device)
     give_attention(model, attention.kind, settings)
     return model
 

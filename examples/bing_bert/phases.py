@@ -1,0 +1,63 @@
+"""Pretrains as bing_bert did, from short sequences to long ones: each phase begins with the weights of the one before.
+
+    phases.py --phase 128:900 --phase 512:100 --phase 4096:100:sparse --output-dir runs/phases [options]
+
+A phase is TOKENS:STEPS, or TOKENS:STEPS:sparse, which has the attention of the JSON's block; the others are dense. The
+options are those of deepspeed_train.py. Given again, the command goes on where it was cut off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import deepspeed_train
+from run_folders import newest_run_folder
+from training_run import DENSE, SPARSE
+
+HERE = Path(__file__).resolve().parent
+CONFIG = HERE.parents[1] / "configs" / "deepspeed_bsz64k_lamb_config_seq128.json"
+
+
+class Phase(NamedTuple):
+    tokens: int
+    steps: int
+    attention: str
+
+
+def phase(text: str) -> Phase:
+    """argparse type."""
+    tokens, steps, attention = [*text.split(":"), DENSE][:3] if text.count(":") in (1, 2) else ("", "", "")
+    if not (tokens.isdecimal() and steps.isdecimal() and int(tokens) and int(steps) and attention in (DENSE, SPARSE)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not TOKENS:STEPS or TOKENS:STEPS:{SPARSE}")
+    return Phase(int(tokens), int(steps), attention)
+
+
+DEFAULT = [Phase(128, 900, DENSE), Phase(512, 100, DENSE), Phase(4096, 100, SPARSE)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="phases.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--phase", type=phase, action="append", help="one of the phases, in their order")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/phases"), help="a folder of runs for each phase")
+    args, others = parser.parse_known_args()
+    before: Path | None = None
+    for number, of in enumerate(args.phase or DEFAULT, 1):
+        runs = args.output_dir / f"{number}-{of.tokens}-{of.attention}"
+        sys.argv = ["deepspeed_train.py", "--deepspeed_config", str(CONFIG), "--max-minutes", "100000", *others]
+        sys.argv += ["--max-seq-length", str(of.tokens), "--max-steps", str(of.steps), "--output-dir", str(runs)]
+        sys.argv += ["--resume-or-start", *(["--deepspeed_sparse_attention"] if of.attention == SPARSE else [])]
+        sys.argv += ["--weights-from", str(before)] if before else []
+        status = deepspeed_train.main()
+        if status:
+            return status
+        before = newest_run_folder(runs) / of.attention
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(deepspeed_train.exit_status(main))

@@ -1,0 +1,96 @@
+"""Phases of pretraining, each from the weights of the one before, at tiny size."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import earlier_weights
+import phases
+
+EXAMPLE = Path(phases.__file__).parent
+
+PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+import deepspeed_train
+deepspeed_train.save_drawing = deepspeed_train.draw_results = lambda *_: None  # they take longer than the training
+import phases
+arguments, status = sys.argv, []
+for _ in range(2):
+    sys.argv = list(arguments)
+    status.append(phases.main())
+sys.exit(max(status))
+"""
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """The folder of three phases, whose command was given twice, and what was printed."""
+    folder = tmp_path_factory.mktemp("phases")
+    (folder / "corpus").mkdir()
+    words = (Path(os.__file__).parent / "argparse.py").read_text().split()
+    for number in range(40):
+        (folder / "corpus" / f"{number}.txt").write_text(" ".join(words[number * 60 :][:900]))
+    model = {
+        "vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64,
+        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    }  # fmt: skip
+    (folder / "model.json").write_text(json.dumps({"name": "small", "bert_model_config": model}))
+    arguments = [
+        "--phase", "128:3", "--phase", "256:2", "--phase", "1024:2:sparse", "--output-dir", folder / "runs",
+        "--cf", folder / "model.json", "--corpus", folder / "corpus", "--eval-sequences", 2,
+    ]  # fmt: skip
+    command = [sys.executable, "-c", PROGRAM, str(EXAMPLE), *map(str, arguments)]
+    clean = {"DS_SPARSE_CACHE": str(folder / "cache"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=os.environ | clean, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "runs", done.stdout
+
+
+def weights(run, step):
+    file = run / "checkpoints" / f"step{step}" / "mp_rank_00_model_states.pt"
+    return torch.load(file, weights_only=False)["module"]
+
+
+def test_each_phase_begins_where_the_one_before_ended(ran):
+    folder, _ = ran
+    short, middle = folder / "1-128-dense" / "0001" / "dense", folder / "2-256-dense" / "0001" / "dense"
+    long = folder / "3-1024-sparse" / "0001" / "sparse"
+    words = "bert.embeddings.word_embeddings.weight"
+    before, after = weights(short, 3), weights(middle, 2)
+    moved = (after[words] - before[words]).abs().max()
+    assert moved < 0.02 < before[words].abs().max(), "two steps of AdamW with a warming learning rate"
+    positions = before[earlier_weights.POSITIONS][:128].repeat(2, 1)
+    assert (after[earlier_weights.POSITIONS][:256] - positions).abs().max() < 0.02
+    assert weights(long, 2)[earlier_weights.POSITIONS].shape[0] == 1024
+
+
+def test_the_original_json_trains_all_phases_and_says_what_it_does_without(ran):
+    _, printed = ran
+    assert printed.count("The JSON asks for Lamb, which DeepSpeed has on GPUs only: AdamW with lr 1e-3") == 6
+    for lines in ("dense: step 3", "dense: step 2", "sparse: step 2"):
+        assert lines in printed
+
+
+def test_the_same_command_trains_no_finished_phase_again(ran):
+    folder, printed = ran
+    assert printed.count("nothing left to train") == 3
+    assert sorted(path.name for path in folder.glob("*/*")) == ["0001"] * 3
+
+
+@pytest.mark.parametrize("text", ["128", "128:0", "0:5", "128:5:dense:1", "128:5:wide", "a:5"])
+def test_a_phase_is_a_length_and_steps(text):
+    with pytest.raises(phases.argparse.ArgumentTypeError, match="is not TOKENS:STEPS or TOKENS:STEPS:sparse"):
+        phases.phase(text)
+    assert phases.phase("128:5") == (128, 5, "dense") and phases.phase("64:5:sparse") == (64, 5, "sparse")
+
+
+def test_a_run_without_a_checkpoint_gives_no_weights(monkeypatch, tmp_path):
+    monkeypatch.setattr(earlier_weights.checkpoints, "find", lambda *_: None)
+    with pytest.raises(ValueError, match="has no checkpoint; name a run's folder, such as 0001/dense."):
+        earlier_weights.take_weights(torch.nn.Linear(1, 1), tmp_path, {})
