@@ -195,3 +195,14 @@ def test_a_continued_arm_begins_with_the_dense_weights(prepared):
 def test_an_experiment_is_a_module():
     assert experiment.load("quality") is quality.EXPERIMENT
     assert case_of(QUICK, Job("dense-64", 1, Budget(minutes=0.5))).job == Job("dense-64", 1, Budget(minutes=0.5))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
+def test_quick_runs_on_a_gpu(tmp_path):
+    path = tmp_path / "rows.json"
+    command = "bench train --quick --device cuda --arms dense-64,dense-512,bigbird-512 --minutes 0.02"
+    assert main([*command.split(), "--json", str(path)]) == 0
+    rows = rows_of(path)
+    assert {row["dtype"] for row in rows.values()} == {"bf16"} and not any(row["reason"] for row in rows.values())
+    assert all(row["curve"][-1]["held_out"] < row["curve"][0]["held_out"] for row in rows.values())
