@@ -279,7 +279,9 @@ def draw_measure(runs: Sequence[str], measure: str, label: str) -> Figure:
     ((_, arms),) = train_results.arms_by_case(results_of(runs)).items()
     figure, plot = axes()
     plot.grid(visible=False, axis="y")
-    drawn = plot.barh([arm.name for arm in arms], [arm.measures[measure] * 100 for arm in arms], color=arm_colours(arms))
+    drawn = plot.barh(
+        [arm.name for arm in arms], [arm.measures[measure] * 100 for arm in arms], color=arm_colours(arms)
+    )
     plot.bar_label(drawn, fmt="%.1f", color=TEXT, padding=3)
     plot.invert_yaxis()
     plot.margins(x=0.15)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_sparse.bench.show import load
-from ds_sparse.bench.train import dna, dna_data, dna_files, dna_genes, dna_genomes, dna_synthetic, job
+from ds_sparse.bench.train import dna, dna_data, dna_files, dna_genes, dna_genomes, dna_synthetic
 from ds_sparse.bench.train.dna_data import Annotated, Stretches, Windows
 from ds_sparse.bench.train.dna_genes import BOTH, FORWARD, OUTSIDE, REVERSE
 from ds_sparse.bench.train.dna_genomes import A, C, Contig, G, Gene, N, T
@@ -251,14 +251,11 @@ class OfEachBase(torch.nn.Module):
         return SimpleNamespace(logits=table[input_ids])
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(job, "TRIED_STEPS", 2)
-    return ["bench", "train", "--experiment", "dna", "--quick", "--tokens", "4096", "--arms"]
+QUICK = ["bench", "train", "--experiment", "dna", "--quick", "--tokens", "4096", "--arms"]
 
 
-def test_a_quick_run_says_loss_and_f1_of_each_arm(tmp_path, quick):
-    assert main([*quick, "dense-64,bigbird-512", "--json", str(tmp_path / "out.json")]) == 0
+def test_a_quick_run_says_loss_and_f1_of_each_arm(tmp_path):
+    assert main([*QUICK, "dense-64,bigbird-512", "--json", str(tmp_path / "out.json")]) == 0
     cases, rows = zip(*load(str(tmp_path / "out.json"))[2])
     assert [case.arm for case in cases] == ["dense-64", "bigbird-512"]
     for row in rows:
@@ -267,9 +264,9 @@ def test_a_quick_run_says_loss_and_f1_of_each_arm(tmp_path, quick):
         assert row.measures["masked_loss"] == pytest.approx(row.curve[0].held_out)
 
 
-def test_a_run_takes_genomes_of_a_folder_and_says_where_they_are_missing(tmp_path, quick, monkeypatch, capsys):
+def test_a_run_takes_genomes_of_a_folder_and_says_where_they_are_missing(tmp_path, capsys):
     dna_synthetic.write_genome(tmp_path / "mine")
-    assert main([*quick, "dense-64", "--genomes", str(tmp_path / "mine")]) == 0
+    assert main([*QUICK, "dense-64", "--genomes", str(tmp_path / "mine")]) == 0
     capsys.readouterr()
     for wrong, sentence in (
         (["dense-64", "--genomes", str(tmp_path)], "has 0 FASTA files"),
@@ -277,5 +274,24 @@ def test_a_run_takes_genomes_of_a_folder_and_says_where_they_are_missing(tmp_pat
         (["longformer-64"], "is no arm of dna"),
         (["dense-64", "--genomes", str(tmp_path), "--experiment", "documents"], "documents reads none"),
     ):
-        assert main([*quick, *wrong]) == 1
+        assert main([*QUICK, *wrong]) == 1
         assert sentence in capsys.readouterr().err
+
+
+def test_a_run_that_is_killed_amid_genes_goes_on_and_keeps_what_it_said_of_masked_bases(tmp_path, monkeypatch):
+    command = [*QUICK, "dense-64", "--tokens", "16384", "--save-seconds", "0", "--folder"]
+    assert main([*command, str(tmp_path / "whole"), "--json", str(tmp_path / "whole.json")]) == 0
+    right, steps = dna.Genes.loss, []
+
+    def killed(task, step):
+        steps.append(step)
+        if len(steps) == 2 + 4:  # two are tried before four
+            raise KeyboardInterrupt
+        return right(task, step)
+
+    monkeypatch.setattr(dna.Genes, "loss", killed)
+    assert main([*command, str(tmp_path / "killed")]) == 130
+    monkeypatch.setattr(dna.Genes, "loss", right)
+    assert main([*command, str(tmp_path / "killed"), "--json", str(tmp_path / "killed.json")]) == 0
+    ((_, whole),), ((_, other),) = (load(str(tmp_path / name))[2] for name in ("whole.json", "killed.json"))
+    assert (other.weights, other.measures) == (whole.weights, whole.measures)

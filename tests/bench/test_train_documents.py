@@ -6,10 +6,11 @@ import torch
 from tokenizers import Tokenizer
 
 from ds_sparse.bench.show import load
-from ds_sparse.bench.train import documents, documents_data, documents_texts, job
+from ds_sparse.bench.train import documents, documents_data, documents_texts
 from ds_sparse.bench.train.documents_data import Documents
 from ds_sparse.bench.train.documents_texts import Removal, Sources, Text, Wanted
 from ds_sparse.bench.train.models import Attention, make_bert
+from ds_sparse.bench.train.neighbours import REACH
 from ds_sparse.bench.train.settings import Settings
 from ds_sparse.cli import main
 
@@ -179,7 +180,7 @@ def test_padding_says_nothing_of_a_package(tmp_path):
     model = documents.PackageModel(bert.base_model, 3).eval()
     tokens = torch.randint(300, (2, 512), generator=torch.Generator().manual_seed(0))
     other = tokens.clone()
-    other[0, 100:] = 7
+    other[0, 100 + REACH :] = 7  # the embeddings of the last tokens know their neighbours
     lengths = torch.tensor([100, 512])
     with torch.no_grad():
         torch.testing.assert_close(model(tokens, lengths), model(other, lengths))
@@ -202,7 +203,6 @@ def test_copies_of_other_packages_are_no_sources():
 
 
 def test_a_quick_run_says_accuracy_of_each_arm(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(job, "TRIED_STEPS", 2)
     monkeypatch.setattr(documents_texts, "MOST_FILES", 12)
     arms = ["dense-64", "bslongformer-512"]
     command = ["bench", "train", "--experiment", "documents", "--quick", "--arms", ",".join(arms), "--tokens", "4096"]

@@ -11,6 +11,7 @@ from .dna_data import IGNORED
 from .dna_genes import CLASSES
 from .dna_genomes import PAD, VOCABULARY
 from .models import Attention, give_attention
+from .neighbours import add_neighbours
 from .settings import MODELS, Settings
 
 with optional_imports():
@@ -31,7 +32,9 @@ def make_masked(attention: Attention, settings: Settings, seed: int, device: tor
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
     )
     torch.manual_seed(seed)
-    model = NomicBertForMaskedLM(config).to(device)
+    model = NomicBertForMaskedLM(config)
+    add_neighbours(model)
+    model.to(device)
     give_attention(model, attention.kind, settings)
     return model
 
