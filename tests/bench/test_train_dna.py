@@ -223,8 +223,7 @@ def test_genes_are_found_over_whole_sequences():
     one = Annotated(contig, dna_genes.labels_of(contig), True)
     sequences = dna.Sequences(window=64, per_step=512, device=torch.device("cpu"))
     model = ClassOfBase()
-    task = dna.Genes(model, sequences, Windows([one], 512), Stretches.of([one], 512).classes, [0])
-    task.known = [one]
+    task = dna.Genes(model, sequences, Windows([one], 512), Stretches.of([one], 512).classes, [0], known=[one])
     assert (task.predicted(bases) == np.where(bases == A, OUTSIDE, np.where(bases == C, FORWARD, REVERSE))).all()
     assert task.measures() == pytest.approx({"base_f1": 2 * 2003 / (2003 + 2503), "gene_f1": 2 * 3 / 7})
     task.loss(0)
@@ -266,10 +265,13 @@ def test_a_quick_run_says_loss_and_f1_of_each_arm(tmp_path):
 
 def test_a_run_takes_genomes_of_a_folder_and_says_where_they_are_missing(tmp_path, capsys):
     dna_synthetic.write_genome(tmp_path / "mine")
+    dna_synthetic.write_genome(tmp_path / "other")
+    (tmp_path / "other" / "synthetic.fa.gz").write_bytes(gzip.compress(FASTA.encode()))
     assert main([*QUICK, "dense-64", "--genomes", str(tmp_path / "mine")]) == 0
     capsys.readouterr()
     for wrong, sentence in (
         (["dense-64", "--genomes", str(tmp_path)], "has 0 FASTA files"),
+        (["dense-64", "--genomes", str(tmp_path / "other")], "has no such sequence"),
         (["dense-100"], "sequences of 100 tokens do not divide documents of 512"),
         (["longformer-64"], "is no arm of dna"),
         (["dense-64", "--genomes", str(tmp_path), "--experiment", "documents"], "documents reads none"),

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -131,9 +132,15 @@ class MaskedBases(BaseTask):
 
 
 class Genes(BaseTask):
-    """Which bases are in a gene, introns too, and on which strand; `known` are the held-out sequences with genes."""
+    """Which bases are in a gene, introns too, and on which strand.
 
-    known: Sequence[Annotated]
+    Args:
+        known: the held-out sequences whose genes are known, whole.
+    """
+
+    def __init__(self, *arguments: Any, known: Sequence[Annotated]) -> None:
+        super().__init__(*arguments)
+        self.known = known
 
     def batch_of(self, bases: np.ndarray, labels: np.ndarray, generator: np.random.Generator) -> Batch:
         return bases, class_labels(labels)
@@ -178,10 +185,9 @@ def make_task(
     if before is None:
         model = make_masked(attention, settings, seed, device)
         return MaskedBases(model, sequences, Windows(training, settings.document_tokens), stretches.masked, [seed, 0])
-    known = Windows([one for one in training if one.is_annotated], settings.document_tokens)
-    genes = Genes(GeneModel(before.base_model), sequences, known, stretches.classes, [seed, 1])
-    genes.known = [one for one in held_out if one.is_annotated]
-    return genes
+    windows = Windows([one for one in training if one.is_annotated], settings.document_tokens)
+    known = [one for one in held_out if one.is_annotated]
+    return Genes(GeneModel(before.base_model), sequences, windows, stretches.classes, [seed, 1], known=known)
 
 
 EXPERIMENT = Experiment(ARMS, default_arms, require, prepare, parts)
