@@ -32,7 +32,7 @@ VOCABULARY, QUICK_VOCABULARY = 8192, 1024
 SHORT, QUICK_SHORT = 512, 64
 """Tokens of the dense sequences that are compared with."""
 
-LEAST_FILES, QUICK_LEAST_FILES = 20, 8
+LEAST_FILES, QUICK_LEAST_FILES = 30, 8
 """Of a package, each of half as many tokens as the longest sequence or more."""
 
 CHARACTERS = 4
