@@ -91,6 +91,7 @@ def test_every_fifth_sequence_is_held_out():
     genome = dna_genomes.split("x", contigs(11), least=10)
     assert [contig.name for contig in genome.held_out] == ["chr5", "chr10"]
     assert len(genome.training) == 9
+    assert str(genome) == "x: 900 bases train, 200 with 0 known genes are held out"
 
 
 def test_the_end_of_few_sequences_is_held_out_with_the_genes_that_lie_in_it():
@@ -266,12 +267,15 @@ def test_a_quick_run_says_loss_and_f1_of_each_arm(tmp_path):
 def test_a_run_takes_genomes_of_a_folder_and_says_where_they_are_missing(tmp_path, capsys):
     dna_synthetic.write_genome(tmp_path / "mine")
     dna_synthetic.write_genome(tmp_path / "other")
+    dna_synthetic.write_genome(tmp_path / "few")
+    (tmp_path / "few" / "synthetic.gff3").write_text("chr1\tx\tgene\t1\t9\t.\t+\t.\tID=a\n")
     (tmp_path / "other" / "synthetic.fa.gz").write_bytes(gzip.compress(FASTA.encode()))
     assert main([*QUICK, "dense-64", "--genomes", str(tmp_path / "mine")]) == 0
     capsys.readouterr()
     for wrong, sentence in (
         (["dense-64", "--genomes", str(tmp_path)], "has 0 FASTA files"),
         (["dense-64", "--genomes", str(tmp_path / "other")], "has no such sequence"),
+        (["dense-64", "--genomes", str(tmp_path / "few")], "No held-out sequence has a gene that is known"),
         (["dense-100"], "sequences of 100 tokens do not divide documents of 512"),
         (["longformer-64"], "is no arm of dna"),
         (["dense-64", "--genomes", str(tmp_path), "--experiment", "documents"], "documents reads none"),

@@ -54,13 +54,22 @@ def files_of(settings: Settings) -> list[Files]:
 
 
 def prepare(settings: Settings, data: Path) -> None:
-    """Reads the genomes, of a quick run one that is made up, and writes them as `dna_data` has them."""
+    """Reads the genomes, of a quick run one that is made up, says what they are, and writes them as `dna_data` has
+    them.
+
+    Raises:
+        ValueError: a file is none of its kind, or there is nothing to find genes in.
+    """
     if settings.quick and not settings.genomes:
         write_genome(data / "genome")
         files = genomes_of_folder(data / "genome")
     else:
         files = files_of(settings)
-    dna_data.write([read_genome(one, settings.document_tokens) for one in files], data)
+    genomes = [read_genome(one, settings.document_tokens) for one in files]
+    print(*genomes, sep="\n", flush=True)
+    if not any(genome.is_annotated for genome in genomes):
+        raise ValueError("No held-out sequence has a gene that is known; give more of the genome, or of its genes.")
+    dna_data.write(genomes, data)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -59,22 +58,10 @@ class Genome:
     def is_annotated(self) -> bool:
         return any(contig.genes for contig in self.held_out)
 
-    @property
-    def summary(self) -> dict[str, object]:
-        """What a result says of it; the hash is of all bases and genes on both sides."""
-        digest = hashlib.sha256()
-        for contig in (*self.training, *self.held_out):
-            digest.update(contig.bases.tobytes() + repr(list(contig.genes)).encode())
-        sides = {"training": self.training, "held_out": self.held_out}
-        sizes = {
-            side: {
-                "bases": sum(len(contig.bases) for contig in contigs),
-                "genes": sum(len(contig.genes) for contig in contigs),
-                "sequences": [contig.name for contig in contigs],
-            }
-            for side, contigs in sides.items()
-        }
-        return {"genome": self.name, **sizes, "sha256": digest.hexdigest()}
+    def __str__(self) -> str:
+        training, held_out = (sum(len(of.bases) for of in side) for side in (self.training, self.held_out))
+        genes = sum(len(contig.genes) for contig in self.held_out)
+        return f"{self.name}: {training:,} bases train, {held_out:,} with {genes:,} known genes are held out"
 
 
 def split(name: str, contigs: Sequence[Contig], least: int) -> Genome:

@@ -58,14 +58,15 @@ def require(settings: Settings, arms: list[str]) -> None:
 
 
 def prepare(settings: Settings, data: Path) -> None:
-    """Writes the files of installed packages, as `documents_data` has them.
+    """Says which files of installed packages there are, and writes them as `documents_data` has them.
 
     Raises:
         ValueError: too few packages are installed.
     """
-    documents_data.write(
-        texts_of(installed_sources(), wanted(settings)), data, size_of(settings) - 1, settings.document_tokens
-    )
+    texts = texts_of(installed_sources(), wanted(settings))
+    packages = dict.fromkeys(text.package for text in texts)
+    print(f"{len(texts):,} files of {len(packages)} packages: {', '.join(packages)}", flush=True)
+    documents_data.write(texts, data, size_of(settings) - 1, settings.document_tokens)
 
 
 def wanted(settings: Settings) -> Wanted:
