@@ -11,6 +11,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,15 @@ TO_MEASURE = {
     "dense-4096,fixed-4096,variable-4096,local_sliding_window-4096,continued-bigbird-4096",
     "train-quality-16k-h200": "train --folder quality-16k --document-tokens 16384 --tokens 40000000 --minutes 0.4 "
     "--arms dense-512,dense-16384,bigbird-16384,bslongformer-16384",
+    "train-dna-h200": "train --experiment dna --folder dna --minutes 0.5",
+    "train-documents-h200": "train --experiment documents --folder documents --minutes 0.5",
 }
 """Runs of `ds_sparse bench` on a GPU that the page waits for, with the rest of their commands."""
 
 LENGTHS, ALL_LOGITS = ("bert-lengths-h200",), ("bert-h200", "bert-long-h200")
 LONGEST = ("bert-longest-h200", "bert-longest-checkpointed-h200")
 QUALITY = ("train-quality-h200",)
+DNA, DOCUMENTS = ("train-dna-h200",), ("train-documents-h200",)
 MODERNBERT = "modernbert-h200"
 
 TEXT, PLAIN = "#808080", "#9a9a9a"
@@ -266,8 +270,23 @@ def arm_colours(arms: Sequence[train_results.Arm]) -> list[str]:
     return [next(theirs if arm.name.startswith(f"{train_results.DENSE}-") else ours) for arm in arms]
 
 
-def quality_tables() -> str:
-    return "\n\n".join(table.in_markdown() for table in markdown.tables("train", None, results_of(QUALITY)).values())
+def draw_measure(runs: Sequence[str], measure: str, label: str) -> Figure:
+    """A bar an arm, percent; the mean of seeds."""
+    ((_, arms),) = train_results.arms_by_case(results_of(runs)).items()
+    figure, plot = axes()
+    plot.grid(visible=False, axis="y")
+    drawn = plot.barh(
+        [arm.name for arm in arms], [arm.measures[measure] * 100 for arm in arms], color=arm_colours(arms)
+    )
+    plot.bar_label(drawn, fmt="%.1f", color=TEXT, padding=3)
+    plot.invert_yaxis()
+    plot.margins(x=0.15)
+    plot.set_xlabel(label, color=TEXT)
+    return figure
+
+
+def train_tables(runs: Sequence[str]) -> str:
+    return "\n\n".join(table.in_markdown() for table in markdown.tables("train", None, results_of(runs)).values())
 
 
 @dataclass(frozen=True)
@@ -286,7 +305,22 @@ GAINS = {
     ),
     "longest": Picture(lambda: LONGEST, draw_longest, "The longest sequence that fits, by attention"),
     "quality": Picture(
-        lambda: QUALITY, draw_quality, "Held-out loss against tokens and against minutes, by arm", quality_tables
+        lambda: QUALITY,
+        draw_quality,
+        "Held-out loss against tokens and against minutes, by arm",
+        partial(train_tables, QUALITY),
+    ),
+    "dna": Picture(
+        lambda: DNA,
+        partial(draw_measure, DNA, "gene_f1", "F1 of genes on held-out sequences, percent"),
+        "F1 of genes that are found, by arm",
+        partial(train_tables, DNA),
+    ),
+    "documents": Picture(
+        lambda: DOCUMENTS,
+        partial(draw_measure, DOCUMENTS, "macro_f1", "macro F1 of packages on held-out files, percent"),
+        "Macro F1 of packages that source files belong to, by arm",
+        partial(train_tables, DOCUMENTS),
     ),
     "packed": Picture(lambda: [MODERNBERT], draw_packed, "Tokens a second of a step of ModernBERT, by attention"),
 }

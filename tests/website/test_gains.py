@@ -26,6 +26,11 @@ TRAINED = [
     *(trained("bigbird-4096", seed, 2.1, tokens=9) for seed in (0, 1)),
     *(trained("bigbird-4096", seed, 1.9, minutes=9.0) for seed in (0, 1)),
 ]
+MEASURED = [
+    (case, replace(row, measures={"gene_f1": 0.5 + case.seed / 10, "macro_f1": 0.75}))
+    for case, row in TRAINED
+    if case.minutes
+]
 TRY = replace(CASE, whole_step=True, is_try=True)
 
 
@@ -69,6 +74,7 @@ def all_measured(monkeypatch, tmp_path):
             for name, length in longest.items()
         ],
         **{name: TRAINED for name in gains.TO_MEASURE if name.startswith("train-")},
+        **dict.fromkeys((*gains.DNA, *gains.DOCUMENTS), MEASURED),
     }
     about = {"machine": "a GPU", "torch": "", "commit": "", "date": "", "ceilings": {}}
     for name, results in runs.items():
@@ -101,6 +107,9 @@ def test_pictures_have_what_was_measured(all_measured):
     ]
     assert lines[0]["bigbird-4096"] == [[1.0, 3.1], [2.0, 2.1]]
     assert lines[1] == {"dense-4096": [[0.5, 3.0], [1.0, 2.0]], "bigbird-4096": [[0.5, 2.9], [1.0, 1.9]]}
+    (plot,) = gains.GAINS["dna"].draw().axes
+    assert [bar.get_width() for bar in plot.patches] == pytest.approx([55, 55])
+    assert [label.get_text() for label in plot.get_yticklabels()] == ["dense-4096", "bigbird-4096"]
     (plot,) = gains.draw_longest().axes
     assert [bar.get_width() for bar in plot.patches] == [10_240, 512_000, 40_960, 2_048_000]
     assert plot.get_yticklabels()[3].get_text() == "bigbird-64, checkpointed"

@@ -22,7 +22,7 @@ from ..train.folder import Folder
 from ..train.job import Stopped, Training
 from ..train.results import Result, Row, case_of
 from ..train.settings import (
-    EXPERIMENTS,
+    DOCUMENT_TOKENS,
     LEARNING_RATES,
     MODELS,
     SMALL,
@@ -36,8 +36,6 @@ from .options import add_device_and_json, listed, natural, positive_number
 from .running import begin, keep, show_report
 
 MODEL, TOKENS_PER_STEP = {"cpu": TINY, "cuda": SMALL}, {"cpu": 4096, "cuda": 32768}
-
-DOCUMENT_TOKENS = 4096
 
 QUICK_TOKENS_PER_STEP, QUICK_DOCUMENT_TOKENS, QUICK_STEPS = 2048, 512, 10
 
@@ -54,9 +52,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "command is given again; what is finished is not trained again. Processes that are given the same command, "
         "one a GPU, share its jobs."
     )
-    parser.add_argument(
-        "--experiment", choices=EXPERIMENTS, default=EXPERIMENTS[0], help=f"(default: {EXPERIMENTS[0]})"
-    )
+    parser.add_argument("--experiment", choices=list(DOCUMENT_TOKENS), default="quality", help="(default: quality)")
     parser.add_argument("--arms", type=lambda text: text.split(","), help="such as dense-512,bigbird-4096")
     parser.add_argument("--seeds", type=listed(natural), default=[0], help="(default: 0)")
     parser.add_argument(
@@ -75,14 +71,24 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=list(MODELS), help="sizes of BERT (default: tiny; on a GPU small)")
     rates = ", ".join(f"{name} {rate:g}" for name, rate in LEARNING_RATES.items())
     parser.add_argument("--learning-rate", type=positive_number, help=f"at its highest (default: {rates})")
-    parser.add_argument("--tokens-per-step", type=positive, help="(default: 4096; on a GPU 32768; quick: 2048)")
+    parser.add_argument(
+        "--tokens-per-step", type=positive, help="(default: 4096, on a GPU 32768, or one document; quick: 2048)"
+    )
     parser.add_argument(
         "--document-tokens",
         type=positive,
-        help="of the pieces of documents that are trained on, and of the longest sequence (default: 4096; quick: 512)",
+        help="of the pieces of documents that are trained on, and of the longest sequence (default: "
+        f"{', '.join(f'{name} {tokens}' for name, tokens in DOCUMENT_TOKENS.items())}; quick: 512)",
     )
     parser.add_argument(
         "--dtype", choices=["fp32", "bf16"], help="of products; weights are fp32 (default: fp32; on a GPU bf16)"
+    )
+    parser.add_argument(
+        "--genomes",
+        default="",
+        metavar="FOLDER",
+        help="of dna: FASTA files and GFF3 files of the same names, also as .gz and .xz (default: those of Debian's "
+        "packages maffilter-examples and smalt-examples)",
     )
     parser.add_argument("--folder", type=Path, help="for data, checkpoints and rows; --quick does without")
     parser.add_argument(
@@ -171,16 +177,19 @@ def row_of(
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """Raises ValueError where a step has no whole number of documents."""
-    per_step = args.tokens_per_step or (QUICK_TOKENS_PER_STEP if args.quick else TOKENS_PER_STEP[args.device])
-    document = args.document_tokens or (QUICK_DOCUMENT_TOKENS if args.quick else DOCUMENT_TOKENS)
+    """Raises ValueError where a step has no whole number of documents, or genomes are given for none."""
+    if args.genomes and args.experiment != "dna":
+        raise ValueError(f"--genomes: {args.experiment} reads none; leave it out, or give --experiment dna.")
+    document = args.document_tokens or (QUICK_DOCUMENT_TOKENS if args.quick else DOCUMENT_TOKENS[args.experiment])
+    usual = QUICK_TOKENS_PER_STEP if args.quick else TOKENS_PER_STEP[args.device]
+    per_step = args.tokens_per_step or max(usual, document)
     if per_step % document:
         raise ValueError(
             f"--tokens-per-step {per_step}: is no multiple of the {document} tokens of a document's piece; give one."
         )
     model = args.model or (TINY if args.quick else MODEL[args.device])
     rate = args.learning_rate or LEARNING_RATES[model]
-    return Settings(args.experiment, model, args.dtype, args.device, args.quick, per_step, rate, document)
+    return Settings(args.experiment, model, args.dtype, args.device, args.quick, per_step, rate, document, args.genomes)
 
 
 def budgets_of(args: argparse.Namespace) -> list[Budget]:

@@ -34,7 +34,7 @@ class Task(ABC):
         """The held-out loss. The model is in evaluation mode, without gradients."""
 
     def measures(self) -> dict[str, float]:
-        """What else is said of the trained model, by name. Called once, as `evaluate` is."""
+        """What else is said of the trained model, by name. Called once at the end of the part, as `evaluate` is."""
         return {}
 
 

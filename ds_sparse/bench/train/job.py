@@ -45,6 +45,7 @@ class Progress:
         part, step, steps: which part, how many of its steps are done, and how many it has.
         all_steps, tokens, seconds: of all parts until now.
         wall_seconds: of the processes before this one.
+        measures: of the parts that are done.
     """
 
     part: int = 0
@@ -56,6 +57,7 @@ class Progress:
     wall_seconds: float = 0.0
     curve: list[Point] = field(default_factory=list)
     commits: list[str] = field(default_factory=list)
+    measures: dict[str, float] = field(default_factory=dict)
 
 
 class Training:
@@ -93,9 +95,10 @@ class Training:
             task = part.make(None if task is None else task.model)
             if number >= self.progress.part:
                 self.train(part, task)
+                with self.evaluating(task):
+                    self.progress.measures |= task.measures()
                 self.progress.part, self.progress.step, self.progress.steps = number + 1, 0, 0
-        with self.evaluating(task):
-            return self.row(task)
+        return self.row(task)
 
     def train(self, part: Part, task: Task) -> None:
         """All steps of a part that are not done."""
@@ -204,7 +207,7 @@ class Training:
             progress.curve[-1].held_out,
             progress.curve,
             tokens_per_second=progress.tokens / progress.seconds,
-            measures=task.measures(),
+            measures=progress.measures,
             parameters=sum(x.numel() for x in task.model.parameters()),
             weights=digest(task.model),
             machine=about["machine"],

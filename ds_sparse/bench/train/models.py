@@ -10,6 +10,7 @@ import torch
 from ...extras import optional_imports
 from ...models.sparsify import sparsify
 from ...sparsity import SparsityConfig
+from ..bert import require_layout
 from ..cases import DENSE_IN_BERT, STRUCTURES_IN_BERT
 from .neighbours import add_neighbours
 from .results import DENSE
@@ -45,6 +46,21 @@ def attention_of(arm: str) -> Attention | None:
     """Of a name such as bigbird-4096; None of another."""
     kind, _, length = arm.rpartition("-")
     return Attention(kind, int(length)) if kind in ATTENTIONS and length.isdecimal() and int(length) else None
+
+
+def require_attention(name: str, settings: Settings, known: str) -> None:
+    """Raises ValueError where a name is none of an attention, with what is known in words, where its sequences do not
+    divide pieces of documents, or where they are too short for its structure."""
+    attention = attention_of(name)
+    if attention is None:
+        raise ValueError(f"--arms {name}: is no arm of {settings.experiment}; give {known}.")
+    if settings.document_tokens % attention.length:
+        raise ValueError(
+            f"--arms {name}: sequences of {attention.length} tokens do not divide documents of "
+            f"{settings.document_tokens}; give --document-tokens a multiple."
+        )
+    if attention.kind != DENSE:
+        require_layout(structure_name(attention.kind, settings), attention.length)
 
 
 def structure_name(kind: str, settings: Settings) -> str:

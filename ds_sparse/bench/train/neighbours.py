@@ -31,7 +31,7 @@ class Neighbours(nn.Module):
 
 
 def add_neighbours(model: Any) -> None:
-    """To the embeddings of a BERT."""
-    embeddings = model.bert.embeddings
+    """To the embeddings of a BERT, also of one with rotary positions."""
+    embeddings = model.base_model.embeddings
     embeddings.neighbours = Neighbours(model.config.hidden_size)
     embeddings.register_forward_hook(lambda module, _, output: module.neighbours(output))

@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from ...models.sparse_attention_utils import SparseAttentionUtils
-from ..bert import require_layout
 from . import sources, vocabulary
 from .experiment import Experiment, Part, Task
 from .far import far_tokens
 from .masked import MaskedTask
-from .models import ATTENTIONS, Attention, attention_of, give_attention, make_bert, structure_name
+from .models import ATTENTIONS, Attention, attention_of, give_attention, make_bert, require_attention
 from .results import DENSE
 from .settings import Settings
 
@@ -63,16 +62,7 @@ def short_of(settings: Settings) -> int:
 def require(settings: Settings, arms: list[str]) -> None:
     """Raises ValueError where an arm is not known, or does not divide documents."""
     for arm in arms:
-        attention = attention_of(arm.removeprefix(CONTINUED))
-        if attention is None:
-            raise ValueError(f"--arms {arm}: is no arm of quality; give {ARMS}.")
-        if settings.document_tokens % attention.length:
-            raise ValueError(
-                f"--arms {arm}: sequences of {attention.length} tokens do not divide documents of "
-                f"{settings.document_tokens}; give --document-tokens a multiple."
-            )
-        if attention.kind != DENSE:
-            require_layout(structure_name(attention.kind, settings), attention.length)
+        require_attention(arm.removeprefix(CONTINUED), settings, ARMS)
 
 
 def prepare(settings: Settings, data: Path) -> None:

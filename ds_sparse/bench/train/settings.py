@@ -18,8 +18,9 @@ MODELS: dict[str, dict[str, int]] = {
 LEARNING_RATES = {TINY: 2e-3, SMALL: 7e-4, BASE: 3e-4}
 """Of AdamW at its highest."""
 
-EXPERIMENTS = ("quality",)
-"""Names of modules of this package that have an `EXPERIMENT`; they are imported when they are asked for."""
+DOCUMENT_TOKENS = {"quality": 4096, "dna": 65536, "documents": 8192}
+"""Experiments, with what `Settings.document_tokens` is by itself. They are modules of this package that have an
+`EXPERIMENT`, and are imported when they are asked for."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Settings:
         quick: less data, and shorter documents.
         tokens_per_step: of all sequences of a step together.
         document_tokens: tokens of the pieces of documents that are trained on; the longest sequence.
+        genomes: the folder that those of `dna` are in; "" for installed ones.
     """
 
     experiment: str
@@ -42,6 +44,7 @@ class Settings:
     tokens_per_step: int
     learning_rate: float
     document_tokens: int
+    genomes: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,58 @@
+"""The models of `--experiment dna`: BERT with rotary positions, which predicts masked bases, then the class of each."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from ...extras import optional_imports
+from .dna_data import IGNORED
+from .dna_genes import CLASSES
+from .dna_genomes import PAD, VOCABULARY
+from .models import Attention, give_attention
+from .neighbours import add_neighbours
+from .settings import MODELS, Settings
+
+with optional_imports():
+    from transformers import NomicBertConfig, NomicBertForMaskedLM, NomicBertModel
+
+ROPE_THETA = 10_000.0
+"""The slowest of the rotary angles has then a period of about 63,000 bases."""
+
+
+def make_masked(attention: Attention, settings: Settings, seed: int, device: torch.device) -> NomicBertForMaskedLM:
+    """With new weights in fp32, the same of a seed, and without dropout."""
+    config = NomicBertConfig(
+        **MODELS[settings.model],
+        vocab_size=VOCABULARY,
+        pad_token_id=PAD,
+        type_vocab_size=1,
+        max_position_embeddings=attention.length,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+    )
+    torch.manual_seed(seed)
+    model = NomicBertForMaskedLM(config)
+    add_neighbours(model)
+    model.to(device)
+    give_attention(model, attention.kind, settings)
+    return model
+
+
+class GeneModel(nn.Module):
+    """Classes of bases from an encoder."""
+
+    def __init__(self, encoder: NomicBertModel) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.classes = nn.Linear(encoder.config.hidden_size, CLASSES, device=encoder.device)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits (sequences, bases, classes) of int64 tokens (sequences, bases)."""
+        logits: Tensor = self.classes(self.encoder(input_ids=input_ids).last_hidden_state)
+        return logits
+
+
+def loss_of(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
+    """Cross entropy, nats, of the bases that have a label."""
+    return cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction=reduction)

@@ -1,0 +1,167 @@
+"""Python sources that say which package they belong to by what they do alone: names of packages are taken out."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sysconfig
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import metadata
+from itertools import islice
+from pathlib import Path
+
+from .sources import INSTALLED, SKIPPED, files_below, text_of
+
+NAME = "NAME"
+"""What stands for a name that was taken out."""
+
+HELD_OUT_ONE_IN = 5
+
+MOST_FILES = 120
+"""Of a package, so that the largest are no more than some times the smallest."""
+
+COPIED = {"_vendor", "_vendored", "vendor", "vendored", "extern", "externals", "third_party"}
+"""Folders with sources of another package."""
+
+IDENTIFIER = re.compile(r"[^\W\d]\w*")
+IMPORT = re.compile(r"^[ \t>.]*(?:from\s+[\w.]+\s+)?import\b(?:\s*\([^)]*\)|(?:.*\\\n)*.*)$", re.MULTILINE)
+"""An import, over several lines too, and in examples of docstrings."""
+LICENCE = re.compile(r"^.*(copyright|licen[cs]e|spdx-|all rights reserved|authors?\b).*$", re.MULTILINE | re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A file without names of packages; `package` is the top-level one that it belongs to."""
+
+    package: str
+    text: str
+
+    @cached_property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    @property
+    def is_held_out(self) -> bool:
+        """One file in five. Depends on its text alone, so it stays when other files come or go."""
+        return int(self.sha256[:16], 16) % HELD_OUT_ONE_IN == 0
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Files by the top-level package that they belong to, each with its path from the folder that the package is in."""
+
+    files: Mapping[str, Mapping[str, Path]]
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Of all packages, and of all their modules."""
+        parts = (part for files in self.files.values() for path in files for part in Path(path).with_suffix("").parts)
+        return frozenset(parts) - {"__init__", "__main__"}
+
+
+def installed_sources() -> Sources:
+    """Of the running interpreter: its standard library, and what is installed beside it."""
+    paths = sysconfig.get_paths()
+    files: dict[str, dict[str, Path]] = defaultdict(dict)
+    for root in map(Path, sorted({paths["stdlib"], paths["purelib"], paths["platlib"]})):
+        for path in files_below(root, SKIPPED | INSTALLED | COPIED):
+            where = path.relative_to(root)
+            if len(where.parts) > 1:
+                files[where.parts[0]][where.as_posix()] = path
+    return Sources(files)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which files are texts.
+
+    Attributes:
+        least_files: that a package has to have.
+        least_characters: of a file, before and after names are taken out.
+        most_characters: that are read of a file.
+        most_packages: the largest.
+    """
+
+    least_files: int
+    least_characters: int
+    most_characters: int
+    most_packages: int | None = None
+
+
+def texts_of(sources: Sources, wanted: Wanted) -> list[Text]:
+    """Files without names and without duplicates, of a package `MOST_FILES` at most.
+
+    Raises:
+        ValueError: fewer than two packages have as many.
+    """
+    least = wanted.least_characters
+    long = {
+        package: [path for where, path in sorted(files.items(), key=drawn) if path.stat().st_size >= least]
+        for package, files in sources.files.items()
+    }
+    largest = sorted(long, key=lambda package: (-len(long[package]), package))
+    packages = [package for package in largest if len(long[package]) >= wanted.least_files][: wanted.most_packages]
+    removal = Removal.of(packages, sources.names)
+    taken: set[str] = set()
+    found = {package: list(cleaned(package, long[package], removal, wanted, taken)) for package in packages}
+    classes = {package: texts for package, texts in found.items() if len(texts) >= wanted.least_files}
+    if len(classes) < 2:
+        raise ValueError(
+            f"Of the installed packages {len(classes)} have {wanted.least_files} files of {least:,} characters, and it "
+            "takes two to tell them apart; install some large ones, such as sympy and pandas."
+        )
+    return [text for package in sorted(classes) for text in classes[package]]
+
+
+def drawn(file: tuple[str, Path]) -> str:
+    """A key that puts files in an order by chance, the same on every machine."""
+    return hashlib.sha256(file[0].encode()).hexdigest()
+
+
+def cleaned(package: str, paths: Iterable[Path], removal: Removal, wanted: Wanted, taken: set[str]) -> Iterator[Text]:
+    """The first `MOST_FILES` that are long enough without names, and are not `taken`: there, a hash each, they go."""
+    texts = (Text(package, removal.cleaned(text_of(path)[: wanted.most_characters])) for path in paths)
+    long = (text for text in texts if len(text.text) >= wanted.least_characters)
+    fresh = (text for text in long if text.sha256 not in taken)
+    for text in islice(fresh, MOST_FILES):
+        taken.add(text.sha256)
+        yield text
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What takes names out of sources.
+
+    Attributes:
+        own: finds names of the packages to be told apart, and of what they are installed from, anywhere.
+        names: whole identifiers.
+    """
+
+    own: re.Pattern[str]
+    names: frozenset[str]
+
+    @classmethod
+    def of(cls, packages: Iterable[str], names: frozenset[str]) -> Removal:
+        distributions = metadata.packages_distributions()
+        own = {name.lower() for package in packages for name in (package, *distributions.get(package, ()))}
+        longest_first = sorted((name.strip("_") for name in own), key=len, reverse=True)
+        patterns = ("[-_. ]?".join(map(re.escape, re.split("[-_.]", name))) for name in longest_first)
+        return cls(re.compile("|".join(patterns), re.IGNORECASE), names)
+
+    def cleaned(self, source: str) -> str:
+        """A source without its first comments, its imports, lines about licences and names of packages."""
+        text = LICENCE.sub("", IMPORT.sub("", without_header(source)))
+        return IDENTIFIER.sub(self.replaced, self.own.sub(NAME, text))
+
+    def replaced(self, found: re.Match[str]) -> str:
+        return NAME if found[0] in self.names else found[0]
+
+
+def without_header(source: str) -> str:
+    """A source from its first line on that is no comment."""
+    lines = source.split("\n")
+    begin = next((number for number, line in enumerate(lines) if line.strip() and not line.startswith("#")), 0)
+    return "\n".join(lines[begin:])
