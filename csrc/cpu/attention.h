@@ -47,48 +47,60 @@ static void add_biases(
   }
 }
 
-// -inf to scores from `begin` to `end`.
-template <class C>
-DS_SPARSE_INLINE void mask(C* scores, int64_t begin, int64_t end) {
-  for (int64_t c = begin; c < end; ++c) scores[c] = -infinity<C>;
+// Tokens of the other side: begin to end - 1.
+struct TokenRange {
+  int64_t begin, end;
+};
+
+// What all rows of the row strip see by their limits.
+static inline TokenRange seen_by_all(const AttentionRowStrip& strip) {
+  TokenRange seen{0, strip.column_end};
+  if (!strip.limits) return seen;
+  for (int64_t token = strip.first; token < at_most(strip.first + strip.rows, strip.row_end); ++token) {
+    int64_t low = strip.limits[2 * token], high = strip.limits[2 * token + 1];
+    if (token < strip.num_global) continue;
+    seen.begin = low > seen.begin ? low : seen.begin;
+    seen.end = at_most(high, seen.end);
+  }
+  return seen;
 }
 
 // Whether all of the row strip's scores with one block are of tokens that there are, and none is masked.
-static inline bool is_unmasked(const AttentionRowStrip& strip, int64_t column, int64_t rows, int64_t columns) {
+static inline bool is_unmasked(
+    const AttentionRowStrip& strip, const TokenRange& seen, int64_t column, int64_t rows, int64_t columns) {
   if (rows < strip.rows || columns < strip.block || (strip.causal && strip.places)) return false;
   int64_t last_row = strip.first + rows - 1, last_column = column + columns - 1;
   if (strip.causal && (strip.transposed ? column < last_row : last_column > strip.first)) return false;
-  if (!strip.limits) return true;
-  bool within = strip.first >= strip.num_global;
-  for (int64_t token = strip.first; token <= last_row; ++token)
-    within &= strip.limits[2 * token] <= column && last_column < strip.limits[2 * token + 1];
-  return within;
+  return last_column < strip.num_global || (seen.begin <= column && last_column < seen.end);
 }
 
 // -inf to those of the row strip's scores with one block, (rows, b), that are masked or of tokens that there are not.
-template <class C>
+template <class C, int W>
 static void mask_block(const AttentionRowStrip& strip, int64_t column, int64_t rows, int64_t columns, C* scores) {
-  if (is_unmasked(strip, column, rows, columns)) return;
+  using Int = typename Bits<C>::Int;
+  using Index = Vec<Int, W>;
   int64_t block = strip.block;
-  auto within = [&](int64_t token) { return token < column ? 0 : at_most(token - column, block); };
+  auto within = [&](int64_t token) { return Int(token < column ? 0 : at_most(token - column, block)); };
+  Int global = within(strip.num_global);
   for (int64_t r = 0; r < strip.rows; ++r, scores += block) {
-    int64_t token = strip.first + r, begin = 0, end = r < rows ? columns : 0;
+    int64_t token = strip.first + r;
+    Int begin = 0, end = Int(r < rows ? columns : 0), low = 0, high = Int(block);
     if (strip.causal && !strip.places) {
       if (strip.transposed)
         begin = within(token);
       else
-        end = at_most(end, within(token + 1));
+        end = Int(at_most(end, within(token + 1)));
     }
-    mask(scores, 0, begin);
-    mask(scores, end, block);
-    if (r >= rows) continue;
-    if (strip.limits && token >= strip.num_global) {
-      int64_t global = within(strip.num_global), low = within(strip.limits[2 * token]),
-              high = within(strip.limits[2 * token + 1]);
-      mask(scores, global, low);
-      mask(scores, high > global ? high : global, block);
+    if (strip.limits && r < rows && token >= strip.num_global) {
+      low = within(strip.limits[2 * token]);
+      high = within(strip.limits[2 * token + 1]);
     }
-    if (strip.causal && strip.places) {
+    for (int64_t c = 0; c < block; c += W) {
+      Index at = lanes_from<Int, W>(Int(c));
+      Index seen = (at >= begin) & (at < end) & ((at < global) | ((at >= low) & (at < high)));
+      store<C, W>(scores + c, seen ? load<C, W>(scores + c) : broadcast<C, W>(-infinity<C>));
+    }
+    if (r < rows && strip.causal && strip.places) {
       const int32_t* places = strip.places + column;
       int32_t place = strip.places[token];
       for (int64_t c = 0; c < columns; ++c)
@@ -108,6 +120,7 @@ static void attention_scores(
   sdd(left, left_stride, strip.rows, panels, slots, count, block, strip.depth, scores);
   C scale = C(strip.scale);
   int64_t rows = at_most(strip.rows, strip.row_end - strip.first);
+  TokenRange seen = seen_by_all(strip);
   for (int64_t n = 0; n < count; ++n, scores += size) {
     for (int64_t i = 0; i < size; i += W) {
       auto x = load<C, W>(scores + i) * scale;
@@ -115,7 +128,7 @@ static void attention_scores(
     }
     int64_t column = blocks[n] * block, columns = at_most(block, strip.column_end - column);
     add_biases<T, W>(strip, column, rows, columns, scores, scratch);
-    mask_block<C>(strip, column, rows, columns, scores);
+    if (!is_unmasked(strip, seen, column, rows, columns)) mask_block<C, W>(strip, column, rows, columns, scores);
   }
 }
 

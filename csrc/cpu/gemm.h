@@ -40,7 +40,8 @@ struct Tile {
       Units<O, W> right[V];
       for (int v = 0; v < V; ++v) right[v] = load_raw<Units<O, W>>(b[v] + k * b_stride);
       for (int m = 0; m < rows; ++m) {
-        O left = a[m * m_stride + k * k_stride];
+        // Pairs may lie at any address of a number.
+        O left = load_raw<O>(a + m * m_stride + k * k_stride);
         for (int v = 0; v < V; ++v) sums[m][v] = multiply_add(left, right[v], sums[m][v]);
       }
     }
@@ -59,6 +60,19 @@ template <class O>
 DS_SPARSE_INLINE void expect_depth(int64_t /*depth*/) {}
 template <class O>
 DS_SPARSE_INLINE void end_products() {}
+
+// to[c * to_stride + r] = from[r * stride + c] for c < columns, zero for r from `rows` to 15; both at most 16.
+DS_SPARSE_INLINE void transpose_pairs(
+    const BFloat16Pair* from, int64_t stride, int64_t rows, int64_t columns, BFloat16Pair* to, int64_t to_stride) {
+  Vec<float, 16> square[16] = {};
+#pragma GCC unroll 16
+  for (int r = 0; r < 16; ++r)
+    if (r < rows) square[r] = load_raw<Vec<float, 16>>(from + r * stride);
+  transpose_square<float, 16>(square);
+#pragma GCC unroll 16
+  for (int c = 0; c < 16; ++c)
+    if (c < columns) memcpy(to + c * to_stride, &square[c], sizeof(square[c]));
+}
 
 }  // namespace ds_sparse::cpu::DS_SPARSE_ISA
 
@@ -133,16 +147,32 @@ static inline void copy_rows(
   }
 }
 
+// Columns whose numbers follow each other, 16 at a time: the first `columns` / 16 * 16, of rows r and r + 1 side by
+// side.
+static inline void pair_rows_of_columns(
+    const BFloat16* x, int64_t column_stride, int64_t rows, int64_t columns, BFloat16Pair* out, int64_t out_stride) {
+  for (int64_t c = 0; c + 16 <= columns; c += 16) {
+    for (int64_t r = 0; r < rows; r += 32) {
+      BFloat16Pair square[16 * 16];
+      int64_t here = rows - r < 32 ? rows - r : 32;
+      copy_rows(x + c * column_stride + r, column_stride, 1, 16, here, reinterpret_cast<BFloat16*>(square), 32);
+      transpose_pairs(square, 16, 16, (here + 1) / 2, out + r / 2 * out_stride + c, out_stride);
+    }
+  }
+}
+
 // Rows r and r + 1 side by side; 0 beyond the columns, and for a row that is not there.
 static inline void pair_rows(
     const BFloat16* x, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns, BFloat16Pair* out,
     int64_t out_stride) {
   constexpr int W = native_width<float>;
   using V = Vec<uint32_t, W>;
+  bool by_columns = row_stride == 1 && column_stride != 1;
+  if (by_columns) pair_rows_of_columns(x, column_stride, rows, columns, out, out_stride);
   for (int64_t r = 0; r < rows; r += 2, x += 2 * row_stride, out += out_stride) {
     uint32_t both = r + 1 < rows ? 0xffffffff : 0xffff;
     const BFloat16* next = r + 1 < rows ? x + row_stride : x;
-    int64_t c = 0;
+    int64_t c = by_columns ? columns / 16 * 16 : 0;
     for (; column_stride == 1 && c + W <= columns; c += W) {
       auto low = __builtin_convertvector((load_raw<Vec<uint16_t, W>>(x + c)), V),
            high = __builtin_convertvector((load_raw<Vec<uint16_t, W>>(next + c)), V);
@@ -154,6 +184,17 @@ static inline void pair_rows(
       out[c].bits = (low | high << 16) & both;
     }
     memset(out + c, 0, (out_stride - c) * sizeof(*out));
+  }
+}
+
+// Panels of 16 columns, with units up to a multiple of 16 numbers.
+static inline void pack_pair_panels(
+    const BFloat16* b, int64_t k_stride, int64_t n_stride, int64_t depth, int64_t columns, int64_t width,
+    BFloat16Pair* panels) {
+  int64_t units = (depth + 15) / 16 * 8, written = (depth + 1) / 2;
+  for (int64_t n = 0; n < columns; n += width, b += width * n_stride, panels += units * width) {
+    pair_rows(b, k_stride, n_stride, depth, width, panels, width);
+    memset(panels + written * width, 0, (units - written) * width * sizeof(*panels));
   }
 }
 
@@ -283,36 +324,61 @@ static void dsd_columns(
     dsd_columns<O, V - 1>(blocks, dense, dense_stride, indices, count, depth, rows, c, last, add, sum, sum_stride);
 }
 
-template <class T>
-static void dsd(
-    const T* values, const int32_t* slots, const Compute<T>* dense, int64_t dense_stride, const int32_t* indices,
-    int64_t count, int64_t block, int64_t begin, int64_t end, int64_t width, Compute<T>* sum, int64_t sum_stride,
-    Compute<T>* scratch) {
-  using C = Compute<T>;
-  int64_t rows = end - begin;
-  if constexpr (sizeof(T) == sizeof(C)) {
-    Blocks<C> blocks = slots ? Blocks<C>{values + begin, slots, block * block, 1, block}
-                             : Blocks<C>{values + begin * block, nullptr, block * block, block, 1};
-    dsd_columns<C, tile_vectors>(
-        blocks, dense, dense_stride, indices, count, block, rows, 0, width, false, sum, sum_stride);
+// The products of matmul.cpp, whole.
+template <class T, class O>
+static void matmul_sdd(
+    const O* a, int64_t a_stride, int64_t rows, const O* panels, const int32_t* columns, int64_t count, int64_t block,
+    int64_t depth, T* out) {
+  sdd(a, a_stride, rows, panels, columns, count, block, depth, out);
+  end_products<O>();
+}
+
+// Rows of blocks as they lie in memory are units of it, and columns where a unit is one number.
+template <class T, class O>
+constexpr bool has_units(bool by_columns) {
+  return sizeof(T) == sizeof(Number<O>) && !(by_columns && per_unit<O> > 1);
+}
+
+// Some rows of a block, or of its transpose, as units of O.
+template <class T, class O>
+static void pack_block(const T* block_values, int64_t block, int64_t begin, int64_t rows, bool by_columns, O* to) {
+  if constexpr (per_unit<O> > 1)
+    pair_rows(block_values + begin, block, 1, block, rows, to, rows);
+  else if (by_columns)
+    pack_rows<T>(block_values + begin, block, 1, block, rows, to, rows);
+  else
+    pack_rows<T>(block_values + begin * block, block, 1, rows, block, to, block);
+}
+
+template <class T, class O>
+static void matmul_dsd(
+    const T* values, const int32_t* slots, const O* dense, int64_t dense_stride, const int32_t* indices, int64_t count,
+    int64_t block, int64_t begin, int64_t end, int64_t width, Compute<O>* sum, int64_t sum_stride, O* scratch) {
+  int64_t rows = end - begin, depth = block / per_unit<O>, size = block * depth;
+  auto add = [&](const Blocks<O>& blocks, int64_t done, int64_t here) {
+    dsd_columns<O, tile_vectors>(
+        blocks, dense, dense_stride, indices + done, here, depth, rows, 0, width, done > 0, sum, sum_stride);
+  };
+  expect_depth<O>(depth);
+  if (has_units<T, O>(slots)) {
+    const O* units = reinterpret_cast<const O*>(values);
+    add(slots ? Blocks<O>{units + begin, slots, size, 1, block}
+              : Blocks<O>{units + begin * depth, nullptr, size, depth, 1},
+        0, count);
   } else {
-    // As many blocks at a time are widened as fit the scratch; the sum goes on in fp32.
-    int64_t chunk = dsd_scratch(block, rows) / (block * rows), done = 0;
+    // As many blocks at a time are packed as fit the scratch; the sum goes on in C.
+    int64_t chunk = dsd_scratch(block, rows) / (depth * rows), done = 0;
     do {
       int64_t here = count - done < chunk ? count - done : chunk;
       for (int64_t n = 0; n < here; ++n) {
-        C* to = scratch + n * block * rows;
-        if (slots)
-          pack_rows<T>(values + slots[done + n] * block * block + begin, block, 1, block, rows, to, rows);
-        else
-          pack_rows<T>(values + (done + n) * block * block + begin * block, block, 1, rows, block, to, block);
+        int64_t number = slots ? slots[done + n] : done + n;
+        pack_block<T, O>(values + number * block * block, block, begin, rows, slots, scratch + n * depth * rows);
       }
-      Blocks<C> blocks{scratch, nullptr, block * rows, slots ? 1 : block, slots ? rows : 1};
-      dsd_columns<C, tile_vectors>(
-          blocks, dense, dense_stride, indices + done, here, block, rows, 0, width, done > 0, sum, sum_stride);
+      add({scratch, nullptr, depth * rows, slots ? 1 : depth, slots ? rows : 1}, done, here);
       done += here;
     } while (done < count);
   }
+  end_products<O>();
 }
 
 template <class T>

@@ -197,6 +197,11 @@ struct Products {
   void (*pack_dense)(
       const T* x, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns, O* out, int64_t out_stride);
 
+  // b[k, n] for n < columns -> panels[n / width][k][n % width]: units of neighbouring k, as many as `depth` numbers
+  // fill. b[k, n] is not read, and zero, from `depth` on.
+  void (*pack_panels)(
+      const T* b, int64_t k_stride, int64_t n_stride, int64_t depth, int64_t columns, int64_t width, O* panels);
+
   // Whether all of x[0] to x[count - 1] are finite; count is a multiple of 8, or of 32 for bf16.
   bool (*are_finite)(const Number<O>* x, int64_t count);
 
@@ -214,6 +219,18 @@ struct Products {
   void (*attention_bias_backward)(
       const AttentionRowStrip& strip, const O* query, const O* grad_output, const O* key_panels, const O* value_panels,
       const RowStats<C>& row_stats, const int32_t* blocks, int64_t count, C* out, int64_t out_stride, C* scratch);
+
+  // out[n] = a @ panels of columns[n], n < count; a (rows, depth) with unit column stride, out[n] (rows, b).
+  void (*sdd)(
+      const O* a, int64_t a_stride, int64_t rows, const O* panels, const int32_t* columns, int64_t count, int64_t block,
+      int64_t depth, T* out);
+
+  // sum[r - begin, :] = sum over n < count of row r of block n (of its transpose, if slots) times dense rows of block
+  // indices[n]; block n is values[slots ? slots[n] : n]. dense and sum have `width` columns, a multiple of lanes.
+  // scratch: dsd_scratch of O.
+  void (*dsd)(
+      const T* values, const int32_t* slots, const O* dense, int64_t dense_stride, const int32_t* indices,
+      int64_t count, int64_t block, int64_t begin, int64_t end, int64_t width, C* sum, int64_t sum_stride, O* scratch);
 };
 
 template <class T>
@@ -226,25 +243,9 @@ struct Kernels {
   int64_t (*panel_width)(int64_t block);
   int64_t lanes;
 
-  // b[k, n] for n < columns -> panels[n / width][k][n % width].
-  void (*pack_panels)(
-      const T* b, int64_t k_stride, int64_t n_stride, int64_t depth, int64_t columns, int64_t width, C* panels);
-
   // x[r, c] -> out[r * out_stride + c], zero from `columns` to out_stride.
   void (*pack_rows)(
       const T* x, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns, C* out, int64_t out_stride);
-
-  // out[n] = a @ panels of columns[n], n < count; a (rows, depth) with unit column stride, out[n] (rows, b).
-  void (*sdd)(
-      const C* a, int64_t a_stride, int64_t rows, const C* panels, const int32_t* columns, int64_t count, int64_t block,
-      int64_t depth, T* out);
-
-  // sum[r - begin, :] = sum over n < count of row r of block n (of its transpose, if slots) times dense rows of block
-  // indices[n]; block n is values[slots ? slots[n] : n]. dense and sum have `width` columns, a multiple of lanes.
-  // scratch: dsd_scratch of C.
-  void (*dsd)(
-      const T* values, const int32_t* slots, const C* dense, int64_t dense_stride, const int32_t* indices,
-      int64_t count, int64_t block, int64_t begin, int64_t end, int64_t width, C* sum, int64_t sum_stride, C* scratch);
 
   // sum (rows, columns) -> out[r * out_stride + c], or out[c * out_stride + r] if transpose.
   void (*store_rows)(

@@ -8,10 +8,13 @@ namespace ds_sparse::cpu::DS_SPARSE_ISA {
 extern const Products<BFloat16, BFloat16Pair> table_pairs = {
     copy_rows,
     pair_rows,
+    pack_pair_panels,
     are_finite_bf16,
     attention_forward<BFloat16, BFloat16Pair>,
     attention_backward<BFloat16, BFloat16Pair>,
     attention_bias_backward<BFloat16, BFloat16Pair>,
+    matmul_sdd<BFloat16, BFloat16Pair>,
+    matmul_dsd<BFloat16, BFloat16Pair>,
 };
 
 }  // namespace ds_sparse::cpu::DS_SPARSE_ISA

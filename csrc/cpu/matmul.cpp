@@ -8,118 +8,98 @@
 #include "../implementation.h"
 #include "arguments.h"
 #include "memory.h"
+#include "operands.h"
 #include "schedule.h"
 
 namespace ds_sparse::cpu {
 
 namespace {
 
-// The right operand of sdd as panels, packed once for each (batch, head): depth x W numbers each, for the W columns
+// The right operand of sdd as panels, packed once for each (batch, head): depth x W units each, for the W columns
 // that one vector of the result holds.
-template <class T>
-Buffer<Compute<T>> pack_right_operand(const Tensor& b, int64_t block) {
-  const Kernels<T>& kernel = kernels<T>();
-  int64_t heads = b.size(1), depth = b.size(2), columns = b.size(3), blocks = columns / block,
-          width = kernel.panel_width(block);
-  Buffer<Compute<T>> panels(b.size(0) * heads * depth * columns);
+template <class T, class O>
+Buffer<O> pack_right_operand(const Tensor& b, int64_t block) {
+  int64_t heads = b.size(1), depth = units_of<T, O>(b.size(2)), columns = b.size(3), blocks = columns / block,
+          width = kernels<T>().panel_width(block);
+  Buffer<O> panels(b.size(0) * heads * depth * columns);
   int64_t grain = std::max<int64_t>(1, task_cost / 8 / (block * std::max<int64_t>(1, depth)));
   torch::stable::parallel_for(0, b.size(0) * heads * blocks, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       int64_t matrix = i / blocks, column = i % blocks * block;
       const T* from =
           pointer<T>(b) + matrix / heads * b.stride(0) + matrix % heads * b.stride(1) + column * b.stride(3);
-      kernel.pack_panels(
-          from, b.stride(2), b.stride(3), depth, block, width, panels.data() + (matrix * columns + column) * depth);
+      products<T, O>().pack_panels(
+          from, b.stride(2), b.stride(3), b.size(2), block, width, panels.data() + (matrix * columns + column) * depth);
     }
   });
   return panels;
 }
 
-template <class T>
+template <class T, class O>
 void sdd(
     const Tensor& a, const Tensor& b, const Tensor& row_offsets, const Tensor& columns, int64_t layout_heads,
     int64_t block, Tensor& out) {
-  using C = Compute<T>;
-  const Kernels<T>& kernel = kernels<T>();
-  int64_t batch = a.size(0), heads = a.size(1), depth = a.size(3), width = b.size(3), live = columns.size(0),
-          rows = a.size(2) / block;
+  int64_t batch = a.size(0), heads = a.size(1), depth = units_of<T, O>(a.size(3)), width = b.size(3),
+          live = columns.size(0), rows = a.size(2) / block;
   const int32_t *offsets = pointer<int32_t>(row_offsets), *indices = pointer<int32_t>(columns);
 
   Pieces pieces;
-  int64_t block_cost = block * block * std::max<int64_t>(depth, 8), step = std::max<int64_t>(1, task_cost / block_cost);
+  int64_t block_cost = block * block * std::max<int64_t>(a.size(3), 8),
+          step = std::max<int64_t>(1, task_cost / block_cost);
   for (int64_t head = 0; head < layout_heads; ++head)
     for (int64_t row = 0; row < rows; ++row)
       for (int64_t n = offsets[head * rows + row], last = offsets[head * rows + row + 1]; n < last; n += step)
         pieces.add({head, row, n, std::min(n + step, last)}, std::min(step, last - n) * block_cost);
 
-  auto panels = pack_right_operand<T>(b, block);
+  auto panels = pack_right_operand<T, O>(b, block);
   // Rows of a that lie apart would meet in a few sets of the cache.
-  bool in_place = std::is_same_v<T, C> && a.stride(3) == 1 && a.stride(2) == depth;
+  bool in_place =
+      std::is_same_v<T, Number<O>> && a.stride(3) == 1 && a.stride(2) == a.size(3) && a.size(3) == depth * per_unit<O>;
   T* values = static_cast<T*>(out.mutable_data_ptr());
   run_pieces(pieces, batch, heads, layout_heads, [&] {
-    return [&, packed = Buffer<C>(in_place ? 0 : block * depth)](int64_t b_index, int64_t head, const Piece& piece) {
-      const T* from = pointer<T>(a) + b_index * a.stride(0) + head * a.stride(1) + piece.row * block * a.stride(2);
-      const C* left = packed.data();
-      if constexpr (std::is_same_v<T, C>)
-        if (in_place) left = from;
-      if (!in_place) kernel.pack_rows(from, a.stride(2), a.stride(3), block, depth, packed.data(), depth);
+    return [&, packed = Buffer<O>(in_place ? 0 : block * depth)](int64_t b_index, int64_t head, const Piece& piece) {
+      int64_t first = piece.row * block;
+      const O* left = packed.data();
+      if (in_place)
+        left = reinterpret_cast<const O*>(
+            pointer<T>(a) + b_index * a.stride(0) + head * a.stride(1) + first * a.stride(2));
+      else
+        pack_tokens<T>(a, b_index, head, first, block, depth, packed.data());
       int64_t entry = b_index * out.size(1) + (layout_heads == 1 ? head * live : 0) + piece.begin;
-      kernel.sdd(
+      products<T, O>().sdd(
           left, depth, block, panels.data() + (b_index * heads + head) * depth * width, indices + piece.begin,
           piece.end - piece.begin, block, depth, values + entry * block * block);
     };
   });
 }
 
-// The dense operand of dsd with rows of `width` numbers of C one after another, zero beyond its own columns.
-template <class T>
-Buffer<Compute<T>> pack_dense_operand(const Tensor& dense, int64_t block, int64_t width) {
-  const Kernels<T>& kernel = kernels<T>();
-  int64_t heads = dense.size(1), rows = dense.size(2), blocks = rows / block;
-  Buffer<Compute<T>> packed(dense.size(0) * heads * rows * width);
-  int64_t grain = std::max<int64_t>(1, task_cost / 8 / (block * std::max<int64_t>(1, width)));
-  torch::stable::parallel_for(0, dense.size(0) * heads * blocks, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      int64_t matrix = i / blocks, row = i % blocks * block;
-      const T* from = pointer<T>(dense) + matrix / heads * dense.stride(0) + matrix % heads * dense.stride(1) +
-                      row * dense.stride(2);
-      kernel.pack_rows(
-          from, dense.stride(2), dense.stride(3), block, dense.size(3), packed.data() + (matrix * rows + row) * width,
-          width);
-    }
-  });
-  return packed;
-}
-
-template <class T>
+template <class T, class O>
 void dsd(
     const Tensor& values, const Tensor& dense, const Tensor& offsets, const Tensor& indices,
     const std::optional<Tensor>& slots, int64_t layout_heads, int64_t block, bool transpose_result, Tensor& out) {
   using C = Compute<T>;
-  constexpr bool same = std::is_same_v<T, C>;
-  const Kernels<T>& kernel = kernels<T>();
+  constexpr bool same = std::is_same_v<T, O>;
   int64_t batch = dense.size(0), heads = dense.size(1), columns = dense.size(3), live = indices.size(0),
-          lines = (offsets.size(0) - 1) / layout_heads;
-  int64_t width = (columns + kernel.lanes - 1) / kernel.lanes * kernel.lanes;
+          lines = (offsets.size(0) - 1) / layout_heads, width = padded<T>(columns);
 
   auto pieces = cut_token_rows(pointer<int32_t>(offsets), layout_heads, lines, block, [&](int64_t count) {
     return (count * block + 8) * width;
   });
 
   bool dense_in_place = same && width == columns && dense.stride(3) == 1 && dense.stride(2) == columns;
-  Buffer<C> packed = dense_in_place ? Buffer<C>(0) : pack_dense_operand<T>(dense, block, width);
+  Buffer<O> packed = dense_in_place ? Buffer<O>(0) : pack_all<T, O>(dense, block, width, Form::dense);
   bool sum_in_place = same && width == columns && !transpose_result;
   T* result = static_cast<T*>(out.mutable_data_ptr());
   int64_t out_stride = transpose_result ? lines * block : columns;
   run_pieces(pieces, batch, heads, layout_heads, [&] {
     return [&, sums = Buffer<C>(sum_in_place ? 0 : block * width),
-            scratch = Buffer<C>(same ? 0 : dsd_scratch(block, block))](int64_t b, int64_t head, const Piece& piece) {
+            scratch = Buffer<O>(same ? 0 : dsd_scratch(block, block))](int64_t b, int64_t head, const Piece& piece) {
       int64_t line = piece.head * lines + piece.row, first = pointer<int32_t>(offsets)[line],
               count = pointer<int32_t>(offsets)[line + 1] - first;
       const T* blocks =
           pointer<T>(values) +
           (b * values.size(1) + (layout_heads == 1 ? head * live : 0) + (slots ? 0 : first)) * block * block;
-      const C* right = packed.data() + (b * heads + head) * dense.size(2) * width;
+      const O* right = packed.data() + (b * heads + head) * dense.size(2) / per_unit<O> * width;
       int64_t row = piece.row * block + piece.begin, rows = piece.end - piece.begin;
       T* to = result + (b * heads + head) * lines * block * columns + (transpose_result ? row : row * columns);
       C* sum = sums.data();
@@ -127,10 +107,10 @@ void dsd(
         if (dense_in_place) right = pointer<T>(dense) + b * dense.stride(0) + head * dense.stride(1);
         if (sum_in_place) sum = to;
       }
-      kernel.dsd(
+      products<T, O>().dsd(
           blocks, slots ? pointer<int32_t>(*slots) + first : nullptr, right, width, pointer<int32_t>(indices) + first,
           count, block, piece.begin, piece.end, width, sum, width, scratch.data());
-      if (!sum_in_place) kernel.store_rows(sum, width, rows, columns, transpose_result, to, out_stride);
+      if (!sum_in_place) kernels<T>().store_rows(sum, width, rows, columns, transpose_result, to, out_stride);
     };
   });
 }
@@ -147,7 +127,10 @@ Tensor matmul_sdd(
   Tensor out =
       fresh(torch::stable::new_empty(a, {a.size(0), columns.size(0) * a.size(1) / layout_heads, block, block}));
   for_dtype(a.scalar_type(), [&](auto* type) {
-    sdd<std::remove_pointer_t<decltype(type)>>(a, b, row_offsets, columns, layout_heads, block, out);
+    using T = std::remove_pointer_t<decltype(type)>;
+    for_units<T>(block, [&](auto* unit) {
+      sdd<T, std::remove_pointer_t<decltype(unit)>>(a, b, row_offsets, columns, layout_heads, block, out);
+    });
   });
   return out;
 }
@@ -170,8 +153,11 @@ Tensor matmul_dsd(
           dense, {dense.size(0), dense.size(1), transpose_result ? width : rows, transpose_result ? rows : width}));
   if (out.numel() == 0) return out;
   for_dtype(values.scalar_type(), [&](auto* type) {
-    dsd<std::remove_pointer_t<decltype(type)>>(
-        values, dense, offsets, indices, slots, layout_heads, block, transpose_result, out);
+    using T = std::remove_pointer_t<decltype(type)>;
+    for_units<T>(block, [&](auto* unit) {
+      dsd<T, std::remove_pointer_t<decltype(unit)>>(
+          values, dense, offsets, indices, slots, layout_heads, block, transpose_result, out);
+    });
   });
   return out;
 }

@@ -19,7 +19,7 @@ int64_t padded(int64_t count) {
   return blocks_of(count, lanes) * lanes;
 }
 
-// Calls f with a null pointer of the units that attention on blocks of T multiplies on this machine.
+// Calls f with a null pointer of the units that attention and products on blocks of T multiply on this machine.
 template <class T, class F>
 void for_units(int64_t block, const F& f) {
   if constexpr (std::is_same_v<T, BFloat16>)
@@ -63,7 +63,7 @@ template <class O>
 void pack_block_panels(const O* rows, int64_t width, int64_t block, int64_t depth, O* panels) {
   using C = Compute<O>;
   const Kernels<C>& kernel = kernels<C>();
-  kernel.pack_panels(
+  kernel.products.pack_panels(
       reinterpret_cast<const C*>(rows), 1, width, depth, block, kernel.panel_width(block),
       reinterpret_cast<C*>(panels));
 }

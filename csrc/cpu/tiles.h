@@ -133,7 +133,10 @@ struct Tile<BFloat16Pair, 16, V> {
 
   DS_SPARSE_INLINE_MEMBER void clear() { clear_from<0>(); }
   DS_SPARSE_INLINE_MEMBER void load(const float* from, int64_t stride) { load_from<0>(from, 4 * stride); }
-  DS_SPARSE_INLINE_MEMBER void store(float* const (&out)[V], int64_t stride) const { store_from<0>(out, 4 * stride); }
+  template <class T>
+  DS_SPARSE_INLINE_MEMBER void store(T* const (&out)[V], int64_t stride) const {
+    store_from<0>(out, stride);
+  }
 
   DS_SPARSE_INLINE_MEMBER void multiply(
       const O* a, int64_t m_stride, int64_t k_stride, const O* const (&b)[V], int64_t b_stride, int64_t depth) {
@@ -143,7 +146,7 @@ struct Tile<BFloat16Pair, 16, V> {
         amx::load<left>(a + k, 4 * m_stride);
       } else {
         alignas(64) O transposed[rows * rows];
-        transpose_units(a + k * k_stride, k_stride, step, transposed);
+        transpose_pairs(a + k * k_stride, k_stride, step, rows, transposed, rows);
         amx::load<left>(transposed, amx::row_bytes);
       }
       multiply_from<0>(b, k, 4 * b_stride);
@@ -151,17 +154,6 @@ struct Tile<BFloat16Pair, 16, V> {
   }
 
  private:
-  // `count` rows of 16 units as columns of the result.
-  DS_SPARSE_INLINE_MEMBER static void transpose_units(const O* from, int64_t stride, int64_t count, O* to) {
-    Vec<float, 16> square[16] = {};
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i)
-      if (i < count) square[i] = load_raw<Vec<float, 16>>(from + i * stride);
-    transpose_square<float, 16>(square);
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) memcpy(to + 16 * i, &square[i], sizeof(square[i]));
-  }
-
   template <int R>
   DS_SPARSE_INLINE_MEMBER static void clear_from() {
     if constexpr (R < V) {
@@ -178,10 +170,19 @@ struct Tile<BFloat16Pair, 16, V> {
     }
   }
 
-  template <int R>
-  DS_SPARSE_INLINE_MEMBER static void store_from(float* const (&out)[V], int64_t stride) {
+  // What is not fp32 is rounded on its way.
+  template <int R, class T>
+  DS_SPARSE_INLINE_MEMBER static void store_from(T* const (&out)[V], int64_t stride) {
     if constexpr (R < V) {
-      amx::store<R>(out[R], stride);
+      if constexpr (sizeof(T) == sizeof(float)) {
+        amx::store<R>(out[R], 4 * stride);
+      } else {
+        alignas(64) float square[rows * 16];
+        amx::store<R>(square, amx::row_bytes);
+        for (int i = 0; i < rows; ++i)
+          cpu::DS_SPARSE_ISA::store<float, 16>(
+              out[R] + i * stride, cpu::DS_SPARSE_ISA::load<float, 16>(square + 16 * i));
+      }
       store_from<R + 1>(out, stride);
     }
   }

@@ -241,22 +241,36 @@ DS_SPARSE_INLINE Vec<C, W> broadcast(C x) {
   return x - Vec<C, W>{};
 }
 
+// first, first + 1 and so on.
+template <class C, int... I>
+DS_SPARSE_INLINE Vec<C, sizeof...(I)> lanes_from(C first, Lanes<I...>) {
+  return first + Vec<C, sizeof...(I)>{I...};
+}
+template <class C, int W>
+DS_SPARSE_INLINE Vec<C, W> lanes_from(C first) {
+  return lanes_from<C>(first, typename MakeLanes<W>::type{});
+}
+
+// The lanes' halves taken together by `combine`, again and again.
+template <class C, int W, class Combine>
+DS_SPARSE_INLINE C fold_lanes(Vec<C, W> x, const Combine& combine) {
+  if constexpr (W > 2) {
+    Vec<C, W / 2> halves[2];
+    memcpy(halves, &x, sizeof(x));
+    return fold_lanes<C, W / 2>(combine(halves[0], halves[1]), combine);
+  } else {
+    return combine(x[0], x[1]);
+  }
+}
+
 template <class C, int W>
 DS_SPARSE_INLINE C sum_lanes(Vec<C, W> x) {
-  C parts[W];
-  memcpy(parts, &x, sizeof(x));
-  for (int half = W / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) parts[i] += parts[i + half];
-  return parts[0];
+  return fold_lanes<C, W>(x, [](auto a, auto b) { return a + b; });
 }
 
 template <class C, int W>
 DS_SPARSE_INLINE C max_lanes(Vec<C, W> x) {
-  C parts[W];
-  memcpy(parts, &x, sizeof(x));
-  for (int half = W / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) parts[i] = parts[i + half] > parts[i] ? parts[i + half] : parts[i];
-  return parts[0];
+  return fold_lanes<C, W>(x, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 // exp of x <= 0; results below the smallest normal fp32 are 0, NaN stays. Within 1 ulp in fp32: x = n log 2 + r and a

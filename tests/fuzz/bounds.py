@@ -32,7 +32,8 @@ class Units:
         stored: of results.
         least: of `handed`, the smallest number above 0.
         least_stored: of `stored`, likewise.
-        flushed: sums of products below it are 0 at every step.
+        flushed: sums of products below it are 0 at every step. A term takes two additions at most: even and odd ones
+            may have sums of their own.
     """
 
     sums: float
@@ -100,7 +101,9 @@ def of_product(
 
     magnitudes, terms = followed(lambda x: x.detach().abs()), followed(torch.ones_like)
     factors = [operands, *([grad, x] for x in reversed(operands))]
-    errors = [units.sums * walk(n, *of) * size for n, size, of in zip(terms, magnitudes, factors)]
+    errors = [
+        units.sums * walk(n, *of) * size + 2 * units.flushed * n for n, size, of in zip(terms, magnitudes, factors)
+    ]
     # An operand that is broadcast has a gradient that is rounded for each place, and then added up.
     partial = [0.0 * errors[0], *(units.stored * size for size in magnitudes[1:])]
     return [stored(x, e + p, units) for x, e, p in zip(exact, errors, partial)]
@@ -169,7 +172,6 @@ def of_attention(x: Attended, units: Units) -> dict[str, Tensor]:
 
     row_live, column_live = x.scored.live.sum(-1, keepdim=True), x.scored.live.sum(-2).unsqueeze(-1)
     row_terms, column_terms = walk(row_live), walk(column_live)
-    # A term takes two additions at most: even and odd ones may have sums of their own.
     row_flushed, column_flushed = 2 * units.flushed * row_live, 2 * units.flushed * column_live
     # Exponentials up to 1 are handed on before they are divided by the row's sum.
     least = units.least * x.scored.live.double()  # in float32 it may be 0

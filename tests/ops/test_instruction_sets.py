@@ -19,6 +19,7 @@ ROOT = HERE.parents[1]
 SETUP = runpy.run_path(str(ROOT / "setup.py"))
 TESTS = (
     "test_attention.py::test_every_block_and_dtype_with_every_option",
+    "test_matmul.py::test_every_mode_transposition_and_dtype",
     "test_token.py::test_attention_of_every_head_size_and_dtype",
 )
 

@@ -44,25 +44,37 @@ static const O* units(const std::vector<BFloat16>& x) { return reinterpret_cast<
 
 static int wrong = 0;
 
+static float wide(float x) { return x; }
+static float wide(BFloat16 x) { return load_one<float>(&x); }
+
+template <class T>
 static void expect(
-    const char* name, int64_t block, int64_t depth, const std::vector<float>& found, const std::vector<int>& wanted) {
+    const char* name, int64_t block, int64_t depth, const std::vector<T>& found, const std::vector<int>& wanted) {
   int64_t differ = 0;
-  for (size_t i = 0; i < wanted.size(); ++i) differ += found[i] != static_cast<float>(wanted[i]);
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    T rounded;
+    store_one<float>(&rounded, static_cast<float>(wanted[i]));
+    differ += wide(found[i]) != wide(rounded);
+  }
   wrong += differ > 0;
   printf("%s block %d depth %d: %d differ\n", name, int(block), int(depth), int(differ));
 }
 
-// Rows times some of the blocks of columns, which are given as rows.
-static void scores(int64_t block, int64_t depth) {
+// Rows times some of the blocks of columns, which are given as rows or as they are; scores are of T.
+template <class T>
+static void scores(int64_t block, int64_t depth, bool by_rows) {
   Matrix a(block, depth), b(4 * block, depth);
   std::vector<BFloat16> left = a.narrow(), right = b.narrow();
   std::vector<O> panels(b.rows * depth / 2);
-  for (int64_t n = 0; n < 4; ++n)
-    pack_panels<float>(
-        reinterpret_cast<const float*>(units(right) + n * block * depth / 2), 1, depth / 2, depth / 2, block, 16,
-        reinterpret_cast<float*>(panels.data() + n * block * depth / 2));
+  if (!by_rows) {
+    std::vector<BFloat16> columns(right.size());
+    for (int64_t n = 0; n < b.rows; ++n)
+      for (int64_t k = 0; k < depth; ++k) columns[k * b.rows + n] = right[n * depth + k];
+    right = columns;
+  }
+  pack_pair_panels(right.data(), by_rows ? 1 : b.rows, by_rows ? depth : 1, depth, b.rows, 16, panels.data());
   const int32_t live[] = {3, 0, 2};
-  std::vector<float> found(3 * block * block);
+  std::vector<T> found(3 * block * block);
   sdd(units(left), depth / 2, block, panels.data(), live, 3, block, depth / 2, found.data());
   std::vector<int> wanted;
   for (int32_t n : live)
@@ -72,7 +84,7 @@ static void scores(int64_t block, int64_t depth) {
         for (int64_t k = 0; k < depth; ++k) sum += a.at(i, k) * b.at(n * block + j, k);
         wanted.push_back(sum);
       }
-  expect("scores", block, depth, found, wanted);
+  expect(by_rows ? "scores of rows" : "scores of columns", block, depth, found, wanted);
 }
 
 // Blocks of weights, or transposed ones, times dense rows, added to what is there.
@@ -90,7 +102,14 @@ static void weighted(int64_t block, int64_t width, bool transposed) {
   dsd_columns<O, tile_vectors>(
       transposed ? of_columns : of_rows, right.data(), width, live, 3, block / 2, block, 0, width, true, found.data(),
       width);
-  std::vector<int> wanted;
+  // The same as a whole product, which starts from 0.
+  std::vector<float> product(block * width);
+  std::vector<O> scratch(dsd_scratch(block, block));
+  const int32_t slots[] = {0, 1, 2};
+  matmul_dsd(
+      left.data(), transposed ? slots : nullptr, right.data(), width, live, 3, block, 0, block, width, product.data(),
+      width, scratch.data());
+  std::vector<int> wanted, wanted_product;
   for (int64_t i = 0; i < block; ++i)
     for (int64_t c = 0; c < width; ++c) {
       int sum = 1;
@@ -98,14 +117,17 @@ static void weighted(int64_t block, int64_t width, bool transposed) {
         for (int64_t k = 0; k < block; ++k)
           sum += weights.at(n * block + (transposed ? k : i), transposed ? i : k) * dense.at(live[n] * block + k, c);
       wanted.push_back(sum);
+      wanted_product.push_back(sum - 1);
     }
   expect(transposed ? "weighted columns" : "weighted rows", block, width, found, wanted);
+  expect(transposed ? "product of columns" : "product of rows", block, width, product, wanted_product);
 }
 
 int main() {
   for (int64_t block : {16, 32, 64, 128}) {
     for (int64_t depth : {16, 32, 48, 64, 80, 128, 256}) {
-      scores(block, depth);
+      scores<float>(block, depth, true);
+      scores<BFloat16>(block, depth, false);
       weighted(block, depth, false);
       weighted(block, depth, true);
     }
