@@ -118,7 +118,6 @@ class Exchange:
         heads: of each tensor, by rank.
         lengths: tokens of each rank.
         ranks: those that exchange.
-
     """
 
     def __init__(self, heads: Sequence[HeadsByRank], lengths: tuple[int, ...], ranks: RanksOfSequence):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ds_sparse.bench.show import load
-from ds_sparse.bench.train import experiment, quality, sources
+from ds_sparse.bench.train import experiment, quality, sources, vocabulary
 from ds_sparse.bench.train.folder import Folder
 from ds_sparse.bench.train.masked import MaskedTask
 from ds_sparse.bench.train.results import Case, case_of
@@ -43,7 +43,7 @@ def test_the_data_is_pieces_of_whole_documents(prepared):
     train, held_out, far = (np.load(prepared / "data" / f"{name}.npy") for name in ("train", "held_out", "far"))
     assert train.dtype == np.uint16 and train.shape[1] == held_out.shape[1] == 512
     assert len(train) > 200 and far.shape == held_out.shape and far.any()
-    assert train.max() < quality.QUICK_VOCABULARY - 1, "the last token is the one that masks"
+    assert train.max() < vocabulary.QUICK_SIZE - 1, "the last token is the one that masks"
     assert not {row.tobytes() for row in train} & {row.tobytes() for row in held_out}
 
 

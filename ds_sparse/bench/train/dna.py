@@ -19,13 +19,10 @@ from .dna_files import Files, genomes_of_folder, installed_genomes, read_genome
 from .dna_genes import Found, bases_found, genes_found, genes_in, owned, window_starts
 from .dna_models import GeneModel, loss_of, make_masked
 from .dna_synthetic import write_genome
-from .experiment import Experiment, Part, Task
+from .experiment import Experiment, Part, Task, in_halves
 from .models import ATTENTIONS, attention_of, require_attention
 from .results import DENSE
 from .settings import Settings
-
-MASKED_SHARE = 0.5
-"""Of the budget; genes have the rest."""
 
 LENGTHS, QUICK_LENGTHS = (1024, 16384, 65536), (64, 256, 512)
 """Bases of the sequences of default arms: few, as many as dense attention takes, and many."""
@@ -179,8 +176,7 @@ class Genes(BaseTask):
 
 
 def parts(settings: Settings, data: Path, arm: str, seed: int, device: torch.device) -> list[Part]:
-    make = partial(make_task, settings, data, arm, seed, device)
-    return [Part(MASKED_SHARE, make), Part(1 - MASKED_SHARE, make)]
+    return in_halves(partial(make_task, settings, data, arm, seed, device))
 
 
 def make_task(

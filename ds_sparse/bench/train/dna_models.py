@@ -10,8 +10,7 @@ from ...extras import optional_imports
 from .dna_data import IGNORED
 from .dna_genes import CLASSES
 from .dna_genomes import PAD, VOCABULARY
-from .models import Attention, give_attention
-from .neighbours import add_neighbours
+from .models import Attention, make_model
 from .settings import MODELS, Settings
 
 with optional_imports():
@@ -31,12 +30,7 @@ def make_masked(attention: Attention, settings: Settings, seed: int, device: tor
         max_position_embeddings=attention.length,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
     )
-    torch.manual_seed(seed)
-    model = NomicBertForMaskedLM(config)
-    add_neighbours(model)
-    model.to(device)
-    give_attention(model, attention.kind, settings)
-    return model
+    return make_model(NomicBertForMaskedLM, config, attention, settings, seed, device)
 
 
 class GeneModel(nn.Module):

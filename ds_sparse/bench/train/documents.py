@@ -14,23 +14,14 @@ from ...extras import optional_imports
 from . import documents_data
 from .documents_data import HELD_OUT, TRAINING, Documents
 from .documents_texts import Wanted, installed_sources, texts_of
-from .experiment import Experiment, Part, Task
+from .experiment import Experiment, Part, Task, in_halves
 from .masked import MaskedTask, Rows
-from .models import ATTENTIONS, attention_of, make_bert, require_attention
-from .results import DENSE
+from .models import ATTENTIONS, attention_of, default_arms, make_bert, require_attention
 from .settings import Settings
+from .vocabulary import size_of
 
 with optional_imports():
     from transformers import PreTrainedModel
-
-MASKED_SHARE = 0.5
-"""Of the budget: masked tokens of the files that train. Packages have the rest."""
-
-VOCABULARY, QUICK_VOCABULARY = 8192, 1024
-"""Tokens, the one that masks included."""
-
-SHORT, QUICK_SHORT = 512, 64
-"""Tokens of the dense sequences that are compared with."""
 
 LEAST_FILES, QUICK_LEAST_FILES = 30, 8
 """Of a package, each of half as many tokens as the longest sequence or more."""
@@ -44,11 +35,6 @@ MASKED_ROWS = 64
 """As long as the longest sequence, of what is held out, as many at most that the loss of masked tokens is of."""
 
 ARMS = f"ATTENTION-LENGTH of {', '.join(ATTENTIONS)}, such as bslongformer-8192"
-
-
-def default_arms(settings: Settings) -> list[str]:
-    short, long = QUICK_SHORT if settings.quick else SHORT, settings.document_tokens
-    return [f"{DENSE}-{short}", f"{DENSE}-{long}", f"bigbird-{long}", f"bslongformer-{long}"]
 
 
 def require(settings: Settings, arms: list[str]) -> None:
@@ -74,10 +60,6 @@ def wanted(settings: Settings) -> Wanted:
     least_files = QUICK_LEAST_FILES if settings.quick else LEAST_FILES
     # A file is read to one and a half times what a sequence takes, as its imports go.
     return Wanted(least_files, characters // 2, characters * 3 // 2, QUICK_PACKAGES if settings.quick else None)
-
-
-def size_of(settings: Settings) -> int:
-    return QUICK_VOCABULARY if settings.quick else VOCABULARY
 
 
 class PackageModel(nn.Module):
@@ -146,8 +128,7 @@ class Packages(Task):
 
 
 def parts(settings: Settings, data: Path, arm: str, seed: int, device: torch.device) -> list[Part]:
-    make = partial(make_task, settings, data, arm, seed, device)
-    return [Part(MASKED_SHARE, make), Part(1 - MASKED_SHARE, make)]
+    return in_halves(partial(make_task, settings, data, arm, seed, device))
 
 
 def make_task(

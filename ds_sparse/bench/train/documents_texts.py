@@ -13,7 +13,7 @@ from importlib import metadata
 from itertools import islice
 from pathlib import Path
 
-from .sources import INSTALLED, SKIPPED, files_below, text_of
+from .sources import INSTALLED, SKIPPED, files_below, is_held_out, text_of
 
 NAME = "NAME"
 """What stands for a name that was taken out."""
@@ -45,8 +45,8 @@ class Text:
 
     @property
     def is_held_out(self) -> bool:
-        """One file in five. Depends on its text alone, so it stays when other files come or go."""
-        return int(self.sha256[:16], 16) % HELD_OUT_ONE_IN == 0
+        """One file in five."""
+        return is_held_out(self.text, HELD_OUT_ONE_IN)
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,11 @@ class Part:
     make: Callable[[nn.Module | None], Task]
 
 
+def in_halves(make: Callable[[nn.Module | None], Task]) -> list[Part]:
+    """Two parts with half of the budget each: what is masked, then what the experiment is about."""
+    return [Part(0.5, make), Part(0.5, make)]
+
+
 @dataclass(frozen=True)
 class Experiment:
     """What is compared.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -32,6 +33,19 @@ SMALL_BLOCK = {mode: f"{mode}-default-16" for mode in LARGE_BLOCK}
 """The same where all is small."""
 
 ATTENTIONS = (DENSE, *LARGE_BLOCK)
+
+SHORT, QUICK_SHORT = 512, 64
+"""Tokens of the dense sequences that longer ones are compared with, or are continued from."""
+
+
+def short_of(settings: Settings) -> int:
+    return QUICK_SHORT if settings.quick else SHORT
+
+
+def default_arms(settings: Settings) -> list[str]:
+    """Those that decide most."""
+    short, long = short_of(settings), settings.document_tokens
+    return [f"{DENSE}-{short}", f"{DENSE}-{long}", f"bigbird-{long}", f"bslongformer-{long}"]
 
 
 @dataclass(frozen=True)
@@ -85,15 +99,22 @@ def make_bert(
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
+    return make_model(BertForMaskedLM, config, attention, settings, seed, device)
+
+
+def make_model(
+    kind: Any, config: Any, attention: Attention, settings: Settings, seed: int, device: torch.device
+) -> Any:
+    """A model of Transformers, of this kind and config, with an attention and `Neighbours`."""
     torch.manual_seed(seed)
-    model = BertForMaskedLM(config)
+    model = kind(config)
     add_neighbours(model)
     model.to(device)
     give_attention(model, attention.kind, settings)
     return model
 
 
-def give_attention(model: BertForMaskedLM, kind: str, settings: Settings) -> None:
+def give_attention(model: Any, kind: str, settings: Settings) -> None:
     """Dense attention is PyTorch's."""
     if kind == DENSE:
         model.set_attn_implementation(DENSE_IN_BERT)

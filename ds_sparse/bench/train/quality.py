@@ -17,15 +17,19 @@ from . import sources, vocabulary
 from .experiment import Experiment, Part, Task
 from .far import far_tokens
 from .masked import MaskedTask
-from .models import ATTENTIONS, Attention, attention_of, give_attention, make_bert, require_attention
+from .models import (
+    ATTENTIONS,
+    SHORT,
+    Attention,
+    attention_of,
+    default_arms,
+    give_attention,
+    make_bert,
+    require_attention,
+    short_of,
+)
 from .results import DENSE
 from .settings import Settings
-
-VOCABULARY, QUICK_VOCABULARY = 8192, 1024
-"""Tokens, the one that masks included."""
-
-SHORT, QUICK_SHORT = 512, 64
-"""Tokens of the dense sequences from which a longer one is continued."""
 
 HELD_OUT_TOKENS, QUICK_HELD_OUT_TOKENS = 2**20, 2**13
 
@@ -49,16 +53,6 @@ ARMS = (
 )
 
 
-def default_arms(settings: Settings) -> list[str]:
-    """Those that decide most."""
-    short, long = short_of(settings), settings.document_tokens
-    return [f"{DENSE}-{short}", f"{DENSE}-{long}", f"bigbird-{long}", f"bslongformer-{long}"]
-
-
-def short_of(settings: Settings) -> int:
-    return QUICK_SHORT if settings.quick else SHORT
-
-
 def require(settings: Settings, arms: list[str]) -> None:
     """Raises ValueError where an arm is not known, or does not divide documents."""
     for arm in arms:
@@ -69,7 +63,7 @@ def prepare(settings: Settings, data: Path) -> None:
     """Writes train.npy and held_out.npy, uint16 (N, T), pieces of documents, far.npy, bool as held_out, and
     tokenizer.json."""
     texts = list(some_documents(settings))
-    size = QUICK_VOCABULARY if settings.quick else VOCABULARY
+    size = vocabulary.size_of(settings)
     tokenizer = vocabulary.train(sample([text for text in texts if not sources.is_held_out(text)]), size - 1)
     tokenizer.save(str(data / "tokenizer.json"))
     train: list[np.ndarray] = []
@@ -163,7 +157,7 @@ def make_task(
 ) -> Task:
     """Of new weights, or of a dense model's before, which gets room for longer sequences as `ds_sparse adapt` gives it,
     and the attention."""
-    size = QUICK_VOCABULARY if settings.quick else VOCABULARY
+    size = vocabulary.size_of(settings)
     if before is None:
         model = make_bert(attention, settings, size, seed, device)
     else:

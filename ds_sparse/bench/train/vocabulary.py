@@ -7,12 +7,20 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from ...extras import optional_imports
+from .settings import Settings
 
 with optional_imports():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+SIZE, QUICK_SIZE = 8192, 1024
+"""Tokens, the one that masks included."""
+
 TOGETHER = 256
 """Documents that are encoded at a time, by all threads."""
+
+
+def size_of(settings: Settings) -> int:
+    return QUICK_SIZE if settings.quick else SIZE
 
 
 def train(texts: Iterable[str], size: int) -> Tokenizer:
