@@ -91,18 +91,25 @@ void forward(
   Buffer<bool> spoilt(attention.batch * attention.key_heads * attention.columns);
   auto values = pack_all<T, O>(attention.value, block, width, Form::dense, spoilt.data());
   auto pieces = cut_row_strips(attention, lists, 2 * width);
+  bool query_in_place = has_rows<T, O>(attention.query, depth);
   run_pieces(pieces, attention.batch, attention.heads, lists.layout_heads, [&] {
     return [&, query = Buffer<O>(rows * depth), sum = Buffer<C>(rows * width), row_max = Buffer<C>(rows),
             row_sum = Buffer<C>(rows),
             scratch = Buffer<C>(attention_scratch(block))](int64_t b, int64_t head, const Piece& piece) {
       int64_t first = piece.row * block + piece.begin, count = lists.count(head, piece.row),
               matrix = b * attention.key_heads + head / attention.group();
-      pack_tokens<T>(attention.query, b, head, first, rows, depth, query.data());
+      bool whole = first + rows <= attention.tokens, sum_in_place = whole && has_rows<T, C>(output, width);
+      const O* left = query.data();
+      if (whole && query_in_place)
+        left = reinterpret_cast<const O*>(tokens_of<T>(attention.query, b, head, first));
+      else
+        pack_tokens<T>(attention.query, b, head, first, rows, depth, query.data());
+      C* to_sum = sum_in_place ? reinterpret_cast<C*>(mutable_tokens_of<T>(output, b, head, first)) : sum.data();
       products<T, O>().attention_forward(
-          attention.strip(b, head, first, depth, false), query.data(), panels.data() + matrix * keys * depth,
+          attention.strip(b, head, first, depth, false), left, panels.data() + matrix * keys * depth,
           values.data() + matrix * keys / per_unit<O> * width, spoilt.data() + matrix * attention.columns, width,
-          lists.begin(head, piece.row), count, sum.data(), row_max.data(), row_sum.data(), scratch.data());
-      store_tokens<T>(sum.data(), width, b, head, first, rows, output);
+          lists.begin(head, piece.row), count, to_sum, row_max.data(), row_sum.data(), scratch.data());
+      if (!sum_in_place) store_tokens<T>(sum.data(), width, b, head, first, rows, output);
       int64_t at = (b * attention.heads + head) * attention.tokens + first;
       C *lse_to = static_cast<C*>(lse.mutable_data_ptr()) + at,
         *to = static_cast<C*>(row_max_sums.mutable_data_ptr()) + 2 * at;

@@ -61,9 +61,9 @@ DS_SPARSE_INLINE void expect_depth(int64_t /*depth*/) {}
 template <class O>
 DS_SPARSE_INLINE void end_products() {}
 
-// to[c * to_stride + r] = from[r * stride + c] for c < columns, zero for r from `rows` to 15; both at most 16.
+// to[c * to_stride + r] = pair c of row r for c < columns, zero for r from `rows` to 15; both at most 16.
 DS_SPARSE_INLINE void transpose_pairs(
-    const BFloat16Pair* from, int64_t stride, int64_t rows, int64_t columns, BFloat16Pair* to, int64_t to_stride) {
+    const BFloat16* from, int64_t stride, int64_t rows, int64_t columns, BFloat16Pair* to, int64_t to_stride) {
   Vec<float, 16> square[16] = {};
 #pragma GCC unroll 16
   for (int r = 0; r < 16; ++r)
@@ -151,13 +151,14 @@ static inline void copy_rows(
 // side.
 static inline void pair_rows_of_columns(
     const BFloat16* x, int64_t column_stride, int64_t rows, int64_t columns, BFloat16Pair* out, int64_t out_stride) {
-  for (int64_t c = 0; c + 16 <= columns; c += 16) {
-    for (int64_t r = 0; r < rows; r += 32) {
-      BFloat16Pair square[16 * 16];
-      int64_t here = rows - r < 32 ? rows - r : 32;
-      copy_rows(x + c * column_stride + r, column_stride, 1, 16, here, reinterpret_cast<BFloat16*>(square), 32);
-      transpose_pairs(square, 16, 16, (here + 1) / 2, out + r / 2 * out_stride + c, out_stride);
-    }
+  for (int64_t c = 0; c + 16 <= columns; c += 16, x += 16 * column_stride) {
+    int64_t r = 0;
+    for (; r + 32 <= rows; r += 32)
+      transpose_pairs(x + r, column_stride, 16, 16, out + r / 2 * out_stride + c, out_stride);
+    if (r == rows) continue;
+    BFloat16 rest[16 * 32];
+    copy_rows(x + r, column_stride, 1, 16, rows - r, rest, 32);
+    transpose_pairs(rest, 32, 16, (rows - r + 1) / 2, out + r / 2 * out_stride + c, out_stride);
   }
 }
 

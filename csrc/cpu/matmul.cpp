@@ -52,17 +52,14 @@ void sdd(
         pieces.add({head, row, n, std::min(n + step, last)}, std::min(step, last - n) * block_cost);
 
   auto panels = pack_right_operand<T, O>(b, block);
-  // Rows of a that lie apart would meet in a few sets of the cache.
-  bool in_place =
-      std::is_same_v<T, Number<O>> && a.stride(3) == 1 && a.stride(2) == a.size(3) && a.size(3) == depth * per_unit<O>;
+  bool in_place = has_rows<T, O>(a, depth);
   T* values = static_cast<T*>(out.mutable_data_ptr());
   run_pieces(pieces, batch, heads, layout_heads, [&] {
     return [&, packed = Buffer<O>(in_place ? 0 : block * depth)](int64_t b_index, int64_t head, const Piece& piece) {
       int64_t first = piece.row * block;
       const O* left = packed.data();
       if (in_place)
-        left = reinterpret_cast<const O*>(
-            pointer<T>(a) + b_index * a.stride(0) + head * a.stride(1) + first * a.stride(2));
+        left = reinterpret_cast<const O*>(tokens_of<T>(a, b_index, head, first));
       else
         pack_tokens<T>(a, b_index, head, first, block, depth, packed.data());
       int64_t entry = b_index * out.size(1) + (layout_heads == 1 ? head * live : 0) + piece.begin;
@@ -86,7 +83,7 @@ void dsd(
     return (count * block + 8) * width;
   });
 
-  bool dense_in_place = same && width == columns && dense.stride(3) == 1 && dense.stride(2) == columns;
+  bool dense_in_place = same && has_rows<T, O>(dense, width);
   Buffer<O> packed = dense_in_place ? Buffer<O>(0) : pack_all<T, O>(dense, block, width, Form::dense);
   bool sum_in_place = same && width == columns && !transpose_result;
   T* result = static_cast<T*>(out.mutable_data_ptr());

@@ -39,13 +39,32 @@ bool are_finite(const O* x, int64_t count) {
   return products<T, O>().are_finite(reinterpret_cast<const Number<O>*>(x), count * per_unit<O>);
 }
 
+// The tokens of x[b, head] from `first` on.
+template <class T>
+const T* tokens_of(const Tensor& x, int64_t b, int64_t head, int64_t first) {
+  return pointer<T>(x) + b * x.stride(0) + head * x.stride(1) + first * x.stride(2);
+}
+
+template <class T>
+T* mutable_tokens_of(const Tensor& x, int64_t b, int64_t head, int64_t first) {
+  return static_cast<T*>(x.mutable_data_ptr()) + (tokens_of<T>(x, b, head, first) - pointer<T>(x));
+}
+
+// Whether tokens of x (B, H, tokens, D) lie in memory as rows of `width` units, one after another: rows that lie apart
+// would meet in a few sets of the cache.
+template <class T, class O>
+bool has_rows(const Tensor& x, int64_t width) {
+  return std::is_same_v<T, Number<O>> && x.size(3) == width * per_unit<O> && x.stride(3) == 1 &&
+         x.stride(2) == x.size(3);
+}
+
 // `rows` tokens of x[b, head] from `first` on as rows of `width` units, zero beyond the tokens and numbers there are.
 template <class T, class O>
 void pack_tokens(const Tensor& x, int64_t b, int64_t head, int64_t first, int64_t rows, int64_t width, O* out) {
   int64_t there = std::clamp<int64_t>(x.size(2) - first, 0, rows);
-  const T* from = pointer<T>(x) + b * x.stride(0) + head * x.stride(1) + first * x.stride(2);
   products<T, O>().pack_rows(
-      from, x.stride(2), x.stride(3), there, x.size(3), reinterpret_cast<Number<O>*>(out), width * per_unit<O>);
+      tokens_of<T>(x, b, head, first), x.stride(2), x.stride(3), there, x.size(3), reinterpret_cast<Number<O>*>(out),
+      width * per_unit<O>);
   std::fill(out + there * width, out + rows * width, O{});
 }
 
@@ -53,8 +72,7 @@ void pack_tokens(const Tensor& x, int64_t b, int64_t head, int64_t first, int64_
 template <class T, class O>
 void pack_dense_tokens(const Tensor& x, int64_t b, int64_t head, int64_t first, int64_t rows, int64_t width, O* out) {
   int64_t there = std::clamp<int64_t>(x.size(2) - first, 0, rows), written = blocks_of(there, per_unit<O>);
-  const T* from = pointer<T>(x) + b * x.stride(0) + head * x.stride(1) + first * x.stride(2);
-  products<T, O>().pack_dense(from, x.stride(2), x.stride(3), there, x.size(3), out, width);
+  products<T, O>().pack_dense(tokens_of<T>(x, b, head, first), x.stride(2), x.stride(3), there, x.size(3), out, width);
   std::fill(out + written * width, out + rows / per_unit<O> * width, O{});
 }
 
@@ -83,11 +101,16 @@ Buffer<O> pack_all(const Tensor& x, int64_t block, int64_t width, Form form, boo
     for (int64_t i = begin; i < end; ++i) {
       int64_t matrix = i / blocks, b = matrix / heads, head = matrix % heads, first = i % blocks * block;
       O *to = packed.data() + i * size, *rows_to = form == Form::panels ? rows.data() : to;
-      if (form == Form::dense)
+      if (form == Form::dense) {
         pack_dense_tokens<T>(x, b, head, first, block, width, to);
-      else
+      } else if (form == Form::panels && first + block <= x.size(2)) {
+        products<T, O>().pack_panels(
+            tokens_of<T>(x, b, head, first), x.stride(3), x.stride(2), x.size(3), block,
+            kernels<T>().panel_width(block), to);
+      } else {
         pack_tokens<T>(x, b, head, first, block, width / per_unit<O>, rows_to);
-      if (form == Form::panels) pack_block_panels(rows_to, width / per_unit<O>, block, depth, to);
+        if (form == Form::panels) pack_block_panels(rows_to, width / per_unit<O>, block, depth, to);
+      }
     }
     if (!spoilt) return;
     bool all_finite = are_finite<T>(packed.data() + begin * size, (end - begin) * size);
@@ -100,9 +123,9 @@ Buffer<O> pack_all(const Tensor& x, int64_t block, int64_t width, Form form, boo
 template <class T>
 void store_tokens(
     const Compute<T>* rows, int64_t width, int64_t b, int64_t head, int64_t first, int64_t count, const Tensor& out) {
-  T* to = static_cast<T*>(out.mutable_data_ptr()) + b * out.stride(0) + head * out.stride(1) + first * out.stride(2);
   int64_t there = std::clamp<int64_t>(out.size(2) - first, 0, count);
-  kernels<T>().store_rows(rows, width, there, out.size(3), false, to, out.stride(2));
+  kernels<T>().store_rows(
+      rows, width, there, out.size(3), false, mutable_tokens_of<T>(out, b, head, first), out.stride(2));
 }
 
 }  // namespace ds_sparse::cpu

@@ -146,7 +146,8 @@ struct Tile<BFloat16Pair, 16, V> {
         amx::load<left>(a + k, 4 * m_stride);
       } else {
         alignas(64) O transposed[rows * rows];
-        transpose_pairs(a + k * k_stride, k_stride, step, rows, transposed, rows);
+        const auto* from = reinterpret_cast<const BFloat16*>(a + k * k_stride);
+        transpose_pairs(from, 2 * k_stride, step, rows, transposed, rows);
         amx::load<left>(transposed, amx::row_bytes);
       }
       multiply_from<0>(b, k, 4 * b_stride);

@@ -96,7 +96,7 @@ void unwindow(const Tensor& band, const Tensor& dense, bool transposed, Tensor& 
   int64_t heads = dense.size(1), tokens = dense.size(2), head_dim = dense.size(3), padded_dim = padded<T>(head_dim),
           window = band.size(3) / 2;
   bool band_in_place = same && band.stride(3) == 1;
-  bool dense_in_place = same && padded_dim == head_dim && dense.stride(3) == 1 && dense.stride(2) == head_dim;
+  bool dense_in_place = has_rows<T, C>(dense, padded_dim);
   int64_t lanes = kernels<T>().lanes, packed_size = padded<T>(tokens) * padded_dim;
   auto packed = dense_in_place ? Buffer<C>(0) : pack_all<T>(dense, lanes, padded_dim, Form::rows);
   int64_t step = task_rows(tokens, window, head_dim);
