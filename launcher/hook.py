@@ -11,7 +11,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from ds_sparse.config import SparseAttentionConfigError
-from ds_sparse.integrations.cpu_communication import leave_out_compiled_all_reduce
+from ds_sparse.integrations.cpu_communication import leave_out_compiled_all_reduce, let_gloo_finish_at_exit
 from ds_sparse.integrations.flag import RUN_VARIABLE
 from ds_sparse.integrations.on_import import after_import
 from ds_sparse.ranks import rank
@@ -27,6 +27,7 @@ def install(deepspeed: ModuleType) -> None:
     when they call it, and the Trainer deals batches to the ranks of a sequence."""
     importlib.import_module("ds_sparse.integrations.deepspeed_ops")
     leave_out_compiled_all_reduce(deepspeed)
+    let_gloo_finish_at_exit()
     below = deepspeed.initialize
 
     @functools.wraps(below)

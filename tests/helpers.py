@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,12 @@ NEEDS_COMPILER = pytest.mark.skipif(
 )
 BACKENDS = ("aot_eager", pytest.param("inductor", marks=NEEDS_COMPILER))
 """Of torch.compile."""
+
+
+def without_launcher() -> dict[str, str]:
+    """The environment of a program that no launcher started, whatever other tests of this process began."""
+    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
+    return {name: value for name, value in os.environ.items() if name not in launcher}
 
 
 def is_hopper(device: torch.device | str) -> bool:

@@ -24,6 +24,7 @@ import pytest
 import structure_keys
 import torch
 import yaml
+from helpers import without_launcher
 from snippets import PAGES, ROOT, fenced, run_python
 
 import ds_sparse
@@ -198,7 +199,8 @@ def output_of(line: str, capfd: pytest.CaptureFixture[str]) -> str:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 words = ["-m", "ds_sparse", "run", f"--master_port={probe.getsockname()[1]}", *words[1:]]
-        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+        environment = without_launcher() | {"DS_ACCELERATOR": "cpu"}
+        done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, check=False)
         status, output = done.returncode, done.stdout + done.stderr
     assert status == 0, f"{line}\n{output}"
     return output
@@ -209,7 +211,6 @@ def test_commands_run_and_print_what_the_page_says(page, tmp_path, monkeypatch, 
     """Those after a `$`, in a folder with the files that have a title on the page. A block of text after them is what
     they print, among other lines."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     snippets = fenced(page)
     for snippet in snippets:
         if snippet.title is not None:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import time
 from types import ModuleType
+
+from torch import distributed
+
+PAUSE = 0.1
+"""Seconds. A free core needs microseconds; ranks may share one."""
 
 
 def leave_out_compiled_all_reduce(deepspeed: ModuleType) -> None:
@@ -10,3 +17,18 @@ def leave_out_compiled_all_reduce(deepspeed: ModuleType) -> None:
     work, and no compiler is needed."""
     if deepspeed.get_accelerator().device_name() == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def let_gloo_finish_at_exit() -> None:
+    """A pause at the end of the program, in which gloo's threads let go of the last tensors.
+
+    A thread that does so when the interpreter has ended aborts the process after its last line ("terminate called
+    without an active exception"), and a program that ended well looks as if it had failed. Ending the process group
+    does not help: its threads live as long as anything refers to it, and gloo has no call that waits for them.
+    """
+    atexit.register(_pause)
+
+
+def _pause() -> None:
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_backend() == "gloo":
+        time.sleep(PAUSE)

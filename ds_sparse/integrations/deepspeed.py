@@ -34,7 +34,7 @@ from ..modules.layers import structure_of
 from ..notices import say_notices
 from ..ranks import is_launched, say
 from ..sparsity import FixedSparsityConfig, SparsityConfig
-from .cpu_communication import leave_out_compiled_all_reduce
+from .cpu_communication import leave_out_compiled_all_reduce, let_gloo_finish_at_exit
 from .deepspeed_sequence import parallelize, refuse, sequence_parallel_size
 from .flag import FLAG, is_on
 from .pretrained import innermost_pretrained_models, pretrained_model_around
@@ -98,6 +98,7 @@ def init_distributed(**arguments: Any) -> None:
             port = probe.getsockname()[1]
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     leave_out_compiled_all_reduce(deepspeed)
+    let_gloo_finish_at_exit()
     deepspeed.init_distributed(**arguments)
 
 

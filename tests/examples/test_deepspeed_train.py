@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers import without_launcher
 
 from ds_sparse.ops import BLOCK_OPERATORS, missing_kernels
 
@@ -93,9 +94,7 @@ def command(workplace, output, *more, config=None, model="model.json", launcher=
 
 def environment(workplace, device="cpu"):
     """No launcher's variables, no compiler, no ninja: the run must not need them."""
-    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
-    clean = {name: value for name, value in os.environ.items() if name not in launcher}
-    clean |= {
+    clean = without_launcher() | {
         "DS_SPARSE_CACHE": str(workplace / "cache"), "CXX": "/nonexistent", "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }  # fmt: skip

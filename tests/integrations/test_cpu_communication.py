@@ -1,0 +1,36 @@
+"""Programs of ranks on the CPU, and how they end."""
+
+import subprocess
+import sys
+
+import pytest
+from helpers import without_launcher
+
+LAST = """
+import torch
+import ds_sparse
+
+ds_sparse.init_distributed(verbose=False)
+attention = ds_sparse.SequenceParallelAttention(ds_sparse.FixedSparsityConfig(num_heads=1))  # holds the group
+tensors = [torch.zeros({size}), torch.zeros({size})]
+torch.distributed.all_to_all_single(*tensors, async_op=True)
+del tensors
+"""
+
+
+def run(program):
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env=without_launcher() | {"DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize("size", [100_000, 1_000_000])
+def test_a_program_may_end_while_gloo_still_works(size):
+    done = run(LAST.format(size=size) + "print('the last line')")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("the last line\n")
