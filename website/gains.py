@@ -168,6 +168,13 @@ def colours(names: Iterable[str]) -> dict[str, str]:
     return {name: plain.get(name) or next(ours if name in is_ours else theirs) for name in names}
 
 
+def bar_colours(names: Iterable[str]) -> list[str]:
+    """Of bars that are named by an attention, or by one and what else is told of it after a comma."""
+    attentions = [name.partition(",")[0] for name in names]
+    colour_of = colours(dict.fromkeys(attentions))
+    return [colour_of[name] for name in attentions]
+
+
 def axes() -> tuple[Figure, Any]:
     figure, (plot,) = several_axes(1)
     return figure, plot
@@ -213,14 +220,14 @@ def draw_speed() -> Figure:
     return figure
 
 
-def draw_bars(bars: dict[str, float], label: str, least: Iterable[str] = ()) -> Figure:
+def draw_bars(
+    bars: dict[str, float], colours: Sequence[str], label: str, number: str = "{:,.0f}", least: Iterable[str] = ()
+) -> Figure:
     """A bar each, the first on top; those that are the least of what may be say so."""
     figure, plot = axes()
     plot.grid(visible=False, axis="y")
-    attentions = [name.partition(",")[0] for name in bars]
-    colour_of = colours(dict.fromkeys(attentions))
-    drawn = plot.barh(list(bars), list(bars.values()), color=[colour_of[name] for name in attentions])
-    labels = [f"{'at least ' if name in least else ''}{value:,.0f}" for name, value in bars.items()]
+    drawn = plot.barh(list(bars), list(bars.values()), color=colours)
+    labels = [f"{'at least ' if name in least else ''}{number.format(value)}" for name, value in bars.items()]
     plot.bar_label(drawn, labels, color=TEXT, padding=3)
     plot.invert_yaxis()
     plot.set_xlim(0, 1.4 * max(bars.values()))
@@ -236,14 +243,14 @@ def draw_longest() -> Figure:
         name + (", checkpointed" if one.case.checkpointed else ""): one for name, one in bert_results.longest_of(tried)
     }
     least = {name for name, one in found.items() if not one.is_known}
-    return draw_bars(
-        {name: one.case.seq_len for name, one in found.items()}, "longest sequence that fits, tokens", least
-    )
+    bars = {name: one.case.seq_len for name, one in found.items()}
+    return draw_bars(bars, bar_colours(bars), "longest sequence that fits, tokens", least=least)
 
 
 def draw_packed() -> Figure:
     ((_, rows),) = results_of([MODERNBERT])
-    return draw_bars({row.attention: row.tokens_per_second for row in rows if not row.reason}, "tokens a second")
+    bars = {row.attention: row.tokens_per_second for row in rows if not row.reason}
+    return draw_bars(bars, bar_colours(bars), "tokens a second")
 
 
 def draw_quality() -> Figure:
@@ -273,16 +280,7 @@ def arm_colours(arms: Sequence[train_results.Arm]) -> list[str]:
 def draw_measure(runs: Sequence[str], measure: str, label: str) -> Figure:
     """A bar an arm, percent; the mean of seeds."""
     ((_, arms),) = train_results.arms_by_case(results_of(runs)).items()
-    figure, plot = axes()
-    plot.grid(visible=False, axis="y")
-    drawn = plot.barh(
-        [arm.name for arm in arms], [arm.measures[measure] * 100 for arm in arms], color=arm_colours(arms)
-    )
-    plot.bar_label(drawn, fmt="%.1f", color=TEXT, padding=3)
-    plot.invert_yaxis()
-    plot.margins(x=0.15)
-    plot.set_xlabel(label, color=TEXT)
-    return figure
+    return draw_bars({arm.name: arm.measures[measure] * 100 for arm in arms}, arm_colours(arms), label, "{:.1f}")
 
 
 def train_tables(runs: Sequence[str]) -> str:
