@@ -191,12 +191,6 @@ def settings_of():
     return Settings("documents", "tiny", "fp32", "cpu", True, 2048, 1e-3, 512)
 
 
-def test_macro_f1_weighs_packages_alike():
-    packages = np.array([0, 0, 0, 0, 1, 2])
-    assert documents_data.macro_f1(packages, packages) == 1
-    assert documents_data.macro_f1(np.zeros(6, int), packages) == pytest.approx((8 / 10 + 0 + 0) / 3)
-
-
 def test_copies_of_other_packages_are_no_sources():
     paths = [path for files in documents_texts.installed_sources().files.values() for path in files]
     assert paths and not [path for path in paths if documents_texts.COPIED & set(Path(path).parts)]

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from . import dna_data
 from .dna_data import HELD_OUT, IGNORED, TRAINING, Annotated, Stretches, Windows, class_labels
 from .dna_files import Files, genomes_of_folder, installed_genomes, read_genome
-from .dna_genes import Found, bases_found, genes_found, genes_in, owned, window_starts
+from .dna_genes import bases_found, genes_found, genes_in, owned, window_starts
 from .dna_models import GeneModel, loss_of, make_masked
 from .dna_synthetic import write_genome
 from .experiment import Experiment, Part, Task, in_halves
+from .f1 import Found
 from .models import ATTENTIONS, attention_of, require_attention
 from .results import DENSE
 from .settings import Settings

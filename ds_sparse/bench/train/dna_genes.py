@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
 
 import numpy as np
 
 from .dna_genomes import Contig, Gene, in_order
+from .f1 import Found
 
 OUTSIDE, FORWARD, REVERSE, BOTH = range(4)
 """Classes of a base: in no gene, in one on the strand "+", in one on "-". `BOTH` is no class: such a base counts
@@ -55,24 +55,6 @@ def of_strand(labels: np.ndarray, strand: str) -> Iterator[Gene]:
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
         if end - start >= SHORTEST:
             yield Gene(start, end, strand)
-
-
-@dataclass(frozen=True)
-class Found:
-    """How many are predicted, how many are there, and how many of both agree; of several sequences, their sum."""
-
-    predicted: int = 0
-    there: int = 0
-    right: int = 0
-
-    def __add__(self, other: Found) -> Found:
-        return Found(self.predicted + other.predicted, self.there + other.there, self.right + other.right)
-
-    @property
-    def f1(self) -> float:
-        """The harmonic mean of precision and recall; 0 where nothing is predicted or there."""
-        both = self.predicted + self.there
-        return 2 * self.right / both if both else 0.0
 
 
 def bases_found(predicted: np.ndarray, labels: np.ndarray) -> Found:

@@ -15,6 +15,7 @@ from . import documents_data
 from .documents_data import HELD_OUT, TRAINING, Documents
 from .documents_texts import Wanted, installed_sources, texts_of
 from .experiment import Experiment, Part, Task, in_halves
+from .f1 import macro_f1
 from .masked import MaskedTask, Rows
 from .models import ATTENTIONS, attention_of, default_arms, make_bert, require_attention
 from .settings import Settings
@@ -124,7 +125,7 @@ class Packages(Task):
     def measures(self) -> dict[str, float]:
         predicted, packages = self.held_out_logits().argmax(1).numpy(), self.held_out.packages
         accuracy = float((predicted == packages).mean())
-        return {"accuracy": accuracy, "macro_f1": documents_data.macro_f1(predicted, packages)}
+        return {"accuracy": accuracy, "macro_f1": macro_f1(predicted, packages)}
 
 
 def parts(settings: Settings, data: Path, arm: str, seed: int, device: torch.device) -> list[Part]:

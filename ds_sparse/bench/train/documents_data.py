@@ -61,12 +61,3 @@ def rows_of(documents: Documents, length: int) -> np.ndarray:
     ends = np.arange(documents.tokens.shape[1]) < documents.lengths[:, None]
     tokens = documents.tokens[ends]
     return tokens[: len(tokens) // length * length].reshape(-1, length)
-
-
-def macro_f1(predicted: np.ndarray, packages: np.ndarray) -> float:
-    """The mean of the F1 of each package that is there."""
-    return float(np.mean([f1_of(predicted == one, packages == one) for one in np.unique(packages)]))
-
-
-def f1_of(predicted: np.ndarray, there: np.ndarray) -> float:
-    return float(2 * (predicted & there).sum() / (predicted.sum() + there.sum()))
