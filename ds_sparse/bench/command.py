@@ -5,26 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import torch
 
-from .commands import attention, bert, matmul, modernbert, packed, sequence, tokens, train, window
 from .runs import without_json
-
-OPERATIONS: dict[str, ModuleType] = {
-    "matmul": matmul,
-    "attention": attention,
-    "window": window,
-    "packed": packed,
-    "tokens": tokens,
-    "bert": bert,
-    "modernbert": modernbert,
-    "sequence": sequence,
-    "train": train,
-}
-"""By name, what adds the options of each (`add`) and runs it (`measure`)."""
 
 
 def measure(operation: str, arguments: list[str]) -> int:
@@ -37,17 +24,24 @@ def measure(operation: str, arguments: list[str]) -> int:
         print(f"--json {args.json}: {wrong}", file=sys.stderr)
         return 1
     args.dtype = args.dtype or args.dtype_of[args.device]
-    return OPERATIONS[operation].measure(args, torch.device(args.device))
+    return module_of(operation).measure(args, torch.device(args.device))
 
 
 def parse(
     operation: str, arguments: list[str], parser_type: type[argparse.ArgumentParser] = argparse.ArgumentParser
 ) -> argparse.Namespace:
-    """The options of an operation; with it as `operation`, and as `arguments` those that say what is measured."""
+    """The options of an operation; with it as `operation`, its module of results as `results`, and as `arguments` those
+    that say what is measured."""
+    module = module_of(operation)
     parser = parser_type(prog=f"ds_sparse bench {operation}")
-    OPERATIONS[operation].add(parser)
-    parser.set_defaults(operation=operation, arguments=without_json(arguments))
+    module.add(parser)
+    parser.set_defaults(operation=operation, results=module.RESULTS, arguments=without_json(arguments))
     return parser.parse_args(arguments)
+
+
+def module_of(operation: str) -> Any:
+    """One of `OPERATIONS` in `commands`."""
+    return import_module(f".commands.{operation}", __package__)
 
 
 def unwritable(path: str) -> str:

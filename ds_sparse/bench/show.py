@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from . import command, markdown
-from .commands.running import RESULTS, show_report
+from .commands import OPERATIONS
+from .commands.running import show_report
 from .runs import Run, read, show
 
 Loaded = tuple[Run, argparse.Namespace, list[Any]]
@@ -54,14 +55,14 @@ def load(path: str) -> Loaded:
         ValueError: the file is not what `--json` writes; the sentence says what it lacks.
     """
     run = read(path)
-    if run.operation not in RESULTS:
-        raise ValueError(f"{path}: operation {run.operation!r} is not one of {', '.join(RESULTS)}.")
+    if run.operation not in OPERATIONS:
+        raise ValueError(f"{path}: operation {run.operation!r} is not one of {', '.join(OPERATIONS)}.")
     for number, row in enumerate(run.rows, 1):
         if row.get("milliseconds") is None and not row.get("reason"):
             raise ValueError(f"{path}: row {number} has neither milliseconds nor a reason.")
     try:
         options = command.parse(run.operation, run.arguments, Options)
-        return run, options, RESULTS[run.operation].restore(run.rows)
+        return run, options, options.results.restore(run.rows)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

@@ -3,17 +3,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-OPERATIONS = {
-    "matmul": "MatMul, Softmax, and attention of both",
-    "attention": "fused attention on live blocks",
-    "window": "products, softmax and attention of windows",
-    "packed": "attention over packed documents, windows too",
-    "tokens": "attention over token pairs, step by step",
-    "bert": "a training step of BERT with sparse, dense and no attention",
-    "modernbert": "a training step of ModernBERT on packed documents",
-    "sequence": "a training step of BERT on several ranks, beside one",
-    "train": "the quality that models reach, trained with sparse and dense attention",
-}
+from ..bench.commands import OPERATIONS
+
 SHOW = "show"
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from ds_sparse.bench import bert_results
 from ds_sparse.bench.command import parse
-from ds_sparse.bench.commands.running import RESULTS
 from ds_sparse.bench.train.results import Case, Point, Row
 
 CASE = bert_results.Case(512, 0.0, "bf16", "cuda", predicts_all=False)
@@ -79,9 +78,9 @@ def all_measured(monkeypatch, tmp_path):
     about = {"machine": "a GPU", "torch": "", "commit": "", "date": "", "ceilings": {}}
     for name, results in runs.items():
         operation = gains.TO_MEASURE[name].split()[0]
-        rows = [row for result in results for row in RESULTS[operation].record(result)]
-        about["operation"] = operation
         arguments = shlex.split(gains.command(name))[3:]
+        rows = [row for result in results for row in parse(operation, arguments).results.record(result)]
+        about["operation"] = operation
         (tmp_path / f"{name}.json").write_text(json.dumps(about | {"arguments": arguments, "rows": rows}))
     monkeypatch.setattr(gains, "RESULTS", tmp_path)
 

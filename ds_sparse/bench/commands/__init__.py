@@ -1,1 +1,15 @@
-"""The operations of `ds_sparse bench`: the options of each, and what is run and printed."""
+"""The operations of `ds_sparse bench`, a module each: its options (`add`), what runs (`measure`), and `RESULTS`, the
+module that makes rows of results (`record`), results of rows (`restore`), and lines to print (`report`)."""
+
+OPERATIONS = {
+    "matmul": "MatMul, Softmax, and attention of both",
+    "attention": "fused attention on live blocks",
+    "window": "products, softmax and attention of windows",
+    "packed": "attention over packed documents, windows too",
+    "tokens": "attention over token pairs, step by step",
+    "bert": "a training step of BERT with sparse, dense and no attention",
+    "modernbert": "a training step of ModernBERT on packed documents",
+    "sequence": "a training step of BERT on several ranks, beside one",
+    "train": "the quality that models reach, trained with sparse and dense attention",
+}
+"""In the order of help, which does without torch."""

@@ -13,6 +13,8 @@ from .. import attention, cases, machine, peers
 from .options import BF16_ON_A_GPU, add_cases, add_shared, listed, one_of
 from .running import begin, choose, keep, show_report, status_of
 
+RESULTS = attention
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (

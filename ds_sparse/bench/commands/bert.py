@@ -16,6 +16,8 @@ from ..runs import Run
 from .options import BF16_ON_A_GPU, add_labelled_only, add_shared, listed, one_of, probability
 from .running import begin, keep, show_report, status_of
 
+RESULTS = bert_results
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (

@@ -15,6 +15,8 @@ from .. import layouts, matmul
 from .options import NO_FLOOR, add_shared, block, by_device, listed, one_of
 from .running import run_grid
 
+RESULTS = matmul
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (

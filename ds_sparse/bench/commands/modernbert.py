@@ -13,6 +13,8 @@ from .. import attention, modernbert_results, peers
 from .options import BF16_ON_A_GPU, add_labelled_only, add_shared, listed, one_of
 from .running import begin, keep, show_report, status_of
 
+RESULTS = modernbert_results
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (

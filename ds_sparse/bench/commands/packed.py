@@ -13,6 +13,8 @@ from .. import attention, machine, packed, packed_cases, packed_peers
 from .options import BF16_ON_A_GPU, add_cases, add_shared, listed, one_of
 from .running import begin, choose, keep, show_report, status_of
 
+RESULTS = packed
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (

@@ -10,40 +10,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from .. import (
-    attention,
-    bert_results,
-    cases,
-    floors,
-    machine,
-    matmul,
-    modernbert_results,
-    packed,
-    packed_cases,
-    peers,
-    sequence_results,
-    tokens,
-    window,
-)
+from .. import cases, floors, machine, packed_cases, peers
 from ..runs import Run, show
-from ..train import results as train_results
 
 Case = TypeVar("Case")
 Named = TypeVar("Named", cases.Case, packed_cases.Case)
-
-RESULTS: dict[str, Any] = {
-    "matmul": matmul,
-    "attention": attention,
-    "window": window,
-    "packed": packed,
-    "tokens": tokens,
-    "bert": bert_results,
-    "modernbert": modernbert_results,
-    "sequence": sequence_results,
-    "train": train_results,
-}
-"""Operation to the module that makes rows of its results (`record`), results of rows (`restore`), and lines to print
-(`report`)."""
 
 
 def show_report(args: argparse.Namespace, results: Iterable[Any]) -> None:
@@ -51,7 +22,7 @@ def show_report(args: argparse.Namespace, results: Iterable[Any]) -> None:
     options: dict[str, Any] = {}
     if args.operation == "attention":
         options = {"break_even_with": peers.DENSE[args.device] if args.break_even else "", "grows": args.growth}
-    for lines in RESULTS[args.operation].report(results, **options):
+    for lines in args.results.report(results, **options):
         show(*lines)
 
 
@@ -66,7 +37,7 @@ def begin(args: argparse.Namespace, device: torch.device, dtypes: Iterable[str] 
 
 def keep(args: argparse.Namespace, run: Run, result: Case) -> Case:
     """The result, when its rows are written."""
-    run.add(RESULTS[args.operation].record(result), args.json)
+    run.add(args.results.record(result), args.json)
     return result
 
 

@@ -16,6 +16,8 @@ from ..torch_settings import cpu_threads
 from .options import BF16_ON_A_GPU, add_shared, listed, one_of
 from .running import begin, keep, show_report, status_of
 
+RESULTS = sequence_results
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (

@@ -14,6 +14,8 @@ from .. import machine, tokens
 from .options import add_shared, add_sizes, listed, one_of, percent
 from .running import begin, keep, show_report, status_of
 
+RESULTS = tokens
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (

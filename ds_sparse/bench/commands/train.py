@@ -17,6 +17,7 @@ from ...arguments import positive
 from ..reasons import NOT_TRIED, in_short
 from ..runs import Run
 from ..step_times import release_memory
+from ..train import results as train_results
 from ..train.experiment import Experiment, load
 from ..train.folder import Folder
 from ..train.job import Stopped, Training
@@ -34,6 +35,8 @@ from ..train.settings import (
 )
 from .options import add_device_and_json, listed, natural, positive_number
 from .running import begin, keep, show_report
+
+RESULTS = train_results
 
 MODEL, TOKENS_PER_STEP = {"cpu": TINY, "cuda": SMALL}, {"cpu": 4096, "cuda": 32768}
 

@@ -12,6 +12,8 @@ from .. import window
 from .options import NO_FLOOR, add_shared, add_sizes, listed, one_of
 from .running import run_grid
 
+RESULTS = window
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
