@@ -9,6 +9,7 @@ from zlib import crc32
 
 import torch
 from torch import distributed
+from torch.nn.functional import pad
 
 from ..index.cache import KEPT
 from ..index.documents import Documents
@@ -22,6 +23,9 @@ from ..ops.packed_operands import one_as_rows, rows_as_one
 from ..sparsity import SparsityConfig
 from .deal import TOLERANCE, HeadDeal, deal_heads
 from .exchange import Exchange, RanksOfSequence, heads_to_tokens, tokens_to_heads
+
+TOLD = 14
+"""How many numbers a rank tells of its part."""
 
 
 class SequenceParallelAttention:
@@ -124,14 +128,20 @@ class SequenceParallelAttention:
         Raises:
             TypeError: cu_seqlens that is no tensor of integers.
             ValueError: fewer heads than ranks; shapes, dtypes, lengths or documents that do not fit, or that differ
-                between ranks.
+                between ranks. Without `lengths` all ranks raise it where one cannot compute its part.
             NotImplementedError: shapes of query, key and value differ in more than heads.
         """
         check_inputs(query=query, key=key, value=value, key_padding_mask=key_padding_mask, sinks=sinks)
         query, key, value = under_autocast(query, key, value)
-        check_attention_operands(query, key, value)
-        self._check_dropout(dropout_p)
-        documents = None if cu_seqlens is None else Documents.read(cu_seqlens)
+        try:
+            check_attention_operands(query, key, value)
+            self._check_dropout(dropout_p)
+            _check_mask(key_padding_mask, query.shape[2], lengths)
+            documents = None if cu_seqlens is None else Documents.read(cu_seqlens)
+        except (TypeError, ValueError):
+            if lengths is None:  # the others wait for what this rank tells of its part
+                self._told_by_all([], query.device)
+            raise
         if lengths is None:
             chosen = (causal, dropout_p > 0, document_layout == "row", sinks is not None)
             lengths = self._agreed_lengths(query, key, key_padding_mask, documents, chosen)
@@ -212,13 +222,7 @@ class SequenceParallelAttention:
 
     def _whole_mask(self, mask: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
         """The key padding mask of the whole sequence, (B or 1, T)."""
-        own, whole = lengths[self._ranks.rank], sum(lengths)
-        if mask.dim() != 2 or mask.shape[1] not in (own, whole):
-            raise ValueError(
-                f"key_padding_mask has shape {tuple(mask.shape)}; it has to be (batch or 1, {own}), of the rank's own "
-                f"tokens, or (batch or 1, {whole}), of those of all ranks."
-            )
-        return mask if mask.shape[1] == whole else self._ranks.all_tokens(mask, lengths)
+        return mask if mask.shape[1] == sum(lengths) else self._ranks.all_tokens(mask, lengths)
 
     def _check_dropout(self, dropout_p: float) -> None:
         check_dropout("dropout_p", dropout_p)
@@ -244,7 +248,13 @@ class SequenceParallelAttention:
         kinds = [DTYPES.index(query.dtype), -1 if key_padding_mask is None else key_padding_mask.element_size()]
         edges = (0, 0) if documents is None else (len(documents.edges) - 1, crc32(repr(documents.edges).encode()))
         mine = [tokens, batch, heads, key.shape[1], width, masks, *edges, *kinds, *map(int, options)]
-        rows = self._ranks.rows_of_all(torch.tensor(mine, device=query.device)).tolist()
+        rows = self._told_by_all(mine, query.device)
+        refusing = ", ".join(str(rank) for rank, row in enumerate(rows) if not row[0])
+        if refusing:
+            raise ValueError(
+                f"Of the {len(rows)} ranks that share a sequence these refuse their parts: {refusing}; their own "
+                "errors say why. Give each rank a part that it can compute, of one token or more."
+            )
         if any(row[1:] != rows[0][1:] for row in rows):
             shapes = "; ".join(
                 f"rank {rank}: batch {row[1]}, {row[2]} heads, {row[3]} key heads, head size {row[4]}, "
@@ -259,6 +269,11 @@ class SequenceParallelAttention:
             )
         return tuple(row[0] for row in rows)
 
+    def _told_by_all(self, mine: list[int], device: torch.device) -> list[list[int]]:
+        """The numbers that each rank tells of its part, zeros where it refuses it and tells none."""
+        numbers = torch.tensor(mine, dtype=torch.int64, device=device)
+        return self._ranks.rows_of_all(pad(numbers, (0, TOLD - len(mine)))).tolist()
+
     def _check_lengths(self, lengths: tuple[int, ...], tokens: int) -> None:
         ranks = self._ranks
         if len(lengths) != ranks.size or min(lengths) < 1 or lengths[ranks.rank] != tokens:
@@ -266,6 +281,17 @@ class SequenceParallelAttention:
                 f"lengths are {tuple(lengths)} and rank {ranks.rank} of {ranks.size} has {tokens} tokens; give the "
                 "number of tokens of each rank, 1 or more, the same numbers on all."
             )
+
+
+def _check_mask(mask: torch.Tensor | None, own: int, lengths: tuple[int, ...] | None) -> None:
+    """Raises ValueError unless a key padding mask is of the rank's own tokens, or of those of known ranks."""
+    known = (own,) if lengths is None else (own, sum(lengths))
+    if mask is not None and (mask.dim() != 2 or mask.shape[1] not in known):
+        of_all = f", or (batch or 1, {known[-1]}), of those of all ranks" if len(known) > 1 else ""
+        raise ValueError(
+            f"key_padding_mask has shape {tuple(mask.shape)}; it has to be (batch or 1, {own}), of the rank's own "
+            f"tokens{of_all}."
+        )
 
 
 def _check_documents(

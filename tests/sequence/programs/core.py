@@ -244,6 +244,23 @@ def what_ranks_do_not_agree_on_is_refused_on_all():
 
 
 @case
+def what_one_rank_cannot_compute_is_refused_on_all():
+    rank = distributed.get_rank()
+    x = torch.ones(1, 4, 40, 8, device=DEVICE)
+    none, mask = x[:, :, :0], torch.ones(1, 40 if rank == 0 else 30, dtype=torch.bool, device=DEVICE)
+    tokens = 40 * distributed.get_world_size()
+    backwards = torch.tensor([0, 30, tokens] if rank == 0 else [0, 30, 20, tokens], device=DEVICE)
+    for part, options, why in (
+        ([x, x, x] if rank == 0 else [none, none, none], {}, "there has to be at least one token"),
+        ([x, x, x] if rank == 0 else [x, x.half(), x], {}, "dtype"),
+        ([x, x, x], {"key_padding_mask": mask}, "key_padding_mask has shape (1, 30); it has to be (batch or 1, 40)"),
+        ([x, x, x], {"cu_seqlens": backwards}, "cu_seqlens"),
+    ):
+        said = refused(*part, **options)
+        assert ("these refuse their parts: 1" if rank == 0 else why) in said, said
+
+
+@case
 def documents_that_do_not_fit_are_refused():
     x = torch.ones(2, 4, 40, 8, device=DEVICE)
     tokens = 40 * distributed.get_world_size()
