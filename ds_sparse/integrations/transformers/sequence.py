@@ -60,6 +60,10 @@ class Alone(NamedTuple):
 
     items: torch.Tensor | float | None
 
+    def loss(self, mean: torch.Tensor, labelled: torch.Tensor) -> torch.Tensor:
+        """The mean over the labelled tokens, or their sum by `items`."""
+        return mean if self.items is None else (_sum_of_losses(mean, labelled) / self.items).to(mean.dtype)
+
 
 class Part:
     """The tokens of one forward that this rank has.
@@ -312,13 +316,13 @@ class SequenceParallel:
                 "sequence_parallel_size."
             )
         labels = named.get("labels")
-        if labels is None or (isinstance(part, Alone) and part.items is None):
+        if labels is None:
             return output
         if _is_shifted(model):
             labels = named.get("shift_labels", labels[:, 1:])
         labelled = (labels != _IGNORED).sum()
         if isinstance(part, Alone):
-            loss = output[0] * (labelled / part.items)
+            loss = part.loss(output[0], labelled)
         else:
             loss = self._loss_of_all(output[0], labelled, part.items)
         if isinstance(output, tuple):
@@ -330,8 +334,8 @@ class SequenceParallel:
         self, mean: torch.Tensor, labelled: torch.Tensor, items: torch.Tensor | float | None
     ) -> torch.Tensor:
         """The mean over the labelled tokens of all ranks, or their sum by `items`, with the gradient of the share that
-        this rank has: their sum is that of the whole. The mean of no tokens is NaN, and has no share."""
-        own = torch.where(labelled > 0, mean, torch.zeros_like(mean)).double() * labelled
+        this rank has: their sum is that of the whole."""
+        own = _sum_of_losses(mean, labelled)
         labelled_by_all, of_all = self.ranks.sum_of(torch.stack([labelled.double(), own]))
         total = labelled_by_all if items is None else items
         return ((own + (of_all - own.detach())) / total).to(mean.dtype)
@@ -400,6 +404,11 @@ def _weighted_sum(of_tokens: torch.Tensor) -> torch.Tensor:
     """A number that other tokens, or the same at other places, hardly have: int64."""
     flat = of_tokens.long().flatten()
     return (flat * torch.arange(1, len(flat) + 1, device=flat.device)).sum()
+
+
+def _sum_of_losses(mean: torch.Tensor, labelled: torch.Tensor) -> torch.Tensor:
+    """Of so many tokens, whose mean is given, fp64; that of none is NaN, and their sum 0."""
+    return torch.where(labelled > 0, mean, torch.zeros_like(mean)).double() * labelled
 
 
 def _is_shifted(model: nn.Module) -> bool:

@@ -167,6 +167,10 @@ def the_loss_is_divided_by_the_items_of_a_batch():
         other = batch | {"input_ids": (batch["input_ids"] + distributed.get_rank()) % 50}
         loss = model(**other).loss
         assert_same(model(**other, num_items_in_batch=1000).loss, loss * labelled / 1000)
+        if distributed.get_rank() == 1:
+            other["labels"] = torch.full_like(other["labels"], -100)
+        loss = model(**other, num_items_in_batch=1000).loss
+        assert (loss == 0) if distributed.get_rank() == 1 else (loss > 0)
 
 
 @case
