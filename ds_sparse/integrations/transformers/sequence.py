@@ -213,7 +213,7 @@ class SequenceParallel:
     """
 
     def __init__(self, model: PreTrainedModel, ranks: RanksOfSequence):
-        self.ranks = ranks
+        self.ranks, self._model = ranks, model
         self._attentions: dict[Any, SequenceParallelAttention] = {}
         self._makes_positions = next((x for x in model.modules() if hasattr(x, _POSITIONS_OF_IDS)), None)
         self._layers = [layer for layers in layers_by_model(model).values() for layer in layers.values()]
@@ -231,6 +231,8 @@ class SequenceParallel:
             hook.remove()
         for layer in self._layers:
             vars(layer).pop(_IN_PARTS, None)
+        for module in self._model.modules():
+            vars(module).pop(EVALUATES_ALONE, None)
 
     @torch.compiler.disable(reason="a sequence is cut for several ranks outside of graphs")
     def _cut(self, model: nn.Module, arguments: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -10,7 +10,7 @@ from cases import DEVICE, WIDE, assert_same, case, case_on_cpu, in_lines, refusa
 from torch import distributed
 
 import ds_sparse
-from ds_sparse.integrations.transformers.sequence import MODEL_TYPES
+from ds_sparse.integrations.transformers.sequence import EVALUATES_ALONE, MODEL_TYPES
 from ds_sparse.sequence.exchange import RanksOfSequence
 
 TOKENS = 165
@@ -237,6 +237,18 @@ def tuples_evaluation_and_undo():
     assert_same(own_logits, own)
     parallel.undo()
     assert_same(model(**batch).loss, loss)
+
+
+@case
+def a_model_that_evaluated_alone_shares_sequences_again_after_undo():
+    model, batch = make().eval(), batch_of("BertForMaskedLM")
+    vars(model)[EVALUATES_ALONE] = True  # as the Trainer's loader leaves it
+    tokens = []
+    for _ in range(2):
+        parallel = ds_sparse.sequence_parallel(model)
+        tokens.append(model(**batch).logits.shape[1])
+        parallel.undo()
+    assert tokens == [TOKENS, 83 - distributed.get_rank()]
 
 
 @case
