@@ -176,15 +176,15 @@ def bar_colours(names: Iterable[str]) -> list[str]:
 
 
 def axes() -> tuple[Figure, Any]:
-    figure, (plot,) = several_axes(1)
+    figure, (plot,) = several_axes(1, of_one_height=True)
     return figure, plot
 
 
-def several_axes(number: int) -> tuple[Figure, list[Any]]:
-    """Beside each other, of one height."""
+def several_axes(number: int, of_one_height: bool) -> tuple[Figure, list[Any]]:
+    """Beside each other."""
     figure = Figure(figsize=(7.2, 4.0), layout="constrained")
     figure.patch.set_alpha(0)
-    plots = list(figure.subplots(1, number, sharey=True, squeeze=False)[0])
+    plots = list(figure.subplots(1, number, sharey=of_one_height, squeeze=False)[0])
     for plot in plots:
         plot.patch.set_alpha(0)
         plot.tick_params(colors=TEXT, which="both")
@@ -253,22 +253,33 @@ def draw_packed() -> Figure:
     return draw_bars(bars, bar_colours(bars), "tokens a second")
 
 
-def draw_quality() -> Figure:
-    """Held-out loss on the way, against tokens where those are the budget, and against minutes; the mean of seeds."""
-    groups = train_results.arms_by_case(results_of(QUALITY))
-    figure, (of_tokens, of_minutes) = several_axes(2)
-    for case, arms in groups.items():
-        plot = of_tokens if case.tokens else of_minutes
-        for arm, colour in zip(arms, arm_colours(arms)):
-            by_seed = list(zip(*(row.curve for row in arm.rows)))
-            done = [[point.tokens / 1e6 if case.tokens else point.seconds / 60 for point in at] for at in by_seed]
-            losses = [statistics.mean(point.held_out for point in at) for at in by_seed]
-            plot.plot(list(map(statistics.mean, done)), losses, color=colour, label=arm.name)
-    of_tokens.set_xlabel("million tokens", color=TEXT)
-    of_minutes.set_xlabel("minutes of training steps", color=TEXT)
-    of_tokens.set_ylabel("held-out loss", color=TEXT)
-    of_tokens.legend(frameon=False, labelcolor=TEXT, fontsize=8)
+def draw_curves(runs: Sequence[str]) -> Figure:
+    """Held-out loss on the way, the mean of seeds: a plot for each budget, and for each thing that parts are asked."""
+    groups = train_results.arms_by_case(results_of(runs))
+    parts = [(case, asked) for case, arms in groups.items() for asked in asked_of(arms)]
+    is_one_loss = len({asked for _, asked in parts}) == 1
+    figure, plots = several_axes(len(parts), of_one_height=is_one_loss)
+    for plot, (case, asked) in zip(plots, parts):
+        for arm, colour in zip(groups[case], arm_colours(groups[case])):
+            draw_curve(plot, case, arm, asked, colour)
+        plot.set_xlabel("million tokens" if case.tokens else "minutes of training steps", color=TEXT)
+        if plot is plots[0] or not is_one_loss:
+            plot.set_ylabel(" of ".join(filter(None, ["held-out loss", asked])), color=TEXT)
+    plots[0].legend(frameon=False, labelcolor=TEXT, fontsize=8)
     return figure
+
+
+def asked_of(arms: Sequence[train_results.Arm]) -> list[str]:
+    """What losses are of, in the order of parts."""
+    return list(dict.fromkeys(point.asked for arm in arms for row in arm.rows for point in row.curve))
+
+
+def draw_curve(plot: Any, case: train_results.Case, arm: train_results.Arm, asked: str, colour: str) -> None:
+    """Of the parts that are asked one thing, against tokens where those are the budget, else against minutes."""
+    by_seed = list(zip(*([point for point in row.curve if point.asked == asked] for row in arm.rows)))
+    done = [[point.tokens / 1e6 if case.tokens else point.seconds / 60 for point in at] for at in by_seed]
+    losses = [statistics.mean(point.held_out for point in at) for at in by_seed]
+    plot.plot(list(map(statistics.mean, done)), losses, color=colour, label=arm.name)
 
 
 def arm_colours(arms: Sequence[train_results.Arm]) -> list[str]:
@@ -304,7 +315,7 @@ GAINS = {
     "longest": Picture(lambda: LONGEST, draw_longest, "The longest sequence that fits, by attention"),
     "quality": Picture(
         lambda: QUALITY,
-        draw_quality,
+        partial(draw_curves, QUALITY),
         "Held-out loss against tokens and against minutes, by arm",
         partial(train_tables, QUALITY),
     ),
@@ -314,11 +325,19 @@ GAINS = {
         "F1 of genes that are found, by arm",
         partial(train_tables, DNA),
     ),
+    "dna_losses": Picture(
+        lambda: DNA, partial(draw_curves, DNA), "Held-out loss of masked bases, then of genes, against minutes, by arm"
+    ),
     "documents": Picture(
         lambda: DOCUMENTS,
         partial(draw_measure, DOCUMENTS, "macro_f1", "macro F1 of packages on held-out files, percent"),
         "Macro F1 of packages that source files belong to, by arm",
         partial(train_tables, DOCUMENTS),
+    ),
+    "documents_losses": Picture(
+        lambda: DOCUMENTS,
+        partial(draw_curves, DOCUMENTS),
+        "Held-out loss of masked tokens, then of packages, against minutes, by arm",
     ),
     "packed": Picture(lambda: [MODERNBERT], draw_packed, "Tokens a second of a step of ModernBERT, by attention"),
 }

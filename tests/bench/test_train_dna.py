@@ -262,6 +262,7 @@ def test_a_quick_run_says_loss_and_f1_of_each_arm(tmp_path):
         assert set(row.measures) == {"masked_loss", "base_f1", "gene_f1"}
         assert 1 < row.measures["masked_loss"] < 2.5
         assert row.measures["masked_loss"] == pytest.approx(row.curve[0].held_out)
+        assert [point.asked for point in row.curve] == ["masked bases", "genes"]
 
 
 def test_a_run_takes_genomes_of_a_folder_and_says_where_they_are_missing(tmp_path, capsys):

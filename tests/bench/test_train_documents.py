@@ -206,5 +206,6 @@ def test_a_quick_run_says_accuracy_of_each_arm(tmp_path, monkeypatch, capsys):
     for row in rows:
         assert set(row.measures) == {"accuracy", "macro_f1"}
         assert 0 <= row.measures["macro_f1"] <= 1 and row.held_out < 3
+        assert list(dict.fromkeys(point.asked for point in row.curve)) == ["masked tokens", "packages"]
     assert main([*command, "--arms", "bigbird"]) == 1
     assert "--arms bigbird: is no arm of documents" in capsys.readouterr().err

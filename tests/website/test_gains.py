@@ -16,7 +16,7 @@ QUALITY = Case("quality", "small", "bf16", "cuda", False, 32768, 7e-4, 4096)
 
 
 def trained(arm, seed, held_out, **budget):
-    curve = [Point(30.0, 10**6, held_out + 1), Point(60.0, 2 * 10**6, held_out)]
+    curve = [Point(30.0, 10**6, held_out + 1, "masked tokens"), Point(60.0, 2 * 10**6, held_out, "masked tokens")]
     return replace(QUALITY, arm=arm, seed=seed, **budget), Row(20.0, held_out, curve, tokens_per_second=1e6)
 
 
@@ -25,8 +25,9 @@ TRAINED = [
     *(trained("bigbird-4096", seed, 2.1, tokens=9) for seed in (0, 1)),
     *(trained("bigbird-4096", seed, 1.9, minutes=9.0) for seed in (0, 1)),
 ]
+GENES = [Point(90.0, 3 * 10**6, 0.9, "genes"), Point(120.0, 4 * 10**6, 0.8, "genes")]
 MEASURED = [
-    (case, replace(row, measures={"gene_f1": 0.5 + case.seed / 10, "macro_f1": 0.75}))
+    (case, replace(row, curve=row.curve + GENES, measures={"gene_f1": 0.5 + case.seed / 10, "macro_f1": 0.75}))
     for case, row in TRAINED
     if case.minutes
 ]
@@ -100,7 +101,7 @@ def test_pictures_have_what_was_measured(all_measured):
     lines = {line.get_label(): line.get_xydata().tolist() for line in plot.get_lines()}
     assert lines["bigbird-64"] == [[4096, pytest.approx(8 * 4096 / 0.05)], [65536, pytest.approx(65536 / 0.05)]]
     assert lines.keys() == {"no attention", "floor", "transformers-longformer", "bigbird-64", "sdpa"}
-    of_tokens, of_minutes = gains.draw_quality().axes
+    of_tokens, of_minutes = gains.GAINS["quality"].draw().axes
     lines = [
         {line.get_label(): line.get_xydata().tolist() for line in plot.get_lines()} for plot in (of_tokens, of_minutes)
     ]
@@ -109,6 +110,10 @@ def test_pictures_have_what_was_measured(all_measured):
     (plot,) = gains.GAINS["dna"].draw().axes
     assert [bar.get_width() for bar in plot.patches] == pytest.approx([55, 55])
     assert [label.get_text() for label in plot.get_yticklabels()] == ["dense-4096", "bigbird-4096"]
+    masked, genes = gains.GAINS["dna_losses"].draw().axes
+    assert masked.get_lines()[0].get_xydata().tolist() == [[0.5, 3.0], [1.0, 2.0]]
+    assert genes.get_lines()[0].get_xydata().tolist() == [[1.5, 0.9], [2.0, 0.8]]
+    assert (masked.get_ylabel(), genes.get_ylabel()) == ("held-out loss of masked tokens", "held-out loss of genes")
     (plot,) = gains.draw_longest().axes
     assert [bar.get_width() for bar in plot.patches] == [10_240, 512_000, 40_960, 2_048_000]
     assert plot.get_yticklabels()[3].get_text() == "bigbird-64, checkpointed"

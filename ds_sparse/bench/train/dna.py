@@ -127,6 +127,8 @@ class BaseTask(Task):
 class MaskedBases(BaseTask):
     """Which bases are hidden."""
 
+    asked = "masked bases"
+
     def batch_of(self, bases: np.ndarray, labels: np.ndarray, generator: np.random.Generator) -> Batch:
         return dna_data.masked(bases, generator)
 
@@ -144,6 +146,8 @@ class Genes(BaseTask):
     Args:
         known: the held-out sequences whose genes are known, whole.
     """
+
+    asked = "genes"
 
     def __init__(self, *arguments: Any, known: Sequence[Annotated]) -> None:
         super().__init__(*arguments)

@@ -87,6 +87,8 @@ class Packages(Task):
         model: of which a step trains on so many tokens.
     """
 
+    asked = "packages"
+
     def __init__(
         self,
         model: PackageModel,

@@ -20,10 +20,12 @@ class Task(ABC):
     Attributes:
         model: on its device, with weights in fp32.
         tokens_per_step: of the batch that `loss` takes.
+        asked: what the loss is of, such as "masked tokens".
     """
 
     model: nn.Module
     tokens_per_step: int
+    asked: str
 
     @abstractmethod
     def loss(self, step: int) -> Tensor:

@@ -147,7 +147,7 @@ class Training:
             held_out = task.evaluate()
         if not held_out < float("inf"):
             raise ArithmeticError(f"the held-out loss is {held_out} after {self.progress.tokens:,} tokens")
-        self.progress.curve.append(Point(self.progress.seconds, self.progress.tokens, held_out))
+        self.progress.curve.append(Point(self.progress.seconds, self.progress.tokens, held_out, task.asked))
 
     def try_steps(self, task: Task) -> float:
         """Seconds that a step takes once everything is compiled, and the weights as they were."""

@@ -60,6 +60,8 @@ class MaskedTask(Task):
     mask_token: what stands for a masked one.
     """
 
+    asked = "masked tokens"
+
     def __init__(
         self,
         model: Any,

@@ -34,11 +34,16 @@ def case_of(settings: Settings, job: Job) -> Case:
 
 @dataclass(frozen=True)
 class Point:
-    """The held-out loss after so much training."""
+    """The held-out loss after so much training.
+
+    Attributes:
+        asked: what the loss is of, which differs between the parts of an arm; "" in runs that do not say it.
+    """
 
     seconds: float
     tokens: int
     held_out: float
+    asked: str = ""
 
 
 @dataclass(frozen=True)
