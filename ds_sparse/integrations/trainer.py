@@ -22,6 +22,8 @@ def share_batches() -> None:
     from .transformers.sequence import EVALUATES_ALONE
 
     trainer: Any = sys.modules["transformers.trainer"]
+    if not hasattr(trainer, "skip_first_batches"):
+        return  # there is no accelerate, and no Trainer can be made
     below = trainer.Trainer.get_train_dataloader
 
     @functools.wraps(below)

@@ -3,7 +3,8 @@
     phases.py --phase 128:900 --phase 512:100 --phase 4096:100:sparse --output-dir runs/phases [options]
 
 A phase is TOKENS:STEPS, or TOKENS:STEPS:sparse, which has the attention of the JSON's block; the others are dense. The
-options are those of deepspeed_train.py. Given again, the command goes on where it was cut off.
+options are those of deepspeed_train.py, but for the flag of sparse attention, and for ZeRO 3. Given again, the command
+goes on where it was cut off.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import argparse
 import sys
 from pathlib import Path
 from typing import NamedTuple
+
+import ds_sparse
 
 import deepspeed_train
 from run_folders import newest_run_folder
@@ -45,6 +48,9 @@ def main() -> int:
     parser.add_argument("--phase", type=phase, action="append", help="one of the phases, in their order")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/phases"), help="a folder of runs for each phase")
     args, others = parser.parse_known_args()
+    sys.argv = ["deepspeed_train.py", "--deepspeed_config", str(CONFIG), *others]
+    options = deepspeed_train.parse_arguments()
+    refuse(options)
     before: Path | None = None
     for number, of in enumerate(args.phase or DEFAULT, 1):
         runs = args.output_dir / f"{number}-{of.tokens}-{of.attention}"
@@ -55,8 +61,24 @@ def main() -> int:
         status = deepspeed_train.main()
         if status:
             return status
-        before = newest_run_folder(runs) / of.attention
+        if not options.dry_run:
+            before = newest_run_folder(runs) / of.attention
     return 0
+
+
+def refuse(options: argparse.Namespace) -> None:
+    """Raises ValueError for what the second phase would end in."""
+    if options.deepspeed_sparse_attention:
+        raise ValueError(
+            f"--deepspeed_sparse_attention: each phase says whether it is sparse, as in 4096:100:{SPARSE}; leave it "
+            "out."
+        )
+    config, _ = ds_sparse.load_config(options.deepspeed_config)
+    if dict(config.get("zero_optimization") or {}).get("stage") == 3:
+        raise ValueError(
+            f"{options.deepspeed_config}: has ZeRO 3, which deals weights to ranks, and a phase takes them whole from "
+            "the one before; give stage 2."
+        )
 
 
 if __name__ == "__main__":

@@ -67,6 +67,13 @@ def test_genes_of_another_genome_say_so(folder):
         dna_files.read_genome(dna_files.Files("two", folder / "two.fa", folder / "one.gff3.xz"), least=1)
 
 
+@pytest.mark.parametrize("start, end", [(0, 3), (7, 3), (5, 13)])
+def test_genes_lie_on_their_sequence(folder, start, end):
+    (folder / "one.gff3").write_text(f"chr1\tx\tgene\t{start}\t{end}\t.\t+\t.\tID=a\n")
+    with pytest.raises(ValueError, match=f"has a gene from {start} to {end} on chr1, which has 12 bases"):
+        dna_files.read_genome(dna_files.Files("one", folder / "one.fasta.gz", folder / "one.gff3"), least=1)
+
+
 def test_missing_genomes_say_what_to_install(tmp_path):
     with pytest.raises(ValueError, match="apt-get install maffilter-examples"):
         dna_files.installed_genomes(tmp_path)
@@ -278,6 +285,7 @@ def test_a_run_takes_genomes_of_a_folder_and_says_where_they_are_missing(tmp_pat
         (["dense-64", "--genomes", str(tmp_path / "other")], "has no such sequence"),
         (["dense-64", "--genomes", str(tmp_path / "few")], "No held-out sequence has a gene that is known"),
         (["dense-100"], "sequences of 100 tokens do not divide documents of 512"),
+        (["dense-1"], "has windows of 1 base; give at least 2"),
         (["longformer-64"], "is no arm of dna"),
         (["dense-64", "--genomes", str(tmp_path), "--experiment", "documents"], "documents reads none"),
     ):

@@ -207,5 +207,7 @@ def test_a_quick_run_says_accuracy_of_each_arm(tmp_path, monkeypatch, capsys):
         assert set(row.measures) == {"accuracy", "macro_f1"}
         assert 0 <= row.measures["macro_f1"] <= 1 and row.held_out < 3
         assert list(dict.fromkeys(point.asked for point in row.curve)) == ["masked tokens", "packages"]
+    assert main([*command, "--tokens-per-step", "8388608"]) == 1
+    assert "a step takes 16384: give fewer --tokens-per-step" in capsys.readouterr().err
     assert main([*command, "--arms", "bigbird"]) == 1
     assert "--arms bigbird: is no arm of documents" in capsys.readouterr().err

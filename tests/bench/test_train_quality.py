@@ -1,6 +1,8 @@
 import json
 import shutil
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -106,7 +108,7 @@ def test_both_budgets_are_trained_with_each_seed(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(quality, "prepare", lambda *_: None)
     path = tmp_path / "rows.json"
     command = "bench train --quick --stop-after 0 --arms dense-64 --seeds 0,5 --minutes 0.5 --tokens 99"
-    assert main([*command.split(), "--json", str(path)]) == 0
+    assert main([*command.split(), "--folder", str(tmp_path / "run"), "--json", str(path)]) == 0
     assert "dense-64, seed 5, 0.5 minutes: not tried" in capsys.readouterr().out
     run, _, results = load(str(path))
     assert [(case.seed, case.minutes, case.tokens) for case, _ in results] == [
@@ -134,10 +136,35 @@ def test_what_cannot_be_is_refused_before_anything_is_trained(folder, capsys, op
     assert sorted(folder.iterdir()) == before
 
 
+def test_arms_and_seeds_given_twice_are_trained_once(folder, tmp_path):
+    path = tmp_path / "out.json"
+    assert run(folder, "--arms", "dense-64,dense-64", "--seeds", "0,0", "--stop-after", 0, "--json", path) == 0
+    assert [(case.arm, case.seed) for case, _ in load(str(path))[2]] == [("dense-64", 0)]
+
+
+def test_a_folder_whose_settings_are_damaged_says_so(folder):
+    (folder / "settings.json").write_text("{")
+    with pytest.raises(ValueError, match=r"settings\.json is damaged; name a new folder"):
+        Folder(folder, QUICK)
+
+
+def test_processes_may_begin_a_run_together(tmp_path):
+    begin, folders = threading.Barrier(4), [tmp_path / str(number) for number in range(100)]
+
+    def process(_):
+        for folder in folders:
+            begin.wait(timeout=60)
+            Folder(folder, QUICK).data(lambda data: (data / "tokens").touch())
+
+    with ThreadPoolExecutor(4) as processes:  # what is locked is locked for threads too
+        assert list(processes.map(process, range(4))) == [None] * 4
+
+
 @pytest.mark.parametrize(
     "options, sentence",
     [
         ("--tokens 5", "--folder: name a folder for data and checkpoints, from which a run can go on."),
+        ("--quick --stop-after 2", "--stop-after: saves what is trained; name a folder for it with --folder."),
         ("--folder new", "give --tokens or --minutes: how much each arm trains."),
     ],
 )

@@ -94,3 +94,26 @@ def test_a_run_without_a_checkpoint_gives_no_weights(monkeypatch, tmp_path):
     monkeypatch.setattr(earlier_weights.checkpoints, "find", lambda *_: None)
     with pytest.raises(ValueError, match="has no checkpoint; name a run's folder, such as 0001/dense."):
         earlier_weights.take_weights(torch.nn.Linear(1, 1), tmp_path, {})
+
+
+def main_of(monkeypatch, folder, *options):
+    monkeypatch.setattr(sys, "argv", ["phases.py", "--output-dir", str(folder / "runs"), *options])
+    return phases.main()
+
+
+def test_what_a_later_phase_would_end_in_is_refused_before_the_first(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match="each phase says whether it is sparse, as in 4096:100:sparse; leave it out"):
+        main_of(monkeypatch, tmp_path, "--deepspeed_sparse_attention")
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"train_batch_size": 2, "zero_optimization": {"stage": 3}}))
+    with pytest.raises(ValueError, match=r"ds\.json: has ZeRO 3, .* give stage 2"):
+        main_of(monkeypatch, tmp_path, "--deepspeed_config", str(config))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_describes_all_phases(monkeypatch, tmp_path):
+    phases_seen = []
+    monkeypatch.setattr(phases.deepspeed_train, "main", lambda: phases_seen.append(sys.argv[1:]) or 0)
+    assert main_of(monkeypatch, tmp_path, "--phase", "64:2", "--phase", "128:2:sparse", "--dry-run") == 0
+    lengths = [options[options.index("--max-seq-length") + 1] for options in phases_seen]
+    assert lengths == ["64", "128"] and not any("--weights-from" in options for options in phases_seen)

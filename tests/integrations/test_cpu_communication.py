@@ -18,6 +18,16 @@ del tensors
 """
 
 
+SLEEP = """
+import atexit, time
+import ds_sparse
+
+time.sleep = lambda seconds: print("pause of", seconds)
+ds_sparse.init_distributed(verbose=False)
+ds_sparse.init_distributed(verbose=False)
+"""
+
+
 def run(program):
     return subprocess.run(
         [sys.executable, "-c", program],
@@ -34,3 +44,8 @@ def test_a_program_may_end_while_gloo_still_works(size):
     done = run(LAST.format(size=size) + "print('the last line')")
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("the last line\n")
+
+
+def test_the_end_of_a_program_waits_once_and_not_without_a_group():
+    assert run(SLEEP).stdout.splitlines()[-1:] == ["pause of 0.1"] and run(SLEEP).stdout.count("pause") == 1
+    assert "pause" not in run(SLEEP + "import torch\ntorch.distributed.destroy_process_group()").stdout

@@ -142,3 +142,17 @@ def test_what_else_a_program_raises_has_its_traceback(capsys):
     error = LookupError("of the program")
     sys.excepthook(type(error), error, error.__traceback__)
     assert capsys.readouterr().err.endswith("LookupError: of the program\n")
+
+
+@pytest.mark.usefixtures("installed")
+def test_programs_without_accelerate_import_the_trainers_module():
+    """Where it is not installed, Transformers' module lacks what the hook wraps, and no Trainer can be made."""
+    import transformers.trainer
+
+    from ds_sparse.integrations.trainer import share_batches
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(transformers.trainer, "skip_first_batches")
+        before = transformers.trainer.Trainer.get_train_dataloader
+        share_batches()
+        assert transformers.trainer.Trainer.get_train_dataloader is before

@@ -49,7 +49,8 @@ STOPPED = f"{NOT_TRIED}stopped; give the command again to go on"
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Trains each arm, a model with an attention and a length, with each seed: all see the same tokens in the same "
-        "order. Reports the held-out loss on the way and at the end, and what else the experiment measures. Minutes "
+        "order, but for the packages of --experiment documents: there a step has as many files as fit into its tokens. "
+        "Reports the held-out loss on the way and at the end, and what else the experiment measures. Minutes "
         "and seconds are those of training steps alone: before the first a few steps are tried, which compiles what "
         "is compiled, and evaluation is not counted. What is cut off goes on from its last checkpoint when the "
         "command is given again; what is finished is not trained again. Processes that are given the same command, "
@@ -112,16 +113,20 @@ def measure(args: argparse.Namespace, device: torch.device) -> int:
         try:
             settings, budgets = settings_of(args), budgets_of(args)
             experiment = load(args.experiment)
-            arms = args.arms or experiment.default_arms(settings)
+            arms = list(dict.fromkeys(args.arms or experiment.default_arms(settings)))
             experiment.require(settings, arms)
             if args.folder is None and not args.quick:
                 raise ValueError("--folder: name a folder for data and checkpoints, from which a run can go on.")
+            if args.folder is None and args.stop_after is not None:
+                raise ValueError("--stop-after: saves what is trained; name a folder for it with --folder.")
             folder = Folder(args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory())), settings)
             data = folder.data(partial(experiment.prepare, settings))
         except (ImportError, ValueError) as error:
             print(f"bench train: {error}", file=sys.stderr)
             return 1
-        return train(args, device, settings, list(jobs_of(arms, args.seeds, budgets)), experiment, folder, data)
+        return train(
+            args, device, settings, list(jobs_of(arms, dict.fromkeys(args.seeds), budgets)), experiment, folder, data
+        )
 
 
 def train(

@@ -22,11 +22,14 @@ from .dna_synthetic import write_genome
 from .experiment import Experiment, Part, Task, in_halves
 from .f1 import Found
 from .models import ATTENTIONS, attention_of, require_attention
-from .results import DENSE
+from .results import DENSE, length_of
 from .settings import Settings
 
 LENGTHS, QUICK_LENGTHS = (1024, 16384, 65536), (64, 256, 512)
 """Bases of the sequences of default arms: few, as many as dense attention takes, and many."""
+
+LEAST_WINDOW = 2
+"""Bases of the windows in which genes are looked for, which lie half of them apart."""
 
 ARMS = f"ATTENTION-LENGTH of {', '.join(ATTENTIONS)}, such as bigbird-65536"
 
@@ -43,6 +46,8 @@ def require(settings: Settings, arms: list[str]) -> None:
     """Raises ValueError where an arm is not known or does not divide pieces, or there are no genomes."""
     for arm in arms:
         require_attention(arm, settings, ARMS)
+        if length_of(arm) < LEAST_WINDOW:
+            raise ValueError(f"--arms {arm}: has windows of {length_of(arm)} base; give at least {LEAST_WINDOW}.")
     if settings.genomes or not settings.quick:
         files_of(settings)
 

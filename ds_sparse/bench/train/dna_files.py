@@ -113,6 +113,13 @@ def read_genome(files: Files, least: int) -> Genome:
             f"{files.gff3} has genes on {unknown[0]}, and {files.fasta} has no such sequence: it has "
             f"{', '.join(list(bases)[:3])} ... Give the genome that these genes are of."
         )
+    for name, of_name in genes.items():
+        for gene in of_name:
+            if not 0 <= gene.start < gene.end <= len(bases[name]):
+                raise ValueError(
+                    f"{files.gff3} has a gene from {gene.start + 1} to {gene.end} on {name}, which has "
+                    f"{len(bases[name]):,} bases; give genes that lie on it."
+                )
     contigs = [Contig(name, tokens, genes.get(name, ())) for name, tokens in bases.items() if len(tokens) >= least]
     if not contigs:
         raise ValueError(f"{files.fasta} has no sequence of {least:,} bases, which the longest arm sees at once.")

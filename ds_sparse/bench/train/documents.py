@@ -48,12 +48,18 @@ def prepare(settings: Settings, data: Path) -> None:
     """Says which files of installed packages there are, and writes them as `documents_data` has them.
 
     Raises:
-        ValueError: too few packages are installed.
+        ValueError: too few packages are installed, or their files are fewer than a step takes.
     """
     texts = texts_of(installed_sources(), wanted(settings))
     packages = dict.fromkeys(text.package for text in texts)
     print(f"{len(texts):,} files of {len(packages)} packages: {', '.join(packages)}", flush=True)
     documents_data.write(texts, data, size_of(settings) - 1, settings.document_tokens)
+    rows = len(documents_data.rows_of(documents_data.read(data, TRAINING), settings.document_tokens))
+    if rows < (least := settings.tokens_per_step // settings.document_tokens):
+        raise ValueError(
+            f"The files to train on have {rows:,} times {settings.document_tokens:,} tokens, and a step takes {least}: "
+            "give fewer --tokens-per-step."
+        )
 
 
 def wanted(settings: Settings) -> Wanted:

@@ -34,13 +34,18 @@ class Folder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             file = path / "settings.json"
-            if not file.exists():
-                if any(path.iterdir()):
-                    raise ValueError(f"--folder {path}: holds something else; name a new folder.")
-                write(file, lambda new: new.write_text(json.dumps(wanted, indent=1)))
+            # Looked for in this order, as another process may begin the same run now.
+            holds_more = any(not there.name.startswith("settings.") for there in path.iterdir())
+            if holds_more and not file.exists():
+                raise ValueError(f"--folder {path}: holds something else; name a new folder.")
+            with locked(path / "settings.lock"):
+                if not file.exists():
+                    write(file, lambda new: new.write_text(json.dumps(wanted, indent=1)))
             there = json.loads(file.read_text())
         except OSError as error:
             raise ValueError(f"--folder {path}: {error.strerror}.") from None
+        except json.JSONDecodeError:
+            raise ValueError(f"--folder {path}: {file.name} is damaged; name a new folder.") from None
         differ = [name for name in wanted if there.get(name) != wanted[name]]
         if differ:
             have = ", ".join(f"{name} {there.get(name)}" for name in differ)
@@ -51,8 +56,7 @@ class Folder:
         """Where the data is, which the first process prepares and the others wait for."""
         data, done = self.path / "data", self.path / "data" / "prepared"
         data.mkdir(exist_ok=True)
-        with open(self.path / "data.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(self.path / "data.lock"):
             if not done.exists():
                 prepare(data)
                 done.touch()
@@ -89,6 +93,14 @@ class Folder:
         """The last state of a job that has begun, on the CPU."""
         file = self.file(job, "checkpoint")
         return torch.load(file, map_location="cpu", weights_only=True) if file.exists() else None
+
+
+@contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Waits until no other process is in here."""
+    with open(file, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def write(file: Path, to: Callable[[Path], object]) -> None:
