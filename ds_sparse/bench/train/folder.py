@@ -30,10 +30,9 @@ class Folder:
 
     def __init__(self, path: Path, settings: Settings) -> None:
         self.path = path
-        wanted = asdict(settings)
+        wanted, file = asdict(settings), path / "settings.json"
         try:
             path.mkdir(parents=True, exist_ok=True)
-            file = path / "settings.json"
             # Looked for in this order, as another process may begin the same run now.
             holds_more = any(not there.name.startswith("settings.") for there in path.iterdir())
             if holds_more and not file.exists():
