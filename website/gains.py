@@ -105,10 +105,23 @@ def packed_gain() -> str:
     return f"{times} times, rows of {case.seq_len:,} tokens"
 
 
+def trained(runs: Sequence[str]) -> list[train_results.Result]:
+    """Of runs of `ds_sparse bench train`.
+
+    Raises:
+        ValueError: a job has learned nothing that could be compared.
+    """
+    for name in runs:
+        for case, row in results_of([name]):
+            if row.warning:
+                raise ValueError(f"{name}.json, {case.job}: {row.warning}.")
+    return results_of(runs)
+
+
 def quality_gain() -> str:
     """Of the best structure of ours, the held-out loss over that of dense attention of its length."""
     said = []
-    for case, arms in train_results.arms_by_case(results_of(QUALITY)).items():
+    for case, arms in train_results.arms_by_case(trained(QUALITY)).items():
         sparse = [arm for arm in arms if not arm.name.startswith(f"{train_results.DENSE}-")]
         best = min(sparse, key=lambda arm: arm.held_out)
         dense = train_results.dense_for(best, arms)
@@ -248,7 +261,7 @@ def draw_packed() -> Figure:
 
 def draw_quality() -> Figure:
     """Held-out loss on the way, against tokens where those are the budget, and against minutes; the mean of seeds."""
-    groups = train_results.arms_by_case(results_of(QUALITY))
+    groups = train_results.arms_by_case(trained(QUALITY))
     figure, (of_tokens, of_minutes) = several_axes(2)
     for case, arms in groups.items():
         plot = of_tokens if case.tokens else of_minutes
@@ -272,7 +285,7 @@ def arm_colours(arms: Sequence[train_results.Arm]) -> list[str]:
 
 def draw_measure(runs: Sequence[str], measure: str, label: str) -> Figure:
     """A bar an arm, percent; the mean of seeds."""
-    ((_, arms),) = train_results.arms_by_case(results_of(runs)).items()
+    ((_, arms),) = train_results.arms_by_case(trained(runs)).items()
     figure, plot = axes()
     plot.grid(visible=False, axis="y")
     drawn = plot.barh(
@@ -286,7 +299,7 @@ def draw_measure(runs: Sequence[str], measure: str, label: str) -> Figure:
 
 
 def train_tables(runs: Sequence[str]) -> str:
-    return "\n\n".join(table.in_markdown() for table in markdown.tables("train", None, results_of(runs)).values())
+    return "\n\n".join(table.in_markdown() for table in markdown.tables("train", None, trained(runs)).values())
 
 
 @dataclass(frozen=True)
