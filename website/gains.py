@@ -105,10 +105,23 @@ def packed_gain() -> str:
     return f"{times} times, rows of {case.seq_len:,} tokens"
 
 
+def trained(runs: Sequence[str]) -> list[train_results.Result]:
+    """Of runs of `ds_sparse bench train`.
+
+    Raises:
+        ValueError: a job has learned nothing that could be compared.
+    """
+    for name in runs:
+        for case, row in results_of([name]):
+            if row.warning:
+                raise ValueError(f"{name}.json, {case.job}: {row.warning}.")
+    return results_of(runs)
+
+
 def quality_gain() -> str:
     """Of the best structure of ours, the held-out loss over that of dense attention of its length."""
     said = []
-    for case, arms in train_results.arms_by_case(results_of(QUALITY)).items():
+    for case, arms in train_results.arms_by_case(trained(QUALITY)).items():
         sparse = [arm for arm in arms if not arm.name.startswith(f"{train_results.DENSE}-")]
         best = min(sparse, key=lambda arm: arm.held_out)
         dense = train_results.dense_for(best, arms)
@@ -255,7 +268,7 @@ def draw_packed() -> Figure:
 
 def draw_curves(runs: Sequence[str]) -> Figure:
     """Held-out loss on the way, the mean of seeds: a plot for each budget, and for each thing that parts are asked."""
-    groups = train_results.arms_by_case(results_of(runs))
+    groups = train_results.arms_by_case(trained(runs))
     parts = [(case, asked) for case, arms in groups.items() for asked in asked_of(arms)]
     is_one_loss = len({asked for _, asked in parts}) == 1
     figure, plots = several_axes(len(parts), of_one_height=is_one_loss)
@@ -290,12 +303,12 @@ def arm_colours(arms: Sequence[train_results.Arm]) -> list[str]:
 
 def draw_measure(runs: Sequence[str], measure: str, label: str) -> Figure:
     """A bar an arm, percent; the mean of seeds."""
-    ((_, arms),) = train_results.arms_by_case(results_of(runs)).items()
+    ((_, arms),) = train_results.arms_by_case(trained(runs)).items()
     return draw_bars({arm.name: arm.measures[measure] * 100 for arm in arms}, arm_colours(arms), label, "{:.1f}")
 
 
 def train_tables(runs: Sequence[str]) -> str:
-    return "\n\n".join(table.in_markdown() for table in markdown.tables("train", None, results_of(runs)).values())
+    return "\n\n".join(table.in_markdown() for table in markdown.tables("train", None, trained(runs)).values())
 
 
 @dataclass(frozen=True)

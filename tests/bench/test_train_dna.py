@@ -214,6 +214,9 @@ def test_held_out_stretches_are_the_same_at_every_call_and_labels_those_of_known
     assert set(np.unique(stretches.classes[1])) == {OUTSIDE, FORWARD, REVERSE}
 
 
+EVEN = torch.full((8,), 1 / 8).log()
+
+
 class ClassOfBase(torch.nn.Module):
     """Says that C is in a gene on "+" and G in one on "-"; keeps how many sequences it is given."""
 
@@ -231,7 +234,7 @@ def test_genes_are_found_over_whole_sequences():
     one = Annotated(contig, dna_genes.labels_of(contig), True)
     sequences = dna.Sequences(window=64, per_step=512, device=torch.device("cpu"))
     model = ClassOfBase()
-    task = dna.Genes(model, sequences, Windows([one], 512), Stretches.of([one], 512).classes, [0], known=[one])
+    task = dna.Genes(model, sequences, Windows([one], 512), Stretches.of([one], 512).classes, EVEN, [0], known=[one])
     assert (task.predicted(bases) == np.where(bases == A, OUTSIDE, np.where(bases == C, FORWARD, REVERSE))).all()
     assert task.measures() == pytest.approx({"base_f1": 2 * 2003 / (2003 + 2503), "gene_f1": 2 * 3 / 7})
     task.loss(0)
@@ -244,7 +247,7 @@ def test_all_lengths_are_asked_for_the_same_bases():
     for window in (64, 512):
         sequences = dna.Sequences(window, per_step=1024, device=torch.device("cpu"))
         held_out = Stretches.of([one], 512).masked
-        task = dna.MaskedBases(OfEachBase(), sequences, Windows([one], 512), held_out, [0])
+        task = dna.MaskedBases(OfEachBase(), sequences, Windows([one], 512), held_out, EVEN, [0])
         losses.append((float(task.loss(3)), task.evaluate()))
     assert losses[0] == pytest.approx(losses[1])
     assert losses[0][0] != pytest.approx(losses[0][1])

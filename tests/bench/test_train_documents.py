@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 
 import numpy as np
@@ -168,7 +169,9 @@ def test_accuracy_is_that_of_files_and_of_their_first_tokens():
     tokens[:, 0] = 0, 1, 2, 2
     held_out = Documents(tokens, np.array([64, 20, 40, 10]), np.array([0, 1, 2, 0]))
     model = PackageOfFirstToken()
-    task = documents.Packages(model, 32, held_out, held_out, 64, 0, torch.device("cpu"))
+    shares = torch.tensor([0.5, 0.25, 0.25])
+    task = documents.Packages(model, 32, held_out, held_out, shares.log(), 64, 0, torch.device("cpu"))
+    assert task.unigram() == pytest.approx(1.5 * math.log(2))
     assert task.measures() == pytest.approx({"accuracy": 3 / 4, "macro_f1": (2 / 3 + 1 + 2 / 3) / 3})
     assert model.lengths.tolist() == [32, 10]
     assert task.tokens_per_step == 64
@@ -176,8 +179,8 @@ def test_accuracy_is_that_of_files_and_of_their_first_tokens():
 
 def test_padding_says_nothing_of_a_package(tmp_path):
     attention, settings = Attention("bigbird", 512), settings_of()
-    bert = make_bert(attention, settings, 300, 0, torch.device("cpu"))
-    model = documents.PackageModel(bert.base_model, 3).eval()
+    bert = make_bert(attention, settings, torch.zeros(300), 0, torch.device("cpu"))
+    model = documents.PackageModel(bert.base_model, torch.zeros(3)).eval()
     tokens = torch.randint(300, (2, 512), generator=torch.Generator().manual_seed(0))
     other = tokens.clone()
     other[0, 100 + REACH :] = 7  # the embeddings of the last tokens know their neighbours

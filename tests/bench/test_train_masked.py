@@ -30,7 +30,7 @@ def test_tasks_of_two_lengths_train_on_the_same():
         base_model = property(lambda self: self)
 
     for length in (64, 16):
-        task = MaskedTask(Model(), length, TOKENS, TOKENS[:2], MASK, 128, 7, torch.device("cpu"))
+        task = MaskedTask(Model(), length, TOKENS, TOKENS[:2], torch.zeros(90), MASK, 128, 7, torch.device("cpu"))
         for call in (lambda task=task: task.loss(4), task.evaluate):
             with pytest.raises(KeyError):
                 call()

@@ -18,7 +18,7 @@ def test_neighbours_are_added_by_a_depthwise_convolution():
 
 
 def test_a_model_has_them_in_its_embeddings_and_trains_them():
-    model = make_bert(Attention("bigbird", 128), SETTINGS, 50, 0, torch.device("cpu"))
+    model = make_bert(Attention("bigbird", 128), SETTINGS, torch.zeros(50), 0, torch.device("cpu"))
     embeddings = model.bert.embeddings
     ids = torch.randint(50, (2, 128))
     with_neighbours = embeddings(ids)

@@ -11,7 +11,7 @@ ABOUT = dict(SETTINGS.__dict__)
 
 def result(arm, seed, held_out, measures=None, **budget):
     curve = [Point(6.0, 10**6, held_out + 1), Point(12.0, 2 * 10**6, held_out)]
-    row = Row(20.0, held_out, curve, 15.0, 1.6e6, measures or {}, 9, "00", "a GPU", ["abc"], "2026-11-25")
+    row = Row(20.0, held_out, 6.0, curve, 15.0, 1.6e6, measures or {}, 9, "00", "a GPU", ["abc"], "2026-11-25")
     return Case(**ABOUT, arm=arm, seed=seed, **(budget or {"tokens": 2 * 10**6})), row
 
 
@@ -50,6 +50,17 @@ def test_a_table_says_what_jobs_came_to():
     case = Case(**ABOUT, tokens=10**12)
     arms = arms_by_case([result("continued-bslongformer-16384", 0, 12.3456, tokens=10**12)])[case]
     assert max(map(len, list(table(case, arms))[1:])) <= WIDTH
+
+
+def test_a_job_that_learned_nothing_but_frequencies_says_so():
+    (line,), (other,), *_, last = map(list, report([result("dense-4096", 0, 5.8), result("dense-4096", 1, 5.6)]))
+    assert line.endswith(
+        "; this job did not leave the unigram cross-entropy of 6.0000: its comparison says nothing; train it for "
+        "longer, or with another --learning-rate"
+    )
+    assert "unigram" not in other
+    assert last[-1] == "dense-4096: 1 of 2 jobs did not leave the unigram cross-entropy"
+    assert not Row(reason="out of memory").warning
 
 
 def test_rows_of_the_json_give_the_results_again():

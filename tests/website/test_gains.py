@@ -17,7 +17,7 @@ QUALITY = Case("quality", "small", "bf16", "cuda", False, 32768, 7e-4, 4096)
 
 def trained(arm, seed, held_out, **budget):
     curve = [Point(30.0, 10**6, held_out + 1, "masked tokens"), Point(60.0, 2 * 10**6, held_out, "masked tokens")]
-    return replace(QUALITY, arm=arm, seed=seed, **budget), Row(20.0, held_out, curve, tokens_per_second=1e6)
+    return replace(QUALITY, arm=arm, seed=seed, **budget), Row(20.0, held_out, 6.0, curve, tokens_per_second=1e6)
 
 
 TRAINED = [
@@ -94,6 +94,17 @@ def test_runs_that_are_there_take_the_place_of_commands(all_measured):
     assert "| 1.5 times faster | 10 times, `bigbird-64` at " in page
     assert "| as good | 1.050 times, `bigbird-4096`, at equal tokens; 0.950 times, `bigbird-4096`, at eq" in page
     assert "| `bigbird-4096` | 2 | 2.1000 ± 0.0000 | 1.050 |" in page
+
+
+def test_jobs_that_learned_nothing_are_not_shown(all_measured):
+    path = gains.RESULTS / f"{gains.QUALITY[0]}.json"
+    run = json.loads(path.read_text())
+    run["rows"][1]["held_out"] = 5.9
+    path.write_text(json.dumps(run))
+    sentence = "train-quality-h200.json, dense-4096, seed 1, 9 tokens: this job did not leave the unigram cross-entropy"
+    for make in (lambda: gains.with_gains(gains.PAGE.read_text()), gains.draw_quality):
+        with pytest.raises(ValueError, match=sentence):
+            make()
 
 
 def test_pictures_have_what_was_measured(all_measured):

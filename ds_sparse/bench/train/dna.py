@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from . import dna_data
 from .dna_data import HELD_OUT, IGNORED, TRAINING, Annotated, Stretches, Windows, class_labels
 from .dna_files import Files, genomes_of_folder, installed_genomes, read_genome
-from .dna_genes import bases_found, genes_found, genes_in, owned, window_starts
+from .dna_genes import BOTH, CLASSES, bases_found, genes_found, genes_in, owned, window_starts
+from .dna_genomes import VOCABULARY, N
 from .dna_models import GeneModel, loss_of, make_masked
 from .dna_synthetic import write_genome
 from .experiment import Experiment, Part, Task, in_halves
 from .f1 import Found
+from .frequencies import log_frequencies, unigram_cross_entropy
 from .models import ATTENTIONS, attention_of, require_attention
 from .results import DENSE, length_of
 from .settings import Settings
@@ -100,14 +102,21 @@ class BaseTask(Task):
 
     Args:
         held_out: what is asked of those that are held out.
+        frequencies: of labels in training, by `log_frequencies`.
         seed: numbers from which what is drawn follows.
     """
 
     def __init__(
-        self, model: nn.Module, sequences: Sequences, windows: Windows, held_out: Batch, seed: Sequence[int]
+        self,
+        model: nn.Module,
+        sequences: Sequences,
+        windows: Windows,
+        held_out: Batch,
+        frequencies: Tensor,
+        seed: Sequence[int],
     ) -> None:
         self.model, self.sequences, self.windows = model, sequences, windows
-        self.held_out, self.seed = held_out, seed
+        self.held_out, self.frequencies, self.seed = held_out, frequencies, seed
         self.tokens_per_step = sequences.per_step
 
     @abstractmethod
@@ -127,6 +136,10 @@ class BaseTask(Task):
     def evaluate(self) -> float:
         losses = [loss_of(self.logits(tokens), labels, "sum") for tokens, labels in self.sequences.cut(self.held_out)]
         return float(torch.stack(losses).sum()) / int((self.held_out[1] != IGNORED).sum())
+
+    def unigram(self) -> float:
+        labels = self.held_out[1]
+        return unigram_cross_entropy(self.frequencies, labels[labels != IGNORED])
 
 
 class MaskedBases(BaseTask):
@@ -198,11 +211,15 @@ def make_task(
     training, held_out = dna_data.read(data, TRAINING), dna_data.read(data, HELD_OUT)
     stretches = Stretches.of(held_out, settings.document_tokens)
     if before is None:
-        model = make_masked(attention, settings, seed, device)
-        return MaskedBases(model, sequences, Windows(training, settings.document_tokens), stretches.masked, [seed, 0])
+        windows = Windows(training, settings.document_tokens)
+        of_bases = log_frequencies((bases[bases > N] for one in training for bases in [one.contig.bases]), VOCABULARY)
+        model = make_masked(attention, settings, of_bases, seed, device)
+        return MaskedBases(model, sequences, windows, stretches.masked, of_bases, [seed, 0])
     windows = Windows([one for one in training if one.is_annotated], settings.document_tokens)
+    of_classes = log_frequencies((one.labels[one.labels != BOTH] for one in windows.sequences), CLASSES)
     known = [one for one in held_out if one.is_annotated]
-    return Genes(GeneModel(before.base_model), sequences, windows, stretches.classes, [seed, 1], known=known)
+    model = GeneModel(before.base_model, of_classes)
+    return Genes(model, sequences, windows, stretches.classes, of_classes, [seed, 1], known=known)
 
 
 EXPERIMENT = Experiment(ARMS, default_arms, require, prepare, parts)

@@ -8,9 +8,8 @@ from torch.nn.functional import cross_entropy
 
 from ...extras import optional_imports
 from .dna_data import IGNORED
-from .dna_genes import CLASSES
 from .dna_genomes import PAD, VOCABULARY
-from .models import Attention, make_model
+from .models import Attention, give_frequencies, make_model
 from .settings import MODELS, Settings
 
 with optional_imports():
@@ -20,8 +19,11 @@ ROPE_THETA = 10_000.0
 """The slowest of the rotary angles has then a period of about 63,000 bases."""
 
 
-def make_masked(attention: Attention, settings: Settings, seed: int, device: torch.device) -> NomicBertForMaskedLM:
-    """With new weights in fp32, the same of a seed, and without dropout."""
+def make_masked(
+    attention: Attention, settings: Settings, frequencies: Tensor, seed: int, device: torch.device
+) -> NomicBertForMaskedLM:
+    """With new weights in fp32, the same of a seed, and without dropout. It begins with the frequencies of its tokens,
+    as `log_frequencies` gives them."""
     config = NomicBertConfig(
         **MODELS[settings.model],
         vocab_size=VOCABULARY,
@@ -30,16 +32,17 @@ def make_masked(attention: Attention, settings: Settings, seed: int, device: tor
         max_position_embeddings=attention.length,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
     )
-    return make_model(NomicBertForMaskedLM, config, attention, settings, seed, device)
+    return make_model(NomicBertForMaskedLM, config, attention, settings, frequencies, seed, device)
 
 
 class GeneModel(nn.Module):
-    """Classes of bases from an encoder."""
+    """Classes of bases from an encoder; it begins with their frequencies."""
 
-    def __init__(self, encoder: NomicBertModel) -> None:
+    def __init__(self, encoder: NomicBertModel, frequencies: Tensor) -> None:
         super().__init__()
         self.encoder = encoder
-        self.classes = nn.Linear(encoder.config.hidden_size, CLASSES, device=encoder.device)
+        self.classes = nn.Linear(encoder.config.hidden_size, len(frequencies), device=encoder.device)
+        give_frequencies(self.classes, frequencies)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits (sequences, bases, classes) of int64 tokens (sequences, bases)."""

@@ -16,8 +16,9 @@ from .documents_data import HELD_OUT, TRAINING, Documents
 from .documents_texts import Wanted, installed_sources, texts_of
 from .experiment import Experiment, Part, Task, in_halves
 from .f1 import macro_f1
+from .frequencies import log_frequencies, unigram_cross_entropy
 from .masked import MaskedTask, Rows
-from .models import ATTENTIONS, attention_of, default_arms, make_bert, require_attention
+from .models import ATTENTIONS, attention_of, default_arms, give_frequencies, make_bert, require_attention
 from .settings import Settings
 from .vocabulary import size_of
 
@@ -70,12 +71,13 @@ def wanted(settings: Settings) -> Wanted:
 
 
 class PackageModel(nn.Module):
-    """Packages from the mean of an encoder's vectors."""
+    """Packages from the mean of an encoder's vectors; it begins with their frequencies."""
 
-    def __init__(self, encoder: PreTrainedModel, packages: int) -> None:
+    def __init__(self, encoder: PreTrainedModel, frequencies: Tensor) -> None:
         super().__init__()
         self.encoder = encoder
-        self.packages = nn.Linear(encoder.config.hidden_size, packages, device=encoder.device)
+        self.packages = nn.Linear(encoder.config.hidden_size, len(frequencies), device=encoder.device)
+        give_frequencies(self.packages, frequencies)
 
     def forward(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
         """Logits (files, packages) of int64 tokens (files, tokens), of which each file has so many."""
@@ -101,12 +103,13 @@ class Packages(Task):
         length: int,
         training: Documents,
         held_out: Documents,
+        frequencies: Tensor,
         tokens_per_step: int,
         seed: int,
         device: torch.device,
     ) -> None:
         self.model, self.length, self.device = model, length, device
-        self.training, self.held_out = training, held_out
+        self.training, self.held_out, self.frequencies = training, held_out, frequencies
         self.files = min(tokens_per_step // length, len(training.packages))
         self.tokens_per_step = self.files * length
         self.rows = Rows(len(training.packages), self.files, seed)
@@ -123,6 +126,9 @@ class Packages(Task):
 
     def evaluate(self) -> float:
         return float(cross_entropy(self.held_out_logits(), torch.from_numpy(self.held_out.packages)))
+
+    def unigram(self) -> float:
+        return unigram_cross_entropy(self.frequencies, self.held_out.packages)
 
     def held_out_logits(self) -> Tensor:
         """fp32 (files, packages), on the CPU."""
@@ -147,13 +153,15 @@ def make_task(
     attention, size, per_step = attention_of(arm), size_of(settings), settings.tokens_per_step
     training, held_out = documents_data.read(data, TRAINING), documents_data.read(data, HELD_OUT)
     if before is None:
-        model = make_bert(attention, settings, size, seed, device)
         rows = documents_data.rows_of(training, settings.document_tokens)
+        of_tokens = log_frequencies([rows], size)
+        model = make_bert(attention, settings, of_tokens, seed, device)
         of_held_out = documents_data.rows_of(held_out, settings.document_tokens)
         some = of_held_out[:: -(-len(of_held_out) // MASKED_ROWS)]
-        return MaskedTask(model, attention.length, rows, some, size - 1, per_step, seed, device)
-    packages = PackageModel(before.base_model, len(documents_data.names(data)))
-    return Packages(packages, attention.length, training, held_out, per_step, seed, device)
+        return MaskedTask(model, attention.length, rows, some, of_tokens, size - 1, per_step, seed, device)
+    of_packages = log_frequencies([training.packages], len(documents_data.names(data)))
+    packages = PackageModel(before.base_model, of_packages)
+    return Packages(packages, attention.length, training, held_out, of_packages, per_step, seed, device)
 
 
 EXPERIMENT = Experiment(ARMS, default_arms, require, prepare, parts)

@@ -35,6 +35,10 @@ class Task(ABC):
     def evaluate(self) -> float:
         """The held-out loss. The model is in evaluation mode, without gradients."""
 
+    @abstractmethod
+    def unigram(self) -> float:
+        """The held-out loss of what knows nothing but the frequencies of labels in training."""
+
     def measures(self) -> dict[str, float]:
         """What else is said of the trained model, by name. Called once at the end of the part, as `evaluate` is."""
         return {}

@@ -205,6 +205,7 @@ class Training:
         return Row(
             progress.seconds / progress.all_steps * 1e3,
             progress.curve[-1].held_out,
+            task.unigram(),
             progress.curve,
             tokens_per_second=progress.tokens / progress.seconds,
             measures=progress.measures,

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from ..bert import Batch, loss_of
 from .experiment import Task
+from .frequencies import unigram_cross_entropy
 
 MASKED = 0.15
 """Part of the tokens."""
@@ -57,6 +58,7 @@ class MaskedTask(Task):
     model: of Transformers, with a head for masked tokens.
     length: of its sequences; it divides the pieces'.
     train, held_out: integers (N, T) each, with at least as many rows as a step has.
+    frequencies: of the tokens of `train`, by `log_frequencies`.
     mask_token: what stands for a masked one.
     """
 
@@ -68,6 +70,7 @@ class MaskedTask(Task):
         length: int,
         train: np.ndarray,
         held_out: np.ndarray,
+        frequencies: Tensor,
         mask_token: int,
         tokens_per_step: int,
         seed: int,
@@ -76,7 +79,7 @@ class MaskedTask(Task):
         self.model: Any = model
         self.length, self.device, self.seed = length, device, seed
         self.tokens, self.held_out, self.mask_token = train, held_out, mask_token
-        self.tokens_per_step = tokens_per_step
+        self.frequencies, self.tokens_per_step = frequencies, tokens_per_step
         self.rows = Rows(len(train), tokens_per_step // train.shape[1], seed)
         self.held_out_masked = masked_places(held_out.shape, 0)
 
@@ -88,6 +91,9 @@ class MaskedTask(Task):
 
     def evaluate(self) -> float:
         return self.predictions()[0].mean().item()
+
+    def unigram(self) -> float:
+        return unigram_cross_entropy(self.frequencies, self.held_out[self.held_out_masked])
 
     def predictions(self) -> tuple[Tensor, Tensor]:
         """Of each masked token of what is held out, in its order: the loss, fp32, and whether the likeliest token is

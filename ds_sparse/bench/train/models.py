@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from ...extras import optional_imports
 from ...models.sparsify import sparsify
@@ -88,30 +89,48 @@ def structure_of(kind: str, settings: Settings) -> SparsityConfig:
 
 
 def make_bert(
-    attention: Attention, settings: Settings, vocabulary: int, seed: int, device: torch.device
+    attention: Attention, settings: Settings, frequencies: Tensor, seed: int, device: torch.device
 ) -> BertForMaskedLM:
     """With new weights in fp32, the same of a seed, its embeddings with `Neighbours`, and without dropout: no text is
-    seen often."""
+    seen often. It begins with the frequencies of its tokens, as `log_frequencies` gives them."""
     config = BertConfig(
         **MODELS[settings.model],
-        vocab_size=vocabulary,
+        vocab_size=len(frequencies),
         max_position_embeddings=attention.length,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
-    return make_model(BertForMaskedLM, config, attention, settings, seed, device)
+    return make_model(BertForMaskedLM, config, attention, settings, frequencies, seed, device)
 
 
 def make_model(
-    kind: Any, config: Any, attention: Attention, settings: Settings, seed: int, device: torch.device
+    kind: Any,
+    config: Any,
+    attention: Attention,
+    settings: Settings,
+    frequencies: Tensor,
+    seed: int,
+    device: torch.device,
 ) -> Any:
-    """A model of Transformers, of this kind and config, with an attention and `Neighbours`."""
+    """A model of Transformers, of this kind and config, with an attention, `Neighbours` and the frequencies of its
+    tokens."""
     torch.manual_seed(seed)
     model = kind(config)
     add_neighbours(model)
+    give_frequencies(model.get_output_embeddings(), frequencies)
     model.to(device)
     give_attention(model, attention.kind, settings)
     return model
+
+
+def give_frequencies(last: nn.Linear, frequencies: Tensor) -> None:
+    """To a new model, as the bias of its last layer.
+
+    Without, the first hundred steps learn them by turning the vectors of all tokens the same way, and layers that
+    normalise what they add keep nothing that differs: a BERT of six layers can stay there.
+    """
+    with torch.no_grad():
+        last.bias.copy_(frequencies)
 
 
 def give_attention(model: Any, kind: str, settings: Settings) -> None:

@@ -16,6 +16,7 @@ from ...models.sparse_attention_utils import SparseAttentionUtils
 from . import sources, vocabulary
 from .experiment import Experiment, Part, Task
 from .far import far_tokens
+from .frequencies import log_frequencies
 from .masked import MaskedTask
 from .models import (
     ATTENTIONS,
@@ -157,14 +158,15 @@ def make_task(
 ) -> Task:
     """Of new weights, or of a dense model's before, which gets room for longer sequences as `ds_sparse adapt` gives it,
     and the attention."""
+    train, held_out, far = (np.load(data / f"{name}.npy", mmap_mode="r") for name in ("train", "held_out", "far"))
     size = vocabulary.size_of(settings)
+    frequencies = log_frequencies([train], size)
     if before is None:
-        model = make_bert(attention, settings, size, seed, device)
+        model = make_bert(attention, settings, frequencies, seed, device)
     else:
         model = SparseAttentionUtils.extend_position_embedding(before, attention.length)
         give_attention(model, attention.kind, settings)
-    train, held_out, far = (np.load(data / f"{name}.npy", mmap_mode="r") for name in ("train", "held_out", "far"))
-    fixed = size - 1, settings.tokens_per_step, seed, device
+    fixed = frequencies, size - 1, settings.tokens_per_step, seed, device
     return QualityTask(model, attention.length, train, held_out, *fixed, far=far)
 
 

@@ -13,6 +13,10 @@ from .settings import Budget, Job, Settings
 DENSE = "dense"
 """What names of arms with dense attention begin with; all end with the length of their sequences."""
 
+LEAST_GAIN = 0.05
+"""Of the unigram cross-entropy, which a held-out loss has to be below it. Models that learned nothing but frequencies
+came to 1 %, the first that learned more to 23 %."""
+
 
 @dataclass(frozen=True)
 class Case(Settings):
@@ -53,6 +57,7 @@ class Row:
     Attributes:
         milliseconds: of a training step, the mean of all.
         held_out: the held-out loss at the end, nats.
+        unigram: the same of what knows nothing but the frequencies of labels in training.
         curve: on the way there; seconds are those of training steps alone, without what is compiled before the first,
             and without evaluation.
         wall_seconds: with all of that, of each process that trained it.
@@ -63,6 +68,7 @@ class Row:
 
     milliseconds: float | None = None
     held_out: float | None = None
+    unigram: float | None = None
     curve: list[Point] = field(default_factory=list)
     wall_seconds: float = 0.0
     tokens_per_second: float | None = None
@@ -73,6 +79,16 @@ class Row:
     commits: list[str] = field(default_factory=list)
     date: str = ""
     reason: str = ""
+
+    @property
+    def warning(self) -> str:
+        """Why there is nothing to compare; "" where there is."""
+        if self.reason or self.held_out < (1 - LEAST_GAIN) * self.unigram:
+            return ""
+        return (
+            f"this job did not leave the unigram cross-entropy of {self.unigram:.4f}: its comparison says nothing; "
+            "train it for longer, or with another --learning-rate"
+        )
 
 
 Result = tuple[Case, Row]
@@ -154,6 +170,7 @@ def line_of(case: Case, row: Row) -> str:
     return (
         f"{case.job}: held-out loss {row.held_out:.4f} after {last.seconds:.1f} s and {last.tokens:,} tokens, "
         f"{row.milliseconds:.1f} ms a step{''.join(f', {name} {value:.4g}' for name, value in row.measures.items())}"
+        f"{row.warning and f'; {row.warning}'}"
     )
 
 
@@ -174,6 +191,9 @@ def table(case: Case, arms: Sequence[Arm]) -> Iterator[str]:
     for name in dict.fromkeys(name for arm in arms for name in arm.measures):
         values = (f"{arm.name} {arm.measures[name]:.4g}" for arm in arms if name in arm.measures)
         yield f"{name}: {', '.join(values)}"
+    for arm in arms:
+        if stayed := sum(bool(row.warning) for row in arm.rows):
+            yield f"{arm.name}: {stayed} of {len(arm.rows)} jobs did not leave the unigram cross-entropy"
 
 
 def settings_of(case: Case) -> str:
