@@ -47,12 +47,13 @@ TO_MEASURE = {
 
 LENGTHS, ALL_LOGITS = ("bert-lengths-h200",), ("bert-h200", "bert-long-h200")
 LONGEST = ("bert-longest-h200", "bert-longest-checkpointed-h200")
-QUALITY = ("train-quality-h200",)
+QUALITY, STRUCTURES, LONGER = ("train-quality-h200",), ("train-structures-h200",), ("train-quality-16k-h200",)
 DNA, DOCUMENTS = ("train-dna-h200",), ("train-documents-h200",)
 MODERNBERT = "modernbert-h200"
 
 TEXT, PLAIN = "#808080", "#9a9a9a"
-OURS, THEIRS = ("#3aa76d", "#2f8fd0", "#7bbf3a"), ("#e8833a", "#d9534f", "#c0569f", "#b08a2e", "#8f7be0", "#5fb0b7")
+OURS = ("#3aa76d", "#2f8fd0", "#7bbf3a", "#17a2a2", "#6f7fd8")
+THEIRS = ("#e8833a", "#d9534f", "#c0569f", "#b08a2e", "#8f7be0", "#5fb0b7")
 """Colours that are seen on white and on black."""
 
 
@@ -124,9 +125,9 @@ def quality_gain() -> str:
     for case, arms in train_results.arms_by_case(trained(QUALITY)).items():
         sparse = [arm for arm in arms if not arm.name.startswith(f"{train_results.DENSE}-")]
         best = min(sparse, key=lambda arm: arm.held_out)
-        dense = train_results.dense_for(best, arms)
+        over = best.over(train_results.dense_for(best, arms))
         equal = "tokens" if case.tokens else "minutes"
-        said.append(f"{best.held_out / dense.held_out:.3f} times, `{best.name}`, at equal {equal}")
+        said.append(f"{over:.3f} times, `{best.name}`, at equal {equal}")
     return "; ".join(said)
 
 
@@ -331,6 +332,18 @@ GAINS = {
         partial(draw_curves, QUALITY),
         "Held-out loss against tokens and against minutes, by arm",
         partial(train_tables, QUALITY),
+    ),
+    "structures": Picture(
+        lambda: STRUCTURES,
+        partial(draw_curves, STRUCTURES),
+        "Held-out loss of the other structures, and of a dense model of 512 tokens that goes on with 4,096",
+        partial(train_tables, STRUCTURES),
+    ),
+    "longer": Picture(
+        lambda: LONGER,
+        partial(draw_curves, LONGER),
+        "Held-out loss with sequences of 16,384 tokens",
+        partial(train_tables, LONGER),
     ),
     "dna": Picture(
         lambda: DNA,

@@ -515,13 +515,13 @@ def trained_arms(case: train_results.Case, arms: Sequence[train_results.Arm]) ->
     measures = list(dict.fromkeys(name for arm in arms for name in arm.measures))
     lines = []
     for arm in arms:
-        dense = train_results.dense_for(arm, arms)
+        over = arm.over(train_results.dense_for(arm, arms))
         lines.append(
             [
                 f"`{arm.name}`",
                 str(len(arm.rows)),
                 f"{arm.held_out:.4f}" + ("" if arm.spread is None else f" ± {arm.spread:.4f}"),
-                "" if dense is None else f"{arm.held_out / dense.held_out:.3f}",
+                "" if over is None else f"{over:.3f}",
                 f"{arm.seconds / 60:.2f}",
                 f"{arm.tokens / 1e6:.1f}",
                 f"{arm.tokens_per_second:,.0f}",

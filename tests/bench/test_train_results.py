@@ -2,7 +2,7 @@ import pytest
 
 from ds_sparse.bench import markdown
 from ds_sparse.bench.runs import WIDTH
-from ds_sparse.bench.train.results import Case, Point, Row, arms_by_case, dense_for, record, report, restore, table
+from ds_sparse.bench.train.results import Arm, Case, Point, Row, arms_by_case, dense_for, record, report, restore, table
 from ds_sparse.bench.train.settings import Settings
 
 SETTINGS = Settings("quality", "small", "bf16", "cuda", False, 32768, 7e-4, 4096)
@@ -36,7 +36,9 @@ def test_arms_are_compared_with_dense_attention_of_their_length_within_a_budget(
     assert bigbird.measures == {"far_loss": 3.25}
     assert dense_for(bigbird, arms).name == "dense-4096" and dense_for(names["dense-512"], arms).name == "dense-512"
     assert dense_for(names["bigbird-16384"], arms).name == "dense-4096", "the longest there is"
-    assert dense_for(alone[0], alone) is None
+    assert dense_for(alone[0], alone) is None and alone[0].over(None) is None
+    assert bigbird.over(names["dense-4096"]) == pytest.approx(2.1 / 2.0), "of the seed that both have"
+    assert Arm("dense-4096", {7: RESULTS[1][1]}).over(bigbird) is None
 
 
 def test_a_table_says_what_jobs_came_to():
@@ -44,7 +46,7 @@ def test_a_table_says_what_jobs_came_to():
     assert lines[0][0].startswith("dense-512, seed 0, 2,000,000 tokens: held-out loss 2.5000 after 12.0 s")
     assert lines[-1] == ["fixed-4096, seed 0, 2,000,000 tokens: out of memory"]
     (line,) = (line.split() for line in by_tokens if line.startswith("bigbird-4096"))
-    assert line == ["bigbird-4096", "2", "2.2000", "0.1414", "1.1000", "12.0", "2,000,000", "1,600,000"]
+    assert line == ["bigbird-4096", "2", "2.2000", "0.1414", "1.0500", "12.0", "2,000,000", "1,600,000"]
     assert by_tokens[-1] == "far_loss: dense-512 4, dense-4096 3, bigbird-4096 3.25"
     assert "0.2 minutes an arm" in by_minutes[0] and by_minutes[2].split()[3:5] == ["-", "-"]
     case = Case(**ABOUT, tokens=10**12)
@@ -72,6 +74,6 @@ def test_rows_of_the_json_give_the_results_again():
 
 def test_a_table_for_a_page():
     by_tokens, by_minutes = markdown.tables("train", None, RESULTS).values()
-    assert by_tokens.rows[2] == ["`bigbird-4096`", "2", "2.2000 ± 0.1414", "1.100", "0.20", "2.0", "1,600,000", "3.25"]
+    assert by_tokens.rows[2] == ["`bigbird-4096`", "2", "2.2000 ± 0.1414", "1.050", "0.20", "2.0", "1,600,000", "3.25"]
     assert by_minutes.rows == [["`bigbird-4096`", "1", "1.5000", "", "0.20", "2.0", "1,600,000"]]
     assert "quality, 2,000,000 tokens an arm, BERT-small, bf16" in by_tokens.in_markdown()

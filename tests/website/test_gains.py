@@ -102,7 +102,7 @@ def test_jobs_that_learned_nothing_are_not_shown(all_measured):
     run["rows"][1]["held_out"] = 5.9
     path.write_text(json.dumps(run))
     sentence = "train-quality-h200.json, dense-4096, seed 1, 9 tokens: this job did not leave the unigram cross-entropy"
-    for make in (lambda: gains.with_gains(gains.PAGE.read_text()), gains.draw_quality):
+    for make in (lambda: gains.with_gains(gains.PAGE.read_text()), lambda: gains.draw_curves(gains.QUALITY)):
         with pytest.raises(ValueError, match=sentence):
             make()
 

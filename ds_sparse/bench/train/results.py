@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -97,10 +97,14 @@ Result = tuple[Case, Row]
 
 @dataclass(frozen=True)
 class Arm:
-    """The rows of an arm with all its seeds, for one budget."""
+    """The rows of an arm by seed, for one budget."""
 
     name: str
-    rows: Sequence[Row]
+    by_seed: Mapping[int, Row]
+
+    @property
+    def rows(self) -> list[Row]:
+        return list(self.by_seed.values())
 
     @property
     def length(self) -> int:
@@ -110,6 +114,14 @@ class Arm:
     @property
     def held_out(self) -> float:
         return statistics.mean(row.held_out for row in self.rows)
+
+    def over(self, other: Arm | None) -> float | None:
+        """The held-out loss over another arm's, of the seeds that both have; None without any."""
+        seeds = self.by_seed.keys() & other.by_seed.keys() if other else ()
+        if not seeds:
+            return None
+        ours, theirs = (sum(arm.by_seed[seed].held_out for seed in seeds) for arm in (self, other))
+        return ours / theirs
 
     @property
     def spread(self) -> float | None:
@@ -139,10 +151,10 @@ def length_of(arm: str) -> int:
 
 def arms_by_case(results: Iterable[Result]) -> dict[Case, list[Arm]]:
     """What can be compared: jobs that differ in arm and seed alone."""
-    groups: dict[Case, dict[str, list[Row]]] = {}
+    groups: dict[Case, dict[str, dict[int, Row]]] = {}
     for case, row in results:
         if not row.reason:
-            groups.setdefault(replace(case, arm="", seed=0), {}).setdefault(case.arm, []).append(row)
+            groups.setdefault(replace(case, arm="", seed=0), {}).setdefault(case.arm, {})[case.seed] = row
     return {case: [Arm(name, rows) for name, rows in arms.items()] for case, arms in groups.items()}
 
 
@@ -175,14 +187,15 @@ def line_of(case: Case, row: Row) -> str:
 
 
 def table(case: Case, arms: Sequence[Arm]) -> Iterator[str]:
-    """Lines: the held-out loss of each arm beside that of dense attention, means over seeds."""
+    """Lines: the held-out loss of each arm, the mean over its seeds, and over that of dense attention with the same
+    ones."""
     yield f"{case.experiment}, {settings_of(case)}, {case.job.budget} an arm; means over seeds"
     yield (
         f"{'':28} {'seeds':>5} {'held-out':>9} {'+-':>7} {'x dense':>8} {'seconds':>8} {'tokens':>13} {'tokens/s':>10}"
     )
     for arm in arms:
-        dense = dense_for(arm, arms)
-        ratio = "-" if dense is None else f"{arm.held_out / dense.held_out:.4f}"
+        over = arm.over(dense_for(arm, arms))
+        ratio = "-" if over is None else f"{over:.4f}"
         spread = "-" if arm.spread is None else f"{arm.spread:.4f}"
         yield (
             f"{arm.name:28} {len(arm.rows):>5} {arm.held_out:9.4f} {spread:>7} {ratio:>8} {arm.seconds:8.1f} "
