@@ -183,18 +183,6 @@ static void add_live_pairs(
   }
 }
 
-// Weights of a row of scores in the scores' memory, row by row: no wider than those, they come after the last read.
-template <class O, int W>
-DS_SPARSE_INLINE void store_weights(Compute<O>* row, int64_t column, Vec<Compute<O>, W> weights) {
-  Number<O>* to = reinterpret_cast<Number<O>*>(row) + column;
-  if constexpr (per_unit<O> > 1) {
-    auto rounded = narrow(weights);
-    memcpy(to, &rounded, sizeof(rounded));
-  } else {
-    store<Compute<O>, W>(to, weights);
-  }
-}
-
 template <class O>
 DS_SPARSE_INLINE const O* weights_in(const Compute<O>* scores) {
   return reinterpret_cast<const O*>(scores);

@@ -18,7 +18,7 @@ constexpr int tile_vectors = 2;
 template <class O, int W, int V>
 struct Tile {
   using C = Compute<O>;
-  static constexpr int rows = tile_rows;
+  static constexpr int rows = tile_rows, depth_multiple = 1;
 
   Vec<C, W> sums[rows][V];
 

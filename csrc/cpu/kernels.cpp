@@ -20,6 +20,12 @@ constexpr Kernels<T> table = {
         attention_bias_backward<T, Compute<T>>,
         matmul_sdd<T, Compute<T>>,
         matmul_dsd<T, Compute<T>>,
+        token_dots<Compute<T>>,
+        token_sum<Compute<T>>,
+        token_attention_forward<Compute<T>>,
+        token_attention_backward<Compute<T>>,
+        window_matmul<T, Compute<T>>,
+        unwindow_matmul<Compute<T>>,
     },
     panel_width<T>,
     native_width<Compute<T>>,
@@ -29,15 +35,9 @@ constexpr Kernels<T> table = {
     softmax_backward<T>,
     add_block<T>,
     row_dots<T>,
-    window_matmul<T>,
-    unwindow_matmul<T>,
     window_softmax_forward<T>,
     window_softmax_backward<T>,
-    token_dots<Compute<T>>,
-    token_sum<Compute<T>>,
     are_below<T>,
-    token_attention_forward<Compute<T>>,
-    token_attention_backward<Compute<T>>,
 };
 
 extern const Kernels<float> table_float = table<float>;

@@ -119,30 +119,35 @@ struct AttentionColumn {
   C* grad_query;             // by slots, added to
 };
 
-// A query and the keys that it sees. Rows here and below have a multiple of `lanes` numbers, zero where there are none.
-template <class C>
+// A query and the keys that it sees. Rows here and below have a multiple of `lanes` units of neighbouring numbers, zero
+// where there are none; their sizes are in units.
+template <class O>
 struct TokenForward {
-  const C *query, *keys, *values;  // values: what is weighted
+  using C = Compute<O>;
+
+  const O *query, *keys, *values;  // values: what is weighted
   int64_t head_dim, value_head_dim;
   const int32_t* list;  // rows of keys and values
   int64_t count;
   C scale;
-  C* output;       // (value_head_dim)
+  C* output;       // (numbers of value_head_dim)
   C* row_max_sum;  // the largest score, -inf without a key, and the sum of exponentials
   C* scratch;      // count, and up to a multiple of lanes
 };
 
 // The same query's gradient, and what the keys and values take theirs from.
-template <class C>
+template <class O>
 struct TokenBackward {
-  const C *query, *grad_output, *keys, *values;
+  using C = Compute<O>;
+
+  const O *query, *grad_output, *keys, *values;
   int64_t head_dim, value_head_dim;
   const int32_t* list;
   int64_t count;
   C scale;
   C row_max, inverse_sum, delta;  // as in RowStats
-  C* grad_query;                  // (head_dim)
-  C* pairs;                       // (count, 2): their probabilities, and the gradients of query . key
+  C* grad_query;                  // (numbers of head_dim)
+  Number<O>* pairs;               // (count, 2): their probabilities, and the gradients of query . key
 };
 
 // Scores of a row strip that kernels of attention hold at a time, where its blocks are not larger.
@@ -169,11 +174,12 @@ struct WindowRows {
   __attribute__((always_inline)) int64_t end(int64_t t) const { return tokens - t > window ? t + window + 1 : tokens; }
 };
 
-// A band as a product reads it: what row r and token t have lies at a[offset + r * row_stride + t * token_stride].
-template <class C>
+// A band as a product reads it, in units of P neighbouring tokens: what row r and token t have lies at
+// a[offset + r * row_stride + t / P * unit_stride + t % P]. Both strides are multiples of P.
+template <class O>
 struct Band {
-  const C* a;
-  int64_t offset, row_stride, token_stride;
+  const Number<O>* a;
+  int64_t offset, row_stride, unit_stride;
 };
 
 // What dropout multiplies probabilities by, 0 or more than 1: of queries x keys from (query, key) on, to
@@ -231,6 +237,26 @@ struct Products {
   void (*dsd)(
       const T* values, const int32_t* slots, const O* dense, int64_t dense_stride, const int32_t* indices,
       int64_t count, int64_t block, int64_t begin, int64_t end, int64_t width, C* sum, int64_t sum_stride, O* scratch);
+
+  // out[n] = own . row list[n] of rows, n < count; out has room up to a multiple of lanes.
+  void (*token_dots)(const O* own, const O* rows, int64_t head_dim, const int32_t* list, int64_t count, C* out);
+
+  // sum = the sum over n < count of weights[n], or weights[slots[n] * slot_stride], times row list[n] of rows.
+  void (*token_sum)(
+      const Number<O>* weights, const int32_t* slots, int64_t slot_stride, const O* rows, int64_t head_dim,
+      const int32_t* list, int64_t count, C* sum);
+
+  void (*token_attention_forward)(const TokenForward<O>& work);
+
+  void (*token_attention_backward)(const TokenBackward<O>& work);
+
+  // The rows' band, 2 * window + 1 numbers each: a (rows to a multiple of 16, depth) by tokens, of which all are in
+  // panels of `lanes`; depth in units.
+  void (*window_matmul)(const WindowRows& rows, const O* a, const O* panels, int64_t depth, T* band);
+
+  // output[r] = sum over tokens t of the row's window of band(r, t) * dense[t]; dense and output have `width` columns,
+  // a multiple of lanes, and dense rows units of neighbouring tokens.
+  void (*unwindow_matmul)(const WindowRows& rows, const Band<O>& band, const O* dense, int64_t width, C* output);
 };
 
 template <class T>
@@ -267,13 +293,6 @@ struct Kernels {
       const T* a, int64_t a_stride, int64_t a_column_stride, const T* b, int64_t b_stride, int64_t b_column_stride,
       int64_t rows, int64_t columns, C* out);
 
-  // The rows' band, 2 * window + 1 numbers each: a (rows, head_dim) by tokens, of which all are in panels of `lanes`.
-  void (*window_matmul)(const WindowRows& rows, const C* a, const C* panels, int64_t head_dim, T* band);
-
-  // output[r] = sum over tokens t of the row's window of band(r, t) * dense[t]; dense and output have `head_dim`
-  // columns, a multiple of lanes.
-  void (*unwindow_matmul)(const WindowRows& rows, const Band<C>& band, const C* dense, int64_t head_dim, C* output);
-
   // Of each row of the band, the softmax over the tokens at most `window` away, with causal none after the row's.
   // key_bias: null, or of all tokens. scratch: 2 * window + 1 of C, to a multiple of lanes.
   void (*window_softmax_forward)(
@@ -283,20 +302,8 @@ struct Kernels {
   // out = scale * probs * (grad - sum of grad * probs over the row), of `count` rows of `width` numbers.
   void (*window_softmax_backward)(const T* grad, const T* probs, int64_t count, int64_t width, double scale, T* out);
 
-  // out[n] = own . row list[n] of rows, n < count; out has room up to a multiple of lanes.
-  void (*token_dots)(const C* own, const C* rows, int64_t head_dim, const int32_t* list, int64_t count, C* out);
-
-  // sum = the sum over n < count of weights[n], or weights[slots[n] * slot_stride], times row list[n] of rows.
-  void (*token_sum)(
-      const C* weights, const int32_t* slots, int64_t slot_stride, const C* rows, int64_t head_dim, const int32_t* list,
-      int64_t count, C* sum);
-
   // Whether x[n] is 0 or more and below limit, for all n < count.
   bool (*are_below)(const int32_t* x, int64_t count, int32_t limit);
-
-  void (*token_attention_forward)(const TokenForward<C>& work);
-
-  void (*token_attention_backward)(const TokenBackward<C>& work);
 };
 
 inline int64_t dsd_scratch(int64_t block, int64_t rows) {

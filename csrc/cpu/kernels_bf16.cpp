@@ -2,6 +2,8 @@
 
 #include "attention.h"
 #include "gemm.h"
+#include "token.h"
+#include "window.h"
 
 namespace ds_sparse::cpu::DS_SPARSE_ISA {
 
@@ -15,6 +17,12 @@ extern const Products<BFloat16, BFloat16Pair> table_pairs = {
     attention_bias_backward<BFloat16, BFloat16Pair>,
     matmul_sdd<BFloat16, BFloat16Pair>,
     matmul_dsd<BFloat16, BFloat16Pair>,
+    token_dots<BFloat16Pair>,
+    token_sum<BFloat16Pair>,
+    token_attention_forward<BFloat16Pair>,
+    token_attention_backward<BFloat16Pair>,
+    window_matmul<BFloat16, BFloat16Pair>,
+    unwindow_matmul<BFloat16Pair>,
 };
 
 }  // namespace ds_sparse::cpu::DS_SPARSE_ISA

@@ -19,12 +19,26 @@ int64_t padded(int64_t count) {
   return blocks_of(count, lanes) * lanes;
 }
 
-// Calls f with a null pointer of the units that attention and products on blocks of T multiply on this machine.
+// Calls f with a null pointer of the units that products of T multiply on this machine.
+template <class T, class F>
+void for_units(const F& f) {
+  if constexpr (std::is_same_v<T, BFloat16>)
+    if (bf16_products()) return f(static_cast<BFloat16Pair*>(nullptr));
+  f(static_cast<Compute<T>*>(nullptr));
+}
+
+// Calls f with null pointers of the type that holds the dtype's numbers, and of the units that products of it multiply.
+template <class F>
+void for_operands(ScalarType dtype, const F& f) {
+  for_dtype(
+      dtype, [&](auto* type) { for_units<std::remove_pointer_t<decltype(type)>>([&](auto* unit) { f(type, unit); }); });
+}
+
+// The units of attention and products on blocks, which have to be as wide as a vector of units.
 template <class T, class F>
 void for_units(int64_t block, const F& f) {
-  if constexpr (std::is_same_v<T, BFloat16>)
-    if (block >= 16 && bf16_products()) return f(static_cast<BFloat16Pair*>(nullptr));
-  f(static_cast<Compute<T>*>(nullptr));
+  if (block < 16) return f(static_cast<Compute<T>*>(nullptr));
+  for_units<T>(f);
 }
 
 // Units of O of `depth` numbers of T: as many as there are, or up to a multiple of lanes.

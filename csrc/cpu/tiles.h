@@ -120,7 +120,7 @@ inline void multiply() {
 
 }  // namespace amx
 
-// Units that a tile takes of a depth, which is a multiple of 8.
+// Units that a tile takes of a depth, which is a multiple of `depth_multiple`.
 DS_SPARSE_INLINE int64_t tile_depth(int64_t depth) { return depth % 16 == 0 ? 16 : 8; }
 
 // Registers 0 to V - 1 are the sums, then come the left operand and, in turns, two right ones. There is one Tile at a
@@ -128,7 +128,7 @@ DS_SPARSE_INLINE int64_t tile_depth(int64_t depth) { return depth % 16 == 0 ? 16
 template <int V>
 struct Tile<BFloat16Pair, 16, V> {
   using O = BFloat16Pair;
-  static constexpr int rows = amx::max_rows, left = 4, right = 5;
+  static constexpr int rows = amx::max_rows, depth_multiple = 8, left = 4, right = 5;
   static_assert(V <= left);
 
   DS_SPARSE_INLINE_MEMBER void clear() { clear_from<0>(); }

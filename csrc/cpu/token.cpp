@@ -115,36 +115,33 @@ void run_lists(const TokenLists& lists, int64_t first, int64_t last, const MakeW
                 ", and slots below the " + std::to_string(lists.num_entries) + " entries.");
 }
 
-// Tensors (B, H, tokens, D) as rows that a gather reads: of head_dim numbers of C one after another from the start of a
-// cache line, zero beyond their own. In place where they lie so.
-template <class T>
+// Tensors (B, H, tokens, D) as rows that a gather reads: of head_dim units one after another from the start of a cache
+// line, zero beyond their own numbers. In place where they lie so.
+template <class T, class O>
 class Rows {
  public:
-  using C = Compute<T>;
-
-  explicit Rows(const Tensor& x) : head_dim_(padded<C>(x.size(3))), packed_(0) {
-    if constexpr (std::is_same_v<T, C>) {
-      bool in_place =
-          x.is_contiguous() && x.size(3) == head_dim_ && reinterpret_cast<uintptr_t>(pointer<T>(x)) % 64 == 0;
-      if (in_place) {
-        head_stride_ = x.size(2) * head_dim_;
-        data_ = pointer<T>(x);
-        return;
-      }
+  explicit Rows(const Tensor& x)
+      : head_dim_(padded<T>(blocks_of(x.size(3), per_unit<O>))), head_stride_(x.size(2) * head_dim_), packed_(0) {
+    bool in_place =
+        x.is_contiguous() && has_rows<T, O>(x, head_dim_) && reinterpret_cast<uintptr_t>(pointer<T>(x)) % 64 == 0;
+    if (in_place) {
+      data_ = reinterpret_cast<const O*>(pointer<T>(x));
+      return;
     }
-    head_stride_ = padded<C>(x.size(2)) * head_dim_;
-    packed_ = pack_all<T>(x, kernels<T>().lanes, head_dim_, Form::rows);
+    head_stride_ = padded<T>(x.size(2)) * head_dim_;
+    packed_ = pack_all<T, O>(x, kernels<T>().lanes, num_columns(), Form::rows);
     data_ = packed_.data();
   }
 
   int64_t head_dim() const { return head_dim_; }
-  const C* of(int64_t matrix) const { return data_ + matrix * head_stride_; }
-  const C* of(int64_t matrix, int64_t token) const { return of(matrix) + token * head_dim_; }
+  int64_t num_columns() const { return head_dim_ * per_unit<O>; }
+  const O* of(int64_t matrix) const { return data_ + matrix * head_stride_; }
+  const O* of(int64_t matrix, int64_t token) const { return of(matrix) + token * head_dim_; }
 
  private:
   int64_t head_dim_, head_stride_;
-  Buffer<C> packed_;
-  const C* data_;
+  Buffer<O> packed_;
+  const O* data_;
 };
 
 // A contiguous (B, H, tokens, D), about to be written by rows.
@@ -162,14 +159,14 @@ class Result {
   int64_t tokens_, head_dim_;
 };
 
-template <class T>
+template <class T, class O>
 void sdd(const Tensor& query, const Tensor& key, const TokenLists& lists, Tensor& out) {
   using C = Compute<T>;
-  Rows<T> queries(query), keys(key);
+  Rows<T, O> queries(query), keys(key);
   T* values = static_cast<T*>(out.mutable_data_ptr());
   run_lists(lists, 0, lists.repeats(), [&] {
     return [&, dots = Buffer<C>(padded<C>(lists.longest))](const TokenList& list) {
-      kernels<T>().token_dots(
+      products<T, O>().token_dots(
           queries.of(list.matrix, list.token), keys.of(list.matrix), keys.head_dim(), list.entries, list.count,
           dots.data());
       kernels<T>().store_rows(
@@ -178,19 +175,19 @@ void sdd(const Tensor& query, const Tensor& key, const TokenLists& lists, Tensor
   });
 }
 
-template <class T>
+template <class T, class O>
 void dsd(const Tensor& values, const Tensor& dense, const TokenLists& lists, Tensor& out) {
-  using C = Compute<T>;
-  constexpr bool same = std::is_same_v<T, C>;
-  Rows<T> rows(dense);
+  using Weight = Number<O>;
+  constexpr bool same = std::is_same_v<T, Weight>;
+  Rows<T, O> rows(dense);
   Result<T> result(out);
   const T* all_values = pointer<T>(values);
   run_lists(lists, 0, lists.repeats(), [&] {
-    return [&, gathered = Buffer<T>(same ? 0 : lists.longest), weights = Buffer<C>(same ? 0 : lists.longest),
-            sum = Buffer<C>(rows.head_dim())](const TokenList& list) {
+    return [&, gathered = Buffer<T>(same ? 0 : lists.longest), weights = Buffer<Weight>(same ? 0 : lists.longest),
+            sum = Buffer<Compute<T>>(rows.num_columns())](const TokenList& list) {
       const T* of_list = all_values + list.repeat * lists.num_entries;
       const int32_t* slots = list.slots;
-      const C* from = weights.data();
+      const Weight* from = weights.data();
       if constexpr (same) {
         from = slots ? of_list : of_list + list.first;
       } else {
@@ -199,70 +196,74 @@ void dsd(const Tensor& values, const Tensor& dense, const TokenLists& lists, Ten
             slots ? gathered.data() : of_list + list.first, 0, 1, 1, list.count, weights.data(), list.count);
         slots = nullptr;
       }
-      kernels<T>().token_sum(
+      products<T, O>().token_sum(
           from, slots, 1, rows.of(list.matrix), rows.head_dim(), list.entries, list.count, sum.data());
       result.store(list, sum.data());
     };
   });
 }
 
-template <class T>
+template <class T, class O>
 void forward(
     const Tensor& query, const Tensor& key, const Tensor& value, const TokenLists& lists, double scale, Tensor& output,
     Tensor& lse, Tensor& rows) {
   using C = Compute<T>;
-  Rows<T> queries(query), keys(key), values(value);
+  Rows<T, O> queries(query), keys(key), values(value);
   Result<T> result(output);
   C *lse_to = static_cast<C*>(lse.mutable_data_ptr()), *row_max_sums = static_cast<C*>(rows.mutable_data_ptr());
   run_lists(lists, 0, lists.repeats(), [&] {
-    return
-        [&, sum = Buffer<C>(values.head_dim()), scratch = Buffer<C>(padded<C>(lists.longest))](const TokenList& list) {
-          int64_t at = list.matrix * lists.num_lists + list.token;
-          C* row = row_max_sums + 2 * at;
-          kernels<T>().token_attention_forward(
-              {queries.of(list.matrix, list.token), keys.of(list.matrix), values.of(list.matrix), keys.head_dim(),
-               values.head_dim(), list.entries, list.count, C(scale), sum.data(), row, scratch.data()});
-          // Without a key the largest score is -inf and the sum 0.
-          lse_to[at] = row[0] + std::log(row[1]);
-          result.store(list, sum.data());
-        };
+    return [&, sum = Buffer<C>(values.num_columns()),
+            scratch = Buffer<C>(padded<C>(lists.longest))](const TokenList& list) {
+      int64_t at = list.matrix * lists.num_lists + list.token;
+      C* row = row_max_sums + 2 * at;
+      products<T, O>().token_attention_forward(
+          {queries.of(list.matrix, list.token), keys.of(list.matrix), values.of(list.matrix), keys.head_dim(),
+           values.head_dim(), list.entries, list.count, C(scale), sum.data(), row, scratch.data()});
+      // Without a key the largest score is -inf and the sum 0.
+      lse_to[at] = row[0] + std::log(row[1]);
+      result.store(list, sum.data());
+    };
   });
 }
 
 // What backward has of a query besides its lists.
-template <class T>
+template <class T, class O>
 struct Backward {
   using C = Compute<T>;
 
-  Rows<T> queries, keys, values, grad_outputs, outputs;
+  Rows<T, O> queries, keys, values, grad_outputs, outputs;
   const C *rows, *grad_lse;  // (B, H, T, 2), and (B, H, T) or null
   int64_t tokens;
   C scale;
 
   // Its gradient, and the two numbers of each of its pairs.
-  void of_query(const TokenList& list, C* grad_query, C* pairs) const {
+  void of_query(const TokenList& list, C* grad_query, Number<O>* pairs) const {
     int64_t at = list.matrix * tokens + list.token;
-    const C *row = rows + 2 * at, *grad_output = grad_outputs.of(list.matrix, list.token);
+    const C* row = rows + 2 * at;
+    const O* grad_output = grad_outputs.of(list.matrix, list.token);
+    auto numbers = [](const O* units) { return reinterpret_cast<const Number<O>*>(units); };
     C delta;
-    kernels<C>().row_dots(outputs.of(list.matrix, list.token), 0, 1, grad_output, 0, 1, 1, values.head_dim(), &delta);
+    kernels<Number<O>>().row_dots(
+        numbers(outputs.of(list.matrix, list.token)), 0, 1, numbers(grad_output), 0, 1, 1, values.num_columns(),
+        &delta);
     if (grad_lse) delta -= grad_lse[at];
-    kernels<T>().token_attention_backward(
+    products<T, O>().token_attention_backward(
         {queries.of(list.matrix, list.token), grad_output, keys.of(list.matrix), values.of(list.matrix),
          keys.head_dim(), values.head_dim(), list.entries, list.count, scale, row[0], row[1] > 0 ? 1 / row[1] : C(0),
          delta, grad_query, pairs});
   }
 };
 
-template <class T>
+template <class T, class O>
 void backward(
-    const Backward<T>& all, const TokenLists& by_query, const TokenLists& by_key, Tensor& grad_query, Tensor& grad_key,
-    Tensor& grad_value) {
+    const Backward<T, O>& all, const TokenLists& by_query, const TokenLists& by_key, Tensor& grad_query,
+    Tensor& grad_key, Tensor& grad_value) {
   using C = Compute<T>;
   Result<T> of_query(grad_query), of_key(grad_key), of_value(grad_value);
   int64_t repeats = by_query.repeats(), size = by_query.num_entries,
-          widest = std::max(all.keys.head_dim(), all.values.head_dim()),
+          widest = std::max(all.keys.num_columns(), all.values.num_columns()),
           step = std::clamp<int64_t>(kept_pairs / std::max<int64_t>(1, size), 1, repeats);
-  Buffer<C> kept(2 * step * size);
+  Buffer<Number<O>> kept(2 * step * size);
   for (int64_t first = 0; first < repeats; first += step) {
     int64_t last = std::min(first + step, repeats);
     auto kept_of = [&](const TokenList& list) { return kept.data() + 2 * (list.repeat - first) * size; };
@@ -274,12 +275,12 @@ void backward(
     });
     run_lists(by_key, first, last, [&] {
       return [&, grad = Buffer<C>(widest)](const TokenList& list) {
-        const C* pairs = kept_of(list);
-        kernels<T>().token_sum(
+        const Number<O>* pairs = kept_of(list);
+        products<T, O>().token_sum(
             pairs + 1, list.slots, 2, all.queries.of(list.matrix), all.keys.head_dim(), list.entries, list.count,
             grad.data());
         of_key.store(list, grad.data());
-        kernels<T>().token_sum(
+        products<T, O>().token_sum(
             pairs, list.slots, 2, all.grad_outputs.of(list.matrix), all.values.head_dim(), list.entries, list.count,
             grad.data());
         of_value.store(list, grad.data());
@@ -296,8 +297,9 @@ Tensor token_matmul_sdd(
       row_offsets, columns, std::nullopt, list_batch, list_heads, query, query.size(2), key.size(2), query.size(3));
   Tensor out = fresh(torch::stable::new_empty(query, {lists.repeats(), columns.size(0)}));
   if (out.numel() == 0) return out;
-  for_dtype(
-      query.scalar_type(), [&](auto* type) { sdd<std::remove_pointer_t<decltype(type)>>(query, key, lists, out); });
+  for_operands(query.scalar_type(), [&](auto* type, auto* unit) {
+    sdd<std::remove_pointer_t<decltype(type)>, std::remove_pointer_t<decltype(unit)>>(query, key, lists, out);
+  });
   return out;
 }
 
@@ -314,8 +316,9 @@ Tensor token_matmul_dsd(
   check_size(values, 1, lists.num_entries, "values");
   Tensor out = fresh(torch::stable::new_empty(dense, {dense.size(0), dense.size(1), lines, dense.size(3)}));
   if (out.numel() == 0) return out;
-  for_dtype(
-      dense.scalar_type(), [&](auto* type) { dsd<std::remove_pointer_t<decltype(type)>>(values, dense, lists, out); });
+  for_operands(dense.scalar_type(), [&](auto* type, auto* unit) {
+    dsd<std::remove_pointer_t<decltype(type)>, std::remove_pointer_t<decltype(unit)>>(values, dense, lists, out);
+  });
   return out;
 }
 
@@ -333,8 +336,9 @@ std::tuple<Tensor, Tensor, Tensor> token_attention_forward(
          lse = torch::stable::new_empty(query, {batch, heads, tokens}, lse_type(query)),
          rows = torch::stable::new_empty(query, {batch, heads, tokens, 2}, lse_type(query));
   if (lse.numel() > 0) {
-    for_dtype(query.scalar_type(), [&](auto* type) {
-      forward<std::remove_pointer_t<decltype(type)>>(query, key, value, lists, scale, output, lse, rows);
+    for_operands(query.scalar_type(), [&](auto* type, auto* unit) {
+      forward<std::remove_pointer_t<decltype(type)>, std::remove_pointer_t<decltype(unit)>>(
+          query, key, value, lists, scale, output, lse, rows);
     });
   }
   return {output, lse, rows};
@@ -360,15 +364,16 @@ std::tuple<Tensor, Tensor, Tensor> token_attention_backward(
   auto gradient = [](const Tensor& x) { return fresh(torch::stable::new_empty(x, x.sizes())); };
   Tensor grad_query = gradient(query), grad_key = gradient(key), grad_value = gradient(value);
   if (query.size(0) * query.size(1) > 0) {
-    for_dtype(query.scalar_type(), [&](auto* type) {
+    for_operands(query.scalar_type(), [&](auto* type, auto* unit) {
       using T = std::remove_pointer_t<decltype(type)>;
+      using O = std::remove_pointer_t<decltype(unit)>;
       using C = Compute<T>;
-      Backward<T> all{
-          Rows<T>(query),
-          Rows<T>(key),
-          Rows<T>(value),
-          Rows<T>(grad_output),
-          Rows<T>(output),
+      Backward<T, O> all{
+          Rows<T, O>(query),
+          Rows<T, O>(key),
+          Rows<T, O>(value),
+          Rows<T, O>(grad_output),
+          Rows<T, O>(output),
           pointer<C>(rows),
           grad_lse ? pointer<C>(*grad_lse) : nullptr,
           query.size(2),

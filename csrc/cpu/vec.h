@@ -132,6 +132,13 @@ DS_SPARSE_INLINE void store(C* to, Vec<C, W> x) {
 // Round to nearest, ties to even.
 template <class C, int W>
 DS_SPARSE_INLINE void store(BFloat16* to, Vec<C, W> x) {
+#if defined(__AVX512BF16__)
+  if constexpr (W == 16) {
+    auto rounded = _mm512_cvtneps_pbh(bit_cast<__m512>(x));
+    memcpy(to, &rounded, sizeof(rounded));
+    return;
+  }
+#endif
   auto bits = bit_cast<Vec<uint32_t, W>>(x);
   auto rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   rounded = (bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded;
@@ -167,7 +174,7 @@ DS_SPARSE_INLINE void store(Half* to, Vec<C, W> x) {
   memcpy(to, &narrow, sizeof(narrow));
 }
 
-// sum + left * right, of all numbers of the units.
+// sum + left * right, of all numbers of the units; the left ones are one for all lanes, or one for each.
 template <class C, class V>
 DS_SPARSE_INLINE V multiply_add(C left, V right, V sum) {
   return sum + left * right;
@@ -188,14 +195,13 @@ DS_SPARSE_INLINE Vec<Compute<O>, W> numbers(Units<O, W> units, int64_t part) {
 }
 
 #if defined(__AVX512BF16__)
-DS_SPARSE_INLINE Vec<float, 16> multiply_add(BFloat16Pair left, Units<BFloat16Pair, 16> right, Vec<float, 16> sum) {
-  auto pairs = _mm512_set1_epi32(static_cast<int>(left.bits));
+DS_SPARSE_INLINE Vec<float, 16> multiply_add(
+    Units<BFloat16Pair, 16> left, Units<BFloat16Pair, 16> right, Vec<float, 16> sum) {
   return bit_cast<Vec<float, 16>>(
-      _mm512_dpbf16_ps(bit_cast<__m512>(sum), bit_cast<__m512bh>(pairs), bit_cast<__m512bh>(right)));
+      _mm512_dpbf16_ps(bit_cast<__m512>(sum), bit_cast<__m512bh>(left), bit_cast<__m512bh>(right)));
 }
-
-DS_SPARSE_INLINE Vec<uint16_t, 16> narrow(Vec<float, 16> x) {
-  return bit_cast<Vec<uint16_t, 16>>(_mm512_cvtneps_pbh(bit_cast<__m512>(x)));
+DS_SPARSE_INLINE Vec<float, 16> multiply_add(BFloat16Pair left, Units<BFloat16Pair, 16> right, Vec<float, 16> sum) {
+  return multiply_add(broadcast_unit<BFloat16Pair, 16>(left), right, sum);
 }
 
 // The numbers of `first` and then those of `second`, rounded to bf16.
@@ -212,13 +218,43 @@ DS_SPARSE_INLINE Units<BFloat16Pair, 16> pair_halves(Vec<uint16_t, 32> x, Lanes<
 DS_SPARSE_INLINE Units<BFloat16Pair, 16> pair_halves(Vec<uint16_t, 32> x) {
   return pair_halves(x, MakeLanes<32>::type{});
 }
+
+// sums[0] and sums[1] += the products of `left` with pairs of a number of each row. The sums are in an order of their
+// own, which takes no more than two instructions: fours of columns in turns.
+DS_SPARSE_INLINE void add_two_rows(
+    Units<BFloat16Pair, 16> left, const Units<BFloat16Pair, 16> (&rows)[2], Vec<float, 16> (&sums)[2]) {
+  __m512i first = bit_cast<__m512i>(rows[0]), second = bit_cast<__m512i>(rows[1]);
+  sums[0] = multiply_add(left, bit_cast<Units<BFloat16Pair, 16>>(_mm512_unpacklo_epi16(first, second)), sums[0]);
+  sums[1] = multiply_add(left, bit_cast<Units<BFloat16Pair, 16>>(_mm512_unpackhi_epi16(first, second)), sums[1]);
+}
+
+// From the order of add_two_rows to that of memory, or back.
+template <int... I>
+DS_SPARSE_INLINE void order_columns(Vec<float, 16> (&sums)[2], bool as_in_memory, Lanes<I...>) {
+  const Vec<int32_t, 16> to{(I / 4 % 2 * 16 + I / 8 * 4 + I % 4)...}, back{(I / 8 * 16 + I / 4 % 2 * 8 + I % 4)...};
+  Vec<int32_t, 16> first = as_in_memory ? to : back, second = first + (as_in_memory ? 8 : 4);
+  __m512 low = bit_cast<__m512>(sums[0]), high = bit_cast<__m512>(sums[1]);
+  sums[0] = bit_cast<Vec<float, 16>>(_mm512_permutex2var_ps(low, bit_cast<__m512i>(first), high));
+  sums[1] = bit_cast<Vec<float, 16>>(_mm512_permutex2var_ps(low, bit_cast<__m512i>(second), high));
+}
+DS_SPARSE_INLINE void order_columns(Vec<float, 16> (&sums)[2], bool as_in_memory) {
+  order_columns(sums, as_in_memory, MakeLanes<16>::type{});
+}
 #endif
+
+// Weights in the memory of the scores that they are made of: no wider than those, they come after the last read.
+template <class O, int W>
+DS_SPARSE_INLINE void store_weights(Compute<O>* scores, int64_t column, Vec<Compute<O>, W> weights) {
+  store<Compute<O>, W>(reinterpret_cast<Number<O>*>(scores) + column, weights);
+}
 
 // One number at a time, through a vector of the same code.
 template <class C, class T>
 DS_SPARSE_INLINE C load_one(const T* x) {
   if constexpr (sizeof(T) == sizeof(C)) {
     return *x;
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    return bit_cast<C>(uint32_t{x->bits} << 16);
   } else {
     T padded[8] = {*x};
     return load<C, 8>(padded)[0];

@@ -22,7 +22,7 @@ namespace {
 
 // Rows of a task whose tokens cost `cost` for each other one; of 64, since a transposed band is read so many at a time.
 int64_t task_rows(int64_t tokens, int64_t window, int64_t cost) {
-  int64_t of_row = std::min(tokens, 2 * window + 1) * std::max<int64_t>(1, cost);
+  int64_t of_row = std::max<int64_t>(1, std::min(tokens, 2 * window) * cost);
   return std::clamp<int64_t>(task_cost / of_row / 16 * 16, 16, 64);
 }
 
@@ -38,32 +38,31 @@ void run_rows(const Tensor& like, int64_t window, int64_t step, const MakeWorker
   });
 }
 
-template <class T>
+template <class T, class O>
 void multiply(const Tensor& a, const Tensor& b, int64_t window, Tensor& out) {
-  using C = Compute<T>;
-  int64_t heads = a.size(1), tokens = a.size(2), head_dim = a.size(3), lanes = kernels<T>().lanes,
-          panels_size = padded<T>(tokens) * head_dim, width = 2 * window + 1;
-  auto panels = pack_all<T>(b, lanes, padded<T>(head_dim), Form::panels);
+  int64_t heads = a.size(1), tokens = a.size(2), head_dim = a.size(3), depth = units_of<T, O>(head_dim),
+          lanes = kernels<T>().lanes, panels_size = padded<T>(tokens) * depth, width = 2 * window + 1;
+  auto panels = pack_all<T, O>(b, lanes, padded<T>(head_dim), Form::panels);
   T* bands = static_cast<T*>(out.mutable_data_ptr());
-  int64_t step = task_rows(tokens, window, head_dim);
+  int64_t step = task_rows(tokens, window, depth);
   run_rows(a, window, step, [&] {
-    return [&, left = Buffer<C>(step * head_dim)](int64_t batch, int64_t head, const WindowRows& rows) {
+    return [&, left = Buffer<O>(step * depth)](int64_t batch, int64_t head, const WindowRows& rows) {
       int64_t matrix = batch * heads + head;
-      pack_tokens<T>(a, batch, head, rows.first, step, head_dim, left.data());
-      kernels<T>().window_matmul(
-          rows, left.data(), panels.data() + matrix * panels_size, head_dim,
+      pack_tokens<T>(a, batch, head, rows.first, step, depth, left.data());
+      products<T, O>().window_matmul(
+          rows, left.data(), panels.data() + matrix * panels_size, depth,
           bands + (matrix * tokens + rows.first) * width);
     };
   });
 }
 
-// What some rows need of a band, in C, in scratch of `band_scratch` numbers; its tokens one after another, or
-// its rows if transposed.
-template <class T>
-Band<Compute<T>> pack_band(
+// What some rows need of a band, in scratch of `band_scratch` numbers; its tokens one after another, or units of them
+// of all rows if transposed.
+template <class T, class O>
+Band<O> pack_band(
     const T* band, int64_t row_stride, int64_t column_stride, const WindowRows& rows, bool transposed,
-    Compute<T>* scratch) {
-  const Kernels<T>& kernel = kernels<T>();
+    Number<O>* scratch) {
+  constexpr int64_t P = per_unit<O>;
   int64_t last = rows.first + rows.rows - 1, begin = rows.begin(rows.first), end = rows.end(last);
   if (!transposed) {
     // Columns that no row has a token for are left out.
@@ -71,52 +70,65 @@ Band<Compute<T>> pack_band(
             until = rows.end(rows.first) == rows.tokens ? rows.window + rows.tokens - rows.first : 2 * rows.window + 1;
     from = std::max<int64_t>(from, 0);
     until = std::min(until, 2 * rows.window + 1);
-    kernel.pack_rows(
+    int64_t stride = blocks_of(until - from - 1, P) * P + 1;
+    products<T, O>().pack_rows(
         band + rows.first * row_stride + from * column_stride, row_stride, column_stride, rows.rows, until - from,
-        scratch, until - from);
-    return {scratch, rows.window - rows.first - from, until - from - 1, 1};
+        scratch, stride);
+    return {scratch, rows.window - rows.first - from, stride - 1, P};
   }
-  for (int64_t t = begin; t < end; ++t) {
-    int64_t from = std::max(rows.first, t - rows.window), count = std::min(last, t + rows.window) + 1 - from;
-    kernel.pack_rows(
-        band + t * row_stride + (from - t + rows.window) * column_stride, 0, column_stride, 1, count,
-        scratch + (t - begin) * rows.rows + from - rows.first, count);
+  auto number = [&](int64_t t, int64_t r) { return band + t * row_stride + (r - t + rows.window) * column_stride; };
+  begin = begin / P * P;
+  for (int64_t t = begin; t < end; t += P) {
+    int64_t there = std::min(P, end - t), from = std::max(rows.first, t + there - 1 - rows.window),
+            until = std::min(last, t + rows.window) + 1;
+    Number<O>* to = scratch + (t - begin) * rows.rows;
+    products<T, O>().pack_dense(
+        number(t, from), row_stride - column_stride, column_stride, there, std::max<int64_t>(until - from, 0),
+        reinterpret_cast<O*>(to) + from - rows.first, std::max<int64_t>(until - from, 0));
+    // Each of two tokens has a row that the other has not.
+    if constexpr (P > 1) {
+      if (there < P) continue;
+      if (int64_t r = t - rows.window; r >= rows.first && r <= last) to[P * (r - rows.first)] = *number(t, r);
+      if (int64_t r = t + 1 + rows.window; r >= rows.first && r <= last)
+        to[P * (r - rows.first) + 1] = *number(t + 1, r);
+    }
   }
-  return {scratch, -begin * rows.rows, 1, rows.rows};
+  return {scratch, -begin * rows.rows, P, P * rows.rows};
 }
 
 int64_t band_scratch(int64_t tokens, int64_t window, int64_t step) {
-  return step * (std::min(2 * window, tokens) + step + 1);
+  return step * (std::min(2 * window, tokens) + step + 2);
 }
 
-template <class T>
+template <class T, class O>
 void unwindow(const Tensor& band, const Tensor& dense, bool transposed, Tensor& out) {
-  using C = Compute<T>;
-  constexpr bool same = std::is_same_v<T, C>;
+  constexpr int64_t P = per_unit<O>;
   int64_t heads = dense.size(1), tokens = dense.size(2), head_dim = dense.size(3), padded_dim = padded<T>(head_dim),
           window = band.size(3) / 2;
-  bool band_in_place = same && band.stride(3) == 1;
-  bool dense_in_place = has_rows<T, C>(dense, padded_dim);
-  int64_t lanes = kernels<T>().lanes, packed_size = padded<T>(tokens) * padded_dim;
-  auto packed = dense_in_place ? Buffer<C>(0) : pack_all<T>(dense, lanes, padded_dim, Form::rows);
-  int64_t step = task_rows(tokens, window, head_dim);
+  // Pairs of a transposed band lie apart.
+  bool band_in_place =
+      std::is_same_v<T, Number<O>> && band.stride(3) == 1 && (P == 1 || (!transposed && (band.stride(2) - 1) % P == 0));
+  bool dense_in_place = P == 1 && has_rows<T, O>(dense, padded_dim);
+  int64_t lanes = kernels<T>().lanes, packed_size = padded<T>(tokens) / P * padded_dim;
+  auto packed = dense_in_place ? Buffer<O>(0) : pack_all<T, O>(dense, lanes, padded_dim, Form::dense);
+  int64_t step = task_rows(tokens, window, head_dim / P);
   run_rows(dense, window, step, [&] {
-    return [&, output = Buffer<C>(step * padded_dim),
-            scratch = Buffer<C>(band_in_place ? 0 : band_scratch(tokens, window, step))](
+    return [&, output = Buffer<Compute<T>>(step * padded_dim),
+            scratch = Buffer<Number<O>>(band_in_place ? 0 : band_scratch(tokens, window, step))](
                int64_t batch, int64_t head, const WindowRows& rows) {
       const T* from = pointer<T>(band) + batch * band.stride(0) + head * band.stride(1);
       int64_t stride = band.stride(2);
-      const C* right = packed.data() + (batch * heads + head) * packed_size;
-      Band<C> left;
-      if constexpr (same) {
-        if (dense_in_place) right = pointer<T>(dense) + batch * dense.stride(0) + head * dense.stride(1);
+      const O* right = packed.data() + (batch * heads + head) * packed_size;
+      if (dense_in_place) right = reinterpret_cast<const O*>(tokens_of<T>(dense, batch, head, 0));
+      Band<O> left;
+      if constexpr (std::is_same_v<T, Number<O>>) {
         if (transposed)
           left = {from, window + rows.first, 1, stride - 1};
         else
-          left = {from, window + rows.first * (stride - 1), stride - 1, 1};
+          left = {from, window + rows.first * (stride - 1), stride - 1, P};
       }
-      if (!band_in_place) left = pack_band(from, stride, band.stride(3), rows, transposed, scratch.data());
-      kernels<T>().unwindow_matmul(rows, left, right, padded_dim, output.data());
+      if (!band_in_place) left = pack_band<T, O>(from, stride, band.stride(3), rows, transposed, scratch.data());
+      products<T, O>().unwindow_matmul(rows, left, right, padded_dim, output.data());
       store_tokens<T>(output.data(), padded_dim, batch, head, rows.first, rows.rows, out);
     };
   });
@@ -129,7 +141,9 @@ Tensor window_matmul(Tensor a, Tensor b, int64_t window, std::string implementat
   check_window(window);
   Tensor out = fresh(torch::stable::new_empty(a, {a.size(0), a.size(1), a.size(2), 2 * window + 1}));
   if (out.numel() == 0) return out;
-  for_dtype(a.scalar_type(), [&](auto* type) { multiply<std::remove_pointer_t<decltype(type)>>(a, b, window, out); });
+  for_operands(a.scalar_type(), [&](auto* type, auto* unit) {
+    multiply<std::remove_pointer_t<decltype(type)>, std::remove_pointer_t<decltype(unit)>>(a, b, window, out);
+  });
   return out;
 }
 
@@ -138,8 +152,9 @@ Tensor unwindow_matmul(Tensor band, Tensor dense, bool transposed) {
   check_band(band, "band");
   Tensor out = fresh(torch::stable::new_empty(dense, dense.sizes()));
   if (out.numel() == 0) return out;
-  for_dtype(dense.scalar_type(), [&](auto* type) {
-    unwindow<std::remove_pointer_t<decltype(type)>>(band, dense, transposed, out);
+  for_operands(dense.scalar_type(), [&](auto* type, auto* unit) {
+    unwindow<std::remove_pointer_t<decltype(type)>, std::remove_pointer_t<decltype(unit)>>(
+        band, dense, transposed, out);
   });
   return out;
 }

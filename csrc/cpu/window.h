@@ -12,52 +12,62 @@ static void zero(T* to, int64_t begin, int64_t end) {
   for (int64_t c = begin; c < end; ++c) to[c] = T{};
 }
 
-// Tokens of panels `first` to last - 1 for `tile_rows` rows from m on. A tile's rows have their windows at other places
-// of the panels' vectors: what is beyond them is computed and not stored.
-template <class T, int V>
+// Tokens of panels `first` to last - 1 for the rows of a tile from m on. They have their windows at other places of the
+// panels' vectors: what is beyond them is computed and not stored.
+template <class T, class O, int V>
 static void window_panels(
-    const WindowRows& rows, int64_t m, const Compute<T>* a, const Compute<T>* panels, int64_t first, int64_t last,
-    int64_t head_dim, T* band) {
-  using C = Compute<T>;
+    const WindowRows& rows, int64_t m, const O* a, const O* panels, int64_t first, int64_t last, int64_t depth,
+    T* band) {
+  using C = Compute<O>;
   constexpr int W = native_width<C>;
+  using OneTile = Tile<O, W, V>;
   int64_t p = first;
   for (; p + V <= last; p += V) {
-    const C* b[V];
-    for (int v = 0; v < V; ++v) b[v] = panels + (p + v) * head_dim * W;
-    Tile<C, W, V> tile;
+    const O* b[V];
+    alignas(64) C sums[OneTile::rows * V * W];
+    C* to_sums[V];
+    for (int v = 0; v < V; ++v) {
+      b[v] = panels + (p + v) * depth * W;
+      to_sums[v] = sums + v * W;
+    }
+    OneTile tile;
     tile.clear();
-    tile.multiply(a + m * head_dim, head_dim, 1, b, W, head_dim);
+    tile.multiply(a + m * depth, depth, 1, b, W, depth);
+    tile.store(to_sums, V * W);
 #pragma GCC unroll 4
-    for (int i = 0; i < tile_rows; ++i) {
+    for (int i = 0; i < OneTile::rows; ++i) {
       if (m + i >= rows.rows) break;
       int64_t token = rows.first + m + i, begin = rows.begin(token), end = rows.end(token);
       T* to = band + (m + i) * (2 * rows.window + 1);
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) {
         int64_t t = (p + v) * W, at = t - token + rows.window;
+        auto sum = load<C, W>(sums + (i * V + v) * W);
         if (t >= begin && t + W <= end) {
-          store<C, W>(to + at, tile.sums[i][v]);
+          store<C, W>(to + at, sum);
         } else {
           T numbers[W];
-          store<C, W>(numbers, tile.sums[i][v]);
+          store<C, W>(numbers, sum);
           int64_t from = begin > t ? begin - t : 0, until = end - t < W ? end - t : W;
           for (int64_t c = from; c < until; ++c) to[at + c] = numbers[c];
         }
       }
     }
   }
-  if constexpr (V > 1) window_panels<T, V - 1>(rows, m, a, panels, p, last, head_dim, band);
+  if constexpr (V > 1) window_panels<T, O, V - 1>(rows, m, a, panels, p, last, depth, band);
 }
 
-template <class T>
-static void window_matmul(
-    const WindowRows& rows, const Compute<T>* a, const Compute<T>* panels, int64_t head_dim, T* band) {
-  constexpr int W = native_width<Compute<T>>;
-  for (int64_t m = 0; m < rows.rows; m += tile_rows) {
-    int64_t left = rows.rows - m, token = rows.first + m, last = token + (left < tile_rows ? left : tile_rows) - 1;
-    window_panels<T, tile_vectors>(
-        rows, m, a, panels, rows.begin(token) / W, (rows.end(last) + W - 1) / W, head_dim, band);
+template <class T, class O>
+static void window_matmul(const WindowRows& rows, const O* a, const O* panels, int64_t depth, T* band) {
+  constexpr int W = native_width<Compute<O>>;
+  constexpr int64_t step = Tile<O, W, tile_vectors>::rows;
+  expect_depth<O>(depth);
+  for (int64_t m = 0; m < rows.rows; m += step) {
+    int64_t left = rows.rows - m, token = rows.first + m, last = token + (left < step ? left : step) - 1;
+    window_panels<T, O, tile_vectors>(
+        rows, m, a, panels, rows.begin(token) / W, (rows.end(last) + W - 1) / W, depth, band);
   }
+  end_products<O>();
   int64_t width = 2 * rows.window + 1;
   for (int64_t r = 0; r < rows.rows; ++r, band += width) {
     int64_t token = rows.first + r, shift = rows.window - token;
@@ -66,54 +76,78 @@ static void window_matmul(
   }
 }
 
-template <class C, int V>
+// Row r's sum over tokens `begin` to end - 1, added to V vectors of it.
+template <class O, int V>
+DS_SPARSE_INLINE void add_tokens(
+    const Band<O>& band, int64_t r, const O* dense, int64_t width, int64_t begin, int64_t end,
+    Vec<Compute<O>, native_width<Compute<O>>> (&sums)[V]) {
+  using C = Compute<O>;
+  constexpr int W = native_width<C>, P = per_unit<O>;
+  for (int64_t t = begin; t < end;) {
+    int64_t part = t % P;
+    const Number<O>* left = band.a + band.offset + r * band.row_stride + t / P * band.unit_stride + part;
+    const O* right = dense + t / P * width;
+    bool whole = part == 0 && t + P <= end;
+    for (int v = 0; v < V; ++v) {
+      auto units = load_raw<Units<O, W>>(right + v * W);
+      sums[v] = whole ? multiply_add(load_raw<O>(left), units, sums[v])
+                      : sums[v] + load_one<C>(left) * numbers<O, W>(units, part);
+    }
+    t += whole ? P : 1;
+  }
+}
+
+template <class O, int V>
 static void unwindow_columns(
-    const WindowRows& rows, const Band<C>& band, const C* dense, int64_t head_dim, int64_t first, int64_t last,
-    C* output) {
-  constexpr int W = native_width<C>;
-  int64_t c = first;
+    const WindowRows& rows, const Band<O>& band, const O* dense, int64_t width, int64_t first, int64_t last,
+    Compute<O>* output) {
+  using C = Compute<O>;
+  constexpr int W = native_width<C>, P = per_unit<O>;
+  using OneTile = Tile<O, W, V>;
+  constexpr int64_t R = OneTile::rows, multiple = OneTile::depth_multiple;
+  int64_t c = first, expected = -1;
   for (; c + V * W <= last; c += V * W) {
-    for (int64_t m = 0; m < rows.rows; m += tile_rows) {
-      int64_t token = rows.first + m;
-      const C* a = band.a + band.offset + m * band.row_stride;
-      Tile<C, W, V> tile;
+    for (int64_t m = 0; m < rows.rows; m += R) {
+      // What all rows of a tile have is a product, of whole units; the rest, a few tokens on both sides, goes row by
+      // row.
+      int64_t token = rows.first + m, begin = (rows.begin(token + R - 1) + P - 1) / P, end = rows.end(token) / P,
+              depth = m + R <= rows.rows && begin < end ? (end - begin) / multiple * multiple : 0;
+      C* to[V];
+      for (int v = 0; v < V; ++v) to[v] = output + m * width + c + v * W;
+      if (depth != expected) expect_depth<O>(expected = depth);
+      OneTile tile;
       tile.clear();
-      // What all rows of a tile have is a product; the rest, a few tokens on both sides, goes row by row.
-      int64_t begin = rows.begin(token + tile_rows - 1), end = rows.end(token);
-      bool shared = m + tile_rows <= rows.rows && begin < end;
-      if (shared) {
-        const C* b[V];
-        for (int v = 0; v < V; ++v) b[v] = dense + begin * head_dim + c + v * W;
-        const C* from = a + begin * band.token_stride;
-        if (band.token_stride == 1)
-          tile.multiply(from, band.row_stride, 1, b, head_dim, end - begin);
+      if (depth > 0) {
+        const O* b[V];
+        for (int v = 0; v < V; ++v) b[v] = dense + begin * width + c + v * W;
+        const auto* from =
+            reinterpret_cast<const O*>(band.a + band.offset + m * band.row_stride + begin * band.unit_stride);
+        if (band.unit_stride == P)
+          tile.multiply(from, band.row_stride / P, 1, b, width, depth);
         else
-          tile.multiply(from, 1, band.token_stride, b, head_dim, end - begin);
+          tile.multiply(from, 1, band.unit_stride / P, b, width, depth);
       }
+      tile.store(to, width);
 #pragma GCC unroll 4
-      for (int i = 0; i < tile_rows; ++i) {
+      for (int i = 0; i < R; ++i) {
         if (m + i >= rows.rows) break;
-        auto add = [&](int64_t from, int64_t until) {
-          for (int64_t t = from; t < until; ++t) {
-            C left = a[i * band.row_stride + t * band.token_stride];
-            for (int v = 0; v < V; ++v) tile.sums[i][v] += left * load<C, W>(dense + t * head_dim + c + v * W);
-          }
-        };
-        int64_t row_end = rows.end(token + i);
-        add(rows.begin(token + i), shared ? begin : row_end);
-        add(shared ? end : row_end, row_end);
-        for (int v = 0; v < V; ++v) store<C, W>(output + (m + i) * head_dim + c + v * W, tile.sums[i][v]);
+        int64_t row_begin = rows.begin(token + i), row_end = rows.end(token + i);
+        Vec<C, W> sums[V];
+        for (int v = 0; v < V; ++v) sums[v] = load<C, W>(to[v] + i * width);
+        add_tokens<O, V>(band, m + i, dense + c, width, row_begin, depth > 0 ? P * begin : row_end, sums);
+        add_tokens<O, V>(band, m + i, dense + c, width, depth > 0 ? P * (begin + depth) : row_end, row_end, sums);
+        for (int v = 0; v < V; ++v) store<C, W>(to[v] + i * width, sums[v]);
       }
     }
   }
-  if constexpr (V > 1) unwindow_columns<C, V - 1>(rows, band, dense, head_dim, c, last, output);
+  if constexpr (V > 1) unwindow_columns<O, V - 1>(rows, band, dense, width, c, last, output);
 }
 
-template <class T>
+template <class O>
 static void unwindow_matmul(
-    const WindowRows& rows, const Band<Compute<T>>& band, const Compute<T>* dense, int64_t head_dim,
-    Compute<T>* output) {
-  unwindow_columns<Compute<T>, tile_vectors>(rows, band, dense, head_dim, 0, head_dim, output);
+    const WindowRows& rows, const Band<O>& band, const O* dense, int64_t width, Compute<O>* output) {
+  unwindow_columns<O, tile_vectors>(rows, band, dense, width, 0, width, output);
+  end_products<O>();
 }
 
 template <class T>

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "cpu/gemm.h"
+#include "cpu/window.h"
 
 using namespace ds_sparse::cpu;
 using namespace ds_sparse::cpu::DS_SPARSE_ISA;
@@ -123,6 +124,35 @@ static void weighted(int64_t block, int64_t width, bool transposed) {
   expect(transposed ? "product of columns" : "product of rows", block, width, product, wanted_product);
 }
 
+// Some rows' band of a window, and the sums that a band weights.
+static void windows(int64_t tokens, int64_t window, int64_t depth) {
+  int64_t width = 2 * window + 1, columns = (tokens + 15) / 16 * 16, first = tokens > 64 ? 48 : 0;
+  WindowRows rows{tokens, window, first, tokens - first < 64 ? tokens - first : 64};
+  Matrix a(columns, depth), b(columns, depth), weights(tokens, width);
+  std::vector<BFloat16> left = a.narrow(), right = b.narrow(), band = weights.narrow();
+  std::vector<O> panels(columns * depth / 2), dense(columns * depth / 2);
+  pack_pair_panels(right.data(), 1, depth, depth, columns, 16, panels.data());
+  pair_rows(right.data(), depth, 1, columns, depth, dense.data(), depth);
+  std::vector<BFloat16> found(rows.rows * width);
+  window_matmul(rows, units(left) + first * depth / 2, panels.data(), depth / 2, found.data());
+  std::vector<float> sums(64 * depth);
+  unwindow_matmul<O>(rows, {band.data(), window + first * 2 * window, 2 * window, 2}, dense.data(), depth, sums.data());
+  sums.resize(rows.rows * depth);
+  std::vector<int> wanted, wanted_sums(sums.size());
+  for (int64_t r = 0; r < rows.rows; ++r)
+    for (int64_t j = 0; j < width; ++j) {
+      int64_t t = first + r + j - window;
+      int sum = 0;
+      for (int64_t k = 0; k < depth && t >= 0 && t < tokens; ++k) {
+        sum += a.at(first + r, k) * b.at(t, k);
+        wanted_sums[r * depth + k] += weights.at(first + r, j) * b.at(t, k);
+      }
+      wanted.push_back(sum);
+    }
+  expect("window", window, depth, found, wanted);
+  expect("sums of a window", window, depth, sums, wanted_sums);
+}
+
 int main() {
   for (int64_t block : {16, 32, 64, 128}) {
     for (int64_t depth : {16, 32, 48, 64, 80, 128, 256}) {
@@ -132,6 +162,9 @@ int main() {
       weighted(block, depth, true);
     }
   }
+  for (int64_t window : {0, 5, 20, 64, 200})
+    for (int64_t tokens : {1, 37, 150, 400})
+      for (int64_t depth : {16, 64, 112}) windows(tokens, window, depth);
   end_products<O>();
   return wrong != 0;
 }
