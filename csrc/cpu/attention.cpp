@@ -144,9 +144,7 @@ AllRowStats<Compute<T>> row_stats_of(const Attention& attention, const Attention
     for (int64_t i = begin; i < end; ++i) {
       int64_t matrix = i / attention.rows, b = matrix / heads, head = matrix % heads,
               first = i % attention.rows * block, there = std::min(block, tokens - first), at = matrix * padded + first;
-      auto from = [&](const Tensor& x) {
-        return pointer<T>(x) + b * x.stride(0) + head * x.stride(1) + first * x.stride(2);
-      };
+      auto from = [&](const Tensor& x) { return tokens_of<T>(x, b, head, first); };
       const Tensor &output = results.output, &grad = results.grad_output;
       C *row_max = row_stats.row_max.data() + at, *inverse_sum = row_stats.inverse_sum.data() + at,
         *delta = row_stats.delta.data() + at;

@@ -101,7 +101,7 @@ void dsd(
       T* to = result + (b * heads + head) * lines * block * columns + (transpose_result ? row : row * columns);
       C* sum = sums.data();
       if constexpr (same) {
-        if (dense_in_place) right = pointer<T>(dense) + b * dense.stride(0) + head * dense.stride(1);
+        if (dense_in_place) right = tokens_of<T>(dense, b, head, 0);
         if (sum_in_place) sum = to;
       }
       products<T, O>().dsd(
