@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 from ..sparsity import SparsityConfig, sparsity_class, sparsity_modes
@@ -43,6 +44,7 @@ def parse_sparse_attention(
     Raises:
         SparseAttentionConfigError: with every mistake of the block; it has `layers`, which have structures of their
             own.
+        ValueError: num_heads is no integer of 1 or more.
 
     Examples:
         >>> import ds_sparse
@@ -85,6 +87,7 @@ def parse_sparse_attention_layers(
 
     Raises:
         SparseAttentionConfigError: with every mistake of the block; an entry names a layer that there is not.
+        ValueError: num_heads is no integer of 1 or more.
 
     Examples:
         >>> import ds_sparse
@@ -111,8 +114,13 @@ def read_block(
     """Validates a block and makes its structures, where the number of layers may not be known.
 
     Raises:
-        SparseAttentionConfigError: as `parse_sparse_attention_layers`.
+        SparseAttentionConfigError, ValueError: as `parse_sparse_attention_layers`.
     """
+    if not isinstance(num_heads, Integral) or num_heads < 1:
+        raise ValueError(
+            f"num_heads is {num_heads!r}; it has to be the number of attention heads of the model, an integer of 1 or "
+            "more."
+        )
     name = name_of(source)
     check_is_object(block, name)
     reading = Reading(f"{name}: {BLOCK_KEY}", whole)

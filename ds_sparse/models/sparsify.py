@@ -49,7 +49,7 @@ def sparsify(
         SparseAttentionConfigError: the dict is wrong (a ValueError).
         ValueError: a model with a sparse layer, without an attention layer, or with one that would stay dense; a
             structure for another number of heads, or without a layout of this length. Nothing has been changed then.
-        TypeError: neither a structure nor a dict.
+        TypeError: a model that is no module; neither a structure nor a dict.
         RuntimeError: several ranks would draw a seed before torch.distributed runs; later, in a forward, a layer
             that ran without its sparse attention. A forward raises ValueError for cross-attention.
 
@@ -67,6 +67,10 @@ def sparsify(
         >>> report.replaced
         []
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model is a {type(model).__name__}; it has to be a torch.nn.Module, such as what from_pretrained returns."
+        )
     sparse, dense = attention_layers(model)
     refuse_sparse(model, sparse)
     structures = Structures(sparsity_config, numbers(model, dense), type(model).__name__)

@@ -434,6 +434,12 @@ def test_what_people_write_by_mistake_gets_a_sentence_of_its_own(block, sentence
     assert caught.value.mistakes[0].startswith(f"ds.json: sparse_attention.{sentence}")
 
 
+@pytest.mark.parametrize("heads", ["4", 4.0, 0, None])
+def test_a_number_of_heads_that_no_model_has_is_not_taken_for_a_mistake_of_the_block(heads):
+    with pytest.raises(ValueError, match=f"num_heads is {heads!r}; it has to be the number of attention heads"):
+        parse_sparse_attention({"mode": "fixed"}, heads)
+
+
 def test_messages_name_where_the_block_came_from():
     config = {"sparse_attention": {"blok": 1}}
     encoded = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()

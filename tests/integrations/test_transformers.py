@@ -1004,7 +1004,6 @@ def test_masks_that_are_no_padding_are_an_error_where_a_layer_takes_them():
     bidirectional = bidirectional_mask_function
     for wrong in (
         {"mask_function": lambda *_: True},
-        {"mask_function": bidirectional, "kv_length": 30},
         {"mask_function": bidirectional, "attention_mask": torch.ones(2, 20, 20, dtype=torch.bool)},
         {"mask_function": bidirectional, "allow_is_bidirectional_skip": False},
     ):
@@ -1012,6 +1011,9 @@ def test_masks_that_are_no_padding_are_an_error_where_a_layer_takes_them():
         assert mask.is_meta  # nothing of tokens by tokens is stored
         with pytest.raises(ValueError, match="a mask that is causal, packed, with an overlay or for cross-attention"):
             interface.attention(layer, query, query, query, mask)
+    mask = interface.key_padding_mask(**sizes | {"mask_function": bidirectional, "kv_length": 30})
+    with pytest.raises(ValueError, match="has 20 tokens and is given a mask of 30; give attention_mask as many"):
+        interface.attention(layer, query, query, query, mask)
     mask = interface.key_padding_mask(**sizes, mask_function=causal_mask_function)
     with pytest.raises(ValueError, match="is bidirectional and given a mask that is causal"):
         interface.attention(layer, query, query, query, mask)

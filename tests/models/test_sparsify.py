@@ -94,6 +94,12 @@ def test_the_error_about_attention_that_no_family_knows_has_the_lines_to_write(m
     assert len(lines) == 3 and names["context"].shape == (2, HEADS, 100, 8)
 
 
+@pytest.mark.parametrize("name", ["bert-base-uncased", None])
+def test_a_name_in_the_place_of_a_model_is_refused(name):
+    with pytest.raises(TypeError, match="it has to be a torch.nn.Module, such as what from_pretrained returns"):
+        ds_sparse.sparsify(name, {"mode": "fixed"})
+
+
 @pytest.mark.usefixtures("registered")
 def test_a_family_that_is_registered_makes_its_layers_sparse_and_leaves_the_others():
     model, x = nn.Sequential(Fused(), BingBert()), torch.randn(2, TOKENS, 32)

@@ -233,6 +233,11 @@ def _refuse_what_is_no_encoder(
             f"{which(module)} is cross-attention, or has cached keys, and {NAME} serves the self-attention of encoders "
             'and decoders; use attn_implementation="sdpa".'
         )
+    if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
+        raise Refused(
+            f"{which(module)} has {key.shape[2]} tokens and is given a mask of {attention_mask.shape[-1]}; give "
+            "attention_mask as many tokens as input_ids."
+        )
     is_causal_mask = attention_mask is not None and attention_mask.dtype == causal.MASK_DTYPE
     if attention_mask is not None and (is_causal_mask or (attention_mask.is_meta and not query.is_meta)):
         raise Refused(
