@@ -15,8 +15,10 @@ MODELS: dict[str, dict[str, int]] = {
 }
 """Sizes, by the names of `BertConfig`."""
 
-LEARNING_RATES = {TINY: 2e-3, SMALL: 7e-4, BASE: 3e-4}
-"""Of AdamW at its highest."""
+LEARNING_RATES = {TINY: 2e-3, SMALL: 4e-4, BASE: 2e-4}
+"""Of AdamW at its highest, about 0.2 over the hidden size: a step of Adam changes each weight by as much as the rate,
+and a sum over the hidden size so many times. What is too high makes the vectors of all tokens one before a model has
+learned more than the frequencies of tokens."""
 
 DOCUMENT_TOKENS = {"quality": 4096, "dna": 65536, "documents": 8192}
 """Experiments, with what `Settings.document_tokens` is by itself. They are modules of this package that have an
