@@ -55,6 +55,11 @@ template void dropout_factors(const Dropout&, uint32_t, int64_t, int64_t, int64_
 
 namespace {
 
+// Forward packs keys and values of some heads at a time, so that they are read while they are in a cache, and their
+// memory is not mapped anew at every call (memory.h): a window of 64 among 65,536 tokens of 4 heads takes 4 % less time
+// in fp32 than with all of them packed at once, and 9 % less in bf16.
+constexpr int64_t packed_bytes = int64_t{8} << 20;
+
 // A task of attention's backward costs a part of all, so that there are enough of them for any number of threads ...
 constexpr int64_t backward_tasks = 64;
 // ... but no less than this, as each has its own packed queries and sums.
@@ -80,47 +85,64 @@ Pieces cut_row_strips(const Attention& attention, const BlockLists& lists, int64
   return pieces;
 }
 
+// Key heads whose keys, and whose values, are packed at a time, `bytes` of either for each; of whole batches where
+// heads have lists of their own.
+int64_t heads_at_a_time(const Attention& attention, const BlockLists& lists, int64_t bytes) {
+  int64_t together = lists.layout_heads == 1 ? 1 : attention.key_heads,
+          count = std::max<int64_t>(1, packed_bytes / std::max<int64_t>(1, bytes * together));
+  return std::min(count * together, attention.batch * attention.key_heads);
+}
+
 template <class T, class O>
 void forward(
     const Attention& attention, const BlockLists& lists, const Tensor& output, const Tensor& lse,
     const Tensor& row_max_sums) {
   using C = Compute<T>;
   int64_t block = attention.block, rows = attention.strip_rows, width = padded<T>(attention.depth),
-          depth = units_of<T, O>(attention.depth), keys = attention.columns * block;
-  auto panels = pack_all<T, O>(attention.key, block, width, Form::panels);
-  Buffer<bool> spoilt(attention.batch * attention.key_heads * attention.columns);
-  auto values = pack_all<T, O>(attention.value, block, width, Form::dense, spoilt.data());
+          depth = units_of<T, O>(attention.depth);
   auto pieces = cut_row_strips(attention, lists, 2 * width);
   bool query_in_place = has_rows<T, O>(attention.query, depth);
-  run_pieces(pieces, attention.batch, attention.heads, lists.layout_heads, [&] {
-    return [&, query = Buffer<O>(rows * depth), sum = Buffer<C>(rows * width), row_max = Buffer<C>(rows),
-            row_sum = Buffer<C>(rows),
-            scratch = Buffer<C>(attention_scratch(block))](int64_t b, int64_t head, const Piece& piece) {
-      int64_t first = piece.row * block + piece.begin, count = lists.count(head, piece.row),
-              matrix = b * attention.key_heads + head / attention.group();
-      bool whole = first + rows <= attention.tokens, sum_in_place = whole && has_rows<T, C>(output, width);
-      const O* left = query.data();
-      if (whole && query_in_place)
-        left = reinterpret_cast<const O*>(tokens_of<T>(attention.query, b, head, first));
-      else
-        pack_tokens<T>(attention.query, b, head, first, rows, depth, query.data());
-      C* to_sum = sum_in_place ? reinterpret_cast<C*>(mutable_tokens_of<T>(output, b, head, first)) : sum.data();
-      products<T, O>().attention_forward(
-          attention.strip(b, head, first, depth, false), left, panels.data() + matrix * keys * depth,
-          values.data() + matrix * keys / per_unit<O> * width, spoilt.data() + matrix * attention.columns, width,
-          lists.begin(head, piece.row), count, to_sum, row_max.data(), row_sum.data(), scratch.data());
-      if (!sum_in_place) store_tokens<T>(sum.data(), width, b, head, first, rows, output);
-      int64_t at = (b * attention.heads + head) * attention.tokens + first;
-      C *lse_to = static_cast<C*>(lse.mutable_data_ptr()) + at,
-        *to = static_cast<C*>(row_max_sums.mutable_data_ptr()) + 2 * at;
-      // With nothing left the largest score is -inf and the sum 0.
-      for (int64_t r = 0; r < std::min(rows, attention.tokens - first); ++r) {
-        to[2 * r] = row_max.data()[r];
-        to[2 * r + 1] = row_sum.data()[r];
-        lse_to[r] = row_max.data()[r] + std::log(row_sum.data()[r]);
-      }
-    };
-  });
+  int64_t matrices = attention.batch * attention.key_heads,
+          key_size = packed_size<T, O>(attention.key, block, width, Form::panels),
+          value_size = packed_size<T, O>(attention.value, block, width, Form::dense),
+          step = heads_at_a_time(attention, lists, std::max(key_size, value_size) * sizeof(O));
+  Buffer<O> panels(step * key_size), values(step * value_size);
+  Buffer<bool> spoilt(step * attention.columns);
+  for (int64_t packed = 0; packed < matrices; packed += step) {
+    int64_t packed_end = std::min(packed + step, matrices);
+    pack_matrices<T, O>(attention.key, packed, packed_end, block, width, Form::panels, panels.data(), nullptr);
+    pack_matrices<T, O>(attention.value, packed, packed_end, block, width, Form::dense, values.data(), spoilt.data());
+    run_pieces(
+        pieces, packed * attention.group(), packed_end * attention.group(), attention.heads, lists.layout_heads, [&] {
+          return [&, query = Buffer<O>(rows * depth), sum = Buffer<C>(rows * width), row_max = Buffer<C>(rows),
+                  row_sum = Buffer<C>(rows),
+                  scratch = Buffer<C>(attention_scratch(block))](int64_t b, int64_t head, const Piece& piece) {
+            int64_t first = piece.row * block + piece.begin, count = lists.count(head, piece.row),
+                    matrix = b * attention.key_heads + head / attention.group() - packed;
+            bool whole = first + rows <= attention.tokens, sum_in_place = whole && has_rows<T, C>(output, width);
+            const O* left = query.data();
+            if (whole && query_in_place)
+              left = reinterpret_cast<const O*>(tokens_of<T>(attention.query, b, head, first));
+            else
+              pack_tokens<T>(attention.query, b, head, first, rows, depth, query.data());
+            C* to_sum = sum_in_place ? reinterpret_cast<C*>(mutable_tokens_of<T>(output, b, head, first)) : sum.data();
+            products<T, O>().attention_forward(
+                attention.strip(b, head, first, depth, false), left, panels.data() + matrix * key_size,
+                values.data() + matrix * value_size, spoilt.data() + matrix * attention.columns, width,
+                lists.begin(head, piece.row), count, to_sum, row_max.data(), row_sum.data(), scratch.data());
+            if (!sum_in_place) store_tokens<T>(sum.data(), width, b, head, first, rows, output);
+            int64_t at = (b * attention.heads + head) * attention.tokens + first;
+            C *lse_to = static_cast<C*>(lse.mutable_data_ptr()) + at,
+              *to = static_cast<C*>(row_max_sums.mutable_data_ptr()) + 2 * at;
+            // With nothing left the largest score is -inf and the sum 0.
+            for (int64_t r = 0; r < std::min(rows, attention.tokens - first); ++r) {
+              to[2 * r] = row_max.data()[r];
+              to[2 * r + 1] = row_sum.data()[r];
+              lse_to[r] = row_max.data()[r] + std::log(row_sum.data()[r]);
+            }
+          };
+        });
+  }
 }
 
 // RowStats of all queries, (B, H, rows * b); where nothing is left, or no query is, probabilities are 0.

@@ -54,7 +54,7 @@ void sdd(
   auto panels = pack_right_operand<T, O>(b, block);
   bool in_place = has_rows<T, O>(a, depth);
   T* values = static_cast<T*>(out.mutable_data_ptr());
-  run_pieces(pieces, batch, heads, layout_heads, [&] {
+  run_pieces(pieces, 0, batch * heads, heads, layout_heads, [&] {
     return [&, packed = Buffer<O>(in_place ? 0 : block * depth)](int64_t b_index, int64_t head, const Piece& piece) {
       int64_t first = piece.row * block;
       const O* left = packed.data();
@@ -88,7 +88,7 @@ void dsd(
   bool sum_in_place = same && width == columns && !transpose_result;
   T* result = static_cast<T*>(out.mutable_data_ptr());
   int64_t out_stride = transpose_result ? lines * block : columns;
-  run_pieces(pieces, batch, heads, layout_heads, [&] {
+  run_pieces(pieces, 0, batch * heads, heads, layout_heads, [&] {
     return [&, sums = Buffer<C>(sum_in_place ? 0 : block * width),
             scratch = Buffer<O>(same ? 0 : dsd_scratch(block, block))](int64_t b, int64_t head, const Piece& piece) {
       int64_t line = piece.head * lines + piece.row, first = pointer<int32_t>(offsets)[line],

@@ -102,19 +102,28 @@ void pack_block_panels(const O* rows, int64_t width, int64_t block, int64_t dept
 
 enum class Form { rows, dense, panels };
 
-// All blocks of x (B, H, tokens, depth), one after another: rows and dense ones of `width` numbers, panels of `depth`.
-// spoilt: null, or for each block whether a number of it is not finite; not of panels.
-template <class T, class O = Compute<T>>
-Buffer<O> pack_all(const Tensor& x, int64_t block, int64_t width, Form form, bool* spoilt = nullptr) {
+// Units of one of x's matrices (tokens, depth), packed.
+template <class T, class O>
+int64_t packed_size(const Tensor& x, int64_t block, int64_t width, Form form) {
+  int64_t tokens = blocks_of(x.size(2), block) * block;
+  return form == Form::panels ? tokens * units_of<T, O>(x.size(3)) : tokens * width / per_unit<O>;
+}
+
+// The blocks of matrices first_matrix to last_matrix - 1 of x (B, H, tokens, depth), one after another: rows and dense
+// ones of `width` numbers, panels of `depth`. spoilt: null, or for each block whether a number of it is not finite; not
+// of panels.
+template <class T, class O>
+void pack_matrices(
+    const Tensor& x, int64_t first_matrix, int64_t last_matrix, int64_t block, int64_t width, Form form, O* packed,
+    bool* spoilt) {
   int64_t heads = x.size(1), blocks = blocks_of(x.size(2), block), depth = units_of<T, O>(x.size(3)),
           numbers = block * width, size = form == Form::panels ? block * depth : numbers / per_unit<O>;
-  Buffer<O> packed(x.size(0) * heads * blocks * size);
   int64_t grain = std::max<int64_t>(1, task_cost / 8 / (block * std::max<int64_t>(1, width)));
-  torch::stable::parallel_for(0, x.size(0) * heads * blocks, grain, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, (last_matrix - first_matrix) * blocks, grain, [&](int64_t begin, int64_t end) {
     Buffer<O> rows(form == Form::panels ? numbers / per_unit<O> : 0);
     for (int64_t i = begin; i < end; ++i) {
-      int64_t matrix = i / blocks, b = matrix / heads, head = matrix % heads, first = i % blocks * block;
-      O *to = packed.data() + i * size, *rows_to = form == Form::panels ? rows.data() : to;
+      int64_t matrix = first_matrix + i / blocks, b = matrix / heads, head = matrix % heads, first = i % blocks * block;
+      O *to = packed + i * size, *rows_to = form == Form::panels ? rows.data() : to;
       if (form == Form::dense) {
         pack_dense_tokens<T>(x, b, head, first, block, width, to);
       } else if (form == Form::panels && first + block <= x.size(2)) {
@@ -127,9 +136,17 @@ Buffer<O> pack_all(const Tensor& x, int64_t block, int64_t width, Form form, boo
       }
     }
     if (!spoilt) return;
-    bool all_finite = are_finite<T>(packed.data() + begin * size, (end - begin) * size);
-    for (int64_t i = begin; i < end; ++i) spoilt[i] = !all_finite && !are_finite<T>(packed.data() + i * size, size);
+    bool all_finite = are_finite<T>(packed + begin * size, (end - begin) * size);
+    for (int64_t i = begin; i < end; ++i) spoilt[i] = !all_finite && !are_finite<T>(packed + i * size, size);
   });
+}
+
+// All matrices of x.
+template <class T, class O = Compute<T>>
+Buffer<O> pack_all(const Tensor& x, int64_t block, int64_t width, Form form) {
+  int64_t matrices = x.size(0) * x.size(1);
+  Buffer<O> packed(matrices * packed_size<T, O>(x, block, width, form));
+  pack_matrices<T, O>(x, 0, matrices, block, width, form, packed.data(), nullptr);
   return packed;
 }
 

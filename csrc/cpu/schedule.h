@@ -55,16 +55,18 @@ void run_tasks(int64_t tasks, const MakeWorker& make_worker) {
   });
 }
 
-// Calls the workers with (batch, head, piece): for each batch all pieces, or for each batch and head if layout_heads
-// is 1.
+// Calls the workers with (batch, head, piece), for matrices `first` to last - 1 of those of all batches and heads: for
+// each batch all pieces, or for each batch and head if layout_heads is 1. Without it they are of whole batches.
 template <class MakeWorker>
 void run_pieces(
-    const Pieces& pieces, int64_t batch, int64_t heads, int64_t layout_heads, const MakeWorker& make_worker) {
+    const Pieces& pieces, int64_t first, int64_t last, int64_t heads, int64_t layout_heads,
+    const MakeWorker& make_worker) {
   bool shared = layout_heads == 1;
+  int64_t of_repeat = shared ? 1 : heads;
   if (pieces.tasks() == 0) return;
-  run_tasks((shared ? batch * heads : batch) * pieces.tasks(), [&] {
+  run_tasks((last - first) / of_repeat * pieces.tasks(), [&] {
     return [&, worker = make_worker()](int64_t task) mutable {
-      int64_t repeat = task / pieces.tasks(), part = task % pieces.tasks();
+      int64_t repeat = first / of_repeat + task / pieces.tasks(), part = task % pieces.tasks();
       for (const Piece* piece = pieces.begin(part); piece != pieces.end(part); ++piece)
         worker(shared ? repeat / heads : repeat, shared ? repeat % heads : piece->head, *piece);
     };

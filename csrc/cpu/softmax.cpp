@@ -31,7 +31,7 @@ void forward(
   for (int64_t i = 0; i < layout_heads * rows; ++i) longest = std::max<int64_t>(longest, offsets[i + 1] - offsets[i]);
   auto pieces = cut_token_rows(
       offsets, layout_heads, rows, block, [&](int64_t count) { return (count * block + 8) * softmax_cost; });
-  run_pieces(pieces, scores.size(0), heads, layout_heads, [&] {
+  run_pieces(pieces, 0, scores.size(0) * heads, heads, layout_heads, [&] {
     return [&, scratch = Buffer<C>((1 + biases.size()) * longest * block)](
                int64_t batch, int64_t head, const Piece& piece) {
       int64_t first = offsets[piece.head * rows + piece.row],
@@ -65,7 +65,7 @@ void backward(
   int64_t live = offsets[layout_heads * rows];
   auto pieces = cut_token_rows(
       offsets, layout_heads, rows, block, [&](int64_t count) { return (count * block + 8) * softmax_cost / 4; });
-  run_pieces(pieces, probs.size(0), heads, layout_heads, [&] {
+  run_pieces(pieces, 0, probs.size(0) * heads, heads, layout_heads, [&] {
     return [&](int64_t batch, int64_t head, const Piece& piece) {
       int64_t first = offsets[piece.head * rows + piece.row],
               count = offsets[piece.head * rows + piece.row + 1] - first;

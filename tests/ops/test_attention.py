@@ -346,6 +346,22 @@ def test_heads_that_share_keys_are_repeated_keys(device: str):
     torch.testing.assert_close(case.ours(inputs), case.ours(repeated))
 
 
+@pytest.mark.parametrize("layout_heads", [1, 64])
+def test_sequences_of_many_heads_are_as_each_alone(device: str, layout_heads: int):
+    """More heads than the CPU packs at a time; NaN in one stays behind its mask."""
+    query = random(seeded(), 3, 64, 512, 64).float().to(device)
+    key, value = (random(seeded(n), 3, 32, 512, 64).float().to(device) for n in (1, 2))
+    value[2, 31, 500] = math.nan
+    layout = (torch.rand(layout_heads, 16, 16, generator=seeded(3)) < 0.1) | torch.eye(16, dtype=torch.bool)
+    found = block_sparse_attention(query, key, value, layout.to(device), block=32, causal=True)
+    for b in range(3):
+        sequence = slice(b, b + 1)
+        alone = block_sparse_attention(
+            query[sequence], key[sequence], value[sequence], layout.to(device), block=32, causal=True
+        )
+        torch.testing.assert_close(found[sequence], alone, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_with_nothing_left_are_zeros_with_zero_gradient(device: str, dtype: torch.dtype):
     supported(dtype, device)
