@@ -268,12 +268,12 @@ def draw_packed() -> Figure:
 
 
 def draw_curves(runs: Sequence[str]) -> Figure:
-    """Held-out loss on the way, the mean of seeds: a plot for each budget, and for each thing that parts are asked."""
+    """Held-out loss on the way, the mean of seeds: a plot for each budget, and for each thing that phases are asked."""
     groups = train_results.arms_by_case(trained(runs))
-    parts = [(case, asked) for case, arms in groups.items() for asked in asked_of(arms)]
-    is_one_loss = len({asked for _, asked in parts}) == 1
-    figure, plots = several_axes(len(parts), of_one_height=is_one_loss)
-    for plot, (case, asked) in zip(plots, parts):
+    phases = [(case, asked) for case, arms in groups.items() for asked in asked_of(arms)]
+    is_one_loss = len({asked for _, asked in phases}) == 1
+    figure, plots = several_axes(len(phases), of_one_height=is_one_loss)
+    for plot, (case, asked) in zip(plots, phases):
         for arm, colour in zip(groups[case], arm_colours(groups[case])):
             draw_curve(plot, case, arm, asked, colour)
         plot.set_xlabel("million tokens" if case.tokens else "minutes of training steps", color=TEXT)
@@ -284,12 +284,12 @@ def draw_curves(runs: Sequence[str]) -> Figure:
 
 
 def asked_of(arms: Sequence[train_results.Arm]) -> list[str]:
-    """What losses are of, in the order of parts."""
+    """What losses are of, in the order of phases."""
     return list(dict.fromkeys(point.asked for arm in arms for row in arm.rows for point in row.curve))
 
 
 def draw_curve(plot: Any, case: train_results.Case, arm: train_results.Arm, asked: str, colour: str) -> None:
-    """Of the parts that are asked one thing, against tokens where those are the budget, else against minutes."""
+    """Of the phases that are asked one thing, against tokens where those are the budget, else against minutes."""
     by_seed = list(zip(*([point for point in row.curve if point.asked == asked] for row in arm.rows)))
     done = [[point.tokens / 1e6 if case.tokens else point.seconds / 60 for point in at] for at in by_seed]
     losses = [statistics.mean(point.held_out for point in at) for at in by_seed]

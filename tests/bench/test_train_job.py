@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ds_sparse.bench.train import job as jobs
-from ds_sparse.bench.train.experiment import Part, Task
+from ds_sparse.bench.train.experiment import Phase, Task
 from ds_sparse.bench.train.job import Stopped, Training, schedule, steps_of, stops
 from ds_sparse.bench.train.settings import Budget, Job, Settings
 
@@ -50,8 +50,8 @@ class Toy(Task):
         return {"steps": len(self.trained)}
 
 
-ONE = [Part(1.0, lambda before: Toy())]
-TWO = [Part(0.5, lambda before: Toy()), Part(0.5, Toy)]
+ONE = [Phase(1.0, lambda before: Toy())]
+TWO = [Phase(0.5, lambda before: Toy()), Phase(0.5, Toy)]
 
 
 def training(saved=None, save=lambda state: None, job=JOB, save_seconds=0.0, deadline=FOREVER):
@@ -74,22 +74,22 @@ def test_a_job_learns_and_says_how():
     assert row.wall_seconds > row.curve[-1].seconds and row.parameters == 49
 
 
-@pytest.mark.parametrize("parts", [ONE, TWO], ids=["one part", "two parts"])
+@pytest.mark.parametrize("phases", [ONE, TWO], ids=["one phase", "two phases"])
 @pytest.mark.parametrize("fails_at", [9, 21])
-def test_what_is_cut_off_ends_with_the_same_bits(tmp_path, parts, fails_at):
-    whole = training().run(parts)
+def test_what_is_cut_off_ends_with_the_same_bits(tmp_path, phases, fails_at):
+    whole = training().run(phases)
     states = []
     number = itertools.count()
-    cut = [Part(part.share, lambda before, make=part.make: broken(make(before), next(number))) for part in parts]
+    cut = [Phase(phase.share, lambda before, make=phase.make: broken(make(before), next(number))) for phase in phases]
 
     def broken(task, number):
-        if number == len(parts) - 1:
+        if number == len(phases) - 1:
             task.fails_at = fails_at
         return task
 
     with pytest.raises(KeyboardInterrupt):
         training(save=lambda state: states.append(through_disk(state, tmp_path))).run(cut)
-    rest = training(states[-1]).run(parts)
+    rest = training(states[-1]).run(phases)
     assert rest.weights == whole.weights
     assert [(p.tokens, p.held_out) for p in rest.curve] == [(p.tokens, p.held_out) for p in whole.curve]
 
@@ -125,8 +125,8 @@ def test_steps_that_are_tried_leave_no_trace(monkeypatch):
 
 def test_a_second_part_has_the_model_of_the_first():
     given = []
-    parts = [Part(0.5, lambda before: Toy()), Part(0.5, lambda before: given.append(before) or Toy(before))]
-    training().run(parts)
+    phases = [Phase(0.5, lambda before: Toy()), Phase(0.5, lambda before: given.append(before) or Toy(before))]
+    training().run(phases)
     assert isinstance(given[0], nn.Sequential)
 
 
@@ -136,7 +136,7 @@ def test_a_loss_that_is_no_number_is_an_error():
             return math.nan
 
     with pytest.raises(ArithmeticError, match="the held-out loss is nan after 40 tokens"):
-        training().run([Part(1.0, lambda before: Lost())])
+        training().run([Phase(1.0, lambda before: Lost())])
 
 
 def test_budgets_are_numbers_of_steps():

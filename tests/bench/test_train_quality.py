@@ -70,7 +70,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(folder, tmp_path, monke
 
     def killed(task, step):
         calls.append(task)
-        if len(calls) == 6 + 4 + 4:  # the last step of the second arm's second part; two are tried before each part
+        if len(calls) == 6 + 4 + 4:  # the last step of the second arm's second phase; two are tried before each phase
             raise KeyboardInterrupt
         return right(task, step)
 
@@ -208,15 +208,15 @@ def test_sources_are_read_once_each_in_an_order(monkeypatch, tmp_path):
 
 
 def test_a_continued_arm_begins_with_the_dense_weights(prepared):
-    parts = quality.parts(QUICK, prepared / "data", "continued-bslongformer-512", 0, torch.device("cpu"))
-    first = parts[0].make(None)
+    phases = quality.phases(QUICK, prepared / "data", "continued-bslongformer-512", 0, torch.device("cpu"))
+    first = phases[0].make(None)
     words = first.model.bert.embeddings.word_embeddings.weight
     positions = first.model.bert.embeddings.position_embeddings.weight.clone()
-    second = parts[1].make(first.model)
+    second = phases[1].make(first.model)
     assert second.model.bert.embeddings.word_embeddings.weight is words
     longer = second.model.bert.embeddings.position_embeddings.weight
     assert torch.equal(longer, positions.repeat(8, 1)) and (first.length, second.length) == (64, 512)
-    assert [part.share for part in parts] == [0.5, 0.5]
+    assert [phase.share for phase in phases] == [0.5, 0.5]
 
 
 def test_an_experiment_is_a_module():

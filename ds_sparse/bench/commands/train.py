@@ -171,9 +171,9 @@ def row_of(
         if time.perf_counter() >= deadline:
             return Row(reason=STOPPED)
         try:
-            parts = experiment.parts(settings, data, job.arm, job.seed, device)
+            phases = experiment.phases(settings, data, job.arm, job.seed, device)
             save = partial(folder.save, job)
-            row = Training(settings, job, device, folder.saved(job), save, save_seconds, deadline).run(parts)
+            row = Training(settings, job, device, folder.saved(job), save, save_seconds, deadline).run(phases)
         except Stopped:
             return Row(reason=STOPPED)
         except (ArithmeticError, RuntimeError) as error:

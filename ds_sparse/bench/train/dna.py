@@ -20,7 +20,7 @@ from .dna_genes import BOTH, CLASSES, bases_found, genes_found, genes_in, owned,
 from .dna_genomes import VOCABULARY, N
 from .dna_models import GeneModel, loss_of, make_masked
 from .dna_synthetic import write_genome
-from .experiment import Experiment, Part, Task, in_halves
+from .experiment import Experiment, Phase, Task, in_halves
 from .f1 import Found
 from .frequencies import log_frequencies, unigram_cross_entropy
 from .models import ATTENTIONS, attention_of, require_attention
@@ -198,7 +198,7 @@ class Genes(BaseTask):
         return np.concatenate([of_window[a - start : b - start] for of_window, start, (a, b) in classes])
 
 
-def parts(settings: Settings, data: Path, arm: str, seed: int, device: torch.device) -> list[Part]:
+def phases(settings: Settings, data: Path, arm: str, seed: int, device: torch.device) -> list[Phase]:
     return in_halves(partial(make_task, settings, data, arm, seed, device))
 
 
@@ -222,4 +222,4 @@ def make_task(
     return Genes(model, sequences, windows, stretches.classes, of_classes, [seed, 1], known=known)
 
 
-EXPERIMENT = Experiment(ARMS, default_arms, require, prepare, parts)
+EXPERIMENT = Experiment(ARMS, default_arms, require, prepare, phases)

@@ -14,7 +14,7 @@ from ...extras import optional_imports
 from . import documents_data
 from .documents_data import HELD_OUT, TRAINING, Documents
 from .documents_texts import Wanted, installed_sources, texts_of
-from .experiment import Experiment, Part, Task, in_halves
+from .experiment import Experiment, Phase, Task, in_halves
 from .f1 import macro_f1
 from .frequencies import log_frequencies, unigram_cross_entropy
 from .masked import MaskedTask, Rows
@@ -142,7 +142,7 @@ class Packages(Task):
         return {"accuracy": accuracy, "macro_f1": macro_f1(predicted, packages)}
 
 
-def parts(settings: Settings, data: Path, arm: str, seed: int, device: torch.device) -> list[Part]:
+def phases(settings: Settings, data: Path, arm: str, seed: int, device: torch.device) -> list[Phase]:
     return in_halves(partial(make_task, settings, data, arm, seed, device))
 
 
@@ -164,4 +164,4 @@ def make_task(
     return Packages(packages, attention.length, training, held_out, of_packages, per_step, seed, device)
 
 
-EXPERIMENT = Experiment(ARMS, default_arms, require, prepare, parts)
+EXPERIMENT = Experiment(ARMS, default_arms, require, prepare, phases)

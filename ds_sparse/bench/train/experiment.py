@@ -40,26 +40,26 @@ class Task(ABC):
         """The held-out loss of what knows nothing but the frequencies of labels in training."""
 
     def measures(self) -> dict[str, float]:
-        """What else is said of the trained model, by name. Called once at the end of the part, as `evaluate` is."""
+        """What else is said of the trained model, by name. Called once at the end of the phase, as `evaluate` is."""
         return {}
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of an arm's training, with an optimizer and a schedule of its own.
+class Phase:
+    """Of an arm's training, with an optimizer and a schedule of its own.
 
     Attributes:
         share: of the budget; those of an arm add up to 1.
-        make: the task, given the model of the part before, which it may change; the same one at each call.
+        make: the task, given the model of the phase before, which it may change; the same one at each call.
     """
 
     share: float
     make: Callable[[nn.Module | None], Task]
 
 
-def in_halves(make: Callable[[nn.Module | None], Task]) -> list[Part]:
-    """Two parts with half of the budget each: what is masked, then what the experiment is about."""
-    return [Part(0.5, make), Part(0.5, make)]
+def in_halves(make: Callable[[nn.Module | None], Task]) -> list[Phase]:
+    """Two phases with half of the budget each: what is masked, then what the experiment is about."""
+    return [Phase(0.5, make), Phase(0.5, make)]
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,14 @@ class Experiment:
         default_arms: of settings.
         require: raises ValueError where an arm, or what the data is made of, is not there.
         prepare: writes the data to a folder, once; several processes read it then.
-        parts: of an arm and a seed, given the folder of the data.
+        phases: of an arm and a seed, given the folder of the data.
     """
 
     arms: str
     default_arms: Callable[[Settings], list[str]]
     require: Callable[[Settings, list[str]], None]
     prepare: Callable[[Settings, Path], None]
-    parts: Callable[[Settings, Path, str, int, torch.device], list[Part]]
+    phases: Callable[[Settings, Path, str, int, torch.device], list[Phase]]
 
 
 def load(name: str) -> Experiment:

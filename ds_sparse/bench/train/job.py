@@ -15,12 +15,12 @@ from torch import nn
 
 from ..machine import DTYPES, conditions
 from ..runs import restored
-from .experiment import Part, Task
+from .experiment import Phase, Task
 from .results import Point, Row
 from .settings import Budget, Job, Settings
 
 WARM_UP = 0.1
-"""Of a part's steps, until the learning rate is at its highest; it decays to nothing after."""
+"""Of a phase's steps, until the learning rate is at its highest; it decays to nothing after."""
 
 EVALUATIONS = 10
 """In all of the budget."""
@@ -42,13 +42,13 @@ class Progress:
     """Where a job is.
 
     Attributes:
-        part, step, steps: which part, how many of its steps are done, and how many it has.
-        all_steps, tokens, seconds: of all parts until now.
+        phase, step, steps: which phase, how many of its steps are done, and how many it has.
+        all_steps, tokens, seconds: of all phases until now.
         wall_seconds: of the processes before this one.
-        measures: of the parts that are done.
+        measures: of the phases that are done.
     """
 
-    part: int = 0
+    phase: int = 0
     step: int = 0
     steps: int = 0
     all_steps: int = 0
@@ -87,21 +87,21 @@ class Training:
         if self.conditions["commit"] not in self.progress.commits:
             self.progress.commits.append(self.conditions["commit"])
 
-    def run(self, parts: Sequence[Part]) -> Row:
+    def run(self, phases: Sequence[Phase]) -> Row:
         """Raises ArithmeticError where the loss is no number, Stopped at the deadline."""
         task: Task | None = None
-        for number, part in enumerate(parts):
+        for number, phase in enumerate(phases):
             torch.manual_seed(self.job.seed)
-            task = part.make(None if task is None else task.model)
-            if number >= self.progress.part:
-                self.train(part, task)
+            task = phase.make(None if task is None else task.model)
+            if number >= self.progress.phase:
+                self.train(phase, task)
                 with self.evaluating(task):
                     self.progress.measures |= task.measures()
-                self.progress.part, self.progress.step, self.progress.steps = number + 1, 0, 0
+                self.progress.phase, self.progress.step, self.progress.steps = number + 1, 0, 0
         return self.row(task)
 
-    def train(self, part: Part, task: Task) -> None:
-        """All steps of a part that are not done."""
+    def train(self, phase: Phase, task: Task) -> None:
+        """All steps of a phase that are not done."""
         progress = self.progress
         step_seconds = self.try_steps(task)
         optimizer = self.optimizer(task.model)
@@ -109,9 +109,9 @@ class Training:
             load_state(self.saved, task.model, optimizer)
             self.saved = None
         else:
-            progress.steps = steps_of(self.job.budget, part.share, task.tokens_per_step, step_seconds)
+            progress.steps = steps_of(self.job.budget, phase.share, task.tokens_per_step, step_seconds)
             torch.manual_seed(self.job.seed)
-        for stop in stops(progress.steps, max(1, round(EVALUATIONS * part.share))):
+        for stop in stops(progress.steps, max(1, round(EVALUATIONS * phase.share))):
             if stop > progress.step:
                 self.train_until(stop, task, optimizer)
                 self.evaluate(task)
@@ -227,14 +227,14 @@ def load_state(saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.O
 
 
 def steps_of(budget: Budget, share: float, tokens_per_step: int, step_seconds: float) -> int:
-    """How many steps a part has; of a budget of minutes as many as fit, at the speed that was measured before the
+    """How many steps a phase has; of a budget of minutes as many as fit, at the speed that was measured before the
     first: what is cut off has the same schedule after."""
     steps = budget.tokens / tokens_per_step if budget.tokens else budget.minutes * 60 / step_seconds
     return max(1, round(share * steps))
 
 
 def stops(steps: int, evaluations: int) -> list[int]:
-    """Numbers of steps after which a part is evaluated, the last after all."""
+    """Numbers of steps after which a phase is evaluated, the last after all."""
     return sorted({max(1, round(steps * number / evaluations)) for number in range(1, evaluations + 1)})
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from ...models.sparse_attention_utils import SparseAttentionUtils
 from . import sources, vocabulary
-from .experiment import Experiment, Part, Task
+from .experiment import Experiment, Phase, Task
 from .far import far_tokens
 from .frequencies import log_frequencies
 from .masked import MaskedTask
@@ -139,12 +139,12 @@ class QualityTask(MaskedTask):
         return found | {"far_loss": losses[far].mean().item(), "far_accuracy": right[far].float().mean().item()}
 
 
-def parts(settings: Settings, data: Path, arm: str, seed: int, device: torch.device) -> list[Part]:
+def phases(settings: Settings, data: Path, arm: str, seed: int, device: torch.device) -> list[Phase]:
     attention = attention_of(arm.removeprefix(CONTINUED))
     task = partial(make_task, settings, data, seed=seed, device=device)
     if not arm.startswith(CONTINUED):
-        return [Part(1.0, partial(task, attention))]
-    return [Part(0.5, partial(task, Attention(DENSE, short_of(settings)))), Part(0.5, partial(task, attention))]
+        return [Phase(1.0, partial(task, attention))]
+    return [Phase(0.5, partial(task, Attention(DENSE, short_of(settings)))), Phase(0.5, partial(task, attention))]
 
 
 def make_task(
@@ -170,4 +170,4 @@ def make_task(
     return QualityTask(model, attention.length, train, held_out, *fixed, far=far)
 
 
-EXPERIMENT = Experiment(ARMS, default_arms, require, prepare, parts)
+EXPERIMENT = Experiment(ARMS, default_arms, require, prepare, phases)

@@ -41,7 +41,7 @@ class Point:
     """The held-out loss after so much training.
 
     Attributes:
-        asked: what the loss is of, which differs between the parts of an arm; "" in runs that do not say it.
+        asked: what the loss is of, which differs between the phases of an arm; "" in runs that do not say it.
     """
 
     seconds: float
