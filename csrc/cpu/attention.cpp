@@ -99,7 +99,7 @@ void forward(
     const Tensor& row_max_sums) {
   using C = Compute<T>;
   int64_t block = attention.block, rows = attention.strip_rows, width = padded<T>(attention.depth),
-          depth = units_of<T, O>(attention.depth);
+          depth = multiplicands_of<T, O>(attention.depth);
   auto pieces = cut_row_strips(attention, lists, 2 * width);
   bool query_in_place = has_rows<T, O>(attention.query, depth);
   int64_t matrices = attention.batch * attention.key_heads,
@@ -248,9 +248,9 @@ void backward(
     const Attention& attention, const AttentionResults& results, const BlockLists& lists, const Tensor& grad_query,
     const Tensor& grad_key, const Tensor& grad_value) {
   using C = Compute<T>;
-  constexpr int64_t P = per_unit<O>;
+  constexpr int64_t P = per_multiplicand<O>;
   int64_t block = attention.block, rows = attention.strip_rows, width = padded<T>(attention.depth),
-          depth = units_of<T, O>(attention.depth), heads = attention.heads, key_heads = attention.key_heads,
+          depth = multiplicands_of<T, O>(attention.depth), heads = attention.heads, key_heads = attention.key_heads,
           group = attention.group(), padded = attention.rows * block;
   auto row_stats = row_stats_of<T>(attention, results);
   auto groups = group_columns(attention, lists);
@@ -383,8 +383,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const Attention& attention,
   if (lse.numel() == 0) return {output, lse, rows};
   for_dtype(query.scalar_type(), [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    for_units<T>(attention.block, [&](auto* unit) {
-      forward<T, std::remove_pointer_t<decltype(unit)>>(attention, lists, output, lse, rows);
+    for_multiplicands<T>(attention.block, [&](auto* multiplicand) {
+      forward<T, std::remove_pointer_t<decltype(multiplicand)>>(attention, lists, output, lse, rows);
     });
   });
   return {output, lse, rows};
@@ -397,8 +397,9 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
   if (attention.batch * attention.heads > 0) {
     for_dtype(attention.query.scalar_type(), [&](auto* type) {
       using T = std::remove_pointer_t<decltype(type)>;
-      for_units<T>(attention.block, [&](auto* unit) {
-        backward<T, std::remove_pointer_t<decltype(unit)>>(attention, results, lists, grad_query, grad_key, grad_value);
+      for_multiplicands<T>(attention.block, [&](auto* multiplicand) {
+        backward<T, std::remove_pointer_t<decltype(multiplicand)>>(
+            attention, results, lists, grad_query, grad_key, grad_value);
       });
     });
   } else {
@@ -415,7 +416,7 @@ void bias_backward(
     const Attention& attention, const AttentionResults& results, const BlockLists& lists, const Tensor& out) {
   using C = Compute<T>;
   int64_t block = attention.block, rows = attention.strip_rows, width = padded<T>(attention.depth),
-          depth = units_of<T, O>(attention.depth), keys = attention.columns * block, heads = attention.heads,
+          depth = multiplicands_of<T, O>(attention.depth), keys = attention.columns * block, heads = attention.heads,
           padded = attention.rows * block, strips = padded / rows, out_batch = out.size(0), out_heads = out.size(1);
   auto row_stats = row_stats_of<T>(attention, results);
   auto key_panels = pack_all<T, O>(attention.key, block, width, Form::panels);
@@ -454,8 +455,8 @@ Tensor attention_bias_backward(
   if (attention.batch * attention.heads == 0) return torch::stable::zero_(out);
   for_dtype(attention.query.scalar_type(), [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    for_units<T>(attention.block, [&](auto* unit) {
-      bias_backward<T, std::remove_pointer_t<decltype(unit)>>(attention, results, lists, out);
+    for_multiplicands<T>(attention.block, [&](auto* multiplicand) {
+      bias_backward<T, std::remove_pointer_t<decltype(multiplicand)>>(attention, results, lists, out);
     });
   });
   return out;

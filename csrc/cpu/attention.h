@@ -161,8 +161,8 @@ DS_SPARSE_INLINE void in_runs(int64_t count, const Spoilt& spoilt, const Plain& 
 }
 
 // sum += the product of one block and dense rows, where some numbers are not finite: masked pairs are left out, where
-// dsd_columns would add zero times those. Scores lie as the weights, a number where those have a unit; one is -inf
-// where it is masked.
+// dsd_columns would add zero times those. Scores lie as the weights, a number where those have a multiplicand; one is
+// -inf where it is masked.
 template <class O>
 static void add_live_pairs(
     const O* weights, const Compute<O>* scores, int64_t m_stride, int64_t k_stride, int64_t m, int64_t k,
@@ -173,10 +173,10 @@ static void add_live_pairs(
     C* to = sum + i * width;
     for (int64_t j = 0; j < k; ++j) {
       if (scores[i * m_stride + j * k_stride] == -infinity<C>) continue;
-      int64_t unit = j / per_unit<O>, part = j % per_unit<O>;
-      Units<O, N> weight = broadcast_unit<O, N>(weights[i * m_stride + unit * k_stride]);
+      int64_t multiplicand = j / per_multiplicand<O>, part = j % per_multiplicand<O>;
+      Multiplicands<O, N> weight = broadcast_multiplicand<O, N>(weights[i * m_stride + multiplicand * k_stride]);
       for (int64_t c = 0; c < width; c += N) {
-        auto right = load_raw<Units<O, N>>(dense + unit * width + c);
+        auto right = load_raw<Multiplicands<O, N>>(dense + multiplicand * width + c);
         store<C, N>(to + c, Vec<C, N>(load<C, N>(to + c) + numbers<O, N>(weight, part) * numbers<O, N>(right, part)));
       }
     }
@@ -197,9 +197,9 @@ struct Width {
 template <class O, class F>
 DS_SPARSE_INLINE void for_width(int64_t block, const F& f) {
   constexpr int W = native_width<Compute<O>>;
-  if (per_unit<O> > 1 || block >= W)
+  if (per_multiplicand<O> > 1 || block >= W)
     f(Width<W>{});
-  else if constexpr (per_unit<O> == 1)
+  else if constexpr (per_multiplicand<O> == 1)
     f(Width<8>{});
 }
 
@@ -211,7 +211,7 @@ static void attention_forward_of(
   using C = Compute<T>;
   using V = Vec<C, W>;
   constexpr int N = native_width<C>;
-  int64_t block = strip.block, depth = block / per_unit<O>, rows = strip.rows, size = rows * block,
+  int64_t block = strip.block, depth = block / per_multiplicand<O>, rows = strip.rows, size = rows * block,
           step = blocks_at_a_time(strip);
   C *scores = scratch, *extra = scratch + step * size;
   for (int64_t r = 0; r < rows; ++r) {
@@ -293,12 +293,12 @@ static void attention_backward_of(
     const AttentionRowStrip& strip, const AttentionColumn<O>& column, Compute<T>* scratch) {
   using C = Compute<T>;
   using V = Vec<C, W>;
-  constexpr int P = per_unit<O>;
+  constexpr int P = per_multiplicand<O>;
   int64_t block = strip.block, rows = strip.rows, size = rows * block, step = blocks_at_a_time(strip),
           width = column.width, left_stride = width / P;
   C scale = C(strip.scale);
   C *probs = scratch, *grads = scratch + step * size, *factors = grads + step * size, *extra = factors + step * size;
-  // The gradients by the strip's rows, as units of them.
+  // The gradients by the strip's rows, as multiplicands of them.
   O* grad_columns = P == 1 ? reinterpret_cast<O*>(grads) : reinterpret_cast<O*>(extra + step * size);
   const int32_t own = 0;
   for (int64_t done = 0; done < column.count; done += step) {
@@ -314,7 +314,7 @@ static void attention_backward_of(
           inverse_sum = load<C, W>(column.row_stats.inverse_sum + query),
           delta = load<C, W>(column.row_stats.delta + query);
         for (int64_t r = 0; r < rows; r += P) {
-          V unit[P];
+          V multiplicand[P];
           for (int p = 0; p < P; ++p) {
             int64_t at = n * size + (r + p) * block;
             V prob = exp_nonpositive<C, W>(load<C, W>(probs + at + c) - row_max) * inverse_sum,
@@ -324,12 +324,12 @@ static void attention_backward_of(
               kept = prob * factor;
               grad = grad * factor;
             }
-            unit[p] = prob * (grad - delta) * scale;
+            multiplicand[p] = prob * (grad - delta) * scale;
             store_weights<O, W>(probs + at, c, kept);
-            store_weights<O, W>(grads + at, c, unit[p]);
+            store_weights<O, W>(grads + at, c, multiplicand[p]);
           }
           if constexpr (P > 1) {
-            auto pairs = pair_halves(narrow(unit[0], unit[1]));
+            auto pairs = pair_halves(narrow(multiplicand[0], multiplicand[1]));
             memcpy(grad_columns + (n * rows + r) / P * block + c, &pairs, sizeof(pairs));
           }
         }

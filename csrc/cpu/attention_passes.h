@@ -48,14 +48,14 @@ struct Attention {
 
   int64_t group() const { return heads / key_heads; }
 
-  AttentionRowStrip strip(int64_t b, int64_t head, int64_t first, int64_t units, bool transposed) const {
+  AttentionRowStrip strip(int64_t b, int64_t head, int64_t first, int64_t multiplicands, bool transposed) const {
     auto of_head = [&](const Tensor* x) {
       return x ? pointer<int32_t>(*x) + (x->size(0) == 1 ? 0 : head) * x->stride(0) : nullptr;
     };
     AttentionRowStrip strip{
         transposed,
         block,
-        units,
+        multiplicands,
         first,
         strip_rows,
         transposed ? keys : tokens,

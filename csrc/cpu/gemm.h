@@ -1,6 +1,6 @@
 // Matrix products of blocks: tiles of some rows and up to `tile_vectors` vectors stay in registers over the whole sum.
 //
-// Operands lie in units of O (kernels.h): a depth is in units, and so are the strides between them.
+// Operands are multiplicands of O (kernels.h): depths, and the strides between them, are counted in these.
 #pragma once
 
 #include "vec.h"
@@ -14,7 +14,7 @@ constexpr int tile_vectors = 4;
 constexpr int tile_vectors = 2;
 #endif
 
-// A tile of the result: `rows` rows of V vectors of W numbers, in registers while units of O are multiplied.
+// A tile of the result: `rows` rows of V vectors of W numbers, in registers while multiplicands of O are multiplied.
 template <class O, int W, int V>
 struct Tile {
   using C = Compute<O>;
@@ -32,13 +32,13 @@ struct Tile {
       for (int v = 0; v < V; ++v) sums[m][v] = cpu::DS_SPARSE_ISA::load<C, W>(from + m * stride + v * W);
   }
 
-  // += a @ b over `depth` units; a[m * m_stride + k * k_stride]; vector v of row k is b[v] + k * b_stride.
+  // += a @ b over `depth` multiplicands; a[m * m_stride + k * k_stride]; vector v of row k is b[v] + k * b_stride.
   DS_SPARSE_INLINE_MEMBER void multiply(
       const O* a, int64_t m_stride, int64_t k_stride, const O* const (&b)[V], int64_t b_stride, int64_t depth) {
 #pragma GCC unroll 2
     for (int64_t k = 0; k < depth; ++k) {
-      Units<O, W> right[V];
-      for (int v = 0; v < V; ++v) right[v] = load_raw<Units<O, W>>(b[v] + k * b_stride);
+      Multiplicands<O, W> right[V];
+      for (int v = 0; v < V; ++v) right[v] = load_raw<Multiplicands<O, W>>(b[v] + k * b_stride);
       for (int m = 0; m < rows; ++m) {
         // Pairs may lie at any address of a number.
         O left = load_raw<O>(a + m * m_stride + k * k_stride);
@@ -188,14 +188,14 @@ static inline void pair_rows(
   }
 }
 
-// Panels of 16 columns, with units up to a multiple of 16 numbers.
+// Panels of 16 columns, with multiplicands up to a multiple of 16 numbers.
 static inline void pack_pair_panels(
     const BFloat16* b, int64_t k_stride, int64_t n_stride, int64_t depth, int64_t columns, int64_t width,
     BFloat16Pair* panels) {
-  int64_t units = (depth + 15) / 16 * 8, written = (depth + 1) / 2;
-  for (int64_t n = 0; n < columns; n += width, b += width * n_stride, panels += units * width) {
+  int64_t multiplicands = (depth + 15) / 16 * 8, written = (depth + 1) / 2;
+  for (int64_t n = 0; n < columns; n += width, b += width * n_stride, panels += multiplicands * width) {
     pair_rows(b, k_stride, n_stride, depth, width, panels, width);
-    memset(panels + written * width, 0, (units - written) * width * sizeof(*panels));
+    memset(panels + written * width, 0, (multiplicands - written) * width * sizeof(*panels));
   }
 }
 
@@ -279,11 +279,12 @@ static void sdd(
   expect_depth<O>(depth);
   if (block >= W)
     sdd_of<O, T, W, tile_vectors>(a, a_stride, rows, panels, columns, 0, count * (block / W), block, depth, out);
-  else if constexpr (per_unit<O> == 1)
+  else if constexpr (per_multiplicand<O> == 1)
     sdd_of<O, T, 8, tile_vectors>(a, a_stride, rows, panels, columns, 0, count * (block / 8), block, depth, out);
 }
 
-// Blocks as the product reads them: unit (m, k) of block n at a[n * block_stride + m * m_stride + k * k_stride].
+// Blocks as the product reads them: multiplicand (m, k) of block n is at
+// a[n * block_stride + m * m_stride + k * k_stride].
 template <class O>
 struct Blocks {
   const O* a;
@@ -292,7 +293,7 @@ struct Blocks {
   int64_t m_stride, k_stride;
 };
 
-// depth: units of a block. `expect_depth` of it has to come before.
+// depth: multiplicands of a block. `expect_depth` of it has to come before.
 template <class O, int V>
 static void dsd_columns(
     const Blocks<O>& blocks, const O* dense, int64_t dense_stride, const int32_t* indices, int64_t count, int64_t depth,
@@ -334,16 +335,16 @@ static void matmul_sdd(
   end_products<O>();
 }
 
-// Rows of blocks as they lie in memory are units of it, and columns where a unit is one number.
+// Rows of blocks as they lie in memory are multiplicands of it, and columns where a multiplicand is one number.
 template <class T, class O>
-constexpr bool has_units(bool by_columns) {
-  return sizeof(T) == sizeof(Number<O>) && !(by_columns && per_unit<O> > 1);
+constexpr bool has_multiplicands(bool by_columns) {
+  return sizeof(T) == sizeof(Number<O>) && !(by_columns && per_multiplicand<O> > 1);
 }
 
-// Some rows of a block, or of its transpose, as units of O.
+// Some rows of a block, or of its transpose, as multiplicands of O.
 template <class T, class O>
 static void pack_block(const T* block_values, int64_t block, int64_t begin, int64_t rows, bool by_columns, O* to) {
-  if constexpr (per_unit<O> > 1)
+  if constexpr (per_multiplicand<O> > 1)
     pair_rows(block_values + begin, block, 1, block, rows, to, rows);
   else if (by_columns)
     pack_rows<T>(block_values + begin, block, 1, block, rows, to, rows);
@@ -355,16 +356,16 @@ template <class T, class O>
 static void matmul_dsd(
     const T* values, const int32_t* slots, const O* dense, int64_t dense_stride, const int32_t* indices, int64_t count,
     int64_t block, int64_t begin, int64_t end, int64_t width, Compute<O>* sum, int64_t sum_stride, O* scratch) {
-  int64_t rows = end - begin, depth = block / per_unit<O>, size = block * depth;
+  int64_t rows = end - begin, depth = block / per_multiplicand<O>, size = block * depth;
   auto add = [&](const Blocks<O>& blocks, int64_t done, int64_t here) {
     dsd_columns<O, tile_vectors>(
         blocks, dense, dense_stride, indices + done, here, depth, rows, 0, width, done > 0, sum, sum_stride);
   };
   expect_depth<O>(depth);
-  if (has_units<T, O>(slots)) {
-    const O* units = reinterpret_cast<const O*>(values);
-    add(slots ? Blocks<O>{units + begin, slots, size, 1, block}
-              : Blocks<O>{units + begin * depth, nullptr, size, depth, 1},
+  if (has_multiplicands<T, O>(slots)) {
+    const O* multiplicands = reinterpret_cast<const O*>(values);
+    add(slots ? Blocks<O>{multiplicands + begin, slots, size, 1, block}
+              : Blocks<O>{multiplicands + begin * depth, nullptr, size, depth, 1},
         0, count);
   } else {
     // As many blocks at a time are packed as fit the scratch; the sum goes on in C.

@@ -31,12 +31,12 @@ struct BFloat16Pair {
   uint32_t bits;
 };
 
-// Operands of products lie in units of O, which is Compute<T>, or BFloat16Pair for bf16 where the machine multiplies
-// it: how many numbers a unit holds, and of what type. Sums are in Compute<O>.
+// Operands of products lie in multiplicands of O, which is Compute<T>, or BFloat16Pair for bf16 where the machine
+// multiplies it: how many numbers a multiplicand holds, and of what type. Sums are in Compute<O>.
 template <class O>
-constexpr int64_t per_unit = 1;
+constexpr int64_t per_multiplicand = 1;
 template <>
-inline constexpr int64_t per_unit<BFloat16Pair> = 2;
+inline constexpr int64_t per_multiplicand<BFloat16Pair> = 2;
 template <class O>
 using Number = std::conditional_t<std::is_same_v<O, BFloat16Pair>, BFloat16, O>;
 
@@ -76,7 +76,7 @@ struct SoftmaxRows {
 struct AttentionRowStrip {
   bool transposed;
   int64_t block;
-  int64_t depth;                // units of a query
+  int64_t depth;                // multiplicands of a query
   int64_t first, rows;          // the first token, and how many; a multiple of 8, perhaps beyond the last
   int64_t row_end, column_end;  // tokens that there are
   double scale;
@@ -98,9 +98,9 @@ struct RowStats {
   const C *row_max, *inverse_sum, *delta;
 };
 
-// What a block column needs for its gradients, in units of O. The other side's blocks lie in slots, each of `block`
-// tokens: dense, of `width` numbers that are zero beyond the head's, and as panels of the depth alone. Dense rows have
-// units of neighbouring tokens, other rows of neighbouring numbers.
+// What a block column needs for its gradients, in multiplicands of O. The other side's blocks lie in slots, each of
+// `block` tokens: dense, of `width` numbers that are zero beyond the head's, and as panels of the depth alone. Dense
+// rows have multiplicands of neighbouring tokens, other rows of neighbouring numbers.
 template <class O>
 struct AttentionColumn {
   using C = Compute<O>;
@@ -119,8 +119,8 @@ struct AttentionColumn {
   C* grad_query;             // by slots, added to
 };
 
-// A query and the keys that it sees. Rows here and below have a multiple of `lanes` units of neighbouring numbers, zero
-// where there are none; their sizes are in units.
+// A query and the keys that it sees. Rows here and below have a multiple of `lanes` multiplicands of neighbouring
+// numbers, zero where there are none; their sizes are in multiplicands.
 template <class O>
 struct TokenForward {
   using C = Compute<O>;
@@ -174,12 +174,12 @@ struct WindowRows {
   __attribute__((always_inline)) int64_t end(int64_t t) const { return tokens - t > window ? t + window + 1 : tokens; }
 };
 
-// A band as a product reads it, in units of P neighbouring tokens: what row r and token t have lies at
-// a[offset + r * row_stride + t / P * unit_stride + t % P]. Both strides are multiples of P.
+// A band as a product reads it, in multiplicands of P neighbouring tokens: what row r and token t have lies at
+// a[offset + r * row_stride + t / P * multiplicand_stride + t % P]. Both strides are multiples of P.
 template <class O>
 struct Band {
   const Number<O>* a;
-  int64_t offset, row_stride, unit_stride;
+  int64_t offset, row_stride, multiplicand_stride;
 };
 
 // What dropout multiplies probabilities by, 0 or more than 1: of queries x keys from (query, key) on, to
@@ -189,7 +189,7 @@ void dropout_factors(
     const Dropout& dropout, uint32_t matrix, int64_t query, int64_t key, int64_t queries, int64_t keys, C* out,
     int64_t query_stride, int64_t key_stride);
 
-// The kernels that multiply units of O.
+// The kernels whose multiplicands are O.
 template <class T, class O>
 struct Products {
   using C = Compute<T>;
@@ -199,12 +199,12 @@ struct Products {
       const T* x, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns, Number<O>* out,
       int64_t out_stride);
 
-  // The same as dense rows, which have units of neighbouring rows: out_stride is in units.
+  // The same as dense rows, which have multiplicands of neighbouring rows: out_stride is in multiplicands.
   void (*pack_dense)(
       const T* x, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns, O* out, int64_t out_stride);
 
-  // b[k, n] for n < columns -> panels[n / width][k][n % width]: units of neighbouring k, as many as `depth` numbers
-  // fill. b[k, n] is not read, and zero, from `depth` on.
+  // b[k, n] for n < columns -> panels[n / width][k][n % width]: multiplicands of neighbouring k, as many as `depth`
+  // numbers fill. b[k, n] is not read, and zero, from `depth` on.
   void (*pack_panels)(
       const T* b, int64_t k_stride, int64_t n_stride, int64_t depth, int64_t columns, int64_t width, O* panels);
 
@@ -251,11 +251,11 @@ struct Products {
   void (*token_attention_backward)(const TokenBackward<O>& work);
 
   // The rows' band, 2 * window + 1 numbers each: a (rows to a multiple of 16, depth) by tokens, of which all are in
-  // panels of `lanes`; depth in units.
+  // panels of `lanes`; depth in multiplicands.
   void (*window_matmul)(const WindowRows& rows, const O* a, const O* panels, int64_t depth, T* band);
 
   // output[r] = sum over tokens t of the row's window of band(r, t) * dense[t]; dense and output have `width` columns,
-  // a multiple of lanes, and dense rows units of neighbouring tokens.
+  // a multiple of lanes, and dense rows multiplicands of neighbouring tokens.
   void (*unwindow_matmul)(const WindowRows& rows, const Band<O>& band, const O* dense, int64_t width, C* output);
 };
 

@@ -15,11 +15,11 @@ namespace ds_sparse::cpu {
 
 namespace {
 
-// The right operand of sdd as panels, packed once for each (batch, head): depth x W units each, for the W columns
-// that one vector of the result holds.
+// The right operand of sdd as panels, packed once for each (batch, head): depth x W multiplicands each, for the W
+// columns that one vector of the result holds.
 template <class T, class O>
 Buffer<O> pack_right_operand(const Tensor& b, int64_t block) {
-  int64_t heads = b.size(1), depth = units_of<T, O>(b.size(2)), columns = b.size(3), blocks = columns / block,
+  int64_t heads = b.size(1), depth = multiplicands_of<T, O>(b.size(2)), columns = b.size(3), blocks = columns / block,
           width = kernels<T>().panel_width(block);
   Buffer<O> panels(b.size(0) * heads * depth * columns);
   int64_t grain = std::max<int64_t>(1, task_cost / 8 / (block * std::max<int64_t>(1, depth)));
@@ -39,7 +39,7 @@ template <class T, class O>
 void sdd(
     const Tensor& a, const Tensor& b, const Tensor& row_offsets, const Tensor& columns, int64_t layout_heads,
     int64_t block, Tensor& out) {
-  int64_t batch = a.size(0), heads = a.size(1), depth = units_of<T, O>(a.size(3)), width = b.size(3),
+  int64_t batch = a.size(0), heads = a.size(1), depth = multiplicands_of<T, O>(a.size(3)), width = b.size(3),
           live = columns.size(0), rows = a.size(2) / block;
   const int32_t *offsets = pointer<int32_t>(row_offsets), *indices = pointer<int32_t>(columns);
 
@@ -96,7 +96,7 @@ void dsd(
       const T* blocks =
           pointer<T>(values) +
           (b * values.size(1) + (layout_heads == 1 ? head * live : 0) + (slots ? 0 : first)) * block * block;
-      const O* right = packed.data() + (b * heads + head) * dense.size(2) / per_unit<O> * width;
+      const O* right = packed.data() + (b * heads + head) * dense.size(2) / per_multiplicand<O> * width;
       int64_t row = piece.row * block + piece.begin, rows = piece.end - piece.begin;
       T* to = result + (b * heads + head) * lines * block * columns + (transpose_result ? row : row * columns);
       C* sum = sums.data();
@@ -125,8 +125,8 @@ Tensor matmul_sdd(
       fresh(torch::stable::new_empty(a, {a.size(0), columns.size(0) * a.size(1) / layout_heads, block, block}));
   for_dtype(a.scalar_type(), [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    for_units<T>(block, [&](auto* unit) {
-      sdd<T, std::remove_pointer_t<decltype(unit)>>(a, b, row_offsets, columns, layout_heads, block, out);
+    for_multiplicands<T>(block, [&](auto* multiplicand) {
+      sdd<T, std::remove_pointer_t<decltype(multiplicand)>>(a, b, row_offsets, columns, layout_heads, block, out);
     });
   });
   return out;
@@ -151,8 +151,8 @@ Tensor matmul_dsd(
   if (out.numel() == 0) return out;
   for_dtype(values.scalar_type(), [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    for_units<T>(block, [&](auto* unit) {
-      dsd<T, std::remove_pointer_t<decltype(unit)>>(
+    for_multiplicands<T>(block, [&](auto* multiplicand) {
+      dsd<T, std::remove_pointer_t<decltype(multiplicand)>>(
           values, dense, offsets, indices, slots, layout_heads, block, transpose_result, out);
     });
   });

@@ -19,38 +19,40 @@ int64_t padded(int64_t count) {
   return blocks_of(count, lanes) * lanes;
 }
 
-// Calls f with a null pointer of the units that products of T multiply on this machine.
+// Calls f with a null pointer of the multiplicands that products of T multiply on this machine.
 template <class T, class F>
-void for_units(const F& f) {
+void for_multiplicands(const F& f) {
   if constexpr (std::is_same_v<T, BFloat16>)
     if (bf16_products()) return f(static_cast<BFloat16Pair*>(nullptr));
   f(static_cast<Compute<T>*>(nullptr));
 }
 
-// Calls f with null pointers of the type that holds the dtype's numbers, and of the units that products of it multiply.
+// Calls f with null pointers of the type that holds the dtype's numbers, and of the multiplicands that products of it
+// multiply.
 template <class F>
 void for_operands(ScalarType dtype, const F& f) {
-  for_dtype(
-      dtype, [&](auto* type) { for_units<std::remove_pointer_t<decltype(type)>>([&](auto* unit) { f(type, unit); }); });
+  for_dtype(dtype, [&](auto* type) {
+    for_multiplicands<std::remove_pointer_t<decltype(type)>>([&](auto* multiplicand) { f(type, multiplicand); });
+  });
 }
 
-// The units of attention and products on blocks, which have to be as wide as a vector of units.
+// The multiplicands of attention and products on blocks, which have to be as wide as a vector of multiplicands.
 template <class T, class F>
-void for_units(int64_t block, const F& f) {
+void for_multiplicands(int64_t block, const F& f) {
   if (block < 16) return f(static_cast<Compute<T>*>(nullptr));
-  for_units<T>(f);
+  for_multiplicands<T>(f);
 }
 
-// Units of O of `depth` numbers of T: as many as there are, or up to a multiple of lanes.
+// Multiplicands of O of `depth` numbers of T: as many as there are, or up to a multiple of lanes.
 template <class T, class O>
-int64_t units_of(int64_t depth) {
-  return per_unit<O> == 1 ? depth : padded<T>(depth) / per_unit<O>;
+int64_t multiplicands_of(int64_t depth) {
+  return per_multiplicand<O> == 1 ? depth : padded<T>(depth) / per_multiplicand<O>;
 }
 
-// Whether all numbers of `count` units are finite.
+// Whether all numbers of `count` multiplicands are finite.
 template <class T, class O>
 bool are_finite(const O* x, int64_t count) {
-  return products<T, O>().are_finite(reinterpret_cast<const Number<O>*>(x), count * per_unit<O>);
+  return products<T, O>().are_finite(reinterpret_cast<const Number<O>*>(x), count * per_multiplicand<O>);
 }
 
 // The tokens of x[b, head] from `first` on.
@@ -64,33 +66,35 @@ T* mutable_tokens_of(const Tensor& x, int64_t b, int64_t head, int64_t first) {
   return static_cast<T*>(x.mutable_data_ptr()) + (tokens_of<T>(x, b, head, first) - pointer<T>(x));
 }
 
-// Whether tokens of x (B, H, tokens, D) lie in memory as rows of `width` units, one after another: rows that lie apart
-// would meet in a few sets of the cache.
+// Whether tokens of x (B, H, tokens, D) lie in memory as rows of `width` multiplicands, one after another: rows that
+// lie apart would meet in a few sets of the cache.
 template <class T, class O>
 bool has_rows(const Tensor& x, int64_t width) {
-  return std::is_same_v<T, Number<O>> && x.size(3) == width * per_unit<O> && x.stride(3) == 1 &&
+  return std::is_same_v<T, Number<O>> && x.size(3) == width * per_multiplicand<O> && x.stride(3) == 1 &&
          x.stride(2) == x.size(3);
 }
 
-// `rows` tokens of x[b, head] from `first` on as rows of `width` units, zero beyond the tokens and numbers there are.
+// `rows` tokens of x[b, head] from `first` on as rows of `width` multiplicands, zero beyond the tokens and numbers
+// there are.
 template <class T, class O>
 void pack_tokens(const Tensor& x, int64_t b, int64_t head, int64_t first, int64_t rows, int64_t width, O* out) {
   int64_t there = std::clamp<int64_t>(x.size(2) - first, 0, rows);
   products<T, O>().pack_rows(
       tokens_of<T>(x, b, head, first), x.stride(2), x.stride(3), there, x.size(3), reinterpret_cast<Number<O>*>(out),
-      width * per_unit<O>);
+      width * per_multiplicand<O>);
   std::fill(out + there * width, out + rows * width, O{});
 }
 
 // The same as dense rows of `width` numbers.
 template <class T, class O>
 void pack_dense_tokens(const Tensor& x, int64_t b, int64_t head, int64_t first, int64_t rows, int64_t width, O* out) {
-  int64_t there = std::clamp<int64_t>(x.size(2) - first, 0, rows), written = blocks_of(there, per_unit<O>);
+  int64_t there = std::clamp<int64_t>(x.size(2) - first, 0, rows), written = blocks_of(there, per_multiplicand<O>);
   products<T, O>().pack_dense(tokens_of<T>(x, b, head, first), x.stride(2), x.stride(3), there, x.size(3), out, width);
-  std::fill(out + written * width, out + rows / per_unit<O> * width, O{});
+  std::fill(out + written * width, out + rows / per_multiplicand<O> * width, O{});
 }
 
-// A block of packed tokens, rows of `width` units, as panels of `depth` of them. Units are moved, whatever they hold.
+// A block of packed tokens, rows of `width` multiplicands, as panels of `depth` of them. Multiplicands are moved,
+// whatever they hold.
 template <class O>
 void pack_block_panels(const O* rows, int64_t width, int64_t block, int64_t depth, O* panels) {
   using C = Compute<O>;
@@ -102,11 +106,11 @@ void pack_block_panels(const O* rows, int64_t width, int64_t block, int64_t dept
 
 enum class Form { rows, dense, panels };
 
-// Units of one of x's matrices (tokens, depth), packed.
+// Multiplicands of one of x's matrices (tokens, depth), packed.
 template <class T, class O>
 int64_t packed_size(const Tensor& x, int64_t block, int64_t width, Form form) {
   int64_t tokens = blocks_of(x.size(2), block) * block;
-  return form == Form::panels ? tokens * units_of<T, O>(x.size(3)) : tokens * width / per_unit<O>;
+  return form == Form::panels ? tokens * multiplicands_of<T, O>(x.size(3)) : tokens * width / per_multiplicand<O>;
 }
 
 // The blocks of matrices first_matrix to last_matrix - 1 of x (B, H, tokens, depth), one after another: rows and dense
@@ -116,11 +120,11 @@ template <class T, class O>
 void pack_matrices(
     const Tensor& x, int64_t first_matrix, int64_t last_matrix, int64_t block, int64_t width, Form form, O* packed,
     bool* spoilt) {
-  int64_t heads = x.size(1), blocks = blocks_of(x.size(2), block), depth = units_of<T, O>(x.size(3)),
-          numbers = block * width, size = form == Form::panels ? block * depth : numbers / per_unit<O>;
+  int64_t heads = x.size(1), blocks = blocks_of(x.size(2), block), depth = multiplicands_of<T, O>(x.size(3)),
+          numbers = block * width, size = form == Form::panels ? block * depth : numbers / per_multiplicand<O>;
   int64_t grain = std::max<int64_t>(1, task_cost / 8 / (block * std::max<int64_t>(1, width)));
   torch::stable::parallel_for(0, (last_matrix - first_matrix) * blocks, grain, [&](int64_t begin, int64_t end) {
-    Buffer<O> rows(form == Form::panels ? numbers / per_unit<O> : 0);
+    Buffer<O> rows(form == Form::panels ? numbers / per_multiplicand<O> : 0);
     for (int64_t i = begin; i < end; ++i) {
       int64_t matrix = first_matrix + i / blocks, b = matrix / heads, head = matrix % heads, first = i % blocks * block;
       O *to = packed + i * size, *rows_to = form == Form::panels ? rows.data() : to;
@@ -131,8 +135,8 @@ void pack_matrices(
             tokens_of<T>(x, b, head, first), x.stride(3), x.stride(2), x.size(3), block,
             kernels<T>().panel_width(block), to);
       } else {
-        pack_tokens<T>(x, b, head, first, block, width / per_unit<O>, rows_to);
-        if (form == Form::panels) pack_block_panels(rows_to, width / per_unit<O>, block, depth, to);
+        pack_tokens<T>(x, b, head, first, block, width / per_multiplicand<O>, rows_to);
+        if (form == Form::panels) pack_block_panels(rows_to, width / per_multiplicand<O>, block, depth, to);
       }
     }
     if (!spoilt) return;

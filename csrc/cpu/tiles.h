@@ -120,7 +120,7 @@ inline void multiply() {
 
 }  // namespace amx
 
-// Units that a tile takes of a depth, which is a multiple of `depth_multiple`.
+// Multiplicands that a tile takes of a depth, which is a multiple of `depth_multiple`.
 DS_SPARSE_INLINE int64_t tile_depth(int64_t depth) { return depth % 16 == 0 ? 16 : 8; }
 
 // Registers 0 to V - 1 are the sums, then come the left operand and, in turns, two right ones. There is one Tile at a

@@ -115,13 +115,15 @@ void run_lists(const TokenLists& lists, int64_t first, int64_t last, const MakeW
                 ", and slots below the " + std::to_string(lists.num_entries) + " entries.");
 }
 
-// Tensors (B, H, tokens, D) as rows that a gather reads: of head_dim units one after another from the start of a cache
-// line, zero beyond their own numbers. In place where they lie so.
+// Tensors (B, H, tokens, D) as rows that a gather reads: of head_dim multiplicands one after another from the start of
+// a cache line, zero beyond their own numbers. In place where they lie so.
 template <class T, class O>
 class Rows {
  public:
   explicit Rows(const Tensor& x)
-      : head_dim_(padded<T>(blocks_of(x.size(3), per_unit<O>))), head_stride_(x.size(2) * head_dim_), packed_(0) {
+      : head_dim_(padded<T>(blocks_of(x.size(3), per_multiplicand<O>))),
+        head_stride_(x.size(2) * head_dim_),
+        packed_(0) {
     bool in_place =
         x.is_contiguous() && has_rows<T, O>(x, head_dim_) && reinterpret_cast<uintptr_t>(pointer<T>(x)) % 64 == 0;
     if (in_place) {
@@ -134,7 +136,7 @@ class Rows {
   }
 
   int64_t head_dim() const { return head_dim_; }
-  int64_t num_columns() const { return head_dim_ * per_unit<O>; }
+  int64_t num_columns() const { return head_dim_ * per_multiplicand<O>; }
   const O* of(int64_t matrix) const { return data_ + matrix * head_stride_; }
   const O* of(int64_t matrix, int64_t token) const { return of(matrix) + token * head_dim_; }
 
@@ -241,7 +243,7 @@ struct Backward {
     int64_t at = list.matrix * tokens + list.token;
     const C* row = rows + 2 * at;
     const O* grad_output = grad_outputs.of(list.matrix, list.token);
-    auto numbers = [](const O* units) { return reinterpret_cast<const Number<O>*>(units); };
+    auto numbers = [](const O* multiplicands) { return reinterpret_cast<const Number<O>*>(multiplicands); };
     C delta;
     kernels<Number<O>>().row_dots(
         numbers(outputs.of(list.matrix, list.token)), 0, 1, numbers(grad_output), 0, 1, 1, values.num_columns(),
@@ -297,8 +299,8 @@ Tensor token_matmul_sdd(
       row_offsets, columns, std::nullopt, list_batch, list_heads, query, query.size(2), key.size(2), query.size(3));
   Tensor out = fresh(torch::stable::new_empty(query, {lists.repeats(), columns.size(0)}));
   if (out.numel() == 0) return out;
-  for_operands(query.scalar_type(), [&](auto* type, auto* unit) {
-    sdd<std::remove_pointer_t<decltype(type)>, std::remove_pointer_t<decltype(unit)>>(query, key, lists, out);
+  for_operands(query.scalar_type(), [&](auto* type, auto* multiplicand) {
+    sdd<std::remove_pointer_t<decltype(type)>, std::remove_pointer_t<decltype(multiplicand)>>(query, key, lists, out);
   });
   return out;
 }
@@ -316,8 +318,9 @@ Tensor token_matmul_dsd(
   check_size(values, 1, lists.num_entries, "values");
   Tensor out = fresh(torch::stable::new_empty(dense, {dense.size(0), dense.size(1), lines, dense.size(3)}));
   if (out.numel() == 0) return out;
-  for_operands(dense.scalar_type(), [&](auto* type, auto* unit) {
-    dsd<std::remove_pointer_t<decltype(type)>, std::remove_pointer_t<decltype(unit)>>(values, dense, lists, out);
+  for_operands(dense.scalar_type(), [&](auto* type, auto* multiplicand) {
+    dsd<std::remove_pointer_t<decltype(type)>, std::remove_pointer_t<decltype(multiplicand)>>(
+        values, dense, lists, out);
   });
   return out;
 }
@@ -336,8 +339,8 @@ std::tuple<Tensor, Tensor, Tensor> token_attention_forward(
          lse = torch::stable::new_empty(query, {batch, heads, tokens}, lse_type(query)),
          rows = torch::stable::new_empty(query, {batch, heads, tokens, 2}, lse_type(query));
   if (lse.numel() > 0) {
-    for_operands(query.scalar_type(), [&](auto* type, auto* unit) {
-      forward<std::remove_pointer_t<decltype(type)>, std::remove_pointer_t<decltype(unit)>>(
+    for_operands(query.scalar_type(), [&](auto* type, auto* multiplicand) {
+      forward<std::remove_pointer_t<decltype(type)>, std::remove_pointer_t<decltype(multiplicand)>>(
           query, key, value, lists, scale, output, lse, rows);
     });
   }
@@ -364,9 +367,9 @@ std::tuple<Tensor, Tensor, Tensor> token_attention_backward(
   auto gradient = [](const Tensor& x) { return fresh(torch::stable::new_empty(x, x.sizes())); };
   Tensor grad_query = gradient(query), grad_key = gradient(key), grad_value = gradient(value);
   if (query.size(0) * query.size(1) > 0) {
-    for_operands(query.scalar_type(), [&](auto* type, auto* unit) {
+    for_operands(query.scalar_type(), [&](auto* type, auto* multiplicand) {
       using T = std::remove_pointer_t<decltype(type)>;
-      using O = std::remove_pointer_t<decltype(unit)>;
+      using O = std::remove_pointer_t<decltype(multiplicand)>;
       using C = Compute<T>;
       Backward<T, O> all{
           Rows<T, O>(query),

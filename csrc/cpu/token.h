@@ -9,19 +9,20 @@ namespace ds_sparse::cpu::DS_SPARSE_ISA {
 // Vectors of a row that are kept in registers at a time: beside a vector of sums for each of W rows, or as sums.
 constexpr int dot_vectors = 4;
 template <class O>
-constexpr int sum_vectors = 8 / per_unit<O>;
+constexpr int sum_vectors = 8 / per_multiplicand<O>;
 
 // Tokens that backward has scores of at a time, so that their rows are still near when they are added up.
 constexpr int64_t token_chunk = 32;
 
-// sums[j] += own . rows[j] for the units from c on, V vectors of them, each lane by itself.
+// sums[j] += own . rows[j] for the multiplicands from c on, V vectors of them, each lane by itself.
 template <class O, int W, int V>
 DS_SPARSE_INLINE void add_products(Vec<Compute<O>, W> (&sums)[W], const O* own, const O* const (&rows)[W], int64_t c) {
-  Units<O, W> left[V];
-  for (int v = 0; v < V; ++v) left[v] = load_raw<Units<O, W>>(own + c + v * W);
+  Multiplicands<O, W> left[V];
+  for (int v = 0; v < V; ++v) left[v] = load_raw<Multiplicands<O, W>>(own + c + v * W);
 #pragma GCC unroll 16
   for (int j = 0; j < W; ++j)
-    for (int v = 0; v < V; ++v) sums[j] = multiply_add(left[v], load_raw<Units<O, W>>(rows[j] + c + v * W), sums[j]);
+    for (int v = 0; v < V; ++v)
+      sums[j] = multiply_add(left[v], load_raw<Multiplicands<O, W>>(rows[j] + c + v * W), sums[j]);
 }
 
 // Halves the number of vectors until lane j of the first is the sum over the lanes of vector j.
@@ -71,11 +72,12 @@ static void token_dots(
   }
 }
 
-// Sums of the numbers of a vector of units, of weighted rows: as many rows at a time as a unit has numbers.
+// Sums of the numbers of a vector of multiplicands, of weighted rows: as many rows at a time as a multiplicand has
+// numbers.
 template <class O>
 struct RowSums {
   using C = Compute<O>;
-  static constexpr int W = native_width<C>, P = per_unit<O>;
+  static constexpr int W = native_width<C>, P = per_multiplicand<O>;
 
   Vec<C, W> sums[P] = {};
 
@@ -83,7 +85,7 @@ struct RowSums {
     for (int p = 0; p < P; ++p) sums[p] = cpu::DS_SPARSE_ISA::load<C, W>(from + p * W);
     if constexpr (P > 1) order_columns(sums, false);
   }
-  DS_SPARSE_INLINE_MEMBER void add(Units<O, W> weights, const Units<O, W> (&rows)[P]) {
+  DS_SPARSE_INLINE_MEMBER void add(Multiplicands<O, W> weights, const Multiplicands<O, W> (&rows)[P]) {
     if constexpr (P > 1)
       add_two_rows(weights, rows, sums);
     else
@@ -95,29 +97,29 @@ struct RowSums {
   }
 };
 
-// The weights of as many tokens as a unit has numbers, 0 for one that is not there.
+// The weights of as many tokens as a multiplicand has numbers, 0 for one that is not there.
 template <class O, class Weight>
-DS_SPARSE_INLINE O unit_of_weights(const Weight& weight, int64_t n, bool whole) {
-  if constexpr (per_unit<O> > 1)
+DS_SPARSE_INLINE O multiplicand_of_weights(const Weight& weight, int64_t n, bool whole) {
+  if constexpr (per_multiplicand<O> > 1)
     return {uint32_t{weight(n).bits} | (whole ? uint32_t{weight(n + 1).bits} << 16 : 0)};
   else
     return weight(n);
 }
 
-// sum (+)= the sum over the list of weight(n) times its rows, V vectors at a time from unit c on.
+// sum (+)= the sum over the list of weight(n) times its rows, V vectors at a time from multiplicand c on.
 template <class O, int V, class Weight>
 DS_SPARSE_INLINE void sum_columns(
     const Weight& weight, const O* rows, int64_t head_dim, const int32_t* list, int64_t count, int64_t c, bool add,
     Compute<O>* sum) {
-  constexpr int W = native_width<Compute<O>>, P = per_unit<O>;
+  constexpr int W = native_width<Compute<O>>, P = per_multiplicand<O>;
   for (; c + V * W <= head_dim; c += V * W) {
     RowSums<O> sums[V];
     auto add_rows = [&](int64_t n, bool whole) {
-      Units<O, W> weights = broadcast_unit<O, W>(unit_of_weights<O>(weight, n, whole));
+      Multiplicands<O, W> weights = broadcast_multiplicand<O, W>(multiplicand_of_weights<O>(weight, n, whole));
       for (int v = 0; v < V; ++v) {
-        Units<O, W> found[P] = {};
+        Multiplicands<O, W> found[P] = {};
         for (int p = 0; p < (whole ? P : 1); ++p)
-          found[p] = load_raw<Units<O, W>>(rows + list[n + p] * head_dim + c + v * W);
+          found[p] = load_raw<Multiplicands<O, W>>(rows + list[n + p] * head_dim + c + v * W);
         sums[v].add(weights, found);
       }
     };
@@ -156,7 +158,7 @@ static bool are_below(const int32_t* x, int64_t count, int32_t limit) {
 template <class O, int W, int... I>
 DS_SPARSE_INLINE void store_in_turns(Number<O>* to, Vec<Compute<O>, W> a, Vec<Compute<O>, W> b, Lanes<I...>) {
   using C = Compute<O>;
-  if constexpr (per_unit<O> > 1) {
+  if constexpr (per_multiplicand<O> > 1) {
     auto pairs = pair_halves(narrow(a, b));
     memcpy(to, &pairs, sizeof(pairs));
   } else {
@@ -209,7 +211,7 @@ static void token_attention_forward(const TokenForward<O>& work) {
   C row_sum = sum_lanes<C, W>(row_sums);
   const auto* weights = reinterpret_cast<const Number<O>*>(work.scratch);
   token_sum<O>(weights, nullptr, 0, work.values, work.value_head_dim, work.list, work.count, work.output);
-  scale_row<C>(work.output, work.value_head_dim * per_unit<O>, work.count == 0 ? C(0) : 1 / row_sum);
+  scale_row<C>(work.output, work.value_head_dim * per_multiplicand<O>, work.count == 0 ? C(0) : 1 / row_sum);
   work.row_max_sum[0] = row_max;
   work.row_max_sum[1] = row_sum;
 }

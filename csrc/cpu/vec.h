@@ -45,17 +45,17 @@ struct MakeLanes<0, I...> {
   using type = Lanes<I...>;
 };
 
-// W units of O.
+// W multiplicands of O.
 template <class O>
-struct UnitOf {
+struct MultiplicandOf {
   using type = O;
 };
 template <>
-struct UnitOf<BFloat16Pair> {
+struct MultiplicandOf<BFloat16Pair> {
   using type = uint32_t;
 };
 template <class O, int W>
-using Units = Vec<typename UnitOf<O>::type, W>;
+using Multiplicands = Vec<typename MultiplicandOf<O>::type, W>;
 
 #if defined(__AVX512F__)
 constexpr int vector_bytes = 64;
@@ -174,34 +174,35 @@ DS_SPARSE_INLINE void store(Half* to, Vec<C, W> x) {
   memcpy(to, &narrow, sizeof(narrow));
 }
 
-// sum + left * right, of all numbers of the units; the left ones are one for all lanes, or one for each.
+// sum + left * right, of all numbers of the multiplicands; the left ones are one for all lanes, or one for each.
 template <class C, class V>
 DS_SPARSE_INLINE V multiply_add(C left, V right, V sum) {
   return sum + left * right;
 }
 
 template <class O, int W>
-DS_SPARSE_INLINE Units<O, W> broadcast_unit(O x) {
-  return bit_cast<typename UnitOf<O>::type>(x) - Units<O, W>{};
+DS_SPARSE_INLINE Multiplicands<O, W> broadcast_multiplicand(O x) {
+  return bit_cast<typename MultiplicandOf<O>::type>(x) - Multiplicands<O, W>{};
 }
 
-// Number `part` of each of W units.
+// Number `part` of each of W multiplicands.
 template <class O, int W>
-DS_SPARSE_INLINE Vec<Compute<O>, W> numbers(Units<O, W> units, int64_t part) {
-  if constexpr (per_unit<O> == 1)
-    return units;
+DS_SPARSE_INLINE Vec<Compute<O>, W> numbers(Multiplicands<O, W> multiplicands, int64_t part) {
+  if constexpr (per_multiplicand<O> == 1)
+    return multiplicands;
   else
-    return bit_cast<Vec<float, W>>(part == 0 ? units << 16 : units & 0xffff0000);
+    return bit_cast<Vec<float, W>>(part == 0 ? multiplicands << 16 : multiplicands & 0xffff0000);
 }
 
 #if defined(__AVX512BF16__)
 DS_SPARSE_INLINE Vec<float, 16> multiply_add(
-    Units<BFloat16Pair, 16> left, Units<BFloat16Pair, 16> right, Vec<float, 16> sum) {
+    Multiplicands<BFloat16Pair, 16> left, Multiplicands<BFloat16Pair, 16> right, Vec<float, 16> sum) {
   return bit_cast<Vec<float, 16>>(
       _mm512_dpbf16_ps(bit_cast<__m512>(sum), bit_cast<__m512bh>(left), bit_cast<__m512bh>(right)));
 }
-DS_SPARSE_INLINE Vec<float, 16> multiply_add(BFloat16Pair left, Units<BFloat16Pair, 16> right, Vec<float, 16> sum) {
-  return multiply_add(broadcast_unit<BFloat16Pair, 16>(left), right, sum);
+DS_SPARSE_INLINE Vec<float, 16> multiply_add(
+    BFloat16Pair left, Multiplicands<BFloat16Pair, 16> right, Vec<float, 16> sum) {
+  return multiply_add(broadcast_multiplicand<BFloat16Pair, 16>(left), right, sum);
 }
 
 // The numbers of `first` and then those of `second`, rounded to bf16.
@@ -211,21 +212,24 @@ DS_SPARSE_INLINE Vec<uint16_t, 32> narrow(Vec<float, 16> first, Vec<float, 16> s
 
 // Numbers n and n + 16 side by side.
 template <int... I>
-DS_SPARSE_INLINE Units<BFloat16Pair, 16> pair_halves(Vec<uint16_t, 32> x, Lanes<I...>) {
+DS_SPARSE_INLINE Multiplicands<BFloat16Pair, 16> pair_halves(Vec<uint16_t, 32> x, Lanes<I...>) {
   const Vec<uint16_t, 32> order{(I % 2 * 16 + I / 2)...};
-  return bit_cast<Units<BFloat16Pair, 16>>(_mm512_permutexvar_epi16(bit_cast<__m512i>(order), bit_cast<__m512i>(x)));
+  return bit_cast<Multiplicands<BFloat16Pair, 16>>(
+      _mm512_permutexvar_epi16(bit_cast<__m512i>(order), bit_cast<__m512i>(x)));
 }
-DS_SPARSE_INLINE Units<BFloat16Pair, 16> pair_halves(Vec<uint16_t, 32> x) {
+DS_SPARSE_INLINE Multiplicands<BFloat16Pair, 16> pair_halves(Vec<uint16_t, 32> x) {
   return pair_halves(x, MakeLanes<32>::type{});
 }
 
 // sums[0] and sums[1] += the products of `left` with pairs of a number of each row. The sums are in an order of their
 // own, which takes no more than two instructions: fours of columns in turns.
 DS_SPARSE_INLINE void add_two_rows(
-    Units<BFloat16Pair, 16> left, const Units<BFloat16Pair, 16> (&rows)[2], Vec<float, 16> (&sums)[2]) {
+    Multiplicands<BFloat16Pair, 16> left, const Multiplicands<BFloat16Pair, 16> (&rows)[2], Vec<float, 16> (&sums)[2]) {
   __m512i first = bit_cast<__m512i>(rows[0]), second = bit_cast<__m512i>(rows[1]);
-  sums[0] = multiply_add(left, bit_cast<Units<BFloat16Pair, 16>>(_mm512_unpacklo_epi16(first, second)), sums[0]);
-  sums[1] = multiply_add(left, bit_cast<Units<BFloat16Pair, 16>>(_mm512_unpackhi_epi16(first, second)), sums[1]);
+  sums[0] =
+      multiply_add(left, bit_cast<Multiplicands<BFloat16Pair, 16>>(_mm512_unpacklo_epi16(first, second)), sums[0]);
+  sums[1] =
+      multiply_add(left, bit_cast<Multiplicands<BFloat16Pair, 16>>(_mm512_unpackhi_epi16(first, second)), sums[1]);
 }
 
 // From the order of add_two_rows to that of memory, or back.

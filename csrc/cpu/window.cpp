@@ -40,7 +40,7 @@ void run_rows(const Tensor& like, int64_t window, int64_t step, const MakeWorker
 
 template <class T, class O>
 void multiply(const Tensor& a, const Tensor& b, int64_t window, Tensor& out) {
-  int64_t heads = a.size(1), tokens = a.size(2), head_dim = a.size(3), depth = units_of<T, O>(head_dim),
+  int64_t heads = a.size(1), tokens = a.size(2), head_dim = a.size(3), depth = multiplicands_of<T, O>(head_dim),
           lanes = kernels<T>().lanes, panels_size = padded<T>(tokens) * depth, width = 2 * window + 1;
   auto panels = pack_all<T, O>(b, lanes, padded<T>(head_dim), Form::panels);
   T* bands = static_cast<T*>(out.mutable_data_ptr());
@@ -56,13 +56,13 @@ void multiply(const Tensor& a, const Tensor& b, int64_t window, Tensor& out) {
   });
 }
 
-// What some rows need of a band, in scratch of `band_scratch` numbers; its tokens one after another, or units of them
-// of all rows if transposed.
+// What some rows need of a band, in scratch of `band_scratch` numbers; its tokens one after another, or multiplicands
+// of them of all rows if transposed.
 template <class T, class O>
 Band<O> pack_band(
     const T* band, int64_t row_stride, int64_t column_stride, const WindowRows& rows, bool transposed,
     Number<O>* scratch) {
-  constexpr int64_t P = per_unit<O>;
+  constexpr int64_t P = per_multiplicand<O>;
   int64_t last = rows.first + rows.rows - 1, begin = rows.begin(rows.first), end = rows.end(last);
   if (!transposed) {
     // Columns that no row has a token for are left out.
@@ -102,7 +102,7 @@ int64_t band_scratch(int64_t tokens, int64_t window, int64_t step) {
 
 template <class T, class O>
 void unwindow(const Tensor& band, const Tensor& dense, bool transposed, Tensor& out) {
-  constexpr int64_t P = per_unit<O>;
+  constexpr int64_t P = per_multiplicand<O>;
   int64_t heads = dense.size(1), tokens = dense.size(2), head_dim = dense.size(3), padded_dim = padded<T>(head_dim),
           window = band.size(3) / 2;
   // Pairs of a transposed band lie apart.
@@ -141,8 +141,8 @@ Tensor window_matmul(Tensor a, Tensor b, int64_t window, std::string implementat
   check_window(window);
   Tensor out = fresh(torch::stable::new_empty(a, {a.size(0), a.size(1), a.size(2), 2 * window + 1}));
   if (out.numel() == 0) return out;
-  for_operands(a.scalar_type(), [&](auto* type, auto* unit) {
-    multiply<std::remove_pointer_t<decltype(type)>, std::remove_pointer_t<decltype(unit)>>(a, b, window, out);
+  for_operands(a.scalar_type(), [&](auto* type, auto* multiplicand) {
+    multiply<std::remove_pointer_t<decltype(type)>, std::remove_pointer_t<decltype(multiplicand)>>(a, b, window, out);
   });
   return out;
 }
@@ -152,8 +152,8 @@ Tensor unwindow_matmul(Tensor band, Tensor dense, bool transposed) {
   check_band(band, "band");
   Tensor out = fresh(torch::stable::new_empty(dense, dense.sizes()));
   if (out.numel() == 0) return out;
-  for_operands(dense.scalar_type(), [&](auto* type, auto* unit) {
-    unwindow<std::remove_pointer_t<decltype(type)>, std::remove_pointer_t<decltype(unit)>>(
+  for_operands(dense.scalar_type(), [&](auto* type, auto* multiplicand) {
+    unwindow<std::remove_pointer_t<decltype(type)>, std::remove_pointer_t<decltype(multiplicand)>>(
         band, dense, transposed, out);
   });
   return out;

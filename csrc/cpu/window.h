@@ -82,16 +82,16 @@ DS_SPARSE_INLINE void add_tokens(
     const Band<O>& band, int64_t r, const O* dense, int64_t width, int64_t begin, int64_t end,
     Vec<Compute<O>, native_width<Compute<O>>> (&sums)[V]) {
   using C = Compute<O>;
-  constexpr int W = native_width<C>, P = per_unit<O>;
+  constexpr int W = native_width<C>, P = per_multiplicand<O>;
   for (int64_t t = begin; t < end;) {
     int64_t part = t % P;
-    const Number<O>* left = band.a + band.offset + r * band.row_stride + t / P * band.unit_stride + part;
+    const Number<O>* left = band.a + band.offset + r * band.row_stride + t / P * band.multiplicand_stride + part;
     const O* right = dense + t / P * width;
     bool whole = part == 0 && t + P <= end;
     for (int v = 0; v < V; ++v) {
-      auto units = load_raw<Units<O, W>>(right + v * W);
-      sums[v] = whole ? multiply_add(load_raw<O>(left), units, sums[v])
-                      : sums[v] + load_one<C>(left) * numbers<O, W>(units, part);
+      auto multiplicands = load_raw<Multiplicands<O, W>>(right + v * W);
+      sums[v] = whole ? multiply_add(load_raw<O>(left), multiplicands, sums[v])
+                      : sums[v] + load_one<C>(left) * numbers<O, W>(multiplicands, part);
     }
     t += whole ? P : 1;
   }
@@ -102,14 +102,14 @@ static void unwindow_columns(
     const WindowRows& rows, const Band<O>& band, const O* dense, int64_t width, int64_t first, int64_t last,
     Compute<O>* output) {
   using C = Compute<O>;
-  constexpr int W = native_width<C>, P = per_unit<O>;
+  constexpr int W = native_width<C>, P = per_multiplicand<O>;
   using OneTile = Tile<O, W, V>;
   constexpr int64_t R = OneTile::rows, multiple = OneTile::depth_multiple;
   int64_t c = first, expected = -1;
   for (; c + V * W <= last; c += V * W) {
     for (int64_t m = 0; m < rows.rows; m += R) {
-      // What all rows of a tile have is a product, of whole units; the rest, a few tokens on both sides, goes row by
-      // row.
+      // What all rows of a tile have is a product, of whole multiplicands; the rest, a few tokens on both sides, goes
+      // row by row.
       int64_t token = rows.first + m, begin = (rows.begin(token + R - 1) + P - 1) / P, end = rows.end(token) / P,
               depth = m + R <= rows.rows && begin < end ? (end - begin) / multiple * multiple : 0;
       C* to[V];
@@ -121,11 +121,11 @@ static void unwindow_columns(
         const O* b[V];
         for (int v = 0; v < V; ++v) b[v] = dense + begin * width + c + v * W;
         const auto* from =
-            reinterpret_cast<const O*>(band.a + band.offset + m * band.row_stride + begin * band.unit_stride);
-        if (band.unit_stride == P)
+            reinterpret_cast<const O*>(band.a + band.offset + m * band.row_stride + begin * band.multiplicand_stride);
+        if (band.multiplicand_stride == P)
           tile.multiply(from, band.row_stride / P, 1, b, width, depth);
         else
-          tile.multiply(from, 1, band.unit_stride / P, b, width, depth);
+          tile.multiply(from, 1, band.multiplicand_stride / P, b, width, depth);
       }
       tile.store(to, width);
 #pragma GCC unroll 4

@@ -18,7 +18,7 @@ from .lasting import lasting
 from .on_device import OnDevice
 from .window_sizes import Numbers, global_numbers, of_heads
 
-MAX_ROWS = 2048
+MAX_ROWS = {"cpu": 4096, "cuda": 2048}
 """Block rows that an index of short windows has, where larger blocks can cover the tokens with fewer."""
 
 
@@ -174,10 +174,10 @@ def fitting_block(tokens: int, window: int, device_type: str) -> int:
     """The side of the blocks that cover a window in the least time, as measured on a CPU with AVX-512 and on an H200;
     larger ones for long sequences, as the index is built from all of tokens / block squared."""
     if device_type == "cuda":
-        least = 32 if window < 32 else 64
+        least, rows = 32 if window < 32 else 64, MAX_ROWS["cuda"]
     else:
-        least = 16 if window < 192 else 32
-    return next((block for block in BLOCK_SIZES if block >= least and tokens <= MAX_ROWS * block), BLOCK_SIZES[-1])
+        least, rows = 16 if window < 192 else 32, MAX_ROWS["cpu"]
+    return next((block for block in BLOCK_SIZES if block >= least and tokens <= rows * block), BLOCK_SIZES[-1])
 
 
 def _live_blocks(limits: torch.Tensor, places: torch.Tensor, num_global: int, causal: bool, block: int) -> torch.Tensor:

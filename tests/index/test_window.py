@@ -81,7 +81,7 @@ def test_long_sequences_have_larger_blocks():
     assert fitting_block(1024, 64, "cpu") == 16 and fitting_block(1024, 256, "cpu") == 32
     assert fitting_block(1024, 16, "cuda") == 32 and fitting_block(1024, 256, "cuda") == 64
     for device in ("cpu", "cuda"):
-        assert fitting_block(64 * MAX_ROWS, 64, device) == 64
+        assert fitting_block(64 * MAX_ROWS[device], 64, device) == 64
         assert fitting_block(10**9, 64, device) == 128
 
 

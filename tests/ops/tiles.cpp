@@ -41,7 +41,7 @@ struct Matrix {
   }
 };
 
-static const O* units(const std::vector<BFloat16>& x) { return reinterpret_cast<const O*>(x.data()); }
+static const O* multiplicands(const std::vector<BFloat16>& x) { return reinterpret_cast<const O*>(x.data()); }
 
 static int wrong = 0;
 
@@ -76,7 +76,7 @@ static void scores(int64_t block, int64_t depth, bool by_rows) {
   pack_pair_panels(right.data(), by_rows ? 1 : b.rows, by_rows ? depth : 1, depth, b.rows, 16, panels.data());
   const int32_t live[] = {3, 0, 2};
   std::vector<T> found(3 * block * block);
-  sdd(units(left), depth / 2, block, panels.data(), live, 3, block, depth / 2, found.data());
+  sdd(multiplicands(left), depth / 2, block, panels.data(), live, 3, block, depth / 2, found.data());
   std::vector<int> wanted;
   for (int32_t n : live)
     for (int64_t i = 0; i < block; ++i)
@@ -98,7 +98,7 @@ static void weighted(int64_t block, int64_t width, bool transposed) {
   const int32_t live[] = {3, 0, 2};
   std::vector<float> found(block * width, 1.0f);
   expect_depth<O>(block / 2);
-  Blocks<O> of_rows{units(left), nullptr, block * block / 2, block / 2, 1},
+  Blocks<O> of_rows{multiplicands(left), nullptr, block * block / 2, block / 2, 1},
       of_columns{pairs.data(), nullptr, block * block / 2, 1, block};
   dsd_columns<O, tile_vectors>(
       transposed ? of_columns : of_rows, right.data(), width, live, 3, block / 2, block, 0, width, true, found.data(),
@@ -134,7 +134,7 @@ static void windows(int64_t tokens, int64_t window, int64_t depth) {
   pack_pair_panels(right.data(), 1, depth, depth, columns, 16, panels.data());
   pair_rows(right.data(), depth, 1, columns, depth, dense.data(), depth);
   std::vector<BFloat16> found(rows.rows * width);
-  window_matmul(rows, units(left) + first * depth / 2, panels.data(), depth / 2, found.data());
+  window_matmul(rows, multiplicands(left) + first * depth / 2, panels.data(), depth / 2, found.data());
   std::vector<float> sums(64 * depth);
   unwindow_matmul<O>(rows, {band.data(), window + first * 2 * window, 2 * window, 2}, dense.data(), depth, sums.data());
   sums.resize(rows.rows * depth);
