@@ -48,5 +48,5 @@ def _whole_parser(file: dict[str, Any]) -> argparse.ArgumentParser:
             if action.choices is not None:
                 action.choices = list(action.choices)  # shtab takes a dict of them for subcommands
             else:
-                action.complete = file  # type: ignore[attr-defined]
+                action.complete = file  # type: ignore[attr-defined]  # shtab reads it, argparse has none
     return parser

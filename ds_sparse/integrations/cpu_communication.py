@@ -9,6 +9,8 @@ from types import ModuleType
 
 from torch import distributed
 
+from ..ranks import can_talk
+
 PAUSE = 0.1
 """Seconds. A free core needs microseconds; ranks may share one."""
 
@@ -32,5 +34,5 @@ def let_gloo_finish_at_exit() -> None:
 
 
 def _pause() -> None:
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_backend() == "gloo":
+    if can_talk() and distributed.get_backend() == "gloo":
         time.sleep(PAUSE)

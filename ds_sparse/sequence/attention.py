@@ -9,7 +9,6 @@ from zlib import crc32
 
 import torch
 from torch import distributed
-from torch.nn.functional import pad
 
 from ..index.cache import KEPT
 from ..index.documents import Documents
@@ -140,7 +139,7 @@ class SequenceParallelAttention:
             documents = None if cu_seqlens is None else Documents.read(cu_seqlens)
         except (TypeError, ValueError):
             if lengths is None:  # the others wait for what this rank tells of its part
-                self._told_by_all([], query.device)
+                self._told_by_all([0] * TOLD, query.device)
             raise
         if lengths is None:
             chosen = (causal, dropout_p > 0, document_layout == "row", sinks is not None)
@@ -270,9 +269,8 @@ class SequenceParallelAttention:
         return tuple(row[0] for row in rows)
 
     def _told_by_all(self, mine: list[int], device: torch.device) -> list[list[int]]:
-        """The numbers that each rank tells of its part, zeros where it refuses it and tells none."""
-        numbers = torch.tensor(mine, dtype=torch.int64, device=device)
-        return self._ranks.rows_of_all(pad(numbers, (0, TOLD - len(mine)))).tolist()
+        """The `TOLD` numbers that each rank tells of its part, zeros where it refuses it."""
+        return self._ranks.rows_of_all(torch.tensor(mine, device=device)).tolist()
 
     def _check_lengths(self, lengths: tuple[int, ...], tokens: int) -> None:
         ranks = self._ranks

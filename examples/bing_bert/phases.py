@@ -48,14 +48,15 @@ def main() -> int:
     parser.add_argument("--phase", type=phase, action="append", help="one of the phases, in their order")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/phases"), help="a folder of runs for each phase")
     args, others = parser.parse_known_args()
-    sys.argv = ["deepspeed_train.py", "--deepspeed_config", str(CONFIG), *others]
+    shared = ["deepspeed_train.py", "--deepspeed_config", str(CONFIG), "--max-minutes", "100000", *others]
+    sys.argv = shared
     options = deepspeed_train.parse_arguments()
     refuse(options)
     before: Path | None = None
     for number, of in enumerate(args.phase or DEFAULT, 1):
         runs = args.output_dir / f"{number}-{of.tokens}-{of.attention}"
-        sys.argv = ["deepspeed_train.py", "--deepspeed_config", str(CONFIG), "--max-minutes", "100000", *others]
-        sys.argv += ["--max-seq-length", str(of.tokens), "--max-steps", str(of.steps), "--output-dir", str(runs)]
+        sys.argv = [*shared, "--max-seq-length", str(of.tokens), "--max-steps", str(of.steps)]
+        sys.argv += ["--output-dir", str(runs)]
         sys.argv += ["--resume-or-start", *(["--deepspeed_sparse_attention"] if of.attention == SPARSE else [])]
         sys.argv += ["--weights-from", str(before)] if before else []
         status = deepspeed_train.main()

@@ -123,7 +123,7 @@ def test_steps_that_are_tried_leave_no_trace(monkeypatch):
     assert all(x.grad is None for x in task.model.parameters())
 
 
-def test_a_second_part_has_the_model_of_the_first():
+def test_a_second_phase_has_the_model_of_the_first():
     given = []
     phases = [Phase(0.5, lambda before: Toy()), Phase(0.5, lambda before: given.append(before) or Toy(before))]
     training().run(phases)

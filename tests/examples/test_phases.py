@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import without_launcher
 
 import earlier_weights
 import phases
@@ -47,7 +48,9 @@ def ran(tmp_path_factory):
     ]  # fmt: skip
     command = [sys.executable, "-c", PROGRAM, str(EXAMPLE), *map(str, arguments)]
     clean = {"DS_SPARSE_CACHE": str(folder / "cache"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=os.environ | clean, timeout=300)
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, env=without_launcher() | clean, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "runs", done.stdout
 
