@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from ..block_sizes import BLOCK_SIZES
 from ..memory import refuse_too_large
+from ..native import instruction_set
 from ..wording import listed
 from .block import BlockIndex
 from .documents import Documents
@@ -171,12 +172,13 @@ class WindowIndex(OnDevice):
 
 
 def fitting_block(tokens: int, window: int, device_type: str) -> int:
-    """The side of the blocks that cover a window in the least time, as measured on a CPU with AVX-512 and on an H200;
-    larger ones for long sequences, as the index is built from all of tokens / block squared."""
+    """The side of the blocks that cover a window in the least time, as measured on CPUs with and without AMX and on an
+    H200; larger ones for long sequences, as the index is built from all of tokens / block squared."""
+    rows = MAX_ROWS[device_type]
     if device_type == "cuda":
-        least, rows = 32 if window < 32 else 64, MAX_ROWS["cuda"]
+        least = 32 if window < 32 else 64
     else:
-        least, rows = 16 if window < 192 else 32, MAX_ROWS["cpu"]
+        least = 16 if window < (32 if instruction_set() == "amx_bf16" else 192) else 32
     return next((block for block in BLOCK_SIZES if block >= least and tokens <= rows * block), BLOCK_SIZES[-1])
 
 

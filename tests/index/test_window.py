@@ -78,11 +78,17 @@ def test_few_blocks_are_live():
 
 
 def test_long_sequences_have_larger_blocks():
-    assert fitting_block(1024, 64, "cpu") == 16 and fitting_block(1024, 256, "cpu") == 32
+    assert fitting_block(1024, 16, "cpu") == 16 and fitting_block(1024, 256, "cpu") == 32
     assert fitting_block(1024, 16, "cuda") == 32 and fitting_block(1024, 256, "cuda") == 64
     for device in ("cpu", "cuda"):
         assert fitting_block(64 * MAX_ROWS[device], 64, device) == 64
         assert fitting_block(10**9, 64, device) == 128
+
+
+@pytest.mark.parametrize("instruction_set, block", [("avx512", 16), ("amx_bf16", 32)])
+def test_tiles_of_a_cpu_pay_with_larger_blocks(instruction_set, block):
+    with mock.patch("ds_sparse.index.window.instruction_set", return_value=instruction_set):
+        assert WindowIndex.build(1024, 64).blocks.block == block
 
 
 def test_on_another_device():
