@@ -32,6 +32,11 @@ def cut(text: str, longest: int = LONGEST) -> str:
     return text if len(text) <= longest else f"{text[: longest - 20]}... ({len(text):,} characters)"
 
 
+def kind(value: Any) -> str:
+    """What it is, where something else is wanted: the name of its type, or that it is a class."""
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
 def reason(error: Exception) -> str:
     """An error in one line, with its kind where the text alone says little."""
     text = printable(" ".join(str(error).split()))

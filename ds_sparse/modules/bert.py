@@ -12,7 +12,7 @@ from ..ops import check_inputs
 from ..ops.softmax import as_additive
 from ..sparsity import FixedSparsityConfig, SparsityConfig
 from .self_attention import SparseSelfAttention, as_key_padding_mask
-from .structured_attention import of_keys_or_pairs
+from .structured_attention import check_structure, of_keys_or_pairs
 
 
 class BertSparseSelfAttention(nn.Module):
@@ -25,6 +25,7 @@ class BertSparseSelfAttention(nn.Module):
         projections_of: a dense layer whose `query`, `key` and `value` are used, the same modules, instead of new ones.
 
     Raises:
+        TypeError: sparsity_config is no structure.
         ValueError: hidden_size is not a multiple of the number of heads, or the structure is for another number of
             heads; what `SparseSelfAttention` refuses.
 
@@ -57,7 +58,9 @@ class BertSparseSelfAttention(nn.Module):
             raise ValueError(
                 f"The hidden size ({config.hidden_size}) is not a multiple of the number of attention heads ({heads})"
             )
-        sparsity_config = sparsity_config or FixedSparsityConfig(num_heads=heads)
+        if sparsity_config is None:
+            sparsity_config = FixedSparsityConfig(num_heads=heads)
+        check_structure(sparsity_config)
         check_num_heads(sparsity_config, heads)
         self.num_attention_heads = heads
         self.attention_head_size = config.hidden_size // heads

@@ -55,6 +55,7 @@ class SparseSelfAttention(nn.Module):
             gradients of masks).
 
     Raises:
+        TypeError: sparsity_config is no such object.
         ValueError: an unknown mask mode or implementation, `max_seq_length` that is not a multiple of the block,
             `attention_dropout` outside of 0 to below 1, what the structure refuses.
 
@@ -88,7 +89,7 @@ class SparseSelfAttention(nn.Module):
             if mode not in MASK_MODES:
                 raise ValueError(f"{name} is {mode!r}; it has to be 'add' or 'mul'.")
         check_dropout("attention_dropout", attention_dropout)
-        self.sparsity_config = sparsity_config or FixedSparsityConfig(num_heads=4)
+        self.sparsity_config = FixedSparsityConfig(num_heads=4) if sparsity_config is None else sparsity_config
         self.key_padding_mask_mode = key_padding_mask_mode
         self.attn_mask_mode = attn_mask_mode
         self.attention_dropout = attention_dropout

@@ -9,6 +9,7 @@ from typing import Any
 from ..config import BLOCK_KEY, LAYERS_KEY, LayerStructures, read_block
 from ..notices import say_notices
 from ..sparsity import FixedSparsityConfig, SparsityConfig
+from ..wording import kind
 from .bert import check_num_heads
 
 
@@ -29,9 +30,8 @@ def read_structures(wanted: SparsityConfig | Mapping[str, Any] | None, num_heads
     elif hasattr(wanted, "make_layout") and not isinstance(wanted, type):
         structures = LayerStructures(copy.copy(wanted), {})
     else:
-        what = f"the class {wanted.__name__}" if isinstance(wanted, type) else type(wanted).__name__
         raise TypeError(
-            f"sparsity_config is {what}; it has to be a sparsity config, such as FixedSparsityConfig(num_heads="
+            f"sparsity_config is {kind(wanted)}; it has to be a sparsity config, such as FixedSparsityConfig(num_heads="
             f"{num_heads}), or a dict with the keys of the {BLOCK_KEY} block."
         )
     check_num_heads(structures.others, num_heads)

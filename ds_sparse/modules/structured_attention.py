@@ -21,6 +21,7 @@ from ..ops.softmax import as_additive
 from ..ranks import from_rank_0, world_size
 from ..sparsity import SparsityConfig
 from ..sparsity.draws import without_seed
+from ..wording import kind
 from .layout_buffer import LayoutBuffer
 
 IMPLEMENTATIONS = ("fused", "separate")
@@ -32,6 +33,16 @@ class SparseOps(NamedTuple):
     scores: MatMul
     softmax: Softmax
     output: MatMul
+
+
+def check_structure(given: Any) -> None:
+    """Raises TypeError for what has not all that attention asks a structure for."""
+    if isinstance(given, type) or not all(hasattr(given, name) for name in ("block", "num_heads", "make_layout")):
+        raise TypeError(
+            f"sparsity_config is {kind(given)}; it has to be a sparsity config, such as FixedSparsityConfig("
+            "num_heads=4). parse_sparse_attention(block, num_heads) makes one of a dict with the keys of the JSON's "
+            "block."
+        )
 
 
 class StructuredAttention:
@@ -66,6 +77,7 @@ class StructuredAttention:
         Returns (B, H, T, D); rows with nothing left are zeros.
 
     Raises:
+        TypeError: as `SparseSelfAttention`.
         ValueError: as `SparseSelfAttention`; in the call, a mask that is neither bool nor floating, sinks, a
             query_offset, a distance_bias or cu_seqlens with `implementation="separate"`, with a query_offset more
             tokens than `max_seq_length`, and with cu_seqlens masks, a bias or a query_offset.
@@ -81,6 +93,7 @@ class StructuredAttention:
     ):
         if implementation not in IMPLEMENTATIONS:
             raise ValueError(f"implementation is {implementation!r}; it has to be 'fused' or 'separate'.")
+        check_structure(sparsity_config)
         self.sparsity_config = sparsity_config
         self.implementation = implementation
         self.doubles = doubles

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_sparse import BertSparseSelfAttention, DenseSparsityConfig, FixedSparsityConfig
+from ds_sparse import BertSparseSelfAttention, DenseSparsityConfig, FixedSparsityConfig, SparseSelfAttention
 
 
 def config(heads=4, hidden=32, dropout=0.0):
@@ -58,6 +58,17 @@ def test_attention_dropout_of_the_model_is_applied():
     assert not torch.equal(layer(hidden_states), layer(hidden_states))
     layer.eval()
     assert torch.equal(layer(hidden_states), layer(hidden_states))
+
+
+@pytest.mark.parametrize(
+    "given, what",
+    [({}, "dict"), ({"mode": "fixed"}, "dict"), ("fixed", "str"), (FixedSparsityConfig, "the class Fixed")],
+)
+def test_what_is_no_structure_is_refused_with_what_to_give(given, what):
+    with pytest.raises(TypeError, match=f"sparsity_config is {what}.* it has to be a sparsity config, such as Fixed"):
+        BertSparseSelfAttention(config(), given)
+    with pytest.raises(TypeError, match=f"sparsity_config is {what}.* parse_sparse_attention.* makes one of a dict"):
+        SparseSelfAttention(given)
 
 
 def test_heads_that_do_not_fit_are_named():
