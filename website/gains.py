@@ -34,25 +34,25 @@ TO_MEASURE = {
     "eager,sdpa,flex-bigbird-64,transformers-longformer,transformers-bigbird,bigbird-64",
     "bert-longest-checkpointed-h200": "bert --labelled-only --whole-step --activation-checkpointing --longest 30 "
     "--peers eager,sdpa,flex-bigbird-64,transformers-longformer,transformers-bigbird,bigbird-64",
-    "train-quality-h200": "train --folder quality --seeds 0,1,2 --tokens 40000000 --minutes 0.4 --arms "
+    "train-quality-h100": "train --folder quality --seeds 0,1,2 --tokens 40000000 --minutes 0.4 --arms "
     "dense-512,dense-4096,bigbird-4096,bslongformer-4096",
-    "train-structures-h200": "train --folder quality --tokens 40000000 --minutes 0.4 --arms "
+    "train-structures-h100": "train --folder quality --tokens 40000000 --minutes 0.4 --arms "
     "dense-4096,fixed-4096,variable-4096,local_sliding_window-4096,continued-bigbird-4096",
-    "train-quality-16k-h200": "train --folder quality-16k --document-tokens 16384 --tokens 40000000 --minutes 0.4 "
+    "train-quality-16k-h100": "train --folder quality-16k --document-tokens 16384 --tokens 40000000 --minutes 0.4 "
     "--arms dense-512,dense-16384,bigbird-16384,bslongformer-16384",
-    "train-dna-h200": "train --experiment dna --folder dna --minutes 0.5",
-    "train-documents-h200": "train --experiment documents --folder documents --minutes 0.5",
+    "train-dna-h100": "train --experiment dna --folder dna --minutes 0.5",
+    "train-documents-h100": "train --experiment documents --folder documents --minutes 0.5",
 }
 """Runs of `ds_sparse bench` on a GPU that the page waits for, with the rest of their commands."""
 
 LENGTHS, ALL_LOGITS = ("bert-lengths-h200",), ("bert-h200", "bert-long-h200")
 LONGEST = ("bert-longest-h200", "bert-longest-checkpointed-h200")
-QUALITY, STRUCTURES, LONGER = ("train-quality-h200",), ("train-structures-h200",), ("train-quality-16k-h200",)
-DNA, DOCUMENTS = ("train-dna-h200",), ("train-documents-h200",)
+QUALITY, STRUCTURES, LONGER = ("train-quality-h100",), ("train-structures-h100",), ("train-quality-16k-h100",)
+DNA, DOCUMENTS = ("train-dna-h100",), ("train-documents-h100",)
 MODERNBERT = "modernbert-h200"
 
 TEXT, PLAIN = "#808080", "#9a9a9a"
-OURS = ("#3aa76d", "#2f8fd0", "#7bbf3a", "#17a2a2", "#6f7fd8")
+OURS = ("#3aa76d", "#2f8fd0", "#9a6fd8", "#17a2a2", "#7bbf3a")
 THEIRS = ("#e8833a", "#d9534f", "#c0569f", "#b08a2e", "#8f7be0", "#5fb0b7")
 """Colours that are seen on white and on black."""
 
@@ -122,14 +122,15 @@ def trained(runs: Sequence[str]) -> list[train_results.Result]:
 
 
 def quality_gain() -> str:
-    """Of the best structure of ours, the held-out loss over that of dense attention of its length."""
+    """The held-out losses of structures over that of dense attention of their length, and beside them those of shorter
+    dense attention over the same."""
     said = []
     for case, arms in train_results.arms_by_case(trained(QUALITY)).items():
-        sparse = [arm for arm in arms if not arm.name.startswith(f"{train_results.DENSE}-")]
-        best = min(sparse, key=lambda arm: arm.held_out)
-        over = best.over(train_results.dense_for(best, arms))
+        sparse = [arm for arm in arms if not arm.is_dense]
+        dense = train_results.dense_for(sparse[0], arms)
         equal = "tokens" if case.tokens else "minutes"
-        said.append(f"{over:.3f} times, `{best.name}`, at equal {equal}")
+        shorter = [f" (`{arm.name}` {markdown.ratio(arm.over(dense))})" for arm in arms if arm.length < dense.length]
+        said.append(f"{markdown.span(arm.over(dense) for arm in sparse)} times at equal {equal}{''.join(shorter)}")
     return "; ".join(said)
 
 
@@ -158,11 +159,17 @@ def claims() -> str:
     lines = []
     for claim in CLAIMS:
         if is_there(claim.runs):
-            lines.append([claim.what, claim.then, claim.said(), ", ".join(f"`{name}`" for name in claim.runs)])
+            runs = ", ".join(f"`{name}`" for name in claim.runs)
+            lines.append([claim.what, claim.then, claim.said(), machines(claim.runs), runs])
         else:
-            lines.append([claim.what, claim.then, "not measured yet", "below"])
-    heading = ["what", "said in 2020, on V100", "here, on an H200", "run"]
+            lines.append([claim.what, claim.then, "not measured yet", "", "below"])
+    heading = ["what", "said in 2020, on V100", "here", "on", "run"]
     return f"{markdown.Table(heading, lines).in_markdown()}\n\n{commands()}".rstrip()
+
+
+def machines(runs: Sequence[str]) -> str:
+    found = dict.fromkeys(json.loads((RESULTS / f"{name}.json").read_text())["machine"] for name in runs)
+    return ", ".join(name.removeprefix("NVIDIA ") for name in found)
 
 
 def commands() -> str:
@@ -192,16 +199,16 @@ def bar_colours(names: Iterable[str]) -> list[str]:
 
 
 def axes() -> tuple[Figure, Any]:
-    figure, (plot,) = several_axes(1, of_one_height=True)
+    figure, ((plot,),) = several_axes(1, [4.0])
     return figure, plot
 
 
-def several_axes(number: int, of_one_height: bool) -> tuple[Figure, list[Any]]:
-    """Beside each other."""
-    figure = Figure(figsize=(7.2, 4.0), layout="constrained")
+def several_axes(columns: int, heights: Sequence[float]) -> tuple[Figure, Any]:
+    """Rows of plots, with the inches that each is high."""
+    figure = Figure(figsize=(7.2, sum(heights)), layout="constrained")
     figure.patch.set_alpha(0)
-    plots = list(figure.subplots(1, number, sharey=of_one_height, squeeze=False)[0])
-    for plot in plots:
+    plots = figure.subplots(len(heights), columns, height_ratios=heights, squeeze=False)
+    for plot in plots.flat:
         plot.patch.set_alpha(0)
         plot.tick_params(colors=TEXT, which="both")
         plot.grid(color=TEXT, alpha=0.25, linewidth=0.6)
@@ -270,18 +277,29 @@ def draw_packed() -> Figure:
 
 
 def draw_curves(runs: Sequence[str]) -> Figure:
-    """Held-out loss on the way, the mean of seeds: a plot for each budget, and for each thing that phases are asked."""
+    """Held-out loss on the way, the mean of seeds, and below that of each seed at the end: a column for each budget,
+    and for each thing that phases are asked."""
     groups = train_results.arms_by_case(trained(runs))
     phases = [(case, asked) for case, arms in groups.items() for asked in asked_of(arms)]
     is_one_loss = len({asked for _, asked in phases}) == 1
-    figure, plots = several_axes(len(phases), of_one_height=is_one_loss)
-    for plot, (case, asked) in zip(plots, phases):
+    most = max(map(len, groups.values()))
+    figure, (curves, ends) = several_axes(len(phases), [3.6, 0.6 + 0.28 * most])
+    for plot, end, (case, asked) in zip(curves, ends, phases):
         for arm, colour in zip(groups[case], arm_colours(groups[case])):
             draw_curve(plot, case, arm, asked, colour)
-        plot.set_xlabel("million tokens" if case.tokens else "minutes of training steps", color=TEXT)
-        if plot is plots[0] or not is_one_loss:
-            plot.set_ylabel(" of ".join(filter(None, ["held-out loss", asked])), color=TEXT)
-    plots[0].legend(frameon=False, labelcolor=TEXT, fontsize=8)
+        draw_ends(end, groups[case], asked)
+        plot.set_xlabel("million tokens" if case.tokens else "seconds of training steps", color=TEXT)
+        loss = " of ".join(filter(None, ["held-out loss", asked]))
+        end.set_xlabel(f"{loss} at the end", color=TEXT, fontsize=8)
+        if plot is curves[0] or not is_one_loss:
+            plot.set_ylabel(loss, color=TEXT)
+        else:
+            plot.sharey(curves[0])
+            plot.tick_params(labelleft=False)
+    first, *others = ([arm.name for arm in groups[case]] for case, _ in phases)
+    for end, names in zip(ends[1:], others):
+        end.tick_params(labelleft=names != first)
+    curves[0].legend(frameon=False, labelcolor=TEXT, fontsize=8)
     return figure
 
 
@@ -291,17 +309,42 @@ def asked_of(arms: Sequence[train_results.Arm]) -> list[str]:
 
 
 def draw_curve(plot: Any, case: train_results.Case, arm: train_results.Arm, asked: str, colour: str) -> None:
-    """Of the phases that are asked one thing, against tokens where those are the budget, else against minutes."""
+    """Of the phases that are asked one thing, against tokens where those are the budget, else against seconds."""
     by_seed = list(zip(*([point for point in row.curve if point.asked == asked] for row in arm.rows)))
-    done = [[point.tokens / 1e6 if case.tokens else point.seconds / 60 for point in at] for at in by_seed]
+    done = [[point.tokens / 1e6 if case.tokens else point.seconds for point in at] for at in by_seed]
     losses = [statistics.mean(point.held_out for point in at) for at in by_seed]
     plot.plot(list(map(statistics.mean, done)), losses, color=colour, label=arm.name)
 
 
+def draw_ends(plot: Any, arms: Sequence[train_results.Arm], asked: str) -> None:
+    """A line an arm, the first on top: a dot a seed, a stroke and a number for their mean."""
+    for number, (arm, colour) in enumerate(zip(arms, arm_colours(arms))):
+        losses = [[point.held_out for point in row.curve if point.asked == asked][-1] for row in arm.rows]
+        mean = statistics.mean(losses)
+        plot.plot(losses, [number] * len(losses), "o", color=colour, markersize=5, alpha=0.7)
+        plot.plot([mean], [number], "|", color=colour, markersize=14, markeredgewidth=2)
+        plot.annotate(
+            f"{mean:.3f}",
+            (max(losses), number),
+            (8, 0),
+            textcoords="offset points",
+            va="center",
+            color=TEXT,
+            fontsize=8,
+        )
+    plot.set_yticks(range(len(arms)), [arm.name for arm in arms], fontsize=8)
+    plot.set_ylim(len(arms) - 0.5, -0.5)
+    plot.margins(x=0.25)
+    plot.locator_params(axis="x", nbins=5)
+
+
 def arm_colours(arms: Sequence[train_results.Arm]) -> list[str]:
-    """Of sparse arms those of ours."""
-    ours, theirs = iter(OURS), iter(THEIRS)
-    return [next(theirs if arm.name.startswith(f"{train_results.DENSE}-") else ours) for arm in arms]
+    """Of sparse arms those of ours. The longest dense one has the same colour in all pictures, with shorter ones beside
+    it or not."""
+    longest = max((arm.length for arm in arms if arm.is_dense), default=0)
+    shorter, long, *more = THEIRS
+    ours, theirs = iter(OURS), iter([shorter, *more])
+    return [next(ours) if not arm.is_dense else long if arm.length == longest else next(theirs) for arm in arms]
 
 
 def draw_measure(runs: Sequence[str], measure: str, label: str) -> Figure:
@@ -332,7 +375,7 @@ GAINS = {
     "quality": Picture(
         lambda: QUALITY,
         partial(draw_curves, QUALITY),
-        "Held-out loss against tokens and against minutes, by arm",
+        "Held-out loss against tokens and against seconds, by arm; below it that of each seed at the end",
         partial(train_tables, QUALITY),
     ),
     "structures": Picture(
@@ -354,7 +397,7 @@ GAINS = {
         partial(train_tables, DNA),
     ),
     "dna_losses": Picture(
-        lambda: DNA, partial(draw_curves, DNA), "Held-out loss of masked bases, then of genes, against minutes, by arm"
+        lambda: DNA, partial(draw_curves, DNA), "Held-out loss of masked bases, then of genes, against seconds, by arm"
     ),
     "documents": Picture(
         lambda: DOCUMENTS,
@@ -365,7 +408,7 @@ GAINS = {
     "documents_losses": Picture(
         lambda: DOCUMENTS,
         partial(draw_curves, DOCUMENTS),
-        "Held-out loss of masked tokens, then of packages, against minutes, by arm",
+        "Held-out loss of masked tokens, then of packages, against seconds, by arm",
     ),
     "packed": Picture(lambda: [MODERNBERT], draw_packed, "Tokens a second of a step of ModernBERT, by attention"),
 }
@@ -378,7 +421,10 @@ def shown(name: str) -> str:
     picture = GAINS[name]
     if not is_there(picture.runs()):
         return "Not measured yet; the commands are above."
-    sources = markdown.sources([load(str(RESULTS / f"{run}.json"))[0] for run in picture.runs()])
+    runs = picture.runs()
+    sources = markdown.sources(
+        [load(str(RESULTS / f"{run}.json"))[0] for run in runs], [f"benchmark-runs.md#{run}" for run in runs]
+    )
     image = f'<img src="pictures/gain-{name}.svg" alt="{picture.about}" width="720">'
     return "\n\n".join(part for part in (image, picture.below(), sources) if part)
 

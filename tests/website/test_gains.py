@@ -23,6 +23,7 @@ def trained(arm, seed, held_out, **budget):
 TRAINED = [
     *(trained("dense-4096", seed, 2.0, **budget) for budget in ({"tokens": 9}, {"minutes": 9.0}) for seed in (0, 1)),
     *(trained("bigbird-4096", seed, 2.1, tokens=9) for seed in (0, 1)),
+    *(trained("dense-512", seed, 1.7 + seed / 5, tokens=9) for seed in (0, 1)),
     *(trained("bigbird-4096", seed, 1.9, minutes=9.0) for seed in (0, 1)),
 ]
 GENES = [Point(90.0, 3 * 10**6, 0.9, "genes"), Point(120.0, 4 * 10**6, 0.8, "genes")]
@@ -90,9 +91,9 @@ def test_runs_that_are_there_take_the_place_of_commands(all_measured):
     page = gains.with_gains(gains.PAGE.read_text())
     assert "ot measured yet" not in page
     assert "| 10 times | 50 times, 512,000 tokens (activations kept); 50 times, 2,048,000 tokens (act" in page
-    assert "| up to 6.3 times faster | 13 times, `bigbird-64` at 65,536 tokens | `bert-lengths-h200` |" in page
+    assert "| up to 6.3 times faster | 13 times, `bigbird-64` at 65,536 tokens | a GPU | `bert-le" in page
     assert "| 1.5 times faster | 10 times, `bigbird-64` at " in page
-    assert "| as good | 1.050 times, `bigbird-4096`, at equal tokens; 0.950 times, `bigbird-4096`, at eq" in page
+    assert "| as good | 1.05 times at equal tokens (`dense-512` 0.90); 0.95 times at equal minutes | a GPU |" in page
     assert "| `bigbird-4096` | 2 | 2.1000 ± 0.0000 | 1.050 |" in page
 
 
@@ -101,7 +102,7 @@ def test_jobs_that_learned_nothing_are_not_shown(all_measured):
     run = json.loads(path.read_text())
     run["rows"][1]["held_out"] = 5.9
     path.write_text(json.dumps(run))
-    sentence = "train-quality-h200.json, dense-4096, seed 1, 9 tokens: this job did not leave the unigram cross-entropy"
+    sentence = "train-quality-h100.json, dense-4096, seed 1, 9 tokens: this job did not leave the unigram cross-entropy"
     for make in (lambda: gains.with_gains(gains.PAGE.read_text()), lambda: gains.draw_curves(gains.QUALITY)):
         with pytest.raises(ValueError, match=sentence):
             make()
@@ -112,18 +113,22 @@ def test_pictures_have_what_was_measured(all_measured):
     lines = {line.get_label(): line.get_xydata().tolist() for line in plot.get_lines()}
     assert lines["bigbird-64"] == [[4096, pytest.approx(8 * 4096 / 0.05)], [65536, pytest.approx(65536 / 0.05)]]
     assert lines.keys() == {"no attention", "floor", "transformers-longformer", "bigbird-64", "sdpa"}
-    of_tokens, of_minutes = gains.GAINS["quality"].draw().axes
+    of_tokens, of_minutes, ends, _ = gains.GAINS["quality"].draw().axes
     lines = [
         {line.get_label(): line.get_xydata().tolist() for line in plot.get_lines()} for plot in (of_tokens, of_minutes)
     ]
     assert lines[0]["bigbird-4096"] == [[1.0, 3.1], [2.0, 2.1]]
-    assert lines[1] == {"dense-4096": [[0.5, 3.0], [1.0, 2.0]], "bigbird-4096": [[0.5, 2.9], [1.0, 1.9]]}
+    assert lines[1] == {"dense-4096": [[30.0, 3.0], [60.0, 2.0]], "bigbird-4096": [[30.0, 2.9], [60.0, 1.9]]}
+    assert [label.get_text() for label in ends.get_yticklabels()] == ["dense-4096", "bigbird-4096", "dense-512"]
+    *_, seeds, mean = (line.get_xydata().tolist() for line in ends.get_lines())
+    assert (seeds, mean) == ([[1.7, 2], [1.9, 2]], [[pytest.approx(1.8), 2]])
     (plot,) = gains.GAINS["dna"].draw().axes
     assert [bar.get_width() for bar in plot.patches] == pytest.approx([55, 55])
     assert [label.get_text() for label in plot.get_yticklabels()] == ["dense-4096", "bigbird-4096"]
-    masked, genes = gains.GAINS["dna_losses"].draw().axes
-    assert masked.get_lines()[0].get_xydata().tolist() == [[0.5, 3.0], [1.0, 2.0]]
-    assert genes.get_lines()[0].get_xydata().tolist() == [[1.5, 0.9], [2.0, 0.8]]
+    masked, genes, _, ends = gains.GAINS["dna_losses"].draw().axes
+    assert masked.get_lines()[0].get_xydata().tolist() == [[30.0, 3.0], [60.0, 2.0]]
+    assert genes.get_lines()[0].get_xydata().tolist() == [[90.0, 0.9], [120.0, 0.8]]
+    assert ends.get_lines()[1].get_xydata().tolist() == [[0.8, 0]]
     assert (masked.get_ylabel(), genes.get_ylabel()) == ("held-out loss of masked tokens", "held-out loss of genes")
     (plot,) = gains.draw_longest().axes
     assert [bar.get_width() for bar in plot.patches] == [10_240, 512_000, 40_960, 2_048_000]

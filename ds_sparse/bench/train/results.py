@@ -107,6 +107,10 @@ class Arm:
         return list(self.by_seed.values())
 
     @property
+    def is_dense(self) -> bool:
+        return self.name.startswith(f"{DENSE}-")
+
+    @property
     def length(self) -> int:
         """Tokens of its sequences."""
         return length_of(self.name)
@@ -160,7 +164,7 @@ def arms_by_case(results: Iterable[Result]) -> dict[Case, list[Arm]]:
 
 def dense_for(arm: Arm, arms: Sequence[Arm]) -> Arm | None:
     """What an arm is compared with: dense attention at its length, else at the greatest there is."""
-    dense = [other for other in arms if other.name.startswith(f"{DENSE}-")]
+    dense = [other for other in arms if other.is_dense]
     same = [other for other in dense if other.length == arm.length]
     return same[0] if same else max(dense, key=lambda other: other.length, default=None)
 
