@@ -22,13 +22,15 @@ LOWEST_BIAS = -1e30
 
 def check_attention_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     """Raises ValueError unless query, key and value belong together and a kernel takes them."""
-    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if query.dim() != 4 or key.dim() != 4 or value.shape != key.shape:
         raise ValueError(
-            f"Shapes are {shapes}; they have to be (batch, heads, tokens, head size), those of key and value equal."
+            f"Shapes are {_shapes(query, key, value)}; they have to be (batch, heads, tokens, head size), those of key "
+            "and value equal."
         )
     if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
-        raise ValueError(f"Shapes are {shapes}; batch and head size, the first and the last, have to be equal.")
+        raise ValueError(
+            f"Shapes are {_shapes(query, key, value)}; batch and head size, the first and the last, have to be equal."
+        )
     heads, key_heads = query.shape[1], key.shape[1]
     if heads % key_heads if key_heads else heads:
         raise ValueError(f"query has {heads} heads and key {key_heads}; they have to be a multiple of key's.")
@@ -36,13 +38,17 @@ def check_attention_operands(query: torch.Tensor, key: torch.Tensor, value: torc
     if query.shape[3] < 1 or (largest is not None and query.shape[3] > largest):
         raise ValueError(f"Head size is {query.shape[3]}; it has to be from 1 to {largest}.")
     if 0 in (query.shape[2], key.shape[2]):
-        raise ValueError(f"Shapes are {shapes}; there has to be at least one token.")
+        raise ValueError(f"Shapes are {_shapes(query, key, value)}; there has to be at least one token.")
     check_alike(query=query, key=key, value=value)
     if query.dtype not in dtypes_on("block_sparse_attention", query.device):
         raise ValueError(
             "Tensors are float64 on CUDA, where this operation takes float16, bfloat16 and float32; use MatMul and "
             "Softmax, which take float64, or the CPU."
         )
+
+
+def _shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
+    return f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
 
 
 def broadcasts(sizes: Sequence[int], wanted: Sequence[int]) -> bool:

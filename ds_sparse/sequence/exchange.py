@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import torch
 from torch import distributed
 from torch.nn.functional import pad
 
+from ..index.cache import KEPT
 from ..ops._autograd import differentiable_once
 from .hosts import over_hosts
 
@@ -157,6 +159,7 @@ class Exchange:
         self._numbers = [1 + max(chain(*of_tensor)) for of_tensor in heads]
         self._is_shared = sum(self._counts) > sum(self._numbers)
         self._strips = _strips(heads, self._counts)
+        self._views = functools.lru_cache(KEPT)(self._views_of)
 
     def to_heads(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """(B, own heads, T, D) of each (B, heads, lengths[rank], D)."""
@@ -167,7 +170,7 @@ class Exchange:
             on_the_way.copy_(in_place)
         received = self._ranks.exchange(sent, by_heads, by_tokens)
         whole = received.view(sum(self._lengths), batch, sum(self._own), width)
-        return whole.permute(1, 2, 0, 3).split(self._own, 1)
+        return whole.permute(1, 2, 0, 3).split_with_sizes(self._own, 1)
 
     def to_tokens(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """(B, lengths[rank], heads, D) of each (B, own heads, T, D): sums where several ranks have a head. Of a single
@@ -198,26 +201,31 @@ class Exchange:
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Pairs of views, (ranks, lengths[rank], B, n, D): heads in what goes to or comes from ranks, and these in
         their tensor; with `by_the_line` as `_as_lines` gives them."""
+        if by_the_line:
+            *tensors, flat = _as_lines(*tensors, flat)
+        batch, _, _, width = tensors[0].shape
+        views = self._views(batch, width, tuple(x.stride() for x in tensors))
+        for tensor, shape, on_the_way, start, in_place, first in views:
+            x = tensors[tensor]
+            yield flat.as_strided(shape, on_the_way, start), x.as_strided(shape, in_place, x.storage_offset() + first)
+
+    def _views_of(self, batch: int, width: int, strides: tuple[tuple[int, ...], ...]) -> list[_View]:
+        """Of each strip, for tensors of these strides."""
+        views = []
         for strip in self._strips:
-            x, y = tensors[strip.tensor], flat
-            if by_the_line:
-                x, y = _as_lines(x, y)
-            batch, _, tokens, width = x.shape
-            of_batch, of_head, of_token, of_number = x.stride()
-            shape = (strip.ranks, tokens, batch, strip.heads, width)
-            row = strip.of_rank * width
-            yield (
-                y.as_strided(
-                    shape,
+            of_batch, of_head, of_token, of_number = strides[strip.tensor]
+            row, tokens = strip.of_rank * width, self._own_tokens
+            views.append(
+                _View(
+                    strip.tensor,
+                    (strip.ranks, tokens, batch, strip.heads, width),
                     (tokens * batch * row, batch * row, row, width, 1),
                     (tokens * batch * strip.before + strip.first) * width,
-                ),
-                x.as_strided(
-                    shape,
                     (strip.heads * of_head, of_token, of_batch, of_head, of_number),
-                    x.storage_offset() + strip.start * of_head,
-                ),
+                    strip.start * of_head,
+                )
             )
+        return views
 
 
 def _as_lines(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -232,6 +240,24 @@ def _lies_in_lines(x: torch.Tensor) -> bool:
     line = 16 // x.element_size()
     *outer, last = x.stride()
     return last == 1 and x.data_ptr() % 16 == 0 and not any(n % line for n in (*outer, x.shape[-1], x.storage_offset()))
+
+
+class _View(NamedTuple):
+    """A strip in what goes between ranks, and in its tensor.
+
+    Attributes:
+        tensor: the number of the tensor.
+        shape: of both.
+        on_the_way, start: strides and offset in what goes between ranks.
+        in_place, first: strides in the tensor, and the offset from its first number.
+    """
+
+    tensor: int
+    shape: tuple[int, ...]
+    on_the_way: tuple[int, ...]
+    start: int
+    in_place: tuple[int, ...]
+    first: int
 
 
 class _Strip(NamedTuple):
