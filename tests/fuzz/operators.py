@@ -11,6 +11,7 @@ import argparse
 import math
 import os
 import random
+import resource
 import sys
 import time
 from pathlib import Path
@@ -42,6 +43,9 @@ DTYPES = (
 )
 LARGEST_RESULT = 2**22
 """Numbers that an argument is let grow to, so that a case is quick."""
+
+ADDRESSES = 2**36
+"""Bytes that the process may ask for. What a machine lets it ask for it may not have, and then the kernel kills it."""
 
 
 class Recorder(TorchDispatchMode):
@@ -158,6 +162,8 @@ def is_small(args: tuple[Any, ...]) -> bool:
 def run(seed: int, cases: float, seconds: float) -> None:
     """Prints the number of each case before it runs: the last line names the one that ended the process."""
     torch.set_num_threads(1)
+    if "ASAN_OPTIONS" not in os.environ:  # which asks for all addresses there are
+        resource.setrlimit(resource.RLIMIT_AS, (ADDRESSES, ADDRESSES))
     calls, end, number, refused = recorded(), time.monotonic() + seconds, 0, 0
     while number < cases and time.monotonic() < end:
         print(f"case {seed}/{number}", flush=True)
