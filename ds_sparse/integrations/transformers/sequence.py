@@ -59,12 +59,6 @@ _RUNS_AHEAD = ("cuda",)
 """Devices of which a host need not wait for what it has asked for."""
 
 
-_TOLD_OF_BATCH = 2 + len(CUMULATIVE) + len(_SPLIT) + 1
-"""How many numbers a rank tells of its batch; `_REFUSES` where it refuses it."""
-
-_REFUSES = -2
-
-
 class Alone(NamedTuple):
     """What is handed on in the place of a `Part` where each rank computes a batch of its own, whole."""
 
@@ -82,9 +76,6 @@ class _Batches:
     device, and of a GPU it is read behind the forward: waiting at the start would let it run out of work in each pass.
     It is waited for at the start where more depends on it: on documents, which rank has which heads; in evaluation,
     whether ranks share a batch at all. All ranks wait where one does.
-
-    Raises:
-        ValueError: another rank refuses its batch.
     """
 
     def __init__(self, ranks: RanksOfSequence, given: Mapping[str, Any], training: bool):
@@ -93,12 +84,6 @@ class _Batches:
         waits = not training or "position_ids" in given or bool(edges) or ids.device.type not in _RUNS_AHEAD
         counts = [edges[name].numel() if name in edges else -1 for name in CUMULATIVE]
         told = ranks.told_by_all([*ids.shape, *counts, *(name in given for name in _SPLIT), waits])
-        refusing = ", ".join(str(rank) for rank, row in enumerate(told) if row[0] == _REFUSES)
-        if refusing:
-            raise ValueError(
-                f"Of the {len(told)} ranks that hold parts of a sequence these refuse their batch: {refusing}. "
-                "Their own errors say why; give all ranks the same batch."
-            )
         self._shapes, self._training = [row[:-1] for row in told], training
         self._waits, self._sums = any(row[-1] for row in told), None
         if _are_alike(self._shapes):
@@ -307,14 +292,8 @@ class SequenceParallel:
         given = {**dict(zip(parameters, arguments, strict=False)), **named}
         given = {name: value for name, value in given.items() if value is not None}
         items = given.pop(_ITEMS, None)
-        evaluates_alone = EVALUATES_ALONE in vars(model) and not model.training
-        try:
-            _refuse_what_has_no_parts(model, given)
-        except ValueError:
-            if not evaluates_alone:  # the others wait for what this rank tells of its batch
-                self.ranks.told_by_all([_REFUSES] * _TOLD_OF_BATCH)
-            raise
-        if evaluates_alone:
+        _refuse_what_has_no_parts(model, given)
+        if EVALUATES_ALONE in vars(model) and not model.training:
             return (), {**given, TOLD: Alone(items)}
         batches = _Batches(self.ranks, given, model.training)
         if not batches.may_be_the_same():
