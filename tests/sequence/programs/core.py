@@ -296,13 +296,4 @@ def batches_of_each_rank_reach_all():
     assert "different numbers of batches" in refusal(lambda: list(ds_sparse.sequence_batches(shorter)))
 
 
-@case
-def hosts_tell_each_other_beside_a_group_that_serves_gpus_alone():
-    rank, size = distributed.get_rank(), distributed.get_world_size()
-    group = distributed.new_group(backend="cuda:gloo")
-    for _ in range(2):
-        assert RanksOfSequence(group).told_by_all([rank, 7]) == [[r, 7] for r in range(size)]
-    assert RanksOfSequence(group).objects_of_all({"rank": rank}) == [{"rank": r} for r in range(size)]
-
-
 run_all()
