@@ -1,19 +1,14 @@
-"""Which rank this process is, before and after torch.distributed runs, what rank 0 has for all, and how it ends."""
+"""Which rank this process is, before and after torch.distributed runs, and what rank 0 has for all."""
 
 from __future__ import annotations
 
-import atexit
 import os
-import time
-from functools import cache
 from typing import Any
 
 _LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _MANAGED = ("AZUREML_EXPERIMENT_ID", "SM_TRAINING_ENV")  # services that DeepSpeed knows how to ask
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
 _WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-_PAUSE = 0.1
-"""Seconds. A free core needs microseconds; ranks may share one."""
 
 
 def rank() -> int:
@@ -53,22 +48,6 @@ def from_rank_0(value: Any) -> Any:
 def can_talk() -> bool:
     """Whether torch.distributed runs, so that ranks can agree on something."""
     return _distributed() is not None
-
-
-@cache
-def let_gloo_finish_at_exit() -> None:
-    """A pause at the end of the program, in which gloo's threads let go of the last tensors. Asked for twice, one.
-
-    A thread that does so when the interpreter has ended aborts the process after its last line ("terminate called
-    without an active exception"), and a program that ended well looks as if it had failed. Gloo has no call that waits
-    for them; those of a group that was ended, and that nothing refers to, have ended with it.
-    """
-    atexit.register(_pause)
-
-
-def _pause() -> None:
-    if can_talk():  # over NCCL, too, where hosts of ranks may have a group of gloo beside it
-        time.sleep(_PAUSE)
 
 
 def _distributed():

@@ -11,10 +11,10 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from ds_sparse.config import SparseAttentionConfigError
-from ds_sparse.integrations.cpu_communication import leave_out_compiled_all_reduce
+from ds_sparse.integrations.cpu_communication import leave_out_compiled_all_reduce, let_gloo_finish_at_exit
 from ds_sparse.integrations.flag import RUN_VARIABLE
 from ds_sparse.integrations.on_import import after_import
-from ds_sparse.ranks import let_gloo_finish_at_exit, rank
+from ds_sparse.ranks import rank
 
 HEAD_START = 10
 """Seconds that a rank waits before it ends with an error that rank 0 says: DeepSpeed's launcher ends all ranks when the

@@ -32,9 +32,9 @@ from ..models.sparsify import sparsify
 from ..models.structures import set_common_seeds
 from ..modules.layers import structure_of
 from ..notices import say_notices
-from ..ranks import is_launched, let_gloo_finish_at_exit, say
+from ..ranks import is_launched, say
 from ..sparsity import FixedSparsityConfig, SparsityConfig
-from .cpu_communication import leave_out_compiled_all_reduce
+from .cpu_communication import leave_out_compiled_all_reduce, let_gloo_finish_at_exit
 from .deepspeed_sequence import parallelize, refuse, sequence_parallel_size
 from .flag import FLAG, is_on
 from .pretrained import innermost_pretrained_models, pretrained_model_around

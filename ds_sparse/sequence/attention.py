@@ -24,7 +24,7 @@ from .deal import TOLERANCE, HeadDeal, deal_heads
 from .exchange import Exchange, RanksOfSequence, heads_to_tokens, tokens_to_heads
 
 TOLD = 14
-"""How many numbers a rank tells of its part; zeros where it refuses it."""
+"""How many numbers a rank tells of its part."""
 
 
 class SequenceParallelAttention:
@@ -105,8 +105,8 @@ class SequenceParallelAttention:
         Args:
             query: (B, H, T_r, D), T_r the rank's own tokens, 1 or more; any strides.
             key, value: alike, or with fewer heads, which divide H; they may be fewer than ranks, H may not.
-            lengths: T_r of each rank. Without it the hosts of ranks ask each other, and wait for
-                each other; with it nothing is compared between ranks.
+            lengths: T_r of each rank. Without it ranks ask each other, and a GPU is waited for;
+                with it nothing is compared between ranks.
             cu_seqlens: int32 or int64 (documents + 1), the same on all ranks: the sequences are rows of packed
                 documents, of which none sees another. It goes from 0 to the tokens of all rows, one whole row after the
                 other, whose ends are ends of documents. Borders of ranks may lie anywhere. No key_padding_mask.
@@ -139,7 +139,7 @@ class SequenceParallelAttention:
             documents = None if cu_seqlens is None else Documents.read(cu_seqlens)
         except (TypeError, ValueError):
             if lengths is None:  # the others wait for what this rank tells of its part
-                self._ranks.told_by_all([0] * TOLD)
+                self._told_by_all([0] * TOLD, query.device)
             raise
         if lengths is None:
             chosen = (causal, dropout_p > 0, document_layout == "row", sinks is not None)
@@ -240,14 +240,14 @@ class SequenceParallelAttention:
         documents: Documents | None,
         options: tuple[bool, ...],
     ) -> tuple[int, ...]:
-        """The lengths of all ranks, after a look at whether the rest of their shapes, and their options, are the
-        same."""
+        """The lengths of all ranks, after a look at whether the rest of their shapes, and their options, are the same.
+        Waits for the device."""
         batch, heads, tokens, width = query.shape
         masks = 0 if key_padding_mask is None else key_padding_mask.shape[0]
         kinds = [DTYPES.index(query.dtype), -1 if key_padding_mask is None else key_padding_mask.element_size()]
         edges = (0, 0) if documents is None else (len(documents.edges) - 1, crc32(repr(documents.edges).encode()))
         mine = [tokens, batch, heads, key.shape[1], width, masks, *edges, *kinds, *map(int, options)]
-        rows = self._ranks.told_by_all(mine)
+        rows = self._told_by_all(mine, query.device)
         refusing = ", ".join(str(rank) for rank, row in enumerate(rows) if not row[0])
         if refusing:
             raise ValueError(
@@ -267,6 +267,10 @@ class SequenceParallelAttention:
                 "the same cu_seqlens and options, and a key padding mask to all or to none."
             )
         return tuple(row[0] for row in rows)
+
+    def _told_by_all(self, mine: list[int], device: torch.device) -> list[list[int]]:
+        """The `TOLD` numbers that each rank tells of its part, zeros where it refuses it."""
+        return self._ranks.rows_of_all(torch.tensor(mine, device=device)).tolist()
 
     def _check_lengths(self, lengths: tuple[int, ...], tokens: int) -> None:
         ranks = self._ranks

@@ -45,7 +45,8 @@ class SequenceBatches:
         batches = iter(self.loader)
         while True:
             own = tree_map(_on_cpu, next(batches, None))
-            of_all = self.ranks.objects_of_all(own)
+            of_all: list[Any] = [None] * self.ranks.size
+            distributed.all_gather_object(of_all, own, group=self.ranks.group)
             missing = [rank for rank, batch in enumerate(of_all) if batch is None]
             if 0 < len(missing) < self.ranks.size:
                 raise ValueError(

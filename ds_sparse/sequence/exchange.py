@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import distributed
@@ -13,7 +13,6 @@ from torch.nn.functional import pad
 
 from ..index.cache import KEPT
 from ..ops._autograd import differentiable_once
-from .hosts import over_hosts
 
 HeadsByRank = tuple[tuple[int, ...], ...]
 """The heads of a tensor that each rank has."""
@@ -67,18 +66,9 @@ class RanksOfSequence:
 
     def rows_of_all(self, numbers: torch.Tensor) -> torch.Tensor:
         """What each rank has for `numbers`, (size, *its shape), which is the same everywhere."""
-        return _gathered(numbers, self.size, self.group)
-
-    def told_by_all(self, numbers: Sequence[int]) -> list[list[int]]:
-        """What each rank has for `numbers`, of which all have as many; the same everywhere. Hosts tell each other, and
-        wait for each other, but for no GPU."""
-        return _gathered(torch.tensor(numbers), self.size, over_hosts(self.group)).tolist()
-
-    def objects_of_all(self, value: Any) -> list[Any]:
-        """The value of each rank, which holds nothing on a GPU, in the same way."""
-        of_all: list[Any] = [None] * self.size
-        distributed.all_gather_object(of_all, value, group=over_hosts(self.group))
-        return of_all
+        rows = [torch.empty_like(numbers) for _ in range(self.size)]
+        distributed.all_gather(rows, numbers.contiguous(), group=self.group)
+        return torch.stack(rows)
 
     def all_tokens(self, part: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
         """(B, T) out of the (B, lengths[rank]) of each rank; without a gradient."""
@@ -102,26 +92,6 @@ class RanksOfSequence:
         received = sent.new_empty(sum(of))
         distributed.all_to_all_single(received, sent, of, to, group=self.group)
         return received
-
-
-def _gathered(numbers: torch.Tensor, ranks: int, group: distributed.ProcessGroup) -> torch.Tensor:
-    rows = numbers.new_empty(ranks, *numbers.shape)
-    distributed.all_gather(list(rows.unbind()), numbers.contiguous(), group=group)
-    return rows
-
-
-class ReadLater:
-    """Numbers of a device that the host reads later: it waits for what was queued before, not for what comes behind."""
-
-    def __init__(self, numbers: torch.Tensor):
-        self._numbers = numbers.to("cpu", non_blocking=numbers.is_cuda)
-        self._copied = torch.cuda.current_stream(numbers.device).record_event() if numbers.is_cuda else None
-
-    def read(self) -> torch.Tensor:
-        """The numbers, on the CPU."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._numbers
 
 
 def tokens_to_heads(

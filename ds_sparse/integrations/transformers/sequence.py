@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ...sequence import SequenceParallelAttention
 from ...sequence.deal import check_ranks
-from ...sequence.exchange import RanksOfSequence, ReadLater
+from ...sequence.exchange import RanksOfSequence
 from ..pretrained import NAME, is_switched, layers_by_model, pretrained_model_around
 from .binding import attached_to, which
 from .mask_windows import hides_nothing
@@ -55,10 +55,6 @@ _IN_PARTS = "_ds_sparse_in_parts"
 """On the attention layers of a sequence-parallel model."""
 
 
-_RUNS_AHEAD = ("cuda",)
-"""Devices of which a host need not wait for what it has asked for."""
-
-
 class Alone(NamedTuple):
     """What is handed on in the place of a `Part` where each rank computes a batch of its own, whole."""
 
@@ -69,51 +65,6 @@ class Alone(NamedTuple):
         return mean if self.items is None else (_sum_of_losses(mean, labelled) / self.items).to(mean.dtype)
 
 
-class _Batches:
-    """What the ranks of a group are given in a forward: whether it is one batch.
-
-    The hosts of ranks tell each other the shapes, on which what ranks exchange depends. What is in the batch is on the
-    device, and of a GPU it is read behind the forward: waiting at the start would let it run out of work in each pass.
-    It is waited for at the start where more depends on it: on documents, which rank has which heads; in evaluation,
-    whether ranks share a batch at all. All ranks wait where one does.
-    """
-
-    def __init__(self, ranks: RanksOfSequence, given: Mapping[str, Any], training: bool):
-        ids = given["input_ids"]
-        edges = {name: torch.as_tensor(given[name]) for name in CUMULATIVE if name in given}
-        waits = not training or "position_ids" in given or bool(edges) or ids.device.type not in _RUNS_AHEAD
-        counts = [edges[name].numel() if name in edges else -1 for name in CUMULATIVE]
-        told = ranks.told_by_all([*ids.shape, *counts, *(name in given for name in _SPLIT), waits])
-        self._shapes, self._training = [row[:-1] for row in told], training
-        self._waits, self._sums = any(row[-1] for row in told), None
-        if _are_alike(self._shapes):
-            sums = _weighted_sums([given[name].to(ids.device) for name in _SPLIT if name in given])
-            sums += [(x.long() ** 2).sum().to(ids.device) for x in edges.values()]
-            self._sums = ReadLater(ranks.rows_of_all(torch.stack(sums)))
-
-    def may_be_the_same(self) -> bool:
-        """Whether ranks go on with one batch, which they are then given unless `check` raises."""
-        return (self._sums is not None and not self._waits) or self.check()
-
-    def check(self) -> bool:
-        """Whether the ranks are given one batch. Waits until the device has come to the start of the forward.
-
-        Raises:
-            ValueError: they are given different ones in training; in evaluation each may compute its own.
-        """
-        same = self._sums is not None and _are_alike(self._sums.read().tolist())
-        if self._training and not same:
-            ranks = len(self._shapes)
-            raise ValueError(
-                f"The {ranks} ranks that hold parts of a sequence are given different batches (of "
-                f"{', '.join(f'{row[0]} x {row[1]}' for row in self._shapes)} tokens); give them the same one: pass "
-                "training_data to ds_sparse.initialize, give ds_sparse.sequence_batches(loader) in the place of a "
-                "loader that deals batches to all ranks (of Transformers' Trainer override get_train_dataloader so), "
-                f"or a DistributedSampler with num_replicas=world_size // {ranks} and rank=rank // {ranks}."
-            )
-        return same
-
-
 class Part:
     """The tokens of one forward that this rank has.
 
@@ -122,7 +73,6 @@ class Part:
         mask: the key padding mask of the whole sequence, bool (B, T), or None.
         cu_seqlens: where the packed documents of all rows begin, on the CPU, or None.
         items: what the loss is divided by, the labelled tokens of the batch if it is None.
-        batches: what the ranks have been given, which is looked at when the forward is done.
         attentions: what computes in layers, by what does on one rank.
         told: the attention layers that have computed with it.
     """
@@ -134,11 +84,10 @@ class Part:
         mask: torch.Tensor | None,
         cu_seqlens: torch.Tensor | None,
         items: torch.Tensor | float | None,
-        batches: _Batches,
         attentions: dict[Any, Any],
     ):
         self.ranks, self.lengths, self.mask, self.cu_seqlens = ranks, lengths, mask, cu_seqlens
-        self.items, self.batches, self._attentions = items, batches, attentions
+        self.items, self._attentions = items, attentions
         self.told: set[nn.Module] = set()
 
     @property
@@ -293,10 +242,8 @@ class SequenceParallel:
         given = {name: value for name, value in given.items() if value is not None}
         items = given.pop(_ITEMS, None)
         _refuse_what_has_no_parts(model, given)
-        if EVALUATES_ALONE in vars(model) and not model.training:
-            return (), {**given, TOLD: Alone(items)}
-        batches = _Batches(self.ranks, given, model.training)
-        if not batches.may_be_the_same():
+        evaluates_alone = EVALUATES_ALONE in vars(model) and not model.training
+        if evaluates_alone or not self._is_same_on_all(given, model.training):
             return (), {**given, TOLD: Alone(items)}
         ids = given["input_ids"]
         tokens = ids.shape[1]
@@ -315,7 +262,7 @@ class SequenceParallel:
         each, more = divmod(tokens, self.ranks.size)
         lengths = tuple(each + (rank < more) for rank in range(self.ranks.size))
         mask_of_all = None if mask is None else mask != 0
-        part = Part(self.ranks, lengths, mask_of_all, cu_seqlens, items, batches, self._attentions)
+        part = Part(self.ranks, lengths, mask_of_all, cu_seqlens, items, self._attentions)
         positions = self._positions(ids) if cu_seqlens is None else positions_of(model, given, cu_seqlens)
         whole = {"position_ids": positions} | {name: x for name, x in given.items() if name not in FOR_FLASH_ATTENTION}
         if "labels" in given and _is_shifted(model):
@@ -334,13 +281,35 @@ class SequenceParallel:
             return getattr(maker, _POSITIONS_OF_IDS)(ids, maker.padding_idx)
         return torch.arange(ids.shape[1], device=ids.device)[None]
 
+    def _is_same_on_all(self, given: Mapping[str, Any], training: bool) -> bool:
+        """Whether the ranks of a group are given one batch. Waits for the device.
+
+        Raises:
+            ValueError: they are given different ones in training; in evaluation each may compute its own.
+        """
+        ids = given["input_ids"]
+        sums = [_weighted_sum(given[name].to(ids.device)) if name in given else None for name in _SPLIT]
+        edges = [torch.as_tensor(given[name]) if name in given else None for name in CUMULATIVE]
+        sums += [None if x is None else (x.long() ** 2).sum().to(ids.device) for x in edges]
+        counts = [*ids.shape, *(-1 if x is None else x.numel() for x in edges), *(x is not None for x in sums)]
+        told = torch.tensor([*counts, 0], device=ids.device)
+        rows = self.ranks.rows_of_all(torch.stack([*told[:-1], *(told[-1] if x is None else x for x in sums)]))
+        same = not bool((rows != rows[0]).any())
+        if training and not same:
+            raise ValueError(
+                f"The {self.ranks.size} ranks that hold parts of a sequence are given different batches (of "
+                f"{', '.join(f'{row[0]} x {row[1]}' for row in rows.tolist())} tokens); give them the same one: pass "
+                "training_data to ds_sparse.initialize, give ds_sparse.sequence_batches(loader) in the place of a "
+                "loader that deals batches to all ranks (of Transformers' Trainer override get_train_dataloader so), "
+                f"or a DistributedSampler with num_replicas=world_size // {self.ranks.size} and rank=rank // "
+                f"{self.ranks.size}."
+            )
+        return same
+
     @torch.compiler.disable(reason="losses of several ranks are put together outside of graphs")
     def _whole(self, model: nn.Module, arguments: tuple, named: dict[str, Any], output: Any) -> Any:
-        """Forward hook: the loss of the whole batch, and a look at whether all ranks were given it, and all layers have
-        computed a part."""
+        """Forward hook: the loss of the whole batch, and a look at whether all layers have computed a part."""
         part: Part | Alone = named[TOLD]
-        if isinstance(part, Part):
-            part.batches.check()
         untold = [layer for layer in self._layers if isinstance(part, Part) and layer not in part.told]
         if untold:
             raise ValueError(
@@ -433,15 +402,10 @@ def _refuse_what_has_no_parts(model: nn.Module, given: Mapping[str, Any]) -> Non
             )
 
 
-def _are_alike(rows: list[list[int]]) -> bool:
-    return all(row == rows[0] for row in rows)
-
-
-def _weighted_sums(of_tokens: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Of each a number that other tokens, or the same at other places, hardly have: int64."""
-    flat = [x.long().flatten() for x in of_tokens]
-    weights = torch.arange(1, 1 + max(map(len, flat)), device=flat[0].device)
-    return [(x * weights[: len(x)]).sum() for x in flat]
+def _weighted_sum(of_tokens: torch.Tensor) -> torch.Tensor:
+    """A number that other tokens, or the same at other places, hardly have: int64."""
+    flat = of_tokens.long().flatten()
+    return (flat * torch.arange(1, len(flat) + 1, device=flat.device)).sum()
 
 
 def _sum_of_losses(mean: torch.Tensor, labelled: torch.Tensor) -> torch.Tensor:
