@@ -123,14 +123,16 @@ def trained(runs: Sequence[str]) -> list[train_results.Result]:
 
 def quality_gain() -> str:
     """The held-out losses of structures over that of dense attention of their length, and beside them those of shorter
-    dense attention over the same."""
+    dense attention over that of the longest."""
     said = []
     for case, arms in train_results.arms_by_case(trained(QUALITY)).items():
-        sparse = [arm for arm in arms if not arm.is_dense]
-        dense = train_results.dense_for(sparse[0], arms)
-        equal = "tokens" if case.tokens else "minutes"
-        shorter = [f" (`{arm.name}` {markdown.ratio(arm.over(dense))})" for arm in arms if arm.length < dense.length]
-        said.append(f"{markdown.span(arm.over(dense) for arm in sparse)} times at equal {equal}{''.join(shorter)}")
+        over = {arm.name: arm.over(train_results.dense_for(arm, arms)) for arm in arms}
+        longest = max(arm.length for arm in arms)
+        shorter = [
+            f" (`{arm.name}` {markdown.ratio(over[arm.name])})" for arm in arms if arm.is_dense and arm.length < longest
+        ]
+        span = markdown.span(over[arm.name] for arm in arms if not arm.is_dense)
+        said.append(f"{span} times at equal {'tokens' if case.tokens else 'minutes'}{''.join(shorter)}")
     return "; ".join(said)
 
 
@@ -163,7 +165,7 @@ def claims() -> str:
             lines.append([claim.what, claim.then, claim.said(), machines(claim.runs), runs])
         else:
             lines.append([claim.what, claim.then, "not measured yet", "", "below"])
-    heading = ["what", "said in 2020, on V100", "here", "on", "run"]
+    heading = ["what", "said in 2020, on V100", "here", "GPU", "run"]
     return f"{markdown.Table(heading, lines).in_markdown()}\n\n{commands()}".rstrip()
 
 

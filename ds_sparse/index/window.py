@@ -174,11 +174,10 @@ class WindowIndex(OnDevice):
 def fitting_block(tokens: int, window: int, device_type: str) -> int:
     """The side of the blocks that cover a window in the least time, as measured on CPUs with and without AMX and on an
     H200; larger ones for long sequences, as the index is built from all of tokens / block squared."""
-    rows = MAX_ROWS[device_type]
     if device_type == "cuda":
-        least = 32 if window < 32 else 64
+        least, rows = 32 if window < 32 else 64, MAX_ROWS["cuda"]
     else:
-        least = 16 if window < (32 if instruction_set() == "amx_bf16" else 192) else 32
+        least, rows = 16 if window < (64 if instruction_set() == "amx_bf16" else 192) else 32, MAX_ROWS["cpu"]
     return next((block for block in BLOCK_SIZES if block >= least and tokens <= rows * block), BLOCK_SIZES[-1])
 
 

@@ -11,6 +11,7 @@ from ..notices import say_notices
 from ..sparsity import FixedSparsityConfig, SparsityConfig
 from ..wording import kind
 from .bert import check_num_heads
+from .structured_attention import is_structure
 
 
 def read_structures(wanted: SparsityConfig | Mapping[str, Any] | None, num_heads: int) -> LayerStructures:
@@ -27,7 +28,7 @@ def read_structures(wanted: SparsityConfig | Mapping[str, Any] | None, num_heads
         notices: list[str] = []
         structures = read_block(wanted, num_heads, source=wanted, notices=notices)
         say_notices(notices)
-    elif hasattr(wanted, "make_layout") and not isinstance(wanted, type):
+    elif is_structure(wanted):
         structures = LayerStructures(copy.copy(wanted), {})
     else:
         raise TypeError(

@@ -35,9 +35,14 @@ class SparseOps(NamedTuple):
     output: MatMul
 
 
+def is_structure(given: Any) -> bool:
+    """Whether it has all that attention asks a structure for; it need be none of this package."""
+    return not isinstance(given, type) and all(hasattr(given, name) for name in ("block", "num_heads", "make_layout"))
+
+
 def check_structure(given: Any) -> None:
-    """Raises TypeError for what has not all that attention asks a structure for."""
-    if isinstance(given, type) or not all(hasattr(given, name) for name in ("block", "num_heads", "make_layout")):
+    """Raises TypeError for what is no structure."""
+    if not is_structure(given):
         raise TypeError(
             f"sparsity_config is {kind(given)}; it has to be a sparsity config, such as FixedSparsityConfig("
             "num_heads=4). parse_sparse_attention(block, num_heads) makes one of a dict with the keys of the JSON's "

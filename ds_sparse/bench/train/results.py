@@ -163,9 +163,10 @@ def arms_by_case(results: Iterable[Result]) -> dict[Case, list[Arm]]:
 
 
 def dense_for(arm: Arm, arms: Sequence[Arm]) -> Arm | None:
-    """What an arm is compared with: dense attention at its length, else at the greatest there is."""
+    """What an arm is compared with: a structure with dense attention at its length, all else with that at the greatest
+    there is."""
     dense = [other for other in arms if other.is_dense]
-    same = [other for other in dense if other.length == arm.length]
+    same = [other for other in dense if other.length == arm.length and not arm.is_dense]
     return same[0] if same else max(dense, key=lambda other: other.length, default=None)
 
 
