@@ -24,7 +24,7 @@ class OnDevice:
 
     @property
     def device(self) -> torch.device:
-        """Where the index is."""
+        """Where the index is; each kind of index says it."""
         raise NotImplementedError
 
     def ready(self) -> Self:

@@ -177,7 +177,8 @@ def fitting_block(tokens: int, window: int, device_type: str) -> int:
     if device_type == "cuda":
         least, rows = 32 if window < 32 else 64, MAX_ROWS["cuda"]
     else:
-        least, rows = 16 if window < (64 if instruction_set() == "amx_bf16" else 192) else 32, MAX_ROWS["cpu"]
+        long = 64 if instruction_set() == "amx_bf16" else 192
+        least, rows = 16 if window < long else 32, MAX_ROWS["cpu"]
     return next((block for block in BLOCK_SIZES if block >= least and tokens <= rows * block), BLOCK_SIZES[-1])
 
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from ..index.master_layout import MasterLayout
 
 _EMPTY_LIKE = torch.empty_like
+# torch's stubs have attributes where torch has descriptors.
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _GET_BASE = Tensor._base.__get__  # type: ignore[union-attr]
 _NOT_WRITING = ("requires_grad_", "__index__", "__int__", "__invert__", "__iter__")
@@ -76,7 +77,7 @@ def _for_reading(result: Any, given: list[Tensor], cls: type[LayoutBuffer]) -> A
     if isinstance(result, np.ndarray):
         result.flags.writeable &= result.base is None
         return result
-    shares = any(torch._C._is_alias_of(result, x) for x in given)  # type: ignore[attr-defined]
+    shares = any(torch._C._is_alias_of(result, x) for x in given)  # type: ignore[attr-defined]  # not in stubs
     return result.as_subclass(cls) if shares else result
 
 

@@ -44,6 +44,7 @@ class SequenceParallelAttention:
 
     Raises:
         RuntimeError: torch.distributed does not run.
+        TypeError: sparsity_config is no structure.
 
     Examples:
         >>> import torch

@@ -140,7 +140,7 @@ class Exchange:
             on_the_way.copy_(in_place)
         received = self._ranks.exchange(sent, by_heads, by_tokens)
         whole = received.view(sum(self._lengths), batch, sum(self._own), width)
-        return whole.permute(1, 2, 0, 3).split_with_sizes(self._own, 1)
+        return whole.permute(1, 2, 0, 3).split(self._own, 1)
 
     def to_tokens(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """(B, lengths[rank], heads, D) of each (B, own heads, T, D): sums where several ranks have a head. Of a single
