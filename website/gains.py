@@ -40,8 +40,8 @@ TO_MEASURE = {
     "dense-4096,fixed-4096,variable-4096,local_sliding_window-4096,continued-bigbird-4096",
     "train-quality-16k-h100": "train --folder quality-16k --document-tokens 16384 --tokens 40000000 --minutes 0.4 "
     "--arms dense-512,dense-16384,bigbird-16384,bslongformer-16384",
-    "train-dna-h100": "train --experiment dna --folder dna --minutes 0.5",
-    "train-documents-h100": "train --experiment documents --folder documents --minutes 0.5",
+    "train-dna-h100": "train --experiment dna --folder dna --minutes 2",
+    "train-documents-h100": "train --experiment documents --folder documents --minutes 1",
 }
 """Runs of `ds_sparse bench` on a GPU that the page waits for, with the rest of their commands."""
 

@@ -158,7 +158,7 @@ def _watched(name: str, dense: Any) -> Callable[..., Any]:
 def _is_watched(module: nn.Module) -> bool:
     """Whether a method of a module runs inside one that is watched: its own, or of the layer that it is inside of."""
     running = [mode.module for mode in _get_current_function_mode_stack() if isinstance(mode, _Calls)]
-    return any(outer is module for outer in running) or (bool(running) and _interception(module).inside)
+    return any(outer is module for outer in running) or (len(running) > 0 and _interception(module).inside)
 
 
 def _new(dense: Any) -> nn.Module:

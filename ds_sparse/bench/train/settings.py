@@ -57,7 +57,7 @@ class Budget:
     tokens: int = 0
 
     def __str__(self) -> str:
-        return f"{self.tokens:,} tokens" if self.tokens else f"{self.minutes:g} minutes"
+        return f"{self.tokens:,} tokens" if self.tokens else f"{self.minutes:g} minute{'s' * (self.minutes != 1)}"
 
 
 @dataclass(frozen=True)
