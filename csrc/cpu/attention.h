@@ -13,6 +13,10 @@ DS_SPARSE_INLINE int64_t blocks_at_a_time(const AttentionRowStrip& strip) {
   return count > 0 ? count : 1;
 }
 
+// Rows whose softmax is made side by side: alone, each would wait for its own chain of maxima and exponentials. A row
+// strip has a multiple of them.
+constexpr int softmax_rows = 4;
+
 DS_SPARSE_INLINE int64_t at_most(int64_t x, int64_t limit) { return x < limit ? x : limit; }
 
 // Adds a bias to the rows x columns that there are of one block of scores, (rows, b); from is where they begin in it.
@@ -210,9 +214,10 @@ static void attention_forward_of(
     Compute<T>* scratch) {
   using C = Compute<T>;
   using V = Vec<C, W>;
-  constexpr int N = native_width<C>;
+  constexpr int N = native_width<C>, R = softmax_rows;
   int64_t block = strip.block, depth = block / per_multiplicand<O>, rows = strip.rows, size = rows * block,
           step = blocks_at_a_time(strip);
+  const bool dropout = strip.dropout;
   C *scores = scratch, *extra = scratch + step * size;
   for (int64_t r = 0; r < rows; ++r) {
     top[r] = -infinity<C>;
@@ -222,35 +227,44 @@ static void attention_forward_of(
   for (int64_t done = 0; done < count; done += step) {
     int64_t here = at_most(step, count - done);
     attention_scores<T, O, W>(strip, query, strip.depth, key_panels, blocks + done, blocks + done, here, scores, extra);
-    if (strip.dropout) dropout_blocks<C>(strip, blocks + done, here, extra);
-    for (int64_t r = 0; r < rows; ++r) {
-      V largest = broadcast<C, W>(top[r]);
+    if (dropout) dropout_blocks<C>(strip, blocks + done, here, extra);
+    for (int64_t r = 0; r < rows; r += R) {
+      V largest[R], shift[R], sums[R] = {};
+      C now[R];
+      for (int i = 0; i < R; ++i) largest[i] = broadcast<C, W>(top[r + i]);
       for (int64_t n = 0; n < here; ++n) {
         for (int64_t c = 0; c < block; c += W) {
-          V x = load<C, W>(scores + n * size + r * block + c);
-          largest = x > largest ? x : largest;
+          for (int i = 0; i < R; ++i) {
+            V x = load<C, W>(scores + n * size + (r + i) * block + c);
+            largest[i] = x > largest[i] ? x : largest[i];
+          }
         }
       }
-      C now = max_lanes<C, W>(largest);
-      // With nothing left (and no NaN) every exponential, and the sum, is 0.
-      C shift = now == -infinity<C> ? C(0) : now;
-      V sums{};
+      for (int i = 0; i < R; ++i) {
+        now[i] = max_lanes<C, W>(largest[i]);
+        // With nothing left (and no NaN) every exponential, and the sum, is 0.
+        shift[i] = broadcast<C, W>(now[i] == -infinity<C> ? C(0) : now[i]);
+      }
       for (int64_t n = 0; n < here; ++n) {
         for (int64_t c = 0; c < block; c += W) {
-          int64_t at = n * size + r * block;
-          V e = exp_nonpositive<C, W>(load<C, W>(scores + at + c) - shift);
-          store_weights<O, W>(scores + at, c, strip.dropout ? V(e * load<C, W>(extra + at + c)) : e);
-          sums += e;
+          for (int i = 0; i < R; ++i) {
+            int64_t at = n * size + (r + i) * block;
+            V e = exp_nonpositive<C, W>(load<C, W>(scores + at + c) - shift[i]);
+            store_weights<O, W>(scores + at, c, dropout ? V(e * load<C, W>(extra + at + c)) : e);
+            sums[i] += e;
+          }
         }
       }
-      if (done > 0 && now > top[r]) {
-        C rest = exp_nonpositive<C, W>(broadcast<C, W>(top[r] - shift))[0];
-        total[r] *= rest;
-        for (int64_t c = 0; c < width; c += N)
-          store<C, N>(sum + r * width + c, Vec<C, N>(load<C, N>(sum + r * width + c) * rest));
+      for (int i = 0; i < R; ++i) {
+        if (done > 0 && now[i] > top[r + i]) {
+          C rest = exp_nonpositive<C, W>(broadcast<C, W>(top[r + i]) - shift[i])[0];
+          C* row = sum + (r + i) * width;
+          total[r + i] *= rest;
+          for (int64_t c = 0; c < width; c += N) store<C, N>(row + c, Vec<C, N>(load<C, N>(row + c) * rest));
+        }
+        total[r + i] += sum_lanes<C, W>(sums[i]);
+        top[r + i] = now[i];
       }
-      total[r] += sum_lanes<C, W>(sums);
-      top[r] = now;
     }
     const int32_t* live = blocks + done;
     const O* weights = weights_in<O>(scores);
