@@ -224,6 +224,7 @@ static void attention_forward_of(
     total[r] = 0;
   }
   for (int64_t i = 0; count == 0 && i < rows * width; ++i) sum[i] = 0;
+  begin_products<O>();
   for (int64_t done = 0; done < count; done += step) {
     int64_t here = at_most(step, count - done);
     attention_scores<T, O, W>(strip, query, strip.depth, key_panels, blocks + done, blocks + done, here, scores, extra);
@@ -271,7 +272,6 @@ static void attention_forward_of(
     in_runs(
         here, [&](int64_t n) { return spoilt[live[n]]; },
         [&](int64_t n, int64_t run) {
-          expect_depth<O>(depth);
           dsd_columns<O, tile_vectors>(
               {weights + n * size, nullptr, size, block, 1}, value, width, live + n, run, depth, rows, 0, width,
               done + n > 0, sum, width);
@@ -315,6 +315,7 @@ static void attention_backward_of(
   // The gradients by the strip's rows, as multiplicands of them.
   O* grad_columns = P == 1 ? reinterpret_cast<O*>(grads) : reinterpret_cast<O*>(extra + step * size);
   const int32_t own = 0;
+  begin_products<O>();
   for (int64_t done = 0; done < column.count; done += step) {
     int64_t here = at_most(step, column.count - done);
     const int32_t *blocks = column.blocks + done, *slots = column.slots + done;
@@ -351,14 +352,12 @@ static void attention_backward_of(
     }
     const O *prob_weights = weights_in<O>(probs), *grad_weights = weights_in<O>(grads);
     auto add_products = [&](int64_t n, int64_t run) {
-      expect_depth<O>(block / P);
       dsd_columns<O, tile_vectors>(
           {prob_weights + n * size, nullptr, size, block, 1}, column.grad_output, width, slots + n, run, block / P,
           rows, 0, width, true, column.grad_value, width);
       dsd_columns<O, tile_vectors>(
           {grad_weights + n * size, nullptr, size, block, 1}, column.query, width, slots + n, run, block / P, rows, 0,
           width, true, column.grad_key, width);
-      expect_depth<O>(rows / P);
       for (int64_t i = n; i < n + run; ++i)
         dsd_columns<O, tile_vectors>(
             {grad_columns + i * size / P, nullptr, 0, 1, block}, column.dense_key, width, &own, 1, rows / P, block, 0,
@@ -396,6 +395,7 @@ static void attention_bias_backward_of(
   using V = Vec<C, W>;
   int64_t block = strip.block, rows = strip.rows, size = rows * block, step = blocks_at_a_time(strip);
   C *probs = scratch, *grads = scratch + step * size, *factors = grads + step * size, *extra = factors + step * size;
+  begin_products<O>();
   for (int64_t done = 0; done < count; done += step) {
     int64_t here = at_most(step, count - done);
     attention_scores<T, O, W>(strip, query, strip.depth, key_panels, blocks + done, blocks + done, here, probs, extra);

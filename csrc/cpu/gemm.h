@@ -55,9 +55,9 @@ struct Tile {
   }
 };
 
-// What a machine with tiles has to know of products before them, and when there are no more.
+// Around products, which a machine with tiles makes ready for and cleans up after.
 template <class O>
-DS_SPARSE_INLINE void expect_depth(int64_t /*depth*/) {}
+DS_SPARSE_INLINE void begin_products() {}
 template <class O>
 DS_SPARSE_INLINE void end_products() {}
 
@@ -276,7 +276,6 @@ static void sdd(
     const O* a, int64_t a_stride, int64_t rows, const O* panels, const int32_t* columns, int64_t count, int64_t block,
     int64_t depth, T* out) {
   constexpr int W = native_width<Compute<O>>;
-  expect_depth<O>(depth);
   if (block >= W)
     sdd_of<O, T, W, tile_vectors>(a, a_stride, rows, panels, columns, 0, count * (block / W), block, depth, out);
   else if constexpr (per_multiplicand<O> == 1)
@@ -293,7 +292,7 @@ struct Blocks {
   int64_t m_stride, k_stride;
 };
 
-// depth: multiplicands of a block. `expect_depth` of it has to come before.
+// depth: multiplicands of a block.
 template <class O, int V>
 static void dsd_columns(
     const Blocks<O>& blocks, const O* dense, int64_t dense_stride, const int32_t* indices, int64_t count, int64_t depth,
@@ -331,6 +330,7 @@ template <class T, class O>
 static void matmul_sdd(
     const O* a, int64_t a_stride, int64_t rows, const O* panels, const int32_t* columns, int64_t count, int64_t block,
     int64_t depth, T* out) {
+  begin_products<O>();
   sdd(a, a_stride, rows, panels, columns, count, block, depth, out);
   end_products<O>();
 }
@@ -361,7 +361,7 @@ static void matmul_dsd(
     dsd_columns<O, tile_vectors>(
         blocks, dense, dense_stride, indices + done, here, depth, rows, 0, width, done > 0, sum, sum_stride);
   };
-  expect_depth<O>(depth);
+  begin_products<O>();
   if (has_multiplicands<T, O>(slots)) {
     const O* multiplicands = reinterpret_cast<const O*>(values);
     add(slots ? Blocks<O>{multiplicands + begin, slots, size, 1, block}

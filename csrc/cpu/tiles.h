@@ -120,16 +120,19 @@ inline void multiply() {
 
 }  // namespace amx
 
-// Multiplicands that a tile takes of a depth, which is a multiple of `depth_multiple`.
-DS_SPARSE_INLINE int64_t tile_depth(int64_t depth) { return depth % 16 == 0 ? 16 : 8; }
+// Registers 0 to V - 1 are the sums. A tile takes 16 multiplicands of a depth at a time, or 8 where 16 do not divide
+// it; either has a register for the left operand and one for the right, as configuring registers anew takes longer than
+// a product of blocks of 16. There is one Tile at a time, between `begin_products` and `end_products`.
+template <int Step>
+constexpr int left_register = Step == 16 ? 4 : 6;
+template <int Step>
+constexpr int right_register = left_register<Step> + 1;
 
-// Registers 0 to V - 1 are the sums, then come the left operand and, in turns, two right ones. There is one Tile at a
-// time, between `expect_depth` and `end_products`.
 template <int V>
 struct Tile<BFloat16Pair, 16, V> {
   using O = BFloat16Pair;
-  static constexpr int rows = amx::max_rows, depth_multiple = 8, left = 4, right = 5;
-  static_assert(V <= left);
+  static constexpr int rows = amx::max_rows, depth_multiple = 8;
+  static_assert(V <= left_register<16>);
 
   DS_SPARSE_INLINE_MEMBER void clear() { clear_from<0>(); }
   DS_SPARSE_INLINE_MEMBER void load(const float* from, int64_t stride) { load_from<0>(from, 4 * stride); }
@@ -140,21 +143,30 @@ struct Tile<BFloat16Pair, 16, V> {
 
   DS_SPARSE_INLINE_MEMBER void multiply(
       const O* a, int64_t m_stride, int64_t k_stride, const O* const (&b)[V], int64_t b_stride, int64_t depth) {
-    int64_t step = tile_depth(depth);
-    for (int64_t k = 0; k < depth; k += step) {
+    if (depth % 16 == 0)
+      multiply_steps<16>(a, m_stride, k_stride, b, b_stride, depth);
+    else
+      multiply_steps<8>(a, m_stride, k_stride, b, b_stride, depth);
+  }
+
+ private:
+  template <int Step>
+  DS_SPARSE_INLINE_MEMBER static void multiply_steps(
+      const O* a, int64_t m_stride, int64_t k_stride, const O* const (&b)[V], int64_t b_stride, int64_t depth) {
+    constexpr int left = left_register<Step>;
+    for (int64_t k = 0; k < depth; k += Step) {
       if (k_stride == 1) {
         amx::load<left>(a + k, 4 * m_stride);
       } else {
         alignas(64) O transposed[rows * rows];
         const auto* from = reinterpret_cast<const BFloat16*>(a + k * k_stride);
-        transpose_pairs(from, 2 * k_stride, step, rows, transposed, rows);
+        transpose_pairs(from, 2 * k_stride, Step, rows, transposed, rows);
         amx::load<left>(transposed, amx::row_bytes);
       }
-      multiply_from<0>(b, k, 4 * b_stride);
+      multiply_from<0, Step>(b, k, 4 * b_stride);
     }
   }
 
- private:
   template <int R>
   DS_SPARSE_INLINE_MEMBER static void clear_from() {
     if constexpr (R < V) {
@@ -188,26 +200,30 @@ struct Tile<BFloat16Pair, 16, V> {
     }
   }
 
-  template <int R>
+  template <int R, int Step>
   DS_SPARSE_INLINE_MEMBER static void multiply_from(const O* const (&b)[V], int64_t k, int64_t stride) {
     if constexpr (R < V) {
-      amx::load<right + R % 2>(b[R] + k * (stride / 4), stride);
-      amx::multiply<R, left, right + R % 2>();
-      multiply_from<R + 1>(b, k, stride);
+      amx::load<right_register<Step>>(b[R] + k * (stride / 4), stride);
+      amx::multiply<R, left_register<Step>, right_register<Step>>();
+      multiply_from<R + 1, Step>(b, k, stride);
     }
   }
 };
 
-template <>
-inline void expect_depth<BFloat16Pair>(int64_t depth) {
+constexpr amx::Config tile_config() {
   amx::Config config;
-  for (int i = 0; i < 7; ++i) {
+  for (int i = 0; i < 8; ++i) {
     config.rows[i] = amx::max_rows;
     config.row_bytes[i] = amx::row_bytes;
   }
-  int64_t step = tile_depth(depth);
-  config.row_bytes[4] = static_cast<uint16_t>(4 * step);
-  config.rows[5] = config.rows[6] = static_cast<uint8_t>(step);
+  config.row_bytes[left_register<8>] = 4 * 8;
+  config.rows[right_register<8>] = 8;
+  return config;
+}
+
+template <>
+inline void begin_products<BFloat16Pair>() {
+  alignas(64) static constexpr amx::Config config = tile_config();
   amx::configure(config);
 }
 

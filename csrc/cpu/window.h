@@ -61,7 +61,7 @@ template <class T, class O>
 static void window_matmul(const WindowRows& rows, const O* a, const O* panels, int64_t depth, T* band) {
   constexpr int W = native_width<Compute<O>>;
   constexpr int64_t step = Tile<O, W, tile_vectors>::rows;
-  expect_depth<O>(depth);
+  begin_products<O>();
   for (int64_t m = 0; m < rows.rows; m += step) {
     int64_t left = rows.rows - m, token = rows.first + m, last = token + (left < step ? left : step) - 1;
     window_panels<T, O, tile_vectors>(
@@ -105,7 +105,7 @@ static void unwindow_columns(
   constexpr int W = native_width<C>, P = per_multiplicand<O>;
   using OneTile = Tile<O, W, V>;
   constexpr int64_t R = OneTile::rows, multiple = OneTile::depth_multiple;
-  int64_t c = first, expected = -1;
+  int64_t c = first;
   for (; c + V * W <= last; c += V * W) {
     for (int64_t m = 0; m < rows.rows; m += R) {
       // What all rows of a tile have is a product, of whole multiplicands; the rest, a few tokens on both sides, goes
@@ -114,7 +114,6 @@ static void unwindow_columns(
               depth = m + R <= rows.rows && begin < end ? (end - begin) / multiple * multiple : 0;
       C* to[V];
       for (int v = 0; v < V; ++v) to[v] = output + m * width + c + v * W;
-      if (depth != expected) expect_depth<O>(expected = depth);
       OneTile tile;
       tile.clear();
       if (depth > 0) {
@@ -146,6 +145,7 @@ static void unwindow_columns(
 template <class O>
 static void unwindow_matmul(
     const WindowRows& rows, const Band<O>& band, const O* dense, int64_t width, Compute<O>* output) {
+  begin_products<O>();
   unwindow_columns<O, tile_vectors>(rows, band, dense, width, 0, width, output);
   end_products<O>();
 }

@@ -76,7 +76,9 @@ static void scores(int64_t block, int64_t depth, bool by_rows) {
   pack_pair_panels(right.data(), by_rows ? 1 : b.rows, by_rows ? depth : 1, depth, b.rows, 16, panels.data());
   const int32_t live[] = {3, 0, 2};
   std::vector<T> found(3 * block * block);
+  begin_products<O>();
   sdd(multiplicands(left), depth / 2, block, panels.data(), live, 3, block, depth / 2, found.data());
+  end_products<O>();
   std::vector<int> wanted;
   for (int32_t n : live)
     for (int64_t i = 0; i < block; ++i)
@@ -97,12 +99,13 @@ static void weighted(int64_t block, int64_t width, bool transposed) {
   pair_rows(left.data(), block, 1, weights.rows, block, pairs.data(), block);
   const int32_t live[] = {3, 0, 2};
   std::vector<float> found(block * width, 1.0f);
-  expect_depth<O>(block / 2);
+  begin_products<O>();
   Blocks<O> of_rows{multiplicands(left), nullptr, block * block / 2, block / 2, 1},
       of_columns{pairs.data(), nullptr, block * block / 2, 1, block};
   dsd_columns<O, tile_vectors>(
       transposed ? of_columns : of_rows, right.data(), width, live, 3, block / 2, block, 0, width, true, found.data(),
       width);
+  end_products<O>();
   // The same as a whole product, which starts from 0.
   std::vector<float> product(block * width);
   std::vector<O> scratch(dsd_scratch(block, block));
@@ -165,6 +168,5 @@ int main() {
   for (int64_t window : {0, 5, 20, 64, 200})
     for (int64_t tokens : {1, 37, 150, 400})
       for (int64_t depth : {16, 64, 112}) windows(tokens, window, depth);
-  end_products<O>();
   return wrong != 0;
 }
