@@ -65,6 +65,14 @@ constexpr int64_t backward_tasks = 64;
 // ... but no less than this, as each has its own packed queries and sums.
 constexpr int64_t backward_cost = 128 * task_cost;
 
+// While it lives, the thread that made it may call the kernels of attention.
+template <class T, class O>
+struct InAttention {
+  InAttention() { products<T, O>().begin_attention(); }
+  InAttention(const InAttention&) = delete;
+  ~InAttention() { products<T, O>().end_attention(); }
+};
+
 // An uninitialised tensor of x's sizes and order of memory: heads within tokens, or tokens within heads.
 Tensor empty_in_order_of(const Tensor& x) {
   bool heads_inside = x.stride(1) < x.stride(2);
@@ -114,8 +122,8 @@ void forward(
     pack_matrices<T, O>(attention.value, packed, packed_end, block, width, Form::dense, values.data(), spoilt.data());
     run_pieces(
         pieces, packed * attention.group(), packed_end * attention.group(), attention.heads, lists.layout_heads, [&] {
-          return [&, query = Buffer<O>(rows * depth), sum = Buffer<C>(rows * width), row_max = Buffer<C>(rows),
-                  row_sum = Buffer<C>(rows),
+          return [&, in_attention = InAttention<T, O>(), query = Buffer<O>(rows * depth), sum = Buffer<C>(rows * width),
+                  row_max = Buffer<C>(rows), row_sum = Buffer<C>(rows),
                   scratch = Buffer<C>(attention_scratch(block))](int64_t b, int64_t head, const Piece& piece) {
             int64_t first = piece.row * block + piece.begin, count = lists.count(head, piece.row),
                     matrix = b * attention.key_heads + head / attention.group() - packed;
@@ -269,13 +277,13 @@ void backward(
 
   run_tasks(attention.batch * repeats * num_groups, [&] {
     int64_t tokens = most_slots * group * block;
-    return [&, query = Buffer<O>(tokens * width / P), grad_output = Buffer<O>(tokens * width / P),
-            query_panels = Buffer<O>(tokens * depth), grad_output_panels = Buffer<O>(tokens * depth),
-            left = Buffer<O>(P == 1 ? 0 : block * width / P), row_max = Buffer<C>(tokens),
-            inverse_sum = Buffer<C>(tokens), delta = Buffer<C>(tokens), key = Buffer<O>(rows * width / P),
-            value = Buffer<O>(rows * width / P), dense_key = Buffer<O>(P == 1 ? 0 : rows * width / P),
-            key_sum = Buffer<C>(rows * width), value_sum = Buffer<C>(rows * width),
-            whole_query_sum = Buffer<C>(most_whole * group * block * width),
+    return [&, in_attention = InAttention<T, O>(), query = Buffer<O>(tokens * width / P),
+            grad_output = Buffer<O>(tokens * width / P), query_panels = Buffer<O>(tokens * depth),
+            grad_output_panels = Buffer<O>(tokens * depth), left = Buffer<O>(P == 1 ? 0 : block * width / P),
+            row_max = Buffer<C>(tokens), inverse_sum = Buffer<C>(tokens), delta = Buffer<C>(tokens),
+            key = Buffer<O>(rows * width / P), value = Buffer<O>(rows * width / P),
+            dense_key = Buffer<O>(P == 1 ? 0 : rows * width / P), key_sum = Buffer<C>(rows * width),
+            value_sum = Buffer<C>(rows * width), whole_query_sum = Buffer<C>(most_whole * group * block * width),
             scratch = Buffer<C>(attention_scratch(block)), spoilt = Buffer<bool>(most_slots * group),
             slots = std::vector<int32_t>(attention.rows)](int64_t task) mutable {
       const ColumnGroup& columns = groups[task % num_groups];
@@ -422,8 +430,8 @@ void bias_backward(
   auto key_panels = pack_all<T, O>(attention.key, block, width, Form::panels);
   auto value_panels = pack_all<T, O>(attention.value, block, width, Form::panels);
   run_tasks(out_batch * out_heads * strips, [&] {
-    return [&, query = Buffer<O>(rows * depth), grad_output = Buffer<O>(rows * depth),
-            scratch = Buffer<C>(attention_scratch(block))](int64_t task) {
+    return [&, in_attention = InAttention<T, O>(), query = Buffer<O>(rows * depth),
+            grad_output = Buffer<O>(rows * depth), scratch = Buffer<C>(attention_scratch(block))](int64_t task) {
       int64_t first = task % strips * rows, row = first / block, out_head = task / strips % out_heads,
               out_b = task / strips / out_heads, there = std::min(rows, attention.tokens - first);
       if (there <= 0) return;

@@ -224,7 +224,6 @@ static void attention_forward_of(
     total[r] = 0;
   }
   for (int64_t i = 0; count == 0 && i < rows * width; ++i) sum[i] = 0;
-  begin_products<O>();
   for (int64_t done = 0; done < count; done += step) {
     int64_t here = at_most(step, count - done);
     attention_scores<T, O, W>(strip, query, strip.depth, key_panels, blocks + done, blocks + done, here, scores, extra);
@@ -283,7 +282,6 @@ static void attention_forward_of(
               weights + n * size, extra, block, 1, rows, block, value + live[n] * depth * width, width, sum);
         });
   }
-  end_products<O>();
   for (int64_t r = 0; r < rows; ++r) {
     C inverse = total[r] == 0 ? C(0) : 1 / total[r];
     for (int64_t c = 0; c < width; c += N)
@@ -315,7 +313,6 @@ static void attention_backward_of(
   // The gradients by the strip's rows, as multiplicands of them.
   O* grad_columns = P == 1 ? reinterpret_cast<O*>(grads) : reinterpret_cast<O*>(extra + step * size);
   const int32_t own = 0;
-  begin_products<O>();
   for (int64_t done = 0; done < column.count; done += step) {
     int64_t here = at_most(step, column.count - done);
     const int32_t *blocks = column.blocks + done, *slots = column.slots + done;
@@ -378,7 +375,6 @@ static void attention_backward_of(
     in_runs(
         here, [&](int64_t n) { return column.spoilt_own || column.spoilt_slots[slots[n]]; }, add_products, add_live);
   }
-  end_products<O>();
 }
 
 template <class T, class O>
@@ -395,7 +391,6 @@ static void attention_bias_backward_of(
   using V = Vec<C, W>;
   int64_t block = strip.block, rows = strip.rows, size = rows * block, step = blocks_at_a_time(strip);
   C *probs = scratch, *grads = scratch + step * size, *factors = grads + step * size, *extra = factors + step * size;
-  begin_products<O>();
   for (int64_t done = 0; done < count; done += step) {
     int64_t here = at_most(step, count - done);
     attention_scores<T, O, W>(strip, query, strip.depth, key_panels, blocks + done, blocks + done, here, probs, extra);
@@ -423,7 +418,6 @@ static void attention_bias_backward_of(
       }
     }
   }
-  end_products<O>();
 }
 
 template <class T, class O>

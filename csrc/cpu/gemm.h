@@ -57,9 +57,9 @@ struct Tile {
 
 // Around products, which a machine with tiles makes ready for and cleans up after.
 template <class O>
-DS_SPARSE_INLINE void begin_products() {}
+static inline void begin_products() {}
 template <class O>
-DS_SPARSE_INLINE void end_products() {}
+static inline void end_products() {}
 
 // to[c * to_stride + r] = pair c of row r for c < columns, zero for r from `rows` to 15; both at most 16.
 DS_SPARSE_INLINE void transpose_pairs(

@@ -15,6 +15,8 @@ constexpr Kernels<T> table = {
         pack_rows<T>,
         pack_panels<T>,
         are_finite<Compute<T>>,
+        begin_products<Compute<T>>,
+        end_products<Compute<T>>,
         attention_forward<T, Compute<T>>,
         attention_backward<T, Compute<T>>,
         attention_bias_backward<T, Compute<T>>,

@@ -211,6 +211,10 @@ struct Products {
   // Whether all of x[0] to x[count - 1] are finite; count is a multiple of 8, or of 32 for bf16.
   bool (*are_finite)(const Number<O>* x, int64_t count);
 
+  // Before and after calls of the attention_ kernels below, on the thread that makes them.
+  void (*begin_attention)();
+  void (*end_attention)();
+
   // The row strip's softmax over `count` live blocks times value, its largest scores and sums of exponentials.
   // query (rows, depth), key_panels and dense value (columns, width) whole, sum (rows, width). spoilt: of all blocks,
   // whether a number of their values is not finite.

@@ -12,6 +12,8 @@ extern const Products<BFloat16, BFloat16Pair> table_pairs = {
     pair_rows,
     pack_pair_panels,
     are_finite_bf16,
+    begin_products<BFloat16Pair>,
+    end_products<BFloat16Pair>,
     attention_forward<BFloat16, BFloat16Pair>,
     attention_backward<BFloat16, BFloat16Pair>,
     attention_bias_backward<BFloat16, BFloat16Pair>,
