@@ -109,7 +109,9 @@ void forward(
   int64_t block = attention.block, rows = attention.strip_rows, width = padded<T>(attention.depth),
           depth = multiplicands_of<T, O>(attention.depth);
   auto pieces = cut_row_strips(attention, lists, 2 * width);
-  bool query_in_place = has_rows<T, O>(attention.query, depth);
+  const View query_view(attention.query), output_view(output);
+  C *lse_data = static_cast<C*>(lse.mutable_data_ptr()), *max_sums = static_cast<C*>(row_max_sums.mutable_data_ptr());
+  bool query_in_place = has_rows<T, O>(attention.query, depth), output_in_place = has_rows<T, C>(output, width);
   int64_t matrices = attention.batch * attention.key_heads,
           key_size = packed_size<T, O>(attention.key, block, width, Form::panels),
           value_size = packed_size<T, O>(attention.value, block, width, Form::dense),
@@ -127,21 +129,21 @@ void forward(
                   scratch = Buffer<C>(attention_scratch(block))](int64_t b, int64_t head, const Piece& piece) {
             int64_t first = piece.row * block + piece.begin, count = lists.count(head, piece.row),
                     matrix = b * attention.key_heads + head / attention.group() - packed;
-            bool whole = first + rows <= attention.tokens, sum_in_place = whole && has_rows<T, C>(output, width);
+            bool whole = first + rows <= attention.tokens, sum_in_place = whole && output_in_place;
             const O* left = query.data();
             if (whole && query_in_place)
-              left = reinterpret_cast<const O*>(tokens_of<T>(attention.query, b, head, first));
+              left = reinterpret_cast<const O*>(tokens_of<T>(query_view, b, head, first));
             else
-              pack_tokens<T>(attention.query, b, head, first, rows, depth, query.data());
-            C* to_sum = sum_in_place ? reinterpret_cast<C*>(mutable_tokens_of<T>(output, b, head, first)) : sum.data();
+              pack_tokens<T>(query_view, b, head, first, rows, depth, query.data());
+            C* to_sum =
+                sum_in_place ? reinterpret_cast<C*>(mutable_tokens_of<T>(output_view, b, head, first)) : sum.data();
             products<T, O>().attention_forward(
                 attention.strip(b, head, first, depth, false), left, panels.data() + matrix * key_size,
                 values.data() + matrix * value_size, spoilt.data() + matrix * attention.columns, width,
                 lists.begin(head, piece.row), count, to_sum, row_max.data(), row_sum.data(), scratch.data());
-            if (!sum_in_place) store_tokens<T>(sum.data(), width, b, head, first, rows, output);
+            if (!sum_in_place) store_tokens<T>(sum.data(), width, b, head, first, rows, output_view);
             int64_t at = (b * attention.heads + head) * attention.tokens + first;
-            C *lse_to = static_cast<C*>(lse.mutable_data_ptr()) + at,
-              *to = static_cast<C*>(row_max_sums.mutable_data_ptr()) + 2 * at;
+            C *lse_to = lse_data + at, *to = max_sums + 2 * at;
             // With nothing left the largest score is -inf and the sum 0.
             for (int64_t r = 0; r < std::min(rows, attention.tokens - first); ++r) {
               to[2 * r] = row_max.data()[r];
@@ -260,6 +262,9 @@ void backward(
   int64_t block = attention.block, rows = attention.strip_rows, width = padded<T>(attention.depth),
           depth = multiplicands_of<T, O>(attention.depth), heads = attention.heads, key_heads = attention.key_heads,
           group = attention.group(), padded = attention.rows * block;
+  const View query_view(attention.query), key_view(attention.key), value_view(attention.value),
+      grad_output_view(results.grad_output), grad_query_view(grad_query), grad_key_view(grad_key),
+      grad_value_view(grad_value);
   auto row_stats = row_stats_of<T>(attention, results);
   auto groups = group_columns(attention, lists);
   int64_t num_groups = groups.size(), repeats = lists.layout_heads == 1 ? key_heads : 1;
@@ -294,7 +299,7 @@ void backward(
       std::fill(query_sum, query_sum + group * num_slots * block * width, C(0));
       for (int64_t i = 0; i < group * num_slots; ++i) {
         int64_t head = key_head * group + i / num_slots, first = columns.blocks[i % num_slots] * block, at = i * block;
-        auto pack = [&](const Tensor& x, O* dense, O* panels) {
+        auto pack = [&](const View& x, O* dense, O* panels) {
           pack_dense_tokens<T>(x, b, head, first, block, width, dense);
           const O* rows = dense;
           if constexpr (P > 1) {
@@ -303,8 +308,8 @@ void backward(
           }
           pack_block_panels(rows, width / P, block, depth, panels);
         };
-        pack(attention.query, query.data() + at / P * width, query_panels.data() + at * depth);
-        pack(results.grad_output, grad_output.data() + at / P * width, grad_output_panels.data() + at * depth);
+        pack(query_view, query.data() + at / P * width, query_panels.data() + at * depth);
+        pack(grad_output_view, grad_output.data() + at / P * width, grad_output_panels.data() + at * depth);
         auto from = row_stats.from((b * heads + head) * padded + first);
         std::copy(from.row_max, from.row_max + block, row_max.data() + at);
         std::copy(from.inverse_sum, from.inverse_sum + block, inverse_sum.data() + at);
@@ -320,9 +325,9 @@ void backward(
       for (int64_t i = 0; i < group * num_slots; ++i) spoilt.data()[i] = !all_finite && !finite(i * block, block);
       for (int64_t first = columns.begin * block; first < columns.end * block; first += rows) {
         int64_t column = first / block;
-        pack_tokens<T>(attention.key, b, key_head, first, rows, width / P, key.data());
-        pack_tokens<T>(attention.value, b, key_head, first, rows, width / P, value.data());
-        if constexpr (P > 1) pack_dense_tokens<T>(attention.key, b, key_head, first, rows, width, dense_key.data());
+        pack_tokens<T>(key_view, b, key_head, first, rows, width / P, key.data());
+        pack_tokens<T>(value_view, b, key_head, first, rows, width / P, value.data());
+        if constexpr (P > 1) pack_dense_tokens<T>(key_view, b, key_head, first, rows, width, dense_key.data());
         bool spoilt_own =
             !are_finite<T>(key.data(), rows * width / P) || !are_finite<T>(value.data(), rows * width / P);
         std::fill(key_sum.data(), key_sum.data() + rows * width, C(0));
@@ -351,11 +356,11 @@ void backward(
               query_sum + at * width};
           products<T, O>().attention_backward(attention.strip(b, head, first, depth, true), work, scratch.data());
         }
-        store_tokens<T>(key_sum.data(), width, b, key_head, first, rows, grad_key);
-        store_tokens<T>(value_sum.data(), width, b, key_head, first, rows, grad_value);
+        store_tokens<T>(key_sum.data(), width, b, key_head, first, rows, grad_key_view);
+        store_tokens<T>(value_sum.data(), width, b, key_head, first, rows, grad_value_view);
       }
       for (int64_t h = 0; columns.whole && h < group; ++h)
-        store_tokens<T>(query_sum + h * padded * width, width, b, key_head * group + h, 0, padded, grad_query);
+        store_tokens<T>(query_sum + h * padded * width, width, b, key_head * group + h, 0, padded, grad_query_view);
     };
   });
 
@@ -376,7 +381,7 @@ void backward(
                         (head % group * groups[g].blocks.size() + slot) * block * width;
         for (int64_t n = 0; n < block * width; ++n) sum.data()[n] += from[n];
       }
-      if (!whole) store_tokens<T>(sum.data(), width, b, head, row * block, block, grad_query);
+      if (!whole) store_tokens<T>(sum.data(), width, b, head, row * block, block, grad_query_view);
     }
   });
 }

@@ -55,15 +55,35 @@ bool are_finite(const O* x, int64_t count) {
   return products<T, O>().are_finite(reinterpret_cast<const Number<O>*>(x), count * per_multiplicand<O>);
 }
 
+// What a (B, H, T, D) tensor says of itself, asked once: an answer goes through libtorch's C functions, and a row strip
+// needs some twenty. It may stand for the tensor below. Only results are written to, which are new.
+class View {
+ public:
+  explicit View(const Tensor& x) : data_(x.const_data_ptr()) {
+    for (int64_t i = 0; i < 4; ++i) {
+      sizes_[i] = x.size(i);
+      strides_[i] = x.stride(i);
+    }
+  }
+  const void* const_data_ptr() const { return data_; }
+  void* mutable_data_ptr() const { return const_cast<void*>(data_); }
+  int64_t size(int64_t dim) const { return sizes_[dim]; }
+  int64_t stride(int64_t dim) const { return strides_[dim]; }
+
+ private:
+  const void* data_;
+  int64_t sizes_[4], strides_[4];
+};
+
 // The tokens of x[b, head] from `first` on.
-template <class T>
-const T* tokens_of(const Tensor& x, int64_t b, int64_t head, int64_t first) {
-  return pointer<T>(x) + b * x.stride(0) + head * x.stride(1) + first * x.stride(2);
+template <class T, class X>
+const T* tokens_of(const X& x, int64_t b, int64_t head, int64_t first) {
+  return static_cast<const T*>(x.const_data_ptr()) + b * x.stride(0) + head * x.stride(1) + first * x.stride(2);
 }
 
-template <class T>
-T* mutable_tokens_of(const Tensor& x, int64_t b, int64_t head, int64_t first) {
-  return static_cast<T*>(x.mutable_data_ptr()) + (tokens_of<T>(x, b, head, first) - pointer<T>(x));
+template <class T, class X>
+T* mutable_tokens_of(const X& x, int64_t b, int64_t head, int64_t first) {
+  return static_cast<T*>(x.mutable_data_ptr()) + b * x.stride(0) + head * x.stride(1) + first * x.stride(2);
 }
 
 // Whether tokens of x (B, H, tokens, D) lie in memory as rows of `width` multiplicands, one after another: rows that
@@ -76,8 +96,8 @@ bool has_rows(const Tensor& x, int64_t width) {
 
 // `rows` tokens of x[b, head] from `first` on as rows of `width` multiplicands, zero beyond the tokens and numbers
 // there are.
-template <class T, class O>
-void pack_tokens(const Tensor& x, int64_t b, int64_t head, int64_t first, int64_t rows, int64_t width, O* out) {
+template <class T, class X, class O>
+void pack_tokens(const X& x, int64_t b, int64_t head, int64_t first, int64_t rows, int64_t width, O* out) {
   int64_t there = std::clamp<int64_t>(x.size(2) - first, 0, rows);
   products<T, O>().pack_rows(
       tokens_of<T>(x, b, head, first), x.stride(2), x.stride(3), there, x.size(3), reinterpret_cast<Number<O>*>(out),
@@ -86,8 +106,8 @@ void pack_tokens(const Tensor& x, int64_t b, int64_t head, int64_t first, int64_
 }
 
 // The same as dense rows of `width` numbers.
-template <class T, class O>
-void pack_dense_tokens(const Tensor& x, int64_t b, int64_t head, int64_t first, int64_t rows, int64_t width, O* out) {
+template <class T, class X, class O>
+void pack_dense_tokens(const X& x, int64_t b, int64_t head, int64_t first, int64_t rows, int64_t width, O* out) {
   int64_t there = std::clamp<int64_t>(x.size(2) - first, 0, rows), written = blocks_of(there, per_multiplicand<O>);
   products<T, O>().pack_dense(tokens_of<T>(x, b, head, first), x.stride(2), x.stride(3), there, x.size(3), out, width);
   std::fill(out + written * width, out + rows / per_multiplicand<O> * width, O{});
@@ -113,13 +133,14 @@ int64_t packed_size(const Tensor& x, int64_t block, int64_t width, Form form) {
   return form == Form::panels ? tokens * multiplicands_of<T, O>(x.size(3)) : tokens * width / per_multiplicand<O>;
 }
 
-// The blocks of matrices first_matrix to last_matrix - 1 of x (B, H, tokens, depth), one after another: rows and dense
-// ones of `width` numbers, panels of `depth`. spoilt: null, or for each block whether a number of it is not finite; not
-// of panels.
+// The blocks of matrices first_matrix to last_matrix - 1 of the tensor (B, H, tokens, depth), one after another: rows
+// and dense ones of `width` numbers, panels of `depth`. spoilt: null, or for each block whether a number of it is not
+// finite; not of panels.
 template <class T, class O>
 void pack_matrices(
-    const Tensor& x, int64_t first_matrix, int64_t last_matrix, int64_t block, int64_t width, Form form, O* packed,
+    const Tensor& tensor, int64_t first_matrix, int64_t last_matrix, int64_t block, int64_t width, Form form, O* packed,
     bool* spoilt) {
+  const View x(tensor);
   int64_t heads = x.size(1), blocks = blocks_of(x.size(2), block), depth = multiplicands_of<T, O>(x.size(3)),
           numbers = block * width, size = form == Form::panels ? block * depth : numbers / per_multiplicand<O>;
   int64_t grain = std::max<int64_t>(1, task_cost / 8 / (block * std::max<int64_t>(1, width)));
@@ -155,9 +176,9 @@ Buffer<O> pack_all(const Tensor& x, int64_t block, int64_t width, Form form) {
 }
 
 // Rows of `width` numbers to the tokens that there are of out[b, head], from `first` on.
-template <class T>
+template <class T, class X>
 void store_tokens(
-    const Compute<T>* rows, int64_t width, int64_t b, int64_t head, int64_t first, int64_t count, const Tensor& out) {
+    const Compute<T>* rows, int64_t width, int64_t b, int64_t head, int64_t first, int64_t count, const X& out) {
   int64_t there = std::clamp<int64_t>(out.size(2) - first, 0, count);
   kernels<T>().store_rows(
       rows, width, there, out.size(3), false, mutable_tokens_of<T>(out, b, head, first), out.stride(2));
