@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 from zlib import crc32
 
@@ -21,9 +20,8 @@ from ..ops._library import DTYPES, check_inputs, under_autocast
 from ..ops.operands import check_attention_operands, check_dropout, dropout_seed, dropout_seeded
 from ..ops.packed_operands import one_as_rows, rows_as_one
 from ..sparsity import SparsityConfig
-from .chunks import HeadChunks, most_chunks
 from .deal import TOLERANCE, HeadDeal, deal_heads
-from .exchange import RanksOfSequence
+from .exchange import Exchange, RanksOfSequence, heads_to_tokens, tokens_to_heads
 
 TOLD = 14
 """How many numbers a rank tells of its part."""
@@ -85,7 +83,7 @@ class SequenceParallelAttention:
     def _is_of(self, attention: Callable[..., torch.Tensor], ranks: RanksOfSequence) -> None:
         self._attention, self._ranks = attention, ranks
         self._dealt = functools.lru_cache(KEPT)(self._deal_on)
-        self._chunks = functools.lru_cache(KEPT)(self._chunks_of)
+        self._exchanges = functools.lru_cache(KEPT)(self._exchanges_of)
         self._has_said = False
 
     def __call__(
@@ -158,21 +156,17 @@ class SequenceParallelAttention:
         if document_layout != "own":  # windows and dense attention know no other
             options["document_layout"] = document_layout
         deal = self._deal(query, key, value, tokens, causal)
-        chunks = self._chunks(deal, lengths, most_chunks(query, key, lengths))
-        own_sinks: Any = None
+        there, back = self._exchanges(deal, lengths)
+        heads: tuple[torch.Tensor, ...] = tokens_to_heads(query, key, value, there)
+        own = deal.queries[self._ranks.rank]
         if sinks is not None:
-            own_sinks = sinks[list(chain(*chunks.own))].split([len(own) for own in chunks.own])
-        # Drawn before all exchanges, which it would wait for.
-        seed = self._ranks.from_first(dropout_seed(query.device)) if dropout_p else None
-
-        def attend(chunk: int, *heads: torch.Tensor) -> torch.Tensor:
-            of_chunk = options if own_sinks is None else {**options, "sinks": own_sinks[chunk]}
-            if documents is None:
-                return self._attend(chunks.own[chunk], heads, of_chunk, dropout_p, seed)
-            output = self._attend(chunks.own[chunk], tuple(map(rows_as_one, heads)), of_chunk, dropout_p, seed)
-            return one_as_rows(output, len(heads[0]))
-
-        return chunks.attend(query, key, value, attend)
+            options["sinks"] = sinks[list(own)]
+        if documents is None:
+            output = self._attend(own, heads, options, dropout_p)
+        else:
+            output = self._attend(own, tuple(map(rows_as_one, heads)), options, dropout_p)
+            output = one_as_rows(output, query.shape[0])
+        return heads_to_tokens(output, back)
 
     def _deal(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int, causal: bool) -> HeadDeal:
         """Which heads each rank has of a sequence of so many tokens; of packed documents by the longest."""
@@ -192,26 +186,24 @@ class SequenceParallelAttention:
             _say(deal, blocks * layout.block)
         return deal
 
-    def _chunks_of(self, deal: HeadDeal, lengths: tuple[int, ...], most: int) -> HeadChunks:
-        return HeadChunks(deal, lengths, self._ranks, most)
+    def _exchanges_of(self, deal: HeadDeal, lengths: tuple[int, ...]) -> tuple[Exchange, Exchange]:
+        """Of query, key and value, and of the output."""
+        there, back = (deal.queries, deal.keys, deal.keys), (deal.queries,)
+        return Exchange(there, lengths, self._ranks), Exchange(back, lengths, self._ranks)
 
     def _attend(
-        self,
-        own: tuple[int, ...],
-        operands: tuple[torch.Tensor, ...],
-        options: dict[str, Any],
-        dropout_p: float,
-        seed: torch.Tensor | None,
+        self, own: tuple[int, ...], operands: tuple[torch.Tensor, ...], options: dict[str, Any], dropout_p: float
     ) -> torch.Tensor:
-        """Attention of some of this rank's own heads, (B, these, T, D) each, over the whole sequence.
+        """Attention of this rank's own heads, (B, own heads, T, D) each, over the whole sequence.
 
         With dropout each head is a call of its own, whose seed has the head's number: kernels number the heads of a
         call from 0, so that heads of several ranks would drop the same pairs, and other pairs on another number of
         ranks.
         """
-        if seed is None:
+        if not dropout_p:
             return self._of(own)(*operands, **options)
         query, key, value = operands
+        seed = self._ranks.from_first(dropout_seed(query.device))
         shared, sinks, outputs = query.shape[1] // key.shape[1], options.pop("sinks", None), []
         for place, head in enumerate(own):
             keys = slice(place // shared, place // shared + 1)

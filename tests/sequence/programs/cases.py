@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import distributed
 
-from ds_sparse.sequence import chunks, exchange
+from ds_sparse.sequence import exchange
 
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if sys.argv[1:] == ["cuda"] else torch.device("cpu")
 """Where this rank computes, as the program's argument says: on the CPU through gloo, or each on a GPU through NCCL."""
@@ -59,14 +59,6 @@ def refusal(call: Callable[[], object], kind: type[Exception] = ValueError) -> s
 def in_lines() -> Iterator[None]:
     """What goes between ranks is copied 16 bytes at a time, as that of long sequences is on a GPU."""
     with mock.patch.object(exchange, "LINES_FROM", {DEVICE.type: 0}):
-        yield
-
-
-@contextmanager
-def in_chunks(most: int = 2) -> Iterator[None]:
-    """Heads are exchanged and computed in so many chunks where ranks have as many, as those of long sequences are on a
-    GPU."""
-    with mock.patch.object(chunks, "CHUNKS_FROM", {DEVICE.type: 0}), mock.patch.object(chunks, "CHUNKS", most):
         yield
 
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import random
-from contextlib import contextmanager
-from unittest import mock
-
 import torch
-from cases import DEVICE, WIDE, assert_same, case, in_chunks, in_lines, refusal, run_all
+from cases import DEVICE, WIDE, assert_same, case, in_lines, refusal, run_all
 from torch import distributed
 from torch.utils.checkpoint import checkpoint
 
 import ds_sparse
 from ds_sparse import reference
-from ds_sparse.modules.dense_attention import dense_attention
 from ds_sparse.ops import operands
 from ds_sparse.ops.packed_operands import one_as_rows, rows_as_one
-from ds_sparse.sequence.exchange import Flight, RanksOfSequence
+from ds_sparse.sequence.exchange import RanksOfSequence
 
 TOKENS = 165  # ends inside a block, and no number of ranks divides it
 
@@ -121,21 +116,9 @@ def fewer_key_heads_than_ranks():
 
 @case
 def activation_checkpointing():
-    check_activation_checkpointing()
-
-
-@case
-def activation_checkpointing_in_chunks_waits_for_all_that_is_sent():
-    events = []
-    with in_chunks(), noted(events):
-        check_activation_checkpointing()
-    assert events.count("begun") == events.count("waited for") > 0
-
-
-def check_activation_checkpointing():
-    *whole, grad = operands_of(8, 8)
+    *whole, grad = operands_of(4, 4)
     parts = [x[:, :, own_part()].clone().requires_grad_() for x in whole]
-    attention = ds_sparse.SequenceParallelAttention(bigbird(8), 176)
+    attention = ds_sparse.SequenceParallelAttention(bigbird(4), 176)
     grad = grad[:, :, own_part()]
     torch.manual_seed(0)
     first = torch.autograd.grad(attention(*parts, dropout_p=0.25), parts, grad)
@@ -149,33 +132,22 @@ def check_activation_checkpointing():
 
 @case
 def dropout_drops_the_pairs_that_seed_and_head_say():
-    check_dropout(4, 2)
-
-
-@case
-def dropout_in_chunks_drops_the_pairs_that_seed_and_head_say():
-    with in_chunks():
-        check_dropout(16, 8)
-
-
-def check_dropout(heads, key_heads):
-    query, key, value, grad = operands_of(heads, key_heads)
+    query, key, value, grad = operands_of(4, 2)
     whole = [x.clone().requires_grad_() for x in (query, key, value)]
     parts = [x[:, :, own_part()].clone().requires_grad_() for x in (query, key, value)]
     torch.manual_seed(distributed.get_rank())  # ranks take the first one's
-    attention = ds_sparse.SequenceParallelAttention(bigbird(heads), 176)
+    attention = ds_sparse.SequenceParallelAttention(bigbird(4), 176)
     output = attention(*parts, dropout_p=0.5)
     output.backward(grad[:, :, own_part()])
     torch.manual_seed(0)
     seed, offset = operands.dropout_seed(DEVICE).tolist()
-    layout = bigbird(heads).make_bool_layout(176).to(DEVICE)
-    together = heads // key_heads
+    layout = bigbird(4).make_bool_layout(176).to(DEVICE)
     of_heads = [
         reference.attention(
-            whole[0][:, h : h + 1], *(x[:, h // together, None] for x in whole[1:]), layout[h : h + 1], 16,
+            whole[0][:, h : h + 1], *(x[:, h // 2 : h // 2 + 1] for x in whole[1:]), layout[h : h + 1], 16,
             dropout_p=0.5, dropout_seed=(seed, offset + h),
         )
-        for h in range(heads)
+        for h in range(4)
     ]  # fmt: skip
     wanted = torch.cat(of_heads, 1)
     wanted.backward(grad)
@@ -189,20 +161,20 @@ def refused(*operands, **options):
     return refusal(lambda: attention(*operands, **options))
 
 
-def compare_packed(cu_seqlens, rows=1, heads=4, key_heads=None, causal=False, attend=None, **options):
+def compare_packed(cu_seqlens, rows=1, key_heads=4, causal=False, attend=None, **options):
     """Borders of ranks lie inside documents, and some have no token."""
-    *whole, grad = operands_of(heads, key_heads or heads, rows=rows)
+    *whole, grad = operands_of(4, key_heads, rows=rows)
     parts = [x[:, :, own_part()].clone().requires_grad_() for x in whole]
     whole = [x.requires_grad_() for x in whole]
     cu_seqlens = torch.tensor(cu_seqlens, dtype=torch.int32, device=DEVICE)
-    layout = bigbird(heads).make_bool_layout(176)
+    layout = bigbird(4).make_bool_layout(176)
     of_one = attend or ds_sparse.block_sparse_attention
     wanted = of_one(*map(rows_as_one, whole), layout, block=16, cu_seqlens=cu_seqlens, causal=causal, **options)
     wanted = one_as_rows(wanted, rows)
     wanted.backward(grad)
     if attend is not None:
         options = {"dropout_p": 0.5}
-    attention = ds_sparse.SequenceParallelAttention(bigbird(heads), 176)
+    attention = ds_sparse.SequenceParallelAttention(bigbird(4), 176)
     torch.manual_seed(distributed.get_rank())
     output = attention(*parts, cu_seqlens=cu_seqlens, causal=causal, **options)
     output.backward(grad[:, :, own_part()])
@@ -227,7 +199,7 @@ def packed_documents_drop_the_pairs_that_seed_and_head_say():
     def attend(query, key, value, layout, **options):
         torch.manual_seed(0)
         seed, outputs = operands.dropout_seed(DEVICE), []
-        for head in range(query.shape[1]):
+        for head in range(4):
             with operands.dropout_seeded(seed + torch.tensor([0, head], device=DEVICE)):
                 own = slice(head, head + 1)
                 of_head = [x[:, own] for x in (query, key, value)]
@@ -235,153 +207,6 @@ def packed_documents_drop_the_pairs_that_seed_and_head_say():
         return torch.cat(outputs, 1)
 
     compare_packed([0, 70, TOKENS], attend=attend)
-    with in_chunks():
-        compare_packed([0, 70, TOKENS], attend=attend, heads=8)
-
-
-@case
-def heads_in_chunks():
-    with in_chunks(3):
-        compare(bigbird(12), with_mask=True, with_sinks=True)
-        compare(ds_sparse.FixedSparsityConfig(13, block=16))  # ranks have chunks of different numbers of heads
-        compare(bigbird(24), key_heads=12, causal=True, lengths=uneven_lengths())
-        compare(bigbird(12), dtype=torch.float32)
-        with in_lines():
-            compare(bigbird(12), dtype=torch.bfloat16)
-
-
-@case
-def packed_documents_in_chunks():
-    with in_chunks():
-        compare_packed([0, 20, 20, 21, 100, TOKENS], causal=True, heads=16, key_heads=8)
-        compare_packed([0, 70, TOKENS, TOKENS + 30, 2 * TOKENS], rows=2, heads=8)
-        compare_packed([0, 20, 21, 100, TOKENS], document_layout="row", heads=8)
-
-
-def drawn_call(draw):
-    """A call with options that fit together: heads, key heads, lengths, packed documents or padding, sinks."""
-    size = distributed.get_world_size()
-    key_heads = draw.randint(1, 3 * size + 2)
-    heads = key_heads * draw.randint(-(-size // key_heads), -(-size // key_heads) + 1)
-    tokens, borders = draw.randint(40, 200), []
-    while len(set(borders)) < size - 1:
-        borders = sorted(draw.randint(1, tokens - 1) for _ in range(size - 1))
-    lengths = tuple(end - start for start, end in zip([0, *borders], [*borders, tokens], strict=True))
-    rows, options = draw.randint(1, 2), {"lengths": lengths, "causal": draw.random() < 0.5}
-    if draw.random() < 0.3:
-        inner = [draw.randint(0, tokens) for _ in range(3)]
-        edges = sorted([0, *(row * tokens + x for row in range(rows) for x in (*inner, tokens))])
-        options["cu_seqlens"] = torch.tensor(edges)
-    elif draw.random() < 0.5:
-        options["key_padding_mask"] = drawn(torch.rand, rows, tokens, seed=tokens) > 0.2
-    if draw.random() < 0.5:
-        options["sinks"] = torch.linspace(-1, 1, heads, dtype=WIDE, device=DEVICE).requires_grad_()
-    operands = [
-        drawn(torch.randn, rows, h, lengths[distributed.get_rank()], 8, seed=tokens + n)
-        for n, h in enumerate((heads, key_heads, key_heads, heads))
-    ]
-    return operands, options
-
-
-@case
-def heads_in_chunks_have_the_same_bits():
-    draw, results = random.Random(5), []  # the same calls on all ranks
-    for _ in range(12):
-        (*parts, grad), options = drawn_call(draw)
-        learns = draw.choice([parts, parts[1:2]])  # all have a gradient, or the key alone
-        of = [x.requires_grad_() for x in learns] + ([options["sinks"]] if "sinks" in options else [])
-        attention = ds_sparse.SequenceParallelAttention(bigbird(grad.shape[1]), 208)
-        whole = attention(*parts, **options)
-        wanted = torch.autograd.grad(whole, of, grad)
-        events = []
-        with in_chunks(draw.randint(2, 3)), noted(events):
-            output = attention(*parts, **options)
-            is_cut = events.count("begun") > 2
-            found = torch.autograd.grad(output, of, grad)
-        results.append((is_cut, events, (output, *found), (whole, *wanted)))
-    # Not before all ranks have done all: they would wait for one that leaves.
-    for _, events, found, wanted in results:
-        assert events.count("begun") == events.count("waited for")
-        for x, y in zip(found, wanted, strict=True):
-            if x.dim() == 1:
-                assert_same(x, y)  # of sinks, a sum over tokens in another order
-            else:
-                assert torch.equal(x, y), (x - y).abs().max()
-    assert {is_cut for is_cut, *_ in results} == {True, False}, "a rank's single key head is not cut"
-
-
-@contextmanager
-def noted(events):
-    """Notes each exchange that is begun, and each that is waited for."""
-
-    def begin(self, *args):
-        events.append("begun")
-        return exchange(self, *args)
-
-    def wait(self):
-        events.append("waited for")
-        return land(self)
-
-    exchange, land = RanksOfSequence.exchange, Flight.land
-    with mock.patch.object(RanksOfSequence, "exchange", begin), mock.patch.object(Flight, "land", wait):
-        yield
-
-
-@case
-def a_chunk_is_on_the_way_while_another_is_computed():
-    *parts, grad = (x[:, :, own_part()].clone().requires_grad_() for x in operands_of(8, 8))
-    events = []
-
-    def on_the_way(what):
-        events.append((what, events.count("begun") - events.count("waited for")))
-
-    def attend(query, *others, **options):
-        on_the_way("attention")
-        output = dense_attention(query, *others, **options)
-        output.register_hook(lambda _: on_the_way("gradients"))
-        return output
-
-    attention = ds_sparse.SequenceParallelAttention.around(attend, RanksOfSequence())
-    with in_chunks(), noted(events):
-        output = attention(*parts)
-        for _ in range(2):  # backwards of one graph
-            output.backward(grad, retain_graph=True)
-    # The second chunk's query, key and value, then the first's output; backwards the gradient of the first's output,
-    # then those of the second's query, key and value.
-    assert [event for event in events if isinstance(event, tuple)] == [
-        ("attention", 1), ("attention", 1), *2 * [("gradients", 1), ("gradients", 1)]
-    ]  # fmt: skip
-    assert events.count("begun") == events.count("waited for") == 12
-    events.clear()
-    with noted(events):
-        attention(*parts).backward(grad)
-    assert events == [
-        "begun", "waited for", ("attention", 0), "begun", "waited for",
-        "begun", "waited for", ("gradients", 0), "begun", "waited for",
-    ]  # fmt: skip
-
-
-@case
-def a_chunk_that_cannot_be_computed_leaves_nothing_on_the_way():
-    *parts, _ = (x[:, :, own_part()].clone() for x in operands_of(8, 8))
-    events, outputs = [], iter([dense_attention])
-
-    def attend(*args, **options):
-        return next(outputs)(*args, **options)
-
-    attention = ds_sparse.SequenceParallelAttention.around(attend, RanksOfSequence())
-    with in_chunks(), noted(events):
-        refusal(lambda: attention(*parts), StopIteration)
-    assert events.count("begun") == events.count("waited for") == 3
-
-
-@case
-def gradients_of_gradients_are_refused_in_chunks():
-    *parts, grad = (x[:, :, own_part()].clone().requires_grad_() for x in operands_of(8, 8))
-    attention = ds_sparse.SequenceParallelAttention(bigbird(8), 176)
-    with in_chunks():
-        first = torch.autograd.grad(attention(*parts), parts, grad, create_graph=True)
-    assert "SequenceParallelAttention has first derivatives only" in refusal(first[0].sum().backward, RuntimeError)
 
 
 @case

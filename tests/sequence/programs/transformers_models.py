@@ -6,7 +6,7 @@ import copy
 
 import torch
 import transformers
-from cases import DEVICE, WIDE, assert_same, case, case_on_cpu, in_chunks, in_lines, refusal, run_all
+from cases import DEVICE, WIDE, assert_same, case, case_on_cpu, in_lines, refusal, run_all
 from torch import distributed
 
 import ds_sparse
@@ -92,21 +92,6 @@ def models_have_the_loss_and_gradients_of_one_rank():
         assert_step_is(model, batch, wanted)
         types.add(model.config.model_type)
     assert types == set(MODEL_TYPES)
-
-
-@case
-def heads_in_chunks_with_checkpoints_and_compiled():
-    model, batch = make(), batch_of("BertForMaskedLM")
-    wanted = step(model, batch)
-    ds_sparse.sequence_parallel(model)
-    with in_chunks():
-        assert_step_is(model, batch, wanted)
-        for is_reentrant in (False, True):
-            model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
-            assert_step_is(model, batch, wanted)
-        model.gradient_checkpointing_disable()
-        assert_step_is(torch.compile(model, backend="aot_eager"), batch, wanted)
-    torch._dynamo.reset()
 
 
 @case
