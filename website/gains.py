@@ -41,14 +41,19 @@ TO_MEASURE = {
     "train-quality-16k-h100": "train --folder quality-16k --document-tokens 16384 --tokens 40000000 --minutes 0.4 "
     "--arms dense-512,dense-16384,bigbird-16384,bslongformer-16384",
     "train-dna-h100": "train --experiment dna --folder dna --minutes 2",
-    "train-documents-h100": "train --experiment documents --folder documents --minutes 1",
+    "train-documents-h100": "train --experiment documents --folder documents --minutes 3 --arms dense-512,bigbird-8192",
+    "train-documents-minute-h100": "train --experiment documents --folder documents --minutes 1",
 }
 """Runs of `ds_sparse bench` on a GPU that the page waits for, with the rest of their commands."""
 
 LENGTHS, ALL_LOGITS = ("bert-lengths-h200",), ("bert-h200", "bert-long-h200")
 LONGEST = ("bert-longest-h200", "bert-longest-checkpointed-h200")
 QUALITY, STRUCTURES, LONGER = ("train-quality-h100",), ("train-structures-h100",), ("train-quality-16k-h100",)
-DNA, DOCUMENTS = ("train-dna-h100",), ("train-documents-h100",)
+DNA, DOCUMENTS, DOCUMENTS_IN_A_MINUTE = (
+    ("train-dna-h100",),
+    ("train-documents-h100",),
+    ("train-documents-minute-h100",),
+)
 MODERNBERT = "modernbert-h200"
 
 TEXT, PLAIN = "#808080", "#9a9a9a"
@@ -411,6 +416,12 @@ GAINS = {
         lambda: DOCUMENTS,
         partial(draw_curves, DOCUMENTS),
         "Held-out loss of masked tokens, then of packages, against seconds, by arm",
+    ),
+    "documents_minute": Picture(
+        lambda: DOCUMENTS_IN_A_MINUTE,
+        partial(draw_curves, DOCUMENTS_IN_A_MINUTE),
+        "The same losses in one minute, with more arms",
+        partial(train_tables, DOCUMENTS_IN_A_MINUTE),
     ),
     "packed": Picture(lambda: [MODERNBERT], draw_packed, "Tokens a second of a step of ModernBERT, by attention"),
 }

@@ -8,6 +8,8 @@ import difflib
 import importlib.util
 import inspect
 import math
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -207,9 +209,19 @@ def load_kernels(optimizer: type | None, source: str) -> None:
         lines = str(error).splitlines() or [type(error).__name__]
         reason = next((line for line in lines if "error:" in line), lines[0]).strip()
         raise ValueError(
-            f"{source}: optimizer.type: DeepSpeed cannot compile its {optimizer.__name__} here ({reason}); take "
-            'PyTorch\'s, "type": "AdamW" with "torch_adam": true, or install nvcc (CUDA toolkit) and ninja for a GPU.'
+            f"{source}: optimizer.type: DeepSpeed cannot compile its {optimizer.__name__} here ({reason}); "
+            f"{_way_to_compile()}."
         ) from error
+
+
+def _way_to_compile() -> str:
+    architectures = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    plain = re.sub(r"(?<=\d)[a-z]", "", architectures)
+    if plain != architectures:
+        return f"TORCH_CUDA_ARCH_LIST is {architectures}, of which DeepSpeed reads numbers alone: set it to {plain}"
+    return (
+        'take PyTorch\'s, "type": "AdamW" with "torch_adam": true, or install nvcc (CUDA toolkit) and ninja for a GPU'
+    )
 
 
 def _check_monitors(read: DeepSpeedConfig, source: str) -> None:

@@ -164,12 +164,21 @@ def test_adams_params_are_those_of_the_one_that_deepspeed_takes(read, stage, dev
     read(CUDA, optimizer={"type": "Adam", "params": {"bias_correction": True}}, zero_optimization=zero)
 
 
-def test_an_optimizer_that_cannot_be_compiled_ends_in_a_sentence(monkeypatch):
+@pytest.mark.parametrize(
+    ("architectures", "advice"),
+    [
+        ("9.0", 'take PyTorch\'s, "type": "AdamW" with "torch_adam": true, or install nvcc'),
+        ("9.0a 8.0", "TORCH_CUDA_ARCH_LIST is 9.0a 8.0, of which DeepSpeed reads numbers alone: set it to 9.0 8.0"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_compiled_ends_in_a_sentence(monkeypatch, architectures, advice):
     class Builder:
         def load(self, verbose):
             raise RuntimeError("Error building extension\nlamb.cu:10: fatal error: cusparse.h\nstopped")
 
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", architectures)
     monkeypatch.setattr(deepspeed.get_accelerator(), "create_op_builder", lambda name: Builder())
-    with pytest.raises(ValueError, match=r"^ds.json: .* FusedLamb here \(lamb.cu:10: fatal error: cusparse.h\)"):
+    error = rf"^ds.json: .* FusedLamb here \(lamb.cu:10: fatal error: cusparse.h\); {advice}"
+    with pytest.raises(ValueError, match=error):
         load_kernels(FusedLamb, "ds.json")
     load_kernels(torch.optim.AdamW, "ds.json")
