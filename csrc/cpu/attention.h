@@ -13,9 +13,9 @@ DS_SPARSE_INLINE int64_t blocks_at_a_time(const AttentionRowStrip& strip) {
   return count > 0 ? count : 1;
 }
 
-// Rows whose softmax is made side by side: alone, each would wait for its own chain of maxima and exponentials. A row
-// strip has a multiple of them.
+// Rows whose softmax is made side by side: alone, each would wait for its own chain of maxima and exponentials.
 constexpr int softmax_rows = 4;
+static_assert(attention_rows(8) % softmax_rows == 0 && attention_rows(128) % softmax_rows == 0);
 
 DS_SPARSE_INLINE int64_t at_most(int64_t x, int64_t limit) { return x < limit ? x : limit; }
 

@@ -121,8 +121,8 @@ inline void multiply() {
 }  // namespace amx
 
 // Registers 0 to V - 1 are the sums. A tile takes 16 multiplicands of a depth at a time, or 8 where 16 do not divide
-// it; either has a register for the left operand and one for the right, as configuring registers anew takes longer than
-// a product of blocks of 16. There is one Tile at a time, between `begin_products` and `end_products`.
+// it. Each of these steps has registers of its own for the left operand and the right one, as configuring registers
+// anew takes longer than a product of blocks of 16. There is one Tile at a time, between `begin_products` and `end_products`.
 template <int Step>
 constexpr int left_register = Step == 16 ? 4 : 6;
 template <int Step>

@@ -443,11 +443,12 @@ def bert_longest(tries: Sequence[tuple[bert_results.Case, bert_results.Row]]) ->
 
 
 def longest_cells(found: bert_results.Found | None, eager: bert_results.Found | None) -> list[str]:
-    """Tokens, "at least" where longer ones were left to try, and how many times those of eager attention they are."""
+    """Tokens, "at least" where longer ones were left to try, and how many times those of eager attention they are, where
+    its longest is known."""
     if found is None:
         return ["", ""]
     tokens = f"{'' if found.is_known else 'at least '}{found.case.seq_len:,}"
-    return [tokens, "" if eager is None else ratio(found.case.seq_len / eager.case.seq_len)]
+    return [tokens, ratio(found.case.seq_len / eager.case.seq_len) if eager and eager.is_known else ""]
 
 
 def of_step(case: bert_results.Case, shared: Sequence[str]) -> str:
