@@ -443,7 +443,7 @@ def bert_longest(tries: Sequence[tuple[bert_results.Case, bert_results.Row]]) ->
 
 
 def longest_cells(found: bert_results.Found | None, eager: bert_results.Found | None) -> list[str]:
-    """Tokens, "at least" where longer ones were left to try, and how many times those of eager attention they are, where
+    """Tokens, "at least" where longer ones were left to try, and how many times those of eager attention they are, if
     its longest is known."""
     if found is None:
         return ["", ""]
