@@ -122,7 +122,8 @@ inline void multiply() {
 
 // Registers 0 to V - 1 are the sums. A tile takes 16 multiplicands of a depth at a time, or 8 where 16 do not divide
 // it. Each of these steps has registers of its own for the left operand and the right one, as configuring registers
-// anew takes longer than a product of blocks of 16. There is one Tile at a time, between `begin_products` and `end_products`.
+// anew takes longer than a product of blocks of 16. There is one Tile at a time, between `begin_products` and
+// `end_products`.
 template <int Step>
 constexpr int left_register = Step == 16 ? 4 : 6;
 template <int Step>
