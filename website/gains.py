@@ -49,11 +49,8 @@ TO_MEASURE = {
 LENGTHS, ALL_LOGITS = ("bert-lengths-h200",), ("bert-h200", "bert-long-h200")
 LONGEST = ("bert-longest-h200", "bert-longest-checkpointed-h200")
 QUALITY, STRUCTURES, LONGER = ("train-quality-h100",), ("train-structures-h100",), ("train-quality-16k-h100",)
-DNA, DOCUMENTS, DOCUMENTS_IN_A_MINUTE = (
-    ("train-dna-h100",),
-    ("train-documents-h100",),
-    ("train-documents-minute-h100",),
-)
+DNA, DOCUMENTS = ("train-dna-h100",), ("train-documents-h100",)
+DOCUMENTS_IN_A_MINUTE = ("train-documents-minute-h100",)
 MODERNBERT = "modernbert-h200"
 
 TEXT, PLAIN = "#808080", "#9a9a9a"

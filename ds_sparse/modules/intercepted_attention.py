@@ -158,6 +158,7 @@ def _watched(name: str, dense: Any) -> Callable[..., Any]:
 def _is_watched(module: nn.Module) -> bool:
     """Whether a method of a module runs inside one that is watched: its own, or of the layer that it is inside of."""
     running = [mode.module for mode in _get_current_function_mode_stack() if isinstance(mode, _Calls)]
+    # Asked by its length, as Dynamo of torch 2.11 does not trace the truth of a list.
     return any(outer is module for outer in running) or (len(running) > 0 and _interception(module).inside)
 
 

@@ -222,7 +222,8 @@ class SparseSelfAttention(nn.Module):
 
         Raises:
             TypeError: operands that are no tensors.
-            NotImplementedError: shapes of query, key and value differ in more than the number of heads.
+            NotImplementedError: shapes of query, key and value differ in more than the number of heads; DeepSpeed's
+                class raises this one.
             ValueError: another number of heads than the structure's; T not a multiple of the block, or 0; a mask of
                 another shape; several ranks that would draw different layouts for a T above `max_seq_length`.
         """

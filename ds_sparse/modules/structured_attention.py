@@ -86,7 +86,7 @@ class StructuredAttention:
         ValueError: as `SparseSelfAttention`; in the call, a mask that is neither bool nor floating, sinks, a
             query_offset, a distance_bias or cu_seqlens with `implementation="separate"`, with a query_offset more
             tokens than `max_seq_length`, and with cu_seqlens masks, a bias or a query_offset.
-        NotImplementedError: in the call, shapes of query, key and value differ in more than that.
+        NotImplementedError: in the call, as `SparseSelfAttention`: shapes that differ in more than the number of heads.
     """
 
     def __init__(
