@@ -12,16 +12,23 @@ from torch import distributed
 
 from ..index.cache import KEPT
 from ..index.documents import Documents
+from ..index.lasting import lasting
 from ..index.master_layout import MasterLayout
 from ..layout import causal_cut, count_live, crop
+from ..modules.local_attention import LocalAttention
 from ..modules.structured_attention import StructuredAttention
 from ..notices import say_notices
 from ..ops._library import DTYPES, check_inputs, under_autocast
 from ..ops.operands import check_attention_operands, check_dropout, dropout_seed, dropout_seeded
 from ..ops.packed_operands import one_as_rows, rows_as_one
 from ..sparsity import SparsityConfig
-from .deal import TOLERANCE, HeadDeal, deal_heads
+from .deal import TOLERANCE, HeadDeal, deal_heads, received_of_heads
 from .exchange import Exchange, RanksOfSequence, heads_to_tokens, tokens_to_heads
+from .halo import BlockHalo, WindowHalo
+from .halo_plan import plan_halo, received_of_window
+
+HALO_PAYS_BELOW = 2
+"""How many times less than in an exchange of heads a rank receives where keys are exchanged in its place."""
 
 TOLD = 14
 """How many numbers a rank tells of its part."""
@@ -83,6 +90,7 @@ class SequenceParallelAttention:
     def _is_of(self, attention: Callable[..., torch.Tensor], ranks: RanksOfSequence) -> None:
         self._attention, self._ranks = attention, ranks
         self._dealt = functools.lru_cache(KEPT)(self._deal_on)
+        self._halos = functools.lru_cache(KEPT)(self._halo_on)
         self._exchanges = functools.lru_cache(KEPT)(self._exchanges_of)
         self._has_said = False
 
@@ -155,6 +163,10 @@ class SequenceParallelAttention:
             options["cu_seqlens"] = cu_seqlens
         if document_layout != "own":  # windows and dense attention know no other
             options["document_layout"] = document_layout
+        halo = None if documents is not None or dropout_p else self._halo(query, key, value, lengths, causal, sinks)
+        if halo is not None:
+            masked = options.get("key_padding_mask")
+            return halo(query, key, value, scale=scale, key_padding_mask=masked, sinks=sinks)
         deal = self._deal(query, key, value, tokens, causal)
         there, back = self._exchanges(deal, lengths)
         heads: tuple[torch.Tensor, ...] = tokens_to_heads(query, key, value, there)
@@ -167,6 +179,57 @@ class SequenceParallelAttention:
             output = self._attend(own, tuple(map(rows_as_one, heads)), options, dropout_p)
             output = one_as_rows(output, query.shape[0])
         return heads_to_tokens(output, back)
+
+    def _halo(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lengths: tuple[int, ...],
+        causal: bool,
+        sinks: torch.Tensor | None,
+    ) -> BlockHalo | WindowHalo | None:
+        """What computes the rank's own rows, if ranks exchange keys in the place of heads."""
+        attention, layout = self._attention, None
+        if isinstance(attention, StructuredAttention):
+            attention.check(query, key, value)
+            attention.synchronize_layout()
+            layout, causal = attention.covering(sum(lengths)), causal or attention.causal
+        if self._ranks.size == 1 or not computes_own_tokens(attention):
+            return None
+        heads = query.shape[1], key.shape[1]
+        return self._halos(layout, lengths, *heads, causal, sinks is not None, query.device)
+
+    @lasting
+    def _halo_on(
+        self,
+        layout: MasterLayout | None,
+        lengths: tuple[int, ...],
+        heads: int,
+        key_heads: int,
+        causal: bool,
+        has_sinks: bool,
+        device: torch.device,
+    ) -> BlockHalo | WindowHalo | None:
+        ranks, attention, tokens = self._ranks, self._attention, sum(lengths)
+        most = received_of_heads(tokens, ranks.size, heads, key_heads) / HALO_PAYS_BELOW
+        if isinstance(attention, LocalAttention):
+            received = received_of_window(lengths, attention.window, causal, key_heads)
+            return WindowHalo(attention, lengths, causal, ranks, device) if received <= most else None
+        assert layout is not None
+        blocks = -(-tokens // layout.block)
+        live = crop(layout.layout, blocks, blocks)
+        plan = plan_halo(live, layout.block, lengths, causal, heads, key_heads)
+        if plan is None or (has_sinks and len(plan.wide)):
+            return None
+        if heads >= ranks.size:
+            deal = self._dealt(layout, blocks, heads, key_heads, causal)
+            if plan.received > most or max(plan.loads) > (1 + TOLERANCE) * max(deal.loads):
+                return None
+        if not self._has_said:
+            self._has_said = True
+            say_notices([f"the {ranks.size} ranks of a sequence send each other the keys that their own queries see."])
+        return BlockHalo(plan, live, layout.block, lengths, causal, ranks, device)
 
     def _deal(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int, causal: bool) -> HeadDeal:
         """Which heads each rank has of a sequence of so many tokens; of packed documents by the longest."""
@@ -280,6 +343,13 @@ class SequenceParallelAttention:
                 f"lengths are {tuple(lengths)} and rank {ranks.rank} of {ranks.size} has {tokens} tokens; give the "
                 "number of tokens of each rank, 1 or more, the same numbers on all."
             )
+
+
+def computes_own_tokens(attention: Callable[..., torch.Tensor]) -> bool:
+    """Whether each rank can compute the queries of its own tokens, so that there may be more ranks than heads."""
+    if isinstance(attention, StructuredAttention):
+        return attention.implementation == "fused"
+    return isinstance(attention, LocalAttention)
 
 
 def _check_mask(mask: torch.Tensor | None, own: int, lengths: tuple[int, ...] | None) -> None:

@@ -35,8 +35,15 @@ def check_ranks(heads: int, ranks: int) -> None:
         raise ValueError(
             f"Attention has {heads} heads, and {ranks} ranks are to share them; each rank needs one, so at most "
             f"{heads} ranks can hold a sequence: set sequence_parallel_size to {heads} or less, and use the other "
-            "ranks for data parallelism."
+            "ranks for data parallelism. More ranks can where each computes its own tokens: in layers that are not "
+            "dense, with parts that end at the structure's blocks, as those of long sequences do, and without "
+            "attention dropout, packed documents and sinks."
         )
+
+
+def received_of_heads(tokens: int, ranks: int, heads: int, key_heads: int) -> float:
+    """Numbers of a token and head that a rank receives in forward: query, key, value and output of its share."""
+    return tokens * (ranks - 1) / ranks**2 * 2 * (heads + max(key_heads, ranks))
 
 
 def deal_heads(live_blocks: Sequence[int], key_heads: int, ranks: int) -> HeadDeal:

@@ -17,6 +17,23 @@ def test_sequence_parallel_attention_of_two_gpus_is_that_of_one(case):
     assert_passed("core.py", 2, case, "cuda")
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("case", cases_of("halo.py"))
+def test_sequence_parallel_attention_that_exchanges_keys_is_that_of_one_rank(case, ranks):
+    assert_passed("halo.py", ranks, case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", cases_of("halo.py", "cuda"))
+def test_sequence_parallel_attention_of_two_gpus_that_exchange_keys_is_that_of_one(case):
+    assert_passed("halo.py", 2, case, "cuda")
+
+
+def test_sequence_parallel_ranks_say_once_that_they_exchange_keys():
+    line = "ds_sparse: the 2 ranks of a sequence send each other the keys that their own queries see."
+    assert reports("halo.py", 2, "cpu")[""].count(line) == 1
+
+
 def test_sequence_parallel_a_deal_that_is_not_even_is_printed_once():
     printed = reports("core.py", 4, "cpu")[""]
     line = "do not deal evenly to 4 ranks: they have 2, 1, 1, 1 heads with 126, 63, 63, 63 live blocks"

@@ -12,8 +12,10 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from ...sequence import SequenceParallelAttention
+from ...sequence.attention import computes_own_tokens
 from ...sequence.deal import check_ranks
 from ...sequence.exchange import RanksOfSequence
+from ...sequence.halo_plan import part_lengths
 from ..pretrained import NAME, is_switched, layers_by_model, pretrained_model_around
 from .binding import attached_to, which
 from .mask_windows import hides_nothing
@@ -259,8 +261,7 @@ class SequenceParallel:
                 "of the output."
             )
         mask, cu_seqlens = given.get("attention_mask"), documents_of(model, given)
-        each, more = divmod(tokens, self.ranks.size)
-        lengths = tuple(each + (rank < more) for rank in range(self.ranks.size))
+        lengths = part_lengths(tokens, self.ranks.size)
         mask_of_all = None if mask is None else mask != 0
         part = Part(self.ranks, lengths, mask_of_all, cu_seqlens, items, self._attentions)
         positions = self._positions(ids) if cu_seqlens is None else positions_of(model, given, cu_seqlens)
@@ -378,7 +379,10 @@ def _why_not(model: PreTrainedModel, ranks: RanksOfSequence) -> str | None:
             "its output is not one of each token, of which ranks hold parts; use a base model with "
             f"add_pooling_layer=False, or one of {', '.join('...' + end for end in _HEADS)}."
         )
-    check_ranks(config.num_attention_heads, ranks.size)
+    if not all(
+        computes_own_tokens(attached_to(layer).attention) for those in layers.values() for layer in those.values()
+    ):
+        check_ranks(config.num_attention_heads, ranks.size)
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import torch
 import transformers
@@ -11,7 +12,7 @@ from torch import distributed
 
 import ds_sparse
 from ds_sparse.integrations.transformers.sequence import EVALUATES_ALONE, MODEL_TYPES
-from ds_sparse.sequence.exchange import RanksOfSequence
+from ds_sparse.sequence.exchange import Exchange, RanksOfSequence
 
 TOKENS = 165
 TEXT = {
@@ -133,6 +134,25 @@ def packed_documents_have_the_loss_and_gradients_of_one_rank():
         for batch, of_one in zip(packed, wanted, strict=True):
             assert_step_is(model, batch, of_one)
         parallel.undo()
+
+
+@case
+def models_with_windows_exchange_keys_and_may_have_fewer_heads_than_ranks():
+    tokens = 600  # in parts of whole blocks
+    ids = torch.randint(3, 50, (2, tokens), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    mask = torch.ones_like(ids)
+    mask[1, 250:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    for name, heads in (("BertForMaskedLM", 1), ("LlamaForCausalLM", 4), ("ModernBertForMaskedLM", 4)):
+        torch.manual_seed(0)
+        cls = getattr(transformers, name)
+        sizes = MODELS[name] | {"num_attention_heads": heads, "max_position_embeddings": tokens}
+        model = cls(cls.config_class(**sizes)).to(DEVICE, WIDE)
+        ds_sparse.sparsify(model, {"mode": "bslongformer", "block": 16})
+        wanted = step(model, batch)
+        ds_sparse.sequence_parallel(model)
+        with mock.patch.object(Exchange, "to_heads", side_effect=AssertionError("heads were exchanged")):
+            assert_step_is(model, batch, wanted)
 
 
 @case
@@ -298,9 +318,13 @@ def models_that_cannot_be_cut_are_refused():
     esm = transformers.EsmConfig(**BERT, position_embedding_type="rotary")
     assert "a esm model" in refusal(lambda: parallel(sparse(transformers.EsmForMaskedLM, esm)))
     one_head = transformers.BertConfig(**BERT | {"num_attention_heads": 1})
-    one_group = transformers.LlamaConfig(**TEXT | {"num_attention_heads": 1, "num_key_value_heads": 1})
-    for few in (sparse(transformers.BertForMaskedLM, one_head), sparse(transformers.LlamaForCausalLM, one_group)):
-        assert "at most 1 ranks can hold a sequence" in refusal(lambda model=few: parallel(model))
+    dense_layer = transformers.BertForMaskedLM(one_head)
+    ds_sparse.sparsify(dense_layer, {"mode": "fixed", "block": 16, "layers": {"1": None}})
+    assert "at most 1 ranks can hold a sequence" in refusal(lambda: parallel(dense_layer))
+    ids = torch.full((1, TOKENS), 7)
+    few = sparse(transformers.BertForMaskedLM, one_head)
+    parallel(few)
+    assert "with parts that end at the structure's blocks" in refusal(lambda: few(input_ids=ids, labels=ids))
     model = make()
     parallel(model)
     assert "it is already" in refusal(lambda: parallel(model))

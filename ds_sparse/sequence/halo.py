@@ -1,0 +1,376 @@
+"""Attention where each rank computes the rows of its own tokens, and gets the keys that these see from other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..index import BlockIndex
+from ..modules.local_attention import LocalAttention
+from ..ops import block_sparse_attention
+from ..ops._autograd import differentiable_once
+from .exchange import RanksOfSequence
+from .halo_plan import HaloPlan, parts_of, tokens_seen, within
+
+# On the way, and where they are put together, tokens stand before heads, (T, B, H, D): what goes to a rank, or comes
+# from one, is then a range.
+
+Pieces = Sequence[Sequence[Tensor]]
+"""For each tensor what goes to ranks, or comes from them, (n, B, H, D) in the order of ranks, without those of no
+token."""
+
+
+class TokenExchange:
+    """What goes between ranks at once, both ways, without a gradient: copies of some tokens, and what comes back for
+    these, which is added up.
+
+    Args:
+        sent: for each tensor the places of tokens that go to each rank, int64, on the tensors' device.
+        coming: for each tensor how many tokens come from each rank.
+        ranks: those that exchange.
+    """
+
+    def __init__(self, sent: Sequence[Sequence[Tensor]], coming: Sequence[Sequence[int]], ranks: RanksOfSequence):
+        self._ranks = ranks
+        self._places = [[x for x in of_tensor if len(x)] for of_tensor in sent]
+        self._all = [torch.cat(list(of_tensor)) for of_tensor in sent]
+        self._going, self._coming = _Order([[len(x) for x in of_tensor] for of_tensor in sent]), _Order(coming)
+
+    def copies(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """The pieces of each tensor (T, B, H, D) that come from other ranks."""
+        chosen = [x.index_select(0, places) for x, places in zip(tensors, self._all, strict=True)]
+        pieces = [x.split(counts) for x, counts in zip(chosen, self._going.counts, strict=True)]
+        return self._moved(tensors, pieces, self._going, self._coming)
+
+    def add_back(self, tensors: Sequence[Tensor], pieces: Pieces) -> None:
+        """Adds to each tensor (T, B, H, D) what other ranks have for the copies that they got, in the order of
+        ranks."""
+        moved = self._moved(tensors, pieces, self._coming, self._going)
+        for x, places, of_ranks in zip(tensors, self._places, moved, strict=True):
+            for chosen, piece in zip(places, of_ranks, strict=True):
+                x.index_add_(0, chosen, piece)
+
+    def _moved(self, like: Sequence[Tensor], pieces: Pieces, going: _Order, coming: _Order) -> list[list[Tensor]]:
+        """Sends each rank its pieces of tensors like these, one behind the other, and takes apart what comes."""
+        rows = [tuple(x.shape[1:]) for x in like]
+        widths = [prod(row) for row in rows]
+        letters = [pieces[tensor][place].reshape(-1) for tensor, place, _ in going.letters]
+        sent = torch.cat(letters) if letters else like[0].new_empty(0)
+        received = self._ranks.exchange(sent, going.sizes(widths), coming.sizes(widths))
+        parts = received.split([n * widths[tensor] for tensor, _, n in coming.letters])
+        found: list[list[Tensor]] = [[] for _ in like]
+        for part, (tensor, _, n) in zip(parts, coming.letters, strict=False):  # of nothing there is one empty part
+            found[tensor].append(part.view(n, *rows[tensor]))
+        return found
+
+
+class _Order:
+    """In which order pieces go: by rank, and of a rank by tensor.
+
+    Args:
+        numbers: for each tensor the tokens of each rank.
+
+    Attributes:
+        counts: the same without zeros.
+        letters: of each piece its tensor, its place among those of the tensor, and its tokens.
+    """
+
+    def __init__(self, numbers: Sequence[Sequence[int]]):
+        self._by_rank = list(zip(*numbers, strict=True))
+        self.counts = [[n for n in of_tensor if n] for of_tensor in numbers]
+        places = [iter(range(len(of_tensor))) for of_tensor in self.counts]
+        self.letters = [(x, next(places[x]), n) for of_rank in self._by_rank for x, n in enumerate(of_rank) if n]
+
+    def sizes(self, widths: Sequence[int]) -> list[int]:
+        """Numbers that go to each rank, where a token of each tensor has so many."""
+        return [sum(n * width for n, width in zip(of_rank, widths, strict=True)) for of_rank in self._by_rank]
+
+
+def exchange_of(
+    wanted: Sequence[Sequence[Tensor]], lengths: Sequence[int], ranks: RanksOfSequence, device: torch.device
+) -> TokenExchange:
+    """The exchange by which ranks get tokens of the sequence.
+
+    Args:
+        wanted: for each tensor, and by rank, the places in the sequence of the tokens that the rank gets, int64,
+            ascending.
+        lengths: tokens of each rank.
+        ranks: those that exchange.
+        device: of the tensors.
+    """
+    parts = parts_of(lengths)
+    own = parts[ranks.rank]
+    sent = [[(within(places, own) - own.start).to(device) for places in of_tensor] for of_tensor in wanted]
+    coming = [[len(within(of_tensor[ranks.rank], part)) for part in parts] for of_tensor in wanted]
+    return TokenExchange(sent, coming, ranks)
+
+
+class BlockHalo:
+    """Attention of a layout's rows on the rank that has them.
+
+    A rank's keys are its own and those that it fetches, in the order of the sequence. Wide rows stand behind the rank's
+    own queries, so that one call computes both.
+
+    Args:
+        plan: of the layout.
+        layout: bool (1 or H, R, R), as the plan was made for.
+        block: tokens on a block's side.
+        lengths: tokens of each rank.
+        causal: whether tokens see none behind them, inside blocks too; there are no wide rows then.
+        ranks: those that share the sequence.
+        device: of the operands.
+    """
+
+    def __init__(
+        self,
+        plan: HaloPlan,
+        layout: Tensor,
+        block: int,
+        lengths: tuple[int, ...],
+        causal: bool,
+        ranks: RanksOfSequence,
+        device: torch.device,
+    ):
+        rank, tokens, number = ranks.rank, sum(lengths), lengths[ranks.rank]
+        own, fetched = torch.tensor(plan.blocks(rank)), plan.fetched[rank]
+        columns = torch.cat([fetched, own]).sort().values
+        before = _tokens_of(fetched[fetched < own[0]], block, tokens)
+        keys = [_tokens_of(x, block, tokens) for x in plan.fetched]
+        wide = _tokens_of(plan.wide, block, tokens)
+        # Causality goes by places in a call: own queries stand where own keys do.
+        front, behind = len(before) if causal else 0, -number % block if len(wide) else 0
+        self._queries = _Queries(front, number, behind, len(before))
+        rows = _rows(layout, own, columns, plan.wide, front // block)
+        self._index = BlockIndex.build(rows.to(device), block)
+        self._keys = _tokens_of(columns, block, tokens).to(device)
+        self._causal = causal
+        self._there = exchange_of([keys, keys, [wide] * ranks.size][: 3 if len(wide) else 2], lengths, ranks, device)
+        self._wide = _WideRows(wide, lengths, self._queries, ranks, device) if len(wide) else None
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None = None,
+        key_padding_mask: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """(B, H, T_r, D) of the rank's own queries, keys and values, and the whole sequence's mask (B or 1, T). No
+        sinks where rows are wide: each rank would count them."""
+        options: dict[str, Any] = {"scale": scale, "causal": self._causal}
+        if key_padding_mask is not None:
+            options["key_padding_mask"] = key_padding_mask[:, self._keys]
+        if self._wide is not None:
+            key, value, query = _WithHalo.apply(self._there, self._queries, key, value, query)
+            output, lse = block_sparse_attention(query, key, value, self._index, return_lse=True, **options)
+            # Transposed here, not in the function, whose result may then be written over.
+            return _Together.apply(self._wide, output, lse).permute(1, 2, 0, 3)
+        key, value = _WithHalo.apply(self._there, self._queries, key, value)
+        front = self._queries.front
+        query = pad(query, (0, 0, front, 0)) if front else query
+        output = block_sparse_attention(query, key, value, self._index, sinks=sinks, **options)
+        return output[:, :, front:] if front else output
+
+
+class WindowHalo:
+    """Attention to the tokens around, on the rank that has them.
+
+    Args:
+        attention: of a window.
+        lengths: tokens of each rank.
+        causal: whether tokens see none behind them.
+        ranks: those that share the sequence.
+        device: of the operands.
+    """
+
+    def __init__(
+        self,
+        attention: LocalAttention,
+        lengths: tuple[int, ...],
+        causal: bool,
+        ranks: RanksOfSequence,
+        device: torch.device,
+    ):
+        self._attention, self._causal = attention, causal
+        parts = parts_of(lengths)
+        seen = [tokens_seen(part, attention.window, sum(lengths), causal) for part in parts]
+        fetched = [
+            torch.tensor([*range(around.start, part.start), *range(part.stop, around.stop)], dtype=torch.int64)
+            for part, around in zip(parts, seen, strict=True)
+        ]
+        own, around = parts[ranks.rank], seen[ranks.rank]
+        self._keys, before = slice(around.start, around.stop), own.start - around.start
+        self._queries = _Queries(0, len(own), 0, before)
+        self._there = exchange_of([fetched, fetched], lengths, ranks, device)
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        """(B, H, T_r, D), as `BlockHalo` has it."""
+        mask = None if key_padding_mask is None else key_padding_mask[:, self._keys]
+        key, value = _WithHalo.apply(self._there, self._queries, key, value)
+        before = self._queries.keys_before
+        return self._attention(
+            query, key, value, causal=self._causal, key_padding_mask=mask, query_offset=before, **options
+        )
+
+
+class _Queries(NamedTuple):
+    """The queries of a call: some that are nobody's, then the rank's own, then nobody's again, to whole blocks, and
+    those of wide rows.
+
+    Attributes:
+        front, own, behind: tokens of the first three.
+        keys_before: keys in front of those of the rank's own tokens.
+    """
+
+    front: int
+    own: int
+    behind: int
+    keys_before: int
+
+    @property
+    def wide(self) -> int:
+        """The place of the first wide one."""
+        return self.front + self.own + self.behind
+
+
+class _WideRows:
+    """The rows that all ranks compute, each over its own keys.
+
+    Args:
+        wide: their places in the sequence, int64, ascending.
+        lengths: tokens of each rank.
+        queries: of a call.
+        ranks: those that share the sequence.
+        device: of the operands.
+
+    Attributes:
+        own: the places of the rank's own among its tokens.
+    """
+
+    def __init__(
+        self,
+        wide: Tensor,
+        lengths: tuple[int, ...],
+        queries: _Queries,
+        ranks: RanksOfSequence,
+        device: torch.device,
+    ):
+        parts = parts_of(lengths)
+        mine = within(wide, parts[ranks.rank])
+        self.own, self.queries, self._ranks = (mine - parts[ranks.rank].start).to(device), queries, ranks
+        self._of_ranks, self._number = [len(within(wide, part)) for part in parts], len(wide)
+
+    def to_owners(self, rows: Tensor) -> Tensor:
+        """What all ranks have for the rank's own, (ranks, own, ...), of what each has for all, (wide, ...)."""
+        width, own = prod(rows.shape[1:]), len(self.own)
+        to, of = [n * width for n in self._of_ranks], [own * width] * len(self._of_ranks)
+        return self._ranks.exchange(rows.reshape(-1), to, of).view(len(of), own, *rows.shape[1:])
+
+    def from_owners(self, parts: Tensor) -> Tensor:
+        """What the owners have for this rank, (wide, ...), of what each has for all, (ranks, own, ...)."""
+        width, own = prod(parts.shape[2:]), len(self.own)
+        to, of = [own * width] * len(self._of_ranks), [n * width for n in self._of_ranks]
+        return self._ranks.exchange(parts.reshape(-1), to, of).view(self._number, *parts.shape[2:])
+
+
+class _WithHalo(torch.autograd.Function):
+    """Keys and values with those of other ranks in their places; and queries with those of wide rows behind them."""
+
+    @staticmethod
+    def forward(ctx, exchange, queries, *tensors):
+        ctx.exchange, ctx.queries = exchange, queries
+        by_tokens = [x.permute(2, 0, 1, 3) for x in tensors]
+        copies, results = exchange.copies(by_tokens), []
+        ctx.sizes = [[len(x) for x in of_ranks] for of_ranks in copies]
+        for x, of_ranks in zip(by_tokens[:2], copies, strict=False):
+            at = _place(ctx.sizes[0], queries.keys_before)
+            results.append(torch.cat([*of_ranks[:at], x, *of_ranks[at:]]))
+        for x, of_ranks in zip(by_tokens[2:], copies[2:], strict=True):
+            results.append(torch.cat([*_with_nobody(x, queries.behind), *of_ranks]))
+        return tuple(x.permute(1, 2, 0, 3) for x in results)
+
+    @staticmethod
+    @differentiable_once("SequenceParallelAttention")
+    def backward(ctx, *grads):
+        own, pieces, queries = [], [], ctx.queries
+        by_tokens = [x.permute(2, 0, 1, 3) for x in grads]
+        for x, sizes in zip(by_tokens[:2], ctx.sizes, strict=False):
+            at = _place(sizes, queries.keys_before)
+            parts = list(x.split([*sizes[:at], queries.own, *sizes[at:]]))
+            own.append(parts.pop(at))
+            pieces.append(parts)
+        for x, sizes in zip(by_tokens[2:], ctx.sizes[2:], strict=True):
+            own.append(x[: queries.own])
+            pieces.append(x[queries.wide :].split(sizes))
+        # In place: the attention that follows has made them, and nobody else has them.
+        ctx.exchange.add_back(own, pieces)
+        return None, None, *(x.permute(1, 2, 0, 3) for x in own)
+
+
+class _Together(torch.autograd.Function):
+    """The rank's own output, (T_r, B, H, D), in which the wide rows are put together of what ranks have for them."""
+
+    @staticmethod
+    def forward(ctx, wide, output, lse):
+        ctx.wide, ctx.lse = wide, (lse.shape, lse.dtype)
+        queries = wide.queries
+        rows = output.permute(2, 0, 1, 3)
+        sums = lse[:, :, queries.wide :].permute(2, 0, 1).unsqueeze(-1)
+        parts = wide.to_owners(torch.cat([rows[queries.wide :].to(sums.dtype), sums], -1))
+        result = rows[: queries.own].clone()
+        outputs, sums = parts[..., :-1], parts[..., -1:]
+        shares = sums.softmax(0).nan_to_num_(0)  # of rows that see nothing
+        whole = (shares * outputs).sum(0)
+        result[wide.own] = whole.to(result.dtype)
+        # On all ranks, with wide rows or without: a checkpoint stops where it has all that was saved, and has to stop
+        # behind the exchange on all.
+        ctx.save_for_backward(shares, outputs, whole)
+        return result
+
+    @staticmethod
+    @differentiable_once("SequenceParallelAttention")
+    def backward(ctx, grad):
+        wide, (shape, dtype) = ctx.wide, ctx.lse
+        shares, outputs, whole = ctx.saved_tensors
+        of_outputs = shares * grad[wide.own].to(dtype)
+        of_sums = (of_outputs * (outputs - whole)).sum(-1, keepdim=True)
+        mine = wide.from_owners(torch.cat([of_outputs, of_sums], -1))
+        rows = [*_with_nobody(grad, wide.queries.behind), mine[..., :-1].to(grad.dtype)]
+        grad_lse = torch.zeros(shape, dtype=dtype, device=grad.device)
+        grad_lse[:, :, wide.queries.wide :] = mine[..., -1].permute(1, 2, 0)
+        return None, torch.cat(rows).permute(1, 2, 0, 3), grad_lse
+
+
+def _place(sizes: Sequence[int], tokens: int) -> int:
+    """How many pieces have so many tokens together."""
+    return next(n for n, before in enumerate(accumulate(sizes, initial=0)) if before == tokens)
+
+
+def _with_nobody(own: Tensor, tokens: int) -> list[Tensor]:
+    """The rank's own rows (T_r, ...), and zeros for so many that are nobody's."""
+    return [own, own.new_zeros(tokens, *own.shape[1:])] if tokens else [own]
+
+
+def _tokens_of(blocks: Tensor, block: int, tokens: int) -> Tensor:
+    """The tokens of blocks of a sequence, of which the last may be short."""
+    places = (blocks[:, None] * block + torch.arange(block)).flatten()
+    return places[places < tokens]
+
+
+def _rows(layout: Tensor, own: Tensor, columns: Tensor, wide: Tensor, front: int) -> Tensor:
+    """What a rank computes of a layout: its own rows in some columns, and below them the wide ones in its own blocks'.
+    Some rows in front are empty."""
+    rows = layout[:, own][:, :, columns]
+    rows[:, torch.isin(own, wide)] = False
+    of_wide = layout[:, wide][:, :, columns] & torch.isin(columns, own)
+    return torch.cat([rows.new_zeros(len(rows), front, len(columns)), rows, of_wide], 1)
