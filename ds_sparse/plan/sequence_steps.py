@@ -49,9 +49,16 @@ def with_communication(rates: Rates, results: Results) -> Rates:
     """The rates, with `exchange` and `reduction` from these results."""
     return replace(
         rates,
-        exchange=_least(results, EXCHANGE, exchanged),
+        exchange=_least(
+            replace(results, sequence=[x for x in results.sequence if _sends_heads(*x)]), EXCHANGE, exchanged
+        ),
         reduction=_least(results, REDUCTION, reduced),
     )
+
+
+def _sends_heads(case: Case, row: Row) -> bool:
+    """Whether ranks exchanged heads, which alone is counted: of windows they send each other keys, far fewer bytes."""
+    return row.parallel == SEQUENCE and "longformer" not in case.structure
 
 
 def _least(results: Results, part: str, sent: Callable[[Model, Settings, int], float]) -> float | None:

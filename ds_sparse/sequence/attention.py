@@ -345,7 +345,7 @@ class SequenceParallelAttention:
             )
 
 
-def computes_own_tokens(attention: Callable[..., torch.Tensor]) -> bool:
+def computes_own_tokens(attention: object) -> bool:
     """Whether each rank can compute the queries of its own tokens, so that there may be more ranks than heads."""
     if isinstance(attention, StructuredAttention):
         return attention.implementation == "fused"

@@ -32,6 +32,12 @@ def test_the_rate_is_that_of_the_step_in_which_a_byte_took_least(rates):
     assert found.reduction is None
 
 
+def test_ranks_that_send_keys_of_windows_alone_say_no_rate(rates):
+    windows = replace(CASE, structure="longformer-64")
+    found = with_communication(rates, Results("", sequence=[(CASE, row(30.0)), (windows, row(0.1))]))
+    assert found.exchange == with_communication(rates, Results("", sequence=[(CASE, row(30.0))])).exchange
+
+
 def test_what_no_rank_sends_has_no_rate(rates):
     found = with_communication(rates, Results("", sequence=[(CASE, row(30.0, DATA))]))
     assert found.exchange is found.reduction is None
