@@ -1,4 +1,4 @@
-"""Sequence parallelism: ranks hold parts of one sequence, and exchange tokens for heads around attention (Ulysses)."""
+"""Sequence parallelism: ranks hold parts of one sequence, and exchange heads around attention (Ulysses), or keys."""
 
 from .attention import SequenceParallelAttention
 from .batches import sequence_batches

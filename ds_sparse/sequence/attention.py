@@ -12,7 +12,7 @@ from torch import distributed
 
 from ..index.cache import KEPT
 from ..index.documents import Documents
-from ..index.lasting import lasting
+from ..index.lasting import lasting, outside_of_graphs
 from ..index.master_layout import MasterLayout
 from ..layout import causal_cut, count_live, crop
 from ..modules.local_attention import LocalAttention
@@ -27,8 +27,8 @@ from .exchange import Exchange, RanksOfSequence, heads_to_tokens, tokens_to_head
 from .halo import BlockHalo, WindowHalo
 from .halo_plan import plan_halo, received_of_window
 
-HALO_PAYS_BELOW = 2
-"""How many times less than in an exchange of heads a rank receives where keys are exchanged in its place."""
+HALO_PAYS_BELOW = 0.5
+"""The share of what a rank receives of heads below which keys are exchanged in their place."""
 
 TOLD = 14
 """How many numbers a rank tells of its part."""
@@ -37,12 +37,15 @@ TOLD = 14
 class SequenceParallelAttention:
     """Block-sparse attention of a sequence whose parts lie on several ranks.
 
-    Each rank gives the queries, keys and values of its own tokens, and gets their outputs. In between ranks exchange
-    tokens for heads: each computes some heads over the whole sequence, with their layouts for its whole length. Results
-    and gradients are those of one rank, to rounding. Heads are dealt so that ranks have nearly as many live blocks, of
-    packed documents in the longest; the first deal by which they differ by more than 3 % is printed.
+    Each rank gives the queries, keys and values of its own tokens, and gets their outputs. Results and gradients are
+    those of one rank, to rounding. Where queries see few keys of other ranks, as in windows with some global tokens,
+    ranks send each other these keys, and a line says so. Otherwise they exchange tokens for heads: each computes some
+    heads over the whole sequence, with their layouts for its whole length. Heads are dealt so that ranks have nearly as
+    many live blocks, of packed documents in the longest; the first deal by which they differ by more than 3 % is
+    printed.
 
-    Sources: Jacobs et al., "DeepSpeed Ulysses", 2023 (the exchange); DeepSpeed's `DistributedAttention`.
+    Sources: Jacobs et al., "DeepSpeed Ulysses", 2023 (the exchange of heads); DeepSpeed's `DistributedAttention`;
+    Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018 (rows merged from parts).
 
     Args:
         sparsity_config: the structure, for all heads.
@@ -113,9 +116,11 @@ class SequenceParallelAttention:
 
         Args:
             query: (B, H, T_r, D), T_r the rank's own tokens, 1 or more; any strides.
-            key, value: alike, or with fewer heads, which divide H; they may be fewer than ranks, H may not.
+            key, value: alike, or with fewer heads, which divide H. They may be fewer than ranks. H may be only where
+                ranks exchange keys: with a structure or a window, a whole number of blocks on each rank but the last,
+                and neither dropout nor cu_seqlens.
             lengths: T_r of each rank. Without it ranks ask each other, and a GPU is waited for;
-                with it nothing is compared between ranks.
+                with it nothing is compared between ranks, which have to give the same options.
             cu_seqlens: int32 or int64 (documents + 1), the same on all ranks: the sequences are rows of packed
                 documents, of which none sees another. It goes from 0 to the tokens of all rows, one whole row after the
                 other, whose ends are ends of documents. Borders of ranks may lie anywhere. No key_padding_mask.
@@ -126,7 +131,7 @@ class SequenceParallelAttention:
             key_padding_mask: (B or 1, T_r), of the rank's own tokens, or with `lengths` (B or 1, T), of all: bool keeps
                 where True, a float is added.
             sinks: (H,), a logit a head in the softmax's denominator, the same on all ranks. Its gradient on a rank is
-                that of the rank's heads: summed over ranks, as that of any parameter, it is whole.
+                that of what the rank computes: summed over ranks, as that of any parameter, it is whole.
             dropout_p: share of the probabilities that are dropped. Each head draws by its own number from the first
                 rank's seed, in a call of its own: any number of ranks drops the same pairs.
 
@@ -135,8 +140,9 @@ class SequenceParallelAttention:
 
         Raises:
             TypeError: cu_seqlens that is no tensor of integers.
-            ValueError: fewer heads than ranks; shapes, dtypes, lengths or documents that do not fit, or that differ
-                between ranks. Without `lengths` all ranks raise it where one cannot compute its part.
+            ValueError: fewer heads than ranks where they exchange heads; shapes, dtypes, lengths or documents that do
+                not fit, or that differ between ranks. Without `lengths` all ranks raise it where one cannot compute its
+                part.
             NotImplementedError: shapes of query, key and value differ in more than heads.
         """
         check_inputs(query=query, key=key, value=value, key_padding_mask=key_padding_mask, sinks=sinks)
@@ -163,11 +169,16 @@ class SequenceParallelAttention:
             options["cu_seqlens"] = cu_seqlens
         if document_layout != "own":  # windows and dense attention know no other
             options["document_layout"] = document_layout
-        halo = None if documents is not None or dropout_p else self._halo(query, key, value, lengths, causal, sinks)
+        if isinstance(self._attention, StructuredAttention):
+            self._attention.check(query, key, value)
+            self._attention.synchronize_layout()
+        halo = None
+        if documents is None and document_layout == "own" and not dropout_p:
+            halo = self._halo(query, key, lengths, causal, sinks)
         if halo is not None:
             masked = options.get("key_padding_mask")
             return halo(query, key, value, scale=scale, key_padding_mask=masked, sinks=sinks)
-        deal = self._deal(query, key, value, tokens, causal)
+        deal = self._deal(query, key, tokens, causal)
         there, back = self._exchanges(deal, lengths)
         heads: tuple[torch.Tensor, ...] = tokens_to_heads(query, key, value, there)
         own = deal.queries[self._ranks.rank]
@@ -180,25 +191,22 @@ class SequenceParallelAttention:
             output = one_as_rows(output, query.shape[0])
         return heads_to_tokens(output, back)
 
+    @outside_of_graphs
     def _halo(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
-        value: torch.Tensor,
         lengths: tuple[int, ...],
         causal: bool,
         sinks: torch.Tensor | None,
     ) -> BlockHalo | WindowHalo | None:
-        """What computes the rank's own rows, if ranks exchange keys in the place of heads."""
+        """What computes the rank's own queries, if ranks exchange keys in the place of heads."""
         attention, layout = self._attention, None
-        if isinstance(attention, StructuredAttention):
-            attention.check(query, key, value)
-            attention.synchronize_layout()
-            layout, causal = attention.covering(sum(lengths)), causal or attention.causal
         if self._ranks.size == 1 or not computes_own_tokens(attention):
             return None
-        heads = query.shape[1], key.shape[1]
-        return self._halos(layout, lengths, *heads, causal, sinks is not None, query.device)
+        if isinstance(attention, StructuredAttention):
+            layout, causal = attention.covering(sum(lengths)), causal or attention.causal
+        return self._halos(layout, lengths, query.shape[1], key.shape[1], causal, sinks is not None, query.device)
 
     @lasting
     def _halo_on(
@@ -212,42 +220,49 @@ class SequenceParallelAttention:
         device: torch.device,
     ) -> BlockHalo | WindowHalo | None:
         ranks, attention, tokens = self._ranks, self._attention, sum(lengths)
-        most = received_of_heads(tokens, ranks.size, heads, key_heads) / HALO_PAYS_BELOW
-        if isinstance(attention, LocalAttention):
-            received = received_of_window(lengths, attention.window, causal, key_heads)
-            return WindowHalo(attention, lengths, causal, ranks, device) if received <= most else None
-        assert layout is not None
-        blocks = -(-tokens // layout.block)
-        live = crop(layout.layout, blocks, blocks)
-        plan = plan_halo(live, layout.block, lengths, causal, heads, key_heads)
-        if plan is None or (has_sinks and len(plan.wide)):
-            return None
-        if heads >= ranks.size:
-            deal = self._dealt(layout, blocks, heads, key_heads, causal)
-            if plan.received > most or max(plan.loads) > (1 + TOLERANCE) * max(deal.loads):
-                return None
-        if not self._has_said:
-            self._has_said = True
-            say_notices([f"the {ranks.size} ranks of a sequence send each other the keys that their own queries see."])
-        return BlockHalo(plan, live, layout.block, lengths, causal, ranks, device)
 
-    def _deal(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int, causal: bool) -> HeadDeal:
+        def pays(received: float) -> bool:
+            of_heads = received_of_heads(tokens, ranks.size, heads, key_heads)
+            return heads < ranks.size or received <= HALO_PAYS_BELOW * of_heads
+
+        halo: BlockHalo | WindowHalo
+        if isinstance(attention, LocalAttention):
+            if not pays(received_of_window(lengths, attention.window, causal, key_heads)):
+                return None
+            halo = WindowHalo(attention, lengths, causal, ranks, device)
+        else:
+            assert layout is not None
+            blocks = -(-tokens // layout.block)
+            live, may_be_wide = crop(layout.layout, blocks, blocks), not (causal or has_sinks)
+            plan = plan_halo(
+                live, layout.block, lengths, heads, key_heads, causal=causal, may_be_wide=may_be_wide
+            )  # fmt: skip
+            if plan is None or not pays(plan.received):
+                return None
+            if heads >= ranks.size:
+                deal = self._dealt(layout, blocks, heads, key_heads, causal)
+                if max(plan.loads) > (1 + TOLERANCE) * max(deal.loads):
+                    return None
+            halo = BlockHalo(plan, live, layout.block, lengths, causal, ranks, device)
+        say_notices([f"the {ranks.size} ranks of a sequence send each other the keys that their own queries see."])
+        return halo
+
+    def _deal(self, query: torch.Tensor, key: torch.Tensor, tokens: int, causal: bool) -> HeadDeal:
         """Which heads each rank has of a sequence of so many tokens; of packed documents by the longest."""
         attention, heads, key_heads = self._attention, query.shape[1], key.shape[1]
         if not isinstance(attention, StructuredAttention):
             return self._dealt(None, 0, heads, key_heads, causal)
-        attention.check(query, key, value)
-        attention.synchronize_layout()
         layout = attention.covering(tokens)
-        return self._dealt(layout, -(-tokens // layout.block), heads, key_heads, causal or attention.causal)
-
-    def _deal_on(self, layout: MasterLayout | None, blocks: int, heads: int, key_heads: int, causal: bool) -> HeadDeal:
-        live = [1] if layout is None else _live_blocks(crop(layout.layout, blocks, blocks), causal)
-        deal = deal_heads(live * heads if len(live) == 1 else live, key_heads, self._ranks.size)
-        if layout is not None and deal.spread > TOLERANCE and not self._has_said:
+        blocks = -(-tokens // layout.block)
+        deal = self._dealt(layout, blocks, heads, key_heads, causal or attention.causal)
+        if deal.spread > TOLERANCE and not self._has_said:
             self._has_said = True
             _say(deal, blocks * layout.block)
         return deal
+
+    def _deal_on(self, layout: MasterLayout | None, blocks: int, heads: int, key_heads: int, causal: bool) -> HeadDeal:
+        live = [1] if layout is None else _live_blocks(crop(layout.layout, blocks, blocks), causal)
+        return deal_heads(live * heads if len(live) == 1 else live, key_heads, self._ranks.size)
 
     def _exchanges_of(self, deal: HeadDeal, lengths: tuple[int, ...]) -> tuple[Exchange, Exchange]:
         """Of query, key and value, and of the output."""

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 TOLERANCE = 0.03
-"""By how much of the most the live blocks of ranks may differ before one key head is copied to several of them."""
+"""By how much of the most the live blocks of ranks may differ before one key head is copied to several of them, and
+how much more of them a rank may have where ranks exchange keys."""
 
 
 class HeadDeal(NamedTuple):
@@ -35,9 +36,9 @@ def check_ranks(heads: int, ranks: int) -> None:
         raise ValueError(
             f"Attention has {heads} heads, and {ranks} ranks are to share them; each rank needs one, so at most "
             f"{heads} ranks can hold a sequence: set sequence_parallel_size to {heads} or less, and use the other "
-            "ranks for data parallelism. More ranks can where each computes its own tokens: in layers that are not "
-            "dense, with parts that end at the structure's blocks, as those of long sequences do, and without "
-            "attention dropout, packed documents and sinks."
+            "ranks for data parallelism. More ranks can hold one where each computes its own tokens: in layers with a "
+            "structure or a window, where every rank has whole blocks, without attention dropout and without packed "
+            "documents."
         )
 
 

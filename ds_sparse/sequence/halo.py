@@ -18,11 +18,11 @@ from ..ops._autograd import differentiable_once
 from .exchange import RanksOfSequence
 from .halo_plan import HaloPlan, parts_of, tokens_seen, within
 
-# On the way, and where they are put together, tokens stand before heads, (T, B, H, D): what goes to a rank, or comes
-# from one, is then a range.
+# Here tokens stand before heads, (B, T, H, D), as projections of models make them: of one row, what goes to a rank or
+# comes from one is then a range, and keys are put together in whole copies.
 
 Pieces = Sequence[Sequence[Tensor]]
-"""For each tensor what goes to ranks, or comes from them, (n, B, H, D) in the order of ranks, without those of no
+"""For each tensor what goes to ranks, or comes from them, (B, n, H, D) in the order of ranks, without those of no
 token."""
 
 
@@ -38,35 +38,37 @@ class TokenExchange:
 
     def __init__(self, sent: Sequence[Sequence[Tensor]], coming: Sequence[Sequence[int]], ranks: RanksOfSequence):
         self._ranks = ranks
-        self._places = [[x for x in of_tensor if len(x)] for of_tensor in sent]
-        self._all = [torch.cat(list(of_tensor)) for of_tensor in sent]
         self._going, self._coming = _Order([[len(x) for x in of_tensor] for of_tensor in sent]), _Order(coming)
+        self._all = [torch.cat(list(of_tensor)) for of_tensor in sent]
+        self._places = [x.split(counts) for x, counts in zip(self._all, self._going.counts, strict=True)]
 
     def copies(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """The pieces of each tensor (T, B, H, D) that come from other ranks."""
-        chosen = [x.index_select(0, places) for x, places in zip(tensors, self._all, strict=True)]
-        pieces = [x.split(counts) for x, counts in zip(chosen, self._going.counts, strict=True)]
+        """The pieces of each tensor (B, T, H, D) that come from other ranks."""
+        chosen = [x.index_select(1, places) for x, places in zip(tensors, self._all, strict=True)]
+        pieces = [x.split(counts, 1) for x, counts in zip(chosen, self._going.counts, strict=True)]
         return self._moved(tensors, pieces, self._going, self._coming)
 
     def add_back(self, tensors: Sequence[Tensor], pieces: Pieces) -> None:
-        """Adds to each tensor (T, B, H, D) what other ranks have for the copies that they got, in the order of
+        """Adds to each tensor (B, T, H, D) what other ranks have for the copies that they got, in the order of
         ranks."""
         moved = self._moved(tensors, pieces, self._coming, self._going)
         for x, places, of_ranks in zip(tensors, self._places, moved, strict=True):
             for chosen, piece in zip(places, of_ranks, strict=True):
-                x.index_add_(0, chosen, piece)
+                x.index_add_(1, chosen, piece)
 
     def _moved(self, like: Sequence[Tensor], pieces: Pieces, going: _Order, coming: _Order) -> list[list[Tensor]]:
         """Sends each rank its pieces of tensors like these, one behind the other, and takes apart what comes."""
-        rows = [tuple(x.shape[1:]) for x in like]
-        widths = [prod(row) for row in rows]
-        letters = [pieces[tensor][place].reshape(-1) for tensor, place, _ in going.letters]
-        sent = torch.cat(letters) if letters else like[0].new_empty(0)
+        batch = len(like[0])
+        widths = [x[:, :1].numel() for x in like]
+        flat = [pieces[tensor][place].reshape(-1) for tensor, place, _ in going.pieces]
+        sent = torch.cat(flat) if flat else like[0].new_empty(0)
         received = self._ranks.exchange(sent, going.sizes(widths), coming.sizes(widths))
-        parts = received.split([n * widths[tensor] for tensor, _, n in coming.letters])
         found: list[list[Tensor]] = [[] for _ in like]
-        for part, (tensor, _, n) in zip(parts, coming.letters, strict=False):  # of nothing there is one empty part
-            found[tensor].append(part.view(n, *rows[tensor]))
+        if not coming.pieces:
+            return found
+        parts = received.split([n * widths[tensor] for tensor, _, n in coming.pieces])
+        for part, (tensor, _, n) in zip(parts, coming.pieces, strict=True):
+            found[tensor].append(part.view(batch, n, *like[tensor].shape[2:]))
         return found
 
 
@@ -78,14 +80,14 @@ class _Order:
 
     Attributes:
         counts: the same without zeros.
-        letters: of each piece its tensor, its place among those of the tensor, and its tokens.
+        pieces: of each its tensor, its place among those of the tensor, and its tokens.
     """
 
     def __init__(self, numbers: Sequence[Sequence[int]]):
         self._by_rank = list(zip(*numbers, strict=True))
         self.counts = [[n for n in of_tensor if n] for of_tensor in numbers]
         places = [iter(range(len(of_tensor))) for of_tensor in self.counts]
-        self.letters = [(x, next(places[x]), n) for of_rank in self._by_rank for x, n in enumerate(of_rank) if n]
+        self.pieces = [(x, next(places[x]), n) for of_rank in self._by_rank for x, n in enumerate(of_rank) if n]
 
     def sizes(self, widths: Sequence[int]) -> list[int]:
         """Numbers that go to each rank, where a token of each tensor has so many."""
@@ -122,7 +124,7 @@ class BlockHalo:
         layout: bool (1 or H, R, R), as the plan was made for.
         block: tokens on a block's side.
         lengths: tokens of each rank.
-        causal: whether tokens see none behind them, inside blocks too; there are no wide rows then.
+        causal: whether tokens see none after them, inside blocks too; the plan has no wide rows then.
         ranks: those that share the sequence.
         device: of the operands.
     """
@@ -172,12 +174,12 @@ class BlockHalo:
             key, value, query = _WithHalo.apply(self._there, self._queries, key, value, query)
             output, lse = block_sparse_attention(query, key, value, self._index, return_lse=True, **options)
             # Transposed here, not in the function, whose result may then be written over.
-            return _Together.apply(self._wide, output, lse).permute(1, 2, 0, 3)
+            return _MergeWideRows.apply(self._wide, output, lse).transpose(1, 2)
         key, value = _WithHalo.apply(self._there, self._queries, key, value)
         front = self._queries.front
         query = pad(query, (0, 0, front, 0)) if front else query
         output = block_sparse_attention(query, key, value, self._index, sinks=sinks, **options)
-        return output[:, :, front:] if front else output
+        return output[:, :, front:].clone()  # which may be written over: attention has saved its own
 
 
 class WindowHalo:
@@ -186,7 +188,7 @@ class WindowHalo:
     Args:
         attention: of a window.
         lengths: tokens of each rank.
-        causal: whether tokens see none behind them.
+        causal: whether tokens see none after them.
         ranks: those that share the sequence.
         device: of the operands.
     """
@@ -203,7 +205,7 @@ class WindowHalo:
         parts = parts_of(lengths)
         seen = [tokens_seen(part, attention.window, sum(lengths), causal) for part in parts]
         fetched = [
-            torch.tensor([*range(around.start, part.start), *range(part.stop, around.stop)], dtype=torch.int64)
+            torch.cat([torch.arange(around.start, part.start), torch.arange(part.stop, around.stop)])
             for part, around in zip(parts, seen, strict=True)
         ]
         own, around = parts[ranks.rank], seen[ranks.rank]
@@ -218,14 +220,14 @@ class WindowHalo:
         mask = None if key_padding_mask is None else key_padding_mask[:, self._keys]
         key, value = _WithHalo.apply(self._there, self._queries, key, value)
         before = self._queries.keys_before
-        return self._attention(
+        output = self._attention(
             query, key, value, causal=self._causal, key_padding_mask=mask, query_offset=before, **options
         )
+        return output.clone()  # as `BlockHalo` does
 
 
 class _Queries(NamedTuple):
-    """The queries of a call: some that are nobody's, then the rank's own, then nobody's again, to whole blocks, and
-    those of wide rows.
+    """The queries of a call: padding, then the rank's own, then padding to whole blocks, and those of wide rows.
 
     Attributes:
         front, own, behind: tokens of the first three.
@@ -271,16 +273,17 @@ class _WideRows:
         self._of_ranks, self._number = [len(within(wide, part)) for part in parts], len(wide)
 
     def to_owners(self, rows: Tensor) -> Tensor:
-        """What all ranks have for the rank's own, (ranks, own, ...), of what each has for all, (wide, ...)."""
+        """What all ranks have for the rank's own, (ranks, own, B, ...), of what each has for all, (B, wide, ...)."""
+        rows = rows.transpose(0, 1)
         width, own = prod(rows.shape[1:]), len(self.own)
         to, of = [n * width for n in self._of_ranks], [own * width] * len(self._of_ranks)
         return self._ranks.exchange(rows.reshape(-1), to, of).view(len(of), own, *rows.shape[1:])
 
     def from_owners(self, parts: Tensor) -> Tensor:
-        """What the owners have for this rank, (wide, ...), of what each has for all, (ranks, own, ...)."""
+        """What the owners have for this rank, (B, wide, ...), of what each has for all, (ranks, own, B, ...)."""
         width, own = prod(parts.shape[2:]), len(self.own)
         to, of = [own * width] * len(self._of_ranks), [n * width for n in self._of_ranks]
-        return self._ranks.exchange(parts.reshape(-1), to, of).view(self._number, *parts.shape[2:])
+        return self._ranks.exchange(parts.reshape(-1), to, of).view(self._number, *parts.shape[2:]).transpose(0, 1)
 
 
 class _WithHalo(torch.autograd.Function):
@@ -289,49 +292,51 @@ class _WithHalo(torch.autograd.Function):
     @staticmethod
     def forward(ctx, exchange, queries, *tensors):
         ctx.exchange, ctx.queries = exchange, queries
-        by_tokens = [x.permute(2, 0, 1, 3) for x in tensors]
+        by_tokens = [x.transpose(1, 2) for x in tensors]
         copies, results = exchange.copies(by_tokens), []
-        ctx.sizes = [[len(x) for x in of_ranks] for of_ranks in copies]
+        ctx.sizes = [[x.shape[1] for x in of_ranks] for of_ranks in copies]
         for x, of_ranks in zip(by_tokens[:2], copies, strict=False):
-            at = _place(ctx.sizes[0], queries.keys_before)
-            results.append(torch.cat([*of_ranks[:at], x, *of_ranks[at:]]))
+            at = _pieces_before(ctx.sizes[0], queries.keys_before)
+            results.append(torch.cat([*of_ranks[:at], x, *of_ranks[at:]], 1))
         for x, of_ranks in zip(by_tokens[2:], copies[2:], strict=True):
-            results.append(torch.cat([*_with_nobody(x, queries.behind), *of_ranks]))
-        return tuple(x.permute(1, 2, 0, 3) for x in results)
+            results.append(torch.cat([*_padded(x, queries.behind), *of_ranks], 1))
+        return tuple(x.transpose(1, 2) for x in results)
 
     @staticmethod
     @differentiable_once("SequenceParallelAttention")
     def backward(ctx, *grads):
         own, pieces, queries = [], [], ctx.queries
-        by_tokens = [x.permute(2, 0, 1, 3) for x in grads]
+        # Written in place: the attention that follows has made them, and nobody else has them but a graph of gradients,
+        # which is asked for here and refused later.
+        by_tokens = [(x.clone() if x.requires_grad else x).transpose(1, 2) for x in grads]
         for x, sizes in zip(by_tokens[:2], ctx.sizes, strict=False):
-            at = _place(sizes, queries.keys_before)
-            parts = list(x.split([*sizes[:at], queries.own, *sizes[at:]]))
+            at = _pieces_before(sizes, queries.keys_before)
+            parts = list(x.split([*sizes[:at], queries.own, *sizes[at:]], 1))
             own.append(parts.pop(at))
             pieces.append(parts)
         for x, sizes in zip(by_tokens[2:], ctx.sizes[2:], strict=True):
-            own.append(x[: queries.own])
-            pieces.append(x[queries.wide :].split(sizes))
-        # In place: the attention that follows has made them, and nobody else has them.
+            own.append(x[:, : queries.own])
+            pieces.append(x[:, queries.wide :].split(sizes, 1))
         ctx.exchange.add_back(own, pieces)
-        return None, None, *(x.permute(1, 2, 0, 3) for x in own)
+        return None, None, *(x.transpose(1, 2) for x in own)
 
 
-class _Together(torch.autograd.Function):
-    """The rank's own output, (T_r, B, H, D), in which the wide rows are put together of what ranks have for them."""
+class _MergeWideRows(torch.autograd.Function):
+    """The rank's own output, (B, T_r, H, D), in which wide rows are merged from what ranks have for them: by their
+    shares of the sum of exponentials, which are the softmax of lse over ranks."""
 
     @staticmethod
     def forward(ctx, wide, output, lse):
         ctx.wide, ctx.lse = wide, (lse.shape, lse.dtype)
         queries = wide.queries
-        rows = output.permute(2, 0, 1, 3)
-        sums = lse[:, :, queries.wide :].permute(2, 0, 1).unsqueeze(-1)
-        parts = wide.to_owners(torch.cat([rows[queries.wide :].to(sums.dtype), sums], -1))
-        result = rows[: queries.own].clone()
+        rows = output.transpose(1, 2)
+        sums = lse[:, :, queries.wide :].transpose(1, 2).unsqueeze(-1)
+        parts = wide.to_owners(torch.cat([rows[:, queries.wide :].to(sums.dtype), sums], -1))
+        result = rows[:, : queries.own].clone(memory_format=torch.contiguous_format)
         outputs, sums = parts[..., :-1], parts[..., -1:]
         shares = sums.softmax(0).nan_to_num_(0)  # of rows that see nothing
         whole = (shares * outputs).sum(0)
-        result[wide.own] = whole.to(result.dtype)
+        result[:, wide.own] = whole.transpose(0, 1).to(result.dtype)
         # On all ranks, with wide rows or without: a checkpoint stops where it has all that was saved, and has to stop
         # behind the exchange on all.
         ctx.save_for_backward(shares, outputs, whole)
@@ -342,23 +347,23 @@ class _Together(torch.autograd.Function):
     def backward(ctx, grad):
         wide, (shape, dtype) = ctx.wide, ctx.lse
         shares, outputs, whole = ctx.saved_tensors
-        of_outputs = shares * grad[wide.own].to(dtype)
+        of_outputs = shares * grad[:, wide.own].transpose(0, 1).to(dtype)
         of_sums = (of_outputs * (outputs - whole)).sum(-1, keepdim=True)
         mine = wide.from_owners(torch.cat([of_outputs, of_sums], -1))
-        rows = [*_with_nobody(grad, wide.queries.behind), mine[..., :-1].to(grad.dtype)]
+        rows = [*_padded(grad, wide.queries.behind), mine[..., :-1].to(grad.dtype)]
         grad_lse = torch.zeros(shape, dtype=dtype, device=grad.device)
-        grad_lse[:, :, wide.queries.wide :] = mine[..., -1].permute(1, 2, 0)
-        return None, torch.cat(rows).permute(1, 2, 0, 3), grad_lse
+        grad_lse[:, :, wide.queries.wide :] = mine[..., -1].transpose(1, 2)
+        return None, torch.cat(rows, 1).transpose(1, 2), grad_lse
 
 
-def _place(sizes: Sequence[int], tokens: int) -> int:
+def _pieces_before(sizes: Sequence[int], tokens: int) -> int:
     """How many pieces have so many tokens together."""
     return next(n for n, before in enumerate(accumulate(sizes, initial=0)) if before == tokens)
 
 
-def _with_nobody(own: Tensor, tokens: int) -> list[Tensor]:
-    """The rank's own rows (T_r, ...), and zeros for so many that are nobody's."""
-    return [own, own.new_zeros(tokens, *own.shape[1:])] if tokens else [own]
+def _padded(own: Tensor, tokens: int) -> list[Tensor]:
+    """The rank's own rows (B, T_r, ...), and zeros for so many that are nobody's."""
+    return [own, own.new_zeros(len(own), tokens, *own.shape[2:])] if tokens else [own]
 
 
 def _tokens_of(blocks: Tensor, block: int, tokens: int) -> Tensor:

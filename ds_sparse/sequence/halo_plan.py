@@ -10,16 +10,11 @@ import torch
 from torch import Tensor
 
 from ..layout import causal_cut, count_live
-
-GRAINS = (128, 64, 32, 16, 8)
-"""Multiples at which ranks' parts end, the largest that moves no border far: sides of blocks."""
-
-FINEST = 16
-"""Of how many grains a rank's part is at least made."""
-
+from .deal import TOLERANCE
 
 WIDER_PAYS_BELOW = 0.7
-"""What share of the rest is received with more wide rows, if these pay: to put them together takes some operations."""
+"""The share of what is received with fewer wide rows below which more of them pay: to merge them takes some
+operations."""
 
 
 class HaloPlan(NamedTuple):
@@ -47,15 +42,19 @@ class HaloPlan(NamedTuple):
         return range(self.bounds[rank], self.bounds[rank + 1])
 
 
-def part_lengths(tokens: int, ranks: int) -> tuple[int, ...]:
-    """How many tokens of a sequence each rank has: as even as they can be at multiples of a block's side.
+def part_lengths(tokens: int, ranks: int, block: int = 1, whole_blocks: bool = False) -> tuple[int, ...]:
+    """How many tokens of a sequence each rank has. Parts end at blocks where that makes none longer than the mean by
+    more than `TOLERANCE`, or with `whole_blocks` where there are as many blocks as ranks; else they are even.
 
-    >>> part_lengths(4096, 3), part_lengths(165, 2)
-    ((1408, 1408, 1280), (83, 82))
+    >>> part_lengths(4096, 3, 16), part_lengths(165, 2, 16), part_lengths(165, 2, 16, whole_blocks=True)
+    ((1376, 1360, 1360), (83, 82), (96, 69))
     """
-    grain = next((x for x in GRAINS if tokens >= x * FINEST * ranks), 1)
-    each, more = divmod(-(-tokens // grain), ranks)
-    ends = accumulate((each + (rank < more)) * grain for rank in range(ranks))
+    blocks = -(-tokens // block)
+    is_even = -(-blocks // ranks) * block * ranks <= (1 + TOLERANCE) * tokens
+    if not (is_even or whole_blocks) or blocks < ranks:
+        block, blocks = 1, tokens
+    each, more = divmod(blocks, ranks)
+    ends = accumulate((each + (rank < more)) * block for rank in range(ranks))
     return tuple(b - a for a, b in pairwise([0, *(min(end, tokens) for end in ends)]))
 
 
@@ -81,14 +80,23 @@ def received_of_window(lengths: Sequence[int], window: int, causal: bool, key_he
 
 
 def plan_halo(
-    layout: Tensor, block: int, lengths: Sequence[int], causal: bool, heads: int, key_heads: int
+    layout: Tensor,
+    block: int,
+    lengths: Sequence[int],
+    heads: int,
+    key_heads: int,
+    *,
+    causal: bool = False,
+    may_be_wide: bool = True,
 ) -> HaloPlan | None:
     """The plan by which ranks receive least. None where a border of ranks lies inside a block.
 
     Args:
         layout: bool (1 or heads, R, R), R blocks for all tokens.
         lengths: tokens of each rank.
-        causal: whether tokens see none behind them; no row is wide then, and blocks above the diagonal are dead.
+        causal: whether tokens see none after them: blocks above the diagonal are dead.
+        may_be_wide: whether rows may be wide. Ranks compute these after their own, where causality would not cut them
+            on the diagonal, and each would count sinks.
     """
     ends = list(accumulate(lengths))
     if any(end % block for end in ends[:-1]):
@@ -97,14 +105,15 @@ def plan_halo(
     parts = [range(a, b) for a, b in pairwise(bounds)]
     live = causal_cut(layout) if causal else layout
     seen = [_of_others(live.any(0), own) for own in parts]
-    # Rows by how many blocks of other ranks they see, in powers of two. Those above one of them are wide.
-    sizes = [torch.log2(count_live(x) + 1.0).ceil().int() for x in seen]
-    largest, best = int(torch.cat(sizes).max()), None
-    for most in [largest] if causal else range(largest, -1, -1):
-        wide = (torch.cat(sizes) > most).nonzero()[:, 0]
-        fetched = tuple(
-            (x & (size <= most)[:, None]).any(0).nonzero()[:, 0] for x, size in zip(seen, sizes, strict=True)
-        )
+    # Rows by how many blocks of other ranks they see: 0, 1, 2 and 3, 4 to 7, ... Those above a class are wide.
+    limits = 2 ** torch.arange(bounds[-1].bit_length() + 1) - 1
+    classes = [torch.bucketize(count_live(x), limits) for x in seen]
+    of_all = torch.cat(classes)
+    largest, best = int(of_all.max()), None
+    needed = [_needed(x, classes_of, largest) for x, classes_of in zip(seen, classes, strict=True)]
+    for most in range(largest, -1, -1) if may_be_wide else [largest]:
+        wide = (of_all > most).nonzero()[:, 0]
+        fetched = tuple(of_rank[most].nonzero()[:, 0] for of_rank in needed)
         own_wide = [len(within(wide, own)) for own in parts]
         received = max(
             # Keys and values; queries of wide rows, and their outputs, which come in fp32.
@@ -117,6 +126,14 @@ def plan_halo(
     received, wide, fetched = best
     loads = tuple(_load(live, own, wide) * heads // len(layout) for own in parts)
     return HaloPlan(bounds, fetched, wide, loads, received * block)
+
+
+def _needed(seen: Tensor, classes: Tensor, largest: int) -> list[Tensor]:
+    """The columns that rows up to each class see, bool (R,)."""
+    needed = [seen[classes == 0].any(0)]
+    for each in range(1, largest + 1):
+        needed.append(needed[-1] | seen[classes == each].any(0))
+    return needed
 
 
 def _of_others(seen: Tensor, own: range) -> Tensor:

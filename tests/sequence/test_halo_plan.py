@@ -9,8 +9,9 @@ BLOCK, TOKENS, HEADS = 16, 4096, 4
 
 
 def plan_of(config, ranks, causal=False, key_heads=HEADS, tokens=TOKENS):
-    lengths = part_lengths(tokens, ranks)
-    return plan_halo(config.make_bool_layout(tokens), BLOCK, lengths, causal, HEADS, key_heads)
+    lengths, may_be_wide = part_lengths(tokens, ranks, BLOCK), not causal
+    layout = config.make_bool_layout(tokens)
+    return plan_halo(layout, BLOCK, lengths, HEADS, key_heads, causal=causal, may_be_wide=may_be_wide)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -34,7 +35,7 @@ def test_sequence_parallel_a_rank_fetches_what_windows_reach_and_global_blocks(r
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sequence_parallel_ranks_that_exchange_keys_compute_every_live_block_once_and_evenly(ranks):
     layout = BSLongformerSparsityConfig(HEADS, block=BLOCK, global_block_indices=[0, 9]).make_bool_layout(TOKENS)
-    plan = plan_halo(layout, BLOCK, part_lengths(TOKENS, ranks), False, HEADS, HEADS)
+    plan = plan_halo(layout, BLOCK, part_lengths(TOKENS, ranks, BLOCK), HEADS, HEADS)
     assert sum(plan.loads) == int(layout.expand(HEADS, -1, -1).sum())
     assert max(plan.loads) < 1.03 * min(plan.loads)
 
@@ -56,14 +57,31 @@ def test_sequence_parallel_no_row_is_wide_and_nothing_ahead_is_fetched_where_tok
 
 def test_sequence_parallel_parts_that_end_inside_blocks_have_no_plan():
     layout = torch.ones(1, 4, 4, dtype=torch.bool)
-    assert plan_halo(layout, BLOCK, (30, 34), False, HEADS, HEADS) is None
-    assert plan_halo(layout, BLOCK, (32, 20), False, HEADS, HEADS) is not None
+    assert plan_halo(layout, BLOCK, (30, 34), HEADS, HEADS) is None
+    assert plan_halo(layout, BLOCK, (32, 20), HEADS, HEADS) is not None
 
 
 @pytest.mark.parametrize("tokens, ranks", [(5, 5), (165, 4), (1000, 3), (65_536, 2), (100_001, 7)])
-def test_sequence_parallel_parts_are_nearly_even_and_of_long_sequences_end_at_blocks(tokens, ranks):
-    lengths = part_lengths(tokens, ranks)
+def test_sequence_parallel_parts_are_even_to_three_percent_and_end_at_blocks_where_they_can(tokens, ranks):
+    lengths = part_lengths(tokens, ranks, BLOCK)
     assert sum(lengths) == tokens and min(lengths) >= 1
-    assert max(lengths) - min(lengths) <= max(1, tokens / ranks / 8)
-    if tokens >= 128 * 16 * ranks:
-        assert all(length % 128 == 0 for length in lengths[:-1])
+    assert max(lengths) <= max(1.03 * tokens / ranks, -(-tokens // ranks))
+    if tokens > 10_000:
+        assert all(length % BLOCK == 0 for length in lengths[:-1])
+
+
+@pytest.mark.parametrize("tokens, ranks", [(60, 4), (165, 4), (1000, 3)])
+def test_sequence_parallel_parts_end_at_blocks_where_they_have_to(tokens, ranks):
+    lengths = part_lengths(tokens, ranks, BLOCK, whole_blocks=True)
+    assert sum(lengths) == tokens and min(lengths) >= 1
+    assert all(length % BLOCK == 0 for length in lengths[:-1])
+
+
+def test_sequence_parallel_parts_that_end_at_blocks_are_even_enough_to_exchange_keys():
+    longformer = BSLongformerSparsityConfig(HEADS, block=BLOCK)
+    for tokens in range(2048, 4096, 176):
+        lengths = part_lengths(tokens, 4, BLOCK)
+        layout = longformer.make_bool_layout(-(-tokens // BLOCK) * BLOCK)
+        plan = plan_halo(layout, BLOCK, lengths, HEADS, HEADS)
+        if plan is not None:
+            assert max(plan.loads) <= 1.03 * int(layout.expand(HEADS, -1, -1).sum()) / 4 + HEADS * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch import distributed, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
+from ...modules.structured_attention import StructuredAttention
 from ...sequence import SequenceParallelAttention
 from ...sequence.attention import computes_own_tokens
 from ...sequence.deal import check_ranks
@@ -52,6 +54,9 @@ _POSITIONS_OF_IDS = "create_position_ids_from_input_ids"
 
 EVALUATES_ALONE = "_ds_sparse_evaluates_alone"
 """On a model whose ranks evaluate batches of their own, whether or not these happen to be the same."""
+
+_ATTENTION_DROPOUT = ("attention_probs_dropout_prob", "attention_dropout")
+"""What configs call the dropout of attention probabilities."""
 
 _IN_PARTS = "_ds_sparse_in_parts"
 """On the attention layers of a sequence-parallel model."""
@@ -185,9 +190,10 @@ def sequence_parallel(model: nn.Module, group: distributed.ProcessGroup | None =
 
     Raises:
         RuntimeError: torch.distributed does not run.
-        ValueError: a model that is not sparse or cannot be computed in parts; fewer heads than ranks. Nothing has been
-            changed then. Later, in a forward: ranks that are given other batches, fewer tokens than ranks, a cache,
-            training without `labels`.
+        ValueError: a model that is not sparse or cannot be computed in parts; fewer heads than ranks, with dense layers
+            or attention dropout. Nothing has been changed then. Later, in a forward: ranks that are given other
+            batches, fewer tokens than ranks, with fewer heads than ranks fewer blocks, a cache, training without
+            `labels`.
 
     Examples:
         >>> import torch
@@ -215,7 +221,7 @@ class SequenceParallel:
     """
 
     def __init__(self, model: PreTrainedModel, ranks: RanksOfSequence):
-        self.ranks, self._model = ranks, model
+        self.ranks, self._model, self._heads = ranks, model, model.config.num_attention_heads
         self._attentions: dict[Any, SequenceParallelAttention] = {}
         self._makes_positions = next((x for x in model.modules() if hasattr(x, _POSITIONS_OF_IDS)), None)
         self._layers = [layer for layers in layers_by_model(model).values() for layer in layers.values()]
@@ -261,7 +267,9 @@ class SequenceParallel:
                 "of the output."
             )
         mask, cu_seqlens = given.get("attention_mask"), documents_of(model, given)
-        lengths = part_lengths(tokens, self.ranks.size)
+        few_heads = self._heads < self.ranks.size
+        block = self._block() if cu_seqlens is None else 1  # ranks exchange heads of packed documents
+        lengths = part_lengths(tokens, self.ranks.size, block, whole_blocks=few_heads)
         mask_of_all = None if mask is None else mask != 0
         part = Part(self.ranks, lengths, mask_of_all, cu_seqlens, items, self._attentions)
         positions = self._positions(ids) if cu_seqlens is None else positions_of(model, given, cu_seqlens)
@@ -274,6 +282,11 @@ class SequenceParallel:
         if "use_cache" in parameters:
             cut["use_cache"] = False
         return (), {**cut, TOLD: part}
+
+    def _block(self) -> int:
+        """Tokens of which parts are to be multiples, so that ranks have whole blocks of every layer's structure."""
+        attentions = (attached_to(layer).attention for layer in self._layers)
+        return math.lcm(*(x.sparsity_config.block for x in attentions if isinstance(x, StructuredAttention)))
 
     def _positions(self, ids: torch.Tensor) -> torch.Tensor:
         """The positions that the model would make of the whole sequence, (B or 1, T)."""
@@ -379,9 +392,9 @@ def _why_not(model: PreTrainedModel, ranks: RanksOfSequence) -> str | None:
             "its output is not one of each token, of which ranks hold parts; use a base model with "
             f"add_pooling_layer=False, or one of {', '.join('...' + end for end in _HEADS)}."
         )
-    if not all(
-        computes_own_tokens(attached_to(layer).attention) for those in layers.values() for layer in those.values()
-    ):
+    has_dropout = any(getattr(config, name, 0) for name in _ATTENTION_DROPOUT)
+    attentions = (attached_to(layer).attention for those in layers.values() for layer in those.values())
+    if has_dropout or not all(map(computes_own_tokens, attentions)):
         check_ranks(config.num_attention_heads, ranks.size)
     return None
 
