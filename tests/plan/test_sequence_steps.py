@@ -32,9 +32,10 @@ def test_the_rate_is_that_of_the_step_in_which_a_byte_took_least(rates):
     assert found.reduction is None
 
 
-def test_ranks_that_send_keys_of_windows_alone_say_no_rate(rates):
-    windows = replace(CASE, structure="longformer-64")
-    found = with_communication(rates, Results("", sequence=[(CASE, row(30.0)), (windows, row(0.1))]))
+@pytest.mark.parametrize("structure", ["longformer-64", "bigbird-16"])
+def test_ranks_that_send_keys_in_the_place_of_heads_say_no_rate(structure, rates):
+    keys = replace(CASE, structure=structure)
+    found = with_communication(rates, Results("", sequence=[(CASE, row(30.0)), (keys, row(0.1))]))
     assert found.exchange == with_communication(rates, Results("", sequence=[(CASE, row(30.0))])).exchange
 
 
