@@ -234,9 +234,7 @@ class SequenceParallelAttention:
             assert layout is not None
             blocks = -(-tokens // layout.block)
             live, may_be_wide = crop(layout.layout, blocks, blocks), not (causal or has_sinks)
-            plan = plan_halo(
-                live, layout.block, lengths, heads, key_heads, causal=causal, may_be_wide=may_be_wide
-            )  # fmt: skip
+            plan = plan_halo(live, layout.block, lengths, heads, key_heads, causal=causal, may_be_wide=may_be_wide)
             if plan is None or not pays(plan.received):
                 return None
             if heads >= ranks.size:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
@@ -34,11 +33,16 @@ class TokenExchange:
         sent: for each tensor the places of tokens that go to each rank, int64, on the tensors' device.
         coming: for each tensor how many tokens come from each rank.
         ranks: those that exchange.
+
+    Attributes:
+        coming: the same without zeros.
+        before: how many pieces of the first tensor come from ranks before this one.
     """
 
     def __init__(self, sent: Sequence[Sequence[Tensor]], coming: Sequence[Sequence[int]], ranks: RanksOfSequence):
         self._ranks = ranks
         self._going, self._coming = _Order([[len(x) for x in of_tensor] for of_tensor in sent]), _Order(coming)
+        self.coming, self.before = self._coming.counts, sum(n > 0 for n in coming[0][: ranks.rank])
         self._all = [torch.cat(list(of_tensor)) for of_tensor in sent]
         self._places = [x.split(counts) for x, counts in zip(self._all, self._going.counts, strict=True)]
 
@@ -142,18 +146,21 @@ class BlockHalo:
         rank, tokens, number = ranks.rank, sum(lengths), lengths[ranks.rank]
         own, fetched = torch.tensor(plan.blocks(rank)), plan.fetched[rank]
         columns = torch.cat([fetched, own]).sort().values
-        before = _tokens_of(fetched[fetched < own[0]], block, tokens)
         keys = [_tokens_of(x, block, tokens) for x in plan.fetched]
         wide = _tokens_of(plan.wide, block, tokens)
         # Causality goes by places in a call: own queries stand where own keys do.
-        front, behind = len(before) if causal else 0, -number % block if len(wide) else 0
-        self._queries = _Queries(front, number, behind, len(before))
-        rows = _rows(layout, own, columns, plan.wide, front // block)
+        front = int((fetched < own[0]).sum()) if causal else 0
+        self._front = front * block
+        self._queries = _Queries(number, -number % block if len(wide) else 0)
+        rows = _rows(layout, own, columns, plan.wide, front)
         self._index = BlockIndex.build(rows.to(device), block)
         self._keys = _tokens_of(columns, block, tokens).to(device)
         self._causal = causal
-        self._there = exchange_of([keys, keys, [wide] * ranks.size][: 3 if len(wide) else 2], lengths, ranks, device)
-        self._wide = _WideRows(wide, lengths, self._queries, ranks, device) if len(wide) else None
+        wanted, self._wide = [keys, keys], None
+        if len(wide):
+            wanted.append([wide] * ranks.size)
+            self._wide = _WideRows(wide, lengths, self._queries, ranks, device)
+        self._there = exchange_of(wanted, lengths, ranks, device)
 
     def __call__(
         self,
@@ -176,10 +183,9 @@ class BlockHalo:
             # Transposed here, not in the function, whose result may then be written over.
             return _MergeWideRows.apply(self._wide, output, lse).transpose(1, 2)
         key, value = _WithHalo.apply(self._there, self._queries, key, value)
-        front = self._queries.front
-        query = pad(query, (0, 0, front, 0)) if front else query
+        query = pad(query, (0, 0, self._front, 0)) if self._front else query
         output = block_sparse_attention(query, key, value, self._index, sinks=sinks, **options)
-        return output[:, :, front:].clone()  # which may be written over: attention has saved its own
+        return output[:, :, self._front :].clone()  # which may be written over: attention has saved its own
 
 
 class WindowHalo:
@@ -209,8 +215,8 @@ class WindowHalo:
             for part, around in zip(parts, seen, strict=True)
         ]
         own, around = parts[ranks.rank], seen[ranks.rank]
-        self._keys, before = slice(around.start, around.stop), own.start - around.start
-        self._queries = _Queries(0, len(own), 0, before)
+        self._keys, self._before = slice(around.start, around.stop), own.start - around.start
+        self._queries = _Queries(len(own), 0)
         self._there = exchange_of([fetched, fetched], lengths, ranks, device)
 
     def __call__(
@@ -219,30 +225,26 @@ class WindowHalo:
         """(B, H, T_r, D), as `BlockHalo` has it."""
         mask = None if key_padding_mask is None else key_padding_mask[:, self._keys]
         key, value = _WithHalo.apply(self._there, self._queries, key, value)
-        before = self._queries.keys_before
         output = self._attention(
-            query, key, value, causal=self._causal, key_padding_mask=mask, query_offset=before, **options
+            query, key, value, causal=self._causal, key_padding_mask=mask, query_offset=self._before, **options
         )
         return output.clone()  # as `BlockHalo` does
 
 
 class _Queries(NamedTuple):
-    """The queries of a call: padding, then the rank's own, then padding to whole blocks, and those of wide rows.
+    """The queries of a call: the rank's own, then padding to whole blocks, and those of wide rows.
 
     Attributes:
-        front, own, behind: tokens of the first three.
-        keys_before: keys in front of those of the rank's own tokens.
+        own, behind: tokens of the first two.
     """
 
-    front: int
     own: int
     behind: int
-    keys_before: int
 
     @property
     def wide(self) -> int:
         """The place of the first wide one."""
-        return self.front + self.own + self.behind
+        return self.own + self.behind
 
 
 class _WideRows:
@@ -293,10 +295,8 @@ class _WithHalo(torch.autograd.Function):
     def forward(ctx, exchange, queries, *tensors):
         ctx.exchange, ctx.queries = exchange, queries
         by_tokens = [x.transpose(1, 2) for x in tensors]
-        copies, results = exchange.copies(by_tokens), []
-        ctx.sizes = [[x.shape[1] for x in of_ranks] for of_ranks in copies]
-        for x, of_ranks in zip(by_tokens[:2], copies, strict=False):
-            at = _pieces_before(ctx.sizes[0], queries.keys_before)
+        copies, results, at = exchange.copies(by_tokens), [], exchange.before
+        for x, of_ranks in zip(by_tokens[:2], copies[:2], strict=True):
             results.append(torch.cat([*of_ranks[:at], x, *of_ranks[at:]], 1))
         for x, of_ranks in zip(by_tokens[2:], copies[2:], strict=True):
             results.append(torch.cat([*_padded(x, queries.behind), *of_ranks], 1))
@@ -305,19 +305,19 @@ class _WithHalo(torch.autograd.Function):
     @staticmethod
     @differentiable_once("SequenceParallelAttention")
     def backward(ctx, *grads):
-        own, pieces, queries = [], [], ctx.queries
+        exchange, queries, own, pieces = ctx.exchange, ctx.queries, [], []
+        at = exchange.before
         # Written in place: the attention that follows has made them, and nobody else has them but a graph of gradients,
         # which is asked for here and refused later.
         by_tokens = [(x.clone() if x.requires_grad else x).transpose(1, 2) for x in grads]
-        for x, sizes in zip(by_tokens[:2], ctx.sizes, strict=False):
-            at = _pieces_before(sizes, queries.keys_before)
+        for x, sizes in zip(by_tokens[:2], exchange.coming[:2], strict=True):
             parts = list(x.split([*sizes[:at], queries.own, *sizes[at:]], 1))
             own.append(parts.pop(at))
             pieces.append(parts)
-        for x, sizes in zip(by_tokens[2:], ctx.sizes[2:], strict=True):
+        for x, sizes in zip(by_tokens[2:], exchange.coming[2:], strict=True):
             own.append(x[:, : queries.own])
             pieces.append(x[:, queries.wide :].split(sizes, 1))
-        ctx.exchange.add_back(own, pieces)
+        exchange.add_back(own, pieces)
         return None, None, *(x.transpose(1, 2) for x in own)
 
 
@@ -354,11 +354,6 @@ class _MergeWideRows(torch.autograd.Function):
         grad_lse = torch.zeros(shape, dtype=dtype, device=grad.device)
         grad_lse[:, :, wide.queries.wide :] = mine[..., -1].transpose(1, 2)
         return None, torch.cat(rows, 1).transpose(1, 2), grad_lse
-
-
-def _pieces_before(sizes: Sequence[int], tokens: int) -> int:
-    """How many pieces have so many tokens together."""
-    return next(n for n, before in enumerate(accumulate(sizes, initial=0)) if before == tokens)
 
 
 def _padded(own: Tensor, tokens: int) -> list[Tensor]:

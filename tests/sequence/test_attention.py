@@ -4,29 +4,19 @@ from sequence.ranks import assert_passed, cases_of, reports
 
 from ds_sparse import FixedSparsityConfig, SequenceParallelAttention
 
-
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("case", cases_of("core.py"))
-def test_sequence_parallel_attention_is_that_of_one_rank(case, ranks):
-    assert_passed("core.py", ranks, case)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", cases_of("core.py", "cuda"))
-def test_sequence_parallel_attention_of_two_gpus_is_that_of_one(case):
-    assert_passed("core.py", 2, case, "cuda")
+PROGRAMS = ("core.py", "halo.py")  # ranks exchange heads, and keys
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("case", cases_of("halo.py"))
-def test_sequence_parallel_attention_that_exchanges_keys_is_that_of_one_rank(case, ranks):
-    assert_passed("halo.py", ranks, case)
+@pytest.mark.parametrize("program, case", [(x, case) for x in PROGRAMS for case in cases_of(x)])
+def test_sequence_parallel_attention_is_that_of_one_rank(program, case, ranks):
+    assert_passed(program, ranks, case)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", cases_of("halo.py", "cuda"))
-def test_sequence_parallel_attention_of_two_gpus_that_exchange_keys_is_that_of_one(case):
-    assert_passed("halo.py", 2, case, "cuda")
+@pytest.mark.parametrize("program, case", [(x, case) for x in PROGRAMS for case in cases_of(x, "cuda")])
+def test_sequence_parallel_attention_of_two_gpus_is_that_of_one(program, case):
+    assert_passed(program, 2, case, "cuda")
 
 
 def test_sequence_parallel_ranks_say_once_that_they_exchange_keys():

@@ -376,10 +376,11 @@ def _check(model: nn.Module, ranks: RanksOfSequence) -> PreTrainedModel:
 
 
 def _why_not(model: PreTrainedModel, ranks: RanksOfSequence) -> str | None:
-    config, layers = model.config, layers_by_model(model)
-    if any(_IN_PARTS in vars(layer) for those in layers.values() for layer in those.values()):
+    config, by_model = model.config, layers_by_model(model)
+    layers = [layer for those in by_model.values() for layer in those.values()]
+    if any(_IN_PARTS in vars(layer) for layer in layers):
         return "it is already; call undo() of what ds_sparse.sequence_parallel returned first."
-    if not layers or not all(is_switched(owner) for owner in layers):
+    if not by_model or not all(map(is_switched, by_model)):
         return "it is not sparse; call ds_sparse.sparsify(model, ...) first."
     if config.model_type not in MODEL_TYPES:
         return (
@@ -393,8 +394,7 @@ def _why_not(model: PreTrainedModel, ranks: RanksOfSequence) -> str | None:
             f"add_pooling_layer=False, or one of {', '.join('...' + end for end in _HEADS)}."
         )
     has_dropout = any(getattr(config, name, 0) for name in _ATTENTION_DROPOUT)
-    attentions = (attached_to(layer).attention for those in layers.values() for layer in those.values())
-    if has_dropout or not all(map(computes_own_tokens, attentions)):
+    if has_dropout or not all(computes_own_tokens(attached_to(layer).attention) for layer in layers):
         check_ranks(config.num_attention_heads, ranks.size)
     return None
 
