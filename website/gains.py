@@ -48,6 +48,8 @@ TO_MEASURE = {
 
 LENGTHS, ALL_LOGITS = ("bert-lengths-h200",), ("bert-h200", "bert-long-h200")
 LONGEST = ("bert-longest-h200", "bert-longest-checkpointed-h200")
+LARGE_LONGEST = ("bert-large-longest-h100",)
+"""A search that came to an end for dense attention, too."""
 QUALITY, STRUCTURES, LONGER = ("train-quality-h100",), ("train-structures-h100",), ("train-quality-16k-h100",)
 DNA, DOCUMENTS = ("train-dna-h100",), ("train-documents-h100",)
 DOCUMENTS_IN_A_MINUTE = ("train-documents-minute-h100",)
@@ -68,29 +70,46 @@ def results_of(runs: Iterable[str]) -> list[Any]:
 
 
 def best(runs: Iterable[str], peer: str) -> str:
-    """How many times as long a peer takes as a structure: the largest of some runs, and where."""
+    """How many times as long a peer takes as a structure: the largest of some runs, where, and dense attention's."""
     found = [
-        (times, row.attention, case.seq_len)
+        (times, row.attention, case.seq_len, bert_results.over(rows, DENSE_IN_BERT, row))
         for case, rows in results_of(runs)
         for row in rows
         if row.attention in STRUCTURES_IN_BERT and (times := bert_results.over(rows, peer, row)) is not None
     ]
-    times, structure, seq_len = max(found)
-    return f"{markdown.ratio(times)} times, `{structure}` at {seq_len:,} tokens"
+    times, structure, seq_len, dense = max(found)
+    beside = "" if peer == DENSE_IN_BERT or dense is None else f" (SDPA takes {markdown.ratio(dense)} times as long)"
+    return f"{markdown.ratio(times)} times, `{structure}` at {seq_len:,} tokens{beside}"
 
 
-def longest_gain() -> str:
-    """Of the tries, how many times as long as eager attention's the longest sequence of ours is."""
-    found = bert_results.longest_of((case, row) for case, rows in results_of(LONGEST) for row in rows)
-    by_way: dict[bool, dict[str, int]] = {}
-    for name, one in found:
-        by_way.setdefault(one.case.checkpointed, {})[name] = one.case.seq_len
+def tries_of(runs: Iterable[str]) -> list[tuple[bert_results.Case, bert_results.Row]]:
+    return [(case, row) for case, rows in results_of(runs) for row in rows]
+
+
+def longest_gain(runs: Iterable[str], peer: str) -> str:
+    """How many times as long as a peer's the longest sequence of ours is, and what is known of dense attention's."""
+    by_way: dict[bool, dict[str, bert_results.Found]] = {}
+    for name, one in bert_results.longest_of(tries_of(runs)):
+        by_way.setdefault(one.case.checkpointed, {})[name] = one
     said = []
-    for checkpointed, tokens in by_way.items():
-        ours = max(length for name, length in tokens.items() if name in STRUCTURES_IN_BERT)
+    for checkpointed, found in by_way.items():
+        ours = max((one for name, one in found.items() if name in STRUCTURES_IN_BERT), key=lambda one: one.case.seq_len)
+        times = markdown.ratio(ours.case.seq_len / found[peer].case.seq_len)
         way = "activations checkpointed" if checkpointed else "activations kept"
-        said.append(f"{markdown.ratio(ours / tokens[EAGER])} times, {ours:,} tokens ({way})")
+        dense = found[DENSE_IN_BERT]
+        ended = "" if dense.is_known else ", where the search's time was over"
+        said.append(f"{ours.at_least}{times} times, {ours.case.seq_len:,} tokens ({way}; SDPA: {dense.tokens}{ended})")
     return "; ".join(said)
+
+
+def memory_gain() -> str:
+    """Memory of a step over that of dense attention, at the longest sequence that both were tried at and fitted."""
+    fitted = [(case.seq_len, row) for case, row in tries_of(LONGEST[:1]) if not row.reason]
+    dense_at = {length: row.peak_gib for length, row in fitted if row.attention == DENSE_IN_BERT}
+    ours_at = {length: row.peak_gib for length, row in fitted if row.attention in STRUCTURES_IN_BERT}
+    seq_len = max(dense_at.keys() & ours_at.keys())
+    ours, dense = ours_at[seq_len], dense_at[seq_len]
+    return f"{markdown.ratio(ours / dense)} times: {ours:.1f} GiB, SDPA {dense:.1f}, at {seq_len:,} tokens"
 
 
 def training_gain() -> str:
@@ -149,7 +168,14 @@ class Claim:
 
 
 CLAIMS = (
-    Claim("longest sequence, over eager attention", "10 times", LONGEST, longest_gain),
+    Claim("longest sequence, over eager attention", "10 times", LONGEST, lambda: longest_gain(LONGEST, EAGER)),
+    Claim(
+        "longest sequence of BERT-large, over dense (SDPA)",
+        "",
+        LARGE_LONGEST,
+        lambda: longest_gain(LARGE_LONGEST, DENSE_IN_BERT),
+    ),
+    Claim("memory of a step of BERT-base, over dense (SDPA)", "", LONGEST[:1], memory_gain),
     Claim("step of BERT-base, over dense (SDPA)", "up to 6.3 times faster", LENGTHS, lambda: best(LENGTHS, "sdpa")),
     Claim("the same, logits of all tokens", "", ALL_LOGITS, lambda: best(ALL_LOGITS, "sdpa")),
     Claim("training by DeepSpeed, over dense (SDPA)", "", [TRAINING], training_gain),
@@ -250,12 +276,14 @@ def draw_speed() -> Figure:
 def draw_bars(
     bars: dict[str, float], colours: Sequence[str], label: str, number: str = "{:,.0f}", least: Iterable[str] = ()
 ) -> Figure:
-    """A bar each, the first on top; those that are the least of what may be say so."""
+    """A bar each, the first on top; those that are the least of what may be say so, and are dashed."""
     figure, plot = axes()
     plot.grid(visible=False, axis="y")
     drawn = plot.barh(list(bars), list(bars.values()), color=colours)
     labels = [f"{'at least ' if name in least else ''}{number.format(value)}" for name, value in bars.items()]
     plot.bar_label(drawn, labels, color=TEXT, padding=3)
+    for bar in (bar for bar, name in zip(drawn, bars) if name in least):
+        bar.set(fill=False, edgecolor=bar.get_facecolor(), linestyle="--", linewidth=1.5)
     plot.invert_yaxis()
     plot.set_xlim(0, 1.4 * max(bars.values()))
     plot.locator_params(axis="x", nbins=5)
@@ -264,14 +292,15 @@ def draw_bars(
     return figure
 
 
-def draw_longest() -> Figure:
-    tried = ((case, row) for case, rows in results_of(LONGEST) for row in rows)
+def draw_longest(runs: Sequence[str]) -> Figure:
     found = {
-        name + (", checkpointed" if one.case.checkpointed else ""): one for name, one in bert_results.longest_of(tried)
+        name + (", checkpointed" if one.case.checkpointed else ""): one
+        for name, one in bert_results.longest_of(tries_of(runs))
     }
     least = {name for name, one in found.items() if not one.is_known}
     bars = {name: one.case.seq_len for name, one in found.items()}
-    return draw_bars(bars, bar_colours(bars), "longest sequence that fits, tokens", least=least)
+    label = "longest sequence that fits, tokens" + ("\n(dashed: the search ended by its time)" if least else "")
+    return draw_bars(bars, bar_colours(bars), label, least=least)
 
 
 def draw_packed() -> Figure:
@@ -375,7 +404,16 @@ GAINS = {
     "speed": Picture(
         lambda: LENGTHS, draw_speed, "Tokens a second of a step of BERT-base against the length, by attention"
     ),
-    "longest": Picture(lambda: LONGEST, draw_longest, "The longest sequence that fits, by attention"),
+    "longest": Picture(
+        lambda: LONGEST,
+        partial(draw_longest, LONGEST),
+        "The longest sequence that fits, by attention; dashed where the search ended by its time",
+    ),
+    "longest_large": Picture(
+        lambda: LARGE_LONGEST,
+        partial(draw_longest, LARGE_LONGEST),
+        "The longest sequence of BERT-large that fits, by attention; as long for dense attention as for bigbird-64",
+    ),
     "quality": Picture(
         lambda: QUALITY,
         partial(draw_curves, QUALITY),

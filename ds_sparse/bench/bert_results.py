@@ -159,8 +159,7 @@ def line_of_try(case: Case, row: Row) -> str:
 
 def longest_lines(tries: Sequence[tuple[Case, Row]]) -> Iterator[str]:
     for attention, found in longest_of(tries):
-        beyond = "" if found.failed is None else f"; {found.failed:,} do not fit"
-        yield f"the longest that fits, {attention}, {settings_of(found.case)}: {found.case.seq_len:,} tokens{beyond}"
+        yield f"the longest that fits, {attention}, {settings_of(found.case)}: {found.said}"
 
 
 def longest_of(tries: Iterable[tuple[Case, Row]]) -> list[tuple[str, Found]]:

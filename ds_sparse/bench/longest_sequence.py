@@ -126,6 +126,22 @@ class Longest(NamedTuple, Generic[CaseT, RowT]):
         about: Any = self.case
         return is_near(about.seq_len, self.failed)
 
+    @property
+    def at_least(self) -> str:
+        """What stands before its length, and before all that follows from it."""
+        return "" if self.is_known else "at least "
+
+    @property
+    def tokens(self) -> str:
+        about: Any = self.case
+        return f"{self.at_least}{about.seq_len:,}"
+
+    @property
+    def said(self) -> str:
+        """The length in words, with how the search ended."""
+        ended = "" if self.is_known else ", where the search's time was over"
+        return f"{self.tokens} tokens{ended}" + ("" if self.failed is None else f"; {self.failed:,} do not fit")
+
 
 def of_any_length(case: CaseT) -> CaseT:
     """What cases share that differ in length alone."""

@@ -443,12 +443,11 @@ def bert_longest(tries: Sequence[tuple[bert_results.Case, bert_results.Row]]) ->
 
 
 def longest_cells(found: bert_results.Found | None, eager: bert_results.Found | None) -> list[str]:
-    """Tokens, "at least" where longer ones were left to try, and how many times those of eager attention they are, if
-    its longest is known."""
+    """Tokens, and how many times those of eager attention they are, if its longest is known."""
     if found is None:
         return ["", ""]
-    tokens = f"{'' if found.is_known else 'at least '}{found.case.seq_len:,}"
-    return [tokens, ratio(found.case.seq_len / eager.case.seq_len) if eager and eager.is_known else ""]
+    times = f"{found.at_least}{ratio(found.case.seq_len / eager.case.seq_len)}" if eager and eager.is_known else ""
+    return [found.tokens, times]
 
 
 def of_step(case: bert_results.Case, shared: Sequence[str]) -> str:
@@ -575,12 +574,13 @@ def of_sequence(results: list[sequence_results.Result]) -> dict[str, Table]:
     columns = ["ms", "tokens/s", "efficiency", "peak GiB a rank", "loss", "loss on one rank"]
     found = [
         [
-            *start(case, row),
-            "" if failed is None else f"{failed:,}",
-            in_three_digits(row.milliseconds),
-            "" if row.peak_gib is None else f"{row.peak_gib:.1f}",
+            one.tokens,
+            *start(one.case, one.row)[1:],
+            "" if one.failed is None else f"{one.failed:,}",
+            in_three_digits(one.row.milliseconds),
+            "" if one.row.peak_gib is None else f"{one.row.peak_gib:.1f}",
         ]
-        for case, row, failed in sequence_results.longest_of((case, row) for case, rows in results for row in rows)
+        for one in sequence_results.longest_of((case, row) for case, rows in results for row in rows)
     ]
     notes = settings if len(settings) == 1 else []
     return {

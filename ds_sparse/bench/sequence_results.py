@@ -94,8 +94,8 @@ def report(results: Iterable[Result]) -> Iterator[Iterable[str]]:
     yield table([(case, row) for case, row in seen if not row.is_try])
     if found := longest_of(seen):
         yield (
-            f"the longest that fits, {ranks_of(case, row)}, {settings_of(case)}: {case.seq_len:,} tokens"
-            for case, row, _ in found
+            f"the longest that fits, {ranks_of(one.case, one.row)}, {settings_of(one.case)}: {one.said}"
+            for one in found
         )
 
 

@@ -84,7 +84,8 @@ def test_the_longest_is_said_with_the_shortest_that_did_not_fit():
     assert (case.seq_len, row.milliseconds, failed) == (2**20, 40.0, 2**21)
     printed = [list(lines) for lines in sequence_results.report((case, [row]) for case, row in rows)]
     assert printed[-1] == [
-        "the longest that fits, 1 rank, bigbird-64, bf16, ZeRO 2, activations kept: 1,048,576 tokens"
+        "the longest that fits, 1 rank, bigbird-64, bf16, ZeRO 2, activations kept: at least 1,048,576 tokens, where "
+        "the search's time was over; 2,097,152 do not fit"
     ]
     assert len(printed[-2]) == 3  # a heading, and what was no try
 

@@ -33,6 +33,7 @@ MEASURED = [
     if case.minutes
 ]
 TRY = replace(CASE, whole_step=True, is_try=True)
+LONGEST = {"eager": 10_240, "sdpa": 262_144, "bigbird-64": 512_000, "longformer-64": 262_144}
 
 
 def test_figures_are_those_of_the_runs():
@@ -58,7 +59,8 @@ def all_measured(monkeypatch, tmp_path):
     for path in gains.RESULTS.glob("*.json"):
         (tmp_path / path.name).write_text(path.read_text())
     times = {"none": 40.0, "floor": 45.0, "transformers-longformer": 500.0, "bigbird-64": 50.0}
-    longest = {"eager": 10_240, "bigbird-64": 512_000}
+    peaks = {"sdpa": 70.0, "longformer-64": 77.0}
+    ended = {"eager": 10_240 + 1_024, "bigbird-64": 512_000 + 1_024}
     runs = {
         "bert-lengths-h200": [
             (
@@ -68,11 +70,18 @@ def all_measured(monkeypatch, tmp_path):
             for length in (4096, 65536)
         ],
         "bert-longest-h200": [
-            (replace(TRY, seq_len=length), [bert_results.Row(name, 9.0, 70.0)]) for name, length in longest.items()
+            *(
+                (replace(TRY, seq_len=length), [bert_results.Row(name, 9.0, peaks.get(name, 140.0))])
+                for name, length in LONGEST.items()
+            ),
+            *(
+                (replace(TRY, seq_len=length), [bert_results.Row(name, reason="out of memory")])
+                for name, length in ended.items()
+            ),
         ],
         "bert-longest-checkpointed-h200": [
             (replace(TRY, seq_len=4 * length, checkpointed=True), [bert_results.Row(name, 9.0, 70.0)])
-            for name, length in longest.items()
+            for name, length in LONGEST.items()
         ],
         **{name: TRAINED for name in gains.TO_MEASURE if name.startswith("train-")},
         **dict.fromkeys((*gains.DNA, *gains.DOCUMENTS), MEASURED),
@@ -90,9 +99,13 @@ def all_measured(monkeypatch, tmp_path):
 def test_runs_that_are_there_take_the_place_of_commands(all_measured):
     page = gains.with_gains(gains.PAGE.read_text())
     assert "ot measured yet" not in page
-    assert "| 10 times | 50 times, 512,000 tokens (activations kept); 50 times, 2,048,000 tokens (act" in page
+    assert (
+        "| 10 times | 50 times, 512,000 tokens (activations kept; SDPA: at least 262,144, where the search's time was "
+        "over); at least 50 times, 2,048,000 tokens (act"
+    ) in page
+    assert "| | 1.10 times: 77.0 GiB, SDPA 70.0, at 262,144 tokens | a GPU |" in page
     assert "| up to 6.3 times faster | 13 times, `bigbird-64` at 65,536 tokens | a GPU | `bert-le" in page
-    assert "| 1.5 times faster | 10 times, `bigbird-64` at " in page
+    assert "| 1.5 times faster | 10 times, `bigbird-64` at 65,536 tokens (SDPA takes 13 times as long) |" in page
     assert "| as good | 1.05 times at equal tokens (`dense-512` 0.90); 0.95 times at equal minutes | a GPU |" in page
     assert "| `bigbird-4096` | 2 | 2.1000 ± 0.0000 | 1.050 |" in page
 
@@ -130,6 +143,9 @@ def test_pictures_have_what_was_measured(all_measured):
     assert genes.get_lines()[0].get_xydata().tolist() == [[90.0, 0.9], [120.0, 0.8]]
     assert ends.get_lines()[1].get_xydata().tolist() == [[0.8, 0]]
     assert (masked.get_ylabel(), genes.get_ylabel()) == ("held-out loss of masked tokens", "held-out loss of genes")
-    (plot,) = gains.draw_longest().axes
-    assert [bar.get_width() for bar in plot.patches] == [10_240, 512_000, 40_960, 2_048_000]
-    assert plot.get_yticklabels()[3].get_text() == "bigbird-64, checkpointed"
+    (plot,) = gains.GAINS["longest"].draw().axes
+    lengths = [*LONGEST.values(), *(4 * length for length in LONGEST.values())]
+    assert [bar.get_width() for bar in plot.patches] == lengths
+    assert plot.get_yticklabels()[6].get_text() == "bigbird-64, checkpointed"
+    assert [bar.get_fill() for bar in plot.patches] == [True, False, True, False, *[False] * 4]
+    assert [text.get_text() for text in plot.texts[:3]] == ["10,240", "at least 262,144", "512,000"]
