@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from ..wording import cut, did_you_mean, hint_of_text, printable, reason, show, show_key
-from .deepspeed_reading import Asked, import_deepspeed, read
+from ..wording import cut, did_you_mean, hint_of_text, printable, show, show_key
+from .deepspeed_made import MADE, refused_when_made
+from .deepspeed_reading import LONGEST, Asked, import_deepspeed, in_words, read
 from .deepspeed_sequence import BATCH, DATA_KEY, KEY, wrong_size
 
 AUTO = "auto"
@@ -24,8 +25,6 @@ AUTO = "auto"
 
 _TRAIN, _MICRO, _ = BATCH
 _IGNORED = "DeepSpeed reads no such key, and ignores it."
-_LONGEST = 240
-"""Characters of what DeepSpeed says."""
 
 
 class Verdict(NamedTuple):
@@ -44,7 +43,12 @@ def check_deepspeed_config(config: Mapping[str, Any]) -> Verdict:
     """
     deepspeed = import_deepspeed()
     filled, auto = _without_auto(config)
-    notices = []
+    mistakes, notices = [], []
+    if auto and "zero_optimization" not in config:
+        mistakes.append(
+            'zero_optimization: missing; Transformers\' Trainer and accelerate, which fill in "auto", refuse a file '
+            'without it. Add "zero_optimization": {"stage": 0}, or another stage.'
+        )
     if auto:
         notices.append(
             f'{_names(auto)}: "{AUTO}" is for Transformers\' Trainer or accelerate to fill in; another '
@@ -55,10 +59,14 @@ def check_deepspeed_config(config: Mapping[str, Any]) -> Verdict:
     size = filled.pop(KEY, 1)
     wrong = wrong_size(size)
     notices += _fit_to_one_rank(filled, 1 if wrong else size)
-    mistakes, passed = _refused_alone(filled)
+    alone, passed = _refused_alone(filled)
+    mistakes += alone
     mistakes += [wrong] if wrong else []
     mistakes += _refused_together(passed, filled)
-    mistakes += _unknown_types(passed)
+    mistakes += _numbers_in_quotes(passed)
+    refused = refused_when_made(passed, auto)
+    passed = {key: value for key, value in passed.items() if not any(one.startswith(f"{key}.") for one in refused)}
+    mistakes += refused
     notices += _ignored(filled)
     return Verdict(deepspeed.__version__, mistakes, notices + _warned(passed))
 
@@ -93,7 +101,7 @@ def _refusal(key: str, value: Any) -> list[str]:
     if isinstance(error, ValidationError):
         return _fields(key, value, error)
     if not isinstance(error, TypeError | AttributeError):
-        return [f"{show_key(key)}: got {show(value)}; DeepSpeed refuses it: {_said(error)}"]
+        return [f"{show_key(key)}: got {show(value)}; DeepSpeed refuses it: {in_words(error)}"]
     # It took a shape for granted: one that it takes says which.
     shapes: dict[str, Any] = {"an object {...}": {}, **({"a number": 1} if key in BATCH else {"true or false": True})}
     taken = [
@@ -102,7 +110,7 @@ def _refusal(key: str, value: Any) -> list[str]:
         if not isinstance(value, type(shape)) and _error_of({**beside, key: shape}) is None
     ]
     wanted = f" wanted {taken[0]}.{hint_of_text(value)}" if taken else ""
-    return [f"{show_key(key)}: got {show(value)};{wanted} DeepSpeed says: {_said(error)}"]
+    return [f"{show_key(key)}: got {show(value)};{wanted} DeepSpeed says: {in_words(error)}"]
 
 
 def _fields(key: str, value: Any, error: ValidationError) -> list[str]:
@@ -122,7 +130,7 @@ def _fields(key: str, value: Any, error: ValidationError) -> list[str]:
             choices = dict.fromkeys(re.split(", | or ", detail["ctx"]["expected"]))  # a value may have two names
             sentences.append(f"{name}: got {given}; wanted {' or '.join(choices)}.{hint_of_text(detail['input'])}")
         else:
-            said = cut(printable(detail["msg"]), _LONGEST).rstrip(".")
+            said = cut(printable(detail["msg"]), LONGEST).rstrip(".")
             sentences.append(f"{name}: got {given}; DeepSpeed says: {said}.{hint_of_text(detail['input'])}")
     return sentences
 
@@ -148,29 +156,19 @@ def _refused_together(passed: dict[str, Any], config: Mapping[str, Any]) -> list
         return []
     without = {key: {other: value for other, value in passed.items() if other != key} for key in passed}
     involved = [show_key(key) for key, rest in without.items() if _error_of(rest) is None]
-    return [f"{', '.join(involved)}{': ' if involved else ''}DeepSpeed refuses it: {_said(error)}"]
+    return [f"{', '.join(involved)}{': ' if involved else ''}DeepSpeed refuses it: {in_words(error)}"]
 
 
-def _unknown_types(config: Mapping[str, Any]) -> list[str]:
-    """An optimizer or a scheduler that DeepSpeed will not find when it makes one."""
-    import torch
-    from deepspeed.runtime import lr_schedules
-    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+def _numbers_in_quotes(config: Mapping[str, Any]) -> list[str]:
+    """What DeepSpeed reads without a look, and trips over when it computes with it."""
+    from deepspeed.runtime.config import DeepSpeedConfig
 
-    mistakes = []
-    for key, own, more, find in (
-        ("optimizer", DEEPSPEED_OPTIMIZERS, torch.optim, str.lower),
-        ("scheduler", lr_schedules.VALID_LR_SCHEDULES, torch.optim.lr_scheduler, str),
-    ):
-        kind = (config.get(key) or {}).get("type")
-        found = isinstance(kind, str) and (find(kind) in own or isinstance(getattr(more, kind, None), type))
-        if kind is None or found:
-            continue
-        classes = [name for name, value in vars(more).items() if isinstance(value, type) and name[0].isupper()]
-        near = difflib.get_close_matches(str(kind), [*own, *classes], n=1)
-        hint = f" Did you mean {show(near[0])}?" if near else ""
-        mistakes.append(f"{key}.type: got {show(kind)}; neither DeepSpeed nor {more.__name__} has it.{hint}")
-    return mistakes
+    default = DeepSpeedConfig({_MICRO: 1})
+    return [
+        f"{show_key(key)}: got {show(value)}; wanted a number.{hint_of_text(value)}"
+        for key, value in config.items()
+        if isinstance(value, str) and type(getattr(default, key, None)) in (int, float)
+    ]
 
 
 def _ignored(config: Mapping[str, Any]) -> list[str]:
@@ -180,6 +178,9 @@ def _ignored(config: Mapping[str, Any]) -> list[str]:
     read(recorded)
     read(plain)  # to the end, in case the other is refused
     recorded.asked |= plain.asked | {DATA_KEY}  # read by deepspeed.initialize
+    for key in MADE:
+        if isinstance(made := dict.get(recorded, key), Asked) and isinstance(params := dict.get(made, "params"), Asked):
+            params.handed_on = True
     near = dict(_never_asked(recorded, ""))
     notices = [f"{key}: {_IGNORED} Did you mean {show(known)}?" for key, known in near.items() if known]
     others = [key for key, known in near.items() if not known]
@@ -199,7 +200,7 @@ def _never_asked(config: Asked, above: str) -> Iterator[tuple[str, str | None]]:
 def _warned(config: Mapping[str, Any]) -> list[str]:
     """What DeepSpeed logs as a warning while it reads."""
     _, warnings = read(copy.deepcopy(dict(config)))
-    said = (cut(printable(" ".join(warning.split())), _LONGEST) for warning in warnings)
+    said = (cut(printable(" ".join(warning.split())), LONGEST) for warning in warnings)
     return [f"DeepSpeed warns: {sentence.rstrip('.')}." for sentence in said]
 
 
@@ -240,11 +241,3 @@ def _without_auto(config: Mapping[str, Any], above: str = "") -> tuple[dict[str,
 def _names(names: list[str]) -> str:
     more = f" and {len(names) - 4} more" if len(names) > 5 else ""
     return f"{', '.join(names[: 4 if more else 5])}{more}"
-
-
-def _said(error: Exception) -> str:
-    text = reason(error)
-    kind = f"{type(error).__name__}: "
-    # An assertion or an error of DeepSpeed's own says it in words.
-    text = text.removeprefix(kind) if type(error).__name__ in ("AssertionError", "DeepSpeedConfigError") else text
-    return f"{cut(text, _LONGEST).rstrip('.')}."

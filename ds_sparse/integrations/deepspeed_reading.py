@@ -10,6 +10,10 @@ from typing import Any
 
 from ..config import STRUCTURE_ERRORS
 from ..extras import optional_imports
+from ..wording import cut, reason
+
+LONGEST = 240
+"""Characters of what DeepSpeed says."""
 
 
 def import_deepspeed() -> ModuleType:
@@ -63,7 +67,7 @@ def read(config: dict[str, Any]) -> tuple[Exception | None, list[str]]:
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
     raised = None
-    with _logged() as records:
+    with logged() as records:
         try:
             DeepSpeedConfig(config)
         except (*STRUCTURE_ERRORS, DeepSpeedConfigError) as error:
@@ -72,7 +76,7 @@ def read(config: dict[str, Any]) -> tuple[Exception | None, list[str]]:
 
 
 @contextlib.contextmanager
-def _logged() -> Iterator[list[logging.LogRecord]]:
+def logged() -> Iterator[list[logging.LogRecord]]:
     """Keeps what DeepSpeed logs, in place of printing it."""
     from deepspeed.utils import logger
 
@@ -84,3 +88,12 @@ def _logged() -> Iterator[list[logging.LogRecord]]:
         yield records
     finally:
         logger.handlers = handlers
+
+
+def in_words(error: Exception) -> str:
+    """What an error of DeepSpeed's says, as the end of a sentence."""
+    text = reason(error)
+    kind = f"{type(error).__name__}: "
+    # An assertion or an error of DeepSpeed's own says it in words.
+    text = text.removeprefix(kind) if type(error).__name__ in ("AssertionError", "DeepSpeedConfigError") else text
+    return f"{cut(text, LONGEST).rstrip('.')}."

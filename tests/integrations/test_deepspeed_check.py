@@ -54,6 +54,12 @@ def test_a_right_configuration_is_taken_without_a_word():
             'wall_clock_breakdown: got "yes"; wanted true or false. DeepSpeed',
             "",
         ),
+        (BATCH | {"gradient_clipping": "1.0"}, 'gradient_clipping: got "1.0"; wanted a number.', ""),
+        (
+            {"train_batch_size": "auto"},
+            'zero_optimization: missing; Transformers\' Trainer and accelerate, which fill in "auto", refuse a file ',
+            'Add "zero_optimization": {"stage": 0}, or another stage.',
+        ),
         (BATCH | {"fp16": True}, "fp16: got true; wanted an object {...}. DeepSpeed says: TypeError: ", ""),
         (BATCH | {"optimizer": {"type": 3}}, 'optimizer: got {"type": 3}; DeepSpeed says: AttributeError: ', ""),
         (BATCH | {"optimizer": {"type": "AdmW"}}, 'optimizer.type: got "AdmW"; ', 'Did you mean "AdamW"?'),
