@@ -3,3 +3,8 @@
 from __future__ import annotations
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
+
+
+def rounded_up(tokens: int, block: int) -> int:
+    """Tokens of whole blocks that hold a sequence, the last of which may be short in it."""
+    return -(-tokens // block) * block

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..arguments import positive
+from ..block_sizes import rounded_up
 from ..config import (
     BLOCK_KEY,
     DEFAULT_MODE,
@@ -149,7 +150,7 @@ def _check_block(block: dict[str, Any], result: Result, args: argparse.Namespace
 
 def _about(structure: SparsityConfig, at: str, result: Result, args: argparse.Namespace) -> dict[str, Any]:
     """Mode, block and density of a structure; the result gets the notices about it, and the length."""
-    how = draws(structure, args.seq)
+    how = draws(structure, None if args.seq is None else rounded_up(args.seq, structure.block))
     if how is Draws.UNREPEATABLY:
         result.notices.append(f"{at}.mode: {why_unrepeatable(structure)}")
     if how is Draws.BY_SEED and structure.seed is None:
@@ -167,7 +168,7 @@ def _measure(structure: SparsityConfig, seq_len: int, at: str, result: Result) -
     from ..layout import density
 
     try:
-        measured, result.seq_len = density(structure.make_bool_layout(seq_len)), seq_len
+        measured, result.seq_len = density(structure.make_bool_layout(rounded_up(seq_len, structure.block))), seq_len
     except STRUCTURE_ERRORS as error:
         # Only at the length that nobody asked for: the reader has tried the other.
         result.notices.append(f"{at}: no layout at {seq_len} tokens ({reason(error)}).")

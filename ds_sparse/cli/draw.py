@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..arguments import positive
+from ..block_sizes import rounded_up
 from ..sparsity import SparsityConfig
 
 if TYPE_CHECKING:
     from ..config import LayerStructures
     from ..drawing import Sheet
+    from ..layout_rows import LayoutRows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +50,9 @@ class Structure:
         from ..config import mode_of
 
         return f"mode {mode_of(type(self.structure))}"
+
+    def rows(self, seq_len: int) -> LayoutRows:
+        return self.structure.make_rows(rounded_up(seq_len, self.structure.block))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -107,7 +112,7 @@ def _print(args: argparse.Namespace, structures: list[Structure]) -> None:
             heading.append(one.name)
         if heading:
             print(f"{', '.join(heading)}: {one.mode}")
-        print(draw(one.structure.make_rows(args.seq), one.structure.block, args.width, args.head))
+        print(draw(one.rows(args.seq), one.structure.block, args.width, args.head))
 
 
 def _save_pictures(args: argparse.Namespace, structures: list[Structure]) -> None:
@@ -116,7 +121,7 @@ def _save_pictures(args: argparse.Namespace, structures: list[Structure]) -> Non
     for one in structures:
         out = _named(args.out, one.name)
         title = ", ".join(filter(None, [os.path.basename(one.file), one.name, one.mode]))
-        save_drawing(one.structure.make_rows(args.seq), one.structure.block, out, title, args.head)
+        save_drawing(one.rows(args.seq), one.structure.block, out, title, args.head)
         print(f"{one.file}: drawn to {out}.")
 
 
@@ -149,7 +154,7 @@ def _sheet(args: argparse.Namespace, one: Structure) -> Sheet:
         about = sparse_attention_block(structure)
     except ValueError:  # a class of a user's that does not keep what it was made from
         about = {"mode": one.mode.removeprefix("mode "), "block": structure.block}
-    rows = structure.make_rows(args.seq)
+    rows = one.rows(args.seq)
     name = os.path.basename(one.file) if len({*map(os.path.basename, args.files)}) == len(args.files) else one.file
     return Sheet(name, one.name, rows, structure.block, args.heads, structure.causal, args.head, about)
 

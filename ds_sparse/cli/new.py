@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..arguments import positive
+from ..block_sizes import rounded_up
 from ..config import (
     BLOCK_KEY,
     DEFAULT_MODE,
@@ -72,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
             _require_writable(args.file, args.force)
         given = _given(args)
         block = example_block(args.mode, given, num_heads=args.heads, seq_len=args.seq, source="ds_sparse new")
-        density = parse_sparse_attention(block, args.heads, whole=False).make_rows(args.seq).density()
+        structure = parse_sparse_attention(block, args.heads, whole=False)
+        density = structure.make_rows(rounded_up(args.seq, structure.block)).density()
         said = f"mode {args.mode}, block {block['block']}, density {density:.1%} at {args.seq} tokens"
         text = "\n".join(_file(args, block, said)) + "\n"
         if args.file == "-":

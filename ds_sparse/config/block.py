@@ -34,7 +34,7 @@ def parse_sparse_attention(
         block: the `sparse_attention` object. A missing mode means "fixed".
         num_heads: attention heads of the model.
         source: what the block was loaded from; it names the file in every message.
-        seq_len: tokens; when given, the layout must exist at this length.
+        seq_len: tokens; when given, the layout must exist at this length, the last block of which may be short.
         whole: the layout must also fit into memory, as training needs it; False where rows of it are enough.
         notices: receives a sentence for each thing that is accepted but deserves a line, for rank 0 to print.
 

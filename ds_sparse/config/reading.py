@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from ..block_sizes import rounded_up
 from ..sparsity import SparsityConfig, SparsityWarning, sparsity_class, sparsity_modes
 from ..sparsity._base import Rule, rule_fields
 from ..sparsity._fields import build, json_fields, json_model
@@ -82,11 +83,11 @@ class Reading:
         values, invalid = self._check_values(given, fields)
         size = values.get("block")
         if seq_len is not None and size is not None and seq_len % size:
-            self.mistakes.append(
-                f"{self.at}.block: got {size}; the sequence length {seq_len} is not a multiple of it. "
-                f"Use a length such as {-(-seq_len // size) * size}, or another block."
+            self.notices.append(
+                f"{self.at}.block: {seq_len} tokens end in a short block of {seq_len % size}. Fused attention takes "
+                f"any length; SparseSelfAttention, MatMul and Softmax want a multiple of {size}, such as "
+                f"{rounded_up(seq_len, size)}."
             )
-            seq_len = None
         if cls is None:
             return None
         broken = self._check_rules((*cls.rules, *cls.json_rules), given, values)
@@ -213,7 +214,7 @@ class Reading:
     ) -> list[str]:
         if "block" not in values:
             return []
-        values = values | {"blocks": seq_len // values["block"]}
+        values = values | {"blocks": rounded_up(seq_len, values["block"]) // values["block"]}
         return self._check_rules(cls.length_rules, given, values, f" at a sequence length of {seq_len}")
 
     def _build(
@@ -247,14 +248,14 @@ class Reading:
     def _try_layout(
         self, structure: SparsityConfig, mode: str, given: dict[str, Any], values: dict[str, Any], seq_len: int
     ) -> None:
-        cls = type(structure)
+        cls, whole = type(structure), rounded_up(seq_len, structure.block)
         try:
             with random_numbers_kept():
                 if self.whole:
-                    structure.make_bool_layout(seq_len)
+                    structure.make_bool_layout(whole)
                 else:
-                    structure.make_rows(seq_len).maker(0)(range(1))
-            cautions = list(structure.cautions_at(seq_len // structure.block))
+                    structure.make_rows(whole).maker(0)(range(1))
+            cautions = list(structure.cautions_at(whole // structure.block))
         except STRUCTURE_ERRORS as error:
             self.cause = error
             # The length rules only explain a failure: a subclass may have replaced the step that needs them.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import dropout, pad
 
+from ..block_sizes import rounded_up
 from ..index import BlockIndex, lasting, plain
 from ..index.cache import KEPT, kept, refuse_traced
 from ..index.documents import Documents
@@ -422,7 +423,7 @@ def whole_blocks(tokens: int, block: int) -> int:
             f"max_seq_length, or what the model's config says of its longest sequence, is {tokens!r}; it has to be an "
             "integer of 1 or more, in tokens."
         )
-    return -(-int(tokens) // block) * block
+    return rounded_up(int(tokens), block)
 
 
 def of_keys_or_pairs(mask: torch.Tensor | None) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..block_sizes import rounded_up
 from ..config import mode_of, read_block
 from ..layout import causal_cut
 from ..sparsity import SparsityConfig
@@ -78,7 +79,7 @@ def largest_block(kinds: Sequence[Kind]) -> int:
 
 def in_whole_blocks(kinds: Sequence[Kind], seq_len: int) -> int:
     """Tokens of a sequence that is padded to whole blocks of all kinds."""
-    return -(-seq_len // largest_block(kinds)) * largest_block(kinds)
+    return rounded_up(seq_len, largest_block(kinds))
 
 
 def spread(kinds: Sequence[Kind], of_kinds: Sequence[T]) -> list[T]:
@@ -98,7 +99,7 @@ def live_scores(kind: Kind, model: Model, seq_len: int) -> float | None:
         return walked.live if walked else None
     structure = kind.structure
     with _same_draws():
-        rows = structure.make_rows(-(-seq_len // structure.block) * structure.block)
+        rows = structure.make_rows(rounded_up(seq_len, structure.block))
         pieces = (piece for head in range(rows.heads) for piece in rows.pieces(head))
         causal = structure.causal or model.does.causal
         live = sum(int((part.tril(of_rows.start) if causal else part).count_nonzero()) for of_rows, part in pieces)

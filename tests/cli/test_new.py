@@ -107,7 +107,7 @@ def test_a_file_that_exists_is_overwritten_only_when_asked_to(new, capsys):
     [
         (["--mode", "bigbrid"], 'Did you mean "bigbird"?'),
         (["--block", "24"], "sparse_attention.block: got 24; wanted 8, 16, 32, 64 or 128."),
-        (["--seq", "1000"], "the sequence length 1000 is not a multiple of it"),
+        (["--mode", "bigbird", "--seq", "40", "--set", "num_sliding_window_blocks=5"], "of blocks in a row, 3!"),
         (["--set", "num_locl_blocks=3"], 'unknown key (given 3). Did you mean "num_local_blocks"?'),
         (["--set", "num_local_blocks"], "--set num_local_blocks: wanted KEY=VALUE"),
         (["--set", "mode=dense"], "--set mode=dense: wanted KEY=VALUE, with a key of the mode"),

@@ -193,11 +193,11 @@ WRONG = [
         ],
     ),
     (
-        {"block": 64},
-        2000,
+        {"mode": "bigbird", "block": 64, "num_sliding_window_blocks": 5},
+        193,
         [
-            "sparse_attention.block: got 64; the sequence length 2000 is not a multiple of it. Use a length such as "
-            "2048, or another block."
+            "sparse_attention.num_sliding_window_blocks: got 5 at a sequence length of 193. Number of sliding window "
+            "blocks, 5, must be smaller than overall number of blocks in a row, 4!"
         ],
     ),
     (
@@ -518,7 +518,7 @@ def test_a_users_class_may_have_no_key_at_all():
     assert parse_sparse_attention({"mode": "diagonal"}, 4, seq_len=128).make_bool_layout(128).tolist() == [
         [[True, False], [False, True]]
     ]
-    assert "Sequence Length, 100, needs to be dividable by Block size 64" in mistakes_of({"mode": "diagonal"}, 100)[0]
+    parse_sparse_attention({"mode": "diagonal"}, 4, seq_len=100)
 
 
 class Failing(SparsityConfig):

@@ -84,8 +84,9 @@ def test_a_rule_between_a_key_of_the_block_and_one_of_an_entry_is_held():
 
 
 def test_a_layout_has_to_exist_in_every_layer():
-    (sentence,) = mistakes({"mode": "dense", "layers": {"1": {"block": 128}}}, seq_len=64)
-    assert sentence.startswith('layers."1".block: got 128; the sequence length 64 is not a multiple of it.')
+    windows = {"mode": "bigbird", "num_sliding_window_blocks": 3, "num_random_blocks": 0}
+    (sentence,) = mistakes({**windows, "layers": {"1": {"block": 128}}}, seq_len=64)
+    assert sentence.startswith('layers."1".num_sliding_window_blocks: got 3')
 
 
 def test_one_structure_for_all_is_not_made_of_a_block_with_layers():
