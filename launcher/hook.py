@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import sys
 import time
 from types import ModuleType, TracebackType
@@ -12,7 +11,6 @@ from typing import Any
 
 from ds_sparse.config import SparseAttentionConfigError
 from ds_sparse.integrations.cpu_communication import leave_out_compiled_all_reduce, let_gloo_finish_at_exit
-from ds_sparse.integrations.flag import RUN_VARIABLE
 from ds_sparse.integrations.on_import import after_import
 from ds_sparse.ranks import rank
 
@@ -49,15 +47,15 @@ def _share_batches() -> None:
 
 
 def _say_wrong_blocks(below: Any) -> Any:
-    """An excepthook by which a program that ends with a wrong block (a mode that it has not registered, after all) says
-    so on rank 0 alone, in sentences. Its exit status is 1, as after any exception."""
+    """An excepthook by which a program that ends with a wrong block (a mode that it has not registered, after all), or
+    with a model that is not as the block says, says so on rank 0 alone, in sentences. Its exit status is 1, as after
+    any exception."""
 
     @functools.wraps(below)
     def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if not isinstance(error, SparseAttentionConfigError):
             below(kind, error, traceback)
             return
-        os.environ.pop(RUN_VARIABLE, None)  # or the end of the program would add that the flag has had no effect
         if rank() != 0:
             # The launcher ends the others when rank 0 fails. One that is there still has a file of its own.
             time.sleep(HEAD_START)

@@ -19,6 +19,7 @@ from ..config import (
     LAYERS_KEY,
     LayerStructures,
     Source,
+    SparseAttentionConfigError,
     block_of_layer,
     layer_entries,
     load_config,
@@ -202,9 +203,9 @@ def initialize(*positional: Any, **keywords: Any) -> Any:
         them.
 
     Raises:
-        SparseAttentionConfigError: the JSON cannot be read; with the flag, its block is wrong.
-        ValueError: two configurations or none, no model; with the flag, a model that cannot be made sparse, that is
-            sparse in part, or that is sparse in another way than the JSON says.
+        SparseAttentionConfigError: the JSON cannot be read; with the flag, its block is wrong, or the model has no
+            attention that is known, is sparse in part, or in another way than the JSON says.
+        ValueError: two configurations or none, no model; with the flag, a model that cannot be made sparse.
 
     Examples:
         >>> import argparse
@@ -296,11 +297,13 @@ def _check_layers(
     block: Mapping[str, Any],
     source: Source,
 ) -> None:
-    """Raises ValueError for a model that the flag can neither make sparse nor leave as it is."""
+    """Raises SparseAttentionConfigError for a model that the flag can neither make sparse nor leave as it is."""
     if not sparse and not dense:
-        raise ValueError(
-            f"--{FLAG} is on and {type(model).__name__} has no self-attention layer that ds_sparse knows; use "
-            "ds_sparse.SparseSelfAttention or ds_sparse.BertSparseSelfAttention in it, or leave the flag away."
+        raise SparseAttentionConfigError(
+            [
+                f"--{FLAG} is on and {type(model).__name__} has no self-attention layer that ds_sparse knows; use "
+                "ds_sparse.SparseSelfAttention or ds_sparse.BertSparseSelfAttention in it, or leave the flag away."
+            ]
         )
     if not sparse:
         return
@@ -310,11 +313,13 @@ def _check_layers(
     beside = set[str]().union(*(family.left_dense(model, others) for family in families()))
     names = [name for name in others if name not in beside]
     if names:
-        raise ValueError(
-            f"--{FLAG} is on and {len(sparse)} of the model's {len(sparse) + len(dense)} attention layers are sparse "
-            f"(dense: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}); build all of them sparse, with "
-            "ds_sparse.get_sparse_attention_config(args, num_heads), or none, and the flag makes them so. Without the "
-            "flag the model trains as it is."
+        raise SparseAttentionConfigError(
+            [
+                f"--{FLAG} is on and {len(sparse)} of the model's {len(sparse) + len(dense)} attention layers are "
+                f"sparse (dense: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}); build all of them sparse, "
+                "with ds_sparse.get_sparse_attention_config(args, num_heads), or none, and the flag makes them so. "
+                "Without the flag the model trains as it is."
+            ]
         )
     _check_structures(sparse, numbered, block, source)
 
@@ -322,7 +327,8 @@ def _check_layers(
 def _check_structures(
     layers: Mapping[str, nn.Module], numbered: Mapping[str, int], block: Mapping[str, Any], source: Source
 ) -> None:
-    """Raises ValueError unless each layer has the structure of the block; a seed may differ that is not in it."""
+    """Raises SparseAttentionConfigError unless each layer has the structure of the block; a seed may differ that is not
+    in it."""
     for name, layer in layers.items():
         number, config = _structure_of(layer, numbered.get(name))
         if config is None:  # a local layer, whose window is the model's
@@ -333,15 +339,18 @@ def _check_structures(
         )
         differing = sorted(field for field in fields if getattr(config, field, None) != getattr(wanted, field))
         if type(config) is not type(wanted) or differing:
-            raise ValueError(
-                f"--{FLAG} is on, and layer {name} has {_show(config, differing)} where the JSON says "
-                f"{'null, dense attention' if wanted is None else _show(wanted, differing)}; build it with "
-                "ds_sparse.get_sparse_attention_config(args, num_heads), or leave the flag away."
+            raise SparseAttentionConfigError(
+                [
+                    f"--{FLAG} is on, and layer {name} has {_show(config, differing)} where the JSON says "
+                    f"{'null, dense attention' if wanted is None else _show(wanted, differing)}; build it with "
+                    "ds_sparse.get_sparse_attention_config(args, num_heads), or leave the flag away."
+                ]
             )
 
 
 def _show(config: SparsityConfig, fields: list[str]) -> str:
-    return f"{type(config).__name__}({', '.join(f'{field}={getattr(config, field, None)!r}' for field in fields)})"
+    given = ", ".join(f"{field}={getattr(config, field)!r}" for field in fields if hasattr(config, field))
+    return f"{type(config).__name__}({given})"
 
 
 def _structure_of(layer: nn.Module, number: int | None) -> tuple[int, SparsityConfig | None]:

@@ -38,7 +38,10 @@ class AfterDeepSpeed(MetaPathFinder):
 
 
 def say_if_the_flag_had_no_effect() -> None:
-    """One line of the first worker, where the program was to be sparse and has not come to what makes it so."""
+    """One line of the first worker, where the program was to be sparse and has come to its end without what makes it
+    so. One that an exception ended has said why."""
+    if getattr(sys, "last_value", None) is not None:
+        return
     seen = [os.environ.get(name) for name in ("DS_SPARSE_RUN", "DS_SPARSE_WORKER", "RANK")]
     if seen == ["sparse", str(os.getpid()), "0"] and "ds_sparse.integrations.deepspeed" not in sys.modules:
         print(

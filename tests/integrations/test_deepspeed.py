@@ -392,10 +392,10 @@ def test_the_flag_with_a_model_that_it_cannot_serve_is_an_error(make_args, monke
 
 
 def test_the_flag_with_another_structure_than_the_jsons_is_an_error(make_args):
-    with pytest.raises(
-        ValueError, match=r"layer self.sparse_self_attention has FixedSparsityConfig.*JSON says BigBird"
-    ):
+    with pytest.raises(ds_sparse.SparseAttentionConfigError) as caught:  # which `ds_sparse run` says on rank 0 alone
         ds_sparse.initialize(args=make_args(), model=Layer())
+    (sentence,) = caught.value.mistakes
+    assert "layer self.sparse_self_attention has FixedSparsityConfig" in sentence and "JSON says BigBird" in sentence
     other = ds_sparse.BigBirdSparsityConfig(num_heads=4, num_random_blocks=2)
     with pytest.raises(
         ValueError, match=r"BigBirdSparsityConfig\(num_random_blocks=2\) where the JSON says .*num_random_blocks=1"

@@ -96,6 +96,14 @@ def test_a_flag_without_effect_is_said_once(folder, rank):
     assert run.stdout.count("--deepspeed_sparse_attention has had no effect") == run.stdout.count("\n") == (rank == "0")
 
 
+@pytest.mark.parametrize("kind, words", [("script", ["crash.py"]), ("module", ["crash"])])
+def test_a_program_that_crashes_first_is_not_told_of_the_flag(folder, kind, words):
+    (folder / "crash.py").write_text("raise KeyError('mine')\n")
+    environment = os.environ | {"RANK": "0"}
+    run = as_child(kind, words, "--deepspeed_sparse_attention", cwd=folder, env=environment)
+    assert (run.returncode, run.stdout) == (1, "") and run.stderr.endswith("KeyError: 'mine'\n")
+
+
 def test_the_words_that_deepspeeds_parsers_pass_on():
     """They take a -- for themselves that follows the child at once."""
     assert child.arguments("script", False, ["train.py", "--h"]) == ["script", "--", "train.py", "--h"]
