@@ -32,7 +32,6 @@ from device import DEVICE, DEVICE_SENTENCE  # sets what DeepSpeed will use, so i
 # isort: split
 import ds_sparse
 from ds_sparse.drawing import draw, save_drawing
-from ds_sparse.plan.utilisation import in_words
 from ds_sparse.ranks import rank
 
 import checkpoints
@@ -50,11 +49,11 @@ from report import (
     Metrics,
     Progress,
     forget_peak_memory,
-    median_figures,
     mistakes,
     peak_memory_gib,
     read_metrics,
     say,
+    speed_in_words,
 )
 from run_page import write_page
 from training_run import DENSE, SPARSE, Ended, TrainingRun
@@ -548,8 +547,8 @@ def show_results(outcomes: dict[str, Outcome], unigram: float, lines: MaskedLine
             f"{abs(distance):.4f} {'below' if distance < 0 else 'above'} the unigram cross-entropy {unigram:.4f} of "
             "the same positions"
         )
-        if figures := median_figures(records):
-            say(f"{name}: {in_words(figures)}, in the median step")
+        if speed := speed_in_words(records):
+            say(f"{name}: {speed}")
         if position.skipped_steps:
             say(f"{name}: {position.skipped_steps} of the steps overflowed in fp16 and were skipped.")
     if lines.lines:

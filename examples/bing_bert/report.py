@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import harmonic_mean, median
 from typing import Any
 
 import torch
@@ -154,6 +154,19 @@ def median_figures(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {
         name: median(record[name] for record in steps) for name in (TOKENS, TFLOPS, MFU) if steps and name in steps[-1]
     }
+
+
+def tokens_per_second(records: Sequence[Mapping[str, float]]) -> float:
+    """Of all steps together, which have the same tokens; less than in the median step where others used the machine."""
+    return harmonic_mean(record[TOKENS] for record in records if TFLOPS in record)
+
+
+def speed_in_words(records: Sequence[Mapping[str, float]]) -> str:
+    """The figures of the median step, and the speed of all; empty where no step was recorded with them."""
+    figures = median_figures(records)
+    if not figures:
+        return ""
+    return f"{in_words(figures)} in the median step, {tokens_per_second(records):,.0f} tokens/s in all steps together"
 
 
 def forget_peak_memory() -> None:

@@ -19,7 +19,7 @@ from ds_sparse.plan.utilisation import MFU, TFLOPS, TOKENS
 import checkpoints
 from curves import curves_svg
 from files import write_atomically
-from report import median_figures
+from report import median_figures, tokens_per_second
 from training_run import Ended
 
 SECRETS = ("api_key", "token", "password", "secret")
@@ -38,7 +38,7 @@ def write_page(path: Path, ended: Sequence[Ended], unigram: float, lines: str) -
     run = ended[0].run
     parts = {
         "title": html.escape(
-            f"{path.parent}: {' and '.join(one.run.name for one in ended)} after {ended[0].step:,} steps"
+            f"{path.parent}: {' and '.join(f'{one.run.name} after {one.step:,} steps' for one in ended)}"
         ),
         "figures": _table({one.run.name: figures_of(one, unigram) for one in ended}),
         "curves": curves_svg({one.run.name: one.records for one in ended}, unigram),
@@ -70,8 +70,9 @@ def figures_of(ended: Ended, unigram: float) -> dict[str, str]:
         "held-out loss, nats": f"{ended.held_out_loss:.4f}",
         "unigram cross-entropy, nats": f"{unigram:.4f}",
         "tokens/s, median step": f"{figures[TOKENS]:,.0f}" if figures else "-",
+        "tokens/s, all steps": f"{tokens_per_second(ended.records):,.0f}" if figures else "-",
         "model TFLOP/s a rank, median step": in_three_digits(figures[TFLOPS]) if figures else "-",
-        "part of the chip's peak rate (MFU)": f"{figures[MFU]:.1%}" if MFU in figures else "-",
+        "part of the chip's peak rate (MFU), median step": f"{figures[MFU]:.1%}" if MFU in figures else "-",
         "peak memory of rank 0, GiB": f"{memory:.2f}" if memory is not None else "-",
         "ranks": str(settings.gpus),
         "checkpoints": "\n".join(f"{name}, {size / 2**20:,.1f} MiB" for name, size in kept.items()) or "-",

@@ -30,7 +30,7 @@ from device import DEVICE, DEVICE_SENTENCE, device_name  # before DeepSpeed, as 
 import ds_sparse
 from ds_sparse.plan.model import model_of_config
 from ds_sparse.plan.settings import read_settings
-from ds_sparse.plan.utilisation import StepWork, in_words
+from ds_sparse.plan.utilisation import StepWork
 from ds_sparse.ranks import rank
 
 import run_folders
@@ -38,7 +38,7 @@ from byte_text import Text, readable
 from corpus import load_corpus
 from deepspeed_json import adapt_to_device, check_for_deepspeed, load_kernels, read_deepspeed_config
 from modeling import parameter_groups
-from report import Progress, forget_peak_memory, median_figures, peak_memory_gib, say
+from report import Progress, forget_peak_memory, peak_memory_gib, say, speed_in_words
 
 STARTED = time.monotonic()
 HERE = Path(__file__).resolve().parent
@@ -91,8 +91,7 @@ def check_json(config: dict[str, Any], source: str) -> None:
 class Outcome(NamedTuple):
     steps: int
     held_out_loss: float
-    figures: dict[str, float]
-    """`StepWork.figures` of the median step."""
+    speed: str
     text: str
     """What the model generates after the prompt."""
 
@@ -129,7 +128,7 @@ def train(
     progress.close()
     if dist.get_rank() == 0:
         engine.module.save_pretrained(folder / name)
-    return Outcome(step, held_out_loss(engine, text), median_figures(all_figures), generated(engine, text, args))
+    return Outcome(step, held_out_loss(engine, text), speed_in_words(all_figures), generated(engine, text, args))
 
 
 def step_work(
@@ -253,7 +252,7 @@ def show_results(outcomes: dict[str, Outcome], text: Text, args: argparse.Namesp
     for name, outcome in outcomes.items():
         say(
             f"{name}: held-out loss {outcome.held_out_loss:.4f} nats a byte after {outcome.steps} steps, "
-            f"{in_words(outcome.figures)}, a token being a byte; the unigram cross-entropy is {unigram:.4f}"
+            f"{outcome.speed}, a token being a byte; the unigram cross-entropy is {unigram:.4f}"
         )
     if args.generate:
         prompt = readable(text.held_out[0, : args.max_seq_length // 2])

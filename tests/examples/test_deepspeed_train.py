@@ -240,7 +240,9 @@ def test_a_run_shows_layout_losses_and_the_unigram_line(one_rank):
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG") and (folder / "sparse" / "layout.png").exists()
     page = (folder / "report.html").read_text()
     assert f"after {STEPS} steps" in page and "srcdoc" in page and "operations on the CPU" in page
-    assert re.search(r"sparse: [\d,]+ tokens/s  [\d.]+ TFLOP/s a rank, in the median step", printed)
+    assert re.search(
+        r"sparse: [\d,]+ tokens/s  [\d.]+ TFLOP/s a rank in the median step, [\d,]+ tokens/s in all steps", printed
+    )
     assert json.loads((folder / "manifest.json").read_text())["sequence_length"] == TOKENS
     steps = [step for step, mlm_loss, *_ in losses(output) if mlm_loss is not None]
     assert steps == list(range(1, STEPS + 1))

@@ -7,7 +7,7 @@ import sys
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from report import Metrics, Progress, median_figures, mistakes, read_metrics, say
+from report import Metrics, Progress, median_figures, mistakes, read_metrics, say, speed_in_words
 
 FIGURES = {"tokens_per_second": 1000.0, "model_tflops": 0.25}
 
@@ -108,6 +108,13 @@ def test_a_bar_on_a_terminal_and_lines_in_a_file(monkeypatch, out, err):
 def test_progress_where_the_time_is_already_up(capsys):
     Progress("dense", first_step=0, max_steps=None, seconds=-1.0, print_steps=1).show(1, 2.0, FIGURES, 0.1)
     assert "dense: step 1  loss 2.0000" in capsys.readouterr().out
+
+
+def test_the_speed_of_a_run_is_said_beside_that_of_its_median_step():
+    steps = [{"tokens_per_second": x, "model_tflops": 0.25} for x in (3000.0, 3000.0, 100.0)]  # 100 tokens took 1 s
+    said = "3,000 tokens/s  0.250 TFLOP/s a rank in the median step, 281 tokens/s in all steps together"
+    assert speed_in_words([{"step": 0, "held_out_mlm_loss": 2.0}, *steps]) == said
+    assert speed_in_words([]) == ""
 
 
 def test_the_median_step_is_one_of_those_that_were_recorded_with_their_flops():

@@ -1,6 +1,7 @@
 """The page at the end of a run, looked at in headless Chromium."""
 
 import argparse
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -47,7 +48,12 @@ def page(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page") / "0001"
     (folder / "sparse" / "checkpoints" / "step40").mkdir(parents=True)
     (folder / "sparse" / "checkpoints" / "step40" / "state.json").write_text("{}")
-    run_page.write_page(folder / "report.html", [ended(folder), ended(folder, "dense")], UNIGRAM, "a [MASK] <line>")
+    run_page.write_page(
+        folder / "report.html",
+        [ended(folder), dataclasses.replace(ended(folder, "dense"), step=14)],
+        UNIGRAM,
+        "a [MASK] <line>",
+    )
     return folder / "report.html"
 
 
@@ -61,7 +67,7 @@ def test_it_shows_all_of_a_run_and_asks_for_nothing_from_a_network(browser, page
     )
     said = browser.value("document.body.innerText")
     for words in (
-        "after 40 steps",
+        "sparse after 40 steps and dense after 14 steps",
         "4.2500",
         "5.0000",
         "40,960",
@@ -82,6 +88,10 @@ def test_it_shows_all_of_a_run_and_asks_for_nothing_from_a_network(browser, page
     wide = browser.value("document.documentElement.scrollWidth > document.documentElement.clientWidth")
     assert not wide and browser.errors == []
     assert {address.split(":")[0] for address in browser.requests} <= {"file", "about", "data"}
+
+
+def test_its_title_has_the_steps_of_each_run(page):
+    assert "sparse after 40 steps and dense after 14 steps</" in page.read_text()
 
 
 def test_keys_of_monitors_are_not_on_the_page():
