@@ -20,6 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Says what a training run will cost: FLOPs, time, memory, what is gained over dense attention and where dense "
         "is faster, from rates that were measured. Nothing is trained."
     )
+    parser.epilog = (
+        "exit status: 0 if the plan is made; 1 if a step does not fit the GPU, or something is wrong in a file; 2 for "
+        "wrong usage."
+    )
     parser.add_argument("file", help="DeepSpeed JSON with a sparse_attention block")
     parser.add_argument(
         "--model",
@@ -99,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     if block is None:
         print(f"{args.file}: no sparse_attention block; this is the plan of dense training.", file=sys.stderr)
     print(json.dumps(as_json(made), indent=2) if args.json else printed(made))
-    return 0
+    return 1 if made.fits is False else 0
 
 
 def _measures(args: argparse.Namespace, gpu: Any) -> bool:

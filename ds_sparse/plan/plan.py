@@ -13,7 +13,7 @@ from .advice import Advice, advise
 from .communication import of_rank
 from .layers import Kind, in_whole_blocks, kinds_of, largest_block, layers_in_words, spread, walk_of
 from .limits import said_of
-from .memory import MOST_TOKENS, Memory, longest, memory_of
+from .memory import MOST_TOKENS, Memory, fits, longest, memory_of
 from .model import Model
 from .rates import Rates, Walked
 from .settings import RANKS, Settings
@@ -101,6 +101,11 @@ class Plan:
     def tokens(self) -> int:
         """In a step, on all GPUs."""
         return self.seq_len * self.settings.sequences
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether a step fits the GPU; None: its memory is not known."""
+        return None if self.memory_gib is None else fits(self.model, self.settings, self.padded, self.memory_gib)
 
     @property
     def gain(self) -> float:

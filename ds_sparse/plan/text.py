@@ -10,7 +10,7 @@ from typing import Any
 from ..bench.machine import in_three_digits
 from ..bench.runs import WIDTH
 from ..wording import listed
-from .memory import GIB, MOST_TOKENS
+from .memory import GIB, LEFT_FREE, MOST_TOKENS
 from .plan import Plan
 from .settings import RANKS, Settings
 
@@ -21,6 +21,11 @@ UNCERTAIN = 0.05
 def lines_of(plan: Plan) -> Iterator[str]:
     """What is printed, line by line."""
     model, settings = plan.model, plan.settings
+    if plan.fits is False:
+        yield (
+            f"does not fit: a step needs {plan.memory.total / GIB:.1f} GiB, and the GPU has {plan.memory_gib:g}, "
+            f"{LEFT_FREE:.0%} of which is not counted on. Times are those of such a GPU with more."
+        )
     yield (
         f"{plan.file}: {model.name} ({model.parameters(plan.padded) / 1e6:,.0f} million parameters), "
         f"{settings.micro_batch} x {plan.seq_len:,} tokens a pass"
@@ -70,6 +75,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         found["advice"]["step"]["total"] = plan.advice.step.total
         found["advice"]["tokens_per_second"] = plan.advice.tokens_per_second(plan.seq_len)
     return found | {
+        "fits": plan.fits,
         "tokens": plan.tokens,
         "tokens_per_second": plan.tokens / plan.step.total * 1e3,
         "gain": plan.gain,

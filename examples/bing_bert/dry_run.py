@@ -10,7 +10,7 @@ from torch import nn
 
 from ds_sparse.plan.committed import committed_rates
 from ds_sparse.plan.layers import in_whole_blocks, kinds_of, layers_in_words, live_scores
-from ds_sparse.plan.memory import GIB, memory_of
+from ds_sparse.plan.memory import GIB, fits, memory_of
 from ds_sparse.plan.plan import Plan, make_plan
 
 from device import DEVICE, device_name
@@ -59,7 +59,8 @@ def _cost(run: TrainingRun) -> Iterator[str]:
     yield f"{run.work().flops / 1e12:,.3g} TFLOP a step and rank"
     if DEVICE.type == "cuda":
         needed, there = memory_of(run.model(), settings, tokens), torch.cuda.get_device_properties(DEVICE).total_memory
-        yield f"{needed.total / GIB:.1f} GiB of the GPU's {there / GIB:.1f} {needed.at}, as planned"
+        of_gpu = f"{needed.total / GIB:.1f} GiB of the GPU's {there / GIB:.1f} {needed.at}, as planned"
+        yield of_gpu if fits(run.model(), settings, tokens, there / GIB) else f"{of_gpu}: it does not fit"
     rates = committed_rates()
     if device_name() != rates.machine or settings.dtype == "fp32":
         yield (

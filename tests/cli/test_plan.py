@@ -59,6 +59,12 @@ def test_the_plan_of_a_json(capsys):
     assert err == "No GPU here: planned for an NVIDIA H200. --on here measures this CPU.\n"
 
 
+def test_the_status_says_that_a_step_does_not_fit(capsys):
+    words = ["plan", TRAINED, "--model", "bing_bert-base", "--seq", "8192", "--memory"]
+    assert main([*words, "8"]) == 1 and capsys.readouterr().out.startswith("does not fit: a step needs 13.")
+    assert main([*words, "80"]) == 0
+
+
 def test_options_count_for_what_the_json_says(capsys):
     words = ["--micro-batch", "2", "--gpus", "4", "--dropout", "0", "--checkpoint-activations", "--memory", "40"]
     found = planned(capsys, *words)

@@ -30,6 +30,15 @@ def test_what_is_printed_has_the_numbers_of_the_plan(rates):
     assert all(f"- {remark}"[:60] in text for remark in plan.remarks)
 
 
+def test_what_does_not_fit_is_said_first(rates):
+    plan = planned(rates, memory_gib=8.0)
+    start = f"does not fit: a step needs {plan.memory.total / 2**30:.1f} GiB, and the GPU has 8, 5% of which"
+    assert printed(plan).startswith(start) and as_json(plan)["fits"] is False
+    for fitting, fits in (({"memory_gib": 80.0}, True), ({}, None)):
+        plan = planned(rates, **fitting)
+        assert printed(plan).startswith("ds.json: bert-base") and as_json(plan)["fits"] is fits
+
+
 def test_ranks_of_a_sequence_and_what_they_send_are_printed(rates):
     plan = planned(rates, gpus=8, ranks=2)
     text = printed(plan)
