@@ -139,8 +139,21 @@ def takes_ascii_only(stream: TextIO) -> bool:
 
 
 def _cell(rows: LayoutRows, width: int) -> int:
-    """Block columns in a character of a picture of this width."""
-    return -(-rows.columns // max(1, width))
+    """Block columns in a character of a picture of this width. Of a pattern that repeats itself they are whole periods,
+    or a part of one that divides it: else columns of equal characters would have unequal shares of it, and their shades
+    would make stripes that the layout has not."""
+    least = -(-rows.columns // max(1, width))
+    period = _period(rows, 4 * least) if least > 1 else 1
+    return next((cell for cell in range(least, 2 * least) if 0 in (cell % period, period % cell)), least)
+
+
+def _period(rows: LayoutRows, most: int) -> int:
+    """Block columns after which what the last rows see far before them repeats itself, `most` at most; 1 if it does
+    not."""
+    last = rows.maker(0)(range(max(0, rows.rows - ROWS_AT_ONCE), rows.rows))
+    _, kinds = last[:, rows.columns // 8 : rows.columns // 2].unique(dim=1, return_inverse=True)
+    periods = range(1, min(most, len(kinds) // 2) + 1)
+    return next((period for period in periods if torch.equal(kinds[period:], kinds[:-period])), 1)
 
 
 def _panels(rows: LayoutRows, cell: tuple[int, int], head: int | None = None) -> list[Panel]:
@@ -235,7 +248,7 @@ def _figure(rows: LayoutRows, block: int, title: str, head: int | None) -> Figur
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    cell = max(1, -(-max(rows.rows, rows.columns) // CELLS))
+    cell = max(_cell(rows, CELLS), -(-rows.rows // CELLS))
     panels = _panels(rows, (cell, cell), head)
     across = min(len(panels), 6)
     down = -(-len(panels) // across)

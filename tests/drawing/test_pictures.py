@@ -61,6 +61,17 @@ def test_a_large_layout_is_scaled_down_and_single_blocks_still_show():
     assert all(len(line) <= 10 for line in picture[1:6])
 
 
+@pytest.mark.parametrize("options", [{}, {"horizontal_global_attention": True}, {"num_local_blocks": 6}], ids=str)
+@pytest.mark.parametrize("blocks", [384, 1002, 6252])
+def test_a_pattern_that_repeats_itself_within_a_character_makes_no_stripes(blocks, options):
+    """Of windows of four blocks a character of 98 has 24 or 25 last ones, less than a quarter or more."""
+    structure = FixedSparsityConfig(num_heads=1, block=16, **options)
+    blocks -= blocks % structure.num_local_blocks
+    picture = draw(structure.make_rows(16 * blocks), 16).splitlines()[1:-1]
+    assert max(map(len, picture)) > 32
+    assert {len(set(line[len(line) // 2 : -1])) for line in picture[:8]} == {1}
+
+
 @modest
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 40))
 def test_no_picture_is_wider_than_asked_for_and_dense_is_full(rows, columns, width):
@@ -151,7 +162,7 @@ def test_a_million_tokens_are_drawn_without_the_layout():
 
     text = draw(LayoutRows(made.heads, made.rows, made.columns, maker), 64, head=7)
     assert text.startswith("head 7: 16384 x 16384 blocks of 64 tokens")
-    assert max(most) <= 128 * 16384 and sum(most) == 16384**2
+    assert max(most) <= 128 * 16384 and sum(most) <= (16384 + 128) * 16384
 
 
 @pytest.mark.parametrize(("name", "magic"), [("layout.png", b"\x89PNG"), ("layout.svg", b"<?xml")])
