@@ -75,9 +75,10 @@ def packed_attention(
     index = _own_index(layout, cu_seqlens, block, query)
     check_heads(index.blocks, query.shape[1])
     back = index.aligned, index.tokens_of, index.exists[0]
-    if sinks is None and is_read_in_place(index, query, dropout_p):
+    factor = factor_of(scale, query.shape[-1])
+    if sinks is None and is_read_in_place(index, query, factor, dropout_p):
         query, key, value = distinct_when_traced(query, key, value)
-        output, lse = attention_in_place(query, key, value, index, factor_of(scale, query.shape[-1]), causal)
+        output, lse = attention_in_place(query, key, value, index, factor, causal)
     else:
         query, key, value = (_Moved.apply(x, index.tokens_of, index.aligned, None) for x in (query, key, value))
         output, lse = attend(

@@ -14,9 +14,13 @@ from .attention_operators import implementation_for
 from .operands import empty_as, lists_of_tiles, readable, wide_dtype
 
 
-def is_read_in_place(index: PackedIndex, query: Tensor, dropout_p: float) -> bool:
+LEAST_SCALE = 1e-6
+"""The kernels scale differences of scores in the exponent, which a factor that is not well above 0 does not allow."""
+
+
+def is_read_in_place(index: PackedIndex, query: Tensor, scale: float, dropout_p: float) -> bool:
     """Whether there is a kernel that reads these documents, (1, H, T, D), where they lie."""
-    return dropout_p == 0 and implementation_for(index.blocks, query).name == "hopper"
+    return scale > LEAST_SCALE and dropout_p == 0 and implementation_for(index.blocks, query).name == "hopper"
 
 
 def attention_in_place(

@@ -16,6 +16,7 @@
 #include "dropout_mask.h"
 #include "epilogue.h"
 #include "key_bias.h"
+#include "recompute.h"
 #include "row_stats.h"
 
 namespace ds_sparse::attention {
@@ -47,6 +48,7 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kBlockN = Memory::kTokens, kColumns = kOutputColumns<kHeadDim>, pitch = kPitch<T, kHeadDim>;
   auto& memory = *reinterpret_cast<Memory*>(shared);
   const TileLists& lists = sweep.lists;
+  let_next_begin();
   const int lane = threadIdx.x % 32, warp_tile = threadIdx.x / 32;
   const WorkTile work(lists, blockIdx.x, p.heads, p.layout_heads, kHeadDim / kColumns);
   const int kv_head = work.head / p.heads_of_group, first_column = work.column_tile * kColumns;
@@ -111,10 +113,9 @@ __global__ void __launch_bounds__(kThreads)
   const RowStats stats8 = kByColumns || token8 < 0 ? no_row_stats() : p.row_stats.at(work.matrix, token8);
   const float softmax_scale_log2 = kPlain ? p.scoring.scale * kLog2E : kLog2E;
   const float* key_bias = p.scoring.key_bias_of(work.batch, work.head);
-  const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
   const float of_dropout = !kPlain && p.scoring.drops() ? p.scoring.dropout().factor() : 1.0f;
   const auto own_bias = [&](int token) {
-    return kByColumns && key_bias != nullptr && token >= 0 ? key_bias[token] * bias_factor : 0.0f;
+    return kByColumns && key_bias != nullptr && token >= 0 ? key_bias[token] : 0.0f;
   };
   const float bias0 = own_bias(token0), bias8 = own_bias(token8);
   float sums_first[kColumns / 8][4] = {};
@@ -158,7 +159,8 @@ __global__ void __launch_bounds__(kThreads)
       if (kByColumns && key_bias != nullptr) {
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
-          probs[e / 4][e % 4] += e % 4 < 2 ? bias0 : bias8;
+          float& score = probs[e / 4][e % 4];
+          score = Scoring::with_key_bias<kPlain>(score, e % 4 < 2 ? bias0 : bias8);
         }
       }
       if ((live.bits >> 2 * j & 0x303u) != 0x303u || (live.ragged >> 2 * j & 3u) != 0) {
@@ -169,10 +171,11 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
               const int its = first_token_of[half] + e % 2;
-              const float bias =
-                  kByColumns || key_bias == nullptr ? 0.0f : key_bias[min(its, other_length - 1)] * bias_factor;
+              const float bias = kByColumns || key_bias == nullptr ? 0.0f : key_bias[min(its, other_length - 1)];
               const RowMask& token_mask = e < 2 ? token_mask0 : token_mask8;
-              probs[half][e] = token_mask.has(its) && token_mask.is_in_order(its) ? probs[half][e] + bias : -kInfinity;
+              probs[half][e] = token_mask.has(its) && token_mask.is_in_order(its)
+                                   ? Scoring::with_key_bias<kPlain>(probs[half][e], bias)
+                                   : -kInfinity;
             }
           }
 #pragma unroll
@@ -228,6 +231,10 @@ __global__ void __launch_bounds__(kThreads)
   wait_for_copies<0>();
   if (steps == 0) {
     __syncthreads();
+  }
+  note_not_finite(reinterpret_cast<float (&)[kColumns / 2]>(sums_first), memory.tokens + tile_row0, p.state);
+  if constexpr (kByColumns) {
+    note_not_finite(reinterpret_cast<float (&)[kColumns / 2]>(sums_second), memory.tokens + tile_row0, p.state);
   }
   const int columns = p.head_dim - first_column;
   const auto store = [&](const auto& sums, float factor, const T* own, const Matrices<T>& grad,
@@ -348,6 +355,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
   }
   const GradQuerySums grad_query_sums{
       in_one_sweep ? sums->mutable_data_ptr<float>() : nullptr, padded_queries, static_cast<int>(padded_head_dim)};
+  const StateOfPass state(launch, query);
   with_head_dim(query, [&](auto zero, auto padded) {
     using T = decltype(zero);
     constexpr int kHeadDim = decltype(padded)::value;
@@ -362,7 +370,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
         static_cast<int>(layout_heads),
         static_cast<int>(heads / key_heads),
         static_cast<int>(head_dim),
-        grad_query_sums};
+        grad_query_sums,
+        state.get()};
     const auto sweep = [&](auto by_columns, const TileTensors& tiles, const Tensor& grad_first,
                            const Tensor& grad_second, bool grouped) {
       constexpr bool kByColumns = decltype(by_columns)::value;
@@ -427,6 +436,12 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
         round_grad_query(launch, p, matrices_of<T>(grad_query), spans_of(call), batch);
       }
     }
+    const auto lists = [&](const TileTensors& tiles) {
+      return lists_of(tiles, layout_heads, block, tile, spans_of(call));
+    };
+    recompute_gradients(
+        launch, p, lists(rows), lists(columns), matrices_of<T>(grad_query), matrices_of<T>(grad_key),
+        matrices_of<T>(grad_value), batch);
   });
   return {grad_query, grad_key, grad_value};
 }

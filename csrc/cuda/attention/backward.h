@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../common/launch.h"
+#include "../common/pass_state.h"
 #include "mainloop.h"
 #include "row_stats.h"
 
@@ -27,6 +28,7 @@ struct Backward {
   Scoring scoring;
   int heads, layout_heads, heads_of_group, head_dim;
   GradQuerySums grad_query_sums;
+  PassState* state;
 };
 
 // What a sweep makes: the gradient of its own side's first operand, and of its second where that is values. On Hopper

@@ -129,9 +129,10 @@ __global__ void __launch_bounds__(kThreads) bias_backward_kernel(const __grid_co
               const bool counts = (live.bits >> (octet + e / 2 * 8) & 1) && i >= 0 && key < p.scoring.keys &&
                                   !(p.scoring.causal && key > i);
               const RowStats& of_row = stats[e / 2];
-              const float score = probs[half][e] + (counts && key_bias != nullptr ? key_bias[key] : 0.0f);
+              const float bias = counts && key_bias != nullptr ? key_bias[key] : 0.0f;
+              const float score = Scoring::with_key_bias<false>(probs[half][e], bias);
               const float prob = exp2_approx((score - of_row.row_max) * kLog2E) * of_row.inverse_sum;
-              sums[octet][e] += counts ? prob * (grads[half][e] - of_row.delta) : 0.0f;
+              sums[octet][e] += counts && score != -kInfinity ? prob * (grads[half][e] - of_row.delta) : 0.0f;
             }
           }
         }

@@ -243,11 +243,11 @@ __device__ __forceinline__ void run_grad_query_consumer(
 }
 
 // Adds the bias of a lane's two keys to its scores.
-template <int kCount>
+template <bool kPlain, int kCount>
 __device__ __forceinline__ void add_bias_of_rows(float (&scores)[kCount], float bias0, float bias8) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    scores[i] += i % 4 < 2 ? bias0 : bias8;
+    scores[i] = Scoring::with_key_bias<kPlain>(scores[i], i % 4 < 2 ? bias0 : bias8);
   }
 }
 
@@ -315,7 +315,6 @@ __device__ __forceinline__ void run_consumer(
   const int thread = consumer_thread(), lane = thread % 32, warpgroup = uniform(thread / 128);
   const int warp_tile = warp_tile_row(thread), tile_row0 = lane_row(thread);
   const float softmax_scale_log2 = kPlain ? p.scoring.scale * kLog2E : kLog2E;
-  const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
   const bool drops = attention::drops<kScores>(p.scoring);
   const Dropout dropout = drops ? p.scoring.dropout() : Dropout{};
   const float of_dropout = drops ? dropout.factor() : 1.0f;
@@ -365,7 +364,7 @@ __device__ __forceinline__ void run_consumer(
     // Keys that do not exist must not add to the gradients of queries.
     const float* key_bias = p.scoring.key_bias_of(work.batch, work.head);
     const auto bias_of = [&](int token) {
-      return token < 0 ? -kInfinity : key_bias != nullptr ? key_bias[token] * bias_factor : 0.0f;
+      return token < 0 ? -kInfinity : key_bias != nullptr ? key_bias[token] : 0.0f;
     };
     const float bias0 = bias_of(token0), bias8 = bias_of(token8);
     const bool biased = __any_sync(0xffffffffu, bias0 != 0 || bias8 != 0);
@@ -427,7 +426,7 @@ __device__ __forceinline__ void run_consumer(
         warpgroup_fence_operand(probs);
         finish_scores<T, kBlockN, kPlain, true>(probs, p.scoring, item, groups);
         if (biased) {
-          add_bias_of_rows(probs, bias0, bias8);
+          add_bias_of_rows<kPlain>(probs, bias0, bias8);
         }
         if (!live.is_whole<kBlockN>()) {
           mask_scores<kBlockN, true, kLimited>(
@@ -545,7 +544,9 @@ __global__ void __launch_bounds__(kColumnThreads<kHeadDim, kWithQueries>, 1) col
 // gradients.
 template <class T, bool kPacked>
 __global__ void round_grad_query_kernel(
-    GradQuerySums sums, Matrices<T> grad, BlockSpans spans, int heads, int queries, int head_dim, float scale) {
+    GradQuerySums sums, Matrices<T> grad, BlockSpans spans, int heads, int queries, int head_dim, float scale,
+    PassState* state) {
+  let_next_begin();
   const int64_t warp_tiles = sums.padded / 16, number = blockIdx.x;
   const int64_t matrix = number / warp_tiles;
   const int warp_tile = number % warp_tiles;
@@ -562,11 +563,17 @@ __global__ void round_grad_query_kernel(
     const float* from = sums.warp_tile(matrix, first) + run * 128 + tile_row % 8 * 16 + tile_row / 8 * 2;
     uint4 rounded;
     uint32_t* pair = &rounded.x;
+    float probe = 0;  // NaN where 0 is multiplied by what is not finite
 #pragma unroll
     for (int lane = 0; lane < 4; ++lane) {
-      pair[lane] = AccumulatorAsA<T>::pack(from[4 * lane] * scale, from[4 * lane + 1] * scale);
+      const float first = from[4 * lane] * scale, second = from[4 * lane + 1] * scale;
+      probe = fmaf(first, 0.0f, fmaf(second, 0.0f, probe));
+      pair[lane] = AccumulatorAsA<T>::pack(first, second);
     }
     *reinterpret_cast<uint4*>(to + int64_t{span.x + tile_row} * grad.token_stride + 8 * run) = rounded;
+    if (probe != 0) {
+      state->not_finite = 1;
+    }
   }
 }
 
@@ -585,7 +592,7 @@ void columns_on_hopper(
                     tensor_map(grad_output, box), tensor_map(grad_key, 16),   tensor_map(grad_value, 16)};
     const auto run = [&](auto kind, auto with_queries) {
       constexpr Scores kScores = decltype(kind)::value;
-      with_scheduler(launch, query, count, 1, [&](const TileScheduler& scheduler, int64_t blocks) {
+      with_scheduler(launch, &p.state->column_tickets, count, 1, [&](const TileScheduler& scheduler, int64_t blocks) {
         launch.with_shared_memory(
             columns_on_hopper_kernel<T, kHeadDim, kScores, decltype(with_queries)::value>, blocks,
             kColumnThreads<kHeadDim, decltype(with_queries)::value>,
@@ -607,7 +614,7 @@ void round_grad_query(
   launch(
       spans.spans == nullptr ? round_grad_query_kernel<T, false> : round_grad_query_kernel<T, true>,
       batch * p.heads * p.grad_query_sums.padded / 16, p.head_dim <= 64 ? 128 : 256, p.grad_query_sums, grad_query,
-      spans, p.heads, p.scoring.queries, p.head_dim, p.scoring.scale);
+      spans, p.heads, p.scoring.queries, p.head_dim, p.scoring.scale, p.state);
 }
 
 #define DS_SPARSE_COLUMNS(T)                                                                             \

@@ -109,7 +109,6 @@ __device__ __forceinline__ void run_consumer(
   const int thread = consumer_thread(), lane = thread % 32, warpgroup = uniform(thread / 128);
   const int warp_tile = warp_tile_row(thread), tile_row0 = lane_row(thread);
   const float softmax_scale_log2 = kPlain ? p.scoring.scale * kLog2E : kLog2E;
-  const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
   const bool drops = attention::drops<kScores>(p.scoring);
   const Dropout dropout = drops ? p.scoring.dropout() : Dropout{};
   const float of_dropout = drops ? dropout.factor() : 1.0f;
@@ -161,7 +160,7 @@ __device__ __forceinline__ void run_consumer(
       const Octet* groups = memory.groups[pipe.index];
       finish_scores<T, kBlockN, kPlain>(probs, p.scoring, item, groups);
       if (!live.is_whole<kBlockN>()) {
-        add_key_bias<kBlockN>(probs, live, groups, p.scoring, work, bias_factor);
+        add_key_bias<kBlockN, kPlain>(probs, live, groups, p.scoring, work);
         mask_scores<kBlockN, false, kLimited, are_packed(kScores)>(
             probs, live, groups, item, p.scoring, sweep.lists.pairs == nullptr ? nullptr : memory.pairs[pipe.index]);
       }
@@ -278,7 +277,7 @@ void rows_on_hopper(
     const Maps maps{
         tensor_map(query, own_box), tensor_map(grad_output, own_box), tensor_map(key, box), tensor_map(value, box),
         tensor_map(grad_query, 16)};
-    with_scheduler(launch, query, count, 1, [&](const TileScheduler& scheduler, int64_t blocks) {
+    with_scheduler(launch, &p.state->row_tickets, count, 1, [&](const TileScheduler& scheduler, int64_t blocks) {
       launch.with_shared_memory(
           rows_on_hopper_kernel<T, kHeadDim, kScores>, blocks, kHopperThreads<1>,
           sizeof(Memory<T, kHeadDim, are_limited(kScores)>) + kPanelAlignment, p, sweep, maps, scheduler);

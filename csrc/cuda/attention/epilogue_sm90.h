@@ -136,6 +136,7 @@ __device__ __forceinline__ void store_work_tile(
     float* shares) {
   const WorkTile& work = item.work;
   const int tile_row0 = lane_row();
+  note_not_finite(sums, item.tokens + tile_row0, p.state);
   if (work.split >= 0) {
     const int64_t place = splits.first_row(sweep.lists, work.copy, work.split, work.sub_tile) + tile_row0;
     store_sums<kHeadDim>(

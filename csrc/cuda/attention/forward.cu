@@ -12,6 +12,7 @@
 #include "epilogue.h"
 #include "forward.h"
 #include "key_bias.h"
+#include "recompute.h"
 
 namespace ds_sparse::attention {
 namespace {
@@ -36,6 +37,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
   constexpr int kBlockN = Memory::kTokens, kColumns = kOutputColumns<kHeadDim>, kPitchQ = kPitch<T, kHeadDim>,
                 kPitchV = kPitch<T, kColumns>;
   auto& memory = *reinterpret_cast<Memory*>(shared);
+  let_next_begin();
   const int lane = threadIdx.x % 32, warp_tile = threadIdx.x / 32;
   const WorkTile work(p.lists, blockIdx.x, p.heads, p.layout_heads, kHeadDim / kColumns);
   const int kv_head = work.head / p.heads_of_group, first_column = work.column_tile * kColumns;
@@ -81,7 +83,6 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
   // From scores to exponents of 2; plain ones are products still.
   const float softmax_scale_log2 = kPlain ? p.scoring.scale * kLog2E : kLog2E;
   const float* key_bias = p.scoring.key_bias_of(work.batch, work.head);
-  const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
   float output[kColumns / 8][4] = {};
   float row_max0 = -kInfinity, row_max8 = -kInfinity, row_sum0 = 0, row_sum8 = 0;
 
@@ -127,9 +128,11 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             const int j = first + e % 2;
-            const float bias = key_bias == nullptr ? 0.0f : key_bias[min(j, p.scoring.keys - 1)] * bias_factor;
+            const float bias = key_bias == nullptr ? 0.0f : key_bias[min(j, p.scoring.keys - 1)];
             const RowMask& token_mask = e < 2 ? token_mask0 : token_mask8;
-            of_octet[e] = token_mask.has(j) && token_mask.is_in_order(j) ? of_octet[e] + bias : -kInfinity;
+            of_octet[e] = token_mask.has(j) && token_mask.is_in_order(j)
+                              ? Scoring::with_key_bias<kPlain>(of_octet[e], bias)
+                              : -kInfinity;
           }
         }
 #pragma unroll
@@ -197,6 +200,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
     }
   }
 
+  note_not_finite(reinterpret_cast<float (&)[kColumns / 2]>(output), memory.tokens + tile_row0, p.state);
   row_sum0 = row_reduce_sum(row_sum0);
   row_sum8 = row_reduce_sum(row_sum8);
   const float of_dropout = !kPlain && p.scoring.drops() ? p.scoring.dropout().factor() : 1.0f;
@@ -308,6 +312,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const AttentionCall& call, 
   const int64_t num_cuts = rows.cuts.size(0), splits = num_splits(rows, lists);
   const int64_t split_row_count = copies * splits * lists.sub_tiles * tile;
   const Space split_outputs(query, split_row_count * head_dim), split_row_max_sums(query, split_row_count * 2);
+  const StateOfPass state(launch, query);
   with_head_dim(query, [&](auto zero, auto padded) {
     using T = decltype(zero);
     constexpr int kHeadDim = decltype(padded)::value;
@@ -325,7 +330,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const AttentionCall& call, 
         static_cast<int>(heads / key.size(1)),
         static_cast<int>(head_dim),
         SplitResults{split_outputs.data, static_cast<int>(splits), static_cast<int>(head_dim)},
-        reinterpret_cast<RowMaxSum*>(split_row_max_sums.data)};
+        reinterpret_cast<RowMaxSum*>(split_row_max_sums.data),
+        state.get()};
     if (on_hopper) {
       if constexpr (sizeof(T) == 2 && kHeadDim <= 128) {
         forward_on_hopper(launch, p, query, key, value, output, copies);
@@ -343,6 +349,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(const AttentionCall& call, 
     launch(
         combine_kernel<T>, copies * num_cuts * lists.sub_tiles * tile / kCombineRows, 2 * kThreads, p,
         rows.cuts.const_data_ptr<int32_t>(), static_cast<int>(num_cuts));
+    recompute_outputs(launch, p, batch);
   });
   return {output, lse, row_sums};
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../common/launch.h"
+#include "../common/pass_state.h"
 #include "mainloop.h"
 #include "scoring.h"
 #include "softmax.h"
@@ -20,6 +21,7 @@ struct Forward {
   int heads, layout_heads, heads_of_group, head_dim;
   SplitResults split_outputs;     // but for rows whose sum in a split is 0, which are not written
   RowMaxSum* split_row_max_sums;  // (copies, splits, sub-tiles, tile)
+  PassState* state;
 };
 
 // forward_sm90.cu

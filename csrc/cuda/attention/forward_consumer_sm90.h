@@ -33,7 +33,6 @@ struct ForwardConsumer {
   const float rescale_threshold = 8 / softmax_scale_log2;
   const bool drops = attention::drops<kScores>(p.scoring);
   const Dropout dropout = drops ? p.scoring.dropout() : Dropout{};
-  const float bias_factor = kPlain ? 1 / p.scoring.scale : 1.0f;
   const Turns<kOverlaps> turns{warpgroup};
   PipelineState<M::kStages> pipe;
   PipelineState<M::kWorkStages> work_pipe;
@@ -93,6 +92,7 @@ struct ForwardConsumer {
     const float to_row_max = kPlain ? p.scoring.scale : 1.0f;
     const RowMaxSum stats0(rows.row_max0 * to_row_max, rows.row_sum0),
         stats8(rows.row_max8 * to_row_max, rows.row_sum8);
+    note_not_finite(output, memory.work_items[summed_stage].tokens + tile_row0, p.state);
     if (work.split >= 0) {
       const int64_t place = p.split_outputs.first_row(p.lists, work.copy, work.split, work.sub_tile) + tile_row0;
       store_sums<kHeadDim>(output, factor0, factor8, p.head_dim, [&](int half) -> float* {
@@ -135,7 +135,7 @@ struct ForwardConsumer {
     const Octet* groups = memory.groups[pipe.index];
     finish_scores<T, kBlockN, kPlain>(scores, p.scoring, item(), groups);
     if (!live.is_whole<kBlockN>()) {
-      add_key_bias<kBlockN>(scores, live, groups, p.scoring, item().work, bias_factor);
+      add_key_bias<kBlockN, kPlain>(scores, live, groups, p.scoring, item().work);
       mask_scores<kBlockN, false, kLimited, M::kPacked>(
           scores, live, groups, item(), p.scoring, p.lists.pairs == nullptr ? nullptr : memory.pairs[pipe.index]);
 

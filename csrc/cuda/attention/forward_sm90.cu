@@ -196,6 +196,7 @@ __global__ void __launch_bounds__(kHopperThreads<ForwardTuning<kHeadDim, are_pla
     fence_barrier_init();
   }
   __syncthreads();
+  let_next_begin();
   const auto consume = [&](int consumer_group) {
     run_consumer<T, kHeadDim, kScores>(p, memories[consumer_group], consumer_group);
   };
@@ -235,7 +236,7 @@ void forward_on_hopper(
     }
     const CUtensorMap key_map = tensor_map(key, std::min(block, kBlockN)),
                       value_map = tensor_map(value, std::min(block, kBlockN));
-    with_scheduler(launch, query, count, kConsumerGroups, [&](const TileScheduler& scheduler, int64_t blocks) {
+    with_scheduler(launch, &p.state->row_tickets, count, kConsumerGroups, [&](const TileScheduler& scheduler, int64_t blocks) {
       launch.with_shared_memory(
           forward_on_hopper_kernel<T, kHeadDim, kScores>, blocks, kHopperThreads<kConsumerGroups>,
           kConsumerGroups * sizeof(M) + kPanelAlignment, p, query_map, key_map, value_map, output_maps, scheduler);

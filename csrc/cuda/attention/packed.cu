@@ -7,6 +7,7 @@
 
 #include "../../checks.h"
 #include "passes.h"
+#include "scoring.h"
 #include "tuning.h"
 
 namespace ds_sparse::attention {
@@ -35,6 +36,7 @@ AttentionCall call_of(
   check(
       spans.size(0) > 0 && spans.size(0) < (int64_t{1} << 31) / block,
       "spans has to have 1 block or more, and fewer than 2**31 tokens in them.");
+  check(scale > kLeastPlainScale, "scale has to be above 1e-6 for packed documents, which this kernel reads in place.");
   AttentionCall call{query, key, value, layout_heads, block, kHopperBlockM, "hopper", scale, causal, {}};
   call.spans = &spans;
   return call;

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads) row_stats_kernel(
   }
   if (lane < kRowsOfWarp) {
     RowStats result = no_row_stats();
-    if (of_row.y > 0) {
+    if (of_row.y != 0) {
       result = {of_row.x * kLog2E + log2f(of_row.y), sum - of_lse, of_row.x, 1 / of_row.y};
     }
     float* of_token = to + int64_t{matrix} * 4 * padded + own;

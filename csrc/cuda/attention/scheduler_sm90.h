@@ -59,7 +59,7 @@ __device__ __forceinline__ int lane_asked_anew() {
 // Hands work tiles out in their order, to whichever consumer group is free: persistent thread blocks, dynamic
 // scheduling. The first one of a consumer group has the number blockIdx.x + consumer_group * gridDim.x.
 struct TileScheduler {
-  int* taken;                  // 0 before the kernel
+  int* taken;                  // tickets of a PassState
   int count, consumer_groups;  // of work tiles; of all thread blocks
 
   // A number in the first lane of a warp, which nobody waits for yet.
@@ -135,16 +135,12 @@ __device__ __forceinline__ int lane_row(int thread = threadIdx.x % kConsumerGrou
   return warp_tile_row(thread) + thread % 32 / 4;
 }
 
-// Calls f with a scheduler, for as long as that takes, of so many work tiles, and the number of thread blocks of so
+// Calls f with a scheduler of so many work tiles, and the number of thread blocks of so
 // many consumer groups.
 template <class F>
-void with_scheduler(const Launcher& launch, const Tensor& on, int64_t count, int consumer_groups, const F& f) {
-  Tensor taken = launch.zeros(on, 1, ScalarType::Int);
+void with_scheduler(const Launcher& launch, int* tickets, int64_t count, int consumer_groups, const F& f) {
   const int64_t blocks = std::min(count, launch.multiprocessors());
-  f(
-      TileScheduler{
-          taken.mutable_data_ptr<int32_t>(), static_cast<int>(count), static_cast<int>(consumer_groups * blocks)},
-      blocks);
+  f(TileScheduler{tickets, static_cast<int>(count), static_cast<int>(consumer_groups * blocks)}, blocks);
 }
 
 }  // namespace ds_sparse::attention

@@ -147,10 +147,10 @@ __device__ __forceinline__ void mask_scores(
 }
 
 // Adds the bias of keys, which is not 0 in ragged groups only, where these are the other side.
-template <int kBlockN>
+template <int kBlockN, bool kPlain>
 __device__ __forceinline__ void add_key_bias(
     float (&scores)[kBlockN / 2], const LiveGroups& live, const Octet* groups, const Scoring& scoring,
-    const WorkTile& work, float factor) {
+    const WorkTile& work) {
   if (scoring.key_bias != nullptr && live.ragged() != 0) {
     const float* key_bias = scoring.key_bias_of(work.batch, work.head);
 #pragma unroll
@@ -160,9 +160,10 @@ __device__ __forceinline__ void add_key_bias(
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
           if (e % 4 < 2) {
-            const float bias = key_bias[min(first + e / 4 * 8 + e % 2, scoring.keys - 1)] * factor;
-            scores[8 * g + e] += bias;
-            scores[8 * g + e + 2] += bias;
+            const float bias = key_bias[min(first + e / 4 * 8 + e % 2, scoring.keys - 1)];
+            float &score0 = scores[8 * g + e], &score8 = scores[8 * g + e + 2];
+            score0 = Scoring::with_key_bias<kPlain>(score0, bias);
+            score8 = Scoring::with_key_bias<kPlain>(score8, bias);
           }
         }
       }
@@ -175,7 +176,7 @@ template <class F>
 void with_hopper_kernel(const Scoring& scoring, const TileLists& lists, int head_dim, const F& f) {
   const auto with_options = [&](auto padded) {
     const bool limited = scoring.window.limits != nullptr || lists.pairs != nullptr;
-    if (lists.spans.spans != nullptr) {  // packed.cu gives nothing besides
+    if (lists.spans.spans != nullptr) {  // packed.cu gives nothing besides, and a scale that plain scores take
       f(padded, std::integral_constant<Scores, Scores::kPacked>{});
     } else if (!scoring.plain() || (limited && scoring.drops())) {
       f(padded, std::integral_constant<Scores, Scores::kOptions>{});

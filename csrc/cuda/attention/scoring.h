@@ -10,9 +10,9 @@
 #include <optional>
 #include <type_traits>
 
-#include "../../bias.h"
 #include "../../checks.h"
 #include "../../dropout.h"
+#include "../common/logits.h"
 
 namespace ds_sparse::attention {
 
@@ -31,27 +31,27 @@ struct Bias {
   template <class T, int kCount, class F>
   __device__ __forceinline__ void add_to(float (&scores)[kCount], int batch, int head, const F& place) const {
     const int64_t start = batch * batch_stride + head * head_stride;
-    const auto add = [&](const auto* from, const auto& value_of) {
+    const auto add = [&](const auto* from, const auto& added) {
       from += start;
 #pragma unroll
       for (int e = 0; e < kCount; ++e) {
         const int2 at = place(e);
-        scores[e] += value_of(from[at.x * row_stride + at.y * column_stride]);
+        scores[e] = added(scores[e], from[at.x * row_stride + at.y * column_stride]);
       }
     };
-    const auto finite = [](auto x) {
-      const float value = static_cast<float>(x);
-      return value == -kInfinity ? value : fmaxf(value, kLowestBias<float>);
-    };
+    const auto with_bias = [](float score, auto bias) { return biased(score, static_cast<float>(bias)); };
     if (kind == kBool) {
-      add(static_cast<const bool*>(data), [](bool keeps) { return keeps ? 0.0f : -kInfinity; });
+      add(static_cast<const bool*>(data), [](float score, bool keeps) { return keeps ? score : -kInfinity; });
     } else if (kind == kSame) {
-      add(static_cast<const T*>(data), finite);
+      add(static_cast<const T*>(data), with_bias);
     } else if (kind == kFloat) {
-      add(static_cast<const float*>(data), finite);
+      add(static_cast<const float*>(data), with_bias);
     }
   }
 };
+
+// Below it exponents do not take the scale with them. `packed_in_place.py` has it, too.
+constexpr float kLeastPlainScale = 1e-6f;
 
 // Tokens from `first` to `end` - 1; `first` is at most `end`.
 struct Range {
@@ -95,10 +95,16 @@ struct Scoring {
   // Whether scores are products times a positive number, which exponents can take with them, or masked. Exponents of
   // others, which may be large, are differences first.
   bool plain() const {
-    return scale > 1e-6f && rpe.kind == Bias::kNone && attn_mask.kind == Bias::kNone &&
+    return scale > kLeastPlainScale && rpe.kind == Bias::kNone && attn_mask.kind == Bias::kNone &&
            (key_bias == nullptr || only_masks_keys);
   }
   __host__ __device__ bool drops() const { return dropout_seed != nullptr; }
+
+  // A score with its key's bias. kPlain: 0 or -inf, which is added: a choice would cost a pass 3 % where nothing is.
+  template <bool kPlain>
+  static __device__ __forceinline__ float with_key_bias(float score, float bias) {
+    return kPlain ? score + bias : biased(score, bias);
+  }
 
   // Null: none.
   __device__ const float* key_bias_of(int batch, int head) const {

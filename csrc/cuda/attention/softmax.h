@@ -13,8 +13,8 @@ namespace ds_sparse::attention {
 struct RowMaxSum {
   float row_max, row_sum;
 
-  __device__ RowMaxSum(float largest, float sum) : row_max(sum > 0 ? largest : -kInfinity), row_sum(sum) {}
-  __device__ float lse() const { return row_max == -kInfinity ? -kInfinity : row_max + logf(row_sum); }
+  __device__ RowMaxSum(float largest, float sum) : row_max(sum == 0 ? -kInfinity : largest), row_sum(sum) {}
+  __device__ float lse() const { return row_sum == 0 ? -kInfinity : row_max + logf(row_sum); }
 };
 
 // Sum, or maximum, over the four lanes that share a row.

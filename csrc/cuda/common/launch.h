@@ -43,6 +43,12 @@ class Launcher {
 #endif
   }
   bool is_hopper() const { return attribute(cudaDevAttrComputeCapabilityMajor) == 9; }
+  // Whether what is launched becomes part of a CUDA graph.
+  bool is_capturing() const {
+    cudaStreamCaptureStatus status;
+    STD_CUDA_CHECK(cudaStreamIsCapturing(stream_, &status));
+    return status != cudaStreamCaptureStatusNone;
+  }
 
   // A contiguous tensor that begins at a multiple of 16 bytes: a copy where `x` does not.
   Tensor aligned(const Tensor& x) const {

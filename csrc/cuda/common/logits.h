@@ -5,6 +5,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "../../bias.h"
 #include "../../compute.h"
 #include "vector.h"
 
@@ -32,13 +33,14 @@ __device__ __forceinline__ void scale_run(A (&x)[Count], A scale) {
   }
 }
 
+// A logit with a bias added. -inf masks, whatever the other is. Finite biases count as kLowestBias or more, and so do
+// the sums of several.
 template <class A>
 __device__ __forceinline__ A biased(A logit, A bias) {
-  if (logit == -infinity<A>() || bias == -infinity<A>()) {
-    return -infinity<A>();
-  }
-  const A sum = logit + bias;
-  return sum == -infinity<A>() ? std::numeric_limits<A>::lowest() : sum;
+  constexpr A lowest = kLowestBias<A>;
+  const A sum = logit + (bias < lowest ? lowest : bias), least = logit < lowest ? logit : lowest;
+  const A result = sum < least ? least : sum;  // NaN stays
+  return logit == -infinity<A>() || bias == -infinity<A>() ? -infinity<A>() : result;
 }
 
 template <class A, int Count>

@@ -156,11 +156,11 @@ template <class T>
 __device__ __forceinline__ void add_run(const Run<T, kRun<T>>& bias, Compute<T> (&logits)[kRun<T>]) {
   using A = Compute<T>;
   A sums[kRun<T>];
-  bool dropped = false;  // rare; only then it matters whether a sum overflowed, and what NaN or infinity was added to
+  bool dropped = false;  // rare; only then it matters how low a sum is, and what NaN or infinity was added to
 #pragma unroll
   for (int i = 0; i < kRun<T>; ++i) {
     sums[i] = logits[i] + static_cast<A>(bias.element[i]);
-    dropped |= !(sums[i] > -infinity<A>());
+    dropped |= !(sums[i] >= kLowestBias<A>);
   }
   if (dropped) {
 #pragma unroll
@@ -389,7 +389,7 @@ __global__ void __launch_bounds__(kThreads, SoftmaxTuning::kBackwardThreads / kT
       unpack<T>(probs[i], prob);
 #pragma unroll
       for (int e = 0; e < kRun<T>; ++e) {
-        dot += grad[e] * prob[e];
+        dot += prob[e] == 0 ? A(0) : grad[e] * prob[e];
       }
     });
   }
@@ -411,7 +411,7 @@ __global__ void __launch_bounds__(kThreads, SoftmaxTuning::kBackwardThreads / kT
       unpack<T>(probs[i], prob);
 #pragma unroll
       for (int e = 0; e < kRun<T>; ++e) {
-        grad[e] = p.scale * prob[e] * (grad[e] - dot);
+        grad[e] = prob[e] == 0 ? A(0) : p.scale * prob[e] * (grad[e] - dot);  // what is masked may be NaN
       }
       if (run < strip.runs) {
         p.grad_scores[strip.first_run + strip.offset(run)] = pack<T>(grad);

@@ -344,12 +344,13 @@ __global__ void __launch_bounds__(kThreads, Tuning::kThreadBlocks)
           float of_run = 0;
 #pragma unroll
           for (int e = 0; e < kRun<T>; ++e) {
-            of_run += grad[e] * prob[e];
+            of_run += prob[e] == 0 ? 0.0f : grad[e] * prob[e];
           }
           dot += exists ? of_run : 0.0f;
         });
         all.for_each_single(lane, lanes, [&](int element) {
-          dot += static_cast<float>(grads[element]) * static_cast<float>(probs[element]);
+          const float prob = static_cast<float>(probs[element]);
+          dot += prob == 0 ? 0.0f : static_cast<float>(grads[element]) * prob;
         });
         dot = plan.sum(dot);
         all.for_each_run(plan, [&](int run, bool exists) {
@@ -357,7 +358,7 @@ __global__ void __launch_bounds__(kThreads, Tuning::kThreadBlocks)
           unpack_run(run, grad, prob);
 #pragma unroll
           for (int e = 0; e < kRun<T>; ++e) {
-            grad[e] = p.scale * prob[e] * (grad[e] - dot);
+            grad[e] = prob[e] == 0 ? 0.0f : p.scale * prob[e] * (grad[e] - dot);  // what is masked may be NaN
           }
           if (exists) {
             reinterpret_cast<uint4*>(results)[run] = pack<T>(grad);
@@ -365,7 +366,8 @@ __global__ void __launch_bounds__(kThreads, Tuning::kThreadBlocks)
         });
         all.for_each_single(lane, lanes, [&](int element) {
           const float prob = static_cast<float>(probs[element]);
-          results[element] = static_cast<T>(p.scale * prob * (static_cast<float>(grads[element]) - dot));
+          const float grad = prob == 0 ? 0.0f : p.scale * prob * (static_cast<float>(grads[element]) - dot);
+          results[element] = static_cast<T>(grad);
         });
       });
 }

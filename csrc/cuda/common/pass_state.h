@@ -1,0 +1,46 @@
+// Numbers that the kernels of a pass share in memory: work tiles that are taken, and whether a result is not finite.
+
+#pragma once
+
+#include <optional>
+
+#include "launch.h"
+
+namespace ds_sparse {
+
+// All are 0 before a pass, and its last kernel leaves them so: nothing has to be set before the first one.
+struct PassState {
+  int row_tickets, column_tickets;  // of work tiles, by sweeps over rows and over columns
+  int not_finite;                   // whether a sum is not finite
+  int done;                         // thread blocks of the last kernel, where one is not
+};
+
+// A state for a pass. One that is captured in a CUDA graph has its own for good, as graphs may be replayed beside
+// anything; others take turns at so many that no two of them can be under way with the same.
+class StateOfPass {
+ public:
+  explicit StateOfPass(const Launcher& launch, const Tensor& on);
+  PassState* get() const { return state_; }
+
+ private:
+  PassState* state_;
+  std::optional<Tensor> own_;
+};
+
+// Notes that a lane's sums of two rows, 8 apart, are not all finite. tokens: of the first row and those after it; what
+// a row without one (-1) has is whatever lay in memory. Of every four sums, the first two are the first row's. A product
+// of two takes an instruction for both; one that overflows is noted too, which costs time alone.
+template <int kCount>
+__device__ __forceinline__ void note_not_finite(const float (&sums)[kCount], const int* tokens, PassState* state) {
+  float probes[4] = {};
+#pragma unroll
+  for (int i = 0; i < kCount; i += 2) {
+    probes[i / 2 % 4] = fmaf(sums[i], sums[i + 1], probes[i / 2 % 4]);
+  }
+  const bool finite0 = isfinite(probes[0] + probes[2]), finite8 = isfinite(probes[1] + probes[3]);
+  if ((!finite0 && tokens[0] >= 0) || (!finite8 && tokens[8] >= 0)) {
+    state->not_finite = 1;
+  }
+}
+
+}  // namespace ds_sparse
