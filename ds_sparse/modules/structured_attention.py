@@ -20,6 +20,7 @@ from ..ops import MatMul, Softmax, block_sparse_attention
 from ..ops.softmax import as_additive
 from ..ranks import from_rank_0, world_size
 from ..sparsity import SparsityConfig
+from ..sparsity.declarations import declared_value
 from ..sparsity.draws import without_seed
 from ..wording import kind
 from .layout_buffer import LayoutBuffer
@@ -127,8 +128,8 @@ class StructuredAttention:
 
     @property
     def causal(self) -> bool:
-        """Whether the structure masks later tokens, whatever a call says."""
-        return getattr(self.sparsity_config, "causal", False)
+        """Whether the structure declares that it masks later tokens, whatever a call says."""
+        return declared_value(self.sparsity_config, "causal")
 
     @property
     def max_seq_length(self) -> int:
