@@ -102,8 +102,10 @@ def of_pairs(device: str) -> dict[str, Operation]:
         output, lse = sparse_attn(q, k, v, of_heads, return_lse=True)
         return output.sum(-1) + lse.to(output.dtype)
 
+    odd, wider = (BATCH, HEADS, TOKENS, 3), (BATCH, HEADS, TOKENS, 5)
     return {
         "sparse_attn": (lambda q, k, v: sparse_attn(q, k, v, values, offsets), [QUERY] * 3),
+        "sparse_attn of odd sizes": (lambda q, k, v: sparse_attn(q, k, v, shared), [odd, odd, wider]),
         "sparse_attn, a list a head, with lse": (with_lse, [QUERY] * 3),
         "sparse_attn, a list a sequence": (lambda q, k, v: sparse_attn(q, k, v, of_batch), [QUERY] * 3),
         "sparse_attn, a list a sequence and head": (lambda q, k, v: sparse_attn(q, k, v, every), [QUERY] * 3),
