@@ -17,6 +17,7 @@ from ..index.documents import Documents
 from ..index.master_layout import MasterLayout
 from ..layout import as_bool_layout, crop, on_cpu, share_equal_heads
 from ..ops import MatMul, Softmax, block_sparse_attention
+from ..ops.operands import of_flash
 from ..ops.softmax import as_additive
 from ..ranks import from_rank_0, world_size
 from ..sparsity import SparsityConfig
@@ -277,6 +278,7 @@ class StructuredAttention:
             raise ValueError(
                 f"query has {query.shape[1]} heads and the sparsity config num_heads={self.sparsity_config.num_heads}; "
                 "build the sparsity config with the number of heads that reach this module."
+                + of_flash(query, query.shape[2] == self.sparsity_config.num_heads)
             )
         if query.shape[2] == 0:
             raise ValueError(f"query has shape {tuple(query.shape)}, without a token; give at least one.")
