@@ -213,7 +213,8 @@ class SparsityConfig:
     """Base of all structures: subclass it and write `make_layout`, or `lay_out` for one head.
 
     A subclass may have a plain `__init__` that calls `super().__init__(num_heads, block)`, or declare fields of its
-    own under `@declared`. Names, order and defaults are those of DeepSpeed's class; the keyword-only fields are ours.
+    own under `@declared`. Names, order and defaults are those of DeepSpeed's class; the keyword-only fields are ours,
+    and count where this constructor gets them.
 
     Raises:
         ValueError: a field of the wrong type or out of bounds (pydantic's ValidationError is one).
