@@ -168,7 +168,7 @@ if not TYPE_CHECKING:  # where any name would be one
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+    return sorted({*_PUBLIC, *(name for name in globals() if name.startswith("__"))})
 
 
 on_import.register_with_transformers()

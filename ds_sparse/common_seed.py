@@ -6,6 +6,7 @@ import random
 
 from .ranks import can_talk, from_rank_0, say, world_size
 from .sparsity import SparsityConfig
+from .sparsity.declarations import declare, declared_value
 from .sparsity.draws import Draws, draws, why_unrepeatable
 
 
@@ -19,15 +20,16 @@ def set_common_seed(structure: SparsityConfig, seed: int | None = None) -> None:
     how = draws(structure)
     if how is Draws.UNREPEATABLY:
         say(why_unrepeatable(structure))
-    if how is not Draws.BY_SEED or getattr(structure, "seed", None) is not None:
+    if how is not Draws.BY_SEED or declared_value(structure, "seed") is not None:
         return
     if seed is not None:
-        structure.seed = seed
+        declare(structure, "seed", seed)
         return
     if world_size() > 1 and not can_talk():
         raise RuntimeError(
             "The structure has random blocks and no seed, and torch.distributed is not running yet, so the ranks "
             'cannot agree on one; call ds_sparse.init_distributed() first, or set "seed" in the sparse_attention block.'
         )
-    structure.seed = seed = from_rank_0(random.SystemRandom().randrange(2**31))
+    seed = from_rank_0(random.SystemRandom().randrange(2**31))
+    declare(structure, "seed", seed)
     say(f'random blocks are drawn with seed {seed}; set "seed" in the sparse_attention block to repeat this layout.')

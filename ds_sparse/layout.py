@@ -21,6 +21,10 @@ from torch.overrides import TorchFunctionMode
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_OF_SEQUENCES = (
+    " All sequences of a batch share it; for one a sequence make sequences heads: layout.flatten(0, 1), and "
+    "x.flatten(0, 1)[None] of each operand x."
+)
 
 
 @contextmanager
@@ -56,18 +60,33 @@ def as_bool_layout(layout: Tensor) -> Tensor:
 def with_heads(layout: Tensor) -> Tensor:
     """`as_bool_layout` without a look at the values, which would wait for the device: (H, R, C) of the given dtype."""
     if not isinstance(layout, Tensor):
-        raise TypeError(f"A layout is a torch tensor of 0s and 1s, got {type(layout).__name__}.")
+        raise TypeError(f"A layout is a torch tensor of 0s and 1s, got {type(layout).__name__}{_instead_of(layout)}.")
     _check_dense(layout)
     if layout.dtype not in (torch.bool, *_INTEGERS, *_FLOATS):
         raise TypeError(f"A layout is bool, or 0 and 1 as numbers, got {layout.dtype}; convert it with layout != 0.")
     if layout.dim() not in (2, 3):
         raise ValueError(
             "A layout has shape (block rows, block columns) or (heads, block rows, block columns), "
-            f"got {tuple(layout.shape)}."
+            f"got {tuple(layout.shape)}." + (_OF_SEQUENCES if layout.dim() == 4 else "")
         )
     if 0 in layout.shape:
         raise ValueError(f"A layout needs at least one head, row and column, got {tuple(layout.shape)}.")
     return layout if layout.dim() == 3 else layout.unsqueeze(0)
+
+
+def _instead_of(given: object) -> str:
+    """What to do with what is no layout, where it is known."""
+    if hasattr(given, "make_layout"):
+        return "; give what its make_layout(tokens) returns"
+    instead = {
+        "int": f"; a window of {given} tokens is for window_attention, and for explain a WindowIndex",
+        "dict": "; parse_sparse_attention(block, num_heads).make_layout(tokens) makes one",
+        "list": "; give it in torch.tensor",
+        "WindowIndex": ", which window_attention takes",
+        "TokenIndex": ", which sparse_attn takes",
+        "PackedIndex": ", which block_sparse_attention takes",
+    }
+    return instead.get(type(given).__name__, "")
 
 
 def _check_dense(layout: Tensor) -> None:

@@ -55,6 +55,9 @@ def of_blocks(device: str) -> dict[str, Operation]:
     def with_sinks(q, k, v, sinks):
         return block_sparse_attention(q, k, v, layout, sinks=sinks)
 
+    def at_an_offset(q, k, v, bias, sinks):
+        return block_sparse_attention(q, k, v, layout, block=8, query_offset=TOKENS - 3, rpe=bias, sinks=sinks)
+
     def softmax(values, bias, mask):
         return Softmax(layout, 8)(values, 0.3, rpe=bias, attn_mask=mask)
 
@@ -66,6 +69,7 @@ def of_blocks(device: str) -> dict[str, Operation]:
         "attention, shared rpe": (attention(), [*[QUERY] * 3, (1, 1, TOKENS, TOKENS)]),
         "attention, with sinks": (with_sinks, [*[QUERY] * 3, (HEADS,)]),
         "attention, grouped heads of another size": (attention(), grouped),
+        "attention at an offset": (at_an_offset, [(BATCH, HEADS, 3, 8), QUERY, QUERY, (HEADS, 3, TOKENS), (HEADS,)]),
         "attention with lse": (with_lse, [QUERY] * 3),
         "sdd": (lambda a, b: MatMul(layout, 8, "sdd", trans_b=True)(a, b), [QUERY] * 2),
         "dsd": (lambda p, v: MatMul(layout, 8, "dsd")(p, v), [VALUES, QUERY]),
@@ -82,6 +86,10 @@ def of_windows(device: str) -> dict[str, Operation]:
         "unwindow_matmul": (lambda p, v: unwindow_matmul(p, v, 3), [BAND, QUERY]),
         "window_softmax": (lambda s: window_softmax(s, several, key_padding_mask=padding), [BAND]),
         "window_attention": (lambda q, k, v: window_attention(q, k, v, 3, key_padding_mask=padding), [QUERY] * 3),
+        "window_attention at an offset": (
+            lambda q, k, v: window_attention(q, k, v, 5, query_offset=4),
+            [(BATCH, HEADS, 3, 8), QUERY, QUERY],
+        ),
         "window_attention in an order": (lambda q, k, v: window_attention(q, k, v, index), [QUERY] * 3),
     }
 
@@ -102,8 +110,10 @@ def of_pairs(device: str) -> dict[str, Operation]:
         output, lse = sparse_attn(q, k, v, of_heads, return_lse=True)
         return output.sum(-1) + lse.to(output.dtype)
 
+    odd, wider = (BATCH, HEADS, TOKENS, 3), (BATCH, HEADS, TOKENS, 5)
     return {
         "sparse_attn": (lambda q, k, v: sparse_attn(q, k, v, values, offsets), [QUERY] * 3),
+        "sparse_attn of odd sizes": (lambda q, k, v: sparse_attn(q, k, v, shared), [odd, odd, wider]),
         "sparse_attn, a list a head, with lse": (with_lse, [QUERY] * 3),
         "sparse_attn, a list a sequence": (lambda q, k, v: sparse_attn(q, k, v, of_batch), [QUERY] * 3),
         "sparse_attn, a list a sequence and head": (lambda q, k, v: sparse_attn(q, k, v, every), [QUERY] * 3),

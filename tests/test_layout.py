@@ -3,6 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_sparse import FixedSparsityConfig, WindowIndex
 from ds_sparse import layout as lay
 
 modest = settings(deadline=None, derandomize=True, max_examples=60)
@@ -24,7 +25,15 @@ def test_every_kind_of_layout_becomes_bool_with_heads(dtype, heads):
         ([[1, 0]], TypeError, "torch tensor"),
         (torch.ones(2, 2, dtype=torch.complex64), TypeError, "0 and 1 as numbers, got torch.complex64"),
         (torch.ones(4, dtype=torch.int64), ValueError, r"got \(4,\)"),
-        (torch.ones(1, 1, 2, 2, dtype=torch.bool), ValueError, r"got \(1, 1, 2, 2\)"),
+        (
+            torch.ones(1, 1, 2, 2, dtype=torch.bool),
+            ValueError,
+            r"got \(1, 1, 2, 2\).* layout.flatten\(0, 1\), and x.fl",
+        ),
+        (128, TypeError, "got int; a window of 128 tokens is for window_attention"),
+        ({"mode": "fixed"}, TypeError, r"got dict; parse_sparse_attention\(block, num_heads\)"),
+        (FixedSparsityConfig(2), TypeError, r"got FixedSparsityConfig; give what its make_layout\(tokens\)"),
+        (WindowIndex.build(16, 2), TypeError, "got WindowIndex, which window_attention takes"),
         (torch.ones(0, 2, 2, dtype=torch.bool), ValueError, "at least one head"),
         (torch.tensor([[0, 2]]), ValueError, "from 0 to 2"),
         (torch.tensor([[-1, 1]]), ValueError, "from -1 to 1"),

@@ -38,6 +38,11 @@ def test_type_checkers_are_offered_each_public_name_and_no_other():
     assert not [name for name, module in imported.items() if not f"{module}.".startswith(f"{ds_sparse._PUBLIC[name]}.")]
 
 
+def test_an_interactive_session_is_offered_the_public_names_alone():
+    assert [name for name in dir(ds_sparse) if not name.startswith("__")] == ds_sparse.__all__
+    assert "__version__" in dir(ds_sparse)
+
+
 def checked(folder: Path, program: str) -> str:
     """What strict mypy says of a program whose environment has ds_sparse."""
     pytest.importorskip("mypy", reason="mypy is not installed")

@@ -21,6 +21,7 @@ from ..config import (
     read_block,
 )
 from ..sparsity import SparsityConfig
+from ..sparsity.declarations import declared_value
 from ..sparsity.draws import Draws, draws, why_unrepeatable
 from ..wording import printable, reason, show
 
@@ -153,7 +154,7 @@ def _about(structure: SparsityConfig, at: str, result: Result, args: argparse.Na
     how = draws(structure, None if args.seq is None else rounded_up(args.seq, structure.block))
     if how is Draws.UNREPEATABLY:
         result.notices.append(f"{at}.mode: {why_unrepeatable(structure)}")
-    if how is Draws.BY_SEED and structure.seed is None:
+    if how is Draws.BY_SEED and declared_value(structure, "seed") is None:
         result.notices.append(
             f"{at}.seed: not given: each run draws random blocks of its own, one layout on all its ranks. Set "
             '"seed" to have the same layout in every run.'

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..arguments import positive
 from ..block_sizes import rounded_up
 from ..sparsity import SparsityConfig
+from ..sparsity.declarations import declared_value
 
 if TYPE_CHECKING:
     from ..config import LayerStructures
@@ -156,7 +157,8 @@ def _sheet(args: argparse.Namespace, one: Structure) -> Sheet:
         about = {"mode": one.mode.removeprefix("mode "), "block": structure.block}
     rows = one.rows(args.seq)
     name = os.path.basename(one.file) if len({*map(os.path.basename, args.files)}) == len(args.files) else one.file
-    return Sheet(name, one.name, rows, structure.block, args.heads, structure.causal, args.head, about)
+    causal = declared_value(structure, "causal")
+    return Sheet(name, one.name, rows, structure.block, args.heads, causal, args.head, about)
 
 
 def _named(path: str, layers: str) -> str:

@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import Any
 
 from ..sparsity import SparsityConfig, sparsity_class, sparsity_modes
-from ..sparsity._fields import json_fields
+from ..sparsity._fields import json_fields, value_of
 from ..wording import reason
 from .file import BLOCK_KEY, LAYERS_KEY, Source, SparseAttentionConfigError, check_is_object, name_of
 from .layers import LayerStructures, has_layers, read_layers
@@ -167,12 +167,12 @@ def sparse_attention_block(structure: SparsityConfig) -> dict[str, Any]:
     if mode is None:
         raise ValueError(f'{what}: it has no mode; decorate it with @ds_sparse.register_sparsity("its name").')
     keys = json_fields(cls)
-    block = {"mode": mode} | {key: copy.deepcopy(getattr(structure, key, None)) for key in keys}
+    block = {"mode": mode} | {key: copy.deepcopy(value_of(structure, key)) for key in keys}
     try:
         again = parse_sparse_attention(json.loads(json.dumps(block)), structure.num_heads, source=cls.__qualname__)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{what}: {reason(error)}") from error
-    changed = [key for key in keys if getattr(again, key, None) != block[key]]
+    changed = [key for key in keys if value_of(again, key) != block[key]]
     if changed:
         raise ValueError(
             f"{what}: made again from it, it has another {', '.join(changed)}. Keep each argument of its __init__ in "

@@ -13,7 +13,7 @@ from ..wording import show
 from .file import LAYERS_KEY
 from .reading import DEFAULT_MODE, NONE, STRUCTURE_ERRORS, Reading
 
-_RANGE = r" *\d{1,9}( *- *\d{1,9})? *"
+_RANGE = r" *[0-9]{1,9}( *- *[0-9]{1,9})? *"
 KEY_PATTERN = f"{_RANGE}(,{_RANGE})*"
 """A key of `layers`: layers and ranges of layers, counted from 0."""
 
@@ -137,7 +137,7 @@ def read_layers(
 
 def _wrong_entry(key: Any, entry: Any) -> str | None:
     if not isinstance(key, str) or not re.fullmatch(KEY_PATTERN, key):
-        return f"a key names layers, counted from 0, such as {show('0-5,7')}."
+        return f"a key names layers in the digits 0 to 9, counted from 0, such as {show('0-5,7')}."
     if any(int(first) > int(last) for first, last in re.findall(r"(\d+) *- *(\d+)", key)):
         return "a range that ends before it begins; write the smaller number first."
     if not isinstance(entry, Mapping) and not is_null(entry):

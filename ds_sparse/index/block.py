@@ -156,8 +156,8 @@ class BlockIndex(OnDevice):
 
         Raises:
             TypeError: not a BlockMask.
-            ValueError: several sequences; another BLOCK_SIZE or `partial`; partial blocks, the first named by its
-                place.
+            ValueError: several sequences; another BLOCK_SIZE or `partial`; listed blocks that do not exist; partial
+                blocks, the first named by its place.
 
         Examples:
             >>> import ds_sparse

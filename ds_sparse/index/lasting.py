@@ -21,10 +21,20 @@ def lasting(make: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
 
     @wraps(make)
     def made(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
+        refuse_jit_trace()
         with torch.inference_mode(False), unset_fake_temporarily(), torch._C._DisableFuncTorch():
             return make(*args, **kwargs)
 
     return made
+
+
+def refuse_jit_trace() -> None:
+    """Raises RuntimeError inside of torch.jit.trace, whose record would hold for one length and could not be saved."""
+    if torch.jit.is_tracing():
+        raise RuntimeError(
+            "torch.jit.trace cannot record ds_sparse: what it recorded would be of these lengths alone, and could not "
+            "be saved. Use torch.compile, or torch.export to save a program."
+        )
 
 
 def outside_of_graphs(make: Callable[_Given, _Made]) -> Callable[_Given, _Made]:

@@ -61,15 +61,15 @@ def layout_of_flex(mask: BlockMask, partial: str) -> tuple[Tensor, int]:
         raise ValueError(
             f"The BlockMask has blocks of {block} x {width} tokens; make it with one BLOCK_SIZE for queries and keys."
         )
-    if mask.kv_num_blocks.shape[0] != 1:
+    if mask.kv_num_blocks.dim() > 2 and mask.kv_num_blocks.shape[0] != 1:
         raise ValueError(
             f"The BlockMask has {mask.kv_num_blocks.shape[0]} sequences, which share a layout here; make it with "
             "B=None, or call once for each."
         )
-    cut, live = _listed(mask.kv_num_blocks, mask.kv_indices), None
+    keys = mask.seq_lengths[1]
+    live = cut = _listed("kv", mask.kv_num_blocks, mask.kv_indices, keys, block)
     if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
-        live = _listed(mask.full_kv_num_blocks, mask.full_kv_indices)
-    live = cut if live is None else live | cut
+        live = cut | _listed("full_kv", mask.full_kv_num_blocks, mask.full_kv_indices, keys, block)
     if partial == "error" and mask.mask_mod is not noop_mask:
         cut = cut & ~_whole_at_the_ends(mask, cut, block)
         _refuse_cut(cut, live, block, mask.seq_lengths)
@@ -99,10 +99,26 @@ def _refuse_cut(cut: Tensor, live: Tensor, block: int, tokens: tuple[int, int]) 
     )
 
 
-def _listed(counts: Tensor, columns: Tensor) -> Tensor:
-    """bool (H, R, C) of so many block columns of each row, (1, H, R), which come first in (1, H, R, C)."""
-    listed = torch.arange(columns.shape[3], device=columns.device) < counts[0, ..., None]
-    return torch.zeros_like(listed).scatter_(2, columns[0].long(), listed)
+def _listed(name: str, counts: Tensor, columns: Tensor, keys: int, block: int) -> Tensor:
+    """bool (H, R, C) of so many block columns of each row, (1, H, R), which come first in (1, H, R, N): any order, and
+    behind them anything."""
+    counts, columns = counts.reshape(-1, counts.shape[-1]), columns.reshape(-1, *columns.shape[-2:])
+    blocks, width = -(-keys // block), columns.shape[2]
+    if (counts > width).any():
+        raise ValueError(
+            f"The BlockMask's {name}_num_blocks has {int(counts.max())}, and its {name}_indices lists {width} blocks a "
+            "row; make it with lists as long as the counts say."
+        )
+    listed = torch.arange(width, device=columns.device) < counts[..., None]
+    unknown = columns[listed & ((columns < 0) | (columns >= blocks))].tolist()
+    if unknown:
+        raise ValueError(
+            f"The BlockMask's {name}_indices lists block {unknown[0]}, and its {keys} keys have the blocks 0 to "
+            f"{blocks - 1}; where rows list fewer blocks than there are, make it with seq_lengths."
+        )
+    # What is not listed goes to a column behind the last.
+    live = listed.new_zeros(*listed.shape[:2], blocks + 1)
+    return live.scatter_(2, torch.where(listed, columns, blocks).long(), True)[..., :blocks]
 
 
 def _whole_at_the_ends(mask: BlockMask, cut: Tensor, block: int) -> Tensor:

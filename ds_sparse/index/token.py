@@ -53,6 +53,7 @@ class TokenIndex(OnDevice):
         columns: (N). The key of each pair, ascending within a row.
         ends: where each list ends in N.
         order: int64 (N), where the caller listed each pair, within its list; None where that is the order here.
+        documents: of `packed`, how many there are in the row; 0 else.
 
     Examples:
         >>> import torch
@@ -80,6 +81,7 @@ class TokenIndex(OnDevice):
     columns: Tensor
     ends: tuple[int, ...]
     order: Tensor | None
+    documents: int = 0
     _made: dict[object, object] = field(default_factory=dict)
 
     @classmethod
@@ -245,7 +247,8 @@ class TokenIndex(OnDevice):
         Raises:
             TypeError: `cu_seqlens` is no tensor of integers.
             ValueError: `cu_seqlens` that does not ascend from 0, or ends with 0; another `document_layout`; pairs for
-                fewer tokens than the longest document, or the row, has; lists of each sequence; `2**31` pairs or more.
+                fewer tokens than the longest document, or the row, has; lists of each sequence, or of packed documents;
+                `2**31` pairs or more.
 
         Examples:
             >>> import torch
@@ -259,6 +262,11 @@ class TokenIndex(OnDevice):
                     [0, 0, 0, 1, 1]], dtype=torch.int32)
         """
         check_document_layout(document_layout)
+        if self.documents:
+            raise ValueError(
+                f"The TokenIndex is that of {self.documents} packed documents already; give it without cu_seqlens, to "
+                "operands (1, heads, T, head size), or give the one that it was packed from."
+            )
         if self.batch > 1:
             raise ValueError(
                 f"The lists are those of {self.batch} sequences, and packed documents are one row; give lists that "
@@ -270,7 +278,8 @@ class TokenIndex(OnDevice):
         row_offsets, columns, ends = pairs_of_documents(
             rows, self.columns, self.heads, size, documents, document_layout
         )
-        return TokenIndex(documents.tokens, documents.tokens, 1, self.heads, row_offsets, columns, ends, None)
+        tokens, number = documents.tokens, len(documents.lengths)
+        return TokenIndex(tokens, tokens, 1, self.heads, row_offsets, columns, ends, None, number)
 
     def prepared(self) -> TokenIndex:
         """All is made that operations and their gradients need: what is compiled later cannot make it.
@@ -451,7 +460,7 @@ class TokenIndex(OnDevice):
             device,
             lambda: TokenIndex(
                 self.queries, self.keys, self.batch, self.heads, self.row_offsets.to(device), self.columns.to(device),
-                self.ends, None if self.order is None else self.order.to(device),
+                self.ends, None if self.order is None else self.order.to(device), self.documents,
             ),
         )  # fmt: skip
 

@@ -222,7 +222,7 @@ def _refuse_pairs(lists: list[Tensor], queries: int, keys: int) -> None:
             raise ValueError(
                 f"indices{_in_list(p, lists)}[{n}] is {pair}; "
                 f"{('query', 'key')[side]} tokens are 0 to {(queries, keys)[side] - 1}."
-                + (" Rows of -1, which fill a list up, come last." if pair == (-1, -1) else "")
+                + (" Rows of -1 fill up what is stacked, (heads, N, 2), and come last." if pair == (-1, -1) else "")
             )
 
 

@@ -22,7 +22,10 @@ def integers(name: str, given: Numbers, least: int) -> tuple[int, ...]:
     """
     if isinstance(given, torch.Tensor):
         if given.is_floating_point() or given.dtype == torch.bool or given.dim() > 1:
-            raise TypeError(f"{name} is a {given.dim()}-D tensor of {given.dtype}; it has to hold integers, in 1-D.")
+            raise TypeError(
+                f"{name} is a {given.dim()}-D tensor of {given.dtype}; it has to hold integers, in 1-D, which all "
+                "sequences of a batch share."
+            )
         given = plain(name, given).tolist()
     numbers = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
     for number in numbers:

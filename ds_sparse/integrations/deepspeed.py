@@ -335,7 +335,9 @@ def _check_structures(
             continue
         wanted = read_block(block, config.num_heads, source=source).of(number)
         fields = (
-            [] if wanted is None else [field for field in vars(wanted) if field != "seed" or wanted.seed is not None]
+            []
+            if wanted is None
+            else [field for field in vars(wanted) if field[0] != "_" and (field != "seed" or wanted.seed is not None)]
         )
         differing = sorted(field for field in fields if getattr(config, field, None) != getattr(wanted, field))
         if type(config) is not type(wanted) or differing:

@@ -10,6 +10,7 @@ from ..config import BLOCK_KEY, LAYERS_KEY, LayerStructures, SparseAttentionConf
 from ..modules.multihead_attention import check_repeatable
 from ..modules.structure_argument import for_all_layers, read_structures
 from ..sparsity import SparsityConfig
+from ..sparsity.declarations import declared_value
 
 
 class Structures:
@@ -101,6 +102,6 @@ def set_common_seeds(structures: LayerStructures, seed: int | None = None) -> No
     """`set_common_seed` for all of them; those without a seed get one and the same."""
     for structure in (structures.others, *structures.entries.values()):
         if structure is not None:
-            had_none = getattr(structure, "seed", None) is None
+            had_none = declared_value(structure, "seed") is None
             set_common_seed(structure, seed)
-            seed = structure.seed if had_none and seed is None and hasattr(structure, "seed") else seed
+            seed = declared_value(structure, "seed") if had_none and seed is None else seed

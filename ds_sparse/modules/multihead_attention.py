@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 from ..ops import check_inputs
 from ..ops.attention import check_dropout
 from ..sparsity import SparsityConfig
+from ..sparsity.declarations import declared_value
 from ..sparsity.draws import Draws, draws, why_unrepeatable
 from .structure_argument import for_all_layers, read_structures
 from .structured_attention import StructuredAttention, whole_blocks
@@ -192,7 +193,7 @@ def check_repeatable(structure: SparsityConfig) -> None:
     how = draws(structure)
     if how is Draws.UNREPEATABLY:
         raise ValueError(why_unrepeatable(structure))
-    if how is Draws.BY_SEED and getattr(structure, "seed", None) is None:
+    if how is Draws.BY_SEED and declared_value(structure, "seed") is None:
         raise ValueError(
             f"{type(structure).__name__} has random blocks and no seed, so they would differ between ranks and after "
             'loading, as the state dict does not keep them; give it one (seed=0, or "seed": 0 in a block).'

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..ops import MatMul, Softmax, check_inputs
-from ..ops.operands import check_dropout
+from ..ops.operands import check_dropout, of_flash
 from ..ops.softmax import MASK_MODES, as_additive
 from ..sparsity import FixedSparsityConfig, SparsityConfig
 from .structured_attention import StructuredAttention
@@ -241,7 +241,8 @@ class SparseSelfAttention(nn.Module):
             if attn_mask.numel() == seq_len**2 and attn_mask.squeeze().shape == (seq_len, seq_len):
                 attn_mask = attn_mask.squeeze()
             attn_mask = _in_mode("attn_mask", attn_mask, self.attn_mask_mode, query.dtype)
-        self._check_length(seq_len)
+        is_flash = query.shape[1] != self.sparsity_config.num_heads == seq_len
+        self._check_length(seq_len, of_flash(query, is_flash))
         return self.attend(
             query, key, value, rpe=rpe, key_padding_mask=key_padding_mask, attn_mask=attn_mask,
             distance_bias=distance_bias,
@@ -286,12 +287,12 @@ class SparseSelfAttention(nn.Module):
             distance_bias=distance_bias,
         )
 
-    def _check_length(self, seq_len: int) -> None:
+    def _check_length(self, seq_len: int, hint: str = "") -> None:
         block = self.sparsity_config.block
         if seq_len % block or seq_len == 0:
             raise ValueError(
                 f"Sequence Length, {seq_len}, needs to be dividable by Block size {block}! "
-                "SparseAttentionUtils.pad_to_block_size pads a batch; block_sparse_attention takes any length."
+                "SparseAttentionUtils.pad_to_block_size pads a batch; block_sparse_attention takes any length." + hint
             )
 
     def extra_repr(self) -> str:

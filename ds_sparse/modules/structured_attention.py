@@ -18,9 +18,11 @@ from ..index.documents import Documents
 from ..index.master_layout import MasterLayout
 from ..layout import as_bool_layout, crop, on_cpu, share_equal_heads
 from ..ops import MatMul, Softmax, block_sparse_attention
+from ..ops.operands import of_flash
 from ..ops.softmax import as_additive
 from ..ranks import from_rank_0, world_size
 from ..sparsity import SparsityConfig
+from ..sparsity.declarations import declared_value
 from ..sparsity.draws import without_seed
 from ..wording import kind
 from .layout_buffer import LayoutBuffer
@@ -128,8 +130,8 @@ class StructuredAttention:
 
     @property
     def causal(self) -> bool:
-        """Whether the structure masks later tokens, whatever a call says."""
-        return getattr(self.sparsity_config, "causal", False)
+        """Whether the structure declares that it masks later tokens, whatever a call says."""
+        return declared_value(self.sparsity_config, "causal")
 
     @property
     def max_seq_length(self) -> int:
@@ -277,6 +279,7 @@ class StructuredAttention:
             raise ValueError(
                 f"query has {query.shape[1]} heads and the sparsity config num_heads={self.sparsity_config.num_heads}; "
                 "build the sparsity config with the number of heads that reach this module."
+                + of_flash(query, query.shape[2] == self.sparsity_config.num_heads)
             )
         if query.shape[2] == 0:
             raise ValueError(f"query has shape {tuple(query.shape)}, without a token; give at least one.")

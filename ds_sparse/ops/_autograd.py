@@ -87,6 +87,33 @@ def differentiable_once(operation: str) -> Callable[[Callable], Callable]:
     return decorated
 
 
+def differentiable_once_in(operation: str, *operands: Tensor | None) -> tuple[Any, ...]:
+    """The operands of an operation that PyTorch's own make up here, which then ends where those with kernels end: no
+    gradients of gradients, and none in forward mode."""
+    if not torch.is_grad_enabled():
+        return operands
+    return tuple(None if x is None else _operand_of(operation).apply(x) for x in operands)
+
+
+@cache
+def _operand_of(operation: str) -> type[Function]:
+    class Operand(Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output) -> None:
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        @differentiable_once(operation)
+        def backward(ctx, grad: Tensor) -> Tensor:
+            return grad
+
+    return Operand
+
+
 class _End(torch.autograd.Function):
     """The first `count` tensors, which depend on all of them and have no gradient but a sentence."""
 

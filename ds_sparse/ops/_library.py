@@ -12,6 +12,7 @@ import torch
 
 from .. import _ops
 from .._ops import add_op_namespace_prefix
+from ..index.lasting import refuse_jit_trace
 from ..layout import is_distributed
 
 CUDA_LIBRARY = getattr(_ops, "CUDA_LIBRARY", None) or Path(getattr(_ops, _ops.ops.name).__file__)
@@ -67,7 +68,9 @@ def check_inputs(**given: torch.Tensor | None) -> None:
     Raises:
         TypeError: an object that is no tensor.
         ValueError: another kind of tensor.
+        RuntimeError: inside of torch.jit.trace.
     """
+    refuse_jit_trace()
     for name, x in given.items():
         if x is None or (type(x) in _ORDINARY and x.layout is _STRIDED and not x.is_nested):
             continue

@@ -27,7 +27,7 @@ OPERANDS = frozenset(
 """Operands with a batch in dimension 0; of values of token pairs it is in there with the heads, before them."""
 
 AS_KERNELS_READ = frozenset({"query", "key", "value", "output", "grad_output"})
-"""Those that `readable` makes readable."""
+"""Those that `readable` makes readable; other head sizes than multiples of 8 come where kernels read any."""
 
 CONTIGUOUS = frozenset({"key_bias", "rows", "grad_lse", "values", "scores", "grad", "probs", "band"})
 
@@ -64,7 +64,7 @@ def _rule(operator: str) -> Callable:
         for name, x in given.items():
             if x is not None and (name in OPERANDS or (name in BIASES and (dims[name] is not None or x.shape[0] > 1))):
                 x = _folded(x, dims[name], number, batch if name in BIASES else -1)
-                x = readable(x) if name in AS_KERNELS_READ and x.dim() == 4 else x
+                x = readable(x) if name in AS_KERNELS_READ and x.dim() == 4 and x.shape[-1] % 8 == 0 else x
                 given[name] = x.contiguous() if name in CONTIGUOUS else x
             elif dims[name] is not None:
                 raise RuntimeError(f"{operator} takes one {name} for all samples of torch.vmap; close over it.")

@@ -29,6 +29,7 @@ from .operands import (
     factor_of,
     key_bias_of,
     matrices,
+    of_flash,
     readable,
     wide_dtype,
 )
@@ -231,11 +232,11 @@ def block_sparse_attention(
     index: BlockIndex | MasterLayout | Parts
     offsets: tuple[int, ...] = ()
     if query_offset is None:
-        index = index_for(layout, block, device, tokens, keys, causal)
+        index = index_for(layout, block, device, query, key, causal)
     else:
         offsets, index = parts_at(query_offset, layout, block, query, keys)
         _check_block(index.block)
-    check_heads(index, heads)
+    check_heads(index, query, key)
     check_bias("rpe", rpe, query, (batch, heads, tokens, keys), (2, 3, 4))
     check_bias("attn_mask", attn_mask, query, (batch, heads, tokens, keys), (2, 4))
     check_bias("key_padding_mask", key_padding_mask, query, (batch, keys), (2,))
@@ -280,37 +281,40 @@ def index_for(
     layout: torch.Tensor | BlockIndex | MasterLayout,
     block: int | None,
     device: torch.device,
-    tokens: int,
-    keys: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
     causal: bool,
 ) -> BlockIndex | MasterLayout:
     """The layout's index on the device, without what causality leaves dead, after a check that it fits the lengths. A
     `MasterLayout` stays one while a graph is traced."""
     if isinstance(layout, MasterLayout):
         _check_block(layout.block)
-        return layout if torch.compiler.is_compiling() else layout.index(tokens, device, causal)
+        return layout if torch.compiler.is_compiling() else layout.index(query.shape[2], device, causal)
     if isinstance(layout, BlockIndex):
         index = as_index(layout, layout.block if block is None else block)
-        _fitting_block((index.rows, index.columns), index.block, tokens, keys)
+        _fitting_block((index.rows, index.columns), index.block, query, key)
     else:
         _, rows, columns = with_heads(layout).shape
-        index = index_of_layout(layout, _fitting_block((rows, columns), block, tokens, keys), device)
+        index = index_of_layout(layout, _fitting_block((rows, columns), block, query, key), device)
     index = index.causal() if causal else index
     return index if index.device == device else copy_of(index, device)
 
 
-def _fitting_block(shape: tuple[int, int], block: int | None, tokens: int, keys: int) -> int:
+def _fitting_block(shape: tuple[int, int], block: int | None, query: torch.Tensor, key: torch.Tensor) -> int:
     """The smallest block with which a layout of the shape just covers the tokens: the only one, but for 1 x 1."""
     if block is not None:
         _check_block(block)
-    shapes = {b: (-(-tokens // b), -(-keys // b)) for b in (BLOCK_SIZES if block is None else (block,))}
+    blocks, tokens, keys = BLOCK_SIZES if block is None else (block,), query.shape[2], key.shape[2]
+    shapes = {b: (-(-tokens // b), -(-keys // b)) for b in blocks}
     for b, wanted in shapes.items():
         if wanted == shape:
             return b
+    fits_as_flash = any((-(-query.shape[1] // b), -(-key.shape[1] // b)) == shape for b in blocks)
     raise ValueError(
         f"The layout has {shape[0]} x {shape[1]} blocks; for {tokens} query and {keys} key tokens it has to have "
         + " or ".join(f"{rows} x {columns} of {b}" for b, (rows, columns) in shapes.items())
         + "; build it for these lengths, or crop it."
+        + of_flash(query, fits_as_flash)
     )
 
 

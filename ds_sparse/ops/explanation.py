@@ -101,7 +101,7 @@ def explain(
     else:
         check_attention_operands(query, key, value)
         index = _blocks_of(layout, block, query, key, causal)
-        check_heads(index, query.shape[1])
+        check_heads(index, query, key)
         if distance_bias is not None:
             check_distance_bias(distance_bias, query, key.shape[2], query.shape[2] - 1, rpe)
         described = repr(layout if isinstance(layout, WindowIndex) else index)
@@ -130,7 +130,7 @@ def _blocks_of(
     if isinstance(layout, WindowIndex):
         return fitting_window(layout, query).blocks
     device = layout.device if query.is_meta else query.device
-    index = index_for(layout, block, device, query.shape[2], key.shape[2], causal)
+    index = index_for(layout, block, device, query, key, causal)
     return index.index(query.shape[2], device, causal) if isinstance(index, MasterLayout) else index
 
 

@@ -25,7 +25,7 @@ def check_attention_operands(query: torch.Tensor, key: torch.Tensor, value: torc
     if query.dim() != 4 or key.dim() != 4 or value.shape != key.shape:
         raise ValueError(
             f"Shapes are {_shapes(query, key, value)}; they have to be (batch, heads, tokens, head size), those of key "
-            "and value equal."
+            f"and value equal.{_of_documents(query)}{_of_one_size(key, value)}"
         )
     if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
         raise ValueError(
@@ -33,10 +33,14 @@ def check_attention_operands(query: torch.Tensor, key: torch.Tensor, value: torc
         )
     heads, key_heads = query.shape[1], key.shape[1]
     if heads % key_heads if key_heads else heads:
-        raise ValueError(f"query has {heads} heads and key {key_heads}; they have to be a multiple of key's.")
+        hint = of_flash(query, heads < key_heads > query.shape[2] >= key.shape[2])  # a few queries of many keys
+        raise ValueError(f"query has {heads} heads and key {key_heads}; they have to be a multiple of key's.{hint}")
     largest = largest_head_dim("block_sparse_attention", query.device)
     if query.shape[3] < 1 or (largest is not None and query.shape[3] > largest):
-        raise ValueError(f"Head size is {query.shape[3]}; it has to be from 1 to {largest}.")
+        raise ValueError(
+            f"Head size is {query.shape[3]}; it has to be from 1 to {largest}. MatMul and Softmax, of which "
+            "SparseSelfAttention(..., implementation='separate') is made, take larger ones."
+        )
     if 0 in (query.shape[2], key.shape[2]):
         raise ValueError(f"Shapes are {_shapes(query, key, value)}; there has to be at least one token.")
     check_alike(query=query, key=key, value=value)
@@ -51,6 +55,32 @@ def _shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
     return f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
 
 
+def _of_documents(query: torch.Tensor) -> str:
+    return " (T, heads, head size) is for packed documents; give their cu_seqlens, too." if query.dim() == 3 else ""
+
+
+def _of_one_size(key: torch.Tensor, value: torch.Tensor) -> str:
+    """What to do about a value whose head size is another than key's; "" where more differs."""
+    if key.dim() != 4 or value.shape[:-1] != key.shape[:-1]:
+        return ""
+    depth, of_value = key.shape[-1], value.shape[-1]
+    if of_value < depth:
+        padded = f"torch.nn.functional.pad(value, (0, {depth - of_value})), and take result[..., :{of_value}]"
+    else:
+        padded = f"query and key padded alike, by (0, {of_value - depth}), and scale={depth}**-0.5"
+    return f" Give {padded}; or call sparse_attn, which takes both sizes."
+
+
+def of_flash(query: torch.Tensor, fits: bool, name: str = "query") -> str:
+    """The end of a sentence about operands that would fit with tokens before heads, as FlashAttention has them."""
+    if not fits:
+        return ""
+    return (
+        f" {name} has shape {tuple(query.shape)}, read as (batch, heads, tokens, head size); where tokens come before "
+        f"heads, as FlashAttention has them, give {name}.transpose(1, 2), and the others so."
+    )
+
+
 def broadcasts(sizes: Sequence[int], wanted: Sequence[int]) -> bool:
     """Whether each of the sizes is 1 or the wanted one, the last beside the last.
 
@@ -60,11 +90,14 @@ def broadcasts(sizes: Sequence[int], wanted: Sequence[int]) -> bool:
     return len(sizes) <= len(wanted) and all(size == 1 or size == full for size, full in zip(sizes[::-1], wanted[::-1]))
 
 
-def check_heads(index: BlockIndex | MasterLayout | Parts, heads: int) -> None:
-    """Raises ValueError unless the layout is for so many heads."""
-    if not broadcasts((index.num_heads,), (heads,)):
+def check_heads(index: BlockIndex | MasterLayout | Parts, query: torch.Tensor, key: torch.Tensor) -> None:
+    """Raises ValueError unless the layout is for query's heads."""
+    heads, given = query.shape[1], index.num_heads
+    if not broadcasts((given,), (heads,)):
+        of_keys = f", such as layout.repeat_interleave({heads // given}, 0)" if key.shape[1] == given else ""
         raise ValueError(
-            f"query has {heads} heads and the layout {index.num_heads}; give the layout as many heads, or one."
+            f"query has {heads} heads and the layout {given}; give the layout as many heads{of_keys}, or one."
+            + of_flash(query, query.shape[2] == given)
         )
 
 

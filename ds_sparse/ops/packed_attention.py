@@ -21,7 +21,7 @@ from .operands import (
     factor_of,
 )
 from .packed_in_place import attention_in_place, is_read_in_place
-from .packed_operands import check_row, check_tokens, packed_operands
+from .packed_operands import check_row, check_tokens, known_twice, packed_operands
 from .sinks import check_sinks
 from .window_attention import window_attention
 
@@ -58,6 +58,7 @@ def packed_attention(
                 "documents have none), or call once for each document."
             )
     check_document_layout(document_layout)
+    given = cu_seqlens
     query, key, value, cu_seqlens, as_given = packed_operands(query, key, value, cu_seqlens)
     query, key, value = under_autocast(query, key, value)
     check_attention_operands(query, key, value)
@@ -71,9 +72,10 @@ def packed_attention(
                 "return_lse and dropout_p are for document_layout='own'; leave them out with document_layout='row'."
             )
         of_row = _row_index(layout, cu_seqlens, block, query, causal)
+        check_heads(of_row.blocks, query, key)
         return as_given(window_attention(query, key, value, of_row, scale=scale, sinks=sinks))
-    index = _own_index(layout, cu_seqlens, block, query)
-    check_heads(index.blocks, query.shape[1])
+    index = _own_index(layout, cu_seqlens, block, query, is_nested=cu_seqlens is not given)
+    check_heads(index.blocks, query, key)
     back = index.aligned, index.tokens_of, index.exists[0]
     factor = factor_of(scale, query.shape[-1])
     if sinks is None and is_read_in_place(index, query, factor, dropout_p):
@@ -94,15 +96,18 @@ def _own_index(
     cu_seqlens: torch.Tensor | None,
     block: int | None,
     query: torch.Tensor,
+    is_nested: bool,
 ) -> PackedIndex:
     """The index that is given, or that of the layout and the documents, after a check that it fits the query."""
     if not isinstance(layout, PackedIndex):
         assert cu_seqlens is not None, "or the row would not be packed"
         layout = packed_index_of(layout, cu_seqlens, block, query.device)
-    elif cu_seqlens is not None or block not in (None, layout.block):
-        raise ValueError(
-            "A PackedIndex is given, and cu_seqlens or block besides; it was built with them, so leave them out."
-        )
+    elif is_nested:
+        raise ValueError(known_twice("A PackedIndex"))
+    elif cu_seqlens is not None:
+        raise ValueError("A PackedIndex is given, and cu_seqlens besides; it was built with them, so leave them out.")
+    elif block not in (None, layout.block):
+        raise ValueError(f"A PackedIndex of blocks of {layout.block} is given, and block={block}; leave block out.")
     check_tokens(layout.tokens, query)
     if layout.device != query.device:
         raise ValueError(
@@ -122,9 +127,7 @@ def _row_index(
     if isinstance(layout, PackedIndex):
         raise ValueError("A PackedIndex is for document_layout='own'; give the row's layout and cu_seqlens.")
     assert cu_seqlens is not None, "or the row would not be packed"
-    index = row_index_of(layout, cu_seqlens, block, query.shape[2], causal, query.device)
-    check_heads(index.blocks, query.shape[1])
-    return index
+    return row_index_of(layout, cu_seqlens, block, query.shape[2], causal, query.device)
 
 
 class _Moved(Function):

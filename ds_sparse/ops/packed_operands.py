@@ -98,6 +98,14 @@ def check_row(
         )
 
 
+def known_twice(index: str) -> str:
+    """The sentence for an index of documents, or of a row, beside nested operands."""
+    return (
+        f"{index} is given for nested tensors, which know their documents themselves; give what it was built from, or "
+        "the index with one row, x.values().unsqueeze(0) of each nested x, (1, H, T, D)."
+    )
+
+
 def rows_as_one(x: torch.Tensor) -> torch.Tensor:
     """(B, H, T, D) as the one row (1, H, B * T, D); nothing is copied where heads lie within tokens, or B is 1."""
     return x.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0)
@@ -115,6 +123,7 @@ def check_tokens(of_documents: int, query: torch.Tensor) -> None:
         raise ValueError(
             f"The documents have {of_documents} tokens together, and query has {tokens}; the last number of "
             "cu_seqlens has to be the number of tokens."
+            + (" Operands are (T, heads, D) or (1, heads, T, D)." if query.shape[1] == of_documents else "")
         )
 
 

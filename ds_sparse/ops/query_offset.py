@@ -22,6 +22,7 @@ from ..index.lasting import refuse_without_values
 from ..index.lookup import index_of_layout
 from ..index.master_layout import MasterLayout
 from ..index.parts import Parts, parts_of
+from ._autograd import differentiable_once_in
 from .distance_attention import shifted
 from .operands import as_added, key_bias_of, matrices, wide_dtype
 
@@ -51,6 +52,11 @@ class Options(NamedTuple):
 
         padding, mask, rpe = of(self.key_padding_mask, 2), of(self.attn_mask, 4), of(self.rpe, 4)
         return self._replace(key_padding_mask=padding, attn_mask=mask, rpe=rpe)
+
+    def differentiable_once_in(self, operation: str) -> Options:
+        """Those of an operation that has first derivatives only."""
+        rpe, bias, sinks = differentiable_once_in(operation, self.rpe, self.distance_bias, self.sinks)
+        return self._replace(rpe=rpe, distance_bias=bias, sinks=sinks)
 
     def of_keys(self, part: slice) -> Options:
         """Those of some keys."""
@@ -142,6 +148,8 @@ def attention_at(
         device: where the index is to be.
     """
     if query.shape[2] <= FEW_QUERIES:
+        query, key, value = differentiable_once_in("block_sparse_attention", query, key, value)
+        options = options.differentiable_once_in("block_sparse_attention")
         with _in_own_dtype(query):
             return _gathered(offsets, parts, query, key, value, options, device)
     if len(offsets) == 1:
@@ -180,6 +188,8 @@ def window_at(
         numbers = {"causal": options.causal, "scale": options.scale, "sinks": options.sinks}
         output = attend(query, key, value, windows, key_padding_mask=options.key_padding_mask, **numbers)
         return output[:, :, offset : offset + tokens]
+    query, key, value = differentiable_once_in("window_attention", query, key, value)
+    options = options.differentiable_once_in("window_attention")
     away = torch.arange(keys, device=query.device) - torch.arange(offset, offset + tokens, device=query.device)[:, None]
     seen = away.abs() <= torch.tensor(windows, device=query.device)[:, None, None]
     seen = seen & (away <= 0) if options.causal else seen

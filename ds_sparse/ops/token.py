@@ -18,7 +18,7 @@ from ..index.lookup import index_of_lists, packed_pairs_of
 from ..index.token_forms import Nested, lists_of, tensors_in
 from ._autograd import Function, differentiable_once
 from ._library import check_alike, check_inputs, require_kernel, under_autocast
-from .operands import broadcasts, factor_of, wide_dtype
+from .operands import broadcasts, factor_of, of_flash, wide_dtype
 from .packed_operands import check_row, check_tokens, is_packed, packed_operands
 from .token_tiles import tiled_attention
 
@@ -358,6 +358,7 @@ def fitting(index: TokenIndex, q: Tensor, k: Tensor) -> TokenIndex:
         raise ValueError(
             f"The lists are for {index.queries} query and {index.keys} key tokens, and q has {q.shape[-2]} and k "
             f"{k.shape[-2]}; build them for these."
+            + of_flash(q, q.dim() == 4 and (index.queries, index.keys) == (q.shape[1], k.shape[1]), "q")
         )
     batch, heads = _batch_and_heads(q)
     for name, own, size in (("heads", index.heads, heads), ("sequences", index.batch, batch)):

@@ -17,7 +17,7 @@ from ..index import TokenIndex
 from ..index.packed_pairs import mask_of_documents
 from ._autograd import first_derivatives_only
 from ._library import check_inputs, under_autocast
-from .operands import broadcasts, factor_of
+from .operands import broadcasts, factor_of, of_flash
 from .packed_operands import check_row, is_packed, packed_operands
 from .token import NAMES, Lists, as_4d, check_operands, packed_documents, token_index
 
@@ -78,7 +78,10 @@ def masked_attention(
         raise ValueError(f"mask is on {mask.device} and q on {q.device}; move it there.")
     whole = (*q.shape[:-1], k.shape[-2])
     if not broadcasts(mask.shape, whole):
-        raise ValueError(f"mask has shape {tuple(mask.shape)}; it has to broadcast to {whole}.")
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)}; it has to broadcast to {whole}."
+            + of_flash(q, q.dim() == 4 and broadcasts(mask.shape[-2:], (q.shape[1], k.shape[1])), "q")
+        )
     scores = (q @ k.mT) * factor_of(scale, q.shape[-1])
     if mask.dtype == torch.bool:
         seen, scores = mask, scores.masked_fill(~mask, float("-inf"))

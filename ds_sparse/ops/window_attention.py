@@ -11,6 +11,7 @@ from ..dispatch import forced_implementation
 from ..index import WindowIndex
 from ..index.lookup import index_of_window, refuse_traced_window
 from ..index.window_sizes import Numbers, global_numbers, of_heads
+from ..wording import listed
 from ._autograd import Function, differentiable_once
 from ._library import check_inputs, require_kernel, under_autocast
 from .attention_operators import implementation_for
@@ -23,10 +24,11 @@ from .operands import (
     factor_of,
     key_bias_of,
     lists_of_tiles,
+    of_flash,
     readable,
     wide_dtype,
 )
-from .packed_operands import check_row, is_row, packed_operands
+from .packed_operands import check_row, is_row, known_twice, packed_operands
 from .query_offset import Options, check_window_offset, window_at
 from .sinks import check_sinks, grad_of_sinks, with_sinks
 
@@ -98,6 +100,8 @@ def window_attention(
     """
     if is_row(query, key, value, cu_seqlens is not None or isinstance(window_size, WindowIndex)):
         row = packed_operands(query, key, value, cu_seqlens)
+        if isinstance(window_size, WindowIndex) and row.cu_seqlens is not cu_seqlens:
+            raise ValueError(known_twice("A WindowIndex"))
         check_row(*row[:3])
         return row.as_given(
             window_attention(
@@ -180,11 +184,15 @@ def _index(
         windows, dilations = of_heads("window_size", given, 0, heads), of_heads("dilation", dilation, 1, heads)
         numbers = windows, bool(causal), global_numbers(global_tokens, tokens), dilations
         return index_of_window(tokens, *numbers, _device_of(query), cu_seqlens).ready()
-    besides = causal or global_tokens is not None or cu_seqlens is not None
-    if besides or not isinstance(dilation, int) or dilation != 1:
-        raise ValueError(
-            "A WindowIndex is given, and causal, global_tokens, dilation or cu_seqlens besides; build it with them."
-        )
+    besides = {
+        "causal": causal,
+        "global_tokens": global_tokens is not None,
+        "dilation": not isinstance(dilation, int) or dilation != 1,
+        "cu_seqlens": cu_seqlens is not None,
+    }
+    if any(besides.values()):
+        names = listed((name for name, is_given in besides.items() if is_given), "and")
+        raise ValueError(f"A WindowIndex is given, and {names} besides; build it with that, and leave it out here.")
     return fitting_window(given, query)
 
 
@@ -195,6 +203,7 @@ def fitting_window(given: WindowIndex, query: torch.Tensor) -> WindowIndex:
         raise ValueError(
             f"The WindowIndex is for {given.tokens} tokens and {given.num_heads} heads (1: any), and query has "
             f"{tokens} tokens and {heads} heads; build it for these."
+            + of_flash(query, given.tokens == query.shape[1] and broadcasts((given.num_heads,), (tokens,)))
         )
     device = _device_of(query)
     if given.device != device:

@@ -14,6 +14,7 @@ from ..block_sizes import rounded_up
 from ..config import mode_of, read_block
 from ..layout import causal_cut
 from ..sparsity import SparsityConfig
+from ..sparsity.declarations import declared_value
 from ..wording import reason
 from .model import Model
 from .walk import Walk
@@ -101,7 +102,7 @@ def live_scores(kind: Kind, model: Model, seq_len: int) -> float | None:
     with _same_draws():
         rows = structure.make_rows(rounded_up(seq_len, structure.block))
         pieces = (piece for head in range(rows.heads) for piece in rows.pieces(head))
-        causal = structure.causal or model.does.causal
+        causal = declared_value(structure, "causal") or model.does.causal
         live = sum(int((part.tril(of_rows.start) if causal else part).count_nonzero()) for of_rows, part in pieces)
     return live / rows.heads * structure.block**2
 
@@ -135,7 +136,7 @@ def walk_of(kind: Kind, model: Model, seq_len: int) -> Walk | None:
             f"{kind.in_words()}: no layout of {tokens:,} tokens ({reason(error)}); give a longer --seq, or change the "
             "structure."
         ) from None
-    if structure.causal or model.does.causal:
+    if declared_value(structure, "causal") or model.does.causal:
         layout = causal_cut(layout)
     return Walk.of(layout, structure.block)
 

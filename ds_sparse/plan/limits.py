@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..bench.bert_results import TOKENS
+from ..sparsity.declarations import declared_value
 from ..wording import listed
 from .communication import ADAPTER_GBITS, NODE, crosses_nodes
 from .layers import Kind
@@ -56,7 +57,7 @@ def _beyond(rates: Rates, model: Model, settings: Settings, kinds: Sequence[Kind
         said.append(f"blocks of {listed(blocks, 'and')}; measured are {listed(of.blocks, 'and')}.")
     if model.head_dim not in of.head_dims:
         said.append(f"heads of {model.head_dim} numbers; measured are {listed(of.head_dims, 'and')}.")
-    if model.does.causal or any(kind.structure is not None and kind.structure.causal for kind in kinds):
+    if model.does.causal or any(declared_value(kind.structure, "causal") for kind in kinds):
         said.append("attention that masks later tokens; it is counted as if blocks on the diagonal had no mask.")
     if not model.does.measured:
         said.append(f"a step of {model.family}; what it computes is counted, at the rates of BERT.")

@@ -21,6 +21,7 @@ from ..block_sizes import BLOCK_SIZES
 from ..memory import machine_memory
 from ..wording import listed
 from ._docstring import with_fields
+from .declarations import DECLARED, DEFAULTS, declared_value
 
 if TYPE_CHECKING:
     import torch
@@ -176,12 +177,14 @@ def declared(cls: _Structure) -> _Structure:
             # By name, so that an error names the field and not its position.
             args, kwargs = (), dict(zip(positional, args, strict=False)) | kwargs
         validated_init(self, *map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
+        if type(self).__init__ is not __init__:
+            setattr(self, DECLARED, frozenset(kwargs) & DEFAULTS.keys())
         for name, value in earlier.items():
-            # A subclass older than our keyword-only fields may use one of their names: what it set counts.
+            # A subclass older than our keyword-only fields may use one of their names: it keeps what it set.
             if name not in vars(self) or (name in keyword_only and name not in kwargs):
                 setattr(self, name, value)
         for rule in self.rules:
-            require(rule(**{name: vars(self)[name] for name in rule_fields(rule)}))
+            require(rule(**{name: self._says(name, vars(self).get(name)) for name in rule_fields(rule)}))
         self.num_layout_heads = self.num_heads if self.different_layout_per_head else 1
         for _, sentence in self.cautions():
             if sentence not in _given:
@@ -189,6 +192,7 @@ def declared(cls: _Structure) -> _Structure:
                 warnings.warn(sentence, SparsityWarning, stacklevel=2)
 
     made.__init__ = __init__
+    setattr(made, DECLARED, frozenset(DEFAULTS))
     made.__doc__ = with_fields(made.__doc__ or made.__name__, made.__pydantic_fields__)
     return made
 
@@ -209,7 +213,8 @@ class SparsityConfig:
     """Base of all structures: subclass it and write `make_layout`, or `lay_out` for one head.
 
     A subclass may have a plain `__init__` that calls `super().__init__(num_heads, block)`, or declare fields of its
-    own under `@declared`. Names, order and defaults are those of DeepSpeed's class; the keyword-only fields are ours.
+    own under `@declared`. Names, order and defaults are those of DeepSpeed's class; the keyword-only fields are ours,
+    and count where this constructor gets them.
 
     Raises:
         ValueError: a field of the wrong type or out of bounds (pydantic's ValidationError is one).
@@ -260,15 +265,20 @@ class SparsityConfig:
     json_defaults: ClassVar[dict[str, Any]] = {}
     """Defaults which differ between DeepSpeed's JSON block and its class."""
 
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        if "__init__" in vars(cls):
+            setattr(cls, DECLARED, frozenset())
+
     @property
     def draws_random_blocks(self) -> bool:
         """Whether the layout may depend on the seed, as far as the fields tell: code of a subclass counts as if it did,
         and `draws` tries it. A subclass may say so itself."""
-        return self.overrides_layout() or getattr(self, "num_random_blocks", 0) > 0
+        return self.overrides_layout() or self._says("num_random_blocks", 0) > 0
 
     def cautions(self) -> Iterator[tuple[str, str]]:
         """(option, sentence) for each choice that works but may surprise. Warned about once a process."""
-        if getattr(self, "attention", None) == "unidirectional" and not self.causal:
+        if self._says("attention") == "unidirectional" and not self._says("causal"):
             yield (
                 "attention",
                 (
@@ -277,7 +287,7 @@ class SparsityConfig:
                     "attention mask."
                 ),
             )
-        if self.seed is not None and not self.draws_random_blocks:
+        if self._says("seed") is not None and not self.draws_random_blocks:
             yield "seed", "seed changes nothing here: this structure draws no random blocks."
 
     def cautions_at(self, blocks: int) -> Iterator[tuple[str, str]]:
@@ -376,7 +386,7 @@ class SparsityConfig:
         if self.overrides_layout():
             need_memory(1, -(-seq_len // self.block), torch.bool)
             layout = as_bool_layout(self.make_layout(seq_len))
-            if self.strict_causal:
+            if self._says("strict_causal"):
                 layout = causal_cut(layout)
         else:
             layout = self._lay_out_heads(self._no_blocks(self.num_layout_heads, seq_len, torch.bool))
@@ -413,7 +423,7 @@ class SparsityConfig:
                 live = torch.zeros(len(rows), blocks, dtype=torch.bool)
                 for step in steps:
                     step(live, rows)
-                return live.tril_(rows.start) if self.strict_causal else live
+                return live.tril_(rows.start) if self._says("strict_causal") else live
 
             return make
 
@@ -444,7 +454,8 @@ class SparsityConfig:
         Returns:
             `random.sample`, Python's own without a seed, else one that starts afresh at every call of `sampler`.
         """
-        return random.sample if self.seed is None else random.Random(f"{self.seed}/{h}").sample
+        seed = self._says("seed")
+        return random.sample if seed is None else random.Random(f"{seed}/{h}").sample
 
     def _no_blocks(self, heads: int, seq_len: int, dtype: torch.dtype) -> Tensor:
         import torch
@@ -467,7 +478,14 @@ class SparsityConfig:
 
         for h in range(self.num_layout_heads):
             layout = self.lay_out(h, layout)
-        return causal_cut(layout) if self.strict_causal else layout
+        return causal_cut(layout) if self._says("strict_causal") else layout
+
+    def _says(self, name: str, default: Any = None) -> Any:
+        """The value of a field; the default where its class declares no such field."""
+        if name in DEFAULTS:
+            return declared_value(self, name)
+        cls: Any = type(self)
+        return getattr(self, name) if name in cls.__pydantic_fields__ else default
 
     def overrides_layout(self) -> bool:
         """Whether a class outside this package replaces something of ours: it may count on int64 and num_heads."""

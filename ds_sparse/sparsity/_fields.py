@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, create_model
 from pydantic.fields import FieldInfo
 
 from ._base import SparsityConfig
+from .declarations import DEFAULTS, declare, declared_value
 
 
 def json_fields(cls: type[SparsityConfig]) -> dict[str, FieldInfo]:
@@ -38,13 +39,20 @@ def json_model(title: str, fields: dict[str, FieldInfo]) -> type[BaseModel]:
 
 
 def build(cls: type[SparsityConfig], num_heads: int, values: dict[str, Any]) -> SparsityConfig:
-    """Makes the structure from validated values; ours that its own `__init__` does not take become attributes."""
+    """Makes the structure from validated values; those that its own `__init__` does not take, ours, are declared."""
     taken = _constructor_fields(cls.__mro__)
     structure = cls(num_heads=num_heads, **{name: value for name, value in values.items() if name in taken})
     for name, value in values.items():
-        if name not in taken:
-            setattr(structure, name, value)
+        if name not in taken and value != DEFAULTS[name]:
+            declare(structure, name, value)
     return structure
+
+
+def value_of(structure: SparsityConfig, name: str) -> Any:
+    """The value of one of the keys of its block; `build` makes it again from these."""
+    if name in DEFAULTS and name not in _constructor_fields(type(structure).__mro__):
+        return declared_value(structure, name)
+    return getattr(structure, name, None)
 
 
 def _class_fields(cls: type[SparsityConfig]) -> dict[str, FieldInfo]:

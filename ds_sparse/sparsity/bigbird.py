@@ -99,9 +99,8 @@ class BigBirdSparsityConfig(SparsityConfig):
         wanted: list[int] = []
         for row in range(blocks):
             candidates = range(blocks) if self.attention == "bidirectional" else range(row + 1)
-            wanted.append(
-                min(self.num_random_blocks, len(candidates)) if self.strict_causal else self.num_random_blocks
-            )
+            enough = len(candidates) if self._says("strict_causal") else self.num_random_blocks
+            wanted.append(min(self.num_random_blocks, enough))
             columns += sample(candidates, wanted[-1])
         row_of = torch.repeat_interleave(torch.arange(blocks), torch.tensor(wanted))
         column_of = torch.tensor(columns, dtype=torch.int64)

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from ._base import SparsityConfig
+from .declarations import declare, declared_value, may_declare
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +27,7 @@ class Draws(Enum):
     """How a structure comes to its random blocks."""
 
     NOTHING = "the layout is the same each time"
-    BY_SEED = "the seed repeats them: by `sampler`, or by code that reads `seed`"
+    BY_SEED = "the declared seed repeats them: by `sampler`, or by code that reads `seed`"
     UNREPEATABLY = "no seed repeats them"
 
 
@@ -42,7 +43,7 @@ def draws(structure: SparsityConfig, seq_len: int | None = None) -> Draws:
     if not may_draw(structure):
         return Draws.NOTHING
     if isinstance(structure, SparsityConfig) and not structure.overrides_layout():
-        return Draws.BY_SEED
+        return Draws.BY_SEED if may_declare(structure, "seed") else Draws.UNREPEATABLY
     for length in [blocks * structure.block for blocks in TRIED] if seq_len is None else [seq_len]:
         with suppress(Exception):  # code that is not ours, at a length that it may refuse
             return _try(structure, length)
@@ -51,19 +52,19 @@ def draws(structure: SparsityConfig, seq_len: int | None = None) -> Draws:
 
 def may_draw(structure: SparsityConfig) -> bool:
     """`draws` without a trial: False where it draws nothing for certain."""
-    return getattr(structure, "draws_random_blocks", True)
+    return structure.draws_random_blocks if isinstance(structure, SparsityConfig) else True
 
 
 def without_seed(structure: SparsityConfig) -> bool:
     """Whether the blocks that it may draw follow no seed, so that each rank would draw its own."""
-    return getattr(structure, "seed", None) is None and may_draw(structure)
+    return declared_value(structure, "seed") is None and may_draw(structure)
 
 
 def why_unrepeatable(structure: SparsityConfig) -> str:
     """What the user of a structure that draws UNREPEATABLY is told."""
     return (
         f"{type(structure).__name__} draws other blocks each time, and no seed repeats them; draw them with "
-        "self.sampler(h) of SparsityConfig, which follows the seed."
+        "self.sampler(h) of SparsityConfig, which follows the seed that super().__init__ gets."
     )
 
 
@@ -75,27 +76,29 @@ def _try(structure: SparsityConfig, seq_len: int) -> Draws:
         first, again = (_make(structure, 0, seq_len, drawn) for _ in range(2))
         if not first.equal(again):
             return Draws.UNREPEATABLY
+        if not may_declare(structure, "seed"):
+            return Draws.NOTHING
         other = first if drawn else _make(structure, 1, seq_len, drawn)
     return Draws.BY_SEED if drawn or not first.equal(other) else Draws.NOTHING
 
 
 def _make(structure: SparsityConfig, seed: int, seq_len: int, drawn: list[int]) -> Tensor:
-    """The layout of a copy with this seed; `drawn` gets what its samplers draw."""
+    """The layout of a copy, with this seed where it takes one; `drawn` then gets what its samplers draw."""
     tried: Any = copy.copy(structure)
-    tried.seed = seed
-    sampler: Any = getattr(tried, "sampler", None)
+    if may_declare(tried, "seed"):
+        declare(tried, "seed", seed)
+        sampler = tried.sampler
 
-    def noting(h: int) -> Callable[..., list[int]]:
-        sample = sampler(h)
+        def noting(h: int) -> Callable[..., list[int]]:
+            sample = sampler(h)
 
-        def noted(*arguments: Any, **named: Any) -> list[int]:
-            found = sample(*arguments, **named)
-            drawn.extend(found)
-            return found
+            def noted(*arguments: Any, **named: Any) -> list[int]:
+                found = sample(*arguments, **named)
+                drawn.extend(found)
+                return found
 
-        return noted
+            return noted
 
-    if sampler is not None:
         tried.sampler = noting
     return getattr(tried, "make_bool_layout", tried.make_layout)(seq_len)
 

@@ -98,7 +98,7 @@ class FixedSparsityConfig(SparsityConfig):
     def cautions(self) -> Iterator[tuple[str, str]]:
         yield from super().cautions()
         reaches_ahead = self.attention == "unidirectional" and self.num_global_blocks > 1
-        if reaches_ahead and not (self.causal or self.strict_causal):
+        if reaches_ahead and not (self._says("causal") or self._says("strict_causal")):
             yield (
                 "num_global_blocks",
                 f"num_global_blocks above 1 makes stripes that start at the first global row, {REACHES_AHEAD}",

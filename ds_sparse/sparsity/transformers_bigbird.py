@@ -76,7 +76,8 @@ class TransformersBigBirdSparsityConfig(SparsityConfig):
         return [self._random(h, blocks), sliding_window(blocks, 3, unidirectional=False), self._global(blocks)]
 
     def _random(self, h: int, blocks: int) -> RowStep:
-        seed = random.getrandbits(32) if self.seed is None else self.seed
+        seed = self._says("seed")
+        seed = random.getrandbits(32) if seed is None else seed
         columns = _random_blocks(seed, self.num_heads, blocks, self.block, self.num_random_blocks)[h]
 
         def step(live: Tensor, rows: range) -> None:

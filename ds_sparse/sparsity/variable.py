@@ -73,7 +73,7 @@ class VariableSparsityConfig(SparsityConfig):
 
     def cautions(self) -> Iterator[tuple[str, str]]:
         yield from super().cautions()
-        if self.attention == "unidirectional" and not (self.causal or self.strict_causal):
+        if self.attention == "unidirectional" and not (self._says("causal") or self._says("strict_causal")):
             if self.num_random_blocks:
                 yield "num_random_blocks", f"num_random_blocks are drawn over the whole row, {REACHES_AHEAD}"
             ranges = zip(self.global_block_indices, self.global_block_end_indices or (), strict=False)

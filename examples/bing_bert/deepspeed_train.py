@@ -33,6 +33,7 @@ from device import DEVICE, DEVICE_SENTENCE  # sets what DeepSpeed will use, so i
 import ds_sparse
 from ds_sparse.drawing import draw, save_drawing
 from ds_sparse.ranks import rank
+from ds_sparse.sparsity.declarations import declared_value
 
 import checkpoints
 import dry_run
@@ -318,7 +319,7 @@ def build_engine(run: TrainingRun, layout_seed: int | None, resumed: bool) -> tu
         model_parameters=parameter_groups(model, run.config["optimizer"]["params"].get("weight_decay", 0.0)),
         lr_scheduler=None if run.config.get("scheduler") else schedule,
     )
-    seeds = [structure.seed for structure in structures or () if getattr(structure, "seed", None) is not None]
+    seeds = [seed for seed in (declared_value(structure, "seed") for structure in structures or ()) if seed is not None]
     return engine, next(iter(seeds), None)
 
 

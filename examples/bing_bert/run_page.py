@@ -15,6 +15,7 @@ from ds_sparse.config import mode_of, sparse_attention_block
 from ds_sparse.drawing import Sheet, page_text
 from ds_sparse.plan.layers import in_whole_blocks, kinds_of, layers_in_words
 from ds_sparse.plan.utilisation import MFU, TFLOPS, TOKENS
+from ds_sparse.sparsity.declarations import declared_value
 
 import checkpoints
 from curves import curves_svg
@@ -116,7 +117,8 @@ def _sheets(ended: Ended) -> list[Sheet]:
             about = {"mode": mode_of(type(structure)), "block": structure.block}
         rows = structure.make_rows(tokens)
         file = Path(run.args.deepspeed_config).name
-        found.append(Sheet(file, name, rows, structure.block, structure.num_heads, structure.causal, about=about))
+        causal = declared_value(structure, "causal")
+        found.append(Sheet(file, name, rows, structure.block, structure.num_heads, causal, about=about))
     return found
 
 

@@ -131,6 +131,46 @@ def test_flex_masks_made_of_lists_alone_are_whole():
     assert BlockIndex.from_flex(mask).layout().tolist() == [[[True, True], [False, True]]]
 
 
+@pytest.mark.parametrize("partial", ["error", "live"])
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("padding", [0, -1, 3, 99])
+def test_what_stands_behind_the_blocks_of_a_row_does_not_count(padding: int, full: bool, partial: str):
+    rows = [[0], [1, 0], [], [3, 0, 2, 3]]  # in any order, one of them twice
+    counts = torch.tensor([[[len(row) for row in rows]]], dtype=torch.int32)
+    columns = torch.tensor([[[row + [padding] * (4 - len(row)) for row in rows]]], dtype=torch.int32)
+    none = torch.zeros_like(counts), torch.zeros_like(columns)
+    lists = (*none, counts, columns) if full else (counts, columns)
+    mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=16, compute_q_blocks=False)
+    expected = [[[column in row for column in range(4)] for row in rows]]
+    assert BlockIndex.from_flex(mask, partial=partial).layout().tolist() == expected
+
+
+@pytest.mark.parametrize("keys", [64, 60])
+@pytest.mark.parametrize("dims", [4, 2])
+def test_flex_masks_list_fewer_blocks_a_row_than_there_are(dims: int, keys: int):
+    counts, columns = torch.tensor([1, 2, 2, 2]), torch.tensor([[0, 9], [0, 1], [1, 2], [2, 3]])
+    counts, columns = (x[None, None] for x in (counts, columns)) if dims == 4 else (counts, columns)
+    mask = BlockMask.from_kv_blocks(
+        counts, columns, BLOCK_SIZE=16, seq_lengths=(64, keys), mask_mod=window, compute_q_blocks=False
+    )
+    expected = torch.ones(1, 4, 4, dtype=torch.bool).tril().triu(-1)
+    assert torch.equal(BlockIndex.from_flex(mask, partial="live").layout(), expected)
+
+
+def test_flex_masks_that_list_blocks_that_do_not_exist():
+    counts, columns = torch.tensor([[[1, 2]]]), torch.tensor([[[[0, 0], [1, 3]]]])
+
+    def of(counts: torch.Tensor, columns: torch.Tensor) -> BlockIndex:
+        return BlockIndex.from_flex(BlockMask.from_kv_blocks(counts, columns, BLOCK_SIZE=16, compute_q_blocks=False))
+
+    with pytest.raises(ValueError, match="kv_indices lists block 3, and its 32 keys have the blocks 0 to 1; .*seq_len"):
+        of(counts, columns)
+    with pytest.raises(ValueError, match="kv_indices lists block -1, "):
+        of(counts, columns.clamp(max=1).neg())
+    with pytest.raises(ValueError, match="kv_num_blocks has 3, and its kv_indices lists 2 blocks a row"):
+        of(counts + 1, columns)
+
+
 def test_flex_masks_that_do_not_fit():
     with pytest.raises(TypeError, match="block_mask is a Tensor; it has to be a BlockMask"):
         BlockIndex.from_flex(torch.ones(2, 2))

@@ -81,6 +81,12 @@ def test_all_names_at_the_root_and_in_their_submodules():
             assert getattr(module, name) is getattr(package, name) is cls
 
 
+def test_an_interactive_session_is_offered_the_public_names_alone():
+    assert dir(deepspeed_ops) == deepspeed_ops.__all__
+    at_the_root = {name for name in dir(deepspeed.ops.sparse_attention) if not name.startswith("__")}
+    assert at_the_root == set(deepspeed.ops.sparse_attention.__all__)
+
+
 def test_the_package_is_a_module_like_any_other():
     package = importlib.import_module("deepspeed.ops.sparse_attention")
     assert inspect.getsourcefile(package) == package.__file__

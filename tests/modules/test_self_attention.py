@@ -644,6 +644,22 @@ def test_any_object_with_block_num_heads_and_make_layout_is_a_structure():
     torch.testing.assert_close(module(*inputs()), expected(module, *inputs()))
 
 
+def test_a_structure_that_uses_the_name_causal_for_its_own_is_not_masked_by_token():
+    class Own(FixedSparsityConfig):
+        def __init__(self):
+            super().__init__(HEADS, BLOCK)
+            self.causal = True
+
+    class OfNothing:
+        block, num_heads, causal = BLOCK, HEADS, True
+        make_layout = staticmethod(FixedSparsityConfig(HEADS, BLOCK).make_layout)
+
+    plain = make(FixedSparsityConfig(HEADS, BLOCK))(*inputs())
+    for structure in (Own(), OfNothing()):
+        for implementation in ("fused", "separate"):
+            torch.testing.assert_close(make(structure, implementation=implementation)(*inputs()), plain)
+
+
 @pytest.mark.parametrize(
     "call, error, sentence",
     [

@@ -9,6 +9,7 @@ import pytest
 import torch
 from public_operations import inputs, operations
 
+from ds_sparse import FixedSparsityConfig, SparseSelfAttention
 from ds_sparse.index import BlockIndex, WindowIndex
 from ds_sparse.ops import MatMul, _library, block_sparse_attention, missing_kernels
 
@@ -466,6 +467,21 @@ def test_what_is_no_ordinary_tensor_is_refused_with_a_way_out(name: str):
                 call(*given[:place], tensor, *given[place + 1 :])
     with pytest.raises(TypeError, match="is a list; it has to be a tensor"):
         call([1.0], *given[1:])
+
+
+@pytest.mark.parametrize("name", list(operations("cpu")))
+def test_jit_trace_is_refused_before_it_records_one_length(name: str):
+    call, shapes = operations("cpu")[name]
+    with pytest.raises(
+        RuntimeError, match="torch.jit.trace cannot record ds_sparse.* Use torch.compile, or torch.export"
+    ):
+        torch.jit.trace(call, inputs("cpu", shapes))
+
+
+def test_jit_trace_of_a_model_is_refused():
+    module = SparseSelfAttention(FixedSparsityConfig(2, 8), max_seq_length=64)
+    with pytest.raises(RuntimeError, match="torch.jit.trace cannot record ds_sparse"):
+        torch.jit.trace(module, tuple(torch.zeros(3, 1, 2, 32, 8)))
 
 
 def test_distributed_tensors_are_asked_for_their_local_part(tmp_path):

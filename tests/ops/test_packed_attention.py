@@ -377,7 +377,19 @@ CU_SEQLENS = cu_seqlens_of(LENGTHS[0], "cpu")
         ({"layout": torch.ones(3, 21, 21), "document_layout": "row"}, "query has 4 heads and the layout 3"),
         ({"query": torch.zeros(2, 4, 331, 16)}, "batch and head size"),
         ({"dropout_p": 1.0}, "dropout_p is 1.0"),
-        ({"layout": PackedIndex.build(LAYOUT, CU_SEQLENS, 16)}, "it was built with them, so leave them out"),
+        ({"layout": PackedIndex.build(LAYOUT, CU_SEQLENS, 16)}, "and cu_seqlens besides; it was built with them"),
+        (
+            {"layout": PackedIndex.build(LAYOUT, CU_SEQLENS, 16), "cu_seqlens": None, "block": 32},
+            "16 is given, and block=",
+        ),
+        (
+            {x: torch.zeros(331, 4, 16).transpose(0, 1) for x in ("query", "key", "value")},
+            r"Operands are \(T, heads, D\)",
+        ),
+        (
+            {**dict.fromkeys(("query", "key", "value"), torch.zeros(331, 4, 16)), "cu_seqlens": None},
+            "give their cu_seqlens",
+        ),
         (
             {"layout": PackedIndex.build(LAYOUT, CU_SEQLENS, 16), "document_layout": "row"},
             "A PackedIndex is for document_layout='own'",
@@ -420,6 +432,14 @@ def test_nested_tensors_of_other_kinds_are_refused():
     with pytest.raises(ValueError, match=r"query is a nested tensor that is not jagged .* layout=torch\.jagged"):
         block_sparse_attention(strided, strided, strided, LAYOUT, block=16)
     query = nested.transpose(1, 2)
+    for attend, index in (
+        (block_sparse_attention, PackedIndex.build(LAYOUT, CU_SEQLENS, 16)),
+        (window_attention, WindowIndex.build(331, 9)),
+    ):
+        sentence = f"A {type(index).__name__} is given for nested tensors, which know their documents"
+        with pytest.raises(ValueError, match=sentence):
+            attend(query, query, query, index)
+        attend(*[query.values().unsqueeze(0)] * 3, index)
     with pytest.raises(ValueError, match="all nested, without cu_seqlens"):
         block_sparse_attention(query, query, query, LAYOUT, block=16, cu_seqlens=CU_SEQLENS)
     other = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 31, 331])).transpose(1, 2)

@@ -183,6 +183,8 @@ def test_pairs_found_before_are_taken_and_compiled(device: str):
     assert torch.equal(sparse_attn(*given, packed), eager)
     compiled = torch.compile(lambda *qkv: sparse_attn(*qkv, packed), backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(*given), eager)
+    with pytest.raises(ValueError, match="is that of 6 packed documents already; give it without cu_seqlens"):
+        sparse_attn(*given, packed, cu_seqlens=CPU_CU_SEQLENS)
 
 
 def test_gradients_by_torch_func_are_the_same(device: str):

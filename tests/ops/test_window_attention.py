@@ -467,10 +467,11 @@ class Refusal:
         Refusal({"window_size": WindowIndex.build(32, (1, 2, 3))}, "and 3 heads .* and 2 heads"),
         Refusal(
             {"window_size": WindowIndex.build(32, 2), "causal": True},
-            "causal, global_tokens, dilation or cu_seqlens besides",
+            "A WindowIndex is given, and causal besides; build it with that",
         ),
-        Refusal({"window_size": WindowIndex.build(32, 2), "dilation": 2}, "build it with them"),
-        Refusal({"window_size": WindowIndex.build(32, 2), "global_tokens": ()}, "build it with them"),
+        Refusal({"window_size": WindowIndex.build(32, 2), "dilation": 2}, "and dilation besides"),
+        Refusal({"window_size": WindowIndex.build(32, 2), "global_tokens": ()}, "and global_tokens besides"),
+        Refusal({"global_tokens": torch.ones(2, 2).long()}, "in 1-D, which all sequences of a batch share", TypeError),
     ],
     ids=lambda refusal: refusal.sentence,
 )

@@ -318,20 +318,6 @@ def test_a_users_plain_subclass_works_as_it_did():
     expected = torch.tensor([[column % 3 == row % 3 and column >= row % 3 for column in range(6)] for row in range(6)])
     assert torch.equal(structure.make_layout(96), expected.long().expand(2, -1, -1))
     assert torch.equal(structure.make_bool_layout(96), expected[None])
-    structure.strict_causal = True
-    assert torch.equal(structure.make_bool_layout(96), expected[None].tril())
-
-
-def test_a_users_attribute_with_a_name_of_ours_counts():
-    class Raster(SparsityConfig):
-        def __init__(self, num_heads, causal, block=16):
-            self.causal = causal
-            self.block = 128
-            super().__init__(num_heads, block)
-
-    assert Raster(2, True).causal is True
-    assert Raster(2, True).block == 16
-    assert Raster(2, False).causal is False
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,10 @@ PACKAGE = "deepspeed.ops.sparse_attention"
 OVERLAY = str(Path(__file__).parent / "overlay")
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def register(*, replace: bool = False) -> None:
     """Makes `deepspeed.ops.sparse_attention` importable, on ds_sparse. Importing this module calls it.
 

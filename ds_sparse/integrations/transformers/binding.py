@@ -26,6 +26,7 @@ from ...modules.dense_attention import dense_attention
 from ...modules.local_attention import LocalAttention
 from ...modules.structured_attention import StructuredAttention, whole_blocks
 from ...sparsity import SparsityConfig
+from ...sparsity.declarations import declared_value
 from ...sparsity.draws import Draws, draws, why_unrepeatable
 from ...wording import show
 from ..pretrained import NAME
@@ -175,7 +176,7 @@ def _check_is_repeated(attention: StructuredAttention) -> None:
     how = draws(structure, attention.max_seq_length)
     if how is Draws.UNREPEATABLY:
         raise Unrepeatable(why_unrepeatable(structure))
-    if how is Draws.BY_SEED and structure.seed is None:
+    if how is Draws.BY_SEED and declared_value(structure, "seed") is None:
         raise Unrepeatable(
             f"{type(structure).__name__} has random blocks and no seed, so they would differ between ranks and after "
             f'loading; add one to config.{BLOCK_KEY}, such as "seed": 0.'

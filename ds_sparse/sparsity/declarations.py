@@ -1,0 +1,34 @@
+"""What a structure says of itself beside its layout: `seed`, `causal` and `strict_causal`, where it declares them.
+
+They count where our constructor got them. A class with an `__init__` of its own, or one that derives from nothing, may
+use the same names for something else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+DEFAULTS: dict[str, Any] = {"seed": None, "causal": False, "strict_causal": False}
+
+DECLARED = "_declared"
+"""Attribute with the names of those that count: of a class with our constructor all of them, of a structure whose own
+`__init__` calls ours those that it passes on."""
+
+
+def declared_value(structure: object, name: str) -> Any:
+    """The value of a structure's `seed`, `causal` or `strict_causal`; the default of one that it does not declare."""
+    return getattr(structure, name) if name in getattr(structure, DECLARED, ()) else DEFAULTS[name]
+
+
+def may_declare(structure: object, name: str) -> bool:
+    """Whether the attribute is ours to set: declared, or at the default that our constructor gave it."""
+    names = getattr(structure, DECLARED, None)
+    return names is not None and (name in names or getattr(structure, name, DEFAULTS[name]) is DEFAULTS[name])
+
+
+def declare(structure: object, name: str, value: Any) -> None:
+    """Sets `seed`, `causal` or `strict_causal` of a structure of ours, which counts from now on."""
+    setattr(structure, name, value)
+    names = getattr(structure, DECLARED)
+    if name not in names:
+        setattr(structure, DECLARED, names | {name})
