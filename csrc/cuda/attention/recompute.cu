@@ -237,9 +237,9 @@ __device__ void add_gradients(
     if (other >= 0) {
       score = score_of<T>(p.scoring, dot(own[0], first + at * first_stride, p.head_dim), batch, head, query, key);
     }
-    const bool counts = score != -kInfinity;
+    const RowStats row = other < 0 ? no_row_stats() : p.row_stats.at(matrix, query);
+    const bool counts = score != -kInfinity && row.inverse_sum != 0;
     if (counts) {
-      const RowStats row = p.row_stats.at(matrix, query);
       const float factor = !p.scoring.drops() ? 1.0f : dropout.keeps(matrix, query, key) ? dropout.factor() : 0.0f;
       prob = exp2_approx((score - row.row_max) * attention::kLog2E) * row.inverse_sum;
       grad = prob * (dot(own[1], second + at * second_stride, p.head_dim) * factor - row.delta);
