@@ -162,7 +162,7 @@ constexpr int64_t attention_rows(int64_t block) {
 
 constexpr int64_t attention_scratch(int64_t block) {
   int64_t rows = attention_rows(block);
-  return 5 * (rows * block > attention_tile ? rows * block : attention_tile);
+  return 6 * (rows * block > attention_tile ? rows * block : attention_tile);
 }
 
 // Tokens `first` to first + rows - 1 of `tokens`, each with those at most `window` away.

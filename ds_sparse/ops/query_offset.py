@@ -23,7 +23,7 @@ from ..index.lookup import index_of_layout
 from ..index.master_layout import MasterLayout
 from ..index.parts import Parts, parts_of
 from .distance_attention import shifted
-from .operands import as_added, key_bias_of, matrices, wide_dtype
+from .operands import as_added, key_bias_of, matrices, raised, wide_dtype
 
 FEW_QUERIES = 16
 """Query tokens up to which the keys of their block rows are gathered."""
@@ -304,12 +304,12 @@ def _plainly(
 
     Args:
         key, value: (B, Hkv, M, D).
-        seen: bool, which broadcasts to (B, H, T, M); bias: what is added to the scores, alike.
+        seen: bool, which broadcasts to (B, H, T, M); bias: the sum of what is added to the scores, alike.
     """
     tokens, wide = query.shape[2], wide_dtype(query.dtype)
     key, value = key.to(wide), value.to(wide)
     grouped = (query.to(wide) * options.scale).unflatten(1, (key.shape[1], -1)).flatten(2, 3)
-    scores = (grouped @ key.mT).unflatten(2, (-1, tokens)).flatten(1, 2) + bias
+    scores = (grouped @ key.mT).unflatten(2, (-1, tokens)).flatten(1, 2) + (raised(bias) if bias.dim() else bias)
     probs, lse = _softmax(scores.masked_fill(~seen, float("-inf")), seen, options.sinks)
     probs = dropout(probs, options.dropout_p) if options.dropout_p else probs
     output = probs.unflatten(1, (key.shape[1], -1)).flatten(2, 3) @ value
@@ -343,7 +343,7 @@ def _with_bias(seen: Tensor, total: Tensor, bias: Tensor) -> tuple[Tensor, Tenso
     if bias.dtype == torch.bool:
         return seen & bias, total
     masked = bias == float("-inf")
-    return seen & ~masked, total + bias.masked_fill(masked, 0).to(total.dtype)
+    return seen & ~masked, total + as_added(bias, total.dtype).masked_fill(masked, 0)
 
 
 def _softmax(scores: Tensor, seen: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -572,6 +572,58 @@ def test_a_float64_mask_beyond_float32_stays_finite(device: str):
         torch.testing.assert_close(output, mean)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("queries", [None, 4, 20], ids=["plain", "few at an offset", "many at an offset"])
+@pytest.mark.parametrize("by_distance", [False, True], ids=["rpe", "distance_bias"])
+def test_several_lowest_biases_count_as_one(device: str, by_distance: bool, queries: int | None, dtype: torch.dtype):
+    """Where none of the keys is without; those of fp16 are ordinary numbers, of which two are lower than one."""
+    supported(dtype, device)
+    low, block, keys, tokens = torch.finfo(dtype).min, 8, 40, queries or 40
+    rng, offset = seeded(), keys - tokens
+    value, weights = random(rng, 1, 2, keys, 16, dtype=dtype), random(rng, 1, 2, tokens, 16, dtype=dtype)
+    zeros = torch.zeros(1, 2, keys, 16, dtype=dtype)
+    mask, padding = torch.full((tokens, keys), low, dtype=dtype), torch.zeros(1, keys, dtype=dtype)
+    padding[:, 2:] = low
+    # Others have -1e30 where the dtype has it, and below that there is nothing.
+    padding[:, 1] = max(low, -1e30)
+    bias = torch.zeros(2, 2 * keys - 1, dtype=dtype) if by_distance else torch.zeros(1, 2, tokens, keys, dtype=dtype)
+    bias[..., 5 : keys + 3] = low
+    inputs = {"query": zeros[:, :, :tokens], "key": zeros, "value": value, "attn_mask": mask}
+    inputs |= {"key_padding_mask": padding, "distance_bias" if by_distance else "rpe": bias}
+    names = ("value", "distance_bias" if by_distance else "rpe")
+    ours = {name: leaf(x, device, name in names) for name, x in inputs.items()}
+    exact = {name: leaf(x.double(), "cpu", name in names) for name, x in inputs.items()}
+    layout = torch.ones(5, 5, dtype=torch.bool)
+    output, lse = block_sparse_attention(
+        **ours, layout=layout, block=block, query_offset=None if queries is None else offset, return_lse=True
+    )
+    expected, expected_lse = reference.attention(
+        **exact, layout=layout, block=block, query_offset=offset, return_lse=True
+    )
+    grads = torch.autograd.grad(output, [ours[name] for name in names], weights.to(device))
+    expected_grads = torch.autograd.grad(expected, [exact[name] for name in names], weights.double())
+    rounding = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.01}
+    for x, y in zip((output, lse, *grads), (expected, expected_lse, *expected_grads), strict=True):
+        torch.testing.assert_close(x.double().cpu(), y, **rounding)
+    if dtype != torch.float16:
+        torch.testing.assert_close(lse.double(), torch.full_like(lse, -1e30).double())
+        mean = value.to(device).double().mean(2, keepdim=True)
+        torch.testing.assert_close(output.double(), mean.expand_as(output), **rounding)
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["few at an offset", "kernel"])
+def test_the_gradient_of_a_bias_below_the_lowest_is_that_of_the_bias(device: str, kernel: bool):
+    """Not none, in whichever dtype it is given."""
+    query, key, value = (x.to(device) for x in random(seeded(), 3, 1, 1, 16, 8, dtype=torch.float32))
+    offset, found = None if kernel else 0, []
+    for dtype, low in ((torch.float32, -1e30), (torch.float32, -3e38), (torch.float64, -1e300)):
+        bias = torch.full((16, 16), low, dtype=dtype, device=device, requires_grad=True)
+        output = block_sparse_attention(query, key, value, torch.ones(2, 2), block=8, query_offset=offset, rpe=bias)
+        found.append(torch.autograd.grad(output.square().sum(), bias)[0].float())
+    assert found[0].any()
+    torch.testing.assert_close(found[1:], found[:1] * 2)
+
+
 def test_nan_spoils_what_depends_on_it_and_nothing_else(device: str):
     layout = make_layout(torch.tensor([[1, 0], [1, 1]]))
     inputs = {name: x.float() for name, x in make_case(layout, heads=2).inputs(torch.float64).items()}
