@@ -331,18 +331,22 @@ static void attention_backward_of(
         V row_max = load<C, W>(column.row_stats.row_max + query),
           inverse_sum = load<C, W>(column.row_stats.inverse_sum + query),
           delta = load<C, W>(column.row_stats.delta + query);
+        auto nothing_left = (inverse_sum == V{}) & (delta == V{});
         for (int64_t r = 0; r < rows; r += P) {
           V multiplicand[P];
           for (int p = 0; p < P; ++p) {
             int64_t at = n * size + (r + p) * block;
             V prob = exp_nonpositive<C, W>(load<C, W>(probs + at + c) - row_max) * inverse_sum,
-              grad = load<C, W>(grads + at + c), kept = prob;
+              grad = load<C, W>(grads + at + c);
+            prob = nothing_left ? V{} : prob;
+            V kept = prob;
             if (strip.dropout) {
               V factor = load<C, W>(factors + at + c);
               kept = prob * factor;
               grad = grad * factor;
             }
-            multiplicand[p] = prob * (grad - delta) * scale;
+            // The gradient of its probability may be NaN.
+            multiplicand[p] = nothing_left ? V{} : V(prob * (grad - delta) * scale);
             store_weights<O, W>(probs + at, c, kept);
             store_weights<O, W>(grads + at, c, multiplicand[p]);
           }

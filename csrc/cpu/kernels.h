@@ -92,7 +92,8 @@ struct AttentionRowStrip {
 };
 
 // What backward knows of queries, in the order of the row strip's rows or, transposed, of the other side's slots:
-// probability = exp(score - row_max) * inverse_sum, and delta is what its gradient has subtracted.
+// probability = exp(score - row_max) * inverse_sum, and delta is what its gradient has subtracted. With inverse_sum and
+// delta 0 a query has no probabilities, whatever its scores are.
 template <class C>
 struct RowStats {
   const C *row_max, *inverse_sum, *delta;

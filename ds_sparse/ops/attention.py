@@ -167,7 +167,7 @@ def block_sparse_attention(
             int64, one a sequence. The layout's rows and `causal` count from there, and the layout may be larger than
             the tokens, as one for the longest sequence is: a tensor then comes with `block`. A GPU is waited for where
             a tensor of positions, or rows of a layout that is not on the CPU, are read. Up to 16 queries gather the
-            keys of their block rows alone; there, what one of the queries sees may be NaN for all.
+            keys of their block rows alone.
         scale: factor of the scores; 1 / sqrt(D) if it is not given.
         causal: query token i sees key tokens j <= i only, inside blocks too.
         key_padding_mask: (B or 1, S). On CUDA a bool one costs least: what it drops is not computed.
