@@ -83,6 +83,14 @@ class Options(NamedTuple):
             mask = there if mask is None else mask.expand(*mask.shape[:-2], query.shape[2], -1)
         return self._replace(attn_mask=of(mask), rpe=of(self.rpe))
 
+    def with_wide_gradients(self, dtype: torch.dtype) -> Options:
+        """Those whose gradients, of several calls and sequences, are added up in `dtype` or wider."""
+
+        def of(x: Tensor | None) -> Tensor | None:
+            return x if x is None or not x.requires_grad else x.to(torch.promote_types(x.dtype, dtype))
+
+        return self._replace(rpe=of(self.rpe), distance_bias=of(self.distance_bias), sinks=of(self.sinks))
+
 
 def parts_at(
     offset: Offset, layout: Tensor | BlockIndex | MasterLayout, block: int | None, query: Tensor, keys: int
@@ -150,6 +158,7 @@ def attention_at(
         offsets, parts: from `parts_at`.
         device: where the index is to be.
     """
+    options = options.with_wide_gradients(wide_dtype(query.dtype))
     if query.shape[2] <= FEW_QUERIES:
         with _in_own_dtype(query):
             return _gathered(offsets, parts, query, key, value, options, device)
@@ -270,8 +279,9 @@ def merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Te
     """Output and lse of attention over the keys of two calls together, each with output and lse."""
     nothing = (one[1] == float("-inf")) & (other[1] == float("-inf"))
     a, b = (lse.masked_fill(nothing, 0) for _, lse in (one, other))
-    share = torch.sigmoid(a - b).unsqueeze(-1)
-    output = (one[0] * share + other[0] * (1 - share)).to(one[0].dtype)
+    # 1 - share would lose a small one.
+    share, rest = (torch.sigmoid(x).unsqueeze(-1) for x in (a - b, b - a))
+    output = (one[0] * share + other[0] * rest).to(one[0].dtype)
     return output, torch.logaddexp(a, b).masked_fill(nothing, float("-inf"))
 
 

@@ -183,6 +183,40 @@ def test_under_autocast_statistics_stay_wide(device: str):
     assert torch.equal(block_sparse_attention(*halves, layout, **options)[1], lse)
 
 
+@pytest.mark.parametrize("tokens", [5, FEW_QUERIES + 4])
+@pytest.mark.parametrize("name", ["rpe", "distance_bias", "sinks"])
+def test_gradients_of_what_sequences_share_are_rounded_once(device: str, name: str, tokens: int):
+    """Also where a sequence is a call of its own, or two."""
+    shapes = {"rpe": (tokens, 64), "distance_bias": (1, 127), "sinks": (2,)}
+    query, key, value = (random(seeded(i), 4, 2, n, 16) for i, n in enumerate((tokens, 64, 64)))
+    inputs = [x.to(device, torch.bfloat16) for x in (query, key, value)]
+    weights = random(seeded(4), 4, 2, tokens, 16).to(device, torch.bfloat16)
+    shared, found = random(seeded(3), *shapes[name]).to(device, torch.bfloat16), []
+    for offsets in (torch.tensor([9, 20, 41, 33]), 20):
+        for x in (shared, shared.float()):
+            given = x.detach().requires_grad_()
+            output = block_sparse_attention(
+                *inputs, torch.ones(8, 8), block=8, query_offset=offsets, causal=True, **{name: given}
+            )
+            found.append(torch.autograd.grad(output, given, weights)[0])
+    torch.testing.assert_close(found[0], found[1].bfloat16(), rtol=0, atol=0)
+    torch.testing.assert_close(found[2], found[3].bfloat16(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("where", [30, 3], ids=["ahead", "past"])
+def test_a_small_share_of_a_row_made_of_two_parts_is_kept(device: str, where: int):
+    query, key, value = torch.zeros(1, 1, 20, 8), torch.zeros(1, 1, 35, 8), torch.zeros(1, 1, 35, 8)
+    query[..., 0] = 1
+    key[..., 0] = -17.7
+    key[:, :, 33 - where, 0] = 0  # of nearly all of the probability
+    value[:, :, where] = 1e8
+    output = block_sparse_attention(
+        *(x.to(device) for x in (query, key, value)), torch.ones(5, 5), block=8, query_offset=15, causal=True, scale=1.0
+    )
+    scores = (query.double() @ key.double().mT)[0, 0, -1]
+    torch.testing.assert_close(output[0, 0, -1, 0].cpu().double(), scores.softmax(-1)[where] * 1e8, rtol=1e-5, atol=0)
+
+
 def test_an_offset_of_zero_takes_the_top_left_of_a_larger_layout(device: str):
     live = torch.rand(2, 10, 10, generator=seeded()) < 0.5
     query, key, value = (x.to(device, torch.float32) for x in random(seeded(), 3, 1, 2, 50, 8))
