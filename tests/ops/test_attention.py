@@ -562,6 +562,61 @@ def test_gradients_of_rows_that_have_large_negatives_only(
         assert_as_accurate(f"gradient of {name}", x, y, z, allowance=allowed[name])
 
 
+def of_any_scale(device: str) -> dict[str, tuple]:
+    """Each kind of attention of 75 keys, with a scale, and which pairs count."""
+    tokens, block = 75, 16
+    token, edges = torch.arange(tokens), torch.tensor([0, 30, 31, 75])
+    layout = torch.rand(2, 5, 5, generator=seeded(3)) < 0.6
+    document = torch.bucketize(token, edges, right=True)
+    place = token - edges[document - 1]
+    together, near = document[:, None] == document, (token[:, None] - token).abs() <= 9
+    live = layout[:, token // block][:, :, token // block]
+    own = layout[:, place // block][:, :, place // block] & together
+    packed = {"block": block, "cu_seqlens": edges.to(device)}
+
+    def on_blocks(**options):
+        return lambda *x, scale: block_sparse_attention(*x, layout, scale=scale, **options)
+
+    def in_windows(*x, scale, **options):
+        return ds_sparse.window_attention(*x, 9, scale=scale, **options)
+
+    pairs = ds_sparse.TokenIndex.from_pairs(near.nonzero(), tokens, tokens)
+    return {
+        "blocks": (on_blocks(), live, 0),
+        "causal": (on_blocks(causal=True), live.tril(), 0),
+        "packed": (on_blocks(**packed), own, 0),
+        "row": (on_blocks(document_layout="row", **packed), live & together, 0),
+        "few at an offset": (on_blocks(block=block, query_offset=70), live[:, 70:], 70),
+        "many at an offset": (on_blocks(block=block, query_offset=50, causal=True), live.tril()[:, 50:], 50),
+        "windows": (in_windows, near, 0),
+        "windows at an offset": (lambda *x, scale: in_windows(*x, scale=scale, query_offset=70), near[70:], 70),
+        "pairs": (lambda *x, scale: ds_sparse.sparse_attn(*x, pairs, scale=scale), near, 0),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [65, 72, 128, 129])
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+@pytest.mark.parametrize("kind", of_any_scale("cpu"))
+def test_any_scale_of_large_scores(device: str, kind: str, scale: float, head_dim: int, dtype: torch.dtype):
+    """Whole numbers, of which all scores are exact: what is not stable is found out."""
+    call, seen, offset = of_any_scale(device)[kind]
+    rng = seeded(head_dim)
+    query, key = (torch.randint(-30, 31, (1, 2, 75, head_dim), generator=rng).to(dtype) for _ in range(2))
+    value, weights = (torch.randint(-2, 3, (1, 2, 75, head_dim), generator=rng).to(dtype) for _ in range(2))
+    query, weights = query[:, :, offset:], weights[:, :, offset:]
+    ours = [leaf(x, device) for x in (query, key, value)]
+    exact = [leaf(x.double(), "cpu") for x in (query, key, value)]
+    everything, mask = torch.ones(1, 1, dtype=torch.bool), seen.reshape(1, -1, *seen.shape[-2:])
+    output = call(*ours, scale=scale)
+    expected = reference.attention(*exact, everything, 75, scale, attn_mask=mask)
+    grads = torch.autograd.grad(output, ours, weights.to(device))
+    expected_grads = torch.autograd.grad(expected, exact, weights.double())
+    for x, y in zip((output, *grads), (expected, *expected_grads), strict=True):
+        rounding = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.15}[dtype]
+        torch.testing.assert_close(x.double().cpu(), y, rtol=0, atol=rounding * (1 + y.abs().max().item()))
+
+
 def test_a_float64_mask_beyond_float32_stays_finite(device: str):
     inputs = {name: x.float().to(device) for name, x in make_case(FULL, heads=1).inputs(torch.float64).items()}
     for name, shape in (("attn_mask", (32, 32)), ("rpe", (32, 32)), ("key_padding_mask", (2, 32))):
