@@ -279,8 +279,8 @@ def merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Te
     """Output and lse of attention over the keys of two calls together, each with output and lse."""
     nothing = (one[1] == float("-inf")) & (other[1] == float("-inf"))
     a, b = (lse.masked_fill(nothing, 0) for _, lse in (one, other))
-    # 1 - share would lose a small one.
-    share, rest = (torch.sigmoid(x).unsqueeze(-1) for x in (a - b, b - a))
+    # 1 - share would lose a small one, also in gradients.
+    share, rest = torch.stack([a, b]).softmax(0).unsqueeze(-1)
     output = (one[0] * share + other[0] * rest).to(one[0].dtype)
     return output, torch.logaddexp(a, b).masked_fill(nothing, float("-inf"))
 
@@ -313,7 +313,8 @@ def _gathered(
     if options.distance_bias is not None:
         of_pairs = _by_distance(options.distance_bias, offsets, query.shape[2], token, wide)
         seen, scores_bias = _with_bias(seen, scores_bias, of_pairs)
-    key, value = (_of_tokens(x, token, query.shape[1]) for x in (key, value))
+    # Gradients of heads that share a key are added up before they are rounded.
+    key, value = (_of_tokens(x.to(wide) if x.requires_grad else x, token, query.shape[1]) for x in (key, value))
     masks = (options.key_padding_mask, options.attn_mask, options.rpe, options.distance_bias)
     all_seen = query.shape[2] == 1 and listed.all_read and all(x is None for x in masks)
     return _plainly(query, key, value, seen, scores_bias, options, all_seen)
@@ -362,7 +363,7 @@ class _Product(Function):
         ctx.save_for_backward(a, b, of_result, of_a)
 
     @staticmethod
-    @differentiable_once("query_offset")
+    @differentiable_once("block_sparse_attention")
     def backward(ctx, grad: Tensor):
         a, b, of_result, of_a = ctx.saved_tensors
         grad_a = _contained(grad, of_result, b.mT)
@@ -423,4 +424,7 @@ def _softmax(scores: Tensor, seen: Tensor, sinks: Tensor | None) -> tuple[Tensor
         scores, alive = torch.cat([scores, of_sinks], -1), alive | (of_sinks > float("-inf"))
     scores = scores.masked_fill(~alive, 0)
     probs = (torch.softmax(scores, -1) * alive)[..., :keys]
-    return probs, torch.logsumexp(scores, -1).masked_fill(~alive[..., 0], float("-inf"))
+    # The gradient of logsumexp subtracts its result, in which a log is lost beside scores of -1e30.
+    highest = scores.detach().amax(-1, keepdim=True)
+    lse = torch.logsumexp(scores - highest, -1) + highest.squeeze(-1)
+    return probs, lse.masked_fill(~alive[..., 0], float("-inf"))
