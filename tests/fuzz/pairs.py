@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import ds_sparse
 from ds_sparse import TokenIndex
 
 from .cases import DENSITIES, Case, Draw
+from .documents import Documents, draw_documents
 from .meanings import Attention, Product, Tensors
 from .reference import as_bias
 
@@ -124,34 +124,13 @@ class Sizes:
         }.get(self.lead, lambda: x)()  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Documents:
-    """How a row is cut into documents, and what its pairs, or its mask, mean for them."""
-
-    cu_seqlens: Tensor
-    layout: str
-
-    def options(self, device: str) -> dict[str, Any]:
-        return {"cu_seqlens": self.cu_seqlens.to(device), "document_layout": self.layout}
-
-    def of_row(self, x: Tensor, between: float) -> Tensor:
-        """What (..., T, T) of one document, or of the row, is for the whole row."""
-        row = torch.full_like(x, between)
-        for first, end in pairwise(self.cu_seqlens.tolist()):
-            of_x = slice(0, end - first) if self.layout == "own" else slice(first, end)
-            row[..., first:end, first:end] = x[..., of_x, of_x]
-        return row
-
-
-def draw_documents(draw: Draw, sizes: Sizes) -> tuple[Documents | None, Sizes]:
+def documents_and_sizes(draw: Draw, sizes: Sizes) -> tuple[Documents | None, Sizes]:
     """Documents, now and then, where the operands may be a row of them; how the operands are given then."""
     if sizes.batch != 1 or sizes.tokens != sizes.keys or sizes.tokens == 0 or draw.maybe(0.6):
         return None, sizes
-    edges = torch.randint(sizes.tokens + 1, (draw.pick("", (0, 1, 3, 9)),), generator=draw.numbers).tolist()
-    cu_seqlens = torch.tensor(sorted([0, sizes.tokens, *edges]), dtype=draw.pick("", (torch.int32, torch.int64)))
-    draw.words["documents"] = str(cu_seqlens.tolist())
-    documents = Documents(cu_seqlens, draw.pick("layout of documents", ("own", "row")))
-    return documents, replace(sizes, lead=draw.pick("dimensions before", ("as they are", "tokens first")))
+    return draw_documents(draw, sizes.tokens), replace(
+        sizes, lead=draw.pick("dimensions before", ("as they are", "tokens first"))
+    )
 
 
 def draw_sizes(draw: Draw) -> Sizes:
@@ -179,7 +158,7 @@ def attention_of(draw: Draw, skew: float, name: str) -> Case:
     lists = draw_lists(
         draw, sizes.batch, sizes.heads, sizes.tokens, sizes.keys, repeated=name != "torch_sparse_attention"
     )
-    documents, sizes = draw_documents(draw, sizes)
+    documents, sizes = documents_and_sizes(draw, sizes)
     needs_index = documents is not None and documents.layout == "own"
     lists_on = rows_given(draw, lists, ("TokenIndex",)) if needs_index else rows_given(draw, lists)
     scale = draw.scale()
