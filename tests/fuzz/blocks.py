@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from ds_sparse import BlockIndex, MatMul, PackedIndex, Softmax, block_sparse_attention
 from ds_sparse.ops.attention import dropout_seed
@@ -36,9 +37,27 @@ def given_layout(draw: Draw, layout: Tensor, block: int) -> Callable[[str], Tens
     given = layout.to(form)
     if len(layout) == 1 and draw.maybe(0.5):
         given = given[0]
-    as_index = draw.maybe(0.3)
-    draw.words["layout as"] = f"{'BlockIndex' if as_index else 'tensor'} {tuple(given.shape)}"
-    return lambda device: BlockIndex.build(given.to(device), block) if as_index else given.to(device)
+    kind = draw.random.choice(("tensor",) * 5 + ("BlockIndex", "BlockIndex", "BlockMask"))
+    draw.words["layout as"] = f"{kind} {tuple(given.shape)}"
+    if kind == "BlockMask":
+        mask = block_mask(draw, layout, block)
+        return lambda device: BlockIndex.from_flex(mask.to(device), partial="live")
+    return lambda device: BlockIndex.build(given.to(device), block) if kind == "BlockIndex" else given.to(device)
+
+
+def block_mask(draw: Draw, layout: Tensor, block: int) -> BlockMask:
+    """A mask of flex attention made of lists: each row's blocks in any order, and anything behind them."""
+    heads, rows, columns = layout.shape
+    counts = layout.sum(-1)
+    order = torch.where(layout, draw.uniform(heads, rows, columns), 2).argsort(-1)
+    width = max(1, int(counts.max())) if draw.maybe(0.5) else columns
+    filler = draw.pick("behind lists", (None, 0, -1, 99))
+    if filler is not None:
+        order = torch.where(torch.arange(columns) < counts[..., None], order, filler)
+    return BlockMask.from_kv_blocks(
+        counts[None].int(), order[None, ..., :width].int(), BLOCK_SIZE=block,
+        seq_lengths=(rows * block, columns * block), compute_q_blocks=False,
+    )  # fmt: skip
 
 
 def attention(draw: Draw, skew: float, at_offset: bool = False) -> Case:

@@ -164,12 +164,21 @@ def attention_of(draw: Draw, skew: float, name: str) -> Case:
     scale = draw.scale()
     factor, is_native = sizes.depth**-0.5 if scale is None else scale, name == "sparse_attn"
     with_lse = is_native and draw.pick("lse", (False, True))
+    is_mapped = is_native and sizes.batch > 0 and lists.batch == 1 and documents is None and draw.maybe(0.3)
+    if is_mapped:
+        sizes = replace(sizes, lead="as they are")
+        draw.words["dimensions before"] = "vmap"
 
     def call(given: Tensors) -> Tensors:
         folded = [sizes.folded(x) for x in given.values()]
         options = {"scale": factor * skew if skew != 1 else scale} | ({"return_lse": with_lse} if is_native else {})
         options |= {} if documents is None else documents.options(str(given["q"].device))
-        found = getattr(ds_sparse, name)(*folded, *lists_on(str(given["q"].device)), **options)
+        lists_of = lists_on(str(given["q"].device))
+
+        def operation(*x: Tensor) -> Any:
+            return getattr(ds_sparse, name)(*x, *lists_of, **options)
+
+        found = (torch.vmap(operation) if is_mapped else operation)(*folded)
         results = dict(zip(("output", "lse"), found)) if with_lse else {"output": found}
         return {key: sizes.unfolded(x) for key, x in results.items()}
 
