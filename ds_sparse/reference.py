@@ -121,7 +121,8 @@ def softmax(
         heads: H.
         scale: factor of scores alone.
         rpe, attn_mask: (B or 1, H or 1, T or 1, S); a bool attn_mask keeps where True, a float one is added.
-        key_padding_mask: (B or 1, S); bool keeps where True, float is added.
+        key_padding_mask: (B or 1, S); bool keeps where True, float is added. Finite numbers below -1e30 count as -1e30,
+            in each of these and in their sum.
         causal: a token sees no later token.
 
     Returns:
@@ -136,7 +137,9 @@ def softmax(
     """
     dense = to_dense(scores, layout, block, heads) * scale
     live = to_token_mask(as_bool_layout(layout), block).expand(heads, -1, -1)
-    dense, alive = _masked(dense, live, rpe, key_padding_mask, attn_mask, causal)
+    if causal:
+        live = live & torch.ones(dense.shape[-2:], dtype=torch.bool, device=dense.device).tril()
+    dense, alive = _masked(dense, live, [rpe, attn_mask, _of_keys(key_padding_mask)])
     return to_sparse(_probabilities(dense, alive), layout, block)
 
 
@@ -193,10 +196,8 @@ def attention(
     live = to_token_mask(as_bool_layout(layout), block)[:, query_offset : query_offset + tokens, :keys]
     if causal:
         live = live & torch.ones(tokens, keys, dtype=torch.bool, device=live.device).tril(query_offset)
-    if distance_bias is not None:
-        by_distance = bias_of_pairs(distance_bias, tokens, keys, query_offset)
-        rpe = by_distance if rpe is None else rpe + by_distance
-    scores, alive = _masked(scores, live, rpe, key_padding_mask, attn_mask, causal=False)
+    by_distance = None if distance_bias is None else bias_of_pairs(distance_bias, tokens, keys, query_offset)
+    scores, alive = _masked(scores, live, [rpe, by_distance, attn_mask, _of_keys(key_padding_mask)])
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None, None].to(scores.dtype).expand(batch, -1, tokens, 1)], -1)
         alive = alive | (sinks[:, None, None] > float("-inf"))
@@ -319,7 +320,7 @@ def window_softmax(
     if causal:
         live = live & (away <= 0)
     mask = None if key_padding_mask is None else key_padding_mask[:, column.clamp(0, tokens - 1)][:, None]
-    scores, alive = _masked(scores * scale, live, None, None, mask, causal=False)
+    scores, alive = _masked(scores * scale, live, [mask])
     return _probabilities(scores, alive)
 
 
@@ -512,28 +513,30 @@ def _columns_of_band(tokens: int, window: int, device: torch.device) -> tuple[to
     return column, (column >= 0) & (column < tokens)
 
 
+def _of_keys(mask: torch.Tensor | None) -> torch.Tensor | None:
+    return None if mask is None else mask[:, None, None, :]
+
+
 def _masked(
-    scores: torch.Tensor,
-    live: torch.Tensor,
-    rpe: torch.Tensor | None,
-    key_padding_mask: torch.Tensor | None,
-    attn_mask: torch.Tensor | None,
-    causal: bool,
+    scores: torch.Tensor, live: torch.Tensor, biases: list[torch.Tensor | None]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores with everything added, -inf where masked, and which rows have something left, (..., T, 1)."""
     live = live & (scores != float("-inf"))
-    if causal:
-        live = live & torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    masks = [rpe, attn_mask, None if key_padding_mask is None else key_padding_mask[:, None, None, :]]
-    for mask in masks:
-        if mask is None:
+    added = torch.zeros((), dtype=scores.dtype, device=scores.device)
+    for bias in biases:
+        if bias is None:
             continue
-        if mask.dtype == torch.bool:
-            live = live & mask
+        if bias.dtype == torch.bool:
+            live = live & bias
         else:
-            live = live & (mask != float("-inf"))
-            scores = scores + mask.masked_fill(mask == float("-inf"), 0)
-    return scores.masked_fill(~live, float("-inf")), live.any(-1, keepdim=True)
+            live = live & (bias != float("-inf"))
+            added = added + _raised(bias.masked_fill(bias == float("-inf"), 0))
+    return (scores + _raised(added)).masked_fill(~live, float("-inf")), live.any(-1, keepdim=True)
+
+
+def _raised(bias: torch.Tensor) -> torch.Tensor:
+    """Biases, and sums of them, count as no lower than -1e30; their gradient is that of what they are."""
+    return torch.where(bias < -1e30, -1e30 + (bias - bias.detach()), bias)
 
 
 def _probabilities(scores: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:

@@ -155,7 +155,7 @@ void forward(
   }
 }
 
-// RowStats of all queries, (B, H, rows * b); where nothing is left, or no query is, probabilities are 0.
+// RowStats of all queries, (B, H, rows * b). Where nothing is left, or no query is, inverse_sum and delta are 0.
 template <class C>
 struct AllRowStats {
   Buffer<C> row_max, inverse_sum, delta;
@@ -196,6 +196,7 @@ AllRowStats<Compute<T>> row_stats_of(const Attention& attention, const Attention
           const Tensor& x = *results.grad_lse;
           delta[r] -= pointer<C>(x)[b * x.stride(0) + head * x.stride(1) + (first + r) * x.stride(2)];
         }
+        if (rows[2 * r + 1] == 0) delta[r] = 0;
       }
     }
   });

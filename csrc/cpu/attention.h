@@ -19,35 +19,41 @@ static_assert(attention_rows(8) % softmax_rows == 0 && attention_rows(128) % sof
 
 DS_SPARSE_INLINE int64_t at_most(int64_t x, int64_t limit) { return x < limit ? x : limit; }
 
-// Adds a bias to the rows x columns that there are of one block of scores, (rows, b); from is where they begin in it.
+// One block of a bias, rows x columns of it as there are tokens; from is where they begin in it. The last bias is added
+// to the scores, (rows, b), with the sum of those before it, which is kept in `total` until then.
 template <class T, class C, int W>
 static void add_bias_block(
-    const T* from, const Bias& bias, int64_t rows, int64_t columns, int64_t block, C* scores, C* scratch) {
+    const T* from, const Bias& bias, bool first, bool last, int64_t rows, int64_t columns, int64_t block, C* scores,
+    C* total, C* scratch) {
   pack_rows<T, C>(from, bias.row_stride, bias.column_stride, rows, columns, scratch, block);
   for (int64_t i = 0; i < rows * block; i += W) {
-    auto x = load<C, W>(scratch + i);
-    x = (x < kLowestBias<C>)&(x != -infinity<C>) ? broadcast<C, W>(kLowestBias<C>) : x;
-    store<C, W>(scores + i, add_bias<C, W>(load<C, W>(scores + i), x));
+    auto x = raised<C, W>(load<C, W>(scratch + i));
+    if (!first) x = add_bias<C, W>(load<C, W>(total + i), x);
+    if (!first && last) x = raised<C, W>(x);
+    store<C, W>(last ? scores + i : total + i, last ? add_bias<C, W>(load<C, W>(scores + i), x) : x);
   }
 }
 
+// scratch: of two blocks of scores.
 template <class T, int W>
 static void add_biases(
     const AttentionRowStrip& strip, int64_t column, int64_t rows, int64_t columns, Compute<T>* scores,
     Compute<T>* scratch) {
   using C = Compute<T>;
+  C* total = scratch + strip.rows * strip.block;
   for (int i = 0; i < strip.num_biases; ++i) {
     const Bias& bias = strip.biases[i];
     int64_t offset = strip.first * bias.row_stride + column * bias.column_stride;
+    auto add = [&](auto* data) {
+      add_bias_block<std::remove_const_t<std::remove_pointer_t<decltype(data)>>, C, W>(
+          data + offset, bias, i == 0, i + 1 == strip.num_biases, rows, columns, strip.block, scores, total, scratch);
+    };
     if (bias.is_bool)
-      add_bias_block<Keep, C, W>(
-          static_cast<const Keep*>(bias.data) + offset, bias, rows, columns, strip.block, scores, scratch);
+      add(static_cast<const Keep*>(bias.data));
     else if (bias.is_wide)
-      add_bias_block<C, C, W>(
-          static_cast<const C*>(bias.data) + offset, bias, rows, columns, strip.block, scores, scratch);
+      add(static_cast<const C*>(bias.data));
     else
-      add_bias_block<T, C, W>(
-          static_cast<const T*>(bias.data) + offset, bias, rows, columns, strip.block, scores, scratch);
+      add(static_cast<const T*>(bias.data));
   }
 }
 
@@ -311,7 +317,7 @@ static void attention_backward_of(
   C scale = C(strip.scale);
   C *probs = scratch, *grads = scratch + step * size, *factors = grads + step * size, *extra = factors + step * size;
   // The gradients by the strip's rows, as multiplicands of them.
-  O* grad_columns = P == 1 ? reinterpret_cast<O*>(grads) : reinterpret_cast<O*>(extra + step * size);
+  O* grad_columns = P == 1 ? reinterpret_cast<O*>(grads) : reinterpret_cast<O*>(extra + 2 * step * size);
   const int32_t own = 0;
   for (int64_t done = 0; done < column.count; done += step) {
     int64_t here = at_most(step, column.count - done);
@@ -325,18 +331,22 @@ static void attention_backward_of(
         V row_max = load<C, W>(column.row_stats.row_max + query),
           inverse_sum = load<C, W>(column.row_stats.inverse_sum + query),
           delta = load<C, W>(column.row_stats.delta + query);
+        auto nothing_left = (inverse_sum == V{}) & (delta == V{});
         for (int64_t r = 0; r < rows; r += P) {
           V multiplicand[P];
           for (int p = 0; p < P; ++p) {
             int64_t at = n * size + (r + p) * block;
             V prob = exp_nonpositive<C, W>(load<C, W>(probs + at + c) - row_max) * inverse_sum,
-              grad = load<C, W>(grads + at + c), kept = prob;
+              grad = load<C, W>(grads + at + c);
+            prob = nothing_left ? V{} : prob;
+            V kept = prob;
             if (strip.dropout) {
               V factor = load<C, W>(factors + at + c);
               kept = prob * factor;
               grad = grad * factor;
             }
-            multiplicand[p] = prob * (grad - delta) * scale;
+            // The gradient of its probability may be NaN.
+            multiplicand[p] = nothing_left ? V{} : V(prob * (grad - delta) * scale);
             store_weights<O, W>(probs + at, c, kept);
             store_weights<O, W>(grads + at, c, multiplicand[p]);
           }

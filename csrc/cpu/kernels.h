@@ -92,7 +92,8 @@ struct AttentionRowStrip {
 };
 
 // What backward knows of queries, in the order of the row strip's rows or, transposed, of the other side's slots:
-// probability = exp(score - row_max) * inverse_sum, and delta is what its gradient has subtracted.
+// probability = exp(score - row_max) * inverse_sum, and delta is what its gradient has subtracted. With inverse_sum and
+// delta 0 a query has no probabilities, whatever its scores are.
 template <class C>
 struct RowStats {
   const C *row_max, *inverse_sum, *delta;
@@ -162,7 +163,7 @@ constexpr int64_t attention_rows(int64_t block) {
 
 constexpr int64_t attention_scratch(int64_t block) {
   int64_t rows = attention_rows(block);
-  return 5 * (rows * block > attention_tile ? rows * block : attention_tile);
+  return 6 * (rows * block > attention_tile ? rows * block : attention_tile);
 }
 
 // Tokens `first` to first + rows - 1 of `tokens`, each with those at most `window` away.

@@ -1,6 +1,7 @@
 // Softmax and its gradients, a token row at a time over the live blocks of its block row.
 #pragma once
 
+#include "../bias.h"
 #include "vec.h"
 
 namespace ds_sparse::cpu::DS_SPARSE_ISA {
@@ -12,6 +13,12 @@ DS_SPARSE_INLINE Vec<C, W> add_bias(Vec<C, W> x, Vec<C, W> bias) {
   sum = sum < lowest<C> ? broadcast<C, W>(lowest<C>) : sum;
   sum = x == -infinity<C> ? x : sum;
   return bias == -infinity<C> ? bias : sum;
+}
+
+// A bias, or the sum of some, that counts as no lower than the lowest.
+template <class C, int W>
+DS_SPARSE_INLINE Vec<C, W> raised(Vec<C, W> bias) {
+  return (bias < kLowestBias<C>)&(bias != -infinity<C>) ? broadcast<C, W>(kLowestBias<C>) : bias;
 }
 
 // scale * x, where no finite number becomes -inf.
@@ -82,11 +89,14 @@ static void softmax_forward_of(const SoftmaxRows<T>& rows, Compute<T>* scratch) 
         store<C, W>(row + n * block + c, scaled_scores<C, W>(load<C, W>(scores + c), scale));
     }
     for (int i = 0; i < rows.num_biases; ++i) {
-      C* bias = scratch + (i + 1) * length;
       if (r == rows.begin || rows.biases[i].row_stride != 0)
-        read_bias<T, W>(rows.biases[i], token, rows.columns, rows.count, block, bias);
-      for (int64_t c = 0; c < length; c += W)
-        store<C, W>(row + c, add_bias<C, W>(load<C, W>(row + c), load<C, W>(bias + c)));
+        read_bias<T, W>(rows.biases[i], token, rows.columns, rows.count, block, scratch + (i + 1) * length);
+    }
+    for (int64_t c = 0; rows.num_biases > 0 && c < length; c += W) {
+      V sum = raised<C, W>(load<C, W>(scratch + length + c));
+      for (int i = 1; i < rows.num_biases; ++i)
+        sum = add_bias<C, W>(sum, raised<C, W>(load<C, W>(scratch + (i + 1) * length + c)));
+      store<C, W>(row + c, add_bias<C, W>(load<C, W>(row + c), raised<C, W>(sum)));
     }
     if (rows.causal) {
       for (int64_t n = 0; n < rows.count; ++n) {

@@ -135,10 +135,10 @@ def block_sparse_attention(
     gives the same bits, forward and backward, but for the gradient of query on a Hopper GPU: there its sums are
     added in memory as they come, in one sweep with the others, unless `torch.use_deterministic_algorithms(True)` is
     set, which costs a sweep more. A bool mask keeps where True, a float one is added; only -inf, False and absent
-    blocks mask, while finite large negatives such as -10000 or finfo.min are ordinary arithmetic (those below -1e30
-    count as -1e30). A row with nothing left is zeros, its lse -inf or the sink, its gradients zero. NaN and
-    infinities do not reach rows that do not see them on the CPU; on CUDA those in dead blocks or behind masks may
-    reach rows of the same tile, so padding has to be finite there. Under autocast query, key and value are cast.
+    blocks mask, while finite large negatives such as -10000 or finfo.min are ordinary arithmetic (those below -1e30,
+    and sums of them, count as -1e30). A row with nothing left is zeros, its lse -inf or the sink, its gradients zero.
+    NaN and infinities do not reach rows that do not see them on the CPU; on CUDA those in dead blocks or behind masks
+    may reach rows of the same tile, so padding has to be finite there. Under autocast query, key and value are cast.
 
     Sources: Dao et al., "FlashAttention", 2022 (softmax in one sweep, recomputed backwards); Child et al., "Generating
     long sequences with sparse transformers", 2019 (block layouts); DeepSpeed's sparse attention (the options).
@@ -168,7 +168,7 @@ def block_sparse_attention(
             int64, one a sequence. The layout's rows and `causal` count from there, and the layout may be larger than
             the tokens, as one for the longest sequence is: a tensor then comes with `block`. A GPU is waited for where
             a tensor of positions, or rows of a layout that is not on the CPU, are read. Up to 16 queries gather the
-            keys of their block rows alone; there, what one of the queries sees may be NaN for all.
+            keys of their block rows alone.
         scale: factor of the scores; 1 / sqrt(D) if it is not given.
         causal: query token i sees key tokens j <= i only, inside blocks too.
         key_padding_mask: (B or 1, S). On CUDA a bool one costs least: what it drops is not computed.

@@ -85,7 +85,7 @@ def attention_by_distance(
         index = index.reversed()
     output, lse, _ = _AttentionByDistance.apply(
         readable(turned(query)), readable(key), readable(value), _distances(bias, query.dtype, rows, keys, causal),
-        sinks, key_bias, attn_mask, seed, index, scale, causal, dropout_p,
+        sinks, key_bias, attn_mask, seed, index, scale, causal, dropout_p, rows - tokens,
     )  # fmt: skip
     return output.flip(2)[:, :, :tokens], lse.flip(2)[:, :, :tokens]
 
@@ -104,15 +104,18 @@ def _distances(bias: Tensor, dtype: torch.dtype, rows: int, keys: int, causal: b
 
 class _AttentionByDistance(Function):
     @staticmethod
-    def forward(query, key, value, distances, sinks, key_bias, attn_mask, seed, index, scale, causal, dropout_p):
+    def forward(query, key, value, distances, sinks, key_bias, attn_mask, seed, index, scale, causal, dropout_p, fill):
         tensors = (query, key, value, distances, sinks, key_bias, attn_mask, seed)
-        return results_of(distance_forward, *tensors, index, scale, causal, dropout_p)
+        output, lse, rows = results_of(distance_forward, *tensors, index, scale, causal, dropout_p)
+        # Backward takes what fills the last block for rows with nothing left: what they see may be NaN.
+        is_fill = torch.arange(rows.shape[2], device=rows.device)[:, None] < fill
+        return output, lse, rows.masked_fill(is_fill, 0)
 
     @staticmethod
     def setup_context(ctx, inputs, results):
-        save(ctx, inputs, results)
+        save(ctx, inputs[:-1], results)
 
     @staticmethod
     @differentiable_once("block_sparse_attention")
     def backward(ctx, grad_output: Tensor | None, grad_lse: Tensor | None, _):
-        return gradients_of(distance_backward, distance_bias_backward, ctx, grad_output, grad_lse)
+        return *gradients_of(distance_backward, distance_bias_backward, ctx, grad_output, grad_lse), None

@@ -18,7 +18,7 @@ from .._ops import ops
 from ..dispatch import Call, choose
 from .live_dropout import STEPS, kept_on_blocks, threshold_of
 from .matmul import allow_tf32
-from .operands import as_added, wide_dtype
+from .operands import as_added, raised, wide_dtype
 
 SCORES_AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 24}
 """Scores that are held at a time: some tens of MB, on a GPU some hundreds. Not fewer than those of one block row."""
@@ -188,14 +188,14 @@ def _add_part(
 
     own = windows if len(windows) == 1 else windows[heads]
     added = own[:, antidiagonal].unfold(-1, block, 1)  # (h or 1, n, block, block)
-    dead = added == float("-inf")
-    scores = _product(given.query[:, heads, tokens], given.key[:, heads], part, block).mul_(scale).add_(added)
+    dead = (added == float("-inf")) | (of_rows(given.share) == 0)
     for mask in _masks(given, heads, tokens, row, columns, block):
         if mask.dtype == torch.bool:
             dead = dead | ~mask
         else:
             dead = dead | (mask == float("-inf"))
-            scores += as_added(mask, scores.dtype)
+            added = raised(added + as_added(mask, added.dtype))
+    scores = _product(given.query[:, heads, tokens], given.key[:, heads], part, block).mul_(scale).add_(added)
     probs = scores.sub_(of_rows(given.maximum)).exp_().mul_(of_rows(given.share))
     grad = _product(given.grad_output[:, heads, tokens], given.value[:, heads], part, block)
     if dropped is not None:

@@ -16,7 +16,7 @@ from ..index.parts import Parts
 from ..index.tiles import Tiles
 from ._library import DTYPES, check_alike, check_scale
 
-# Biases below are counted as this: the sum of several, times log2(e), must not reach -inf, which masks.
+# Finite biases below count as this, and so do sums of them: times log2(e) they must not reach -inf, which masks.
 LOWEST_BIAS = -1e30
 
 
@@ -170,8 +170,14 @@ def as_added(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not x.requires_grad:
         # What an expanded view repeats is converted once. With a gradient each repeat has its own.
         x = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
-    x = x.to(torch.promote_types(x.dtype, dtype))
-    return torch.where(x == float("-inf"), x, x.clamp(min=LOWEST_BIAS)).to(dtype).expand(shape)
+    return raised(x.to(torch.promote_types(x.dtype, dtype))).to(dtype).expand(shape)
+
+
+def raised(x: torch.Tensor) -> torch.Tensor:
+    """A bias in fp32 or wider, or a sum of some, that counts as no lower than LOWEST_BIAS; -inf stays. The gradient is
+    that of x, as it is in kernels."""
+    lowest = LOWEST_BIAS + (x - x.detach()) if x.requires_grad else LOWEST_BIAS
+    return torch.where((x < LOWEST_BIAS) & (x != float("-inf")), lowest, x)
 
 
 def matrices(x: torch.Tensor, dtype: torch.dtype, keys: int) -> torch.Tensor:

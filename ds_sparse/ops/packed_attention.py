@@ -76,13 +76,14 @@ def packed_attention(
         return as_given(window_attention(query, key, value, of_row, scale=scale, sinks=sinks))
     index = _own_index(layout, cu_seqlens, block, query, is_nested=cu_seqlens is not given)
     check_heads(index.blocks, query, key)
-    back = index.aligned, index.tokens_of, index.exists[0]
+    exists = index.exists[0]
+    back = index.aligned, index.tokens_of, None, exists
     factor = factor_of(scale, query.shape[-1])
     if sinks is None and is_read_in_place(index, query, factor, dropout_p):
         query, key, value = distinct_when_traced(query, key, value)
         output, lse = attention_in_place(query, key, value, index, factor, causal)
     else:
-        query, key, value = (_Moved.apply(x, index.tokens_of, index.aligned, None) for x in (query, key, value))
+        query, key, value = (_Moved.apply(x, index.tokens_of, index.aligned, exists, None) for x in (query, key, value))
         output, lse = attend(
             query, key, value, index.causal_blocks(causal), key_padding_mask=index.exists, causal=causal,
             dropout_p=dropout_p, scale=scale, sinks=sinks, return_lse=True,
@@ -130,24 +131,30 @@ def _row_index(
     return row_index_of(layout, cu_seqlens, block, query.shape[2], causal, query.device)
 
 
+def _moved(x: torch.Tensor, numbers: torch.Tensor, exists: torch.Tensor | None) -> torch.Tensor:
+    x = x.index_select(2, numbers)
+    return x if exists is None else x.masked_fill_(~exists.view(-1, *[1] * (x.dim() - 3)), 0)
+
+
 class _Moved(Function):
-    """The tokens of x (1, H, ...) that `numbers` names; its own go back by `inverse`. where: of those that the gradient
-    is of, which exist; None: all of them."""
+    """The tokens of x (1, H, ...) that `numbers` names; their gradients go back by `inverse`. exists, existed: which of
+    the result, and of x, there are, the others are zeros; None: all of them."""
 
     @staticmethod
     def forward(
-        x: torch.Tensor, numbers: torch.Tensor, inverse: torch.Tensor, where: torch.Tensor | None
+        x: torch.Tensor,
+        numbers: torch.Tensor,
+        inverse: torch.Tensor,
+        exists: torch.Tensor | None,
+        existed: torch.Tensor | None,
     ) -> torch.Tensor:
-        return x.index_select(2, numbers)
+        return _moved(x, numbers, exists)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        _, _, ctx.inverse, ctx.where = inputs
+        _, _, ctx.inverse, _, ctx.existed = inputs
 
     @staticmethod
     @differentiable_once("block_sparse_attention")
     def backward(ctx, grad: torch.Tensor):
-        grad = grad.index_select(2, ctx.inverse)
-        if ctx.where is not None:
-            grad = grad.masked_fill_(~ctx.where.view(-1, *[1] * (grad.dim() - 3)), 0)
-        return grad, None, None, None
+        return _moved(grad, ctx.inverse, ctx.existed), None, None, None, None

@@ -22,9 +22,9 @@ from ..index.lasting import refuse_without_values
 from ..index.lookup import index_of_layout
 from ..index.master_layout import MasterLayout
 from ..index.parts import Parts, parts_of
-from ._autograd import differentiable_once_in
+from ._autograd import Function, differentiable_once, differentiable_once_in
 from .distance_attention import shifted
-from .operands import as_added, key_bias_of, matrices, wide_dtype
+from .operands import as_added, key_bias_of, matrices, raised, wide_dtype
 
 FEW_QUERIES = 16
 """Query tokens up to which the keys of their block rows are gathered."""
@@ -72,13 +72,29 @@ class Options(NamedTuple):
         bias = self.distance_bias
         return self if bias is None else self._replace(distance_bias=shifted(bias, by))
 
-    def after_queries(self, number: int) -> Options:
-        """Those of so many more queries in front, of which nothing is used."""
+    def after_queries(self, number: int, query: Tensor) -> Options:
+        """Those of so many more queries in front, of which nothing is used: they see no key that the others, `query`,
+        do not, as it may be NaN."""
 
         def of(x: Tensor | None) -> Tensor | None:
-            return x if x is None or x.shape[-2] == 1 else pad(x, (0, 0, number, 0))
+            if x is None or x.shape[-2] == 1:
+                return x
+            return pad(x, (0, 0, number, 0), value=False if x.dtype == torch.bool else float("-inf"))
 
-        return self._replace(attn_mask=of(self.attn_mask), rpe=of(self.rpe))
+        mask = self.attn_mask
+        if self.distance_bias is not None and (mask is None or mask.shape[-2] == 1):
+            # Its -inf go by distance.
+            there = torch.ones(query.shape[2], 1, dtype=torch.bool, device=query.device)
+            mask = there if mask is None else mask.expand(*mask.shape[:-2], query.shape[2], -1)
+        return self._replace(attn_mask=of(mask), rpe=of(self.rpe))
+
+    def with_wide_gradients(self, dtype: torch.dtype) -> Options:
+        """Those whose gradients, of several calls and sequences, are added up in `dtype` or wider."""
+
+        def of(x: Tensor | None) -> Tensor | None:
+            return x if x is None or not x.requires_grad else x.to(torch.promote_types(x.dtype, dtype))
+
+        return self._replace(rpe=of(self.rpe), distance_bias=of(self.distance_bias), sinks=of(self.sinks))
 
 
 def parts_at(
@@ -147,6 +163,7 @@ def attention_at(
         offsets, parts: from `parts_at`.
         device: where the index is to be.
     """
+    options = options.with_wide_gradients(wide_dtype(query.dtype))
     if query.shape[2] <= FEW_QUERIES:
         query, key, value = differentiable_once_in("block_sparse_attention", query, key, value)
         options = options.differentiable_once_in("block_sparse_attention")
@@ -183,24 +200,29 @@ def window_at(
     part = slice(max(0, offset - widest), offset + tokens + (0 if options.causal else widest))
     key, value, options, offset = key[:, :, part], value[:, :, part], options.of_keys(part), offset - part.start
     keys = key.shape[2]
+    at, of_heads = torch.arange(keys, device=query.device), torch.tensor(windows, device=query.device)
     if tokens > FEW_QUERIES:
         query = pad(query, (0, 0, offset, keys - offset - tokens))
+        if len(windows) > 1:
+            # What fills up sees, in a head, keys that only the wider windows of others have, and they may be NaN.
+            away = torch.maximum(offset - at, at - (offset + tokens - 1))
+            is_read = away <= of_heads.unflatten(0, (key.shape[1], -1)).amax(1, keepdim=True)
+            key, value = (x.masked_fill(~is_read.unsqueeze(-1), 0) for x in (key, value))
         numbers = {"causal": options.causal, "scale": options.scale, "sinks": options.sinks}
         output = attend(query, key, value, windows, key_padding_mask=options.key_padding_mask, **numbers)
         return output[:, :, offset : offset + tokens]
     query, key, value = differentiable_once_in("window_attention", query, key, value)
     options = options.differentiable_once_in("window_attention")
-    away = torch.arange(keys, device=query.device) - torch.arange(offset, offset + tokens, device=query.device)[:, None]
-    seen = away.abs() <= torch.tensor(windows, device=query.device)[:, None, None]
+    away = at - torch.arange(offset, offset + tokens, device=query.device)[:, None]
+    seen = away.abs() <= of_heads[:, None, None]
     seen = seen & (away <= 0) if options.causal else seen
     seen, bias = seen[None], torch.zeros((), dtype=wide_dtype(query.dtype), device=query.device)
     with _in_own_dtype(query):
         if options.key_padding_mask is not None:
             of_keys = key_bias_of(options.key_padding_mask, bias.dtype, keys, True)[:, None, None]
             seen, bias = _with_bias(seen, bias, of_keys)
-            is_read = seen.any(2).any(1)[:, None, :, None]
-            key, value = (x.masked_fill(~is_read, 0) for x in (key, value))
-        return _plainly(query, key, value, seen, bias, options)[0]
+        all_seen = tokens == 1 and len(windows) == 1 and options.key_padding_mask is None
+        return _plainly(query, key, value, seen, bias, options, all_seen)[0]
 
 
 def check_window_offset(offset: object, tokens: int, keys: int) -> int:
@@ -240,7 +262,7 @@ def _in_blocks(
     first, before = divmod(offset, block)
     rows, columns = range(first, -(-(offset + tokens) // block)), -(-keys // block)
     if before:
-        query, options = pad(query, (0, 0, before, 0)), options.after_queries(before)
+        query, options = pad(query, (0, 0, before, 0)), options.after_queries(before, query)
     options = options.away(-first * block)
 
     def call(columns: range, causal: bool, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -266,8 +288,9 @@ def merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Te
     """Output and lse of attention over the keys of two calls together, each with output and lse."""
     nothing = (one[1] == float("-inf")) & (other[1] == float("-inf"))
     a, b = (lse.masked_fill(nothing, 0) for _, lse in (one, other))
-    share = torch.sigmoid(a - b).unsqueeze(-1)
-    output = (one[0] * share + other[0] * (1 - share)).to(one[0].dtype)
+    # 1 - share would lose a small one, also in gradients.
+    share, rest = torch.stack([a, b]).softmax(0).unsqueeze(-1)
+    output = (one[0] * share + other[0] * rest).to(one[0].dtype)
     return output, torch.logaddexp(a, b).masked_fill(nothing, float("-inf"))
 
 
@@ -290,7 +313,6 @@ def _gathered(
         of_keys = of_keys[:, None, None].expand(len(query), token.shape[1], 1, -1)
         of_keys = of_keys.gather(-1, token.unsqueeze(2).expand(len(of_keys), -1, -1, -1))
         seen, scores_bias = _with_bias(seen, scores_bias, of_keys)
-    is_read = seen.any(2).unsqueeze(-1)
     for bias in (options.attn_mask, options.rpe):
         if bias is not None:
             of_pairs = matrices(bias, query.dtype, key.shape[2])
@@ -300,30 +322,76 @@ def _gathered(
     if options.distance_bias is not None:
         of_pairs = _by_distance(options.distance_bias, offsets, query.shape[2], token, wide)
         seen, scores_bias = _with_bias(seen, scores_bias, of_pairs)
-    key, value = (_of_tokens(x, token, query.shape[1]) for x in (key, value))
-    if options.key_padding_mask is not None or not listed.all_read:
-        # What no query sees may be NaN.
-        key, value = (x.masked_fill(~is_read, 0) for x in (key, value))
-    return _plainly(query, key, value, seen, scores_bias, options)
+    # Gradients of heads that share a key are added up before they are rounded.
+    key, value = (_of_tokens(x.to(wide) if x.requires_grad else x, token, query.shape[1]) for x in (key, value))
+    masks = (options.key_padding_mask, options.attn_mask, options.rpe, options.distance_bias)
+    all_seen = query.shape[2] == 1 and listed.all_read and all(x is None for x in masks)
+    return _plainly(query, key, value, seen, scores_bias, options, all_seen)
 
 
 def _plainly(
-    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, bias: Tensor, options: Options
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, bias: Tensor, options: Options, all_seen: bool
 ) -> tuple[Tensor, Tensor]:
     """Output and lse of few queries (B, H, T, D), in fp32 or wider.
 
     Args:
         key, value: (B, Hkv, M, D).
-        seen: bool, which broadcasts to (B, H, T, M); bias: what is added to the scores, alike.
+        seen: bool, which broadcasts to (B, H, T, M); bias: the sum of what is added to the scores, alike.
+        all_seen: whether it is known that all is seen; else what is not may be NaN.
     """
     tokens, wide = query.shape[2], wide_dtype(query.dtype)
     key, value = key.to(wide), value.to(wide)
-    grouped = (query.to(wide) * options.scale).unflatten(1, (key.shape[1], -1)).flatten(2, 3)
-    scores = (grouped @ key.mT).unflatten(2, (-1, tokens)).flatten(1, 2) + bias
+    scaled = query.to(wide) * options.scale
+
+    def grouped(x: Tensor) -> Tensor:
+        """By heads of keys, (B, Hkv, H / Hkv * T, ...)."""
+        return x.unflatten(1, (key.shape[1], -1)).flatten(2, 3)
+
+    def by_heads(x: Tensor) -> Tensor:
+        return x.unflatten(2, (-1, tokens)).flatten(1, 2)
+
+    of_groups = None if all_seen else grouped(seen.expand(*query.shape[:3], -1))
+    scores = by_heads(_Product.apply(grouped(scaled), key.mT, of_groups, None)) + (raised(bias) if bias.dim() else bias)
     probs, lse = _softmax(scores.masked_fill(~seen, float("-inf")), seen, options.sinks)
     probs = dropout(probs, options.dropout_p) if options.dropout_p else probs
-    output = probs.unflatten(1, (key.shape[1], -1)).flatten(2, 3) @ value
-    return output.unflatten(2, (-1, tokens)).flatten(1, 2).to(query.dtype), lse
+    output = by_heads(_Product.apply(grouped(probs), value, None, of_groups))
+    return output.to(query.dtype), lse
+
+
+class _Product(Function):
+    """a @ b: `of_result`, bool, the numbers of the product that count, or `of_a` those of a; None: all. What does not
+    count adds nothing to what does, nor to gradients, whatever it is."""
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor, of_result: Tensor | None, of_a: Tensor | None) -> Tensor:
+        return _contained(a, of_a, b)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        a, b, of_result, of_a = inputs
+        ctx.save_for_backward(a, b, of_result, of_a)
+
+    @staticmethod
+    @differentiable_once("block_sparse_attention")
+    def backward(ctx, grad: Tensor):
+        a, b, of_result, of_a = ctx.saved_tensors
+        grad_a = _contained(grad, of_result, b.mT)
+        if of_a is not None:
+            grad_a = grad_a.masked_fill(~of_a, 0)
+        if of_result is None:
+            grad_b = _contained(a.mT, None if of_a is None else of_a.mT, grad)
+        else:
+            grad_b = _contained(grad.mT, of_result.mT, a).mT
+        return grad_a, grad_b, None, None
+
+
+def _contained(a: Tensor, live: Tensor | None, b: Tensor) -> Tensor:
+    """a @ b over the numbers of a that are live: NaN where one of them meets one of b that is not finite."""
+    if live is None:
+        return a @ b
+    finite = b.isfinite()
+    spoilt = live.to(b.dtype) @ (~finite).to(b.dtype) > 0
+    return (a.masked_fill(~live, 0) @ b.masked_fill(~finite, 0)).masked_fill(spoilt, float("nan"))
 
 
 def _of_tokens(x: Tensor, token: Tensor, heads: int) -> Tensor:
@@ -353,7 +421,7 @@ def _with_bias(seen: Tensor, total: Tensor, bias: Tensor) -> tuple[Tensor, Tenso
     if bias.dtype == torch.bool:
         return seen & bias, total
     masked = bias == float("-inf")
-    return seen & ~masked, total + bias.masked_fill(masked, 0).to(total.dtype)
+    return seen & ~masked, total + as_added(bias, total.dtype).masked_fill(masked, 0)
 
 
 def _softmax(scores: Tensor, seen: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -365,4 +433,7 @@ def _softmax(scores: Tensor, seen: Tensor, sinks: Tensor | None) -> tuple[Tensor
         scores, alive = torch.cat([scores, of_sinks], -1), alive | (of_sinks > float("-inf"))
     scores = scores.masked_fill(~alive, 0)
     probs = (torch.softmax(scores, -1) * alive)[..., :keys]
-    return probs, torch.logsumexp(scores, -1).masked_fill(~alive[..., 0], float("-inf"))
+    # The gradient of logsumexp subtracts its result, in which a log is lost beside scores of -1e30.
+    highest = scores.detach().amax(-1, keepdim=True)
+    lse = torch.logsumexp(scores - highest, -1) + highest.squeeze(-1)
+    return probs, lse.masked_fill(~alive[..., 0], float("-inf"))

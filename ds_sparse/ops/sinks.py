@@ -62,7 +62,7 @@ def grad_of_sinks(
     sums = rows[..., 1]
     alone = (given > float("-inf")).to(sums.dtype)  # of a row with nothing else
     probability = torch.where(sums > 0, (given - rows[..., 0]).exp() / sums, alone)
-    grad = -(grad_output.to(rows.dtype) * output).sum(-1)
+    grad = -(grad_output.to(rows.dtype) * output).sum(-1).masked_fill(sums == 0, 0)
     if grad_lse is not None:
         grad = grad + grad_lse
     return (probability * grad).sum((0, 2)).to(sinks.dtype)

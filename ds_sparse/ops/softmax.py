@@ -21,7 +21,8 @@ class Softmax(OnLayout):
 
     Differentiable in x, and in rpe and the masks where they are added. Out of place. Statistics in fp32 or wider. A row
     with nothing left (no live block, or -inf throughout) gives zeros and zero gradient; finite large negatives such as
-    -10000 or finfo.min are ordinary arithmetic. Source: DeepSpeed's `Softmax`.
+    -10000 or finfo.min are ordinary arithmetic (biases below -1e30, and sums of them, count as -1e30). Source:
+    DeepSpeed's `Softmax`.
 
     Args:
         layout: tensor of bool, or of 0 and 1 in any type, (R, C) or (H or 1, R, C), one head shared by any number of

@@ -17,7 +17,7 @@ from ..index import TokenIndex
 from ..index.packed_pairs import mask_of_documents
 from ._autograd import first_derivatives_only
 from ._library import check_inputs, under_autocast
-from .operands import broadcasts, factor_of, of_flash
+from .operands import broadcasts, factor_of, of_flash, raised
 from .packed_operands import check_row, is_packed, packed_operands
 from .token import NAMES, Lists, as_4d, check_operands, packed_documents, token_index
 
@@ -86,7 +86,7 @@ def masked_attention(
     if mask.dtype == torch.bool:
         seen, scores = mask, scores.masked_fill(~mask, float("-inf"))
     else:
-        seen, scores = mask != float("-inf"), scores + mask
+        seen, scores = mask != float("-inf"), scores + raised(mask)
         # A finite number, such as the lowest of fp16, hides no key: the sum must not become -inf.
         scores = scores.clamp(min=torch.finfo(scores.dtype).min).masked_fill(~seen, float("-inf"))
     # A row of -inf would become NaN; 0 in its place becomes 0 again after the softmax.

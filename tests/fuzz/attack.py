@@ -11,9 +11,13 @@ from dataclasses import dataclass, field, replace
 from . import blocks, pairs, windows
 from .cases import Case, Draw
 from .compare import Outcome, check
+from .spoilt import planted
 
 OPERATIONS = blocks.OPERATIONS | windows.OPERATIONS | pairs.OPERATIONS
-SHARES = {"block_sparse_attention": 6, "MatMul": 3, "Softmax": 3, "window_attention": 3, "sparse_attn": 3}
+SHARES = {
+    "block_sparse_attention": 6, "attention at an offset": 4, "packed attention": 3, "MatMul": 3, "Softmax": 3,
+    "window_attention": 4, "sparse_attn": 3,
+}  # fmt: skip
 TURNS = [name for name in OPERATIONS for _ in range(SHARES.get(name, 1))]
 """An operation for each number, one round after another."""
 PROGRESS = 30.0
@@ -47,7 +51,8 @@ def case_of(seed: int, number: int, device: str, skew: float = 0.0) -> Case:
     poisoned, threads = draw.pick("poisoned memory", (True, False)), draw.pick("threads", (1,) * 9 + (3,))
     if operation_of(number) == "torch_sparse_attention" and device == "cuda":
         poisoned = False  # torch 2.11 raises in its backward pass under deterministic algorithms, which poisoning takes
-    return replace(OPERATIONS[operation_of(number)](draw, 1 + skew), poisoned=poisoned, threads=threads)
+    case = planted(draw, OPERATIONS[operation_of(number)](draw, 1 + skew))
+    return replace(case, poisoned=poisoned, threads=threads)
 
 
 def outcome_of(case: Case, device: str) -> Outcome:

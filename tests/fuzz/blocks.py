@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
-from ds_sparse import BlockIndex, MatMul, Softmax, block_sparse_attention
+from ds_sparse import BlockIndex, MatMul, PackedIndex, Softmax, block_sparse_attention
 from ds_sparse.ops.attention import dropout_seed
 from ds_sparse.reference import dropout_keep
 
 from . import reference
 from .cases import Case, Draw
+from .documents import draw_documents
 from .meanings import Attention, Product, RowSoftmax, Tensors
 from .reference import as_bias, blocks_of, dense_of, kept, seen_tokens
 
@@ -35,19 +37,47 @@ def given_layout(draw: Draw, layout: Tensor, block: int) -> Callable[[str], Tens
     given = layout.to(form)
     if len(layout) == 1 and draw.maybe(0.5):
         given = given[0]
-    as_index = draw.maybe(0.3)
-    draw.words["layout as"] = f"{'BlockIndex' if as_index else 'tensor'} {tuple(given.shape)}"
-    return lambda device: BlockIndex.build(given.to(device), block) if as_index else given.to(device)
+    kind = draw.random.choice(("tensor",) * 5 + ("BlockIndex", "BlockIndex", "BlockMask"))
+    draw.words["layout as"] = f"{kind} {tuple(given.shape)}"
+    if kind == "BlockMask":
+        mask = block_mask(draw, layout, block)
+        return lambda device: BlockIndex.from_flex(mask.to(device), partial="live")
+    return lambda device: BlockIndex.build(given.to(device), block) if kind == "BlockIndex" else given.to(device)
 
 
-def attention(draw: Draw, skew: float) -> Case:
+def block_mask(draw: Draw, layout: Tensor, block: int) -> BlockMask:
+    """A mask of flex attention made of lists: each row's blocks in any order, and anything behind them."""
+    heads, rows, columns = layout.shape
+    counts = layout.sum(-1)
+    order = torch.where(layout, draw.uniform(heads, rows, columns), 2).argsort(-1)
+    width = max(1, int(counts.max())) if draw.maybe(0.5) else columns
+    filler = draw.pick("behind lists", (None, 0, -1, 99))
+    if filler is not None:
+        order = torch.where(torch.arange(columns) < counts[..., None], order, filler)
+    return BlockMask.from_kv_blocks(
+        counts[None].int(), order[None, ..., :width].int(), BLOCK_SIZE=block,
+        seq_lengths=(rows * block, columns * block), compute_q_blocks=False,
+    )  # fmt: skip
+
+
+def attention(draw: Draw, skew: float, at_offset: bool = False) -> Case:
+    """at_offset: of queries that begin at a position of their own, few and many."""
     dtype, block = draw.dtype(float64_on_cuda=False), draw.pick("block", (8, 16, 16, 32, 64, 128))
     rows, columns = sizes_of_layout(draw, block)
-    tokens = rows * block - draw.pick("", (0, 0, 1, 5, block - 1))
+    if at_offset:
+        tokens = min(draw.pick("queries", (1, 1, 3, 16, 17, 30, 64)), rows * block)
+    else:
+        tokens = rows * block - draw.pick("", (0, 0, 1, 5, block - 1))
     keys = columns * block - draw.pick("", (0, 0, 1, 6, block - 1))
     group, key_heads = draw.pick("group", (1, 1, 1, 2, 3)), draw.size("key heads", (1, 2, 2))
     batch, depth = draw.size("batch", (1, 1, 2, 2, 3)), draw.pick("head size", HEAD_DIMS)
     heads, full = group * key_heads, (batch, group * key_heads, tokens, keys)
+    offsets, offset = [0], None
+    if at_offset:
+        several = batch > 0 and draw.maybe(0.5)
+        offsets = [draw.random.randint(0, rows * block - tokens) for _ in range(batch if several else 1)]
+        offset = torch.tensor(offsets) if several else offsets[0]
+        draw.words["query_offset"] = str(offset)
     layout = draw.layout(heads, rows, columns, block)
     layout_of = given_layout(draw, layout, block)
     tensors: Tensors = {"query": draw.values("query", (batch, heads, tokens, depth), dtype)}
@@ -57,7 +87,7 @@ def attention(draw: Draw, skew: float) -> Case:
     if draw.maybe(0.3):
         tensors["rpe"] = draw.bias("rpe", draw.subset(full, draw.pick("", (2, 3, 4))), bias_dtype, may_be_bool=False)
     elif draw.maybe(0.2):
-        distances = 2 * (max(tokens, keys) + draw.pick("", (0, 0, 3))) - 1
+        distances = 2 * (max(max(offsets) + tokens, keys) + draw.pick("", (0, 0, 3))) - 1
         shape = (draw.pick("heads of distances", (1, heads)), distances)
         tensors["distance_bias"] = draw.bias("distance_bias", shape, bias_dtype, may_be_bool=False)
     if draw.maybe(0.3):
@@ -65,18 +95,20 @@ def attention(draw: Draw, skew: float) -> Case:
     if draw.maybe(0.3):
         tensors["key_padding_mask"] = draw.bias("key_padding_mask", draw.subset((batch, keys), 2), bias_dtype)
     scale, causal, with_lse = draw.scale(), draw.pick("causal", (False, False, True)), draw.pick("lse", (False, True))
-    dropout_p = draw.pick("dropout", (0.0, 0.0, 0.0, 0.1, 0.6))
+    dropout_p = 0.0 if at_offset else draw.pick("dropout", (0.0, 0.0, 0.0, 0.1, 0.6))
     factor = depth**-0.5 if scale is None else scale
     options: dict[str, Any] = {"scale": factor * skew if skew != 1 else scale, "causal": causal}
     options |= {"dropout_p": dropout_p, "block": block if rows * columns == 1 or draw.maybe(0.5) else None}
-    if options["block"] is None and fits_another(block, (rows, columns), tokens, keys):
+    if options["block"] is None and (at_offset or fits_another(block, (rows, columns), tokens, keys)):
         options["block"] = block
     random_seed = draw.random.randrange(2**31)
 
     def call(given: Tensors) -> Tensors:
         torch.manual_seed(random_seed)
+        device = str(given["query"].device)
+        at = offset.to(device) if isinstance(offset, Tensor) else offset
         found = block_sparse_attention(
-            **given, layout=layout_of(str(given["query"].device)), **options, return_lse=with_lse
+            **given, layout=layout_of(device), **options, query_offset=at, return_lse=with_lse
         )
         return dict(zip(("output", "lse"), found)) if with_lse else {"output": found}
 
@@ -92,21 +124,78 @@ def attention(draw: Draw, skew: float) -> Case:
         kept_of_blocks = dropout_keep(seed, offset, batch, heads, rows * block, keys, dropout_p).flip(2)
         return kept_of_blocks[:, :, :tokens].double() / (1 - share)
 
-    seen = seen_tokens(layout, block, tokens, keys)
-    seen = seen & reference.before(tokens, keys) if causal else seen
+    blocks = torch.stack([seen_tokens(layout, block, tokens, keys, at) for at in offsets])
+    seen = blocks & torch.stack([reference.before(tokens, keys, at)[None] for at in offsets]) if causal else blocks
     biases = {name: as_bias for name in ("rpe", "attn_mask") if name in tensors}
     if "key_padding_mask" in tensors:
         biases["key_padding_mask"] = over_keys
     if "distance_bias" in tensors:
-        biases["distance_bias"] = lambda bias: by_distance(bias, tokens, keys)
-    meaning = Attention(("query", "key", "value"), seen, factor, biases, keep, with_lse=with_lse, bias_dtype=bias_dtype)
+        biases["distance_bias"] = lambda bias: torch.cat([by_distance(bias, tokens, keys, at) for at in offsets])
+    meaning = Attention(
+        ("query", "key", "value"), seen, factor, biases, keep, with_lse=with_lse, bias_dtype=bias_dtype,
+        blocks=blocks, in_parts=at_offset and causal and tokens > 16,
+    )  # fmt: skip
     wanted = ("query", "key", "value", *(name for name in ("rpe", "distance_bias") if name in tensors))
-    return Case("block_sparse_attention", dtype, tensors, wanted, call, meaning, draw.grads(), draw.words)
+    name = "attention at an offset" if at_offset else "block_sparse_attention"
+    return Case(name, dtype, tensors, wanted, call, meaning, draw.grads(), draw.words)
 
 
-def by_distance(bias: Tensor, tokens: int, keys: int) -> Tensor:
+def packed(draw: Draw, skew: float) -> Case:
+    """Documents of a row, which end inside a block or not."""
+    dtype, block = draw.dtype(float64_on_cuda=False), draw.pick("block", (8, 16, 16, 32, 64, 128))
+    tokens, group, key_heads = draw.pick("tokens", (20, 33, 64, 1, 100, 129)), draw.pick("group", (1, 1, 2)), 2
+    heads, depth = group * key_heads, draw.pick("head size", HEAD_DIMS)
+    tensors: Tensors = {"query": draw.values("query", (1, heads, tokens, depth), dtype)}
+    for name in ("key", "value"):
+        tensors[name] = draw.values(name, (1, key_heads, tokens, depth), dtype)
+    documents = draw_documents(draw, tokens)
+    is_own, side = documents.layout == "own", -(-tokens // block)
+    layout = draw.layout(heads, side, side, block)
+    layout_of = given_layout(draw, layout, block)
+    form = draw.pick("operands", ("rows", "tokens first", "nested"))
+    with_lse = is_own and form != "nested" and draw.pick("lse", (False, True))
+    scale, causal, as_index = (
+        draw.scale(),
+        draw.pick("causal", (False, True)),
+        is_own and form != "nested" and draw.maybe(0.3),
+    )
+    factor = depth**-0.5 if scale is None else scale
+    options: dict[str, Any] = {"scale": factor * skew if skew != 1 else scale, "causal": causal}
+
+    def folded(x: Tensor) -> Tensor:
+        if form == "nested":
+            edges = documents.cu_seqlens.to(x.device)
+            return torch.nested.nested_tensor_from_jagged(x[0].transpose(0, 1), edges).transpose(1, 2)
+        return x if form == "rows" else x[0].transpose(0, 1)
+
+    def unfolded(x: Tensor) -> Tensor:
+        return x.values()[None] if x.is_nested else x if form == "rows" else x.transpose(0, 1)[None]
+
+    def call(given: Tensors) -> Tensors:
+        device, own = str(given["query"].device), {}
+        of_layout: Any = layout_of(device)
+        if as_index:
+            of_layout = PackedIndex.build(of_layout, documents.cu_seqlens, block)
+        else:
+            own = {"block": block, "document_layout": documents.layout}
+            if form != "nested":
+                own["cu_seqlens"] = documents.cu_seqlens.to(device)
+        operands = {name: folded(x) for name, x in given.items()}
+        found = block_sparse_attention(**operands, layout=of_layout, **own, **options, return_lse=with_lse)
+        results = dict(zip(("output", "lse"), found)) if with_lse else {"output": found}
+        return {name: unfolded(x) for name, x in results.items()}
+
+    as_one = seen_tokens(layout, block, tokens, tokens)
+    blocks = documents.of_row(as_one, False)
+    seen = documents.of_row(as_one & reference.before(tokens, tokens), False) if causal else blocks
+    names = ("query", "key", "value")
+    meaning = Attention(names, seen, factor, with_lse=with_lse, blocks=blocks)
+    return Case("packed attention", dtype, tensors, names, call, meaning, draw.grads(), draw.words)
+
+
+def by_distance(bias: Tensor, tokens: int, keys: int, offset: int = 0) -> Tensor:
     """A bias by distance (H or 1, 2M - 1) as one of pairs."""
-    distance = torch.arange(keys) - torch.arange(tokens)[:, None]
+    distance = torch.arange(keys) - torch.arange(tokens)[:, None] - offset
     return as_bias(bias[:, distance + bias.shape[1] // 2])[None]
 
 
@@ -231,4 +320,10 @@ def added_or_kept(mode: str, over: bool) -> Callable[[Tensor], Tensor]:
     return bias
 
 
-OPERATIONS = {"block_sparse_attention": attention, "MatMul": matmul, "Softmax": softmax}
+OPERATIONS = {
+    "block_sparse_attention": attention,
+    "attention at an offset": lambda draw, skew: attention(draw, skew, at_offset=True),
+    "packed attention": packed,
+    "MatMul": matmul,
+    "Softmax": softmax,
+}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ds_sparse import native
 
-from .reference import Scored
+from .reference import LOWEST_BIAS, Scored
 
 EXACT = 2.0**-53
 """u of the reference."""
@@ -128,6 +128,8 @@ class Softened:
         added = sum((b.detach().abs().nan_to_num(0, 0, 0) for b in scored.biases), torch.zeros(()))
         # Factors, biases and the row maximum are rounded one after the other, in units of the power of 2; then that.
         exponent = of_scores + u * (4 * (scored.scores.detach().abs() + added) + 2 * below + 6)
+        # Beside the lowest number a score is lost, here and there.
+        exponent = torch.where(scored.is_lowest & (scored.logits.detach() == LOWEST_BIAS), 6 * u, exponent)
         exponent = torch.where(live, exponent, 0)
         weighted = torch.where(probs > 0, probs * exponent.expm1(), 0).sum(-1, keepdim=True)
         largest = exponent.amax(-1, keepdim=True) if live.numel() else weighted
@@ -150,6 +152,7 @@ class Attended:
         factor: of the scores.
         keep: what dropout makes of a probability: 0, or the factor above 1; broadcast to the scores.
         grad_lse: (B, H, T) or None.
+        in_parts: whether results of two parts of the keys are stored, and added up.
     """
 
     query: Tensor
@@ -160,6 +163,7 @@ class Attended:
     keep: Tensor
     grad: Tensor
     grad_lse: Tensor | None
+    in_parts: bool = False
 
 
 def of_attention(x: Attended, units: Units) -> dict[str, Tensor]:
@@ -168,7 +172,12 @@ def of_attention(x: Attended, units: Units) -> dict[str, Tensor]:
     u, probs = units.sums, x.scored.probs.detach()
     q, k, v, go = x.query.abs(), x.key.abs(), x.value.abs(), x.grad.abs()
     factor, depth, width = abs(x.factor), x.query.shape[-1], x.value.shape[-1]
-    soft = Softened(x.scored, u * walk(depth, q, k) * factor * (q @ k.mT), units)
+    of_products = u * walk(depth, q, k) * factor * (q @ k.mT)
+    if x.in_parts:
+        # A probability is that in its part, times a power of the difference of two lse.
+        sizes_of_rows = x.scored.scores.detach().abs() + (x.scored.logits - x.scored.scores).detach().abs()
+        of_products = of_products + 8 * u * (sizes_of_rows * x.scored.live).amax(-1, keepdim=True)
+    soft = Softened(x.scored, of_products, units)
 
     row_live, column_live = x.scored.live.sum(-1, keepdim=True), x.scored.live.sum(-2).unsqueeze(-1)
     row_terms, column_terms = walk(row_live), walk(column_live)
@@ -181,6 +190,11 @@ def of_attention(x: Attended, units: Units) -> dict[str, Tensor]:
     weights = probs * x.keep
     output = weights @ x.value
     of_output = handed @ v + u * row_terms * (weights @ v) + 3 * u * output.abs() + row_flushed
+    of_value = torch.zeros(())
+    if x.in_parts:
+        # Each part's output, and its gradient, is stored; those of keys have terms of either.
+        of_output = of_output + 2 * units.stored * (weights @ v)
+        of_value = 2 * units.stored * (weights.mT @ go)
     rounded = stored(output, of_output, units)
 
     grad_probs, sizes = (x.grad @ x.value.mT) * x.keep, (go @ v.mT) * x.keep
@@ -190,6 +204,9 @@ def of_attention(x: Attended, units: Units) -> dict[str, Tensor]:
     inner = grad_probs - delta + lse_grad
     of_inner = u * walk(width) * sizes + of_delta + 3 * u * (grad_probs.abs() + delta.abs() + lse_grad.abs())
     of_inner = of_inner + 2 * units.flushed * width
+    if x.in_parts:
+        largest = (sizes * x.scored.live).amax(-1, keepdim=True)
+        of_inner = of_inner + 4 * (u * walk(width) + units.stored) * largest
     scores = probs * inner
     of_scores = soft.probs * (inner.abs() + of_inner) + probs * of_inner + 2 * u * scores.abs()
     of_scores = of_scores + torch.finfo(torch.float32 if u > 1e-12 else torch.float64).tiny * x.scored.live.double()
@@ -197,12 +214,13 @@ def of_attention(x: Attended, units: Units) -> dict[str, Tensor]:
     given = given * x.scored.live
 
     terms = scores.abs() + of_scores
+    of_query = units.stored * factor * (terms @ k) if x.in_parts else torch.zeros(())
     return {
         "output": of_output,
         "lse": soft.lse,
-        "query": factor * (given @ k + u * (row_terms + 2) * (terms @ k)) + row_flushed,
+        "query": factor * (given @ k + u * (row_terms + 2) * (terms @ k)) + row_flushed + of_query,
         "key": factor * (given.mT @ q + u * (column_terms + 2) * (terms.mT @ q)) + column_flushed,
-        "value": handed_backward.mT @ go + u * (column_terms + 2) * (weights.mT @ go) + column_flushed,
+        "value": handed_backward.mT @ go + u * (column_terms + 2) * (weights.mT @ go) + column_flushed + of_value,
         "scores": of_scores,
         "of scores": scores,
     }

@@ -18,7 +18,16 @@ from .meanings import Meaning, Tensors
 T = TypeVar("T")
 
 VIEWS = ("as it is", "as it is", "as it is", "transposed", "sliced", "offset", "expanded", "tokens first", "packed")
-VALUES = ("normal",) * 6 + ("large", "tiny", "rows alike", "constant rows", "whole numbers", "zeros", "of all sizes")
+VALUES = ("normal",) * 6 + (
+    "large",
+    "very large",
+    "tiny",
+    "rows alike",
+    "constant rows",
+    "whole numbers",
+    "zeros",
+    "of all sizes",
+)
 DENSITIES = (0.5, 0.5, 0.2, 0.8, 1.0, 0.05, 0.0)
 
 
@@ -35,6 +44,8 @@ class Case:
         words: what was drawn, to be read.
         poisoned: memory that PyTorch hands out uninitialised holds NaN.
         threads: of the CPU, that the operation has.
+        planted: by name, tokens (B, H, T) of an operand, or of the output's gradient, whose numbers are `number`; the
+            meaning is of zeros there.
     """
 
     operation: str
@@ -48,6 +59,8 @@ class Case:
     composed: bool = False
     poisoned: bool = True
     threads: int = 1
+    planted: dict[str, Tensor] = field(default_factory=dict)
+    number: float = 0.0
 
 
 @dataclass
@@ -57,7 +70,6 @@ class Draw:
     seed: str
     device: str
     words: dict[str, Any] = field(default_factory=dict)
-    lowest: float | None = None
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -100,9 +112,7 @@ class Draw:
         if may_be_bool and self.maybe(0.5):
             self.words[name] = f"{'x'.join(map(str, shape))} bool"
             return kept
-        low = self.pick("", (-torch.inf, -torch.inf, -10000.0, self.lowest or torch.finfo(dtype).min, 1.0))
-        # The sum of two of them is beyond the dtype.
-        self.lowest = 1.0
+        low = self.pick("", (-torch.inf, -torch.inf, -10000.0, *(torch.finfo(dtype).min,) * 2, 1.0))
         x = self.values(name, shape, dtype)
         self.words[name] += f", {str(dtype).removeprefix('torch.')}, {low} in places"
         return x if torch.equal(kept, torch.ones_like(kept)) else x.masked_fill(~kept, low)
@@ -160,8 +170,8 @@ class Draw:
 
 def spoiled_values(x: Tensor, kind: str, rows: Tensor) -> Tensor:
     """rows: a uniform number for each row of x."""
-    if kind == "large":
-        return x * 6
+    if kind in ("large", "very large"):
+        return x * (6 if kind == "large" else 30)
     if kind == "tiny":
         return x * 2.0**-10
     if kind == "rows alike" and x.dim() > 1:

@@ -13,6 +13,7 @@ from ds_sparse.bench.torch_settings import cpu_threads, poisoned_memory
 from .bounds import units_of
 from .cases import Case, on_device
 from .meanings import Tensors, gradient_of
+from .spoilt import spoilt
 
 
 class Outcome(NamedTuple):
@@ -42,7 +43,9 @@ def _check(case: Case, device: str) -> Outcome:
     leaves = {name: on_device(x, device).requires_grad_(name in case.wanted) for name, x in case.tensors.items()}
     memory: AbstractContextManager = poisoned_memory() if case.poisoned else nullcontext()
     exact_leaves = {
-        name: (x if x.dtype == torch.bool else x.detach().double()).clone().requires_grad_(name in case.wanted)
+        name: (x if x.dtype == torch.bool else without(case, name, x.detach().double()))
+        .clone()
+        .requires_grad_(name in case.wanted)
         for name, x in case.tensors.items()
     }
     expected = case.meaning.results(exact_leaves)
@@ -50,6 +53,10 @@ def _check(case: Case, device: str) -> Outcome:
     with memory, cpu_threads(case.threads):
         ours = case.call(leaves)
         drawn = {name: case.grads(name, x.detach().cpu()) for name, x in ours.items()}
+        clean = {name: x.double() for name, x in drawn.items()}
+        if "output" in case.planted:
+            drawn["output"] = drawn["output"].masked_fill(case.planted["output"].unsqueeze(-1), case.number)
+            clean["output"] = without(case, "output", clean["output"])
         found = dict(ours) | gradients(
             ours, leaves, case.wanted, {name: on_device(x, device) for name, x in drawn.items()}
         )
@@ -63,17 +70,24 @@ def _check(case: Case, device: str) -> Outcome:
             faults.append(f"{name} was written to")
     if faults:
         return Outcome(faults, float("inf"), "")
-    given = {name: x.double() for name, x in drawn.items()}
-    exact = {name: x.detach() for name, x in (expected | gradients(expected, exact_leaves, case.wanted, given)).items()}
-    errors = case.meaning.errors(exact_leaves, given, exact, units_of(case.dtype, device, case.composed))
-    ratio, of = 0.0, ""
+    exact = {name: x.detach() for name, x in (expected | gradients(expected, exact_leaves, case.wanted, clean)).items()}
+    errors = case.meaning.errors(exact_leaves, clean, exact, units_of(case.dtype, device, case.composed))
+    ratio, of, anything = 0.0, "", spoilt(case, device)
     for name in exact:
-        own, sentence = compared(name, found[name].detach().cpu(), exact[name], errors[name])
+        x = found[name].detach().cpu()
+        if name in anything:
+            x = torch.where(anything[name], exact[name].to(x.dtype), x)
+        own, sentence = compared(name, x, exact[name], errors[name])
         if sentence:
             faults.append(sentence)
         if own >= ratio:
             ratio, of = own, name
     return Outcome(faults, ratio, of)
+
+
+def without(case: Case, name: str, x: Tensor) -> Tensor:
+    """Zeros in the place of what is planted."""
+    return x.masked_fill(case.planted[name].unsqueeze(-1), 0) if name in case.planted else x
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -58,6 +58,8 @@ class Attention:
         bias_dtype: in which gradients of biases are stored.
         shares: whether key and value are repeated for the query heads of a group, whose gradients are then rounded one
             by one before they are added up.
+        blocks: of `seen`, what the layout's blocks leave, where there are blocks.
+        in_parts: whether rows may be made of two parts, which are stored before they are added up.
     """
 
     operands: tuple[str, str, str]
@@ -69,6 +71,8 @@ class Attention:
     with_lse: bool = False
     bias_dtype: torch.dtype = torch.float64
     shares: bool = False
+    blocks: Tensor | None = None
+    in_parts: bool = False
 
     def _operands(self, given: Tensors) -> list[Tensor]:
         query, key, value = (given[name] for name in self.operands)
@@ -79,6 +83,10 @@ class Attention:
         query, key, _ = self._operands(given)
         biases = [of(given[name]) for name, of in self.biases.items()]
         return Scored(query @ key.mT * self.factor, self.seen, biases, self.times).solve()
+
+    def live(self, given: Tensors) -> Tensor:
+        """bool (B, H, T, S), the pairs that count."""
+        return self._scored(given).live
 
     def results(self, given: Tensors) -> Tensors:
         scored = self._scored(given)
@@ -98,8 +106,9 @@ class Attention:
         given = {name: x.detach() for name, x in given.items()}
         of_heads = self._gradients_of_heads(given, grads) if self.shares else {}
         attended = bounds.Attended(
-            *self._operands(given), self._scored(given), self.factor, self.keep(), grads["output"], grads.get("lse")
-        )
+            *self._operands(given), self._scored(given), self.factor, self.keep(), grads["output"], grads.get("lse"),
+            self.in_parts,
+        )  # fmt: skip
         found = bounds.of_attention(attended, units)
         errors = {"output": bounds.stored(exact["output"], found["output"], units), "lse": found["lse"]}
         for role, name in zip(("query", "key", "value"), self.operands):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import ds_sparse
 from ds_sparse import TokenIndex
 
 from .cases import DENSITIES, Case, Draw
+from .documents import Documents, draw_documents
 from .meanings import Attention, Product, Tensors
 from .reference import as_bias
 
@@ -124,34 +124,13 @@ class Sizes:
         }.get(self.lead, lambda: x)()  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Documents:
-    """How a row is cut into documents, and what its pairs, or its mask, mean for them."""
-
-    cu_seqlens: Tensor
-    layout: str
-
-    def options(self, device: str) -> dict[str, Any]:
-        return {"cu_seqlens": self.cu_seqlens.to(device), "document_layout": self.layout}
-
-    def of_row(self, x: Tensor, between: float) -> Tensor:
-        """What (..., T, T) of one document, or of the row, is for the whole row."""
-        row = torch.full_like(x, between)
-        for first, end in pairwise(self.cu_seqlens.tolist()):
-            of_x = slice(0, end - first) if self.layout == "own" else slice(first, end)
-            row[..., first:end, first:end] = x[..., of_x, of_x]
-        return row
-
-
-def draw_documents(draw: Draw, sizes: Sizes) -> tuple[Documents | None, Sizes]:
+def documents_and_sizes(draw: Draw, sizes: Sizes) -> tuple[Documents | None, Sizes]:
     """Documents, now and then, where the operands may be a row of them; how the operands are given then."""
     if sizes.batch != 1 or sizes.tokens != sizes.keys or sizes.tokens == 0 or draw.maybe(0.6):
         return None, sizes
-    edges = torch.randint(sizes.tokens + 1, (draw.pick("", (0, 1, 3, 9)),), generator=draw.numbers).tolist()
-    cu_seqlens = torch.tensor(sorted([0, sizes.tokens, *edges]), dtype=draw.pick("", (torch.int32, torch.int64)))
-    draw.words["documents"] = str(cu_seqlens.tolist())
-    documents = Documents(cu_seqlens, draw.pick("layout of documents", ("own", "row")))
-    return documents, replace(sizes, lead=draw.pick("dimensions before", ("as they are", "tokens first")))
+    return draw_documents(draw, sizes.tokens), replace(
+        sizes, lead=draw.pick("dimensions before", ("as they are", "tokens first"))
+    )
 
 
 def draw_sizes(draw: Draw) -> Sizes:
@@ -179,18 +158,27 @@ def attention_of(draw: Draw, skew: float, name: str) -> Case:
     lists = draw_lists(
         draw, sizes.batch, sizes.heads, sizes.tokens, sizes.keys, repeated=name != "torch_sparse_attention"
     )
-    documents, sizes = draw_documents(draw, sizes)
+    documents, sizes = documents_and_sizes(draw, sizes)
     needs_index = documents is not None and documents.layout == "own"
     lists_on = rows_given(draw, lists, ("TokenIndex",)) if needs_index else rows_given(draw, lists)
     scale = draw.scale()
     factor, is_native = sizes.depth**-0.5 if scale is None else scale, name == "sparse_attn"
     with_lse = is_native and draw.pick("lse", (False, True))
+    is_mapped = is_native and sizes.batch > 0 and lists.batch == 1 and documents is None and draw.maybe(0.3)
+    if is_mapped:
+        sizes = replace(sizes, lead="as they are")
+        draw.words["dimensions before"] = "vmap"
 
     def call(given: Tensors) -> Tensors:
         folded = [sizes.folded(x) for x in given.values()]
         options = {"scale": factor * skew if skew != 1 else scale} | ({"return_lse": with_lse} if is_native else {})
         options |= {} if documents is None else documents.options(str(given["q"].device))
-        found = getattr(ds_sparse, name)(*folded, *lists_on(str(given["q"].device)), **options)
+        lists_of = lists_on(str(given["q"].device))
+
+        def operation(*x: Tensor) -> Any:
+            return getattr(ds_sparse, name)(*x, *lists_of, **options)
+
+        found = (torch.vmap(operation) if is_mapped else operation)(*folded)
         results = dict(zip(("output", "lse"), found)) if with_lse else {"output": found}
         return {key: sizes.unfolded(x) for key, x in results.items()}
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 LOWEST_BIAS = -1e30
-"""Finite biases below count as this."""
+"""Finite biases below count as this, and so do sums of them."""
 
 
-def seen_tokens(layout: Tensor, block: int, tokens: int, keys: int) -> Tensor:
-    """Token i sees token j where their block is live: bool (H or 1, T, S) of a layout (H or 1, R, C)."""
-    rows, columns = torch.arange(tokens) // block, torch.arange(keys) // block
+def seen_tokens(layout: Tensor, block: int, tokens: int, keys: int, offset: int = 0) -> Tensor:
+    """Token i sees token j where their block is live: bool (H or 1, T, S) of a layout (H or 1, R, C). offset: the
+    position of the first query."""
+    rows, columns = (torch.arange(tokens) + offset) // block, torch.arange(keys) // block
     return layout.bool()[:, rows][:, :, columns]
 
 
@@ -36,9 +37,9 @@ def seen_in_windows(
     return seen & before(tokens, tokens) if causal else seen
 
 
-def before(tokens: int, keys: int) -> Tensor:
+def before(tokens: int, keys: int, offset: int = 0) -> Tensor:
     """What causality leaves: token i sees token j <= i."""
-    return torch.arange(keys) <= torch.arange(tokens)[:, None]
+    return torch.arange(keys) <= torch.arange(tokens)[:, None] + offset
 
 
 def live_blocks(layout: Tensor, heads: int) -> list[tuple[int, int, int]]:
@@ -108,16 +109,18 @@ class Scored:
     times: Tensor | None = None
 
     def solve(self) -> Scored:
-        """Adds `live`, `logits` (0 where dead), `probs`, and `lse` (-inf where a row has nothing left)."""
-        live, logits = self.seen.expand(self.scores.shape), self.scores
+        """Adds `live`, `logits` (0 where dead), `is_lowest` (of what is added), `probs`, and `lse` (-inf where a row is
+        empty)."""
+        live = self.seen.expand(self.scores.shape)
+        added = torch.zeros((), dtype=torch.float64)
         for bias in self.biases:
             live = live & (bias != -torch.inf)
-            # The gradient passes what is raised.
-            raised = torch.where(bias < LOWEST_BIAS, LOWEST_BIAS + (bias - bias.detach()), bias)
-            logits = logits + torch.where(bias == -torch.inf, 0, raised)
-        self.live, self.logits = live, torch.where(live, logits, 0)
+            added = added + raised(torch.where(bias == -torch.inf, 0, bias))
+        added = raised(added)
+        self.is_lowest = added == LOWEST_BIAS
+        self.live, self.logits = live, torch.where(live, self.scores + added, 0)
         alive = live.any(-1, keepdim=True)
-        highest = torch.where(live, logits.detach(), -torch.inf)
+        highest = torch.where(live, self.logits.detach(), -torch.inf)
         self.highest = torch.where(alive, highest.amax(-1, keepdim=True), 0) if live.numel() else alive.double()
         times = live.double() if self.times is None else live * self.times
         weights = torch.where(live, (self.logits - self.highest).exp(), 0) * times
@@ -126,6 +129,11 @@ class Scored:
         self.lse = torch.where(alive, self.highest + torch.where(alive, total, 1).log(), -torch.inf).squeeze(-1)
         self.total = total.detach()
         return self
+
+
+def raised(bias: Tensor) -> Tensor:
+    """A bias, or a sum of some, with nothing below the lowest; its gradient passes."""
+    return torch.where(bias < LOWEST_BIAS, LOWEST_BIAS + (bias - bias.detach()), bias)
 
 
 def kept(mask: Tensor) -> Tensor:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 import ds_sparse
 from ds_sparse import WindowIndex, window_attention
 
 from .blocks import HEAD_DIMS, over_keys
 from .cases import Case, Draw
+from .documents import draw_documents
 from .meanings import Attention, Product, RowSoftmax, Tensors
 from .reference import band_of, dense_of_band, seen_in_windows
 
@@ -88,7 +91,14 @@ def attention(draw: Draw, skew: float) -> Case:
     dtype, tokens = draw.dtype(float64_on_cuda=False), draw.pick("tokens", TOKENS)
     group, key_heads = draw.pick("group", (1, 1, 2)), draw.size("key heads", (1, 2, 2))
     batch, depth, heads = draw.size("batch", (1, 2, 2)), draw.pick("head size", HEAD_DIMS), group * key_heads
-    tensors: Tensors = {"query": draw.values("query", (batch, heads, tokens, depth), dtype)}
+    documents = draw_documents(draw, tokens) if draw.maybe(0.25) else None
+    at_offset = documents is None and draw.maybe(0.3)
+    queries = min(draw.pick("queries", (1, 3, 16, 17, 30)), tokens) if at_offset else tokens
+    offset = draw.random.randint(0, tokens - queries)
+    own: dict[str, Any] = {}
+    if at_offset:
+        own["query_offset"] = draw.words["query_offset"] = offset
+    tensors: Tensors = {"query": draw.values("query", (batch, heads, queries, depth), dtype)}
     for name in ("key", "value"):
         tensors[name] = draw.values(name, (batch, key_heads, tokens, depth), dtype)
 
@@ -97,10 +107,13 @@ def attention(draw: Draw, skew: float) -> Case:
         draw.words[name] = drawn
         return drawn
 
-    windows, dilations = of_heads("window", WINDOWS), of_heads("dilation", (1, 1, 1, 2, 3, 40))
-    chosen = draw.random.sample(range(tokens), min(tokens, draw.pick("", (0, 0, 1, 3))))
+    windows = of_heads("window", WINDOWS)
+    dilations = [1] if at_offset else of_heads("dilation", (1, 1, 1, 2, 3, 40))
+    number = 0 if at_offset or documents else draw.pick("", (0, 0, 1, 3))
+    chosen = draw.random.sample(range(tokens), min(tokens, number))
     draw.words["global tokens"] = chosen
-    causal, scale, as_index = draw.pick("causal", (False, True)), draw.scale(), draw.pick("WindowIndex", (False, True))
+    causal, scale = draw.pick("causal", (False, True)), draw.scale()
+    as_index = not at_offset and draw.pick("WindowIndex", (False, True))
     biases = {}
     if draw.maybe(0.4):
         tensors["key_padding_mask"] = draw.bias("key_padding_mask", (batch if draw.maybe(0.7) else 1, tokens), dtype)
@@ -114,17 +127,22 @@ def attention(draw: Draw, skew: float) -> Case:
         operands, mask = [given[name] for name in ("query", "key", "value")], given.get("key_padding_mask")
         numbers: tuple[Any, ...] = (plain(windows), causal, chosen or None, plain(dilations))
         options = {"scale": factor * skew if skew != 1 else scale, "key_padding_mask": mask}
+        device = operands[0].device
+        if documents is not None:
+            own["cu_seqlens"] = documents.cu_seqlens.to(device)
         if as_index:
-            index = WindowIndex.build(tokens, *numbers, device=operands[0].device)
+            index = WindowIndex.build(tokens, *numbers, device=device, **own)
             return {"output": window_attention(*operands, index, **options)}
         window, is_causal, global_tokens, dilation = numbers
         return {
             "output": window_attention(
-                *operands, window, is_causal, global_tokens=global_tokens, dilation=dilation, **options
+                *operands, window, is_causal, global_tokens=global_tokens, dilation=dilation, **options, **own
             )
         }
 
     seen = seen_in_windows(tokens, windows, dilations, chosen, causal)
+    seen = seen if documents is None else seen & documents.of_row(torch.ones(tokens, tokens).bool(), False)
+    seen = seen[:, offset : offset + queries]
     # Heads with tokens in an order of their own share no key.
     shares = group > 1 and max(len(windows), len(dilations)) > 1
     meaning = Attention(("query", "key", "value"), seen, factor, biases, shares=shares)

@@ -562,6 +562,61 @@ def test_gradients_of_rows_that_have_large_negatives_only(
         assert_as_accurate(f"gradient of {name}", x, y, z, allowance=allowed[name])
 
 
+def of_any_scale(device: str) -> dict[str, tuple]:
+    """Each kind of attention of 75 keys, with a scale, and which pairs count."""
+    tokens, block = 75, 16
+    token, edges = torch.arange(tokens), torch.tensor([0, 30, 31, 75])
+    layout = torch.rand(2, 5, 5, generator=seeded(3)) < 0.6
+    document = torch.bucketize(token, edges, right=True)
+    place = token - edges[document - 1]
+    together, near = document[:, None] == document, (token[:, None] - token).abs() <= 9
+    live = layout[:, token // block][:, :, token // block]
+    own = layout[:, place // block][:, :, place // block] & together
+    packed = {"block": block, "cu_seqlens": edges.to(device)}
+
+    def on_blocks(**options):
+        return lambda *x, scale: block_sparse_attention(*x, layout, scale=scale, **options)
+
+    def in_windows(*x, scale, **options):
+        return ds_sparse.window_attention(*x, 9, scale=scale, **options)
+
+    pairs = ds_sparse.TokenIndex.from_pairs(near.nonzero(), tokens, tokens)
+    return {
+        "blocks": (on_blocks(), live, 0),
+        "causal": (on_blocks(causal=True), live.tril(), 0),
+        "packed": (on_blocks(**packed), own, 0),
+        "row": (on_blocks(document_layout="row", **packed), live & together, 0),
+        "few at an offset": (on_blocks(block=block, query_offset=70), live[:, 70:], 70),
+        "many at an offset": (on_blocks(block=block, query_offset=50, causal=True), live.tril()[:, 50:], 50),
+        "windows": (in_windows, near, 0),
+        "windows at an offset": (lambda *x, scale: in_windows(*x, scale=scale, query_offset=70), near[70:], 70),
+        "pairs": (lambda *x, scale: ds_sparse.sparse_attn(*x, pairs, scale=scale), near, 0),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [65, 72, 128, 129])
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+@pytest.mark.parametrize("kind", of_any_scale("cpu"))
+def test_any_scale_of_large_scores(device: str, kind: str, scale: float, head_dim: int, dtype: torch.dtype):
+    """Whole numbers, of which all scores are exact: what is not stable is found out."""
+    call, seen, offset = of_any_scale(device)[kind]
+    rng = seeded(head_dim)
+    query, key = (torch.randint(-30, 31, (1, 2, 75, head_dim), generator=rng).to(dtype) for _ in range(2))
+    value, weights = (torch.randint(-2, 3, (1, 2, 75, head_dim), generator=rng).to(dtype) for _ in range(2))
+    query, weights = query[:, :, offset:], weights[:, :, offset:]
+    ours = [leaf(x, device) for x in (query, key, value)]
+    exact = [leaf(x.double(), "cpu") for x in (query, key, value)]
+    everything, mask = torch.ones(1, 1, dtype=torch.bool), seen.reshape(1, -1, *seen.shape[-2:])
+    output = call(*ours, scale=scale)
+    expected = reference.attention(*exact, everything, 75, scale, attn_mask=mask)
+    grads = torch.autograd.grad(output, ours, weights.to(device))
+    expected_grads = torch.autograd.grad(expected, exact, weights.double())
+    for x, y in zip((output, *grads), (expected, *expected_grads), strict=True):
+        rounding = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.15}[dtype]
+        torch.testing.assert_close(x.double().cpu(), y, rtol=0, atol=rounding * (1 + y.abs().max().item()))
+
+
 def test_a_float64_mask_beyond_float32_stays_finite(device: str):
     inputs = {name: x.float().to(device) for name, x in make_case(FULL, heads=1).inputs(torch.float64).items()}
     for name, shape in (("attn_mask", (32, 32)), ("rpe", (32, 32)), ("key_padding_mask", (2, 32))):
@@ -570,6 +625,58 @@ def test_a_float64_mask_beyond_float32_stays_finite(device: str):
         assert torch.isfinite(lse).all()
         mean = inputs["value"].mean(2, keepdim=True).expand_as(output)
         torch.testing.assert_close(output, mean)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("queries", [None, 4, 20], ids=["plain", "few at an offset", "many at an offset"])
+@pytest.mark.parametrize("by_distance", [False, True], ids=["rpe", "distance_bias"])
+def test_several_lowest_biases_count_as_one(device: str, by_distance: bool, queries: int | None, dtype: torch.dtype):
+    """Where none of the keys is without; those of fp16 are ordinary numbers, of which two are lower than one."""
+    supported(dtype, device)
+    low, block, keys, tokens = torch.finfo(dtype).min, 8, 40, queries or 40
+    rng, offset = seeded(), keys - tokens
+    value, weights = random(rng, 1, 2, keys, 16, dtype=dtype), random(rng, 1, 2, tokens, 16, dtype=dtype)
+    zeros = torch.zeros(1, 2, keys, 16, dtype=dtype)
+    mask, padding = torch.full((tokens, keys), low, dtype=dtype), torch.zeros(1, keys, dtype=dtype)
+    padding[:, 2:] = low
+    # Others have -1e30 where the dtype has it, and below that there is nothing.
+    padding[:, 1] = max(low, -1e30)
+    bias = torch.zeros(2, 2 * keys - 1, dtype=dtype) if by_distance else torch.zeros(1, 2, tokens, keys, dtype=dtype)
+    bias[..., 5 : keys + 3] = low
+    inputs = {"query": zeros[:, :, :tokens], "key": zeros, "value": value, "attn_mask": mask}
+    inputs |= {"key_padding_mask": padding, "distance_bias" if by_distance else "rpe": bias}
+    names = ("value", "distance_bias" if by_distance else "rpe")
+    ours = {name: leaf(x, device, name in names) for name, x in inputs.items()}
+    exact = {name: leaf(x.double(), "cpu", name in names) for name, x in inputs.items()}
+    layout = torch.ones(5, 5, dtype=torch.bool)
+    output, lse = block_sparse_attention(
+        **ours, layout=layout, block=block, query_offset=None if queries is None else offset, return_lse=True
+    )
+    expected, expected_lse = reference.attention(
+        **exact, layout=layout, block=block, query_offset=offset, return_lse=True
+    )
+    grads = torch.autograd.grad(output, [ours[name] for name in names], weights.to(device))
+    expected_grads = torch.autograd.grad(expected, [exact[name] for name in names], weights.double())
+    rounding = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.01}
+    for x, y in zip((output, lse, *grads), (expected, expected_lse, *expected_grads), strict=True):
+        torch.testing.assert_close(x.double().cpu(), y, **rounding)
+    if dtype != torch.float16:
+        torch.testing.assert_close(lse.double(), torch.full_like(lse, -1e30).double())
+        mean = value.to(device).double().mean(2, keepdim=True)
+        torch.testing.assert_close(output.double(), mean.expand_as(output), **rounding)
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["few at an offset", "kernel"])
+def test_the_gradient_of_a_bias_below_the_lowest_is_that_of_the_bias(device: str, kernel: bool):
+    """Not none, in whichever dtype it is given."""
+    query, key, value = (x.to(device) for x in random(seeded(), 3, 1, 1, 16, 8, dtype=torch.float32))
+    offset, found = None if kernel else 0, []
+    for dtype, low in ((torch.float32, -1e30), (torch.float32, -3e38), (torch.float64, -1e300)):
+        bias = torch.full((16, 16), low, dtype=dtype, device=device, requires_grad=True)
+        output = block_sparse_attention(query, key, value, torch.ones(2, 2), block=8, query_offset=offset, rpe=bias)
+        found.append(torch.autograd.grad(output.square().sum(), bias)[0].float())
+    assert found[0].any()
+    torch.testing.assert_close(found[1:], found[:1] * 2)
 
 
 def test_nan_spoils_what_depends_on_it_and_nothing_else(device: str):

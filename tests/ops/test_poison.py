@@ -67,6 +67,11 @@ def on_blocks(block: int, device: str, option: str) -> Attention:
     elif option == "attn_mask":
         limit = torch.rand(batch, 1, tokens, tokens, generator=seeded(8)) < 0.6
         options["attn_mask"] = limit.to(device)
+    elif option == "distance_bias":
+        # The last keys are hidden from all queries, but not from what fills the last block.
+        bias = torch.zeros(1, 2 * tokens - 1)
+        bias[:, tokens - 6 :] = -math.inf
+        options["distance_bias"], limit = bias.to(device), token[:, None] - token >= 6
     elif option == "dropout":
         options["dropout_p"], options["key_padding_mask"], limit = 0.3, kept.to(device), kept[:, None, None]
     else:
@@ -104,6 +109,74 @@ def of_pairs(operation: Callable[..., torch.Tensor], density: float) -> Attentio
     seen = torch.rand(150, 150, generator=seeded(9)) < density
     index = TokenIndex.from_pairs(seen.nonzero(), 150, 150)
     return Attention(lambda *x: operation(*x, index), seen.repeat(2, 2, 1, 1))
+
+
+def at_an_offset(device: str, option: str, queries: int, offsets: int | list[int]) -> Attention:
+    """Rows of blocks that are live for some, of queries that begin later than the keys, or where their sequence says;
+    two heads share a key."""
+    batch, heads, keys, block = 2, 2, 48, 16
+    positions = torch.tensor([offsets] * batch if isinstance(offsets, int) else offsets)
+    row, key = positions[:, None, None] + torch.arange(queries)[:, None], torch.arange(keys)
+    seen = torch.stack([LIVE[rows.flatten() // block][:, key // block] for rows in row])[:, None].repeat(1, heads, 1, 1)
+    limit, options = torch.ones(1, dtype=torch.bool), {}
+    if option == "causal":
+        options["causal"], limit = True, (key <= row)[:, None]
+    elif option == "distance_bias":
+        bias = torch.zeros(heads, 2 * 64 - 1)
+        bias[0, 64:], bias[1, : 63 - 9] = -math.inf, -math.inf
+        options["distance_bias"] = bias.to(device)
+        limit = torch.stack([key <= row, key - row >= -9], 1)
+    elif option != "no option":
+        name, kind = option.rsplit(" ", 1)
+        shape = (batch, keys) if name == "key_padding_mask" else (batch, heads, queries, keys)
+        kept = torch.rand(shape, generator=seeded(8)) < 0.6
+        mask = kept if kind == "bool" else torch.zeros(shape).masked_fill(~kept, -math.inf)
+        options[name], limit = mask.to(device), kept[:, None, None] if name == "key_padding_mask" else kept
+    offset = offsets if isinstance(offsets, int) else positions.to(device)
+    return Attention(
+        lambda *x: block_sparse_attention(*x, LIVE, block=block, query_offset=offset, **options), seen & limit,
+        key_heads=2 if option == "distance_bias" else 1,
+    )  # fmt: skip
+
+
+def some_at_an_offset(attention: Attention, operand: str) -> torch.Tensor:
+    """A few tokens of the first sequence's last head."""
+    batch, heads, queries, keys = attention.seen.shape
+    of_keys = operand in KEY_SIDE
+    tokens = torch.zeros(batch, attention.key_heads if of_keys else heads, keys if of_keys else queries).bool()
+    tokens[0, -1, [8, 16, 40] if of_keys else 2] = True
+    return tokens
+
+
+def in_windows_at_an_offset(queries: int) -> Attention:
+    at = torch.arange(20, 20 + queries)[:, None]
+    seen = torch.stack([(at - torch.arange(60)).abs() <= window for window in (3, 9)]).repeat(2, 1, 1, 1)
+    return Attention(lambda *x: window_attention(*x, [3, 9], query_offset=20), seen)
+
+
+def of_documents(kind: str, device: str) -> Attention:
+    """A row of documents that end inside a block."""
+    edges, block, tokens = torch.tensor([0, 10, 47, 48, 75]), 16, 75
+    document = torch.bucketize(torch.arange(tokens), edges, right=True)
+    start = edges[document - 1]
+    row, column = torch.arange(tokens)[:, None], torch.arange(tokens)
+    seen, options = document[:, None] == document, {"cu_seqlens": edges.to(device)}
+    if kind == "window":
+        seen = seen & ((row - column).abs() <= 9)
+        return Attention(lambda *x: window_attention(*x, 9, **options), seen.repeat(1, 2, 1, 1))
+    if kind == "pairs":
+        index = TokenIndex.from_mask((row - column).abs()[:40, :40] % 3 == 0)
+        seen = seen & ((row - column) % 3 == 0)
+        return Attention(lambda *x: sparse_attn(*x, index, **options), seen.repeat(1, 2, 1, 1))
+    layout = torch.rand(5, 5, generator=seeded(3)) < 0.5
+    if kind == "own":
+        block_of = (torch.arange(tokens) - start) // block
+    else:
+        block_of, options["document_layout"] = torch.arange(tokens) // block, kind
+    seen = seen & layout[block_of][:, block_of] & (row >= column)
+    return Attention(
+        lambda *x: block_sparse_attention(*x, layout, block=block, causal=True, **options), seen.repeat(1, 2, 1, 1)
+    )
 
 
 def passes(attention: Attention, operands: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
@@ -160,7 +233,7 @@ def test_behind_a_key_padding_mask(option: str, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("operand", OPERANDS)
-@pytest.mark.parametrize("option", ["no option", "key_padding_mask", "causal", "attn_mask"])
+@pytest.mark.parametrize("option", ["no option", "key_padding_mask", "causal", "attn_mask", "distance_bias"])
 def test_what_some_rows_see_is_in_those_alone(option: str, operand: str):
     attention = on_blocks(16, "cpu", option)
     check(attention, operand, some_of(attention, operand), math.nan, torch.float32, "cpu")
@@ -178,6 +251,44 @@ def test_outside_of_a_window(option: str, operand: str):
 def test_tokens_of_no_pair(device: str, operation: Callable[..., torch.Tensor], operand: str):
     attention = of_pairs(operation, 0.05)
     check(attention, operand, some_of(attention, operand), math.nan, torch.float32, device)
+
+
+@pytest.mark.parametrize("operand", OPERANDS)
+@pytest.mark.parametrize("offsets", [20, [9, 31]], ids=str)
+@pytest.mark.parametrize(
+    "option",
+    ["no option", "causal", "key_padding_mask bool", "attn_mask bool", "attn_mask float", "rpe float", "distance_bias"],
+)
+def test_few_queries_at_an_offset(device: str, option: str, offsets: int | list[int], operand: str):
+    attention = at_an_offset(device, option, 5, offsets)
+    for poison in POISONS:
+        check(attention, operand, some_at_an_offset(attention, operand), poison, torch.float32, device)
+
+
+@pytest.mark.parametrize("operand", OPERANDS)
+@pytest.mark.parametrize("offsets", [20, [9, 23]], ids=str)
+@pytest.mark.parametrize("option", ["no option", "causal", "attn_mask bool", "attn_mask float", "distance_bias"])
+def test_many_queries_at_an_offset(option: str, offsets: int | list[int], operand: str):
+    attention = at_an_offset("cpu", option, 25, offsets)
+    check(attention, operand, some_at_an_offset(attention, operand), math.nan, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("operand", OPERANDS)
+@pytest.mark.parametrize("queries", [5, 25])
+def test_windows_at_an_offset(queries: int, operand: str):
+    attention = in_windows_at_an_offset(queries)
+    tokens = torch.zeros(2, 2, *((60,) if operand in KEY_SIDE else (queries,)), dtype=torch.bool)
+    tokens[0, 0, [14, 38] if operand in KEY_SIDE else 2] = True
+    check(attention, operand, tokens, math.nan, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("operand", OPERANDS)
+@pytest.mark.parametrize("kind", ["own", "row", "window", "pairs"])
+def test_packed_documents(kind: str, operand: str):
+    attention = of_documents(kind, "cpu")
+    tokens = torch.zeros(1, 2, 75, dtype=torch.bool)
+    tokens[0, 0, [0, 12]] = True
+    check(attention, operand, tokens, math.nan, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

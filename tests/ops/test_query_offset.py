@@ -183,6 +183,68 @@ def test_under_autocast_statistics_stay_wide(device: str):
     assert torch.equal(block_sparse_attention(*halves, layout, **options)[1], lse)
 
 
+@pytest.mark.parametrize("tokens", [5, FEW_QUERIES + 4])
+@pytest.mark.parametrize("name", ["rpe", "distance_bias", "sinks"])
+def test_gradients_of_what_sequences_share_are_rounded_once(device: str, name: str, tokens: int):
+    """Also where a sequence is a call of its own, or two."""
+    shapes = {"rpe": (tokens, 64), "distance_bias": (1, 127), "sinks": (2,)}
+    query, key, value = (random(seeded(i), 4, 2, n, 16) for i, n in enumerate((tokens, 64, 64)))
+    inputs = [x.to(device, torch.bfloat16) for x in (query, key, value)]
+    weights = random(seeded(4), 4, 2, tokens, 16).to(device, torch.bfloat16)
+    shared, found = random(seeded(3), *shapes[name]).to(device, torch.bfloat16), []
+    for offsets in (torch.tensor([9, 20, 41, 33]), 20):
+        for x in (shared, shared.float()):
+            given = x.detach().requires_grad_()
+            output = block_sparse_attention(
+                *inputs, torch.ones(8, 8), block=8, query_offset=offsets, causal=True, **{name: given}
+            )
+            found.append(torch.autograd.grad(output, given, weights)[0])
+    torch.testing.assert_close(found[0], found[1].bfloat16(), rtol=0, atol=0)
+    torch.testing.assert_close(found[2], found[3].bfloat16(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("where", [30, 3], ids=["ahead", "past"])
+def test_a_small_share_of_a_row_made_of_two_parts_is_kept(device: str, where: int):
+    query, key, value = torch.zeros(1, 1, 20, 8), torch.zeros(1, 1, 35, 8), torch.zeros(1, 1, 35, 8)
+    query[..., 0] = 1
+    key[..., 0] = -17.7
+    key[:, :, 33 - where, 0] = 0  # of nearly all of the probability
+    value[:, :, where, 0] = 1e8
+    value[:, :, where, 1], value[:, :, 33 - where, 1] = 3, 1
+    options = {"block": 8, "query_offset": 15, "causal": True, "scale": 1.0}
+    ours = [leaf(x, device) for x in (query, key, value)]
+    exact = [leaf(x.double(), "cpu") for x in (query, key, value)]
+    output = block_sparse_attention(*ours, torch.ones(5, 5), **options)[0, 0, -1]
+    expected = reference.attention(*exact, torch.ones(5, 5), **options)[0, 0, -1]
+    torch.testing.assert_close(output[:2].cpu().double(), expected[:2], rtol=1e-5, atol=0)
+    found, wanted = (torch.autograd.grad(x[1], given[1])[0] for x, given in ((output, ours), (expected, exact)))
+    torch.testing.assert_close(found.cpu().double()[0, 0, where], wanted[0, 0, where], rtol=1e-4, atol=0)
+
+
+def test_the_gradient_of_lse_of_a_row_of_lowest_biases(device: str):
+    """Beside -1e30 the log of a sum is lost, and its gradient is not."""
+    query, key, value = (random(seeded(i), 1, 1, n, 8).to(device, torch.float32) for i, n in enumerate((4, 16, 16)))
+    rpe = torch.full((4, 16), -1e38, device=device, requires_grad=True)
+    _, lse = block_sparse_attention(
+        query, key, value, torch.ones(2, 2), block=8, query_offset=12, rpe=rpe, return_lse=True
+    )
+    (found,) = torch.autograd.grad(lse.sum(), rpe)
+    torch.testing.assert_close(found, torch.full_like(found, 1 / 16))
+
+
+def test_gradients_of_a_key_that_few_queries_of_several_heads_see_are_rounded_once(device: str):
+    layout = torch.rand(4, 8, 8, generator=seeded()) < 0.7
+    query, key, value = (random(seeded(i), 1, n, t, 16) for i, (n, t) in enumerate(((4, 3), (1, 64), (1, 64))))
+    query, *given = (leaf(x.bfloat16(), device) for x in (query, key, value))
+    weights = random(seeded(4), 1, 4, 3, 16).to(device, torch.bfloat16)
+    options = {"layout": layout, "block": 8, "query_offset": 50, "causal": True}
+    found = torch.autograd.grad(block_sparse_attention(query, *given, **options), given, weights)
+    wide = [x.detach().float().requires_grad_() for x in given]
+    output = block_sparse_attention(query.float(), *(x.repeat_interleave(4, 1) for x in wide), **options)
+    expected = torch.autograd.grad(output, wide, weights.float())
+    torch.testing.assert_close(found, tuple(x.bfloat16() for x in expected), rtol=0, atol=0)
+
+
 def test_an_offset_of_zero_takes_the_top_left_of_a_larger_layout(device: str):
     live = torch.rand(2, 10, 10, generator=seeded()) < 0.5
     query, key, value = (x.to(device, torch.float32) for x in random(seeded(), 3, 1, 2, 50, 8))

@@ -307,6 +307,40 @@ def test_large_finite_negatives_are_a_softmax(device: str, dtype: torch.dtype, v
         assert not probs[:, 0, 1, 8:].any() and not probs[:, 1, 1].any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_several_lowest_biases_count_as_one(device: str, dtype: torch.dtype):
+    """Where none of the keys is without; those of fp16 are ordinary numbers, of which two are lower than one."""
+    low = torch.finfo(dtype).min
+    x = torch.zeros(1, 4, 16, 16, dtype=dtype, device=device)
+    mask = torch.full((32, 32), low, dtype=dtype, device=device)
+    rpe, padding = mask.clone(), torch.zeros(1, 32, dtype=dtype, device=device)
+    rpe[:, :3], padding[:, 2:], padding[:, 1] = 0, low, max(low, -1e30)
+    probs = Softmax(FULL.given, 16)(x, 1.0, rpe, padding, mask).double()
+    expected = torch.full_like(probs, 1 / 32)
+    if dtype == torch.float16:
+        expected = torch.zeros_like(probs)
+        expected[:, [0, 2], :, 0] = 1
+    torch.testing.assert_close(probs, expected, rtol=1e-2, atol=0)
+    double = [t.double().cpu() for t in (x, rpe, padding, mask)]
+    masks = {"rpe": double[1], "key_padding_mask": double[2], "attn_mask": double[3]}
+    exact = reference.softmax(double[0], FULL.live, 16, 1, **masks)
+    torch.testing.assert_close(exact, expected.cpu(), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [-0.5, 0.0, -30.0])
+def test_any_scale_of_large_scores(device: str, scale: float, dtype: torch.dtype):
+    x = torch.randint(-250, 251, (2, 4, 16, 16), generator=seeded()).to(device, dtype).requires_grad_()
+    exact = x.detach().double().cpu().requires_grad_()
+    probs, expected = Softmax(FULL.given, 16)(x, scale), reference.softmax(exact, FULL.live, 16, 1, scale)
+    grad = random(seeded(1), *x.shape, dtype=dtype)
+    found = torch.autograd.grad(probs, x, grad.to(device))[0].double().cpu()
+    wanted = torch.autograd.grad(expected, exact, grad.double())[0]
+    rounding = 4 * torch.finfo(dtype).eps + 1e-12
+    torch.testing.assert_close(probs.double().cpu(), expected, rtol=rounding, atol=rounding)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=8 * rounding * abs(scale) + 1e-12)
+
+
 def test_minus_ten_thousand_everywhere_changes_nothing(device: str):
     case = make_case()
     x = case.x.to(device)

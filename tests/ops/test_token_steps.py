@@ -163,6 +163,10 @@ def test_masks_broadcast():
     bias = random(seeded(3), 5, 7)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
     torch.testing.assert_close(masked_attention(q, k, v, bias), expected)
+    low = torch.tensor([[-1e30, -1e300, -math.inf]], dtype=q.dtype)
+    torch.testing.assert_close(
+        masked_attention(q, k[:, :, :3], v[:, :, :3], low), v[:, :, :2].mean(2, keepdim=True).expand(-1, -1, 5, -1)
+    )
     # A mask that is wider than the operands.
     found = masked_attention(q.float(), k.float(), v.float(), bias)
     torch.testing.assert_close(found, expected.float())

@@ -470,6 +470,14 @@ def test_large_finite_negatives_are_a_softmax(device: str, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_masks_below_the_lowest_count_as_it(device: str, dtype: torch.dtype):
+    scores = torch.zeros(1, 1, 12, 5, dtype=dtype, device=device)
+    mask = torch.tensor([-1e30, torch.finfo(dtype).min] * 6, dtype=dtype, device=device)[None]
+    probs = window_softmax(scores, 2, key_padding_mask=mask).float()[0, 0, 2:-2]
+    torch.testing.assert_close(probs, torch.full_like(probs, 0.2), rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scale", [0.5, 1.0, 3.0])
 def test_softmax_of_scores_as_low_as_can_be(device: str, scale: float, dtype: torch.dtype):
     """Only -inf masks, however low the rest is, and whatever scaling makes of it."""
