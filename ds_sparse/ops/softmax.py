@@ -138,7 +138,7 @@ def of_first_head(mask: torch.Tensor, heads: int) -> torch.Tensor:
     """(B, S) from a key padding mask (B, H or 1, S) or (B, H or 1, 1, S), with a warning for H; any other as it is."""
     if mask.dim() not in (3, 4) or mask.shape[1] not in (1, heads) or mask.shape[2:-1] not in ((), (1,)):
         return mask
-    if mask.shape[1] > 1:
+    if mask.shape[1] > 1 and not torch.compiler.is_compiling():  # a warning would end the graph
         warnings.warn(
             f"key_padding_mask has shape {tuple(mask.shape)}, a mask a head: the first head's counts for all, as in "
             "DeepSpeed. Give (batch, keys); masks that differ by head are an attn_mask (batch, heads, 1, keys).",
