@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..ops import check_inputs
-from ..ops.softmax import as_additive
+from ..ops.softmax import as_additive, of_first_head
 from ..sparsity import FixedSparsityConfig, SparsityConfig
 from .self_attention import SparseSelfAttention, as_key_padding_mask
 from .structured_attention import check_structure, of_keys_or_pairs
@@ -101,7 +101,7 @@ class BertSparseSelfAttention(nn.Module):
             hidden_states: (B, T, hidden).
             attention_mask: added to the scores: (B, T) or (B, 1, 1, T) for each key, (B, 1, T, T) for each pair; 0
                 keeps, -10000 or -inf drops. Bool ones are added as numbers, with a warning, except in a call of
-                Transformers.
+                Transformers. Of one (B, H, T) the first head's counts for all, as in DeepSpeed, with a warning.
             more, named: what else Transformers hands over, by its names of version 5 or in the order of version 4.
 
         Returns:
@@ -118,6 +118,8 @@ class BertSparseSelfAttention(nn.Module):
             _refuse_more_than_self_attention(more, named)
         elif attention_mask is not None and not attention_mask.is_floating_point():
             attention_mask = as_additive("attention_mask", attention_mask, hidden_states.dtype)
+        if attention_mask is not None and attention_mask.dim() == 3:
+            attention_mask = of_first_head(attention_mask, self.num_attention_heads)
         tokens = hidden_states.shape[1]
         if attention_mask is not None and attention_mask.shape[-1] != tokens:
             raise ValueError(

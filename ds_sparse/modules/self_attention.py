@@ -10,7 +10,7 @@ from torch import nn
 
 from ..ops import MatMul, Softmax, check_inputs
 from ..ops.operands import check_dropout, of_flash
-from ..ops.softmax import MASK_MODES, as_additive
+from ..ops.softmax import MASK_MODES, as_additive, of_first_head
 from ..sparsity import FixedSparsityConfig, SparsityConfig
 from .structured_attention import StructuredAttention
 
@@ -212,7 +212,8 @@ class SparseSelfAttention(nn.Module):
             key: (B, H, T, D), or (B, H, D, T) where D differs from T. It may have fewer heads, with value, as in the
                 call of `StructuredAttention`.
             rpe: relative position bias (B or 1, H or 1, T, T), added after scaling.
-            key_padding_mask: (B, T), or with dimensions of 1 between, such as (B, 1, 1, T).
+            key_padding_mask: (B, T), or with dimensions of 1 between, such as (B, 1, 1, T). Of one (B, H, T) the first
+                head's counts for all, as in DeepSpeed, with a warning.
             attn_mask: (T, T), also with dimensions of 1 anywhere, or (B or 1, H or 1, T, T).
             distance_bias: relative position bias by distance, (H or 1, 2M - 1), as `block_sparse_attention` takes it,
                 in memory linear in tokens; for `implementation="fused"`.
@@ -236,6 +237,7 @@ class SparseSelfAttention(nn.Module):
             key = self.transpose_key_for_scores(key, seq_len)
         key_padding_mask = as_key_padding_mask(key_padding_mask)
         if key_padding_mask is not None:
+            key_padding_mask = of_first_head(key_padding_mask, query.shape[1])
             key_padding_mask = _in_mode("key_padding_mask", key_padding_mask, self.key_padding_mask_mode, query.dtype)
         if attn_mask is not None:
             if attn_mask.numel() == seq_len**2 and attn_mask.squeeze().shape == (seq_len, seq_len):

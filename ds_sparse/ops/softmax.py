@@ -73,7 +73,8 @@ class Softmax(OnLayout):
             scale: factor of x alone.
             rpe: relative position bias (B or 1, H or 1, T, S), x's dtype, added unscaled; leading dimensions may be
                 missing.
-            key_padding_mask: (B or 1, S).
+            key_padding_mask: (B or 1, S), or with dimensions of 1 between. Of one (B, H, S) the first head's counts for
+                all, as in DeepSpeed, with a warning.
             attn_mask: (T, S), or (B or 1, H or 1, T or 1, S).
             key_padding_mask_mode, attn_mask_mode: 'add' adds a mask of x's dtype (a bool one as 0 and 1, as DeepSpeed
                 did, with a warning); 'mul' keeps where the mask is not zero.
@@ -122,6 +123,7 @@ class Softmax(OnLayout):
                 )
             attn_mask = _broadcastable("attn_mask", attn_mask, x.device, (batch, heads, tokens, keys))
         if key_padding_mask is not None:
+            key_padding_mask = of_first_head(key_padding_mask, heads)
             key_padding_mask = _mask("Key padding mask", key_padding_mask, key_padding_mask_mode, x)
             if key_padding_mask.dim() != 2:
                 raise ValueError(
@@ -131,6 +133,19 @@ class Softmax(OnLayout):
         require_kernel("softmax_forward", x.device)
         probs = _Softmax.apply(x, rpe, key_padding_mask, attn_mask, index, heads, scale, causal)
         return probs[0] if squeeze else probs
+
+
+def of_first_head(mask: torch.Tensor, heads: int) -> torch.Tensor:
+    """(B, S) from a key padding mask (B, H or 1, S) or (B, H or 1, 1, S), with a warning for H; any other as it is."""
+    if mask.dim() not in (3, 4) or mask.shape[1] not in (1, heads) or mask.shape[2:-1] not in ((), (1,)):
+        return mask
+    if mask.shape[1] > 1 and not torch.compiler.is_compiling():  # a warning would end the graph
+        warnings.warn(
+            f"key_padding_mask has shape {tuple(mask.shape)}, a mask a head: the first head's counts for all, as in "
+            "DeepSpeed. Give (batch, keys); masks that differ by head are an attn_mask (batch, heads, 1, keys).",
+            stacklevel=3,
+        )
+    return mask[:, 0].reshape(len(mask), mask.shape[-1])
 
 
 def as_additive(name: str, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

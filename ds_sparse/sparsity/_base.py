@@ -86,13 +86,16 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else value
 
 
-def _list_from_tuple(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def _as_list(value: Any) -> Any:
+    """Other sequences of numbers as the list that strict validation takes: tuples, ranges, arrays."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return list(value) if isinstance(value, (tuple, range)) else value
 
 
 Block = Annotated[int, AfterValidator(_block_size), Field(json_schema_extra={"enum": list(BLOCK_SIZES)})]
-Indices = Annotated[list[int], BeforeValidator(_list_from_tuple)]
-WindowSizes = Annotated[list[Annotated[int, Field(ge=1)]], BeforeValidator(_list_from_tuple), Field(min_length=1)]
+Indices = Annotated[list[int], BeforeValidator(_as_list)]
+WindowSizes = Annotated[list[Annotated[int, Field(ge=1)]], BeforeValidator(_as_list), Field(min_length=1)]
 
 Attention = Annotated[
     Literal["bidirectional", "unidirectional"],
@@ -106,7 +109,12 @@ HorizontalGlobalAttention = Annotated[
 ]
 RandomBlocks = Annotated[int, Field(ge=0, description="Blocks drawn at random in every row.")]
 WindowWidth = Annotated[
-    int, Field(ge=1, description="Width of the window in blocks, half of it on either side of the diagonal.")
+    int,
+    Field(
+        ge=0,
+        description="Width of the window in blocks, half of it on either side of the diagonal: an even one counts as "
+        "the next odd one, and 0 is the diagonal.",
+    ),
 ]
 GlobalBlockEndIndices = Annotated[
     Indices | None,
@@ -534,6 +542,16 @@ def windows(sizes: list[int], blocks: int, unidirectional: bool) -> RowStep:
         live[:, first:end].logical_or_(mask.tril_(rows.start - first) if unidirectional else mask)
 
     return step
+
+
+def even_window(width: int) -> Iterator[tuple[str, str]]:
+    """The caution about a window that `sliding_window` makes one block wider."""
+    if width % 2 == 0:
+        yield (
+            "num_sliding_window_blocks",
+            f"a sliding window of {width} blocks counts as one of {width + 1}, as in DeepSpeed: it reaches "
+            f"{width // 2} blocks from the diagonal.",
+        )
 
 
 def sliding_window(blocks: int, width: int, unidirectional: bool) -> RowStep:

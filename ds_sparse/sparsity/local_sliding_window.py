@@ -1,10 +1,21 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from ._base import Attention, RowStep, SparsityConfig, WindowWidth, declared, set_rows, sliding_window, window_fits
+from ._base import (
+    Attention,
+    RowStep,
+    SparsityConfig,
+    WindowWidth,
+    declared,
+    even_window,
+    set_rows,
+    sliding_window,
+    window_fits,
+)
 from ._registry import register_sparsity
 
 if TYPE_CHECKING:
@@ -39,6 +50,10 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
     attention: Attention = "unidirectional"
 
     length_rules = (window_fits,)
+
+    def cautions(self) -> Iterator[tuple[str, str]]:
+        yield from super().cautions()
+        yield from even_window(self.num_sliding_window_blocks)
 
     def lay_out(self, h: int, layout: Tensor) -> Tensor:
         return self.set_sliding_window_layout(h, layout)

@@ -233,6 +233,20 @@ def test_lengths_and_heads_beyond_all_memory_are_one_sentence(capsys, write, mod
     assert err.startswith(f"{path}: sparse_attention.block: got 16, but ") and err.count("\n") == 1
 
 
+@pytest.mark.parametrize(("width", "counts", "reach"), [(0, 1, 0), (4, 5, 2)])
+@pytest.mark.parametrize("mode", ["bigbird", "bslongformer", "local_sliding_window"])
+def test_an_even_window_is_said_with_what_it_counts_as(capsys, write, mode, width, counts, reach):
+    path = write({"mode": mode, "num_sliding_window_blocks": width})
+    assert main(["check", path, "--block-only"]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "num_sliding_window_blocks" in line]
+    assert said == [
+        f"{path}: sparse_attention.num_sliding_window_blocks: a sliding window of {width} blocks counts as one of "
+        f"{counts}, as in DeepSpeed: it reaches {reach} blocks from the diagonal."
+    ]
+    assert main(["check", write({"mode": mode, "num_sliding_window_blocks": 5}), "--block-only"]) == 0
+    assert "counts as" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("huge", [10**8, 10**12, 10**30])
 @pytest.mark.parametrize(
     ("mode", "key", "fits"),

@@ -36,7 +36,7 @@ def test_one_mode_has_all_of_its_keys_and_the_picture_of_its_layout(capsys):
     assert lines[0] == "local_sliding_window"
     assert lines[lines.index("  24 x 24 blocks") + 1 :][:2] == ["  █▄", "   ▀█▄"]
     assert "  block: default 16; 8, 16, 32, 64 or 128" in lines
-    assert "  num_sliding_window_blocks: default 3; an integer of at least 1" in lines
+    assert "  num_sliding_window_blocks: default 3; an integer of at least 0" in lines
     assert '  attention: default "unidirectional"; "bidirectional" or "unidirectional"' in lines
 
 

@@ -212,7 +212,7 @@ WRONG = [
         {"mode": "bigbird", "num_random_blocks": 10**30, "num_global_blocks": 5, "num_sliding_window_blocks": "3"},
         64,
         [
-            'sparse_attention.num_sliding_window_blocks: got "3"; wanted an integer of at least 1.',
+            'sparse_attention.num_sliding_window_blocks: got "3"; wanted an integer of at least 0.',
             f"sparse_attention.num_random_blocks: got {10**30} at a sequence length of 64. Number of random blocks, "
             f"{10**30}, must be smaller than overall number of blocks in a row, 4!",
             "sparse_attention.num_global_blocks: got 5 at a sequence length of 64. Number of global blocks, 5, must be "
@@ -352,6 +352,9 @@ def test_pythons_none_as_the_documentation_shows_it_is_null(write):
         ({"attention": "unidirectional", "num_global_blocks": 2}, "num_global_blocks"),
         ({"mode": "variable", "attention": "unidirectional", "num_random_blocks": 1}, "num_random_blocks"),
         ({"seed": 3}, "seed"),
+        ({"mode": "bigbird", "num_sliding_window_blocks": 4}, "num_sliding_window_blocks"),
+        ({"mode": "bslongformer", "num_sliding_window_blocks": 2}, "num_sliding_window_blocks"),
+        ({"mode": "local_sliding_window", "num_sliding_window_blocks": 0}, "num_sliding_window_blocks"),
     ],
 )
 def test_cautions_are_notices_each_time_and_no_warnings(block, key, monkeypatch):

@@ -156,9 +156,10 @@ class Draw:
         if name == "Fixed":
             options = {"num_local_blocks": 1, "num_global_blocks": 1}
         elif name == "BigBird":
-            options |= {"num_random_blocks": 1, "num_sliding_window_blocks": 1, "num_global_blocks": 1}
+            options |= {"num_random_blocks": 1, "num_global_blocks": 1}
+            options |= {"num_sliding_window_blocks": self.random.randrange(2)}
         elif name != "Dense" and name != "Variable":
-            options |= {"num_sliding_window_blocks": 1}
+            options |= {"num_sliding_window_blocks": self.random.randrange(2)}
         elif name == "Variable":
             options |= {"num_random_blocks": self.random.randrange(2), "local_window_blocks": [1, 2]}
         self.words["layout"] = f"{name} {options} of {blocks} blocks"

@@ -130,15 +130,21 @@ def test_global_tokens_are_the_same_while_their_projections_are_those_of_all(cap
             own, common = (getattr(layer.attention.self, name) for name in (f"{kind}_global", kind))
             own.load_state_dict(common.state_dict())
     roberta = sparse_as_itself(LongformerConverter(), longformer)
-    assert "equal to those of all tokens, are left out" in capsys.readouterr().out
+    assert "equal to those of all tokens, are left out. Nothing is lost by it." in capsys.readouterr().out
     assert roberta.config.sparse_attention["global_block_indices"] == [0]
     ours = roberta(**batch | and_padding(window(TOKENS, 32, global_tokens=1), batch)).logits
     torch.testing.assert_close(ours, longformer(**batch).logits, **CLOSE)
 
 
-def test_that_global_projections_differ_is_said(capsys):
-    LongformerConverter().convert(make("LongformerModel"))
-    assert "which differ from those of all tokens by up to" in capsys.readouterr().out
+@torch.no_grad()
+def test_that_global_projections_differ_is_said_with_what_it_means(capsys):
+    longformer, batch = make("LongformerForSequenceClassification"), make_batch()
+    roberta = sparse_as_itself(LongformerConverter(), longformer)
+    said = capsys.readouterr().out
+    assert "which differ from those of all tokens by up to" in said
+    assert "Sequences without global tokens lose nothing by it. With some," in said
+    ours = roberta(**batch | and_padding(window(TOKENS, 32, global_tokens=1), batch)).logits
+    assert not torch.allclose(ours, longformer(**batch).logits, **CLOSE)
 
 
 def test_windows_of_their_own_become_structures_by_layer():

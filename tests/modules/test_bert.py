@@ -112,6 +112,15 @@ def test_a_bool_mask_in_the_old_call_is_added_and_warned_about():
     torch.testing.assert_close(out, layer(hidden_states, mask.float()))
 
 
+def test_of_a_mask_a_head_the_first_counts_for_all():
+    layer, hidden_states = BertSparseSelfAttention(config(), max_seq_length=64), torch.randn(2, 64, 32)
+    mask = torch.zeros(2, layer.num_attention_heads, 64)
+    mask[:, 0, 50:] = -10000.0
+    with pytest.warns(UserWarning, match="the first head's counts for all, as in DeepSpeed"):
+        out = layer(hidden_states, mask)
+    assert torch.equal(out, layer(hidden_states, mask[:, 0]))
+
+
 def test_a_mask_that_was_not_padded_with_the_tokens_is_an_error():
     layer = BertSparseSelfAttention(config(), max_seq_length=64)
     with pytest.raises(ValueError, match="for 100 tokens and hidden_states has 112.* the mask that it returned"):

@@ -159,6 +159,19 @@ def test_key_padding_mask_is_added_by_default(shape):
     torch.testing.assert_close(out[0], module(query, key, value)[0])
 
 
+@pytest.mark.parametrize("implementation", ["fused", "separate"])
+@pytest.mark.parametrize("between", [(HEADS,), (HEADS, 1)], ids=str)
+def test_of_a_key_padding_mask_a_head_the_first_counts_for_all(between, implementation):
+    query, key, value = inputs()
+    mask = torch.zeros(2, *between, TOKENS)
+    mask[1, 0, ..., 100:] = -10000.0
+    mask[:, 1:, ..., 7] = -10000.0
+    module = make(implementation=implementation)
+    with pytest.warns(UserWarning, match=r"the first head's counts for all, as in DeepSpeed"):
+        out = module(query, key, value, key_padding_mask=mask)
+    assert torch.equal(out, module(query, key, value, key_padding_mask=mask[:, 0].reshape(2, TOKENS)))
+
+
 def test_attention_mask_keeps_where_not_zero_by_default():
     query, key, value = inputs()
     mask = torch.ones(TOKENS, TOKENS).tril()
@@ -686,9 +699,9 @@ def test_a_structure_that_uses_the_name_causal_for_its_own_is_not_masked_by_toke
             r"attn_mask has shape \(2, 128, 128\)",
         ),
         (
-            lambda: make()(*inputs(), key_padding_mask=torch.ones(2, HEADS, TOKENS)),
+            lambda: make()(*inputs(), key_padding_mask=torch.ones(2, HEADS + 1, TOKENS)),
             ValueError,
-            r"key_padding_mask has shape \(2, 4, 128\)",
+            r"key_padding_mask has shape \(2, 5, 128\)",
         ),
     ],
 )

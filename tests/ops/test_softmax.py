@@ -367,6 +367,15 @@ def test_bool_mask_in_add_mode_adds_one_and_warns(device: str, name: str):
     assert torch.equal(probs, Softmax(FULL.given, 16)(x, **{name: mask.double()}))
 
 
+def test_of_a_key_padding_mask_a_head_the_first_counts_for_all(device: str):
+    softmax, x = Softmax(torch.ones(3, 2, 2), 16), torch.randn(2, 12, 16, 16, device=device)
+    mask = torch.rand(2, 3, 32, device=device) < 0.5
+    with pytest.warns(UserWarning, match=r"the first head's counts for all, as in DeepSpeed"):
+        probs = softmax(x, key_padding_mask=mask, key_padding_mask_mode="mul")
+    for same in (mask[:, 0], mask[:, :1], mask[:, :1, None]):
+        assert torch.equal(probs, softmax(x, key_padding_mask=same, key_padding_mask_mode="mul"))
+
+
 def test_mul_mask_keeps_where_not_zero(device: str):
     x = make_case().x.to(device)
     keep = torch.rand(32, 32, generator=seeded()).to(device) < 0.5
@@ -720,7 +729,8 @@ def test_meta_tensors_give_shapes():
         ({"attn_mask": torch.zeros(32, 32), "attn_mask_mode": "multiply"}, "mode is 'multiply'; it has to be"),
         ({"key_padding_mask": torch.zeros(2, 32, dtype=torch.float64)}, "Key padding mask must be torch.float32"),
         ({"key_padding_mask": torch.zeros(32)}, r"key_padding_mask has shape \(32,\); it has to be \(batch or 1, 32\)"),
-        ({"key_padding_mask": torch.zeros(2, 1, 1, 32)}, "key_padding_mask has shape"),
+        ({"key_padding_mask": torch.zeros(2, 3, 32)}, r"key_padding_mask has shape \(2, 3, 32\)"),
+        ({"key_padding_mask": torch.zeros(2, 1, 32, 32)}, "key_padding_mask has shape"),
         ({"key_padding_mask": torch.zeros(3, 32)}, r"key_padding_mask has shape \(3, 32\)"),
         ({"key_padding_mask": torch.zeros(2, 32), "key_padding_mask_mode": ""}, "Key padding mask mode is ''"),
         ({"attn_mask_mode": "multiply"}, "Attention mask mode is 'multiply'"),

@@ -53,21 +53,21 @@ structures = st.one_of(
         num_heads=st.just(2),
         different_layout_per_head=st.booleans(),
         num_random_blocks=st.integers(0, 1),
-        num_sliding_window_blocks=st.integers(1, 5),
+        num_sliding_window_blocks=st.integers(0, 5),
         num_global_blocks=st.integers(0, 3),
         attention=attentions,
     ),
     st.builds(
         sparsity.BSLongformerSparsityConfig,
         num_heads=st.just(2),
-        num_sliding_window_blocks=st.integers(1, 5),
+        num_sliding_window_blocks=st.integers(0, 5),
         global_block_indices=st.lists(st.integers(-3, 12), max_size=3),
         attention=attentions,
     ),
     st.builds(
         sparsity.LocalSlidingWindowSparsityConfig,
         num_heads=st.just(2),
-        num_sliding_window_blocks=st.integers(1, 5),
+        num_sliding_window_blocks=st.integers(0, 5),
         attention=attentions,
     ),
 )
@@ -114,7 +114,7 @@ def test_layouts_are_deepspeeds_bit_for_bit(case, method):
 
 
 def test_the_golden_file_is_whole():
-    assert len(GOLDEN) == 82
+    assert len(GOLDEN) == 89
 
 
 @modest
@@ -259,6 +259,14 @@ def test_numpys_integers_are_integers_and_its_bools_are_not():
     for wrong in (np.bool_(True), np.float64(4)):
         with pytest.raises(ValueError, match="num_heads"):
             SparsityConfig(wrong)
+
+
+@pytest.mark.parametrize("given", [(1, 2), range(1, 3), np.array([1, 2]), torch.tensor([1, 2])], ids=repr)
+def test_lists_of_blocks_may_be_other_sequences_of_integers(given):
+    structure = sparsity.VariableSparsityConfig(4, local_window_blocks=given, global_block_indices=given)
+    assert structure.local_window_blocks == structure.global_block_indices == [1, 2]
+    with pytest.raises(ValueError, match="global_block_indices"):
+        sparsity.BSLongformerSparsityConfig(4, global_block_indices=torch.tensor([1.0]))
 
 
 def test_num_layout_heads():

@@ -13,6 +13,11 @@ def test_an_even_window_is_one_block_wider(picture):
     assert picture(structure, 4) == ["1100", "1110", "0111", "0011"]
 
 
+def test_a_window_of_0_blocks_is_the_diagonal(picture):
+    structure = BigBirdSparsityConfig(1, num_random_blocks=0, num_sliding_window_blocks=0)
+    assert picture(structure, 4) == ["1111", "1100", "1010", "1001"]
+
+
 def test_unidirectional_has_nothing_above_the_diagonal(picture):
     structure = BigBirdSparsityConfig(1, attention="unidirectional", num_sliding_window_blocks=1, seed=0)
     layout = structure.make_bool_layout(320)
@@ -59,7 +64,7 @@ def test_the_class_draws_one_random_block_by_default():
 
 @pytest.mark.parametrize(
     "options",
-    [{"attention": "both"}, {"num_random_blocks": -1}, {"num_sliding_window_blocks": 0}, {"num_global_blocks": -1}],
+    [{"attention": "both"}, {"num_random_blocks": -1}, {"num_sliding_window_blocks": -1}, {"num_global_blocks": -1}],
 )
 def test_wrong_options_are_value_errors(options):
     with pytest.raises(ValueError, match=next(iter(options))):

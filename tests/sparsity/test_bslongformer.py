@@ -8,6 +8,11 @@ def test_window_and_global_rows_and_columns(picture):
     assert picture(structure, 5) == ["11001", "11101", "01111", "00111", "11111"]
 
 
+def test_a_window_of_0_blocks_is_the_diagonal(picture):
+    structure = BSLongformerSparsityConfig(1, num_sliding_window_blocks=0)
+    assert picture(structure, 4) == ["1111", "1100", "1010", "1001"]
+
+
 def test_global_ranges(picture):
     structure = BSLongformerSparsityConfig(
         1, num_sliding_window_blocks=1, global_block_indices=[1], global_block_end_indices=[3]
@@ -32,7 +37,7 @@ def test_unidirectional_has_nothing_above_the_diagonal(picture):
             "Global block start index, 4, must be smaller than global block end index, 2!",
         ),
         ({"attention": "both"}, 'only "uni/bi-directional" attentions are supported for now!'),
-        ({"num_sliding_window_blocks": 0}, "greater than or equal to 1"),
+        ({"num_sliding_window_blocks": -1}, "greater than or equal to 0"),
     ],
 )
 def test_wrong_options_are_value_errors(options, sentence):

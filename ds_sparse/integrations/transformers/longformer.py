@@ -36,7 +36,8 @@ class LongformerConverter(Converter):
 
 
 def say_what_is_left_out(layers: Sequence[Any]) -> None:
-    """Prints by how much the projections of global tokens differ from those of all, in these attention layers."""
+    """Prints by how much the projections of global tokens differ from those of all, in these attention layers, and what
+    that means for outputs."""
     apart = max(
         (own - common).abs().max().item()
         for layer in layers
@@ -45,8 +46,15 @@ def say_what_is_left_out(layers: Sequence[Any]) -> None:
             getattr(layer, f"{kind}_global").parameters(), getattr(layer, kind).parameters(), strict=True
         )
     )
-    how = f"which differ from those of all tokens by up to {apart:.3g}" if apart else "equal to those of all tokens"
-    say(f"the projections of global tokens, {how}, are left out.")
+    if apart:
+        how = f"which differ from those of all tokens by up to {apart:.3g}"
+        so = (
+            "Sequences without global tokens lose nothing by it. With some, which heads for classification, questions "
+            "and choices make by themselves, outputs differ from the original's until the model is trained further."
+        )
+    else:
+        how, so = "equal to those of all tokens", "Nothing is lost by it."
+    say(f"the projections of global tokens, {how}, are left out. {so}")
 
 
 def windows(sides: Sequence[int], tokens: int, global_blocks: list[int]) -> Block:
