@@ -28,7 +28,7 @@ from ...modules.structured_attention import StructuredAttention
 from ..fake_copy import TOKENS, fake_copy, made_up_inputs, trying
 from ..report import NULL, Change, Kind, StayDense, describe
 from ..structures import Structures
-from ._plain import CROSS_ATTENTION, by_structure
+from ._plain import CROSS_ATTENTION, by_structure, named, refuse_methods_past_the_class
 from ._registry import Family
 from .bing_bert import in_the_manner
 
@@ -52,6 +52,7 @@ class ScaledDotProductAttention(Family):
         cross_attention = {name: layers[name] for name, seen in tried.items() if seen.is_cross_attention}
         selves = {name: seen for name, seen in tried.items() if name not in cross_attention}
         kinds = {name: (_heads(name, layers[name], seen),) for name, seen in selves.items()}
+        refuse_methods_past_the_class({name: layers[name] for name in selves}, watched_methods)
         structures.check_repeatable(kinds.values())
         alike, left = by_structure(layers, kinds, structures)
         changes: list[Change] = [Interceptions(those.layers, those.attention(model, max_seq_length)) for those in alike]
@@ -114,17 +115,11 @@ class _TriedLayers(dict[str, nn.Module]):
 
 def _heads(name: str, layer: nn.Module, tried: _Tried) -> int:
     """The number of heads of a layer that can be sparse; raises ValueError for another."""
-    what = f"attention layer {name or 'of the model itself'} ({type(layer).__name__})"
+    what = named(name, layer)
     if tried.refusal is not None:
         raise ValueError(str(tried.refusal)) from tried.refusal
     if len(tried.heads) > 1:
         raise ValueError(f"{what} calls scaled_dot_product_attention with {sorted(tried.heads)} heads; give all one.")
-    replaced = next((method for method in ("forward", *watched_methods(type(layer))) if method in vars(layer)), None)
-    if replaced is not None:
-        raise ValueError(
-            f"{what} would stay dense: its {replaced} was replaced, as hooks of accelerate do; call sparsify before "
-            "that."
-        )
     return next(iter(tried.heads))
 
 

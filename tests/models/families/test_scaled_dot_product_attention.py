@@ -439,6 +439,14 @@ class TwoKinds(Fused):
         )
 
 
+HELD = []
+
+
+def held(layer, method):
+    HELD.append(getattr(layer, method))
+    return layer
+
+
 def replaced(layer, method):
     setattr(layer, method, getattr(layer, method))
     return layer
@@ -451,6 +459,12 @@ def replaced(layer, method):
         (TwoKinds(), DENSE, r"attention layer layers.1 \(TwoKinds\) calls .* with \[2, 4\] heads"),
         (replaced(Fused(), "forward"), DENSE, r"layers.1 \(Fused\) would stay dense: its forward was replaced"),
         (replaced(Block(), "attention"), DENSE, r"layers.1 \(Block\) would stay dense: its attention was replaced"),
+        (held(Fused(), "forward"), DENSE, r"layers.1 \(Fused\) would stay dense: something holds its method forward"),
+        (
+            held(Block(), "attention"),
+            DENSE,
+            r"layers.1 \(Block\) would stay dense: something holds its method attention",
+        ),
         (
             Rotated(),
             DENSE,
