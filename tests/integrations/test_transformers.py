@@ -833,6 +833,25 @@ def test_a_wrong_structure_is_refused_before_anything_changes(arguments, error, 
     assert model.config._attn_implementation == "sdpa" and not hasattr(model.config, "sparse_attention")
 
 
+@pytest.mark.parametrize("door", ["sparsify", "name"])
+def test_other_models_of_the_family_compute_as_before(door):
+    """DINOv3's positions are kept in a cache of functools."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+    config = transformers.DINOv3ViTConfig(image_size=32, patch_size=8 if door == "name" else 4, **sizes)
+    model, untouched = (transformers.DINOv3ViTModel(copy.deepcopy(config)).eval() for _ in range(2))
+    if door == "sparsify":
+        ds_sparse.sparsify(model, {"mode": "dense"})
+    else:
+        model.config.sparse_attention = {"mode": "dense"}
+        model.set_attn_implementation("ds_sparse")
+    model.load_state_dict(untouched.state_dict())
+    pictures = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        outputs = [each(pixel_values=pictures).last_hidden_state for each in (model, untouched)]
+    assert outputs[0].isfinite().all().item()
+    torch.testing.assert_close(*outputs)
+
+
 def test_a_sparse_model_is_not_made_sparse_again():
     model = make()
     ds_sparse.sparsify(model, RANDOM)

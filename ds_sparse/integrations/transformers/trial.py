@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...models.fake_copy import fake_copy, first_line, trying
+from ...models.fake_copy import fake_copy, first_line
+from ...models.in_trial import in_trial
 from ...modules.local_attention import LocalAttention
 
 TOKENS = 8
@@ -87,17 +89,20 @@ def run(model: nn.Module, prepare: Callable[[nn.Module], None]) -> None:
     problem: Exception = TypeError(f"its forward takes ({', '.join(inspect.signature(model.forward).parameters)})")
     for inputs in _inputs(model):
         try:
-            with trying():
-                double = fake_copy(model, without=_ATTACHED)
-                _choose_experts(double)
-                prepare(double)
-                double(**{name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in inputs.items()})
+            in_trial(model, functools.partial(_run_copy, model, prepare, inputs))
             return
         except Refused:
             raise
         except Exception as error:  # noqa: BLE001  code that is not ours, on inputs that it does not expect
             problem = error
     raise Untried(first_line(problem))
+
+
+def _run_copy(model: nn.Module, prepare: Callable[[nn.Module], None], inputs: Inputs) -> None:
+    double = fake_copy(model, without=_ATTACHED)
+    _choose_experts(double)
+    prepare(double)
+    double(**{name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in inputs.items()})
 
 
 def _choose_experts(double: nn.Module) -> None:

@@ -13,6 +13,7 @@ from ...modules.bert import BertSparseSelfAttention
 from ...modules.structured_attention import whole_blocks
 from ...sparsity import SparsityConfig
 from ..by_hand import BY_HAND
+from ..fake_copy import first_line
 from ..report import NULL, Change, Kind, StayDense, describe
 from ..structures import Structures
 from ._plain import (
@@ -50,7 +51,7 @@ class BingBert(Family):
         max_seq_length: int | None,
     ) -> list[Change]:
         for name, layer in layers.items():
-            _check_replaceable(name, layer)
+            check_in_the_manner(name, layer)
         refuse_methods_past_the_class(layers)
         kinds = {name: _kind(name, layer, structures.wanted) for name, layer in layers.items()}
         alike, left = by_structure(layers, kinds, structures)
@@ -111,22 +112,31 @@ def _kind(name: str, layer: nn.Module, wanted: Any) -> tuple[int, int, float]:
 def in_the_manner(name: str, layer: nn.Module) -> bool:
     """Whether a layer can become a BertSparseSelfAttention."""
     try:
-        _check_replaceable(name, layer)
-        _dropout(name, layer)
+        check_in_the_manner(name, layer)
     except ValueError:
         return False
     return True
 
 
-def _check_replaceable(name: str, layer: nn.Module) -> None:
+def check_in_the_manner(name: str, layer: nn.Module, error: Exception | None = None) -> None:
+    """Raises ValueError unless a layer can become a BertSparseSelfAttention, from the error with which a trial of it
+    did not run."""
+    try:
+        _check_replaceable(name, layer, "" if error is None else f": it raised {first_line(error)}")
+        _dropout(name, layer)
+    except ValueError as refusal:
+        raise refusal from error
+
+
+def _check_replaceable(name: str, layer: nn.Module, because: str) -> None:
     """Raises ValueError unless a BertSparseSelfAttention with its query, key and value does all that a layer does."""
     what = named(name, layer)
     projections: list[Any] = [getattr(layer, projection, None) for projection in _QUERY_KEY_VALUE]
     if not all(hasattr(projection, "out_features") for projection in projections):
         raise ValueError(
             f"{what} would stay dense: sparsify takes layers that hold Linear modules query, key and value, and those "
-            "that call scaled_dot_product_attention, as a trial of this one on made-up inputs did not. Have it call "
-            f"that, or {BY_HAND}"
+            f"that call scaled_dot_product_attention, as a trial of this one on made-up inputs did not{because}. Have "
+            f"it call that, or {BY_HAND}"
         )
     taken = [parameter.name for parameter in inspect.signature(layer.forward).parameters.values()]
     if len(taken) > 1 and "mask" not in taken[1]:
