@@ -591,6 +591,16 @@ REFUSED = known(
             "SwinEncoder",
         ),
         "output_attentions": (transformers.BertModel, SMALL | {"output_attentions": True}, "set it to False"),
+        "qwen2_vl": (
+            transformers.Qwen2VLModel,
+            {"text_config": SMALL, "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4}},
+            "Qwen2VisionTransformer.* argument: 'grid_thw'.*; give ds_sparse.sparsify a part of the model without this",
+        ),
+        "siglip2": (
+            newest("Siglip2VisionModel"),
+            VISION | {"num_patches": 16},
+            "Siglip2VisionModel did not run on inputs that ds_sparse made up, without data.* and 'spatial_shapes'",
+        ),
     }
 )
 
@@ -615,6 +625,7 @@ ENCODERS = known(
         "eurobert": (transformers.EuroBertModel, GROUPED, TEXT),
         "gte": (newest("GteModel"), SIZES, TEXT),
         "layoutlm": (transformers.LayoutLMModel, SIZES, TEXT),
+        "mistral": (transformers.MistralModel, GROUPED | {"sliding_window": 9, "is_causal": False}, TEXT),
         "modernbert": (transformers.ModernBertModel, LOCAL | {"local_attention": 14}, TEXT),
         "modernbert_global": (transformers.ModernBertModel, GLOBAL, TEXT),
         "nomic_bert": (newest("NomicBertModel"), MODERN, TEXT),
