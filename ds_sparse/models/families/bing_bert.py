@@ -92,8 +92,7 @@ def around(
     """A sparse layer around the projections of each dense one; they share one layout."""
     tokens = whole_blocks(max_position, structure.block)
     first = BertSparseSelfAttention(config, structure, tokens, projections_of=layers[0])
-    sparse = [first, *(first.with_projections_of(layer) for layer in layers[1:])]
-    return [replacement.train(layer.training) for replacement, layer in zip(sparse, layers, strict=True)]
+    return [first, *(first.with_projections_of(layer) for layer in layers[1:])]
 
 
 def _around(alike: Alike, tokens: int) -> list[BertSparseSelfAttention]:
