@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 TOKENS = 8
 """Tokens of a trial of a model in plain PyTorch, in a batch of two."""
@@ -18,20 +15,8 @@ TOKENS = 8
 _LEFT_OUT = object()
 
 
-@contextmanager
-def trying() -> Iterator[None]:
-    """Where a copy is made and runs: nothing is computed, and PyTorch does not log what operations do not take."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"), torch.no_grad():
-            yield
-    finally:
-        logger.disabled = before
-
-
 def fake_copy(model: nn.Module, without: str | None = None) -> nn.Module:
-    """A copy in eval mode and without hooks, with fake tensors for its parameters and buffers.
+    """A copy in eval mode and without hooks, with fake tensors for its parameters and buffers, in a trial.
 
     Args:
         without: the name of attributes of modules that the copy is made without.

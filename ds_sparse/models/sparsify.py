@@ -27,8 +27,8 @@ def sparsify(
     and the structure is written to `model.config.sparse_attention`, which is saved with the model. That config becomes
     a copy, since other models may hold the one that it was made with; so give the whole model, not a base model inside
     it. In other models each layer that holds `query`, `key` and `value`, is called with (hidden_states, attention_mask)
-    and returns a tensor, as bing_bert's `attention.self` does, gives its place to a `BertSparseSelfAttention` around
-    the same three; each `nn.MultiheadAttention` becomes a `SparseMultiheadAttention`; and in a layer that calls
+    and returns a tensor, as bing_bert's `attention.self` does, becomes a `BertSparseSelfAttention`; each
+    `nn.MultiheadAttention` becomes a `SparseMultiheadAttention`, both in place; and in a layer that calls
     `scaled_dot_product_attention` what it calls for becomes sparse. Their cross-attention stays dense, and the report
     says so.
 

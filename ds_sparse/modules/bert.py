@@ -19,10 +19,13 @@ class BertSparseSelfAttention(nn.Module):
     """Drop-in for a BERT layer's `attention.self`. Source: DeepSpeed's module of this name.
 
     Args:
-        config: has `hidden_size` and `num_attention_heads`, and may have `attention_probs_dropout_prob`.
+        config: has `hidden_size` and `num_attention_heads`, and may have `attention_probs_dropout_prob`, with which
+            attention probabilities are dropped in training. A new module is in training: call `model.eval()` after
+            putting it into a model that is in evaluation.
         sparsity_config: the structure; by default `FixedSparsityConfig` for the model's number of heads.
         max_seq_length: tokens that the layout is built for; longer sequences get a layout of their own.
-        projections_of: a dense layer whose `query`, `key` and `value` are used, the same modules, instead of new ones.
+        projections_of: a dense layer whose `query`, `key` and `value` are used, the same modules, instead of new ones,
+            and whose mode, training or evaluation, is taken.
 
     Raises:
         TypeError: sparsity_config is no structure.
@@ -74,11 +77,13 @@ class BertSparseSelfAttention(nn.Module):
             max_seq_length=max_seq_length,
             attention_dropout=getattr(config, "attention_probs_dropout_prob", 0.0),
         )
+        if projections_of is not None:
+            self.train(projections_of.training)
 
     def with_projections_of(self, dense: nn.Module) -> BertSparseSelfAttention:
-        """A copy that shares this layer's layout, and uses the `query`, `key` and `value` of another layer."""
+        """A copy that shares this layer's layout, and uses `query`, `key`, `value` and the mode of another layer."""
         shared = {id(getattr(self, name)): getattr(dense, name) for name in ("query", "key", "value")}
-        return copy.deepcopy(self, shared)
+        return copy.deepcopy(self, shared).train(dense.training)
 
     def transpose_for_scores(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, hidden) -> (B, H, T, D), a view."""

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-_NO_MODELS = ("torch", "builtins", "typing", "abc")
+NO_MODELS = ("torch", "builtins", "typing", "abc")
 """Packages whose classes are not those of a model's author."""
 
 
@@ -21,7 +21,7 @@ def functions_of(kind: Any) -> Mapping[str, tuple[Callable[..., Any], ...]]:
     those of base classes that it overrides and may call."""
     found: dict[str, tuple[Callable[..., Any], ...]] = {}
     for base in kind.__mro__:
-        if base.__module__.partition(".")[0] not in _NO_MODELS:
+        if base.__module__.partition(".")[0] not in NO_MODELS:
             for name, value in vars(base).items():
                 if isinstance(value, FunctionType) and name != nn.Module.__init__.__name__:
                     found[name] = (*found.get(name, ()), value)

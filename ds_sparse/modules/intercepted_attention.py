@@ -104,7 +104,8 @@ def dense_class(module: nn.Module) -> Any:
 
 def watched_methods(kind: Any) -> list[str]:
     """The methods of a module's class in which calls are sparse."""
-    return [name for name in functions_of(kind) if name in _CALLED or not name.startswith("__")]
+    methods = [name for name in functions_of(kind) if name in _CALLED or not name.startswith("__")]
+    return list(dict.fromkeys(("forward", *methods)))
 
 
 _CALLED = ("forward", "__call__")
@@ -121,7 +122,7 @@ def _callers_inside(module: nn.Module) -> list[nn.Module]:
 
 @functools.cache
 def _sparse_class(dense: Any) -> type[nn.Module]:
-    methods = {name: _watched(name, dense) for name in dict.fromkeys(("forward", *watched_methods(dense)))}
+    methods = {name: _watched(name, dense) for name in watched_methods(dense)}
     return type(f"Sparse{dense.__name__}", (SparseCalls, dense), methods)
 
 

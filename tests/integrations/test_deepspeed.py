@@ -465,6 +465,23 @@ def test_a_structure_of_the_users_that_draws_without_the_sampler_is_told_what_to
     assert capsys.readouterr().out.count(said) == 1
 
 
+def test_layers_that_a_pipeline_module_calls_by_its_own_list_are_sparse():
+    ds_sparse.init_distributed(dist_backend="gloo", verbose=False)
+    from deepspeed.pipe import PipelineModule
+
+    layers = [DenseLayer(), torch.nn.LayerNorm(32), DenseLayer()]
+    for layer in layers[::2]:
+        layer.num_attention_heads = 4
+    model, x = PipelineModule(layers, num_stages=1), torch.randn(1, 64, 32)
+    other = torch.cat([x[:, :-1], torch.randn(1, 1, 32)], 1)
+    block = {"mode": "bslongformer", "block": 16, "num_sliding_window_blocks": 1, "global_block_indices": []}
+    report = ds_sparse.sparsify(model, block, max_seq_length=64)
+    assert [type(f).__name__ for f in model.forward_funcs[::2]] == ["BertSparseSelfAttention"] * 2
+    assert torch.equal(model(x)[:, :48], model(other)[:, :48])
+    report.undo()
+    assert [type(f) for f in model.forward_funcs[::2]] == [DenseLayer] * 2
+
+
 def test_two_configurations_or_none_are_an_error(make_args):
     with pytest.raises(ValueError, match="2 DeepSpeed configurations are given"):
         ds_sparse.initialize(args=make_args(), model=Layer(), config=dict(BASE))

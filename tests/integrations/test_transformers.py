@@ -591,6 +591,16 @@ REFUSED = known(
             "SwinEncoder",
         ),
         "output_attentions": (transformers.BertModel, SMALL | {"output_attentions": True}, "set it to False"),
+        "qwen2_vl": (
+            transformers.Qwen2VLModel,
+            {"text_config": SMALL, "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4}},
+            "Qwen2VisionTransformer.* argument: 'grid_thw'.*; give ds_sparse.sparsify a part of the model without this",
+        ),
+        "siglip2": (
+            newest("Siglip2VisionModel"),
+            VISION | {"num_patches": 16},
+            "Siglip2VisionModel did not run on inputs that ds_sparse made up, without data.* and 'spatial_shapes'",
+        ),
     }
 )
 
@@ -615,6 +625,7 @@ ENCODERS = known(
         "eurobert": (transformers.EuroBertModel, GROUPED, TEXT),
         "gte": (newest("GteModel"), SIZES, TEXT),
         "layoutlm": (transformers.LayoutLMModel, SIZES, TEXT),
+        "mistral": (transformers.MistralModel, GROUPED | {"sliding_window": 9, "is_causal": False}, TEXT),
         "modernbert": (transformers.ModernBertModel, LOCAL | {"local_attention": 14}, TEXT),
         "modernbert_global": (transformers.ModernBertModel, GLOBAL, TEXT),
         "nomic_bert": (newest("NomicBertModel"), MODERN, TEXT),
@@ -831,6 +842,25 @@ def test_a_wrong_structure_is_refused_before_anything_changes(arguments, error, 
     with pytest.raises(error, match=sentence):
         ds_sparse.sparsify(model, **arguments)
     assert model.config._attn_implementation == "sdpa" and not hasattr(model.config, "sparse_attention")
+
+
+@pytest.mark.parametrize("door", ["sparsify", "name"])
+def test_other_models_of_the_family_compute_as_before(door):
+    """DINOv3's positions are kept in a cache of functools."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+    config = transformers.DINOv3ViTConfig(image_size=32, patch_size=8 if door == "name" else 4, **sizes)
+    model, untouched = (transformers.DINOv3ViTModel(copy.deepcopy(config)).eval() for _ in range(2))
+    if door == "sparsify":
+        ds_sparse.sparsify(model, {"mode": "dense"})
+    else:
+        model.config.sparse_attention = {"mode": "dense"}
+        model.set_attn_implementation("ds_sparse")
+    model.load_state_dict(untouched.state_dict())
+    pictures = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        outputs = [each(pixel_values=pictures).last_hidden_state for each in (model, untouched)]
+    assert outputs[0].isfinite().all().item()
+    torch.testing.assert_close(*outputs)
 
 
 def test_a_sparse_model_is_not_made_sparse_again():

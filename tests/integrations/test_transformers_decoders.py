@@ -40,6 +40,8 @@ DECODERS = {
     "gpt_neox": (transformers.GPTNeoXForCausalLM, SIZES),
     "gpt2": (transformers.GPT2LMHeadModel, GPT2),
     "llama": (transformers.LlamaForCausalLM, GROUPED),
+    "llama_with_a_window_in_its_config": (transformers.LlamaForCausalLM, GROUPED | {"sliding_window": 11}),
+    "exaone4": (transformers.Exaone4ForCausalLM, GROUPED | LOCAL),
     "mistral": (transformers.MistralForCausalLM, GROUPED | {"sliding_window": None}),
     "mistral_local": (transformers.MistralForCausalLM, GROUPED | {"sliding_window": 11}),
     "qwen3": (transformers.Qwen3ForCausalLM, GROUPED),
@@ -150,7 +152,7 @@ def test_a_token_changes_nothing_before_it(name, structure):
             assert not torch.equal(after[:, changed], before[:, changed])
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", [x for x in DECODERS if x != "llama_with_a_window_in_its_config"])
 def test_generation_is_that_of_the_untouched_model_under_a_dense_structure(name):
     model, batch = make(name), make_batch(20, 6, 0)
     options = {"max_new_tokens": 25, "do_sample": False}
@@ -158,6 +160,25 @@ def test_generation_is_that_of_the_untouched_model_under_a_dense_structure(name)
     ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK})
     assert torch.equal(model.generate(**batch, **options), truth)
     assert len(truth[0].unique()) > 10
+
+
+def test_a_copy_has_the_windows_of_its_original_under_another_structure_too():
+    model, batch = make("exaone4"), make_batch()
+    truth = dense_twin(model)(**batch).logits
+    ds_sparse.sparsify(model, STRUCTURES["local"] | {"block": BLOCK})
+    model = copy.deepcopy(model)
+    model.config.sparse_attention = {"mode": "dense", "block": BLOCK}
+    keep = batch["attention_mask"] != 0
+    torch.testing.assert_close(model(**batch).logits[keep], truth[keep])
+
+
+def test_a_cache_of_a_window_for_layers_without_one_is_refused():
+    model = make("llama_with_a_window_in_its_config")
+    ds_sparse.sparsify(model, {"mode": "dense", "block": BLOCK})
+    options = make_batch(20, 6, 0) | {"max_new_tokens": 3, "do_sample": False}
+    with pytest.raises(ValueError, match="a config.sliding_window that no layer reads to None"):
+        model.generate(**options)
+    assert model.generate(**options, use_cache=False).shape == (2, 23)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

@@ -150,3 +150,15 @@ def test_projections_of_another_layer_are_the_same_modules():
         assert getattr(layer, name) is dense[name] and getattr(twin, name) is other[name]
     assert twin.sparse_self_attention.get_ops(4, 64) == layer.sparse_self_attention.get_ops(4, 64)
     assert twin.state_dict().keys() == layer.state_dict().keys()
+
+
+def test_the_mode_is_that_of_the_layer_whose_projections_it_has():
+    training, evaluated = (
+        torch.nn.ModuleDict({name: torch.nn.Linear(32, 32) for name in ("query", "key", "value")}) for _ in range(2)
+    )
+    evaluated.eval()
+    for dense in (training, evaluated):
+        first = BertSparseSelfAttention(config(), max_seq_length=64, projections_of=dense)
+        for layer in (first, first.with_projections_of(dense)):
+            assert all(module.training is dense.training for module in layer.modules())
+    assert first.with_projections_of(training).sparse_self_attention.training

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from ...ops.operands import check_attention_operands
 from ..pretrained import NAME, through_interface
-from .binding import Attached, Length, local_attention_of, named, set_config
+from .binding import Attached, Length, local_attention_of, named, note_window, set_config
 from .causal import is_causal, note_causal
-from .trial import Masks, OtherKeys, Refused, Untried
+from .trial import Masks, OtherKeys, Refused, Untried, Window
 from .trial import run as run_trial
 
 _WHAT_TO_USE = (
@@ -73,16 +73,6 @@ def why_not(
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         return f"{name} has layers of {', '.join(sorted(kinds))}, a sparse structure of its own; train it as it is."
-    dropping = {
-        layer: module
-        for layer, module in layers.items()
-        if local_attention_of(module) is not None and getattr(module, "attention_dropout", False)
-    }
-    if dropping:
-        return (
-            f"{named(dropping)} of {name} is local and drops attention probabilities, which window attention does not; "
-            "set config.attention_dropout to 0."
-        )
     foreign = {
         layer: module
         for layer, module in layers.items()
@@ -121,11 +111,22 @@ def _why_not_by_trial(
     except Refused as refusal:
         return f"{name} cannot be sparse: {refusal}"
     except Untried as error:
+        another = "a part of the model without this one" if around else "the whole model"
         return (
-            f"{name} did not run on inputs that ds_sparse made up, to see what its attention does ({error}); give "
-            "ds_sparse.sparsify the whole model, or train it dense."
+            f"{name} did not run on inputs that ds_sparse made up, without data, to see what its attention does "
+            f"({error}); give ds_sparse.sparsify {another}, or train it dense."
         )
     layers = self_attention(layers)
+    dropping = {
+        layer: module
+        for layer, module in layers.items()
+        if local_attention_of(module) is not None and getattr(module, "attention_dropout", False)
+    }
+    if dropping:
+        return (
+            f"{named(dropping)} of {name} is local and drops attention probabilities, which window attention does not; "
+            "set config.attention_dropout to 0."
+        )
     silent = {layer: module for layer, module in layers.items() if module not in seen}
     if silent:
         return f"{named(silent)} of {name} did not call the attention function, and would stay dense; {_WHAT_TO_USE}"
@@ -148,6 +149,7 @@ def _heads_in_a_trial(model: PreTrainedModel, around: Sequence[PreTrainedModel])
     """The modules of a model that called `attention` in a trial of it, or of one around it, with their number of query
     heads."""
     heads: dict[nn.Module, int] = {}
+    windows: dict[str, Window] = {}
 
     def prepare(tried: PreTrainedModel, double: PreTrainedModel) -> None:
         for (name, module), twin in zip(tried.named_modules(), double.modules(), strict=True):
@@ -158,13 +160,18 @@ def _heads_in_a_trial(model: PreTrainedModel, around: Sequence[PreTrainedModel])
             if module is model:
                 set_config(twin.config, {})
                 twin.config._attn_implementation_internal = NAME
-                Masks().note_in(twin.config)
+                windows.clear()
+                Masks(windows).note_in(twin.config)
 
-    problems = []
+    problems: list[Untried] = []
     for tried in (model, *around):
         heads.clear()
         try:
             run_trial(tried, functools.partial(prepare, tried))
+            if problems and not heads:  # this one ran without the model
+                continue
+            for name, window in windows.items():
+                note_window(tried.get_submodule(name), window)
             return heads
         except Untried as error:
             problems.append(error)

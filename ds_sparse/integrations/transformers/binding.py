@@ -6,7 +6,7 @@ import copy
 import json
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from ...sparsity.draws import Draws, draws, why_unrepeatable
 from ...wording import show
 from ..pretrained import NAME
 from .distances import give_distances
+from .trial import Window
 
 MAX_SEQ_LENGTH_KEY = f"{BLOCK_KEY}_max_seq_length"
 CONFIG_KEYS = (BLOCK_KEY, MAX_SEQ_LENGTH_KEY)
@@ -53,6 +54,7 @@ class Attached:
     attention: Attention
     name: str = ""
     number: int | None = None  # of the layer, among the attention layers of its model; None: not known
+    window: Window = field(default_factory=Window)
 
     def __post_init__(self):
         self.block = copy.deepcopy(self.block)  # the config's own may be edited in place
@@ -100,7 +102,7 @@ def _attached(layer: nn.Module, name: str, number: int | None) -> Attached:
             f"{type(config).__name__} has no {BLOCK_KEY}; set it before the model takes the name {NAME}, as in "
             f'config.{BLOCK_KEY} = {{"mode": "fixed", "block": 16}}, or call ds_sparse.sparsify, which does.'
         )
-    return Attached(block, Length.of(config), _attention_for(layer, block, number), name, number)
+    return Attached(block, Length.of(config), _attention_for(layer, block, number), name, number, window_of(layer))
 
 
 def _attention_for(layer: nn.Module, block: dict[str, Any], number: int | None) -> Attention:
@@ -138,14 +140,25 @@ def attention_on(structure: SparsityConfig, block: dict[str, Any] | None, length
     return attention
 
 
+_windows: weakref.WeakKeyDictionary[nn.Module, Window] = weakref.WeakKeyDictionary()
+"""Those of layers that a trial has seen. What a layer and its config say of a window need not be what it asks for."""
+
+
+def note_window(layer: nn.Module, window: Window) -> None:
+    """Notes what a trial has seen of a layer."""
+    _windows[layer] = window
+
+
+def window_of(layer: nn.Module) -> Window:
+    """The window of a layer, that of the original where it is a copy; of a layer that sees all, or was never tried, one
+    without an attention of its own."""
+    attached: Attached | None = vars(layer).get("_ds_sparse")
+    return _windows.get(layer, Window() if attached is None else attached.window)
+
+
 def local_attention_of(layer: nn.Module) -> LocalAttention | None:
-    """The window of a local layer, from its `sliding_window`, or from the config's where all layers of a decoder have
-    one: as Transformers gives it to FlashAttention, one more than the tokens that are seen on a side. None for a layer
-    that sees all."""
-    sliding_window, config = getattr(layer, "sliding_window", None), getattr(layer, "config", None)
-    if getattr(layer, "is_causal", False) and not hasattr(layer, "sliding_window"):
-        sliding_window = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
-    return LocalAttention(sliding_window - 1) if isinstance(sliding_window, int) else None
+    """What computes the window of a local layer; None for a layer that sees all."""
+    return window_of(layer).local
 
 
 def check_entries(entries: Iterable[str], layers: Sequence[nn.Module], model: str) -> None:

@@ -91,8 +91,9 @@ def refuse_other_masks(module: nn.Module, mask: torch.Tensor | None) -> None:
     if mask.dim() != 2 and mask.shape[-1] != mask.shape[-2]:
         raise Refused(
             f"{which(module)} is causal and has {mask.shape[-2]} queries and room for {mask.shape[-1]} keys, as in a "
-            f"static cache of layers with a window, which {NAME} does not take; generate with the default cache, "
-            "without cache_implementation."
+            "static cache of layers with a window, or in the cache that a sliding_window in the config makes for "
+            f"layers without one, which {NAME} does not take; generate with the default cache, without "
+            "cache_implementation, and set a config.sliding_window that no layer reads to None."
         )
     raise Refused(
         f"{which(module)} is causal, and its model makes a mask of more than causality and padding for it, as for "

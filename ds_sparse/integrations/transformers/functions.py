@@ -14,17 +14,18 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ...layout import is_distributed
 from ...modules.bert import VARIANTS
+from ...modules.local_attention import LocalAttention
 from ...modules.structured_attention import of_keys_or_pairs
 from ...ops.packed_operands import one_as_rows, rows_as_one
 from ..pretrained import NAME
 from . import causal
-from .binding import local_attention_of, which
+from .binding import attached_to, which
 from .distances import of_distances
 from .mask_windows import is_seen_to_hide_nothing, window_of_mask
 from .packing import PackedDocuments
 from .sequence import Alone, Part, attend_part, is_in_parts
 from .tensor_parallel import attention_of, on_local_heads
-from .trial import Masks, OtherKeys, Refused
+from .trial import Masks, OtherKeys, Refused, Window
 
 
 def attention(
@@ -55,7 +56,7 @@ def attention(
         dropout: probability with which attention probabilities are dropped.
         position_bias: T5's relative positions, added after scaling, with gradient: by distance, (1, H, 1, 2T - 1), as
             `distances` has its layers make them; or of pairs of tokens, (1 or B, H, T, T).
-        sliding_window: the layer's own window, as `local_attention_of` finds it too.
+        sliding_window: what the layer asked for when it was tried.
         s_aux: of a causal layer, its sinks, a logit a head.
         ds_sparse_documents: where documents begin that are packed in the rows, as the model's forward has read it.
         ds_sparse_sequence: of a sequence-parallel model, which part of the sequence the tokens are.
@@ -79,7 +80,9 @@ def attention(
         return on_local_heads(module, attend, query, key, value), None
     is_causal = causal.is_causal(module) if is_causal is None else is_causal
     _refuse_what_is_asked(module, {**more, **({"position_bias": position_bias} if is_causal else {"s_aux": s_aux})})
-    _refuse_other_windows(module, sliding_window)
+    tried, attached = Masks.of(module.config), attached_to(module)
+    if tried is None:
+        _refuse_other_windows(module, sliding_window, attached.window)
     if is_in_parts(module, ds_sparse_sequence):
         beside = {"position_bias": position_bias}
         return attend_part(
@@ -88,16 +91,16 @@ def attention(
         ), None  # fmt: skip
     if ds_sparse_documents is not None:
         _refuse_beside_documents(module, query, key, attention_mask, position_bias)
-        _refuse_beside_a_window(module, None, None, dropout)
+        _refuse_beside_a_window(module, attached.window.local, None, None, dropout)
         return _attend_packed(module, query, key, value, scaling, dropout, s_aux, is_causal, ds_sparse_documents), None
     if is_causal:
         causal.refuse_other_masks(module, attention_mask)
     else:
         _refuse_what_is_no_encoder(module, query, key, attention_mask)
-    _refuse_beside_a_window(module, attention_mask, position_bias, dropout)
-    tried = Masks.of(module.config)
+    window = attached.window
     if tried is not None:
-        tried.check(which(module), attention_mask, local_attention_of(module))
+        window = tried.window(attached.name, which(module), attention_mask, sliding_window, is_causal)
+    _refuse_beside_a_window(module, window.local, attention_mask, position_bias, dropout)
     if is_causal:
         output = causal.attend(module, query, key, value, attention_mask, scaling, dropout, s_aux)
     else:
@@ -195,19 +198,21 @@ def _refuse_beside_documents(
         )
 
 
-def _refuse_other_windows(module: nn.Module, sliding_window: int | None) -> None:
-    local = local_attention_of(module)
-    if (None if local is None else local.window + 1) != sliding_window:
+def _refuse_other_windows(module: nn.Module, sliding_window: int | None, window: Window) -> None:
+    if window.asked != sliding_window:
         raise Refused(
-            f"{which(module)} asks the attention for sliding_window={sliding_window}, which {NAME} did not find in it; "
-            'use attn_implementation="sdpa" or "eager".'
+            f"{which(module)} asks the attention for sliding_window={sliding_window}, and asked for {window.asked} "
+            f'when it took {NAME}; set the name anew, model.set_attn_implementation("{NAME}"), after such a change.'
         )
 
 
 def _refuse_beside_a_window(
-    module: nn.Module, mask: torch.Tensor | None, position_bias: torch.Tensor | None, dropout: float
+    module: nn.Module,
+    local: LocalAttention | None,
+    mask: torch.Tensor | None,
+    position_bias: torch.Tensor | None,
+    dropout: float,
 ) -> None:
-    local = local_attention_of(module)
     if local is None:
         return
     beside = {

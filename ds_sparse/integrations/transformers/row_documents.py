@@ -39,12 +39,12 @@ def documents_of(model: nn.Module, given: Mapping[str, Any]) -> torch.Tensor | N
             `cu_seq_lens_q` that does not fit.
     """
     if has_cumulative(given):
-        _refuse_models_without_positions(model)
+        _refuse_models_that_cannot(model)
         cu_seqlens = _read_cumulative(model, [given[x] for x in CUMULATIVE if given.get(x) is not None], given)
     else:
         cu_seqlens = _read_positions(model, given)
         if cu_seqlens is not None:
-            _refuse_models_without_positions(model)
+            _refuse_models_that_cannot(model)
     if cu_seqlens is not None:
         _refuse_beside_documents(model, given)
     return cu_seqlens
@@ -117,11 +117,17 @@ def _say_that_a_mask_makes_one_row(
         )
 
 
-def _refuse_models_without_positions(model: nn.Module) -> None:
-    parameters = inspect.signature(model.forward).parameters
-    hands_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    if "position_ids" not in parameters or not hands_on:
-        why = "hands nothing on to its attention layers" if not hands_on else "takes no position_ids"
+def _refuse_models_that_cannot(model: nn.Module) -> None:
+    parameters, config = inspect.signature(model.forward).parameters, getattr(model, "config", None)
+    convolutions = [x for x in model.modules() if isinstance(x, nn.Conv1d) and x.kernel_size != (1,)]
+    whys = {
+        "hands nothing on to its attention layers": all(x.kind is not x.VAR_KEYWORD for x in parameters.values()),
+        "takes no position_ids": "position_ids" not in parameters,
+        "puts the embeddings of neighbouring tokens together": getattr(config, "trigram_input", False),
+        "has convolutions over tokens": bool(convolutions),
+    }
+    why = next((why for why, is_so in whys.items() if is_so), None)
+    if why is not None:
         raise ValueError(
             f"{type(model).__name__} is given packed documents (position_ids that start again, or cu_seq_lens_q), and "
             f"its forward {why}, so it would not compute each of them alone. Give each document a row, with an "

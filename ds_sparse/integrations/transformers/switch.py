@@ -26,6 +26,7 @@ from .binding import (
     check_entries,
     local_attention_of,
     set_config,
+    window_of,
 )
 from .causal import is_causal, say_what_is_cut
 from .distances import give_distances, take_distances
@@ -134,7 +135,7 @@ class Switch:
         block, length = getattr(config, BLOCK_KEY, None), Length.of(config)
         self._hooks = watch(self.model)
         for number, (name, layer) in enumerate(self.layers.items()):
-            vars(layer)["_ds_sparse"] = Attached(block, length, self._attentions[name], name, number)
+            vars(layer)["_ds_sparse"] = Attached(block, length, self._attentions[name], name, number, window_of(layer))
             self._hooks.append(layer.register_forward_hook(_check_is_switched))
         give_distances(self.layers.values())
         say_what_is_cut(self.model, self.layers)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ...models.fake_copy import fake_copy, first_line, trying
+from ...models.fake_copy import fake_copy, first_line
+from ...models.in_trial import in_trial
 from ...modules.local_attention import LocalAttention
 
 TOKENS = 8
@@ -39,12 +41,29 @@ _MASKS = "_ds_sparse_masks"
 """The attribute of a config in a trial where its masks are."""
 
 
+class Window(NamedTuple):
+    """The window of a layer, as a trial has seen it.
+
+    Attributes:
+        asked: the `sliding_window` that the layer asks the attention for.
+        local: what computes it; None where the layer's mask hides nothing by distance.
+    """
+
+    asked: int | None = None
+    local: LocalAttention | None = None
+
+
 class Masks:
     """The masks that were made in a trial, with the window of each. The config of the model that is tried holds it, so
-    that no other thread notices."""
+    that no other thread notices.
 
-    def __init__(self) -> None:
+    Args:
+        windows: gets those of the layers, by name.
+    """
+
+    def __init__(self, windows: dict[str, Window]) -> None:
         self._made: dict[int, tuple[torch.Tensor, float]] = {}
+        self._windows = windows
 
     @classmethod
     def of(cls, config: Any) -> Masks | None:
@@ -60,17 +79,23 @@ class Masks:
         self._made[id(own)] = (own, window)
         return own
 
-    def check(self, layer: str, mask: torch.Tensor | None, local: LocalAttention | None) -> None:
-        """Raises Refused unless the mask of a layer has the layer's window."""
-        by_layer = math.inf if local is None else local.window
+    def window(self, name: str, layer: str, mask: torch.Tensor | None, asked: int | None, causal: bool) -> Window:
+        """The window of a layer, that of its mask, as in dense attention. Raises Refused where the layer asks for
+        another one."""
         any_window = any(window != math.inf for _, window in self._made.values())
         unknown = math.nan if any_window and mask is not None else math.inf
         by_mask = self._made[id(mask)][1] if id(mask) in self._made else unknown
-        if by_layer != by_mask:
+        # Where a bidirectional mask sees as many tokens on a side, Transformers gives FlashAttention one less.
+        by_layer = [math.inf] if asked is None else [asked - 1] if causal else [asked - 1, asked]
+        if math.isnan(by_mask) or (asked is not None and by_mask not in by_layer):
             raise Refused(
                 f"{layer} is local, and its mask and its sliding_window are not the same window ({by_mask} and "
-                f"{by_layer} tokens on a side; inf: all, nan: a mask made anew by the model)."
+                f"{by_layer[0]} tokens on a side; inf: all, nan: a mask made anew by the model)."
             )
+        window = Window(asked, None if by_mask == math.inf else LocalAttention(int(by_mask)))
+        if self._windows.setdefault(name, window) != window:
+            raise Refused(f"{layer} is called more than once in a forward, with other windows each time.")
+        return window
 
 
 def run(model: nn.Module, prepare: Callable[[nn.Module], None]) -> None:
@@ -84,20 +109,25 @@ def run(model: nn.Module, prepare: Callable[[nn.Module], None]) -> None:
         Refused: a layer or a mask asks for what is not computed.
         Untried: the model runs on none of the inputs that its forward and its config let one make up.
     """
-    problem: Exception = TypeError(f"its forward takes ({', '.join(inspect.signature(model.forward).parameters)})")
+    problem: Exception | None = None
     for inputs in _inputs(model):
         try:
-            with trying():
-                double = fake_copy(model, without=_ATTACHED)
-                _choose_experts(double)
-                prepare(double)
-                double(**{name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in inputs.items()})
+            in_trial(model, functools.partial(_run_copy, model, prepare, inputs))
             return
         except Refused:
             raise
         except Exception as error:  # noqa: BLE001  code that is not ours, on inputs that it does not expect
-            problem = error
-    raise Untried(first_line(problem))
+            problem = problem or error  # of the likeliest inputs
+    if problem is None:
+        problem = TypeError(f"its forward takes ({', '.join(inspect.signature(model.forward).parameters)})")
+    raise Untried(first_line(problem)) from problem
+
+
+def _run_copy(model: nn.Module, prepare: Callable[[nn.Module], None], inputs: Inputs) -> None:
+    double = fake_copy(model, without=_ATTACHED)
+    _choose_experts(double)
+    prepare(double)
+    double(**{name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in inputs.items()})
 
 
 def _choose_experts(double: nn.Module) -> None:

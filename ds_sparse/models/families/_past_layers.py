@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch.nn.functional import multi_head_attention_forward
 from torch.utils._pytree import tree_leaves
 
 from ...modules.code_names import functions_of, names_in
-from ..fake_copy import fake_copy, made_up_inputs, trying
+from ..fake_copy import fake_copy, made_up_inputs
+from ..in_trial import in_trial
 
 _WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
@@ -43,17 +45,23 @@ def _computed_past(model: nn.Module, layers: Mapping[str, nn.Module]) -> str | N
     """The first layer whose weights are in the output of a model although its forward takes them out of it."""
     for dtype, shape in made_up_inputs(model):
         try:
-            with trying(), torch.enable_grad():
-                double = fake_copy(model)
-                twins = dict(zip(model.modules(), double.modules(), strict=True))
-                weights = {name: _watched_weights(twins[layer]) for name, layer in layers.items()}
-                of_model = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-                output = double(torch.zeros(shape, dtype=dtype if dtype == torch.int64 else of_model))
-                sums = [x.sum() for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]
-                return next((name for name, those in weights.items() if sums and _reaches(those, sum(sums))), None)
+            return in_trial(model, functools.partial(_reached, model, layers, dtype, shape))
         except Exception:  # noqa: BLE001  code that is not ours, on inputs that it may not expect
             continue
     return None
+
+
+@torch.enable_grad()
+def _reached(
+    model: nn.Module, layers: Mapping[str, nn.Module], dtype: torch.dtype, shape: tuple[int, ...]
+) -> str | None:
+    double = fake_copy(model)
+    twins = dict(zip(model.modules(), double.modules(), strict=True))
+    weights = {name: _watched_weights(twins[layer]) for name, layer in layers.items()}
+    of_model = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    output = double(torch.zeros(shape, dtype=dtype if dtype == torch.int64 else of_model))
+    sums = [x.sum() for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]
+    return next((name for name, those in weights.items() if sums and _reaches(those, sum(sums))), None)
 
 
 def _watched_weights(twin: Any) -> list[nn.Parameter]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Callable, Iterable, Mapping
+from types import MethodType
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
+from ...modules.code_names import functions_of, name_attention
 from ...modules.structured_attention import StructuredAttention, whole_blocks
+from ...ops.operands import check_attention_operands
 from ...sparsity import SparsityConfig
 from ..structures import Structures
 
@@ -56,3 +61,50 @@ def tokens_of_layout(model: nn.Module, max_seq_length: int | None) -> int:
 def longest_sequence(config: Any) -> int:
     """Tokens that a layout is built for where none are asked for."""
     return getattr(config, "max_position_embeddings", None) or 2048
+
+
+def refuse_head_size(name: str, layer: nn.Module, heads: int, head_size: int) -> None:
+    """Raises ValueError where kernels do not take the heads of a layer."""
+    x = torch.empty(1, heads, 1, head_size)
+    try:
+        check_attention_operands(x, x, x)
+    except ValueError as error:
+        raise ValueError(f"{named(name, layer)} cannot be sparse. {error}") from error
+
+
+def named(name: str, layer: nn.Module) -> str:
+    return f"attention layer {name or 'of the model itself'} ({type(layer).__name__})"
+
+
+def refuse_methods_past_the_class(
+    layers: Mapping[str, nn.Module], methods: Callable[[Any], Iterable[str]] = lambda kind: ("forward",)
+) -> None:
+    """Raises ValueError where a layer that is to be of another class would run as it was: by a method that was put on
+    the layer, or by one of its own that something holds, such as a list of forward functions.
+
+    Args:
+        methods: the names of those that the other class has, by the class of a layer.
+    """
+    held = _held_methods(layers.values()) if layers else []
+    for name, layer in layers.items():
+        kind: Any = type(layer)
+        what = named(name, layer)
+        for method in methods(kind):
+            if method in vars(layer):
+                raise ValueError(
+                    f"{what} would stay dense: its {method} was replaced, as hooks of accelerate do; call sparsify "
+                    "before that."
+                )
+            attends = method == "forward" or name_attention(functions_of(kind)[method])
+            if attends and any(bound.__self__ is layer and bound.__name__ == method for bound in held):
+                raise ValueError(
+                    f"{what} would stay dense: something holds its method {method}, which runs as it is; have that "
+                    "hold and call the layer, or call sparsify before the method is taken from it."
+                )
+
+
+def _held_methods(layers: Iterable[nn.Module]) -> list[MethodType]:
+    """The methods of layers that something holds, but for what torch.compile(layer) keeps to show and does not run."""
+    held = [x for x in gc.get_referrers(*layers) if isinstance(x, MethodType)]
+    around = [x for x in gc.get_referrers(*held) if isinstance(x, dict)] if held else []
+    return [x for x in held if not any(those.get("_torchdynamo_orig_callable") is x for those in around)]

@@ -1,4 +1,4 @@
-"""Layers in the bing_bert manner: a BertSparseSelfAttention around the same projections takes their place."""
+"""Layers in the bing_bert manner: each becomes a BertSparseSelfAttention with the same projections, in place."""
 
 from __future__ import annotations
 
@@ -13,10 +13,22 @@ from ...modules.bert import BertSparseSelfAttention
 from ...modules.structured_attention import whole_blocks
 from ...sparsity import SparsityConfig
 from ..by_hand import BY_HAND
+from ..fake_copy import first_line
 from ..report import NULL, Change, Kind, StayDense, describe
 from ..structures import Structures
-from ._plain import Alike, by_structure, tokens_of_layout
+from ._plain import (
+    Alike,
+    by_structure,
+    named,
+    refuse_head_size,
+    refuse_methods_past_the_class,
+    tokens_of_layout,
+)
 from ._registry import Family
+
+_CORE = "sparse_self_attention"
+_SIZES = ("num_attention_heads", "attention_head_size", "all_head_size")
+"""What a BertSparseSelfAttention has beside its projections."""
 
 _QUERY_KEY_VALUE = ("query", "key", "value")
 _DROPOUTS = (
@@ -39,32 +51,39 @@ class BingBert(Family):
         max_seq_length: int | None,
     ) -> list[Change]:
         for name, layer in layers.items():
-            _check_replaceable(name, layer)
+            check_in_the_manner(name, layer)
+        refuse_methods_past_the_class(layers)
         kinds = {name: _kind(name, layer, structures.wanted) for name, layer in layers.items()}
         alike, left = by_structure(layers, kinds, structures)
         tokens = tokens_of_layout(model, max_seq_length)
-        changes: list[Change] = [Swap(model, those.layers, _around(those, tokens)) for those in alike]
+        changes: list[Change] = [Turn(those.layers, _around(those, tokens)) for those in alike]
         return changes + ([StayDense(left, NULL)] if left else [])
 
 
-class Swap:
-    """Layers in the bing_bert manner, alike, whose places `on` gives to BertSparseSelfAttention and `off` gives
-    back."""
+class Turn:
+    """Layers in the bing_bert manner, alike, that `on` turns into BertSparseSelfAttention and `off` back. The objects
+    stay, and with them parameters, hooks and whatever else holds them."""
 
-    def __init__(self, model: nn.Module, layers: dict[str, nn.Module], replacements: list[BertSparseSelfAttention]):
-        self.model = model
+    def __init__(self, layers: dict[str, nn.Module], replacements: list[BertSparseSelfAttention]):
         was = [type(layer).__name__ for layer in layers.values()]
         now = [BertSparseSelfAttention.__name__] * len(layers)
         self.kinds = [Kind(layers, was, now, describe(replacements[0].sparse_self_attention.attention))]
         self._sparse_for = dict(zip(layers.values(), replacements, strict=True))
 
     def on(self) -> None:
-        _exchange(self.model, self._sparse_for)
+        self._before = [(layer, type(layer), dict(vars(layer))) for layer in self._sparse_for]
+        for layer, sparse in self._sparse_for.items():
+            vars(layer).update({size: getattr(sparse, size) for size in _SIZES})
+            layer.add_module(_CORE, sparse.sparse_self_attention)
+            layer.__class__ = BertSparseSelfAttention
 
     def off(self) -> None:
-        for dense, sparse in self._sparse_for.items():
-            dense.train(sparse.training)
-        _exchange(self.model, {sparse: dense for dense, sparse in self._sparse_for.items()})
+        for layer, dense, before in self._before:
+            for size in _SIZES:
+                del vars(layer)[size]
+            vars(layer).update({size: before[size] for size in _SIZES if size in before})
+            delattr(layer, _CORE)
+            layer.__class__ = dense
 
 
 def around(
@@ -73,8 +92,7 @@ def around(
     """A sparse layer around the projections of each dense one; they share one layout."""
     tokens = whole_blocks(max_position, structure.block)
     first = BertSparseSelfAttention(config, structure, tokens, projections_of=layers[0])
-    sparse = [first, *(first.with_projections_of(layer) for layer in layers[1:])]
-    return [replacement.train(layer.training) for replacement, layer in zip(sparse, layers, strict=True)]
+    return [first, *(first.with_projections_of(layer) for layer in layers[1:])]
 
 
 def _around(alike: Alike, tokens: int) -> list[BertSparseSelfAttention]:
@@ -85,36 +103,45 @@ def _around(alike: Alike, tokens: int) -> list[BertSparseSelfAttention]:
 
 def _kind(name: str, layer: nn.Module, wanted: Any) -> tuple[int, int, float]:
     projection: Any = layer.query
-    return _heads(name, layer, wanted), projection.out_features, _dropout(name, layer)
+    heads = _heads(name, layer, wanted)
+    refuse_head_size(name, layer, heads, projection.out_features // heads)
+    return heads, projection.out_features, _dropout(name, layer)
 
 
 def in_the_manner(name: str, layer: nn.Module) -> bool:
-    """Whether a BertSparseSelfAttention can take the place of a layer."""
+    """Whether a layer can become a BertSparseSelfAttention."""
     try:
-        _check_replaceable(name, layer)
-        _dropout(name, layer)
+        check_in_the_manner(name, layer)
     except ValueError:
         return False
     return True
 
 
-def _check_replaceable(name: str, layer: nn.Module) -> None:
-    """Raises ValueError unless a BertSparseSelfAttention around query, key and value does all that the layer does."""
-    what = f"attention layer {name or 'of the model itself'} ({type(layer).__name__})"
-    if not name:
-        raise ValueError(f"{what} cannot be replaced from inside; pass the module that holds it.")
+def check_in_the_manner(name: str, layer: nn.Module, error: Exception | None = None) -> None:
+    """Raises ValueError unless a layer can become a BertSparseSelfAttention, from the error with which a trial of it
+    did not run."""
+    try:
+        _check_replaceable(name, layer, "" if error is None else f": it raised {first_line(error)}")
+        _dropout(name, layer)
+    except ValueError as refusal:
+        raise refusal from error
+
+
+def _check_replaceable(name: str, layer: nn.Module, because: str) -> None:
+    """Raises ValueError unless a BertSparseSelfAttention with its query, key and value does all that a layer does."""
+    what = named(name, layer)
     projections: list[Any] = [getattr(layer, projection, None) for projection in _QUERY_KEY_VALUE]
     if not all(hasattr(projection, "out_features") for projection in projections):
         raise ValueError(
             f"{what} would stay dense: sparsify takes layers that hold Linear modules query, key and value, and those "
-            "that call scaled_dot_product_attention, as a trial of this one on made-up inputs did not. Have it call "
-            f"that, or {BY_HAND}"
+            f"that call scaled_dot_product_attention, as a trial of this one on made-up inputs did not{because}. Have "
+            f"it call that, or {BY_HAND}"
         )
     taken = [parameter.name for parameter in inspect.signature(layer.forward).parameters.values()]
     if len(taken) > 1 and "mask" not in taken[1]:
         raise ValueError(
-            f"{what} would stay dense: it is called with ({', '.join(taken)}), and sparsify replaces layers that take "
-            f"(hidden_states, attention_mask); {BY_HAND}"
+            f"{what} would stay dense: it is called with ({', '.join(taken)}), and sparsify takes layers that are "
+            f"called with (hidden_states, attention_mask); {BY_HAND}"
         )
     own = {id(x) for projection in projections for x in (*projection.parameters(), *projection.buffers())}
     more = [key for key, x in (*layer.named_parameters(), *layer.named_buffers()) if id(x) not in own]
@@ -131,8 +158,8 @@ def _heads(name: str, layer: nn.Module, wanted: Any) -> int:
     heads = next((number for number in said if isinstance(number, int)), None)
     if heads is None:
         raise ValueError(
-            f"attention layer {name} ({type(layer).__name__}) does not say its number of heads (num_attention_heads); "
-            "pass sparsify a sparsity config made with num_heads, instead of a dict."
+            f"{named(name, layer)} does not say its number of heads (num_attention_heads); pass sparsify a sparsity "
+            "config made with num_heads, instead of a dict."
         )
     return heads
 
@@ -144,14 +171,7 @@ def _dropout(name: str, layer: nn.Module) -> float:
     numbers = [x for x in (getattr(layer, attribute, None) for attribute in _DROPOUTS) if isinstance(x, int | float)]
     if len(modules) > 1:
         raise ValueError(
-            f"attention layer {name} ({type(layer).__name__}) would stay dense: it has {len(modules)} Dropout modules, "
-            f"of which one at most can be that of the attention; {BY_HAND}"
+            f"{named(name, layer)} would stay dense: it has {len(modules)} Dropout modules, of which one at most can "
+            f"be that of the attention; {BY_HAND}"
         )
     return float((modules or numbers or [0.0])[0])
-
-
-def _exchange(model: nn.Module, new_for: Mapping[nn.Module, nn.Module]) -> None:
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):
-            if child is not None and child in new_for:
-                setattr(parent, name, new_for[child])

@@ -13,7 +13,7 @@ from ...modules.structured_attention import StructuredAttention
 from ..report import NULL, Change, Kind, StayDense, describe
 from ..structures import Structures
 from ._past_layers import refuse_computed_past
-from ._plain import CROSS_ATTENTION, by_structure
+from ._plain import CROSS_ATTENTION, by_structure, named, refuse_head_size, refuse_methods_past_the_class
 from ._registry import Family
 
 
@@ -31,6 +31,7 @@ class MultiheadAttention(Family):
         max_seq_length: int | None,
     ) -> list[Change]:
         kinds = {name: (_heads(name, layer),) for name, layer in layers.items()}
+        refuse_methods_past_the_class(layers)
         structures.check_repeatable(kinds.values())
         alike, left = by_structure(layers, kinds, structures)
         refuse_computed_past(model, {name: layer for name, layer in layers.items() if name not in left})
@@ -74,16 +75,13 @@ class Turn:
 
 def _heads(name: str, layer: nn.Module) -> int:
     """The number of heads of a layer; raises ValueError unless SparseMultiheadAttention does all that it does."""
-    what = f"attention layer {name or 'of the model itself'} ({type(layer).__name__})"
+    what = named(name, layer)
     if type(layer) is not nn.MultiheadAttention:
         raise ValueError(
             f"{what} would stay dense: it is of a class of its own, which may compute otherwise than "
             "torch.nn.MultiheadAttention; put ds_sparse.SparseMultiheadAttention into the model. Where "
             "parametrizations or fully_shard gave it its class, call sparsify before them."
         )
-    if "forward" in vars(layer):
-        raise ValueError(
-            f"{what} would stay dense: its forward was replaced, as hooks of accelerate do; call sparsify before that."
-        )
     refuse_added_keys(what, layer.bias_k is not None or layer.bias_v is not None, layer.add_zero_attn)
+    refuse_head_size(name, layer, layer.num_heads, layer.head_dim)
     return layer.num_heads

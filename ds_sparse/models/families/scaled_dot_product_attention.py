@@ -25,12 +25,14 @@ from ...modules.intercepted_attention import (
     watched_methods,
 )
 from ...modules.structured_attention import StructuredAttention
-from ..fake_copy import TOKENS, fake_copy, made_up_inputs, trying
+from ...ops.operands import check_attention_operands
+from ..fake_copy import TOKENS, fake_copy, made_up_inputs
+from ..in_trial import in_trial
 from ..report import NULL, Change, Kind, StayDense, describe
 from ..structures import Structures
-from ._plain import CROSS_ATTENTION, by_structure
+from ._plain import CROSS_ATTENTION, by_structure, named, refuse_methods_past_the_class
 from ._registry import Family
-from .bing_bert import in_the_manner
+from .bing_bert import check_in_the_manner, in_the_manner
 
 
 class ScaledDotProductAttention(Family):
@@ -38,8 +40,7 @@ class ScaledDotProductAttention(Family):
 
     def of_this_family(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         candidates = {name: layer for name, layer in layers.items() if not in_the_manner(name, layer)}
-        tried = {name: seen for name, seen in _try(model, candidates).items() if seen.called}
-        return _TriedLayers({name: candidates[name] for name in tried}, tried)
+        return _TriedLayers(candidates, _try(model, candidates))
 
     def changes(
         self,
@@ -48,10 +49,15 @@ class ScaledDotProductAttention(Family):
         structures: Structures,
         max_seq_length: int | None,
     ) -> list[Change]:
-        tried = layers.tried if isinstance(layers, _TriedLayers) else _try(model, layers)
+        if not isinstance(layers, _TriedLayers):
+            layers = _TriedLayers(layers, _try(model, layers))
+        for name, (layer, error) in layers.failed.items():
+            check_in_the_manner(name, layer, error)
+        tried = layers.tried
         cross_attention = {name: layers[name] for name, seen in tried.items() if seen.is_cross_attention}
         selves = {name: seen for name, seen in tried.items() if name not in cross_attention}
         kinds = {name: (_heads(name, layers[name], seen),) for name, seen in selves.items()}
+        refuse_methods_past_the_class({name: layers[name] for name in selves}, watched_methods)
         structures.check_repeatable(kinds.values())
         alike, left = by_structure(layers, kinds, structures)
         changes: list[Change] = [Interceptions(those.layers, those.attention(model, max_seq_length)) for those in alike]
@@ -89,6 +95,8 @@ class _Tried:
 
     heads: set[int] = field(default_factory=set)
     refusal: CannotBeSparse | None = None
+    not_taken: ValueError | None = None
+    error: Exception | None = None  # with which it did not run
 
     @property
     def called(self) -> bool:
@@ -101,6 +109,10 @@ class _Tried:
     def attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any) -> torch.Tensor:
         """Stands for StructuredAttention."""
         self.heads.add(query.shape[1])
+        try:
+            check_attention_operands(query, key, value)
+        except ValueError as error:
+            self.not_taken = error
         return torch.empty_like(query)
 
 
@@ -108,23 +120,22 @@ class _TriedLayers(dict[str, nn.Module]):
     """Layers by name, with what they called in the trial that found them: a trial takes some 40 ms a layer."""
 
     def __init__(self, layers: Mapping[str, nn.Module], tried: Mapping[str, _Tried]):
-        super().__init__(layers)
-        self.tried = tried
+        self.tried = {name: seen for name, seen in tried.items() if seen.called}
+        super().__init__({name: layers[name] for name in self.tried})
+        self.failed = {name: (layers[name], seen.error) for name, seen in tried.items() if seen.error is not None}
 
 
 def _heads(name: str, layer: nn.Module, tried: _Tried) -> int:
     """The number of heads of a layer that can be sparse; raises ValueError for another."""
-    what = f"attention layer {name or 'of the model itself'} ({type(layer).__name__})"
+    what = named(name, layer)
     if tried.refusal is not None:
         raise ValueError(str(tried.refusal)) from tried.refusal
+    if tried.not_taken is not None:
+        raise ValueError(
+            f"{what} calls scaled_dot_product_attention with what sparse attention does not take. {tried.not_taken}"
+        ) from tried.not_taken
     if len(tried.heads) > 1:
         raise ValueError(f"{what} calls scaled_dot_product_attention with {sorted(tried.heads)} heads; give all one.")
-    replaced = next((method for method in ("forward", *watched_methods(type(layer))) if method in vars(layer)), None)
-    if replaced is not None:
-        raise ValueError(
-            f"{what} would stay dense: its {replaced} was replaced, as hooks of accelerate do; call sparsify before "
-            "that."
-        )
     return next(iter(tried.heads))
 
 
@@ -132,26 +143,30 @@ def _try(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, _Tried]
     """What layers called in a trial of each alone, or else of the model."""
     seen = {name: _alone(name, layer) for name, layer in layers.items()}
     untried = {name: layer for name, layer in layers.items() if not seen[name].called}
-    return seen | (_inside(model, untried) if untried else {})
+    return seen | (_inside(model, untried, seen) if untried else {})
 
 
 def _alone(name: str, layer: nn.Module) -> _Tried:
     """Hidden states are its first argument; others that it wants, such as masks, are None."""
     width = next((module.in_features for module in layer.modules() if isinstance(module, nn.Linear)), None)
+    if width is None:
+        return _Tried()
     wanted = [p for p in inspect.signature(layer.forward).parameters.values() if p.default is p.empty]
     more = [None for parameter in wanted[1:] if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     tried = _Tried()
-    ran = width is not None and _run(layer, {layer: name}, {name: tried}, torch.float32, (2, TOKENS, width), more)
-    return tried if ran else _Tried()
+    error = _run(layer, {layer: name}, {name: tried}, torch.float32, (2, TOKENS, width), more)
+    return tried if error is None else _Tried(error=None if more else error)  # None instead of a mask is our mistake
 
 
-def _inside(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, _Tried]:
+def _inside(model: nn.Module, layers: Mapping[str, nn.Module], alone: Mapping[str, _Tried]) -> dict[str, _Tried]:
     names = {layer: name for name, layer in layers.items()}
+    errors = []
     for dtype, shape in made_up_inputs(model):
         seen = {name: _Tried() for name in layers}
-        if _run(model, names, seen, dtype, shape):
+        errors.append(_run(model, names, seen, dtype, shape))
+        if errors[-1] is None:
             return seen
-    return {name: _Tried() for name in layers}
+    return {name: _Tried(error=next((x for x in (alone[name].error, *errors) if x), None)) for name in layers}
 
 
 def _run(
@@ -161,19 +176,23 @@ def _run(
     dtype: torch.dtype,
     shape: tuple[int, ...],
     more: Sequence[None] = (),
-) -> bool:
-    """Whether a copy of a module ran on such an input, or a layer in it was refused."""
+) -> Exception | None:
+    """The error with which a copy of a module did not run on such an input; None where it did, or where a layer in it
+    was refused."""
+
+    def run() -> None:
+        double = fake_copy(module)
+        for original, twin in zip(module.modules(), double.modules(), strict=True):
+            if original in names:
+                vars(twin).pop("forward", None)  # refused later; what is tried is the module's own
+                make_calls_sparse(twin, names[original], seen[names[original]].attention)
+        of_model = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+        double(torch.zeros(shape, dtype=dtype if dtype == torch.int64 else of_model), *more)
+
     try:
-        with trying():
-            double = fake_copy(module)
-            for original, twin in zip(module.modules(), double.modules(), strict=True):
-                if original in names:
-                    vars(twin).pop("forward", None)  # refused later; what is tried is the module's own
-                    make_calls_sparse(twin, names[original], seen[names[original]].attention)
-            of_model = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-            double(torch.zeros(shape, dtype=dtype if dtype == torch.int64 else of_model), *more)
+        in_trial(module, run)
     except CannotBeSparse as refusal:
         seen[refusal.layer].refusal = refusal
-    except Exception:  # noqa: BLE001  code that is not ours, on inputs that it may not expect
-        return False
-    return True
+    except Exception as error:  # noqa: BLE001  code that is not ours, on inputs that it may not expect
+        return error
+    return None

@@ -1,5 +1,9 @@
 """sparsify on models in the bing_bert manner."""
 
+import copy
+import functools
+import pickle
+
 import pytest
 import torch
 import transformers
@@ -9,6 +13,9 @@ import ds_sparse
 from ds_sparse import BertSparseSelfAttention, FixedSparsityConfig
 
 HEADS, BLOCK = 4, 16
+LOCAL = {
+    "mode": "local_sliding_window", "block": BLOCK, "num_sliding_window_blocks": 1, "attention": "bidirectional",
+}  # fmt: skip
 
 
 class Attention(nn.Module):
@@ -114,6 +121,12 @@ class WithoutHeads(Attention):
         del self.num_attention_heads
 
 
+def with_own_forward():
+    layer = Attention()
+    layer.forward = functools.partial(Attention.forward, layer)
+    return layer
+
+
 @pytest.mark.parametrize(
     "layer, sentence",
     [
@@ -131,6 +144,8 @@ class WithoutHeads(Attention):
             r"attention layer 0 \(Attention\) would stay dense: it has 2 Dropout modules",
         ),
         (WithoutHeads(), r"does not say its number of heads \(num_attention_heads\)"),
+        (with_own_forward(), r"attention layer 0 \(Attention\) would stay dense: its forward was replaced"),
+        (Attention(4 * 300), r"attention layer 0 \(Attention\) cannot be sparse. Head size is 300; .* 1 to 256"),
         (nn.Linear(2, 2), "ModuleList has no attention layer that ds_sparse knows"),
     ],
 )
@@ -142,9 +157,72 @@ def test_layers_that_cannot_be_replaced_are_named_before_anything_changes(layer,
     assert list(model.modules()) == modules
 
 
-def test_an_attention_layer_alone_cannot_be_replaced():
-    with pytest.raises(ValueError, match="pass the module that holds it"):
-        ds_sparse.sparsify(Attention())
+def test_an_attention_layer_itself_can_be_given():
+    layer, inputs = Attention(), make_states()
+    wanted = layer(*inputs)
+    report = ds_sparse.sparsify(layer, {"mode": "dense"}, max_seq_length=64)
+    assert type(layer) is BertSparseSelfAttention
+    torch.testing.assert_close(layer(*inputs), wanted)
+    report.undo()
+    assert torch.equal(layer(*inputs), wanted)
+
+
+class Calls(nn.Module):
+    """Calls its layers by other ways than its modules."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.layers = nn.ModuleList([Attention(), Attention()])
+        first, second = self.layers
+        self.calls = {
+            "list": lambda: [first, second],
+            "closure": lambda: [lambda *inputs: first(*inputs), lambda *inputs: second(*inputs)],
+            "partial": lambda: [functools.partial(first), functools.partial(second)],
+            "call": lambda: [first.__call__, second.__call__],
+            "compiled": lambda: [torch.compile(layer, backend="eager") for layer in self.layers],
+        }[way]()
+
+    def forward(self, hidden_states, attention_mask):
+        for call in self.calls:
+            hidden_states = hidden_states + call(hidden_states, attention_mask)
+        return hidden_states
+
+
+@pytest.mark.parametrize("way", ["list", "closure", "partial", "call", "compiled"])
+def test_layers_are_sparse_for_whatever_holds_them(way):
+    model, (x, mask) = Calls(way), make_states()
+    dense, other = model(x, mask), torch.cat([x[:, :-1], torch.randn(2, 1, 32)], 1)
+    parameters, seen = list(model.parameters()), []
+    model.layers[0].register_forward_hook(lambda *_: seen.append(1))
+    report = ds_sparse.sparsify(model, LOCAL, max_seq_length=64)
+    assert torch.equal(model(x, mask)[:, :16], model(other, mask)[:, :16])  # two layers reach no other block
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True)) and seen
+    report.undo()
+    assert torch.equal(model(x, mask), dense)
+
+
+def test_a_sparse_layer_is_copied_pickled_saved_and_undone_with_nothing_left():
+    model, inputs = Encoder(), make_states()
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    keys = set(model.state_dict())
+    report = ds_sparse.sparsify(model, LOCAL, max_seq_length=64)
+    core = ("layers.0", "layers.1", "layers.2")
+    assert set(model.state_dict()) == keys | {f"{name}.self.sparse_self_attention.master_layout" for name in core}
+    wanted = model(*inputs)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(copied(*inputs), wanted)
+    report.undo()
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_a_forward_that_something_holds_is_refused():
+    model = Encoder()
+    held = [layer.self.forward for layer in model.layers]
+    with pytest.raises(ValueError, match=r"layers.0.self \(Attention\) would stay dense: something holds its method"):
+        ds_sparse.sparsify(model, LOCAL, max_seq_length=64)
+    assert len(held) == 3 and type(model.layers[0].self) is Attention
+    del held
+    ds_sparse.sparsify(model, LOCAL, max_seq_length=64)
 
 
 class Deep(nn.Module):

@@ -132,6 +132,14 @@ class Subclass(nn.MultiheadAttention):
     pass
 
 
+HELD = []
+
+
+def held():
+    HELD.append(nn.MultiheadAttention(EMBED, HEADS).forward)
+    return HELD[0].__self__
+
+
 def replaced():
     layer = nn.MultiheadAttention(EMBED, HEADS)
     layer.forward = layer.forward
@@ -147,6 +155,12 @@ def replaced():
             r"attention layer 1 \(Subclass\) would stay dense: it is of a class of its own",
         ),
         (replaced(), DENSE, r"attention layer 1 \(MultiheadAttention\) would stay dense: its forward was replaced"),
+        (
+            held(),
+            DENSE,
+            r"attention layer 1 \(MultiheadAttention\) would stay dense: something holds its method forward",
+        ),
+        (nn.MultiheadAttention(600, 2), DENSE, r"1 \(MultiheadAttention\) cannot be sparse. Head size is 300; .* 256"),
         (nn.MultiheadAttention(EMBED, HEADS, add_zero_attn=True), DENSE, "attention layer 1 .* has add_zero_attn"),
         (nn.Linear(2, 2), ds_sparse.BigBirdSparsityConfig(HEADS), "has random blocks and no seed"),
         (nn.Linear(2, 2), {"mode": "bigbird", "num_random_blocks": 1}, "has random blocks and no seed"),

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import traceback
 
 import pytest
 import torch
@@ -90,9 +91,9 @@ class Rotated(Fused):
 
 
 class Language(nn.Module):
-    def __init__(self):
+    def __init__(self, last=Rotated):
         super().__init__()
-        self.embedding, self.layers = nn.Embedding(9, EMBED), nn.ModuleList([Rotated(), Rotated()])
+        self.embedding, self.layers = nn.Embedding(9, EMBED), nn.ModuleList([Rotated(), last()])
 
     def forward(self, ids):
         x = self.embedding(ids)
@@ -439,6 +440,35 @@ class TwoKinds(Fused):
         )
 
 
+class Large(Block):
+    """Heads of more than kernels take."""
+
+    def __init__(self):
+        super().__init__()
+        self.projections, self.out = nn.Linear(EMBED, 3 * HEADS * 300), nn.Linear(HEADS * 300, EMBED)
+
+    def forward(self, x):
+        return self.out(self.attention(x))
+
+
+class Slip(Fused):
+    def forward(self, x):
+        return super().forward(x) + undefined  # noqa: F821
+
+
+class SlipInside(Rotated):
+    def forward(self, x, angles):
+        return super().forward(x, angles) + undefined  # noqa: F821
+
+
+HELD = []
+
+
+def held(layer, method):
+    HELD.append(getattr(layer, method))
+    return layer
+
+
 def replaced(layer, method):
     setattr(layer, method, getattr(layer, method))
     return layer
@@ -451,10 +481,18 @@ def replaced(layer, method):
         (TwoKinds(), DENSE, r"attention layer layers.1 \(TwoKinds\) calls .* with \[2, 4\] heads"),
         (replaced(Fused(), "forward"), DENSE, r"layers.1 \(Fused\) would stay dense: its forward was replaced"),
         (replaced(Block(), "attention"), DENSE, r"layers.1 \(Block\) would stay dense: its attention was replaced"),
+        (held(Fused(), "forward"), DENSE, r"layers.1 \(Fused\) would stay dense: something holds its method forward"),
+        (
+            held(Block(), "attention"),
+            DENSE,
+            r"layers.1 \(Block\) would stay dense: something holds its method attention",
+        ),
+        (Large(), DENSE, r"attention layer layers.1 \(Large\) calls .* Head size is 300; it has to be from 1 to 256"),
         (
             Rotated(),
             DENSE,
-            r"layers.1 \(Rotated\) would stay dense: .* as a trial of this one on made-up inputs did not",
+            r"layers.1 \(Rotated\) would stay dense: .* as a trial of this one on made-up inputs did not: it raised "
+            "TypeError: .* missing 1 required positional argument: 'angles'",
         ),
         (Fused(), ds_sparse.BigBirdSparsityConfig(HEADS), "has random blocks and no seed"),
         (Fused(), ds_sparse.DenseSparsityConfig(8), "The model has 4 attention heads"),
@@ -466,6 +504,14 @@ def test_what_cannot_be_sparse_is_refused_before_anything_changes(layer, structu
     with pytest.raises(ValueError, match=sentence):
         ds_sparse.sparsify(model, structure, max_seq_length=64)
     assert [type(module) for module in model.modules()] == kinds
+
+
+@pytest.mark.parametrize("model", [Sequence(Fused(), Slip()), Language(SlipInside)])
+def test_a_slip_in_a_layer_is_named_and_the_cause(model):
+    with pytest.raises(ValueError, match="did not: it raised NameError: name 'undefined' is not defined") as refusal:
+        ds_sparse.sparsify(model, DENSE, max_seq_length=64)
+    cause = refusal.value.__cause__
+    assert isinstance(cause, NameError) and "return super().forward" in traceback.format_tb(cause.__traceback__)[-1]
 
 
 def test_random_numbers_and_training_mode_are_as_before():

@@ -1,0 +1,153 @@
+"""A trial of a model: it runs on fake tensors, which compute nothing, and none of them is left behind."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import sys
+import traceback
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType, ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from ..modules.code_names import NO_MODELS
+from ..notices import say_notices
+
+T = TypeVar("T")
+
+_LRU_CACHE = type(functools.cache(lambda: None))
+
+_CODE = (ModuleType, FunctionType, torch.Tensor, type)
+
+_DEPTH = 8
+"""Steps from a cache to a tensor in what it keeps."""
+
+
+def in_trial(model: nn.Module, run: Callable[[], T]) -> T:
+    """What `run` returns, which makes a copy of a model and runs it: nothing is computed, and PyTorch does not log what
+    operations do not take.
+
+    The code of a model may keep what it makes: in caches of functools, in globals and classes of its package, in
+    modules that a closure holds. Fake tensors there would be in every later forward, so these are put back. What `run`
+    returns holds none.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    alive, before = weakref.ref(mode), [_Place(place) for place in _places(model)]
+    try:
+        with _quiet(), mode, torch.device("cpu"), torch.no_grad():
+            return run()
+    except Exception as error:
+        _clear_frames(error)
+        raise
+    finally:
+        del mode
+        if _is_alive(alive):
+            _forget(model, alive, before)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """An error keeps the variables of the frames that it has gone through."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _is_alive(mode: Callable[[], FakeTensorMode | None]) -> bool:
+    """Whether there is a fake tensor of a mode, as far as is known: each holds it."""
+    for generation in range(3):  # the youngest objects first, as looking at all takes a second
+        if mode() is not None:
+            gc.collect(generation)
+    return mode() is not None
+
+
+def _forget(model: nn.Module, mode: Callable[[], FakeTensorMode | None], before: list[_Place]) -> None:
+    for place in before:
+        place.put_back()
+    for cache in [x for x in gc.get_objects() if type(x) is _LRU_CACHE]:
+        if _holds_a_fake(gc.get_referents(cache), mode()):
+            cache.cache_clear()
+    if _is_alive(mode) and _holds_a_fake(gc.get_objects(), mode(), 1):
+        say_notices(
+            [
+                f"{type(model).__name__}: a trial of it without data has left tensors where ds_sparse does not find "
+                "them. If a model of this process gives fake tensors, call sparsify in a process of its own, and save "
+                "the model there."
+            ]
+        )
+
+
+def _holds_a_fake(found: list[Any], mode: FakeTensorMode | None, depth: int = _DEPTH) -> bool:
+    seen: set[int] = set()
+    for _ in range(depth):
+        found = [x for x in found if id(x) not in seen]
+        if any(issubclass(type(x), FakeTensor) and x.fake_mode is mode for x in found):
+            return True
+        seen.update(map(id, found))
+        found = [inner for x in found for inner in _inside(x)]
+    return False
+
+
+def _inside(x: Any) -> list[Any]:
+    """What a container holds, or the attributes of an object."""
+    kind = type(x)
+    if issubclass(kind, dict | list | tuple | set | frozenset):
+        return gc.get_referents(x)
+    return list(vars(x).values()) if kind.__dictoffset__ and not issubclass(kind, _CODE) else []
+
+
+def _places(model: nn.Module) -> list[Any]:
+    """Where the code of a model may keep something: its modules, the files of their packages, and what these define."""
+    packages = {_package(kind) for module in model.modules() for kind in type(module).__mro__} - {*NO_MODELS}
+    files = [file for name, file in list(sys.modules.items()) if name.partition(".")[0] in packages]
+    defined = {
+        id(x): x for file in files for x in vars(file).values() if hasattr(x, "__dict__") and _package(x) in packages
+    }
+    return [*model.modules(), *files, *defined.values()]
+
+
+def _package(x: Any) -> str:
+    """The package of a class, of a function, or of an object's class."""
+    return str(getattr(x, "__module__", "")).partition(".")[0]
+
+
+class _Place:
+    """Something with attributes, as they are now, and what is in those that are containers."""
+
+    def __init__(self, place: Any):
+        self._place, self._attributes = place, dict(vars(place))
+        containers = [x for x in self._attributes.values() if type(x) in (dict, OrderedDict, list, set)]
+        self._containers = [(x, x.copy()) for x in containers]
+
+    def put_back(self) -> None:
+        place, now = self._place, dict(vars(self._place))
+        # Attributes of a class cannot be written but by these; those of a module have a meaning to PyTorch.
+        is_class = isinstance(place, type)
+        for name in now.keys() - self._attributes.keys():
+            delattr(place, name) if is_class else vars(place).pop(name)
+        for name, value in self._attributes.items():
+            if now.get(name) is not value:
+                setattr(place, name, value) if is_class else vars(place).update({name: value})
+        for container, was in self._containers:
+            if isinstance(container, list):
+                container[:] = was
+            else:
+                container.clear()
+                container.update(was)
