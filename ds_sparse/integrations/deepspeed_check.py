@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from ..wording import cut, did_you_mean, hint_of_text, printable, reason, show, show_key
 from .deepspeed_reading import Asked, import_deepspeed, read
-from .deepspeed_sequence import BATCH, DATA_KEY, KEY, wrong_size
+from .deepspeed_sequence import BATCH, DATA_KEY, KEY, autosp, wrong_size
 
 AUTO = "auto"
 """What Transformers' Trainer and accelerate fill in before DeepSpeed reads it."""
@@ -56,7 +56,7 @@ def check_deepspeed_config(config: Mapping[str, Any]) -> Verdict:
     wrong = wrong_size(size)
     notices += _fit_to_one_rank(filled, 1 if wrong else size)
     mistakes, passed = _refused_alone(filled)
-    mistakes += [wrong] if wrong else []
+    mistakes += [sentence for sentence in (wrong, autosp(filled)) if sentence is not None]
     mistakes += _refused_together(passed, filled)
     mistakes += _unknown_types(passed)
     notices += _ignored(filled)
